@@ -1,0 +1,1 @@
+"""CUDA C++ sources, one idea a file, read with `importlib.resources`."""

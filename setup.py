@@ -1,0 +1,41 @@
+"""Packaging: every value comes from settings.ini."""
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+SPDX = {"apache2": "Apache-2.0"}
+
+
+def read_settings() -> dict:
+    "The `[DEFAULT]` section of settings.ini"
+    config = ConfigParser(delimiters="=")
+    config.read(ROOT / "settings.ini", encoding="utf-8")
+    return dict(config["DEFAULT"])
+
+
+cfg = read_settings()
+extras = {key.removesuffix("_requirements"): value.split() for key, value in cfg.items() if key.endswith("_requirements")}
+
+setup(
+    name=cfg["lib_name"],
+    version=cfg["version"],
+    description=cfg["description"],
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    author=cfg["author"],
+    author_email=cfg["author_email"],
+    url=cfg["git_url"],
+    keywords=cfg["keywords"],
+    license=SPDX[cfg["license"]],
+    license_files=["LICENSE"],
+    python_requires=f">={cfg['min_python']}",
+    install_requires=cfg["requirements"].split(),
+    extras_require=extras,
+    entry_points={"console_scripts": cfg["console_scripts"].split()},
+    packages=[cfg["lib_path"], f"{cfg['lib_path']}.cuda"],
+    package_dir={cfg["lib_path"]: cfg["lib_path"], f"{cfg['lib_path']}.cuda": "cuda"},
+    package_data={f"{cfg['lib_path']}.cuda": ["*.cu"]},
+    zip_safe=False,
+)

@@ -1,0 +1,115 @@
+"""The workbook's checker finds each kind of fault, and nothing in a notebook without one."""
+import json
+
+import pytest
+from check_workbook import SECTIONS, problems
+from workbook import METADATA_KEY, code_hash, read_notebook
+
+PATH = "/" + "tmp/x.py"  # in two parts, because this file is checked too
+
+
+def cell(source: str, *outputs: dict) -> dict:
+    "A code cell, or a Markdown cell where the source starts with a mark of Markdown"
+    if source[:2] in ("# ", "##", "> "):
+        return {"cell_type": "markdown", "metadata": {}, "source": source}
+    return {"cell_type": "code", "metadata": {}, "source": source, "outputs": list(outputs), "execution_count": None}
+
+
+def printed(text: str) -> dict:
+    return {"output_type": "stream", "name": "stdout", "text": [text]}
+
+
+def good_stage() -> list[dict]:
+    "The cells of the smallest stage that keeps every rule"
+    cells = [cell("# Title\n\n> One sentence.")]
+    for name in SECTIONS:
+        cells += [cell(f"## {name or 'A name of its own'}"), cell("assert 1 + 1 == 2")]
+    cells.append(cell("#| cuda\nprint('fast')", printed("fast\n")))
+    return cells + [cell(f"### Exercise {n}\n\nHow many?") for n in (1, 2, 3)]
+
+
+@pytest.fixture
+def report(tmp_path):
+    "Write a stage and its solutions; the problems found, as one text"
+    def write(cells: list[dict], saved: dict | None = None, solutions: int = 3) -> str:
+        folder = tmp_path / "nbs"
+        (folder / "solutions").mkdir(parents=True, exist_ok=True)
+        nb = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+        nb["metadata"] = {METADATA_KEY: saved or {"code": code_hash(nb)}} if saved != {} else {}
+        answers = [cell(f"## Exercise {n}\n\nFour.") for n in range(1, solutions + 1)]
+        for path, cells in (("02_tiles.ipynb", cells), ("solutions/02_tiles.ipynb", answers)):
+            (folder / path).write_text(json.dumps({**nb, "cells": cells}), encoding="utf-8")
+        return "\n".join(problems(tmp_path))
+    return write
+
+
+def test_good_stage_has_no_problem(report):
+    assert report(good_stage()) == ""
+
+
+def replaced(index: int, *new: dict) -> list[dict]:
+    cells = good_stage()
+    cells[index:index + 1] = new
+    return cells
+
+
+LONG = "\n".join(f"x{i} = {i}" for i in range(46))
+FAULTS = {
+    "title": (replaced(0, cell("# Title\n\nNo sentence.")), "cell 0: is not `# Title`"),
+    "missing section": (replaced(1), "section `## The question` is there 0 times"),
+    "double section": (replaced(1, cell("## The question"), cell("## The question")), "`## The question` is there 2 times"),
+    "order": (replaced(1, cell("## Recap")) [:-5] + [cell("## The question")], "is out of order"),
+    "no code section": (replaced(9), "no code section"),
+    "long cell": (replaced(2, cell(LONG)), "cell 2: 46 lines; no cell but a kernel"),
+    "median": (good_stage() + [cell("\n".join(["assert True"] * 7))] * 20, "the median code cell has 7 lines"),
+    "many long": (good_stage() + [cell("\n".join(["assert True"] * 25))] * 3, "3 of 15 code cells have 25 lines or more: cells"),
+    "few checks": (good_stage() + [cell("x = 1")] * 40, "code cells hold a check that can fail; 25% is the least"),
+    "exercises": (good_stage()[:-1], "2 headings `### Exercise N`, not 3"),
+    "no output": (replaced(23, cell("#| cuda\nprint('fast')")), "cell 23: a `#| cuda` cell without saved output"),
+    "saved error": (replaced(2, cell("assert 1", {"output_type": "error", "traceback": ["no"]})), "cell 2: a saved error"),
+    "path": (replaced(2, cell("assert 1", printed(f"at {PATH}"))), f"cell 2: output names a machine's path {PATH}"),
+    "size": (replaced(2, cell("assert 1", printed("x" * 400_000))), "more than 400000"),
+}
+
+
+@pytest.mark.parametrize("cells, expected", FAULTS.values(), ids=FAULTS)
+def test_fault_is_named(report, cells, expected):
+    found = report(cells)
+    assert expected in found
+    assert all(line.startswith("nbs/02_tiles.ipynb: ") for line in found.splitlines())
+
+
+def test_syntax_fault_is_named(report):
+    assert report(replaced(2, cell("x = = 1")), {"code": "0"}) == "nbs/02_tiles.ipynb: cell 2: does not parse as Python"
+
+
+def test_kernel_may_be_long(report):
+    assert report(replaced(2, cell(f"import triton\nassert 1\n@triton.jit\ndef kernel():\n    pass\n{LONG}"))) == ""
+
+
+def test_silent_gpu_cell_needs_no_output(report):
+    assert report(good_stage() + [cell("#| cuda\nx = 1"), cell("#| cuda\ntest_eq(1, 1)")]) == ""
+
+
+@pytest.mark.parametrize("saved, expected", [({}, "no hash in the metadata"), ({"code": "0"}, "saved outputs are stale")])
+def test_saved_outputs_are_of_this_code(report, saved, expected):
+    assert expected in report(good_stage(), saved)
+
+
+def test_missing_solution_is_named(report):
+    assert "Exercise 3 has no heading in nbs/solutions/02_tiles.ipynb" in report(good_stage(), solutions=2)
+
+
+@pytest.mark.parametrize("text", [f"see {PATH}", "from pypi" + ".org"])
+def test_text_names_no_machine_and_no_host(report, tmp_path, text):
+    (tmp_path / "notes.md").write_text(f"fine\n{text}\n")
+    assert "notes.md: line 2: names" in report(good_stage())
+
+
+def test_hash_ignores_prose_comments_and_form(tmp_path):
+    def hashed(*sources: str) -> str:
+        path = tmp_path / "x.ipynb"
+        path.write_text(json.dumps({"cells": [cell(s) for s in sources]}))
+        return code_hash(read_notebook(path))
+    assert hashed("# A", "x = f(1,\n 2)") == hashed("x = f(1, 2)  # why", "## B")
+    assert hashed("x = f(1, 2)") != hashed("x = f(1, 3)")

@@ -1,0 +1,47 @@
+"""Running notebooks in place: outputs and hash are saved together, or nothing is."""
+import json
+
+import pytest
+from workbook import METADATA_KEY, code_hash, read_notebook
+
+pytest.importorskip("execnb")
+from run_notebooks import run_here  # noqa: E402
+
+PATH = "/" + "tmp/x.py"
+
+
+@pytest.fixture
+def run(tmp_path):
+    "Run a notebook of these cells in place; read it again"
+    def write_and_run(*sources: str) -> dict:
+        path = tmp_path / "00_try.ipynb"
+        cells = [{"cell_type": "code", "id": f"c{i}", "metadata": {}, "source": s, "outputs": [], "execution_count": None} for i, s in enumerate(sources)]
+        path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+        before = path.read_bytes()
+        try:
+            run_here(path, {"cuda"})
+        except RuntimeError:
+            assert path.read_bytes() == before, "a failed run changed the notebook"
+            raise
+        return read_notebook(path)
+    return write_and_run
+
+
+def test_outputs_and_hash_are_saved(run):
+    nb = run("#| cuda\nprint('out')\nimport sys; print('progress', file=sys.stderr)", "#| eval: false\n1/0", "#| distributed\n1/0", "2 + 2")
+    outputs = [cell["outputs"] for cell in nb["cells"]]
+    assert [o["text"] for o in outputs[0]] == [["out\n"]]
+    assert outputs[1] == outputs[2] == []
+    assert outputs[3][0]["data"]["text/plain"] == ["4"]
+    assert nb["metadata"][METADATA_KEY]["code"] == code_hash(nb) and "torch" in nb["metadata"][METADATA_KEY]["machine"]
+    assert "#| cuda" in nb["cells"][0]["source"]
+
+
+def test_error_names_the_cell(run):
+    with pytest.raises(RuntimeError, match="cell 1 failed"):
+        run("1", "1/0")
+
+
+def test_machine_path_is_refused(run):
+    with pytest.raises(RuntimeError, match="cell 0 shows the machine's path"):
+        run(f"print({PATH!r})")

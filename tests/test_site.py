@@ -1,0 +1,48 @@
+"""The site's checker finds each kind of fault; mathematics needs no script."""
+import pytest
+from check_site import problems
+
+GOOD = {
+    "index.html": '<link rel="stylesheet" href="a.css"><h2 id="here"></h2><a href="sub/page.html#there">x</a><a href="https://example.org">y</a>',
+    "sub/page.html": '<p id="there"></p><a href="../index.html#here">x</a><svg><use xlink:href="#there"/></svg>',
+    "a.css": "p { color: red }",
+    "search.json": '[{"href": "index.html#here"}]',
+}
+FAULTS = {
+    "dead link": ("index.html", '<a href="gone.html">x</a>', "index.html: gone.html leads nowhere"),
+    "dead anchor": ("sub/page.html", '<a href="../index.html#gone">x</a>', "sub/page.html: ../index.html#gone has no such anchor"),
+    "script from outside": ("index.html", '<script src="https://example.org/x.js"></script>', "loads https://example.org/x.js from outside"),
+    "style from outside": ("index.html", "<style>@import 'https://example.org/x.css';</style>", "loads https://example.org/x.css from outside"),
+    "font from outside": ("a.css", "@font-face { src: url(//example.org/x.woff) }", "a.css: //example.org/x.woff is loaded from outside"),
+    "dead image": ("index.html", '<img src="gone.png">', "index.html: gone.png leads nowhere"),
+    "dead search": ("search.json", '[{"href": "index.html#gone"}]', "search.json: index.html#gone has no such anchor"),
+    "unused asset": ("b.js", "1", "b.js: no page uses it"),
+}
+
+
+@pytest.fixture
+def report(tmp_path):
+    "Write a small site with additions; its problems, as one text"
+    def write(name: str = "a.css", text: str = "") -> str:
+        pages = GOOD | {name: text if name == "search.json" else GOOD.get(name, "") + text}
+        for path, content in pages.items():
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(content, encoding="utf-8")
+        return "\n".join(problems(tmp_path))
+    return write
+
+
+def test_good_site_has_no_problem(report):
+    assert report() == ""
+
+
+@pytest.mark.parametrize("name, text, expected", FAULTS.values(), ids=FAULTS)
+def test_fault_is_named(report, name, text, expected):
+    assert expected in report(name, text)
+
+
+def test_tex_becomes_mathml():
+    pytest.importorskip("smalldocs", reason="the site is built on Python 3.11 and later")
+    from build_site import to_mathml
+    page = to_mathml(r'<span class="math display">\[\sum_{v=1}^V e^{z_v} &lt; 1\]</span>')
+    assert page.startswith('<math xmlns') and 'display="block"' in page and "\\" not in page

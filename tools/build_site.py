@@ -1,0 +1,162 @@
+"""Render the notebooks and the API reference to docs/; the same sources give the same bytes.
+
+    python tools/build_site.py
+"""
+import ast
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path, PurePosixPath
+
+from fontTools import subset
+from latex2mathml.converter import convert
+from nbdev.processors import FilterDefaults
+from nbdev.quarto import refresh_quarto_yml
+from nbdev.serve_drv import exec_nb
+from smalldocs import site as smalldocs
+from smalldocs.config import Project, load
+
+from workbook import ROOT, notebooks, project_files, read_notebook
+
+logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
+VENDOR = smalldocs.ASSETS / "vendor"
+MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.DOTALL)
+
+
+def binding_cells(nb: dict) -> dict[str, int]:
+    "For every name that a code cell binds at its top level, the number of the first such cell"
+    found = {}
+    for number, cell in enumerate(nb["cells"]):
+        for node in ast.parse(cell["source"]).body if cell["cell_type"] == "code" else ():
+            targets = getattr(node, "targets", [getattr(node, "target", node)])
+            for name in (getattr(t, "id", getattr(t, "name", None)) for t in targets):
+                found.setdefault(name, number)
+    return found
+
+
+def blob_url(project: Project) -> str:
+    "Where the repository shows its files"
+    return f"{project.website['repo-url']}/blob/{project.website['repo-branch']}"
+
+
+def to_mathml(page: str) -> str:
+    "TeX becomes MathML here, so that the page needs no script and no font for it"
+    unescape = smalldocs.html.unescape
+    return MATH.sub(lambda m: convert(unescape(m[2]), display="block" if m[1] == "display" else "inline"), page)
+
+
+class Site(smalldocs.Site):
+    "A smalldocs site that serves everything itself and depends on nothing but its sources"
+
+    def read(self, src: PurePosixPath) -> smalldocs.Page:
+        "Name a page after its module, as nbdev does, and show the stage's number"
+        page = super().read(src)
+        page.out = src.with_name(page.front.pop("output-file", page.out.name))
+        if src.stem[:2].isdigit():
+            page.front["title"] = f"{int(src.stem[:2])} · {page.front['title']}"
+        return page
+
+    def load_symbols(self) -> None:
+        "What the reference leaves out, constants and kernels, links to the cell that binds it"
+        super().load_symbols()
+        for src, page in self.pages.items():
+            module = sys.modules.get(f"fusedloss.{page.out.stem}")
+            if src.suffix == ".ipynb" and module:
+                cells = binding_cells(read_notebook(self.root / src))
+                names = [name for name in module.__all__ if name in cells and name not in self.symbols]
+                self.symbols |= {name: f"/{src}#cell-{cells[name]}" for name in names}
+
+    def resolve(self, href: str, page: smalldocs.Page | None, record: bool = True) -> str:
+        "A link out of nbs/ leads to the repository"
+        folder = page.src.parent if page else ""
+        name = smalldocs.posixpath.normpath(f"nbs/{folder}/{href}")
+        if href.startswith("../") and not name.startswith("nbs/") and (ROOT / name).is_file():
+            return f"{blob_url(self.project)}/{name}"
+        return super().resolve(href, page, record)
+
+    def render_page(self, page: smalldocs.Page) -> None:
+        "Without `math` in its environment the page asks for no script"
+        super().render_page(page)
+        if page.env.pop("math", False):
+            page.html = to_mathml(page.html)
+
+    def copy_assets(self, nav) -> None:
+        "The themes import one Bootstrap; of the icons only those in use remain"
+        super().copy_assets(nav)
+        libs = self.out / "site_libs"
+        shutil.copy(VENDOR / "bootstrap" / "bootstrap.min.css", libs / "bootstrap")
+        trim_icons(self.out)
+
+    def write_sitemap(self) -> None:
+        "None: a sitemap dates pages by their files, and a fresh clone has new dates"
+
+
+def trim_icons(out: Path) -> None:
+    "Keep the icons that pages and styles name"
+    libs = out / "site_libs"
+    css = libs / "bootstrap-icons" / "bootstrap-icons.min.css"
+    pages = "".join(page.read_text(encoding="utf-8") for page in out.rglob("*.html"))
+    styled = re.findall(r'content: "\\(f[0-9a-f]{3})"', (libs / "smalldocs.css").read_text(encoding="utf-8"))
+    text, used = css.read_text(encoding="utf-8"), set(styled)
+    for rule, name, code in re.findall(r'(\.bi-([\w-]+)::before\{content:"\\(\w+)"\})', text):
+        if re.search(rf"\bbi-{name}(?![\w-])", pages):
+            used.add(code)
+        else:
+            text = text.replace(rule, "")
+    css.write_text(re.sub(r'url\("[^)]*\) format\("woff2"\),', "", text), encoding="utf-8")
+    (css.parent / "fonts" / "bootstrap-icons.woff2").unlink()
+    trim_font(css.parent / "fonts" / "bootstrap-icons.woff", [int(code, 16) for code in used])
+
+
+def trim_font(path: Path, unicodes: list[int]) -> None:
+    "Keep a font's glyphs for these code points"
+    options = subset.Options(flavor="woff", recalc_timestamp=False)
+    font = subset.load_font(path, options)
+    subsetter = subset.Subsetter(options)
+    subsetter.populate(unicodes=unicodes)
+    subsetter.subset(font)
+    subset.save_font(font, path, options)
+
+
+def process(work: Path) -> Path:
+    "The sources of the site in `work`: notebooks through nbdev's processors, everything else as it is"
+    for path in [ROOT / "settings.ini", *(p for p in project_files() if ROOT / "nbs" in p.parents)]:
+        target = work / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    os.chdir(work)  # nbdev finds its settings from the working directory
+    refresh_quarto_yml()
+    for path in notebooks(work):
+        exec_nb(path, path, FilterDefaults)
+    return work / "nbs"
+
+
+def drop_empty_sections(project: Project) -> None:
+    "A sidebar section whose pages are still to be written does not show"
+    sidebar = project.website["sidebar"]
+    made = ("api/*.qmd",)
+    sidebar["contents"] = [s for s in sidebar["contents"] if not isinstance(s["contents"], str) or s["contents"] in made or any(project.root.glob(s["contents"]))]
+
+
+def build(out: Path) -> list[str]:
+    "Write the site to `out`; return the renderer's complaints"
+    with tempfile.TemporaryDirectory() as folder:
+        project = load(process(Path(folder).resolve()))
+        project.config["project"]["output-dir"] = "../docs"
+        project.smalldocs["api"] |= {"root": str(ROOT), "source": blob_url(project)}
+        drop_empty_sections(project)
+        site = Site(project, quiet=True)
+        site.build()
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(site.out, out)
+    return [line for line in site.warnings if "output-file" not in line]  # `read` does what it asks
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    complaints = build(ROOT / "docs")
+    print("\n".join(complaints) or "docs/ is built")
+    sys.exit(bool(complaints))

@@ -1,0 +1,117 @@
+"""Check the built site: every internal link, anchor and asset is there, and nothing is loaded from outside.
+
+    python tools/check_site.py [FOLDER]
+"""
+import json
+import re
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from workbook import ROOT
+
+LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"),
+          ("audio", "src"), ("embed", "src"), ("object", "data"), ("image", "href"), ("image", "xlink:href"), ("use", "href")}
+LINKED = {("a", "href"), ("use", "xlink:href")}
+CSS_URL = re.compile(r"""url\(\s*['"]?([^'")]+)|@import\s+['"]([^'"]+)""")
+Problems = Iterator[str]
+
+
+class Page(HTMLParser):
+    "The identifiers of a page, what it loads and what it links to"
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids, self.loads, self.links, self.in_style = set(), [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        "Collect one tag"
+        self.in_style = tag == "style"
+        for name, value in attrs:
+            if name in ("id", "name"):
+                self.ids.add(value)
+            elif name == "style":
+                self.loads += css_urls(value or "")
+            elif (tag, name) in LOADED:
+                self.loads.append(value or "")
+            elif (tag, name) in LINKED:
+                self.links.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        "Styles within the page load things too"
+        if self.in_style:
+            self.loads += css_urls(data)
+
+
+def css_urls(text: str) -> list[str]:
+    "What a stylesheet loads"
+    return [a or b for a, b in CSS_URL.findall(text)]
+
+
+def is_outside(url: str) -> bool:
+    "Does `url` leave the site?"
+    return bool(urlsplit(url).scheme or urlsplit(url).netloc) and not url.startswith("data:")
+
+
+def missing(url: str, base: Path, pages: dict[Path, Page]) -> str:
+    "What is wrong with an internal link of the page or stylesheet `base`, or an empty string"
+    parts = urlsplit(url)
+    target = (base.parent / unquote(parts.path)).resolve() if parts.path else base
+    target = target / "index.html" if target.is_dir() else target
+    if url.startswith("data:") or target in pages and not parts.fragment:
+        return ""
+    if not target.is_file():
+        return "leads nowhere"
+    return "has no such anchor" if parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids else ""
+
+
+def check_page(path: Path, pages: dict[Path, Page]) -> Problems:
+    "The problems of one page"
+    page = pages[path]
+    yield from (f"loads {url} from outside" for url in page.loads if is_outside(url))
+    inside = sorted({url for url in page.loads + page.links if not is_outside(url)})
+    yield from (f"{url} {fault}" for url in inside if (fault := missing(url, path, pages)))
+
+
+def check_styles(path: Path, pages: dict[Path, Page]) -> Problems:
+    "The problems of one stylesheet"
+    for url in css_urls(path.read_text(encoding="utf-8")):
+        fault = "is loaded from outside" if is_outside(url) else missing(url, path, pages) if not url.startswith("#") else ""
+        if fault:
+            yield f"{url} {fault}"
+
+
+def unused(site: Path, pages: dict[Path, Page]) -> Problems:
+    "Assets that no page and no stylesheet names"
+    sheets = {p.resolve(): css_urls(p.read_text(encoding="utf-8")) for p in site.rglob("*.css")}
+    named = [(path, url) for path, page in pages.items() for url in page.loads + page.links] + [(p, u) for p, urls in sheets.items() for u in urls]
+    reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
+    for path in site.rglob("*"):
+        if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached:
+            yield f"{path.relative_to(site)}: no page uses it"
+
+
+def problems(site: Path) -> Problems:
+    "Every problem of the site"
+    site = site.resolve()
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    for path in pages:
+        yield from (f"{path.relative_to(site)}: {problem}" for problem in check_page(path, pages))
+    for path in sorted(site.rglob("*.css")):
+        yield from (f"{path.relative_to(site)}: {problem}" for problem in check_styles(path, pages))
+    search = site / "search.json"
+    for entry in json.loads(search.read_text(encoding="utf-8")) if search.exists() else ():
+        if fault := missing(entry["href"], search, pages):
+            yield f"search.json: {entry['href']} {fault}"
+    yield from unused(site, pages)
+    if site / "index.html" not in pages:
+        yield "index.html: the site has no home page"
+
+
+if __name__ == "__main__":
+    found = list(problems(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"))
+    print("\n".join(found) if found else "Every link, anchor and asset of the site resolves.")
+    sys.exit(bool(found))

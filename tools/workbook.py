@@ -1,0 +1,66 @@
+"""What the tools share: where the notebooks are, how they are read, and the hash that dates their outputs."""
+import ast
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+METADATA_KEY = "fusedloss"  # in a notebook's metadata; settings.ini lets it through nbdev_clean
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|usr/local/lib)/\w[\w./-]*")
+
+
+def notebooks(root: Path = ROOT) -> list[Path]:
+    "Every notebook of the workbook, in reading order"
+    return sorted(p for p in (root / "nbs").rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(root).parts))
+
+
+def is_stage(path: Path) -> bool:
+    "Is `path` a numbered stage, not its solutions?"
+    return path.parent.name == "nbs" and bool(re.match(r"\d\d_", path.name))
+
+
+def project_files(root: Path = ROOT) -> list[Path]:
+    "The files that git tracks or would track; where there is no repository, all but caches"
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True) if (root / ".git").exists() else None
+    paths = [root / name for name in listed.stdout.split("\0")] if listed and listed.returncode == 0 else root.rglob("*")
+    return sorted({p for p in paths if p.is_file() and not {"__pycache__", ".venv", ".pytest_cache"} & set(p.parts)})
+
+
+def read_notebook(path: Path) -> dict:
+    "A notebook, each cell's source joined to one string"
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    for cell in nb["cells"]:
+        cell["source"] = "".join(cell["source"])
+    return nb
+
+
+def directives(source: str) -> set[str]:
+    "The names of the `#|` lines on top of a cell"
+    return set(re.findall(r"^#\|\s*([\w-]+)", source, flags=re.MULTILINE))
+
+
+def canonical(node: object) -> str:
+    "A syntax tree as text, the same in every version of Python: they differ in empty fields and in how they cut f-strings"
+    if isinstance(node, list):
+        return f"[{','.join(map(canonical, node))}]"
+    if isinstance(node, ast.JoinedStr):
+        return f"JoinedStr({''.join(v.value if isinstance(v, ast.Constant) else f'{{{canonical(v)}}}' for v in node.values)!r})"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+    return f"{type(node).__name__}({','.join(f'{name}={canonical(value)}' for name, value in fields)})"
+
+
+def code_hash(nb: dict) -> str:
+    "A hash of what the code cells do: prose, comments and formatting do not change it"
+    trees = (canonical(ast.parse(cell["source"])) for cell in nb["cells"] if cell["cell_type"] == "code")
+    return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:16]
+
+
+def output_text(output: dict) -> str:
+    "All the text that an output shows"
+    values = [output.get("text", ""), *output.get("data", {}).values(), output.get("traceback", "")]
+    return "\n".join("".join(map(str, v)) if isinstance(v, list) else str(v) for v in values)
