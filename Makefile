@@ -19,7 +19,7 @@ help:  ## this list
 	@touch $@
 
 tour: $(READY)  ## train a small model with the loss of every stage, on the device at hand
-	$(PYTHON) -c "from fusedloss.tour import main; main()" tour
+	$(PYTHON) -c "import sys; from fusedloss.tour import main; sys.exit(main(['tour']))"
 
 test: export TRITON_INTERPRET = 1
 test: $(READY)  ## everything that can be checked without a GPU
@@ -33,7 +33,7 @@ test-gpu: export FUSEDLOSS_FLAGS = cuda slow
 test-gpu: $(READY)  ## every test, cuda cells included, on the GPU at hand
 	$(PYTHON) -m pytest
 
-notebooks-gpu: $(READY)  ## run the stages on the GPU at hand; save their outputs and nbs/results
+notebooks-gpu: $(READY)  ## run the notebooks on the GPU at hand; save their outputs and nbs/results
 	$(PYTHON) tools/run_notebooks.py $(NOTEBOOKS)
 
 docs: export TRITON_INTERPRET = 1

@@ -46,7 +46,7 @@ def _check_dtypes(input:Tensor, weight:Tensor):
     _expect(same, "linear_weight", f"the input's dtype {input.dtype}", weight.dtype)
     _expect(input.device == weight.device, "linear_weight", f"the input's device {input.device}", weight.device)
 
-# %% ../nbs/01_baseline.ipynb #63b50840
+# %% ../nbs/01_baseline.ipynb #ff4fb9e9
 def check_labels(
     target:Tensor,  # any shape, integers
     n_classes:int, ignore_index:int,
@@ -54,13 +54,13 @@ def check_labels(
     "`IndexError` naming the first label outside `[0, n_classes)`; on a GPU only under FUSEDLOSS_DEBUG=1."
     looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
     if not looks or torch.compiler.is_compiling(): return
-    wrong = bad_labels(target, n_classes, ignore_index).nonzero()
+    wrong = bad_labels(target.long(), n_classes, ignore_index).nonzero()
     if not len(wrong): return
     at = tuple(wrong[0].tolist())
     raise IndexError(f"target[{', '.join(map(str, at))}] is {target[at].item()}: expected 0 ≤ label < {n_classes}, or {ignore_index} to ignore")
 
 def bad_labels(target:Tensor, n_classes:int, ignore_index:int) -> Tensor:
-    "True where a label is neither a class nor ignored."
+    "True where a label (int64) is neither a class nor ignored."
     return (target != ignore_index) & ((target < 0) | (target >= n_classes))
 
 # %% ../nbs/01_baseline.ipynb #f7a39810
@@ -82,10 +82,10 @@ def check_inputs(
     _check_dtypes(input, linear_weight)
     check_labels(target, len(linear_weight), ignore_index)
 
-# %% ../nbs/01_baseline.ipynb #8ac62296
+# %% ../nbs/01_baseline.ipynb #13d2a14f
 def reduce_loss(
     losses:Tensor,  # any shape, one a token
-    target:Tensor,  # the same shape
+    target:Tensor,  # int64, the same shape
     n_classes:int, ignore_index:int, reduction:str,
 ) -> Tensor:  # of the losses' shape for "none", else a scalar
     "Zero the ignored, mark labels out of range with NaN, then none, sum or mean over valid tokens."
@@ -124,7 +124,7 @@ def linear_scores(
     classes = torch.arange(len(linear_weight), device=target.device)
     return scale * (z - margin * (classes == target.unsqueeze(-1)))
 
-# %% ../nbs/01_baseline.ipynb #2a17fc38
+# %% ../nbs/01_baseline.ipynb #7ef36d01
 def baseline_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -135,10 +135,11 @@ def baseline_linear_cross_entropy(
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
     "Cross entropy of a linear layer with all N×V scores in memory: the oracle of every other method."
     check_inputs(input, linear_weight, target, reduction, ignore_index, scale)
+    target = target.long()
     logp = F.log_softmax(linear_scores(input, linear_weight, target, margin, scale), dim=-1)
     known = ((target >= 0) & (target < len(linear_weight))).flatten()
     if not logp.numel(): return reduce_loss(input.sum(-1) * 0.0, target, len(linear_weight), ignore_index, reduction)
-    losses = F.nll_loss(logp.flatten(0, -2), torch.where(known, target.flatten().long(), -100), reduction="none")
+    losses = F.nll_loss(logp.flatten(0, -2), torch.where(known, target.flatten(), -100), reduction="none")
     return reduce_loss(losses.view(target.shape), target, len(linear_weight), ignore_index, reduction)
 
 # %% ../nbs/01_baseline.ipynb #33a54f62

@@ -23,10 +23,11 @@ from tqdm.auto import tqdm
 __all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'Cost', 'product_cost',
            'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table',
            'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles', 'time_call',
-           'Comparison', 'progress', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'peak_memory',
-           'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name', 'versions', 'machine_line',
-           'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error', 'commit', 'record', 'load_results',
-           'caption', 'roofline', 'Check', 'prediction_table', 'predicted_against_measured']
+           'Comparison', 'progress', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'peak_memory', 'Launches',
+           'gpu_launches', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name', 'versions',
+           'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error', 'commit', 'record',
+           'load_results', 'caption', 'results_table', 'trade_off', 'roofline', 'Check', 'prediction_table',
+           'predicted_against_measured']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -106,12 +107,13 @@ def predict_seconds(costs:Iterable[Cost], machine:Machine, dtype:torch.dtype) ->
     "Roofline time of kernels that run one after another."
     return sum(c.seconds(machine, dtype) for c in costs)
 
-# %% ../nbs/00_measure.ipynb #f578441a
+# %% ../nbs/00_measure.ipynb #4a7e1775
 class Table:
     "Rows under a header; numbers are aligned right."
     def __init__(self, header:list[str], rows:Iterable[Iterable[Any]]):
         self.header, self.rows = [str(h) for h in header], [[str(c) for c in r] for r in rows]
-        self.right = [all(re.match(r"^[×−+\-]?[\d.]|^–?$", r[i]) for r in self.rows) for i in range(len(header))]
+        number = lambda cell: re.match(r"[×−+-]?\d[\d.]*([ e%]|$)|–?$", cell)
+        self.right = [all(map(number, column)) and any(column) for column in zip(*self.rows)] or [False] * len(header)
 
     def _repr_markdown_(self) -> str:
         lines = [self.header, ["--:" if right else ":--" for right in self.right], *self.rows]
@@ -335,6 +337,20 @@ def peak_memory(
     fn()
     return torch.cuda.max_memory_allocated(device) - before
 
+# %% ../nbs/00_measure.ipynb #f4b87205
+class Launches(NamedTuple):
+    "What a GPU did."
+    kernels: int
+    busy: float  # seconds, summed over kernels
+
+def gpu_launches(fn:Callable[[], Any]) -> Launches:
+    "Count the GPU's kernels and their time while `fn` runs once, after a warm-up."
+    from torch.profiler import ProfilerActivity, profile
+    fn(); torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace: fn(); torch.cuda.synchronize()
+    kernels = [e for e in trace.key_averages() if e.self_device_time_total]
+    return Launches(sum(e.count for e in kernels), sum(e.self_device_time_total for e in kernels) * 1e-6)
+
 # %% ../nbs/00_measure.ipynb #1e5f760b
 def saved_tensors(
     fn:Callable[[], Any],  # builds a graph
@@ -440,7 +456,7 @@ def commit() -> str:
     try: return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError): return os.environ.get("FUSEDLOSS_COMMIT", "unknown")
 
-# %% ../nbs/00_measure.ipynb #ca419b29
+# %% ../nbs/00_measure.ipynb #745e9e05
 def record(
     path:str|Path,  # the JSON file, a list of records
     name:str,  # what was measured, such as "tiles"
@@ -453,24 +469,47 @@ def record(
     entry = dict(name=name, shape=dict(shape), dtype=dtype_name(dtype), machine=machine_name(device), versions=versions(),
                  commit=commit(), date=datetime.now(timezone.utc).date().isoformat(), figures=figures)
     key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
-    kept = [r for r in load_results(path) if key(r) != key(entry)]
+    kept = [r for r in _read(path) if key(r) != key(entry)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*kept, entry], indent=1, ensure_ascii=False) + "\n")
     return entry
 
+def _read(path:Path) -> list[dict]: return json.loads(path.read_text()) if path.exists() else []
+
 def load_results(
     path:str|Path,  # one JSON file, or a folder of them
-) -> list[dict]:
+) -> list[dict]:  # each with the name of its file as `stage`
     "The records in `path`, in order; none where it does not exist."
     path = Path(path)
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.exists() else []
-    return [r for f in files for r in json.loads(f.read_text())]
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return [dict(r, stage=f.stem) for f in files for r in _read(f)]
 
 # %% ../nbs/00_measure.ipynb #69d6f7fa
 def caption(entry:dict) -> str:
     "A figure's caption from a record: machine, dtype, shape, date, commit."
     shape = " × ".join(f"{k} {v}" for k, v in entry["shape"].items())
     return f"{entry['machine']}, {entry['dtype']}, {shape}, {entry['date']}, commit {entry['commit']}"
+
+# %% ../nbs/00_measure.ipynb #892a5de8
+def results_table(records:list[dict]) -> Table:
+    "Losses measured against the floor: time, ratio, memory beyond the gradients."
+    rows = [(r, r["figures"]) for r in records if "ratio" in r["figures"]]
+    return Table(["stage", "loss", "time", "of the floor", "beyond the gradients"],
+                 [[r["stage"], r["name"], si(f["seconds"], "s"), f"×{f['ratio']:.2f}", si(f["extra"], "B")] for r, f in rows])
+
+def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing:
+    "Memory beyond the gradients against time as a multiple of the floor, a dot for each loss."
+    import matplotlib.pyplot as plt
+    with drawing_style():
+        fig, ax = plt.subplots(figsize=(6.4, 3.6))
+        for r in records:
+            x, y, color = r["figures"]["ratio"], r["figures"]["extra"] / 2**20, stage_color(int(r["stage"][:2]))
+            ax.plot(x, y, "o", color=color)
+            ax.annotate(r["name"], (x, y), xytext=(8, -3), textcoords="offset points", fontsize=9)
+        ax.axvline(1, color=GREY, ls=":")
+        ax.set(yscale="log", xlabel="time, as a multiple of three bare products", ylabel="MiB beyond the gradients", title=title)
+        ax.set_xlim(0.9, 1.25 * max(r["figures"]["ratio"] for r in records))
+        return as_drawing(fig, alt, caption)
 
 # %% ../nbs/00_measure.ipynb #7f9ec1aa
 def roofline(

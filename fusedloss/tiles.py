@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['square_tile', 'product_dtype', 'wide_product', 'add_product', 'tile_slices', 'Target', 'locate', 'Tiles',
-           'tiled_lse_fwd', 'dz_tile', 'unit_of', 'remove_radial', 'add_class_slice', 'tiled_lse_bwd', 'tiled_lse',
-           'tiled_lse_grad', 'autocast_like_linear', 'tiled_linear_cross_entropy', 'MemoryEfficientVocabOutput']
+           'tiled_lse_fwd', 'dz_tile', 'unit_of', 'remove_radial', 'add_tile', 'class_slice_bwd', 'tiled_lse_bwd',
+           'tiled_lse', 'tiled_lse_grad', 'autocast_like_linear', 'tiled_linear_cross_entropy',
+           'MemoryEfficientVocabOutput']
 
 # %% ../nbs/02_tiles.ipynb #fb724ab5
 import math
@@ -43,23 +44,23 @@ def add_product(total:Tensor, a:Tensor, b:Tensor):
     if a.dtype == total.dtype: total.addmm_(a, b)
     else: torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
-# %% ../nbs/02_tiles.ipynb #8c4f02b0
+# %% ../nbs/02_tiles.ipynb #a56f4ed3
 def tile_slices(size:int, tile:int) -> list[slice]:
     "`size` elements in runs of `tile`, the last one shorter."
     return [slice(start, min(start + tile, size)) for start in range(0, size, tile)]
 
 class Target(NamedTuple):
     "Where each row's target stands in a tile."
-    at: tuple[Tensor, Tensor]  # index of one element a row
-    inside: Tensor  # [BN], whether that element is the target
+    column: Tensor  # [BN,1], the nearest column of the tile
+    inside: Tensor  # [BN,1], whether that column is the target's
 
 def locate(y:Tensor, j:slice) -> Target:
     "Find the targets `y [BN]` among the classes `j`."
-    column = y - j.start
+    column = (y - j.start)[:, None]
     nearest = column.clamp(0, j.stop - j.start - 1)
-    return Target((torch.arange(len(y), device=y.device), nearest), column == nearest)
+    return Target(nearest, column == nearest)
 
-# %% ../nbs/02_tiles.ipynb #bbe13dff
+# %% ../nbs/02_tiles.ipynb #c024ba06
 class Tiles:
     "The N×V rectangle of scores, made one tile at a time."
     def __init__(self,
@@ -81,10 +82,10 @@ class Tiles:
         z = wide_product(self.x[i].to(self.dtype), self.w[j].to(self.dtype).T)
         if self.rows is not None:
             z.mul_(self.rows[i, None]).mul_(self.columns[j])
-            z[target.at] = z[target.at] - self.margin * target.inside
+            z.scatter_(1, target.column, z.gather(1, target.column) - self.margin * target.inside)
         return z, target
 
-# %% ../nbs/02_tiles.ipynb #86b3439e
+# %% ../nbs/02_tiles.ipynb #1dec7987
 def tiled_lse_fwd(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
     margin:float, scale:float|None,
@@ -97,11 +98,11 @@ def tiled_lse_fwd(
     for j in tiles.classes:
         for i in tiles.tokens:
             z, target = tiles.scores(i, j)
-            score[i] += torch.where(target.inside, z[target.at], 0.0)
+            score[i] += torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0]
             lse[i] = torch.logaddexp(lse[i], torch.logsumexp(z, 1))
     return lse, score
 
-# %% ../nbs/02_tiles.ipynb #ea4e4124
+# %% ../nbs/02_tiles.ipynb #e0cb7a67
 def dz_tile(
     z:Tensor,  # [BN,BV] scores, overwritten
     target:Target,  # from `locate`
@@ -111,12 +112,11 @@ def dz_tile(
 ) -> Tensor:  # [BN,BV] in `dtype`
     "Gradient of a tile's scores."
     z.sub_(lse[:, None]).exp_()
-    g_target = torch.where(target.inside, g_score, 0.0)
-    if columns is not None: z.mul_(columns); g_target = g_target * columns[target.at[1]]
-    at_target = z[target.at] * g_lse + g_target
+    g_target = torch.where(target.inside, g_score[:, None], 0.0)
+    if columns is not None: z.mul_(columns); g_target = g_target * columns[target.column]
+    at_target = z.gather(1, target.column) * g_lse[:, None] + g_target
     dz = torch.mul(z, g_lse[:, None], out=z if dtype == z.dtype else torch.empty_like(z, dtype=dtype))
-    dz[target.at] = at_target.to(dtype)
-    return dz
+    return dz.scatter_(1, target.column, at_target.to(dtype))
 
 # %% ../nbs/02_tiles.ipynb #a42b7353
 def unit_of(*factors:Tensor) -> Tensor:
@@ -132,25 +132,32 @@ def remove_radial(
     unit = t / row_norms(t)[:, None]
     return d.sub_(unit.mul_((unit * d).sum(1, keepdim=True)))
 
-# %% ../nbs/02_tiles.ipynb #fb226f9d
-def add_class_slice(
-    dx:Tensor|None,  # [N,H] in `acc_dtype`, added to; None where it is not wanted
+# %% ../nbs/02_tiles.ipynb #c778cb4a
+def add_tile(
+    dx:Tensor|None, dw:Tensor|None,  # [BN,H], [BV,H] running sums in `acc_dtype`; None where not wanted
+    tiles:Tiles, i:slice, j:slice,
+    lse:Tensor, g_lse:Tensor, g_score:Tensor,  # [BN]
+):
+    "Backward of one tile: recompute its scores, form their gradient, add to dx and dw."
+    z, target = tiles.scores(i, j)
+    columns = None if tiles.columns is None else tiles.columns[j]
+    dz = dz_tile(z, target, lse, g_lse, g_score, columns, tiles.dtype)
+    if dx is not None: add_product(dx, dz, tiles.w[j].to(tiles.dtype))
+    if dw is not None: add_product(dw, dz.T, tiles.x[i].to(tiles.dtype))
+
+def class_slice_bwd(
+    dx:Tensor|None,  # [N,H], added to
     tiles:Tiles, j:slice,
     lse:Tensor, g_lse:Tensor, g_score:Tensor,  # [N]
     need_w:bool,
-) -> Tensor|None:  # [BV,H] in `acc_dtype`
+) -> Tensor|None:  # [BV,H] in `acc_dtype`, before `unit` is multiplied back
     "Backward of all tokens for the classes `j`: adds to dx, returns their slice of dw."
-    w_j = tiles.w[j].to(tiles.dtype)
-    dw = w_j.new_zeros(w_j.shape, dtype=lse.dtype) if need_w else None
+    dw = lse.new_zeros(tiles.w[j].shape) if need_w else None
     for i in tiles.tokens:
-        z, target = tiles.scores(i, j)
-        columns = None if tiles.columns is None else tiles.columns[j]
-        dz = dz_tile(z, target, lse[i], g_lse[i], g_score[i], columns, tiles.dtype)
-        if dx is not None: add_product(dx[i], dz, w_j)
-        if need_w: add_product(dw, dz.T, tiles.x[i].to(tiles.dtype))
+        add_tile(None if dx is None else dx[i], dw, tiles, i, j, lse[i], g_lse[i], g_score[i])
     return dw if tiles.rows is None or dw is None else remove_radial(dw, tiles.w[j])
 
-# %% ../nbs/02_tiles.ipynb #94e9e765
+# %% ../nbs/02_tiles.ipynb #9bd1086c
 def tiled_lse_bwd(
     g_lse:Tensor, g_score:Tensor,  # [N] upstream gradients
     x:Tensor, w:Tensor, y:Tensor, lse:Tensor,  # saved by forward: its inputs and one number a token
@@ -158,8 +165,8 @@ def tiled_lse_bwd(
     need_x:bool, need_w:bool,  # which gradients to form; the other is returned empty
 ) -> tuple[Tensor, Tensor]:  # dx [N,H], dw [V,H], in the dtypes of x and w
     "Gradients of `tiled_lse_fwd`, every tile recomputed."
-    dx = torch.zeros(x.shape, dtype=lse.dtype, device=x.device) if need_x else None
-    dw = torch.zeros(w.shape, dtype=w.dtype, device=w.device) if need_w else w.new_empty(0)
+    dx = lse.new_zeros(x.shape) if need_x else None
+    dw = torch.zeros(w.shape if need_w else 0, dtype=w.dtype, device=w.device)
     if not x.shape[0] or not w.shape[0]: return x.new_zeros(x.shape if need_x else 0), dw
     tiles = Tiles(x, w, y, margin, scale, token_tile, class_tile)
     factors = [] if scale is None else [tiles.columns]
@@ -167,8 +174,9 @@ def tiled_lse_bwd(
     unit = unit_of(torch.maximum(g_lse.abs(), g_score.abs()), *factors)
     g_lse, g_score = g_lse / unit, g_score / unit
     for j in tiles.classes:
-        dw_j = add_class_slice(dx, tiles, j, lse, g_lse, g_score, need_w)
-        if need_w: dw[j] = dw_j.mul_(unit)
+        slice_of_dw = class_slice_bwd(dx, tiles, j, lse, g_lse, g_score, need_w)
+        if need_w: dw[j] = slice_of_dw.mul_(unit)
+        del slice_of_dw  # else it lives on beside the next one
     if not need_x: return x.new_empty(0), dw
     if scale is not None:
         for i in tiles.tokens: remove_radial(dx[i], x[i])
@@ -218,7 +226,7 @@ def _check_tile(name:str, size:int):
     "`ValueError` unless `size` is a positive integer."
     if not isinstance(size, int) or size < 1: raise ValueError(f"{name}: expected a positive integer, got {size!r}")
 
-# %% ../nbs/02_tiles.ipynb #bd1534fe
+# %% ../nbs/02_tiles.ipynb #0bb275e4
 def tiled_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -226,11 +234,12 @@ def tiled_linear_cross_entropy(
     *, reduction:str="mean",  # "none", "mean" over valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     margin:float=0.35, scale:float|None=None,  # LMCL (arXiv 1801.09414) where `scale` is given
-    token_tile:int=2048, class_tile:int=4096,  # rows and columns of scores in memory at once
+    token_tile:int=4096, class_tile:int=2048,  # rows and columns of scores in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
     "Cross entropy of a linear layer with one tile of scores in memory. Raises `ValueError`, `IndexError` as `check_inputs`."
     check_inputs(input, linear_weight, target, reduction, ignore_index, scale)
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)): _check_tile(name, size)
+    target = target.long()
     x, w = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None], linear_weight)
     lse, score = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile)
     return reduce_loss((lse - score).view(target.shape), target, len(linear_weight), ignore_index, reduction)

@@ -34,11 +34,12 @@ def report(tmp_path):
     def write(cells: list[dict], saved: dict | None = None, solutions: int = 3) -> str:
         folder = tmp_path / "nbs"
         (folder / "solutions").mkdir(parents=True, exist_ok=True)
-        nb = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-        nb["metadata"] = {METADATA_KEY: saved or {"code": code_hash(nb)}} if saved != {} else {}
+        stage = {"cells": cells, "metadata": {}}
+        if saved != {}:
+            stage["metadata"][METADATA_KEY] = saved or {"code": code_hash(stage)}
         answers = [cell(f"## Exercise {n}\n\nFour.") for n in range(1, solutions + 1)]
-        for path, cells in (("02_tiles.ipynb", cells), ("solutions/02_tiles.ipynb", answers)):
-            (folder / path).write_text(json.dumps({**nb, "cells": cells}), encoding="utf-8")
+        for path, nb in (("02_tiles.ipynb", stage), ("solutions/02_tiles.ipynb", {"cells": answers, "metadata": {}})):
+            (folder / path).write_text(json.dumps(nb), encoding="utf-8")
         return "\n".join(problems(tmp_path))
     return write
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from check_generated import copy_tree
-from workbook import ROOT
+from workbook import ROOT, copy_tree
 
 PROBE = "// a probe\n"
 IMPORT = """
@@ -28,7 +27,8 @@ print(fusedloss.__version__)
 
 def pip(*args: str, cwd: Path) -> None:
     "Run pip without an index and without build isolation"
-    subprocess.run([sys.executable, "-m", "pip", *args, "--no-build-isolation", "--no-deps", "--no-index", "--quiet"], cwd=cwd, check=True)
+    offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([sys.executable, "-m", "pip", *args, *offline], cwd=cwd, check=True)
 
 
 def python(code: str, **kwargs) -> str:
@@ -70,7 +70,7 @@ def test_wheel_holds_modules_and_kernels(source, wheel):
 def test_wheel_metadata_is_settings(wheel, settings):
     info = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     meta = Parser().parsestr(wheel.read(info).decode())
-    assert (meta["Name"], meta["Version"], meta["Summary"]) == (settings["lib_name"], settings["version"], settings["description"])
+    assert [meta[key] for key in ("Name", "Version", "Summary")] == [settings[key] for key in ("lib_name", "version", "description")]
     assert meta["Requires-Python"] == f">={settings['min_python']}"
     plain = {line for line in meta.get_all("Requires-Dist") if "extra ==" not in line}
     assert plain == set(settings["requirements"].split())

@@ -15,7 +15,8 @@ def run(tmp_path):
     "Run a notebook of these cells in place; read it again"
     def write_and_run(*sources: str) -> dict:
         path = tmp_path / "00_try.ipynb"
-        cells = [{"cell_type": "code", "id": f"c{i}", "metadata": {}, "source": s, "outputs": [], "execution_count": None} for i, s in enumerate(sources)]
+        empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+        cells = [{**empty, "id": f"c{number}", "source": source} for number, source in enumerate(sources)]
         path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
         before = path.read_bytes()
         try:
@@ -28,7 +29,8 @@ def run(tmp_path):
 
 
 def test_outputs_and_hash_are_saved(run):
-    nb = run("#| cuda\nprint('out')\nimport sys; print('progress', file=sys.stderr)", "#| eval: false\n1/0", "#| distributed\n1/0", "2 + 2")
+    loud = "#| cuda\nprint('out')\nimport sys; print('progress', file=sys.stderr)"
+    nb = run(loud, "#| eval: false\n1/0", "#| distributed\n1/0", "2 + 2")
     outputs = [cell["outputs"] for cell in nb["cells"]]
     assert [o["text"] for o in outputs[0]] == [["out\n"]]
     assert outputs[1] == outputs[2] == []

@@ -19,7 +19,7 @@ from nbdev.serve_drv import exec_nb
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
-from workbook import ROOT, notebooks, project_files, read_notebook
+from workbook import ROOT, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
 VENDOR = smalldocs.ASSETS / "vendor"
@@ -122,11 +122,8 @@ def trim_font(path: Path, unicodes: list[int]) -> None:
 
 
 def process(work: Path) -> Path:
-    "The sources of the site in `work`: notebooks through nbdev's processors, everything else as it is"
-    for path in [ROOT / "settings.ini", *(p for p in project_files() if ROOT / "nbs" in p.parents)]:
-        target = work / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, target)
+    "A copy of the notebooks, through nbdev's processors"
+    copy_tree(work)
     os.chdir(work)  # nbdev finds its settings from the working directory
     refresh_quarto_yml()
     for path in notebooks(work):
@@ -134,20 +131,23 @@ def process(work: Path) -> Path:
     return work / "nbs"
 
 
-def drop_empty_sections(project: Project) -> None:
-    "A sidebar section whose pages are still to be written does not show"
+def expand_sections(project: Project) -> None:
+    "A pattern in the sidebar becomes the pages it matches; a section whose pages are still to be written does not show"
     sidebar = project.website["sidebar"]
-    made = ("api/*.qmd",)
-    sidebar["contents"] = [s for s in sidebar["contents"] if not isinstance(s["contents"], str) or s["contents"] in made or any(project.root.glob(s["contents"]))]
+    for section in sidebar["contents"]:
+        pattern = section["contents"]
+        if isinstance(pattern, str) and not pattern.startswith("api/"):  # the reference is written later
+            section["contents"] = sorted(path.relative_to(project.root).as_posix() for path in project.root.glob(pattern))
+    sidebar["contents"] = [section for section in sidebar["contents"] if section["contents"]]
 
 
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))
-        project.config["project"]["output-dir"] = "../docs"
+        project.config["project"]["output-dir"] = "../site"
         project.smalldocs["api"] |= {"root": str(ROOT), "source": blob_url(project)}
-        drop_empty_sections(project)
+        expand_sections(project)
         site = Site(project, quiet=True)
         site.build()
         shutil.rmtree(out, ignore_errors=True)

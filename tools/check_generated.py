@@ -3,13 +3,12 @@
     python tools/check_generated.py [modules notebooks readme site]
 """
 import difflib
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from workbook import ROOT, project_files
+from workbook import copy_tree
 
 # what to check: the command that makes it, the paths it makes, the command to type when they differ
 GENERATED = {
@@ -19,14 +18,6 @@ GENERATED = {
     "readme": (["tools/build_readme.py"], ["README.md", "nbs/images"], "make docs"),
     "site": (["tools/build_site.py"], ["docs"], "make docs"),
 }
-
-
-def copy_tree(target: Path) -> None:
-    "A copy of the project's files, so that the tree itself is never changed"
-    for path in project_files():
-        copied = target / path.relative_to(ROOT)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, copied)
 
 
 def files_under(root: Path, names: list[str]) -> dict[str, bytes]:
@@ -44,7 +35,8 @@ def remove_modules(root: Path) -> None:
 
 def first_difference(old: bytes, new: bytes) -> str:
     "The first lines in which two files differ"
-    lines = difflib.unified_diff(old.decode("utf-8", "replace").splitlines(), new.decode("utf-8", "replace").splitlines(), "tree", "made", n=0, lineterm="")
+    texts = (text.decode("utf-8", "replace").splitlines() for text in (old, new))
+    lines = difflib.unified_diff(*texts, "tree", "made", n=0, lineterm="")
     return "\n".join(f"    {line[:160]}" for line, _ in zip(lines, range(8)))
 
 
@@ -64,7 +56,7 @@ def check(kind: str) -> int:
     differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     for name in differing:
         print(f"{name}: differs from what `{remedy}` makes\n{first_difference(before.get(name, b''), after.get(name, b''))}")
-    print(f"{kind}: {len(differing)} of {len(after)} files differ" if differing else f"{kind}: all {len(after)} files are up to date", flush=True)
+    print(f"{kind}: {len(after)} files, {len(differing)} not up to date", flush=True)
     return bool(differing)
 
 

@@ -86,8 +86,8 @@ def check_styles(path: Path, pages: dict[Path, Page]) -> Problems:
 
 def unused(site: Path, pages: dict[Path, Page]) -> Problems:
     "Assets that no page and no stylesheet names"
-    sheets = {p.resolve(): css_urls(p.read_text(encoding="utf-8")) for p in site.rglob("*.css")}
-    named = [(path, url) for path, page in pages.items() for url in page.loads + page.links] + [(p, u) for p, urls in sheets.items() for u in urls]
+    named = [(path, url) for path, page in pages.items() for url in page.loads + page.links]
+    named += [(path, url) for path in site.rglob("*.css") for url in css_urls(path.read_text(encoding="utf-8"))]
     reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
     for path in site.rglob("*"):
         if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached:

@@ -141,7 +141,7 @@ def code_cells(nb: dict) -> dict[int, dict]:
 
 
 def check_any(nb: dict, path: Path) -> Problems:
-    "What holds for every notebook: size, syntax, no errors among the outputs"
+    "What holds for every notebook: size, syntax, outputs without errors and of this code"
     if path.stat().st_size > MAX_BYTES:
         yield f"{path.stat().st_size} bytes, more than {MAX_BYTES}"
     for i, cell in code_cells(nb).items():
@@ -151,6 +151,7 @@ def check_any(nb: dict, path: Path) -> Problems:
             yield f"cell {i}: a saved error"
         for found in {m[0] for output in cell["outputs"] for m in MACHINE_PATH.finditer(output_text(output))}:
             yield f"cell {i}: output names a machine's path {found}"
+    yield from check_saved(nb)
 
 
 def check_stage(nb: dict, path: Path) -> Problems:
@@ -161,7 +162,6 @@ def check_stage(nb: dict, path: Path) -> Problems:
     yield from check_lengths(code)
     yield from check_checks(code)
     yield from check_exercises(nb, path)
-    yield from check_saved(nb)
 
 
 def check_text(path: Path) -> Problems:

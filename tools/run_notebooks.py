@@ -1,4 +1,4 @@
-"""Run the stage notebooks in place on the GPU at hand and save their outputs.
+"""Run the notebooks in place on the GPU at hand and save their outputs.
 
     python tools/run_notebooks.py [--flags "cuda slow"] [NOTEBOOK ...]
 
@@ -83,6 +83,11 @@ def run_here(path: Path, flags: set[str]) -> None:
     os.replace(draft, path)
 
 
+def running_order(path: Path) -> tuple[bool, bool]:
+    "The stages measure; the others, and the home page last of all, show what was measured"
+    return not is_stage(path), path.name == "index.ipynb"
+
+
 def run_all(paths: list[Path], flags: str) -> int:
     "A fresh process for each notebook; the exit code is the number that failed"
     failed = []
@@ -99,11 +104,11 @@ def run_all(paths: list[Path], flags: str) -> int:
 def main() -> int:
     "Read the command line and run"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=Path, help="default: every numbered stage")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all, the stages first")
     parser.add_argument("--flags", default="cuda slow", help="kinds of cells to run beside the plain ones")
     parser.add_argument("--here", action="store_true", help="run in this process (one notebook)")
     args = parser.parse_args()
-    paths = [p.resolve() for p in args.notebooks] or [p for p in notebooks() if is_stage(p)]
+    paths = [p.resolve() for p in args.notebooks] or sorted(notebooks(), key=running_order)
     if not args.here:
         return run_all(paths, args.flags)
     run_here(paths[0], set(args.flags.split()))

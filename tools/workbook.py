@@ -3,6 +3,7 @@ import ast
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def project_files(root: Path = ROOT) -> list[Path]:
     listed = subprocess.run(command, capture_output=True, text=True) if (root / ".git").exists() else None
     paths = [root / name for name in listed.stdout.split("\0")] if listed and listed.returncode == 0 else root.rglob("*")
     return sorted({p for p in paths if p.is_file() and not {"__pycache__", ".venv", ".pytest_cache"} & set(p.parts)})
+
+
+def copy_tree(target: Path) -> None:
+    "A copy of the project's files, for work that must not change the tree"
+    for path in project_files():
+        copied = target / path.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copied)
 
 
 def read_notebook(path: Path) -> dict:

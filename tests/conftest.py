@@ -1,0 +1,11 @@
+"""What every test file may ask for by name."""
+import pytest
+import torch
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request) -> str:
+    "Each test runs once on the CPU and once on the GPU"
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    return request.param

@@ -1,0 +1,130 @@
+"""The cases every linear cross entropy must pass, and one check that says what a method got wrong."""
+from dataclasses import dataclass, field
+
+import torch
+
+from fusedloss.baseline import Sample, sample_data
+from fusedloss.measure import relative_error
+
+# fp64: a few hundred additions of rounding 1e-16. fp32: the same of 6e-8.
+# Half precisions: results are rounded once to 8 or 11 bits (4e-3, 5e-4), and on a GPU so is dz before its products.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def reference(x, w, y, *, reduction="mean", ignore_index=-100, margin=0.35, scale=None):
+    "The loss by its definition, in float64, sharing no line with the library"
+    x, w, y = x.double(), w.double(), y.long()
+    if scale is not None:
+        x, w = (t / torch.where(t.norm(dim=-1) == 0, 1.0, t.norm(dim=-1)).unsqueeze(-1) for t in (x, w))
+    valid = y != ignore_index
+    hot = torch.zeros(*y.shape, len(w), dtype=x.dtype, device=x.device)
+    hot.scatter_(-1, torch.where(valid, y, 0).unsqueeze(-1), 1.0)
+    z = x @ w.T if scale is None else scale * (x @ w.T - margin * hot)
+    losses = torch.where(valid, z.logsumexp(-1) - (z * hot).sum(-1), 0.0)
+    return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / max(int(valid.sum()), 1)}[reduction]
+
+
+@dataclass(frozen=True)
+class Case:
+    "One call of a loss: sizes N, H, V, tile sides, options, and what is unusual about the data."
+    sizes: tuple[int, int, int] = (7, 3, 10)
+    tiles: tuple[int, int] = (3, 4)
+    options: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    label_dtype: torch.dtype = torch.int64
+    ignored: tuple[int, ...] = ()  # rows whose label is ignored
+    zeros: bool = False  # the first row of x and the last of w are zero
+    last_tile: bool = False  # all targets in the last, ragged tile of classes
+    requires: tuple[bool, bool] = (True, True)  # gradients of x, of w
+
+    def sample(self, device) -> Sample:
+        x, w, y = sample_data(*self.sizes, dtype=self.dtype, device=device, requires_grad=False)
+        if self.zeros:
+            x[0], w[-1] = 0, 0
+        if self.last_tile:
+            start = (len(w) - 1) // self.tiles[1] * self.tiles[1]
+            y = start + y % (len(w) - start)
+        y[list(self.ignored)] = self.options.get("ignore_index", -100)
+        return Sample(x.requires_grad_(self.requires[0]), w.requires_grad_(self.requires[1]), y.to(self.label_dtype))
+
+
+def upstream(loss):
+    "A gradient for `loss` that is uneven, negative, and zero for one token"
+    steps = torch.arange(loss.numel(), dtype=torch.float64, device=loss.device).view(loss.shape)
+    return ((steps - 1) * 0.75).to(loss.dtype) if loss.dim() else torch.full_like(loss, -1.7)
+
+
+def gradients(fn, sample, g=None, **options):
+    "Loss and the gradients of x and w, None where not asked for"
+    x, w = (t.detach().requires_grad_(t.requires_grad) for t in sample[:2])
+    loss = fn(x, w, sample.target, **options)
+    if loss.requires_grad:
+        loss.backward(upstream(loss) if g is None else g)
+    return loss.detach(), x.grad, w.grad
+
+
+def differences(fn, sample, tolerance, **options) -> list[str]:
+    "What `fn` gets wrong on `sample`, in words; empty if nothing"
+    before = [t.detach().clone() for t in sample]
+    versions = [t._version for t in sample]
+    got = gradients(fn, sample, **options)
+    names = ("loss", "dx", "dw")
+    wrong = [f"{n} was changed" for n, t, b in zip("xwy", sample, before) if not torch.equal(t, b)]
+    wrong += [f"{n} was written to" for n, t, v in zip("xwy", sample, versions) if t._version != v]
+    options = {k: v for k, v in options.items() if not k.endswith("_tile")}
+    exact = gradients(reference, Sample(*(t.detach().double().requires_grad_(t.requires_grad) for t in sample[:2]), sample.target), **options)
+    for name, a, b in zip(names, got, exact):
+        if (a is None) != (b is None):
+            wrong.append(f"{name} is {'missing' if a is None else 'not asked for'}")
+        elif a is not None and not relative_error(a, b) <= tolerance:
+            wrong.append(f"{name} is off by {relative_error(a, b):.1e}")
+    loss_dtype = torch.float64 if sample.input.dtype == torch.float64 else torch.float32
+    dtypes = (loss_dtype, sample.input.dtype, sample.weight.dtype)
+    return wrong + [f"{n} is {t.dtype}" for n, t, d in zip(names, got, dtypes) if t is not None and t.dtype != d]
+
+
+def faults(fn, case, device, tiled=True) -> list[str]:
+    "What `fn` gets wrong on `case`"
+    tiles = dict(zip(("token_tile", "class_tile"), case.tiles)) if tiled else {}
+    return differences(fn, case.sample(device), TOLERANCE[case.dtype], **case.options, **tiles)
+
+
+CASES = {
+    "one of each": Case((1, 1, 1), (1, 1)),
+    "one token": Case((1, 3, 10)),
+    "two tokens, one class": Case((2, 3, 1)),
+    "ragged tiles": Case((7, 3, 10)),
+    "tiles of one score": Case((5, 3, 4), (1, 1)),
+    "tiles that divide": Case((6, 2, 8), (3, 4)),
+    "tile larger than all": Case((7, 3, 10), (64, 64)),
+    "ragged and larger": Case((47, 5, 123), (16, 50)),
+    "more classes": Case((64, 8, 257), (30, 100)),
+    "none": Case(options=dict(reduction="none")),
+    "sum": Case(options=dict(reduction="sum")),
+    "ignored": Case(ignored=(0, 4)),
+    "ignored, none": Case(ignored=(2,), options=dict(reduction="none")),
+    "ignored, sum": Case(ignored=(6,), options=dict(reduction="sum")),
+    "ignore_index is a class": Case(ignored=(1, 3), options=dict(ignore_index=5)),
+    "ignore_index is the last class": Case(ignored=(1,), options=dict(ignore_index=9)),
+    "ignore_index above the classes": Case(ignored=(5,), options=dict(ignore_index=10)),
+    "all ignored, mean": Case(ignored=tuple(range(7))),
+    "all ignored, none": Case(ignored=tuple(range(7)), options=dict(reduction="none", scale=8.0)),
+    "int32 labels": Case(label_dtype=torch.int32),
+    "uint8 labels": Case(label_dtype=torch.uint8, ignored=(1,), options=dict(ignore_index=255)),
+    "LMCL": Case(options=dict(scale=8.0)),
+    "LMCL, none": Case(ignored=(1,), options=dict(scale=30.0, margin=0.2, reduction="none")),
+    "LMCL, no margin": Case(options=dict(scale=64.0, margin=0.0)),
+    "LMCL, zero vectors": Case(zeros=True, options=dict(scale=8.0, reduction="sum")),
+    "LMCL, targets in the last tile": Case((13, 5, 100), (4, 16), dict(scale=8.0), last_tile=True),
+    "LMCL, one tile": Case(tiles=(64, 64), options=dict(scale=8.0)),
+    "targets in the last tile": Case((13, 5, 100), (4, 16), last_tile=True),
+    "frozen input": Case(requires=(False, True)),
+    "frozen weight": Case(requires=(True, False)),
+    "frozen input, LMCL": Case(requires=(False, True), options=dict(scale=8.0)),
+    "frozen weight, LMCL": Case(requires=(True, False), options=dict(scale=8.0)),
+    "all frozen": Case(requires=(False, False)),
+    "float32": Case((47, 16, 123), (16, 50), dtype=torch.float32),
+    "float32, LMCL": Case((47, 16, 123), (16, 50), dict(scale=16.0), torch.float32),
+    "bfloat16": Case((47, 16, 123), (16, 50), dtype=torch.bfloat16),
+    "float16": Case((47, 16, 123), (16, 50), dtype=torch.float16),
+}

@@ -1,0 +1,268 @@
+"""The tour: the same answer twice, and no wrong loss gets through."""
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from workbook import ROOT
+
+from fusedloss import tour
+from fusedloss.baseline import baseline_linear_cross_entropy as baseline
+
+SMALL = tour.Sizes(N=128, H=32, K=3, steps=6)
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {'matplotlib', 'IPython', 'ipywidgets', 'nbdev', 'fastcore', 'execnb', 'triton', 'cupy'}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+from fusedloss import tour
+tour.CPU_SIZES = tour.Sizes(64, 16, 2, 3)
+sys.exit(tour.main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    "Small sizes, one thread, an empty folder"
+    monkeypatch.setattr(tour, "CPU_SIZES", SMALL)
+    monkeypatch.setattr(tour, "GPU_SIZES", SMALL)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(capsys):
+    "Run the command; the exit code, standard output, standard error"
+    def run(*argv: str):
+        try:
+            code = tour.main(["tour", *argv])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+    return run
+
+
+def flipped(x, w, y):
+    "The sign of dw is wrong in one tile of 32 classes of 3409"
+    sign = torch.ones(len(w), 1, device=w.device)
+    sign[320:352] = -1
+    w = w * 1
+    w.register_hook(lambda g: g * sign)
+    return baseline(x, w, y)
+
+
+def lost_rows(x, w, y):
+    "The last tokens get no gradient"
+    x = x * 1
+    x.register_hook(lambda g: torch.cat([g[:-2], 0 * g[-2:]]))
+    return baseline(x, w, y)
+
+
+def doubled_gradient(x, w, y):
+    "The value is right and its gradient twice what it should be, which Adam does not feel"
+    loss = baseline(x, w, y)
+    return 2 * loss - loss.detach()
+
+
+def scores_ignored_words(x, w, y):
+    return baseline(x, w, y.clamp(min=0))
+
+
+def sums(x, w, y):
+    return baseline(x, w, y, reduction="sum")
+
+
+def lowered(x, w, y):
+    return baseline(x.bfloat16(), w.bfloat16(), y)
+
+
+class After:
+    "The right loss for some calls, then `then`; or the other way round"
+    def __init__(self, calls, first, then):
+        self.left, self.first, self.then = calls, first, then
+
+    def __call__(self, x, w, y):
+        self.left -= 1
+        return (self.first if self.left >= 0 else self.then)(x, w, y)
+
+
+def nan(x, w, y):
+    return baseline(x, w, y) * math.nan
+
+
+def nan_gradient(x, w, y):
+    x = x * 1
+    x.register_hook(lambda g: g * math.nan)
+    return baseline(x, w, y)
+
+
+def raises(x, w, y):
+    raise RuntimeError("no such tile")
+
+
+AMOUNT = r"\d\.\d+e[+-]\d\d, more than"
+PLANTED = {
+    "one per cent": (lambda x, w, y: 1.01 * baseline(x, w, y), r"loss differs from float64 by 1\.0e-02, more than 1e-05"),
+    "one in ten thousand": (lambda x, w, y: 1.0001 * baseline(x, w, y), r"loss differs from float64 by 1\.0e-04, more than 1e-05"),
+    "sign flip in a tile": (flipped, rf"dw differs from float64 by {AMOUNT} 1e-04"),
+    "rows without gradient": (lost_rows, rf"dx differs from float64 by {AMOUNT} 1e-04"),
+    "doubled gradient": (doubled_gradient, r"dw differs from float64 by 1\.0e\+00, more than 1e-04"),
+    "ignored words counted": (scores_ignored_words, rf"dx differs from float64 by {AMOUNT} 1e-04"),
+    "a sum for a mean": (sums, r"loss differs from float64 by 1\.\de\+02, more than 1e-05"),
+    "bf16 products": (lowered, rf"dw differs from float64 by {AMOUNT} 1e-04"),
+    "wrong in training only": (After(3, flipped, baseline), rf"final loss \S+, baseline \S+: they differ by {AMOUNT} 1e-04"),
+    "nan": (nan, r"FloatingPointError: loss is nan \(in training step 1\)"),
+    "nan later": (After(4, baseline, nan), r"FloatingPointError: loss is nan \(in training step 5\)"),
+    "nan in a gradient": (nan_gradient, r"FloatingPointError: loss is nan \(in training step 2\)"),
+    "exception": (raises, r"RuntimeError: no such tile \(in training step 1\)"),
+    "exception after training": (After(SMALL.steps, baseline, raises), r"RuntimeError: no such tile \(after training\)"),
+    "no gradient": (lambda x, w, y: baseline(x, w, y).detach(), r"RuntimeError: .*\(in training step 1\)"),
+    "not a scalar": (lambda x, w, y: baseline(x, w, y, reduction="none"), r"RuntimeError: .*\(in training step 1\)"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_fault_is_named(name, device, run, monkeypatch):
+    loss, expected = PLANTED[name]
+    loss = After(loss.left, loss.first, loss.then) if isinstance(loss, After) else loss
+    monkeypatch.setattr(tour, "STAGES", (tour.STAGES[0], tour.Stage("planted", 9, loss), tour.Stage("twin", 10, baseline)))
+    code, out, err = run("--device", device)
+    assert code == 1
+    assert re.search(f"^planted: {expected}", err, re.MULTILINE), err
+    verdicts = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.endswith(("yes", "NO"))}
+    assert verdicts == {"baseline": "yes", "planted": "NO", "twin": "yes"}
+    report = json.loads((tour.Path("tour") / "tour.json").read_text())
+    assert [bool(s["failures"]) for s in report["stages"]] == [False, True, False] and not report["ok"]
+    assert bool(report["stages"][1]["trace"]) == ("Error" in expected)
+
+
+def test_failing_baseline_is_named(run, monkeypatch):
+    monkeypatch.setattr(tour, "STAGES", (tour.Stage("baseline", 1, raises), *tour.STAGES[1:]))
+    code, _, err = run()
+    assert code == 1 and "baseline: RuntimeError: no such tile" in err and not re.search("^tiles:", err, re.MULTILINE)
+
+
+def test_another_order_of_rounding_passes(device, run, monkeypatch):
+    exact = tour.Stage("exact", 9, lambda x, w, y: baseline(x.double(), w.double(), y).float())
+    reverse = tour.Stage("reverse", 10, lambda x, w, y: baseline(x.flip(0), w, y.flip(0)))
+    monkeypatch.setattr(tour, "STAGES", (*tour.STAGES, exact, reverse))
+    code, out, err = run("--device", device, "--steps", "20")
+    assert code == 0, err
+    assert "All 4 stages agree" in out
+
+
+def test_same_seed_same_bits(device):
+    first, second = (tour.run_tour(device=device) for _ in range(2))
+    for a, b in zip(first["stages"], second["stages"], strict=True):
+        assert {k: v for k, v in a.items() if k != "step_seconds"} == {k: v for k, v in b.items() if k != "step_seconds"}
+    assert tour.run_tour(device=device, seed=1)["stages"][0]["curve"] != first["stages"][0]["curve"]
+
+
+def test_random_state_is_left_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    tour.run_tour()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_figures(device):
+    report = tour.run_tour(device=device)
+    assert report["ok"], tour.verdict(report)
+    config = report["config"]
+    assert report["scores_bytes"] == 4 * config["N"] * config["V"] and config["V"] > 2000
+    held = {s["name"]: s["memory_fraction"] for s in report["stages"]}
+    assert 2 < held["baseline"] < 3.1, "three N×V tensors, less dx and dw"
+    assert held["tiles"] < 0.25, "one tile of 64, its copies, and one tile's gradients"
+    for s in report["stages"]:
+        assert len(s["curve"]) == SMALL.steps and s["curve"][-1] < s["curve"][0] and s["step_seconds"] > 0
+        assert max(s["dx_error"], s["dw_error"]) < 1e-5
+
+
+def test_json_goes_alone_to_stdout(run, monkeypatch):
+    loud = tour.Stage("loud", 9, lambda x, w, y: print("noise") or baseline(x, w, y))
+    monkeypatch.setattr(tour, "STAGES", (*tour.STAGES, loud))
+    code, out, err = run("--json", "--stage", "loud", "--out", "a folder/deep")
+    assert code == 0
+    report = json.loads(out)
+    assert [s["name"] for s in report["stages"]] == ["baseline", "loud"], "the reference always runs"
+    assert report == json.loads(tour.Path("a folder/deep/tour.json").read_text())
+    assert "noise" in err and "final loss" in err and "noise" not in out
+    assert {"config", "versions", "machine", "date", "tolerances", "stages", "ok"} <= report.keys()
+
+
+def test_failure_as_json(run, monkeypatch):
+    monkeypatch.setattr(tour, "STAGES", (tour.STAGES[0], tour.Stage("planted", 9, nan_gradient)))
+    code, out, err = run("--json")
+    assert code == 1 and not json.loads(out)["ok"] and "planted: FloatingPointError" in err
+
+
+def test_table_and_files_are_named(run):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("--stage", "tiles")
+    assert code == 0
+    for name in ("tour.svg", "tour.json"):
+        assert str(tour.Path("tour") / name) in out and (tour.Path("tour") / name).exists()
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--stage", "tile"], r"invalid choice: 'tile' \(choose from .*baseline.*tiles"),
+    (["--device", "tpu"], r"invalid choice: 'tpu' \(choose from .*cpu"),
+    (["--steps", "0"], "--steps: expected a positive integer, got '0'"),
+    (["--steps", "many"], "--steps: expected a positive integer, got 'many'"),
+    (["--out", "file/tour"], "--out: cannot make file"),
+])
+def test_wrong_question_is_exit_code_2(argv, said, run):
+    tour.Path("file").write_text("in the way")
+    code, out, err = run(*argv)
+    assert code == 2 and not out and re.search(said, err), err
+    assert "final loss" not in err, "nothing was trained"
+
+
+def test_no_command_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tour.main([])
+    assert stop.value.code == 2 and "required" in capsys.readouterr().err
+
+
+def test_python_without_help_texts(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    code, _, err = run()
+    assert code == 2 and "pydoc_data.topics" in err
+
+
+def test_plain_install_elsewhere(tmp_path):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", ABSENT, "tour", "--json", "--stage", "tiles", "--device", "cpu"],
+                          cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"]
+    assert "no plot: it needs matplotlib" in done.stderr and "3/6" in done.stderr, "the bar is there, the plot is not"
+    assert sorted(p.name for p in (folder / "tour").iterdir()) == ["tour.json"]
+
+
+def test_same_report_same_picture():
+    pytest.importorskip("matplotlib")
+    report = tour.run_tour()
+    pictures = [tour.tour_plot(report) for _ in range(2)]
+    assert pictures[0].svg == pictures[1].svg
+    assert all(f"{s['name']} ×{s['memory_fraction']:.2f}" in pictures[0].alt for s in report["stages"])
+
+
+def test_time_of_all_stages(record_property, monkeypatch):
+    "At full size; five times the budget is allowed, since other tests may be running on the same cores"
+    report = tour.run_tour(sizes=tour.Sizes(1024, 128, 4, steps=4))
+    slowest = max(s["step_seconds"] for s in report["stages"])
+    expected = 15 * 100 * slowest
+    record_property("seconds_of_15_stages", round(expected))
+    assert expected < 5 * 180
