@@ -21,7 +21,9 @@ help:  ## this list
 tour: $(READY)  ## train a small model with the loss of every stage, on the device at hand
 	$(PYTHON) -c "import sys; from fusedloss.tour import main; sys.exit(main(['tour']))"
 
+# one thread for each of pytest's workers: two that fight over two cores are ten times slower
 test: export TRITON_INTERPRET = 1
+test: export OMP_NUM_THREADS = 1
 test: $(READY)  ## everything that can be checked without a GPU
 	$(PYTHON) tools/check_generated.py modules notebooks
 	$(PYTHON) tools/check_workbook.py

@@ -6,15 +6,15 @@
 __all__ = ['Sample', 'sample_data', 'check_labels', 'bad_labels', 'check_inputs', 'reduce_loss', 'acc_dtype', 'row_norms',
            'unit_rows', 'linear_scores', 'baseline_linear_cross_entropy', 'BaselineSoftmax', 'BaselineSoftmaxNllLoss']
 
-# %% ../nbs/01_baseline.ipynb #2bb497ce
-import os
+# %% ../nbs/01_baseline.ipynb #f85041a9
+import math, os
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../nbs/01_baseline.ipynb #09c4f6b5
+# %% ../nbs/01_baseline.ipynb #8c088a2f
 class Sample(NamedTuple):
     "What a linear loss takes."
     input: Tensor  # [N,H]
@@ -33,9 +33,10 @@ def sample_data(
     draw = lambda *size: torch.randn(size, generator=generator, device=device)
     x, w = draw(n_tokens, n_features), draw(n_classes, n_features) * max(n_features, 1) ** -0.5
     y = torch.randint(max(n_classes, 1), (n_tokens,), generator=generator, device=device)
-    return Sample(x.to(dtype).requires_grad_(requires_grad), w.to(dtype).requires_grad_(requires_grad), y)
+    return Sample(x.to(dtype).requires_grad_(requires_grad),
+                  w.to(dtype).requires_grad_(requires_grad), y)
 
-# %% ../nbs/01_baseline.ipynb #9579291c
+# %% ../nbs/01_baseline.ipynb #db435dab
 def _expect(ok:bool, name:str, expected, got):
     if not ok: raise ValueError(f"{name}: expected {expected}, got {got}")
 
@@ -44,53 +45,63 @@ def _check_dtypes(input:Tensor, weight:Tensor):
         _expect(t.is_floating_point(), name, "a floating dtype", t.dtype)
     same = input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type)
     _expect(same, "linear_weight", f"the input's dtype {input.dtype}", weight.dtype)
-    _expect(input.device == weight.device, "linear_weight", f"the input's device {input.device}", weight.device)
+    _expect(input.device == weight.device, "linear_weight",
+            f"the input's device {input.device}", weight.device)
 
-# %% ../nbs/01_baseline.ipynb #ff4fb9e9
+# %% ../nbs/01_baseline.ipynb #adc37378
 def check_labels(
     target:Tensor,  # any shape, integers
     n_classes:int, ignore_index:int,
 ):
-    "`IndexError` naming the first label outside `[0, n_classes)`; on a GPU only under FUSEDLOSS_DEBUG=1."
+    "`IndexError` naming the first label not in `[0, n_classes)`; on GPUs if FUSEDLOSS_DEBUG=1."
     looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
     if not looks or torch.compiler.is_compiling(): return
     wrong = bad_labels(target.long(), n_classes, ignore_index).nonzero()
     if not len(wrong): return
     at = tuple(wrong[0].tolist())
-    raise IndexError(f"target[{', '.join(map(str, at))}] is {target[at].item()}: expected 0 ≤ label < {n_classes}, or {ignore_index} to ignore")
+    raise IndexError(f"target[{', '.join(map(str, at))}] is {target[at].item()}: "
+                     f"expected 0 ≤ label < {n_classes}, or {ignore_index} to ignore")
 
 def bad_labels(target:Tensor, n_classes:int, ignore_index:int) -> Tensor:
     "True where a label (int64) is neither a class nor ignored."
     return (target != ignore_index) & ((target < 0) | (target >= n_classes))
 
-# %% ../nbs/01_baseline.ipynb #f7a39810
+# %% ../nbs/01_baseline.ipynb #3ea69e0a
 def check_inputs(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
     target:Tensor,  # [...], integers
-    reduction:str="mean", ignore_index:int=-100, scale:float|None=None,
+    reduction:str="mean", ignore_index:int=-100, margin:float=0.35, scale:float|None=None,
 ):
     "Raise `ValueError` or `IndexError` for input that no loss here accepts."
-    _expect(linear_weight.dim() == 2, "linear_weight", "shape [V, H]", list(linear_weight.shape))
-    _expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input", f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
-    _expect(target.shape == input.shape[:-1], "target", f"shape {list(input.shape[:-1])}", list(target.shape))
-    integer = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+    _expect(linear_weight.dim() == 2, "linear_weight",
+            "shape [V, H]", list(linear_weight.shape))
+    _expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input",
+            f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
+    _expect(target.shape == input.shape[:-1], "target",
+            f"shape {list(input.shape[:-1])}", list(target.shape))
+    integer = not (target.is_floating_point() or target.is_complex()
+                   or target.dtype == torch.bool)
     _expect(integer, "target", "an integer dtype", target.dtype)
-    _expect(target.device == input.device, "target", f"the input's device {input.device}", target.device)
-    _expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
-    _expect(scale is None or scale > 0, "scale", "a positive number or None", scale)
+    _expect(target.device == input.device, "target",
+            f"the input's device {input.device}", target.device)
+    _expect(reduction in ("none", "mean", "sum"), "reduction",
+            "'none', 'mean' or 'sum'", repr(reduction))
+    _expect(isinstance(margin, (int, float)), "margin", "a number", margin)
+    _expect(scale is None or 0 < scale < math.inf, "scale", "a positive number or None", scale)
     _check_dtypes(input, linear_weight)
     check_labels(target, len(linear_weight), ignore_index)
 
-# %% ../nbs/01_baseline.ipynb #13d2a14f
+# %% ../nbs/01_baseline.ipynb #0411c565
 def reduce_loss(
     losses:Tensor,  # any shape, one a token
     target:Tensor,  # int64, the same shape
     n_classes:int, ignore_index:int, reduction:str,
 ) -> Tensor:  # of the losses' shape for "none", else a scalar
-    "Zero the ignored, mark labels out of range with NaN, then none, sum or mean over valid tokens."
+    "Zero the ignored, NaN for labels out of range; then none, sum or mean over valid tokens."
     ignored = target == ignore_index
-    losses = torch.where(ignored, 0.0, torch.where(bad_labels(target, n_classes, ignore_index), float("nan"), losses))
+    losses = torch.where(ignored, 0.0, torch.where(
+        bad_labels(target, n_classes, ignore_index), float("nan"), losses))
     if reduction == "none": return losses
     total = losses.sum()
     return total if reduction == "sum" else total / (~ignored).sum().clamp(min=1)
@@ -109,7 +120,7 @@ def unit_rows(t:Tensor) -> Tensor:
     "Rows of `t` scaled to length one; zero rows stay zero."
     return (t / row_norms(t).unsqueeze(-1)).to(t.dtype)
 
-# %% ../nbs/01_baseline.ipynb #6fb0a3ac
+# %% ../nbs/01_baseline.ipynb #e040a794
 def linear_scores(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -117,14 +128,15 @@ def linear_scores(
     margin:float=0.35,  # taken off the target's cosine
     scale:float|None=None,  # None: plain scores; a number: LMCL
 ) -> Tensor:  # [..., V], in `acc_dtype`
-    "Scores of every class: x wᵀ, or scaled cosines with a margin on the target's (arXiv 1801.09414, equation 4)."
+    "Scores x wᵀ, or scaled cosines with a margin on the target's (arXiv 1801.09414, eq. 4)."
     if scale is None: return F.linear(input, linear_weight).to(acc_dtype(input.dtype))
     z = F.linear(unit_rows(input), unit_rows(linear_weight)).to(acc_dtype(input.dtype))
     if target is None: return scale * z
     classes = torch.arange(len(linear_weight), device=target.device)
-    return scale * (z - margin * (classes == target.unsqueeze(-1)))
+    is_target = (classes == target.unsqueeze(-1)).to(z.dtype)  # a bool times 0.35 would be float32
+    return scale * (z - margin * is_target)
 
-# %% ../nbs/01_baseline.ipynb #7ef36d01
+# %% ../nbs/01_baseline.ipynb #14acf220
 def baseline_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -133,16 +145,16 @@ def baseline_linear_cross_entropy(
     ignore_index:int=-100,  # tokens with this target count nothing
     margin:float=0.35, scale:float|None=None,  # LMCL where `scale` is given
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-    "Cross entropy of a linear layer with all N×V scores in memory: the oracle of every other method."
-    check_inputs(input, linear_weight, target, reduction, ignore_index, scale)
+    "Cross entropy of a linear layer, all N×V scores in memory: every other method's oracle."
+    check_inputs(input, linear_weight, target, reduction, ignore_index, margin, scale)
     target = target.long()
     logp = F.log_softmax(linear_scores(input, linear_weight, target, margin, scale), dim=-1)
-    known = ((target >= 0) & (target < len(linear_weight))).flatten()
-    if not logp.numel(): return reduce_loss(input.sum(-1) * 0.0, target, len(linear_weight), ignore_index, reduction)
-    losses = F.nll_loss(logp.flatten(0, -2), torch.where(known, target.flatten(), -100), reduction="none")
-    return reduce_loss(losses.view(target.shape), target, len(linear_weight), ignore_index, reduction)
+    n_classes = len(linear_weight)
+    known = torch.where((target >= 0) & (target < n_classes), target, -100).flatten()
+    losses = F.nll_loss(logp.reshape(len(known), n_classes), known, reduction="none")
+    return reduce_loss(losses.view(target.shape), target, n_classes, ignore_index, reduction)
 
-# %% ../nbs/01_baseline.ipynb #33a54f62
+# %% ../nbs/01_baseline.ipynb #5df20c1f
 class BaselineSoftmax(nn.Module):
     "Softmax over a linear layer, all of it in memory."
     def __init__(self,
@@ -152,7 +164,8 @@ class BaselineSoftmax(nn.Module):
         margin:float=0.35, scale:float|None=None,  # LMCL where `scale` is given
     ):
         super().__init__()
-        self.proj_weight, self.tile_factor, self.log_softmax, self.margin, self.scale = proj_weight, tile_factor, log_softmax, margin, scale
+        self.proj_weight, self.tile_factor = proj_weight, tile_factor
+        self.log_softmax, self.margin, self.scale = log_softmax, margin, scale
 
     def forward(self,
         input:Tensor,  # [N,H] or [B,S,H]
@@ -161,11 +174,13 @@ class BaselineSoftmax(nn.Module):
         z = linear_scores(input, self.proj_weight, target, self.margin, self.scale)
         return F.log_softmax(z, dim=-1) if self.log_softmax else F.softmax(z, dim=-1)
 
-# %% ../nbs/01_baseline.ipynb #c827ff41
+# %% ../nbs/01_baseline.ipynb #32cec0e5
 class BaselineSoftmaxNllLoss(BaselineSoftmax):
     "Sum of the negative log likelihood of a linear layer, all N×V scores in memory."
     def forward(self,
         input:Tensor,  # [N,H] or [B,S,H]
         target:Tensor,  # [N] or [B,S]
     ) -> Tensor:  # scalar, float32 (float64 for float64)
-        return baseline_linear_cross_entropy(input, self.proj_weight, target, reduction="sum", margin=self.margin, scale=self.scale)
+        return baseline_linear_cross_entropy(
+            input, self.proj_weight, target, reduction="sum",
+            margin=self.margin, scale=self.scale)

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(16384, 2048, 131072), Shape(8192, 2304, 256000))
 
-# %% ../nbs/00_measure.ipynb #189528b3
+# %% ../nbs/00_measure.ipynb #3af059fb
 @dataclass(frozen=True)
 class Machine:
     "The two ceilings of a machine."
@@ -49,18 +49,21 @@ class Machine:
     def rate(self, dtype:torch.dtype) -> float:
         "FLOP/s of matrix products in `dtype`; `KeyError` names the dtypes that were measured."
         name = dtype_name(dtype)
-        if name not in self.rates: raise KeyError(f"{self.name} was measured for {sorted(self.rates)}, not for {name}")
+        if name not in self.rates:
+            raise KeyError(f"{self.name} was measured for {sorted(self.rates)}, not for {name}")
         return self.rates[name]
 
 def dtype_name(dtype:torch.dtype) -> str:
     "`torch.bfloat16` as `'bfloat16'`."
     return str(dtype).removeprefix("torch.")
 
-# %% ../nbs/00_measure.ipynb #1dfc9c54
-# `measure_machine("cuda")` on an NVIDIA H200, November 2026; the check beside the measurement below holds it to 10 %
-H200 = Machine("NVIDIA H200", 4.3e12, dict(bfloat16=700e12, float16=670e12, float32=51e12, float64=62e12))
+# %% ../nbs/00_measure.ipynb #8e8fac96
+# `measure_machine("cuda")` on an NVIDIA H200, November 2026;
+# the check beside the measurement below holds it to 10 %
+H200 = Machine("NVIDIA H200", 4.3e12,
+               dict(bfloat16=700e12, float16=670e12, float32=51e12, float64=62e12))
 
-# %% ../nbs/00_measure.ipynb #acbee173
+# %% ../nbs/00_measure.ipynb #7e7c8f80
 @dataclass(frozen=True)
 class Cost:
     "What one kernel must do."
@@ -70,13 +73,15 @@ class Cost:
 
     def seconds(self, machine:Machine, dtype:torch.dtype) -> float:
         "The roofline time on `machine`."
-        return max(self.bytes / machine.bandwidth, self.flops / machine.rate(dtype) if self.flops else 0.0)
+        arithmetic = self.flops / machine.rate(dtype) if self.flops else 0.0
+        return max(self.bytes / machine.bandwidth, arithmetic)
 
     def bound(self, machine:Machine, dtype:torch.dtype) -> str:
         "Which ceiling is met first."
-        return "bytes" if self.bytes / machine.bandwidth >= self.seconds(machine, dtype) else "FLOPs"
+        moving = self.bytes / machine.bandwidth
+        return "bytes" if moving >= self.seconds(machine, dtype) else "FLOPs"
 
-# %% ../nbs/00_measure.ipynb #cab1e1e3
+# %% ../nbs/00_measure.ipynb #e42655bd
 def product_cost(
     name:str, n:int, k:int, m:int,  # `[n,k]` times `[k,m]`
     dtype:torch.dtype,  # of all three matrices
@@ -84,6 +89,7 @@ def product_cost(
     "A matrix product: 2·n·k·m FLOPs, three matrices moved once."
     return Cost(name, 2.0 * n * k * m, dtype.itemsize * (n * k + k * m + n * m))
 
+# %% ../nbs/00_measure.ipynb #1a0eda57
 def sweep_cost(
     name:str, numel:int,  # elements of the tensor that is swept
     *dtypes:torch.dtype,  # one for each time an element is read or written
@@ -91,96 +97,114 @@ def sweep_cost(
     "An elementwise or row-wise pass: bytes only, its arithmetic hides behind them."
     return Cost(name, 0.0, numel * sum(d.itemsize for d in dtypes))
 
-# %% ../nbs/00_measure.ipynb #b6d250dd
+# %% ../nbs/00_measure.ipynb #8d2d7c44
 def three_products(shape:Shape, dtype:torch.dtype) -> list[Cost]:
     "The floor of every linear loss: scores, input gradient, weight gradient."
     n, h, v = shape
     return [product_cost("z = x wᵀ", n, h, v, dtype), product_cost("dx = dz w", n, v, h, dtype),
             product_cost("dw = dzᵀ x", v, n, h, dtype)]
 
+# %% ../nbs/00_measure.ipynb #a13ba5d0
 def bare_products(x:Tensor, w:Tensor) -> tuple[Tensor, Tensor]:
-    "The three products with nothing between them: what the floor is timed on. `x [N,H]`, `w [V,H]`."
+    "The three products with nothing between them, to time the floor. `x [N,H]`, `w [V,H]`."
     z = x @ w.T
     return z @ w, z.T @ x
 
+# %% ../nbs/00_measure.ipynb #fd4057d5
 def predict_seconds(costs:Iterable[Cost], machine:Machine, dtype:torch.dtype) -> float:
     "Roofline time of kernels that run one after another."
     return sum(c.seconds(machine, dtype) for c in costs)
 
-# %% ../nbs/00_measure.ipynb #4a7e1775
+# %% ../nbs/00_measure.ipynb #90dae260
 class Table:
     "Rows under a header; numbers are aligned right."
     def __init__(self, header:list[str], rows:Iterable[Iterable[Any]]):
         self.header, self.rows = [str(h) for h in header], [[str(c) for c in r] for r in rows]
         number = lambda cell: re.match(r"[×−+-]?\d[\d.]*([ e%]|$)|–?$", cell)
-        self.right = [all(map(number, column)) and any(column) for column in zip(*self.rows)] or [False] * len(header)
+        self.right = ([all(map(number, column)) and any(column) for column in zip(*self.rows)]
+                      or [False] * len(header))
 
     def _repr_markdown_(self) -> str:
         lines = [self.header, ["--:" if right else ":--" for right in self.right], *self.rows]
-        return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+        row = lambda line: "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |"
+        return "\n".join(map(row, lines))
 
     def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows)]
-        pad = lambda line: "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, self.right))
-        return "\n".join(pad(line).rstrip() for line in [self.header, ["-" * w for w in widths], *self.rows])
+        pad = lambda line: "  ".join(
+            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, self.right))
+        lines = [self.header, ["-" * w for w in widths], *self.rows]
+        return "\n".join(pad(line).rstrip() for line in lines)
 
-# %% ../nbs/00_measure.ipynb #79f5ae72
+# %% ../nbs/00_measure.ipynb #425499dc
 def si(
     value:float,
-    unit:str="",  # `B` counts in powers of 1024, as memory does; everything else in powers of 1000
+    unit:str="",  # `B` counts in powers of 1024, as memory does; all else in powers of 1000
 ) -> str:
     "A number with three figures and a prefix: `si(0.0121, 's')` is `'12.1 ms'`."
     if value == 0 or not math.isfinite(value): return f"{value:g} {unit}".rstrip()
+    value = float(f"{value:.4g}" if unit == "B" else f"{value:.3g}")
     if unit == "B":
         power = min(int(math.log(abs(value), 1024)), 4) if abs(value) >= 1 else 0
         return f"{value / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
     power = max(-4, min(math.floor(math.log10(abs(value)) / 3 + 1e-9), 5))
     return f"{value / 1000**power:.3g} {'pnµm kMGTP'[power + 4].strip()}{unit}".rstrip()
 
-# %% ../nbs/00_measure.ipynb #af4cba05
+# %% ../nbs/00_measure.ipynb #12673a4d
 def cost_table(costs:list[Cost], machine:Machine, dtype:torch.dtype) -> Table:
     "One line a kernel and their sum: FLOPs, bytes, roofline time, and which ceiling binds."
-    row = lambda c: [c.name, si(c.flops, "FLOP"), si(c.bytes, "B"), si(c.seconds(machine, dtype), "s"), c.bound(machine, dtype)]
-    total = ["sum", si(sum(c.flops for c in costs), "FLOP"), si(sum(c.bytes for c in costs), "B"),
+    row = lambda c: [c.name, si(c.flops, "FLOP"), si(c.bytes, "B"),
+                     si(c.seconds(machine, dtype), "s"), c.bound(machine, dtype)]
+    total = ["sum", si(sum(c.flops for c in costs), "FLOP"),
+             si(sum(c.bytes for c in costs), "B"),
              si(predict_seconds(costs, machine, dtype), "s"), ""]
-    return Table(["kernel", "FLOPs", "bytes", f"time on {machine.name}", "bound by"], [*map(row, costs), total])
+    return Table(["kernel", "FLOPs", "bytes", f"time on {machine.name}", "bound by"],
+                 [*map(row, costs), total])
 
-# %% ../nbs/00_measure.ipynb #d90d00ef
+# %% ../nbs/00_measure.ipynb #31a1681e
 GREY = "#8c8c8c"  # baselines
 INK = "#010203"  # replaced by the page's text colour
-STAGE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#B8A800")  # Okabe-Ito, its yellow darkened
+STAGE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7",
+                "#E69F00", "#56B4E9", "#B8A800")  # Okabe-Ito, its yellow darkened
 
 def stage_color(stage:int) -> str:
     "The fixed colour of stage 1, 2, …; stage 0 is grey."
     return GREY if stage == 0 else STAGE_COLORS[(stage - 1) % len(STAGE_COLORS)]
 
-# %% ../nbs/00_measure.ipynb #e3022d70
+# %% ../nbs/00_measure.ipynb #e91a7f85
 class Drawing:
     "An SVG with alternative text and a caption, shown inline."
-    def __init__(self, svg:str, alt:str, caption:str=""): self.svg, self.alt, self.caption = svg, alt, caption
+    def __init__(self, svg:str, alt:str, caption:str=""):
+        self.svg, self.alt, self.caption = svg, alt, caption
 
     def _repr_html_(self) -> str:
-        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
+        text = html.escape(self.caption)
+        caption = f"<figcaption>{text}</figcaption>" if self.caption else ""
         return f'<figure class="fl-figure">{self.svg}{caption}</figure>'
 
     def __repr__(self) -> str: return f"Drawing: {self.alt}"
 
     def save(self, path:str|Path):
         "Write a file of its own, in mid-grey ink, for pages that cannot pass their colour in."
-        Path(path).write_text(self.svg.replace("<svg ", '<svg color="#777" ', 1) + "\n")
+        svg = self.svg.replace("<svg ", '<svg color="#777" ', 1)
+        Path(path).write_text(svg + "\n", encoding="utf-8")
 
-# %% ../nbs/00_measure.ipynb #0d3ff9cb
+# %% ../nbs/00_measure.ipynb #290476fa
 @contextmanager
 def drawing_style():
     "The workbook's matplotlib style; nothing outside the `with` changes."
     import matplotlib as mpl
-    style = {"svg.hashsalt": "fusedloss", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10,
-             "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold", "axes.titlesize": 11,
-             "axes.titlelocation": "left", "axes.titlepad": 14, "figure.constrained_layout.use": True, "lines.linewidth": 1.8}
-    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    style = {"svg.hashsalt": "fusedloss", "svg.fonttype": "none",
+             "font.family": "sans-serif", "font.size": 10,
+             "axes.spines.top": False, "axes.spines.right": False,
+             "axes.titleweight": "bold", "axes.titlesize": 11,
+             "axes.titlelocation": "left", "axes.titlepad": 14,
+             "figure.constrained_layout.use": True, "lines.linewidth": 1.8}
+    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor",
+           "xtick.color", "ytick.color")
     with mpl.rc_context({**style, **dict.fromkeys(ink, INK)}): yield
 
-# %% ../nbs/00_measure.ipynb #44fb0b82
+# %% ../nbs/00_measure.ipynb #d1d65579
 def as_drawing(
     fig,  # a matplotlib figure, closed afterwards
     alt:str,  # what a reader who cannot see it should know
@@ -197,10 +221,11 @@ def as_drawing(
     svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
     title = html.escape(alt, quote=True)
     width = fig.get_figwidth() * 96
-    head = f'<svg role="img" aria-label="{title}" style="width:100%;max-width:{width:.0f}px;height:auto" '
+    head = (f'<svg role="img" aria-label="{title}" '
+            f'style="width:100%;max-width:{width:.0f}px;height:auto" ')
     return Drawing(svg.replace("<svg ", head, 1).strip(), alt, caption)
 
-# %% ../nbs/00_measure.ipynb #7b9db439
+# %% ../nbs/00_measure.ipynb #2d02df8b
 def tile_picture(
     tiles:tuple[int, int],  # how many tiles of tokens, and of classes
     lit:Iterable[tuple[int, int]],  # the tiles (row, column) that are in memory now
@@ -215,29 +240,35 @@ def tile_picture(
     with drawing_style():
         fig, ax = plt.subplots(figsize=(6.4, 2.7))
         for r in range(rows):
-            for c in range(columns): ax.add_patch(Rectangle((c, r), 1, 1, fill=False, ec=GREY, lw=0.6, ls=":"))
-        for r, c in lit: ax.add_patch(Rectangle((c, r), 1, 1, fc=stage_color(stage), ec=INK, lw=1))
+            for c in range(columns):
+                ax.add_patch(Rectangle((c, r), 1, 1, fill=False, ec=GREY, lw=0.6, ls=":"))
+        for r, c in lit:
+            ax.add_patch(Rectangle((c, r), 1, 1, fc=stage_color(stage), ec=INK, lw=1))
         ax.add_patch(Rectangle((0, 0), columns, rows, fill=False, ec=INK, lw=1.4))
-        ax.set(xlim=(-0.02 * columns, 1.02 * columns), ylim=(1.02 * rows, -0.02 * rows), xticks=[], yticks=[],
-               xlabel=notes[1], ylabel=notes[0], title=title)
+        ax.set(xlim=(-0.02 * columns, 1.02 * columns), ylim=(1.02 * rows, -0.02 * rows),
+               xticks=[], yticks=[], xlabel=notes[1], ylabel=notes[0], title=title)
         for side in ax.spines.values(): side.set_visible(False)
         return as_drawing(fig, alt)
 
-# %% ../nbs/00_measure.ipynb #81f226dd
+# %% ../nbs/00_measure.ipynb #7374b324
 class Timing(NamedTuple):
     "Seconds: the median and the 20 % and 80 % quantiles."
     median: float
     low: float
     high: float
 
-    def __str__(self): return f"{si(self.median, 's')} ({si(self.low, 's')} to {si(self.high, 's')})"
+    def __str__(self):
+        return f"{si(self.median, 's')} ({si(self.low, 's')} to {si(self.high, 's')})"
 
+# %% ../nbs/00_measure.ipynb #7710c72d
 def quantiles(values:Iterable[float]) -> Timing:
     "Median, 20 % and 80 % quantile of some measurements."
-    median, low, high = torch.quantile(torch.tensor(list(values), dtype=torch.float64), torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+    numbers = torch.tensor(list(values), dtype=torch.float64)
+    levels = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    median, low, high = torch.quantile(numbers, levels).tolist()
     return Timing(median, low, high)
 
-# %% ../nbs/00_measure.ipynb #d061505c
+# %% ../nbs/00_measure.ipynb #8bb35128
 def time_call(
     fn:Callable[[], Any],  # called without arguments, many times
     device:str|torch.device="cpu",  # where its work runs
@@ -246,19 +277,23 @@ def time_call(
     "Median time of one call of `fn`."
     if torch.device(device).type == "cuda":
         from triton.testing import do_bench
-        return Timing(*(ms * 1e-3 for ms in do_bench(fn, rep=round(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])))
-    timer = torch.utils.benchmark.Timer("fn()", globals=dict(fn=fn), num_threads=torch.get_num_threads())
+        times = do_bench(fn, rep=round(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
+        return Timing(*(ms * 1e-3 for ms in times))
+    timer = torch.utils.benchmark.Timer("fn()", globals=dict(fn=fn),
+                                        num_threads=torch.get_num_threads())
     return quantiles(timer.blocked_autorange(min_run_time=seconds).times)
 
-# %% ../nbs/00_measure.ipynb #bd31b10f
+# %% ../nbs/00_measure.ipynb #025f5068
 class Comparison(NamedTuple):
     "Two callables timed alternately."
     a: Timing
     b: Timing
     ratio: Timing  # of b to a, round by round
 
-    def __str__(self): return f"×{self.ratio.median:.3g} (×{self.ratio.low:.3g} to ×{self.ratio.high:.3g})"
+    def __str__(self):
+        return f"×{self.ratio.median:.3g} (×{self.ratio.low:.3g} to ×{self.ratio.high:.3g})"
 
+# %% ../nbs/00_measure.ipynb #ec084446
 def progress(items:Iterable, what:str):
     "A progress bar that shows itself only when the work takes more than three seconds."
     return tqdm(items, desc=what, delay=3, leave=False)
@@ -276,60 +311,72 @@ def compare(
     left, right = zip(*pairs)
     return Comparison(quantiles(left), quantiles(right), quantiles(r / l for l, r in pairs))
 
-# %% ../nbs/00_measure.ipynb #f001b921
+# %% ../nbs/00_measure.ipynb #b4c150e4
 class MemoryEvent(NamedTuple):
     "A storage is born (`bytes > 0`) or dies."
     op: str  # the operation that made it
     shape: tuple[int, ...]  # of the tensor that first held it
     bytes: int
     live: int  # bytes alive after this event
+    storage: int  # which one, counted by birth
 
 def _storages(tree) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
     return ((t, t.untyped_storage()) for t in tree_iter(tree) if isinstance(t, Tensor))
 
-# %% ../nbs/00_measure.ipynb #80f0bc82
+# %% ../nbs/00_measure.ipynb #6048f46e
 class MemoryTrace(TorchDispatchMode):
     "Follow the storages that operations make; those that existed before are not counted."
     def __init__(self):
         super().__init__()
-        self.events, self.live, self.peak, self._known = [], 0, 0, set()
+        self.events, self.live, self.peak = [], 0, 0
+        self._known, self._births = set(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for _, storage in _storages((args, kwargs)): self._known.add(storage._cdata)
+        for _, storage in _storages((args, kwargs)): self._meet(storage)
         out = self._run(func, args, kwargs or {})
         for tensor, storage in _storages(out):
-            if storage._cdata not in self._known: self._born(str(func).split(".")[1], tensor, storage)
+            if self._meet(storage): self._born(str(func).split(".")[1], tensor, storage)
         return out
 
     def _run(self, func, args, kwargs):
         with self:  # look inside custom operators and composite operations
-            if func._defined_in_python: return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+            if func._defined_in_python:
+                cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+                return func.redispatch(cpu, *args, **kwargs)
             if (out := func.decompose(*args, **kwargs)) is not NotImplemented: return out
         return func(*args, **kwargs)
 
-    def _born(self, op, tensor, storage):
-        key, size, shape = storage._cdata, storage.nbytes(), tuple(tensor.shape)
+    def _meet(self, storage) -> bool:
+        "True at the first sight of a storage; it is forgotten when it dies."
+        key = storage._cdata
+        if key in self._known or not storage.nbytes(): return False
         self._known.add(key)
-        self._log(op, shape, size)
-        weakref.finalize(storage, lambda: (self._known.discard(key), self._log(op, shape, -size)))
+        weakref.finalize(storage, self._known.discard, key)
+        return True
 
-    def _log(self, op, shape, size):
+    def _born(self, op, tensor, storage):
+        shape, size, self._births = tuple(tensor.shape), storage.nbytes(), self._births + 1
+        self._log(op, shape, size, self._births)
+        weakref.finalize(storage, self._log, op, shape, -size, self._births)
+
+    def _log(self, op, shape, size, number):
         self.live += size
         self.peak = max(self.peak, self.live)
-        self.events.append(MemoryEvent(op, shape, size, self.live))
+        self.events.append(MemoryEvent(op, shape, size, self.live, number))
 
-# %% ../nbs/00_measure.ipynb #6d0696a3
+# %% ../nbs/00_measure.ipynb #1b652084
 def trace_memory(fn:Callable[[], Any]) -> list[MemoryEvent]:
     "Births and deaths of storages while `fn` runs; what it returns dies with it."
     with MemoryTrace() as trace: fn()
-    return trace.events
+    return list(trace.events)  # a copy: what outlives `fn` dies unseen
 
 def peak_memory(
     fn:Callable[[], Any],
     device:str|torch.device="cpu",
 ) -> int:
     "Bytes that `fn` holds at its peak above what was allocated before."
-    if torch.device(device).type != "cuda": return max((e.live for e in trace_memory(fn)), default=0)
+    if torch.device(device).type != "cuda":
+        return max((e.live for e in trace_memory(fn)), default=0)
     fn()  # compiles, and makes the libraries' workspaces
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -337,7 +384,7 @@ def peak_memory(
     fn()
     return torch.cuda.max_memory_allocated(device) - before
 
-# %% ../nbs/00_measure.ipynb #f4b87205
+# %% ../nbs/00_measure.ipynb #52628bff
 class Launches(NamedTuple):
     "What a GPU did."
     kernels: int
@@ -347,9 +394,11 @@ def gpu_launches(fn:Callable[[], Any]) -> Launches:
     "Count the GPU's kernels and their time while `fn` runs once, after a warm-up."
     from torch.profiler import ProfilerActivity, profile
     fn(); torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace: fn(); torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        fn(); torch.cuda.synchronize()
     kernels = [e for e in trace.key_averages() if e.self_device_time_total]
-    return Launches(sum(e.count for e in kernels), sum(e.self_device_time_total for e in kernels) * 1e-6)
+    return Launches(sum(e.count for e in kernels),
+                    sum(e.self_device_time_total for e in kernels) * 1e-6)
 
 # %% ../nbs/00_measure.ipynb #1e5f760b
 def saved_tensors(
@@ -365,17 +414,14 @@ def saved_tensors(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t): fn()
     return saved
 
-# %% ../nbs/00_measure.ipynb #7a84e347
+# %% ../nbs/00_measure.ipynb #4e5f1930
 def tensor_lives(events:list[MemoryEvent], at_least:int) -> list[tuple[MemoryEvent, int, int]]:
-    "(birth event, index of birth, index of death) of every storage of `at_least` bytes, in order of birth."
-    lives, open_ = [], {}
-    for i, e in enumerate(events):
-        if abs(e.bytes) < at_least: continue
-        if e.bytes > 0: open_.setdefault((e.op, e.shape, e.bytes), []).append(len(lives)); lives.append([e, i, len(events)])
-        else: lives[open_[(e.op, e.shape, -e.bytes)].pop(0)][2] = i
-    return [tuple(life) for life in lives]
+    "(birth event, its index, index of death) of storages of `at_least` bytes, in birth order."
+    deaths = {e.storage: i for i, e in enumerate(events) if e.bytes < 0}
+    return [(e, i, deaths.get(e.storage, len(events))) for i, e in enumerate(events)
+            if e.bytes > 0 and e.bytes >= at_least]
 
-# %% ../nbs/00_measure.ipynb #91008f04
+# %% ../nbs/00_measure.ipynb #c49ef79b
 def memory_timeline(
     events:list[MemoryEvent],
     title:str, alt:str, caption:str="",
@@ -386,7 +432,8 @@ def memory_timeline(
     import matplotlib.pyplot as plt
     lives, color = tensor_lives(events, at_least), stage_color(stage)
     with drawing_style():
-        fig, (top, low) = plt.subplots(2, figsize=(7, 2.2 + 0.3 * len(lives)), sharex=True, height_ratios=[5, 1 + len(lives)])
+        fig, (top, low) = plt.subplots(2, figsize=(7, 2.2 + 0.3 * len(lives)), sharex=True,
+                                       height_ratios=[5, 1 + len(lives)])
         total = [0, *(e.live / 2**20 for e in events)]
         top.fill_between(range(len(total)), total, step="post", color=color, alpha=0.3, lw=0)
         top.step(range(len(total)), total, where="post", color=color)
@@ -394,17 +441,21 @@ def memory_timeline(
         for i, (e, born, died) in enumerate(lives):
             low.barh(i, died - born, left=born + 1, height=0.62, color=color, alpha=0.75)
             low.text(born + 1.15, i, f"{e.op} {list(e.shape)}", va="center", fontsize=8.5)
-        low.set(ylim=(len(lives) - 0.4, -0.6), yticks=[], xlabel="storage events, in order", xlim=(0, len(total)))
+        low.set(ylim=(len(lives) - 0.4, -0.6), yticks=[],
+                xlabel="storage events, in order", xlim=(0, len(total)))
+        low.xaxis.get_major_locator().set_params(integer=True)
         return as_drawing(fig, alt, caption)
 
-# %% ../nbs/00_measure.ipynb #65904c33
+# %% ../nbs/00_measure.ipynb #e2a93105
 def machine_name(device:str|torch.device="cpu") -> str:
     "The processor's name."
     if torch.device(device).type == "cuda": return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
 
+# %% ../nbs/00_measure.ipynb #b62ba96d
 def versions() -> dict[str, str]:
     "Versions of what the figures depend on."
     found = dict(python=platform.python_version(), torch=torch.__version__)
@@ -413,17 +464,19 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError: pass
     return found
 
+# %% ../nbs/00_measure.ipynb #705baf4c
 def machine_line(device:str|torch.device="cpu") -> str:
     "One line that names the machine and the versions."
     return " · ".join([machine_name(device), *(f"{k} {v}" for k, v in versions().items())])
 
-# %% ../nbs/00_measure.ipynb #6c90ba2c
+# %% ../nbs/00_measure.ipynb #6cb23861
 def measure_bandwidth(device:str|torch.device, numel:int) -> float:
     "Bytes/s, read plus written, of a copy of `numel` float32."
     source = torch.randn(numel, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / time_call(lambda: target.copy_(source), device).median
 
+# %% ../nbs/00_measure.ipynb #b98235b1
 def measure_rate(device:str|torch.device, n:int, dtype:torch.dtype) -> float:
     "FLOP/s of an n×n×n product of random numbers."
     a, b = torch.randn(2, n, n, device=device).to(dtype)
@@ -434,29 +487,39 @@ def measure_rate(device:str|torch.device, n:int, dtype:torch.dtype) -> float:
 def measure_machine(device:str="cpu") -> Machine:
     "Measure both ceilings of this machine; a second or two, remembered afterwards."
     gpu = torch.device(device).type == "cuda"
-    numel, sizes = (2**30, dict(bfloat16=8192, float16=8192, float32=4096, float64=4096)) if gpu else (2**26, dict(float32=1024, float64=1024))
-    rates = {name: measure_rate(device, n, getattr(torch, name)) for name, n in progress(sizes.items(), "ceilings")}
+    numel = 2**30 if gpu else 2**26
+    sizes = (dict(bfloat16=8192, float16=8192, float32=4096, float64=4096) if gpu
+             else dict(float32=1024, float64=1024))
+    rates = {name: measure_rate(device, n, getattr(torch, name))
+             for name, n in progress(sizes.items(), "ceilings")}
     return Machine(machine_name(device), measure_bandwidth(device, numel), rates)
 
-# %% ../nbs/00_measure.ipynb #4afd4f31
+# %% ../nbs/00_measure.ipynb #74f1a420
 def relative_error(
     out:Tensor,
     ref:Tensor,  # the same quantity, computed in float64
 ) -> float:
     "‖out − ref‖ / ‖ref‖, in float64; the plain norm where `ref` is zero."
-    if out.shape != ref.shape: raise ValueError(f"shapes differ: expected {tuple(ref.shape)}, got {tuple(out.shape)}")
+    if out.shape != ref.shape:
+        raise ValueError(f"shapes differ: expected {tuple(ref.shape)}, got {tuple(out.shape)}")
     ref = ref.detach().double()
     distance, size = (out.detach().to(ref) - ref).norm().item(), ref.norm().item()
     return distance / size if size else distance
 
-# %% ../nbs/00_measure.ipynb #a1c91cd0
-def commit() -> str:
-    "Short hash of the commit that runs, `+` where files differ from it; FUSEDLOSS_COMMIT where there is no repository."
-    git = lambda *args: subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout.strip()
-    try: return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError): return os.environ.get("FUSEDLOSS_COMMIT", "unknown")
+# %% ../nbs/00_measure.ipynb #754b4bd8
+def commit(
+    folder:str|Path=".",  # inside the repository
+) -> str:
+    "Short hash of the commit, `+` where files differ; FUSEDLOSS_COMMIT without a repository."
+    git = lambda *args: subprocess.run(
+        ["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return (git("rev-parse", "--short", "HEAD")
+                + ("+" if git("status", "--porcelain", "--untracked-files=no") else ""))
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("FUSEDLOSS_COMMIT", "unknown")
 
-# %% ../nbs/00_measure.ipynb #745e9e05
+# %% ../nbs/00_measure.ipynb #17f6f40d
 def record(
     path:str|Path,  # the JSON file, a list of records
     name:str,  # what was measured, such as "tiles"
@@ -466,15 +529,18 @@ def record(
 ) -> dict:
     "Append one measurement to `path`, in place of the same one made earlier."
     path = Path(path)
-    entry = dict(name=name, shape=dict(shape), dtype=dtype_name(dtype), machine=machine_name(device), versions=versions(),
-                 commit=commit(), date=datetime.now(timezone.utc).date().isoformat(), figures=figures)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entry = dict(name=name, shape=dict(shape), dtype=dtype_name(dtype),
+                 machine=machine_name(device), versions=versions(), commit=commit(path.parent),
+                 date=datetime.now(timezone.utc).date().isoformat(), figures=figures)
     key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
     kept = [r for r in _read(path) if key(r) != key(entry)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*kept, entry], indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps([*kept, entry], indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
     return entry
 
-def _read(path:Path) -> list[dict]: return json.loads(path.read_text()) if path.exists() else []
+# %% ../nbs/00_measure.ipynb #2c54b6ef
+def _read(path:Path) -> list[dict]: return json.loads(path.read_text("utf-8")) if path.exists() else []
 
 def load_results(
     path:str|Path,  # one JSON file, or a folder of them
@@ -484,18 +550,20 @@ def load_results(
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     return [dict(r, stage=f.stem) for f in files for r in _read(f)]
 
-# %% ../nbs/00_measure.ipynb #69d6f7fa
+# %% ../nbs/00_measure.ipynb #85d4f5c4
 def caption(entry:dict) -> str:
     "A figure's caption from a record: machine, dtype, shape, date, commit."
     shape = " × ".join(f"{k} {v}" for k, v in entry["shape"].items())
-    return f"{entry['machine']}, {entry['dtype']}, {shape}, {entry['date']}, commit {entry['commit']}"
+    return (f"{entry['machine']}, {entry['dtype']}, {shape}, {entry['date']}, "
+            f"commit {entry['commit']}")
 
-# %% ../nbs/00_measure.ipynb #892a5de8
+# %% ../nbs/00_measure.ipynb #033006c9
 def results_table(records:list[dict]) -> Table:
     "Losses measured against the floor: time, ratio, memory beyond the gradients."
     rows = [(r, r["figures"]) for r in records if "ratio" in r["figures"]]
     return Table(["stage", "loss", "time", "of the floor", "beyond the gradients"],
-                 [[r["stage"], r["name"], si(f["seconds"], "s"), f"×{f['ratio']:.2f}", si(f["extra"], "B")] for r, f in rows])
+                 [[r["stage"], r["name"], si(f["seconds"], "s"), f"×{f['ratio']:.2f}",
+                   si(f["extra"], "B")] for r, f in rows])
 
 def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing:
     "Memory beyond the gradients against time as a multiple of the floor, a dot for each loss."
@@ -503,15 +571,17 @@ def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing
     with drawing_style():
         fig, ax = plt.subplots(figsize=(6.4, 3.6))
         for r in records:
-            x, y, color = r["figures"]["ratio"], r["figures"]["extra"] / 2**20, stage_color(int(r["stage"][:2]))
-            ax.plot(x, y, "o", color=color)
-            ax.annotate(r["name"], (x, y), xytext=(8, -3), textcoords="offset points", fontsize=9)
+            x, y = r["figures"]["ratio"], r["figures"]["extra"] / 2**20
+            ax.plot(x, y, "o", color=stage_color(int(r["stage"][:2])))
+            ax.annotate(r["name"], (x, y), xytext=(8, -3), textcoords="offset points",
+                        fontsize=9)
         ax.axvline(1, color=GREY, ls=":")
-        ax.set(yscale="log", xlabel="time, as a multiple of three bare products", ylabel="MiB beyond the gradients", title=title)
-        ax.set_xlim(0.9, 1.25 * max(r["figures"]["ratio"] for r in records))
+        ax.set(yscale="log", xlabel="time, as a multiple of three bare products",
+               ylabel="MiB beyond the gradients", title=title)
+        ax.set_xlim(0.9, 1.25 * max([1.0, *(r["figures"]["ratio"] for r in records)]))
         return as_drawing(fig, alt, caption)
 
-# %% ../nbs/00_measure.ipynb #7f9ec1aa
+# %% ../nbs/00_measure.ipynb #cecd6e03
 def roofline(
     points:list[tuple[Cost, float]],  # what each kernel must do, and the seconds it took
     machine:Machine, dtype:torch.dtype,
@@ -527,12 +597,16 @@ def roofline(
             at = cost.flops / cost.bytes, cost.flops / seconds
             ax.plot(*at, "o", color=stage_color(i))
             ax.annotate(cost.name, at, xytext=(6, -14), textcoords="offset points", fontsize=9)
-        ax.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="FLOP/s", title=title)
-        ax.annotate(f"{si(peak, 'FLOP/s')}", (ridge * 64, peak), xytext=(0, 5), textcoords="offset points", ha="right", fontsize=9)
-        ax.annotate(f"{si(machine.bandwidth, 'B/s').replace('i', '')}", (ridge / 200, peak / 180), xytext=(8, 0), textcoords="offset points", fontsize=9)
+        ax.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="FLOP/s",
+               title=title)
+        ax.annotate(f"{si(peak, 'FLOP/s')}", (ridge * 64, peak), xytext=(0, 5),
+                    textcoords="offset points", ha="right", fontsize=9)
+        ax.annotate(f"{si(machine.bandwidth, 'B/s').replace('i', '')}",
+                    (ridge / 200, peak / 180), xytext=(8, 0),
+                    textcoords="offset points", fontsize=9)
         return as_drawing(fig, alt, caption)
 
-# %% ../nbs/00_measure.ipynb #ccb69c42
+# %% ../nbs/00_measure.ipynb #e051db49
 class Check(NamedTuple):
     "One line of prediction against measurement."
     name: str
@@ -548,10 +622,13 @@ def prediction_table(checks:list[Check]) -> Table:
     "Predicted, measured, ratio; a miss beyond 1.5 without a cause says so."
     cause = lambda c: c.cause or ("unexplained" if not 1 / 1.5 <= c.ratio <= 1.5 else "")
     return Table(["", "predicted", "measured", "ratio", "cause"],
-                 [[c.name, si(c.predicted, c.unit), si(c.measured, c.unit), f"×{c.ratio:.2f}", cause(c)] for c in checks])
+                 [[c.name, si(c.predicted, c.unit), si(c.measured, c.unit),
+                   f"×{c.ratio:.2f}", cause(c)] for c in checks])
 
-# %% ../nbs/00_measure.ipynb #1f5faad0
-def predicted_against_measured(checks:list[Check], title:str, alt:str, caption:str="", stage:int=1) -> Drawing:
+# %% ../nbs/00_measure.ipynb #bcf67ce8
+def predicted_against_measured(
+    checks:list[Check], title:str, alt:str, caption:str="", stage:int=1,
+) -> Drawing:
     "The ratio of measured to predicted, a line for each check, on a scale of powers of two."
     import matplotlib.pyplot as plt
     with drawing_style():
@@ -561,11 +638,13 @@ def predicted_against_measured(checks:list[Check], title:str, alt:str, caption:s
         for i, c in enumerate(checks):
             ax.plot([1, c.ratio], [i, i], color=stage_color(stage))
             ax.plot(c.ratio, i, "o", color=stage_color(stage))
-            ax.annotate(f"×{c.ratio:.2f}", (c.ratio, i), xytext=(8, -3), textcoords="offset points", fontsize=9)
-        reach = max(1.0, *(math.ceil(abs(math.log2(c.ratio)) + 0.3) for c in checks))
-        ax.set(xscale="log", xlim=(2**-reach, 2**reach), ylim=(len(checks) - 0.5, -0.5), title=title,
-               yticks=range(len(checks)), yticklabels=[c.name for c in checks], xlabel="measured / predicted")
-        ticks = [2.0**k for k in range(-int(reach), int(reach) + 1)]
+            ax.annotate(f"×{c.ratio:.2f}", (c.ratio, i), xytext=(8, -3),
+                        textcoords="offset points", fontsize=9)
+        reach = max([1, *(math.ceil(abs(math.log2(c.ratio)) + 0.3) for c in checks)])
+        ax.set(xscale="log", xlim=(2**-reach, 2**reach), ylim=(len(checks) - 0.5, -0.5),
+               title=title, yticks=range(len(checks)), yticklabels=[c.name for c in checks],
+               xlabel="measured / predicted")
+        ticks = [2.0**k for k in range(-reach, reach + 1)]
         ax.set_xticks(ticks, [f"{t:g}" for t in ticks], minor=False)
         ax.set_xticks([], minor=True)
         return as_drawing(fig, alt, caption)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import acc_dtype, check_inputs, reduce_loss, row_norms
 
-# %% ../nbs/02_tiles.ipynb #e8dbbffc
+# %% ../nbs/02_tiles.ipynb #f3bcee56
 def square_tile(
     n_tokens:int, n_classes:int,  # N, V
     factor:int,  # a tile holds about 1 / factor² of the scores
 ) -> tuple[int, int]:  # BN, BV
-    "The squarest tile; sides of 128 or more are rounded up to a multiple of 128, as matrix units like them."
+    "The squarest tile; sides of 128 or more round up to a multiple of 128, for matrix units."
     area = max(1.0, n_tokens * n_classes / factor**2)
     short = min(n_tokens, n_classes, math.ceil(math.sqrt(area)))
     long = math.ceil(area / max(short, 1))
@@ -30,37 +30,41 @@ def square_tile(
     align = lambda side: side if side < 128 else -(-side // 128) * 128
     return max(1, align(token_tile)), max(1, align(class_tile))
 
-# %% ../nbs/02_tiles.ipynb #c9d0a224
+# %% ../nbs/02_tiles.ipynb #560fc907
 def product_dtype(t:Tensor) -> torch.dtype:
     "What products of `t` are taken in: its own dtype on a GPU, at least float32 on a CPU."
     return t.dtype if t.is_cuda else acc_dtype(t.dtype)
 
+# %% ../nbs/02_tiles.ipynb #fede67c6
 def wide_product(a:Tensor, b:Tensor) -> Tensor:
     "`a [R,K]` times `b [K,C]`, summed and returned in `acc_dtype`."
     return a @ b if a.dtype == acc_dtype(a.dtype) else torch.mm(a, b, out_dtype=torch.float32)
 
+# %% ../nbs/02_tiles.ipynb #4c47a062
 def add_product(total:Tensor, a:Tensor, b:Tensor):
     "`total [R,C] += a [R,K] b [K,C]`, in place; `total` is in `acc_dtype`."
     if a.dtype == total.dtype: total.addmm_(a, b)
     else: torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
-# %% ../nbs/02_tiles.ipynb #a56f4ed3
+# %% ../nbs/02_tiles.ipynb #84a7d515
 def tile_slices(size:int, tile:int) -> list[slice]:
     "`size` elements in runs of `tile`, the last one shorter."
     return [slice(start, min(start + tile, size)) for start in range(0, size, tile)]
 
+# %% ../nbs/02_tiles.ipynb #c6d7ba32
 class Target(NamedTuple):
     "Where each row's target stands in a tile."
     column: Tensor  # [BN,1], the nearest column of the tile
     inside: Tensor  # [BN,1], whether that column is the target's
 
+# %% ../nbs/02_tiles.ipynb #87060eda
 def locate(y:Tensor, j:slice) -> Target:
     "Find the targets `y [BN]` among the classes `j`."
     column = (y - j.start)[:, None]
     nearest = column.clamp(0, j.stop - j.start - 1)
     return Target(nearest, column == nearest)
 
-# %% ../nbs/02_tiles.ipynb #c024ba06
+# %% ../nbs/02_tiles.ipynb #59179805
 class Tiles:
     "The N×V rectangle of scores, made one tile at a time."
     def __init__(self,
@@ -69,12 +73,14 @@ class Tiles:
         token_tile:int, class_tile:int,  # BN, BV
     ):
         self.x, self.w, self.y, self.dtype = x, w, y, product_dtype(x)
-        self.tokens, self.classes = tile_slices(len(x), token_tile), tile_slices(len(w), class_tile)
+        self.tokens = tile_slices(len(x), token_tile)
+        self.classes = tile_slices(len(w), class_tile)
         self.rows = self.columns = None  # LMCL: [N] scale / ‖x‖, [V] 1 / ‖w‖
         self.margin = margin * (scale or 0.0)
         if scale is not None:
             self.rows = scale / row_norms(x)
-            self.columns = torch.cat([self.rows.new_empty(0), *(1 / row_norms(w[j]) for j in self.classes)])
+            inverses = (1 / row_norms(w[j]) for j in self.classes)
+            self.columns = torch.cat([self.rows.new_empty(0), *inverses])
 
     def scores(self, i:slice, j:slice) -> tuple[Tensor, Target]:  # [BN,BV] in `acc_dtype`
         "Scores of tokens `i` for classes `j`, and where the targets stand among them."
@@ -82,7 +88,8 @@ class Tiles:
         z = wide_product(self.x[i].to(self.dtype), self.w[j].to(self.dtype).T)
         if self.rows is not None:
             z.mul_(self.rows[i, None]).mul_(self.columns[j])
-            z.scatter_(1, target.column, z.gather(1, target.column) - self.margin * target.inside)
+            at_target = z.gather(1, target.column) - self.margin * target.inside.to(z.dtype)
+            z.scatter_(1, target.column, at_target)
         return z, target
 
 # %% ../nbs/02_tiles.ipynb #1dec7987
@@ -102,7 +109,7 @@ def tiled_lse_fwd(
             lse[i] = torch.logaddexp(lse[i], torch.logsumexp(z, 1))
     return lse, score
 
-# %% ../nbs/02_tiles.ipynb #e0cb7a67
+# %% ../nbs/02_tiles.ipynb #9ab153aa
 def dz_tile(
     z:Tensor,  # [BN,BV] scores, overwritten
     target:Target,  # from `locate`
@@ -115,15 +122,18 @@ def dz_tile(
     g_target = torch.where(target.inside, g_score[:, None], 0.0)
     if columns is not None: z.mul_(columns); g_target = g_target * columns[target.column]
     at_target = z.gather(1, target.column) * g_lse[:, None] + g_target
-    dz = torch.mul(z, g_lse[:, None], out=z if dtype == z.dtype else torch.empty_like(z, dtype=dtype))
+    dz = torch.mul(z, g_lse[:, None],
+                   out=z if dtype == z.dtype else torch.empty_like(z, dtype=dtype))
     return dz.scatter_(1, target.column, at_target.to(dtype))
 
-# %% ../nbs/02_tiles.ipynb #a42b7353
+# %% ../nbs/02_tiles.ipynb #978fb4f4
 def unit_of(*factors:Tensor) -> Tensor:
-    "The product of the factors' largest magnitudes, over 2¹²; at least the smallest normal number."
-    top = torch.stack([f.abs().amax() for f in factors]).prod() / 4096
+    "Product of the factors' largest magnitudes over 2¹²; at least the smallest normal number."
+    largest = [f.abs().nan_to_num(0.0, 0.0).amax() for f in factors]  # a bad token spoils itself
+    top = torch.stack(largest).prod() / 4096
     return top.clamp(min=torch.finfo(top.dtype).tiny)
 
+# %% ../nbs/02_tiles.ipynb #dbf8d5b5
 def remove_radial(
     d:Tensor,  # [R,H] in `acc_dtype`, changed in place
     t:Tensor,  # [R,H] rows whose direction is removed
@@ -132,9 +142,9 @@ def remove_radial(
     unit = t / row_norms(t)[:, None]
     return d.sub_(unit.mul_((unit * d).sum(1, keepdim=True)))
 
-# %% ../nbs/02_tiles.ipynb #c778cb4a
+# %% ../nbs/02_tiles.ipynb #5e6db040
 def add_tile(
-    dx:Tensor|None, dw:Tensor|None,  # [BN,H], [BV,H] running sums in `acc_dtype`; None where not wanted
+    dx:Tensor|None, dw:Tensor|None,  # [BN,H], [BV,H] sums in `acc_dtype`; None: not wanted
     tiles:Tiles, i:slice, j:slice,
     lse:Tensor, g_lse:Tensor, g_score:Tensor,  # [BN]
 ):
@@ -157,10 +167,10 @@ def class_slice_bwd(
         add_tile(None if dx is None else dx[i], dw, tiles, i, j, lse[i], g_lse[i], g_score[i])
     return dw if tiles.rows is None or dw is None else remove_radial(dw, tiles.w[j])
 
-# %% ../nbs/02_tiles.ipynb #9bd1086c
+# %% ../nbs/02_tiles.ipynb #23187891
 def tiled_lse_bwd(
     g_lse:Tensor, g_score:Tensor,  # [N] upstream gradients
-    x:Tensor, w:Tensor, y:Tensor, lse:Tensor,  # saved by forward: its inputs and one number a token
+    x:Tensor, w:Tensor, y:Tensor, lse:Tensor,  # saved by forward: inputs, one number a token
     margin:float, scale:float|None, token_tile:int, class_tile:int,
     need_x:bool, need_w:bool,  # which gradients to form; the other is returned empty
 ) -> tuple[Tensor, Tensor]:  # dx [N,H], dw [V,H], in the dtypes of x and w
@@ -182,18 +192,26 @@ def tiled_lse_bwd(
         for i in tiles.tokens: remove_radial(dx[i], x[i])
     return dx.mul_(unit).to(x.dtype), dw
 
-# %% ../nbs/02_tiles.ipynb #2a486476
+# %% ../nbs/02_tiles.ipynb #8a108d98
 @torch.library.custom_op("fusedloss::tiled_lse", mutates_args=())
-def tiled_lse(x:Tensor, w:Tensor, y:Tensor, margin:float, scale:Optional[float], token_tile:int, class_tile:int) -> tuple[Tensor, Tensor]:
+def tiled_lse(
+    x:Tensor, w:Tensor, y:Tensor, margin:float, scale:Optional[float],
+    token_tile:int, class_tile:int,
+) -> tuple[Tensor, Tensor]:
     "`tiled_lse_fwd` as an operator with a gradient."
-    with torch.autocast(x.device.type, enabled=False): return tiled_lse_fwd(x, w, y, margin, scale, token_tile, class_tile)
+    with torch.autocast(x.device.type, enabled=False):
+        return tiled_lse_fwd(x, w, y, margin, scale, token_tile, class_tile)
 
 @torch.library.custom_op("fusedloss::tiled_lse_grad", mutates_args=())
-def tiled_lse_grad(g_lse:Tensor, g_score:Tensor, x:Tensor, w:Tensor, y:Tensor, lse:Tensor, margin:float, scale:Optional[float],
-                   token_tile:int, class_tile:int, need_x:bool, need_w:bool) -> tuple[Tensor, Tensor]:
+def tiled_lse_grad(
+    g_lse:Tensor, g_score:Tensor, x:Tensor, w:Tensor, y:Tensor, lse:Tensor,
+    margin:float, scale:Optional[float], token_tile:int, class_tile:int,
+    need_x:bool, need_w:bool,
+) -> tuple[Tensor, Tensor]:
     "`tiled_lse_bwd` as an operator."
     with torch.autocast(x.device.type, enabled=False):
-        return tiled_lse_bwd(g_lse, g_score, x, w, y, lse, margin, scale, token_tile, class_tile, need_x, need_w)
+        return tiled_lse_bwd(g_lse, g_score, x, w, y, lse, margin, scale,
+                             token_tile, class_tile, need_x, need_w)
 
 # %% ../nbs/02_tiles.ipynb #f4cc9085
 @tiled_lse.register_fake
@@ -215,18 +233,21 @@ def _backward(ctx, g_lse, g_score):
 
 tiled_lse.register_autograd(_backward, setup_context=_save)
 
-# %% ../nbs/02_tiles.ipynb #55822807
+# %% ../nbs/02_tiles.ipynb #b19e635d
 def autocast_like_linear(*tensors:Tensor) -> tuple[Tensor, ...]:
     "Under autocast, what `F.linear` would see: its dtype, but float64 stays."
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or any(t.dtype == torch.float64 for t in tensors): return tensors
+    if not torch.is_autocast_enabled(device) or any(t.dtype == torch.float64 for t in tensors):
+        return tensors
     return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
+# %% ../nbs/02_tiles.ipynb #0920b5ca
 def _check_tile(name:str, size:int):
     "`ValueError` unless `size` is a positive integer."
-    if not isinstance(size, int) or size < 1: raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {size!r}")
 
-# %% ../nbs/02_tiles.ipynb #0bb275e4
+# %% ../nbs/02_tiles.ipynb #078e4b24
 def tiled_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -236,15 +257,18 @@ def tiled_linear_cross_entropy(
     margin:float=0.35, scale:float|None=None,  # LMCL (arXiv 1801.09414) where `scale` is given
     token_tile:int=4096, class_tile:int=2048,  # rows and columns of scores in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-    "Cross entropy of a linear layer with one tile of scores in memory. Raises `ValueError`, `IndexError` as `check_inputs`."
-    check_inputs(input, linear_weight, target, reduction, ignore_index, scale)
-    for name, size in (("token_tile", token_tile), ("class_tile", class_tile)): _check_tile(name, size)
+    "A linear layer's tiled cross entropy; raises `ValueError`, `IndexError` as `check_inputs`."
+    check_inputs(input, linear_weight, target, reduction, ignore_index, margin, scale)
+    for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
+        _check_tile(name, size)
     target = target.long()
-    x, w = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None], linear_weight)
+    x, w = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
+                                linear_weight)
     lse, score = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile)
-    return reduce_loss((lse - score).view(target.shape), target, len(linear_weight), ignore_index, reduction)
+    return reduce_loss((lse - score).view(target.shape), target, len(linear_weight),
+                       ignore_index, reduction)
 
-# %% ../nbs/02_tiles.ipynb #a25290a1
+# %% ../nbs/02_tiles.ipynb #ab8dbb16
 class MemoryEfficientVocabOutput(nn.Module):
     "A vocabulary's linear layer and its loss, in tiles; the weight is shared with its owner."
     def __init__(self,
@@ -255,17 +279,21 @@ class MemoryEfficientVocabOutput(nn.Module):
     ):
         super().__init__()
         _check_tile("tile_factor", tile_factor)
-        self.proj_weight, self.tile_factor, self.reduction, self.margin, self.scale = proj_weight, tile_factor, reduction, margin, scale
+        self.proj_weight, self.tile_factor, self.reduction = proj_weight, tile_factor, reduction
+        self.margin, self.scale = margin, scale
 
     def forward(self,
         input:Tensor,  # [N,H] or [B,S,H]
         target:Tensor|None,  # [N] or [B,S]; None in eval mode for plain scores
     ) -> Tensor:  # the loss, float32 (float64 for float64); or scores
         if target is None and not self.training: return self.eval_forward(input)
-        if target is None: raise ValueError("target: expected class indices in training mode, got None")
-        token_tile, class_tile = square_tile(target.numel(), len(self.proj_weight), self.tile_factor)
-        return tiled_linear_cross_entropy(input, self.proj_weight, target, reduction=self.reduction, margin=self.margin, scale=self.scale,
-                                          token_tile=token_tile, class_tile=class_tile)
+        if target is None:
+            raise ValueError("target: expected class indices in training mode, got None")
+        token_tile, class_tile = square_tile(target.numel(), len(self.proj_weight),
+                                             self.tile_factor)
+        return tiled_linear_cross_entropy(
+            input, self.proj_weight, target, reduction=self.reduction, margin=self.margin,
+            scale=self.scale, token_tile=token_tile, class_tile=class_tile)
 
     def eval_forward(self,
         input:Tensor,  # [N,H] or [B,S,H]

@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
     K: int  # words of context
     steps: int
 
-CPU_SIZES, GPU_SIZES = Sizes(1024, 128, 4, 100), Sizes(8192, 512, 4, 100)
+CPU_SIZES, GPU_SIZES = Sizes(1024, 128, 4, 100), Sizes(8192, 512, 4, 40)
 
 def default_sizes(device:str|torch.device) -> Sizes:
     "Ten seconds a stage or less."
@@ -360,7 +360,9 @@ def make_parser() -> argparse.ArgumentParser:
 # %% ../nbs/tour.ipynb #fad58de7
 def tour_command(args:argparse.Namespace) -> int:
     "`fusedloss tour`: 0 if all stages agree, else 1."
-    try: english(), args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        english()
+        args.out.mkdir(parents=True, exist_ok=True)
     except ImportError: args.fail("this Python came without its help texts (pydoc_data.topics)")
     except OSError as error: args.fail(f"argument --out: cannot make {args.out}: {error.strerror}")
     sizes = default_sizes(args.device)

@@ -2,6 +2,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the tensors are small, and pytest-xdist fills the cores
+
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> str:

@@ -76,6 +76,8 @@ def differences(fn, sample, tolerance, **options) -> list[str]:
     for name, a, b in zip(names, got, exact):
         if (a is None) != (b is None):
             wrong.append(f"{name} is {'missing' if a is None else 'not asked for'}")
+        elif a is not None and a.shape != b.shape:
+            wrong.append(f"{name} has shape {list(a.shape)}")
         elif a is not None and not relative_error(a, b) <= tolerance:
             wrong.append(f"{name} is off by {relative_error(a, b):.1e}")
     loss_dtype = torch.float64 if sample.input.dtype == torch.float64 else torch.float32

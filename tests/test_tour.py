@@ -243,6 +243,7 @@ def test_plain_install_elsewhere(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    env.pop("TQDM_DISABLE", None)
     done = subprocess.run([sys.executable, "-c", ABSENT, "tour", "--json", "--stage", "tiles", "--device", "cpu"],
                           cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

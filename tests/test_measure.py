@@ -1,0 +1,438 @@
+"""Predictions, timings, peaks and pictures: each against a count made by hand."""
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from fusedloss import measure as m
+from fusedloss.measure import (Check, Cost, Machine, MemoryEvent, Shape, Table, commit, compare, load_results, memory_timeline,
+                               peak_memory, product_cost, quantiles, record, relative_error, saved_tensors, si, sweep_cost,
+                               tensor_lives, time_call, trace_memory)
+
+TOY = Machine("toy", 100.0, dict(float32=1000.0, bfloat16=2000.0))
+HOSTILE = 'a <b> & "c" ]]> <script>alert(1)</script> $x$'
+RECORD = dict(name="tiles", shape=dict(N=2, H=3, V=4), dtype="float32", machine="toy", versions={}, commit="abc", date="2026-11-21",
+              figures=dict(ratio=1.5, seconds=0.1, extra=2**20), stage="02_tiles")
+
+
+@torch.library.custom_op("fusedloss_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    "4x, by way of a tensor of three times the size"
+    return x.repeat(3)[:len(x)] * 4
+
+
+@pytest.mark.parametrize("value, unit, text", [
+    (0, "s", "0 s"), (0.0121, "s", "12.1 ms"), (1, "", "1"), (1000, "", "1 k"), (999, "s", "999 s"), (-0.002, "s", "-2 ms"),
+    (1.5e12, "FLOP", "1.5 TFLOP"), (2e-9, "s", "2 ns"), (3e-6, "s", "3 µs"), (7e15, "B/s", "7 PB/s"), (1e-15, "s", "0.001 ps"),
+    (999.6, "s", "1 ks"), (0.9999, "s", "1 s"), (9.996e-4, "s", "1 ms"), (-999_999, "", "-1 M"),
+    (0, "B", "0 B"), (0.5, "B", "0.5 B"), (1023, "B", "1023 B"), (1024, "B", "1 KiB"), (-3 * 2**20, "B", "-3 MiB"), (1.5 * 2**40, "B", "1.5 TiB"),
+    (float("nan"), "s", "nan s"), (float("inf"), "B", "inf B"), (-float("inf"), "", "-inf"), (2**70, "B", "1.074e+09 TiB"),
+])
+def test_si_gives_figures_and_a_prefix(value, unit, text):
+    assert si(value, unit) == text
+
+
+def test_cost_is_bound_by_the_slower_ceiling():
+    bytes_bound, flops_bound = Cost("copy", 10.0, 200.0), Cost("product", 9000.0, 200.0)
+    assert (bytes_bound.seconds(TOY, torch.float32), bytes_bound.bound(TOY, torch.float32)) == (2.0, "bytes")
+    assert (flops_bound.seconds(TOY, torch.float32), flops_bound.bound(TOY, torch.float32)) == (9.0, "FLOPs")
+    assert flops_bound.seconds(TOY, torch.bfloat16) == 4.5
+    assert m.predict_seconds([bytes_bound, flops_bound], TOY, torch.float32) == 11.0
+    assert Cost("nothing").seconds(TOY, torch.int8) == 0.0
+
+
+def test_products_and_sweeps_are_counted():
+    assert product_cost("p", 2, 3, 5, torch.bfloat16) == Cost("p", 60.0, 2 * (6 + 15 + 10))
+    assert sweep_cost("s", 7, torch.float32, torch.float16) == Cost("s", 0.0, 42)
+    floor = m.three_products(Shape(2, 3, 5), torch.float32)
+    assert [c.flops for c in floor] == [60.0] * 3 and [c.bytes for c in floor] == [4 * 31] * 3
+
+
+def test_bare_products_are_the_three_that_the_floor_counts():
+    x, w = torch.randn(2, 3), torch.randn(5, 3)
+    dx, dw = m.bare_products(x, w)
+    torch.testing.assert_close(dx, x @ w.T @ w)
+    torch.testing.assert_close(dw, w @ x.T @ x)
+
+
+def test_unmeasured_dtype_is_named():
+    with pytest.raises(KeyError, match=r"toy was measured for \['bfloat16', 'float32'\], not for float16"):
+        Cost("c", 1.0, 1.0).seconds(TOY, torch.float16)
+
+
+def test_cost_table_ends_with_the_sum():
+    table = m.cost_table([Cost("a", 2000.0, 100.0), Cost("b", 0.0, 300.0)], TOY, torch.float32)
+    assert table.rows[-1] == ["sum", "2 kFLOP", "400 B", "5 s", ""]
+    assert [row[-1] for row in table.rows] == ["FLOPs", "bytes", ""]
+
+
+def test_table_aligns_numbers_right_and_escapes_bars():
+    table = Table(["name", "time"], [["a|b", "1 s"], ["c", "×20"]])
+    assert table._repr_markdown_() == "| name | time |\n| :-- | --: |\n| a\\|b | 1 s |\n| c | ×20 |"
+    assert repr(table) == "name  time\n----  ----\na|b    1 s\nc      ×20"
+
+
+@pytest.mark.parametrize("rows", [[], [["", ""]], iter([[None, 1.5]])])
+def test_table_takes_any_rows(rows):
+    lines = Table(["", "b"], rows)._repr_markdown_().splitlines()
+    assert len(lines) >= 2 and all(line.count("|") == 3 for line in lines)
+
+
+def test_quantiles_are_of_any_order():
+    assert quantiles(iter([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])) == pytest.approx((3.5, 2.0, 5.0))
+    assert quantiles([2.0]) == (2.0, 2.0, 2.0)
+    assert str(quantiles([0.001, 0.002, 0.003])) == "2 ms (1.4 ms to 2.6 ms)"
+
+
+def test_time_of_a_sleep():
+    timing = time_call(lambda: time.sleep(0.005), seconds=0.03)
+    assert 0.005 <= timing.low <= timing.median <= timing.high and timing.median < 0.05
+
+
+def test_comparison_finds_three_times_the_work():
+    comparison = compare(lambda: time.sleep(0.002), lambda: time.sleep(0.006), rounds=3, seconds=0.01)
+    assert comparison.ratio.low <= comparison.ratio.median <= comparison.ratio.high and 2 < comparison.ratio.median < 4
+    assert comparison.a.median < comparison.b.median and str(comparison).startswith("×")
+
+
+def test_timing_passes_an_exception_on():
+    with pytest.raises(ZeroDivisionError):
+        time_call(lambda: 1 / 0, seconds=0.01)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_time_of_a_gpu_waits_for_the_gpu():
+    a = torch.randn(4096, 4096, device="cuda")
+    assert time_call(lambda: a @ a, "cuda", 0.05).median > 2 * 4096**3 / 2e15  # no GPU gives two PFLOP/s in float32
+
+
+INPUT = torch.zeros(100, requires_grad=True)
+PEAKS = {  # bytes at the peak, counted by hand; a float32 takes four
+    "nothing": (0, lambda: None),
+    "views of an input": (0, lambda: INPUT.view(10, 10).T[2:]),
+    "one tensor": (400, lambda: torch.zeros(100)),
+    "two at once": (800, lambda: (torch.zeros(100), torch.zeros(100))),
+    "one after the other": (400, lambda: [torch.zeros(100).shape for _ in range(3)]),
+    "a slice keeps its whole": (404, lambda: torch.zeros(100)[:1] + 1),
+    "in place": (400, lambda: torch.zeros(100).add_(1).mul_(2)),
+    "in place on an input": (0, lambda: INPUT.detach().mul_(1)),
+    "out of place": (800, lambda: torch.zeros(100) + 1),
+    "into an input": (0, lambda: torch.mul(INPUT.detach(), 1, out=INPUT.detach())),
+    "a chain holds two": (800, lambda: torch.zeros(100).exp().exp().exp()),
+    "two bytes": (200, lambda: torch.zeros(100, dtype=torch.bfloat16)),
+    "no elements": (0, lambda: (torch.zeros(0), torch.zeros(3, 0) + 1)),
+    "an expanded tensor": (4, lambda: torch.zeros(1).expand(1000)),
+    "inside a custom operator": (1600, lambda: twice(INPUT.detach())),
+    "inside a composite operation": (1200, lambda: torch.nn.functional.linear(torch.zeros(10, 10), torch.zeros(10, 10))),
+    "backward": (808, lambda: torch.autograd.grad(INPUT.exp().sum(), INPUT)),  # exp, its gradient, the sum, a one
+}
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_peak_is_what_a_hand_counts(case):
+    expected, fn = PEAKS[case]
+    assert peak_memory(fn) == expected
+
+
+def test_peak_counts_what_stands_where_an_input_died():
+    inputs = [torch.zeros(50)]
+
+    def fn():
+        inputs.pop().sum()
+        return [torch.zeros(100) for _ in range(3)]
+
+    assert peak_memory(fn) == 1200
+
+
+def test_peak_counts_what_stands_where_a_literal_died():
+    def fn():
+        for _ in range(3):
+            torch.tensor([1.0, 2.0]).sum()
+        return [torch.zeros(100) for _ in range(3)]
+
+    assert peak_memory(fn) == 1200
+
+
+def test_trace_ends_when_the_function_fails():
+    with pytest.raises(RuntimeError, match="shape|size"):
+        trace_memory(lambda: torch.zeros(2) + torch.zeros(3))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert trace_memory(lambda: torch.zeros(100))[0].live == 400
+
+
+def test_trace_names_births_and_deaths():
+    def fn():
+        a = torch.zeros(10)
+        b = a.exp()
+        del a
+        return b.view(2, 5)
+
+    assert trace_memory(fn) == [
+        ("zeros", (10,), 40, 40, 1), ("exp", (10,), 40, 80, 2), ("zeros", (10,), -40, 40, 1), ("exp", (10,), -40, 0, 2)]
+
+
+def test_trace_does_not_grow_after_its_end():
+    kept = []
+    events = trace_memory(lambda: kept.append(torch.zeros(10)))
+    before = list(events)
+    kept.clear()
+    assert events == before
+
+
+def test_trace_changes_no_result():
+    x = torch.randn(5, 3, requires_grad=True)
+    results = []
+    fn = lambda: results.append((y := torch.nn.functional.softmax(twice(x.detach()[:, 0]) + x.exp().T, -1), torch.autograd.grad(y.std(), x)[0]))
+    fn()
+    trace_memory(fn)
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_peak_of_a_gpu_is_above_what_was_there():
+    held = torch.zeros(2**20, device="cuda")
+    assert peak_memory(lambda: held + 1, "cuda") == held.nbytes
+    assert peak_memory(lambda: held.add_(1), "cuda") == 0
+    assert peak_memory(lambda: (held + 1).exp_(), "cuda") == held.nbytes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_launches_of_a_gpu_are_counted():
+    x = torch.zeros(2**20, device="cuda")
+    launches = m.gpu_launches(lambda: x.add_(1).mul_(2).exp_())
+    assert launches.kernels == 3 and 0 < launches.busy < 1e-2
+
+
+def test_saved_tensors_are_one_a_storage(device):
+    x, w = (torch.ones(3, 3, device=device, requires_grad=True) for _ in range(2))
+    assert {t.data_ptr() for t in saved_tensors(lambda: x @ w)} == {x.data_ptr(), w.data_ptr()}
+    assert saved_tensors(lambda: x @ w, x, w) == []
+    assert [t.data_ptr() for t in saved_tensors(lambda: (x @ w, x.T @ w), w)] == [x.data_ptr()]
+    assert [t.shape for t in saved_tensors(lambda: x.exp().sum(), x)] == [(3, 3)]
+    assert saved_tensors(lambda: x.detach() * 2) == saved_tensors(lambda: None) == []
+
+
+def test_saving_is_watched_no_longer_after_a_failure():
+    x, seen = torch.ones(3, requires_grad=True), []
+    with pytest.raises(ZeroDivisionError):
+        saved_tensors(lambda: (x.exp(), 1 / 0))
+    assert saved_tensors(lambda: seen.append(x.exp()), x)[0].data_ptr() == seen[0].data_ptr()
+
+
+@pytest.mark.parametrize("out, ref, error", [
+    ([3.0, 4.0], [3.0, 4.0], 0.0), ([3.0, 5.0], [3.0, 4.0], 0.2), ([0.3], [0.0], 0.3), ([], [], 0.0), (2.0, 1.0, 1.0),
+])
+def test_relative_error_is_a_ratio_of_norms(out, ref, error):
+    assert relative_error(torch.tensor(out), torch.tensor(ref)) == pytest.approx(error, rel=1e-6)
+
+
+def test_relative_error_is_taken_in_float64(device):
+    ref = torch.full((4,), 1e200, dtype=torch.float64, device=device)[:1]
+    assert relative_error(ref * (1 + 1e-12), ref) == pytest.approx(1e-12, rel=1e-3)
+    assert relative_error(torch.ones(3, dtype=torch.bfloat16, requires_grad=True), torch.ones(3).int()) == 0
+    assert relative_error(torch.full((1,), 6e4, dtype=torch.float16), torch.full((1,), -6e4)) == 2
+
+
+@pytest.mark.parametrize("out, ref", [(float("nan"), 1.0), (1.0, float("nan")), (float("nan"), 0.0), (float("inf"), float("inf"))])
+def test_nan_is_within_no_tolerance(out, ref):
+    assert not relative_error(torch.tensor([1.0, out]), torch.tensor([1.0, ref])) <= 1e30
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1,), (), (4,)])
+def test_errors_of_other_shapes_are_not_broadcast(shape):
+    with pytest.raises(ValueError, match=re.escape(f"shapes differ: expected (3,), got {shape}")):
+        relative_error(torch.ones(shape), torch.ones(3))
+
+
+@pytest.fixture
+def git(tmp_path, monkeypatch):
+    "Runs git in a new, empty folder, which is current"
+    if not shutil.which("git"):
+        pytest.skip("no git on this machine")
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "FUSEDLOSS_COMMIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *args], check=True, capture_output=True, text=True).stdout
+
+
+def test_commit_is_marked_where_files_differ(git, tmp_path, monkeypatch):
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    head = git("rev-parse", "--short", "HEAD").strip()
+    assert commit() == head
+    (tmp_path / "untracked").write_text("2")
+    assert commit() == head
+    (tmp_path / "file").write_text("2")
+    assert commit() == head + "+"
+    monkeypatch.chdir("/")
+    assert commit(tmp_path) == head + "+"
+
+
+@pytest.mark.parametrize("prepare", [[], ["init"]], ids=["no repository", "no commit yet"])
+def test_commit_without_a_repository_is_the_environments(prepare, git, monkeypatch):
+    if prepare:
+        git(*prepare)
+    assert commit() == "unknown"
+    monkeypatch.setenv("FUSEDLOSS_COMMIT", "1234abc")
+    assert commit() == "1234abc"
+
+
+def test_commit_without_git_is_the_environments(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("FUSEDLOSS_COMMIT", "1234abc")
+    assert commit() == "1234abc"
+
+
+def test_record_replaces_the_same_measurement_alone(tmp_path):
+    path = tmp_path / "new folder" / "02_tiles.json"
+    write = lambda name, n, dtype, **figures: record(path, name, dict(N=n), dtype, **figures)
+    write("a", 1, torch.float32, seconds=1.0)
+    write("a", 2, torch.float32, seconds=2.0)
+    write("a", 1, torch.bfloat16, seconds=3.0)
+    write("b", 1, torch.float32, seconds=4.0)
+    last = write("a", 1, torch.float32, seconds=5.0, extra=7)
+    records = load_results(path)
+    assert [r["figures"]["seconds"] for r in records] == [2.0, 3.0, 4.0, 5.0]
+    assert records[-1] == dict(last, stage="02_tiles") and "stage" not in path.read_text(encoding="utf-8")
+
+
+def test_record_says_where_when_and_with_what(tmp_path, device):
+    entry = record(tmp_path / "r.json", "naïve – 1", Shape(1, 2, 3)._asdict(), torch.float16, device, ratio=1.5)
+    assert entry["machine"] == m.machine_name(device) and entry["dtype"] == "float16"
+    assert entry["versions"]["torch"] == torch.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"])
+    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8")) == [entry]
+    assert "float16, N 1 × H 2 × V 3" in m.caption(entry) and entry["machine"] in m.machine_line(device)
+
+
+def test_failed_record_leaves_the_file_as_it_was(tmp_path):
+    record(tmp_path / "r.json", "a", {}, torch.float32, ratio=1.0)
+    before = (tmp_path / "r.json").read_bytes()
+    with pytest.raises(TypeError):
+        record(tmp_path / "r.json", "b", {}, torch.float32, ratio=torch.ones(1))
+    assert (tmp_path / "r.json").read_bytes() == before
+
+
+def test_results_of_a_folder_come_in_order_of_files(tmp_path):
+    for stage in ("02_tiles", "01_baseline"):
+        record(tmp_path / f"{stage}.json", "a", {}, torch.float32, ratio=1.0)
+    (tmp_path / "notes.txt").write_text("no record")
+    assert [r["stage"] for r in load_results(tmp_path)] == ["01_baseline", "02_tiles"]
+    assert load_results(tmp_path / "absent.json") == load_results(tmp_path / "absent") == []
+
+
+def test_results_table_skips_records_without_a_ratio():
+    other = dict(RECORD, figures=dict(rate=1.0))
+    assert m.results_table([other, RECORD]).rows == [["02_tiles", "tiles", "100 ms", "×1.50", "1 MiB"]]
+    assert m.results_table([]).rows == []
+
+
+def test_miss_without_a_cause_is_unexplained():
+    checks = [Check("a", 1.0, 1.4), Check("b", 1.0, 1.6), Check("c", 1.0, 0.6), Check("d", 2**20, 2**22, "B", "cache"), Check("e", 3.0, 2.0)]
+    table = m.prediction_table(checks)
+    assert [row[-1] for row in table.rows] == ["", "unexplained", "unexplained", "cache", ""]
+    assert table.rows[3] == ["d", "1 MiB", "4 MiB", "×4.00", "cache"]
+
+
+def test_lives_join_births_to_deaths():
+    birth, other = MemoryEvent("zeros", (10,), 40, 40, 1), MemoryEvent("exp", (2,), 8, 48, 2)
+    twin = birth._replace(live=88, storage=3)
+    events = [birth, other, twin, birth._replace(bytes=-40), other._replace(bytes=-8)]
+    assert tensor_lives(events, 40) == [(birth, 0, 3), (events[2], 2, 5)]
+    assert [life[1:] for life in tensor_lives(events, 0)] == [(0, 3), (1, 4), (2, 5)]
+    assert tensor_lives([], 0) == tensor_lives(events, 1000) == []
+
+
+def test_lives_of_empty_tensors_are_left_out():
+    assert tensor_lives(trace_memory(lambda: torch.zeros(0)), 0) == []
+
+
+def timeline(fn, text="t", **options):
+    return memory_timeline(trace_memory(fn), text, text, text, **options)
+
+
+FIGURES = {
+    "tiles": lambda text="t": m.tile_picture((3, 4), [(0, 0), (2, 3)], text, text, (text, text)),
+    "one tile": lambda text="t": m.tile_picture((1, 1), [], text, text, stage=0),
+    "timeline": lambda text="t": timeline(lambda: torch.zeros(100).exp().exp(), text),
+    "empty timeline": lambda text="t": timeline(lambda: None, text),
+    "timeline of empty tensors": lambda text="t": timeline(lambda: torch.zeros(0), text),
+    "timeline of small tensors": lambda text="t": timeline(lambda: torch.zeros(9), text, at_least=10**9),
+    "roofline": lambda text="t": m.roofline([(product_cost(text, 64, 64, 64, torch.float32), 1e-3), (Cost("c", 1.0, 1.0), 1.0)], TOY, torch.float32, text, text, text),
+    "roofline of a sweep": lambda text="t": m.roofline([(sweep_cost("s", 10, torch.float32), 1.0)], TOY, torch.float32, text, text),
+    "empty roofline": lambda text="t": m.roofline([], m.H200, torch.bfloat16, text, text),
+    "predicted": lambda text="t": m.predicted_against_measured([Check(text, 1.0, 1.2), Check("b", 1.0, 100.0), Check("c", 9.0, 1e-3)], text, text, text),
+    "nothing predicted": lambda text="t": m.predicted_against_measured([], text, text),
+    "trade-off": lambda text="t": m.trade_off([dict(RECORD, name=text), dict(RECORD, stage="01_baseline")], text, text, text),
+    "no trade-off": lambda text="t": m.trade_off([], text, text),
+}
+
+
+@pytest.fixture
+def draw():
+    pytest.importorskip("matplotlib").use("svg")
+    return lambda name, *text: FIGURES[name](*text)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("text", ["a title", pytest.param(HOSTILE, id="hostile"), ""])
+def test_figure_is_well_formed_and_says_its_alternative_text(name, text, draw):
+    drawing = draw(name, text)
+    root = ElementTree.fromstring(drawing.svg)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("role") == "img" and root.get("aria-label") == text
+    assert ElementTree.fromstring(drawing._repr_html_()).tag == "figure"
+    assert not root.findall(".//{*}script") and "viewBox" in root.attrib
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figure_is_the_same_byte_for_byte_and_stands_alone(name, draw):
+    from matplotlib import pyplot
+    before = dict(pyplot.rcParams), pyplot.get_fignums()
+    drawing = draw(name)
+    assert drawing.svg == draw(name).svg
+    assert (dict(pyplot.rcParams), pyplot.get_fignums()) == before
+    links = set(re.findall(r"https?://[^\s\"'<>)]+", drawing.svg))
+    assert links <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert not re.search(r"<script|<image|@import|url\((?!#)|20\d\d-\d\d", drawing.svg)
+    assert all(ref.startswith("#") for ref in re.findall(r'href="([^"]*)"', drawing.svg))
+
+
+def test_figure_takes_the_pages_ink_and_a_file_brings_its_own(draw, tmp_path):
+    drawing = draw("tiles")
+    assert "currentColor" in drawing.svg and m.INK not in drawing.svg and "#000000" not in drawing.svg
+    drawing.save(tmp_path / "d.svg")
+    root = ElementTree.parse(tmp_path / "d.svg").getroot()
+    assert root.get("color") == "#777" and root.get("aria-label") == "t"
+    assert repr(drawing) == "Drawing: t"
+
+
+def test_every_stage_has_its_colour_and_the_baseline_is_grey():
+    assert m.stage_color(0) == m.GREY and [m.stage_color(i) for i in range(1, 8)] == list(m.STAGE_COLORS)
+    assert m.stage_color(8) == m.stage_color(1)
+
+
+def test_machine_is_measured_once(monkeypatch):
+    m.measure_machine.cache_clear()
+    monkeypatch.setattr(m, "measure_rate", lambda device, n, dtype: 1e9)
+    monkeypatch.setattr(m, "measure_bandwidth", lambda device, numel: 1e10)
+    machine = m.measure_machine()
+    assert machine.rate(torch.float32) == machine.rate(torch.float64) == 1e9 and machine.bandwidth == 1e10
+    assert m.measure_machine() is machine
+    m.measure_machine.cache_clear()
+
+
+def test_ceilings_are_of_a_plausible_size(device):
+    assert 1e8 < m.measure_bandwidth(device, 2**20) < 1e14
+    assert 1e7 < m.measure_rate(device, 128, torch.float32) < 1e15
+
+
+def test_progress_gives_every_item():
+    assert list(m.progress(range(3), "three")) == [0, 1, 2]

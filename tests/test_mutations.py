@@ -1,0 +1,73 @@
+"""Bugs planted in the tiled loss, one at a time: the cases of `helpers` must notice each."""
+import importlib.util
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fusedloss.tiles
+from helpers import CASES, faults
+
+NUMBERS = count()
+MUTANTS = {  # what is wrong: (text of fusedloss/tiles.py, what stands in its place)
+    "the last class is left out": ("min(start + tile, size)", "min(start + tile, max(size - 1, 1))"),
+    "only the last tile counts": ("torch.logaddexp(lse[i], torch.logsumexp(z, 1))", "torch.logsumexp(z, 1)"),
+    "a later tile erases the target's score": ("score[i] += ", "score[i] = "),
+    "the target's score is added in every tile": ("torch.where(target.inside, z.gather(1, target.column), 0.0)", "z.gather(1, target.column)"),
+    "targets are sought from the first class": ("(y - j.start)[:, None]", "y[:, None]"),
+    "the nearest column is always the target": ("Target(nearest, column == nearest)", "Target(nearest, nearest == nearest)"),
+    "the margin lands on a neighbour": ("self.margin * target.inside", "self.margin * (target.inside | True)"),
+    "the margin is not scaled": ("margin * (scale or 0.0)", "margin"),
+    "zero vectors are divided by zero": ("self.rows = scale / row_norms(x)", "self.rows = scale / x.norm(dim=-1)"),
+    "columns are not normalised in backward": ("z.mul_(columns); g_target", "g_target"),
+    "the target's gradient is dropped": ("torch.where(target.inside, g_score[:, None], 0.0)", "0.0 * g_score[:, None]"),
+    "the upstream gradient is dropped": ("torch.mul(z, g_lse[:, None],", "torch.mul(z, g_lse.mean(),"),
+    "dw is left in its unit": ("slice_of_dw.mul_(unit)", "slice_of_dw"),
+    "dx is left in its unit": ("dx.mul_(unit)", "dx"),
+    "dw keeps its radial part": ("else remove_radial(dw, tiles.w[j])", "else dw"),
+    "dx keeps its radial part": ("for i in tiles.tokens: remove_radial(dx[i], x[i])", "pass"),
+    "dw takes the first tokens for all": ("add_product(dw, dz.T, tiles.x[i]", "add_product(dw, dz.T, tiles.x[:i.stop - i.start]"),
+    "dx forgets the tiles before": ("add_product(dx, dz, tiles.w[j].to(tiles.dtype))", "dx.copy_(dz @ tiles.w[j].to(tiles.dtype))"),
+    "one flag decides both gradients": ("need_x, need_w = ctx.needs_input_grad[:2]", "need_x = need_w = ctx.needs_input_grad[0]"),
+    "ignore_index is forgotten": ("ignore_index, reduction)", "-100, reduction)"),
+    "the mean is over all tokens": ("ignore_index, reduction)", "ignore_index, 'none').mean()"),
+    "the caller's weight is normalised": ("unit = t / row_norms(t)[:, None]", "unit = t.div_(row_norms(t)[:, None])"),
+}
+
+
+@pytest.fixture
+def variant(tmp_path):
+    "The tiles module with one text replaced, under names of its own"
+    def build(old: str, new: str) -> ModuleType:
+        source = Path(fusedloss.tiles.__file__).read_text(encoding="utf-8")
+        assert old in source, f"fusedloss/tiles.py no longer holds {old!r}: plant this bug elsewhere"
+        name = f"variant{next(NUMBERS)}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace(old, new).replace("fusedloss::", f"{name}::"), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    return build
+
+
+def first_fault(module: ModuleType) -> str | None:
+    "The first case that the module's loss does not pass"
+    for name, case in CASES.items():
+        try:
+            wrong = faults(module.tiled_linear_cross_entropy, case, "cpu")
+        except (RuntimeError, IndexError) as error:
+            wrong = [str(error)]
+        if wrong:
+            return f"{name}: {wrong}"
+    return None
+
+
+def test_the_unchanged_source_passes(variant):
+    assert first_fault(variant("fusedloss::", "fusedloss::")) is None
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_planted_bug_is_noticed(bug, variant):
+    assert first_fault(variant(*MUTANTS[bug])), f"no case notices that {bug}"
