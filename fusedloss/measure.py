@@ -421,7 +421,7 @@ def tensor_lives(events:list[MemoryEvent], at_least:int) -> list[tuple[MemoryEve
     return [(e, i, deaths.get(e.storage, len(events))) for i, e in enumerate(events)
             if e.bytes > 0 and e.bytes >= at_least]
 
-# %% ../nbs/00_measure.ipynb #c49ef79b
+# %% ../nbs/00_measure.ipynb #359b5faa
 def memory_timeline(
     events:list[MemoryEvent],
     title:str, alt:str, caption:str="",
@@ -432,8 +432,10 @@ def memory_timeline(
     import matplotlib.pyplot as plt
     lives, color = tensor_lives(events, at_least), stage_color(stage)
     with drawing_style():
-        fig, (top, low) = plt.subplots(2, figsize=(7, 2.2 + 0.3 * len(lives)), sharex=True,
-                                       height_ratios=[5, 1 + len(lives)])
+        rows = [5, 1 + len(lives)] if lives else [5]
+        fig, axes = plt.subplots(len(rows), squeeze=False, sharex=True, height_ratios=rows,
+                                 figsize=(7, 2.2 + 0.3 * len(lives)))
+        top, low = axes[0, 0], axes[-1, 0]
         total = [0, *(e.live / 2**20 for e in events)]
         top.fill_between(range(len(total)), total, step="post", color=color, alpha=0.3, lw=0)
         top.step(range(len(total)), total, where="post", color=color)
@@ -441,8 +443,8 @@ def memory_timeline(
         for i, (e, born, died) in enumerate(lives):
             low.barh(i, died - born, left=born + 1, height=0.62, color=color, alpha=0.75)
             low.text(born + 1.15, i, f"{e.op} {list(e.shape)}", va="center", fontsize=8.5)
-        low.set(ylim=(len(lives) - 0.4, -0.6), yticks=[],
-                xlabel="storage events, in order", xlim=(0, len(total)))
+        if lives: low.set(ylim=(len(lives) - 0.4, -0.6), yticks=[])
+        low.set(xlabel="storage events, in order", xlim=(0, len(total)))
         low.xaxis.get_major_locator().set_params(integer=True)
         return as_drawing(fig, alt, caption)
 

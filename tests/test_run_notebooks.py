@@ -47,3 +47,23 @@ def test_error_names_the_cell(run):
 def test_machine_path_is_refused(run):
     with pytest.raises(RuntimeError, match="cell 0 shows the machine's path"):
         run(f"print({PATH!r})")
+
+
+RECORD = "from pathlib import Path; Path('results').mkdir(exist_ok=True); Path('results/00_try.json').write_text('{}')"
+
+
+def test_records_are_made_anew(run, tmp_path):
+    (tmp_path / "results").mkdir()
+    stale = tmp_path / "results" / "00_try.json"
+    stale.write_text("stale")
+    run("assert not __import__('pathlib').Path('results/00_try.json').exists()", RECORD.format("new"))
+    assert stale.read_text() == "new"
+
+
+def test_failed_run_keeps_the_old_records(run, tmp_path):
+    (tmp_path / "results").mkdir()
+    old = tmp_path / "results" / "00_try.json"
+    old.write_text("old")
+    with pytest.raises(RuntimeError, match="cell 1 failed"):
+        run(RECORD.format("new"), "1/0")
+    assert old.read_text() == "old"

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from workbook import MACHINE_PATH, METADATA_KEY, ROOT, code_hash, is_stage, notebooks, output_text, read_notebook
@@ -65,6 +66,21 @@ def machine() -> str:
     return machine_line("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@contextmanager
+def fresh_results(path: Path):
+    "Begin with no records of this notebook; a run that fails puts the old ones back"
+    results = path.parent / "results" / f"{path.stem}.json"
+    before = results.read_bytes() if results.exists() else None
+    results.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        results.unlink(missing_ok=True)
+        if before is not None:
+            results.write_bytes(before)
+        raise
+
+
 def run_here(path: Path, flags: set[str]) -> None:
     "Run one notebook in this process and save it in one step"
     from execnb.nbio import nb2str
@@ -73,9 +89,10 @@ def run_here(path: Path, flags: set[str]) -> None:
 
     sys.path.insert(0, str(ROOT))
     nb = NBProcessor(path, rm_directives=False).nb
-    execute(nb, path, flags)
-    drop_stderr(nb)
-    refuse_paths(nb, path)
+    with fresh_results(path):
+        execute(nb, path, flags)
+        drop_stderr(nb)
+        refuse_paths(nb, path)
     nb.metadata[METADATA_KEY] = {"code": code_hash(read_notebook(path)), "machine": machine()}
     clean_nb(nb, allowed_metadata_keys=[METADATA_KEY])
     draft = path.with_suffix(".tmp")
