@@ -136,17 +136,17 @@ class Table:
         lines = [self.header, ["-" * w for w in widths], *self.rows]
         return "\n".join(pad(line).rstrip() for line in lines)
 
-# %% ../nbs/00_measure.ipynb #425499dc
+# %% ../nbs/00_measure.ipynb #f3c91b9b
 def si(
     value:float,
     unit:str="",  # `B` counts in powers of 1024, as memory does; all else in powers of 1000
 ) -> str:
     "A number with three figures and a prefix: `si(0.0121, 's')` is `'12.1 ms'`."
     if value == 0 or not math.isfinite(value): return f"{value:g} {unit}".rstrip()
-    value = float(f"{value:.4g}" if unit == "B" else f"{value:.3g}")
     if unit == "B":
-        power = min(int(math.log(abs(value), 1024)), 4) if abs(value) >= 1 else 0
+        power = max(0, min(int(math.log(abs(value) * 1.0005, 1024)), 4))
         return f"{value / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
+    value = float(f"{value:.3g}")
     power = max(-4, min(math.floor(math.log10(abs(value)) / 3 + 1e-9), 5))
     return f"{value / 1000**power:.3g} {'pnµm kMGTP'[power + 4].strip()}{unit}".rstrip()
 
@@ -541,8 +541,9 @@ def record(
     path.write_text(text + "\n", encoding="utf-8")
     return entry
 
-# %% ../nbs/00_measure.ipynb #2c54b6ef
-def _read(path:Path) -> list[dict]: return json.loads(path.read_text("utf-8")) if path.exists() else []
+# %% ../nbs/00_measure.ipynb #b6f80ff4
+def _read(path:Path) -> list[dict]:
+    return json.loads(path.read_text("utf-8")) if path.exists() else []
 
 def load_results(
     path:str|Path,  # one JSON file, or a folder of them
@@ -627,7 +628,7 @@ def prediction_table(checks:list[Check]) -> Table:
                  [[c.name, si(c.predicted, c.unit), si(c.measured, c.unit),
                    f"×{c.ratio:.2f}", cause(c)] for c in checks])
 
-# %% ../nbs/00_measure.ipynb #bcf67ce8
+# %% ../nbs/00_measure.ipynb #d89fb12e
 def predicted_against_measured(
     checks:list[Check], title:str, alt:str, caption:str="", stage:int=1,
 ) -> Drawing:
@@ -643,7 +644,7 @@ def predicted_against_measured(
             ax.annotate(f"×{c.ratio:.2f}", (c.ratio, i), xytext=(8, -3),
                         textcoords="offset points", fontsize=9)
         reach = max([1, *(math.ceil(abs(math.log2(c.ratio)) + 0.3) for c in checks)])
-        ax.set(xscale="log", xlim=(2**-reach, 2**reach), ylim=(len(checks) - 0.5, -0.5),
+        ax.set(xscale="log", xlim=(2**-reach, 2**reach), ylim=(max(1, len(checks)) - 0.5, -0.5),
                title=title, yticks=range(len(checks)), yticklabels=[c.name for c in checks],
                xlabel="measured / predicted")
         ticks = [2.0**k for k in range(-reach, reach + 1)]

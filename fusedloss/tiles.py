@@ -8,18 +8,20 @@ __all__ = ['square_tile', 'product_dtype', 'wide_product', 'add_product', 'tile_
            'tiled_lse', 'tiled_lse_grad', 'autocast_like_linear', 'tiled_linear_cross_entropy',
            'MemoryEfficientVocabOutput']
 
-# %% ../nbs/02_tiles.ipynb #fb724ab5
+# %% ../nbs/02_tiles.ipynb #beb07590
 import math
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
-from fusedloss.baseline import acc_dtype, check_inputs, reduce_loss, row_norms
+from fusedloss.baseline import (
+    acc_dtype, check_inputs, check_linear, reduce_loss, row_norms)
 
-# %% ../nbs/02_tiles.ipynb #f3bcee56
+# %% ../nbs/02_tiles.ipynb #8708a6d3
 def square_tile(
-    n_tokens:int, n_classes:int,  # N, V
+    n_tokens:int,  # N
+    n_classes:int,  # V
     factor:int,  # a tile holds about 1 / factor² of the scores
 ) -> tuple[int, int]:  # BN, BV
     "The squarest tile; sides of 128 or more round up to a multiple of 128, for matrix units."
@@ -126,10 +128,10 @@ def dz_tile(
                    out=z if dtype == z.dtype else torch.empty_like(z, dtype=dtype))
     return dz.scatter_(1, target.column, at_target.to(dtype))
 
-# %% ../nbs/02_tiles.ipynb #978fb4f4
+# %% ../nbs/02_tiles.ipynb #94de1f62
 def unit_of(*factors:Tensor) -> Tensor:
     "Product of the factors' largest magnitudes over 2¹²; at least the smallest normal number."
-    largest = [f.abs().nan_to_num(0.0, 0.0).amax() for f in factors]  # a bad token spoils itself
+    largest = [f.abs().nan_to_num(0.0, 0.0).amax() for f in factors]  # inf spoils its own row
     top = torch.stack(largest).prod() / 4096
     return top.clamp(min=torch.finfo(top.dtype).tiny)
 
@@ -247,15 +249,17 @@ def _check_tile(name:str, size:int):
     if type(size) is not int or size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size!r}")
 
-# %% ../nbs/02_tiles.ipynb #078e4b24
+# %% ../nbs/02_tiles.ipynb #3662a37d
 def tiled_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, reduction:str="mean",  # "none", "mean" over valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
-    margin:float=0.35, scale:float|None=None,  # LMCL (arXiv 1801.09414) where `scale` is given
-    token_tile:int=4096, class_tile:int=2048,  # rows and columns of scores in memory at once
+    margin:float=0.35,  # LMCL (arXiv 1801.09414): taken off the target's cosine
+    scale:float|None=None,  # LMCL where given: what cosines are multiplied by
+    token_tile:int=4096,  # BN, rows of scores in memory at once
+    class_tile:int=2048,  # BV, columns of scores in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
     "A linear layer's tiled cross entropy; raises `ValueError`, `IndexError` as `check_inputs`."
     check_inputs(input, linear_weight, target, reduction, ignore_index, margin, scale)
@@ -268,14 +272,15 @@ def tiled_linear_cross_entropy(
     return reduce_loss((lse - score).view(target.shape), target, len(linear_weight),
                        ignore_index, reduction)
 
-# %% ../nbs/02_tiles.ipynb #ab8dbb16
+# %% ../nbs/02_tiles.ipynb #7c2f6c06
 class MemoryEfficientVocabOutput(nn.Module):
     "A vocabulary's linear layer and its loss, in tiles; the weight is shared with its owner."
     def __init__(self,
         proj_weight:nn.Parameter,  # [V,H]
         tile_factor:int=16,  # a tile holds 1 / tile_factor² of the scores
         reduction:str="sum",  # "none", "mean" or "sum"
-        margin:float=0.35, scale:float|None=None,  # LMCL where `scale` is given
+        margin:float=0.35,  # LMCL: taken off the target's cosine
+        scale:float|None=None,  # LMCL where given: what cosines are multiplied by
     ):
         super().__init__()
         _check_tile("tile_factor", tile_factor)
@@ -299,4 +304,5 @@ class MemoryEfficientVocabOutput(nn.Module):
         input:Tensor,  # [N,H] or [B,S,H]
     ) -> Tensor:  # [N,V] or [B,S,V], in the input's dtype
         "Plain scores x wᵀ, all of them."
+        check_linear(input, self.proj_weight)
         return nn.functional.linear(input, self.proj_weight)

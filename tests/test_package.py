@@ -31,9 +31,9 @@ def pip(*args: str, cwd: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", *args, *offline], cwd=cwd, check=True)
 
 
-def python(code: str, **kwargs) -> str:
+def python(code: str, *flags: str, **kwargs) -> str:
     "What a fresh Python prints"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kwargs)
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, **kwargs)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -82,9 +82,11 @@ def test_wheel_metadata_is_settings(wheel, settings):
 
 def test_editable_install_finds_kernels(source, tmp_path):
     pip("install", "--editable", ".", "--target", str(tmp_path), cwd=source)
-    code = (f"import site; site.addsitedir({str(tmp_path)!r}); from importlib.resources import files; import fusedloss; "
+    # -S: this tree may be installed in editable mode itself, and would be found first
+    code = (f"import site, sys; sys.path += {[p for p in sys.path if p.endswith('-packages')]}; site.addsitedir({str(tmp_path)!r}); "
+            "from importlib.resources import files; import fusedloss; "
             "print(fusedloss.__file__); print(files('fusedloss.cuda').joinpath('probe.cu').read_text())")
-    found, text = python(code, cwd=tmp_path).splitlines()
+    found, text = python(code, "-S", cwd=tmp_path).splitlines()
     assert Path(found).parent == source / "fusedloss" and text == PROBE.strip()
 
 
