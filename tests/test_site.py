@@ -1,6 +1,9 @@
 """The site's checker finds each kind of fault; mathematics needs no script."""
+import re
+
 import pytest
 from check_site import problems
+from workbook import ROOT, is_stage, notebooks
 
 GOOD = {
     "index.html": '<link rel="stylesheet" href="a.css"><h2 id="here"></h2><a href="sub/page.html#there">x</a><a href="https://example.org">y</a>',
@@ -46,3 +49,10 @@ def test_tex_becomes_mathml():
     from build_site import to_mathml
     page = to_mathml(r'<span class="math display">\[\sum_{v=1}^V e^{z_v} &lt; 1\]</span>')
     assert page.startswith('<math xmlns') and 'display="block"' in page and "\\" not in page
+
+
+def test_readme_shows_the_results_and_every_stage():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "| 02_tiles |" in text
+    assert all((ROOT / name).is_file() for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)) and "![" in text
+    assert [p.name for p in notebooks() if is_stage(p) and f"](nbs/{p.name})" not in text] == []
