@@ -101,7 +101,7 @@ def test_missing_solution_is_named(report):
     assert "Exercise 3 has no heading in nbs/solutions/02_tiles.ipynb" in report(good_stage(), solutions=2)
 
 
-@pytest.mark.parametrize("text", [f"see {PATH}", "Looking in " + "indexes: x"])
+@pytest.mark.parametrize("text", [f"see {PATH}", "Looking in " + "indexes: x", "https://example.org" + "/simple/torch"])
 def test_text_names_no_machine_and_no_index(report, tmp_path, text):
     (tmp_path / "notes.md").write_text(f"fine\n{text}\n")
     assert "notes.md: line 2: names" in report(good_stage())

@@ -19,7 +19,7 @@ MAX_BYTES = 400_000
 MEDIAN_LINES, LONG_LINES, LONG_SHARE, MAX_LINES = 6, 25, 0.10, 45
 CHECK_SHARE = 0.25
 CHECK_NAME = re.compile(r"(test|check|assert)(_|$)|raises$")
-INDEX = re.compile(r"Looking in (?:indexes|links):")  # an installer names its hosts there
+INDEX = re.compile(r"Looking in (?:indexes|links):|https?://[\w.-]+/(?:simple|packages)/")  # a package host, by its paths
 SILENT = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Assert)
 Problems = Iterator[str]
 
