@@ -26,8 +26,8 @@ __all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 
            'Comparison', 'progress', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'peak_memory', 'Launches',
            'gpu_launches', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name', 'versions',
            'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error', 'commit', 'record',
-           'load_results', 'caption', 'results_table', 'trade_off', 'roofline', 'Check', 'prediction_table',
-           'predicted_against_measured']
+           'load_results', 'measure_against_floor', 'caption', 'linear_losses', 'logits_losses', 'results_table',
+           'trade_off', 'roofline', 'Check', 'prediction_table', 'predicted_against_measured']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -553,12 +553,39 @@ def load_results(
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     return [dict(r, stage=f.stem) for f in files for r in _read(f)]
 
+# %% ../nbs/00_measure.ipynb #7bd09f03
+def measure_against_floor(
+    path:str|Path,  # the JSON file of results
+    name:str,  # of what `run` does
+    run:Callable[[], Any], floor:Callable[[], Any],  # timed in turn
+    shape:dict[str, int], dtype:torch.dtype,
+    outputs:int=0,  # bytes of `run`'s results: they count as no extra memory
+    device:str|torch.device="cuda",
+    rounds:int=5,  # times that each is measured
+) -> dict:  # the record
+    "Time `run` against `floor` and take its peak memory; recorded in `path`, and printed."
+    peak, c = peak_memory(run, device), compare(floor, run, device, rounds)
+    extra = peak - outputs
+    print(f"{name}: {c.b}, {c} of the floor, {si(extra, 'B')} beyond the gradients")
+    return record(path, name, shape, dtype, device, seconds=c.b.median, floor=c.a.median,
+                  ratio=c.ratio.median, ratio_low=c.ratio.low, ratio_high=c.ratio.high,
+                  peak=peak, extra=extra)
+
 # %% ../nbs/00_measure.ipynb #85d4f5c4
 def caption(entry:dict) -> str:
     "A figure's caption from a record: machine, dtype, shape, date, commit."
     shape = " × ".join(f"{k} {v}" for k, v in entry["shape"].items())
     return (f"{entry['machine']}, {entry['dtype']}, {shape}, {entry['date']}, "
             f"commit {entry['commit']}")
+
+# %% ../nbs/00_measure.ipynb #c03c3ae6
+def linear_losses(records:list[dict]) -> list[dict]:
+    "Records of losses of a linear layer, timed against three products."
+    return [r for r in records if "H" in r["shape"] and "ratio" in r["figures"]]
+
+def logits_losses(records:list[dict]) -> list[dict]:
+    "Records of losses of given logits, timed against one read and one write of them."
+    return [r for r in records if "H" not in r["shape"] and "ratio" in r["figures"]]
 
 # %% ../nbs/00_measure.ipynb #033006c9
 def results_table(records:list[dict]) -> Table:

@@ -25,6 +25,8 @@ from tqdm.auto import tqdm
 from fusedloss.baseline import baseline_linear_cross_entropy
 from fusedloss.measure import (GREY, INK, Drawing, Table, as_drawing, dtype_name, drawing_style, machine_line, peak_memory,
                                relative_error, si, stage_color, versions)
+from fusedloss.iota import iota_cross_entropy
+from fusedloss.kernels import cross_entropy
 from fusedloss.tiles import MemoryEfficientVocabOutput
 
 # %% ../nbs/tour.ipynb #ba0a6ddd
@@ -122,6 +124,8 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("baseline", 1, baseline_linear_cross_entropy),
     Stage("tiles", 2, lambda x, w, y: MemoryEfficientVocabOutput(w, tile_factor=8, reduction="mean")(x, y)),
+    Stage("iota", 3, lambda x, w, y: iota_cross_entropy(F.linear(x, w), y)),
+    Stage("kernels", 4, lambda x, w, y: cross_entropy(F.linear(x, w), y, inplace=True)),
 )
 
 # %% ../nbs/tour.ipynb #cf73bd58

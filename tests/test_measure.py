@@ -329,6 +329,47 @@ def test_results_of_a_folder_come_in_order_of_files(tmp_path):
     assert load_results(tmp_path / "absent.json") == load_results(tmp_path / "absent") == []
 
 
+def test_loss_is_measured_against_its_floor(tmp_path, monkeypatch, capsys):
+    asked, run, floor = [], lambda: None, lambda: 0
+    found = m.Comparison(a=m.Timing(2.0, 1.9, 2.1), b=m.Timing(6.0, 5.9, 6.1), ratio=m.Timing(3.5, 3.0, 4.0))
+    monkeypatch.setattr(m, "compare", lambda *args: asked.append(args) or found)
+    monkeypatch.setattr(m, "peak_memory", lambda *args: asked.append(args) or 5 * 2**20)
+    monkeypatch.setattr(m, "machine_name", lambda device: f"a {device}")
+    against = lambda name, *options: m.measure_against_floor(tmp_path / "r.json", name, run, floor, dict(N=2, V=3), torch.bfloat16, *options)
+    entries = [against("first"), against("last", 2**20, "cpu", 9)]
+    assert asked == [(run, "cuda"), (floor, run, "cuda", 5), (run, "cpu"), (floor, run, "cpu", 9)]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}: 6 s (5.9 s to 6.1 s), ×3.5 (×3 to ×4) of the floor, {extra} MiB beyond the gradients" for name, extra in (("first", 5), ("last", 4))]
+    figures = dict(seconds=6.0, floor=2.0, ratio=3.5, ratio_low=3.0, ratio_high=4.0, peak=5 * 2**20)
+    assert [r["figures"] for r in entries] == [dict(figures, extra=5 * 2**20), dict(figures, extra=4 * 2**20)]
+    assert [[r[k] for k in ("name", "shape", "dtype", "machine", "stage")] for r in load_results(tmp_path)] == [
+        ["first", dict(N=2, V=3), "bfloat16", "a cuda", "r"], ["last", dict(N=2, V=3), "bfloat16", "a cpu", "r"]]
+    assert load_results(tmp_path) == [dict(r, stage="r") for r in entries]
+
+
+def test_time_and_memory_against_a_floor_are_real(tmp_path, device):
+    start, size = torch.ones(512, 512, device=device), 4 * 512**2
+
+    def run():
+        out = start
+        for _ in range(64):
+            out = out.exp()
+        return out
+
+    figures = m.measure_against_floor(tmp_path / "r.json", "a", run, start.exp, dict(N=512), torch.float32, size, device, rounds=2)["figures"]
+    assert (figures["peak"], figures["extra"]) == (2 * size, size)
+    assert figures["ratio_low"] <= figures["ratio"] <= figures["ratio_high"] and figures["ratio"] > 3 and figures["seconds"] > figures["floor"] > 0
+
+
+def test_losses_of_a_layer_and_of_logits_are_told_apart():
+    logits, sweep = dict(RECORD, shape=dict(N=2, V=4)), dict(RECORD, shape={}, figures=dict(seconds=1.0))
+    product = dict(RECORD, figures=dict(rate=1.0))
+    records = [sweep, logits, RECORD, product, dict(RECORD, name="b"), dict(logits, figures=dict(seconds=1.0)), dict(logits, name="c")]
+    assert m.linear_losses(records) == [RECORD, dict(RECORD, name="b")]
+    assert m.logits_losses(records) == [logits, dict(logits, name="c")]
+    assert m.linear_losses([]) == m.logits_losses([]) == []
+
+
 def test_results_table_skips_records_without_a_ratio():
     other = dict(RECORD, figures=dict(rate=1.0))
     assert m.results_table([other, RECORD]).rows == [["02_tiles", "tiles", "100 ms", "×1.50", "1 MiB"]]

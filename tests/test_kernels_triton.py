@@ -1,0 +1,602 @@
+"""The Triton kernels by their launchers: in Triton's interpreter on a CPU, as they are on a GPU; and bugs planted in them."""
+import importlib.util
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+
+from fusedloss.measure import relative_error
+from helpers import TOLERANCE, upstream
+from test_kernels import OPTIONS, cross_entropy, cuda_only, differentiate, exact, sample, truth, weights, wrong
+
+kernels = importlib.import_module("fusedloss.kernels")
+InterpreterError = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed").InterpreterError
+Blocks = kernels.Blocks
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.fixture
+def place(device):
+    "A device on which launchers run; what they allocate is filled with NaN first"
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+    torch.use_deterministic_algorithms(True)
+    yield device
+    torch.use_deterministic_algorithms(False)
+
+
+class Guarded:
+    "A tensor [O,I,V] inside a larger one that holds NaN: reading outside spoils the result, writing outside is seen"
+    def __init__(self, values, inside=False):
+        o, i, v = values.shape
+        margin = 66 + 2100 // v  # as many rows as a program may take beyond the last
+        grown = (o + 2 * margin, v + 9, i) if inside else (o + 2 * margin, i, v + 9)
+        self.buffer = torch.full(grown, torch.nan, dtype=values.dtype, device=values.device)
+        self.window = lambda t: (t[margin:-margin, 4:-5].transpose(1, 2) if inside else t[margin:-margin, :, 4:-5])
+        self.view = self.window(self.buffer)
+        self.view.copy_(values)
+
+    @property
+    def spilt(self) -> bool:
+        around = torch.ones_like(self.buffer, dtype=torch.bool)
+        self.window(around).fill_(False)
+        return not self.buffer[around].isnan().all()
+
+
+@dataclass(frozen=True)
+class Case:
+    "One set of rows [O,I,V] and how they are cut: None for the launchers' own choice."
+    shape: tuple[int, int, int] = (5, 1, 21)
+    options: dict = field(default_factory=dict)  # of `OPTIONS`
+    parts: int | None = None
+    scan: Blocks | None = None
+    turn: Blocks | None = None
+    inside: bool = False  # classes are not the last dimension in memory
+    ignore_index: int = -100
+    bad: int | None = -1  # the label of the fourth row
+    offset: float = 0.0
+    ties: bool = False
+    masked: tuple[int, int] = (0, 0)  # these classes are -inf in every row but the first
+    late: bool = False  # the turned gradient is not divided
+    denominator: float | None = 3.7  # of losses and their gradients
+
+    def rows(self, device, dtype=f32):
+        "Logits [O,I,V], labels [M], class weights, token weights, and options for `exact`"
+        z, y = sample((self.shape[0] * self.shape[1], self.shape[2]), "cpu", ignore_index=self.ignore_index)
+        z = z.round() / 2 if self.ties else z + self.offset
+        z[1:, slice(*self.masked)] = -torch.inf
+        if self.masked[1]:
+            y = torch.where(y == self.ignore_index, y, self.masked[1] + y % (self.shape[2] - self.masked[1]))
+        if self.bad is not None and len(y) > 3:
+            y[3] = self.bad
+        options = dict(self.options, ignore_index=self.ignore_index)
+        w = weights(self.shape[2], device) if options.pop("weight", False) else None
+        t = weights(len(y), device, 4) if options.pop("token_weight", False) else None
+        return z.to(device, dtype).view(self.shape), y.to(device), w, t, options
+
+
+def off(name, got, expected, tolerance) -> list[str]:
+    "What is wrong with `got`, element by element; NaN and infinities must be where they are expected"
+    got, expected = got.detach().cpu().double(), expected.detach().double()
+    if got.shape != expected.shape:
+        return [f"{name} has shape {list(got.shape)}"]
+    finite = expected.isfinite()
+    if not torch.equal(got[~finite].nan_to_num(7.0), expected[~finite].nan_to_num(7.0)) or not got[finite].isfinite().all():
+        return [f"{name} is not finite where it should be, or should not be and is"]
+    if not finite.any():
+        return []
+    error, size = (got - expected)[finite].abs().max().item(), expected[finite].abs().max().item()
+    return [] if error <= tolerance * max(1.0, size) else [f"{name} is off by {error:.1e} of {size:.1e}"]
+
+
+def row_options(k, options):
+    "`RowOptions` of the options for `exact`"
+    return k.RowOptions(**{name: value for name, value in options.items() if value is not None})
+
+
+def launcher_faults(k, case, device, dtype=f32) -> list[str]:
+    "What the launchers of module `k` get wrong on `case`"
+    z, y, w, t, options = case.rows(device, dtype)
+    o, m, v, tol = row_options(k, options), len(y), case.shape[-1], TOLERANCE[dtype]
+    leaf = z.detach().cpu().double().view(m, v).requires_grad_()
+    e = exact(leaf, y, w, token_weight=None if t is None else t.cpu(), **options)
+    upstreams = [upstream(e.losses).float(), torch.linspace(-1, 2, m), torch.linspace(2, -1, m)]
+    d, share = None if case.denominator is None else torch.tensor(case.denominator, device=device), 1 / (case.denominator or 1)
+    parts = [torch.where(e.valid, x, 0.0) for x in (e.losses * share, e.lse, e.entropy)]
+    gradient = lambda *gs: torch.autograd.grad(sum((g * x).sum() for g, x in zip(gs, parts) if g is not None), leaf, retain_graph=True)[0]
+    wrong, guarded = [], Guarded(z, case.inside)
+
+    for stats in (False, True):
+        losses, lse, entropy, rows = k.launch_scan(guarded.view, y, w, t, o, stats, case.parts, case.scan, d)
+        wrong += off("losses", losses, e.losses * share, 1e-5) + off("lse", lse, e.lse, 1e-5)
+        if stats:
+            wrong += off("entropy", entropy, e.entropy, 1e-5) + off("rank", rows[2], e.target_rank, 0)
+            wrong += off("maximum", rows[3], e.logit_max, 1e-6) + off("norm", rows[4], e.logit_norm, 1e-5)
+        for chosen in [(1, 2), (0, 1, 2)] if stats else [(0,)]:
+            gs = [upstreams[i].to(device) if i in chosen else None for i in range(3)]
+            dz = Guarded(torch.full_like(z, 7.0), case.inside)
+            k.launch_bwd(*gs, guarded.view, dz.view, y, w, t, rows, entropy, o, d)
+            expected = gradient(*(upstreams[i] if i in chosen else None for i in range(3)))
+            wrong += off(f"gradient of {chosen}", dz.view.reshape(m, v), expected, tol)
+            wrong += ["a gradient was written outside"] * dz.spilt
+    wrong += off("the logits", guarded.view, z, 0) if not case.masked[1] else []
+    wrong += ["logits were written outside"] * guarded.spilt
+
+    turned = Guarded(z, case.inside)
+    losses = k.launch_turnaround(turned.view, y, w, t, d, o, case.turn, case.late)
+    wrong += off("losses turned around", losses, e.losses * share, 1e-5)
+    expected = gradient(torch.full((m,), 1 / share if case.late else 1.0))
+    wrong += off("gradient turned around", turned.view.reshape(m, v), expected, tol)
+    return wrong + ["the turnaround wrote outside"] * turned.spilt
+
+
+def scale_faults(k, device, shape=(7, 2, 70), inside=True, dtype=f32) -> list[str]:
+    "What `launch_scale` of module `k` gets wrong: copies or not, factors expanded or not, rows of zeros with infinite factors"
+    z, _ = sample((shape[0] * shape[1], shape[2]), device, dtype)
+    m, wrong = len(z), []
+    z[2] = 0
+    uneven = torch.linspace(-1, 2, m, device=device)
+    uneven[2] = torch.inf
+    for factor in (uneven, torch.stack([uneven] * 3, 1)[:, 1], torch.ones((), device=device).expand(m)):
+        for denominator in (None, 3.7):
+            for copy in (False, True):
+                dz = Guarded(z.view(shape), inside)
+                out = Guarded(torch.full(shape, torch.nan, device=device, dtype=dtype)) if copy else dz
+                k.launch_scale(dz.view, out.view, factor, None if denominator is None else torch.tensor(denominator, device=device))
+                expected = z.double().cpu() * factor.double().cpu().nan_to_num(posinf=0)[:, None] / (denominator or 1)
+                wrong += off("scaled rows", out.view.reshape(m, -1), expected, TOLERANCE[dtype])
+                wrong += ["scaling wrote outside"] * (out.spilt or dz.spilt)
+                wrong += off("what was copied", dz.view.reshape(m, -1), z.cpu(), 0) if copy else []
+    return wrong
+
+
+small = dict(scan=Blocks(1, 2, 4, 1), turn=Blocks(1, 2, 4, 1))
+CASES = {
+    "one score": Case((1, 1, 1)),
+    "one class": Case((6, 1, 1), denominator=None),
+    "two classes": Case((5, 1, 2), late=True),
+    "3 x 7": Case((3, 1, 7)),
+    "as many rows as a program takes": Case((32, 1, 64), denominator=None),
+    "47 x 123": Case((47, 1, 123), OPTIONS["everything"]),
+    "64 x 257": Case((64, 1, 257)),
+    "classes inside": Case((3, 4, 70), OPTIONS["everything"], inside=True),
+    "classes inside, in blocks": Case((2, 2, 19), OPTIONS["everything"], **small, inside=True),
+    "4 x 5000": Case((4, 1, 5000), OPTIONS["everything"], 3, Blocks(1, 4, 256, 4), Blocks(1, 4, 256, 4)),
+    "turned in two launches": Case((4, 1, 1100), OPTIONS["everything"], bad=1100, late=True),
+    "blocks that divide": Case((5, 1, 24), **small, denominator=None),
+    "a class more": Case((5, 1, 25), **small, late=True),
+    "a class less": Case((5, 1, 23), **small),
+    "two parts": Case((3, 1, 37), OPTIONS["everything"], 2, **small),
+    "three parts": Case((4, 1, 24), OPTIONS["everything"], 3, **small),
+    "seven parts": Case((3, 1, 123), {}, 7, Blocks(1, 4, 4, 1)),
+    "two rows a program": Case((7, 1, 21), OPTIONS["smooth weights"], 2, Blocks(2, 2, 4, 1), Blocks(2, 4, 8, 1)),
+    "ties": Case((5, 1, 24), {}, 3, **small, ties=True),
+    "ties, one block": Case((9, 1, 50), ties=True),
+    "deep": Case((5, 1, 21), **small, offset=-30.0),
+    "deep, one block": Case((7, 1, 50), OPTIONS["smooth weights"], offset=-30.0),
+    "deep, parts": Case((4, 1, 21), {}, 3, **small, offset=-30.0),
+    "the first block masked": Case((5, 1, 21), **small, masked=(0, 10)),
+    "a whole part masked": Case((4, 1, 24), {}, 3, **small, masked=(8, 16)),
+    "ignore_index is a class": Case((9, 1, 12), OPTIONS["label_smoothing"], ignore_index=5),
+    "ignore_index is the last class": Case((9, 1, 50), ignore_index=49, bad=50),
+    "ignore_index is no class": Case((9, 1, 50), ignore_index=50, bad=2**40),
+    "a label just outside": Case((5, 1, 21), **small, bad=21),
+    "a label beyond 32 bits": Case((5, 1, 21), **small, bad=2**32 + 1),
+    **{name: Case(options=options, **small) for name, options in OPTIONS.items()},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_launchers_are_the_definition(case, place):
+    assert launcher_faults(kernels, case, place) == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 2, 70), (3, 1, 5000)], ids=str)
+def test_rows_are_scaled(shape, inside, place):
+    if shape[0] > 2:
+        assert scale_faults(kernels, place, shape, inside) == []
+    else:
+        assert scale_faults(kernels, place, (3, 1, 1), inside) == []
+
+
+@cuda_only
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_launchers_in_half_precision(case, dtype):
+    "Not on a CPU: bf16 is wrong in Triton's interpreter"
+    assert launcher_faults(kernels, case, "cuda", dtype) == []
+    assert scale_faults(kernels, "cuda", dtype=dtype) == []
+
+
+@cuda_only
+@pytest.mark.parametrize("shape", [(140, 1, 1025), (140, 1, 8192), (140, 1, 8193), (133, 1, 65536), (133, 1, 65537), (132, 1, 128256), (2, 1, 128257)], ids=str)
+@pytest.mark.parametrize("options", ["plain", "everything"])
+def test_launchers_choose_right_blocks(shape, options):
+    for dtype in (f32, bf16):
+        assert launcher_faults(kernels, Case(shape, OPTIONS[options]), "cuda", dtype) == []
+
+
+@st.composite
+def cuts(draw):
+    "Any rows in any blocks and parts"
+    v, r, c = draw(st.integers(1, 60)), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([4, 8, 16]))
+    index = draw(st.sampled_from([-100, 0, v - 1, v]))
+    options = OPTIONS[draw(st.sampled_from(list(OPTIONS)))]
+    shape = (draw(st.integers(1, 4)), draw(st.integers(1, 2)), v)
+    return Case(shape, options, draw(st.integers(1, 5)), Blocks(draw(st.sampled_from([1, 2])), r, c, 1), Blocks(1, r, c, 1),
+                draw(st.booleans()), index, draw(st.sampled_from([None, -1, v + 1])), draw(st.sampled_from([0.0, -30.0])))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts())
+def test_any_cut_is_the_definition(place, case):
+    assert launcher_faults(kernels, case, place) == []
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 100])
+def test_result_does_not_depend_on_the_cut(parts, place):
+    z, y, w, t, options = Case((3, 1, 123), OPTIONS["everything"]).rows(place)
+    o = row_options(kernels, options)
+    whole = kernels.launch_scan(z, y, w, t, o, True)
+    for blocks in (Blocks(1, 1, 16, 1), Blocks(2, 4, 4, 1), Blocks(4, 2, 32, 2)):
+        for a, b in zip(kernels.launch_scan(z, y, w, t, o, True, parts, blocks)[:3], whole):
+            assert torch.allclose(a, b, rtol=2e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 8, 1)])
+def test_a_row_does_not_depend_on_the_others(blocks, place):
+    z, y, w, t, options = Case((9, 1, 70), OPTIONS["everything"]).rows(place)
+    o, other = row_options(kernels, options), sample((9, 70), place, seed=1)[0].view(9, 1, 70)
+    other[4] = z[4]
+    y2 = torch.where(torch.arange(9, device=place) == 4, y, -100)
+    for a, b in zip(kernels.launch_scan(z, y, w, t, o, True, None, blocks), kernels.launch_scan(other, y2, w, t, o, True, None, blocks)):
+        assert torch.equal(a[..., 4], b[..., 4])
+    kernels.launch_turnaround(z, y, w, t, None, o, blocks)
+    kernels.launch_turnaround(other, y2, w, t, None, o, blocks)
+    assert torch.equal(z[4], other[4])
+
+
+def garbage_faults(k, device, blocks=Blocks(1, 2, 4, 1)) -> list[str]:
+    "Where NaN in ignored rows shows"
+    z, y, *_ = Case((6, 1, 21), bad=None).rows(device)
+    z[y == -100] = torch.nan
+    o = k.RowOptions()
+    losses, lse, entropy, rows = k.launch_scan(z, y, None, None, o, True, None, blocks)
+    dz = torch.full_like(z, 7.0)
+    k.launch_bwd(losses, lse, entropy, z, dz, y, None, None, rows, entropy, o)
+    turned = k.launch_turnaround(z, y, None, None, None, o, blocks)
+    seen = dict(losses=losses, lse=lse, entropy=entropy, turned=turned, z=z, dz=dz)
+    return [name for name, t in seen.items() if not t.isfinite().all() or t[y == -100].any()]
+
+
+@pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 4, 1)])
+def test_garbage_in_ignored_rows(blocks, place):
+    assert garbage_faults(kernels, place, blocks) == []
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, torch.finfo(f32).min])
+@pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 8, 1)])
+def test_masked_classes(mask, blocks, place):
+    z, y, *_ = Case((5, 1, 70), masked=(0, 50), bad=None).rows(place)
+    z[1:, :, :50] = mask
+    e, o = exact(z.view(5, 70), y), kernels.RowOptions()
+    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, o, True, None, blocks)
+    dz = torch.full_like(z, 7.0)
+    kernels.launch_bwd(torch.ones_like(lse), None, torch.ones_like(lse), z, dz, y, None, None, rows, entropy, o)
+    assert off("losses", losses, e.losses, 1e-5) + off("lse", lse, e.lse, 1e-5) + off("entropy", entropy, e.entropy, 1e-5) == []
+    assert dz.isfinite().all() and not dz[1:, :, :50].any()
+    assert off("turned", kernels.launch_turnaround(z, y, None, None, None, o, blocks), e.losses, 1e-5) == []
+
+
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan, torch.inf])
+@pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 8, 1)])
+def test_a_row_without_a_softmax_is_nan_and_alone(bad, blocks, place):
+    z, y, *_ = Case((5, 1, 70), bad=None).rows(place)
+    z[2] = bad
+    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, kernels.RowOptions(), True, None, blocks)
+    turned = kernels.launch_turnaround(z, y, None, None, None, kernels.RowOptions(), blocks)
+    for t in (losses, entropy, turned, z.view(5, 70)[:, int(y[2])]):
+        assert t.isnan().tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("height", [300.0, 2.0**24, -(2.0**24), 1e9])
+@pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 8, 1)])
+def test_logits_far_from_zero(height, blocks, place):
+    if place == "cpu" and abs(height) > 1e3:
+        pytest.skip("z · log₂e - base is rounded once on a GPU, twice in the interpreter")
+    z, y = torch.full((2, 1, 21), height, device=place), torch.tensor([0, 20], device=place)
+    z[:, 0, 20] -= abs(height) * 2.0**-23  # the next number
+    e = exact(z.view(2, 21), y)
+    losses = kernels.launch_scan(z, y, None, None, kernels.RowOptions(), False, None, blocks)[0]
+    turned = kernels.launch_turnaround(z, y, None, None, None, kernels.RowOptions(), blocks)
+    assert off("losses", losses, e.losses, 3e-5) + off("turned", turned, e.losses, 3e-5) == []
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0, 1e3, 1e6])
+def test_soft_caps_of_any_height(cap, place):
+    z, y, *_ = Case((5, 1, 300), bad=None).rows(place)
+    z[0] *= 100
+    e = exact(z.view(5, 300), y, softcap=cap)
+    losses = kernels.launch_scan(z, y, None, None, kernels.RowOptions(softcap=cap), False)[0]
+    assert off("losses", losses, e.losses, 2e-6) == []
+
+
+def test_gradient_over_the_logits_by_two_launches(place):
+    "`launch_bwd` may write where it reads"
+    z, y, w, t, options = Case((5, 2, 70), OPTIONS["everything"], inside=True).rows(place)
+    o, copy = row_options(kernels, options), z.clone()
+    losses, _, entropy, rows = kernels.launch_scan(z, y, w, t, o, False)
+    kernels.launch_bwd(losses, None, None, z, z, y, w, t, rows, entropy, o)
+    dz = torch.empty_like(copy)
+    kernels.launch_bwd(losses, None, None, copy, dz, y, w, t, rows, entropy, o)
+    assert torch.equal(z, dz)
+
+
+def test_expanded_and_strided_upstream_gradients(place):
+    z, y, w, t, options = Case((7, 1, 70)).rows(place)
+    o = row_options(kernels, options)
+    *_, entropy, rows = kernels.launch_scan(z, y, w, t, o, True)
+    got = []
+    for g in (torch.tensor(1.5, device=place).expand(7), torch.full((7,), 1.5, device=place), torch.full((7, 3), 1.5, device=place)[:, 1]):
+        got.append(torch.empty_like(z))
+        kernels.launch_bwd(g, g, g, z, got[-1], y, w, t, rows, entropy, o)
+    assert got[0].isfinite().all() and torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+
+
+def test_long_rows_turn_in_one_launch_where_they_may(place):
+    aligned, skewed = (torch.empty(140, 1, 1104, device=place)[..., i:1100 + i] for i in (0, 1))
+    assert kernels.turns_in_one_launch(aligned)
+    assert not any(map(kernels.turns_in_one_launch, (skewed, aligned[:5], torch.empty(140, 1100, 1, device=place).transpose(1, 2))))
+    assert all(map(kernels.turns_in_one_launch, (skewed[..., :1024], aligned[:1, :, :7])))
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    "`cross_entropy` takes the kernels for CPU tensors too"
+    monkeypatch.setattr(kernels, "has_kernel", lambda z: z.dtype != f64)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (5, 70), (3, 9, 4), (0, 7), (2, 1100)], ids=str)
+@pytest.mark.parametrize("options", ["plain", "everything"])
+def test_the_front_door_on_kernels(shape, inplace, options, on_kernels):
+    for dtype, reduction in ((f32, "none"), (f32, "mean"), (f16, "mean")):
+        z, y = sample(shape, "cpu", dtype)
+        more = dict(OPTIONS[options])
+        w = weights(z.shape[min(1, z.dim() - 1)], "cpu") if more.pop("weight", False) else None
+        if more.pop("token_weight", False):
+            more["token_weight"] = weights(y.shape, "cpu", 4)
+        assert wrong(z, y, w, reduction=reduction, inplace=inplace, **more) == []
+
+
+@needs_interpreter
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_backward_twice_on_kernels(inplace, dtype, on_kernels):
+    z, y = sample((5, 70), "cpu", dtype)
+    z.requires_grad_()
+    losses = cross_entropy(z * 1, y, reduction="none", inplace=inplace)
+    for g, retain in ((upstream(losses), True), (torch.zeros(5), True), (torch.ones(5), True), (-upstream(losses), False)):
+        dz, = torch.autograd.grad(losses, z, g, retain_graph=retain)
+        assert off("gradient", dz, truth(z, y, reduction="none", g=g)[1], TOLERANCE[dtype]) == []
+
+
+@needs_interpreter
+def test_statistics_on_kernels(on_kernels):
+    z, y = sample((5, 70), "cpu")
+    def penalised(z, y):
+        loss, stats = cross_entropy(z, y, return_stats=True)
+        return loss + stats.lse.square().sum() + stats.entropy.sum()
+    def expected(z, y):
+        e = exact(z, y)
+        return e.losses.sum() / e.total + e.lse.square().sum() + e.entropy.sum()
+    for a, b in zip(differentiate(penalised, z, y), differentiate(expected, z.double(), y)):
+        assert off("gradient", a, b, 1e-5) == []
+
+
+# Bugs planted in the source, one at a time: the checks above must notice each
+
+
+def front_door_faults(k) -> list[str]:
+    "What `cross_entropy` of module `k` gets wrong on the CPU"
+    faults = []
+    for dtype in (f64, f16):
+        for reduction in ("none", "mean", "sum"):
+            for options in ("plain", "everything", "smooth weights"):
+                z, y = sample((9, 12), "cpu", dtype)
+                more = dict(OPTIONS[options])
+                w = weights(12, "cpu") if more.pop("weight", False) else None
+                t = dict(token_weight=weights(9, "cpu", 4)) if more.pop("token_weight", False) else {}
+                for inplace in (False, True):
+                    faults += wrong(z, y, w, call=k.cross_entropy, inplace=inplace, reduction=reduction, **t, **more)
+    z, y = sample((9, 7, 3), "cpu", f64, ignore_index=3)
+    faults += wrong(z, y, call=k.cross_entropy, ignore_index=3, reduction="none") + wrong(z, y, call=k.cross_entropy, ignore_index=3, inplace=True)
+    z, y = sample((9, 12), "cpu", f64)
+    z[3, :6], z[2], y[2:5] = -torch.inf, torch.tensor([3.0, 1.0] * 6), torch.tensor([0, 7, 2])
+    e, (_, stats) = exact(z, y), k.cross_entropy(z, y, return_stats=True)
+    for name in ("lse", "entropy", "target_rank", "logit_max", "logit_norm", "accuracy", "n_valid"):
+        faults += off(name, getattr(stats, name), getattr(e, name), 1e-9)
+    loss, dz = differentiate(k.cross_entropy, z, torch.full_like(y, -100))
+    faults += ["a loss of nothing is not 0"] * (bool(loss) or bool(dz.any()))
+    faults += ["a weight of 0 is divided by"] * (k.cross_entropy(z[4:], y[4:], torch.zeros(12)).item() != 0)
+    z[0], z[1] = torch.nan, torch.nan
+    faults += ["an ignored row has a gradient"] * bool(differentiate(k.cross_entropy, z, y)[1][1].any())
+    faults += ["NaN counts as right"] * (k.cross_entropy(z[:1], y[:1], return_stats=True)[1].accuracy.item() != 0)
+    return faults
+
+
+def in_place_faults(k) -> list[str]:
+    "What module `k` gets wrong in place, on the CPU"
+    z, y = sample((5, 7), "cpu")
+    leaf = z.requires_grad_()
+    losses = k.cross_entropy(leaf * 1, y, reduction="none", inplace=True)
+    faults = []
+    for g, retain in ((torch.full((5,), 2.0), True), (torch.ones(5), True), (torch.full((5,), -3.0), False)):
+        dz, = torch.autograd.grad(losses, leaf, g, retain_graph=retain)
+        faults += off("gradient in place", dz, truth(z, y, reduction="none", g=g)[1], 1e-6)
+    logits = leaf * 1
+    k.cross_entropy(logits, y, inplace=True).backward()
+    faults += ["the logits are not their gradient"] * (not torch.equal(logits, leaf.grad))
+    many, labels = sample((70_000, 3), "cpu", f16)
+    got = differentiate(lambda *args: 65536 * k.cross_entropy(*args, inplace=True), many, labels, g=torch.ones(()))[1]
+    expected = truth(many, labels, g=torch.tensor(65536.0))[1]
+    faults += ["fp16 is divided too early"] * (relative_error(got, expected) > 1e-3)
+    for refused in (lambda: k.cross_entropy(torch.tanh(leaf), y, inplace=True).backward(), lambda: k.cross_entropy(leaf, y, inplace=True),
+                    lambda: k.cross_entropy((leaf[:1] * 1).expand(5, 7), y, inplace=True)):
+        try:
+            refused()
+            faults.append("accepted what it would spoil")
+        except (RuntimeError, ValueError):
+            pass
+    return faults
+
+
+def kernel_in_place_faults(k) -> list[str]:
+    "The same with kernels, whose writing PyTorch does not see"
+    k.has_kernel = lambda z: z.dtype == f32
+    z, y = sample((4, 7), "cpu")
+    nothing = k.cross_entropy(z, torch.full_like(y, -100))
+    return in_place_faults(k) + ["a loss of nothing is not 0"] * (nothing.item() != 0)
+
+
+CHECKS = {name: partial(launcher_faults, case=case, device="cpu") for name, case in CASES.items()} | {
+    "scaling": partial(scale_faults, device="cpu", shape=(3, 1, 20), inside=False), "garbage": partial(garbage_faults, device="cpu"),
+    "front door": front_door_faults, "in place": in_place_faults, "in place on kernels": kernel_in_place_faults}
+MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernels.py, what stands in its place, ...)
+    "padded lanes are classes": ("3 x 7", 'z = tl.where(inside, z, -float("inf"))', "z = z + 0.0"),
+    "-inf minus -inf": ("3 x 7", 'return tl.where(base == -float("inf"), 0.0, base)', "return base"),
+    "sums are not rescaled": ("deep", "return top, s * tl.exp2(base - safe) + ", "return top, s + "),
+    "lanes are not rescaled when they meet": ("3 x 7", "tl.sum(s * tl.exp2(base - finite(top)[:, None]), 1)", "tl.sum(s, 1)"),
+    "rows of the second index are taken for the first": ("classes inside", "(rows // inner).to(tl.int64), (rows % inner)", "rows.to(tl.int64), (rows % inner)"),
+    "rows of a program begin at the wrong row": ("47 x 123", "tl.program_id(0) // parts * BN", "tl.program_id(0) // parts"),
+    "parts forget where they begin": ("two parts", "start = (start + begin.to(tl.int64) * stride_v)[:, None, None]", "start = start[:, None, None]"),
+    "parts overlap": ("two parts", "size = tl.minimum(part_size, V - begin)", "size = V - begin"),
+    "parts know the label of the row, not their own": ("three parts", "y, stored, lanes = (y - begin)[:, None, None]", "y, stored, lanes = y[:, None, None]"),
+    "parts weigh the first classes": ("two parts", "class_weight(weight_ptr, begin + first + lanes, inside)", "class_weight(weight_ptr, first + lanes, inside)"),
+    "valid rows are skipped": ("two rows a program", "bound = size * tl.max(valid.to(tl.int32), 0) if SKIP", "bound = size * tl.min(valid.to(tl.int32), 0) if SKIP"),
+    "only the first part counts": ("two parts", "for part in range(parts)", "for part in range(1)"),
+    "parts are not rescaled when they meet": ("two parts", "s = s * tl.exp2(base - safe) + s_k * tl.exp2(base_k - safe)", "s = s + s_k"),
+    "moments of parts are not rescaled": ("two parts", "shifted(moment, base, s, safe) + shifted(moment_k, base_k, s_k, safe)", "moment + moment_k"),
+    "an ignored class is a label": ("ignore_index is a class", "ignored, inside & (y != ignore_index)", "ignored, inside"),
+    "the label V is a class": ("a label just outside", "(y >= 0) & (y < V)", "(y >= 0) & (y <= V)"),
+    "a label outside costs nothing": ("two classes", 'tl.where(ignored, 0.0, float("nan"))', "0.0"),
+    "smoothing without class weights": ("deep, one block", "return hold + spread * w_all +", "return hold + spread * V +"),
+    "smoothing keeps the whole target": ("ignore_index is a class", "hold, spread = (1 - smoothing) * w_y * w_t, ", "hold, spread = w_y * w_t, "),
+    "smoothing forgets the token's weight": ("classes inside", "smoothing / V * w_t", "smoothing / V + 0 * w_t"),
+    "half the z-loss gradient": ("classes inside", "+ 2 * z_loss * w_t * lse", "+ z_loss * w_t * lse"),
+    "z-loss is linear": ("classes inside", "z_loss * w_t * lse * lse", "z_loss * w_t * lse"),
+    "scores are smoothed where there are none": ("ignore_index is a class", "tl.where(inside, z * w, 0.0)", "z * w"),
+    "the cap has the slope of a line": ("classes inside", "return softcap * tanh, logit_scale * (1 - tanh * tanh)", "return softcap * tanh, logit_scale"),
+    "the scale has no slope": ("logit_scale", "return raw * logit_scale, logit_scale", "return raw * logit_scale, 1.0"),
+    "the series of tanh has a wrong sign": ("classes inside", "series = x * (1 - x2", "series = x * (1 + x2"),
+    "ties go to the higher index": ("3 x 7", "before & (z == z_y)", "~before & (z == z_y)"),
+    "ties lose": ("ties, one block", "(z > z_y) | (before & (z == z_y))", "z > z_y"),
+    "the norm counts the padding": ("3 x 7", "tl.where(inside, z * z, 0.0)", "z * z"),
+    "the moment is not shifted": ("3 x 7", "tl.where(s > 0, (base - top) / LOG2E * s, 0.0)", "0.0"),
+    "0 · -inf is in the entropy": ("3 x 7", "tl.where(below > -1e4, tl.exp2(below) * below / LOG2E, 0.0)", "tl.exp2(below) * below / LOG2E"),
+    "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
+    "the loss forgets the sum": ("3 x 7", "(z_y * LOG2E - base) / LOG2E - log_s", "(z_y * LOG2E - base) / LOG2E"),
+    "the upstream gradient misses the pull": ("3 x 7", "pull *= g", "pull *= 1.0"),
+    "the upstream gradient misses the target": ("3 x 7", "(hold * g)[:, None]", "hold[:, None]"),
+    "the gradient of lse is lost": ("3 x 7", "pull += tl.load(g_lse_ptr + rows * g_lse_stride, mask=valid, other=0.0)", "pull += 0.0"),
+    "the entropy's gradient has no mean": ("3 x 7", "(z - mean[:, None])", "z"),
+    "0 · -inf is in the entropy's gradient": ("the first block masked", "tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)", "g_h[:, None] * p * (z - mean[:, None])"),
+    "ignored rows leave their gradient as it was": ("3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=valid[:, None] & (cols < V))"),
+    "gradients of rows that are not": ("3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=cols < V)"),
+    "gradients of classes that are not": ("3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=(rows < M)[:, None] & (cols >= 0))"),
+    "the target's column is not moved": ("deep", "lanes == y - first", "lanes == y"),
+    "the target is not divided": ("3 x 7", "(hold * scale)[:, None, None]", "hold[:, None, None]"),
+    "the softmax is not divided": ("3 x 7", "(pull * scale / s)", "(pull / s)"),
+    "smoothing is not divided": ("ignore_index is a class", "(spread * scale)[:, None, None]", "spread[:, None, None]"),
+    "the loss is not divided": ("3 x 7", "loss * share(denominator_ptr)", "loss"),
+    "the gradient is not divided": ("3 x 7", "g *= share(denominator_ptr)", "g *= 1.0"),
+    "the turned loss is not divided": ("3 x 7", "loss * part", "loss"),
+    "late is never": ("two classes", "scale = 1.0 if LATE else part", "scale = part"),
+    "early is never": ("3 x 7", "scale = 1.0 if LATE else part", "scale = 1.0"),
+    "the turnaround has no slope": ("classes inside", "dz *= slope\n    at = start", "at = start"),
+    "the turnaround writes rows that are not": ("3 x 7", "tl.where(valid, dz, 0.0).to(raw.dtype), mask=stored & (cols < size))", "tl.where(valid, dz, 0.0).to(raw.dtype), mask=cols < size)"),
+    "the turnaround writes classes that are not": ("3 x 7", "tl.where(valid, dz, 0.0).to(raw.dtype), mask=stored & (cols < size))", "tl.where(valid, dz, 0.0).to(raw.dtype), mask=stored)"),
+    "the held block of an ignored row has a gradient": ("garbage", "tl.where(valid, dz, 0.0).to(raw.dtype)", "dz.to(raw.dtype)"),
+    "an ignored row keeps its logits": ("garbage", "for blank in range(0, edge - live, B)", "for blank in range(0, 0, B)"),
+    "the held block is counted twice": ("3 x 7", "live = edge * tl.max", "live = (edge + B) * tl.max"),
+    "the last block of the second sweep is left out": ("deep", "for back in range(0, live, B)", "for back in range(B, live, B)"),
+    "the blocks of a turnaround forget the first": ("deep", "for first in range(0, live, B)", "for first in range(B, live, B)"),
+    "the held block starts too early": ("garbage", "tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B", "tl.maximum(V - HELD * C, 0) // B * B"),
+    "the target's score is read after it is overwritten": (
+        "3 x 7", "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n", "",
+        "    for blank in range(", "    late = tl.load(row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1), mask=valid, other=0.0)\n"
+        "    loss += (1 - smoothing) * w_y * w_t * (z_y - late)\n"
+        "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n    for blank in range("),
+    "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
+    "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
+    "the first row's factor is everyone's": ("scaling", "factor_ptr + rows * factor_stride", "factor_ptr + rows * 0"),
+    "factors are not divided": ("scaling", "factor *= share(denominator_ptr)", "factor *= 1.0"),
+    "scaling writes classes that are not": ("scaling", "dz.to(out_ptr.dtype.element_ty), mask=inside)", "dz.to(out_ptr.dtype.element_ty), mask=keep[:, None])"),
+    "smoothing in parts is lost": ("ignore_index is a class", "SMOOTH=o.label_smoothing > 0, STATS=stats", "SMOOTH=False, STATS=stats"),
+    "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
+    "PyTorch: -inf minus -inf": ("front door", "share = torch.where(z > -torch.inf, below.exp() * below, 0.0)", "share = (below.exp() * below)"),
+    "PyTorch: ignored rows have a gradient": ("front door", "torch.where(t.valid[:, None], dz * slope, 0.0)", "(dz * slope)"),
+    "PyTorch: a cap without slope": ("front door", "return o.softcap * tanh, o.logit_scale * (1 - tanh * tanh)", "return o.softcap * tanh, o.logit_scale"),
+    "PyTorch: ties lose": ("front door", "| (before & (z == z_y))).sum(1)", "| (z == z_y)).sum(1)"),
+    "PyTorch: the target is not held": ("in place", "-(hold * g)[:, None])", "-(hold * 0)[:, None])"),
+    "classes stay in the second dimension": ("front door", "last = input.movedim(1, -1)", "last = input.reshape(len(input), -1, input.shape[1])"),
+    "a mean without class weights": ("front door", "counted = counted * weight[", "counted = counted + 0 * weight["),
+    "a mean without token weights": ("front door", "counted = counted * token_weight", "counted = counted + 0 * token_weight"),
+    "a mean over all tokens": ("in place", "counted = target != ignore_index", "counted = target == target"),
+    "0 / 0 of no weights": ("front door", "1 / torch.where(denominator == 0, 1.0, denominator)", "1 / denominator"),
+    "0 / 0 of no weights, in a kernel": ("in place on kernels", "1 / tl.where(total == 0, 1.0, total)", "1 / total"),
+    "fp16 divides too early": ("in place", "late = input.dtype == torch.float16", "late = False"),
+    "fp16 divides twice": ("in place", "None if late else denominator)", "denominator)"),
+    "a kept gradient is scaled again": ("in place", "keep = torch._C._autograd._get_current_graph_task_keep_graph()", "keep = False"),
+    "the version is not raised": ("in place on kernels", "torch.autograd.graph.increment_version(input)", "pass"),
+    "leaves are overwritten": ("in place", "    check_overwrite(input)\n    return True", "    return True"),
+    "NaN is right": ("front door", "((rank == 0) & lse.isfinite())", "(rank == 0)"),
+    "accuracy over all tokens": ("front door", "/ n_valid.clamp(min=1)", "/ len(lse)"),
+}
+NUMBERS = count()
+
+
+@pytest.fixture
+def variant(tmp_path):
+    "The kernels module with texts replaced, under operator names of its own"
+    def build(*pairs: str):
+        source = Path(kernels.__file__).read_text(encoding="utf-8")
+        for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+            assert old in source, f"fusedloss/kernels.py no longer holds {old!r}: plant this bug elsewhere"
+            source = source.replace(old, new)
+        name = f"kernels_variant{next(NUMBERS)}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace("fusedloss::", f"{name}::"), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    return build
+
+
+@needs_interpreter
+@pytest.mark.parametrize("check", ["front door", "in place", "in place on kernels", "scaling"])
+def test_the_unchanged_source_passes(check, variant):
+    assert CHECKS[check](variant()) == []
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_planted_bug_is_noticed(bug, variant):
+    check, *pairs = MUTANTS[bug]
+    module = variant(*pairs)
+    try:
+        noticed = CHECKS[check](module)
+    except (InterpreterError, RuntimeError, IndexError, ValueError) as error:
+        noticed = [str(error)]
+    assert noticed, f"{check} does not notice that {bug}"
