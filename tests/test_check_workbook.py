@@ -107,10 +107,31 @@ def test_text_names_no_machine_and_no_index(report, tmp_path, text):
     assert "notes.md: line 2: names" in report(good_stage())
 
 
-def test_hash_ignores_prose_comments_and_form(tmp_path):
-    def hashed(*sources: str) -> str:
+@pytest.fixture
+def hashed(tmp_path):
+    "The hash of a notebook of these cells, of which the last has an output"
+    def write(*sources: str) -> str:
         path = tmp_path / "x.ipynb"
-        path.write_text(json.dumps({"cells": [cell(s) for s in sources]}))
+        path.write_text(json.dumps({"cells": [cell(s) for s in sources[:-1]] + [cell(sources[-1], printed("1\n"))]}))
         return code_hash(read_notebook(path))
-    assert hashed("# A", "x = f(1,\n 2)") == hashed("x = f(1, 2)  # why", "## B")
-    assert hashed("x = f(1, 2)") != hashed("x = f(1, 3)")
+    return write
+
+
+def test_hash_ignores_prose_comments_and_form(hashed):
+    assert hashed("# A", "x = f(1,\n 2)", "print(x)") == hashed("x = f(1, 2)  # why", "## B", "print( x )")
+    assert hashed("x = f(1, 2)", "print(x)") != hashed("x = f(1, 3)", "print(x)")
+
+
+@pytest.mark.parametrize("change, counts", [
+    ("def g(): return 1", False), ("assert x == 3", False), ("z = x", False),
+    ("def f(): return 4", False), ("x = f() + 1", True), ("x = 4", True), ("y = 4", True), ("x.append(4)", True), ("x[0] = 4", True),
+    ("from math import f", False), ("from math import x", True), ("from math import *", True), ("#| cuda\nz = 1", True)])
+def test_hash_is_of_the_code_behind_outputs(hashed, change, counts):
+    cells = "y = 2", "def f(): return y", "x = f()"
+    assert (hashed(*cells, change, "print(x)") != hashed(*cells, "print(x)")) == counts
+
+
+def test_hash_follows_a_function_to_what_it_reads(hashed):
+    first = hashed("y = 2", "def f(): return y", "print(f())")
+    assert first != hashed("y = 3", "def f(): return y", "print(f())")
+    assert first != hashed("y = 2", "def f(): return y", "y = 3", "print(f())"), "read when called"

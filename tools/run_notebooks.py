@@ -93,9 +93,10 @@ def run_here(path: Path, flags: set[str]) -> None:
         execute(nb, path, flags)
         drop_stderr(nb)
         refuse_paths(nb, path)
-    nb.metadata[METADATA_KEY] = {"code": code_hash(read_notebook(path)), "machine": machine()}
     clean_nb(nb, allowed_metadata_keys=[METADATA_KEY])
     draft = path.with_suffix(".tmp")
+    draft.write_text(nb2str(nb), encoding="utf-8")
+    nb.metadata[METADATA_KEY] = {"code": code_hash(read_notebook(draft)), "machine": machine()}
     draft.write_text(nb2str(nb), encoding="utf-8")
     os.replace(draft, path)
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 METADATA_KEY = "fusedloss"  # in a notebook's metadata; settings.ini lets it through nbdev_clean
@@ -63,10 +64,58 @@ def canonical(node: object) -> str:
     return f"{type(node).__name__}({','.join(f'{name}={canonical(value)}' for name, value in fields)})"
 
 
+COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def outer(tree: ast.AST) -> Iterator[ast.AST]:
+    "The nodes of a cell but for what is local to its functions and comprehensions"
+    yield tree
+    for child in [] if isinstance(tree, ast.FunctionDef | ast.Lambda | COMPREHENSION) else ast.iter_child_nodes(tree):
+        yield from outer(child)
+
+
+def reads_and_gives(tree: ast.Module) -> tuple[set[str], set[str]]:
+    "Names that a cell reads, and names that it gives a value or may change"
+    reads = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    gives, changed = set(), [s.value.func for s in tree.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+    for node in outer(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            gives.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            gives |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            gives.add(node.id)
+        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed.append(node)
+    methods = [part for part in changed if not isinstance(part, ast.Name)]  # f(x) changes no f, x.f() may change x
+    return reads, gives | {n.id for part in methods for n in ast.walk(part) if isinstance(n, ast.Name)}
+
+
+def givers(names: list[tuple[set[str], set[str]]], reader: int, late: bool) -> set[int]:
+    "The cells from which a cell has its names: the last before it; for functions, called late, any"
+    found = set()
+    for name in names[reader][0] | {"*"}:
+        cells = [i for i, (_, gives) in enumerate(names) if name in gives and i != reader]
+        found |= set(cells if late or name == "*" else [i for i in cells if i < reader][-1:])
+    return found
+
+
+def made_outputs(code: list[dict]) -> list[ast.Module]:
+    "The cells that have outputs, or are for a GPU, and the cells whose names they read, directly or not"
+    trees = [ast.parse(cell["source"]) for cell in code]
+    names = [reads_and_gives(tree) for tree in trees]
+    late = [any(isinstance(n, ast.FunctionDef | ast.Lambda) for n in ast.walk(tree)) for tree in trees]
+    new = taken = {i for i, cell in enumerate(code) if cell["outputs"] or "cuda" in directives(cell["source"])}
+    while new:
+        new = set().union(*(givers(names, i, late[i]) for i in new)) - taken
+        taken = taken | new
+    return [trees[i] for i in sorted(taken)]
+
+
 def code_hash(nb: dict) -> str:
-    "A hash of what the code cells do: prose, comments and formatting do not change it"
-    trees = (canonical(ast.parse(cell["source"])) for cell in nb["cells"] if cell["cell_type"] == "code")
-    return hashlib.sha256("\n".join(trees).encode()).hexdigest()[:16]
+    "A hash of the code that made the saved outputs: prose, comments and formatting do not change it"
+    trees = made_outputs([cell for cell in nb["cells"] if cell["cell_type"] == "code"])
+    return hashlib.sha256("\n".join(map(canonical, trees)).encode()).hexdigest()[:16]
 
 
 def output_text(output: dict) -> str:
