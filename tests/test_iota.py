@@ -1,5 +1,6 @@
 """The masked sum and the turnaround against their definition; the graph pass on graphs where it must fire and where it must not."""
 import importlib.util
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +19,15 @@ aten = torch.ops.aten
 # dz is rounded once in forward and once as a product with what comes from above: twice half a unit of 8 or 11 bits
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def inductor(device):
+    "Inductor has what it needs on this device"
+    if device == "cpu" and not shutil.which("g++"):
+        pytest.skip("Inductor needs a C++ compiler on a CPU")
+    if device == "cpu" and " " in torch.__file__:
+        pytest.skip("Inductor's command lines for C++ do not quote PyTorch's path, which has a space")
 
 
 def scores(shape, dtype=torch.float64, device="cpu", seed=0):
@@ -575,6 +585,7 @@ def test_whole_models_rewritten_and_run_eagerly(name, device, fired):
     assert fired == [1, 1], "a gather in forward and a scatter in backward"
 
 
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_models_through_inductor(name, device, fired):
     torch.manual_seed(0)
@@ -585,6 +596,7 @@ def test_whole_models_through_inductor(name, device, fired):
     assert fired == [2], "both rules in the joint graph"
 
 
+@pytest.mark.usefixtures("inductor")
 def test_inductor_does_not_confuse_its_stored_graphs(device, fired, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = ByGather().to(device)
@@ -596,6 +608,7 @@ def test_inductor_does_not_confuse_its_stored_graphs(device, fired, tmp_path, mo
     assert inductor_pass().uuid() != inductor_pass(fusedloss.iota.SCATTERS).uuid()
 
 
+@pytest.mark.usefixtures("inductor")
 def test_rules_can_be_chosen(device, fired):
     model = ByGather().to(device)
     batch = model.batch(device)
@@ -613,6 +626,7 @@ def test_dynamic_sizes(device, fired):
     assert fired == [1, 1], "compiled once, for any size"
 
 
+@pytest.mark.usefixtures("inductor")
 def test_dynamic_sizes_through_inductor(device):
     torch._dynamo.reset()
     f = torch.compile(lambda z, y: F.cross_entropy(z, y), backend=backend, dynamic=True)
@@ -631,6 +645,7 @@ def test_a_backend_of_ones_own_gets_both_graphs():
     assert len(seen) == 2 and not {aten.gather.default, aten.scatter.value} & {*seen[0], *seen[1]}
 
 
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_itself_compiles_without_a_break(dtype, device):
     torch._dynamo.reset()
@@ -640,6 +655,7 @@ def test_the_loss_itself_compiles_without_a_break(dtype, device):
     assert faults(compiled, z, y, 2 * TOLERANCE[dtype], reduction="none") == []
 
 
+@pytest.mark.usefixtures("inductor")
 def test_compiled_without_a_gradient(device):
     torch._dynamo.reset()
     z, y = scores((16, 40), torch.float32, device), labels((16,), 40, device)
