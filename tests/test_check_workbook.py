@@ -125,6 +125,7 @@ def test_hash_ignores_prose_comments_and_form(hashed):
 @pytest.mark.parametrize("change, counts", [
     ("def g(): return 1", False), ("assert x == 3", False), ("z = x", False),
     ("def f(): return 4", False), ("x = f() + 1", True), ("x = 4", True), ("y = 4", True), ("x.append(4)", True), ("x[0] = 4", True),
+    ("f(x)", True), ("test_eq(x, 3)", False),
     ("from math import f", False), ("from math import x", True), ("from math import *", True), ("#| cuda\nz = 1", True)])
 def test_hash_is_of_the_code_behind_outputs(hashed, change, counts):
     cells = "y = 2", "def f(): return y", "x = f()"
@@ -135,3 +136,7 @@ def test_hash_follows_a_function_to_what_it_reads(hashed):
     first = hashed("y = 2", "def f(): return y", "print(f())")
     assert first != hashed("y = 3", "def f(): return y", "print(f())")
     assert first != hashed("y = 2", "def f(): return y", "y = 3", "print(f())"), "read when called"
+
+
+def test_hash_sees_through_what_is_added_to(hashed):
+    assert hashed("x = 2", "x += 1", "print(x)") != hashed("x = 3", "x += 1", "print(x)")

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbook import (MACHINE_PATH, METADATA_KEY, ROOT, code_hash, directives, is_stage, notebooks, output_text,
-                      project_files, read_notebook)
+from workbook import (CHECK_NAME, MACHINE_PATH, METADATA_KEY, ROOT, called_name, code_hash, directives, is_stage, notebooks,
+                      output_text, project_files, read_notebook)
 
 FREE = ""  # one or more headings of the author's own
 SECTIONS = ["The question", "Shapes and symbols", "Prediction", "Picture", FREE, "Does it match?", "Measurement",
@@ -18,7 +18,6 @@ SECTIONS = ["The question", "Shapes and symbols", "Prediction", "Picture", FREE,
 MAX_BYTES = 400_000
 MEDIAN_LINES, LONG_LINES, LONG_SHARE, MAX_LINES = 6, 25, 0.10, 45
 CHECK_SHARE = 0.25
-CHECK_NAME = re.compile(r"(test|check|assert)(_|$)|raises$")
 INDEX = re.compile(r"Looking in (?:indexes|links):|https?://[\w.-]+/(?:simple|packages)/")  # a package host, by its paths
 SILENT = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Assert)
 Problems = Iterator[str]
@@ -30,12 +29,6 @@ def parse(cell: dict) -> ast.Module | None:
         return ast.parse(cell["source"])
     except SyntaxError:
         return None
-
-
-def called_name(node: ast.AST) -> str:
-    "The last part of the name that a call calls: `test_close` in `fc.test_close(a, b)`"
-    func = node.func if isinstance(node, ast.Call) else None
-    return getattr(func, "attr", getattr(func, "id", ""))
 
 
 def can_fail(tree: ast.Module) -> bool:

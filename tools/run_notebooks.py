@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from workbook import MACHINE_PATH, METADATA_KEY, ROOT, code_hash, is_stage, notebooks, output_text, read_notebook
+from workbook import MACHINE_PATH, METADATA_KEY, ROOT, code_hash, is_stage, notebook_from, notebooks, output_text
 
 
 def skips(cell, flags: set[str], skip_flags: set[str]) -> bool:
@@ -94,9 +94,8 @@ def run_here(path: Path, flags: set[str]) -> None:
         drop_stderr(nb)
         refuse_paths(nb, path)
     clean_nb(nb, allowed_metadata_keys=[METADATA_KEY])
+    nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "machine": machine()}
     draft = path.with_suffix(".tmp")
-    draft.write_text(nb2str(nb), encoding="utf-8")
-    nb.metadata[METADATA_KEY] = {"code": code_hash(read_notebook(draft)), "machine": machine()}
     draft.write_text(nb2str(nb), encoding="utf-8")
     os.replace(draft, path)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
+CHECK_NAME = re.compile(r"(test|check|assert)(_|$)|raises$")
 METADATA_KEY = "fusedloss"  # in a notebook's metadata; settings.ini lets it through nbdev_clean
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|usr/local/lib)/\w[\w./-]*")
 
@@ -39,12 +40,17 @@ def copy_tree(target: Path) -> None:
         shutil.copy2(path, copied)
 
 
-def read_notebook(path: Path) -> dict:
-    "A notebook, each cell's source joined to one string"
-    nb = json.loads(path.read_text(encoding="utf-8"))
+def notebook_from(text: str) -> dict:
+    "A notebook from its text, each cell's source joined to one string"
+    nb = json.loads(text)
     for cell in nb["cells"]:
         cell["source"] = "".join(cell["source"])
     return nb
+
+
+def read_notebook(path: Path) -> dict:
+    "A notebook from its file"
+    return notebook_from(path.read_text(encoding="utf-8"))
 
 
 def directives(source: str) -> set[str]:
@@ -64,6 +70,12 @@ def canonical(node: object) -> str:
     return f"{type(node).__name__}({','.join(f'{name}={canonical(value)}' for name, value in fields)})"
 
 
+def called_name(node: ast.AST) -> str:
+    "The last part of the name that a call calls: `test_close` in `fc.test_close(a, b)`"
+    func = node.func if isinstance(node, ast.Call) else None
+    return getattr(func, "attr", getattr(func, "id", ""))
+
+
 COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -74,10 +86,22 @@ def outer(tree: ast.AST) -> Iterator[ast.AST]:
         yield from outer(child)
 
 
+def changed_by(node: ast.AST) -> list[ast.AST]:
+    "What a statement may change without naming it anew: a part of it, x of `x.f(y)`, and y unless that is a check"
+    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        return [node]
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return []
+    call = node.value
+    owner = [call.func] if isinstance(call.func, ast.Attribute) else []
+    return owner if CHECK_NAME.match(called_name(call)) else owner + call.args + [k.value for k in call.keywords]
+
+
 def reads_and_gives(tree: ast.Module) -> tuple[set[str], set[str]]:
     "Names that a cell reads, and names that it gives a value or may change"
     reads = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    gives, changed = set(), [s.value.func for s in tree.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+    reads |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
+    gives = set()
     for node in outer(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             gives.add(node.name)
@@ -85,10 +109,8 @@ def reads_and_gives(tree: ast.Module) -> tuple[set[str], set[str]]:
             gives |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             gives.add(node.id)
-        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            changed.append(node)
-    methods = [part for part in changed if not isinstance(part, ast.Name)]  # f(x) changes no f, x.f() may change x
-    return reads, gives | {n.id for part in methods for n in ast.walk(part) if isinstance(n, ast.Name)}
+        gives |= {n.id for part in changed_by(node) for n in ast.walk(part) if isinstance(n, ast.Name)}
+    return reads, gives
 
 
 def givers(names: list[tuple[set[str], set[str]]], reader: int, late: bool) -> set[int]:
