@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusedloss.baseline import baseline_linear_cross_entropy
-from fusedloss.measure import (GREY, INK, Drawing, Table, as_drawing, dtype_name, drawing_style, machine_line, peak_memory,
-                               relative_error, si, stage_color, versions)
 from fusedloss.iota import iota_cross_entropy
 from fusedloss.kernels import cross_entropy
+from fusedloss.measure import (GREY, INK, Drawing, Table, as_drawing, dtype_name, drawing_style, machine_line, peak_memory,
+                               relative_error, si, stage_color, versions)
 from fusedloss.tiles import MemoryEfficientVocabOutput
 
 # %% ../nbs/tour.ipynb #ba0a6ddd
