@@ -466,8 +466,7 @@ def test_no_probability_above_one(classes, offset, device):
         assert dz.sum(1).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("spread", [120.0, 1e4, 1e20])
-@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("spread, dtype", [(120.0, f32), (120.0, bf16), (1e4, f32), (1e4, bf16), (2e9, bf16), (1e20, f32)])
 def test_targets_far_below_the_maximum(spread, dtype, device):
     z, y = torch.tensor([[spread, 0.0]] * 2, device=device, dtype=dtype), torch.tensor([1, 0], device=device)
     for inplace in (False, True):
@@ -826,13 +825,13 @@ BAD_ARGUMENTS = {
     "input is a number": ((torch.tensor(1.0), Y), {}, r"input: expected .*got torch.float32 \[\]"),
     "input of integers": ((Y, Y), {}, r"input: expected .*got torch.int64 \[3\]"),
     "input of complex numbers": ((Z.to(torch.complex64), Y), {}, r"input: expected .*got torch.complex64"),
-    "no classes": ((torch.zeros(3, 0), Y), {}, r"input: expected at least one class, got \[3, 0\]"),
+    "no classes": ((torch.zeros(3, 0), Y), {}, r"input: expected .* with at least one class, got torch.float32 \[3, 0\]"),
     "target is a list": ((Z, [0, 0, 0]), {}, r"target: expected a tensor, got list"),
     "target is too long": ((Z, torch.zeros(4, dtype=torch.long)), {}, r"target: expected shape \[3\].*got \[4\]"),
     "target is a column": ((Z, Y[:, None]), {}, r"target: expected shape \[3\].*got \[3, 1\]"),
     "target of probabilities": ((Z, Z), {}, r"target: expected .*got"),
     "classes last": ((torch.zeros(3, 4, 5), torch.zeros(3, 4, dtype=torch.long)), {},
-                     r"target: expected shape \[3, 5\], since classes are dimension 1 .*got \[3, 4\]"),
+                     r"target: expected shape \[3, 5\], got \[3, 4\]"),
     "target of floats": ((Z, Y.float()), {}, r"target: expected an integer dtype, got torch.float32"),
     "target of booleans": ((Z, Y.bool()), {}, r"target: expected an integer dtype, got torch.bool"),
     "target on another device": ((Z, Y.to("meta")), {}, r"target: expected the input's device cpu, got meta"),
