@@ -10,9 +10,15 @@ typedef unsigned int u32;
 
 constexpr float LOG2E = 1.4426950408889634f;
 FORCED float infinity() { return __int_as_float(0x7f800000); }
-FORCED float finite(float m) { return m == -infinity() ? 0.0f : m; }
 FORCED float two_to(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
-FORCED float exp_of(float z, float m) { return two_to((z - m) * LOG2E); }  // e^(z - m)
+
+// What scores are taken relative to: e^(z - m) is 2^(z unit - at), rounded once. Beyond 2^31 the residue of that
+// product would overflow; scores so large are equal or 128 apart, and any unit tells them from each other.
+struct Base {
+  float unit, at;
+  FORCED Base(float m) : unit(fabsf(m) < 2147483648.0f ? LOG2E : 1.0f), at(m == -infinity() ? 0.0f : m * unit) {}
+  FORCED float power(float z) const { return two_to(fmaf(z, unit, -at)); }
+};
 
 // How a word of 32 bits holds elements: their maxima, their values, and back.
 struct bf16 {
@@ -66,12 +72,13 @@ struct capped {  // from e^(-2|x|): neither tanh nor its slope loses digits wher
   }
 };
 
-struct Sums { float m, s, total; };  // maximum, sum of exponentials relative to it, sum of w z
-struct Row {  // its maximum, and the factors of its gradient
-  float m, pull, spread;
+struct Sums { float m, s, total; };  // maximum, sum of powers relative to its base, sum of w z
+struct Row {  // its base, and the factors of its gradient
+  Base base;
+  float pull, spread;
   template <class Score, bool Smooth>
   FORCED float gradient(float raw, int c, int V, const float* weight, Options o, float hold = 0.0f) const {
-    float slope, d = pull * exp_of(Score::score(raw, o, slope), m) - hold;
+    float slope, d = pull * base.power(Score::score(raw, o, slope)) - hold;
     if (Smooth) d -= weight ? c >= 0 && c < V ? spread * weight[c] : 0.0f : spread;
     return d * slope;
   }
@@ -109,7 +116,7 @@ struct Vector {
       for (int j = 0; j < SIZE; j++)
         if (within(c + j, V)) row[c + j] = w[j / PER] >> 16 * (j % PER);
   }
-  FORCED void add(Sums& sums, int c, int V, const float* weight, Options o) const {
+  FORCED void add(Sums& sums, const Base& base, int c, int V, const float* weight, Options o) const {
     constexpr bool ASK = Smooth || Score::BOUNDED;  // else what is no class adds e^-inf
 #pragma unroll
     for (int j = 0; j < SIZE; j++) {
@@ -117,7 +124,7 @@ struct Vector {
       E::unpack(w[j / PER], v);
       float z = Score::score(v[j % PER], o, slope);
       bool counts = !ASK || within(c + j, V);
-      sums.s += counts ? exp_of(z, finite(sums.m)) : 0.0f;
+      sums.s += counts ? base.power(z) : 0.0f;
       if (Smooth && counts) sums.total += weight ? weight[c + j] * z : z;
     }
   }
@@ -149,7 +156,9 @@ FORCED Sums joined(const Sums* parts) {  // by each warp for itself
   const int lane = threadIdx.x % 32;
   const Sums part = lane < PARTS ? parts[lane] : Sums{-infinity(), 0.0f, 0.0f};
   const float m = warp_max(part.m);
-  return {m, warp_sum(part.s * exp_of(part.m, finite(m))), warp_sum(part.total)};
+  const Base all(m), own(part.m);
+  const float factor = all.unit == own.unit ? two_to(own.at - all.at) : 0.0f;
+  return {m, warp_sum(part.s > 0.0f || part.s != part.s ? part.s * factor : 0.0f), warp_sum(part.total)};
 }
 // Each block of a cluster writes its sums into the shared memory of all; they have all started (`turnaround` arrived).
 template <int PARTS>
@@ -210,19 +219,21 @@ extern "C" __global__ void SHAPE turnaround(
   float tops[2], slope;
   ELEMENT::unpack(top, tops);
   Sums sums = {SCORE::score(warp_max(fmaxf(tops[0], tops[Vec::PER - 1])), o, slope), 0.0f, 0.0f};
+  const Base own(sums.m);
 #pragma unroll
-  for (int k = 0; k < VECTORS; k++) held[k].add(sums, first + k * step, V, weight, o);
+  for (int k = 0; k < VECTORS; k++) held[k].add(sums, own, first + k * step, V, weight, o);
   sums.s = warp_sum(sums.s);
   if (SMOOTH) sums.total = warp_sum(sums.total);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sums;
   __syncthreads();
   sums = exchanged<CLUSTER>(joined<WARPS>(warps), parts, rank);
 
-  const float log_s = logf(sums.s), lse = sums.m + log_s, share = 1.0f / (total == 0.0f ? 1.0f : total);
+  const Base base(sums.m);
+  const float log_s = logf(sums.s), lse = base.at / base.unit + log_s, share = 1.0f / (total == 0.0f ? 1.0f : total);
   const float w_t = token_weight ? token_weight[row] : 1.0f, w_all = all_weight ? *all_weight : V;
   const float hold = (1.0f - smoothing) * (weight && valid ? weight[label] : 1.0f) * w_t, spread = smoothing / V * w_t;
   const float by = LATE ? 1.0f : share, pull = hold + spread * w_all + 2 * z_loss * w_t * lse;
-  const Row r = {sums.m, pull * by / sums.s, spread * by};
+  const Row r = {base, pull * by / sums.s, spread * by};
 #pragma unroll
   for (int k = 0; k < VECTORS; k++) {
     const int c = first + k * step;
@@ -235,7 +246,8 @@ extern "C" __global__ void SHAPE turnaround(
   if (mine) {
     float d[2] = {r.gradient<SCORE, SMOOTH>(raw_y[0], (int)label, V, weight, o, hold * by), 0.0f};
     out[label] = ELEMENT::pack(d);
-    const float log_p = SCORE::score(raw_y[0], o, slope) - sums.m - log_s;
+    float log_p = fmaf(SCORE::score(raw_y[0], o, slope), base.unit, -base.at) / base.unit - log_s;
+    if (log_p > 0.0f) log_p = 0.0f;  // a rounding may put it above, by 1e-7
     loss[row] = share * (spread * w_all * lse - spread * sums.total - hold * log_p + z_loss * w_t * lse * lse);
   } else if (!valid && rank == 0 && threadIdx.x == 0) loss[row] = ignored ? 0.0f : __int_as_float(0x7fc00000);
 }
