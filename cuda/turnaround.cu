@@ -172,6 +172,7 @@ FORCED Sums exchanged(const Sums& mine, Sums* parts, int rank) {
                  " st.shared::cluster.f32 [%0 + 8], %3;"
                  :: "r"(there), "f"(mine.m), "f"(mine.s), "f"(mine.total) : "memory");
   }
+  __syncwarp();  // an aligned barrier wants whole warps
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
   return joined<PARTS>(parts);
 }

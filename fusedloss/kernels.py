@@ -10,10 +10,10 @@ __all__ = ['LOG2E', 'capability', 'logits_loss', 'logits_loss_grad', 'finite', '
            'scan_blocks', 'turnaround_blocks', 'score_fn', 'all_weights', 'on_device', 'scan_parts', 'launch_scan',
            'launch_bwd', 'launch_turnaround', 'launch_scale', 'cuda_source', 'cuda_kernel', 'Cluster', 'cluster_shape',
            'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch', 'launch_both', 'RowTerms',
-           'row_terms', 'score_and_slope', 'factors', 'share_of', 'reference_fwd', 'reference_stats', 'reference_bwd',
-           'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows', 'turn_around', 'scaled_rows', 'out_like',
-           'check_logits', 'check_options', 'check_weights', 'total_weight', 'check_overwrite', 'CrossEntropyStats',
-           'row_stats', 'cross_entropy', 'overwrites', 'turns_early']
+           'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd', 'reference_stats',
+           'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows', 'turn_around',
+           'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
+           'check_overwrite', 'CrossEntropyStats', 'row_stats', 'cross_entropy', 'overwrites', 'turns_early']
 
 # %% ../nbs/04_kernels.ipynb #cf62d1ea
 import functools, math, warnings
@@ -748,13 +748,13 @@ def row_terms(
     w_t = z.new_ones(len(z)) if token_weight is None else token_weight.to(z.dtype)
     return RowTerms(label, ignored, valid, valid * w[label], valid * w_t, w)
 
-# %% ../nbs/04_kernels.ipynb #b3243503
+# %% ../nbs/04_kernels.ipynb #069b27d5
 def score_and_slope(
     raw:Tensor, o:RowOptions,
 ) -> tuple[Tensor, Tensor | float]:  # in `acc_dtype`
     "The scores of logits, and their derivative."
     raw = raw.to(acc_dtype(raw.dtype))
-    if not o.softcap: return o.logit_scale * raw, o.logit_scale
+    if not o.softcap: return raw if o.logit_scale == 1.0 else o.logit_scale * raw, o.logit_scale
     x = o.logit_scale / o.softcap * raw
     e = torch.exp(-2 * x.abs())
     return o.softcap * torch.tanh(x), o.logit_scale * 4 * e / (1 + e) ** 2
@@ -773,7 +773,12 @@ def share_of(denominator:Optional[Tensor]) -> Tensor | float:
     "`share` in PyTorch."
     return 1.0 if denominator is None else 1 / torch.where(denominator == 0, 1.0, denominator)
 
-# %% ../nbs/04_kernels.ipynb #48d196df
+# %% ../nbs/04_kernels.ipynb #eeef3a21
+def below(z:Tensor, base:Tensor) -> Tensor:
+    "z [M,V] less the rows' maxima [M]; less nothing where all is -inf."
+    return z - torch.where(base == -torch.inf, 0.0, base)[:, None]
+
+# %% ../nbs/04_kernels.ipynb #eb51e33a
 def reference_fwd(
     raw:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
     o:RowOptions, stats:bool, denominator:Optional[Tensor]=None,
@@ -782,8 +787,7 @@ def reference_fwd(
     z, _ = score_and_slope(raw, o)
     t = row_terms(z, target, weight, token_weight, o)
     base = z.amax(1)
-    below = z - torch.where(base == -torch.inf, 0.0, base)[:, None]
-    s = below.exp().sum(1)
+    s = below(z, base).exp_().sum(1)
     lse, z_y = base + s.log(), z.gather(1, t.label[:, None])
     _, hold, spread = factors(lse, t, o)
     losses = -hold * ((z_y[:, 0] - base) - s.log())
@@ -793,14 +797,15 @@ def reference_fwd(
     losses = losses * share_of(denominator)
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([base, s])
     if not stats: return losses, lse, z.new_empty(0), rows
-    return losses, lse, *reference_stats(z, z_y, below, rows, t)
+    return losses, lse, *reference_stats(z, z_y, rows, t)
 
-# %% ../nbs/04_kernels.ipynb #ff46e923
+# %% ../nbs/04_kernels.ipynb #4c45c150
 def reference_stats(
-    z:Tensor, z_y:Tensor, below:Tensor, rows:Tensor, t:RowTerms,
+    z:Tensor, z_y:Tensor, rows:Tensor, t:RowTerms,
 ) -> tuple[Tensor, Tensor]:  # entropy [M], rows [5,M]
     "Entropy, and the rows with the target's rank, the maximum and the norm."
-    share = torch.where(z > -torch.inf, below.exp() * below, 0.0).sum(1)
+    gap = below(z, rows[0])
+    share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0).sum(1)
     entropy = torch.where(t.valid, rows[1].log() - share / rows[1], 0.0)
     before = torch.arange(z.shape[1], device=z.device) < t.label[:, None]
     rank = ((z > z_y) | (before & (z == z_y))).sum(1).to(z.dtype)
@@ -808,7 +813,7 @@ def reference_stats(
         (rank, -1.0), (rows[0], 0.0), (torch.linalg.vector_norm(z, dim=1), 0.0))]
     return entropy, torch.cat([rows, torch.stack(known)])
 
-# %% ../nbs/04_kernels.ipynb #32d404b7
+# %% ../nbs/04_kernels.ipynb #a1a0ad36
 def reference_bwd(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     raw:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
@@ -821,13 +826,15 @@ def reference_bwd(
     pull, hold, spread = factors(lse, t, o)
     g = torch.zeros_like(lse) if g_loss is None else g_loss * share_of(denominator)
     pull = g * pull if g_lse is None else g * pull + g_lse
-    p = (z - base[:, None]).exp() / s[:, None]
-    dz = pull[:, None] * p - (spread * g)[:, None] * t.w
+    p = (z - base[:, None]).exp_().div_(s[:, None])
+    felt = 0.0 if g_entropy is None else torch.where(
+        p > 0, g_entropy[:, None] * p * (z - (lse - entropy)[:, None]), 0.0)
+    dz = p.mul_(pull[:, None])  # in the memory of p
+    if o.label_smoothing: dz -= (spread * g)[:, None] * t.w
     dz.scatter_add_(1, t.label[:, None], -(hold * g)[:, None])
-    if g_entropy is not None:
-        log_p = z - (lse - entropy)[:, None]
-        dz -= torch.where(p > 0, g_entropy[:, None] * p * log_p, 0.0)
-    return torch.where(t.valid[:, None], dz * slope, 0.0).to(raw.dtype)
+    dz -= felt
+    dz *= slope
+    return dz.masked_fill_(~t.valid[:, None], 0.0).to(raw.dtype)
 
 # %% ../nbs/04_kernels.ipynb #1ad5a6b1
 def has_kernel(z:Tensor) -> bool:

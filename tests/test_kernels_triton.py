@@ -593,10 +593,10 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
         "ignore_index is a class", "SMOOTH=o.label_smoothing > 0, STATS=stats", "SMOOTH=False, STATS=stats"),
     "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
     "PyTorch: -inf minus -inf": (
-        "front door", "share = torch.where(z > -torch.inf, below.exp() * below, 0.0)",
-        "share = (below.exp() * below)"),
+        "front door", "share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",
+        "share = (gap.exp() * gap)"),
     "PyTorch: ignored rows have a gradient": (
-        "front door", "torch.where(t.valid[:, None], dz * slope, 0.0)", "(dz * slope)"),
+        "front door", "dz.masked_fill_(~t.valid[:, None], 0.0)", "dz"),
     "PyTorch: a cap without slope": (
         "front door", "o.logit_scale * 4 * e / (1 + e) ** 2", "o.logit_scale"),
     "PyTorch: ties lose": ("front door", "| (before & (z == z_y))).sum(1)", "| (z == z_y)).sum(1)"),
