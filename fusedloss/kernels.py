@@ -6,13 +6,13 @@
 __all__ = ['LOG2E', 'capability', 'logits_loss', 'logits_loss_grad', 'finite', 'power', 'widen', 'merge', 'unit', 'lane_grid',
            'bare_score', 'scaled_score', 'capped_score', 'load_labels', 'row_weights', 'row_factors', 'row_loss',
            'share', 'row_start', 'class_weight', 'load_block', 'shifted', 'tally', 'scan_kernel', 'finish_kernel',
-           'bwd_kernel', 'store_gradient', 'turnaround_kernel', 'scale_kernel', 'RowOptions', 'Blocks', 'small_blocks',
-           'scan_blocks', 'turnaround_blocks', 'score_fn', 'all_weights', 'on_device', 'scan_parts', 'launch_scan',
-           'launch_bwd', 'launch_turnaround', 'launch_scale', 'cuda_source', 'cuda_kernel', 'Cluster', 'cluster_shape',
-           'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch', 'launch_both', 'RowTerms',
-           'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd', 'reference_stats',
-           'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows', 'turn_around',
-           'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
+           'row_gradient', 'bwd_kernel', 'store_gradient', 'turnaround_kernel', 'scale_kernel', 'RowOptions', 'Blocks',
+           'small_blocks', 'scan_blocks', 'turnaround_blocks', 'score_fn', 'all_weights', 'on_device', 'scan_parts',
+           'launch_scan', 'launch_bwd', 'launch_turnaround', 'launch_scale', 'cuda_source', 'cuda_kernel', 'Cluster',
+           'cluster_shape', 'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch', 'launch_both',
+           'RowTerms', 'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd',
+           'reference_stats', 'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows',
+           'turn_around', 'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
            'check_overwrite', 'CrossEntropyStats', 'row_stats', 'cross_entropy', 'overwrites', 'turns_early']
 
 # %% ../nbs/04_kernels.ipynb #cf62d1ea
@@ -298,7 +298,30 @@ def finish_kernel(
         tl.store(rows_ptr + 3 * M + rows, tl.where(valid, base / UNIT, 0.0), mask=keep)
         tl.store(rows_ptr + 4 * M + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
 
-# %% ../nbs/04_kernels.ipynb #c55593f8
+# %% ../nbs/04_kernels.ipynb #fa8fc4aa
+@jit
+def row_gradient(
+    rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr,  # [2..,M], [V], [M], [1]
+    g_loss_ptr, g_lse_ptr, denominator_ptr,  # upstream [M], each or None; [1] or None
+    y, valid, rows, M, V, g_loss_stride, g_lse_stride, smoothing, z_loss, UNIT: tl.constexpr,
+):
+    "Base and sum of rows [BN], and what multiplies p, the one-hot and the class weights."
+    w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
+                                  V)
+    base = tl.load(rows_ptr + rows, mask=valid, other=0.0)
+    s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
+    pull, hold, spread = row_factors(base / UNIT + tl.log(s), w_y, w_t, w_all, smoothing,
+                                     z_loss, V)
+    g = tl.zeros_like(pull)
+    if g_loss_ptr is not None:
+        g += tl.load(g_loss_ptr + rows * g_loss_stride, mask=valid, other=0.0)
+    g *= share(denominator_ptr)
+    pull *= g
+    if g_lse_ptr is not None:
+        pull += tl.load(g_lse_ptr + rows * g_lse_stride, mask=valid, other=0.0)
+    return base, s, pull, hold * g, spread * g
+
+# %% ../nbs/04_kernels.ipynb #e209e000
 @jit
 def bwd_kernel(
     z_ptr, dz_ptr, y_ptr,  # [O,I,V], [O,I,V] (may be z), [M]
@@ -314,30 +337,22 @@ def bwd_kernel(
     cols = tl.program_id(0) % blocks * BV + tl.arange(0, BV)[None, :]
     rows = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     y, _, valid = load_labels(y_ptr, rows, M, V, ignore_index)
-    w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
-                                  V)
-    base = tl.load(rows_ptr + rows, mask=valid, other=0.0)
-    s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
-    lse = base / UNIT + tl.log(s)
-    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, smoothing, z_loss, V)
-    g = tl.zeros([BN], tl.float32)
-    if g_loss_ptr is not None:
-        g += tl.load(g_loss_ptr + rows * g_loss_stride, mask=valid, other=0.0)
-    g *= share(denominator_ptr)
-    pull *= g
-    if g_lse_ptr is not None:
-        pull += tl.load(g_lse_ptr + rows * g_lse_stride, mask=valid, other=0.0)
+    base, s, pull, hold, spread = row_gradient(
+        rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
+        denominator_ptr, y, valid, rows, M, V, g_loss_stride, g_lse_stride, smoothing, z_loss,
+        UNIT)
     inside = valid[:, None] & (cols < V)
     at = row_start(z_ptr, rows, inner, stride_o, stride_i)[:, None]
     raw = tl.load(at + cols.to(tl.int64) * stride_v, mask=inside, other=0.0).to(tl.float32)
     z, slope = SCORE(raw, logit_scale, softcap)
     p = power(z * UNIT, base[:, None], UNIT) * (1 / s)[:, None]
-    dz = pull[:, None] * p - tl.where(cols == y[:, None], (hold * g)[:, None], 0.0)
+    dz = pull[:, None] * p - tl.where(cols == y[:, None], hold[:, None], 0.0)
     if SMOOTH:
-        dz -= (spread * g)[:, None] * class_weight(weight_ptr, cols, inside)
+        dz -= spread[:, None] * class_weight(weight_ptr, cols, inside)
     if g_entropy_ptr is not None:
         g_h = tl.load(g_entropy_ptr + rows * g_entropy_stride, mask=valid, other=0.0)
-        mean = lse - tl.load(entropy_ptr + rows, mask=valid, other=0.0)  # Σ p z
+        entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
+        mean = base / UNIT + tl.log(s) - entropy  # Σ p z
         dz -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
     dz = tl.where(valid[:, None], dz * slope, 0.0).to(dz_ptr.dtype.element_ty)
     out = row_start(dz_ptr, rows, inner, d_stride_o, d_stride_i)[:, None]

@@ -10,7 +10,7 @@ __all__ = ['BUDGET', 'place', 'load_operand', 'tile_product', 'tile_scores', 'jo
            'plain_bwd', 'recompute_loss', 'recompute_grad', 'kernel_bwd', 'check_recompute',
            'recompute_linear_cross_entropy']
 
-# %% ../nbs/06_recompute.ipynb #d1baa3cf
+# %% ../nbs/06_recompute.ipynb #c31ad6b0
 import functools
 from typing import NamedTuple, Optional
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from fusedloss.baseline import acc_dtype, check_inputs, expect
 from fusedloss.kernels import (
     all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
-    finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_factors, row_stats,
-    row_weights, RowOptions, rows_bwd, rows_fwd, score_fn, share, shifted, tl, total_weight,
+    finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_gradient, row_stats,
+    RowOptions, rows_bwd, rows_fwd, score_fn, shifted, tl, total_weight,
     triton, unit as score_unit)
 from fusedloss.tiles import (
     add_product, autocast_like_linear, tile_slices, unit_of, wide_product)
@@ -293,7 +293,7 @@ def launch_lse(
             o.ignore_index, o.label_smoothing, o.z_loss, **flags, BN=128)
     return out
 
-# %% ../nbs/06_recompute.ipynb #6e66900c
+# %% ../nbs/06_recompute.ipynb #147a2169
 @jit
 def terms_kernel(
     rows_ptr, entropy_ptr, y_ptr,  # [2.., N], [N], [N]
@@ -305,27 +305,19 @@ def terms_kernel(
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, _, valid = load_labels(y_ptr, rows, N, V, ignore_index)
-    w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
-                                  V)
-    base = tl.load(rows_ptr + rows, mask=valid, other=0.0)
-    s = tl.load(rows_ptr + N + rows, mask=valid, other=1.0)
-    lse = base / UNIT + tl.log(s)
-    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, smoothing, z_loss, V)
-    g = tl.zeros([BN], tl.float32)
-    if g_loss_ptr is not None:
-        g += tl.load(g_loss_ptr + rows * g_loss_stride, mask=valid, other=0.0)
-    g *= share(denominator_ptr)
-    pull *= g
-    if g_lse_ptr is not None:
-        pull += tl.load(g_lse_ptr + rows * g_lse_stride, mask=valid, other=0.0)
+    base, s, pull, hold, spread = row_gradient(
+        rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
+        denominator_ptr, y, valid, rows, N, V, g_loss_stride, g_lse_stride, smoothing, z_loss,
+        UNIT)
     at, keep = terms_ptr + rows, rows < N
     tl.store(at, tl.where(valid, base, float("inf")), mask=keep)
     tl.store(at + N, tl.where(valid, pull / s, 0.0), mask=keep)
-    tl.store(at + 2 * N, tl.where(valid, hold * g, 0.0), mask=keep)
-    tl.store(at + 3 * N, tl.where(valid, spread * g, 0.0), mask=keep)
+    tl.store(at + 2 * N, tl.where(valid, hold, 0.0), mask=keep)
+    tl.store(at + 3 * N, tl.where(valid, spread, 0.0), mask=keep)
     if g_entropy_ptr is not None:
         g_h = tl.load(g_entropy_ptr + rows * g_entropy_stride, mask=valid, other=0.0)
-        mean = lse - tl.load(entropy_ptr + rows, mask=valid, other=0.0)  # Σ p z
+        entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
+        mean = base / UNIT + tl.log(s) - entropy  # Σ p z
         tl.store(at + 4 * N, g_h / s, mask=keep)
         tl.store(at + 5 * N, tl.where(valid, mean, 0.0), mask=keep)
 

@@ -1,8 +1,5 @@
 """Linear layer and loss by chunks of tokens: every option and subset of gradients against float64, and a citizen of autograd."""
-import importlib.util
 import itertools
-from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from fusedloss.chunks import (
     Chunks, LinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks,
     put_product, sum_unit)
 from fusedloss.measure import SHAPES, peak_memory, relative_error, saved_tensors
-from helpers import TOLERANCE
+from helpers import TOLERANCE, planted
 from test_kernels import exact, reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -770,7 +767,6 @@ def test_more_than_two_to_the_31_elements(shape):
 
 # --- planted bugs ---
 
-NUMBERS = count()
 MUTANTS = {  # what is wrong: (text of fusedloss/chunks.py, what stands in its place)
     "dw forgets the chunks before": ("dz.T, x, self.begun,", "dz.T, x, False,"),
     "dw adds to what memory held": ("dz.T, x, self.begun,", "dz.T, x, True,"),
@@ -800,18 +796,8 @@ MUTANTS = {  # what is wrong: (text of fusedloss/chunks.py, what stands in its p
 
 @pytest.fixture
 def variant(tmp_path):
-    "The module with one text replaced, under names of its own"
-    def build(old, new):
-        source = Path(chunks.__file__).read_text(encoding="utf-8")
-        assert old in source, f"fusedloss/chunks.py no longer holds {old!r}: plant this bug elsewhere"
-        name = f"chunks_variant{next(NUMBERS)}"
-        path = tmp_path / f"{name}.py"
-        path.write_text(source.replace(old, new).replace("fusedloss::", f"{name}::"), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.chunked_linear_cross_entropy
-    return build
+    "The loss of the module with texts replaced"
+    return lambda *pairs: planted(chunks, tmp_path, *pairs).chunked_linear_cross_entropy
 
 
 def twice(call):
