@@ -314,13 +314,13 @@ class _ChunkedLoss(torch.autograd.Function):
 chunked_loss = torch.library.custom_op("fusedloss::chunked_loss", chunked_loss_fwd,
                                        mutates_args=())
 
-# %% ../nbs/05_chunks.ipynb #5877bbbb
+# %% ../nbs/05_chunks.ipynb #79dfefe2
 @chunked_loss.register_fake
 def _(x, w, b, y, weight, token_weight, ignore_index, label_smoothing, logit_scale, softcap,
       z_loss, dtype, grad_dtype, mean, chunk_size, memory_budget, accumulate, max_valid,
       need_x, need_w, need_b, stats):
     new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
-    n, dw = len(x), torch.empty_like(w, dtype=grad_dtype)
+    n, dw = x.shape[0], torch.empty_like(w, dtype=grad_dtype)
     return (new(), x.new_empty(x.shape if need_x else 0),
             dw if need_w else w.new_empty(0, dtype=grad_dtype), new(len(w) if need_b else 0),
             new(2), new(n if stats else 0), new(n if stats else 0),

@@ -570,18 +570,18 @@ def kernel_bwd(
                              multiprocessors(x.device))
     return launch_gradients(terms, unit, x, w, target, bias, weight, o, uneven, slab, t, needs)
 
-# %% ../nbs/06_recompute.ipynb #13aba1d7
+# %% ../nbs/06_recompute.ipynb #13be586e
 @recompute_loss.register_fake
 def _(x, w, target, bias, weight, token_weight, denominator, ignore_index, label_smoothing,
       logit_scale, softcap, z_loss, stats, budget):
-    n, new = len(target), lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
+    n, new = target.shape[0], lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
     return new(n), new(n), new(n if stats else 0), new(5 if stats else 2, n)
 
 @recompute_grad.register_fake
 def _(g_loss, g_lse, g_entropy, x, w, target, bias, *others):
     need_x, need_w, need_b = others[-3:]
     return (x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,)),
-            (w if bias is None else bias).new_empty(len(w) if need_b else 0))
+            (w if bias is None else bias).new_empty(w.shape[0] if need_b else 0))
 
 # %% ../nbs/06_recompute.ipynb #96787d2f
 def _save(ctx, inputs, output):
