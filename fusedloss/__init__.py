@@ -11,5 +11,5 @@ from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entro
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
            "MemoryEfficientVocabOutput", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "cross_entropy",
-           "iota_cross_entropy", "linear_cross_entropy", "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather",
-           "tiled_linear_cross_entropy"]
+           "iota_cross_entropy", "linear_cross_entropy", "onehot_select", "plan", "recompute_linear_cross_entropy",
+           "rewrite_gather", "tiled_linear_cross_entropy"]

@@ -18,13 +18,19 @@ cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on 
 both_ways = pytest.mark.parametrize("inplace", [False, True])
 
 
+def tanh(x):
+    "`torch.tanh`, whose derivative 1 - tanh² loses its digits where tanh is near one; this one's keeps them"
+    half = lambda x: (1 - torch.exp(-2 * x)) / (1 + torch.exp(-2 * x))
+    return torch.where(x >= 0, half(x.clamp(min=-1)), -half((-x).clamp(min=-1)))
+
+
 def exact(z, y, weight=None, *, ignore_index=-100, label_smoothing=0.0, logit_scale=1.0, softcap=None, z_loss=0.0,
           token_weight=None) -> SimpleNamespace:
     "What a pass over logits [V], [N,V], [N,V,...] should know, in float64 on the CPU, sharing no line with the library"
     z, y = z.cpu().double() * logit_scale, y.cpu().long()
     weight, t = (None if w is None else w.cpu().double() for w in (weight, token_weight))
     if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+        z = softcap * tanh(z / softcap)
     dim, n_classes = min(1, z.dim() - 1), z.shape[min(1, z.dim() - 1)]
     valid = (y != ignore_index) & (y >= 0) & (y < n_classes)
     label, t = torch.where(valid, y, 0), torch.ones(y.shape, dtype=f64) if t is None else t

@@ -1,5 +1,4 @@
 """The front door: every method against float64 and each other, what it refuses, and whether its plan tells the truth."""
-import importlib.util
 import itertools
 import logging
 import subprocess
@@ -7,27 +6,26 @@ import sys
 import timeit
 import types
 import unittest
-from itertools import count
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from hypothesis import HealthCheck, given, settings, strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import fusedloss.losses as losses
 from fusedloss.baseline import sample_data
 from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
-from helpers import TOLERANCE, upstream
+from helpers import TOLERANCE, planted, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 SUBSETS = list(itertools.product((False, True), repeat=3))  # of gradients of x, w, b
-NUMBERS = count()
 WHOLE = ("auto", "eager", "recompute")  # methods with every option
 OPTIONS = {
     "plain": {}, "smoothing": dict(label_smoothing=0.1), "scale": dict(logit_scale=0.5), "softcap": dict(softcap=1.5),
@@ -360,6 +358,15 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
             torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
+    w, seen = torch.randn(50, 8, requires_grad=True), CompileCounter()
+    fn = torch.compile(lambda x, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend=seen, dynamic=True)
+    for n in (5, 6, 9, 12):
+        fn(torch.randn(n, 8, requires_grad=True), torch.randint(50, (n,)))
+    assert seen.frame_count == 1
+
+
 # --- the plan ---
 
 def plans(shape, **options):
@@ -589,19 +596,8 @@ MUTANTS = {  # what is wrong: (text of fusedloss/losses.py, what stands in its p
 
 @pytest.fixture
 def variant(tmp_path):
-    "The module with one text replaced, under a name of its own"
-    def build(old, new):
-        source = Path(losses.__file__).read_text(encoding="utf-8")
-        assert old in source, f"fusedloss/losses.py no longer holds {old!r}: plant this bug elsewhere"
-        name = f"losses_variant{next(NUMBERS)}"
-        path = tmp_path / f"{name}.py"
-        path.write_text(source.replace(old, new), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        return module
-    return build
+    "The module with texts replaced"
+    return partial(planted, losses, tmp_path)
 
 
 def any_fault(module):
