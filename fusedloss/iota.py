@@ -7,16 +7,16 @@ __all__ = ['GATHERS', 'SCATTERS', 'RULES', 'eager_backend', 'target_mask', 'oneh
            'gather_cross_entropy_fwd', 'iota_cross_entropy_bwd', 'IotaCrossEntropy', 'check_scores',
            'iota_cross_entropy', 'rewrite_gather', 'make_backend', 'inductor_pass', 'backend']
 
-# %% ../nbs/03_iota.ipynb #147689ef
-from pathlib import Path
+# %% ../nbs/03_iota.ipynb #be2791de
+from importlib.resources import files
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from fusedloss import baseline
-from fusedloss.baseline import FLOATS, acc_dtype, check_labels, reduce_loss
+from fusedloss.baseline import (
+    FLOATS, acc_dtype, check_labels, check_target, expect, reduce_loss)
 
 # %% ../nbs/03_iota.ipynb #a0777ee1
 def target_mask(
@@ -90,28 +90,18 @@ class IotaCrossEntropy(torch.autograd.Function):
     def backward(ctx, g):
         return iota_cross_entropy_bwd(g, *ctx.saved_tensors, ctx.dim), None, None
 
-# %% ../nbs/03_iota.ipynb #05829884
+# %% ../nbs/03_iota.ipynb #429223ab
 def check_scores(
     input:Tensor,  # [..., V, ...]
     target:Tensor,  # integers, input's shape without `dim`
     reduction:str, ignore_index:int, dim:int,
 ) -> int:  # `dim`, counted from the front
     "Raise `ValueError` or `IndexError` for what no loss of scores accepts."
-    baseline._expect(isinstance(target, Tensor), "target", "a tensor", type(target).__name__)
-    baseline._expect(input.dtype in FLOATS, "input", f"one of {FLOATS}", input.dtype)
-    baseline._expect(-input.dim() <= dim < input.dim(), "dim",
-                     f"a dimension of {list(input.shape)}", dim)
+    expect(input.dtype in FLOATS, "input", f"one of {FLOATS}", input.dtype)
+    expect(-input.dim() <= dim < input.dim(), "dim", f"a dimension of {list(input.shape)}", dim)
     dim %= input.dim()
-    shape = [*input.shape[:dim], *input.shape[dim + 1:]]
-    baseline._expect(list(target.shape) == shape, "target", f"shape {shape}",
-                     list(target.shape))
-    integer = not (target.is_floating_point() or target.is_complex()
-                   or target.dtype == torch.bool)
-    baseline._expect(integer, "target", "an integer dtype", target.dtype)
-    baseline._expect(target.device == input.device, "target",
-                     f"the input's device {input.device}", target.device)
-    baseline._expect(reduction in ("none", "mean", "sum"), "reduction",
-                     "'none', 'mean' or 'sum'", repr(reduction))
+    shape = input.shape[:dim] + input.shape[dim + 1:]
+    check_target(target, shape, input.device, reduction)
     check_labels(target, input.shape[dim], ignore_index)
     return dim
 
@@ -336,13 +326,13 @@ def make_backend(
 
 eager_backend = make_backend(lambda gm, inputs: gm.forward)
 
-# %% ../nbs/03_iota.ipynb #789e733a
+# %% ../nbs/03_iota.ipynb #7cde19e6
 def inductor_pass(
     rules:dict=RULES,  # or `GATHERS`, or `SCATTERS`
 ):  # for Inductor's option `joint_custom_pre_pass`
     "The rewrite as Inductor wants it."
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-    source = Path(baseline.__file__).with_name("iota.py")
+    source = files("fusedloss") / "iota.py"
     class GatherPass(CustomGraphPass):
         def __call__(self, graph): _rewrite(graph, rules)
         def uuid(self): return get_hash_for_files((str(source),), extra=str(list(rules)))
