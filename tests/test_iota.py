@@ -1,8 +1,6 @@
 """The masked sum and the turnaround against their definition; the graph pass on graphs where it must fire and where it must not."""
-import importlib.util
 import shutil
-from itertools import count
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +9,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedloss.iota
-from fusedloss.iota import (IotaCrossEntropy, backend, check_scores, eager_backend, gather_cross_entropy_fwd, inductor_pass,
+from fusedloss.iota import (IotaCrossEntropy, backend, eager_backend, gather_cross_entropy_fwd, inductor_pass,
                             iota_cross_entropy, iota_cross_entropy_fwd, make_backend, onehot_select, rewrite_gather, target_mask)
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from helpers import planted
 
 aten = torch.ops.aten
 # dz is rounded once in forward and once as a product with what comes from above: twice half a unit of 8 or 11 bits
@@ -665,7 +664,6 @@ def test_compiled_without_a_gradient(device):
 
 # ---- planted bugs
 
-NUMBERS = count()
 MUTANTS = {  # what is wrong: (text of fusedloss/iota.py, what stands in its place)
     "the mask is multiplied": ("torch.where(target_mask(z, y, dim), z, 0)", "(target_mask(z, y, dim) * z)"),
     "the mask looks one class on": ("== y.unsqueeze(dim)\n\n", "== y.unsqueeze(dim) + 1\n\n"),
@@ -699,17 +697,8 @@ MUTANTS = {  # what is wrong: (text of fusedloss/iota.py, what stands in its pla
 
 @pytest.fixture
 def variant(tmp_path):
-    "The iota module with one text replaced, under a name of its own"
-    def build(old, new):
-        source = Path(fusedloss.iota.__file__).read_text(encoding="utf-8")
-        assert old in source, f"fusedloss/iota.py no longer holds {old!r}: plant this bug elsewhere"
-        path = tmp_path / f"variant{next(NUMBERS)}.py"
-        path.write_text(source.replace(old, new), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    return build
+    "The iota module with texts replaced"
+    return partial(planted, fusedloss.iota, tmp_path)
 
 
 def loss_faults(m):

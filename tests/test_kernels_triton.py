@@ -1,10 +1,7 @@
 """The Triton kernels by their launchers: interpreted on a CPU, as they are on a GPU; and bugs planted in them."""
-import importlib.util
 import os
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from hypothesis import Phase, given, settings, strategies as st
 import fusedloss.kernels as kernels
 from fusedloss.kernels import Blocks
 from fusedloss.measure import relative_error
-from helpers import TOLERANCE, upstream
+from helpers import TOLERANCE, planted, upstream
 from test_kernels import OPTIONS, cross_entropy, differentiate, exact, sample, truth, weights, wrong
 
 InterpreterError = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed").InterpreterError
@@ -620,25 +617,12 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
     "NaN is right": ("front door", "((rank == 0) & lse.isfinite())", "(rank == 0)"),
     "accuracy over all tokens": ("front door", "/ n_valid.clamp(min=1)", "/ len(lse)"),
 }
-NUMBERS = count()
 
 
 @pytest.fixture
 def variant(tmp_path):
-    "The kernels module with texts replaced, under operator names of its own"
-    def build(*pairs: str):
-        source = Path(kernels.__file__).read_text(encoding="utf-8")
-        for old, new in zip(pairs[::2], pairs[1::2], strict=True):
-            assert old in source, f"fusedloss/kernels.py no longer holds {old!r}: plant this bug elsewhere"
-            source = source.replace(old, new)
-        name = f"kernels_variant{next(NUMBERS)}"
-        path = tmp_path / f"{name}.py"
-        path.write_text(source.replace("fusedloss::", f"{name}::"), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    return build
+    "The kernels module with texts replaced"
+    return partial(planted, kernels, tmp_path)
 
 
 @needs_interpreter

@@ -1,6 +1,5 @@
 """Predictions, timings, peaks and pictures: each against a count made by hand."""
 import json
-import math
 import re
 import shutil
 import subprocess

@@ -1,15 +1,12 @@
 """Bugs planted in the tiled loss, one at a time: the cases of `helpers` must notice each."""
-import importlib.util
-from itertools import count
-from pathlib import Path
+from functools import partial
 from types import ModuleType
 
 import pytest
 
 import fusedloss.tiles
-from helpers import CASES, faults
+from helpers import CASES, faults, planted
 
-NUMBERS = count()
 MUTANTS = {  # what is wrong: (text of fusedloss/tiles.py, what stands in its place)
     "the last class is left out": ("min(start + tile, size)", "min(start + tile, max(size - 1, 1))"),
     "only the last tile counts": ("torch.logaddexp(lse[i], torch.logsumexp(z, 1))", "torch.logsumexp(z, 1)"),
@@ -38,18 +35,8 @@ MUTANTS = {  # what is wrong: (text of fusedloss/tiles.py, what stands in its pl
 
 @pytest.fixture
 def variant(tmp_path):
-    "The tiles module with one text replaced, under names of its own"
-    def build(old: str, new: str) -> ModuleType:
-        source = Path(fusedloss.tiles.__file__).read_text(encoding="utf-8")
-        assert old in source, f"fusedloss/tiles.py no longer holds {old!r}: plant this bug elsewhere"
-        name = f"variant{next(NUMBERS)}"
-        path = tmp_path / f"{name}.py"
-        path.write_text(source.replace(old, new).replace("fusedloss::", f"{name}::"), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    return build
+    "The tiles module with texts replaced"
+    return partial(planted, fusedloss.tiles, tmp_path)
 
 
 def first_fault(module: ModuleType) -> str | None:
