@@ -58,17 +58,17 @@ def check_linear(
 ):
     "`ValueError` unless `input` and `linear_weight` can be multiplied, or will be by autocast."
     expect(linear_weight.dim() == 2, "linear_weight",
-            "shape [V, H]", list(linear_weight.shape))
+           "shape [V, H]", list(linear_weight.shape))
     expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input",
-            f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
+           f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
     for name, t in (("input", input), ("linear_weight", linear_weight)):
         expect(t.dtype in FLOATS, name, "a floating dtype of 16, 32 or 64 bits", t.dtype)
     mixes = (torch.is_autocast_enabled(input.device.type)
              and torch.float64 not in (input.dtype, linear_weight.dtype))
     expect(input.dtype == linear_weight.dtype or mixes, "linear_weight",
-            f"the input's dtype {input.dtype}", linear_weight.dtype)
+           f"the input's dtype {input.dtype}", linear_weight.dtype)
     expect(input.device == linear_weight.device, "linear_weight",
-            f"the input's device {input.device}", linear_weight.device)
+           f"the input's device {input.device}", linear_weight.device)
 
 # %% ../nbs/01_baseline.ipynb #adc37378
 def check_labels(
@@ -115,7 +115,7 @@ def check_inputs(
     check_target(target, input.shape[:-1], input.device, reduction)
     expect(is_number(margin), "margin", "a finite number", margin)
     expect(scale is None or is_number(scale) and scale > 0, "scale",
-            "a positive number or None", scale)
+           "a positive number or None", scale)
     check_labels(target, len(linear_weight), ignore_index)
 
 # %% ../nbs/01_baseline.ipynb #0411c565
