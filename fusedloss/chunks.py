@@ -7,7 +7,7 @@ __all__ = ['chunked_loss', 'adds_in_float32', 'put_product', 'equal_rows', 'Chun
            'chunk_loss', 'sum_unit', 'Gradients', 'make_logits', 'run_chunks', 'packed_rows', 'put_back', 'operand',
            'total_loss', 'late_factors', 'stats_of_all', 'final_gradients', 'chunked_loss_fwd', 'scaled', 'scaled_bias',
            'linear_dtype', 'check_chunks', 'check_budget', 'chunked_linear_cross_entropy', 'run_loss', 'summary',
-           'LinearHead', 'LinearCrossEntropyLoss']
+           'LinearHead', 'ChunkedLinearCrossEntropyLoss']
 
 # %% ../nbs/05_chunks.ipynb #bd73b366
 import functools, math
@@ -482,8 +482,8 @@ class LinearHead(nn.Module):
         classes, features = self.linear_weight.shape
         return f"in_features={features}, num_classes={classes}, bias={self.bias is not None}"
 
-# %% ../nbs/05_chunks.ipynb #dbfd0135
-class LinearCrossEntropyLoss(LinearHead):
+# %% ../nbs/05_chunks.ipynb #ebe06417
+class ChunkedLinearCrossEntropyLoss(LinearHead):
     "A linear layer and its cross entropy, chunk by chunk."
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
@@ -509,11 +509,13 @@ class LinearCrossEntropyLoss(LinearHead):
         target:Tensor,  # [...]
         token_weight:Optional[Tensor]=None,  # [...]
         max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
-    ) -> Tensor:  # scalar, float32 (float64 for float64)
-        result = chunked_linear_cross_entropy(
-            input, self.linear_weight, target, linear_bias=self.bias, weight=self.class_weight,
-            token_weight=token_weight, max_valid=max_valid, return_stats=self.monitoring,
-            **self.options)
+    ) -> Tensor:  # float32 (float64 for float64)
+        result = self.compute(input, target, linear_bias=self.bias, weight=self.class_weight,
+                              token_weight=token_weight, max_valid=max_valid,
+                              return_stats=self.monitoring, **self.options)
         if not self.monitoring: return result
         loss, self.metrics = result[0], summary(result[1])
         return loss
+
+    def compute(self, input:Tensor, target:Tensor, **given):
+        return chunked_linear_cross_entropy(input, self.linear_weight, target, **given)

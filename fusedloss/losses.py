@@ -10,7 +10,7 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'plan_again', 'METHODS', 'logger', 'Req
            'check_whole', 'check_call', 'objection', 'choose', 'request_of', 'take', 'planned_loss',
            'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
-# %% ../nbs/07_losses.ipynb #db479eaa
+# %% ../nbs/07_losses.ipynb #8ed9762a
 import functools, logging
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fusedloss.baseline import acc_dtype, check_inputs, expect
 from fusedloss.chunks import (
-    check_chunks, Chunks, chunk_bytes, chunked_linear_cross_entropy, linear_dtype, LinearHead,
-    plan_chunks, summary)
+    check_chunks, Chunks, chunk_bytes, chunked_linear_cross_entropy,
+    ChunkedLinearCrossEntropyLoss, linear_dtype, plan_chunks)
 from fusedloss.kernels import (
     check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
 from fusedloss.measure import (
@@ -101,7 +101,7 @@ def plain_copies(r:Request, kept:bool) -> float:
     if r.stats: return 4.25 + scaled  # a quarter for comparisons
     return 2 + kept + (scaled or "label_smoothing" in r.options and any(r.needs))
 
-# %% ../nbs/07_losses.ipynb #ed99cb8b
+# %% ../nbs/07_losses.ipynb #ba882729
 def eager_way(r:Request, machine:Machine) -> Way:
     "All logits at once."
     (n, v, h), graded, size = r[:3], any(r.needs), r.n * r.v
@@ -111,7 +111,8 @@ def eager_way(r:Request, machine:Machine) -> Way:
              *gradient_products(r, 1, 1, r.work)]
     copies = 1 + kept if r.fused else max(plain_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
-    grads = (n * h * r.needs[0] + v * h * r.needs[1]) * r.grad_dtype.itemsize
+    grads = r.grad_dtype.itemsize * (n * h if r.needs[0] else 0)
+    grads += r.grad_dtype.itemsize * (v * h if r.needs[1] else 0)
     return make_way("eager", r, machine, costs, 10, max(most - grads, after), ("all logits",),
                     "it has no chunks" if r.chunk_size else "")
 
@@ -144,14 +145,14 @@ def chunks_extra(r:Request, c:Chunks) -> int:
     wide = r.v * r.h * 2 if c.wide else 0
     return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide
 
-# %% ../nbs/07_losses.ipynb #1a86da7c
+# %% ../nbs/07_losses.ipynb #1a76a86d
 def chunks_way(r:Request, machine:Machine) -> Way:
     "A chunk of tokens at a time, gradients in forward."
     (n, v, h), c, graded = r[:3], chunks_cut(r), any(r.needs)
     chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.work
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
-    costs += [sweep_cost("add to dw", v * h, *[total] * (2 * chunks - 1))] * r.needs[1]
+    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * (2 * chunks - 1))] * r.needs[1]
     costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)] * c.wide
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
@@ -162,7 +163,7 @@ def chunks_way(r:Request, machine:Machine) -> Way:
                     ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
                     "" if r.chunk_size else caution)
 
-# %% ../nbs/07_losses.ipynb #5dd5edc4
+# %% ../nbs/07_losses.ipynb #ea4959da
 def slab_way(r:Request) -> tuple[list[Cost], int, int, tuple]:
     "Costs, launches, extra bytes and cut of stage 6's kernels."
     (n, v, h), (need_x, need_w, _), size = r[:3], r.needs, r.work.itemsize
@@ -176,11 +177,11 @@ def slab_way(r:Request) -> tuple[list[Cost], int, int, tuple]:
     costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v))]
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h))] * need_w
     costs += [Cost("dx", flops, size * (n + h) * v + (2 * slabs - 1) * 4 * n * h)] * need_x
-    dx = n * h * need_x  # its sum in fp32 stands where 16 bits will be
-    part = 4 * slab * h * need_w if r.dtype == torch.float16 else 0
+    dx = n * h if need_x else 0  # its sum in fp32 stands where 16 bits will be
+    part = 4 * slab * h if need_w and r.dtype == torch.float16 else 0
     return costs, 8 + 3 * slabs, max(2 * n * slab + part + 2 * dx, 4 * dx), ("classes", slab)
 
-# %% ../nbs/07_losses.ipynb #e6303a17
+# %% ../nbs/07_losses.ipynb #5df8bcec
 def plain_way(r:Request) -> tuple[list[Cost], int, int, tuple]:
     "The same of its plain path."
     (n, v, h), wide, copies = r[:3], acc_dtype(r.dtype), 3 if r.fused else 9
@@ -190,7 +191,7 @@ def plain_way(r:Request) -> tuple[list[Cost], int, int, tuple]:
     if any(r.needs): costs += [*costs, *gradient_products(r, chunks, 2 * chunks, wide)]
     operands = v * h * 4 * (1 + r.needs[1]) if wide != r.dtype else 0
     held = copies if r.fused else plain_copies(r, any(r.needs))
-    held += chunks > 1 and any(r.needs) and not r.fused  # a chunk's dz outlives its turn
+    if chunks > 1 and any(r.needs) and not r.fused: held += 1  # a chunk's dz outlives its turn
     return (costs, 20 * chunks, int(rows * v * wide.itemsize * held) + operands,
             ("rows", rows))
 
@@ -201,14 +202,14 @@ def recompute_way(r:Request, machine:Machine) -> Way:
     return make_way("recompute", r, machine, *found,
                     "it has slabs, not chunks" if r.chunk_size else "")
 
-# %% ../nbs/07_losses.ipynb #4733471c
+# %% ../nbs/07_losses.ipynb #327ea4ba
 def tiles_extra(r:Request, rows:int, columns:int) -> int:
     "A tile in fp32, its gradient, dx in fp32 and a slice of dw."
     wide, narrow = r.work.itemsize != 2, r.grad_dtype.itemsize == 2
-    dx = r.n * r.h * 2 * r.needs[0] * narrow
+    dx = r.n * r.h * 2 if r.needs[0] and narrow else 0
     if not any(r.needs): return rows * columns * 8
     return (rows * columns * (2 * acc_dtype(r.dtype).itemsize if wide else 6) + dx
-            + columns * r.h * 4 * r.needs[1])
+            + (columns * r.h * 4 if r.needs[1] else 0))
 
 # %% ../nbs/07_losses.ipynb #745113b4
 def tile_sides(r:Request) -> tuple[int, int]:
@@ -529,40 +530,19 @@ def linear_cross_entropy(
     return planned_loss(input, linear_weight, target, given, shift, method, memory_budget,
                         accumulate, filter_eps, monitored=method == "chunks")
 
-# %% ../nbs/07_losses.ipynb #91f382ee
-class LinearCrossEntropyLoss(LinearHead):
+# %% ../nbs/07_losses.ipynb #d7402d9b
+class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     "A linear layer and its cross entropy, by the method that `plan` takes."
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
-        *, class_weight:Optional[Tensor]=None,  # [V]
-        reduction:str="mean", ignore_index:int=-100, label_smoothing:float=0.0,
-        logit_scale:float=1.0, softcap:Optional[float]=None, z_loss:float=0.0, shift:int=0,
-        method:str="auto", memory_budget:Optional[int]=None, accumulate:str="auto",
-        filter_eps:Optional[float]=None, chunk_size:Optional[int]=None,
-        init_method:Optional[Callable]=None,  # fills [V,H] in place; as `nn.Linear` if None
-        transposed:bool=False,  # store the weight as [H,V]
-        monitoring:bool=False,  # keep statistics of the last call in `metrics`
-        device=None, dtype=None,
+        *, shift:int=0,  # k: the target of a token lies k positions ahead
+        method:str="auto", filter_eps:Optional[float]=None,
+        **options,  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
-        super().__init__(in_features, num_classes, bias, init_method, transposed, device, dtype)
-        self.register_buffer("class_weight", class_weight)
-        self.options = dict(
-            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, return_stats=monitoring)
-        self.how = dict(shift=shift, method=method, memory_budget=memory_budget,
-                        accumulate=accumulate, filter_eps=filter_eps, chunk_size=chunk_size)
-        self.monitoring, self.metrics = monitoring, {}
+        super().__init__(in_features, num_classes, bias, **options)
+        self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
+        self.how.update(shift=shift, method=method, filter_eps=filter_eps)
 
-    def forward(self,
-        input:Tensor,  # [..., H]
-        target:Tensor,  # [...]
-        token_weight:Optional[Tensor]=None,  # [...]
-        max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
-    ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-        given = dict(self.options, linear_bias=self.bias, weight=self.class_weight,
-                     token_weight=token_weight)
-        result = planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
-                              monitored=True, **self.how)
-        if not self.monitoring: return result
-        loss, self.metrics = result[0], summary(result[1])
-        return loss
+    def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given):
+        return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
+                            monitored=True, **self.how)
