@@ -731,7 +731,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_captures_it(how):
     def step():
         loss = chunked_linear_cross_entropy(x, w, y, **how)
         loss = loss[0] if isinstance(loss, tuple) else loss
-        return loss, *torch.autograd.grad(2 * loss, [x, w])
+        return loss.detach(), *torch.autograd.grad(2 * loss, [x, w])  # a graph kept alive would tie the capture to its stream
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:

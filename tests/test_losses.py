@@ -643,7 +643,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_captures_it(method):
     x.requires_grad_(), w.requires_grad_()
     def step():
         loss = linear_cross_entropy(x, w, y, method=method)
-        return loss, *torch.autograd.grad(2 * loss, [x, w])
+        return loss.detach(), *torch.autograd.grad(2 * loss, [x, w])  # a graph kept alive would tie the capture to its stream
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:

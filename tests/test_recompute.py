@@ -161,6 +161,38 @@ def test_runs_of_any_length(device, monkeypatch):
             assert torch.allclose(a, e, rtol=2e-6, atol=2e-6)
 
 
+TILING = recompute.Tiling(True, 128, 256, 64)
+
+
+def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch):
+    monkeypatch.setattr(recompute, "TUNED", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cost, asked = {(3, 8): 3, (3, 32): 2, (4, 8): 4, (4, 32): 1}, []
+    monkeypatch.setattr(recompute, "milliseconds", lambda run, t: asked.append(t) or cost[t.stages, t.group])
+    best = lambda n, v, stages=(4,): recompute.fastest("lse", torch.empty(n, 4096, device="meta", dtype=bf16), v, TILING, stages, None)[4:]
+    assert best(8192, 128256)[1:] == (4, 32)
+    assert len(asked) == 4 and best(5000, 100000)[1:] == (4, 32) and len(asked) == 4, "of the same powers of two"
+    assert best(4096, 128256, ())[1:] == (3, 32) and len(asked) == 6, "another class, other choices"
+    assert best(64, 1000)[1:] == (3, 8) and len(asked) == 6, "small work is not timed"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert best(2**20, 128256)[1:] == (3, 8) and len(asked) == 6, "nor what a graph captures"
+
+
+@cuda_only
+def test_every_variant_gives_the_same_bits():
+    x, w, _, y, _ = Case((1000, 512, 5000), dtype=bf16).tensors("cuda")
+    x, w = x.detach(), w.detach()
+    lse = lambda t: recompute.launch_lse(x, w, y, None, None, None, None, recompute.RowOptions(), False, t)[1]
+    terms = torch.rand(6, 1000, device="cuda")
+    def dz(t):
+        out = torch.empty(1000, 5000, device="cuda", dtype=bf16)
+        recompute.launch_dz(x, w, out, y, None, None, terms, None, 0, recompute.RowOptions(), False, t)
+        return out
+    for run, stages in ((lse, (4,)), (dz, ())):
+        first, *others = [run(t) for t in recompute.variants(TILING, stages)]
+        assert others and all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize("requires", [*itertools.product([False, True], repeat=3)], ids=str)
 def test_gradients_exactly_where_they_are_asked_for(requires, way):
     for reduction in REDUCTIONS:
