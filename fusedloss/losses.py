@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'plan_again', 'METHODS', 'logger', 'Request', 'Way', 'make_way', 'tokens_product',
-           'gradient_products', 'plain_copies', 'eager_way', 'chunks_budget', 'chunks_operand', 'chunks_cut',
-           'chunks_extra', 'chunks_way', 'slab_way', 'plain_way', 'recompute_way', 'tiles_extra', 'tile_sides',
-           'tiles_way', 'least', 'Choice', 'Plan', 'make_plan', 'plan', 'eager_linear_cross_entropy', 'shift_targets',
-           'check_whole', 'check_call', 'objection', 'choose', 'request_of', 'take', 'planned_loss',
+           'gradient_products', 'plain_copies', 'cannot_filter', 'eager_way', 'chunks_budget', 'chunks_operand',
+           'chunks_cut', 'chunks_extra', 'chunks_way', 'slab_way', 'plain_way', 'recompute_way', 'tiles_extra',
+           'tile_sides', 'tiles_way', 'least', 'Choice', 'Plan', 'make_plan', 'plan', 'eager_linear_cross_entropy',
+           'shift_targets', 'check_whole', 'check_call', 'objection', 'choose', 'request_of', 'take', 'planned_loss',
            'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
-# %% ../nbs/07_losses.ipynb #8ed9762a
+# %% ../nbs/07_losses.ipynb #43572c67
 import functools, logging
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional
@@ -28,7 +28,7 @@ from fusedloss.kernels import (
 from fusedloss.measure import (
     Cost, H200, Machine, Table, predict_seconds, si, sweep_cost)
 from fusedloss.recompute import (
-    BUDGET, check_recompute, recompute_linear_cross_entropy, slab_tiles)
+    BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy, slab_tiles)
 from fusedloss.tiles import tiled_linear_cross_entropy
 
 # %% ../nbs/07_losses.ipynb #ce13440a
@@ -101,7 +101,12 @@ def plain_copies(r:Request, kept:bool) -> float:
     if r.stats: return 4.25 + scaled  # a quarter for comparisons
     return 2 + kept + (scaled or "label_smoothing" in r.options and any(r.needs))
 
-# %% ../nbs/07_losses.ipynb #ba882729
+# %% ../nbs/07_losses.ipynb #93ae9f4c
+def cannot_filter(r:Request) -> str:
+    "Why a method that keeps its logits refuses a filter; empty without one."
+    return "it has no filter_eps" if "filter_eps" in r.options else ""
+
+# %% ../nbs/07_losses.ipynb #809fc09f
 def eager_way(r:Request, machine:Machine) -> Way:
     "All logits at once."
     (n, v, h), graded, size = r[:3], any(r.needs), r.n * r.v
@@ -114,7 +119,7 @@ def eager_way(r:Request, machine:Machine) -> Way:
     grads = r.grad_dtype.itemsize * (n * h if r.needs[0] else 0)
     grads += r.grad_dtype.itemsize * (v * h if r.needs[1] else 0)
     return make_way("eager", r, machine, costs, 10, max(most - grads, after), ("all logits",),
-                    "it has no chunks" if r.chunk_size else "")
+                    "it has no chunks" if r.chunk_size else cannot_filter(r))
 
 # %% ../nbs/07_losses.ipynb #1be5d8db
 ROUNDINGS = 8  # of dw in 16 bits, at most
@@ -145,7 +150,7 @@ def chunks_extra(r:Request, c:Chunks) -> int:
     wide = r.v * r.h * 2 if c.wide else 0
     return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide
 
-# %% ../nbs/07_losses.ipynb #1a76a86d
+# %% ../nbs/07_losses.ipynb #67f9a7cd
 def chunks_way(r:Request, machine:Machine) -> Way:
     "A chunk of tokens at a time, gradients in forward."
     (n, v, h), c, graded = r[:3], chunks_cut(r), any(r.needs)
@@ -156,7 +161,7 @@ def chunks_way(r:Request, machine:Machine) -> Way:
     costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)] * c.wide
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
-               else "")
+               else cannot_filter(r))
     rounds = r.needs[1] and not c.wide and r.grad_dtype.itemsize == 2 and chunks > ROUNDINGS
     caution = "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
     return make_way("chunks", r, machine, costs, 10 + 5 * chunks, chunks_extra(r, c),
@@ -394,7 +399,7 @@ def check_whole(name:str, t:Optional[Tensor], n_features:int):
 # %% ../nbs/07_losses.ipynb #a6e36b2e
 METHODS = ("auto", "eager", "tiles", "chunks", "recompute")
 
-# %% ../nbs/07_losses.ipynb #f3a08223
+# %% ../nbs/07_losses.ipynb #4c24fe83
 def check_call(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
     method:str, memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
@@ -409,7 +414,7 @@ def check_call(
     check_whole("linear_weight", linear_weight, features)
     check_whole("linear_bias", given["linear_bias"], features)
     check_inputs(input, linear_weight, target, given["reduction"], given["ignore_index"])
-    expect(filter_eps is None, "filter_eps", "None: no method filters gradients", filter_eps)
+    check_filter(filter_eps, given["label_smoothing"])
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
     check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(linear_weight.T, given["weight"], given["token_weight"], target)
@@ -440,7 +445,7 @@ def choose(p:Plan, method:str) -> Way:
 # %% ../nbs/07_losses.ipynb #0a01ad85
 logger = logging.getLogger("fusedloss")
 
-# %% ../nbs/07_losses.ipynb #23076d3a
+# %% ../nbs/07_losses.ipynb #464cbfe1
 def request_of(
     input:Tensor, linear_weight:Tensor, given:dict,  # [..., H], [V,H], what the method is given
     memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int], monitored:bool,
@@ -449,7 +454,7 @@ def request_of(
     v, h = linear_weight.shape
     used = lambda value: value is not None and (isinstance(value, Tensor) or value != 0)
     options = tuple(name for name in ("linear_bias", "weight", "label_smoothing", "softcap",
-                                      "z_loss", "token_weight") if used(given[name]))
+                                      "z_loss", "token_weight", "filter_eps") if used(given[name]))
     if given["logit_scale"] != 1: options += "logit_scale",
     needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled()
                   for t in (input, linear_weight, given["linear_bias"]))
@@ -459,16 +464,18 @@ def request_of(
                    given["reduction"], memory_budget, accumulate, needs, stats, options,
                    chunk_size)
 
-# %% ../nbs/07_losses.ipynb #d66a1a29
+# %% ../nbs/07_losses.ipynb #a447adfe
 def take(
     way:Way, r:Request,
-    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, max_valid:Optional[int],
+    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
+    max_valid:Optional[int], filter_eps:Optional[float],
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "The loss by the way chosen."
     tensors = input, linear_weight, target
     if way.method == "eager": return eager_linear_cross_entropy(*tensors, **given)
     if way.method == "recompute":
-        return recompute_linear_cross_entropy(*tensors, memory_budget=r.memory_budget, **given)
+        return recompute_linear_cross_entropy(*tensors, memory_budget=r.memory_budget,
+                                              filter_eps=filter_eps, **given)
     if way.method == "chunks":
         return chunked_linear_cross_entropy(
             *tensors, memory_budget=chunks_budget(r), accumulate=r.accumulate,
@@ -479,7 +486,7 @@ def take(
         reduction=given["reduction"], ignore_index=given["ignore_index"], token_tile=rows,
         class_tile=columns)
 
-# %% ../nbs/07_losses.ipynb #bf788683
+# %% ../nbs/07_losses.ipynb #8d4e14b1
 def planned_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
     shift:int=0, method:str="auto", memory_budget:Optional[int]=None, accumulate:str="auto",
@@ -492,16 +499,16 @@ def planned_loss(
     check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
-    r = request_of(input, linear_weight, given, *how, monitored)
+    r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how, monitored)
     compiling = torch.compiler.is_compiling()
     p = make_plan(r) if compiling else plan_again(r)
     way = choose(p, method)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s × %s × %s: %s", r.n, r.h, r.v,
                   p.why if method == "auto" else f"{method}, as asked")
-    return take(way, r, input, linear_weight, target, given, max_valid)
+    return take(way, r, input, linear_weight, target, given, max_valid, filter_eps)
 
-# %% ../nbs/07_losses.ipynb #aa469030
+# %% ../nbs/07_losses.ipynb #39830362
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -519,7 +526,7 @@ def linear_cross_entropy(
     method:str="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
-    filter_eps:Optional[float]=None,  # for a method that filters; none does yet
+    filter_eps:Optional[float]=None,  # dx, dw leave out tiles of smaller probabilities
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     "A linear layer's cross entropy in float32 (float64), by the method that `plan` takes."

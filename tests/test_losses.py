@@ -20,6 +20,7 @@ from fusedloss.baseline import sample_data
 from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
+from fusedloss.recompute import recompute_linear_cross_entropy
 from helpers import TOLERANCE, planted, upstream
 from test_kernels import reference
 
@@ -190,7 +191,7 @@ def test_a_flat_sequence_may_be_shifted_and_a_vector_may_not():
 
 BAD = {
     "method": dict(method="chunk"), "method ": dict(method=None), "shift": dict(shift=-1), "shift ": dict(shift=1.0), "shift  ": dict(shift=True),
-    "filter_eps": dict(filter_eps=1e-4), "reduction": dict(reduction="avg"), "accumulate": dict(accumulate="bf16"),
+    "filter_eps": dict(filter_eps=1.0), "filter_eps ": dict(filter_eps=0.1, label_smoothing=0.1), "reduction": dict(reduction="avg"), "accumulate": dict(accumulate="bf16"),
     "memory_budget": dict(memory_budget=0), "memory_budget ": dict(memory_budget=1e9), "memory_budget  ": dict(memory_budget=1),
     "linear_bias": dict(linear_bias=torch.zeros(5)), "linear_bias ": dict(linear_bias=torch.zeros(17, dtype=f64)), "weight": dict(weight=torch.zeros(5)),
     "token_weight": dict(token_weight=torch.zeros(2)), "softcap": dict(softcap=0.0), "z_loss": dict(z_loss=-1.0),
@@ -455,7 +456,7 @@ def test_predicted_bytes_are_those_counted(options, dtype):
         loss = linear_cross_entropy(x, w, y, method=method, **options)
         torch.autograd.grad((loss[0] if isinstance(loss, tuple) else loss).sum(), [x, w])
     p = losses.make_plan(losses.request_of(x, w, dict(
-        linear_bias=None, weight=None, token_weight=None, z_loss=0.0,
+        linear_bias=None, weight=None, token_weight=None, z_loss=0.0, filter_eps=None,
         **{k: options.get(k, d) for k, d in dict(reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0, return_stats=False).items()}),
         options.get("memory_budget"), "auto", None, False))
     for way in p.able:
@@ -523,10 +524,29 @@ def test_module_keeps_what_it_saw(method, device):
     assert not any(m.requires_grad for m in layer.metrics.values())
 
 
+@pytest.mark.parametrize("method", ["auto", "recompute"])
+def test_a_filter_goes_to_the_method_that_has_one(method, device):
+    x, w, b, y = sample((64,), 16, 300, device)
+    x, w = x.mul_(3).requires_grad_(), w.mul_(3).requires_grad_()
+    how = dict(linear_bias=b, filter_eps=0.01)
+    expected = torch.autograd.grad(recompute_linear_cross_entropy(x, w, y, **how), [x, w])
+    found = torch.autograd.grad(linear_cross_entropy(x, w, y, method=method, **how), [x, w])
+    exact = torch.autograd.grad(linear_cross_entropy(x, w, y, method=method, linear_bias=b), [x, w])
+    for f, e, whole in zip(found, expected, exact):
+        assert torch.equal(f, e) and not torch.equal(f, whole), "filtered, and by the same kernels"
+
+
+@pytest.mark.parametrize("method", ["eager", "chunks", "tiles"])
+def test_methods_without_a_filter_name_the_one_that_has(method):
+    x, w, _, y = sample(dtype=f32)
+    with pytest.raises(ValueError, match="'recompute'.*filter_eps"):
+        linear_cross_entropy(x, w, y, method=method, filter_eps=0.01)
+
+
 def test_module_names_what_it_cannot_do():
     x, _, _, y = sample(dtype=f32)
     for options, message in ((dict(chunk_size=2, reduction="none"), "no method"), (dict(chunk_size=2, method="recompute"), "'chunks'"),
-                             (dict(filter_eps=0.1), "filter_eps"), (dict(shift=-1), "shift")):
+                             (dict(filter_eps=2.0), "filter_eps"), (dict(shift=-1), "shift")):
         with pytest.raises(ValueError, match=message):
             LinearCrossEntropyLoss(5, 17, **options)(x, y)
     layer = LinearCrossEntropyLoss(5, 17, True, dtype=f32)
