@@ -663,7 +663,7 @@ def flag_kernel(
     kept = tl.where(valid[None, :] & (own | (small == 0)), 1, 0)
     tl.store(flags_ptr + tv * tl.num_programs(0) + tn, tl.max(kept, 1), mask=there)
 
-# %% ../nbs/06_recompute.ipynb #60950632
+# %% ../nbs/06_recompute.ipynb #b219a740
 def filter_tiling(
     x:Tensor,  # [N,H]
     o:RowOptions, stats:bool,
@@ -678,7 +678,8 @@ def launch_flagged(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:  # [tiles_v, tiles_n] the last
     "`launch_lse` of sorted classes and tokens, and which tiles are kept."
     n, v, t = len(x), len(w), filter_tiling(x, o, stats)
-    out, parts = launch_parts(x, w, target, bias, weight, token_weight, denominator, o, stats, t)
+    out, parts = launch_parts(x, w, target, bias, weight, token_weight, denominator, o, stats,
+                              t)
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     flags = torch.empty(tiles_v, tiles_n, dtype=torch.int32, device=x.device)
     with on_device(x):
@@ -836,7 +837,7 @@ def launch_kept(
     db = terms.new_empty(0) if db is None else take(db.sum(0), inverse(order.classes))
     return dx.to(x.dtype), dw, db if unit is None else db.mul_(unit)
 
-# %% ../nbs/06_recompute.ipynb #2b95c94a
+# %% ../nbs/06_recompute.ipynb #c5c9b984
 def filtered_kernel_bwd(
     upstream:tuple[Optional[Tensor], ...],  # of losses, lse, entropy: [N] each
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
@@ -852,7 +853,8 @@ def filtered_kernel_bwd(
     slab = t.BV * slab_tiles(*x.shape, budget, *flags.shape[::-1], t.BV,
                              multiprocessors(x.device), copies=True)
     return launch_kept(take(terms, order.tokens, 1), unit, take(x, order.tokens), w,
-                       take(places, order.tokens), bias, o, uneven, order, flags, slab, t, needs)
+                       take(places, order.tokens), bias, o, uneven, order, flags, slab, t,
+                       needs)
 
 # %% ../nbs/06_recompute.ipynb #b95d798c
 def filtered_plain_bwd(

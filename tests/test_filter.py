@@ -21,7 +21,7 @@ PLAIN = {name: options for name, options in OPTIONS.items() if not options.get("
 EPS = 0.02
 
 
-def skewed(n=36, h=9, v=110, dtype=f64, device="cpu", offset=0.0):
+def skewed(n=30, h=9, v=90, dtype=f64, device="cpu", offset=0.0):
     "Leaves x, w, b and labels of a problem most of whose tiles hold nothing; classes in no order"
     g = torch.Generator().manual_seed(1)
     draw = lambda *size: torch.randn(size, generator=g, dtype=f64)
@@ -92,7 +92,7 @@ def prepared(options, x, w):
     return options
 
 
-def faults(module, device, sizes=(36, 9, 110), eps=EPS, options={}, dtype=f32, tolerance=2e-5, share=(0.0, 0.99), **more):
+def faults(module, device, sizes=(30, 9, 90), eps=EPS, options={}, dtype=f32, tolerance=2e-5, share=(0.0, 0.99), **more):
     "What the filtered loss gets wrong, in words"
     x, w, b, y = skewed(*sizes, dtype=dtype, device=device)
     options = prepared(options, x, w)
@@ -115,7 +115,7 @@ def test_dropped_tiles_and_no_others(options, way):
     assert faults(recompute, way, options=options) == []
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 3, 10), (47, 13, 123), (64, 16, 257), (20, 5, 400)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 3, 10), (47, 13, 123), (33, 16, 257), (20, 5, 400)], ids=str)
 def test_ragged_sizes(sizes, way):
     for budget in (None, 2**11):
         assert faults(recompute, way, sizes, share=(0, 1), memory_budget=budget) == []
@@ -169,7 +169,7 @@ def test_ignored_tokens_keep_no_tile(way):
     assert not flags.any()
 
 
-@pytest.mark.parametrize("index", [0, 109, 110, 111, -1])
+@pytest.mark.parametrize("index", [0, 89, 90, 91, -1])
 def test_any_ignore_index(index, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     y[y == -100] = index
@@ -195,7 +195,7 @@ def test_a_token_without_a_softmax_spoils_what_it_would_have_spoilt(bad, way):
     assert dx[rest].isfinite().all() and dx[3].isnan().any() and dw.isnan().any()
 
 
-@pytest.mark.parametrize("label", [-1, 110, 111, 10**6])
+@pytest.mark.parametrize("label", [-1, 90, 91, 10**6])
 def test_a_label_out_of_range(label, way, monkeypatch):
     x, w, b, y = skewed(dtype=f32, device=way)
     monkeypatch.setattr(recompute, "check_inputs", lambda *_: None)
@@ -255,9 +255,9 @@ def test_without_a_gradient_nothing_is_sorted(device, monkeypatch):
     loss_of(x.detach(), w.detach(), y, filter_eps=EPS)
 
 
-def test_the_same_bits_five_times(way):
+def test_the_same_bits_every_time(way):
     leaves = skewed(dtype=f32, device=way)
-    runs = [step(recompute, *leaves, EPS, memory_budget=2**11) for _ in range(5)]
+    runs = [step(recompute, *leaves, EPS, memory_budget=2**11) for _ in range(3)]
     assert all(torch.equal(a, c) for other in runs[1:] for a, c in zip(runs[0], other))
 
 
