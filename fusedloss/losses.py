@@ -150,7 +150,7 @@ def chunks_extra(r:Request, c:Chunks) -> int:
     wide = r.v * r.h * 2 if c.wide else 0
     return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide
 
-# %% ../nbs/07_losses.ipynb #67f9a7cd
+# %% ../nbs/07_losses.ipynb #22d2f99c
 def chunks_way(r:Request, machine:Machine) -> Way:
     "A chunk of tokens at a time, gradients in forward."
     (n, v, h), c, graded = r[:3], chunks_cut(r), any(r.needs)
@@ -158,7 +158,7 @@ def chunks_way(r:Request, machine:Machine) -> Way:
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
     costs += [Cost("add to dw", 0.0, v * h * total.itemsize * (2 * chunks - 1))] * r.needs[1]
-    costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)] * c.wide
+    if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
                else cannot_filter(r))

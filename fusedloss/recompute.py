@@ -731,7 +731,7 @@ def filtered_fwd(
     back = inverse(order.tokens)
     return *(take(t, back, -1) for t in out), *order, flags
 
-# %% ../nbs/06_recompute.ipynb #98ee6a81
+# %% ../nbs/06_recompute.ipynb #74e810b5
 class KeptTiles(NamedTuple):
     "Lists, kept ones first, each with the numbers of its kept ones; int32."
     dz: tuple[Tensor, Tensor]  # [slabs, places], [slabs]
@@ -753,7 +753,9 @@ def kept_tiles(
     whole = F.pad(flags, (0, -tiles_n % group, 0, slabs * slab - tiles_v))
     whole = whole.view(slabs, slab, -1, group)
     down = whole.flatten(2)[..., :tiles_n]
-    return KeptTiles(kept_first(whole.transpose(1, 2).reshape(slabs, -1)), kept_first(down),
+    spots, counts = kept_first(whole.transpose(1, 2).reshape(slabs, -1))
+    spots[-1] -= spots[-1] // (slab * group) * group * (slabs * slab - tiles_v)  # it is narrower
+    return KeptTiles((spots, counts), kept_first(down),
                      kept_first(down.transpose(1, 2).contiguous()))
 
 # %% ../nbs/06_recompute.ipynb #fae77d27

@@ -121,6 +121,17 @@ def test_ragged_sizes(sizes, way):
         assert faults(recompute, way, sizes, share=(0, 1), memory_budget=budget) == []
 
 
+@pytest.mark.parametrize("sizes", [(300, 16, 330), (140, 7, 100)], ids=str)
+@pytest.mark.parametrize("budget, eps", [(None, EPS), (2**11, EPS), (2**11, 1e-30)])
+def test_the_list_of_kept_tiles_leaves_the_same_ones_out(sizes, budget, eps, way):
+    "With a bias to differentiate every tile of dz is made, without one those of a list"
+    x, w, b, y = skewed(*sizes, dtype=bf16 if way == "cuda" else f32, device=way)
+    def step(b):
+        loss = loss_of(x, w, y, linear_bias=b, filter_eps=eps, memory_budget=budget and budget + 4 * x.numel())
+        return torch.autograd.grad(loss, [x, w])
+    assert all(torch.equal(listed, made) for listed, made in zip(step(b.detach()), step(b)))
+
+
 @pytest.mark.parametrize("name", ["plain", "scale and cap"])
 def test_float64(name, device):
     assert faults(recompute, device, options=PLAIN[name], dtype=f64, tolerance=1e-11) == []

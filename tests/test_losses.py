@@ -359,6 +359,17 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
             torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
+    on_cpu = losses.request_of
+    monkeypatch.setattr(losses, "request_of", lambda *given: on_cpu(*given)._replace(gpu=True))
+    x, w, _, y = sample((2, 6), dtype=dtype)
+    fn = torch.compile(lambda x, w, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (2, 1):
+        torch.testing.assert_close(fn(x[:rows], w, y[:rows]), linear_cross_entropy(x[:rows], w, y[:rows], method=method))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
     w, seen = torch.randn(50, 8, requires_grad=True), CompileCounter()
@@ -526,8 +537,9 @@ def test_module_keeps_what_it_saw(method, device):
 
 @pytest.mark.parametrize("method", ["auto", "recompute"])
 def test_a_filter_goes_to_the_method_that_has_one(method, device):
-    x, w, b, y = sample((64,), 16, 300, device)
-    x, w = x.mul_(3).requires_grad_(), w.mul_(3).requires_grad_()
+    x, w, _, y = sample((64,), 16, 900, device)
+    x, w, y = x.requires_grad_(), w.requires_grad_(), y.clamp(max=20)
+    b = torch.linspace(2, -20, 900, dtype=f64, device=device)  # most tiles hold nothing
     how = dict(linear_bias=b, filter_eps=0.01)
     expected = torch.autograd.grad(recompute_linear_cross_entropy(x, w, y, **how), [x, w])
     found = torch.autograd.grad(linear_cross_entropy(x, w, y, method=method, **how), [x, w])
