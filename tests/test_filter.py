@@ -92,9 +92,12 @@ def prepared(options, x, w):
     return options
 
 
-def faults(module, device, sizes=(30, 9, 90), eps=EPS, options={}, dtype=f32, tolerance=2e-5, share=(0.0, 0.99), **more):
+SIZES = {"cpu": (30, 9, 90), "cuda": (300, 9, 1500)}  # of several tiles each
+
+
+def faults(module, device, sizes=None, eps=EPS, options={}, dtype=f32, tolerance=2e-5, share=(0.0, 0.99), **more):
     "What the filtered loss gets wrong, in words"
-    x, w, b, y = skewed(*sizes, dtype=dtype, device=device)
+    x, w, b, y = skewed(*(sizes or SIZES[device]), dtype=dtype, device=device)
     options = prepared(options, x, w)
     want, kept = by_definition(module if module is recompute else TRUE, x, w, b, y, eps, options)
     got, wrong = step(module, x, w, b, y, eps, **options, **more), []
