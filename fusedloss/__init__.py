@@ -2,10 +2,11 @@
 __version__ = "0.1.0"
 
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
+from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.kernels import CrossEntropyStats, cross_entropy
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CrossEntropyStats", "MemoryEfficientVocabOutput",
-           "baseline_linear_cross_entropy", "cross_entropy", "iota_cross_entropy", "onehot_select", "rewrite_gather",
-           "tiled_linear_cross_entropy"]
+           "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "cross_entropy", "iota_cross_entropy",
+           "onehot_select", "rewrite_gather", "tiled_linear_cross_entropy"]

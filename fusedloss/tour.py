@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusedloss.baseline import baseline_linear_cross_entropy
+from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.iota import iota_cross_entropy
 from fusedloss.kernels import cross_entropy
 from fusedloss.measure import (GREY, INK, Drawing, Table, as_drawing, dtype_name, drawing_style, machine_line, peak_memory,
@@ -126,6 +127,7 @@ STAGES = (
     Stage("tiles", 2, lambda x, w, y: MemoryEfficientVocabOutput(w, tile_factor=8, reduction="mean")(x, y)),
     Stage("iota", 3, lambda x, w, y: iota_cross_entropy(F.linear(x, w), y)),
     Stage("kernels", 4, lambda x, w, y: cross_entropy(F.linear(x, w), y, inplace=True)),
+    Stage("chunks", 5, lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=128)),
 )
 
 # %% ../nbs/tour.ipynb #cf73bd58

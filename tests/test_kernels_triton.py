@@ -315,11 +315,9 @@ def test_a_row_without_a_softmax_is_nan_and_alone(bad, blocks, place):
         assert t.isnan().tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("height", [300.0, 2.0**24, -(2.0**24), 1e9])
+@pytest.mark.parametrize("height", [300.0, 2.0**24, -(2.0**24), 1e9, 1e20, -3e38])
 @pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 8, 1)])
 def test_logits_far_from_zero(height, blocks, place):
-    if place == "cpu" and abs(height) > 1e3:
-        pytest.skip("z · log₂e - base is rounded once on a GPU, twice in the interpreter")
     z, y = torch.full((2, 1, 21), height, device=place), torch.tensor([0, 20], device=place)
     z[:, 0, 20] -= abs(height) * 2.0**-23  # the next number
     e = exact(z.view(2, 21), y)
@@ -485,9 +483,9 @@ CHECKS = {name: partial(launcher_faults, case=case, device="cpu") for name, case
 MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernels.py, what stands in its place, ...)
     "padded lanes are classes": ("3 x 7", 'z = tl.where(inside, z, -float("inf"))', "z = z + 0.0"),
     "-inf minus -inf": ("3 x 7", 'return tl.where(base == -float("inf"), 0.0, base)', "return base"),
-    "sums are not rescaled": ("deep", "return top, s * tl.exp2(base - safe) + ", "return top, s + "),
+    "sums are not rescaled": ("deep", "return top, s * power(base, safe, UNIT) + ", "return top, s + "),
     "lanes are not rescaled when they meet": (
-        "3 x 7", "tl.sum(s * tl.exp2(base - finite(top)[:, None]), 1)", "tl.sum(s, 1)"),
+        "3 x 7", "tl.sum(s * power(base, finite(top)[:, None], UNIT), 1)", "tl.sum(s, 1)"),
     "rows of the second index are taken for the first": (
         "classes inside", "(rows // inner).to(tl.int64), (rows % inner)", "rows.to(tl.int64), (rows % inner)"),
     "rows of a program begin at the wrong row": (
@@ -505,9 +503,10 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
         "bound = size * tl.min(valid.to(tl.int32), 0) if SKIP"),
     "only the first part counts": ("two parts", "for part in range(parts)", "for part in range(1)"),
     "parts are not rescaled when they meet": (
-        "two parts", "s = s * tl.exp2(base - safe) + s_k * tl.exp2(base_k - safe)", "s = s + s_k"),
+        "two parts", "s = s * power(base, safe, UNIT) + s_k * power(base_k, safe, UNIT)", "s = s + s_k"),
     "moments of parts are not rescaled": (
-        "two parts", "shifted(moment, base, s, safe) + shifted(moment_k, base_k, s_k, safe)", "moment + moment_k"),
+        "two parts", "(shifted(moment, base, s, safe, UNIT)\n                      + shifted(moment_k, base_k, s_k, safe, UNIT))",
+        "moment + moment_k"),
     "an ignored class is a label": (
         "ignore_index is a class", "ignored, inside & (y != ignore_index)", "ignored, inside"),
     "the label V is a class": ("a label just outside", "(y >= 0) & (y < V)", "(y >= 0) & (y <= V)"),
@@ -521,20 +520,20 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
     "z-loss is linear": ("classes inside", "z_loss * w_t * lse * lse", "z_loss * w_t * lse"),
     "scores are smoothed where there are none": ("ignore_index is a class", "tl.where(inside, z * w, 0.0)", "z * w"),
     "the cap has the slope of a line": (
-        "classes inside", "return softcap * tanh, logit_scale * (1 - tanh * tanh)",
+        "classes inside", "return softcap * tanh, logit_scale * 4 * e * r * r",
         "return softcap * tanh, logit_scale"),
     "the scale has no slope": ("logit_scale", "return raw * logit_scale, logit_scale", "return raw * logit_scale, 1.0"),
     "the series of tanh has a wrong sign": ("classes inside", "series = x * (1 - x2", "series = x * (1 + x2"),
     "ties go to the higher index": ("3 x 7", "before & (z == z_y)", "~before & (z == z_y)"),
     "ties lose": ("ties, one block", "(z > z_y) | (before & (z == z_y))", "z > z_y"),
     "the norm counts the padding": ("3 x 7", "tl.where(inside, z * z, 0.0)", "z * z"),
-    "the moment is not shifted": ("3 x 7", "tl.where(s > 0, (base - top) / LOG2E * s, 0.0)", "0.0"),
+    "the moment is not shifted": ("3 x 7", "(moment + rise * s)", "moment"),
     "0 · -inf is in the entropy": (
-        "3 x 7", "tl.where(below > -1e4, tl.exp2(below) * below / LOG2E, 0.0)", "tl.exp2(below) * below / LOG2E"),
+        "3 x 7", "tl.where(below > -1e4, tl.exp(below) * below, 0.0)", "tl.exp(below) * below"),
     "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
-    "the loss forgets the sum": ("3 x 7", "(z_y * LOG2E - base) / LOG2E - log_s", "(z_y * LOG2E - base) / LOG2E"),
+    "the loss forgets the sum": ("3 x 7", "(z_y * UNIT - base) / UNIT - log_s", "(z_y * UNIT - base) / UNIT"),
     "the upstream gradient misses the pull": ("3 x 7", "pull *= g", "pull *= 1.0"),
-    "the upstream gradient misses the target": ("3 x 7", "(hold * g)[:, None]", "hold[:, None]"),
+    "the upstream gradient misses the target": ("3 x 7", "pull, hold * g, spread * g", "pull, hold, spread * g"),
     "the gradient of lse is lost": (
         "3 x 7", "pull += tl.load(g_lse_ptr + rows * g_lse_stride, mask=valid, other=0.0)", "pull += 0.0"),
     "the entropy's gradient has no mean": ("3 x 7", "(z - mean[:, None])", "z"),
@@ -591,13 +590,12 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
         "ignore_index is a class", "SMOOTH=o.label_smoothing > 0, STATS=stats", "SMOOTH=False, STATS=stats"),
     "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
     "PyTorch: -inf minus -inf": (
-        "front door", "share = torch.where(z > -torch.inf, below.exp() * below, 0.0)",
-        "share = (below.exp() * below)"),
+        "front door", "share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",
+        "share = (gap.exp() * gap)"),
     "PyTorch: ignored rows have a gradient": (
-        "front door", "torch.where(t.valid[:, None], dz * slope, 0.0)", "(dz * slope)"),
+        "front door", "dz.masked_fill_(~t.valid[:, None], 0.0)", "dz"),
     "PyTorch: a cap without slope": (
-        "front door", "return o.softcap * tanh, o.logit_scale * (1 - tanh * tanh)",
-        "return o.softcap * tanh, o.logit_scale"),
+        "front door", "o.logit_scale * 4 * e / (1 + e) ** 2", "o.logit_scale"),
     "PyTorch: ties lose": ("front door", "| (before & (z == z_y))).sum(1)", "| (z == z_y)).sum(1)"),
     "PyTorch: the target is not held": ("in place", "-(hold * g)[:, None])", "-(hold * 0)[:, None])"),
     "classes stay in the second dimension": (

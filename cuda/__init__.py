@@ -1,1 +1,0 @@
-"""CUDA C++ sources, one idea a file, read with `importlib.resources`."""

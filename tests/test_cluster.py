@@ -1,0 +1,174 @@
+"""The kernel of `cuda/turnaround.cu`: it compiles everywhere, and on a GPU does what `reference_fwd` and `reference_bwd` do."""
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import fusedloss
+from fusedloss import kernels
+from fusedloss.kernels import (Cluster, RowOptions, cluster_shape, cuda_kernel, cuda_source, launch_cluster, reference_bwd,
+                               reference_fwd, row_cluster)
+from fusedloss.measure import saved_tensors
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {bf16: 2**-8, f16: 2**-11, f32: 3e-6}
+SHAPES = [Cluster(1, 8, 128, 8), Cluster(1, 8, 512, 2), Cluster(2, 16, 128, 5), Cluster(4, 3, 128, 9), Cluster(8, 1, 256, 8)]
+OPTIONS = {"none": RowOptions(), "scale": RowOptions(5, logit_scale=2.0), "smoothing": RowOptions(label_smoothing=0.2),
+           "everything": RowOptions(-1, 0.1, 0.5, 3.0, 0.01)}
+
+
+@pytest.fixture
+def hopper():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no GPU with clusters")
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("element, score, smooth, cluster", [("bf16", "bare", 0, 8), ("f16", "scaled", 1, 2), ("f32", "capped", 0, 1)])
+def test_it_compiles_without_a_gpu(arch, element, score, smooth, cluster, tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc on this machine")
+    source = tmp_path / "turnaround.cu"
+    source.write_text(cuda_source("turnaround"), encoding="utf-8")
+    constants = dict(ELEMENT=element, SCORE=score, SMOOTH=smooth, LATE=0, ALIGNED=0, CLUSTER=cluster, VECTORS=4, THREADS=128, BLOCKS=4)
+    done = subprocess.run(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin", "-o", str(tmp_path / "out"),
+                           *(f"-D{k}={v}" for k, v in constants.items()), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("n", [1, 513, 1024, 1025, 4096, 4097, 16384, 16385, 32768])
+def test_a_shape_holds_its_row(n):
+    shape = cluster_shape(n)
+    assert shape.blocks * shape.vectors * shape.threads >= n and shape.blocks in (1, 2, 4, 8)
+    assert shape.together * shape.threads * (4 * shape.vectors + 24) <= 65536, "registers of a multiprocessor"
+    assert cluster_shape(32769) is None
+
+
+def case(v, dtype, o, offset=0, inner=3):
+    "Logits [3,inner,V] inside a buffer of NaN, `offset` elements from its start; labels, weights of classes and tokens"
+    torch.manual_seed(v)
+    buffer = torch.full((3, inner, v + offset + 8), torch.nan, device="cuda", dtype=dtype)
+    z = buffer[..., offset:offset + v].copy_(3 * torch.randn(3, inner, v))
+    y = torch.randint(v, (3 * inner,)).where(torch.arange(3 * inner) > 3, torch.tensor([v, o.ignore_index, 2**40, -7] * 3)[:3 * inner])
+    if v > 6: z[1, 1, 2], z[1, 2, :v // 2], y[5] = -torch.inf, -torch.inf, v - 1
+    some = o.label_smoothing == 0.1
+    return buffer, z, y.cuda(), torch.rand(v).cuda() if some else None, torch.rand(3 * inner).cuda() if some else None
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("v", [1, 3, 104, 1000, 5003])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_losses_and_gradients(dtype, options, v, offset, hopper):
+    o, share = OPTIONS[options], torch.tensor(3.0, device="cuda")
+    buffer, z, y, w, t = case(v, dtype, o, offset)
+    raw, wide = z.reshape(9, v).double(), [x if x is None else x.double() for x in (w, t)]
+    losses, _, entropy, rows = reference_fwd(raw, y, *wide, o, False, share)
+    for shape in SHAPES:
+        if shape.blocks * shape.vectors * shape.threads * 16 < (v + 8) * z.element_size(): continue
+        for late in (False, True):
+            dz = reference_bwd(torch.ones_like(losses), None, None, raw, y, *wide, rows, entropy, o, None if late else share)
+            after = buffer.clone()
+            got = after[..., offset:offset + v]
+            ours = launch_cluster(got, got, y, w, t, share, o, shape, late)
+            assert torch.allclose(ours.double(), losses, rtol=1e-6, atol=2e-6, equal_nan=True)
+            assert (got.reshape(9, v).double() - dz).abs().max() <= TOLERANCE[dtype] * dz.abs().max().clamp(min=1e-2)
+            assert after[..., :offset].isnan().all() and after[..., offset + v:].isnan().all(), "written outside"
+
+
+@pytest.mark.parametrize("v", [5000, 50257, 128256, 151936, 262144])
+def test_long_rows_by_the_front_door(v, hopper):
+    z = torch.randn(140, 1, v, device="cuda", dtype=bf16)
+    y = torch.randint(v, (140,), device="cuda")
+    o, exact = RowOptions(), z[:, 0].double()
+    assert row_cluster(z, None, o)
+    losses, _, entropy, rows = reference_fwd(exact, y, None, None, o, False)
+    dz = reference_bwd(torch.ones_like(losses), None, None, exact, y, None, None, rows, entropy, o)
+    runs = [z.clone() for _ in range(3)]
+    ours = [kernels.launch_both(run, run, y, None, None, None, o, False) for run in runs]
+    assert torch.allclose(ours[0].double(), losses, rtol=1e-6)
+    assert (runs[0][:, 0].double() - dz).abs().max() <= 2**-8
+    assert all(torch.equal(runs[0], run) for run in runs) and all(torch.equal(ours[0], loss) for loss in ours)
+
+
+@pytest.mark.parametrize("value", [1e20, -3e38])
+@pytest.mark.parametrize("dtype", [bf16, f32])
+def test_scores_of_any_size(value, dtype, hopper):
+    z = torch.full((2, 1, 5000), value, device="cuda", dtype=dtype)
+    losses = launch_cluster(z, z, torch.tensor([0, 4999], device="cuda"), None, None, None, RowOptions(), Cluster(2, 8, 128, 8))
+    assert torch.allclose(losses, torch.tensor(5000.0, device="cuda").log())
+    assert (z[:, 0, 1:4999] - 1 / 5000).abs().max() < 1e-6
+
+
+def test_gradient_in_another_tensor(hopper):
+    "whose rows start elsewhere within sixteen bytes"
+    z, y = torch.randn(9, 1, 5003, device="cuda", dtype=bf16), torch.arange(9, device="cuda")
+    before, turned = z.clone(), z.clone()
+    apart = torch.full((9, 1, 5010), torch.nan, device="cuda", dtype=bf16)
+    shape = Cluster(2, 4, 128, 8)
+    ours = launch_cluster(z, apart[..., 3:5006], y, None, None, None, RowOptions(), shape)
+    assert torch.equal(ours, launch_cluster(turned, turned, y, None, None, None, RowOptions(), shape))
+    assert torch.equal(z, before) and torch.equal(apart[..., 3:5006], turned) and apart.isnan().sum() == 9 * 7
+
+
+def test_out_of_place_the_gradient_waits_in_the_stead_of_the_logits(hopper):
+    z = torch.randn(140, 5000, device="cuda", dtype=bf16, requires_grad=True)
+    y = torch.randint(5000, (140,), device="cuda")
+    h = 2 * z
+    expected, = torch.autograd.grad(torch.nn.functional.cross_entropy(h.float(), y), z, retain_graph=True)
+    loss, before = fusedloss.cross_entropy(h, y), h.detach().clone()
+    (once,), (twice,) = (torch.autograd.grad(loss, z, g, retain_graph=True) for g in (None, torch.tensor(-2.0, device="cuda")))
+    last, = torch.autograd.grad(loss, z)
+    assert torch.equal(h, before) and torch.equal(once, last) and torch.equal(twice, -2 * once)
+    assert (once - expected).abs().max() < 2**-7 * expected.abs().max()
+    kept = saved_tensors(lambda: fusedloss.cross_entropy(h, y), h)
+    assert sum(t.numel() for t in kept) == h.numel()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_softmax_is_nan_and_alone(bad, hopper):
+    z = torch.randn(3, 1, 5000, device="cuda")
+    z[1] = bad
+    losses = launch_cluster(z, z, torch.tensor([0, 1, 2], device="cuda"), None, None, None, RowOptions(), Cluster(4, 4, 128, 8))
+    assert losses.isnan().tolist() == [False, True, False] and z.isnan().flatten(1).any(1).tolist() == [False, True, False]
+
+
+def test_two_compilers_give_the_same_bits(hopper):
+    pytest.importorskip("cupy")
+    constants = dict(ELEMENT="bf16", SCORE="bare", SMOOTH=0, LATE=0, ALIGNED=1, CLUSTER=2, VECTORS=4, THREADS=128, BLOCKS=8)
+    source, options = cuda_source("turnaround"), ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items()))
+    z, y = torch.randn(9, 6000, device="cuda").bfloat16(), torch.randint(6000, (9,), device="cuda")
+    seen = []
+    for compiled in (kernels._by_cupy, kernels._by_torch):
+        run, losses = z.clone(), torch.empty(9, device="cuda")
+        compiled(source, "turnaround", options)(18, 128, run, run, y, None, None, None, None, losses, 6000, 1, *[6000] * 4,
+                                                *RowOptions())
+        seen.append((losses, run))
+    assert all(torch.equal(a, b) for a, b in zip(*seen))
+
+
+def test_it_launches_on_the_current_stream(hopper):
+    z, y, side = torch.randn(140, 1, 5000, device="cuda"), torch.arange(140, device="cuda"), torch.cuda.Stream()
+    turned = z.clone()
+    expected = kernels.launch_both(turned, turned, y, None, None, None, RowOptions(), False)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**8)
+        late = z.clone()
+        got = kernels.launch_both(late, late, y, None, None, None, RowOptions(), False)
+    side.synchronize()
+    assert torch.equal(got, expected)
+
+
+def test_one_warning_without_a_compiler(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
+    cuda_kernel.cache_clear()
+    with pytest.warns(UserWarning, match="needs CuPy"):
+        assert cuda_kernel("turnaround", 0, CLUSTER=1) is None
+    with warnings.catch_warnings(action="error"):
+        assert cuda_kernel("turnaround", 0, CLUSTER=1) is None
+    cuda_kernel.cache_clear()
