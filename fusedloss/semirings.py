@@ -33,7 +33,7 @@ class _Sum(torch.autograd.Function):
         x, = ctx.saved_tensors
         return g.unsqueeze(ctx.dim) * ctx.S.dsum(x, ctx.dim), None, None
 
-# %% ../nbs/11_semirings.ipynb #613f4228
+# %% ../nbs/11_semirings.ipynb #ca8f0cb2
 class Semiring:
     "Values `[*components, ...]` with a sum and a product; operands have equally many axes."
     components: ClassVar[tuple[int, ...]] = ()  # leading axes of one value
@@ -51,8 +51,10 @@ class Semiring:
         "⊕ of all entries along `dim`."
         return _Sum.apply(x, self, dim)
 
-    def mul(self, a:Tensor, b:Tensor) -> Tensor:
-        "a ⊗ b."
+    def mul(self,
+        a:Tensor, b:Tensor,  # [*components, ...], of shapes that broadcast
+    ) -> Tensor:  # of their common shape
+        "a ⊗ b, entry by entry."
         raise NotImplementedError
 
     def __repr__(self): return type(self).__name__.removesuffix("Semiring")
