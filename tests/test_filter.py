@@ -1,4 +1,4 @@
-"""Gradient filtering: what is left out is bounded and named, what is kept is exact, bugs planted in the kernels show."""
+"""Gradient filtering: what stands for a dropped tile is bounded and named, what is kept is exact, planted bugs show."""
 import functools
 import itertools
 import math
@@ -44,7 +44,7 @@ def tiles_of(module, x, options, stats):
 
 
 def by_definition(module, x, w, b, y, eps, options, stats=False, ignore_index=-100):
-    "Losses, dx, dw, db in float64 by the rule itself: order, tiles, and what is dropped; and the share of tiles kept"
+    "Losses, dx, dw, db in float64 by the rule itself: order, tiles, what stands for dropped ones; and the share kept"
     bn, bv = tiles_of(module, x, options, stats)
     run = module.run_length(len(x), -(-len(w) // bv)) if module.takes_kernel(x) else 1
     order = module.order_tiles(x.detach(), w.detach(), y, b.detach(), recompute.RowOptions(
@@ -60,20 +60,29 @@ def by_definition(module, x, w, b, y, eps, options, stats=False, ignore_index=-1
     dz, = torch.autograd.grad((e.losses * upstream(e.losses)).sum(), raw, retain_graph=True)
     z = raw.detach() * options.get("logit_scale", 1.0)
     cap = options.get("softcap")
-    p = (cap * (z / cap).tanh() if cap else z).softmax(1)
+    z = cap * (z / cap).tanh() if cap else z
+    p, width, scale = z.softmax(1), bv * run, options.get("logit_scale", 1.0)
+    slope = lambda z: scale * (1 - (z / cap) ** 2 if cap else torch.ones_like(z))
     own = torch.zeros(len(y), v, dtype=torch.bool)
     own[torch.arange(len(y))[valid], y[valid]] = True
-    def tiles_with(entries, columns):
-        "Tiles of so many classes with a true entry"
-        entries = F.pad(entries[tokens][:, classes], (0, -v % columns, 0, -len(y) % bn))
-        return entries.view(-(-len(y) // bn), bn, -(-v // columns), columns).any(3).any(1)
-    likely = tiles_with((p >= eps) & valid[:, None], bv * run).repeat_interleave(run, 1)
-    tiles = tiles_with(own, bv)
-    tiles |= likely[:, :tiles.shape[1]]
-    seen = torch.zeros(len(y), v, dtype=torch.bool)
-    seen[tokens[:, None], classes] = tiles.repeat_interleave(bn, 0).repeat_interleave(bv, 1)[:len(y), :v]
-    kept = torch.where(seen, dz, 0.0)
-    return (e.losses.detach(), kept @ w.detach(), kept.T @ x.detach(), dz.sum(0)), tiles.double().mean().item()
+    felt = (p * slope(z)).masked_fill(own, 0.0)
+    best = felt.abs().argmax(1, keepdim=True)  # there dz is the row's pull times `felt`
+    pull = torch.where(felt.gather(1, best) == 0, 0.0, dz.gather(1, best) / felt.gather(1, best))
+    def sort_of(entries, fill=0):
+        "Entries in order, cut into runs, and blocks of tokens"
+        entries = F.pad(entries[tokens][:, classes], (0, -v % width, 0, -len(y) % bn), value=fill)
+        return entries.view(-(-len(y) // bn), bn, -(-v // width), width)
+    runs = sort_of(own | ((p >= eps) & valid[:, None])).any(3).any(1)
+    size = sort_of(torch.ones_like(p))[0, 0].sum(1)
+    mean = sort_of(p).sum(3) / size  # [blocks, BN, runs]
+    mean = mean.flatten(0, 1)[:len(y)]
+    stand = mean * slope(z.logsumexp(1)[tokens, None] + mean.log()) * pull[tokens]
+    wide = lambda t: t.repeat_interleave(width, 1)[:len(y), :v]
+    seen = torch.where(wide(runs.repeat_interleave(bn, 0)), dz[tokens][:, classes], wide(stand))
+    used = torch.zeros_like(dz)
+    used[tokens[:, None], classes] = seen
+    tiles = runs.repeat_interleave(run, 1)[:, :-(-v // bv)]
+    return (e.losses.detach(), used @ w.detach(), used.T @ x.detach(), dz.sum(0)), tiles.double().mean().item()
 
 
 def step(module, x, w, b, y, eps, **options):
@@ -157,10 +166,10 @@ def test_the_bound(eps, device):
     x, w, b, y = skewed(device=device)
     got, exact_ = step(recompute, x, w, b, y, eps), step(recompute, x, w, b, y, None)
     up, valid = upstream(got[0]), y != -100
-    gone = [(a - e).norm(dim=1) for a, e in zip(got[1:3], exact_[1:3])]
+    gone = [(a - e).norm(dim=1) for a, e in zip(got[1:3], exact_[1:3])]  # weights less the mean of their tile: twice
     pull = up.abs() * valid
     assert torch.equal(got[0], exact_[0]) or relative_error(got[0], exact_[0]) < 1e-12
-    assert (gone[0] <= pull * min(1.0, len(w) * eps) * w.norm(dim=1).max() + 1e-12).all()
+    assert (gone[0] <= pull * min(1.0, len(w) * eps) * 2 * w.norm(dim=1).max() + 1e-12).all()
     assert (gone[1] <= eps * (pull * x.norm(dim=1)).sum() + 1e-12).all()
     assert relative_error(got[3], exact_[3]) < 1e-12
 
@@ -179,7 +188,7 @@ def test_ignored_tokens_keep_no_tile(way):
     x, w, b, y = skewed(dtype=f32, device=way)
     y[:] = -100
     assert not any(t.any() for t in step(recompute, x, w, b, y, EPS))
-    *_, flags = recompute.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.RowOptions(), False, 0, EPS)
+    *_, flags, _, _ = recompute.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.RowOptions(), False, 0, EPS)
     assert not flags.any()
 
 
@@ -302,11 +311,12 @@ def test_nothing_of_the_caller_changes(way):
     assert all(torch.equal(t, c) and t._version == 0 for t, c in zip((x, w, b), before)) and torch.equal(y, before[3])
 
 
-def test_saved_are_two_numbers_a_token_an_order_and_flags(device):
+def test_saved_are_two_numbers_a_token_an_order_flags_and_means(device):
     x, w, b, y = skewed(dtype=f32, device=device)
     kept = saved_tensors(lambda: loss_of(x, w, y, linear_bias=b, filter_eps=EPS), [x, w, b, y])
     bn, bv = tiles_of(recompute, x, {}, False)
-    assert sum(t.numel() for t in kept) <= 3 * len(x) + 1 + len(w) + -(-len(w) // bv) * -(-len(x) // bn)
+    tiles = -(-len(w) // bv)
+    assert sum(t.numel() for t in kept) <= 3 * len(x) + 1 + len(w) + tiles * (-(-len(x) // bn) + sum(x.shape))
 
 
 # Numbers that cannot be meant
@@ -416,21 +426,29 @@ MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in it
     "the target's tile is not kept": ("valid[None, :] & (own | (small == 0))", "valid[None, :] & (small == 0)"),
     "ignored tokens keep tiles": ("    lse = tl.load(lse_ptr + rows, mask=valid, other=float(\"inf\"))", "    valid = rows < N\n    lse = tl.load(lse_ptr + rows, mask=valid, other=float(\"inf\"))"),
     "the threshold is not a logarithm": ("o.ignore_index, math.log(eps),", "o.ignore_index, eps,"),
-    "the flags of one row count": ("tl.max(kept, 1), mask=there", "tl.min(kept, 1), mask=there"),
-    "a run is a tile": ("run, there = (tv // RUN).to(tl.int64)", "run, there = tv.to(tl.int64)"),
+    "the flags of one row count": ("kept = tl.max(tl.where(", "kept = tl.min(tl.where("),
+    "a run is a tile": ("BR=run * t.BV", "BR=t.BV"),
+    "nothing stands for a dropped tile": (".mul_(size).to(x.dtype)", ".mul_(0).to(x.dtype)"),
+    "a short tile counts as a whole one": ("tl.minimum(V - run * BR, BR)", "tl.minimum(run * 0 + BR, BR)"),
+    "the largest stands for the mean": ("mean = top + tl.log(s) - tl.log", "mean = top - tl.log"),
+    "the mean's slope is 1": ("dz.mul_(1 - (means.clamp(-c, c) / c).square_()) if c else dz", "dz"),
+    "the mean has no scale": (".mul_(o.logit_scale)\n    c = o.softcap", "\n    c = o.softcap"),
+    "each slab is lifted as the first": ("lift[j.start // t.BV:]", "lift"),
+    "stand-ins stay sorted": ("take(each, inverse(order.tokens), 1).T", "each.T"),
+    "the sums of a run lack its last tile": ("tile_sums(w, run * t.BV)", "tile_sums(w[:-1], run * t.BV)"),
     "places are classes": ("place = inverse(classes)[target.clamp(0, v - 1)].long()", "place = classes[target.clamp(0, v - 1)].long()"),
     "ignored places are classes": ("return torch.where(target == ignore_index, v + 1, place)", "return place"),
-    "dw stays sorted": ("launch_spend(dz, x, dw, of, kept[1]", "launch_spend(dz, x, dw, torch.arange(j.start, j.stop, device=w.device), kept[1]"),
-    "dx stays sorted": ("total, order.tokens, kept[2]", "total, torch.arange(n, device=w.device), kept[2]"),
+    "dw stays sorted": ("launch_spend(dz, x, dw, of, lift", "launch_spend(dz, x, dw, torch.arange(j.start, j.stop, device=w.device), lift"),
+    "dx stays sorted": ("dx, order.tokens, None, kept[2]", "dx, torch.arange(n, device=w.device), None, kept[2]"),
     "dx forgets the slabs before": ("tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)", "tl.store(at, total, mask=inside)"),
     "the first steps of a tile are repeated": ("GK + i % (GK // BK) * BK", "GK"),
     "the last kept tile is left out": ("steps = tl.load(count_ptr + group) * (GK // BK)", "steps = tl.maximum(tl.load(count_ptr + group) - 1, 0) * (GK // BK)"),
     "every list is the first": ("entry = list_ptr + group.to(tl.int64) * list_stride", "entry = list_ptr"),
     "lists begin with what is dropped": ("flags.argsort(dim=-1, descending=True, stable=True)", "flags.argsort(dim=-1, stable=True)"),
-    "db is that of kept tiles": ("None if need_b else kept[0])", "kept[0])"),
+    "db is that of kept tiles": ("(db[:, j], None) if need_b else (None, kept[0])", "(db[:, j] if need_b else None), kept[0]"),
     "db stays sorted": ("take(db.sum(0), inverse(order.classes))", "db.sum(0)"),
     "the slab takes the first classes": ("torch.index_select(w, 0, of, out=rows)", "torch.index_select(w, 0, order.classes[:len(of)], out=rows)"),
-    "terms stay in the caller's order": ("return launch_kept(take(terms, order.tokens, 1)", "return launch_kept(terms"),
+    "terms stay in the caller's order": ("take(x, order.tokens), take(terms, order.tokens, 1)", "take(x, order.tokens), terms"),
     "losses stay sorted": ("return *(take(t, back, -1) for t in out)", "return *out"),
     "weights of classes stay in their order": ("take(bias, order.classes), take(weight, order.classes),", "take(bias, order.classes), weight,"),
     "weights of tokens stay in their order": ("take(token_weight, order.tokens), denominator,\n                     o._replace", "token_weight, denominator,\n                     o._replace"),
@@ -456,7 +474,7 @@ def unlikely_targets(module):
     x, w = x.requires_grad_(), w.requires_grad_()
     args = x.detach(), w.detach(), y, None, None, None, None, recompute.RowOptions(), False, 0, 0.005
     runs, module.run_length = module.run_length, lambda *_: 1
-    (*_, flags), (*_, want) = (m.filtered_fwd(*args) for m in (module, recompute))
+    (*_, flags, _, _), (*_, want, _, _) = (m.filtered_fwd(*args) for m in (module, recompute))
     module.run_length = runs
     dw, = torch.autograd.grad(module.recompute_linear_cross_entropy(x, w, y, reduction="sum", filter_eps=0.005), w)
     wrong = ["other tiles are kept"] if not torch.equal(flags, want) else []
@@ -467,6 +485,7 @@ def first_fault(module):
     "The first case that the module does not pass"
     both = dict(PLAIN["weight"], **PLAIN["token_weight"])
     cases = [lambda: unlikely_targets(module), lambda: without_bias(module, EPS), lambda: faults(module, "cpu", options=both), lambda: without_bias(module, 0.3),
+             lambda: faults(module, "cpu", options=PLAIN["scale and cap"]),
              lambda: faults(module, "cpu", (20, 5, 400), share=(0, 1), memory_budget=2**11)]
     for case in cases:
         try:
