@@ -835,12 +835,12 @@ def launch_spend(
             ADD=not turn, DESC=t.desc, GM=gm, GK=gk, BM=bm, BH=bh, BK=bk, num_warps=t.warps,
             num_stages=3)
 
-# %% ../nbs/06_recompute.ipynb #9299dfa5
+# %% ../nbs/06_recompute.ipynb #8d256970
 def stand_ins(
     means:Tensor, terms:Tensor,  # [runs,N], scores of the means, -inf where kept; [6,N]
     unit:float, o:RowOptions, entropy:bool,
 ) -> Tensor:  # [runs,N]
-    "The gradient of one score of each dropped run, if all of them are equal."
+    "The gradient of one score of each dropped run, if they are all equal."
     base, pull, _, _, g_entropy, mean = terms
     p = (means - base / unit).exp_()  # times s
     felt = torch.where(p > 0, g_entropy * p * (means - mean), 0.0) if entropy else 0.0
@@ -1074,7 +1074,7 @@ def check_filter(filter_eps:Optional[float], label_smoothing:float):
     expect(filter_eps is None or label_smoothing == 0, "filter_eps",
            "None beside label smoothing, whose gradient is no multiple of p", filter_eps)
 
-# %% ../nbs/06_recompute.ipynb #c5699224
+# %% ../nbs/06_recompute.ipynb #5bca2f0b
 def recompute_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -1089,7 +1089,7 @@ def recompute_linear_cross_entropy(
     z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
-    filter_eps:Optional[float]=None,  # dx, dw leave out tiles of smaller p; db is exact
+    filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     "A linear layer's cross entropy by recomputation; raises as the checks above say."

@@ -435,7 +435,7 @@ MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in it
     "the mean has no scale": (".mul_(o.logit_scale)\n    c = o.softcap", "\n    c = o.softcap"),
     "each slab is lifted as the first": ("lift[j.start // t.BV:]", "lift"),
     "stand-ins stay sorted": ("take(each, inverse(order.tokens), 1).T", "each.T"),
-    "the sums of a run lack its last tile": ("tile_sums(w, run * t.BV)", "tile_sums(w[:-1], run * t.BV)"),
+    "a run has the sums of the one before": ("tile_sums(w, run * t.BV)", "tile_sums(w.roll(t.BV, 0), run * t.BV)"),
     "places are classes": ("place = inverse(classes)[target.clamp(0, v - 1)].long()", "place = classes[target.clamp(0, v - 1)].long()"),
     "ignored places are classes": ("return torch.where(target == ignore_index, v + 1, place)", "return place"),
     "dw stays sorted": ("launch_spend(dz, x, dw, of, lift", "launch_spend(dz, x, dw, torch.arange(j.start, j.stop, device=w.device), lift"),
@@ -443,7 +443,7 @@ MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in it
     "dx forgets the slabs before": ("tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)", "tl.store(at, total, mask=inside)"),
     "the first steps of a tile are repeated": ("GK + i % (GK // BK) * BK", "GK"),
     "the last kept tile is left out": ("steps = tl.load(count_ptr + group) * (GK // BK)", "steps = tl.maximum(tl.load(count_ptr + group) - 1, 0) * (GK // BK)"),
-    "every list is the first": ("entry = list_ptr + group.to(tl.int64) * list_stride", "entry = list_ptr"),
+    "every list is the first": ("entry = list_ptr + group * list_stride", "entry = list_ptr"),
     "lists begin with what is dropped": ("flags.argsort(dim=-1, descending=True, stable=True)", "flags.argsort(dim=-1, stable=True)"),
     "db is that of kept tiles": ("(db[:, j], None) if need_b else (None, kept[0])", "(db[:, j] if need_b else None), kept[0]"),
     "db stays sorted": ("take(db.sum(0), inverse(order.classes))", "db.sum(0)"),
@@ -485,7 +485,7 @@ def first_fault(module):
     "The first case that the module does not pass"
     both = dict(PLAIN["weight"], **PLAIN["token_weight"])
     cases = [lambda: unlikely_targets(module), lambda: without_bias(module, EPS), lambda: faults(module, "cpu", options=both), lambda: without_bias(module, 0.3),
-             lambda: faults(module, "cpu", options=PLAIN["scale and cap"]),
+             lambda: faults(module, "cpu", (40, 9, 333), options=PLAIN["scale and cap"]),
              lambda: faults(module, "cpu", (20, 5, 400), share=(0, 1), memory_budget=2**11)]
     for case in cases:
         try:
