@@ -725,7 +725,7 @@ def tile_sums(
     sums = [w[:whole].view(-1, size, w.shape[1]).sum(1), w[whole:].sum(0, keepdim=True)]
     return torch.cat(sums[:1] if whole == len(w) else sums).div_(size)
 
-# %% ../nbs/06_recompute.ipynb #1c46791b
+# %% ../nbs/06_recompute.ipynb #e0a607b8
 def take(
     t:Optional[Tensor], order:Tensor,  # [R] int32
     dim:int=0,
@@ -733,6 +733,7 @@ def take(
     "`t` in another order; nothing stays nothing."
     return t if t is None or t.numel() == 0 else t.index_select(dim, order)
 
+# %% ../nbs/06_recompute.ipynb #1165f1d0
 def filtered_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:RowOptions, stats:bool,
@@ -899,7 +900,7 @@ def filtered_kernel_bwd(
     if unit is not None: dx, db = dx.mul_(unit), db.mul_(unit)
     return dx.to(x.dtype), dw, db
 
-# %% ../nbs/06_recompute.ipynb #bea00779
+# %% ../nbs/06_recompute.ipynb #2ee66bdf
 def plain_terms(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],  # [N]
     n_classes:int, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
@@ -919,6 +920,7 @@ def plain_terms(
     terms[1:].masked_fill_(~t.valid, 0.0)
     return terms
 
+# %% ../nbs/06_recompute.ipynb #ae97f4d2
 def filtered_plain_bwd(
     upstream:tuple[Optional[Tensor], ...], x:Tensor, w:Tensor, target:Tensor,
     bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
@@ -945,15 +947,17 @@ def filtered_plain_bwd(
     by_class = inverse(classes)
     return take(dx, inverse(tokens)), take(dw, by_class), take(db, by_class)
 
+# %% ../nbs/06_recompute.ipynb #cd45fd81
 def filtered_bwd(*args) -> tuple[Tensor, Tensor, Tensor]:
     "dx, dw, db, the way forward went."
     return (filtered_kernel_bwd if takes_kernel(args[1]) else filtered_plain_bwd)(*args)
 
-# %% ../nbs/06_recompute.ipynb #52ea8451
+# %% ../nbs/06_recompute.ipynb #a743f3f0
 def filter_dtypes(x:Tensor) -> tuple[torch.dtype, ...]:
     "Dtypes of classes, tokens, flags, means and centers."
     return *[torch.int32] * 3, acc_dtype(x.dtype), x.dtype
 
+# %% ../nbs/06_recompute.ipynb #36284ded
 @torch.library.custom_op("fusedloss::recompute_loss", mutates_args=())
 def recompute_loss(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
