@@ -644,7 +644,7 @@ def order_tiles(
     places = label_places(target, classes, o.ignore_index)
     return Order(classes, places.argsort(stable=True).int())
 
-# %% ../nbs/06_recompute.ipynb #b346376b
+# %% ../nbs/06_recompute.ipynb #feced9c4
 @jit
 def flag_kernel(
     parts_ptr, lse_ptr, y_ptr,  # [.., runs, N], bases and sums first; [N]; [N], places
@@ -658,7 +658,7 @@ def flag_kernel(
     lse = tl.load(lse_ptr + rows, mask=valid, other=float("inf"))
     at, seen = parts_ptr + run[:, None] * N + rows[None, :], there[:, None] & valid[None, :]
     top = tl.load(at, mask=seen, other=-float("inf")) / UNIT  # [BT,BN]
-    s = tl.load(at + runs.to(tl.int64) * N, mask=seen, other=0.0)
+    s = tl.load(at + runs * N, mask=seen, other=0.0)
     small = top - lse[None, :] < log_eps
     own = y[None, :] // BR == run[:, None]
     kept = tl.max(tl.where(valid[None, :] & (own | (small == 0)), 1, 0), 1)
