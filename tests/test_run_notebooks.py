@@ -5,7 +5,7 @@ import pytest
 from workbook import METADATA_KEY, code_hash, read_notebook
 
 pytest.importorskip("execnb")
-from run_notebooks import run_here  # noqa: E402
+from run_notebooks import lean, run_here  # noqa: E402
 
 PATH = "/" + "tmp/x.py"
 
@@ -67,3 +67,16 @@ def test_failed_run_keeps_the_old_records(run, tmp_path):
     with pytest.raises(RuntimeError, match="cell 1 failed"):
         run(RECORD.format("new"), "1/0")
     assert old.read_text() == "old"
+
+
+def test_drawings_lose_bytes_and_nothing_else():
+    drawing = '<svg>\n <g>\n  <path d="M 1.23456 -2.5 \nL 3.00001 4 \n" style="fill: none; stroke-dashoffset: 0; stroke: #8c8c8c"/>\n </g>\n</svg>'
+    assert lean(drawing) == '<svg><g><path d="M 1.23 -2.5 L 3 4 " style="fill:none;stroke:#8c8c8c"/></g></svg>'
+    prose = '<p>\n <a d="1.23456">x</a></p>'
+    assert lean(prose + drawing) == prose + lean(drawing) and lean(lean(drawing)) == lean(drawing)
+
+
+def test_drawings_are_saved_lean(run):
+    html = "'<svg> <path d=\"M 0.12345 1\"/></svg>'"
+    nb = run(f"class D:\n    def _repr_html_(self): return {html}\nD()")
+    assert "".join(nb["cells"][0]["outputs"][0]["data"]["text/html"]) == '<svg><path d="M 0.12 1"/></svg>'

@@ -36,9 +36,11 @@ def can_fail(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.Assert) or CHECK_NAME.match(called_name(node)) for node in ast.walk(tree))
 
 
-def is_silent(tree: ast.Module) -> bool:
-    "Does the cell end in a statement that shows nothing: a definition, an assignment, a check?"
+def is_silent(tree: ast.Module | ast.stmt) -> bool:
+    "Does the cell end in a statement that shows nothing: a definition, an assignment, a check, or a block of these?"
     last = tree.body[-1] if tree.body else None
+    if isinstance(last, (ast.With, ast.If)):
+        return is_silent(last) and not getattr(last, "orelse", [])
     return last is None or isinstance(last, SILENT) or bool(CHECK_NAME.match(called_name(getattr(last, "value", last))))
 
 

@@ -6,6 +6,7 @@ One process and one run a notebook; a notebook that fails is left as it was.
 """
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -50,6 +51,25 @@ def drop_stderr(nb) -> None:
             cell["outputs"] = [o for o in cell.outputs if o.get("name") != "stderr"]
 
 
+def lean(html: str) -> str:
+    "The same drawings in fewer bytes: white space and defaults go, paths are in hundredths of a point"
+    number = lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
+    path = lambda found: re.sub(r"-?\d+\.\d{3,}", number, found[0].replace("\n", ""))
+    style = lambda found: re.sub(r"([:;]) ", r"\1", found[0]).replace("stroke-dashoffset:0;", "")
+    def drawing(found: re.Match) -> str:
+        svg = re.sub(r">\s+<", "><", found[0])
+        return re.sub(r'(?<= style=")[^"]*', style, re.sub(r'(?<= d=")[^"]*', path, svg))
+    return re.sub(r"<svg.*?</svg>", drawing, html, flags=re.DOTALL)
+
+
+def thin_drawings(nb) -> None:
+    "Drawings as small as they may be"
+    for cell in nb.cells:
+        for output in cell.get("outputs", []):
+            if html := output.get("data", {}).get("text/html"):
+                output["data"]["text/html"] = lean("".join(html)).splitlines(keepends=True)
+
+
 def refuse_paths(nb, path: Path) -> None:
     "A page that names the machine's folders is not saved"
     for number, cell in enumerate(nb.cells):
@@ -92,6 +112,7 @@ def run_here(path: Path, flags: set[str]) -> None:
     with fresh_results(path):
         execute(nb, path, flags)
         drop_stderr(nb)
+        thin_drawings(nb)
         refuse_paths(nb, path)
     clean_nb(nb, allowed_metadata_keys=[METADATA_KEY])
     nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "machine": machine()}
