@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import ModuleType
+from typing import Callable, Iterable
 
 import torch
 
@@ -154,3 +155,25 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     sys.modules[name] = changed  # where dataclasses look for their module
     spec.loader.exec_module(changed)
     return changed
+
+
+def replays(step: Callable[[], Iterable[torch.Tensor]]) -> bool:
+    "Does a CUDA graph of `step` give its bits again? Raises where the step waits for the GPU"
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = [t.clone() for t in step()]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for t in found:
+        t.fill_(torch.nan)
+    graph.replay()
+    return all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))

@@ -14,7 +14,7 @@ from fusedloss.chunks import (
     Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks,
     put_product, sum_unit)
 from fusedloss.measure import SHAPES, peak_memory, relative_error, saved_tensors
-from helpers import TOLERANCE, planted
+from helpers import TOLERANCE, planted, replays
 from test_kernels import exact, reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -732,22 +732,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_captures_it(how):
         loss = chunked_linear_cross_entropy(x, w, y, **how)
         loss = loss[0] if isinstance(loss, tuple) else loss
         return loss.detach(), *torch.autograd.grad(2 * loss, [x, w])  # a graph kept alive would tie the capture to its stream
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        expected = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    graph.replay()
-    assert all(torch.equal(a, e) for a, e in zip(found, expected))
+    assert replays(step)
 
 
 @cuda_only

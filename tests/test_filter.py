@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
-from helpers import planted
+from helpers import planted, replays
 from test_kernels import OPTIONS, REDUCTIONS, exact
 from test_recompute import Case, INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
 
@@ -400,23 +400,7 @@ def test_memory_of_the_kernels():
 @cuda_only
 def test_nothing_waits_for_the_gpu_and_a_graph_captures_it():
     x, w, b, y = skewed(300, 64, 3000, dtype=bf16, device="cuda")
-    run = lambda: torch.autograd.grad(loss_of(x, w, y, linear_bias=b, filter_eps=EPS), [x, w, b])
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        want = [t.clone() for t in run()]
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for t in got:
-        t.fill_(torch.nan)
-    graph.replay()
-    assert all(torch.equal(a, e) for a, e in zip(got, want))
+    assert replays(lambda: torch.autograd.grad(loss_of(x, w, y, linear_bias=b, filter_eps=EPS), [x, w, b]))
 
 
 # Bugs planted

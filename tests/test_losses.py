@@ -21,7 +21,7 @@ from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
-from helpers import TOLERANCE, planted, upstream
+from helpers import TOLERANCE, planted, replays, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -676,22 +676,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_captures_it(method):
     def step():
         loss = linear_cross_entropy(x, w, y, method=method)
         return loss.detach(), *torch.autograd.grad(2 * loss, [x, w])  # a graph kept alive would tie the capture to its stream
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        expected = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    graph.replay()
-    assert all(torch.equal(a, e) for a, e in zip(found, expected))
+    assert replays(step)
 
 
 @cuda_only

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
-from helpers import TOLERANCE, planted, upstream
+from helpers import TOLERANCE, planted, replays, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -462,18 +462,7 @@ def test_half_precision_mean_over_many_tokens():
 @cuda_only
 def test_cuda_graph():
     x, w, _, y, _ = Case((300, 64, 1000), dtype=bf16).tensors("cuda")
-    run = lambda: torch.autograd.grad(loss_of(x, w, y), [x, w])
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        want = [t.clone() for t in run()]
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for t in got:
-        t.fill_(torch.nan)
-    graph.replay()
-    assert all(torch.equal(a, e) for a, e in zip(got, want))
+    assert replays(lambda: torch.autograd.grad(loss_of(x, w, y), [x, w]))
 
 
 @pytest.mark.parametrize("low", [bf16, f16])
