@@ -1,0 +1,52 @@
+"""The compiler's eye on interpreted launches: what it must refuse it does, and it looks at every launch."""
+import os
+
+import pytest
+import torch
+from typed_launches import launch_types, lowerer
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1")
+
+
+@triton.jit
+def widen_kernel(out_ptr, n):
+    "An integer that is 1 is no tensor"
+    tl.store(out_ptr, n.to(tl.int64))
+
+
+@triton.jit
+def mixed_kernel(out_ptr, x_ptr, WIDE: tl.constexpr):
+    "A variable has one type"
+    total = tl.load(x_ptr)
+    for _ in range(2):
+        if WIDE:
+            total = total.to(tl.float64)
+    tl.store(out_ptr, total)
+
+
+def complaint(kernel, *args, **options):
+    return lowerer().complaint(launch_types(kernel, args, options))
+
+
+def test_an_integer_that_is_one_is_a_constant():
+    out = torch.zeros(1, dtype=torch.int64)
+    assert complaint(widen_kernel, out, 2) == ""
+    assert "'int' object has no attribute 'to'" in complaint(widen_kernel, out, 1)
+
+
+def test_a_loop_keeps_the_types_of_its_variables():
+    out = torch.zeros(1)
+    assert complaint(mixed_kernel, out, out, WIDE=False) == complaint(mixed_kernel, out, out.double(), WIDE=True) == ""
+    assert "total" in complaint(mixed_kernel, out, out, WIDE=True)
+
+
+def test_a_launch_of_the_library_is_looked_at(monkeypatch):
+    from fusedloss.kernels import launch_scan, RowOptions
+    seen = []
+    monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "no")
+    z, y = torch.randn(3, 1, 7), torch.tensor([0, 3, -100])
+    with pytest.raises(AssertionError, match="the compiler refuses"):
+        launch_scan(z, y, None, None, RowOptions(), False)
+    assert seen

@@ -1,0 +1,111 @@
+"""What Triton's interpreter accepts, its compiler must accept too: every new kind of launch is lowered for sm_90, without a GPU.
+
+The interpreter runs Python and NumPy, where an integer argument is never a constant and a type never unknown. Its tests
+send each launch's types to a process of its own, which does not interpret, and lowers the kernel to Triton's IR.
+"""
+import atexit
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import torch
+
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32",
+         torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8"}
+
+
+def named(fn) -> list[str]:
+    "Where a kernel or a device function is found"
+    return [fn.fn.__module__, fn.fn.__name__]
+
+
+def typed(parameter: inspect.Parameter, value) -> tuple[str, object]:
+    "Type of an argument as the compiler sees it, and its value where that is a constant"
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype], None
+    if hasattr(value, "fn"):
+        return "constexpr", {"function": named(value)}
+    constant = value is None or value is True or value is False or "constexpr" in str(parameter.annotation)
+    if constant or type(value) is int and value == 1:  # Triton makes a constant of an integer that is 1
+        return "constexpr", value
+    return ("fp32", None) if isinstance(value, float) else ("i32" if -2**31 <= value < 2**31 else "i64", None)
+
+
+def launch_types(kernel, args: tuple, options: dict) -> str:
+    "A launch as a line of text: equal lines are lowered once"
+    parameters = inspect.signature(kernel.fn).parameters
+    given = dict(zip(parameters, args)) | {k: v for k, v in options.items() if k in parameters}
+    types = {name: typed(p, given.get(name, p.default)) for name, p in parameters.items()}
+    return json.dumps([named(kernel), types])
+
+
+class Lowerer:
+    "A process that lowers kernels, begun at the first launch"
+    def __init__(self):
+        quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self.process = subprocess.Popen([sys.executable, __file__], env=quiet, text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        atexit.register(self.process.kill)
+
+    @cache  # noqa: B019: one for each process of tests
+    def complaint(self, line: str) -> str:
+        "What the compiler has against a launch; empty if nothing"
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@cache
+def lowerer() -> Lowerer:
+    return Lowerer()
+
+
+def check_launches(monkeypatch) -> None:
+    "From now on each launch of one of the library's own kernels is lowered before it is interpreted"
+    from triton.runtime.interpreter import InterpretedFunction
+    run = InterpretedFunction.run
+    def lowered_first(self, *args, **options):
+        if self.fn.__module__.startswith("fusedloss."):
+            complaint = lowerer().complaint(launch_types(self, args, options))
+            assert not complaint, f"the compiler refuses {self.fn.__name__}:\n{complaint}"
+        return run(self, *args, **options)
+    monkeypatch.setattr(InterpretedFunction, "run", lowered_first)
+
+
+def found(name: list[str]):
+    return getattr(importlib.import_module(name[0]), name[1])
+
+
+def lower(name: list[str], types: dict) -> None:
+    "Triton's IR of a kernel for these types; raises as the compiler does"
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    target = GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    constants = {k: found(v["function"]) if isinstance(v, dict) else v for k, (t, v) in types.items() if t == "constexpr"}
+    source, options = ASTSource(found(name), {k: t for k, (t, _) in types.items()}, constants), backend.parse_options({})
+    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+
+
+def serve() -> None:
+    "Lower what comes by lines; answer with what went wrong"
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        try:
+            lower(*json.loads(line))
+            complaint = ""
+        except Exception as error:
+            complaint = f"{error}\n{error.__cause__ or ''}\n{line}"
+        print(json.dumps(complaint), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
