@@ -17,7 +17,7 @@ from fusedloss.kernels import cuda_kernel, on_device
 from fusedloss.semirings import (Log, LogSemiring, Max, MaxSemiring, Sample, Semiring,
                                  check_graph, path_sum)
 
-# %% ../nbs/12_scans.ipynb #23847cf7
+# %% ../nbs/12_scans.ipynb #3b0f9c15
 def active(
     lengths:Optional[Tensor],  # [N]
     t:int,  # a step
@@ -25,10 +25,12 @@ def active(
     "Which sequences take step t."
     return True if lengths is None else (t < lengths)[:, None]
 
+# %% ../nbs/12_scans.ipynb #05c461a4
 def stay(go, new, old):
     "`new`, but `old` where a sequence is over."
     return new if go is True else torch.where(go, new, old)
 
+# %% ../nbs/12_scans.ipynb #fbae080e
 def masked(scores, absent, go):
     "Scores [N,C,nz], −∞ where there is no edge or no step."
     blocked = absent if go is True else absent | ~go[..., None]
@@ -97,21 +99,24 @@ def leaving(
     rows = d.flatten(1).T[out.edge]
     return torch.segment_reduce(rows, "sum", offsets=out.start, initial=0, unsafe=True).T
 
-# %% ../nbs/12_scans.ipynb #99125559
+# %% ../nbs/12_scans.ipynb #46c3f447
 def additive(S:Semiring) -> bool:
     "Whether values are scores, ⊗ is +, and ⊕ has a `dsum`: Log, Max, Sample."
     kin = LogSemiring, MaxSemiring
     return isinstance(S, kin) and all(
         getattr(type(S), name) in [getattr(k, name) for k in kin] for name in ("lift", "mul", "sum"))
 
+# %% ../nbs/12_scans.ipynb #e938bec6
 def arriving(alpha, scores, idx, go):
     "αₜ ⊗ Mₜ for each edge that arrives [N,C,nz]."
     return alpha[:, idx.clamp(min=0)] + masked(scores, idx < 0, go)
 
+# %% ../nbs/12_scans.ipynb #54cdc563
 def last(alphas, lengths):
     "α where each sequence ends [N,C]."
     if lengths is None: return alphas[-1]
-    return alphas[lengths.clamp(0, len(alphas) - 1), torch.arange(len(lengths))]
+    return alphas[lengths.clamp(0, len(alphas) - 1), torch.arange(
+        len(lengths), device=lengths.device)]
 
 # %% ../nbs/12_scans.ipynb #c29ceb38
 @torch.no_grad()
@@ -206,9 +211,10 @@ def logz(
     if lengths is None or not (z.is_cuda and z.is_floating_point()): return z
     return z.masked_fill((lengths < 0) | (lengths > len(Ms)), torch.nan)
 
-# %% ../nbs/12_scans.ipynb #24d238d5
+# %% ../nbs/12_scans.ipynb #d498a7fe
 REALS = {torch.float32: "float", torch.float64: "double"}
 
+# %% ../nbs/12_scans.ipynb #b48eaafc
 def runs_kernel(Ms:Tensor, S:Semiring) -> bool:
     "Whether `cuda/sparse_scan.cu` has this semiring, and there is work for it."
     return (Ms.is_cuda and Ms.numel() > 0 and Ms.dtype in REALS and

@@ -352,23 +352,44 @@ def test_the_kernel_compiles_without_a_gpu(arch, real, S, backward, tmp_path):
     compiled(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"], tmp_path / "out", dict(REAL=real, SEMIRING=S, BACKWARD=backward), source)
 
 
-# A block of one thread: its barriers are nothing, and blocks run one after another.
+# A block of a few threads, for more states than threads; blocks run one after another.
 SHIM = """
+#include <barrier>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
+#include <thread>
+#include <vector>
 #define __device__
 #define __forceinline__ inline
 #define __global__
 #define __launch_bounds__(n)
 struct Index { int x; };
-static Index blockIdx, gridDim, threadIdx = {0}, blockDim = {1};
+constexpr int THREADS = 3;
+static Index blockIdx, gridDim, blockDim = {THREADS};
+static thread_local Index threadIdx;
+static std::barrier threads(THREADS);
 static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
-static void __syncthreads() {}
+static void __syncthreads() { threads.arrive_and_wait(); }
 #include "sparse_scan.cu"
 extern "C" void run(int blocks, const real* a, const int* b, const long long* c, real* d, const long long* e, const long long* f, real* g,
                     real* h, int T, int C, int nz) {
   gridDim.x = blocks;
-  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) sparse_scan(a, b, c, d, e, f, g, h, T, C, nz);
+  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+    std::vector<std::thread> block;
+    for (int k = 0; k < THREADS; k++) block.emplace_back([=] { threadIdx.x = k, sparse_scan(a, b, c, d, e, f, g, h, T, C, nz); });
+    for (auto& thread : block) thread.join();
+  }
+}
+int main() {  // a ring of 8 states over 20 steps, for a detector of races
+  constexpr int T = 20, C = 8, nz = 2;
+  std::vector<real> scores(T * C * nz), alphas((T + 1) * C), state(C, 1), d(T * C * nz);
+  std::vector<int> idx(C * nz);
+  std::vector<long long> start(C + 1), edge(C * nz);
+  for (int c = 0; c < C; c++) idx[c * nz] = c, idx[c * nz + 1] = (c + C - 1) % C;
+  for (int a = 0; a < C; a++) start[a + 1] = start[a] + nz, edge[a * nz] = a * nz, edge[a * nz + 1] = (a + 1) % C * nz + 1;
+  run(1, scores.data(), idx.data(), nullptr, alphas.data(), start.data(), edge.data(), state.data(), d.data(), T, C, nz);
+  return 0;
 }
 """
 
@@ -376,8 +397,8 @@ extern "C" void run(int blocks, const real* a, const int* b, const long long* c,
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
     "The kernel as C++: a launcher for each variant, like that of `cuda_kernel`"
-    if not shutil.which("g++"):
-        pytest.skip("no g++ on this machine")
+    if not shutil.which("g++") or subprocess.run(["g++", "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input=b"#include <barrier>", capture_output=True).returncode:
+        pytest.skip("no g++ with C++20 on this machine")
     folder = tmp_path_factory.mktemp("kernel")
     (folder / "sparse_scan.cu").write_text(cuda_source("sparse_scan"), encoding="utf-8")
     (folder / "shim.cpp").write_text(SHIM, encoding="utf-8")
@@ -386,13 +407,40 @@ def on_cpu(tmp_path_factory):
     def kernel(name, device, **constants):
         key = tuple(constants.values())
         if key not in made:
-            made[key] = ctypes.CDLL(str(compiled(["g++", "-std=c++17", "-O1", "-fno-fast-math", "-shared", "-fPIC"], folder / f"{len(made)}.so", constants, folder / "shim.cpp")))
+            made[key] = ctypes.CDLL(str(compiled(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread"], folder / f"{len(made)}.so", constants, folder / "shim.cpp")))
 
         def launch(grid, block, *args):
             assert 32 <= block <= 1024 and block % 32 == 0
             made[key].run(grid, *(ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else None if a is None else a for a in args))
         return launch
     return kernel
+
+
+def races(folder, S, backward, *pairs):
+    "What a detector of races says of the kernel's source with texts replaced; None where there is no detector"
+    if not shutil.which("g++"):
+        return None
+    source = cuda_source("sparse_scan")
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        assert old in source
+        source = source.replace(old, new)
+    (folder / "sparse_scan.cu").write_text(source, encoding="utf-8")
+    (folder / "shim.cpp").write_text(SHIM, encoding="utf-8")
+    command = ["g++", "-std=c++20", "-O1", "-g", "-pthread", "-fsanitize=thread", "-DREAL=float", f"-DSEMIRING={S}", f"-DBACKWARD={backward}"]
+    if subprocess.run([*command, "-o", str(folder / "out"), str(folder / "shim.cpp")], capture_output=True).returncode:
+        return None
+    done = subprocess.run([str(folder / "out")], capture_output=True, text=True)
+    return None if "FATAL" in done.stderr else done.stderr
+
+
+@pytest.mark.parametrize("backward", [0, 1])
+def test_threads_of_a_block_do_not_race(backward, tmp_path):
+    planted_race = races(tmp_path, "Log", backward, "__syncthreads();", "")
+    if planted_race is None:
+        pytest.skip("no g++ with a detector of races on this machine")
+    assert "data race" in planted_race
+    for S in ("Log", "Max"):
+        assert races(tmp_path, S, backward) == ""
 
 
 @pytest.fixture
