@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['chunked_loss', 'adds_in_float32', 'put_product', 'equal_rows', 'Chunks', 'logits_row', 'chunk_bytes', 'plan_chunks',
            'chunk_loss', 'sum_unit', 'Gradients', 'make_logits', 'run_chunks', 'packed_rows', 'put_back', 'operand',
-           'total_loss', 'late_factors', 'stats_of_all', 'final_gradients', 'chunked_loss_fwd', 'scaled', 'scaled_bias',
-           'linear_dtype', 'check_chunks', 'check_budget', 'chunked_linear_cross_entropy', 'run_loss', 'summary',
-           'LinearHead', 'ChunkedLinearCrossEntropyLoss']
+           'total_loss', 'late_factors', 'last_factors', 'stats_of_all', 'final_gradients', 'chunked_loss_fwd',
+           'scaled', 'scaled_bias', 'linear_dtype', 'check_chunks', 'check_budget', 'chunked_linear_cross_entropy',
+           'run_loss', 'summary', 'LinearHead', 'ChunkedLinearCrossEntropyLoss']
 
 # %% ../nbs/05_chunks.ipynb #bd73b366
 import functools, math
@@ -168,7 +168,7 @@ def make_logits(z:Tensor, x:Tensor, w:Tensor, b:Optional[Tensor]):
     if b is None: torch.mm(x, w.T, out=z)
     else: torch.addmm(b, x, w.T, out=z)
 
-# %% ../nbs/05_chunks.ipynb #27e77e6c
+# %% ../nbs/05_chunks.ipynb #af83a529
 def run_chunks(
     x:Tensor, w:Tensor, b:Optional[Tensor],  # [N,H]; [V,H] and [V] in the products' dtype
     y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N], [V], [N]
@@ -185,18 +185,19 @@ def run_chunks(
         t = None if token_weight is None else token_weight[i]
         parts.append(chunk_loss(z[:, None], y[i], weight, t, denominator, o, late, turn, stats))
         if turn: grads.spend(z, x_c, w, i)
-    return tuple(torch.cat(p, -1) for p in zip(*parts))
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(p, -1) for p in zip(*parts))
 
-# %% ../nbs/05_chunks.ipynb #263c0111
+# %% ../nbs/05_chunks.ipynb #653d2bf0
 def packed_rows(
     y:Tensor,  # [N]
     ignore_index:int, max_valid:Optional[int],
 ) -> Optional[Tensor]:  # int64, or None for all rows in their order
     "The rows that enter the products, all valid ones among them, without asking the device."
-    ignored = y == ignore_index
-    if y.is_cpu: return (~ignored).nonzero()[:, 0] if ignored.any() else None
+    if y.is_cpu:
+        valid = y != ignore_index
+        return None if valid.all() else valid.nonzero()[:, 0]
     if max_valid is None or max_valid >= len(y): return None
-    return ignored.byte().argsort(stable=True)[:max_valid]
+    return (y == ignore_index).byte().argsort(stable=True)[:max_valid]
 
 # %% ../nbs/05_chunks.ipynb #5f302b88
 def put_back(part:Tensor, order:Optional[Tensor], n:int, blank:float=0.0) -> Tensor:
@@ -220,13 +221,19 @@ def total_loss(
     if max_valid is None: return loss
     return torch.where((y != ignore_index).sum() > max_valid, torch.nan, loss)
 
-# %% ../nbs/05_chunks.ipynb #99735b7c
-def late_factors(loss:Tensor, total:Optional[Tensor], late:bool, unit:float) -> Tensor:  # [2]
+# %% ../nbs/05_chunks.ipynb #7e455973
+def late_factors(
+    loss:Tensor, total:Optional[Tensor], late:bool, unit:float,
+) -> Tensor:  # [2]; [0] where nothing is late
     "What dx and dw are still to be multiplied by."
-    part = loss.detach().new_ones(2)
-    if late: part = part * share_of(total)
-    if unit != 1: part[1:] /= unit
+    if not late: return loss.detach().new_empty(0)
+    part = loss.detach().new_ones(2) * share_of(total)
+    part[1:] /= unit
     return part
+
+def last_factors(g:Tensor, factors:Tensor) -> tuple[Tensor, Tensor]:
+    "What backward multiplies dx and dw by."
+    return (g * factors).unbind() if len(factors) else (g, g)
 
 # %% ../nbs/05_chunks.ipynb #479b3d9c
 def stats_of_all(found:tuple[Tensor, ...], order:Optional[Tensor], n:int) -> tuple[Tensor, ...]:
@@ -244,7 +251,7 @@ def final_gradients(grads:Gradients, x:Tensor, order:Optional[Tensor]) -> tuple[
             empty(grads.grad_dtype) if dw is None else dw,
             empty(acc_dtype(x.dtype)) if grads.db is None else grads.db)
 
-# %% ../nbs/05_chunks.ipynb #235e7197
+# %% ../nbs/05_chunks.ipynb #8df77eca
 def chunked_loss_fwd(
     x:Tensor, w:Tensor, b:Optional[Tensor], y:Tensor,  # [N,H], [V,H], [V], [N]
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V], [N]
@@ -253,7 +260,7 @@ def chunked_loss_fwd(
     mean:bool, chunk_size:Optional[int], memory_budget:Optional[int], accumulate:str,
     max_valid:Optional[int], need_x:bool, need_w:bool, need_b:bool, stats:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "Loss, dx, dw, db, factors [2]; lse [N], entropy [N], rows [5,N], empty without `stats`."
+    "Loss, dx, dw, db, factors [2 or 0]; lse [N], entropy [N], rows [5,N], empty without `stats`."
     o = RowOptions(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
     acc, order = acc_dtype(dtype), packed_rows(y, ignore_index, max_valid)
     total = total_weight(y, weight, token_weight, ignore_index, acc) if mean else None
@@ -287,7 +294,7 @@ def scaled_bias(db:Tensor, factor:Tensor, dtype:torch.dtype) -> Tensor:  # [V]
     "db times `factor`, rounded."
     return torch.where(db == 0, 0.0, db * factor).to(dtype)
 
-# %% ../nbs/05_chunks.ipynb #f882b8f0
+# %% ../nbs/05_chunks.ipynb #04a28689
 class _ChunkedLoss(torch.autograd.Function):
     "The loss, whose gradients are there before they are asked for."
     @staticmethod
@@ -303,7 +310,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, *_):
         (dx, dw, db, factors), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
-        keep, (gx, gw) = torch._C._autograd._get_current_graph_task_keep_graph(), g * factors
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        gx, gw = last_factors(g, factors)
         dx = scaled(dx, gx, keep) if need_x else None
         if need_w and ctx.buffer is not None: dw = ctx.buffer.addcmul_(dw, gw)
         elif need_w: dw = scaled(dw, gw, keep)
@@ -314,16 +322,17 @@ class _ChunkedLoss(torch.autograd.Function):
 chunked_loss = torch.library.custom_op("fusedloss::chunked_loss", chunked_loss_fwd,
                                        mutates_args=())
 
-# %% ../nbs/05_chunks.ipynb #79dfefe2
+# %% ../nbs/05_chunks.ipynb #24687cbf
 @chunked_loss.register_fake
 def _(x, w, b, y, weight, token_weight, ignore_index, label_smoothing, logit_scale, softcap,
       z_loss, dtype, grad_dtype, mean, chunk_size, memory_budget, accumulate, max_valid,
       need_x, need_w, need_b, stats):
     new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
     n, dw = x.shape[0], torch.empty_like(w, dtype=grad_dtype)
+    late = torch.float16 in (dtype, x.dtype, grad_dtype)
     return (new(), x.new_empty(x.shape if need_x else 0),
             dw if need_w else w.new_empty(0, dtype=grad_dtype), new(len(w) if need_b else 0),
-            new(2), new(n if stats else 0), new(n if stats else 0),
+            new(2 if late else 0), new(n if stats else 0), new(n if stats else 0),
             new(5, n) if stats else new(0))
 
 # %% ../nbs/05_chunks.ipynb #50796bb8
@@ -333,10 +342,10 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*output[1:5])
     ctx.mark_non_differentiable(*output[1:])
 
-# %% ../nbs/05_chunks.ipynb #d0bec252
+# %% ../nbs/05_chunks.ipynb #51695eb1
 def _backward(ctx, g, *_):
     dx, dw, db, factors = ctx.saved_tensors
-    gx, gw = (g * factors).unbind()
+    gx, gw = last_factors(g, factors)
     times = lambda d, f: torch.where(d == 0, 0.0, d.to(f.dtype) * f).to(d.dtype)
     need_x, need_w, need_b = ctx.needs
     return (times(dx, gx) if need_x else None, times(dw, gw) if need_w else None,

@@ -28,6 +28,7 @@ from fusedloss.iota import iota_cross_entropy
 from fusedloss.kernels import cross_entropy
 from fusedloss.measure import (GREY, INK, Drawing, Table, as_drawing, dtype_name, drawing_style, machine_line, peak_memory,
                                relative_error, si, stage_color, versions)
+from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.tiles import MemoryEfficientVocabOutput
 
 # %% ../nbs/tour.ipynb #ba0a6ddd
@@ -128,6 +129,7 @@ STAGES = (
     Stage("iota", 3, lambda x, w, y: iota_cross_entropy(F.linear(x, w), y)),
     Stage("kernels", 4, lambda x, w, y: cross_entropy(F.linear(x, w), y, inplace=True)),
     Stage("chunks", 5, lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=128)),
+    Stage("recompute", 6, lambda x, w, y: recompute_linear_cross_entropy(x, w, y, memory_budget=2**20)),
 )
 
 # %% ../nbs/tour.ipynb #cf73bd58

@@ -1,0 +1,710 @@
+"""The front door: every method against float64 and each other, what it refuses, and whether its plan tells the truth."""
+import itertools
+import logging
+import subprocess
+import sys
+import timeit
+import types
+import unittest
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch._dynamo.testing import CompileCounter
+
+import fusedloss.losses as losses
+from fusedloss.baseline import sample_data
+from fusedloss.chunks import chunked_linear_cross_entropy
+from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
+from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
+from fusedloss.recompute import recompute_linear_cross_entropy
+from helpers import TOLERANCE, planted, upstream
+from test_kernels import reference
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+SUBSETS = list(itertools.product((False, True), repeat=3))  # of gradients of x, w, b
+WHOLE = ("auto", "eager", "recompute")  # methods with every option
+OPTIONS = {
+    "plain": {}, "smoothing": dict(label_smoothing=0.1), "scale": dict(logit_scale=0.5), "softcap": dict(softcap=1.5),
+    "z-loss": dict(z_loss=1e-2), "class weights": dict(weight=True), "token weights": dict(token_weight=True),
+    "ignore 0": dict(ignore_index=0),
+    "all": dict(weight=True, token_weight=True, label_smoothing=0.2, logit_scale=2.0, softcap=2.5, z_loss=1e-2),
+}
+
+
+def sample(shape=(11,), h=5, v=17, device="cpu", dtype=f64, ignore_index=-100, bias=True):
+    "Input [*shape,H], weight, bias or None, labels of which every fourth is ignored"
+    n = torch.Size(shape).numel()
+    x, w, y = sample_data(n, h, v, dtype, device, requires_grad=False)
+    b = torch.linspace(-1, 1, v, dtype=dtype, device=device) if bias else None
+    y = y.masked_fill(torch.arange(n, device=device) % 4 == 1, ignore_index)
+    return x.view(*shape, h), w, b, y.view(shape)
+
+
+def prepared(options, w, y):
+    "`True` stands for weights of the sample's sizes"
+    ramp = lambda *size: torch.linspace(0.25, 2.0, torch.Size(size).numel(), device=w.device).view(size)
+    sized = dict(weight=(len(w),), token_weight=y.shape)
+    return {k: ramp(*sized[k]) if value is True else value for k, value in options.items()}
+
+
+def differentiate(loss_of, tensors, needs=(True, True, True)):
+    "Loss, and the gradients of x, w, b: None where not asked for"
+    leaves = [None if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, needs)]
+    loss = loss_of(*leaves)
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(loss, wanted, upstream(loss)) if wanted else ())
+    return loss.detach(), *(next(found) if t is not None and t.requires_grad else None for t in leaves)
+
+
+def definition(x, w, b, y, **options):
+    "The loss by its definition, in float64 on the CPU, for any leading shape"
+    t = options.pop("token_weight", None)
+    z = F.linear(x, w, b).reshape(-1, len(w))
+    loss = reference(z, y.cpu().reshape(-1), token_weight=None if t is None else t.cpu().reshape(-1), **options)
+    return loss.view(y.shape) if options.get("reduction") == "none" else loss
+
+
+def wrong(x, w, b, y, needs=(True, True, True), call=linear_cross_entropy, how=None, tolerance=None, **options):
+    "What `call`, told `how`, gets wrong, in words"
+    options = prepared(options, w, y)
+    got = differentiate(lambda x, w, b: call(x, w, y, linear_bias=b, **(how or {}), **options), (x, w, b), needs)
+    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    double = [None if t is None else t.detach().cpu().double() for t in (x, w, b)]
+    exact = differentiate(lambda x, w, b: definition(x, w, b, y, **options), double, needs)
+    limit, faults = tolerance or TOLERANCE[x.dtype], []
+    for name, a, e, like in zip(("loss", "dx", "dw", "db"), got, exact, (None, x, w, b)):
+        dtype = (f64 if x.dtype == f64 else f32) if like is None else like.dtype
+        if (a is None) != (e is None):
+            faults.append(f"{name} is {a}")
+        elif a is not None and (a.dtype != dtype or a.shape != e.shape):
+            faults.append(f"{name} is {a.dtype} {list(a.shape)}")
+        elif a is not None and not relative_error(a.cpu(), e) <= limit:
+            faults.append(f"{name} is off by {relative_error(a.cpu(), e):.1e}")
+    return faults
+
+
+# --- right ---
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_methods_every_option_and_subset_of_gradients(options, reduction, device):
+    given_ = sample(device=device, ignore_index=options.get("ignore_index", -100))
+    for method in (*WHOLE, *["chunks"] * (reduction != "none")):
+        for needs in SUBSETS:
+            assert not wrong(*given_, needs, how=dict(method=method), reduction=reduction, **options), (method, needs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_tiles_do_what_they_can(reduction, device):
+    x, w, _, y = sample(device=device, ignore_index=3)
+    for needs in SUBSETS[::2]:
+        assert not wrong(x, w, None, y, needs, how=dict(method="tiles"), reduction=reduction, ignore_index=3, logit_scale=2.0)
+
+
+@st.composite
+def calls(draw):
+    "Sizes, options, how, and the subset of gradients"
+    shape = draw(st.one_of(st.tuples(), st.tuples(st.integers(0, 20)), st.tuples(st.integers(1, 3), st.integers(0, 5))))
+    h, v = draw(st.integers(1, 9)), draw(st.integers(1, 40))
+    maybe = lambda strategy: st.one_of(st.none(), strategy)
+    options = dict(
+        reduction=draw(st.sampled_from(("mean", "sum", "none"))), ignore_index=draw(st.sampled_from((-100, 0, v - 1, v + 7))),
+        label_smoothing=draw(st.sampled_from((0.0, 0.3, 1.0))), logit_scale=draw(st.sampled_from((1.0, 0.25, 3.0))),
+        softcap=draw(maybe(st.sampled_from((0.5, 30.0)))), z_loss=draw(st.sampled_from((0.0, 0.1))),
+        **draw(st.sampled_from(({}, dict(weight=True), dict(token_weight=True), dict(weight=True, token_weight=True)))))
+    how = dict(method=draw(st.sampled_from(WHOLE)), accumulate=draw(st.sampled_from(("auto", "float32", "native"))))
+    return shape, h, v, options, how, draw(st.sampled_from(SUBSETS)), draw(st.booleans())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(call=calls())
+def test_any_call_is_the_definition(device, call):
+    shape, h, v, options, how, needs, bias = call
+    assert not wrong(*sample(shape, h, v, device, ignore_index=options["ignore_index"], bias=bias), needs, how=how, **options)
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16, f16])
+@pytest.mark.parametrize("method", METHODS)
+def test_other_dtypes(dtype, method, device):
+    x, w, _, y = sample((64,), 32, 300, device, dtype)
+    assert not wrong(x, w, None, y, how=dict(method=method), tolerance=max(TOLERANCE[dtype], 1e-5))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3)])
+def test_leading_shapes(shape, method, device):
+    x, w, _, _ = sample((24,), device=device)
+    x = x[:max(1, torch.Size(shape).numel())].view(*shape, 5)
+    y = torch.arange(x[..., 0].numel(), device=device).view(shape) % 17
+    reduction = "sum" if method == "chunks" else "none"
+    assert linear_cross_entropy(x, w, y, method=method, reduction=reduction).shape == (() if method == "chunks" else shape)
+    assert not wrong(x, w, None, y, how=dict(method=method), reduction=reduction)
+    if method != "tiles":
+        _, told = linear_cross_entropy(x, w, y, method=method, reduction=reduction, return_stats=True)
+        assert told.lse.shape == told.entropy.shape == told.target_rank.shape == shape and told.n_valid == y.numel()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_strided_inputs_and_other_labels(method, device):
+    x, w, _, y = sample((6, 4), device=device)
+    for a, c in ((x.transpose(0, 1), y.T), (x[:, ::2], y[:, ::2]), (x[:1].expand(3, 4, 5), y[:1].expand(3, 4))):
+        assert not wrong(a, w.T.contiguous().T, None, c.int(), how=dict(method=method))
+
+
+# --- shift ---
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("k", [0, 1, 3, 6, 9])
+def test_shift_is_within_a_sequence(k, method, device):
+    x, w, _, y = sample((2, 3, 6), device=device)
+    tokens = torch.rand(2, 3, 6, device=device) if method in WHOLE else None
+    loss = linear_cross_entropy(x, w, y, shift=k, method=method, token_weight=tokens)
+    end = max(0, 6 - k)
+    given_ = {} if tokens is None else dict(token_weight=tokens[..., k:].cpu())
+    exact = definition(x[..., :end, :].cpu(), w.cpu(), None, y[..., k:].cpu(), **given_)
+    torch.testing.assert_close(loss.cpu(), exact)
+
+
+def test_shifted_shapes_and_gradients(device):
+    x, w, _, y = sample((2, 6), device=device)
+    loss, told = linear_cross_entropy(x, w, y, shift=2, reduction="none", return_stats=True)
+    assert loss.shape == told.entropy.shape == (2, 4)
+    x.requires_grad_()
+    dx, = torch.autograd.grad(linear_cross_entropy(x, w, y, shift=2), x)
+    assert not dx[:, -2:].any() and dx[0, 0].any()
+
+
+def test_a_flat_sequence_may_be_shifted_and_a_vector_may_not():
+    x, w, _, y = sample((7,))
+    a, b, c = shift_targets(x, y, None, 2)
+    assert torch.equal(a, x[:-2]) and torch.equal(b, y[2:]) and c is None
+    with pytest.raises(ValueError, match=r"^shift: expected 0 where .*got 1"):
+        linear_cross_entropy(x[0], w, y[0], shift=1)
+
+
+# --- refusals ---
+
+BAD = {
+    "method": dict(method="chunk"), "method ": dict(method=None), "shift": dict(shift=-1), "shift ": dict(shift=1.0), "shift  ": dict(shift=True),
+    "filter_eps": dict(filter_eps=1.0), "filter_eps ": dict(filter_eps=0.1, label_smoothing=0.1), "reduction": dict(reduction="avg"), "accumulate": dict(accumulate="bf16"),
+    "memory_budget": dict(memory_budget=0), "memory_budget ": dict(memory_budget=1e9), "memory_budget  ": dict(memory_budget=1),
+    "linear_bias": dict(linear_bias=torch.zeros(5)), "linear_bias ": dict(linear_bias=torch.zeros(17, dtype=f64)), "weight": dict(weight=torch.zeros(5)),
+    "token_weight": dict(token_weight=torch.zeros(2)), "softcap": dict(softcap=0.0), "z_loss": dict(z_loss=-1.0),
+    "label_smoothing": dict(label_smoothing=2.0), "logit_scale": dict(logit_scale=0.0),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_name_themselves(name):
+    x, w, _, y = sample(dtype=f32)
+    with pytest.raises(ValueError, match=rf"^{name.strip()}: expected .*got "):
+        linear_cross_entropy(x, w, y, **BAD[name])
+
+
+@pytest.mark.parametrize("call", [lambda x, w, y: (x[:, :4], w, y), lambda x, w, y: (x, w[0], y), lambda x, w, y: (x, w, y[:3]),
+                                  lambda x, w, y: (x, w, y.float()), lambda x, w, y: (x, w.half(), y), lambda x, w, y: (x.long(), w, y),
+                                  lambda x, w, y: (None, w, y), lambda x, w, y: (x, None, y), lambda x, w, y: (x, w, None)])
+def test_bad_tensors_are_refused(call):
+    x, w, _, y = sample(dtype=f32)
+    with pytest.raises(ValueError, match=": expected .*got "):
+        linear_cross_entropy(*call(x, w, y))
+
+
+REFUSED = {
+    "chunks, none": (dict(method="chunks", reduction="none"), r"'eager' or 'recompute'.*got 'chunks'"),
+    "tiles, soft cap": (dict(method="tiles", softcap=1.0), r"'recompute'.*no softcap"),
+    "tiles, bias": (dict(method="tiles", linear_bias=torch.zeros(17)), r"'chunks'.*no linear_bias"),
+    "tiles, weights": (dict(method="tiles", weight=torch.ones(17), z_loss=0.1), r"no weight, z_loss"),
+    "tiles, statistics": (dict(method="tiles", return_stats=True), r"no return_stats"),
+    "eager, budget": (dict(method="eager", memory_budget=800), r"expected \d+ bytes for 'eager', or .*got 800 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_method_cannot_do_names_what_can(case):
+    x, w, _, y = sample(dtype=f32)
+    options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), y, **options)
+
+
+class Sharded(torch.Tensor):
+    "Looks like a distributed tensor."
+    def full_tensor(self): return self
+
+
+def test_shards_are_refused_and_stage_10_named():
+    x, w, b, y = sample()
+    for bad in (w.as_subclass(Sharded), torch.empty(0, dtype=f64), w[:0], w[:, :0]):
+        with pytest.raises(ValueError, match=r"^linear_weight: expected .*stage 10.*got "):
+            linear_cross_entropy(x, bad, y)
+    with pytest.raises(ValueError, match=r"^linear_bias: .*stage 10"):
+        linear_cross_entropy(x, w, y, linear_bias=b.as_subclass(Sharded))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_label_out_of_range(method):
+    x, w, _, y = sample()
+    y[3] = 17
+    with pytest.raises(IndexError, match=r"target\[3\] is 17"):
+        linear_cross_entropy(x, w, y, method=method)
+
+
+# --- a citizen of autograd ---
+
+@pytest.mark.parametrize("method", METHODS)
+def test_used_twice_scaled_and_accumulated(method, device):
+    x, w, _, y = sample(device=device)
+    x.requires_grad_(), w.requires_grad_()
+    loss = linear_cross_entropy(x, w, y, method=method)
+    once = torch.autograd.grad(3 * loss, [x, w], retain_graph=True)
+    again = torch.autograd.grad(-1.5 * loss, [x, w])
+    for a, b in zip(once, again):
+        torch.testing.assert_close(a, -2 * b)
+    for part in (slice(0, 4), slice(4, 11)):
+        linear_cross_entropy(x[part], w, y[part], method=method, reduction="sum").backward()
+    for t, g in zip((x, w), torch.autograd.grad(linear_cross_entropy(x, w, y, method=method, reduction="sum"), [x, w])):
+        torch.testing.assert_close(t.grad, g)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tied_embeddings_and_checkpointing(method, device):
+    ids = torch.arange(12, device=device).view(2, 6) % 17
+    exact = None
+    for name in ("exact", method):
+        torch.manual_seed(0)
+        embedding = torch.nn.Embedding(17, 5, device=device, dtype=f64)
+        if name == "exact":
+            z = embedding(ids).tanh() @ embedding.weight.T
+            F.cross_entropy(z[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+            exact = embedding.weight.grad
+        else:
+            for whole in (False, True):
+                embedding.weight.grad = None
+                head = lambda x: linear_cross_entropy(x.tanh(), embedding.weight, ids, shift=1, method=name)
+                x = embedding(ids)
+                loss = torch.utils.checkpoint.checkpoint(head, x, use_reentrant=False) if whole else head(x)
+                loss.backward()
+                torch.testing.assert_close(embedding.weight.grad, exact)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtypes", [(f32, f32), (bf16, f32), (f32, bf16), (f64, f64)], ids=str)
+def test_autocast_as_linear(dtypes, method, device):
+    x, w, _, y = sample((64,), 32, 300, device, f32)
+    x, w = x.to(dtypes[0]).requires_grad_(), w.to(dtypes[1]).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        loss = linear_cross_entropy(x, w, y, method=method)
+        exact = F.cross_entropy(F.linear(x, w).double(), y)
+    assert loss.dtype == (f64 if dtypes[0] == f64 else f32)
+    for t, a, e in zip((x, w), torch.autograd.grad(loss, [x, w]), torch.autograd.grad(exact, [x, w])):
+        assert a.dtype == t.dtype and relative_error(a, e.double()) < 1e-2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_counts_and_nothing_there(method, device):
+    x, w, _, y = sample(device=device)
+    x.requires_grad_(), w.requires_grad_()
+    for part, labels in ((x, torch.full_like(y, -100)), (x[:0], y[:0])):
+        loss = linear_cross_entropy(part, w, labels, method=method)
+        grads = torch.autograd.grad(loss, [x, w])
+        assert loss == 0 and not any(g.any() for g in grads)
+
+
+def test_inputs_stay_and_grad_mode_counts(device):
+    x, w, b, y = sample(device=device)
+    before = [t.clone() for t in (x, w, b, y)]
+    x.requires_grad_(), w.requires_grad_()
+    for method in METHODS[:2] + METHODS[3:]:
+        linear_cross_entropy(x, w, y, linear_bias=b, method=method).backward()
+        with torch.no_grad():
+            assert not linear_cross_entropy(x, w, y, linear_bias=b, method=method).requires_grad
+    assert all(torch.equal(a, c) and a._version == 0 for a, c in zip((x, w, b, y), before))
+
+
+def test_statistics_are_differentiable_unless_chunks_are_named(device):
+    x, w, _, y = sample(device=device)
+    x.requires_grad_()
+    lse = torch.where(y != -100, (x @ w.T).logsumexp(-1), 0.0)
+    exact, = torch.autograd.grad(lse.sum(), x)
+    for method in WHOLE:
+        _, told = linear_cross_entropy(x, w, y, method=method, return_stats=True)
+        torch.testing.assert_close(torch.autograd.grad(told.lse.sum(), x)[0], exact)
+    loss, told = linear_cross_entropy(x, w, y, method="chunks", return_stats=True)
+    assert loss.requires_grad and not told.lse.requires_grad
+    torch.testing.assert_close(told.lse, lse.detach())
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_without_a_graph_break(method, device, fresh_compiler):
+    x, w, _, y = sample((2, 6), device=device)
+    x.requires_grad_(), w.requires_grad_()
+    fn = lambda x, w, y: 2 * linear_cross_entropy(x, w, y, method=method, shift=1)
+    compiled = torch.compile(fn, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager", dynamic=True)
+    for rows in (2, 1):
+        part = x[:rows], w, y[:rows]
+        for a, e in zip(torch.autograd.grad(compiled(*part), [x, w]), torch.autograd.grad(fn(*part), [x, w])):
+            torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
+    on_cpu = losses.request_of
+    monkeypatch.setattr(losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    x, w, _, y = sample((2, 6), dtype=dtype)
+    fn = torch.compile(lambda x, w, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (2, 1):
+        torch.testing.assert_close(fn(x[:rows], w, y[:rows]), linear_cross_entropy(x[:rows], w, y[:rows], method=method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
+    w, seen = torch.randn(50, 8, requires_grad=True), CompileCounter()
+    fn = torch.compile(lambda x, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend=seen, dynamic=True)
+    for n in (5, 6, 9, 12):
+        fn(torch.randn(n, 8, requires_grad=True), torch.randint(50, (n,)))
+    assert seen.frame_count == 1
+
+
+# --- the plan ---
+
+def plans(shape, **options):
+    return plan(shape.N, shape.V, shape.H, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plan_of_the_three_shapes(shape):
+    free = plans(shape)
+    assert free.method == "chunks" and free["chunks"].extra <= free["eager"].extra // 2
+    assert plans(shape, reduction="none").method == "recompute" == plans(shape, stats="differentiable").method
+    assert plans(shape, memory_budget=2**34).method == "eager" and plans(shape, memory_budget=2**29).method == "chunks"
+    assert plans(shape, memory_budget=2**27).method == "recompute" and plans(shape, memory_budget=2**16).method is None
+    assert plans(shape, needs_grad=False).method == "recompute"
+
+
+@pytest.mark.parametrize("gpu", ["cuda", "cpu"])
+def test_plan_is_monotonic(gpu):
+    "More work costs more, and more memory costs no time"
+    base = dict(n_tokens=4096, n_classes=32768, n_features=1024, device=gpu)
+    for side in ("n_tokens", "n_classes", "n_features"):
+        small, large = plan(**base), plan(**{**base, side: 2 * base[side]})
+        assert side == "n_features" or small["eager"].extra < large["eager"].extra
+        for a, b in zip(small.ways, large.ways):
+            assert a.flops < b.flops and a.seconds < b.seconds, (side, a.method)
+            assert b.flops / a.flops == pytest.approx(2, rel=1e-3)
+    budgets = [2**k for k in range(26, 35)]
+    found = [plan(**base, memory_budget=m, accumulate="native") for m in budgets]  # "auto" spends memory on fp32
+    times = [p.way.seconds for p in found if p.method]
+    assert times == sorted(times, reverse=True) and all(p.way.extra <= m for p, m in zip(found, budgets) if p.method)
+    assert [bool(p.method) for p in found] == sorted(bool(p.method) for p in found), "what fits goes on to fit"
+
+
+def test_plan_counts_what_is_needed():
+    n, v, h = 8192, 128256, 4096
+    product = 2.0 * n * v * h
+    flops = lambda needs, method: round(plan(n, v, h, needs_grad=needs)[method].flops / product)
+    for needs, eager, recompute in ((False, 1, 1), (True, 3, 4), ((True, False, False), 2, 3), ((False, True, True), 2, 3)):
+        assert (flops(needs, "eager"), flops(needs, "chunks"), flops(needs, "recompute")) == (eager, eager, recompute)
+
+
+def test_plan_keeps_dw_from_being_rounded_too_often():
+    s = SHAPES[1]
+    tight = plans(s, memory_budget=2**28)
+    assert tight.method == "recompute" and "rounded" in tight.verdict(tight["chunks"])
+    assert plans(s, memory_budget=2**28, accumulate="native").method == "chunks"
+    assert losses.choose(tight, "chunks").method == "chunks"
+
+
+def test_plan_speaks():
+    p = plan(8192, 128256, 4096, reduction="none", options=("softcap",))
+    assert p.why.startswith("recompute: the fastest within our own limit of") and "H200" in repr(p)
+    assert "it has no softcap" in repr(p) and "| recompute |" in p._repr_markdown_() and p.why in p._repr_markdown_()
+    assert plan(8192, 128256, 4096, memory_budget=5).why == "nothing fits a budget of 5 B"
+    assert "no method" in plan(10, 10, 10, reduction="none", chunk_size=2).why
+    for bad in ("reduction", "accumulate", "stats"):
+        with pytest.raises(ValueError, match=f"^{bad}: expected"):
+            plan(10, 10, 10, **{bad: "what"})
+    with pytest.raises(ValueError, match="no method"):
+        losses.choose(plan(10, 10, 10, reduction="none", chunk_size=2), "auto")
+
+
+def test_plan_takes_another_machine():
+    slow = Machine("a slow one", H200.bandwidth / 10, H200.rates)
+    assert plan(512, 32000, 1024, machine=slow)["tiles"].seconds > 2 * plan(512, 32000, 1024)["tiles"].seconds
+    assert plan(512, 32000, 1024).method == "eager" == plan(512, 32000, 1024, device="cpu").method
+
+
+def test_plan_is_remembered_and_cheap():
+    assert plan(100, 200, 300) is plan(100, 200, 300)
+    assert timeit.timeit(lambda: plan(100, 200, 300), number=200) / 200 < 2e-4
+    assert timeit.timeit(lambda: losses.make_plan(plan(100, 200, 300).request), number=50) / 50 < 5e-3
+
+
+HONEST = {"plain": {}, "none": dict(reduction="none"), "softcap": dict(softcap=3.0), "smoothing": dict(label_smoothing=0.1),
+          "statistics": dict(return_stats=True), "scale": dict(logit_scale=2.0), "budget": dict(memory_budget=2**22)}
+
+
+@pytest.mark.parametrize("options", HONEST.values(), ids=HONEST)
+@pytest.mark.parametrize("dtype", [f64, f32, bf16])
+def test_predicted_bytes_are_those_counted(options, dtype):
+    n, h, v = 512, 16, 4000
+    x, w, y = sample_data(n, h, v, dtype)
+    told = {}
+    def run(method):
+        loss = linear_cross_entropy(x, w, y, method=method, **options)
+        torch.autograd.grad((loss[0] if isinstance(loss, tuple) else loss).sum(), [x, w])
+    p = losses.make_plan(losses.request_of(x, w, dict(
+        linear_bias=None, weight=None, token_weight=None, z_loss=0.0, filter_eps=None,
+        **{k: options.get(k, d) for k, d in dict(reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0, return_stats=False).items()}),
+        options.get("memory_budget"), "auto", None, False))
+    for way in p.able:
+        if way.extra <= p.budget and way.method != "tiles":
+            told[way.method] = (peak_memory(lambda: run(way.method)) - x.nbytes - w.nbytes) / way.extra
+    assert told and all(0.85 < ratio < 1.15 for ratio in told.values()), told
+    assert "memory_budget" not in options or p.way.extra <= 2**22
+
+
+def test_budget_is_kept_on_a_cpu():
+    x, w, y = sample_data(512, 16, 4000, f32)
+    for budget in (2**20, 2**22, 2**24, 2**26):
+        held = peak_memory(lambda: torch.autograd.grad(linear_cross_entropy(x, w, y, memory_budget=budget), [x, w]))
+        assert held - x.nbytes - w.nbytes < 1.1 * budget
+
+
+def test_log_says_what_was_taken(caplog):
+    x, w, _, y = sample(dtype=f32)
+    with caplog.at_level(logging.DEBUG, logger="fusedloss"):
+        linear_cross_entropy(x, w, y)
+        linear_cross_entropy(x, w, y, method="tiles")
+    assert "11 × 5 × 17: eager: the fastest within our own limit" in caplog.messages[0] and "tiles, as asked" in caplog.messages[1]
+    caplog.clear()
+    linear_cross_entropy(x, w, y)
+    assert not caplog.messages
+
+
+def test_auto_is_the_method_it_names(device, monkeypatch):
+    x, w, _, y = sample((64,), 8, 500, device, f32)
+    taken = []
+    real = losses.take
+    monkeypatch.setattr(losses, "take", lambda way, *rest: taken.append(way.method) or real(way, *rest))
+    linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), y)
+    linear_cross_entropy(x, w, y, memory_budget=60_000)
+    linear_cross_entropy(x, w, y, memory_budget=60_000, reduction="none")
+    assert taken[0] == "eager" and taken[1] in ("chunks", "recompute") and taken[2] == "recompute"
+
+
+# --- the module ---
+
+@pytest.mark.parametrize("how", [{}, dict(method="recompute"), dict(chunk_size=4), dict(method="chunks", memory_budget=4000)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_module_is_the_functional(how, transposed, device):
+    torch.manual_seed(0)
+    layer = LinearCrossEntropyLoss(5, 17, True, transposed=transposed, device=device, dtype=f64, z_loss=0.01, logit_scale=2.0, shift=1,
+                                   class_weight=torch.linspace(1, 2, 17, device=device), **how)
+    x, _, _, y = sample((2, 6), device=device)
+    loss = layer(x, y)
+    loss.backward()
+    leaf = layer.linear_weight.detach().contiguous().requires_grad_()
+    exact = linear_cross_entropy(x, leaf, y, linear_bias=layer.bias.detach(), weight=layer.class_weight, z_loss=0.01, logit_scale=2.0, shift=1)
+    exact.backward()
+    torch.testing.assert_close(loss, exact)
+    torch.testing.assert_close(layer.weight.grad, leaf.grad.T if transposed else leaf.grad)
+
+
+@pytest.mark.parametrize("method", ["auto", "eager", "chunks", "recompute"])
+def test_module_keeps_what_it_saw(method, device):
+    x, _, _, y = sample(device=device)
+    layer = LinearCrossEntropyLoss(5, 17, device=device, dtype=f64, monitoring=True, z_loss=0.1, method=method)
+    assert layer(x, y).requires_grad
+    z = (x @ layer.weight.T).detach()[y != -100]
+    torch.testing.assert_close(layer.metrics["entropy"], torch.distributions.Categorical(logits=z).entropy().mean())
+    torch.testing.assert_close(layer.metrics["logit_max"], z.amax())
+    assert not any(m.requires_grad for m in layer.metrics.values())
+
+
+@pytest.mark.parametrize("method", ["auto", "recompute"])
+def test_a_filter_goes_to_the_method_that_has_one(method, device):
+    x, w, _, y = sample((64,), 16, 900, device)
+    x, w, y = x.requires_grad_(), w.requires_grad_(), y.clamp(max=20)
+    b = torch.linspace(2, -20, 900, dtype=f64, device=device)  # most tiles hold nothing
+    how = dict(linear_bias=b, filter_eps=0.01)
+    expected = torch.autograd.grad(recompute_linear_cross_entropy(x, w, y, **how), [x, w])
+    found = torch.autograd.grad(linear_cross_entropy(x, w, y, method=method, **how), [x, w])
+    exact = torch.autograd.grad(linear_cross_entropy(x, w, y, method=method, linear_bias=b), [x, w])
+    for f, e, whole in zip(found, expected, exact):
+        assert torch.equal(f, e) and not torch.equal(f, whole), "filtered, and by the same kernels"
+
+
+@pytest.mark.parametrize("method", ["eager", "chunks", "tiles"])
+def test_methods_without_a_filter_name_the_one_that_has(method):
+    x, w, _, y = sample(dtype=f32)
+    with pytest.raises(ValueError, match="'recompute'.*filter_eps"):
+        linear_cross_entropy(x, w, y, method=method, filter_eps=0.01)
+
+
+def test_module_names_what_it_cannot_do():
+    x, _, _, y = sample(dtype=f32)
+    for options, message in ((dict(chunk_size=2, reduction="none"), "no method"), (dict(chunk_size=2, method="recompute"), "'chunks'"),
+                             (dict(filter_eps=2.0), "filter_eps"), (dict(shift=-1), "shift")):
+        with pytest.raises(ValueError, match=message):
+            LinearCrossEntropyLoss(5, 17, **options)(x, y)
+    layer = LinearCrossEntropyLoss(5, 17, True, dtype=f32)
+    assert set(layer.state_dict()) == {"weight", "bias"} and "num_classes=17" in repr(layer)
+
+
+def test_module_hands_the_promise_on(device):
+    x, _, _, y = sample(device=device)
+    layer = LinearCrossEntropyLoss(5, 17, device=device, dtype=f64, chunk_size=3)
+    torch.testing.assert_close(layer(x, y, max_valid=9), layer(x, y))
+    assert layer(x, y, max_valid=2).isnan()
+
+
+# --- torch's own samples ---
+
+def torch_samples():
+    "What torch ships to test its own function, or a skip"
+    sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))
+    invocations = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+    found = getattr(invocations, "sample_inputs_linear_cross_entropy", None)
+    if found is None:
+        pytest.skip("this torch has no linear_cross_entropy")
+    for chunked in (False, True):
+        yield from found(None, "cpu", f64, True, chunked=chunked)
+
+
+def test_samples_that_torch_tests_itself_with():
+    seen = 0
+    for s in torch_samples():
+        x, (w, y), options = s.input, s.args, {k: v for k, v in s.kwargs.items() if k != "options"}
+        if w.dim() != 2 or y.is_floating_point():
+            continue  # several heads and soft targets are not ours
+        exact = F.linear_cross_entropy(x, w, y, **options)
+        if options.get("ignore_index", 0) is None:
+            options.pop("ignore_index")
+        options["weight"] = None if options.get("weight") is None else options["weight"].detach()
+        found = linear_cross_entropy(x, w, y, **options)
+        if exact.isnan().any():
+            continue  # a mean over nothing: 0 here
+        torch.testing.assert_close(found, exact)
+        for a, e in zip(torch.autograd.grad(found.sum(), [x, w]), torch.autograd.grad(exact.sum(), [x, w])):
+            torch.testing.assert_close(a, e)
+        seen += 1
+    assert seen >= 5
+
+
+# --- planted bugs ---
+
+MUTANTS = {  # what is wrong: (text of fusedloss/losses.py, what stands in its place)
+    "the shift comes one too late": ("input.shape[-2] - shift), :]", "input.shape[-2] - shift - 1), :]"),
+    "the token weights are not shifted": ("later(target), later(token_weight)", "later(target), token_weight[..., :max(0, input.shape[-2] - shift)]"),
+    "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
+    "tiles forget the scale": ("input if scale == 1 else input * scale", "input"),
+    "tiles forget the ignored": ('ignore_index=given["ignore_index"], token_tile', "token_tile"),
+    "eager forgets the bias": ("F.linear(input, linear_weight, linear_bias)", "F.linear(input, linear_weight)"),
+    "eager forgets the class weights": ("target.reshape(-1), weight, reduction", "target.reshape(-1), None, reduction"),
+    "a mean is a sum": ("weight, reduction=reduction, return_stats", 'weight, reduction="sum" if reduction == "mean" else reduction, return_stats'),
+    "chunks give statistics without gradient": ('graded and r.stats == "differentiable"', "False"),
+    "chunks take a loss for each token": ('if r.reduction == "none" else', 'if r.reduction == "x" else'),
+    "the budget is not looked at": ("w.extra <= self.budget]", "True]"),
+    "the slowest is taken": ("if getattr(w, of) < getattr(best, of)", "if getattr(w, of) > getattr(best, of)"),
+    "dw is rounded without end": ("chunks > ROUNDINGS", "False"),
+    "the fourth product is forgotten": ('costs += [Cost("dz", flops,', 'costs += [Cost("dz", 0.0,'),
+    "an empty shard passes": ("t.numel() > 0 or not n_features", "True"),
+}
+
+
+@pytest.fixture
+def variant(tmp_path):
+    "The module with texts replaced"
+    return partial(planted, losses, tmp_path)
+
+
+def any_fault(module):
+    "Whether the cases notice something in the front door"
+    call, s = module.linear_cross_entropy, SHAPES[1]
+    x, w, b, y = sample((2, 6))
+    tokens = torch.linspace(0.5, 2, 12, dtype=f64).view(2, 6)
+    shifted = call(x, w, y, shift=2, token_weight=tokens)
+    statistics = call(x.clone().requires_grad_(), w, y, return_stats=True)[1]
+    plans = [module.plan(s.N, s.V, s.H, memory_budget=m).method for m in (2**34, 2**29, 2**28, 2**27)]
+    try:
+        call(x, w[:0], y)
+        return "an empty shard"
+    except ValueError as e:
+        if "stage 10" not in str(e):
+            return "an empty shard"
+    return (wrong(x, w, b, y, call=call) or wrong(x, w, b, y, call=call, reduction="none", weight=True, how=dict(method="eager"))
+            or wrong(x, w, None, torch.where(y < 0, 3, y), call=call, how=dict(method="tiles"), logit_scale=2.0, ignore_index=3)
+            or relative_error(shifted, definition(x[:, :-2], w, None, y[:, 2:], token_weight=tokens[:, 2:])) > 1e-12
+            or not statistics.lse.requires_grad or plans != ["eager", "chunks", "recompute", "recompute"]
+            or module.plan(s.N, s.V, s.H, reduction="none").method != "recompute"
+            or module.plan(s.N, s.V, s.H, stats="differentiable").method != "recompute")
+
+
+def test_the_unchanged_source_passes(variant):
+    assert not any_fault(variant("def least(", "def least("))
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_planted_bug_is_noticed(bug, variant):
+    try:
+        assert any_fault(variant(*MUTANTS[bug])), "nothing noticed"
+    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):
+        pass
+
+
+# --- GPU ---
+
+@cuda_only
+@pytest.mark.parametrize("method", ["auto", "eager", "chunks", "recompute"])
+def test_nothing_waits_for_the_gpu_and_a_graph_captures_it(method):
+    x, w, _, y = sample((512,), 64, 5003, "cuda", bf16, bias=False)
+    x.requires_grad_(), w.requires_grad_()
+    def step():
+        loss = linear_cross_entropy(x, w, y, method=method)
+        return loss.detach(), *torch.autograd.grad(2 * loss, [x, w])  # a graph kept alive would tie the capture to its stream
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    assert all(torch.equal(a, e) for a, e in zip(found, expected))
+
+
+@cuda_only
+@pytest.mark.parametrize("budget", [None, 2**28, 2**27])
+def test_predicted_bytes_on_the_gpu(budget):
+    x, w, y = sample_data(8192, 2048, 65536, bf16, "cuda")
+    p = plan(8192, 65536, 2048, memory_budget=budget)
+    held = peak_memory(lambda: torch.autograd.grad(linear_cross_entropy(x, w, y, memory_budget=budget), [x, w]), "cuda") - x.nbytes - w.nbytes
+    assert 0.75 < held / p.way.extra < 1.25
+
+
+def test_importing_needs_no_gpu_and_no_triton():
+    code = ("import sys; sys.modules['triton'] = None; import torch; from fusedloss.losses import linear_cross_entropy as f, plan; "
+            "print(f(torch.ones(2, 3), torch.eye(3), torch.tensor([0, 1])).item(), plan(8192, 128256, 4096).method)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["1.0986123085021973", "chunks"], done.stderr
