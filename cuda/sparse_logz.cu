@@ -1,8 +1,10 @@
 // log Z, the sum over all paths of a sparse graph through time, and its gradient. Scores [T,N,C,NZ]; edge j of state c
 // comes from state idx[c,j]. Two scans at once: alpha from the start, beta from the end; they meet in the middle, where
 // Z is the sum of alpha beta, and go on through each other's half, where each edge's share is alpha times edge times beta.
-// PHASE 0, 2N blocks: to the middle (Log), N blocks: to the end (Max). PHASE 1, N blocks: they meet. PHASE 2: the rest.
+// PHASE 0, 2N blocks: to the middle. PHASE 1, N blocks: they meet. PHASE 2, 2N blocks: on to the ends, with the gradient.
 // Nothing is kept but in the place of the gradient: row t of d_scores holds alpha or beta until its edges are known.
+// Max: alpha alone, N blocks, to the end (PHASE 0), writing down which edge was best; back along them, with the gradient
+// (PHASE 2) or the path alone (PHASE 3).
 // A value is m 2^e, both floating point, e whole: no exp or log between the states, and -inf is an exact zero.
 // THREADS a block, PER states a thread; AHEAD rows of scores are under way in shared memory, AHEAD + 1 a power of two.
 // Also fixed when compiled: REAL (float, double), SEMIRING (Log, Max) and NZ >= 2.
@@ -113,11 +115,11 @@ FORCED void arrived() {  // all but the last AHEAD - 2 rows
 
 extern __shared__ __align__(16) unsigned char memory[];
 
-// One sequence; a row is its C NZ edges at one time, from one to the next lie `pitch` numbers.
+// One sequence; a row is its C NZ edges at one time, from one to the next lie `pitch` (`pitch_d`) numbers.
 struct Problem {
   const real* scores;
   real* d;  // the gradient, before that the table; null where there is none
-  i64 pitch;
+  i64 pitch, pitch_d;
   const int* slots;  // [2,2,NZ,C]: for alpha and for beta, where each edge comes from and its place in the row
   const i64 *start, *edge;  // edges by the state they leave: beta's beyond NZ a state
   int C, width;
@@ -133,7 +135,7 @@ FORCED void run(const Problem p, typename S::Value (&own)[PER], int first, int s
   const int C = p.C, width = p.width, me = threadIdx.x, wide = width + 1 + (SECOND ? 2 * C : 0);
   Value* cells = reinterpret_cast<Value*>(memory);  // [2, C + 2]: those of the states, zero, and NaN
   real* ring = reinterpret_cast<real*>(cells + 2 * (C + 2));  // [ROWS, wide]: scores, one of no edge, the other's table
-  real* stage = ring + ROWS * wide;  // [2, width + 1]: the gradient, in the order of the edges
+  real* stage = ring + ROWS * wide;  // [2, width]: the gradient, in the order of the edges
   int from[PER][NZ], place[PER][NZ];
   i64 more[PER], end[PER];
   for (int i = 0; i < PER; i++) {
@@ -148,11 +150,11 @@ FORCED void run(const Problem p, typename S::Value (&own)[PER], int first, int s
   if (me < 2) cells[me * (C + 2) + C] = S::zero(), cells[me * (C + 2) + C + 1] = S::unknown();
   for (int r = me; r < ROWS; r += THREADS) ring[r * wide + width] = 0;
   if (SECOND)
-    for (int i = me; i < 2 * (width + 1); i += THREADS) stage[i] = 0;
+    for (int i = me; i < 2 * width; i += THREADS) stage[i] = 0;
 
-  const i64 move = DIR ? -p.pitch : p.pitch;
-  const real *ahead = p.scores + first * p.pitch, *table = p.d + first * p.pitch;
-  real* row = p.d + first * p.pitch;
+  const i64 move = DIR ? -p.pitch : p.pitch, move_d = DIR ? -p.pitch_d : p.pitch_d;
+  const real *ahead = p.scores + first * p.pitch, *table = p.d + first * p.pitch_d;
+  real* row = p.d + first * p.pitch_d;
   const auto fetch = [&](int s) {
     if (s < steps) {
       real* to = ring + (s & AHEAD) * wide;
@@ -164,7 +166,7 @@ FORCED void run(const Problem p, typename S::Value (&own)[PER], int first, int s
           if (c < C) copy_ahead(to + width + 1 + c, table + c), copy_ahead(to + width + 1 + C + c, table + C + c);
         }
     }
-    ahead += move, table += move;
+    ahead += move, table += move_d;
     commit();
   };
   Value w[PER][NZ], w_next[PER][NZ];
@@ -178,7 +180,7 @@ FORCED void run(const Problem p, typename S::Value (&own)[PER], int first, int s
     const Value* now = cells + (s & 1) * (C + 2);
     Value* next = cells + (~s & 1) * (C + 2);
     const real *here = ring + (s & AHEAD) * wide, *coming = ring + (s + 1 & AHEAD) * wide;
-    real* grad = stage + (s & 1) * (width + 1);
+    real* grad = stage + (s & 1) * width;
     for (int i = 0; i < PER; i++) {
       const int c = me + i * THREADS;
       Value x[NZ];
@@ -190,7 +192,8 @@ FORCED void run(const Problem p, typename S::Value (&own)[PER], int first, int s
         Cell met;
         if (SECOND) {
           met = c < C ? times(Cell{here[width + 1 + c], here[width + 1 + C + c]}, share) : Cell{0, 0};
-          for (int j = 0; j < NZ; j++) grad[place[i][j]] = x[j].m * met.m * scale_by(x[j].e + met.e);
+          for (int j = 0; j < NZ; j++)
+            if (place[i][j] < width) grad[place[i][j]] = x[j].m * met.m * scale_by(x[j].e + met.e);
         } else if (p.d && c < C) row[c] = own[i].m, row[C + c] = own[i].e;
         if (DIR)
           for (i64 k = more[i]; k < end[i]; k++) {
@@ -212,7 +215,7 @@ FORCED void run(const Problem p, typename S::Value (&own)[PER], int first, int s
     if (SECOND)
       for (int k = 0; k < PER * NZ; k++)
         if (me + k * THREADS < width) row[me + k * THREADS] = grad[me + k * THREADS];
-    row += move;
+    row += move_d;
     for (int i = 0; i < PER; i++)
       for (int j = 0; j < NZ; j++) w[i][j] = w_next[i][j];
   }
@@ -232,20 +235,21 @@ template <class T, class Add> FORCED T over_block(T mine, Add add) {
 
 struct Best { real score; int state; };
 
-// The best path, from its end back to the start: rows of the table by the dozen in shared memory, where one thread follows it.
-FORCED int walk(const Problem p, int length, int state, real g) {
-  const int C = p.C, most = ROWS * (NZ + 2) / 2;
+// The best path, from its end back to the start: rows of the table by the dozen in shared memory, where one thread follows
+// it. The path itself is written where `states` are wanted, else the gradient in the table's place.
+FORCED int walk(const Problem p, int length, int state, real g, i64* states, i64* edges) {
+  const int C = p.C, most = ROWS * (NZ + 2) / 2, me = threadIdx.x;
   int* sources = reinterpret_cast<int*>(memory);  // [NZ, C]
-  int* path = sources + p.width;  // [most + 1]: which edge of each row, and the state before them all
+  int* path = sources + p.width;  // [most + 1]: place of the edge taken in each row, and the state before them all
   real* taken = reinterpret_cast<real*>(memory + (p.width + most + 2) / 2 * 8);  // [most, C]
-  for (int i = threadIdx.x; i < p.width; i += THREADS) sources[i] = p.slots[i];
+  for (int i = me; i < p.width; i += THREADS) sources[i] = p.slots[i];
   for (int after = length; after > 0; after -= most) {
-    const int rows = after < most ? after : most;
-    real* d = p.d + (after - rows) * p.pitch;
+    const int rows = after < most ? after : most, first = after - rows;
+    real* d = p.d + first * p.pitch_d;
     for (int r = 0; r < rows; r++)
-      for (int c = threadIdx.x; c < C; c += THREADS) taken[r * C + c] = d[r * p.pitch + c];
+      for (int c = me; c < C; c += THREADS) taken[r * C + c] = d[r * p.pitch_d + c];
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (me == 0) {
       for (int r = rows - 1; r >= 0; r--) {
         const int j = state < 0 ? -1 : (int)taken[r * C + state];
         path[r] = j < 0 ? -1 : state * NZ + j;
@@ -256,8 +260,10 @@ FORCED int walk(const Problem p, int length, int state, real g) {
     }
     __syncthreads();
     state = path[most];
-    for (int r = 0; r < rows; r++)
-      for (int i = threadIdx.x; i < p.width; i += THREADS) d[r * p.pitch + i] = i == path[r] ? g : real(0);
+    for (int r = states ? me : rows; r < rows; r += THREADS)
+      states[first + r + 1] = path[r] < 0 ? -1 : path[r] / NZ, edges[first + r] = path[r] < 0 ? -1 : path[r] % NZ;
+    for (int r = 0; r < rows && !states; r++)
+      for (int i = me; i < p.width; i += THREADS) d[r * p.pitch_d + i] = i == path[r] ? g : real(0);
     __syncthreads();
   }
   return state;
@@ -270,6 +276,7 @@ struct Call {
   const real* g;
   real *d_v0, *d_vT;
   i64 part;  // of the middle: N C
+  i64 *states, *edges;
   int T, length, dir, blocks;
   FORCED real& meet(int which, int part_, int c) const { return middle[(which * 2 + part_) * part + c]; }
 };
@@ -318,7 +325,7 @@ template <class S> FORCED void they_meet(const Call a) {
 template <class S> FORCED void to_the_ends(const Call a) {
   const int C = a.p.C, me = threadIdx.x, half = (a.length + 1) / 2;
   for (int t = a.length + a.dir; t < a.T; t += a.blocks)
-    for (int i = me; i < a.p.width; i += THREADS) a.p.d[t * a.p.pitch + i] = 0;
+    for (int i = me; i < a.p.width; i += THREADS) a.p.d[t * a.p.pitch_d + i] = 0;
   if constexpr (S::MEETS) {
     // without a path every product is zero; a Z that is no number stays visible
     const real m = a.total[0];
@@ -339,25 +346,34 @@ template <class S> FORCED void to_the_ends(const Call a) {
   } else {
     const int state = (int)a.total[0];
     for (int c = me; c < C; c += THREADS) a.d_vT[c] = c == state ? a.g[0] : real(0);
-    const int begin = walk(a.p, a.length, state, a.g[0]);
+    const int begin = walk(a.p, a.length, state, a.g[0], nullptr, nullptr);
     for (int c = me; c < C; c += THREADS) a.d_v0[c] = c == begin ? a.g[0] : real(0);
   }
+}
+
+template <class S> FORCED void back_to_the_start(const Call a) {
+  const int begin = walk(a.p, a.length, (int)a.total[0], 0, a.states, a.edges);
+  if (threadIdx.x == 0) a.states[0] = begin;
+  for (int t = a.length + threadIdx.x; t < a.T; t += THREADS) a.states[t + 1] = a.edges[t] = -1;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sparse_logz(
     const real* scores, const int* slots, const i64* start, const i64* edge, const i64* lengths,  // [N] or null: all T
     const real* v0, const real* vT,  // [N,C]
-    real* d_scores,  // [T,N,C,NZ]; null: the sum alone is wanted
+    real* d_scores,  // [T,N,held] with held = C NZ, or C in PHASE 3; null: the sum alone is wanted
     real* middle, real* total, real* z,  // [2,2,N,C] m and e of alpha and beta, [N,2] m and e of Z, [N]; written, then read
     const real* g, real* d_v0, real* d_vT,  // PHASE 2: [N], [N,C]
-    int T, int N, int C) {
+    i64* states, i64* edges,  // PHASE 3: [N,T+1], [N,T]
+    int T, int N, int C, int held) {
   const int width = C * NZ, blocks = gridDim.x / N;
   const i64 n = blockIdx.x / blocks, wanted = lengths ? lengths[n] : T, at = n * C;
   const int length = wanted < 0 ? 0 : wanted > T ? T : (int)wanted;
-  const Problem p = {scores + at * NZ, d_scores ? d_scores + at * NZ : d_scores, (i64)N * width, slots, start, edge, C, width};
+  const Problem p = {scores + at * NZ, d_scores ? d_scores + n * held : d_scores, (i64)N * width, (i64)N * held,
+                     slots, start, edge, C, width};
   const Call call = {p, v0 + at, vT + at, middle + at, total + 2 * n, z + n, g + n, d_v0 + at, d_vT + at, (i64)N * C,
-                     T, length, (int)blockIdx.x % blocks, blocks};
+                     states + n * (T + 1), edges + n * T, T, length, (int)blockIdx.x % blocks, blocks};
   if constexpr (PHASE == 0) to_the_middle<SEMIRING>(call);
   else if constexpr (PHASE == 1) they_meet<Log>(call);
-  else to_the_ends<SEMIRING>(call);
+  else if constexpr (PHASE == 2) to_the_ends<SEMIRING>(call);
+  else back_to_the_start<Max>(call);
 }
