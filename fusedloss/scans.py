@@ -354,7 +354,7 @@ class Fused:
         launch_fused(3, self.cut, Max, Ms, lengths, v0, vT, begun, path=path)
         return Paths(begun.z, *path)
 
-# %% ../nbs/12_scans.ipynb #ecd646bf
+# %% ../nbs/12_scans.ipynb #b3a8d405
 _lists = WeakIdKeyDictionary()
 
 def edge_lists(idx):
@@ -364,11 +364,13 @@ def edge_lists(idx):
         out = transpose(idx)
         return edge_slots(idx, out), out
     stream = torch.cuda.current_stream(idx.device).cuda_stream if idx.is_cuda else 0
-    known, key = _lists.setdefault(idx, {}), (idx._version, stream)
-    if key not in known:
+    known = _lists.setdefault(idx, {})
+    version, lists = known.get(stream, (None, None))
+    if version != idx._version:
         out = transpose(idx)
-        known[key] = edge_slots(idx, out), out
-    return known[key]
+        lists = edge_slots(idx, out), out
+        known[stream] = idx._version, lists
+    return lists
 
 # %% ../nbs/12_scans.ipynb #1ec55f77
 def room(device) -> int:

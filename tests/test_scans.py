@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import fusedloss.kernels
 import fusedloss.scans
 from fusedloss.kernels import cuda_source
-from fusedloss.measure import saved_tensors
+from fusedloss.measure import peak_memory, saved_tensors
 from fusedloss.scans import Fused, edge_slots, fused_cut, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
 from helpers import planted
@@ -809,3 +809,74 @@ def test_a_planted_bug_is_noticed(bug, variant):
     except (RuntimeError, IndexError, ValueError) as error:
         found = str(error)
     assert found, f"no check notices that {bug}"
+
+
+# the GPU
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    g = torch.Generator().manual_seed(0)
+    return [t.cuda() for t in (torch.randn(50, 4, 100, 3, generator=g), torch.randint(-1, 100, (100, 3), generator=g), *torch.randn(2, 4, 100, generator=g))]
+
+
+@pytest.mark.parametrize("S", [Log, Max], ids=str)
+def test_cupy_and_torch_compile_the_fused_kernel_to_the_same_bits(S, gpu, monkeypatch):
+    pytest.importorskip("cupy")
+    if not hasattr(torch.cuda, "_compile_kernel"):
+        pytest.skip("this PyTorch compiles no kernels")
+    by_cupy = graded(logz, gpu, S, method="fused")
+
+    def by_torch(name, device, **constants):
+        return fusedloss.kernels._by_torch(cuda_source(name), name, ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items())))
+    monkeypatch.setattr(fusedloss.scans, "cuda_kernel", by_torch)
+    assert all(torch.equal(a, b) for a, b in zip(by_cupy, graded(logz, gpu, S, method="fused")))
+
+
+@pytest.mark.parametrize("S", [Log, Max], ids=str)
+def test_a_side_stream_is_waited_for(S, gpu):
+    want, half, idx, side = graded(logz, gpu, S), gpu[0] / 2, torch.zeros_like(gpu[1]), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**8)
+        half.mul_(2)
+        idx.copy_(gpu[1])
+        got = graded(logz, [half, idx, *gpu[2:]], S)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_a_second_device_gives_the_same_bits(gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    for a, b in zip(graded(logz, gpu, Log), graded(logz, [t.to("cuda:1") for t in gpu], Log)):
+        assert b.get_device() == 1 and torch.equal(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("S", [Log, Max], ids=str)
+def test_a_recorded_graph_gives_the_same_bits(S, gpu):
+    Ms, lengths = gpu[0].requires_grad_(), torch.tensor([50, 3, 20, 0]).cuda()
+
+    def run():
+        return torch.autograd.grad(logz(*gpu, S, lengths).sum(), Ms)[0]
+    want, side = run(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        got = run()
+    got.zero_()
+    recorded.replay()
+    assert torch.equal(got, want)
+
+
+def test_the_gradient_is_all_that_the_fused_kernel_holds(gpu):
+    Ms = torch.randn(500, 32, 201, 3, device="cuda", requires_grad=True)
+    graph = (torch.arange(201)[:, None] - torch.arange(3)).clamp(min=-1).cuda(), *torch.zeros(2, 32, 201, device="cuda")
+
+    def step():
+        torch.autograd.grad(logz(Ms, *graph, method="fused").sum(), Ms)
+    assert peak_memory(step, "cuda") < 1.03 * Ms.nbytes
