@@ -22,8 +22,14 @@ FORCED float larger(float a, float b) { return fmaxf(a, b); }  // of NaN and a n
 FORCED double larger(double a, double b) { return fmax(a, b); }
 FORCED float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 FORCED double multiply_add(double a, double b, double c) { return fma(a, b, c); }
-FORCED float whole(float x) { return rintf(x); }
-FORCED double whole(double x) { return rint(x); }
+FORCED double tiny_as_zero(double a, double b) { return a * b; }
+FORCED float tiny_as_zero(float a, float b) {  // the same bits whatever a compiler does with subnormal numbers
+#ifdef __CUDA_ARCH__
+  float r; asm("mul.ftz.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
+#else
+  return a * b;
+#endif
+}
 FORCED double two_to(double x) { return exp2(x); }
 FORCED float two_to(float x) {
 #ifdef __CUDA_ARCH__
@@ -40,13 +46,15 @@ FORCED double scale_by(double d) {
 
 struct __align__(2 * sizeof(real)) Cell { real m, e; };
 FORCED Cell times(Cell a, Cell b) { return {a.m * b.m, a.e + b.e}; }
+FORCED real share_of(Cell a, Cell b) { return tiny_as_zero(a.m * b.m, scale_by(a.e + b.e)); }
 FORCED Cell plus(Cell a, Cell b) {
   const real top = larger(larger(a.e, LOWEST), b.e);
   return {multiply_add(a.m, scale_by(a.e - top), b.m * scale_by(b.e - top)), top};
 }
 // e^z: the product with log2 e to all digits of z; scores so large that they have no fraction need none.
 FORCED Cell weight(real z) {
-  const real f = whole(z * LOG2E), rest = multiply_add(z, LOG2E_REST, multiply_add(z, LOG2E, -f));
+  const real magic = SINGLE ? 12582912.0 : 6755399441055744.0;  // adding it rounds to a whole number
+  const real f = multiply_add(z, LOG2E, magic) - magic, rest = multiply_add(z, LOG2E_REST, multiply_add(z, LOG2E, -f));
   const real m = two_to(f * f < real(SINGLE ? 1e13 : 1e30) ? rest : real(0));
   return {z < HUGE_SCORE ? m : not_a_number(), f};
 }
@@ -193,13 +201,13 @@ FORCED void run(const Problem p, typename S::Value (&own)[PER], int first, int s
         if (SECOND) {
           met = c < C ? times(Cell{here[width + 1 + c], here[width + 1 + C + c]}, share) : Cell{0, 0};
           for (int j = 0; j < NZ; j++)
-            if (place[i][j] < width) grad[place[i][j]] = x[j].m * met.m * scale_by(x[j].e + met.e);
+            if (place[i][j] < width) grad[place[i][j]] = share_of(x[j], met);
         } else if (p.d && c < C) row[c] = own[i].m, row[C + c] = own[i].e;
         if (DIR)
           for (i64 k = more[i]; k < end[i]; k++) {
             const int at = (int)p.edge[k];
             const Cell y = times(weight(here[at]), now[at / NZ]);
-            if (SECOND) grad[at] = y.m * met.m * scale_by(y.e + met.e);
+            if (SECOND) grad[at] = share_of(y, met);
             total = plus(total, y);
           }
         own[i] = s % RARELY == RARELY - 1 ? renormalised(total) : total;
@@ -341,7 +349,7 @@ template <class S> FORCED void to_the_ends(const Call a) {
       const int c = me + i * THREADS;
       if (c >= C) continue;
       const Cell last = times(times(own[i], weight((a.dir ? a.v0 : a.vT)[c])), share);
-      (a.dir ? a.d_v0 : a.d_vT)[c] = last.m * scale_by(last.e);
+      (a.dir ? a.d_v0 : a.d_vT)[c] = tiny_as_zero(last.m, scale_by(last.e));
     }
   } else {
     const int state = (int)a.total[0];

@@ -277,7 +277,8 @@ class Cut(NamedTuple):
         most = (self.ahead + 1) * (nz + 2) // 2
         return (c * nz + most + 2) // 2 * 8 + most * c * real
 
-# %% ../nbs/12_scans.ipynb #f4867842
+# %% ../nbs/12_scans.ipynb #70e5395c
+@functools.cache
 def fused_cut(
     c:int, nz:int, S:Semiring, real:int,  # states, edges a state, Log or Max, bytes a number
     room:int,  # bytes of shared memory that a block may have
@@ -372,7 +373,8 @@ def edge_lists(idx):
         known[stream] = idx._version, lists
     return lists
 
-# %% ../nbs/12_scans.ipynb #1ec55f77
+# %% ../nbs/12_scans.ipynb #83888234
+@functools.cache
 def room(device) -> int:
     "Bytes of shared memory that a block may have."
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
