@@ -59,7 +59,7 @@ def logz_autograd(
         v = stay(go, S.sum(S.mul(v[..., source], edges)), v)
     return S.sum(S.mul(v, S.lift(vT)))
 
-# %% ../nbs/12_scans.ipynb #f6f967f6
+# %% ../nbs/12_scans.ipynb #19fcea04
 def check_lengths(
     lengths,  # [N] integers, or None
     Ms:Tensor,  # [T,N,C,nz]
@@ -76,7 +76,7 @@ def check_lengths(
         for i in ((lengths < 0) | (lengths > steps)).nonzero().flatten().tolist()[:1]:
             raise ValueError(f"lengths[{i}] is {lengths[i].item()}: "
                              f"expected 0 ≤ length ≤ {steps}")
-    return lengths.to(Ms.device, torch.int64)
+    return lengths.to(Ms.device, torch.int64).contiguous()
 
 # %% ../nbs/12_scans.ipynb #96722e91
 class OutEdges(NamedTuple):
@@ -328,7 +328,7 @@ def begin(cut, S, Ms, idx, v0, vT, lengths, held):
         launch_fused(phase, cut, S, Ms, lengths, v0, vT, b)
     return b
 
-# %% ../nbs/12_scans.ipynb #3d591d96
+# %% ../nbs/12_scans.ipynb #36e99bad
 class Fused:
     "Rung 4: to the middle, and from there on in the memory of the gradient."
     def __init__(self, cut): self.cut, self.begun = cut, None
@@ -348,7 +348,6 @@ class Fused:
         return begun.table, d_v0, d_vT
 
     def path(self, Ms, idx, v0, vT, lengths):
-        check_graph(Ms, idx, v0, vT)
         lengths = check_lengths(lengths, Ms)
         begun, steps = begin(self.cut, Max, Ms, idx, v0, vT, lengths, Ms.shape[:3]), len(Ms)
         path = [idx.new_empty(len(v0), n, dtype=torch.int64) for n in (steps + 1, steps)]
@@ -511,12 +510,13 @@ def chosen(Ms, idx, v0, vT, S, lengths):
         states = states.masked_fill(at > lengths[:, None], -1)
     return last(alphas, lengths) + vT, states, edges
 
-# %% ../nbs/12_scans.ipynb #4b21a026
+# %% ../nbs/12_scans.ipynb #12c844a0
 def viterbi(
     Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor,  # as for `logz`
     lengths:Optional[Tensor]=None,  # [N]
 ) -> Paths:
     "The best path of each sequence, of equals always the same one, and its score."
+    check_graph(Ms, idx, v0, vT)
     way = way_to("auto", Ms, Max)
     if isinstance(way, Fused): return way.path(Ms, idx, v0, vT, lengths)
     end, states, edges = chosen(Ms, idx, v0, vT, Max, lengths)

@@ -746,6 +746,17 @@ def test_the_source_of_the_kernel_survives_wrong_lengths(with_kernel):
     assert d_Ms[:, :, 0, 0].tolist() == [[1, 0], [1, 0]] and d_v0.tolist() == [[1], [1]]
 
 
+@pytest.mark.parametrize("method", ["scan", "fused"])
+def test_the_source_of_the_kernel_takes_strided_input(method, with_kernel):
+    g = torch.Generator().manual_seed(0)
+    plain = torch.randn(6, 3, 5, 2, generator=g), torch.randint(-1, 5, (5, 2), generator=g), torch.randn(1, 5, generator=g).expand(3, 5), torch.randn(3, 5, generator=g)
+    strided = [plain[0].permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), plain[1].T.contiguous().T.int(), plain[2], plain[3].T.contiguous().T]
+    for lengths in (torch.tensor([6, 9, 2, 9, 0])[::2], torch.tensor([4]).expand(3)):
+        for S in (Log, Max):
+            for a, b in zip(graded(logz, strided, S, lengths=lengths, method=method), graded(logz_autograd, plain, S, lengths=lengths.clone())):
+                torch.testing.assert_close(a, b)
+
+
 def test_nan_in_the_source_of_the_kernel_stays_visible(with_kernel):
     Ms = torch.zeros(3, 2, 2, 2)
     Ms[1, 0, 1, 1] = math.nan
