@@ -326,7 +326,7 @@ template <class S> FORCED void they_meet(const Call a) {
   sum = renormalised(over_block(sum, plus));
   if (threadIdx.x == 0) {
     a.total[0] = sum.m, a.total[1] = sum.e;
-    a.z[0] = sum.m == 0 ? -infinity() : (real)((double)sum.e * 0.6931471805599453 + log((double)sum.m));
+    a.z[0] = sum.m == 0 ? -infinity() : (real)multiply_add((double)sum.e, 0.6931471805599453, log((double)sum.m));
   }
 }
 
