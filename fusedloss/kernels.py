@@ -617,17 +617,20 @@ def cuda_source(name:str) -> str:
 def _by_cupy(source, name, options):
     from cupy import RawModule
     kernel = RawModule(code=source, options=options).get_function(name)
-    def launch(grid, block, *args):
+    def launch(grid, block, *args, shared=0):
         stream = SimpleNamespace(ptr=torch.cuda.current_stream().cuda_stream)
         pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
-        kernel((grid,), (block,), tuple(pointers), stream=stream)
+        if shared > 49152: kernel.max_dynamic_shared_size_bytes = shared
+        kernel((grid,), (block,), tuple(pointers), shared_mem=shared, stream=stream)
     return launch
 
 def _by_torch(source, name, options):
     kernel = torch.cuda._compile_kernel(source, name, nvcc_options=list(options))
     nothing = torch.empty(0, device="cuda")  # its pointer is null
-    def launch(grid, block, *args):
-        kernel((grid, 1, 1), (block, 1, 1), [nothing if a is None else a for a in args])
+    def launch(grid, block, *args, shared=0):
+        if shared >= 49152: kernel.set_shared_memory_config(shared)
+        given = [nothing if a is None else a for a in args]
+        kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
     return launch
 
 # %% ../nbs/04_kernels.ipynb #9b03a651
@@ -636,7 +639,7 @@ def cuda_kernel(
     name:str,  # of the kernel and of its file
     device:int,  # the current one
     **constants,  # what the source leaves open
-) -> Optional[Callable]:  # (blocks, threads, *arguments); None where nothing can compile it
+) -> Optional[Callable]:  # (blocks, threads, *arguments, shared=bytes); None: no compiler
     "A kernel of `cuda/`, compiled; it launches on torch's current stream."
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
     try:
@@ -644,7 +647,7 @@ def cuda_kernel(
     except ImportError:
         if hasattr(torch.cuda, "_compile_kernel"):
             return _by_torch(cuda_source(name), name, options)
-    warnings.warn(f"cuda/{name}.cu needs CuPy to be compiled; Triton takes its place")
+    warnings.warn(f"cuda/{name}.cu needs CuPy to be compiled; a slower way takes its place")
 
 # %% ../nbs/04_kernels.ipynb #482eb5b1
 class Cluster(NamedTuple):
