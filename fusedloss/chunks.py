@@ -304,11 +304,13 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
         ctx.save_for_backward(dx, dw, db, factors)  # no input, no logits
         ctx.mark_non_differentiable(*told)
+        ctx.set_materialize_grads(False)  # of statistics it would launch zeros
         return loss, *told
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, *_):
+        if g is None: return (None,) * (4 + ctx.unused)
         (dx, dw, db, factors), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         gx, gw = last_factors(g, factors)
@@ -341,9 +343,11 @@ def _save(ctx, inputs, output):
     ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
     ctx.save_for_backward(*output[1:5])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 # %% ../nbs/05_chunks.ipynb #51695eb1
 def _backward(ctx, g, *_):
+    if g is None: return (None,) * (3 + ctx.unused)
     dx, dw, db, factors = ctx.saved_tensors
     gx, gw = last_factors(g, factors)
     times = lambda d, f: torch.where(d == 0, 0.0, d.to(f.dtype) * f).to(d.dtype)
