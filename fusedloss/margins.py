@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['EPS', 'LEAST_SINE', 'lengths', 'normalize', 'Margin', 'check_numbers', 'CosFace', 'angle', 'falling_cosine',
            'angular_score', 'check_angular', 'ArcFace', 'Combined', 'batch_sums', 'mean_and_std', 'AdaFace', 'Circle',
-           'SubCenter', 'Head', 'CosineTiles', 'bent', 'leave_out', 'cosine_lse_fwd', 'cosine_dz', 'keep_tangent',
-           'cosine_slice_bwd', 'cosine_lse_bwd', 'cosine_lse', 'cosine_lse_grad', 'check_head', 'margin_cross_entropy']
+           'SubCenter', 'Head', 'CosineTiles', 'bent', 'bent_slope', 'leave_out', 'cosine_lse_fwd', 'cosine_dz',
+           'keep_tangent', 'cosine_slice_bwd', 'cosine_lse_bwd', 'cosine_lse', 'cosine_lse_grad', 'check_head',
+           'margin_cross_entropy']
 
 # %% ../nbs/08_margins.ipynb #acbdbc8c
 import math
@@ -243,7 +244,7 @@ class Circle(Margin):
         pace = (1 + self.margin - (cos.detach() if self.paced else cos)).clamp(min=0)
         return self.scale * pace * (cos - 1 + self.margin)
 
-# %% ../nbs/08_margins.ipynb #1ebb2cf1
+# %% ../nbs/08_margins.ipynb #3bf225e8
 @dataclass(frozen=True, eq=False)
 class SubCenter:
     "K vectors a class, of which the nearest counts; another margin on its cosine."
@@ -253,7 +254,7 @@ class SubCenter:
     def __post_init__(self):
         expect(type(self.k) is int and self.k >= 1, "k", "a positive integer", repr(self.k))
         expect(getattr(self.margin, "centers", 0) == 1, "margin", "a margin of one centre a class",
-               self.margin)
+               type(self.margin).__name__)
 
     @property
     def centers(self) -> int: return self.k
@@ -300,15 +301,20 @@ class CosineTiles:
         z.mul_(self.rows[i, None]).mul_(self.columns[part])
         return (z, None) if k == 1 else z.view(len(z), -1, k).max(2)
 
-# %% ../nbs/08_margins.ipynb #b62edaa0
+# %% ../nbs/08_margins.ipynb #38fbf46a
 def bent(
     z:Tensor, o:Head,  # [BN,BV] as a tile has them
-) -> tuple[Tensor, Tensor|None]:  # [BN,BV] each
-    "Scores, and their slope by what the tile holds; None: it is 1."
-    if o.pace < 0: return z, None
-    push = (z + o.pace).clamp(min=0)
-    slope = o.scale * (push if o.paced else 2 * z * (push > 0))
-    return o.scale * push * (z - o.pace), slope
+) -> Tensor:  # [BN,BV]
+    "Scores of the classes that are no target."
+    if o.pace < 0: return z
+    return (z + o.pace).clamp_(min=0).mul_(z - o.pace).mul_(o.scale)
+
+def bent_slope(
+    z:Tensor, o:Head,  # [BN,BV] as a tile has them
+) -> Tensor:  # [BN,BV]
+    "Derivative of `bent` by what the tile holds, where a pace bends it."
+    push = (z + o.pace).clamp_(min=0)
+    return (push if o.paced else 2 * z * (push > 0)).mul_(o.scale)
 
 def leave_out(
     z:Tensor, target:Target,  # [BN,BV], from `locate`
@@ -317,7 +323,7 @@ def leave_out(
     at = torch.where(target.inside, -torch.inf, z.gather(1, target.column))
     return z.scatter_(1, target.column, at)
 
-# %% ../nbs/08_margins.ipynb #bbf7d185
+# %% ../nbs/08_margins.ipynb #ccf4fcb4
 def cosine_lse_fwd(
     x:Tensor, w:Tensor, y:Tensor, o:Head,  # [N,H], [V·K,H], [N]
 ) -> tuple[Tensor, Tensor]:  # rest [N], cos [N], in `acc_dtype`
@@ -331,20 +337,20 @@ def cosine_lse_fwd(
             target = locate(tiles.y[i], j)
             found = torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0]
             cos[i] += found / o.level
-            z = leave_out(bent(z, o)[0], target)
+            z = leave_out(bent(z, o), target)
             rest[i] = torch.logaddexp(rest[i], torch.logsumexp(z, 1))
     return rest, cos
 
-# %% ../nbs/08_margins.ipynb #632deafe
+# %% ../nbs/08_margins.ipynb #dfabdfa2
 def cosine_dz(
     z:Tensor, which:Tensor|None, target:Target,  # a tile, remade
     rest:Tensor, g_rest:Tensor, g_cos:Tensor,  # [BN]
     columns:Tensor, dtype:torch.dtype, o:Head,  # [BV·K] 1 / ‖w‖; of the products that follow
 ) -> Tensor:  # [BN, BV·K] in `dtype`
     "Gradient of a tile's products x wᵀ."
-    z, slope = bent(z, o)
+    slope = None if o.pace < 0 else bent_slope(z, o)
     base = torch.where(rest == -torch.inf, 0.0, rest)[:, None]  # one class: there is no rest
-    d = leave_out(z, target).sub_(base).exp_().mul_(g_rest[:, None])
+    d = leave_out(bent(z, o), target).sub_(base).exp_().mul_(g_rest[:, None])
     if slope is not None: d.mul_(slope)
     at = torch.where(target.inside, g_cos[:, None], d.gather(1, target.column))
     d.scatter_(1, target.column, at)
@@ -443,7 +449,7 @@ def _backward(ctx, g_rest, g_cos):
 
 cosine_lse.register_autograd(_backward, setup_context=_save)
 
-# %% ../nbs/08_margins.ipynb #34c4187b
+# %% ../nbs/08_margins.ipynb #c56dea72
 def check_head(
     input:Tensor, linear_weight:Tensor, target:Tensor, margin, reduction:str, ignore_index:int,
     eps:float, token_tile:int, class_tile:int,
@@ -452,7 +458,7 @@ def check_head(
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
     expect(all(hasattr(margin, name) for name in ("target_score", "scale", "centers", "pace")),
-           "margin", "a margin, such as CosFace()", repr(margin))
+           "margin", "a margin, such as CosFace()", type(margin).__name__)
     rows, k = len(linear_weight), margin.centers
     expect(rows and rows % k == 0, "linear_weight", f"a positive multiple of {k} rows", rows)
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
