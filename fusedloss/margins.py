@@ -181,11 +181,9 @@ def mean_and_std(
     spread = ((squares - total * mean) / (n - 1).clamp(min=1)).clamp(min=0).sqrt()
     return near + mean.to(near.dtype), torch.where(n > 1, spread.to(std.dtype), std)
 
-# %% ../nbs/08_margins.ipynb #9b59c790
-class AdaFace(nn.Module):
+# %% ../nbs/08_margins.ipynb #045acd01
+class AdaFace(nn.Module, Margin):
     "scale · (cos(θ − mẑ) − mẑ − m), ẑ the length of a row among others': arXiv 2204.00964."
-    centers, pace, paced = 1, None, False
-
     def __init__(self,
         margin:float=0.4, scale:float=64.0,
         h:float=0.333,  # ẑ is ±1 at a distance of σ / h from the mean
@@ -244,26 +242,26 @@ class Circle(Margin):
         pace = (1 + self.margin - (cos.detach() if self.paced else cos)).clamp(min=0)
         return self.scale * pace * (cos - 1 + self.margin)
 
-# %% ../nbs/08_margins.ipynb #3bf225e8
-@dataclass(frozen=True, eq=False)
-class SubCenter:
+# %% ../nbs/08_margins.ipynb #a8d277a6
+class SubCenter(nn.Module, Margin):
     "K vectors a class, of which the nearest counts; another margin on its cosine."
-    k: int  # rows of the weight for each class
-    margin: Margin | AdaFace = ArcFace()
+    def __init__(self,
+        k:int,  # rows of the weight for each class
+        margin:Margin=ArcFace(),  # on the nearest one's cosine
+    ):
+        super().__init__()
+        expect(type(k) is int and k >= 1, "k", "a positive integer", repr(k))
+        expect(isinstance(margin, Margin) and margin.centers == 1, "margin",
+               "a margin of one centre a class", type(margin).__name__)
+        self.centers, self.margin = k, margin
+        self.scale, self.pace, self.paced = margin.scale, margin.pace, margin.paced
 
-    def __post_init__(self):
-        expect(type(self.k) is int and self.k >= 1, "k", "a positive integer", repr(self.k))
-        expect(getattr(self.margin, "centers", 0) == 1, "margin", "a margin of one centre a class",
-               type(self.margin).__name__)
+    def observe(self, norm:Tensor, valid:Tensor): self.margin.observe(norm, valid)
 
-    @property
-    def centers(self) -> int: return self.k
+    def target_score(self, cos:Tensor, norm:Optional[Tensor]=None) -> Tensor:
+        return self.margin.target_score(cos, norm)
 
-    def __getattr__(self, name:str):
-        if name.startswith("__") or name == "margin": raise AttributeError(name)
-        return getattr(self.margin, name)  # scale, pace, target_score, observe, ...
-
-    def __call__(self, *args) -> Tensor: return self.margin(*args)
+    def forward(self, *args) -> Tensor: return self.target_score(*args)
 
 # %% ../nbs/08_margins.ipynb #e2b5fa2b
 class Head(NamedTuple):
@@ -449,16 +447,15 @@ def _backward(ctx, g_rest, g_cos):
 
 cosine_lse.register_autograd(_backward, setup_context=_save)
 
-# %% ../nbs/08_margins.ipynb #c56dea72
+# %% ../nbs/08_margins.ipynb #3cba684f
 def check_head(
-    input:Tensor, linear_weight:Tensor, target:Tensor, margin, reduction:str, ignore_index:int,
+    input:Tensor, linear_weight:Tensor, target:Tensor, margin:Margin, reduction:str, ignore_index:int,
     eps:float, token_tile:int, class_tile:int,
 ) -> int:  # V
     "The number of classes; `ValueError`, `IndexError` for what no margin's loss accepts."
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
-    expect(all(hasattr(margin, name) for name in ("target_score", "scale", "centers", "pace")),
-           "margin", "a margin, such as CosFace()", type(margin).__name__)
+    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()", type(margin).__name__)
     rows, k = len(linear_weight), margin.centers
     expect(rows and rows % k == 0, "linear_weight", f"a positive multiple of {k} rows", rows)
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
@@ -468,12 +465,12 @@ def check_head(
     check_labels(target, rows // k, ignore_index)
     return rows // k
 
-# %% ../nbs/08_margins.ipynb #27adc2f2
+# %% ../nbs/08_margins.ipynb #def9b0f0
 def margin_cross_entropy(
     input:Tensor,  # [..., H], features of any length
     linear_weight:Tensor,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
-    *, margin:Margin|AdaFace|SubCenter,  # CosFace(), ArcFace(), ...
+    *, margin:Margin,  # CosFace(), ArcFace(), ...
     reduction:str="mean",  # "none", "mean" over valid rows, or "sum"
     ignore_index:int=-100,  # rows with this target count nothing
     eps:float=EPS,  # rows shorter than this have no direction
