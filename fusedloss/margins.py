@@ -42,7 +42,7 @@ def normalize(
     "Rows of length one; gradients of at most 1 / eps times what comes in."
     return (x / lengths(x, eps).unsqueeze(-1)).to(x.dtype)
 
-# %% ../nbs/08_margins.ipynb #66bbaab8
+# %% ../nbs/08_margins.ipynb #85b85e5b
 class Margin:
     "What a head asks of a margin; calling one is calling `target_score`."
     centers = 1  # vectors a class has
@@ -56,7 +56,8 @@ class Margin:
         "The target's score, in place of scale · cos."
         raise NotImplementedError
 
-    def observe(self, norm:Tensor, valid:Tensor): "Learn from a batch's lengths [N]; most do not."
+    def observe(self, norm:Tensor, valid:Tensor):
+        "Learn from a batch's lengths [N]; most do not."
 
     def __call__(self, *args) -> Tensor: return self.target_score(*args)
 
@@ -144,7 +145,7 @@ class ArcFace(Margin):
     def target_score(self, cos:Tensor, norm:Optional[Tensor]=None) -> Tensor:
         return angular_score(cos, 1.0, self.margin, 0.0, self.scale, self.grad, self.past_pi)
 
-# %% ../nbs/08_margins.ipynb #75f40729
+# %% ../nbs/08_margins.ipynb #dac8d5dd
 @dataclass(frozen=True)
 class Combined(Margin):
     "scale · (cos(m1 θ + m2) − m3): arXiv 1801.07698, eq. 4; m1 alone is SphereFace."
@@ -162,7 +163,8 @@ class Combined(Margin):
                "'smooth' or 'none' where m1 is not 1", "'linear'")
 
     def target_score(self, cos:Tensor, norm:Optional[Tensor]=None) -> Tensor:
-        return angular_score(cos, self.m1, self.m2, self.m3, self.scale, self.grad, self.past_pi)
+        return angular_score(cos, self.m1, self.m2, self.m3, self.scale, self.grad,
+                             self.past_pi)
 
 # %% ../nbs/08_margins.ipynb #913803b1
 def batch_sums(
@@ -220,10 +222,10 @@ class AdaFace(nn.Module, Margin):
 
     def forward(self, cos:Tensor, norm:Tensor) -> Tensor: return self.target_score(cos, norm)
 
-# %% ../nbs/08_margins.ipynb #d2998605
+# %% ../nbs/08_margins.ipynb #dc9cbe8d
 @dataclass(frozen=True)
 class Circle(Margin):
-    "scale · [1 + m − c]₊ (c − 1 + m); other classes scale · [c + m]₊ (c − m): arXiv 2002.10857."
+    "scale · [1 + m − c]₊ (c − 1 + m); for others scale · [c + m]₊ (c − m): arXiv 2002.10857."
     margin: float = 0.25  # 0 to 1
     scale: float = 256.0
     grad: str = "paced"  # the paper's, the pace a constant; or "exact"
@@ -277,7 +279,7 @@ class Head(NamedTuple):
     def level(self) -> float:  # what a tile's numbers are, over cosines
         return self.scale if self.pace < 0 else 1.0
 
-# %% ../nbs/08_margins.ipynb #7932b312
+# %% ../nbs/08_margins.ipynb #b20867bf
 class CosineTiles:
     "The N×V rectangle of cosines, made one tile at a time; s · cosine where no pace bends it."
     def __init__(self, x:Tensor, w:Tensor, y:Tensor, o:Head):  # [N,H], [V·K,H], [N]
@@ -293,7 +295,7 @@ class CosineTiles:
         return slice(j.start * self.o.centers, j.stop * self.o.centers)
 
     def make(self, i:slice, j:slice) -> tuple[Tensor, Optional[Tensor]]:  # [BN,BV] each
-        "The numbers of a tile; where a class has several centres, the nearest, and which it is."
+        "The numbers of a tile; of a class with several centres the nearest, and which it is."
         part, k = self.part(j), self.o.centers
         z = wide_product(self.x[i].to(self.dtype), self.w[part].to(self.dtype).T)
         z.mul_(self.rows[i, None]).mul_(self.columns[part])
@@ -447,15 +449,16 @@ def _backward(ctx, g_rest, g_cos):
 
 cosine_lse.register_autograd(_backward, setup_context=_save)
 
-# %% ../nbs/08_margins.ipynb #3cba684f
+# %% ../nbs/08_margins.ipynb #f718b3e4
 def check_head(
-    input:Tensor, linear_weight:Tensor, target:Tensor, margin:Margin, reduction:str, ignore_index:int,
-    eps:float, token_tile:int, class_tile:int,
+    input:Tensor, linear_weight:Tensor, target:Tensor, margin:Margin, reduction:str,
+    ignore_index:int, eps:float, token_tile:int, class_tile:int,
 ) -> int:  # V
     "The number of classes; `ValueError`, `IndexError` for what no margin's loss accepts."
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
-    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()", type(margin).__name__)
+    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()",
+           type(margin).__name__)
     rows, k = len(linear_weight), margin.centers
     expect(rows and rows % k == 0, "linear_weight", f"a positive multiple of {k} rows", rows)
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))

@@ -271,13 +271,22 @@ def test_lengths_do_not_count():
     torch.testing.assert_close(scaled, margin_cross_entropy(x, w, y, margin=ArcFace()))
 
 
-def test_compiles_to_one_graph():
+@pytest.mark.parametrize("margin", [ArcFace(), Circle(), SubCenter(3), adaface()], ids=lambda m: type(m).__name__)
+def test_compiles_to_one_graph(margin):
     x, w, y = sample_data(6, 4, 9, f64)
-    run = lambda x, w, y: cosine_loss(x, w, y)
-    cosine_loss = partial(margin_cross_entropy, margin=ArcFace())
+    run = lambda x, w, y: margin_cross_entropy(x, w, y % 3, margin=margin)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, w, y), run(x, w, y))
     torch.testing.assert_close(*(torch.autograd.grad(f(x, w, y), [x, w]) for f in (compiled, run)))
+
+
+def test_statistics_are_state_wherever_they_stand():
+    head = torch.nn.ModuleDict(dict(margin=SubCenter(2, AdaFace())))
+    assert set(head.state_dict()) == {"margin.margin.mean", "margin.margin.std"}
+    before = head["margin"].margin.mean.clone()
+    margin_cross_entropy(*sample_data(6, 4, 8)[:2], torch.arange(6) % 4, margin=head["margin"])
+    assert head["margin"].margin.mean != before
+    assert head.eval() and not head["margin"].margin.training
 
 
 def test_operator_is_sound():
