@@ -183,7 +183,7 @@ def mean_and_std(
     spread = ((squares - total * mean) / (n - 1).clamp(min=1)).clamp(min=0).sqrt()
     return near + mean.to(near.dtype), torch.where(n > 1, spread.to(std.dtype), std)
 
-# %% ../nbs/08_margins.ipynb #045acd01
+# %% ../nbs/08_margins.ipynb #676a69df
 class AdaFace(nn.Module, Margin):
     "scale · (cos(θ − mẑ) − mẑ − m), ẑ the length of a row among others': arXiv 2204.00964."
     def __init__(self,
@@ -195,7 +195,7 @@ class AdaFace(nn.Module, Margin):
     ):
         super().__init__()
         self.margin, self.scale, self.h, self.momentum = margin, scale, h, momentum
-        self.reduce, self.clip = reduce or (lambda sums: sums), clip
+        self.reduce, self.clip = reduce, clip
         check_numbers(self, "margin", "h", "momentum")
         expect(momentum <= 1, "momentum", "a share, from 0 to 1", momentum)
         self.register_buffer("mean", torch.tensor(20.0))
@@ -205,7 +205,8 @@ class AdaFace(nn.Module, Margin):
     def observe(self, norm:Tensor, valid:Tensor):
         "Let the running mean and deviation take in a batch's valid lengths, in training."
         if not self.training: return
-        sums = self.reduce(batch_sums(norm.clamp(*self.clip), valid, self.mean))
+        sums = batch_sums(norm.clamp(*self.clip), valid, self.mean)
+        if self.reduce is not None: sums = self.reduce(sums)
         for held, new in zip((self.mean, self.std), mean_and_std(sums, self.mean, self.std)):
             held.lerp_(new, self.momentum)
 
@@ -383,7 +384,7 @@ def cosine_slice_bwd(
         if need_w: add_product(dw, dz.T, tiles.x[i].to(tiles.dtype))
     return dw if dw is None else keep_tangent(dw, tiles.w[part], tiles.o.eps)
 
-# %% ../nbs/08_margins.ipynb #0bee683a
+# %% ../nbs/08_margins.ipynb #35086141
 def cosine_lse_bwd(
     g_rest:Tensor, g_cos:Tensor,  # [N] upstream gradients
     x:Tensor, w:Tensor, y:Tensor, rest:Tensor, o:Head,  # saved: inputs, one number a row
@@ -394,7 +395,7 @@ def cosine_lse_bwd(
     dw = torch.zeros(w.shape if need_w else 0, dtype=w.dtype, device=w.device)
     if not len(x): return x.new_zeros(x.shape if need_x else 0), dw
     tiles = CosineTiles(x, w, y, o)
-    g_rest, g_cos = g_rest * tiles.rows, g_cos * tiles.rows / o.level
+    g_rest, g_cos = g_rest * tiles.rows, g_cos * (tiles.rows / o.level)
     largest = torch.maximum(g_rest.abs() * (o.scale / o.level), g_cos.abs())
     unit = unit_of(largest, tiles.columns)  # keeps dz within fp16
     g_rest, g_cos = g_rest / unit, g_cos / unit

@@ -1,6 +1,8 @@
 """Margins: each formula against float64, the head in tiles against its definition, confident rows, hostile input, planted bugs."""
+import copy
 import itertools
 import math
+import pickle
 from functools import partial
 
 import pytest
@@ -350,6 +352,28 @@ def test_float64_keeps_its_digits_beyond_softplus_threshold():
 
 # --- hostile input ---
 
+@pytest.mark.parametrize("scale", [1e-6, 1e6, 1e30])
+@pytest.mark.parametrize("make", [partial(CosFace, 0.35), partial(ArcFace, 0.5), partial(Circle, 0.25)])
+def test_any_scale(make, scale, device):
+    x, w, y = sample(device=device, dtype=f32)
+    loss, dx, dw = differentiate(lambda x, w: margin_cross_entropy(x, w, y, margin=make(scale=scale)), x, w)
+    assert all(t.isfinite().all() and t.any() for t in (loss, dx, dw))
+
+
+def test_strides_of_any_kind(device):
+    x, w, y = sample(24, device=device)
+    exact = margin_cross_entropy(x, w, y, margin=ArcFace())
+    torch.testing.assert_close(margin_cross_entropy(x.T.contiguous().T, w.T.contiguous().T, y, margin=ArcFace()), exact)
+    same = margin_cross_entropy(x[:1].expand(24, -1), w, y[:1].expand(24), margin=ArcFace())
+    torch.testing.assert_close(same, margin_cross_entropy(x[:1], w, y[:1], margin=ArcFace()))
+
+
+@pytest.mark.parametrize("margin", [ArcFace(), Circle(), SubCenter(2, AdaFace())], ids=lambda m: type(m).__name__)
+def test_copies_and_pickles(margin):
+    x, w, y = sample_data(6, 4, 8)
+    for twin in (copy.deepcopy(margin), pickle.loads(pickle.dumps(margin))):
+        torch.testing.assert_close(*(margin_cross_entropy(x, w, y % 4, margin=m) for m in (copy.deepcopy(margin), twin)))
+
 MARGINS = {**{n: m for n, (m, _) in FORMULAS.items()}, "straight": ArcFace(grad="straight_through"), "paced": Circle(), "huge": ArcFace(0.5, 1e6)}
 
 
@@ -516,7 +540,7 @@ MUTANTS = {
     "the cosine keeps its scale": ("cos[i] += found / o.level", "cos[i] += found"),
     "a later tile erases the cosine": ("cos[i] += found", "cos[i] = found"),
     "only the last tile counts": ("torch.logaddexp(rest[i], torch.logsumexp(z, 1))", "torch.logsumexp(z, 1)"),
-    "the target's gradient is scaled": ("g_cos * tiles.rows / o.level", "g_cos * tiles.rows"),
+    "the target's gradient is scaled": ("g_cos * (tiles.rows / o.level)", "g_cos * tiles.rows"),
     "columns are not normalised": ("return d.mul_(columns).to(dtype)", "return d.to(dtype)"),
     "dw keeps its radial part": ("return dw if dw is None else keep_tangent(dw, tiles.w[part], tiles.o.eps)", "return dw"),
     "dx keeps its radial part": ("for i in tiles.tokens: keep_tangent(dx[i], x[i], o.eps)", "pass"),
