@@ -1,7 +1,7 @@
 "Memory- and time-efficient losses over many classes, in PyTorch, Triton and CUDA."
 __version__ = "0.1.0"
 
-from fusedloss import margins
+from fusedloss import margins, semirings
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
@@ -14,4 +14,4 @@ from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entro
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
            "MemoryEfficientVocabOutput", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "cross_entropy",
            "iota_cross_entropy", "linear_cross_entropy", "margin_cross_entropy", "margins", "onehot_select", "plan",
-           "recompute_linear_cross_entropy", "rewrite_gather", "tiled_linear_cross_entropy"]
+           "recompute_linear_cross_entropy", "rewrite_gather", "semirings", "tiled_linear_cross_entropy"]

@@ -155,14 +155,15 @@ def row_start(ptr, rows, inner, stride_o, stride_i):
     o, i = (rows // inner).to(tl.int64), (rows % inner).to(tl.int64)
     return ptr + o * stride_o + i * stride_i
 
-# %% ../nbs/04_kernels.ipynb #728d848f
+# %% ../nbs/04_kernels.ipynb #850a28f0
 @jit
 def class_weight(weight_ptr, cols, inside):
     "Weights of the classes `cols`, or 1."
     if weight_ptr is None:
         return 1.0
     else:
-        return tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        at = tl.broadcast_to(weight_ptr + cols, inside.shape)  # a mask is not, in Triton 3.4
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 # %% ../nbs/04_kernels.ipynb #929bee75
 @jit

@@ -31,7 +31,7 @@ from fusedloss.recompute import (
     BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy, slab_tiles)
 from fusedloss.tiles import tiled_linear_cross_entropy
 
-# %% ../nbs/07_losses.ipynb #ce13440a
+# %% ../nbs/07_losses.ipynb #8f7a91c5
 class Request(NamedTuple):
     "What decides how a loss is computed."
     n: int; v: int; h: int  # tokens, classes, features
@@ -45,6 +45,10 @@ class Request(NamedTuple):
     stats: str  # "", "detached" or "differentiable"
     options: tuple[str, ...]  # arguments in use that not every method has
     chunk_size: Optional[int]  # rows, for chunks alone
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:  # tokens, classes, features
+        return self.n, self.v, self.h
 
     @property
     def work(self) -> torch.dtype:  # what products are taken in
@@ -81,10 +85,10 @@ def make_way(
                predict_seconds(costs, machine, r.work) + LAUNCH * launches, cut, refusal,
                caution)
 
-# %% ../nbs/07_losses.ipynb #df0274be
+# %% ../nbs/07_losses.ipynb #e2e5f6c8
 def tokens_product(r:Request, name:str, chunks:int, dtype:torch.dtype) -> Cost:
     "A product of all tokens in so many parts, each of which moves [V,H] once."
-    n, v, h = r[:3]
+    n, v, h = r.sizes
     return Cost(name, 2.0 * n * v * h, dtype.itemsize * (n * (v + h) + chunks * v * h))
 
 # %% ../nbs/07_losses.ipynb #ea85d636
@@ -106,10 +110,10 @@ def cannot_filter(r:Request) -> str:
     "Why a method that keeps its logits refuses a filter; empty without one."
     return "it has no filter_eps" if "filter_eps" in r.options else ""
 
-# %% ../nbs/07_losses.ipynb #809fc09f
+# %% ../nbs/07_losses.ipynb #8bb17b20
 def eager_way(r:Request, machine:Machine) -> Way:
     "All logits at once."
-    (n, v, h), graded, size = r[:3], any(r.needs), r.n * r.v
+    (n, v, h), graded, size = r.sizes, any(r.needs), r.n * r.v
     kept = graded and (r.reduction == "none" or r.stats != "")
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
@@ -150,10 +154,10 @@ def chunks_extra(r:Request, c:Chunks) -> int:
     wide = r.v * r.h * 2 if c.wide else 0
     return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide
 
-# %% ../nbs/07_losses.ipynb #22d2f99c
+# %% ../nbs/07_losses.ipynb #37f480e4
 def chunks_way(r:Request, machine:Machine) -> Way:
     "A chunk of tokens at a time, gradients in forward."
-    (n, v, h), c, graded = r[:3], chunks_cut(r), any(r.needs)
+    (n, v, h), c, graded = r.sizes, chunks_cut(r), any(r.needs)
     chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.work
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
@@ -168,10 +172,10 @@ def chunks_way(r:Request, machine:Machine) -> Way:
                     ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
                     "" if r.chunk_size else caution)
 
-# %% ../nbs/07_losses.ipynb #ea4959da
+# %% ../nbs/07_losses.ipynb #e3f47e58
 def slab_way(r:Request) -> tuple[list[Cost], int, int, tuple]:
     "Costs, launches, extra bytes and cut of stage 6's kernels."
-    (n, v, h), (need_x, need_w, _), size = r[:3], r.needs, r.work.itemsize
+    (n, v, h), (need_x, need_w, _), size = r.sizes, r.needs, r.work.itemsize
     busy = {"softcap", "label_smoothing"} & {*r.options} or r.stats == "differentiable"
     tile, flops = 128 if busy else 256, 2.0 * n * v * h
     costs = [Cost("lse", flops, size * h * (n + v))]
@@ -186,10 +190,10 @@ def slab_way(r:Request) -> tuple[list[Cost], int, int, tuple]:
     part = 4 * slab * h if need_w and r.dtype == torch.float16 else 0
     return costs, 8 + 3 * slabs, max(2 * n * slab + part + 2 * dx, 4 * dx), ("classes", slab)
 
-# %% ../nbs/07_losses.ipynb #5df8bcec
+# %% ../nbs/07_losses.ipynb #cc504c2b
 def plain_way(r:Request) -> tuple[list[Cost], int, int, tuple]:
     "The same of its plain path."
-    (n, v, h), wide, copies = r[:3], acc_dtype(r.dtype), 3 if r.fused else 9
+    (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 9
     rows = min(max(n, 1), max(1, (r.memory_budget or BUDGET) // (copies * v * wide.itemsize)))
     chunks = -(-n // rows)
     costs = [tokens_product(r, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
@@ -225,10 +229,10 @@ def tile_sides(r:Request) -> tuple[int, int]:
         rows, columns = (rows // 2, columns) if rows >= columns else (rows, columns // 2)
     return rows, columns
 
-# %% ../nbs/07_losses.ipynb #3e82fc41
+# %% ../nbs/07_losses.ipynb #e399eca4
 def tiles_way(r:Request, machine:Machine) -> Way:
     "A tile of logits at a time, all else recomputed."
-    (n, v, h), (rows, columns) = r[:3], tile_sides(r)
+    (n, v, h), (rows, columns) = r.sizes, tile_sides(r)
     wide, z = acc_dtype(r.dtype), tokens_product(r, "z", 1, r.work)
     costs = [z, sweep_cost("logsumexp", n * v, *[wide] * 7)]
     if any(r.needs):

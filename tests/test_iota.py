@@ -593,7 +593,7 @@ def test_whole_models_through_inductor(name, device, fired):
     batch = model.batch(device)
     with torch._inductor.config.patch(force_disable_caches=True):
         agree(run(model, torch.compile(model, backend=backend, fullgraph=True), batch), run(model, model, batch))
-    assert fired == [2], "both rules in the joint graph"
+    assert [n for n in fired if n] == [2], "both rules in the joint graph, and in no other"
 
 
 @pytest.mark.usefixtures("inductor")
@@ -615,7 +615,7 @@ def test_rules_can_be_chosen(device, fired):
     options = {"joint_custom_pre_pass": inductor_pass(fusedloss.iota.SCATTERS)}
     with torch._inductor.config.patch(force_disable_caches=True):
         agree(run(model, torch.compile(model, options=options), batch), run(model, model, batch))
-    assert fired == [1]
+    assert [n for n in fired if n] == [1]
 
 
 def test_dynamic_sizes(device, fired):
@@ -641,7 +641,7 @@ def test_a_backend_of_ones_own_gets_both_graphs():
     own = make_backend(lambda gm, inputs: seen.append(targets(gm)) or gm.forward)
     torch._dynamo.reset()
     z, y = Z.clone().requires_grad_(), Y[:, 0]
-    torch.autograd.grad(torch.compile(F.cross_entropy, backend=own)(z, y), z)
+    torch.autograd.grad(torch.compile(lambda z, y: F.cross_entropy(z, y), backend=own)(z, y), z)
     assert len(seen) == 2 and not {aten.gather.default, aten.scatter.value} & {*seen[0], *seen[1]}
 
 
