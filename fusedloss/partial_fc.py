@@ -10,9 +10,9 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'SLAB', 'SPARSE_OF', 'mix', 'key_word', '
            'cosine_dz_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'columns_bwd', 'product_into',
            'rows_gradient', 'takes_columns', 'tile_columns', 'partial_lse', 'partial_lse_grad', 'RowIndex', 'row_index',
            'decay_left', 'stochastic', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update',
-           'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update', 'WideState', 'RowSparse', 'HeadStats',
-           'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of',
-           'head_dtype', 'with_centers', 'column_statistics', 'partial_loss', 'PartialFC']
+           'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer',
+           'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors',
+           'scoring_of', 'head_dtype', 'with_centers', 'column_statistics', 'partial_loss', 'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #fbb74cb2
 import math
@@ -635,10 +635,11 @@ class RowIndex(NamedTuple):
     index: Tensor  # [T], none outside the weight: dead columns name a live row, with zeros
     rows: Tensor  # [T], -1 for dead columns; else all different
 
-# %% ../nbs/09_partial_fc.ipynb #a51b848c
+# %% ../nbs/09_partial_fc.ipynb #15e9f6f7
 def row_index(rows:Tensor) -> RowIndex:
     "The same rows twice: for PyTorch's sparse tensors, and for `RowSparse`."
-    return RowIndex(torch.where(rows < 0, rows.amax().clamp(min=0), rows), rows)
+    last = torch.cat([rows, rows.new_zeros(1)]).amax()
+    return RowIndex(torch.where(rows < 0, last, rows), rows)
 
 # %% ../nbs/09_partial_fc.ipynb #6daedd63
 class _PartialLse(torch.autograd.Function):
@@ -867,9 +868,18 @@ def apply_update(
     if rows is not None: rows, g = rows[rows >= 0], g[rows >= 0]
     plain_update(p, *state, g, rows, u, seed)
 
-# %% ../nbs/09_partial_fc.ipynb #de086007
-class WideState(torch.optim.Optimizer):
-    "An optimizer whose state keeps its dtypes when it is loaded."
+# %% ../nbs/09_partial_fc.ipynb #c1573f2d
+def distinct_values(p:Tensor) -> Tensor:
+    "Values of p's gradient, summed where a row is there twice, in the gradient's own memory."
+    if not p.grad.is_sparse: return p.grad
+    rows, _ = live_rows(p, p.grad)
+    known = getattr(p, "grad_rows", None)
+    if known is None or rows is not known.rows: p.grad = p.grad.coalesce()
+    return p.grad._values()
+
+# %% ../nbs/09_partial_fc.ipynb #b58d3260
+class RowOptimizer(torch.optim.Optimizer):
+    "An optimizer that clips sparse gradients, and whose state keeps its dtypes when loaded."
     def load_state_dict(self, state_dict:dict):
         super().load_state_dict(state_dict)  # which casts all to the weight's dtype
         given = [i for g in state_dict["param_groups"] for i in g["params"]]
@@ -879,8 +889,18 @@ class WideState(torch.optim.Optimizer):
                 home = "cpu" if name == "step" else p.device
                 if isinstance(t, Tensor): self.state[p][name] = t.detach().to(home, copy=True)
 
-# %% ../nbs/09_partial_fc.ipynb #c4de8a05
-class RowSparse(WideState):
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm:float) -> Tensor:  # the norm before
+        "Scale all gradients so that their norm together is `max_norm` at most."
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        values = [distinct_values(p) for p in held]
+        norms = [torch.linalg.vector_norm(v, dtype=acc_dtype(v.dtype)) for v in values]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        for v in values: v.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(v.dtype))
+        return norm
+
+# %% ../nbs/09_partial_fc.ipynb #882ce786
+class RowSparse(RowOptimizer):
     "SGD or AdamW that touch only the rows a sparse gradient has; dense gradients as usual."
     def __init__(self,
         optimizer_class:type,  # torch.optim.SGD or torch.optim.AdamW
