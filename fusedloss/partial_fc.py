@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'SLAB', 'SPARSE_OF', 'mix', 'key_word', 'block_key', 'shuffle', 'Strata', 'strata_of',
-           'drawn_of', 'draw_plain', 'slot_plain', 'mix_bits', 'add_word', 'draw_kernel', 'draw', 'NegativeSampler',
-           'first_occurrence', 'Columns', 'choose_columns', 'unit_kernel', 'unit_rows_of', 'tangent_kernel',
-           'to_tangent', 'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel',
-           'cosine_dz_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'columns_bwd', 'product_into',
-           'rows_gradient', 'takes_columns', 'tile_columns', 'partial_lse', 'partial_lse_grad', 'RowIndex', 'row_index',
-           'decay_left', 'stochastic', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update',
-           'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer',
-           'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors',
-           'scoring_of', 'head_dtype', 'with_centers', 'column_statistics', 'partial_loss', 'PartialFC']
+           'drawn_of', 'draw_plain', 'slot_plain', 'mix_bits', 'add_word', 'block_key_of', 'drawn_by', 'draw_kernel',
+           'draw', 'NegativeSampler', 'first_occurrence', 'Columns', 'plain_columns', 'columns_kernel',
+           'choose_columns', 'unit_kernel', 'unit_rows_of', 'tangent_kernel', 'to_tangent', 'Scoring', 'score_tile',
+           'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel', 'launch_rest',
+           'launch_cosine_dz', 'slab_columns', 'columns_bwd', 'product_into', 'rows_gradient', 'takes_columns',
+           'tile_columns', 'partial_lse', 'partial_lse_grad', 'RowIndex', 'row_index', 'decay_left', 'stochastic',
+           'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows',
+           'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats',
+           'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of',
+           'head_dtype', 'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
 
-# %% ../nbs/09_partial_fc.ipynb #fbb74cb2
+# %% ../nbs/09_partial_fc.ipynb #28b51f33
 import math
 from typing import Callable, NamedTuple, Optional
 
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import (
-    acc_dtype, check_labels, check_target, expect, FLOATS, is_number, reduce_loss)
+    acc_dtype, check_labels, check_target, expect, FLOATS, is_number)
 from fusedloss.kernels import (
     bare_score, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
@@ -120,26 +121,41 @@ def mix_bits(h):
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
 
-# %% ../nbs/09_partial_fc.ipynb #8f658989
+# %% ../nbs/09_partial_fc.ipynb #7c9d5104
 @jit
 def add_word(key, word):
-    "64 bits more in a key."
+    "`key_word`: 64 bits more in a key."
     key = mix_bits(key ^ (word & 0xFFFFFFFF).to(tl.uint32))
     return mix_bits(key ^ (word >> 32).to(tl.uint32))
 
-# %% ../nbs/09_partial_fc.ipynb #030afcd4
+# %% ../nbs/09_partial_fc.ipynb #155d7480
+@jit
+def block_key_of(seed_ptr, step_ptr, block, B: tl.constexpr):
+    "`block_key` of blocks [B]."
+    key = add_word(tl.full([B], 0x9E3779B9, tl.uint32), tl.load(seed_ptr))
+    return add_word(add_word(key, tl.load(step_ptr)), block)
+
+# %% ../nbs/09_partial_fc.ipynb #fa69b037
+@jit
+def drawn_by(key, WHOLE: tl.constexpr, CHANCE: tl.constexpr, B: tl.constexpr):
+    "`drawn_of` keys [B]."
+    drawn = tl.full([B], WHOLE, tl.uint32)
+    if CHANCE > 0:
+        more = mix_bits(key ^ 0x5A5A5A5A).to(tl.int64) < CHANCE
+        drawn = tl.where(more, drawn + 1, drawn)
+    return drawn
+
+# %% ../nbs/09_partial_fc.ipynb #4106f116
 @jit
 def draw_kernel(
-    out_ptr, seed_ptr, step_ptr, first, start, stop, total,
+    out_ptr, shift_ptr, seed_ptr, step_ptr,  # [total]; [total] or None
+    first, start, stop, total, missed,
     WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     ROUNDS: tl.constexpr, B: tl.constexpr,
 ):
     at = tl.program_id(0) * B + tl.arange(0, B)
     block, slot = first + (at // SLOTS).to(tl.int64), (at % SLOTS).to(tl.uint32)
-    key = tl.full([B], 0x9E3779B9, tl.uint32)
-    key = add_word(key, tl.load(seed_ptr))
-    key = add_word(key, tl.load(step_ptr))
-    key = add_word(key, block)
+    key = block_key_of(seed_ptr, step_ptr, block, B)
     HALF: tl.constexpr = BITS // 2
     SIDE: tl.constexpr = 2**HALF - 1
     left, right = slot >> HALF, slot & SIDE
@@ -149,15 +165,13 @@ def draw_kernel(
         left = right
         right = new
         turn += 0x9E3779B9
-    drawn = tl.full([B], WHOLE, tl.uint32)
-    if CHANCE > 0:
-        more = mix_bits(key ^ 0x5A5A5A5A).to(tl.int64) < CHANCE
-        drawn = tl.where(more, drawn + 1, drawn)
     chosen = (block << BITS) + (left << HALF | right).to(tl.int64)
-    lives = (slot < drawn) & (chosen >= start) & (chosen < stop)
+    lives = (slot < drawn_by(key, WHOLE, CHANCE, B)) & (chosen >= start) & (chosen < stop)
     tl.store(out_ptr + at, tl.where(lives, chosen, -1), mask=at < total)
+    if shift_ptr is not None:
+        tl.store(shift_ptr + at, tl.where(lives, missed, -float("inf")), mask=at < total)
 
-# %% ../nbs/09_partial_fc.ipynb #4548e816
+# %% ../nbs/09_partial_fc.ipynb #94d0c3d0
 def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     "`draw_plain`, by the kernel where there is one."
     if not has_kernel(seed): return draw_plain(seed, step, s, start, stop)
@@ -166,8 +180,8 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     out = seed.new_empty(total)
     if not total: return out
     with on_device(seed):
-        draw_kernel[(-(-total // 256),)](out, seed, step, first, start, stop, total, s.whole,
-                                         s.chance, s.slots, s.bits, ROUNDS, B=256)
+        draw_kernel[(-(-total // 256),)](out, None, seed, step, first, start, stop, total, 0.0,
+                                         s.whole, s.chance, s.slots, s.bits, ROUNDS, B=256)
     return out
 
 # %% ../nbs/09_partial_fc.ipynb #5bd136fd
@@ -219,23 +233,80 @@ class Columns(NamedTuple):
     slot: Tensor  # [N], each row's column; -1 without a label
     shift: Optional[Tensor]  # [T], added to scores: -inf in dead columns
 
-# %% ../nbs/09_partial_fc.ipynb #33627300
-def choose_columns(
-    y:Tensor, valid:Tensor, n_classes:int, sampler:Optional[NegativeSampler], dtype:torch.dtype,
+# %% ../nbs/09_partial_fc.ipynb #8c2f8b6c
+def plain_columns(
+    y:Tensor, known:Tensor, drawn:Tensor, sampler:NegativeSampler,  # [N], [N], [K]
+    missed:float, dtype:torch.dtype,
 ) -> Columns:
     "Columns for what was drawn, then one for each row, used if its class has none."
-    if sampler is None: return Columns(None, torch.where(valid, y, -1), None)
-    known = torch.where(valid, y, -1)
-    drawn, n = sampler(n_classes), torch.arange(len(y), device=y.device)
-    at, first = sampler.find(y.clamp(0, n_classes - 1)), first_occurrence(known)
-    slot = torch.where(valid, torch.where(at >= 0, at, len(drawn) + first), -1)
+    n, at = torch.arange(len(y), device=y.device), sampler.find(y.clamp(min=0))
+    fresh = len(drawn) + first_occurrence(torch.where(known, y, -1))
+    slot = torch.where(known, torch.where(at >= 0, at, fresh), -1)
     rows = torch.cat([drawn, torch.where(slot == len(drawn) + n, y, -1)])
-    missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
     shift = rows.new_full(rows.shape, missed, dtype=dtype).masked_fill_(rows < 0, -torch.inf)
-    if sampler.log_q:  # the batch's classes were certain to be here
-        present = torch.zeros(len(rows) + 1, dtype=torch.bool, device=y.device)
-        present[slot] = True  # -1 is the spare place at the end
-        shift = torch.where(present[:-1], 0.0, shift)
+    present = torch.zeros(len(rows) + 1, dtype=torch.bool, device=y.device)
+    present[slot] = True  # -1 is the spare place at the end
+    if missed: shift = torch.where(present[:-1], 0.0, shift)  # the batch's classes were certain
+    return Columns(rows, slot, shift)
+
+# %% ../nbs/09_partial_fc.ipynb #efd1496b
+@jit
+def columns_kernel(
+    y_ptr, rows_ptr, shift_ptr, slot_ptr,  # [N]; [K + N], K of them drawn; same; [N]
+    seed_ptr, step_ptr, first, K, N, V, ignore_index, missed,
+    WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
+    ROUNDS: tl.constexpr, B: tl.constexpr,
+):
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    y = tl.load(y_ptr + at, mask=at < N, other=-1)
+    known = (at < N) & (y != ignore_index) & (y >= 0) & (y < V)
+    earliest = at
+    for start in range(0, (tl.program_id(0) + 1) * B, B):
+        other = start + tl.arange(0, B)
+        z = tl.load(y_ptr + other, mask=other < N, other=-1)
+        same = (y[:, None] == z[None, :]) & (other < N)[None, :]
+        earliest = tl.minimum(earliest, tl.min(tl.where(same, other[None, :], N), 1))
+    slot = tl.where(known, K + earliest, -1)
+    if SLOTS > 0:
+        key = block_key_of(seed_ptr, step_ptr, tl.where(known, y >> BITS, 0), B)
+        HALF: tl.constexpr = BITS // 2
+        SIDE: tl.constexpr = 2**HALF - 1
+        j = (y & (2**BITS - 1)).to(tl.uint32)
+        left, right = j >> HALF, j & SIDE
+        turn = key + ((ROUNDS - 1) * 0x9E3779B9 & 0xFFFFFFFF)
+        for r in tl.static_range(ROUNDS):
+            new = right ^ (mix_bits(turn ^ left) & SIDE)
+            right = left
+            left = new
+            turn -= 0x9E3779B9
+        place_ = left << HALF | right
+        found = known & (place_ < drawn_by(key, WHOLE, CHANCE, B))
+        slot = tl.where(found, ((y >> BITS) - first) * SLOTS + place_.to(tl.int64), slot)
+    tl.store(slot_ptr + at, slot, mask=at < N)
+    own = slot == K + at
+    tl.store(rows_ptr + K + at, tl.where(own, y, -1), mask=at < N)
+    tl.store(shift_ptr + K + at, tl.where(own, 0.0, -float("inf")), mask=at < N)
+    tl.store(shift_ptr + slot, 0.0, mask=known & (slot < K))  # the batch's classes were certain
+
+# %% ../nbs/09_partial_fc.ipynb #5af4fc93
+def choose_columns(
+    y:Tensor, known:Tensor, n_classes:int, sampler:Optional[NegativeSampler], dtype:torch.dtype,
+) -> Columns:
+    "The columns of a step; `known` rows have a label."
+    if sampler is None: return Columns(None, torch.where(known, y, -1), None)
+    missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
+    if not has_kernel(y):
+        return plain_columns(y, known, sampler(n_classes), sampler, missed, dtype)
+    s, n = sampler.strata or Strata(0, 0, 0), len(y)
+    k = -(-n_classes >> s.bits) * s.slots
+    rows, slot, shift = y.new_empty(k + n), torch.empty_like(y), y.new_empty(k + n, dtype=dtype)
+    shared = s.whole, s.chance, s.slots, s.bits, ROUNDS
+    with on_device(y):
+        if k: draw_kernel[(-(-k // 256),)](rows, shift, sampler.seed, sampler.step, 0, 0,
+                                           n_classes, k, missed, *shared, B=256)
+        columns_kernel[(-(-n // 64),)](
+            torch.where(known, y, -1), rows, shift, slot, sampler.seed, sampler.step, 0, k, n,
+            n_classes, -1, missed, *shared, B=64)
     return Columns(rows, slot, shift)
 
 # %% ../nbs/09_partial_fc.ipynb #92caf7d0
@@ -515,13 +586,14 @@ def launch_cosine_dz(
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x): launch(fastest("cosine dz", x, v, t, (), launch))
 
-# %% ../nbs/09_partial_fc.ipynb #6e36ddbd
+# %% ../nbs/09_partial_fc.ipynb #24ee5cf6
 SLAB = 2**26  # bytes of a slab's gradient
 
 def slab_columns(n_rows:int, n_columns:int, itemsize:int, centers:int=1, step:int=256) -> int:
-    "Columns whose gradient takes `SLAB` bytes, in steps of a tile; two tiles at least."
-    fit = SLAB // (max(n_rows, 1) * itemsize * centers) // step * step
-    return min(max(fit, 2 * step), -(-max(n_columns, 1) // step) * step)
+    "Columns whose gradient takes about `SLAB` bytes, in steps of a tile; two tiles at least."
+    fit = max(SLAB // (max(n_rows, 1) * itemsize * centers), 2 * step)
+    slabs = max(1, round(n_columns / fit))  # all of one size
+    return -(-max(n_columns, 1) // slabs // step) * step
 
 # %% ../nbs/09_partial_fc.ipynb #57547239
 def columns_bwd(
@@ -553,11 +625,12 @@ def product_into(out:Tensor, a:Tensor, b:Tensor):
     if a.dtype == out.dtype: torch.mm(a, b, out=out)
     else: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
 
-# %% ../nbs/09_partial_fc.ipynb #c7009d77
+# %% ../nbs/09_partial_fc.ipynb #b5b0768e
 def rows_gradient(index:Tensor, values:Tensor, shape:torch.Size, sparse:bool) -> Tensor:
     "Gradient of a weight from that of some of its rows."
     if not sparse: return values.new_zeros(shape).index_add_(0, index, values)
-    return torch.sparse_coo_tensor(index[None], values, shape, check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants(False):  # looking would wait for the GPU
+        return torch.sparse_coo_tensor(index[None], values, shape)
 
 # %% ../nbs/09_partial_fc.ipynb #c640edb4
 def takes_columns(x:Tensor, o:Scoring) -> bool:
@@ -635,10 +708,10 @@ class RowIndex(NamedTuple):
     index: Tensor  # [T], none outside the weight: dead columns name a live row, with zeros
     rows: Tensor  # [T], -1 for dead columns; else all different
 
-# %% ../nbs/09_partial_fc.ipynb #15e9f6f7
+# %% ../nbs/09_partial_fc.ipynb #57ea7c38
 def row_index(rows:Tensor) -> RowIndex:
     "The same rows twice: for PyTorch's sparse tensors, and for `RowSparse`."
-    last = torch.cat([rows, rows.new_zeros(1)]).amax()
+    last = rows.amax().clamp(min=0) if len(rows) else 0
     return RowIndex(torch.where(rows < 0, last, rows), rows)
 
 # %% ../nbs/09_partial_fc.ipynb #6daedd63
@@ -1085,26 +1158,40 @@ def column_statistics(
     return _PartialLse.apply(x, head.weight, kept, rows, index, columns.slot, columns.shift,
                              head.sparse, dtype, kernel, *o)
 
-# %% ../nbs/09_partial_fc.ipynb #c087606c
+# %% ../nbs/09_partial_fc.ipynb #77d68204
+def mean_loss(losses:Tensor, wanted:Tensor, known:Tensor) -> Tensor:  # [N] each
+    "Mean over the rows that are not ignored; NaN if one of them has no class, 0 without rows."
+    losses = torch.where(known, losses, torch.where(wanted, torch.nan, 0.0))
+    return losses.sum() / wanted.sum().clamp(min=1)
+
+# %% ../nbs/09_partial_fc.ipynb #ad5cead5
+def head_stats(
+    head:nn.Module, columns:Columns, rest:Tensor, cos:Tensor, top:Tensor, known:Tensor,
+) -> HeadStats:
+    "What a step saw."
+    o, rows, n = scoring_of(head), columns.rows, known.sum()
+    ahead = (bent(cos * o.level, o) > top) & known
+    scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
+    return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
+
+# %% ../nbs/09_partial_fc.ipynb #1ebedfff
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
-) -> tuple[Tensor, HeadStats]:
-    "The mean loss of the valid rows, and what the step saw."
-    n_classes, ignore = head.num_classes, head.ignore_index
-    valid = (y != ignore) & (y >= 0) & (y < n_classes)
-    columns = choose_columns(y, valid, n_classes, sampler, acc_dtype(x.dtype))
+    stats:bool,
+) -> tuple[Tensor, Optional[HeadStats]]:
+    "The mean loss of the valid rows, and what the step saw, if asked."
+    wanted = y != head.ignore_index
+    known = wanted & (y >= 0) & (y < head.num_classes)
+    columns = choose_columns(y, known, head.num_classes, sampler, acc_dtype(x.dtype))
     if sampler is not None: sampler.advance()
-    rest, cos, top = column_statistics(head, x, valid, columns)
+    rest, cos, top = column_statistics(head, x, known, columns)
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
-    head.margin.observe(norm, valid)
+    head.margin.observe(norm, known)
     losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
-    o, rows, n = scoring_of(head), columns.rows, valid.sum()
-    ahead = (bent(cos.detach() * o.level, o) > top) & valid
-    scored = torch.full_like(n, n_classes) if rows is None else (rows >= 0).sum()
-    stats = HeadStats(cos.detach(), rest.detach(), ahead.sum() / n.clamp(min=1), n, scored)
-    return reduce_loss(losses, y, n_classes, ignore, "mean"), stats
+    told = head_stats(head, columns, rest.detach(), cos.detach(), top, known) if stats else None
+    return mean_loss(losses, wanted, known), told
 
-# %% ../nbs/09_partial_fc.ipynb #4e44a6ae
+# %% ../nbs/09_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassVectors):
     "A cosine head that scores a step's own classes and a sample of the others."
     def __init__(self,
@@ -1138,7 +1225,8 @@ class PartialFC(ClassVectors):
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over valid rows
         check_features(self, features, target)
         x, y = features.reshape(-1, self.embedding_size), target.reshape(-1).long()
-        loss, stats = partial_loss(self, x, y, self.sampler if self.training else None)
+        sampler = self.sampler if self.training else None  # to evaluate, all classes
+        loss, stats = partial_loss(self, x, y, sampler, return_stats)
         return (loss, stats) if return_stats else loss
 
     def extra_repr(self) -> str:

@@ -934,11 +934,27 @@ def test_draw_kernel(rate, span, place):
     s, seed, step = strata_of(rate), torch.tensor(2**40 + 5, device=place), torch.tensor(3, device=place)
     first = span[0] >> s.bits
     total = (-(-span[1] >> s.bits) - first) * s.slots
-    out = torch.full((total + 9,), -7, device=place)
-    partial_fc.draw_kernel[(-(-total // 256),)](out, seed, step, first, *span, total, s.whole, s.chance, s.slots, s.bits,
+    out, shift = torch.full((total + 9,), -7, device=place), torch.full((total + 9,), math.nan, device=place)
+    partial_fc.draw_kernel[(-(-total // 256),)](out, shift, seed, step, first, *span, total, 1.5, s.whole, s.chance, s.slots, s.bits,
                                                 partial_fc.ROUNDS, B=256)
-    assert torch.equal(out[:total].cpu(), draw_plain(seed.cpu(), step.cpu(), s, *span)) and (out[total:] == -7).all()
+    exact = draw_plain(seed.cpu(), step.cpu(), s, *span)
+    assert torch.equal(out[:total].cpu(), exact) and (out[total:] == -7).all()
+    assert torch.equal(shift[:total].cpu(), torch.where(exact < 0, -math.inf, 1.5)) and shift[total:].isnan().all()
     assert torch.equal(draw(seed, step, s, *span), out[:total])
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.1, 0.37, 1e-5, "positives"])
+@pytest.mark.parametrize("n,v", [(1, 1), (5, 3), (70, 40), (200, 3000)])
+@pytest.mark.parametrize("log_q", [True, False])
+def test_columns_kernel(rate, n, v, log_q, place):
+    sampler, y = NegativeSampler(rate, 2**33 + 1, log_q), torch.randint(v, (n,), generator=torch.Generator().manual_seed(n))
+    sampler.step += 9
+    y[1::5], known = -1, torch.arange(n) % 5 != 1
+    exact = choose_columns(y, known, v, sampler, f32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial_fc, "has_kernel", lambda t: True)
+        got = choose_columns(y.to(place), known.to(place), v, sampler.to(place), f32)
+    assert all(torch.equal(a.cpu(), e) for a, e in zip(got, exact))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (23, 40), (9, 130)])
@@ -1091,11 +1107,11 @@ MUTANTS = {
     "classes past the end are drawn": ("& (chosen >= start) & (chosen < stop)", "& (chosen >= start)"),
     "the inverse runs forward": ("key, s.bits, back=True)", "key, s.bits)"),
     "the step stands still": ("def advance(self): self.step += 1", "def advance(self): pass"),
-    "labels get two columns": ("torch.where(at >= 0, at, len(drawn) + first)", "len(drawn) + first"),
-    "duplicates get two columns": ("len(drawn) + first), -1)", "len(drawn) + n), -1)"),
+    "labels get two columns": ("torch.where(at >= 0, at, fresh), -1)", "fresh, -1)"),
+    "duplicates get two columns": ("fresh = len(drawn) + first_occurrence(torch.where(known, y, -1))", "fresh = len(drawn) + n"),
     "dead columns count": (".masked_fill_(rows < 0, -torch.inf)", ""),
     "log q has the wrong sign": ("missed = -math.log(sampler.rate)", "missed = math.log(sampler.rate)"),
-    "the batch's classes are corrected": ("shift = torch.where(present[:-1], 0.0, shift)", "pass"),
+    "the batch's classes are corrected": ("if missed: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
     "the target stays in the sum": ("leave_out(scores, target), close, which", "scores, close, which"),
     "conflicts pull": ("if close is not None: d.masked_fill_(close, 0.0)", "pass"),
     "conflicts are kept": ("scores = torch.where(close, o.fill, scores)", "pass"),
