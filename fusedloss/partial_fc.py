@@ -6,14 +6,15 @@
 __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'SLAB', 'SPARSE_OF', 'mix', 'key_word', 'block_key', 'shuffle', 'Strata', 'strata_of',
            'drawn_of', 'draw_plain', 'slot_plain', 'mix_bits', 'add_word', 'block_key_of', 'drawn_by', 'draw_kernel',
            'draw', 'NegativeSampler', 'first_occurrence', 'Columns', 'plain_columns', 'columns_kernel',
-           'choose_columns', 'unit_kernel', 'unit_rows_of', 'tangent_kernel', 'to_tangent', 'Scoring', 'score_tile',
-           'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel', 'launch_rest',
-           'launch_cosine_dz', 'slab_columns', 'columns_bwd', 'product_into', 'rows_gradient', 'takes_columns',
-           'tile_columns', 'partial_lse', 'partial_lse_grad', 'RowIndex', 'row_index', 'decay_left', 'stochastic',
-           'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows',
-           'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats',
-           'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of',
-           'head_dtype', 'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
+           'launch_columns', 'sampled_columns', 'choose_columns', 'unit_kernel', 'unit_rows_of', 'tangent_kernel',
+           'to_tangent', 'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel',
+           'cosine_dz_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'columns_bwd', 'product_into',
+           'rows_gradient', 'takes_columns', 'tile_columns', 'partial_lse', 'partial_lse_grad', 'RowIndex', 'row_index',
+           'decay_left', 'stochastic', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update',
+           'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer',
+           'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors',
+           'scoring_of', 'head_dtype', 'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss',
+           'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #28b51f33
 import math
@@ -94,10 +95,11 @@ def drawn_of(key:Tensor, s:Strata) -> Tensor:
     "How many classes a block draws."
     return s.whole + (mix(key ^ 0x5A5A5A5A) < s.chance).long()
 
-# %% ../nbs/09_partial_fc.ipynb #e33dd7f5
+# %% ../nbs/09_partial_fc.ipynb #c7152cc1
 def draw_plain(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     "Classes drawn of `start` to `stop`, -1 in empty slots; `[blocks · slots]`."
     first, last = start >> s.bits, -(-stop >> s.bits)
+    if not s.slots: return seed.new_empty(0)
     block = torch.arange(first, last, device=seed.device)[:, None]
     key, slot = block_key(seed, step, block), torch.arange(s.slots, device=seed.device)
     chosen = (block << s.bits) + shuffle(slot, key, s.bits)
@@ -145,11 +147,11 @@ def drawn_by(key, WHOLE: tl.constexpr, CHANCE: tl.constexpr, B: tl.constexpr):
         drawn = tl.where(more, drawn + 1, drawn)
     return drawn
 
-# %% ../nbs/09_partial_fc.ipynb #4106f116
+# %% ../nbs/09_partial_fc.ipynb #1e15ef1f
 @jit
 def draw_kernel(
     out_ptr, shift_ptr, seed_ptr, step_ptr,  # [total]; [total] or None
-    first, start, stop, total, missed,
+    first, start, stop, total, begin, missed,  # chosen classes count from `begin`
     WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     ROUNDS: tl.constexpr, B: tl.constexpr,
 ):
@@ -167,11 +169,11 @@ def draw_kernel(
         turn += 0x9E3779B9
     chosen = (block << BITS) + (left << HALF | right).to(tl.int64)
     lives = (slot < drawn_by(key, WHOLE, CHANCE, B)) & (chosen >= start) & (chosen < stop)
-    tl.store(out_ptr + at, tl.where(lives, chosen, -1), mask=at < total)
+    tl.store(out_ptr + at, tl.where(lives, chosen - begin, -1), mask=at < total)
     if shift_ptr is not None:
         tl.store(shift_ptr + at, tl.where(lives, missed, -float("inf")), mask=at < total)
 
-# %% ../nbs/09_partial_fc.ipynb #94d0c3d0
+# %% ../nbs/09_partial_fc.ipynb #59a60856
 def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     "`draw_plain`, by the kernel where there is one."
     if not has_kernel(seed): return draw_plain(seed, step, s, start, stop)
@@ -180,11 +182,12 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     out = seed.new_empty(total)
     if not total: return out
     with on_device(seed):
-        draw_kernel[(-(-total // 256),)](out, None, seed, step, first, start, stop, total, 0.0,
-                                         s.whole, s.chance, s.slots, s.bits, ROUNDS, B=256)
+        draw_kernel[(-(-total // 256),)](out, None, seed, step, first, start, stop, total, 0,
+                                         0.0, s.whole, s.chance, s.slots, s.bits, ROUNDS,
+                                         B=256)
     return out
 
-# %% ../nbs/09_partial_fc.ipynb #5bd136fd
+# %% ../nbs/09_partial_fc.ipynb #c88b10cd
 class NegativeSampler(nn.Module):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
     def __init__(self,
@@ -198,7 +201,7 @@ class NegativeSampler(nn.Module):
                "a number in (0, 1], or 'positives'", repr(rate))
         expect(type(seed) is int and 0 <= seed < 2**63, "seed", "0 to 2⁶³ − 1", repr(seed))
         self.rate, self.log_q = 0.0 if named else float(rate), bool(log_q)
-        self.strata = None if named else strata_of(self.rate)
+        self.strata = Strata(0, 0, 0) if named else strata_of(self.rate)
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("step", torch.tensor(0))
 
@@ -206,12 +209,10 @@ class NegativeSampler(nn.Module):
         stop:int, start:int=0,  # a rank draws from its own classes
     ) -> Tensor:  # int64, -1 in empty slots
         "This step's classes among `start` to `stop`."
-        if self.strata is None: return self.seed.new_empty(0)
         return draw(self.seed, self.step, self.strata, start, stop)
 
     def find(self, y:Tensor, start:int=0) -> Tensor:  # int64 of y's shape
         "Where `forward` has the classes `y`, or -1."
-        if self.strata is None: return torch.full_like(y, -1)
         return slot_plain(y, self.seed, self.step, self.strata, start)
 
     def advance(self): self.step += 1
@@ -233,33 +234,35 @@ class Columns(NamedTuple):
     slot: Tensor  # [N], each row's column; -1 without a label
     shift: Optional[Tensor]  # [T], added to scores: -inf in dead columns
 
-# %% ../nbs/09_partial_fc.ipynb #8c2f8b6c
+# %% ../nbs/09_partial_fc.ipynb #934730f2
 def plain_columns(
-    y:Tensor, known:Tensor, drawn:Tensor, sampler:NegativeSampler,  # [N], [N], [K]
-    missed:float, dtype:torch.dtype,
+    y:Tensor, seed:Tensor, step:Tensor, s:Strata,  # [N], -1 where no class of these
+    start:int, stop:int,  # classes; what is returned counts from `start`
+    missed:float, dtype:torch.dtype,  # added to the scores of those that were drawn
 ) -> Columns:
     "Columns for what was drawn, then one for each row, used if its class has none."
-    n, at = torch.arange(len(y), device=y.device), sampler.find(y.clamp(min=0))
-    fresh = len(drawn) + first_occurrence(torch.where(known, y, -1))
-    slot = torch.where(known, torch.where(at >= 0, at, fresh), -1)
+    drawn, n = draw_plain(seed, step, s, start, stop), torch.arange(len(y), device=y.device)
+    at = slot_plain(y.clamp(min=start), seed, step, s, start)
+    fresh = len(drawn) + first_occurrence(y)
+    slot = torch.where(y >= 0, torch.where(at >= 0, at, fresh), -1)
     rows = torch.cat([drawn, torch.where(slot == len(drawn) + n, y, -1)])
     shift = rows.new_full(rows.shape, missed, dtype=dtype).masked_fill_(rows < 0, -torch.inf)
     present = torch.zeros(len(rows) + 1, dtype=torch.bool, device=y.device)
     present[slot] = True  # -1 is the spare place at the end
     if missed: shift = torch.where(present[:-1], 0.0, shift)  # the batch's classes were certain
-    return Columns(rows, slot, shift)
+    return Columns(torch.where(rows < 0, -1, rows - start), slot, shift)
 
-# %% ../nbs/09_partial_fc.ipynb #efd1496b
+# %% ../nbs/09_partial_fc.ipynb #1b205c7e
 @jit
 def columns_kernel(
-    y_ptr, rows_ptr, shift_ptr, slot_ptr,  # [N]; [K + N], K of them drawn; same; [N]
-    seed_ptr, step_ptr, first, K, N, V, ignore_index, missed,
+    y_ptr, rows_ptr, shift_ptr, slot_ptr,  # [N], -1: no label; [K + N], K drawn; same; [N]
+    seed_ptr, step_ptr, first, begin, K, N,  # block and class from which to count
     WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     ROUNDS: tl.constexpr, B: tl.constexpr,
 ):
     at = tl.program_id(0) * B + tl.arange(0, B)
     y = tl.load(y_ptr + at, mask=at < N, other=-1)
-    known = (at < N) & (y != ignore_index) & (y >= 0) & (y < V)
+    known = y >= 0
     earliest = at
     for start in range(0, (tl.program_id(0) + 1) * B, B):
         other = start + tl.arange(0, B)
@@ -284,30 +287,55 @@ def columns_kernel(
         slot = tl.where(found, ((y >> BITS) - first) * SLOTS + place_.to(tl.int64), slot)
     tl.store(slot_ptr + at, slot, mask=at < N)
     own = slot == K + at
-    tl.store(rows_ptr + K + at, tl.where(own, y, -1), mask=at < N)
+    tl.store(rows_ptr + K + at, tl.where(own, y - begin, -1), mask=at < N)
     tl.store(shift_ptr + K + at, tl.where(own, 0.0, -float("inf")), mask=at < N)
     tl.store(shift_ptr + slot, 0.0, mask=known & (slot < K))  # the batch's classes were certain
 
-# %% ../nbs/09_partial_fc.ipynb #5af4fc93
-def choose_columns(
-    y:Tensor, known:Tensor, n_classes:int, sampler:Optional[NegativeSampler], dtype:torch.dtype,
+# %% ../nbs/09_partial_fc.ipynb #f604b4e7
+def launch_columns(
+    y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int, stop:int, missed:float,
+    dtype:torch.dtype,
 ) -> Columns:
-    "The columns of a step; `known` rows have a label."
-    if sampler is None: return Columns(None, torch.where(known, y, -1), None)
-    missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
-    if not has_kernel(y):
-        return plain_columns(y, known, sampler(n_classes), sampler, missed, dtype)
-    s, n = sampler.strata or Strata(0, 0, 0), len(y)
-    k = -(-n_classes >> s.bits) * s.slots
+    "`plain_columns` by the kernels."
+    n, first = len(y), start >> s.bits
+    k = (-(-stop >> s.bits) - first) * s.slots
     rows, slot, shift = y.new_empty(k + n), torch.empty_like(y), y.new_empty(k + n, dtype=dtype)
     shared = s.whole, s.chance, s.slots, s.bits, ROUNDS
     with on_device(y):
-        if k: draw_kernel[(-(-k // 256),)](rows, shift, sampler.seed, sampler.step, 0, 0,
-                                           n_classes, k, missed, *shared, B=256)
-        columns_kernel[(-(-n // 64),)](
-            torch.where(known, y, -1), rows, shift, slot, sampler.seed, sampler.step, 0, k, n,
-            n_classes, -1, missed, *shared, B=64)
+        if k: draw_kernel[(-(-k // 256),)](rows, shift, seed, step, first, start, stop, k,
+                                           start, missed, *shared, B=256)
+        if n: columns_kernel[(-(-n // 64),)](y, rows, shift, slot, seed, step, first, start, k,
+                                             n, *shared, B=64)
     return Columns(rows, slot, shift)
+
+# %% ../nbs/09_partial_fc.ipynb #c216ecc2
+@torch.library.custom_op("fusedloss::sampled_columns", mutates_args=())
+def sampled_columns(
+    y:Tensor, seed:Tensor, step:Tensor, bits:int, whole:int, chance:int, start:int, stop:int,
+    missed:float, dtype:torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    "`Columns` as an operator; float64 keeps the digits of `missed`."
+    way = launch_columns if has_kernel(y) and dtype != torch.float64 else plain_columns
+    return tuple(way(y, seed, step, Strata(bits, whole, chance), start, stop, missed, dtype))
+
+# %% ../nbs/09_partial_fc.ipynb #a8f56f04
+@sampled_columns.register_fake
+def _(y, seed, step, bits, whole, chance, start, stop, missed, dtype):
+    blocks = -(-stop >> bits) - (start >> bits)
+    t = blocks * Strata(bits, whole, chance).slots + len(y)
+    return y.new_empty(t), torch.empty_like(y), y.new_empty(t, dtype=dtype)
+
+# %% ../nbs/09_partial_fc.ipynb #69f53e32
+def choose_columns(
+    y:Tensor, known:Tensor, n_classes:int, sampler:Optional[NegativeSampler], dtype:torch.dtype,
+    start:int=0,  # a rank's first class; its labels are the `known` ones
+) -> Columns:
+    "The columns of a step; `known` rows have a label among `n_classes` from `start` on."
+    y = torch.where(known, y, -1)
+    if sampler is None: return Columns(None, torch.where(known, y - start, -1), None)
+    missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
+    return Columns(*sampled_columns(y, sampler.seed, sampler.step, *sampler.strata, start,
+                                    start + n_classes, missed, dtype))
 
 # %% ../nbs/09_partial_fc.ipynb #92caf7d0
 @jit

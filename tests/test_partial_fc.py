@@ -62,6 +62,12 @@ def test_ranks_draw_what_one_draws(seed, step, rate, n_classes, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, n_classes), max_size=5)))
     edges = [0, *cuts, n_classes]
     parts = [draw_plain(seed, step, s, a, b) for a, b in zip(edges, edges[1:])]  # empty ranks included
+    y = data.draw(st.lists(st.integers(0, n_classes - 1), max_size=9).map(lambda v: torch.tensor(v, dtype=torch.int64)))
+    args = seed, step, s
+    one = partial_fc.plain_columns(y, *args, 0, n_classes, 0.7, f64)
+    ranks = [partial_fc.plain_columns(torch.where((y >= a) & (y < b), y, -1), *args, a, b, 0.7, f64) for a, b in zip(edges, edges[1:])]
+    scored = lambda c, a: {(r + a, q) for r, q in zip(c.rows.tolist(), c.shift.tolist()) if r >= 0}
+    assert set.union(*(scored(c, a) for c, a in zip(ranks, edges))) == scored(one, 0)
     for part, a, b in zip(parts, edges, edges[1:]):
         assert ((part < 0) | (part >= a) & (part < b)).all()
     assert torch.equal(torch.cat([p[p >= 0] for p in parts]).sort().values, alive.sort().values)
@@ -935,7 +941,7 @@ def test_draw_kernel(rate, span, place):
     first = span[0] >> s.bits
     total = (-(-span[1] >> s.bits) - first) * s.slots
     out, shift = torch.full((total + 9,), -7, device=place), torch.full((total + 9,), math.nan, device=place)
-    partial_fc.draw_kernel[(-(-total // 256),)](out, shift, seed, step, first, *span, total, 1.5, s.whole, s.chance, s.slots, s.bits,
+    partial_fc.draw_kernel[(-(-total // 256),)](out, shift, seed, step, first, *span, total, 0, 1.5, s.whole, s.chance, s.slots, s.bits,
                                                 partial_fc.ROUNDS, B=256)
     exact = draw_plain(seed.cpu(), step.cpu(), s, *span)
     assert torch.equal(out[:total].cpu(), exact) and (out[total:] == -7).all()
@@ -944,17 +950,22 @@ def test_draw_kernel(rate, span, place):
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.1, 0.37, 1e-5, "positives"])
-@pytest.mark.parametrize("n,v", [(1, 1), (5, 3), (70, 40), (200, 3000)])
+@pytest.mark.parametrize("n,span", [(1, (0, 1)), (5, (0, 3)), (70, (300, 340)), (200, (0, 3000)), (200, (1234, 4000)), (9, (2**33 + 5, 2**33 + 900)),
+                                    (0, (0, 900)), (9, (50, 50))])
 @pytest.mark.parametrize("log_q", [True, False])
-def test_columns_kernel(rate, n, v, log_q, place):
-    sampler, y = NegativeSampler(rate, 2**33 + 1, log_q), torch.randint(v, (n,), generator=torch.Generator().manual_seed(n))
+def test_columns_kernel(rate, n, span, log_q, place):
+    sampler, g = NegativeSampler(rate, 2**33 + 1, log_q), torch.Generator().manual_seed(n)
+    y = torch.randint(span[0], max(span[1], span[0] + 1), (n,), generator=g)
     sampler.step += 9
-    y[1::5], known = -1, torch.arange(n) % 5 != 1
-    exact = choose_columns(y, known, v, sampler, f32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_fc, "has_kernel", lambda t: True)
-        got = choose_columns(y.to(place), known.to(place), v, sampler.to(place), f32)
+    known = (torch.arange(n) % 5 != 1) & (y < span[1])
+    missed = -math.log(rate) if log_q and rate != "positives" else 0.0
+    args = sampler.seed, sampler.step, sampler.strata, *span, missed, f32
+    exact = partial_fc.plain_columns(torch.where(known, y, -1), *args)
+    got = partial_fc.launch_columns(torch.where(known, y, -1).to(place), *(a.to(place) for a in args[:2]), *args[2:])
     assert all(torch.equal(a.cpu(), e) for a, e in zip(got, exact))
+    chosen = choose_columns(y.to(place), known.to(place), span[1] - span[0], sampler.to(place), f32, span[0])
+    assert all(torch.equal(a.cpu(), e) for a, e in zip(chosen, exact))
+    assert torch.equal(exact.rows[exact.slot[known]], y[known] - span[0]) and exact.rows.lt(span[1] - span[0]).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (23, 40), (9, 130)])
@@ -1108,7 +1119,7 @@ MUTANTS = {
     "the inverse runs forward": ("key, s.bits, back=True)", "key, s.bits)"),
     "the step stands still": ("def advance(self): self.step += 1", "def advance(self): pass"),
     "labels get two columns": ("torch.where(at >= 0, at, fresh), -1)", "fresh, -1)"),
-    "duplicates get two columns": ("fresh = len(drawn) + first_occurrence(torch.where(known, y, -1))", "fresh = len(drawn) + n"),
+    "duplicates get two columns": ("len(drawn) + first_occurrence(y)", "len(drawn) + n"),
     "dead columns count": (".masked_fill_(rows < 0, -torch.inf)", ""),
     "log q has the wrong sign": ("missed = -math.log(sampler.rate)", "missed = math.log(sampler.rate)"),
     "the batch's classes are corrected": ("if missed: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
