@@ -101,7 +101,7 @@ def test_alone_and_in_pairs(rate):
     assert alone.mean().item() == pytest.approx(rate, abs=0.002)
     assert alone.std().item() == pytest.approx((rate * (1 - rate) / steps) ** 0.5, rel=0.15)
     joint = (hits.T @ hits / steps)[~torch.eye(v, dtype=torch.bool)]
-    assert joint.mean().item() == pytest.approx(rate**2, rel=0.01)
+    assert joint.mean().item() == pytest.approx(rate**2, rel=0.02)  # without replacement: 1 % fewer
     assert joint.std().item() == pytest.approx((rate**2 * (1 - rate**2) / steps) ** 0.5, rel=0.15)
     lag = (hits[1:] * hits[:-1]).mean().item()  # a step says nothing of the next
     assert lag == pytest.approx(rate**2, rel=0.06)
