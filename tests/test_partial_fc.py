@@ -716,6 +716,18 @@ def test_foreign_and_accumulated_gradients(device):
     torch.testing.assert_close(e.weight, f.weight)
 
 
+def test_a_heads_gradient_is_known(device):
+    "Its rows go to the optimizer as they are: no sort, no wait"
+    x, w, y = sample(device=device)
+    head, layer = make_head(w, sample_rate=0.3), torch.nn.Linear(6, 6, device=device, dtype=f64)
+    for _ in range(3):
+        head.zero_grad()
+        head(layer(x), y).backward()
+        known, g = head.weight.grad_rows, head.weight.grad
+        assert not g.is_coalesced() and g._indices().data_ptr() == known.index.data_ptr()
+        assert partial_fc.live_rows(head.weight, g)[0] is known.rows
+
+
 def test_accumulation_over_the_head(device):
     x, w, y = sample(device=device)
     head = make_head(w, sample_rate=0.3)
