@@ -192,10 +192,7 @@ def shape_on_cpu(z, p, shape=None):
 
 @pytest.fixture
 def with_kernels(kernels, monkeypatch):
-    "The library as it is on a GPU, the kernels' source on the CPU; full of NaN what they should write"
-    def empty(t, *size, dtype=None):
-        new = torch.empty(*size, dtype=dtype or t.dtype)
-        return new.fill_(math.nan) if new.is_floating_point() else new
+    "The library as it is on a GPU, the kernels' source on the CPU"
     monkeypatch.setattr(fusedloss.ctc, "ctc_kernel", kernels)
     monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
     monkeypatch.setattr(kernels, "seed", 0)
@@ -209,3 +206,153 @@ def test_the_kernels_source(name, with_kernels):
     loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
     same_losses(loss, truth[0], 1e-6)
     assert (dz.double() - truth[1]).abs().max() <= 1e-6
+    assert torch.equal(fl.ctc_loss_with_logits(z, y, frames, lengths, blank, "none"), loss), "the loss alone is another"
+
+
+SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_scan_in_other_shapes_and_orders(shape, seed, with_kernels, monkeypatch):
+    shape = fusedloss.ctc.ScanShape(*shape)
+    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
+    monkeypatch.setattr(with_kernels, "seed", seed)
+    for name in ("ragged", "T 0 and 1, infeasible", "repeats", "three warps", "tight"):
+        z, y, frames, lengths, blank = hard(name)
+        truth = reference(z, y, frames, lengths, blank)
+        loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+        same_losses(loss, truth[0], 1e-6)
+        assert (dz.double() - truth[1]).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_the_kernels_source_in_half_precision(dtype, tolerance, with_kernels):
+    z, y, frames, lengths, blank = hard("ragged", dtype)
+    truth = reference(z, y, frames, lengths, blank)
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+    same_losses(loss, truth[0], 1e-6)
+    assert dz.dtype == dtype and (dz.double() - truth[1]).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("C", [31, 33, 1024, 1025, 8192, 8193, 20000])
+def test_the_gradient_kernel_with_many_classes(C, with_kernels):
+    z, y, frames, lengths = case(T=5, N=2, C=C, L=3, labels=[[1, C - 1, 1], [C - 1, C - 2, C // 2]], frames=[5, 4])
+    z, truth = z.requires_grad_(), ctc_by_logz(z.double().log_softmax(-1), y, torch.tensor(frames), torch.tensor(lengths))
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
+    same_losses(loss, truth, 1e-6)
+    leaf = z.detach().double().requires_grad_()
+    exact, = torch.autograd.grad(ctc_by_logz(leaf.log_softmax(-1), y, torch.tensor(frames), torch.tensor(lengths)).sum(), leaf)
+    assert (dz.double() - exact).abs().max() <= 1e-6
+
+
+def test_the_kernels_source_of_log_probabilities(with_kernels):
+    z, y, frames, lengths, _ = hard("ragged")
+    for x in (z.log_softmax(-1), z):  # normalised, and not
+        truth, _ = reference(x, y, frames, lengths, logits=False)
+        for gradient in ("torch", "exact"):
+            loss, dz = graded(fl.ctc_loss, x, y, frames, lengths, 0, "none", gradient=gradient)
+            same_losses(loss, truth, 1e-6)
+            plain = graded(fl.ctc_loss, x.double(), y, frames, lengths, 0, "none", gradient=gradient)[1]
+            assert (dz - plain).abs().max() <= 2e-6 * x.exp().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("dtype", [f32, torch.float16])
+def test_the_kernels_source_reduces_as_torch_does(reduction, dtype, with_kernels):
+    z, y, frames, lengths, _ = hard("T 0 and 1, infeasible", dtype)
+    g = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0, 1.0]) if reduction == "none" else torch.tensor(-1.7)
+    for zero_infinity in (False, True):
+        loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, reduction, zero_infinity, g=g)
+        truth, exact = graded(fl.ctc_loss_with_logits, z.double(), y, frames, lengths, 0, reduction, zero_infinity, g=g.double())
+        same_losses(loss, truth, 1e-6)
+        assert (dz.double() - exact).abs().max() <= (1e-6 if dtype == f32 else 1e-3)
+
+
+def test_bad_input_of_the_kernels_source_is_nan_and_harms_nobody(with_kernels, monkeypatch):
+    monkeypatch.setattr(fusedloss.ctc, "visible", lambda t: False)
+    z, y, frames, lengths = case(N=6)
+    good = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
+    y[1, 2], y[2, 6], frames[3], frames[4], lengths[5] = 9, -1, 24, -1, 8
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
+    assert loss.isnan().tolist() == [False] + [True] * 5 and not dz[:, 1:].any()
+    assert torch.equal(loss[:1], good[0][:1]) and torch.equal(dz[:, 0], good[1][:, 0])
+
+
+def test_nan_and_infinity_in_the_scores_stay_visible(with_kernels):
+    z, y, frames, lengths = case(N=6)
+    good = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
+    z[5, 1, y[1, 3]], z[7, 2, 0], z[3, 3, 2], z[4:9, 4, 5:] = math.nan, INF, math.nan, -INF
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
+    assert loss.isnan().tolist() == [False, True, True, True, False, False]
+    assert dz.isnan().any(2).any(0).tolist() == loss.isnan().tolist()
+    assert torch.equal(dz[:, 5], good[1][:, 5])
+    truth = reference(z[:, 4:5], y[4:5], [23], [7])
+    assert (dz[:, 4:5].double() - truth[1]).abs().max() <= 1e-6
+
+
+def test_scores_out_of_range_are_zero_or_noticed(with_kernels):
+    z, y, frames, lengths = case(N=3)
+    z[3, 0, y[0]], z[4, 1, :] = -1e30, 3e30
+    loss = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
+    z[3, 0, y[0]] = -INF
+    assert torch.equal(loss[0], fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")[0]) and loss[1].isnan()
+
+
+@pytest.mark.parametrize("name", ["three warps", "ragged", "repeats"])
+def test_a_sequence_alone_is_itself_in_a_batch(name, with_kernels):
+    z, y, frames, lengths, blank = hard(name)
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+    for n, (T, L) in enumerate(zip(frames, lengths)):
+        one, d = graded(fl.ctc_loss_with_logits, z[:T, n:n + 1], y[n:n + 1, :L], [T], [L], blank, "none")
+        assert torch.equal(one, loss[n:n + 1]) and torch.equal(d[:, 0], dz[:T, n]), n
+
+
+@pytest.mark.parametrize("T, L", [(300, 256), (560, 511), (560, 512)])
+def test_the_kernels_source_with_long_targets(T, L, with_kernels):
+    z, y, frames, lengths = case(T=T, N=1, L=L, C=30)
+    y[:, 1::2] = 1 + y[:, 1::2] % 14
+    y[:, ::2] = 15 + y[:, ::2] % 14  # no repeats: it fits
+    truth = graded(fl.ctc_loss_with_logits, z.double(), y, frames, lengths, 0, "none")
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
+    same_losses(loss, truth[0], 1e-6)
+    assert (dz.double() - truth[1]).abs().max() <= 2e-6
+
+
+VARIANTS = [dict(ELEMENT=e, PAIRS=p, AHEAD=a, CLUSTER=c, THREADS=t) for e, p, a, c, t in
+            [("f32", 1, 8, 1, 256), ("bf16", 4, 4, 1, 512), ("f16", 1, 8, 2, 128), ("f32", 1, 8, 8, 256), ("f32", 4, 4, 8, 512)]]
+VARIANTS += [dict(ELEMENT=e, PER=p, ROWTHREADS=r, NORMALISE=n, SOFTMAX=s) for e, p, r, n, s in
+             [("f32", 1, 32, 1, 1), ("bf16", 32, 32, 0, 1), ("f16", 32, 256, 1, 1), ("f32", 5, 256, 0, 0)]]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("constants", VARIANTS, ids=lambda d: " ".join(map(str, d.values())))
+def test_the_kernels_compile_without_a_gpu(arch, constants, tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc on this machine")
+    if constants.get("CLUSTER", 1) > 1 and arch < 90:
+        return  # the library asks for no cluster there
+    source = tmp_path / "ctc.cu"
+    source.write_text(cuda_source("ctc"), encoding="utf-8")
+    compiled(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"], tmp_path / "out", constants, source)
+
+
+def test_shapes_without_clusters_are_never_given_one():
+    for longest in range(9000):
+        few, many = scan_shape(longest, False), scan_shape(longest, True)
+        assert few is None or few.cluster == 1 and few.plane > longest and few.threads <= 512
+        assert (many is None) == (longest > 8191) and (many is None or many.plane > longest)
+
+
+def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
+    def missing(source, name, options):
+        raise OSError("no NVRTC")
+    monkeypatch.setattr(fusedloss.ctc, "_by_cupy", missing)
+    monkeypatch.setattr(fusedloss.ctc, "_by_torch", missing)
+    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
+    fusedloss.ctc.ctc_kernel.cache_clear()
+    z, y, frames, lengths, _ = hard("ragged")
+    with pytest.warns(UserWarning, match="PyTorch takes its place.*no NVRTC"):
+        loss = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
+    fusedloss.ctc.ctc_kernel.cache_clear()
+    same_losses(loss, reference(z, y, frames, lengths)[0], 1e-6)
