@@ -439,13 +439,13 @@ class _CTCGrad(torch.autograd.Function):
             d_g, d_z = torch.autograd.grad(first, leaves, gg, create_graph=more)
         return d_g, None, None, d_z, *[None] * (3 + len(ctx.how))
 
-# %% ../nbs/13_ctc.ipynb #c721c58a
+# %% ../nbs/13_ctc.ipynb #3ae5da9e
 class _CTC(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, z, targets, frames, lengths, *how):
+    def forward(ctx, wanted, z, targets, frames, lengths, *how):
         late = how[3] and z.dtype == torch.float16
         divided = (*how[:3], how[3] and not late)
-        loss, dz = ctc_forward(z, targets, frames, lengths, *divided, ctx.needs_input_grad[0])
+        loss, dz = ctc_forward(z, targets, frames, lengths, *divided, wanted)
         share = shares(moved(lengths, z.device), True, loss.dtype) if late else None
         ctx.save_for_backward(z, targets, frames, lengths, dz, share)  # dz is all it adds
         ctx.how = how
@@ -456,9 +456,9 @@ class _CTC(torch.autograd.Function):
         *given, dz, share = ctx.saved_tensors
         nothing = [None] * (3 + len(ctx.how))
         if torch.is_grad_enabled():
-            return _CTCGrad.apply(g, dz, share, *given, *ctx.how), *nothing
+            return None, _CTCGrad.apply(g, dz, share, *given, *ctx.how), *nothing
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return ctc_backward(g, dz, share, keep), *nothing
+        return None, ctc_backward(g, dz, share, keep), *nothing
 
 # %% ../nbs/13_ctc.ipynb #6df12059
 @torch.library.custom_op("fusedloss::ctc", mutates_args=())
@@ -511,7 +511,7 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
            f"a class below {z.shape[2]}", blank)
     expect(reduction in ("none", "mean", "sum"), "reduction", "none, mean or sum", reduction)
 
-# %% ../nbs/13_ctc.ipynb #dbb34e92
+# %% ../nbs/13_ctc.ipynb #8753093f
 def batched(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Tensor]:
     "One sequence as a batch of one."
     if not unbatched: return z, targets
@@ -524,13 +524,14 @@ def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, fo
     check_ctc(z, targets, blank, reduction, name)
     frames, lengths = (as_lengths(t, label, z.shape[1]) for t, label in
                        ((frames, "input_lengths"), (lengths, "target_lengths")))
-    how, needs = (blank, zero_infinity, form, reduction == "mean"), torch.is_grad_enabled()
+    how = blank, zero_infinity, form, reduction == "mean"
+    wanted = torch.is_grad_enabled() and z.requires_grad
     if _observed():
         late = z.dtype == torch.float16 and reduction == "mean"
         losses, _ = ctc_operator(z, targets, frames, lengths, *how[:3], how[3] and not late,
-                                 needs and z.requires_grad)
+                                 wanted)
         if late: losses = losses * shares(moved(lengths, z.device), True, losses.dtype)
-    else: losses = _CTC.apply(z, targets, frames, lengths, *how)
+    else: losses = _CTC.apply(wanted, z, targets, frames, lengths, *how)
     return losses[0] if unbatched and reduction == "none" else reduce_rows(losses, reduction)
 
 # %% ../nbs/13_ctc.ipynb #71b802c5

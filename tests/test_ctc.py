@@ -5,9 +5,13 @@ import math
 import platform
 import shutil
 import subprocess
+import sys
+import unittest
 import warnings
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ import fusedloss.ctc
 from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, forced_align, interleave, may_skip, scan_shape
 from fusedloss.kernels import cuda_source
 from fusedloss.measure import saved_tensors
+from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
 from helpers import planted
 
@@ -356,3 +361,428 @@ def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
         loss = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
     fusedloss.ctc.ctc_kernel.cache_clear()
     same_losses(loss, reference(z, y, frames, lengths)[0], 1e-6)
+
+
+# the definition
+
+def collapsed(path, blank):
+    "Repeats merged, then blanks dropped"
+    return [c for c, _ in itertools.groupby(path) if c != blank]
+
+
+@pytest.mark.parametrize("T, y, blank", [(0, [], 0), (1, [1], 0), (3, [1, 1], 0), (4, [1, 2], 0), (5, [1, 2, 1], 0), (5, [0, 1], 2), (6, [2, 2], 1), (4, [], 1), (2, [1, 1], 0)])
+def test_all_strings_of_symbols(T, y, blank):
+    z = torch.randn(T, 1, 3, generator=torch.Generator().manual_seed(T), dtype=f64)
+    log_p = z.log_softmax(-1)
+    weights = {path: sum(log_p[t, 0, c].item() for t, c in enumerate(path)) for path in itertools.product(range(3), repeat=T) if collapsed(path, blank) == y}
+    total = add(*weights.values()) if weights else -INF
+    args = torch.tensor([y], dtype=torch.int64), [T], [len(y)], blank
+    for loss in (fl.ctc_loss(log_p, *args, "none"), fl.ctc_loss_with_logits(z, *args, "none")):
+        assert loss.item() == pytest.approx(-total, abs=1e-12)
+    a, p = forced_align(log_p, *args), ctc_posteriors(log_p, *args)
+    if not weights:
+        assert a.score.item() == -INF and (a.labels == -1).all() and not p.states.any() and p.entropy == 0
+        return
+    assert a.score.item() == pytest.approx(max(weights.values())) and collapsed(a.labels[0].tolist(), blank) == y
+    assert weights[tuple(a.labels[0].tolist())] == pytest.approx(a.score.item()) == pytest.approx(a.frame_scores.sum().item())
+    assert p.entropy.item() == pytest.approx(sum(-math.exp(w - total) * (w - total) for w in weights.values()), abs=1e-10)
+    assert p.log_likelihood.item() == pytest.approx(total)
+    for t in range(T):
+        for c in range(3):
+            here = p.states[0, t][interleave(args[0], blank)[0] == c].sum().item()
+            assert here == pytest.approx(sum(math.exp(w - total) for path, w in weights.items() if path[t] == c), abs=1e-10)
+
+
+@on_any
+@given(data=st.data())
+def test_graph_loop_and_list_of_paths(data):
+    T, N, C, L = (data.draw(st.integers(*r)) for r in ((0, 6), (1, 3), (2, 4), (0, 3)))
+    blank = data.draw(st.integers(0, C - 1))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    z = torch.randn(T, N, C, generator=g, dtype=f64) * data.draw(st.sampled_from([1.0, 20.0]))
+    z = torch.where(torch.rand(T, N, C, generator=g) < data.draw(st.sampled_from([0.0, 0.2])), -INF, z)
+    y = torch.randint(0, C, (N, L), generator=g)
+    frames = torch.tensor(data.draw(st.lists(st.integers(0, T), min_size=N, max_size=N)))
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, L), min_size=N, max_size=N)))
+    loss, dz = graded(fl.ctc_loss, z, y, frames, lengths, blank, "none", gradient="exact")
+    again, exact = graded(ctc_by_logz, z, y, frames, lengths, blank)
+    torch.testing.assert_close(loss, again)
+    torch.testing.assert_close(dz, exact, rtol=1e-9, atol=1e-9)
+    for n in range(N):
+        one = ctc_graph(z[:frames[n], n:n + 1], y[n:n + 1, :lengths[n]], lengths[n:n + 1], blank)
+        torch.testing.assert_close(-loss[n:n + 1], brute_force(*one, Log))
+        torch.testing.assert_close(forced_align(z, y, frames, lengths, blank).score[n:n + 1], brute_force(*one, Max))
+        weight, entropy = brute_force(*one, Entropy)
+        torch.testing.assert_close(ctc_posteriors(z, y, frames, lengths, blank).entropy[n:n + 1], entropy, atol=1e-9, rtol=1e-9)
+
+
+# the interface, beside torch's
+
+def ways(y, frames, lengths):
+    "The same batch in every form that torch knows"
+    row = torch.cat([labels[:n] for labels, n in zip(y, lengths)])
+    for targets in (y, y.int(), row, row.int()):
+        for cast in (tuple, list, torch.tensor, partial(torch.tensor, dtype=torch.int32)):
+            yield targets, cast(frames), cast(lengths)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_every_form_of_the_arguments(reduction, zero_infinity, device):
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    frames[3], lengths[3] = 1, 2  # infeasible
+    log_p, options = z.log_softmax(-1), (0, reduction, zero_infinity)
+    g = torch.arange(6.0, dtype=f64) - 1.5 if reduction == "none" else torch.tensor(-1.7, dtype=f64)
+    truth = graded(F.ctc_loss, log_p, y, frames, lengths, *options, g=g)
+    g = g.to(device)
+    for targets, T, L in ways(y, frames, lengths):
+        loss, d = graded(fl.ctc_loss, log_p.to(device), targets.to(device), T, L, *options, g=g)
+        torch.testing.assert_close(loss.cpu(), truth[0])
+        torch.testing.assert_close(d.cpu(), truth[1].nan_to_num(0))  # where torch has NaN
+        direct = fl.ctc_loss_with_logits(z.to(device), targets, T, L, *options)
+        torch.testing.assert_close(direct.cpu(), truth[0])
+        module = fl.CTCLoss(reduction=reduction, zero_infinity=zero_infinity, logits=True)
+        assert torch.equal(module(z.to(device), targets, T, L), direct)
+
+
+def test_lengths_lie_on_either_device():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    z, y, frames, lengths = case()
+    want = fl.ctc_loss_with_logits(z.cuda(), y.cuda(), torch.tensor(frames).cuda(), torch.tensor(lengths).cuda())
+    for targets, T, L in ways(y, frames, lengths):
+        assert torch.equal(fl.ctc_loss_with_logits(z.cuda(), targets, T, L), want)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_single_sequence(reduction, device):
+    z, y, frames, lengths = case(N=1, dtype=f64)
+    for T, L in ((23, 7), (torch.tensor(20), torch.tensor(5)), ([20], (5,))):
+        one = fl.ctc_loss_with_logits(z[:, 0].to(device), y[0, :L if isinstance(L, int) else None].to(device), T, L, reduction=reduction)
+        many = F.ctc_loss(z.log_softmax(-1), y, torch.as_tensor(T).view(1), torch.as_tensor(L).view(1), reduction=reduction)
+        torch.testing.assert_close(one.cpu(), many.view(()))
+    a = forced_align(z[:, 0], y[0], 23, 7)
+    assert a.score.shape == () and a.labels.shape == (23,) and ctc_posteriors(z[:, 0], y[0], 23, 7).states.shape == (23, 15)
+
+
+def test_defaults_and_names_are_those_of_torch():
+    import inspect
+    ours, theirs = (inspect.signature(f).parameters for f in (fl.ctc_loss, F.ctc_loss))
+    assert list(ours)[:7] == list(theirs)
+    assert [ours[k].default for k in theirs] == [theirs[k].default for k in theirs]
+    assert repr(fl.CTCLoss(3, "sum", True)) == "CTCLoss(blank=3, reduction='sum', zero_infinity=True, logits=False)"
+
+
+def test_the_samples_that_torch_ships(device, monkeypatch):
+    if find_spec("expecttest") is None:  # torch's tests inherit from it; its samples do not need it
+        monkeypatch.setitem(sys.modules, "expecttest", SimpleNamespace(TestCase=unittest.TestCase))
+    from torch.testing._internal.common_methods_invocations import op_db
+    op = next(op for op in op_db if op.name == "nn.functional.ctc_loss")
+    count = 0
+    for dtype in (f32, f64):
+        for sample in op.sample_inputs(device, dtype, requires_grad=True):
+            z, args = sample.input, sample.args
+            theirs, ours = op(z, *args, **sample.kwargs), fl.ctc_loss(z, *args, **sample.kwargs)
+            g = torch.linspace(-1, 2, ours.numel(), dtype=ours.dtype, device=device).view(ours.shape)
+            d, = torch.autograd.grad(ours, z, g)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            if not z.is_cuda or dtype == f64:
+                torch.testing.assert_close(d, torch.autograd.grad(theirs, z, g)[0], rtol=1e-3, atol=1e-4 if dtype == f32 else 1e-9)
+            count += 1
+    assert count >= 16
+
+
+def test_torch_errs_where_the_last_label_is_the_blank():
+    "The gradient of torch 2.13 is not that of its own loss there; ours is"
+    z, y, frames, lengths, blank = hard("another blank, and blanks among the labels", f64)
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+    step = torch.zeros_like(z)
+    for at in ((5, 0, 3), (5, 1, 4), (9, 2, 4)):
+        step.zero_()[at] = 1e-5
+        up, down = (F.ctc_loss((z + s * step).log_softmax(-1), y, frames, lengths, blank, "none") for s in (1, -1))
+        assert dz[at].item() == pytest.approx((up - down).sum().item() / 2e-5, abs=1e-7)
+
+
+# derivatives
+
+def test_gradients_against_differences(device):
+    z, y, frames, lengths = (t.to(device) if isinstance(t, torch.Tensor) else t for t in case(T=5, N=3, C=4, L=2, dtype=f64, frames=[5, 3, 2], lengths=[2, 0, 1]))
+    z.requires_grad_()
+    for f in (lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths), lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths, 0, "none"),
+              lambda x: fl.ctc_loss(x, y, frames, lengths, 0, "none", gradient="exact"), lambda x: fl.ctc_loss(x.log_softmax(-1), y, frames, lengths, 0, "sum")):
+        assert torch.autograd.gradcheck(f, z)
+    for f in (lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths), lambda x: fl.ctc_loss(x, y, frames, lengths, 0, "none", gradient="exact")):
+        assert torch.autograd.gradgradcheck(f, z)
+
+
+def test_the_second_derivative_of_torchs_gradient():
+    "What torch returns as the gradient is a function, too"
+    z, y, frames, lengths = case(T=5, N=2, C=4, L=2, dtype=f64)
+    x = z.log_softmax(-1).requires_grad_()
+    direction = torch.randn(z.shape, generator=torch.Generator().manual_seed(1), dtype=f64)
+
+    def slope(x):
+        d, = torch.autograd.grad(fl.ctc_loss(x, y, frames, lengths, 0, "mean"), x, create_graph=True)
+        return (d * direction).sum()
+    second, = torch.autograd.grad(slope(x), x)
+    for at in ((0, 0, 1), (3, 1, 0), (4, 0, 3)):
+        step = torch.zeros_like(z)
+        step[at] = 1e-5
+        differences = (slope(x + step) - slope(x - step)) / 2e-5
+        assert second[at].item() == pytest.approx(differences.item(), abs=1e-8)
+
+
+def test_higher_derivatives_with_infeasible_neighbours(device):
+    z, y, frames, lengths = (t.to(device) if isinstance(t, torch.Tensor) else t for t in case(T=5, N=3, C=4, L=3, dtype=f64, frames=[5, 2, 5], lengths=[2, 3, 3]))
+    for zero_infinity in (False, True):
+        x = z.clone().requires_grad_()
+        d, = torch.autograd.grad(fl.ctc_loss_with_logits(x, y, frames, lengths, 0, "none", zero_infinity), x, torch.ones(3, dtype=f64, device=device), create_graph=True)
+        second, = torch.autograd.grad(d.square().sum(), x, create_graph=True)
+        third, = torch.autograd.grad(second.square().sum(), x)
+        assert all(t.isfinite().all() and not t[:, 1].any() and t[:, [0, 2]].any() for t in (d, second, third))
+
+
+def test_a_graph_that_is_kept_and_one_that_is_not(device):
+    z, y, frames, lengths = (t.to(device) if isinstance(t, torch.Tensor) else t for t in case())
+    z.requires_grad_()
+    loss = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
+    g = torch.arange(6.0, device=device) - 2
+    first, = torch.autograd.grad(loss, z, g, retain_graph=True)
+    second, = torch.autograd.grad(loss, z, 2 * g, retain_graph=True)
+    third, = torch.autograd.grad(loss, z, g)
+    assert torch.equal(2 * first, second) and torch.equal(first, third)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, z, g)
+
+
+def test_backward_keeps_the_gradient_and_nothing_else(device):
+    z, y, frames, lengths = (t.to(device) if isinstance(t, torch.Tensor) else t for t in case(frames=[23] * 6))
+    frames, lengths = torch.tensor(frames, device=device), torch.tensor(lengths, device=device)
+    z.requires_grad_()
+    saved = saved_tensors(lambda: fl.ctc_loss_with_logits(z, y, frames, lengths), z, y, frames, lengths)
+    assert [t.shape for t in saved] == [z.shape]
+
+
+def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
+    def never(*args):
+        raise AssertionError("a gradient was made")
+    monkeypatch.setattr(fusedloss.ctc, "share_back", never)
+    z, y, frames, lengths = case()
+    alone = fl.ctc_loss_with_logits(z, y, frames, lengths)
+    with torch.no_grad():
+        assert torch.equal(fl.ctc_loss_with_logits(z.requires_grad_(), y, frames, lengths), alone)
+    with pytest.raises(AssertionError):
+        fl.ctc_loss_with_logits(z, y, frames, lengths)
+
+
+@pytest.mark.parametrize("name", ["scale 60", "blank margin 120", "ragged", "tight"])
+@pytest.mark.parametrize("dtype", [f32, f64])
+def test_rows_sum_to_zero_and_two_runs_are_equal(name, dtype, device):
+    z, y, frames, lengths, blank = hard(name, dtype)
+    runs = [graded(fl.ctc_loss_with_logits, z.to(device), y.to(device), frames, lengths, blank, "none") for _ in range(2)]
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
+    assert runs[0][1].sum(-1).abs().max() <= (2e-6 if dtype == f32 else 1e-12)
+    p = ctc_posteriors(z.to(device), y.to(device), frames, lengths, blank)
+    on = torch.arange(len(z), device=device) < torch.tensor(frames, device=device)[:, None]
+    torch.testing.assert_close(p.states.sum(-1), (on & (p.log_likelihood > -INF)[:, None]).to(dtype), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["ragged", "T 0 and 1, infeasible", "repeats"])
+def test_by_pytorch_a_sequence_alone_is_itself_in_a_batch(name, device):
+    z, y, frames, lengths, blank = hard(name)
+    z, y = z.to(device), y.to(device)
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+    for n, (T, L) in enumerate(zip(frames, lengths)):
+        one, d = graded(fl.ctc_loss_with_logits, z[:T, n:n + 1], y[n:n + 1, :L], [T], [L], blank, "none")
+        assert torch.equal(one, loss[n:n + 1]) and torch.equal(d[:, 0], dz[:T, n])
+
+
+def test_infeasible_sequences_harm_nobody(device):
+    z, y, frames, lengths, blank = hard("T 0 and 1, infeasible")
+    z, y = z.to(device), y.to(device)
+    loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+    truth = reference(z, y, frames, lengths)[0].to(loss)
+    assert torch.equal(loss.isinf(), truth.isinf()) and loss.isinf().sum() >= 2
+    assert not dz[:, loss.isinf()].any() and dz[:, 1].any()
+    zeros, same = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none", zero_infinity=True)
+    assert torch.equal(same, dz) and torch.equal(zeros, loss.masked_fill(loss.isinf(), 0))
+
+
+@pytest.mark.parametrize("masked", ["used", "unused", "blank", "all but the path"])
+def test_masked_classes(masked, device):
+    z, y, frames, lengths = case(T=12, N=2, C=6, L=3, labels=[[1, 2, 3], [3, 3, 1]])
+    at = {"used": (slice(4, 8), slice(None), 2), "unused": (slice(None), slice(None), 5), "blank": (slice(2, 5), slice(None), 0), "all but the path": (slice(3, 4), slice(None), slice(1, 6))}[masked]
+    z[at] = -INF
+    truth = reference(z, y, frames, lengths)
+    loss, dz = graded(fl.ctc_loss_with_logits, z.to(device), y.to(device), frames, lengths, 0, "none")
+    same_losses(loss, truth[0], 1e-6)
+    assert dz.isfinite().all() and (dz.cpu().double() - truth[1]).abs().max() <= 1e-6 and not dz[at].any()
+
+
+@pytest.mark.parametrize("layout", ["batch first", "every other class", "expanded", "reversed classes"])
+def test_strided_scores(layout, device):
+    z, y, frames, lengths = case()
+    z, y = z.to(device), y.to(device)
+    if layout == "expanded":
+        z = z[:, :1].expand(-1, 6, -1)
+    x = {"batch first": lambda: z.transpose(0, 1).contiguous().transpose(0, 1), "every other class": lambda: torch.stack([z, z], -1).flatten(2)[..., ::2],
+         "expanded": lambda: z, "reversed classes": lambda: z.flip(-1).contiguous().flip(-1)}[layout]()
+    leaf = x.detach().requires_grad_() if layout == "expanded" else x.requires_grad_()
+    loss = fl.ctc_loss_with_logits(leaf, y, frames, lengths)
+    d, = torch.autograd.grad(loss, leaf)
+    want = graded(fl.ctc_loss_with_logits, z.contiguous(), y, frames, lengths)
+    assert torch.equal(loss, want[0]) and torch.equal(d, want[1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [f32, torch.float16])
+def test_a_compiler_follows(reduction, dtype, device):
+    z, y, frames, lengths, _ = hard("ragged", dtype)
+    z, y = z.to(device), y.to(device)
+    row = torch.cat([labels[:n] for labels, n in zip(y, lengths)])
+    for targets in (y, row):
+        T, L = torch.tensor(frames), torch.tensor(lengths)
+        compiled_loss = torch.compile(lambda x: fl.ctc_loss_with_logits(x * 1, targets, T, L, 0, reduction), fullgraph=True, backend="aot_eager")
+        g = torch.arange(6.0, device=device) if reduction == "none" else None
+        for a, b in zip(graded(compiled_loss, z, g=g), graded(fl.ctc_loss_with_logits, z, targets, T, L, 0, reduction, g=g)):
+            torch.testing.assert_close(a, b, rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=1e-3 if dtype == torch.float16 else 1e-6)
+
+
+def test_the_operators_are_what_they_declare(device):
+    z, y, frames, lengths = case(T=6, N=2, C=4, L=2)
+    args = (z.to(device).requires_grad_(), y.to(device), torch.tensor(frames), torch.tensor(lengths), 0, False, 0, True, True)
+    torch.library.opcheck(fusedloss.ctc.ctc_operator, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    strided = args[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    torch.library.opcheck(fusedloss.ctc.ctc_operator, (strided, *args[1:]), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(fusedloss.ctc.ctc_grad_operator, (torch.ones(2, device=device), z.to(device)), test_utils=("test_schema", "test_faketensor"))
+
+
+# bad input
+
+@pytest.mark.parametrize("change, error, match", [
+    (dict(input_lengths=[24, 23]), ValueError, r"input_lengths\[0\] is 24: expected 0 ≤ length ≤ 23"),
+    (dict(input_lengths=[23, -1]), ValueError, r"input_lengths\[1\] is -1"),
+    (dict(target_lengths=[7, 8]), ValueError, r"target_lengths\[1\] is 8: expected 0 ≤ length ≤ 7"),
+    (dict(input_lengths=[23]), ValueError, "input_lengths: expected 2 integers"),
+    (dict(target_lengths=[1.0, 2.0]), ValueError, "target_lengths: expected 2 integers"),
+    (dict(targets=torch.full((2, 7), 9)), IndexError, "label 0 of sequence 0 is 9: expected 0 ≤ label < 9"),
+    (dict(targets=torch.tensor([[1] * 7, [1, 2, -3, 1, 1, 1, 1]])), IndexError, "label 2 of sequence 1 is -3"),
+    (dict(targets=torch.ones(13, dtype=torch.int64)), ValueError, "targets: expected 14 labels, the sum of target_lengths, got 13"),
+    (dict(targets=torch.ones(3, 7, dtype=torch.int64)), ValueError, r"targets: expected \[2, L\]"),
+    (dict(targets=torch.ones(2, 7)), ValueError, "targets: expected integers"),
+    (dict(blank=9), ValueError, "blank: expected a class below 9"),
+    (dict(reduction="average"), ValueError, "reduction"),
+    (dict(z=torch.zeros(23, 2, 9, dtype=torch.int64)), ValueError, "logits: expected floating point"),
+    (dict(z=torch.zeros(9)), ValueError, "logits: expected floating point"),
+])
+def test_bad_input_is_named(change, error, match):
+    z, y, frames, lengths = case(N=2)
+    given = dict(z=z, targets=y, input_lengths=frames, target_lengths=lengths) | change
+    with pytest.raises(error, match=match):
+        fl.ctc_loss_with_logits(given.pop("z"), **given)
+
+
+def test_padding_is_not_read(device):
+    z, y, frames, lengths = case(N=3, lengths=[2, 0, 5], frames=[20, 10, 23])
+    y[0, 2:], y[1], y[2, 5:] = -1, 99, 10**12
+    z[20:, 0], z[10:, 1] = math.nan, math.nan
+    loss, dz = graded(fl.ctc_loss_with_logits, z.to(device), y.to(device), frames, lengths, 0, "none")
+    truth = reference(z, y, frames, lengths)
+    same_losses(loss, truth[0], 1e-6)
+    assert (dz.cpu().double() - truth[1]).abs().max() <= 1e-6
+
+
+def test_bad_input_on_a_gpu(monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    for dtype in (f32, f64):
+        z, y, frames, lengths = case(N=6, dtype=dtype)
+        good = graded(fl.ctc_loss_with_logits, z.cuda(), y.cuda(), frames, lengths, 0, "none")
+        T, L = torch.tensor(frames).cuda(), torch.tensor(lengths).cuda()
+        y[1, 2], y[2, 6], T[3], T[4], L[5] = 9, -1, 24, -1, 8
+        loss, dz = graded(fl.ctc_loss_with_logits, z.cuda(), y.cuda(), T, L, 0, "none")
+        assert loss.isnan().tolist() == [False] + [True] * 5 and not dz[:, 1:].any() and torch.equal(dz[:, 0], good[1][:, 0])
+        monkeypatch.setenv("FUSEDLOSS_DEBUG", "1")
+        with pytest.raises(ValueError, match=r"input_lengths\[3\] is 24"):
+            fl.ctc_loss_with_logits(z.cuda(), y.cuda(), T, L)
+        monkeypatch.delenv("FUSEDLOSS_DEBUG")
+
+
+def test_the_kernels_run_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z, y, frames, lengths = case()
+        p = fusedloss.ctc.prepared(z.cuda(), y, torch.tensor(frames), torch.tensor(lengths))
+        shape = fusedloss.ctc.kernel_shape(z.cuda(), p)
+        assert shape and fusedloss.ctc.kernels_for(z.cuda(), shape, 0)
+
+
+def test_no_sequences_and_no_frames(device):
+    z = torch.zeros(5, 0, 4, device=device, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    assert fl.ctc_loss_with_logits(z, torch.zeros(0, 3, dtype=torch.int64), none, none, 0, "none").shape == (0,)
+    fl.ctc_loss_with_logits(z, torch.zeros(0, 3, dtype=torch.int64), none, none, 0, "sum").backward()
+    assert z.grad.shape == z.shape
+    z = torch.zeros(0, 2, 4, device=device, requires_grad=True)
+    loss = fl.ctc_loss_with_logits(z, torch.tensor([[1], [1]]), [0, 0], [0, 1], 0, "none")
+    assert loss.tolist() == [0, INF]
+    loss.sum().backward()
+
+
+# alignments
+
+@on_any
+@given(data=st.data())
+def test_alignments_are_paths_with_their_scores(data):
+    T, N, C, L = (data.draw(st.integers(*r)) for r in ((1, 8), (1, 3), (2, 3), (0, 4)))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    z = torch.randint(0, 2, (T, N, C), generator=g).to(f64)  # full of ties
+    y = torch.randint(0, C, (N, L), generator=g)
+    frames, lengths = (torch.tensor(data.draw(st.lists(st.integers(*r), min_size=N, max_size=N))) for r in ((0, T), (0, L)))
+    best = ctc_graph_max(z, y, frames, lengths)
+    for a in (forced_align(z, y, frames, lengths), ctc_sample(z, y, frames, lengths, generator=g)):
+        for n, steps in enumerate(frames.tolist()):
+            states, labels = a.states[n].tolist(), a.labels[n].tolist()
+            assert set(states[steps:]) | set(labels[steps:]) <= {-1} and not a.frame_scores[n, steps:].any()
+            if a.score[n] == -INF:
+                assert best[n] == INF and set(states) <= {-1}
+                continue
+            symbols, skip = interleave(y[n:n + 1], 0)[0].tolist(), may_skip(interleave(y[n:n + 1], 0))[0].tolist()
+            assert labels[:steps] == [symbols[s] for s in states[:steps]]
+            path = [0, *states[:steps]]
+            assert all(b - a in (0, 1) or b - a == 2 and skip[b] for a, b in zip(path, path[1:])) and path[-1] >= 2 * lengths[n] - 1
+            assert sum(z[t, n, c].item() for t, c in enumerate(labels[:steps])) == a.score[n].item()
+    assert torch.equal(forced_align(z, y, frames, lengths).score, -best)
+
+
+def ctc_graph_max(z, y, frames, lengths):
+    "−score of the best path, by stage 12"
+    return -logz(*ctc_graph(z, y, lengths, 0), Max, frames)
+
+
+def test_samples_have_the_frequencies_of_their_posteriors(device):
+    z, y, frames, lengths = case(T=6, N=1, C=4, L=2, dtype=f64)
+    n = 20000
+    drawn = ctc_sample(z.to(device).expand(-1, n, -1), y.to(device).expand(n, -1), [6] * n, [2] * n, generator=torch.Generator(device).manual_seed(0))
+    p = ctc_posteriors(z.to(device), y.to(device), frames, lengths).states[0]
+    seen = F.one_hot(drawn.states, 5).double().mean(0)
+    assert ((seen - p).abs() <= 5 * (p * (1 - p) / n).sqrt() + 1e-12).all()
+
+
+def test_wrong_targets_have_no_alignment(monkeypatch):
+    monkeypatch.setattr(fusedloss.ctc, "visible", lambda t: False)  # as on a GPU
+    z, y, frames, lengths = case(N=3)
+    y[1, 2], lengths[2] = 9, 8
+    for a in (forced_align(z, y, frames, lengths), ctc_sample(z, y, frames, lengths)):
+        assert a.score.isnan().tolist() == [False, True, True] and (a.states[1:] == -1).all()
+    p = ctc_posteriors(z, y, frames, lengths)
+    assert p.entropy.isnan().tolist() == p.log_likelihood.isnan().tolist() == [False, True, True] and not p.states[1:].any()
+
+
+def test_the_paths_of_a_graph_are_counted():
+    y = torch.tensor([[1, 2, 3]])
+    for T in range(3, 9):
+        graph = ctc_graph(torch.zeros(T, 1, 4), y, torch.tensor([3]), 0)
+        assert logz(*graph, Count).item() == math.comb(T + 3, 6)
