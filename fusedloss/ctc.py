@@ -169,12 +169,13 @@ def visible(t:Tensor) -> bool:
     "Whether looking at it costs nothing, or is asked for."
     return t.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
 
-# %% ../nbs/13_ctc.ipynb #6025fb96
+# %% ../nbs/13_ctc.ipynb #1f4b4a03
 def check_lengths(lengths:Tensor, name:str, most:int):
     "`ValueError` with the index of the first length that is none."
     for i in ((lengths < 0) | (lengths > most)).nonzero().flatten().tolist()[:1]:
         raise ValueError(f"{name}[{i}] is {lengths[i].item()}: expected 0 ≤ length ≤ {most}")
 
+# %% ../nbs/13_ctc.ipynb #036dab7a
 def check_labels(y:Tensor, lengths:Tensor, C:int):
     "`IndexError` with the sequence of the first label outside of the alphabet."
     inside = torch.arange(y.shape[1], device=y.device) < lengths[:, None]
@@ -227,7 +228,7 @@ def usable(
     y = torch.where((k < p.lengths[:, None]) & ~outside, y, blank)[:, :p.width]
     return y, p.frames.clamp(0, T), p.lengths.clamp(min=0), bad
 
-# %% ../nbs/13_ctc.ipynb #8574e6c9
+# %% ../nbs/13_ctc.ipynb #0f9cce78
 class Lattice(NamedTuple):
     "All that the loops know of a batch."
     states: Tensor  # [N,S]
@@ -237,6 +238,7 @@ class Lattice(NamedTuple):
     lengths: Tensor  # [N]
     bad: Tensor  # [N] bool: targets or lengths that cannot be
 
+# %% ../nbs/13_ctc.ipynb #5dcfd451
 def lattice(z:Tensor, p:Problem, blank:int) -> Lattice:
     "States and what they emit."
     y, frames, lengths, bad = usable(p, len(z), z.shape[2], blank)
@@ -460,7 +462,7 @@ class _CTC(torch.autograd.Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         return None, ctc_backward(g, dz, share, keep), *nothing
 
-# %% ../nbs/13_ctc.ipynb #6df12059
+# %% ../nbs/13_ctc.ipynb #1227a83d
 @torch.library.custom_op("fusedloss::ctc", mutates_args=())
 def ctc_operator(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,
@@ -471,21 +473,23 @@ def ctc_operator(
     wanted = torch.empty_like(z, device="meta").stride()
     return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != wanted else dz
 
+# %% ../nbs/13_ctc.ipynb #88f110e5
 @ctc_operator.register_fake
 def _(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
     dtype = f64 if z.dtype == f64 else f32
     return z.new_empty(z.shape[1], dtype=dtype), torch.empty_like(z) if grad else z.new_empty(0)
 
-# %% ../nbs/13_ctc.ipynb #1189901f
+# %% ../nbs/13_ctc.ipynb #778bd5f1
 @torch.library.custom_op("fusedloss::ctc_grad", mutates_args=())
 def ctc_grad_operator(g:Tensor, dz:Tensor) -> Tensor:
     "`ctc_backward` into a tensor of its own."
     return ctc_backward(g, dz, None, True)
 
+# %% ../nbs/13_ctc.ipynb #e5a5dcab
 @ctc_grad_operator.register_fake
 def _(g, dz): return torch.empty_like(dz)
 
-# %% ../nbs/13_ctc.ipynb #0c39b0ba
+# %% ../nbs/13_ctc.ipynb #3cb8c7c2
 def _save(ctx, inputs, output):
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
@@ -495,6 +499,7 @@ def _backward(ctx, g, _):
     dz, = ctx.saved_tensors
     return (None if g is None else ctc_grad_operator(g, dz)), *[None] * 8
 
+# %% ../nbs/13_ctc.ipynb #b33db924
 ctc_operator.register_autograd(_backward, setup_context=_save)
 
 # %% ../nbs/13_ctc.ipynb #3e83dba5
@@ -588,7 +593,7 @@ class Alignment(NamedTuple):
     states: Tensor  # [N,T] 2k+1 for the target's label k, 2k for the blank before it
     frame_scores: Tensor  # [N,T] log-probability of each frame's class; 0 beyond
 
-# %% ../nbs/13_ctc.ipynb #090e9cea
+# %% ../nbs/13_ctc.ipynb #b9485e5d
 def lattice_of(log_probs, targets, input_lengths, target_lengths, blank) -> tuple[Lattice, bool]:
     "What the loops need, from the arguments of `ctc_loss`; whether it was a single sequence."
     z, targets = batched(log_probs.detach(), targets, log_probs.dim() == 2)
@@ -598,11 +603,12 @@ def lattice_of(log_probs, targets, input_lengths, target_lengths, blank) -> tupl
     p = prepared(z, targets, frames, lengths)
     return lattice(z, p, blank), log_probs.dim() == 2
 
+# %% ../nbs/13_ctc.ipynb #d5ff0e0f
 def unbatch(results:tuple, alone:bool) -> tuple:
     "The first of each where there was no batch."
     return type(results)(*(t[0] for t in results)) if alone else results
 
-# %% ../nbs/13_ctc.ipynb #9f296f88
+# %% ../nbs/13_ctc.ipynb #27082343
 def aligned(a:Lattice, S:Semiring, dtype) -> Alignment:
     "The path that `S` marks."
     alphas = alpha_table(a.emitted, a.skip, a.frames, Max if S is Max else Log)
@@ -616,6 +622,7 @@ def aligned(a:Lattice, S:Semiring, dtype) -> Alignment:
     total = torch.where(exists, scores.sum(0), torch.where(a.bad, torch.nan, -torch.inf))
     return Alignment(total.to(dtype), labels.T, states.T, scores.T.to(dtype))
 
+# %% ../nbs/13_ctc.ipynb #b8f86189
 def out_dtype(t:Tensor): return f64 if t.dtype == f64 else f32
 
 # %% ../nbs/13_ctc.ipynb #3b0d17d4
