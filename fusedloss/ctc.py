@@ -43,7 +43,15 @@ def may_skip(
     before = F.pad(states, (2, 0), value=-1)[:, :-2]
     return odd & (before >= 0) & (states != before)
 
-# %% ../nbs/13_ctc.ipynb #01254c8a
+# %% ../nbs/13_ctc.ipynb #115d2526
+def at_end(
+    S:int, lengths:Tensor,  # [N]
+) -> Tensor:  # [N,S] bool
+    "Where a path may end: in the last label, or in the blank after it."
+    at = torch.arange(S, device=lengths.device)
+    return (at <= 2 * lengths[:, None]) & (at >= 2 * lengths[:, None] - 1)
+
+# %% ../nbs/13_ctc.ipynb #3d1ac952
 def ctc_graph(
     z:Tensor,  # [T,N,C] log-probabilities
     y:Tensor, lengths:Tensor,  # [N,L], [N]; what is beyond a length is not looked at
@@ -55,9 +63,8 @@ def ctc_graph(
     scores = z.gather(2, states.expand(len(z), -1, -1))
     skips = scores.masked_fill(~may_skip(states), -torch.inf)
     idx = (at[:, None] - torch.arange(3, device=z.device)).clamp(min=-1)
-    start = (at == 0).expand(states.shape)
-    end = (at <= 2 * lengths[:, None]) & (at >= 2 * lengths[:, None] - 1)
-    ends = [z.new_zeros(states.shape).masked_fill(~on, -torch.inf) for on in (start, end)]
+    both = (at == 0).expand(states.shape), at_end(len(at), lengths)
+    ends = [z.new_zeros(states.shape).masked_fill(~on, -torch.inf) for on in both]
     return torch.stack([scores, scores, skips], -1), idx, *ends
 
 # %% ../nbs/13_ctc.ipynb #aff81e71
@@ -90,7 +97,7 @@ def alpha_table(
         alphas[t + 1] = stay(active(frames, t), new, alphas[t])
     return alphas
 
-# %% ../nbs/13_ctc.ipynb #2cfb1660
+# %% ../nbs/13_ctc.ipynb #353256c6
 @torch.no_grad()
 def share_back(
     alphas:Tensor,  # [T+1,N,S] of `alpha_table`
@@ -98,8 +105,7 @@ def share_back(
     S:Semiring=Log,  # Log, Max or Sample
 ) -> Tensor:  # [T,N,S]; 0 beyond a sequence's frames, and where no path exists
     "Where paths are: γ from the end back to the start."
-    at = torch.arange(alphas.shape[2], device=alphas.device)
-    end = (at <= 2 * lengths[:, None]) & (at >= 2 * lengths[:, None] - 1)
+    end = at_end(alphas.shape[2], lengths)
     state = S.dsum(alphas[-1].masked_fill(~end, -torch.inf), -1)
     gammas = torch.zeros_like(alphas[1:])
     for t in reversed(range(len(gammas))):
@@ -109,11 +115,10 @@ def share_back(
         state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
     return gammas
 
-# %% ../nbs/13_ctc.ipynb #ae85602f
+# %% ../nbs/13_ctc.ipynb #e8fbd524
 def log_likelihood(alphas, lengths, S=Log):
     "The sum over all paths [N]."
-    at = torch.arange(alphas.shape[2], device=alphas.device)
-    end = (at <= 2 * lengths[:, None]) & (at >= 2 * lengths[:, None] - 1)
+    end = at_end(alphas.shape[2], lengths)
     return S.reduce(alphas[-1].masked_fill(~end, -torch.inf), -1)
 
 # %% ../nbs/13_ctc.ipynb #3a76ba67

@@ -786,3 +786,154 @@ def test_the_paths_of_a_graph_are_counted():
     for T in range(3, 9):
         graph = ctc_graph(torch.zeros(T, 1, 4), y, torch.tensor([3]), 0)
         assert logz(*graph, Count).item() == math.comb(T + 3, 6)
+
+
+# planted bugs
+
+MUTANTS = {  # what is wrong: (text of fusedloss/ctc.py, what stands in its place)
+    "the repeat rule is forgotten": ("return odd & (before >= 0) & (states != before)", "return odd & (before >= 0)"),
+    "blanks are skipped to": ("return odd & (before", "return (before"),
+    "a path must end in the last blank": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= 2 * lengths[:, None])"),
+    "a path may end anywhere": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= -1)"),
+    "a path may start in any state": ("(at == 0).expand(states.shape), at_end", "(at >= 0).expand(states.shape), at_end"),
+    "α goes on where a sequence is over": ("stay(active(frames, t), new, alphas[t])", "new"),
+    "γ goes on where a sequence is over": ("gammas[t] = torch.where(go, state, 0)", "gammas[t] = state"),
+    "γ of a skip lands on a neighbour": ("F.pad(two, (0, 2))[:, 2:]", "F.pad(two, (0, 1))[:, 1:]"),
+    "equal labels are not added": ("sums.view(len(states), C, len(gammas))", "sums.clamp(max=0.5).view(len(states), C, len(gammas))"),
+    "frames beyond the end count": ("torch.where(on, log_sum(x), 0).sum(0)", "log_sum(x).sum(0)"),
+    "frames beyond the end have a gradient": ("busy = on & (log_z", "busy = (on | True) & (log_z"),
+    "a target without a path has one": ("busy = on & (log_z != -torch.inf)", "busy = on"),
+    "zero_infinity is forgotten": ("if zero_infinity: loss = loss", "if False: loss = loss"),
+    "the mean divides by N alone": ("lengths.clamp(min=1) * max", "lengths.clamp(max=1, min=1) * max"),
+    "the mean divides by length 0": ("lengths.clamp(min=1) * max", "lengths.clamp(min=0) * max"),
+    "the upstream gradient is dropped": ("factor = g if share", "factor = torch.ones_like(g) if share"),
+    "rows of targets all start at the first label": ("lengths.clamp(min=0).cumsum(0) - lengths", "lengths * 0"),
+    "the exact gradient is torch's": ('TORCH if gradient == "torch" else EXACT', "TORCH"),
+    "emissions are read from another sequence": ("emitted = z.gather(2, states.expand(len(z), -1, -1)).double()", "emitted = z.gather(2, states.flip(0).expand(len(z), -1, -1)).double()"),
+    "the best path is a likely one": ("Max if S is Max else Log", "Log"),
+    "labels are those of states one further": ("at = states.clamp(min=0)", "at = (states + 1).clamp(min=0, max=marks.shape[2] - 1)"),
+    "the second derivative forgets the factor": ("(beside * leaves[0][:, None])", "(beside * 2 * leaves[0][:, None])"),
+}
+
+
+def first_fault(m):
+    "The first of a few checks that a version of the module does not pass"
+    for name in ("ragged", "repeats", "T 0 and 1, infeasible", "empty targets", "another blank, and blanks among the labels"):
+        z, y, frames, lengths, blank = hard(name, f64)
+        truth = reference(z, y, frames, lengths, blank)
+        loss, dz = graded(m.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+        if not torch.allclose(loss, truth[0], atol=1e-9) or not torch.allclose(dz, truth[1], atol=1e-9):
+            return f"logits, {name}"
+        T, L = torch.tensor(frames), torch.tensor(lengths)
+        log_p, row = z.log_softmax(-1), torch.cat([labels[:n] for labels, n in zip(y, lengths)])
+        if not torch.allclose(m.ctc_by_logz(log_p, y, T, L, blank), truth[0]):
+            return f"the graph, {name}"
+        g, share = torch.linspace(-1, 2, len(loss), dtype=f64), 1 / (L.clamp(min=1) * len(L))
+        for targets in (y, row):
+            for zero in (False, True):
+                wanted = torch.where(truth[0].isinf(), 0, truth[0]) if zero else truth[0]
+                if not torch.allclose(m.ctc_loss(log_p, targets, T, L, blank, "mean", zero), (wanted * share).sum()):
+                    return f"the mean, {name}"
+        for gradient, extra in (("torch", 0), ("exact", log_p.exp() * ((torch.arange(len(z))[:, None] < T) & truth[0].isfinite())[..., None])):
+            d = graded(m.ctc_loss, log_p, y, T, L, blank, "none", gradient=gradient, g=g)[1]
+            if not torch.allclose(d, g[:, None] * (truth[1] - extra), atol=1e-9):
+                return f"the {gradient} gradient, {name}"
+        a, best = m.forced_align(log_p, y, T, L, blank), logz(*ctc_graph(log_p, torch.where(torch.arange(y.shape[1]) < L[:, None], y, blank), L, blank), Max, T)
+        if not torch.allclose(a.score, best) or any(collapsed(a.labels[n, :t].tolist(), blank) != [c for c in y[n, :L[n]].tolist() if c != blank] for n, t in enumerate(frames) if best[n] > -INF and blank == 0):
+            return f"alignment, {name}"
+    z, y, frames, lengths = case(T=4, N=2, C=3, L=2, dtype=f64)
+    x = z.log_softmax(-1).requires_grad_()
+
+    def slope(x):
+        return torch.autograd.grad(m.ctc_loss(x, y, frames, lengths, 0, "sum"), x, create_graph=True)[0].square().sum()
+    step = torch.zeros_like(z)
+    step[1, 0, 1] = 1e-5
+    if abs(torch.autograd.grad(slope(x), x)[0][1, 0, 1] - (slope(x + step) - slope(x - step)) / 2e-5) > 1e-6:
+        return "the second derivative"
+
+
+@pytest.fixture
+def variant(tmp_path):
+    "The module with texts replaced"
+    return partial(planted, fusedloss.ctc, tmp_path)
+
+
+def test_the_unchanged_source_passes(variant):
+    assert first_fault(variant()) is None
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_planted_bug_is_noticed(bug, variant):
+    try:
+        found = first_fault(variant(*MUTANTS[bug]))
+    except (RuntimeError, IndexError, ValueError) as error:
+        found = str(error)
+    assert found, f"no check notices that {bug}"
+
+
+KERNEL_MUTANTS = {  # what is wrong: (text of cuda/ctc.cu, what stands in its place)
+    "the repeat rule is forgotten": ("skip[i] = real && j > 0 && y != p.y[DIR ? p.length - j : j - 1];", "skip[i] = real && j > 0;"),
+    "states are not renormalised": ("label[k] = renormalised(label[k]), blank[k] = renormalised(blank[k]);", ""),
+    "beta has its frame's emission": ("const State l1 = DIR ? l0 : label[k], b1 = DIR ? b0 : blank[k];", "const State l1 = label[k], b1 = blank[k];"),
+    "alpha and beta meet a frame apart": ("half = DIR ? p.frames - middle + 1 : middle;", "half = DIR ? p.frames - middle : middle;"),
+    "a warp does not wait for the one before": ("} while (!there);", "} while (false);"),
+    "a ring is written before it is read": ("while (get(taken_mine) < count + AHEAD - RING) ;", ""),
+    "the lap of a ring is not told": ("| (lap ^ over) << 31)", "| lap << 31)"),
+    "lane 0 takes its neighbour from lane 31": ("if (lane == 0) up = before[i];", ""),
+    "exponents are shared by a pair": ("label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]);",
+                                       "label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]); { const int e = max(label[k].e, blank[k].e);"
+                                       " label[k] = {label[k].m * power(label[k].e - e), e}, blank[k] = {blank[k].m * power(blank[k].e - e), e}; }"),
+    "equal labels are not added": ("atomicAdd(&held[c], fixed(gamma[k].x));", "held[c] = fixed(gamma[k].x);"),
+    "a frame's posteriors are not divided by their sum": ("hold = by / (float)(blanks + others)", "hold = by / 1073741824.0f * 1.01f"),
+    "log Z is a logarithm to base 2": ("0.6931471805599453 * z.e", "z.e"),
+    "frames beyond the end count": ("for (int t = threadIdx.x; t < frames[n]; t += 256) {", "for (int t = threadIdx.x; t < frames[n] + 1; t += 256) {"),
+    "infeasible targets have a gradient": ("if (t >= frames[n] || !(total.m > 0.0f)) {", "if (t >= frames[n] || total.m != total.m) {"),
+    "labels out of range are read": ("good = __syncthreads_and(inside);", "good = __syncthreads_and(inside) || true;"),
+    "the mean forgets N": ("(float)(lengths[n] > 1 ? lengths[n] : 1) * (float)N)", "(float)(lengths[n] > 1 ? lengths[n] : 1))"),
+}
+
+
+def kernel_fault():
+    "The first of a few checks that the kernels at hand do not pass"
+    for name in ("ragged", "repeats", "T 0 and 1, infeasible", "three warps", "long", "pairs apart"):
+        if name == "long":
+            z, y, frames, lengths, blank = *case(T=200, N=1, L=70, C=9, seed=3), 0
+        elif name == "pairs apart":
+            z, y, frames, lengths, blank = *case(T=120, N=1, C=9, L=50, scale=60.0), 0
+        else:
+            z, y, frames, lengths, blank = hard(name)
+        truth = reference(z, y, frames, lengths, blank)
+        loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
+        if not torch.equal(loss.isinf(), truth[0].isinf()) or not torch.allclose(loss.double(), truth[0], rtol=1e-6, atol=1e-6) or not (dz - truth[1]).abs().max() <= 2e-6:
+            return name
+        share = 1 / (torch.tensor(lengths).clamp(min=1) * len(lengths))
+        if not torch.allclose(fl.ctc_loss_with_logits(z, y, frames, lengths, blank).double(), (truth[0] * share).sum()):
+            return f"{name}, mean"
+    y[0, 1] = 9
+    if not fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "sum").isnan():
+        return "a bad label"
+
+
+@pytest.fixture
+def replaced(tmp_path, monkeypatch):
+    "The kernels with texts replaced, on the CPU"
+    def use(*pairs):
+        source = cuda_source("ctc")
+        for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+            assert old in source, f"cuda/ctc.cu no longer holds {old!r}: plant this bug elsewhere"
+            source = source.replace(old, new)
+        monkeypatch.setattr(fusedloss.ctc, "ctc_kernel", on_cpu(tmp_path, source))
+        monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
+        monkeypatch.setattr(fusedloss.ctc, "visible", lambda t: False)
+    return use
+
+
+def test_the_unchanged_kernels_pass(replaced):
+    replaced()
+    assert kernel_fault() is None
+
+
+@pytest.mark.parametrize("bug", KERNEL_MUTANTS)
+def test_a_bug_planted_in_the_kernels_is_noticed(bug, replaced):
+    replaced(*KERNEL_MUTANTS[bug])
+    assert kernel_fault(), f"no check notices that {bug}"
