@@ -1,9 +1,10 @@
-// CTC: loss, and its gradient with respect to z [T,N,C], in three launches.
+// CTC: loss, and its gradient with respect to z [T,N,C], in three launches; a fourth multiplies the gradient.
 //   ctc_scan  CLUSTER blocks a sequence, half of their warps for alpha (the sums over beginnings of paths), half for beta
 //             (over their ends). They meet at the middle frame, cross, and on the way through the other's half turn its
 //             table into posteriors: T frames of latency for both. Of z it reads the blank and the targets.
 //   ctc_grad  one turn over z: softmax less the posteriors of each class; and each frame's log-sum-exp.
 //   ctc_loss  the sum of those over time, less log Z.
+//   ctc_scale the upstream gradient's factor, where it is not 1.
 // A value is m 2^e, a float and an int, one exponent a state: between states there is neither exp nor log, and zero is
 // exact. Grids: CLUSTER N blocks of THREADS; T N / (256 / ROWTHREADS) of 256; N of 256.
 // Fixed when compiled: ELEMENT (bf16, f16, f32) and, for the scan, PAIRS (of a blank and a label, a lane), AHEAD (frames
@@ -17,7 +18,6 @@ typedef unsigned long long u64;
 #define FORCED __device__ __forceinline__
 
 struct State { float m; int e; };
-struct Pair { State label, blank; };
 
 #ifdef __CUDACC__  // what only a GPU has; a test on a CPU brings its own
 #define UNROLL _Pragma("unroll")
@@ -59,8 +59,14 @@ FORCED State load_state(const State* p) {  // a word of 64 bits, though `State` 
 FORCED State load_from_afar(const State* p) {  // written by another multiprocessor a moment ago
   const int2 v = __ldcg(reinterpret_cast<const int2*>(p)); return {__int_as_float(v.x), v.y};
 }
-FORCED void store_pair(Pair* p, State l, State b) {
-  *reinterpret_cast<int4*>(p) = make_int4(__float_as_int(l.m), l.e, __float_as_int(b.m), b.e);
+FORCED void store_state(State* p, State s) { *reinterpret_cast<int2*>(p) = make_int2(__float_as_int(s.m), s.e); }
+FORCED u32 warp_total(u32 v) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(~0u, v);
+#else
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+#endif
 }
 #endif
 
@@ -122,8 +128,9 @@ struct Problem {  // of one sequence
   const bits* z; int step, blank, frames, length;  // its frame 0, elements between frames
   float limit;
   const i64* y;
-  Pair* table; int plane, pitch;  // [T+1, plane]: row t of alpha, row t+1 of beta. Pitch 0, for a loss alone: [2, plane]
-  float2* post;  // [T, plane]: posteriors of label k and of blank k
+  State* table; int plane, pitch;  // [T+1, 2, plane], labels and blanks: row t of alpha, row t+1 of beta; pitch between
+                                   // rows, 0 for a loss alone, of which the last ones remain: [2, 2, plane]
+  float* post;  // [T, 2, plane]: posteriors of labels and of blanks
 };
 struct Shared {
   State ring[WARPS][RING];  // what the warp before hands on
@@ -175,13 +182,13 @@ struct Lane {
     UNROLL
     for (int k = 0; k < PAIRS; k++) at.z[k] = (const char*)(row + column[k]);
     at.z_blank = (const char*)(row + p.blank);
-    at.other = (const char*)(p.table + (i64)t * p.pitch + (DIR ? 0 : p.plane) + mirror);
-    at.own = (char*)(p.table + (i64)t * p.pitch + (DIR ? p.plane : 0) + first);
-    at.post = (char*)(p.post + (i64)t * p.plane + (DIR ? mirror : first));
+    at.other = (const char*)(p.table + (i64)t * p.pitch + (DIR ? 0 : 2 * p.plane) + mirror);
+    at.own = (char*)(p.table + (i64)t * p.pitch + (DIR ? 2 * p.plane : 0) + first);
+    at.post = (char*)(p.post + (i64)t * 2 * p.plane + (DIR ? mirror : first));
   }
   FORCED void fetch(const State* at, State* l, State* b) const {
     UNROLL
-    for (int k = 0; k < PAIRS; k++) l[k] = load_state(at - 2 * k), b[k] = load_state(at - 2 * k + 3);
+    for (int k = 0; k < PAIRS; k++) l[k] = load_state(at - k), b[k] = load_state(at + p.plane + 1 - k);
   }
   FORCED static float posterior(State a, State b, State inverse) {  // inverse.m is 1 / Z's mantissa
     return a.m * inverse.m * b.m * power(a.e + b.e - inverse.e);
@@ -196,6 +203,7 @@ struct Lane {
       for (int i = 0; i < AHEAD; i++) before[i] = State{0.0f, NEVER};
       return;
     }
+    while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;  // the last to be written
     bool there;
     do {
       there = true;
@@ -222,7 +230,7 @@ struct Lane {
   // the states is done for all of them first: a warp has a scheduler to itself, and nothing else to wait with.
   template <bool SECOND, bool FULL>
   FORCED void block(int s0, int to, State inverse, Stream& at, State (&other_l)[AHEAD][PAIRS], State (&other_b)[AHEAD][PAIRS]) {
-    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, row = (DIR ? -16 : 16) * p.pitch;
+    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, row = (DIR ? -8 : 8) * p.pitch;
     const int post_row = (DIR ? -8 : 8) * p.plane, lap = (count / RING & 1) ^ 1, slot = count % RING;
     const State blanks = emission(ELEMENT::load(blank_ahead), p.limit);
     State before[AHEAD], last[AHEAD], emitted[AHEAD][PAIRS], by_blank[AHEAD];
@@ -254,10 +262,13 @@ struct Lane {
             const float g = posterior(l1, other_l[i][k], inverse), h = posterior(b1, other_b[i][k], inverse);
             float* post = moved<float>(at.post, post_row, i);
             const int j = first + k;
-            if (!DIR) *(reinterpret_cast<float2*>(post) + k) = make_float2(g, h);
-            if (DIR && j < p.length) post[-2 * k] = g;
-            if (DIR && j <= p.length) post[-2 * k + 3] = h;
-          } else store_pair(moved<Pair>(at.own, row, i) + k, l1, b1);
+            if (!DIR) post[k] = g, post[p.plane + k] = h;
+            if (DIR && j < p.length) post[-k] = g;
+            if (DIR && j <= p.length) post[p.plane + 1 - k] = h;
+          } else {
+            store_state(moved<State>(at.own, row, i) + k, l1);
+            store_state(moved<State>(at.own, row, i) + p.plane + k, b1);
+          }
         }
         if (SECOND && (FULL || s0 + i + AHEAD < to)) fetch(moved<const State>(at.other, row, i + AHEAD), other_l[i], other_b[i]);
       }
@@ -277,7 +288,7 @@ struct Lane {
 
   template <bool SECOND>
   FORCED void run(int from, int to, State inverse) {
-    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, row = (DIR ? -16 : 16) * p.pitch;
+    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, row = (DIR ? -8 : 8) * p.pitch;
     State other_l[AHEAD][PAIRS], other_b[AHEAD][PAIRS];
     Stream at;
     start(at, from);
@@ -296,24 +307,29 @@ struct Lane {
 
   // Where alpha and beta meet, at frame `at`, both tables have a row. Z is their product, summed by each warp for itself
   // in an order that depends on the target alone.
+  FORCED State label_at_meeting(int at, int j) const {
+    const State *alpha = p.table + (i64)at * p.pitch, *beta = alpha + 2 * p.plane;
+    return times(load_from_afar(alpha + j), load_from_afar(beta + p.length - 1 - j));
+  }
+  FORCED State blank_at_meeting(int at, int j) const {
+    const State *alpha = p.table + (i64)at * p.pitch + p.plane, *beta = alpha + 2 * p.plane;
+    return times(load_from_afar(alpha + j), load_from_afar(beta + p.length - j));
+  }
   FORCED State meet(int at) const {
-    const Pair *alpha = p.table + (i64)at * p.pitch, *beta = alpha + p.plane;
     State all = {0.0f, NEVER};
     for (int j = lane; j <= p.length; j += 32) {
-      if (j < p.length)
-        all = sum(all, renormalised(times(load_from_afar(&alpha[j].label), load_from_afar(&beta[p.length - 1 - j].label))));
-      all = sum(all, renormalised(times(load_from_afar(&alpha[j].blank), load_from_afar(&beta[p.length - j].blank))));
-      all = renormalised(all);
+      if (j < p.length) all = sum(all, renormalised(label_at_meeting(at, j)));
+      all = renormalised(sum(all, renormalised(blank_at_meeting(at, j))));
     }
     for (int o = 16; o; o >>= 1) all = sum(all, State{__shfl_xor_sync(~0u, all.m, o), __shfl_xor_sync(~0u, all.e, o)});
     return renormalised(all);
   }
   FORCED void posteriors_at_meeting(int at, State inverse) const {
-    const Pair *alpha = p.table + (i64)at * p.pitch, *beta = alpha + p.plane;
+    const State one = {1.0f, 0};
+    float* post = p.post + (i64)at * 2 * p.plane;
     for (int j = first; j < first + PAIRS && j <= p.length; j++) {
-      const float h = posterior(load_from_afar(&alpha[j].blank), load_from_afar(&beta[p.length - j].blank), inverse);
-      const float g = j < p.length ? posterior(load_from_afar(&alpha[j].label), load_from_afar(&beta[p.length - 1 - j].label), inverse) : 0.0f;
-      p.post[(i64)at * p.plane + j] = make_float2(g, h);
+      if (j < p.length) post[j] = posterior(label_at_meeting(at, j), one, inverse);
+      post[p.plane + j] = posterior(blank_at_meeting(at, j), one, inverse);
     }
   }
 };
@@ -342,7 +358,7 @@ FORCED State scan(const Problem& p, Shared& sh, int rank) {
 // The pitch of z's frames is below 2^29 elements, its classes are 1 apart. Targets beyond `width` columns are infeasible.
 extern "C" __global__ void SHAPE ctc_scan(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [T,N,C], [N,width], [N], [N]
-    Pair* table, float2* post, State* log_z,  // [N,T+1,plane] or [N,2,plane], PAIRS more before it; [N,T,plane] or null; [N]
+    State* table, float* post, State* log_z,  // [N,T+1,2,plane] or [N,2,2,plane], PAIRS more before it; [N,T,2,plane] or null; [N]
     int stride_t, int stride_n, int T, int C, int width, int longest, int plane, int blank) {
   SHARED(Shared, sh);
   const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
@@ -358,7 +374,7 @@ extern "C" __global__ void SHAPE ctc_scan(
     return;
   }
   const Problem p = {z + (i64)n * stride_n, stride_t, blank, (int)t_n, (int)l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
-                     table + (i64)n * (post ? T + 1 : 2) * plane, plane, post ? plane : 0, post + (i64)n * T * plane};
+                     table + (i64)n * (post ? T + 1 : 2) * 2 * plane, plane, post ? 2 * plane : 0, post + (i64)n * T * 2 * plane};
   State total;
   if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH) total = scan<0>(p, sh, rank);
   else total = scan<1>(p, sh, rank);
@@ -374,19 +390,28 @@ struct RowMemory {
   float parts[8];
   u32 counts[8];
 };
-struct Larger { FORCED float operator()(float a, float b) const { return fmaxf(a, b); } };
-struct Plus { template <class V> FORCED V operator()(V a, V b) const { return a + b; } };
-
-// Over the threads of a row, in one order, for all of them.
+// Over a warp, in one order, for all of its lanes.
+struct Larger {
+  static FORCED float pair(float a, float b) { return fmaxf(a, b); }
+  static FORCED float warp(float v) { for (int o = 16; o; o >>= 1) v = pair(v, __shfl_xor_sync(~0u, v, o)); return v; }
+};
+struct Plus {
+  static FORCED float pair(float a, float b) { return a + b; }
+  static FORCED float warp(float v) { for (int o = 16; o; o >>= 1) v = pair(v, __shfl_xor_sync(~0u, v, o)); return v; }
+};
+struct Total {
+  static FORCED u32 pair(u32 a, u32 b) { return a + b; }
+  static FORCED u32 warp(u32 v) { return warp_total(v); }
+};
 template <class F, class V>
-FORCED V over_row(V v, V* parts) {
-  for (int o = 16; o; o >>= 1) v = F()(v, __shfl_xor_sync(~0u, v, o));
+FORCED V over_row(V v, V* parts) {  // and over the threads of a row
+  v = F::warp(v);
   if (ROWTHREADS == 32) return v;
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
   __syncthreads();
   v = parts[0];
-  for (int w = 1; w < ROWTHREADS / 32; w++) v = F()(v, parts[w]);
+  for (int w = 1; w < ROWTHREADS / 32; w++) v = F::pair(v, parts[w]);
   return v;
 }
 FORCED void sync_row() { if (ROWTHREADS == 32) __syncwarp(); else __syncthreads(); }
@@ -400,7 +425,7 @@ FORCED float probability(float z, float at) { return two_to((z - at) * LOG2E); }
 
 extern "C" __global__ void __launch_bounds__(256) ctc_grad(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [T,N,C], [N,width], [N], [N]
-    const float2* post, const State* log_z,  // [N,T,plane], [N], of the scan
+    const float* post, const State* log_z,  // [N,T,2,plane], [N], of the scan
     bits* dz, float2* stats,  // [T,N,C] or null; [T,N] maximum of a frame, and sum relative to it
     int stride_t, int stride_n, int d_stride_t, int d_stride_n, int T, int N, int C, int width, int plane, int blank, int mean) {
   SHARED(RowMemory, memory);
@@ -419,6 +444,22 @@ extern "C" __global__ void __launch_bounds__(256) ctc_grad(
   bits v[PER];
   UNROLL
   for (int i = 0; i < PER; i++) if (i * ROWTHREADS + me < C) v[i] = from[i * ROWTHREADS + me];
+  const int length = (int)lengths[n];
+  const float* gamma = post + ((i64)n * T + t) * 2 * plane;
+  const i64* labels = y + (i64)n * width;
+  u32* held = memory.held[group];
+  u32 blanks = 0, others = 0;
+  if (dz) {
+    for (int c = me; c < SLAB && c < C; c += ROWTHREADS) held[c] = 0;
+    sync_row();
+    for (int k = me; k <= length; k += ROWTHREADS) {
+      blanks += fixed(gamma[plane + k]);
+      if (k == length) break;
+      const u32 g = fixed(gamma[k]);
+      others += g;
+      if (labels[k] < SLAB) atomicAdd(&held[labels[k]], g);
+    }
+  }
   float at = 0.0f, s = 1.0f;
   if (NORMALISE) {
     float top = -infinity();
@@ -435,25 +476,17 @@ extern "C" __global__ void __launch_bounds__(256) ctc_grad(
     if (me == 0) stats[row] = make_float2(at, s);
   }
   if (!dz) return;
-
-  const i64 length = lengths[n];
-  const float2* gamma = post + ((i64)n * T + t) * plane;
-  const i64* labels = y + (i64)n * width;
-  u32* held = memory.held[group];
-  u32 blanks = 0, others = 0;
-  for (int k = me; k <= length; k += ROWTHREADS) {
-    const float2 g = gamma[k];
-    blanks += fixed(g.y), others += k < length ? fixed(g.x) : 0;
-  }
-  blanks = over_row<Plus>(blanks, memory.counts), others = over_row<Plus>(others, memory.counts);
+  blanks = over_row<Total>(blanks, memory.counts), others = over_row<Total>(others, memory.counts);
   // T roundings have moved the sum of a frame's posteriors from 1, by 1e-6
   const float by = share_of(lengths, n, N, mean), share = by / s, hold = by / (float)(blanks + others);
   for (int c0 = 0; c0 < C; c0 += SLAB) {
-    for (int c = me; c < SLAB && c0 + c < C; c += ROWTHREADS) held[c] = c0 + c == blank ? blanks : 0;
-    sync_row();
-    for (int k = me; k < length; k += ROWTHREADS) {
-      const int c = (int)labels[k] - c0;
-      if (c >= 0 && c < SLAB) atomicAdd(&held[c], fixed(gamma[k].x));
+    if (c0) {
+      for (int c = me; c < SLAB && c0 + c < C; c += ROWTHREADS) held[c] = 0;
+      sync_row();
+      for (int k = me; k < length; k += ROWTHREADS) {
+        const i64 c = labels[k] - c0;
+        if (c >= 0 && c < SLAB) atomicAdd(&held[c], fixed(gamma[k]));
+      }
     }
     sync_row();
     UNROLL
@@ -461,9 +494,26 @@ extern "C" __global__ void __launch_bounds__(256) ctc_grad(
       const int j = i * ROWTHREADS + me, c = c0 + j;
       if (c >= C) break;
       const float raw = ELEMENT::load(c0 ? from[c] : v[i]), p = SOFTMAX ? probability(raw, at) * share : 0.0f;
-      to[c] = ELEMENT::store(fmaf(-hold, (float)held[j], p));
+      to[c] = ELEMENT::store(fmaf(-hold, (float)(held[j] + (c == blank ? blanks : 0)), p));
     }
     sync_row();
+  }
+}
+
+// dz times each sequence's factor, in place or into `out`; nothing is read where there is nothing to do.
+extern "C" __global__ void __launch_bounds__(256) ctc_scale(
+    const bits* dz, bits* out, const float* factor, const float* share,  // [T,N,C], may be dz, [N], [N] or null
+    int factor_stride, int d_stride_t, int d_stride_n, int stride_t, int stride_n, int T, int N, int C) {
+  for (u32 row = blockIdx.x * ROWS + threadIdx.x / ROWTHREADS; row < (u32)T * N; row += gridDim.x * ROWS) {
+    const int t = row / (u32)N, n = row - t * N;
+    const float by = factor[(i64)n * factor_stride] * (share ? share[n] : 1.0f);
+    if (by == 1.0f && dz == out) continue;
+    const bits* from = dz + (i64)t * d_stride_t + (i64)n * d_stride_n;
+    bits* to = out + (i64)t * stride_t + (i64)n * stride_n;
+    for (int c = threadIdx.x % ROWTHREADS; c < C; c += ROWTHREADS) {
+      const float v = ELEMENT::load(from[c]);
+      to[c] = ELEMENT::store(v == 0.0f ? 0.0f : v * by);  // whatever the factor, zeros stay zero
+    }
   }
 }
 

@@ -315,8 +315,7 @@ def scan_shape(
         warps = 1 << (warps - 1).bit_length()  # few sizes, few compilations
         if warps <= most: return ScanShape(pairs, ahead, cluster, warps)
 
-# %% ../nbs/13_ctc.ipynb #7e8e0eaa
-@functools.cache
+# %% ../nbs/13_ctc.ipynb #ce9fe3b1
 def ctc_kernel(
     name:str,  # ctc_scan, ctc_grad, ctc_loss
     device:int,  # the current one
@@ -330,43 +329,49 @@ def ctc_kernel(
     except Exception as reason:  # of a compiler that is not there there are many kinds
         warnings.warn(f"cuda/ctc.cu was not compiled, and PyTorch takes its place: {reason!r}")
 
-# %% ../nbs/13_ctc.ipynb #56a2a16d
+# %% ../nbs/13_ctc.ipynb #c2845d7f
+def runs_kernels(z:Tensor) -> bool:
+    "Whether the kernels take scores or gradients like these."
+    if not z.is_cuda or z.dtype not in ELEMENTS or z.numel() == 0: return False
+    return max(z.stride()) < 2**29 and z.shape[0] * z.shape[1] < 2**31
+
+# %% ../nbs/13_ctc.ipynb #a3021c7a
 def kernel_shape(
     z:Tensor, p:Problem,  # [T,N,C]
 ) -> Optional[ScanShape]:
     "How the kernels take this batch; None where they do not."
-    if not z.is_cuda or z.dtype not in ELEMENTS or z.numel() == 0: return None
-    (T, N, _), strides = z.shape, z.stride()
-    if max(strides) >= 2**29 or T * N >= 2**31: return None
-    return scan_shape(p.width, capability(z.device) >= (9, 0))
+    return None if not runs_kernels(z) else scan_shape(p.width, capability(z.device) >= (9, 0))
 
-# %% ../nbs/13_ctc.ipynb #e82c30ca
-def kernels_for(z:Tensor, s:ScanShape, form:int):
-    "The three launchers, or None."
-    device, element, C = z.get_device(), ELEMENTS[z.dtype], z.shape[2]
-    threads = 32 if C <= 1024 else 256
-    scan = ctc_kernel("ctc_scan", device, ELEMENT=element, PAIRS=s.pairs, AHEAD=s.ahead,
-                      CLUSTER=s.cluster, THREADS=s.threads)
+# %% ../nbs/13_ctc.ipynb #94688fbf
+@functools.cache
+def kernels_for(
+    device:int, dtype:torch.dtype, C:int, form:int,
+    s:Optional[ScanShape],  # None: for backward alone
+):
+    "Launchers of the scan, the gradient, the loss and its factor, and rows a block; or None."
+    element, threads = ELEMENTS[dtype], 32 if C <= 1024 else 256
     turn = dict(ELEMENT=element, PER=min(32, -(-C // threads)), ROWTHREADS=threads,
                 NORMALISE=int(form == LOGITS), SOFTMAX=int(form != EXACT))
-    grad, total = (ctc_kernel(name, device, **turn) for name in ("ctc_grad", "ctc_loss"))
-    return None if scan is None else (scan, grad, total, 256 // threads)
+    kernels = [ctc_kernel(f"ctc_{name}", device, **turn) for name in ("grad", "loss", "scale")]
+    if s: kernels.insert(0, ctc_kernel("ctc_scan", device, ELEMENT=element, PAIRS=s.pairs,
+                                       AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads))
+    return None if None in kernels else (*kernels, 256 // threads)
 
-# %% ../nbs/13_ctc.ipynb #7a5a5d1b
+# %% ../nbs/13_ctc.ipynb #2bf00472
 def run_scan(
     z:Tensor, p:Problem, s:ScanShape, scan,  # [T,N,C]; scan: the launcher
     blank:int, tables:bool,  # False: for the loss alone
 ) -> tuple[Tensor, Optional[Tensor]]:  # log Z as mantissa and exponent [N,2]; post
-    "The scan; post [N,T,plane,2]: posteriors of each label and of the blank before it."
+    "The scan; post [N,T,2,plane]: posteriors of labels, and of the blanks before them."
     (T, N, C), new = z.shape, functools.partial(z.new_empty, dtype=f32)
     # as the kernel crosses, it also looks at the pairs before the first
     table = new((N * (T + 1 if tables else 2) * s.plane + 2 * s.pairs) * 4)[4 * s.pairs:]
-    post, log_z = new((N, T, s.plane, 2)) if tables else None, new((N, 2))
+    post, log_z = new((N, T, 2, s.plane)) if tables else None, new((N, 2))
     scan(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
          *z.stride()[:2], T, C, p.y.shape[1], p.longest, s.plane, blank)
     return log_z, post
 
-# %% ../nbs/13_ctc.ipynb #6a53b1ad
+# %% ../nbs/13_ctc.ipynb #9d03ca68
 def launch_ctc(
     z:Tensor, p:Problem, s:ScanShape,  # [T,N,C]
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
@@ -375,9 +380,9 @@ def launch_ctc(
     if z.stride(2) != 1: z = z.contiguous()
     (T, N, C), dz = z.shape, torch.empty_like(z) if grad else None
     with on_device(z):
-        kernels = kernels_for(z, s, form)
+        kernels = kernels_for(z.get_device(), z.dtype, C, form, s)
         if kernels is None: return None
-        scan, turn, total, rows = kernels
+        scan, turn, total, _, rows = kernels
         log_z, post = run_scan(z, p, s, scan, blank, grad)
         loss, sizes = z.new_empty(N, dtype=f32), (p.y.shape[1], s.plane, blank, int(mean))
         stats = z.new_empty((T, N, 2), dtype=f32) if form == LOGITS else None
@@ -399,12 +404,29 @@ def ctc_forward(
     loss, dz = out or plain_loss(z, lattice(z, p, blank), *how)
     return loss, z.new_empty(0) if dz is None else dz
 
-# %% ../nbs/13_ctc.ipynb #728e9a52
+# %% ../nbs/13_ctc.ipynb #086211e6
+def launch_scale(
+    g:Tensor, dz:Tensor, out:Tensor, share:Optional[Tensor],  # [N], [T,N,C] twice, [N]
+) -> bool:  # False where the kernel cannot be had
+    "`dz` times its factors to `out`, which may be `dz`."
+    if not runs_kernels(dz) or dz.stride(2) != 1: return False
+    (T, N, C), many = dz.shape, 8 * 132
+    with on_device(dz):
+        kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS, None)
+        if kernels is None: return False
+        *_, scale, rows = kernels
+        scale(min(many, -(-T * N // rows)), 256, dz, out, g, share, g.stride(0),
+              *dz.stride()[:2], *out.stride()[:2], T, N, C)
+    return True
+
+# %% ../nbs/13_ctc.ipynb #6708bb1d
 def ctc_backward(
     g:Tensor, dz:Tensor, share:Optional[Tensor],  # [N], [T,N,C], [N]
     keep:bool,  # leave `dz` as it is
 ) -> Tensor:  # [T,N,C]
     "Each sequence's gradient times its factor."
+    out = torch.empty_like(dz) if keep else dz
+    if launch_scale(g, dz, out, share): return out
     factor = g if share is None else g * share
     return scaled_rows(dz, factor.expand(dz.shape[:2]).reshape(-1), None, keep)
 

@@ -39,11 +39,15 @@ static int current, first_block;
 static unsigned disorder;  // not 0: fibers take turns at random
 static void* outside;
 static std::function<void()> body;
-static struct { int x; } threadIdx, blockIdx, blockDim;
+static struct { int x; } threadIdx, blockIdx, blockDim, gridDim;
+static long idle;  // turns since fibers last met
 
 static void enter(int i) { current = i, threadIdx.x = fibers[i].thread, blockIdx.x = first_block + fibers[i].block; }
 static void yield() {
   const int n = fibers.size(), me = current;
+  if (++idle > 20000000) {  // all wait for what will not come: the kernel hangs, and is left as it is
+    switch_fiber(&fibers[me].stack_pointer, outside);
+  }
   int i = me;
   if (disorder) disorder = disorder * 1664525u + 1013904223u, i = (i + ((disorder >> 16) % 13 ? (disorder >> 20) % 5 : (disorder >> 8) % n)) % n;
   for (int left = n; left--;) {
@@ -58,7 +62,7 @@ static void yield() {
 static void start() { body(), fibers[current].done = true, yield(), abort(); }
 static void meet(Meeting& m, int size) {
   const int times = m.times;
-  if (++m.here == size) m.here = 0, m.times++;
+  if (++m.here == size) m.here = 0, m.times++, idle = 0;
   else while (m.times == times) yield();
 }
 static Block& here() { return blocks[fibers[current].block]; }
@@ -97,7 +101,7 @@ inline unsigned short float_to_half(float f) { const _Float16 v = f; unsigned sh
 template <class V> V* in_block(V* p, int rank) { return (V*)(blocks.at(rank).shared.data() + ((char*)p - here().shared.data())); }
 
 static void launch(int grid, int threads, int cluster, std::function<void()> kernel, unsigned seed) {
-  blockDim.x = threads, body = kernel, disorder = seed;
+  blockDim.x = threads, gridDim.x = grid, idle = 0, body = kernel, disorder = seed;
   for (first_block = 0; first_block < grid; first_block += cluster) {
     blocks.assign(cluster, Block()), cluster_meeting = Meeting(), fibers.assign(cluster * threads, Fiber());
     for (auto& b : blocks) b.warps.resize((threads + 31) / 32), b.shared.assign(1 << 17, -1);

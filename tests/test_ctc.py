@@ -190,16 +190,27 @@ def kernels(tmp_path_factory):
 
 def shape_on_cpu(z, p, shape=None):
     "`kernel_shape` as it is on a GPU"
-    if z.dtype not in fusedloss.ctc.ELEMENTS or z.numel() == 0:
-        return None
-    return shape or scan_shape(p.width, True)
+    return (shape or scan_shape(p.width, True)) if fusedloss.ctc.runs_kernels(z) else None
+
+
+def use(kernels, monkeypatch):
+    "Let the library take them, on the CPU"
+    fusedloss.ctc.kernels_for.cache_clear()
+    monkeypatch.setattr(fusedloss.ctc, "ctc_kernel", kernels)
+    monkeypatch.setattr(fusedloss.ctc, "runs_kernels", lambda z: z.dtype in fusedloss.ctc.ELEMENTS and z.numel() > 0)
+    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_left():
+    yield
+    fusedloss.ctc.kernels_for.cache_clear()
 
 
 @pytest.fixture
 def with_kernels(kernels, monkeypatch):
     "The library as it is on a GPU, the kernels' source on the CPU"
-    monkeypatch.setattr(fusedloss.ctc, "ctc_kernel", kernels)
-    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
+    use(kernels, monkeypatch)
     monkeypatch.setattr(kernels, "seed", 0)
     return kernels
 
@@ -354,12 +365,10 @@ def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
         raise OSError("no NVRTC")
     monkeypatch.setattr(fusedloss.ctc, "_by_cupy", missing)
     monkeypatch.setattr(fusedloss.ctc, "_by_torch", missing)
-    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
-    fusedloss.ctc.ctc_kernel.cache_clear()
+    use(fusedloss.ctc.ctc_kernel, monkeypatch)
     z, y, frames, lengths, _ = hard("ragged")
     with pytest.warns(UserWarning, match="PyTorch takes its place.*no NVRTC"):
         loss = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
-    fusedloss.ctc.ctc_kernel.cache_clear()
     same_losses(loss, reference(z, y, frames, lengths)[0], 1e-6)
 
 
@@ -716,7 +725,7 @@ def test_the_kernels_run_on_a_gpu():
         z, y, frames, lengths = case()
         p = fusedloss.ctc.prepared(z.cuda(), y, torch.tensor(frames), torch.tensor(lengths))
         shape = fusedloss.ctc.kernel_shape(z.cuda(), p)
-        assert shape and fusedloss.ctc.kernels_for(z.cuda(), shape, 0)
+        assert shape and fusedloss.ctc.kernels_for(0, f32, 9, 0, shape)
 
 
 def test_no_sequences_and_no_frames(device):
@@ -883,7 +892,7 @@ KERNEL_MUTANTS = {  # what is wrong: (text of cuda/ctc.cu, what stands in its pl
     "exponents are shared by a pair": ("label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]);",
                                        "label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]); { const int e = max(label[k].e, blank[k].e);"
                                        " label[k] = {label[k].m * power(label[k].e - e), e}, blank[k] = {blank[k].m * power(blank[k].e - e), e}; }"),
-    "equal labels are not added": ("atomicAdd(&held[c], fixed(gamma[k].x));", "held[c] = fixed(gamma[k].x);"),
+    "equal labels are not added": ("atomicAdd(&held[labels[k]], g);", "held[labels[k]] = g;"),
     "a frame's posteriors are not divided by their sum": ("hold = by / (float)(blanks + others)", "hold = by / 1073741824.0f * 1.01f"),
     "log Z is a logarithm to base 2": ("0.6931471805599453 * z.e", "z.e"),
     "frames beyond the end count": ("for (int t = threadIdx.x; t < frames[n]; t += 256) {", "for (int t = threadIdx.x; t < frames[n] + 1; t += 256) {"),
@@ -917,15 +926,14 @@ def kernel_fault():
 @pytest.fixture
 def replaced(tmp_path, monkeypatch):
     "The kernels with texts replaced, on the CPU"
-    def use(*pairs):
+    def change(*pairs):
         source = cuda_source("ctc")
         for old, new in zip(pairs[::2], pairs[1::2], strict=True):
             assert old in source, f"cuda/ctc.cu no longer holds {old!r}: plant this bug elsewhere"
             source = source.replace(old, new)
-        monkeypatch.setattr(fusedloss.ctc, "ctc_kernel", on_cpu(tmp_path, source))
-        monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
+        use(on_cpu(tmp_path, source), monkeypatch)
         monkeypatch.setattr(fusedloss.ctc, "visible", lambda t: False)
-    return use
+    return change
 
 
 def test_the_unchanged_kernels_pass(replaced):
