@@ -229,7 +229,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_scan_in_other_shapes_and_orders(shape, seed, with_kernels, monkeypatch):
     shape = fusedloss.ctc.ScanShape(*shape)
     monkeypatch.setattr(fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
@@ -800,8 +800,8 @@ def test_the_paths_of_a_graph_are_counted():
 # planted bugs
 
 MUTANTS = {  # what is wrong: (text of fusedloss/ctc.py, what stands in its place)
-    "the repeat rule is forgotten": ("return odd & (before >= 0) & (states != before)", "return odd & (before >= 0)"),
-    "blanks are skipped to": ("return odd & (before", "return (before"),
+    "the repeat rule is forgotten": ("return (before >= 0) & (states != before)", "return (before >= 0) & (torch.arange(states.shape[1]) % 2 == 1)"),
+    "blanks are skipped to": ("return (before >= 0) & (states != before)", "return before >= 0"),
     "a path must end in the last blank": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= 2 * lengths[:, None])"),
     "a path may end anywhere": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= -1)"),
     "a path may start in any state": ("(at == 0).expand(states.shape), at_end", "(at >= 0).expand(states.shape), at_end"),
@@ -885,7 +885,7 @@ KERNEL_MUTANTS = {  # what is wrong: (text of cuda/ctc.cu, what stands in its pl
     "states are not renormalised": ("label[k] = renormalised(label[k]), blank[k] = renormalised(blank[k]);", ""),
     "beta has its frame's emission": ("const State l1 = DIR ? l0 : label[k], b1 = DIR ? b0 : blank[k];", "const State l1 = label[k], b1 = blank[k];"),
     "alpha and beta meet a frame apart": ("half = DIR ? p.frames - middle + 1 : middle;", "half = DIR ? p.frames - middle : middle;"),
-    "a warp does not wait for the one before": ("} while (!there);", "} while (false);"),
+    "a warp does not wait for the one before": ("} while (!there);", "} while (false);", "while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;", ""),
     "a ring is written before it is read": ("while (get(taken_mine) < count + AHEAD - RING) ;", ""),
     "the lap of a ring is not told": ("| (lap ^ over) << 31)", "| lap << 31)"),
     "lane 0 takes its neighbour from lane 31": ("if (lane == 0) up = before[i];", ""),
@@ -904,9 +904,10 @@ KERNEL_MUTANTS = {  # what is wrong: (text of cuda/ctc.cu, what stands in its pl
 
 def kernel_fault():
     "The first of a few checks that the kernels at hand do not pass"
-    for name in ("ragged", "repeats", "T 0 and 1, infeasible", "three warps", "long", "pairs apart"):
-        if name == "long":
-            z, y, frames, lengths, blank = *case(T=200, N=1, L=70, C=9, seed=3), 0
+    for name in ("ragged", "repeats", "T 0 and 1, infeasible", "three warps", "long", "flat", "pairs apart"):
+        fusedloss.ctc.ctc_kernel.seed = 2 * (name == "long")  # its first warp is faster than the others
+        if name in ("long", "flat"):
+            z, y, frames, lengths, blank = *case(T=200, N=1, L=40, C=9, seed=3, scale=float(name == "long")), 0
         elif name == "pairs apart":
             z, y, frames, lengths, blank = *case(T=120, N=1, C=9, L=50, scale=60.0), 0
         else:
