@@ -341,11 +341,12 @@ def kernel_shape(
     "How the kernels take this batch; None where they do not."
     return None if not runs_kernels(z) else scan_shape(p.width, capability(z.device) >= (9, 0))
 
-# %% ../nbs/13_ctc.ipynb #94688fbf
+# %% ../nbs/13_ctc.ipynb #1186b1d5
 @functools.cache
 def kernels_for(
     device:int, dtype:torch.dtype, C:int, form:int,
-    s:Optional[ScanShape],  # None: for backward alone
+    s:Optional[ScanShape]=None,  # None: for backward alone
+    tables:bool=True,  # False: for a loss alone
 ):
     "Launchers of the scan, the gradient, the loss and its factor, and rows a block; or None."
     element, threads = ELEMENTS[dtype], 32 if C <= 1024 else 256
@@ -353,10 +354,11 @@ def kernels_for(
                 NORMALISE=int(form == LOGITS), SOFTMAX=int(form != EXACT))
     kernels = [ctc_kernel(f"ctc_{name}", device, **turn) for name in ("grad", "loss", "scale")]
     if s: kernels.insert(0, ctc_kernel("ctc_scan", device, ELEMENT=element, PAIRS=s.pairs,
-                                       AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads))
+                                       AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads,
+                                       TABLES=int(tables)))
     return None if None in kernels else (*kernels, 256 // threads)
 
-# %% ../nbs/13_ctc.ipynb #2bf00472
+# %% ../nbs/13_ctc.ipynb #0b92168c
 def run_scan(
     z:Tensor, p:Problem, s:ScanShape, scan,  # [T,N,C]; scan: the launcher
     blank:int, tables:bool,  # False: for the loss alone
@@ -367,10 +369,10 @@ def run_scan(
     table = new((N * (T + 1 if tables else 2) * s.plane + 2 * s.pairs) * 4)[4 * s.pairs:]
     post, log_z = new((N, T, 2, s.plane)) if tables else None, new((N, 2))
     scan(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
-         *z.stride()[:2], T, C, p.y.shape[1], p.longest, s.plane, blank)
+         *z.stride()[:2], T, C, p.y.shape[1], p.longest, blank)
     return log_z, post
 
-# %% ../nbs/13_ctc.ipynb #9d03ca68
+# %% ../nbs/13_ctc.ipynb #fb07854b
 def launch_ctc(
     z:Tensor, p:Problem, s:ScanShape,  # [T,N,C]
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
@@ -379,7 +381,7 @@ def launch_ctc(
     if z.stride(2) != 1: z = z.contiguous()
     (T, N, C), dz = z.shape, torch.empty_like(z) if grad else None
     with on_device(z):
-        kernels = kernels_for(z.get_device(), z.dtype, C, form, s)
+        kernels = kernels_for(z.get_device(), z.dtype, C, form, s, grad)
         if kernels is None: return None
         scan, turn, total, _, rows = kernels
         log_z, post = run_scan(z, p, s, scan, blank, grad)
@@ -403,7 +405,7 @@ def ctc_forward(
     loss, dz = out or plain_loss(z, lattice(z, p, blank), *how)
     return loss, z.new_empty(0) if dz is None else dz
 
-# %% ../nbs/13_ctc.ipynb #086211e6
+# %% ../nbs/13_ctc.ipynb #a233886b
 def launch_scale(
     g:Tensor, dz:Tensor, out:Tensor, share:Optional[Tensor],  # [N], [T,N,C] twice, [N]
 ) -> bool:  # False where the kernel cannot be had
@@ -411,7 +413,7 @@ def launch_scale(
     if not runs_kernels(dz) or dz.stride(2) != 1: return False
     (T, N, C), many = dz.shape, 8 * 132
     with on_device(dz):
-        kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS, None)
+        kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS)
         if kernels is None: return False
         *_, scale, rows = kernels
         scale(min(many, -(-T * N // rows)), 256, dz, out, g, share, g.stride(0),

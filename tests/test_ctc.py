@@ -229,7 +229,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_scan_in_other_shapes_and_orders(shape, seed, with_kernels, monkeypatch):
     shape = fusedloss.ctc.ScanShape(*shape)
     monkeypatch.setattr(fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
@@ -335,7 +335,7 @@ def test_the_kernels_source_with_long_targets(T, L, with_kernels):
     assert (dz.double() - truth[1]).abs().max() <= 2e-6
 
 
-VARIANTS = [dict(ELEMENT=e, PAIRS=p, AHEAD=a, CLUSTER=c, THREADS=t) for e, p, a, c, t in
+VARIANTS = [dict(ELEMENT=e, PAIRS=p, AHEAD=a, CLUSTER=c, THREADS=t, TABLES=int(t != 256)) for e, p, a, c, t in
             [("f32", 1, 8, 1, 256), ("bf16", 4, 4, 1, 512), ("f16", 1, 8, 2, 128), ("f32", 1, 8, 8, 256), ("f32", 4, 4, 8, 512)]]
 VARIANTS += [dict(ELEMENT=e, PER=p, ROWTHREADS=r, NORMALISE=n, SOFTMAX=s) for e, p, r, n, s in
              [("f32", 1, 32, 1, 1), ("bf16", 32, 32, 0, 1), ("f16", 32, 256, 1, 1), ("f32", 5, 256, 0, 0)]]
