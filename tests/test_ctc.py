@@ -335,6 +335,16 @@ def test_the_kernels_source_with_long_targets(T, L, with_kernels):
     assert (dz.double() - truth[1]).abs().max() <= 2e-6
 
 
+@pytest.mark.parametrize("name", ["ragged", "T 0 and 1, infeasible", "repeats", "three warps", "no columns of targets"])
+def test_posteriors_by_the_kernels_source(name, with_kernels, monkeypatch):
+    z, y, frames, lengths, blank = hard(name)
+    for x in (z.log_softmax(-1), z.bfloat16()):
+        ours = ctc_posteriors(x, y, frames, lengths, blank)
+        for a, b in zip(ours, ctc_posteriors(x.double(), y, frames, lengths, blank)):
+            assert a.dtype == f32
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
 VARIANTS = [dict(ELEMENT=e, PAIRS=p, AHEAD=a, CLUSTER=c, THREADS=t, TABLES=int(t != 256)) for e, p, a, c, t in
             [("f32", 1, 8, 1, 256), ("bf16", 4, 4, 1, 512), ("f16", 1, 8, 2, 128), ("f32", 1, 8, 8, 256), ("f32", 4, 4, 8, 512)]]
 VARIANTS += [dict(ELEMENT=e, PER=p, ROWTHREADS=r, NORMALISE=n, SOFTMAX=s) for e, p, r, n, s in
