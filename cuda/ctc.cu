@@ -134,7 +134,7 @@ struct Problem {  // of one sequence
   float* post;  // [T, 2, PLANE]: posteriors of labels and of blanks
 };
 struct Shared {
-  State ring[WARPS][RING];  // what the warp before hands on
+  State ring[WARPS][RING], shown[WARPS][AHEAD];  // what the warp before hands on; emissions of the blank
   int taken[WARPS];  // frames that the warp after has taken
 };
 
@@ -148,7 +148,7 @@ struct Lane {
   int first, warp, warps, lane;  // first pair; of the warps of this direction
   int count, half;  // frames done, rounded up in each half; frames until they meet
   State inverse;  // 1 / Z, once known
-  State *mine, *following; int *taken_before, *taken_mine;
+  State *mine, *following, *shown; int *taken_before, *taken_mine;
   const Problem& p;
 
   FORCED Lane(const Problem& p, Shared& sh, int warp, int warps, int lane, int rank, int half)
@@ -165,7 +165,7 @@ struct Lane {
     }
     const int base = rank - rank % SPLIT, row = CLUSTER > 1 ? 0 : DIR * EACH;
     const int own = row + warp % EACH, next = min(warp + 1, warps - 1), before = max(min(warp, warps) - 1, 0);
-    mine = sh.ring[own], taken_mine = &sh.taken[own];
+    mine = sh.ring[own], shown = sh.shown[own], taken_mine = &sh.taken[own];
     following = in_block(sh.ring[row + next % EACH], base + next / EACH);
     taken_before = in_block(&sh.taken[row + before % EACH], base + before / EACH);
     for (int i = lane; i < RING; i += 32) mine[i] = {i ? 0.0f : -0.0f, NEVER};  // no lap yet; before frame 0
@@ -197,33 +197,30 @@ struct Lane {
   bits ahead[PAIRS][AHEAD], blank_ahead;
   State row_l[PAIRS], row_b[PAIRS];  // of the last frame, for a loss alone
 
-  // What the warp before hands on for the next AHEAD frames: waits until it is there, then says that it is taken.
+  // What the warp before hands on for the next AHEAD frames: waits until it is there, then says that it is taken. The
+  // first warp finds what its ring was filled with, zeros.
   FORCED void take(State (&before)[AHEAD], int lap, int slot) {
-    if (warp == 0) {
-      UNROLL
-      for (int i = 0; i < AHEAD; i++) before[i] = State{0.0f, NEVER};
-      return;
-    }
-    while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;  // the last to be written
+    if (warp > 0)
+      while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;  // the last to be written
     bool there;
     do {
       there = true;
       UNROLL
       for (int i = 0; i < AHEAD; i++) before[i] = get(mine + slot + i), there = there && (__float_as_int(before[i].m) < 0) == lap;
-    } while (!there);
+    } while (!there && warp > 0);
     UNROLL
     for (int i = 0; i < AHEAD; i++) before[i].m = fabsf(before[i].m);
     __syncwarp();
-    if (lane == 31) put(taken_before, count + AHEAD);
+    if (warp > 0 && lane == 31) put(taken_before, count + AHEAD);
   }
 
-  // And hands on its own: the value after frame r lies in slot r + 1.
+  // And hands on its own: the value after frame r lies in slot r + 1, of which only the last can be over the ring's end.
   FORCED void hand_on(const State (&last)[AHEAD], int lap, int slot) {
     if (lane < 31 || warp + 1 == warps) return;
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
-      const int over = slot + i + 1 == RING;
-      put(following + (over ? 0 : slot + i + 1), State{__int_as_float(__float_as_int(last[i].m) | (lap ^ over) << 31), last[i].e});
+      const bool over = i + 1 == AHEAD && slot + AHEAD == RING;
+      put(over ? following : following + slot + i + 1, State{__int_as_float(__float_as_int(last[i].m) | (lap ^ (int)over) << 31), last[i].e});
     }
   }
 
@@ -235,9 +232,12 @@ struct Lane {
     const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, lap = (count / RING & 1) ^ 1, slot = count % RING;
     const State blanks = emission(ELEMENT::load(blank_ahead), p.limit);
     State before[AHEAD], last[AHEAD], emitted[AHEAD][PAIRS], by_blank[AHEAD];
+    __syncwarp();
+    if (lane < AHEAD) shown[lane] = blanks;
+    __syncwarp();
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
-      by_blank[i] = {__shfl_sync(~0u, blanks.m, i), __shfl_sync(~0u, blanks.e, i)};
+      by_blank[i] = shown[i];
       UNROLL
       for (int k = 0; k < PAIRS; k++) emitted[i][k] = emission(ELEMENT::load(ahead[k][i]), p.limit);
     }
