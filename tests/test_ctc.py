@@ -895,7 +895,7 @@ KERNEL_MUTANTS = {  # what is wrong: (text of cuda/ctc.cu, what stands in its pl
     "states are not renormalised": ("label[k] = renormalised(label[k]), blank[k] = renormalised(blank[k]);", ""),
     "beta has its frame's emission": ("const State l1 = DIR ? l0 : label[k], b1 = DIR ? b0 : blank[k];", "const State l1 = label[k], b1 = blank[k];"),
     "alpha and beta meet a frame apart": ("half = DIR ? p.frames - middle + 1 : middle;", "half = DIR ? p.frames - middle : middle;"),
-    "a warp does not wait for the one before": ("} while (!there && warp > 0);", "} while (false);", "while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;", ""),
+    "a warp does not wait for the one before": ("} while (!there && warp > 0);", "} while (false);", "while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;", ";"),
     "a ring is written before it is read": ("while (get(taken_mine) < count + AHEAD - RING) ;", ""),
     "the lap of a ring is not told": ("| (lap ^ (int)over) << 31", "| lap << 31"),
     "lane 0 takes its neighbour from lane 31": ("if (lane == 0) up = before[i];", ""),
