@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 from fusedloss import margins, semirings
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
+from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.kernels import CrossEntropyStats, cross_entropy
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy, plan
@@ -13,8 +14,9 @@ from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.scans import logz, sample, viterbi
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
-__all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
+__all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
            "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "baseline_linear_cross_entropy",
-           "chunked_linear_cross_entropy", "cross_entropy", "iota_cross_entropy", "linear_cross_entropy", "logz",
-           "margin_cross_entropy", "margins", "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather",
-           "sample", "semirings", "tiled_linear_cross_entropy", "viterbi"]
+           "chunked_linear_cross_entropy", "cross_entropy", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors",
+           "forced_align", "iota_cross_entropy", "linear_cross_entropy", "logz", "margin_cross_entropy", "margins",
+           "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather", "sample", "semirings",
+           "tiled_linear_cross_entropy", "viterbi"]
