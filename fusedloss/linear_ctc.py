@@ -394,7 +394,7 @@ class Sums(NamedTuple):
         return cls(torch.zeros_like(b.x, memory_format=torch.contiguous_format) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
-# %% ../nbs/14_linear_ctc.ipynb #860c3f78
+# %% ../nbs/14_linear_ctc.ipynb #43132795
 def spend(
     sums:Sums, dz:Tensor, x:Tensor,  # [n,V], [n,H]
     b:Batch, s:Segment, unit:Optional[Tensor],
@@ -403,7 +403,7 @@ def spend(
     if sums.db is not None: sums.db.add_(dz.sum(0, dtype=sums.db.dtype))
     if sums.dw is not None: add_product(sums.dw, dz.T, x.to(dz.dtype))
     if sums.dx is None: return
-    if dz.dtype != x.dtype: dx = dz @ b.w.to(dz.dtype)
+    if dz.dtype != x.dtype: dx = (dz @ wide(b.w)).to(x.dtype)
     else: write_product(dx := torch.empty_like(x), dz, b.w, unit)
     put_rows(sums.dx, dx, s)
 
