@@ -15,5 +15,5 @@ from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entro
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
            "MemoryEfficientVocabOutput", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy",
            "cross_entropy", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align",
-           "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "onehot_select", "plan", "recompute_linear_cross_entropy",
-           "rewrite_gather", "semirings", "tiled_linear_cross_entropy"]
+           "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "onehot_select", "plan",
+           "recompute_linear_cross_entropy", "rewrite_gather", "semirings", "tiled_linear_cross_entropy"]

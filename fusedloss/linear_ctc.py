@@ -177,18 +177,20 @@ def plain_gammas(
         state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
     return gammas, state
 
-# %% ../nbs/14_linear_ctc.ipynb #69555c54
+# %% ../nbs/14_linear_ctc.ipynb #1439518c
 @functools.cache
 def segment_kernel(device:int, s:ScanShape):
     "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
-    by = _by_torch if hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy") else _by_cupy
+    alone = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
+    by = _by_torch if alone else _by_cupy
     constants = dict(ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster,
                      THREADS=s.threads)
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
     try:
         return by(cuda_source("ctc") + cuda_source("linear_ctc"), "ctc_segment", options)
     except Exception as reason:  # of a compiler that is not there there are many kinds
-        warnings.warn(f"cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: {reason!r}")
+        warnings.warn("cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: "
+                      f"{reason!r}")
 
 # %% ../nbs/14_linear_ctc.ipynb #04c8b201
 class Scan(NamedTuple):
@@ -211,7 +213,7 @@ def scan_of(b:Batch) -> Optional[Scan]:
         run, turns = segment_kernel(device, s), kernels_for(device, f32, C, TORCH, None)
     return None if run is None or turns is None else Scan(s, run, turns[0], turns[-1])
 
-# %% ../nbs/14_linear_ctc.ipynb #70e63c39
+# %% ../nbs/14_linear_ctc.ipynb #47436cf1
 def launch_segment(
     scan:Scan, b:Batch, s:Segment, e:Tensor,  # [K,N,W+1] of `emissions`
     start:Optional[Tensor], end:Optional[Tensor],  # [N,2,W+1] of α, before and after; or None
@@ -224,17 +226,17 @@ def launch_segment(
     table = new((N * (K + 1 if both else 2) * shape.plane + 2 * shape.pairs) * 4)
     post = new((N, K, 2, shape.plane)) if both else None
     with on_device(e):
-        scan.run(N * shape.cluster, shape.threads, e, b.y, b.frames, b.lengths, start, end, beta,
-                 table[4 * shape.pairs:], post, log_z, *e.stride()[:2], s.at.start, K, C - 1, C,
-                 shape.plane)
+        scan.run(N * shape.cluster, shape.threads, e, b.y, b.frames, b.lengths, start, end,
+                 beta, table[4 * shape.pairs:], post, log_z, *e.stride()[:2], s.at.start, K,
+                 C - 1, C, shape.plane)
     return post
 
-# %% ../nbs/14_linear_ctc.ipynb #b5a496b4
+# %% ../nbs/14_linear_ctc.ipynb #5ef0dd0f
 def edges(
     n_edges:int, b:Batch,
 ) -> Tensor:  # [n_edges,N,2,W+1] float64
     "Room for states between segments."
-    return b.x.new_empty((n_edges, *b.classes.shape[:1], 2, b.classes.shape[1]), dtype=f64)
+    return b.x.new_zeros((n_edges, len(b.y), 2, b.classes.shape[1]), dtype=f64)
 
 def as_row(edge:Tensor) -> Tensor:
     "The row [N,S] of α or γ in an edge, as the loops use it."
@@ -294,7 +296,7 @@ def linear_ctc_fwd(
     losses = losses_of(log_z, scan is not None).masked_fill(b.bad, torch.nan)
     return losses.to(acc), lse, log_z, states
 
-# %% ../nbs/14_linear_ctc.ipynb #2c370967
+# %% ../nbs/14_linear_ctc.ipynb #ffaf7287
 def coefficients(
     scan:Optional[Scan], b:Batch, s:Segment, e:Tensor,  # [K,N,W+1]
     start:Optional[Tensor], back:Tensor, log_z:Tensor,  # [N,2,W+1] before and behind, [N]
@@ -305,9 +307,9 @@ def coefficients(
         post = launch_segment(scan, b, s, e, start, None, back, log_z)
         out = torch.empty_like(e, memory_format=torch.contiguous_format)
         with on_device(e):
-            scan.turn(-(-K * N // scan.rows), 256, e, b.y, s.frames, b.lengths, post, log_z, out,
-                      None, *e.stride()[:2], *out.stride()[:2], K, N, C, C - 1, scan.shape.plane,
-                      0, 0)
+            scan.turn(-(-K * N // scan.rows), 256, e, b.y, s.frames, b.lengths, post, log_z,
+                      out, None, *e.stride()[:2], *out.stride()[:2], K, N, C, C - 1,
+                      scan.shape.plane, 0, 0)
         return out
     gammas = plain_backward(b, s, plain_forward(b, s, e, start), back)
     on = (torch.arange(K, device=e.device)[:, None] < s.frames) & (log_z != -torch.inf)
@@ -362,7 +364,7 @@ def overwrite(
     values = c.flatten(0, 1)[rows].gather(1, b.own[rows % N]) * g[rows % N, None]
     dz.scatter_(1, b.classes[rows % N], values.to(dz.dtype))
 
-# %% ../nbs/14_linear_ctc.ipynb #306483c8
+# %% ../nbs/14_linear_ctc.ipynb #8b4b4320
 def softmax_dz(
     b:Batch, s:Segment, x:Tensor,  # [n,H] rows of x
     lse:Tensor, g:Tensor,  # [T,N], [N]
@@ -372,7 +374,8 @@ def softmax_dz(
     pull, base = (kept_rows(t, s._replace(at=slice(None))) for t in (
         torch.where(on, g, 0), torch.where(on, lse[s.at], torch.inf)))
     if not takes_kernel(x):
-        return chunk_scores(x, wide(b.w), b.bias)[:, 0].sub_(base[:, None]).exp_().mul_(pull[:, None])
+        z = chunk_scores(x, wide(b.w), b.bias)[:, 0]
+        return z.sub_(base[:, None]).exp_().mul_(pull[:, None])
     terms = pull.new_zeros((6, len(x)))
     terms[0], terms[1] = base * score_unit(x), pull
     dz = x.new_empty(len(x), -(-len(b.w) // 8) * 8)[:, :len(b.w)]  # rows that can be described
@@ -380,7 +383,7 @@ def softmax_dz(
     launch_dz(x, b.w, dz, nowhere, b.bias, None, terms, None, 0, ROW, False, tiling_of(x, b.w))
     return dz
 
-# %% ../nbs/14_linear_ctc.ipynb #8292f2d1
+# %% ../nbs/14_linear_ctc.ipynb #73229cb9
 class Sums(NamedTuple):
     "Gradients as they grow; None where nobody asks."
     dx: Optional[Tensor]  # [T,N,H]
@@ -391,7 +394,7 @@ class Sums(NamedTuple):
     def of(cls, b:Batch, needs:tuple[bool, bool, bool]) -> "Sums":
         "Zeros."
         new = functools.partial(b.x.new_zeros, dtype=acc_dtype(b.x.dtype))
-        return cls(torch.zeros_like(b.x, memory_format=torch.contiguous_format) if needs[0] else None,
+        return cls(b.x.new_zeros(b.x.shape) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
 # %% ../nbs/14_linear_ctc.ipynb #43132795
@@ -407,27 +410,28 @@ def spend(
     else: write_product(dx := torch.empty_like(x), dz, b.w, unit)
     put_rows(sums.dx, dx, s)
 
-# %% ../nbs/14_linear_ctc.ipynb #fe0e1334
+# %% ../nbs/14_linear_ctc.ipynb #7566106b
 def linear_ctc_bwd(
     g:Tensor, b:Batch, lse:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
     K:int, needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx, dw, db in the dtypes of x and w; empty if not needed
     "Gradients, from the last segment to the first."
-    scan, sums, back = scan_of(b), Sums.of(b, needs), edges(1, b)[0].zero_()
+    scan, sums, back = scan_of(b), Sums.of(b, needs), edges(1, b)[0]
     nowhere = log_z.view(f32)[::2] == 0 if scan else log_z == -torch.inf
     g = torch.where(nowhere | b.bad, 0, g)
     unit = unit_of(g) if b.x.dtype == torch.float16 and takes_kernel(b.x) else None
     if unit is not None: g = g / unit
     for i, s in reversed([*enumerate(segments(b, K))]):
-        c = coefficients(scan, b, s, emissions(b, s, lse), states[i - 1] if i else None, back, log_z)
+        start = states[i - 1] if i else None
+        c = coefficients(scan, b, s, emissions(b, s, lse), start, back, log_z)
         x = kept_rows(b.x, s)
         dz = softmax_dz(b, s, x, lse, g)
         overwrite(dz, c, g, b, s)
         spend(sums, dz, x, b, s, unit)
         del dz, c  # before the next ones
-    dw, db = (b.w.new_empty(0) if t is None else (t if unit is None else t.mul_(unit)).to(b.w.dtype)
-              for t in sums[1:])
-    return b.x.new_empty(0) if sums.dx is None else sums.dx, dw, db
+    for t in sums[1:]:  # dx has had its own
+        if t is not None and unit is not None: t.mul_(unit)
+    return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
 # %% ../nbs/14_linear_ctc.ipynb #8182c837
 def frames_of(x:Tensor, w:Tensor, W:int, budget:int) -> int:
@@ -447,14 +451,14 @@ def linear_ctc_operator(
         b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
         return linear_ctc_fwd(b, frames_of(x, w, b.y.shape[1], budget), kept)
 
-# %% ../nbs/14_linear_ctc.ipynb #277e1560
+# %% ../nbs/14_linear_ctc.ipynb #2ddc2c5a
 @linear_ctc_operator.register_fake
 def _(x, w, bias, targets, frames, lengths, blank, budget, tight, kept):
     (T, N), acc = x.shape[:2], acc_dtype(x.dtype)
     W = int(min(T, targets.shape[-1]))
     n_edges = -(-T // int(frames_of(x, w, W, budget))) if kept else min(T, 1)
-    return (x.new_empty(N, dtype=acc), x.new_empty((T, N), dtype=acc), x.new_empty(N, dtype=f64),
-            x.new_empty((n_edges, N, 2, W + 1), dtype=f64))
+    return (x.new_empty(N, dtype=acc), x.new_empty((T, N), dtype=acc),
+            x.new_empty(N, dtype=f64), x.new_empty((n_edges, N, 2, W + 1), dtype=f64))
 
 # %% ../nbs/14_linear_ctc.ipynb #6fb65c5f
 @torch.library.custom_op("fusedloss::linear_ctc_grad", mutates_args=())
@@ -476,7 +480,7 @@ def _(g, x, w, bias, targets, frames, lengths, lse, log_z, states, blank, budget
     return (x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,)),
             w.new_empty((w.shape[0],) if need_b else (0,)))
 
-# %% ../nbs/14_linear_ctc.ipynb #429f11b0
+# %% ../nbs/14_linear_ctc.ipynb #09bc309d
 def _save(ctx, inputs, output):
     *tensors, ctx.blank, ctx.budget, ctx.tight, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
@@ -486,7 +490,8 @@ def _save(ctx, inputs, output):
 def _backward(ctx, g, *_):
     needs = [ctx.needs_input_grad[i] for i in range(3)]
     if g is None or not any(needs): return (None,) * 10
-    got = linear_ctc_grad_operator(g, *ctx.saved_tensors, ctx.blank, ctx.budget, ctx.tight, *needs)
+    options = ctx.blank, ctx.budget, ctx.tight
+    got = linear_ctc_grad_operator(g, *ctx.saved_tensors, *options, *needs)
     return *(d if need else None for d, need in zip(got, needs)), *[None] * 7
 
 # %% ../nbs/14_linear_ctc.ipynb #6126fdac
@@ -502,14 +507,15 @@ def check_linear_ctc(
     check_recompute(x, w, bias, memory_budget)
     check_ctc(x.new_empty(()).expand(*x.shape[:2], len(w)), targets, blank, reduction, "input")
 
-# %% ../nbs/14_linear_ctc.ipynb #36d01d16
+# %% ../nbs/14_linear_ctc.ipynb #b25acf23
 def reduced(losses, lengths, reduction, zero_infinity, alone):
     "As torch reduces."
     if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
-    if reduction == "mean": losses = losses * shares(moved(lengths, losses.device), True, losses.dtype)
+    if reduction == "mean":
+        losses = losses * shares(moved(lengths, losses.device), True, losses.dtype)
     return losses[0] if alone and reduction == "none" else reduce_rows(losses, reduction)
 
-# %% ../nbs/14_linear_ctc.ipynb #122dd32e
+# %% ../nbs/14_linear_ctc.ipynb #ecfe95dd
 def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
     linear_weight:Tensor,  # [V,H]
@@ -531,7 +537,8 @@ def linear_ctc_loss(
     x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else
                                                            [linear_bias.contiguous()]))
     bias = bias[0] if bias else None
-    kept = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))
+    asked = any(t is not None and t.requires_grad for t in (x, w, bias))
+    kept = torch.is_grad_enabled() and asked
     losses, *_ = linear_ctc_operator(x, w, bias, targets, frames, lengths, blank,
                                      memory_budget or 0, not _observed(), kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)
