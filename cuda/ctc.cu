@@ -8,7 +8,7 @@
 // A value is m 2^e, a float and an int, one exponent a state: between states there is neither exp nor log, and zero is
 // exact. Grids: CLUSTER N blocks of THREADS; T N / (256 / ROWTHREADS) of 256; N of 256.
 // Fixed when compiled: ELEMENT (bf16, f16, f32) and, for the scan, PAIRS (of a blank and a label, a lane), AHEAD (frames
-// prefetched, and between renormalisations), CLUSTER, THREADS; for the gradient PER (classes a thread), ROWTHREADS (32,
+// prefetched, and between renormalisations), CLUSTER, THREADS, TABLES (0: for a loss alone); for the gradient PER (classes a thread), ROWTHREADS (32,
 // 256), NORMALISE (z are logits; or else log-probabilities) and SOFTMAX (0: the gradient is less the posteriors alone).
 // Idea: connectionist temporal classification, Graves 2006; forward-backward algorithm, Baum 1972.
 typedef unsigned short u16;
@@ -37,6 +37,7 @@ template <class V> FORCED V* in_block(V* p, int rank) {  // the same place in an
 FORCED void sync_sequence() { __syncthreads(); }
 template <class V> FORCED V* in_block(V* p, int) { return p; }
 #endif
+FORCED void keep_order() { asm volatile("" ::: "memory"); }
 FORCED float two_to(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 FORCED float half_to_float(u16 h) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h)); return r; }
 FORCED u16 float_to_half(float v) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
@@ -100,6 +101,7 @@ constexpr int NEVER = -(1 << 29);  // the exponent of zero
 constexpr float LOG2E_LOW = 1.925963033500e-08f;  // what LOG2E is short of
 constexpr int WARPS = THREADS / 32, RING = 8 * AHEAD;
 constexpr int SPLIT = CLUSTER > 1 ? CLUSTER / 2 : 1, EACH = CLUSTER > 1 ? WARPS : WARPS / 2;  // blocks a direction, warps in each
+constexpr int PLANE = 32 * PAIRS * EACH * SPLIT, PITCH = TABLES ? 2 * PLANE : 0;  // states of a direction, between rows of a table
 
 FORCED float power(int d) { return __int_as_float((max(d, -127) + 127) << 23); }  // 2^d for d < 128; 0 below -126
 
@@ -128,12 +130,11 @@ struct Problem {  // of one sequence
   const bits* z; int step, blank, frames, length;  // its frame 0, elements between frames
   float limit;
   const i64* y;
-  State* table; int plane, pitch;  // [T+1, 2, plane], labels and blanks: row t of alpha, row t+1 of beta; pitch between
-                                   // rows, 0 for a loss alone, of which the last ones remain: [2, 2, plane]
-  float* post;  // [T, 2, plane]: posteriors of labels and of blanks
+  State* table;  // [T+1, 2, PLANE], labels and blanks: row t of alpha, row t+1 of beta; for a loss alone [2, 2, PLANE], their last rows
+  float* post;  // [T, 2, PLANE]: posteriors of labels and of blanks
 };
 struct Shared {
-  State ring[WARPS][RING];  // what the warp before hands on
+  State ring[WARPS][RING], shown[WARPS][AHEAD];  // what the warp before hands on; emissions of the blank
   int taken[WARPS];  // frames that the warp after has taken
 };
 
@@ -145,12 +146,13 @@ struct Lane {
   bool skip[PAIRS];  // may come from the label before
   int column[PAIRS];  // of z
   int first, warp, warps, lane;  // first pair; of the warps of this direction
-  int count;  // frames done, rounded up in each half
-  State *mine, *following; int *taken_before, *taken_mine;
+  int count, half;  // frames done, rounded up in each half; frames until they meet
+  State inverse;  // 1 / Z, once known
+  State *mine, *following, *shown; int *taken_before, *taken_mine;
   const Problem& p;
 
-  FORCED Lane(const Problem& p, Shared& sh, int warp, int warps, int lane, int rank)
-      : first((warp * 32 + lane) * PAIRS), warp(warp), warps(warps), lane(lane), count(0), p(p) {
+  FORCED Lane(const Problem& p, Shared& sh, int warp, int warps, int lane, int rank, int half)
+      : first((warp * 32 + lane) * PAIRS), warp(warp), warps(warps), lane(lane), count(0), half(half), p(p) {
     UNROLL
     for (int i = 0; i < PAIRS; i++) {
       const int j = first + i;
@@ -163,7 +165,7 @@ struct Lane {
     }
     const int base = rank - rank % SPLIT, row = CLUSTER > 1 ? 0 : DIR * EACH;
     const int own = row + warp % EACH, next = min(warp + 1, warps - 1), before = max(min(warp, warps) - 1, 0);
-    mine = sh.ring[own], taken_mine = &sh.taken[own];
+    mine = sh.ring[own], shown = sh.shown[own], taken_mine = &sh.taken[own];
     following = in_block(sh.ring[row + next % EACH], base + next / EACH);
     taken_before = in_block(&sh.taken[row + before % EACH], base + before / EACH);
     for (int i = lane; i < RING; i += 32) mine[i] = {i ? 0.0f : -0.0f, NEVER};  // no lap yet; before frame 0
@@ -172,7 +174,7 @@ struct Lane {
   FORCED int time(int s) const { return DIR ? p.frames - 1 - s : s; }
 
   struct Stream {  // pointers that move with the frames
-    const char *z[PAIRS], *z_blank, *other; char *own, *post;
+    const char *z[PAIRS], *z_blank; const State* other; State* own; float* post;
   };
   template <class V> static FORCED V* moved(const char* p, int pitch, int by) { return (V*)(p + (i64)pitch * by); }  // bytes
   // The other direction's pair of my label j is length-1-j, of my blank j it is length-j.
@@ -182,69 +184,71 @@ struct Lane {
     UNROLL
     for (int k = 0; k < PAIRS; k++) at.z[k] = (const char*)(row + column[k]);
     at.z_blank = (const char*)(row + p.blank);
-    at.other = (const char*)(p.table + (i64)t * p.pitch + (DIR ? 0 : 2 * p.plane) + mirror);
-    at.own = (char*)(p.table + (i64)t * p.pitch + (DIR ? 2 * p.plane : 0) + first);
-    at.post = (char*)(p.post + (i64)t * 2 * p.plane + (DIR ? mirror : first));
+    at.other = p.table + (i64)t * PITCH + (DIR ? 0 : 2 * PLANE) + mirror;
+    at.own = p.table + (i64)t * PITCH + (DIR ? 2 * PLANE : 0) + first;
+    at.post = p.post + (i64)t * 2 * PLANE + (DIR ? mirror : first);
   }
   FORCED void fetch(const State* at, State* l, State* b) const {
     UNROLL
-    for (int k = 0; k < PAIRS; k++) l[k] = load_state(at - k), b[k] = load_state(at + p.plane + 1 - k);
+    for (int k = 0; k < PAIRS; k++) l[k] = load_state(at - k), b[k] = load_state(at + PLANE + 1 - k);
   }
-  FORCED static float posterior(State a, State b, State inverse) {  // inverse.m is 1 / Z's mantissa
-    return a.m * inverse.m * b.m * power(a.e + b.e - inverse.e);
-  }
+  FORCED static float posterior(State a, State b) { return a.m * b.m * power(a.e + b.e); }  // one of them is over Z
 
   bits ahead[PAIRS][AHEAD], blank_ahead;
+  State row_l[PAIRS], row_b[PAIRS];  // of the last frame, for a loss alone
 
-  // What the warp before hands on for the next AHEAD frames: waits until it is there, then says that it is taken.
+  // What the warp before hands on for the next AHEAD frames: waits until it is there, then says that it is taken. The
+  // first warp finds what its ring was filled with, zeros.
   FORCED void take(State (&before)[AHEAD], int lap, int slot) {
-    if (warp == 0) {
-      UNROLL
-      for (int i = 0; i < AHEAD; i++) before[i] = State{0.0f, NEVER};
-      return;
-    }
-    while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;  // the last to be written
+    if (warp > 0)
+      while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;  // the last to be written
     bool there;
     do {
       there = true;
       UNROLL
       for (int i = 0; i < AHEAD; i++) before[i] = get(mine + slot + i), there = there && (__float_as_int(before[i].m) < 0) == lap;
-    } while (!there);
+    } while (!there && warp > 0);
     UNROLL
     for (int i = 0; i < AHEAD; i++) before[i].m = fabsf(before[i].m);
     __syncwarp();
-    if (lane == 31) put(taken_before, count + AHEAD);
+    if (warp > 0 && lane == 31) put(taken_before, count + AHEAD);
   }
 
-  // And hands on its own: the value after frame r lies in slot r + 1.
+  // And hands on its own: the value after frame r lies in slot r + 1, of which only the last can be over the ring's end.
   FORCED void hand_on(const State (&last)[AHEAD], int lap, int slot) {
     if (lane < 31 || warp + 1 == warps) return;
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
-      const int over = slot + i + 1 == RING;
-      put(following + (over ? 0 : slot + i + 1), State{__int_as_float(__float_as_int(last[i].m) | (lap ^ over) << 31), last[i].e});
+      const bool over = i + 1 == AHEAD && slot + AHEAD == RING;
+      put(over ? following : following + slot + i + 1, State{__int_as_float(__float_as_int(last[i].m) | (lap ^ (int)over) << 31), last[i].e});
     }
   }
 
   // AHEAD frames from s0, whose scores are in `ahead`; FULL: two such blocks are left at least. What does not depend on
   // the states is done for all of them first: a warp has a scheduler to itself, and nothing else to wait with.
   template <bool SECOND, bool FULL>
-  FORCED void block(int s0, int to, State inverse, Stream& at, State (&other_l)[AHEAD][PAIRS], State (&other_b)[AHEAD][PAIRS]) {
-    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, row = (DIR ? -8 : 8) * p.pitch;
-    const int post_row = (DIR ? -8 : 8) * p.plane, lap = (count / RING & 1) ^ 1, slot = count % RING;
+  FORCED void block(int s0, int to, Stream& at, State (&other_l)[AHEAD][PAIRS], State (&other_b)[AHEAD][PAIRS]) {
+    constexpr int row = DIR ? -PITCH : PITCH, post_row = DIR ? -2 * PLANE : 2 * PLANE;
+    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, lap = (count / RING & 1) ^ 1, slot = count % RING;
     const State blanks = emission(ELEMENT::load(blank_ahead), p.limit);
     State before[AHEAD], last[AHEAD], emitted[AHEAD][PAIRS], by_blank[AHEAD];
+    __syncwarp();
+    if (lane < AHEAD) shown[lane] = blanks;
+    __syncwarp();
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
-      by_blank[i] = {__shfl_sync(~0u, blanks.m, i), __shfl_sync(~0u, blanks.e, i)};
+      by_blank[i] = shown[i];
       UNROLL
-      for (int k = 0; k < PAIRS; k++) {
-        emitted[i][k] = emission(ELEMENT::load(ahead[k][i]), p.limit);
-        if (FULL || s0 + i + AHEAD < to) ahead[k][i] = *moved<const bits>(at.z[k], step, i + AHEAD);
-      }
+      for (int k = 0; k < PAIRS; k++) emitted[i][k] = emission(ELEMENT::load(ahead[k][i]), p.limit);
     }
+    keep_order();  // loads into the registers that are free now; into others they would be waited for here
+    UNROLL
+    for (int i = 0; i < AHEAD; i++)
+      UNROLL
+      for (int k = 0; k < PAIRS; k++) if (FULL || s0 + i + AHEAD < to) ahead[k][i] = *moved<const bits>(at.z[k], step, i + AHEAD);
     if (lane < AHEAD && (FULL || s0 + AHEAD + lane < to)) blank_ahead = *moved<const bits>(at.z_blank, step, AHEAD + lane);
     take(before, lap, slot);
+    if (SECOND && s0 == half) before[0] = times(before[0], inverse);  // handed on before the middle
     count += AHEAD;
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
@@ -259,18 +263,18 @@ struct Lane {
           label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]);
           const State l1 = DIR ? l0 : label[k], b1 = DIR ? b0 : blank[k];  // beta's row is without the frame's own
           if (SECOND) {
-            const float g = posterior(l1, other_l[i][k], inverse), h = posterior(b1, other_b[i][k], inverse);
-            float* post = moved<float>(at.post, post_row, i);
+            const float g = posterior(l1, other_l[i][k]), h = posterior(b1, other_b[i][k]);
+            float* post = at.post + i * post_row;
             const int j = first + k;
-            if (!DIR) post[k] = g, post[p.plane + k] = h;
+            if (!DIR) post[k] = g, post[PLANE + k] = h;
             if (DIR && j < p.length) post[-k] = g;
-            if (DIR && j <= p.length) post[p.plane + 1 - k] = h;
-          } else {
-            store_state(moved<State>(at.own, row, i) + k, l1);
-            store_state(moved<State>(at.own, row, i) + p.plane + k, b1);
-          }
+            if (DIR && j <= p.length) post[PLANE + 1 - k] = h;
+          } else if (TABLES) {
+            store_state(at.own + i * row + k, l1);
+            store_state(at.own + i * row + PLANE + k, b1);
+          } else row_l[k] = l1, row_b[k] = b1;
         }
-        if (SECOND && (FULL || s0 + i + AHEAD < to)) fetch(moved<const State>(at.other, row, i + AHEAD), other_l[i], other_b[i]);
+        if (SECOND && (FULL || s0 + i + AHEAD < to)) fetch(at.other + (i + AHEAD) * row, other_l[i], other_b[i]);
       }
       last[i] = label[PAIRS - 1];
     }
@@ -282,13 +286,14 @@ struct Lane {
       label[k] = renormalised(label[k]), blank[k] = renormalised(blank[k]);
       at.z[k] = moved<const char>(at.z[k], step, AHEAD);
     }
-    at.z_blank = moved<const char>(at.z_blank, step, AHEAD), at.other = moved<const char>(at.other, row, AHEAD);
-    at.own = moved<char>(at.own, row, AHEAD), at.post = moved<char>(at.post, post_row, AHEAD);
+    at.z_blank = moved<const char>(at.z_blank, step, AHEAD);
+    at.other += AHEAD * row, at.own += AHEAD * row, at.post += AHEAD * post_row;
   }
 
   template <bool SECOND>
-  FORCED void run(int from, int to, State inverse) {
-    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step, row = (DIR ? -8 : 8) * p.pitch;
+  FORCED void run(int from, int to) {
+    constexpr int row = DIR ? -PITCH : PITCH;
+    const int step = (DIR ? -1 : 1) * (int)sizeof(bits) * p.step;
     State other_l[AHEAD][PAIRS], other_b[AHEAD][PAIRS];
     Stream at;
     start(at, from);
@@ -297,22 +302,26 @@ struct Lane {
       if (from + i < to) {
         UNROLL
         for (int k = 0; k < PAIRS; k++) ahead[k][i] = *moved<const bits>(at.z[k], step, i);
-        if (SECOND) fetch(moved<const State>(at.other, row, i), other_l[i], other_b[i]);
+        if (SECOND) fetch(at.other + i * row, other_l[i], other_b[i]);
       }
     if (lane < AHEAD && from + lane < to) blank_ahead = *moved<const bits>(at.z_blank, step, lane);
     int s0 = from;
-    for (; s0 + 2 * AHEAD <= to; s0 += AHEAD) block<SECOND, true>(s0, to, inverse, at, other_l, other_b);
-    for (; s0 < to; s0 += AHEAD) block<SECOND, false>(s0, to, inverse, at, other_l, other_b);
+    for (; s0 + 2 * AHEAD <= to; s0 += AHEAD) block<SECOND, true>(s0, to, at, other_l, other_b);
+    for (; s0 < to; s0 += AHEAD) block<SECOND, false>(s0, to, at, other_l, other_b);
+    if (!TABLES) {
+      UNROLL
+      for (int k = 0; k < PAIRS; k++) store_state(at.own + k, row_l[k]), store_state(at.own + PLANE + k, row_b[k]);
+    }
   }
 
   // Where alpha and beta meet, at frame `at`, both tables have a row. Z is their product, summed by each warp for itself
   // in an order that depends on the target alone.
   FORCED State label_at_meeting(int at, int j) const {
-    const State *alpha = p.table + (i64)at * p.pitch, *beta = alpha + 2 * p.plane;
+    const State *alpha = p.table + (i64)at * PITCH, *beta = alpha + 2 * PLANE;
     return times(load_from_afar(alpha + j), load_from_afar(beta + p.length - 1 - j));
   }
   FORCED State blank_at_meeting(int at, int j) const {
-    const State *alpha = p.table + (i64)at * p.pitch + p.plane, *beta = alpha + 2 * p.plane;
+    const State *alpha = p.table + (i64)at * PITCH + PLANE, *beta = alpha + 2 * PLANE;
     return times(load_from_afar(alpha + j), load_from_afar(beta + p.length - j));
   }
   FORCED State meet(int at) const {
@@ -324,13 +333,17 @@ struct Lane {
     for (int o = 16; o; o >>= 1) all = sum(all, State{__shfl_xor_sync(~0u, all.m, o), __shfl_xor_sync(~0u, all.e, o)});
     return renormalised(all);
   }
-  FORCED void posteriors_at_meeting(int at, State inverse) const {
-    const State one = {1.0f, 0};
-    float* post = p.post + (i64)at * 2 * p.plane;
+  FORCED void posteriors_at_meeting(int at) const {
+    float* post = p.post + (i64)at * 2 * PLANE;
     for (int j = first; j < first + PAIRS && j <= p.length; j++) {
-      if (j < p.length) post[j] = posterior(label_at_meeting(at, j), one, inverse);
-      post[p.plane + j] = posterior(blank_at_meeting(at, j), one, inverse);
+      if (j < p.length) post[j] = posterior(label_at_meeting(at, j), inverse);
+      post[PLANE + j] = posterior(blank_at_meeting(at, j), inverse);
     }
+  }
+  FORCED void divide_by(State total) {  // all that follows is linear, and the posteriors need no division of their own
+    inverse = {1.0f / total.m, -total.e};
+    UNROLL
+    for (int k = 0; k < PAIRS; k++) label[k] = times(label[k], inverse), blank[k] = times(blank[k], inverse);
   }
 };
 
@@ -340,15 +353,16 @@ FORCED State scan(const Problem& p, Shared& sh, int rank) {
   const int warp = (CLUSTER > 1 ? rank % SPLIT * EACH : 0) + threadIdx.x / 32 - (CLUSTER > 1 ? 0 : DIR * EACH);
   const int middle = (p.frames + 1) / 2, half = DIR ? p.frames - middle + 1 : middle;
   const bool works = warp < warps;
-  Lane<DIR> states(p, sh, warp, warps, lane, rank);
+  Lane<DIR> states(p, sh, warp, warps, lane, rank, half);
   sync_sequence();
-  if (works) states.template run<false>(0, half, State{0.0f, NEVER});
+  if (works) states.template run<false>(0, half);
   __syncwarp();
   sync_sequence();
-  const State total = states.meet(middle - 1), inverse = {1.0f / total.m, total.e};
-  if (works && total.m > 0.0f && p.pitch) {
-    if (DIR == 0) states.posteriors_at_meeting(middle - 1, inverse);
-    states.template run<true>(half, p.frames, inverse);
+  const State total = states.meet(middle - 1);
+  if (TABLES && works && total.m > 0.0f) {
+    states.divide_by(total);
+    if (DIR == 0) states.posteriors_at_meeting(middle - 1);
+    states.template run<true>(half, p.frames);
   }
   __syncwarp();
   if (SPLIT > 1) sync_sequence();  // none leaves while others write into it
@@ -358,8 +372,8 @@ FORCED State scan(const Problem& p, Shared& sh, int rank) {
 // The pitch of z's frames is below 2^29 elements, its classes are 1 apart. Targets beyond `width` columns are infeasible.
 extern "C" __global__ void SHAPE ctc_scan(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [T,N,C], [N,width], [N], [N]
-    State* table, float* post, State* log_z,  // [N,T+1,2,plane] or [N,2,2,plane], PAIRS more before it; [N,T,2,plane] or null; [N]
-    int stride_t, int stride_n, int T, int C, int width, int longest, int plane, int blank) {
+    State* table, float* post, State* log_z,  // [N,T+1,2,PLANE] or [N,2,2,PLANE], PAIRS more before it; [N,T,2,PLANE] or null; [N]
+    int stride_t, int stride_n, int T, int C, int width, int longest, int blank) {
   SHARED(Shared, sh);
   const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
   const i64 t_n = frames[n], l_n = lengths[n];
@@ -374,7 +388,7 @@ extern "C" __global__ void SHAPE ctc_scan(
     return;
   }
   const Problem p = {z + (i64)n * stride_n, stride_t, blank, (int)t_n, (int)l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
-                     table + (i64)n * (post ? T + 1 : 2) * 2 * plane, plane, post ? 2 * plane : 0, post + (i64)n * T * 2 * plane};
+                     table + (i64)n * (TABLES ? T + 1 : 2) * 2 * PLANE, post + (i64)n * T * 2 * PLANE};
   State total;
   if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH) total = scan<0>(p, sh, rank);
   else total = scan<1>(p, sh, rank);

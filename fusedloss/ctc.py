@@ -6,8 +6,8 @@
 __all__ = ['interleave', 'may_skip', 'ctc_graph', 'ctc_by_logz', 'alpha_table', 'share_back', 'ctc_loss', 'ctc_loss_with_logits',
            'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample', 'CTCPosteriors', 'ctc_posteriors']
 
-# %% ../nbs/13_ctc.ipynb #9a724189
-import functools, os, warnings
+# %% ../nbs/13_ctc.ipynb #67d647e2
+import functools, math, os, warnings
 from importlib.util import find_spec
 from typing import NamedTuple, Optional
 
@@ -256,14 +256,14 @@ def shares(lengths:Tensor, mean:bool, dtype) -> Tensor:
     if not mean: return torch.ones_like(lengths, dtype=dtype)
     return 1 / (lengths.clamp(min=1) * max(len(lengths), 1)).to(dtype)
 
-# %% ../nbs/13_ctc.ipynb #75e7b874
+# %% ../nbs/13_ctc.ipynb #d5d29374
 def log_sum(x:Tensor) -> Tensor:
-    "Log-sum-exp [T,N] float64 of [T,N,C]; with the maximum apart, large logits keep their digits."
+    "Log-sum-exp [T,N] float64 of [T,N,C]; the maximum apart: large logits keep their digits."
     top = x.amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     return top[..., 0].double() + (x - top).logsumexp(-1).double()
 
-# %% ../nbs/13_ctc.ipynb #0cb6c425
+# %% ../nbs/13_ctc.ipynb #7e6bd94d
 def plain_loss(
     z:Tensor, a:Lattice,  # [T,N,C]
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
@@ -281,7 +281,7 @@ def plain_loss(
     if not grad: return loss, None
     gammas = share_back(alphas, a.skip, a.frames, a.lengths)
     busy = on & (log_z != -torch.inf) & ~a.bad
-    dz = {LOGITS: lambda: x.softmax(-1), TORCH: x.exp, EXACT: lambda: torch.zeros_like(x)}[form]()
+    dz = x.softmax(-1) if form == LOGITS else x.exp() if form == TORCH else torch.zeros_like(x)
     dz = (dz - per_class(gammas, a.states, z.shape[2]).to(x.dtype)) * share.to(x.dtype)[:, None]
     return loss, torch.where(busy[..., None], dz, 0).to(z.dtype)
 
@@ -301,20 +301,21 @@ class ScanShape(NamedTuple):
     def threads(self) -> int:  # of a block
         return 32 * self.warps * (2 if self.cluster == 1 else 1)
 
-# %% ../nbs/13_ctc.ipynb #9a2eef2f
+# %% ../nbs/13_ctc.ipynb #c40ccdde
 def scan_shape(
     longest:int,  # target
     clusters:bool,  # whether the device has them
 ) -> Optional[ScanShape]:
     "The fewest blocks and states a lane that hold it; None for targets above 8191."
-    ladder = ([(1, 8, 2, 8), (1, 8, 4, 8), (1, 8, 8, 8), (2, 8, 8, 8), (4, 4, 8, 8), (4, 4, 8, 16)]
-              if clusters else [(1, 8, 1, 4), (2, 8, 1, 4), (4, 4, 1, 4), (4, 4, 1, 8)])
+    ladder = [(1, 8, 1, 4), (2, 8, 1, 4), (4, 4, 1, 4), (4, 4, 1, 8)]
+    if clusters: ladder = [(1, 8, 2, 8), (1, 8, 4, 8), (1, 8, 8, 8), (2, 8, 8, 8), (4, 4, 8, 8),
+                           (4, 4, 8, 16)]
     for pairs, ahead, cluster, most in ladder:
         warps = -(-(longest // (32 * pairs) + 1) // max(1, cluster // 2))
         warps = 1 << (warps - 1).bit_length()  # few sizes, few compilations
         if warps <= most: return ScanShape(pairs, ahead, cluster, warps)
 
-# %% ../nbs/13_ctc.ipynb #ce9fe3b1
+# %% ../nbs/13_ctc.ipynb #3c41d493
 def ctc_kernel(
     name:str,  # ctc_scan, ctc_grad, ctc_loss
     device:int,  # the current one
@@ -322,9 +323,9 @@ def ctc_kernel(
 ):  # a launcher, (blocks, threads, *arguments); None where nothing can compile it
     "A kernel of `cuda/ctc.cu`, compiled; it launches on torch's current stream."
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    by = _by_torch if hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy") else _by_cupy
+    by_torch = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
     try:
-        return by(cuda_source("ctc"), name, options)
+        return (_by_torch if by_torch else _by_cupy)(cuda_source("ctc"), name, options)
     except Exception as reason:  # of a compiler that is not there there are many kinds
         warnings.warn(f"cuda/ctc.cu was not compiled, and PyTorch takes its place: {reason!r}")
 
@@ -341,11 +342,12 @@ def kernel_shape(
     "How the kernels take this batch; None where they do not."
     return None if not runs_kernels(z) else scan_shape(p.width, capability(z.device) >= (9, 0))
 
-# %% ../nbs/13_ctc.ipynb #94688fbf
+# %% ../nbs/13_ctc.ipynb #1186b1d5
 @functools.cache
 def kernels_for(
     device:int, dtype:torch.dtype, C:int, form:int,
-    s:Optional[ScanShape],  # None: for backward alone
+    s:Optional[ScanShape]=None,  # None: for backward alone
+    tables:bool=True,  # False: for a loss alone
 ):
     "Launchers of the scan, the gradient, the loss and its factor, and rows a block; or None."
     element, threads = ELEMENTS[dtype], 32 if C <= 1024 else 256
@@ -353,10 +355,11 @@ def kernels_for(
                 NORMALISE=int(form == LOGITS), SOFTMAX=int(form != EXACT))
     kernels = [ctc_kernel(f"ctc_{name}", device, **turn) for name in ("grad", "loss", "scale")]
     if s: kernels.insert(0, ctc_kernel("ctc_scan", device, ELEMENT=element, PAIRS=s.pairs,
-                                       AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads))
+                                       AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads,
+                                       TABLES=int(tables)))
     return None if None in kernels else (*kernels, 256 // threads)
 
-# %% ../nbs/13_ctc.ipynb #2bf00472
+# %% ../nbs/13_ctc.ipynb #0b92168c
 def run_scan(
     z:Tensor, p:Problem, s:ScanShape, scan,  # [T,N,C]; scan: the launcher
     blank:int, tables:bool,  # False: for the loss alone
@@ -367,10 +370,10 @@ def run_scan(
     table = new((N * (T + 1 if tables else 2) * s.plane + 2 * s.pairs) * 4)[4 * s.pairs:]
     post, log_z = new((N, T, 2, s.plane)) if tables else None, new((N, 2))
     scan(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
-         *z.stride()[:2], T, C, p.y.shape[1], p.longest, s.plane, blank)
+         *z.stride()[:2], T, C, p.y.shape[1], p.longest, blank)
     return log_z, post
 
-# %% ../nbs/13_ctc.ipynb #9d03ca68
+# %% ../nbs/13_ctc.ipynb #fb07854b
 def launch_ctc(
     z:Tensor, p:Problem, s:ScanShape,  # [T,N,C]
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
@@ -379,7 +382,7 @@ def launch_ctc(
     if z.stride(2) != 1: z = z.contiguous()
     (T, N, C), dz = z.shape, torch.empty_like(z) if grad else None
     with on_device(z):
-        kernels = kernels_for(z.get_device(), z.dtype, C, form, s)
+        kernels = kernels_for(z.get_device(), z.dtype, C, form, s, grad)
         if kernels is None: return None
         scan, turn, total, _, rows = kernels
         log_z, post = run_scan(z, p, s, scan, blank, grad)
@@ -403,7 +406,7 @@ def ctc_forward(
     loss, dz = out or plain_loss(z, lattice(z, p, blank), *how)
     return loss, z.new_empty(0) if dz is None else dz
 
-# %% ../nbs/13_ctc.ipynb #086211e6
+# %% ../nbs/13_ctc.ipynb #a233886b
 def launch_scale(
     g:Tensor, dz:Tensor, out:Tensor, share:Optional[Tensor],  # [N], [T,N,C] twice, [N]
 ) -> bool:  # False where the kernel cannot be had
@@ -411,7 +414,7 @@ def launch_scale(
     if not runs_kernels(dz) or dz.stride(2) != 1: return False
     (T, N, C), many = dz.shape, 8 * 132
     with on_device(dz):
-        kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS, None)
+        kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS)
         if kernels is None: return False
         *_, scale, rows = kernels
         scale(min(many, -(-T * N // rows)), 256, dz, out, g, share, g.stride(0),
@@ -591,7 +594,7 @@ def ctc_loss_with_logits(
     return reduced_ctc(logits, targets, input_lengths, target_lengths, blank, reduction,
                        zero_infinity, LOGITS, "logits")
 
-# %% ../nbs/13_ctc.ipynb #ffb7ed18
+# %% ../nbs/13_ctc.ipynb #85799be9
 class CTCLoss(torch.nn.Module):
     "`torch.nn.CTCLoss`, of log-probabilities or of logits."
     def __init__(self,
@@ -602,7 +605,9 @@ class CTCLoss(torch.nn.Module):
         self.blank, self.reduction, self.zero_infinity = blank, reduction, zero_infinity
         self.logits = logits
 
-    def forward(self, log_probs:Tensor, targets:Tensor, input_lengths, target_lengths) -> Tensor:
+    def forward(self,
+        log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
+    ) -> Tensor:
         loss = ctc_loss_with_logits if self.logits else ctc_loss
         return loss(log_probs, targets, input_lengths, target_lengths, self.blank,
                     self.reduction, self.zero_infinity)
@@ -619,22 +624,21 @@ class Alignment(NamedTuple):
     states: Tensor  # [N,T] 2k+1 for the target's label k, 2k for the blank before it
     frame_scores: Tensor  # [N,T] log-probability of each frame's class; 0 beyond
 
-# %% ../nbs/13_ctc.ipynb #b9485e5d
-def lattice_of(log_probs, targets, input_lengths, target_lengths, blank) -> tuple[Lattice, bool]:
-    "What the loops need, from the arguments of `ctc_loss`; whether it was a single sequence."
+# %% ../nbs/13_ctc.ipynb #f2fe42ac
+def ready(log_probs, targets, input_lengths, target_lengths, blank):
+    "The arguments of `ctc_loss` as a batch and a `Problem`; whether it was a single sequence."
     z, targets = batched(log_probs.detach(), targets, log_probs.dim() == 2)
     check_ctc(z, targets, blank, "none", "log_probs")
     frames, lengths = (as_lengths(t, label, z.shape[1]) for t, label in
                        ((input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
-    p = prepared(z, targets, frames, lengths)
-    return lattice(z, p, blank), log_probs.dim() == 2
+    return z, prepared(z, targets, frames, lengths), log_probs.dim() == 2
 
 # %% ../nbs/13_ctc.ipynb #d5ff0e0f
 def unbatch(results:tuple, alone:bool) -> tuple:
     "The first of each where there was no batch."
     return type(results)(*(t[0] for t in results)) if alone else results
 
-# %% ../nbs/13_ctc.ipynb #27082343
+# %% ../nbs/13_ctc.ipynb #6fd5a234
 def aligned(a:Lattice, S:Semiring, dtype) -> Alignment:
     "The path that `S` marks."
     alphas = alpha_table(a.emitted, a.skip, a.frames, Max if S is Max else Log)
@@ -642,7 +646,7 @@ def aligned(a:Lattice, S:Semiring, dtype) -> Alignment:
     there = (marks.amax(-1) > 0) & ~a.bad  # [T,N]
     states = torch.where(there, marks.argmax(-1), -1)
     at = states.clamp(min=0)
-    labels = torch.where(there, a.states.expand(*marks.shape).gather(2, at[..., None])[..., 0], -1)
+    labels = a.states.gather(1, at.T).T.where(there, -1)
     scores = torch.where(there, a.emitted.gather(2, at[..., None])[..., 0], 0)
     exists = (log_likelihood(alphas, a.lengths) != -torch.inf) & ~a.bad
     total = torch.where(exists, scores.sum(0), torch.where(a.bad, torch.nan, -torch.inf))
@@ -651,24 +655,24 @@ def aligned(a:Lattice, S:Semiring, dtype) -> Alignment:
 # %% ../nbs/13_ctc.ipynb #b8f86189
 def out_dtype(t:Tensor): return f64 if t.dtype == f64 else f32
 
-# %% ../nbs/13_ctc.ipynb #3b0d17d4
+# %% ../nbs/13_ctc.ipynb #2f6eb59d
 def forced_align(
     log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
     blank:int=0,
 ) -> Alignment:
     "The best path of each sequence; of equals always the same one."
-    a, alone = lattice_of(log_probs, targets, input_lengths, target_lengths, blank)
-    return unbatch(aligned(a, Max, out_dtype(log_probs)), alone)
+    z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
+    return unbatch(aligned(lattice(z, p, blank), Max, out_dtype(log_probs)), alone)
 
-# %% ../nbs/13_ctc.ipynb #347c6028
+# %% ../nbs/13_ctc.ipynb #6e1648ce
 def ctc_sample(
     log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
     blank:int=0,
     generator:Optional[torch.Generator]=None,  # on the device of the log-probabilities
 ) -> Alignment:
     "A random path of each sequence, drawn with its probability."
-    a, alone = lattice_of(log_probs, targets, input_lengths, target_lengths, blank)
-    return unbatch(aligned(a, Sample(generator), out_dtype(log_probs)), alone)
+    z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
+    return unbatch(aligned(lattice(z, p, blank), Sample(generator), out_dtype(log_probs)), alone)
 
 # %% ../nbs/13_ctc.ipynb #14b9df82
 class CTCPosteriors(NamedTuple):
@@ -677,18 +681,48 @@ class CTCPosteriors(NamedTuple):
     log_likelihood: Tensor  # [N] log of the sum over all paths; −∞ where there is none
     entropy: Tensor  # [N] of the path, in nats
 
-# %% ../nbs/13_ctc.ipynb #649fe50c
+# %% ../nbs/13_ctc.ipynb #669d8733
+def plain_posteriors(z:Tensor, p:Problem, blank:int) -> tuple[Tensor, Tensor]:
+    "γ [T,N,S] and log Z [N], NaN for targets or lengths that cannot be."
+    a = lattice(z, p, blank)
+    alphas = alpha_table(a.emitted, a.skip, a.frames)
+    gammas = share_back(alphas, a.skip, a.frames, a.lengths)
+    log_z = log_likelihood(alphas, a.lengths).masked_fill(a.bad, torch.nan)
+    return gammas.masked_fill(a.bad[:, None], 0), log_z
+
+# %% ../nbs/13_ctc.ipynb #4e7140af
+def kernel_posteriors(
+    z:Tensor, p:Problem, s:ScanShape, blank:int,
+) -> Optional[tuple[Tensor, Tensor]]:  # as `plain_posteriors`; None: no kernel to be had
+    "γ and log Z of the scan."
+    if z.stride(2) != 1: z = z.contiguous()
+    with on_device(z):
+        kernels = kernels_for(z.get_device(), z.dtype, z.shape[2], EXACT, s)
+        if kernels is None: return None
+        log_z, post = run_scan(z, p, s, kernels[0], blank, True)
+    pairs = post[..., :p.width + 1].permute(1, 0, 3, 2)  # [T,N,width+1,2]: a label, its blank
+    gammas, m = pairs.flip(-1).flatten(2)[..., :2 * p.width + 1], log_z[:, :1].double()
+    t = torch.arange(len(z), device=z.device)[:, None, None]
+    at = torch.arange(gammas.shape[2], device=z.device)
+    on = (t < p.frames[:, None]) & (at <= 2 * p.lengths[:, None]) & (m > 0)
+    gammas = gammas.where(on, 0)
+    gammas = gammas / gammas.sum(-1, keepdim=True).where(on[..., :1], 1)
+    return gammas, (m.log() + log_z[:, 1:].view(torch.int32) * math.log(2))[:, 0]
+
+# %% ../nbs/13_ctc.ipynb #71cd4cab
 @torch.no_grad()
 def ctc_posteriors(
     log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
     blank:int=0,
 ) -> CTCPosteriors:
     "Where the paths are, and how far they agree."
-    a, alone = lattice_of(log_probs, targets, input_lengths, target_lengths, blank)
-    alphas = alpha_table(a.emitted, a.skip, a.frames)
-    gammas, log_z = share_back(alphas, a.skip, a.frames, a.lengths), log_likelihood(alphas, a.lengths)
-    mean = torch.where(gammas > 0, gammas * a.emitted, 0).sum((0, 2))
+    z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
+    s = kernel_shape(z, p)
+    found = kernel_posteriors(z, p, s, blank) if s else None
+    gammas, log_z = found or plain_posteriors(z, p, blank)
+    states = interleave(usable(p, *z.shape[::2], blank)[0], blank)
+    emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
+    mean = torch.where(gammas > 0, gammas * emitted, 0).sum((0, 2))
     entropy = torch.where(log_z == -torch.inf, 0, log_z - mean).clamp(min=0)
-    gammas, entropy = gammas.masked_fill(a.bad[:, None], 0), entropy.masked_fill(a.bad, torch.nan)
-    results = gammas.transpose(0, 1), log_z.masked_fill(a.bad, torch.nan), entropy
+    results = gammas.transpose(0, 1), log_z, entropy
     return unbatch(CTCPosteriors(*(t.to(out_dtype(log_probs)) for t in results)), alone)

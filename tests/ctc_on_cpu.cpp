@@ -6,6 +6,7 @@ inline State load_from_afar(const State* p);
 inline void store_state(State* p, State s);
 inline void put(State* p, State s);
 inline State get(const State* p);
+inline void keep_order() {}
 inline void put(int* p, int v) { *p = v; }
 inline unsigned warp_total(unsigned v) { for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o); return v; }
 inline int get(const int* p) { yield(); return *(volatile const int*)p; }
@@ -18,8 +19,8 @@ inline State get(const State* p) { static int n; if (++n % 7 == 0) yield(); retu
 
 #ifdef PAIRS
 extern "C" void run_scan(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths, State* table,
-                         float* post, State* log_z, int st, int sn, int T, int C, int width, int longest, int plane, int blank) {
-  launch(grid, threads, CLUSTER, [=] { ctc_scan(z, y, frames, lengths, table, post, log_z, st, sn, T, C, width, longest, plane, blank); }, seed);
+                         float* post, State* log_z, int st, int sn, int T, int C, int width, int longest, int blank) {
+  launch(grid, threads, CLUSTER, [=] { ctc_scan(z, y, frames, lengths, table, post, log_z, st, sn, T, C, width, longest, blank); }, seed);
 }
 #else
 extern "C" void run_grad(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths, const float* post,

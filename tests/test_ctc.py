@@ -229,7 +229,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_scan_in_other_shapes_and_orders(shape, seed, with_kernels, monkeypatch):
     shape = fusedloss.ctc.ScanShape(*shape)
     monkeypatch.setattr(fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
@@ -335,7 +335,17 @@ def test_the_kernels_source_with_long_targets(T, L, with_kernels):
     assert (dz.double() - truth[1]).abs().max() <= 2e-6
 
 
-VARIANTS = [dict(ELEMENT=e, PAIRS=p, AHEAD=a, CLUSTER=c, THREADS=t) for e, p, a, c, t in
+@pytest.mark.parametrize("name", ["ragged", "T 0 and 1, infeasible", "repeats", "three warps", "no columns of targets"])
+def test_posteriors_by_the_kernels_source(name, with_kernels, monkeypatch):
+    z, y, frames, lengths, blank = hard(name)
+    for x in (z.log_softmax(-1), z.bfloat16()):
+        ours = ctc_posteriors(x, y, frames, lengths, blank)
+        for a, b in zip(ours, ctc_posteriors(x.double(), y, frames, lengths, blank)):
+            assert a.dtype == f32
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+VARIANTS = [dict(ELEMENT=e, PAIRS=p, AHEAD=a, CLUSTER=c, THREADS=t, TABLES=int(t != 256)) for e, p, a, c, t in
             [("f32", 1, 8, 1, 256), ("bf16", 4, 4, 1, 512), ("f16", 1, 8, 2, 128), ("f32", 1, 8, 8, 256), ("f32", 4, 4, 8, 512)]]
 VARIANTS += [dict(ELEMENT=e, PER=p, ROWTHREADS=r, NORMALISE=n, SOFTMAX=s) for e, p, r, n, s in
              [("f32", 1, 32, 1, 1), ("bf16", 32, 32, 0, 1), ("f16", 32, 256, 1, 1), ("f32", 5, 256, 0, 0)]]
@@ -885,9 +895,9 @@ KERNEL_MUTANTS = {  # what is wrong: (text of cuda/ctc.cu, what stands in its pl
     "states are not renormalised": ("label[k] = renormalised(label[k]), blank[k] = renormalised(blank[k]);", ""),
     "beta has its frame's emission": ("const State l1 = DIR ? l0 : label[k], b1 = DIR ? b0 : blank[k];", "const State l1 = label[k], b1 = blank[k];"),
     "alpha and beta meet a frame apart": ("half = DIR ? p.frames - middle + 1 : middle;", "half = DIR ? p.frames - middle : middle;"),
-    "a warp does not wait for the one before": ("} while (!there);", "} while (false);", "while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;", ""),
+    "a warp does not wait for the one before": ("} while (!there && warp > 0);", "} while (false);", "while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;", ";"),
     "a ring is written before it is read": ("while (get(taken_mine) < count + AHEAD - RING) ;", ""),
-    "the lap of a ring is not told": ("| (lap ^ over) << 31)", "| lap << 31)"),
+    "the lap of a ring is not told": ("| (lap ^ (int)over) << 31", "| lap << 31"),
     "lane 0 takes its neighbour from lane 31": ("if (lane == 0) up = before[i];", ""),
     "exponents are shared by a pair": ("label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]);",
                                        "label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]); { const int e = max(label[k].e, blank[k].e);"
