@@ -1,7 +1,7 @@
 // CTC over a segment of the frames, so that tables of a segment are enough. The text of ctc.cu stands before this one.
-//   ctc_segment  Without `post` alpha alone goes through the segment, from the states where it begins to those where it
-//                ends. With `post` alpha begins there again, beta where the segment after it left off; they meet in the
-//                middle, cross and leave posteriors, and beta's states for the segment before.
+//   ctc_segment  TABLES 0: alpha alone goes through the segment, from the states where it begins to those where it ends.
+//                TABLES 1: alpha begins there again, beta where the segment after it left off; they meet in the middle,
+//                cross and leave posteriors, and beta's states for the segment before.
 // Grid: CLUSTER N blocks of THREADS. Labels are classes of z, 0 is the blank; lengths are in range.
 
 // States at an edge of the segment: [2, pitch], labels and blanks as their direction reads them.
@@ -36,19 +36,20 @@ FORCED void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
   const int warp = (CLUSTER > 1 ? rank % SPLIT * EACH : 0) + threadIdx.x / 32 - (CLUSTER > 1 ? 0 : DIR * EACH);
   const int middle = (p.frames + 1) / 2, half = DIR ? p.frames - middle + 1 : middle;
   const bool works = warp < warps;
-  Lane<DIR> states(p, sh, warp, warps, lane, rank);
+  Lane<DIR> states(p, sh, warp, warps, lane, rank, half);
   if (works && edge.from) load_states(states, edge.from, edge.pitch);
   sync_sequence();
-  if (!p.pitch) {
-    if (works && DIR == 0) states.template run<false>(0, p.frames, State{0.0f, NEVER});
+  if (!TABLES) {
+    if (works && DIR == 0) states.template run<false>(0, p.frames);
   } else {
-    if (works) states.template run<false>(0, half, State{0.0f, NEVER});
+    if (works) states.template run<false>(0, half);
     __syncwarp();
     sync_sequence();
-    const State total = states.meet(middle - 1), inverse = {1.0f / total.m, total.e};
+    const State total = states.meet(middle - 1);
     if (works && total.m > 0.0f) {
-      if (DIR == 0) states.posteriors_at_meeting(middle - 1, inverse);
-      states.template run<true>(half, p.frames, inverse);
+      states.divide_by(total);
+      if (DIR == 0) states.posteriors_at_meeting(middle - 1);
+      states.template run<true>(half, p.frames);
     }
   }
   if (works && edge.to) store_states(states, edge.to, edge.pitch);
@@ -58,9 +59,9 @@ FORCED void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
 
 extern "C" __global__ void SHAPE ctc_segment(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [K,N,C], [N,width]; [N] of the whole sequences
-    const State* alpha_from, State* alpha_to, State* beta,  // [N,2,pitch] each or null; beta is read, then written
-    State* table, float* post, State* log_z,  // [N,K+1,2,plane] or [N,2,2,plane], PAIRS more before; [N,K,2,plane] or null; [N]
-    int stride_t, int stride_n, int begin, int K, int width, int pitch, int plane) {
+    const State* alpha_from, State* alpha_to, State* beta,  // [N,2,pitch] each or null; beta, up to a factor, is read, then written
+    State* table, float* post, State* log_z,  // [N,K+1,2,PLANE] or [N,2,2,PLANE], PAIRS more before; [N,K,2,PLANE] or null; [N]
+    int stride_t, int stride_n, int begin, int K, int width, int pitch) {
   SHARED(Shared, sh);
   const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
   const int t_n = (int)frames[n], l_n = (int)min(lengths[n], (i64)t_n + 1);
@@ -68,11 +69,11 @@ extern "C" __global__ void SHAPE ctc_segment(
   const bool last = t_n - begin <= K;
   const i64 at = (i64)n * 2 * pitch;
   const Problem p = {z + (i64)n * stride_n, stride_t, 0, last ? t_n - begin : K, l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
-                     table + (i64)n * (post ? K + 1 : 2) * 2 * plane, plane, post ? 2 * plane : 0, post + (i64)n * K * 2 * plane};
+                     table + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE, post + (i64)n * K * 2 * PLANE};
   if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH)
     segment<0>(p, Edge{alpha_from ? alpha_from + at : nullptr, alpha_to ? alpha_to + at : nullptr, pitch}, sh, rank);
   else segment<1>(p, Edge{beta && !last ? beta + at : nullptr, beta ? beta + at : nullptr, pitch}, sh, rank);
-  if (!post && last && rank == 0 && threadIdx.x == 0) {
+  if (!TABLES && last && rank == 0 && threadIdx.x == 0) {
     State total = load_from_afar(alpha_to + at + pitch + l_n);
     if (l_n) total = sum(total, load_from_afar(alpha_to + at + l_n - 1));
     total = renormalised(total);

@@ -177,14 +177,17 @@ def plain_gammas(
         state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
     return gammas, state
 
-# %% ../nbs/14_linear_ctc.ipynb #1439518c
+# %% ../nbs/14_linear_ctc.ipynb #fe0202e5
 @functools.cache
-def segment_kernel(device:int, s:ScanShape):
+def segment_kernel(
+    device:int, s:ScanShape,
+    tables:bool,  # False: for α alone
+):
     "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
     alone = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
     by = _by_torch if alone else _by_cupy
     constants = dict(ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster,
-                     THREADS=s.threads)
+                     THREADS=s.threads, TABLES=int(tables))
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
     try:
         return by(cuda_source("ctc") + cuda_source("linear_ctc"), "ctc_segment", options)
@@ -192,15 +195,16 @@ def segment_kernel(device:int, s:ScanShape):
         warnings.warn("cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: "
                       f"{reason!r}")
 
-# %% ../nbs/14_linear_ctc.ipynb #04c8b201
+# %% ../nbs/14_linear_ctc.ipynb #058b654d
 class Scan(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
-    run: object  # launches `ctc_segment`
+    ahead: object  # launches `ctc_segment` without tables
+    both: object  # and with them
     turn: object  # launches stage 13's `ctc_grad`
     rows: int  # of its blocks
 
-# %% ../nbs/14_linear_ctc.ipynb #b2857129
+# %% ../nbs/14_linear_ctc.ipynb #71f55385
 def scan_of(b:Batch) -> Optional[Scan]:
     "The kernels for a batch; None where they do not take it."
     (T, N), C = b.x.shape[:2], b.classes.shape[1]
@@ -210,10 +214,11 @@ def scan_of(b:Batch) -> Optional[Scan]:
     if s is None: return None
     with on_device(b.x):
         device = b.x.get_device()
-        run, turns = segment_kernel(device, s), kernels_for(device, f32, C, TORCH, None)
-    return None if run is None or turns is None else Scan(s, run, turns[0], turns[-1])
+        runs = [segment_kernel(device, s, tables) for tables in (False, True)]
+        turns = kernels_for(device, f32, C, TORCH)
+    return None if None in (*runs, turns) else Scan(s, *runs, turns[0], turns[-1])
 
-# %% ../nbs/14_linear_ctc.ipynb #47436cf1
+# %% ../nbs/14_linear_ctc.ipynb #0a12743c
 def launch_segment(
     scan:Scan, b:Batch, s:Segment, e:Tensor,  # [K,N,W+1] of `emissions`
     start:Optional[Tensor], end:Optional[Tensor],  # [N,2,W+1] of α, before and after; or None
@@ -225,10 +230,10 @@ def launch_segment(
     # as the kernel crosses, it also looks at the pairs before the first
     table = new((N * (K + 1 if both else 2) * shape.plane + 2 * shape.pairs) * 4)
     post = new((N, K, 2, shape.plane)) if both else None
+    run = scan.both if both else scan.ahead
     with on_device(e):
-        scan.run(N * shape.cluster, shape.threads, e, b.y, b.frames, b.lengths, start, end,
-                 beta, table[4 * shape.pairs:], post, log_z, *e.stride()[:2], s.at.start, K,
-                 C - 1, C, shape.plane)
+        run(N * shape.cluster, shape.threads, e, b.y, b.frames, b.lengths, start, end, beta,
+            table[4 * shape.pairs:], post, log_z, *e.stride()[:2], s.at.start, K, C - 1, C)
     return post
 
 # %% ../nbs/14_linear_ctc.ipynb #5ef0dd0f

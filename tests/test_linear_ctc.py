@@ -69,8 +69,8 @@ def use_lattice(kernel, module, monkeypatch, shape=None):
     monkeypatch.setattr(module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
     monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
-    monkeypatch.setattr(module, "segment_kernel", lambda device, s: kernel(
-        "ctc_segment", device, ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads))
+    monkeypatch.setattr(module, "segment_kernel", lambda device, s, tables: kernel(
+        "ctc_segment", device, ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads, TABLES=int(tables)))
 
 
 @pytest.fixture(autouse=True)
@@ -555,13 +555,14 @@ def test_autocast_as_a_linear_layer(device):
 
 # the kernel's source
 
-@pytest.mark.parametrize("arch, shape", [(75, (1, 8, 1, 256)), (80, (4, 4, 1, 512)), (90, (1, 8, 8, 256)), (100, (4, 4, 8, 512))], ids=str)
+@pytest.mark.parametrize("arch, shape", [(75, (1, 8, 1, 256, 1)), (80, (4, 4, 1, 512, 1)), (90, (1, 8, 8, 256, 0)), (90, (1, 8, 8, 256, 1)),
+                                         (100, (4, 4, 8, 512, 1))], ids=str)
 def test_the_kernel_compiles_without_a_gpu(arch, shape, tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc on this machine")
     source = tmp_path / "linear_ctc.cu"
     source.write_text(cuda_source("ctc") + cuda_source("linear_ctc"), encoding="utf-8")
-    constants = dict(zip(("ELEMENT", "PAIRS", "AHEAD", "CLUSTER", "THREADS"), ("f32", *shape)))
+    constants = dict(zip(("ELEMENT", "PAIRS", "AHEAD", "CLUSTER", "THREADS", "TABLES"), ("f32", *shape)))
     compiled(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"], tmp_path / "out", constants, source)
 
 
@@ -572,7 +573,7 @@ def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
     monkeypatch.setattr(fusedloss.linear_ctc, "_by_torch", missing)
     fusedloss.linear_ctc.segment_kernel.cache_clear()
     with pytest.warns(UserWarning, match="PyTorch takes its place.*no NVRTC"):
-        assert fusedloss.linear_ctc.segment_kernel(0, ScanShape(1, 8, 1, 4)) is None
+        assert fusedloss.linear_ctc.segment_kernel(0, ScanShape(1, 8, 1, 4), True) is None
     fusedloss.linear_ctc.segment_kernel.cache_clear()
 
 
