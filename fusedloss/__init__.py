@@ -7,6 +7,7 @@ from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.kernels import CrossEntropyStats, cross_entropy
+from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy, plan
 from fusedloss.margins import margin_cross_entropy
 from fusedloss.partial_fc import NegativeSampler, PartialFC, RowSparse
@@ -17,6 +18,6 @@ from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entro
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
            "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "baseline_linear_cross_entropy",
            "chunked_linear_cross_entropy", "cross_entropy", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors",
-           "forced_align", "iota_cross_entropy", "linear_cross_entropy", "logz", "margin_cross_entropy", "margins",
-           "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather", "sample", "semirings",
-           "tiled_linear_cross_entropy", "viterbi"]
+           "forced_align", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "logz",
+           "margin_cross_entropy", "margins", "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather",
+           "sample", "semirings", "tiled_linear_cross_entropy", "viterbi"]
