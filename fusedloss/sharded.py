@@ -14,7 +14,7 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
            'square_of_all']
 
-# %% ../nbs/10_sharded.ipynb #d83c6051
+# %% ../nbs/10_sharded.ipynb #5e5ab001
 import copy
 import functools
 import math
@@ -35,7 +35,7 @@ from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
     apply_update, as_rows, check_features, choose_columns, Columns, distinct_values, head_dtype,
     head_stats, HeadStats, live_rows, mean_loss, NegativeSampler, PartialFC, _PartialLse,
-    picks_kernel, row_index, row_state, RowIndex, rows_gradient, RowSparse, scoring_of,
+    picks_kernel, row_index, RowIndex, rows_gradient, RowSparse, scoring_of,
     update_of, with_centers)
 from fusedloss.recompute import (
     chunk_scores, fastest, is_busy, launch_dz, lse_kernel, merge_kernel, multiprocessors,
@@ -322,7 +322,7 @@ def pack(
     p.weights[:n] = 1.0 if token_weight is None else token_weight
     return bytes_
 
-# %% ../nbs/10_sharded.ipynb #90e3e620
+# %% ../nbs/10_sharded.ipynb #11d1d2b3
 def everyone(
     t:Tensor,  # of one shape on all ranks
     s:Shards,
@@ -330,8 +330,7 @@ def everyone(
     "What every rank has, in order."
     if s.group is None: return t[None]
     out = t.new_empty((s.ranks, *t.shape))
-    dist.all_gather_into_tensor(out.view(-1, *t.shape[1:]) if t.dim() else out, t.contiguous(),
-                                group=s.group)
+    if t.numel(): dist.all_gather_into_tensor(out.flatten(0, 1), t.contiguous(), group=s.group)
     return out
 
 def summed(t:Tensor, s:Shards) -> Tensor:
@@ -361,13 +360,13 @@ def gather_rows(
     weights = None if token_weight is None else p.weights.to(acc_dtype(x.dtype))
     return p.features, p.labels.contiguous(), weights
 
-# %% ../nbs/10_sharded.ipynb #ddb12560
+# %% ../nbs/10_sharded.ipynb #b310944c
 def send_home(
     total:Tensor,  # [N,H], what this rank adds
     b:Batch, s:Shards,
 ) -> Callable[[], Tensor]:  # returns [own,H]
     "Start the sum over ranks, each row to its rank; what is returned waits for it."
-    if s.group is None: return lambda: total[:b.own]
+    if s.group is None or not total.numel(): return lambda: total[:b.own]
     out, start = total, dist.all_reduce
     if not b.shared:
         out = total.new_empty(b.rows, total.shape[1])
@@ -765,10 +764,9 @@ class _NoClasses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_): return tuple(torch.zeros_like(t) for t in ctx.saved_tensors)
 
-# %% ../nbs/10_sharded.ipynb #852c0f99
+# %% ../nbs/10_sharded.ipynb #6f49d3ef
 def local_statistics(
-    head:nn.Module, x:Tensor, w:Tensor, known:Tensor, columns:Columns, s:Shards,
-    dtype:torch.dtype,
+    head:nn.Module, x:Tensor, w:Tensor, columns:Columns, s:Shards, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest other score: [N] each
     "Stage 9's statistics of this rank's rows."
     if not len(w): return _NoClasses.apply(x, w)
@@ -778,12 +776,12 @@ def local_statistics(
         if head.sparse:
             index = index + s.start * head.centers  # as the whole weight counts
             head.weight.grad_rows = RowIndex(index, rows)
-    kept = torch.where(known, torch.arange(len(x), device=x.device), -1)
+    every = torch.arange(len(x), device=x.device)
     kernel = picks_kernel(head.method, x, dtype, o)
-    return _PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
+    return _PartialLse.apply(x, w, every, rows, index, columns.slot, columns.shift, head.sparse,
                              dtype, kernel, *o)
 
-# %% ../nbs/10_sharded.ipynb #60d83980
+# %% ../nbs/10_sharded.ipynb #ecd9a2e4
 def spread_head_loss(
     head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
     dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
@@ -796,7 +794,8 @@ def spread_head_loss(
     columns = choose_columns(y, here, s.stop - s.start, sampler, acc_dtype(x.dtype), s.start)
     if sampler is not None: sampler.advance()
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
-    parts = local_statistics(head, x, w, known, columns, s, dtype)
+    x = torch.where(known[:, None], x, 0.0)  # what a row without a label holds is nobody's
+    parts = local_statistics(head, x, w, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
@@ -903,14 +902,21 @@ def grown_alone(head:nn.Module, change:Callable, args:tuple):
            "ranks, change it, save it", "a mesh")
     return change(*args)
 
-# %% ../nbs/10_sharded.ipynb #a6f403f7
+# %% ../nbs/10_sharded.ipynb #d33a69bc
 def local_state(p:Tensor, state:dict, names:tuple, counts:bool) -> tuple:
-    "`row_state` of this rank's rows of a DTensor; what it makes becomes part of the state."
-    here = {k: t.to_local() if spread_on(t) else t for k, t in state.items()}
-    held = row_state(here, p.to_local(), names, counts)
-    for name, t in here.items():
-        if state.get(name) is None: state[name] = whole_tensor(t, p) if t.dim() else t
-    return held
+    "`row_state` of a DTensor; what is missing is made on every rank, rows or none."
+    here, steps = p.to_local(), int(state.setdefault("step", torch.tensor(0)))
+    for name in names:
+        if state.get(name) is None: state[name] = torch.zeros_like(p, dtype=acc_dtype(p.dtype))
+        expect(state[name].shape == p.shape, "state", f"{list(p.shape)}, as the weight",
+               list(state[name].shape))
+    if counts and "row_steps" not in state:
+        rows = torch.full((len(here) if p.dim() > 1 else 1,), steps, dtype=torch.int32,
+                          device=here.device)
+        state["row_steps"] = whole_tensor(rows, p) if p.dim() > 1 else rows
+    rows = [as_rows(state[name].to_local()) for name in names if here.numel()]
+    times = state["row_steps"] if counts else None
+    return *rows, *[None] * (2 - len(rows)), times.to_local() if spread_on(times) else times
 
 def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or None, values
     "A DTensor's gradient as `apply_update` takes it."
