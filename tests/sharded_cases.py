@@ -19,7 +19,9 @@ from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
 
 f32, f64 = torch.float32, torch.float64
-CASES = {}
+DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
+CASES, ON_GPUS = {}, ("losses_and_gradients", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
+                      "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "curves_do_not_know_the_ranks")
 
 
 def case(fn):
@@ -50,8 +52,8 @@ def whole(t):
 def problem(n, h, v, seed=0, dtype=f64):
     "Input, weight, bias, labels (some ignored), class weights, token weights"
     g = torch.Generator().manual_seed(seed)
-    draw = lambda *size: torch.randn(size, generator=g, dtype=dtype)
-    y = torch.randint(v, (n,), generator=g)
+    draw = lambda *size: torch.randn(size, generator=g, dtype=dtype).to(DEVICE)
+    y = torch.randint(v, (n,), generator=g).to(DEVICE)
     y[::4] = -100
     return draw(n, h), draw(v, h), draw(v), y, draw(v).abs(), draw(n).abs()
 
@@ -72,7 +74,7 @@ def against_one(mesh, n, v, seed, options, reduction, kind, bias, tokens, labels
     leaves = [t.clone().requires_grad_() for t in (x, w, b)]
     wanted = recompute_linear_cross_entropy(*leaves[:2], y, linear_bias=leaves[2] if bias else None,
                                             token_weight=token_weight if tokens else None, **options)
-    g = torch.linspace(-1, 2, wanted.numel(), dtype=f64).view(wanted.shape)
+    g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
     exact = torch.autograd.grad(wanted, leaves[:3 if bias else 2], g)
     here = (lambda t: t) if kind == "plain" else lambda t: spread(t, mesh).to_local()
     leaves = [x.clone().requires_grad_() if kind == "plain" else spread(x, mesh).requires_grad_(),
@@ -171,7 +173,7 @@ def half_precision_and_autocast(meshes):
             assert got.dtype == f32
             for a, e in zip(torch.autograd.grad(got, split), exact):
                 assert a.dtype == dtype and (whole(a) - e).norm() < tolerance * e.norm()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = fl.linear_cross_entropy(x, spread(w, mesh), y)
             assert_close(loss, recompute_linear_cross_entropy(x, w, y), rtol=1e-3, atol=1e-3)
 
@@ -206,9 +208,9 @@ def collectives_are_counted(meshes):
             fl.linear_cross_entropy(tokens, weight, spread(y, mesh)).backward()
         assert counts(mode) == {"allgather_base": 2, "reduce_scatter_base": 1}, counts(mode)
         head = ShardedPartialFC(10, 4, mesh=mesh, sample_rate=0.5, equal_batch=True)
-        features = torch.randn(3, 4, requires_grad=True)
+        features = torch.randn(3, 4, device=DEVICE, requires_grad=True)
         with CommDebugMode() as mode:
-            head(features, torch.arange(3)).backward()
+            head(features, torch.arange(3, device=DEVICE)).backward()
         assert counts(mode) == {"allgather_base": 2, "reduce_scatter_base": 1}, counts(mode)
         with CommDebugMode() as mode:  # nobody asks for dx: nobody reduces
             fl.linear_cross_entropy(x, weight, y).backward()
@@ -253,6 +255,25 @@ def bad_input_raises_on_every_rank(meshes):
             raises(ValueError, "num_classes: expected a multiple", lambda: ShardedPartialFC(10, 4, mesh=mesh, margin=SubCenter(3)))
 
 
+@case
+def half_precision_heads(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for options in (dict(), dict(sample_rate=0.5)):
+            head = ShardedPartialFC(300, 16, mesh=mesh, margin=CosFace(0.2, 8.0), backbone_reduction="sum", **options)
+            one = PartialFC(300, 16, device=DEVICE, dtype=f64, margin=CosFace(0.2, 8.0), **options)
+            one.weight.data.copy_(whole(head.weight))
+            g = torch.Generator().manual_seed(1)
+            x, y = torch.randn(8 * ranks, 16, generator=g).to(DEVICE), torch.randint(300, (8 * ranks,), generator=g).to(DEVICE)
+            x = x.bfloat16().requires_grad_()
+            wanted = one(x.double(), y)
+            own = part_of(x.detach(), [8] * ranks, rank).clone().requires_grad_()
+            got = head(own, part_of(y, [8] * ranks, rank))
+            assert_close(got.double(), wanted, rtol=1e-2, atol=1e-2)
+            (dx,), (exact,) = torch.autograd.grad(got, [own]), torch.autograd.grad(wanted, [x])
+            exact = part_of(exact, [8] * ranks, rank)
+            assert dx.dtype == torch.bfloat16 and (dx - exact).norm() < 0.02 * exact.norm()
+
+
 # --- the class head ---
 
 SIZES = {1: [[9], [0]], 2: [[7, 2], [0, 9]], 3: [[4, 4, 1], [0, 0, 5]], 4: [[7, 0, 4, 1], [12, 0, 0, 0], [3, 3, 3, 3]]}
@@ -263,7 +284,7 @@ HEADS = [dict(), dict(margin=ArcFace()), dict(margin=Circle()), dict(sample_rate
 def two_heads(v, mesh, log_q=False, **options):
     "`PartialFC` on one process and over ranks, with one weight"
     samplers = [NegativeSampler(0.4, 3, log_q=True) if log_q else None for _ in range(2)]
-    one = PartialFC(v, 6, dtype=f64, sampler=samplers[0], **options)
+    one = PartialFC(v, 6, dtype=f64, device=DEVICE, sampler=samplers[0], **options)
     many = ShardedPartialFC(v, 6, dtype=f64, mesh=mesh, sampler=samplers[1], seed=5, **options)
     with torch.no_grad():
         one.weight.copy_(100 * whole(many.weight))
@@ -275,7 +296,7 @@ def batch_of(sizes, v, seed=0):
     "Rows and labels of all ranks together"
     g = torch.Generator().manual_seed(seed)
     x, y = torch.randn(sum(sizes), 6, generator=g, dtype=f64), torch.randint(v, (sum(sizes),), generator=g)
-    return x, y.masked_fill(torch.arange(len(y)) % 5 == 2, -1)
+    return x.to(DEVICE), y.masked_fill(torch.arange(len(y)) % 5 == 2, -1).to(DEVICE)
 
 
 def part_of(t, sizes, rank):
@@ -339,10 +360,10 @@ OPTIMIZERS = {"sgd": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, mome
               "torch adamw": lambda p: torch.optim.AdamW(p, lr=0.05)}
 
 
-def curve(mesh, rank, sizes, make, rate, steps=6, clip=None, v=11):
+def curve(mesh, rank, sizes, make, rate, steps=4, clip=None, v=11):
     "Losses of a short training, and the weight at its end"
     many = ShardedPartialFC(v, 6, dtype=f64, mesh=mesh, sample_rate=rate, seed=2, margin=CosFace(0.2, 8.0))
-    layer = nn.Linear(6, 6, dtype=f64)
+    layer = nn.Linear(6, 6, dtype=f64, device=DEVICE)
     with torch.no_grad():
         layer.weight.copy_(torch.linspace(-1, 1, 36).view(6, 6))
         layer.bias.zero_()
@@ -371,9 +392,9 @@ def curves_do_not_know_the_ranks(meshes):
         for rate in (1.0,) if name.startswith("torch") else (1.0, 0.4):
             clip = 0.5 if name in ("sgd", "adamw") else None
             runs = [curve(mesh, rank, SPLITS[ranks], make, rate, clip=clip) for ranks, mesh, rank in mine(meshes)]
-            gathered = [None] * 4
-            dist.all_gather_object(gathered, runs[0])
-            for losses, weight in [*runs[1:], gathered[3]]:
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, [t.cpu() for t in runs[-1]])
+            for losses, weight in [*runs[1:], (gathered[-1][0], gathered[-1][1].to(DEVICE))]:
                 assert_close(losses, runs[0][0], rtol=1e-7, atol=1e-9, msg=name)
                 assert_close(weight, runs[0][1], rtol=1e-6, atol=1e-8)
 
@@ -436,19 +457,23 @@ def head_and_optimizer(mesh, v, adam, seed=0):
 
 
 def train(head, optimizer, v, rank, steps, start=0):
-    "Some steps; all rows are the first rank's"
+    "Some steps, all rows the first rank's; their losses"
+    losses = []
     for step in range(start, start + steps):
         g = torch.Generator().manual_seed(step)
         x, y = torch.randn(5, 3, generator=g), torch.randint(v, (5,), generator=g)
         optimizer.zero_grad()
-        head(*((x, y) if rank == 0 else (x[:0], y[:0]))).backward()
+        loss = head(*((x, y) if rank == 0 else (x[:0], y[:0])))
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
-def state_of(head, optimizer):
-    "What a checkpoint holds"
+def state_of(pairs):
+    "What a checkpoint of heads and optimizers holds"
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-    return {"head": head.state_dict(), "optimizer": get_optimizer_state_dict(head, optimizer)}
+    return {str(i): {"head": head.state_dict(), "optimizer": get_optimizer_state_dict(head, optimizer)} for i, (head, optimizer) in enumerate(pairs)}
 
 
 def tensors_of(state, found=None, path=""):
@@ -462,27 +487,35 @@ def tensors_of(state, found=None, path=""):
     return found
 
 
-def resharded(meshes, v, adam, folder, targets):
-    "Save on each number of ranks, load on others: the same bits, and the same next step"
+def trained_pairs(mesh, v, rank, optimizers, steps, start=0, seed=0):
+    "Heads and their optimizers after some steps"
+    pairs = [head_and_optimizer(mesh, v, adam, seed) for adam in optimizers]
+    for head, optimizer in pairs:
+        train(head, optimizer, v, rank, steps, start)
+    return pairs
+
+
+def resharded(meshes, v, optimizers, folder, targets):
+    "Save on each number of ranks, load on others: the same bits"
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
     for ranks, mesh, rank in mine(meshes):
-        head, optimizer = head_and_optimizer(mesh, v, adam)
-        train(head, optimizer, v, rank, 3)
-        dcp.save(state_of(head, optimizer), checkpoint_id=f"{folder}/{ranks}", process_group=mesh.get_group())
-        saved = tensors_of(state_of(head, optimizer))
+        state = state_of(trained_pairs(mesh, v, rank, optimizers, 3))
+        dcp.save(state, checkpoint_id=f"{folder}/{ranks}", process_group=mesh.get_group())
+        saved = tensors_of(state)
+        assert {"/0/head/weight", "/0/head/sampler.step", "/0/optimizer/state/weight/momentum_buffer"} <= saved.keys()
         if rank == 0:
             torch.save(saved, f"{folder}/{ranks}.pt")
     dist.barrier()
     for ranks, mesh, rank in mine(meshes):
+        pairs = trained_pairs(mesh, v, rank, optimizers, 1, start=50, seed=9)  # other numbers, and a state to load into
         for source in targets:
-            head, optimizer = head_and_optimizer(mesh, v, adam, seed=9)
-            train(head, optimizer, v, rank, 1, start=50)  # other numbers, and a state to load into
-            state = state_of(head, optimizer)
+            state = state_of(pairs)
             dcp.load(state, checkpoint_id=f"{folder}/{source}", process_group=mesh.get_group())
-            head.load_state_dict(state["head"])
-            set_optimizer_state_dict(head, optimizer, state["optimizer"])
-            saved, loaded = torch.load(f"{folder}/{source}.pt"), tensors_of(state_of(head, optimizer))
+            for (head, optimizer), part in zip(pairs, state.values()):
+                head.load_state_dict(part["head"])
+                set_optimizer_state_dict(head, optimizer, part["optimizer"])
+            saved, loaded = torch.load(f"{folder}/{source}.pt"), tensors_of(state_of(pairs))
             assert saved.keys() == loaded.keys(), (saved.keys(), loaded.keys())
             for key, t in saved.items():
                 assert torch.equal(t, loaded[key]), f"{key}, {source} to {ranks} ranks, {v} classes"
@@ -494,11 +527,31 @@ def checkpoints_reshard(meshes):
         shared = [own]
         dist.broadcast_object_list(shared)
         for v in (2, 5, 11):
-            for adam in (False, True):
-                Path(folder := f"{shared[0]}/{v}-{adam}").mkdir(exist_ok=True)
-                resharded(meshes, v, adam, folder, (1, 2, 3, 4))
+            Path(folder := f"{shared[0]}/{v}").mkdir(exist_ok=True)
+            resharded(meshes, v, (False, True), folder, (1, 2, 3, 4))
         Path(folder := f"{shared[0]}/many").mkdir(exist_ok=True)
-        resharded(meshes[1::2], 1000003, False, folder, (2, 4))
+        resharded(meshes[1::2], 1000003, (False,), folder, (2, 4))
+        dist.barrier()
+
+
+@case
+def a_run_goes_on_after_resharding(meshes):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    with tempfile.TemporaryDirectory() as own:
+        shared, rank = [own], dist.get_rank()
+        dist.broadcast_object_list(shared)
+        pairs = trained_pairs(meshes[3], 11, rank, (False, True), 3)
+        dcp.save(state_of(pairs), checkpoint_id=f"{shared[0]}/one")
+        wanted = [train(*pair, 11, rank, 3, start=3) for pair in pairs]
+        if rank < 2:
+            pairs = trained_pairs(meshes[1], 11, rank, (False, True), 1, seed=4)
+            state = state_of(pairs)
+            dcp.load(state, checkpoint_id=f"{shared[0]}/one", process_group=meshes[1].get_group())
+            for (head, optimizer), part, losses in zip(pairs, state.values(), wanted):
+                head.load_state_dict(part["head"])
+                set_optimizer_state_dict(head, optimizer, part["optimizer"])
+                assert_close(train(head, optimizer, 11, rank, 3, start=3), losses)
         dist.barrier()
 
 

@@ -22,12 +22,10 @@ def write(path, results):
 def run_cases(path):
     "All cases, on meshes of one to four ranks; a rank that fails stops, and the others notice"
     from torch.distributed.device_mesh import DeviceMesh
-    from sharded_cases import CASES
-    meshes, results = [DeviceMesh("cpu", list(range(n))) for n in range(1, dist.get_world_size() + 1)], {}
-    wanted = os.environ.get("SHARDED_CASES", "").split()
-    for name, case in CASES.items():
-        if wanted and name not in wanted:
-            continue
+    from sharded_cases import CASES, DEVICE, ON_GPUS
+    meshes, results = [DeviceMesh(DEVICE, list(range(n))) for n in range(1, dist.get_world_size() + 1)], {}
+    names = os.environ.get("SHARDED_CASES", "").split() or (ON_GPUS if DEVICE == "cuda" else CASES)
+    for name, case in ((n, CASES[n]) for n in names):
         started = time.perf_counter()
         try:
             torch.manual_seed(0)
@@ -62,10 +60,13 @@ def fall(path, mode):
 
 def main(mode, path, rendezvous=None, rank=None, ranks=None):
     torch.set_num_threads(1)
+    backend = os.environ.get("SHARDED_BACKEND", "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(rank or os.environ["LOCAL_RANK"]))
     if rendezvous:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(ranks), timeout=TIMEOUT)
+        dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(ranks), timeout=TIMEOUT)
     else:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     path = f"{path}.{dist.get_rank()}"
     run_cases(path) if mode == "cases" else fall(path, mode)
     dist.barrier()
