@@ -449,9 +449,9 @@ def backbones_of_ddp_and_fsdp(meshes):
 
 # --- checkpoints ---
 
-def head_and_optimizer(mesh, v, adam, seed=0):
+def head_and_optimizer(mesh, v, adam, seed=0, rate=0.5):
     "A head and an optimizer that have made three steps, or none with another seed"
-    head = ShardedPartialFC(v, 3, mesh=mesh, sample_rate=0.5, seed=seed, margin=CosFace(0.2, 8.0))
+    head = ShardedPartialFC(v, 3, mesh=mesh, sample_rate=rate, seed=seed, margin=CosFace(0.2, 8.0))
     kind, options = (torch.optim.AdamW, dict(lr=0.05)) if adam else (torch.optim.SGD, dict(lr=0.1, momentum=0.9))
     return head, ShardedRowSparse(kind, head.parameters(), **options)
 
@@ -487,20 +487,20 @@ def tensors_of(state, found=None, path=""):
     return found
 
 
-def trained_pairs(mesh, v, rank, optimizers, steps, start=0, seed=0):
+def trained_pairs(mesh, v, rank, optimizers, steps, start=0, seed=0, rate=0.5):
     "Heads and their optimizers after some steps"
-    pairs = [head_and_optimizer(mesh, v, adam, seed) for adam in optimizers]
+    pairs = [head_and_optimizer(mesh, v, adam, seed, rate) for adam in optimizers]
     for head, optimizer in pairs:
         train(head, optimizer, v, rank, steps, start)
     return pairs
 
 
-def resharded(meshes, v, optimizers, folder, targets):
+def resharded(meshes, v, optimizers, folder, targets, rate=0.5):
     "Save on each number of ranks, load on others: the same bits"
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
     for ranks, mesh, rank in mine(meshes):
-        state = state_of(trained_pairs(mesh, v, rank, optimizers, 3))
+        state = state_of(trained_pairs(mesh, v, rank, optimizers, 3, rate=rate))
         dcp.save(state, checkpoint_id=f"{folder}/{ranks}", process_group=mesh.get_group())
         saved = tensors_of(state)
         assert {"/0/head/weight", "/0/head/sampler.step", "/0/optimizer/state/weight/momentum_buffer"} <= saved.keys()
@@ -508,7 +508,7 @@ def resharded(meshes, v, optimizers, folder, targets):
             torch.save(saved, f"{folder}/{ranks}.pt")
     dist.barrier()
     for ranks, mesh, rank in mine(meshes):
-        pairs = trained_pairs(mesh, v, rank, optimizers, 1, start=50, seed=9)  # other numbers, and a state to load into
+        pairs = trained_pairs(mesh, v, rank, optimizers, 1, start=50, seed=9, rate=rate)  # other numbers, and a state to load into
         for source in targets:
             state = state_of(pairs)
             dcp.load(state, checkpoint_id=f"{folder}/{source}", process_group=mesh.get_group())
@@ -530,7 +530,7 @@ def checkpoints_reshard(meshes):
             Path(folder := f"{shared[0]}/{v}").mkdir(exist_ok=True)
             resharded(meshes, v, (False, True), folder, (1, 2, 3, 4))
         Path(folder := f"{shared[0]}/many").mkdir(exist_ok=True)
-        resharded(meshes[1::2], 1000003, (False,), folder, (2, 4))
+        resharded(meshes[1::2], 1000003, (False,), folder, (2, 4), 0.001)
         dist.barrier()
 
 
