@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/many_gpus.py [CASE ...]
 
-Results go to nbs/results/10_sharded.json, which page 10 of the workbook shows.
+Results go to nbs/results/10_many_gpus.json, which page 10 of the workbook shows.
 """
 import os
 import sys
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fusedloss as fl
 from fusedloss.measure import machine_line, record, si
 
-RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "10_sharded.json"
+RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "10_many_gpus.json"
 LANGUAGE_MODEL = dict(N=8192, H=4096, V=128256)
 bf16 = torch.bfloat16
 
@@ -73,9 +73,10 @@ def language_model(mesh, tokens_spread):
     note("tokens spread" if tokens_spread else "tokens on all", LANGUAGE_MODEL, timed(step), peak_of(step))
 
 
-def class_head(mesh, per_gpu, rows_per_gpu, name, rate=0.1, h=512):
-    "One training step of a head: forward, backward, SGD with momentum"
+def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512):
+    "One training step of a head: forward, backward, SGD with momentum; `rows` of all GPUs together"
     ranks = mesh.size()
+    rows_per_gpu = rows // ranks
     head = fl.ShardedPartialFC(per_gpu * ranks, h, mesh=mesh, sample_rate=rate, margin=fl.margins.CosFace(0.4, 64.0), equal_batch=True)
     optimizer = fl.ShardedRowSparse(torch.optim.SGD, head.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(rows_per_gpu, h, device="cuda").to(bf16).requires_grad_()
@@ -89,8 +90,7 @@ def class_head(mesh, per_gpu, rows_per_gpu, name, rate=0.1, h=512):
 
     seconds, peak = timed(step), peak_of(step)
     state = torch.cuda.memory_allocated()  # weight, momentum, and the last gradient
-    note(name, dict(N=rows_per_gpu * ranks, H=h, V=per_gpu * ranks), seconds, peak, state=state, rate=rate,
-         samples_per_second=rows_per_gpu * ranks / seconds)
+    note(name, dict(N=rows, H=h, V=per_gpu * ranks), seconds, peak, state=state, rate=rate, samples_per_second=rows / seconds)
 
 
 def same_answer(mesh):
@@ -108,7 +108,7 @@ CASES = {"same": same_answer,
          "all": lambda mesh: language_model(mesh, False),
          "spread": lambda mesh: language_model(mesh, True),
          "weak": lambda mesh: class_head(mesh, 5_000_000, 1024, "5 M classes a GPU"),
-         "large": lambda mesh: class_head(mesh, 25_000_000, 1024, "25 M classes a GPU")}
+         "large": lambda mesh: class_head(mesh, 25_000_000, 4096, "25 M classes a GPU")}
 
 
 def main(names):

@@ -254,6 +254,6 @@ def test_extreme_scores_and_empty_batches(reduction):
 
 def test_a_sure_prediction_keeps_its_small_loss():
     x = torch.full((1, 1), 100.0)
-    w = torch.tensor([[1.0], [0.9], [0.85]])
+    w = torch.tensor([[1.0], [0.89], [0.85]])
     exact = F.cross_entropy((x.double() @ w.double().T), torch.tensor([0]))
     assert_close(sharded_linear_cross_entropy(x, w, torch.tensor([0])).double(), exact, rtol=5e-3, atol=0.0)
