@@ -6,15 +6,15 @@
 __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'SLAB', 'SPARSE_OF', 'mix', 'key_word', 'block_key', 'shuffle', 'Strata', 'strata_of',
            'drawn_of', 'draw_plain', 'slot_plain', 'mix_bits', 'add_word', 'block_key_of', 'drawn_by', 'draw_kernel',
            'draw', 'NegativeSampler', 'first_occurrence', 'Columns', 'plain_columns', 'columns_kernel',
-           'launch_columns', 'sampled_columns', 'choose_columns', 'unit_kernel', 'unit_rows_of', 'tangent_kernel',
-           'to_tangent', 'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel',
-           'cosine_dz_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'columns_bwd', 'product_into',
-           'rows_gradient', 'takes_columns', 'tile_columns', 'partial_lse', 'partial_lse_grad', 'RowIndex', 'row_index',
-           'decay_left', 'stochastic', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update',
-           'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer',
-           'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors',
-           'scoring_of', 'head_dtype', 'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss',
-           'PartialFC']
+           'launch_columns', 'sampled_columns', 'choose_columns', 'unit_kernel', 'row_block', 'unit_rows_of',
+           'tangent_kernel', 'to_tangent', 'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores',
+           'rest_kernel', 'cosine_dz_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'columns_bwd',
+           'product_into', 'rows_gradient', 'takes_columns', 'tile_columns', 'partial_lse', 'partial_lse_grad',
+           'RowIndex', 'row_index', 'decay_left', 'stochastic', 'count_kernel', 'update_kernel', 'round_up_or_down',
+           'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update',
+           'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial',
+           'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of', 'head_dtype', 'with_centers',
+           'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #28b51f33
 import math
@@ -366,7 +366,13 @@ def unit_kernel(
     sign = tl.where(norm > eps, 1.0, -1.0)  # a short row has no direction
     tl.store(inverse_ptr + at, inverse * sign, mask=there)
 
-# %% ../nbs/09_partial_fc.ipynb #f89daf53
+# %% ../nbs/09_partial_fc.ipynb #17137bd5
+def row_block(h:int) -> tuple[int, int]:  # BR, BH
+    "Rows and features of a program that sweeps rows."
+    wide_ = min(1024, max(16, 1 << max(h - 1, 0).bit_length()))
+    return 2048 // wide_, wide_
+
+# %% ../nbs/09_partial_fc.ipynb #acf8cb84
 def unit_rows_of(
     t:Tensor, rows:Optional[Tensor], dtype:torch.dtype, eps:float,  # [V,H]; [R], or all
 ) -> tuple[Tensor, Tensor]:  # [R,H] in `dtype`; [R] inverse lengths, negative for short rows
@@ -374,7 +380,7 @@ def unit_rows_of(
     r, h = len(t) if rows is None else len(rows), t.shape[1]
     if has_kernel(t) and t.dtype != torch.float64:
         unit, inverse = t.new_empty((r, h), dtype=dtype), t.new_empty(r, dtype=torch.float32)
-        wide_, tall = (1024, 2) if h > 512 else (max(16, 1 << max(h - 1, 0).bit_length()), 4)
+        tall, wide_ = row_block(h)
         with on_device(t):
             if r: unit_kernel[(-(-r // tall),)](t, rows, unit, inverse, r, h, *t.stride(), eps,
                                                 BR=tall, BH=wide_)
@@ -409,15 +415,15 @@ def tangent_kernel(
         d = (d - along[:, None] * u) * scale[:, None]
         tl.store(out_ptr + start + cols, d.to(out_ptr.dtype.element_ty), mask=inside)
 
-# %% ../nbs/09_partial_fc.ipynb #88d809be
+# %% ../nbs/09_partial_fc.ipynb #0244d21c
 def to_tangent(
     d:Tensor, unit:Tensor, inverse:Tensor,  # [R,H] gradient by unit rows, [R,H], [R]
     factor:Tensor, out:Tensor,  # a scalar; [R,H] to be written, may be d
 ):
     "out = factor · gradient by the rows themselves: what is along them is lost."
-    (r, h), wide_ = d.shape, (1024, 2)
+    r, h = d.shape
     if has_kernel(d) and d.dtype == torch.float32:
-        wide_, tall = (1024, 2) if h > 512 else (max(16, 1 << max(h - 1, 0).bit_length()), 4)
+        tall, wide_ = row_block(h)
         with on_device(d):
             if r: tangent_kernel[(-(-r // tall),)](d, unit, inverse, factor, out, r, h, BR=tall,
                                                    BH=wide_)
@@ -781,7 +787,18 @@ def stochastic(v, noise):
     rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(v) < float("inf"), rounded, v).to(tl.bfloat16)
 
-# %% ../nbs/09_partial_fc.ipynb #b1fa6fc2
+# %% ../nbs/09_partial_fc.ipynb #c6b5a148
+@jit
+def count_kernel(times_ptr, rows_ptr, T, B: tl.constexpr):
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    row, live = at, at < T
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + at, mask=live, other=-1)
+        live = live & (row >= 0)
+    count = tl.load(times_ptr + row, mask=live, other=0) + 1
+    tl.store(times_ptr + row, count, mask=live)
+
+# %% ../nbs/09_partial_fc.ipynb #4ee04a8e
 @jit
 def update_kernel(
     p_ptr, first_ptr, second_ptr, times_ptr,  # [V,H], state [V,H] or None, [V] or None
@@ -801,9 +818,7 @@ def update_kernel(
         has = live & (place_ >= 0)
     t = tl.full([BR], 2.0, tl.float32)
     if times_ptr is not None:
-        count = tl.load(times_ptr + row, mask=live, other=0) + 1
-        tl.store(times_ptr + row, count, mask=live)
-        t = count.to(tl.float32)
+        t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32)
     if ADAM:
         rise, spread = decay_left(t, a, log_a), tl.sqrt(decay_left(t, b, log_b))
     for k in range(0, H, BH):
@@ -896,17 +911,18 @@ def plain_update(
         if rows is None: held.copy_(made)
         else: held[rows] = made.to(held.dtype)
 
-# %% ../nbs/09_partial_fc.ipynb #8bcd5fe5
+# %% ../nbs/09_partial_fc.ipynb #d107bc39
 def launch_update(
     p:Tensor, first:Optional[Tensor], second:Optional[Tensor], times:Optional[Tensor],
     g:Tensor, rows:Optional[Tensor], slots:Optional[Tensor], u:Update, seed:Optional[int],
 ):
     "One parameter [V,H]: the rows in `rows`, or all; `slots` where g has but some."
     total, h = len(p) if rows is None else len(rows), p.shape[1]
-    wide_, tall = (1024, 2) if h > 512 else (max(16, 1 << max(h - 1, 0).bit_length()), 4)
+    tall, wide_ = row_block(h)
     logs = [math.log(x) if u.adam and x > 0 else -1e30 for x in (u.a, u.b)]
     if total == 0 or h == 0: return
     with on_device(p):
+        if times is not None: count_kernel[(-(-total // 256),)](times, rows, total, B=256)
         update_kernel[(-(-total // tall),)](
             p, first, second, times, g, rows, slots, total, h, u.lr, u.decay, u.a, u.b, 1 - u.a,
             1 - u.b, *logs, u.eps, u.sign, seed or 0, ADAM=u.adam, NESTEROV=u.nesterov,

@@ -90,7 +90,7 @@ def test_strata_draw_the_rate(rate):
     assert rate < 1e-7 or s.slots <= 1.02 * mean  # few slots stay empty
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.1, 0.37, 0.9])
+@pytest.mark.parametrize("rate", [0.07, 0.37, 0.9])
 def test_alone_and_in_pairs(rate):
     s, steps, v = strata_of(rate), 1500, 2**strata_of(rate).bits + 70
     hits = torch.zeros(steps, v)
@@ -101,7 +101,7 @@ def test_alone_and_in_pairs(rate):
     assert alone.mean().item() == pytest.approx(rate, abs=0.002)
     assert alone.std().item() == pytest.approx((rate * (1 - rate) / steps) ** 0.5, rel=0.15)
     joint = (hits.T @ hits / steps)[~torch.eye(v, dtype=torch.bool)]
-    assert joint.mean().item() == pytest.approx(rate**2, rel=0.01)
+    assert joint.mean().item() == pytest.approx(rate**2, rel=0.02)  # without replacement: 1 % fewer
     assert joint.std().item() == pytest.approx((rate**2 * (1 - rate**2) / steps) ** 0.5, rel=0.15)
     lag = (hits[1:] * hits[:-1]).mean().item()  # a step says nothing of the next
     assert lag == pytest.approx(rate**2, rel=0.06)
@@ -716,6 +716,18 @@ def test_foreign_and_accumulated_gradients(device):
     torch.testing.assert_close(e.weight, f.weight)
 
 
+def test_a_heads_gradient_is_known(device):
+    "Its rows go to the optimizer as they are: no sort, no wait"
+    x, w, y = sample(device=device)
+    head, layer = make_head(w, sample_rate=0.3), torch.nn.Linear(6, 6, device=device, dtype=f64)
+    for _ in range(3):
+        head.zero_grad()
+        head(layer(x), y).backward()
+        known, g = head.weight.grad_rows, head.weight.grad
+        assert not g.is_coalesced() and g._indices().data_ptr() == known.index.data_ptr()
+        assert partial_fc.live_rows(head.weight, g)[0] is known.rows
+
+
 def test_accumulation_over_the_head(device):
     x, w, y = sample(device=device)
     head = make_head(w, sample_rate=0.3)
@@ -1055,6 +1067,32 @@ def test_update_kernel(name, mode, dtype, place):
             torch.testing.assert_close(a.cpu(), e, rtol=1e-5 if tight else 8e-3, atol=1e-6 if tight else 1e-2)
 
 
+@pytest.mark.parametrize("h", [1, 5, 96])
+def test_threads_do_not_read_what_others_wrote(h, device):
+    "Rows narrower than a program's threads, and counts that several threads read: the same bits, and PyTorch's"
+    v = 3000 if device == "cuda" else 60
+    w = torch.randn(v, h, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for mode in ("lazy", "dense", "dense"):
+        p = torch.nn.Parameter(w.to(device, copy=True))
+        q = torch.nn.Parameter(w.double())
+        ours, theirs = RowSparse(ADAMW, [p], lr=0.01, mode=mode), ADAMW([q], lr=0.01)
+        for rows, values in sparse_gradients(w.shape, 12, f32, count=v if mode == "lazy" else v // 3):
+            given_rows(p, rows, values)
+            q.grad = p.grad.to_dense().double().cpu()
+            ours.step(), theirs.step()
+        assert relative_error(p.detach().cpu(), q.detach()) < 1e-6
+        ends.append(p.detach())
+    assert torch.equal(*ends[1:])
+    x, y = torch.randn(9, h, device=device), torch.arange(9, device=device)
+    head = PartialFC(2000, h, device=device, sample_rate=0.5)
+    grads = []
+    for _ in range(2):
+        head.sampler.step.zero_()
+        grads.append(torch.autograd.grad(head(x, y), head.weight)[0].to_dense())
+    assert torch.equal(*grads)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @pytest.mark.parametrize("rate", [1.0, 0.1])
 def test_no_step_waits_for_the_host(rate):
@@ -1238,6 +1276,133 @@ def test_a_planted_bug_is_noticed(bug, variant):
     try:
         found = first_fault(variant(*MUTANTS[bug]))
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        found = str(error)
+    assert found, f"no case notices that {bug}"
+
+
+SCORE_BUGS = {
+    "dead columns score": ("mask=cols < T, other=-float(\"inf\"))[None, :]", "mask=cols < T, other=0.0)[None, :]"),
+    "columns past the end score": ("z = tl.where((cols < T)[None, :], z, -float(\"inf\"))", "z = z"),
+    "targets stay in the sum": ("return tl.where(cols[None, :] == slot[:, None], -float(\"inf\"), z)", "return z"),
+    "conflicts stay": ("z = tl.where(product > conflict, fill, z)", "z = z"),
+    "conflicts pull": ("d = tl.where(product > conflict, 0.0, d)", "d = d"),
+    "targets pull like others": ("d = tl.where(cols[None, :] == slot[:, None], hold[:, None], d)", "d = d"),
+    "slabs begin at 0": ("mask=keep, other=-1) - begin", "mask=keep, other=-1)"),
+    "runs do not join": ("again = (i % RUN != 0) & (RUN > 1)", "again = (i % RUN != 0) & (RUN > 99)"),
+}
+ROW_BUGS = {
+    "dead rows are read": ("live = there & (row >= 0)", "live = there"),
+    "short rows have a direction": ("sign = tl.where(norm > eps, 1.0, -1.0)", "sign = tl.where(norm > 0, 1.0, -1.0)"),
+    "what is along short rows goes": ("along = tl.where(inverse > 0, along, 0.0)", "along = along"),
+    "rows of zeros are divided": ("tl.where(norm > 0, 1 / tl.maximum(norm, eps), 1.0)", "1 / tl.maximum(norm, eps)"),
+    "the factor is forgotten": ("scale = tl.abs(inverse) * tl.load(factor_ptr)", "scale = tl.abs(inverse)"),
+    "rounds share a key": ("turn += 0x9E3779B9", "turn += 0"),
+    "the inverse starts elsewhere": ("turn = key + ((ROUNDS - 1) * 0x9E3779B9 & 0xFFFFFFFF)", "turn = key"),
+    "duplicates get two columns": ("earliest = tl.minimum(earliest, tl.min(tl.where(same, other[None, :], N), 1))", "earliest = earliest"),
+    "drawn labels get another column": ("slot = tl.where(found,", "slot = tl.where(found & False,"),
+    "the batch's classes are corrected": ("tl.store(shift_ptr + slot, 0.0, mask=known & (slot < K))", "pass"),
+    "rows count from 0": ("tl.where(own, y - begin, -1)", "tl.where(own, y, -1)"),
+}
+UPDATE_BUGS = {
+    "others' gradients are read": ("has = live & (place_ >= 0)", "has = live"),
+    "dampening from the start": ("m = tl.where(t[:, None] == 1, g, a * m + b_left * g)", "m = a * m + b_left * g"),
+    "Nesterov is plain": ("g = g + a * m if NESTEROV else m", "g = m"),
+    "counts stand still": ("tl.store(times_ptr + row, count, mask=live)", "count = count"),
+    "counts are those before": ("t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32)", "t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32) - 1"),
+    "AdamW forgets to correct": ("p -= lr / rise[:, None] * m", "p -= lr * m"),
+    "AdamW forgets to decay": ("p -= lr * decay * p", "p -= 0 * p"),
+    "noise is the same everywhere": ("add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), here ^ seed)", "add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), here * 0 + seed)"),
+    "rounding is down": ("(bits + (noise & 0xFFFF))", "(bits + 0 * noise)"),
+}
+
+
+def row_fault(m, place, g):
+    "A word on what a kernel does otherwise than PyTorch"
+    seed, step = torch.tensor(2**33 + 1), torch.tensor(4)
+    for rate, n, span in [(0.37, 70, (0, 40)), (0.1, 60, (1234, 4000))]:
+        y = torch.randint(*span, (n,), generator=g)
+        args = strata_of(rate), *span, 1.5, f32
+        exact = partial_fc.plain_columns(y, seed, step, *args)
+        if not all(torch.equal(a.cpu(), e) for a, e in zip(m.launch_columns(y.to(place), seed.to(place), step.to(place), *args), exact)):
+            return "columns"
+    t, rows = torch.randn(23, 40, generator=g), torch.cat([torch.randperm(23, generator=g), torch.tensor([-1])])
+    t[4], t[5] = 0, t[5] * 1e-7
+    unit, inverse = torch.empty(24, 40, device=place), torch.empty(24, device=place)
+    held = torch.cat([torch.full((1, 40), 3.0), t]).to(place)[1:]  # a row before the first, which nobody may read
+    m.unit_kernel[(6,)](held, rows.to(place), unit, inverse, 24, 40, 40, 1, EPS, BR=4, BH=32)
+    exact = unit_rows_of(t, rows, f32, EPS)
+    if not all(torch.allclose(a.cpu(), e, rtol=1e-4) for a, e in zip((unit, inverse), exact)):
+        return "unit rows"
+    d, factor, out, expected = torch.randn(24, 40, generator=g), torch.tensor(1.5), torch.empty(24, 40, device=place), torch.empty(24, 40)
+    m.tangent_kernel[(6,)](d.to(place), unit, inverse, factor.to(place), out, 24, 40, BR=4, BH=32)
+    partial_fc.to_tangent(d, *exact, factor, expected)
+    if not torch.allclose(out.cpu(), expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item()):
+        return "tangent"
+
+
+def score_fault(m, place, g):
+    tiling = Tiling(False, 16, 32, 32)
+    for name, shifted in itertools.product(OF_SCORES, (True, False)):
+        o, (n, t, h) = m.Scoring(*OF_SCORES[name]), (19, 150, 40)
+        x, w = (normalize(torch.randn(k, h, generator=g)).to(place) for k in (n, t))
+        slot = torch.randint(t, (n,), generator=g).to(place)
+        shift = torch.where(torch.rand(t, generator=g) > 0.8, -math.inf, 1.2).to(place) if shifted else None
+        if shifted:
+            shift[slot] = 0.0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(m, "run_length", lambda *sizes: 4)
+            patch.setattr(m, "slab_columns", lambda *sizes: 64)
+            got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_rest(x, w, slot, shift, OF_SCORES[name], 130)
+            if not all(torch.allclose(a, e, rtol=1e-4, atol=1e-4) for a, e in zip(got, exact)):
+                return f"rest, {name}"
+            terms, grads = (torch.randn(n, generator=g).to(place), torch.randn(n, generator=g).to(place)), []
+            for module, kernel in ((m, True), (partial_fc, False)):
+                dw = torch.zeros_like(w)
+                def spend(rows, dz):
+                    dw[rows] = dz.T @ x
+                grads.append((module.columns_bwd(*terms, x, w, exact[0], slot, shift, o, kernel, spend, True, tiling), dw))
+        if not all(torch.allclose(a, e, rtol=1e-3, atol=1e-4 * e.abs().max().item()) for a, e in zip(*grads)):
+            return f"dz, {name}"
+
+
+def update_fault(m, place, g):
+    for name, mode, dtype in itertools.product(UPDATES, ("rows", "slots"), (f32, bf16)):
+        u, rows, values = UPDATES[name], torch.randperm(30, generator=g)[:12], torch.randn(12, 20, generator=g)
+        rows[2] = -1
+        times = torch.randint(40, (30,), generator=g, dtype=torch.int32)
+        times[:9] = 0
+        made = [torch.randn(30, 20, generator=g).to(dtype), torch.rand(30, 20, generator=g), torch.rand(30, 20, generator=g), times]
+        made = [t if keep else None for t, keep in zip(made, (True, u.a > 0, u.adam, u.adam or u.b > 0))]
+        ours, exact = ([None if t is None else t.clone().to(d) for t in made] for d in (place, "cpu"))
+        spare = torch.where(rows < 0, 30, rows)
+        slots = torch.full((31,), -1, dtype=torch.int32).index_copy_(0, spare, torch.arange(12, dtype=torch.int32)).to(place)
+        seed = None if dtype == f32 else 5 << 40
+        held = torch.cat([torch.full((1, 20), 3.0), values]).to(place)[1:]
+        m.launch_update(*ours, held, rows.to(place) if mode == "rows" else None, None if mode == "rows" else slots, u, seed)
+        whole = torch.zeros(31, 20).index_copy_(0, spare, values)[:-1]
+        plain_update(*exact, *((values[rows >= 0], rows[rows >= 0]) if mode == "rows" else (whole, None)), u, seed)
+        for a, e in zip(ours, exact):
+            if a is not None and (a.cpu().float() - e.float()).abs().max() > (1e-5 if dtype == f32 else 1e-2 if a.dtype == bf16 else 1e-5):
+                return f"update, {name}, {mode}"
+            if a is not None and a.dtype == bf16 and (a.cpu() != e).float().mean() > 0.02:
+                return "rounding"
+
+
+KERNEL_BUGS = {bug: (look, pair) for look, bugs in ((row_fault, ROW_BUGS), (score_fault, SCORE_BUGS), (update_fault, UPDATE_BUGS))
+               for bug, pair in bugs.items()}
+
+
+def test_the_unchanged_kernels_pass(variant, place):
+    m = variant("fusedloss::", "fusedloss::")
+    assert not [found for look in (row_fault, score_fault, update_fault) if (found := look(m, place, torch.Generator().manual_seed(0)))]
+
+
+@pytest.mark.parametrize("bug", KERNEL_BUGS)
+def test_a_bug_in_a_kernel_is_noticed(bug, variant, place):
+    look, pair = KERNEL_BUGS[bug]
+    try:
+        found = look(variant(*pair), place, torch.Generator().manual_seed(0))
+    except (RuntimeError, IndexError, ValueError) as error:
         found = str(error)
     assert found, f"no case notices that {bug}"
 
