@@ -602,6 +602,50 @@ def disagreement_is_detected(meshes):
 
 
 @case
+def one_dimension_of_a_mesh(meshes):
+    from torch.distributed.device_mesh import init_device_mesh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, w, _, y, _, _ = problem(8, 4, 9)
+    half = slice(0, 4) if mesh["dp"].get_local_rank() == 0 else slice(4, 8)  # each pair has tokens of its own
+    assert_close(fl.linear_cross_entropy(x[half], spread(w, mesh["tp"]), y[half]), recompute_linear_cross_entropy(x[half], w, y[half]))
+    try:
+        ShardedPartialFC(10, 4, mesh=mesh)
+    except ValueError as e:
+        assert "mesh: expected one dimension" in str(e)
+    else:
+        raise AssertionError("a mesh of two dimensions went through")
+
+
+@case
+def a_module_whose_weight_is_spread(meshes):
+    x, w, _, y, _, _ = problem(8, 4, 9, dtype=f32)
+    for ranks, mesh, rank in mine(meshes):
+        module = fl.LinearCrossEntropyLoss(4, 9, label_smoothing=0.1)
+        module.weight = nn.Parameter(spread(w, mesh))
+        assert_close(module(x, y), recompute_linear_cross_entropy(x, w, y, label_smoothing=0.1))
+
+
+@case
+def a_skipped_step_skips_the_head_on_every_rank(meshes):
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    for ranks, mesh, rank in mine(meshes):
+        head = ShardedPartialFC(10, 4, mesh=mesh, sample_rate=0.5, backbone_reduction="sum")
+        layer = nn.Linear(4, 4)
+        optimizer = ShardedRowSparse(torch.optim.SGD, [*layer.parameters(), *head.parameters()], lr=0.1, momentum=0.9)
+        scaler = ShardedGradScaler(device="cpu", init_scale=8.0, process_group=mesh.get_group())
+        for bad in (False, True):
+            before = [whole(p).detach().clone() for p in (layer.weight, head.weight)]
+            optimizer.zero_grad()
+            scaler.scale(head(layer(torch.randn(3, 4)), torch.arange(3))).backward()
+            if bad and rank == ranks - 1:
+                layer.weight.grad[0, 0] = math.inf  # on one rank alone
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [not torch.equal(b, whole(p)) for b, p in zip(before, (layer.weight, head.weight))]
+            assert moved == [not bad] * 2, (moved, bad)
+
+
+@case
 def memory_has_no_scores(meshes):
     from fusedloss.measure import peak_memory
     mesh, n, h, v = meshes[3], 64, 8, 40000

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=float(os.environ.get("SHARDED_TIMEOUT", 60)))
 
 
 def write(path, results):
@@ -40,7 +40,7 @@ def run_cases(path):
 
 
 def fall(path, mode):
-    "Two ranks train; the second dies or raises in its third step, the first must not wait for ever"
+    "Two ranks train; the second dies, raises or hangs in its third step, the first must not wait for ever"
     from torch.distributed.device_mesh import DeviceMesh
     from fusedloss.sharded import ShardedPartialFC
     rank = dist.get_rank()
@@ -51,6 +51,7 @@ def fall(path, mode):
             if rank == 1 and step == 3:
                 if mode == "raise":
                     raise KeyError("a rank's own fault")
+                time.sleep(20 if mode == "hang" else 0)
                 os._exit(9)
             head(torch.randn(3, 4, requires_grad=True), torch.arange(3)).backward()
     except Exception as error:

@@ -105,6 +105,13 @@ def test_a_rank_that_dies_ends_the_job(tmp_path):
     assert time.monotonic() - started < 60
 
 
+def test_a_rank_that_hangs_is_given_up(tmp_path):
+    written, codes, _ = run_ranks("hang", tmp_path, 2, SHARDED_TIMEOUT="4")
+    name, message, step, seconds = written[0]
+    assert codes[0] not in (0, None) and step == 3 and 3 < seconds < 19, written[0]
+    assert "imed out" in message or "imeout" in message, message
+
+
 def test_a_rank_that_raises_ends_the_job_with_its_error(tmp_path):
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "sharded_worker.py"), "raise"]
@@ -212,7 +219,8 @@ def test_kernels_say_what_pytorch_says(o, stats, device):
                                               torch.rand(75, generator=g)))
     y = torch.randint(-1, 75, (37,), generator=g).to(device)
     y = torch.where(y < 40, y, -1)
-    agree = torch.clone if stats else None
+    agree, x = torch.clone if stats else None, packets_of(pack(x, y, None, 37, -100), 24, f32).features  # rows that came with their labels
+    assert x.stride(0) > x.shape[1]
     by_kernel, plain = launch_sums(x, w, y, b, weight, o, agree), plain_sums(x, w, y, b, weight, o, agree, 0)
     plain[3] *= o.label_smoothing > 0  # nobody asks the kernel for Σ w z without smoothing
     assert_close(by_kernel, plain, rtol=1e-4, atol=1e-4)
