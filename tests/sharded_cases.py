@@ -400,6 +400,26 @@ def curves_do_not_know_the_ranks(meshes):
 
 
 @case
+def sampled_gradients_need_no_sorting(meshes):
+    from fusedloss.partial_fc import live_rows
+    for ranks, mesh, rank in mine(meshes):
+        head = ShardedPartialFC(300, 4, mesh=mesh, sample_rate=0.2)
+        for _ in range(2):
+            head.weight.grad = None
+            head(torch.randn(3, 4), torch.arange(3)).backward()
+            g, s = head.weight.grad, head.shards
+            assert g.is_sparse and g.shape == (300, 4)
+            assert live_rows(head.weight, g)[0] is head.weight.grad_rows.rows  # as they came: nothing is coalesced
+            index = g._indices()[0]
+            assert (index >= s.start).all() and (index < s.stop).all()
+        head(torch.randn(3, 4), torch.arange(3)).backward()  # accumulated: rows are there twice, and summed
+        optimizer = ShardedRowSparse(torch.optim.SGD, [head.weight], lr=0.1)
+        before, dense = head.weight.to_local().detach().clone(), head.weight.grad.to_dense()[s.start:s.stop]
+        optimizer.step()
+        assert_close(head.weight.to_local().detach(), before - 0.1 * dense)
+
+
+@case
 def draws_do_not_know_the_ranks(meshes):
     drawn = {}
     for ranks, mesh, rank in mine(meshes):

@@ -51,7 +51,7 @@ def fall(path, mode):
             if rank == 1 and step == 3:
                 if mode == "raise":
                     raise KeyError("a rank's own fault")
-                time.sleep(20 if mode == "hang" else 0)
+                time.sleep(12 if mode == "hang" else 0)
                 os._exit(9)
             head(torch.randn(3, 4, requires_grad=True), torch.arange(3)).backward()
     except Exception as error:
