@@ -14,7 +14,7 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
            'square_of_all']
 
-# %% ../nbs/10_sharded.ipynb #5e5ab001
+# %% ../nbs/10_sharded.ipynb #003eb3ac
 import copy
 import functools
 import math
@@ -41,7 +41,7 @@ from fusedloss.recompute import (
     chunk_scores, fastest, is_busy, launch_dz, lse_kernel, merge_kernel, multiprocessors,
     operand, plain_chunks, run_length, slab_tiles, take_unit, takes_kernel, target_kernel,
     tiling_of, wide, write_product)
-from fusedloss.tiles import add_product, autocast_like_linear, tile_slices
+from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, wide_product
 
 # %% ../nbs/10_sharded.ipynb #6079070b
 def owned(
@@ -264,7 +264,7 @@ def plain_gradients(
         if need_b: db += dz.sum(0)
     return home, dw.to(w.dtype), db
 
-# %% ../nbs/10_sharded.ipynb #b0266583
+# %% ../nbs/10_sharded.ipynb #3c291a03
 def kernel_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
     weight:Optional[Tensor], o:RowOptions, entropy:bool, budget:int,
@@ -276,14 +276,15 @@ def kernel_gradients(
     t, part = tiling_of(x, w, is_busy(o, entropy)), lambda t, j: None if t is None else t[j]
     tiles = -(-n // t.BN), -(-v // t.BV)
     slab = t.BV * slab_tiles(n, h, budget, *tiles, t.BV, multiprocessors(x.device))
-    dw, total = w.new_empty(w.shape if need_w else 0), terms.new_zeros((n, h) if need_x else 0)
+    dw, total = w.new_empty(w.shape if need_w else 0), None
     db = terms.new_empty((tiles[0], v)) if need_b else None
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
     for j in tile_slices(v, slab):
         dz = buffer[:, :j.stop - j.start]
         launch_dz(x, w[j], dz, y, part(bias, j), part(weight, j), terms,
                   None if db is None else db[:, j], j.start, o, entropy, t)
-        if need_x: add_product(total, dz, w[j])
+        if need_x and total is None: total = wide_product(dz, w[j])
+        elif need_x: add_product(total, dz, w[j])
         if need_x and j.stop == v: home = send(total if unit is None else total.mul_(unit))
         if need_w: write_product(dw[j], dz.T, x, unit)
     db = terms.new_empty(0) if db is None else db.sum(0)
