@@ -33,14 +33,16 @@ def run_ranks(mode, folder, ranks, **environment):
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]), **environment)
     env.pop("FUSEDLOSS_DEBUG", None)
     command = [sys.executable, str(HERE / "sharded_worker.py"), mode, str(folder / "result"), str(folder / "rendezvous")]
-    processes = [subprocess.Popen([*command, str(rank), str(ranks)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for rank in range(ranks)]
-    end, errors = time.monotonic() + LIMIT, []
+    logs = [folder / f"stderr.{rank}" for rank in range(ranks)]
+    processes = [subprocess.Popen([*command, str(rank), str(ranks)], env=env, stdout=subprocess.DEVNULL, stderr=log.open("w"))
+                 for rank, log in enumerate(logs)]
+    end = time.monotonic() + LIMIT
     for process in processes:
         try:
-            errors.append(process.communicate(timeout=max(1, end - time.monotonic()))[1].decode(errors="replace")[-3000:])
+            process.wait(timeout=max(1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            errors.append(f"not done after {LIMIT} s")
+    errors = [log.read_text(errors="replace")[-3000:] for log in logs]
     written = [json.loads(p.read_text()) if (p := folder / f"result.{rank}").exists() else {} for rank in range(ranks)]
     return written, [p.returncode for p in processes], errors
 
