@@ -51,7 +51,7 @@ def owned(
     each = -(-n_classes // ranks)
     return range(min(rank * each, n_classes), min((rank + 1) * each, n_classes))
 
-# %% ../nbs/10_sharded.ipynb #32c25dba
+# %% ../nbs/10_sharded.ipynb #9464ff7e
 class Shards(NamedTuple):
     "Which classes this rank owns, and with whom it shares the others."
     n_classes: int  # V
@@ -65,7 +65,7 @@ class Shards(NamedTuple):
     def rank(self) -> int: return 0 if self.group is None else dist.get_rank(self.group)
 
     def own(self, y:Tensor, ignore_index:int) -> Tensor:  # [N]
-        "Labels counted from this rank's first class; -1 where another has the class, or nobody."
+        "Labels counted from this rank's first class; -1 where the class is not here."
         here = (y >= self.start) & (y < self.stop) & (y != ignore_index)
         return torch.where(here, y - self.start, -1)
 
@@ -442,9 +442,9 @@ def rivals(
     return torch.where(y >= s.stop, torch.nextafter(score, torch.full_like(score, -torch.inf)),
                        score)
 
-# %% ../nbs/10_sharded.ipynb #f69b9429
+# %% ../nbs/10_sharded.ipynb #a505735d
 class _OwnRows(torch.autograd.Function):
-    "This rank's part of numbers for all rows; backward collects what every rank says of its own."
+    "This rank's part of all rows' numbers; backward collects what every rank says of its own."
     @staticmethod
     def forward(ctx, t, b, s):
         ctx.how, ctx.size = (b, s), len(t)
@@ -565,13 +565,14 @@ def fingerprint(t:Tensor) -> Tensor:  # [2], float64
     steps = torch.arange(len(flat), device=t.device) % 97 + 1
     return torch.stack([flat.sum(), flat @ steps.double()])
 
-# %% ../nbs/10_sharded.ipynb #97b5bcf5
+# %% ../nbs/10_sharded.ipynb #ef9e17f8
 def same_on_all(what:str, t:Tensor, s:Shards):
     "`RuntimeError` on every rank if `t` is not the same on all; one collective."
     if s.group is None or os.environ.get("FUSEDLOSS_DEBUG") != "1": return
     seen = everyone(fingerprint(t), s)
     others = (seen != seen[0]).any(1).nonzero().flatten().tolist()
-    if others: raise RuntimeError(f"{what}: ranks {others} of {s.ranks} have another than rank 0")
+    if not others: return
+    raise RuntimeError(f"{what}: ranks {others} of {s.ranks} have another than rank 0")
 
 # %% ../nbs/10_sharded.ipynb #b1bc9fb2
 def check_sharded(
@@ -719,14 +720,15 @@ class _GatherRows(torch.autograd.Function):
         dx = send_home(g, b, s)()
         return (dx if factor == 1 else dx * factor).to(ctx.dtype), *[None] * 5
 
-# %% ../nbs/10_sharded.ipynb #0cd15e4e
+# %% ../nbs/10_sharded.ipynb #48e7ab0a
 class _JoinRest(torch.autograd.Function):
     "rest, cos, largest [N] of all ranks from those of one."
     @staticmethod
     def forward(ctx, rest, cos, top, s):
         rests, coss, tops = everyone(torch.stack([rest, cos, top]), s).unbind(1)
         joined = rests.logsumexp(0)
-        ctx.save_for_backward((rest - joined).exp().nan_to_num(0.0))  # no class at all: no share
+        share = (rest - joined).exp().nan_to_num(0.0)  # no class at all: no share
+        ctx.save_for_backward(share)
         top = tops.amax(0)
         ctx.mark_non_differentiable(top)
         return joined, coss.sum(0), top
@@ -760,17 +762,18 @@ def whole_tensor(local:Tensor, like:Tensor) -> Tensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False,
                               shape=shape, stride=torch.empty(shape, device="meta").stride())
 
-# %% ../nbs/10_sharded.ipynb #fe57371d
+# %% ../nbs/10_sharded.ipynb #b7e6e961
 BLOCK = 2**14  # classes of one seed
 
 def first_rows(
     rows:range, h:int, seed:int, device, dtype:torch.dtype, std:float=0.01,
 ) -> Tensor:  # [rows,H]
     "Normal rows that depend on seed and row, not on who owns them."
-    out, generator = torch.empty(len(rows), h, device=device, dtype=dtype), torch.Generator(device)
+    new = functools.partial(torch.empty, device=device, dtype=dtype)
+    out, generator = new(len(rows), h), torch.Generator(device)
     for block in range(rows.start // BLOCK, -(-rows.stop // BLOCK) if len(rows) else 0):
         generator.manual_seed(seed * 1_000_003 + block)
-        made = torch.empty(BLOCK, h, device=device, dtype=dtype).normal_(0, std, generator=generator)
+        made = new(BLOCK, h).normal_(0, std, generator=generator)
         first, last = max(rows.start, block * BLOCK), min(rows.stop, (block + 1) * BLOCK)
         out[first - rows.start:last - rows.start] = made[first - block * BLOCK:
                                                          last - block * BLOCK]
@@ -905,17 +908,18 @@ class ShardedPartialFC(PartialFC):
     def extend(self, *args): return grown_alone(self, super().extend, args)
     def remove(self, *args): return grown_alone(self, super().remove, args)
 
-# %% ../nbs/10_sharded.ipynb #08e985c5
+# %% ../nbs/10_sharded.ipynb #1f0c0c4d
 def gathered_batch(
     head:nn.Module, features:Tensor, target:Tensor,
 ) -> tuple[Shards, Batch, Tensor, Tensor]:  # all ranks' features and labels
     "Check what is here, and fetch the rest."
-    blind = SimpleNamespace(weight=head.weight, num_classes=2**62, ignore_index=head.ignore_index)
+    blind = SimpleNamespace(weight=head.weight, num_classes=2**62,
+                            ignore_index=head.ignore_index)
     labels = target.clamp(min=0) if isinstance(target, Tensor) else target
     check_features(blind, features, labels)  # what labels say, later, on all ranks at once
     x, y = features.reshape(-1, head.embedding_size), target.reshape(-1).long()
     s, n = head.shards, len(x)
-    if head.equal_batch: same_on_all("rows of an equal batch", torch.ones(n, device=x.device), s)
+    if head.equal_batch: same_on_all("rows", torch.ones(n, device=x.device), s)
     b = Batch(s.group is None, n, n if head.equal_batch else widest(n, s, x.device))
     return s, b, *_GatherRows.apply(x, y, b, s, head.ignore_index, head.factor)
 
@@ -952,7 +956,7 @@ def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or
     mesh = p.device_mesh
     return rows - owned(p.shape[0], mesh.size(), mesh.get_local_rank()).start, g
 
-# %% ../nbs/10_sharded.ipynb #afb6af52
+# %% ../nbs/10_sharded.ipynb #ba0e0940
 class ShardedRowSparse(RowSparse):
     "`RowSparse` whose parameters may be DTensors, Shard(0)."
     def update(self, p:Tensor, group:dict):
@@ -969,7 +973,7 @@ class ShardedRowSparse(RowSparse):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm:float) -> Tensor:  # the norm before
-        "Scale all gradients so that their norm together, over all ranks, is `max_norm` at most."
+        "Scale all gradients so that their norm, over all ranks, is `max_norm` at most."
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         values = [(distinct_values(p), p) for p in held]
         values = [(v.to_local() if spread_on(v) else v, p) for v, p in values]
