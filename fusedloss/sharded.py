@@ -7,12 +7,12 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'on_one_mesh', 'shards_on', 'shards_of', 'sums_of', 'shard_scores', 'plain_sums', 'launch_sums', 'sums_unit',
            'shard_sums', 'merge_sums', 'make_terms', 'plain_dz', 'plain_gradients', 'kernel_gradients',
            'shard_gradients', 'Packets', 'packets_of', 'pack', 'everyone', 'summed', 'Batch', 'gather_rows',
-           'send_home', 'rivals', 'own_rows', 'token_losses', 'sharded_loss', 'local_of', 'kinds_for', 'input_kinds',
-           'batch_of', 'shifted_ahead', 'within', 'fingerprint', 'same_on_all', 'check_sharded', 'ask_shards', 'Here',
-           'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'widest', 'whole_tensor',
-           'first_rows', 'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows',
-           'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
-           'square_of_all']
+           'send_home', 'exchanged', 'rivals', 'own_rows', 'token_losses', 'sharded_loss', 'local_of', 'kinds_for',
+           'input_kinds', 'batch_of', 'shifted_ahead', 'within', 'fingerprint', 'same_on_all', 'check_sharded',
+           'ask_shards', 'Here', 'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'widest',
+           'whole_tensor', 'first_rows', 'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread',
+           'spread_rows', 'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient',
+           'ShardedRowSparse', 'square_of_all']
 
 # %% ../nbs/10_sharded.ipynb #003eb3ac
 import copy
@@ -394,7 +394,21 @@ def send_home(
         return out[:b.own]
     return arrive
 
-# %% ../nbs/10_sharded.ipynb #d25414d7
+# %% ../nbs/10_sharded.ipynb #9d4b2c4a
+def exchanged(
+    sums:Tensor, y:Tensor,  # [K,N], [N]
+    b:Batch, s:Shards,
+) -> Tensor:  # [R,K,N]
+    "Every rank's sums; NaN where shared tokens are not the same."
+    if not b.shared or s.group is None: return everyone(sums, s)
+    came = everyone(torch.cat([sums, y[None].to(sums.dtype)]), s)
+    apart = (came[:, -1] != came[0, -1]).any(0)
+    if not y.is_cuda and apart.any():
+        raise RuntimeError("target: expected the same on all ranks, got others; tokens of each "
+                           "rank's own are a DTensor, Shard(0)")
+    return came[:, :-1].masked_fill(apart, torch.nan)
+
+# %% ../nbs/10_sharded.ipynb #281c2394
 class _ShardScores(torch.autograd.Function):
     "lse, gap, total, mean [N] with gradients; rows [3,N], labels and token weights without."
     @staticmethod
@@ -406,7 +420,7 @@ class _ShardScores(torch.autograd.Function):
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
         sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
-        sums = F.pad(everyone(sums[:rows], s), (0, 0, 0, 7 - rows))
+        sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
         ctx.save_for_backward(x_all, w, bias, mine, part, sums)
         ctx.set_materialize_grads(False)

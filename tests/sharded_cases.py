@@ -21,7 +21,7 @@ from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
 CASES, ON_GPUS = {}, ("losses_and_gradients", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
-                      "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "curves_do_not_know_the_ranks")
+                      "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "curves_do_not_know_the_ranks")
 
 
 def case(fn):
@@ -619,6 +619,19 @@ def disagreement_is_detected(meshes):
                     raise AssertionError(f"nobody saw another {what}")
     finally:
         del os.environ["FUSEDLOSS_DEBUG"]
+
+
+@case
+def tokens_that_are_not_the_same(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        x, w, _, y, _, _ = problem(8, 4, 10, seed=rank)  # each rank has its own, and says it with plain tensors
+        weight = spread(problem(8, 4, 10)[1], mesh)
+        try:
+            loss = fl.linear_cross_entropy(x, weight, y)
+        except RuntimeError as e:
+            assert ranks > 1 and "target: expected the same on all ranks" in str(e), str(e)
+        else:
+            assert ranks == 1 or DEVICE == "cuda" and loss.isnan()
 
 
 @case

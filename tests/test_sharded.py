@@ -267,3 +267,12 @@ def test_a_sure_prediction_keeps_its_small_loss():
     w = torch.tensor([[1.0], [0.89], [0.85]])
     exact = F.cross_entropy((x.double() @ w.double().T), torch.tensor([0]))
     assert_close(sharded_linear_cross_entropy(x, w, torch.tensor([0])).double(), exact, rtol=5e-3, atol=0.0)
+
+
+def test_a_label_that_is_no_class_is_nan_where_nobody_looks(monkeypatch):
+    monkeypatch.setattr(sharded, "check_labels", lambda *args: None)  # as on a GPU
+    x, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    losses = sharded_linear_cross_entropy(x, w, torch.tensor([0, 5, -3, -100]), reduction="none")
+    assert losses.isnan().tolist() == [False, True, True, False] and losses[3] == 0
+    dx, dw = torch.autograd.grad(losses[[0, 3]].sum(), [x, w])
+    assert dx.isfinite().all() and dw.isfinite().all() and (dx[1:] == 0).all()
