@@ -16,8 +16,9 @@ from fusedloss.scans import logz, sample, viterbi
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
-           "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "baseline_linear_cross_entropy",
-           "chunked_linear_cross_entropy", "cross_entropy", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors",
-           "forced_align", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "logz",
-           "margin_cross_entropy", "margins", "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather",
-           "sample", "semirings", "tiled_linear_cross_entropy", "viterbi"]
+           "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "ShardedPartialFC",
+           "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "cross_entropy",
+           "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align", "iota_cross_entropy",
+           "linear_cross_entropy", "linear_ctc_loss", "logz", "margin_cross_entropy", "margins", "onehot_select", "plan",
+           "recompute_linear_cross_entropy", "rewrite_gather", "sample", "semirings", "sharded_linear_cross_entropy",
+           "tiled_linear_cross_entropy", "viterbi"]

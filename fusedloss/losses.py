@@ -499,6 +499,10 @@ def planned_loss(
     monitored:bool=False,  # statistics need no gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Check, shift, plan, take."
+    if hasattr(linear_weight, "device_mesh"):  # a DTensor: its classes lie on several ranks
+        from fusedloss.sharded import planned_shards
+        return planned_shards(input, linear_weight, target, given, shift, method,
+                              memory_budget, filter_eps, chunk_size)
     how = memory_budget, accumulate, chunk_size
     check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
