@@ -372,7 +372,7 @@ def row_block(h:int) -> tuple[int, int]:  # BR, BH
     wide_ = min(1024, max(16, 1 << max(h - 1, 0).bit_length()))
     return 2048 // wide_, wide_
 
-# %% ../nbs/09_partial_fc.ipynb #acf8cb84
+# %% ../nbs/09_partial_fc.ipynb #3a9904d0
 def unit_rows_of(
     t:Tensor, rows:Optional[Tensor], dtype:torch.dtype, eps:float,  # [V,H]; [R], or all
 ) -> tuple[Tensor, Tensor]:  # [R,H] in `dtype`; [R] inverse lengths, negative for short rows
@@ -385,7 +385,7 @@ def unit_rows_of(
             if r: unit_kernel[(-(-r // tall),)](t, rows, unit, inverse, r, h, *t.stride(), eps,
                                                 BR=tall, BH=wide_)
         return unit, inverse
-    if rows is not None: t = t[rows.clamp(min=0)] * (rows >= 0)[:, None]
+    if rows is not None: t = torch.where((rows >= 0)[:, None], t[rows.clamp(min=0)], 0)
     t = t.to(acc_dtype(t.dtype))
     norm, length = torch.linalg.vector_norm(t, dim=1), lengths(t, eps)
     return (t / length[:, None]).to(dtype), torch.where(norm > eps, 1, -1) / length
@@ -938,13 +938,13 @@ def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradie
     g = g.coalesce()  # sums what was accumulated: a sort, and a wait for it
     return g.indices()[0], g.values()
 
-# %% ../nbs/09_partial_fc.ipynb #cead5c91
+# %% ../nbs/09_partial_fc.ipynb #78cd12f4
 SPARSE_OF = {torch.optim.SGD: ("momentum_buffer",),
              torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
 
 def as_rows(t:Tensor) -> Tensor:
     "A view as rows; a vector is one row."
-    return t.view(len(t), -1) if t.dim() > 1 else t.view(1, -1)
+    return t.view(len(t), math.prod(t.shape[1:])) if t.dim() > 1 else t.view(1, -1)
 
 # %% ../nbs/09_partial_fc.ipynb #aba91f32
 def row_state(
@@ -960,11 +960,6 @@ def row_state(
         state["row_steps"] = rows.new_full((len(rows),), steps, dtype=torch.int32)
     tensors = [as_rows(state[name]) for name in names] + [None] * (2 - len(names))
     return *tensors, state["row_steps"] if counts else None
-
-# %% ../nbs/09_partial_fc.ipynb #0cc41da8
-def as_rows(t:Tensor) -> Tensor:
-    "A view as rows; a vector is one row."
-    return t.view(len(t), -1) if t.dim() > 1 else t.view(1, -1)
 
 # %% ../nbs/09_partial_fc.ipynb #a9809153
 def apply_update(

@@ -385,20 +385,31 @@ def one_step(head, x, y, **options):
     return optimizer
 
 
-def test_f2_ignored_rows_count_nothing(device):
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_f2_ignored_rows_count_nothing(rate, device):
     x, w, y = sample(device=device)
     x.requires_grad_()
-    head = make_head(w, sample_rate=0.3)
+    head = make_head(w, sample_rate=rate)
+    restart = (lambda: None) if head.sampler is None else head.sampler.step.zero_
     loss = head(x, y)
     dx, = torch.autograd.grad(loss, x)
     assert (dx[y < 0] == 0).all()
-    head.sampler.step.zero_()
+    restart()
     torch.testing.assert_close(head(x[y >= 0], y[y >= 0]), loss)
     with torch.no_grad():
         x[y < 0] = math.nan  # not even what is no number
-    head.sampler.step.zero_()
+    restart()
     dx, dw = torch.autograd.grad(head(x, y), [x, head.weight])
-    assert dw.to_dense().isfinite().all() and dx[y >= 0].isfinite().all()
+    assert dw.to_dense().isfinite().all() and dx[y >= 0].isfinite().all() and (dx[y < 0] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_parameter_without_rows_takes_a_step(kind):
+    "Such as a shard of no classes"
+    p = torch.zeros(0, 5, requires_grad=True)
+    p.grad = torch.zeros(0, 5)
+    fl.RowSparse(kind, [p], lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {})).step()
+    assert p.shape == (0, 5)
 
 
 def test_f2_labels_out_of_range(device, monkeypatch):
