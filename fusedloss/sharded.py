@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'POCKET', 'BLOCK', 'owned', 'Shards', 'spread_on',
-           'on_one_mesh', 'shards_on', 'shards_of', 'sums_of', 'shard_scores', 'plain_sums', 'launch_sums', 'sums_unit',
+           'on_one_mesh', 'shards_on', 'shards_of', 'sums_of', 'shard_scores', 'plain_sums', 'kernel_sums', 'sums_unit',
            'shard_sums', 'merge_sums', 'make_terms', 'plain_dz', 'plain_gradients', 'kernel_gradients',
            'shard_gradients', 'Packets', 'packets_of', 'pack', 'everyone', 'summed', 'Batch', 'gather_rows',
            'send_home', 'exchanged', 'rivals', 'own_rows', 'token_losses', 'sharded_loss', 'local_of', 'kinds_for',
@@ -14,7 +14,7 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'spread_rows', 'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient',
            'ShardedRowSparse', 'square_of_all']
 
-# %% ../nbs/10_sharded.ipynb #003eb3ac
+# %% ../nbs/10_sharded.ipynb #18ae6f1f
 import copy
 import functools
 import math
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import acc_dtype, check_labels, check_linear, check_target, expect
 from fusedloss.kernels import (
-    below, check_options, check_weights, CrossEntropyStats, on_device, row_stats, RowOptions,
-    score_and_slope, score_fn, share_of, total_weight, unit as score_unit)
+    below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
+    score_and_slope, share_of, total_weight, unit as score_unit)
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
     apply_update, as_rows, check_features, choose_columns, Columns, distinct_values, head_dtype,
@@ -38,9 +38,8 @@ from fusedloss.partial_fc import (
     picks_kernel, row_index, RowIndex, rows_gradient, RowSparse, scoring_of,
     update_of, with_centers)
 from fusedloss.recompute import (
-    chunk_scores, fastest, is_busy, launch_dz, lse_kernel, merge_kernel, multiprocessors,
-    operand, plain_chunks, run_length, slab_tiles, take_unit, takes_kernel, target_kernel,
-    tiling_of, wide, write_product)
+    chunk_scores, is_busy, launch_dz, launch_sums, multiprocessors, plain_chunks, slab_tiles,
+    take_unit, takes_kernel, tiling_of, wide, write_product)
 from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, wide_product
 
 # %% ../nbs/10_sharded.ipynb #6079070b
@@ -150,42 +149,22 @@ def plain_sums(
     return torch.cat([sums_of(z_of(i), y[i], weight, None if rival is None else rival[i])
                       for i in chunks], 1)
 
-# %% ../nbs/10_sharded.ipynb #ce1b72b5
-def launch_sums(
+# %% ../nbs/10_sharded.ipynb #3bb2601e
+def kernel_sums(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N] of the shard
     bias:Optional[Tensor], weight:Optional[Tensor],
     o:RowOptions, agree:Optional[Callable[[Tensor], Tensor]],
 ) -> Tensor:  # [7,N]
     "`plain_sums` by the kernels of stage 6."
-    (n, h), v, stats, smooth = x.shape, len(w), agree is not None, o.label_smoothing > 0
-    t = tiling_of(x, w, is_busy(o, stats))
-    tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
-    run = run_length(n, tiles_v)
-    runs, flags = -(-tiles_v // run), dict(SMOOTH=smooth, STATS=stats, UNIT=score_unit(x))
-    sums = x.new_zeros((7, n), dtype=torch.float32)
-    parts = x.new_empty((7 if stats or smooth else 2, runs, n), dtype=torch.float32)
-    sizes, score = (n, v, h, *x.stride(), *w.stride()), (-1, o.logit_scale, o.softcap)
-    launch = lambda t: lse_kernel[(min(multiprocessors(x.device), tiles_n * runs),)](
-        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), y, bias, weight, sums,
-        parts, *sizes, *score, SCORE=score_fn(o), **flags, DESC=t.desc,
-        EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
-        num_warps=t.warps, num_stages=t.stages)
-    with on_device(x):
-        target_kernel[(-(-n // 64),)](x, w, y, bias, sums, *sizes, *score, SCORE=score_fn(o),
-                                      BN=64, BH=t.BH)
-        own = sums[TARGET].clone()
-        if stats: sums[TARGET] = agree(own)
-        launch(fastest("lse", x, v, t, (4,), launch))
-        merge_kernel[(-(-n // 32),)](parts, sums, n, runs, **flags, BN=32, BP=32)
-    sums[TARGET] = own
-    return sums
+    o = o._replace(ignore_index=-1)
+    return launch_sums(x, w, y, bias, weight, o, agree is not None, agree=agree)[0]
 
 # %% ../nbs/10_sharded.ipynb #97030b2d
 def sums_unit(x:Tensor) -> float:
     "What the maxima of `shard_sums` are multiplied by."
     return score_unit(x) if takes_kernel(x) else 1.0
 
-# %% ../nbs/10_sharded.ipynb #96920360
+# %% ../nbs/10_sharded.ipynb #b3657b13
 def shard_sums(
     x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     o:RowOptions, agree:Optional[Callable[[Tensor], Tensor]]=None, budget:int=0,
@@ -193,7 +172,7 @@ def shard_sums(
     "What each row knows of a shard's classes."
     if len(w) and len(x):
         args = x, w, y, bias, weight, o, agree
-        return launch_sums(*args) if takes_kernel(x) else plain_sums(*args, budget)
+        return kernel_sums(*args) if takes_kernel(x) else plain_sums(*args, budget)
     nothing = x.new_zeros((7, len(x)), dtype=acc_dtype(x.dtype))
     nothing[BASE] = -torch.inf
     if agree is not None: agree(nothing[TARGET])

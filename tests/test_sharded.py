@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import fusedloss.sharded as sharded
 from fusedloss.kernels import RowOptions
 from fusedloss.recompute import recompute_linear_cross_entropy
-from fusedloss.sharded import (POCKET, Shards, kernel_gradients, launch_sums, make_terms, owned, pack, packets_of, plain_gradients, plain_sums,
+from fusedloss.sharded import (POCKET, Shards, kernel_gradients, kernel_sums, make_terms, owned, pack, packets_of, plain_gradients, plain_sums,
                                sharded_linear_cross_entropy)
 from helpers import planted
 from sharded_cases import CASES, ON_GPUS
@@ -223,7 +223,7 @@ def test_kernels_say_what_pytorch_says(o, stats, device):
     y = torch.where(y < 40, y, -1)
     agree, x = torch.clone if stats else None, packets_of(pack(x, y, None, 37, -100), 24, f32).features  # rows that came with their labels
     assert x.stride(0) > x.shape[1]
-    by_kernel, plain = launch_sums(x, w, y, b, weight, o, agree), plain_sums(x, w, y, b, weight, o, agree, 0)
+    by_kernel, plain = kernel_sums(x, w, y, b, weight, o, agree), plain_sums(x, w, y, b, weight, o, agree, 0)
     plain[3] *= o.label_smoothing > 0  # nobody asks the kernel for Σ w z without smoothing
     assert_close(by_kernel, plain, rtol=1e-4, atol=1e-4)
     up = torch.randn(4, 37, generator=g).to(device)
