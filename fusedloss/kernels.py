@@ -614,7 +614,7 @@ def cuda_source(name:str) -> str:
     places = home / "cuda", home.parent / "cuda"
     return next(p for p in places if p.is_dir()).joinpath(f"{name}.cu").read_text()
 
-# %% ../nbs/04_kernels.ipynb #c3a2083c
+# %% ../nbs/04_kernels.ipynb #76547846
 def _by_cupy(source, name, options):
     from cupy import RawModule
     kernel = RawModule(code=source, options=options).get_function(name)
@@ -626,7 +626,8 @@ def _by_cupy(source, name, options):
     return launch
 
 def _by_torch(source, name, options):
-    kernel = torch.cuda._compile_kernel(source, name, nvcc_options=list(options))
+    options = [*options, "-ftz=true"]  # as CuPy compiles: the same bits
+    kernel = torch.cuda._compile_kernel(source, name, nvcc_options=options)
     nothing = torch.empty(0, device="cuda")  # its pointer is null
     def launch(grid, block, *args, shared=0):
         if shared >= 49152: kernel.set_shared_memory_config(shared)
@@ -634,7 +635,7 @@ def _by_torch(source, name, options):
         kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
     return launch
 
-# %% ../nbs/04_kernels.ipynb #9b03a651
+# %% ../nbs/04_kernels.ipynb #95e520f3
 @functools.cache
 def cuda_kernel(
     name:str,  # of the kernel and of its file
