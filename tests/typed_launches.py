@@ -47,6 +47,7 @@ class Lowerer:
     "A process that lowers kernels, begun at the first launch"
     def __init__(self):
         quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        quiet["PYTHONPATH"] = os.pathsep.join(sys.path)
         self.process = subprocess.Popen([sys.executable, __file__], env=quiet, text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         atexit.register(self.process.kill)
@@ -64,9 +65,17 @@ def lowerer() -> Lowerer:
     return Lowerer()
 
 
+def can_look() -> bool:
+    "Are launches to be seen in this Triton? Before 3.5 they are not"
+    from triton.runtime.interpreter import InterpretedFunction
+    return hasattr(InterpretedFunction, "run")
+
+
 def check_launches(monkeypatch) -> None:
     "From now on each launch of one of the library's own kernels is lowered before it is interpreted"
     from triton.runtime.interpreter import InterpretedFunction
+    if not can_look():
+        return
     run = InterpretedFunction.run
     def lowered_first(self, *args, **options):
         if self.fn.__module__.startswith("fusedloss."):
