@@ -66,16 +66,19 @@ def lowerer() -> Lowerer:
 
 
 def can_look() -> bool:
-    "Are launches to be seen in this Triton? Before 3.5 they are not"
-    from triton.runtime.interpreter import InterpretedFunction
+    "Are launches to be seen? Without Triton there are none, and before 3.5 they have no place in common"
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:
+        return False
     return hasattr(InterpretedFunction, "run")
 
 
 def check_launches(monkeypatch) -> None:
     "From now on each launch of one of the library's own kernels is lowered before it is interpreted"
-    from triton.runtime.interpreter import InterpretedFunction
     if not can_look():
         return
+    from triton.runtime.interpreter import InterpretedFunction
     run = InterpretedFunction.run
     def lowered_first(self, *args, **options):
         if self.fn.__module__.startswith("fusedloss."):
