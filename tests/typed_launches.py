@@ -47,6 +47,7 @@ class Lowerer:
     "A process that lowers kernels, begun at the first launch"
     def __init__(self):
         quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        quiet["PYTHONPATH"] = os.pathsep.join(sys.path)
         self.process = subprocess.Popen([sys.executable, __file__], env=quiet, text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         atexit.register(self.process.kill)
@@ -64,8 +65,19 @@ def lowerer() -> Lowerer:
     return Lowerer()
 
 
+def can_look() -> bool:
+    "Are launches to be seen? Without Triton there are none, and before 3.5 they have no place in common"
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:
+        return False
+    return hasattr(InterpretedFunction, "run")
+
+
 def check_launches(monkeypatch) -> None:
     "From now on each launch of one of the library's own kernels is lowered before it is interpreted"
+    if not can_look():
+        return
     from triton.runtime.interpreter import InterpretedFunction
     run = InterpretedFunction.run
     def lowered_first(self, *args, **options):
