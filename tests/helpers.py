@@ -186,7 +186,7 @@ def same_gradients_compiled(run: Callable, x: torch.Tensor, w: torch.Tensor, b: 
     return all(relative_error(a, e) < 1e-6 for n in rows for a, e in zip(grads(compiled, n), grads(run, n), strict=True))
 
 
-def differences(got: Iterable, exact: Iterable, leaves: tuple, limit: Callable[[torch.dtype, bool], float]) -> list[str]:
+def misfits(got: Iterable, exact: Iterable, leaves: tuple, limit: Callable[[torch.dtype, bool], float]) -> list[str]:
     "What is wrong with a loss and its gradients, in words; `limit` of a dtype, and whether it is the loss's, is the error allowed"
     loss_dtype, faults = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32, []
     for name, a, e, like in zip(("loss", "dx", "dw", "db"), got, exact, (None, *leaves)):

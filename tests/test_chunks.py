@@ -14,7 +14,7 @@ from fusedloss.chunks import (
     Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks,
     put_product, sum_unit)
 from fusedloss.measure import SHAPES, peak_memory, relative_error, saved_tensors
-from helpers import TOLERANCE, differences, planted, replays
+from helpers import TOLERANCE, misfits, planted, replays
 from test_kernels import exact, reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -69,7 +69,7 @@ def wrong(x, w, b, y, needs=(True, True, True), call=chunked_linear_cross_entrop
         if of_loss and x.is_cuda and x.dtype.itemsize == 2:
             return TOLERANCE[x.dtype]  # of logits that are rounded
         return TOLERANCE[dtype] if of_loss or tolerance is None else tolerance
-    return differences(got, truth(x, w, b, y, needs, g, **options), (x, w, b), limit)
+    return misfits(got, truth(x, w, b, y, needs, g, **options), (x, w, b), limit)
 
 
 # --- right ---

@@ -21,7 +21,7 @@ from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
-from helpers import TOLERANCE, differences, planted, replays, upstream
+from helpers import TOLERANCE, misfits, planted, replays, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -76,7 +76,7 @@ def wrong(x, w, b, y, needs=(True, True, True), call=linear_cross_entropy, how=N
     options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     double = [None if t is None else t.detach().cpu().double() for t in (x, w, b)]
     exact = differentiate(lambda x, w, b: definition(x, w, b, y, **options), double, needs)
-    return differences(got, exact, (x, w, b), lambda *_: tolerance or TOLERANCE[x.dtype])
+    return misfits(got, exact, (x, w, b), lambda *_: tolerance or TOLERANCE[x.dtype])
 
 
 # --- right ---
