@@ -177,3 +177,24 @@ def replays(step: Callable[[], Iterable[torch.Tensor]]) -> bool:
         t.fill_(torch.nan)
     graph.replay()
     return all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
+
+
+def same_gradients_compiled(run: Callable, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, y: torch.Tensor, rows: Iterable[int]) -> bool:
+    "Does one whole graph of `run` give its gradients for any number of rows?"
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    grads = lambda f, n: torch.autograd.grad(f(x[:n], w, b, y[:n]), [x, w, b])
+    return all(relative_error(a, e) < 1e-6 for n in rows for a, e in zip(grads(compiled, n), grads(run, n), strict=True))
+
+
+def misfits(got: Iterable, exact: Iterable, leaves: tuple, limit: Callable[[torch.dtype, bool], float]) -> list[str]:
+    "What is wrong with a loss and its gradients, in words; `limit` of a dtype, and whether it is the loss's, is the error allowed"
+    loss_dtype, faults = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32, []
+    for name, a, e, like in zip(("loss", "dx", "dw", "db"), got, exact, (None, *leaves)):
+        dtype = loss_dtype if like is None else like.dtype
+        if (a is None) != (e is None):
+            faults.append(f"{name} is {a}")
+        elif a is not None and (a.dtype != dtype or a.shape != e.shape):
+            faults.append(f"{name} is {a.dtype} {list(a.shape)}")
+        elif a is not None and not relative_error(a.cpu(), e) <= limit(dtype, like is None):
+            faults.append(f"{name} is off by {relative_error(a.cpu(), e):.1e}")
+    return faults

@@ -14,7 +14,7 @@ from fusedloss.chunks import (
     Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks,
     put_product, sum_unit)
 from fusedloss.measure import SHAPES, peak_memory, relative_error, saved_tensors
-from helpers import TOLERANCE, planted, replays
+from helpers import TOLERANCE, misfits, planted, replays
 from test_kernels import exact, reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -65,19 +65,11 @@ def wrong(x, w, b, y, needs=(True, True, True), call=chunked_linear_cross_entrop
     "What `call`, told `how` to do it, gets wrong, in words"
     options = prepared(options, x, w)
     got = differentiate(lambda x, w, b: call(x, w, y, linear_bias=b, **(how or {}), **options), (x, w, b), needs, g)
-    faults = []
-    for name, a, e, like in zip(("loss", "dx", "dw", "db"), got, truth(x, w, b, y, needs, g, **options), (None, x, w, b)):
-        dtype = (f64 if x.dtype == f64 else f32) if like is None else like.dtype
-        limit = TOLERANCE[dtype] if like is None or tolerance is None else tolerance
-        if like is None and x.is_cuda and x.dtype.itemsize == 2:
-            limit = TOLERANCE[x.dtype]  # of logits that are rounded
-        if (a is None) != (e is None):
-            faults.append(f"{name} is {a}")
-        elif a is not None and (a.dtype != dtype or a.shape != e.shape):
-            faults.append(f"{name} is {a.dtype} {list(a.shape)}")
-        elif a is not None and not relative_error(a.cpu(), e) <= limit:
-            faults.append(f"{name} is off by {relative_error(a.cpu(), e):.1e}")
-    return faults
+    def limit(dtype: torch.dtype, of_loss: bool) -> float:
+        if of_loss and x.is_cuda and x.dtype.itemsize == 2:
+            return TOLERANCE[x.dtype]  # of logits that are rounded
+        return TOLERANCE[dtype] if of_loss or tolerance is None else tolerance
+    return misfits(got, truth(x, w, b, y, needs, g, **options), (x, w, b), limit)
 
 
 # --- right ---

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
-from helpers import planted, replays
+from helpers import planted, replays, same_gradients_compiled
 from test_kernels import OPTIONS, REDUCTIONS, exact
 from test_recompute import Case, INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
 
@@ -350,11 +350,7 @@ def test_operators_keep_their_contract(device):
 def test_compiled_whole(device):
     x, w, b, y = skewed(40, 7, 90, dtype=f32, device=device)
     run = lambda x, w, b, y: loss_of(x * 1, w, y, linear_bias=b, filter_eps=EPS, softcap=9.0)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (40, 23):
-        got = torch.autograd.grad(compiled(x[:n], w, b, y[:n]), [x, w, b])
-        for a, e in zip(got, torch.autograd.grad(run(x[:n], w, b, y[:n]), [x, w, b])):
-            assert relative_error(a, e) < 1e-6
+    assert same_gradients_compiled(run, x, w, b, y, (40, 23))
 
 
 # Half precisions, and what only a GPU has

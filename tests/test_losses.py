@@ -21,7 +21,7 @@ from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
-from helpers import TOLERANCE, planted, replays, upstream
+from helpers import TOLERANCE, misfits, planted, replays, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -76,16 +76,7 @@ def wrong(x, w, b, y, needs=(True, True, True), call=linear_cross_entropy, how=N
     options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     double = [None if t is None else t.detach().cpu().double() for t in (x, w, b)]
     exact = differentiate(lambda x, w, b: definition(x, w, b, y, **options), double, needs)
-    limit, faults = tolerance or TOLERANCE[x.dtype], []
-    for name, a, e, like in zip(("loss", "dx", "dw", "db"), got, exact, (None, x, w, b)):
-        dtype = (f64 if x.dtype == f64 else f32) if like is None else like.dtype
-        if (a is None) != (e is None):
-            faults.append(f"{name} is {a}")
-        elif a is not None and (a.dtype != dtype or a.shape != e.shape):
-            faults.append(f"{name} is {a.dtype} {list(a.shape)}")
-        elif a is not None and not relative_error(a.cpu(), e) <= limit:
-            faults.append(f"{name} is off by {relative_error(a.cpu(), e):.1e}")
-    return faults
+    return misfits(got, exact, (x, w, b), lambda *_: tolerance or TOLERANCE[x.dtype])
 
 
 # --- right ---

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
-from helpers import TOLERANCE, planted, replays, upstream
+from helpers import TOLERANCE, planted, replays, same_gradients_compiled, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -494,11 +494,7 @@ def test_compiled_whole(reduction, device):
     def step(x, w, b, y):
         loss, stats = loss_of(x * 1, w, y, linear_bias=b, reduction=reduction, return_stats=True, softcap=9.0)
         return loss.sum() + stats.entropy.sum()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (9, 5):
-        got = torch.autograd.grad(compiled(x[:n], w, b, y[:n]), [x, w, b])
-        for a, e in zip(got, torch.autograd.grad(step(x[:n], w, b, y[:n]), [x, w, b])):
-            assert relative_error(a, e) < 1e-6
+    assert same_gradients_compiled(step, x, w, b, y, (9, 5))
 
 
 @pytest.mark.parametrize("stats", [False, True])
