@@ -398,6 +398,7 @@ extern "C" __global__ void SHAPE ctc_scan(
 
 #ifdef PER
 constexpr int SLAB = ROWTHREADS * PER, ROWS = 256 / ROWTHREADS;
+constexpr int AT_ONCE = 4;  // states that a thread loads before it adds the first
 
 struct RowMemory {
   u32 held[ROWS][SLAB];  // posteriors of each class
@@ -466,12 +467,21 @@ extern "C" __global__ void __launch_bounds__(256) ctc_grad(
   if (dz) {
     for (int c = me; c < SLAB && c < C; c += ROWTHREADS) held[c] = 0;
     sync_row();
-    for (int k = me; k <= length; k += ROWTHREADS) {
-      blanks += fixed(gamma[plane + k]);
-      if (k == length) break;
-      const u32 g = fixed(gamma[k]);
-      others += g;
-      if (labels[k] < SLAB) atomicAdd(&held[labels[k]], g);
+    for (int k0 = me; k0 <= length; k0 += AT_ONCE * ROWTHREADS) {
+      float of_label[AT_ONCE], of_blank[AT_ONCE];
+      i64 label[AT_ONCE];
+      UNROLL
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int k = k0 + i * ROWTHREADS;
+        of_label[i] = k < length ? gamma[k] : 0.0f, of_blank[i] = k <= length ? gamma[plane + k] : 0.0f;
+        label[i] = k < length ? labels[k] : SLAB;
+      }
+      UNROLL
+      for (int i = 0; i < AT_ONCE; i++) {
+        const u32 g = fixed(of_label[i]);
+        blanks += fixed(of_blank[i]), others += g;
+        if (label[i] < SLAB) atomicAdd(&held[label[i]], g);
+      }
     }
   }
   float at = 0.0f, s = 1.0f;

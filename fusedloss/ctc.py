@@ -6,7 +6,7 @@
 __all__ = ['interleave', 'may_skip', 'ctc_graph', 'ctc_by_logz', 'alpha_table', 'share_back', 'ctc_loss', 'ctc_loss_with_logits',
            'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample', 'CTCPosteriors', 'ctc_posteriors']
 
-# %% ../nbs/13_ctc.ipynb #67d647e2
+# %% ../nbs/13_ctc.ipynb #8fd56191
 import functools, math, os, warnings
 from importlib.util import find_spec
 from typing import NamedTuple, Optional
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from fusedloss.baseline import expect
 from fusedloss.kernels import (ELEMENTS, _by_cupy, _by_torch, _observed, capability,
                                cuda_source, on_device, reduce_rows, scaled_rows)
-from fusedloss.scans import active, logz, stay
-from fusedloss.semirings import Log, Max, Sample, Semiring
+from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
+from fusedloss.semirings import Log
 
 # %% ../nbs/13_ctc.ipynb #0695cd76
 f32, f64 = torch.float32, torch.float64
@@ -50,21 +50,29 @@ def at_end(
     at = torch.arange(S, device=lengths.device)
     return (at <= 2 * lengths[:, None]) & (at >= 2 * lengths[:, None] - 1)
 
-# %% ../nbs/13_ctc.ipynb #3d1ac952
+# %% ../nbs/13_ctc.ipynb #b6254756
+def lattice_graph(
+    scores:Tensor,  # [T,N,S] of states
+    skip:Tensor, lengths:Tensor,  # [N,S] bool, [N] of the targets
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # Ms [T,N,S,3], idx [S,3], v0 and vT [N,S]
+    "The paths through the states, for `logz`."
+    at = torch.arange(scores.shape[2], device=scores.device)
+    idx = (at[:, None] - torch.arange(3, device=scores.device)).clamp(min=-1)
+    both = (at == 0).expand(skip.shape), at_end(len(at), lengths)
+    ends = [scores.new_zeros(skip.shape).masked_fill(~on, -torch.inf) for on in both]
+    skips = scores.masked_fill(~skip, -torch.inf)
+    return torch.stack([scores, scores, skips], -1), idx, *ends
+
+# %% ../nbs/13_ctc.ipynb #d4e0e716
 def ctc_graph(
     z:Tensor,  # [T,N,C] log-probabilities
     y:Tensor, lengths:Tensor,  # [N,L], [N]; what is beyond a length is not looked at
     blank:int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # Ms [T,N,S,3], idx [S,3], v0 and vT [N,S]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # as `lattice_graph`
     "The paths of CTC, for `logz`."
     states = interleave(y, blank)
-    at = torch.arange(states.shape[1], device=z.device)
     scores = z.gather(2, states.expand(len(z), -1, -1))
-    skips = scores.masked_fill(~may_skip(states), -torch.inf)
-    idx = (at[:, None] - torch.arange(3, device=z.device)).clamp(min=-1)
-    both = (at == 0).expand(states.shape), at_end(len(at), lengths)
-    ends = [z.new_zeros(states.shape).masked_fill(~on, -torch.inf) for on in both]
-    return torch.stack([scores, scores, skips], -1), idx, *ends
+    return lattice_graph(scores, may_skip(states), lengths)
 
 # %% ../nbs/13_ctc.ipynb #aff81e71
 def ctc_by_logz(
@@ -81,44 +89,42 @@ def arriving(alpha, skip):
     one, two = (F.pad(alpha, (k, 0), value=-torch.inf)[:, :-k] for k in (1, 2))
     return torch.stack([alpha, one, two.masked_fill(~skip, -torch.inf)])
 
-# %% ../nbs/13_ctc.ipynb #b80bc59c
+# %% ../nbs/13_ctc.ipynb #e9a66bef
 @torch.no_grad()
 def alpha_table(
     emitted:Tensor,  # [T,N,S] score of each state
     skip:Tensor, frames:Tensor,  # [N,S] bool, [N]
-    S:Semiring=Log,  # Log or Max
 ) -> Tensor:  # [T+1,N,S]; row t+1 is after frame t
     "Sums over the beginnings of all paths; a sequence that is over keeps its last row."
     alphas = emitted.new_full((len(emitted) + 1, *emitted.shape[1:]), -torch.inf)
     alphas[0, :, 0] = 0
     for t, scores in enumerate(emitted):
-        new = S.reduce(arriving(alphas[t], skip), 0) + scores
+        new = Log.reduce(arriving(alphas[t], skip), 0) + scores
         alphas[t + 1] = stay(active(frames, t), new, alphas[t])
     return alphas
 
-# %% ../nbs/13_ctc.ipynb #353256c6
+# %% ../nbs/13_ctc.ipynb #17e1ccbd
 @torch.no_grad()
 def share_back(
     alphas:Tensor,  # [T+1,N,S] of `alpha_table`
     skip:Tensor, frames:Tensor, lengths:Tensor,  # [N,S] bool, [N], [N]
-    S:Semiring=Log,  # Log, Max or Sample
 ) -> Tensor:  # [T,N,S]; 0 beyond a sequence's frames, and where no path exists
     "Where paths are: γ from the end back to the start."
     end = at_end(alphas.shape[2], lengths)
-    state = S.dsum(alphas[-1].masked_fill(~end, -torch.inf), -1)
+    state = Log.dsum(alphas[-1].masked_fill(~end, -torch.inf), -1)
     gammas = torch.zeros_like(alphas[1:])
     for t in reversed(range(len(gammas))):
         go = active(frames, t)
         gammas[t] = torch.where(go, state, 0)
-        stays, one, two = S.dsum(arriving(alphas[t], skip), 0) * state
+        stays, one, two = Log.dsum(arriving(alphas[t], skip), 0) * state
         state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
     return gammas
 
-# %% ../nbs/13_ctc.ipynb #e8fbd524
-def log_likelihood(alphas, lengths, S=Log):
+# %% ../nbs/13_ctc.ipynb #4caf8647
+def log_likelihood(alphas, lengths):
     "The sum over all paths [N]."
     end = at_end(alphas.shape[2], lengths)
-    return S.reduce(alphas[-1].masked_fill(~end, -torch.inf), -1)
+    return Log.reduce(alphas[-1].masked_fill(~end, -torch.inf), -1)
 
 # %% ../nbs/13_ctc.ipynb #3a76ba67
 LOGITS, TORCH, EXACT = 0, 1, 2  # what z is, and which gradient is wanted
@@ -161,12 +167,12 @@ def as_lengths(
            f"{lengths.dtype} {list(lengths.shape)}")
     return lengths.long()
 
-# %% ../nbs/13_ctc.ipynb #28a92f79
+# %% ../nbs/13_ctc.ipynb #12fd67db
 def moved(t:Tensor, device) -> Tensor:
     "A copy on the device, without waiting for it."
     if t.device == device: return t
-    if t.device.type == "cpu" and device.type == "cuda": t = t.pin_memory()
-    return t.to(device, non_blocking=True)
+    pinned = t.device.type == "cpu" and device.type == "cuda" and not _observed()
+    return (t.pin_memory() if pinned else t).to(device, non_blocking=True)
 
 # %% ../nbs/13_ctc.ipynb #a40137d0
 def visible(t:Tensor) -> bool:
@@ -638,33 +644,35 @@ def unbatch(results:tuple, alone:bool) -> tuple:
     "The first of each where there was no batch."
     return type(results)(*(t[0] for t in results)) if alone else results
 
-# %% ../nbs/13_ctc.ipynb #6fd5a234
-def aligned(a:Lattice, S:Semiring, dtype) -> Alignment:
-    "The path that `S` marks."
-    alphas = alpha_table(a.emitted, a.skip, a.frames, Max if S is Max else Log)
-    marks = share_back(alphas, a.skip, a.frames, a.lengths, S)
-    there = (marks.amax(-1) > 0) & ~a.bad  # [T,N]
-    states = torch.where(there, marks.argmax(-1), -1)
-    at = states.clamp(min=0)
-    labels = a.states.gather(1, at.T).T.where(there, -1)
-    scores = torch.where(there, a.emitted.gather(2, at[..., None])[..., 0], 0)
-    exists = (log_likelihood(alphas, a.lengths) != -torch.inf) & ~a.bad
-    total = torch.where(exists, scores.sum(0), torch.where(a.bad, torch.nan, -torch.inf))
-    return Alignment(total.to(dtype), labels.T, states.T, scores.T.to(dtype))
+# %% ../nbs/13_ctc.ipynb #333f2d2f
+def aligned(
+    a:Lattice, path:Paths,  # of `lattice_graph`
+    dtype:torch.dtype,
+) -> Alignment:
+    "What a path says of frames and labels."
+    states = path.states.masked_fill(a.bad[:, None], -1)
+    exists, states = states[:, 0] >= 0, states[:, 1:]
+    at, on = states.clamp(min=0), states >= 0
+    labels = torch.where(on, a.states.gather(1, at), -1)
+    scores = torch.where(on, a.emitted.transpose(0, 1).gather(2, at[..., None])[..., 0], 0)
+    total = torch.where(exists, scores.sum(1), torch.where(a.bad, torch.nan, -torch.inf))
+    return Alignment(total.to(dtype), labels, states, scores.to(dtype))
 
 # %% ../nbs/13_ctc.ipynb #b8f86189
 def out_dtype(t:Tensor): return f64 if t.dtype == f64 else f32
 
-# %% ../nbs/13_ctc.ipynb #2f6eb59d
+# %% ../nbs/13_ctc.ipynb #4b0ce625
 def forced_align(
     log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
     blank:int=0,
 ) -> Alignment:
     "The best path of each sequence; of equals always the same one."
     z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
-    return unbatch(aligned(lattice(z, p, blank), Max, out_dtype(log_probs)), alone)
+    a = lattice(z, p, blank)
+    path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)
+    return unbatch(aligned(a, path, out_dtype(log_probs)), alone)
 
-# %% ../nbs/13_ctc.ipynb #6e1648ce
+# %% ../nbs/13_ctc.ipynb #61929b6e
 def ctc_sample(
     log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
     blank:int=0,
@@ -672,7 +680,9 @@ def ctc_sample(
 ) -> Alignment:
     "A random path of each sequence, drawn with its probability."
     z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
-    return unbatch(aligned(lattice(z, p, blank), Sample(generator), out_dtype(log_probs)), alone)
+    a = lattice(z, p, blank)
+    path = sample(*lattice_graph(a.emitted, a.skip, a.lengths), generator, a.frames)
+    return unbatch(aligned(a, path, out_dtype(log_probs)), alone)
 
 # %% ../nbs/13_ctc.ipynb #14b9df82
 class CTCPosteriors(NamedTuple):

@@ -530,8 +530,9 @@ def test_gradients_against_differences(device):
     for f in (lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths), lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths, 0, "none"),
               lambda x: fl.ctc_loss(x, y, frames, lengths, 0, "none", gradient="exact"), lambda x: fl.ctc_loss(x.log_softmax(-1), y, frames, lengths, 0, "sum")):
         assert torch.autograd.gradcheck(f, z)
+    order = 1e-12 if device == "cuda" else 0.0  # a second derivative gathers; on a GPU the derivative of that adds in any order
     for f in (lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths), lambda x: fl.ctc_loss(x, y, frames, lengths, 0, "none", gradient="exact")):
-        assert torch.autograd.gradgradcheck(f, z)
+        assert torch.autograd.gradgradcheck(f, z, nondet_tol=order)
 
 
 def test_the_second_derivative_of_torchs_gradient():
@@ -814,7 +815,7 @@ MUTANTS = {  # what is wrong: (text of fusedloss/ctc.py, what stands in its plac
     "blanks are skipped to": ("return (before >= 0) & (states != before)", "return before >= 0"),
     "a path must end in the last blank": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= 2 * lengths[:, None])"),
     "a path may end anywhere": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= -1)"),
-    "a path may start in any state": ("(at == 0).expand(states.shape), at_end", "(at >= 0).expand(states.shape), at_end"),
+    "a path may start in any state": ("(at == 0).expand(skip.shape), at_end", "(at >= 0).expand(skip.shape), at_end"),
     "α goes on where a sequence is over": ("stay(active(frames, t), new, alphas[t])", "new"),
     "γ goes on where a sequence is over": ("gammas[t] = torch.where(go, state, 0)", "gammas[t] = state"),
     "γ of a skip lands on a neighbour": ("F.pad(two, (0, 2))[:, 2:]", "F.pad(two, (0, 1))[:, 1:]"),
@@ -829,8 +830,8 @@ MUTANTS = {  # what is wrong: (text of fusedloss/ctc.py, what stands in its plac
     "rows of targets all start at the first label": ("lengths.clamp(min=0).cumsum(0) - lengths", "lengths * 0"),
     "the exact gradient is torch's": ('TORCH if gradient == "torch" else EXACT', "TORCH"),
     "emissions are read from another sequence": ("emitted = z.gather(2, states.expand(len(z), -1, -1)).double()", "emitted = z.gather(2, states.flip(0).expand(len(z), -1, -1)).double()"),
-    "the best path is a likely one": ("Max if S is Max else Log", "Log"),
-    "labels are those of states one further": ("at = states.clamp(min=0)", "at = (states + 1).clamp(min=0, max=marks.shape[2] - 1)"),
+    "the best path takes all frames": ("path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)", "path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths))"),
+    "labels are those of states one further": ("at, on = states.clamp(min=0), states >= 0", "at, on = (states + 1).clamp(min=0, max=a.states.shape[1] - 1), states >= 0"),
     "the second derivative forgets the factor": ("(beside * leaves[0][:, None])", "(beside * 2 * leaves[0][:, None])"),
 }
 
@@ -860,6 +861,8 @@ def first_fault(m):
         a, best = m.forced_align(log_p, y, T, L, blank), logz(*ctc_graph(log_p, torch.where(torch.arange(y.shape[1]) < L[:, None], y, blank), L, blank), Max, T)
         if not torch.allclose(a.score, best) or any(collapsed(a.labels[n, :t].tolist(), blank) != [c for c in y[n, :L[n]].tolist() if c != blank] for n, t in enumerate(frames) if best[n] > -INF and blank == 0):
             return f"alignment, {name}"
+        if m.ctc_posteriors(log_p, y, T, L, blank).states[torch.arange(len(z)) >= T[:, None]].any():
+            return f"posteriors, {name}"
     z, y, frames, lengths = case(T=4, N=2, C=3, L=2, dtype=f64)
     x = z.log_softmax(-1).requires_grad_()
 
