@@ -119,7 +119,7 @@ def iota_cross_entropy(
     losses = IotaCrossEntropy.apply(scores, target, dim)
     return reduce_loss(losses, target, input.shape[dim], ignore_index, reduction)
 
-# %% ../nbs/03_iota.ipynb #eb326985
+# %% ../nbs/03_iota.ipynb #d51e8d53
 aten, prims = torch.ops.aten, torch.ops.prims
 
 def _value(arg) -> Any:
@@ -128,10 +128,8 @@ def _value(arg) -> Any:
 
 def _emit(graph:fx.Graph, target, *args, **kwargs) -> fx.Node:
     "Insert a call whose result is known like that of any other node."
-    from torch._dispatch.python import enable_python_dispatcher
     node = graph.call_function(target, args, kwargs)
-    with enable_python_dispatcher():  # sizes may be symbols
-        node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+    node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
     return node
 
 # %% ../nbs/03_iota.ipynb #30eff555
