@@ -302,18 +302,18 @@ def packets_of(
     return Packets(t[:, :8].view(torch.int64)[:, 0], t[:, 8:POCKET].view(torch.float64)[:, 0],
                    features.view(dtype))
 
-# %% ../nbs/10_sharded.ipynb #03542087
+# %% ../nbs/10_sharded.ipynb #9fdc297f
 def pack(
     x:Tensor, y:Tensor, token_weight:Optional[Tensor],  # [n,H], [n], [n] or None
     rows:int, ignore_index:int,  # as many as the rank with most
 ) -> Tensor:  # [rows, bytes]
     "Rows behind their labels; rows that pad are ignored."
-    size = POCKET + -(-x.shape[1] * x.element_size() // POCKET) * POCKET
-    bytes_ = x.new_zeros((rows, size), dtype=torch.uint8)
-    p, n = packets_of(bytes_, x.shape[1], x.dtype), len(x)
-    p.labels.fill_(ignore_index)
-    p.labels[:n], p.features[:n] = y, x
-    p.weights[:n] = 1.0 if token_weight is None else token_weight
+    weight = y if token_weight is None else token_weight.double().view(torch.int64)
+    pocket = torch.stack([y, weight], 1)  # without weights nobody reads the second
+    bytes_ = torch.cat([t.contiguous().view(torch.uint8) for t in (pocket, x)], 1)
+    gaps = -bytes_.shape[1] % POCKET, rows - len(x)
+    if any(gaps): bytes_ = F.pad(bytes_, (0, gaps[0], 0, gaps[1]))
+    if gaps[1]: packets_of(bytes_, x.shape[1], x.dtype).labels[len(x):] = ignore_index
     return bytes_
 
 # %% ../nbs/10_sharded.ipynb #2d01e5de
@@ -345,7 +345,7 @@ class Batch(NamedTuple):
         start = 0 if self.shared else s.rank * self.rows
         return slice(start, start + self.own)
 
-# %% ../nbs/10_sharded.ipynb #cac4a6e8
+# %% ../nbs/10_sharded.ipynb #ebd38e39
 def gather_rows(
     x:Tensor, y:Tensor, token_weight:Optional[Tensor], b:Batch, s:Shards, ignore_index:int,
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N,H], [N], [N] or None
@@ -354,7 +354,7 @@ def gather_rows(
     came = everyone(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
     p = packets_of(came, x.shape[1], x.dtype)
     weights = None if token_weight is None else p.weights.to(acc_dtype(x.dtype))
-    return p.features, p.labels.contiguous(), weights
+    return p.features, p.labels, weights
 
 # %% ../nbs/10_sharded.ipynb #b310944c
 def send_home(
@@ -387,14 +387,14 @@ def exchanged(
                            "rank's own are a DTensor, Shard(0)")
     return came[:, :-1].masked_fill(apart, torch.nan)
 
-# %% ../nbs/10_sharded.ipynb #281c2394
+# %% ../nbs/10_sharded.ipynb #18b0eb58
 class _ShardScores(torch.autograd.Function):
     "lse, gap, total, mean [N] with gradients; rows [3,N], labels and token weights without."
     @staticmethod
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget):
-        ctx.how, unit = (o, s, b, stats, budget), sums_unit(x)
+        ctx.how = o, s, b, stats, budget
         x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
-        mine = s.own(y_all, o.ignore_index)
+        mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
         sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
