@@ -721,23 +721,25 @@ class _GatherRows(torch.autograd.Function):
         dx = send_home(g, b, s, aside=False)()
         return (dx if factor == 1 else dx * factor).to(ctx.dtype), *[None] * 5
 
-# %% ../nbs/10_sharded.ipynb #b3f8afcb
+# %% ../nbs/10_sharded.ipynb #738aea21
 class _JoinRest(torch.autograd.Function):
     "rest, cos, largest [N] of all ranks from those of one."
     @staticmethod
     def forward(ctx, rest, cos, top, s):
         rests, coss, tops = everyone(torch.stack([rest, cos, top]), s).unbind(1)
-        joined = rests.logsumexp(0)
-        ctx.save_for_backward((rest - joined).exp())  # no class at all: NaN
+        joined = rests.logcumsumexp(0)[-1]  # one kernel; logsumexp is eight
+        share = (rest - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
+        ctx.save_for_backward(share)
         top = tops.amax(0)
         ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
         return joined, coss.sum(0), top
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_rest, g_cos, _):
         share, = ctx.saved_tensors
-        return torch.where(share > 0, share * g_rest, 0.0), g_cos, None, None
+        return None if g_rest is None else share * g_rest, g_cos, None, None
 
 # %% ../nbs/10_sharded.ipynb #afc0c043
 class _LocalRows(torch.autograd.Function):
