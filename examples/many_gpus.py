@@ -21,18 +21,21 @@ LANGUAGE_MODEL = dict(N=8192, H=4096, V=128256)
 bf16 = torch.bfloat16
 
 
-def timed(step, runs=10, warm=4):
-    "Median seconds of a step, of the slowest rank; every rank makes as many, or they would wait for each other for ever"
-    times = []
-    for i in range(warm + runs):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
-        begin.record()
+def timed(step, runs=10, rounds=3):
+    "Seconds of a step among steps that follow one another, of the slowest rank: the median of some rounds"
+    for _ in range(4):
         step()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()  # every rank makes as many steps, or they would wait for each other for ever
+        begin.record()
+        for _ in range(runs):
+            step()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    slowest = torch.tensor(sorted(times[warm:])[runs // 2], device="cuda")
+        times.append(begin.elapsed_time(end) * 1e-3 / runs)
+    slowest = torch.tensor(sorted(times)[rounds // 2], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
 

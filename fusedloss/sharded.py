@@ -6,13 +6,13 @@
 __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'POCKET', 'BLOCK', 'owned', 'Shards', 'spread_on',
            'on_one_mesh', 'shards_on', 'shards_of', 'sums_of', 'shard_scores', 'plain_sums', 'kernel_sums', 'sums_unit',
            'shard_sums', 'merge_sums', 'make_terms', 'plain_dz', 'plain_gradients', 'kernel_gradients',
-           'shard_gradients', 'Packets', 'packets_of', 'pack', 'everyone', 'summed', 'Batch', 'gather_rows',
-           'send_home', 'exchanged', 'rivals', 'own_rows', 'token_losses', 'sharded_loss', 'local_of', 'kinds_for',
-           'input_kinds', 'batch_of', 'shifted_ahead', 'within', 'fingerprint', 'same_on_all', 'check_sharded',
-           'ask_shards', 'Here', 'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'widest',
-           'whole_tensor', 'first_rows', 'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread',
-           'spread_rows', 'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient',
-           'ShardedRowSparse', 'square_of_all']
+           'shard_gradients', 'Packets', 'packets_of', 'pack', 'collective', 'everyone', 'summed', 'Batch',
+           'gather_rows', 'send_home', 'exchanged', 'rivals', 'own_rows', 'token_losses', 'sharded_loss', 'local_of',
+           'kinds_for', 'input_kinds', 'batch_of', 'shifted_ahead', 'within', 'fingerprint', 'same_on_all',
+           'check_sharded', 'ask_shards', 'Here', 'seen_here', 'spread_loss', 'sharded_linear_cross_entropy',
+           'planned_shards', 'widest', 'whole_tensor', 'first_rows', 'local_statistics', 'spread_head_loss',
+           'spread_head_stats', 'check_spread', 'spread_rows', 'ShardedPartialFC', 'gathered_batch', 'grown_alone',
+           'local_state', 'local_gradient', 'ShardedRowSparse', 'square_of_all']
 
 # %% ../nbs/10_sharded.ipynb #18ae6f1f
 import copy
@@ -302,29 +302,34 @@ def packets_of(
     return Packets(t[:, :8].view(torch.int64)[:, 0], t[:, 8:POCKET].view(torch.float64)[:, 0],
                    features.view(dtype))
 
-# %% ../nbs/10_sharded.ipynb #03542087
+# %% ../nbs/10_sharded.ipynb #9fdc297f
 def pack(
     x:Tensor, y:Tensor, token_weight:Optional[Tensor],  # [n,H], [n], [n] or None
     rows:int, ignore_index:int,  # as many as the rank with most
 ) -> Tensor:  # [rows, bytes]
     "Rows behind their labels; rows that pad are ignored."
-    size = POCKET + -(-x.shape[1] * x.element_size() // POCKET) * POCKET
-    bytes_ = x.new_zeros((rows, size), dtype=torch.uint8)
-    p, n = packets_of(bytes_, x.shape[1], x.dtype), len(x)
-    p.labels.fill_(ignore_index)
-    p.labels[:n], p.features[:n] = y, x
-    p.weights[:n] = 1.0 if token_weight is None else token_weight
+    weight = y if token_weight is None else token_weight.double().view(torch.int64)
+    pocket = torch.stack([y, weight], 1)  # without weights nobody reads the second
+    bytes_ = torch.cat([t.contiguous().view(torch.uint8) for t in (pocket, x)], 1)
+    gaps = -bytes_.shape[1] % POCKET, rows - len(x)
+    if any(gaps): bytes_ = F.pad(bytes_, (0, gaps[0], 0, gaps[1]))
+    if gaps[1]: packets_of(bytes_, x.shape[1], x.dtype).labels[len(x):] = ignore_index
     return bytes_
 
-# %% ../nbs/10_sharded.ipynb #2d01e5de
+# %% ../nbs/10_sharded.ipynb #38a716d5
+def collective(*names:str) -> Callable:
+    "The first of PyTorch's collectives that this version has; it gave two of them new names."
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
 def everyone(
     t:Tensor,  # of one shape on all ranks
     s:Shards,
 ) -> Tensor:  # [R, *t.shape]
     "What every rank has, in order."
     if s.group is None: return t[None]
+    gather = collective("all_gather_single", "all_gather_into_tensor")
     out = t.new_empty((s.ranks, *t.shape))
-    if t.numel(): dist.all_gather_into_tensor(out.flatten(0, 1), t.contiguous(), group=s.group)
+    if t.numel(): gather(out.flatten(0, 1), t.contiguous(), group=s.group)
     return out
 
 # %% ../nbs/10_sharded.ipynb #f66368fc
@@ -345,7 +350,7 @@ class Batch(NamedTuple):
         start = 0 if self.shared else s.rank * self.rows
         return slice(start, start + self.own)
 
-# %% ../nbs/10_sharded.ipynb #cac4a6e8
+# %% ../nbs/10_sharded.ipynb #ebd38e39
 def gather_rows(
     x:Tensor, y:Tensor, token_weight:Optional[Tensor], b:Batch, s:Shards, ignore_index:int,
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N,H], [N], [N] or None
@@ -354,22 +359,24 @@ def gather_rows(
     came = everyone(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
     p = packets_of(came, x.shape[1], x.dtype)
     weights = None if token_weight is None else p.weights.to(acc_dtype(x.dtype))
-    return p.features, p.labels.contiguous(), weights
+    return p.features, p.labels, weights
 
-# %% ../nbs/10_sharded.ipynb #b310944c
+# %% ../nbs/10_sharded.ipynb #eeef2989
 def send_home(
     total:Tensor,  # [N,H], what this rank adds
     b:Batch, s:Shards,
+    aside:bool=True,  # while other work goes on; else in its turn
 ) -> Callable[[], Tensor]:  # returns [own,H]
     "Start the sum over ranks, each row to its rank; what is returned waits for it."
     if s.group is None or not total.numel(): return lambda: total[:b.own]
     out, start = total, dist.all_reduce
     if not b.shared:
         out = total.new_empty(b.rows, total.shape[1])
-        start = functools.partial(dist.reduce_scatter_tensor, out)
-    work = start(total.contiguous(), group=s.group, async_op=True)
+        start = functools.partial(collective("reduce_scatter_single", "reduce_scatter_tensor"),
+                                  out)
+    work = start(total.contiguous(), group=s.group, async_op=aside)
     def arrive():
-        work.wait()
+        if aside: work.wait()
         return out[:b.own]
     return arrive
 
@@ -387,14 +394,14 @@ def exchanged(
                            "rank's own are a DTensor, Shard(0)")
     return came[:, :-1].masked_fill(apart, torch.nan)
 
-# %% ../nbs/10_sharded.ipynb #281c2394
+# %% ../nbs/10_sharded.ipynb #18b0eb58
 class _ShardScores(torch.autograd.Function):
     "lse, gap, total, mean [N] with gradients; rows [3,N], labels and token weights without."
     @staticmethod
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget):
-        ctx.how, unit = (o, s, b, stats, budget), sums_unit(x)
+        ctx.how = o, s, b, stats, budget
         x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
-        mine = s.own(y_all, o.ignore_index)
+        mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
         sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
@@ -695,7 +702,7 @@ def widest(n:int, s:Shards, device:torch.device) -> int:
     if s.group is None: return n
     return int(everyone(torch.tensor([n], device=device), s).max())
 
-# %% ../nbs/10_sharded.ipynb #4006ef40
+# %% ../nbs/10_sharded.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):
     "All ranks' features in `acc_dtype`, and their labels; gradients go home, times a factor."
     @staticmethod
@@ -704,33 +711,35 @@ class _GatherRows(torch.autograd.Function):
         x_all, y_all, _ = gather_rows(x, y, None, b, s, ignore_index)
         y_all = y_all.clone()
         ctx.mark_non_differentiable(y_all)
+        ctx.set_materialize_grads(False)
         return x_all.to(acc_dtype(x.dtype), copy=True), y_all
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, _):
         b, s, factor = ctx.how
-        dx = send_home(g, b, s)()
+        dx = send_home(g, b, s, aside=False)()
         return (dx if factor == 1 else dx * factor).to(ctx.dtype), *[None] * 5
 
-# %% ../nbs/10_sharded.ipynb #48e7ab0a
+# %% ../nbs/10_sharded.ipynb #ae0cea6c
 class _JoinRest(torch.autograd.Function):
     "rest, cos, largest [N] of all ranks from those of one."
     @staticmethod
     def forward(ctx, rest, cos, top, s):
         rests, coss, tops = everyone(torch.stack([rest, cos, top]), s).unbind(1)
         joined = rests.logsumexp(0)
-        share = (rest - joined).exp().nan_to_num(0.0)  # no class at all: no share
+        share = (rest - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
         ctx.save_for_backward(share)
         top = tops.amax(0)
         ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
         return joined, coss.sum(0), top
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_rest, g_cos, _):
         share, = ctx.saved_tensors
-        return torch.where(share > 0, share * g_rest, 0.0), g_cos, None, None
+        return None if g_rest is None else share * g_rest, g_cos, None, None
 
 # %% ../nbs/10_sharded.ipynb #afc0c043
 class _LocalRows(torch.autograd.Function):
@@ -785,24 +794,25 @@ class _NoClasses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_): return tuple(torch.zeros_like(t) for t in ctx.saved_tensors)
 
-# %% ../nbs/10_sharded.ipynb #6f49d3ef
+# %% ../nbs/10_sharded.ipynb #282fa74f
 def local_statistics(
-    head:nn.Module, x:Tensor, w:Tensor, columns:Columns, s:Shards, dtype:torch.dtype,
+    head:nn.Module, x:Tensor, w:Tensor, known:Tensor, columns:Columns, s:Shards,
+    dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest other score: [N] each
-    "Stage 9's statistics of this rank's rows."
+    "Stage 9's statistics of this rank's classes."
     if not len(w): return _NoClasses.apply(x, w)
     o, rows, index = scoring_of(head), with_centers(columns.rows, head.centers), None
     if rows is not None:
         index = row_index(rows).index
         if head.sparse:
-            index = index + s.start * head.centers  # as the whole weight counts
+            index += s.start * head.centers  # as the whole weight counts
             head.weight.grad_rows = RowIndex(index, rows)
-    every = torch.arange(len(x), device=x.device)
+    kept = torch.where(known, torch.arange(len(x), device=x.device), -1)
     kernel = picks_kernel(head.method, x, dtype, o)
-    return _PartialLse.apply(x, w, every, rows, index, columns.slot, columns.shift, head.sparse,
+    return _PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
                              dtype, kernel, *o)
 
-# %% ../nbs/10_sharded.ipynb #ecd9a2e4
+# %% ../nbs/10_sharded.ipynb #43d73ec1
 def spread_head_loss(
     head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
     dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
@@ -815,10 +825,9 @@ def spread_head_loss(
     columns = choose_columns(y, here, s.stop - s.start, sampler, acc_dtype(x.dtype), s.start)
     if sampler is not None: sampler.advance()
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
-    x = torch.where(known[:, None], x, 0.0)  # what a row without a label holds is nobody's
-    parts = local_statistics(head, x, w, columns, s, dtype)
+    parts = local_statistics(head, x, w, known, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
-    norm = torch.linalg.vector_norm(x.detach(), dim=-1)
+    norm = torch.where(known, torch.linalg.vector_norm(x.detach(), dim=-1), 0.0)
     head.margin.observe(norm, known)
     losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
     return mean_loss(losses, wanted, known), (columns, rest.detach(), cos.detach(), top, known)

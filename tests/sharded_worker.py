@@ -22,10 +22,10 @@ def write(path, results):
 def run_cases(path):
     "All cases, on meshes of one to four ranks; a rank that fails stops, and the others notice"
     from torch.distributed.device_mesh import DeviceMesh
-    from sharded_cases import CASES, DEVICE, ON_GPUS
+    from sharded_cases import CASES, DEVICE, FAULTS, ON_GPUS
     meshes, results = [DeviceMesh(DEVICE, list(range(n))) for n in range(1, dist.get_world_size() + 1)], {}
     names = os.environ.get("SHARDED_CASES", "").split() or (ON_GPUS if DEVICE == "cuda" else CASES)
-    for name, case in ((n, CASES[n]) for n in names):
+    for name, case in ((n, {**CASES, **FAULTS}[n]) for n in names):
         started = time.perf_counter()
         try:
             torch.manual_seed(0)
