@@ -204,7 +204,7 @@ def padded(
     last = max(len(targets) - 1, 0)
     return F.pad(targets, (0, 1))[at.clamp(0, last)]
 
-# %% ../nbs/13_ctc.ipynb #9bd2b6bc
+# %% ../nbs/13_ctc.ipynb #5269490f
 def prepared(
     z:Tensor,  # [T,N,C]
     targets:Tensor,  # [N,L] or [sum of lengths]
@@ -219,6 +219,8 @@ def prepared(
         expect(targets.dim() == 2 or lengths.sum() == longest, "targets",
                f"{lengths.sum()} labels, the sum of target_lengths", longest)
         width = min(width, max(lengths.tolist(), default=0))
+    if frames.device.type == lengths.device.type == "cpu":  # one copy for both
+        frames, lengths = moved(torch.stack([frames, lengths]), z.device)
     y, frames, lengths = (moved(t, z.device) for t in (targets.long(), frames, lengths))
     if y.dim() == 1:  # a row that would end behind the last label has no length
         lengths = lengths.masked_fill(lengths.cumsum(0) > longest, -1)

@@ -614,15 +614,16 @@ def cuda_source(name:str) -> str:
     places = home / "cuda", home.parent / "cuda"
     return next(p for p in places if p.is_dir()).joinpath(f"{name}.cu").read_text()
 
-# %% ../nbs/04_kernels.ipynb #76547846
+# %% ../nbs/04_kernels.ipynb #0797056d
 def _by_cupy(source, name, options):
     from cupy import RawModule
     kernel = RawModule(code=source, options=options).get_function(name)
     def launch(grid, block, *args, shared=0):
-        stream = SimpleNamespace(ptr=torch.cuda.current_stream().cuda_stream)
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
         if shared > 49152: kernel.max_dynamic_shared_size_bytes = shared
-        kernel((grid,), (block,), tuple(pointers), shared_mem=shared, stream=stream)
+        kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
+               stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
     return launch
 
 def _by_torch(source, name, options):
