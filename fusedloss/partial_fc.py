@@ -5,20 +5,21 @@
 # %% auto #0
 __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'SLAB', 'SPARSE_OF', 'mix', 'key_word', 'block_key', 'shuffle', 'Strata', 'strata_of',
            'drawn_of', 'draw_plain', 'slot_plain', 'mix_bits', 'add_word', 'block_key_of', 'drawn_by', 'draw_kernel',
-           'draw', 'NegativeSampler', 'first_occurrence', 'Columns', 'plain_columns', 'columns_kernel',
-           'launch_columns', 'sampled_columns', 'choose_columns', 'unit_kernel', 'row_block', 'unit_rows_of',
-           'tangent_kernel', 'to_tangent', 'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores',
-           'rest_kernel', 'cosine_dz_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'columns_bwd',
-           'product_into', 'rows_gradient', 'takes_columns', 'tile_columns', 'partial_lse', 'partial_lse_grad',
+           'draw', 'NegativeSampler', 'first_occurrence', 'Columns', 'live_index', 'plain_labels', 'plain_columns',
+           'place_of', 'load_classes', 'live_class', 'columns_kernel', 'launch_columns', 'sampled_columns',
+           'columns_of', 'choose_columns', 'unit_kernel', 'row_block', 'unit_rows_of', 'tangent_kernel', 'to_tangent',
+           'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel',
+           'finish_rest_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into', 'slab_gradients',
+           'columns_bwd', 'rows_gradient', 'takes_columns', 'tile_columns', 'partial_lse', 'partial_lse_grad',
            'RowIndex', 'row_index', 'decay_left', 'stochastic', 'count_kernel', 'update_kernel', 'round_up_or_down',
            'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update',
            'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial',
            'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of', 'head_dtype', 'with_centers',
            'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
 
-# %% ../nbs/09_partial_fc.ipynb #28b51f33
+# %% ../nbs/09_partial_fc.ipynb #2dd7a14b
 import math
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Iterator, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +28,10 @@ from torch import Tensor, nn
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_target, expect, FLOATS, is_number)
 from fusedloss.kernels import (
-    bare_score, has_kernel, jit, on_device, power, tl, unit as score_unit)
+    finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
 from fusedloss.recompute import (
-    fastest, join, merge_kernel, multiprocessors, operand, place, run_length, target_kernel,
-    tile_product, Tiling, tiling_of)
+    fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling, tiling_of)
 from fusedloss.tiles import (
     add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
     wide_product)
@@ -187,7 +187,7 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
                                          B=256)
     return out
 
-# %% ../nbs/09_partial_fc.ipynb #c88b10cd
+# %% ../nbs/09_partial_fc.ipynb #213baa12
 class NegativeSampler(nn.Module):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
     def __init__(self,
@@ -215,7 +215,7 @@ class NegativeSampler(nn.Module):
         "Where `forward` has the classes `y`, or -1."
         return slot_plain(y, self.seed, self.step, self.strata, start)
 
-    def advance(self): self.step += 1
+    def advance(self): self.step.add_(1)
     def extra_repr(self) -> str: return f"rate={self.rate:g}, log_q={self.log_q}"
 
 # %% ../nbs/09_partial_fc.ipynb #4916ac5e
@@ -227,115 +227,196 @@ def first_occurrence(y:Tensor) -> Tensor:  # [N], int64
     start = torch.where(fresh | (n == 0), n, 0).cummax(0).values if len(y) else n
     return torch.empty_like(y).scatter_(0, order, order[start])
 
-# %% ../nbs/09_partial_fc.ipynb #9c2846dc
+# %% ../nbs/09_partial_fc.ipynb #8b64fe5f
 class Columns(NamedTuple):
-    "The classes that are scored: a column each, T of them."
+    "The classes that are scored, a column each, T of them; and what is scored of the batch."
     rows: Optional[Tensor]  # [T] classes, -1 in dead columns; None for all V
     slot: Tensor  # [N], each row's column; -1 without a label
     shift: Optional[Tensor]  # [T], added to scores: -inf in dead columns
+    index: Optional[Tensor]  # [T] as rows, but dead columns name a class that is alive
+    kept: Tensor  # [N], the row's own number; -1 without a label
+    share: Tensor  # [N], of its loss in the mean: 0 if ignored, NaN if it has no class here
 
-# %% ../nbs/09_partial_fc.ipynb #934730f2
+# %% ../nbs/09_partial_fc.ipynb #4a5e89f0
+def live_index(rows:Tensor) -> Tensor:  # [T]
+    "Rows, where the dead name one that lives; 0 if none does."
+    if not len(rows): return rows.clone()
+    return torch.where(rows < 0, rows.amax().clamp(min=0), rows)
+
+# %% ../nbs/09_partial_fc.ipynb #ad570367
+def plain_labels(
+    y:Tensor, ignore_index:int, start:int, stop:int, dtype:torch.dtype,  # [N]; classes
+) -> tuple[Tensor, Tensor, Tensor]:  # y or -1, kept, share: [N] each
+    "What labels say of their rows."
+    wanted, n = y != ignore_index, torch.arange(len(y), device=y.device)
+    known = wanted & (y >= start) & (y < stop)
+    share = torch.where(known, 1.0, torch.where(wanted, torch.nan, 0.0)).to(dtype)
+    share = share / wanted.sum().clamp(min=1)
+    return torch.where(known, y, -1), torch.where(known, n, -1), share
+
+# %% ../nbs/09_partial_fc.ipynb #590610f4
 def plain_columns(
-    y:Tensor, seed:Tensor, step:Tensor, s:Strata,  # [N], -1 where no class of these
+    y:Tensor, seed:Tensor, step:Tensor, s:Strata,  # [N]
     start:int, stop:int,  # classes; what is returned counts from `start`
-    missed:float, dtype:torch.dtype,  # added to the scores of those that were drawn
+    ignore_index:int, missed:float,  # added to the scores of those that were drawn
+    dtype:torch.dtype,  # of `shift` and `share`
 ) -> Columns:
     "Columns for what was drawn, then one for each row, used if its class has none."
+    y, kept, share = plain_labels(y, ignore_index, start, stop, dtype)
     drawn, n = draw_plain(seed, step, s, start, stop), torch.arange(len(y), device=y.device)
     at = slot_plain(y.clamp(min=start), seed, step, s, start)
     fresh = len(drawn) + first_occurrence(y)
     slot = torch.where(y >= 0, torch.where(at >= 0, at, fresh), -1)
     rows = torch.cat([drawn, torch.where(slot == len(drawn) + n, y, -1)])
+    rows = F.pad(rows, (0, -len(rows) % 8), value=-1)
     shift = rows.new_full(rows.shape, missed, dtype=dtype).masked_fill_(rows < 0, -torch.inf)
     present = torch.zeros(len(rows) + 1, dtype=torch.bool, device=y.device)
     present[slot] = True  # -1 is the spare place at the end
     if missed: shift = torch.where(present[:-1], 0.0, shift)  # the batch's classes were certain
-    return Columns(torch.where(rows < 0, -1, rows - start), slot, shift)
+    rows = torch.where(rows < 0, -1, rows - start)
+    return Columns(rows, slot, shift, live_index(rows), kept, share)
 
-# %% ../nbs/09_partial_fc.ipynb #1b205c7e
+# %% ../nbs/09_partial_fc.ipynb #9c38b215
+@jit
+def place_of(y, key, BITS: tl.constexpr, ROUNDS: tl.constexpr):
+    "Where in its block a class [B] stands: `shuffle`, backwards."
+    HALF: tl.constexpr = BITS // 2
+    SIDE: tl.constexpr = 2**HALF - 1
+    j = (y & (2**BITS - 1)).to(tl.uint32)
+    left, right = j >> HALF, j & SIDE
+    turn = key + ((ROUNDS - 1) * 0x9E3779B9 & 0xFFFFFFFF)
+    for r in tl.static_range(ROUNDS):
+        new = right ^ (mix_bits(turn ^ left) & SIDE)
+        right = left
+        left = new
+        turn -= 0x9E3779B9
+    return left << HALF | right
+
+# %% ../nbs/09_partial_fc.ipynb #0df8f85d
+@jit
+def load_classes(y_ptr, at, N, ignore_index, start, stop):
+    "Labels at `at` [B], whether each is wanted, and whether it is one of these classes."
+    y = tl.load(y_ptr + at, mask=at < N, other=0)
+    wanted = (at < N) & (y != ignore_index)
+    return y, wanted, wanted & (y >= start) & (y < stop)
+
+# %% ../nbs/09_partial_fc.ipynb #6be00069
+@jit
+def live_class(rows_ptr, y_ptr, N, K, ignore_index, start, stop, B: tl.constexpr):
+    "A class that lives: of those that were drawn, else of the batch; 0 if there is none."
+    name, at = tl.full([], -1, tl.int64), 0
+    while (name < 0) & (at < K):
+        here = at + tl.arange(0, B)
+        name = tl.max(tl.load(rows_ptr + here, mask=here < K, other=-1))
+        at += B
+    at = 0
+    while (name < 0) & (at < N):
+        y, _, known = load_classes(y_ptr, at + tl.arange(0, B), N, ignore_index, start, stop)
+        name = tl.max(tl.where(known, y - start, -1))
+        at += B
+    return tl.maximum(name, 0)
+
+# %% ../nbs/09_partial_fc.ipynb #e3c9965d
 @jit
 def columns_kernel(
-    y_ptr, rows_ptr, shift_ptr, slot_ptr,  # [N], -1: no label; [K + N], K drawn; same; [N]
-    seed_ptr, step_ptr, first, begin, K, N,  # block and class from which to count
+    y_ptr, rows_ptr, shift_ptr, index_ptr,  # [N]; [T] each, of which K were drawn
+    slot_ptr, kept_ptr, share_ptr, seed_ptr, step_ptr,  # [N] each; [1] each
+    ignore_index, first, start, stop, K, N, T,  # `first` block of the classes
     WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
-    ROUNDS: tl.constexpr, B: tl.constexpr,
+    ROUNDS: tl.constexpr, B: tl.constexpr, BIG: tl.constexpr,
 ):
-    at = tl.program_id(0) * B + tl.arange(0, B)
-    y = tl.load(y_ptr + at, mask=at < N, other=-1)
-    known = y >= 0
-    earliest = at
-    for start in range(0, (tl.program_id(0) + 1) * B, B):
-        other = start + tl.arange(0, B)
-        z = tl.load(y_ptr + other, mask=other < N, other=-1)
-        same = (y[:, None] == z[None, :]) & (other < N)[None, :]
-        earliest = tl.minimum(earliest, tl.min(tl.where(same, other[None, :], N), 1))
-    slot = tl.where(known, K + earliest, -1)
-    if SLOTS > 0:
-        key = block_key_of(seed_ptr, step_ptr, tl.where(known, y >> BITS, 0), B)
-        HALF: tl.constexpr = BITS // 2
-        SIDE: tl.constexpr = 2**HALF - 1
-        j = (y & (2**BITS - 1)).to(tl.uint32)
-        left, right = j >> HALF, j & SIDE
-        turn = key + ((ROUNDS - 1) * 0x9E3779B9 & 0xFFFFFFFF)
-        for r in tl.static_range(ROUNDS):
-            new = right ^ (mix_bits(turn ^ left) & SIDE)
-            right = left
-            left = new
-            turn -= 0x9E3779B9
-        place_ = left << HALF | right
-        found = known & (place_ < drawn_by(key, WHOLE, CHANCE, B))
-        slot = tl.where(found, ((y >> BITS) - first) * SLOTS + place_.to(tl.int64), slot)
-    tl.store(slot_ptr + at, slot, mask=at < N)
-    own = slot == K + at
-    tl.store(rows_ptr + K + at, tl.where(own, y - begin, -1), mask=at < N)
-    tl.store(shift_ptr + K + at, tl.where(own, 0.0, -float("inf")), mask=at < N)
-    tl.store(shift_ptr + slot, 0.0, mask=known & (slot < K))  # the batch's classes were certain
+    labels = tl.cdiv(T - K, B)
+    name = live_class(rows_ptr, y_ptr, N, K, ignore_index, start, stop, BIG)
+    if tl.program_id(0) >= labels:  # columns that were drawn
+        column = (tl.program_id(0) - labels) * BIG + tl.arange(0, BIG)
+        row = tl.load(rows_ptr + column, mask=column < K, other=-1)
+        tl.store(index_ptr + column, tl.where(row < 0, name, row), mask=column < K)
+    else:
+        at = tl.program_id(0) * B + tl.arange(0, B)
+        y, wanted, known = load_classes(y_ptr, at, N, ignore_index, start, stop)
+        earliest, n = at, tl.zeros([B], tl.int32)
+        for begin in range(0, N, B):
+            other = begin + tl.arange(0, B)
+            z, counts, _ = load_classes(y_ptr, other, N, ignore_index, start, stop)
+            same = (y[:, None] == z[None, :]) & (other < N)[None, :]
+            earliest = tl.minimum(earliest, tl.min(tl.where(same, other[None, :], N), 1))
+            n += counts.to(tl.int32)
+        slot = tl.where(known, K + earliest, -1).to(tl.int64)
+        if SLOTS > 0:
+            key = block_key_of(seed_ptr, step_ptr, tl.where(known, y >> BITS, 0), B)
+            place_ = place_of(y, key, BITS, ROUNDS)
+            found = known & (place_ < drawn_by(key, WHOLE, CHANCE, B))
+            slot = tl.where(found, ((y >> BITS) - first) * SLOTS + place_.to(tl.int64), slot)
+        share = tl.where(known, 1.0, tl.where(wanted, float("nan"), 0.0))
+        share = tl.div_rn(share, tl.maximum(tl.sum(n), 1).to(tl.float32))
+        tl.store(slot_ptr + at, slot, mask=at < N)
+        tl.store(kept_ptr + at, tl.where(known, at, -1), mask=at < N)
+        tl.store(share_ptr + at, share, mask=at < N)
+        own, there = known & (slot == K + at), K + at < T
+        tl.store(rows_ptr + K + at, tl.where(own, y - start, -1), mask=there)
+        tl.store(index_ptr + K + at, tl.where(own, y - start, name), mask=there)
+        tl.store(shift_ptr + K + at, tl.where(own, 0.0, -float("inf")), mask=there)
+        drawn = known & (slot < K)
+        tl.store(shift_ptr + slot, 0.0, mask=drawn)  # the batch's classes were certain
 
-# %% ../nbs/09_partial_fc.ipynb #f604b4e7
+# %% ../nbs/09_partial_fc.ipynb #15cdad92
 def launch_columns(
-    y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int, stop:int, missed:float,
-    dtype:torch.dtype,
+    y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int, stop:int, ignore_index:int,
+    missed:float, dtype:torch.dtype,
 ) -> Columns:
     "`plain_columns` by the kernels."
-    n, first = len(y), start >> s.bits
+    n, first, new = len(y), start >> s.bits, y.new_empty
     k = (-(-stop >> s.bits) - first) * s.slots
-    rows, slot, shift = y.new_empty(k + n), torch.empty_like(y), y.new_empty(k + n, dtype=dtype)
+    t = -(-(k + n) // 8) * 8
+    c = Columns(new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype))
     shared = s.whole, s.chance, s.slots, s.bits, ROUNDS
     with on_device(y):
-        if k: draw_kernel[(-(-k // 256),)](rows, shift, seed, step, first, start, stop, k,
+        if k: draw_kernel[(-(-k // 256),)](c.rows, c.shift, seed, step, first, start, stop, k,
                                            start, missed, *shared, B=256)
-        if n: columns_kernel[(-(-n // 64),)](y, rows, shift, slot, seed, step, first, start, k,
-                                             n, *shared, B=64)
-    return Columns(rows, slot, shift)
+        if t: columns_kernel[(-(-(t - k) // 64) + -(-k // 1024),)](
+            y, c.rows, c.shift, c.index, c.slot, c.kept, c.share, seed, step, ignore_index,
+            first, start, stop, k, n, t, *shared, B=64, BIG=1024)
+    return c
 
-# %% ../nbs/09_partial_fc.ipynb #c216ecc2
+# %% ../nbs/09_partial_fc.ipynb #f20420c7
 @torch.library.custom_op("fusedloss::sampled_columns", mutates_args=())
 def sampled_columns(
     y:Tensor, seed:Tensor, step:Tensor, bits:int, whole:int, chance:int, start:int, stop:int,
-    missed:float, dtype:torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+    ignore_index:int, missed:float, dtype:torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "`Columns` as an operator; float64 keeps the digits of `missed`."
     way = launch_columns if has_kernel(y) and dtype != torch.float64 else plain_columns
-    return tuple(way(y, seed, step, Strata(bits, whole, chance), start, stop, missed, dtype))
+    s = Strata(bits, whole, chance)
+    return tuple(way(y, seed, step, s, start, stop, ignore_index, missed, dtype))
 
-# %% ../nbs/09_partial_fc.ipynb #a8f56f04
+# %% ../nbs/09_partial_fc.ipynb #dddc131e
 @sampled_columns.register_fake
-def _(y, seed, step, bits, whole, chance, start, stop, missed, dtype):
+def _(y, seed, step, bits, whole, chance, start, stop, ignore_index, missed, dtype):
     blocks = -(-stop >> bits) - (start >> bits)
-    t = blocks * Strata(bits, whole, chance).slots + len(y)
-    return y.new_empty(t), torch.empty_like(y), y.new_empty(t, dtype=dtype)
+    n, new = len(y), y.new_empty
+    t = (blocks * Strata(bits, whole, chance).slots + n + 7) // 8 * 8
+    return new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype)
 
-# %% ../nbs/09_partial_fc.ipynb #69f53e32
-def choose_columns(
-    y:Tensor, known:Tensor, n_classes:int, sampler:Optional[NegativeSampler], dtype:torch.dtype,
-    start:int=0,  # a rank's first class; its labels are the `known` ones
+# %% ../nbs/09_partial_fc.ipynb #6fd94c16
+def columns_of(
+    y:Tensor, ignore_index:int, n_classes:int, sampler:Optional[NegativeSampler],  # [N]
+    dtype:torch.dtype, start:int=0,  # a rank's first class
 ) -> Columns:
-    "The columns of a step; `known` rows have a label among `n_classes` from `start` on."
-    y = torch.where(known, y, -1)
-    if sampler is None: return Columns(None, torch.where(known, y - start, -1), None)
+    "The columns of a step; rows have a label among `n_classes` from `start` on, or none."
+    stop = start + n_classes
+    if sampler is None:
+        y, kept, share = plain_labels(y, ignore_index, start, stop, dtype)
+        return Columns(None, torch.where(y < 0, -1, y - start), None, None, kept, share)
     missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
     return Columns(*sampled_columns(y, sampler.seed, sampler.step, *sampler.strata, start,
-                                    start + n_classes, missed, dtype))
+                                    stop, ignore_index, missed, dtype))
+
+def choose_columns(
+    y:Tensor, known:Tensor, n_classes:int, sampler:Optional[NegativeSampler], dtype:torch.dtype,
+    start:int=0,  # as above; the `known` rows have a label here
+) -> Columns:
+    "`columns_of` rows that are known already."
+    return columns_of(torch.where(known, y, -1), -1, n_classes, sampler, dtype, start)
 
 # %% ../nbs/09_partial_fc.ipynb #92caf7d0
 @jit
@@ -390,10 +471,10 @@ def unit_rows_of(
     norm, length = torch.linalg.vector_norm(t, dim=1), lengths(t, eps)
     return (t / length[:, None]).to(dtype), torch.where(norm > eps, 1, -1) / length
 
-# %% ../nbs/09_partial_fc.ipynb #f1cc5111
+# %% ../nbs/09_partial_fc.ipynb #85d33cc3
 @jit
 def tangent_kernel(
-    d_ptr, unit_ptr, inverse_ptr, factor_ptr, out_ptr,  # [R,H], [R,H], [R], [1], [R,H]
+    d_ptr, unit_ptr, inverse_ptr, factor_ptr, out_ptr,  # [R,H], [R,H], [R], [1] or None, [R,H]
     R, H, BR: tl.constexpr, BH: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -406,7 +487,9 @@ def tangent_kernel(
         u = tl.load(unit_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
         along += tl.sum(d * u, 1)
     along = tl.where(inverse > 0, along, 0.0)
-    scale = tl.abs(inverse) * tl.load(factor_ptr)
+    scale = tl.abs(inverse)
+    if factor_ptr is not None:
+        scale *= tl.load(factor_ptr)
     for k in range(0, H, BH):
         cols = k + tl.arange(0, BH)[None, :]
         inside = there[:, None] & (cols < H)
@@ -415,10 +498,10 @@ def tangent_kernel(
         d = (d - along[:, None] * u) * scale[:, None]
         tl.store(out_ptr + start + cols, d.to(out_ptr.dtype.element_ty), mask=inside)
 
-# %% ../nbs/09_partial_fc.ipynb #0244d21c
+# %% ../nbs/09_partial_fc.ipynb #2064e588
 def to_tangent(
     d:Tensor, unit:Tensor, inverse:Tensor,  # [R,H] gradient by unit rows, [R,H], [R]
-    factor:Tensor, out:Tensor,  # a scalar; [R,H] to be written, may be d
+    factor:Optional[Tensor], out:Tensor,  # a scalar or None; [R,H] to be written, may be d
 ):
     "out = factor · gradient by the rows themselves: what is along them is lost."
     r, h = d.shape
@@ -430,7 +513,8 @@ def to_tangent(
         return
     u = unit.to(d.dtype)
     along = torch.where(inverse > 0, (d * u).sum(1), 0.0)
-    out.copy_((d - along[:, None] * u) * (inverse.abs() * factor)[:, None])
+    scale = inverse.abs() if factor is None else inverse.abs() * factor
+    out.copy_((d - along[:, None] * u) * scale[:, None])
 
 # %% ../nbs/09_partial_fc.ipynb #aa77d3e0
 class Scoring(NamedTuple):
@@ -540,11 +624,12 @@ def rest_kernel(
         tl.store(at, base, mask=rows < N)
         tl.store(at + runs * N, s, mask=rows < N)
 
-# %% ../nbs/09_partial_fc.ipynb #147a48de
+# %% ../nbs/09_partial_fc.ipynb #e92fcc89
 @jit
 def cosine_dz_kernel(
     x, w, dz,  # unit rows [N,H], [T,H], [N,T]: descriptors or pointers; T is a slab
-    slot_ptr, shift_ptr, terms_ptr,  # [N]; [T] of the slab, or None; [3,N]: base, pull, hold
+    slot_ptr, shift_ptr,  # [N]; [T] of the slab, or None
+    rest_ptr, g_rest_ptr, g_cos_ptr,  # [N] each
     N, T, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, dz_stride_n,
     begin, scale, conflict, fill,  # the slab's first column
     CONFLICT: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
@@ -558,9 +643,10 @@ def cosine_dz_kernel(
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         keep, inside = rows < N, cols < T
         slot = tl.load(slot_ptr + rows, mask=keep, other=-1) - begin
-        base = tl.load(terms_ptr + rows, mask=keep, other=float("inf"))
-        pull = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)
-        hold = tl.load(terms_ptr + 2 * N + rows, mask=keep, other=0.0)
+        base = tl.load(rest_ptr + rows, mask=keep, other=float("inf")) * UNIT
+        base = tl.where(base == -float("inf"), float("inf"), base)  # no other class: no pull
+        pull = tl.load(g_rest_ptr + rows, mask=keep, other=0.0) * scale
+        hold = tl.load(g_cos_ptr + rows, mask=keep, other=0.0)
         z = other_scores(product, shift_ptr, slot, cols, T, scale, conflict, fill, CONFLICT,
                          True)
         d = pull[:, None] * power(z * UNIT, base[:, None], UNIT)
@@ -576,7 +662,37 @@ def cosine_dz_kernel(
             at = dz + rows.to(tl.int64)[:, None] * dz_stride_n + cols[None, :]
             tl.store(at, d.to(dz.dtype.element_ty), mask=keep[:, None] & inside[None, :])
 
-# %% ../nbs/09_partial_fc.ipynb #68cfb281
+# %% ../nbs/09_partial_fc.ipynb #7d32c31a
+@jit
+def finish_rest_kernel(
+    parts_ptr, x_ptr, w_ptr, slot_ptr,  # [2, runs, N]; unit rows [N,H], [T,H]; [N]
+    rest_ptr, cos_ptr, top_ptr,  # [N] each
+    N, runs, H, UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep, base, s = rows < N, tl.full([BN], -float("inf"), tl.float32), tl.zeros([BN], tl.float32)
+    for first in range(0, runs, BP):
+        parts = first + tl.arange(0, BP)[:, None]
+        there, at = (parts < runs) & keep[None, :], parts_ptr + parts * N + rows[None, :]
+        base_k = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
+        s_k = tl.load(at + runs * N, mask=there, other=0.0)
+        top = tl.maximum(base, tl.max(base_k, 0))
+        safe = finite(top)
+        s = s * power(base, safe, UNIT) + tl.sum(s_k * power(base_k, safe[None, :], UNIT), 0)
+        base = top
+    slot = tl.load(slot_ptr + rows, mask=keep, other=-1)
+    x_at, w_at = x_ptr + (rows.to(tl.int64) * H)[:, None], w_ptr + (slot.to(tl.int64) * H)[:, None]
+    cos, known = tl.zeros([BN], tl.float32), (keep & (slot >= 0))[:, None]
+    for k in range(0, H, BH):
+        cols = k + tl.arange(0, BH)[None, :]
+        a = tl.load(x_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
+        b = tl.load(w_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
+        cos += tl.sum(a * b, 1)
+    tl.store(rest_ptr + rows, base / UNIT + tl.log(s), mask=keep)
+    tl.store(cos_ptr + rows, cos, mask=keep)
+    tl.store(top_ptr + rows, base / UNIT, mask=keep)
+
+# %% ../nbs/09_partial_fc.ipynb #23cbe548
 def launch_rest(
     x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring,
     tiling:Optional[Tiling]=None,
@@ -586,27 +702,22 @@ def launch_rest(
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     run = run_length(n, tiles_v)
     runs, unit = -(-tiles_v // run), score_unit(x)
-    sums = x.new_zeros((7, n), dtype=torch.float32)
-    parts = x.new_empty((2, runs, n), dtype=torch.float32)
-    sizes = n, v, h, *x.stride(), *w.stride()
+    parts, *out = (x.new_empty(size, dtype=torch.float32) for size in ((2, runs, n), n, n, n))
     launch = lambda t: rest_kernel[(min(multiprocessors(x.device), tiles_n * runs),)](
-        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts,
-        *sizes, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2, UNIT=unit, DESC=t.desc,
-        EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
-        num_warps=t.warps, num_stages=t.stages)
+        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
+        v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
+        UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
+        BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        target_kernel[(-(-n // 64),)](x, w, slot, None, sums, *sizes, -1, 1.0, 0.0,
-                                      SCORE=bare_score, BN=64, BH=t.BH)
         launch(fastest("rest", x, v, t, (4,), launch))
-        merge_kernel[(-(-n // 32),)](parts, sums, n, runs, SMOOTH=False, STATS=False, UNIT=unit,
-                                     BN=32, BP=32)
-    top = sums[0] / unit
-    return top + sums[1].log(), sums[2], top
+        finish_rest_kernel[(-(-n // 8),)](parts, x, w, slot, *out, n, runs, h, UNIT=unit, BN=8,
+                                          BP=128, BH=128)
+    return tuple(out)
 
-# %% ../nbs/09_partial_fc.ipynb #a12d763e
+# %% ../nbs/09_partial_fc.ipynb #d51cb076
 def launch_cosine_dz(
     x:Tensor, w:Tensor, dz:Tensor,  # unit rows [N,H], [T,H]; [N,T] to be written; T is a slab
-    slot:Tensor, shift:Optional[Tensor], terms:Tensor,  # [N], [T], [3,N]
+    slot:Tensor, shift:Optional[Tensor], terms:tuple[Tensor, ...],  # [N], [T], [N] thrice
     begin:int, o:Scoring, t:Tiling,
 ):
     "Gradient of a slab's products, recomputed."
@@ -614,7 +725,7 @@ def launch_cosine_dz(
     programs = min(multiprocessors(x.device), -(-n // t.BN) * -(-v // t.BV))
     launch = lambda t: cosine_dz_kernel[(programs,)](
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
-        operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, terms, n, v, h, *x.stride(),
+        operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, *terms, n, v, h, *x.stride(),
         *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
         UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
@@ -629,35 +740,45 @@ def slab_columns(n_rows:int, n_columns:int, itemsize:int, centers:int=1, step:in
     slabs = max(1, round(n_columns / fit))  # all of one size
     return -(-max(n_columns, 1) // slabs // step) * step
 
-# %% ../nbs/09_partial_fc.ipynb #57547239
-def columns_bwd(
-    g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor,  # [N], [N]; unit rows [N,H], [T·K,H]
-    rest:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring, kernel:bool,
-    spend:Callable[[slice, Tensor], None],  # takes the rows of w and their gradient
-    need_x:bool, tiling:Optional[Tiling]=None,
-) -> Tensor:  # [N,H] in `acc_dtype`
-    "Slab after slab: dz, handed to `spend` as dzᵀ x, and added up as dz w."
-    (n, h), k, v = x.shape, o.centers, len(w) // o.centers
-    total = rest.new_zeros((n, h) if need_x else 0)
-    base = torch.where(rest == -torch.inf, torch.inf, rest)  # no other class: nothing to pull
-    terms = torch.stack([base * score_unit(x), g_rest * o.scale, g_cos]) if kernel else None
-    t, slab = tiling or tiling_of(x, w), slab_columns(n, v, x.element_size(), k)
-    buffer = x.new_empty(n, slab) if kernel else None
-    for j in tile_slices(v, slab):
-        rows, part = slice(j.start * k, j.stop * k), None if shift is None else shift[j]
-        if kernel:
-            dz = buffer[:, :j.stop - j.start]
-            launch_cosine_dz(x, w[rows], dz, slot, part, terms, j.start, o, t)
-        else: dz = plain_dz(x, w[rows], part, locate(slot, j), base, g_rest, g_cos, o)
-        spend(rows, dz)
-        if need_x: add_product(total, dz, w[rows])
-    return total
-
 # %% ../nbs/09_partial_fc.ipynb #98d50df8
 def product_into(out:Tensor, a:Tensor, b:Tensor):
     "out = a b, summed in the dtype of `out`, which is `acc_dtype`."
     if a.dtype == out.dtype: torch.mm(a, b, out=out)
     else: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+
+# %% ../nbs/09_partial_fc.ipynb #5c23d26d
+def slab_gradients(
+    g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor,  # [N], [N]; unit rows [N,H], [T·K,H]
+    rest:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring, kernel:bool, tiling:Tiling,
+) -> Iterator[tuple[slice, Tensor]]:
+    "Slab after slab: rows of w, and the gradient of their products."
+    n, k, v = len(x), o.centers, len(w) // o.centers
+    slab = slab_columns(n, v, x.element_size(), k)
+    buffer = x.new_empty(n, slab) if kernel else None
+    base = None if kernel else torch.where(rest == -torch.inf, torch.inf, rest)  # no pull
+    for j in tile_slices(v, slab):
+        rows, part = slice(j.start * k, j.stop * k), None if shift is None else shift[j]
+        if kernel:
+            dz = buffer[:, :j.stop - j.start]
+            launch_cosine_dz(x, w[rows], dz, slot, part, (rest, g_rest, g_cos), j.start, o,
+                             tiling)
+        else: dz = plain_dz(x, w[rows], part, locate(slot, j), base, g_rest, g_cos, o)
+        yield rows, dz
+
+# %% ../nbs/09_partial_fc.ipynb #abd8018a
+def columns_bwd(
+    *args,  # of `slab_gradients`: g_rest, g_cos, x, w, rest, slot, shift, o, kernel
+    spend:Callable[[slice, Tensor], None],  # takes the rows of w and their gradient
+    need_x:bool, tiling:Optional[Tiling]=None,
+) -> Tensor:  # [N,H] in `acc_dtype`
+    "Slab after slab: dz, handed to `spend` as dzᵀ x, and added up as dz w."
+    _, _, x, w, rest, *_ = args
+    total = rest.new_empty(x.shape if need_x else 0)
+    for rows, dz in slab_gradients(*args, tiling or tiling_of(x, w)):
+        spend(rows, dz)
+        if need_x and not rows.start: product_into(total, dz, w[rows])
+        elif need_x: add_product(total, dz, w[rows])
+    return total
 
 # %% ../nbs/09_partial_fc.ipynb #b5b0768e
 def rows_gradient(index:Tensor, values:Tensor, shape:torch.Size, sparse:bool) -> Tensor:
@@ -694,7 +815,7 @@ def partial_lse(
         else: out = plain_rest(ux, uw, slot, shift, o, tile_columns(ux, o))
         return *out, ux, x_inverse, uw, w_inverse
 
-# %% ../nbs/09_partial_fc.ipynb #aff20256
+# %% ../nbs/09_partial_fc.ipynb #aecbfa62
 @torch.library.custom_op("fusedloss::partial_lse_grad", mutates_args=())
 def partial_lse_grad(
     g_rest:Tensor, g_cos:Tensor, rest:Tensor, ux:Tensor, x_inverse:Tensor, uw:Tensor,
@@ -703,20 +824,23 @@ def partial_lse_grad(
     x_dtype:torch.dtype, w_dtype:torch.dtype, kernel:bool, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:
     "dx [N,H], gradient of the columns' rows [T·K,H]; empty where not needed."
-    o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
-    unit = torch.ones_like(rest[:1]).sum()
+    o, unit = Scoring(centers, scale, pace, paced, eps, conflict, fill), None
+    if not len(ux): return ux.new_zeros(ux.shape, dtype=x_dtype), uw.new_zeros(
+        uw.shape if need_w else 0, dtype=w_dtype)
+    g_rest, g_cos = g_rest.contiguous(), g_cos.contiguous()
     if ux.dtype == torch.float16:
         unit = unit_of(torch.maximum(g_rest.abs() * scale, g_cos.abs()))
+        g_rest, g_cos = g_rest / unit, g_cos / unit
     values = uw.new_empty(uw.shape if need_w else 0, dtype=w_dtype)
     def spend(rows:slice, dz:Tensor):
         if not need_w: return
-        du = values[rows] if w_dtype == rest.dtype else rest.new_empty(uw[rows].shape)
+        out, u = values[rows], uw[rows]
+        du = out if w_dtype == rest.dtype else rest.new_empty(u.shape)
         product_into(du, dz.T, ux)
-        to_tangent(du, uw[rows], w_inverse[rows], unit, values[rows])
+        to_tangent(du, u, w_inverse[rows], unit, out)
     with torch.autocast(ux.device.type, enabled=False):
-        if not len(ux): return ux.new_zeros(ux.shape, dtype=x_dtype), values.zero_()
-        total = columns_bwd(g_rest / unit, g_cos / unit, ux, uw, rest, slot, shift, o, kernel,
-                            spend, need_x)
+        total = columns_bwd(g_rest, g_cos, ux, uw, rest, slot, shift, o, kernel, spend=spend,
+                            need_x=need_x)
         dx = torch.empty_like(total, dtype=x_dtype)
         if need_x: to_tangent(total, ux, x_inverse, unit, dx)
         return dx, values
@@ -742,11 +866,10 @@ class RowIndex(NamedTuple):
     index: Tensor  # [T], none outside the weight: dead columns name a live row, with zeros
     rows: Tensor  # [T], -1 for dead columns; else all different
 
-# %% ../nbs/09_partial_fc.ipynb #57ea7c38
+# %% ../nbs/09_partial_fc.ipynb #6479d213
 def row_index(rows:Tensor) -> RowIndex:
     "The same rows twice: for PyTorch's sparse tensors, and for `RowSparse`."
-    last = rows.amax().clamp(min=0) if len(rows) else 0
-    return RowIndex(torch.where(rows < 0, last, rows), rows)
+    return RowIndex(live_index(rows), rows)
 
 # %% ../nbs/09_partial_fc.ipynb #6daedd63
 class _PartialLse(torch.autograd.Function):
@@ -946,18 +1069,19 @@ def as_rows(t:Tensor) -> Tensor:
     "A view as rows; a vector is one row."
     return t.view(len(t), math.prod(t.shape[1:])) if t.dim() > 1 else t.view(1, -1)
 
-# %% ../nbs/09_partial_fc.ipynb #aba91f32
+# %% ../nbs/09_partial_fc.ipynb #7f793891
 def row_state(
     state:dict, p:Tensor, names:tuple[str, ...], counts:bool,  # state of p, made where missing
 ) -> tuple[Tensor|None, Tensor|None, Tensor|None]:
     "Two tensors as rows, or None, and each row's count of steps, or None."
-    rows, steps = as_rows(p), int(state.setdefault("step", torch.tensor(0)))
+    rows = as_rows(p)
+    if "step" not in state: state["step"] = torch.tensor(0)
     for name in names:
         if state.get(name) is None: state[name] = torch.zeros_like(p, dtype=acc_dtype(p.dtype))
         expect(state[name].shape == p.shape, "state", f"{list(p.shape)}, as the weight: give "
                "extend and remove the optimizer", list(state[name].shape))
     if counts and "row_steps" not in state:
-        state["row_steps"] = rows.new_full((len(rows),), steps, dtype=torch.int32)
+        state["row_steps"] = rows.new_full((len(rows),), int(state["step"]), dtype=torch.int32)
     tensors = [as_rows(state[name]) for name in names] + [None] * (2 - len(names))
     return *tensors, state["row_steps"] if counts else None
 
@@ -1011,7 +1135,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for v in values: v.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(v.dtype))
         return norm
 
-# %% ../nbs/09_partial_fc.ipynb #882ce786
+# %% ../nbs/09_partial_fc.ipynb #ba4d75ac
 class RowSparse(RowOptimizer):
     "SGD or AdamW that touch only the rows a sparse gradient has; dense gradients as usual."
     def __init__(self,
@@ -1035,7 +1159,9 @@ class RowSparse(RowOptimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        with torch.enable_grad(): loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad(): loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None: self.update(p, group)
@@ -1182,20 +1308,19 @@ def with_centers(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T
     each = rows[:, None] * k + torch.arange(k, device=rows.device)
     return torch.where(rows[:, None] < 0, -1, each).flatten()
 
-# %% ../nbs/09_partial_fc.ipynb #5022c9e6
+# %% ../nbs/09_partial_fc.ipynb #933fb5d7
 def column_statistics(
-    head:nn.Module, x:Tensor, valid:Tensor, columns:Columns,  # [N,H], [N]
+    head:nn.Module, x:Tensor, columns:Columns,  # [N,H]
 ) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest other score: [N] each
     "`partial_lse` with its gradient, of the head's weight."
-    o, dtype, n = scoring_of(head), head_dtype(x), torch.arange(len(x), device=x.device)
-    rows, index = with_centers(columns.rows, o.centers), None
+    o, dtype = scoring_of(head), head_dtype(x)
+    rows, index = with_centers(columns.rows, o.centers), columns.index
     if rows is not None:
-        index, _ = held = row_index(rows)
-        if head.sparse: head.weight.grad_rows = held
+        if o.centers > 1: index = live_index(rows)
+        if head.sparse: head.weight.grad_rows = RowIndex(index, rows)
     kernel = picks_kernel(head.method, x, dtype, o)
-    kept = torch.where(valid, n, -1)
-    return _PartialLse.apply(x, head.weight, kept, rows, index, columns.slot, columns.shift,
-                             head.sparse, dtype, kernel, *o)
+    return _PartialLse.apply(x, head.weight, columns.kept, rows, index, columns.slot,
+                             columns.shift, head.sparse, dtype, kernel, *o)
 
 # %% ../nbs/09_partial_fc.ipynb #77d68204
 def mean_loss(losses:Tensor, wanted:Tensor, known:Tensor) -> Tensor:  # [N] each
@@ -1213,22 +1338,21 @@ def head_stats(
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
     return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
 
-# %% ../nbs/09_partial_fc.ipynb #1ebedfff
+# %% ../nbs/09_partial_fc.ipynb #56366f75
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
     stats:bool,
 ) -> tuple[Tensor, Optional[HeadStats]]:
     "The mean loss of the valid rows, and what the step saw, if asked."
-    wanted = y != head.ignore_index
-    known = wanted & (y >= 0) & (y < head.num_classes)
-    columns = choose_columns(y, known, head.num_classes, sampler, acc_dtype(x.dtype))
+    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, acc_dtype(x.dtype))
     if sampler is not None: sampler.advance()
-    rest, cos, top = column_statistics(head, x, known, columns)
-    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
+    rest, cos, top = column_statistics(head, x, columns)
+    known = columns.kept >= 0
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype).nan_to_num_()
     head.margin.observe(norm, known)
     losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
     told = head_stats(head, columns, rest.detach(), cos.detach(), top, known) if stats else None
-    return mean_loss(losses, wanted, known), told
+    return torch.dot(losses, columns.share.to(losses.dtype)), told
 
 # %% ../nbs/09_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassVectors):
