@@ -1192,7 +1192,7 @@ MUTANTS = {
     "Circle's slope is forgotten": ("if o.pace >= 0: d.mul_(bent_slope(z, o))", "pass"),
     "the cosine keeps its scale": ("z.gather(1, target.column), 0.0)[:, 0] / o.level", "z.gather(1, target.column), 0.0)[:, 0]"),
     "what is along w stays": ("out.copy_((d - along[:, None] * u)", "out.copy_((d)"),
-    "lengths are forgotten": ("* (inverse.abs() * factor)[:, None])", "* factor)"),
+    "lengths are forgotten": ("inverse.abs() if factor is None", "1 + 0 * inverse if factor is None"),
     "ignored rows count": ("torch.where(known, n, -1), share", "n, share"),
     "ignored rows share in the mean": ("torch.where(wanted, torch.nan, 0.0)", "torch.where(wanted, torch.nan, 1.0)"),
     "gradients go to the wrong rows": ("rows.amax().clamp(min=0), rows)", "rows.amax().clamp(min=0), rows).flip(0)"),
@@ -1320,13 +1320,21 @@ ROW_BUGS = {
     "short rows have a direction": ("sign = tl.where(norm > eps, 1.0, -1.0)", "sign = tl.where(norm > 0, 1.0, -1.0)"),
     "what is along short rows goes": ("along = tl.where(inverse > 0, along, 0.0)", "along = along"),
     "rows of zeros are divided": ("tl.where(norm > 0, 1 / tl.maximum(norm, eps), 1.0)", "1 / tl.maximum(norm, eps)"),
-    "the factor is forgotten": ("scale = tl.abs(inverse) * tl.load(factor_ptr)", "scale = tl.abs(inverse)"),
+    "the factor is forgotten": ("scale *= tl.load(factor_ptr)", "scale *= 1"),
     "rounds share a key": ("turn += 0x9E3779B9", "turn += 0"),
     "the inverse starts elsewhere": ("turn = key + ((ROUNDS - 1) * 0x9E3779B9 & 0xFFFFFFFF)", "turn = key"),
     "duplicates get two columns": ("earliest = tl.minimum(earliest, tl.min(tl.where(same, other[None, :], N), 1))", "earliest = earliest"),
     "drawn labels get another column": ("slot = tl.where(found,", "slot = tl.where(found & False,"),
-    "the batch's classes are corrected": ("tl.store(shift_ptr + slot, 0.0, mask=known & (slot < K))", "pass"),
-    "rows count from 0": ("tl.where(own, y - begin, -1)", "tl.where(own, y, -1)"),
+    "the batch's classes are corrected": ("tl.store(shift_ptr + slot, 0.0, mask=drawn)", "pass"),
+    "rows count from 0": ("tl.where(own, y - start, -1)", "tl.where(own, y, -1)"),
+    "the batch's dead name row 0": ("tl.where(own, y - start, name)", "tl.where(own, y - start, 0)"),
+    "the dead that were drawn name row 0": ("tl.where(row < 0, name, row)", "tl.where(row < 0, 0, row)"),
+    "ignored rows are kept": ("tl.where(known, at, -1), mask", "at, mask"),
+    "ignored rows count": ("n += counts.to(tl.int32)", "n += (other < N).to(tl.int32)"),
+    "labels out of range are ignored": ("tl.where(wanted, float(\"nan\"), 0.0)", "0.0"),
+    "parts are added as they are": ("s = s * power(base, safe, UNIT) + tl.sum", "s = s + tl.sum"),
+    "the largest of the last parts": ("        base = top\n    slot", "        base = tl.max(base_k, 0)\n    slot"),
+    "rows without a label have a cosine": ("(keep & (slot >= 0))[:, None]", "keep[:, None]"),
 }
 UPDATE_BUGS = {
     "others' gradients are read": ("has = live & (place_ >= 0)", "has = live"),
@@ -1346,6 +1354,7 @@ def row_fault(m, place, g):
     seed, step = torch.tensor(2**33 + 1), torch.tensor(4)
     for rate, n, span in [(0.37, 70, (0, 40)), (0.1, 60, (1234, 4000))]:
         y = torch.randint(*span, (n,), generator=g)
+        y[3], y[5] = -1, 10**12
         args = strata_of(rate), *span, -1, 1.5, f32
         exact = partial_fc.plain_columns(y, seed, step, *args)
         if not same_columns(m.launch_columns(y.to(place), seed.to(place), step.to(place), *args), exact):
@@ -1358,6 +1367,15 @@ def row_fault(m, place, g):
     exact = unit_rows_of(t, rows, f32, EPS)
     if not all(torch.allclose(a.cpu(), e, rtol=1e-4) for a, e in zip((unit, inverse), exact)):
         return "unit rows"
+    parts, slot = torch.randn(2, 300, 19, generator=g), torch.arange(-1, 18)
+    parts[0] *= 20
+    parts[1] = parts[1].abs()
+    out = [torch.empty(19, device=place) for _ in range(3)]
+    m.finish_rest_kernel[(3,)](parts.to(place), unit, torch.cat([torch.full((1, 40), 3.0).to(place), unit])[1:], slot.to(place), *out, 19, 300, 40, UNIT=1.0, BN=8, BP=128, BH=32)
+    own = (exact[0][:19] * exact[0][slot.clamp(min=0)]).sum(1).masked_fill(slot < 0, 0.0)
+    for a, e in zip(out, ((parts[0] + parts[1].log()).logsumexp(0), own, parts[0].amax(0))):
+        if not torch.allclose(a.cpu(), e, rtol=1e-4, atol=1e-5):
+            return "merge"
     d, factor, out, expected = torch.randn(24, 40, generator=g), torch.tensor(1.5), torch.empty(24, 40, device=place), torch.empty(24, 40)
     m.tangent_kernel[(6,)](d.to(place), unit, inverse, factor.to(place), out, 24, 40, BR=4, BH=32)
     partial_fc.to_tangent(d, *exact, factor, expected)
