@@ -634,6 +634,49 @@ def test_compiles_whole(rate, backend):
     assert head.sampler is None or head.sampler.step == 1
 
 
+@pytest.mark.parametrize("rate", [0.3, "positives"])
+def test_operators_by_opcheck(rate, device):
+    x, w, y = sample(dtype=f32, device=device)
+    s, looks = NegativeSampler(rate, 5).to(device), ("test_schema", "test_faketensor")
+    given = y, s.seed, s.step, *s.strata, 0, COUNT, -1, 0.7, f32
+    torch.library.opcheck(partial_fc.sampled_columns, given, test_utils=looks)
+    rows, slot, shift, _, kept, _ = partial_fc.sampled_columns(*given)
+    o = Scoring(1, 16.0, -1.0, False, EPS, 2.0, 0.0)
+    given = x, w, kept, rows, slot, shift, *o, f32, False
+    torch.library.opcheck(partial_fc.partial_lse, given, test_utils=looks)
+    rest, _, _, *saved = partial_fc.partial_lse(*given)
+    for needs in itertools.product([True, False], repeat=2):
+        given = rest, rest, rest, *saved, slot, shift, *o, f32, f32, False, *needs
+        torch.library.opcheck(partial_fc.partial_lse_grad, given, test_utils=looks)
+
+
+def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
+    x, w, y = sample(dtype=f32, device=device)
+    x.requires_grad_()
+    results = []
+    for looked_at in (True, False):
+        monkeypatch.setattr(partial_fc, "_observed", lambda: looked_at)
+        head = make_head(w, sample_rate=0.3)
+        loss = head(x, y)
+        dx, dw = torch.autograd.grad(loss, [x, head.weight])
+        results.append((loss, dx, dw.to_dense()))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+def test_a_mode_that_looks_sees_operators():
+    from torch.utils._python_dispatch import TorchDispatchMode
+    seen = set()
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(str(func).split(".")[1])
+            return func(*args, **(kwargs or {}))
+    x, w, y = sample(dtype=f32)
+    head = make_head(w, sample_rate=0.3)
+    with Watch():
+        head(x, y).backward()
+    assert seen >= {"sampled_columns", "partial_lse", "partial_lse_grad"}
+
+
 # --- the optimizer ---
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
