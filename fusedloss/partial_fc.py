@@ -8,15 +8,15 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'sampled_columns', 'SLAB', 'partial_lse',
            'mix_bits', 'add_word', 'block_key_of', 'drawn_by', 'draw_kernel', 'draw', 'NegativeSampler',
            'first_occurrence', 'Columns', 'live_index', 'plain_labels', 'plain_columns', 'place_of', 'load_classes',
            'live_class', 'columns_kernel', 'launch_columns', 'sample_columns', 'columns_of', 'choose_columns',
-           'unit_kernel', 'row_block', 'unit_rows_of', 'tangent_kernel', 'to_tangent', 'Scoring', 'score_tile',
-           'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel', 'finish_rest_kernel',
-           'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into', 'slab_gradients', 'columns_bwd',
-           'rows_gradient', 'takes_columns', 'tile_columns', 'without_autocast', 'columns_fwd', 'columns_grad',
-           'RowIndex', 'row_index', 'decay_left', 'stochastic', 'count_kernel', 'update_kernel', 'round_up_or_down',
-           'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update',
-           'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial',
-           'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of', 'head_dtype', 'with_centers',
-           'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
+           'unit_block', 'unit_kernel', 'row_block', 'unit_rows_of', 'unit_pair', 'tangent_kernel', 'to_tangent',
+           'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel',
+           'finish_rest_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into', 'slab_gradients',
+           'columns_bwd', 'rows_gradient', 'takes_columns', 'tile_columns', 'without_autocast', 'columns_fwd',
+           'columns_grad', 'RowIndex', 'row_index', 'decay_left', 'stochastic', 'count_kernel', 'update_kernel',
+           'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows', 'as_rows',
+           'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats', 'picks_kernel',
+           'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of', 'head_dtype',
+           'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #275f2e99
 import math
@@ -423,13 +423,14 @@ def choose_columns(
     "`columns_of` rows that are known already."
     return columns_of(torch.where(known, y, -1), -1, n_classes, sampler, dtype, start)
 
-# %% ../nbs/09_partial_fc.ipynb #92caf7d0
+# %% ../nbs/09_partial_fc.ipynb #89c1636e
 @jit
-def unit_kernel(
-    t_ptr, rows_ptr, unit_ptr, inverse_ptr,  # [V,H], [R] or None, [R,H] and [R] to be written
+def unit_block(
+    block, t_ptr, rows_ptr, unit_ptr, inverse_ptr,  # [V,H], [R] or None, [R,H] and [R]
     R, H, stride_r, stride_h, eps, BR: tl.constexpr, BH: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    "Unit rows and inverse lengths of BR rows."
+    at = block.to(tl.int64) * BR + tl.arange(0, BR)
     there, row = at < R, at
     if rows_ptr is not None:
         row = tl.load(rows_ptr + at, mask=there, other=-1)
@@ -452,29 +453,54 @@ def unit_kernel(
     sign = tl.where(norm > eps, 1.0, -1.0)  # a short row has no direction
     tl.store(inverse_ptr + at, inverse * sign, mask=there)
 
+# %% ../nbs/09_partial_fc.ipynb #8a78c3e3
+@jit
+def unit_kernel(
+    x_ptr, kept_ptr, ux_ptr, x_inverse_ptr, N, x_stride_n, x_stride_h,
+    w_ptr, rows_ptr, uw_ptr, w_inverse_ptr, T, w_stride_v, w_stride_h,  # two matrices at once
+    H, eps, BR: tl.constexpr, BH: tl.constexpr,
+):
+    mine = tl.cdiv(N, BR)
+    if tl.program_id(0) < mine:
+        unit_block(tl.program_id(0), x_ptr, kept_ptr, ux_ptr, x_inverse_ptr, N, H, x_stride_n,
+                   x_stride_h, eps, BR, BH)
+    else:
+        unit_block(tl.program_id(0) - mine, w_ptr, rows_ptr, uw_ptr, w_inverse_ptr, T, H,
+                   w_stride_v, w_stride_h, eps, BR, BH)
+
 # %% ../nbs/09_partial_fc.ipynb #17137bd5
 def row_block(h:int) -> tuple[int, int]:  # BR, BH
     "Rows and features of a program that sweeps rows."
     wide_ = min(1024, max(16, 1 << max(h - 1, 0).bit_length()))
     return 2048 // wide_, wide_
 
-# %% ../nbs/09_partial_fc.ipynb #3a9904d0
+# %% ../nbs/09_partial_fc.ipynb #5559c218
 def unit_rows_of(
     t:Tensor, rows:Optional[Tensor], dtype:torch.dtype, eps:float,  # [V,H]; [R], or all
 ) -> tuple[Tensor, Tensor]:  # [R,H] in `dtype`; [R] inverse lengths, negative for short rows
     "Rows divided by their lengths; zeros where `rows` is -1."
-    r, h = len(t) if rows is None else len(rows), t.shape[1]
-    if has_kernel(t) and t.dtype != torch.float64:
-        unit, inverse = t.new_empty((r, h), dtype=dtype), t.new_empty(r, dtype=torch.float32)
-        tall, wide_ = row_block(h)
-        with on_device(t):
-            if r: unit_kernel[(-(-r // tall),)](t, rows, unit, inverse, r, h, *t.stride(), eps,
-                                                BR=tall, BH=wide_)
-        return unit, inverse
     if rows is not None: t = torch.where((rows >= 0)[:, None], t[rows.clamp(min=0)], 0)
     t = t.to(acc_dtype(t.dtype))
     norm, length = torch.linalg.vector_norm(t, dim=1), lengths(t, eps)
     return (t / length[:, None]).to(dtype), torch.where(norm > eps, 1, -1) / length
+
+# %% ../nbs/09_partial_fc.ipynb #13a1676c
+def unit_pair(
+    x:Tensor, kept:Tensor, w:Tensor, rows:Optional[Tensor],  # [N,H], [N]; [V,H], [T] or all
+    dtype:torch.dtype, eps:float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N,H], [N], [T,H], [T]
+    "`unit_rows_of` of two matrices, by one kernel where there is one."
+    if not has_kernel(x) or torch.float64 in (x.dtype, w.dtype):
+        return *unit_rows_of(x, kept, dtype, eps), *unit_rows_of(w, rows, dtype, eps)
+    (n, h), t = x.shape, len(w) if rows is None else len(rows)
+    ux, uw = (x.new_empty((r, h), dtype=dtype) for r in (n, t))
+    xi, wi = (x.new_empty(r, dtype=torch.float32) for r in (n, t))
+    tall, wide_ = row_block(h)
+    with on_device(x):
+        unit_kernel[(-(-n // tall) + -(-t // tall),)](
+            x, kept, ux, xi, n, *x.stride(), w, rows, uw, wi, t, *w.stride(), h, eps, BR=tall,
+            BH=wide_)
+    return ux, xi, uw, wi
 
 # %% ../nbs/09_partial_fc.ipynb #85d33cc3
 @jit
@@ -810,7 +836,7 @@ def without_autocast(t:Tensor):
     on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
-# %% ../nbs/09_partial_fc.ipynb #4ba0b6c1
+# %% ../nbs/09_partial_fc.ipynb #2f2833e5
 def columns_fwd(
     x:Tensor, w:Tensor, kept:Tensor, rows:Optional[Tensor], slot:Tensor, shift:Optional[Tensor],
     centers:int, scale:float, pace:float, paced:bool, eps:float, conflict:float, fill:float,
@@ -819,8 +845,7 @@ def columns_fwd(
     "rest, cos, largest [N]; unit rows and inverse lengths of x and of the columns."
     o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
     with without_autocast(x):
-        ux, x_inverse = unit_rows_of(x, kept, dtype, eps)
-        uw, w_inverse = unit_rows_of(w, rows, dtype, eps)
+        ux, x_inverse, uw, w_inverse = unit_pair(x, kept, w, rows, dtype, eps)
         if not len(x): out = tuple(x_inverse.new_empty(0) for _ in range(3))
         elif kernel: out = launch_rest(ux, uw, slot, shift, o)
         else: out = plain_rest(ux, uw, slot, shift, o, tile_columns(ux, o))
@@ -1078,13 +1103,14 @@ def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradie
     g = g.coalesce()  # sums what was accumulated: a sort, and a wait for it
     return g.indices()[0], g.values()
 
-# %% ../nbs/09_partial_fc.ipynb #78cd12f4
+# %% ../nbs/09_partial_fc.ipynb #78933bde
 SPARSE_OF = {torch.optim.SGD: ("momentum_buffer",),
              torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
 
 def as_rows(t:Tensor) -> Tensor:
     "A view as rows; a vector is one row."
-    return t.view(len(t), math.prod(t.shape[1:])) if t.dim() > 1 else t.view(1, -1)
+    if t.dim() == 2: return t
+    return t.view(len(t), math.prod(t.shape[1:])) if t.dim() > 2 else t.view(1, -1)
 
 # %% ../nbs/09_partial_fc.ipynb #7f793891
 def row_state(

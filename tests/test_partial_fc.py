@@ -1058,7 +1058,11 @@ def test_unit_and_tangent_kernels(shape, some, place):
     rows = torch.cat([torch.randperm(v, generator=g), torch.tensor([-1])]).to(place) if some else None
     r = v + 1 if some else v
     unit, inverse = guarded(r, h, device=place), guarded(r, device=place)
-    unit_kernel[(-(-r // 4),)](t, rows, unit, inverse, r, h, *t.stride(), EPS, BR=4, BH=32)
+    x, kept = guarded(7, h, dtype=bf16, device=place, values=torch.randn(7, h, generator=g)), torch.tensor([0, 1, -1, 3, 4, -1, 6], device=place)
+    ux, xi = guarded(7, h, dtype=bf16, device=place), guarded(7, device=place)
+    unit_kernel[(-(-r // 4) + 2,)](x, kept, ux, xi, 7, *x.stride(), t, rows, unit, inverse, r, *t.stride(), h, EPS, BR=4, BH=32)
+    exact = unit_rows_of(x.double().cpu(), kept.cpu(), f64, EPS)
+    torch.testing.assert_close([ux.double().cpu(), xi.double().cpu()], list(exact), rtol=1e-2, atol=1e-6)
     exact = unit_rows_of(t.double().cpu(), None if rows is None else rows.cpu(), f64, EPS)
     torch.testing.assert_close([unit.double().cpu(), inverse.double().cpu()], list(exact), rtol=1e-5, atol=1e-6)
     d = torch.randn(r, h, generator=g)
@@ -1406,9 +1410,10 @@ def row_fault(m, place, g):
     t[4], t[5] = 0, t[5] * 1e-7
     unit, inverse = torch.empty(24, 40, device=place), torch.empty(24, device=place)
     held = torch.cat([torch.full((1, 40), 3.0), t]).to(place)[1:]  # a row before the first, which nobody may read
-    m.unit_kernel[(6,)](held, rows.to(place), unit, inverse, 24, 40, 40, 1, EPS, BR=4, BH=32)
+    x, kept, ux, xi = torch.randn(5, 40, generator=g), torch.tensor([0, -1, 2, 3, 4]), torch.empty(5, 40, device=place), torch.empty(5, device=place)
+    m.unit_kernel[(8,)](x.to(place), kept.to(place), ux, xi, 5, 40, 1, held, rows.to(place), unit, inverse, 24, 40, 1, 40, EPS, BR=4, BH=32)
     exact = unit_rows_of(t, rows, f32, EPS)
-    if not all(torch.allclose(a.cpu(), e, rtol=1e-4) for a, e in zip((unit, inverse), exact)):
+    if not all(torch.allclose(a.cpu(), e, rtol=1e-4) for a, e in zip((ux, xi, unit, inverse), (*unit_rows_of(x, kept, f32, EPS), *exact))):
         return "unit rows"
     parts, slot = torch.randn(2, 300, 19, generator=g), torch.arange(-1, 18)
     parts[0] *= 20
