@@ -10,13 +10,14 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'sampled_columns', 'SLAB', 'partial_lse',
            'live_class', 'columns_kernel', 'launch_columns', 'sample_columns', 'columns_of', 'choose_columns',
            'unit_block', 'unit_kernel', 'row_block', 'unit_rows_of', 'unit_pair', 'tangent_kernel', 'to_tangent',
            'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel',
-           'finish_rest_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into', 'slab_gradients',
-           'columns_bwd', 'rows_gradient', 'takes_columns', 'tile_columns', 'without_autocast', 'columns_fwd',
-           'in_units', 'columns_grad', 'RowIndex', 'row_index', 'decay_left', 'stochastic', 'count_kernel',
-           'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows',
-           'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats',
-           'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of',
-           'head_dtype', 'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
+           'loss_of', 'finish_rest_kernel', 'Line', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into',
+           'slab_gradients', 'columns_bwd', 'rows_gradient', 'takes_columns', 'tile_columns', 'without_autocast',
+           'columns_fwd', 'in_units', 'columns_grad', 'RowIndex', 'row_index', 'gradients_of', 'decay_left',
+           'stochastic', 'count_kernel', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update',
+           'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer',
+           'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors',
+           'scoring_of', 'head_dtype', 'with_centers', 'rows_of', 'mean_loss', 'head_stats', 'scored_loss', 'line_loss',
+           'partial_loss', 'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #275f2e99
 import math
@@ -693,12 +694,21 @@ def cosine_dz_kernel(
             at = dz + rows.to(tl.int64)[:, None] * dz_stride_n + cols[None, :]
             tl.store(at, d.to(dz.dtype.element_ty), mask=keep[:, None] & inside[None, :])
 
-# %% ../nbs/09_partial_fc.ipynb #1ec2571f
+# %% ../nbs/09_partial_fc.ipynb #f4bf2871
+@jit
+def loss_of(gap):
+    "log(1 + e^gap), and its slope."
+    e = tl.exp(-tl.abs(gap))
+    log = tl.where(e < 1e-3, e * (1 - e * (1 / 2 - e / 3)), tl.log(1 + e))
+    return tl.maximum(gap, 0.0) + log, tl.where(gap < 0, e, 1.0) / (1 + e)
+
+# %% ../nbs/09_partial_fc.ipynb #bdcafd8f
 @jit
 def finish_rest_kernel(
     parts_ptr, x_ptr, w_ptr, slot_ptr,  # [2, runs, N]; unit rows [N,H], [T,H]; [N]
     rest_ptr, cos_ptr, top_ptr,  # [N] each
-    N, runs, H, UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    share_ptr, loss_ptr, g_rest_ptr, g_cos_ptr,  # [N] each, or None: no line
+    slope, offset, N, runs, H, UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     keep, base = rows < N, tl.full([BN], -float("inf"), tl.float32)
@@ -720,22 +730,38 @@ def finish_rest_kernel(
         a = tl.load(x_ptr + x_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         b = tl.load(w_ptr + w_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         cos += tl.sum(a * b, 1)
-    log_s = tl.log(tl.where(s == 0, 1.0, s))  # 0 beside a base of -inf only
-    tl.store(rest_ptr + rows, base / UNIT + log_s, mask=keep)
+    rest = base / UNIT + tl.log(tl.where(s == 0, 1.0, s))  # 0 beside a base of -inf only
+    tl.store(rest_ptr + rows, rest, mask=keep)
     tl.store(cos_ptr + rows, cos, mask=keep)
     tl.store(top_ptr + rows, base / UNIT, mask=keep)
+    if share_ptr is not None:
+        share = tl.load(share_ptr + rows, mask=keep, other=0.0)
+        loss, rise = loss_of(rest - (slope * cos + offset))
+        tl.store(loss_ptr + rows, share * loss, mask=keep)
+        tl.store(g_rest_ptr + rows, share * rise, mask=keep)
+        tl.store(g_cos_ptr + rows, -slope * share * rise, mask=keep)
 
-# %% ../nbs/09_partial_fc.ipynb #23cbe548
+# %% ../nbs/09_partial_fc.ipynb #87a38c2b
+class Line(NamedTuple):
+    "A target's score as slope · cosine + offset, and what the rows' losses are worth."
+    slope: float
+    offset: float
+    share: Tensor  # [N], of the mean
+
+# %% ../nbs/09_partial_fc.ipynb #1d59f163
 def launch_rest(
     x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring,
-    tiling:Optional[Tiling]=None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    tiling:Optional[Tiling]=None, line:Optional[Line]=None,
+) -> tuple[Tensor, ...]:  # with a line also losses [N], and their derivatives by rest and cos
     "`plain_rest` by the kernels."
     (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w)
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     run = run_length(n, tiles_v)
     runs, unit = -(-tiles_v // run), score_unit(x)
-    parts, *out = (x.new_empty(size, dtype=torch.float32) for size in ((2, runs, n), n, n, n))
+    new = lambda *size: x.new_empty(size, dtype=torch.float32)
+    parts, out, more = new(2, runs, n), [new(n) for _ in range(3)], []
+    if line is not None: more = [new(n) for _ in range(3)]
+    slope, offset, share = line or Line(0.0, 0.0, None)
     launch = lambda t: rest_kernel[(min(multiprocessors(x.device), tiles_n * runs),)](
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
         v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
@@ -743,9 +769,10 @@ def launch_rest(
         BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         launch(fastest("rest", x, v, t, (4,), launch))
-        finish_rest_kernel[(-(-n // 8),)](parts, x, w, slot, *out, n, runs, h, UNIT=unit, BN=8,
-                                          BP=128, BH=128)
-    return tuple(out)
+        finish_rest_kernel[(-(-n // 8),)](
+            parts, x, w, slot, *out, share, *(more or [None] * 3), slope, offset, n, runs, h,
+            UNIT=unit, BN=8, BP=128, BH=128)
+    return *out, *more
 
 # %% ../nbs/09_partial_fc.ipynb #d51cb076
 def launch_cosine_dz(
@@ -853,39 +880,40 @@ def columns_fwd(
         else: out = plain_rest(ux, uw, slot, shift, o, tile_columns(ux, o))
         return *out, ux, x_inverse, uw, w_inverse
 
-# %% ../nbs/09_partial_fc.ipynb #e9adebb6
+# %% ../nbs/09_partial_fc.ipynb #c92824da
 def in_units(
-    g_rest:Tensor, g_cos:Tensor, scale:float, dtype:torch.dtype,  # [N], [N]
-) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # and what they were divided by
+    g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], scale:float, dtype:torch.dtype,
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N], [N]; their factor, a scalar
     "Gradients that fp16 can hold."
-    if dtype != torch.float16: return g_rest, g_cos, None
+    if dtype != torch.float16: return g_rest, g_cos, factor
     unit = unit_of(torch.maximum(g_rest.abs() * scale, g_cos.abs()))
-    return g_rest / unit, g_cos / unit, unit
+    return g_rest / unit, g_cos / unit, unit if factor is None else unit * factor
 
-# %% ../nbs/09_partial_fc.ipynb #f60c6bf8
+# %% ../nbs/09_partial_fc.ipynb #f66ba539
 def columns_grad(
-    g_rest:Tensor, g_cos:Tensor, rest:Tensor, ux:Tensor, x_inverse:Tensor, uw:Tensor,
+    g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], rest:Tensor, ux:Tensor, x_inverse:Tensor, uw:Tensor,
     w_inverse:Tensor, slot:Tensor, shift:Optional[Tensor],
     centers:int, scale:float, pace:float, paced:bool, eps:float, conflict:float, fill:float,
     x_dtype:torch.dtype, w_dtype:torch.dtype, kernel:bool, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:
-    "dx [N,H], gradient of the columns' rows [T·K,H]; empty where not needed."
+    "dx [N,H], gradient of the columns' rows [T·K,H], times factor; empty where not needed."
     o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
     if not len(ux): return ux.new_zeros(ux.shape, dtype=x_dtype), uw.new_zeros(
         uw.shape if need_w else 0, dtype=w_dtype)
-    g_rest, g_cos, unit = in_units(g_rest.contiguous(), g_cos.contiguous(), scale, ux.dtype)
+    g_rest, g_cos, factor = in_units(g_rest.contiguous(), g_cos.contiguous(), factor, scale,
+                                     ux.dtype)
     values = uw.new_empty(uw.shape if need_w else 0, dtype=w_dtype)
     def spend(rows:slice, dz:Tensor):
         if not need_w: return
         out, u = values[rows], uw[rows]
         du = out if w_dtype == rest.dtype else rest.new_empty(u.shape)
         product_into(du, dz.T, ux)
-        to_tangent(du, u, w_inverse[rows], unit, out)
+        to_tangent(du, u, w_inverse[rows], factor, out)
     with without_autocast(ux):
         total = columns_bwd(g_rest, g_cos, ux, uw, rest, slot, shift, o, kernel, spend=spend,
                             need_x=need_x)
         dx = torch.empty_like(total, dtype=x_dtype)
-        if need_x: to_tangent(total, ux, x_inverse, unit, dx)
+        if need_x: to_tangent(total, ux, x_inverse, factor, dx)
         return dx, values
 
 # %% ../nbs/09_partial_fc.ipynb #bdade85a
@@ -901,9 +929,9 @@ def _(x, w, kept, rows, slot, shift, *options):
     unit = lambda *size: x.new_empty(size, dtype=options[-2])
     return wide_(n), wide_(n), wide_(n), unit(n, h), wide_(n), unit(t, h), wide_(t)
 
-# %% ../nbs/09_partial_fc.ipynb #d9c5ed54
+# %% ../nbs/09_partial_fc.ipynb #0540a93b
 @partial_lse_grad.register_fake
-def _(g_rest, g_cos, rest, ux, x_inverse, uw, w_inverse, slot, shift, *options):
+def _(g_rest, g_cos, factor, rest, ux, x_inverse, uw, w_inverse, slot, shift, *options):
     x_dtype, w_dtype, _, need_x, need_w = options[-5:]
     return (ux.new_empty(ux.shape if need_x else (0,), dtype=x_dtype),
             uw.new_empty(uw.shape if need_w else (0,), dtype=w_dtype))
@@ -919,9 +947,22 @@ def row_index(rows:Tensor) -> RowIndex:
     "The same rows twice: for PyTorch's sparse tensors, and for `RowSparse`."
     return RowIndex(live_index(rows), rows)
 
-# %% ../nbs/09_partial_fc.ipynb #0160a508
+# %% ../nbs/09_partial_fc.ipynb #b8efda13
+def gradients_of(
+    ctx, g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], *tensors:Tensor,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    "dx and dw, that of w's rows as a sparse tensor, or dense."
+    *tensors, index = tensors
+    options, x_dtype, w_dtype, kernel, shape, sparse = ctx.rest
+    needs = ctx.needs_input_grad[:2]
+    way = partial_lse_grad if _observed() else columns_grad
+    dx, dw = way(g_rest, g_cos, factor, *tensors, *options, x_dtype, w_dtype, kernel, *needs)
+    if needs[1] and index is not None: dw = rows_gradient(index, dw, shape, sparse)
+    return dx if needs[0] else None, dw if needs[1] else None
+
+# %% ../nbs/09_partial_fc.ipynb #936d0fbb
 class _PartialLse(torch.autograd.Function):
-    "`partial_lse`; the gradient of w is that of its rows, as a sparse tensor, or dense."
+    "`partial_lse` with its gradient."
     @staticmethod
     def forward(ctx, x, w, kept, rows, index, slot, shift, sparse, dtype, kernel, *options):
         way = partial_lse if _observed() else columns_fwd
@@ -935,14 +976,29 @@ class _PartialLse(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_rest, g_cos, _):
-        *tensors, index = ctx.saved_tensors
-        options, x_dtype, w_dtype, kernel, shape, sparse = ctx.rest
-        needs, rest = ctx.needs_input_grad[:2], tensors[0]
+        rest, *_ = tensors = ctx.saved_tensors
         given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
-        way = partial_lse_grad if _observed() else columns_grad
-        dx, dw = way(*given, *tensors, *options, x_dtype, w_dtype, kernel, *needs)
-        if needs[1] and index is not None: dw = rows_gradient(index, dw, shape, sparse)
-        return (dx if needs[0] else None, dw if needs[1] else None, *[None] * 15)
+        return *gradients_of(ctx, *given, None, *tensors), *[None] * 15
+
+# %% ../nbs/09_partial_fc.ipynb #552e7325
+class _LineLoss(torch.autograd.Function):
+    "The mean loss of a margin that is a line; and rest, cos, largest [N], without gradient."
+    @staticmethod
+    def forward(ctx, x, w, columns, line, sparse, dtype, o):
+        _, slot, shift, index, kept, _ = columns
+        ux, xi, uw, wi = unit_pair(x, kept, w, columns.rows, dtype, o.eps)
+        *seen, losses, g_rest, g_cos = launch_rest(ux, uw, slot, shift, o, line=line)
+        ctx.save_for_backward(g_rest, g_cos, seen[0], ux, xi, uw, wi, slot, shift, index)
+        ctx.rest = o, x.dtype, w.dtype, True, w.shape, sparse
+        ctx.mark_non_differentiable(*seen)
+        ctx.set_materialize_grads(False)
+        return losses.sum(), *seen
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, *_):
+        g_rest, g_cos, *tensors = ctx.saved_tensors
+        return *gradients_of(ctx, g_rest, g_cos, g, *tensors), *[None] * 5
 
 # %% ../nbs/09_partial_fc.ipynb #53f9c035
 @jit
@@ -1359,19 +1415,15 @@ def with_centers(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T
     each = rows[:, None] * k + torch.arange(k, device=rows.device)
     return torch.where(rows[:, None] < 0, -1, each).flatten()
 
-# %% ../nbs/09_partial_fc.ipynb #933fb5d7
-def column_statistics(
-    head:nn.Module, x:Tensor, columns:Columns,  # [N,H]
-) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest other score: [N] each
-    "`partial_lse` with its gradient, of the head's weight."
-    o, dtype = scoring_of(head), head_dtype(x)
-    rows, index = with_centers(columns.rows, o.centers), columns.index
-    if rows is not None:
-        if o.centers > 1: index = live_index(rows)
-        if head.sparse: head.weight.grad_rows = RowIndex(index, rows)
-    kernel = picks_kernel(head.method, x, dtype, o)
-    return _PartialLse.apply(x, head.weight, columns.kept, rows, index, columns.slot,
-                             columns.shift, head.sparse, dtype, kernel, *o)
+# %% ../nbs/09_partial_fc.ipynb #68b00999
+def rows_of(head:nn.Module, columns:Columns) -> Columns:
+    "Columns of the weight's rows; the head notes which, for the optimizer."
+    if columns.rows is None: return columns
+    if head.centers > 1:
+        rows = with_centers(columns.rows, head.centers)
+        columns = columns._replace(rows=rows, index=live_index(rows))
+    if head.sparse: head.weight.grad_rows = RowIndex(columns.index, columns.rows)
+    return columns
 
 # %% ../nbs/09_partial_fc.ipynb #77d68204
 def mean_loss(losses:Tensor, wanted:Tensor, known:Tensor) -> Tensor:  # [N] each
@@ -1379,31 +1431,55 @@ def mean_loss(losses:Tensor, wanted:Tensor, known:Tensor) -> Tensor:  # [N] each
     losses = torch.where(known, losses, torch.where(wanted, torch.nan, 0.0))
     return losses.sum() / wanted.sum().clamp(min=1)
 
-# %% ../nbs/09_partial_fc.ipynb #ad5cead5
+# %% ../nbs/09_partial_fc.ipynb #e7b6c6a8
 def head_stats(
-    head:nn.Module, columns:Columns, rest:Tensor, cos:Tensor, top:Tensor, known:Tensor,
+    head:nn.Module, columns:Columns, rest:Tensor, cos:Tensor, top:Tensor,
+    known:Optional[Tensor]=None,  # [N], rows with a class; else as the columns have it
 ) -> HeadStats:
     "What a step saw."
+    if known is None: known = columns.kept >= 0
     o, rows, n = scoring_of(head), columns.rows, known.sum()
     ahead = (bent(cos * o.level, o) > top) & known
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
     return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
 
-# %% ../nbs/09_partial_fc.ipynb #56366f75
+# %% ../nbs/09_partial_fc.ipynb #b42ab7c6
+def scored_loss(
+    head:nn.Module, x:Tensor, columns:Columns, o:Scoring, dtype:torch.dtype, kernel:bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; rest, cos, largest other score: [N]
+    "The mean loss for any margin, which works on the cosines in PyTorch."
+    rest, cos, top = _PartialLse.apply(
+        x, head.weight, columns.kept, columns.rows, columns.index, columns.slot, columns.shift,
+        head.sparse, dtype, kernel, *o)
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype).nan_to_num_()
+    head.margin.observe(norm, columns.kept >= 0)
+    losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
+    loss = torch.dot(losses, columns.share.to(losses.dtype))
+    return loss, rest.detach(), cos.detach(), top
+
+# %% ../nbs/09_partial_fc.ipynb #dc8a0b2e
+def line_loss(
+    head:nn.Module, x:Tensor, columns:Columns, o:Scoring, dtype:torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "`scored_loss` of CosFace, by the kernels."
+    m = head.margin
+    line = Line(o.scale, -o.scale * m.margin, columns.share)
+    return _LineLoss.apply(x, head.weight, columns, line, head.sparse, dtype, o)
+
+# %% ../nbs/09_partial_fc.ipynb #bd9b79a4
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
     stats:bool,
 ) -> tuple[Tensor, Optional[HeadStats]]:
     "The mean loss of the valid rows, and what the step saw, if asked."
-    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, acc_dtype(x.dtype))
+    o, dtype, wide_ = scoring_of(head), head_dtype(x), acc_dtype(x.dtype)
+    kernel = picks_kernel(head.method, x, dtype, o)
+    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, wide_)
     if sampler is not None: sampler.advance()
-    rest, cos, top = column_statistics(head, x, columns)
-    known = columns.kept >= 0
-    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype).nan_to_num_()
-    head.margin.observe(norm, known)
-    losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
-    told = head_stats(head, columns, rest.detach(), cos.detach(), top, known) if stats else None
-    return torch.dot(losses, columns.share.to(losses.dtype)), told
+    given = head, x, rows_of(head, columns), o, dtype
+    straight = kernel and type(head.margin) is CosFace and not _observed()
+    loss, *seen = line_loss(*given) if straight else scored_loss(*given, kernel)
+    return loss, head_stats(head, columns, *seen) if stats else None
 
 # %% ../nbs/09_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassVectors):

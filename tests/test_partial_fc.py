@@ -646,7 +646,7 @@ def test_operators_by_opcheck(rate, device):
     torch.library.opcheck(partial_fc.partial_lse, given, test_utils=looks)
     rest, _, _, *saved = partial_fc.partial_lse(*given)
     for needs in itertools.product([True, False], repeat=2):
-        given = rest, rest, rest, *saved, slot, shift, *o, f32, f32, False, *needs
+        given = rest, rest, rest[0], rest, *saved, slot, shift, *o, f32, f32, False, *needs
         torch.library.opcheck(partial_fc.partial_lse_grad, given, test_utils=looks)
 
 
@@ -1103,6 +1103,43 @@ def test_score_kernels(name, shifted, n, t, h, place):
         assert relative_error(a.cpu(), e.cpu()) < 1e-4
 
 
+@pytest.fixture
+def kernels_for_all(place, monkeypatch):
+    "The kernels take fp32, interpreted"
+    if place != "cpu":
+        pytest.skip("a GPU has its kernels without asking")
+    monkeypatch.setattr(partial_fc, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
+    monkeypatch.setattr(partial_fc, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.pace < 0)
+    return place
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "SubCenter" not in c and "Circle" not in c])
+def test_definition_by_kernels(case, kernels_for_all):
+    assert not faults(**CASES[case], dtype=f32, tolerance=1e-4)
+
+
+def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
+    "CosFace's short way against the way of all margins: losses, gradients, statistics, a label that is no class, no labels"
+    class Curve(CosFace):
+        "No line, as far as anybody knows"
+    x, w, y = sample(dtype=f32)
+    x[3] = 0
+    monkeypatch.setattr(partial_fc, "check_labels", lambda *args: None)
+    for labels in (y, y.index_fill(0, torch.tensor([2]), COUNT), torch.full_like(y, -1)):
+        ways = []
+        for margin in (CosFace(0.3, 40.0), Curve(0.3, 40.0)):
+            head = PartialFC(COUNT, 6, margin=margin, sample_rate=0.3)
+            head.weight.data.copy_(w)
+            xs = x.clone().requires_grad_()
+            loss, told = head(xs, labels, return_stats=True)
+            assert type(loss.grad_fn).__name__.startswith("_LineLoss") == (type(margin) is CosFace)
+            dx, dw = torch.autograd.grad(2.5 * loss, [xs, head.weight])
+            assert not any(t.requires_grad for t in told)
+            ways.append((loss.detach(), dx, dw.to_dense(), *told))
+        torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert ways[0][0].isnan() == (labels >= COUNT).any()
+
+
 UPDATES = {"SGD": Update(False, 0.1, 0.0, 0.0, 0.0, 0.0, False, 1.0), "momentum": Update(False, 0.1, 0.01, 0.9, 0.0, 0.0, False, 1.0),
            "dampening": Update(False, 0.1, 0.01, 0.9, 0.3, 0.0, False, 1.0), "Nesterov": Update(False, 0.1, 0.01, 0.9, 0.0, 0.0, True, -1.0),
            "AdamW": Update(True, 0.1, 0.01, 0.9, 0.999, 1e-8, False, 1.0)}
@@ -1381,6 +1418,11 @@ ROW_BUGS = {
     "labels out of range are ignored": ("tl.where(wanted, float(\"nan\"), 0.0)", "0.0"),
     "parts are added as they are": ("s = s * power(base, safe, UNIT) + tl.sum", "s = s + tl.sum"),
     "the largest of the last parts": ("        base = top\n    slot", "        base = tl.max(base_k, 0)\n    slot"),
+    "the offset is forgotten": ("rest - (slope * cos + offset)", "rest - slope * cos"),
+    "the loss is not shared": ("share * loss, mask=keep", "loss, mask=keep"),
+    "the slope is forgotten": ("-slope * share * rise", "-share * rise"),
+    "below 0 the rise is another": ("tl.where(gap < 0, e, 1.0)", "1.0"),
+    "small losses vanish": ("e * (1 - e * (1 / 2 - e / 3))", "0 * e"),
     "rows without a label have a cosine": ("(keep & (slot >= 0))[:, None]", "keep[:, None]"),
 }
 UPDATE_BUGS = {
@@ -1416,14 +1458,22 @@ def row_fault(m, place, g):
     if not all(torch.allclose(a.cpu(), e, rtol=1e-4) for a, e in zip((ux, xi, unit, inverse), (*unit_rows_of(x, kept, f32, EPS), *exact))):
         return "unit rows"
     parts, slot = torch.randn(2, 300, 19, generator=g), torch.arange(-1, 18)
-    parts[0] *= 20
+    parts[0] = 20 * parts[0] - torch.linspace(0, 90, 19)  # gaps of both signs
     parts[1] = parts[1].abs()
-    out = [torch.empty(19, device=place) for _ in range(3)]
-    m.finish_rest_kernel[(3,)](parts.to(place), unit, torch.cat([torch.full((1, 40), 3.0).to(place), unit])[1:], slot.to(place), *out, 19, 300, 40, UNIT=1.0, BN=8, BP=128, BH=32)
+    out, line = ([torch.empty(19, device=place) for _ in range(3)] for _ in range(2))
+    share = torch.linspace(0, 1, 19)
+    m.finish_rest_kernel[(3,)](parts.to(place), unit, torch.cat([torch.full((1, 40), 3.0).to(place), unit])[1:], slot.to(place), *out, share.to(place), *line, 7.0, -2.0, 19, 300, 40, UNIT=1.0, BN=8,
+                              BP=128, BH=32)
     own = (exact[0][:19] * exact[0][slot.clamp(min=0)]).sum(1).masked_fill(slot < 0, 0.0)
     for a, e in zip(out, ((parts[0] + parts[1].log()).logsumexp(0), own, parts[0].amax(0))):
         if not torch.allclose(a.cpu(), e, rtol=1e-4, atol=1e-5):
             return "merge"
+    gap = out[0].cpu().double() - 7 * out[1].cpu().double() + 2
+    gap, share = gap.requires_grad_(), share.double()
+    loss = share * F.softplus(gap, threshold=100)
+    rise, = torch.autograd.grad(loss.sum(), gap)
+    if not all(torch.allclose(a.cpu().double(), e, rtol=1e-4, atol=1e-7) for a, e in zip(line, (loss, rise, -7 * rise))):
+        return "line"
     d, factor, out, expected = torch.randn(24, 40, generator=g), torch.tensor(1.5), torch.empty(24, 40, device=place), torch.empty(24, 40)
     m.tangent_kernel[(6,)](d.to(place), unit, inverse, factor.to(place), out, 24, 40, BR=4, BH=32)
     partial_fc.to_tangent(d, *exact, factor, expected)
