@@ -702,13 +702,14 @@ def loss_of(gap):
     log = tl.where(e < 1e-3, e * (1 - e * (1 / 2 - e / 3)), tl.log(1 + e))
     return tl.maximum(gap, 0.0) + log, tl.where(gap < 0, e, 1.0) / (1 + e)
 
-# %% ../nbs/09_partial_fc.ipynb #bdcafd8f
+# %% ../nbs/09_partial_fc.ipynb #e9640872
 @jit
 def finish_rest_kernel(
     parts_ptr, x_ptr, w_ptr, slot_ptr,  # [2, runs, N]; unit rows [N,H], [T,H]; [N]
     rest_ptr, cos_ptr, top_ptr,  # [N] each
     share_ptr, loss_ptr, g_rest_ptr, g_cos_ptr,  # [N] each, or None: no line
-    slope, offset, N, runs, H, UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    slope, offset, N, runs, H,
+    UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     keep, base = rows < N, tl.full([BN], -float("inf"), tl.float32)
@@ -889,10 +890,11 @@ def in_units(
     unit = unit_of(torch.maximum(g_rest.abs() * scale, g_cos.abs()))
     return g_rest / unit, g_cos / unit, unit if factor is None else unit * factor
 
-# %% ../nbs/09_partial_fc.ipynb #f66ba539
+# %% ../nbs/09_partial_fc.ipynb #891da3e7
 def columns_grad(
-    g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], rest:Tensor, ux:Tensor, x_inverse:Tensor, uw:Tensor,
-    w_inverse:Tensor, slot:Tensor, shift:Optional[Tensor],
+    g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], rest:Tensor,
+    ux:Tensor, x_inverse:Tensor, uw:Tensor, w_inverse:Tensor,
+    slot:Tensor, shift:Optional[Tensor],
     centers:int, scale:float, pace:float, paced:bool, eps:float, conflict:float, fill:float,
     x_dtype:torch.dtype, w_dtype:torch.dtype, kernel:bool, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:
