@@ -890,7 +890,7 @@ def in_units(
     unit = unit_of(torch.maximum(g_rest.abs() * scale, g_cos.abs()))
     return g_rest / unit, g_cos / unit, unit if factor is None else unit * factor
 
-# %% ../nbs/09_partial_fc.ipynb #891da3e7
+# %% ../nbs/09_partial_fc.ipynb #b4a0fb46
 def columns_grad(
     g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], rest:Tensor,
     ux:Tensor, x_inverse:Tensor, uw:Tensor, w_inverse:Tensor,
@@ -900,17 +900,16 @@ def columns_grad(
 ) -> tuple[Tensor, Tensor]:
     "dx [N,H], gradient of the columns' rows [T·K,H], times factor; empty where not needed."
     o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
-    if not len(ux): return ux.new_zeros(ux.shape, dtype=x_dtype), uw.new_zeros(
+    if not len(ux): return torch.zeros_like(ux, dtype=x_dtype), uw.new_zeros(
         uw.shape if need_w else 0, dtype=w_dtype)
     g_rest, g_cos, factor = in_units(g_rest.contiguous(), g_cos.contiguous(), factor, scale,
                                      ux.dtype)
     values = uw.new_empty(uw.shape if need_w else 0, dtype=w_dtype)
     def spend(rows:slice, dz:Tensor):
         if not need_w: return
-        out, u = values[rows], uw[rows]
-        du = out if w_dtype == rest.dtype else rest.new_empty(u.shape)
+        du = values[rows] if w_dtype == rest.dtype else rest.new_empty(uw[rows].shape)
         product_into(du, dz.T, ux)
-        to_tangent(du, u, w_inverse[rows], factor, out)
+        to_tangent(du, uw[rows], w_inverse[rows], factor, values[rows])
     with without_autocast(ux):
         total = columns_bwd(g_rest, g_cos, ux, uw, rest, slot, shift, o, kernel, spend=spend,
                             need_x=need_x)
@@ -982,13 +981,13 @@ class _PartialLse(torch.autograd.Function):
         given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
         return *gradients_of(ctx, *given, None, *tensors), *[None] * 15
 
-# %% ../nbs/09_partial_fc.ipynb #552e7325
+# %% ../nbs/09_partial_fc.ipynb #4e5c1686
 class _LineLoss(torch.autograd.Function):
     "The mean loss of a margin that is a line; and rest, cos, largest [N], without gradient."
     @staticmethod
     def forward(ctx, x, w, columns, line, sparse, dtype, o):
-        _, slot, shift, index, kept, _ = columns
-        ux, xi, uw, wi = unit_pair(x, kept, w, columns.rows, dtype, o.eps)
+        rows, slot, shift, index, kept, _ = columns
+        ux, xi, uw, wi = unit_pair(x, kept, w, rows, dtype, o.eps)
         *seen, losses, g_rest, g_cos = launch_rest(ux, uw, slot, shift, o, line=line)
         ctx.save_for_backward(g_rest, g_cos, seen[0], ux, xi, uw, wi, slot, shift, index)
         ctx.rest = o, x.dtype, w.dtype, True, w.shape, sparse
@@ -1459,13 +1458,12 @@ def scored_loss(
     loss = torch.dot(losses, columns.share.to(losses.dtype))
     return loss, rest.detach(), cos.detach(), top
 
-# %% ../nbs/09_partial_fc.ipynb #dc8a0b2e
+# %% ../nbs/09_partial_fc.ipynb #514a500e
 def line_loss(
     head:nn.Module, x:Tensor, columns:Columns, o:Scoring, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`scored_loss` of CosFace, by the kernels."
-    m = head.margin
-    line = Line(o.scale, -o.scale * m.margin, columns.share)
+    line = Line(o.scale, -o.scale * head.margin.margin, columns.share)
     return _LineLoss.apply(x, head.weight, columns, line, head.sparse, dtype, o)
 
 # %% ../nbs/09_partial_fc.ipynb #bd9b79a4
