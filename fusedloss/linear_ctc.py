@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['first_of_its_kind', 'linear_ctc_loss']
 
-# %% ../nbs/14_linear_ctc.ipynb #d833cd60
+# %% ../nbs/14_linear_ctc.ipynb #9fe75b60
 import functools, math, warnings
 from importlib.util import find_spec
 from typing import NamedTuple, Optional
@@ -15,16 +15,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
+from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, kernels_for, log_likelihood,
     may_skip, moved, per_class, prepared, runs_kernels, scan_shape, ScanShape, shares, TORCH,
     usable, visible)
 from fusedloss.kernels import (
-    _by_cupy, _by_torch, _observed, capability, cuda_source, jit, on_device, reduce_rows,
-    RowOptions, tl, unit as score_unit)
+    _by_cupy, _by_torch, _observed, capability, cuda_source, finite, jit, on_device, power,
+    reduce_rows, RowOptions, score_fn, tl, unit as score_unit)
 from fusedloss.recompute import (
-    check_recompute, chunk_scores, launch_dz, launch_lse, takes_kernel, tiling_of, wide,
-    write_product)
+    check_recompute, chunk_scores, fastest, launch_dz, launch_lse, multiprocessors, operand,
+    place, takes_kernel, tile_product, tile_scores, tiling_of, wide, write_product)
 from fusedloss.scans import active, stay
 from fusedloss.semirings import Log
 from fusedloss.tiles import (
@@ -99,19 +100,20 @@ def segments(b:Batch, K:int) -> list[Segment]:
     last = len(b.x) if b.known is None else max(b.known.tolist(), default=0)
     return [segment_of(b, at) for at in tile_slices(last, K)]
 
-# %% ../nbs/14_linear_ctc.ipynb #bf0ddf28
+# %% ../nbs/14_linear_ctc.ipynb #7d45d254
 def kept_rows(t:Tensor, s:Segment) -> Tensor:
     "Rows [n,...] of a tensor [T,N,...]."
     rows = t[s.at].flatten(0, 1)
     return rows if s.kept is None else rows.index_select(0, s.kept)
 
+# %% ../nbs/14_linear_ctc.ipynb #374c1ca0
 def put_rows(out:Tensor, rows:Tensor, s:Segment):
     "The way back: rows [n,...] into [T,N,...]."
     to = out[s.at].view(-1, *out.shape[2:])
     if s.kept is None: to.copy_(rows)
     else: to.index_copy_(0, s.kept, rows)
 
-# %% ../nbs/14_linear_ctc.ipynb #a2237693
+# %% ../nbs/14_linear_ctc.ipynb #756c4c5e
 BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
 
 def segment_frames(
@@ -125,7 +127,8 @@ def segment_frames(
     left = (budget or max(BUDGET, T * N * V * 4 // 10, 2 * beside)) - beside
     plane = max(32, 1 << int(W).bit_length())  # pairs that the scan's lanes hold
     lattice = 24 * plane + 8 * (W + 1) if kernels else 128 * (W + 1)
-    row = max(lattice, size * ((1 if kernels else 3) * V + 2 * H) + 4 * (W + 1))
+    tiles = 12 * -(-V // 128) if kernels else 0  # what the sweep below knows of a row's tiles
+    row = max(lattice, size * ((1 if kernels else 3) * V + 2 * H) + 8 * (W + 1) + tiles)
     K = max(16, left // (max(N, 1) * row))
     return min(max(T, 1), K - K % 16)
 
@@ -236,24 +239,26 @@ def launch_segment(
             table[4 * shape.pairs:], post, log_z, *e.stride()[:2], s.at.start, K, C - 1, C)
     return post
 
-# %% ../nbs/14_linear_ctc.ipynb #5ef0dd0f
+# %% ../nbs/14_linear_ctc.ipynb #4f794ab6
 def edges(
     n_edges:int, b:Batch,
 ) -> Tensor:  # [n_edges,N,2,W+1] float64
     "Room for states between segments."
     return b.x.new_zeros((n_edges, len(b.y), 2, b.classes.shape[1]), dtype=f64)
 
+# %% ../nbs/14_linear_ctc.ipynb #f5e86001
 def as_row(edge:Tensor) -> Tensor:
     "The row [N,S] of α or γ in an edge, as the loops use it."
     return edge.flatten(1)[:, :-1]
 
-# %% ../nbs/14_linear_ctc.ipynb #f0970b26
+# %% ../nbs/14_linear_ctc.ipynb #e393f3ad
 def first_row(b:Batch) -> Tensor:
     "α before the first frame: in the first blank."
     row = torch.full((len(b.y), 2 * b.y.shape[1] + 1), -torch.inf, dtype=f64, device=b.x.device)
     row[:, 0] = 0
     return row
 
+# %% ../nbs/14_linear_ctc.ipynb #39bd60a2
 def plain_forward(b:Batch, s:Segment, e:Tensor, start:Optional[Tensor]) -> Tensor:
     "α through a segment [K+1,N,S]."
     states = interleave(b.y, 0)
@@ -274,42 +279,50 @@ def forward_states(
     as_row(end).copy_(alphas[-1])
     log_z.copy_(log_likelihood(alphas, b.lengths))
 
-# %% ../nbs/14_linear_ctc.ipynb #d1ac246e
+# %% ../nbs/14_linear_ctc.ipynb #f797ac72
 def losses_of(
     log_z:Tensor, by_kernel:bool,  # [N]
 ) -> Tensor:  # [N] float64
     "−log Z, from a mantissa and an exponent or as it is."
-    if not by_kernel: return (-log_z).clamp(min=0)  # a rounding may put it below
+    if not by_kernel: return -log_z
     m, e = log_z.view(f32)[::2], log_z.view(torch.int32)[1::2]
-    return -(m.double().log() + math.log(2) * e).clamp(max=0)
+    return -(m.double().log() + math.log(2) * e)
 
-# %% ../nbs/14_linear_ctc.ipynb #7462b9c1
+# %% ../nbs/14_linear_ctc.ipynb #d63953c5
+def no_steps(
+    b:Batch, by_kernel:bool,
+) -> Tensor:  # [N] float64
+    "log Z of sequences without frames, as the two ways keep it."
+    empty = ((b.frames == 0) & (b.lengths == 0)).double()  # Z is 1: one path, without a step
+    if not by_kernel: return empty.log()
+    return torch.stack([empty.float(), torch.zeros_like(empty).float()], 1).view(f64)[:, 0]
+
+# %% ../nbs/14_linear_ctc.ipynb #de69b944
 def linear_ctc_fwd(
     b:Batch, K:int, kept:bool,  # whether backward will want the edges
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [N], lse [T,N], log Z [N], edges
     "Losses, segment after segment."
     (T, N), acc, scan = b.x.shape[:2], acc_dtype(b.x.dtype), scan_of(b)
-    lse, log_z = b.x.new_zeros((T, N), dtype=acc), b.x.new_zeros(N, dtype=f64)
-    empty = ((b.frames == 0) & (b.lengths == 0)).double()  # Z is 1: one path, without a step
-    log_z.copy_(torch.stack([empty.float(), torch.zeros_like(empty).float()], 1).view(f64)[:, 0]
-                if scan else empty.log())
+    lse, log_z = b.x.new_zeros((T, N), dtype=acc), no_steps(b, scan is not None)
     states = edges(-(-T // K) if kept else min(T, 1), b)
     for i, s in enumerate(segments(b, K)):
         put_rows(lse, row_lse(kept_rows(b.x, s), b.w, b.bias), s)
         start, end = (states[i - 1], states[i]) if kept else (states[0], states[0])
         forward_states(scan, b, s, emissions(b, s, lse), start if i else None, end, log_z)
-    losses = losses_of(log_z, scan is not None).masked_fill(b.bad, torch.nan)
-    return losses.to(acc), lse, log_z, states
+    losses = losses_of(log_z, scan is not None).clamp(min=0)  # a rounding may put it below
+    return losses.masked_fill(b.bad, torch.nan).to(acc), lse, log_z, states
 
-# %% ../nbs/14_linear_ctc.ipynb #ffaf7287
+# %% ../nbs/14_linear_ctc.ipynb #c7910580
 def coefficients(
     scan:Optional[Scan], b:Batch, s:Segment, e:Tensor,  # [K,N,W+1]
     start:Optional[Tensor], back:Tensor, log_z:Tensor,  # [N,2,W+1] before and behind, [N]
+    alone:bool=False,  # −γ
 ) -> Tensor:  # [K,N,W+1]
     "p − γ in the small alphabet; `back` goes to the beginning of the segment."
     K, N, C = e.shape
     if scan:
         post = launch_segment(scan, b, s, e, start, None, back, log_z)
+        if alone: e = e.new_full((C,), -torch.inf).expand(K, N, C)
         out = torch.empty_like(e, memory_format=torch.contiguous_format)
         with on_device(e):
             scan.turn(-(-K * N // scan.rows), 256, e, b.y, s.frames, b.lengths, post, log_z,
@@ -318,7 +331,8 @@ def coefficients(
         return out
     gammas = plain_backward(b, s, plain_forward(b, s, e, start), back)
     on = (torch.arange(K, device=e.device)[:, None] < s.frames) & (log_z != -torch.inf)
-    out = e.exp() - per_class(gammas, interleave(b.y, 0), C).to(e.dtype)
+    p = 0 if alone else e.exp()
+    out = p - per_class(gammas, interleave(b.y, 0), C).to(e.dtype)
     return torch.where(on[..., None], out, 0)
 
 # %% ../nbs/14_linear_ctc.ipynb #63cca3ae
@@ -438,12 +452,200 @@ def linear_ctc_bwd(
         if t is not None and unit is not None: t.mul_(unit)
     return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
+# %% ../nbs/14_linear_ctc.ipynb #3d5750bf
+class Shifted(NamedTuple):
+    "What a sweep of the lattice leaves, without any lse."
+    shift: Tensor  # [T,N], the largest of a frame's small scores
+    log_z: Tensor  # [N], of the shifted ones
+    states: Tensor  # [segments,N,2,W+1], rows of α
+
+# %% ../nbs/14_linear_ctc.ipynb #6f33dce2
+def shifted_forward(b:Batch, K:int, scan:Optional[Scan]) -> Shifted:
+    "The lattice from left to right, on small scores whose largest is 0."
+    shift = b.x.new_zeros(b.x.shape[:2], dtype=acc_dtype(b.x.dtype))
+    log_z, states = no_steps(b, scan is not None), edges(-(-len(b.x) // K), b)
+    for i, s in enumerate(segments(b, K)):
+        e = emissions(b, s, shift)
+        top = e.amax(2)
+        shift[s.at] = torch.where(top == -torch.inf, 0, top)  # all masked
+        e.sub_(shift[s.at][..., None])
+        forward_states(scan, b, s, e, states[i - 1] if i else None, states[i], log_z)
+    return Shifted(shift, log_z, states)
+
+# %% ../nbs/14_linear_ctc.ipynb #e98e1340
+@jit
+def tile_softmax_kernel(
+    x, w, p,  # [n,H], [V,H], [n,V]: descriptors or pointers
+    bias_ptr, parts_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
+    N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, p_stride_n,
+    SCORE: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
+    BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+):
+    tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(V, BV)
+    for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):
+        tn, tv = place(t, tiles_n, tiles_v, GROUP)
+        product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
+                               w_stride_h, BN, BV, BH, DESC)
+        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+        keep, inside = rows < N, cols < V
+        z, slope = tile_scores(product, bias_ptr, cols, V, 1.0, 0.0, SCORE)
+        z = tl.where(inside[None, :], z, -float("inf"))
+        top = tl.max(z, 1) * UNIT
+        d = power(z * UNIT, finite(top)[:, None], UNIT)
+        at = parts_ptr + tv * N + rows
+        tl.store(at, top, mask=keep)
+        tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)
+        if DESC:
+            halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
+            left, right = tl.split(halves)  # half the shared memory
+            p.store([tn * BN, tv * BV], left.to(p.dtype))
+            p.store([tn * BN, tv * BV + BV // 2], right.to(p.dtype))
+        else:
+            to = p + rows.to(tl.int64)[:, None] * p_stride_n + cols[None, :]
+            tl.store(to, d.to(p.dtype.element_ty), mask=keep[:, None] & inside[None, :])
+
+# %% ../nbs/14_linear_ctc.ipynb #edd185df
+@jit
+def settle_kernel(
+    p_ptr, factor_ptr,  # [n,V], changed in place; [n,tiles of BV classes]
+    V, p_stride, tiles, BV: tl.constexpr, BC: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    for first in range(0, V, BC):
+        cols = first + tl.arange(0, BC)
+        inside = cols < V
+        factor = tl.load(factor_ptr + row * tiles + cols // BV, mask=inside, other=0.0)
+        at = p_ptr + row * p_stride + cols
+        p = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.where(factor == 0, 0.0, p * factor)  # whatever stands in padding
+        tl.store(at, d.to(p_ptr.dtype.element_ty), mask=inside)
+
+# %% ../nbs/14_linear_ctc.ipynb #c25fb151
+class Tiles(NamedTuple):
+    "Rows of a softmax, each tile relative to its own largest score."
+    p: Tensor  # [n,V]
+    top: Tensor  # [tiles,n]
+    lse: Tensor  # [n]
+    width: int  # classes of a tile
+
+# %% ../nbs/14_linear_ctc.ipynb #72c11512
+def launch_tiles(
+    x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
+) -> Tiles:
+    "By Triton."
+    (n, h), v, t = x.shape, len(w), tiling_of(x, w)
+    tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
+    p = x.new_empty(n, -(-v // 8) * 8)[:, :v]  # rows that can be described
+    parts = x.new_empty((2, tiles_v, n), dtype=f32)
+    grid = min(multiprocessors(x.device), tiles_n * tiles_v),
+    launch = lambda t: tile_softmax_kernel[grid](
+        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
+        operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
+        p.stride(0), SCORE=score_fn(ROW), UNIT=score_unit(x), DESC=t.desc, GROUP=t.group,
+        BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
+    with on_device(x): launch(fastest("tiles", x, v, t, (), launch))
+    top = parts[0].div_(score_unit(x))
+    return Tiles(p, top, parts[1].log_().add_(top).logsumexp(0), t.BV)
+
+# %% ../nbs/14_linear_ctc.ipynb #a644e12f
+def softmax_tiles(
+    x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
+) -> Tiles:
+    "Softmax and lse from one product; by PyTorch a row is one tile."
+    if takes_kernel(x): return launch_tiles(x, w, bias)
+    z = chunk_scores(x, wide(w), bias)[:, 0]
+    lse = z.logsumexp(1)
+    return Tiles(z.sub_(lse[:, None]).exp_(), lse[None], lse, len(w))
+
+# %% ../nbs/14_linear_ctc.ipynb #745df36b
+def settle(
+    tiles:Tiles, base:Tensor, pull:Tensor,  # [n], [n]
+) -> Tensor:  # [n,V], in the place of the tiles' p
+    "pull times the softmax of each row; 0 where pull is."
+    factor = (tiles.top - base).exp_().mul_(pull)
+    factor = torch.where(pull == 0, 0, factor).T.contiguous()
+    if not takes_kernel(tiles.p): return tiles.p.mul_(factor)
+    (n, v), count = tiles.p.shape, factor.shape[1]
+    with on_device(tiles.p):
+        settle_kernel[(n,)](tiles.p, factor, v, tiles.p.stride(0), count, BV=tiles.width,
+                            BC=1024)
+    return tiles.p
+
 # %% ../nbs/14_linear_ctc.ipynb #8182c837
 def frames_of(x:Tensor, w:Tensor, W:int, budget:int) -> int:
     "`segment_frames` for these tensors."
     kernels, acc = takes_kernel(x), acc_dtype(x.dtype).itemsize
     size = x.element_size() if kernels else acc
     return segment_frames(*x.shape[:2], *w.shape, W, size, acc, kernels, budget)
+
+# %% ../nbs/14_linear_ctc.ipynb #b25acf23
+def reduced(losses, lengths, reduction, zero_infinity, alone):
+    "As torch reduces."
+    if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
+    if reduction == "mean":
+        losses = losses * shares(moved(lengths, losses.device), True, losses.dtype)
+    return losses[0] if alone and reduction == "none" else reduce_rows(losses, reduction)
+
+# %% ../nbs/14_linear_ctc.ipynb #614fec3f
+def rows_of(s:Segment, t:Tensor) -> Tensor:  # [n]
+    "What is kept of numbers [K,N] of a segment."
+    return kept_rows(t, s._replace(at=slice(None)))
+
+# %% ../nbs/14_linear_ctc.ipynb #bb4571ca
+def make_dz(
+    b:Batch, s:Segment, x:Tensor, g:Tensor,  # [n,H] rows of x, [N]
+    scan:Optional[Scan], found:Shifted, start:Optional[Tensor], back:Tensor,
+    lse:Tensor,  # [T,N], is written
+) -> Tensor:  # [n,V]
+    "A segment's dz, from the product that also gives lse."
+    e = emissions(b, s, found.shift)
+    c = coefficients(scan, b, s, e, start, back, found.log_z, True)
+    tiles = softmax_tiles(x, b.w, b.bias)
+    put_rows(lse, tiles.lse, s)
+    on = torch.arange(s.at.start, s.at.stop, device=x.device)[:, None] < b.frames
+    dz = settle(tiles, tiles.lse, rows_of(s, torch.where(on, g, 0)))
+    c += e.sub_((lse[s.at] - found.shift[s.at])[..., None]).exp_()
+    overwrite(dz, c.masked_fill_(~(on & (g != 0))[..., None], 0), g, b, s)
+    return dz
+
+# %% ../nbs/14_linear_ctc.ipynb #1e9c7fb8
+def upstream(
+    b:Batch, lengths:Tensor, reduction:str, found:Shifted, scan:Optional[Scan],
+) -> Tensor:  # [N]
+    "What each loss counts in the reduced one; 0 where there is no path."
+    g = shares(moved(lengths, b.x.device), reduction == "mean", found.shift.dtype)
+    nowhere = found.log_z.view(f32)[::2] == 0 if scan else found.log_z == -torch.inf
+    return torch.where(nowhere | b.bad, 0, g)
+
+# %% ../nbs/14_linear_ctc.ipynb #f444832c
+def late_losses(b:Batch, found:Shifted, lse:Tensor, by_kernel:bool) -> Tensor:  # [N]
+    "−log Z, now that lse is known; +∞ without a path."
+    on = torch.arange(len(lse), device=lse.device)[:, None] < b.frames
+    lacking = torch.where(on, lse.double() - found.shift.double(), 0).sum(0)
+    losses = (losses_of(found.log_z, by_kernel) + lacking).clamp(min=0)
+    return losses.masked_fill(b.bad, torch.nan).to(lse.dtype)
+
+# %% ../nbs/14_linear_ctc.ipynb #7e1e52c2
+def linear_ctc_all(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
+    blank:int, budget:int, tight:bool, reduction:str, zero_infinity:bool,
+    need_x:bool, need_w:bool, need_b:bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Loss, dx, dw, db of an upstream gradient of 1; empty if not needed."
+    with torch.autocast(x.device.type, enabled=False):
+        b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
+        K, scan = frames_of(x, w, b.y.shape[1], budget), scan_of(b)
+        sums, back = Sums.of(b, (need_x, need_w, need_b)), edges(1, b)[0]
+        found = shifted_forward(b, K, scan)
+        lse, g = torch.zeros_like(found.shift), upstream(b, lengths, reduction, found, scan)
+        for i, s in reversed([*enumerate(segments(b, K))]):
+            rows, start = kept_rows(x, s), found.states[i - 1] if i else None
+            dz = make_dz(b, s, rows, g, scan, found, start, back, lse)
+            spend(sums, dz, rows, b, s, None)
+            del dz, rows  # before the next ones
+        losses = late_losses(b, found, lse, scan is not None)
+    dx, dw, db = (w.new_empty(0) if t is None else t for t in sums)
+    return reduced(losses, lengths, reduction, zero_infinity, False), dx, dw.to(w.dtype), db
 
 # %% ../nbs/14_linear_ctc.ipynb #2a6aebde
 @torch.library.custom_op("fusedloss::linear_ctc", mutates_args=())
@@ -502,6 +704,55 @@ def _backward(ctx, g, *_):
 # %% ../nbs/14_linear_ctc.ipynb #6126fdac
 linear_ctc_operator.register_autograd(_backward, setup_context=_save)
 
+# %% ../nbs/14_linear_ctc.ipynb #e8c58823
+class _AllInForward(torch.autograd.Function):
+    "The loss, whose gradients are there before they are asked for."
+    @staticmethod
+    def forward(ctx, *inputs):
+        loss, *gradients = linear_ctc_all(*inputs)
+        ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
+        ctx.save_for_backward(*gradients)  # no input, no logits, no states
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        (dx, dw, db), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
+        return (scaled(dx.flatten(0, 1), g, keep).view_as(dx) if need_x else None,
+                scaled(dw, g, keep) if need_w else None,
+                scaled_bias(db, g, ctx.dtype) if need_b else None, *[None] * 11)
+
+# %% ../nbs/14_linear_ctc.ipynb #4ff83848
+linear_ctc_all_operator = torch.library.custom_op("fusedloss::linear_ctc_all", linear_ctc_all,
+                                                  mutates_args=())
+
+# %% ../nbs/14_linear_ctc.ipynb #bdb591a7
+@linear_ctc_all_operator.register_fake
+def _(x, w, bias, targets, frames, lengths, blank, budget, tight, reduction, zero_infinity,
+      need_x, need_w, need_b):
+    acc = acc_dtype(x.dtype)
+    return (x.new_empty((), dtype=acc), x.new_empty(x.shape if need_x else (0,)),
+            w.new_empty(w.shape if need_w else (0,)),
+            w.new_empty((w.shape[0],), dtype=acc) if need_b else w.new_empty((0,)))
+
+# %% ../nbs/14_linear_ctc.ipynb #fe974397
+def _save_all(ctx, inputs, output):
+    ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+
+# %% ../nbs/14_linear_ctc.ipynb #ce82aa78
+def _scale_all(ctx, g, *_):
+    if g is None: return (None,) * 14
+    scale = lambda d, dtype: scaled_bias(d, g, dtype)
+    made = zip(ctx.saved_tensors, ctx.needs)
+    return *(scale(d, ctx.dtype) if need else None for d, need in made), *[None] * 11
+
+# %% ../nbs/14_linear_ctc.ipynb #3ee61ade
+linear_ctc_all_operator.register_autograd(_scale_all, setup_context=_save_all)
+
 # %% ../nbs/14_linear_ctc.ipynb #04843b13
 def check_linear_ctc(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, blank:int, reduction:str,
@@ -512,15 +763,7 @@ def check_linear_ctc(
     check_recompute(x, w, bias, memory_budget)
     check_ctc(x.new_empty(()).expand(*x.shape[:2], len(w)), targets, blank, reduction, "input")
 
-# %% ../nbs/14_linear_ctc.ipynb #b25acf23
-def reduced(losses, lengths, reduction, zero_infinity, alone):
-    "As torch reduces."
-    if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
-    if reduction == "mean":
-        losses = losses * shares(moved(lengths, losses.device), True, losses.dtype)
-    return losses[0] if alone and reduction == "none" else reduce_rows(losses, reduction)
-
-# %% ../nbs/14_linear_ctc.ipynb #ecfe95dd
+# %% ../nbs/14_linear_ctc.ipynb #84743c19
 def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
     linear_weight:Tensor,  # [V,H]
@@ -544,6 +787,10 @@ def linear_ctc_loss(
     bias = bias[0] if bias else None
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
-    losses, *_ = linear_ctc_operator(x, w, bias, targets, frames, lengths, blank,
-                                     memory_budget or 0, not _observed(), kept)
+    given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not _observed()
+    if kept and reduction != "none" and x.dtype != torch.float16:
+        needs = [t is not None and t.requires_grad for t in (x, w, bias)]
+        given = *given, reduction, zero_infinity, *needs
+        return linear_ctc_all_operator(*given)[0] if _observed() else _AllInForward.apply(*given)
+    losses, *_ = linear_ctc_operator(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)
