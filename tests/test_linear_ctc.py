@@ -17,7 +17,7 @@ import fusedloss.ctc
 import fusedloss.linear_ctc
 from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanShape
 from fusedloss.kernels import cuda_source
-from fusedloss.linear_ctc import first_of_its_kind, linear_ctc_loss, segment_frames
+from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from helpers import planted
 from test_ctc import HARD, case, collapsed, compiled, hard, reference, same_losses, ways
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of
 
 # three ways: loops and products, Triton's kernels, the lattice's kernel
 
-def lattice_on_cpu(folder, source=None, others=None):
-    "Launchers of `ctc_segment` and, unless there are others, of the kernels of ctc.cu, compiled as C++ and run thread by thread"
+def lattice_on_cpu(folder, source=None, others=None, changed=()):
+    "Launchers of linear_ctc.cu and, unless there are others, of the kernels of ctc.cu, compiled as C++ and run thread by thread"
     if platform.machine() != "x86_64" or not shutil.which("g++"):
         pytest.skip("no g++ for x86-64 on this machine")
     for name in ("ctc", "linear_ctc"):
@@ -42,7 +42,7 @@ def lattice_on_cpu(folder, source=None, others=None):
     made = {}
 
     def kernel(name, device, **constants):
-        if others and name != "ctc_segment":
+        if others and name not in changed:
             return others(name, device, **constants)
         key = tuple(constants.items())
         if key not in made:
@@ -64,23 +64,22 @@ def lattice(tmp_path_factory):
 
 def use_lattice(kernel, module, monkeypatch, shape=None):
     "Let a module take them, on the CPU"
-    fusedloss.ctc.kernels_for.cache_clear()
-    monkeypatch.setattr(fusedloss.ctc, "ctc_kernel", kernel)
+    kernels_of.cache_clear()
     monkeypatch.setattr(module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
     monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
-    monkeypatch.setattr(module, "segment_kernel", lambda device, s, tables: kernel(
-        "ctc_segment", device, ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads, TABLES=int(tables)))
+    monkeypatch.setattr(module, "lattice_kernel", kernel)
 
 
 @pytest.fixture(autouse=True)
 def no_kernels_left():
     yield
-    fusedloss.ctc.kernels_for.cache_clear()
+    kernels_of.cache_clear()
 
 
-def short_segments(monkeypatch, K, module=fusedloss.linear_ctc):
-    monkeypatch.setattr(module, "segment_frames", lambda *sizes: K)
+def short_segments(monkeypatch, K, sweep=2):
+    "K frames a segment, so many of them in a launch of α alone"
+    monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", lambda *given: Frames(K, sweep * K, 3 * K))
 
 
 WAYS = ["loops", "Triton", "lattice", "GPU"]
@@ -664,12 +663,12 @@ def test_memory_beyond_the_gradients(budget):
 
 
 def test_what_is_saved(monkeypatch):
-    "lse, log Z and a row of states for each segment; no logits, no table"
+    "log Z and a row of states for each segment; no logits, no table"
     short_segments(monkeypatch, 8)
     z, y, frames, lengths, _ = hard("ragged", f64)
     leaves = [t.requires_grad_() for t in layer(z)]
     saved = saved_tensors(lambda: linear_ctc_loss(*leaves[:2], y, frames, lengths, linear_bias=leaves[2], reduction="none"), *leaves, y)
-    assert sorted(t.numel() for t in saved) == sorted([6, 6, 6, 23 * 6, 3 * 6 * 2 * 8])  # frames, lengths, log Z; lse; states
+    assert sorted(t.numel() for t in saved) == sorted([6, 6, 6, 3 * 6 * 2 * 8])  # frames, lengths, log Z; states
     saved = saved_tensors(lambda: linear_ctc_loss(*leaves[:2], y, frames, lengths, linear_bias=leaves[2]), *leaves, y)
     assert sorted(t.numel() for t in saved) == sorted(t.numel() for t in leaves)  # the gradients, and nothing beside them
     assert not saved_tensors(lambda: linear_ctc_loss(*(t.detach() for t in leaves[:2]), y, frames, lengths), *leaves)
@@ -738,10 +737,10 @@ def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
         raise OSError("no NVRTC")
     monkeypatch.setattr(fusedloss.linear_ctc, "_by_cupy", missing)
     monkeypatch.setattr(fusedloss.linear_ctc, "_by_torch", missing)
-    fusedloss.linear_ctc.segment_kernel.cache_clear()
+    fusedloss.linear_ctc.lattice_kernel.cache_clear()
     with pytest.warns(UserWarning, match="PyTorch takes its place.*no NVRTC"):
-        assert fusedloss.linear_ctc.segment_kernel(0, ScanShape(1, 8, 1, 4), True) is None
-    fusedloss.linear_ctc.segment_kernel.cache_clear()
+        assert kernels_of(0, f32, ScanShape(1, 8, 1, 4), 64, True) is None
+    fusedloss.linear_ctc.lattice_kernel.cache_clear()
 
 
 # bugs
@@ -754,7 +753,7 @@ def suspects(module, more={}):
     "A few of the cases above, for a module with a bug in it; what it gets wrong"
     wrong = []
     for name, K in (SUSPECTS | more).items():
-        module.segment_frames = lambda *sizes: K
+        module.frames_of = lambda *given: Frames(K, 2 * K, 3 * K)
         z, y, frames, lengths, blank = hard(name, f64)
         given = [t.float() for t in layer(z)]
         losses, gradients = truth_of(*given, y, frames, lengths, blank)
@@ -850,5 +849,5 @@ def test_bugs_in_the_lattice_kernel(bug, tmp_path, lattice, monkeypatch):
         assert old in source, f"linear_ctc.cu no longer holds {old!r}"
         source = source.replace(old, new)
     use_lattice(lattice_on_cpu(tmp_path, source, lattice), fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
-    monkeypatch.setattr(fusedloss.linear_ctc, "segment_frames", None)
+    monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)
     assert bool(suspects(fusedloss.linear_ctc, {"three warps": 40})) == (bug is not None)
