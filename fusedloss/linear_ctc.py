@@ -99,11 +99,12 @@ class Scan(NamedTuple):
     finish: object  # `ctc_finish`
     loss: object  # stage 13's `ctc_loss`
 
-# %% ../nbs/14_linear_ctc.ipynb #a52bbbd0
+# %% ../nbs/14_linear_ctc.ipynb #e0ec242d
 @functools.cache
 def kernels_of(
     device:int, dtype:torch.dtype,  # of dz
-    s:ScanShape, held:int, few:bool,  # classes of the small alphabet; a warp is enough for a row
+    s:ScanShape, held:int,  # at least the classes of the small alphabet
+    few:bool,  # a warp is enough for a row
 ) -> Optional[Scan]:
     "All of them, compiled."
     scan = dict(ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster,
@@ -129,7 +130,7 @@ def scan_of(
         return kernels_of(x.get_device(), x.dtype if takes_kernel(x) else acc, s, held,
                           V <= 1024 and held <= 1024)
 
-# %% ../nbs/14_linear_ctc.ipynb #1ba52eb4
+# %% ../nbs/14_linear_ctc.ipynb #559e6b04
 class Batch(NamedTuple):
     "What stays the same from segment to segment."
     x: Tensor  # [T,N,H]
@@ -141,7 +142,7 @@ class Batch(NamedTuple):
     own: Tensor  # [N,C]: 0, then `first_of_its_kind`
     frames: Tensor  # [N], [N]
     lengths: Tensor
-    log_z: Tensor  # [N] words of 64 bits: of sequences without frames, NaN for those that cannot be
+    log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
     rows: Tensor  # [N,C,H] of w: those of the classes
     lift: Optional[Tensor]  # [N,1,C] of the bias
 
@@ -305,7 +306,7 @@ def frames_in(b:Batch, at:slice) -> Tensor:
     "Frames [N] of a segment."
     return (b.frames - at.start).clamp(0, at.stop - at.start)
 
-# %% ../nbs/14_linear_ctc.ipynb #40372739
+# %% ../nbs/14_linear_ctc.ipynb #70dc45ab
 def launch_segment(
     b:Batch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
     start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
@@ -319,9 +320,10 @@ def launch_segment(
     table = new((N * (K + 1 if both else 2) * shape.plane + 2 * shape.pairs) * 4)
     post = new((N, K, 2, shape.plane)) if both else None
     run = scan.both if both else scan.ahead
+    sizes = C, K * C, at.start, K, every, C, C
     with on_device(e):
         run(N * shape.cluster, shape.threads, e, b.own.view(-1)[1:], b.frames, b.lengths, start,
-            ends, beta, table[4 * shape.pairs:], post, log_z, C, K * C, at.start, K, every, C, C)
+            ends, beta, table[4 * shape.pairs:], post, log_z, *sizes)
     return post
 
 # %% ../nbs/14_linear_ctc.ipynb #7cb92ac6

@@ -29,10 +29,10 @@ f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 
 
-# three ways: loops and products, Triton's kernels, the lattice's kernel
+# three ways: loops and products, the lattice's kernels, and beside them the softmax by Triton
 
-def lattice_on_cpu(folder, source=None, others=None, changed=()):
-    "Launchers of linear_ctc.cu and, unless there are others, of the kernels of ctc.cu, compiled as C++ and run thread by thread"
+def lattice_on_cpu(folder, source=None):
+    "Launchers of the kernels of linear_ctc.cu and ctc.cu, compiled as C++ and run thread by thread"
     if platform.machine() != "x86_64" or not shutil.which("g++"):
         pytest.skip("no g++ for x86-64 on this machine")
     for name in ("ctc", "linear_ctc"):
@@ -42,8 +42,6 @@ def lattice_on_cpu(folder, source=None, others=None, changed=()):
     made = {}
 
     def kernel(name, device, **constants):
-        if others and name not in changed:
-            return others(name, device, **constants)
         key = tuple(constants.items())
         if key not in made:
             command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
@@ -82,7 +80,7 @@ def short_segments(monkeypatch, K, sweep=2):
     monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", lambda *given: Frames(K, sweep * K, 3 * K))
 
 
-WAYS = ["loops", "Triton", "lattice", "GPU"]
+WAYS = ["loops", "lattice", "both", "GPU"]
 
 
 @pytest.fixture(params=WAYS)
@@ -92,11 +90,11 @@ def way(request, monkeypatch):
         if not torch.cuda.is_available():
             pytest.skip("no GPU on this machine")
         return "cuda"
-    if request.param == "Triton":
+    if request.param == "both":
         if not INTERPRETED:
             pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
         monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
-    if request.param == "lattice":
+    if request.param in ("lattice", "both"):
         use_lattice(request.getfixturevalue("lattice"), fusedloss.linear_ctc, monkeypatch)
     return "cpu"
 
@@ -151,7 +149,7 @@ def test_loss_and_gradients(name, dtype, way, monkeypatch):
     x, w, b = (t.to(dtype) for t in layer(z))
     losses, gradients = truth_of(x, w, b, y, frames, lengths, blank)
     size = max(1.0, z.abs().max().item())  # what lse and scores are rounded relative to
-    tolerance = 1e-10 if dtype == f64 else (2e-6 if way == "cpu" else 1e-5) * size
+    tolerance = 1e-10 if dtype == f64 else (4e-6 if way == "cpu" else 1e-5) * size  # each BLAS sums in an order of its own
     for K in (7, 1000):
         short_segments(monkeypatch, K)
         got, d = run(x, w, b, y, frames, lengths, blank, way)
@@ -245,7 +243,7 @@ def test_all_in_forward(name, dtype, way, reduction, monkeypatch):
     given = [t.to(dtype) for t in layer(z)]
     loss, gradients = truth_of_all(*given, y, frames, lengths, blank, reduction)
     size = max(1.0, z.abs().max().item())
-    tolerance = 1e-10 if dtype == f64 else (2e-6 if way == "cpu" else 1e-5) * size
+    tolerance = 1e-10 if dtype == f64 else (4e-6 if way == "cpu" else 1e-5) * size  # each BLAS sums in an order of its own
     for K in (7, 1000):
         short_segments(monkeypatch, K)
         got, d = run_all(*given, y, frames, lengths, blank, way, reduction=reduction)
@@ -444,15 +442,15 @@ def test_lengths_on_a_gpu_are_not_waited_for():
     if not torch.cuda.is_available():
         pytest.skip("no GPU on this machine")
     z, y, frames, lengths, _ = hard("ragged", f64)
-    given = [t.float().cuda().requires_grad_() for t in layer(z)]
-    want = linear_ctc_loss(*given[:2], y.cuda(), frames, lengths, linear_bias=given[2])
+    given, y = [t.float().cuda().requires_grad_() for t in layer(z)], y.cuda()
+    want = linear_ctc_loss(*given[:2], y, frames, lengths, linear_bias=given[2])
     on_gpu = [torch.tensor(t).cuda() for t in (frames, lengths)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = linear_ctc_loss(*given[:2], y.cuda(), *on_gpu, linear_bias=given[2])
+        got = linear_ctc_loss(*given[:2], y, *on_gpu, linear_bias=given[2])
         d = torch.autograd.grad(got, given)
-        on_host = torch.autograd.grad(linear_ctc_loss(*given[:2], y.cuda(), frames, lengths, linear_bias=given[2]), given)
+        on_host = torch.autograd.grad(linear_ctc_loss(*given[:2], y, frames, lengths, linear_bias=given[2]), given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(got, want)
@@ -721,15 +719,21 @@ def test_autocast_as_a_linear_layer(device):
 
 # the kernel's source
 
-@pytest.mark.parametrize("arch, shape", [(75, (1, 8, 1, 256, 1)), (80, (4, 4, 1, 512, 1)), (90, (1, 8, 8, 256, 0)), (90, (1, 8, 8, 256, 1)),
-                                         (100, (4, 4, 8, 512, 1))], ids=str)
-def test_the_kernel_compiles_without_a_gpu(arch, shape, tmp_path):
+SCAN, ROW = ("PAIRS", "AHEAD", "CLUSTER", "THREADS", "TABLES"), ("PER", "NORMALISE", "SOFTMAX", "ROWTHREADS", "HELD")
+
+
+@pytest.mark.parametrize("arch, element, constants", [
+    (75, "f32", dict(zip(SCAN, (1, 8, 1, 256, 1)))), (80, "f32", dict(zip(SCAN, (4, 4, 1, 512, 1)))),
+    (90, "f32", dict(zip(SCAN, (1, 8, 8, 256, 0)))), (90, "f32", dict(zip(SCAN, (1, 8, 8, 256, 1)))),
+    (100, "f32", dict(zip(SCAN, (4, 4, 8, 512, 1)))), (75, "f16", dict(zip(ROW, (1, 1, 1, 256, 8192)))),
+    (90, "bf16", dict(zip(ROW, (1, 1, 1, 256, 512)))), (100, "f32", dict(zip(ROW, (1, 1, 1, 32, 1024))))], ids=str)
+def test_the_kernel_compiles_without_a_gpu(arch, element, constants, tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc on this machine")
     source = tmp_path / "linear_ctc.cu"
     source.write_text(cuda_source("ctc") + cuda_source("linear_ctc"), encoding="utf-8")
-    constants = dict(zip(("ELEMENT", "PAIRS", "AHEAD", "CLUSTER", "THREADS", "TABLES"), ("f32", *shape)))
-    compiled(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"], tmp_path / "out", constants, source)
+    command = ["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"]
+    compiled(command, tmp_path / "out", dict(ELEMENT=element, **constants), source)
 
 
 def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
@@ -775,25 +779,23 @@ def suspects(module, more={}):
 BUGS = {
     "labels numbered by position": ("own = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1", "own = at + 1"),
     "a blank among the labels is a label": ("return torch.where(y == blank, 0, own)", "return own.contiguous()"),
-    "padding kept": ("kept = None if on.all() else", "kept = None if True else"),
-    "lse of the wrong segment": ("return e.sub_(lse[s.at].T[..., None])", "return e.sub_(lse[:len(x[0])].T[..., None])"),
-    "no bias in the small scores": ("if b.bias is not None: e += b.bias[b.classes][:, None]", "pass"),
-    "every segment starts in the first blank": ("first_row(b) if start is None else as_row(start)", "first_row(b)"),
+    "padding kept": ("if known is None or min(known, default=0) == last:", "if True:"),
+    "no bias in the small scores": ("return e if b.lift is None else e.add_(b.lift)", "return e"),
+    "every segment starts in the first blank": ("if start is None:\n        row", "if True:\n        row"),
+    "the edge that is not there yet": ("start = states[max(i - 1, 0)]", "start = states[i]"),
     "γ forgotten between segments": ("as_row(back).copy_(state)", "pass"),
-    "ends one segment late": ("(b.frames > s.at.start) & (b.frames <= s.at.stop)", "(b.frames >= s.at.start) & (b.frames < s.at.stop)"),
-    "p alone": ("out = p - per_class", "out = p - 0 * per_class"),
-    "columns, not their first": ("values = c.flatten(0, 1)[rows].gather(1, b.own[rows % N])", "values = c.flatten(0, 1)[rows]"),
-    "subtracted from the softmax, not written over it": ("dz.scatter_(1, b.classes[rows % N]", "dz.scatter_add_(1, b.classes[rows % N]"),
-    "upstream of another sequence": ("* g[rows % N, None]", "* g[rows // len(c) % N, None]"),
-    "gradient where there is no path": ("g = torch.where(nowhere | b.bad, 0, g)", "pass"),
-    "the next segment's edge": ("start = states[i - 1] if i else None\n", "start = states[i] if i else None\n"),
-    "the shift is not given back": ("(losses_of(found.log_z, by_kernel) + lacking)", "losses_of(found.log_z, by_kernel)"),
-    "the shift of padding counts": ("lacking = torch.where(on, lse", "lacking = torch.where(on | ~on, lse"),
-    "a share before lse is known": ("c += e.sub_((lse[s.at] - found.shift[s.at])[..., None]).exp_()", "c += e.exp_()"),
-    "posteriors alone": ("c += e.sub_((lse[s.at] - found.shift[s.at])[..., None]).exp_()", "pass"),
-    "the mean counts as a sum": ('reduction == "mean", found', "False, found"),
-    "gradient in forward where there is no path": ("return torch.where(nowhere | b.bad, 0, g)", "return g"),
-    "rows where they are not": ("put_rows(lse, tiles.lse, s)", "put_rows(lse, tiles.lse.flip(0), s)"),
+    "ends one segment late": ("(b.frames > at.start) & (b.frames <= at.stop)", "(b.frames >= at.start) & (b.frames < at.stop)"),
+    "p alone": ("p - kept_rows(gamma, s)", "p - 0 * kept_rows(gamma, s)"),
+    "posteriors alone": ("p - kept_rows(gamma, s)", "-kept_rows(gamma, s)"),
+    "p before its lse": (".sub_(lse[:, None]).exp_()\n    settle", ".exp_()\n    settle"),
+    "columns, not their first": ("values = c.gather(1, b.own[n])", "values = c"),
+    "subtracted from the softmax, not written over it": ("dz.scatter_(1, b.classes[n]", "dz.scatter_add_(1, b.classes[n]"),
+    "upstream of another sequence": ("torch.where(on & path, g, 0)", "torch.where(on & path, g.roll(1), 0)"),
+    "gradient where there is no path": ("torch.where(on & path, g, 0)", "torch.where(on, g, 0)"),
+    "the next segment's edge": ("states[i - 1] if i else None, back, stats)", "states[i] if i else None, back, stats)"),
+    "lse of padding counts": ("torch.where(on, lse, 0).sum(0)", "lse.sum(0)"),
+    "the mean counts as a sum": ("shares(b.lengths, mean, acc_dtype(x.dtype))", "shares(b.lengths, False, acc_dtype(x.dtype))"),
+    "rows where they are not": ("put_rows(stats[s.at][..., 0], lse, s)", "put_rows(stats[s.at][..., 0], lse.flip(0), s)"),
     "only the last dw": ("add_product(sums.dw, dz.T, x.to(dz.dtype))", "sums.dw.copy_(dz.T @ x.to(dz.dtype))"),
 }
 
@@ -810,14 +812,10 @@ def test_no_bug_no_finding(tmp_path):
 MORE = {"more classes": 9}  # than a tile has
 
 TRITON_BUGS = {
-    "no mask": ("d.to(dz_ptr.dtype.element_ty), mask=inside)", "d.to(dz_ptr.dtype.element_ty))"),
-    "columns, not their first": ("c = tl.load(c_ptr + at * C + own, mask=inside, other=0.0)", "c = tl.load(c_ptr + at * C + cols, mask=inside, other=0.0)"),
-    "rows of the compacted": ("at = tl.load(row_ptr + row)", "at = row"),
-    "one block": ("for first in range(0, C, BC):", "for first in range(0, 1, BC):"),
     "classes that are not there": ('z = tl.where(inside[None, :], z, -float("inf"))', "pass"),
-    "one tile's largest for all": ("row * tiles + cols // BV", "row * tiles + cols * 0"),
     "the first tile's sum alone": ("tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)", "tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep & (tv == 0))"),
-    "a block of classes is settled": ("for first in range(0, V, BC):", "for first in range(0, 1, BC):"),
+    "the last tile's largest for the first": ("at = parts_ptr + tv * N + rows", "at = parts_ptr + tv * 0 + rows"),
+    "nothing is taken off": ("finite(top)[:, None], UNIT)", "finite(top)[:, None] * 0, UNIT)"),
 }
 
 
@@ -825,7 +823,7 @@ TRITON_BUGS = {
 @pytest.mark.parametrize("bug", [None, *TRITON_BUGS])
 def test_bugs_in_the_triton_kernel(bug, tmp_path):
     changes = TRITON_BUGS.get(bug, ())
-    module = planted(fusedloss.linear_ctc, tmp_path, *changes, "BC=128)", "BC=4)", "BC=1024)", "BC=16)")
+    module = planted(fusedloss.linear_ctc, tmp_path, *changes)
     module.takes_kernel = lambda x: x.dtype == f32 and len(x) > 0
     assert bool(suspects(module, MORE)) == (bug is not None)
 
@@ -836,18 +834,34 @@ KERNEL_BUGS = {
     "beta is not handed on": ("if (works && edge.to) store_states", "if (works && edge.to && DIR == 0) store_states"),
     "beta begins in every segment": ("beta && !last ? beta + at : nullptr", "nullptr"),
     "segments one frame long": ("last ? t_n - begin : K, l_n", "last ? t_n - begin : K - 1, l_n"),
-    "Z without the last blank": ("State total = load_from_afar(alpha_to + at + pitch + l_n);", "State total = {0.0f, NEVER};"),
+    "one row of alpha for all segments": ("to += edge.step", "to += 0"),
+    "Z from the first row": ("(p.frames - 1) / every * step", "0 * step"),
+    "Z without the last blank": ("State total = load_from_afar(end + pitch + l_n);", "State total = {0.0f, NEVER};"),
     "Z without the last label": ("if (l_n) total = sum", "if (false) total = sum"),
     "labels in the place of blanks": ("load_state(from + pitch + j)", "load_state(from + j)"),
+    "labels numbered by position": ("while (labels[first++] != c) ;", "first = j;"),
+    "a blank among the labels is a label": ("if (c != blank) while", "if (real) while"),
+    "an empty target has no path": ("t_n || l_n ? 0.0f : 1.0f", "0.0f"),
+    "labels that repeat": ("atomicAdd(&held[numbers[k + 1]], v)", "atomicAdd(&held[k + 1], v)"),
+    "columns, not their first": ("const int c = (int)numbers[j];", "const int c = j;"),
+    "blanks forgotten": ("(c ? 0 : blanks)", "0"),
+    "rows of the compacted": ("kept ? (u32)kept[row] : row", "row"),
+    "the first tile's factor": ("parts[(i64)(c / tile) * rows + row]", "parts[row]"),
+    "the first tile's sum": ("j < tiles; j += ROWTHREADS) s +=", "j < 1; j += ROWTHREADS) s +="),
+    "upstream of another sequence": ("by = g[n]", "by = g[0]"),
+    "gradient where there is no path": ("|| !(total.m > 0.0f) ||", "||"),
 }
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", [None, *KERNEL_BUGS])
 def test_bugs_in_the_lattice_kernel(bug, tmp_path, lattice, monkeypatch):
     source = cuda_source("linear_ctc")
     for old, new in [KERNEL_BUGS[bug]] if bug else []:
         assert old in source, f"linear_ctc.cu no longer holds {old!r}"
         source = source.replace(old, new)
-    use_lattice(lattice_on_cpu(tmp_path, source, lattice), fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
+    rest = lattice if bug is None else lattice_on_cpu(tmp_path, source)
+    use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
+    monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
     monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)
-    assert bool(suspects(fusedloss.linear_ctc, {"three warps": 40})) == (bug is not None)
+    assert bool(suspects(fusedloss.linear_ctc, {"three warps": 40} | MORE)) == (bug is not None)
