@@ -71,7 +71,7 @@ FORCED void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
 extern "C" __global__ void SHAPE ctc_segment(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [K,N,C], [N,width]; [N] of the whole sequences
     const State* alpha_from, State* alpha_to, State* beta,  // [N,2,pitch], [edges,N,2,pitch], [N,2,pitch], or null; beta, up to a factor, is read, then written
-    State* table, float* post, State* log_z,  // [N,K+1,2,PLANE] or [N,2,2,PLANE], PAIRS more before; [N,K,2,PLANE] or null; [N]
+    State* table, float* post, State* log_z,  // PAIRS, then [N,K+1,2,PLANE] or [N,2,2,PLANE]; [N,K,2,PLANE] or null; [N]
     int stride_t, int stride_n, int begin, int K, int every, int width, int pitch) {
   SHARED(Shared, sh);
   const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
@@ -80,7 +80,7 @@ extern "C" __global__ void SHAPE ctc_segment(
   const bool last = t_n - begin <= K;
   const i64 at = (i64)n * 2 * pitch, step = (i64)(gridDim.x / CLUSTER) * 2 * pitch;
   const Problem p = {z + (i64)n * stride_n, stride_t, 0, last ? t_n - begin : K, l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
-                     table + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE, post + (i64)n * K * 2 * PLANE};
+                     table + PAIRS + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE, post + (i64)n * K * 2 * PLANE};
   if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH)
     segment<0>(p, Edge{alpha_from ? alpha_from + at : nullptr, alpha_to ? alpha_to + at : nullptr, pitch, every, step}, sh, rank);
   else segment<1>(p, Edge{beta && !last ? beta + at : nullptr, beta ? beta + at : nullptr, pitch, every, step}, sh, rank);
@@ -120,10 +120,9 @@ extern "C" __global__ void __launch_bounds__(256) ctc_targets(
 
 struct FinishMemory {
   u32 held[ROWS][HELD];  // posteriors of each class of the small alphabet
-  float parts[8];
-  u32 counts[8];
+  u32 counts[ROWS][2];  // of blanks, of labels
 };
-constexpr int PACK = 16 / sizeof(bits);
+constexpr int PACK = 16 / sizeof(bits), EARLY = 4;  // classes of a load; loads of a thread before the row's sum is known
 struct alignas(16) Pack { bits v[PACK]; };
 constexpr float UNIT = sizeof(bits) == 4 ? 1.0f : LOG2E, TO_POWER = LOG2E / UNIT;  // of scores in `parts`; of 2, from units
 
@@ -131,42 +130,39 @@ extern "C" __global__ void __launch_bounds__(256) ctc_finish(
     bits* dz, const float* parts,  // [rows,V] e^(z - at), at: the row's largest in a tile; [2,tiles,rows] at in units, sums of the tiles
     const float* e, const i64* classes, const i64* own,  // [N,K,C] scores of the target's classes; [N,C] of `ctc_targets`
     const i64* frames, const i64* lengths, const float* post, const State* log_z,  // [N], [N], [N,K,2,plane], [N]
-    const float* g, const i64* kept, float2* stats,  // [N] upstream; [rows] of [K,N], or null for all; [K,N] largest score and sum
+    const float* g, const i64* kept, float2* stats,  // [N] upstream; [rows] of [K,N], or null for all; [T,N] largest score and sum
     int rows, int V, int pitch, int tiles, int tile, int begin, int K, int N, int C, int plane) {
   SHARED(FinishMemory, memory);
-  const int group = threadIdx.x / ROWTHREADS, me = threadIdx.x % ROWTHREADS, row = blockIdx.x * ROWS + group;
+  const int group = threadIdx.x / ROWTHREADS, me = threadIdx.x % ROWTHREADS, lane = threadIdx.x % 32, row = blockIdx.x * ROWS + group;
   if (row >= rows) return;  // a whole warp, or a whole block
   const u32 place = kept ? (u32)kept[row] : row;
   const int t = place / (u32)N, n = place - t * N;
-  float top = -infinity(), s = 0.0f;
-  for (int j = me; j < tiles; j += ROWTHREADS) top = fmaxf(top, parts[(i64)j * rows + row]);
-  top = over_row<Larger>(top, memory.parts);
-  if (top == -infinity()) top = 0.0f;
-  for (int j = me; j < tiles; j += ROWTHREADS) s += parts[(i64)(tiles + j) * rows + row] * two_to((parts[(i64)j * rows + row] - top) * TO_POWER);
-  s = over_row<Plus>(s, memory.parts);
-  const float at = top / UNIT, by = g[n];
-  if (me == 0) stats[place] = make_float2(at, s);
   bits* to = dz + (i64)row * pitch;
+  Pack early[EARLY];
+  if (pitch % PACK == 0)
+    UNROLL
+    for (int i = 0; i < EARLY; i++) {
+      const int c = (i * ROWTHREADS + me) * PACK;
+      if (c < V) early[i] = *reinterpret_cast<const Pack*>(to + c);
+    }
+  const float *tops = parts + row, *sums = tops + (i64)tiles * rows;
+  float top = -infinity(), s = 0.0f;  // each warp for itself, all in one order
+  for (int j = lane; j < tiles; j += 32) top = fmaxf(top, tops[(i64)j * rows]);
+  top = Larger::warp(top);
+  if (top == -infinity()) top = 0.0f;
+  for (int j = lane; j < tiles; j += 32) s += sums[(i64)j * rows] * two_to((tops[(i64)j * rows] - top) * TO_POWER);
+  s = Plus::warp(s);
+  const float at = top / UNIT, by = g[n], share = by / s;
+  if (me == 0) stats[(i64)begin * N + place] = make_float2(at, s);
   const State total = log_z[n];
   if (begin + t >= frames[n] || !(total.m > 0.0f) || by == 0.0f) {  // no frame, no path, no gradient
     const float nothing = total.m != total.m && total.e == BAD_SCORE && begin + t < frames[n] ? total.m : 0.0f;
     for (int c = me; c < V; c += ROWTHREADS) to[c] = ELEMENT::store(nothing);
     return;
   }
-  u32* held = memory.held[group];
+  u32 *held = memory.held[group], *counts = memory.counts[group];
   for (int c = me; c < C; c += ROWTHREADS) held[c] = 0;
-  const float share = by / s;
-  if (pitch % PACK == 0)
-    for (int c = me * PACK; c < V; c += ROWTHREADS * PACK) {
-      Pack v = *reinterpret_cast<const Pack*>(to + c);
-      const float factor = two_to((parts[(i64)(c / tile) * rows + row] - top) * TO_POWER) * share;
-      UNROLL
-      for (int i = 0; i < PACK; i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
-      *reinterpret_cast<Pack*>(to + c) = v;
-    }
-  else
-    for (int c = me; c < V; c += ROWTHREADS)
-      to[c] = ELEMENT::store(ELEMENT::load(to[c]) * (two_to((parts[(i64)(c / tile) * rows + row] - top) * TO_POWER) * share));
+  if (me < 2) counts[me] = 0;
   sync_row();
   const int length = (int)lengths[n];
   const float* gamma = post + ((i64)n * K + t) * 2 * plane;
@@ -179,13 +175,34 @@ extern "C" __global__ void __launch_bounds__(256) ctc_finish(
     others += v;
     atomicAdd(&held[numbers[k + 1]], v);
   }
-  blanks = over_row<Total>(blanks, memory.counts), others = over_row<Total>(others, memory.counts);
+  __syncwarp();
+  blanks = warp_total(blanks), others = warp_total(others);
+  if (lane == 0) atomicAdd(&counts[0], blanks), atomicAdd(&counts[1], others);
+  if (pitch % PACK == 0) {
+    auto settle = [&](Pack& v, int c) {
+      const float factor = two_to((tops[(i64)(c / tile) * rows] - top) * TO_POWER) * share;
+      UNROLL
+      for (int i = 0; i < PACK; i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
+      *reinterpret_cast<Pack*>(to + c) = v;
+    };
+    UNROLL
+    for (int i = 0; i < EARLY; i++) {
+      const int c = (i * ROWTHREADS + me) * PACK;
+      if (c < V) settle(early[i], c);
+    }
+    for (int c = (EARLY * ROWTHREADS + me) * PACK; c < V; c += ROWTHREADS * PACK) {
+      Pack v = *reinterpret_cast<const Pack*>(to + c);
+      settle(v, c);
+    }
+  } else
+    for (int c = me; c < V; c += ROWTHREADS)
+      to[c] = ELEMENT::store(ELEMENT::load(to[c]) * (two_to((tops[(i64)(c / tile) * rows] - top) * TO_POWER) * share));
   sync_row();
   // K roundings have moved the sum of a frame's posteriors from 1, by 1e-6
-  const float hold = by / (float)(blanks + others), *scores = e + ((i64)n * K + t) * C;
+  const float hold = by / (float)(counts[0] + counts[1]), *scores = e + ((i64)n * K + t) * C;
   for (int j = me; j < C; j += ROWTHREADS) {  // equal labels write the same
     const int c = (int)numbers[j];
-    to[labels[j]] = ELEMENT::store(fmaf(-hold, (float)(held[c] + (c ? 0 : blanks)), probability(scores[c], at) * share));
+    to[labels[j]] = ELEMENT::store(fmaf(-hold, (float)(held[c] + (c ? 0 : counts[0])), probability(scores[c], at) * share));
   }
 }
 #endif

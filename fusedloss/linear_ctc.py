@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['first_of_its_kind', 'linear_ctc_loss']
 
-# %% ../nbs/14_linear_ctc.ipynb #645e0d03
+# %% ../nbs/14_linear_ctc.ipynb #c454b8b5
 import functools, math, warnings
 from importlib.util import find_spec
 from typing import NamedTuple, Optional
@@ -24,7 +24,7 @@ from fusedloss.kernels import (
     _by_cupy, _by_torch, _observed, capability, cuda_source, ELEMENTS, finite, jit, on_device,
     power, reduce_rows, RowOptions, score_fn, tl, unit as score_unit)
 from fusedloss.recompute import (
-    check_recompute, chunk_scores, fastest, launch_lse, multiprocessors, operand, place,
+    check_recompute, chunk_scores, fastest, launch_sums, multiprocessors, operand, place,
     takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
 from fusedloss.scans import active, stay
 from fusedloss.semirings import Log
@@ -130,7 +130,7 @@ def scan_of(
         return kernels_of(x.get_device(), x.dtype if takes_kernel(x) else acc, s, held,
                           V <= 1024 and held <= 1024)
 
-# %% ../nbs/14_linear_ctc.ipynb #559e6b04
+# %% ../nbs/14_linear_ctc.ipynb #11163add
 class Batch(NamedTuple):
     "What stays the same from segment to segment."
     x: Tensor  # [T,N,H]
@@ -140,10 +140,11 @@ class Batch(NamedTuple):
     known: Optional[list]  # the frames, if the host knows them
     classes: Tensor  # [N,C]: the blank, then the target, then blanks
     own: Tensor  # [N,C]: 0, then `first_of_its_kind`
+    labels: Tensor  # the same behind the first 0, [N·C-1]
     frames: Tensor  # [N], [N]
     lengths: Tensor
     log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
-    rows: Tensor  # [N,C,H] of w: those of the classes
+    rows: Tensor  # [N,H,C] of w: those of the classes
     lift: Optional[Tensor]  # [N,1,C] of the bias
 
 # %% ../nbs/14_linear_ctc.ipynb #fd76593a
@@ -151,7 +152,7 @@ def columns_of(W:int) -> int:
     "The blank and W labels, to a multiple of 8 for the product's sake."
     return -(-(W + 1) // 8) * 8
 
-# %% ../nbs/14_linear_ctc.ipynb #ef00b3fd
+# %% ../nbs/14_linear_ctc.ipynb #f5c8d62a
 def batch_of(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, tight:bool,  # columns for the longest target, or for all that shapes allow
@@ -163,10 +164,11 @@ def batch_of(
     width = p.width if tight else min(T, targets.shape[-1])
     C = columns_of(width)
     scan = scan_of(x, V, C, width)
-    classes, *others = (launch_targets(p, T, V, blank, C, width, scan.targets) if scan else
-                        plain_targets(p, T, V, blank, C))
+    classes, own, *others = (launch_targets(p, T, V, blank, C, width, scan.targets) if scan else
+                             plain_targets(p, T, V, blank, C))
     lift = None if bias is None else bias[classes][:, None]
-    return Batch(x, w, bias, scan, known, classes, *others, w[classes], lift)
+    return Batch(x, w, bias, scan, known, classes, own, own.view(-1)[1:], *others,
+                 w[classes].mT, lift)
 
 # %% ../nbs/14_linear_ctc.ipynb #1481de89
 class Segment(NamedTuple):
@@ -250,25 +252,28 @@ def frames_of(
     fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
     return Frames(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
 
-# %% ../nbs/14_linear_ctc.ipynb #2c708727
+# %% ../nbs/14_linear_ctc.ipynb #d71a8d8e
 ROW = RowOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
 
-def row_lse(
+def row_sums(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
-) -> Tensor:  # [n]
-    "Log-sum-exp of each row of x wᵀ + b."
-    if not takes_kernel(x): return chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
-    nowhere = torch.zeros(len(x), dtype=i64, device=x.device)
-    return launch_lse(x, w, nowhere, bias, None, None, None, ROW, False)[1]
+) -> tuple[Tensor, Tensor]:  # [n], [n]
+    "Two numbers of each row of x wᵀ + b: its lse is the first and the second's logarithm."
+    if not takes_kernel(x):
+        lse = chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
+        return lse, torch.ones_like(lse)
+    nowhere = torch.full((len(x),), ROW.ignore_index, device=x.device)
+    base, sums, *_ = launch_sums(x, w, nowhere, bias, None, ROW, False)[0]
+    return base / score_unit(x), sums
 
-# %% ../nbs/14_linear_ctc.ipynb #77a9dad7
+# %% ../nbs/14_linear_ctc.ipynb #6eb124d4
 def emissions(
     b:Batch, at:slice,
 ) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
     "The small product, one for each sequence."
-    x, rows = b.x[at].transpose(0, 1), b.rows.mT
-    if x.is_cuda and x.element_size() == 2: e = torch.bmm(x, rows, out_dtype=f32)
-    else: e = wide(x) @ wide(rows)
+    x = b.x[at].transpose(0, 1)
+    if x.is_cuda and x.element_size() == 2: e = torch.bmm(x, b.rows, out_dtype=f32)
+    else: e = wide(x) @ wide(b.rows)
     return e if b.lift is None else e.add_(b.lift)
 
 # %% ../nbs/14_linear_ctc.ipynb #567efa9e
@@ -306,25 +311,23 @@ def frames_in(b:Batch, at:slice) -> Tensor:
     "Frames [N] of a segment."
     return (b.frames - at.start).clamp(0, at.stop - at.start)
 
-# %% ../nbs/14_linear_ctc.ipynb #70dc45ab
+# %% ../nbs/14_linear_ctc.ipynb #bc8c5077
 def launch_segment(
     b:Batch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
     start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
     ends:Optional[Tensor], every:int,  # [edges,N,2,C] of α after so many frames each; or None
-    beta:Optional[Tensor], log_z:Tensor,  # [N,2,C], is written; [N], is written in forward
-) -> Optional[Tensor]:  # [N,K,2,plane] posteriors, where there is a beta
+    beta:Optional[Tensor], post:Optional[Tensor],  # [N,2,C], [N,K,2,plane] posteriors: backward
+    log_z:Tensor,  # [N], is written in forward
+):
     "A run of frames; states and log Z are a float and an int in a word of 64 bits."
     (N, K, C), scan, both = e.shape, b.scan, beta is not None
-    shape, new = scan.shape, functools.partial(e.new_empty, dtype=f32)
+    shape, run = scan.shape, scan.both if both else scan.ahead
     # as the kernel crosses, it also looks at the pairs before the first
-    table = new((N * (K + 1 if both else 2) * shape.plane + 2 * shape.pairs) * 4)
-    post = new((N, K, 2, shape.plane)) if both else None
-    run = scan.both if both else scan.ahead
+    table = e.new_empty((N * (K + 1 if both else 2) * shape.plane + 2 * shape.pairs) * 4)
     sizes = C, K * C, at.start, K, every, C, C
     with on_device(e):
-        run(N * shape.cluster, shape.threads, e, b.own.view(-1)[1:], b.frames, b.lengths, start,
-            ends, beta, table[4 * shape.pairs:], post, log_z, *sizes)
-    return post
+        run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
+            beta, table, post, log_z, *sizes)
 
 # %% ../nbs/14_linear_ctc.ipynb #7cb92ac6
 def edges(
@@ -358,7 +361,7 @@ def plain_sweep(b:Batch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor)
     log_z = b.log_z.view(f64)
     log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
 
-# %% ../nbs/14_linear_ctc.ipynb #c3b506d0
+# %% ../nbs/14_linear_ctc.ipynb #54fbdf52
 def sweep(
     b:Batch, f:Frames,
     kept:bool,  # whether backward will want the edges
@@ -370,7 +373,7 @@ def sweep(
     for at in tile_slices(last, f.sweep if b.scan else K):
         e, i = emissions(b, at), at.start // K if kept else 0
         start = states[max(i - 1, 0)] if at.start else None
-        if b.scan: launch_segment(b, at, e, start, states[i:], K, None, b.log_z)
+        if b.scan: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
         else: plain_sweep(b, at, e, start, states[i])
         del e  # before the next ones
     return states
@@ -399,14 +402,15 @@ def blank_stats(b:Batch) -> Tensor:  # [T,N,2]
     "Of frames that are not there."
     return b.x.new_ones((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
 
-# %% ../nbs/14_linear_ctc.ipynb #003784cf
+# %% ../nbs/14_linear_ctc.ipynb #883c953a
 def linear_ctc_fwd(
     b:Batch, f:Frames, kept:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # losses [N], log Z [N], states
     "Losses; all frames' lse, and the lattice."
     stats = blank_stats(b)
     for s in segments(b, f.lse):
-        put_rows(stats[s.at][..., 0], row_lse(kept_rows(b.x[s.at], s), b.w, b.bias), s)
+        found = row_sums(kept_rows(b.x[s.at], s), b.w, b.bias)
+        for i, numbers in enumerate(found): put_rows(stats[s.at][..., i], numbers, s)
     states = sweep(b, f, kept)
     return losses_of(b, stats, b.log_z, False, False), b.log_z, states
 
@@ -518,7 +522,7 @@ def plain_finish(
     gamma = per_class(gammas, states_of(b), e.shape[2]).to(e.dtype)
     overwrite(tiles.p, p - kept_rows(gamma, s), pull, b, s)
 
-# %% ../nbs/14_linear_ctc.ipynb #22e56437
+# %% ../nbs/14_linear_ctc.ipynb #f6d5228a
 def launch_finish(
     b:Batch, s:Segment, tiles:Tiles, e:Tensor, post:Tensor,  # [N,K,C], [N,K,2,plane]
     g:Tensor, log_z:Tensor, stats:Tensor,  # as above
@@ -527,7 +531,7 @@ def launch_finish(
     (n, v), (N, K, C), count = tiles.p.shape, e.shape, tiles.parts.shape[1]
     with on_device(e):
         b.scan.finish(-(-n // b.scan.rows), 256, tiles.p, tiles.parts, e, b.classes, b.own,
-                      b.frames, b.lengths, post, log_z, g, s.kept, stats[s.at], n, v,
+                      b.frames, b.lengths, post, log_z, g, s.kept, stats, n, v,
                       tiles.p.stride(0), count, tiles.width, s.at.start, K, N, C,
                       b.scan.shape.plane)
 
@@ -541,23 +545,38 @@ def plain_backward(b:Batch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
     as_row(back).copy_(state)
     return gammas
 
-# %% ../nbs/14_linear_ctc.ipynb #1439c4dc
+# %% ../nbs/14_linear_ctc.ipynb #4752eca1
+class Back(NamedTuple):
+    "What the way back takes along."
+    g: Tensor  # [N] upstream
+    log_z: Tensor  # [N]
+    states: Tensor  # [segments,N,2,C] of `sweep`
+    edge: Tensor  # [N,2,C] γ or β where a segment begins
+    stats: Tensor  # [T,N,2], is written
+    post: Optional[Tensor]  # [N,K,2,plane] posteriors of a segment
+
+    @classmethod
+    def of(cls, b:Batch, K:int, g:Tensor, log_z:Tensor, states:Tensor) -> "Back":
+        "At the end."
+        N = len(b.own)
+        post = b.rows.new_empty((N, K, 2, b.scan.shape.plane), dtype=f32) if b.scan else None
+        return cls(g, log_z, states, edges(1, b)[0], blank_stats(b), post)
+
+# %% ../nbs/14_linear_ctc.ipynb #f582cb90
 def make_dz(
-    b:Batch, s:Segment, x:Tensor, t:Tiling,  # [n,H] rows of x
-    g:Tensor, log_z:Tensor,  # [N], [N]
-    start:Optional[Tensor], back:Tensor,  # [N,2,C] α before, γ or β behind: goes to before
-    stats:Tensor,  # [T,N,2], is written
+    b:Batch, i:int, s:Segment, x:Tensor, t:Tiling,  # its number; [n,H] rows of x
+    k:Back,
 ) -> Tensor:  # [n,V]
     "A segment's dz, from the product that also gives lse; γ first, its tables are gone then."
-    e = emissions(b, s.at)
+    e, start = emissions(b, s.at), k.states[i - 1] if i else None
     if b.scan:
-        post = launch_segment(b, s.at, e, start, None, e.shape[1], back, log_z)
+        launch_segment(b, s.at, e, start, None, e.shape[1], k.edge, k.post, k.log_z)
         tiles = softmax_tiles(x, b.w, b.bias, t)
-        launch_finish(b, s, tiles, e, post, g, log_z, stats)
+        launch_finish(b, s, tiles, e, k.post, k.g, k.log_z, k.stats)
     else:
-        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), back)
+        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), k.edge)
         tiles = softmax_tiles(x, b.w, b.bias, t)
-        plain_finish(b, s, tiles, e, gammas, g, log_z, stats)
+        plain_finish(b, s, tiles, e, gammas, k.g, k.log_z, k.stats)
     return tiles.p
 
 # %% ../nbs/14_linear_ctc.ipynb #c18d000a
@@ -592,27 +611,27 @@ def spend(
         write_product(x, dz, b.w, unit)
         put_rows(to, x, s)
 
-# %% ../nbs/14_linear_ctc.ipynb #329781f9
+# %% ../nbs/14_linear_ctc.ipynb #ef5cd6e4
 def gradients(
     b:Batch, K:int, g:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `sweep`
     needs:tuple[bool, bool, bool],
 ) -> tuple[Sums, Tensor]:  # and stats [T,N,2]
     "From the last segment to the first."
-    sums, stats, back, t = Sums.of(b, needs), blank_stats(b), edges(1, b)[0], None
-    unit = None
+    sums, t, unit = Sums.of(b, needs), None, None
     if b.x.dtype == torch.float16 and takes_kernel(b.x):
         nowhere = log_z.view(f32)[::2] == 0 if b.scan else log_z.view(f64) == -torch.inf
         unit = unit_of(torch.where(nowhere, 0, g))
         g = g / unit
+    k = Back.of(b, K, g, log_z, states)
     for i, s in reversed([*enumerate(segments(b, K))]):
         x = kept_rows(b.x[s.at], s)
         t = t or tiling_of(x, b.w)
-        dz = make_dz(b, s, x, t, g, log_z, states[i - 1] if i else None, back, stats)
+        dz = make_dz(b, i, s, x, t, k)
         spend(sums, dz, x, b, s, unit)
         del dz, x  # before the next ones
     for total in sums[1:]:  # dx has had its own
         if total is not None and unit is not None: total.mul_(unit)
-    return sums, stats
+    return sums, k.stats
 
 # %% ../nbs/14_linear_ctc.ipynb #d412681a
 def linear_ctc_bwd(
@@ -770,7 +789,7 @@ def check_linear_ctc(
     check_recompute(x, w, bias, memory_budget)
     check_ctc(x.new_empty(()).expand(*x.shape[:2], len(w)), targets, blank, reduction, "input")
 
-# %% ../nbs/14_linear_ctc.ipynb #84743c19
+# %% ../nbs/14_linear_ctc.ipynb #d1a51051
 def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
     linear_weight:Tensor,  # [V,H]
@@ -798,6 +817,7 @@ def linear_ctc_loss(
     if kept and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
-        return linear_ctc_all_operator(*given)[0] if _observed() else _AllInForward.apply(*given)
+        if _observed(): return linear_ctc_all_operator(*given)[0]
+        return _AllInForward.apply(*given)
     losses, *_ = linear_ctc_operator(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)
