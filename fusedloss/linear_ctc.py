@@ -672,9 +672,8 @@ def linear_ctc_all(
     dx, dw, db = (w.new_empty(0) if t is None else t for t in sums)
     return losses.sum(), dx, dw.to(w.dtype), db
 
-# %% ../nbs/14_linear_ctc.ipynb #5a0ff0db
-@torch.library.custom_op("fusedloss::linear_ctc", mutates_args=())
-def linear_ctc_operator(
+# %% ../nbs/14_linear_ctc.ipynb #2733440a
+def recompute_losses(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, budget:int, tight:bool, kept:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -683,6 +682,10 @@ def linear_ctc_operator(
         b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
         f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
         return linear_ctc_fwd(b, f, kept)
+
+# %% ../nbs/14_linear_ctc.ipynb #f87f311a
+linear_ctc_operator = torch.library.custom_op("fusedloss::linear_ctc", recompute_losses,
+                                              mutates_args=())
 
 # %% ../nbs/14_linear_ctc.ipynb #01aca211
 @linear_ctc_operator.register_fake
@@ -693,9 +696,8 @@ def _(x, w, bias, targets, frames, lengths, blank, budget, tight, kept):
     new = functools.partial(x.new_empty, dtype=i64)
     return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((n_edges, N, 2, C))
 
-# %% ../nbs/14_linear_ctc.ipynb #28b61bf4
-@torch.library.custom_op("fusedloss::linear_ctc_grad", mutates_args=())
-def linear_ctc_grad_operator(
+# %% ../nbs/14_linear_ctc.ipynb #d34dde7b
+def recompute_gradients(
     g:Tensor, x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor,
     lengths:Tensor, log_z:Tensor, states:Tensor,
     blank:int, budget:int, tight:bool, need_x:bool, need_w:bool, need_b:bool,
@@ -706,6 +708,10 @@ def linear_ctc_grad_operator(
         f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
         return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
 
+# %% ../nbs/14_linear_ctc.ipynb #38c66e52
+linear_ctc_grad_operator = torch.library.custom_op("fusedloss::linear_ctc_grad",
+                                                   recompute_gradients, mutates_args=())
+
 # %% ../nbs/14_linear_ctc.ipynb #dc10708a
 @linear_ctc_grad_operator.register_fake
 def _(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget, tight,
@@ -713,22 +719,31 @@ def _(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget, tig
     return (x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,)),
             w.new_empty((w.shape[0],) if need_b else (0,)))
 
-# %% ../nbs/14_linear_ctc.ipynb #09bc309d
+# %% ../nbs/14_linear_ctc.ipynb #a4f3b0de
 def _save(ctx, inputs, output):
     *tensors, ctx.blank, ctx.budget, ctx.tight, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
 
-def _backward(ctx, g, *_):
+def _backward(ctx, g, *_, by=linear_ctc_grad_operator):
     needs = [ctx.needs_input_grad[i] for i in range(3)]
     if g is None or not any(needs): return (None,) * 10
     options = ctx.blank, ctx.budget, ctx.tight
-    got = linear_ctc_grad_operator(g, *ctx.saved_tensors, *options, *needs)
+    got = by(g, *ctx.saved_tensors, *options, *needs)
     return *(d if need else None for d, need in zip(got, needs)), *[None] * 7
 
 # %% ../nbs/14_linear_ctc.ipynb #6126fdac
 linear_ctc_operator.register_autograd(_backward, setup_context=_save)
+
+# %% ../nbs/14_linear_ctc.ipynb #20528b1d
+class _Recomputed(torch.autograd.Function):
+    "Losses, whose gradients wait for theirs."
+    forward, setup_context = staticmethod(recompute_losses), staticmethod(_save)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, *_): return _backward(ctx, g, by=recompute_gradients)
 
 # %% ../nbs/14_linear_ctc.ipynb #e8c58823
 class _AllInForward(torch.autograd.Function):
@@ -789,7 +804,7 @@ def check_linear_ctc(
     check_recompute(x, w, bias, memory_budget)
     check_ctc(x.new_empty(()).expand(*x.shape[:2], len(w)), targets, blank, reduction, "input")
 
-# %% ../nbs/14_linear_ctc.ipynb #d1a51051
+# %% ../nbs/14_linear_ctc.ipynb #5e865bfd
 def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
     linear_weight:Tensor,  # [V,H]
@@ -819,5 +834,6 @@ def linear_ctc_loss(
         given = *given, reduction, zero_infinity, *needs
         if _observed(): return linear_ctc_all_operator(*given)[0]
         return _AllInForward.apply(*given)
-    losses, *_ = linear_ctc_operator(*given, kept)
+    recompute = linear_ctc_operator if _observed() else _Recomputed.apply
+    losses, *_ = recompute(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)
