@@ -3,9 +3,10 @@
 //                TABLES 1: alpha begins at such states again, beta where the segment after it left off; they meet in the
 //                middle, cross and leave posteriors, and beta's states for the segment before.
 //   ctc_targets  the targets as classes, and in an alphabet of their own: 0 is the blank, k + 1 a label that is first at k.
+//   ctc_kept     the rows of segments that are no padding, in their order.
 //   ctc_finish   a row of tiles of the softmax, each relative to its own largest score, as the gradient of the loss.
-// Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; rows / (256 / ROWTHREADS) of 256.
-// Fixed when compiled, for the last two, beside ELEMENT (of the gradient): ROWTHREADS (32, 256), HELD (at least C).
+// Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; T N / 256 of 256; rows / (256 / ROWTHREADS) of 256.
+// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): ROWTHREADS (32, 256), HELD (at least C).
 
 #ifdef PAIRS
 // States at an edge of the segment: [2, pitch], labels and blanks as their direction reads them.
@@ -116,6 +117,15 @@ extern "C" __global__ void __launch_bounds__(256) ctc_targets(
     sizes[n] = good ? t_n : 0, sizes[N + n] = good ? l_n : 1;
     log_z[n] = {!good ? not_a_number() : t_n || l_n ? 0.0f : 1.0f, 0};
   }
+}
+
+extern "C" __global__ void __launch_bounds__(256) ctc_kept(
+    const i64* frames, i64* kept, int T, int N, int K) {  // [N], [sum of frames] places in [K,N]
+  const int place = blockIdx.x * 256 + threadIdx.x, t = place / N, n = place - t * N;
+  if (t >= T || t >= frames[n]) return;
+  i64 before = 0;
+  for (int m = 0; m < N; m++) before += min((i64)(t + (m < n)), frames[m]);
+  kept[before] = place % (K * N);
 }
 
 struct FinishMemory {

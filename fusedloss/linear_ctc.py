@@ -73,10 +73,10 @@ def launch_targets(
                columns, T, V, N, min(width, columns), C, p.longest, blank)
     return classes, own, *sizes, log_z
 
-# %% ../nbs/14_linear_ctc.ipynb #2552996c
+# %% ../nbs/14_linear_ctc.ipynb #ffee1911
 @functools.cache
 def lattice_kernel(
-    name:str,  # ctc_segment, ctc_targets, ctc_finish; ctc_loss of stage 13
+    name:str,  # of linear_ctc.cu, or ctc_loss of stage 13
     device:int, **constants,
 ):
     "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
@@ -88,7 +88,7 @@ def lattice_kernel(
         warnings.warn("cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: "
                       f"{reason!r}")
 
-# %% ../nbs/14_linear_ctc.ipynb #81bcc31c
+# %% ../nbs/14_linear_ctc.ipynb #706f7ec5
 class Scan(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
@@ -96,10 +96,11 @@ class Scan(NamedTuple):
     ahead: object  # `ctc_segment` without tables
     both: object  # and with them
     targets: object  # `ctc_targets`
+    kept: object  # `ctc_kept`
     finish: object  # `ctc_finish`
     loss: object  # stage 13's `ctc_loss`
 
-# %% ../nbs/14_linear_ctc.ipynb #e0ec242d
+# %% ../nbs/14_linear_ctc.ipynb #3ae9798e
 @functools.cache
 def kernels_of(
     device:int, dtype:torch.dtype,  # of dz
@@ -107,13 +108,14 @@ def kernels_of(
     few:bool,  # a warp is enough for a row
 ) -> Optional[Scan]:
     "All of them, compiled."
-    scan = dict(ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster,
-                THREADS=s.threads)
+    scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads)
     row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=32 if few else 256, NORMALISE=1,
                SOFTMAX=1, HELD=held)
-    runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both) for both in (0, 1)]
+    # a warp lags `ahead` frames behind the one before it, which a short run feels
+    runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
+            for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]
     runs += [lattice_kernel(f"ctc_{name}", device, **row)
-             for name in ("targets", "finish", "loss")]
+             for name in ("targets", "kept", "finish", "loss")]
     return None if None in runs else Scan(s, 8 if few else 1, *runs)
 
 # %% ../nbs/14_linear_ctc.ipynb #2b0a4878
@@ -176,17 +178,29 @@ class Segment(NamedTuple):
     at: slice
     kept: Optional[Tensor]  # [n] rows of [K·N] that are no padding; None: all
 
-# %% ../nbs/14_linear_ctc.ipynb #432ccdb6
+# %% ../nbs/14_linear_ctc.ipynb #42a227e4
+def places(
+    b:Batch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
+) -> Tensor:  # [count] places in segments [K,N]
+    "Where rows are no padding, in their order; how many there are the host knows."
+    N = len(b.own)
+    if b.scan:
+        kept = b.frames.new_empty(count)
+        with on_device(kept): b.scan.kept(-(-last * N // 256), 256, b.frames, kept, last, N, K)
+        return kept
+    on = torch.arange(last, device=b.x.device)[:, None] < b.frames
+    return on.flatten().nonzero()[:, 0] % (K * N)
+
+# %% ../nbs/14_linear_ctc.ipynb #c74c8d0a
 def segments(b:Batch, K:int) -> list[Segment]:
-    "All frames that some sequence has, K at a time; one copy to the device for all of them."
-    N, known = b.x.shape[1], b.known
+    "All frames that some sequence has, K at a time."
+    known = b.known
     last = len(b.x) if known is None else max(known, default=0)
     cuts = tile_slices(last, K)
     if known is None or min(known, default=0) == last: return [Segment(at, None) for at in cuts]
-    on = torch.arange(last)[:, None] < torch.tensor(known)
-    kept = moved(on.flatten().nonzero()[:, 0] % (K * N), b.x.device)
     counts = [sum(min(k, at.stop) - min(k, at.start) for k in known) for at in cuts]
-    return [Segment(at, part) for at, part in zip(cuts, kept.split(counts))]
+    parts = places(b, last, K, sum(known)).split(counts)
+    return [Segment(at, part) for at, part in zip(cuts, parts)]
 
 # %% ../nbs/14_linear_ctc.ipynb #3260bf0c
 def kept_rows(t:Tensor, s:Segment) -> Tensor:
@@ -311,19 +325,24 @@ def frames_in(b:Batch, at:slice) -> Tensor:
     "Frames [N] of a segment."
     return (b.frames - at.start).clamp(0, at.stop - at.start)
 
-# %% ../nbs/14_linear_ctc.ipynb #bc8c5077
+# %% ../nbs/14_linear_ctc.ipynb #9c139e42
+def table_floats(N:int, frames:int, s:ScanShape) -> int:
+    "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
+    return (N * frames * s.plane + 2 * s.pairs) * 4
+
+# %% ../nbs/14_linear_ctc.ipynb #56d5f9c2
 def launch_segment(
     b:Batch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
     start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
     ends:Optional[Tensor], every:int,  # [edges,N,2,C] of α after so many frames each; or None
     beta:Optional[Tensor], post:Optional[Tensor],  # [N,2,C], [N,K,2,plane] posteriors: backward
     log_z:Tensor,  # [N], is written in forward
+    table:Optional[Tensor]=None,  # memory for it, of `table_floats`
 ):
     "A run of frames; states and log Z are a float and an int in a word of 64 bits."
     (N, K, C), scan, both = e.shape, b.scan, beta is not None
     shape, run = scan.shape, scan.both if both else scan.ahead
-    # as the kernel crosses, it also looks at the pairs before the first
-    table = e.new_empty((N * (K + 1 if both else 2) * shape.plane + 2 * shape.pairs) * 4)
+    if table is None: table = e.new_empty(table_floats(N, K + 1 if both else 2, shape))
     sizes = C, K * C, at.start, K, every, C, C
     with on_device(e):
         run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
@@ -454,17 +473,24 @@ class Tiles(NamedTuple):
     width: int  # classes of a tile
     unit: float
 
-# %% ../nbs/14_linear_ctc.ipynb #824921c5
+# %% ../nbs/14_linear_ctc.ipynb #69c67643
+def rows_for(x:Tensor, rows:int, V:int) -> Tensor:
+    "Memory for [rows,V] that a descriptor can stand for."
+    return x.new_empty(rows, -(-V // 8) * 8)[:, :V]
+
+programs = functools.cache(multiprocessors)
+
+# %% ../nbs/14_linear_ctc.ipynb #14fe1872
 def launch_tiles(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
     t:Tiling,
+    p:Tensor,  # [n or more,V] to be written
 ) -> Tiles:
     "By Triton."
-    (n, h), v, unit = x.shape, len(w), score_unit(x)
+    (n, h), v, unit, p = x.shape, len(w), score_unit(x), p[:len(x)]
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
-    p = x.new_empty(n, -(-v // 8) * 8)[:, :v]  # rows that can be described
     parts = x.new_empty((2, tiles_v, n), dtype=f32)
-    grid = min(multiprocessors(x.device), tiles_n * tiles_v),
+    grid = min(programs(x.device), tiles_n * tiles_v),
     launch = lambda t: tile_softmax_kernel[grid](
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
@@ -473,12 +499,13 @@ def launch_tiles(
     with on_device(x): launch(fastest("tiles", x, v, t, (), launch))
     return Tiles(p, parts, t.BV, unit)
 
-# %% ../nbs/14_linear_ctc.ipynb #1a059605
+# %% ../nbs/14_linear_ctc.ipynb #3e7930ae
 def softmax_tiles(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], t:Tiling,  # as above
+    x:Tensor, w:Tensor, bias:Optional[Tensor], t:Tiling, p:Optional[Tensor]=None,  # as above
 ) -> Tiles:
     "Softmax and lse from one product; by PyTorch a row is one tile."
-    if takes_kernel(x): return launch_tiles(x, w, bias, t)
+    if takes_kernel(x):
+        return launch_tiles(x, w, bias, t, rows_for(x, len(x), len(w)) if p is None else p)
     z = chunk_scores(x, wide(w), bias)[:, 0]
     lse = z.logsumexp(1)
     p = z.sub_(lse[:, None]).exp_()
@@ -545,7 +572,7 @@ def plain_backward(b:Batch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
     as_row(back).copy_(state)
     return gammas
 
-# %% ../nbs/14_linear_ctc.ipynb #4752eca1
+# %% ../nbs/14_linear_ctc.ipynb #4e6c7a23
 class Back(NamedTuple):
     "What the way back takes along."
     g: Tensor  # [N] upstream
@@ -554,15 +581,20 @@ class Back(NamedTuple):
     edge: Tensor  # [N,2,C] γ or β where a segment begins
     stats: Tensor  # [T,N,2], is written
     post: Optional[Tensor]  # [N,K,2,plane] posteriors of a segment
+    work: Optional[Tensor]  # [rows,V]: tables of a segment, then its dz, in the same memory
 
     @classmethod
     def of(cls, b:Batch, K:int, g:Tensor, log_z:Tensor, states:Tensor) -> "Back":
         "At the end."
-        N = len(b.own)
-        post = b.rows.new_empty((N, K, 2, b.scan.shape.plane), dtype=f32) if b.scan else None
-        return cls(g, log_z, states, edges(1, b)[0], blank_stats(b), post)
+        N, V, post, work = len(b.own), len(b.w), None, None
+        if b.scan:
+            post = b.rows.new_empty((N, K, 2, b.scan.shape.plane), dtype=f32)
+            if takes_kernel(b.x):
+                table = 4 * table_floats(N, K + 1, b.scan.shape)  # bytes
+                work = rows_for(b.x, max(K * N, -(-table // (b.x.element_size() * V))), V)
+        return cls(g, log_z, states, edges(1, b)[0], blank_stats(b), post, work)
 
-# %% ../nbs/14_linear_ctc.ipynb #f582cb90
+# %% ../nbs/14_linear_ctc.ipynb #5945c99e
 def make_dz(
     b:Batch, i:int, s:Segment, x:Tensor, t:Tiling,  # its number; [n,H] rows of x
     k:Back,
@@ -570,8 +602,8 @@ def make_dz(
     "A segment's dz, from the product that also gives lse; γ first, its tables are gone then."
     e, start = emissions(b, s.at), k.states[i - 1] if i else None
     if b.scan:
-        launch_segment(b, s.at, e, start, None, e.shape[1], k.edge, k.post, k.log_z)
-        tiles = softmax_tiles(x, b.w, b.bias, t)
+        launch_segment(b, s.at, e, start, None, e.shape[1], k.edge, k.post, k.log_z, k.work)
+        tiles = softmax_tiles(x, b.w, b.bias, t, k.work)
         launch_finish(b, s, tiles, e, k.post, k.g, k.log_z, k.stats)
     else:
         gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), k.edge)

@@ -16,6 +16,9 @@ extern "C" void run_targets(int grid, int threads, int seed, const i64* y, const
   launch(grid, threads, 1,
          [=] { ctc_targets(y, frames, lengths, classes, own, sizes, log_z, columns, T, V, N, width, C, longest, blank); }, seed);
 }
+extern "C" void run_kept(int grid, int threads, int seed, const i64* frames, i64* kept, int T, int N, int K) {
+  launch(grid, threads, 1, [=] { ctc_kept(frames, kept, T, N, K); }, seed);
+}
 extern "C" void run_finish(int grid, int threads, int seed, bits* dz, const float* parts, const float* e, const i64* classes, const i64* own,
                            const i64* frames, const i64* lengths, const float* post, const State* log_z, const float* g, const i64* kept,
                            float2* stats, int rows, int V, int pitch, int tiles, int tile, int begin, int K, int N, int C,
