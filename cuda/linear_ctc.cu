@@ -6,7 +6,7 @@
 //   ctc_kept     the rows of segments that are no padding, in their order.
 //   ctc_finish   a row of tiles of the softmax, each relative to its own largest score, as the gradient of the loss.
 // Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; T N / 256 of 256; rows / (256 / ROWTHREADS) of 256.
-// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): ROWTHREADS (32, 256), HELD (at least C).
+// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): ROWTHREADS (32, 256), HELD (at least C), WHOLE (1: V is at most 64 ROWTHREADS / sizeof).
 
 #ifdef PAIRS
 // States at an edge of the segment: [2, pitch], labels and blanks as their direction reads them.
@@ -128,12 +128,13 @@ extern "C" __global__ void __launch_bounds__(256) ctc_kept(
   kept[before] = place % (K * N);
 }
 
+constexpr int PACK = 16 / sizeof(bits), EARLY = 4;  // classes of a load; loads of a thread before the row's sum is known
+struct alignas(16) Pack { bits v[PACK]; };
 struct FinishMemory {
+  Pack row[ROWS][WHOLE ? EARLY * ROWTHREADS : 1];  // a whole row, which is then written once
   u32 held[ROWS][HELD];  // posteriors of each class of the small alphabet
   u32 counts[ROWS][2];  // of blanks, of labels
 };
-constexpr int PACK = 16 / sizeof(bits), EARLY = 4;  // classes of a load; loads of a thread before the row's sum is known
-struct alignas(16) Pack { bits v[PACK]; };
 constexpr float UNIT = sizeof(bits) == 4 ? 1.0f : LOG2E, TO_POWER = LOG2E / UNIT;  // of scores in `parts`; of 2, from units
 
 extern "C" __global__ void __launch_bounds__(256) ctc_finish(
@@ -148,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(256) ctc_finish(
   const u32 place = kept ? (u32)kept[row] : row;
   const int t = place / (u32)N, n = place - t * N;
   bits* to = dz + (i64)row * pitch;
-  Pack early[EARLY];
+  const bool whole = WHOLE && pitch % PACK == 0;
+  Pack early[EARLY], *row_memory = memory.row[group];
   if (pitch % PACK == 0)
     UNROLL
     for (int i = 0; i < EARLY; i++) {
@@ -193,14 +195,14 @@ extern "C" __global__ void __launch_bounds__(256) ctc_finish(
       const float factor = two_to((tops[(i64)(c / tile) * rows] - top) * TO_POWER) * share;
       UNROLL
       for (int i = 0; i < PACK; i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
-      *reinterpret_cast<Pack*>(to + c) = v;
+      *(whole ? row_memory + c / PACK : reinterpret_cast<Pack*>(to + c)) = v;
     };
     UNROLL
     for (int i = 0; i < EARLY; i++) {
       const int c = (i * ROWTHREADS + me) * PACK;
       if (c < V) settle(early[i], c);
     }
-    for (int c = (EARLY * ROWTHREADS + me) * PACK; c < V; c += ROWTHREADS * PACK) {
+    if (!WHOLE) for (int c = (EARLY * ROWTHREADS + me) * PACK; c < V; c += ROWTHREADS * PACK) {
       Pack v = *reinterpret_cast<const Pack*>(to + c);
       settle(v, c);
     }
@@ -210,9 +212,13 @@ extern "C" __global__ void __launch_bounds__(256) ctc_finish(
   sync_row();
   // K roundings have moved the sum of a frame's posteriors from 1, by 1e-6
   const float hold = by / (float)(counts[0] + counts[1]), *scores = e + ((i64)n * K + t) * C;
+  bits* const into = whole ? reinterpret_cast<bits*>(row_memory) : to;
   for (int j = me; j < C; j += ROWTHREADS) {  // equal labels write the same
     const int c = (int)numbers[j];
-    to[labels[j]] = ELEMENT::store(fmaf(-hold, (float)(held[c] + (c ? 0 : counts[0])), probability(scores[c], at) * share));
+    into[labels[j]] = ELEMENT::store(fmaf(-hold, (float)(held[c] + (c ? 0 : counts[0])), probability(scores[c], at) * share));
   }
+  if (!whole) return;
+  sync_row();
+  for (int c = me * PACK; c < V; c += ROWTHREADS * PACK) *reinterpret_cast<Pack*>(to + c) = row_memory[c / PACK];
 }
 #endif

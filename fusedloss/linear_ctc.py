@@ -100,17 +100,17 @@ class Scan(NamedTuple):
     finish: object  # `ctc_finish`
     loss: object  # stage 13's `ctc_loss`
 
-# %% ../nbs/14_linear_ctc.ipynb #3ae9798e
+# %% ../nbs/14_linear_ctc.ipynb #38829462
 @functools.cache
 def kernels_of(
     device:int, dtype:torch.dtype,  # of dz
     s:ScanShape, held:int,  # at least the classes of the small alphabet
-    few:bool,  # a warp is enough for a row
+    few:bool, whole:bool,  # a warp is enough for a row; shared memory holds it
 ) -> Optional[Scan]:
     "All of them, compiled."
     scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads)
     row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=32 if few else 256, NORMALISE=1,
-               SOFTMAX=1, HELD=held)
+               SOFTMAX=1, HELD=held, WHOLE=int(whole))
     # a warp lags `ahead` frames behind the one before it, which a short run feels
     runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
             for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]
@@ -118,7 +118,7 @@ def kernels_of(
              for name in ("targets", "kept", "finish", "loss")]
     return None if None in runs else Scan(s, 8 if few else 1, *runs)
 
-# %% ../nbs/14_linear_ctc.ipynb #2b0a4878
+# %% ../nbs/14_linear_ctc.ipynb #398d10e5
 def scan_of(
     x:Tensor, V:int, C:int, width:int,  # [T,N,H]; columns; the longest target
 ) -> Optional[Scan]:
@@ -128,9 +128,10 @@ def scan_of(
     if not runs_kernels(e) or T * C >= 2**29: return None
     s, held = scan_shape(width, capability(x.device) >= (9, 0)), 1 << (C - 1).bit_length()
     if s is None: return None
-    with on_device(x):
-        return kernels_of(x.get_device(), x.dtype if takes_kernel(x) else acc, s, held,
-                          V <= 1024 and held <= 1024)
+    dtype, few = x.dtype if takes_kernel(x) else acc, max(V, held) <= 1024
+    fits = held * (8 if few else 1) <= 4096  # beside it
+    whole = fits and V * dtype.itemsize <= 64 * (32 if few else 256)
+    with on_device(x): return kernels_of(x.get_device(), dtype, s, held, few, whole)
 
 # %% ../nbs/14_linear_ctc.ipynb #11163add
 class Batch(NamedTuple):
