@@ -857,7 +857,6 @@ KERNEL_BUGS = {
     "labels that repeat": ("atomicAdd(&held[numbers[k + 1]], v)", "atomicAdd(&held[k + 1], v)"),
     "columns, not their first": ("const int c = (int)numbers[j];", "const int c = j;"),
     "blanks forgotten": ("(c ? 0 : counts[0])", "0"),
-    "rows of other sequences": ("t + (m < n)", "t + 1"),
     "rows in their order": ("place % (K * N)", "place"),
     "rows of the compacted": ("kept ? (u32)kept[row] : row", "row"),
     "the first tile's factor": ("tops[(i64)(c / tile) * rows]", "tops[0]"),
