@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['first_of_its_kind', 'linear_ctc_loss']
 
-# %% ../nbs/14_linear_ctc.ipynb #d833cd60
+# %% ../nbs/14_linear_ctc.ipynb #c454b8b5
 import functools, math, warnings
 from importlib.util import find_spec
 from typing import NamedTuple, Optional
@@ -15,23 +15,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
+from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.ctc import (
-    arriving, as_lengths, at_end, batched, check_ctc, interleave, kernels_for, log_likelihood,
-    may_skip, moved, per_class, prepared, runs_kernels, scan_shape, ScanShape, shares, TORCH,
-    usable, visible)
+    arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
+    moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
+    visible)
 from fusedloss.kernels import (
-    _by_cupy, _by_torch, _observed, capability, cuda_source, jit, on_device, reduce_rows,
-    RowOptions, tl, unit as score_unit)
+    _by_cupy, _by_torch, _observed, capability, cuda_source, ELEMENTS, finite, jit, on_device,
+    power, reduce_rows, RowOptions, score_fn, tl, unit as score_unit)
 from fusedloss.recompute import (
-    check_recompute, chunk_scores, launch_dz, launch_lse, takes_kernel, tiling_of, wide,
-    write_product)
+    check_recompute, chunk_scores, fastest, launch_sums, multiprocessors, operand, place,
+    takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
 from fusedloss.scans import active, stay
 from fusedloss.semirings import Log
-from fusedloss.tiles import (
-    add_product, autocast_like_linear, tile_slices, unit_of, wide_product)
+from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, unit_of
 
-# %% ../nbs/14_linear_ctc.ipynb #0695cd76
-f32, f64 = torch.float32, torch.float64
+# %% ../nbs/14_linear_ctc.ipynb #16510446
+f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/14_linear_ctc.ipynb #8212ff2b
 def first_of_its_kind(
@@ -46,110 +46,250 @@ def first_of_its_kind(
     own = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1
     return torch.where(y == blank, 0, own)
 
-# %% ../nbs/14_linear_ctc.ipynb #0390bb6f
+# %% ../nbs/14_linear_ctc.ipynb #d766b404
+def plain_targets(
+    p:Problem, T:int, V:int, blank:int,
+    C:int,  # columns
+) -> tuple[Tensor, ...]:  # classes, own [N,C]; frames, lengths [N]; log Z without a frame [N]
+    "What `ctc_targets` makes of the targets."
+    y, frames, lengths, bad = usable(p, T, V, blank)
+    y = F.pad(y, (0, C - 1 - y.shape[1]), value=blank)
+    frames, lengths = frames.masked_fill(bad, 0), lengths.masked_fill(bad, 1)
+    log_z = ((frames == 0) & (lengths == 0)).double().log().masked_fill(bad, torch.nan)
+    both = F.pad(y, (1, 0), value=blank), F.pad(first_of_its_kind(y, blank), (1, 0))
+    return *both, frames, lengths, log_z.view(i64)
+
+# %% ../nbs/14_linear_ctc.ipynb #55a1a37c
+def launch_targets(
+    p:Problem, T:int, V:int, blank:int, C:int,  # as above
+    width:int,  # no feasible target is longer
+    launch,  # `ctc_targets`
+) -> tuple[Tensor, ...]:
+    "`plain_targets` in one launch; log Z is a float and an int."
+    (N, columns), new = p.y.shape, functools.partial(p.y.new_empty, dtype=i64)
+    classes, own, sizes, log_z = new((N, C)), new((N, C)), new((2, N)), new(N)
+    with on_device(p.y):
+        launch(N * -(-C // 256), 256, p.y, p.frames, p.lengths, classes, own, sizes, log_z,
+               columns, T, V, N, min(width, columns), C, p.longest, blank)
+    return classes, own, *sizes, log_z
+
+# %% ../nbs/14_linear_ctc.ipynb #ffee1911
+@functools.cache
+def lattice_kernel(
+    name:str,  # of linear_ctc.cu, or ctc_loss of stage 13
+    device:int, **constants,
+):
+    "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
+    alone = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
+    by = _by_torch if alone else _by_cupy
+    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
+    try: return by(cuda_source("ctc") + cuda_source("linear_ctc"), name, options)
+    except Exception as reason:  # of a compiler that is not there there are many kinds
+        warnings.warn("cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: "
+                      f"{reason!r}")
+
+# %% ../nbs/14_linear_ctc.ipynb #706f7ec5
+class Scan(NamedTuple):
+    "Kernels of the lattice."
+    shape: ScanShape
+    rows: int  # of a block of `finish`
+    ahead: object  # `ctc_segment` without tables
+    both: object  # and with them
+    targets: object  # `ctc_targets`
+    kept: object  # `ctc_kept`
+    finish: object  # `ctc_finish`
+    loss: object  # stage 13's `ctc_loss`
+
+# %% ../nbs/14_linear_ctc.ipynb #38829462
+@functools.cache
+def kernels_of(
+    device:int, dtype:torch.dtype,  # of dz
+    s:ScanShape, held:int,  # at least the classes of the small alphabet
+    few:bool, whole:bool,  # a warp is enough for a row; shared memory holds it
+) -> Optional[Scan]:
+    "All of them, compiled."
+    scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads)
+    row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=32 if few else 256, NORMALISE=1,
+               SOFTMAX=1, HELD=held, WHOLE=int(whole))
+    # a warp lags `ahead` frames behind the one before it, which a short run feels
+    runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
+            for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]
+    runs += [lattice_kernel(f"ctc_{name}", device, **row)
+             for name in ("targets", "kept", "finish", "loss")]
+    return None if None in runs else Scan(s, 8 if few else 1, *runs)
+
+# %% ../nbs/14_linear_ctc.ipynb #398d10e5
+def scan_of(
+    x:Tensor, V:int, C:int, width:int,  # [T,N,H]; columns; the longest target
+) -> Optional[Scan]:
+    "The kernels for a batch; None where they do not take it."
+    (T, N), acc = x.shape[:2], acc_dtype(x.dtype)
+    e = x.new_empty((), dtype=acc).as_strided((T, N, C), (0, 0, 0))
+    if not runs_kernels(e) or T * C >= 2**29: return None
+    s, held = scan_shape(width, capability(x.device) >= (9, 0)), 1 << (C - 1).bit_length()
+    if s is None: return None
+    dtype, few = x.dtype if takes_kernel(x) else acc, max(V, held) <= 1024
+    fits = held * (8 if few else 1) <= 4096  # beside it
+    whole = fits and V * dtype.itemsize <= 64 * (32 if few else 256)
+    with on_device(x): return kernels_of(x.get_device(), dtype, s, held, few, whole)
+
+# %% ../nbs/14_linear_ctc.ipynb #11163add
 class Batch(NamedTuple):
     "What stays the same from segment to segment."
     x: Tensor  # [T,N,H]
     w: Tensor  # [V,H]
     bias: Optional[Tensor]  # [V]
-    classes: Tensor  # [N,W+1]: the blank, then the target
-    own: Tensor  # [N,W+1]: 0, then `first_of_its_kind`
-    y: Tensor  # [N,W], the latter without the 0
-    rows: Tensor  # [N,W+1,H] of w: those of the classes
+    scan: Optional[Scan]
+    known: Optional[list]  # the frames, if the host knows them
+    classes: Tensor  # [N,C]: the blank, then the target, then blanks
+    own: Tensor  # [N,C]: 0, then `first_of_its_kind`
+    labels: Tensor  # the same behind the first 0, [N·C-1]
     frames: Tensor  # [N], [N]
     lengths: Tensor
-    bad: Tensor  # [N] bool: its arguments cannot be
-    known: Optional[Tensor]  # the frames on the CPU, if that is where they came from
+    log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
+    rows: Tensor  # [N,H,C] of w: those of the classes
+    lift: Optional[Tensor]  # [N,1,C] of the bias
 
-# %% ../nbs/14_linear_ctc.ipynb #8de1cc85
+# %% ../nbs/14_linear_ctc.ipynb #fd76593a
+def columns_of(W:int) -> int:
+    "The blank and W labels, to a multiple of 8 for the product's sake."
+    return -(-(W + 1) // 8) * 8
+
+# %% ../nbs/14_linear_ctc.ipynb #f5c8d62a
 def batch_of(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, tight:bool,  # columns for the longest target, or for all that shapes allow
 ) -> Batch:
     "Targets and lengths as both passes want them."
     T, N, V = *x.shape[:2], len(w)
-    known = frames.cpu() if visible(frames) else None
+    known = frames.tolist() if visible(frames) else None
     p = prepared(x.new_empty(()).expand(T, N, V), targets, frames, lengths)
-    y, frames, lengths, bad = usable(p, T, V, blank)
-    if not tight: y = F.pad(y, (0, min(T, targets.shape[-1]) - y.shape[1]), value=blank)
-    frames, lengths = frames.masked_fill(bad, 0), lengths.masked_fill(bad, 1)
-    own, classes = first_of_its_kind(y, blank), F.pad(y, (1, 0), value=blank)
-    return Batch(x, w, bias, classes, F.pad(own, (1, 0)), own.contiguous(), w[classes], frames,
-                 lengths, bad, known)
+    width = p.width if tight else min(T, targets.shape[-1])
+    C = columns_of(width)
+    scan = scan_of(x, V, C, width)
+    classes, own, *others = (launch_targets(p, T, V, blank, C, width, scan.targets) if scan else
+                             plain_targets(p, T, V, blank, C))
+    lift = None if bias is None else bias[classes][:, None]
+    return Batch(x, w, bias, scan, known, classes, own, own.view(-1)[1:], *others,
+                 w[classes].mT, lift)
 
-# %% ../nbs/14_linear_ctc.ipynb #d30efd20
+# %% ../nbs/14_linear_ctc.ipynb #1481de89
 class Segment(NamedTuple):
     "A run of frames of all sequences."
     at: slice
-    frames: Tensor  # [N], in this segment
     kept: Optional[Tensor]  # [n] rows of [K·N] that are no padding; None: all
 
-# %% ../nbs/14_linear_ctc.ipynb #0a97837c
-def segment_of(b:Batch, at:slice) -> Segment:
-    "Where the host knows the lengths, padding is left out."
-    frames = (b.frames - at.start).clamp(0, at.stop - at.start)
-    if b.known is None: return Segment(at, frames, None)
-    on = torch.arange(at.start, at.stop)[:, None] < b.known
-    kept = None if on.all() else moved(on.flatten().nonzero()[:, 0], b.x.device)
-    return Segment(at, frames, kept)
+# %% ../nbs/14_linear_ctc.ipynb #42a227e4
+def places(
+    b:Batch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
+) -> Tensor:  # [count] places in segments [K,N]
+    "Where rows are no padding, in their order; how many there are the host knows."
+    N = len(b.own)
+    if b.scan:
+        kept = b.frames.new_empty(count)
+        with on_device(kept): b.scan.kept(-(-last * N // 256), 256, b.frames, kept, last, N, K)
+        return kept
+    on = torch.arange(last, device=b.x.device)[:, None] < b.frames
+    return on.flatten().nonzero()[:, 0] % (K * N)
 
-# %% ../nbs/14_linear_ctc.ipynb #7e727277
+# %% ../nbs/14_linear_ctc.ipynb #c74c8d0a
 def segments(b:Batch, K:int) -> list[Segment]:
     "All frames that some sequence has, K at a time."
-    last = len(b.x) if b.known is None else max(b.known.tolist(), default=0)
-    return [segment_of(b, at) for at in tile_slices(last, K)]
+    known = b.known
+    last = len(b.x) if known is None else max(known, default=0)
+    cuts = tile_slices(last, K)
+    if known is None or min(known, default=0) == last: return [Segment(at, None) for at in cuts]
+    counts = [sum(min(k, at.stop) - min(k, at.start) for k in known) for at in cuts]
+    parts = places(b, last, K, sum(known)).split(counts)
+    return [Segment(at, part) for at, part in zip(cuts, parts)]
 
-# %% ../nbs/14_linear_ctc.ipynb #bf0ddf28
+# %% ../nbs/14_linear_ctc.ipynb #3260bf0c
 def kept_rows(t:Tensor, s:Segment) -> Tensor:
-    "Rows [n,...] of a tensor [T,N,...]."
-    rows = t[s.at].flatten(0, 1)
+    "Rows [n,...] of a segment [K,N,...]."
+    rows = t.flatten(0, 1)
     return rows if s.kept is None else rows.index_select(0, s.kept)
 
+# %% ../nbs/14_linear_ctc.ipynb #be627fd6
 def put_rows(out:Tensor, rows:Tensor, s:Segment):
-    "The way back: rows [n,...] into [T,N,...]."
-    to = out[s.at].view(-1, *out.shape[2:])
+    "The way back: rows [n,...] into a segment [K,N,...]."
+    to = out.view(-1, *out.shape[2:])
     if s.kept is None: to.copy_(rows)
     else: to.index_copy_(0, s.kept, rows)
 
-# %% ../nbs/14_linear_ctc.ipynb #a2237693
+# %% ../nbs/14_linear_ctc.ipynb #bc150222
 BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
 
-def segment_frames(
+def room(
     T:int, N:int, V:int, H:int, W:int,
     size:int, acc:int,  # bytes of an element of dz, of a sum
-    kernels:bool,  # or else loops, whose states are fp64, and softmax in steps
     budget:int,  # bytes; 0 for our own choice
+) -> int:  # bytes
+    "What is left for frames."
+    beside = (acc - size) * V * H + size * N * columns_of(W) * H + 16 * T * N
+    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * beside)) - beside
+
+# %% ../nbs/14_linear_ctc.ipynb #b9d985cb
+def segment_frames(
+    T:int, N:int, V:int, H:int, W:int, size:int, acc:int,  # as above
+    kernels:bool,  # or else loops, whose states are fp64, and softmax in steps
+    budget:int,
+    copied:int=0,  # bytes of a row of x, and beside it, that are copies
 ) -> int:
     "Frames of a segment."
-    beside = acc * V * H + size * N * (W + 1) * H
-    left = (budget or max(BUDGET, T * N * V * 4 // 10, 2 * beside)) - beside
-    plane = max(32, 1 << int(W).bit_length())  # pairs that the scan's lanes hold
-    lattice = 24 * plane + 8 * (W + 1) if kernels else 128 * (W + 1)
-    row = max(lattice, size * ((1 if kernels else 3) * V + 2 * H) + 4 * (W + 1))
-    K = max(16, left // (max(N, 1) * row))
-    return min(max(T, 1), K - K % 16)
+    C, plane = columns_of(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
+    lattice = 24 * plane + 4 * C if kernels else 128 * C
+    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 128)
+    held = 8 * plane + 4 * C if kernels else 2 * acc * C
+    row = max(lattice, held + dz + copied) + C  # a row of α is kept for 16 frames or more
+    most = max(16, room(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
+    even = -(-T // max(1, -(-T // most)))  # of equal segments
+    return max(1, min(T, most - most % 16, -(-even // 16) * 16))
 
-# %% ../nbs/14_linear_ctc.ipynb #19fa3488
+# %% ../nbs/14_linear_ctc.ipynb #2f4b9b5a
+class Frames(NamedTuple):
+    "How many at a time."
+    segment: int
+    sweep: int  # α alone, in whole segments
+    lse: int
+
+def frames_of(
+    x:Tensor, w:Tensor, C:int, budget:int,
+    padded:bool,  # whether rows are left out, so that others are copied
+) -> Frames:
+    "Frames for these tensors."
+    (T, N, H), kernels, acc = x.shape, takes_kernel(x), acc_dtype(x.dtype).itemsize
+    size = x.element_size() if kernels else acc
+    copied = size * H if padded or x.stride(0) != N * x.stride(1) else 0
+    late = (acc + size) * H if x.dtype == torch.float16 else 0  # of dx, before its factor
+    sizes = T, N, len(w), H, C - 1, size, acc
+    K, left = segment_frames(*sizes, kernels, budget, copied + late), room(*sizes, budget)
+    if not kernels: return Frames(K, K, K)
+    fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
+    return Frames(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
+
+# %% ../nbs/14_linear_ctc.ipynb #d71a8d8e
 ROW = RowOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
 
-def row_lse(
+def row_sums(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
-) -> Tensor:  # [n]
-    "Log-sum-exp of each row of x wᵀ + b."
-    if not takes_kernel(x): return chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
-    nowhere = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    return launch_lse(x, w, nowhere, bias, None, None, None, ROW, False)[1]
+) -> tuple[Tensor, Tensor]:  # [n], [n]
+    "Two numbers of each row of x wᵀ + b: its lse is the first and the second's logarithm."
+    if not takes_kernel(x):
+        lse = chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
+        return lse, torch.ones_like(lse)
+    nowhere = torch.full((len(x),), ROW.ignore_index, device=x.device)
+    base, sums, *_ = launch_sums(x, w, nowhere, bias, None, ROW, False)[0]
+    return base / score_unit(x), sums
 
-# %% ../nbs/14_linear_ctc.ipynb #6eeca295
+# %% ../nbs/14_linear_ctc.ipynb #6eb124d4
 def emissions(
-    b:Batch, s:Segment, lse:Tensor,  # [T,N]
-) -> Tensor:  # [K,N,W+1] log-probabilities of the blank and the target
+    b:Batch, at:slice,
+) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
     "The small product, one for each sequence."
-    x, rows = b.x[s.at].transpose(0, 1), b.rows.mT
-    if x.is_cuda and x.element_size() == 2: e = torch.bmm(x, rows, out_dtype=f32)
-    else: e = wide(x) @ wide(rows)
-    if b.bias is not None: e += b.bias[b.classes][:, None]
-    return e.sub_(lse[s.at].T[..., None]).transpose(0, 1)
+    x = b.x[at].transpose(0, 1)
+    if x.is_cuda and x.element_size() == 2: e = torch.bmm(x, b.rows, out_dtype=f32)
+    else: e = wide(x) @ wide(b.rows)
+    return e if b.lift is None else e.add_(b.lift)
 
 # %% ../nbs/14_linear_ctc.ipynb #567efa9e
 def plain_alphas(
@@ -177,218 +317,302 @@ def plain_gammas(
         state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
     return gammas, state
 
-# %% ../nbs/14_linear_ctc.ipynb #fe0202e5
-@functools.cache
-def segment_kernel(
-    device:int, s:ScanShape,
-    tables:bool,  # False: for α alone
-):
-    "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
-    alone = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
-    by = _by_torch if alone else _by_cupy
-    constants = dict(ELEMENT="f32", PAIRS=s.pairs, AHEAD=s.ahead, CLUSTER=s.cluster,
-                     THREADS=s.threads, TABLES=int(tables))
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    try:
-        return by(cuda_source("ctc") + cuda_source("linear_ctc"), "ctc_segment", options)
-    except Exception as reason:  # of a compiler that is not there there are many kinds
-        warnings.warn("cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: "
-                      f"{reason!r}")
+# %% ../nbs/14_linear_ctc.ipynb #8d2bd04a
+def states_of(b:Batch) -> Tensor:
+    "The symbol of each state [N,S], in the small alphabet."
+    return interleave(b.own[:, 1:], 0)
 
-# %% ../nbs/14_linear_ctc.ipynb #058b654d
-class Scan(NamedTuple):
-    "Kernels of the lattice."
-    shape: ScanShape
-    ahead: object  # launches `ctc_segment` without tables
-    both: object  # and with them
-    turn: object  # launches stage 13's `ctc_grad`
-    rows: int  # of its blocks
+def frames_in(b:Batch, at:slice) -> Tensor:
+    "Frames [N] of a segment."
+    return (b.frames - at.start).clamp(0, at.stop - at.start)
 
-# %% ../nbs/14_linear_ctc.ipynb #71f55385
-def scan_of(b:Batch) -> Optional[Scan]:
-    "The kernels for a batch; None where they do not take it."
-    (T, N), C = b.x.shape[:2], b.classes.shape[1]
-    e = b.x.new_empty((), dtype=acc_dtype(b.x.dtype)).as_strided((T, N, C), (0, 0, 0))
-    if not runs_kernels(e) or T * C >= 2**29: return None
-    s = scan_shape(C - 1, capability(b.x.device) >= (9, 0))
-    if s is None: return None
-    with on_device(b.x):
-        device = b.x.get_device()
-        runs = [segment_kernel(device, s, tables) for tables in (False, True)]
-        turns = kernels_for(device, f32, C, TORCH)
-    return None if None in (*runs, turns) else Scan(s, *runs, turns[0], turns[-1])
+# %% ../nbs/14_linear_ctc.ipynb #9c139e42
+def table_floats(N:int, frames:int, s:ScanShape) -> int:
+    "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
+    return (N * frames * s.plane + 2 * s.pairs) * 4
 
-# %% ../nbs/14_linear_ctc.ipynb #0a12743c
+# %% ../nbs/14_linear_ctc.ipynb #56d5f9c2
 def launch_segment(
-    scan:Scan, b:Batch, s:Segment, e:Tensor,  # [K,N,W+1] of `emissions`
-    start:Optional[Tensor], end:Optional[Tensor],  # [N,2,W+1] of α, before and after; or None
-    beta:Optional[Tensor], log_z:Tensor,  # [N,2,W+1], is written; [N], is written in forward
-) -> Optional[Tensor]:  # [N,K,2,plane] posteriors, where there is a beta
-    "One segment; states and log Z are a float and an int in the place of a float64."
-    (K, N, C), shape, both = e.shape, scan.shape, beta is not None
-    new = functools.partial(e.new_empty, dtype=f32)
-    # as the kernel crosses, it also looks at the pairs before the first
-    table = new((N * (K + 1 if both else 2) * shape.plane + 2 * shape.pairs) * 4)
-    post = new((N, K, 2, shape.plane)) if both else None
-    run = scan.both if both else scan.ahead
+    b:Batch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
+    start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
+    ends:Optional[Tensor], every:int,  # [edges,N,2,C] of α after so many frames each; or None
+    beta:Optional[Tensor], post:Optional[Tensor],  # [N,2,C], [N,K,2,plane] posteriors: backward
+    log_z:Tensor,  # [N], is written in forward
+    table:Optional[Tensor]=None,  # memory for it, of `table_floats`
+):
+    "A run of frames; states and log Z are a float and an int in a word of 64 bits."
+    (N, K, C), scan, both = e.shape, b.scan, beta is not None
+    shape, run = scan.shape, scan.both if both else scan.ahead
+    if table is None: table = e.new_empty(table_floats(N, K + 1 if both else 2, shape))
+    sizes = C, K * C, at.start, K, every, C, C
     with on_device(e):
-        run(N * shape.cluster, shape.threads, e, b.y, b.frames, b.lengths, start, end, beta,
-            table[4 * shape.pairs:], post, log_z, *e.stride()[:2], s.at.start, K, C - 1, C)
-    return post
+        run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
+            beta, table, post, log_z, *sizes)
 
-# %% ../nbs/14_linear_ctc.ipynb #5ef0dd0f
+# %% ../nbs/14_linear_ctc.ipynb #7cb92ac6
 def edges(
     n_edges:int, b:Batch,
-) -> Tensor:  # [n_edges,N,2,W+1] float64
+) -> Tensor:  # [n_edges,N,2,C] words
     "Room for states between segments."
-    return b.x.new_zeros((n_edges, len(b.y), 2, b.classes.shape[1]), dtype=f64)
+    return b.classes.new_zeros((n_edges, len(b.own), 2, b.own.shape[1]))
 
+# %% ../nbs/14_linear_ctc.ipynb #316376a2
 def as_row(edge:Tensor) -> Tensor:
     "The row [N,S] of α or γ in an edge, as the loops use it."
-    return edge.flatten(1)[:, :-1]
+    return edge.view(f64).flatten(1)[:, :-1]
 
-# %% ../nbs/14_linear_ctc.ipynb #f0970b26
-def first_row(b:Batch) -> Tensor:
-    "α before the first frame: in the first blank."
-    row = torch.full((len(b.y), 2 * b.y.shape[1] + 1), -torch.inf, dtype=f64, device=b.x.device)
-    row[:, 0] = 0
-    return row
-
-def plain_forward(b:Batch, s:Segment, e:Tensor, start:Optional[Tensor]) -> Tensor:
-    "α through a segment [K+1,N,S]."
-    states = interleave(b.y, 0)
+# %% ../nbs/14_linear_ctc.ipynb #84faec0b
+def plain_forward(b:Batch, at:slice, e:Tensor, start:Optional[Tensor]) -> Tensor:
+    "α through a segment [K+1,N,S]; without a start all is in the first blank."
+    states, e = states_of(b), e.transpose(0, 1)
     emitted = e.gather(2, states.expand(len(e), -1, -1)).double()
-    return plain_alphas(emitted, may_skip(states), s.frames,
-                        first_row(b) if start is None else as_row(start))
+    if start is None:
+        row = torch.full(states.shape, -torch.inf, dtype=f64, device=e.device)
+        row[:, 0] = 0
+    else: row = as_row(start)
+    return plain_alphas(emitted, may_skip(states), frames_in(b, at), row)
 
-# %% ../nbs/14_linear_ctc.ipynb #53325df6
-def forward_states(
-    scan:Optional[Scan], b:Batch, s:Segment, e:Tensor,  # [K,N,W+1]
-    start:Optional[Tensor], end:Tensor, log_z:Tensor,  # [N,2,W+1], [N,2,W+1], [N]
-):
-    "From the states before a segment to those after it; log Z where a sequence ends."
-    if scan:
-        launch_segment(scan, b, s, e, start, end, None, log_z)
-        return
-    alphas = plain_forward(b, s, e, start)
+# %% ../nbs/14_linear_ctc.ipynb #2034c81a
+def plain_sweep(b:Batch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
+    "From the states before a segment to those after it; log Z as far as it is known."
+    alphas = plain_forward(b, at, e, start)
     as_row(end).copy_(alphas[-1])
-    log_z.copy_(log_likelihood(alphas, b.lengths))
+    so_far = log_likelihood(alphas, b.lengths)
+    log_z = b.log_z.view(f64)
+    log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
 
-# %% ../nbs/14_linear_ctc.ipynb #d1ac246e
-def losses_of(
-    log_z:Tensor, by_kernel:bool,  # [N]
-) -> Tensor:  # [N] float64
-    "−log Z, from a mantissa and an exponent or as it is."
-    if not by_kernel: return (-log_z).clamp(min=0)  # a rounding may put it below
-    m, e = log_z.view(f32)[::2], log_z.view(torch.int32)[1::2]
-    return -(m.double().log() + math.log(2) * e).clamp(max=0)
-
-# %% ../nbs/14_linear_ctc.ipynb #7462b9c1
-def linear_ctc_fwd(
-    b:Batch, K:int, kept:bool,  # whether backward will want the edges
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [N], lse [T,N], log Z [N], edges
-    "Losses, segment after segment."
-    (T, N), acc, scan = b.x.shape[:2], acc_dtype(b.x.dtype), scan_of(b)
-    lse, log_z = b.x.new_zeros((T, N), dtype=acc), b.x.new_zeros(N, dtype=f64)
-    empty = ((b.frames == 0) & (b.lengths == 0)).double()  # Z is 1: one path, without a step
-    log_z.copy_(torch.stack([empty.float(), torch.zeros_like(empty).float()], 1).view(f64)[:, 0]
-                if scan else empty.log())
+# %% ../nbs/14_linear_ctc.ipynb #54fbdf52
+def sweep(
+    b:Batch, f:Frames,
+    kept:bool,  # whether backward will want the edges
+) -> Tensor:  # [segments,N,2,C] states
+    "The lattice from left to right; log Z goes where `b` has it."
+    K, T = f.segment if kept else f.sweep, len(b.x)
     states = edges(-(-T // K) if kept else min(T, 1), b)
-    for i, s in enumerate(segments(b, K)):
-        put_rows(lse, row_lse(kept_rows(b.x, s), b.w, b.bias), s)
-        start, end = (states[i - 1], states[i]) if kept else (states[0], states[0])
-        forward_states(scan, b, s, emissions(b, s, lse), start if i else None, end, log_z)
-    losses = losses_of(log_z, scan is not None).masked_fill(b.bad, torch.nan)
-    return losses.to(acc), lse, log_z, states
+    last = T if b.known is None else max(b.known, default=0)
+    for at in tile_slices(last, f.sweep if b.scan else K):
+        e, i = emissions(b, at), at.start // K if kept else 0
+        start = states[max(i - 1, 0)] if at.start else None
+        if b.scan: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
+        else: plain_sweep(b, at, e, start, states[i])
+        del e  # before the next ones
+    return states
 
-# %% ../nbs/14_linear_ctc.ipynb #ffaf7287
-def coefficients(
-    scan:Optional[Scan], b:Batch, s:Segment, e:Tensor,  # [K,N,W+1]
-    start:Optional[Tensor], back:Tensor, log_z:Tensor,  # [N,2,W+1] before and behind, [N]
-) -> Tensor:  # [K,N,W+1]
-    "p − γ in the small alphabet; `back` goes to the beginning of the segment."
-    K, N, C = e.shape
-    if scan:
-        post = launch_segment(scan, b, s, e, start, None, back, log_z)
-        out = torch.empty_like(e, memory_format=torch.contiguous_format)
-        with on_device(e):
-            scan.turn(-(-K * N // scan.rows), 256, e, b.y, s.frames, b.lengths, post, log_z,
-                      out, None, *e.stride()[:2], *out.stride()[:2], K, N, C, C - 1,
-                      scan.shape.plane, 0, 0)
-        return out
-    gammas = plain_backward(b, s, plain_forward(b, s, e, start), back)
-    on = (torch.arange(K, device=e.device)[:, None] < s.frames) & (log_z != -torch.inf)
-    out = e.exp() - per_class(gammas, interleave(b.y, 0), C).to(e.dtype)
-    return torch.where(on[..., None], out, 0)
+# %% ../nbs/14_linear_ctc.ipynb #7890a81a
+def losses_of(
+    b:Batch, stats:Tensor, log_z:Tensor,  # [T,N,2] largest score and sum of each frame; [N]
+    mean:bool, zero_infinity:bool,  # divide by length and batch; 0 where no path exists
+) -> Tensor:  # [N]
+    "Σ lse − log Z; +∞ without a path, NaN for what cannot be."
+    N = len(b.own)
+    if b.scan:
+        losses = stats.new_empty(N)
+        with on_device(stats):
+            b.scan.loss(N, 256, stats, log_z, b.frames, b.lengths, losses, N,
+                        int(zero_infinity), int(mean))
+        return losses
+    on = torch.arange(len(stats), device=stats.device)[:, None] < b.frames
+    lse = stats[..., 0].double() + stats[..., 1].double().log()
+    losses = (torch.where(on, lse, 0).sum(0) - log_z.view(f64)).clamp(min=0)  # of roundings
+    if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
+    return (losses * shares(b.lengths, mean, f64)).to(stats.dtype)
 
-# %% ../nbs/14_linear_ctc.ipynb #63cca3ae
-def plain_backward(b:Batch, s:Segment, alphas:Tensor, back:Tensor) -> Tensor:
-    "γ through a segment [K,N,S]; sequences that end in it begin with the shares of their ends."
-    ends = (b.frames > s.at.start) & (b.frames <= s.at.stop)
-    end = alphas[-1].masked_fill(~at_end(alphas.shape[2], b.lengths), -torch.inf)
-    state = torch.where(ends[:, None], Log.dsum(end, -1), as_row(back))
-    gammas, state = plain_gammas(alphas, may_skip(interleave(b.y, 0)), s.frames, state)
-    as_row(back).copy_(state)
-    return gammas
+# %% ../nbs/14_linear_ctc.ipynb #8d7eb104
+def blank_stats(b:Batch) -> Tensor:  # [T,N,2]
+    "Of frames that are not there."
+    return b.x.new_ones((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
 
-# %% ../nbs/14_linear_ctc.ipynb #de76ad35
+# %% ../nbs/14_linear_ctc.ipynb #883c953a
+def linear_ctc_fwd(
+    b:Batch, f:Frames, kept:bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # losses [N], log Z [N], states
+    "Losses; all frames' lse, and the lattice."
+    stats = blank_stats(b)
+    for s in segments(b, f.lse):
+        found = row_sums(kept_rows(b.x[s.at], s), b.w, b.bias)
+        for i, numbers in enumerate(found): put_rows(stats[s.at][..., i], numbers, s)
+    states = sweep(b, f, kept)
+    return losses_of(b, stats, b.log_z, False, False), b.log_z, states
+
+# %% ../nbs/14_linear_ctc.ipynb #e98e1340
 @jit
-def overwrite_kernel(
-    dz_ptr, c_ptr,  # [n,V], [K,N,C]
-    class_ptr, own_ptr, g_ptr, row_ptr,  # [N,C], [N,C], [N], [n] or None
-    N, C, dz_stride, BC: tl.constexpr,
+def tile_softmax_kernel(
+    x, w, p,  # [n,H], [V,H], [n,V]: descriptors or pointers
+    bias_ptr, parts_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
+    N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, p_stride_n,
+    SCORE: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
+    BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    at = row
-    if row_ptr is not None:
-        at = tl.load(row_ptr + row)
-    n = at % N
-    g = tl.load(g_ptr + n)
-    for first in range(0, C, BC):
-        cols = first + tl.arange(0, BC)
-        inside = cols < C
-        label = tl.load(class_ptr + n * C + cols, mask=inside, other=0)
-        own = tl.load(own_ptr + n * C + cols, mask=inside, other=0)
-        c = tl.load(c_ptr + at * C + own, mask=inside, other=0.0)
-        d = tl.where(c == 0, 0.0, c * g)  # whatever g is where there is no path
-        tl.store(dz_ptr + row * dz_stride + label, d.to(dz_ptr.dtype.element_ty), mask=inside)
+    tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(V, BV)
+    for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):
+        tn, tv = place(t, tiles_n, tiles_v, GROUP)
+        product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
+                               w_stride_h, BN, BV, BH, DESC)
+        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+        keep, inside = rows < N, cols < V
+        z, slope = tile_scores(product, bias_ptr, cols, V, 1.0, 0.0, SCORE)
+        z = tl.where(inside[None, :], z, -float("inf"))
+        top = tl.max(z, 1) * UNIT
+        d = power(z * UNIT, finite(top)[:, None], UNIT)
+        at = parts_ptr + tv * N + rows
+        tl.store(at, top, mask=keep)
+        tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)
+        if DESC:
+            halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
+            left, right = tl.split(halves)  # half the shared memory
+            p.store([tn * BN, tv * BV], left.to(p.dtype))
+            p.store([tn * BN, tv * BV + BV // 2], right.to(p.dtype))
+        else:
+            to = p + rows.to(tl.int64)[:, None] * p_stride_n + cols[None, :]
+            tl.store(to, d.to(p.dtype.element_ty), mask=keep[:, None] & inside[None, :])
 
-# %% ../nbs/14_linear_ctc.ipynb #c8928777
+# %% ../nbs/14_linear_ctc.ipynb #863bedbc
+class Tiles(NamedTuple):
+    "Rows of a softmax, each tile relative to its own largest score."
+    p: Tensor  # [n,V]
+    parts: Tensor  # [2,tiles,n]: that score, times `unit`; the tile's sum
+    width: int  # classes of a tile
+    unit: float
+
+# %% ../nbs/14_linear_ctc.ipynb #69c67643
+def rows_for(x:Tensor, rows:int, V:int) -> Tensor:
+    "Memory for [rows,V] that a descriptor can stand for."
+    return x.new_empty(rows, -(-V // 8) * 8)[:, :V]
+
+programs = functools.cache(multiprocessors)
+
+# %% ../nbs/14_linear_ctc.ipynb #14fe1872
+def launch_tiles(
+    x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
+    t:Tiling,
+    p:Tensor,  # [n or more,V] to be written
+) -> Tiles:
+    "By Triton."
+    (n, h), v, unit, p = x.shape, len(w), score_unit(x), p[:len(x)]
+    tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
+    parts = x.new_empty((2, tiles_v, n), dtype=f32)
+    grid = min(programs(x.device), tiles_n * tiles_v),
+    launch = lambda t: tile_softmax_kernel[grid](
+        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
+        operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
+        p.stride(0), SCORE=score_fn(ROW), UNIT=unit, DESC=t.desc, GROUP=t.group,
+        BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
+    with on_device(x): launch(fastest("tiles", x, v, t, (), launch))
+    return Tiles(p, parts, t.BV, unit)
+
+# %% ../nbs/14_linear_ctc.ipynb #3e7930ae
+def softmax_tiles(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], t:Tiling, p:Optional[Tensor]=None,  # as above
+) -> Tiles:
+    "Softmax and lse from one product; by PyTorch a row is one tile."
+    if takes_kernel(x):
+        return launch_tiles(x, w, bias, t, rows_for(x, len(x), len(w)) if p is None else p)
+    z = chunk_scores(x, wide(w), bias)[:, 0]
+    lse = z.logsumexp(1)
+    p = z.sub_(lse[:, None]).exp_()
+    return Tiles(p, torch.stack([lse, torch.ones_like(lse)])[:, None], len(w), 1.0)
+
+# %% ../nbs/14_linear_ctc.ipynb #200d4ec3
+def settle(
+    tiles:Tiles, lse:Tensor, pull:Tensor,  # [n], [n]
+):
+    "pull times the softmax of each row, in its place; 0 where pull is, whatever stands there."
+    factor = (tiles.parts[0] / tiles.unit - lse).exp_().mul_(pull)
+    for p, by in zip(tiles.p.split(tiles.width, 1), factor): p.mul_(by[:, None])
+    tiles.p.masked_fill_((pull == 0)[:, None], 0)
+
+# %% ../nbs/14_linear_ctc.ipynb #d67b8e56
 def overwrite(
-    dz:Tensor, c:Tensor, g:Tensor,  # [n,V], [K,N,C], [N]
+    dz:Tensor, c:Tensor, pull:Tensor,  # [n,V], [n,C] p − γ in the small alphabet, [n]
     b:Batch, s:Segment,
 ):
     "The gradient of classes that are in the target, over what stands there."
-    N, C = b.classes.shape
-    if takes_kernel(b.x):
-        with on_device(dz):
-            overwrite_kernel[(len(dz),)](dz, c, b.classes, b.own, g, s.kept, N, C, dz.stride(0),
-                                         BC=128)
-        return
-    rows = torch.arange(len(c) * N, device=dz.device) if s.kept is None else s.kept
-    values = c.flatten(0, 1)[rows].gather(1, b.own[rows % N]) * g[rows % N, None]
-    dz.scatter_(1, b.classes[rows % N], values.to(dz.dtype))
+    rows = torch.arange(len(c), device=dz.device) if s.kept is None else s.kept
+    n = rows % len(b.own)
+    values = c.gather(1, b.own[n]) * pull[:, None]
+    values = values.masked_fill_((pull == 0)[:, None], 0).to(dz.dtype)
+    dz.scatter_(1, b.classes[n], values)
 
-# %% ../nbs/14_linear_ctc.ipynb #8b4b4320
-def softmax_dz(
-    b:Batch, s:Segment, x:Tensor,  # [n,H] rows of x
-    lse:Tensor, g:Tensor,  # [T,N], [N]
-) -> Tensor:  # [n,V] in the dtype of x by kernels, else in `acc_dtype`
-    "g times the softmax of each row, 0 beyond a sequence's frames."
-    on = torch.arange(s.at.start, s.at.stop, device=x.device)[:, None] < b.frames
-    pull, base = (kept_rows(t, s._replace(at=slice(None))) for t in (
-        torch.where(on, g, 0), torch.where(on, lse[s.at], torch.inf)))
-    if not takes_kernel(x):
-        z = chunk_scores(x, wide(b.w), b.bias)[:, 0]
-        return z.sub_(base[:, None]).exp_().mul_(pull[:, None])
-    terms = pull.new_zeros((6, len(x)))
-    terms[0], terms[1] = base * score_unit(x), pull
-    dz = x.new_empty(len(x), -(-len(b.w) // 8) * 8)[:, :len(b.w)]  # rows that can be described
-    nowhere = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    launch_dz(x, b.w, dz, nowhere, b.bias, None, terms, None, 0, ROW, False, tiling_of(x, b.w))
-    return dz
+# %% ../nbs/14_linear_ctc.ipynb #edee4f4a
+def plain_finish(
+    b:Batch, s:Segment, tiles:Tiles, e:Tensor, gammas:Tensor,  # [N,K,C], [K,N,S]
+    g:Tensor, log_z:Tensor, stats:Tensor,  # [N], [N], [T,N,2] is written
+):
+    "From tiles of the softmax to the gradient, where the softmax is."
+    top, sums = tiles.parts.unbind()
+    lse = (top / tiles.unit + sums.log()).logsumexp(0)
+    put_rows(stats[s.at][..., 0], lse, s)
+    on = torch.arange(s.at.start, s.at.stop, device=e.device)[:, None] < b.frames
+    path = log_z.view(f64) != -torch.inf
+    pull = kept_rows(torch.where(on & path, g, 0), s)
+    p = kept_rows(e.transpose(0, 1), s).sub_(lse[:, None]).exp_()
+    settle(tiles, lse, pull)
+    gamma = per_class(gammas, states_of(b), e.shape[2]).to(e.dtype)
+    overwrite(tiles.p, p - kept_rows(gamma, s), pull, b, s)
 
-# %% ../nbs/14_linear_ctc.ipynb #73229cb9
+# %% ../nbs/14_linear_ctc.ipynb #f6d5228a
+def launch_finish(
+    b:Batch, s:Segment, tiles:Tiles, e:Tensor, post:Tensor,  # [N,K,C], [N,K,2,plane]
+    g:Tensor, log_z:Tensor, stats:Tensor,  # as above
+):
+    "The same in one launch."
+    (n, v), (N, K, C), count = tiles.p.shape, e.shape, tiles.parts.shape[1]
+    with on_device(e):
+        b.scan.finish(-(-n // b.scan.rows), 256, tiles.p, tiles.parts, e, b.classes, b.own,
+                      b.frames, b.lengths, post, log_z, g, s.kept, stats, n, v,
+                      tiles.p.stride(0), count, tiles.width, s.at.start, K, N, C,
+                      b.scan.shape.plane)
+
+# %% ../nbs/14_linear_ctc.ipynb #95ad3c7a
+def plain_backward(b:Batch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
+    "γ through a segment [K,N,S]; sequences that end in it begin with the shares of their ends."
+    ends = (b.frames > at.start) & (b.frames <= at.stop)
+    end = alphas[-1].masked_fill(~at_end(alphas.shape[2], b.lengths), -torch.inf)
+    state = torch.where(ends[:, None], Log.dsum(end, -1), as_row(back))
+    gammas, state = plain_gammas(alphas, may_skip(states_of(b)), frames_in(b, at), state)
+    as_row(back).copy_(state)
+    return gammas
+
+# %% ../nbs/14_linear_ctc.ipynb #4e6c7a23
+class Back(NamedTuple):
+    "What the way back takes along."
+    g: Tensor  # [N] upstream
+    log_z: Tensor  # [N]
+    states: Tensor  # [segments,N,2,C] of `sweep`
+    edge: Tensor  # [N,2,C] γ or β where a segment begins
+    stats: Tensor  # [T,N,2], is written
+    post: Optional[Tensor]  # [N,K,2,plane] posteriors of a segment
+    work: Optional[Tensor]  # [rows,V]: tables of a segment, then its dz, in the same memory
+
+    @classmethod
+    def of(cls, b:Batch, K:int, g:Tensor, log_z:Tensor, states:Tensor) -> "Back":
+        "At the end."
+        N, V, post, work = len(b.own), len(b.w), None, None
+        if b.scan:
+            post = b.rows.new_empty((N, K, 2, b.scan.shape.plane), dtype=f32)
+            if takes_kernel(b.x):
+                table = 4 * table_floats(N, K + 1, b.scan.shape)  # bytes
+                work = rows_for(b.x, max(K * N, -(-table // (b.x.element_size() * V))), V)
+        return cls(g, log_z, states, edges(1, b)[0], blank_stats(b), post, work)
+
+# %% ../nbs/14_linear_ctc.ipynb #5945c99e
+def make_dz(
+    b:Batch, i:int, s:Segment, x:Tensor, t:Tiling,  # its number; [n,H] rows of x
+    k:Back,
+) -> Tensor:  # [n,V]
+    "A segment's dz, from the product that also gives lse; γ first, its tables are gone then."
+    e, start = emissions(b, s.at), k.states[i - 1] if i else None
+    if b.scan:
+        launch_segment(b, s.at, e, start, None, e.shape[1], k.edge, k.post, k.log_z, k.work)
+        tiles = softmax_tiles(x, b.w, b.bias, t, k.work)
+        launch_finish(b, s, tiles, e, k.post, k.g, k.log_z, k.stats)
+    else:
+        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), k.edge)
+        tiles = softmax_tiles(x, b.w, b.bias, t)
+        plain_finish(b, s, tiles, e, gammas, k.g, k.log_z, k.stats)
+    return tiles.p
+
+# %% ../nbs/14_linear_ctc.ipynb #c18d000a
 class Sums(NamedTuple):
     "Gradients as they grow; None where nobody asks."
     dx: Optional[Tensor]  # [T,N,H]
@@ -397,110 +621,211 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, b:Batch, needs:tuple[bool, bool, bool]) -> "Sums":
-        "Zeros."
+        "Zeros; nothing where dx is written as a whole."
         new = functools.partial(b.x.new_zeros, dtype=acc_dtype(b.x.dtype))
-        return cls(b.x.new_zeros(b.x.shape) if needs[0] else None,
+        full = b.known is None or min(b.known, default=0) == len(b.x)
+        room = b.x.new_empty if full else b.x.new_zeros
+        return cls(room(b.x.shape) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
-# %% ../nbs/14_linear_ctc.ipynb #43132795
+# %% ../nbs/14_linear_ctc.ipynb #2eb03f1d
 def spend(
-    sums:Sums, dz:Tensor, x:Tensor,  # [n,V], [n,H]
+    sums:Sums, dz:Tensor, x:Tensor,  # [n,V], [n,H]; x is written over where it is a copy
     b:Batch, s:Segment, unit:Optional[Tensor],
 ):
     "A segment's dz into all gradients."
     if sums.db is not None: sums.db.add_(dz.sum(0, dtype=sums.db.dtype))
     if sums.dw is not None: add_product(sums.dw, dz.T, x.to(dz.dtype))
     if sums.dx is None: return
-    if dz.dtype != x.dtype: dx = (dz @ wide(b.w)).to(x.dtype)
-    else: write_product(dx := torch.empty_like(x), dz, b.w, unit)
-    put_rows(sums.dx, dx, s)
+    to = sums.dx[s.at]
+    if dz.dtype != x.dtype: put_rows(to, (dz @ wide(b.w)).to(x.dtype), s)
+    elif s.kept is None: write_product(to.flatten(0, 1), dz, b.w, unit)
+    else:
+        write_product(x, dz, b.w, unit)
+        put_rows(to, x, s)
 
-# %% ../nbs/14_linear_ctc.ipynb #7566106b
-def linear_ctc_bwd(
-    g:Tensor, b:Batch, lse:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
-    K:int, needs:tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # dx, dw, db in the dtypes of x and w; empty if not needed
-    "Gradients, from the last segment to the first."
-    scan, sums, back = scan_of(b), Sums.of(b, needs), edges(1, b)[0]
-    nowhere = log_z.view(f32)[::2] == 0 if scan else log_z == -torch.inf
-    g = torch.where(nowhere | b.bad, 0, g)
-    unit = unit_of(g) if b.x.dtype == torch.float16 and takes_kernel(b.x) else None
-    if unit is not None: g = g / unit
+# %% ../nbs/14_linear_ctc.ipynb #ef5cd6e4
+def gradients(
+    b:Batch, K:int, g:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `sweep`
+    needs:tuple[bool, bool, bool],
+) -> tuple[Sums, Tensor]:  # and stats [T,N,2]
+    "From the last segment to the first."
+    sums, t, unit = Sums.of(b, needs), None, None
+    if b.x.dtype == torch.float16 and takes_kernel(b.x):
+        nowhere = log_z.view(f32)[::2] == 0 if b.scan else log_z.view(f64) == -torch.inf
+        unit = unit_of(torch.where(nowhere, 0, g))
+        g = g / unit
+    k = Back.of(b, K, g, log_z, states)
     for i, s in reversed([*enumerate(segments(b, K))]):
-        start = states[i - 1] if i else None
-        c = coefficients(scan, b, s, emissions(b, s, lse), start, back, log_z)
-        x = kept_rows(b.x, s)
-        dz = softmax_dz(b, s, x, lse, g)
-        overwrite(dz, c, g, b, s)
+        x = kept_rows(b.x[s.at], s)
+        t = t or tiling_of(x, b.w)
+        dz = make_dz(b, i, s, x, t, k)
         spend(sums, dz, x, b, s, unit)
-        del dz, c  # before the next ones
-    for t in sums[1:]:  # dx has had its own
-        if t is not None and unit is not None: t.mul_(unit)
+        del dz, x  # before the next ones
+    for total in sums[1:]:  # dx has had its own
+        if total is not None and unit is not None: total.mul_(unit)
+    return sums, k.stats
+
+# %% ../nbs/14_linear_ctc.ipynb #d412681a
+def linear_ctc_bwd(
+    g:Tensor, b:Batch, K:int, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
+    needs:tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # dx, dw, db in the dtypes of x and w; empty if not needed
+    "Gradients for an upstream gradient that was waited for."
+    sums, _ = gradients(b, K, g.contiguous(), log_z, states, needs)
     return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
-# %% ../nbs/14_linear_ctc.ipynb #8182c837
-def frames_of(x:Tensor, w:Tensor, W:int, budget:int) -> int:
-    "`segment_frames` for these tensors."
-    kernels, acc = takes_kernel(x), acc_dtype(x.dtype).itemsize
-    size = x.element_size() if kernels else acc
-    return segment_frames(*x.shape[:2], *w.shape, W, size, acc, kernels, budget)
+# %% ../nbs/14_linear_ctc.ipynb #b25acf23
+def reduced(losses, lengths, reduction, zero_infinity, alone):
+    "As torch reduces."
+    if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
+    if reduction == "mean":
+        losses = losses * shares(moved(lengths, losses.device), True, losses.dtype)
+    return losses[0] if alone and reduction == "none" else reduce_rows(losses, reduction)
 
-# %% ../nbs/14_linear_ctc.ipynb #2a6aebde
-@torch.library.custom_op("fusedloss::linear_ctc", mutates_args=())
-def linear_ctc_operator(
+# %% ../nbs/14_linear_ctc.ipynb #72e6c012
+def is_padded(b:Batch, tight:bool) -> bool:
+    "Whether rows may be left out; a compiler, which cannot know, says so."
+    return not tight or b.known is not None and len(set(b.known)) > 1
+
+# %% ../nbs/14_linear_ctc.ipynb #835bf3b2
+def linear_ctc_all(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
+    blank:int, budget:int, tight:bool, reduction:str, zero_infinity:bool,
+    need_x:bool, need_w:bool, need_b:bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Loss, dx, dw, db of an upstream gradient of 1; empty if not needed."
+    mean = reduction == "mean"
+    with torch.autocast(x.device.type, enabled=False):
+        b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
+        f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
+        states, g = sweep(b, f, True), shares(b.lengths, mean, acc_dtype(x.dtype))
+        sums, stats = gradients(b, f.segment, g, b.log_z, states, (need_x, need_w, need_b))
+        losses = losses_of(b, stats, b.log_z, mean, zero_infinity)
+    dx, dw, db = (w.new_empty(0) if t is None else t for t in sums)
+    return losses.sum(), dx, dw.to(w.dtype), db
+
+# %% ../nbs/14_linear_ctc.ipynb #2733440a
+def recompute_losses(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, budget:int, tight:bool, kept:bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     "`linear_ctc_fwd`."
     with torch.autocast(x.device.type, enabled=False):
         b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-        return linear_ctc_fwd(b, frames_of(x, w, b.y.shape[1], budget), kept)
+        f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
+        return linear_ctc_fwd(b, f, kept)
 
-# %% ../nbs/14_linear_ctc.ipynb #2ddc2c5a
+# %% ../nbs/14_linear_ctc.ipynb #f87f311a
+linear_ctc_operator = torch.library.custom_op("fusedloss::linear_ctc", recompute_losses,
+                                              mutates_args=())
+
+# %% ../nbs/14_linear_ctc.ipynb #01aca211
 @linear_ctc_operator.register_fake
 def _(x, w, bias, targets, frames, lengths, blank, budget, tight, kept):
-    (T, N), acc = x.shape[:2], acc_dtype(x.dtype)
-    W = int(min(T, targets.shape[-1]))
-    n_edges = -(-T // int(frames_of(x, w, W, budget))) if kept else min(T, 1)
-    return (x.new_empty(N, dtype=acc), x.new_empty((T, N), dtype=acc),
-            x.new_empty(N, dtype=f64), x.new_empty((n_edges, N, 2, W + 1), dtype=f64))
+    T, N = x.shape[:2]
+    C = columns_of(int(min(T, targets.shape[-1])))
+    n_edges = -(-T // int(frames_of(x, w, C, budget, True).segment)) if kept else min(T, 1)
+    new = functools.partial(x.new_empty, dtype=i64)
+    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((n_edges, N, 2, C))
 
-# %% ../nbs/14_linear_ctc.ipynb #6fb65c5f
-@torch.library.custom_op("fusedloss::linear_ctc_grad", mutates_args=())
-def linear_ctc_grad_operator(
+# %% ../nbs/14_linear_ctc.ipynb #d34dde7b
+def recompute_gradients(
     g:Tensor, x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor,
-    lengths:Tensor, lse:Tensor, log_z:Tensor, states:Tensor,
+    lengths:Tensor, log_z:Tensor, states:Tensor,
     blank:int, budget:int, tight:bool, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`linear_ctc_bwd`."
     with torch.autocast(x.device.type, enabled=False):
         b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-        K = frames_of(x, w, b.y.shape[1], budget)
-        return linear_ctc_bwd(g, b, lse, log_z, states, K, (need_x, need_w, need_b))
+        f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
+        return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
 
-# %% ../nbs/14_linear_ctc.ipynb #d5ba2d82
+# %% ../nbs/14_linear_ctc.ipynb #38c66e52
+linear_ctc_grad_operator = torch.library.custom_op("fusedloss::linear_ctc_grad",
+                                                   recompute_gradients, mutates_args=())
+
+# %% ../nbs/14_linear_ctc.ipynb #dc10708a
 @linear_ctc_grad_operator.register_fake
-def _(g, x, w, bias, targets, frames, lengths, lse, log_z, states, blank, budget, tight,
+def _(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget, tight,
       need_x, need_w, need_b):
     return (x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,)),
             w.new_empty((w.shape[0],) if need_b else (0,)))
 
-# %% ../nbs/14_linear_ctc.ipynb #09bc309d
+# %% ../nbs/14_linear_ctc.ipynb #a4f3b0de
 def _save(ctx, inputs, output):
     *tensors, ctx.blank, ctx.budget, ctx.tight, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
 
-def _backward(ctx, g, *_):
+def _backward(ctx, g, *_, by=linear_ctc_grad_operator):
     needs = [ctx.needs_input_grad[i] for i in range(3)]
     if g is None or not any(needs): return (None,) * 10
     options = ctx.blank, ctx.budget, ctx.tight
-    got = linear_ctc_grad_operator(g, *ctx.saved_tensors, *options, *needs)
+    got = by(g, *ctx.saved_tensors, *options, *needs)
     return *(d if need else None for d, need in zip(got, needs)), *[None] * 7
 
 # %% ../nbs/14_linear_ctc.ipynb #6126fdac
 linear_ctc_operator.register_autograd(_backward, setup_context=_save)
+
+# %% ../nbs/14_linear_ctc.ipynb #20528b1d
+class _Recomputed(torch.autograd.Function):
+    "Losses, whose gradients wait for theirs."
+    forward, setup_context = staticmethod(recompute_losses), staticmethod(_save)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, *_): return _backward(ctx, g, by=recompute_gradients)
+
+# %% ../nbs/14_linear_ctc.ipynb #e8c58823
+class _AllInForward(torch.autograd.Function):
+    "The loss, whose gradients are there before they are asked for."
+    @staticmethod
+    def forward(ctx, *inputs):
+        loss, *gradients = linear_ctc_all(*inputs)
+        ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
+        ctx.save_for_backward(*gradients)  # no input, no logits, no states
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        (dx, dw, db), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
+        return (scaled(dx.flatten(0, 1), g, keep).view_as(dx) if need_x else None,
+                scaled(dw, g, keep) if need_w else None,
+                scaled_bias(db, g, ctx.dtype) if need_b else None, *[None] * 11)
+
+# %% ../nbs/14_linear_ctc.ipynb #4ff83848
+linear_ctc_all_operator = torch.library.custom_op("fusedloss::linear_ctc_all", linear_ctc_all,
+                                                  mutates_args=())
+
+# %% ../nbs/14_linear_ctc.ipynb #bdb591a7
+@linear_ctc_all_operator.register_fake
+def _(x, w, bias, targets, frames, lengths, blank, budget, tight, reduction, zero_infinity,
+      need_x, need_w, need_b):
+    acc = acc_dtype(x.dtype)
+    return (x.new_empty((), dtype=acc), x.new_empty(x.shape if need_x else (0,)),
+            w.new_empty(w.shape if need_w else (0,)),
+            w.new_empty((w.shape[0],), dtype=acc) if need_b else w.new_empty((0,)))
+
+# %% ../nbs/14_linear_ctc.ipynb #fe974397
+def _save_all(ctx, inputs, output):
+    ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+
+# %% ../nbs/14_linear_ctc.ipynb #ce82aa78
+def _scale_all(ctx, g, *_):
+    if g is None: return (None,) * 14
+    scale = lambda d, dtype: scaled_bias(d, g, dtype)
+    made = zip(ctx.saved_tensors, ctx.needs)
+    return *(scale(d, ctx.dtype) if need else None for d, need in made), *[None] * 11
+
+# %% ../nbs/14_linear_ctc.ipynb #3ee61ade
+linear_ctc_all_operator.register_autograd(_scale_all, setup_context=_save_all)
 
 # %% ../nbs/14_linear_ctc.ipynb #04843b13
 def check_linear_ctc(
@@ -512,15 +837,7 @@ def check_linear_ctc(
     check_recompute(x, w, bias, memory_budget)
     check_ctc(x.new_empty(()).expand(*x.shape[:2], len(w)), targets, blank, reduction, "input")
 
-# %% ../nbs/14_linear_ctc.ipynb #b25acf23
-def reduced(losses, lengths, reduction, zero_infinity, alone):
-    "As torch reduces."
-    if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
-    if reduction == "mean":
-        losses = losses * shares(moved(lengths, losses.device), True, losses.dtype)
-    return losses[0] if alone and reduction == "none" else reduce_rows(losses, reduction)
-
-# %% ../nbs/14_linear_ctc.ipynb #ecfe95dd
+# %% ../nbs/14_linear_ctc.ipynb #5e865bfd
 def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
     linear_weight:Tensor,  # [V,H]
@@ -544,6 +861,12 @@ def linear_ctc_loss(
     bias = bias[0] if bias else None
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
-    losses, *_ = linear_ctc_operator(x, w, bias, targets, frames, lengths, blank,
-                                     memory_budget or 0, not _observed(), kept)
+    given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not _observed()
+    if kept and reduction != "none" and x.dtype != torch.float16:
+        needs = [t is not None and t.requires_grad for t in (x, w, bias)]
+        given = *given, reduction, zero_infinity, *needs
+        if _observed(): return linear_ctc_all_operator(*given)[0]
+        return _AllInForward.apply(*given)
+    recompute = linear_ctc_operator if _observed() else _Recomputed.apply
+    losses, *_ = recompute(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)
