@@ -12,11 +12,11 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'sampled_columns', 'SLAB', 'partial_lse',
            'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel',
            'finish_rest_kernel', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into', 'slab_gradients',
            'columns_bwd', 'rows_gradient', 'takes_columns', 'tile_columns', 'without_autocast', 'columns_fwd',
-           'columns_grad', 'RowIndex', 'row_index', 'decay_left', 'stochastic', 'count_kernel', 'update_kernel',
-           'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows', 'as_rows',
-           'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats', 'picks_kernel',
-           'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of', 'head_dtype',
-           'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
+           'in_units', 'columns_grad', 'RowIndex', 'row_index', 'decay_left', 'stochastic', 'count_kernel',
+           'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update', 'live_rows',
+           'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse', 'HeadStats',
+           'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring_of',
+           'head_dtype', 'with_centers', 'column_statistics', 'mean_loss', 'head_stats', 'partial_loss', 'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #275f2e99
 import math
@@ -693,7 +693,7 @@ def cosine_dz_kernel(
             at = dz + rows.to(tl.int64)[:, None] * dz_stride_n + cols[None, :]
             tl.store(at, d.to(dz.dtype.element_ty), mask=keep[:, None] & inside[None, :])
 
-# %% ../nbs/09_partial_fc.ipynb #7d32c31a
+# %% ../nbs/09_partial_fc.ipynb #1ec2571f
 @jit
 def finish_rest_kernel(
     parts_ptr, x_ptr, w_ptr, slot_ptr,  # [2, runs, N]; unit rows [N,H], [T,H]; [N]
@@ -701,7 +701,8 @@ def finish_rest_kernel(
     N, runs, H, UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    keep, base, s = rows < N, tl.full([BN], -float("inf"), tl.float32), tl.zeros([BN], tl.float32)
+    keep, base = rows < N, tl.full([BN], -float("inf"), tl.float32)
+    s, cos = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
     for first in range(0, runs, BP):
         parts = first + tl.arange(0, BP)[:, None]
         there, at = (parts < runs) & keep[None, :], parts_ptr + parts * N + rows[None, :]
@@ -712,14 +713,15 @@ def finish_rest_kernel(
         s = s * power(base, safe, UNIT) + tl.sum(s_k * power(base_k, safe[None, :], UNIT), 0)
         base = top
     slot = tl.load(slot_ptr + rows, mask=keep, other=-1)
-    x_at, w_at = x_ptr + (rows.to(tl.int64) * H)[:, None], w_ptr + (slot.to(tl.int64) * H)[:, None]
-    cos, known = tl.zeros([BN], tl.float32), (keep & (slot >= 0))[:, None]
+    known = (keep & (slot >= 0))[:, None]
+    x_at, w_at = (rows.to(tl.int64) * H)[:, None], (slot.to(tl.int64) * H)[:, None]
     for k in range(0, H, BH):
         cols = k + tl.arange(0, BH)[None, :]
-        a = tl.load(x_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
-        b = tl.load(w_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
+        a = tl.load(x_ptr + x_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
+        b = tl.load(w_ptr + w_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         cos += tl.sum(a * b, 1)
-    tl.store(rest_ptr + rows, base / UNIT + tl.log(s), mask=keep)
+    log_s = tl.log(tl.where(s == 0, 1.0, s))  # 0 beside a base of -inf only
+    tl.store(rest_ptr + rows, base / UNIT + log_s, mask=keep)
     tl.store(cos_ptr + rows, cos, mask=keep)
     tl.store(top_ptr + rows, base / UNIT, mask=keep)
 
@@ -762,8 +764,8 @@ def launch_cosine_dz(
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x): launch(fastest("cosine dz", x, v, t, (), launch))
 
-# %% ../nbs/09_partial_fc.ipynb #24ee5cf6
-SLAB = 2**26  # bytes of a slab's gradient
+# %% ../nbs/09_partial_fc.ipynb #e9065636
+SLAB = 2**28  # bytes of a slab's gradient
 
 def slab_columns(n_rows:int, n_columns:int, itemsize:int, centers:int=1, step:int=256) -> int:
     "Columns whose gradient takes about `SLAB` bytes, in steps of a tile; two tiles at least."
@@ -851,7 +853,16 @@ def columns_fwd(
         else: out = plain_rest(ux, uw, slot, shift, o, tile_columns(ux, o))
         return *out, ux, x_inverse, uw, w_inverse
 
-# %% ../nbs/09_partial_fc.ipynb #5cfddac7
+# %% ../nbs/09_partial_fc.ipynb #e9adebb6
+def in_units(
+    g_rest:Tensor, g_cos:Tensor, scale:float, dtype:torch.dtype,  # [N], [N]
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # and what they were divided by
+    "Gradients that fp16 can hold."
+    if dtype != torch.float16: return g_rest, g_cos, None
+    unit = unit_of(torch.maximum(g_rest.abs() * scale, g_cos.abs()))
+    return g_rest / unit, g_cos / unit, unit
+
+# %% ../nbs/09_partial_fc.ipynb #f60c6bf8
 def columns_grad(
     g_rest:Tensor, g_cos:Tensor, rest:Tensor, ux:Tensor, x_inverse:Tensor, uw:Tensor,
     w_inverse:Tensor, slot:Tensor, shift:Optional[Tensor],
@@ -859,13 +870,10 @@ def columns_grad(
     x_dtype:torch.dtype, w_dtype:torch.dtype, kernel:bool, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:
     "dx [N,H], gradient of the columns' rows [T·K,H]; empty where not needed."
-    o, unit = Scoring(centers, scale, pace, paced, eps, conflict, fill), None
+    o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
     if not len(ux): return ux.new_zeros(ux.shape, dtype=x_dtype), uw.new_zeros(
         uw.shape if need_w else 0, dtype=w_dtype)
-    g_rest, g_cos = g_rest.contiguous(), g_cos.contiguous()
-    if ux.dtype == torch.float16:
-        unit = unit_of(torch.maximum(g_rest.abs() * scale, g_cos.abs()))
-        g_rest, g_cos = g_rest / unit, g_cos / unit
+    g_rest, g_cos, unit = in_units(g_rest.contiguous(), g_cos.contiguous(), scale, ux.dtype)
     values = uw.new_empty(uw.shape if need_w else 0, dtype=w_dtype)
     def spend(rows:slice, dz:Tensor):
         if not need_w: return
