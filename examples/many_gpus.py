@@ -21,10 +21,8 @@ LANGUAGE_MODEL = dict(N=8192, H=4096, V=128256)
 bf16 = torch.bfloat16
 
 
-def timed(step, runs=10, rounds=3):
-    "Seconds of a step among steps that follow one another, of the slowest rank: the median of some rounds"
-    for _ in range(4):
-        step()
+def timed(step, runs, rounds):
+    "Seconds of a step among `runs` that follow one another, of the slowest rank: the median of some rounds"
     times = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -51,12 +49,17 @@ def peak_of(step):
     return torch.cuda.max_memory_allocated() - before
 
 
-def note(name, shape, seconds, peak, **more):
-    "Print and record, on the first rank"
-    if dist.get_rank() == 0:
-        ranks = dist.get_world_size()
-        print(f"{name}, {ranks} GPUs: {si(seconds, 's')}, {si(peak, 'B')} at the peak, {more}", flush=True)
-        record(RESULTS, name, dict(shape, R=ranks), bf16, "cuda", seconds=seconds, peak=peak, **more)
+def measured(name, shape, step, **more):
+    "Time a step in a row of steps, and one by one; print and record, on the first rank"
+    for _ in range(3):
+        step()
+    peak, ranks, state = peak_of(step), dist.get_world_size(), torch.cuda.memory_allocated()  # state: with the last gradient
+    for name, runs, rounds in ((name, 10, 3), (f"{name}, one by one", 1, 10)):
+        seconds = timed(step, runs, rounds)
+        if dist.get_rank() == 0:
+            print(f"{name}, {ranks} GPUs: {si(seconds, 's')}, {si(peak, 'B')} at the peak", flush=True)
+            record(RESULTS, name, dict(shape, R=ranks), bf16, "cuda", seconds=seconds, peak=peak, state=state,
+                   samples_per_second=shape["N"] / seconds, **more)
 
 
 def language_model(mesh, tokens_spread):
@@ -73,7 +76,7 @@ def language_model(mesh, tokens_spread):
         y = y.chunk(ranks)[mesh.get_local_rank()]
     x.requires_grad_()
     step = lambda: torch.autograd.grad(fl.linear_cross_entropy(x, w, y), [x, w])
-    note("tokens spread" if tokens_spread else "tokens on all", LANGUAGE_MODEL, timed(step), peak_of(step))
+    measured("tokens spread" if tokens_spread else "tokens on all", LANGUAGE_MODEL, step)
 
 
 def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512):
@@ -91,9 +94,7 @@ def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512):
         head(x, y).backward()
         optimizer.step()
 
-    seconds, peak = timed(step), peak_of(step)
-    state = torch.cuda.memory_allocated()  # weight, momentum, and the last gradient
-    note(name, dict(N=rows, H=h, V=per_gpu * ranks), seconds, peak, state=state, rate=rate, samples_per_second=rows / seconds)
+    measured(name, dict(N=rows, H=h, V=per_gpu * ranks), step, rate=rate)
 
 
 def same_answer(mesh):

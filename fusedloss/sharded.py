@@ -14,7 +14,7 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'spread_head_stats', 'check_spread', 'spread_rows', 'ShardedPartialFC', 'gathered_batch', 'grown_alone',
            'local_state', 'local_gradient', 'ShardedRowSparse', 'square_of_all']
 
-# %% ../nbs/10_sharded.ipynb #18ae6f1f
+# %% ../nbs/10_sharded.ipynb #cd61807c
 import copy
 import functools
 import math
@@ -33,10 +33,10 @@ from fusedloss.kernels import (
     score_and_slope, share_of, total_weight, unit as score_unit)
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    apply_update, as_rows, check_features, choose_columns, Columns, distinct_values, head_dtype,
-    head_stats, HeadStats, live_rows, mean_loss, NegativeSampler, PartialFC, _PartialLse,
-    picks_kernel, row_index, RowIndex, rows_gradient, RowSparse, scoring_of,
-    update_of, with_centers)
+    apply_update, as_rows, check_features, Columns, columns_of, distinct_values, head_dtype,
+    head_stats, HeadStats, live_index, live_rows, NegativeSampler, PartialFC, _PartialLse,
+    picks_kernel, plain_labels, RowIndex, rows_gradient, RowSparse, scoring_of, update_of,
+    with_centers)
 from fusedloss.recompute import (
     chunk_scores, is_busy, launch_dz, launch_sums, multiprocessors, plain_chunks, slab_tiles,
     take_unit, takes_kernel, tiling_of, wide, write_product)
@@ -794,43 +794,40 @@ class _NoClasses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_): return tuple(torch.zeros_like(t) for t in ctx.saved_tensors)
 
-# %% ../nbs/10_sharded.ipynb #282fa74f
+# %% ../nbs/10_sharded.ipynb #ded0c52e
 def local_statistics(
-    head:nn.Module, x:Tensor, w:Tensor, known:Tensor, columns:Columns, s:Shards,
+    head:nn.Module, x:Tensor, w:Tensor, kept:Tensor, columns:Columns, s:Shards,
     dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest other score: [N] each
     "Stage 9's statistics of this rank's classes."
     if not len(w): return _NoClasses.apply(x, w)
-    o, rows, index = scoring_of(head), with_centers(columns.rows, head.centers), None
-    if rows is not None:
-        index = row_index(rows).index
-        if head.sparse:
-            index += s.start * head.centers  # as the whole weight counts
-            head.weight.grad_rows = RowIndex(index, rows)
-    kept = torch.where(known, torch.arange(len(x), device=x.device), -1)
+    o, rows, index = scoring_of(head), with_centers(columns.rows, head.centers), columns.index
+    if rows is not None and o.centers > 1: index = live_index(rows)
+    if rows is not None and head.sparse:
+        index = index + s.start * o.centers  # as the whole weight counts
+        head.weight.grad_rows = RowIndex(index, rows)
     kernel = picks_kernel(head.method, x, dtype, o)
     return _PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
                              dtype, kernel, *o)
 
-# %% ../nbs/10_sharded.ipynb #43d73ec1
+# %% ../nbs/10_sharded.ipynb #94fddf48
 def spread_head_loss(
     head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
     dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
 ) -> tuple[Tensor, tuple]:
     "The mean loss of all ranks' valid rows; and what statistics are made of."
     check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
-    wanted = y != head.ignore_index
-    known = wanted & (y >= 0) & (y < head.num_classes)
-    here = known & (y >= s.start) & (y < s.stop)
-    columns = choose_columns(y, here, s.stop - s.start, sampler, acc_dtype(x.dtype), s.start)
+    ignore, sums = head.ignore_index, acc_dtype(x.dtype)
+    _, kept, share = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
+    columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     if sampler is not None: sampler.advance()
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
-    parts = local_statistics(head, x, w, known, columns, s, dtype)
+    parts = local_statistics(head, x, w, kept, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
-    norm = torch.where(known, torch.linalg.vector_norm(x.detach(), dim=-1), 0.0)
+    known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1).nan_to_num_()
     head.margin.observe(norm, known)
     losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
-    return mean_loss(losses, wanted, known), (columns, rest.detach(), cos.detach(), top, known)
+    return torch.dot(losses, share), (columns, rest.detach(), cos.detach(), top, known)
 
 # %% ../nbs/10_sharded.ipynb #acf9b577
 def spread_head_stats(head:nn.Module, seen:tuple, b:Batch, s:Shards) -> HeadStats:
