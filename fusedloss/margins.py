@@ -450,10 +450,10 @@ def _backward(ctx, g_rest, g_cos):
 
 cosine_lse.register_autograd(_backward, setup_context=_save)
 
-# %% ../nbs/08_margins.ipynb #f718b3e4
+# %% ../nbs/08_margins.ipynb #a3e1cceb
 def check_head(
     input:Tensor, linear_weight:Tensor, target:Tensor, margin:Margin, reduction:str,
-    ignore_index:int, eps:float, token_tile:int, class_tile:int,
+    ignore_index:int, eps:float, method:str, token_tile:int, class_tile:int,
 ) -> int:  # V
     "The number of classes; `ValueError`, `IndexError` for what no margin's loss accepts."
     check_linear(input, linear_weight)
@@ -466,10 +466,18 @@ def check_head(
     expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
         expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
+    expect(method in ("auto", "tiles", "recompute"), "method", "auto, tiles or recompute",
+           repr(method))
     check_labels(target, rows // k, ignore_index)
     return rows // k
 
-# %% ../nbs/08_margins.ipynb #def9b0f0
+# %% ../nbs/08_margins.ipynb #eaae1932
+def by_kernels(x, w, y, margin, eps, method) -> Optional[tuple[Tensor, Tensor]]:
+    "rest and c [N] by the next stage; None where its kernels do not take the rows."
+    from fusedloss.partial_fc import whole_head  # which needs this module
+    return whole_head(x, w, y, margin, eps, method)
+
+# %% ../nbs/08_margins.ipynb #7c59a18e
 def margin_cross_entropy(
     input:Tensor,  # [..., H], features of any length
     linear_weight:Tensor,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
@@ -478,15 +486,16 @@ def margin_cross_entropy(
     reduction:str="mean",  # "none", "mean" over valid rows, or "sum"
     ignore_index:int=-100,  # rows with this target count nothing
     eps:float=EPS,  # rows shorter than this have no direction
+    method:str="auto",  # "tiles", or "recompute": stage 9's kernels; "auto": where they run
     token_tile:int=4096,  # BN, rows of cosines in memory at once
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-    "Cross entropy of a cosine head with a margin, in tiles; raises as `check_head` says."
+    "Cross entropy of a cosine head with a margin; raises as `check_head` says."
     n_classes = check_head(input, linear_weight, target, margin, reduction, ignore_index, eps,
-                           token_tile, class_tile)
+                           method, token_tile, class_tile)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(-1, input.shape[-1]), linear_weight)
-    rest, cos = cosine_lse(
+    rest, cos = by_kernels(x, w, y.reshape(-1), margin, eps, method) or cosine_lse(
         x, w, y.reshape(-1), margin.centers, margin.scale, -1.0 if margin.pace is None else
         margin.pace, margin.paced, eps, token_tile, max(1, class_tile // margin.centers))
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)

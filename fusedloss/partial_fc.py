@@ -7,16 +7,16 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'sampled_columns', 'SLAB', 'partial_lse',
            'key_word', 'block_key', 'shuffle', 'Strata', 'strata_of', 'drawn_of', 'draw_plain', 'slot_plain',
            'mix_bits', 'add_word', 'block_key_of', 'drawn_by', 'draw_kernel', 'draw', 'NegativeSampler',
            'first_occurrence', 'Columns', 'live_index', 'plain_labels', 'plain_columns', 'place_of', 'load_classes',
-           'live_class', 'columns_kernel', 'launch_columns', 'sample_columns', 'columns_of', 'choose_columns',
-           'unit_block', 'unit_kernel', 'row_block', 'unit_rows_of', 'unit_pair', 'tangent_kernel', 'to_tangent',
-           'Scoring', 'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel',
-           'loss_of', 'finish_rest_kernel', 'Line', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into',
+           'live_class', 'columns_kernel', 'launch_columns', 'sample_columns', 'columns_of', 'unit_block',
+           'unit_kernel', 'row_block', 'unit_rows_of', 'unit_pair', 'tangent_kernel', 'to_tangent', 'Scoring',
+           'score_tile', 'plain_rest', 'plain_dz', 'other_scores', 'rest_kernel', 'cosine_dz_kernel', 'loss_of',
+           'finish_rest_kernel', 'Line', 'launch_rest', 'launch_cosine_dz', 'slab_columns', 'product_into',
            'slab_gradients', 'columns_bwd', 'rows_gradient', 'takes_columns', 'tile_columns', 'without_autocast',
-           'columns_fwd', 'in_units', 'columns_grad', 'RowIndex', 'row_index', 'gradients_of', 'decay_left',
-           'stochastic', 'count_kernel', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update',
-           'launch_update', 'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer',
-           'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors',
-           'scoring_of', 'head_dtype', 'with_centers', 'rows_of', 'mean_loss', 'head_stats', 'scored_loss', 'line_loss',
+           'columns_fwd', 'in_units', 'columns_grad', 'RowIndex', 'gradients_of', 'decay_left', 'stochastic',
+           'count_kernel', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update',
+           'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse',
+           'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring',
+           'scoring_of', 'head_dtype', 'with_centers', 'rows_of', 'head_stats', 'scored_loss', 'line_loss',
            'partial_loss', 'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #275f2e99
@@ -402,7 +402,7 @@ def _(y, seed, step, bits, whole, chance, start, stop, ignore_index, missed, dty
     t = (blocks * Strata(bits, whole, chance).slots + n + 7) // 8 * 8
     return new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype)
 
-# %% ../nbs/09_partial_fc.ipynb #f067ae56
+# %% ../nbs/09_partial_fc.ipynb #67d99b49
 def columns_of(
     y:Tensor, ignore_index:int, n_classes:int, sampler:Optional[NegativeSampler],  # [N]
     dtype:torch.dtype, start:int=0,  # a rank's first class
@@ -416,13 +416,6 @@ def columns_of(
     way = sampled_columns if _observed() else sample_columns
     return Columns(*way(y, sampler.seed, sampler.step, *sampler.strata, start, stop,
                         ignore_index, missed, dtype))
-
-def choose_columns(
-    y:Tensor, known:Tensor, n_classes:int, sampler:Optional[NegativeSampler], dtype:torch.dtype,
-    start:int=0,  # as above; the `known` rows have a label here
-) -> Columns:
-    "`columns_of` rows that are known already."
-    return columns_of(torch.where(known, y, -1), -1, n_classes, sampler, dtype, start)
 
 # %% ../nbs/09_partial_fc.ipynb #89c1636e
 @jit
@@ -943,11 +936,6 @@ class RowIndex(NamedTuple):
     index: Tensor  # [T], none outside the weight: dead columns name a live row, with zeros
     rows: Tensor  # [T], -1 for dead columns; else all different
 
-# %% ../nbs/09_partial_fc.ipynb #6479d213
-def row_index(rows:Tensor) -> RowIndex:
-    "The same rows twice: for PyTorch's sparse tensors, and for `RowSparse`."
-    return RowIndex(live_index(rows), rows)
-
 # %% ../nbs/09_partial_fc.ipynb #b8efda13
 def gradients_of(
     ctx, g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], *tensors:Tensor,
@@ -1395,13 +1383,20 @@ class ClassVectors(nn.Module):
         self.num_classes = int(keep.sum())
         return torch.where(keep, keep.cumsum(0) - 1, -1)
 
-# %% ../nbs/09_partial_fc.ipynb #19053a7e
-def scoring_of(head:nn.Module) -> Scoring:
-    "A head's margin and options as numbers."
-    m, fill = head.margin, 0.0 if head.conflict_mode == "zero" else -math.inf
-    pace, conflict = (-1.0 if m.pace is None else m.pace), head.conflict
-    return Scoring(m.centers, float(m.scale), pace, m.paced, head.eps,
+# %% ../nbs/09_partial_fc.ipynb #ee55bbb1
+def scoring(
+    margin:Margin, eps:float, conflict:Optional[float]=None, fill:float=-math.inf,
+) -> Scoring:
+    "A margin and options as numbers."
+    pace = -1.0 if margin.pace is None else margin.pace
+    return Scoring(margin.centers, float(margin.scale), pace, margin.paced, eps,
                    2.0 if conflict is None else conflict, fill)
+
+# %% ../nbs/09_partial_fc.ipynb #dcb77143
+def scoring_of(head:nn.Module) -> Scoring:
+    "A head's."
+    fill = 0.0 if head.conflict_mode == "zero" else -math.inf
+    return scoring(head.margin, head.eps, head.conflict, fill)
 
 # %% ../nbs/09_partial_fc.ipynb #14e538ec
 def head_dtype(x:Tensor) -> torch.dtype:
@@ -1426,12 +1421,6 @@ def rows_of(head:nn.Module, columns:Columns) -> Columns:
     if head.sparse: head.weight.grad_rows = RowIndex(columns.index, columns.rows)
     return columns
 
-# %% ../nbs/09_partial_fc.ipynb #77d68204
-def mean_loss(losses:Tensor, wanted:Tensor, known:Tensor) -> Tensor:  # [N] each
-    "Mean over the rows that are not ignored; NaN if one of them has no class, 0 without rows."
-    losses = torch.where(known, losses, torch.where(wanted, torch.nan, 0.0))
-    return losses.sum() / wanted.sum().clamp(min=1)
-
 # %% ../nbs/09_partial_fc.ipynb #e7b6c6a8
 def head_stats(
     head:nn.Module, columns:Columns, rest:Tensor, cos:Tensor, top:Tensor,
@@ -1443,6 +1432,19 @@ def head_stats(
     ahead = (bent(cos * o.level, o) > top) & known
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
     return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
+
+# %% ../nbs/09_partial_fc.ipynb #f8a5a71d
+def whole_head(
+    x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V·K,H], [N]
+    margin:Margin, eps:float, method:str,
+) -> Optional[tuple[Tensor, Tensor]]:  # rest, cos [N]; None where no kernel takes the rows
+    "The two numbers of stage 8's `margin_cross_entropy`: all classes are columns."
+    o, dtype = scoring(margin, eps), head_dtype(x)
+    if not picks_kernel(method, x, dtype, o): return None
+    c = columns_of(y, -1, len(w), None, acc_dtype(x.dtype))
+    rest, cos, _ = _PartialLse.apply(x, w, c.kept, None, None, c.slot, None, False, dtype, True,
+                                     *o)
+    return rest, cos
 
 # %% ../nbs/09_partial_fc.ipynb #b42ab7c6
 def scored_loss(

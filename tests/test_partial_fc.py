@@ -14,13 +14,14 @@ from hypothesis import given, settings, strategies as st
 
 import fusedloss as fl
 import fusedloss.partial_fc as partial_fc
+from fusedloss.baseline import sample_data
 from fusedloss.margins import EPS, AdaFace, ArcFace, CosFace, SubCenter, margin_cross_entropy, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.partial_fc import (
-    NegativeSampler, PartialFC, RowSparse, Scoring, Update, block_key, choose_columns, columns_bwd, draw, draw_plain, first_occurrence,
-    launch_rest, launch_update, plain_rest, plain_update, row_index, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
+    NegativeSampler, PartialFC, RowIndex, RowSparse, Scoring, Update, block_key, columns_bwd, columns_of, draw, draw_plain, first_occurrence,
+    launch_rest, launch_update, live_index, plain_rest, plain_update, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
 from fusedloss.recompute import Tiling
-from helpers import TOLERANCE, planted
+from helpers import TOLERANCE, fault_of, planted
 from test_margins import FORMULAS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -154,7 +155,7 @@ def test_first_occurrence(labels):
 @given(st.lists(st.integers(-1, 40), max_size=30), st.sampled_from([0.03, 0.3, 0.8, 1.0, "positives"]), st.booleans(), st.integers(0, 10**9))
 def test_columns(labels, rate, log_q, seed):
     y, sampler = torch.tensor(labels, dtype=torch.int64), NegativeSampler(rate, seed, log_q)
-    columns = choose_columns(y, y >= 0, 41, sampler, f64)
+    columns = columns_of(y, -1, 41, sampler, f64)
     alive = columns.rows[columns.rows >= 0]
     assert len(columns.rows) == -(-(len(sampler(41)) + len(labels)) // 8) * 8  # known beforehand
     assert len(alive.unique()) == len(alive)
@@ -173,7 +174,7 @@ def test_log_q_makes_the_sum_right_on_average():
         sampler = NegativeSampler(0.1, 5, log_q)
         for _ in range(200):
             sampler.advance()
-            columns = choose_columns(y, y >= 0, 4000, sampler, f64)
+            columns = columns_of(y, -1, 4000, sampler, f64)
             sums[log_q].append(((z[columns.rows.clamp(min=0)] + columns.shift).exp().sum() / z.exp().sum()).item())
     mean = {k: sum(v) / len(v) for k, v in sums.items()}
     assert mean[True] == pytest.approx(1, abs=0.01) and mean[False] == pytest.approx(0.1, abs=0.01)
@@ -698,7 +699,7 @@ def given_rows(p, rows, values):
     "p's gradient as a head leaves it, a dead column among it"
     rows = torch.cat([rows[:2], torch.tensor([-1]), rows[2:]]).to(p.device)
     values = torch.cat([values[:2], torch.zeros(1, values.shape[1], dtype=values.dtype), values[2:]]).to(p.device)
-    p.grad_rows = row_index(rows)
+    p.grad_rows = RowIndex(live_index(rows), rows)
     p.grad = torch.sparse_coo_tensor(p.grad_rows.index[None], values, p.shape, check_invariants=False)
 
 
@@ -1039,7 +1040,7 @@ def test_columns_kernel(rate, n, span, log_q, place):
     exact = partial_fc.plain_columns(y, *args, ignored, missed, f32)
     got = partial_fc.launch_columns(y.to(place), *(a.to(place) for a in args[:2]), *args[2:], ignored, missed, f32)
     assert same_columns(got, exact)
-    chosen = choose_columns(y.to(place), known.to(place), span[1] - span[0], sampler.to(place), f32, span[0])
+    chosen = columns_of(torch.where(known, y, -1).to(place), -1, span[1] - span[0], sampler.to(place), f32, span[0])
     assert same_columns(chosen, partial_fc.plain_columns(torch.where(known, y, -1), *args, -1, missed, f32))
     assert torch.equal(exact.kept, torch.where(known, torch.arange(n), -1)) and torch.equal(exact.share.isnan(), (y != ignored) & ~known)
     wanted = max(int((y != ignored).sum()), 1)
@@ -1111,6 +1112,29 @@ def kernels_for_all(place, monkeypatch):
     monkeypatch.setattr(partial_fc, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
     monkeypatch.setattr(partial_fc, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.pace < 0)
     return place
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("margin", [CosFace(0.2, 16.0), ArcFace(0.3, 16.0)], ids=repr)
+def test_these_kernels_serve_margin_cross_entropy(margin, reduction, kernels_for_all, monkeypatch):
+    x, w, _ = sample_data(13, 20, 70, f32, kernels_for_all)
+    y = torch.tensor([5, -100, 69, *range(10)], device=kernels_for_all)
+    launched, way = [], partial_fc.launch_rest
+    monkeypatch.setattr(partial_fc, "launch_rest", lambda *a, **o: launched.append(1) or way(*a, **o))
+    loss = partial(margin_cross_entropy, x, w, y, margin=margin, reduction=reduction)
+    tiled, ours = loss(method="tiles"), loss()
+    assert len(launched) == 1
+    g = torch.linspace(0.5, 2, ours.numel(), device=ours.device).view(ours.shape)
+    exact, got = (torch.autograd.grad(t, [x, w], g) for t in (tiled, ours))
+    for a, b in zip((ours, *got), (tiled, *exact)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_margin_cross_entropy_names_its_ways():
+    x, w, y = sample_data(3, 4, 5)
+    for method in ("fused", "recompute"):  # the one is none, the other has no kernels for fp32
+        with pytest.raises(ValueError, match="method"):
+            margin_cross_entropy(x, w, y, margin=ArcFace(), method=method)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "SubCenter" not in c and "Circle" not in c])
@@ -1371,22 +1395,13 @@ def first_fault(m):
     return None
 
 
-@pytest.fixture
-def variant(tmp_path):
-    return partial(planted, partial_fc, tmp_path)
-
-
-def test_the_unchanged_source_passes(variant):
-    assert first_fault(variant("fusedloss::", "fusedloss::")) is None
+def test_the_unchanged_source_passes(tmp_path):
+    assert first_fault(planted(partial_fc, tmp_path)) is None
 
 
 @pytest.mark.parametrize("bug", MUTANTS)
-def test_a_planted_bug_is_noticed(bug, variant):
-    try:
-        found = first_fault(variant(*MUTANTS[bug]))
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        found = str(error)
-    assert found, f"no case notices that {bug}"
+def test_a_planted_bug_is_noticed(bug, tmp_path):
+    assert fault_of(first_fault, partial_fc, tmp_path, *MUTANTS[bug]), f"no case notices that {bug}"
 
 
 SCORE_BUGS = {
@@ -1533,19 +1548,16 @@ KERNEL_BUGS = {bug: (look, pair) for look, bugs in ((row_fault, ROW_BUGS), (scor
                for bug, pair in bugs.items()}
 
 
-def test_the_unchanged_kernels_pass(variant, place):
-    m = variant("fusedloss::", "fusedloss::")
+def test_the_unchanged_kernels_pass(tmp_path, place):
+    m = planted(partial_fc, tmp_path)
     assert not [found for look in (row_fault, score_fault, update_fault) if (found := look(m, place, torch.Generator().manual_seed(0)))]
 
 
 @pytest.mark.parametrize("bug", KERNEL_BUGS)
-def test_a_bug_in_a_kernel_is_noticed(bug, variant, place):
+def test_a_bug_in_a_kernel_is_noticed(bug, tmp_path, place):
     look, pair = KERNEL_BUGS[bug]
-    try:
-        found = look(variant(*pair), place, torch.Generator().manual_seed(0))
-    except (RuntimeError, IndexError, ValueError) as error:
-        found = str(error)
-    assert found, f"no case notices that {bug}"
+    find = partial(look, place=place, g=torch.Generator().manual_seed(0))
+    assert fault_of(find, partial_fc, tmp_path, *pair), f"no case notices that {bug}"
 
 
 def test_the_front_door():
