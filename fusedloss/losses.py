@@ -490,7 +490,7 @@ def take(
         reduction=given["reduction"], ignore_index=given["ignore_index"], token_tile=rows,
         class_tile=columns)
 
-# %% ../nbs/07_losses.ipynb #8d4e14b1
+# %% ../nbs/07_losses.ipynb #30aa5cc8
 def planned_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
     shift:int=0, method:str="auto", memory_budget:Optional[int]=None, accumulate:str="auto",
