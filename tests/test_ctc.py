@@ -90,7 +90,7 @@ def case(T=23, N=6, C=9, L=7, frames=None, lengths=None, dtype=f32, scale=1.0, m
     y = torch.randint(1, C, (N, L), generator=g) if labels is None else torch.tensor(labels, dtype=torch.int64)
     if blank and labels is None:
         y = torch.where(y == blank, 0, y)
-    return z.to(dtype), y, frames or [T] * N, lengths or [L] * N
+    return z.to(dtype), y, list(frames or [T] * N), list(lengths or [L] * N)  # for a test to change
 
 
 def graded(loss, z, *args, g=None, **options):
@@ -159,20 +159,21 @@ def compiled(command, out, constants, source):
     return out
 
 
-def on_cpu(folder, source=None):
-    "A stand-in for `ctc_kernel`, whose kernels are compiled as C++ and run thread by thread"
+def kernels_on_cpu(folder, shim, **sources):
+    "A stand-in for `ctc_kernel`, whose kernels a file of C++ compiles and runs thread by thread"
     if platform.machine() != "x86_64" or not shutil.which("g++"):
         pytest.skip("no g++ for x86-64 on this machine")
-    (folder / "ctc.cu").write_text(source or cuda_source("ctc"), encoding="utf-8")
-    for name in ("cuda_on_cpu.h", "ctc_on_cpu.cpp"):
-        shutil.copy(HERE / name, folder / name)
+    for name, source in sources.items():
+        (folder / f"{name}.cu").write_text(source or cuda_source(name), encoding="utf-8")
+    for path in (HERE / "cuda_on_cpu.h", *HERE.glob("*ctc_on_cpu.cpp")):
+        shutil.copy(path, folder)
     made = {}
 
     def kernel(name, device, **constants):
         key = tuple(constants.items())
         if key not in made:
             command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-            made[key] = ctypes.CDLL(str(compiled(command, folder / f"{len(made)}.so", constants, folder / "ctc_on_cpu.cpp")))
+            made[key] = ctypes.CDLL(str(compiled(command, folder / f"{len(made)}.so", constants, folder / shim)))
 
         def launch(grid, block, *args):
             assert 32 <= block <= 1024 and block % 32 == 0
@@ -181,6 +182,11 @@ def on_cpu(folder, source=None):
         return launch
     kernel.seed = 0
     return kernel
+
+
+def on_cpu(folder, source=None):
+    "The kernels of ctc.cu, or of another text of it"
+    return kernels_on_cpu(folder, "ctc_on_cpu.cpp", ctc=source)
 
 
 @pytest.fixture(scope="module")

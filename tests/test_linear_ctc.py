@@ -1,11 +1,8 @@
 """CTC of a linear layer: loss and gradients by loops, by Triton and by the lattice's kernel run on a CPU; bugs planted in all."""
-import ctypes
 import itertools
 import math
 import os
-import platform
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +17,9 @@ from fusedloss.kernels import cuda_source
 from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from helpers import planted
-from test_ctc import HARD, case, collapsed, compiled, hard, reference, same_losses, ways
+from test_ctc import HARD, case, collapsed, compiled, hard, kernels_on_cpu, reference, same_losses, ways
 
 INF = math.inf
-HERE = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
@@ -32,27 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of
 # three ways: loops and products, the lattice's kernels, and beside them the softmax by Triton
 
 def lattice_on_cpu(folder, source=None):
-    "Launchers of the kernels of linear_ctc.cu and ctc.cu, compiled as C++ and run thread by thread"
-    if platform.machine() != "x86_64" or not shutil.which("g++"):
-        pytest.skip("no g++ for x86-64 on this machine")
-    for name in ("ctc", "linear_ctc"):
-        (folder / f"{name}.cu").write_text(source if source and name == "linear_ctc" else cuda_source(name), encoding="utf-8")
-    for name in ("cuda_on_cpu.h", "ctc_on_cpu.cpp", "linear_ctc_on_cpu.cpp"):
-        shutil.copy(HERE / name, folder / name)
-    made = {}
-
-    def kernel(name, device, **constants):
-        key = tuple(constants.items())
-        if key not in made:
-            command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-            made[key] = ctypes.CDLL(str(compiled(command, folder / f"{len(made)}.so", constants, folder / "linear_ctc_on_cpu.cpp")))
-
-        def launch(grid, block, *args):
-            arguments = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else None if a is None else a for a in args]
-            getattr(made[key], f"run_{name.removeprefix('ctc_')}")(grid, block, kernel.seed, *arguments)
-        return launch
-    kernel.seed = 0
-    return kernel
+    "The kernels of ctc.cu and of linear_ctc.cu, or of another text of it"
+    return kernels_on_cpu(folder, "linear_ctc_on_cpu.cpp", ctc=None, linear_ctc=source)
 
 
 @pytest.fixture(scope="module")
