@@ -1,16 +1,25 @@
 "Memory- and time-efficient losses over many classes, in PyTorch, Triton and CUDA."
 __version__ = "0.1.0"
 
-from fusedloss import semirings
+from fusedloss import margins, semirings
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
+from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.kernels import CrossEntropyStats, cross_entropy
+from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy, plan
+from fusedloss.margins import margin_cross_entropy
+from fusedloss.partial_fc import NegativeSampler, PartialFC, RowSparse
 from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.scans import logz, sample, viterbi
+from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, sharded_linear_cross_entropy
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
-__all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
-           "MemoryEfficientVocabOutput", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "cross_entropy",
-           "iota_cross_entropy", "linear_cross_entropy", "onehot_select", "plan", "recompute_linear_cross_entropy",
-           "rewrite_gather", "semirings", "tiled_linear_cross_entropy"]
+__all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
+           "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "ShardedPartialFC",
+           "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "cross_entropy",
+           "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align", "iota_cross_entropy",
+           "linear_cross_entropy", "linear_ctc_loss", "logz", "margin_cross_entropy", "margins", "onehot_select", "plan",
+           "recompute_linear_cross_entropy", "rewrite_gather", "sample", "semirings", "sharded_linear_cross_entropy",
+           "tiled_linear_cross_entropy", "viterbi"]

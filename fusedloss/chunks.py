@@ -294,7 +294,7 @@ def scaled_bias(db:Tensor, factor:Tensor, dtype:torch.dtype) -> Tensor:  # [V]
     "db times `factor`, rounded."
     return torch.where(db == 0, 0.0, db * factor).to(dtype)
 
-# %% ../nbs/05_chunks.ipynb #04a28689
+# %% ../nbs/05_chunks.ipynb #687b62c2
 class _ChunkedLoss(torch.autograd.Function):
     "The loss, whose gradients are there before they are asked for."
     @staticmethod
@@ -304,11 +304,13 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
         ctx.save_for_backward(dx, dw, db, factors)  # no input, no logits
         ctx.mark_non_differentiable(*told)
+        ctx.set_materialize_grads(False)  # of statistics it would launch zeros
         return loss, *told
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, *_):
+        if g is None: return (None,) * (4 + ctx.unused)
         (dx, dw, db, factors), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         gx, gw = last_factors(g, factors)
@@ -335,15 +337,17 @@ def _(x, w, b, y, weight, token_weight, ignore_index, label_smoothing, logit_sca
             new(2 if late else 0), new(n if stats else 0), new(n if stats else 0),
             new(5, n) if stats else new(0))
 
-# %% ../nbs/05_chunks.ipynb #50796bb8
+# %% ../nbs/05_chunks.ipynb #f7299d73
 def _save(ctx, inputs, output):
     ctx.needs, ctx.unused = inputs[-4:-1], len(inputs) - 3
     ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
     ctx.save_for_backward(*output[1:5])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
-# %% ../nbs/05_chunks.ipynb #51695eb1
+# %% ../nbs/05_chunks.ipynb #877151e9
 def _backward(ctx, g, *_):
+    if g is None: return (None,) * (3 + ctx.unused)
     dx, dw, db, factors = ctx.saved_tensors
     gx, gw = last_factors(g, factors)
     times = lambda d, f: torch.where(d == 0, 0.0, d.to(f.dtype) * f).to(d.dtype)

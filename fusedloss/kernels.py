@@ -155,14 +155,15 @@ def row_start(ptr, rows, inner, stride_o, stride_i):
     o, i = (rows // inner).to(tl.int64), (rows % inner).to(tl.int64)
     return ptr + o * stride_o + i * stride_i
 
-# %% ../nbs/04_kernels.ipynb #728d848f
+# %% ../nbs/04_kernels.ipynb #850a28f0
 @jit
 def class_weight(weight_ptr, cols, inside):
     "Weights of the classes `cols`, or 1."
     if weight_ptr is None:
         return 1.0
     else:
-        return tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        at = tl.broadcast_to(weight_ptr + cols, inside.shape)  # a mask is not, in Triton 3.4
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 # %% ../nbs/04_kernels.ipynb #929bee75
 @jit
@@ -613,30 +614,35 @@ def cuda_source(name:str) -> str:
     places = home / "cuda", home.parent / "cuda"
     return next(p for p in places if p.is_dir()).joinpath(f"{name}.cu").read_text()
 
-# %% ../nbs/04_kernels.ipynb #c3a2083c
+# %% ../nbs/04_kernels.ipynb #0797056d
 def _by_cupy(source, name, options):
     from cupy import RawModule
     kernel = RawModule(code=source, options=options).get_function(name)
-    def launch(grid, block, *args):
-        stream = SimpleNamespace(ptr=torch.cuda.current_stream().cuda_stream)
+    def launch(grid, block, *args, shared=0):
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
-        kernel((grid,), (block,), tuple(pointers), stream=stream)
+        if shared > 49152: kernel.max_dynamic_shared_size_bytes = shared
+        kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
+               stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
     return launch
 
 def _by_torch(source, name, options):
-    kernel = torch.cuda._compile_kernel(source, name, nvcc_options=list(options))
+    options = [*options, "-ftz=true"]  # as CuPy compiles: the same bits
+    kernel = torch.cuda._compile_kernel(source, name, nvcc_options=options)
     nothing = torch.empty(0, device="cuda")  # its pointer is null
-    def launch(grid, block, *args):
-        kernel((grid, 1, 1), (block, 1, 1), [nothing if a is None else a for a in args])
+    def launch(grid, block, *args, shared=0):
+        if shared >= 49152: kernel.set_shared_memory_config(shared)
+        given = [nothing if a is None else a for a in args]
+        kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
     return launch
 
-# %% ../nbs/04_kernels.ipynb #9b03a651
+# %% ../nbs/04_kernels.ipynb #95e520f3
 @functools.cache
 def cuda_kernel(
     name:str,  # of the kernel and of its file
     device:int,  # the current one
     **constants,  # what the source leaves open
-) -> Optional[Callable]:  # (blocks, threads, *arguments); None where nothing can compile it
+) -> Optional[Callable]:  # (blocks, threads, *arguments, shared=bytes); None: no compiler
     "A kernel of `cuda/`, compiled; it launches on torch's current stream."
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
     try:
@@ -644,7 +650,7 @@ def cuda_kernel(
     except ImportError:
         if hasattr(torch.cuda, "_compile_kernel"):
             return _by_torch(cuda_source(name), name, options)
-    warnings.warn(f"cuda/{name}.cu needs CuPy to be compiled; Triton takes its place")
+    warnings.warn(f"cuda/{name}.cu needs CuPy to be compiled; a slower way takes its place")
 
 # %% ../nbs/04_kernels.ipynb #482eb5b1
 class Cluster(NamedTuple):

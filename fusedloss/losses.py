@@ -490,7 +490,7 @@ def take(
         reduction=given["reduction"], ignore_index=given["ignore_index"], token_tile=rows,
         class_tile=columns)
 
-# %% ../nbs/07_losses.ipynb #8d4e14b1
+# %% ../nbs/07_losses.ipynb #30aa5cc8
 def planned_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
     shift:int=0, method:str="auto", memory_budget:Optional[int]=None, accumulate:str="auto",
@@ -499,6 +499,10 @@ def planned_loss(
     monitored:bool=False,  # statistics need no gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Check, shift, plan, take."
+    if hasattr(linear_weight, "device_mesh"):  # a DTensor: its classes lie on several ranks
+        from fusedloss.sharded import planned_shards
+        return planned_shards(input, linear_weight, target, given, shift, method,
+                              memory_budget, filter_eps, chunk_size)
     how = memory_budget, accumulate, chunk_size
     check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
@@ -512,7 +516,7 @@ def planned_loss(
                   p.why if method == "auto" else f"{method}, as asked")
     return take(way, r, input, linear_weight, target, given, max_valid, filter_eps)
 
-# %% ../nbs/07_losses.ipynb #39830362
+# %% ../nbs/07_losses.ipynb #6e54c712
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -530,7 +534,7 @@ def linear_cross_entropy(
     method:str="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
-    filter_eps:Optional[float]=None,  # dx, dw leave out tiles of smaller probabilities
+    filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     "A linear layer's cross entropy in float32 (float64), by the method that `plan` takes."
@@ -541,13 +545,14 @@ def linear_cross_entropy(
     return planned_loss(input, linear_weight, target, given, shift, method, memory_budget,
                         accumulate, filter_eps, monitored=method == "chunks")
 
-# %% ../nbs/07_losses.ipynb #d7402d9b
+# %% ../nbs/07_losses.ipynb #0659738e
 class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     "A linear layer and its cross entropy, by the method that `plan` takes."
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, shift:int=0,  # k: the target of a token lies k positions ahead
-        method:str="auto", filter_eps:Optional[float]=None,
+        method:str="auto",
+        filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
         **options,  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['TUNED', 'BUDGET', 'SAMPLE', 'place', 'load_operand', 'tile_product', 'tile_scores', 'join', 'tally_tile',
            'target_kernel', 'lse_kernel', 'merge_kernel', 'Tiling', 'copyable', 'describable', 'cut', 'tiling_of',
-           'is_busy', 'multiprocessors', 'run_length', 'variants', 'milliseconds', 'fastest', 'operand', 'launch_parts',
-           'launch_lse', 'terms_kernel', 'dz_kernel', 'launch_terms', 'launch_dz', 'slab_tiles', 'take_unit',
-           'write_product', 'launch_gradients', 'takes_kernel', 'plain_chunks', 'wide', 'chunk_scores', 'plain_fwd',
-           'plain_bwd', 'Order', 'inverse', 'label_places', 'final_scores', 'likely_classes', 'order_tiles',
-           'flag_kernel', 'filter_tiling', 'launch_flagged', 'plain_flagged', 'tile_sums', 'take', 'filtered_fwd',
-           'KeptTiles', 'kept_first', 'kept_tiles', 'spend_kernel', 'launch_spend', 'stand_ins', 'launch_kept',
-           'filtered_kernel_bwd', 'plain_terms', 'filtered_plain_bwd', 'filtered_bwd', 'filter_dtypes',
+           'is_busy', 'multiprocessors', 'run_length', 'variants', 'milliseconds', 'fastest', 'operand', 'launch_sums',
+           'launch_parts', 'launch_lse', 'terms_kernel', 'dz_kernel', 'launch_terms', 'launch_dz', 'slab_tiles',
+           'take_unit', 'write_product', 'launch_gradients', 'takes_kernel', 'plain_chunks', 'wide', 'chunk_scores',
+           'plain_fwd', 'plain_bwd', 'Order', 'inverse', 'label_places', 'final_scores', 'likely_classes',
+           'order_tiles', 'flag_kernel', 'filter_tiling', 'launch_flagged', 'plain_flagged', 'tile_sums', 'take',
+           'filtered_fwd', 'KeptTiles', 'kept_first', 'kept_tiles', 'spend_kernel', 'launch_spend', 'stand_ins',
+           'launch_kept', 'filtered_kernel_bwd', 'plain_terms', 'filtered_plain_bwd', 'filtered_bwd', 'filter_dtypes',
            'recompute_loss', 'recompute_grad', 'kernel_bwd', 'check_recompute', 'check_filter',
            'recompute_linear_cross_entropy']
 
@@ -314,21 +314,20 @@ def operand(t:Tensor, rows:int, width:int, desc:bool):
     from triton.tools.tensor_descriptor import TensorDescriptor
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, width])
 
-# %% ../nbs/06_recompute.ipynb #67b93481
-def launch_parts(
+# %% ../nbs/06_recompute.ipynb #729cdbb0
+def launch_sums(
     x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
-    bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:RowOptions, stats:bool, tiling:Optional[Tiling]=None,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:  # as `launch_lse`, parts
-    "Forward, and what its runs left: base, sum and more, `[2 or 7, runs, N]`."
+    bias:Optional[Tensor], weight:Optional[Tensor],  # [V], [V]
+    o:RowOptions, stats:bool, tiling:Optional[Tiling]=None,
+    agree:Optional[Callable]=None,  # from the targets' scores to those that statistics take
+) -> tuple[Tensor, Tensor]:  # [7,N] as `finish_kernel` takes it; parts
+    "What each row knows of its scores, and what the runs left, `[2 or 7, runs, N]`."
     (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w, is_busy(o, stats))
     programs, tiles_n, tiles_v = multiprocessors(x.device), -(-n // t.BN), -(-v // t.BV)
     run = run_length(n, tiles_v)
-    runs = -(-tiles_v // run)
-    new = functools.partial(x.new_empty, dtype=torch.float32)
+    runs, new = -(-tiles_v // run), functools.partial(x.new_empty, dtype=torch.float32)
     flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, UNIT=score_unit(x))
     sums, parts = new((7, n)).zero_(), new((7 if stats or o.label_smoothing else 2, runs, n))
-    out = new(n), new(n), new(n * stats), new((2 + 3 * stats, n))
     sizes = n, v, h, *x.stride(), *w.stride()
     score = o.ignore_index, o.logit_scale, o.softcap
     launch = lambda t: lse_kernel[(min(programs, tiles_n * runs),)](
@@ -339,13 +338,31 @@ def launch_parts(
     with on_device(x):
         target_kernel[(-(-n // 64),)](x, w, target, bias, sums, *sizes, *score,
                                       SCORE=score_fn(o), BN=64, BH=t.BH)
+        own = None if agree is None else sums[2].clone()
+        if agree: sums[2] = agree(own)
         launch(fastest("lse", x, v, t, (4,), launch))
         merge_kernel[(-(-n // 32),)](parts, sums, n, runs, **flags, BN=32, BP=32)
+    if agree: sums[2] = own
+    return sums, parts
+
+# %% ../nbs/06_recompute.ipynb #34e3ed97
+def launch_parts(
+    x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
+    bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
+    denominator:Optional[Tensor], o:RowOptions, stats:bool, tiling:Optional[Tiling]=None,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:  # as `launch_lse`, parts
+    "Forward, and what its runs left."
+    n, new = len(x), functools.partial(x.new_empty, dtype=torch.float32)
+    sums, parts = launch_sums(x, w, target, bias, weight, o, stats, tiling)
+    out = new(n), new(n), new(n * stats), new((2 + 3 * stats, n))
+    with on_device(x):
         finish_kernel[(-(-n // 128),)](
-            sums, target, weight, token_weight, all_weights(weight), denominator, *out, n, v, 1,
-            o.ignore_index, o.label_smoothing, o.z_loss, **flags, BN=128)
+            sums, target, weight, token_weight, all_weights(weight), denominator, *out, n,
+            len(w), 1, o.ignore_index, o.label_smoothing, o.z_loss, STATS=stats, BN=128,
+            SMOOTH=o.label_smoothing > 0, UNIT=score_unit(x))
     return out, parts
 
+# %% ../nbs/06_recompute.ipynb #0f708229
 def launch_lse(
     *args,  # of `launch_parts`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [N], lse [N], entropy [N or 0], rows

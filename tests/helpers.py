@@ -157,6 +157,15 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     return changed
 
 
+def fault_of(find: Callable[[ModuleType], str | None], module: ModuleType, folder: Path, *pairs: str) -> str | None:
+    "What `find` says of a module with texts replaced, or the error that it ran into"
+    changed = planted(module, folder, *pairs)
+    try:
+        return find(changed)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        return repr(error)
+
+
 def replays(step: Callable[[], Iterable[torch.Tensor]]) -> bool:
     "Does a CUDA graph of `step` give its bits again? Raises where the step waits for the GPU"
     step()  # compiles

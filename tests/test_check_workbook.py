@@ -10,7 +10,7 @@ PATH = "/" + "tmp/x.py"  # in two parts, because this file is checked too
 
 def cell(source: str, *outputs: dict) -> dict:
     "A code cell, or a Markdown cell where the source starts with a mark of Markdown"
-    if source[:2] in ("# ", "##", "> "):
+    if source[:2] in ("# ", "##", "> ", "**"):
         return {"cell_type": "markdown", "metadata": {}, "source": source}
     return {"cell_type": "code", "metadata": {}, "source": source, "outputs": list(outputs), "execution_count": None}
 
@@ -89,10 +89,11 @@ def test_kernel_may_be_long(report):
 
 
 def test_silent_gpu_cell_needs_no_output(report):
-    assert report(good_stage() + [cell("#| cuda\nx = 1"), cell("#| cuda\ntest_eq(1, 1)"), cell("#| cuda\nwith f():\n    x = 1")]) == ""
+    assert report(good_stage() + [cell("#| cuda\nx = 1"), cell("#| cuda\ntest_eq(1, 1)"), cell("#| cuda\nwith f():\n    x = 1"),
+                                  cell("#| cuda\nfor x in y:\n    record(x)")]) == ""
 
 
-@pytest.mark.parametrize("loud", ["with f():\n    print(1)", "if x:\n    print(1)", "if x: y = 1\nelse: print(1)"])
+@pytest.mark.parametrize("loud", ["with f():\n    print(1)", "if x:\n    print(1)", "if x: y = 1\nelse: print(1)", "for x in y:\n    print(x)"])
 def test_a_block_that_shows_something_needs_its_output(report, loud):
     assert "without saved output" in report(good_stage() + [cell(f"#| cuda\n{loud}")])
 
@@ -100,6 +101,12 @@ def test_a_block_that_shows_something_needs_its_output(report, loud):
 @pytest.mark.parametrize("saved, expected", [({}, "no hash in the metadata"), ({"code": "0"}, "saved outputs are stale")])
 def test_saved_outputs_are_of_this_code(report, saved, expected):
     assert expected in report(good_stage(), saved)
+
+
+def test_a_page_may_wait_for_a_gpu_if_it_says_so(report):
+    waits = cell("**GPU outputs to come.** Nobody had one.")
+    assert report([*good_stage(), cell("#| cuda\nprint(1)"), waits], {}) == report([*good_stage(), waits], {"code": "0"}) == ""
+    assert "and they are here" in report([*good_stage(), waits])
 
 
 def test_missing_solution_is_named(report):

@@ -14,6 +14,7 @@ RUN = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(pat
 def test_notebook(notebook, tmp_path):
     pytest.importorskip("nbdev")
     shutil.copytree(ROOT / "nbs", tmp_path / "nbs")  # on a GPU the cells write nbs/results
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")  # which a page shows
     shutil.copy(ROOT / "settings.ini", tmp_path)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", RUN, notebook, os.environ.get("FUSEDLOSS_FLAGS", "")], cwd=tmp_path,

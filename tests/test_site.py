@@ -39,6 +39,11 @@ def test_good_site_has_no_problem(report):
     assert report() == ""
 
 
+def test_a_picture_may_be_in_the_page(report):
+    picture = "data:image/png;base64," + "A" * 5000  # longer than a file's name may be
+    assert report("index.html", f'<img src="{picture}"><svg><image xlink:href="{picture}"/></svg>') == ""
+
+
 @pytest.mark.parametrize("name, text, expected", FAULTS.values(), ids=FAULTS)
 def test_fault_is_named(report, name, text, expected):
     assert expected in report(name, text)

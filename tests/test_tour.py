@@ -8,12 +8,15 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 from workbook import ROOT
 
 from fusedloss import tour
 from fusedloss.baseline import baseline_linear_cross_entropy as baseline
+from fusedloss.tour import torch_ctc
 
 SMALL = tour.Sizes(N=128, H=32, K=3, steps=6)
+FEW = tour.Sizes(N=4, H=16, K=5, steps=3)
 ABSENT = """
 import sys
 class Absent:
@@ -22,7 +25,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 from fusedloss import tour
-tour.CPU_SIZES = tour.Sizes(64, 16, 2, 3)
+tour.CPU_SIZES = tour.READING_SIZES = tour.Sizes(64, 16, 2, 3)
 sys.exit(tour.main())
 """
 
@@ -32,6 +35,7 @@ def small(monkeypatch, tmp_path):
     "Small sizes, one thread, an empty folder"
     monkeypatch.setattr(tour, "CPU_SIZES", SMALL)
     monkeypatch.setattr(tour, "GPU_SIZES", SMALL)
+    monkeypatch.setattr(tour, "READING_SIZES", FEW)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -135,6 +139,7 @@ def test_planted_fault_is_named(name, device, run, monkeypatch):
     loss, expected = PLANTED[name]
     loss = After(loss.left, loss.first, loss.then) if isinstance(loss, After) else loss
     monkeypatch.setattr(tour, "STAGES", (tour.STAGES[0], tour.Stage("planted", 9, loss), tour.Stage("twin", 10, baseline)))
+    monkeypatch.setattr(tour, "READERS", tour.READERS[:1])
     code, out, err = run("--device", device)
     assert code == 1
     assert re.search(f"^planted: {expected}", err, re.MULTILINE), err
@@ -157,7 +162,7 @@ def test_another_order_of_rounding_passes(device, run, monkeypatch):
     monkeypatch.setattr(tour, "STAGES", (*tour.STAGES, exact, reverse))
     code, out, err = run("--device", device, "--steps", "20")
     assert code == 0, err
-    assert f"All {len(tour.STAGES)} stages agree" in out
+    assert f"All {len(tour.STAGES)} stages agree" in out and "All 3 stages agree" in out
 
 
 def test_same_seed_same_bits(device):
@@ -197,6 +202,7 @@ def test_json_goes_alone_to_stdout(run, monkeypatch):
     assert report == json.loads(tour.Path("a folder/deep/tour.json").read_text())
     assert "noise" in err and "final loss" in err and "noise" not in out
     assert {"config", "versions", "machine", "date", "tolerances", "stages", "ok"} <= report.keys()
+    assert report["reading"] is None, "no reader was asked for"
 
 
 def test_failure_as_json(run, monkeypatch):
@@ -267,3 +273,121 @@ def test_time_of_all_stages(record_property, monkeypatch):
     expected = 15 * 100 * slowest
     record_property("seconds_of_15_stages", round(expected))
     assert expected < 5 * 180
+
+
+def forgets_letter(x, w, y):
+    return torch_ctc(x, w, y._replace(lengths=y.lengths - 1))
+
+
+def forgets_column(x, w, y):
+    return torch_ctc(x, w, y._replace(columns=y.columns - 1))
+
+
+def reads_padding(x, w, y):
+    return torch_ctc(x, w, y._replace(columns=torch.full_like(y.columns, len(x))))
+
+
+def other_mean(x, w, y):
+    return F.ctc_loss(F.linear(x, w).log_softmax(2), *y, reduction="sum") / y.lengths.sum()
+
+
+def doubled_ctc_gradient(x, w, y):
+    loss = torch_ctc(x, w, y)
+    return 2 * loss - loss.detach()
+
+
+def lost_class(x, w, y):
+    "One letter's vector gets no gradient"
+    w = w * 1
+    w.register_hook(lambda g: g.index_fill(0, torch.tensor(5, device=g.device), 0))
+    return torch_ctc(x, w, y)
+
+
+def lowered_ctc(x, w, y):
+    return torch_ctc(x.bfloat16().float(), w.bfloat16().float(), y).double()
+
+
+MISREAD = {
+    "last letter forgotten": (forgets_letter, r"loss differs from float64 by"),
+    "last column forgotten": (forgets_column, r"loss differs from float64 by"),
+    "padding read": (reads_padding, r"loss differs from float64 by"),
+    "a mean over letters": (other_mean, r"loss differs from float64 by"),
+    "doubled gradient": (doubled_ctc_gradient, r"dx differs from float64 by 1\.0e\+00"),
+    "a class without gradient": (lost_class, rf"dw differs from float64 by {AMOUNT} 1e-04"),
+    "bf16 products": (lowered_ctc, rf"dx differs from float64 by {AMOUNT} 1e-04"),
+    "wrong in training only": (After(FEW.steps, forgets_letter, torch_ctc), rf"final loss \S+, torch \S+: they differ by {AMOUNT} 1e-04"),
+    "nan": (lambda x, w, y: torch_ctc(x, w, y) * math.nan, r"FloatingPointError: loss is nan \(in training step 1\)"),
+    "exception": (raises, r"RuntimeError: no such tile \(in training step 1\)"),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_planted_fault_in_reading_is_named(name, device, run, monkeypatch):
+    pytest.importorskip("matplotlib")
+    loss, expected = MISREAD[name]
+    loss = After(loss.left, loss.first, loss.then) if isinstance(loss, After) else loss
+    planted = tour.Stage("planted", 9, loss)
+    monkeypatch.setattr(tour, "STAGES", tour.STAGES[:1])
+    monkeypatch.setattr(tour, "READERS", (*tour.READERS, planted))
+    code, out, err = run("--device", device)
+    assert code == 1 and re.search(f"^planted: {expected}", err, re.MULTILINE), err
+    report = json.loads((tour.Path("tour") / "tour.json").read_text())
+    assert [bool(s["failures"]) for s in report["reading"]["stages"]] == [False, False, False, True]
+    assert not report["ok"] and not any(s["failures"] for s in report["stages"])
+
+
+def test_failing_reference_of_reading_is_named(run, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tour, "READERS", (tour.Stage("torch", 1, forgets_letter), *tour.READERS[1:]))
+    code, _, err = run("--stage", "ctc")
+    assert code == 1 and re.search("^torch: loss differs from float64", err, re.MULTILINE), "the oracle is not the reference"
+
+
+def test_all_readers_fail(run, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tour, "READERS", tuple(r._replace(loss=raises) for r in tour.READERS))
+    code, out, err = run("--stage", "ctc", "linear_ctc")
+    assert code == 1 and err.count("RuntimeError: no such tile") == 3 and "without a mistake: none" in out
+    assert not (tour.Path("tour") / "reading.svg").exists()
+
+
+def test_reading_is_named_and_drawn(device, run):
+    pytest.importorskip("matplotlib")
+    code, out, err = run("--stage", "linear_ctc", "--device", device)
+    assert code == 0, err
+    report = json.loads((tour.Path("tour") / "tour.json").read_text())
+    assert [s["name"] for s in report["stages"]] == ["baseline"]
+    assert [s["name"] for s in report["reading"]["stages"]] == ["torch", "linear_ctc"]
+    assert "Held-out words read without a mistake: torch " in out and str(tour.Path("tour") / "reading.svg") in out
+
+
+def test_reader_learns_to_read(device):
+    pytest.importorskip("matplotlib")
+    report = tour.run_reading(tour.READERS[1:2], tour.Sizes(N=16, H=64, K=13, steps=200), device)
+    shown = report["stages"][0]["shown"]
+    assert report["ok"] and shown["right"] > 0.4 and len(shown["written"]) == 64
+    assert sum(a == b for a, b in zip(shown["written"], shown["read"], strict=True)) == shown["right"] * 64
+    assert all(len(row) == len(shown["path"]) for row in shown["picture"])
+    aligned = [label for label in torch.tensor(shown["path"]).unique_consecutive().tolist() if label]
+    assert "".join(tour.LETTERS[label - 1] for label in aligned) == shown["word"]
+
+
+def test_same_seed_reads_the_same():
+    pytest.importorskip("matplotlib")
+    first, second = (tour.run_reading(sizes=FEW) for _ in range(2))
+    for a, b in zip(first["stages"], second["stages"], strict=True):
+        assert {k: v for k, v in a.items() if k != "step_seconds"} == {k: v for k, v in b.items() if k != "step_seconds"}
+    assert tour.alignment_plot(first).svg == tour.alignment_plot(first).svg
+    assert tour.run_reading(sizes=FEW, seed=1)["stages"][0]["shown"]["written"] != first["stages"][0]["shown"]["written"]
+
+
+def test_reading_without_its_font(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.ft2font", None)
+    monkeypatch.setattr(tour, "STAGES", tour.STAGES[:2])
+    code, out, err = run()
+    assert code == 0 and "no reading: it needs a font" in err and "All 2 stages agree" in out
+    assert json.loads((tour.Path("tour") / "tour.json").read_text())["reading"] is None
+    code, out, err = run("--stage", "ctc")
+    assert code == 2 and not out and "reading needs a font" in err, "asked for by name, and nothing was trained"
+    with pytest.raises(ImportError):
+        tour.run_reading()

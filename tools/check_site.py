@@ -58,10 +58,12 @@ def is_outside(url: str) -> bool:
 
 def missing(url: str, base: Path, pages: dict[Path, Page]) -> str:
     "What is wrong with an internal link of the page or stylesheet `base`, or an empty string"
+    if url.startswith("data:"):
+        return ""
     parts = urlsplit(url)
     target = (base.parent / unquote(parts.path)).resolve() if parts.path else base
     target = target / "index.html" if target.is_dir() else target
-    if url.startswith("data:") or target in pages and not parts.fragment:
+    if target in pages and not parts.fragment:
         return ""
     if not target.is_file():
         return "leads nowhere"
@@ -88,7 +90,8 @@ def unused(site: Path, pages: dict[Path, Page]) -> Problems:
     "Assets that no page and no stylesheet names"
     named = [(path, url) for path, page in pages.items() for url in page.loads + page.links]
     named += [(path, url) for path in site.rglob("*.css") for url in css_urls(path.read_text(encoding="utf-8"))]
-    reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
+    inside = [(path, urlsplit(url)) for path, url in named if not is_outside(url)]
+    reached = {(path.parent / unquote(url.path)).resolve() for path, url in inside if url.scheme != "data"}
     for path in site.rglob("*"):
         if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached:
             yield f"{path.relative_to(site)}: no page uses it"

@@ -1,0 +1,224 @@
+// CTC over a segment of the frames, so that tables of a segment are enough. The text of ctc.cu stands before this one.
+//   ctc_segment  TABLES 0: alpha alone goes through the frames, and leaves its states behind every so many of them.
+//                TABLES 1: alpha begins at such states again, beta where the segment after it left off; they meet in the
+//                middle, cross and leave posteriors, and beta's states for the segment before.
+//   ctc_targets  the targets as classes, and in an alphabet of their own: 0 is the blank, k + 1 a label that is first at k.
+//   ctc_kept     the rows of segments that are no padding, in their order.
+//   ctc_finish   a row of tiles of the softmax, each relative to its own largest score, as the gradient of the loss.
+// Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; T N / 256 of 256; rows / (256 / ROWTHREADS) of 256.
+// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): ROWTHREADS (32, 256), HELD (at least C), WHOLE (1: V is at most 64 ROWTHREADS / sizeof).
+
+#ifdef PAIRS
+// States at an edge of the segment: [2, pitch], labels and blanks as their direction reads them.
+template <int DIR>
+FORCED void load_states(Lane<DIR>& s, const State* from, int pitch) {
+  UNROLL
+  for (int i = 0; i < PAIRS; i++) {
+    const int j = s.first + i;
+    s.label[i] = j < s.p.length ? load_state(from + j) : State{0.0f, NEVER};
+    s.blank[i] = j <= s.p.length ? load_state(from + pitch + j) : State{0.0f, NEVER};
+  }
+  if (s.lane == 0 && s.warp > 0) {  // what the warp before would have handed on; its sign says that it is there
+    const State before = load_state(from + s.first - 1);
+    s.mine[0] = {__int_as_float(__float_as_int(before.m) | 1 << 31), before.e};
+  }
+}
+template <int DIR>
+FORCED void store_states(const Lane<DIR>& s, State* to, int pitch) {
+  UNROLL
+  for (int i = 0; i < PAIRS; i++) {
+    const int j = s.first + i;
+    if (j < s.p.length) store_state(to + j, s.label[i]);
+    if (j <= s.p.length) store_state(to + pitch + j, s.blank[i]);
+  }
+}
+
+struct Edge {  // from: null where the sequence itself begins; the forward scan leaves states every so many frames, `step` apart
+  const State* from; State* to; int pitch, every; i64 step;
+};
+
+template <int DIR>
+FORCED void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
+  const int lane = threadIdx.x % 32, warps = p.length / (32 * PAIRS) + 1;
+  const int warp = (CLUSTER > 1 ? rank % SPLIT * EACH : 0) + threadIdx.x / 32 - (CLUSTER > 1 ? 0 : DIR * EACH);
+  const int middle = (p.frames + 1) / 2, half = DIR ? p.frames - middle + 1 : middle;
+  const bool works = warp < warps;
+  Lane<DIR> states(p, sh, warp, warps, lane, rank, half);
+  if (works && edge.from) load_states(states, edge.from, edge.pitch);
+  sync_sequence();
+  if (!TABLES) {
+    State* to = edge.to;
+    if (works && DIR == 0)
+      for (int t = 0; t < p.frames; t += edge.every, to += edge.step) {
+        states.template run<false>(t, min(t + edge.every, p.frames));
+        store_states(states, to, edge.pitch);
+      }
+  } else {
+    if (works) states.template run<false>(0, half);
+    __syncwarp();
+    sync_sequence();
+    const State total = states.meet(middle - 1);
+    if (works && total.m > 0.0f) {
+      states.divide_by(total);
+      if (DIR == 0) states.posteriors_at_meeting(middle - 1);
+      states.template run<true>(half, p.frames);
+    }
+    if (works && edge.to) store_states(states, edge.to, edge.pitch);
+  }
+  __syncwarp();
+  sync_sequence();
+}
+
+extern "C" __global__ void SHAPE ctc_segment(
+    const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [K,N,C], [N,width]; [N] of the whole sequences
+    const State* alpha_from, State* alpha_to, State* beta,  // [N,2,pitch], [edges,N,2,pitch], [N,2,pitch], or null; beta, up to a factor, is read, then written
+    State* table, float* post, State* log_z,  // PAIRS, then [N,K+1,2,PLANE] or [N,2,2,PLANE]; [N,K,2,PLANE] or null; [N]
+    int stride_t, int stride_n, int begin, int K, int every, int width, int pitch) {
+  SHARED(Shared, sh);
+  const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+  const int t_n = (int)frames[n], l_n = (int)min(lengths[n], (i64)t_n + 1);
+  if (t_n <= begin || l_n > t_n) return;  // over before, or infeasible
+  const bool last = t_n - begin <= K;
+  const i64 at = (i64)n * 2 * pitch, step = (i64)(gridDim.x / CLUSTER) * 2 * pitch;
+  const Problem p = {z + (i64)n * stride_n, stride_t, 0, last ? t_n - begin : K, l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
+                     table + PAIRS + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE, post + (i64)n * K * 2 * PLANE};
+  if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH)
+    segment<0>(p, Edge{alpha_from ? alpha_from + at : nullptr, alpha_to ? alpha_to + at : nullptr, pitch, every, step}, sh, rank);
+  else segment<1>(p, Edge{beta && !last ? beta + at : nullptr, beta ? beta + at : nullptr, pitch, every, step}, sh, rank);
+  if (!TABLES && last && rank == 0 && threadIdx.x == 0) {
+    const State* end = alpha_to + at + (p.frames - 1) / every * step;
+    State total = load_from_afar(end + pitch + l_n);
+    if (l_n) total = sum(total, load_from_afar(end + l_n - 1));
+    total = renormalised(total);
+    log_z[n] = total.m == total.m ? total : State{not_a_number(), BAD_SCORE};
+  }
+}
+#endif
+
+#ifdef PER
+extern "C" __global__ void __launch_bounds__(256) ctc_targets(
+    const i64* y, const i64* frames, const i64* lengths,  // [N,columns], [N], [N], as they came
+    i64* classes, i64* own, i64* sizes, State* log_z,  // [N,C], [N,C], [2,N] frames and lengths that can be computed with, [N]
+    int columns, int T, int V, int N, int width, int C, int longest, int blank) {
+  const int parts = (C + 255) / 256, n = blockIdx.x / parts, j = blockIdx.x % parts * 256 + threadIdx.x;
+  const i64 t_n = frames[n], l_n = lengths[n];
+  const i64* labels = y + (i64)n * columns;
+  bool good = t_n >= 0 && t_n <= T && l_n >= 0 && l_n <= longest;
+  if (good) for (int k = threadIdx.x; k < columns && k < l_n; k += 256) good = good && labels[k] >= 0 && labels[k] < V;
+  good = __syncthreads_and(good);
+  if (j < C) {
+    const bool real = good && j > 0 && j <= width && j <= l_n;
+    const i64 c = real ? labels[j - 1] : blank;
+    int first = 0;
+    if (c != blank) while (labels[first++] != c) ;
+    classes[(i64)n * C + j] = c, own[(i64)n * C + j] = first;
+  }
+  if (j == 0) {  // without frames Z is 1 for an empty target, one path without a step; what is bad has no frames
+    sizes[n] = good ? t_n : 0, sizes[N + n] = good ? l_n : 1;
+    log_z[n] = {!good ? not_a_number() : t_n || l_n ? 0.0f : 1.0f, 0};
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256) ctc_kept(
+    const i64* frames, i64* kept, int T, int N, int K) {  // [N], [sum of frames] places in [K,N]
+  const int place = blockIdx.x * 256 + threadIdx.x, t = place / N, n = place - t * N;
+  if (t >= T || t >= frames[n]) return;
+  i64 before = 0;
+  for (int m = 0; m < N; m++) before += min((i64)(t + (m < n)), frames[m]);
+  kept[before] = place % (K * N);
+}
+
+constexpr int PACK = 16 / sizeof(bits), EARLY = 4;  // classes of a load; loads of a thread before the row's sum is known
+struct alignas(16) Pack { bits v[PACK]; };
+struct FinishMemory {
+  Pack row[ROWS][WHOLE ? EARLY * ROWTHREADS : 1];  // a whole row, which is then written once
+  u32 held[ROWS][HELD];  // posteriors of each class of the small alphabet
+  u32 counts[ROWS][2];  // of blanks, of labels
+};
+constexpr float UNIT = sizeof(bits) == 4 ? 1.0f : LOG2E, TO_POWER = LOG2E / UNIT;  // of scores in `parts`; of 2, from units
+
+extern "C" __global__ void __launch_bounds__(256) ctc_finish(
+    bits* dz, const float* parts,  // [rows,V] e^(z - at), at: the row's largest in a tile; [2,tiles,rows] at in units, sums of the tiles
+    const float* e, const i64* classes, const i64* own,  // [N,K,C] scores of the target's classes; [N,C] of `ctc_targets`
+    const i64* frames, const i64* lengths, const float* post, const State* log_z,  // [N], [N], [N,K,2,plane], [N]
+    const float* g, const i64* kept, float2* stats,  // [N] upstream; [rows] of [K,N], or null for all; [T,N] largest score and sum
+    int rows, int V, int pitch, int tiles, int tile, int begin, int K, int N, int C, int plane) {
+  SHARED(FinishMemory, memory);
+  const int group = threadIdx.x / ROWTHREADS, me = threadIdx.x % ROWTHREADS, lane = threadIdx.x % 32, row = blockIdx.x * ROWS + group;
+  if (row >= rows) return;  // a whole warp, or a whole block
+  const u32 place = kept ? (u32)kept[row] : row;
+  const int t = place / (u32)N, n = place - t * N;
+  bits* to = dz + (i64)row * pitch;
+  const bool whole = WHOLE && pitch % PACK == 0;
+  Pack early[EARLY], *row_memory = memory.row[group];
+  if (pitch % PACK == 0)
+    UNROLL
+    for (int i = 0; i < EARLY; i++) {
+      const int c = (i * ROWTHREADS + me) * PACK;
+      if (c < V) early[i] = *reinterpret_cast<const Pack*>(to + c);
+    }
+  const float *tops = parts + row, *sums = tops + (i64)tiles * rows;
+  float top = -infinity(), s = 0.0f;  // each warp for itself, all in one order
+  for (int j = lane; j < tiles; j += 32) top = fmaxf(top, tops[(i64)j * rows]);
+  top = Larger::warp(top);
+  if (top == -infinity()) top = 0.0f;
+  for (int j = lane; j < tiles; j += 32) s += sums[(i64)j * rows] * two_to((tops[(i64)j * rows] - top) * TO_POWER);
+  s = Plus::warp(s);
+  const float at = top / UNIT, by = g[n], share = by / s;
+  if (me == 0) stats[(i64)begin * N + place] = make_float2(at, s);
+  const State total = log_z[n];
+  if (begin + t >= frames[n] || !(total.m > 0.0f) || by == 0.0f) {  // no frame, no path, no gradient
+    const float nothing = total.m != total.m && total.e == BAD_SCORE && begin + t < frames[n] ? total.m : 0.0f;
+    for (int c = me; c < V; c += ROWTHREADS) to[c] = ELEMENT::store(nothing);
+    return;
+  }
+  u32 *held = memory.held[group], *counts = memory.counts[group];
+  for (int c = me; c < C; c += ROWTHREADS) held[c] = 0;
+  if (me < 2) counts[me] = 0;
+  sync_row();
+  const int length = (int)lengths[n];
+  const float* gamma = post + ((i64)n * K + t) * 2 * plane;
+  const i64 *numbers = own + (i64)n * C, *labels = classes + (i64)n * C;
+  u32 blanks = 0, others = 0;
+  for (int k = me; k <= length; k += ROWTHREADS) {
+    blanks += fixed(gamma[plane + k]);
+    if (k == length) break;
+    const u32 v = fixed(gamma[k]);
+    others += v;
+    atomicAdd(&held[numbers[k + 1]], v);
+  }
+  __syncwarp();
+  blanks = warp_total(blanks), others = warp_total(others);
+  if (lane == 0) atomicAdd(&counts[0], blanks), atomicAdd(&counts[1], others);
+  if (pitch % PACK == 0) {
+    auto settle = [&](Pack& v, int c) {
+      const float factor = two_to((tops[(i64)(c / tile) * rows] - top) * TO_POWER) * share;
+      UNROLL
+      for (int i = 0; i < PACK; i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
+      *(whole ? row_memory + c / PACK : reinterpret_cast<Pack*>(to + c)) = v;
+    };
+    UNROLL
+    for (int i = 0; i < EARLY; i++) {
+      const int c = (i * ROWTHREADS + me) * PACK;
+      if (c < V) settle(early[i], c);
+    }
+    if (!WHOLE) for (int c = (EARLY * ROWTHREADS + me) * PACK; c < V; c += ROWTHREADS * PACK) {
+      Pack v = *reinterpret_cast<const Pack*>(to + c);
+      settle(v, c);
+    }
+  } else
+    for (int c = me; c < V; c += ROWTHREADS)
+      to[c] = ELEMENT::store(ELEMENT::load(to[c]) * (two_to((tops[(i64)(c / tile) * rows] - top) * TO_POWER) * share));
+  sync_row();
+  // K roundings have moved the sum of a frame's posteriors from 1, by 1e-6
+  const float hold = by / (float)(counts[0] + counts[1]), *scores = e + ((i64)n * K + t) * C;
+  bits* const into = whole ? reinterpret_cast<bits*>(row_memory) : to;
+  for (int j = me; j < C; j += ROWTHREADS) {  // equal labels write the same
+    const int c = (int)numbers[j];
+    into[labels[j]] = ELEMENT::store(fmaf(-hold, (float)(held[c] + (c ? 0 : counts[0])), probability(scores[c], at) * share));
+  }
+  if (!whole) return;
+  sync_row();
+  for (int c = me * PACK; c < V; c += ROWTHREADS * PACK) *reinterpret_cast<Pack*>(to + c) = row_memory[c / PACK];
+}
+#endif

@@ -1,0 +1,31 @@
+// The kernels of linear_ctc.cu for a CPU, beside those of ctc.cu.
+#include "ctc_on_cpu.cpp"
+#include "linear_ctc.cu"
+
+#ifdef PAIRS
+extern "C" void run_segment(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths,
+                            const State* alpha_from, State* alpha_to, State* beta, State* table, float* post, State* log_z, int st, int sn,
+                            int begin, int K, int every, int width, int pitch) {
+  launch(grid, threads, CLUSTER,
+         [=] { ctc_segment(z, y, frames, lengths, alpha_from, alpha_to, beta, table, post, log_z, st, sn, begin, K, every, width, pitch); },
+         seed);
+}
+#else
+extern "C" void run_targets(int grid, int threads, int seed, const i64* y, const i64* frames, const i64* lengths, i64* classes, i64* own,
+                            i64* sizes, State* log_z, int columns, int T, int V, int N, int width, int C, int longest, int blank) {
+  launch(grid, threads, 1,
+         [=] { ctc_targets(y, frames, lengths, classes, own, sizes, log_z, columns, T, V, N, width, C, longest, blank); }, seed);
+}
+extern "C" void run_kept(int grid, int threads, int seed, const i64* frames, i64* kept, int T, int N, int K) {
+  launch(grid, threads, 1, [=] { ctc_kept(frames, kept, T, N, K); }, seed);
+}
+extern "C" void run_finish(int grid, int threads, int seed, bits* dz, const float* parts, const float* e, const i64* classes, const i64* own,
+                           const i64* frames, const i64* lengths, const float* post, const State* log_z, const float* g, const i64* kept,
+                           float2* stats, int rows, int V, int pitch, int tiles, int tile, int begin, int K, int N, int C,
+                           int plane) {
+  launch(grid, threads, 1,
+         [=] { ctc_finish(dz, parts, e, classes, own, frames, lengths, post, log_z, g, kept, stats, rows, V, pitch, tiles, tile, begin,
+                          K, N, C, plane); },
+         seed);
+}
+#endif

@@ -1,0 +1,729 @@
+"""What several ranks must agree on: each function runs on four processes, and on groups of one to four of them."""
+import math
+import os
+import random
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing import assert_close
+
+import fusedloss as fl
+import fusedloss.sharded as sharded
+from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
+from fusedloss.partial_fc import NegativeSampler, PartialFC, RowSparse
+from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
+
+f32, f64 = torch.float32, torch.float64
+DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
+CASES, ON_GPUS = {}, ("losses_and_gradients", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
+                      "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "curves_do_not_know_the_ranks")
+
+
+def case(fn):
+    "Register a case under its name; it is called with the meshes of 1, 2, 3 and 4 ranks"
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def fails_on_one_rank(meshes):
+    assert dist.get_rank(), "on purpose"
+
+
+FAULTS = {"fails_on_one_rank": fails_on_one_rank}  # what tests of the tests ask for
+
+
+def mine(meshes):
+    "(R, mesh, rank) of each group that this process is in; all meshes' processes go in step"
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:
+            yield mesh.size(), mesh, mesh.get_local_rank()
+
+
+def spread(t, mesh, dim=0):
+    "A DTensor of rows that every process has, made without a message"
+    rows = owned(t.shape[dim], mesh.size(), mesh.get_local_rank())
+    part = t.narrow(dim, rows.start, len(rows)).clone()
+    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=t.shape, stride=t.stride())
+
+
+def whole(t):
+    "All of a DTensor"
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def problem(n, h, v, seed=0, dtype=f64):
+    "Input, weight, bias, labels (some ignored), class weights, token weights"
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(size, generator=g, dtype=dtype).to(DEVICE)
+    y = torch.randint(v, (n,), generator=g).to(DEVICE)
+    y[::4] = -100
+    return draw(n, h), draw(v, h), draw(v), y, draw(v).abs(), draw(n).abs()
+
+
+OPTIONS = [dict(), dict(label_smoothing=0.1), dict(softcap=2.0, logit_scale=1.5), dict(z_loss=1e-2), dict(weights=True),
+           dict(label_smoothing=0.3, weights=True, z_loss=1e-2, softcap=3.0, logit_scale=0.5)]
+
+
+def against_one(mesh, n, v, seed, options, reduction, kind, bias, tokens, labels=None):
+    "Loss and gradients of a group, against stage 6 on one process"
+    options = dict(options)
+    x, w, b, y, class_weight, token_weight = problem(n, 4, v, seed)
+    if labels is not None:
+        y = labels(y)
+    if options.pop("weights", False):
+        options["weight"] = class_weight
+    options.update(reduction=reduction)
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    wanted = recompute_linear_cross_entropy(*leaves[:2], y, linear_bias=leaves[2] if bias else None,
+                                            token_weight=token_weight if tokens else None, **options)
+    g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
+    exact = torch.autograd.grad(wanted, leaves[:3 if bias else 2], g)
+    here = (lambda t: t) if kind == "plain" else lambda t: spread(t, mesh).to_local()
+    leaves = [x.clone().requires_grad_() if kind == "plain" else spread(x, mesh).requires_grad_(),
+              spread(w, mesh).requires_grad_(), spread(b, mesh).requires_grad_()]
+    got = fl.linear_cross_entropy(*leaves[:2], here(y), linear_bias=leaves[2] if bias else None,
+                                  token_weight=here(token_weight) if tokens else None, **options)
+    of_mine = here if reduction == "none" else lambda t: t
+    assert_close(got, of_mine(wanted))
+    for a, b in zip(torch.autograd.grad(got, leaves[:3 if bias else 2], of_mine(g)), exact):
+        assert_close(whole(a), b)
+
+
+@case
+def losses_and_gradients(meshes):
+    draw = random.Random(1)
+    for ranks, mesh, rank in mine(meshes):
+        draw.seed(ranks)
+        for number in range(24):
+            options, reduction = draw.choice(OPTIONS), draw.choice(["mean", "sum", "none"])
+            against_one(mesh, draw.choice([0, 1, 2, 9, 13]), draw.choice([1, 2, 5, 11]), number, options, reduction,
+                        draw.choice(["plain", "rows"]), draw.random() < 0.5, draw.random() < 0.5)
+
+
+@case
+def labels_of_one_rank_or_none(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for labels in (lambda y: torch.full_like(y, 9), lambda y: torch.zeros_like(y), lambda y: torch.full_like(y, -100)):
+            for kind in ("plain", "rows"):
+                against_one(mesh, 6, 10, 3, OPTIONS[-1], "mean", kind, True, True, labels)
+
+
+@case
+def ignore_index_may_be_a_class(meshes):
+    x, w, _, y, _, _ = problem(9, 4, 7)
+    y = y % 7
+    wanted = recompute_linear_cross_entropy(x, w, y, ignore_index=2)
+    for ranks, mesh, rank in mine(meshes):
+        assert_close(fl.linear_cross_entropy(x, spread(w, mesh), y, ignore_index=2), wanted)
+        assert_close(fl.linear_cross_entropy(spread(x, mesh), spread(w, mesh), spread(y, mesh), ignore_index=2), wanted)
+
+
+@case
+def statistics(meshes):
+    x, w, b, y, _, _ = problem(11, 4, 9)
+    w[4] = w[2]  # a tie
+    b[4] = b[2]
+    y[1] = y[2] = 4
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    _, wanted = recompute_linear_cross_entropy(*leaves, y, linear_bias=b, z_loss=0.1, return_stats=True)
+    exact = torch.autograd.grad((wanted.lse.square() + wanted.entropy.square()).sum(), leaves)
+    for ranks, mesh, rank in mine(meshes):
+        for kind in ("plain", "rows"):
+            here = (lambda t: t) if kind == "plain" else lambda t: spread(t, mesh).to_local()
+            mine_ = [x.clone().requires_grad_() if kind == "plain" else spread(x, mesh).requires_grad_(), spread(w, mesh).requires_grad_()]
+            _, got = fl.linear_cross_entropy(*mine_, here(y), linear_bias=spread(b, mesh), z_loss=0.1, return_stats=True)
+            for name, a, e in zip(wanted._fields, got, wanted):
+                assert_close(a, here(e) if e.dim() else e, msg=f"{name} on {ranks} ranks, {kind}")
+            grads = torch.autograd.grad((got.lse.square() + got.entropy.square()).sum(), mine_)
+            for a, e in zip(grads, exact):
+                assert_close(whole(a), e)
+
+
+@case
+def shifts(meshes):
+    x, w, _, _, _, _ = problem(30, 4, 7)
+    x, y = x.view(3, 10, 4), torch.arange(30).view(3, 10) % 7
+    y[1, 4] = -100
+    token_weight = torch.linspace(0.5, 2, 30, dtype=f64).view(3, 10)
+    for ranks, mesh, rank in mine(meshes):
+        for k in (0, 1, 4, 12):
+            for dim in (None, 0, 1):
+                for reduction in ("mean", "none"):
+                    leaf = x.clone().requires_grad_()
+                    wanted = fl.linear_cross_entropy(leaf, w, y, token_weight=token_weight, shift=k, reduction=reduction)
+                    exact, = torch.autograd.grad(wanted.square().sum(), leaf)
+                    here = (lambda t: t) if dim is None else lambda t: spread(t, mesh, dim).to_local()
+                    leaf = x.clone().requires_grad_() if dim is None else spread(x, mesh, dim).requires_grad_()
+                    got = fl.linear_cross_entropy(leaf, spread(w, mesh), here(y), token_weight=here(token_weight), shift=k, reduction=reduction)
+                    if reduction == "none" and dim is not None:
+                        full = torch.cat([wanted, wanted.new_zeros(3, min(k, 10))], 1)
+                        rows = owned(10 if dim else 3, ranks, rank)
+                        wanted = full[:, rows.start:min(rows.stop, max(10 - k, 0))] if dim else wanted[rows.start:rows.stop]
+                    assert_close(got, wanted)
+                    assert_close(whole(torch.autograd.grad(got.square().sum(), leaf)[0]), exact)
+
+
+def as_the_kernels(fn, unit):
+    "Plain PyTorch under the kernels' convention: maxima are multiplied by a unit"
+    def sums(*args):
+        made = fn(*args, 0)
+        made[sharded.BASE] *= unit
+        return made
+    def gradients(terms, *args):
+        terms = terms.clone()
+        terms[0] /= unit
+        return fn(terms, *args[:-1])  # without the unit of fp16
+    return sums if fn is sharded.plain_sums else gradients
+
+
+@case
+def ranks_without_tokens_count_in_the_same_unit(meshes):
+    unit = math.log2(math.e)
+    played = dict(takes_kernel=lambda x: len(x) > 0, score_unit=lambda x: unit, kernel_sums=as_the_kernels(sharded.plain_sums, unit),
+                  kernel_gradients=as_the_kernels(sharded.plain_gradients, unit))
+    with mock.patch.multiple(sharded, **played):
+        for ranks, mesh, rank in mine(meshes):
+            for n in (1, 5, 9):  # 9 rows on 4 ranks are 3, 3, 3 and 0
+                against_one(mesh, n, 11, n, OPTIONS[3], "mean", "rows", True, True)
+
+
+@case
+def half_precision_and_autocast(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3), (f32, 1e-5)):
+            x, w, _, y, _, _ = problem(9, 8, 11, dtype=f32)
+            leaves = [x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()]
+            exact = torch.autograd.grad(recompute_linear_cross_entropy(*(t.double() for t in leaves), y), leaves)
+            split = [spread(leaves[0].detach(), mesh).requires_grad_(), spread(leaves[1].detach(), mesh).requires_grad_()]
+            got = fl.linear_cross_entropy(*split, spread(y, mesh))
+            assert got.dtype == f32
+            for name, a, e in zip(("dx", "dw"), torch.autograd.grad(got, split), exact):
+                error = (whole(a) - e).norm() / e.norm()
+                assert a.dtype == dtype and error < tolerance, f"{name} in {dtype} on {ranks} ranks: {error}"
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = fl.linear_cross_entropy(x, spread(w, mesh), y)
+            assert_close(loss, recompute_linear_cross_entropy(x, w, y), rtol=1e-3, atol=1e-3)
+
+
+@case
+def rows_beside_a_mesh(meshes):
+    x, w, b, y, _, _ = problem(9, 4, 10)
+    wanted = recompute_linear_cross_entropy(x, w, y, linear_bias=b)
+    for ranks, mesh, rank in mine(meshes):
+        part, bias = (spread(t, mesh).to_local().requires_grad_() for t in (w, b))
+        loss = sharded_linear_cross_entropy(x, part, y, linear_bias=bias, mesh=mesh, num_classes=10)
+        assert_close(loss, wanted)
+        assert [g.shape for g in torch.autograd.grad(loss, [part, bias])] == [part.shape, bias.shape]
+
+
+def counts(mode):
+    "Collectives by the last part of their names"
+    return {str(k).split(".")[-1].strip("_"): v for k, v in mode.get_comm_counts().items()}
+
+
+@case
+def collectives_are_counted(meshes):
+    from torch.distributed.tensor.debug import CommDebugMode
+    x, w, _, y, _, _ = problem(9, 4, 10)
+    for ranks, mesh, rank in mine(meshes):
+        weight = spread(w, mesh).requires_grad_()
+        with CommDebugMode() as mode:
+            fl.linear_cross_entropy(x.clone().requires_grad_(), weight, y, label_smoothing=0.1).backward()
+        assert counts(mode) == {"allgather_base": 1, "allreduce": 1}, counts(mode)
+        tokens = spread(x, mesh).requires_grad_()
+        with CommDebugMode() as mode:
+            fl.linear_cross_entropy(tokens, weight, spread(y, mesh)).backward()
+        assert counts(mode) == {"allgather_base": 2, "reduce_scatter_base": 1}, counts(mode)
+        head = ShardedPartialFC(10, 4, mesh=mesh, sample_rate=0.5, equal_batch=True)
+        features = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+        with CommDebugMode() as mode:
+            head(features, torch.arange(3, device=DEVICE)).backward()
+        assert counts(mode) == {"allgather_base": 2, "reduce_scatter_base": 1}, counts(mode)
+        with CommDebugMode() as mode:  # nobody asks for dx: nobody reduces
+            fl.linear_cross_entropy(x, weight, y).backward()
+        assert counts(mode) == {"allgather_base": 1}, counts(mode)
+
+
+@case
+def bad_input_raises_on_every_rank(meshes):
+    def raises(error, words, call):
+        try:
+            call()
+        except error as e:
+            assert words in str(e), str(e)
+        else:
+            raise AssertionError(f"no {error.__name__} about {words!r}")
+    x, w, b, y, class_weight, _ = problem(8, 4, 10)
+    for ranks, mesh, rank in mine(meshes):
+        weight, tokens, labels = spread(w, mesh), spread(x, mesh), spread(y, mesh).to_local().clone()
+        if rank == 0:
+            labels[0] = 10  # on one rank alone, and yet all raise
+        raises(IndexError, "expected 0 ≤ label < 10", lambda: fl.linear_cross_entropy(tokens, weight, labels))
+        raises(ValueError, "linear_weight: expected [Shard(0)]", lambda: fl.linear_cross_entropy(x, spread(w, mesh, 1), y))
+        raises(ValueError, "input: expected", lambda: fl.linear_cross_entropy(spread(x, mesh, 1), weight, y))
+        raises(ValueError, "input: expected", lambda: fl.linear_cross_entropy(x[:, :3], weight, y))
+        raises(ValueError, "target: expected", lambda: fl.linear_cross_entropy(x, weight, y[:5]))
+        raises(ValueError, "linear_bias: expected", lambda: fl.linear_cross_entropy(x, weight, y, linear_bias=b.new_zeros(17)))
+        raises(ValueError, "weight: expected", lambda: fl.linear_cross_entropy(x, weight, y, weight=class_weight[:3]))
+        raises(ValueError, "label_smoothing: expected", lambda: fl.linear_cross_entropy(x, weight, y, label_smoothing=2.0))
+        raises(ValueError, "method: expected", lambda: fl.linear_cross_entropy(x, weight, y, method="chunks"))
+        raises(ValueError, "filter_eps: expected", lambda: fl.linear_cross_entropy(x, weight, y, filter_eps=0.1))
+        raises(ValueError, "shift: expected", lambda: fl.linear_cross_entropy(x, weight, y, shift=-1))
+        raises(ValueError, "linear_weight: expected", lambda: sharded_linear_cross_entropy(x, w[:0], y, mesh=mesh, num_classes=10))
+        raises(ValueError, "mesh: expected", lambda: sharded_linear_cross_entropy(x, w, y, mesh=mesh))
+        raises(ValueError, "backbone_reduction", lambda: ShardedPartialFC(10, 4, mesh=mesh, backbone_reduction="max"))
+        raises(ValueError, "sample_rate", lambda: ShardedPartialFC(10, 4, mesh=mesh, sample_rate=1.5))
+        head = ShardedPartialFC(10, 4, mesh=mesh)
+        raises(ValueError, "features: expected", lambda: head(torch.randn(2, 5), torch.zeros(2, dtype=torch.int64)))
+        raises(ValueError, "target: expected", lambda: head(torch.randn(2, 4), torch.zeros(2)))
+        raises(IndexError, "expected 0 ≤ label < 10", lambda: head(torch.randn(2, 4), torch.tensor([0, 11 if rank == 0 else 1])))
+        raises(ValueError, "mesh: expected", lambda: head.extend(3))
+        if ranks == 4:
+            raises(ValueError, "num_classes: expected a multiple", lambda: ShardedPartialFC(10, 4, mesh=mesh, margin=SubCenter(3)))
+
+
+@case
+def half_precision_heads(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for options in (dict(), dict(sample_rate=0.5)):
+            head = ShardedPartialFC(300, 16, mesh=mesh, margin=CosFace(0.2, 8.0), backbone_reduction="sum", **options)
+            one = PartialFC(300, 16, device=DEVICE, dtype=f64, margin=CosFace(0.2, 8.0), **options)
+            one.weight.data.copy_(whole(head.weight))
+            g = torch.Generator().manual_seed(1)
+            x, y = torch.randn(8 * ranks, 16, generator=g).to(DEVICE), torch.randint(300, (8 * ranks,), generator=g).to(DEVICE)
+            x = x.bfloat16().requires_grad_()
+            wanted = one(x.double(), y)
+            own = part_of(x.detach(), [8] * ranks, rank).clone().requires_grad_()
+            got = head(own, part_of(y, [8] * ranks, rank))
+            assert_close(got.double(), wanted, rtol=1e-2, atol=1e-2)
+            (dx,), (exact,) = torch.autograd.grad(got, [own]), torch.autograd.grad(wanted, [x])
+            exact = part_of(exact, [8] * ranks, rank)
+            assert dx.dtype == torch.bfloat16 and (dx - exact).norm() < 0.02 * exact.norm()
+
+
+# --- the class head ---
+
+SIZES = {1: [[9], [0]], 2: [[7, 2], [0, 9]], 3: [[4, 4, 1], [0, 0, 5]], 4: [[7, 0, 4, 1], [12, 0, 0, 0], [3, 3, 3, 3]]}
+HEADS = [dict(), dict(margin=ArcFace()), dict(margin=Circle()), dict(sample_rate=0.3), dict(sample_rate=0.5, margin=ArcFace()),
+         dict(sample_rate="positives"), dict(conflict=0.3), dict(conflict=0.3, conflict_mode="zero", sample_rate=0.5)]
+
+
+def two_heads(v, mesh, log_q=False, **options):
+    "`PartialFC` on one process and over ranks, with one weight"
+    samplers = [NegativeSampler(0.4, 3, log_q=True) if log_q else None for _ in range(2)]
+    one = PartialFC(v, 6, dtype=f64, device=DEVICE, sampler=samplers[0], **options)
+    many = ShardedPartialFC(v, 6, dtype=f64, mesh=mesh, sampler=samplers[1], seed=5, **options)
+    with torch.no_grad():
+        one.weight.copy_(100 * whole(many.weight))
+        many.weight.mul_(100)
+    return one, many
+
+
+def batch_of(sizes, v, seed=0):
+    "Rows and labels of all ranks together"
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(sum(sizes), 6, generator=g, dtype=f64), torch.randint(v, (sum(sizes),), generator=g)
+    return x.to(DEVICE), y.masked_fill(torch.arange(len(y)) % 5 == 2, -1).to(DEVICE)
+
+
+def part_of(t, sizes, rank):
+    "A rank's rows"
+    return t[sum(sizes[:rank]):sum(sizes[:rank + 1])]
+
+
+@case
+def heads_match_one_process(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for number, options in enumerate([*HEADS, dict(log_q=True)]):
+            for v, sizes in zip((2, 11, 300) if number % 2 else (1, 5, 300), SIZES[ranks] * 3):
+                one, many = two_heads(v, mesh, **options)
+                x, y = batch_of(sizes, v, number)
+                leaf, own = x.clone().requires_grad_(), part_of(x, sizes, rank).clone().requires_grad_()
+                (wanted, told), (got, seen) = one(leaf, y, return_stats=True), many(own, part_of(y, sizes, rank), return_stats=True)
+                assert_close(got, wanted)
+                exact, (dx, dw) = torch.autograd.grad(wanted, [leaf, one.weight]), torch.autograd.grad(got, [own, many.weight])
+                assert_close(dx, ranks * part_of(exact[0], sizes, rank))
+                rows = owned(v, ranks, rank)
+                dw = dw.to_dense()[rows.start:rows.stop] if dw.is_sparse else dw.to_local()
+                assert_close(dw, exact[1].to_dense()[rows.start:rows.stop])
+                for name in ("accuracy", "n_valid", "n_scored"):
+                    assert_close(getattr(seen, name), getattr(told, name), msg=name)
+                assert_close(seen.cos, part_of(told.cos, sizes, rank))
+
+
+@case
+def sub_centres_and_adaface(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        sizes, v = SIZES[ranks][0], 12
+        x, y = batch_of(sizes, v)
+        one, many = two_heads(v, mesh, margin=SubCenter(3))
+        assert_close(many(part_of(x, sizes, rank), part_of(y, sizes, rank)), one(x, y))
+        one, many = PartialFC(v, 6, dtype=f64, margin=AdaFace()), ShardedPartialFC(v, 6, dtype=f64, margin=AdaFace(), mesh=mesh)
+        one.weight.data.copy_(whole(many.weight))
+        for _ in range(3):
+            assert_close(many(part_of(x, sizes, rank), part_of(y, sizes, rank)), one(x, y))
+        assert_close(many.margin.mean, one.margin.mean)
+        assert_close(many.margin.std, one.margin.std)
+
+
+@case
+def nan_features_of_ignored_rows(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        head = ShardedPartialFC(10, 4, mesh=mesh)
+        x, y = torch.full((2, 4), math.nan), torch.tensor([-1, -1])
+        x[1], y[1] = 1.0, 3
+        x.requires_grad_()
+        loss = head(x, y)
+        loss.backward()
+        assert loss.isfinite() and whole(head.weight.grad).isfinite().all() and (x.grad[0] == 0).all()
+
+
+def apart(params):
+    "Two groups of parameters: on GPUs PyTorch's optimizers take a group's tensors together, and DTensors with no others"
+    return [dict(params=[p for p in params if isinstance(p, DTensor) == spread_]) for spread_ in (False, True)]
+
+
+OPTIMIZERS = {"sgd": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+              "nesterov": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, momentum=0.9, nesterov=True),
+              "dense": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, momentum=0.9, mode="dense"),
+              "damped": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, momentum=0.9, dampening=0.5),
+              "adamw": lambda p: ShardedRowSparse(torch.optim.AdamW, p, lr=0.05),
+              "torch sgd": lambda p: torch.optim.SGD(apart(p), lr=0.1, momentum=0.9),
+              "torch adamw": lambda p: torch.optim.AdamW(apart(p), lr=0.05)}
+
+
+def curve(mesh, rank, sizes, make, rate, steps=4, clip=None, v=11):
+    "Losses of a short training, and the weight at its end"
+    many = ShardedPartialFC(v, 6, dtype=f64, mesh=mesh, sample_rate=rate, seed=2, margin=CosFace(0.2, 8.0))
+    layer = nn.Linear(6, 6, dtype=f64, device=DEVICE)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 1, 36).view(6, 6))
+        layer.bias.zero_()
+    optimizer, losses = make([*layer.parameters(), *many.parameters()]), []
+    for step in range(steps):
+        x, y = batch_of([12], v, step)
+        optimizer.zero_grad()
+        loss = many(layer(part_of(x, sizes, rank)), part_of(y, sizes, rank))
+        loss.backward()
+        for p in layer.parameters():  # as DDP does
+            dist.all_reduce(p.grad, group=mesh.get_group())
+            p.grad /= mesh.size()
+        if clip:
+            losses.append(optimizer.clip_grad_norm_(clip).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses), whole(many.weight).detach()
+
+
+SPLITS = {1: [12], 2: [5, 7], 3: [12, 0, 0], 4: [7, 0, 4, 1]}
+
+
+@case
+def curves_do_not_know_the_ranks(meshes):
+    for name, make in OPTIMIZERS.items():
+        for rate in (1.0,) if name.startswith("torch") else (1.0, 0.4) if name in ("sgd", "adamw") else (0.4,):
+            clip = 0.5 if name in ("sgd", "adamw") else None
+            runs = [curve(mesh, rank, SPLITS[ranks], make, rate, clip=clip) for ranks, mesh, rank in mine(meshes)]
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, [t.cpu() for t in runs[-1]])
+            for losses, weight in [*runs[1:], (gathered[-1][0], gathered[-1][1].to(DEVICE))]:
+                assert_close(losses, runs[0][0], rtol=1e-7, atol=1e-9, msg=name)
+                assert_close(weight, runs[0][1], rtol=1e-6, atol=1e-8)
+
+
+@case
+def sampled_gradients_need_no_sorting(meshes):
+    from fusedloss.partial_fc import live_rows
+    for ranks, mesh, rank in mine(meshes):
+        head = ShardedPartialFC(300, 4, mesh=mesh, sample_rate=0.2)
+        for _ in range(2):
+            head.weight.grad = None
+            head(torch.randn(3, 4), torch.arange(3)).backward()
+            g, s = head.weight.grad, head.shards
+            assert g.is_sparse and g.shape == (300, 4)
+            assert live_rows(head.weight, g)[0] is head.weight.grad_rows.rows  # as they came: nothing is coalesced
+            index = g._indices()[0]
+            assert (index >= s.start).all() and (index < s.stop).all()
+        head(torch.randn(3, 4), torch.arange(3)).backward()  # accumulated: rows are there twice, and summed
+        optimizer = ShardedRowSparse(torch.optim.SGD, [head.weight], lr=0.1)
+        before, dense = head.weight.to_local().detach().clone(), head.weight.grad.to_dense()[s.start:s.stop]
+        optimizer.step()
+        assert_close(head.weight.to_local().detach(), before - 0.1 * dense)
+
+
+@case
+def draws_do_not_know_the_ranks(meshes):
+    drawn = {}
+    for ranks, mesh, rank in mine(meshes):
+        head = ShardedPartialFC(1000, 4, mesh=mesh, sampler=NegativeSampler(0.1, 7))
+        s = head.shards
+        here = head.sampler(s.stop, s.start)
+        parts = [None] * ranks
+        dist.all_gather_object(parts, here[here >= 0].tolist(), group=s.group)
+        drawn[ranks] = sorted(c for part in parts for c in part)
+    assert all(d == drawn[4] for d in drawn.values()) and len(drawn[4]) > 50
+
+
+@case
+def backbones_of_ddp_and_fsdp(meshes):
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    for ranks, mesh, rank in mine(meshes):
+        if ranks == 1:
+            continue
+        sizes = SPLITS[ranks]
+        x, y = batch_of(sizes, 11)
+        one, plain = two_heads(11, mesh)[0], nn.Linear(6, 6, dtype=f64)
+        with torch.no_grad():
+            plain.weight.copy_(torch.linspace(-1, 1, 36).view(6, 6))
+            plain.bias.fill_(0.1)
+        wanted = torch.autograd.grad(one(plain(x), y), [plain.weight, plain.bias])
+        for engine in ("ddp", "fsdp mean", "fsdp sum", "none"):
+            head = ShardedPartialFC(11, 6, dtype=f64, mesh=mesh, backbone_reduction="mean" if engine in ("ddp", "fsdp mean") else "sum")
+            head.weight.data.copy_(spread(one.weight.detach(), mesh))
+            layer = nn.Linear(6, 6, dtype=f64)
+            layer.load_state_dict(plain.state_dict())
+            module = layer
+            if engine == "ddp":
+                module = DistributedDataParallel(layer, process_group=mesh.get_group())
+            elif engine != "none":
+                module = fully_shard(layer, mesh=mesh)
+                if engine == "fsdp sum":
+                    layer.set_gradient_divide_factor(1.0)
+                    layer.set_force_sum_reduction_for_comms(True)
+            head(module(part_of(x, sizes, rank)), part_of(y, sizes, rank)).backward()
+            for p, e in zip((layer.weight, layer.bias), wanted):
+                g = whole(p.grad)
+                if engine == "none":
+                    dist.all_reduce(g, group=mesh.get_group())
+                assert_close(g, e, msg=lambda m: f"{engine}, {ranks} ranks: {m}")
+
+
+# --- checkpoints ---
+
+def head_and_optimizer(mesh, v, adam, seed=0, rate=0.5):
+    "A head and an optimizer that have made three steps, or none with another seed"
+    head = ShardedPartialFC(v, 3, mesh=mesh, sample_rate=rate, seed=seed, margin=CosFace(0.2, 8.0))
+    kind, options = (torch.optim.AdamW, dict(lr=0.05)) if adam else (torch.optim.SGD, dict(lr=0.1, momentum=0.9))
+    return head, ShardedRowSparse(kind, head.parameters(), **options)
+
+
+def train(head, optimizer, v, rank, steps, start=0):
+    "Some steps, all rows the first rank's; their losses"
+    losses = []
+    for step in range(start, start + steps):
+        g = torch.Generator().manual_seed(step)
+        x, y = torch.randn(5, 3, generator=g), torch.randint(v, (5,), generator=g)
+        optimizer.zero_grad()
+        loss = head(*((x, y) if rank == 0 else (x[:0], y[:0])))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(pairs):
+    "What a checkpoint of heads and optimizers holds"
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    return {str(i): {"head": head.state_dict(), "optimizer": get_optimizer_state_dict(head, optimizer)} for i, (head, optimizer) in enumerate(pairs)}
+
+
+def tensors_of(state, found=None, path=""):
+    "All tensors of a nested state, whole, by their paths"
+    found = {} if found is None else found
+    for key, value in state.items():
+        if isinstance(value, dict):
+            tensors_of(value, found, f"{path}/{key}")
+        elif isinstance(value, torch.Tensor):
+            found[f"{path}/{key}"] = whole(value).clone()
+    return found
+
+
+def trained_pairs(mesh, v, rank, optimizers, steps, start=0, seed=0, rate=0.5):
+    "Heads and their optimizers after some steps"
+    pairs = [head_and_optimizer(mesh, v, adam, seed, rate) for adam in optimizers]
+    for head, optimizer in pairs:
+        train(head, optimizer, v, rank, steps, start)
+    return pairs
+
+
+def resharded(meshes, v, optimizers, folder, targets, rate=0.5):
+    "Save on each number of ranks, load on others: the same bits"
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    for ranks, mesh, rank in mine(meshes):
+        state = state_of(trained_pairs(mesh, v, rank, optimizers, 3, rate=rate))
+        dcp.save(state, checkpoint_id=f"{folder}/{ranks}", process_group=mesh.get_group())
+        saved = tensors_of(state)
+        assert {"/0/head/weight", "/0/head/sampler.step", "/0/optimizer/state/weight/momentum_buffer"} <= saved.keys()
+        if rank == 0:
+            torch.save(saved, f"{folder}/{ranks}.pt")
+    dist.barrier()
+    for ranks, mesh, rank in mine(meshes):
+        pairs = trained_pairs(mesh, v, rank, optimizers, 1, start=50, seed=9, rate=rate)  # other numbers, and a state to load into
+        for source in targets:
+            state = state_of(pairs)
+            dcp.load(state, checkpoint_id=f"{folder}/{source}", process_group=mesh.get_group())
+            for (head, optimizer), part in zip(pairs, state.values()):
+                head.load_state_dict(part["head"])
+                set_optimizer_state_dict(head, optimizer, part["optimizer"])
+            saved, loaded = torch.load(f"{folder}/{source}.pt"), tensors_of(state_of(pairs))
+            assert saved.keys() == loaded.keys(), (saved.keys(), loaded.keys())
+            for key, t in saved.items():
+                assert torch.equal(t, loaded[key]), f"{key}, {source} to {ranks} ranks, {v} classes"
+
+
+@case
+def checkpoints_reshard(meshes):
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        for v in (2, 5, 11):
+            Path(folder := f"{shared[0]}/{v}").mkdir(exist_ok=True)
+            resharded(meshes, v, (False, True), folder, (1, 2, 3, 4))
+        Path(folder := f"{shared[0]}/many").mkdir(exist_ok=True)
+        resharded(meshes[1::2], 1000003, (False,), folder, (2, 4), 0.001)
+        dist.barrier()
+
+
+@case
+def a_run_goes_on_after_resharding(meshes):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    with tempfile.TemporaryDirectory() as own:
+        shared, rank = [own], dist.get_rank()
+        dist.broadcast_object_list(shared)
+        pairs = trained_pairs(meshes[3], 11, rank, (False, True), 3)
+        dcp.save(state_of(pairs), checkpoint_id=f"{shared[0]}/one")
+        wanted = [train(*pair, 11, rank, 3, start=3) for pair in pairs]
+        if rank < 2:
+            pairs = trained_pairs(meshes[1], 11, rank, (False, True), 1, seed=4)
+            state = state_of(pairs)
+            dcp.load(state, checkpoint_id=f"{shared[0]}/one", process_group=meshes[1].get_group())
+            for (head, optimizer), part, losses in zip(pairs, state.values(), wanted):
+                head.load_state_dict(part["head"])
+                set_optimizer_state_dict(head, optimizer, part["optimizer"])
+                assert_close(train(head, optimizer, 11, rank, 3, start=3), losses)
+        dist.barrier()
+
+
+@case
+def another_class_count_is_refused(meshes):
+    import torch.distributed.checkpoint as dcp
+    mesh, rank = meshes[3], dist.get_rank()
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        dcp.save({"head": head_and_optimizer(mesh, 11, False)[0].state_dict()}, checkpoint_id=f"{shared[0]}/one")
+        head, _ = head_and_optimizer(mesh, 13, False, seed=3)
+        before = whole(head.weight).clone()
+        state = {"head": head.state_dict()}
+        try:
+            dcp.load(state, checkpoint_id=f"{shared[0]}/one")
+        except BaseException as e:  # the error of all ranks is no Exception
+            assert "Size mismatch" in str(e), str(e)
+        else:
+            raise AssertionError("a checkpoint of 11 classes went into a head of 13")
+        assert torch.equal(before, whole(head.weight))
+        dist.barrier()
+
+
+@case
+def disagreement_is_detected(meshes):
+    os.environ["FUSEDLOSS_DEBUG"] = "1"
+    try:
+        for ranks, mesh, rank in mine(meshes):
+            if ranks == 1:
+                continue
+            x, w, _, y, class_weight, _ = problem(8, 4, 10)
+            weight = spread(w, mesh)
+            fl.linear_cross_entropy(x, weight, y)  # all agree
+            for what, change in (("input", lambda: x.__setitem__(0, x[0] + 1)), ("target", lambda: y.__setitem__(1, (y[1] + 1) % 10)),
+                                 ("loss", lambda: class_weight.mul_(2))):
+                x, w, _, y, class_weight, _ = problem(8, 4, 10)
+                if rank == 1:
+                    change()
+                try:
+                    fl.linear_cross_entropy(x, weight, y, weight=class_weight, reduction="sum")
+                except RuntimeError as e:
+                    assert f"{what}: ranks [1] of {ranks}" in str(e), str(e)
+                else:
+                    raise AssertionError(f"nobody saw another {what}")
+    finally:
+        del os.environ["FUSEDLOSS_DEBUG"]
+
+
+@case
+def tokens_that_are_not_the_same(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        x, w, _, y, _, _ = problem(8, 4, 10, seed=rank)  # each rank has its own, and says it with plain tensors
+        weight = spread(problem(8, 4, 10)[1], mesh)
+        try:
+            loss = fl.linear_cross_entropy(x, weight, y)
+        except RuntimeError as e:
+            assert ranks > 1 and "target: expected the same on all ranks" in str(e), str(e)
+        else:
+            assert ranks == 1 or DEVICE == "cuda" and loss.isnan()
+
+
+@case
+def one_dimension_of_a_mesh(meshes):
+    from torch.distributed.device_mesh import init_device_mesh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, w, _, y, _, _ = problem(8, 4, 9)
+    half = slice(0, 4) if mesh["dp"].get_local_rank() == 0 else slice(4, 8)  # each pair has tokens of its own
+    assert_close(fl.linear_cross_entropy(x[half], spread(w, mesh["tp"]), y[half]), recompute_linear_cross_entropy(x[half], w, y[half]))
+    try:
+        ShardedPartialFC(10, 4, mesh=mesh)
+    except ValueError as e:
+        assert "mesh: expected one dimension" in str(e)
+    else:
+        raise AssertionError("a mesh of two dimensions went through")
+
+
+@case
+def a_module_whose_weight_is_spread(meshes):
+    x, w, _, y, _, _ = problem(8, 4, 9, dtype=f32)
+    for ranks, mesh, rank in mine(meshes):
+        module = fl.LinearCrossEntropyLoss(4, 9, label_smoothing=0.1)
+        module.weight = nn.Parameter(spread(w, mesh))
+        assert_close(module(x, y), recompute_linear_cross_entropy(x, w, y, label_smoothing=0.1))
+
+
+@case
+def a_skipped_step_skips_the_head_on_every_rank(meshes):
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    for ranks, mesh, rank in mine(meshes):
+        head = ShardedPartialFC(10, 4, mesh=mesh, sample_rate=0.5, backbone_reduction="sum")
+        layer = nn.Linear(4, 4)
+        optimizer = ShardedRowSparse(torch.optim.SGD, [*layer.parameters(), *head.parameters()], lr=0.1, momentum=0.9)
+        scaler = ShardedGradScaler(device="cpu", init_scale=8.0, process_group=mesh.get_group())
+        for bad in (False, True):
+            before = [whole(p).detach().clone() for p in (layer.weight, head.weight)]
+            optimizer.zero_grad()
+            scaler.scale(head(layer(torch.randn(3, 4)), torch.arange(3))).backward()
+            if bad and rank == ranks - 1:
+                layer.weight.grad[0, 0] = math.inf  # on one rank alone
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [not torch.equal(b, whole(p)) for b, p in zip(before, (layer.weight, head.weight))]
+            assert moved == [not bad] * 2, (moved, bad)
+
+
+@case
+def memory_has_no_scores(meshes):
+    from fusedloss.measure import peak_memory
+    mesh, n, h, v = meshes[3], 64, 8, 40000
+    x, w, y = torch.randn(n, h), torch.randn(v, h), torch.randint(v, (n,))
+    part = spread(w, mesh).to_local().requires_grad_()
+    x.requires_grad_()
+    run = lambda: torch.autograd.grad(sharded_linear_cross_entropy(x, part, y, mesh=mesh, num_classes=v, memory_budget=2**20), [x, part])
+    peak = peak_memory(run)
+    assert peak < 4 * n * v / 4, f"{peak} bytes, all scores here are {4 * n * v // 4}"

@@ -1,0 +1,857 @@
+"""CTC of a linear layer: loss and gradients by loops, by Triton and by the lattice's kernel run on a CPU; bugs planted in all."""
+import itertools
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn import functional as F
+
+import fusedloss as fl
+import fusedloss.ctc
+import fusedloss.linear_ctc
+from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanShape
+from fusedloss.kernels import cuda_source
+from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
+from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from helpers import planted
+from test_ctc import HARD, case, collapsed, compiled, hard, kernels_on_cpu, reference, same_losses, ways
+
+INF = math.inf
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+
+
+# three ways: loops and products, the lattice's kernels, and beside them the softmax by Triton
+
+def lattice_on_cpu(folder, source=None):
+    "The kernels of ctc.cu and of linear_ctc.cu, or of another text of it"
+    return kernels_on_cpu(folder, "linear_ctc_on_cpu.cpp", ctc=None, linear_ctc=source)
+
+
+@pytest.fixture(scope="module")
+def lattice(tmp_path_factory):
+    return lattice_on_cpu(tmp_path_factory.mktemp("lattice"))
+
+
+def use_lattice(kernel, module, monkeypatch, shape=None):
+    "Let a module take them, on the CPU"
+    kernels_of.cache_clear()
+    monkeypatch.setattr(module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
+    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
+    monkeypatch.setattr(module, "lattice_kernel", kernel)
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_left():
+    yield
+    kernels_of.cache_clear()
+
+
+def short_segments(monkeypatch, K, sweep=2):
+    "K frames a segment, so many of them in a launch of α alone"
+    monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", lambda *given: Frames(K, sweep * K, 3 * K))
+
+
+WAYS = ["loops", "lattice", "both", "GPU"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    "The device, where the library goes one of its ways"
+    if request.param == "GPU":
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU on this machine")
+        return "cuda"
+    if request.param == "both":
+        if not INTERPRETED:
+            pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+    if request.param in ("lattice", "both"):
+        use_lattice(request.getfixturevalue("lattice"), fusedloss.linear_ctc, monkeypatch)
+    return "cpu"
+
+
+# the cases of stage 13: any logits are a linear layer of themselves, with orthogonal weights
+
+def layer(z, bias=True):
+    "x, w, b in float64 with x wᵀ + b = z"
+    C = z.shape[-1]
+    g = torch.Generator().manual_seed(3)
+    w = torch.linalg.qr(torch.randn(C, C, generator=g, dtype=f64))[0]
+    b = torch.linspace(-1, 1, C, dtype=f64) if bias else None
+    return (z.double() - (0 if b is None else b)) @ w, w, b
+
+
+def upstream_of(N, dtype=f64):
+    return (torch.arange(N, dtype=f64) * 0.75 - 1).to(dtype)
+
+
+def truth_of(x, w, b, y, frames, lengths, blank):
+    "Losses and gradients by the reference, float64"
+    x, w = x.double(), w.double()
+    z = x @ w.T if b is None else x @ w.T + b.double()
+    losses, dz = reference(z, y, frames, lengths, blank)
+    dz = dz * upstream_of(len(losses))[:, None]
+    return losses, [dz @ w, dz.flatten(0, 1).T @ x.flatten(0, 1), None if b is None else dz.sum((0, 1))]
+
+
+def run(x, w, b, y, frames, lengths, blank=0, device="cpu", loss=None, **options):
+    "Losses and gradients"
+    x, w, b = (None if t is None else t.detach().to(device).clone().requires_grad_() for t in (x, w, b))
+    losses = (loss or fl.linear_ctc_loss)(x, w, y.to(device), frames, lengths, linear_bias=b, blank=blank, reduction="none", **options)
+    leaves = [t for t in (x, w, b) if t is not None]
+    got = torch.autograd.grad(losses, leaves, upstream_of(len(losses), losses.dtype).to(device))
+    return losses.detach(), [*got, None][:3]
+
+
+def close(got, truth, tolerance):
+    "Gradients, relative to the largest element"
+    for name, a, e in zip(("dx", "dw", "db"), got, truth):
+        if e is None:
+            assert a is None
+        else:
+            error = (a.cpu().double() - e).abs().max() / e.abs().max().clamp(min=1e-3) if e.numel() else torch.tensor(0.0)
+            assert error <= tolerance, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("way, dtype", [*((w, f32) for w in WAYS), ("loops", f64), ("GPU", f64)], indirect=["way"])
+def test_loss_and_gradients(name, dtype, way, monkeypatch):
+    z, y, frames, lengths, blank = hard(name, f64)
+    x, w, b = (t.to(dtype) for t in layer(z))
+    losses, gradients = truth_of(x, w, b, y, frames, lengths, blank)
+    size = max(1.0, z.abs().max().item())  # what lse and scores are rounded relative to
+    tolerance = 1e-10 if dtype == f64 else (4e-6 if way == "cpu" else 1e-5) * size  # each BLAS sums in an order of its own
+    for K in (7, 1000):
+        short_segments(monkeypatch, K)
+        got, d = run(x, w, b, y, frames, lengths, blank, way)
+        assert got.dtype == dtype and all(t.dtype == dtype for t in d)
+        same_losses(got, losses, tolerance)
+        close(d, gradients, tolerance)
+
+
+SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
+    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
+    monkeypatch.setattr(lattice, "seed", seed)
+    for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33), ("tight", 3)):
+        short_segments(monkeypatch, K)
+        z, y, frames, lengths, blank = hard(name, f64)
+        given = [t.float() for t in layer(z)]
+        losses, gradients = truth_of(*given, y, frames, lengths, blank)
+        got, d = run(*given, y, frames, lengths, blank)
+        same_losses(got, losses, 5e-6)
+        close(d, gradients, 1e-5)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 8, 9, 22, 23, 24])
+def test_segments_change_nothing(K, way, monkeypatch):
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    given = [t.float() for t in layer(z)]
+    short_segments(monkeypatch, 1000)
+    whole = run(*given, y, frames, lengths, device=way)
+    short_segments(monkeypatch, K)
+    cut = run(*given, y, frames, lengths, device=way)
+    same_losses(cut[0], whole[0], 1e-6)
+    close(cut[1], [t.cpu().double() for t in whole[1]], 5e-6)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(bf16, 2e-2), (f16, 3e-3)])
+def test_half_precision(dtype, tolerance, device):
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    given = [t.to(dtype) for t in layer(z)]
+    losses, gradients = truth_of(*given, y, frames, lengths, 0)
+    got, d = run(*given, y, frames, lengths, device=device)
+    assert got.dtype == f32 and all(t.dtype == dtype for t in d)
+    same_losses(got, losses, 1e-5)  # scores are summed in fp32
+    close(d, gradients, tolerance)
+
+
+def test_small_factors_survive_half_precision(device):
+    "1 / (L N) and a small upstream gradient: below the smallest number of fp16"
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    given = [t.to(f16) for t in layer(z, bias=False)[:2]]
+    one = run(*given, None, y, frames, lengths, device=device)[1]
+    x, w = (t.to(device).requires_grad_() for t in given)
+    loss = linear_ctc_loss(x, w, y.to(device), frames, lengths, reduction="none").float()
+    d = torch.autograd.grad(loss, [x, w], upstream_of(6, f32).to(device) * 2**-9)
+    if device == "cuda":  # on a CPU dx itself is rounded
+        close([t.cpu().double() * 2**9 for t in d], [t.cpu().double() for t in one[:2]], 2e-3)
+
+
+# all of it in forward, for a mean or a sum
+
+def run_all(x, w, b, y, frames, lengths, blank=0, device="cpu", loss=None, reduction="mean", factor=-1.75, **options):
+    "Loss and gradients; upstream is one number"
+    leaves = [None if t is None else t.detach().to(device).clone().requires_grad_() for t in (x, w, b)]
+    out = (loss or fl.linear_ctc_loss)(*leaves[:2], y.to(device), frames, lengths, linear_bias=leaves[2], blank=blank, reduction=reduction,
+                                       **options)
+    asked = [t for t in leaves if t is not None]
+    got = torch.autograd.grad(out, asked, torch.tensor(factor, dtype=out.dtype, device=device))
+    return out.detach(), [*got, None][:3]
+
+
+def truth_of_all(x, w, b, y, frames, lengths, blank, reduction="mean", factor=-1.75):
+    "The same by the reference, in float64"
+    x, w = x.double(), w.double()
+    z = x @ w.T if b is None else x @ w.T + b.double()
+    losses, dz = reference(z, y, frames, lengths, blank)
+    part = torch.ones(len(losses), dtype=f64)
+    if reduction == "mean":
+        part = 1 / (torch.as_tensor(lengths).clamp(min=1) * len(losses)).double()
+    dz = dz * (part * factor)[:, None]
+    return (losses * part).sum(), [dz @ w, dz.flatten(0, 1).T @ x.flatten(0, 1), None if b is None else dz.sum((0, 1))]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("way, dtype", [*((w, f32) for w in WAYS), ("loops", f64), ("GPU", f64)], indirect=["way"])
+def test_all_in_forward(name, dtype, way, reduction, monkeypatch):
+    z, y, frames, lengths, blank = hard(name, f64)
+    given = [t.to(dtype) for t in layer(z)]
+    loss, gradients = truth_of_all(*given, y, frames, lengths, blank, reduction)
+    size = max(1.0, z.abs().max().item())
+    tolerance = 1e-10 if dtype == f64 else (4e-6 if way == "cpu" else 1e-5) * size  # each BLAS sums in an order of its own
+    for K in (7, 1000):
+        short_segments(monkeypatch, K)
+        got, d = run_all(*given, y, frames, lengths, blank, way, reduction=reduction)
+        assert got.dtype == dtype and all(t.dtype == dtype for t in d)
+        same_losses(got[None], loss[None], tolerance)
+        largest = max([e.abs().max().item() for e in gradients if e.numel()], default=0)
+        for a, e in zip(d, gradients):  # with one sign upstream, db nearly cancels
+            assert not e.numel() or (a.cpu().double() - e).abs().max() <= tolerance * max(largest, 1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_in_forward_in_other_shapes(shape, lattice, monkeypatch):
+    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
+    for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33)):
+        short_segments(monkeypatch, K)
+        z, y, frames, lengths, blank = hard(name, f64)
+        given = [t.float() for t in layer(z)]
+        loss, gradients = truth_of_all(*given, y, frames, lengths, blank)
+        got, d = run_all(*given, y, frames, lengths, blank)
+        same_losses(got[None], loss[None], 5e-6)
+        close(d, gradients, 1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_both_ways_agree(reduction, zero_infinity, way, monkeypatch):
+    "Gradients in forward, and recomputed from the losses that `reduction=\"none\"` returns"
+    short_segments(monkeypatch, 7)
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    frames[3], lengths[3] = 1, 2  # infeasible
+    given = [t.float() for t in layer(z)]
+    leaves = [t.to(way).requires_grad_() for t in given]
+    losses = linear_ctc_loss(*leaves[:2], y.to(way), frames, lengths, linear_bias=leaves[2], reduction="none", zero_infinity=zero_infinity)
+    part = fusedloss.ctc.shares(torch.tensor(lengths), reduction == "mean", f32).to(way)
+    want = (losses * part).sum()
+    got, d = run_all(*given, y, frames, lengths, device=way, reduction=reduction, zero_infinity=zero_infinity)
+    same_losses(got[None], want.detach().cpu()[None].double(), 1e-6)
+    close(d, [t.cpu().double() for t in torch.autograd.grad(want, leaves, torch.tensor(-1.75, device=way))], 5e-6)
+
+
+def test_padding_beside_all_in_forward(way, monkeypatch):
+    "Left out where lengths are known; computed, and counting nothing, where not"
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    x, w, b = (t.float() for t in layer(z))
+    short_segments(monkeypatch, 7)
+    want = run_all(x, w, b, y, frames, lengths, device=way)
+    spoilt = x.clone()
+    for n, k in enumerate(frames):
+        spoilt[k:, n] = math.nan
+    got = run_all(spoilt, w, b, y, frames, lengths, device=way)
+    assert torch.equal(got[0], want[0]) and all(torch.equal(a, e) for a, e in zip(got[1], want[1]))
+    assert not any(got[1][0][k:, n].any() for n, k in enumerate(frames))
+    for module in (fusedloss.ctc, fusedloss.linear_ctc):
+        monkeypatch.setattr(module, "visible", lambda t: False)
+    got = run_all(x, w, b, y, frames, lengths, device=way)
+    same_losses(got[0][None], want[0].cpu()[None], 1e-6)
+    close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
+
+
+def test_bad_input_beside_all_in_forward(way, monkeypatch):
+    for module in (fusedloss.ctc, fusedloss.linear_ctc):
+        monkeypatch.setattr(module, "visible", lambda t: False)
+    short_segments(monkeypatch, 10)
+    z, y, frames, lengths = case(N=6, dtype=f64)
+    given = [t.float() for t in layer(z)]
+    good = run_all(*given, y, frames, lengths, device=way)
+    y[1, 2], y[2, 6], frames[3], frames[4], lengths[5] = 9, -1, 24, -1, 8
+    loss, (dx, dw, _) = run_all(*given, y, frames, lengths, device=way)
+    assert loss.isnan() and not dx[:, 1:].any() and dw.isfinite().all()
+    assert relative_error(dx[:, 0], good[1][0][:, 0]) < 1e-6
+    z, y, frames, lengths = case(N=3, dtype=f64)
+    x, w, b = (t.float() for t in layer(z))
+    good = run_all(x, w, b, y, frames, lengths, device=way)
+    x[5, 1] = math.nan
+    loss, (dx, _, _) = run_all(x, w, b, y, frames, lengths, device=way)
+    assert loss.isnan() and dx[5, 1].isnan().all()
+    assert relative_error(dx[:, ::2], good[1][0][:, ::2]) < 1e-6
+
+
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_masked_classes_beside_all_in_forward(zero_infinity, way, monkeypatch):
+    short_segments(monkeypatch, 10)
+    z, y, frames, lengths = case(N=3, dtype=f64)
+    y[0], y[1:] = torch.tensor([1, 2, 3, 8, 1, 2, 3]), torch.tensor([1, 2, 3, 4, 5, 6, 7])
+    x, w, b = layer(z)
+    b[8] = -INF
+    given = x.float(), w.float(), b.float()
+    loss, d = run_all(*given, y, frames, lengths, device=way, zero_infinity=zero_infinity, reduction="sum")
+    assert loss.isfinite() if zero_infinity else loss == INF
+    assert all(t.isfinite().all() for t in d) and not d[0][:, 0].any() and not d[1][8].any()
+    finite = fl.linear_ctc_loss(*(t.to(way) for t in given[:2]), y.to(way), frames, lengths, linear_bias=given[2].to(way), reduction="sum",
+                                zero_infinity=True)
+    if zero_infinity:
+        torch.testing.assert_close(loss, finite)
+
+
+@pytest.mark.parametrize("T, N, L", [(0, 2, 0), (0, 2, 3), (5, 0, 3), (5, 2, 0), (0, 0, 0)])
+def test_sizes_of_zero_all_in_forward(T, N, L, device):
+    x, w = torch.randn(T, N, 4, device=device, requires_grad=True), torch.randn(6, 4, device=device, requires_grad=True)
+    y = torch.ones(N, L, dtype=torch.int64, device=device)
+    loss = linear_ctc_loss(x, w, y, [T] * N, [L] * N)
+    torch.testing.assert_close(loss, ctc_loss_with_logits(x @ w.T, y, [T] * N, [L] * N))
+    d = torch.autograd.grad(loss, [x, w])
+    assert all(g.isfinite().all() and g.shape == t.shape for g, t in zip(d, (x, w)))
+
+
+def test_half_precision_all_in_forward(device):
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    given = [t.to(bf16) for t in layer(z)]
+    loss, gradients = truth_of_all(*given, y, frames, lengths, 0)
+    got, d = run_all(*given, y, frames, lengths, device=device)
+    assert got.dtype == f32 and all(t.dtype == bf16 for t in d)
+    same_losses(got[None], loss[None], 1e-5)
+    close(d, gradients, 2e-2)
+
+
+@pytest.mark.parametrize("V", [600, 601, 1030, 4203])
+def test_rows_of_many_classes(V, way):
+    "A warp or a block a row, whole packs or single classes, more than the loads that come early"
+    g = torch.Generator().manual_seed(2)
+    x, w, b = torch.randn(7, 2, 8, generator=g), torch.randn(V, 8, generator=g), torch.randn(V, generator=g)
+    y = torch.tensor([[V - 1, 40, V - 1], [5, 64, 2]])
+    loss, gradients = truth_of_all(x, w, b, y, [7, 5], [3, 3], 35)
+    got, d = run_all(x, w, b, y, [7, 5], [3, 3], 35, device=way)
+    same_losses(got[None], loss[None], 1e-5)
+    close(d, gradients, 1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 60.0, -60.0])
+def test_tiles_far_apart(offset, way):
+    "Scores that differ by hundreds from tile to tile, and rows that are sure"
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(9, 2, 8, generator=g), torch.randn(70, 8, generator=g)
+    b = torch.where(torch.arange(70) // 32 == 1, 300.0, offset)
+    y = torch.tensor([[33, 40, 33], [5, 64, 2]])
+    loss, gradients = truth_of_all(x, w, b, y, [9, 8], [3, 3], 35)
+    got, d = run_all(x, w, b, y, [9, 8], [3, 3], 35, device=way)
+    same_losses(got[None], loss[None], 1e-5)
+    close(d, gradients, 2e-4)  # of scores of 300 in float32
+
+
+# brute force
+
+@pytest.mark.parametrize("T, y, blank", [(0, [], 0), (1, [1], 0), (3, [1, 1], 0), (4, [1, 2], 0), (5, [1, 2, 1], 0), (5, [0, 1], 2), (6, [2, 2], 1),
+                                         (4, [], 1), (2, [1, 1], 0)])
+def test_all_strings_of_symbols(T, y, blank, way, monkeypatch):
+    short_segments(monkeypatch, 2)
+    z = torch.randn(T, 1, 3, generator=torch.Generator().manual_seed(T), dtype=f64)
+    x, w, b = layer(z)
+    log_p = z.log_softmax(-1)
+    paths = [p for p in itertools.product(range(3), repeat=T) if collapsed(p, blank) == y]
+    total = math.log(sum(math.exp(sum(log_p[t, 0, c].item() for t, c in enumerate(p))) for p in paths)) if paths else -INF
+    for dtype, tolerance in ((f64, 1e-12), (f32, 1e-5)):
+        got = linear_ctc_loss(*(t.to(way, dtype) for t in (x, w)), torch.tensor([y], dtype=torch.int64).to(way), [T], [len(y)],
+                              linear_bias=b.to(way, dtype), blank=blank, reduction="none")
+        assert got.item() == pytest.approx(-total, abs=tolerance)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_batch(data):
+    T, N, C, L, H = (data.draw(st.integers(*r)) for r in ((0, 6), (1, 3), (2, 4), (0, 3), (1, 3)))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    x, w, b = (torch.randn(*s, generator=g, dtype=f64).requires_grad_() for s in ((T, N, H), (C, H), (C,)))
+    y, blank = torch.randint(0, C, (N, L), generator=g), data.draw(st.integers(0, C - 1))
+    frames, lengths = (torch.tensor(data.draw(st.lists(st.integers(0, k), min_size=N, max_size=N))) for k in (T, L))
+    with pytest.MonkeyPatch.context() as patch:
+        short_segments(patch, data.draw(st.integers(1, 7)))
+        got = linear_ctc_loss(x, w, y, frames, lengths, linear_bias=b, blank=blank, reduction="none")
+        finite = got.isfinite()
+        d = torch.autograd.grad(got, (x, w, b), torch.ones_like(got))
+    exact = ctc_by_logz((x @ w.T + b).log_softmax(-1), y, frames, lengths, blank)
+    torch.testing.assert_close(got, exact.clamp(min=0))  # with blanks among the labels, paths are counted twice
+    e = torch.autograd.grad(exact[finite].sum(), (x, w, b), materialize_grads=True)
+    torch.testing.assert_close(d, e, rtol=1e-8, atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 4), max_size=9), st.integers(0, 4))
+def test_equal_labels_have_one_number(labels, blank):
+    own = first_of_its_kind(torch.tensor([labels, labels], dtype=torch.int64).view(2, -1), blank)
+    want = [0 if c == blank else 1 + labels.index(c) for c in labels]
+    assert own.tolist() == [want, want]
+
+
+# the interface, beside torch's
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_every_form_of_the_arguments(reduction, zero_infinity, device):
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    frames[3], lengths[3] = 1, 2  # infeasible
+    leaves = [t.to(device).requires_grad_() for t in layer(z)]
+    g = upstream_of(6) if reduction == "none" else torch.tensor(-1.7, dtype=f64)
+    log_p = (leaves[0] @ leaves[1].T + leaves[2]).log_softmax(-1).cpu().detach().requires_grad_()
+    loss = F.ctc_loss(log_p, y, frames, lengths, 0, reduction, zero_infinity)
+    dz = torch.autograd.grad(loss, log_p, g)[0].nan_to_num(0)  # where torch has NaN
+    x, w = (t.detach().cpu() for t in leaves[:2])
+    truth = dz @ w, dz.flatten(0, 1).T @ x.flatten(0, 1), dz.sum((0, 1))
+    for targets, T, L in ways(y, frames, lengths):
+        got = linear_ctc_loss(*leaves[:2], targets.to(device), T, L, linear_bias=leaves[2], reduction=reduction, zero_infinity=zero_infinity)
+        torch.testing.assert_close(got.detach().cpu(), loss.detach())
+        for a, e in zip(torch.autograd.grad(got, leaves, g.to(device)), truth):
+            torch.testing.assert_close(a.cpu(), e)
+
+
+def test_lengths_on_a_gpu_are_not_waited_for():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    given, y = [t.float().cuda().requires_grad_() for t in layer(z)], y.cuda()
+    want = linear_ctc_loss(*given[:2], y, frames, lengths, linear_bias=given[2])
+    on_gpu = [torch.tensor(t).cuda() for t in (frames, lengths)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = linear_ctc_loss(*given[:2], y, *on_gpu, linear_bias=given[2])
+        d = torch.autograd.grad(got, given)
+        on_host = torch.autograd.grad(linear_ctc_loss(*given[:2], y, frames, lengths, linear_bias=given[2]), given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(d, on_host)
+
+
+def test_lengths_that_nobody_looks_at(way, monkeypatch):
+    "As on a GPU: padding is computed, and counts nothing"
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    given = [t.float() for t in layer(z)]
+    short_segments(monkeypatch, 7)
+    want = run(*given, y, frames, lengths, device=way)
+    for module in (fusedloss.ctc, fusedloss.linear_ctc):
+        monkeypatch.setattr(module, "visible", lambda t: False)
+    got = run(*given, y, frames, lengths, device=way)
+    same_losses(got[0], want[0], 1e-6)
+    close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
+
+
+def test_padding_is_never_looked_at(way, monkeypatch):
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    x, w, b = (t.float() for t in layer(z))
+    short_segments(monkeypatch, 7)
+    want = run(x, w, b, y, frames, lengths, device=way)
+    for n, k in enumerate(frames):
+        x[k:, n] = math.nan
+    y[torch.arange(7) >= torch.tensor(lengths)[:, None]] = 10**12
+    got = run(x, w, b, y, frames, lengths, device=way)
+    assert torch.equal(got[0], want[0]) and all(torch.equal(a, e) for a, e in zip(got[1], want[1]))
+    for n, k in enumerate(frames):
+        assert not got[1][0][k:, n].any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_single_sequence(reduction, device):
+    z, y, *_ = case(N=1, dtype=f64)
+    x, w, b = (t.to(device) for t in layer(z))
+    for T, L in ((23, 7), (torch.tensor(20), torch.tensor(5)), ([20], (5,))):
+        labels = y[0, :L if isinstance(L, int) else None].to(device)
+        one = linear_ctc_loss(x[:, 0], w, labels, T, L, linear_bias=b, reduction=reduction)
+        want = ctc_loss_with_logits(z[:, 0].to(device), labels, T, L, reduction=reduction)
+        assert one.shape == want.shape
+        torch.testing.assert_close(one, want)
+
+
+@pytest.mark.parametrize("requires", [r for r in itertools.product([False, True], repeat=3)])
+def test_gradients_are_there_where_they_are_asked_for(requires, device, monkeypatch):
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    short_segments(monkeypatch, 9)
+    leaves = [t.to(device).requires_grad_() for t in layer(z)]
+    want = torch.autograd.grad(linear_ctc_loss(*leaves[:2], y.to(device), frames, lengths, linear_bias=leaves[2]), leaves)
+    leaves = [t.detach().requires_grad_(r) for t, r in zip(leaves, requires)]
+    loss = linear_ctc_loss(*leaves[:2], y.to(device), frames, lengths, linear_bias=leaves[2])
+    assert loss.requires_grad == any(requires)
+    if any(requires):
+        loss.backward()
+    for t, r, e in zip(leaves, requires, want):
+        assert (t.grad is not None) == r and (not r or torch.equal(t.grad, e))
+
+
+def test_finite_differences(device, monkeypatch):
+    short_segments(monkeypatch, 2)
+    g = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*s, generator=g, dtype=f64).to(device).requires_grad_() for s in ((5, 2, 3), (4, 3), (4,)))
+    y = torch.tensor([[1, 1], [3, 2]]).to(device)
+    def loss(x, w, b): return linear_ctc_loss(x, w, y, (5, 4), (2, 1), linear_bias=b, reduction="none")
+    assert torch.autograd.gradcheck(loss, (x, w, b))
+
+
+def test_a_graph_used_twice_gives_the_same_bits(way, monkeypatch):
+    short_segments(monkeypatch, 6)
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    leaves = [t.float().to(way).requires_grad_() for t in layer(z)]
+    def loss(): return linear_ctc_loss(*leaves[:2], y.to(way), frames, lengths, linear_bias=leaves[2])
+    first = loss()
+    one = torch.autograd.grad(first, leaves, retain_graph=True)
+    two = torch.autograd.grad(first, leaves)
+    three = torch.autograd.grad(loss(), leaves)
+    for other in (two, three):
+        assert all(torch.equal(a, e) for a, e in zip(other, one))
+    scaled = torch.autograd.grad(-3 * loss(), leaves)
+    assert all(relative_error(a, -3 * e) < 1e-6 for a, e in zip(scaled, one))
+
+
+def test_a_second_derivative_is_refused():
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    x, w, b = layer(z)
+    x.requires_grad_()
+    d, = torch.autograd.grad(linear_ctc_loss(x, w, y, frames, lengths), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(d.sum(), x)
+
+
+def test_strides_and_slices(way, monkeypatch):
+    "Batch first, expanded targets, a slice of a larger weight"
+    short_segments(monkeypatch, 8)
+    z, y, frames, lengths, _ = hard("plain", f64)
+    x, w, b = (t.float() for t in layer(z))
+    want = run(x, w, b, y[:1].expand(6, -1), frames, lengths, device=way)
+    wide = torch.full((18, 9), math.nan)
+    wide[::2] = w
+    xs, ws = x.transpose(0, 1).contiguous().to(way).transpose(0, 1).requires_grad_(), wide.to(way)[::2].requires_grad_()
+    losses = linear_ctc_loss(xs, ws, y[:1].expand(6, -1).to(way), frames, lengths, linear_bias=b.to(way), reduction="none")
+    d = torch.autograd.grad(losses, [xs, ws], upstream_of(6, f32).to(way))
+    same_losses(losses.detach(), want[0], 1e-6)
+    close([*d, None], [*(t.cpu().double() for t in want[1][:2]), None], 1e-6)
+
+
+@pytest.mark.parametrize("T, N, L", [(0, 2, 0), (0, 2, 3), (5, 0, 3), (5, 2, 0), (0, 0, 0)])
+def test_sizes_of_zero(T, N, L, device):
+    x, w = torch.randn(T, N, 4, device=device, requires_grad=True), torch.randn(6, 4, device=device, requires_grad=True)
+    y = torch.ones(N, L, dtype=torch.int64, device=device)
+    loss = linear_ctc_loss(x, w, y, [T] * N, [L] * N, reduction="none")
+    want = ctc_loss_with_logits(x @ w.T, y, [T] * N, [L] * N, reduction="none")
+    torch.testing.assert_close(loss, want)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), [x, w]))
+
+
+# bad input
+
+def test_bad_input_is_nan_and_harms_nobody(way, monkeypatch):
+    for module in (fusedloss.ctc, fusedloss.linear_ctc):
+        monkeypatch.setattr(module, "visible", lambda t: False)
+    short_segments(monkeypatch, 10)
+    z, y, frames, lengths = case(N=6, dtype=f64)
+    given = [t.float() for t in layer(z)]
+    good = run(*given, y, frames, lengths, device=way)
+    y[1, 2], y[2, 6], frames[3], frames[4], lengths[5] = 9, -1, 24, -1, 8
+    losses, (dx, dw, _) = run(*given, y, frames, lengths, device=way)
+    assert losses.isnan().tolist() == [False] + [True] * 5 and not dx[:, 1:].any()
+    same_losses(losses[:1], good[0][:1], 1e-6)
+    assert relative_error(dx[:, 0], good[1][0][:, 0]) < 1e-6 and dw.isfinite().all()
+
+
+def test_not_a_number_stays_visible(way, monkeypatch):
+    short_segments(monkeypatch, 10)
+    z, y, frames, lengths = case(N=3, dtype=f64)
+    x, w, b = (t.float() for t in layer(z))
+    good = run(x, w, b, y, frames, lengths, device=way)
+    x[5, 1] = math.nan
+    losses, (dx, _, _) = run(x, w, b, y, frames, lengths, device=way)
+    assert losses.isnan().tolist() == [False, True, False] and dx[5, 1].isnan().all()
+    same_losses(losses[::2], good[0][::2], 1e-6)
+    assert relative_error(dx[:, ::2], good[1][0][:, ::2]) < 1e-6
+
+
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_masked_classes(zero_infinity, way, monkeypatch):
+    "A bias of −∞: infeasible for who needs the class, nothing for the others"
+    short_segments(monkeypatch, 10)
+    z, y, frames, lengths = case(N=3, dtype=f64)
+    y[0], y[1:] = torch.tensor([1, 2, 3, 8, 1, 2, 3]), torch.tensor([1, 2, 3, 4, 5, 6, 7])
+    x, w, b = layer(z)
+    b[8] = -INF
+    given = x.float(), w.float(), b.float()
+    losses, d = run(*given, y, frames, lengths, device=way, zero_infinity=zero_infinity)
+    assert losses[0] == (0 if zero_infinity else INF) and losses[1:].isfinite().all()
+    assert all(t.isfinite().all() for t in d) and not d[0][:, 0].any() and not d[1][8].any()
+    keep = [0, 1, 2, 3, 4, 5, 6, 7]
+    truth = reference((x @ w[keep].T + b[keep])[:, 1:], y[1:], frames[1:], lengths[1:])
+    same_losses(losses[1:], truth[0], 1e-5)
+
+
+BAD = {
+    "features": (dict(w=torch.zeros(9, 4)), ValueError, "input: expected shape"),
+    "dimensions": (dict(x=torch.zeros(2, 23, 6, 9)), ValueError, r"\[T, N, H\] or \[T, H\]"),
+    "bias": (dict(linear_bias=torch.zeros(8, dtype=f64)), ValueError, "linear_bias"),
+    "budget": (dict(memory_budget=0), ValueError, "memory_budget"),
+    "blank": (dict(blank=9), ValueError, "blank: expected a class below 9"),
+    "reduction": (dict(reduction="max"), ValueError, "reduction"),
+    "targets": (dict(y=torch.zeros(5, 7, dtype=torch.int64)), ValueError, "targets"),
+    "frames": (dict(frames=[24] * 6), ValueError, r"input_lengths\[0\] is 24"),
+    "too few lengths": (dict(lengths=[7] * 5), ValueError, "target_lengths: expected 6 integers"),
+    "label": (dict(y=torch.full((6, 7), 9)), IndexError, "label 0 of sequence 0 is 9"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_said(name):
+    change, error, says = BAD[name]
+    z, y, frames, lengths = case(dtype=f64)
+    x, w, _ = layer(z)
+    given = dict(x=x, w=w, y=y, frames=frames, lengths=lengths) | change
+    options = {k: v for k, v in given.items() if k not in ("x", "w", "y", "frames", "lengths")}
+    with pytest.raises(error, match=says):
+        linear_ctc_loss(*(given[k] for k in ("x", "w", "y", "frames", "lengths")), **options)
+
+
+# memory
+
+@pytest.mark.parametrize("budget", [None, 2**21])
+def test_memory_beyond_the_gradients(budget):
+    "On a CPU, every byte counted: a tenth of the logits, or what was asked for"
+    g = torch.Generator().manual_seed(0)
+    T, N, V, H, L = (1000, 16, 600, 8, 6) if budget is None else (400, 4, 1000, 16, 5)
+    x, w = (torch.randn(*s, generator=g).requires_grad_() for s in ((T, N, H), (V, H)))
+    y = torch.randint(1, V, (N, L), generator=g)
+    if budget is None:
+        fewer = pytest.MonkeyPatch()
+        fewer.setattr(fusedloss.linear_ctc, "BUDGET", 2**20)
+    def step(): return torch.autograd.grad(linear_ctc_loss(x, w, y, [T] * N, [L] * N, memory_budget=budget), [x, w])
+    try:
+        extra = peak_memory(step) - x.nbytes - w.nbytes
+    finally:
+        if budget is None:
+            fewer.undo()
+    assert extra <= (budget or 4 * T * N * V / 10), (extra, budget or 4 * T * N * V / 10)
+
+
+def test_what_is_saved(monkeypatch):
+    "log Z and a row of states for each segment; no logits, no table"
+    short_segments(monkeypatch, 8)
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    leaves = [t.requires_grad_() for t in layer(z)]
+    saved = saved_tensors(lambda: linear_ctc_loss(*leaves[:2], y, frames, lengths, linear_bias=leaves[2], reduction="none"), *leaves, y)
+    assert sorted(t.numel() for t in saved) == sorted([6, 6, 6, 3 * 6 * 2 * 8])  # frames, lengths, log Z; states
+    saved = saved_tensors(lambda: linear_ctc_loss(*leaves[:2], y, frames, lengths, linear_bias=leaves[2]), *leaves, y)
+    assert sorted(t.numel() for t in saved) == sorted(t.numel() for t in leaves)  # the gradients, and nothing beside them
+    assert not saved_tensors(lambda: linear_ctc_loss(*(t.detach() for t in leaves[:2]), y, frames, lengths), *leaves)
+
+
+@pytest.mark.parametrize("sizes", [(3000, 16, 5000, 1024, 400), (1500, 32, 1000, 512, 200), (100, 256, 96, 64, 30), (1, 1, 2, 1, 0), (7, 0, 5, 4, 2)])
+@pytest.mark.parametrize("budget", [0, 2**20, 2**30])
+def test_segments_fit_the_budget(sizes, budget):
+    T, N, V, H, W = sizes
+    K = segment_frames(*sizes, 2, 4, True, budget)
+    assert 1 <= K <= max(T, 1) and (K % 16 == 0 or K == max(T, 1))
+    held = 4 * V * H + 2 * N * (W + 1) * H + K * N * max(24 * max(32, W) + 8 * W, 2 * V)
+    assert K <= 16 or held <= 1.01 * (budget or max(2**26, T * N * V * 0.4, 2 * (4 * V * H + 2 * N * (W + 1) * H)))
+
+
+# compilers
+
+def test_in_one_graph(device, monkeypatch):
+    short_segments(monkeypatch, 8)
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    leaves, y = [t.to(device).requires_grad_() for t in layer(z)], y.to(device)
+    def loss(x, w, b): return linear_ctc_loss(x * 1, w, y, frames, lengths, linear_bias=b, zero_infinity=True)
+    want = loss(*leaves)
+    got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(got, want)
+    for a, e in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves)):
+        torch.testing.assert_close(a, e)
+
+
+def test_the_operators_say_what_they_return(device):
+    z, y, frames, lengths, _ = hard("ragged", f32)
+    x, w, b = (t.float().to(device).requires_grad_() for t in layer(z))
+    args = x, w, b, y.to(device), torch.tensor(frames), torch.tensor(lengths), 0, 0, False, True
+    torch.library.opcheck(torch.ops.fusedloss.linear_ctc.default, args)
+    for needs in ((True, True, True), (True, False, False), (False, True, True)):
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(args[:3], needs)]
+        torch.library.opcheck(torch.ops.fusedloss.linear_ctc_all.default, (*leaves, *args[3:-1], "mean", True, *needs))
+
+
+def test_autocast_as_a_linear_layer(device):
+    z, y, frames, lengths, _ = hard("ragged", f32)
+    x, w, b = (t.float().to(device).requires_grad_() for t in layer(z))
+    with torch.autocast(device, dtype=bf16):
+        loss = linear_ctc_loss(x, w, y.to(device), frames, lengths, linear_bias=b)
+    d = torch.autograd.grad(loss, [x, w, b])
+    assert loss.dtype == f32 and all(t.dtype == f32 for t in d)
+    want = linear_ctc_loss(x.bfloat16(), w.bfloat16(), y.to(device), frames, lengths, linear_bias=b.bfloat16())
+    assert torch.equal(loss, want)
+
+
+# the kernel's source
+
+SCAN, ROW = ("PAIRS", "AHEAD", "CLUSTER", "THREADS", "TABLES"), ("PER", "NORMALISE", "SOFTMAX", "ROWTHREADS", "HELD", "WHOLE")
+
+
+@pytest.mark.parametrize("arch, element, constants", [
+    (75, "f32", dict(zip(SCAN, (1, 8, 1, 256, 1)))), (80, "f32", dict(zip(SCAN, (4, 4, 1, 512, 1)))),
+    (90, "f32", dict(zip(SCAN, (1, 8, 8, 256, 0)))), (90, "f32", dict(zip(SCAN, (1, 8, 8, 256, 1)))),
+    (100, "f32", dict(zip(SCAN, (4, 4, 8, 512, 1)))), (75, "f16", dict(zip(ROW, (1, 1, 1, 256, 8192, 0)))),
+    (90, "bf16", dict(zip(ROW, (1, 1, 1, 256, 512, 1)))), (100, "f32", dict(zip(ROW, (1, 1, 1, 32, 512, 1))))], ids=str)
+def test_the_kernel_compiles_without_a_gpu(arch, element, constants, tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc on this machine")
+    source = tmp_path / "linear_ctc.cu"
+    source.write_text(cuda_source("ctc") + cuda_source("linear_ctc"), encoding="utf-8")
+    command = ["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"]
+    compiled(command, tmp_path / "out", dict(ELEMENT=element, **constants), source)
+
+
+def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
+    def missing(source, name, options):
+        raise OSError("no NVRTC")
+    monkeypatch.setattr(fusedloss.linear_ctc, "_by_cupy", missing)
+    monkeypatch.setattr(fusedloss.linear_ctc, "_by_torch", missing)
+    fusedloss.linear_ctc.lattice_kernel.cache_clear()
+    with pytest.warns(UserWarning, match="PyTorch takes its place.*no NVRTC"):
+        assert kernels_of(0, f32, ScanShape(1, 8, 1, 4), 64, True, True) is None
+    fusedloss.linear_ctc.lattice_kernel.cache_clear()
+
+
+# bugs
+
+SUSPECTS = {"ragged": 5, "repeats": 7, "T 0 and 1, infeasible": 2, "two equal labels in two frames": 2,
+            "another blank, and blanks among the labels": 100}
+
+
+def suspects(module, more={}):
+    "A few of the cases above, for a module with a bug in it; what it gets wrong"
+    wrong = []
+    for name, K in (SUSPECTS | more).items():
+        module.frames_of = lambda *given: Frames(K, 2 * K, 3 * K)
+        z, y, frames, lengths, blank = hard(name, f64)
+        given = [t.float() for t in layer(z)]
+        losses, gradients = truth_of(*given, y, frames, lengths, blank)
+        mean, means = truth_of_all(*given, y, frames, lengths, blank)
+        for n, k in enumerate(frames):
+            given[0][k:, n] = math.nan  # padding
+        try:
+            got, d = run(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
+            same_losses(got, losses, 5e-6)
+            close(d, gradients, 1e-5)
+            got, d = run_all(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
+            same_losses(got[None], mean[None], 5e-6)
+            close(d, means, 1e-5)
+        except (AssertionError, RuntimeError, IndexError, ValueError) as e:
+            wrong.append(f"{name}: {type(e).__name__}")
+    return wrong
+
+
+BUGS = {
+    "labels numbered by position": ("own = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1", "own = at + 1"),
+    "a blank among the labels is a label": ("return torch.where(y == blank, 0, own)", "return own.contiguous()"),
+    "padding kept": ("if known is None or min(known, default=0) == last:", "if True:"),
+    "no bias in the small scores": ("return e if b.lift is None else e.add_(b.lift)", "return e"),
+    "every segment starts in the first blank": ("if start is None:\n        row", "if True:\n        row"),
+    "the edge that is not there yet": ("start = states[max(i - 1, 0)]", "start = states[i]"),
+    "γ forgotten between segments": ("as_row(back).copy_(state)", "pass"),
+    "ends one segment late": ("(b.frames > at.start) & (b.frames <= at.stop)", "(b.frames >= at.start) & (b.frames < at.stop)"),
+    "p alone": ("p - kept_rows(gamma, s)", "p - 0 * kept_rows(gamma, s)"),
+    "posteriors alone": ("p - kept_rows(gamma, s)", "-kept_rows(gamma, s)"),
+    "p before its lse": (".sub_(lse[:, None]).exp_()\n    settle", ".exp_()\n    settle"),
+    "columns, not their first": ("values = c.gather(1, b.own[n])", "values = c"),
+    "subtracted from the softmax, not written over it": ("dz.scatter_(1, b.classes[n]", "dz.scatter_add_(1, b.classes[n]"),
+    "upstream of another sequence": ("torch.where(on & path, g, 0)", "torch.where(on & path, g.roll(1), 0)"),
+    "gradient where there is no path": ("torch.where(on & path, g, 0)", "torch.where(on, g, 0)"),
+    "the next segment's edge": ("k.states[i - 1] if i else None", "k.states[i] if i else None"),
+    "lse of padding counts": ("torch.where(on, lse, 0).sum(0)", "lse.sum(0)"),
+    "the mean counts as a sum": ("shares(b.lengths, mean, acc_dtype(x.dtype))", "shares(b.lengths, False, acc_dtype(x.dtype))"),
+    "rows where they are not": ("put_rows(stats[s.at][..., 0], lse, s)", "put_rows(stats[s.at][..., 0], lse.flip(0), s)"),
+    "only the last dw": ("add_product(sums.dw, dz.T, x.to(dz.dtype))", "sums.dw.copy_(dz.T @ x.to(dz.dtype))"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug, tmp_path):
+    assert suspects(planted(fusedloss.linear_ctc, tmp_path, *BUGS[bug]))
+
+
+def test_no_bug_no_finding(tmp_path):
+    assert not suspects(planted(fusedloss.linear_ctc, tmp_path))
+
+
+MORE = {"more classes": 9}  # than a tile has
+
+TRITON_BUGS = {
+    "classes that are not there": ('z = tl.where(inside[None, :], z, -float("inf"))', "pass"),
+    "the first tile's sum alone": ("tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)", "tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep & (tv == 0))"),
+    "the last tile's largest for the first": ("at = parts_ptr + tv * N + rows", "at = parts_ptr + tv * 0 + rows"),
+    "nothing is taken off": ("finite(top)[:, None], UNIT)", "finite(top)[:, None] * 0, UNIT)"),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.parametrize("bug", [None, *TRITON_BUGS])
+def test_bugs_in_the_triton_kernel(bug, tmp_path):
+    changes = TRITON_BUGS.get(bug, ())
+    module = planted(fusedloss.linear_ctc, tmp_path, *changes)
+    module.takes_kernel = lambda x: x.dtype == f32 and len(x) > 0
+    assert bool(suspects(module, MORE)) == (bug is not None)
+
+
+KERNEL_BUGS = {
+    "no state comes from before": ("if (works && edge.from) load_states", "if (false) load_states"),
+    "nothing from the warp before": ("if (s.lane == 0 && s.warp > 0)", "if (false)"),
+    "beta is not handed on": ("if (works && edge.to) store_states", "if (works && edge.to && DIR == 0) store_states"),
+    "beta begins in every segment": ("beta && !last ? beta + at : nullptr", "nullptr"),
+    "segments one frame long": ("last ? t_n - begin : K, l_n", "last ? t_n - begin : K - 1, l_n"),
+    "one row of alpha for all segments": ("to += edge.step", "to += 0"),
+    "Z from the first row": ("(p.frames - 1) / every * step", "0 * step"),
+    "Z without the last blank": ("State total = load_from_afar(end + pitch + l_n);", "State total = {0.0f, NEVER};"),
+    "Z without the last label": ("if (l_n) total = sum", "if (false) total = sum"),
+    "labels in the place of blanks": ("load_state(from + pitch + j)", "load_state(from + j)"),
+    "labels numbered by position": ("while (labels[first++] != c) ;", "first = j;"),
+    "a blank among the labels is a label": ("if (c != blank) while", "if (real) while"),
+    "an empty target has no path": ("t_n || l_n ? 0.0f : 1.0f", "0.0f"),
+    "labels that repeat": ("atomicAdd(&held[numbers[k + 1]], v)", "atomicAdd(&held[k + 1], v)"),
+    "columns, not their first": ("const int c = (int)numbers[j];", "const int c = j;"),
+    "blanks forgotten": ("(c ? 0 : counts[0])", "0"),
+    "rows in their order": ("place % (K * N)", "place"),
+    "rows of the compacted": ("kept ? (u32)kept[row] : row", "row"),
+    "the first tile's factor": ("tops[(i64)(c / tile) * rows]", "tops[0]"),
+    "the first tile's sum": ("j < tiles; j += 32) s +=", "j < 1; j += 32) s +="),
+    "upstream of another sequence": ("by = g[n]", "by = g[0]"),
+    "gradient where there is no path": ("|| !(total.m > 0.0f) ||", "||"),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.parametrize("bug", [None, *KERNEL_BUGS])
+def test_bugs_in_the_lattice_kernel(bug, tmp_path, lattice, monkeypatch):
+    source = cuda_source("linear_ctc")
+    for old, new in [KERNEL_BUGS[bug]] if bug else []:
+        assert old in source, f"linear_ctc.cu no longer holds {old!r}"
+        source = source.replace(old, new)
+    rest = lattice if bug is None else lattice_on_cpu(tmp_path, source)
+    use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
+    monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+    monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)
+    assert bool(suspects(fusedloss.linear_ctc, {"three warps": 40} | MORE)) == (bug is not None)

@@ -1,0 +1,314 @@
+"""Sharded: cases on one to four processes, ranks played by one process, what happens when a rank falls, planted bugs."""
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+import fusedloss.sharded as sharded
+from fusedloss.kernels import RowOptions
+from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.sharded import (POCKET, Shards, kernel_gradients, kernel_sums, make_terms, owned, pack, packets_of, plain_gradients, plain_sums,
+                               sharded_linear_cross_entropy)
+from helpers import planted
+from sharded_cases import CASES, ON_GPUS
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch was built without torch.distributed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HERE = Path(__file__).parent
+LIMIT = 240  # seconds for a whole run of processes; a run takes 40 on two idle cores
+GRACE = 10  # seconds that ranks have to notice that another has failed
+f32, f64, inf = torch.float32, torch.float64, float("inf")
+
+
+# --- several processes ---
+
+def wait_for(processes, limit):
+    "Until all have ended, or one has failed and the others had their time to notice, or the limit"
+    end = time.monotonic() + limit
+    while time.monotonic() < end and any(p.poll() is None for p in processes):
+        if any(p.poll() for p in processes):
+            end = min(end, time.monotonic() + GRACE)
+            break
+        time.sleep(0.05)
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run_ranks(mode, folder, ranks, limit=LIMIT, **environment):
+    "Start the ranks, wait for all of them, and return what each wrote and its exit code"
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]), **environment)
+    env.pop("FUSEDLOSS_DEBUG", None)
+    command = [sys.executable, str(HERE / "sharded_worker.py"), mode, str(folder / "result"), str(folder / "rendezvous")]
+    logs = [folder / f"stderr.{rank}" for rank in range(ranks)]
+    processes = [subprocess.Popen([*command, str(rank), str(ranks)], env=env, stdout=subprocess.DEVNULL, stderr=log.open("w"))
+                 for rank, log in enumerate(logs)]
+    wait_for(processes, limit)
+    errors = [log.read_text(errors="replace")[-3000:] for log in logs]
+    written = [json.loads(p.read_text()) if (p := folder / f"result.{rank}").exists() else {} for rank in range(ranks)]
+    return written, [p.returncode for p in processes], errors
+
+
+def run_all_cases(folder, ranks, names, **environment):
+    "Every case, whatever others do: after one that fails, new processes go on with the next; results, and each rank's last words"
+    found, left, errors, end = [{} for _ in range(ranks)], list(names), [""] * ranks, time.monotonic() + LIMIT
+    while left and time.monotonic() < end:
+        part = folder / str(len(left))
+        part.mkdir()
+        written, _, errors = run_ranks("cases", part, ranks, end - time.monotonic(), SHARDED_CASES=" ".join(left), **environment)
+        for mine, new in zip(found, written):
+            mine.update(new)
+        passed = [all(name in w and not w[name][0] for w in written) for name in left]
+        left = left[passed.index(False) + 1:] if False in passed else []
+    return found, errors
+
+
+def once(tmp_path_factory, name, run):
+    "What `run` returns, made by the first of pytest's workers that asks"
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    done, lock = base / f"{name}.json", base / f"{name}.lock"
+    try:
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        end = time.monotonic() + LIMIT + 30
+        while not done.exists() and time.monotonic() < end:
+            time.sleep(0.2)
+    else:
+        folder = base / name
+        folder.mkdir()
+        (base / f"{name}.new").write_text(json.dumps(run(folder)))
+        os.replace(base / f"{name}.new", done)
+    return json.loads(done.read_text())
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    "Results of all cases on four processes"
+    return once(tmp_path_factory, "four", lambda folder: run_all_cases(folder, 4, CASES))
+
+
+def judge(results, name):
+    "Fail with the first rank's own error; what a rank wrote counts, not how its process ended"
+    written, errors = results
+    faults = [w.get(name, ["nothing came: the process died, or was ended after another's fault", 0])[0] for w in written]
+    own = [f for f in faults if f and "closed by peer" not in f and "nothing came" not in f]
+    assert not any(faults), (own or faults)[0] + (errors[0] if not written[0] else "")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_four_processes(four, name):
+    judge(four, name)
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory):
+    "Results of the cases that run on two to four GPUs"
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    ranks = min(4, torch.cuda.device_count())
+    return once(tmp_path_factory, "gpus", lambda folder: run_all_cases(folder, ranks, ON_GPUS, SHARDED_BACKEND="nccl"))
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_on_several_gpus(gpus, name):
+    judge(gpus, name)
+
+
+def test_cases_after_one_that_fails_are_run(tmp_path):
+    names = ["rows_beside_a_mesh", "fails_on_one_rank", "ignore_index_may_be_a_class"]
+    written, _ = run_all_cases(tmp_path, 2, names)
+    for name in names[::2]:
+        assert [w[name][0] for w in written] == ["", ""]
+    with pytest.raises(AssertionError, match="on purpose"):
+        judge((written, ["", ""]), names[1])
+
+
+def test_a_rank_that_dies_ends_the_job(tmp_path):
+    started = time.monotonic()
+    written, codes, _ = run_ranks("die", tmp_path, 2)
+    assert codes[1] == 9 and codes[0] not in (0, None)
+    name, message, step, seconds = written[0]
+    assert step == 3 and seconds < 40 and "RuntimeError" in name, written[0]
+    assert time.monotonic() - started < 60
+
+
+def test_a_rank_that_hangs_is_given_up(tmp_path):
+    written, codes, _ = run_ranks("hang", tmp_path, 2, SHARDED_TIMEOUT="4")
+    name, message, step, seconds = written[0]
+    assert codes[0] not in (0, None) and step == 3 and 3 < seconds < 11, written[0]
+    assert "imed out" in message or "imeout" in message, message
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_error(tmp_path):
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "sharded_worker.py"), "raise"]
+    done = subprocess.run([*command, str(tmp_path / "result")], env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode != 0 and "a rank's own fault" in done.stderr
+    assert json.loads((tmp_path / "result.1").read_text())[:3] == ["KeyError", "\"a rank's own fault\"", 3]
+
+
+# --- ranks played by one process ---
+
+def split(t, ranks, module=sharded):
+    "Rows of each rank"
+    return [t[(r := module.owned(len(t), ranks, k)).start:r.stop] for k in range(ranks)]
+
+
+def play(ranks, o=RowOptions(), module=sharded, n=9, v=11, seed=0):
+    "Loss terms and gradients of all ranks, one after the other; and what they should be"
+    g = torch.Generator().manual_seed(seed)
+    x, w, b = torch.randn(n, 4, generator=g, dtype=f64), torch.randn(v, 4, generator=g, dtype=f64), torch.randn(v, generator=g, dtype=f64)
+    y, weight, up = torch.randint(v, (n,), generator=g), torch.rand(v, generator=g, dtype=f64), torch.randn(4, n, generator=g, dtype=f64)
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    z = o.logit_scale * (leaves[0] @ leaves[1].T + leaves[2])
+    z = o.softcap * torch.tanh(z / o.softcap) if o.softcap else z
+    lse = z.logsumexp(1)
+    exact = torch.stack([lse, lse - z.gather(1, y[:, None])[:, 0], z @ weight, (z.softmax(1) * z).sum(1)])
+    if not o.label_smoothing:
+        up[2] = 0
+    wanted = torch.autograd.grad((exact * up).sum(), leaves)
+    spans = [module.owned(v, ranks, k) for k in range(ranks)]
+    mine = [module.Shards(v, s.start, s.stop).own(y, -100) for s in spans]
+    rival = exact[0].detach() - exact[1].detach()
+    parts = [split(t, ranks, module) for t in (w, b, weight)]
+    sums = module.merge_sums(torch.stack([module.shard_sums(x, p, m, q, c, o, lambda own: rival) for p, q, c, m in zip(*parts, mine)]))
+    got = torch.stack([sums[0] + sums[1].log(), sums[1].log() - (sums[2] - sums[0]), sums[3], sums[0] + sums[4] / sums[1]])
+    terms, dx, rest = module.make_terms(sums, *up), torch.zeros_like(x), []
+    for p, q, c, m in zip(*parts, mine):
+        home, dw, db = module.shard_gradients(terms, sums, x, p, m, q, c, o, True, 0, (True,) * 3, lambda t: lambda: t)
+        dx += home()
+        rest.append((dw, db))
+    return (got, dx, *map(torch.cat, zip(*rest))), (exact.detach(), *wanted)
+
+
+ROWS = [RowOptions(), RowOptions(label_smoothing=0.1), RowOptions(softcap=2.0, logit_scale=1.5, label_smoothing=0.2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 13])
+@pytest.mark.parametrize("o", ROWS, ids=["plain", "smooth", "capped"])
+def test_played_ranks_match_the_definition(ranks, o):
+    for got, wanted in zip(*play(ranks, o)):
+        assert_close(got, wanted)
+
+
+BUGS = {
+    "a class too many": ("(y < self.stop)", "(y <= self.stop)"),
+    "ranges that leave classes out": ("each = -(-n_classes // ranks)", "each = max(1, n_classes // ranks)"),
+    "sums joined at different heights": ("grown = rise.exp()", "grown = (0 * rise).exp()"),
+    "every rank has a target": ("target = torch.where(y >= 0, z.gather(1, at)[:, 0], 0.0)", "target = z.gather(1, at)[:, 0]"),
+    "every rank holds the one-hot": ("torch.where(y[:, None] >= 0, -hold, 0.0)", "-hold"),
+    "smoothing pushes the wrong way": ("g_gap, -g_total,", "g_gap, g_total,"),
+    "entropy pulls the wrong way": ("-g_mean / s)", "g_mean / s)"),
+    "the mean score's own pull": ("g_lse + g_gap + g_mean\n", "g_lse + g_gap\n"),
+    "a slope left out": ("return d * slope", "return d"),
+    "moments not moved": ("grown * (sums[:, MOMENT] + rise * sums[:, SUM])", "grown * sums[:, MOMENT]"),
+    "dw of the last chunk alone": ("dw.addmm_(dz.T, x[i].to(dz.dtype))", "dw.copy_(dz.T @ x[i])"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_seen(bug, tmp_path, monkeypatch):
+    module = planted(sharded, tmp_path, *BUGS[bug])
+    if "chunk" in bug:
+        monkeypatch.setattr(module, "plain_chunks", lambda x, w, budget: [slice(0, 4), slice(4, len(x))])
+    try:
+        pairs = list(zip(*play(3, ROWS[2], module)))
+    except (RuntimeError, IndexError):
+        return
+    assert any(a.shape != b.shape or not torch.allclose(a, b) for a, b in pairs)
+
+
+def test_packets_carry_rows_of_any_width():
+    for dtype, h in ((torch.bfloat16, 3), (torch.float16, 8), (f32, 5), (f64, 1), (f32, 0)):
+        x, y = torch.randn(4, h).to(dtype), torch.tensor([3, -100, 2**40, 0])
+        sent = pack(x, y, torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=f64), 6, -7)
+        came = packets_of(sent, h, dtype)
+        assert torch.equal(came.features[:4], x) and (came.features[4:] == 0).all()
+        assert came.labels.tolist() == [*y.tolist(), -7, -7] and came.weights[:4].tolist() == [0.1, 0.2, 0.3, 0.4]
+        assert sent.shape[1] % POCKET == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_ranges_are_those_of_dtensors(ranks):
+    for v in (1, 2, 5, 8, 11, 1000003):
+        chunks = [len(c) for c in torch.arange(v).chunk(ranks)]
+        assert [len(owned(v, ranks, k)) for k in range(ranks)] == chunks + [0] * (ranks - len(chunks))
+
+
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("o", ROWS, ids=["plain", "smooth", "capped"])
+def test_kernels_say_what_pytorch_says(o, stats, device):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+    g = torch.Generator().manual_seed(0)
+    x, w, b, weight = (t.to(device) for t in (torch.randn(37, 24, generator=g), torch.randn(75, 24, generator=g), torch.randn(75, generator=g),
+                                              torch.rand(75, generator=g)))
+    y = torch.randint(-1, 75, (37,), generator=g).to(device)
+    y = torch.where(y < 40, y, -1)
+    agree, x = torch.clone if stats else None, packets_of(pack(x, y, None, 37, -100), 24, f32).features  # rows that came with their labels
+    assert x.stride(0) > x.shape[1]
+    by_kernel, plain = kernel_sums(x, w, y, b, weight, o, agree), plain_sums(x, w, y, b, weight, o, agree, 0)
+    plain[3] *= o.label_smoothing > 0  # nobody asks the kernel for Σ w z without smoothing
+    assert_close(by_kernel, plain, rtol=1e-4, atol=1e-4)
+    up = torch.randn(4, 37, generator=g).to(device)
+    terms = make_terms(plain_sums(x, w, y, b, weight, o, torch.clone, 0), *up)
+    sent = []
+    send = lambda t: sent.append(t.clone()) or (lambda: t)
+    for fn in (kernel_gradients, plain_gradients):
+        home, dw, db = fn(terms, x, w, y, b, weight, o, True, 2**12, (True,) * 3, send)
+        sent[-1:] = [sent[-1], dw, db]
+    for a, e in zip(sent[:3], sent[3:]):
+        assert_close(a, e, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_gpu_without_a_group_is_stage_6(dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    g = torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(n, 256, generator=g, device="cuda").mul_(0.2).to(dtype).requires_grad_() for n in (700, 3000))
+    y = torch.randint(3000, (700,), generator=g, device="cuda")
+    for options in (dict(), dict(label_smoothing=0.1, softcap=10.0, z_loss=1e-3)):
+        losses = [f(x, w, y, **options) for f in (sharded_linear_cross_entropy, recompute_linear_cross_entropy)]
+        assert_close(*losses, rtol=1e-5, atol=1e-5)
+        for a, b in zip(*(torch.autograd.grad(loss, [x, w]) for loss in losses)):
+            assert (a - b).float().norm() < 1e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_extreme_scores_and_empty_batches(reduction):
+    w = torch.randn(6, 4, dtype=f64, requires_grad=True)
+    for x in (torch.randn(0, 4, dtype=f64), 1e3 * torch.randn(5, 4, dtype=f64)):
+        x, y = x.requires_grad_(), torch.arange(len(x))
+        losses = [f(x, w, y, reduction=reduction) for f in (sharded_linear_cross_entropy, recompute_linear_cross_entropy)]
+        assert_close(*losses)
+        for a, b in zip(*(torch.autograd.grad(loss.sum(), [x, w]) for loss in losses)):
+            assert_close(a, b)
+
+
+def test_a_sure_prediction_keeps_its_small_loss():
+    x = torch.full((1, 1), 100.0)
+    w = torch.tensor([[1.0], [0.89], [0.85]])
+    exact = F.cross_entropy((x.double() @ w.double().T), torch.tensor([0]))
+    assert_close(sharded_linear_cross_entropy(x, w, torch.tensor([0])).double(), exact, rtol=5e-3, atol=0.0)
+
+
+def test_a_label_that_is_no_class_is_nan_where_nobody_looks(monkeypatch):
+    monkeypatch.setattr(sharded, "check_labels", lambda *args: None)  # as on a GPU
+    x, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    losses = sharded_linear_cross_entropy(x, w, torch.tensor([0, 5, -3, -100]), reduction="none")
+    assert losses.isnan().tolist() == [False, True, True, False] and losses[3] == 0
+    dx, dw = torch.autograd.grad(losses[[0, 3]].sum(), [x, w])
+    assert dx.isfinite().all() and dw.isfinite().all() and (dx[1:] == 0).all()
