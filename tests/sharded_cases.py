@@ -8,15 +8,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
 
 import fusedloss as fl
 import fusedloss.sharded as sharded
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
-from fusedloss.partial_fc import NegativeSampler, PartialFC, RowSparse
+from fusedloss.partial_fc import NegativeSampler, PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
 
@@ -617,7 +616,7 @@ def a_run_goes_on_after_resharding(meshes):
 @case
 def another_class_count_is_refused(meshes):
     import torch.distributed.checkpoint as dcp
-    mesh, rank = meshes[3], dist.get_rank()
+    mesh = meshes[3]
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         dist.broadcast_object_list(shared)

@@ -13,7 +13,7 @@ from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
 from helpers import planted, replays, same_gradients_compiled
 from test_kernels import OPTIONS, REDUCTIONS, exact
-from test_recompute import Case, INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
+from test_recompute import INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter

@@ -14,6 +14,7 @@ from workbook import ROOT
 
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"),
           ("audio", "src"), ("embed", "src"), ("object", "data"), ("image", "href"), ("image", "xlink:href"), ("use", "href")}
+INLINE = "data:"  # a picture within the page: nothing is loaded
 LINKED = {("a", "href"), ("use", "xlink:href")}
 CSS_URL = re.compile(r"""url\(\s*['"]?([^'")]+)|@import\s+['"]([^'"]+)""")
 Problems = Iterator[str]
@@ -33,6 +34,8 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name in ("id", "name"):
                 self.ids.add(value)
+            elif (value or "").startswith(INLINE):
+                continue
             elif name == "style":
                 self.loads += css_urls(value or "")
             elif (tag, name) in LOADED:
@@ -48,18 +51,16 @@ class Page(HTMLParser):
 
 def css_urls(text: str) -> list[str]:
     "What a stylesheet loads"
-    return [a or b for a, b in CSS_URL.findall(text)]
+    return [url for found in CSS_URL.findall(text) if not (url := "".join(found)).startswith(INLINE)]
 
 
 def is_outside(url: str) -> bool:
     "Does `url` leave the site?"
-    return bool(urlsplit(url).scheme or urlsplit(url).netloc) and not url.startswith("data:")
+    return bool(urlsplit(url).scheme or urlsplit(url).netloc)
 
 
 def missing(url: str, base: Path, pages: dict[Path, Page]) -> str:
     "What is wrong with an internal link of the page or stylesheet `base`, or an empty string"
-    if url.startswith("data:"):
-        return ""
     parts = urlsplit(url)
     target = (base.parent / unquote(parts.path)).resolve() if parts.path else base
     target = target / "index.html" if target.is_dir() else target
@@ -90,8 +91,7 @@ def unused(site: Path, pages: dict[Path, Page]) -> Problems:
     "Assets that no page and no stylesheet names"
     named = [(path, url) for path, page in pages.items() for url in page.loads + page.links]
     named += [(path, url) for path in site.rglob("*.css") for url in css_urls(path.read_text(encoding="utf-8"))]
-    inside = [(path, urlsplit(url)) for path, url in named if not is_outside(url)]
-    reached = {(path.parent / unquote(url.path)).resolve() for path, url in inside if url.scheme != "data"}
+    reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
     for path in site.rglob("*"):
         if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached:
             yield f"{path.relative_to(site)}: no page uses it"
