@@ -211,7 +211,7 @@ def prepared(
     frames:Tensor, lengths:Tensor,  # [N], [N]
 ) -> Problem:
     "One form for all; raises for what can be seen to be wrong."
-    (T, N, C), longest = z.shape, targets.shape[-1]
+    (T, _, C), longest = z.shape, targets.shape[-1]
     width = min(T, longest)
     if visible(frames): check_lengths(frames, "input_lengths", T)
     if visible(lengths):

@@ -128,8 +128,10 @@ def _value(arg) -> Any:
 
 def _emit(graph:fx.Graph, target, *args, **kwargs) -> fx.Node:
     "Insert a call whose result is known like that of any other node."
+    from torch._dispatch.python import enable_python_dispatcher
     node = graph.call_function(target, args, kwargs)
-    node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+    with enable_python_dispatcher():  # sizes may be symbols
+        node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
     return node
 
 # %% ../nbs/03_iota.ipynb #30eff555

@@ -6,7 +6,7 @@
 __all__ = ['first_of_its_kind', 'linear_ctc_loss']
 
 # %% ../nbs/14_linear_ctc.ipynb #c454b8b5
-import functools, math, warnings
+import functools, warnings
 from importlib.util import find_spec
 from typing import NamedTuple, Optional
 

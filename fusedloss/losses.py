@@ -13,7 +13,7 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'plan_again', 'METHODS', 'logger', 'Req
 # %% ../nbs/07_losses.ipynb #43572c67
 import functools, logging
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -232,7 +232,7 @@ def tile_sides(r:Request) -> tuple[int, int]:
 # %% ../nbs/07_losses.ipynb #e399eca4
 def tiles_way(r:Request, machine:Machine) -> Way:
     "A tile of logits at a time, all else recomputed."
-    (n, v, h), (rows, columns) = r.sizes, tile_sides(r)
+    (n, v, _), (rows, columns) = r.sizes, tile_sides(r)
     wide, z = acc_dtype(r.dtype), tokens_product(r, "z", 1, r.work)
     costs = [z, sweep_cost("logsumexp", n * v, *[wide] * 7)]
     if any(r.needs):

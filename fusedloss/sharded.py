@@ -17,7 +17,6 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
 # %% ../nbs/10_sharded.ipynb #cd61807c
 import copy
 import functools
-import math
 import os
 from types import SimpleNamespace
 from typing import Callable, NamedTuple, Optional
