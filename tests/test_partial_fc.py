@@ -1130,6 +1130,22 @@ def test_these_kernels_serve_margin_cross_entropy(margin, reduction, kernels_for
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
+@pytest.mark.parametrize("margin", [CosFace(0.2, 16.0), ArcFace(0.3, 16.0)], ids=repr)
+def test_these_kernels_serve_margin_cross_entropy_on_a_gpu(margin, dtype):
+    x, w, y = sample_data(300, 72, 5000, dtype, "cuda")
+    y[::7] = -100
+    loss = partial(margin_cross_entropy, margin=margin, reduction="none")
+    g = torch.linspace(0.5, 2, 300, device="cuda")
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    exact, ours = loss(*wide, y, method="tiles"), loss(x, w, y, method="recompute")
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-3, atol=2e-2)
+    assert not ours[::7].any()
+    for a, e in zip(torch.autograd.grad(ours, [x, w], g), torch.autograd.grad(exact, wide, g.double())):
+        assert a.dtype == dtype and relative_error(a, e) < 2e-2
+
+
 def test_margin_cross_entropy_names_its_ways():
     x, w, y = sample_data(3, 4, 5)
     for method in ("fused", "recompute"):  # the one is none, the other has no kernels for fp32
