@@ -24,7 +24,7 @@ __all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 
            'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table',
            'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles', 'time_call',
            'Comparison', 'progress', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'peak_memory', 'Launches',
-           'gpu_launches', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name', 'versions',
+           'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name', 'versions',
            'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error', 'commit', 'record',
            'load_results', 'measure_against_floor', 'caption', 'linear_losses', 'logits_losses', 'results_table',
            'trade_off', 'roofline', 'Check', 'prediction_table', 'predicted_against_measured']
@@ -399,6 +399,17 @@ def gpu_launches(fn:Callable[[], Any]) -> Launches:
     kernels = [e for e in trace.key_averages() if e.self_device_time_total]
     return Launches(sum(e.count for e in kernels),
                     sum(e.self_device_time_total for e in kernels) * 1e-6)
+
+# %% ../nbs/00_measure.ipynb #6ra9h0f1
+def graph_of(fn:Callable[[], Any]) -> Callable[[], None]:
+    "A CUDA graph of `fn`, whose launches then cost the host one; a call replays it."
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side): fn(); fn()  # what is made once must not be captured
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): fn()
+    return graph.replay
 
 # %% ../nbs/00_measure.ipynb #1e5f760b
 def saved_tensors(

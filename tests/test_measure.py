@@ -210,6 +210,15 @@ def test_launches_of_a_gpu_are_counted():
     assert launches.kernels == 3 and 0 < launches.busy < 1e-2
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_a_graph_repeats_what_it_captured():
+    x = torch.zeros(3, device="cuda")
+    replay = m.graph_of(lambda: x.add_(1))
+    x.zero_()
+    replay(), replay()
+    assert x.tolist() == [2, 2, 2]
+
+
 def test_saved_tensors_are_one_a_storage(device):
     x, w = (torch.ones(3, 3, device=device, requires_grad=True) for _ in range(2))
     assert {t.data_ptr() for t in saved_tensors(lambda: x @ w)} == {x.data_ptr(), w.data_ptr()}
