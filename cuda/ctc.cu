@@ -80,8 +80,12 @@ struct bf16 {
   typedef u16 bits;
   static FORCED float load(u16 v) { return __int_as_float((int)v << 16); }
   static FORCED u16 store(float v) {  // to the nearest, of two the even one
+#if __CUDA_ARCH__ >= 800
+    u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r;
+#else
     const u32 b = (u32)__float_as_int(v);
     return v != v ? (u16)0x7fff : (u16)((b + 0x7fff + (b >> 16 & 1)) >> 16);
+#endif
   }
 };
 struct f16 {

@@ -5,8 +5,9 @@
 //   ctc_targets  the targets as classes, and in an alphabet of their own: 0 is the blank, k + 1 a label that is first at k.
 //   ctc_kept     the rows of segments that are no padding, in their order.
 //   ctc_finish   a row of tiles of the softmax, each relative to its own largest score, as the gradient of the loss.
-// Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; T N / 256 of 256; rows / (256 / ROWTHREADS) of 256.
-// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): ROWTHREADS (32, 256), HELD (at least C), WHOLE (1: V is at most 64 ROWTHREADS / sizeof).
+// Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; T N / 256 of 256; rows of up to 256.
+// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): NEAR (1: shared memory holds all that a row reads, and its
+// pitch is in packs).
 
 #ifdef PAIRS
 // States at an edge of the segment: [2, pitch], labels and blanks as their direction reads them.
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(256) ctc_targets(
     const i64 c = real ? labels[j - 1] : blank;
     int first = 0;
     if (c != blank) while (labels[first++] != c) ;
-    classes[(i64)n * C + j] = c, own[(i64)n * C + j] = first;
+    classes[(i64)n * C + j] = c, own[(i64)n * C + j] = first | c << 32;  // the class goes along
   }
   if (j == 0) {  // without frames Z is 1 for an empty target, one path without a step; what is bad has no frames
     sizes[n] = good ? t_n : 0, sizes[N + n] = good ? l_n : 1;
@@ -128,97 +129,135 @@ extern "C" __global__ void __launch_bounds__(256) ctc_kept(
   kept[before] = place % (K * N);
 }
 
-constexpr int PACK = 16 / sizeof(bits), EARLY = 4;  // classes of a load; loads of a thread before the row's sum is known
+#ifdef __CUDACC__
+#define ROLLED _Pragma("unroll 1")  // a loop of few turns, whose copies would cost more than they save
+#define ROOM(name) extern __shared__ Pack name[]
+FORCED void copy_ahead(void* to, const void* from) {  // 16 bytes into shared memory, by no register
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+#else
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+#endif
+}
+FORCED void wait_for_copies() {  // of this thread
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+#endif
+
+constexpr int PACK = 16 / sizeof(bits);  // elements of a load
 struct alignas(16) Pack { bits v[PACK]; };
-struct FinishMemory {
-  Pack row[ROWS][WHOLE ? EARLY * ROWTHREADS : 1];  // a whole row, which is then written once
-  u32 held[ROWS][HELD];  // posteriors of each class of the small alphabet
-  u32 counts[ROWS][2];  // of blanks, of labels
-};
+struct One { bits v[1]; };
+struct RowTotal { float at, sum; u32 held; };  // largest score, sum relative to it, posteriors
 constexpr float UNIT = sizeof(bits) == 4 ? 1.0f : LOG2E, TO_POWER = LOG2E / UNIT;  // of scores in `parts`; of 2, from units
+
+template <class V>
+FORCED V* take(char*& room, int count) {
+  V* const taken = reinterpret_cast<V*>(room);
+  room += (count * (int)sizeof(V) + 15) / 16 * 16;
+  return taken;
+}
+template <class V>
+FORCED V* ahead(char*& room, V* from, int count) {  // where to find it, once copies are waited for
+  if (!NEAR) return from;
+  V* const to = take<V>(room, count);
+  constexpr int each = 16 / sizeof(V);
+  ROLLED
+  for (int i = threadIdx.x * each; i < count; i += blockDim.x * each) copy_ahead((void*)(to + i), from + i);
+  return to;
+}
 
 extern "C" __global__ void __launch_bounds__(256) ctc_finish(
     bits* dz, const float* parts,  // [rows,V] e^(z - at), at: the row's largest in a tile; [2,tiles,rows] at in units, sums of the tiles
-    const float* e, const i64* classes, const i64* own,  // [N,K,C] scores of the target's classes; [N,C] of `ctc_targets`
+    const float* e, const i64* own,  // [N,K,C] scores of the target's classes; [N,C] of `ctc_targets`
     const i64* frames, const i64* lengths, const float* post, const State* log_z,  // [N], [N], [N,K,2,plane], [N]
     const float* g, const i64* kept, float2* stats,  // [N] upstream; [rows] of [K,N], or null for all; [T,N] largest score and sum
-    int rows, int V, int pitch, int tiles, int tile, int begin, int K, int N, int C, int plane) {
-  SHARED(FinishMemory, memory);
-  const int group = threadIdx.x / ROWTHREADS, me = threadIdx.x % ROWTHREADS, lane = threadIdx.x % 32, row = blockIdx.x * ROWS + group;
-  if (row >= rows) return;  // a whole warp, or a whole block
+    int rows, int V, int pitch, int tiles, int shift, int begin, int K, int N, int C, int plane) {  // 2^shift classes a tile
+  ROOM(memory);
+  char* room = reinterpret_cast<char*>(memory);
+  const int me = threadIdx.x, threads = blockDim.x, row = rows - 1 - blockIdx.x;  // what was written last is still near
+  bits *const to = dz + (i64)row * pitch, *const p = ahead(room, to, V);
   const u32 place = kept ? (u32)kept[row] : row;
   const int t = place / (u32)N, n = place - t * N;
-  bits* to = dz + (i64)row * pitch;
-  const bool whole = WHOLE && pitch % PACK == 0;
-  Pack early[EARLY], *row_memory = memory.row[group];
-  if (pitch % PACK == 0)
-    UNROLL
-    for (int i = 0; i < EARLY; i++) {
-      const int c = (i * ROWTHREADS + me) * PACK;
-      if (c < V) early[i] = *reinterpret_cast<const Pack*>(to + c);
+  const i64 frame = (i64)n * K + t;
+  const float *of_label = ahead(room, post + frame * 2 * plane, C), *of_blank = ahead(room, post + (frame * 2 + 1) * plane, C);
+  const float* scores = ahead(room, e + frame * C, C);
+  const i64* names = ahead(room, own + (i64)n * C, C);
+  const State total = load_state(log_z + n);
+  const float by = g[n];
+  const bool there = begin + t < frames[n];
+  const int length = (int)lengths[n];
+  u32* held = take<u32>(room, C);  // posteriors of each class of the small alphabet
+  float *factors = take<float>(room, tiles), *sums = take<float>(room, tiles);
+  RowTotal& all = *take<RowTotal>(room, 1);
+  ROLLED
+  for (int j = me; j < C; j += threads) held[j] = 0;
+  if (me < 32) {  // the first warp joins the tiles
+    const float *tile_tops = parts + row, *tile_sums = tile_tops + (i64)tiles * rows;
+    float top = -infinity(), s = 0.0f;
+    ROLLED
+    for (int j = me; j < tiles; j += 32) {
+      factors[j] = tile_tops[(i64)j * rows], sums[j] = tile_sums[(i64)j * rows];
+      top = fmaxf(top, factors[j]);
     }
-  const float *tops = parts + row, *sums = tops + (i64)tiles * rows;
-  float top = -infinity(), s = 0.0f;  // each warp for itself, all in one order
-  for (int j = lane; j < tiles; j += 32) top = fmaxf(top, tops[(i64)j * rows]);
-  top = Larger::warp(top);
-  if (top == -infinity()) top = 0.0f;
-  for (int j = lane; j < tiles; j += 32) s += sums[(i64)j * rows] * two_to((tops[(i64)j * rows] - top) * TO_POWER);
-  s = Plus::warp(s);
-  const float at = top / UNIT, by = g[n], share = by / s;
-  if (me == 0) stats[(i64)begin * N + place] = make_float2(at, s);
-  const State total = log_z[n];
-  if (begin + t >= frames[n] || !(total.m > 0.0f) || by == 0.0f) {  // no frame, no path, no gradient
-    const float nothing = total.m != total.m && total.e == BAD_SCORE && begin + t < frames[n] ? total.m : 0.0f;
-    for (int c = me; c < V; c += ROWTHREADS) to[c] = ELEMENT::store(nothing);
+    top = Larger::warp(top);
+    if (top == -infinity()) top = 0.0f;
+    ROLLED
+    for (int j = me; j < tiles; j += 32) {
+      factors[j] = two_to((factors[j] - top) * TO_POWER);
+      s += sums[j] * factors[j];
+    }
+    s = Plus::warp(s);
+    if (me == 0) {
+      all = {top / UNIT, s, 0};
+      stats[(i64)begin * N + place] = make_float2(all.at, s);
+    }
+  }
+  wait_for_copies();
+  __syncthreads();
+  const float share = by / all.sum;
+  if (!there || !(total.m > 0.0f) || by == 0.0f) {  // no frame, no path, no gradient
+    const float nothing = total.m != total.m && total.e == BAD_SCORE && there ? total.m : 0.0f;
+    ROLLED
+    for (int c = me; c < V; c += threads) to[c] = ELEMENT::store(nothing);
     return;
   }
-  u32 *held = memory.held[group], *counts = memory.counts[group];
-  for (int c = me; c < C; c += ROWTHREADS) held[c] = 0;
-  if (me < 2) counts[me] = 0;
-  sync_row();
-  const int length = (int)lengths[n];
-  const float* gamma = post + ((i64)n * K + t) * 2 * plane;
-  const i64 *numbers = own + (i64)n * C, *labels = classes + (i64)n * C;
-  u32 blanks = 0, others = 0;
-  for (int k = me; k <= length; k += ROWTHREADS) {
-    blanks += fixed(gamma[plane + k]);
-    if (k == length) break;
-    const u32 v = fixed(gamma[k]);
-    others += v;
-    atomicAdd(&held[numbers[k + 1]], v);
+  u32 blanks = 0, labels = 0;
+  ROLLED
+  for (int j = me; j <= length; j += threads) {
+    blanks += fixed(of_blank[j]);
+    if (j == 0) continue;
+    const u32 v = fixed(of_label[j - 1]);
+    labels += v;
+    atomicAdd(&held[(int)names[j]], v);
   }
   __syncwarp();
-  blanks = warp_total(blanks), others = warp_total(others);
-  if (lane == 0) atomicAdd(&counts[0], blanks), atomicAdd(&counts[1], others);
-  if (pitch % PACK == 0) {
-    auto settle = [&](Pack& v, int c) {
-      const float factor = two_to((tops[(i64)(c / tile) * rows] - top) * TO_POWER) * share;
-      UNROLL
-      for (int i = 0; i < PACK; i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
-      *(whole ? row_memory + c / PACK : reinterpret_cast<Pack*>(to + c)) = v;
-    };
+  blanks = warp_total(blanks), labels = warp_total(labels);
+  if (me % 32 == 0) atomicAdd(&held[0], blanks), atomicAdd(&all.held, blanks + labels);
+  auto settle = [&](auto* some, int c) {  // classes from c on, of one tile
+    const float factor = factors[c >> shift] * share;
+    auto v = *some;
     UNROLL
-    for (int i = 0; i < EARLY; i++) {
-      const int c = (i * ROWTHREADS + me) * PACK;
-      if (c < V) settle(early[i], c);
-    }
-    if (!WHOLE) for (int c = (EARLY * ROWTHREADS + me) * PACK; c < V; c += ROWTHREADS * PACK) {
-      Pack v = *reinterpret_cast<const Pack*>(to + c);
-      settle(v, c);
-    }
+    for (int i = 0; i < (int)(sizeof(v) / sizeof(bits)); i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
+    *some = v;
+  };
+  if (NEAR || pitch % PACK == 0) {
+    ROLLED
+    for (int c = me * PACK; c < V; c += threads * PACK) settle(reinterpret_cast<Pack*>(p + c), c);
   } else
-    for (int c = me; c < V; c += ROWTHREADS)
-      to[c] = ELEMENT::store(ELEMENT::load(to[c]) * (two_to((tops[(i64)(c / tile) * rows] - top) * TO_POWER) * share));
-  sync_row();
+    for (int c = me; c < V; c += threads) settle(reinterpret_cast<One*>(p + c), c);
+  __syncthreads();
   // K roundings have moved the sum of a frame's posteriors from 1, by 1e-6
-  const float hold = by / (float)(counts[0] + counts[1]), *scores = e + ((i64)n * K + t) * C;
-  bits* const into = whole ? reinterpret_cast<bits*>(row_memory) : to;
-  for (int j = me; j < C; j += ROWTHREADS) {  // equal labels write the same
-    const int c = (int)numbers[j];
-    into[labels[j]] = ELEMENT::store(fmaf(-hold, (float)(held[c] + (c ? 0 : counts[0])), probability(scores[c], at) * share));
+  const float hold = by / (float)all.held;
+  ROLLED
+  for (int j = me; j < C; j += threads) {  // equal labels write the same
+    const i64 name = names[j];
+    p[name >> 32] = ELEMENT::store(fmaf(-hold, (float)held[(int)name], probability(scores[j], all.at) * share));
   }
-  if (!whole) return;
-  sync_row();
-  for (int c = me * PACK; c < V; c += ROWTHREADS * PACK) *reinterpret_cast<Pack*>(to + c) = row_memory[c / PACK];
+  if (!NEAR) return;
+  __syncthreads();
+  ROLLED
+  for (int c = me * PACK; c < V; c += threads * PACK) *reinterpret_cast<Pack*>(to + c) = *reinterpret_cast<const Pack*>(p + c);
 }
 #endif

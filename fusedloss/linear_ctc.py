@@ -65,7 +65,7 @@ def launch_targets(
     width:int,  # no feasible target is longer
     launch,  # `ctc_targets`
 ) -> tuple[Tensor, ...]:
-    "`plain_targets` in one launch; log Z is a float and an int."
+    "`plain_targets` in one launch; log Z is a float and an int, `own` has the classes above it."
     (N, columns), new = p.y.shape, functools.partial(p.y.new_empty, dtype=i64)
     classes, own, sizes, log_z = new((N, C)), new((N, C)), new((2, N)), new(N)
     with on_device(p.y):
@@ -92,7 +92,7 @@ def lattice_kernel(
 class Scan(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
-    rows: int  # of a block of `finish`
+    near: bool  # `finish` holds a row in shared memory
     ahead: object  # `ctc_segment` without tables
     both: object  # and with them
     targets: object  # `ctc_targets`
@@ -101,22 +101,33 @@ class Scan(NamedTuple):
     loss: object  # stage 13's `ctc_loss`
 
 # %% ../nbs/14_linear_ctc.ipynb #38829462
+def finish_bytes(
+    row:int, C:int, tiles:int,  # bytes of a row of dz; columns; tiles of a row
+    near:bool,  # with what is read of a row
+) -> int:
+    "Shared memory of a block of `finish`; everything in packs of 16 bytes."
+    return (-(-row // 16) * 16 + 20 * C if near else 0) + 4 * C + 32 * -(-tiles // 4) + 16
+
+def finish_threads(row:int) -> int:
+    "Of a block: five loads of a row each, and no more than 256."
+    return 32 * min(8, -(-row // (5 * 16 * 32)))
+
 @functools.cache
 def kernels_of(
     device:int, dtype:torch.dtype,  # of dz
-    s:ScanShape, held:int,  # at least the classes of the small alphabet
-    few:bool, whole:bool,  # a warp is enough for a row; shared memory holds it
+    s:ScanShape,
+    near:bool,  # shared memory holds what `finish` reads of a row
 ) -> Optional[Scan]:
     "All of them, compiled."
     scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads)
-    row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=32 if few else 256, NORMALISE=1,
-               SOFTMAX=1, HELD=held, WHOLE=int(whole))
+    row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=256, NORMALISE=1, SOFTMAX=1,
+               NEAR=int(near))
     # a warp lags `ahead` frames behind the one before it, which a short run feels
     runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
             for both, ahead in ((0, s.ahead), (1, min(s.ahead, 6)))]
     runs += [lattice_kernel(f"ctc_{name}", device, **row)
              for name in ("targets", "kept", "finish", "loss")]
-    return None if None in runs else Scan(s, 8 if few else 1, *runs)
+    return None if None in runs else Scan(s, near, *runs)
 
 # %% ../nbs/14_linear_ctc.ipynb #398d10e5
 def scan_of(
@@ -126,12 +137,12 @@ def scan_of(
     (T, N), acc = x.shape[:2], acc_dtype(x.dtype)
     e = x.new_empty((), dtype=acc).as_strided((T, N, C), (0, 0, 0))
     if not runs_kernels(e) or T * C >= 2**29: return None
-    s, held = scan_shape(width, capability(x.device) >= (9, 0)), 1 << (C - 1).bit_length()
+    s = scan_shape(width, capability(x.device) >= (9, 0))
     if s is None: return None
-    dtype, few = x.dtype if takes_kernel(x) else acc, max(V, held) <= 1024
-    fits = held * (8 if few else 1) <= 4096  # beside it
-    whole = fits and V * dtype.itemsize <= 64 * (32 if few else 256)
-    with on_device(x): return kernels_of(x.get_device(), dtype, s, held, few, whole)
+    dtype = x.dtype if takes_kernel(x) else acc
+    packed = takes_kernel(x) or V * dtype.itemsize % 16 == 0
+    near = packed and finish_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # without tiles
+    with on_device(x): return kernels_of(x.get_device(), dtype, s, near)
 
 # %% ../nbs/14_linear_ctc.ipynb #11163add
 class Batch(NamedTuple):
@@ -142,7 +153,7 @@ class Batch(NamedTuple):
     scan: Optional[Scan]
     known: Optional[list]  # the frames, if the host knows them
     classes: Tensor  # [N,C]: the blank, then the target, then blanks
-    own: Tensor  # [N,C]: 0, then `first_of_its_kind`
+    own: Tensor  # [N,C]: 0, then `first_of_its_kind`; for kernels 2³² times the class more
     labels: Tensor  # the same behind the first 0, [N·C-1]
     frames: Tensor  # [N], [N]
     lengths: Tensor
@@ -557,11 +568,12 @@ def launch_finish(
 ):
     "The same in one launch."
     (n, v), (N, K, C), count = tiles.p.shape, e.shape, tiles.parts.shape[1]
+    row, shift = v * tiles.p.element_size(), (tiles.width - 1).bit_length()
     with on_device(e):
-        b.scan.finish(-(-n // b.scan.rows), 256, tiles.p, tiles.parts, e, b.classes, b.own,
-                      b.frames, b.lengths, post, log_z, g, s.kept, stats, n, v,
-                      tiles.p.stride(0), count, tiles.width, s.at.start, K, N, C,
-                      b.scan.shape.plane)
+        b.scan.finish(n, finish_threads(row), tiles.p, tiles.parts, e, b.own, b.frames, b.lengths, post,
+                      log_z, g, s.kept, stats, n, v, tiles.p.stride(0), count, shift,
+                      s.at.start, K, N, C, b.scan.shape.plane,
+                      shared=finish_bytes(row, C, count, b.scan.near))
 
 # %% ../nbs/14_linear_ctc.ipynb #95ad3c7a
 def plain_backward(b:Batch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:

@@ -1,5 +1,9 @@
 // The kernels of linear_ctc.cu for a CPU, beside those of ctc.cu.
 #include "ctc_on_cpu.cpp"
+#define ROLLED
+#define ROOM(name) Pack* name = (Pack*)here().shared.data()
+inline void copy_ahead(void* to, const void* from) { memcpy(to, from, 16); }
+inline void wait_for_copies() {}
 #include "linear_ctc.cu"
 
 #ifdef PAIRS
@@ -19,13 +23,12 @@ extern "C" void run_targets(int grid, int threads, int seed, const i64* y, const
 extern "C" void run_kept(int grid, int threads, int seed, const i64* frames, i64* kept, int T, int N, int K) {
   launch(grid, threads, 1, [=] { ctc_kept(frames, kept, T, N, K); }, seed);
 }
-extern "C" void run_finish(int grid, int threads, int seed, bits* dz, const float* parts, const float* e, const i64* classes, const i64* own,
-                           const i64* frames, const i64* lengths, const float* post, const State* log_z, const float* g, const i64* kept,
-                           float2* stats, int rows, int V, int pitch, int tiles, int tile, int begin, int K, int N, int C,
-                           int plane) {
+extern "C" void run_finish(int grid, int threads, int seed, bits* dz, const float* parts, const float* e, const i64* own, const i64* frames,
+                           const i64* lengths, const float* post, const State* log_z, const float* g, const i64* kept, float2* stats,
+                           int rows, int V, int pitch, int tiles, int shift, int begin, int K, int N, int C, int plane) {
   launch(grid, threads, 1,
-         [=] { ctc_finish(dz, parts, e, classes, own, frames, lengths, post, log_z, g, kept, stats, rows, V, pitch, tiles, tile, begin,
-                          K, N, C, plane); },
+         [=] { ctc_finish(dz, parts, e, own, frames, lengths, post, log_z, g, kept, stats, rows, V, pitch, tiles, shift, begin, K, N, C,
+                          plane); },
          seed);
 }
 #endif

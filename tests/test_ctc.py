@@ -175,8 +175,8 @@ def kernels_on_cpu(folder, shim, **sources):
             command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
             made[key] = ctypes.CDLL(str(compiled(command, folder / f"{len(made)}.so", constants, folder / shim)))
 
-        def launch(grid, block, *args):
-            assert 32 <= block <= 1024 and block % 32 == 0
+        def launch(grid, block, *args, shared=0):
+            assert 32 <= block <= 1024 and block % 32 == 0 and shared <= 1 << 17
             arguments = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else None if a is None else a for a in args]
             getattr(made[key], f"run_{name.removeprefix('ctc_')}")(grid, block, kernel.seed, *arguments)
         return launch
