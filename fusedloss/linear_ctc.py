@@ -124,7 +124,7 @@ def kernels_of(
                NEAR=int(near))
     # a warp lags `ahead` frames behind the one before it, which a short run feels
     runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
-            for both, ahead in ((0, s.ahead), (1, min(s.ahead, 6)))]
+            for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]
     runs += [lattice_kernel(f"ctc_{name}", device, **row)
              for name in ("targets", "kept", "finish", "loss")]
     return None if None in runs else Scan(s, near, *runs)
