@@ -90,10 +90,12 @@ def test_kernel_may_be_long(report):
 
 def test_silent_gpu_cell_needs_no_output(report):
     assert report(good_stage() + [cell("#| cuda\nx = 1"), cell("#| cuda\ntest_eq(1, 1)"), cell("#| cuda\nwith f():\n    x = 1"),
-                                  cell("#| cuda\nfor x in y:\n    record(x)")]) == ""
+                                  cell("#| cuda\nfor x in y:\n    record(x)"),
+                                  cell("#| cuda\ntry: f()\nfinally: g()")]) == ""
 
 
-@pytest.mark.parametrize("loud", ["with f():\n    print(1)", "if x:\n    print(1)", "if x: y = 1\nelse: print(1)", "for x in y:\n    print(x)"])
+@pytest.mark.parametrize("loud", ["with f():\n    print(1)", "if x:\n    print(1)", "if x: y = 1\nelse: print(1)", "for x in y:\n    print(x)",
+                                  "try: f()\nexcept E: print(1)"])
 def test_a_block_that_shows_something_needs_its_output(report, loud):
     assert "without saved output" in report(good_stage() + [cell(f"#| cuda\n{loud}")])
 

@@ -42,6 +42,8 @@ def is_silent(tree: ast.Module | ast.stmt) -> bool:
     last = tree.body[-1] if tree.body else None
     if isinstance(last, (ast.With, ast.If, ast.For)):
         return is_silent(last) and not getattr(last, "orelse", [])
+    if isinstance(last, ast.Try) and not last.handlers:
+        return True  # runs to see what it raises
     called = called_name(getattr(last, "value", last))
     return last is None or isinstance(last, SILENT) or called == "record" or bool(CHECK_NAME.match(called))
 
