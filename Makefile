@@ -1,6 +1,6 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
-.PHONY: help tour test test-gpu docs notebooks-gpu lab clean
+.PHONY: help tour test test-gpu sanitize docs notebooks-gpu lab clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
@@ -34,6 +34,11 @@ test: $(READY)  ## everything that can be checked without a GPU
 test-gpu: export FUSEDLOSS_FLAGS = cuda slow
 test-gpu: $(READY)  ## every test, cuda cells included, on the GPU at hand
 	$(PYTHON) -m pytest
+
+sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
+	compute-sanitizer --error-exitcode 1 --tool memcheck $(PYTHON) tools/kernels_once.py
+	compute-sanitizer --error-exitcode 1 --tool synccheck $(PYTHON) tools/kernels_once.py
+	compute-sanitizer --tool racecheck $(PYTHON) tools/kernels_once.py
 
 notebooks-gpu: $(READY)  ## run the notebooks on the GPU at hand; save their outputs and nbs/results
 	$(PYTHON) tools/run_notebooks.py $(NOTEBOOKS)
