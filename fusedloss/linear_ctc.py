@@ -570,9 +570,9 @@ def launch_finish(
     (n, v), (N, K, C), count = tiles.p.shape, e.shape, tiles.parts.shape[1]
     row, shift = v * tiles.p.element_size(), (tiles.width - 1).bit_length()
     with on_device(e):
-        b.scan.finish(n, finish_threads(row), tiles.p, tiles.parts, e, b.own, b.frames, b.lengths, post,
-                      log_z, g, s.kept, stats, n, v, tiles.p.stride(0), count, shift,
-                      s.at.start, K, N, C, b.scan.shape.plane,
+        b.scan.finish(n, finish_threads(row), tiles.p, tiles.parts, e, b.own, b.frames,
+                      b.lengths, post, log_z, g, s.kept, stats, n, v, tiles.p.stride(0),
+                      count, shift, s.at.start, K, N, C, b.scan.shape.plane,
                       shared=finish_bytes(row, C, count, b.scan.near))
 
 # %% ../nbs/14_linear_ctc.ipynb #95ad3c7a

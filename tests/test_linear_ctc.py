@@ -135,6 +135,18 @@ def test_loss_and_gradients(name, dtype, way, monkeypatch):
         close(d, gradients, tolerance)
 
 
+def short_cases_are_right(monkeypatch, *more):
+    "Losses and gradients in fp32 of a few cases, each in segments of so many frames"
+    for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33), *more):
+        short_segments(monkeypatch, K)
+        z, y, frames, lengths, blank = hard(name, f64)
+        given = [t.float() for t in layer(z)]
+        losses, gradients = truth_of(*given, y, frames, lengths, blank)
+        got, d = run(*given, y, frames, lengths, blank)
+        same_losses(got, losses, 5e-6)
+        close(d, gradients, 1e-5)
+
+
 SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1)]
 
 
@@ -143,14 +155,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
     use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
     monkeypatch.setattr(lattice, "seed", seed)
-    for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33), ("tight", 3)):
-        short_segments(monkeypatch, K)
-        z, y, frames, lengths, blank = hard(name, f64)
-        given = [t.float() for t in layer(z)]
-        losses, gradients = truth_of(*given, y, frames, lengths, blank)
-        got, d = run(*given, y, frames, lengths, blank)
-        same_losses(got, losses, 5e-6)
-        close(d, gradients, 1e-5)
+    short_cases_are_right(monkeypatch, ("tight", 3))
 
 
 @pytest.mark.parametrize("threads", [64, 256])
@@ -165,14 +170,7 @@ def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     if not near:
         monkeypatch.setattr(fusedloss.linear_ctc, "finish_bytes", lambda *given: 100_000)
     monkeypatch.setattr(lattice, "seed", 2)
-    for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33), ("more classes", 9)):
-        short_segments(monkeypatch, K)
-        z, y, frames, lengths, blank = hard(name, f64)
-        given = [t.float() for t in layer(z)]
-        losses, gradients = truth_of(*given, y, frames, lengths, blank)
-        got, d = run(*given, y, frames, lengths, blank)
-        same_losses(got, losses, 5e-6)
-        close(d, gradients, 1e-5)
+    short_cases_are_right(monkeypatch, ("more classes", 9))
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 8, 9, 22, 23, 24])
