@@ -2,7 +2,7 @@
 from configparser import ConfigParser
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 SPDX = {"apache2": "Apache-2.0"}
@@ -34,7 +34,7 @@ setup(
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
     entry_points={"console_scripts": cfg["console_scripts"].split()},
-    packages=[cfg["lib_path"], f"{cfg['lib_path']}.cuda"],
+    packages=[*find_packages(include=[f"{cfg['lib_path']}*"]), f"{cfg['lib_path']}.cuda"],
     package_dir={cfg["lib_path"]: cfg["lib_path"], f"{cfg['lib_path']}.cuda": "cuda"},
     package_data={f"{cfg['lib_path']}.cuda": ["*.cu"]},
     zip_safe=False,

@@ -61,7 +61,7 @@ def wheel(source) -> zipfile.ZipFile:
 
 
 def test_wheel_holds_modules_and_kernels(source, wheel):
-    expected = {f"fusedloss/{p.name}" for p in (source / "fusedloss").glob("*.py")}
+    expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*.py")}
     expected |= {f"fusedloss/cuda/{p.name}" for p in (source / "cuda").iterdir() if p.suffix in {".cu", ".py"}}
     assert "fusedloss/cuda/probe.cu" in expected
     assert expected == {name for name in wheel.namelist() if name.startswith("fusedloss/")}
