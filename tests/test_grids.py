@@ -1,0 +1,20 @@
+"""What is left of a grid still holds every pair."""
+from itertools import combinations, product
+
+import pytest
+
+from grids import few, pairs
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 3, 3), (2, 5, 4, 3), (4, 4, 4, 4, 2)])
+def test_every_pair_of_values_is_there(sizes):
+    rows = list(product(*map(range, sizes)))
+    kept = pairs(rows)
+    for i, j in combinations(range(len(sizes)), 2):
+        assert {(row[i], row[j]) for row in kept} == {(row[i], row[j]) for row in rows}
+    assert len(kept) <= 2 * max(a * b for a, b in combinations(sizes, 2))
+
+
+def test_a_case_that_is_gone_cannot_be_chosen():
+    with pytest.raises(AssertionError, match="got \\['c'\\]"):
+        few({"a": 1, "b": 2}, "a", "c")
