@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
-from fusedloss.core.operators import operator
+from fusedloss.core.operators import first_order, observed, operator
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
     visible)
 from fusedloss.kernels import (
-    _by_cupy, _by_torch, _observed, capability, cuda_source, ELEMENTS, finite, jit, on_device,
+    _by_cupy, _by_torch, capability, cuda_source, ELEMENTS, finite, jit, on_device,
     power, reduce_rows, RowOptions, score_fn, tl, unit as score_unit)
 from fusedloss.recompute import (
     check_recompute, chunk_scores, fastest, launch_sums, multiprocessors, operand, place,
@@ -783,10 +783,14 @@ linear_ctc_operator.register_autograd(_backward, setup_context=_save)
 # %% ../nbs/14_linear_ctc.ipynb #20528b1d
 class _Recomputed(torch.autograd.Function):
     "Losses, whose gradients wait for theirs."
-    forward, setup_context = staticmethod(recompute_losses), staticmethod(_save)
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = recompute_losses(*inputs)
+        _save(ctx, inputs, output)
+        return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g, *_): return _backward(ctx, g, by=recompute_gradients)
 
 # %% ../nbs/14_linear_ctc.ipynb #e8c58823
@@ -796,14 +800,16 @@ class _AllInForward(torch.autograd.Function):
     def forward(ctx, *inputs):
         loss, *gradients = linear_ctc_all(*inputs)
         ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
-        ctx.save_for_backward(*gradients)  # no input, no logits, no states
-        return loss
+        path = loss.new_empty(0)  # for `first_order`
+        ctx.save_for_backward(*gradients, path)  # no input, no logits, no states
+        ctx.set_materialize_grads(False)
+        return loss, path
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
+    @first_order
+    def backward(ctx, g, _):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        (dx, dw, db), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
+        (dx, dw, db, _), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         return (scaled(dx.flatten(0, 1), g, keep).view_as(dx) if need_x else None,
                 scaled(dw, g, keep) if need_w else None,
                 scaled_bias(db, g, ctx.dtype) if need_b else None, *[None] * 11)
@@ -825,9 +831,10 @@ def _save_all(ctx, inputs, output):
     ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[2:])  # not dx: `first_order`
 
 # %% ../nbs/14_linear_ctc.ipynb #ce82aa78
+@first_order
 def _scale_all(ctx, g, *_):
     if g is None: return (None,) * 14
     scale = lambda d, dtype: scaled_bias(d, g, dtype)
@@ -871,12 +878,12 @@ def linear_ctc_loss(
     bias = bias[0] if bias else None
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
-    given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not _observed()
+    given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()
     if kept and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
-        if _observed(): return linear_ctc_all_operator(*given)[0]
-        return _AllInForward.apply(*given)
-    recompute = linear_ctc_operator if _observed() else _Recomputed.apply
+        if observed(): return linear_ctc_all_operator(*given)[0]
+        return _AllInForward.apply(*given)[0]
+    recompute = linear_ctc_operator if observed() else _Recomputed.apply
     losses, *_ = recompute(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)
