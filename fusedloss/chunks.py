@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import acc_dtype, check_inputs, expect, FLOATS
-from fusedloss.core.operators import first_order, observed, operator
+from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.kernels import (
     CrossEntropyStats, RowOptions, check_options, check_weights, has_kernel, launch_bwd,
     row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around)
@@ -358,6 +358,11 @@ def _backward(ctx, g, *_):
 
 # %% ../nbs/05_chunks.ipynb #eb5dc6b1
 chunked_loss.register_autograd(_backward, setup_context=_save)
+
+@chunked_loss.register_flops
+def _(x, w, *others, out_val):
+    max_valid, need_x, need_w, _, _ = others[-5:]
+    return products(x if max_valid is None else x[:max_valid], w, need_x, need_w)
 
 # %% ../nbs/05_chunks.ipynb #621508f8
 def linear_dtype(input:Tensor, linear_weight:Tensor) -> torch.dtype:

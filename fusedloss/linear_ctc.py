@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
-from fusedloss.core.operators import first_order, observed, operator
+from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
@@ -843,6 +843,19 @@ def _scale_all(ctx, g, *_):
 
 # %% ../nbs/14_linear_ctc.ipynb #3ee61ade
 linear_ctc_all_operator.register_autograd(_scale_all, setup_context=_save_all)
+
+# %% ../nbs/14_linear_ctc.ipynb #356c1874
+def ctc_flops(x:Tensor, w:Tensor, targets:Tensor, sweeps:int, *more:bool) -> int:
+    "FLOPs of all classes' scores, of those of the targets for each sweep, and as `products`."
+    columns = columns_of(int(min(len(x), targets.shape[-1])))
+    return products(x, w, *more) + sweeps * 2 * x.numel() * columns
+
+linear_ctc_operator.register_flops(lambda x, w, b, targets, *_, out_val:
+                                   ctc_flops(x, w, targets, 1))
+linear_ctc_grad_operator.register_flops(lambda g, x, w, b, targets, *others, out_val:
+                                        ctc_flops(x, w, targets, 1, *others[-3:-1]))
+linear_ctc_all_operator.register_flops(lambda x, w, b, targets, *others, out_val:
+                                       ctc_flops(x, w, targets, 2, *others[-3:-1]))
 
 # %% ../nbs/14_linear_ctc.ipynb #04843b13
 def check_linear_ctc(

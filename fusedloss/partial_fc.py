@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_target, expect, FLOATS, is_number)
-from fusedloss.core.operators import check_reverse, first_order, observed, operator
+from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
@@ -928,6 +928,10 @@ def _(g_rest, g_cos, factor, rest, ux, x_inverse, uw, w_inverse, slot, shift, *o
     x_dtype, w_dtype, _, need_x, need_w = options[-5:]
     return (ux.new_empty(ux.shape if need_x else (0,), dtype=x_dtype),
             uw.new_empty(uw.shape if need_w else (0,), dtype=w_dtype))
+
+partial_lse.register_flops(lambda x, w, *_, out_val: products(x, out_val[5]))  # unit rows
+partial_lse_grad.register_flops(lambda g_rest, g_cos, factor, rest, ux, x_inverse, uw, *others,
+                                out_val: products(ux, uw, *others[-2:]))
 
 # %% ../nbs/09_partial_fc.ipynb #3d048b86
 class RowIndex(NamedTuple):

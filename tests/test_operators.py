@@ -11,7 +11,7 @@ from torch import Tensor
 from workbook import ROOT
 
 import fusedloss as fl
-from fusedloss import kernels
+from fusedloss import chunks, kernels, linear_ctc, partial_fc
 from fusedloss.core import operators
 from fusedloss.core.operators import operator
 from fusedloss.kernels import RowOptions
@@ -59,7 +59,7 @@ def test_a_reload_and_a_fresh_import_keep_the_operators():
     code = """if True:
         import gc, importlib, sys, torch
         import fusedloss as fl
-        from fusedloss import kernels
+        from fusedloss import chunks, kernels, linear_ctc, partial_fc
         from fusedloss.core import operators
         z, y, first = torch.randn(5, 7, requires_grad=True), torch.arange(5), kernels.logits_loss
         call = torch.compile(lambda z: fl.cross_entropy(z, y), fullgraph=True, backend="aot_eager")
@@ -99,9 +99,12 @@ def of_logits(loss, **options):
     return lambda x, w, y: loss(x @ w.T, y, **options).sum()
 
 
+FRAMES = [3, 2]
+
+
 def of_paths(loss, **options):
     "x as three frames of two sequences"
-    return lambda x, w, y: loss(x.view(3, 2, -1), w, torch.tensor([[1], [2]]), [3, 2], [1, 1], **options).sum()
+    return lambda x, w, y: loss(x.view(3, 2, -1), w, torch.tensor([[1], [2]]), FRAMES, [1, 1], **options).sum()
 
 
 def with_stats(loss, **options):
@@ -259,3 +262,50 @@ def test_vmap_raises():
     for method in ("tiles", "recompute", "chunks", "eager"):
         with pytest.raises(RuntimeError, match="vmap"):
             torch.func.vmap(lambda x: fl.linear_cross_entropy(x, w, y, method=method))(torch.stack([x, x]))
+
+
+def counted(run) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+    added = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}  # which PyTorch leaves out
+    with FlopCounterMode(display=False, custom_mapping=added) as mode:
+        run()
+    return mode.get_total_flops()
+
+
+# by name: products forward, and backward
+PRODUCTS = {"linear, auto": (1, 2), "linear, eager": (1, 2), "linear, tiles": (1, 3), "linear, chunks": (3, 0), "linear, recompute": (1, 3),
+            "LMCL in tiles": (1, 3), "recompute, filtered": (1, 3), "CosFace": (1, 3), "PartialFC": (1, 3)}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_flops(name):
+    (x, w, _), (forward, backward), y = sample(), PRODUCTS[name], torch.tensor([0, 3, 8, 1, 2, 3])
+    losses, product = [], 2 * 6 * 3 * 9
+    assert counted(lambda: losses.append(ONCE[name](x, w, y))) == forward * product
+    assert counted(losses[0].backward) == backward * product
+    assert counted(lambda: ONCE[name](x.detach(), w, y).backward()) == (forward + backward - 1) * product
+
+
+@pytest.mark.parametrize("name, module", [("linear, chunks", chunks), ("PartialFC", partial_fc), ("linear CTC", linear_ctc),
+                                          ("linear CTC, each row", linear_ctc)])
+def test_flops_are_those_of_the_products_that_are_made(name, module, monkeypatch):
+    "Without the operator, a counter sees PyTorch's own products"
+    x, w, _ = sample()
+    monkeypatch.setitem(globals(), "FRAMES", [3, 3])  # frames that are not there are counted
+    run = lambda: ONCE[name](x, w, torch.arange(6)).backward()
+    told = counted(run)
+    monkeypatch.setattr(module, "observed", lambda: False)
+    assert told == counted(run) > 0
+
+
+def test_a_counter_needs_no_import_before():
+    code = """if True:
+        import sys, torch
+        import fusedloss as fl
+        assert "torch.utils.flop_counter" not in sys.modules
+        from torch.utils.flop_counter import FlopCounterMode
+        with FlopCounterMode(display=False) as mode: fl.linear_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2).long(), method="tiles")
+        print(mode.get_total_flops())
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "60\n", done.stderr
