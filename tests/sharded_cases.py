@@ -52,6 +52,12 @@ def spread(t, mesh, dim=0):
     return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=t.shape, stride=t.stride())
 
 
+def uneven(t, mesh):
+    "A rank's rows, more of each rank than of the one before"
+    squares, rank = mesh.size()**2, mesh.get_local_rank()
+    return t[len(t) * rank**2 // squares:len(t) * (rank + 1)**2 // squares]
+
+
 def whole(t):
     "All of a DTensor"
     return t.full_tensor() if isinstance(t, DTensor) else t
@@ -84,15 +90,17 @@ def against_one(mesh, n, v, seed, options, reduction, kind, bias, tokens, labels
                                             token_weight=token_weight if tokens else None, **options)
     g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
     exact = torch.autograd.grad(wanted, leaves[:3 if bias else 2], g)
-    here = (lambda t: t) if kind == "plain" else lambda t: spread(t, mesh).to_local()
-    leaves = [x.clone().requires_grad_() if kind == "plain" else spread(x, mesh).requires_grad_(),
+    here = dict(plain=lambda t: t, rows=lambda t: spread(t, mesh).to_local(), own=lambda t: uneven(t, mesh))[kind]
+    leaves = [spread(x, mesh).requires_grad_() if kind == "rows" else here(x).clone().requires_grad_(),
               spread(w, mesh).requires_grad_(), spread(b, mesh).requires_grad_()]
-    got = fl.linear_cross_entropy(*leaves[:2], here(y), linear_bias=leaves[2] if bias else None,
+    how = None if kind == "plain" else ("mean", "sum")[seed % 2]
+    got = fl.linear_cross_entropy(*leaves[:2], here(y), linear_bias=leaves[2] if bias else None, backbone_reduction=how,
                                   token_weight=here(token_weight) if tokens else None, **options)
     of_mine = here if reduction == "none" else lambda t: t
     assert_close(got, of_mine(wanted))
+    exact = [here(exact[0]) * (mesh.size() if how == "mean" else 1), *exact[1:]]
     for a, b in zip(torch.autograd.grad(got, leaves[:3 if bias else 2], of_mine(g)), exact):
-        assert_close(whole(a), b)
+        assert_close(a.to_local() if kind == "rows" and b is exact[0] else whole(a), b)
 
 
 @case
@@ -103,14 +111,14 @@ def losses_and_gradients(meshes):
         for number in range(24):
             options, reduction = draw.choice(OPTIONS), draw.choice(["mean", "sum", "none"])
             against_one(mesh, draw.choice([0, 1, 2, 9, 13]), draw.choice([1, 2, 5, 11]), number, options, reduction,
-                        draw.choice(["plain", "rows"]), draw.random() < 0.5, draw.random() < 0.5)
+                        draw.choice(["plain", "rows", "own"]), draw.random() < 0.5, draw.random() < 0.5)
 
 
 @case
 def labels_of_one_rank_or_none(meshes):
     for ranks, mesh, rank in mine(meshes):
         for labels in (lambda y: torch.full_like(y, 9), lambda y: torch.zeros_like(y), lambda y: torch.full_like(y, -100)):
-            for kind in ("plain", "rows"):
+            for kind in ("plain", "rows", "own"):
                 against_one(mesh, 6, 10, 3, OPTIONS[-1], "mean", kind, True, True, labels)
 
 
@@ -137,7 +145,8 @@ def statistics(meshes):
         for kind in ("plain", "rows"):
             here = (lambda t: t) if kind == "plain" else lambda t: spread(t, mesh).to_local()
             mine_ = [x.clone().requires_grad_() if kind == "plain" else spread(x, mesh).requires_grad_(), spread(w, mesh).requires_grad_()]
-            _, got = fl.linear_cross_entropy(*mine_, here(y), linear_bias=spread(b, mesh), z_loss=0.1, return_stats=True)
+            _, got = fl.linear_cross_entropy(*mine_, here(y), linear_bias=spread(b, mesh), z_loss=0.1, return_stats=True,
+                                              backbone_reduction=None if kind == "plain" else "sum")
             for name, a, e in zip(wanted._fields, got, wanted):
                 assert_close(a, here(e) if e.dim() else e, msg=f"{name} on {ranks} ranks, {kind}")
             grads = torch.autograd.grad((got.lse.square() + got.entropy.square()).sum(), mine_)
@@ -160,7 +169,8 @@ def shifts(meshes):
                     exact, = torch.autograd.grad(wanted.square().sum(), leaf)
                     here = (lambda t: t) if dim is None else lambda t: spread(t, mesh, dim).to_local()
                     leaf = x.clone().requires_grad_() if dim is None else spread(x, mesh, dim).requires_grad_()
-                    got = fl.linear_cross_entropy(leaf, spread(w, mesh), here(y), token_weight=here(token_weight), shift=k, reduction=reduction)
+                    got = fl.linear_cross_entropy(leaf, spread(w, mesh), here(y), token_weight=here(token_weight), shift=k, reduction=reduction,
+                                                  backbone_reduction=None if dim is None else "sum")
                     if reduction == "none" and dim is not None:
                         full = torch.cat([wanted, wanted.new_zeros(3, min(k, 10))], 1)
                         rows = owned(10 if dim else 3, ranks, rank)
@@ -201,7 +211,7 @@ def half_precision_and_autocast(meshes):
             leaves = [x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()]
             exact = torch.autograd.grad(recompute_linear_cross_entropy(*(t.double() for t in leaves), y), leaves)
             split = [spread(leaves[0].detach(), mesh).requires_grad_(), spread(leaves[1].detach(), mesh).requires_grad_()]
-            got = fl.linear_cross_entropy(*split, spread(y, mesh))
+            got = fl.linear_cross_entropy(*split, spread(y, mesh), backbone_reduction="sum")
             assert got.dtype == f32
             for name, a, e in zip(("dx", "dw"), torch.autograd.grad(got, split), exact):
                 error = (whole(a) - e).norm() / e.norm()
@@ -238,8 +248,11 @@ def collectives_are_counted(meshes):
         assert counts(mode) == {"allgather_base": 1, "allreduce": 1}, counts(mode)
         tokens = spread(x, mesh).requires_grad_()
         with CommDebugMode() as mode:
-            fl.linear_cross_entropy(tokens, weight, spread(y, mesh)).backward()
+            fl.linear_cross_entropy(tokens, weight, spread(y, mesh), backbone_reduction="sum").backward()
         assert counts(mode) == {"allgather_base": 2, "reduce_scatter_base": 1}, counts(mode)
+        with CommDebugMode() as mode:  # plain tokens: their number is exchanged first
+            fl.linear_cross_entropy(uneven(x, mesh).requires_grad_(), weight, uneven(y, mesh), backbone_reduction="mean").backward()
+        assert counts(mode) == {"allgather_base": 3, "reduce_scatter_base": 1}, counts(mode)
         head = ShardedPartialFC(10, 4, mesh=mesh, sample_rate=0.5, equal_batch=True)
         features = torch.randn(3, 4, device=DEVICE, requires_grad=True)
         with CommDebugMode() as mode:
