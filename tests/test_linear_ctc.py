@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import fusedloss as fl
 import fusedloss.ctc
 import fusedloss.linear_ctc
+from fusedloss.core.cuda import cuda_source
 from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanShape
-from fusedloss.kernels import cuda_source
 from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from helpers import planted
@@ -746,15 +746,9 @@ def test_the_kernel_compiles_without_a_gpu(arch, element, constants, tmp_path):
     compiled(command, tmp_path / "out", dict(ELEMENT=element, **constants), source)
 
 
-def test_a_missing_compiler_is_said_and_done_without(monkeypatch):
-    def missing(source, name, options):
-        raise OSError("no NVRTC")
-    monkeypatch.setattr(fusedloss.linear_ctc, "_by_cupy", missing)
-    monkeypatch.setattr(fusedloss.linear_ctc, "_by_torch", missing)
-    fusedloss.linear_ctc.lattice_kernel.cache_clear()
-    with pytest.warns(UserWarning, match="PyTorch takes its place.*no NVRTC"):
-        assert kernels_of(0, f32, ScanShape(1, 8, 1, 4), True) is None
-    fusedloss.linear_ctc.lattice_kernel.cache_clear()
+def test_without_a_compiler_loops_take_over(monkeypatch):
+    use_lattice(lambda *given, **constants: None, fusedloss.linear_ctc, monkeypatch)
+    short_cases_are_right(monkeypatch)
 
 
 # bugs
