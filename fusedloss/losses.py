@@ -395,7 +395,7 @@ def shift_targets(
 def check_whole(name:str, t:Optional[Tensor], n_features:int):
     "`ValueError` for a distributed tensor, and for what is left of one kept elsewhere."
     if t is None or torch.compiler.is_compiling(): return
-    later = "a whole, local tensor (losses over ranks are stage 10)"
+    later = "a whole, local tensor, or as linear_weight a DTensor with Shard(0)"
     expect(isinstance(t, Tensor), name, "a tensor", type(t).__name__)
     expect(not hasattr(t, "full_tensor"), name, later, "a DTensor")
     expect(t.numel() > 0 or not n_features, name, later, f"an empty one, {list(t.shape)}")
