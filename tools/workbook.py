@@ -11,6 +11,15 @@ from typing import Iterator
 ROOT = Path(__file__).resolve().parent.parent
 CHECK_NAME = re.compile(r"(test|check|assert)(_|$)|raises$")
 METADATA_KEY = "fusedloss"  # in a notebook's metadata; settings.ini lets it through nbdev_clean
+PROLOGUE = """\
+#| hide
+# Without a GPU, Triton's interpreter runs the kernels, and cells marked `#| cuda` show their saved outputs.
+import os
+import torch
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+from fusedloss.core.pages import show_saved_outputs
+show_saved_outputs()"""  # the first code cell of every notebook
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|usr/local/lib)/\w[\w./-]*")
 
 
@@ -144,3 +153,23 @@ def output_text(output: dict) -> str:
     "All the text that an output shows"
     values = [output.get("text", ""), *output.get("data", {}).values(), output.get("traceback", "")]
     return "\n".join("".join(map(str, v)) if isinstance(v, list) else str(v) for v in values)
+
+
+def has_prologue(nb: dict) -> bool:
+    "Is the prologue the first code cell that holds code?"
+    code = [cell["source"].strip() for cell in nb["cells"] if cell["cell_type"] == "code"]
+    return [source for source in code if not source.startswith("#| default_exp")][:1] == [PROLOGUE]
+
+
+def add_prologue(path: Path) -> bool:
+    "Put the prologue into a notebook that lacks it, in place of an older one; was it lacking?"
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    if has_prologue(read_notebook(path)):
+        return False
+    cells = [cell for cell in nb["cells"] if cell.get("id") != "prologue"]
+    code = [i for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
+    first = next(i for i in code if not "".join(cells[i]["source"]).startswith("#| default_exp"))
+    cell = {"cell_type": "code", "execution_count": None, "id": "prologue", "metadata": {}, "outputs": []}
+    cells.insert(first, cell | {"source": PROLOGUE.splitlines(keepends=True)})
+    path.write_text(json.dumps(nb | {"cells": cells}, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return True
