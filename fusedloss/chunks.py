@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import acc_dtype, check_inputs, expect, FLOATS
+from fusedloss.core.operators import operator
 from fusedloss.kernels import (
     CrossEntropyStats, RowOptions, check_options, check_weights, has_kernel, launch_bwd,
     row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around, _observed)
@@ -321,8 +322,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 scaled_bias(db, gx, ctx.bias_dtype) if need_b else None, *[None] * ctx.unused)
 
 # %% ../nbs/05_chunks.ipynb #ea3e5c49
-chunked_loss = torch.library.custom_op("fusedloss::chunked_loss", chunked_loss_fwd,
-                                       mutates_args=())
+chunked_loss = operator("fusedloss::chunked_loss", chunked_loss_fwd)
 
 # %% ../nbs/05_chunks.ipynb #24687cbf
 @chunked_loss.register_fake

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import expect
+from fusedloss.core.operators import operator
 from fusedloss.kernels import (ELEMENTS, _by_cupy, _by_torch, _observed, capability,
                                cuda_source, on_device, reduce_rows, scaled_rows)
 from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
@@ -500,7 +501,7 @@ class _CTC(torch.autograd.Function):
         return None, ctc_backward(g, dz, share, keep), *nothing
 
 # %% ../nbs/13_ctc.ipynb #1227a83d
-@torch.library.custom_op("fusedloss::ctc", mutates_args=())
+@operator("fusedloss::ctc")
 def ctc_operator(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
@@ -517,7 +518,7 @@ def _(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
     return z.new_empty(z.shape[1], dtype=dtype), torch.empty_like(z) if grad else z.new_empty(0)
 
 # %% ../nbs/13_ctc.ipynb #778bd5f1
-@torch.library.custom_op("fusedloss::ctc_grad", mutates_args=())
+@operator("fusedloss::ctc_grad")
 def ctc_grad_operator(g:Tensor, dz:Tensor) -> Tensor:
     "`ctc_backward` into a tensor of its own."
     return ctc_backward(g, dz, None, True)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fusedloss.baseline import (
     FLOATS, acc_dtype, bad_labels, check_labels, check_target, expect, is_number)
+from fusedloss.core.operators import operator
 
 # %% ../nbs/04_kernels.ipynb #60761d1c
 try:
@@ -905,8 +906,8 @@ def rows_bwd(
                                   rows, entropy, o, denominator).view(input.shape))
 
 # %% ../nbs/04_kernels.ipynb #2fc85ce1
-logits_loss = torch.library.custom_op("fusedloss::logits_loss", rows_fwd, mutates_args=())
-logits_loss_grad = torch.library.custom_op("fusedloss::logits_loss_grad", rows_bwd, mutates_args=())
+logits_loss = operator("fusedloss::logits_loss", rows_fwd)
+logits_loss_grad = operator("fusedloss::logits_loss_grad", rows_bwd)
 
 # %% ../nbs/04_kernels.ipynb #33b1d02b
 @logits_loss.register_fake

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
+from fusedloss.core.operators import operator
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
@@ -729,8 +730,7 @@ def recompute_losses(
         return linear_ctc_fwd(b, f, kept)
 
 # %% ../nbs/14_linear_ctc.ipynb #f87f311a
-linear_ctc_operator = torch.library.custom_op("fusedloss::linear_ctc", recompute_losses,
-                                              mutates_args=())
+linear_ctc_operator = operator("fusedloss::linear_ctc", recompute_losses)
 
 # %% ../nbs/14_linear_ctc.ipynb #01aca211
 @linear_ctc_operator.register_fake
@@ -754,8 +754,7 @@ def recompute_gradients(
         return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
 
 # %% ../nbs/14_linear_ctc.ipynb #38c66e52
-linear_ctc_grad_operator = torch.library.custom_op("fusedloss::linear_ctc_grad",
-                                                   recompute_gradients, mutates_args=())
+linear_ctc_grad_operator = operator("fusedloss::linear_ctc_grad", recompute_gradients)
 
 # %% ../nbs/14_linear_ctc.ipynb #dc10708a
 @linear_ctc_grad_operator.register_fake
@@ -810,8 +809,7 @@ class _AllInForward(torch.autograd.Function):
                 scaled_bias(db, g, ctx.dtype) if need_b else None, *[None] * 11)
 
 # %% ../nbs/14_linear_ctc.ipynb #4ff83848
-linear_ctc_all_operator = torch.library.custom_op("fusedloss::linear_ctc_all", linear_ctc_all,
-                                                  mutates_args=())
+linear_ctc_all_operator = operator("fusedloss::linear_ctc_all", linear_ctc_all)
 
 # %% ../nbs/14_linear_ctc.ipynb #bdb591a7
 @linear_ctc_all_operator.register_fake

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_target, expect, FLOATS, is_number)
+from fusedloss.core.operators import operator
 from fusedloss.kernels import (
     finite, has_kernel, jit, _observed, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
@@ -392,8 +393,7 @@ def sample_columns(
     return tuple(way(y, seed, step, s, start, stop, ignore_index, missed, dtype))
 
 # %% ../nbs/09_partial_fc.ipynb #82a00215
-sampled_columns = torch.library.custom_op("fusedloss::sampled_columns", sample_columns,
-                                          mutates_args=())
+sampled_columns = operator("fusedloss::sampled_columns", sample_columns)
 
 @sampled_columns.register_fake
 def _(y, seed, step, bits, whole, chance, start, stop, ignore_index, missed, dtype):
@@ -911,9 +911,8 @@ def columns_grad(
         return dx, values
 
 # %% ../nbs/09_partial_fc.ipynb #bdade85a
-partial_lse = torch.library.custom_op("fusedloss::partial_lse", columns_fwd, mutates_args=())
-partial_lse_grad = torch.library.custom_op("fusedloss::partial_lse_grad", columns_grad,
-                                           mutates_args=())
+partial_lse = operator("fusedloss::partial_lse", columns_fwd)
+partial_lse_grad = operator("fusedloss::partial_lse_grad", columns_grad)
 
 # %% ../nbs/09_partial_fc.ipynb #e26f918c
 @partial_lse.register_fake

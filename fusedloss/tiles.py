@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, check_inputs, check_linear, reduce_loss, row_norms)
+from fusedloss.core.operators import operator
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3
 def square_tile(
@@ -195,7 +196,7 @@ def tiled_lse_bwd(
     return dx.mul_(unit).to(x.dtype), dw
 
 # %% ../nbs/02_tiles.ipynb #8a108d98
-@torch.library.custom_op("fusedloss::tiled_lse", mutates_args=())
+@operator("fusedloss::tiled_lse")
 def tiled_lse(
     x:Tensor, w:Tensor, y:Tensor, margin:float, scale:Optional[float],
     token_tile:int, class_tile:int,
@@ -204,7 +205,7 @@ def tiled_lse(
     with torch.autocast(x.device.type, enabled=False):
         return tiled_lse_fwd(x, w, y, margin, scale, token_tile, class_tile)
 
-@torch.library.custom_op("fusedloss::tiled_lse_grad", mutates_args=())
+@operator("fusedloss::tiled_lse_grad")
 def tiled_lse_grad(
     g_lse:Tensor, g_score:Tensor, x:Tensor, w:Tensor, y:Tensor, lse:Tensor,
     margin:float, scale:Optional[float], token_tile:int, class_tile:int,
