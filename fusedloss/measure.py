@@ -17,7 +17,7 @@ import torch.utils.benchmark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 # %% auto #0
 __all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'Cost', 'product_cost',
