@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from fusedloss.baseline import expect
 from fusedloss.core.cuda import cuda_kernel
-from fusedloss.core.operators import operator
-from fusedloss.kernels import (ELEMENTS, _observed, capability, on_device, reduce_rows,
-                               scaled_rows)
+from fusedloss.core.operators import observed, operator
+from fusedloss.kernels import (ELEMENTS, capability, on_device, reduce_rows, scaled_rows)
 from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
 from fusedloss.semirings import Log
 
@@ -172,7 +171,7 @@ def as_lengths(
 def moved(t:Tensor, device) -> Tensor:
     "A copy on the device, without waiting for it."
     if t.device == device: return t
-    pinned = t.device.type == "cpu" and device.type == "cuda" and not _observed()
+    pinned = t.device.type == "cpu" and device.type == "cuda" and not observed()
     return (t.pin_memory() if pinned else t).to(device, non_blocking=True)
 
 # %% ../nbs/13_ctc.ipynb #a40137d0
@@ -524,8 +523,7 @@ def _(g, dz): return torch.empty_like(dz)
 
 # %% ../nbs/13_ctc.ipynb #3cb8c7c2
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])  # an output that leads to z, where gradients are recorded
     ctx.set_materialize_grads(False)
 
 def _backward(ctx, g, _):
@@ -564,7 +562,7 @@ def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, fo
                        ((frames, "input_lengths"), (lengths, "target_lengths")))
     how = blank, zero_infinity, form, reduction == "mean"
     wanted = torch.is_grad_enabled() and z.requires_grad
-    if _observed():
+    if observed():
         late = z.dtype == torch.float16 and reduction == "mean"
         losses, _ = ctc_operator(z, targets, frames, lengths, *how[:3], how[3] and not late,
                                  wanted)

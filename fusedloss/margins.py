@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number, reduce_loss)
-from fusedloss.core.operators import operator
+from fusedloss.core.operators import operator, products
 from fusedloss.tiles import (
     add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
     wide_product)
@@ -450,6 +450,10 @@ def _backward(ctx, g_rest, g_cos):
     return (dx if need_x else None, dw if need_w else None, *[None] * 8)
 
 cosine_lse.register_autograd(_backward, setup_context=_save)
+
+cosine_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
+cosine_lse_grad.register_flops(lambda g_rest, g_cos, x, w, *others, out_val:
+                               products(x, w, *others[-2:]))
 
 # %% ../nbs/08_margins.ipynb #a3e1cceb
 def check_head(

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedloss.baseline import acc_dtype, check_inputs, expect, is_number
-from fusedloss.core.operators import operator
+from fusedloss.core.operators import operator, products
 from fusedloss.kernels import (
     all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
     factors, finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_gradient,
@@ -1069,6 +1069,10 @@ def _backward(ctx, g_loss, g_lse, g_entropy, *_):
     return dx, dw, None, db, *[None] * 11
 
 recompute_loss.register_autograd(_backward, setup_context=_save)
+
+recompute_loss.register_flops(lambda x, w, *_, out_val: products(x, w))
+recompute_grad.register_flops(lambda g_loss, g_lse, g_entropy, x, w, *others, out_val:
+                              products(x, w, *others[-3:-1]))
 
 # %% ../nbs/06_recompute.ipynb #e8132762
 def check_recompute(

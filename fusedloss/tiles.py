@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, check_inputs, check_linear, reduce_loss, row_norms)
-from fusedloss.core.operators import operator
+from fusedloss.core.operators import operator, products
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3
 def square_tile(
@@ -235,6 +235,10 @@ def _backward(ctx, g_lse, g_score):
     return (dx if need_x else None, dw if need_w else None, *[None] * 5)
 
 tiled_lse.register_autograd(_backward, setup_context=_save)
+
+tiled_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
+tiled_lse_grad.register_flops(lambda g_lse, g_score, x, w, *others, out_val:
+                              products(x, w, *others[-2:]))
 
 # %% ../nbs/02_tiles.ipynb #b19e635d
 def autocast_like_linear(*tensors:Tensor) -> tuple[Tensor, ...]:
