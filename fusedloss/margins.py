@@ -198,14 +198,28 @@ class AdaFace(nn.Module, Margin):
         self.reduce, self.clip = reduce, clip
         check_numbers(self, "margin", "h", "momentum")
         expect(momentum <= 1, "momentum", "a share, from 0 to 1", momentum)
-        self.register_buffer("mean", torch.tensor(20.0))
-        self.register_buffer("std", torch.tensor(100.0))
+        self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float32))
+        self.register_buffer("std", torch.tensor(100.0, dtype=torch.float32))
+
+    def _apply(self, *args, **options):
+        "Moves take the statistics along; casts to 16 bits, where small steps are lost, do not."
+        held = self.mean, self.std
+        super()._apply(*args, **options)
+        new = self.mean, self.std
+        self.mean, self.std = (t if t.dtype == old.dtype else
+                               old.to(t.device, acc_dtype(t.dtype)) for t, old in zip(new, held))
+        return self
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)  # which may put tensors of 16 bits in their place
+        self.mean, self.std = (t.to(acc_dtype(t.dtype)) for t in (self.mean, self.std))
 
     @torch.no_grad()
     def observe(self, norm:Tensor, valid:Tensor):
         "Let the running mean and deviation take in a batch's valid lengths, in training."
         if not self.training: return
-        sums = batch_sums(norm.clamp(*self.clip), valid, self.mean)
+        known = valid & norm.isfinite()  # a row that overflowed says nothing of the others
+        sums = batch_sums(norm.clamp(*self.clip), known, self.mean)
         if self.reduce is not None: sums = self.reduce(sums)
         for held, new in zip((self.mean, self.std), mean_and_std(sums, self.mean, self.std)):
             held.lerp_(new, self.momentum)
