@@ -1167,10 +1167,12 @@ def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradie
 SPARSE_OF = {torch.optim.SGD: ("momentum_buffer",),
              torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
 
+# %% ../nbs/09_partial_fc.ipynb #b8343cc2
 def as_rows(t:Tensor) -> Tensor:
     "Its first dimension counts rows [V,...]; a vector is one row."
     return t if t.dim() > 1 else t.view(1, -1)
 
+# %% ../nbs/09_partial_fc.ipynb #65b5c14c
 def may_overlap(t:Tensor) -> bool:
     "Whether elements share memory, or interleave so that strides alone do not tell."
     reach = 0
@@ -1375,6 +1377,7 @@ def rebuilt_state(
                "weight: give extend and remove every optimizer", f"{name} of {list(t.shape)}")
     return {name: make(t) for name, t in held.items() if len(t) == len(p)}
 
+# %% ../nbs/09_partial_fc.ipynb #63c2b91c
 def rebuild_rows(
     p:nn.Parameter, optimizers:tuple, make:Callable[[Tensor], Tensor],
     begin:Callable[[Tensor], Tensor]=lambda new: new,  # first values of rows that p gains
