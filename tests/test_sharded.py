@@ -210,6 +210,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_seen(bug, tmp_path, monkeypatch):
+    assert Path(sharded.__file__).read_text(encoding="utf-8").count(BUGS[bug][0]) == 1
     module = planted(sharded, tmp_path, *BUGS[bug])
     if "chunk" in bug:
         monkeypatch.setattr(module, "plain_chunks", lambda x, w, budget: [slice(0, 4), slice(4, len(x))])
