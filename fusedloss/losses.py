@@ -415,6 +415,7 @@ def check_call(
     expect(isinstance(input, Tensor), "input", "a tensor", type(input).__name__)
     features = input.shape[-1] if input.dim() else 0
     expect(linear_weight is not None, "linear_weight", "a tensor", None)
+    check_whole("input", input, 0)
     check_whole("linear_weight", linear_weight, features)
     check_whole("linear_bias", given["linear_bias"], features)
     check_inputs(input, linear_weight, target, given["reduction"], given["ignore_index"])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+import fusedloss as fl
 import fusedloss.sharded as sharded
 from fusedloss.kernels import RowOptions
 from fusedloss.recompute import recompute_linear_cross_entropy
@@ -210,6 +211,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_seen(bug, tmp_path, monkeypatch):
+    assert Path(sharded.__file__).read_text(encoding="utf-8").count(BUGS[bug][0]) == 1
     module = planted(sharded, tmp_path, *BUGS[bug])
     if "chunk" in bug:
         monkeypatch.setattr(module, "plain_chunks", lambda x, w, budget: [slice(0, 4), slice(4, len(x))])
@@ -287,6 +289,19 @@ def test_extreme_scores_and_empty_batches(reduction):
         assert_close(*losses)
         for a, b in zip(*(torch.autograd.grad(loss.sum(), [x, w]) for loss in losses)):
             assert_close(a, b)
+
+
+@pytest.mark.parametrize("loss", [fl.linear_cross_entropy, sharded_linear_cross_entropy])
+def test_in_one_process_a_wrapper_reduces_nothing(loss):
+    x, w, y = torch.randn(6, 4, dtype=f64, requires_grad=True), torch.randn(5, 4, dtype=f64, requires_grad=True), torch.arange(6) % 5
+    wanted = loss(x, w, y)
+    for how in ("mean", "sum"):
+        got = loss(x, w, y, backbone_reduction=how)
+        assert_close(got, wanted)
+        for a, e in zip(torch.autograd.grad(got, [x, w]), torch.autograd.grad(wanted, [x, w], retain_graph=True)):
+            assert_close(a, e)
+    with pytest.raises(ValueError, match="backbone_reduction: expected 'mean', 'sum' or None, got 'average'"):
+        loss(x, w, y, backbone_reduction="average")
 
 
 def test_a_sure_prediction_keeps_its_small_loss():
