@@ -1,10 +1,15 @@
-"""What the tools share: where the notebooks are, how they are read, and the hash that dates their outputs."""
+"""What the tools share: where the notebooks are, how they are read, and the hash that dates their outputs.
+
+    python tools/workbook.py prologue   put the first code cell into notebooks that lack it
+    python tools/workbook.py stamp      write .commit, for a copy of the project without its history
+"""
 import ast
 import hashlib
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Iterator
 
@@ -170,3 +175,20 @@ def add_prologue(path: Path) -> bool:
     cells.insert(first, cell | {"source": PROLOGUE.splitlines(keepends=True)})
     path.write_text(json.dumps(nb | {"cells": cells}, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return True
+
+
+def main(command: str) -> None:
+    "Do what the command says"
+    if command == "prologue":
+        print("".join(f"{path.relative_to(ROOT)}\n" for path in notebooks() if add_prologue(path)), end="")
+    elif command == "stamp":
+        sys.path.insert(0, str(ROOT))
+        from fusedloss.core.sources import write_stamp
+
+        print("commit {}, sources {}".format(*write_stamp(ROOT)))
+    else:
+        raise SystemExit(f"command: expected prologue or stamp, got {command}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2] or [""])
