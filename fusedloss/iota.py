@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from fusedloss.baseline import (
-    FLOATS, acc_dtype, check_labels, check_target, expect, reduce_loss)
+    FLOATS, acc_dtype, check_labels, check_target, expect, expect_tensor, reduce_loss)
 
 # %% ../nbs/03_iota.ipynb #a0777ee1
 def target_mask(
@@ -97,6 +97,7 @@ def check_scores(
     reduction:str, ignore_index:int, dim:int,
 ) -> int:  # `dim`, counted from the front
     "Raise `ValueError` or `IndexError` for what no loss of scores accepts."
+    expect_tensor("input", input)
     expect(input.dtype in FLOATS, "input", f"one of {FLOATS}", input.dtype)
     expect(-input.dim() <= dim < input.dim(), "dim", f"a dimension of {list(input.shape)}", dim)
     dim %= input.dim()

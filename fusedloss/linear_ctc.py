@@ -877,11 +877,12 @@ def linear_ctc_loss(
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
     given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not _observed()
+    looked_at = _observed() or x.is_meta
     if kept and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
-        if _observed(): return linear_ctc_all_operator(*given)[0]
+        if looked_at: return linear_ctc_all_operator(*given)[0]
         return _AllInForward.apply(*given)
-    recompute = linear_ctc_operator if _observed() else _Recomputed.apply
+    recompute = linear_ctc_operator if looked_at else _Recomputed.apply
     losses, *_ = recompute(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)

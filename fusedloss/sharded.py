@@ -26,7 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedloss.baseline import acc_dtype, check_labels, check_linear, check_target, expect
+from fusedloss.baseline import (
+    acc_dtype, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
@@ -645,6 +646,8 @@ def spread_loss(
     memory_budget:Optional[int]=None, mesh=None, num_classes:Optional[int]=None,
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:
     "Find out who has what, shift, ask, and give each its own."
+    for name, t in dict(input=input, linear_weight=linear_weight, target=target).items():
+        expect_tensor(name, t)
     s = shards_of(linear_weight, mesh, num_classes)
     x, w, y, given, b, each = seen_here(input, linear_weight, target, given, s, mesh)
     check_sharded(x, w, y, given, s, shift, memory_budget)
