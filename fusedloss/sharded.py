@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import acc_dtype, check_labels, check_linear, check_target, expect
+from fusedloss.core.operators import check_reverse, first_order
+from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
     score_and_slope, share_of, total_weight, unit as score_unit)
@@ -38,8 +40,8 @@ from fusedloss.partial_fc import (
     picks_kernel, plain_labels, RowIndex, rows_gradient, RowSparse, scoring_of, update_of,
     with_centers)
 from fusedloss.recompute import (
-    chunk_scores, is_busy, launch_dz, launch_sums, multiprocessors, plain_chunks, slab_tiles,
-    take_unit, takes_kernel, tiling_of, wide, write_product)
+    beside_dz, chunk_scores, is_busy, launch_dz, launch_sums, multiprocessors, plain_chunks,
+    slab_tiles, take_unit, takes_kernel, tiling_of, wide, write_product)
 from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, wide_product
 
 # %% ../nbs/10_sharded.ipynb #6079070b
@@ -254,19 +256,22 @@ def kernel_gradients(
     (n, h), v, (need_x, need_w, need_b), home = x.shape, len(w), needs, None
     t, part = tiling_of(x, w, is_busy(o, entropy)), lambda t, j: None if t is None else t[j]
     tiles = -(-n // t.BN), -(-v // t.BV)
-    slab = t.BV * slab_tiles(n, h, budget, *tiles, t.BV, multiprocessors(x.device))
+    slab = t.BV * slab_tiles(n, h, budget, *tiles, t.BV, multiprocessors(x.device),
+                             beside=beside_dz(h, tiles[0], x.dtype, needs))
     dw, total = w.new_empty(w.shape if need_w else 0), None
-    db = terms.new_empty((tiles[0], v)) if need_b else None
+    parts = terms.new_empty((tiles[0], min(slab, v))) if need_b else None
+    db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
     for j in tile_slices(v, slab):
         dz = buffer[:, :j.stop - j.start]
-        launch_dz(x, w[j], dz, y, part(bias, j), part(weight, j), terms,
-                  None if db is None else db[:, j], j.start, o, entropy, t)
+        db_parts = None if parts is None else parts[:, :dz.shape[1]]
+        launch_dz(x, w[j], dz, y, part(bias, j), part(weight, j), terms, db_parts, j.start, o,
+                  entropy, t)
+        if need_b: torch.sum(db_parts, 0, out=db[j])
         if need_x and total is None: total = wide_product(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
         if need_x and j.stop == v: home = send(total if unit is None else total.mul_(unit))
         if need_w: write_product(dw[j], dz.T, x, unit)
-    db = terms.new_empty(0) if db is None else db.sum(0)
     return home, dw, db if unit is None else db.mul_(unit)
 
 # %% ../nbs/10_sharded.ipynb #d817a463
@@ -416,7 +421,6 @@ class _ShardScores(torch.autograd.Function):
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
-        ctx.save_for_backward(x_all, w, bias, mine, part, sums)
         ctx.set_materialize_grads(False)
         log_s, base = sums[SUM].log(), sums[BASE] / unit
         more = torch.stack([sums[AHEAD], base, sums[SQUARES].sqrt()])
@@ -424,12 +428,13 @@ class _ShardScores(torch.autograd.Function):
         kept = more, y_all.clone(), token_weight
         ctx.mark_non_differentiable(*kept)
         gap = log_s - (sums[TARGET] * unit - sums[BASE]) / unit
+        ctx.save_for_backward(x_all, w, bias, mine, part, sums, gap)  # gap for `first_order`
         return base + log_s, gap, sums[WEIGHED].clone(), base + sums[MOMENT] / sums[SUM], *kept
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g_lse, g_gap, g_total, g_mean, *_):
-        x, w, bias, y, weight, sums = ctx.saved_tensors
+        x, w, bias, y, weight, sums, _ = ctx.saved_tensors
         o, s, b, stats, budget = ctx.how
         needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
         if not any(needs): return (None,) * 11
@@ -459,7 +464,7 @@ class _OwnRows(torch.autograd.Function):
         return t[b.mine(s)].clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g):
         b, s = ctx.how
         padded = F.pad(g, (0, b.rows - len(g)))
@@ -495,6 +500,7 @@ def sharded_loss(
     o:RowOptions, s:Shards, b:Batch, reduction:str, stats:bool, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar or [n]; of this rank's rows
     "The loss of all ranks' tokens over all ranks' classes."
+    check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
     lse, gap, total, mean, rows, y, weights = _ShardScores.apply(
         x, w, bias, y, token_weight, weight, o, s, b, stats, budget)
     check_labels(y, s.n_classes, o.ignore_index)  # of all ranks: all raise, or none
@@ -707,7 +713,7 @@ def spread_loss(
 # %% ../nbs/10_sharded.ipynb #eda0ccfd
 def sharded_linear_cross_entropy(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
-    linear_weight:Tensor,  # [V,H], a DTensor, Shard(0); or this rank's rows, beside `mesh`
+    linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
     target:Tensor,  # [...] as the input, integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
@@ -729,6 +735,7 @@ def sharded_linear_cross_entropy(
 
     `backbone_reduction` as in `linear_cross_entropy`.
     """
+    linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
                  ignore_index=ignore_index, label_smoothing=label_smoothing,
                  logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
@@ -766,7 +773,7 @@ class _GatherRows(torch.autograd.Function):
         return x_all.to(acc_dtype(x.dtype), copy=True), y_all
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g, _):
         return send_home(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
 
@@ -778,16 +785,16 @@ class _JoinRest(torch.autograd.Function):
         rests, coss, tops = everyone(torch.stack([rest, cos, top]), s).unbind(1)
         joined = rests.logsumexp(0)
         share = (rest - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
-        ctx.save_for_backward(share)
+        ctx.save_for_backward(share, joined)  # the latter for `first_order`
         top = tops.amax(0)
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)
         return joined, coss.sum(0), top
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g_rest, g_cos, _):
-        share, = ctx.saved_tensors
+        share, _ = ctx.saved_tensors
         return None if g_rest is None else share * g_rest, g_cos, None, None
 
 # %% ../nbs/10_sharded.ipynb #afc0c043
@@ -799,7 +806,7 @@ class _LocalRows(torch.autograd.Function):
         return weight.to_local().detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g):
         weight, = ctx.saved_tensors
         if not g.is_sparse: return whole_tensor(g, weight)
@@ -966,6 +973,7 @@ def gathered_batch(
     labels = target.clamp(min=0) if isinstance(target, Tensor) else target
     check_features(blind, features, labels)  # what labels say, later, on all ranks at once
     x, y = features.reshape(-1, head.embedding_size), target.reshape(-1).long()
+    check_reverse("ShardedPartialFC", "margin_cross_entropy")
     s, n = head.shards, len(x)
     if head.equal_batch: same_on_all("rows", torch.ones(n, device=x.device), s)
     rows = n if head.equal_batch else widest(n, s, x.device)
