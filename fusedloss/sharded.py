@@ -713,7 +713,7 @@ def spread_loss(
 
 # %% ../nbs/10_sharded.ipynb #eda0ccfd
 def sharded_linear_cross_entropy(
-    input:Tensor,  # [..., H], the same on all ranks; or a DTensor, its tokens over the ranks
+    input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
     linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
     target:Tensor,  # [...] as the input, integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
