@@ -36,9 +36,7 @@ test-gpu: $(READY)  ## every test, cuda cells included, on the GPU at hand
 	$(PYTHON) -m pytest
 
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
-	compute-sanitizer --error-exitcode 1 --tool memcheck $(PYTHON) tools/kernels_once.py
-	compute-sanitizer --error-exitcode 1 --tool synccheck $(PYTHON) tools/kernels_once.py
-	compute-sanitizer --tool racecheck $(PYTHON) tools/kernels_once.py
+	$(PYTHON) tools/sanitize.py
 
 notebooks-gpu: $(READY)  ## run the notebooks on the GPU at hand; save their outputs and nbs/results
 	$(PYTHON) tools/run_notebooks.py $(NOTEBOOKS)

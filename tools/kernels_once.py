@@ -1,4 +1,6 @@
-"""Every kernel once, on small tensors: what `make sanitize` gives compute-sanitizer to watch. Names of parts choose among them."""
+"""Every kernel once, on small tensors: what `make sanitize` gives compute-sanitizer to watch. Names of parts choose among them.
+
+`--lines` compiles the sources of `cuda/` with the numbers of their lines, for the reports."""
 import sys
 from contextlib import contextmanager
 from itertools import product
@@ -128,7 +130,9 @@ def missing(part, seen: set[str]) -> set[str]:
 def main(chosen: list[str]) -> int:
     "Run them one after another; on a GPU the number of kernels that should have been launched and were not"
     torch.manual_seed(0)
-    absent = 0
+    if "--lines" in chosen:
+        cuda.OPTIONS += ("--generate-line-info",)
+    chosen, absent = [name for name in chosen if name != "--lines"], 0
     with launches() as seen:
         for part in PARTS:
             if chosen and part.__name__ not in chosen:
