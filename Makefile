@@ -40,9 +40,7 @@ test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
 	$(PYTHON) -m pytest tests/test_sharded.py -k test_on_several_gpus
 
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
-	compute-sanitizer --error-exitcode 1 --tool memcheck $(PYTHON) tools/kernels_once.py
-	compute-sanitizer --error-exitcode 1 --tool synccheck $(PYTHON) tools/kernels_once.py
-	compute-sanitizer --tool racecheck $(PYTHON) tools/kernels_once.py
+	$(PYTHON) tools/sanitize.py
 
 notebooks-gpu: $(READY)  ## run the notebooks on the GPU at hand; save their outputs and nbs/results
 	$(PYTHON) tools/run_notebooks.py $(NOTEBOOKS)
