@@ -7,8 +7,7 @@ __all__ = ['interleave', 'may_skip', 'ctc_graph', 'ctc_by_logz', 'alpha_table', 
            'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample', 'CTCPosteriors', 'ctc_posteriors']
 
 # %% ../nbs/13_ctc.ipynb #8fd56191
-import functools, math, os, warnings
-from importlib.util import find_spec
+import functools, math, os
 from typing import NamedTuple, Optional
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import expect
-from fusedloss.core.operators import operator
-from fusedloss.kernels import (ELEMENTS, _by_cupy, _by_torch, _observed, capability,
-                               cuda_source, on_device, reduce_rows, scaled_rows)
+from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.operators import observed, operator
+from fusedloss.kernels import (ELEMENTS, capability, on_device, reduce_rows, scaled_rows)
 from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
 from fusedloss.semirings import Log
 
@@ -172,7 +171,7 @@ def as_lengths(
 def moved(t:Tensor, device) -> Tensor:
     "A copy on the device, without waiting for it."
     if t.device == device: return t
-    pinned = t.device.type == "cpu" and device.type == "cuda" and not _observed()
+    pinned = t.device.type == "cpu" and device.type == "cuda" and not observed()
     return (t.pin_memory() if pinned else t).to(device, non_blocking=True)
 
 # %% ../nbs/13_ctc.ipynb #a40137d0
@@ -326,17 +325,12 @@ def scan_shape(
 
 # %% ../nbs/13_ctc.ipynb #3c41d493
 def ctc_kernel(
-    name:str,  # ctc_scan, ctc_grad, ctc_loss
+    name:str,  # ctc_scan, ctc_grad, ctc_loss, ctc_scale
     device:int,  # the current one
     **constants,  # what the source leaves open
 ):  # a launcher, (blocks, threads, *arguments); None where nothing can compile it
-    "A kernel of `cuda/ctc.cu`, compiled; it launches on torch's current stream."
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    by_torch = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
-    try:
-        return (_by_torch if by_torch else _by_cupy)(cuda_source("ctc"), name, options)
-    except Exception as reason:  # of a compiler that is not there there are many kinds
-        warnings.warn(f"cuda/ctc.cu was not compiled, and PyTorch takes its place: {reason!r}")
+    "A kernel of `cuda/ctc.cu`."
+    return cuda_kernel(name, device, ("ctc",), **constants)
 
 # %% ../nbs/13_ctc.ipynb #c2845d7f
 def runs_kernels(z:Tensor) -> bool:
@@ -529,8 +523,7 @@ def _(g, dz): return torch.empty_like(dz)
 
 # %% ../nbs/13_ctc.ipynb #3cb8c7c2
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])  # an output that leads to z, where gradients are recorded
     ctx.set_materialize_grads(False)
 
 def _backward(ctx, g, _):
@@ -569,7 +562,7 @@ def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, fo
                        ((frames, "input_lengths"), (lengths, "target_lengths")))
     how = blank, zero_infinity, form, reduction == "mean"
     wanted = torch.is_grad_enabled() and z.requires_grad
-    if _observed():
+    if observed():
         late = z.dtype == torch.float16 and reduction == "mean"
         losses, _ = ctc_operator(z, targets, frames, lengths, *how[:3], how[3] and not late,
                                  wanted)
