@@ -1,10 +1,11 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
-.PHONY: help tour test test-gpu test-gpu-many sanitize docs notebooks-gpu lab clean
+.PHONY: help tour test test-gpu test-gpu-many sanitize docs notebooks-gpu stamp lab clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
 READY := .venv/ready
+NBDEV := .venv/bin/
 endif
 BASE_PYTHON ?= python3
 
@@ -29,7 +30,8 @@ test: $(READY)  ## everything that can be checked without a GPU
 	$(PYTHON) tools/check_workbook.py
 	$(PYTHON) tools/check_generated.py readme site
 	$(PYTHON) tools/check_site.py
-	$(PYTHON) -m pytest -n 2
+	env -u TRITON_INTERPRET $(NBDEV)nbdev_test
+	$(PYTHON) -m pytest -n 2 --deselect tests/test_notebooks.py::test_notebook
 
 test-gpu: export FUSEDLOSS_FLAGS = cuda slow
 test-gpu: $(READY)  ## every test, cuda cells included, on the GPU at hand
@@ -42,8 +44,11 @@ test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
 	$(PYTHON) tools/sanitize.py
 
-notebooks-gpu: $(READY)  ## run the notebooks on the GPU at hand; save their outputs and nbs/results
-	$(PYTHON) tools/run_notebooks.py $(NOTEBOOKS)
+notebooks-gpu: $(READY)  ## run the notebooks on the GPUs at hand, JOBS at a time; save their outputs and nbs/results
+	$(PYTHON) tools/run_notebooks.py --jobs $(or $(JOBS),1) $(NOTEBOOKS)
+
+stamp: $(READY)  ## write .commit: what a copy of the project without its history is a copy of
+	$(PYTHON) tools/workbook.py stamp
 
 docs: export TRITON_INTERPRET = 1
 docs: $(READY)  ## README.md and docs/, from the notebooks
