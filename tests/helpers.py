@@ -157,6 +157,21 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     return changed
 
 
+def has_no_second_derivative(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    "Does a gradient that matters twice raise, by every way to ask? Its first derivative alone must be there"
+    g, = torch.autograd.grad(loss, leaf, create_graph=True)
+    penalty = loss + 10 * g.pow(2).sum()
+    for ask in (lambda: torch.autograd.grad(penalty, leaf, retain_graph=True), lambda: torch.autograd.grad(g.sum(), leaf, retain_graph=True), penalty.backward):
+        try:
+            ask()
+        except RuntimeError as error:
+            if "no derivative of its own" in str(error):
+                continue
+            raise
+        return False
+    return True
+
+
 def fault_of(find: Callable[[ModuleType], str | None], module: ModuleType, folder: Path, *pairs: str) -> str | None:
     "What `find` says of a module with texts replaced, or the error that it ran into"
     changed = planted(module, folder, *pairs)
@@ -207,3 +222,13 @@ def misfits(got: Iterable, exact: Iterable, leaves: tuple, limit: Callable[[torc
         elif a is not None and not relative_error(a.cpu(), e) <= limit(dtype, like is None):
             faults.append(f"{name} is off by {relative_error(a.cpu(), e):.1e}")
     return faults
+
+
+def broken(call, leaves):
+    "Whether a broken promise raises on the CPU, and makes loss and gradients NaN on a GPU"
+    try:
+        loss = call()
+    except ValueError as e:
+        return leaves[0].device.type == "cpu" and "max_valid: expected at least" in str(e)
+    grads = torch.autograd.grad(loss.sum(), [t for t in leaves if t.requires_grad])
+    return leaves[0].is_cuda and loss.isnan().any().item() and all(g.isnan().any() for g in grads)
