@@ -303,7 +303,9 @@ class Choice:
 
     @property
     def budget(self) -> int:  # bytes
-        return self.request.memory_budget or max(BUDGET, self["chunks"].extra)
+        r, chunks = self.request, self["chunks"]
+        half = r.n * r.v * r.work.itemsize // 2  # of the logits, where chunks cannot serve
+        return r.memory_budget or max(BUDGET, half if chunks.refusal else chunks.extra)
 
     @property
     def way(self) -> Optional[Way]:  # None: nothing fits the caller's budget
