@@ -229,6 +229,20 @@ class Sharded(torch.Tensor):
     def full_tensor(self): return self
 
 
+def test_an_old_compiler_is_refused_in_a_sentence(monkeypatch):
+    x, w, b, y = sample()
+    step = lambda x, w, y: linear_cross_entropy(x, w, y)
+    whole = lambda: torch.compile(step, fullgraph=True, backend="eager")(x, w, y)
+    torch.testing.assert_close(whole(), step(x, w, y))
+    monkeypatch.setattr("fusedloss.losses.TORCH", (2, 8))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="expected PyTorch 2.9 or later under torch.compile, got 2.8"):
+        whole()
+    torch.testing.assert_close(step(x, w, y), linear_cross_entropy(x, w, y, method="eager"))  # without the compiler
+    apart = torch.compiler.disable(step)
+    torch.testing.assert_close(torch.compile(lambda *a: 2 * apart(*a), backend="eager")(x, w, y), 2 * step(x, w, y))
+
+
 def test_shards_are_refused_and_what_is_taken_named():
     x, w, b, y = sample()
     for bad in (w.as_subclass(Sharded), torch.empty(0, dtype=f64), w[:0], w[:, :0]):
