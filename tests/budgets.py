@@ -1,0 +1,85 @@
+"""Core-seconds of each test file: what `make test` allows, and what a run used, in all of its processes."""
+import os
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+ALLOWED = {}  # filled below
+NORMAL = 0.1  # core-seconds of `yardstick` on the processor whose figures ALLOWED holds
+FACTOR = 2  # a neighbour on the same core, a cold cache
+
+
+def core_seconds() -> float:
+    "What this process and the children it has waited for have used so far"
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def yardstick() -> float:
+    "Core-seconds of a fixed piece of work like that of the tests: small tensors, much Python; the best of three"
+    x, used = torch.ones(16, 16), []
+    for _ in range(3):
+        start = time.process_time()
+        for _ in range(5000):
+            (x @ x).sum().add(1)
+            [str(n) for n in range(20)]
+        used.append(time.process_time() - start)
+    return min(used)
+
+
+def too_slow(used: dict[str, float], slower: float) -> list[str]:
+    "Files that used more than they may, in words, on a processor that takes `slower` times as long"
+    limits = {name: FACTOR * max(1.0, slower) * ALLOWED.get(name, 0) for name in used}
+    return [f"{name} used {used[name]:.0f} core-seconds; it may use {ALLOWED.get(name, 0)}, here {limits[name]:.0f}"
+            for name in sorted(used) if used[name] > limits[name]]
+
+
+class CoreSeconds:
+    "Adds up what tests use, in workers too, and ends a run that used too much as a failure"
+
+    def __init__(self, config: pytest.Config):
+        self.used, self.enforced = Counter(), config.getoption("--budgets")
+        self.slower = yardstick() / NORMAL if self.enforced and not hasattr(config, "workerinput") else 1.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        "A test and the fixtures that it is the first to need"
+        start = core_seconds()
+        done = yield
+        self.used[item.nodeid] += core_seconds() - start
+        return done
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        "A worker of pytest-xdist has ended"
+        self.used.update(getattr(node, "workeroutput", {}).get("core_seconds", {}))
+
+    def by_file(self) -> Counter:
+        "Core-seconds by file name"
+        files = Counter()
+        for nodeid, used in self.used.items():
+            files[nodeid.partition("::")[0].rpartition("/")[2]] += used
+        return files
+
+    def pytest_sessionfinish(self, session):
+        "A worker hands its figures over; the run fails where a file used too much"
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["core_seconds"] = dict(self.used)
+        elif self.enforced and session.exitstatus == 0 and too_slow(self.by_file(), self.slower):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        "The table, the longest tests, and what was too slow"
+        if not self.enforced:
+            return
+        line, files = terminalreporter.write_line, self.by_file()
+        terminalreporter.section(f"core-seconds, on a processor that takes {self.slower:.2f} times as long as the table's")
+        for name, used in files.most_common():
+            line(f"{used:7.1f} of {ALLOWED.get(name, 0):4}  {name}")
+        line(f"{files.total():7.1f} of {sum(ALLOWED.values()):4}  all")
+        for nodeid, used in self.used.most_common(10):
+            line(f"{used:7.1f}  {nodeid}")
+        for text in too_slow(files, self.slower):
+            line(text, red=True)
