@@ -1,6 +1,6 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
-.PHONY: help tour test test-gpu sanitize docs notebooks-gpu lab clean
+.PHONY: help tour test test-gpu test-gpu-many sanitize docs notebooks-gpu lab clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
@@ -34,6 +34,10 @@ test: $(READY)  ## everything that can be checked without a GPU
 test-gpu: export FUSEDLOSS_FLAGS = cuda slow
 test-gpu: $(READY)  ## every test, cuda cells included, on the GPU at hand
 	$(PYTHON) -m pytest
+
+test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
+	$(PYTHON) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(f'expected two GPUs or more, got {n}' if n < 2 else 0)"
+	$(PYTHON) -m pytest tests/test_sharded.py -k test_on_several_gpus
 
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
 	compute-sanitizer --error-exitcode 1 --tool memcheck $(PYTHON) tools/kernels_once.py

@@ -8,25 +8,26 @@ __all__ = ['LOG2E', 'capability', 'logits_loss', 'logits_loss_grad', 'finite', '
            'share', 'row_start', 'class_weight', 'load_block', 'shifted', 'tally', 'scan_kernel', 'finish_kernel',
            'row_gradient', 'bwd_kernel', 'store_gradient', 'turnaround_kernel', 'scale_kernel', 'RowOptions', 'Blocks',
            'small_blocks', 'scan_blocks', 'turnaround_blocks', 'score_fn', 'all_weights', 'on_device', 'scan_parts',
-           'launch_scan', 'launch_bwd', 'launch_turnaround', 'launch_scale', 'cuda_source', 'cuda_kernel', 'Cluster',
-           'cluster_shape', 'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch', 'launch_both',
-           'RowTerms', 'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd',
-           'reference_stats', 'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows',
-           'turn_around', 'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
+           'launch_scan', 'launch_bwd', 'launch_turnaround', 'launch_scale', 'Cluster', 'cluster_shape',
+           'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch', 'launch_both', 'RowTerms',
+           'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd', 'reference_stats',
+           'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows', 'turn_around',
+           'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
            'check_overwrite', 'CrossEntropyStats', 'row_stats', 'cross_entropy', 'overwrites', 'turns_early']
 
 # %% ../nbs/04_kernels.ipynb #cf62d1ea
-import functools, math, warnings
+import functools, math
 from contextlib import nullcontext
-from importlib.resources import files
 from types import SimpleNamespace
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from fusedloss.baseline import (
     FLOATS, acc_dtype, bad_labels, check_labels, check_target, expect, is_number)
+from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.operators import first_order, observed, operator, transformed
 
 # %% ../nbs/04_kernels.ipynb #60761d1c
 try:
@@ -607,51 +608,6 @@ def launch_scale(
             dz, out, factor, denominator, m, v, dz.shape[1], *dz.stride(), *out.stride(),
             factor.stride(0), COPY=out is not dz, BN=tall, BV=wide, num_warps=8)
 
-# %% ../nbs/04_kernels.ipynb #f8ed58e2
-def cuda_source(name:str) -> str:
-    "Text of `cuda/{name}.cu`: in the package where it is installed, beside it in a checkout."
-    home = files("fusedloss")
-    places = home / "cuda", home.parent / "cuda"
-    return next(p for p in places if p.is_dir()).joinpath(f"{name}.cu").read_text()
-
-# %% ../nbs/04_kernels.ipynb #0797056d
-def _by_cupy(source, name, options):
-    from cupy import RawModule
-    kernel = RawModule(code=source, options=options).get_function(name)
-    def launch(grid, block, *args, shared=0):
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
-        if shared > 49152: kernel.max_dynamic_shared_size_bytes = shared
-        kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
-               stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
-    return launch
-
-def _by_torch(source, name, options):
-    options = [*options, "-ftz=true"]  # as CuPy compiles: the same bits
-    kernel = torch.cuda._compile_kernel(source, name, nvcc_options=options)
-    nothing = torch.empty(0, device="cuda")  # its pointer is null
-    def launch(grid, block, *args, shared=0):
-        if shared >= 49152: kernel.set_shared_memory_config(shared)
-        given = [nothing if a is None else a for a in args]
-        kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
-    return launch
-
-# %% ../nbs/04_kernels.ipynb #95e520f3
-@functools.cache
-def cuda_kernel(
-    name:str,  # of the kernel and of its file
-    device:int,  # the current one
-    **constants,  # what the source leaves open
-) -> Optional[Callable]:  # (blocks, threads, *arguments, shared=bytes); None: no compiler
-    "A kernel of `cuda/`, compiled; it launches on torch's current stream."
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    try:
-        return _by_cupy(cuda_source(name), name, options)
-    except ImportError:
-        if hasattr(torch.cuda, "_compile_kernel"):
-            return _by_torch(cuda_source(name), name, options)
-    warnings.warn(f"cuda/{name}.cu needs CuPy to be compiled; a slower way takes its place")
-
 # %% ../nbs/04_kernels.ipynb #482eb5b1
 class Cluster(NamedTuple):
     "How a row lies in registers."
@@ -905,8 +861,8 @@ def rows_bwd(
                                   rows, entropy, o, denominator).view(input.shape))
 
 # %% ../nbs/04_kernels.ipynb #2fc85ce1
-logits_loss = torch.library.custom_op("fusedloss::logits_loss", rows_fwd, mutates_args=())
-logits_loss_grad = torch.library.custom_op("fusedloss::logits_loss_grad", rows_bwd, mutates_args=())
+logits_loss = operator("fusedloss::logits_loss", rows_fwd)
+logits_loss_grad = operator("fusedloss::logits_loss_grad", rows_bwd)
 
 # %% ../nbs/04_kernels.ipynb #33b1d02b
 @logits_loss.register_fake
@@ -944,12 +900,7 @@ class _LogitsLoss(torch.autograd.Function):
         _save(ctx, inputs, output)
         return output
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(
-        functools.partial(_backward, gradient=rows_bwd)))
-
-def _observed() -> bool:
-    "Whether a compiler or a dispatch mode wants to see operators."
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    backward = staticmethod(first_order(functools.partial(_backward, gradient=rows_bwd)))
 
 # %% ../nbs/04_kernels.ipynb #0e6a5038
 def reduce_rows(
@@ -1001,13 +952,15 @@ class _Turnaround(torch.autograd.Function):
         losses = turn_around(rows_view(input), out, target, weight, token_weight, denominator,
                              o, late)
         if out.data_ptr() == input.data_ptr(): torch.autograd.graph.increment_version(input)
-        ctx.save_for_backward(out.detach())  # nothing else
-        return reduce_rows(losses, reduction)
+        path = losses if reduction != "none" else losses.new_empty(0)  # for `first_order`
+        ctx.save_for_backward(out.detach(), path)  # no input, no logits
+        ctx.set_materialize_grads(False)
+        return reduce_rows(losses, reduction), path
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        dz, = ctx.saved_tensors
+    @first_order
+    def backward(ctx, g, _):
+        dz, _ = ctx.saved_tensors
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         dz = scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), ctx.late, keep)
         return out_like(dz, ctx.shape), *[None] * 7
@@ -1146,12 +1099,12 @@ def cross_entropy(
                    if reduction == "mean" else None)
     z = rows_view(input)
     if inplace and overwrites(input, return_stats):
-        loss = _Turnaround.apply(input, z.detach(), *y, denominator, o, reduction)
+        loss, _ = _Turnaround.apply(input, z.detach(), *y, denominator, o, reduction)
     elif turns_early(input, z, weight, o, reduction, return_stats):
         out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        loss = _Turnaround.apply(input, out, *y, denominator, o, reduction)
+        loss, _ = _Turnaround.apply(input, out, *y, denominator, o, reduction)
     else:
-        run = logits_loss if _observed() else _LogitsLoss.apply
+        run = logits_loss if observed() else _LogitsLoss.apply
         losses, *rows = run(z, *y, denominator, *o, return_stats)
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
@@ -1164,7 +1117,7 @@ def overwrites(
     "Whether a gradient is due that an in-place loss can give now; `ValueError` if it must not."
     expect(not return_stats, "inplace", "no statistics, whose gradients would need the logits",
             "return_stats=True")
-    if torch.compiler.is_compiling(): return False  # a compiler places its tensors itself
+    if torch.compiler.is_compiling() or transformed(): return False  # which place tensors
     if not (input.requires_grad and torch.is_grad_enabled()): return False
     check_overwrite(input)
     return True
@@ -1176,5 +1129,5 @@ def turns_early(
 ) -> bool:
     "Whether the gradient is formed in forward, out of place."
     if not (input.requires_grad and torch.is_grad_enabled()) or reduction == "none": return False
-    if return_stats or _observed() or not has_kernel(z): return False
+    if return_stats or observed() or not has_kernel(z): return False
     return row_cluster(z, weight, o) is not None

@@ -395,7 +395,7 @@ def shift_targets(
 def check_whole(name:str, t:Optional[Tensor], n_features:int):
     "`ValueError` for a distributed tensor, and for what is left of one kept elsewhere."
     if t is None or torch.compiler.is_compiling(): return
-    later = "a whole, local tensor (losses over ranks are stage 10)"
+    later = "a whole, local tensor, or as linear_weight a DTensor with Shard(0)"
     expect(isinstance(t, Tensor), name, "a tensor", type(t).__name__)
     expect(not hasattr(t, "full_tensor"), name, later, "a DTensor")
     expect(t.numel() > 0 or not n_features, name, later, f"an empty one, {list(t.shape)}")
@@ -415,6 +415,7 @@ def check_call(
     expect(isinstance(input, Tensor), "input", "a tensor", type(input).__name__)
     features = input.shape[-1] if input.dim() else 0
     expect(linear_weight is not None, "linear_weight", "a tensor", None)
+    check_whole("input", input, 0)
     check_whole("linear_weight", linear_weight, features)
     check_whole("linear_bias", given["linear_bias"], features)
     check_inputs(input, linear_weight, target, given["reduction"], given["ignore_index"])
@@ -497,14 +498,19 @@ def planned_loss(
     filter_eps:Optional[float]=None, chunk_size:Optional[int]=None,
     max_valid:Optional[int]=None,  # a promise to chunks
     monitored:bool=False,  # statistics need no gradient
+    backbone_reduction:Optional[str]=None,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Check, shift, plan, take."
     if hasattr(linear_weight, "device_mesh"):  # a DTensor: its classes lie on several ranks
         from fusedloss.sharded import planned_shards
         return planned_shards(input, linear_weight, target, given, shift, method,
-                              memory_budget, filter_eps, chunk_size)
+                              memory_budget, accumulate, filter_eps, chunk_size, max_valid,
+                              backbone_reduction)
     how = memory_budget, accumulate, chunk_size
     check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
+    if backbone_reduction is not None:
+        from fusedloss.sharded import check_reduction, shards_of
+        check_reduction(backbone_reduction, input, shards_of(linear_weight))
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
     r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how, monitored)
@@ -535,15 +541,25 @@ def linear_cross_entropy(
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
+    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
-    "A linear layer's cross entropy in float32 (float64), by the method that `plan` takes."
+    """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
+
+    With a DTensor weight, Shard(0), classes lie over ranks and the loss is of all ranks' tokens.
+    `backbone_reduction`: None, input is the same on all ranks; else it has each rank's own tokens,
+    and gradients of what made it are averaged ("mean": FSDP2, DDP) or added ("sum") over ranks.
+    With a plain weight the loss is of this rank's tokens, as in a module that FSDP2 or DDP wraps
+    with its weight; call it in that wrapper's forward, which reduces gradients. Beside a plain
+    weight `backbone_reduction` changes nothing in a single process, and raises in several.
+    """
     given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
                  ignore_index=ignore_index, label_smoothing=label_smoothing,
                  logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
                  token_weight=token_weight, return_stats=return_stats)
     return planned_loss(input, linear_weight, target, given, shift, method, memory_budget,
-                        accumulate, filter_eps, monitored=method == "chunks")
+                        accumulate, filter_eps, monitored=method == "chunks",
+                        backbone_reduction=backbone_reduction)
 
 # %% ../nbs/07_losses.ipynb #0659738e
 class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
@@ -553,11 +569,13 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         *, shift:int=0,  # k: the target of a token lies k positions ahead
         method:str="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
+        backbone_reduction:Optional[str]=None,  # as in `linear_cross_entropy`
         **options,  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
-        self.how.update(shift=shift, method=method, filter_eps=filter_eps)
+        self.how.update(shift=shift, method=method, filter_eps=filter_eps,
+                        backbone_reduction=backbone_reduction)
 
     def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given):
         return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from fusedloss.baseline import baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy

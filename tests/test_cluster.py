@@ -1,16 +1,14 @@
 """The kernel of `cuda/turnaround.cu`: it compiles everywhere, and on a GPU does what `reference_fwd` and `reference_bwd` do."""
 import shutil
 import subprocess
-import sys
-import warnings
 
 import pytest
 import torch
 
 import fusedloss
 from fusedloss import kernels
-from fusedloss.kernels import (Cluster, RowOptions, cluster_shape, cuda_kernel, cuda_source, launch_cluster, reference_bwd,
-                               reference_fwd, row_cluster)
+from fusedloss.core.cuda import compiled_by_cupy, compiled_by_torch, cuda_source
+from fusedloss.kernels import Cluster, RowOptions, cluster_shape, launch_cluster, reference_bwd, reference_fwd, row_cluster
 from fusedloss.measure import saved_tensors
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
@@ -142,7 +140,7 @@ def test_two_compilers_give_the_same_bits(hopper):
     source, options = cuda_source("turnaround"), ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items()))
     z, y = torch.randn(9, 6000, device="cuda").bfloat16(), torch.randint(6000, (9,), device="cuda")
     seen = []
-    for compiled in (kernels._by_cupy, kernels._by_torch):
+    for compiled in (compiled_by_cupy, compiled_by_torch):
         run, losses = z.clone(), torch.empty(9, device="cuda")
         compiled(source, "turnaround", options)(18, 128, run, run, y, None, None, None, None, losses, 6000, 1, *[6000] * 4,
                                                 *RowOptions())
@@ -161,14 +159,3 @@ def test_it_launches_on_the_current_stream(hopper):
         got = kernels.launch_both(late, late, y, None, None, None, RowOptions(), False)
     side.synchronize()
     assert torch.equal(got, expected)
-
-
-def test_one_warning_without_a_compiler(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
-    cuda_kernel.cache_clear()
-    with pytest.warns(UserWarning, match="needs CuPy"):
-        assert cuda_kernel("turnaround", 0, CLUSTER=1) is None
-    with warnings.catch_warnings(action="error"):
-        assert cuda_kernel("turnaround", 0, CLUSTER=1) is None
-    cuda_kernel.cache_clear()

@@ -483,7 +483,8 @@ CHECKS = {name: partial(launcher_faults, case=case, device="cpu") for name, case
     "garbage": partial(garbage_faults, device="cpu"),
     "front door": front_door_faults, "in place": in_place_faults, "in place on kernels": kernel_in_place_faults}
 MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernels.py, what stands in its place, ...)
-    "padded lanes are classes": ("3 x 7", 'z = tl.where(inside, z, -float("inf"))', "z = z + 0.0"),
+    "padded lanes are classes": (
+        "3 x 7", 'z = tl.where(inside, z, -float("inf"))\n        old_base', "z = z + 0.0\n        old_base"),
     "-inf minus -inf": ("3 x 7", 'return tl.where(base == -float("inf"), 0.0, base)', "return base"),
     "sums are not rescaled": ("deep", "return top, s * power(base, safe, UNIT) + ", "return top, s + "),
     "lanes are not rescaled when they meet": (
@@ -520,20 +521,21 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
     "smoothing forgets the token's weight": ("classes inside", "smoothing / V * w_t", "smoothing / V + 0 * w_t"),
     "half the z-loss gradient": ("classes inside", "+ 2 * z_loss * w_t * lse", "+ z_loss * w_t * lse"),
     "z-loss is linear": ("classes inside", "z_loss * w_t * lse * lse", "z_loss * w_t * lse"),
-    "scores are smoothed where there are none": ("ignore_index is a class", "tl.where(inside, z * w, 0.0)", "z * w"),
+    "scores are smoothed where there are none": (
+        "ignore_index is a class", "tl.where(inside, z * w, 0.0), 1)\n        if STATS", "z * w, 1)\n        if STATS"),
     "the cap has the slope of a line": (
         "classes inside", "return softcap * tanh, logit_scale * 4 * e * r * r",
         "return softcap * tanh, logit_scale"),
     "the scale has no slope": ("logit_scale", "return raw * logit_scale, logit_scale", "return raw * logit_scale, 1.0"),
     "the series of tanh has a wrong sign": ("classes inside", "series = x * (1 - x2", "series = x * (1 + x2"),
-    "ties go to the higher index": ("3 x 7", "before & (z == z_y)", "~before & (z == z_y)"),
-    "ties lose": ("ties, one block", "(z > z_y) | (before & (z == z_y))", "z > z_y"),
+    "ties go to the higher index": ("3 x 7", "inside & ((z > z_y) | (before &", "inside & ((z > z_y) | (~before &"),
+    "ties lose": ("ties, one block", "inside & ((z > z_y) | (before & (z == z_y)))", "inside & (z > z_y)"),
     "the norm counts the padding": ("3 x 7", "tl.where(inside, z * z, 0.0)", "z * z"),
     "the moment is not shifted": ("3 x 7", "(moment + rise * s)", "moment"),
     "0 · -inf is in the entropy": (
         "3 x 7", "tl.where(below > -1e4, tl.exp(below) * below, 0.0)", "tl.exp(below) * below"),
     "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
-    "the loss forgets the sum": ("3 x 7", "(z_y * UNIT - base) / UNIT - log_s", "(z_y * UNIT - base) / UNIT"),
+    "the loss forgets the sum": ("3 x 7", "(z_y * UNIT - base) / UNIT - log_s, total", "(z_y * UNIT - base) / UNIT, total"),
     "the upstream gradient misses the pull": ("3 x 7", "pull *= g", "pull *= 1.0"),
     "the upstream gradient misses the target": ("3 x 7", "pull, hold * g, spread * g", "pull, hold, spread * g"),
     "the gradient of lse is lost": (
@@ -609,7 +611,8 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
     "0 / 0 of no weights": ("front door", "1 / torch.where(denominator == 0, 1.0, denominator)", "1 / denominator"),
     "0 / 0 of no weights, in a kernel": ("in place on kernels", "1 / tl.where(total == 0, 1.0, total)", "1 / total"),
     "fp16 divides too early": ("in place", "late = input.dtype == torch.float16", "late = False"),
-    "fp16 divides twice": ("in place", "None if late else denominator)", "denominator)"),
+    "fp16 divides twice": (
+        "in place", "None if late else denominator)\n    out.copy_", "denominator)\n    out.copy_"),
     "a kept gradient is scaled again": (
         "in place", "keep = torch._C._autograd._get_current_graph_task_keep_graph()", "keep = False"),
     "the version is not raised": ("in place on kernels", "torch.autograd.graph.increment_version(input)", "pass"),

@@ -196,6 +196,41 @@ def test_ranks_that_add_their_sums_see_the_whole_batch():
     torch.testing.assert_close((ada.mean, ada.std), (whole.mean, whole.std))
 
 
+CASTS = {"bfloat16": lambda m: m.bfloat16(), "half": lambda m: m.half(), "to": lambda m: m.to(bf16), "device and dtype": lambda m: m.to("cpu", f16),
+         "within a model": lambda m: torch.nn.ModuleDict(dict(margin=SubCenter(2, m))).bfloat16()["margin"].margin,
+         "type": lambda m: m.type(f16), "there and back": lambda m: m.half().double().bfloat16(), "float": lambda m: m.float()}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_statistics_keep_their_digits_whatever_the_dtype(cast):
+    "A hundredth of a difference is less than half a unit of bf16's last place"
+    ada = AdaFace(momentum=1.0)
+    ada.observe(torch.tensor([1.0, 2.001, 3.0]), torch.tensor([True] * 3))
+    before, ada.momentum = {k: t.clone() for k, t in ada.state_dict().items()}, 0.01
+    cast_, norm = CASTS[cast](ada), torch.tensor([1.0, 2.0, 3.3]).bfloat16()
+    assert cast_ is ada and ada.mean.dtype == ada.std.dtype == f32 and dict(ada.named_buffers()).keys() == {"mean", "std"}
+    torch.testing.assert_close(dict(ada.state_dict()), before, rtol=0, atol=0)
+    for _ in range(1000):
+        ada.observe(norm, torch.tensor([True] * 3))
+    torch.testing.assert_close((ada.mean, ada.std), (norm.float().mean(), norm.float().std()), rtol=1e-4, atol=0)
+
+
+def test_statistics_of_16_bits_are_loaded_into_more():
+    given = {"mean": torch.tensor(7.0, dtype=bf16), "std": torch.tensor(3.0, dtype=bf16)}
+    for assign in (False, True):
+        ada = AdaFace().half()
+        ada.load_state_dict(given, assign=assign)
+        assert (ada.mean.dtype, ada.std.dtype, ada.mean, ada.std) == (f32, f32, 7, 3)
+    assert AdaFace().double().mean.dtype == f64 and copy.deepcopy(AdaFace().bfloat16()).mean.dtype == f32
+    assert AdaFace().to("meta").bfloat16().mean.device.type == "meta"
+
+
+def test_a_row_that_overflowed_is_not_observed():
+    ada, norm = AdaFace(momentum=1.0), torch.tensor([18.0, 20.0, math.nan, math.inf])
+    ada.observe(norm, torch.tensor([True] * 4))
+    torch.testing.assert_close((ada.mean, ada.std), (norm[:2].mean(), norm[:2].std()))
+
+
 def test_one_row_trains_with_adaface():
     ada, (x, w, y) = AdaFace(), sample_data(1, 6, 9)
     for _ in range(2):

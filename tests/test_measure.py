@@ -102,6 +102,37 @@ def test_comparison_finds_three_times_the_work():
     assert any(2 < once().ratio.median < 4 for _ in range(5))
 
 
+def test_order_is_drawn_anew_in_every_round(monkeypatch):
+    order, names = [], ["floor", "a", "b", "c"]
+    monkeypatch.setattr(m, "time_call", lambda fn, *args: m.Timing(*[float(fn())] * 3))
+    runs = {name: lambda name=name: order.append(name) or len(order) for name in names}
+    times = m.time_in_turn(runs, "cpu", 30)
+    rounds = [tuple(order[i:i + 4]) for i in range(0, len(order), 4)]
+    assert all(sorted(r) == sorted(names) for r in rounds) and len(set(rounds)) > 12, "every round times all of them, in many orders"
+    assert {r[0] for r in rounds} == {r[-1] for r in rounds} == set(names), "each is first once, and last"
+    assert {(a, b) for r in rounds for a, b in zip(r, r[1:])} == {(a, b) for a in names for b in names if a != b}, "each follows each"
+    assert times == {name: [i + 1.0 for i, found in enumerate(order) if found == name] for name in names}, "timings stay in their round"
+    assert m.time_in_turn(runs, "cpu", 30).keys() == times.keys() and [*zip(*[iter(order[120:])] * 4)] == rounds, "a fixed seed"
+
+
+def test_comparison_pairs_the_timings_of_a_round(monkeypatch):
+    order = []
+    monkeypatch.setattr(m, "time_call", lambda fn, *args: order.append(fn) or m.Timing(*[fn * len(order)] * 3))
+    compared = compare(1.0, 3.0, rounds=12)
+    firsts = order[::2]
+    assert {1.0, 3.0} == set(firsts) and 0 < firsts.count(1.0) < 12, "neither comes first in every round"
+    ratios = [3 * (2 * i + 1 + (f == 1.0)) / (2 * i + 1 + (f != 1.0)) for i, f in enumerate(firsts)]
+    assert compared.ratio == pytest.approx(quantiles(ratios))
+
+
+def test_a_gradient_in_the_place_of_an_input_is_no_negative_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(m, "time_call", lambda *args: m.Timing(1.0, 1.0, 1.0))
+    buffer = torch.ones(1000)
+    figures = m.measure_against_floor(tmp_path / "r.json", "a", buffer.exp_, buffer.exp, {}, torch.float32, buffer.nbytes, "cpu")["figures"]
+    assert (figures["peak"], figures["extra"]) == (0, 0) and "0 B beyond" in capsys.readouterr().out
+    assert m.results_table([dict(RECORD, figures=dict(RECORD["figures"], extra=-7))]).rows[0][-1] == "0 B"
+
+
 def test_timing_passes_an_exception_on():
     with pytest.raises(ZeroDivisionError):
         time_call(lambda: 1 / 0, seconds=0.01)
@@ -342,7 +373,8 @@ def test_results_of_a_folder_come_in_order_of_files(tmp_path):
 def test_loss_is_measured_against_its_floor(tmp_path, monkeypatch, capsys):
     asked, run, floor = [], lambda: None, lambda: 0
     found = m.Comparison(a=m.Timing(2.0, 1.9, 2.1), b=m.Timing(6.0, 5.9, 6.1), ratio=m.Timing(3.5, 3.0, 4.0))
-    monkeypatch.setattr(m, "compare", lambda *args: asked.append(args) or found)
+    monkeypatch.setattr(m, "time_in_turn", lambda runs, *args: asked.append((*runs.values(), *args)) or dict.fromkeys(runs, []))
+    monkeypatch.setattr(m, "comparison", lambda a, b: found)
     monkeypatch.setattr(m, "peak_memory", lambda *args: asked.append(args) or 5 * 2**20)
     monkeypatch.setattr(m, "machine_name", lambda device: f"a {device}")
     against = lambda name, *options: m.measure_against_floor(tmp_path / "r.json", name, run, floor, dict(N=2, V=3), torch.bfloat16, *options)

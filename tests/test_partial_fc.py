@@ -26,6 +26,7 @@ from test_margins import FORMULAS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 COUNT = 300  # classes of most heads here
 
 
@@ -615,6 +616,31 @@ def test_inputs_that_cannot_be_taken(x, y, match):
     assert head.sampler.step == 0 and getattr(head.weight, "grad_rows", None) is None
 
 
+class Failing(ArcFace):
+    "Fails when the cosines are there"
+    def target_score(self, cos, norm):
+        raise RuntimeError("no score")
+
+
+def test_a_forward_that_fails_has_drawn_nothing_and_seen_nothing():
+    x, w, y = sample(dtype=f32)
+    for margin, labels, error in ((AdaFace(), y + 7 * COUNT, IndexError), (AdaFace(reduce=lambda sums: 1 / 0), y, ZeroDivisionError), (Failing(), y, RuntimeError)):
+        head = PartialFC(COUNT, 6, margin=margin, sample_rate=0.3)
+        with pytest.raises(error):
+            head(x, labels)
+        assert head.sampler.step == 0 and (type(margin) is Failing or (margin.mean, margin.std) == (20, 100))
+
+
+def test_a_row_that_overflowed_does_not_count_in_the_statistics():
+    x, w, y = sample(dtype=f32)
+    heads = [PartialFC(COUNT, 6, margin=AdaFace(momentum=0.5)) for _ in range(2)]
+    y[2] = y[4] = 5
+    bad = x.clone()
+    bad[2, 0], bad[4, 0] = math.inf, math.nan
+    heads[0](bad, y), heads[1](x, y.index_fill(0, torch.tensor([2, 4]), -1))
+    assert heads[0].margin.state_dict() == heads[1].margin.state_dict() and heads[0].margin.mean != 20
+
+
 def test_a_method_that_cannot_says_which_can(device):
     head = PartialFC(10, 4, method="recompute", margin=fl.margins.Circle(), device=device)
     with pytest.raises(ValueError, match="'tiles'"):
@@ -656,7 +682,7 @@ def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
     x.requires_grad_()
     results = []
     for looked_at in (True, False):
-        monkeypatch.setattr(partial_fc, "_observed", lambda: looked_at)
+        monkeypatch.setattr(partial_fc, "observed", lambda: looked_at)
         head = make_head(w, sample_rate=0.3)
         loss = head(x, y)
         dx, dw = torch.autograd.grad(loss, [x, head.weight])
@@ -680,7 +706,6 @@ def test_a_mode_that_looks_sees_operators():
 
 # --- the optimizer ---
 
-SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 SETTINGS = [(SGD, dict(lr=0.1, momentum=m, dampening=d, weight_decay=wd, nesterov=nest, maximize=up))
             for m, d, wd, nest, up in itertools.product((0.0, 0.9), (0.0, 0.5), (0.0, 0.1), (False, True), (False, True))
             if not nest or m and not d]
@@ -888,6 +913,110 @@ def test_optimizers_that_cannot_be(kind, options, match):
         RowSparse(kind, [torch.nn.Parameter(torch.zeros(2, 2))], **options)
 
 
+STRIDED = {  # a weight [6,4,2,2] or [6,4] of other strides than its own copy's
+    "transposed": lambda d: torch.empty(4, 6, device=d).T, "every other column": lambda d: torch.empty(6, 8, device=d)[:, ::2],
+    "every other row": lambda d: torch.empty(12, 4, device=d)[::2], "channels last": lambda d: torch.empty(6, 4, 2, 2, device=d).to(memory_format=torch.channels_last),
+    "permuted": lambda d: torch.empty(2, 4, 6, 2, device=d).permute(2, 1, 3, 0), "a slice of four": lambda d: torch.empty(6, 4, 2, 5, device=d)[..., 1:3],
+}
+
+
+def strided_steps(name, kind, mode, device, dtype, rows):
+    "A strided parameter after some steps, a contiguous copy of it after the same, and the bits that nobody may write"
+    g, ends = torch.Generator().manual_seed(0), []
+    like = STRIDED[name](device)
+    whole = torch.full((like.untyped_storage().nbytes() // 4,), 7.0, device=device).to(dtype)
+    own = whole.as_strided(like.shape, like.stride(), like.storage_offset())
+    own.copy_(torch.randn(like.shape, generator=g))
+    mine, plain = torch.nn.Parameter(own), torch.nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    options = dict(lr=0.1, weight_decay=0.1) | (dict(momentum=0.9, dampening=0.5) if kind is SGD else {})
+    given = [(torch.randperm(6, generator=g)[:3], torch.randn(3, *like.shape[1:], generator=g).to(dtype)) for _ in range(3)]
+    for p in (mine, plain):
+        optimizer = RowSparse(kind, [p], mode=mode, **options)
+        for at, values in given:
+            p.grad = torch.sparse_coo_tensor(at[None], values, p.shape, check_invariants=False).to(device)
+            p.grad = p.grad if rows else p.grad.to_dense().mT.contiguous().mT
+            optimizer.step()
+        ends.append(p.detach().clone(memory_format=torch.contiguous_format))
+    own.fill_(7.0)
+    return *ends, whole
+
+
+@pytest.mark.parametrize("rows,mode", [(True, "lazy"), (True, "dense"), (False, "lazy")])
+@pytest.mark.parametrize("kind", [SGD, ADAMW])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides_do_not_count(name, kind, rows, mode, device):
+    for dtype in (f32, bf16):
+        mine, plain, whole = strided_steps(name, kind, mode, device, dtype, rows)
+        # numbers up to 4, rounded by the kernel and by PyTorch: 2⁻²² in fp32, a step of 2⁻⁶ in bf16
+        torch.testing.assert_close(mine, plain, rtol=0, atol=2**-6 if dtype == bf16 else 1e-6)
+        assert (whole == 7).all()
+
+
+@pytest.mark.parametrize("kind,mode", [(SGD, "lazy"), (ADAMW, "dense")])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides_do_not_count_in_kernels(name, kind, mode, kernels_for_all):
+    test_strides_do_not_count(name, kind, True, mode, kernels_for_all)
+
+
+def test_the_update_kernel_follows_strides(place):
+    p = torch.arange(6.0, device=place).view(2, 3).T  # rows 0 3, 1 4, 2 5
+    u = Update(False, 1.0, 0.0, 0.9, 0.0, 0.0, False, 1.0)
+    m, g = torch.zeros(3, 4, device=place)[:, ::2], torch.ones(4, 3, device=place).T[:, 2:]
+    launch_update(p, m, None, None, g, None, None, u, None)
+    assert p.tolist() == [[-1, 2], [0, 3], [1, 4]] and (m == 0.1 * 0 + 1).all()
+
+
+def test_memory_that_elements_share_is_refused_before_anything_moves():
+    moved = torch.nn.Parameter(torch.ones(3, 2))
+    for shared in (torch.zeros(1, 3).expand(4, 3), torch.zeros(6).as_strided((4, 3), (1, 1)), torch.zeros(4, 1).expand(4, 3)):
+        p = torch.nn.Parameter(shared)
+        p.grad, moved.grad = torch.ones(4, 3), torch.ones(3, 2)
+        with pytest.raises(ValueError, match="params: expected elements that share no memory"):
+            RowSparse(SGD, [moved, p], lr=0.1).step()
+        assert (moved == 1).all() and (p == 0).all()
+    assert not partial_fc.may_overlap(torch.zeros(3, 0)) and not partial_fc.may_overlap(torch.zeros(())) and not partial_fc.may_overlap(torch.zeros(1, 3).T)
+
+
+def test_a_step_that_fails_has_moved_nothing():
+    ps = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    optimizer = RowSparse(ADAMW, ps, lr=0.1)
+    def step():
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    step()
+    before = [p.detach().clone() for p in ps], {n: t.clone() for n, t in optimizer.state[ps[0]].items()}
+    for name, bad in (("exp_avg", torch.zeros(4, 2)), ("row_steps", torch.zeros(4, dtype=torch.int32))):
+        good, optimizer.state[ps[1]][name] = optimizer.state[ps[1]][name], bad
+        with pytest.raises(ValueError, match=f"state: expected {name} of .*give extend and remove the optimizer"):
+            step()
+        optimizer.state[ps[1]][name] = good
+        torch.testing.assert_close(([p.detach() for p in ps], optimizer.state[ps[0]]), before)
+    for shape, dims in ((ps[1].shape, 2), ((3,), 1)):  # single elements of a weight, or of a vector
+        ps[1] = torch.nn.Parameter(torch.ones(shape))
+        ps[1].grad = torch.sparse_coo_tensor(torch.zeros(dims, 1, dtype=torch.int64), torch.ones(1), shape, check_invariants=False)
+        with pytest.raises(ValueError, match="grad: expected a dense one, or the rows of a weight"):
+            RowSparse(SGD, ps, lr=0.1).step()
+        torch.testing.assert_close(ps[0].detach(), before[0][0])
+
+
+def test_a_state_that_cannot_be_loaded_changes_nothing():
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = RowSparse(SGD, [p], lr=0.1, momentum=0.9)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    held, state = optimizer.state[p], optimizer.state_dict()
+    class Broken(torch.Tensor):
+        def detach(self):
+            raise torch.OutOfMemoryError("no room")
+    two = RowSparse(SGD, [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)], lr=0.5).state_dict()
+    broken = dict(state, state={0: dict(state["state"][0], momentum_buffer=torch.zeros(3, 2).as_subclass(Broken))}, param_groups=[dict(state["param_groups"][0], lr=9.0)])
+    for bad, error in ((two, ValueError), (broken, torch.OutOfMemoryError)):
+        with pytest.raises(error):
+            optimizer.load_state_dict(bad)
+        assert optimizer.state[p] is held and optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_bf16_weights_arrive_where_fp32_weights_do(device):
     "A step of 2⁻¹¹ of a weight is lost by rounding to nearest, not by chance"
     start = torch.ones(64, 64, device=device)
@@ -968,8 +1097,91 @@ def test_an_optimizer_left_behind_says_so():
     for bad in ([-1], [COUNT + 3], list(range(COUNT + 3))):
         with pytest.raises(ValueError, match="classes: expected"):
             head.remove(bad)
+    for bad in ([0.5], [True, False]):  # neither a share nor a mask
+        with pytest.raises(ValueError, match="classes: expected integers"):
+            head.remove(bad)
     with pytest.raises(ValueError, match="n: expected"):
         head.extend(0)
+
+
+def trained_head(kind=SGD, **options):
+    "A head, two optimizers that hold its weight, and what all three hold"
+    x, w, y = sample()
+    head = make_head(w, sample_rate=0.3)
+    optimizers = [RowSparse(kind, head.parameters(), lr=0.1, **options) for _ in range(2)]
+    head(x, y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return head, optimizers, held_by(head, optimizers)
+
+
+def held_by(head, optimizers):
+    "All that extend and remove may change, copied; and PyTorch's generator"
+    state = [{n: t.clone() for n, t in o.state[head.weight].items()} for o in optimizers]
+    return dict(weight=head.weight.detach().clone(), grad=head.weight.grad.to_dense(), count=torch.tensor(head.num_classes),
+                sampler=head.sampler.state_dict(), state=state, generator=torch.get_rng_state())
+
+
+class OutOfMemory(torch.optim.SGD):
+    "Keeps state of a weight whose copies nobody can afford"
+    def __init__(self, p, fails):
+        super().__init__([p], lr=0.1)
+        class Large(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function, types, args=(), kwargs=None):
+                if getattr(function, "__name__", "") in fails:
+                    raise torch.OutOfMemoryError("no room")
+                return super().__torch_function__(function, types, args, kwargs or {})
+        self.state[p]["exp_avg"] = torch.zeros_like(p.data).as_subclass(Large)
+
+
+WRONG = {  # what is given beside one optimizer that is right, and what is raised
+    "another's optimizer": (lambda head, other: SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), ValueError, "ones that hold the head's weight, got SGD"),
+    "no optimizer": (lambda head, other: "sgd", ValueError, "optimizers: expected"),
+    "state of other rows": (lambda head, other: other.state[head.weight].update(momentum_buffer=torch.zeros(7, 6, dtype=f64)) or other,
+                            ValueError, "optimizers: expected state of 300 rows"),
+    "counts of other rows": (lambda head, other: other.state[head.weight].update(row_steps=torch.zeros(7, dtype=torch.int32)) or other,
+                             ValueError, "got row_steps of \\[7\\]"),
+    "no memory": (lambda head, other: OutOfMemory(head.weight, ("cat", "new_zeros", "__getitem__")), torch.OutOfMemoryError, "no room"),
+}
+
+
+@pytest.mark.parametrize("change", ["extend", "remove"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_change_that_fails_has_changed_nothing(wrong, change):
+    head, (optimizer, other), _ = trained_head(momentum=0.9, dampening=0.5)
+    make, error, match = WRONG[wrong]
+    bad = make(head, other)
+    before = held_by(head, [optimizer])
+    with pytest.raises(error, match=match):
+        getattr(head, change)(1000 if change == "extend" else [3, 5], optimizer, bad)
+    torch.testing.assert_close(held_by(head, [optimizer]), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change,argument", [("extend", 2**70), ("extend", 2**45), ("extend", 1.0), ("extend", True), ("extend", -1), ("remove", [300]),
+                                             ("remove", [-1]), ("remove", [0.0]), ("remove", "a"), ("remove", list(range(300)))])
+def test_a_number_of_classes_that_cannot_be_changes_nothing(change, argument):
+    head, optimizers, before = trained_head(ADAMW)
+    with pytest.raises((ValueError, TypeError, RuntimeError, OverflowError)):
+        getattr(head, change)(argument, *optimizers)
+    torch.testing.assert_close(held_by(head, optimizers), before, rtol=0, atol=0)
+
+
+def test_vectors_that_cannot_be_drawn_change_nothing(monkeypatch):
+    head, optimizers, before = trained_head(ADAMW)
+    def fail(*args, **options):
+        raise RuntimeError("no normal numbers here")
+    monkeypatch.setattr(torch.nn.init, "normal_", fail)
+    with pytest.raises(RuntimeError, match="no normal numbers"):
+        head.extend(3, *optimizers)
+    torch.testing.assert_close(held_by(head, optimizers), before, rtol=0, atol=0)
+
+
+def test_an_optimizer_without_state_has_none_after_a_change():
+    head = PartialFC(10, 4, sample_rate=0.5)
+    optimizer = RowSparse(SGD, head.parameters(), lr=0.1, momentum=0.9)
+    head.extend(3, optimizer, optimizer), head.remove([0], optimizer)
+    assert not optimizer.state_dict()["state"] and len(head.weight) == head.num_classes == 12
 
 
 def test_a_checkpoint_of_another_class_count():
@@ -1323,11 +1535,11 @@ MUTANTS = {
     "a dead column names row 0": ("rows.amax().clamp(min=0), rows)", "0, rows)"),
     "sub-centres are one": ("each = rows[:, None] * k + torch.arange(k, device=rows.device)", "each = rows[:, None] * k + 0 * torch.arange(k)"),
     "momentum is plain": ("g = g + u.a * m if u.nesterov else m", "g = m"),
-    "dampening from the start": ("t[:, None] == 1, g, u.a * m + (1 - u.b) * g)", "t[:, None] == 0, g, u.a * m + (1 - u.b) * g)"),
+    "dampening from the start": ("t == 1, g, u.a * m + (1 - u.b) * g)", "t == 0, g, u.a * m + (1 - u.b) * g)"),
     "decay reaches no weight": ("g = g + u.decay * old", "pass"),
     "AdamW forgets to correct": ("(1 - x**power_)", "(1 + 0 * x**power_)"),
     "AdamW decays the gradient": ("new = old - u.lr * u.decay * old", "new = old"),
-    "rows' steps are the run's": ("t = None if times is None else take_(times) + 1", "t = None if times is None else times.amax().expand(len(old)) + 1"),
+    "rows' steps are the run's": ("(take_(times) + 1)", "(times.amax().expand(len(old)) + 1)"),
     "dead rows are stepped": ("if rows is not None: rows, g = rows[rows >= 0], g[rows >= 0]", "pass"),
     "dense is lazy": ("if rows is not None and dense:", "if False:"),
     "any gradient is taken for a known one": ("known.index.data_ptr() == g._indices().data_ptr()", "True"),
@@ -1464,7 +1676,7 @@ UPDATE_BUGS = {
     "counts are those before": ("t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32)", "t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32) - 1"),
     "AdamW forgets to correct": ("p -= lr / rise[:, None] * m", "p -= lr * m"),
     "AdamW forgets to decay": ("p -= lr * decay * p", "p -= 0 * p"),
-    "noise is the same everywhere": ("add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), here ^ seed)", "add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), here * 0 + seed)"),
+    "noise is the same everywhere": ("add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number ^ seed)", "add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number * 0 + seed)"),
     "rounding is down": ("(bits + (noise & 0xFFFF))", "(bits + 0 * noise)"),
 }
 
