@@ -162,7 +162,7 @@ def test_runs_of_any_length(device, monkeypatch):
     for run in few((1, 2, 3, 10), 2, 10):
         monkeypatch.setattr(recompute, "run_length", lambda n, tiles: run)
         for a, e in zip(recompute.launch_lse(*args), whole):
-            assert torch.allclose(a, e, rtol=2e-6, atol=2e-6)
+            assert torch.allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
 TILING = recompute.Tiling(True, 128, 256, 64)
@@ -284,7 +284,7 @@ def test_backward_twice_and_with_other_upstream_gradients(way):
     for c in (1, -3, 0, 65536):
         again = torch.autograd.grad(c * losses.sum(), [x, w, b], retain_graph=True)
         for a, e in zip(again, first):
-            assert relative_error(a, c * e) < 1e-6
+            assert relative_error(a, c * e) < TOLERANCE[f32]
 
 
 @pytest.mark.parametrize("shape", ["expanded", "strided"])
@@ -302,7 +302,7 @@ def test_hooks_accumulation_and_tied_weights(way):
     w.register_hook(lambda g: seen.append(g))
     for half in (slice(0, 4), slice(4, 7)):
         loss_of(x[half], w, y[half], reduction="sum").backward()
-    assert len(seen) == 2 and relative_error(w.grad, whole) < 1e-6
+    assert len(seen) == 2 and relative_error(w.grad, whole) < TOLERANCE[f32]
     tied = loss_of(w[:7] * 1, w, y)  # an embedding that is also the head
     a, b = w.detach().double().requires_grad_(), w.detach().clone().requires_grad_()
     loss_of(b[:7] * 1, b, y).backward()
@@ -400,7 +400,7 @@ def test_matrices_of_any_strides(name, way):
         plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
         got = torch.autograd.grad(loss_of(a, c, y), [a, c])
         for g, e in zip(got, torch.autograd.grad(loss_of(*plain, y), plain)):
-            assert relative_error(g, e) < 1e-6
+            assert relative_error(g, e) < TOLERANCE[f32]
 
 
 @pytest.mark.parametrize("name", few(LABELS, "unaligned", "strided int32"))
@@ -529,7 +529,7 @@ def test_a_label_out_of_range(label, way, monkeypatch):
     losses = loss_of(x, w, y, reduction="none")
     assert losses.isnan().tolist() == [False, False, False, True, False]
     dx, = torch.autograd.grad(losses.sum(), x)
-    assert not dx[3].any() and relative_error(dx, clean) < 1e-6
+    assert not dx[3].any() and relative_error(dx, clean) < TOLERANCE[f32]
 
 
 @pytest.mark.parametrize("name, change", [*{
