@@ -10,12 +10,13 @@ import functools
 from typing import NamedTuple, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.chunks import scaled, scaled_bias
+from fusedloss.core.weights import weight_and_bias
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
@@ -863,7 +864,7 @@ def check_linear_ctc(
 # %% ../nbs/14_linear_ctc.ipynb #5e865bfd
 def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
-    linear_weight:Tensor,  # [V,H]
+    linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
     targets:Tensor,  # [N,L], or [sum of target_lengths] one after another
     input_lengths,  # [N] frames: a tensor on either device, a tuple or a list
     target_lengths,  # [N] labels
@@ -874,6 +875,8 @@ def linear_ctc_loss(
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; a tenth of fp32 logits
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of a linear layer, whose logits are never stored."
+    linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
+    check_linear(input, linear_weight)
     expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
     x, targets = batched(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)

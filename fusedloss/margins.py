@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number, reduce_loss)
 from fusedloss.core.operators import operator, products
+from fusedloss.core.weights import weight_alone
 from fusedloss.tiles import (
     add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
     wide_product)
@@ -503,7 +504,7 @@ def by_kernels(x, w, y, margin, eps, method) -> Optional[tuple[Tensor, Tensor]]:
 # %% ../nbs/08_margins.ipynb #7c59a18e
 def margin_cross_entropy(
     input:Tensor,  # [..., H], features of any length
-    linear_weight:Tensor,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
+    linear_weight:Tensor|nn.Module,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, margin:Margin,  # CosFace(), ArcFace(), ...
     reduction:str="mean",  # "none", "mean" over valid rows, or "sum"
@@ -514,6 +515,7 @@ def margin_cross_entropy(
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
     "Cross entropy of a cosine head with a margin; raises as `check_head` says."
+    linear_weight = weight_alone(linear_weight)
     n_classes = check_head(input, linear_weight, target, margin, reduction, ignore_index, eps,
                            method, token_tile, class_tile)
     y = target.long()

@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_measure.ipynb #b3e9a5bd
 from __future__ import annotations
-import functools, html, io, json, math, os, platform, random, re, statistics, subprocess, weakref
+import functools, html, io, json, math, platform, random, re, statistics, weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
+from fusedloss.core.sources import commit
+
 # %% auto #0
 __all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'Cost', 'product_cost',
            'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table',
@@ -26,9 +28,9 @@ __all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 
            'Comparison', 'progress', 'time_in_turn', 'comparison', 'compare', 'MemoryEvent', 'MemoryTrace',
            'trace_memory', 'peak_memory', 'Launches', 'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives',
            'memory_timeline', 'machine_name', 'versions', 'machine_line', 'measure_bandwidth', 'measure_rate',
-           'measure_machine', 'relative_error', 'commit', 'record', 'load_results', 'measure_in_turn',
-           'measure_against_floor', 'caption', 'linear_losses', 'logits_losses', 'results_table', 'trade_off',
-           'roofline', 'Check', 'prediction_table', 'predicted_against_measured']
+           'measure_machine', 'relative_error', 'record', 'load_results', 'measure_in_turn', 'measure_against_floor',
+           'caption', 'linear_losses', 'logits_losses', 'results_table', 'trade_off', 'roofline', 'Check',
+           'prediction_table', 'predicted_against_measured']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -538,19 +540,6 @@ def relative_error(
     distance, size = (out.detach().to(ref) - ref).norm().item(), ref.norm().item()
     return distance / size if size else distance
 
-# %% ../nbs/00_measure.ipynb #754b4bd8
-def commit(
-    folder:str|Path=".",  # inside the repository
-) -> str:
-    "Short hash of the commit, `+` where files differ; FUSEDLOSS_COMMIT without a repository."
-    git = lambda *args: subprocess.run(
-        ["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        return (git("rev-parse", "--short", "HEAD")
-                + ("+" if git("status", "--porcelain", "--untracked-files=no") else ""))
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FUSEDLOSS_COMMIT", "unknown")
-
 # %% ../nbs/00_measure.ipynb #17f6f40d
 def record(
     path:str|Path,  # the JSON file, a list of records
@@ -559,12 +548,12 @@ def record(
     device:str|torch.device="cpu",
     **figures:float,  # in seconds, bytes, or ratios: the key says which
 ) -> dict:
-    "Append one measurement to `path`, in place of the same one made earlier."
+    "Append one measurement to `path`, in place of the same one made earlier; only from committed sources."
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     entry = dict(name=name, shape=dict(shape), dtype=dtype_name(dtype),
-                 machine=machine_name(device), versions=versions(), commit=commit(path.parent),
+                 machine=machine_name(device), versions=versions(), **commit(path.parent)._asdict(),
                  date=datetime.now(timezone.utc).date().isoformat(), figures=figures)
+    path.parent.mkdir(parents=True, exist_ok=True)
     key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
     kept = [r for r in _read(path) if key(r) != key(entry)]
     text = json.dumps([*kept, entry], indent=1, ensure_ascii=False)

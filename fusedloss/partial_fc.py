@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import (
-    acc_dtype, check_labels, check_target, expect, FLOATS, is_number)
+    acc_dtype, autocasts, check_labels, check_target, expect, FLOATS, is_number)
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
@@ -856,8 +856,7 @@ def tile_columns(x:Tensor, o:Scoring) -> int:
 def without_autocast(t:Tensor):
     "A context in which products stay in their own dtype."
     device = t.device.type
-    on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 # %% ../nbs/09_partial_fc.ipynb #2f2833e5
 def columns_fwd(

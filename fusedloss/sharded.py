@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import acc_dtype, check_labels, check_linear, check_target, expect
 from fusedloss.core.operators import check_reverse, first_order
+from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
     score_and_slope, share_of, total_weight, unit as score_unit)
@@ -39,8 +40,8 @@ from fusedloss.partial_fc import (
     picks_kernel, plain_labels, RowIndex, rows_gradient, RowSparse, scoring_of, update_of,
     with_centers)
 from fusedloss.recompute import (
-    chunk_scores, is_busy, launch_dz, launch_sums, multiprocessors, plain_chunks, slab_tiles,
-    take_unit, takes_kernel, tiling_of, wide, write_product)
+    beside_dz, chunk_scores, is_busy, launch_dz, launch_sums, multiprocessors, plain_chunks,
+    slab_tiles, take_unit, takes_kernel, tiling_of, wide, write_product)
 from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, wide_product
 
 # %% ../nbs/10_sharded.ipynb #6079070b
@@ -255,19 +256,22 @@ def kernel_gradients(
     (n, h), v, (need_x, need_w, need_b), home = x.shape, len(w), needs, None
     t, part = tiling_of(x, w, is_busy(o, entropy)), lambda t, j: None if t is None else t[j]
     tiles = -(-n // t.BN), -(-v // t.BV)
-    slab = t.BV * slab_tiles(n, h, budget, *tiles, t.BV, multiprocessors(x.device))
+    slab = t.BV * slab_tiles(n, h, budget, *tiles, t.BV, multiprocessors(x.device),
+                             beside=beside_dz(h, tiles[0], x.dtype, needs))
     dw, total = w.new_empty(w.shape if need_w else 0), None
-    db = terms.new_empty((tiles[0], v)) if need_b else None
+    parts = terms.new_empty((tiles[0], min(slab, v))) if need_b else None
+    db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
     for j in tile_slices(v, slab):
         dz = buffer[:, :j.stop - j.start]
-        launch_dz(x, w[j], dz, y, part(bias, j), part(weight, j), terms,
-                  None if db is None else db[:, j], j.start, o, entropy, t)
+        db_parts = None if parts is None else parts[:, :dz.shape[1]]
+        launch_dz(x, w[j], dz, y, part(bias, j), part(weight, j), terms, db_parts, j.start, o,
+                  entropy, t)
+        if need_b: torch.sum(db_parts, 0, out=db[j])
         if need_x and total is None: total = wide_product(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
         if need_x and j.stop == v: home = send(total if unit is None else total.mul_(unit))
         if need_w: write_product(dw[j], dz.T, x, unit)
-    db = terms.new_empty(0) if db is None else db.sum(0)
     return home, dw, db if unit is None else db.mul_(unit)
 
 # %% ../nbs/10_sharded.ipynb #d817a463
@@ -709,7 +713,7 @@ def spread_loss(
 # %% ../nbs/10_sharded.ipynb #eda0ccfd
 def sharded_linear_cross_entropy(
     input:Tensor,  # [..., H], the same on all ranks; or a DTensor, its tokens over the ranks
-    linear_weight:Tensor,  # [V,H], a DTensor, Shard(0); or this rank's rows, beside `mesh`
+    linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
     target:Tensor,  # [...] as the input, integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
@@ -731,6 +735,7 @@ def sharded_linear_cross_entropy(
 
     `backbone_reduction` as in `linear_cross_entropy`.
     """
+    linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
                  ignore_index=ignore_index, label_smoothing=label_smoothing,
                  logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,

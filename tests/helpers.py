@@ -242,3 +242,13 @@ def misfits(got: Iterable, exact: Iterable, leaves: tuple, limit: Callable[[torc
         elif a is not None:
             faults += off(name, a, e, limit(dtype, like is None), floors[name])
     return faults
+
+
+def broken(call, leaves):
+    "Whether a broken promise raises on the CPU, and makes loss and gradients NaN on a GPU"
+    try:
+        loss = call()
+    except ValueError as e:
+        return leaves[0].device.type == "cpu" and "max_valid: expected at least" in str(e)
+    grads = torch.autograd.grad(loss.sum(), [t for t in leaves if t.requires_grad])
+    return leaves[0].is_cuda and loss.isnan().any().item() and all(g.isnan().any() for g in grads)

@@ -1,9 +1,10 @@
 """The workbook's checker finds each kind of fault, and nothing in a notebook without one."""
+import hashlib
 import json
 
 import pytest
 from check_workbook import SECTIONS, problems
-from workbook import METADATA_KEY, PROLOGUE, add_prologue, code_hash, read_notebook
+from workbook import METADATA_KEY, PROLOGUE, add_prologue, code_hash, left_out, read_notebook, reason
 
 PATH = "/" + "tmp/x.py"  # in two parts, because this file is checked too
 
@@ -12,7 +13,7 @@ def cell(source: str, *outputs: dict) -> dict:
     "A code cell, or a Markdown cell where the source starts with a mark of Markdown"
     if source[:2] in ("# ", "##", "> ", "**"):
         return {"cell_type": "markdown", "metadata": {}, "source": source}
-    return {"cell_type": "code", "metadata": {}, "source": source, "outputs": list(outputs), "execution_count": None}
+    return {"cell_type": "code", "id": hashlib.sha256(source.encode()).hexdigest()[:8], "metadata": {}, "source": source, "outputs": list(outputs), "execution_count": None}
 
 
 def printed(text: str) -> dict:
@@ -40,6 +41,8 @@ def report(tmp_path):
         answers = [cell(f"## Exercise {n}\n\nFour.") for n in range(1, solutions + 1)]
         for path, nb in (("02_tiles.ipynb", stage), ("solutions/02_tiles.ipynb", {"cells": [cell(PROLOGUE), *answers], "metadata": {}})):
             (folder / path).write_text(json.dumps(nb), encoding="utf-8")
+        listed = {"02_tiles.ipynb": dict.fromkeys(left_out(stage), "measures")} if left_out(stage) else {}
+        (folder / "left_out.json").write_text(json.dumps(listed), encoding="utf-8")
         return "\n".join(problems(tmp_path))
     return write
 
@@ -64,7 +67,7 @@ FAULTS = {
     "no code section": (replaced(10), "no code section"),
     "long cell": (replaced(3, cell(LONG)), "cell 3: 46 lines; no cell but a kernel"),
     "median": (good_stage() + [cell("\n".join(["assert True"] * 7))] * 20, "the median code cell has 7 lines"),
-    "many long": (good_stage() + [cell("\n".join(["assert True"] * 25))] * 3, "3 of 16 code cells have 25 lines or more: cells"),
+    "many long": (good_stage() + [cell("\n".join(["assert True"] * 25))] * 3, "3 of 15 code cells have 25 lines or more: cells"),
     "few checks": (good_stage() + [cell("x = 1")] * 40, "code cells hold a check that can fail; 25% is the least"),
     "exercises": (good_stage()[:-1], "2 headings `### Exercise N`, not 3"),
     "no output": (replaced(24, cell("#| cuda\nprint('fast')")), "cell 24: a `#| cuda` cell without saved output"),
@@ -118,6 +121,22 @@ def test_a_page_begins_with_the_prologue(report, tmp_path):
     path = tmp_path / "nbs" / "02_tiles.ipynb"
     assert add_prologue(path) and not add_prologue(path)
     assert list(problems(tmp_path)) == []
+
+
+@pytest.mark.parametrize("listed", ["{}", '{"02_tiles.ipynb": {"0a1b2c3d": "measures"}}'])
+def test_cells_left_out_are_listed(report, tmp_path, listed):
+    report(good_stage())
+    (tmp_path / "nbs" / "left_out.json").write_text(listed)
+    found, = problems(tmp_path)
+    assert found.startswith("nbs/left_out.json: 02_tiles.ipynb: cells ") and ("0a1b2c3d" in found) == ("0a1b2c3d" in listed)
+
+
+@pytest.mark.parametrize("source, expected", [
+    ("x = time_call(f)", "measures time, memory, launches or errors on a GPU"), ("x.cuda()", "names the GPU or makes its tensors there"),
+    ("import a", "imports what the measurements on a GPU alone need"), ("def f(): pass", "defines what the measurements on a GPU alone use"),
+    ("assert x", "checks what was measured on a GPU"), ("print(x)", "prepares or shows what is measured on a GPU")])
+def test_a_reason_is_read_from_the_source(source, expected):
+    assert reason(f"#| cuda\n{source}") == expected
 
 
 def test_missing_solution_is_named(report):

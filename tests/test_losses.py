@@ -23,7 +23,7 @@ from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entro
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
 from grids import FULL, few, grid
-from helpers import TOLERANCE, misfits, planted, replays, upstream
+from helpers import TOLERANCE, broken, misfits, planted, replays, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -382,7 +382,7 @@ def test_plan_of_the_three_shapes(shape):
     free = plans(shape)
     assert free.method == "chunks" and free["chunks"].extra <= free["eager"].extra // 2
     assert plans(shape, reduction="none").method == "recompute" == plans(shape, stats="differentiable").method
-    assert plans(shape, memory_budget=2**34).method == "eager" and plans(shape, memory_budget=2**29).method == "chunks"
+    assert plans(shape, memory_budget=2**34).method in ("eager", "chunks") and plans(shape, memory_budget=2**29).method == "chunks"
     assert plans(shape, memory_budget=2**27).method == "recompute" and plans(shape, memory_budget=2**16).method is None
     assert plans(shape, needs_grad=False).method == "recompute"
 
@@ -458,7 +458,9 @@ def test_predicted_bytes_are_those_counted(name, dtype):
     told = {}
     def run(method):
         loss = linear_cross_entropy(x, w, y, method=method, **options)
-        torch.autograd.grad((loss[0] if isinstance(loss, tuple) else loss).sum(), [x, w])
+        if isinstance(loss, tuple):  # an entropy that takes part has the gradient that takes most
+            loss = loss[0] + loss[1].entropy.mean()
+        torch.autograd.grad(loss.sum(), [x, w])
     p = losses.make_plan(losses.request_of(x, w, dict(
         linear_bias=None, weight=None, token_weight=None, z_loss=0.0, filter_eps=None,
         **{k: options.get(k, d) for k, d in dict(reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0, return_stats=False).items()}),
@@ -466,7 +468,7 @@ def test_predicted_bytes_are_those_counted(name, dtype):
     for way in p.able:
         if way.extra <= p.budget and way.method != "tiles":
             told[way.method] = (peak_memory(lambda: run(way.method)) - x.nbytes - w.nbytes) / way.extra
-    assert told and all(0.85 < ratio < 1.15 for ratio in told.values()), told
+    assert told and all(0.9 < ratio < 1.1 for ratio in told.values()), told
     assert "memory_budget" not in options or p.way.extra <= 2**22
 
 
@@ -562,7 +564,7 @@ def test_module_hands_the_promise_on(device):
     x, _, _, y = sample(device=device)
     layer = LinearCrossEntropyLoss(5, 17, device=device, dtype=f64, chunk_size=3)
     torch.testing.assert_close(layer(x, y, max_valid=9), layer(x, y))
-    assert layer(x, y, max_valid=2).isnan()
+    assert broken(lambda: layer(x, y, max_valid=2), [layer.weight])
 
 
 # --- torch's own samples ---
@@ -604,9 +606,12 @@ MUTANTS = {  # what is wrong: (text of fusedloss/losses.py, what stands in its p
     "the shift comes one too late": ("input.shape[-2] - shift), :]", "input.shape[-2] - shift - 1), :]"),
     "the token weights are not shifted": ("later(target), later(token_weight)", "later(target), token_weight[..., :max(0, input.shape[-2] - shift)]"),
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
-    "tiles forget the scale": ("input if scale == 1 else input * scale", "input"),
-    "tiles forget the ignored": ('ignore_index=given["ignore_index"], token_tile', "token_tile"),
-    "eager forgets the bias": ("F.linear(input, linear_weight, linear_bias)", "F.linear(input, linear_weight)"),
+    "tiles forget the scale": ('logit_scale=given["logit_scale"], token_tile', "token_tile"),
+    "tiles forget the ignored": ('ignore_index=given["ignore_index"],\n        logit_scale', "logit_scale"),
+    "eager forgets the bias": ("F.linear(rows, linear_weight, linear_bias)", "F.linear(rows, linear_weight)"),
+    "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
+    "a broken promise passes": ('check_promise(target, given["ignore_index"], max_valid)', "pass"),
+    "memory is taken for little time": ("limit = NEAR *", "limit = 1.0 *"),
     "eager forgets the class weights": ("target.reshape(-1), weight, reduction", "target.reshape(-1), None, reduction"),
     "a mean is a sum": ("weight, reduction=reduction, return_stats", 'weight, reduction="sum" if reduction == "mean" else reduction, return_stats'),
     "chunks give statistics without gradient": ('graded and r.stats == "differentiable"', "False"),
@@ -629,6 +634,21 @@ def variant(tmp_path):
     return partial(planted, losses, tmp_path)
 
 
+def head(w, b):
+    "An `nn.Linear` with this weight and bias"
+    layer = torch.nn.Linear(*w.shape[::-1], dtype=w.dtype, device=w.device)
+    layer.weight.data, layer.bias.data = w, b
+    return layer
+
+
+def promise_passes(call, x, w, y):
+    "Whether a method other than chunks takes more tokens than were promised, in silence"
+    try:
+        return call(x, w, y, max_valid=1, method="eager").isfinite().item()
+    except ValueError:
+        return False
+
+
 def any_fault(module):
     "Whether the cases notice something in the front door"
     call, s = module.linear_cross_entropy, SHAPES[1]
@@ -646,6 +666,8 @@ def any_fault(module):
     return (wrong(x, w, b, y, call=call) or wrong(x, w, b, y, call=call, reduction="none", weight=True, how=dict(method="eager"))
             or wrong(x, w, None, torch.where(y < 0, 3, y), call=call, how=dict(method="tiles"), logit_scale=2.0, ignore_index=3)
             or relative_error(shifted, definition(x[:, :-2], w, None, y[:, 2:], token_weight=tokens[:, 2:])) > 1e-12
+            or promise_passes(call, x, w, y) or relative_error(call(x, head(w, b), y), definition(x, w, b, y)) > 1e-12
+            or module.plan(4096, 1000, 64, device="cpu", dtype=f32).method != "chunks"
             or not statistics.lse.requires_grad or plans != ["eager", "chunks", "recompute", "recompute"]
             or module.plan(s.N, s.V, s.H, reduction="none").method != "recompute"
             or module.plan(s.N, s.V, s.H, stats="differentiable").method != "recompute")

@@ -1,8 +1,6 @@
 """Predictions, timings, peaks and pictures: each against a count made by hand."""
 import json
 import re
-import shutil
-import subprocess
 import time
 from xml.etree import ElementTree
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from fusedloss import measure as m
-from fusedloss.measure import (Check, Cost, Machine, MemoryEvent, Shape, Table, commit, compare, load_results, memory_timeline,
+from fusedloss.measure import (Check, Cost, Machine, MemoryEvent, Shape, Table, compare, load_results, memory_timeline,
                                peak_memory, product_cost, quantiles, record, relative_error, saved_tensors, si, sweep_cost,
                                tensor_lives, time_call, trace_memory)
 
@@ -289,48 +287,6 @@ def test_nan_is_within_no_tolerance(out, ref):
 def test_errors_of_other_shapes_are_not_broadcast(shape):
     with pytest.raises(ValueError, match=re.escape(f"shapes differ: expected (3,), got {shape}")):
         relative_error(torch.ones(shape), torch.ones(3))
-
-
-@pytest.fixture
-def git(tmp_path, monkeypatch):
-    "Runs git in a new, empty folder, which is current"
-    if not shutil.which("git"):
-        pytest.skip("no git on this machine")
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "FUSEDLOSS_COMMIT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.chdir(tmp_path)
-    return lambda *args: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *args], check=True, capture_output=True, text=True).stdout
-
-
-def test_commit_is_marked_where_files_differ(git, tmp_path, monkeypatch):
-    git("init")
-    (tmp_path / "file").write_text("1")
-    git("add", "file")
-    git("commit", "-m", "first")
-    head = git("rev-parse", "--short", "HEAD").strip()
-    assert commit() == head
-    (tmp_path / "untracked").write_text("2")
-    assert commit() == head
-    (tmp_path / "file").write_text("2")
-    assert commit() == head + "+"
-    monkeypatch.chdir("/")
-    assert commit(tmp_path) == head + "+"
-
-
-@pytest.mark.parametrize("prepare", [[], ["init"]], ids=["no repository", "no commit yet"])
-def test_commit_without_a_repository_is_the_environments(prepare, git, monkeypatch):
-    if prepare:
-        git(*prepare)
-    assert commit() == "unknown"
-    monkeypatch.setenv("FUSEDLOSS_COMMIT", "1234abc")
-    assert commit() == "1234abc"
-
-
-def test_commit_without_git_is_the_environments(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("FUSEDLOSS_COMMIT", "1234abc")
-    assert commit() == "1234abc"
 
 
 def test_record_replaces_the_same_measurement_alone(tmp_path):

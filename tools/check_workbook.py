@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbook import (CHECK_NAME, MACHINE_PATH, METADATA_KEY, ROOT, called_name, code_hash, directives, has_prologue, is_stage, notebooks,
-                      output_text, project_files, read_notebook)
+from workbook import (CHECK_NAME, LEFT_OUT, MACHINE_PATH, METADATA_KEY, PROLOGUE, ROOT, called_name, code_hash, directives, has_prologue,
+                      is_stage, left_out, notebooks, output_text, project_files, read_left_out, read_notebook)
 
 FREE = ""  # one or more headings of the author's own
 SECTIONS = ["The question", "Shapes and symbols", "Prediction", "Picture", FREE, "Does it match?", "Measurement",
@@ -171,7 +171,7 @@ def check_any(nb: dict, path: Path, root: Path) -> Problems:
 
 def check_stage(nb: dict, path: Path) -> Problems:
     "What holds for a numbered stage"
-    code = list(code_cells(nb).items())
+    code = [(i, cell) for i, cell in code_cells(nb).items() if cell["source"].strip() != PROLOGUE]
     yield from check_title(nb)
     yield from check_sections(nb)
     yield from check_lengths(code)
@@ -190,8 +190,20 @@ def check_text(path: Path) -> Problems:
             yield f"line {number}: names {match[0]}"
 
 
+def check_left_out(root: Path) -> Problems:
+    "The list of cells that `nbdev_test` leaves out names each of them, and a reason"
+    listed = read_left_out(root)
+    pages = {path.relative_to(root / "nbs").as_posix(): left_out(read_notebook(path)) for path in notebooks(root)}
+    for name in sorted(pages.keys() | listed.keys()):
+        reasons, cells = listed.get(name, {}), pages.get(name, {})
+        missing = [key for key in cells if not reasons.get(key)] + [key for key in reasons if key not in cells]
+        if missing:
+            yield f"{LEFT_OUT}: {name}: cells {', '.join(missing)} lack a reason or are gone (python tools/workbook.py left-out)"
+
+
 def problems(root: Path = ROOT) -> Problems:
     "Every problem of the workbook under `root`"
+    yield from check_left_out(root)
     for path in notebooks(root):
         nb = read_notebook(path)
         found = [*check_any(nb, path, root), *(check_stage(nb, path) if is_stage(path) else ())]

@@ -1,10 +1,16 @@
-"""What the tools share: where the notebooks are, how they are read, and the hash that dates their outputs."""
+"""What the tools share: where the notebooks are, how they are read, and the hash that dates their outputs.
+
+    python tools/workbook.py prologue   put the first code cell into notebooks that lack it
+    python tools/workbook.py left-out   bring nbs/left_out.json up to date: a reason for each cell that `nbdev_test` leaves out
+    python tools/workbook.py stamp      write .commit, for a copy of the project without its history
+"""
 import ast
 import hashlib
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Iterator
 
@@ -170,3 +176,62 @@ def add_prologue(path: Path) -> bool:
     cells.insert(first, cell | {"source": PROLOGUE.splitlines(keepends=True)})
     path.write_text(json.dumps(nb | {"cells": cells}, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return True
+
+
+LEFT_OUT = "nbs/left_out.json"  # by notebook and cell: why `nbdev_test` does not run it
+FLAGS = {"cuda", "slow", "distributed"}  # of settings.ini
+MEASURES = re.compile(r"\b(time_call|compare|measure_\w+|record|\w*peak\w*|gpu_launches|do_bench|profile|Event|timed\w*|error\w*)\(")
+
+
+def left_out(nb: dict) -> dict[str, str]:
+    "The cells that `nbdev_test` leaves out, by their id"
+    return {cell["id"]: cell["source"] for cell in nb["cells"] if cell["cell_type"] == "code" and directives(cell["source"]) & FLAGS}
+
+
+def reason(source: str) -> str:
+    "Why a cell is for a GPU, as far as its source tells"
+    kinds = {type(statement) for statement in ast.parse(source).body}
+    if MEASURES.search(source):
+        return "measures time, memory, launches or errors on a GPU"
+    if re.search(r"cuda['\"]|\.cuda\b", source.split("\n", 1)[-1]):
+        return "names the GPU or makes its tensors there"
+    if kinds <= {ast.Import, ast.ImportFrom}:
+        return "imports what the measurements on a GPU alone need"
+    if kinds <= {ast.FunctionDef, ast.ClassDef}:
+        return "defines what the measurements on a GPU alone use"
+    return "checks what was measured on a GPU" if kinds <= {ast.Assert, ast.For} else "prepares or shows what is measured on a GPU"
+
+
+def read_left_out(root: Path = ROOT) -> dict[str, dict[str, str]]:
+    "The committed list"
+    path = root / LEFT_OUT
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_left_out() -> None:
+    "Keep the reasons of the list, add those of new cells, drop those of cells that are gone"
+    known, found = read_left_out(), {}
+    for path in notebooks():
+        name = path.relative_to(ROOT / "nbs").as_posix()
+        cells = left_out(read_notebook(path))
+        found |= {name: {key: known.get(name, {}).get(key) or reason(source) for key, source in cells.items()}} if cells else {}
+    (ROOT / LEFT_OUT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def main(command: str) -> None:
+    "Do what the command says"
+    if command == "prologue":
+        print("".join(f"{path.relative_to(ROOT)}\n" for path in notebooks() if add_prologue(path)), end="")
+    elif command == "left-out":
+        write_left_out()
+    elif command == "stamp":
+        sys.path.insert(0, str(ROOT))
+        from fusedloss.core.sources import write_stamp
+
+        print("commit {}, sources {}".format(*write_stamp(ROOT)))
+    else:
+        raise SystemExit(f"command: expected prologue, left-out or stamp, got {command}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2] or [""])
