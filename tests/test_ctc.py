@@ -788,7 +788,8 @@ MUTANTS = {  # what is wrong: (text of fusedloss/ctc.py, what stands in its plac
     "the upstream gradient is dropped": ("factor = g if share", "factor = torch.ones_like(g) if share"),
     "rows of targets all start at the first label": ("lengths.clamp(min=0).cumsum(0) - lengths", "lengths * 0"),
     "the exact gradient is torch's": ('TORCH if gradient == "torch" else EXACT', "TORCH"),
-    "emissions are read from another sequence": ("emitted = z.gather(2, states.expand(len(z), -1, -1)).double()", "emitted = z.gather(2, states.flip(0).expand(len(z), -1, -1)).double()"),
+    "emissions are read from another sequence": (
+        "states.expand(len(z), -1, -1)).double()\n    return", "states.flip(0).expand(len(z), -1, -1)).double()\n    return"),
     "the best path takes all frames": ("path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)", "path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths))"),
     "labels are those of states one further": ("at, on = states.clamp(min=0), states >= 0", "at, on = (states + 1).clamp(min=0, max=a.states.shape[1] - 1), states >= 0"),
     "the second derivative forgets the factor": ("(beside * leaves[0][:, None])", "(beside * 2 * leaves[0][:, None])"),
