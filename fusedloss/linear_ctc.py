@@ -6,24 +6,25 @@
 __all__ = ['first_of_its_kind', 'linear_ctc_loss']
 
 # %% ../nbs/14_linear_ctc.ipynb #c454b8b5
-import functools, warnings
-from importlib.util import find_spec
+import functools
 from typing import NamedTuple, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.chunks import scaled, scaled_bias
+from fusedloss.core.weights import weight_and_bias
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
     visible)
+from fusedloss.core.cuda import cuda_kernel
 from fusedloss.kernels import (
-    _by_cupy, _by_torch, capability, cuda_source, ELEMENTS, finite, jit, on_device,
-    power, reduce_rows, RowOptions, score_fn, tl, unit as score_unit)
+    capability, ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
+    tl, unit as score_unit)
 from fusedloss.recompute import (
     check_recompute, chunk_scores, fastest, launch_sums, multiprocessors, operand, place,
     takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
@@ -75,19 +76,12 @@ def launch_targets(
     return classes, own, *sizes, log_z
 
 # %% ../nbs/14_linear_ctc.ipynb #ffee1911
-@functools.cache
 def lattice_kernel(
     name:str,  # of linear_ctc.cu, or ctc_loss of stage 13
     device:int, **constants,
 ):
     "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
-    alone = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
-    by = _by_torch if alone else _by_cupy
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    try: return by(cuda_source("ctc") + cuda_source("linear_ctc"), name, options)
-    except Exception as reason:  # of a compiler that is not there there are many kinds
-        warnings.warn("cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: "
-                      f"{reason!r}")
+    return cuda_kernel(name, device, ("ctc", "linear_ctc"), **constants)
 
 # %% ../nbs/14_linear_ctc.ipynb #706f7ec5
 class Scan(NamedTuple):
@@ -870,7 +864,7 @@ def check_linear_ctc(
 # %% ../nbs/14_linear_ctc.ipynb #5e865bfd
 def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
-    linear_weight:Tensor,  # [V,H]
+    linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
     targets:Tensor,  # [N,L], or [sum of target_lengths] one after another
     input_lengths,  # [N] frames: a tensor on either device, a tuple or a list
     target_lengths,  # [N] labels
@@ -881,6 +875,8 @@ def linear_ctc_loss(
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; a tenth of fp32 logits
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of a linear layer, whose logits are never stored."
+    linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
+    check_linear(input, linear_weight)
     expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
     x, targets = batched(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
@@ -892,11 +888,12 @@ def linear_ctc_loss(
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
     given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()
+    looked_at = observed() or x.is_meta
     if kept and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
-        if observed(): return linear_ctc_all_operator(*given)[0]
+        if looked_at: return linear_ctc_all_operator(*given)[0]
         return _AllInForward.apply(*given)[0]
-    recompute = linear_ctc_operator if observed() else _Recomputed.apply
+    recompute = linear_ctc_operator if looked_at else _Recomputed.apply
     losses, *_ = recompute(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['EPS', 'LEAST_SINE', 'lengths', 'normalize', 'Margin', 'check_numbers', 'CosFace', 'angle', 'falling_cosine',
-           'angular_score', 'check_angular', 'ArcFace', 'Combined', 'batch_sums', 'mean_and_std', 'AdaFace', 'Circle',
-           'SubCenter', 'Head', 'CosineTiles', 'bent', 'bent_slope', 'leave_out', 'cosine_lse_fwd', 'cosine_dz',
-           'keep_tangent', 'cosine_slice_bwd', 'cosine_lse_bwd', 'cosine_lse', 'cosine_lse_grad', 'check_head',
-           'margin_cross_entropy']
+           'angular_score', 'check_angular', 'ArcFace', 'Combined', 'batch_sums', 'mean_and_std', 'WideBuffers',
+           'AdaFace', 'Circle', 'SubCenter', 'Head', 'CosineTiles', 'bent', 'bent_slope', 'leave_out', 'cosine_lse_fwd',
+           'cosine_dz', 'keep_tangent', 'cosine_slice_bwd', 'cosine_lse_bwd', 'cosine_lse', 'cosine_lse_grad',
+           'check_head', 'margin_cross_entropy']
 
 # %% ../nbs/08_margins.ipynb #acbdbc8c
 import math
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number, reduce_loss)
 from fusedloss.core.operators import operator, products
+from fusedloss.core.weights import weight_alone
 from fusedloss.tiles import (
     add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
     wide_product)
@@ -184,8 +185,25 @@ def mean_and_std(
     spread = ((squares - total * mean) / (n - 1).clamp(min=1)).clamp(min=0).sqrt()
     return near + mean.to(near.dtype), torch.where(n > 1, spread.to(std.dtype), std)
 
+# %% ../nbs/08_margins.ipynb #b0aa2a31
+class WideBuffers(nn.Module):
+    "A module whose own buffers keep `acc_dtype` when it is moved, cast or loaded."
+    def _apply(self, *args, **options):
+        held = dict(self._buffers)
+        super()._apply(*args, **options)
+        for name, t in self._buffers.items():
+            if t is None or t.dtype == held[name].dtype: continue
+            self._buffers[name] = held[name].to(t.device, acc_dtype(t.dtype))
+        return self
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)  # with `assign`, tensors of any dtype
+        for name, t in self._buffers.items():
+            if t is None or not t.is_floating_point(): continue
+            self._buffers[name] = t.to(acc_dtype(t.dtype))
+
 # %% ../nbs/08_margins.ipynb #676a69df
-class AdaFace(nn.Module, Margin):
+class AdaFace(WideBuffers, Margin):
     "scale · (cos(θ − mẑ) − mẑ − m), ẑ the length of a row among others': arXiv 2204.00964."
     def __init__(self,
         margin:float=0.4, scale:float=64.0,
@@ -199,14 +217,15 @@ class AdaFace(nn.Module, Margin):
         self.reduce, self.clip = reduce, clip
         check_numbers(self, "margin", "h", "momentum")
         expect(momentum <= 1, "momentum", "a share, from 0 to 1", momentum)
-        self.register_buffer("mean", torch.tensor(20.0))
-        self.register_buffer("std", torch.tensor(100.0))
+        self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float32))
+        self.register_buffer("std", torch.tensor(100.0, dtype=torch.float32))
 
     @torch.no_grad()
     def observe(self, norm:Tensor, valid:Tensor):
         "Let the running mean and deviation take in a batch's valid lengths, in training."
         if not self.training: return
-        sums = batch_sums(norm.clamp(*self.clip), valid, self.mean)
+        known = valid & norm.isfinite()  # a row that overflowed says nothing of the others
+        sums = batch_sums(norm.clamp(*self.clip), known, self.mean)
         if self.reduce is not None: sums = self.reduce(sums)
         for held, new in zip((self.mean, self.std), mean_and_std(sums, self.mean, self.std)):
             held.lerp_(new, self.momentum)
@@ -485,7 +504,7 @@ def by_kernels(x, w, y, margin, eps, method) -> Optional[tuple[Tensor, Tensor]]:
 # %% ../nbs/08_margins.ipynb #7c59a18e
 def margin_cross_entropy(
     input:Tensor,  # [..., H], features of any length
-    linear_weight:Tensor,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
+    linear_weight:Tensor|nn.Module,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, margin:Margin,  # CosFace(), ArcFace(), ...
     reduction:str="mean",  # "none", "mean" over valid rows, or "sum"
@@ -496,6 +515,7 @@ def margin_cross_entropy(
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
     "Cross entropy of a cosine head with a margin; raises as `check_head` says."
+    linear_weight = weight_alone(linear_weight)
     n_classes = check_head(input, linear_weight, target, margin, reduction, ignore_index, eps,
                            method, token_tile, class_tile)
     y = target.long()

@@ -3,6 +3,7 @@ import itertools
 import logging
 import subprocess
 import sys
+import time
 import timeit
 import types
 import unittest
@@ -21,7 +22,8 @@ from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
-from helpers import TOLERANCE, misfits, planted, replays, upstream
+from grids import FULL, few, grid
+from helpers import TOLERANCE, broken, misfits, planted, replays, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -86,7 +88,7 @@ def wrong(x, w, b, y, needs=(True, True, True), call=linear_cross_entropy, how=N
 def test_all_methods_every_option_and_subset_of_gradients(options, reduction, device):
     given_ = sample(device=device, ignore_index=options.get("ignore_index", -100))
     for method in (*WHOLE, *["chunks"] * (reduction != "none")):
-        for needs in SUBSETS:
+        for needs in few(SUBSETS, (True, True, True), (False, True, False)):
             assert not wrong(*given_, needs, how=dict(method=method), reduction=reduction, **options), (method, needs)
 
 
@@ -112,7 +114,7 @@ def calls(draw):
     return shape, h, v, options, how, draw(st.sampled_from(SUBSETS)), draw(st.booleans())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 if FULL else 20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=calls())
 def test_any_call_is_the_definition(device, call):
     shape, h, v, options, how, needs, bias = call
@@ -229,12 +231,26 @@ class Sharded(torch.Tensor):
     def full_tensor(self): return self
 
 
-def test_shards_are_refused_and_stage_10_named():
+def test_an_old_compiler_is_refused_in_a_sentence(monkeypatch):
+    x, w, b, y = sample()
+    step = lambda x, w, y: linear_cross_entropy(x, w, y)
+    whole = lambda: torch.compile(step, fullgraph=True, backend="eager")(x, w, y)
+    torch.testing.assert_close(whole(), step(x, w, y))
+    monkeypatch.setattr("fusedloss.losses.TORCH", (2, 8))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="expected PyTorch 2.9 or later under torch.compile, got 2.8"):
+        whole()
+    torch.testing.assert_close(step(x, w, y), linear_cross_entropy(x, w, y, method="eager"))  # without the compiler
+    apart = torch.compiler.disable(step)
+    torch.testing.assert_close(torch.compile(lambda *a: 2 * apart(*a), backend="eager")(x, w, y), 2 * step(x, w, y))
+
+
+def test_shards_are_refused_and_what_is_taken_named():
     x, w, b, y = sample()
     for bad in (w.as_subclass(Sharded), torch.empty(0, dtype=f64), w[:0], w[:, :0]):
-        with pytest.raises(ValueError, match=r"^linear_weight: expected .*stage 10.*got "):
+        with pytest.raises(ValueError, match=r"^linear_weight: expected a whole, local tensor.*got "):
             linear_cross_entropy(x, bad, y)
-    with pytest.raises(ValueError, match=r"^linear_bias: .*stage 10"):
+    with pytest.raises(ValueError, match=r"^linear_bias: expected a whole, local tensor"):
         linear_cross_entropy(x, w, y, linear_bias=b.as_subclass(Sharded))
 
 
@@ -338,7 +354,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, "chunks", "recompute"))
 def test_compiled_without_a_graph_break(method, device, fresh_compiler):
     x, w, _, y = sample((2, 6), device=device)
     x.requires_grad_(), w.requires_grad_()
@@ -350,8 +366,7 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
             torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("dtype", [f32, bf16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method, dtype", few(grid(METHODS, [f32, bf16]), ("auto", bf16)))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
     on_cpu = losses.request_of
     monkeypatch.setattr(losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
@@ -361,7 +376,7 @@ def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler,
         torch.testing.assert_close(fn(x[:rows], w, y[:rows]), linear_cross_entropy(x[:rows], w, y[:rows], method=method))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, "auto"))
 def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
     w, seen = torch.randn(50, 8, requires_grad=True), CompileCounter()
     fn = torch.compile(lambda x, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend=seen, dynamic=True)
@@ -381,8 +396,8 @@ def test_plan_of_the_three_shapes(shape):
     free = plans(shape)
     assert free.method == "chunks" and free["chunks"].extra <= free["eager"].extra // 2
     assert plans(shape, reduction="none").method == "recompute" == plans(shape, stats="differentiable").method
-    assert plans(shape, memory_budget=2**34).method == "eager" and plans(shape, memory_budget=2**29).method == "chunks"
-    assert plans(shape, memory_budget=2**27).method == "recompute" and plans(shape, memory_budget=2**16).method is None
+    assert plans(shape, memory_budget=2**34).method in ("eager", "chunks") and plans(shape, memory_budget=2**29).method == "chunks"
+    assert plans(shape, memory_budget=2**27 + 2**20).method == "recompute" and plans(shape, memory_budget=2**16).method is None
     assert plans(shape, needs_grad=False).method == "recompute"
 
 
@@ -440,23 +455,26 @@ def test_plan_takes_another_machine():
 
 def test_plan_is_remembered_and_cheap():
     assert plan(100, 200, 300) is plan(100, 200, 300)
-    assert timeit.timeit(lambda: plan(100, 200, 300), number=200) / 200 < 2e-4
-    assert timeit.timeit(lambda: losses.make_plan(plan(100, 200, 300).request), number=50) / 50 < 5e-3
+    assert timeit.timeit(lambda: plan(100, 200, 300), number=200, timer=time.process_time) / 200 < 2e-4
+    assert timeit.timeit(lambda: losses.make_plan(plan(100, 200, 300).request), number=50, timer=time.process_time) / 50 < 5e-3
 
 
 HONEST = {"plain": {}, "none": dict(reduction="none"), "softcap": dict(softcap=3.0), "smoothing": dict(label_smoothing=0.1),
           "statistics": dict(return_stats=True), "scale": dict(logit_scale=2.0), "budget": dict(memory_budget=2**22)}
 
 
-@pytest.mark.parametrize("options", HONEST.values(), ids=HONEST)
-@pytest.mark.parametrize("dtype", [f64, f32, bf16])
-def test_predicted_bytes_are_those_counted(options, dtype):
+@pytest.mark.parametrize("name, dtype", few(grid(HONEST, [f64, f32, bf16]), ("plain", f64), ("none", bf16), ("softcap", bf16),
+                                            ("statistics", f32), ("budget", f32)))
+def test_predicted_bytes_are_those_counted(name, dtype):
+    options = HONEST[name]
     n, h, v = 512, 16, 4000
     x, w, y = sample_data(n, h, v, dtype)
     told = {}
     def run(method):
         loss = linear_cross_entropy(x, w, y, method=method, **options)
-        torch.autograd.grad((loss[0] if isinstance(loss, tuple) else loss).sum(), [x, w])
+        if isinstance(loss, tuple):  # an entropy that takes part has the gradient that takes most
+            loss = loss[0] + loss[1].entropy.mean()
+        torch.autograd.grad(loss.sum(), [x, w])
     p = losses.make_plan(losses.request_of(x, w, dict(
         linear_bias=None, weight=None, token_weight=None, z_loss=0.0, filter_eps=None,
         **{k: options.get(k, d) for k, d in dict(reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0, return_stats=False).items()}),
@@ -464,7 +482,7 @@ def test_predicted_bytes_are_those_counted(options, dtype):
     for way in p.able:
         if way.extra <= p.budget and way.method != "tiles":
             told[way.method] = (peak_memory(lambda: run(way.method)) - x.nbytes - w.nbytes) / way.extra
-    assert told and all(0.85 < ratio < 1.15 for ratio in told.values()), told
+    assert told and all(0.9 < ratio < 1.1 for ratio in told.values()), told
     assert "memory_budget" not in options or p.way.extra <= 2**22
 
 
@@ -560,7 +578,7 @@ def test_module_hands_the_promise_on(device):
     x, _, _, y = sample(device=device)
     layer = LinearCrossEntropyLoss(5, 17, device=device, dtype=f64, chunk_size=3)
     torch.testing.assert_close(layer(x, y, max_valid=9), layer(x, y))
-    assert layer(x, y, max_valid=2).isnan()
+    assert broken(lambda: layer(x, y, max_valid=2), [layer.weight])
 
 
 # --- torch's own samples ---
@@ -602,9 +620,12 @@ MUTANTS = {  # what is wrong: (text of fusedloss/losses.py, what stands in its p
     "the shift comes one too late": ("input.shape[-2] - shift), :]", "input.shape[-2] - shift - 1), :]"),
     "the token weights are not shifted": ("later(target), later(token_weight)", "later(target), token_weight[..., :max(0, input.shape[-2] - shift)]"),
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
-    "tiles forget the scale": ("input if scale == 1 else input * scale", "input"),
-    "tiles forget the ignored": ('ignore_index=given["ignore_index"], token_tile', "token_tile"),
-    "eager forgets the bias": ("F.linear(input, linear_weight, linear_bias)", "F.linear(input, linear_weight)"),
+    "tiles forget the scale": ('logit_scale=given["logit_scale"], token_tile', "token_tile"),
+    "tiles forget the ignored": ('ignore_index=given["ignore_index"],\n        logit_scale', "logit_scale"),
+    "eager forgets the bias": ("F.linear(rows, linear_weight, linear_bias)", "F.linear(rows, linear_weight)"),
+    "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
+    "a broken promise passes": ('check_promise(target, given["ignore_index"], max_valid)', "pass"),
+    "memory is taken for little time": ("limit = NEAR *", "limit = 1.0 *"),
     "eager forgets the class weights": ("target.reshape(-1), weight, reduction", "target.reshape(-1), None, reduction"),
     "a mean is a sum": ("weight, reduction=reduction, return_stats", 'weight, reduction="sum" if reduction == "mean" else reduction, return_stats'),
     "chunks give statistics without gradient": ('graded and r.stats == "differentiable"', "False"),
@@ -617,10 +638,29 @@ MUTANTS = {  # what is wrong: (text of fusedloss/losses.py, what stands in its p
 }
 
 
+CHOSEN_BUGS = few(MUTANTS, "the shift comes one too late", "tiles forget the ignored", "the budget is not looked at", "the slowest is taken",
+                  "the fourth product is forgotten")
+
+
 @pytest.fixture
 def variant(tmp_path):
     "The module with texts replaced"
     return partial(planted, losses, tmp_path)
+
+
+def head(w, b):
+    "An `nn.Linear` with this weight and bias"
+    layer = torch.nn.Linear(*w.shape[::-1], dtype=w.dtype, device=w.device)
+    layer.weight.data, layer.bias.data = w, b
+    return layer
+
+
+def promise_passes(call, x, w, y):
+    "Whether a method other than chunks takes more tokens than were promised, in silence"
+    try:
+        return call(x, w, y, max_valid=1, method="eager").isfinite().item()
+    except ValueError:
+        return False
 
 
 def any_fault(module):
@@ -630,26 +670,28 @@ def any_fault(module):
     tokens = torch.linspace(0.5, 2, 12, dtype=f64).view(2, 6)
     shifted = call(x, w, y, shift=2, token_weight=tokens)
     statistics = call(x.clone().requires_grad_(), w, y, return_stats=True)[1]
-    plans = [module.plan(s.N, s.V, s.H, memory_budget=m).method for m in (2**34, 2**29, 2**28, 2**27)]
+    plans = [module.plan(s.N, s.V, s.H, memory_budget=m).method for m in (2**34, 2**29, 2**28, 2**27 + 2**20)]
     try:
         call(x, w[:0], y)
         return "an empty shard"
     except ValueError as e:
-        if "stage 10" not in str(e):
+        if "a whole, local tensor" not in str(e):
             return "an empty shard"
     return (wrong(x, w, b, y, call=call) or wrong(x, w, b, y, call=call, reduction="none", weight=True, how=dict(method="eager"))
             or wrong(x, w, None, torch.where(y < 0, 3, y), call=call, how=dict(method="tiles"), logit_scale=2.0, ignore_index=3)
             or relative_error(shifted, definition(x[:, :-2], w, None, y[:, 2:], token_weight=tokens[:, 2:])) > 1e-12
+            or promise_passes(call, x, w, y) or relative_error(call(x, head(w, b), y), definition(x, w, b, y)) > 1e-12
+            or module.plan(4096, 1000, 64, device="cpu", dtype=f32).method != "chunks"
             or not statistics.lse.requires_grad or plans != ["eager", "chunks", "recompute", "recompute"]
             or module.plan(s.N, s.V, s.H, reduction="none").method != "recompute"
             or module.plan(s.N, s.V, s.H, stats="differentiable").method != "recompute")
 
 
 def test_the_unchanged_source_passes(variant):
-    assert not any_fault(variant("def least(", "def least("))
+    assert not any_fault(variant())
 
 
-@pytest.mark.parametrize("bug", MUTANTS)
+@pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, variant):
     try:
         assert any_fault(variant(*MUTANTS[bug])), "nothing noticed"
