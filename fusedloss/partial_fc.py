@@ -928,6 +928,7 @@ def _(g_rest, g_cos, factor, rest, ux, x_inverse, uw, w_inverse, slot, shift, *o
     return (ux.new_empty(ux.shape if need_x else (0,), dtype=x_dtype),
             uw.new_empty(uw.shape if need_w else (0,), dtype=w_dtype))
 
+# %% ../nbs/09_partial_fc.ipynb #41e503cb
 partial_lse.register_flops(lambda x, w, *_, out_val: products(x, out_val[5]))  # unit rows
 partial_lse_grad.register_flops(lambda g_rest, g_cos, factor, rest, ux, x_inverse, uw, *others,
                                 out_val: products(ux, uw, *others[-2:]))

@@ -22,7 +22,7 @@ from fusedloss.partial_fc import (
     launch_rest, launch_update, live_index, plain_rest, plain_update, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
 from fusedloss.recompute import Tiling
 from grids import FULL, few, grid, pairs
-from helpers import TOLERANCE, fault_of, planted
+from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted
 from test_margins import FORMULAS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -1393,6 +1393,7 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
             assert type(loss.grad_fn).__name__.startswith("_LineLoss") == (type(margin) is CosFace)
             dx, dw = torch.autograd.grad(2.5 * loss, [xs, head.weight])
             assert not any(t.requires_grad for t in told)
+            assert has_no_second_derivative(head(xs, labels), xs)
             ways.append((loss.detach(), dx, dw.to_dense(), *told))
         torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-5, equal_nan=True)
         assert ways[0][0].isnan() == (labels >= v).any()
