@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fusedloss.baseline import acc_dtype, autocasts, check_inputs, check_linear, expect, FLOATS
 from fusedloss.kernels import (
     CrossEntropyStats, RowOptions, check_options, check_weights, has_kernel, launch_bwd,
-    row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around, _observed)
+    row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around)
+from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.tiles import product_dtype, put_product, tile_slices
 
@@ -299,10 +300,10 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.save_for_backward(dx, dw, db, factors)  # no input, no logits
         ctx.mark_non_differentiable(*told)
         ctx.set_materialize_grads(False)  # of statistics it would launch zeros
-        return loss, *told
+        return loss, factors, *told  # factors for `first_order`
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g, *_):
         if g is None: return (None,) * (4 + ctx.unused)
         (dx, dw, db, factors), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
@@ -315,8 +316,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 scaled_bias(db, gx, ctx.bias_dtype) if need_b else None, *[None] * ctx.unused)
 
 # %% ../nbs/05_chunks.ipynb #ea3e5c49
-chunked_loss = torch.library.custom_op("fusedloss::chunked_loss", chunked_loss_fwd,
-                                       mutates_args=())
+chunked_loss = operator("fusedloss::chunked_loss", chunked_loss_fwd)
 
 # %% ../nbs/05_chunks.ipynb #24687cbf
 @chunked_loss.register_fake
@@ -336,10 +336,11 @@ def _save(ctx, inputs, output):
     ctx.needs, ctx.unused = inputs[-4:-1], len(inputs) - 3
     ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
     ctx.save_for_backward(*output[1:5])
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1:4], *output[5:])  # not the factors: `first_order`
     ctx.set_materialize_grads(False)
 
 # %% ../nbs/05_chunks.ipynb #877151e9
+@first_order
 def _backward(ctx, g, *_):
     if g is None: return (None,) * (3 + ctx.unused)
     dx, dw, db, factors = ctx.saved_tensors
@@ -351,6 +352,11 @@ def _backward(ctx, g, *_):
 
 # %% ../nbs/05_chunks.ipynb #eb5dc6b1
 chunked_loss.register_autograd(_backward, setup_context=_save)
+
+@chunked_loss.register_flops
+def _(x, w, *others, out_val):
+    max_valid, need_x, need_w, _, _ = others[-5:]
+    return products(x if max_valid is None else x[:max_valid], w, need_x, need_w)
 
 # %% ../nbs/05_chunks.ipynb #621508f8
 def linear_dtype(input:Tensor, linear_weight:Tensor) -> torch.dtype:
@@ -446,7 +452,9 @@ def chunked_linear_cross_entropy(
 # %% ../nbs/05_chunks.ipynb #fc68e6db
 def run_loss(grad_buffer:Optional[Tensor], arguments:tuple) -> tuple[Tensor, ...]:
     "Loss and statistics, by the operator where something looks on."
-    if not (_observed() or arguments[0].is_meta): return _ChunkedLoss.apply(grad_buffer, *arguments)
+    if not (observed() or arguments[0].is_meta):
+        loss, _, *told = _ChunkedLoss.apply(grad_buffer, *arguments)
+        return loss, *told
     expect(grad_buffer is None, "grad_buffer", "None where torch.compile looks on", "a tensor")
     loss, _, _, _, _, *told = chunked_loss(*arguments)
     return loss, *told

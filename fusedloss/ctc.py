@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import expect, expect_tensor
-from fusedloss.kernels import (ELEMENTS, _by_cupy, _by_torch, _observed, capability,
+from fusedloss.core.operators import observed, operator
+from fusedloss.kernels import (ELEMENTS, _by_cupy, _by_torch, capability,
                                cuda_source, on_device, reduce_rows, scaled_rows)
 from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
 from fusedloss.semirings import Log
@@ -171,7 +172,7 @@ def as_lengths(
 def moved(t:Tensor, device) -> Tensor:
     "A copy on the device, without waiting for it."
     if t.device == device: return t
-    pinned = t.device.type == "cpu" and device.type == "cuda" and not _observed()
+    pinned = t.device.type == "cpu" and device.type == "cuda" and not observed()
     return (t.pin_memory() if pinned else t).to(device, non_blocking=True)
 
 # %% ../nbs/13_ctc.ipynb #a40137d0
@@ -500,7 +501,7 @@ class _CTC(torch.autograd.Function):
         return None, ctc_backward(g, dz, share, keep), *nothing
 
 # %% ../nbs/13_ctc.ipynb #1227a83d
-@torch.library.custom_op("fusedloss::ctc", mutates_args=())
+@operator("fusedloss::ctc")
 def ctc_operator(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
@@ -517,7 +518,7 @@ def _(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
     return z.new_empty(z.shape[1], dtype=dtype), torch.empty_like(z) if grad else z.new_empty(0)
 
 # %% ../nbs/13_ctc.ipynb #778bd5f1
-@torch.library.custom_op("fusedloss::ctc_grad", mutates_args=())
+@operator("fusedloss::ctc_grad")
 def ctc_grad_operator(g:Tensor, dz:Tensor) -> Tensor:
     "`ctc_backward` into a tensor of its own."
     return ctc_backward(g, dz, None, True)
@@ -528,8 +529,7 @@ def _(g, dz): return torch.empty_like(dz)
 
 # %% ../nbs/13_ctc.ipynb #3cb8c7c2
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])  # an output that leads to z, where gradients are recorded
     ctx.set_materialize_grads(False)
 
 def _backward(ctx, g, _):
@@ -570,7 +570,7 @@ def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, fo
                        ((frames, "input_lengths"), (lengths, "target_lengths")))
     how = blank, zero_infinity, form, reduction == "mean"
     wanted = torch.is_grad_enabled() and z.requires_grad
-    if _observed():
+    if observed():
         late = z.dtype == torch.float16 and reduction == "mean"
         losses, _ = ctc_operator(z, targets, frames, lengths, *how[:3], how[3] and not late,
                                  wanted)

@@ -13,10 +13,10 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
 from fusedloss.baseline import (
     FLOATS, acc_dtype, check_labels, check_target, expect, expect_tensor, reduce_loss)
+from fusedloss.core.operators import check_reverse, first_order
 
 # %% ../nbs/03_iota.ipynb #a0777ee1
 def target_mask(
@@ -83,11 +83,12 @@ class IotaCrossEntropy(torch.autograd.Function):
         losses, dz = (iota_cross_entropy_fwd if fuses else gather_cross_entropy_fwd)(z, y, dim)
         ctx.dim = dim
         if ctx.needs_input_grad[0]: ctx.save_for_backward(dz)
-        return losses
+        ctx.set_materialize_grads(False)
+        return losses, dz  # an output that is saved leads back to z: `first_order`
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
+    @first_order
+    def backward(ctx, g, _):
         return iota_cross_entropy_bwd(g, *ctx.saved_tensors, ctx.dim), None, None
 
 # %% ../nbs/03_iota.ipynb #429223ab
@@ -115,9 +116,10 @@ def iota_cross_entropy(
     dim:int=-1,  # the classes' dimension
 ) -> Tensor:  # float32 (float64 for float64), a scalar or target's shape
     "Cross entropy of scores, its gradient formed in forward; raises as `check_scores`."
+    check_reverse("iota_cross_entropy", "cross_entropy")
     dim, target = check_scores(input, target, reduction, ignore_index, dim), target.long()
     scores = input if torch.is_grad_enabled() else input.detach()  # else dz would be saved
-    losses = IotaCrossEntropy.apply(scores, target, dim)
+    losses, _ = IotaCrossEntropy.apply(scores, target, dim)
     return reduce_loss(losses, target, input.shape[dim], ignore_index, reduction)
 
 # %% ../nbs/03_iota.ipynb #d51e8d53

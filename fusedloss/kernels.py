@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fusedloss.baseline import (
     FLOATS, acc_dtype, bad_labels, check_labels, check_target, expect, is_number)
+from fusedloss.core.operators import first_order, observed, operator, transformed
 
 # %% ../nbs/04_kernels.ipynb #60761d1c
 try:
@@ -905,8 +906,8 @@ def rows_bwd(
                                   rows, entropy, o, denominator).view(input.shape))
 
 # %% ../nbs/04_kernels.ipynb #2fc85ce1
-logits_loss = torch.library.custom_op("fusedloss::logits_loss", rows_fwd, mutates_args=())
-logits_loss_grad = torch.library.custom_op("fusedloss::logits_loss_grad", rows_bwd, mutates_args=())
+logits_loss = operator("fusedloss::logits_loss", rows_fwd)
+logits_loss_grad = operator("fusedloss::logits_loss_grad", rows_bwd)
 
 # %% ../nbs/04_kernels.ipynb #33b1d02b
 @logits_loss.register_fake
@@ -944,12 +945,7 @@ class _LogitsLoss(torch.autograd.Function):
         _save(ctx, inputs, output)
         return output
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(
-        functools.partial(_backward, gradient=rows_bwd)))
-
-def _observed() -> bool:
-    "Whether a compiler or a dispatch mode wants to see operators."
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    backward = staticmethod(first_order(functools.partial(_backward, gradient=rows_bwd)))
 
 # %% ../nbs/04_kernels.ipynb #0e6a5038
 def reduce_rows(
@@ -1001,13 +997,15 @@ class _Turnaround(torch.autograd.Function):
         losses = turn_around(rows_view(input), out, target, weight, token_weight, denominator,
                              o, late)
         if out.data_ptr() == input.data_ptr(): torch.autograd.graph.increment_version(input)
-        ctx.save_for_backward(out.detach())  # nothing else
-        return reduce_rows(losses, reduction)
+        path = losses if reduction != "none" else losses.new_empty(0)  # for `first_order`
+        ctx.save_for_backward(out.detach(), path)  # no input, no logits
+        ctx.set_materialize_grads(False)
+        return reduce_rows(losses, reduction), path
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        dz, = ctx.saved_tensors
+    @first_order
+    def backward(ctx, g, _):
+        dz, _ = ctx.saved_tensors
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         dz = scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), ctx.late, keep)
         return out_like(dz, ctx.shape), *[None] * 7
@@ -1146,12 +1144,12 @@ def cross_entropy(
                    if reduction == "mean" else None)
     z = rows_view(input)
     if inplace and overwrites(input, return_stats):
-        loss = _Turnaround.apply(input, z.detach(), *y, denominator, o, reduction)
+        loss, _ = _Turnaround.apply(input, z.detach(), *y, denominator, o, reduction)
     elif turns_early(input, z, weight, o, reduction, return_stats):
         out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        loss = _Turnaround.apply(input, out, *y, denominator, o, reduction)
+        loss, _ = _Turnaround.apply(input, out, *y, denominator, o, reduction)
     else:
-        run = logits_loss if _observed() else _LogitsLoss.apply
+        run = logits_loss if observed() else _LogitsLoss.apply
         losses, *rows = run(z, *y, denominator, *o, return_stats)
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
@@ -1164,7 +1162,7 @@ def overwrites(
     "Whether a gradient is due that an in-place loss can give now; `ValueError` if it must not."
     expect(not return_stats, "inplace", "no statistics, whose gradients would need the logits",
             "return_stats=True")
-    if torch.compiler.is_compiling(): return False  # a compiler places its tensors itself
+    if torch.compiler.is_compiling() or transformed(): return False  # which place tensors
     if not (input.requires_grad and torch.is_grad_enabled()): return False
     check_overwrite(input)
     return True
@@ -1176,5 +1174,5 @@ def turns_early(
 ) -> bool:
     "Whether the gradient is formed in forward, out of place."
     if not (input.requires_grad and torch.is_grad_enabled()) or reduction == "none": return False
-    if return_stats or _observed() or not has_kernel(z): return False
+    if return_stats or observed() or not has_kernel(z): return False
     return row_cluster(z, weight, o) is not None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
+from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.ctc import (
@@ -22,7 +23,7 @@ from fusedloss.ctc import (
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
     visible)
 from fusedloss.kernels import (
-    _by_cupy, _by_torch, _observed, capability, cuda_source, ELEMENTS, finite, jit, on_device,
+    _by_cupy, _by_torch, capability, cuda_source, ELEMENTS, finite, jit, on_device,
     power, reduce_rows, RowOptions, score_fn, tl, unit as score_unit)
 from fusedloss.recompute import (
     check_recompute, chunk_scores, fastest, launch_sums, multiprocessors, operand, place,
@@ -730,8 +731,7 @@ def recompute_losses(
         return linear_ctc_fwd(b, f, kept)
 
 # %% ../nbs/14_linear_ctc.ipynb #f87f311a
-linear_ctc_operator = torch.library.custom_op("fusedloss::linear_ctc", recompute_losses,
-                                              mutates_args=())
+linear_ctc_operator = operator("fusedloss::linear_ctc", recompute_losses)
 
 # %% ../nbs/14_linear_ctc.ipynb #01aca211
 @linear_ctc_operator.register_fake
@@ -755,8 +755,7 @@ def recompute_gradients(
         return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
 
 # %% ../nbs/14_linear_ctc.ipynb #38c66e52
-linear_ctc_grad_operator = torch.library.custom_op("fusedloss::linear_ctc_grad",
-                                                   recompute_gradients, mutates_args=())
+linear_ctc_grad_operator = operator("fusedloss::linear_ctc_grad", recompute_gradients)
 
 # %% ../nbs/14_linear_ctc.ipynb #dc10708a
 @linear_ctc_grad_operator.register_fake
@@ -785,10 +784,14 @@ linear_ctc_operator.register_autograd(_backward, setup_context=_save)
 # %% ../nbs/14_linear_ctc.ipynb #20528b1d
 class _Recomputed(torch.autograd.Function):
     "Losses, whose gradients wait for theirs."
-    forward, setup_context = staticmethod(recompute_losses), staticmethod(_save)
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = recompute_losses(*inputs)
+        _save(ctx, inputs, output)
+        return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g, *_): return _backward(ctx, g, by=recompute_gradients)
 
 # %% ../nbs/14_linear_ctc.ipynb #e8c58823
@@ -798,21 +801,22 @@ class _AllInForward(torch.autograd.Function):
     def forward(ctx, *inputs):
         loss, *gradients = linear_ctc_all(*inputs)
         ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
-        ctx.save_for_backward(*gradients)  # no input, no logits, no states
-        return loss
+        path = loss.new_empty(0)  # for `first_order`
+        ctx.save_for_backward(*gradients, path)  # no input, no logits, no states
+        ctx.set_materialize_grads(False)
+        return loss, path
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
+    @first_order
+    def backward(ctx, g, _):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        (dx, dw, db), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
+        (dx, dw, db, _), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         return (scaled(dx.flatten(0, 1), g, keep).view_as(dx) if need_x else None,
                 scaled(dw, g, keep) if need_w else None,
                 scaled_bias(db, g, ctx.dtype) if need_b else None, *[None] * 11)
 
 # %% ../nbs/14_linear_ctc.ipynb #4ff83848
-linear_ctc_all_operator = torch.library.custom_op("fusedloss::linear_ctc_all", linear_ctc_all,
-                                                  mutates_args=())
+linear_ctc_all_operator = operator("fusedloss::linear_ctc_all", linear_ctc_all)
 
 # %% ../nbs/14_linear_ctc.ipynb #bdb591a7
 @linear_ctc_all_operator.register_fake
@@ -828,9 +832,10 @@ def _save_all(ctx, inputs, output):
     ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[2:])  # not dx: `first_order`
 
 # %% ../nbs/14_linear_ctc.ipynb #ce82aa78
+@first_order
 def _scale_all(ctx, g, *_):
     if g is None: return (None,) * 14
     scale = lambda d, dtype: scaled_bias(d, g, dtype)
@@ -839,6 +844,19 @@ def _scale_all(ctx, g, *_):
 
 # %% ../nbs/14_linear_ctc.ipynb #3ee61ade
 linear_ctc_all_operator.register_autograd(_scale_all, setup_context=_save_all)
+
+# %% ../nbs/14_linear_ctc.ipynb #356c1874
+def ctc_flops(x:Tensor, w:Tensor, targets:Tensor, sweeps:int, *more:bool) -> int:
+    "FLOPs of all classes' scores, of those of the targets for each sweep, and as `products`."
+    columns = columns_of(int(min(len(x), targets.shape[-1])))
+    return products(x, w, *more) + sweeps * 2 * x.numel() * columns
+
+linear_ctc_operator.register_flops(lambda x, w, b, targets, *_, out_val:
+                                   ctc_flops(x, w, targets, 1))
+linear_ctc_grad_operator.register_flops(lambda g, x, w, b, targets, *others, out_val:
+                                        ctc_flops(x, w, targets, 1, *others[-3:-1]))
+linear_ctc_all_operator.register_flops(lambda x, w, b, targets, *others, out_val:
+                                       ctc_flops(x, w, targets, 2, *others[-3:-1]))
 
 # %% ../nbs/14_linear_ctc.ipynb #04843b13
 def check_linear_ctc(
@@ -876,13 +894,13 @@ def linear_ctc_loss(
     bias = bias[0] if bias else None
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
-    given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not _observed()
-    looked_at = _observed() or x.is_meta
+    given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()
+    looked_at = observed() or x.is_meta
     if kept and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
         if looked_at: return linear_ctc_all_operator(*given)[0]
-        return _AllInForward.apply(*given)
+        return _AllInForward.apply(*given)[0]
     recompute = linear_ctc_operator if looked_at else _Recomputed.apply
     losses, *_ = recompute(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)

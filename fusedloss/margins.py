@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number, reduce_loss)
+from fusedloss.core.operators import operator, products
 from fusedloss.core.weights import weight_alone
 from fusedloss.tiles import (
     add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
@@ -409,7 +410,7 @@ def cosine_lse_bwd(
     return dx.mul_(unit).to(x.dtype), dw
 
 # %% ../nbs/08_margins.ipynb #e98c6880
-@torch.library.custom_op("fusedloss::cosine_lse", mutates_args=())
+@operator("fusedloss::cosine_lse")
 def cosine_lse(
     x:Tensor, w:Tensor, y:Tensor, centers:int, scale:float, pace:float, paced:bool, eps:float,
     token_tile:int, class_tile:int,
@@ -419,7 +420,7 @@ def cosine_lse(
         return cosine_lse_fwd(x, w, y, Head(centers, scale, pace, paced, eps, token_tile,
                                             class_tile))
 
-@torch.library.custom_op("fusedloss::cosine_lse_grad", mutates_args=())
+@operator("fusedloss::cosine_lse_grad")
 def cosine_lse_grad(
     g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor, y:Tensor, rest:Tensor, centers:int,
     scale:float, pace:float, paced:bool, eps:float, token_tile:int, class_tile:int,
@@ -450,6 +451,10 @@ def _backward(ctx, g_rest, g_cos):
     return (dx if need_x else None, dw if need_w else None, *[None] * 8)
 
 cosine_lse.register_autograd(_backward, setup_context=_save)
+
+cosine_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
+cosine_lse_grad.register_flops(lambda g_rest, g_cos, x, w, *others, out_val:
+                               products(x, w, *others[-2:]))
 
 # %% ../nbs/08_margins.ipynb #a3e1cceb
 def check_head(

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
+from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
 from fusedloss.kernels import (
-    finite, has_kernel, jit, _observed, on_device, power, tl, unit as score_unit)
+    finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
 from fusedloss.recompute import (
     fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling, tiling_of)
@@ -392,8 +393,7 @@ def sample_columns(
     return tuple(way(y, seed, step, s, start, stop, ignore_index, missed, dtype))
 
 # %% ../nbs/09_partial_fc.ipynb #82a00215
-sampled_columns = torch.library.custom_op("fusedloss::sampled_columns", sample_columns,
-                                          mutates_args=())
+sampled_columns = operator("fusedloss::sampled_columns", sample_columns)
 
 @sampled_columns.register_fake
 def _(y, seed, step, bits, whole, chance, start, stop, ignore_index, missed, dtype):
@@ -413,7 +413,7 @@ def columns_of(
         y, kept, share = plain_labels(y, ignore_index, start, stop, dtype)
         return Columns(None, torch.where(y < 0, -1, y - start), None, None, kept, share)
     missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
-    way = sampled_columns if _observed() else sample_columns
+    way = sampled_columns if observed() else sample_columns
     return Columns(*way(y, sampler.seed, sampler.step, *sampler.strata, start, stop,
                         ignore_index, missed, dtype))
 
@@ -910,9 +910,8 @@ def columns_grad(
         return dx, values
 
 # %% ../nbs/09_partial_fc.ipynb #bdade85a
-partial_lse = torch.library.custom_op("fusedloss::partial_lse", columns_fwd, mutates_args=())
-partial_lse_grad = torch.library.custom_op("fusedloss::partial_lse_grad", columns_grad,
-                                           mutates_args=())
+partial_lse = operator("fusedloss::partial_lse", columns_fwd)
+partial_lse_grad = operator("fusedloss::partial_lse_grad", columns_grad)
 
 # %% ../nbs/09_partial_fc.ipynb #e26f918c
 @partial_lse.register_fake
@@ -929,6 +928,10 @@ def _(g_rest, g_cos, factor, rest, ux, x_inverse, uw, w_inverse, slot, shift, *o
     return (ux.new_empty(ux.shape if need_x else (0,), dtype=x_dtype),
             uw.new_empty(uw.shape if need_w else (0,), dtype=w_dtype))
 
+partial_lse.register_flops(lambda x, w, *_, out_val: products(x, out_val[5]))  # unit rows
+partial_lse_grad.register_flops(lambda g_rest, g_cos, factor, rest, ux, x_inverse, uw, *others,
+                                out_val: products(ux, uw, *others[-2:]))
+
 # %% ../nbs/09_partial_fc.ipynb #3d048b86
 class RowIndex(NamedTuple):
     "Which rows of a weight a gradient holds."
@@ -943,7 +946,7 @@ def gradients_of(
     *tensors, index = tensors
     options, x_dtype, w_dtype, kernel, shape, sparse = ctx.rest
     needs = ctx.needs_input_grad[:2]
-    way = partial_lse_grad if _observed() else columns_grad
+    way = partial_lse_grad if observed() else columns_grad
     dx, dw = way(g_rest, g_cos, factor, *tensors, *options, x_dtype, w_dtype, kernel, *needs)
     if needs[1] and index is not None: dw = rows_gradient(index, dw, shape, sparse)
     return dx if needs[0] else None, dw if needs[1] else None
@@ -953,7 +956,7 @@ class _PartialLse(torch.autograd.Function):
     "`partial_lse` with its gradient."
     @staticmethod
     def forward(ctx, x, w, kept, rows, index, slot, shift, sparse, dtype, kernel, *options):
-        way = partial_lse if _observed() else columns_fwd
+        way = partial_lse if observed() else columns_fwd
         rest, cos, top, *saved = way(x, w, kept, rows, slot, shift, *options, dtype, kernel)
         ctx.save_for_backward(rest, *saved, slot, shift, index)
         ctx.rest = options, x.dtype, w.dtype, kernel, w.shape, sparse
@@ -962,7 +965,7 @@ class _PartialLse(torch.autograd.Function):
         return rest, cos, top
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g_rest, g_cos, _):
         rest, *_ = tensors = ctx.saved_tensors
         given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
@@ -976,16 +979,16 @@ class _LineLoss(torch.autograd.Function):
         rows, slot, shift, index, kept, _ = columns
         ux, xi, uw, wi = unit_pair(x, kept, w, rows, dtype, o.eps)
         *seen, losses, g_rest, g_cos = launch_rest(ux, uw, slot, shift, o, line=line)
-        ctx.save_for_backward(g_rest, g_cos, seen[0], ux, xi, uw, wi, slot, shift, index)
+        ctx.save_for_backward(g_rest, g_cos, losses, seen[0], ux, xi, uw, wi, slot, shift, index)
         ctx.rest = o, x.dtype, w.dtype, True, w.shape, sparse
         ctx.mark_non_differentiable(*seen)
         ctx.set_materialize_grads(False)
-        return losses.sum(), *seen
+        return losses.sum(), losses, *seen  # losses for `first_order`
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g, *_):
-        g_rest, g_cos, *tensors = ctx.saved_tensors
+        g_rest, g_cos, _, *tensors = ctx.saved_tensors
         return *gradients_of(ctx, g_rest, g_cos, g, *tensors), *[None] * 5
 
 # %% ../nbs/09_partial_fc.ipynb #53f9c035
@@ -1466,7 +1469,8 @@ def line_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`scored_loss` of CosFace, by the kernels."
     line = Line(o.scale, -o.scale * head.margin.margin, columns.share)
-    return _LineLoss.apply(x, head.weight, columns, line, head.sparse, dtype, o)
+    loss, _, *seen = _LineLoss.apply(x, head.weight, columns, line, head.sparse, dtype, o)
+    return loss, *seen
 
 # %% ../nbs/09_partial_fc.ipynb #bd9b79a4
 def partial_loss(
@@ -1474,12 +1478,13 @@ def partial_loss(
     stats:bool,
 ) -> tuple[Tensor, Optional[HeadStats]]:
     "The mean loss of the valid rows, and what the step saw, if asked."
+    check_reverse("PartialFC", "margin_cross_entropy")
     o, dtype, wide_ = scoring_of(head), head_dtype(x), acc_dtype(x.dtype)
     kernel = picks_kernel(head.method, x, dtype, o)
     columns = columns_of(y, head.ignore_index, head.num_classes, sampler, wide_)
     if sampler is not None: sampler.advance()
     given = head, x, rows_of(head, columns), o, dtype
-    straight = kernel and type(head.margin) is CosFace and not _observed()
+    straight = kernel and type(head.margin) is CosFace and not observed()
     loss, *seen = line_loss(*given) if straight else scored_loss(*given, kernel)
     return loss, head_stats(head, columns, *seen) if stats else None
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import acc_dtype, autocasts, check_inputs, expect, is_number
+from fusedloss.core.operators import operator, products
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
@@ -999,7 +1000,7 @@ def filter_dtypes(x:Tensor) -> tuple[torch.dtype, ...]:
     return *[torch.int32] * 3, acc_dtype(x.dtype), x.dtype
 
 # %% ../nbs/06_recompute.ipynb #36284ded
-@torch.library.custom_op("fusedloss::recompute_loss", mutates_args=())
+@operator("fusedloss::recompute_loss")
 def recompute_loss(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     token_weight:Optional[Tensor], denominator:Optional[Tensor],
@@ -1015,7 +1016,7 @@ def recompute_loss(
         return *out, *(target.new_empty(0, dtype=dtype) for dtype in filter_dtypes(x))
 
 # %% ../nbs/06_recompute.ipynb #d9fdf521
-@torch.library.custom_op("fusedloss::recompute_grad", mutates_args=())
+@operator("fusedloss::recompute_grad")
 def recompute_grad(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
@@ -1094,6 +1095,10 @@ def _backward(ctx, g_loss, g_lse, g_entropy, *_):
     return dx, dw, None, db, *[None] * 11
 
 recompute_loss.register_autograd(_backward, setup_context=_save)
+
+recompute_loss.register_flops(lambda x, w, *_, out_val: products(x, w))
+recompute_grad.register_flops(lambda g_loss, g_lse, g_entropy, x, w, *others, out_val:
+                              products(x, w, *others[-3:-1]))
 
 # %% ../nbs/06_recompute.ipynb #e8132762
 def check_recompute(

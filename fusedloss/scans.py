@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedloss.baseline import expect
+from fusedloss.core.operators import transformed
 from fusedloss.kernels import cuda_kernel, finite, jit, on_device, tl
 from fusedloss.semirings import (Log, LogSemiring, Max, MaxSemiring, Sample, Semiring,
                                  check_graph, path_sum)
@@ -424,6 +425,7 @@ def logz(
     check_graph(Ms, idx, v0, vT)
     lengths = check_lengths(lengths, Ms)
     way = way_to(method, Ms, S)
+    if transformed(): way = None  # which take the loop of differentiable steps
     z = (_Logz.apply(way, S, Ms, idx, v0, vT, lengths) if way else
          logz_autograd(Ms, idx, v0, vT, S, lengths))
     if lengths is None or not (z.is_cuda and z.is_floating_point()): return z

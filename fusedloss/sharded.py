@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, check_labels, check_linear, check_target, expect, expect_tensor)
+from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
@@ -412,7 +413,6 @@ class _ShardScores(torch.autograd.Function):
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
-        ctx.save_for_backward(x_all, w, bias, mine, part, sums)
         ctx.set_materialize_grads(False)
         log_s, base = sums[SUM].log(), sums[BASE] / unit
         more = torch.stack([sums[AHEAD], base, sums[SQUARES].sqrt()])
@@ -420,12 +420,13 @@ class _ShardScores(torch.autograd.Function):
         kept = more, y_all.clone(), token_weight
         ctx.mark_non_differentiable(*kept)
         gap = log_s - (sums[TARGET] * unit - sums[BASE]) / unit
+        ctx.save_for_backward(x_all, w, bias, mine, part, sums, gap)  # gap for `first_order`
         return base + log_s, gap, sums[WEIGHED].clone(), base + sums[MOMENT] / sums[SUM], *kept
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g_lse, g_gap, g_total, g_mean, *_):
-        x, w, bias, y, weight, sums = ctx.saved_tensors
+        x, w, bias, y, weight, sums, _ = ctx.saved_tensors
         o, s, b, stats, budget = ctx.how
         needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
         if not any(needs): return (None,) * 11
@@ -455,7 +456,7 @@ class _OwnRows(torch.autograd.Function):
         return t[b.mine(s)].clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g):
         b, s = ctx.how
         padded = F.pad(g, (0, b.rows - len(g)))
@@ -491,6 +492,7 @@ def sharded_loss(
     o:RowOptions, s:Shards, b:Batch, reduction:str, stats:bool, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar or [n]; of this rank's rows
     "The loss of all ranks' tokens over all ranks' classes."
+    check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
     lse, gap, total, mean, rows, y, weights = _ShardScores.apply(
         x, w, bias, y, token_weight, weight, o, s, b, stats, budget)
     check_labels(y, s.n_classes, o.ignore_index)  # of all ranks: all raise, or none
@@ -722,7 +724,7 @@ class _GatherRows(torch.autograd.Function):
         return x_all.to(acc_dtype(x.dtype), copy=True), y_all
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g, _):
         b, s, factor = ctx.how
         dx = send_home(g, b, s, aside=False)()
@@ -736,16 +738,16 @@ class _JoinRest(torch.autograd.Function):
         rests, coss, tops = everyone(torch.stack([rest, cos, top]), s).unbind(1)
         joined = rests.logsumexp(0)
         share = (rest - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
-        ctx.save_for_backward(share)
+        ctx.save_for_backward(share, joined)  # the latter for `first_order`
         top = tops.amax(0)
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)
         return joined, coss.sum(0), top
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g_rest, g_cos, _):
-        share, = ctx.saved_tensors
+        share, _ = ctx.saved_tensors
         return None if g_rest is None else share * g_rest, g_cos, None, None
 
 # %% ../nbs/10_sharded.ipynb #afc0c043
@@ -757,7 +759,7 @@ class _LocalRows(torch.autograd.Function):
         return weight.to_local().detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, g):
         weight, = ctx.saved_tensors
         if not g.is_sparse: return whole_tensor(g, weight)
@@ -924,6 +926,7 @@ def gathered_batch(
     labels = target.clamp(min=0) if isinstance(target, Tensor) else target
     check_features(blind, features, labels)  # what labels say, later, on all ranks at once
     x, y = features.reshape(-1, head.embedding_size), target.reshape(-1).long()
+    check_reverse("ShardedPartialFC", "margin_cross_entropy")
     s, n = head.shards, len(x)
     if head.equal_batch: same_on_all("rows", torch.ones(n, device=x.device), s)
     b = Batch(s.group is None, n, n if head.equal_batch else widest(n, s, x.device))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_inputs, check_linear, expect, is_number, reduce_loss, row_norms)
+from fusedloss.core.operators import operator, products
 from fusedloss.core.weights import weight_alone
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3
@@ -226,7 +227,7 @@ def tiled_lse_bwd(
     return dx.mul_(unit).to(x.dtype), dw
 
 # %% ../nbs/02_tiles.ipynb #8a108d98
-@torch.library.custom_op("fusedloss::tiled_lse", mutates_args=())
+@operator("fusedloss::tiled_lse")
 def tiled_lse(
     x:Tensor, w:Tensor, y:Tensor, margin:float, scale:Optional[float],
     token_tile:int, class_tile:int, logit_scale:float=1.0,
@@ -235,7 +236,7 @@ def tiled_lse(
     with torch.autocast(x.device.type, enabled=False):
         return tiled_lse_fwd(x, w, y, margin, scale, token_tile, class_tile, logit_scale)
 
-@torch.library.custom_op("fusedloss::tiled_lse_grad", mutates_args=())
+@operator("fusedloss::tiled_lse_grad")
 def tiled_lse_grad(
     g_lse:Tensor, g_score:Tensor, x:Tensor, w:Tensor, y:Tensor, lse:Tensor,
     margin:float, scale:Optional[float], token_tile:int, class_tile:int, logit_scale:float,
@@ -266,6 +267,10 @@ def _backward(ctx, g_lse, g_score):
     return (dx if need_x else None, dw if need_w else None, *[None] * 6)
 
 tiled_lse.register_autograd(_backward, setup_context=_save)
+
+tiled_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
+tiled_lse_grad.register_flops(lambda g_lse, g_score, x, w, *others, out_val:
+                              products(x, w, *others[-2:]))
 
 # %% ../nbs/02_tiles.ipynb #b19e635d
 def autocast_like_linear(*tensors:Tensor) -> tuple[Tensor, ...]:

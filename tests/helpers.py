@@ -157,6 +157,21 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     return changed
 
 
+def has_no_second_derivative(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    "Does a gradient that matters twice raise, by every way to ask? Its first derivative alone must be there"
+    g, = torch.autograd.grad(loss, leaf, create_graph=True)
+    penalty = loss + 10 * g.pow(2).sum()
+    for ask in (lambda: torch.autograd.grad(penalty, leaf, retain_graph=True), lambda: torch.autograd.grad(g.sum(), leaf, retain_graph=True), penalty.backward):
+        try:
+            ask()
+        except RuntimeError as error:
+            if "no derivative of its own" in str(error):
+                continue
+            raise
+        return False
+    return True
+
+
 def fault_of(find: Callable[[ModuleType], str | None], module: ModuleType, folder: Path, *pairs: str) -> str | None:
     "What `find` says of a module with texts replaced, or the error that it ran into"
     changed = planted(module, folder, *pairs)

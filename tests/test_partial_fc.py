@@ -656,7 +656,7 @@ def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
     x.requires_grad_()
     results = []
     for looked_at in (True, False):
-        monkeypatch.setattr(partial_fc, "_observed", lambda: looked_at)
+        monkeypatch.setattr(partial_fc, "observed", lambda: looked_at)
         head = make_head(w, sample_rate=0.3)
         loss = head(x, y)
         dx, dw = torch.autograd.grad(loss, [x, head.weight])

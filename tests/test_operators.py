@@ -1,0 +1,311 @@
+"""Operators: one registration a process, whose functions may be replaced."""
+import gc
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import planted
+from torch import Tensor
+from workbook import ROOT
+
+import fusedloss as fl
+from fusedloss import chunks, kernels, linear_ctc, partial_fc
+from fusedloss.core import operators
+from fusedloss.core.operators import operator
+from fusedloss.kernels import RowOptions
+from fusedloss.sharded import Batch, Shards, sharded_loss
+
+Z, Y = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+
+
+def define(factor: float):
+    "The operator `again`, every function of it new"
+    @operator("fusedloss_test::again")
+    def again(x: Tensor) -> Tensor:
+        return x * factor
+
+    again.register_fake(lambda x: x.new_empty(x.shape))
+    again.register_autograd(lambda ctx, g: g * factor * 10)
+    return again
+
+
+def test_defining_again_replaces_the_functions_behind_every_handle():
+    first, x = define(0.0), torch.ones(3, requires_grad=True)
+    call = torch.compile(lambda x: first(x), fullgraph=True, backend="aot_eager")
+    for factor in range(1, 51):
+        last = define(float(factor))
+        gc.collect()
+        if factor % 10: continue
+        for handle in (first, last, torch.ops.fusedloss_test.again, call):
+            y = handle(x)
+            assert torch.equal(y, factor * torch.ones(3))
+            if handle is not call:  # what a graph of a compiler holds is compiled
+                assert torch.autograd.grad(y.sum(), x)[0].tolist() == [factor * 10] * 3
+    torch.library.opcheck(first, (torch.randn(4),))
+
+
+def test_another_schema_leaves_the_first_operator_as_it_is():
+    first = define(2.0)
+    @operator("fusedloss_test::again")
+    def other(x: Tensor, factor: float) -> Tensor: return factor * x
+    assert other is not first and other(torch.ones(()), 3.0) == 3 and first(torch.ones(())) == 2
+    assert define(4.0) is first and first(torch.ones(())) == 4 and other(torch.ones(()), 3.0) == 3
+
+
+def test_a_reload_and_a_fresh_import_keep_the_operators():
+    "In a process of its own: classes of the library are made anew"
+    code = """if True:
+        import gc, importlib, sys, torch
+        import fusedloss as fl
+        from fusedloss import chunks, kernels, linear_ctc, partial_fc
+        from fusedloss.core import operators
+        z, y, first = torch.randn(5, 7, requires_grad=True), torch.arange(5), kernels.logits_loss
+        call = torch.compile(lambda z: fl.cross_entropy(z, y), fullgraph=True, backend="aot_eager")
+        expected = call(z)
+        for module in [operators, kernels] * 3: importlib.reload(module); gc.collect()
+        assert kernels.logits_loss is first and torch.equal(call(z), expected)
+        for name in [n for n in sys.modules if n.startswith("fusedloss")]: del sys.modules[name]
+        gc.collect()
+        import fusedloss
+        assert sys.modules["fusedloss.kernels"].logits_loss is first
+        torch._dynamo.reset()
+        call(z).backward()
+        fusedloss.cross_entropy(z, y).backward()
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_under_another_namespace_leaves_the_library_alone(tmp_path):
+    changed = planted(kernels, tmp_path, "return losses if reduction", "return losses if reduction")
+    assert changed.logits_loss is not kernels.logits_loss
+    assert changed.logits_loss._qualname.startswith("variant")
+
+
+def sample(h=3, dtype=torch.float64):
+    "x [6,h], w [9,h], y [6]"
+    torch.manual_seed(0)
+    x, w = torch.randn(6, h, dtype=dtype), torch.randn(9, h, dtype=dtype)
+    return x.requires_grad_(), w.requires_grad_(), torch.tensor([0, 3, 8, -100, 2, 3])
+
+
+def linear(**options):
+    return lambda x, w, y: fl.linear_cross_entropy(x, w, y, **options).sum()
+
+
+def of_logits(loss, **options):
+    return lambda x, w, y: loss(x @ w.T, y, **options).sum()
+
+
+FRAMES = [3, 2]
+
+
+def of_paths(loss, **options):
+    "x as three frames of two sequences"
+    return lambda x, w, y: loss(x.view(3, 2, -1), w, torch.tensor([[1], [2]]), FRAMES, [1, 1], **options).sum()
+
+
+def with_stats(loss, **options):
+    def run(x, w, y):
+        l, stats = loss(x, w, y, return_stats=True, **options)
+        return l.sum() + stats.entropy.sum()
+    return run
+
+
+def head(kind=fl.PartialFC, **options):
+    "A head whose weight is given"
+    def run(x, w, y):
+        m = kind(9, x.shape[1], dtype=w.dtype, ignore_index=-100, sparse=False, **options)
+        return torch.func.functional_call(m, {"weight": w}, (x, y))
+    return run
+
+
+CTC = lambda x, w, *rest, **options: fl.ctc_loss_with_logits(x @ w.T, *rest, **options)
+# by name: losses whose first derivative is all there is
+ONCE = {
+    **{f"linear, {m}": linear(method=m) for m in ("auto", "eager", "tiles", "chunks", "recompute")},
+    "chunks, statistics": lambda x, w, y: fl.chunked_linear_cross_entropy(x, w, y, return_stats=True)[0],
+    "recompute, each row": linear(method="recompute", reduction="none"),
+    "recompute, statistics": with_stats(fl.recompute_linear_cross_entropy),
+    "recompute, filtered": linear(method="recompute", filter_eps=1e-3),
+    "LMCL in tiles": lambda x, w, y: fl.tiled_linear_cross_entropy(x, w, y, scale=8.0),
+    "cross entropy": of_logits(fl.cross_entropy),
+    "cross entropy, each row": of_logits(fl.cross_entropy, reduction="none"),
+    "cross entropy, in place": of_logits(fl.cross_entropy, inplace=True),
+    "cross entropy, each row in place": of_logits(fl.cross_entropy, inplace=True, reduction="none"),
+    "iota": of_logits(fl.iota_cross_entropy),
+    "CosFace": lambda x, w, y: fl.margin_cross_entropy(x, w, y, margin=fl.margins.CosFace()),
+    "PartialFC": head(),
+    "linear CTC": of_paths(fl.linear_ctc_loss),
+    "linear CTC, each row": of_paths(fl.linear_ctc_loss, reduction="none"),
+    "classes over ranks": lambda x, w, y: sharded_loss(x, w, None, y, None, None, RowOptions(-100, 0.0, 1.0, 0.0, 0.0), Shards(9, 0, 9),
+                                                       Batch(True, 6, 6), "mean", False, 2**20)[0],
+    "head over ranks": head(kind=fl.ShardedPartialFC),
+}
+TWICE = {"CTC": of_paths(CTC), "log_softmax": lambda x, w, y: torch.nn.functional.cross_entropy(x @ w.T, y)}
+
+
+def test_a_recorded_gradient_is_right_and_its_derivative_raises():
+    for name, loss in ONCE.items():
+        x, w, y = sample()
+        expected = torch.autograd.grad(loss(x, w, y), (x, w))
+        for i, leaf in enumerate((x, w)):
+            l = loss(x, w, y)
+            g = torch.autograd.grad(l, (x, w), create_graph=True)
+            assert all(torch.equal(a, e) for a, e in zip(g, expected)), name
+            penalty = l + 10 * g[i].pow(2).sum()
+            for by in (x, w):
+                with pytest.raises(RuntimeError, match="no derivative of its own"):
+                    torch.autograd.grad(penalty, by, retain_graph=True)
+                    pytest.fail(f"{name}: a second derivative was left out")
+            other = torch.autograd.grad(leaf.pow(3).sum() + l * 2, leaf)[0]  # of which the gradient was recorded too
+            torch.testing.assert_close(other, 3 * leaf.detach() ** 2 + 2 * expected[i])
+
+
+def test_operators_raise_for_second_derivatives_where_a_mode_looks_on():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, fn, types, args=(), kwargs=None): return fn(*args, **(kwargs or {}))
+
+    for name, loss in [*ONCE.items(), ("CTC", TWICE["CTC"])]:
+        x, w, y = sample()
+        with Looks():
+            l = loss(x, w, y)
+            g, = torch.autograd.grad(l, x, create_graph=True)
+            with pytest.raises(RuntimeError, match="no derivative of its own"):
+                torch.autograd.grad(l + 10 * g.pow(2).sum(), x)
+                pytest.fail(f"{name}: a second derivative was left out")
+
+
+def test_second_derivatives_that_are_there_are_right():
+    for name, loss in TWICE.items():
+        x, w, y = sample()
+        def penalty(x): return 10 * torch.autograd.grad(loss(x, w, y), x, create_graph=True)[0].pow(2).sum()
+        assert torch.autograd.gradcheck(penalty, x), name
+
+
+def test_a_hessian_raises():
+    x, w, y = sample()
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        torch.autograd.functional.hessian(lambda x: fl.linear_cross_entropy(x, w, y), x)
+
+
+# by name: losses that `torch.func.grad` takes, and those that say what to use
+FUNCTIONAL = [name for name in ONCE if name not in ("iota", "PartialFC", "classes over ranks", "head over ranks")]
+
+
+def test_func_grad():
+    for name in [*FUNCTIONAL, *TWICE]:
+        loss, (x, w, y) = {**ONCE, **TWICE}[name], sample()
+        expected = torch.autograd.grad(loss(x, w, y), (x, w))
+        got, value = torch.func.grad_and_value(loss, argnums=(0, 1))(x.detach(), w.detach(), y)
+        for a, e in zip(got, expected): torch.testing.assert_close(a, e, msg=lambda m: f"{name}: {m}")
+        assert not value.requires_grad and not got[0].requires_grad
+        later = torch.func.vjp(lambda x, w: loss(x, w, y), x.detach(), w.detach())[1]  # called when its level is gone
+        for a, e in zip(later(torch.ones((), dtype=x.dtype)), expected): torch.testing.assert_close(a, e, msg=lambda m: f"{name}: {m}")
+
+
+def test_func_grad_of_a_gradient_raises():
+    for name in FUNCTIONAL:
+        loss, (x, w, y) = ONCE[name], sample()
+        def slope(x): return torch.func.grad(loss)(x, w.detach(), y).pow(2).sum()
+        with pytest.raises(RuntimeError, match="no derivative of its own"):
+            torch.func.grad(slope)(x.detach())
+            pytest.fail(f"{name}: a second derivative was left out")
+
+
+def test_func_grad_of_a_model_as_torchs():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5)).double()
+    torch.manual_seed(0)
+    x, y, parameters = torch.randn(7, 4).double(), torch.arange(7) % 5, dict(model.named_parameters())
+    def loss(parameters, by): return by(torch.func.functional_call(model, parameters, (x,)), y, label_smoothing=0.1)
+    got, expected = (torch.func.grad(loss)(parameters, by) for by in (fl.cross_entropy, torch.nn.functional.cross_entropy))
+    for key, e in expected.items(): torch.testing.assert_close(got[key], e)
+
+
+def test_what_takes_no_transform_says_what_to_use():
+    for name in set(ONCE) - set(FUNCTIONAL):
+        loss, (x, w, y) = ONCE[name], sample()
+        with pytest.raises(RuntimeError, match="; use "):
+            torch.func.grad(loss)(x, w, y)
+            pytest.fail(name)
+
+
+def test_forward_mode_raises():
+    from torch.autograd import forward_ad
+    for name, loss in {**ONCE, "CTC": TWICE["CTC"]}.items():
+        x, w, y = (t.detach() for t in sample())
+        def jvp(): return torch.func.jvp(lambda x: loss(x, w, y), (x,), (torch.ones_like(x),))
+        def dual():
+            with forward_ad.dual_level(): return loss(forward_ad.make_dual(x, torch.ones_like(x)), w, y)
+        def dual_that_requires_grad():
+            with forward_ad.dual_level(): return loss(forward_ad.make_dual(x, torch.ones_like(x)), w.clone().requires_grad_(), y)
+        for way in (jvp, dual, dual_that_requires_grad):
+            with pytest.raises(RuntimeError, match="forward-mode"):
+                way()
+                pytest.fail(f"{name}, {way.__name__}: no tangent")
+
+
+def test_a_dual_level_without_tangents_changes_nothing():
+    from torch.autograd import forward_ad
+    x, w, y = sample()
+    with forward_ad.dual_level():
+        l = fl.linear_cross_entropy(x, w, y, method="recompute")
+    torch.testing.assert_close(l, fl.linear_cross_entropy(x, w, y, method="recompute"))
+
+
+def test_vmap_raises():
+    x, w, y = (t.detach() for t in sample())
+    for method in ("tiles", "recompute", "chunks", "eager"):
+        with pytest.raises(RuntimeError, match="vmap"):
+            torch.func.vmap(lambda x: fl.linear_cross_entropy(x, w, y, method=method))(torch.stack([x, x]))
+
+
+def counted(run) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+    added = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}  # which PyTorch leaves out
+    with FlopCounterMode(display=False, custom_mapping=added) as mode:
+        run()
+    return mode.get_total_flops()
+
+
+# by name: products forward, and backward
+PRODUCTS = {"linear, auto": (1, 2), "linear, eager": (1, 2), "linear, tiles": (1, 3), "linear, chunks": (3, 0), "linear, recompute": (1, 3),
+            "LMCL in tiles": (1, 3), "recompute, filtered": (1, 3), "CosFace": (1, 3), "PartialFC": (1, 3)}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_flops(name):
+    (x, w, _), (forward, backward), y = sample(), PRODUCTS[name], torch.tensor([0, 3, 8, 1, 2, 3])
+    losses, product = [], 2 * 6 * 3 * 9
+    assert counted(lambda: losses.append(ONCE[name](x, w, y))) == forward * product
+    assert counted(losses[0].backward) == backward * product
+    assert counted(lambda: ONCE[name](x.detach(), w, y).backward()) == (forward + backward - 1) * product
+
+
+@pytest.mark.parametrize("name, module", [("linear, chunks", chunks), ("PartialFC", partial_fc), ("linear CTC", linear_ctc),
+                                          ("linear CTC, each row", linear_ctc)])
+def test_flops_are_those_of_the_products_that_are_made(name, module, monkeypatch):
+    "Without the operator, a counter sees PyTorch's own products"
+    x, w, _ = sample()
+    monkeypatch.setitem(globals(), "FRAMES", [3, 3])  # frames that are not there are counted
+    run = lambda: ONCE[name](x, w, torch.arange(6)).backward()
+    told = counted(run)
+    monkeypatch.setattr(module, "observed", lambda: False)
+    assert told == counted(run) > 0
+
+
+def test_a_counter_needs_no_import_before():
+    code = """if True:
+        import sys, torch
+        import fusedloss as fl
+        assert "torch.utils.flop_counter" not in sys.modules
+        from torch.utils.flop_counter import FlopCounterMode
+        with FlopCounterMode(display=False) as mode: fl.linear_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2).long(), method="tiles")
+        print(mode.get_total_flops())
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "60\n", done.stderr
