@@ -75,7 +75,7 @@ def language_model(mesh, tokens_spread):
         x = DTensor.from_local(x.chunk(ranks)[mesh.get_local_rank()], mesh, [Shard(0)], run_check=False)
         y = y.chunk(ranks)[mesh.get_local_rank()]
     x.requires_grad_()
-    step = lambda: torch.autograd.grad(fl.linear_cross_entropy(x, w, y), [x, w])
+    step = lambda: torch.autograd.grad(fl.linear_cross_entropy(x, w, y, backbone_reduction="sum" if tokens_spread else None), [x, w])
     measured("tokens spread" if tokens_spread else "tokens on all", LANGUAGE_MODEL, step)
 
 

@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedloss.baseline import acc_dtype, autocasts, check_inputs, check_linear, expect, FLOATS
+from fusedloss.baseline import (
+    acc_dtype, autocasts, check_inputs, check_linear, expect, FLOATS)
+from fusedloss.core.operators import first_order, observed, operator, products
+from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     CrossEntropyStats, RowOptions, check_options, check_weights, has_kernel, launch_bwd,
     row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around)
-from fusedloss.core.operators import first_order, observed, operator, products
-from fusedloss.core.weights import weight_and_bias
 from fusedloss.tiles import product_dtype, put_product, tile_slices
 
 # %% ../nbs/05_chunks.ipynb #cee6827f

@@ -7,8 +7,7 @@ __all__ = ['interleave', 'may_skip', 'ctc_graph', 'ctc_by_logz', 'alpha_table', 
            'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample', 'CTCPosteriors', 'ctc_posteriors']
 
 # %% ../nbs/13_ctc.ipynb #8fd56191
-import functools, math, os, warnings
-from importlib.util import find_spec
+import functools, math, os
 from typing import NamedTuple, Optional
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import expect, expect_tensor
+from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.operators import observed, operator
-from fusedloss.kernels import (ELEMENTS, _by_cupy, _by_torch, capability,
-                               cuda_source, on_device, reduce_rows, scaled_rows)
+from fusedloss.kernels import (ELEMENTS, capability, on_device, reduce_rows, scaled_rows)
 from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
 from fusedloss.semirings import Log
 
@@ -326,17 +325,12 @@ def scan_shape(
 
 # %% ../nbs/13_ctc.ipynb #3c41d493
 def ctc_kernel(
-    name:str,  # ctc_scan, ctc_grad, ctc_loss
+    name:str,  # ctc_scan, ctc_grad, ctc_loss, ctc_scale
     device:int,  # the current one
     **constants,  # what the source leaves open
 ):  # a launcher, (blocks, threads, *arguments); None where nothing can compile it
-    "A kernel of `cuda/ctc.cu`, compiled; it launches on torch's current stream."
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    by_torch = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
-    try:
-        return (_by_torch if by_torch else _by_cupy)(cuda_source("ctc"), name, options)
-    except Exception as reason:  # of a compiler that is not there there are many kinds
-        warnings.warn(f"cuda/ctc.cu was not compiled, and PyTorch takes its place: {reason!r}")
+    "A kernel of `cuda/ctc.cu`."
+    return cuda_kernel(name, device, ("ctc",), **constants)
 
 # %% ../nbs/13_ctc.ipynb #c2845d7f
 def runs_kernels(z:Tensor) -> bool:

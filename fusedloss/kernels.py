@@ -8,25 +8,25 @@ __all__ = ['LOG2E', 'capability', 'logits_loss', 'logits_loss_grad', 'finite', '
            'share', 'row_start', 'class_weight', 'load_block', 'shifted', 'tally', 'scan_kernel', 'finish_kernel',
            'row_gradient', 'bwd_kernel', 'store_gradient', 'turnaround_kernel', 'scale_kernel', 'RowOptions', 'Blocks',
            'small_blocks', 'scan_blocks', 'turnaround_blocks', 'score_fn', 'all_weights', 'on_device', 'scan_parts',
-           'launch_scan', 'launch_bwd', 'launch_turnaround', 'launch_scale', 'cuda_source', 'cuda_kernel', 'Cluster',
-           'cluster_shape', 'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch', 'launch_both',
-           'RowTerms', 'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd',
-           'reference_stats', 'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows',
-           'turn_around', 'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
+           'launch_scan', 'launch_bwd', 'launch_turnaround', 'launch_scale', 'Cluster', 'cluster_shape',
+           'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch', 'launch_both', 'RowTerms',
+           'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd', 'reference_stats',
+           'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows', 'turn_around',
+           'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
            'check_overwrite', 'CrossEntropyStats', 'row_stats', 'cross_entropy', 'overwrites', 'turns_early']
 
 # %% ../nbs/04_kernels.ipynb #cf62d1ea
-import functools, math, warnings
+import functools, math
 from contextlib import nullcontext
-from importlib.resources import files
 from types import SimpleNamespace
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from fusedloss.baseline import (
     FLOATS, acc_dtype, bad_labels, check_labels, check_target, expect, is_number)
+from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.operators import first_order, observed, operator, transformed
 
 # %% ../nbs/04_kernels.ipynb #60761d1c
@@ -607,51 +607,6 @@ def launch_scale(
         scale_kernel[(-(-m // tall),)](
             dz, out, factor, denominator, m, v, dz.shape[1], *dz.stride(), *out.stride(),
             factor.stride(0), COPY=out is not dz, BN=tall, BV=wide, num_warps=8)
-
-# %% ../nbs/04_kernels.ipynb #f8ed58e2
-def cuda_source(name:str) -> str:
-    "Text of `cuda/{name}.cu`: in the package where it is installed, beside it in a checkout."
-    home = files("fusedloss")
-    places = home / "cuda", home.parent / "cuda"
-    return next(p for p in places if p.is_dir()).joinpath(f"{name}.cu").read_text()
-
-# %% ../nbs/04_kernels.ipynb #0797056d
-def _by_cupy(source, name, options):
-    from cupy import RawModule
-    kernel = RawModule(code=source, options=options).get_function(name)
-    def launch(grid, block, *args, shared=0):
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
-        if shared > 49152: kernel.max_dynamic_shared_size_bytes = shared
-        kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
-               stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
-    return launch
-
-def _by_torch(source, name, options):
-    options = [*options, "-ftz=true"]  # as CuPy compiles: the same bits
-    kernel = torch.cuda._compile_kernel(source, name, nvcc_options=options)
-    nothing = torch.empty(0, device="cuda")  # its pointer is null
-    def launch(grid, block, *args, shared=0):
-        if shared >= 49152: kernel.set_shared_memory_config(shared)
-        given = [nothing if a is None else a for a in args]
-        kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
-    return launch
-
-# %% ../nbs/04_kernels.ipynb #95e520f3
-@functools.cache
-def cuda_kernel(
-    name:str,  # of the kernel and of its file
-    device:int,  # the current one
-    **constants,  # what the source leaves open
-) -> Optional[Callable]:  # (blocks, threads, *arguments, shared=bytes); None: no compiler
-    "A kernel of `cuda/`, compiled; it launches on torch's current stream."
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    try:
-        return _by_cupy(cuda_source(name), name, options)
-    except ImportError:
-        if hasattr(torch.cuda, "_compile_kernel"):
-            return _by_torch(cuda_source(name), name, options)
-    warnings.warn(f"cuda/{name}.cu needs CuPy to be compiled; a slower way takes its place")
 
 # %% ../nbs/04_kernels.ipynb #482eb5b1
 class Cluster(NamedTuple):

@@ -6,8 +6,7 @@
 __all__ = ['first_of_its_kind', 'linear_ctc_loss']
 
 # %% ../nbs/14_linear_ctc.ipynb #c454b8b5
-import functools, warnings
-from importlib.util import find_spec
+import functools
 from typing import NamedTuple, Optional
 
 import torch
@@ -22,9 +21,10 @@ from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
     visible)
+from fusedloss.core.cuda import cuda_kernel
 from fusedloss.kernels import (
-    _by_cupy, _by_torch, capability, cuda_source, ELEMENTS, finite, jit, on_device,
-    power, reduce_rows, RowOptions, score_fn, tl, unit as score_unit)
+    capability, ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
+    tl, unit as score_unit)
 from fusedloss.recompute import (
     check_recompute, chunk_scores, fastest, launch_sums, multiprocessors, operand, place,
     takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
@@ -76,19 +76,12 @@ def launch_targets(
     return classes, own, *sizes, log_z
 
 # %% ../nbs/14_linear_ctc.ipynb #ffee1911
-@functools.cache
 def lattice_kernel(
     name:str,  # of linear_ctc.cu, or ctc_loss of stage 13
     device:int, **constants,
 ):
     "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
-    alone = hasattr(torch.cuda, "_compile_kernel") and not find_spec("cupy")
-    by = _by_torch if alone else _by_cupy
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in constants.items()))
-    try: return by(cuda_source("ctc") + cuda_source("linear_ctc"), name, options)
-    except Exception as reason:  # of a compiler that is not there there are many kinds
-        warnings.warn("cuda/linear_ctc.cu was not compiled, and PyTorch takes its place: "
-                      f"{reason!r}")
+    return cuda_kernel(name, device, ("ctc", "linear_ctc"), **constants)
 
 # %% ../nbs/14_linear_ctc.ipynb #706f7ec5
 class Scan(NamedTuple):

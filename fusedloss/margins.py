@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['EPS', 'LEAST_SINE', 'lengths', 'normalize', 'Margin', 'check_numbers', 'CosFace', 'angle', 'falling_cosine',
-           'angular_score', 'check_angular', 'ArcFace', 'Combined', 'batch_sums', 'mean_and_std', 'AdaFace', 'Circle',
-           'SubCenter', 'Head', 'CosineTiles', 'bent', 'bent_slope', 'leave_out', 'cosine_lse_fwd', 'cosine_dz',
-           'keep_tangent', 'cosine_slice_bwd', 'cosine_lse_bwd', 'cosine_lse', 'cosine_lse_grad', 'check_head',
-           'margin_cross_entropy']
+           'angular_score', 'check_angular', 'ArcFace', 'Combined', 'batch_sums', 'mean_and_std', 'WideBuffers',
+           'AdaFace', 'Circle', 'SubCenter', 'Head', 'CosineTiles', 'bent', 'bent_slope', 'leave_out', 'cosine_lse_fwd',
+           'cosine_dz', 'keep_tangent', 'cosine_slice_bwd', 'cosine_lse_bwd', 'cosine_lse', 'cosine_lse_grad',
+           'check_head', 'margin_cross_entropy']
 
 # %% ../nbs/08_margins.ipynb #acbdbc8c
 import math
@@ -185,8 +185,25 @@ def mean_and_std(
     spread = ((squares - total * mean) / (n - 1).clamp(min=1)).clamp(min=0).sqrt()
     return near + mean.to(near.dtype), torch.where(n > 1, spread.to(std.dtype), std)
 
+# %% ../nbs/08_margins.ipynb #b0aa2a31
+class WideBuffers(nn.Module):
+    "A module whose own buffers keep `acc_dtype` when it is moved, cast or loaded."
+    def _apply(self, *args, **options):
+        held = dict(self._buffers)
+        super()._apply(*args, **options)
+        for name, t in self._buffers.items():
+            if t is None or t.dtype == held[name].dtype: continue
+            self._buffers[name] = held[name].to(t.device, acc_dtype(t.dtype))
+        return self
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)  # with `assign`, tensors of any dtype
+        for name, t in self._buffers.items():
+            if t is None or not t.is_floating_point(): continue
+            self._buffers[name] = t.to(acc_dtype(t.dtype))
+
 # %% ../nbs/08_margins.ipynb #676a69df
-class AdaFace(nn.Module, Margin):
+class AdaFace(WideBuffers, Margin):
     "scale · (cos(θ − mẑ) − mẑ − m), ẑ the length of a row among others': arXiv 2204.00964."
     def __init__(self,
         margin:float=0.4, scale:float=64.0,
@@ -200,14 +217,15 @@ class AdaFace(nn.Module, Margin):
         self.reduce, self.clip = reduce, clip
         check_numbers(self, "margin", "h", "momentum")
         expect(momentum <= 1, "momentum", "a share, from 0 to 1", momentum)
-        self.register_buffer("mean", torch.tensor(20.0))
-        self.register_buffer("std", torch.tensor(100.0))
+        self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float32))
+        self.register_buffer("std", torch.tensor(100.0, dtype=torch.float32))
 
     @torch.no_grad()
     def observe(self, norm:Tensor, valid:Tensor):
         "Let the running mean and deviation take in a batch's valid lengths, in training."
         if not self.training: return
-        sums = batch_sums(norm.clamp(*self.clip), valid, self.mean)
+        known = valid & norm.isfinite()  # a row that overflowed says nothing of the others
+        sums = batch_sums(norm.clamp(*self.clip), known, self.mean)
         if self.reduce is not None: sums = self.reduce(sums)
         for held, new in zip((self.mean, self.std), mean_and_std(sums, self.mean, self.std)):
             held.lerp_(new, self.momentum)

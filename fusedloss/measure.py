@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_measure.ipynb #b3e9a5bd
 from __future__ import annotations
-import functools, html, io, json, math, os, platform, re, statistics, subprocess, weakref
+import functools, html, io, json, math, platform, random, re, statistics, weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -17,17 +17,20 @@ import torch.utils.benchmark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from tqdm.auto import tqdm
+from tqdm import tqdm
+
+from fusedloss.core.sources import commit
 
 # %% auto #0
-__all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'Cost', 'product_cost',
-           'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table',
-           'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles', 'time_call',
-           'Comparison', 'progress', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'peak_memory', 'Launches',
-           'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name', 'versions',
-           'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error', 'commit', 'record',
-           'load_results', 'measure_against_floor', 'caption', 'linear_losses', 'logits_losses', 'results_table',
-           'trade_off', 'roofline', 'Check', 'prediction_table', 'predicted_against_measured']
+__all__ = ['SHAPES', 'H200', 'MACHINES', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'machine_of', 'Cost',
+           'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si',
+           'cost_table', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles',
+           'time_call', 'Comparison', 'progress', 'time_in_turn', 'comparison', 'compare', 'MemoryEvent', 'MemoryTrace',
+           'trace_memory', 'peak_memory', 'Launches', 'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives',
+           'memory_timeline', 'machine_name', 'versions', 'machine_line', 'measure_bandwidth', 'measure_rate',
+           'measure_machine', 'relative_error', 'record', 'load_results', 'measure_in_turn', 'measure_against_floor',
+           'caption', 'linear_losses', 'logits_losses', 'results_table', 'trade_off', 'roofline', 'Check',
+           'prediction_table', 'predicted_against_measured']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -62,6 +65,17 @@ def dtype_name(dtype:torch.dtype) -> str:
 # the check beside the measurement below holds it to 20 %
 H200 = Machine("NVIDIA H200", 4.3e12,
                dict(bfloat16=700e12, float16=670e12, float32=51e12, float64=62e12))
+
+# %% ../nbs/00_measure.ipynb #3184dfd7
+MACHINES = {"H200": H200}  # by the name that `fl.plan` takes
+
+def machine_of(
+    machine:Machine|str,  # one of `MACHINES` by its name, or itself
+) -> Machine:
+    "The machine of that name; `ValueError` names those there are."
+    if isinstance(machine, str) and machine not in MACHINES:
+        raise ValueError(f"machine: expected one of {sorted(MACHINES)}, got {machine!r}")
+    return MACHINES[machine] if isinstance(machine, str) else machine
 
 # %% ../nbs/00_measure.ipynb #7e7c8f80
 @dataclass(frozen=True)
@@ -298,6 +312,27 @@ def progress(items:Iterable, what:str):
     "A progress bar that shows itself only when the work takes more than three seconds."
     return tqdm(items, desc=what, delay=3, leave=False)
 
+# %% ../nbs/00_measure.ipynb #c02c4210
+def time_in_turn(
+    runs:dict[str, Callable[[], Any]],  # what is timed, by name
+    device:str|torch.device="cpu",
+    rounds:int=7,  # times that each is measured
+    seconds:float=0.05,  # of measurement a round for each
+) -> dict[str, list[float]]:  # by name, the median of each round
+    "Time `runs` one after another, in an order that is drawn anew for every round."
+    order, found = random.Random(0), {name: [] for name in runs}
+    for _ in progress(range(rounds), "rounds"):
+        for name in order.sample(list(runs), len(runs)):
+            found[name].append(time_call(runs[name], device, seconds).median)
+    return found
+
+# %% ../nbs/00_measure.ipynb #3fad20ac
+def comparison(
+    a:list[float], b:list[float],  # seconds, one a round
+) -> Comparison:
+    "What two lists of timings say, ratios taken within each round."
+    return Comparison(quantiles(a), quantiles(b), quantiles(r / l for l, r in zip(a, b)))
+
 # %% ../nbs/00_measure.ipynb #0341e745
 def compare(
     a:Callable[[], Any], b:Callable[[], Any],
@@ -305,11 +340,8 @@ def compare(
     rounds:int=7,  # times that each is measured
     seconds:float=0.05,  # of measurement a round for each
 ) -> Comparison:
-    "Time `a` and `b` in turn and give the ratio b/a with its spread."
-    pairs = [(time_call(a, device, seconds).median, time_call(b, device, seconds).median)
-             for _ in progress(range(rounds), "compare")]
-    left, right = zip(*pairs)
-    return Comparison(quantiles(left), quantiles(right), quantiles(r / l for l, r in pairs))
+    "Time `a` and `b` in turn, in a fresh order each round, and give the ratio b/a."
+    return comparison(*time_in_turn(dict(a=a, b=b), device, rounds, seconds).values())
 
 # %% ../nbs/00_measure.ipynb #b4c150e4
 class MemoryEvent(NamedTuple):
@@ -519,19 +551,6 @@ def relative_error(
     distance, size = (out.detach().to(ref) - ref).norm().item(), ref.norm().item()
     return distance / size if size else distance
 
-# %% ../nbs/00_measure.ipynb #754b4bd8
-def commit(
-    folder:str|Path=".",  # inside the repository
-) -> str:
-    "Short hash of the commit, `+` where files differ; FUSEDLOSS_COMMIT without a repository."
-    git = lambda *args: subprocess.run(
-        ["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        return (git("rev-parse", "--short", "HEAD")
-                + ("+" if git("status", "--porcelain", "--untracked-files=no") else ""))
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FUSEDLOSS_COMMIT", "unknown")
-
 # %% ../nbs/00_measure.ipynb #17f6f40d
 def record(
     path:str|Path,  # the JSON file, a list of records
@@ -540,12 +559,12 @@ def record(
     device:str|torch.device="cpu",
     **figures:float,  # in seconds, bytes, or ratios: the key says which
 ) -> dict:
-    "Append one measurement to `path`, in place of the same one made earlier."
+    "Append one measurement to `path`, in place of the same one made earlier; only from committed sources."
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     entry = dict(name=name, shape=dict(shape), dtype=dtype_name(dtype),
-                 machine=machine_name(device), versions=versions(), commit=commit(path.parent),
+                 machine=machine_name(device), versions=versions(), **commit(path.parent)._asdict(),
                  date=datetime.now(timezone.utc).date().isoformat(), figures=figures)
+    path.parent.mkdir(parents=True, exist_ok=True)
     key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
     kept = [r for r in _read(path) if key(r) != key(entry)]
     text = json.dumps([*kept, entry], indent=1, ensure_ascii=False)
@@ -565,6 +584,29 @@ def load_results(
     return [dict(r, stage=f.stem) for f in files for r in _read(f)]
 
 # %% ../nbs/00_measure.ipynb #7bd09f03
+def measure_in_turn(
+    path:str|Path,  # the JSON file of results
+    runs:dict[str, Callable[[], Any]],  # what is timed, by name
+    floor:Callable[[], Any],  # timed among them
+    shape:dict[str, int], dtype:torch.dtype,
+    outputs:int=0,  # bytes of a run's results: they count as no extra memory
+    device:str|torch.device="cuda",
+    rounds:int=5,  # times that each is measured
+) -> list[dict]:  # the records
+    "Time `runs` and `floor` in turn and take peak memories; recorded in `path`, and printed."
+    peaks = {name: peak_memory(run, device) for name, run in runs.items()}
+    times = time_in_turn({"floor": floor, **runs}, device, rounds)
+    return [_against_floor(path, name, comparison(times["floor"], times[name]), peaks[name],
+                           outputs, shape, dtype, device) for name in runs]
+
+def _against_floor(path, name, c, peak, outputs, shape, dtype, device) -> dict:
+    extra = max(peak - outputs, 0)  # less than the outputs: they lie in the place of inputs
+    print(f"{name}: {c.b}, {c} of the floor, {si(extra, 'B')} beyond the gradients")
+    return record(path, name, shape, dtype, device, seconds=c.b.median, floor=c.a.median,
+                  ratio=c.ratio.median, ratio_low=c.ratio.low, ratio_high=c.ratio.high,
+                  peak=peak, extra=extra)
+
+# %% ../nbs/00_measure.ipynb #16f0321a
 def measure_against_floor(
     path:str|Path,  # the JSON file of results
     name:str,  # of what `run` does
@@ -574,13 +616,8 @@ def measure_against_floor(
     device:str|torch.device="cuda",
     rounds:int=5,  # times that each is measured
 ) -> dict:  # the record
-    "Time `run` against `floor` and take its peak memory; recorded in `path`, and printed."
-    peak, c = peak_memory(run, device), compare(floor, run, device, rounds)
-    extra = peak - outputs
-    print(f"{name}: {c.b}, {c} of the floor, {si(extra, 'B')} beyond the gradients")
-    return record(path, name, shape, dtype, device, seconds=c.b.median, floor=c.a.median,
-                  ratio=c.ratio.median, ratio_low=c.ratio.low, ratio_high=c.ratio.high,
-                  peak=peak, extra=extra)
+    "`measure_in_turn` of one run."
+    return measure_in_turn(path, {name: run}, floor, shape, dtype, outputs, device, rounds)[0]
 
 # %% ../nbs/00_measure.ipynb #85d4f5c4
 def caption(entry:dict) -> str:
@@ -604,7 +641,7 @@ def results_table(records:list[dict]) -> Table:
     rows = [(r, r["figures"]) for r in records if "ratio" in r["figures"]]
     return Table(["stage", "loss", "time", "of the floor", "beyond the gradients"],
                  [[r["stage"], r["name"], si(f["seconds"], "s"), f"×{f['ratio']:.2f}",
-                   si(f["extra"], "B")] for r, f in rows])
+                   si(max(f["extra"], 0), "B")] for r, f in rows])
 
 def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing:
     "Memory beyond the gradients against time as a multiple of the floor, a dot for each loss."

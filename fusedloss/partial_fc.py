@@ -14,10 +14,10 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'sampled_columns', 'SLAB', 'partial_lse',
            'slab_gradients', 'columns_bwd', 'rows_gradient', 'takes_columns', 'tile_columns', 'without_autocast',
            'columns_fwd', 'in_units', 'columns_grad', 'RowIndex', 'gradients_of', 'decay_left', 'stochastic',
            'count_kernel', 'update_kernel', 'round_up_or_down', 'Update', 'update_of', 'plain_update', 'launch_update',
-           'live_rows', 'as_rows', 'row_state', 'apply_update', 'distinct_values', 'RowOptimizer', 'RowSparse',
-           'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuild_rows', 'ClassVectors', 'scoring',
-           'scoring_of', 'head_dtype', 'with_centers', 'rows_of', 'head_stats', 'scored_loss', 'line_loss',
-           'partial_loss', 'PartialFC']
+           'live_rows', 'as_rows', 'may_overlap', 'row_state', 'check_step', 'apply_update', 'distinct_values',
+           'RowOptimizer', 'RowSparse', 'HeadStats', 'picks_kernel', 'check_partial', 'check_features', 'rebuilt_state',
+           'rebuild_rows', 'ClassVectors', 'scoring', 'scoring_of', 'head_dtype', 'with_centers', 'rows_of',
+           'head_stats', 'scored_loss', 'line_loss', 'partial_loss', 'PartialFC']
 
 # %% ../nbs/09_partial_fc.ipynb #275f2e99
 import math
@@ -1023,6 +1023,7 @@ def count_kernel(times_ptr, rows_ptr, T, B: tl.constexpr):
 def update_kernel(
     p_ptr, first_ptr, second_ptr, times_ptr,  # [V,H], state [V,H] or None, [V] or None
     g_ptr, rows_ptr, slots_ptr,  # [T,H]; [T] or None; [V], each row's place in g or -1, or None
+    p_row, p_col, first_row, first_col, second_row, second_col, g_row, g_col,  # strides
     T, H, lr, decay, a, b, a_left, b_left, log_a, log_b, eps, sign, seed,
     ADAM: tl.constexpr, NESTEROV: tl.constexpr, NOISE: tl.constexpr,
     BR: tl.constexpr, BH: tl.constexpr,
@@ -1042,31 +1043,35 @@ def update_kernel(
     if ADAM:
         rise, spread = decay_left(t, a, log_a), tl.sqrt(decay_left(t, b, log_b))
     for k in range(0, H, BH):
-        cols = k + tl.arange(0, BH)[None, :]
+        cols = k + tl.arange(0, BH)[None, :].to(tl.int64)
         inside = live[:, None] & (cols < H)
-        here, there = (row * H)[:, None] + cols, (place_ * H)[:, None] + cols
+        there = (place_ * g_row)[:, None] + cols * g_col
         g = tl.load(g_ptr + there, mask=has[:, None] & (cols < H), other=0.0)
         g = sign * g.to(tl.float32)
+        here = (row * p_row)[:, None] + cols * p_col
+        in_first = (row * first_row)[:, None] + cols * first_col
         p = tl.load(p_ptr + here, mask=inside, other=0.0).to(tl.float32)
         if ADAM:
-            m = tl.load(first_ptr + here, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(second_ptr + here, mask=inside, other=0.0).to(tl.float32)
+            in_second = (row * second_row)[:, None] + cols * second_col
+            m = tl.load(first_ptr + in_first, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(second_ptr + in_second, mask=inside, other=0.0).to(tl.float32)
             m += (g - m) * a_left
             v = v * b + g * g * b_left
-            tl.store(first_ptr + here, m.to(first_ptr.dtype.element_ty), mask=inside)
-            tl.store(second_ptr + here, v.to(second_ptr.dtype.element_ty), mask=inside)
+            tl.store(first_ptr + in_first, m.to(first_ptr.dtype.element_ty), mask=inside)
+            tl.store(second_ptr + in_second, v.to(second_ptr.dtype.element_ty), mask=inside)
             p -= lr * decay * p
             p -= lr / rise[:, None] * m / (tl.sqrt(v) / spread[:, None] + eps)
         else:
             g += decay * p
             if first_ptr is not None:
-                m = tl.load(first_ptr + here, mask=inside, other=0.0).to(tl.float32)
+                m = tl.load(first_ptr + in_first, mask=inside, other=0.0).to(tl.float32)
                 m = tl.where(t[:, None] == 1, g, a * m + b_left * g)
-                tl.store(first_ptr + here, m.to(first_ptr.dtype.element_ty), mask=inside)
+                tl.store(first_ptr + in_first, m.to(first_ptr.dtype.element_ty), mask=inside)
                 g = g + a * m if NESTEROV else m
             p -= lr * g
         if NOISE:
-            noise = add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), here ^ seed)
+            number = (row * H)[:, None] + cols  # whatever the strides
+            noise = add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number ^ seed)
             tl.store(p_ptr + here, stochastic(p, noise), mask=inside)
         else:
             tl.store(p_ptr + here, p.to(p_ptr.dtype.element_ty), mask=inside)
@@ -1108,8 +1113,8 @@ def plain_update(
     wide_ = acc_dtype(p.dtype)
     old, m, v, g = (None if t is None else t.to(wide_)
                     for t in (take_(p), take_(first), take_(second), g * u.sign))
-    t = None if times is None else take_(times) + 1
-    power_ = None if t is None else t[:, None].to(torch.float64)
+    t = None if times is None else (take_(times) + 1).view(-1, *[1] * (p.dim() - 1))
+    power_ = None if t is None else t.to(torch.float64)
     if u.adam:
         m = m + (g - m) * (1 - u.a)
         v = v * u.b + g * g * (1 - u.b)
@@ -1120,12 +1125,13 @@ def plain_update(
         g = g + u.decay * old
         if m is not None:
             m = u.a * m + (1 - u.b) * g if t is None else torch.where(
-                t[:, None] == 1, g, u.a * m + (1 - u.b) * g)
+                t == 1, g, u.a * m + (1 - u.b) * g)
             g = g + u.a * m if u.nesterov else m
         new = old - u.lr * g
     if seed is not None:
         at = torch.arange(p.numel(), device=p.device).view(p.shape)
         new = round_up_or_down(new, take_(at), torch.tensor(seed, device=p.device))
+    t = None if t is None else t.flatten()
     for held, made in ((p, new), (first, m), (second, v), (times, t)):
         if held is None: continue
         if rows is None: held.copy_(made)
@@ -1136,16 +1142,17 @@ def launch_update(
     p:Tensor, first:Optional[Tensor], second:Optional[Tensor], times:Optional[Tensor],
     g:Tensor, rows:Optional[Tensor], slots:Optional[Tensor], u:Update, seed:Optional[int],
 ):
-    "One parameter [V,H]: the rows in `rows`, or all; `slots` where g has but some."
+    "One parameter [V,H] of any strides: the rows in `rows`, or all; `slots` where g has some."
     total, h = len(p) if rows is None else len(rows), p.shape[1]
     tall, wide_ = row_block(h)
     logs = [math.log(x) if u.adam and x > 0 else -1e30 for x in (u.a, u.b)]
+    strides = [n for t in (p, first, second, g) for n in ((0, 0) if t is None else t.stride())]
     if total == 0 or h == 0: return
     with on_device(p):
         if times is not None: count_kernel[(-(-total // 256),)](times, rows, total, B=256)
         update_kernel[(-(-total // tall),)](
-            p, first, second, times, g, rows, slots, total, h, u.lr, u.decay, u.a, u.b, 1 - u.a,
-            1 - u.b, *logs, u.eps, u.sign, seed or 0, ADAM=u.adam, NESTEROV=u.nesterov,
+            p, first, second, times, g, rows, slots, *strides, total, h, u.lr, u.decay, u.a, u.b,
+            1 - u.a, 1 - u.b, *logs, u.eps, u.sign, seed or 0, ADAM=u.adam, NESTEROV=u.nesterov,
             NOISE=seed is not None, BR=tall, BH=wide_)
 
 # %% ../nbs/09_partial_fc.ipynb #9adad129
@@ -1162,10 +1169,19 @@ def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradie
 SPARSE_OF = {torch.optim.SGD: ("momentum_buffer",),
              torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
 
+# %% ../nbs/09_partial_fc.ipynb #b8343cc2
 def as_rows(t:Tensor) -> Tensor:
-    "A view as rows; a vector is one row."
-    if t.dim() == 2: return t
-    return t.view(len(t), math.prod(t.shape[1:])) if t.dim() > 2 else t.view(1, -1)
+    "Its first dimension counts rows [V,...]; a vector is one row."
+    return t if t.dim() > 1 else t.view(1, -1)
+
+# %% ../nbs/09_partial_fc.ipynb #65b5c14c
+def may_overlap(t:Tensor) -> bool:
+    "Whether elements share memory, or interleave so that strides alone do not tell."
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape) if n > 1):
+        if stride <= reach: return True
+        reach += stride * (size - 1)
+    return False
 
 # %% ../nbs/09_partial_fc.ipynb #7f793891
 def row_state(
@@ -1176,29 +1192,45 @@ def row_state(
     if "step" not in state: state["step"] = torch.tensor(0)
     for name in names:
         if state.get(name) is None: state[name] = torch.zeros_like(p, dtype=acc_dtype(p.dtype))
-        expect(state[name].shape == p.shape, "state", f"{list(p.shape)}, as the weight: give "
-               "extend and remove the optimizer", list(state[name].shape))
     if counts and "row_steps" not in state:
         state["row_steps"] = rows.new_full((len(rows),), int(state["step"]), dtype=torch.int32)
     tensors = [as_rows(state[name]) for name in names] + [None] * (2 - len(names))
     return *tensors, state["row_steps"] if counts else None
 
+# %% ../nbs/09_partial_fc.ipynb #67f77172
+def check_step(p:Tensor, state:dict, names:tuple[str, ...]):  # state of p
+    "`ValueError` for a parameter with a gradient or a state that no step can take."
+    expect(not may_overlap(p), "params", "elements that share no memory",
+           f"shape {list(p.shape)} of strides {list(p.stride())}")
+    g, rows = p.grad, p.shape[0] if p.dim() > 1 else 1
+    taken = g.sparse_dim() == 1 and p.dim() > 1 if g.is_sparse else g.layout == torch.strided
+    expect(taken, "grad", "a dense one, or the rows of a weight", f"{g.layout} of "
+           f"{list(g.shape)}")
+    for name, shape in (*((n, p.shape) for n in names), ("row_steps", (rows,))):
+        held = state.get(name)
+        expect(held is None or held.shape == shape, "state", f"{name} of {list(shape)}, as the "
+               "weight: give extend and remove the optimizer", None if held is None else
+               list(held.shape))
+
 # %% ../nbs/09_partial_fc.ipynb #a9809153
 def apply_update(
-    p:Tensor, state:tuple, rows:Optional[Tensor], g:Tensor,  # [V,H]; [T] or None, [T,H]
+    p:Tensor, state:tuple, rows:Optional[Tensor], g:Tensor,  # [V,...]; [T] or None, [T,...]
     u:Update, seed:Optional[int], dense:bool,
 ):
     "The kernel, or what stands for it; `dense` steps the other rows with a gradient of zero."
-    kernel = has_kernel(p) and p.dtype != torch.float64
+    is_matrix = lambda t: t is None or t.dim() < 3 or t.is_contiguous()
+    matrix = lambda t: t.view(len(t), math.prod(t.shape[1:])) if t is not None and t.dim() > 2 else t
+    kernel = has_kernel(p) and p.dtype != torch.float64 and all(map(is_matrix, (p, *state)))
+    if kernel: p, *state, g = map(matrix, (p, *state, g.contiguous()))
     if rows is not None and dense:
         live = torch.where(rows < 0, len(p), rows)  # the dead meet in a spare place
         if kernel:
             slots = torch.full((len(p) + 1,), -1, dtype=torch.int32, device=p.device)
             slots[live] = torch.arange(len(rows), dtype=torch.int32, device=p.device)
-            return launch_update(p, *state, g.contiguous(), None, slots, u, seed)
-        g = g.new_zeros(len(p) + 1, p.shape[1]).index_copy_(0, live, g)[:-1]
+            return launch_update(p, *state, g, None, slots, u, seed)
+        g = g.new_zeros(len(p) + 1, *p.shape[1:]).index_copy_(0, live, g)[:-1]
         rows = None
-    if kernel: return launch_update(p, *state, g.contiguous(), rows, None, u, seed)
+    if kernel: return launch_update(p, *state, g, rows, None, u, seed)
     if rows is not None: rows, g = rows[rows >= 0], g[rows >= 0]
     plain_update(p, *state, g, rows, u, seed)
 
@@ -1215,13 +1247,14 @@ def distinct_values(p:Tensor) -> Tensor:
 class RowOptimizer(torch.optim.Optimizer):
     "An optimizer that clips sparse gradients, and whose state keeps its dtypes when loaded."
     def load_state_dict(self, state_dict:dict):
-        super().load_state_dict(state_dict)  # which casts all to the weight's dtype
         given = [i for g in state_dict["param_groups"] for i in g["params"]]
         held = [p for g in self.param_groups for p in g["params"]]
-        for p, i in zip(held, given):
-            for name, t in state_dict["state"].get(i, {}).items():
-                home = "cpu" if name == "step" else p.device
-                if isinstance(t, Tensor): self.state[p][name] = t.detach().to(home, copy=True)
+        tensors = [(p, name, t) for p, i in zip(held, given)
+                   for name, t in state_dict["state"].get(i, {}).items() if isinstance(t, Tensor)]
+        made = [t.detach().to("cpu" if name == "step" else p.device, copy=True)
+                for p, name, t in tensors]  # before anything is replaced
+        super().load_state_dict(state_dict)  # which casts all to the weight's dtype
+        for (p, name, _), t in zip(tensors, made): self.state[p][name] = t
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm:float) -> Tensor:  # the norm before
@@ -1260,9 +1293,12 @@ class RowSparse(RowOptimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None: self.update(p, group)
+        given = [(p, group) for group in self.param_groups for p in group["params"]
+                 if p.grad is not None]
+        for p, group in given:  # all of them, before any has moved
+            names = self.names if self.adam or group["momentum"] else ()
+            check_step(p, self.state.get(p, {}), names)
+        for p, group in given: self.update(p, group)
         return loss
 
     def update(self, p:Tensor, group:dict):
@@ -1329,17 +1365,33 @@ def check_features(head:nn.Module, features:Tensor, target:Tensor):
     check_labels(target, head.num_classes, head.ignore_index)
 
 # %% ../nbs/09_partial_fc.ipynb #d2cafd24
-def rebuild_rows(p:nn.Parameter, optimizers:tuple, make:Callable[[Tensor], Tensor]):
-    "Replace a parameter's rows, and those of its state; it stays the same object."
-    old = len(p)
-    p.grad = None
-    p.data = make(p.data)
-    for optimizer in optimizers:
-        expect(any(p is q for g in optimizer.param_groups for q in g["params"]), "optimizers",
-               "ones that hold the head's weight", type(optimizer).__name__)
-        state = optimizer.state.get(p, {})
-        for name, t in state.items():
-            if isinstance(t, Tensor) and t.dim() and len(t) == old: state[name] = make(t)
+def rebuilt_state(
+    p:nn.Parameter, optimizer:torch.optim.Optimizer, make:Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
+    "An optimizer's state of p, row by row as `make` has it; `ValueError` if it fits no more."
+    groups = getattr(optimizer, "param_groups", ())
+    expect(any(p is q for g in groups for q in g["params"]), "optimizers",
+           "ones that hold the head's weight", type(optimizer).__name__)
+    held = {name: t for name, t in optimizer.state.get(p, {}).items()
+            if isinstance(t, Tensor) and t.dim()}
+    for name, t in held.items():
+        rows = name == "row_steps" or len(t) > 1 and t.shape[1:] == p.shape[1:]
+        expect(not rows or len(t) == len(p), "optimizers", f"state of {len(p)} rows, as the "
+               "weight: give extend and remove every optimizer", f"{name} of {list(t.shape)}")
+    return {name: make(t) for name, t in held.items() if len(t) == len(p)}
+
+# %% ../nbs/09_partial_fc.ipynb #63c2b91c
+def rebuild_rows(
+    p:nn.Parameter, optimizers:tuple, make:Callable[[Tensor], Tensor],
+    begin:Callable[[Tensor], Tensor]=lambda new: new,  # first values of rows that p gains
+):
+    "Replace a parameter's rows, and those of its state, or raise and leave all as it was."
+    states = [rebuilt_state(p, optimizer, make) for optimizer in optimizers]
+    rows = make(p.data)
+    begin(rows[len(p):])
+    p.data, p.grad = rows, None
+    for optimizer, made in zip(optimizers, states):
+        if made: optimizer.state[p].update(made)
 
 # %% ../nbs/09_partial_fc.ipynb #9ff6e558
 class ClassVectors(nn.Module):
@@ -1360,12 +1412,12 @@ class ClassVectors(nn.Module):
         n:int,  # classes more
         *optimizers:torch.optim.Optimizer,  # whose state of the weight grows with it
     ) -> range:  # the new classes
-        "Add classes at the end, with random vectors."
+        "Add classes at the end, with random vectors; if it raises, nothing has changed."
         expect(type(n) is int and n > 0, "n", "a positive integer", repr(n))
-        w, old = self.weight, self.num_classes
-        rebuild_rows(w, optimizers, lambda t: torch.cat([t, t.new_zeros(
-            n * self.centers, *t.shape[1:])]))
-        nn.init.normal_(w.data[old * self.centers:], std=0.01)
+        old, more = self.num_classes, n * self.centers
+        rebuild_rows(self.weight, optimizers,
+                     lambda t: torch.cat([t, t.new_zeros(more, *t.shape[1:])]),
+                     lambda new: nn.init.normal_(new, std=0.01))
         self.num_classes = old + n
         return range(old, old + n)
 
@@ -1374,17 +1426,21 @@ class ClassVectors(nn.Module):
         classes,  # integers, or a tensor of them
         *optimizers:torch.optim.Optimizer,  # whose state of the weight shrinks with it
     ) -> Tensor:  # [V], each old class's new number, -1 if removed
-        "Take classes out; those after them move up."
-        gone = torch.as_tensor(classes, device=self.weight.device).reshape(-1).long()
+        "Take classes out; those after them move up; if it raises, nothing has changed."
+        gone = torch.as_tensor(classes, device=self.weight.device).reshape(-1)
+        integer = not (gone.is_floating_point() or gone.is_complex() or gone.dtype == torch.bool)
+        expect(integer or not len(gone), "classes", "integers", gone.dtype)
+        gone = gone.long()
         inside = bool(((gone >= 0) & (gone < self.num_classes)).all())
         expect(inside, "classes", f"numbers from 0 to {self.num_classes - 1}", gone.tolist())
         keep = torch.ones(self.num_classes, dtype=torch.bool, device=gone.device)
         keep[gone] = False
         expect(bool(keep.any()), "classes", "not all of them", len(gone))
-        rows = keep.repeat_interleave(self.centers)
+        rows, left = keep.repeat_interleave(self.centers), int(keep.sum())
+        new = torch.where(keep, keep.cumsum(0) - 1, -1)
         rebuild_rows(self.weight, optimizers, lambda t: t[rows])
-        self.num_classes = int(keep.sum())
-        return torch.where(keep, keep.cumsum(0) - 1, -1)
+        self.num_classes = left
+        return new
 
 # %% ../nbs/09_partial_fc.ipynb #ee55bbb1
 def scoring(
@@ -1457,8 +1513,9 @@ def scored_loss(
     rest, cos, top = _PartialLse.apply(
         x, head.weight, columns.kept, columns.rows, columns.index, columns.slot, columns.shift,
         head.sparse, dtype, kernel, *o)
-    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype).nan_to_num_()
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
     head.margin.observe(norm, columns.kept >= 0)
+    norm = norm.nan_to_num()
     losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
     loss = torch.dot(losses, columns.share.to(losses.dtype))
     return loss, rest.detach(), cos.detach(), top
@@ -1482,11 +1539,12 @@ def partial_loss(
     o, dtype, wide_ = scoring_of(head), head_dtype(x), acc_dtype(x.dtype)
     kernel = picks_kernel(head.method, x, dtype, o)
     columns = columns_of(y, head.ignore_index, head.num_classes, sampler, wide_)
-    if sampler is not None: sampler.advance()
     given = head, x, rows_of(head, columns), o, dtype
     straight = kernel and type(head.margin) is CosFace and not observed()
     loss, *seen = line_loss(*given) if straight else scored_loss(*given, kernel)
-    return loss, head_stats(head, columns, *seen) if stats else None
+    told = head_stats(head, columns, *seen) if stats else None
+    if sampler is not None: sampler.advance()  # not for a step that raised
+    return loss, told
 
 # %% ../nbs/09_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassVectors):

@@ -10,7 +10,6 @@ __all__ = ['logz_autograd', 'check_lengths', 'OutEdges', 'transpose', 'leaving',
 # %% ../nbs/12_scans.ipynb #547eac95
 import functools
 import os
-from importlib.util import find_spec
 from typing import NamedTuple, Optional
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedloss.baseline import expect
+from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.operators import transformed
-from fusedloss.kernels import cuda_kernel, finite, jit, on_device, tl
+from fusedloss.kernels import finite, jit, on_device, tl
 from fusedloss.semirings import (Log, LogSemiring, Max, MaxSemiring, Sample, Semiring,
                                  check_graph, path_sum)
 
@@ -378,15 +378,8 @@ def edge_lists(idx):
 def room(device) -> int:
     "Bytes of shared memory that a block may have."
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return most if opens_up() else min(most, 49151)
-
-# %% ../nbs/12_scans.ipynb #7cf03364
-@functools.cache
-def opens_up() -> bool:
-    "Whether a launch may ask for more than 48 KiB: by CuPy, or a PyTorch that knows how."
-    from torch.cuda import _utils
-    kernel = getattr(_utils, "_CudaKernel", None)
-    return find_spec("cupy") is not None or hasattr(kernel, "set_shared_memory_config")
+    with torch.cuda.device(device): large = large_shared_memory(device.index)
+    return most if large else min(most, 49151)
 
 # %% ../nbs/12_scans.ipynb #257be2b2
 def cut_for(Ms, S) -> Optional[Cut]:

@@ -116,7 +116,7 @@ def check_graph(
     looks = idx.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
     if not looks or torch.compiler.is_compiling(): return
     for at in ((idx < -1) | (idx >= c)).nonzero().tolist()[:1]:
-        raise IndexError(f"idx{at} is {idx[*at].item()}: expected 0 ≤ state < {c}, or −1")
+        raise IndexError(f"idx{at} is {idx[tuple(at)].item()}: expected 0 ≤ state < {c}, or −1")
 
 # %% ../nbs/11_semirings.ipynb #7160aa6d
 def path_sum(

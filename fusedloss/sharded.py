@@ -7,12 +7,13 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'on_one_mesh', 'shards_on', 'shards_of', 'sums_of', 'shard_scores', 'plain_sums', 'kernel_sums', 'sums_unit',
            'shard_sums', 'merge_sums', 'make_terms', 'plain_dz', 'plain_gradients', 'kernel_gradients',
            'shard_gradients', 'Packets', 'packets_of', 'pack', 'collective', 'everyone', 'summed', 'Batch',
-           'gather_rows', 'send_home', 'exchanged', 'rivals', 'own_rows', 'token_losses', 'sharded_loss', 'local_of',
-           'kinds_for', 'input_kinds', 'batch_of', 'shifted_ahead', 'within', 'fingerprint', 'same_on_all',
-           'check_sharded', 'ask_shards', 'Here', 'seen_here', 'spread_loss', 'sharded_linear_cross_entropy',
-           'planned_shards', 'widest', 'whole_tensor', 'first_rows', 'local_statistics', 'spread_head_loss',
-           'spread_head_stats', 'check_spread', 'spread_rows', 'ShardedPartialFC', 'gathered_batch', 'grown_alone',
-           'local_state', 'local_gradient', 'ShardedRowSparse', 'square_of_all']
+           'gather_rows', 'send_home', 'widest', 'exchanged', 'rivals', 'own_rows', 'token_losses', 'sharded_loss',
+           'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of', 'shifted_ahead', 'within',
+           'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded', 'ask_shards', 'Here',
+           'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'whole_tensor', 'first_rows',
+           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows',
+           'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
+           'square_of_all']
 
 # %% ../nbs/10_sharded.ipynb #cd61807c
 import copy
@@ -349,6 +350,7 @@ class Batch(NamedTuple):
     shared: bool  # all ranks have the same; else each has its own
     own: int  # tokens of this rank
     rows: int  # of the rank with most
+    factor: int = 1  # input's gradient is multiplied by this, as its wrapper divides
 
     def mine(self, s:Shards) -> slice:
         "This rank's tokens among all that are scored."
@@ -382,8 +384,14 @@ def send_home(
     work = start(total.contiguous(), group=s.group, async_op=aside)
     def arrive():
         if aside: work.wait()
-        return out[:b.own]
+        return out[:b.own] if b.factor == 1 else out[:b.own].mul_(b.factor)
     return arrive
+
+# %% ../nbs/10_sharded.ipynb #069fd366
+def widest(n:int, s:Shards, device:torch.device) -> int:
+    "Rows of the rank with most."
+    if s.group is None: return n
+    return int(everyone(torch.tensor([n], device=device), s).max())
 
 # %% ../nbs/10_sharded.ipynb #9d4b2c4a
 def exchanged(
@@ -395,8 +403,9 @@ def exchanged(
     came = everyone(torch.cat([sums, y[None].to(sums.dtype)]), s)
     apart = (came[:, -1] != came[0, -1]).any(0)
     if not y.is_cuda and apart.any():
-        raise RuntimeError("target: expected the same on all ranks, got others; tokens of each "
-                           "rank's own are a DTensor, Shard(0)")
+        raise RuntimeError("target: expected the same on all ranks, got others; for tokens of "
+                           "each rank's own give backbone_reduction: 'mean' where input's "
+                           "wrapper averages gradients over ranks (FSDP2, DDP), else 'sum'")
     return came[:, :-1].masked_fill(apart, torch.nan)
 
 # %% ../nbs/10_sharded.ipynb #18b0eb58
@@ -533,16 +542,23 @@ def input_kinds(input:Tensor) -> list:
     from torch.distributed.tensor import Replicate, Shard
     return [Replicate(), *(Shard(d) for d in range(input.dim() - 1))]  # the last is features'
 
+# %% ../nbs/10_sharded.ipynb #8d03ce8e
+def tokens_spread(input:Tensor) -> bool:
+    "Whether a DTensor's tokens lie over the ranks."
+    return spread_on(input) and input.placements[0].is_shard()
+
 # %% ../nbs/10_sharded.ipynb #bd80ea68
-def batch_of(input:Tensor, s:Shards) -> tuple[Batch, int]:
+def batch_of(
+    input:Tensor, s:Shards, backbone_reduction:Optional[str],
+) -> tuple[Batch, int]:
     "Whose the tokens are, and the dimension along which ranks share them, or -1."
-    spread = spread_on(input) and input.placements[0].is_shard()
-    n = input.shape[:-1].numel()
-    if not spread: return Batch(True, n, n), -1
+    n, factor = input.shape[:-1].numel(), s.ranks if backbone_reduction == "mean" else 1
+    if not tokens_spread(input): return Batch(backbone_reduction is None, n, n, factor), -1
     dim = input.placements[0].dim
     others = n // max(input.shape[dim], 1)
     here = len(owned(input.shape[dim], s.ranks, s.rank))
-    return Batch(False, others * here, others * len(owned(input.shape[dim], s.ranks, 0))), dim
+    rows = others * len(owned(input.shape[dim], s.ranks, 0))
+    return Batch(False, others * here, rows, factor), dim
 
 # %% ../nbs/10_sharded.ipynb #a6a9f4ff
 def shifted_ahead(
@@ -580,6 +596,32 @@ def same_on_all(what:str, t:Tensor, s:Shards):
     if not others: return
     raise RuntimeError(f"{what}: ranks {others} of {s.ranks} have another than rank 0")
 
+# %% ../nbs/10_sharded.ipynb #5be33e79
+def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
+    "`ValueError` for a bias that does not go with this rank's classes."
+    if bias is None: return
+    expect(isinstance(bias, Tensor), "linear_bias", "a tensor or None", type(bias).__name__)
+    mixes = torch.is_autocast_enabled(x.device.type) and bias.is_floating_point()
+    expect(bias.shape == w.shape[:1] and (mixes or bias.dtype == w.dtype), "linear_bias",
+           f"{w.dtype} [{len(w)}], of this rank's classes", f"{bias.dtype} {list(bias.shape)}")
+    expect(bias.device == x.device, "linear_bias", f"the input's device {x.device}", bias.device)
+
+# %% ../nbs/10_sharded.ipynb #ff08c0aa
+def check_reduction(backbone_reduction:Optional[str], input:Tensor, s:Shards):
+    "`ValueError` where a wrapper's reduction is unknown, or does not go with weight and input."
+    how, many = backbone_reduction, dist.is_available() and dist.is_initialized()
+    expect(how in (None, "mean", "sum"), "backbone_reduction", "'mean', 'sum' or None", repr(how))
+    alone = how is None or s.group is not None or not many or dist.get_world_size() == 1
+    expect(alone, "backbone_reduction", "None for a weight that is whole on each rank, as its "
+           "wrapper reduces its gradient with the input's (a mean over all ranks' tokens is "
+           "reduction='sum' times ranks / all valid tokens)", repr(how))
+    own, wants = tokens_spread(input), input.requires_grad and torch.is_grad_enabled()
+    expect(how is not None or s.ranks == 1 or not (own and wants), "backbone_reduction",
+           "'mean' where the wrapper of input's backbone averages gradients over ranks (FSDP2, "
+           "DDP), 'sum' where they are added (parameters that are DTensors, or by hand)", None)
+    expect(how is None or s.ranks == 1 or own or not spread_on(input), "backbone_reduction",
+           "None for an input that is the same on all ranks, Replicate()", repr(how))
+
 # %% ../nbs/10_sharded.ipynb #b1bc9fb2
 def check_sharded(
     x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, shift:int, budget:Optional[int],
@@ -587,11 +629,10 @@ def check_sharded(
     "`ValueError` for what no loss over ranks accepts; labels are looked at when all are here."
     check_linear(x, w)
     check_target(y, x.shape[:-1], x.device, given["reduction"])
-    bias, index = given["linear_bias"], given["ignore_index"]
+    index = given["ignore_index"]
     expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
     expect(type(index) is int, "ignore_index", "an integer", index)
-    expect(bias is None or bias.shape == w.shape[:1], "linear_bias",
-           f"{len(w)} numbers, for this rank's classes", bias is not None and list(bias.shape))
+    check_bias(given["linear_bias"], x, w)
     check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(w.new_empty(0, s.n_classes), given["weight"], given["token_weight"], y)
     expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
@@ -627,16 +668,18 @@ class Here(NamedTuple):
 # %% ../nbs/10_sharded.ipynb #c7ae2a56
 def seen_here(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, s:Shards, mesh,
+    backbone_reduction:Optional[str]=None,
 ) -> Here:
     "What of everything lies on this rank."
     mesh = linear_weight.device_mesh if spread_on(linear_weight) else mesh
     of_classes = lambda t, name: local_of(t, name, mesh, kinds_for(linear_weight))
     of_tokens = lambda t, name: local_of(t, name, mesh, kinds_for(input))
-    x, weight = local_of(input, "input", mesh, input_kinds(input)), given["weight"]
+    kinds, weight = input_kinds(input) if spread_on(input) else [], given["weight"]
+    x = local_of(input, "input", mesh, kinds)
     given = dict(given, linear_bias=of_classes(given["linear_bias"], "linear_bias"),
                  weight=weight.full_tensor() if spread_on(weight) else weight,
                  token_weight=of_tokens(given["token_weight"], "token_weight"))
-    b, dim = batch_of(input, s)
+    b, dim = batch_of(input, s, backbone_reduction)
     sequence = dim >= 0 and dim == input.dim() - 2
     each = len(owned(input.shape[dim], s.ranks, 0)) if sequence else 0
     return Here(x, of_classes(linear_weight, "linear_weight"), of_tokens(target, "target"),
@@ -646,13 +689,17 @@ def seen_here(
 def spread_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int=0,
     memory_budget:Optional[int]=None, mesh=None, num_classes:Optional[int]=None,
+    backbone_reduction:Optional[str]=None,
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:
     "Find out who has what, shift, ask, and give each its own."
     for name, t in dict(input=input, linear_weight=linear_weight, target=target).items():
         expect_tensor(name, t)
     s = shards_of(linear_weight, mesh, num_classes)
-    x, w, y, given, b, each = seen_here(input, linear_weight, target, given, s, mesh)
+    check_reduction(backbone_reduction, input, s)
+    x, w, y, given, b, each = seen_here(input, linear_weight, target, given, s, mesh,
+                                        backbone_reduction)
     check_sharded(x, w, y, given, s, shift, memory_budget)
+    if not (b.shared or spread_on(input)): b = b._replace(rows=widest(b.own, s, x.device))
     left = None
     if shift:
         y = shifted_ahead(y, shift, given["ignore_index"], each, s)
@@ -666,7 +713,7 @@ def spread_loss(
 
 # %% ../nbs/10_sharded.ipynb #eda0ccfd
 def sharded_linear_cross_entropy(
-    input:Tensor,  # [..., H], the same on all ranks; or a DTensor, its tokens over the ranks
+    input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
     linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
     target:Tensor,  # [...] as the input, integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
@@ -680,43 +727,46 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
     mesh=None,  # a DeviceMesh of one dimension, where the weight is but this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
-    "A linear layer's cross entropy, its classes over ranks; no rank makes another's scores."
+    """A linear layer's cross entropy, its classes over ranks; no rank makes another's scores.
+
+    `backbone_reduction` as in `linear_cross_entropy`.
+    """
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
                  ignore_index=ignore_index, label_smoothing=label_smoothing,
                  logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
                  token_weight=token_weight, return_stats=return_stats)
     return spread_loss(input, linear_weight, target, given, shift, memory_budget, mesh,
-                       num_classes)
+                       num_classes, backbone_reduction)
 
 # %% ../nbs/10_sharded.ipynb #77eb464f
 def planned_shards(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int, method:str,
-    memory_budget:Optional[int], filter_eps:Optional[float], chunk_size:Optional[int],
+    memory_budget:Optional[int], accumulate:str, filter_eps:Optional[float],
+    chunk_size:Optional[int], max_valid:Optional[int], backbone_reduction:Optional[str],
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:
     "What `linear_cross_entropy` calls for a DTensor."
     expect(method in ("auto", "recompute"), "method", "'auto' or 'recompute' for classes over "
            "ranks", repr(method))
-    expect(filter_eps is None, "filter_eps", "None for classes over ranks", filter_eps)
-    expect(chunk_size is None, "chunk_size", "None for classes over ranks", chunk_size)
-    return spread_loss(input, linear_weight, target, given, shift, memory_budget)
-
-# %% ../nbs/10_sharded.ipynb #069fd366
-def widest(n:int, s:Shards, device:torch.device) -> int:
-    "Rows of the rank with most."
-    if s.group is None: return n
-    return int(everyone(torch.tensor([n], device=device), s).max())
+    expect(accumulate in ("auto", "float32", "native"), "accumulate",
+           "'auto', 'float32' or 'native'", repr(accumulate))
+    for name, value in (("filter_eps", filter_eps), ("chunk_size", chunk_size),
+                        ("max_valid", max_valid)):
+        expect(value is None, name, "None for classes over ranks", value)
+    return spread_loss(input, linear_weight, target, given, shift, memory_budget,
+                       backbone_reduction=backbone_reduction)
 
 # %% ../nbs/10_sharded.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):
-    "All ranks' features in `acc_dtype`, and their labels; gradients go home, times a factor."
+    "All ranks' features in `acc_dtype`, and their labels; gradients go home."
     @staticmethod
-    def forward(ctx, x, y, b, s, ignore_index, factor):
-        ctx.how, ctx.dtype = (b, s, factor), x.dtype
+    def forward(ctx, x, y, b, s, ignore_index):
+        ctx.how, ctx.dtype = (b, s), x.dtype
         x_all, y_all, _ = gather_rows(x, y, None, b, s, ignore_index)
         y_all = y_all.clone()
         ctx.mark_non_differentiable(y_all)
@@ -726,9 +776,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g, _):
-        b, s, factor = ctx.how
-        dx = send_home(g, b, s, aside=False)()
-        return (dx if factor == 1 else dx * factor).to(ctx.dtype), *[None] * 5
+        return send_home(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
 
 # %% ../nbs/10_sharded.ipynb #ae0cea6c
 class _JoinRest(torch.autograd.Function):
@@ -929,8 +977,9 @@ def gathered_batch(
     check_reverse("ShardedPartialFC", "margin_cross_entropy")
     s, n = head.shards, len(x)
     if head.equal_batch: same_on_all("rows", torch.ones(n, device=x.device), s)
-    b = Batch(s.group is None, n, n if head.equal_batch else widest(n, s, x.device))
-    return s, b, *_GatherRows.apply(x, y, b, s, head.ignore_index, head.factor)
+    rows = n if head.equal_batch else widest(n, s, x.device)
+    b = Batch(s.group is None, n, rows, head.factor)
+    return s, b, *_GatherRows.apply(x, y, b, s, head.ignore_index)
 
 # %% ../nbs/10_sharded.ipynb #10ef48e2
 def grown_alone(head:nn.Module, change:Callable, args:tuple):

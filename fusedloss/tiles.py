@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedloss.baseline import (
-    acc_dtype, autocasts, check_inputs, check_linear, expect, is_number, reduce_loss, row_norms)
+    acc_dtype, autocasts, check_inputs, check_linear, expect, is_number, reduce_loss,
+    row_norms)
 from fusedloss.core.operators import operator, products
 from fusedloss.core.weights import weight_alone
 

@@ -1,4 +1,5 @@
 """What several ranks must agree on: each function runs on four processes, and on groups of one to four of them."""
+import inspect
 import math
 import os
 import random
@@ -9,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 import fusedloss as fl
@@ -18,11 +19,15 @@ from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.partial_fc import NegativeSampler, PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
+from grids import FULL
+from helpers import planted
 
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
 CASES, ON_GPUS = {}, ("losses_and_gradients", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
-                      "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "curves_do_not_know_the_ranks")
+                      "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "curves_do_not_know_the_ranks",
+                      "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
+                      "sequence_parallel", "wrong_reductions_raise", "every_argument_works_or_raises", "planted_bugs_are_noticed")
 
 
 def case(fn):
@@ -50,6 +55,22 @@ def spread(t, mesh, dim=0):
     rows = owned(t.shape[dim], mesh.size(), mesh.get_local_rank())
     part = t.narrow(dim, rows.start, len(rows)).clone()
     return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=t.shape, stride=t.stride())
+
+
+def uneven(t, mesh):
+    "A rank's rows, more of each rank than of the one before"
+    squares, rank = mesh.size()**2, mesh.get_local_rank()
+    return t[len(t) * rank**2 // squares:len(t) * (rank + 1)**2 // squares]
+
+
+def raises(error, words, call):
+    "Fail unless `call` raises an error that says these words"
+    try:
+        call()
+    except error as e:
+        assert words in str(e), str(e)
+    else:
+        raise AssertionError(f"no {error.__name__} about {words!r}")
 
 
 def whole(t):
@@ -84,15 +105,17 @@ def against_one(mesh, n, v, seed, options, reduction, kind, bias, tokens, labels
                                             token_weight=token_weight if tokens else None, **options)
     g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
     exact = torch.autograd.grad(wanted, leaves[:3 if bias else 2], g)
-    here = (lambda t: t) if kind == "plain" else lambda t: spread(t, mesh).to_local()
-    leaves = [x.clone().requires_grad_() if kind == "plain" else spread(x, mesh).requires_grad_(),
+    here = dict(plain=lambda t: t, rows=lambda t: spread(t, mesh).to_local(), own=lambda t: uneven(t, mesh))[kind]
+    leaves = [spread(x, mesh).requires_grad_() if kind == "rows" else here(x).clone().requires_grad_(),
               spread(w, mesh).requires_grad_(), spread(b, mesh).requires_grad_()]
-    got = fl.linear_cross_entropy(*leaves[:2], here(y), linear_bias=leaves[2] if bias else None,
+    how = None if kind == "plain" else ("mean", "sum")[seed % 2]
+    got = fl.linear_cross_entropy(*leaves[:2], here(y), linear_bias=leaves[2] if bias else None, backbone_reduction=how,
                                   token_weight=here(token_weight) if tokens else None, **options)
     of_mine = here if reduction == "none" else lambda t: t
     assert_close(got, of_mine(wanted))
+    exact = [here(exact[0]) * (mesh.size() if how == "mean" else 1), *exact[1:]]
     for a, b in zip(torch.autograd.grad(got, leaves[:3 if bias else 2], of_mine(g)), exact):
-        assert_close(whole(a), b)
+        assert_close(a.to_local() if kind == "rows" and b is exact[0] else whole(a), b)
 
 
 @case
@@ -100,17 +123,17 @@ def losses_and_gradients(meshes):
     draw = random.Random(1)
     for ranks, mesh, rank in mine(meshes):
         draw.seed(ranks)
-        for number in range(24):
+        for number in range(24 if FULL else 10):
             options, reduction = draw.choice(OPTIONS), draw.choice(["mean", "sum", "none"])
             against_one(mesh, draw.choice([0, 1, 2, 9, 13]), draw.choice([1, 2, 5, 11]), number, options, reduction,
-                        draw.choice(["plain", "rows"]), draw.random() < 0.5, draw.random() < 0.5)
+                        draw.choice(["plain", "rows", "own"]), draw.random() < 0.5, draw.random() < 0.5)
 
 
 @case
 def labels_of_one_rank_or_none(meshes):
     for ranks, mesh, rank in mine(meshes):
         for labels in (lambda y: torch.full_like(y, 9), lambda y: torch.zeros_like(y), lambda y: torch.full_like(y, -100)):
-            for kind in ("plain", "rows"):
+            for kind in ("plain", "rows", "own"):
                 against_one(mesh, 6, 10, 3, OPTIONS[-1], "mean", kind, True, True, labels)
 
 
@@ -137,7 +160,8 @@ def statistics(meshes):
         for kind in ("plain", "rows"):
             here = (lambda t: t) if kind == "plain" else lambda t: spread(t, mesh).to_local()
             mine_ = [x.clone().requires_grad_() if kind == "plain" else spread(x, mesh).requires_grad_(), spread(w, mesh).requires_grad_()]
-            _, got = fl.linear_cross_entropy(*mine_, here(y), linear_bias=spread(b, mesh), z_loss=0.1, return_stats=True)
+            _, got = fl.linear_cross_entropy(*mine_, here(y), linear_bias=spread(b, mesh), z_loss=0.1, return_stats=True,
+                                              backbone_reduction=None if kind == "plain" else "sum")
             for name, a, e in zip(wanted._fields, got, wanted):
                 assert_close(a, here(e) if e.dim() else e, msg=f"{name} on {ranks} ranks, {kind}")
             grads = torch.autograd.grad((got.lse.square() + got.entropy.square()).sum(), mine_)
@@ -152,15 +176,16 @@ def shifts(meshes):
     y[1, 4] = -100
     token_weight = torch.linspace(0.5, 2, 30, dtype=f64).view(3, 10)
     for ranks, mesh, rank in mine(meshes):
-        for k in (0, 1, 4, 12):
-            for dim in (None, 0, 1):
-                for reduction in ("mean", "none"):
+        for dim in (None, 0, 1):
+            for reduction in ("mean", "none"):
+                for k in (0, 1, 4, 12) if FULL else (1, 12) if dim else (4,):
                     leaf = x.clone().requires_grad_()
                     wanted = fl.linear_cross_entropy(leaf, w, y, token_weight=token_weight, shift=k, reduction=reduction)
                     exact, = torch.autograd.grad(wanted.square().sum(), leaf)
                     here = (lambda t: t) if dim is None else lambda t: spread(t, mesh, dim).to_local()
                     leaf = x.clone().requires_grad_() if dim is None else spread(x, mesh, dim).requires_grad_()
-                    got = fl.linear_cross_entropy(leaf, spread(w, mesh), here(y), token_weight=here(token_weight), shift=k, reduction=reduction)
+                    got = fl.linear_cross_entropy(leaf, spread(w, mesh), here(y), token_weight=here(token_weight), shift=k, reduction=reduction,
+                                                  backbone_reduction=None if dim is None else "sum")
                     if reduction == "none" and dim is not None:
                         full = torch.cat([wanted, wanted.new_zeros(3, min(k, 10))], 1)
                         rows = owned(10 if dim else 3, ranks, rank)
@@ -169,25 +194,36 @@ def shifts(meshes):
                     assert_close(whole(torch.autograd.grad(got.square().sum(), leaf)[0]), exact)
 
 
-def as_the_kernels(fn, unit):
-    "Plain PyTorch under the kernels' convention: maxima are multiplied by a unit"
+@case
+def shifts_of_own_sequences(meshes):
+    x, w, _, _, _, _ = problem(30, 4, 7)
+    x, y = x.view(3, 10, 4), torch.arange(30, device=DEVICE).view(3, 10) % 7
+    for ranks, mesh, rank in mine(meshes):
+        leaf, own = x.clone().requires_grad_(), uneven(x, mesh).clone().requires_grad_()
+        wanted = fl.linear_cross_entropy(leaf, w, y, shift=2)
+        got = fl.linear_cross_entropy(own, spread(w, mesh), uneven(y, mesh), shift=2, backbone_reduction="sum")
+        assert_close(got, wanted)
+        assert_close(torch.autograd.grad(got, own)[0], uneven(torch.autograd.grad(wanted, leaf)[0], mesh))
+
+
+UNIT = math.log2(math.e)
+
+def as_the_kernels(module):
+    "A module whose plain PyTorch takes the kernels' part, with their convention: maxima are multiplied by a unit"
     def sums(*args):
-        made = fn(*args, 0)
-        made[sharded.BASE] *= unit
+        made = module.plain_sums(*args, 0)
+        made[module.BASE] *= UNIT
         return made
     def gradients(terms, *args):
         terms = terms.clone()
-        terms[0] /= unit
-        return fn(terms, *args[:-1])  # without the unit of fp16
-    return sums if fn is sharded.plain_sums else gradients
+        terms[0] /= UNIT
+        return module.plain_gradients(terms, *args[:-1])  # without the unit of fp16
+    return mock.patch.multiple(module, takes_kernel=lambda x: len(x) > 0, score_unit=lambda x: UNIT, kernel_sums=sums, kernel_gradients=gradients)
 
 
 @case
 def ranks_without_tokens_count_in_the_same_unit(meshes):
-    unit = math.log2(math.e)
-    played = dict(takes_kernel=lambda x: len(x) > 0, score_unit=lambda x: unit, kernel_sums=as_the_kernels(sharded.plain_sums, unit),
-                  kernel_gradients=as_the_kernels(sharded.plain_gradients, unit))
-    with mock.patch.multiple(sharded, **played):
+    with as_the_kernels(sharded):
         for ranks, mesh, rank in mine(meshes):
             for n in (1, 5, 9):  # 9 rows on 4 ranks are 3, 3, 3 and 0
                 against_one(mesh, n, 11, n, OPTIONS[3], "mean", "rows", True, True)
@@ -201,7 +237,7 @@ def half_precision_and_autocast(meshes):
             leaves = [x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()]
             exact = torch.autograd.grad(recompute_linear_cross_entropy(*(t.double() for t in leaves), y), leaves)
             split = [spread(leaves[0].detach(), mesh).requires_grad_(), spread(leaves[1].detach(), mesh).requires_grad_()]
-            got = fl.linear_cross_entropy(*split, spread(y, mesh))
+            got = fl.linear_cross_entropy(*split, spread(y, mesh), backbone_reduction="sum")
             assert got.dtype == f32
             for name, a, e in zip(("dx", "dw"), torch.autograd.grad(got, split), exact):
                 error = (whole(a) - e).norm() / e.norm()
@@ -238,8 +274,11 @@ def collectives_are_counted(meshes):
         assert counts(mode) == {"allgather_base": 1, "allreduce": 1}, counts(mode)
         tokens = spread(x, mesh).requires_grad_()
         with CommDebugMode() as mode:
-            fl.linear_cross_entropy(tokens, weight, spread(y, mesh)).backward()
+            fl.linear_cross_entropy(tokens, weight, spread(y, mesh), backbone_reduction="sum").backward()
         assert counts(mode) == {"allgather_base": 2, "reduce_scatter_base": 1}, counts(mode)
+        with CommDebugMode() as mode:  # plain tokens: their number is exchanged first
+            fl.linear_cross_entropy(uneven(x, mesh).requires_grad_(), weight, uneven(y, mesh), backbone_reduction="mean").backward()
+        assert counts(mode) == {"allgather_base": 3, "reduce_scatter_base": 1}, counts(mode)
         head = ShardedPartialFC(10, 4, mesh=mesh, sample_rate=0.5, equal_batch=True)
         features = torch.randn(3, 4, device=DEVICE, requires_grad=True)
         with CommDebugMode() as mode:
@@ -252,13 +291,6 @@ def collectives_are_counted(meshes):
 
 @case
 def bad_input_raises_on_every_rank(meshes):
-    def raises(error, words, call):
-        try:
-            call()
-        except error as e:
-            assert words in str(e), str(e)
-        else:
-            raise AssertionError(f"no {error.__name__} about {words!r}")
     x, w, b, y, class_weight, _ = problem(8, 4, 10)
     for ranks, mesh, rank in mine(meshes):
         weight, tokens, labels = spread(w, mesh), spread(x, mesh), spread(y, mesh).to_local().clone()
@@ -339,7 +371,7 @@ def part_of(t, sizes, rank):
 
 @case
 def heads_match_one_process(meshes):
-    for ranks, mesh, rank in mine(meshes):
+    for ranks, mesh, rank in mine(meshes if FULL else meshes[1::2]):
         for number, options in enumerate([*HEADS, dict(log_q=True)]):
             for v, sizes in zip((2, 11, 300) if number % 2 else (1, 5, 300), SIZES[ranks] * 3):
                 one, many = two_heads(v, mesh, **options)
@@ -429,7 +461,7 @@ def curves_do_not_know_the_ranks(meshes):
     for name, make in OPTIMIZERS.items():
         for rate in (1.0,) if name.startswith("torch") else (1.0, 0.4) if name in ("sgd", "adamw") else (0.4,):
             clip = 0.5 if name in ("sgd", "adamw") else None
-            runs = [curve(mesh, rank, SPLITS[ranks], make, rate, clip=clip) for ranks, mesh, rank in mine(meshes)]
+            runs = [curve(mesh, rank, SPLITS[ranks], make, rate, clip=clip) for ranks, mesh, rank in mine(meshes if FULL else [*meshes[:2], *meshes[3:]])]
             gathered = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, [t.cpu() for t in runs[-1]])
             for losses, weight in [*runs[1:], (gathered[-1][0], gathered[-1][1].to(DEVICE))]:
@@ -584,11 +616,11 @@ def checkpoints_reshard(meshes):
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         dist.broadcast_object_list(shared)
-        for v in (2, 5, 11):
+        for v in (2, 5, 11) if FULL else (2, 11):
             Path(folder := f"{shared[0]}/{v}").mkdir(exist_ok=True)
-            resharded(meshes, v, (False, True), folder, (1, 2, 3, 4))
+            resharded(meshes, v, (False, True), folder, (1, 2, 3, 4) if FULL else (1, 4) if v == 2 else (3,))
         Path(folder := f"{shared[0]}/many").mkdir(exist_ok=True)
-        resharded(meshes[1::2], 1000003, (False,), folder, (2, 4), 0.001)
+        resharded(meshes[1::2], 1000003, (False,), folder, (2, 4) if FULL else (2,), 0.001)
         dist.barrier()
 
 
@@ -726,3 +758,272 @@ def memory_has_no_scores(meshes):
     run = lambda: torch.autograd.grad(sharded_linear_cross_entropy(x, part, y, mesh=mesh, num_classes=v, memory_budget=2**20), [x, part])
     peak = peak_memory(run)
     assert peak < 4 * n * v / 4, f"{peak} bytes, all scores here are {4 * n * v // 4}"
+
+
+# --- wrappers of whole models: every parameter's gradient against one process ---
+
+class Model(nn.Module):
+    "A backbone, a head, and the loss in forward, where FSDP2 and DDP reduce gradients"
+    def __init__(self, **options):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 11)
+        self.to(DEVICE, f64).options = options
+        numbers = torch.Generator().manual_seed(0)
+        for p in self.parameters():
+            p.data.copy_(torch.randn(p.shape, generator=numbers, dtype=f64))  # the same on every rank
+
+    def forward(self, x, y):
+        return fl.linear_cross_entropy(self.body(x), self.head, y, **self.options)
+
+
+def shared_batch(mesh):
+    "All ranks' rows and labels, and this rank's; ranks have other numbers of rows and of valid labels"
+    x, y = batch_of([3, 7], 11)
+    y[y < 0], y[:2] = -100, -100
+    return (x, y), tuple(part_of(t, [3, 7], mesh.get_local_rank()) for t in (x, y))
+
+
+def single(batches):
+    "Gradients of one process, of the mean over `batches` of each one's mean"
+    model = Model()
+    (sum(model(*batch) for batch in batches) / len(batches)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def same_gradients(model, wanted):
+    "Raise unless every parameter has the gradient of one process"
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, g in found.items():
+        assert_close(whole(g), wanted[name], msg=lambda m: f"{name}: {m}")
+
+
+def wrapped_apart(mesh, how, root):
+    "FSDP2 around the backbone and the head, each apart, and maybe around both; told to average or to add"
+    from torch.distributed.fsdp import fully_shard
+    model = Model(backbone_reduction=how)
+    for module in (model.body, model.head, *([model] if root else [])):
+        fully_shard(module, mesh=mesh)
+        if how == "sum":
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+@case
+def fsdp_with_its_head_apart(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        together, own = shared_batch(mesh)
+        wanted = single([together])
+        for how in ("mean", "sum"):
+            for root in (False, True):
+                model = wrapped_apart(mesh, how, root)
+                loss = model(*own)
+                loss.backward()
+                assert_close(loss, Model()(*together))
+                same_gradients(model, wanted)
+                assert isinstance(model.head.weight, DTensor)
+
+
+@case
+def fsdp_at_the_root(meshes):
+    from torch.distributed.fsdp import fully_shard
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        together, own = shared_batch(mesh)
+        (x, y), count = together, (together[1] >= 0).sum()
+        each = [[part_of(t, [3, 7], r) for t in together] for r in range(2)]
+        model = fully_shard(Model(), mesh=mesh)
+        model(*own).backward()  # a mean of each rank's mean
+        same_gradients(model, single(each))
+        model = fully_shard(Model(reduction="sum"), mesh=mesh)
+        (model(*own) * ranks / count).backward()  # the mean over all ranks' tokens
+        same_gradients(model, single([together]))
+
+
+@case
+def ddp_through_its_forward(meshes):
+    from torch.nn.parallel import DistributedDataParallel
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        together, own = shared_batch(mesh)
+        each, count = [[part_of(t, [3, 7], r) for t in together] for r in range(2)], (together[1] >= 0).sum()
+        ddp = DistributedDataParallel(Model(), process_group=mesh.get_group())
+        ddp(*own).backward()
+        same_gradients(ddp, single(each))
+        ddp = DistributedDataParallel(Model(reduction="sum"), process_group=mesh.get_group())
+        (ddp(*own) * ranks / count).backward()
+        same_gradients(ddp, single([together]))
+        ddp = DistributedDataParallel(Model(), process_group=mesh.get_group())
+        ddp.module(*own).backward()  # past DDP's forward nothing is reduced, as page 10 says
+        same_gradients(ddp, single(each[rank:rank + 1]))
+
+
+@case
+def a_weight_cast_to_its_inputs_dtype(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        x, w, _, y, _, _ = problem(9, 8, 11, dtype=f32)
+        weight = spread(w, mesh).requires_grad_()  # as FSDP2's mixed precision leaves it
+        own = uneven(x, mesh).bfloat16().requires_grad_()
+        fl.linear_cross_entropy(own, weight.to(own.dtype), uneven(y, mesh), backbone_reduction="mean").backward()
+        whole_x, whole_w = x.bfloat16().double().requires_grad_(), w.bfloat16().double().requires_grad_()
+        recompute_linear_cross_entropy(whole_x, whole_w, y).backward()
+        assert weight.grad.dtype == f32 and own.grad.dtype == torch.bfloat16
+        assert_close(whole(weight.grad).double(), whole_w.grad, rtol=2e-2, atol=2e-3)
+        assert_close(own.grad.double(), ranks * uneven(whole_x.grad, mesh), rtol=2e-2, atol=2e-3)
+
+
+@case
+def ddp_and_a_head_over_ranks(meshes):
+    from torch.nn.parallel import DistributedDataParallel
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        together, (x, y) = shared_batch(mesh)
+        model, wanted = Model(), single([together])
+        body = DistributedDataParallel(model.body, process_group=mesh.get_group())
+        head = fl.LinearCrossEntropyLoss(6, 11, bias=True, backbone_reduction="mean", device=DEVICE)
+        head.weight, head.bias = (nn.Parameter(spread(p.detach(), mesh)) for p in (model.head.weight, model.head.bias))
+        head(body(x), y).backward()
+        found = {**{f"body.{n}": p.grad for n, p in model.body.named_parameters()}, "head.weight": head.weight.grad, "head.bias": head.bias.grad}
+        for name, g in wanted.items():
+            assert_close(whole(found[name]), g, msg=lambda m: f"{name}: {m}")
+
+
+@case
+def tensor_parallel(meshes):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        together, _ = shared_batch(mesh)
+        for styles in ({}, {"body.0": ColwiseParallel(), "body.2": RowwiseParallel()}):
+            model = Model()
+            if styles:
+                parallelize_module(model, mesh, styles)
+            model.head.weight, model.head.bias = (nn.Parameter(spread(p.detach(), mesh)) for p in (model.head.weight, model.head.bias))
+            loss = model(*together)  # the same tokens on all ranks
+            loss.backward()
+            assert_close(loss, Model()(*together))
+            same_gradients(model, single([together]))
+
+
+@case
+def sequence_parallel(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        (x, y), model = shared_batch(mesh)[0], Model(backbone_reduction="sum")
+        model.head.weight, model.head.bias = (nn.Parameter(spread(p.detach(), mesh)) for p in (model.head.weight, model.head.bias))
+        for module in model.body:
+            for name, p in list(module.named_parameters()):
+                setattr(module, name, nn.Parameter(DTensor.from_local(p.detach(), mesh, [Replicate()])))
+        model(spread(x, mesh), spread(y, mesh)).backward()
+        same_gradients(model, single([(x, y)]))
+
+
+@case
+def wrong_reductions_raise(meshes):
+    from torch.distributed.fsdp import fully_shard
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        (x, y), own = shared_batch(mesh)
+        w, b = Model().head.weight.detach(), Model().head.bias.detach()
+        weight, tokens = spread(w, mesh).requires_grad_(), spread(x, mesh).requires_grad_()
+        ask = lambda x, w, how, y=y: lambda: fl.linear_cross_entropy(x, w, y, backbone_reduction=how)
+        same = DTensor.from_local(x, mesh, [Replicate()])
+        raises(ValueError, "backbone_reduction: expected 'mean', 'sum' or None, got 'average'", ask(x, weight, "average"))
+        raises(ValueError, "backbone_reduction: expected 'mean', 'sum' or None, got 'average'", ask(x, w, "average"))
+        raises(ValueError, "backbone_reduction: expected 'mean' where", ask(tokens, weight, None, spread(y, mesh)))
+        raises(ValueError, "backbone_reduction: expected None for an input that is the same", ask(same, weight, "mean"))
+        raises(ValueError, "backbone_reduction: expected None for a weight that is whole", ask(x, w, "mean"))
+        model = fully_shard(Model(backbone_reduction="mean"), mesh=mesh)  # in its forward the weight is whole
+        raises(ValueError, "backbone_reduction: expected None for a weight that is whole", lambda: model(x, y))
+        raises(ValueError, "input: expected a whole, local tensor", ask(tokens, w, "mean"))
+        if DEVICE == "cpu":  # on a GPU nobody looks, and the loss is NaN
+            raises(RuntimeError, "give backbone_reduction: 'mean'", ask(x, weight, None, y.roll(rank)))
+        assert weight.grad is None and tokens.grad is None
+        with torch.no_grad():
+            ask(tokens, weight, None, spread(y, mesh))()  # nothing goes back: nothing to know
+
+
+# --- every argument of the front door, for a weight over ranks ---
+
+def arguments(x, w, b, y, class_weight, token_weight):
+    "Of each argument: values that give one process's loss, and values that raise an error that names it"
+    return dict(
+        input=([x], [x.tolist(), x[:, :3], x.long()]), target=([y.int()], [y.tolist(), y[:3], y.double(), y == 1]),
+        linear_weight=([w], [w[0], w.float(), w.long()]), linear_bias=([b, None], [b[:3], b.tolist(), b.float()]),
+        weight=([class_weight, None], [class_weight[:3], class_weight.long(), class_weight.tolist()]),
+        token_weight=([token_weight, None], [token_weight[:3], token_weight.long(), token_weight.tolist()]),
+        reduction=(["mean", "sum", "none"], ["average", None]), ignore_index=([-100, 3], [None, 1.5]), shift=([0, 1], [-1, 1.5, None]),
+        label_smoothing=([0.2], [2.0, -1.0, "much"]), logit_scale=([0.5], [0.0, -1.0, "much"]), softcap=([3.0, None], [0.0, "much"]),
+        z_loss=([0.01], [-1.0, "much"]), method=(["auto", "recompute"], ["eager", "tiles", "chunks", "best", None]),
+        memory_budget=([None, 2**20], [0, -1, 1.5, "1GB"]), accumulate=(["auto", "float32", "native"], ["nonsense", None]),
+        filter_eps=([None], [0.1, 0.0, "much"]), max_valid=([None], [9, -1]), backbone_reduction=([None], ["average", 1]), return_stats=([False], []))
+
+
+@case
+def every_argument_works_or_raises(meshes):
+    x, w, b, y, class_weight, token_weight = problem(9, 4, 11)
+    y = y.clamp(min=0)
+    table = arguments(x, w, b, y, class_weight, token_weight)
+    assert table.keys() == inspect.signature(fl.linear_cross_entropy).parameters.keys()
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        over_ranks = lambda name, t: spread(t, mesh) if name.startswith("linear_") and isinstance(t, torch.Tensor) else t
+        def ask(name, value, place=over_ranks):
+            given = {**dict(input=x, linear_weight=w, target=y), name: value}
+            return fl.linear_cross_entropy(**{key: place(key, t) for key, t in given.items()})
+        for name, (good, bad) in table.items():
+            for value in good:
+                assert_close(ask(name, value), ask(name, value, lambda key, t: t), msg=lambda m: f"{name}={value}: {m}")
+            for value in bad:
+                raises(ValueError, f"{name}: expected", lambda: ask(name, value))
+        for change in (dict(chunk_size=4), dict(max_valid=5)):
+            module = fl.LinearCrossEntropyLoss(4, 11, dtype=f64, chunk_size=change.get("chunk_size"))
+            module.weight = nn.Parameter(spread(w, mesh))
+            raises(ValueError, f"{[*change][0]}: expected None", lambda: module(x, y, max_valid=change.get("max_valid")))
+
+
+# --- planted bugs that one process cannot see ---
+
+BUGS = {
+    "the average of a wrapper forgotten": ("out[:b.own] if b.factor == 1 else out[:b.own].mul_(b.factor)", "out[:b.own]"),
+    "times R before a sum too": ('.numel(), s.ranks if backbone_reduction == "mean" else 1', ".numel(), s.ranks"),
+    "a mean over this rank's tokens": ("total_weight(y, weight, weights,", "total_weight(y[b.mine(s)], weight, None if weights is None else weights[b.mine(s)],"),
+    "another rank's tokens": ("start = 0 if self.shared else s.rank * self.rows", "start = 0 if self.shared else (s.ranks - 1 - s.rank) * self.rows"),
+    "upstream gradients of this rank alone": ("return everyone(padded, s).flatten(), None, None", "return padded.repeat(s.ranks), None, None"),
+    "rows that pad are tokens": (".labels[len(x):] = ignore_index", ".labels[len(x):] = 0"),
+    "input's gradient by this rank's classes": ("if s.group is None or not total.numel()", "if b.shared or s.group is None or not total.numel()"),
+    "maxima merged in another unit": ("sums = merge_sums(sums, unit)", "sums = merge_sums(sums)"),
+    "a unit of this rank's tokens": ("sums_unit(x_all)  #", "sums_unit(x)  #"),
+}
+
+
+def answers(module, mesh, kind, reduction, how, n=7):
+    "Loss and gradients of a module over ranks, and what they should be"
+    x, w, _, y, _, token_weight = problem(n, 4, 11)
+    here = lambda t: t if t is None or kind == "plain" else uneven(t, mesh)
+    token_weight = None if reduction == "mean" else token_weight  # a weight of 0 would hide rows that pad
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    wanted = recompute_linear_cross_entropy(*leaves, y, token_weight=token_weight, reduction=reduction)
+    g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
+    dx, dw = torch.autograd.grad(wanted, leaves, g)
+    own, weight = here(x.detach()).clone().requires_grad_(), spread(w.detach(), mesh).requires_grad_()
+    got = module.sharded_linear_cross_entropy(own, weight, here(y), token_weight=here(token_weight), reduction=reduction, backbone_reduction=how)
+    per_token = here if reduction == "none" else lambda t: t
+    found = torch.autograd.grad(got, [own, weight], per_token(g))
+    return [got, found[0], found[1].to_local()], [per_token(wanted), here(dx) * (mesh.size() if how == "mean" else 1), spread(dw, mesh).to_local()]
+
+
+def is_wrong(module, mesh):
+    "Whether some rank gets another loss or gradient than one process; all ranks finish all calls"
+    pairs = [answers(module, mesh, *how) for how in (("own", "mean", "mean"), ("own", "none", "sum"), ("plain", "mean", None))]
+    with as_the_kernels(module):
+        pairs.append(answers(module, mesh, "own", "sum", "sum", 3))  # the first rank has none
+    off = [a.shape != e.shape or not torch.allclose(a, e) for got, wanted in pairs for a, e in zip(got, wanted)]
+    found = torch.tensor(float(any(off)), device=DEVICE)
+    dist.all_reduce(found, group=mesh.get_group())
+    return bool(found)
+
+
+@case
+def planted_bugs_are_noticed(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        assert not is_wrong(sharded, mesh)
+        source = Path(sharded.__file__).read_text(encoding="utf-8")
+        for bug, (old, new) in BUGS.items():
+            assert source.count(old) == 1, f"{bug}: {source.count(old)} places"
+            with tempfile.TemporaryDirectory() as folder:
+                assert is_wrong(planted(sharded, Path(folder), old, new), mesh), bug

@@ -1,9 +1,10 @@
 """The workbook's checker finds each kind of fault, and nothing in a notebook without one."""
+import hashlib
 import json
 
 import pytest
 from check_workbook import SECTIONS, problems
-from workbook import METADATA_KEY, code_hash, read_notebook
+from workbook import METADATA_KEY, PROLOGUE, add_prologue, code_hash, left_out, read_notebook, reason
 
 PATH = "/" + "tmp/x.py"  # in two parts, because this file is checked too
 
@@ -12,7 +13,7 @@ def cell(source: str, *outputs: dict) -> dict:
     "A code cell, or a Markdown cell where the source starts with a mark of Markdown"
     if source[:2] in ("# ", "##", "> ", "**"):
         return {"cell_type": "markdown", "metadata": {}, "source": source}
-    return {"cell_type": "code", "metadata": {}, "source": source, "outputs": list(outputs), "execution_count": None}
+    return {"cell_type": "code", "id": hashlib.sha256(source.encode()).hexdigest()[:8], "metadata": {}, "source": source, "outputs": list(outputs), "execution_count": None}
 
 
 def printed(text: str) -> dict:
@@ -21,7 +22,7 @@ def printed(text: str) -> dict:
 
 def good_stage() -> list[dict]:
     "The cells of the smallest stage that keeps every rule"
-    cells = [cell("# Title\n\n> One sentence.")]
+    cells = [cell("# Title\n\n> One sentence."), cell(PROLOGUE)]
     for name in SECTIONS:
         cells += [cell(f"## {name or 'A name of its own'}"), cell("assert 1 + 1 == 2")]
     cells.append(cell("#| cuda\nprint('fast')", printed("fast\n")))
@@ -38,8 +39,10 @@ def report(tmp_path):
         if saved != {}:
             stage["metadata"][METADATA_KEY] = saved or {"code": code_hash(stage)}
         answers = [cell(f"## Exercise {n}\n\nFour.") for n in range(1, solutions + 1)]
-        for path, nb in (("02_tiles.ipynb", stage), ("solutions/02_tiles.ipynb", {"cells": answers, "metadata": {}})):
+        for path, nb in (("02_tiles.ipynb", stage), ("solutions/02_tiles.ipynb", {"cells": [cell(PROLOGUE), *answers], "metadata": {}})):
             (folder / path).write_text(json.dumps(nb), encoding="utf-8")
+        listed = {"02_tiles.ipynb": dict.fromkeys(left_out(stage), "measures")} if left_out(stage) else {}
+        (folder / "left_out.json").write_text(json.dumps(listed), encoding="utf-8")
         return "\n".join(problems(tmp_path))
     return write
 
@@ -49,6 +52,7 @@ def test_good_stage_has_no_problem(report):
 
 
 def replaced(index: int, *new: dict) -> list[dict]:
+    "The good stage with other cells in place of one"
     cells = good_stage()
     cells[index:index + 1] = new
     return cells
@@ -57,19 +61,19 @@ def replaced(index: int, *new: dict) -> list[dict]:
 LONG = "\n".join(f"x{i} = {i}" for i in range(46))
 FAULTS = {
     "title": (replaced(0, cell("# Title\n\nNo sentence.")), "cell 0: is not `# Title`"),
-    "missing section": (replaced(1), "section `## The question` is there 0 times"),
-    "double section": (replaced(1, cell("## The question"), cell("## The question")), "`## The question` is there 2 times"),
-    "order": (replaced(1, cell("## Recap")) [:-5] + [cell("## The question")], "is out of order"),
-    "no code section": (replaced(9), "no code section"),
-    "long cell": (replaced(2, cell(LONG)), "cell 2: 46 lines; no cell but a kernel"),
+    "missing section": (replaced(2), "section `## The question` is there 0 times"),
+    "double section": (replaced(2, cell("## The question"), cell("## The question")), "`## The question` is there 2 times"),
+    "order": (replaced(2, cell("## Recap")) [:-5] + [cell("## The question")], "is out of order"),
+    "no code section": (replaced(10), "no code section"),
+    "long cell": (replaced(3, cell(LONG)), "cell 3: 46 lines; no cell but a kernel"),
     "median": (good_stage() + [cell("\n".join(["assert True"] * 7))] * 20, "the median code cell has 7 lines"),
     "many long": (good_stage() + [cell("\n".join(["assert True"] * 25))] * 3, "3 of 15 code cells have 25 lines or more: cells"),
     "few checks": (good_stage() + [cell("x = 1")] * 40, "code cells hold a check that can fail; 25% is the least"),
     "exercises": (good_stage()[:-1], "2 headings `### Exercise N`, not 3"),
-    "no output": (replaced(23, cell("#| cuda\nprint('fast')")), "cell 23: a `#| cuda` cell without saved output"),
-    "saved error": (replaced(2, cell("assert 1", {"output_type": "error", "traceback": ["no"]})), "cell 2: a saved error"),
-    "path": (replaced(2, cell("assert 1", printed(f"at {PATH}"))), f"cell 2: output names a machine's path {PATH}"),
-    "size": (replaced(2, cell("assert 1", printed("x" * 400_000))), "more than 400000"),
+    "no output": (replaced(24, cell("#| cuda\nprint('fast')")), "cell 24: a `#| cuda` cell without saved output"),
+    "saved error": (replaced(3, cell("assert 1", {"output_type": "error", "traceback": ["no"]})), "cell 3: a saved error"),
+    "path": (replaced(3, cell("assert 1", printed(f"at {PATH}"))), f"cell 3: output names a machine's path {PATH}"),
+    "size": (replaced(3, cell("assert 1", printed("x" * 400_000))), "more than 400000"),
 }
 
 
@@ -81,11 +85,11 @@ def test_fault_is_named(report, cells, expected):
 
 
 def test_syntax_fault_is_named(report):
-    assert report(replaced(2, cell("x = = 1")), {"code": "0"}) == "nbs/02_tiles.ipynb: cell 2: does not parse as Python"
+    assert report(replaced(3, cell("x = = 1")), {"code": "0"}) == "nbs/02_tiles.ipynb: cell 3: does not parse as Python"
 
 
 def test_kernel_may_be_long(report):
-    assert report(replaced(2, cell(f"import triton\nassert 1\n@triton.jit\ndef kernel():\n    pass\n{LONG}"))) == ""
+    assert report(replaced(3, cell(f"import triton\nassert 1\n@triton.jit\ndef kernel():\n    pass\n{LONG}"))) == ""
 
 
 def test_silent_gpu_cell_needs_no_output(report):
@@ -109,6 +113,30 @@ def test_a_page_may_wait_for_a_gpu_if_it_says_so(report):
     waits = cell("**GPU outputs to come.** Nobody had one.")
     assert report([*good_stage(), cell("#| cuda\nprint(1)"), waits], {}) == report([*good_stage(), waits], {"code": "0"}) == ""
     assert "and they are here" in report([*good_stage(), waits])
+
+
+def test_a_page_begins_with_the_prologue(report, tmp_path):
+    cells = good_stage()
+    assert "first code cell is not the prologue" in report([*cells[:1], *cells[2:]])
+    path = tmp_path / "nbs" / "02_tiles.ipynb"
+    assert add_prologue(path) and not add_prologue(path)
+    assert list(problems(tmp_path)) == []
+
+
+@pytest.mark.parametrize("listed", ["{}", '{"02_tiles.ipynb": {"0a1b2c3d": "measures"}}'])
+def test_cells_left_out_are_listed(report, tmp_path, listed):
+    report(good_stage())
+    (tmp_path / "nbs" / "left_out.json").write_text(listed)
+    found, = problems(tmp_path)
+    assert found.startswith("nbs/left_out.json: 02_tiles.ipynb: cells ") and ("0a1b2c3d" in found) == ("0a1b2c3d" in listed)
+
+
+@pytest.mark.parametrize("source, expected", [
+    ("x = time_call(f)", "measures time, memory, launches or errors on a GPU"), ("x.cuda()", "names the GPU or makes its tensors there"),
+    ("import a", "imports what the measurements on a GPU alone need"), ("def f(): pass", "defines what the measurements on a GPU alone use"),
+    ("assert x", "checks what was measured on a GPU"), ("print(x)", "prepares or shows what is measured on a GPU")])
+def test_a_reason_is_read_from_the_source(source, expected):
+    assert reason(f"#| cuda\n{source}") == expected
 
 
 def test_missing_solution_is_named(report):

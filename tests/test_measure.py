@@ -1,8 +1,6 @@
 """Predictions, timings, peaks and pictures: each against a count made by hand."""
 import json
 import re
-import shutil
-import subprocess
 import time
 from xml.etree import ElementTree
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from fusedloss import measure as m
-from fusedloss.measure import (Check, Cost, Machine, MemoryEvent, Shape, Table, commit, compare, load_results, memory_timeline,
+from fusedloss.measure import (Check, Cost, Machine, MemoryEvent, Shape, Table, compare, load_results, memory_timeline,
                                peak_memory, product_cost, quantiles, record, relative_error, saved_tensors, si, sweep_cost,
                                tensor_lives, time_call, trace_memory)
 
@@ -44,6 +42,17 @@ def test_cost_is_bound_by_the_slower_ceiling():
     assert flops_bound.seconds(TOY, torch.bfloat16) == 4.5
     assert m.predict_seconds([bytes_bound, flops_bound], TOY, torch.float32) == 11.0
     assert Cost("nothing").seconds(TOY, torch.int8) == 0.0
+
+
+def test_a_machine_is_found_by_its_name():
+    assert m.machine_of("H200") is m.machine_of(m.H200) is m.H200
+    with pytest.raises(ValueError, match=re.escape("machine: expected one of ['H200'], got 'H20'")):
+        m.machine_of("H20")
+
+
+def test_a_plan_takes_a_machine_by_its_name():
+    from fusedloss.losses import plan
+    assert repr(plan(4096, 32000, 512, machine="H200")) == repr(plan(4096, 32000, 512))
 
 
 def test_products_and_sweeps_are_counted():
@@ -100,6 +109,37 @@ def test_comparison_finds_three_times_the_work():
     comparison = once()
     assert comparison.ratio.low <= comparison.ratio.median <= comparison.ratio.high and str(comparison).startswith("×")
     assert any(2 < once().ratio.median < 4 for _ in range(5))
+
+
+def test_order_is_drawn_anew_in_every_round(monkeypatch):
+    order, names = [], ["floor", "a", "b", "c"]
+    monkeypatch.setattr(m, "time_call", lambda fn, *args: m.Timing(*[float(fn())] * 3))
+    runs = {name: lambda name=name: order.append(name) or len(order) for name in names}
+    times = m.time_in_turn(runs, "cpu", 30)
+    rounds = [tuple(order[i:i + 4]) for i in range(0, len(order), 4)]
+    assert all(sorted(r) == sorted(names) for r in rounds) and len(set(rounds)) > 12, "every round times all of them, in many orders"
+    assert {r[0] for r in rounds} == {r[-1] for r in rounds} == set(names), "each is first once, and last"
+    assert {(a, b) for r in rounds for a, b in zip(r, r[1:])} == {(a, b) for a in names for b in names if a != b}, "each follows each"
+    assert times == {name: [i + 1.0 for i, found in enumerate(order) if found == name] for name in names}, "timings stay in their round"
+    assert m.time_in_turn(runs, "cpu", 30).keys() == times.keys() and [*zip(*[iter(order[120:])] * 4)] == rounds, "a fixed seed"
+
+
+def test_comparison_pairs_the_timings_of_a_round(monkeypatch):
+    order = []
+    monkeypatch.setattr(m, "time_call", lambda fn, *args: order.append(fn) or m.Timing(*[fn * len(order)] * 3))
+    compared = compare(1.0, 3.0, rounds=12)
+    firsts = order[::2]
+    assert {1.0, 3.0} == set(firsts) and 0 < firsts.count(1.0) < 12, "neither comes first in every round"
+    ratios = [3 * (2 * i + 1 + (f == 1.0)) / (2 * i + 1 + (f != 1.0)) for i, f in enumerate(firsts)]
+    assert compared.ratio == pytest.approx(quantiles(ratios))
+
+
+def test_a_gradient_in_the_place_of_an_input_is_no_negative_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(m, "time_call", lambda *args: m.Timing(1.0, 1.0, 1.0))
+    buffer = torch.ones(1000)
+    figures = m.measure_against_floor(tmp_path / "r.json", "a", buffer.exp_, buffer.exp, {}, torch.float32, buffer.nbytes, "cpu")["figures"]
+    assert (figures["peak"], figures["extra"]) == (0, 0) and "0 B beyond" in capsys.readouterr().out
+    assert m.results_table([dict(RECORD, figures=dict(RECORD["figures"], extra=-7))]).rows[0][-1] == "0 B"
 
 
 def test_timing_passes_an_exception_on():
@@ -260,48 +300,6 @@ def test_errors_of_other_shapes_are_not_broadcast(shape):
         relative_error(torch.ones(shape), torch.ones(3))
 
 
-@pytest.fixture
-def git(tmp_path, monkeypatch):
-    "Runs git in a new, empty folder, which is current"
-    if not shutil.which("git"):
-        pytest.skip("no git on this machine")
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "FUSEDLOSS_COMMIT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.chdir(tmp_path)
-    return lambda *args: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *args], check=True, capture_output=True, text=True).stdout
-
-
-def test_commit_is_marked_where_files_differ(git, tmp_path, monkeypatch):
-    git("init")
-    (tmp_path / "file").write_text("1")
-    git("add", "file")
-    git("commit", "-m", "first")
-    head = git("rev-parse", "--short", "HEAD").strip()
-    assert commit() == head
-    (tmp_path / "untracked").write_text("2")
-    assert commit() == head
-    (tmp_path / "file").write_text("2")
-    assert commit() == head + "+"
-    monkeypatch.chdir("/")
-    assert commit(tmp_path) == head + "+"
-
-
-@pytest.mark.parametrize("prepare", [[], ["init"]], ids=["no repository", "no commit yet"])
-def test_commit_without_a_repository_is_the_environments(prepare, git, monkeypatch):
-    if prepare:
-        git(*prepare)
-    assert commit() == "unknown"
-    monkeypatch.setenv("FUSEDLOSS_COMMIT", "1234abc")
-    assert commit() == "1234abc"
-
-
-def test_commit_without_git_is_the_environments(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("FUSEDLOSS_COMMIT", "1234abc")
-    assert commit() == "1234abc"
-
-
 def test_record_replaces_the_same_measurement_alone(tmp_path):
     path = tmp_path / "new folder" / "02_tiles.json"
     write = lambda name, n, dtype, **figures: record(path, name, dict(N=n), dtype, **figures)
@@ -342,7 +340,8 @@ def test_results_of_a_folder_come_in_order_of_files(tmp_path):
 def test_loss_is_measured_against_its_floor(tmp_path, monkeypatch, capsys):
     asked, run, floor = [], lambda: None, lambda: 0
     found = m.Comparison(a=m.Timing(2.0, 1.9, 2.1), b=m.Timing(6.0, 5.9, 6.1), ratio=m.Timing(3.5, 3.0, 4.0))
-    monkeypatch.setattr(m, "compare", lambda *args: asked.append(args) or found)
+    monkeypatch.setattr(m, "time_in_turn", lambda runs, *args: asked.append((*runs.values(), *args)) or dict.fromkeys(runs, []))
+    monkeypatch.setattr(m, "comparison", lambda a, b: found)
     monkeypatch.setattr(m, "peak_memory", lambda *args: asked.append(args) or 5 * 2**20)
     monkeypatch.setattr(m, "machine_name", lambda device: f"a {device}")
     against = lambda name, *options: m.measure_against_floor(tmp_path / "r.json", name, run, floor, dict(N=2, V=3), torch.bfloat16, *options)

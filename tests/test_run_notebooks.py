@@ -1,11 +1,13 @@
 """Running notebooks in place: outputs and hash are saved together, or nothing is."""
 import json
+import os
+import sys
 
 import pytest
 from workbook import METADATA_KEY, code_hash, read_notebook
 
 pytest.importorskip("execnb")
-from run_notebooks import lean, run_here  # noqa: E402
+from run_notebooks import environment, lean, run_all, run_here, waits_for  # noqa: E402
 
 PATH = "/" + "tmp/x.py"
 
@@ -67,6 +69,63 @@ def test_failed_run_keeps_the_old_records(run, tmp_path):
     with pytest.raises(RuntimeError, match="cell 1 failed"):
         run(RECORD.format("new"), "1/0")
     assert old.read_text() == "old"
+
+
+@pytest.fixture
+def pages(tmp_path):
+    "Write notebooks of one cell each, by name; their paths"
+    def write(**sources: str) -> list:
+        (tmp_path / "nbs").mkdir()
+        for name, source in sources.items():
+            empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+            (tmp_path / "nbs" / f"{name[1:]}.ipynb").write_text(json.dumps({"cells": [{**empty, "source": source}], "metadata": {}}))
+        return [tmp_path / "nbs" / f"{name[1:]}.ipynb" for name in sources]
+    return write
+
+
+ALL = 'load_results("results")'
+NEEDS = {"_index": ALL, "_tour": "1", "_05_e": ALL, "_10_s": "#| distributed\n1", "_06_a": 'load_results("results/05_e.json")', "_07_b": "1"}
+
+
+def test_a_page_waits_for_the_records_it_reads(pages):
+    paths = pages(**NEEDS)
+    named = lambda found: {path.stem for path in found}
+    needs = {path.stem: named(n) for path, n in waits_for(paths, {path for path in paths if path.stem == "10_s"}).items()}
+    stages = {"05_e", "06_a", "07_b", "10_s"}
+    assert needs == {"05_e": set(), "06_a": {"05_e"}, "07_b": set(), "10_s": {"05_e", "06_a", "07_b"}, "index": stages, "tour": stages}
+
+
+LOGGED = """import json, os, sys, time
+from pathlib import Path
+path = Path(sys.argv[-1])
+started = time.time()
+time.sleep(60 if path.stem == "07_b" else 0.2)
+(path.parent / "results").mkdir(exist_ok=True)
+(path.parent / "results" / f"{path.stem}.json").write_text("new")
+(path.parent / f"{path.stem}.log").write_text(json.dumps([started, time.time(), os.environ.get("CUDA_VISIBLE_DEVICES")]))
+sys.exit(path.stem == "06_a")"""
+
+
+def test_pages_run_side_by_side_each_on_its_gpu(pages, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    paths = pages(**NEEDS)
+    old = tmp_path / "nbs" / "results" / "06_a.json"
+    old.parent.mkdir()
+    old.write_text("old")
+    assert run_all(paths, "cuda", jobs=2, limit=5, command=[sys.executable, "-c", LOGGED]) == 2
+    printed = capfd.readouterr().out
+    assert "07_b.ipynb stopped at its limit of 5 s, after 5 s" in printed and "06_a.ipynb FAILED" in printed
+    assert "4 of 6 notebooks saved; failed: 06_a.ipynb, 07_b.ipynb" in printed
+    assert old.read_text() == "old" and not (old.parent / "07_b.json").exists() and (old.parent / "05_e.json").read_text() == "new"
+    log = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "nbs").glob("*.log")}
+    assert log["05_e"][1] <= log["06_a"][0] and log["10_s"][1] <= min(log["tour"][0], log["index"][0])
+    assert log["10_s"][2] == "4,5" and {log["tour"][2], log["index"][2]} == {"4", "5"}
+
+
+def test_cores_are_shared(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert environment(["2"], 4)["OMP_NUM_THREADS"] == "16" and environment(["0", "1"], 1)["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_drawings_lose_bytes_and_nothing_else():

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbook import (CHECK_NAME, MACHINE_PATH, METADATA_KEY, ROOT, called_name, code_hash, directives, is_stage, notebooks,
-                      output_text, project_files, read_notebook)
+from workbook import (CHECK_NAME, LEFT_OUT, MACHINE_PATH, METADATA_KEY, PROLOGUE, ROOT, called_name, code_hash, directives, has_prologue,
+                      is_stage, left_out, notebooks, output_text, project_files, read_left_out, read_notebook)
 
 FREE = ""  # one or more headings of the author's own
 SECTIONS = ["The question", "Shapes and symbols", "Prediction", "Picture", FREE, "Does it match?", "Measurement",
@@ -120,7 +120,7 @@ def check_exercises(nb: dict, path: Path) -> Problems:
             yield f"{exercise} has no heading in {solutions.relative_to(path.parent.parent)}"
 
 
-def check_outputs(nb: dict) -> Problems:
+def check_outputs(nb: dict, root: Path) -> Problems:
     "GPU cells keep outputs, made from the code as it is now"
     cuda = [(i, c) for i, c in enumerate(nb["cells"]) if c["cell_type"] == "code" and "cuda" in directives(c["source"])]
     for i, cell in cuda:
@@ -130,7 +130,7 @@ def check_outputs(nb: dict) -> Problems:
     saved = nb["metadata"].get(METADATA_KEY, {})
     if cuda and not saved:
         yield "outputs are not from `make notebooks-gpu`: no hash in the metadata"
-    elif saved and all(map(parse, code_cells(nb).values())) and saved.get("code") != code_hash(nb):
+    elif saved and all(map(parse, code_cells(nb).values())) and saved.get("code") != code_hash(nb, root):
         yield "saved outputs are stale: the code changed after they were made (make notebooks-gpu)"
 
 
@@ -139,9 +139,9 @@ def is_pending(nb: dict) -> bool:
     return any(cell["cell_type"] == "markdown" and cell["source"].startswith(PENDING) for cell in nb["cells"])
 
 
-def check_saved(nb: dict) -> Problems:
+def check_saved(nb: dict, root: Path) -> Problems:
     "Outputs of a GPU are there and of this code, or else the page says that they are not"
-    found = list(check_outputs(nb))
+    found = list(check_outputs(nb, root))
     if not is_pending(nb):
         yield from found
     elif not found:
@@ -153,7 +153,7 @@ def code_cells(nb: dict) -> dict[int, dict]:
     return {i: cell for i, cell in enumerate(nb["cells"]) if cell["cell_type"] == "code"}
 
 
-def check_any(nb: dict, path: Path) -> Problems:
+def check_any(nb: dict, path: Path, root: Path) -> Problems:
     "What holds for every notebook: size, syntax, outputs without errors and of this code"
     if path.stat().st_size > MAX_BYTES:
         yield f"{path.stat().st_size} bytes, more than {MAX_BYTES}"
@@ -164,12 +164,14 @@ def check_any(nb: dict, path: Path) -> Problems:
             yield f"cell {i}: a saved error"
         for found in {m[0] for output in cell["outputs"] for m in MACHINE_PATH.finditer(output_text(output))}:
             yield f"cell {i}: output names a machine's path {found}"
-    yield from check_saved(nb)
+    if not has_prologue(nb):
+        yield "its first code cell is not the prologue (python tools/workbook.py prologue)"
+    yield from check_saved(nb, root)
 
 
 def check_stage(nb: dict, path: Path) -> Problems:
     "What holds for a numbered stage"
-    code = list(code_cells(nb).items())
+    code = [(i, cell) for i, cell in code_cells(nb).items() if cell["source"].strip() != PROLOGUE]
     yield from check_title(nb)
     yield from check_sections(nb)
     yield from check_lengths(code)
@@ -188,11 +190,23 @@ def check_text(path: Path) -> Problems:
             yield f"line {number}: names {match[0]}"
 
 
+def check_left_out(root: Path) -> Problems:
+    "The list of cells that `nbdev_test` leaves out names each of them, and a reason"
+    listed = read_left_out(root)
+    pages = {path.relative_to(root / "nbs").as_posix(): left_out(read_notebook(path)) for path in notebooks(root)}
+    for name in sorted(pages.keys() | listed.keys()):
+        reasons, cells = listed.get(name, {}), pages.get(name, {})
+        missing = [key for key in cells if not reasons.get(key)] + [key for key in reasons if key not in cells]
+        if missing:
+            yield f"{LEFT_OUT}: {name}: cells {', '.join(missing)} lack a reason or are gone (python tools/workbook.py left-out)"
+
+
 def problems(root: Path = ROOT) -> Problems:
     "Every problem of the workbook under `root`"
+    yield from check_left_out(root)
     for path in notebooks(root):
         nb = read_notebook(path)
-        found = [*check_any(nb, path), *(check_stage(nb, path) if is_stage(path) else ())]
+        found = [*check_any(nb, path, root), *(check_stage(nb, path) if is_stage(path) else ())]
         yield from (f"{path.relative_to(root)}: {problem}" for problem in found)
     for path in project_files(root):
         if path.suffix != ".ipynb" and "site_libs" not in path.parts:

@@ -1,19 +1,23 @@
-"""Run the notebooks in place on the GPU at hand and save their outputs.
+"""Run the notebooks in place on the GPUs at hand and save their outputs.
 
-    python tools/run_notebooks.py [--flags "cuda slow"] [NOTEBOOK ...]
+    python tools/run_notebooks.py [--jobs N] [--limit SECONDS] [--flags "cuda slow distributed"] [NOTEBOOK ...]
 
-One process and one run a notebook; a notebook that fails is left as it was.
+One process and one run a notebook; a notebook that fails or takes too long is left as it was, and so are its records.
+Sources have to be those of a commit. With `--jobs`, notebooks run side by side, each on a GPU of its own; one that reads
+the records of others waits for them, and one with `#| distributed` cells has all GPUs for itself.
 """
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from workbook import MACHINE_PATH, METADATA_KEY, ROOT, code_hash, is_stage, notebook_from, notebooks, output_text
+from workbook import (MACHINE_PATH, METADATA_KEY, ROOT, code_hash, directives, is_stage, notebook_from, notebooks, output_text,
+                      read_notebook)
 
 
 def skips(cell, flags: set[str], skip_flags: set[str]) -> bool:
@@ -108,6 +112,9 @@ def run_here(path: Path, flags: set[str]) -> None:
     from nbdev.process import NBProcessor
 
     sys.path.insert(0, str(ROOT))
+    from fusedloss.core.sources import commit
+
+    made_from = commit(path.parent)
     nb = NBProcessor(path, rm_directives=False).nb
     with fresh_results(path):
         execute(nb, path, flags)
@@ -115,42 +122,152 @@ def run_here(path: Path, flags: set[str]) -> None:
         thin_drawings(nb)
         refuse_paths(nb, path)
     clean_nb(nb, allowed_metadata_keys=[METADATA_KEY])
-    nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "machine": machine()}
+    nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "commit": made_from.commit, "machine": machine()}
     draft = path.with_suffix(".tmp")
     draft.write_text(nb2str(nb), encoding="utf-8")
     os.replace(draft, path)
 
 
-def running_order(path: Path) -> tuple[bool, bool]:
-    "The stages measure; the others, and the home page last of all, show what was measured"
-    return not is_stage(path), path.name == "index.ipynb"
+def running_order(path: Path) -> tuple[int, Path]:
+    "The stages measure; the tour and the home page come last, which show what was measured"
+    return (0 if is_stage(path) else 2 if path.stem in ("tour", "index") else 1), path
 
 
-def run_all(paths: list[Path], flags: str) -> int:
-    "A fresh process for each notebook; the exit code is the number that failed"
-    failed = []
-    for path in paths:
-        print(f"{path.name} ...", flush=True)
-        started = time.perf_counter()
-        code = subprocess.run([sys.executable, __file__, "--here", "--flags", flags, str(path)], cwd=ROOT).returncode
-        failed += [path.name] * bool(code)
-        print(f"{path.name} {'FAILED' if code else 'ok'} after {time.perf_counter() - started:.0f} s", flush=True)
+def is_distributed(path: Path) -> bool:
+    "Does the page have cells for several GPUs?"
+    return any("distributed" in directives(cell["source"]) for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code")
+
+
+def reads_of(path: Path, paths: list[Path]) -> set[Path]:
+    "The pages of `paths` whose records this one shows: those it names, all earlier stages, or for the last pages all"
+    if running_order(path)[0] == 2:
+        return {other for other in paths if running_order(other)[0] < 2}
+    code = "\n".join(cell["source"] for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code")
+    stages = {other for other in paths if is_stage(other) and running_order(other) < running_order(path)}
+    everything = re.search(r"load_results\([\"']results[\"']\)", code)
+    return {stage for stage in stages if everything or f"results/{stage.stem}.json" in code}
+
+
+def waits_for(paths: list[Path], alone: set[Path]) -> dict[Path, set[Path]]:
+    "For each page the pages to run before it; a page that is to be alone waits for all that do not wait for it"
+    needs = {path: reads_of(path, paths) for path in paths}
+
+    def after(path: Path) -> set[Path]:
+        return needs[path].union(*map(after, needs[path]))
+
+    for path in sorted(alone):
+        needs[path] |= {other for other in paths if other != path and path not in after(other)}
+    return needs
+
+
+def gpus() -> list[str]:
+    "The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them"
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def environment(devices: list[str], jobs: int) -> dict[str, str]:
+    "What a page's process finds: its GPUs, and its share of the cores"
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // jobs))
+    return os.environ | {"OMP_NUM_THREADS": threads} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+
+
+class Run:
+    "One page in a process of its own."
+
+    def __init__(self, path: Path, flags: str, slot: int, env: dict[str, str], command: list[str]):
+        self.path, self.slot, self.started = path, slot, time.perf_counter()
+        self.results = path.parent / "results" / f"{path.stem}.json"
+        self.before = self.results.read_bytes() if self.results.exists() else None
+        self.process = subprocess.Popen([*command, "--flags", flags, str(path)], cwd=ROOT, env=env, start_new_session=True)
+
+    def seconds(self) -> float:
+        "Since it began"
+        return time.perf_counter() - self.started
+
+    def stop(self) -> None:
+        "End the page's process and all that it started"
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def outcome(self, limit: float) -> str:
+        "How it ended; empty while it runs. A page that did not end well has the records that it had."
+        code = self.process.poll()
+        if code is None and self.seconds() < limit:
+            return ""
+        if code is None:
+            self.stop()
+        if code != 0:
+            self.results.unlink(missing_ok=True)
+            if self.before is not None:
+                self.results.write_bytes(self.before)
+        return {0: "ok", None: f"stopped at its limit of {limit:.0f} s,"}.get(code, "FAILED")
+
+
+HERE = [sys.executable, __file__, "--here"]
+
+
+def run_all(paths: list[Path], flags: str, jobs: int = 1, limit: float = float("inf"), command: list[str] = HERE) -> int:
+    "A fresh process for each notebook, `jobs` at a time; the exit code is the number that failed"
+    waiting, running, failed, devices = sorted(paths, key=running_order), [], [], gpus()
+    alone = {path for path in paths if jobs > 1 and is_distributed(path)}
+    needs = waits_for(paths, alone)
+    try:
+        while waiting or running:
+            busy = {*waiting, *(run.path for run in running)}
+            slots = sorted(set(range(jobs)) - {run.slot for run in running})
+            for path in [path for path in waiting if not needs[path] & busy][:len(slots)]:
+                waiting.remove(path)
+                slot = slots.pop(0)
+                mine = devices if jobs == 1 or path in alone else devices[slot % max(1, len(devices)):][:1]
+                print(f"{path.name} ...", flush=True)
+                running.append(Run(path, flags, slot, environment(mine, 1 if path in alone else jobs), command))
+            for run, outcome in [(run, outcome) for run in running if (outcome := run.outcome(limit))]:
+                running.remove(run)
+                failed += [run.path.name] * (outcome != "ok")
+                print(f"{run.path.name} {outcome} after {run.seconds():.0f} s", flush=True)
+            time.sleep(0.1)
+    finally:
+        for run in running:
+            run.stop()
     print(f"{len(paths) - len(failed)} of {len(paths)} notebooks saved" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return len(failed)
+
+
+def check_sources() -> None:
+    "`SystemExit` where it cannot be said which commit the sources are of"
+    sys.path.insert(0, str(ROOT))
+    from fusedloss.core.sources import commit
+
+    try:
+        found = commit(ROOT)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
+    if found.commit == "unknown":
+        raise SystemExit("sources: expected a repository, or a stamp by `python tools/workbook.py stamp`, got neither")
+    print(f"commit {found.commit}, sources {found.sources}", flush=True)
 
 
 def main() -> int:
     "Read the command line and run"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all, the stages first")
-    parser.add_argument("--flags", default="cuda slow", help="kinds of cells to run beside the plain ones")
+    parser.add_argument("--flags", default="cuda slow distributed", help="kinds of cells to run beside the plain ones")
+    parser.add_argument("--jobs", type=int, default=1, help="notebooks at a time, each on one GPU")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for one notebook")
     parser.add_argument("--here", action="store_true", help="run in this process (one notebook)")
     args = parser.parse_args()
-    paths = [p.resolve() for p in args.notebooks] or sorted(notebooks(), key=running_order)
-    if not args.here:
-        return run_all(paths, args.flags)
-    run_here(paths[0], set(args.flags.split()))
-    return 0
+    paths = [p.resolve() for p in args.notebooks] or notebooks()
+    if args.here:
+        run_here(paths[0], set(args.flags.split()))
+        return 0
+    check_sources()
+    if args.jobs > (count := len(gpus()) or args.jobs):
+        parser.error(f"--jobs: expected at most {count}, the number of GPUs, got {args.jobs}")
+    return run_all(paths, args.flags, args.jobs, args.limit)
 
 
 if __name__ == "__main__":

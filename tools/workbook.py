@@ -1,16 +1,33 @@
-"""What the tools share: where the notebooks are, how they are read, and the hash that dates their outputs."""
+"""What the tools share: where the notebooks are, how they are read, and the hash that dates their outputs.
+
+    python tools/workbook.py prologue   put the first code cell into notebooks that lack it
+    python tools/workbook.py left-out   bring nbs/left_out.json up to date: a reason for each cell that `nbdev_test` leaves out
+    python tools/workbook.py stamp      write .commit, for a copy of the project without its history
+"""
 import ast
 import hashlib
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Iterator
+
+from package_code import PACKAGE, canonical, package
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECK_NAME = re.compile(r"(test|check|assert)(_|$)|raises$")
 METADATA_KEY = "fusedloss"  # in a notebook's metadata; settings.ini lets it through nbdev_clean
+PROLOGUE = """\
+#| hide
+# Without a GPU, Triton's interpreter runs the kernels, and cells marked `#| cuda` show their saved outputs.
+import os
+import torch
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+from fusedloss.core.pages import prepare_page
+prepare_page()"""  # the first code cell of every notebook
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|usr/local/lib)/\w[\w./-]*")
 
 
@@ -56,18 +73,6 @@ def read_notebook(path: Path) -> dict:
 def directives(source: str) -> set[str]:
     "The names of the `#|` lines on top of a cell"
     return set(re.findall(r"^#\|\s*([\w-]+)", source, flags=re.MULTILINE))
-
-
-def canonical(node: object) -> str:
-    "A syntax tree as text, the same in every version of Python: they differ in empty fields and in how they cut f-strings"
-    if isinstance(node, list):
-        return f"[{','.join(map(canonical, node))}]"
-    if isinstance(node, ast.JoinedStr):
-        return f"JoinedStr({''.join(v.value if isinstance(v, ast.Constant) else f'{{{canonical(v)}}}' for v in node.values)!r})"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
-    return f"{type(node).__name__}({','.join(f'{name}={canonical(value)}' for name, value in fields)})"
 
 
 def called_name(node: ast.AST) -> str:
@@ -134,13 +139,99 @@ def made_outputs(code: list[dict]) -> list[ast.Module]:
     return [trees[i] for i in sorted(taken)]
 
 
-def code_hash(nb: dict) -> str:
-    "A hash of the code that made the saved outputs: prose, comments and formatting do not change it"
+def imports_package(statement: ast.stmt) -> bool:
+    "Does this statement only bring names from the package, whose code is hashed itself?"
+    return isinstance(statement, ast.ImportFrom) and not statement.level and f"{statement.module}.".startswith(f"{PACKAGE}.")
+
+
+def code_hash(nb: dict, root: Path = ROOT) -> str:
+    "A hash of the code that made the saved outputs, in the page and in the package: prose, comments and formatting do not change it"
     trees = made_outputs([cell for cell in nb["cells"] if cell["cell_type"] == "code"])
-    return hashlib.sha256("\n".join(map(canonical, trees)).encode()).hexdigest()[:16]
+    used = package(root).used_by(ast.Module([statement for tree in trees for statement in tree.body], []))
+    own = [canonical(statement) for tree in trees for statement in tree.body if not imports_package(statement)]
+    return hashlib.sha256("\n".join([*own, *used]).encode()).hexdigest()[:16]
 
 
 def output_text(output: dict) -> str:
     "All the text that an output shows"
     values = [output.get("text", ""), *output.get("data", {}).values(), output.get("traceback", "")]
     return "\n".join("".join(map(str, v)) if isinstance(v, list) else str(v) for v in values)
+
+
+def has_prologue(nb: dict) -> bool:
+    "Is the prologue the first code cell that holds code?"
+    code = [cell["source"].strip() for cell in nb["cells"] if cell["cell_type"] == "code"]
+    return [source for source in code if not source.startswith("#| default_exp")][:1] == [PROLOGUE]
+
+
+def add_prologue(path: Path) -> bool:
+    "Put the prologue into a notebook that lacks it, in place of an older one; was it lacking?"
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    if has_prologue(read_notebook(path)):
+        return False
+    cells = [cell for cell in nb["cells"] if cell.get("id") != "prologue"]
+    code = [i for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
+    first = next((i for i in code if not "".join(cells[i]["source"]).startswith("#| default_exp")), len(cells))
+    cell = {"cell_type": "code", "execution_count": None, "id": "prologue", "metadata": {}, "outputs": []}
+    cells.insert(first, cell | {"source": PROLOGUE.splitlines(keepends=True)})
+    path.write_text(json.dumps(nb | {"cells": cells}, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return True
+
+
+LEFT_OUT = "nbs/left_out.json"  # by notebook and cell: why `nbdev_test` does not run it
+FLAGS = {"cuda", "slow", "distributed"}  # of settings.ini
+MEASURES = re.compile(r"\b(time_call|compare|measure_\w+|record|\w*peak\w*|gpu_launches|do_bench|profile|Event|timed\w*|error\w*)\(")
+
+
+def left_out(nb: dict) -> dict[str, str]:
+    "The cells that `nbdev_test` leaves out, by their id"
+    return {cell["id"]: cell["source"] for cell in nb["cells"] if cell["cell_type"] == "code" and directives(cell["source"]) & FLAGS}
+
+
+def reason(source: str) -> str:
+    "Why a cell is for a GPU, as far as its source tells"
+    kinds = {type(statement) for statement in ast.parse(source).body}
+    if MEASURES.search(source):
+        return "measures time, memory, launches or errors on a GPU"
+    if re.search(r"cuda['\"]|\.cuda\b", source.split("\n", 1)[-1]):
+        return "names the GPU or makes its tensors there"
+    if kinds <= {ast.Import, ast.ImportFrom}:
+        return "imports what the measurements on a GPU alone need"
+    if kinds <= {ast.FunctionDef, ast.ClassDef}:
+        return "defines what the measurements on a GPU alone use"
+    return "checks what was measured on a GPU" if kinds <= {ast.Assert, ast.For} else "prepares or shows what is measured on a GPU"
+
+
+def read_left_out(root: Path = ROOT) -> dict[str, dict[str, str]]:
+    "The committed list"
+    path = root / LEFT_OUT
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_left_out() -> None:
+    "Keep the reasons of the list, add those of new cells, drop those of cells that are gone"
+    known, found = read_left_out(), {}
+    for path in notebooks():
+        name = path.relative_to(ROOT / "nbs").as_posix()
+        cells = left_out(read_notebook(path))
+        found |= {name: {key: known.get(name, {}).get(key) or reason(source) for key, source in cells.items()}} if cells else {}
+    (ROOT / LEFT_OUT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def main(command: str) -> None:
+    "Do what the command says"
+    if command == "prologue":
+        print("".join(f"{path.relative_to(ROOT)}\n" for path in notebooks() if add_prologue(path)), end="")
+    elif command == "left-out":
+        write_left_out()
+    elif command == "stamp":
+        sys.path.insert(0, str(ROOT))
+        from fusedloss.core.sources import write_stamp
+
+        print("commit {}, sources {}".format(*write_stamp(ROOT)))
+    else:
+        raise SystemExit(f"command: expected prologue, left-out or stamp, got {command}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2] or [""])

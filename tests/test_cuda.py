@@ -1,0 +1,195 @@
+"""The loader of `cuda/*.cu`: one order of compilers for every kernel, and one neutral warning for a source that none compiles."""
+import ast
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import fusedloss.ctc
+import fusedloss.kernels
+import fusedloss.linear_ctc
+import fusedloss.scans
+from fusedloss.core import cuda
+from fusedloss.ctc import LOGITS, ScanShape
+from fusedloss.semirings import Log
+
+f32 = torch.float32
+SHAPE = ScanShape(1, 8, 1, 4)
+SCORES = torch.zeros(2, 1, 3, 2)
+LOOP = torch.zeros(3, 2, dtype=torch.int64)
+
+
+def turnaround():
+    z, y = torch.zeros(1, 1, 5000), torch.zeros(1, dtype=torch.int64)
+    return fusedloss.kernels.launch_cluster(z, z, y, None, None, None, fusedloss.kernels.RowOptions(), fusedloss.kernels.Cluster(1, 8, 256, 4))
+
+
+def scan():
+    return fusedloss.scans.launch_scan(SCORES, LOOP, None, torch.zeros(3, 1, 3), Log) or None
+
+
+def fused():
+    return fusedloss.scans.begin_is_there(fusedloss.scans.Cut(32, 1, 3), Log, SCORES) or None
+
+
+def ctc():
+    return fusedloss.ctc.kernels_for(0, f32, 40, LOGITS, SHAPE)
+
+
+def linear_ctc():
+    return fusedloss.linear_ctc.kernels_of(0, f32, SHAPE, True)
+
+
+USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc}  # by their source
+
+
+class Compilers:
+    "Stand-ins for CuPy and for PyTorch's NVRTC; `failing` ones compile nothing but what holds `accepted`"
+    def __init__(self, monkeypatch):
+        self.patch, self.compiled = monkeypatch, []
+        monkeypatch.setattr(torch.cuda, "_compile_kernel", self.by_torch("", RuntimeError("no GPU")), raising=False)
+        monkeypatch.setattr(cuda, "null_pointer", lambda: torch.empty(0))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        self.cupy(None)
+
+    def compile(self, compiler, source, name, accepted, error):
+        if accepted not in source:
+            raise error
+        self.compiled.append((compiler, name))
+        return lambda *given, **options: None
+
+    def cupy(self, accepted, error=None):
+        "None: CuPy is absent. Else it compiles sources that hold `accepted`"
+        def RawModule(code, options):
+            return SimpleNamespace(get_function=lambda name: self.compile("CuPy", code, name, accepted, error))
+        module = None
+        if accepted is not None:
+            module = ModuleType("cupy")
+            module.RawModule = RawModule
+        self.patch.setitem(sys.modules, "cupy", module)
+
+    def broken_cupy(self, error):
+        "CuPy is there, but its import raises"
+        class Broken(ModuleType):
+            def __getattr__(self, name):
+                raise error
+        self.patch.setitem(sys.modules, "cupy", Broken("cupy"))
+
+    def by_torch(self, accepted, error=None):
+        def compile_kernel(source, name, nvcc_options):
+            if accepted == "":
+                raise error
+            return self.compile("PyTorch", source, name, accepted, error)
+        return compile_kernel
+
+    def torch(self, accepted, error=None):
+        self.patch.setattr(torch.cuda, "_compile_kernel", self.by_torch(accepted, error), raising=False)
+
+    def of_ours(self):
+        "Which compilers made kernels of the sources"
+        return {compiler for compiler, name in self.compiled if name != "empty_kernel"}
+
+
+def forget():
+    "Nothing compiled, nothing warned of"
+    for cached in (cuda.why_not, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.linear_ctc.kernels_of):
+        cached.cache_clear()
+    cuda.warned.clear()
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    forget()
+    monkeypatch.delenv("FUSEDLOSS_DEBUG", raising=False)
+    yield Compilers(monkeypatch)
+    forget()
+
+
+ANY = "__global__"
+BROKEN = [ImportError("libcudart.so.12"), AttributeError("numpy"), RuntimeError("CUDA 12 where CUDA 13 is"), OSError("no libnvrtc")]
+
+
+@pytest.mark.parametrize("source", USERS)
+def test_cupy_comes_first(source, compilers):
+    compilers.cupy(ANY)
+    compilers.torch(ANY)
+    with warnings.catch_warnings(action="error"):
+        assert USERS[source]() is not None
+    assert compilers.of_ours() == {"CuPy"}
+
+
+@pytest.mark.parametrize("source", USERS)
+def test_pytorch_takes_the_place_of_a_cupy_that_is_absent(source, compilers):
+    compilers.torch(ANY)
+    with warnings.catch_warnings(action="error"):
+        assert USERS[source]() is not None
+    assert compilers.of_ours() == {"PyTorch"}
+
+
+@pytest.mark.parametrize("error", BROKEN, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("source", USERS)
+def test_pytorch_takes_the_place_of_a_cupy_that_does_not_import(source, error, compilers):
+    compilers.broken_cupy(error)
+    compilers.torch(ANY)
+    with warnings.catch_warnings(action="error"):
+        assert USERS[source]() is not None
+    assert compilers.of_ours() == {"PyTorch"}
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("source", USERS)
+def test_pytorch_takes_the_place_of_a_cupy_that_compiles_nothing(source, debug, compilers, monkeypatch):
+    monkeypatch.setenv("FUSEDLOSS_DEBUG", debug)  # a compiler that does not work is no mistake in a source
+    compilers.cupy("nothing holds this", RuntimeError("CuPy failed to load libnvrtc.so.12"))
+    compilers.torch(ANY)
+    with warnings.catch_warnings(action="error"):
+        assert USERS[source]() is not None
+    assert compilers.of_ours() == {"PyTorch"}
+
+
+@pytest.mark.parametrize("source", USERS)
+def test_one_warning_a_source_where_nothing_compiles(source, compilers):
+    with pytest.warns(UserWarning, match=rf"cuda/{source}\.cu was not compiled.*CuPy: .*PyTorch: .*no GPU") as told:
+        assert USERS[source]() is None
+    assert len(told) == 1
+    for cached in (cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.linear_ctc.kernels_of):
+        cached.cache_clear()  # other constants and other kernels of the source
+    with warnings.catch_warnings(action="error"):
+        assert USERS[source]() is None
+
+
+@pytest.mark.parametrize("source", USERS)
+def test_a_mistake_in_a_source_is_named(source, compilers, monkeypatch):
+    compilers.cupy("empty_kernel", ValueError("expected a ;"))
+    compilers.torch("empty_kernel", RuntimeError("expected a }"))
+    with pytest.warns(UserWarning, match="CuPy: .*expected a ;.*PyTorch: .*expected a }") as told:
+        assert USERS[source]() is None
+    assert len(told) == 1
+    monkeypatch.setenv("FUSEDLOSS_DEBUG", "1")
+    forget()
+    with pytest.raises(ValueError, match="expected a ;"):
+        USERS[source]()
+
+
+def test_what_shared_memory_a_launch_may_have_follows_the_compiler(compilers, monkeypatch):
+    monkeypatch.setattr(torch.cuda._utils, "_CudaKernel", object, raising=False)  # as in a PyTorch that cannot ask for more
+    compilers.broken_cupy(OSError("no libnvrtc"))
+    assert not cuda.large_shared_memory(0)
+    forget()
+    compilers.cupy(ANY)
+    assert cuda.large_shared_memory(0)
+
+
+def test_every_source_has_a_user_above():
+    assert set(USERS) == {path.stem for path in (Path(fusedloss.__file__).parents[1] / "cuda").glob("*.cu")}
+
+
+def test_no_other_module_compiles():
+    "Who names CuPy or PyTorch's compiler, in the sources of the package"
+    for path in Path(fusedloss.__file__).parent.rglob("*.py"):
+        names = {n.attr if isinstance(n, ast.Attribute) else n.module if isinstance(n, ast.ImportFrom) else None for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))}
+        assert path.name == "cuda.py" or not names & {"cupy", "_compile_kernel"}, path
