@@ -1554,7 +1554,7 @@ class PartialFC(ClassVectors):
         method:str="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
         conflict:Optional[float]=None,  # others with a cosine above this are no negatives
         conflict_mode:str="drop",  # they leave the sum, or "zero": they score 0 in it
-        sparse:Optional[bool]=None,  # gradient of the weight as rows; by default if it samples
+        sparse:Optional[bool]=None,  # the weight's gradient is rows, for RowSparse; if it samples
         eps:float=EPS,  # shorter rows have no direction
         device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):
