@@ -35,6 +35,7 @@ test-gpu: export FUSEDLOSS_FLAGS = cuda slow
 test-gpu: $(READY)  ## every test, cuda cells included, on the GPU at hand
 	$(PYTHON) -m pytest
 
+sanitize: export PYTHONPATH = $(CURDIR)
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
 	$(PYTHON) tools/sanitize.py
 
