@@ -59,7 +59,7 @@ def short_segments(monkeypatch, K, sweep=2):
 
 
 WAYS = few(["loops", "lattice", "both", "GPU"], "loops", "both", "GPU")
-HARDER = few(HARD, "ragged", "T 0 and 1, infeasible", "two equal labels in two frames", "another blank, and blanks among the labels", "scale 60")
+HARDER = few(HARD, "ragged", "T 0 and 1, infeasible", "two equal labels in two frames", "another blank, and blanks among the labels")
 
 
 @pytest.fixture(params=WAYS)
@@ -159,11 +159,10 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
     use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
     monkeypatch.setattr(lattice, "seed", seed)
-    short_cases_are_right(monkeypatch, *SHORT, ("tight", 3))
+    short_cases_are_right(monkeypatch, *few(SHORT, SHORT[1], SHORT[3]), ("tight", 3))
 
 
-@pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (64, True, True),
-                                                      (256, False, False)))
+@pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (256, False, False)))
 def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
     if packed and not INTERPRETED:
@@ -867,4 +866,5 @@ def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
     use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
     monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
     monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)
-    assert any(suspects(fusedloss.linear_ctc, SUSPECTS | {"three warps": 40} | MORE)) == (bug is not None)
+    cases = SUSPECTS | {"three warps": 40} | MORE
+    assert any(suspects(fusedloss.linear_ctc, {name: cases[name] for name in few(cases, "ragged", "more classes")})) == (bug is not None)
