@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusedloss.baseline import expect
+from fusedloss.baseline import expect, expect_tensor
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.operators import observed, operator
 from fusedloss.kernels import (ELEMENTS, capability, on_device, reduce_rows, scaled_rows)
@@ -550,11 +550,13 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
 # %% ../nbs/13_ctc.ipynb #8753093f
 def batched(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Tensor]:
     "One sequence as a batch of one."
+    expect_tensor("targets", targets)
     if not unbatched: return z, targets
     return z[:, None], targets[None] if targets.dim() == 1 else targets
 
 def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, form, name):
     "All that the two functions below have in common."
+    expect_tensor(name, z)
     unbatched = z.dim() == 2
     z, targets = batched(z, targets, unbatched)
     check_ctc(z, targets, blank, reduction, name)
@@ -629,6 +631,7 @@ class Alignment(NamedTuple):
 # %% ../nbs/13_ctc.ipynb #f2fe42ac
 def ready(log_probs, targets, input_lengths, target_lengths, blank):
     "The arguments of `ctc_loss` as a batch and a `Problem`; whether it was a single sequence."
+    expect_tensor("log_probs", log_probs)
     z, targets = batched(log_probs.detach(), targets, log_probs.dim() == 2)
     check_ctc(z, targets, blank, "none", "log_probs")
     frames, lengths = (as_lengths(t, label, z.shape[1]) for t, label in

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fusedloss.baseline import (
-    FLOATS, acc_dtype, check_labels, check_target, expect, reduce_loss)
+    FLOATS, acc_dtype, check_labels, check_target, expect, expect_tensor, reduce_loss)
 from fusedloss.core.operators import check_reverse, first_order
 
 # %% ../nbs/03_iota.ipynb #a0777ee1
@@ -98,6 +98,7 @@ def check_scores(
     reduction:str, ignore_index:int, dim:int,
 ) -> int:  # `dim`, counted from the front
     "Raise `ValueError` or `IndexError` for what no loss of scores accepts."
+    expect_tensor("input", input)
     expect(input.dtype in FLOATS, "input", f"one of {FLOATS}", input.dtype)
     expect(-input.dim() <= dim < input.dim(), "dim", f"a dimension of {list(input.shape)}", dim)
     dim %= input.dim()

@@ -888,11 +888,12 @@ def linear_ctc_loss(
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
     given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()
+    looked_at = observed() or x.is_meta
     if kept and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
-        if observed(): return linear_ctc_all_operator(*given)[0]
+        if looked_at: return linear_ctc_all_operator(*given)[0]
         return _AllInForward.apply(*given)[0]
-    recompute = linear_ctc_operator if observed() else _Recomputed.apply
+    recompute = linear_ctc_operator if looked_at else _Recomputed.apply
     losses, *_ = recompute(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)

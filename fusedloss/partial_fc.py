@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import (
-    acc_dtype, autocasts, check_labels, check_target, expect, FLOATS, is_number)
+    acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
@@ -1353,6 +1353,7 @@ def check_partial(margin, sampler, sample_rate, ignore_index, method, conflict, 
 # %% ../nbs/09_partial_fc.ipynb #c4d74089
 def check_features(head:nn.Module, features:Tensor, target:Tensor):
     "`ValueError`, `IndexError` for features or labels that the head cannot take."
+    expect_tensor("features", features)
     w, (h, d) = head.weight, (features.shape[-1:], features.dtype)
     expect(features.dim() >= 1 and h == w.shape[1:], "features",
            f"shape [..., {w.shape[1]}]", list(features.shape))

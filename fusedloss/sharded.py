@@ -27,7 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedloss.baseline import acc_dtype, check_labels, check_linear, check_target, expect
+from fusedloss.baseline import (
+    acc_dtype, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
@@ -691,8 +692,8 @@ def spread_loss(
     backbone_reduction:Optional[str]=None,
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:
     "Find out who has what, shift, ask, and give each its own."
-    for name, t in (("input", input), ("linear_weight", linear_weight)):
-        expect(isinstance(t, Tensor), name, "a tensor", type(t).__name__)
+    for name, t in dict(input=input, linear_weight=linear_weight, target=target).items():
+        expect_tensor(name, t)
     s = shards_of(linear_weight, mesh, num_classes)
     check_reduction(backbone_reduction, input, s)
     x, w, y, given, b, each = seen_here(input, linear_weight, target, given, s, mesh,
@@ -712,7 +713,7 @@ def spread_loss(
 
 # %% ../nbs/10_sharded.ipynb #eda0ccfd
 def sharded_linear_cross_entropy(
-    input:Tensor,  # [..., H], the same on all ranks; or a DTensor, its tokens over the ranks
+    input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
     linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
     target:Tensor,  # [...] as the input, integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight

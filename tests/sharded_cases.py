@@ -194,6 +194,18 @@ def shifts(meshes):
                     assert_close(whole(torch.autograd.grad(got.square().sum(), leaf)[0]), exact)
 
 
+@case
+def shifts_of_own_sequences(meshes):
+    x, w, _, _, _, _ = problem(30, 4, 7)
+    x, y = x.view(3, 10, 4), torch.arange(30, device=DEVICE).view(3, 10) % 7
+    for ranks, mesh, rank in mine(meshes):
+        leaf, own = x.clone().requires_grad_(), uneven(x, mesh).clone().requires_grad_()
+        wanted = fl.linear_cross_entropy(leaf, w, y, shift=2)
+        got = fl.linear_cross_entropy(own, spread(w, mesh), uneven(y, mesh), shift=2, backbone_reduction="sum")
+        assert_close(got, wanted)
+        assert_close(torch.autograd.grad(got, own)[0], uneven(torch.autograd.grad(wanted, leaf)[0], mesh))
+
+
 UNIT = math.log2(math.e)
 
 def as_the_kernels(module):
@@ -359,7 +371,7 @@ def part_of(t, sizes, rank):
 
 @case
 def heads_match_one_process(meshes):
-    for ranks, mesh, rank in mine(meshes):
+    for ranks, mesh, rank in mine(meshes if FULL else meshes[1::2]):
         for number, options in enumerate([*HEADS, dict(log_q=True)]):
             for v, sizes in zip((2, 11, 300) if number % 2 else (1, 5, 300), SIZES[ranks] * 3):
                 one, many = two_heads(v, mesh, **options)
@@ -449,7 +461,7 @@ def curves_do_not_know_the_ranks(meshes):
     for name, make in OPTIMIZERS.items():
         for rate in (1.0,) if name.startswith("torch") else (1.0, 0.4) if name in ("sgd", "adamw") else (0.4,):
             clip = 0.5 if name in ("sgd", "adamw") else None
-            runs = [curve(mesh, rank, SPLITS[ranks], make, rate, clip=clip) for ranks, mesh, rank in mine(meshes)]
+            runs = [curve(mesh, rank, SPLITS[ranks], make, rate, clip=clip) for ranks, mesh, rank in mine(meshes if FULL else [*meshes[:2], *meshes[3:]])]
             gathered = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, [t.cpu() for t in runs[-1]])
             for losses, weight in [*runs[1:], (gathered[-1][0], gathered[-1][1].to(DEVICE))]:
@@ -761,7 +773,7 @@ class Model(nn.Module):
             p.data.copy_(torch.randn(p.shape, generator=numbers, dtype=f64))  # the same on every rank
 
     def forward(self, x, y):
-        return fl.linear_cross_entropy(self.body(x), self.head.weight, y, linear_bias=self.head.bias, **self.options)
+        return fl.linear_cross_entropy(self.body(x), self.head, y, **self.options)
 
 
 def shared_batch(mesh):
@@ -846,6 +858,20 @@ def ddp_through_its_forward(meshes):
 
 
 @case
+def a_weight_cast_to_its_inputs_dtype(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        x, w, _, y, _, _ = problem(9, 8, 11, dtype=f32)
+        weight = spread(w, mesh).requires_grad_()  # as FSDP2's mixed precision leaves it
+        own = uneven(x, mesh).bfloat16().requires_grad_()
+        fl.linear_cross_entropy(own, weight.to(own.dtype), uneven(y, mesh), backbone_reduction="mean").backward()
+        whole_x, whole_w = x.bfloat16().double().requires_grad_(), w.bfloat16().double().requires_grad_()
+        recompute_linear_cross_entropy(whole_x, whole_w, y).backward()
+        assert weight.grad.dtype == f32 and own.grad.dtype == torch.bfloat16
+        assert_close(whole(weight.grad).double(), whole_w.grad, rtol=2e-2, atol=2e-3)
+        assert_close(own.grad.double(), ranks * uneven(whole_x.grad, mesh), rtol=2e-2, atol=2e-3)
+
+
+@case
 def ddp_and_a_head_over_ranks(meshes):
     from torch.nn.parallel import DistributedDataParallel
     for ranks, mesh, rank in mine(meshes[1:2]):
@@ -925,7 +951,7 @@ def arguments(x, w, b, y, class_weight, token_weight):
         label_smoothing=([0.2], [2.0, -1.0, "much"]), logit_scale=([0.5], [0.0, -1.0, "much"]), softcap=([3.0, None], [0.0, "much"]),
         z_loss=([0.01], [-1.0, "much"]), method=(["auto", "recompute"], ["eager", "tiles", "chunks", "best", None]),
         memory_budget=([None, 2**20], [0, -1, 1.5, "1GB"]), accumulate=(["auto", "float32", "native"], ["nonsense", None]),
-        filter_eps=([None], [0.1, 0.0, "much"]), backbone_reduction=([None], ["average", 1]), return_stats=([False], []))
+        filter_eps=([None], [0.1, 0.0, "much"]), max_valid=([None], [9, -1]), backbone_reduction=([None], ["average", 1]), return_stats=([False], []))
 
 
 @case

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from workbook import ROOT
+from workbook import ROOT, directives, read_notebook
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"`make ([\w-]+)")
@@ -19,10 +19,10 @@ REQUIREMENT = re.compile(r"(?P<name>\w+|\.)(\[(?P<extra>\w+)\])?( @ git\+(?P<url
 
 @functools.cache
 def pages() -> dict[str, str]:
-    "README.md as its source makes it, and CONTRIBUTING.md"
-    build = pytest.importorskip("build_readme", reason="the site is built on Python 3.11 and later")
-    text = build.exported()
-    return {"README.md": text, "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}
+    "The home page, from which README.md is made, with the code that it shows; and CONTRIBUTING.md"
+    shown = [cell for cell in read_notebook(ROOT / "nbs" / "index.ipynb")["cells"] if not {"hide", "echo"} & directives(cell["source"])]
+    home = [cell["source"] if cell["cell_type"] == "markdown" else f"```python\n{cell['source']}\n```" for cell in shown]
+    return {"README.md": "\n\n".join(home), "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}
 
 
 def blocks(language: str) -> dict[str, list[str]]:

@@ -45,15 +45,10 @@ def save_figure(match: re.Match) -> str:
     return f"![{alt[1] if alt else 'figure'}](images/{path.name})" + (f"\n\n*{caption}*" if caption else "")
 
 
-def exported() -> str:
-    "The home page as Markdown, its figures inline"
-    exporter = MarkdownExporter(config=Config(NbConvertBase={"display_data_priority": PRIORITY}))
-    return exporter.from_notebook_node(processed())[0]
-
-
 def readme() -> str:
     "The text of README.md"
-    text = SVG.sub(save_figure, exported())
+    exporter = MarkdownExporter(config=Config(NbConvertBase={"display_data_priority": PRIORITY}))
+    text = SVG.sub(save_figure, exporter.from_notebook_node(processed())[0])
     text = LINK.sub(lambda m: m[1] + posixpath.normpath(f"nbs/{m[2]}") + m[3], text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

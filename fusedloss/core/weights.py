@@ -46,7 +46,7 @@ def more_than_product(
     option = lookup_option(module)
     if option: return f"which has {option}"
     kind = type(module.weight)  # an adapter may stand in the tensor
-    return "" if kind.__module__.split(".")[0] == "torch" else f"whose weight is a {kind.__name__}"
+    return "" if f"{kind.__module__}.".startswith("torch.") else f"whose weight is a {kind.__name__}"
 
 # %% ../../nbs/library/weights.ipynb #0717cac8
 def weight_and_bias(
