@@ -12,7 +12,7 @@ import fusedloss.iota
 from fusedloss.iota import (IotaCrossEntropy, backend, eager_backend, gather_cross_entropy_fwd, inductor_pass,
                             iota_cross_entropy, iota_cross_entropy_fwd, make_backend, onehot_select, rewrite_gather, target_mask)
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from grids import few
+from grids import FULL, few
 from helpers import has_no_second_derivative, off, planted
 
 aten = torch.ops.aten
@@ -20,6 +20,7 @@ aten = torch.ops.aten
 # gradients of 16 bits are rounded twice: when they are formed, and after the upstream gradient
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 INF, NAN = float("inf"), float("nan")
+full_only = pytest.mark.skipif(not FULL, reason="Inductor takes long to start: `make test-all`")
 
 
 @pytest.fixture
@@ -585,7 +586,7 @@ def test_whole_models_rewritten_and_run_eagerly(name, device, fired):
 
 
 @pytest.mark.usefixtures("inductor")
-@pytest.mark.parametrize("name", few(MODELS, "MaskedLM", "Segmenter"))
+@pytest.mark.parametrize("name", few(MODELS, "MaskedLM"))
 def test_whole_models_through_inductor(name, device, fired):
     torch.manual_seed(0)
     model = MODELS[name]().to(device)
@@ -625,6 +626,7 @@ def test_dynamic_sizes(device, fired):
     assert fired == [1, 1], "compiled once, for any size"
 
 
+@full_only
 @pytest.mark.usefixtures("inductor")
 def test_dynamic_sizes_through_inductor(device):
     torch._dynamo.reset()
@@ -645,7 +647,7 @@ def test_a_backend_of_ones_own_gets_both_graphs():
 
 
 @pytest.mark.usefixtures("inductor")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_the_loss_itself_compiles_without_a_break(dtype, device):
     torch._dynamo.reset()
     z, y = scores((16, 40), dtype, device), labels((16,), 40, device)
@@ -654,6 +656,7 @@ def test_the_loss_itself_compiles_without_a_break(dtype, device):
     assert faults(compiled, z, y, 2 * TOLERANCE[dtype], reduction="none") == []
 
 
+@full_only
 @pytest.mark.usefixtures("inductor")
 def test_compiled_without_a_gradient(device):
     torch._dynamo.reset()

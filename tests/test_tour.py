@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -269,10 +270,10 @@ def test_same_report_same_picture():
 
 
 def test_time_of_all_stages(record_property, monkeypatch):
-    "At full size; five times the budget is allowed, since other tests may be running on the same cores"
+    "At full size, in core-seconds, since other tests may be running on the same cores; five times the budget is allowed"
+    start = time.process_time()
     report = tour.run_tour(sizes=tour.Sizes(1024, 128, 4, steps=4))
-    slowest = max(s["step_seconds"] for s in report["stages"])
-    expected = 15 * 100 * slowest
+    expected = 15 * 100 * (time.process_time() - start) / (4 * len(report["stages"]))
     record_property("seconds_of_15_stages", round(expected))
     assert expected < 5 * 180
 
