@@ -1,10 +1,11 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
-.PHONY: help tour test test-gpu test-gpu-many sanitize docs notebooks-gpu lab clean
+.PHONY: help tour test test-all check-generated pages pytest test-gpu test-gpu-many sanitize docs notebooks-gpu stamp lab clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
 READY := .venv/ready
+NBDEV := .venv/bin/
 endif
 BASE_PYTHON ?= python3
 
@@ -22,30 +23,45 @@ tour: $(READY)  ## train a small model with the loss of every stage, on the devi
 	$(PYTHON) -c "import sys; from fusedloss.tour import main; sys.exit(main(['tour']))"
 
 # one thread for each of pytest's workers: two that fight over two cores are ten times slower
-test: export TRITON_INTERPRET = 1
-test: export OMP_NUM_THREADS = 1
-test: $(READY)  ## everything that can be checked without a GPU
+test test-all: export TRITON_INTERPRET = 1
+test test-all test-gpu: export OMP_NUM_THREADS = 1
+test: $(READY)  ## everything that can be checked without a GPU, its grids pairwise: six minutes on two cores
+	@$(MAKE) --no-print-directory --jobs 2 check-generated pages pytest
+
+check-generated: $(READY)
 	$(PYTHON) tools/check_generated.py modules notebooks
 	$(PYTHON) tools/check_workbook.py
 	$(PYTHON) tools/check_generated.py readme site
 	$(PYTHON) tools/check_site.py
-	$(PYTHON) -m pytest -n 2
 
-test-gpu: export FUSEDLOSS_FLAGS = cuda slow
-test-gpu: $(READY)  ## every test, cuda cells included, on the GPU at hand
-	$(PYTHON) -m pytest
+# as a person types it: the pages turn on Triton's interpreter themselves
+pages: $(READY)
+	env -u TRITON_INTERPRET $(NBDEV)nbdev_test
+
+pytest: $(READY)
+	$(PYTHON) -m pytest -n 2 --dist worksteal --budgets --deselect tests/test_notebooks.py::test_notebook
+
+test-all: export FUSEDLOSS_GRIDS = full
+test-all: $(READY)  ## every test with the whole of its grids, without a GPU
+	$(PYTHON) -m pytest -n 2 --dist worksteal --deselect tests/test_notebooks.py::test_notebook
+
+# FUSEDLOSS_GRIDS=full make test-gpu: with the whole grids
+test-gpu: export FUSEDLOSS_DEVICES = cuda
+test-gpu: $(READY)  ## what needs a GPU, on the one at hand, in parallel; notebooks-gpu runs the pages
+	$(PYTHON) -m pytest -n $$($(PYTHON) tools/gpu_workers.py) --dist worksteal --ignore tests/test_notebooks.py
 
 test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
 	$(PYTHON) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(f'expected two GPUs or more, got {n}' if n < 2 else 0)"
 	$(PYTHON) -m pytest tests/test_sharded.py -k test_on_several_gpus
 
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
-	compute-sanitizer --error-exitcode 1 --tool memcheck $(PYTHON) tools/kernels_once.py
-	compute-sanitizer --error-exitcode 1 --tool synccheck $(PYTHON) tools/kernels_once.py
-	compute-sanitizer --tool racecheck $(PYTHON) tools/kernels_once.py
+	$(PYTHON) tools/sanitize.py
 
-notebooks-gpu: $(READY)  ## run the notebooks on the GPU at hand; save their outputs and nbs/results
-	$(PYTHON) tools/run_notebooks.py $(NOTEBOOKS)
+notebooks-gpu: $(READY)  ## run the notebooks on the GPUs at hand, JOBS at a time; save their outputs and nbs/results
+	$(PYTHON) tools/run_notebooks.py --jobs $(or $(JOBS),1) $(NOTEBOOKS)
+
+stamp: $(READY)  ## write .commit: what a copy of the project without its history is a copy of
+	$(PYTHON) tools/workbook.py stamp
 
 docs: export TRITON_INTERPRET = 1
 docs: $(READY)  ## README.md and docs/, from the notebooks

@@ -28,7 +28,7 @@ from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
 from fusedloss.measure import (
-    Cost, H200, Machine, Table, predict_seconds, si, sweep_cost)
+    Cost, H200, Machine, Table, machine_of, predict_seconds, si, sweep_cost)
 from fusedloss.recompute import (
     beside_dz, BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy,
     run_length, slab_tiles, TERMS)
@@ -397,7 +397,7 @@ def plan(
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
-    machine:Optional[Machine]=None,  # the H200 of `measure` if None; for a CPU, a nominal one
+    machine:Optional[Machine|str]=None,  # or its name; the H200 of `measure` if None; for a CPU, a nominal one
 ) -> Plan:
     "What each method would cost, and the one to take; no device is touched."
     check_plan(dict(n_tokens=(n_tokens, 0, False), n_classes=(n_classes, 1, False),
@@ -413,7 +413,7 @@ def plan(
     r = Request(n_tokens, n_classes, n_features, dtype, grad_dtype or dtype, gpu, reduction,
                 memory_budget, accumulate, (*needs, False)[:3], stats, tuple(options),
                 chunk_size)
-    return plan_again(r) if machine is None else make_plan(r, machine)
+    return plan_again(r) if machine is None else make_plan(r, machine_of(machine))
 
 # %% ../nbs/07_losses.ipynb #eb1b1140
 def eager_linear_cross_entropy(

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from fusedloss.core.sources import commit
 
 # %% auto #0
-__all__ = ['SHAPES', 'H200', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'Cost', 'product_cost',
-           'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table',
-           'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles', 'time_call',
-           'Comparison', 'progress', 'time_in_turn', 'comparison', 'compare', 'MemoryEvent', 'MemoryTrace',
+__all__ = ['SHAPES', 'H200', 'MACHINES', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'machine_of', 'Cost',
+           'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si',
+           'cost_table', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles',
+           'time_call', 'Comparison', 'progress', 'time_in_turn', 'comparison', 'compare', 'MemoryEvent', 'MemoryTrace',
            'trace_memory', 'peak_memory', 'Launches', 'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives',
            'memory_timeline', 'machine_name', 'versions', 'machine_line', 'measure_bandwidth', 'measure_rate',
            'measure_machine', 'relative_error', 'record', 'load_results', 'measure_in_turn', 'measure_against_floor',
@@ -65,6 +65,17 @@ def dtype_name(dtype:torch.dtype) -> str:
 # the check beside the measurement below holds it to 20 %
 H200 = Machine("NVIDIA H200", 4.3e12,
                dict(bfloat16=700e12, float16=670e12, float32=51e12, float64=62e12))
+
+# %% ../nbs/00_measure.ipynb #3184dfd7
+MACHINES = {"H200": H200}  # by the name that `fl.plan` takes
+
+def machine_of(
+    machine:Machine|str,  # one of `MACHINES` by its name, or itself
+) -> Machine:
+    "The machine of that name; `ValueError` names those there are."
+    if isinstance(machine, str) and machine not in MACHINES:
+        raise ValueError(f"machine: expected one of {sorted(MACHINES)}, got {machine!r}")
+    return MACHINES[machine] if isinstance(machine, str) else machine
 
 # %% ../nbs/00_measure.ipynb #7e7c8f80
 @dataclass(frozen=True)

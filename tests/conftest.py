@@ -1,19 +1,49 @@
 """What every test file may ask for by name."""
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from budgets import CoreSeconds
 from typed_launches import check_launches
 
 torch.set_num_threads(1)  # the tensors are small, and pytest-xdist fills the cores
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+def pytest_addoption(parser):
+    parser.addoption("--budgets", action="store_true", help="a file that uses more core-seconds than tests/budgets.py allows fails the run")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(CoreSeconds(config), "core_seconds")
+
+
+# `make test-gpu` leaves out what needs no GPU: `make test` has run it
+DEVICES = os.environ.get("FUSEDLOSS_DEVICES", "cpu cuda").split() if torch.cuda.is_available() else ["cpu"]
+
+
+def pytest_report_header() -> str:
+    return f"devices: {', '.join(DEVICES)}" + ("" if torch.cuda.is_available() else " (no GPU on this machine)")
+
+
+@pytest.fixture(params=DEVICES)
 def device(request) -> str:
-    "Each test runs once on the CPU and once on the GPU"
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU on this machine")
+    "Each test runs once on each device at hand"
     return request.param
+
+
+@pytest.fixture(autouse=torch.cuda.is_available())
+def gpu_memory(request) -> Iterator[None]:
+    "Workers share one GPU's memory: those tests that take much of it take turns, and none keeps what it no longer needs"
+    with (Path(tempfile.gettempdir()) / "fusedloss-gpu-memory.lock").open("w") as lock:
+        if request.node.get_closest_marker("big"):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1")

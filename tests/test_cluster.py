@@ -1,6 +1,4 @@
 """The kernel of `cuda/turnaround.cu`: it compiles everywhere, and on a GPU does what `reference_fwd` and `reference_bwd` do."""
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -10,6 +8,8 @@ from fusedloss import kernels
 from fusedloss.core.cuda import compiled_by_cupy, compiled_by_torch, cuda_source
 from fusedloss.kernels import Cluster, RowOptions, cluster_shape, launch_cluster, reference_bwd, reference_fwd, row_cluster
 from fusedloss.measure import saved_tensors
+from grids import few
+from on_cpu import check_nvcc
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {bf16: 2**-8, f16: 2**-11, f32: 3e-6}
@@ -24,17 +24,12 @@ def hopper():
         pytest.skip("no GPU with clusters")
 
 
-@pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("element, score, smooth, cluster", [("bf16", "bare", 0, 8), ("f16", "scaled", 1, 2), ("f32", "capped", 0, 1)])
-def test_it_compiles_without_a_gpu(arch, element, score, smooth, cluster, tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("no nvcc on this machine")
-    source = tmp_path / "turnaround.cu"
-    source.write_text(cuda_source("turnaround"), encoding="utf-8")
-    constants = dict(ELEMENT=element, SCORE=score, SMOOTH=smooth, LATE=0, ALIGNED=0, CLUSTER=cluster, VECTORS=4, THREADS=128, BLOCKS=4)
-    done = subprocess.run(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin", "-o", str(tmp_path / "out"),
-                           *(f"-D{k}={v}" for k, v in constants.items()), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+COMPILED = [(arch, *variant) for arch in (90, 100) for variant in (("bf16", "bare", 0, 8), ("f16", "scaled", 1, 2), ("f32", "capped", 0, 1))]
+
+
+@pytest.mark.parametrize("arch, element, score, smooth, cluster", few(COMPILED, COMPILED[0], COMPILED[4], COMPILED[5]))
+def test_it_compiles_without_a_gpu(arch, element, score, smooth, cluster):
+    check_nvcc(arch, cuda_source("turnaround"), dict(ELEMENT=element, SCORE=score, SMOOTH=smooth, LATE=0, ALIGNED=0, CLUSTER=cluster, VECTORS=4, THREADS=128, BLOCKS=4))
 
 
 @pytest.mark.parametrize("n", [1, 513, 1024, 1025, 4096, 4097, 16384, 16385, 32768])

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
-from helpers import planted, replays, same_gradients_compiled
+from grids import FULL, few
+from helpers import TOLERANCE, off, planted, replays, roundings, same_gradients_compiled
 from test_kernels import OPTIONS, REDUCTIONS, exact
 from test_recompute import INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
 
@@ -112,31 +113,33 @@ def faults(module, device, sizes=None, eps=EPS, options={}, dtype=f32, tolerance
     got, wrong = step(module, x, w, b, y, eps, **options, **more), []
     if not share[0] <= kept <= share[1]:
         wrong.append(f"{kept:.0%} of the tiles are kept: nothing is tested")
-    for name, a, e in zip(("losses", "dx", "dw", "db"), got, want):
-        off, size = (a.cpu().double() - e).norm(), max(e.norm().item(), 1e-3)
-        if not off <= tolerance * size:
-            wrong.append(f"{name} is off by {off:.1e} of {size:.1e}")
+    floors = roundings(x, w, b, len(y))
+    for (name, floor), a, e in zip(floors.items(), got, want):
+        wrong += off(name, a, e, tolerance, floor)
     return wrong
 
 
 # What is kept, what is left out
 
 
-@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
-def test_dropped_tiles_and_no_others(options, way):
-    assert faults(recompute, way, options=options) == []
+@pytest.mark.parametrize("name", few(PLAIN, "plain", "scale and cap", "weight", "token_weight"))
+def test_dropped_tiles_and_no_others(name, way):
+    assert faults(recompute, way, options=PLAIN[name]) == []
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 3, 10), (47, 13, 123), (33, 16, 257), (20, 5, 400)], ids=str)
+@pytest.mark.parametrize("sizes", few([(1, 1, 1), (7, 3, 10), (47, 13, 123), (33, 16, 257), (20, 5, 400)], (1, 1, 1), (20, 5, 400)), ids=str)
 def test_ragged_sizes(sizes, way):
-    for budget in (None, 2**11):
+    for budget in few((None, 2**11), 2**11):
         assert faults(recompute, way, sizes, share=(0, 1), memory_budget=budget) == []
 
 
-@pytest.mark.parametrize("sizes", [(300, 16, 330), (140, 7, 100)], ids=str)
-@pytest.mark.parametrize("budget, eps", [(None, EPS), (2**11, EPS), (2**11, 1e-30)])
-def test_the_list_of_kept_tiles_leaves_the_same_ones_out(sizes, budget, eps, way):
+LISTED = list(itertools.product([(300, 16, 330), (140, 7, 100)], [(None, EPS), (2**11, EPS), (2**11, 1e-30)]))
+
+
+@pytest.mark.parametrize("sizes, how", few(LISTED, ((140, 7, 100), (None, EPS)), ((140, 7, 100), (2**11, 1e-30))), ids=str)
+def test_the_list_of_kept_tiles_leaves_the_same_ones_out(sizes, how, way):
     "With a bias to differentiate every tile of dz is made, without one those of a list"
+    budget, eps = how
     x, w, b, y = skewed(*sizes, dtype=bf16 if way == "cuda" else f32, device=way)
     def step(b):
         loss = loss_of(x, w, y, linear_bias=b, filter_eps=eps, memory_budget=budget and budget + 4 * x.numel())
@@ -149,7 +152,7 @@ def test_float64(name, device):
     assert faults(recompute, device, options=PLAIN[name], dtype=f64, tolerance=1e-11) == []
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4 if FULL else 2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 120), st.floats(0.001, 0.9), st.sampled_from(list(PLAIN.values())))
 def test_any_sizes_and_thresholds(way, n, h, v, eps, options):
     assert faults(recompute, way, (n, h, v), eps, options, share=(0, 1), memory_budget=2**12) == []
@@ -158,7 +161,7 @@ def test_any_sizes_and_thresholds(way, n, h, v, eps, options):
 def test_a_threshold_nothing_is_below_leaves_the_gradients(way):
     x, w, b, y = skewed(dtype=f32, device=way)
     for a, e in zip(step(recompute, x, w, b, y, 1e-300), step(recompute, x, w, b, y, None)):
-        assert relative_error(a, e) < 1e-6
+        assert relative_error(a, e) < TOLERANCE[f32]
 
 
 @pytest.mark.parametrize("eps", [2**-10, 0.02, 0.5, 0.999])
@@ -181,7 +184,7 @@ def test_the_target_is_kept_however_unlikely(way):
     y = 40 + torch.arange(20, device=way) * 3
     x, w = x.requires_grad_(), w.requires_grad_()
     dx, dw = torch.autograd.grad(loss_of(x, w, y, reduction="sum", filter_eps=0.5), [x, w])
-    assert torch.equal(dw[y], -x.detach()) and relative_error(dx, torch.full_like(dx, 30.0)) < 1e-6
+    assert torch.equal(dw[y], -x.detach()) and relative_error(dx, torch.full_like(dx, 30.0)) < TOLERANCE[f32]
 
 
 def test_ignored_tokens_keep_no_tile(way):
@@ -192,7 +195,7 @@ def test_ignored_tokens_keep_no_tile(way):
     assert not flags.any()
 
 
-@pytest.mark.parametrize("index", [0, 89, 90, 91, -1])
+@pytest.mark.parametrize("index", few([0, 89, 90, 91, -1], 0, 90))
 def test_any_ignore_index(index, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     y[y == -100] = index
@@ -218,7 +221,7 @@ def test_a_token_without_a_softmax_spoils_what_it_would_have_spoilt(bad, way):
     assert dx[rest].isfinite().all() and dx[3].isnan().any() and dw.isnan().any()
 
 
-@pytest.mark.parametrize("label", [-1, 90, 91, 10**6])
+@pytest.mark.parametrize("label", few([-1, 90, 91, 10**6], -1, 90))
 def test_a_label_out_of_range(label, way, monkeypatch):
     x, w, b, y = skewed(dtype=f32, device=way)
     monkeypatch.setattr(recompute, "check_inputs", lambda *_: None)
@@ -230,7 +233,10 @@ def test_a_label_out_of_range(label, way, monkeypatch):
 # What is asked for
 
 
-@pytest.mark.parametrize("needs", [*itertools.product([False, True], repeat=3)], ids=str)
+SUBSETS = [*itertools.product([False, True], repeat=3)]
+
+
+@pytest.mark.parametrize("needs", few(SUBSETS, (False, False, False), (True, False, False), (False, True, True)), ids=str)
 def test_gradients_exactly_where_they_are_asked_for(needs, way):
     leaves = skewed(dtype=f32, device=way)
     want = step(recompute, *leaves, EPS)[1:]
@@ -243,15 +249,15 @@ def test_gradients_exactly_where_they_are_asked_for(needs, way):
     if asked:
         got = torch.autograd.grad((losses * upstream(losses)).sum(), asked)
         for a, e in zip(got, [e for e, need in zip(want, needs) if need]):
-            assert relative_error(a, e) < 1e-6
+            assert relative_error(a, e) < TOLERANCE[f32]
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", few(REDUCTIONS, "none"))
 def test_statistics_and_reductions(reduction, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     call = functools.partial(loss_of, x, w, y, linear_bias=b, reduction=reduction, return_stats=True)
     (loss, stats), (want, plain) = call(filter_eps=EPS), call()
-    assert relative_error(loss, want) < 1e-6
+    assert relative_error(loss, want) < TOLERANCE[f32]
     for name in ("lse", "entropy", "accuracy", "target_rank", "logit_max", "logit_norm"):
         a, e = (getattr(s, name).double() for s in (stats, plain))
         assert relative_error(a.nan_to_num(7.0), e.nan_to_num(7.0)) < 1e-5, name
@@ -267,7 +273,7 @@ def test_gradients_through_lse_and_entropy(way):
     each = 1e-3 * (1 + 2 * (-math.log(1e-3) + math.log(len(w))))
     assert (dw - ew).abs().max() <= each * x.norm(dim=1).sum() and relative_error(db, eb) < 1e-4
     for a, e in zip(grads(1e-300), (ex, ew, eb)):
-        assert relative_error(a, e) < 2e-6
+        assert relative_error(a, e) < TOLERANCE[f32]
 
 
 def test_without_a_gradient_nothing_is_sorted(device, monkeypatch):
@@ -280,7 +286,7 @@ def test_without_a_gradient_nothing_is_sorted(device, monkeypatch):
 
 def test_the_same_bits_every_time(way):
     leaves = skewed(dtype=f32, device=way)
-    runs = [step(recompute, *leaves, EPS, memory_budget=2**11) for _ in range(3)]
+    runs = [step(recompute, *leaves, EPS, memory_budget=2**11) for _ in range(2)]
     assert all(torch.equal(a, c) for other in runs[1:] for a, c in zip(runs[0], other))
 
 
@@ -290,18 +296,19 @@ def test_upstream_gradients_are_linear_and_may_come_twice(way):
     first = torch.autograd.grad(losses.sum(), [x, w, b], retain_graph=True)
     for c in (1, -3, 65536):
         for a, e in zip(torch.autograd.grad(c * losses.sum(), [x, w, b], retain_graph=True), first):
-            assert relative_error(a, c * e) < 1e-6
+            assert relative_error(a, c * e) < TOLERANCE[f32]
     for a, e in zip(torch.autograd.grad(losses, [x, w, b], torch.ones(1, device=way).expand(len(y))), first):
-        assert relative_error(a, e) < 1e-6
+        assert relative_error(a, e) < TOLERANCE[f32]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_matrices_of_any_strides(layout, way):
+@pytest.mark.parametrize("name", few(LAYOUTS, "transposed", "part of a wider tensor"))
+def test_matrices_of_any_strides(name, way):
+    layout = LAYOUTS[name]
     x, w, b, y = skewed(dtype=f32, device=way)
     a, c = layout(x.detach()).requires_grad_(), layout(w.detach()).requires_grad_()
     plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
     for g, e in zip(step(recompute, a, c, b, y, EPS), step(recompute, *plain, b, y, EPS)):
-        assert relative_error(g, e) < 1e-6
+        assert relative_error(g, e) < TOLERANCE[f32]
 
 
 def test_nothing_of_the_caller_changes(way):
@@ -367,9 +374,10 @@ def test_half_precision(dtype, device):
 
 @cuda_only
 @pytest.mark.parametrize("dtype", [bf16, f16])
-@pytest.mark.parametrize("sizes", [(300, 256, 1000), (512, 64, 4096), (77, 61, 999), (1000, 72, 20257), (1, 8, 129)], ids=str)
+@pytest.mark.parametrize("sizes", few([(300, 256, 1000), (512, 64, 4096), (77, 61, 999), (1000, 72, 20257), (1, 8, 129)],
+                                      (300, 256, 1000), (77, 61, 999)), ids=str)
 def test_tensor_descriptors_and_pointers(sizes, dtype):
-    for options in (PLAIN["plain"], PLAIN["scale and cap"], PLAIN["token_weight"]):
+    for options in few((PLAIN["plain"], PLAIN["scale and cap"], PLAIN["token_weight"]), PLAIN["scale and cap"]):
         for budget in (None, 4 * sizes[0] * sizes[1] + 2 * (sizes[0] + sizes[1]) * 600):
             assert faults(recompute, "cuda", sizes, 0.003, options, dtype, 2e-2, share=(0, 1), memory_budget=budget) == []
 
@@ -436,6 +444,9 @@ MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in it
 }
 
 
+CHOSEN_BUGS = few(MUTANTS, "the target's tile is not kept", "nothing stands for a dropped tile", "places are classes", "dw stays sorted")
+
+
 def without_bias(module, eps):
     "What goes wrong where no bias asks for the whole of dz"
     x, w, b, y = skewed(dtype=f32)
@@ -467,7 +478,7 @@ def first_fault(module):
     cases = [lambda: unlikely_targets(module), lambda: without_bias(module, EPS), lambda: faults(module, "cpu", options=both), lambda: without_bias(module, 0.3),
              lambda: faults(module, "cpu", (40, 9, 333), options=PLAIN["scale and cap"]),
              lambda: faults(module, "cpu", (20, 5, 400), share=(0, 1), memory_budget=2**11)]
-    for case in cases:
+    for case in cases if FULL else cases[:2]:
         try:
             wrong = case()
         except Exception as error:  # a planted bug may break anything
@@ -492,10 +503,10 @@ def variant(tmp_path, *pairs):
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(variant(tmp_path, "fusedloss::", "fusedloss::")) is None
+    assert first_fault(variant(tmp_path)) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-@pytest.mark.parametrize("bug", MUTANTS)
+@pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert first_fault(variant(tmp_path, *MUTANTS[bug])), f"no case notices that {bug}"

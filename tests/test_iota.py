@@ -12,7 +12,8 @@ import fusedloss.iota
 from fusedloss.iota import (IotaCrossEntropy, backend, eager_backend, gather_cross_entropy_fwd, inductor_pass,
                             iota_cross_entropy, iota_cross_entropy_fwd, make_backend, onehot_select, rewrite_gather, target_mask)
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from helpers import has_no_second_derivative, planted
+from grids import few
+from helpers import has_no_second_derivative, off, planted
 
 aten = torch.ops.aten
 # dz is rounded once in forward and once as a product with what comes from above: twice half a unit of 8 or 11 bits
@@ -78,8 +79,8 @@ def faults(fn, z, y, tolerance, **options):
     accumulate = torch.float64 if z.dtype == torch.float64 else torch.float32
     wrong += [] if loss.dtype == accumulate and loss.shape == exact.shape else [f"the loss is {loss.dtype} {list(loss.shape)}"]
     loss_tolerance = min(tolerance, 1e-6)  # the loss is float32 whatever the scores
-    wrong += [] if relative_error(loss, exact) <= loss_tolerance else [f"the loss is off by {relative_error(loss, exact):.1e}"]
-    return wrong + ([] if relative_error(got, dz) <= tolerance else [f"dz is off by {relative_error(got, dz):.1e}"])
+    floor = 2 * torch.finfo(accumulate).eps * (1 + z.double().abs().nan_to_num(posinf=0.0).max().item() if z.numel() else 0.0)
+    return wrong + off("the loss", loss, exact, loss_tolerance, floor) + off("dz", got, dz, tolerance, floor)
 
 
 # ---- the masked sum
@@ -584,7 +585,7 @@ def test_whole_models_rewritten_and_run_eagerly(name, device, fired):
 
 
 @pytest.mark.usefixtures("inductor")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, "MaskedLM", "Segmenter"))
 def test_whole_models_through_inductor(name, device, fired):
     torch.manual_seed(0)
     model = MODELS[name]().to(device)
@@ -693,6 +694,10 @@ MUTANTS = {  # what is wrong: (text of fusedloss/iota.py, what stands in its pla
 }
 
 
+CHOSEN_BUGS = few(MUTANTS, "the mask looks one class on", "the masked turn rounds first", "backward overwrites dz", "ignore_index is forgotten",
+                  "two readers are allowed", "an index outside gives zero", "the background is lost")
+
+
 @pytest.fixture
 def variant(tmp_path):
     "The iota module with texts replaced"
@@ -758,9 +763,9 @@ def first_fault(module):
 
 
 def test_the_unchanged_source_passes(variant):
-    assert first_fault(variant("import torch\n", "import torch\n")) is None
+    assert first_fault(variant()) is None
 
 
-@pytest.mark.parametrize("bug", MUTANTS)
+@pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, variant):
     assert first_fault(variant(*MUTANTS[bug])), f"nothing notices that {bug}"

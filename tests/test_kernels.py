@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.kernels as kernels
 from fusedloss.kernels import CrossEntropyStats, cross_entropy, rows_view
 from fusedloss.measure import relative_error, saved_tensors
+from grids import FULL, few, grid
 from helpers import TOLERANCE, has_no_second_derivative, upstream
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -64,7 +65,11 @@ def differentiate(fn, z, *args, g=None, **options):
     return loss.detach(), leaf.grad
 
 
-NEAR_ONE = 3e-7  # what a difference of numbers near one keeps of itself in fp32, as p - 1 of a certain target
+def near_one(z, logit_scale=1.0) -> float:
+    "What is left of a difference of terms that nearly cancel, lse - score or p - 1 of a certain target: roundings of the scores"
+    scores = z.double()[z.isfinite()] * logit_scale
+    eps = torch.finfo(torch.promote_types(z.dtype, f32)).eps
+    return 4 * eps * (1 + (scores.abs().max().item() if scores.numel() else 0.0))
 
 
 def truth(z, *args, **options):
@@ -82,10 +87,11 @@ def wrong(z, y, weight=None, *, call=cross_entropy, inplace=False, g=None, toler
     faults = [f"an argument was changed: {list(b.shape)}" for t, b, v in zip(given, before, versions)
               if t._version != v or not torch.equal(t.nan_to_num(), b.nan_to_num())]
     dtypes = (f64 if z.dtype == f64 else f32, z.dtype)
+    floor = near_one(z, options.get("logit_scale", 1.0))
     for name, a, b, limit, dtype in zip(("loss", "gradient"), got, expected, limits, dtypes):
         if a.shape != b.shape or a.dtype != dtype:
             faults.append(f"{name} is {a.dtype} {list(a.shape)}")
-        elif not (relative_error(a.cpu(), b) <= limit or (a.cpu() - b).abs().max() <= NEAR_ONE * (dtype != f64)):
+        elif not (relative_error(a.cpu(), b) <= limit or (a.cpu() - b).abs().max() <= floor):
             faults.append(f"{name} is off by {relative_error(a.cpu(), b):.1e}")
     return faults
 
@@ -135,12 +141,20 @@ OPTIONS = {
 DTYPES, REDUCTIONS = (f64, f32, bf16, f16), ("none", "mean", "sum")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_loss_and_gradient_are_the_definition(shape, options, device):
+def in_turn(number, kinds):
+    "All kinds in a full run, else one of them: each in its turn, so that many cases together meet all"
+    return kinds if FULL else [kinds[number % len(kinds)]]
+
+
+WAYS = list(itertools.product(DTYPES, REDUCTIONS, [False, True]))
+SHAPES_AND_OPTIONS = list(itertools.product(SHAPES, OPTIONS))
+
+
+@pytest.mark.parametrize("number, shape, options", [(i, *case) for i, case in enumerate(SHAPES_AND_OPTIONS)], ids=str)
+def test_loss_and_gradient_are_the_definition(number, shape, options, device):
     faults = []
-    for dtype, reduction, inplace in itertools.product(DTYPES, REDUCTIONS, [False, True]):
-        args, more = prepared(options, *sample(shape, device, dtype))
+    for dtype, reduction, inplace in in_turn(5 * number, WAYS):
+        args, more = prepared(OPTIONS[options], *sample(shape, device, dtype))
         faults += [(dtype, reduction, inplace, f) for f in wrong(*args, reduction=reduction, inplace=inplace, **more)]
     assert faults == []
 
@@ -161,11 +175,9 @@ INDICES = {"-100": lambda v: -100, "0": lambda v: 0, "5": lambda v: 5,
            "V-1": lambda v: v - 1, "V": lambda v: v, "V+7": lambda v: v + 7}
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
-@pytest.mark.parametrize("classes", [7, 130])
+@pytest.mark.parametrize("index, classes, weighted", grid(INDICES, [7, 130], [False, True]))
 def test_ignore_index_inside_and_outside_the_classes(index, classes, weighted, device):
-    index = index(classes)
+    index = INDICES[index](classes)
     z, y = sample((13, classes), device, ignore_index=index)
     weight = weights(classes, device) if weighted else None
     for inplace, reduction in itertools.product([False, True], REDUCTIONS):
@@ -192,7 +204,7 @@ def test_logits_of_any_strides(layout, classes, device):
         loss = cross_entropy(leaf, y, **options)
         loss.backward(upstream(loss))
         expected = truth(layout(z), y, **options)
-        assert relative_error(loss.cpu(), expected[0]) < 1e-6 and relative_error(leaf.grad.cpu(), expected[1]) < 1e-6
+        assert relative_error(loss.cpu(), expected[0]) < near_one(z) and relative_error(leaf.grad.cpu(), expected[1]) < near_one(z)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (1, 0, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
@@ -223,7 +235,7 @@ def test_the_sum_of_losses_has_an_expanded_gradient(inplace, device):
     z, y = sample((7, 5), device)
     sum_of = lambda *args, **options: cross_entropy(*args, reduction="none", inplace=inplace, **options).sum()
     got, expected = differentiate(sum_of, z, y), truth(z, y, reduction="sum")
-    assert relative_error(got[1].cpu(), expected[1]) < 1e-6
+    assert relative_error(got[1].cpu(), expected[1]) < near_one(z)
 
 
 LABELS = {
@@ -270,7 +282,7 @@ def calls(draw):
     return shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)), options
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 if FULL else 20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls())
 def test_any_call_is_the_definition(device, call):
     shape, dtype, seed, options = call
@@ -294,7 +306,7 @@ def test_backward_twice(inplace, reduction, device):
     loss.backward()
     assert torch.equal(first, kept) and torch.equal(z.grad, 2 * kept)
     expected = truth(z, y, reduction=reduction, g=torch.full(y.shape if reduction == "none" else (), 2.0))[1]
-    assert relative_error(kept.cpu(), expected) < 1e-6
+    assert relative_error(kept.cpu(), expected) < near_one(z)
 
 
 @both_ways
@@ -311,9 +323,7 @@ def test_grad_twice_with_other_upstream_gradients(inplace, device):
         torch.autograd.grad(losses.sum(), z)
 
 
-@both_ways
-@pytest.mark.parametrize("c", [0, -3, 1e-4, 65536])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c, dtype, inplace", grid([0, -3, 1e-4, 65536], DTYPES, [False, True]))
 def test_gradient_follows_the_scale_of_the_loss(c, dtype, inplace, device):
     z, y = sample((9, 70), device, dtype)
     got = differentiate(lambda *a, **o: c * cross_entropy(*a, **o), z, y, inplace=inplace, g=torch.ones(()))[1]
@@ -330,7 +340,7 @@ def test_loss_inside_an_expression(expression, inplace, device):
     z, y = sample((9, 70), device)
     got = differentiate(lambda *a, **o: expression(cross_entropy(*a, **o)), z, y, inplace=inplace)
     expected = differentiate(lambda *a, **o: expression(reference(*a, **o)), z, y)
-    assert relative_error(got[0].cpu(), expected[0]) < 1e-6 and relative_error(got[1].cpu(), expected[1]) < 2e-6
+    assert relative_error(got[0].cpu(), expected[0]) < near_one(z) and relative_error(got[1].cpu(), expected[1]) < 2 * near_one(z)
 
 
 @both_ways
@@ -345,12 +355,10 @@ def test_operations_in_place_on_the_loss(reduction, inplace, device):
             return loss
         return call
     got, expected = differentiate(scaled(cross_entropy), z, y, inplace=inplace), differentiate(scaled(reference), z, y)
-    assert relative_error(got[0].cpu(), expected[0]) < 1e-6 and relative_error(got[1].cpu(), expected[1]) < 2e-6
+    assert relative_error(got[0].cpu(), expected[0]) < near_one(z) and relative_error(got[1].cpu(), expected[1]) < 2 * near_one(z)
 
 
-@both_ways
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, reduction, inplace", grid(DTYPES, REDUCTIONS, [False, True]))
 def test_nothing_but_ignored_tokens(dtype, reduction, inplace, device):
     z, y = sample((9, 1100), device, dtype)
     z[3] = torch.nan  # nobody looks
@@ -368,9 +376,7 @@ def test_weights_that_are_all_zero(inplace, device):
         assert loss == 0 and not dz.any()
 
 
-@both_ways
-@pytest.mark.parametrize("shape", [(0, 7), (0, 7, 3), (2, 7, 0), (3, 7, 0, 2)], ids=str)
-@pytest.mark.parametrize("dtype", [f32, f64])
+@pytest.mark.parametrize("shape, dtype, inplace", grid([(0, 7), (0, 7, 3), (2, 7, 0), (3, 7, 0, 2)], [f32, f64], [False, True]))
 def test_no_tokens(shape, dtype, inplace, device):
     z, y = sample(shape, device, dtype)
     for reduction in REDUCTIONS:
@@ -395,9 +401,9 @@ def test_bad_upstream_gradients_stay_in_their_rows(inplace, device):
 def test_gradcheck(device):
     z, y = sample((5, 6, 2), device, f64)
     z.requires_grad_()
-    for options in OPTIONS.values():
-        args, options = prepared(options, z, y)
-        for reduction in REDUCTIONS:
+    for number, options in enumerate(few(OPTIONS, "plain", "smooth weights", "everything")):
+        args, options = prepared(OPTIONS[options], z, y)
+        for reduction in in_turn(number, REDUCTIONS):
             assert torch.autograd.gradcheck(lambda z: cross_entropy(z, *args[1:], reduction=reduction, **options), z)
 
 
@@ -422,7 +428,7 @@ def test_several_losses_of_the_same_logits(device):
     z, y = sample((5, 6), device)
     two = lambda fn: lambda z, y: fn(z, y) + fn(z, (y + 1).clamp(0, 5), label_smoothing=0.3)
     got, expected = (differentiate(two(fn), z, y) for fn in (cross_entropy, reference))
-    assert relative_error(got[1].cpu(), expected[1]) < 1e-6
+    assert relative_error(got[1].cpu(), expected[1]) < near_one(z)
 
 
 # Numbers
@@ -431,8 +437,7 @@ def test_several_losses_of_the_same_logits(device):
 BAD = [-1, 7, 10, 2**31, 2**40, -2**40, 2**32 + 3]
 
 
-@pytest.mark.parametrize("label", BAD)
-@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 2)])
+@pytest.mark.parametrize("label, shape", few(grid(BAD, [(5, 7), (5, 7, 2)]), (-1, (5, 7)), (7, (5, 7, 2)), (2**32 + 3, (5, 7))))
 def test_a_label_out_of_range_raises(label, shape, device, monkeypatch):
     if device == "cuda":
         monkeypatch.setenv("FUSEDLOSS_DEBUG", "1")
@@ -444,7 +449,7 @@ def test_a_label_out_of_range_raises(label, shape, device, monkeypatch):
 
 
 @both_ways
-@pytest.mark.parametrize("label", BAD)
+@pytest.mark.parametrize("label", few(BAD, -1, 7, 2**32 + 3))
 def test_a_label_out_of_range_poisons_its_own_token(label, inplace, device, monkeypatch):
     "Without the check, which a GPU leaves out, the operators themselves: NaN for that token, and no gradient"
     monkeypatch.setattr(kernels, "check_labels", lambda *_: None)
@@ -460,7 +465,7 @@ def test_a_label_out_of_range_poisons_its_own_token(label, inplace, device, monk
     assert stats.n_valid == 3 and stats.target_rank[3] == -1 and stats.lse[3] == 0 and stats.accuracy <= 1
 
 
-@pytest.mark.parametrize("classes", [1, 2, 7, 127, 129, 1000, 50257])
+@pytest.mark.parametrize("classes", few([1, 2, 7, 127, 129, 1000, 50257], 1, 7, 129, 50257))
 @pytest.mark.parametrize("offset", [-30.0, -1e4, 2.0**24])
 def test_no_probability_above_one(classes, offset, device):
     "Strongly negative logits, one far above the others: a lane beyond the last class would show"
@@ -497,7 +502,7 @@ def test_the_loss_is_not_rounded_to_the_dtype_of_the_logits(dtype, device):
     z, y = sample((100_000, 5), device, dtype)
     loss = cross_entropy(z, y)
     assert loss.dtype == (f64 if dtype == f64 else f32)
-    assert abs(loss.item() - reference(z, y).item()) < 1e-6
+    assert abs(loss.item() - reference(z, y).item()) < near_one(z)
 
 
 @both_ways
@@ -538,9 +543,7 @@ def test_classes_masked_by_minus_infinity(classes, inplace, device):
     assert losses[0] == torch.inf and losses[1:].isfinite().all() and dz.isfinite().all()
 
 
-@both_ways
-@pytest.mark.parametrize("bad", [-torch.inf, torch.nan, torch.inf])
-@pytest.mark.parametrize("classes", [7, 1100])
+@pytest.mark.parametrize("bad, classes, inplace", grid([-torch.inf, torch.nan, torch.inf], [7, 1100], [False, True]))
 def test_a_row_without_a_softmax_is_nan_and_alone(bad, classes, inplace, device):
     z, y = sample((4, classes), device)
     clean = differentiate(cross_entropy, z, y, reduction="none", inplace=inplace)
@@ -584,11 +587,13 @@ def test_a_token_does_not_depend_on_the_others(classes, inplace, device):
 # Statistics
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("shape", [(7,), (9, 1), (9, 70), (3, 1100), (5, 7, 6)], ids=str)
-def test_statistics(shape, options, device):
-    for dtype, reduction in ((f64, "mean"), (f32, "none"), (bf16, "sum")):
-        args, more = prepared(options, *sample(shape, device, dtype))
+STATISTICS = list(itertools.product([(7,), (9, 1), (9, 70), (3, 1100), (5, 7, 6)], OPTIONS))
+
+
+@pytest.mark.parametrize("number, shape, options", [(i, *case) for i, case in enumerate(STATISTICS)], ids=str)
+def test_statistics(number, shape, options, device):
+    for dtype, reduction in in_turn(number, ((f64, "mean"), (f32, "none"), (bf16, "sum"))):
+        args, more = prepared(OPTIONS[options], *sample(shape, device, dtype))
         loss, stats = cross_entropy(*args, reduction=reduction, return_stats=True, **more)
         e, acc = exact(*args, **more), f64 if dtype == f64 else f32
         assert torch.allclose(loss, cross_entropy(*args, reduction=reduction, **more), rtol=1e-6, atol=1e-6)
@@ -601,11 +606,9 @@ def test_statistics(shape, options, device):
         assert stats.accuracy.item() == pytest.approx(e.accuracy.item()) and stats.accuracy.shape == ()
 
 
-@pytest.mark.parametrize(
-    "wanted", [("lse",), ("entropy",), ("lse", "entropy"), ("losses", "lse"), ("losses", "entropy", "lse")],
-    ids="+".join)
-@pytest.mark.parametrize("options", ["plain", "scale and cap", "everything"])
-@pytest.mark.parametrize("dtype", [f64, f32, bf16])
+@pytest.mark.parametrize("wanted, options, dtype", grid(
+    [("lse",), ("entropy",), ("lse", "entropy"), ("losses", "lse"), ("losses", "entropy", "lse")],
+    ["plain", "scale and cap", "everything"], [f64, f32, bf16]), ids=str)
 def test_gradients_of_statistics(wanted, options, dtype, device):
     args, options = prepared(OPTIONS[options], *sample((9, 70), device, dtype))
     def mixed(z, *args, **options):
@@ -787,7 +790,7 @@ def test_strided_logits_in_place(make, classes, device):
             (g * fn(logits, target, **options)).backward()
             assert base.isnan().sum() == around
             dz.append(leaf.grad.cpu())
-        assert relative_error(*dz) < 2e-6
+        assert relative_error(*dz) < 2 * near_one(z)
 
 
 # Memory
@@ -811,6 +814,7 @@ def test_nothing_of_the_size_of_the_logits_is_saved(make, inplace, device):
 
 
 @cuda_only
+@pytest.mark.big
 @both_ways
 @pytest.mark.parametrize("shape", [(2048, 32000), (64, 128000), (4, 32000, 128), (40000, 1000)], ids=str)
 def test_peak_memory(shape, inplace):
@@ -897,16 +901,18 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("options", [{}, dict(inplace=True), OPTIONS["everything"]],
-                         ids=["plain", "inplace", "everything"])
-def test_compiled_without_a_graph_break(options, device, fresh_compiler):
+COMPILED = {"plain": {}, "inplace": dict(inplace=True), "everything": OPTIONS["everything"]}
+
+
+@pytest.mark.parametrize("name", few(COMPILED, "inplace", "everything"))
+def test_compiled_without_a_graph_break(name, device, fresh_compiler):
     "Also for more tokens than at first, without compiling again for each count; logits stay as they are"
     doubled = lambda z, *args, **options: cross_entropy(z * 2, *args, **options)
     compiled = torch.compile(doubled, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (5, 8, 11, 14):
-        args, more = prepared(options, *sample((n, 9), device))
+        args, more = prepared(COMPILED[name], *sample((n, 9), device))
         got, eager = (differentiate(fn, *args, **more) for fn in (compiled, doubled))
-        assert all(relative_error(a, b.double()) < 1e-6 for a, b in zip(got, eager))
+        assert all(relative_error(a, b.double()) < near_one(args[0]) for a, b in zip(got, eager))
     torch._dynamo.reset()
     logits = args[0].clone().requires_grad_() * 1
     before = logits.clone()
@@ -920,7 +926,7 @@ def test_compiled_statistics(device, fresh_compiler):
         loss, stats = cross_entropy(z, *args, return_stats=True, **options)
         return loss + 0.1 * stats.entropy.mean() + stats.lse.mean()
     got = differentiate(torch.compile(penalised, fullgraph=True, backend="aot_eager"), *args, **options)
-    assert all(relative_error(a, b.double()) < 1e-6 for a, b in zip(got, differentiate(penalised, *args, **options)))
+    assert all(relative_error(a, b.double()) < near_one(args[0]) for a, b in zip(got, differentiate(penalised, *args, **options)))
 
 
 def operator_arguments(layout, stats, device, n=4, dtype=f32):
@@ -931,8 +937,10 @@ def operator_arguments(layout, stats, device, n=4, dtype=f32):
     return *tensors, -100, 0.1, 1.5, 4.0, 1e-2, stats
 
 
-@pytest.mark.parametrize("layout", ["rows", "classes inside"])
-@pytest.mark.parametrize("stats", [False, True])
+OPERATORS = grid(["rows", "classes inside"], [False, True])
+
+
+@pytest.mark.parametrize("layout, stats", few(OPERATORS, ("rows", True), ("classes inside", False)))
 def test_operators_by_opcheck(layout, stats, device):
     args = operator_arguments(layout, stats, device)
     torch.library.opcheck(kernels.logits_loss, (args[0].requires_grad_(), *args[1:]))
@@ -943,10 +951,7 @@ def test_operators_by_opcheck(layout, stats, device):
     torch.library.opcheck(kernels.logits_loss_grad, (*upstreams, *(t.detach() for t in tensors), *args[5:-1]))
 
 
-@pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("layout", ["rows", "classes inside"])
-@pytest.mark.parametrize("n", [0, 4])
-@pytest.mark.parametrize("dtype", [f64, bf16])
+@pytest.mark.parametrize("stats, layout, n, dtype", grid([False, True], ["rows", "classes inside"], [0, 4], [f64, bf16]))
 def test_fake_results_have_the_shapes_of_real_ones(stats, layout, n, dtype, device):
     from torch._subclasses.fake_tensor import FakeTensorMode
     args = operator_arguments(layout, stats, device, n, dtype)
@@ -1037,6 +1042,7 @@ def test_a_stream_of_ones_own(inplace):
 
 
 @cuda_only
+@pytest.mark.big
 @both_ways
 def test_more_than_two_to_the_31_logits(inplace):
     "Offsets of 64 bits: the first and last rows of 4.3 GB of bfloat16, and as much again for the gradient"

@@ -1,9 +1,66 @@
-"""The calls that compute-sanitizer watches: each runs, on the device at hand."""
+"""The calls that compute-sanitizer watches: each runs, on the device at hand, and together they launch every kernel."""
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import kernels_once
 import pytest
+import torch
+
+import fusedloss.kernels
+import fusedloss.linear_ctc
+import fusedloss.partial_fc
+import fusedloss.recompute
+
+ROOT = Path(fusedloss.kernels.__file__).parents[1]
+PARTS = {part.__name__: part for part in kernels_once.PARTS}
+f32 = torch.float32
 
 
-@pytest.mark.parametrize("part", [part.__name__ for part in kernels_once.PARTS])
+def triton_kernels() -> set[str]:
+    "Names of the functions `@jit def ..._kernel` in the package"
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "fusedloss").rglob("*.py")]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {f.name for f in functions if f.name.endswith("_kernel") and any("jit" in ast.unparse(d) for d in f.decorator_list)}
+
+
+def cuda_kernels() -> set[str]:
+    "Names of the functions `__global__ void` in cuda/"
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "cuda").glob("*.cu")]
+    return {name for text in texts for name in re.findall(r"__global__ void (?:\w+ |__launch_bounds__\([^)]*\) )*(\w+)\(", text)}
+
+
+def test_the_list_names_every_kernel_once():
+    listed = [name for names in kernels_once.LAUNCHES.values() for name in names.split()]
+    assert sorted(listed) == sorted(triton_kernels() | cuda_kernels())
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_every_part_runs(part, capsys):
     kernels_once.main([part])
     assert capsys.readouterr().out.startswith(f"{part}: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the next test; on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.parametrize("part", PARTS)
+def test_every_triton_kernel_is_launched(part, monkeypatch):
+    "By the interpreter, with the modules told that they have kernels"
+    has_kernel = lambda t: t.dtype != torch.float64 and t.numel() > 0
+    for module in (fusedloss.kernels, fusedloss.recompute, fusedloss.partial_fc, fusedloss.linear_ctc):
+        for name in ("has_kernel", "takes_kernel"):
+            monkeypatch.setattr(module, name, has_kernel, raising=False)
+    monkeypatch.setattr(fusedloss.kernels, "row_cluster", lambda *given: None)
+    torch.manual_seed(0)
+    with kernels_once.launches() as seen:
+        PARTS[part]()
+    assert kernels_once.missing(PARTS[part], seen) <= cuda_kernels()
+
+
+def test_every_kernel_is_launched_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    done = subprocess.run([sys.executable, "tools/kernels_once.py"], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

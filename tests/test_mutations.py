@@ -5,6 +5,7 @@ from types import ModuleType
 import pytest
 
 import fusedloss.tiles
+from grids import few
 from helpers import CASES, faults, planted
 
 MUTANTS = {  # what is wrong: (text of fusedloss/tiles.py, what stands in its place)
@@ -31,6 +32,9 @@ MUTANTS = {  # what is wrong: (text of fusedloss/tiles.py, what stands in its pl
     "the mean is over all tokens": ("ignore_index, reduction)", "ignore_index, 'none').mean()"),
     "the caller's weight is normalised": ("unit = t / row_norms(t)[:, None]", "unit = t.div_(row_norms(t)[:, None])"),
 }
+CHOSEN = few(MUTANTS, "the last class is left out", "a later tile erases the target's score", "targets are sought from the first class",
+             "the margin is not scaled", "columns are not normalised in backward", "the upstream gradient is dropped", "dw is left in its unit",
+             "dx forgets the tiles before", "one flag decides both gradients", "the caller's weight is normalised")
 
 
 @pytest.fixture
@@ -52,9 +56,9 @@ def first_fault(module: ModuleType) -> str | None:
 
 
 def test_the_unchanged_source_passes(variant):
-    assert first_fault(variant("fusedloss::", "fusedloss::")) is None
+    assert first_fault(variant()) is None
 
 
-@pytest.mark.parametrize("bug", MUTANTS)
+@pytest.mark.parametrize("bug", CHOSEN)
 def test_a_planted_bug_is_noticed(bug, variant):
     assert first_fault(variant(*MUTANTS[bug])), f"no case notices that {bug}"

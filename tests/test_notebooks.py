@@ -1,23 +1,57 @@
-"""Every notebook is one test: the cells that `nbdev_test` runs, in a process and a copy of `nbs/` of its own."""
+"""Every notebook runs from top to bottom: in a Jupyter kernel as a reader runs it, and cell by cell as `nbdev_test` does."""
+import json
 import os
 import shutil
 import subprocess
 import sys
 
 import pytest
-from workbook import ROOT, notebooks
+import torch
+from grids import few
+from workbook import ROOT, directives, notebooks, output_text
 
-RUN = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path=sys.argv[1], flags=sys.argv[2], n_workers=0)"
+NAMES = [path.relative_to(ROOT).as_posix() for path in notebooks()]
+CHOSEN = ["nbs/02_tiles.ipynb", "nbs/04_kernels.ipynb", "nbs/08_margins.ipynb", "nbs/index.ipynb"]  # of these, `make test` runs all cells
+NBDEV = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path=sys.argv[1], flags=sys.argv[2], n_workers=0)"
 
 
-@pytest.mark.parametrize("notebook", [path.relative_to(ROOT).as_posix() for path in notebooks()])
-def test_notebook(notebook, tmp_path):
-    pytest.importorskip("nbdev")
-    shutil.copytree(ROOT / "nbs", tmp_path / "nbs")  # on a GPU the cells write nbs/results
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")  # which a page shows
+@pytest.fixture
+def copy(tmp_path):
+    "A copy of what the pages need, for on a GPU they write nbs/results; and the environment of a reader who has set nothing"
+    for folder in ("nbs", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "settings.ini", tmp_path)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", RUN, notebook, os.environ.get("FUSEDLOSS_FLAGS", "")], cwd=tmp_path,
-                          env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=1800)
+    env = os.environ | {"PYTHONPATH": path, "IPYTHONDIR": str(tmp_path / "ipython")}
+    env.pop("TRITON_INTERPRET", None)
+    return tmp_path, env
+
+
+@pytest.mark.parametrize("notebook", NAMES)
+def test_notebook(notebook, copy):
+    pytest.importorskip("nbdev")
+    folder, env = copy
+    done = subprocess.run([sys.executable, "-c", NBDEV, notebook, os.environ.get("FUSEDLOSS_FLAGS", "")], cwd=folder,
+                          env=env, capture_output=True, text=True, timeout=1800)
     if done.returncode or "Success." not in done.stdout:
         pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+
+def shown(cell: dict) -> str:
+    "The text of a cell's outputs, progress bars apart"
+    return "\n".join(output_text(output).strip() for output in cell["outputs"] if output.get("name") != "stderr")
+
+
+@pytest.mark.parametrize("notebook", few(NAMES, *CHOSEN))
+def test_run_all(notebook, copy):
+    nbformat, client = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    folder, env = copy
+    path = folder / notebook
+    before = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    nb = nbformat.read(path, as_version=4)
+    client.NotebookClient(nb, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute(env=env)
+    for number, (cell, saved) in enumerate((c, s) for c, s in zip(nb.cells, before) if c.cell_type == "code"):
+        for output in cell.outputs:
+            assert "Warning" not in output_text(output), f"code cell {number} warns: {output_text(output)}"
+        if {"cuda", "distributed"} & directives(cell.source) and not torch.cuda.is_available():
+            assert shown(cell) == shown(saved), f"code cell {number} does not show what was saved"

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
-from helpers import TOLERANCE, has_no_second_derivative, planted, replays, same_gradients_compiled, upstream
+from grids import FULL, few
+from helpers import TOLERANCE, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -107,12 +108,11 @@ def faults(module, case, device, tolerance=None) -> list[str]:
         pairs += zip(names, gradients(loss, *((stats.lse, stats.entropy) if stats else (None, None)), (x, w, b)),
                      gradients(want, *((e.lse, e.entropy) if stats else (None, None)), leaves))
     wrong = [] if loss.dtype == (f64 if case.dtype == f64 else f32) else [f"the loss is {loss.dtype}"]
+    floors = roundings(x, w, b, len(y) if case.stats else loss.numel())
     for name, a, c in pairs:
         limit = TOLERANCE[f32] if case.dtype != f64 and name not in ("dx", "dw", "db") else tolerance
         a, c = (t.detach().cpu().double().nan_to_num(nan=9e9, posinf=7.0, neginf=-7.0) for t in (a, c))
-        size = max(c.norm().item(), 1e-3 * c.numel() ** 0.5)
-        if a.shape != c.shape or not (a - c).norm() <= limit * size:
-            wrong.append(f"{name} is off by {(a - c).norm() if a.shape == c.shape else a.shape} of {size:.1e}")
+        wrong += off(name, a, c, limit, floors.get(name, floors["loss"])) if a.shape == c.shape else [f"{name} has shape {a.shape}"]
     return wrong
 
 
@@ -138,9 +138,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_loss_and_gradients_are_the_definition(case, way):
-    assert faults(recompute, case, way) == []
+CHOSEN = few(CASES, "one of each", "one class", "ragged, plain", "several runs, statistics", "deep", "high", "the first tile masked",
+             "all ignored", "scale and cap", "everything, none, statistics", "smooth weights")
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_loss_and_gradients_are_the_definition(name, way):
+    assert faults(recompute, CASES[name], way) == []
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -152,13 +156,13 @@ def test_float64(case, device):
 def test_runs_of_any_length(device, monkeypatch):
     if device == "cpu" and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
-    x, w, b, y, _ = Case((20, 7, 300)).tensors(device)
+    x, w, b, y, _ = Case((9, 7, 300)).tensors(device)
     args = x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.RowOptions(), True
     whole = recompute.launch_lse(*args)
-    for run in (1, 2, 3, 10):
+    for run in few((1, 2, 3, 10), 2, 10):
         monkeypatch.setattr(recompute, "run_length", lambda n, tiles, *_: run)
         for a, e in zip(recompute.launch_lse(*args), whole):
-            assert torch.allclose(a, e, rtol=2e-6, atol=2e-6)
+            assert torch.allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
 TILING = recompute.Tiling(True, 128, 256, 64)
@@ -193,24 +197,28 @@ def test_every_variant_gives_the_same_bits():
         assert others and all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("requires", [*itertools.product([False, True], repeat=3)], ids=str)
+SUBSETS = [*itertools.product([False, True], repeat=3)]
+
+
+@pytest.mark.parametrize("requires", few(SUBSETS, (False, False, False), (True, False, False), (False, True, True)), ids=str)
 def test_gradients_exactly_where_they_are_asked_for(requires, way):
-    for reduction in REDUCTIONS:
+    for reduction in few(REDUCTIONS, "mean"):
         assert faults(recompute, Case(requires=requires, reduction=reduction, budget=2**12), way) == []
 
 
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
-def test_ignore_index_inside_and_outside_the_classes(index, way):
+@pytest.mark.parametrize("name", few(INDICES, "0", "V"))
+def test_ignore_index_inside_and_outside_the_classes(name, way):
+    index = INDICES[name]
     for options in (OPTIONS["plain"], OPTIONS["smooth weights"]):
         assert faults(recompute, Case((13, 5, 40), options, "none", ignore_index=index(40)), way) == []
 
 
-@pytest.mark.parametrize("features", [1, 127, 128, 256, 257, 512])
+@pytest.mark.parametrize("features", few([1, 127, 128, 256, 257, 512], 128, 257))
 def test_bias_counts_once(features, way):
     assert faults(recompute, Case((5, features, 40)), way) == []
 
 
-@pytest.mark.parametrize("classes", [1, 2, 7, 127, 129, 500])
+@pytest.mark.parametrize("classes", few([1, 2, 7, 127, 129, 500], 1, 7, 129))
 @pytest.mark.parametrize("dtype", [f32, bf16])
 def test_no_probability_above_one(classes, dtype, way):
     "Scores around -30, one far above the others: a class beyond the last would show"
@@ -260,7 +268,7 @@ def calls(draw):
                 budget=draw(st.sampled_from([None, 1, 2**12, 2**20])))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25 if FULL else 6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls())
 def test_any_call_is_the_definition(way, case):
     assert faults(recompute, case, way, 2e-5) == []
@@ -276,7 +284,7 @@ def test_backward_twice_and_with_other_upstream_gradients(way):
     for c in (1, -3, 0, 65536):
         again = torch.autograd.grad(c * losses.sum(), [x, w, b], retain_graph=True)
         for a, e in zip(again, first):
-            assert relative_error(a, c * e) < 1e-6
+            assert relative_error(a, c * e) < TOLERANCE[f32]
 
 
 @pytest.mark.parametrize("shape", ["expanded", "strided"])
@@ -294,7 +302,7 @@ def test_hooks_accumulation_and_tied_weights(way):
     w.register_hook(lambda g: seen.append(g))
     for half in (slice(0, 4), slice(4, 7)):
         loss_of(x[half], w, y[half], reduction="sum").backward()
-    assert len(seen) == 2 and relative_error(w.grad, whole) < 1e-6
+    assert len(seen) == 2 and relative_error(w.grad, whole) < TOLERANCE[f32]
     tied = loss_of(w[:7] * 1, w, y)  # an embedding that is also the head
     a, b = w.detach().double().requires_grad_(), w.detach().clone().requires_grad_()
     loss_of(b[:7] * 1, b, y).backward()
@@ -332,8 +340,8 @@ def test_nothing_of_the_caller_changes(way):
 
 
 def test_the_same_bits_five_times(way):
-    x, w, b, y, _ = Case((47, 33, 123), budget=2**13).tensors(way)
-    runs = [torch.autograd.grad(loss_of(x, w, y, linear_bias=b, memory_budget=2**13), [x, w, b]) for _ in range(5)]
+    x, w, b, y, _ = Case((17, 9, 70)).tensors(way)
+    runs = [torch.autograd.grad(loss_of(x, w, y, linear_bias=b, memory_budget=2**11), [x, w, b]) for _ in range(5)]
     assert all(torch.equal(a, c) for other in runs[1:] for a, c in zip(runs[0], other))
 
 
@@ -354,7 +362,7 @@ def test_a_row_does_not_depend_on_the_others(way):
 
 
 def test_memory_stays_within_the_budget(device):
-    n, h, v = 512, 16, 4000
+    n, h, v = 256, 16, 4000
     x, w, _, y, _ = Case((n, h, v), bias=False).tensors(device)
     for budget in (2**18, 2**20):
         peak = peak_memory(lambda: torch.autograd.grad(loss_of(x, w, y, memory_budget=budget), [x, w]), device)
@@ -383,19 +391,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_matrices_of_any_strides(layout, way):
+@pytest.mark.parametrize("name", few(LAYOUTS, "transposed", "part of a wider tensor", "rows expanded"))
+def test_matrices_of_any_strides(name, way):
+    layout = LAYOUTS[name]
     x, w, _, y, _ = Case((9, 7, 40)).tensors(way)
     for a, c in ((layout(x.detach()), w.detach()), (x.detach(), layout(w.detach()))):
         a, c = a.requires_grad_(), c.requires_grad_()
         plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
         got = torch.autograd.grad(loss_of(a, c, y), [a, c])
         for g, e in zip(got, torch.autograd.grad(loss_of(*plain, y), plain)):
-            assert relative_error(g, e) < 1e-6
+            assert relative_error(g, e) < TOLERANCE[f32]
 
 
-@pytest.mark.parametrize("make", LABELS.values(), ids=LABELS)
-def test_labels_of_any_kind(make, way):
+@pytest.mark.parametrize("name", few(LABELS, "unaligned", "strided int32"))
+def test_labels_of_any_kind(name, way):
+    make = LABELS[name]
     x, w, _, y, _ = Case((13, 5, 21)).tensors(way)
     assert torch.equal(loss_of(x, w, make(y)), loss_of(x, w, make(y).long().clone()))
 
@@ -421,7 +431,8 @@ def test_half_precision(name, dtype, device):
 
 
 @cuda_only
-@pytest.mark.parametrize("sizes", [(300, 256, 1000), (512, 64, 4096), (77, 61, 999), (1000, 72, 50257), (1, 8, 129)], ids=str)
+@pytest.mark.parametrize("sizes", few([(300, 256, 1000), (512, 64, 4096), (77, 61, 999), (1000, 72, 50257), (1, 8, 129)],
+                                      (300, 256, 1000), (77, 61, 999), (1, 8, 129)), ids=str)
 @pytest.mark.parametrize("dtype", [bf16, f16])
 def test_tensor_descriptors_and_pointers(sizes, dtype):
     for options, stats in ((OPTIONS["plain"], False), (OPTIONS["everything"], True)):
@@ -431,6 +442,7 @@ def test_tensor_descriptors_and_pointers(sizes, dtype):
 
 
 @cuda_only
+@pytest.mark.big
 @pytest.mark.parametrize("sizes", [(16896, 64, 128256), (2**20 + 8, 2056, 64), (64, 8208, 262144)], ids=str)
 def test_offsets_beyond_32_bits(sizes):
     n, h, v = sizes
@@ -486,7 +498,7 @@ def test_gradients_keep_their_dtype_and_the_loss_is_float32(device):
 # Compilers
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", few(REDUCTIONS, "none"))
 def test_compiled_whole(reduction, device):
     x, w, b, y, _ = Case((9, 7, 40)).tensors(device)
     def step(x, w, b, y):
@@ -505,7 +517,7 @@ def test_operators_keep_their_contract(stats, device):
 # Numbers that cannot be meant
 
 
-@pytest.mark.parametrize("label", BAD)
+@pytest.mark.parametrize("label", few(BAD, -1, 7, 2**32 + 3))
 def test_a_label_out_of_range(label, way, monkeypatch):
     monkeypatch.setenv("FUSEDLOSS_DEBUG", "1")
     x, w, _, y, _ = Case((5, 4, 7), ignored=(0, 0)).tensors(way)
@@ -517,7 +529,7 @@ def test_a_label_out_of_range(label, way, monkeypatch):
     losses = loss_of(x, w, y, reduction="none")
     assert losses.isnan().tolist() == [False, False, False, True, False]
     dx, = torch.autograd.grad(losses.sum(), x)
-    assert not dx[3].any() and relative_error(dx, clean) < 1e-6
+    assert not dx[3].any() and relative_error(dx, clean) < TOLERANCE[f32]
 
 
 @pytest.mark.parametrize("name, change", [*{
@@ -566,7 +578,10 @@ MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in it
     "smoothing skips the class weights": ("d -= spread[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])", "d -= spread[:, None]"),
     "Σ w z counts each run twice": ("total = tl.where(again, total, 0.0) +", "total = total +"),
 }
-NOTICING = ["one class", "high", "ragged", "ragged, plain", "several runs, statistics", "deep", "everything, none, statistics", "smooth weights"]
+CHOSEN_BUGS = few(MUTANTS, "the sum is not rescaled", "the target is a neighbour", "runs are merged without their bases",
+                  "the bias is forgotten", "dx forgets the slabs before", "one flag decides all gradients")
+NOTICING = few(["one class", "high", "ragged", "ragged, plain", "several runs, statistics", "deep", "everything, none, statistics", "smooth weights"],
+               "one class", "high", "ragged, plain")
 
 
 def variant(tmp_path, *pairs):
@@ -591,10 +606,10 @@ def first_fault(module):
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(variant(tmp_path, "fusedloss::", "fusedloss::")) is None
+    assert first_fault(variant(tmp_path)) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-@pytest.mark.parametrize("bug", MUTANTS)
+@pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert first_fault(variant(tmp_path, *MUTANTS[bug])), f"no case notices that {bug}"

@@ -3,7 +3,7 @@ import ctypes
 import math
 import shutil
 import subprocess
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -16,12 +16,13 @@ from fusedloss.core.cuda import compiled_by_torch, cuda_source
 from fusedloss.measure import peak_memory, saved_tensors
 from fusedloss.scans import Fused, edge_slots, fused_cut, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
+from grids import few, FULL
 from helpers import fault_of, planted
+from on_cpu import build, check_nvcc, STANDARD
 
 INF = math.inf
-ARCHITECTURES = [75, 80, 90, 100]
 ROOM = 232448  # bytes of shared memory that a block may have on an H200
-on_any = settings(max_examples=60, deadline=None, derandomize=True)
+on_any = settings(max_examples=60 if FULL else 25, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -335,40 +336,26 @@ def test_wrong_lengths_on_a_gpu_are_nan():
 
 # the kernel
 
-def compiled(command, out, constants, source):
-    "Compile with constants, or fail with what the compiler says"
-    done = subprocess.run([*command, "-o", str(out), *(f"-D{k}={v}" for k, v in constants.items()), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
 VARIANTS = [(real, S, backward) for real in ("float", "double") for S in ("Log", "Max") for backward in (0, 1)]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("real, S, backward", VARIANTS)
-def test_the_kernel_compiles_without_a_gpu(arch, real, S, backward, tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("no nvcc on this machine")
-    source = tmp_path / "sparse_scan.cu"
-    source.write_text(cuda_source("sparse_scan"), encoding="utf-8")
-    compiled(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"], tmp_path / "out", dict(REAL=real, SEMIRING=S, BACKWARD=backward), source)
+COMPILED = [(arch, *variant) for arch in (75, 80, 90, 100) for variant in VARIANTS]
+
+
+@pytest.mark.parametrize("arch, real, S, backward", few(COMPILED, (75, "float", "Log", 1), (90, "double", "Max", 0)))
+def test_the_kernel_compiles_without_a_gpu(arch, real, S, backward):
+    check_nvcc(arch, cuda_source("sparse_scan"), dict(REAL=real, SEMIRING=S, BACKWARD=backward))
 
 
 FUSED = [(real, S, phase) for real in ("float", "double") for S, phases in (("Log", (0, 1, 2)), ("Max", (0, 2, 3))) for phase in phases]
+COMPILED = [(arch, *variant, *size) for arch in (75, 80, 90, 100) for variant in FUSED for size in ((201, 3), (1024, 5))]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("real, S, phase", FUSED)
-def test_the_fused_kernel_compiles_without_a_gpu(arch, real, S, phase, tmp_path):
-    if not shutil.which("nvcc"):
-        pytest.skip("no nvcc on this machine")
-    source = tmp_path / "sparse_logz.cu"
-    source.write_text(cuda_source("sparse_logz"), encoding="utf-8")
-    for c, nz in ((201, 3), (1024, 5)):
-        cut = fused_cut(c, nz, dict(Log=Log, Max=Max)[S], dict(float=4, double=8)[real], 10**6)
-        constants = dict(REAL=real, SEMIRING=S, PHASE=phase, NZ=nz, PER=cut.per, THREADS=cut.threads, AHEAD=cut.ahead)
-        compiled(["nvcc", "--std=c++17", "-Werror=all-warnings", f"-arch=sm_{arch}", "-cubin"], tmp_path / "out", constants, source)
+@pytest.mark.parametrize("arch, real, S, phase, c, nz", few(COMPILED, (75, "float", "Log", 2, 201, 3), (80, "double", "Max", 3, 201, 3), (90, "float", "Max", 2, 1024, 5),
+                                                            (100, "double", "Log", 1, 1024, 5)))
+def test_the_fused_kernel_compiles_without_a_gpu(arch, real, S, phase, c, nz):
+    cut = fused_cut(c, nz, dict(Log=Log, Max=Max)[S], dict(float=4, double=8)[real], 10**6)
+    check_nvcc(arch, cuda_source("sparse_logz"), dict(REAL=real, SEMIRING=S, PHASE=phase, NZ=nz, PER=cut.per, THREADS=cut.threads, AHEAD=cut.ahead))
 
 
 # Blocks of a few threads, for more states than threads; blocks run one after another.
@@ -453,33 +440,31 @@ int main() {  // a ring of 8 states over 41 steps; the edges that leave state 1 
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory):
+def on_cpu():
     "The kernel as C++: a launcher for each variant, like that of `cuda_kernel`"
     if not shutil.which("g++") or subprocess.run(["g++", "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input=b"#include <barrier>", capture_output=True).returncode:
         pytest.skip("no g++ with C++20 on this machine")
-    folder, made = tmp_path_factory.mktemp("kernel"), {}
-    for name, shim in SHIMS.items():
-        (folder / f"{name}.cu").write_text(cuda_source(name), encoding="utf-8")
-        (folder / f"{name}.cpp").write_text(shim, encoding="utf-8")
+    command = *STANDARD, "-O0", "-shared", "-fPIC", "-pthread"
+
+    @cache
+    def library(name, constants):
+        return ctypes.CDLL(str(build(command, {f"{name}.cu": cuda_source(name), "shim.cpp": SHIMS[name]}, "shim.cpp", dict(constants))))
 
     def kernel(name, device, **constants):
         if "THREADS" in constants:  # three do the work of many
             constants["PER"] = -(-constants["THREADS"] * constants["PER"] // 3)
             constants["THREADS"] = 3
-        key = name, *constants.values()
-        if key not in made:
-            made[key] = ctypes.CDLL(str(compiled(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread"], folder / f"{len(made)}.so", constants, folder / f"{name}.cpp")))
 
         def launch(grid, block, *args, shared=0):
             assert 32 <= block <= 1024 and block % 32 == 0
             pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in args]
-            beyond = made[key].run(grid, shared, *pointers)
+            beyond = library(name, tuple(constants.items())).run(grid, shared, *pointers)
             assert name == "sparse_scan" or not beyond, "more shared memory than was asked for"
         return launch
     return kernel
 
 
-def races(folder, name, constants, *pairs):
+def races(name, constants, *pairs):
     "What a detector of races says of the kernel's source with texts replaced; None where there is no detector"
     if not shutil.which("g++"):
         return None
@@ -487,41 +472,44 @@ def races(folder, name, constants, *pairs):
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
         assert old in source
         source = source.replace(old, new)
-    (folder / f"{name}.cu").write_text(source, encoding="utf-8")
-    (folder / "shim.cpp").write_text(SHIMS[name], encoding="utf-8")
-    command = ["g++", "-std=c++20", "-O1", "-g", "-pthread", "-fsanitize=thread", "-DREAL=float", *(f"-D{k}={v}" for k, v in constants.items())]
-    if subprocess.run([*command, "-o", str(folder / "out"), str(folder / "shim.cpp")], capture_output=True).returncode:
+    command = *STANDARD, "-O1", "-g", "-pthread", "-fsanitize=thread"
+    try:
+        program = build(command, {f"{name}.cu": source, "shim.cpp": SHIMS[name]}, "shim.cpp", dict(REAL="float", **constants))
+    except AssertionError:
         return None
-    done = subprocess.run([str(folder / "out")], capture_output=True, text=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True)
     return None if "FATAL" in done.stderr else done.stderr
 
 
-@pytest.mark.parametrize("backward", [0, 1])
-def test_threads_of_a_block_do_not_race(backward, tmp_path):
-    planted_race = races(tmp_path, "sparse_scan", dict(SEMIRING="Log", BACKWARD=backward), "__syncthreads();", "")
+@pytest.mark.parametrize("backward", few([0, 1], 1))
+def test_threads_of_a_block_do_not_race(backward):
+    planted_race = races("sparse_scan", dict(SEMIRING="Log", BACKWARD=backward), "__syncthreads();", "")
     if planted_race is None:
         pytest.skip("no g++ with a detector of races on this machine")
     assert "data race" in planted_race
-    for S in ("Log", "Max"):
-        assert races(tmp_path, "sparse_scan", dict(SEMIRING=S, BACKWARD=backward)) == ""
+    for S in few(["Log", "Max"], "Log"):
+        assert races("sparse_scan", dict(SEMIRING=S, BACKWARD=backward)) == ""
 
 
-@pytest.mark.parametrize("S, phase", [("Log", 0), ("Log", 1), ("Log", 2), ("Max", 0), ("Max", 2), ("Max", 3)])
-def test_threads_of_the_fused_kernel_do_not_race(S, phase, tmp_path):
+@pytest.mark.parametrize("S, phase", few([("Log", 0), ("Log", 1), ("Log", 2), ("Max", 0), ("Max", 2), ("Max", 3)], ("Log", 0), ("Max", 2)))
+def test_threads_of_the_fused_kernel_do_not_race(S, phase):
     constants = dict(SEMIRING=S, PHASE=phase, NZ=3, PER=3, THREADS=3, AHEAD=3)
-    planted_race = races(tmp_path, "sparse_logz", constants, "__syncthreads();", "")
+    planted_race = races("sparse_logz", constants, "__syncthreads();", "")
     if planted_race is None:
         pytest.skip("no g++ with a detector of races on this machine")
     assert "data race" in planted_race
-    assert races(tmp_path, "sparse_logz", constants) == ""
+    assert races("sparse_logz", constants) == ""
 
 
-def test_rows_are_not_overwritten_while_they_are_read(tmp_path):
+ROWS = [("fetch(s + AHEAD);", "fetch(s + AHEAD + 1);"), ("stage + (s & 1) * width", "stage"), ("cells + (~s & 1) * (C + 2)", "cells + (s & 1) * (C + 2)")]
+
+
+def test_rows_are_not_overwritten_while_they_are_read():
     constants = dict(SEMIRING="Log", PHASE=2, NZ=3, PER=3, THREADS=3, AHEAD=3)
-    if races(tmp_path, "sparse_logz", constants) is None:
+    if races("sparse_logz", constants) is None:
         pytest.skip("no g++ with a detector of races on this machine")
-    for old, new in (("fetch(s + AHEAD);", "fetch(s + AHEAD + 1);"), ("stage + (s & 1) * width", "stage"), ("cells + (~s & 1) * (C + 2)", "cells + (s & 1) * (C + 2)")):
-        assert "data race" in races(tmp_path, "sparse_logz", constants, old, new), old
+    for old, new in few(ROWS, ROWS[1]):
+        assert "data race" in races("sparse_logz", constants, old, new), old
 
 
 @pytest.fixture
@@ -532,9 +520,10 @@ def with_kernel(on_cpu, monkeypatch):
     monkeypatch.setattr(fusedloss.scans, "room", lambda device: ROOM)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("S", [Log, Max], ids=str)
-@pytest.mark.parametrize("method", ["scan", "auto"])
+LOOPS = [(method, S, dtype, tolerance) for method in ("scan", "auto") for S in (Log, Max) for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12))]
+
+
+@pytest.mark.parametrize("method, S, dtype, tolerance", few(LOOPS, LOOPS[0], LOOPS[3], LOOPS[5], LOOPS[6]), ids=str)
 def test_the_source_of_the_kernel_is_the_loop(S, dtype, tolerance, method, with_kernel):
     @on_any
     @given(case=graphs(dtype))
@@ -548,7 +537,7 @@ def test_the_source_of_the_kernel_is_the_loop(S, dtype, tolerance, method, with_
     check()
 
 
-@pytest.mark.parametrize("method, C", [("scan", 1500), ("fused", 900)])
+@pytest.mark.parametrize("method, C", few([("scan", 1500), ("fused", 900), ("fused", 600)], ("scan", 1500), ("fused", 600)))
 def test_the_source_of_the_kernel_with_many_states_and_a_star(method, C, with_kernel):
     g = torch.Generator().manual_seed(0)
     for idx in (torch.randint(-1, C, (C, 3), generator=g), torch.zeros(C, 3, dtype=torch.int32)):
@@ -558,8 +547,10 @@ def test_the_source_of_the_kernel_with_many_states_and_a_star(method, C, with_ke
                 torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("T, N, C, nz", [(1, 1, 1, 2), (30, 3, 7, 3), (17, 2, 33, 5), (9, 2, 20, 24), (40, 2, 5, 2)])
+SIZES = [(*size, dtype) for size in ((1, 1, 1, 2), (30, 3, 7, 3), (17, 2, 33, 5), (9, 2, 20, 24), (40, 2, 5, 2)) for dtype in (torch.float32, torch.float64)]
+
+
+@pytest.mark.parametrize("T, N, C, nz, dtype", few(SIZES, (1, 1, 1, 2, torch.float32), (30, 3, 7, 3, torch.float32), (17, 2, 33, 5, torch.float64)))
 def test_the_fused_kernel_against_fp64_autograd(T, N, C, nz, dtype, with_kernel):
     g = torch.Generator().manual_seed(C)
     idx, lengths = torch.randint(-1, C, (C, nz), generator=g), torch.randint(0, T + 1, (N,), generator=g)
@@ -579,7 +570,7 @@ def test_the_fused_kernel_against_fp64_autograd(T, N, C, nz, dtype, with_kernel)
                 assert torch.equal(one[0], ours[0][n:n + 1]) and torch.equal(one[1], ours[1][:steps, n:n + 1])
 
 
-@pytest.mark.parametrize("scale", [1, 5, 20, 60])
+@pytest.mark.parametrize("scale", few([1, 5, 20, 60], 5, 60))
 def test_digits_that_logarithms_lose(scale, with_kernel):
     T, C, g = 300, 21, torch.Generator().manual_seed(0)
     idx, (v0, vT) = torch.arange(C)[:, None] - torch.arange(3), torch.full((2, 1, C), -INF)
@@ -807,7 +798,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(fusedloss.scans, tmp_path)) is None
 
 
-@pytest.mark.parametrize("bug", MUTANTS)
+@pytest.mark.parametrize("bug", few(MUTANTS, "edges are cut into rows of nz", "γ goes on where a sequence is over", "the upstream gradient is dropped", "a path goes on beyond its length"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, fusedloss.scans, tmp_path, *MUTANTS[bug]), f"no check notices that {bug}"
 

@@ -12,13 +12,14 @@ import fusedloss.semirings
 from fusedloss.measure import saved_tensors
 from fusedloss.semirings import (Count, CountSemiring, Entropy, KBest, Log, Max, Real, Sample, all_paths, brute_force, check_graph,
                                  path_sum)
+from grids import few, FULL
 from helpers import fault_of, planted
 
 INF = math.inf
 SEMIRINGS = {str(S): S for S in (Log, Max, Real, Count, Entropy, KBest(1), KBest(2), KBest(5), Sample())} | {"Count, float64": CountSemiring(torch.float64)}
 LOGARITHMIC = ("Log", "Max", "Entropy", "KBest(1)", "KBest(2)", "KBest(5)", "Sample")
 DIFFERENTIABLE = ("Log", "Max", "Real", "Entropy", "KBest(3)")
-on_any = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+on_any = settings(max_examples=100 if FULL else 40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def semiring(name):
@@ -574,6 +575,6 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(fusedloss.semirings, tmp_path)) is None
 
 
-@pytest.mark.parametrize("bug", MUTANTS)
+@pytest.mark.parametrize("bug", few(MUTANTS, "an unreachable row is 0/0", "Max marks the last of equals", "the choice has no surprise", "absent edges are there"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, fusedloss.semirings, tmp_path, *MUTANTS[bug]), f"no check notices that {bug}"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from grids import few
 from torch.nn import functional as F
 from workbook import ROOT
 
@@ -134,7 +135,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", few(PLANTED, "one in ten thousand", "rows without gradient", "wrong in training only", "nan in a gradient", "exception"))
 def test_planted_fault_is_named(name, device, run, monkeypatch):
     loss, expected = PLANTED[name]
     loss = After(loss.left, loss.first, loss.then) if isinstance(loss, After) else loss
@@ -168,7 +169,8 @@ def test_another_order_of_rounding_passes(device, run, monkeypatch):
 def test_same_seed_same_bits(device):
     first, second = (tour.run_tour(device=device) for _ in range(2))
     for a, b in zip(first["stages"], second["stages"], strict=True):
-        assert {k: v for k, v in a.items() if k != "step_seconds"} == {k: v for k, v in b.items() if k != "step_seconds"}
+        of_a_process = {"step_seconds", *(["memory_bytes", "memory_fraction"] if device == "cuda" else [])}  # and of what else it holds
+        assert {k: v for k, v in a.items() if k not in of_a_process} == {k: v for k, v in b.items() if k not in of_a_process}
     assert tour.run_tour(device=device, seed=1)["stages"][0]["curve"] != first["stages"][0]["curve"]
 
 
@@ -321,7 +323,7 @@ MISREAD = {
 }
 
 
-@pytest.mark.parametrize("name", MISREAD)
+@pytest.mark.parametrize("name", few(MISREAD, "last column forgotten", "a class without gradient", "wrong in training only", "exception"))
 def test_planted_fault_in_reading_is_named(name, device, run, monkeypatch):
     pytest.importorskip("matplotlib")
     loss, expected = MISREAD[name]

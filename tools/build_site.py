@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from fontTools import subset
@@ -16,6 +17,7 @@ from latex2mathml.converter import convert
 from nbdev.processors import FilterDefaults
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve_drv import exec_nb
+from smalldocs import api as smalldocs_api
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
@@ -100,9 +102,9 @@ def trim_icons(out: Path) -> None:
     css = libs / "bootstrap-icons" / "bootstrap-icons.min.css"
     pages = "".join(page.read_text(encoding="utf-8") for page in out.rglob("*.html"))
     styled = re.findall(r'content: "\\(f[0-9a-f]{3})"', (libs / "smalldocs.css").read_text(encoding="utf-8"))
-    text, used = css.read_text(encoding="utf-8"), set(styled)
+    text, used, named = css.read_text(encoding="utf-8"), set(styled), set(re.findall(r"\bbi-([\w-]+)", pages))
     for rule, name, code in re.findall(r'(\.bi-([\w-]+)::before\{content:"\\(\w+)"\})', text):
-        if re.search(rf"\bbi-{name}(?![\w-])", pages):
+        if name in named:
             used.add(code)
         else:
             text = text.replace(rule, "")
@@ -143,6 +145,7 @@ def expand_sections(project: Project) -> None:
 
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
+    smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))
         project.config["project"]["output-dir"] = "../site"

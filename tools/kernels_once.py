@@ -1,13 +1,22 @@
-"""Every kernel once, on small tensors: what `make sanitize` gives compute-sanitizer to watch. Names of parts choose among them."""
+"""Every kernel once, on small tensors: what `make sanitize` gives compute-sanitizer to watch. Names of parts choose among them.
+
+`--lines` compiles the sources of `cuda/` with the numbers of their lines, for the reports."""
 import sys
+from contextlib import contextmanager
+from itertools import product
+from typing import Iterator
 
 import torch
 
 import fusedloss as fl
+from fusedloss import kernels
+from fusedloss.core import cuda
+from fusedloss.scans import scan_fwd_triton
 from fusedloss.semirings import Log, Max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-bf16, f32 = torch.bfloat16, torch.float32
+f32 = torch.float32
+HALF = torch.bfloat16 if DEVICE == "cuda" else f32  # the interpreter has no bf16
 
 
 def leaf(*size: int, dtype: torch.dtype = f32) -> torch.Tensor:
@@ -22,42 +31,45 @@ def labels(top: int, *size: int) -> torch.Tensor:
 
 def cross_entropy() -> None:
     "Stage 4: Triton, and rows that a cluster holds"
-    for n, v, inplace in ((5, 300, False), (3, 32768, True), (9, 1003, True)):
-        fl.cross_entropy(leaf(n, v, dtype=bf16) * 1, labels(v, n), label_smoothing=0.1, inplace=inplace).backward()
+    rows = [(5, 300, False), (9, 1003 if DEVICE == "cuda" else 103, True)] + [(140, 5003, True), (17, 128256, False)] * (DEVICE == "cuda")
+    for n, v, inplace in rows:
+        fl.cross_entropy(leaf(n, v, dtype=HALF) * 1, labels(v, n), label_smoothing=0.1, inplace=inplace).backward()
 
 
 def linear_cross_entropy() -> None:
     "Stages 5 and 6"
-    for n, v, h, method in ((33, 515, 64, "chunks"), (33, 515, 64, "recompute"), (70, 1003, 96, "recompute")):
-        x, w = leaf(n, h, dtype=bf16), leaf(v, h, dtype=bf16)
-        method = method if DEVICE == "cuda" else "auto"
-        fl.linear_cross_entropy(x, w, labels(v, n), method=method).backward()
+    sizes = ((33, 515, 64), (70, 1003, 96)) if DEVICE == "cuda" else ((17, 70, 32),)
+    for (n, v, h), (method, eps) in product(sizes, (("chunks", None), ("recompute", None), ("recompute", 1e-4))):
+        x, w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF)
+        fl.linear_cross_entropy(x, w, labels(v, n), method=method, filter_eps=eps).backward()
 
 
 def partial_fc() -> None:
     "Stage 9: rows by index, one of them ignored, and the optimizer's"
-    for v, n, h, rate in ((3000, 77, 64, 0.1), (777, 33, 64, 0.5)):
+    for v, n, h, rate in ((3000, 77, 64, 0.1), (777, 33, 64, 0.5)) if DEVICE == "cuda" else ((300, 9, 16, 0.2),):
         head = fl.PartialFC(v, h, sample_rate=rate, device=DEVICE)
-        optimizer = fl.RowSparse(torch.optim.SGD, head.parameters(), lr=0.1, momentum=0.9)
+        optimizer = fl.RowSparse(torch.optim.AdamW if rate < 0.5 else torch.optim.SGD, head.parameters(), lr=0.1)
         y = labels(v, n)
         y[0] = head.ignore_index
-        head(leaf(n, h, dtype=bf16), y).backward()
+        head(leaf(n, h, dtype=HALF), y).backward()
         optimizer.step()
 
 
 def logz() -> None:
-    "Stage 12: both semirings, with edges that are missing"
-    for T, N, C, nz in ((6, 3, 4, 2), (20, 2, 33, 3), (6, 2, 1024, 5)):
+    "Stage 12: both semirings, with edges that are missing; every rung"
+    for T, N, C, nz in ((6, 3, 4, 2), (20, 2, 33, 3), (6, 2, 1024, 5))[:3 if DEVICE == "cuda" else 1]:
         idx, frames = torch.randint(-1, C, (C, nz), device=DEVICE), labels(T + 1, N)
         scores, start, end = leaf(T, N, C, nz), leaf(N, C), leaf(N, C)
         for S in (Log, Max):
-            fl.logz(scores, idx, start, end, S, lengths=frames).sum().backward()
+            for method in ("auto", "scan") if DEVICE == "cuda" else ("auto",):
+                fl.logz(scores, idx, start, end, S, lengths=frames, method=method).sum().backward()
         fl.viterbi(scores.detach(), idx, start.detach(), end.detach(), lengths=frames)
+        if C < 1024: scan_fwd_triton(scores.detach(), idx, start.detach(), frames)
 
 
 def ctc() -> None:
     "Stage 13: a warp, several, and clusters; a label that is none, on a GPU"
-    for T, N, C, L, dtype in ((9, 3, 5, 2, f32), (70, 2, 40, 33, bf16), (140, 2, 33, 130, f32), (620, 1, 30, 300, f32)):
+    for T, N, C, L, dtype in ((9, 3, 5, 2, f32), (70, 2, 40, 33, HALF), (140, 2, 33, 130, f32), (620, 1, 30, 300, f32))[:4 if DEVICE == "cuda" else 2]:
         z, y, frames, lengths = leaf(T, N, C, dtype=dtype), labels(C, N, L), torch.full((N,), T), labels(L + 1, N).cpu()
         if DEVICE == "cuda": y[0, 0] = C + 7
         fl.ctc_loss_with_logits(z, y, frames, lengths).backward()
@@ -66,27 +78,73 @@ def ctc() -> None:
 
 def linear_ctc() -> None:
     "Stage 14: padded frames left out, or unknown to the host; rows that shared memory holds, and one that it does not"
-    for T, N, V, H, L, reduction in ((40, 2, 300, 64, 12, "mean"), (70, 3, 515, 96, 40, "none"), (18, 2, 40000, 64, 7, "sum")):
-        x, w, b, y = leaf(T, N, H, dtype=bf16), leaf(V, H, dtype=bf16), leaf(V, dtype=bf16), labels(V, N, L)
+    sizes = ((40, 2, 300, 64, 12, "mean"), (70, 3, 515, 96, 40, "none"), (18, 2, 40000, 64, 7, "sum")) if DEVICE == "cuda" else ((9, 2, 70, 16, 3, "mean"),)
+    for T, N, V, H, L, reduction in sizes:
+        x, w, b, y = leaf(T, N, H, dtype=HALF), leaf(V, H, dtype=HALF), leaf(V, dtype=HALF), labels(V, N, L)
         for place in ("cpu", DEVICE):
             frames, lengths = torch.arange(T - N + 1, T + 1).to(place), torch.full((N,), L).to(place)
             fl.linear_ctc_loss(x, w, y, frames, lengths, linear_bias=b, reduction=reduction).sum().backward()
 
 
-PARTS = cross_entropy, linear_cross_entropy, partial_fc, logz, ctc, linear_ctc
+LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
+    cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel turnaround",
+    linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
+    partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel rest_kernel finish_rest_kernel cosine_dz_kernel count_kernel update_kernel",
+    logz: "sparse_scan sparse_logz scan_fwd_kernel",
+    ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
+    linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
+}
+PARTS = tuple(LAUNCHES)
 
 
-def main(chosen: list[str]) -> None:
-    "Run them one after another"
+@contextmanager
+def launches() -> Iterator[set[str]]:
+    "The names of the kernels that are launched meanwhile, by Triton and by the loader of `cuda/`"
+    seen, triton_kernel = set(), type(kernels.scan_kernel)
+    run, compilers = triton_kernel.run, dict(cuda.COMPILERS)
+
+    def seen_run(self, *args, **options):
+        seen.add(self.fn.__name__)
+        return run(self, *args, **options)
+
+    def noted(compiled):
+        def compile_noted(source, name, options):
+            launch = compiled(source, name, options)
+            return lambda *args, **more: (seen.add(name), launch(*args, **more))
+        return compile_noted
+
+    triton_kernel.run = seen_run
+    cuda.COMPILERS.update({name: noted(compiled) for name, compiled in compilers.items()})
+    try:
+        yield seen
+    finally:
+        triton_kernel.run = run
+        cuda.COMPILERS.update(compilers)
+
+
+def missing(part, seen: set[str]) -> set[str]:
+    "Kernels of a part that were not launched"
+    return set(LAUNCHES[part].split()) - seen
+
+
+def main(chosen: list[str]) -> int:
+    "Run them one after another; on a GPU the number of kernels that should have been launched and were not"
     torch.manual_seed(0)
-    for part in PARTS:
-        if chosen and part.__name__ not in chosen:
-            continue
-        part()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        print(f"{part.__name__}: {part.__doc__}", flush=True)
+    if "--lines" in chosen:
+        cuda.OPTIONS += ("--generate-line-info",)
+    chosen, absent = [name for name in chosen if name != "--lines"], 0
+    with launches() as seen:
+        for part in PARTS:
+            if chosen and part.__name__ not in chosen:
+                continue
+            seen.clear()
+            part()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+                absent += len(missing(part, seen))
+            print(f"{part.__name__}: {part.__doc__}; launched: {' '.join(sorted(seen)) or 'nothing'}", flush=True)
+    return absent
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]) and "kernels of the list were not launched")

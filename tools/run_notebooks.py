@@ -1,6 +1,6 @@
 """Run the notebooks in place on the GPUs at hand and save their outputs.
 
-    python tools/run_notebooks.py [--jobs N] [--limit SECONDS] [--flags "cuda slow"] [NOTEBOOK ...]
+    python tools/run_notebooks.py [--jobs N] [--limit SECONDS] [--flags "cuda slow distributed"] [NOTEBOOK ...]
 
 One process and one run a notebook; a notebook that fails or takes too long is left as it was, and so are its records.
 Sources have to be those of a commit. With `--jobs`, notebooks run side by side, each on a GPU of its own; one that reads
@@ -255,7 +255,7 @@ def main() -> int:
     "Read the command line and run"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all, the stages first")
-    parser.add_argument("--flags", default="cuda slow", help="kinds of cells to run beside the plain ones")
+    parser.add_argument("--flags", default="cuda slow distributed", help="kinds of cells to run beside the plain ones")
     parser.add_argument("--jobs", type=int, default=1, help="notebooks at a time, each on one GPU")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for one notebook")
     parser.add_argument("--here", action="store_true", help="run in this process (one notebook)")

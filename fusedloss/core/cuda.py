@@ -54,7 +54,7 @@ def compiled_by_torch(source:str, name:str, options:tuple[str, ...]) -> Callable
 
 # %% ../../nbs/library/cuda.ipynb #cc2421f4
 COMPILERS = {"CuPy": compiled_by_cupy, "PyTorch": compiled_by_torch}  # in the order of preference
-STANDARD = "--std=c++17"
+OPTIONS = ("--std=c++17",)  # of every source
 EMPTY_KERNEL = 'extern "C" __global__ void empty_kernel() {}'
 
 # %% ../../nbs/library/cuda.ipynb #cd1761a0
@@ -64,7 +64,7 @@ def why_not(
     device:int,  # the current one
 ) -> Optional[str]:  # None: it works
     "What hinders a compiler from compiling an empty kernel."
-    try: COMPILERS[compiler](EMPTY_KERNEL, "empty_kernel", (STANDARD,))
+    try: COMPILERS[compiler](EMPTY_KERNEL, "empty_kernel", OPTIONS)
     except Exception as reason: return repr(reason)  # an import may raise anything
 
 # %% ../../nbs/library/cuda.ipynb #3d736e21
@@ -101,7 +101,7 @@ def cuda_kernel(
     "A kernel of `cuda/`, compiled; an error in its source raises under `FUSEDLOSS_DEBUG=1`."
     sources = sources or (name,)
     source = "".join(map(cuda_source, sources))
-    options = (STANDARD, *(f"-D{key}={value}" for key, value in constants.items()))
+    options = (*OPTIONS, *(f"-D{key}={value}" for key, value in constants.items()))
     reasons = {}
     for compiler, compiled in COMPILERS.items():
         reasons[compiler] = why_not(compiler, device)

@@ -1,0 +1,124 @@
+"""Core-seconds of each test file: what `make test` allows, and what a run used, in all of its processes."""
+import os
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+ALLOWED = {  # core-seconds of each file under `make test`
+    "test_arguments.py": 10,
+    "test_baseline.py": 6,
+    "test_budgets.py": 3,
+    "test_check_generated.py": 10,
+    "test_check_workbook.py": 5,
+    "test_chunks.py": 12,
+    "test_cluster.py": 25,
+    "test_ctc.py": 60,
+    "test_cuda.py": 10,
+    "test_filter.py": 24,
+    "test_grids.py": 2,
+    "test_iota.py": 40,
+    "test_kernels.py": 20,
+    "test_kernels_once.py": 10,
+    "test_kernels_triton.py": 24,
+    "test_linear_ctc.py": 45,
+    "test_losses.py": 24,
+    "test_margins.py": 30,
+    "test_measure.py": 15,
+    "test_memory.py": 10,
+    "test_mutations.py": 3,
+    "test_notebooks.py": 130,
+    "test_operators.py": 15,
+    "test_package.py": 12,
+    "test_package_code.py": 10,
+    "test_partial_fc.py": 40,
+    "test_readme.py": 15,
+    "test_recompute.py": 24,
+    "test_run_notebooks.py": 10,
+    "test_scans.py": 25,
+    "test_semirings.py": 15,
+    "test_sharded.py": 60,
+    "test_site.py": 4,
+    "test_sources.py": 5,
+    "test_tiles.py": 12,
+    "test_tour.py": 30,
+    "test_typed_launches.py": 8,
+    "test_weights.py": 10,
+}
+NORMAL = 0.13  # core-seconds of `yardstick` on the processor on which ALLOWED was found
+FACTOR = 2  # for a neighbour on the same core and cold caches
+
+
+def core_seconds() -> float:
+    "What this process and the children it has waited for have used so far"
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def yardstick() -> float:
+    "Core-seconds of a fixed piece of work like that of the tests: small tensors, much Python; the best of three"
+    x, used = torch.ones(16, 16), []
+    for _ in range(3):
+        start = time.process_time()
+        for _ in range(20000):
+            (x @ x).sum().add(1)
+            [str(n) for n in range(20)]
+        used.append(time.process_time() - start)
+    return min(used)
+
+
+def too_slow(used: dict[str, float], slower: float) -> list[str]:
+    "Files that used more than they may, in words, on a processor that takes `slower` times as long"
+    limits = {name: FACTOR * max(1.0, slower) * ALLOWED.get(name, 0) for name in used}
+    return [f"{name} used {used[name]:.0f} core-seconds; it may use {ALLOWED.get(name, 0)}, here {limits[name]:.0f}"
+            for name in sorted(used) if used[name] > limits[name]]
+
+
+class CoreSeconds:
+    "Adds up what tests use, in workers too, and ends a run that used too much as a failure"
+
+    def __init__(self, config: pytest.Config):
+        self.used, self.enforced = Counter(), config.getoption("--budgets")
+        self.slower = yardstick() / NORMAL if self.enforced and not hasattr(config, "workerinput") else 1.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        "A test and the fixtures that it is the first to need"
+        start = core_seconds()
+        done = yield
+        self.used[item.nodeid] += core_seconds() - start
+        return done
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        "A worker of pytest-xdist has ended"
+        self.used.update(getattr(node, "workeroutput", {}).get("core_seconds", {}))
+
+    def by_file(self) -> Counter:
+        "Core-seconds by file name"
+        files = Counter()
+        for nodeid, used in self.used.items():
+            files[nodeid.partition("::")[0].rpartition("/")[2]] += used
+        return files
+
+    def pytest_sessionfinish(self, session):
+        "A worker hands its figures over; the run fails where a file used too much"
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["core_seconds"] = dict(self.used)
+        elif self.enforced and session.exitstatus == 0 and too_slow(self.by_file(), self.slower):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        "The table, the longest tests, and what was too slow"
+        if not self.enforced:
+            return
+        line, files = terminalreporter.write_line, self.by_file()
+        terminalreporter.section(f"core-seconds, on a processor that takes {self.slower:.2f} times as long as the table's")
+        for name, used in files.most_common():
+            line(f"{used:7.1f} of {ALLOWED.get(name, 0):4}  {name}")
+        line(f"{files.total():7.1f} of {sum(ALLOWED.values()):4}  all")
+        for nodeid, used in self.used.most_common(10):
+            line(f"{used:7.1f}  {nodeid}")
+        for text in too_slow(files, self.slower):
+            line(text, red=True)
