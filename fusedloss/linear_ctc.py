@@ -802,6 +802,7 @@ class _AllInForward(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g, _):
+        if g is None: return (None,) * 14
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         (dx, dw, db, _), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         return (scaled(dx.flatten(0, 1), g, keep).view_as(dx) if need_x else None,
