@@ -656,11 +656,12 @@ def head(w, b):
 
 
 def promise_passes(call, x, w, y):
-    "Whether a method other than chunks takes more tokens than were promised, in silence"
+    "Whether a method other than chunks takes more tokens than were promised without raising, on a CPU"
     try:
-        return call(x, w, y, max_valid=1, method="eager").isfinite().item()
+        call(x, w, y, max_valid=1, method="eager")
     except ValueError:
         return False
+    return True
 
 
 def any_fault(module):
