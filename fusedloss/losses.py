@@ -379,7 +379,7 @@ def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, devic
            f"a tuple of names among {', '.join(OPTIONS)}", repr(options))
     expect(device is None or str(device).split(":")[0] in ("cpu", "cuda"), "device",
            "'cuda', 'cpu' or None", repr(device))
-    expect(machine is None or isinstance(machine, Machine), "machine", "a Machine or None",
+    expect(machine is None or isinstance(machine, (Machine, str)), "machine", "a Machine or None",
            repr(machine))
 
 # %% ../nbs/07_losses.ipynb #ef12f8a7
