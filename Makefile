@@ -54,6 +54,7 @@ test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
 	$(PYTHON) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(f'expected two GPUs or more, got {n}' if n < 2 else 0)"
 	$(PYTHON) -m pytest tests/test_sharded.py -k test_on_several_gpus
 
+sanitize: export PYTHONPATH = $(CURDIR)
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
 	$(PYTHON) tools/sanitize.py
 

@@ -354,6 +354,7 @@ def _backward(ctx, g, *_):
 # %% ../nbs/05_chunks.ipynb #eb5dc6b1
 chunked_loss.register_autograd(_backward, setup_context=_save)
 
+# %% ../nbs/05_chunks.ipynb #81b3a012
 @chunked_loss.register_flops
 def _(x, w, *others, out_val):
     max_valid, need_x, need_w, _, _ = others[-5:]

@@ -154,25 +154,37 @@ class Problem(NamedTuple):
     longest: int  # no legal one is
 
 # %% ../nbs/13_ctc.ipynb #a8185c8f
+def transposed_hint(
+    given:int,  # sequences that another argument has
+    z:Tensor,  # scores
+) -> str:
+    "What to add to an error where scores seem to be [N,T,C]."
+    swapped = z.dim() == 3 and given == z.shape[0] != z.shape[1]
+    return "; are the scores [N, T, ...]? transpose(0, 1) makes them [T, N, ...]" if swapped else ""
+
 def as_lengths(
     lengths,  # a tensor, a tuple, a list or a number
-    name:str, n:int,
-) -> Tensor:  # [n] int64, wherever it was
-    "`ValueError` unless these are n integers."
-    lengths = torch.as_tensor(lengths)
+    name:str, z:Tensor,  # [T,N,C] scores
+) -> Tensor:  # [N] int64, wherever it was
+    "`ValueError` unless these are N integers."
+    lengths, n = torch.as_tensor(lengths), z.shape[1]
     if lengths.dim() == 0: lengths = lengths[None]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)
     expect(lengths.shape == (n,) and (whole or n == 0), name, f"{n} integers",
-           f"{lengths.dtype} {list(lengths.shape)}")
+           f"{lengths.dtype} {list(lengths.shape)}{transposed_hint(lengths.numel(), z)}")
     return lengths.long()
 
 # %% ../nbs/13_ctc.ipynb #12fd67db
+captured = []  # sources of the copies that a CUDA graph repeats: they live as long as any graph may
+
 def moved(t:Tensor, device) -> Tensor:
     "A copy on the device, without waiting for it."
     if t.device == device: return t
-    pinned = t.device.type == "cpu" and device.type == "cuda" and not observed()
-    return (t.pin_memory() if pinned else t).to(device, non_blocking=True)
+    if t.device.type == "cpu" and device.type == "cuda" and not observed():
+        t = t.pin_memory()
+        if torch.cuda.is_current_stream_capturing(): captured.append(t)
+    return t.to(device, non_blocking=True)
 
 # %% ../nbs/13_ctc.ipynb #a40137d0
 def visible(t:Tensor) -> bool:
@@ -542,7 +554,8 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
     expect(whole, "targets", "integers", targets.dtype)
     padded_shape = targets.dim() == 2 and targets.shape[0] == z.shape[1]
     expect(targets.dim() == 1 or padded_shape, "targets",
-           f"[{z.shape[1]}, L] or [sum of target_lengths]", list(targets.shape))
+           f"[{z.shape[1]}, L] or [sum of target_lengths]",
+           f"{list(targets.shape)}{transposed_hint(targets.shape[:1].numel(), z)}")
     expect(type(blank) is int and 0 <= blank < z.shape[2], "blank",
            f"a class below {z.shape[2]}", blank)
     expect(reduction in ("none", "mean", "sum"), "reduction", "none, mean or sum", reduction)
@@ -560,7 +573,7 @@ def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, fo
     unbatched = z.dim() == 2
     z, targets = batched(z, targets, unbatched)
     check_ctc(z, targets, blank, reduction, name)
-    frames, lengths = (as_lengths(t, label, z.shape[1]) for t, label in
+    frames, lengths = (as_lengths(t, label, z) for t, label in
                        ((frames, "input_lengths"), (lengths, "target_lengths")))
     how = blank, zero_infinity, form, reduction == "mean"
     wanted = torch.is_grad_enabled() and z.requires_grad
@@ -634,7 +647,7 @@ def ready(log_probs, targets, input_lengths, target_lengths, blank):
     expect_tensor("log_probs", log_probs)
     z, targets = batched(log_probs.detach(), targets, log_probs.dim() == 2)
     check_ctc(z, targets, blank, "none", "log_probs")
-    frames, lengths = (as_lengths(t, label, z.shape[1]) for t, label in
+    frames, lengths = (as_lengths(t, label, z) for t, label in
                        ((input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
     return z, prepared(z, targets, frames, lengths), log_probs.dim() == 2
 

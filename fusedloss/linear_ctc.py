@@ -880,7 +880,7 @@ def linear_ctc_loss(
     expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
     x, targets = batched(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
-    frames, lengths = (as_lengths(t, name, x.shape[1]) for t, name in (
+    frames, lengths = (as_lengths(t, name, x) for t, name in (
         (input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
     x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else
                                                            [linear_bias.contiguous()]))

@@ -928,6 +928,7 @@ def _(g_rest, g_cos, factor, rest, ux, x_inverse, uw, w_inverse, slot, shift, *o
     return (ux.new_empty(ux.shape if need_x else (0,), dtype=x_dtype),
             uw.new_empty(uw.shape if need_w else (0,), dtype=w_dtype))
 
+# %% ../nbs/09_partial_fc.ipynb #41e503cb
 partial_lse.register_flops(lambda x, w, *_, out_val: products(x, out_val[5]))  # unit rows
 partial_lse_grad.register_flops(lambda g_rest, g_cos, factor, rest, ux, x_inverse, uw, *others,
                                 out_val: products(ux, uw, *others[-2:]))
@@ -1219,7 +1220,8 @@ def apply_update(
 ):
     "The kernel, or what stands for it; `dense` steps the other rows with a gradient of zero."
     is_matrix = lambda t: t is None or t.dim() < 3 or t.is_contiguous()
-    matrix = lambda t: t.view(len(t), math.prod(t.shape[1:])) if t is not None and t.dim() > 2 else t
+    matrix = lambda t: t if t is None or t.dim() < 3 else t.view(
+        len(t), math.prod(t.shape[1:]))
     kernel = has_kernel(p) and p.dtype != torch.float64 and all(map(is_matrix, (p, *state)))
     if kernel: p, *state, g = map(matrix, (p, *state, g.contiguous()))
     if rows is not None and dense:
@@ -1249,8 +1251,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict:dict):
         given = [i for g in state_dict["param_groups"] for i in g["params"]]
         held = [p for g in self.param_groups for p in g["params"]]
-        tensors = [(p, name, t) for p, i in zip(held, given)
-                   for name, t in state_dict["state"].get(i, {}).items() if isinstance(t, Tensor)]
+        tensors = [(p, name, t) for p, i in zip(held, given) for name, t in
+                   state_dict["state"].get(i, {}).items() if isinstance(t, Tensor)]
         made = [t.detach().to("cpu" if name == "step" else p.device, copy=True)
                 for p, name, t in tensors]  # before anything is replaced
         super().load_state_dict(state_dict)  # which casts all to the weight's dtype
@@ -1559,7 +1561,7 @@ class PartialFC(ClassVectors):
         method:str="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
         conflict:Optional[float]=None,  # others with a cosine above this are no negatives
         conflict_mode:str="drop",  # they leave the sum, or "zero": they score 0 in it
-        sparse:Optional[bool]=None,  # gradient of the weight as rows; by default if it samples
+        sparse:Optional[bool]=None,  # gradient as rows, for RowSparse; default: if it samples
         eps:float=EPS,  # shorter rows have no direction
         device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):

@@ -1096,6 +1096,7 @@ def _backward(ctx, g_loss, g_lse, g_entropy, *_):
 
 recompute_loss.register_autograd(_backward, setup_context=_save)
 
+# %% ../nbs/06_recompute.ipynb #eb5bf36f
 recompute_loss.register_flops(lambda x, w, *_, out_val: products(x, w))
 recompute_grad.register_flops(lambda g_loss, g_lse, g_entropy, x, w, *others, out_val:
                               products(x, w, *others[-3:-1]))

@@ -269,6 +269,7 @@ def _backward(ctx, g_lse, g_score):
 
 tiled_lse.register_autograd(_backward, setup_context=_save)
 
+# %% ../nbs/02_tiles.ipynb #77680f15
 tiled_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
 tiled_lse_grad.register_flops(lambda g_lse, g_score, x, w, *others, out_val:
                               products(x, w, *others[-2:]))

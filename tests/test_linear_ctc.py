@@ -59,7 +59,7 @@ def short_segments(monkeypatch, K, sweep=2):
 
 
 WAYS = few(["loops", "lattice", "both", "GPU"], "loops", "both", "GPU")
-HARDER = few(HARD, "ragged", "T 0 and 1, infeasible", "two equal labels in two frames", "another blank, and blanks among the labels", "scale 60")
+HARDER = few(HARD, "ragged", "T 0 and 1, infeasible", "two equal labels in two frames", "another blank, and blanks among the labels")
 
 
 @pytest.fixture(params=WAYS)
@@ -137,9 +137,12 @@ def test_loss_and_gradients(name, dtype, way, monkeypatch):
         close(d, gradients, tolerance)
 
 
-def short_cases_are_right(monkeypatch, *more):
+SHORT = ("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33)
+
+
+def short_cases_are_right(monkeypatch, *cases):
     "Losses and gradients in fp32 of a few cases, each in segments of so many frames"
-    for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33), *more):
+    for name, K in cases:
         short_segments(monkeypatch, K)
         z, y, frames, lengths, blank = hard(name, f64)
         given = [t.float() for t in layer(z)]
@@ -152,15 +155,14 @@ def short_cases_are_right(monkeypatch, *more):
 SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1)]
 
 
-@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[1], 1), (SHAPES[4], 0)), ids=str)
+@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 1)), ids=str)
 def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
     use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
     monkeypatch.setattr(lattice, "seed", seed)
-    short_cases_are_right(monkeypatch, ("tight", 3))
+    short_cases_are_right(monkeypatch, *few(SHORT, SHORT[1], SHORT[3]), ("tight", 3))
 
 
-@pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (64, True, True),
-                                                      (256, False, True), (64, False, False)))
+@pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (256, False, False)))
 def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
     if packed and not INTERPRETED:
@@ -171,7 +173,7 @@ def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     if not near:
         monkeypatch.setattr(fusedloss.linear_ctc, "finish_bytes", lambda *given: 100_000)
     monkeypatch.setattr(lattice, "seed", 2)
-    short_cases_are_right(monkeypatch, ("more classes", 9))
+    short_cases_are_right(monkeypatch, *few(SHORT, SHORT[0]), ("more classes", 9))
 
 
 @pytest.mark.parametrize("K", few([1, 2, 3, 8, 9, 22, 23, 24], 1, 8, 22))
@@ -744,7 +746,7 @@ def test_the_kernel_compiles_without_a_gpu(arch, constants):
 
 def test_without_a_compiler_loops_take_over(monkeypatch):
     use_lattice(lambda *given, **constants: None, fusedloss.linear_ctc, monkeypatch)
-    short_cases_are_right(monkeypatch)
+    short_cases_are_right(monkeypatch, *SHORT)
 
 
 # bugs
@@ -856,11 +858,12 @@ KERNEL_BUGS = {
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-@pytest.mark.parametrize("bug", [None, *few(KERNEL_BUGS, "nothing from the warp before", "beta is not handed on", "Z without the last label", "labels that repeat",
+@pytest.mark.parametrize("bug", [None, *few(KERNEL_BUGS, "beta is not handed on", "Z without the last label", "labels that repeat",
                                             "rows of the compacted")])
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
     rest = lattice if bug is None else lattice_on_cpu(replaced(cuda_source("linear_ctc"), *KERNEL_BUGS[bug]))
     use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
     monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
     monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)
-    assert any(suspects(fusedloss.linear_ctc, SUSPECTS | {"three warps": 40} | MORE)) == (bug is not None)
+    cases = SUSPECTS | {"three warps": 40} | MORE
+    assert any(suspects(fusedloss.linear_ctc, {name: cases[name] for name in few(cases, "ragged", "more classes")})) == (bug is not None)

@@ -22,7 +22,7 @@ from fusedloss.partial_fc import (
     launch_rest, launch_update, live_index, plain_rest, plain_update, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
 from fusedloss.recompute import Tiling
 from grids import FULL, few, grid, pairs
-from helpers import TOLERANCE, fault_of, planted
+from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted
 from test_margins import FORMULAS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -951,7 +951,7 @@ def test_strides_do_not_count(name, kind, rows, mode, device):
         assert (whole == 7).all()
 
 
-@pytest.mark.parametrize("name,kind,rows,mode", few(STRIDED_STEPS, *STRIDED_STEPS[::7], *STRIDED_STEPS[3:22:9]))
+@pytest.mark.parametrize("name,kind,rows,mode", few(STRIDED_STEPS, *STRIDED_STEPS[::9]))
 def test_strides_do_not_count_in_kernels(name, kind, rows, mode, kernels_for_all):
     test_strides_do_not_count(name, kind, rows, mode, kernels_for_all)
 
@@ -1240,7 +1240,7 @@ BATCHES = [(1, (0, 1)), (5, (0, 3)), (70, (300, 340)), (200, (0, 3000)), (200, (
 COLUMNS = list(itertools.product(BATCHES, [1.0, 0.1, 0.37, 1e-5, "positives"], [True, False]))
 
 
-@pytest.mark.parametrize("batch,rate,log_q", few(COLUMNS, *COLUMNS[::7], *COLUMNS[34:40:2]))
+@pytest.mark.parametrize("batch,rate,log_q", few(COLUMNS, *COLUMNS[::11], COLUMNS[25], (BATCHES[3], "positives", True)))
 def test_columns_kernel(batch, rate, log_q, place):
     n, span = batch
     sampler, g = NegativeSampler(rate, 2**33 + 1, log_q), torch.Generator().manual_seed(n)
@@ -1370,7 +1370,7 @@ def test_margin_cross_entropy_names_its_ways():
 
 
 @pytest.mark.parametrize("case", few([c for c in CASES if "SubCenter" not in c and "Circle" not in c],
-                                     "a tenth", "log q", "conflict zero", "AdaFace", "few classes", "fewer than rows"))
+                                     "log q", "conflict zero", "AdaFace", "few classes"))
 def test_definition_by_kernels(case, kernels_for_all):
     assert not faults(**CASES[case], dtype=f32, tolerance=1e-4)
 
@@ -1379,8 +1379,8 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
     "CosFace's short way against the way of all margins: losses, gradients, statistics, a label that is no class, no labels"
     class Curve(CosFace):
         "No line, as far as anybody knows"
-    v = 60
-    x, w, y = sample(v=v, dtype=f32)
+    v = 40
+    x, w, y = sample(13, v=v, dtype=f32)
     x[3] = 0
     monkeypatch.setattr(partial_fc, "check_labels", lambda *args: None)
     for labels in (y, y.index_fill(0, torch.tensor([2]), v), torch.full_like(y, -1)):
@@ -1393,6 +1393,7 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
             assert type(loss.grad_fn).__name__.startswith("_LineLoss") == (type(margin) is CosFace)
             dx, dw = torch.autograd.grad(2.5 * loss, [xs, head.weight])
             assert not any(t.requires_grad for t in told)
+            assert has_no_second_derivative(head(xs, labels), xs)
             ways.append((loss.detach(), dx, dw.to_dense(), *told))
         torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-5, equal_nan=True)
         assert ways[0][0].isnan() == (labels >= v).any()
@@ -1800,7 +1801,7 @@ def row_fault(m, place, g):
 def score_fault(m, place, g):
     tiling = Tiling(False, 16, 32, 32)
     for name, shifted in (("plain", True), ("at zero", False), ("dropped", True)):
-        o, (n, t, h) = m.Scoring(*OF_SCORES[name]), (19, 110, 40)
+        o, (n, t, h) = m.Scoring(*OF_SCORES[name]), (11, 75, 24)
         x, w = (normalize(torch.randn(k, h, generator=g)).to(place) for k in (n, t))
         slot = torch.randint(t, (n,), generator=g).to(place)
         shift = torch.where(torch.rand(t, generator=g) > 0.8, -math.inf, 1.2).to(place) if shifted else None

@@ -4,11 +4,11 @@ import sanitize
 SOURCE = ["first", "  put(p, v);", "  v = get(p);"]
 RACES = """kernels: ctc; launched: ctc_scan
 ========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at put(State *, State)+0x1230 in /tmp/tmpab/0123.cubin.cu:2
-=========     and Read access at get(const State *)+0x1480 in /tmp/tmpab/0123.cubin.cu:3 [1536 hazards]
+========= Error: Race reported between Write access at put(State *, State)+0x1230 in 0123.cubin.cu:2
+=========     and Read access at get(const State *)+0x1480 in 0123.cubin.cu:3 [1536 hazards]
 =========
-========= Error: Race reported between Write access at put(State *, State)+0x1330 in /tmp/tmpab/0124.cubin.cu:2
-=========     and Read access at get(const State *)+0x1580 in /tmp/tmpab/0124.cubin.cu:3 [8 hazards]
+========= Error: Race reported between Write access at put(State *, State)+0x1330 in 0124.cubin.cu:2
+=========     and Read access at get(const State *)+0x1580 in 0124.cubin.cu:3 [8 hazards]
 =========
 ========= Warning: Race reported between Read access at ctc_grad+0x20
 =========     and Write access at ctc_grad+0x40 [4 hazards]
@@ -17,7 +17,7 @@ RACES = """kernels: ctc; launched: ctc_scan
 """
 MEMORY = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
-=========     at lse_kernel+0x7f0 in /home/reader/recompute.py:150
+=========     at lse_kernel+0x7f0 in recompute.py:150
 =========     by thread (3,0,0) in block (0,0,0)
 =========     Address 0x7f1234 is out of bounds
 =========     Saved host backtrace up to driver entry point at kernel launch time
