@@ -491,7 +491,7 @@ def test_threads_of_a_block_do_not_race(backward):
         assert races("sparse_scan", dict(SEMIRING=S, BACKWARD=backward)) == ""
 
 
-@pytest.mark.parametrize("S, phase", few([("Log", 0), ("Log", 1), ("Log", 2), ("Max", 0), ("Max", 2), ("Max", 3)], ("Log", 0), ("Max", 2)))
+@pytest.mark.parametrize("S, phase", few([("Log", 0), ("Log", 1), ("Log", 2), ("Max", 0), ("Max", 2), ("Max", 3)], ("Log", 0)))
 def test_threads_of_the_fused_kernel_do_not_race(S, phase):
     constants = dict(SEMIRING=S, PHASE=phase, NZ=3, PER=3, THREADS=3, AHEAD=3)
     planted_race = races("sparse_logz", constants, "__syncthreads();", "")
@@ -523,7 +523,7 @@ def with_kernel(on_cpu, monkeypatch):
 LOOPS = [(method, S, dtype, tolerance) for method in ("scan", "auto") for S in (Log, Max) for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12))]
 
 
-@pytest.mark.parametrize("method, S, dtype, tolerance", few(LOOPS, LOOPS[0], LOOPS[3], LOOPS[5], LOOPS[6]), ids=str)
+@pytest.mark.parametrize("method, S, dtype, tolerance", few(LOOPS, LOOPS[0], LOOPS[3], LOOPS[4], LOOPS[6]), ids=str)
 def test_the_source_of_the_kernel_is_the_loop(S, dtype, tolerance, method, with_kernel):
     @on_any
     @given(case=graphs(dtype))
@@ -550,7 +550,7 @@ def test_the_source_of_the_kernel_with_many_states_and_a_star(method, C, with_ke
 SIZES = [(*size, dtype) for size in ((1, 1, 1, 2), (30, 3, 7, 3), (17, 2, 33, 5), (9, 2, 20, 24), (40, 2, 5, 2)) for dtype in (torch.float32, torch.float64)]
 
 
-@pytest.mark.parametrize("T, N, C, nz, dtype", few(SIZES, (1, 1, 1, 2, torch.float32), (30, 3, 7, 3, torch.float32), (17, 2, 33, 5, torch.float64)))
+@pytest.mark.parametrize("T, N, C, nz, dtype", few(SIZES, (1, 1, 1, 2, torch.float32), (30, 3, 7, 3, torch.float32)))
 def test_the_fused_kernel_against_fp64_autograd(T, N, C, nz, dtype, with_kernel):
     g = torch.Generator().manual_seed(C)
     idx, lengths = torch.randint(-1, C, (C, nz), generator=g), torch.randint(0, T + 1, (N,), generator=g)
