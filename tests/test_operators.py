@@ -15,6 +15,7 @@ from fusedloss.core.operators import operator
 from fusedloss.kernels import RowOptions
 from fusedloss.sharded import Batch, Shards, sharded_loss
 
+
 def define(factor: float):
     "The operator `again`, every function of it new"
     @operator("fusedloss_test::again")
