@@ -1,6 +1,5 @@
 """Operators: one registration a process, whose functions may be replaced."""
 import gc
-import importlib
 import subprocess
 import sys
 
@@ -12,12 +11,9 @@ from workbook import ROOT
 
 import fusedloss as fl
 from fusedloss import chunks, kernels, linear_ctc, partial_fc
-from fusedloss.core import operators
 from fusedloss.core.operators import operator
 from fusedloss.kernels import RowOptions
 from fusedloss.sharded import Batch, Shards, sharded_loss
-
-Z, Y = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(5)
 
 
 def define(factor: float):
@@ -36,14 +32,13 @@ def test_defining_again_replaces_the_functions_behind_every_handle():
     call = torch.compile(lambda x: first(x), fullgraph=True, backend="aot_eager")
     for factor in range(1, 51):
         last = define(float(factor))
+        if factor % 25: continue
         gc.collect()
-        if factor % 10: continue
         for handle in (first, last, torch.ops.fusedloss_test.again, call):
             y = handle(x)
             assert torch.equal(y, factor * torch.ones(3))
             if handle is not call:  # what a graph of a compiler holds is compiled
                 assert torch.autograd.grad(y.sum(), x)[0].tolist() == [factor * 10] * 3
-    torch.library.opcheck(first, (torch.randn(4),))
 
 
 def test_another_schema_leaves_the_first_operator_as_it_is():
@@ -59,18 +54,23 @@ def test_a_reload_and_a_fresh_import_keep_the_operators():
     code = """if True:
         import gc, importlib, sys, torch
         import fusedloss as fl
-        from fusedloss import chunks, kernels, linear_ctc, partial_fc
+        from fusedloss import kernels
         from fusedloss.core import operators
+        assert "torch.utils.flop_counter" not in sys.modules
+        from torch.utils.flop_counter import FlopCounterMode  # after the operators
+        with FlopCounterMode(display=False) as mode:
+            fl.linear_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2).long(), method="tiles")
+        assert mode.get_total_flops() == 60
         z, y, first = torch.randn(5, 7, requires_grad=True), torch.arange(5), kernels.logits_loss
         call = torch.compile(lambda z: fl.cross_entropy(z, y), fullgraph=True, backend="aot_eager")
         expected = call(z)
-        for module in [operators, kernels] * 3: importlib.reload(module); gc.collect()
+        for module in [operators, kernels] * 2: importlib.reload(module)
+        gc.collect()
         assert kernels.logits_loss is first and torch.equal(call(z), expected)
         for name in [n for n in sys.modules if n.startswith("fusedloss")]: del sys.modules[name]
         gc.collect()
         import fusedloss
         assert sys.modules["fusedloss.kernels"].logits_loss is first
-        torch._dynamo.reset()
         call(z).backward()
         fusedloss.cross_entropy(z, y).backward()
     """
@@ -296,16 +296,3 @@ def test_flops_are_those_of_the_products_that_are_made(name, module, monkeypatch
     told = counted(run)
     monkeypatch.setattr(module, "observed", lambda: False)
     assert told == counted(run) > 0
-
-
-def test_a_counter_needs_no_import_before():
-    code = """if True:
-        import sys, torch
-        import fusedloss as fl
-        assert "torch.utils.flop_counter" not in sys.modules
-        from torch.utils.flop_counter import FlopCounterMode
-        with FlopCounterMode(display=False) as mode: fl.linear_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2).long(), method="tiles")
-        print(mode.get_total_flops())
-    """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "60\n", done.stderr
