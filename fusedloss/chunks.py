@@ -306,7 +306,6 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g, *_):
-        if g is None: return (None,) * (4 + ctx.unused)
         (dx, dw, db, factors), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         gx, gw = last_factors(g, factors)

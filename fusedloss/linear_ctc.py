@@ -802,7 +802,6 @@ class _AllInForward(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g, _):
-        if g is None: return (None,) * 14
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         (dx, dw, db, _), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         return (scaled(dx.flatten(0, 1), g, keep).view_as(dx) if need_x else None,
@@ -831,7 +830,6 @@ def _save_all(ctx, inputs, output):
 # %% ../nbs/14_linear_ctc.ipynb #ce82aa78
 @first_order
 def _scale_all(ctx, g, *_):
-    if g is None: return (None,) * 14
     scale = lambda d, dtype: scaled_bias(d, g, dtype)
     made = zip(ctx.saved_tensors, ctx.needs)
     return *(scale(d, ctx.dtype) if need else None for d, need in made), *[None] * 11

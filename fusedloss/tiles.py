@@ -57,7 +57,7 @@ def adds_in_float32(device:torch.device) -> bool:
     a = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
     out = torch.zeros(8, 8, device=device)
     try: torch.ops.aten.addmm.dtype_out(out, a, a, out.dtype, out=out)
-    except RuntimeError: return False
+    except (RuntimeError, TypeError): return False  # the latter on meta, before PyTorch 2.13
     return True
 
 # %% ../nbs/02_tiles.ipynb #4c47a062

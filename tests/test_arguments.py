@@ -89,7 +89,7 @@ BAD_PLANS = {
     "memory_budget": dict(memory_budget="1GB"), "memory_budget ": dict(memory_budget=1e9), "memory_budget  ": dict(memory_budget=0),
     "chunk_size": dict(chunk_size=0), "dtype": dict(dtype="bfloat16"), "dtype ": dict(dtype=torch.int8), "grad_dtype": dict(grad_dtype=8),
     "needs_grad": dict(needs_grad="x"), "needs_grad ": dict(needs_grad=(True,) * 4), "options": dict(options="softcap"),
-    "options ": dict(options=("soft_cap",)), "device": dict(device="gpu"), "machine": dict(machine="H200"), "reduction": dict(reduction=None),
+    "options ": dict(options=("soft_cap",)), "device": dict(device="gpu"), "machine": dict(machine="H2000"), "reduction": dict(reduction=None),
 }
 
 

@@ -118,7 +118,7 @@ def test_out_of_place_the_gradient_waits_in_the_stead_of_the_logits(hopper):
     assert torch.equal(h, before) and torch.equal(once, last) and torch.equal(twice, -2 * once)
     assert (once - expected).abs().max() < 2**-7 * expected.abs().max()
     kept = saved_tensors(lambda: fusedloss.cross_entropy(h, y), h)
-    assert sum(t.numel() for t in kept) == h.numel()
+    assert sorted(t.numel() for t in kept) == [len(y), h.numel()]  # losses, on which a refused second derivative hangs
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -627,7 +627,7 @@ def test_masked_classes(zero_infinity, way, monkeypatch):
 
 BAD = {
     "features": (dict(w=torch.zeros(9, 4)), ValueError, "input: expected shape"),
-    "dimensions": (dict(x=torch.zeros(2, 23, 6, 9)), ValueError, r"\[T, N, H\] or \[T, H\]"),
+    "dimensions": (dict(x=torch.zeros(2, 23, 6, 9, dtype=f64)), ValueError, r"\[T, N, H\] or \[T, H\]"),
     "bias": (dict(linear_bias=torch.zeros(8, dtype=f64)), ValueError, "linear_bias"),
     "budget": (dict(memory_budget=0), ValueError, "memory_budget"),
     "blank": (dict(blank=9), ValueError, "blank: expected a class below 9"),

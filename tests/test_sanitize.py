@@ -39,6 +39,11 @@ def test_an_error_of_memory_has_its_kernel_and_no_address():
     assert sanitize.found("memcheck", MEMORY, SOURCE) == {"memcheck: Invalid __global__ write of size 4 bytes at lse_kernel"}
 
 
+def test_kernels_of_libraries_are_not_ours():
+    theirs = RACES.replace("ctc_grad+0x20", "nvjet_sm90_tst_64x16+0x20")
+    assert len(list(sanitize.reports(theirs))) == 3 and sanitize.found("racecheck", theirs, SOURCE) == {RING}
+
+
 def test_nothing_is_found_in_a_clean_run():
     assert sanitize.found("memcheck", CLEAN, SOURCE) == set()
 

@@ -53,6 +53,8 @@ def environment(**more):
     "Of a process that starts ranks"
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]), SHARDED_LIMIT=str(LIMIT), **more)
     env.pop("FUSEDLOSS_DEBUG", None)
+    if "SHARDED_BACKEND" not in more:
+        env["CUDA_VISIBLE_DEVICES"] = ""  # ranks are forks, and CUDA does not survive a fork
     return env
 
 

@@ -49,6 +49,7 @@ def first_order(
     "`backward`, whose gradients raise when they are differentiated."
     @functools.wraps(backward)
     def recorded(ctx, *g):
+        if all(t is None for t in g): return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled(): return backward(ctx, *g)
         with torch.no_grad(): grads = backward(ctx, *g)
         by = [t for t in (*g, *ctx.saved_tensors) if t is not None and t.requires_grad]
