@@ -561,9 +561,9 @@ def fired(monkeypatch):
         counts.append(rewrite(graph, rules))
         return counts[-1]
     monkeypatch.setattr(fusedloss.iota, "_rewrite", counted)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # two convolutions may then be compared
     torch._dynamo.reset()
-    return counts
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # two convolutions may then be compared
+        yield counts
 
 
 def run(model, call, batch):
