@@ -44,7 +44,7 @@ class Request(NamedTuple):
     reduction: str
     memory_budget: Optional[int]  # bytes beyond the gradients
     accumulate: str  # where dw adds up
-    needs: tuple[bool, bool, bool]  # gradients of x, w, b
+    needs: tuple[int, int, int]  # 1 for each gradient wanted: of x, w, b
     stats: str  # "", "detached" or "differentiable"
     options: tuple[str, ...]  # arguments in use that not every method has
     chunk_size: Optional[int]  # rows, for chunks alone
@@ -522,7 +522,8 @@ def request_of(
     options = tuple(name for name in ("linear_bias", "weight", "label_smoothing", "softcap",
                                       "z_loss", "token_weight", "filter_eps") if used(given[name]))
     if given["logit_scale"] != 1: options += "logit_scale",
-    needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled()
+    # numbers, since PyTorch 2.11 multiplies no symbol by a bool
+    needs = tuple(int(t is not None and t.requires_grad and torch.is_grad_enabled())
                   for t in (input, linear_weight, given["linear_bias"]))
     stats = "" if not given["return_stats"] else "detached" if monitored else "differentiable"
     return Request(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),

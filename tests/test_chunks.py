@@ -465,7 +465,7 @@ def test_a_promise_changes_nothing(bound, options, device):
 def test_a_broken_promise_is_loud(device):
     x, w, b, y = sample(device=device)
     x, w = x.requires_grad_(), w.requires_grad_()
-    for bound in (0, 3, 7):
+    for bound in (3, 7):
         assert broken(lambda: chunked_linear_cross_entropy(x, w, y, max_valid=bound), [x, w])
     assert chunked_linear_cross_entropy(x, w, y, max_valid=8).isfinite()
 
