@@ -569,7 +569,7 @@ MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in it
     "ignored rows have a base": ('tl.where(valid, base, float("inf"))', "base"),
     "the slope is left out": ("d *= slope", "d *= 1.0"),
     "dx forgets the slabs before": ("elif need_x: add_product(total, dz, w[j])", "elif need_x: total = wide_product(dz, w[j])"),
-    "the bias' gradient is that of one tile": ("else db.sum(0)", "else db[0]"),
+    "the bias' gradient is that of one tile": ("torch.sum(db_parts, 0, out=db[j])", "db[j].copy_(db_parts[0])"),
     "the upstream gradient of lse is dropped": ("weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,", "weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, None,"),
     "the entropy's mean is missing": ("p * (z - mean[:, None])", "p * z"),
     "the denominator is forgotten": ("denominator_ptr, y, valid", "None, y, valid"),

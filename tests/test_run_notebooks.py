@@ -125,6 +125,7 @@ def test_pages_run_side_by_side_each_on_its_gpu(pages, tmp_path, monkeypatch, ca
 def test_cores_are_shared(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert environment([], 1)["TRITON_INTERPRET"] == "1"  # where no GPU is there, before the page's own process imports Triton
     assert environment(["2"], 4)["OMP_NUM_THREADS"] == "16" and environment(["0", "1"], 1)["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 

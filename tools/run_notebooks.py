@@ -171,7 +171,8 @@ def gpus() -> list[str]:
 def environment(devices: list[str], jobs: int) -> dict[str, str]:
     "What a page's process finds: its GPUs, and its share of the cores"
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // jobs))
-    return os.environ | {"OMP_NUM_THREADS": threads} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {"TRITON_INTERPRET": "1"}
+    return os.environ | {"OMP_NUM_THREADS": threads} | found
 
 
 class Run:
