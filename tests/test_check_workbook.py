@@ -93,7 +93,7 @@ def test_kernel_may_be_long(report):
 
 
 def test_silent_gpu_cell_needs_no_output(report):
-    assert report(good_stage() + [cell("#| cuda\nx = 1"), cell("#| cuda\ntest_eq(1, 1)"), cell("#| cuda\nwith f():\n    x = 1"),
+    assert report(good_stage() + [cell("#| cuda\nx = 1"), cell("#| cuda\nf();"), cell("#| cuda\ntest_eq(1, 1)"), cell("#| cuda\nwith f():\n    x = 1"),
                                   cell("#| cuda\nfor x in y:\n    record(x)"),
                                   cell("#| cuda\ntry: f()\nfinally: g()")]) == ""
 

@@ -125,7 +125,8 @@ def check_outputs(nb: dict, root: Path) -> Problems:
     cuda = [(i, c) for i, c in enumerate(nb["cells"]) if c["cell_type"] == "code" and "cuda" in directives(c["source"])]
     for i, cell in cuda:
         tree = parse(cell)
-        if not cell["outputs"] and tree and not is_silent(tree):
+        quiet = cell["source"].rstrip().endswith(";")  # IPython shows no result then
+        if not cell["outputs"] and tree and not quiet and not is_silent(tree):
             yield f"cell {i}: a `#| cuda` cell without saved output (make notebooks-gpu)"
     saved = nb["metadata"].get(METADATA_KEY, {})
     if cuda and not saved:
