@@ -172,6 +172,7 @@ def environment(devices: list[str], jobs: int) -> dict[str, str]:
     "What a page's process finds: its GPUs, and its share of the cores"
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // jobs))
     found = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {"TRITON_INTERPRET": "1"}
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # of programs that a page starts
     return os.environ | {"OMP_NUM_THREADS": threads} | found
 
 
