@@ -877,13 +877,14 @@ def spread_head_loss(
     ignore, sums = head.ignore_index, acc_dtype(x.dtype)
     _, kept, share = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
-    if sampler is not None: sampler.advance()
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
     parts = local_statistics(head, x, w, kept, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
-    known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1).nan_to_num_()
+    known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
-    losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
+    losses = F.softplus(rest - head.margin.target_score(cos, norm.nan_to_num()),
+                        threshold=50)
+    if sampler is not None: sampler.advance()  # not for a step that raised
     return torch.dot(losses, share), (columns, rest.detach(), cos.detach(), top, known)
 
 # %% ../nbs/10_sharded.ipynb #acf9b577

@@ -1,5 +1,6 @@
 """A class head over ranks that one process plays, one after the other: against the head of one process, and with planted bugs."""
 import itertools
+import math
 from types import ModuleType
 
 import pytest
@@ -91,6 +92,24 @@ BUGS = {
     "blocks of a first weight repeat": ("generator.manual_seed(seed * 1_000_003 + block)", "generator.manual_seed(seed)"),
     "a first weight depends on its owner": ("out[first - rows.start:last - rows.start] = made[first - block * BLOCK:", "out[first - rows.start:last - rows.start] = made[:last - first] if first == rows.start else made[first - block * BLOCK:"),
 }
+
+
+def test_a_step_that_raises_has_drawn_nothing(monkeypatch):
+    head = sharded.ShardedPartialFC(50, 4, sample_rate=0.5)
+    monkeypatch.setattr(sharded, "local_statistics", None)
+    with pytest.raises(TypeError):
+        head(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    assert head.sampler.step == 0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_row_that_overflowed_does_not_count_in_the_statistics(bad):
+    heads = [sharded.ShardedPartialFC(50, 4, margin=AdaFace(momentum=0.5)) for _ in range(2)]
+    x, y = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
+    spoilt = x.clone()
+    spoilt[1, 0] = bad
+    heads[0](spoilt, y), heads[1](x, torch.tensor([0, -1, 2, 3]))
+    assert heads[0].margin.state_dict() == heads[1].margin.state_dict()
 
 
 def test_the_unchanged_source_passes(tmp_path):
