@@ -23,8 +23,8 @@ tour: $(READY)  ## train a small model with the loss of every stage, on the devi
 	$(PYTHON) -c "import sys; from fusedloss.tour import main; sys.exit(main(['tour']))"
 
 # one thread for each of pytest's workers: two that fight over two cores are ten times slower
-test test-all: export TRITON_INTERPRET = 1
-test test-all test-gpu: export OMP_NUM_THREADS = 1
+test test-all check-generated pytest: export TRITON_INTERPRET = 1
+test test-all check-generated pytest test-gpu: export OMP_NUM_THREADS = 1
 test: $(READY)  ## everything that can be checked without a GPU, its grids pairwise: six minutes on two cores
 	@$(MAKE) --no-print-directory --jobs 2 check-generated pages pytest
 
@@ -48,7 +48,7 @@ test-all: $(READY)  ## every test with the whole of its grids, without a GPU
 # FUSEDLOSS_GRIDS=full make test-gpu: with the whole grids
 test-gpu: export FUSEDLOSS_DEVICES = cuda
 test-gpu: $(READY)  ## what needs a GPU, on the one at hand, in parallel; notebooks-gpu runs the pages
-	$(PYTHON) -m pytest -n $$($(PYTHON) tools/gpu_workers.py) --dist worksteal --ignore tests/test_notebooks.py
+	workers=$$($(PYTHON) tools/gpu_workers.py) && $(PYTHON) -m pytest -n $$workers --dist worksteal --ignore tests/test_notebooks.py
 
 test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
 	$(PYTHON) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(f'expected two GPUs or more, got {n}' if n < 2 else 0)"

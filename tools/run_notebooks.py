@@ -118,6 +118,8 @@ def run_here(path: Path, flags: set[str]) -> None:
     nb = NBProcessor(path, rm_directives=False).nb
     with fresh_results(path):
         execute(nb, path, flags)
+        if (now := commit(path.parent)) != made_from:
+            raise RuntimeError(f"{path.name}: expected the sources of {made_from}, got {now} after the run; not saved")
         drop_stderr(nb)
         thin_drawings(nb)
         refuse_paths(nb, path)
@@ -242,8 +244,10 @@ def run_all(paths: list[Path], flags: str, jobs: int = 1, limit: float = float("
 def check_sources() -> None:
     "`SystemExit` where it cannot be said which commit the sources are of"
     sys.path.insert(0, str(ROOT))
-    from fusedloss.core.sources import commit
+    from fusedloss.core.sources import STAMP, commit
 
+    if (ROOT / ".git").exists():  # the history is here: a stamp would speak of the commit at which it was made
+        (ROOT / STAMP).unlink(missing_ok=True)
     try:
         found = commit(ROOT)
     except RuntimeError as error:
