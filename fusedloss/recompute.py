@@ -32,7 +32,7 @@ from fusedloss.kernels import (
     all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
     factors, finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_gradient,
     row_stats, row_terms, RowOptions, rows_bwd, rows_fwd, score_fn, share_of, shifted, tl,
-    total_weight, triton, unit as score_unit)
+    total_weight, unit as score_unit)
 from fusedloss.measure import progress
 from fusedloss.tiles import (
     add_product, autocast_like_linear, tile_slices, unit_of, wide_product)

@@ -159,12 +159,17 @@ CASES = {
 NUMBERS = count()
 
 
+def replaced(source: str, *pairs: str) -> str:
+    "A source with a bug in it; each text stands in it once"
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        assert source.count(old) == 1, f"{source.count(old)} places hold {old!r}, not one: plant this bug elsewhere"
+        source = source.replace(old, new)
+    return source
+
+
 def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     "`module` with texts replaced, from a file of its own and with operators under names of its own"
-    source = Path(module.__file__).read_text(encoding="utf-8")
-    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
-        assert source.count(old) == 1, f"{module.__name__} holds {old!r} {source.count(old)} times, not once: plant this bug elsewhere"
-        source = source.replace(old, new)
+    source = replaced(Path(module.__file__).read_text(encoding="utf-8"), *pairs)
     name = f"variant{next(NUMBERS)}"
     path = folder / f"{name}.py"
     path.write_text(source.replace("fusedloss::", f"{name}::"), encoding="utf-8")

@@ -50,14 +50,6 @@ def check_nvcc(arch: int, source: str, constants: Mapping) -> None:
     build((*NVCC, f"-arch=sm_{arch}"), {"source.cu": source}, "source.cu", constants)
 
 
-def replaced(source: str, *pairs: str) -> str:
-    "A source with a bug in it; each text stands in it once"
-    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
-        assert source.count(old) == 1, f"{source.count(old)} places hold {old!r}: plant this bug elsewhere"
-        source = source.replace(old, new)
-    return source
-
-
 def kernels_on_cpu(shim: str, **sources: str | None) -> Callable:
     "A stand-in for a loader of kernels, which a file of C++ runs thread by thread; None stands for the library's source"
     if platform.machine() != "x86_64" or not shutil.which("g++"):

@@ -20,9 +20,9 @@ from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, fo
 from fusedloss.measure import saved_tensors
 from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
-from grids import few, FULL
-from helpers import fault_of, planted, replays
-from on_cpu import check_nvcc, kernels_on_cpu, replaced
+from grids import few
+from helpers import fault_of, planted, replaced, replays
+from on_cpu import check_nvcc, kernels_on_cpu
 
 INF = math.inf
 on_any = settings(max_examples=60, deadline=None, derandomize=True)

@@ -16,8 +16,8 @@ from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanSha
 from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few
-from helpers import has_no_second_derivative, planted
-from on_cpu import check_nvcc, kernels_on_cpu, replaced
+from helpers import has_no_second_derivative, planted, replaced
+from on_cpu import check_nvcc, kernels_on_cpu
 from test_ctc import HARD, case, collapsed, hard, reference, same_losses, ways
 
 INF = math.inf

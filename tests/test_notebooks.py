@@ -12,7 +12,7 @@ from workbook import ROOT, directives, notebooks, output_text
 
 NAMES = [path.relative_to(ROOT).as_posix() for path in notebooks()]
 CHOSEN = ["nbs/02_tiles.ipynb", "nbs/04_kernels.ipynb", "nbs/08_margins.ipynb", "nbs/index.ipynb"]  # of these, `make test` runs all cells
-NBDEV = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path=sys.argv[1], flags=sys.argv[2], n_workers=0)"
+NBDEV = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path=sys.argv[1], n_workers=0)"
 
 
 @pytest.fixture
@@ -31,8 +31,7 @@ def copy(tmp_path):
 def test_notebook(notebook, copy):
     pytest.importorskip("nbdev")
     folder, env = copy
-    done = subprocess.run([sys.executable, "-c", NBDEV, notebook, os.environ.get("FUSEDLOSS_FLAGS", "")], cwd=folder,
-                          env=env, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run([sys.executable, "-c", NBDEV, notebook], cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
     if done.returncode or "Success." not in done.stdout:
         pytest.fail(done.stdout + done.stderr, pytrace=False)
 

@@ -90,18 +90,29 @@ def machine() -> str:
     return machine_line("cuda" if torch.cuda.is_available() else "cpu")
 
 
+class Records:
+    "A notebook's records as they are now, to be put back if its run does not end well"
+
+    def __init__(self, path: Path):
+        self.path = path.parent / "results" / f"{path.stem}.json"
+        self.before = self.path.read_bytes() if self.path.exists() else None
+
+    def put_back(self) -> None:
+        "Undo what the run wrote"
+        self.path.unlink(missing_ok=True)
+        if self.before is not None:
+            self.path.write_bytes(self.before)
+
+
 @contextmanager
 def fresh_results(path: Path):
     "Begin with no records of this notebook; a run that fails puts the old ones back"
-    results = path.parent / "results" / f"{path.stem}.json"
-    before = results.read_bytes() if results.exists() else None
-    results.unlink(missing_ok=True)
+    records = Records(path)
+    records.path.unlink(missing_ok=True)
     try:
         yield
     except BaseException:
-        results.unlink(missing_ok=True)
-        if before is not None:
-            results.write_bytes(before)
+        records.put_back()
         raise
 
 
@@ -183,8 +194,7 @@ class Run:
 
     def __init__(self, path: Path, flags: str, slot: int, env: dict[str, str], command: list[str]):
         self.path, self.slot, self.started = path, slot, time.perf_counter()
-        self.results = path.parent / "results" / f"{path.stem}.json"
-        self.before = self.results.read_bytes() if self.results.exists() else None
+        self.records = Records(path)
         self.process = subprocess.Popen([*command, "--flags", flags, str(path)], cwd=ROOT, env=env, start_new_session=True)
 
     def seconds(self) -> float:
@@ -205,9 +215,7 @@ class Run:
         if code is None:
             self.stop()
         if code != 0:
-            self.results.unlink(missing_ok=True)
-            if self.before is not None:
-                self.results.write_bytes(self.before)
+            self.records.put_back()
         return {0: "ok", None: f"stopped at its limit of {limit:.0f} s,"}.get(code, "FAILED")
 
 
