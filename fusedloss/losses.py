@@ -14,7 +14,7 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'NEAR', 'plan_again', 'OPTIONS', 'METHO
 # %% ../nbs/07_losses.ipynb #43572c67
 import functools, logging
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from fusedloss.chunks import (
     check_chunks, check_promise, Chunks, chunk_bytes, chunked_linear_cross_entropy,
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
 from fusedloss.kernels import (
     check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
 from fusedloss.measure import (
@@ -388,12 +389,12 @@ def plan(
     n_classes:int,  # V
     n_features:int,  # H
     dtype:torch.dtype=torch.bfloat16,  # of the products
-    *, device:Optional[str]=None,  # "cuda" or "cpu"; a GPU if None, whether there is one or not
-    reduction:str="mean",
+    *, device:Optional[str|torch.device]=None,  # "cuda" or "cpu"; a GPU if None, whether there is one or not
+    reduction:Reduction="mean",
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where dw adds up: "auto", "float32" or "native"
+    accumulate:Accumulate="auto",  # where dw adds up: "auto", "float32" or "native"
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias
-    stats:str="",  # "detached" or "differentiable" statistics
+    stats:Literal["", "detached", "differentiable"]="",  # "detached" or "differentiable" statistics
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
@@ -605,7 +606,7 @@ def linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b
@@ -614,12 +615,12 @@ def linear_cross_entropy(
     z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:str="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
+    accumulate:Accumulate="auto",  # where chunks of dw add up: "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
-    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks: "mean" or "sum"
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -645,16 +646,16 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, shift:int=0,  # k: the target of a token lies k positions ahead
-        method:str="auto",
+        method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
-        backbone_reduction:Optional[str]=None,  # as in `linear_cross_entropy`
-        **options,  # the others of stage 5's module: weights, reduction, monitoring, ...
+        backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
+        **options:Any,  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
                         backbone_reduction=backbone_reduction)
 
-    def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given):
+    def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given:Any):
         return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
                             monitored=True, **self.how)
