@@ -21,7 +21,7 @@ from fusedloss.baseline import (
     acc_dtype, autocasts, check_inputs, check_linear, expect, FLOATS)
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import Accumulate
+from fusedloss.core.words import Accumulate, Reduction
 from fusedloss.kernels import (
     CrossEntropyStats, RowOptions, check_options, check_weights, has_kernel, launch_bwd,
     row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around)
@@ -509,7 +509,7 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, class_weight:Optional[Tensor]=None,  # [V]
-        reduction:Literal["none", "mean", "sum"]="mean",  # "none" is for methods without chunks
+        reduction:Reduction="mean",  # "none" is not for chunks
         ignore_index:int=-100, label_smoothing:float=0.0,
         logit_scale:float=1.0, softcap:Optional[float]=None, z_loss:float=0.0,
         chunk_size:Optional[int]=None, memory_budget:Optional[int]=None,
