@@ -411,7 +411,7 @@ def chunked_linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:Literal["mean", "sum"]="mean",  # "mean" over the weights of valid tokens, or "sum"
+    reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies the logits, bias and all
@@ -420,7 +420,7 @@ def chunked_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up: "float32", "native", or by the plan
+    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
@@ -540,5 +540,7 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         loss, self.metrics = result[0], summary(result[1])
         return loss
 
-    def compute(self, input:Tensor, target:Tensor, **given:Any):
+    def compute(
+        self, input:Tensor, target:Tensor, **given:Any,
+    ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return chunked_linear_cross_entropy(input, self.linear_weight, target, **given)
