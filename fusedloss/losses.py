@@ -389,12 +389,12 @@ def plan(
     n_classes:int,  # V
     n_features:int,  # H
     dtype:torch.dtype=torch.bfloat16,  # of the products
-    *, device:Optional[str|torch.device]=None,  # "cuda" or "cpu"; a GPU if None, whether there is one or not
+    *, device:Optional[str|torch.device]=None,  # a GPU if None, whether there is one or not
     reduction:Reduction="mean",
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where dw adds up: "auto", "float32" or "native"
+    accumulate:Accumulate="auto",  # where chunks of dw add up
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias
-    stats:Literal["", "detached", "differentiable"]="",  # "detached" or "differentiable" statistics
+    stats:Literal["", "detached", "differentiable"]="",  # those that are wanted
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
@@ -617,10 +617,10 @@ def linear_cross_entropy(
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up: "float32", "native", or by the plan
+    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
-    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -656,6 +656,8 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
                         backbone_reduction=backbone_reduction)
 
-    def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given:Any):
+    def compute(
+        self, input:Tensor, target:Tensor, *, max_valid:Optional[int]=None, **given:Any,
+    ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
                             monitored=True, **self.how)
