@@ -197,7 +197,7 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
 class NegativeSampler(nn.Module):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
     def __init__(self,
-        rate:float|Literal["positives"],  # share of the classes, in (0, 1]; or "positives": none but the batch's
+        rate:float|Literal["positives"],  # of the classes, in (0, 1]; or the batch's alone
         seed:int=0,
         log_q:bool=False,  # correct the sum for what was not drawn: see below
     ):
@@ -1276,7 +1276,7 @@ class RowSparse(RowOptimizer):
     def __init__(self,
         optimizer_class:type,  # torch.optim.SGD or torch.optim.AdamW
         params:ParamsT,  # as the class takes them
-        *, mode:Literal["lazy", "dense"]="lazy",  # rows without gradient stay; or "dense": they move as usual
+        *, mode:Literal["lazy", "dense"]="lazy",  # whether rows without gradient stay
         stochastic_rounding:bool=True,  # of bfloat16 weights; their state is float32
         seed:int=0,  # of the rounding
         **options:Any,  # of the class: lr, momentum, ...
@@ -1559,13 +1559,13 @@ class PartialFC(ClassVectors):
     def __init__(self,
         num_classes:int,  # V
         embedding_size:int,  # H
-        *, sample_rate:float|Literal["positives"]=1.0,  # share of the classes, in (0, 1]; or "positives"
+        *, sample_rate:float|Literal["positives"]=1.0,  # of the classes, in (0, 1]
         margin:Optional[Margin]=None,  # CosFace() unless given
         sampler:Optional[NegativeSampler]=None,  # in place of `sample_rate`
         ignore_index:int=-1,  # rows with this label count nothing
         method:HeadMethod="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
         conflict:Optional[float]=None,  # others with a cosine above this are no negatives
-        conflict_mode:Literal["drop", "zero"]="drop",  # they leave the sum, or "zero": they score 0 in it
+        conflict_mode:Literal["drop", "zero"]="drop",  # they leave the sum, or score 0 in it
         sparse:Optional[bool]=None,  # gradient as rows, for RowSparse; default: if it samples
         eps:float=EPS,  # shorter rows have no direction
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,  # of the weight
