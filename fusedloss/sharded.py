@@ -729,9 +729,9 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
-    mesh:Optional[DeviceMesh]=None,  # of one dimension, where the weight is but this rank's rows
+    mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
     """A linear layer's cross entropy, its classes over ranks; no rank makes another's scores.
@@ -922,7 +922,7 @@ class ShardedPartialFC(PartialFC):
     def __init__(self,
         num_classes:int, embedding_size:int,  # V, H
         *, mesh:Optional[DeviceMesh]=None,  # of one dimension
-        backbone_reduction:BackboneReduction="mean",  # of the features' engine: DDP, FSDP; or "sum"
+        backbone_reduction:BackboneReduction="mean",  # of the features' wrapper: DDP, FSDP
         equal_batch:bool=False,  # a promise: as many rows on every rank
         seed:int=0,  # of the first weight
         sampler:Optional[NegativeSampler]=None,  # as in `PartialFC`, and all the others
