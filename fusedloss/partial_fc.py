@@ -1400,10 +1400,7 @@ def rebuild_rows(
 # %% ../nbs/09_partial_fc.ipynb #9ff6e558
 class ClassVectors(nn.Module):
     "A weight with K rows a class, and classes that come and go."
-    def __init__(self,
-        num_classes:int, embedding_size:int, centers:int,  # V, H, K
-        device:torch.types.Device, dtype:Optional[torch.dtype],
-    ):
+    def __init__(self, num_classes:int, embedding_size:int, centers:int, device, dtype):
         super().__init__()
         for name, size in (("num_classes", num_classes), ("embedding_size", embedding_size)):
             expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
