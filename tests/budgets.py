@@ -46,7 +46,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_tiles.py": 10,
     "test_tour.py": 32,
     "test_typed_launches.py": 8,
-    "test_types.py": 15,
+    "test_types.py": 9,
     "test_weights.py": 4,
 }
 NORMAL = 0.13  # core-seconds of `yardstick` on the processor on which ALLOWED was found
