@@ -25,6 +25,7 @@ from fusedloss.chunks import (
     check_chunks, check_promise, Chunks, chunk_bytes, chunked_linear_cross_entropy,
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.versions import torch_version
 from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
 from fusedloss.kernels import (
     check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
@@ -554,7 +555,7 @@ def take(
         logit_scale=given["logit_scale"], token_tile=rows, class_tile=columns)
 
 # %% ../nbs/07_losses.ipynb #a5942c13
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+TORCH = torch_version()
 
 def check_compiler():
     "`RuntimeError` where `torch.compile` is too old for what a plan does."

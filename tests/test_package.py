@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedloss.core.versions import OLDEST
 from workbook import ROOT, copy_tree, project_files
 
 PROBE = "// a probe\n"
@@ -130,6 +131,23 @@ def test_wheel_metadata_is_settings(wheel, settings):
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
     scripts = wheel.read(info.replace("METADATA", "entry_points.txt")).decode().replace(" ", "")
     assert settings["console_scripts"] in scripts
+
+
+def test_an_old_torch_is_refused_in_a_sentence(settings):
+    code = "import torch; torch.__version__ = '2.7.1+cpu'\ntry: import fusedloss\nexcept ImportError as error: print(error)"
+    oldest = ".".join(map(str, OLDEST))
+    assert f"torch>={oldest}" in settings["requirements"].split()
+    assert python(code, cwd=ROOT) == f"fusedloss: expected PyTorch {oldest} or later, got 2.7.1+cpu: pip install --upgrade torch"
+
+
+def test_papers_about_the_project_agree_with_its_settings(settings):
+    citation, versions = ((ROOT / name).read_text(encoding="utf-8") for name in ("CITATION.cff", "VERSIONS.md"))
+    cited = dict(re.findall(r"(?m)^([\w-]+): (.+)$", citation))
+    assert (cited["title"], cited["version"]) == (settings["title"].replace("%(lib_name)s", settings["lib_name"]), settings["version"])
+    assert cited["repository-code"] == settings["git_url"].replace("%(user)s", settings["user"]).replace("%(repo)s", settings["repo"])
+    assert settings["description"] in citation
+    first, *_, last = settings["python_versions"].split()
+    assert f"| Python | {first} to {last} |" in versions and f"| PyTorch | {'.'.join(map(str, OLDEST))} or later |" in versions
 
 
 def test_workflow_runs_every_version(settings):
