@@ -36,6 +36,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_readme.py": 6,
     "test_recompute.py": 19,
     "test_run_notebooks.py": 2,
+    "test_safe_reading.py": 3,
     "test_sanitize.py": 2,
     "test_scans.py": 30,
     "test_semirings.py": 15,
