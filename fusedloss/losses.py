@@ -9,12 +9,12 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'NEAR', 'plan_again', 'OPTIONS', 'METHO
            'slab_of', 'slab_way', 'plain_way', 'recompute_way', 'tiles_extra', 'tile_sides', 'tiles_way', 'least',
            'thrifty', 'Choice', 'Plan', 'make_plan', 'check_plan', 'plan', 'eager_linear_cross_entropy',
            'shift_targets', 'check_whole', 'check_call', 'objection', 'choose', 'request_of', 'take', 'check_compiler',
-           'planned_loss', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
+           'planned_loss', 'linear_cross_entropy', 'LossOptions', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/07_losses.ipynb #43572c67
 import functools, logging
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -641,6 +641,25 @@ def linear_cross_entropy(
                         accumulate, filter_eps, max_valid=max_valid,
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)
 
+# %% ../nbs/07_losses.ipynb #3dd3056c
+class LossOptions(TypedDict, total=False):
+    "Arguments that `LinearCrossEntropyLoss` hands on to stage 5's module."
+    class_weight: Optional[Tensor]  # [V]
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: Optional[float]
+    z_loss: float
+    chunk_size: Optional[int]
+    memory_budget: Optional[int]
+    accumulate: Accumulate
+    init_method: Optional[Callable]
+    transposed: bool
+    monitoring: bool
+    device: torch.types.Device
+    dtype: Optional[torch.dtype]
+
 # %% ../nbs/07_losses.ipynb #0659738e
 class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     "A linear layer and its cross entropy, by the method that `plan` takes."
@@ -650,7 +669,7 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
         backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
-        **options:Any,  # the others of stage 5's module: weights, reduction, monitoring, ...
+        **options:Unpack[LossOptions],  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
