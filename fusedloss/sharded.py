@@ -11,7 +11,7 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of', 'shifted_ahead', 'within',
            'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded', 'ask_shards', 'Here',
            'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'whole_tensor', 'first_rows',
-           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows',
+           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows', 'HeadOptions',
            'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
            'square_of_all']
 
@@ -20,7 +20,7 @@ import copy
 import functools
 import os
 from types import SimpleNamespace
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from fusedloss.baseline import (
     acc_dtype, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import BackboneReduction, Reduction
+from fusedloss.core.words import BackboneReduction, HeadMethod, Reduction
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
     score_and_slope, share_of, total_weight, unit as score_unit)
@@ -916,6 +916,19 @@ def spread_rows(rows:Tensor, mesh, shape:torch.Size) -> Tensor:  # DTensor of `s
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape,
                               stride=torch.empty(shape, device="meta").stride())
 
+# %% ../nbs/10_sharded.ipynb #f21c127a
+class HeadOptions(TypedDict, total=False):
+    "Arguments that `ShardedPartialFC` hands on to `PartialFC`."
+    sample_rate: float | Literal["positives"]
+    margin: Optional[Margin]
+    ignore_index: int
+    method: HeadMethod
+    conflict: Optional[float]
+    conflict_mode: Literal["drop", "zero"]
+    sparse: Optional[bool]
+    eps: float
+    dtype: Optional[torch.dtype]
+
 # %% ../nbs/10_sharded.ipynb #1f85187d
 class ShardedPartialFC(PartialFC):
     "`PartialFC` with its classes over the ranks of a mesh; without one, on this process."
@@ -926,7 +939,7 @@ class ShardedPartialFC(PartialFC):
         equal_batch:bool=False,  # a promise: as many rows on every rank
         seed:int=0,  # of the first weight
         sampler:Optional[NegativeSampler]=None,  # as in `PartialFC`, and all the others
-        device:torch.types.Device=None, **options:Any,
+        device:torch.types.Device=None, **options:Unpack[HeadOptions],
     ):
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
                          device="meta", **options)  # nobody makes all the rows
