@@ -107,6 +107,13 @@ def test_words_are_those_that_are_accepted(name, parameter, known):
     assert refused not in [call(name, **{parameter: word}) for word in known]
 
 
+@pytest.mark.parametrize("name", ["LinearCrossEntropyLoss", "ShardedPartialFC"])
+def test_options_are_those_of_the_base(name):
+    own, base = (inspect.signature(c.__init__).parameters for c in (getattr(fl, name), getattr(fl, name).__mro__[1]))
+    options, = get_args(own["options"].annotation)
+    assert options.__annotations__ == {k: p.annotation for k, p in base.items() if k not in own}
+
+
 def test_types_of_typical_calls():
     pytest.importorskip("mypy")
     files = ["fusedloss/__init__.pyi", "tests/typing_public.py", "tests/typing_wrong.py"]

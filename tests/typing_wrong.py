@@ -22,12 +22,15 @@ fl.tiled_linear_cross_entropy(x, w, y, reduction="max")  # rejected
 fl.plan(8192, 65536)  # rejected
 fl.plan(8192, 65536, 2048, stats="all")  # rejected
 fl.LinearCrossEntropyLoss(8, 16, method="fast")  # rejected
+fl.LinearCrossEntropyLoss(8, 16, reduction="avg")  # rejected
+fl.LinearCrossEntropyLoss(8, 16, smoothing=0.1)  # rejected
 fl.margin_cross_entropy(x, w, y, margin="cosface")  # rejected
 fl.margin_cross_entropy(x, w, y, margin=fl.margins.CosFace(), method="chunks")  # rejected
 fl.margins.Circle(grad="fast")  # rejected
 fl.PartialFC(16, 8, sample_rate="all")  # rejected
 fl.PartialFC(16, 8, conflict_mode="keep")  # rejected
 fl.ShardedPartialFC(16, 8, mesh=2)  # rejected
+fl.ShardedPartialFC(16, 8, conflict_mode="keep")  # rejected
 fl.RowSparse(torch.optim.SGD, [w], mode="eager", lr=0.1)  # rejected
 fl.NegativeSampler("none")  # rejected
 fl.CTCLoss(reduction="batch")  # rejected
