@@ -28,6 +28,7 @@ from fusedloss.baseline import (
     FLOATS, acc_dtype, bad_labels, check_labels, check_target, expect, is_number)
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.operators import first_order, observed, operator, transformed
+from fusedloss.core.words import Reduction
 
 # %% ../nbs/04_kernels.ipynb #60761d1c
 try:
@@ -1078,7 +1079,7 @@ def cross_entropy(
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies the logits
     softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fusedloss.baseline import acc_dtype, autocasts, check_inputs, expect, is_number
 from fusedloss.core.operators import operator, products
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import Reduction
 from fusedloss.kernels import (
     all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
     factors, finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_gradient,
@@ -1134,7 +1135,7 @@ def recompute_linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b
