@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
-from fusedloss.core.devices import Device, device_of, GPUS
 from fusedloss.core.sources import commit
 
 # %% auto #0
@@ -49,7 +48,6 @@ class Machine:
     name: str  # as the driver, or the operating system, calls it
     bandwidth: float  # bytes/s, read plus written, of a large copy
     rates: dict[str, float]  # FLOP/s of a large matrix product, by dtype name
-    device: Device = GPUS["H200"]  # what its GPU can do, where it has one
 
     def rate(self, dtype:torch.dtype) -> float:
         "FLOP/s of matrix products in `dtype`; `KeyError` names the dtypes that were measured."
@@ -545,8 +543,7 @@ def measure_machine(device:str="cpu") -> Machine:
              else dict(float32=1024, float64=1024))
     rates = {name: measure_rate(device, n, getattr(torch, name))
              for name, n in progress(sizes.items(), "ceilings")}
-    return Machine(machine_name(device), measure_bandwidth(device, numel), rates,
-                   device_of(device))
+    return Machine(machine_name(device), measure_bandwidth(device, numel), rates)
 
 # %% ../nbs/00_measure.ipynb #74f1a420
 def relative_error(

@@ -30,17 +30,17 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
-from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.devices import device_of
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
 from fusedloss.recompute import (
-    BY_DESCRIPTORS, BY_POINTERS, deeper, fastest, join, multiprocessors, operand, place, run_length,
+    deeper, fastest, join, multiprocessors, operand, place, run_length,
     tile_product, Tiling, tiling_of)
 from fusedloss.tiles import (
-    add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
-    wide_product)
+    add_product, autocast_like_linear, locate, multiplies_in_float32, product_dtype, put_product,
+    Target, tile_slices, unit_of, wide_product)
 
 # %% ../nbs/09_partial_fc.ipynb #2fca258a
 MASK, GOLDEN = 2**32 - 1, 0x9E3779B9  # 32 bits; 2³² over the golden ratio
@@ -801,7 +801,8 @@ def slab_columns(n_rows:int, n_columns:int, itemsize:int, centers:int=1, step:in
 def product_into(out:Tensor, a:Tensor, b:Tensor):
     "out = a b, summed in the dtype of `out`, which is `acc_dtype`."
     if a.dtype == out.dtype: torch.mm(a, b, out=out)
-    else: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    elif multiplies_in_float32(a.device): torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else: put_product(out, a, b)
 
 # %% ../nbs/09_partial_fc.ipynb #5c23d26d
 def slab_gradients(

@@ -268,9 +268,9 @@ def _tiles(desc:bool):
     "How a GPU's products are cut, in words."
     return lambda d: "{1}×{2}×{3}, {5} in flight".format(*cut(d, desc, False))
 
-BY_DESCRIPTORS = Implementation("products, operands by descriptors", "lse_kernel, dz_kernel",
+BY_DESCRIPTORS = Implementation("products of scores, operands by descriptors", "lse_kernel, dz_kernel",
                                 ("nvidia", "tma"), "operands by pointers", _tiles(True))
-BY_POINTERS = Implementation("products, operands by pointers", "lse_kernel, dz_kernel",
+BY_POINTERS = Implementation("products of scores, operands by pointers", "lse_kernel, dz_kernel",
                              ("gpu",), "PyTorch", _tiles(False))
 
 # %% ../nbs/06_recompute.ipynb #94331827
