@@ -22,12 +22,13 @@ from fusedloss.ctc import (
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares,
     strip_states, usable, visible)
 from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.devices import device_of, Implementation
 from fusedloss.kernels import (
-    capability, ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
+    ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
     tl, unit as score_unit)
 from fusedloss.recompute import (
-    check_recompute, chunk_scores, fastest, launch_sums, multiprocessors, operand, place,
-    takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
+    BY_DESCRIPTORS, BY_POINTERS, check_recompute, chunk_scores, deeper, fastest, launch_sums,
+    multiprocessors, operand, place, takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
 from fusedloss.scans import active, stay
 from fusedloss.semirings import Log
 from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, unit_of
@@ -133,7 +134,7 @@ def scan_of(
     (T, N), acc = x.shape[:2], acc_dtype(x.dtype)
     e = x.new_empty((), dtype=acc).as_strided((T, N, C), (0, 0, 0))
     if not runs_kernels(e) or T * C >= 2**29: return None
-    s = scan_shape(width, capability(x.device) >= (9, 0))
+    s = scan_shape(width, device_of(x).clusters)
     dtype = x.dtype if takes_kernel(x) else acc
     packed = takes_kernel(x) or V * dtype.itemsize % 16 == 0
     near = packed and finish_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # without tiles
@@ -485,8 +486,6 @@ def rows_for(x:Tensor, rows:int, V:int) -> Tensor:
     "Memory for [rows,V] that a descriptor can stand for."
     return x.new_empty(rows, -(-V // 8) * 8)[:, :V]
 
-programs = functools.cache(multiprocessors)
-
 # %% ../nbs/14_linear_ctc.ipynb #14fe1872
 def launch_tiles(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
@@ -497,13 +496,14 @@ def launch_tiles(
     (n, h), v, unit, p = x.shape, len(w), score_unit(x), p[:len(x)]
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     parts = x.new_empty((2, tiles_v, n), dtype=f32)
-    grid = min(programs(x.device), tiles_n * tiles_v),
+    grid = min(multiprocessors(x.device), tiles_n * tiles_v),
     launch = lambda t: tile_softmax_kernel[grid](
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
         p.stride(0), SCORE=score_fn(ROW), UNIT=unit, DESC=t.desc, GROUP=t.group,
         BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
-    with on_device(x): launch(fastest("tiles", x, v, t, (), launch))
+    with on_device(x):
+        launch(fastest("tiles", x, v, t, deeper(t, device_of(x), True), launch))
     return Tiles(p, parts, t.BV, unit)
 
 # %% ../nbs/14_linear_ctc.ipynb #3e7930ae

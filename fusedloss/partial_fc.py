@@ -30,12 +30,14 @@ from torch import Tensor, nn
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
+from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
 from fusedloss.recompute import (
-    fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling, tiling_of)
+    BY_DESCRIPTORS, BY_POINTERS, deeper, fastest, join, multiprocessors, operand, place, run_length,
+    tile_product, Tiling, tiling_of)
 from fusedloss.tiles import (
     add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
     wide_product)
@@ -762,7 +764,7 @@ def launch_rest(
         UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
         BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        launch(fastest("rest", x, v, t, (4,), launch))
+        launch(fastest("rest", x, v, t, deeper(t, device_of(x), False), launch))
         finish_rest_kernel[(-(-n // 8),)](
             parts, x, w, slot, *out, share, *(more or [None] * 3), slope, offset, n, runs, h,
             UNIT=unit, BN=8, BP=128, BH=128)
@@ -783,7 +785,8 @@ def launch_cosine_dz(
         *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
         UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
-    with on_device(x): launch(fastest("cosine dz", x, v, t, (), launch))
+    with on_device(x):
+        launch(fastest("cosine dz", x, v, t, deeper(t, device_of(x), True), launch))
 
 # %% ../nbs/09_partial_fc.ipynb #e9065636
 SLAB = 2**28  # bytes of a slab's gradient

@@ -12,6 +12,7 @@ import fusedloss as fl
 import fusedloss.ctc
 import fusedloss.linear_ctc
 from fusedloss.core.cuda import cuda_source
+from fusedloss.core.devices import GPUS
 from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanShape
 from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
@@ -42,7 +43,7 @@ def use_lattice(kernel, module, monkeypatch, shape=None):
     "Let a module take them, on the CPU"
     kernels_of.cache_clear()
     monkeypatch.setattr(module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
-    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "device_of", lambda t: GPUS["H200"])
     monkeypatch.setattr(module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
     monkeypatch.setattr(module, "lattice_kernel", kernel)
 
