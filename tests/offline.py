@@ -6,7 +6,6 @@ each launch of Triton is written down (typed_launches.py compiles it) instead of
 import importlib
 import pkgutil
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Callable, Iterator
 
 import torch
@@ -72,20 +71,14 @@ def triton_kernels() -> dict:
 def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
     "The library takes `device` for the GPU at hand; gives the list of its launches: kernel, arguments, options"
     launches = []
-    properties = SimpleNamespace(multi_processor_count=device.multiprocessors, shared_memory_per_block_optin=device.shared_memory,
-                                 name=device.name, major=device.capability[0], minor=device.capability[1], total_memory=2**36)
     with monkeypatch.context() as patch, FakeTensorMode(), Driverless():
         patch.setattr(devices, "_gpu", lambda index: device)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "get_device_properties", lambda *which: properties)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *which: device.capability)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.Tensor, "data_ptr", lambda t: 0)
         for module in MODULES:
-            if hasattr(module, "capability"):
-                patch.setattr(module, "capability", lambda *which: device.capability)
             if hasattr(module, "TUNED"):
                 patch.setattr(module, "TUNED", {})
         for kind in {type(kernel) for kernel in triton_kernels().values()}:
