@@ -314,10 +314,11 @@ class ScanShape(NamedTuple):
     ahead: int  # frames between renormalisations
     cluster: int  # blocks that share the sequence
     warps: int  # of a direction in a block
+    strips: int = 1  # of the states: a block goes through them one after another
 
     @property
     def plane(self) -> int:  # pairs of a direction
-        return 32 * self.pairs * self.warps * max(1, self.cluster // 2)
+        return 32 * self.pairs * self.warps * max(1, self.cluster // 2) * self.strips
 
     @property
     def threads(self) -> int:  # of a block
@@ -327,8 +328,8 @@ class ScanShape(NamedTuple):
 def scan_shape(
     longest:int,  # target
     clusters:bool,  # whether the device has them
-) -> Optional[ScanShape]:
-    "The fewest blocks and states a lane that hold it; None for targets above 8191."
+) -> ScanShape:
+    "The fewest blocks and states a lane that hold it, or strips that one block holds."
     ladder = [(1, 8, 1, 4), (2, 8, 1, 4), (4, 4, 1, 4), (4, 4, 1, 8)]
     if clusters: ladder = [(1, 8, 2, 8), (1, 8, 4, 8), (1, 8, 8, 8), (2, 8, 8, 8), (4, 4, 8, 8),
                            (4, 4, 8, 16)]
@@ -336,6 +337,7 @@ def scan_shape(
         warps = -(-(longest // (32 * pairs) + 1) // max(1, cluster // 2))
         warps = 1 << (warps - 1).bit_length()  # few sizes, few compilations
         if warps <= most: return ScanShape(pairs, ahead, cluster, warps)
+    return ScanShape(4, 4, 1, 8, 1 << (longest // 1024).bit_length())
 
 # %% ../nbs/13_ctc.ipynb #3c41d493
 def ctc_kernel(
@@ -379,8 +381,17 @@ def kernels_for(
     kernels = [ctc_kernel(f"ctc_{name}", device, **turn) for name in ("grad", "loss", "scale")]
     if s: kernels.insert(0, ctc_kernel("ctc_scan", device, ELEMENT=element, PAIRS=s.pairs,
                                        AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads,
-                                       TABLES=int(tables)))
+                                       STRIPS=s.strips, TABLES=int(tables)))
     return None if None in kernels else (*kernels, 256 // threads)
+
+# %% ../nbs/13_ctc.ipynb #1de7f743
+def strip_states(
+    z:Tensor,  # on the device where they are wanted
+    N:int, T:int, s:ScanShape,  # sequences, frames
+) -> Optional[Tensor]:  # states of 8 bytes; None for one strip
+    "Memory for what one strip leaves to the next, and for the states of all at the middle."
+    if s.strips == 1: return None
+    return z.new_empty(N * (2 * s.strips * (T + 1) + 4 * s.plane), dtype=torch.int64)
 
 # %% ../nbs/13_ctc.ipynb #0b92168c
 def run_scan(
@@ -393,7 +404,7 @@ def run_scan(
     table = new((N * (T + 1 if tables else 2) * s.plane + 2 * s.pairs) * 4)[4 * s.pairs:]
     post, log_z = new((N, T, 2, s.plane)) if tables else None, new((N, 2))
     scan(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
-         *z.stride()[:2], T, C, p.y.shape[1], p.longest, blank)
+         strip_states(z, N, T, s), *z.stride()[:2], T, C, p.y.shape[1], p.longest, blank)
     return log_z, post
 
 # %% ../nbs/13_ctc.ipynb #fb07854b

@@ -496,9 +496,13 @@ def small_blocks(n_classes:int) -> Optional[Blocks]:
     return Blocks(2048 // width, 4, width // 4, 2)
 
 # %% ../nbs/04_kernels.ipynb #edecdb2c
-def scan_blocks(n_classes:int) -> Blocks:
+def scan_blocks(
+    n_classes:int,
+    itemsize:int=2,  # bytes of a logit
+) -> Blocks:
     "Blocks of the forward pass: 8 KiB of bf16, or a whole row of up to 16 KiB."
-    return small_blocks(n_classes) or Blocks(1, 8 if 4096 < n_classes <= 8192 else 4, 1024, 4)
+    whole = 4096 < n_classes <= 8192 and itemsize == 2
+    return small_blocks(n_classes) or Blocks(1, 8 if whole else 4, 1024, 4)
 
 # %% ../nbs/04_kernels.ipynb #22c6b92c
 def turnaround_blocks(n_classes:int) -> Blocks:
@@ -549,7 +553,8 @@ def launch_scan(
     parts:Optional[int]=None, blocks:Optional[Blocks]=None, denominator:Optional[Tensor]=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [M], lse [M], entropy [M or 0], rows
     "Forward in two launches; rows `[2 or 5, M]` are base, sum; rank, maximum, norm."
-    m, v, b = len(target), z.shape[-1], blocks or scan_blocks(z.shape[-1])
+    m, v = len(target), z.shape[-1]
+    b = blocks or scan_blocks(v, z.element_size())
     parts = parts or scan_parts(m, v, device_of(z).multiprocessors)
     part = -(-v // parts)
     part = -(-part // (b.R * b.C)) * b.R * b.C

@@ -19,8 +19,8 @@ from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
-    moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
-    visible)
+    moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares,
+    strip_states, usable, visible)
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.kernels import (
@@ -120,7 +120,8 @@ def kernels_of(
     near:bool,  # shared memory holds what `finish` reads of a row
 ) -> Optional[Scan]:
     "All of them, compiled."
-    scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads)
+    scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads,
+                STRIPS=s.strips)
     row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=256, NORMALISE=1, SOFTMAX=1,
                NEAR=int(near))
     # a warp lags `ahead` frames behind the one before it, which a short run feels
@@ -139,7 +140,6 @@ def scan_of(
     e = x.new_empty((), dtype=acc).as_strided((T, N, C), (0, 0, 0))
     if SEGMENTS.lacks(device_of(x)) or not runs_kernels(e) or T * C >= 2**29: return None
     s = scan_shape(width, device_of(x).clusters)
-    if s is None: return None
     dtype = x.dtype if takes_kernel(x) else acc
     packed = takes_kernel(x) or V * dtype.itemsize % 16 == 0
     near = packed and finish_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # without tiles
@@ -360,7 +360,7 @@ def launch_segment(
     sizes = C, K * C, at.start, K, every, C, C
     with on_device(e):
         run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
-            beta, table, post, log_z, *sizes)
+            beta, table, post, log_z, strip_states(e, N, K, shape), *sizes)
 
 # %% ../nbs/14_linear_ctc.ipynb #7cb92ac6
 def edges(

@@ -153,10 +153,10 @@ def short_cases_are_right(monkeypatch, *cases):
         close(d, gradients, 1e-5)
 
 
-SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1)]
+SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1), (1, 8, 1, 1, 4), (1, 4, 1, 2, 2)]
 
 
-@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 1)), ids=str)
+@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 1), (SHAPES[6], 1)), ids=str)
 def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
     use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
     monkeypatch.setattr(lattice, "seed", seed)
