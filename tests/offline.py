@@ -81,6 +81,8 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
         for module in MODULES:
             if hasattr(module, "TUNED"):
                 patch.setattr(module, "TUNED", {})
+            if hasattr(module, "triton_works"):
+                patch.setattr(module, "triton_works", lambda: True)
         for kind in {type(kernel) for kernel in triton_kernels().values()}:
             patch.setattr(kind, "run", lambda kernel, *args, grid, warmup=False, **options: launches.append((kernel, args, options)))
         yield launches

@@ -74,6 +74,8 @@ LOSSES = {
     "chunked_linear_cross_entropy": head(fl.chunked_linear_cross_entropy, chunk_size=4),
     "cross_entropy": lambda dtype: fl.cross_entropy(leaf(N, V, dtype=dtype), y) + fl.cross_entropy(1 * leaf(N, V), y, inplace=True),
     "ctc_loss": lambda dtype: fl.ctc_loss(leaf(T, N, V).log_softmax(-1), *ctc),
+    "ctc_posteriors": lambda dtype: (fl.ctc_posteriors(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
+    "forced_align": lambda dtype: (fl.forced_align(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
     "ctc_loss_with_logits": lambda dtype: fl.ctc_loss_with_logits(leaf(T, N, V, dtype=dtype), *ctc),
     "iota_cross_entropy": lambda dtype: fl.iota_cross_entropy(leaf(N, V, dtype=dtype), y),
     "linear_cross_entropy": lambda dtype: sum(head(fl.linear_cross_entropy, method=m)(dtype).float()
