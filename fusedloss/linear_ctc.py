@@ -22,6 +22,7 @@ from fusedloss.ctc import (
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, usable,
     visible)
 from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.tuning import starter
 from fusedloss.kernels import (
     capability, ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
     tl, unit as score_unit)
@@ -498,12 +499,13 @@ def launch_tiles(
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     parts = x.new_empty((2, tiles_v, n), dtype=f32)
     grid = min(programs(x.device), tiles_n * tiles_v),
-    launch = lambda t: tile_softmax_kernel[grid](
+    launch = lambda t, only_compile=False: starter(tile_softmax_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
         p.stride(0), SCORE=score_fn(ROW), UNIT=unit, DESC=t.desc, GROUP=t.group,
         BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
-    with on_device(x): launch(fastest("tiles", x, v, t, (), launch))
+    with on_device(x): launch(fastest(tile_softmax_kernel, x, v, t, (), launch,
+                                       BIAS=bias is not None))
     return Tiles(p, parts, t.BV, unit)
 
 # %% ../nbs/14_linear_ctc.ipynb #3e7930ae
