@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LATTICE', 'LATTICE_CLUSTERS', 'interleave', 'may_skip', 'ctc_graph', 'ctc_by_logz', 'alpha_table', 'share_back',
-           'ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample', 'CTCPosteriors',
-           'ctc_posteriors']
+           'runs_kernels', 'ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample',
+           'CTCPosteriors', 'ctc_posteriors']
 
 # %% ../nbs/13_ctc.ipynb #8fd56191
 import functools, math, os
@@ -348,13 +348,13 @@ def ctc_kernel(
     "A kernel of `cuda/ctc.cu`."
     return cuda_kernel(name, device, ("ctc",), **constants)
 
-# %% ../nbs/13_ctc.ipynb #0740fa1a
+# %% ../nbs/13_ctc.ipynb #c2845d7f
 LATTICE = Implementation("CTC, states in registers", "cuda/ctc.cu", ("nvidia",),
                          "a loop over frames in PyTorch")
 LATTICE_CLUSTERS = Implementation("CTC, states across a cluster", "cuda/ctc.cu",
                                   ("nvidia", "clusters"), "one block")
 
-# %% ../nbs/13_ctc.ipynb #c2845d7f
+#| exporti
 def runs_kernels(z:Tensor) -> bool:
     "Whether the kernels take scores or gradients like these."
     if LATTICE.lacks(device_of(z)) or z.dtype not in ELEMENTS or z.numel() == 0: return False

@@ -23,12 +23,13 @@ from fusedloss.ctc import (
     strip_states, usable, visible)
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.tuning import starter
 from fusedloss.kernels import (
     ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
     tl, unit as score_unit)
 from fusedloss.recompute import (
-    check_recompute, chunk_scores, deeper, fastest, launch_sums,
-    multiprocessors, operand, place, takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
+    check_recompute, chunk_scores, deeper, fastest, launch_sums, multiprocessors, operand, place,
+    takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
 from fusedloss.scans import active, stay
 from fusedloss.semirings import Log
 from fusedloss.tiles import (
@@ -503,13 +504,14 @@ def launch_tiles(
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     parts = x.new_empty((2, tiles_v, n), dtype=f32)
     grid = min(multiprocessors(x.device), tiles_n * tiles_v),
-    launch = lambda t: tile_softmax_kernel[grid](
+    launch = lambda t, only_compile=False: starter(tile_softmax_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
         p.stride(0), SCORE=score_fn(ROW), UNIT=unit, DESC=t.desc, GROUP=t.group,
         BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        launch(fastest("tiles", x, v, t, deeper(t, device_of(x), True), launch))
+        launch(fastest(tile_softmax_kernel, x, v, t, deeper(t, device_of(x), True), launch,
+                       BIAS=bias is not None))
     return Tiles(p, parts, t.BV, unit)
 
 # %% ../nbs/14_linear_ctc.ipynb #3e7930ae

@@ -43,8 +43,10 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_sharded_heads.py": 6,
     "test_site.py": 2,
     "test_sources.py": 2,
+    "test_store.py": 2,
     "test_tiles.py": 10,
     "test_tour.py": 32,
+    "test_tuning.py": 6,
     "test_typed_launches.py": 8,
     "test_weights.py": 4,
 }
