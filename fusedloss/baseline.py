@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedloss.core.operators import check_unbatched
+
 # %% ../nbs/01_baseline.ipynb #7dd62ea3
 class Sample(NamedTuple):
     "What a linear loss takes."
@@ -88,6 +90,7 @@ def check_labels(
     "`IndexError` naming the first label not in `[0, n_classes)`; on GPUs if FUSEDLOSS_DEBUG=1."
     looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
     if not looks or torch.compiler.is_compiling(): return
+    check_unbatched(target)
     wrong = bad_labels(target.long(), n_classes, ignore_index).nonzero()
     if not len(wrong): return
     at = tuple(wrong[0].tolist())

@@ -177,7 +177,8 @@ def packed_rows(
         valid = y != ignore_index
         return None if valid.all() else valid.nonzero()[:, 0]
     if max_valid is None or max_valid >= len(y): return None
-    return (y == ignore_index).byte().argsort(stable=True)[:max_valid]
+    # of no row, a broken promise would leave no gradient that could be NaN
+    return (y == ignore_index).byte().argsort(stable=True)[:max(max_valid, 1)]
 
 # %% ../nbs/05_chunks.ipynb #5f302b88
 def put_back(part:Tensor, order:Optional[Tensor], n:int, blank:float=0.0) -> Tensor:
@@ -342,7 +343,6 @@ def _save(ctx, inputs, output):
 # %% ../nbs/05_chunks.ipynb #877151e9
 @first_order
 def _backward(ctx, g, *_):
-    if g is None: return (None,) * (3 + ctx.unused)
     dx, dw, db, factors = ctx.saved_tensors
     gx, gw = last_factors(g, factors)
     times = lambda d, f: torch.where(d == 0, 0.0, d.to(f.dtype) * f).to(d.dtype)
@@ -357,7 +357,7 @@ chunked_loss.register_autograd(_backward, setup_context=_save)
 @chunked_loss.register_flops
 def _(x, w, *others, out_val):
     max_valid, need_x, need_w, _, _ = others[-5:]
-    return products(x if max_valid is None else x[:max_valid], w, need_x, need_w)
+    return products(x if max_valid is None else x[:max(max_valid, 1)], w, need_x, need_w)
 
 # %% ../nbs/05_chunks.ipynb #621508f8
 def linear_dtype(input:Tensor, linear_weight:Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'NEAR', 'plan_again', 'OPTIONS', 'METHO
            'check_compiler', 'planned_loss', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/07_losses.ipynb #43572c67
-import functools, logging
+import functools, logging, operator
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -49,10 +49,15 @@ class Request(NamedTuple):
     stats: str  # "", "detached" or "differentiable"
     options: tuple[str, ...]  # arguments in use that not every method has
     chunk_size: Optional[int]  # rows, for chunks alone
+    max_valid: Optional[int] = None  # tokens that are not ignored, at most
 
     @property
     def sizes(self) -> tuple[int, int, int]:  # tokens, classes, features
         return self.n, self.v, self.h
+
+    @property
+    def packed(self) -> int:  # tokens that chunks take
+        return self.n if self.max_valid is None else min(self.n, max(self.max_valid, 1))
 
     @property
     def work(self) -> torch.dtype:  # what products are taken in
@@ -152,21 +157,24 @@ def chunks_operand(r:Request) -> int:
 # %% ../nbs/07_losses.ipynb #ec4954b0
 def chunks_cut(r:Request) -> Chunks:
     "How stage 5 would cut the tokens."
-    return plan_chunks(r.n, r.h, r.v, r.work, r.grad_dtype, r.needs[1], r.chunk_size,
+    return plan_chunks(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs[1], r.chunk_size,
                        chunks_budget(r), r.accumulate)
 
 # %% ../nbs/07_losses.ipynb #bd07a572
 def chunks_extra(r:Request, c:Chunks) -> int:
     "Bytes beyond the gradients."
-    if r.fused: return chunk_bytes(c, r.h, r.v, r.work, r.grad_dtype)
+    picked = r.packed * r.h * (1 + r.needs[0]) * r.dtype.itemsize * (r.packed < r.n)  # x, dx
+    if r.fused: return chunk_bytes(c, r.h, r.v, r.work, r.grad_dtype) + picked
     copies = plain_copies(r, bool(r.stats) and any(r.needs))
     wide = r.v * r.h * 2 if c.wide else 0
-    return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide
+    return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide + picked
 
 # %% ../nbs/07_losses.ipynb #37f480e4
 def chunks_way(r:Request, machine:Machine) -> Way:
     "A chunk of tokens at a time, gradients in forward."
-    (n, v, h), c, graded = r.sizes, chunks_cut(r), any(r.needs)
+    c, graded = chunks_cut(r), any(r.needs)
+    extra, r = chunks_extra(r, c), r._replace(n=r.packed)
+    n, v, h = r.sizes
     chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.grad_dtype
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
@@ -177,7 +185,7 @@ def chunks_way(r:Request, machine:Machine) -> Way:
                else cannot_filter(r))
     rounds = r.needs[1] and not c.wide and r.grad_dtype.itemsize == 2 and chunks > ROUNDINGS
     caution = "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
-    return make_way("chunks", r, machine, costs, 10 + 5 * chunks, chunks_extra(r, c),
+    return make_way("chunks", r, machine, costs, 10 + 5 * chunks, extra,
                     ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
                     "" if r.chunk_size else caution)
 
@@ -366,7 +374,8 @@ OPTIONS = ("linear_bias", "weight", "label_smoothing", "logit_scale", "softcap",
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."
     for name, (value, low, or_none) in sizes.items():
-        fits = value is None and or_none or type(value) is int and value >= low
+        whole = hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
+        fits = value is None and or_none or whole and value >= low
         expect(fits, name, f"an integer not below {low}" + " or None" * or_none, repr(value))
     for name, (value, known) in choices.items():
         expect(isinstance(value, str) and value in known, name, " or ".join(map(repr, known)),
@@ -398,12 +407,13 @@ def plan(
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
+    max_valid:Optional[int]=None,  # tokens that are not ignored, at most
     machine:Optional[Machine|str]=None,  # or its name; the H200 of `measure` if None; for a CPU, a nominal one
 ) -> Plan:
     "What each method would cost, and the one to take; no device is touched."
     check_plan(dict(n_tokens=(n_tokens, 0, False), n_classes=(n_classes, 1, False),
                     n_features=(n_features, 0, False), chunk_size=(chunk_size, 1, True),
-                    memory_budget=(memory_budget, 1, True)),
+                    memory_budget=(memory_budget, 1, True), max_valid=(max_valid, 0, True)),
                dict(reduction=(reduction, ("mean", "sum", "none")),
                     accumulate=(accumulate, ("auto", "float32", "native")),
                     stats=(stats, ("", "detached", "differentiable"))),
@@ -411,9 +421,10 @@ def plan(
                machine)
     needs = (needs_grad,) * 2 if isinstance(needs_grad, bool) else tuple(needs_grad)
     gpu = torch.device(device or "cuda").type != "cpu"
-    r = Request(n_tokens, n_classes, n_features, dtype, grad_dtype or dtype, gpu, reduction,
-                memory_budget, accumulate, (*needs, False)[:3], stats, tuple(options),
-                chunk_size)
+    whole = lambda size: None if size is None else operator.index(size)
+    r = Request(*map(whole, (n_tokens, n_classes, n_features)), dtype, grad_dtype or dtype, gpu,
+                reduction, whole(memory_budget), accumulate, (*needs, False)[:3], stats,
+                tuple(options), whole(chunk_size), whole(max_valid))
     return plan_again(r) if machine is None else make_plan(r, machine_of(machine))
 
 # %% ../nbs/07_losses.ipynb #eb1b1140
@@ -526,7 +537,8 @@ logger = logging.getLogger("fusedloss")
 # %% ../nbs/07_losses.ipynb #464cbfe1
 def request_of(
     input:Tensor, linear_weight:Tensor, given:dict,  # [..., H], [V,H], what the method is given
-    memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int], monitored:bool,
+    memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
+    max_valid:Optional[int], monitored:bool,
 ) -> Request:
     "The numbers of a call."
     v, h = linear_weight.shape
@@ -541,7 +553,7 @@ def request_of(
     return Request(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),
                    linear_weight.dtype, input.is_cuda and triton is not None,
                    given["reduction"], memory_budget, accumulate, needs, stats, options,
-                   chunk_size)
+                   chunk_size, max_valid)
 
 # %% ../nbs/07_losses.ipynb #a447adfe
 def take(
@@ -597,17 +609,18 @@ def planned_loss(
         check_reduction(backbone_reduction, input, shards_of(linear_weight))
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
-    check_promise(target, given["ignore_index"], max_valid)
-    r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how, monitored)
+    r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
+                   max_valid, monitored)
     compiling = torch.compiler.is_compiling()
     if compiling: check_compiler()
     p = make_plan(r) if compiling else plan_again(r)
     way = choose(p, method) if compiling or method != "auto" else settled(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, told(p, way, method))
-    result = take(way, r, input, linear_weight, target, given, max_valid, filter_eps)
-    if way.method == "chunks": return result  # which hold the promise themselves
-    return hold_promise(result, target, given["ignore_index"], max_valid)
+    arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
+    if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
+    check_promise(target, given["ignore_index"], max_valid)
+    return hold_promise(take(*arguments), target, given["ignore_index"], max_valid)
 
 # %% ../nbs/07_losses.ipynb #6e54c712
 def linear_cross_entropy(

@@ -4,9 +4,9 @@
 
 # %% ../nbs/00_measure.ipynb #b3e9a5bd
 from __future__ import annotations
-import functools, html, io, json, math, platform, random, re, statistics, weakref
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+import functools, html, io, json, math, platform, random, re, weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -25,11 +25,11 @@ __all__ = ['SHAPES', 'H200', 'MACHINES', 'GREY', 'INK', 'STAGE_COLORS', 'Shape',
            'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si',
            'cost_table', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles',
            'time_call', 'Comparison', 'progress', 'time_in_turn', 'comparison', 'compare', 'MemoryEvent', 'MemoryTrace',
-           'trace_memory', 'peak_memory', 'Launches', 'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives',
-           'memory_timeline', 'machine_name', 'versions', 'machine_line', 'measure_bandwidth', 'measure_rate',
-           'measure_machine', 'relative_error', 'record', 'load_results', 'measure_in_turn', 'measure_against_floor',
-           'caption', 'linear_losses', 'logits_losses', 'results_table', 'trade_off', 'roofline', 'Check',
-           'prediction_table', 'predicted_against_measured']
+           'trace_memory', 'drop_gradients', 'peak_memory', 'Launches', 'gpu_launches', 'graph_of', 'saved_tensors',
+           'tensor_lives', 'memory_timeline', 'machine_name', 'versions', 'machine_line', 'measure_bandwidth',
+           'measure_rate', 'measure_machine', 'relative_error', 'record', 'load_results', 'measure_in_turn',
+           'measure_against_floor', 'caption', 'linear_losses', 'logits_losses', 'results_table', 'trade_off',
+           'roofline', 'Check', 'prediction_table', 'predicted_against_measured']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -401,6 +401,11 @@ def trace_memory(fn:Callable[[], Any]) -> list[MemoryEvent]:
     with MemoryTrace() as trace: fn()
     return list(trace.events)  # a copy: what outlives `fn` dies unseen
 
+def drop_gradients(device:str|torch.device):
+    "Return when autograd's thread holds nothing of an earlier backward pass."
+    empty = torch.empty(0, device=device, requires_grad=True)
+    (2 * empty).backward(torch.empty_like(empty))  # the thread's next task, without memory
+
 def peak_memory(
     fn:Callable[[], Any],
     device:str|torch.device="cpu",
@@ -409,6 +414,7 @@ def peak_memory(
     if torch.device(device).type != "cuda":
         return max((e.live for e in trace_memory(fn)), default=0)
     fn()  # compiles, and makes the libraries' workspaces
+    drop_gradients(device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.baseline import (
-    acc_dtype, check_labels, check_linear, check_target, expect, expect_tensor)
+    acc_dtype, autocasts, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
@@ -605,7 +605,7 @@ def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
     "`ValueError` for a bias that does not go with this rank's classes."
     if bias is None: return
     expect(isinstance(bias, Tensor), "linear_bias", "a tensor or None", type(bias).__name__)
-    mixes = torch.is_autocast_enabled(x.device.type) and bias.is_floating_point()
+    mixes = autocasts(x.device.type) and bias.is_floating_point()
     expect(bias.shape == w.shape[:1] and (mixes or bias.dtype == w.dtype), "linear_bias",
            f"{w.dtype} [{len(w)}], of this rank's classes", f"{bias.dtype} {list(bias.shape)}")
     expect(bias.device == x.device, "linear_bias", f"the input's device {x.device}", bias.device)

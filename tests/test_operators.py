@@ -10,7 +10,7 @@ from torch import Tensor
 from workbook import ROOT
 
 import fusedloss as fl
-from fusedloss import chunks, kernels, linear_ctc, partial_fc
+from fusedloss import chunks, kernels, linear_ctc, partial_fc, tiles
 from fusedloss.core.operators import operator
 from fusedloss.kernels import RowOptions
 from fusedloss.sharded import Batch, Shards, sharded_loss
@@ -164,6 +164,29 @@ def test_a_recorded_gradient_is_right_and_its_derivative_raises():
             torch.testing.assert_close(other, 3 * leaf.detach() ** 2 + 2 * expected[i])
 
 
+@pytest.mark.parametrize("name", ONCE)
+def test_a_gradient_is_recorded_under_checkpointing(name):
+    "Which hands out a saved tensor once"
+    x, w, y = sample()
+    run = lambda x: torch.utils.checkpoint.checkpoint(lambda x: ONCE[name](x, w, y), x, use_reentrant=False)
+    g, = torch.autograd.grad(run(x), x, create_graph=True)
+    assert torch.equal(g, torch.autograd.grad(ONCE[name](x, w, y), x)[0])
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        torch.autograd.grad(g.pow(2).sum(), x)
+
+
+def test_an_operator_takes_arguments_by_name():
+    x, w, y = (t.detach() for t in sample())
+    given = dict(margin=0.0, scale=None, token_tile=4, class_tile=4, logit_scale=2.0)
+    lse, score = tiles.tiled_lse(x, w, y, *given.values())
+    for call in (tiles.tiled_lse, torch.compile(lambda *t, **k: tiles.tiled_lse(*t, **k), fullgraph=True, backend="aot_eager")):
+        assert all(torch.equal(*pair) for pair in zip(call(x, w, y, **given), (lse, score)))
+    _, total = torch.func.grad_and_value(lambda x: tiles.tiled_lse(x, w, y, **given)[0].sum())(x)
+    assert total == lse.sum()
+    with pytest.raises(TypeError, match="tile_of_tokens"):
+        tiles.tiled_lse(x, w, y, tile_of_tokens=4, **given)
+
+
 def test_operators_raise_for_second_derivatives_where_a_mode_looks_on():
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -262,6 +285,9 @@ def test_vmap_raises():
     for method in ("tiles", "recompute", "chunks", "eager"):
         with pytest.raises(RuntimeError, match="vmap"):
             torch.func.vmap(lambda x: fl.linear_cross_entropy(x, w, y, method=method))(torch.stack([x, x]))
+    for split in (lambda f: f, torch.func.grad):  # over labels, which are looked at first
+        with pytest.raises(RuntimeError, match="not batched by torch.vmap"):
+            torch.func.vmap(split(lambda x, y: fl.linear_cross_entropy(x, w, y)), (None, 0))(x, torch.stack([y, y]))
 
 
 def counted(run) -> int:

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Iterator
 
@@ -179,7 +180,9 @@ def add_prologue(path: Path) -> bool:
 
 
 LEFT_OUT = "nbs/left_out.json"  # by notebook and cell: why `nbdev_test` does not run it
-FLAGS = {"cuda", "slow", "distributed"}  # of settings.ini
+SETTINGS = ConfigParser(delimiters="=")
+SETTINGS.read(ROOT / "settings.ini", encoding="utf-8")
+FLAGS = set(SETTINGS["DEFAULT"]["tst_flags"].split())
 MEASURES = re.compile(r"\b(time_call|compare|measure_\w+|record|\w*peak\w*|gpu_launches|do_bench|profile|Event|timed\w*|error\w*)\(")
 
 
