@@ -32,7 +32,7 @@ from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
-from fusedloss.core.tuning import current_step, starter, within
+from fusedloss.core.tuning import current_step, keeping, starter
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
@@ -978,7 +978,7 @@ class _PartialLse(torch.autograd.Function):
     def backward(ctx, g_rest, g_cos, _):
         rest, *_ = tensors = ctx.saved_tensors
         given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
-        with within(ctx.step): found = gradients_of(ctx, *given, None, *tensors)
+        with keeping(ctx.step): found = gradients_of(ctx, *given, None, *tensors)
         return *found, *[None] * 15
 
 # %% ../nbs/09_partial_fc.ipynb #4e5c1686

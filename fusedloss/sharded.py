@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
-from fusedloss.core.tuning import step_of, within
+from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
@@ -420,7 +420,7 @@ class _ShardScores(torch.autograd.Function):
         mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
-        with within(step): sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
+        with keeping(step): sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
@@ -443,7 +443,7 @@ class _ShardScores(torch.autograd.Function):
         if not any(needs): return (None,) * 11
         terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
         kind = x.shape[1], s.n_classes, x.dtype, *o, g_mean is not None
-        with within(step_of(s.group, x.device, "gradients", *kind)):
+        with keeping(step_of(s.group, x.device, "gradients", *kind)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
                                            g_mean is not None, budget, needs,
                                            lambda total: send_home(total, b, s))
@@ -883,7 +883,7 @@ def spread_head_loss(
     columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
     kind = "head", x.shape[1], head.num_classes, dtype, head.method
-    with within(step_of(s.group, x.device, *kind)):
+    with keeping(step_of(s.group, x.device, *kind)):
         parts = local_statistics(head, x, w, kept, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
     known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)

@@ -82,11 +82,11 @@ def test_wheel_metadata_is_settings(wheel, settings):
 
 def test_editable_install_finds_kernels(source, tmp_path):
     pip("install", "--editable", ".", "--target", str(tmp_path), cwd=source)
-    # -S: this tree may be installed in editable mode itself, and would be found first
+    # -S -E: this tree may be installed in editable mode or named by PYTHONPATH itself, and would be found first
     code = (f"import site, sys; sys.path += {[p for p in sys.path if p.endswith('-packages')]}; site.addsitedir({str(tmp_path)!r}); "
             "import fusedloss; from fusedloss.core.cuda import cuda_source; "
             "print(fusedloss.__file__); print(cuda_source('probe'))")
-    found, text = python(code, "-S", cwd=tmp_path).splitlines()
+    found, text = python(code, "-S", "-E", cwd=tmp_path).splitlines()
     assert Path(found).parent == source / "fusedloss" and text == PROBE.strip()
 
 

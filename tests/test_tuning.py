@@ -343,7 +343,7 @@ class Rank:
         with monkeypatch.context() as m:
             m.setenv("FUSEDLOSS_CACHE_DIR", self.folder)
             m.setattr(tuning, "_known", self.known), m.setattr(tuning, "_steps", self.steps), m.setattr(tuning, "milliseconds", self.clock)
-            with tuning.within(tuning.step_of(self.group, torch.device("cpu"), kind, 3)):
+            with tuning.keeping(tuning.step_of(self.group, torch.device("cpu"), kind, 3)):
                 return [best(**call) for call in calls]
 
 
@@ -384,7 +384,7 @@ def test_a_backward_pass_in_another_thread_keeps_the_agreement(group, monkeypatc
     step, found = tuning.step_of(group, torch.device("cpu"), "loss"), []
     def backward():
         assert tuning.current_step() is None
-        with tuning.within(step): found.append(best())
+        with tuning.keeping(step): found.append(best())
     thread = threading.Thread(target=backward)
     thread.start(), thread.join()
     assert found == [(1, 8)] and not rank.clock.asked

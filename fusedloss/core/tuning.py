@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['explained', 'place_of', 'text_of', 'site_of', 'key_of', 'starter', 'milliseconds', 'choices', 'write_choices',
-           'capturing', 'step_of', 'within', 'current_step', 'fastest', 'method_of']
+           'capturing', 'step_of', 'keeping', 'current_step', 'fastest', 'method_of']
 
 # %% ../../nbs/library/tuning.ipynb #893d0fa6
 import contextlib, functools, json, logging, os, statistics, sys, threading, time, weakref
@@ -229,9 +229,9 @@ def step_of(
     step.variants.clear()
     return step
 
-# %% ../../nbs/library/tuning.ipynb #1dc9f64a
+# %% ../../nbs/library/tuning.ipynb #2c152188
 @contextlib.contextmanager
-def within(
+def keeping(
     step:Optional[_Step],  # of `step_of`; None: as without
 ) -> Iterator[None]:
     "Launches of this thread keep to an agreement."
