@@ -442,7 +442,7 @@ def scan_fwd_kernel(
     steps = T
     if lengths_ptr is not None: steps = tl.load(lengths_ptr + n).to(tl.int32)
     for t in range(steps):
-        row = scores_ptr + (t * N + n) * C * NZ
+        row = scores_ptr + (n + tl.cast(t, tl.int64) * N) * C * NZ
         top = tl.full([BLOCK_C], -float("inf"), alpha.dtype)
         total = tl.zeros([BLOCK_C], alpha.dtype)
         for j in tl.static_range(NZ):
@@ -453,7 +453,7 @@ def scan_fwd_kernel(
             old, top = top, tl.maximum(top, x)
             total = total * tl.exp(old - finite(top)) + tl.exp(x - finite(top))
         alpha = finite(top) + tl.log(total)
-        tl.store(alphas_ptr + ((t + 1) * N + n) * C + c, alpha, mask=inside)
+        tl.store(alphas_ptr + (n + tl.cast(t + 1, tl.int64) * N) * C + c, alpha, mask=inside)
 
 # %% ../nbs/12_scans.ipynb #1e2de5cc
 def scan_fwd_triton(
