@@ -359,7 +359,8 @@ LATTICE_CLUSTERS = Implementation("CTC, states across a cluster", "cuda/ctc.cu",
 def runs_kernels(z:Tensor) -> bool:
     "Whether the kernels take scores or gradients like these."
     if LATTICE.lacks(device_of(z)) or z.dtype not in ELEMENTS or z.numel() == 0: return False
-    return max(z.stride()) < 2**29 and z.shape[0] * z.shape[1] < 2**31
+    T, N, C = z.shape
+    return max(*z.stride(), N * C) < 2**29 and T * N < 2**31  # 32-bit arguments of the kernels
 
 # %% ../nbs/13_ctc.ipynb #a3021c7a
 def kernel_shape(

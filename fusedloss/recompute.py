@@ -426,7 +426,8 @@ def terms_kernel(
     tl.store(at + 2 * N, tl.where(valid, hold, 0.0), mask=keep)
     tl.store(at + 3 * N, tl.where(valid, spread, 0.0), mask=keep)
     if g_entropy_ptr is not None:
-        g_h = tl.load(g_entropy_ptr + rows * g_entropy_stride, mask=valid, other=0.0)
+        at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
+        g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
         mean = base / UNIT + tl.log(s) - entropy  # Σ p z
         tl.store(at + 4 * N, g_h / s, mask=keep)
@@ -474,7 +475,7 @@ def dz_kernel(
             d -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
         d *= slope
         if db_ptr is not None:
-            tl.store(db_ptr + tn * db_stride + cols, tl.sum(d, 0), mask=inside)
+            tl.store(db_ptr + tn.to(tl.int64) * db_stride + cols, tl.sum(d, 0), mask=inside)
         if DESC:
             halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # half the shared memory
