@@ -8,8 +8,8 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'NEAR', 'plan_again', 'OPTIONS', 'METHO
            'eager_way', 'chunks_budget', 'chunks_operand', 'chunks_cut', 'chunks_extra', 'chunks_way', 'slab_forward',
            'slab_of', 'slab_way', 'plain_way', 'recompute_way', 'tiles_extra', 'tile_sides', 'tiles_way', 'least',
            'thrifty', 'Choice', 'Plan', 'make_plan', 'check_plan', 'plan', 'eager_linear_cross_entropy',
-           'shift_targets', 'check_whole', 'check_call', 'objection', 'choose', 'request_of', 'take', 'check_compiler',
-           'planned_loss', 'linear_cross_entropy', 'LossOptions', 'LinearCrossEntropyLoss']
+           'shift_targets', 'check_whole', 'check_call', 'objection', 'choose', 'settled', 'told', 'request_of', 'take',
+           'check_compiler', 'planned_loss', 'linear_cross_entropy', 'LossOptions', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/07_losses.ipynb #43572c67
 import functools, logging, operator
@@ -24,6 +24,7 @@ from fusedloss.baseline import acc_dtype, check_inputs, expect, FLOATS
 from fusedloss.chunks import (
     check_chunks, check_promise, Chunks, chunk_bytes, chunked_linear_cross_entropy,
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
+from fusedloss.core.tuning import method_of
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.core.versions import torch_version
 from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
@@ -521,6 +522,17 @@ def choose(p:Plan, method:str) -> Way:
         raise ValueError(objection(p, way, method))
     return way
 
+# %% ../nbs/07_losses.ipynb #3c29f6d4
+def settled(p:Plan) -> Way:
+    "What `auto` takes: by a file of choices, else by the plan."
+    planned = choose(p, "auto").method
+    return choose(p, method_of(p.request, planned, lambda: [w.method for w in p.able]))
+
+def told(p:Plan, way:Way, method:str) -> str:
+    "Why a way is taken, for the log."
+    if method != "auto": return f"{method}, as asked"
+    return p.why if way == p.way else f"{way.method}, by a file of choices"
+
 # %% ../nbs/07_losses.ipynb #0a01ad85
 logger = logging.getLogger("fusedloss")
 
@@ -604,10 +616,9 @@ def planned_loss(
     compiling = torch.compiler.is_compiling()
     if compiling: check_compiler()
     p = make_plan(r) if compiling else plan_again(r)
-    way = choose(p, method)
+    way = choose(p, method) if compiling or method != "auto" else settled(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v,
-                  p.why if method == "auto" else f"{method}, as asked")
+        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, told(p, way, method))
     arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
     if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
     check_promise(target, given["ignore_index"], max_valid)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
-import torch.utils.benchmark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -293,8 +292,8 @@ def time_call(
         from triton.testing import do_bench
         times = do_bench(fn, rep=round(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
         return Timing(*(ms * 1e-3 for ms in times))
-    timer = torch.utils.benchmark.Timer("fn()", globals=dict(fn=fn),
-                                        num_threads=torch.get_num_threads())
+    from torch.utils.benchmark import Timer  # brings setuptools: not at import
+    timer = Timer("fn()", globals=dict(fn=fn), num_threads=torch.get_num_threads())
     return quantiles(timer.blocked_autorange(min_run_time=seconds).times)
 
 # %% ../nbs/00_measure.ipynb #025f5068

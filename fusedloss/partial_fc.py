@@ -31,16 +31,19 @@ from torch.optim.optimizer import ParamsT
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
+from fusedloss.core.devices import device_of
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
+from fusedloss.core.tuning import current_step, keeping, starter
 from fusedloss.core.words import HeadMethod
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
 from fusedloss.recompute import (
-    fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling, tiling_of)
+    deeper, fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling,
+    tiling_of)
 from fusedloss.tiles import (
-    add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
-    wide_product)
+    add_product, autocast_like_linear, locate, multiplies_in_float32, product_dtype, put_product,
+    Target, tile_slices, unit_of, wide_product)
 
 # %% ../nbs/09_partial_fc.ipynb #2fca258a
 MASK, GOLDEN = 2**32 - 1, 0x9E3779B9  # 32 bits; 2³² over the golden ratio
@@ -758,13 +761,15 @@ def launch_rest(
     parts, out, more = new(2, runs, n), [new(n) for _ in range(3)], []
     if line is not None: more = [new(n) for _ in range(3)]
     slope, offset, share = line or Line(0.0, 0.0, None)
-    launch = lambda t: rest_kernel[(min(multiprocessors(x.device), tiles_n * runs),)](
+    grid = (min(multiprocessors(x.device), tiles_n * runs),)
+    launch = lambda t, only_compile=False: starter(rest_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
         v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
         UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
         BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        launch(fastest("rest", x, v, t, (4,), launch))
+        launch(fastest(rest_kernel, x, v, t, deeper(t, device_of(x), False), launch,
+                       CONFLICT=o.conflict < 2, RUN=run, SHIFT=shift is not None))
         finish_rest_kernel[(-(-n // 8),)](
             parts, x, w, slot, *out, share, *(more or [None] * 3), slope, offset, n, runs, h,
             UNIT=unit, BN=8, BP=128, BH=128)
@@ -779,13 +784,15 @@ def launch_cosine_dz(
     "Gradient of a slab's products, recomputed."
     (n, h), v = x.shape, len(w)
     programs = min(multiprocessors(x.device), -(-n // t.BN) * -(-v // t.BV))
-    launch = lambda t: cosine_dz_kernel[(programs,)](
+    launch = lambda t, only_compile=False: starter(cosine_dz_kernel, (programs,), only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, *terms, n, v, h, *x.stride(),
         *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
         UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
-    with on_device(x): launch(fastest("cosine dz", x, v, t, (), launch))
+    with on_device(x):
+        launch(fastest(cosine_dz_kernel, x, v, t, deeper(t, device_of(x), True), launch,
+                       CONFLICT=o.conflict < 2, SHIFT=shift is not None))
 
 # %% ../nbs/09_partial_fc.ipynb #e9065636
 SLAB = 2**28  # bytes of a slab's gradient
@@ -800,7 +807,8 @@ def slab_columns(n_rows:int, n_columns:int, itemsize:int, centers:int=1, step:in
 def product_into(out:Tensor, a:Tensor, b:Tensor):
     "out = a b, summed in the dtype of `out`, which is `acc_dtype`."
     if a.dtype == out.dtype: torch.mm(a, b, out=out)
-    else: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    elif multiplies_in_float32(a.device): torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else: put_product(out, a, b)
 
 # %% ../nbs/09_partial_fc.ipynb #5c23d26d
 def slab_gradients(
@@ -962,7 +970,7 @@ class _PartialLse(torch.autograd.Function):
         way = partial_lse if observed() else columns_fwd
         rest, cos, top, *saved = way(x, w, kept, rows, slot, shift, *options, dtype, kernel)
         ctx.save_for_backward(rest, *saved, slot, shift, index)
-        ctx.rest = options, x.dtype, w.dtype, kernel, w.shape, sparse
+        ctx.rest, ctx.step = (options, x.dtype, w.dtype, kernel, w.shape, sparse), current_step()
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)  # nobody needs zeros for `top`
         return rest, cos, top
@@ -972,7 +980,8 @@ class _PartialLse(torch.autograd.Function):
     def backward(ctx, g_rest, g_cos, _):
         rest, *_ = tensors = ctx.saved_tensors
         given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
-        return *gradients_of(ctx, *given, None, *tensors), *[None] * 15
+        with keeping(ctx.step): found = gradients_of(ctx, *given, None, *tensors)
+        return *found, *[None] * 15
 
 # %% ../nbs/09_partial_fc.ipynb #4e5c1686
 class _LineLoss(torch.autograd.Function):

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
+from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.core.words import BackboneReduction, HeadMethod, Reduction
 from fusedloss.kernels import (
@@ -416,11 +417,12 @@ class _ShardScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget):
         ctx.how = o, s, b, stats, budget
+        step = step_of(s.group, x.device, "loss", x.shape[1], s.n_classes, x.dtype, *o, stats)
         x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
         mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
-        sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
+        with keeping(step): sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
@@ -442,9 +444,11 @@ class _ShardScores(torch.autograd.Function):
         needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
         if not any(needs): return (None,) * 11
         terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
-        home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
-                                       g_mean is not None, budget, needs,
-                                       lambda total: send_home(total, b, s))
+        kind = x.shape[1], s.n_classes, x.dtype, *o, g_mean is not None
+        with keeping(step_of(s.group, x.device, "gradients", *kind)):
+            home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
+                                           g_mean is not None, budget, needs,
+                                           lambda total: send_home(total, b, s))
         return (home().to(x.dtype) if needs[0] else None, dw if needs[1] else None,
                 db.to(bias.dtype) if needs[2] else None, *[None] * 8)
 
@@ -880,7 +884,9 @@ def spread_head_loss(
     _, kept, share = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
-    parts = local_statistics(head, x, w, kept, columns, s, dtype)
+    kind = "head", x.shape[1], head.num_classes, dtype, head.method
+    with keeping(step_of(s.group, x.device, *kind)):
+        parts = local_statistics(head, x, w, kept, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
     known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
