@@ -29,7 +29,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_memory.py": 6,
     "test_mutations.py": 2,
     "test_notebooks.py": 60,
-    "test_operators.py": 10,
+    "test_operators.py": 14,
     "test_package.py": 12,
     "test_package_code.py": 3,
     "test_partial_fc.py": 31,

@@ -182,6 +182,31 @@ def test_a_long_wait_is_explained(seconds, lines, capsys):
     assert capsys.readouterr().err.count("fusedloss: times a kernel ...\n") == lines
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="no GPU whose kernels have variants")
+def test_a_loss_remembers_the_variants_of_its_kernels_and_gives_the_same_bits(monkeypatch):
+    "With the clock, from the disk, and by a file that imposes another variant"
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, 16384))
+    y = torch.arange(4096, device="cuda")
+    def step():
+        loss = fl.linear_cross_entropy(x, w, y, method="recompute")
+        return loss, *torch.autograd.grad(loss, [x, w])
+    first = step()
+    kept = tuning.choices()["variants"]
+    assert {key.split()[0] for key in kept} == {"lse_kernel", "dz_kernel"} and kept.keys() == store.read("tuning").keys()
+    forget(monkeypatch)
+    monkeypatch.setattr(tuning, "_race", None)  # nothing is timed from here on
+    again = step()
+    other = {key: [*v[:-1], 8 if v[-1] == 32 else 32] for key, v in kept.items()}
+    path = store.folder() / "choices.json"
+    path.write_text(json.dumps({"variants": other}))
+    forget(monkeypatch)
+    monkeypatch.setenv("FUSEDLOSS_CHOICES", str(path))
+    imposed = step()
+    assert tuning.choices()["variants"] == other
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, imposed))
+
+
 # --- choices ---
 
 def test_choices_are_written_and_imposed(clock, monkeypatch, tmp_path):
