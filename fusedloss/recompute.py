@@ -329,6 +329,7 @@ def launch_sums(
     run = run_length(n, tiles_v, numbers, budget)
     runs, new = -(-tiles_v // run), functools.partial(x.new_empty, dtype=torch.float32)
     flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, UNIT=score_unit(x))
+    lengths = dict(EVEN=v % (t.BV * run) == 0, RUN=run)
     sums, parts = new((7, n)).zero_(), new((numbers, runs, n))
     sizes = n, v, h, *x.stride(), *w.stride()
     score = o.ignore_index, o.logit_scale, o.softcap
@@ -336,15 +337,15 @@ def launch_sums(
     launch = lambda t, only_compile=False: starter(lse_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), target, bias,
         weight, sums, parts, *sizes, *score, SCORE=score_of, **flags, DESC=t.desc,
-        EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
+        **lengths, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         target_kernel[(-(-n // 64),)](x, w, target, bias, sums, *sizes, *score,
                                       SCORE=score_of, BN=64, BH=t.BH)
         own = None if agree is None else sums[2].clone()
         if agree: sums[2] = agree(own)
-        launch(fastest(lse_kernel, x, v, t, (4,), launch, SCORE=score_of, **flags, RUN=run,
-                       BIAS=bias is not None, WEIGHT=weight is not None))
+        launch(fastest(lse_kernel, x, v, t, (4,), launch, SCORE=score_of, **flags,
+                       **lengths, BIAS=bias is not None, WEIGHT=weight is not None))
         merge_kernel[(-(-n // 32),)](parts, sums, n, runs, **flags, BN=32, BP=32)
     if agree: sums[2] = own
     return sums, parts

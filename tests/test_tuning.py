@@ -2,6 +2,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -11,6 +13,8 @@ import torch
 
 import fusedloss as fl
 from fusedloss.core import store, tuning
+from grids import FULL
+from workbook import ROOT
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 VARIANTS = [(1, 8), (1, 32), (2, 8)]
@@ -422,3 +426,44 @@ def test_no_collective_in_a_capture_nor_for_one_rank(group, monkeypatch):
     assert tuning.step_of(None, torch.device("cpu"), "loss") is None
     group.ranks = 1
     assert tuning.step_of(group, torch.device("cpu"), "loss") is None and not group.collectives
+
+
+# --- Triton's compiler, without a GPU ---
+
+SIDE_BY_SIDE = """
+import threading
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from fusedloss.core import tuning
+
+class Offline:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+@triton.jit
+def doubles(p, n, B: tl.constexpr):
+    at = tl.arange(0, B)
+    tl.store(p + at, 2 * tl.load(p + at, mask=at < n), mask=at < n)
+
+def run(variant, only_compile=False):
+    threads.append(threading.active_count())
+    tuning.starter(doubles, (1,), only_compile)(torch.float32, 7, B=variant[0])
+
+threads = []
+driver.set_active(Offline())
+tuning._compile_all(run, [(32,), (3,), (64,)])  # 3 is no power of two
+kernels = doubles.device_caches[0][0].values()
+assert [type(k).__name__ for k in kernels] == ["CompiledKernel", "FutureKernel", "CompiledKernel"], kernels
+assert max(threads) > 1, threads
+"""
+
+
+@pytest.mark.skipif(not FULL, reason="a process that compiles, for make test-all")
+def test_variants_compile_side_by_side_and_one_that_fails_stops_none(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "side.py").write_text(SIDE_BY_SIDE)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-W", "ignore", str(tmp_path / "side.py")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
