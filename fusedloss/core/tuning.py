@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fusedloss.core import store
+from fusedloss.core.devices import device_of
 
 # %% ../../nbs/library/tuning.ipynb #ea0eadfd
 @contextlib.contextmanager
@@ -38,10 +39,8 @@ def explained(
 def place_of(device:torch.device) -> str:
     "GPU and versions."
     triton = sys.modules.get("triton")
-    where = "CPU"
-    if device.type == "cuda":
-        p = torch.cuda.get_device_properties(device)
-        where = f"{p.name} {p.major}.{p.minor} with {p.multi_processor_count} multiprocessors"
+    d = device_of(device)
+    where = f"{d.name} {d.capability} with {d.multiprocessors} multiprocessors"
     version = torch.version.hip and f"HIP {torch.version.hip}" or f"CUDA {torch.version.cuda}"
     return f"{where}, torch {torch.__version__}, triton {getattr(triton, '__version__', None)}, {version}"
 
