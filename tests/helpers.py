@@ -291,3 +291,36 @@ def hidden_from_hooks(call: Callable[[], torch.Tensor], leaves: Iterable[torch.T
         gc.collect()
         left = [size for storage, size in storages.made.values() if size >= least and not storage.expired() and storage.cdata != result.cdata]
         return left, list(torch.autograd.grad(loss.sum(), list(leaves)))
+
+
+def follows(step: Callable[[], Iterable[torch.Tensor]], inputs: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    "Does a CUDA graph of `step` give eager's bits for what is in its inputs at each replay?"
+    inputs = list(inputs)
+    first, side = [t.detach().clone() for t in inputs], torch.cuda.Stream()
+
+    @torch.no_grad()
+    def put(values):
+        for t, value in zip(inputs, values, strict=True):
+            t.copy_(value)
+
+    def eager(values):
+        put(values)
+        return [t.detach().clone() for t in step()]
+    step()  # compiles
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    put(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = list(step())
+    same = []
+    for values in (others, first, others):
+        expected = eager(values)
+        put(values)
+        for t in found:
+            t.detach().fill_(7)
+        graph.replay()
+        same.append(all(torch.equal(a, e) for a, e in zip(found, expected, strict=True)))
+    return all(same)
