@@ -30,6 +30,7 @@ from fusedloss.baseline import (
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of, GPUS, Implementation
 from fusedloss.core.operators import first_order, observed, operator, transformed
+from fusedloss.core.words import Reduction
 
 # %% ../nbs/04_kernels.ipynb #60761d1c
 try:
@@ -318,11 +319,11 @@ def row_gradient(
                                      z_loss, V)
     g = tl.zeros_like(pull)
     if g_loss_ptr is not None:
-        g += tl.load(g_loss_ptr + rows * g_loss_stride, mask=valid, other=0.0)
+        g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)
     g *= share(denominator_ptr)
     pull *= g
     if g_lse_ptr is not None:
-        pull += tl.load(g_lse_ptr + rows * g_lse_stride, mask=valid, other=0.0)
+        pull += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)
     return base, s, pull, hold * g, spread * g
 
 # %% ../nbs/04_kernels.ipynb #e209e000
@@ -354,7 +355,8 @@ def bwd_kernel(
     if SMOOTH:
         dz -= spread[:, None] * class_weight(weight_ptr, cols, inside)
     if g_entropy_ptr is not None:
-        g_h = tl.load(g_entropy_ptr + rows * g_entropy_stride, mask=valid, other=0.0)
+        at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
+        g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
         mean = base / UNIT + tl.log(s) - entropy  # Σ p z
         dz -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
@@ -458,7 +460,8 @@ def scale_kernel(
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < M
-    factor = tl.load(factor_ptr + rows * factor_stride, mask=keep, other=1.0).to(tl.float32)
+    its = factor_ptr + rows.to(tl.int64) * factor_stride
+    factor = tl.load(its, mask=keep, other=1.0).to(tl.float32)
     factor *= share(denominator_ptr)
     busy = COPY | (tl.max((factor != 1.0).to(tl.int32), 0) > 0)
     start = row_start(dz_ptr, rows, inner, stride_o, stride_i)[:, None]
@@ -681,6 +684,7 @@ def launch_cluster(
     o:RowOptions, c:Cluster, late:bool=False,  # leave the gradient undivided
 ) -> Optional[Tensor]:  # losses [M]; None where the kernel cannot be had
     "`launch_turnaround`, a row across a cluster."
+    if max(out.stride()) >= 2**31: return None  # 32-bit arguments of the kernel
     m, v, losses = len(target), z.shape[-1], z.new_empty(len(target), dtype=torch.float32)
     score = score_fn(o).__name__.removesuffix("_score")
     aligned = starts_on_vectors(z, out) and v * z.element_size() % 16 == 0
@@ -1108,7 +1112,7 @@ def cross_entropy(
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies the logits
     softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)

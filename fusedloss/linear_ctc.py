@@ -17,6 +17,7 @@ from fusedloss.baseline import acc_dtype, check_linear, expect
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import Lengths, Reduction
 from fusedloss.ctc import (
     arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
     moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares,
@@ -873,11 +874,11 @@ def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
     targets:Tensor,  # [N,L], or [sum of target_lengths] one after another
-    input_lengths,  # [N] frames: a tensor on either device, a tuple or a list
-    target_lengths,  # [N] labels
+    input_lengths:Lengths,  # [N] frames: a tensor on either device, a tuple or a list
+    target_lengths:Lengths,  # [N] labels
     *, linear_bias:Optional[Tensor]=None,  # [V]
     blank:int=0,
-    reduction:str="mean",  # "none"; "sum"; "mean" of losses divided by their target's length
+    reduction:Reduction="mean",  # "mean" is of losses divided by their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; a tenth of fp32 logits
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)

@@ -9,12 +9,12 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'NEAR', 'plan_again', 'OPTIONS', 'METHO
            'slab_of', 'slab_way', 'plain_way', 'recompute_way', 'tiles_extra', 'tile_sides', 'tiles_way', 'least',
            'thrifty', 'Choice', 'Plan', 'make_plan', 'check_plan', 'plan', 'eager_linear_cross_entropy',
            'shift_targets', 'check_whole', 'check_call', 'objection', 'choose', 'settled', 'told', 'request_of', 'take',
-           'check_compiler', 'planned_loss', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
+           'check_compiler', 'planned_loss', 'linear_cross_entropy', 'LossOptions', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/07_losses.ipynb #43572c67
 import functools, logging, operator
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from fusedloss.chunks import (
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
 from fusedloss.core.tuning import method_of
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.versions import torch_version
+from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
 from fusedloss.kernels import (
     check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
 from fusedloss.measure import (
@@ -398,12 +400,12 @@ def plan(
     n_classes:int,  # V
     n_features:int,  # H
     dtype:torch.dtype=torch.bfloat16,  # of the products
-    *, device:Optional[str]=None,  # "cuda" or "cpu"; a GPU if None, whether there is one or not
-    reduction:str="mean",
+    *, device:Optional[str|torch.device]=None,  # a GPU if None, whether there is one or not
+    reduction:Reduction="mean",
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where dw adds up: "auto", "float32" or "native"
+    accumulate:Accumulate="auto",  # where chunks of dw add up
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias
-    stats:str="",  # "detached" or "differentiable" statistics
+    stats:Literal["", "detached", "differentiable"]="",  # those that are wanted
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
@@ -577,7 +579,7 @@ def take(
         logit_scale=given["logit_scale"], token_tile=rows, class_tile=columns)
 
 # %% ../nbs/07_losses.ipynb #a5942c13
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+TORCH = torch_version()
 
 def check_compiler():
     "`RuntimeError` where `torch.compile` is too old for what a plan does."
@@ -629,7 +631,7 @@ def linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b
@@ -638,12 +640,12 @@ def linear_cross_entropy(
     z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:str="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
+    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
-    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -663,22 +665,43 @@ def linear_cross_entropy(
                         accumulate, filter_eps, max_valid=max_valid,
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)
 
+# %% ../nbs/07_losses.ipynb #3dd3056c
+class LossOptions(TypedDict, total=False):
+    "Arguments that `LinearCrossEntropyLoss` hands on to stage 5's module."
+    class_weight: Optional[Tensor]  # [V]
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: Optional[float]
+    z_loss: float
+    chunk_size: Optional[int]
+    memory_budget: Optional[int]
+    accumulate: Accumulate
+    init_method: Optional[Callable]
+    transposed: bool
+    monitoring: bool
+    device: torch.types.Device
+    dtype: Optional[torch.dtype]
+
 # %% ../nbs/07_losses.ipynb #0659738e
 class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     "A linear layer and its cross entropy, by the method that `plan` takes."
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, shift:int=0,  # k: the target of a token lies k positions ahead
-        method:str="auto",
+        method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
-        backbone_reduction:Optional[str]=None,  # as in `linear_cross_entropy`
-        **options,  # the others of stage 5's module: weights, reduction, monitoring, ...
+        backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
+        **options:Unpack[LossOptions],  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
                         backbone_reduction=backbone_reduction)
 
-    def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given):
+    def compute(
+        self, input:Tensor, target:Tensor, *, max_valid:Optional[int]=None, **given:Any,
+    ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
                             monitored=True, **self.how)

@@ -22,17 +22,19 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'sampled_columns', 'SLAB', 'partial_lse',
 # %% ../nbs/09_partial_fc.ipynb #275f2e99
 import math
 from contextlib import nullcontext
-from typing import Callable, Iterator, NamedTuple, Optional
+from typing import Any, Callable, Iterator, Literal, NamedTuple, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
 from fusedloss.core.tuning import current_step, keeping, starter
+from fusedloss.core.words import HeadMethod
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
@@ -198,7 +200,7 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
 class NegativeSampler(nn.Module):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
     def __init__(self,
-        rate:float|str,  # share of the classes, in (0, 1]; or "positives": none but the batch's
+        rate:float|Literal["positives"],  # of the classes, in (0, 1]; or the batch's alone
         seed:int=0,
         log_q:bool=False,  # correct the sum for what was not drawn: see below
     ):
@@ -222,7 +224,7 @@ class NegativeSampler(nn.Module):
         "Where `forward` has the classes `y`, or -1."
         return slot_plain(y, self.seed, self.step, self.strata, start)
 
-    def advance(self): self.step.add_(1)
+    def advance(self) -> None: self.step.add_(1)
     def extra_repr(self) -> str: return f"rate={self.rate:g}, log_q={self.log_q}"
 
 # %% ../nbs/09_partial_fc.ipynb #4916ac5e
@@ -1257,7 +1259,7 @@ def distinct_values(p:Tensor) -> Tensor:
 # %% ../nbs/09_partial_fc.ipynb #b58d3260
 class RowOptimizer(torch.optim.Optimizer):
     "An optimizer that clips sparse gradients, and whose state keeps its dtypes when loaded."
-    def load_state_dict(self, state_dict:dict):
+    def load_state_dict(self, state_dict:dict) -> None:
         given = [i for g in state_dict["param_groups"] for i in g["params"]]
         held = [p for g in self.param_groups for p in g["params"]]
         tensors = [(p, name, t) for p, i in zip(held, given) for name, t in
@@ -1282,11 +1284,11 @@ class RowSparse(RowOptimizer):
     "SGD or AdamW that touch only the rows a sparse gradient has; dense gradients as usual."
     def __init__(self,
         optimizer_class:type,  # torch.optim.SGD or torch.optim.AdamW
-        params,  # as the class takes them
-        *, mode:str="lazy",  # rows without gradient stay; or "dense": they move as usual
+        params:ParamsT,  # as the class takes them
+        *, mode:Literal["lazy", "dense"]="lazy",  # whether rows without gradient stay
         stochastic_rounding:bool=True,  # of bfloat16 weights; their state is float32
         seed:int=0,  # of the rounding
-        **options,  # of the class: lr, momentum, ...
+        **options:Any,  # of the class: lr, momentum, ...
     ):
         expect(optimizer_class in SPARSE_OF, "optimizer_class", "torch.optim.SGD or AdamW",
                getattr(optimizer_class, "__name__", optimizer_class))
@@ -1300,7 +1302,7 @@ class RowSparse(RowOptimizer):
         super().__init__(params, pattern.defaults)
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure:Optional[Callable[[], float]]=None) -> Optional[float]:
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
@@ -1312,7 +1314,7 @@ class RowSparse(RowOptimizer):
         for p, group in given: self.update(p, group)
         return loss
 
-    def update(self, p:Tensor, group:dict):
+    def update(self, p:Tensor, group:dict) -> None:
         "One parameter's step."
         u, state = update_of(group, self.adam), self.state[p]
         names = self.names if u.adam or u.a else ()
@@ -1416,7 +1418,7 @@ class ClassVectors(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self): nn.init.normal_(self.weight, std=0.01)
+    def reset_parameters(self) -> None: nn.init.normal_(self.weight, std=0.01)
 
     @torch.no_grad()
     def extend(self,
@@ -1434,7 +1436,7 @@ class ClassVectors(nn.Module):
 
     @torch.no_grad()
     def remove(self,
-        classes,  # integers, or a tensor of them
+        classes:Tensor|Sequence[int],
         *optimizers:torch.optim.Optimizer,  # whose state of the weight shrinks with it
     ) -> Tensor:  # [V], each old class's new number, -1 if removed
         "Take classes out; those after them move up; if it raises, nothing has changed."
@@ -1563,16 +1565,16 @@ class PartialFC(ClassVectors):
     def __init__(self,
         num_classes:int,  # V
         embedding_size:int,  # H
-        *, sample_rate:float|str=1.0,  # share of the classes, in (0, 1]; or "positives"
+        *, sample_rate:float|Literal["positives"]=1.0,  # of the classes, in (0, 1]
         margin:Optional[Margin]=None,  # CosFace() unless given
         sampler:Optional[NegativeSampler]=None,  # in place of `sample_rate`
         ignore_index:int=-1,  # rows with this label count nothing
-        method:str="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
+        method:HeadMethod="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
         conflict:Optional[float]=None,  # others with a cosine above this are no negatives
-        conflict_mode:str="drop",  # they leave the sum, or "zero": they score 0 in it
+        conflict_mode:Literal["drop", "zero"]="drop",  # they leave the sum, or score 0 in it
         sparse:Optional[bool]=None,  # gradient as rows, for RowSparse; default: if it samples
         eps:float=EPS,  # shorter rows have no direction
-        device=None, dtype:Optional[torch.dtype]=None,  # of the weight
+        device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):
         margin = CosFace() if margin is None else margin
         check_partial(margin, sampler, sample_rate, ignore_index, method, conflict,

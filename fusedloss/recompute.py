@@ -31,6 +31,7 @@ from fusedloss.core.devices import Device, device_of, GPUS, Implementation
 from fusedloss.core.operators import operator, products
 from fusedloss.core.tuning import fastest as fastest_variant, starter
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import Reduction
 from fusedloss.kernels import (
     all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
     factors, finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_gradient,
@@ -425,7 +426,8 @@ def terms_kernel(
     tl.store(at + 2 * N, tl.where(valid, hold, 0.0), mask=keep)
     tl.store(at + 3 * N, tl.where(valid, spread, 0.0), mask=keep)
     if g_entropy_ptr is not None:
-        g_h = tl.load(g_entropy_ptr + rows * g_entropy_stride, mask=valid, other=0.0)
+        at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
+        g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
         mean = base / UNIT + tl.log(s) - entropy  # Σ p z
         tl.store(at + 4 * N, g_h / s, mask=keep)
@@ -473,7 +475,7 @@ def dz_kernel(
             d -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
         d *= slope
         if db_ptr is not None:
-            tl.store(db_ptr + tn * db_stride + cols, tl.sum(d, 0), mask=inside)
+            tl.store(db_ptr + tn.to(tl.int64) * db_stride + cols, tl.sum(d, 0), mask=inside)
         if DESC:
             halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # half the shared memory
@@ -1162,7 +1164,7 @@ def recompute_linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b

@@ -10,7 +10,7 @@ __all__ = ['SCANS', 'logz_autograd', 'check_lengths', 'OutEdges', 'transpose', '
 # %% ../nbs/12_scans.ipynb #547eac95
 import functools
 import os
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -192,6 +192,7 @@ class _LogzGrad(torch.autograd.Function):
 class Scan(NamedTuple):
     "Rungs 2 and 3: one scan forward, which keeps all α, and one back."
     kernel: bool
+    spends = False  # leaves what is kept as it is
 
     def forward(self, S, Ms, idx, v0, vT, lengths, keep):
         alphas = scan_fwd(Ms, idx, v0, S, lengths, self.kernel)
@@ -213,7 +214,10 @@ class _Logz(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        d_Ms, d_v0, d_vT = _LogzGrad.apply(ctx.way, ctx.S, g, *ctx.saved_tensors)
+        *given, = ctx.saved_tensors
+        if ctx.way.spends and torch._C._autograd._get_current_graph_task_keep_graph():
+            given[5] = given[5].clone()  # what is kept is asked for again
+        d_Ms, d_v0, d_vT = _LogzGrad.apply(ctx.way, ctx.S, g, *given)
         return None, None, d_Ms, None, d_v0, d_vT, None
 
 # %% ../nbs/12_scans.ipynb #d498a7fe
@@ -299,7 +303,7 @@ def fused_cut(
 # %% ../nbs/12_scans.ipynb #e7863436
 class Begun(NamedTuple):
     "Two scans that have met."
-    z: Tensor  # [N]
+    z: Optional[Tensor]  # [N]; None once it is known
     table: Optional[Tensor]  # [T,N,C,nz], to become the gradient, or [T,N,C] for a path
     middle: Tensor; total: Tensor  # [2,2,N,C], [N,2]
     slots: Tensor; out: OutEdges
@@ -335,18 +339,17 @@ def begin(cut, S, Ms, idx, v0, vT, lengths, held):
     return b
 
 # %% ../nbs/12_scans.ipynb #36e99bad
-class Fused:
+class Fused(NamedTuple):
     "Rung 4: to the middle, and from there on in the memory of the gradient."
-    def __init__(self, cut): self.cut, self.begun = cut, None
+    cut: Cut
+    spends = True  # the first of what is kept becomes the gradient
 
     def forward(self, S, Ms, idx, v0, vT, lengths, keep):
         begun = begin(self.cut, S, Ms, idx, v0, vT, lengths, keep and Ms.shape)
-        if keep: self.begun = begun
-        return begun.z,
+        return (begun.z, *begun[1:-1], *begun.out) if keep else (begun.z,)
 
-    def backward(self, S, g, Ms, idx, v0, vT, lengths):
-        begun, self.begun = self.begun, None  # it becomes the gradient: a second one starts anew
-        if begun is None: begun = begin(self.cut, S, Ms, idx, v0, vT, lengths, Ms.shape)
+    def backward(self, S, g, Ms, idx, v0, vT, lengths, *kept):
+        begun = Begun(None, *kept[:-2], OutEdges(*kept[-2:]))
         ends = torch.empty_like(v0, memory_format=torch.contiguous_format)
         d_v0, d_vT = ends, torch.empty_like(ends)
         g = g.contiguous(), d_v0, d_vT
@@ -417,7 +420,7 @@ def logz(
     v0:Tensor, vT:Tensor,  # [N,C] scores of starting and ending in a state
     S:Semiring=Log,
     lengths:Optional[Tensor]=None,  # [N] steps of each sequence; None: T
-    *, method:str="auto",  # or a rung: "autograd", "loop", "scan", "fused"
+    *, method:Literal["auto", "autograd", "loop", "scan", "fused"]="auto",  # or a rung
 ) -> Tensor:  # [*components, N]
     "The sum over all paths; for Log, Max and Sample with the gradient by hand."
     check_graph(Ms, idx, v0, vT)
@@ -442,7 +445,7 @@ def scan_fwd_kernel(
     steps = T
     if lengths_ptr is not None: steps = tl.load(lengths_ptr + n).to(tl.int32)
     for t in range(steps):
-        row = scores_ptr + (t * N + n) * C * NZ
+        row = scores_ptr + (n + tl.cast(t, tl.int64) * N) * C * NZ
         top = tl.full([BLOCK_C], -float("inf"), alpha.dtype)
         total = tl.zeros([BLOCK_C], alpha.dtype)
         for j in tl.static_range(NZ):
@@ -453,7 +456,7 @@ def scan_fwd_kernel(
             old, top = top, tl.maximum(top, x)
             total = total * tl.exp(old - finite(top)) + tl.exp(x - finite(top))
         alpha = finite(top) + tl.log(total)
-        tl.store(alphas_ptr + ((t + 1) * N + n) * C + c, alpha, mask=inside)
+        tl.store(alphas_ptr + (n + tl.cast(t + 1, tl.int64) * N) * C + c, alpha, mask=inside)
 
 # %% ../nbs/12_scans.ipynb #1e2de5cc
 def scan_fwd_triton(

@@ -11,7 +11,7 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of', 'shifted_ahead', 'within',
            'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded', 'ask_shards', 'Here',
            'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'whole_tensor', 'first_rows',
-           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows',
+           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows', 'HeadOptions',
            'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
            'square_of_all']
 
@@ -20,18 +20,20 @@ import copy
 import functools
 import os
 from types import SimpleNamespace
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import BackboneReduction, HeadMethod, Reduction
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
     score_and_slope, share_of, total_weight, unit as score_unit)
@@ -722,7 +724,7 @@ def sharded_linear_cross_entropy(
     target:Tensor,  # [...] as the input, integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b
@@ -731,9 +733,9 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
-    mesh=None,  # a DeviceMesh of one dimension, where the weight is but this rank's rows
+    mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
     """A linear layer's cross entropy, its classes over ranks; no rank makes another's scores.
@@ -920,17 +922,30 @@ def spread_rows(rows:Tensor, mesh, shape:torch.Size) -> Tensor:  # DTensor of `s
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape,
                               stride=torch.empty(shape, device="meta").stride())
 
+# %% ../nbs/10_sharded.ipynb #f21c127a
+class HeadOptions(TypedDict, total=False):
+    "Arguments that `ShardedPartialFC` hands on to `PartialFC`."
+    sample_rate: float | Literal["positives"]
+    margin: Optional[Margin]
+    ignore_index: int
+    method: HeadMethod
+    conflict: Optional[float]
+    conflict_mode: Literal["drop", "zero"]
+    sparse: Optional[bool]
+    eps: float
+    dtype: Optional[torch.dtype]
+
 # %% ../nbs/10_sharded.ipynb #1f85187d
 class ShardedPartialFC(PartialFC):
     "`PartialFC` with its classes over the ranks of a mesh; without one, on this process."
     def __init__(self,
         num_classes:int, embedding_size:int,  # V, H
-        *, mesh=None,  # a DeviceMesh of one dimension
-        backbone_reduction:str="mean",  # of the features' engine: DDP, FSDP; or "sum"
+        *, mesh:Optional[DeviceMesh]=None,  # of one dimension
+        backbone_reduction:BackboneReduction="mean",  # of the features' wrapper: DDP, FSDP
         equal_batch:bool=False,  # a promise: as many rows on every rank
         seed:int=0,  # of the first weight
         sampler:Optional[NegativeSampler]=None,  # as in `PartialFC`, and all the others
-        device=None, **options,
+        device:torch.types.Device=None, **options:Unpack[HeadOptions],
     ):
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
                          device="meta", **options)  # nobody makes all the rows
@@ -954,7 +969,7 @@ class ShardedPartialFC(PartialFC):
         return spread_rows(rows, self.mesh, torch.Size((v, h)))
 
     @torch.no_grad()
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         if not self.weight.is_meta: self.weight.copy_(self.new_rows())
 
     def forward(self,
@@ -968,8 +983,8 @@ class ShardedPartialFC(PartialFC):
         same_on_all("loss", loss, s)
         return (loss, spread_head_stats(self, seen, b, s)) if return_stats else loss
 
-    def extend(self, *args): return grown_alone(self, super().extend, args)
-    def remove(self, *args): return grown_alone(self, super().remove, args)
+    def extend(self, *args:Any) -> range: return grown_alone(self, super().extend, args)
+    def remove(self, *args:Any) -> Tensor: return grown_alone(self, super().remove, args)
 
 # %% ../nbs/10_sharded.ipynb #1f0c0c4d
 def gathered_batch(
@@ -1024,7 +1039,7 @@ def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or
 # %% ../nbs/10_sharded.ipynb #ba0e0940
 class ShardedRowSparse(RowSparse):
     "`RowSparse` whose parameters may be DTensors, Shard(0)."
-    def update(self, p:Tensor, group:dict):
+    def update(self, p:Tensor, group:dict) -> None:
         if not spread_on(p): return super().update(p, group)
         u, state, here = update_of(group, self.adam), self.state[p], p.to_local()
         names = self.names if u.adam or u.a else ()

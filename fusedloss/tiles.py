@@ -20,6 +20,7 @@ from fusedloss.baseline import (
     row_norms)
 from fusedloss.core.operators import operator, products
 from fusedloss.core.weights import weight_alone
+from fusedloss.core.words import Reduction
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3
 def square_tile(
@@ -304,7 +305,7 @@ def tiled_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
-    *, reduction:str="mean",  # "none", "mean" over valid tokens, or "sum"
+    *, reduction:Reduction="mean",  # "none", "mean" over valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     margin:float=0.35,  # LMCL (arXiv 1801.09414): taken off the target's cosine
     scale:float|None=None,  # LMCL where given: what cosines are multiplied by
@@ -333,7 +334,7 @@ class MemoryEfficientVocabOutput(nn.Module):
     def __init__(self,
         proj_weight:nn.Parameter|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding`
         tile_factor:int=16,  # a tile holds 1 / tile_factor² of the scores
-        reduction:str="sum",  # "none", "mean" or "sum"
+        reduction:Reduction="sum",  # "none", "mean" or "sum"
         margin:float=0.35,  # LMCL: taken off the target's cosine
         scale:float|None=None,  # LMCL where given: what cosines are multiplied by
     ):

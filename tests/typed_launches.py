@@ -84,6 +84,11 @@ class Lowerer:
         return self.ask(line)
 
     @cache  # noqa: B019: as above
+    def narrow_products(self, line: str) -> str | list[str]:
+        "Strides that a launch multiplies in 32 bits; or a complaint"
+        return self.ask(json.dumps([*json.loads(line)[:2], "products"]))
+
+    @cache  # noqa: B019: as above
     def usage(self, line: str, arch: int) -> str | dict[str, int]:
         "What a launch of `build_line` asks of an architecture: bytes of shared memory, registers, bytes of stack; or a complaint"
         return self.ask(json.dumps([*json.loads(line), arch]))
@@ -130,7 +135,7 @@ def source_of(name: list[str], types: dict, even: list[str] = ()):
 
 
 def lower(name: list[str], types: dict) -> str:
-    "Triton's IR of a kernel for these types; raises as the compiler does"
+    "Triton's IR of a kernel for these types, as text; raises as the compiler does"
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -139,8 +144,26 @@ def lower(name: list[str], types: dict) -> str:
     ir.load_dialects(context)
     backend.load_dialects(context)
     source, options = source_of(name, types), backend.parse_options({})
-    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
-    return ""
+    return str(source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context))
+
+
+ARGUMENT = re.compile(r'(%\w+): i32 (?:\{[^}]*\} )?loc\("(\w*(?:stride\w*|_row|_col))"')  # of a function of the library: a stride
+STEP = re.compile(r"\s*(%\w+) = (tt\.splat|tt\.broadcast|tt\.expand_dims|arith\.muli) ([^:]*):(.*)")
+
+
+def narrow_products(text: str) -> list[str]:
+    "Strides that Triton's IR multiplies in 32 bits: the offset that comes of it may be larger"
+    wrong, strides = set(), {}
+    for line in text.splitlines():
+        if "tt.func" in line:
+            strides = dict(ARGUMENT.findall(line))
+        step = STEP.match(line)
+        held = [strides[v] for v in re.findall(r"%\w+", step[3]) if v in strides] if step else []
+        if held and step[2] != "arith.muli":
+            strides[step[1]] = held[0]
+        elif held and "i32" in step[4]:
+            wrong.add(held[0])
+    return sorted(wrong)
 
 
 def resources(name: list[str], types: dict, even: list[str], flags: dict, arch: int) -> dict[str, int]:
@@ -163,7 +186,8 @@ def serve() -> None:
     for line in sys.stdin:
         try:
             request = json.loads(line)
-            answer = lower(*request) if len(request) == 2 else resources(*request)
+            answer = resources(*request) if len(request) == 5 else lower(*request[:2])
+            answer = narrow_products(answer) if len(request) == 3 else answer if len(request) == 5 else ""
         except Exception as error:
             answer = f"{error}\n{error.__cause__ or ''}\n{line}"
         print(json.dumps(answer), file=answers, flush=True)
