@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedloss.core.operators import check_unbatched
+from fusedloss.core.words import Reduction
 
 # %% ../nbs/01_baseline.ipynb #7dd62ea3
 class Sample(NamedTuple):
@@ -180,7 +181,7 @@ def baseline_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
-    *, reduction:str="mean",  # "none", "mean" over valid tokens, or "sum"
+    *, reduction:Reduction="mean",  # "none", "mean" over valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     margin:float=0.35,  # LMCL: taken off the target's cosine
     scale:float|None=None,  # LMCL where given: what cosines are multiplied by

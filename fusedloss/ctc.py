@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['LATTICE', 'LATTICE_CLUSTERS', 'interleave', 'may_skip', 'ctc_graph', 'ctc_by_logz', 'alpha_table', 'share_back',
-           'ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample', 'CTCPosteriors',
-           'ctc_posteriors']
+           'runs_kernels', 'ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_align', 'ctc_sample',
+           'CTCPosteriors', 'ctc_posteriors']
 
 # %% ../nbs/13_ctc.ipynb #8fd56191
 import functools, math, os
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fusedloss.baseline import expect, expect_tensor
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import observed, operator
+from fusedloss.core.words import Lengths, Reduction
 from fusedloss.kernels import ELEMENTS, on_device, reduce_rows, scaled_rows
 from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
 from fusedloss.semirings import Log
@@ -352,13 +353,13 @@ def ctc_kernel(
     "A kernel of `cuda/ctc.cu`."
     return cuda_kernel(name, device, ("ctc",), **constants)
 
-# %% ../nbs/13_ctc.ipynb #0740fa1a
+# %% ../nbs/13_ctc.ipynb #c2845d7f
 LATTICE = Implementation("CTC, states in registers", "cuda/ctc.cu", ("nvidia",),
                          "a loop over frames in PyTorch")
 LATTICE_CLUSTERS = Implementation("CTC, states across a cluster", "cuda/ctc.cu",
                                   ("nvidia", "clusters"), "one block")
 
-# %% ../nbs/13_ctc.ipynb #c2845d7f
+#| exporti
 def runs_kernels(z:Tensor) -> bool:
     "Whether the kernels take scores or gradients like these."
     if LATTICE.lacks(device_of(z)) or z.dtype not in ELEMENTS or z.numel() == 0: return False
@@ -613,12 +614,12 @@ def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, fo
 def ctc_loss(
     log_probs:Tensor,  # [T,N,C] or [T,C] log-probabilities; fp16, bf16, fp32, fp64
     targets:Tensor,  # [N,L], or [sum of target_lengths] one after another
-    input_lengths,  # [N] frames: a tensor on either device, a tuple or a list
-    target_lengths,  # [N] labels
+    input_lengths:Lengths,  # [N] frames: a tensor on either device, a tuple or a list
+    target_lengths:Lengths,  # [N] labels
     blank:int=0,
-    reduction:str="mean",  # "none"; "sum"; "mean" of losses divided by their target's length
+    reduction:Reduction="mean",  # "mean" is of losses divided by their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
-    *, gradient:str="torch",  # exp(log_probs) − γ, as torch; "exact": the derivative, −γ
+    *, gradient:Literal["torch", "exact"]="torch",  # exp(log_probs) − γ, or the derivative, −γ
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "`torch.nn.functional.ctc_loss`, in its place."
     expect(gradient in ("torch", "exact"), "gradient", "torch or exact", gradient)
@@ -628,8 +629,8 @@ def ctc_loss(
 # %% ../nbs/13_ctc.ipynb #792e1513
 def ctc_loss_with_logits(
     logits:Tensor,  # [T,N,C] or [T,C]
-    targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
-    blank:int=0, reduction:str="mean", zero_infinity:bool=False,
+    targets:Tensor, input_lengths:Lengths, target_lengths:Lengths,  # as for `ctc_loss`
+    blank:int=0, reduction:Reduction="mean", zero_infinity:bool=False,
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of logits: `ctc_loss` of their `log_softmax`, which is never made."
     return reduced_ctc(logits, targets, input_lengths, target_lengths, blank, reduction,
@@ -639,7 +640,7 @@ def ctc_loss_with_logits(
 class CTCLoss(torch.nn.Module):
     "`torch.nn.CTCLoss`, of log-probabilities or of logits."
     def __init__(self,
-        blank:int=0, reduction:str="mean", zero_infinity:bool=False,  # as for `ctc_loss`
+        blank:int=0, reduction:Reduction="mean", zero_infinity:bool=False,  # as for `ctc_loss`
         *, logits:bool=False,  # whether it is given logits
     ):
         super().__init__()
@@ -647,7 +648,8 @@ class CTCLoss(torch.nn.Module):
         self.logits = logits
 
     def forward(self,
-        log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
+        log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
+        input_lengths:Lengths, target_lengths:Lengths,
     ) -> Tensor:
         loss = ctc_loss_with_logits if self.logits else ctc_loss
         return loss(log_probs, targets, input_lengths, target_lengths, self.blank,
@@ -699,7 +701,8 @@ def out_dtype(t:Tensor): return f64 if t.dtype == f64 else f32
 
 # %% ../nbs/13_ctc.ipynb #4b0ce625
 def forced_align(
-    log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
+    log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
+    input_lengths:Lengths, target_lengths:Lengths,
     blank:int=0,
 ) -> Alignment:
     "The best path of each sequence; of equals always the same one."
@@ -710,7 +713,8 @@ def forced_align(
 
 # %% ../nbs/13_ctc.ipynb #61929b6e
 def ctc_sample(
-    log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
+    log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
+    input_lengths:Lengths, target_lengths:Lengths,
     blank:int=0,
     generator:Optional[torch.Generator]=None,  # on the device of the log-probabilities
 ) -> Alignment:
@@ -758,7 +762,8 @@ def kernel_posteriors(
 # %% ../nbs/13_ctc.ipynb #71cd4cab
 @torch.no_grad()
 def ctc_posteriors(
-    log_probs:Tensor, targets:Tensor, input_lengths, target_lengths,  # as for `ctc_loss`
+    log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
+    input_lengths:Lengths, target_lengths:Lengths,
     blank:int=0,
 ) -> CTCPosteriors:
     "Where the paths are, and how far they agree."

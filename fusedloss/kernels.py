@@ -11,12 +11,13 @@ __all__ = ['LOG2E', 'TRITON_ROWS', 'REGISTER_LIMIT', 'ROW_CLUSTERS', 'logits_los
            'all_weights', 'on_device', 'scan_parts', 'launch_scan', 'launch_bwd', 'launch_turnaround', 'launch_scale',
            'Cluster', 'cluster_shape', 'starts_on_vectors', 'row_cluster', 'launch_cluster', 'turns_in_one_launch',
            'launch_both', 'RowTerms', 'row_terms', 'score_and_slope', 'factors', 'share_of', 'below', 'reference_fwd',
-           'reference_stats', 'reference_bwd', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd', 'reduce_rows',
-           'turn_around', 'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights', 'total_weight',
-           'check_overwrite', 'CrossEntropyStats', 'row_stats', 'cross_entropy', 'overwrites', 'turns_early']
+           'reference_stats', 'reference_bwd', 'triton_works', 'has_kernel', 'rows_view', 'rows_fwd', 'rows_bwd',
+           'reduce_rows', 'turn_around', 'scaled_rows', 'out_like', 'check_logits', 'check_options', 'check_weights',
+           'total_weight', 'check_overwrite', 'CrossEntropyStats', 'row_stats', 'cross_entropy', 'overwrites',
+           'turns_early']
 
 # %% ../nbs/04_kernels.ipynb #cf62d1ea
-import functools, math
+import functools, math, warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple, Optional
@@ -29,6 +30,7 @@ from fusedloss.baseline import (
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of, GPUS, Implementation
 from fusedloss.core.operators import first_order, observed, operator, transformed
+from fusedloss.core.words import Reduction
 
 # %% ../nbs/04_kernels.ipynb #60761d1c
 try:
@@ -835,9 +837,20 @@ def reference_bwd(
     return dz.masked_fill_(~t.valid[:, None], 0.0).to(raw.dtype)
 
 # %% ../nbs/04_kernels.ipynb #1ad5a6b1
+@functools.cache
+def triton_works() -> bool:
+    "Whether Triton finds a driver and a compiler; if not, one warning names the cause."
+    if triton is None: return False
+    try: triton.runtime.driver.active.get_current_target()
+    except Exception as reason:  # whatever the driver, or the compiler of its launcher, raises
+        warnings.warn(f"Triton does not work here, and PyTorch takes its place: {reason!r}",
+                      stacklevel=3)
+        return False
+    return True
+
 def has_kernel(z:Tensor) -> bool:
     "Whether Triton takes these logits."
-    return triton is not None and z.is_cuda and z.dtype != torch.float64 and z.numel() > 0
+    return z.is_cuda and z.dtype != torch.float64 and z.numel() > 0 and triton_works()
 
 # %% ../nbs/04_kernels.ipynb #20ee2844
 def rows_view(
@@ -1099,7 +1112,7 @@ def cross_entropy(
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies the logits
     softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)

@@ -8,13 +8,13 @@ __all__ = ['LAUNCH', 'CPU', 'ROUNDINGS', 'NEAR', 'plan_again', 'OPTIONS', 'METHO
            'eager_way', 'chunks_budget', 'chunks_operand', 'chunks_cut', 'chunks_extra', 'chunks_way', 'slab_forward',
            'slab_of', 'slab_way', 'plain_way', 'recompute_way', 'tiles_extra', 'tile_sides', 'tiles_way', 'least',
            'thrifty', 'Choice', 'Plan', 'make_plan', 'check_plan', 'plan', 'eager_linear_cross_entropy',
-           'shift_targets', 'check_whole', 'check_call', 'objection', 'choose', 'request_of', 'take', 'check_compiler',
-           'planned_loss', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
+           'shift_targets', 'check_whole', 'check_call', 'objection', 'choose', 'settled', 'told', 'request_of', 'take',
+           'check_compiler', 'planned_loss', 'linear_cross_entropy', 'LossOptions', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/07_losses.ipynb #43572c67
 import functools, logging, operator
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,17 @@ from fusedloss.baseline import acc_dtype, check_inputs, expect, FLOATS
 from fusedloss.chunks import (
     check_chunks, check_promise, Chunks, chunk_bytes, chunked_linear_cross_entropy,
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
+from fusedloss.core.tuning import method_of
+from fusedloss.core.devices import known_gpu
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.versions import torch_version
+from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
 from fusedloss.kernels import (
-    check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
+    check_options, check_weights, cross_entropy, CrossEntropyStats, ROW_CLUSTERS, triton)
 from fusedloss.measure import (
     Cost, H200, Machine, Table, machine_of, predict_seconds, si, sweep_cost)
 from fusedloss.recompute import (
-    beside_dz, BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy,
+    beside_dz, BUDGET, BY_DESCRIPTORS, check_filter, check_recompute, recompute_linear_cross_entropy,
     run_length, slab_tiles, TERMS)
 from fusedloss.tiles import tiled_linear_cross_entropy
 
@@ -345,12 +349,21 @@ class Plan(Choice):
         if w.extra > self.budget: return "above the budget"
         return w.caution or ("slower" if w.seconds > self.way.seconds else "more memory, hardly faster")
 
+    def note(self, w:Way) -> str:
+        "What a way does without on this machine, and why; empty if nothing."
+        r, d = self.request, known_gpu(self.machine)
+        if not r.fused: return ""
+        if w.method == "recompute" and r.dtype.itemsize != 2: return "by PyTorch: not of 16 bits"
+        i = dict(chunks=ROW_CLUSTERS, eager=ROW_CLUSTERS, recompute=BY_DESCRIPTORS).get(w.method)
+        return f"{i.otherwise}: {i.lacks(d)}" if d and i and i.lacks(d) else ""
+
     @property
     def table(self) -> Table:
         cut = lambda w: " ".join(str(part) for part in w.cut if part)
+        said = lambda w: "; ".join(filter(None, (self.verdict(w), self.note(w))))
         return Table(["method", "cut", "FLOPs", "moved", "beyond the gradients", "time", ""],
                      [[w.method, cut(w), si(w.flops, "FLOP"), si(w.bytes, "B"),
-                       si(w.extra, "B"), si(w.seconds, "s"), self.verdict(w)]
+                       si(w.extra, "B"), si(w.seconds, "s"), said(w)]
                       for w in self.ways])
 
     def _repr_markdown_(self) -> str: return f"{self.table._repr_markdown_()}\n\n{self.why}"
@@ -397,12 +410,12 @@ def plan(
     n_classes:int,  # V
     n_features:int,  # H
     dtype:torch.dtype=torch.bfloat16,  # of the products
-    *, device:Optional[str]=None,  # "cuda" or "cpu"; a GPU if None, whether there is one or not
-    reduction:str="mean",
+    *, device:Optional[str|torch.device]=None,  # a GPU if None, whether there is one or not
+    reduction:Reduction="mean",
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where dw adds up: "auto", "float32" or "native"
+    accumulate:Accumulate="auto",  # where chunks of dw add up
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias
-    stats:str="",  # "detached" or "differentiable" statistics
+    stats:Literal["", "detached", "differentiable"]="",  # those that are wanted
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
@@ -519,6 +532,17 @@ def choose(p:Plan, method:str) -> Way:
         raise ValueError(objection(p, way, method))
     return way
 
+# %% ../nbs/07_losses.ipynb #3c29f6d4
+def settled(p:Plan) -> Way:
+    "What `auto` takes: by a file of choices, else by the plan."
+    planned = choose(p, "auto").method
+    return choose(p, method_of(p.request, planned, lambda: [w.method for w in p.able]))
+
+def told(p:Plan, way:Way, method:str) -> str:
+    "Why a way is taken, for the log."
+    if method != "auto": return f"{method}, as asked"
+    return p.why if way == p.way else f"{way.method}, by a file of choices"
+
 # %% ../nbs/07_losses.ipynb #0a01ad85
 logger = logging.getLogger("fusedloss")
 
@@ -565,7 +589,7 @@ def take(
         logit_scale=given["logit_scale"], token_tile=rows, class_tile=columns)
 
 # %% ../nbs/07_losses.ipynb #a5942c13
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+TORCH = torch_version()
 
 def check_compiler():
     "`RuntimeError` where `torch.compile` is too old for what a plan does."
@@ -602,10 +626,9 @@ def planned_loss(
     compiling = torch.compiler.is_compiling()
     if compiling: check_compiler()
     p = make_plan(r) if compiling else plan_again(r)
-    way = choose(p, method)
+    way = choose(p, method) if compiling or method != "auto" else settled(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v,
-                  p.why if method == "auto" else f"{method}, as asked")
+        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, told(p, way, method))
     arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
     if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
     check_promise(target, given["ignore_index"], max_valid)
@@ -618,7 +641,7 @@ def linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b
@@ -627,12 +650,12 @@ def linear_cross_entropy(
     z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:str="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
+    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
-    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -652,22 +675,43 @@ def linear_cross_entropy(
                         accumulate, filter_eps, max_valid=max_valid,
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)
 
+# %% ../nbs/07_losses.ipynb #3dd3056c
+class LossOptions(TypedDict, total=False):
+    "Arguments that `LinearCrossEntropyLoss` hands on to stage 5's module."
+    class_weight: Optional[Tensor]  # [V]
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: Optional[float]
+    z_loss: float
+    chunk_size: Optional[int]
+    memory_budget: Optional[int]
+    accumulate: Accumulate
+    init_method: Optional[Callable]
+    transposed: bool
+    monitoring: bool
+    device: torch.types.Device
+    dtype: Optional[torch.dtype]
+
 # %% ../nbs/07_losses.ipynb #0659738e
 class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     "A linear layer and its cross entropy, by the method that `plan` takes."
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, shift:int=0,  # k: the target of a token lies k positions ahead
-        method:str="auto",
+        method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
-        backbone_reduction:Optional[str]=None,  # as in `linear_cross_entropy`
-        **options,  # the others of stage 5's module: weights, reduction, monitoring, ...
+        backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
+        **options:Unpack[LossOptions],  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
                         backbone_reduction=backbone_reduction)
 
-    def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given):
+    def compute(
+        self, input:Tensor, target:Tensor, *, max_valid:Optional[int]=None, **given:Any,
+    ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
                             monitored=True, **self.how)

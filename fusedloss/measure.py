@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
-import torch.utils.benchmark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
-from fusedloss.core.devices import Device, device_of, GPUS
 from fusedloss.core.sources import commit
 
 # %% auto #0
@@ -49,7 +47,6 @@ class Machine:
     name: str  # as the driver, or the operating system, calls it
     bandwidth: float  # bytes/s, read plus written, of a large copy
     rates: dict[str, float]  # FLOP/s of a large matrix product, by dtype name
-    device: Device = GPUS["H200"]  # what its GPU can do, where it has one
 
     def rate(self, dtype:torch.dtype) -> float:
         "FLOP/s of matrix products in `dtype`; `KeyError` names the dtypes that were measured."
@@ -295,8 +292,8 @@ def time_call(
         from triton.testing import do_bench
         times = do_bench(fn, rep=round(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
         return Timing(*(ms * 1e-3 for ms in times))
-    timer = torch.utils.benchmark.Timer("fn()", globals=dict(fn=fn),
-                                        num_threads=torch.get_num_threads())
+    from torch.utils.benchmark import Timer  # brings setuptools: not at import
+    timer = Timer("fn()", globals=dict(fn=fn), num_threads=torch.get_num_threads())
     return quantiles(timer.blocked_autorange(min_run_time=seconds).times)
 
 # %% ../nbs/00_measure.ipynb #025f5068
@@ -545,8 +542,7 @@ def measure_machine(device:str="cpu") -> Machine:
              else dict(float32=1024, float64=1024))
     rates = {name: measure_rate(device, n, getattr(torch, name))
              for name, n in progress(sizes.items(), "ceilings")}
-    return Machine(machine_name(device), measure_bandwidth(device, numel), rates,
-                   device_of(device))
+    return Machine(machine_name(device), measure_bandwidth(device, numel), rates)
 
 # %% ../nbs/00_measure.ipynb #74f1a420
 def relative_error(

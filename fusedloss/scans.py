@@ -10,7 +10,7 @@ __all__ = ['SCANS', 'logz_autograd', 'check_lengths', 'OutEdges', 'transpose', '
 # %% ../nbs/12_scans.ipynb #547eac95
 import functools
 import os
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -420,7 +420,7 @@ def logz(
     v0:Tensor, vT:Tensor,  # [N,C] scores of starting and ending in a state
     S:Semiring=Log,
     lengths:Optional[Tensor]=None,  # [N] steps of each sequence; None: T
-    *, method:str="auto",  # or a rung: "autograd", "loop", "scan", "fused"
+    *, method:Literal["auto", "autograd", "loop", "scan", "fused"]="auto",  # or a rung
 ) -> Tensor:  # [*components, N]
     "The sum over all paths; for Log, Max and Sample with the gradient by hand."
     check_graph(Ms, idx, v0, vT)

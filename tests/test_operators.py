@@ -78,6 +78,28 @@ def test_a_reload_and_a_fresh_import_keep_the_operators():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_first_call_does_not_import_dynamo_and_later_ones_are_guarded_from_it():
+    "The import takes seconds of a first call; once it is there, it must not look into kernels, whose names would break a graph"
+    code = """if True:
+        import sys, torch, fusedloss as fl
+        from fusedloss.recompute import recompute_loss
+        x, w, y = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True), torch.arange(4)
+        for method in ("eager", "tiles", "chunks", "recompute"): fl.linear_cross_entropy(x, w, y, method=method).backward()
+        fl.ctc_loss_with_logits(torch.randn(5, 1, 4, requires_grad=True), torch.ones(1, 2, dtype=torch.long), [5], [2]).backward()
+        assert "torch._dynamo" not in sys.modules
+        plain = recompute_loss._backend_fns[None]
+        import torch._dynamo as dynamo
+        fl.linear_cross_entropy(x, w, y, method="recompute")
+        assert recompute_loss._backend_fns[None] is not plain and recompute_loss.guarded is None
+        def broken(x):  # in eager frames that Dynamo watches
+            dynamo.graph_break()
+            return fl.linear_cross_entropy(x, w, y, method="recompute")
+        assert torch.compile(broken, backend="eager")(x).isfinite()
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_module_under_another_namespace_leaves_the_library_alone(tmp_path):
     changed = planted(kernels, tmp_path, "return losses if reduction", "return losses if reduction")
     assert changed.logits_loss is not kernels.logits_loss

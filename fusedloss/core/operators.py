@@ -7,7 +7,7 @@ __all__ = ['SECOND', 'FORWARD', 'BATCHED', 'first_order', 'transformed', 'observ
            'Operator', 'products', 'operator']
 
 # %% ../../nbs/library/operators.ipynb #806beaca
-import functools, inspect
+import functools, inspect, sys
 from typing import Callable, Optional
 
 import torch
@@ -94,9 +94,11 @@ def check_reverse(
 class Operator(CustomOpDef):
     "A custom operator, of which any derivative is right or raises."
     flops: Optional[Callable] = None  # (*args, out_val) -> FLOPs of one call
+    guarded: Optional[Callable] = None  # the kernel that Dynamo leaves alone, until it is there
 
     def __call__(self, *args, **named):
         if torch.compiler.is_compiling(): return self._opoverload(*args, **named)
+        if self.guarded and "torch._dynamo" in sys.modules: self.guard()
         if named: args = inspect.signature(self._init_fn).bind(*args, **named).args
         if torch._C._are_functorch_transforms_active(): return _Transformed.apply(*args, self)
         if forward_ad._current_level >= 0: check_tangents(args)
@@ -111,6 +113,14 @@ class Operator(CustomOpDef):
     def register_flops(self, fn:Callable):
         "What `FlopCounterMode` counts for a call: `fn(*args, out_val)`, of tensors and numbers."
         self.flops = fn
+
+    def spare_dynamo(self, fn:Callable):
+        "Run `fn` unguarded while Dynamo is not there: its guard imports it, for seconds."
+        self.guarded, self._backend_fns[None] = self._backend_fns[None], fn
+
+    def guard(self):
+        "Dynamo is there, and is not to look into the kernel."
+        self._backend_fns[None], self.guarded = self.guarded, None
 
     def tell_counters(self):
         "Give the formula to every `FlopCounterMode` that looks on."
@@ -179,4 +189,5 @@ def operator(
                                  schema, fn)
         known[schema].register_autograd(_no_gradient)
     known[schema].register_kernel(None)(fn)
+    known[schema].spare_dynamo(fn)
     return known[schema]

@@ -1,0 +1,190 @@
+"""The store on disk: any number of processes, files that are damaged or not ours, folders that cannot be written."""
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from fusedloss.core import store
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="permissions and locks of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    "A folder of its own, not made yet; no warning has been given"
+    monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path / "store"))
+    monkeypatch.setattr(store, "_warned", set())
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("env, expected", [
+    ({"FUSEDLOSS_CACHE_DIR": "/a/b", "TRITON_CACHE_DIR": "/c"}, "/a/b"),
+    ({"TRITON_CACHE_DIR": "/c", "TRITON_HOME": "/h"}, "/c/fusedloss"),
+    ({"TRITON_HOME": "/h"}, "/h/.triton/fusedloss"),
+    ({"HOME": "/u"}, "/u/.triton/fusedloss"),
+    # what TorchInductor sets for its own process
+    ({"TRITON_CACHE_DIR": "/i/triton/0", "TORCHINDUCTOR_CACHE_DIR": "/i", "HOME": "/u"}, "/u/.triton/fusedloss"),
+    ({"TRITON_CACHE_DIR": "/c", "TORCHINDUCTOR_CACHE_DIR": "/i"}, "/c/fusedloss"),
+])
+def test_the_folder_follows_triton(env, expected, monkeypatch):
+    for name in ("FUSEDLOSS_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert store.folder() == Path(expected)
+
+
+@POSIX
+def test_what_is_written_is_read_and_nobody_else_may_read_it(place):
+    assert store.read("x") == {} and not place.exists()  # reading makes nothing
+    store.update("x", "a", [1, {"b": None}])
+    store.update("x", "c", 2.5)
+    store.update("y", "a", "other")
+    assert store.read("x") == {"a": [1, {"b": None}], "c": 2.5} and store.read("y") == {"a": "other"}
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in place.iterdir()} == {0o600}
+    assert {p.suffix for p in place.iterdir()} == {".json", ".lock"}  # no file is left behind
+    (place / "x.json").unlink()
+    assert store.read("x") == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\0\xff", "[" * 100_000])
+def test_a_damaged_file_costs_one_warning_that_names_it_and_is_replaced(place, text):
+    place.mkdir()
+    (place / "x.json").write_bytes(text.encode("latin-1"))
+    with pytest.warns(UserWarning, match=r"x\.json.*expected a JSON object") as seen:
+        assert store.read("x") == {} and store.read("x") == {}
+        store.update("x", "a", 1)
+    assert len(seen) == 1
+    assert store.read("x") == {"a": 1}
+
+
+@POSIX
+def test_a_file_that_others_may_write_is_passed_over(place):
+    store.update("x", "a", 1)
+    (place / "x.json").chmod(0o622)
+    with pytest.warns(UserWarning, match="owner alone"):
+        assert store.read("x") == {}
+    store.update("x", "b", 2)
+    assert store.read("x") == {"b": 2} and stat.S_IMODE((place / "x.json").stat().st_mode) == 0o600
+
+
+@POSIX
+def test_a_file_of_another_user_is_passed_over(place, monkeypatch):
+    store.update("x", "a", 1)
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    with pytest.warns(UserWarning, match=f"expected a file of user {me + 1}, got one of user {me}"):
+        assert store.read("x") == {}
+
+
+@POSIX
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(place):
+    place.mkdir()
+    os.mkfifo(place / "x.json", 0o600)
+    with pytest.warns(UserWarning, match="regular file"):
+        assert store.read("x") == {}
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path / "file" / "store"))  # for root too
+    with pytest.warns(UserWarning, match="not written") as seen:
+        for n in range(3):
+            store.update("x", f"{n}", n)
+    assert len(seen) == 1
+
+
+def test_values_that_are_not_json_cost_a_warning(place):
+    with pytest.warns(UserWarning, match="not written"):
+        store.update("x", "a", {1, 2})
+    with pytest.warns(UserWarning, match="not written"):
+        store.update("y", "a", float("nan"))
+    assert store.read("x") == store.read("y") == {}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(place, monkeypatch):
+    store.update("x", "a", 1)
+    def full(*_): raise OSError(28, "No space left on device")
+    with monkeypatch.context() as m, pytest.warns(UserWarning, match="No space left"):
+        m.setattr(os, "replace", full)
+        store.update("x", "b", 2)
+    assert store.read("x") == {"a": 1} and {p.suffix for p in place.iterdir()} == {".json", ".lock"}
+
+
+# without PyTorch: the store alone, under its own name
+WRITER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("store", sys.argv[1])
+store = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(store)
+for n in range(20): store.update("x", f"{sys.argv[2]}-{n}", n)
+"""
+
+
+@POSIX
+def test_updates_of_many_processes_are_all_kept(place):
+    command = [sys.executable, "-S", "-W", "error", "-c", WRITER, store.__file__]
+    processes = [subprocess.Popen([*command, str(i)]) for i in range(4)]
+    assert [p.wait(60) for p in processes] == [0] * 4
+    assert store.read("x") == {f"{i}-{n}": n for i in range(4) for n in range(20)}
+
+
+@POSIX
+def test_updates_of_threads_are_all_kept():
+    threads = [threading.Thread(target=lambda i=i: [store.update("x", f"{i}-{n}", n) for n in range(10)]) for i in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(store.read("x")) == 40
+
+
+@POSIX
+def test_a_lock_that_is_never_released_is_not_waited_for(place, monkeypatch):
+    import fcntl
+    store.update("x", "a", 1)
+    monkeypatch.setattr(store, "WAIT", 0.05)
+    with (place / "x.lock").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        start = time.monotonic()
+        store.update("x", "b", 2)
+        assert time.monotonic() - start < 5
+    assert store.read("x") == {"a": 1, "b": 2}
+
+
+@POSIX
+def test_a_worker_forked_during_an_update_keeps_no_lock(place, monkeypatch):
+    "The worker holds the open lock file; the next update of its parent must not wait for its end"
+    replace, workers = os.replace, []
+    def forking(*args):
+        if not workers:
+            workers.append(os.fork())
+            if workers[0] == 0:
+                time.sleep(30)
+                os._exit(0)
+        replace(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        monkeypatch.setattr(os, "replace", forking)
+        store.update("x", "a", 1)
+    start = time.monotonic()
+    store.update("x", "b", 2)
+    waited = time.monotonic() - start
+    os.kill(workers[0], 9), os.waitpid(workers[0], 0)
+    assert waited < store.WAIT / 2 and store.read("x") == {"a": 1, "b": 2}
+
+
+@POSIX
+def test_a_file_system_without_locks_still_keeps_updates(place, monkeypatch):
+    def refuse(*_): raise OSError(95, "Operation not supported")
+    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    store.update("x", "a", 1)
+    monkeypatch.setattr(store, "fcntl", None)  # Windows
+    store.update("x", "b", 2)
+    assert json.loads((place / "x.json").read_text()) == {"a": 1, "b": 2}
