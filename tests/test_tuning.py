@@ -80,7 +80,7 @@ def test_a_variant_is_found_once_and_remembered_on_disk(clock, monkeypatch):
 
 @pytest.mark.parametrize("other", [
     dict(sizes=(100, 300)), dict(kernel=Kernel("another source")), dict(dtype=torch.bfloat16), dict(first=VARIANTS[2]), dict(STATS=True),
-    dict(STATS=False, SCORE=Kernel("a score"))], ids=str)
+    dict(STATS=False, SCORE=Kernel("a score"))], ids=lambda other: "+".join(other))
 def test_what_may_change_the_answer_is_asked_again(other, clock, monkeypatch):
     best(STATS=False, SCORE=Kernel("score"))
     asked = clock.asked
