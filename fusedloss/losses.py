@@ -25,15 +25,16 @@ from fusedloss.chunks import (
     check_chunks, check_promise, Chunks, chunk_bytes, chunked_linear_cross_entropy,
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
 from fusedloss.core.tuning import method_of
+from fusedloss.core.devices import known_gpu
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.core.versions import torch_version
 from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
 from fusedloss.kernels import (
-    check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
+    check_options, check_weights, cross_entropy, CrossEntropyStats, ROW_CLUSTERS, triton)
 from fusedloss.measure import (
     Cost, H200, Machine, Table, machine_of, predict_seconds, si, sweep_cost)
 from fusedloss.recompute import (
-    beside_dz, BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy,
+    beside_dz, BUDGET, BY_DESCRIPTORS, check_filter, check_recompute, recompute_linear_cross_entropy,
     run_length, slab_tiles, TERMS)
 from fusedloss.tiles import tiled_linear_cross_entropy
 
@@ -348,12 +349,21 @@ class Plan(Choice):
         if w.extra > self.budget: return "above the budget"
         return w.caution or ("slower" if w.seconds > self.way.seconds else "more memory, hardly faster")
 
+    def note(self, w:Way) -> str:
+        "What a way does without on this machine, and why; empty if nothing."
+        r, d = self.request, known_gpu(self.machine)
+        if not r.fused: return ""
+        if w.method == "recompute" and r.dtype.itemsize != 2: return "by PyTorch: not of 16 bits"
+        i = dict(chunks=ROW_CLUSTERS, eager=ROW_CLUSTERS, recompute=BY_DESCRIPTORS).get(w.method)
+        return f"{i.otherwise}: {i.lacks(d)}" if d and i and i.lacks(d) else ""
+
     @property
     def table(self) -> Table:
         cut = lambda w: " ".join(str(part) for part in w.cut if part)
+        said = lambda w: "; ".join(filter(None, (self.verdict(w), self.note(w))))
         return Table(["method", "cut", "FLOPs", "moved", "beyond the gradients", "time", ""],
                      [[w.method, cut(w), si(w.flops, "FLOP"), si(w.bytes, "B"),
-                       si(w.extra, "B"), si(w.seconds, "s"), self.verdict(w)]
+                       si(w.extra, "B"), si(w.seconds, "s"), said(w)]
                       for w in self.ways])
 
     def _repr_markdown_(self) -> str: return f"{self.table._repr_markdown_()}\n\n{self.why}"
