@@ -388,7 +388,7 @@ def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
 # --- the plan ---
 
 def plans(shape, **options):
-    return plan(shape.N, shape.V, shape.H, **options)
+    return plan(shape.N, shape.V, shape.H, machine="H200", **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -435,7 +435,7 @@ def test_plan_keeps_dw_from_being_rounded_too_often():
 
 
 def test_plan_speaks():
-    p = plan(8192, 128256, 4096, reduction="none", options=("softcap",))
+    p = plan(8192, 128256, 4096, reduction="none", options=("softcap",), machine="H200")
     assert p.why.startswith("recompute: the fastest within our own limit of") and "H200" in repr(p)
     assert "it has no softcap" in repr(p) and "| recompute |" in p._repr_markdown_() and p.why in p._repr_markdown_()
     assert plan(8192, 128256, 4096, memory_budget=5).why == "nothing fits a budget of 5 B"
@@ -449,8 +449,8 @@ def test_plan_speaks():
 
 def test_plan_takes_another_machine():
     slow = Machine("a slow one", H200.bandwidth / 10, H200.rates)
-    assert plan(512, 32000, 1024, machine=slow)["tiles"].seconds > 2 * plan(512, 32000, 1024)["tiles"].seconds
-    assert plan(512, 32000, 1024).method == "eager" == plan(512, 32000, 1024, device="cpu").method
+    assert plan(512, 32000, 1024, machine=slow)["tiles"].seconds > 2 * plan(512, 32000, 1024, machine="H200")["tiles"].seconds
+    assert plan(512, 32000, 1024, machine="H200").method == "eager" == plan(512, 32000, 1024, device="cpu").method
 
 
 def test_plan_is_remembered_and_cheap():
