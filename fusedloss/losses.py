@@ -210,7 +210,8 @@ def slab_way(r:Request, machine:Machine) -> tuple[list[Cost], int, int, tuple]:
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h))] * need_w
     costs += [Cost("dx", flops, size * (n + h) * v + (2 * slabs - 1) * 4 * n * h)] * need_x
     dx = 2 * n * h * need_x  # its sum in fp32 stands where 16 bits will be
-    backward = max(each * slab + dx, 2 * dx) + TERMS * n
+    held = each * slab + dx if slabs > 1 else 2 * n * slab + max(dx, (each - 2 * n) * slab - dx)  # or dw's
+    backward = max(held, 2 * dx) + TERMS * n
     return costs, 8 + 3 * slabs, max(backward, forward - gradient_bytes(r)), ("classes", slab)
 
 # %% ../nbs/07_losses.ipynb #cc504c2b
@@ -222,10 +223,11 @@ def plain_way(r:Request, _:Machine) -> tuple[list[Cost], int, int, tuple]:
     costs = [tokens_product(r, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
     if any(r.needs): costs += [*costs, *gradient_products(r, chunks, 2 * chunks, wide)]
     operands = v * h * 4 * (1 + r.needs[1]) if wide != r.dtype else 0
-    held = copies if r.fused else plain_copies(r, any(r.needs))
-    if chunks > 1 and any(r.needs) and not r.fused: held += 1  # a chunk's dz outlives its turn
-    return (costs, 20 * chunks, int(rows * v * wide.itemsize * held) + operands,
-            ("rows", rows))
+    held = 1 + any(r.needs) if r.fused else plain_copies(r, any(r.needs))
+    if chunks > 1 and any(r.needs): held += 1  # a chunk's dz outlives its turn
+    part = r.fused and rows * (v + h) * wide.itemsize * r.needs[0]  # of dx, before it is put into its rows
+    extra = max(int(rows * v * wide.itemsize * held), part)
+    return costs, 20 * chunks, extra + operands, ("rows", rows)
 
 # %% ../nbs/07_losses.ipynb #18905e7d
 def recompute_way(r:Request, machine:Machine) -> Way:
@@ -236,12 +238,14 @@ def recompute_way(r:Request, machine:Machine) -> Way:
 
 # %% ../nbs/07_losses.ipynb #327ea4ba
 def tiles_extra(r:Request, rows:int, columns:int) -> int:
-    "A tile in fp32, its gradient, dx in fp32 and a slice of dw."
-    wide, narrow = r.work.itemsize != 2, r.grad_dtype.itemsize == 2
-    dx = r.n * r.h * 2 if r.needs[0] and narrow else 0
-    if not any(r.needs): return rows * columns * 8
-    return (rows * columns * (2 * acc_dtype(r.dtype).itemsize if wide else 6) + dx
-            + (columns * r.h * 4 if r.needs[1] else 0))
+    "A tile in fp32 and its gradient, a slice of dw, dx in fp32 beside what 16 bits will take."
+    acc, narrow = acc_dtype(r.dtype).itemsize, r.grad_dtype.itemsize == 2
+    forward = 2 * acc * rows * columns  # a tile, and its exponentials or the one before it
+    if not any(r.needs): return forward
+    dx = 2 * r.n * r.h * (r.needs[0] and narrow)
+    dz = 2 * rows * columns if r.work.itemsize == 2 else 0  # else in the place of the tile
+    backward = dx + acc * (rows * columns + columns * r.h * r.needs[1]) + dz
+    return max(backward, 2 * dx, forward - gradient_bytes(r))
 
 # %% ../nbs/07_losses.ipynb #745113b4
 def tile_sides(r:Request) -> tuple[int, int]:
