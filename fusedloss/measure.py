@@ -54,10 +54,11 @@ class Cost:
     name: str
     flops: float = 0.0
     bytes: float = 0.0  # read plus written, each operand once
+    share: float = 1.0  # of the machine's rate, that a product of this shape reaches
 
     def seconds(self, machine:Machine, dtype:torch.dtype) -> float:
         "The roofline time on `machine`."
-        arithmetic = self.flops / machine.rate(dtype) if self.flops else 0.0
+        arithmetic = self.flops / (self.share * machine.rate(dtype)) if self.flops else 0.0
         return max(self.bytes / machine.bandwidth, arithmetic)
 
     def bound(self, machine:Machine, dtype:torch.dtype) -> str:
