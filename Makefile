@@ -29,7 +29,7 @@ test: $(READY)  ## everything that can be checked without a GPU, its grids pairw
 	@$(MAKE) --no-print-directory --jobs 2 check-generated pages pytest
 
 check-generated: $(READY)
-	$(PYTHON) tools/check_generated.py modules notebooks
+	$(PYTHON) tools/check_generated.py modules types notebooks
 	$(PYTHON) tools/check_workbook.py
 	$(PYTHON) tools/check_generated.py readme site
 	$(PYTHON) tools/check_site.py
@@ -74,4 +74,4 @@ lab: $(READY)  ## JupyterLab on the notebooks
 	$(PYTHON) -m jupyterlab nbs
 
 clean:  ## remove what make made, docs/ aside
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis _proc
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .hypothesis _proc

@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 SPDX = {"apache2": "Apache-2.0"}
+STATUS = {"3": "3 - Alpha", "4": "4 - Beta", "5": "5 - Production/Stable"}
 
 
 def read_settings() -> dict:
@@ -28,6 +29,8 @@ setup(
     author_email=cfg["author_email"],
     url=cfg["git_url"],
     keywords=cfg["keywords"],
+    classifiers=[f"Development Status :: {STATUS[cfg['status']]}", "Typing :: Typed",
+                 *(f"Programming Language :: Python :: {version}" for version in cfg["python_versions"].split())],
     license=SPDX[cfg["license"]],
     license_files=["LICENSE"],
     python_requires=f">={cfg['min_python']}",
@@ -36,6 +39,6 @@ setup(
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     packages=[*find_packages(include=[f"{cfg['lib_path']}*"]), f"{cfg['lib_path']}.cuda"],
     package_dir={cfg["lib_path"]: cfg["lib_path"], f"{cfg['lib_path']}.cuda": "cuda"},
-    package_data={f"{cfg['lib_path']}.cuda": ["*.cu"]},
+    package_data={"": ["py.typed", "*.pyi"], f"{cfg['lib_path']}.cuda": ["*.cu"]},
     zip_safe=False,
 )

@@ -8,8 +8,9 @@
 // A value is m 2^e, a float and an int, one exponent a state: between states there is neither exp nor log, and zero is
 // exact. Grids: CLUSTER N blocks of THREADS; T N / (256 / ROWTHREADS) of 256; N of 256.
 // Fixed when compiled: ELEMENT (bf16, f16, f32) and, for the scan, PAIRS (of a blank and a label, a lane), AHEAD (frames
-// prefetched, and between renormalisations), CLUSTER, THREADS, TABLES (0: for a loss alone); for the gradient PER (classes a thread), ROWTHREADS (32,
-// 256), NORMALISE (z are logits; or else log-probabilities) and SOFTMAX (0: the gradient is less the posteriors alone).
+// prefetched, and between renormalisations), CLUSTER, THREADS, TABLES (0: for a loss alone), STRIPS (of the states, one after
+// another where a block does not hold them all); for the gradient PER (classes a thread), ROWTHREADS (32, 256), NORMALISE
+// (z are logits; or else log-probabilities) and SOFTMAX (0: the gradient is less the posteriors alone).
 // Idea: connectionist temporal classification, Graves 2006; forward-backward algorithm, Baum 1972.
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -101,11 +102,15 @@ FORCED float infinity() { return __int_as_float(0x7f800000); }
 FORCED float not_a_number() { return __int_as_float(0x7fc00000); }
 
 #ifdef PAIRS
+#ifndef STRIPS
+#define STRIPS 1
+#endif
 constexpr int NEVER = -(1 << 29);  // the exponent of zero
 constexpr float LOG2E_LOW = 1.925963033500e-08f;  // what LOG2E is short of
 constexpr int WARPS = THREADS / 32, RING = 8 * AHEAD;
 constexpr int SPLIT = CLUSTER > 1 ? CLUSTER / 2 : 1, EACH = CLUSTER > 1 ? WARPS : WARPS / 2;  // blocks a direction, warps in each
-constexpr int PLANE = 32 * PAIRS * EACH * SPLIT, PITCH = TABLES ? 2 * PLANE : 0;  // states of a direction, between rows of a table
+constexpr int PLANE = 32 * PAIRS * EACH * SPLIT * STRIPS, PITCH = TABLES ? 2 * PLANE : 0;  // states of a direction, between rows of a table
+static_assert(STRIPS == 1 || CLUSTER == 1, "one block goes from strip to strip");
 
 FORCED float power(int d) { return __int_as_float((max(d, -127) + 127) << 23); }  // 2^d for d < 128; 0 below -126
 
@@ -136,6 +141,10 @@ struct Problem {  // of one sequence
   const i64* y;
   State* table;  // [T+1, 2, PLANE], labels and blanks: row t of alpha, row t+1 of beta; for a loss alone [2, 2, PLANE], their last rows
   float* post;  // [T, 2, PLANE]: posteriors of labels and of blanks
+  State* strips;  // [2, STRIPS, steps] a strip's last label at each time, for the strip after it; [2, 2, PLANE] states at the middle
+  int steps;  // T + 1
+  FORCED State* column(int dir, int strip) const { return strips + (i64)(dir * STRIPS + strip) * steps; }
+  FORCED State* held(int dir) const { return strips + (i64)2 * STRIPS * steps + dir * 2 * PLANE; }
 };
 struct Shared {
   State ring[WARPS][RING], shown[WARPS][AHEAD];  // what the warp before hands on; emissions of the blank
@@ -155,6 +164,8 @@ struct Lane {
   State *mine, *following, *shown; int *taken_before, *taken_mine;
   const Problem& p;
 
+  FORCED bool begins_strip() const { return STRIPS > 1 && warp > 0 && warp % EACH == 0; }  // what comes before it is in memory
+  FORCED bool ends_strip() const { return STRIPS > 1 && warp + 1 < warps && warp % EACH == EACH - 1; }
   FORCED Lane(const Problem& p, Shared& sh, int warp, int warps, int lane, int rank, int half)
       : first((warp * 32 + lane) * PAIRS), warp(warp), warps(warps), lane(lane), count(0), half(half), p(p) {
     UNROLL
@@ -170,8 +181,8 @@ struct Lane {
     const int base = rank - rank % SPLIT, row = CLUSTER > 1 ? 0 : DIR * EACH;
     const int own = row + warp % EACH, next = min(warp + 1, warps - 1), before = max(min(warp, warps) - 1, 0);
     mine = sh.ring[own], shown = sh.shown[own], taken_mine = &sh.taken[own];
-    following = in_block(sh.ring[row + next % EACH], base + next / EACH);
-    taken_before = in_block(&sh.taken[row + before % EACH], base + before / EACH);
+    following = in_block(sh.ring[row + next % EACH], base + next / EACH % SPLIT);
+    taken_before = in_block(&sh.taken[row + before % EACH], base + before / EACH % SPLIT);
     for (int i = lane; i < RING; i += 32) mine[i] = {i ? 0.0f : -0.0f, NEVER};  // no lap yet; before frame 0
     if (lane == 0) *taken_mine = 0;
   }
@@ -203,7 +214,13 @@ struct Lane {
 
   // What the warp before hands on for the next AHEAD frames: waits until it is there, then says that it is taken. The
   // first warp finds what its ring was filled with, zeros.
-  FORCED void take(State (&before)[AHEAD], int lap, int slot) {
+  FORCED void take(State (&before)[AHEAD], int lap, int slot, int s0, int to) {
+    if (begins_strip()) {
+      const State* column = p.column(DIR, warp / EACH - 1);
+      UNROLL
+      for (int i = 0; i < AHEAD; i++) before[i] = s0 + i < to ? load_state(column + s0 + i) : State{0.0f, NEVER};
+      return;
+    }
     if (warp > 0)
       while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;  // the last to be written
     bool there;
@@ -219,8 +236,14 @@ struct Lane {
   }
 
   // And hands on its own: the value after frame r lies in slot r + 1, of which only the last can be over the ring's end.
-  FORCED void hand_on(const State (&last)[AHEAD], int lap, int slot) {
+  FORCED void hand_on(const State (&last)[AHEAD], int lap, int slot, int s0, int to) {
     if (lane < 31 || warp + 1 == warps) return;
+    if (ends_strip()) {
+      State* column = p.column(DIR, warp / EACH) + 1;
+      UNROLL
+      for (int i = 0; i < AHEAD; i++) if (s0 + i < to) store_state(column + s0 + i, last[i]);
+      return;
+    }
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
       const bool over = i + 1 == AHEAD && slot + AHEAD == RING;
@@ -251,8 +274,8 @@ struct Lane {
       UNROLL
       for (int k = 0; k < PAIRS; k++) if (FULL || s0 + i + AHEAD < to) ahead[k][i] = *moved<const bits>(at.z[k], step, i + AHEAD);
     if (lane < AHEAD && (FULL || s0 + AHEAD + lane < to)) blank_ahead = *moved<const bits>(at.z_blank, step, AHEAD + lane);
-    take(before, lap, slot);
-    if (SECOND && s0 == half) before[0] = times(before[0], inverse);  // handed on before the middle
+    take(before, lap, slot, s0, to);
+    if (SECOND && s0 == half && !begins_strip()) before[0] = times(before[0], inverse);  // handed on before the middle
     count += AHEAD;
     UNROLL
     for (int i = 0; i < AHEAD; i++) {
@@ -282,9 +305,9 @@ struct Lane {
       }
       last[i] = label[PAIRS - 1];
     }
-    if (warp + 1 < warps)
+    if (warp + 1 < warps && !ends_strip())
       while (get(taken_mine) < count + AHEAD - RING) ;  // room in the ring of the warp after
-    hand_on(last, lap, slot);
+    hand_on(last, lap, slot, s0, to);
     UNROLL
     for (int k = 0; k < PAIRS; k++) {
       label[k] = renormalised(label[k]), blank[k] = renormalised(blank[k]);
@@ -301,6 +324,7 @@ struct Lane {
     State other_l[AHEAD][PAIRS], other_b[AHEAD][PAIRS];
     Stream at;
     start(at, from);
+    if (ends_strip() && lane == 31) store_state(p.column(DIR, warp / EACH) + from, label[PAIRS - 1]);
     UNROLL
     for (int i = 0; i < AHEAD; i++)
       if (from + i < to) {
@@ -351,25 +375,72 @@ struct Lane {
   }
 };
 
+// States in memory: [2, pitch], labels and blanks as their direction reads them.
+template <int DIR>
+FORCED void load_states(Lane<DIR>& s, const State* from, int pitch) {
+  UNROLL
+  for (int i = 0; i < PAIRS; i++) {
+    const int j = s.first + i;
+    s.label[i] = j < s.p.length ? load_state(from + j) : State{0.0f, NEVER};
+    s.blank[i] = j <= s.p.length ? load_state(from + pitch + j) : State{0.0f, NEVER};
+  }
+  if (s.lane == 0 && s.warp > 0) {  // what the warp before would have handed on; its sign says that it is there
+    const State before = load_state(from + s.first - 1);
+    s.mine[0] = {__int_as_float(__float_as_int(before.m) | 1 << 31), before.e};
+  }
+}
+template <int DIR>
+FORCED void store_states(const Lane<DIR>& s, State* to, int pitch) {
+  UNROLL
+  for (int i = 0; i < PAIRS; i++) {
+    const int j = s.first + i;
+    if (j < s.p.length) store_state(to + j, s.label[i]);
+    if (j <= s.p.length) store_state(to + pitch + j, s.blank[i]);
+  }
+}
+
+// What the strips of a direction do one after another, each with all that was handed on by the strip before it: `go` gets
+// the states of a warp, and whether they are part of the target.
+template <int DIR, class Go>
+FORCED void by_strips(const Problem& p, Shared& sh, int rank, const State* from, int pitch, Go go) {
+  const int lane = threadIdx.x % 32, warps = p.length / (32 * PAIRS) + 1;
+  const int first = (CLUSTER > 1 ? rank % SPLIT * EACH : 0) + threadIdx.x / 32 - (CLUSTER > 1 ? 0 : DIR * EACH);
+  const int middle = (p.frames + 1) / 2, half = DIR ? p.frames - middle + 1 : middle;
+  const int strips = STRIPS == 1 ? 1 : (warps + EACH - 1) / EACH;
+  for (int strip = 0; strip < strips; strip++) {
+    const int warp = first + strip * EACH;
+    const bool works = warp < warps;
+    Lane<DIR> states(p, sh, warp, warps, lane, rank, half);
+    if (works && from) load_states(states, from, pitch);
+    sync_sequence();
+    go(states, works, middle);
+    __syncwarp();
+    sync_sequence();  // none leaves, or goes on, while others write into it
+  }
+}
+
 template <int DIR>
 FORCED State scan(const Problem& p, Shared& sh, int rank) {
-  const int lane = threadIdx.x % 32, warps = p.length / (32 * PAIRS) + 1;
-  const int warp = (CLUSTER > 1 ? rank % SPLIT * EACH : 0) + threadIdx.x / 32 - (CLUSTER > 1 ? 0 : DIR * EACH);
-  const int middle = (p.frames + 1) / 2, half = DIR ? p.frames - middle + 1 : middle;
-  const bool works = warp < warps;
-  Lane<DIR> states(p, sh, warp, warps, lane, rank, half);
-  sync_sequence();
-  if (works) states.template run<false>(0, half);
-  __syncwarp();
-  sync_sequence();
-  const State total = states.meet(middle - 1);
-  if (TABLES && works && total.m > 0.0f) {
-    states.divide_by(total);
-    if (DIR == 0) states.posteriors_at_meeting(middle - 1);
-    states.template run<true>(half, p.frames);
-  }
-  __syncwarp();
-  if (SPLIT > 1) sync_sequence();  // none leaves while others write into it
+  State total = {0.0f, NEVER};
+  const auto second = [&](Lane<DIR>& states, bool works, int middle) {
+    total = states.meet(middle - 1);
+    if (TABLES && works && total.m > 0.0f) {
+      states.divide_by(total);
+      if (DIR == 0) states.posteriors_at_meeting(middle - 1);
+      states.template run<true>(states.half, p.frames);
+    }
+  };
+  by_strips<DIR>(p, sh, rank, nullptr, 0, [&](Lane<DIR>& states, bool works, int middle) {
+    if (works) states.template run<false>(0, states.half);
+    if (STRIPS > 1) {
+      if (works) store_states(states, p.held(DIR), PLANE);
+      return;
+    }
+    __syncwarp();
+    sync_sequence();
+    second(states, works, middle);
+  });
+  if constexpr (STRIPS > 1) by_strips<DIR>(p, sh, rank, p.held(DIR), PLANE, second);
   return total;
 }
 
@@ -377,6 +448,7 @@ FORCED State scan(const Problem& p, Shared& sh, int rank) {
 extern "C" __global__ void SHAPE ctc_scan(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [T,N,C], [N,width], [N], [N]
     State* table, float* post, State* log_z,  // [N,T+1,2,PLANE] or [N,2,2,PLANE], PAIRS more before it; [N,T,2,PLANE] or null; [N]
+    State* strips,  // [N, 2 STRIPS (T+1) + 4 PLANE], or null for one strip
     int stride_t, int stride_n, int T, int C, int width, int longest, int blank) {
   SHARED(Shared, sh);
   const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
@@ -392,7 +464,8 @@ extern "C" __global__ void SHAPE ctc_scan(
     return;
   }
   const Problem p = {z + (i64)n * stride_n, stride_t, blank, (int)t_n, (int)l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
-                     table + (i64)n * (TABLES ? T + 1 : 2) * 2 * PLANE, post + (i64)n * T * 2 * PLANE};
+                     table + (i64)n * (TABLES ? T + 1 : 2) * 2 * PLANE, post + (i64)n * T * 2 * PLANE,
+                     strips + n * ((i64)2 * STRIPS * (T + 1) + 4 * PLANE), T + 1};
   State total;
   if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH) total = scan<0>(p, sh, rank);
   else total = scan<1>(p, sh, rank);

@@ -10,70 +10,48 @@
 // pitch is in packs).
 
 #ifdef PAIRS
-// States at an edge of the segment: [2, pitch], labels and blanks as their direction reads them.
-template <int DIR>
-FORCED void load_states(Lane<DIR>& s, const State* from, int pitch) {
-  UNROLL
-  for (int i = 0; i < PAIRS; i++) {
-    const int j = s.first + i;
-    s.label[i] = j < s.p.length ? load_state(from + j) : State{0.0f, NEVER};
-    s.blank[i] = j <= s.p.length ? load_state(from + pitch + j) : State{0.0f, NEVER};
-  }
-  if (s.lane == 0 && s.warp > 0) {  // what the warp before would have handed on; its sign says that it is there
-    const State before = load_state(from + s.first - 1);
-    s.mine[0] = {__int_as_float(__float_as_int(before.m) | 1 << 31), before.e};
-  }
-}
-template <int DIR>
-FORCED void store_states(const Lane<DIR>& s, State* to, int pitch) {
-  UNROLL
-  for (int i = 0; i < PAIRS; i++) {
-    const int j = s.first + i;
-    if (j < s.p.length) store_state(to + j, s.label[i]);
-    if (j <= s.p.length) store_state(to + pitch + j, s.blank[i]);
-  }
-}
-
 struct Edge {  // from: null where the sequence itself begins; the forward scan leaves states every so many frames, `step` apart
   const State* from; State* to; int pitch, every; i64 step;
 };
 
 template <int DIR>
 FORCED void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
-  const int lane = threadIdx.x % 32, warps = p.length / (32 * PAIRS) + 1;
-  const int warp = (CLUSTER > 1 ? rank % SPLIT * EACH : 0) + threadIdx.x / 32 - (CLUSTER > 1 ? 0 : DIR * EACH);
-  const int middle = (p.frames + 1) / 2, half = DIR ? p.frames - middle + 1 : middle;
-  const bool works = warp < warps;
-  Lane<DIR> states(p, sh, warp, warps, lane, rank, half);
-  if (works && edge.from) load_states(states, edge.from, edge.pitch);
-  sync_sequence();
-  if (!TABLES) {
-    State* to = edge.to;
-    if (works && DIR == 0)
-      for (int t = 0; t < p.frames; t += edge.every, to += edge.step) {
-        states.template run<false>(t, min(t + edge.every, p.frames));
-        store_states(states, to, edge.pitch);
-      }
-  } else {
-    if (works) states.template run<false>(0, half);
-    __syncwarp();
-    sync_sequence();
+  const auto second = [&](Lane<DIR>& states, bool works, int middle) {
     const State total = states.meet(middle - 1);
     if (works && total.m > 0.0f) {
       states.divide_by(total);
       if (DIR == 0) states.posteriors_at_meeting(middle - 1);
-      states.template run<true>(half, p.frames);
+      states.template run<true>(states.half, p.frames);
     }
     if (works && edge.to) store_states(states, edge.to, edge.pitch);
-  }
-  __syncwarp();
-  sync_sequence();
+  };
+  by_strips<DIR>(p, sh, rank, edge.from, edge.pitch, [&](Lane<DIR>& states, bool works, int middle) {
+    if (!TABLES) {
+      State* to = edge.to;
+      if (works && DIR == 0)
+        for (int t = 0; t < p.frames; t += edge.every, to += edge.step) {
+          states.template run<false>(t, min(t + edge.every, p.frames));
+          store_states(states, to, edge.pitch);
+        }
+      return;
+    }
+    if (works) states.template run<false>(0, states.half);
+    if (STRIPS > 1) {
+      if (works) store_states(states, p.held(DIR), PLANE);
+      return;
+    }
+    __syncwarp();
+    sync_sequence();
+    second(states, works, middle);
+  });
+  if constexpr (TABLES && STRIPS > 1) by_strips<DIR>(p, sh, rank, p.held(DIR), PLANE, second);
 }
 
 extern "C" __global__ void SHAPE ctc_segment(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [K,N,C], [N,width]; [N] of the whole sequences
     const State* alpha_from, State* alpha_to, State* beta,  // [N,2,pitch], [edges,N,2,pitch], [N,2,pitch], or null; beta, up to a factor, is read, then written
     State* table, float* post, State* log_z,  // PAIRS, then [N,K+1,2,PLANE] or [N,2,2,PLANE]; [N,K,2,PLANE] or null; [N]
+    State* strips,  // [N, 2 STRIPS (K+1) + 4 PLANE], or null for one strip
     int stride_t, int stride_n, int begin, int K, int every, int width, int pitch) {
   SHARED(Shared, sh);
   const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
@@ -82,7 +60,8 @@ extern "C" __global__ void SHAPE ctc_segment(
   const bool last = t_n - begin <= K;
   const i64 at = (i64)n * 2 * pitch, step = (i64)(gridDim.x / CLUSTER) * 2 * pitch;
   const Problem p = {z + (i64)n * stride_n, stride_t, 0, last ? t_n - begin : K, l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
-                     table + PAIRS + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE, post + (i64)n * K * 2 * PLANE};
+                     table + PAIRS + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE, post + (i64)n * K * 2 * PLANE,
+                     strips + n * ((i64)2 * STRIPS * (K + 1) + 4 * PLANE), K + 1};
   if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH)
     segment<0>(p, Edge{alpha_from ? alpha_from + at : nullptr, alpha_to ? alpha_to + at : nullptr, pitch, every, step}, sh, rank);
   else segment<1>(p, Edge{beta && !last ? beta + at : nullptr, beta ? beta + at : nullptr, pitch, every, step}, sh, rank);

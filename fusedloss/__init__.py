@@ -1,6 +1,10 @@
 "Memory- and time-efficient losses over many classes, in PyTorch, Triton and CUDA."
 __version__ = "0.1.0"
 
+from fusedloss.core.versions import check_torch
+
+check_torch()  # before names that an older one lacks
+
 from fusedloss import margins, semirings
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy

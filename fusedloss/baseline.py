@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedloss.core.operators import check_unbatched
+from fusedloss.core.words import Reduction
+
 # %% ../nbs/01_baseline.ipynb #7dd62ea3
 class Sample(NamedTuple):
     "What a linear loss takes."
@@ -88,6 +91,7 @@ def check_labels(
     "`IndexError` naming the first label not in `[0, n_classes)`; on GPUs if FUSEDLOSS_DEBUG=1."
     looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
     if not looks or torch.compiler.is_compiling(): return
+    check_unbatched(target)
     wrong = bad_labels(target.long(), n_classes, ignore_index).nonzero()
     if not len(wrong): return
     at = tuple(wrong[0].tolist())
@@ -177,7 +181,7 @@ def baseline_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
-    *, reduction:str="mean",  # "none", "mean" over valid tokens, or "sum"
+    *, reduction:Reduction="mean",  # "none", "mean" over valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     margin:float=0.35,  # LMCL: taken off the target's cosine
     scale:float|None=None,  # LMCL where given: what cosines are multiplied by

@@ -11,7 +11,7 @@ __all__ = ['FEW', 'chunked_loss', 'equal_rows', 'Chunks', 'logits_row', 'chunk_b
 
 # %% ../nbs/05_chunks.ipynb #bd73b366
 import math, os
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from fusedloss.baseline import (
     acc_dtype, autocasts, check_inputs, check_linear, expect, FLOATS)
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import Accumulate, Reduction
 from fusedloss.kernels import (
     CrossEntropyStats, RowOptions, check_options, check_weights, has_kernel, launch_bwd,
     row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around)
@@ -177,7 +178,8 @@ def packed_rows(
         valid = y != ignore_index
         return None if valid.all() else valid.nonzero()[:, 0]
     if max_valid is None or max_valid >= len(y): return None
-    return (y == ignore_index).byte().argsort(stable=True)[:max_valid]
+    # of no row, a broken promise would leave no gradient that could be NaN
+    return (y == ignore_index).byte().argsort(stable=True)[:max(max_valid, 1)]
 
 # %% ../nbs/05_chunks.ipynb #5f302b88
 def put_back(part:Tensor, order:Optional[Tensor], n:int, blank:float=0.0) -> Tensor:
@@ -342,7 +344,6 @@ def _save(ctx, inputs, output):
 # %% ../nbs/05_chunks.ipynb #877151e9
 @first_order
 def _backward(ctx, g, *_):
-    if g is None: return (None,) * (3 + ctx.unused)
     dx, dw, db, factors = ctx.saved_tensors
     gx, gw = last_factors(g, factors)
     times = lambda d, f: torch.where(d == 0, 0.0, d.to(f.dtype) * f).to(d.dtype)
@@ -357,7 +358,7 @@ chunked_loss.register_autograd(_backward, setup_context=_save)
 @chunked_loss.register_flops
 def _(x, w, *others, out_val):
     max_valid, need_x, need_w, _, _ = others[-5:]
-    return products(x if max_valid is None else x[:max_valid], w, need_x, need_w)
+    return products(x if max_valid is None else x[:max(max_valid, 1)], w, need_x, need_w)
 
 # %% ../nbs/05_chunks.ipynb #621508f8
 def linear_dtype(input:Tensor, linear_weight:Tensor) -> torch.dtype:
@@ -410,7 +411,7 @@ def chunked_linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:str="mean",  # "mean" over the weights of valid tokens, or "sum"
+    reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies the logits, bias and all
@@ -419,7 +420,7 @@ def chunked_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
+    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
@@ -477,7 +478,7 @@ class LinearHead(nn.Module):
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         init_method:Optional[Callable]=None,  # fills [V,H] in place; as `nn.Linear` if None
         transposed:bool=False,  # store the weight as [H,V]
-        device=None, dtype=None,
+        device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,
     ):
         super().__init__()
         new = lambda *size: nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -491,7 +492,7 @@ class LinearHead(nn.Module):
         return self.weight.T if self.transposed else self.weight
 
     @torch.no_grad()
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         "Fill weight and bias."
         init = self.init_method or (lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)))
         init(self.linear_weight)
@@ -508,13 +509,15 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, class_weight:Optional[Tensor]=None,  # [V]
-        reduction:str="mean", ignore_index:int=-100, label_smoothing:float=0.0,
+        reduction:Reduction="mean",  # "none" is not for chunks
+        ignore_index:int=-100, label_smoothing:float=0.0,
         logit_scale:float=1.0, softcap:Optional[float]=None, z_loss:float=0.0,
-        chunk_size:Optional[int]=None, memory_budget:Optional[int]=None, accumulate:str="auto",
+        chunk_size:Optional[int]=None, memory_budget:Optional[int]=None,
+        accumulate:Accumulate="auto",
         init_method:Optional[Callable]=None,  # fills [V,H] in place; as `nn.Linear` if None
         transposed:bool=False,  # store the weight as [H,V]
         monitoring:bool=False,  # keep statistics of the last call in `metrics`
-        device=None, dtype=None,
+        device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,
     ):
         super().__init__(in_features, num_classes, bias, init_method, transposed, device, dtype)
         self.register_buffer("class_weight", class_weight)
@@ -537,5 +540,7 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         loss, self.metrics = result[0], summary(result[1])
         return loss
 
-    def compute(self, input:Tensor, target:Tensor, **given):
+    def compute(
+        self, input:Tensor, target:Tensor, **given:Any,
+    ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return chunked_linear_cross_entropy(input, self.linear_weight, target, **given)

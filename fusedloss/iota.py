@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from fusedloss.baseline import (
     FLOATS, acc_dtype, check_labels, check_target, expect, expect_tensor, reduce_loss)
 from fusedloss.core.operators import check_reverse, first_order
+from fusedloss.core.words import Reduction
 
 # %% ../nbs/03_iota.ipynb #a0777ee1
 def target_mask(
@@ -111,7 +112,7 @@ def check_scores(
 def iota_cross_entropy(
     input:Tensor,  # [..., V, ...] scores
     target:Tensor,  # integers in [0, V) or `ignore_index`, input's shape without `dim`
-    *, reduction:str="mean",  # "none", "mean" over valid tokens, or "sum"
+    *, reduction:Reduction="mean",  # "none", "mean" over valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     dim:int=-1,  # the classes' dimension
 ) -> Tensor:  # float32 (float64 for float64), a scalar or target's shape

@@ -6,16 +6,16 @@
 __all__ = ['LAUNCH', 'HOST', 'UNALIGNED', 'EPILOGUE', 'ROUNDINGS', 'NEAR', 'plan_again', 'OPTIONS', 'METHODS', 'logger', 'TORCH',
            'Request', 'Way', 'share', 'epilogue', 'part_share', 'make_way', 'tokens_product', 'gradient_products',
            'plain_copies', 'cannot_filter', 'gradient_bytes', 'eager_way', 'chunks_budget', 'chunks_operand',
-           'chunks_cut', 'chunks_extra', 'chunks_way', 'slab_forward', 'slab_of', 'slab_way', 'plain_way',
-           'recompute_way', 'tiles_extra', 'tile_sides', 'tiles_way', 'least', 'thrifty', 'Choice', 'Plan', 'make_plan',
-           'check_plan', 'plan', 'eager_linear_cross_entropy', 'shift_targets', 'check_whole', 'check_call',
-           'objection', 'choose', 'request_of', 'take', 'check_compiler', 'planned_loss', 'linear_cross_entropy',
-           'LinearCrossEntropyLoss']
+           'chunks_cut', 'chunks_extra', 'chunks_way', 'slab_tiling', 'slab_forward', 'slab_of', 'slab_way',
+           'plain_way', 'recompute_way', 'tiles_extra', 'tile_sides', 'tiles_way', 'least', 'thrifty', 'Choice', 'Plan',
+           'make_plan', 'check_plan', 'plan', 'eager_linear_cross_entropy', 'shift_targets', 'check_whole',
+           'check_call', 'objection', 'choose', 'settled', 'told', 'request_of', 'take', 'check_compiler',
+           'planned_loss', 'linear_cross_entropy', 'LossOptions', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/07_losses.ipynb #43572c67
-import functools, logging
+import functools, logging, operator
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,16 @@ from fusedloss.chunks import (
     check_chunks, check_promise, Chunks, chunk_bytes, chunked_linear_cross_entropy,
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
+from fusedloss.core.tuning import method_of
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.versions import torch_version
+from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
 from fusedloss.kernels import (
     check_options, check_weights, cross_entropy, CrossEntropyStats, triton)
 from fusedloss.measure import Cost, Table, predict_seconds, si, sweep_cost
 from fusedloss.recompute import (
-    beside_dz, BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy,
-    run_length, slab_tiles, TERMS)
+    beside_dz, BUDGET, check_filter, check_recompute, cut, recompute_linear_cross_entropy,
+    run_length, slab_tiles, TERMS, Tiling)
 from fusedloss.tiles import tiled_linear_cross_entropy
 
 # %% ../nbs/07_losses.ipynb #8f7a91c5
@@ -49,10 +52,15 @@ class Request(NamedTuple):
     stats: str  # "", "detached" or "differentiable"
     options: tuple[str, ...]  # arguments in use that not every method has
     chunk_size: Optional[int]  # rows, for chunks alone
+    max_valid: Optional[int] = None  # tokens that are not ignored, at most
 
     @property
     def sizes(self) -> tuple[int, int, int]:  # tokens, classes, features
         return self.n, self.v, self.h
+
+    @property
+    def packed(self) -> int:  # tokens that chunks take
+        return self.n if self.max_valid is None else min(self.n, max(self.max_valid, 1))
 
     @property
     def work(self) -> torch.dtype:  # what products are taken in
@@ -185,21 +193,24 @@ def chunks_operand(r:Request) -> int:
 # %% ../nbs/07_losses.ipynb #ec4954b0
 def chunks_cut(r:Request) -> Chunks:
     "How stage 5 would cut the tokens."
-    return plan_chunks(r.n, r.h, r.v, r.work, r.grad_dtype, r.needs[1], r.chunk_size,
+    return plan_chunks(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs[1], r.chunk_size,
                        chunks_budget(r), r.accumulate)
 
 # %% ../nbs/07_losses.ipynb #bd07a572
 def chunks_extra(r:Request, c:Chunks) -> int:
     "Bytes beyond the gradients."
-    if r.fused: return chunk_bytes(c, r.h, r.v, r.work, r.grad_dtype)
+    picked = r.packed * r.h * (1 + r.needs[0]) * r.dtype.itemsize * (r.packed < r.n)  # x, dx
+    if r.fused: return chunk_bytes(c, r.h, r.v, r.work, r.grad_dtype) + picked
     copies = plain_copies(r, bool(r.stats) and any(r.needs))
     wide = r.v * r.h * 2 if c.wide else 0
-    return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide
+    return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide + picked
 
 # %% ../nbs/07_losses.ipynb #37f480e4
 def chunks_way(r:Request, machine:Machine) -> Way:
     "A chunk of tokens at a time, gradients in forward."
-    (n, v, h), c, graded = r.sizes, chunks_cut(r), any(r.needs)
+    c, graded = chunks_cut(r), any(r.needs)
+    extra, r = chunks_extra(r, c), r._replace(n=r.packed)
+    n, v, h = r.sizes
     chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.grad_dtype
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
@@ -211,32 +222,38 @@ def chunks_way(r:Request, machine:Machine) -> Way:
     rounds = r.needs[1] and not c.wide and r.grad_dtype.itemsize == 2 and chunks > ROUNDINGS
     caution = "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
     return make_way("chunks", r, machine, costs, 10 + 5 * chunks,
-                    HOST["chunks"] + chunks * HOST["chunk"], chunks_extra(r, c), ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
+                    HOST["chunks"] + chunks * HOST["chunk"], extra,
+                    ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
                     "" if r.chunk_size else caution)
 
 # %% ../nbs/07_losses.ipynb #e3f47e58
-def slab_forward(r:Request) -> int:
+def slab_tiling(r:Request, machine:Machine, busy:bool) -> Tiling:
+    "How stage 6 cuts scores, where rows of features may be copied by descriptors."
+    return cut(machine.device, machine.device.tma and r.h % 8 == 0, busy)
+
+def slab_forward(r:Request, machine:Machine) -> int:
     "Bytes that the runs of stage 6's forward pass leave, and the numbers made of them."
-    many = r.stats or "label_smoothing" in r.options
-    tiles = -(-r.v // (128 if many or "softcap" in r.options else 256))
+    many = bool(r.stats or "label_smoothing" in r.options)
+    tiles = -(-r.v // slab_tiling(r, machine, many or "softcap" in r.options).BV)
     numbers = 7 if many else 2
     run = run_length(r.n, tiles, numbers, r.memory_budget or 0)
     return 4 * r.n * (numbers * -(-tiles // run) + 7 + 4 + 4 * bool(r.stats))
 
 def slab_of(r:Request, machine:Machine) -> tuple[int, int]:  # classes; bytes each of them takes
     "A slab of stage 6's backward pass."
-    (n, v, h), tiles_n = r.sizes, -(-r.n // 128)
-    busy = {"softcap", "label_smoothing"} & {*r.options} or r.stats == "differentiable"
-    tile, beside = 128 if busy else 256, beside_dz(h, tiles_n, r.dtype, r.needs)
-    tiles = slab_tiles(n, h, r.memory_budget or 0, tiles_n, -(-v // tile), tile,
-                       machine.multiprocessors, beside=beside)
-    return min(v, tile * tiles), 2 * n + beside
+    busy = bool({"softcap", "label_smoothing"} & {*r.options}) or r.stats == "differentiable"
+    (n, v, h), t = r.sizes, slab_tiling(r, machine, busy)
+    tiles_n = -(-n // t.BN)
+    beside = beside_dz(h, tiles_n, r.dtype, r.needs)
+    tiles = slab_tiles(n, h, r.memory_budget or 0, tiles_n, -(-v // t.BV), t.BV,
+                       machine.device.multiprocessors, beside=beside)
+    return min(v, t.BV * tiles), 2 * n + beside
 
 # %% ../nbs/07_losses.ipynb #3935f4e4
 def slab_way(r:Request, machine:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "Costs, launches, seconds of the host, extra bytes and cut of stage 6's kernels."
     (n, v, h), (need_x, need_w, _), size = r.sizes, r.needs, r.work.itemsize
-    flops, forward = 2.0 * n * v * h, slab_forward(r)
+    flops, forward = 2.0 * n * v * h, slab_forward(r, machine)
     costs = [Cost("lse", flops, size * h * (n + v), epilogue(r, "lse"))]
     if not any(r.needs): return costs, 6, HOST["recompute"], forward, ("nothing stored",)
     slab, each = slab_of(r, machine)
@@ -409,7 +426,8 @@ OPTIONS = ("linear_bias", "weight", "label_smoothing", "logit_scale", "softcap",
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."
     for name, (value, low, or_none) in sizes.items():
-        fits = value is None and or_none or type(value) is int and value >= low
+        whole = hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
+        fits = value is None and or_none or whole and value >= low
         expect(fits, name, f"an integer not below {low}" + " or None" * or_none, repr(value))
     for name, (value, known) in choices.items():
         expect(isinstance(value, str) and value in known, name, " or ".join(map(repr, known)),
@@ -432,22 +450,23 @@ def plan(
     n_classes:int,  # V
     n_features:int,  # H
     dtype:torch.dtype=torch.bfloat16,  # of the products
-    *, device:Optional[str]=None,  # "cuda" or "cpu"; a GPU if None, whether there is one or not
-    reduction:str="mean",
+    *, device:Optional[str|torch.device]=None,  # a GPU if None, whether there is one or not
+    reduction:Reduction="mean",
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where dw adds up: "auto", "float32" or "native"
+    accumulate:Accumulate="auto",  # where chunks of dw add up
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias
-    stats:str="",  # "detached" or "differentiable" statistics
+    stats:Literal["", "detached", "differentiable"]="",  # those that are wanted
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
+    max_valid:Optional[int]=None,  # tokens that are not ignored, at most
     machine:Optional[Machine|str]=None,  # or its name, as "H200"; None: the GPU at hand, or
                                         # an H200 where there is none; for a CPU, a nominal one
 ) -> Plan:
     "What each method would cost, and the one to take; on a GPU that no table lists, it is measured once."
     check_plan(dict(n_tokens=(n_tokens, 0, False), n_classes=(n_classes, 1, False),
                     n_features=(n_features, 0, False), chunk_size=(chunk_size, 1, True),
-                    memory_budget=(memory_budget, 1, True)),
+                    memory_budget=(memory_budget, 1, True), max_valid=(max_valid, 0, True)),
                dict(reduction=(reduction, ("mean", "sum", "none")),
                     accumulate=(accumulate, ("auto", "float32", "native")),
                     stats=(stats, ("", "detached", "differentiable"))),
@@ -455,11 +474,12 @@ def plan(
                machine)
     needs = (needs_grad,) * 2 if isinstance(needs_grad, bool) else tuple(needs_grad)
     gpu = torch.device(device or "cuda").type != "cpu"
-    r = Request(n_tokens, n_classes, n_features, dtype, grad_dtype or dtype, gpu, reduction,
-                memory_budget, accumulate, (*needs, False)[:3], stats, tuple(options),
-                chunk_size)
-    here = machine_here(torch.device(device or "cuda")) if gpu else CPU
-    return plan_again(r, here if machine is None else machine_of(machine))
+    whole = lambda size: None if size is None else operator.index(size)
+    r = Request(*map(whole, (n_tokens, n_classes, n_features)), dtype, grad_dtype or dtype, gpu,
+                reduction, whole(memory_budget), accumulate, (*needs, False)[:3], stats,
+                tuple(options), whole(chunk_size), whole(max_valid))
+    if machine is not None: return plan_again(r, machine_of(machine))
+    return plan_again(r, machine_here(torch.device(device or "cuda")) if gpu else CPU)
 
 # %% ../nbs/07_losses.ipynb #eb1b1140
 def eager_linear_cross_entropy(
@@ -554,13 +574,25 @@ def choose(p:Plan, method:str) -> Way:
         raise ValueError(objection(p, way, method))
     return way
 
+# %% ../nbs/07_losses.ipynb #3c29f6d4
+def settled(p:Plan) -> Way:
+    "What `auto` takes: by a file of choices, else by the plan."
+    planned = choose(p, "auto").method
+    return choose(p, method_of(p.request, planned, lambda: [w.method for w in p.able]))
+
+def told(p:Plan, way:Way, method:str) -> str:
+    "Why a way is taken, for the log."
+    if method != "auto": return f"{method}, as asked"
+    return p.why if way == p.way else f"{way.method}, by a file of choices"
+
 # %% ../nbs/07_losses.ipynb #0a01ad85
 logger = logging.getLogger("fusedloss")
 
 # %% ../nbs/07_losses.ipynb #464cbfe1
 def request_of(
     input:Tensor, linear_weight:Tensor, given:dict,  # [..., H], [V,H], what the method is given
-    memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int], monitored:bool,
+    memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
+    max_valid:Optional[int], monitored:bool,
 ) -> Request:
     "The numbers of a call."
     v, h = linear_weight.shape
@@ -575,7 +607,7 @@ def request_of(
     return Request(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),
                    linear_weight.dtype, input.is_cuda and triton is not None,
                    given["reduction"], memory_budget, accumulate, needs, stats, options,
-                   chunk_size)
+                   chunk_size, max_valid)
 
 # %% ../nbs/07_losses.ipynb #a447adfe
 def take(
@@ -599,7 +631,7 @@ def take(
         logit_scale=given["logit_scale"], token_tile=rows, class_tile=columns)
 
 # %% ../nbs/07_losses.ipynb #a5942c13
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+TORCH = torch_version()
 
 def check_compiler():
     "`RuntimeError` where `torch.compile` is too old for what a plan does."
@@ -631,18 +663,18 @@ def planned_loss(
         check_reduction(backbone_reduction, input, shards_of(linear_weight))
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
-    check_promise(target, given["ignore_index"], max_valid)
-    r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how, monitored)
+    r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
+                   max_valid, monitored)
     compiling = torch.compiler.is_compiling()
     if compiling: check_compiler()
     p = (make_plan if compiling else plan_again)(r, machine_here(input.device) if r.gpu else CPU)
-    way = choose(p, method)
+    way = choose(p, method) if compiling or method != "auto" else settled(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v,
-                  p.why if method == "auto" else f"{method}, as asked")
-    result = take(way, r, input, linear_weight, target, given, max_valid, filter_eps)
-    if way.method == "chunks": return result  # which hold the promise themselves
-    return hold_promise(result, target, given["ignore_index"], max_valid)
+        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, told(p, way, method))
+    arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
+    if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
+    check_promise(target, given["ignore_index"], max_valid)
+    return hold_promise(take(*arguments), target, given["ignore_index"], max_valid)
 
 # %% ../nbs/07_losses.ipynb #6e54c712
 def linear_cross_entropy(
@@ -651,7 +683,7 @@ def linear_cross_entropy(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b
@@ -660,12 +692,12 @@ def linear_cross_entropy(
     z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:str="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:str="auto",  # where chunks of dw add up: "float32", "native", or by the plan
+    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
-    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -685,22 +717,43 @@ def linear_cross_entropy(
                         accumulate, filter_eps, max_valid=max_valid,
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)
 
+# %% ../nbs/07_losses.ipynb #3dd3056c
+class LossOptions(TypedDict, total=False):
+    "Arguments that `LinearCrossEntropyLoss` hands on to stage 5's module."
+    class_weight: Optional[Tensor]  # [V]
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: Optional[float]
+    z_loss: float
+    chunk_size: Optional[int]
+    memory_budget: Optional[int]
+    accumulate: Accumulate
+    init_method: Optional[Callable]
+    transposed: bool
+    monitoring: bool
+    device: torch.types.Device
+    dtype: Optional[torch.dtype]
+
 # %% ../nbs/07_losses.ipynb #0659738e
 class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     "A linear layer and its cross entropy, by the method that `plan` takes."
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, shift:int=0,  # k: the target of a token lies k positions ahead
-        method:str="auto",
+        method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
-        backbone_reduction:Optional[str]=None,  # as in `linear_cross_entropy`
-        **options,  # the others of stage 5's module: weights, reduction, monitoring, ...
+        backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
+        **options:Unpack[LossOptions],  # the others of stage 5's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
                         backbone_reduction=backbone_reduction)
 
-    def compute(self, input:Tensor, target:Tensor, *, max_valid:Optional[int], **given):
+    def compute(
+        self, input:Tensor, target:Tensor, *, max_valid:Optional[int]=None, **given:Any,
+    ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
                             monitored=True, **self.how)

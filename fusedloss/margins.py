@@ -12,7 +12,7 @@ __all__ = ['EPS', 'LEAST_SINE', 'lengths', 'normalize', 'Margin', 'check_numbers
 # %% ../nbs/08_margins.ipynb #acbdbc8c
 import math
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from fusedloss.baseline import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number, reduce_loss)
 from fusedloss.core.operators import operator, products
 from fusedloss.core.weights import weight_alone
+from fusedloss.core.words import HeadMethod, Reduction
 from fusedloss.tiles import (
     add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
     wide_product)
@@ -47,9 +48,10 @@ def normalize(
 # %% ../nbs/08_margins.ipynb #85b85e5b
 class Margin:
     "What a head asks of a margin; calling one is calling `target_score`."
-    centers = 1  # vectors a class has
-    pace = None  # Circle's margin, which bends the other classes' scores too
-    paced = False  # whether the slope leaves the pace out
+    scale: float  # of every score
+    centers: int = 1  # vectors a class has
+    pace: Optional[float] = None  # Circle's margin, which bends the other classes' scores too
+    paced: bool = False  # whether the slope leaves the pace out
 
     def target_score(self,
         cos:Tensor,  # [N], of each row with its target
@@ -58,10 +60,10 @@ class Margin:
         "The target's score, in place of scale · cos."
         raise NotImplementedError
 
-    def observe(self, norm:Tensor, valid:Tensor):
+    def observe(self, norm:Tensor, valid:Tensor) -> None:
         "Learn from a batch's lengths [N]; most do not."
 
-    def __call__(self, *args) -> Tensor: return self.target_score(*args)
+    def __call__(self, *args:Any) -> Tensor: return self.target_score(*args)
 
 # %% ../nbs/08_margins.ipynb #0f87db15
 def check_numbers(m:Margin, *names:str):
@@ -221,7 +223,7 @@ class AdaFace(WideBuffers, Margin):
         self.register_buffer("std", torch.tensor(100.0, dtype=torch.float32))
 
     @torch.no_grad()
-    def observe(self, norm:Tensor, valid:Tensor):
+    def observe(self, norm:Tensor, valid:Tensor) -> None:
         "Let the running mean and deviation take in a batch's valid lengths, in training."
         if not self.training: return
         known = valid & norm.isfinite()  # a row that overflowed says nothing of the others
@@ -249,7 +251,7 @@ class Circle(Margin):
     "scale · [1 + m − c]₊ (c − 1 + m); for others scale · [c + m]₊ (c − m): arXiv 2002.10857."
     margin: float = 0.25  # 0 to 1
     scale: float = 256.0
-    grad: str = "paced"  # the paper's, the pace a constant; or "exact"
+    grad: Literal["paced", "exact"] = "paced"  # the paper's, the pace a constant; or "exact"
 
     def __post_init__(self):
         check_numbers(self, "margin")
@@ -279,12 +281,12 @@ class SubCenter(nn.Module, Margin):
         self.centers, self.margin = k, margin
         self.scale, self.pace, self.paced = margin.scale, margin.pace, margin.paced
 
-    def observe(self, norm:Tensor, valid:Tensor): self.margin.observe(norm, valid)
+    def observe(self, norm:Tensor, valid:Tensor) -> None: self.margin.observe(norm, valid)
 
     def target_score(self, cos:Tensor, norm:Optional[Tensor]=None) -> Tensor:
         return self.margin.target_score(cos, norm)
 
-    def forward(self, *args) -> Tensor: return self.target_score(*args)
+    def forward(self, *args:Any) -> Tensor: return self.target_score(*args)
 
 # %% ../nbs/08_margins.ipynb #e2b5fa2b
 class Head(NamedTuple):
@@ -507,10 +509,10 @@ def margin_cross_entropy(
     linear_weight:Tensor|nn.Module,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, margin:Margin,  # CosFace(), ArcFace(), ...
-    reduction:str="mean",  # "none", "mean" over valid rows, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over valid rows, or "sum"
     ignore_index:int=-100,  # rows with this target count nothing
     eps:float=EPS,  # rows shorter than this have no direction
-    method:str="auto",  # "tiles", or "recompute": stage 9's kernels; "auto": where they run
+    method:HeadMethod="auto",  # "recompute": stage 9's kernels; "auto": where they run
     token_tile:int=4096,  # BN, rows of cosines in memory at once
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]

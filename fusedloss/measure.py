@@ -4,16 +4,15 @@
 
 # %% ../nbs/00_measure.ipynb #b3e9a5bd
 from __future__ import annotations
-import functools, html, io, json, math, platform, random, re, statistics, weakref
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+import functools, html, io, json, math, platform, random, re, weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
-import torch.utils.benchmark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -28,12 +27,12 @@ from fusedloss.core.sources import commit
 __all__ = ['SHAPES', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Cost', 'product_cost', 'sweep_cost', 'three_products',
            'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table', 'stage_color', 'Drawing', 'drawing_style',
            'as_drawing', 'tile_picture', 'Timing', 'quantiles', 'time_call', 'Comparison', 'progress', 'time_in_turn',
-           'comparison', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'peak_memory', 'Launches',
-           'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name', 'versions',
-           'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error', 'record',
-           'load_results', 'measure_in_turn', 'measure_against_floor', 'caption', 'linear_losses', 'logits_losses',
-           'results_table', 'trade_off', 'roofline', 'Check', 'prediction_table', 'predicted_against_measured', 'H200',
-           'MACHINES', 'Machine', 'dtype_name', 'machine_of']
+           'comparison', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'drop_gradients', 'peak_memory',
+           'Launches', 'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name',
+           'versions', 'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error',
+           'record', 'load_results', 'measure_in_turn', 'measure_against_floor', 'caption', 'linear_losses',
+           'logits_losses', 'results_table', 'trade_off', 'roofline', 'Check', 'prediction_table',
+           'predicted_against_measured', 'H200', 'MACHINES', 'Machine', 'dtype_name', 'machine_of']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -264,8 +263,8 @@ def time_call(
         from triton.testing import do_bench
         times = do_bench(fn, rep=round(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
         return Timing(*(ms * 1e-3 for ms in times))
-    timer = torch.utils.benchmark.Timer("fn()", globals=dict(fn=fn),
-                                        num_threads=torch.get_num_threads())
+    from torch.utils.benchmark import Timer  # brings setuptools: not at import
+    timer = Timer("fn()", globals=dict(fn=fn), num_threads=torch.get_num_threads())
     return quantiles(timer.blocked_autorange(min_run_time=seconds).times)
 
 # %% ../nbs/00_measure.ipynb #025f5068
@@ -373,6 +372,11 @@ def trace_memory(fn:Callable[[], Any]) -> list[MemoryEvent]:
     with MemoryTrace() as trace: fn()
     return list(trace.events)  # a copy: what outlives `fn` dies unseen
 
+def drop_gradients(device:str|torch.device):
+    "Return when autograd's thread holds nothing of an earlier backward pass."
+    empty = torch.empty(0, device=device, requires_grad=True)
+    (2 * empty).backward(torch.empty_like(empty))  # the thread's next task, without memory
+
 def peak_memory(
     fn:Callable[[], Any],
     device:str|torch.device="cpu",
@@ -381,6 +385,7 @@ def peak_memory(
     if torch.device(device).type != "cuda":
         return max((e.live for e in trace_memory(fn)), default=0)
     fn()  # compiles, and makes the libraries' workspaces
+    drop_gradients(device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -504,8 +509,7 @@ def measure_machine(device:str="cpu") -> Machine:
              else dict(float32=1024, float64=1024))
     rates = {name: measure_rate(device, n, getattr(torch, name))
              for name, n in progress(sizes.items(), "ceilings")}
-    programs = device_of(device).multiprocessors
-    return Machine(machine_name(device), measure_bandwidth(device, numel), rates, programs)
+    return Machine(machine_name(device), measure_bandwidth(device, numel), rates, device_of(device))
 
 # %% ../nbs/00_measure.ipynb #74f1a420
 def relative_error(

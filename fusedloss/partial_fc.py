@@ -22,23 +22,28 @@ __all__ = ['MASK', 'GOLDEN', 'ROUNDS', 'sampled_columns', 'SLAB', 'partial_lse',
 # %% ../nbs/09_partial_fc.ipynb #275f2e99
 import math
 from contextlib import nullcontext
-from typing import Callable, Iterator, NamedTuple, Optional
+from typing import Any, Callable, Iterator, Literal, NamedTuple, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from fusedloss.baseline import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
+from fusedloss.core.devices import device_of
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
+from fusedloss.core.tuning import current_step, keeping, starter
+from fusedloss.core.words import HeadMethod
 from fusedloss.kernels import (
     finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
 from fusedloss.recompute import (
-    fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling, tiling_of)
+    deeper, fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling,
+    tiling_of)
 from fusedloss.tiles import (
-    add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
-    wide_product)
+    add_product, autocast_like_linear, locate, multiplies_in_float32, product_dtype, put_product,
+    Target, tile_slices, unit_of, wide_product)
 
 # %% ../nbs/09_partial_fc.ipynb #2fca258a
 MASK, GOLDEN = 2**32 - 1, 0x9E3779B9  # 32 bits; 2³² over the golden ratio
@@ -195,7 +200,7 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
 class NegativeSampler(nn.Module):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
     def __init__(self,
-        rate:float|str,  # share of the classes, in (0, 1]; or "positives": none but the batch's
+        rate:float|Literal["positives"],  # of the classes, in (0, 1]; or the batch's alone
         seed:int=0,
         log_q:bool=False,  # correct the sum for what was not drawn: see below
     ):
@@ -219,7 +224,7 @@ class NegativeSampler(nn.Module):
         "Where `forward` has the classes `y`, or -1."
         return slot_plain(y, self.seed, self.step, self.strata, start)
 
-    def advance(self): self.step.add_(1)
+    def advance(self) -> None: self.step.add_(1)
     def extra_repr(self) -> str: return f"rate={self.rate:g}, log_q={self.log_q}"
 
 # %% ../nbs/09_partial_fc.ipynb #4916ac5e
@@ -756,13 +761,15 @@ def launch_rest(
     parts, out, more = new(2, runs, n), [new(n) for _ in range(3)], []
     if line is not None: more = [new(n) for _ in range(3)]
     slope, offset, share = line or Line(0.0, 0.0, None)
-    launch = lambda t: rest_kernel[(min(multiprocessors(x.device), tiles_n * runs),)](
+    grid = (min(multiprocessors(x.device), tiles_n * runs),)
+    launch = lambda t, only_compile=False: starter(rest_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
         v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
         UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
         BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        launch(fastest("rest", x, v, t, (4,), launch))
+        launch(fastest(rest_kernel, x, v, t, deeper(t, device_of(x), False), launch,
+                       CONFLICT=o.conflict < 2, RUN=run, SHIFT=shift is not None))
         finish_rest_kernel[(-(-n // 8),)](
             parts, x, w, slot, *out, share, *(more or [None] * 3), slope, offset, n, runs, h,
             UNIT=unit, BN=8, BP=128, BH=128)
@@ -777,13 +784,15 @@ def launch_cosine_dz(
     "Gradient of a slab's products, recomputed."
     (n, h), v = x.shape, len(w)
     programs = min(multiprocessors(x.device), -(-n // t.BN) * -(-v // t.BV))
-    launch = lambda t: cosine_dz_kernel[(programs,)](
+    launch = lambda t, only_compile=False: starter(cosine_dz_kernel, (programs,), only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, *terms, n, v, h, *x.stride(),
         *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
         UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
-    with on_device(x): launch(fastest("cosine dz", x, v, t, (), launch))
+    with on_device(x):
+        launch(fastest(cosine_dz_kernel, x, v, t, deeper(t, device_of(x), True), launch,
+                       CONFLICT=o.conflict < 2, SHIFT=shift is not None))
 
 # %% ../nbs/09_partial_fc.ipynb #e9065636
 SLAB = 2**28  # bytes of a slab's gradient
@@ -798,7 +807,8 @@ def slab_columns(n_rows:int, n_columns:int, itemsize:int, centers:int=1, step:in
 def product_into(out:Tensor, a:Tensor, b:Tensor):
     "out = a b, summed in the dtype of `out`, which is `acc_dtype`."
     if a.dtype == out.dtype: torch.mm(a, b, out=out)
-    else: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    elif multiplies_in_float32(a.device): torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else: put_product(out, a, b)
 
 # %% ../nbs/09_partial_fc.ipynb #5c23d26d
 def slab_gradients(
@@ -960,7 +970,7 @@ class _PartialLse(torch.autograd.Function):
         way = partial_lse if observed() else columns_fwd
         rest, cos, top, *saved = way(x, w, kept, rows, slot, shift, *options, dtype, kernel)
         ctx.save_for_backward(rest, *saved, slot, shift, index)
-        ctx.rest = options, x.dtype, w.dtype, kernel, w.shape, sparse
+        ctx.rest, ctx.step = (options, x.dtype, w.dtype, kernel, w.shape, sparse), current_step()
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)  # nobody needs zeros for `top`
         return rest, cos, top
@@ -970,7 +980,8 @@ class _PartialLse(torch.autograd.Function):
     def backward(ctx, g_rest, g_cos, _):
         rest, *_ = tensors = ctx.saved_tensors
         given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
-        return *gradients_of(ctx, *given, None, *tensors), *[None] * 15
+        with keeping(ctx.step): found = gradients_of(ctx, *given, None, *tensors)
+        return *found, *[None] * 15
 
 # %% ../nbs/09_partial_fc.ipynb #4e5c1686
 class _LineLoss(torch.autograd.Function):
@@ -1248,7 +1259,7 @@ def distinct_values(p:Tensor) -> Tensor:
 # %% ../nbs/09_partial_fc.ipynb #b58d3260
 class RowOptimizer(torch.optim.Optimizer):
     "An optimizer that clips sparse gradients, and whose state keeps its dtypes when loaded."
-    def load_state_dict(self, state_dict:dict):
+    def load_state_dict(self, state_dict:dict) -> None:
         given = [i for g in state_dict["param_groups"] for i in g["params"]]
         held = [p for g in self.param_groups for p in g["params"]]
         tensors = [(p, name, t) for p, i in zip(held, given) for name, t in
@@ -1273,11 +1284,11 @@ class RowSparse(RowOptimizer):
     "SGD or AdamW that touch only the rows a sparse gradient has; dense gradients as usual."
     def __init__(self,
         optimizer_class:type,  # torch.optim.SGD or torch.optim.AdamW
-        params,  # as the class takes them
-        *, mode:str="lazy",  # rows without gradient stay; or "dense": they move as usual
+        params:ParamsT,  # as the class takes them
+        *, mode:Literal["lazy", "dense"]="lazy",  # whether rows without gradient stay
         stochastic_rounding:bool=True,  # of bfloat16 weights; their state is float32
         seed:int=0,  # of the rounding
-        **options,  # of the class: lr, momentum, ...
+        **options:Any,  # of the class: lr, momentum, ...
     ):
         expect(optimizer_class in SPARSE_OF, "optimizer_class", "torch.optim.SGD or AdamW",
                getattr(optimizer_class, "__name__", optimizer_class))
@@ -1291,7 +1302,7 @@ class RowSparse(RowOptimizer):
         super().__init__(params, pattern.defaults)
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure:Optional[Callable[[], float]]=None) -> Optional[float]:
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
@@ -1303,7 +1314,7 @@ class RowSparse(RowOptimizer):
         for p, group in given: self.update(p, group)
         return loss
 
-    def update(self, p:Tensor, group:dict):
+    def update(self, p:Tensor, group:dict) -> None:
         "One parameter's step."
         u, state = update_of(group, self.adam), self.state[p]
         names = self.names if u.adam or u.a else ()
@@ -1407,7 +1418,7 @@ class ClassVectors(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self): nn.init.normal_(self.weight, std=0.01)
+    def reset_parameters(self) -> None: nn.init.normal_(self.weight, std=0.01)
 
     @torch.no_grad()
     def extend(self,
@@ -1425,7 +1436,7 @@ class ClassVectors(nn.Module):
 
     @torch.no_grad()
     def remove(self,
-        classes,  # integers, or a tensor of them
+        classes:Tensor|Sequence[int],
         *optimizers:torch.optim.Optimizer,  # whose state of the weight shrinks with it
     ) -> Tensor:  # [V], each old class's new number, -1 if removed
         "Take classes out; those after them move up; if it raises, nothing has changed."
@@ -1554,16 +1565,16 @@ class PartialFC(ClassVectors):
     def __init__(self,
         num_classes:int,  # V
         embedding_size:int,  # H
-        *, sample_rate:float|str=1.0,  # share of the classes, in (0, 1]; or "positives"
+        *, sample_rate:float|Literal["positives"]=1.0,  # of the classes, in (0, 1]
         margin:Optional[Margin]=None,  # CosFace() unless given
         sampler:Optional[NegativeSampler]=None,  # in place of `sample_rate`
         ignore_index:int=-1,  # rows with this label count nothing
-        method:str="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
+        method:HeadMethod="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
         conflict:Optional[float]=None,  # others with a cosine above this are no negatives
-        conflict_mode:str="drop",  # they leave the sum, or "zero": they score 0 in it
+        conflict_mode:Literal["drop", "zero"]="drop",  # they leave the sum, or score 0 in it
         sparse:Optional[bool]=None,  # gradient as rows, for RowSparse; default: if it samples
         eps:float=EPS,  # shorter rows have no direction
-        device=None, dtype:Optional[torch.dtype]=None,  # of the weight
+        device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):
         margin = CosFace() if margin is None else margin
         check_partial(margin, sampler, sample_rate, ignore_index, method, conflict,

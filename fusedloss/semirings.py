@@ -103,7 +103,7 @@ def check_graph(
     Ms:Tensor,  # [T,N,C,nz]
     idx:Tensor,  # [C,nz]
     v0:Tensor, vT:Tensor,  # [N,C]
-):
+) -> None:
     "`ValueError` for shapes and dtypes, `IndexError` for a state that does not exist."
     expect(Ms.dim() == 4 and Ms.is_floating_point(), "Ms",
            "floating point [T, N, C, nz]", f"{Ms.dtype} {list(Ms.shape)}")

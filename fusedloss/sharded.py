@@ -11,7 +11,7 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of', 'shifted_ahead', 'within',
            'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded', 'ask_shards', 'Here',
            'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'whole_tensor', 'first_rows',
-           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows',
+           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows', 'HeadOptions',
            'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
            'square_of_all']
 
@@ -20,17 +20,20 @@ import copy
 import functools
 import os
 from types import SimpleNamespace
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.baseline import (
-    acc_dtype, check_labels, check_linear, check_target, expect, expect_tensor)
+    acc_dtype, autocasts, check_labels, check_linear, check_target, expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
+from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import BackboneReduction, HeadMethod, Reduction
 from fusedloss.kernels import (
     below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
     score_and_slope, share_of, total_weight, unit as score_unit)
@@ -414,11 +417,12 @@ class _ShardScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget):
         ctx.how = o, s, b, stats, budget
+        step = step_of(s.group, x.device, "loss", x.shape[1], s.n_classes, x.dtype, *o, stats)
         x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
         mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
-        sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
+        with keeping(step): sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
@@ -440,9 +444,11 @@ class _ShardScores(torch.autograd.Function):
         needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
         if not any(needs): return (None,) * 11
         terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
-        home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
-                                       g_mean is not None, budget, needs,
-                                       lambda total: send_home(total, b, s))
+        kind = x.shape[1], s.n_classes, x.dtype, *o, g_mean is not None
+        with keeping(step_of(s.group, x.device, "gradients", *kind)):
+            home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
+                                           g_mean is not None, budget, needs,
+                                           lambda total: send_home(total, b, s))
         return (home().to(x.dtype) if needs[0] else None, dw if needs[1] else None,
                 db.to(bias.dtype) if needs[2] else None, *[None] * 8)
 
@@ -601,7 +607,7 @@ def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
     "`ValueError` for a bias that does not go with this rank's classes."
     if bias is None: return
     expect(isinstance(bias, Tensor), "linear_bias", "a tensor or None", type(bias).__name__)
-    mixes = torch.is_autocast_enabled(x.device.type) and bias.is_floating_point()
+    mixes = autocasts(x.device.type) and bias.is_floating_point()
     expect(bias.shape == w.shape[:1] and (mixes or bias.dtype == w.dtype), "linear_bias",
            f"{w.dtype} [{len(w)}], of this rank's classes", f"{bias.dtype} {list(bias.shape)}")
     expect(bias.device == x.device, "linear_bias", f"the input's device {x.device}", bias.device)
@@ -718,7 +724,7 @@ def sharded_linear_cross_entropy(
     target:Tensor,  # [...] as the input, integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
-    reduction:str="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     ignore_index:int=-100,  # tokens with this target count nothing
     label_smoothing:float=0.0,  # share of the target spread over all classes
     logit_scale:float=1.0,  # multiplies x wᵀ + b
@@ -727,9 +733,9 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    backbone_reduction:Optional[str]=None,  # of input's wrapper, over ranks: "mean" or "sum"
+    backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
-    mesh=None,  # a DeviceMesh of one dimension, where the weight is but this rank's rows
+    mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
     """A linear layer's cross entropy, its classes over ranks; no rank makes another's scores.
@@ -878,7 +884,9 @@ def spread_head_loss(
     _, kept, share = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
-    parts = local_statistics(head, x, w, kept, columns, s, dtype)
+    kind = "head", x.shape[1], head.num_classes, dtype, head.method
+    with keeping(step_of(s.group, x.device, *kind)):
+        parts = local_statistics(head, x, w, kept, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
     known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
@@ -914,17 +922,30 @@ def spread_rows(rows:Tensor, mesh, shape:torch.Size) -> Tensor:  # DTensor of `s
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape,
                               stride=torch.empty(shape, device="meta").stride())
 
+# %% ../nbs/10_sharded.ipynb #f21c127a
+class HeadOptions(TypedDict, total=False):
+    "Arguments that `ShardedPartialFC` hands on to `PartialFC`."
+    sample_rate: float | Literal["positives"]
+    margin: Optional[Margin]
+    ignore_index: int
+    method: HeadMethod
+    conflict: Optional[float]
+    conflict_mode: Literal["drop", "zero"]
+    sparse: Optional[bool]
+    eps: float
+    dtype: Optional[torch.dtype]
+
 # %% ../nbs/10_sharded.ipynb #1f85187d
 class ShardedPartialFC(PartialFC):
     "`PartialFC` with its classes over the ranks of a mesh; without one, on this process."
     def __init__(self,
         num_classes:int, embedding_size:int,  # V, H
-        *, mesh=None,  # a DeviceMesh of one dimension
-        backbone_reduction:str="mean",  # of the features' engine: DDP, FSDP; or "sum"
+        *, mesh:Optional[DeviceMesh]=None,  # of one dimension
+        backbone_reduction:BackboneReduction="mean",  # of the features' wrapper: DDP, FSDP
         equal_batch:bool=False,  # a promise: as many rows on every rank
         seed:int=0,  # of the first weight
         sampler:Optional[NegativeSampler]=None,  # as in `PartialFC`, and all the others
-        device=None, **options,
+        device:torch.types.Device=None, **options:Unpack[HeadOptions],
     ):
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
                          device="meta", **options)  # nobody makes all the rows
@@ -948,7 +969,7 @@ class ShardedPartialFC(PartialFC):
         return spread_rows(rows, self.mesh, torch.Size((v, h)))
 
     @torch.no_grad()
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         if not self.weight.is_meta: self.weight.copy_(self.new_rows())
 
     def forward(self,
@@ -962,8 +983,8 @@ class ShardedPartialFC(PartialFC):
         same_on_all("loss", loss, s)
         return (loss, spread_head_stats(self, seen, b, s)) if return_stats else loss
 
-    def extend(self, *args): return grown_alone(self, super().extend, args)
-    def remove(self, *args): return grown_alone(self, super().remove, args)
+    def extend(self, *args:Any) -> range: return grown_alone(self, super().extend, args)
+    def remove(self, *args:Any) -> Tensor: return grown_alone(self, super().remove, args)
 
 # %% ../nbs/10_sharded.ipynb #1f0c0c4d
 def gathered_batch(
@@ -1018,7 +1039,7 @@ def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or
 # %% ../nbs/10_sharded.ipynb #ba0e0940
 class ShardedRowSparse(RowSparse):
     "`RowSparse` whose parameters may be DTensors, Shard(0)."
-    def update(self, p:Tensor, group:dict):
+    def update(self, p:Tensor, group:dict) -> None:
         if not spread_on(p): return super().update(p, group)
         u, state, here = update_of(group, self.adam), self.state[p], p.to_local()
         names = self.names if u.adam or u.a else ()

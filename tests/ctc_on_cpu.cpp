@@ -19,8 +19,8 @@ inline State get(const State* p) { static int n; if (++n % 7 == 0) yield(); retu
 
 #ifdef PAIRS
 extern "C" void run_scan(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths, State* table,
-                         float* post, State* log_z, int st, int sn, int T, int C, int width, int longest, int blank) {
-  launch(grid, threads, CLUSTER, [=] { ctc_scan(z, y, frames, lengths, table, post, log_z, st, sn, T, C, width, longest, blank); }, seed);
+                         float* post, State* log_z, State* strips, int st, int sn, int T, int C, int width, int longest, int blank) {
+  launch(grid, threads, CLUSTER, [=] { ctc_scan(z, y, frames, lengths, table, post, log_z, strips, st, sn, T, C, width, longest, blank); }, seed);
 }
 #else
 extern "C" void run_grad(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths, const float* post,

@@ -8,10 +8,10 @@ inline void wait_for_copies() {}
 
 #ifdef PAIRS
 extern "C" void run_segment(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths,
-                            const State* alpha_from, State* alpha_to, State* beta, State* table, float* post, State* log_z, int st, int sn,
+                            const State* alpha_from, State* alpha_to, State* beta, State* table, float* post, State* log_z, State* strips, int st, int sn,
                             int begin, int K, int every, int width, int pitch) {
   launch(grid, threads, CLUSTER,
-         [=] { ctc_segment(z, y, frames, lengths, alpha_from, alpha_to, beta, table, post, log_z, st, sn, begin, K, every, width, pitch); },
+         [=] { ctc_segment(z, y, frames, lengths, alpha_from, alpha_to, beta, table, post, log_z, strips, st, sn, begin, K, every, width, pitch); },
          seed);
 }
 #else

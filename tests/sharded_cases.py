@@ -605,7 +605,7 @@ def resharded(meshes, v, optimizers, folder, targets, rate=0.5):
             for (head, optimizer), part in zip(pairs, state.values()):
                 head.load_state_dict(part["head"])
                 set_optimizer_state_dict(head, optimizer, part["optimizer"])
-            saved, loaded = torch.load(f"{folder}/{source}.pt"), tensors_of(state_of(pairs))
+            saved, loaded = torch.load(f"{folder}/{source}.pt", weights_only=True), tensors_of(state_of(pairs))
             assert saved.keys() == loaded.keys(), (saved.keys(), loaded.keys())
             for key, t in saved.items():
                 assert torch.equal(t, loaded[key]), f"{key}, {source} to {ranks} ranks, {v} classes"

@@ -535,6 +535,12 @@ def test_memory_is_a_chunk_whatever_the_tokens():
     assert extra(1024) < 10 * 64 * 4000 * 4 and extra(1024) < extra(128) + 1024 * 100
 
 
+def test_a_promise_of_no_token_takes_one_row():
+    "On a GPU, whose gradients are NaN where the promise is broken"
+    y = torch.empty(5, dtype=torch.int64, device="meta")
+    assert [len(chunks.packed_rows(y, -100, promise)) for promise in (0, 1, 4)] == [1, 1, 4]
+
+
 @cuda_only
 @pytest.mark.parametrize("how", [{}, dict(memory_budget=2**26), dict(chunk_size=1024, accumulate="float32"), dict(chunk_size=1024, accumulate="native")], ids=str)
 def test_peak_memory_is_the_plans(how):

@@ -1,11 +1,24 @@
 "What a GPU can do, and which implementations take it; no test needs a GPU."
+import json
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fusedloss.core import devices
-from fusedloss.core.devices import CPU, GPUS, device_of, lacks
+import fusedloss
+from fusedloss import ctc, kernels, linear_ctc, recompute, scans
+from fusedloss.core import cuda, devices
+from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
+from fusedloss.recompute import Tiling, shared_bytes
+from fusedloss.semirings import Log
+from grids import FULL
+
+CODE = re.compile(r'#.*|"[^"\n]*"')  # comments and texts
 
 
 @pytest.fixture
@@ -45,9 +58,152 @@ def test_an_old_torch_reports_no_shared_memory_to_opt_in_to(properties):
 def test_what_is_no_gpu_has_no_vendor():
     places = "cpu", "meta", torch.zeros(2), torch.zeros(2, device="meta"), torch.device("cpu")
     assert all(device_of(place) is CPU for place in places)
-    assert lacks(CPU, "gpu") == "CPU is no GPU"
+    assert lacks(CPU, "gpu") == "no GPU"
 
 
-def test_a_gpu_without_a_driver_is_no_gpu(monkeypatch):
+def test_a_gpu_without_a_driver_is_no_gpu(properties, monkeypatch):
+    properties()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of(torch.device("cuda", 0)) is CPU
+
+@pytest.mark.parametrize("d", GPUS.values(), ids=lambda d: d.name)
+@pytest.mark.parametrize("busy", [False, True])
+def test_tiles_and_what_is_tried_beside_them_fit_a_block(d, busy):
+    for t in {recompute.cut(d, desc, busy) for desc in (False, d.tma)}:
+        assert shared_bytes(t, d) <= d.shared_memory
+        for stores in (False, True):
+            deeper = [t._replace(stages=stages) for stages in recompute.deeper(t, d, stores)]
+            assert all(t.stages < more.stages and shared_bytes(more, d, stores) <= d.shared_memory for more in deeper)
+
+
+def test_an_h200_has_the_tiles_it_was_measured_with():
+    cut = [recompute.cut(GPUS["H200"], desc, busy) for desc, busy in ((True, False), (True, True), (False, False))]
+    assert cut == [Tiling(True, 128, 256, 64), Tiling(True, 128, 128, 64, stages=4), Tiling(False, 128, 128, 32)]
+    assert [recompute.deeper(t, GPUS["H200"], stores) for t in cut for stores in (False, True)] == [(4,), (), (), (), (4,), (4,)]
+
+
+def test_where_nothing_fits_the_smallest_tiles_are_taken():
+    tiny = GPUS["H200"]._replace(shared_memory=1000)
+    assert recompute.cut(tiny, True, False) == recompute.WIDE[-1] and recompute.deeper(recompute.WIDE[-1], tiny, True) == ()
+
+
+def products(line):
+    "Tiling of a launch of a product kernel, and whether it stores tiles; None of other kernels"
+    (_, name), types, _, flags = json.loads(line)
+    value = {k: v for k, (t, v) in types.items() if t == "constexpr"}
+    if name not in ("lse_kernel", "dz_kernel", "rest_kernel", "cosine_dz_kernel", "tile_softmax_kernel"): return None
+    t = Tiling(value["DESC"], value["BN"], value["BV"], value["BH"], flags["num_warps"], flags["num_stages"], value["GROUP"])
+    return t, name not in ("lse_kernel", "rest_kernel")
+
+
+COMPARED = [(arch, how) for arch in (80, 90, 100, 120) for how in ("plain", "busy", "scaled")]
+
+
+@pytest.mark.parametrize("arch, how", COMPARED if FULL else [(90, "plain"), (120, "busy")])
+def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how, monkeypatch):
+    pytest.importorskip("triton")
+    from offline import lines_of
+    from test_offline import DEVICES, linear
+    from typed_launches import lowerer
+    d, seen = GPUS[DEVICES[arch]], set()
+    for line in lines_of(lambda: linear(torch.bfloat16, how, 2048), d, monkeypatch):
+        if products(line):
+            t, stores = products(line)
+            bound, used = shared_bytes(t, d, stores), lowerer().usage(line, arch)["shared"]
+            assert used <= bound <= used + 12 * 2**10, (line, used, bound)
+            seen.add(stores)
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("feature, implementation", [
+    ("tma", recompute.BY_DESCRIPTORS), ("clusters", kernels.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
+    ("nvidia", kernels.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", linear_ctc.SEGMENTS), ("nvidia", scans.SCANS)])
+def test_what_a_gpu_lacks_is_not_chosen(feature, implementation):
+    have = [d for d in GPUS.values() if not lacks(d, feature)]
+    assert have and [d for d in GPUS.values() if not implementation.lacks(d)] == have
+    assert implementation.lacks(GPUS["MI300X"]) and implementation.lacks(CPU)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    "Let tensors that have no memory lie on a GPU"
+    pytest.importorskip("triton")
+    from offline import told_of
+    with ExitStack() as stack:
+        yield lambda d: stack.enter_context(told_of(d, monkeypatch))
+
+
+def chosen(d, told):
+    "What is chosen on a GPU: descriptors, a cluster, registers, the lattice's shape, scans"
+    from offline import cuda
+    launches = told(d)
+    x, z = cuda(4096, 512, dtype=torch.bfloat16), cuda(4096, 1, 32768, dtype=torch.bfloat16)
+    y = cuda(4096, dtype=torch.int64)
+    kernels.launch_turnaround(z, y, None, None, None, kernels.RowOptions())
+    limited = any("maxnreg" in options for _, _, options in launches)
+    frames = cuda(7, 2, 50)
+    edges = cuda(5, 2, 4, 3)
+    return dict(descriptors=recompute.tiling_of(x, x).desc, filtered=recompute.filter_tiling(x, kernels.RowOptions(), False).desc,
+                cluster=kernels.row_cluster(z, None, kernels.RowOptions()) is not None, registers=limited,
+                ctc=ctc.runs_kernels(frames), scans=scans.runs_kernel(edges, Log))
+
+
+@pytest.mark.parametrize("name, expected", [("H200", "111111"), ("B200", "111111"), ("RTX 5090", "111111"), ("A100", "000111"),
+                                            ("L4", "000111"), ("MI300X", "000000")])
+def test_each_gpu_gets_what_it_can_run(name, expected, told):
+    assert "".join(str(int(v)) for v in chosen(GPUS[name], told).values()) == expected
+
+
+def test_nothing_is_compiled_by_nvrtc_on_hip(properties):
+    properties(hip="6.4", name="AMD Instinct MI300X", major=9, minor=4, multi_processor_count=304, shared_memory_per_block=65536)
+    cuda.why_not.cache_clear()
+    try: assert all("NVIDIA" in cuda.why_not(compiler, 0) for compiler in cuda.COMPILERS)
+    finally: cuda.why_not.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["L4", "A100", "H200", "B200"])
+def test_parts_and_launches_follow_the_multiprocessors(name):
+    d = GPUS[name]
+    assert kernels.scan_parts(1, 2**22, d.multiprocessors) == 2 * d.multiprocessors
+    assert kernels.scan_parts(2 * d.multiprocessors, 2**22, d.multiprocessors) == 1
+    z = torch.empty(d.multiprocessors, 1, 4096)
+    assert kernels.turns_in_one_launch(z, d.multiprocessors) and not kernels.turns_in_one_launch(z[1:], d.multiprocessors)
+
+
+def test_no_count_of_multiprocessors_is_written_in():
+    "Of no GPU that is known: neither the number nor a small multiple of it"
+    counts = {d.multiprocessors * k for d in GPUS.values() for k in (1, 2, 4, 8)} - {2**k for k in range(12)} - {40, 80, 160, 320}
+    homes = {"devices.py", "rates.py"}
+    for path in sorted(Path(recompute.__file__).parent.rglob("*.py")):
+        numbers = set() if path.name in homes or path.name == "_modidx.py" else {int(n) for n in re.findall(r"(?<![\w.#])\d+(?![\w.])", CODE.sub("", path.read_text()))}
+        assert not numbers & counts, (path, numbers & counts)
+
+
+def test_a_triton_that_cannot_compile_leaves_pytorch_and_says_why(monkeypatch):
+    triton = pytest.importorskip("triton")
+    class Broken:
+        @property
+        def active(self): raise RuntimeError("Failed to find C compiler")
+    kernels.triton_works.cache_clear()
+    monkeypatch.setattr(triton.runtime, "driver", Broken())
+    try:
+        with pytest.warns(UserWarning, match="Failed to find C compiler"): assert not kernels.triton_works()
+        assert not kernels.triton_works()  # without a second warning
+    finally: kernels.triton_works.cache_clear()
+
+
+def test_everything_runs_without_triton_cupy_and_a_compiler():
+    done = subprocess.run([sys.executable, "-W", "error", "without_kernels.py"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    rest = {"CTCPosteriors", "CrossEntropyStats", "NegativeSampler", "ShardedPartialFC", "ShardedRowSparse", "margins", "semirings",
+            "onehot_select", "rewrite_gather", "plan"}
+    assert {*done.stdout.split()} >= {*fusedloss.__all__} - rest
+
+
+def test_the_table_names_every_source():
+    found = implementations(kernels, recompute, scans, ctc, linear_ctc)
+    columns, rows = support_rows(found, [GPUS["H200"], GPUS["A100"], GPUS["MI300X"], GPUS["T4"]])
+    assert columns == ["", "kernels", "H200", "A100", "MI300X", "T4", "otherwise"]
+    assert all(row[2].startswith("runs") for row in rows)
+    assert not any("runs" in cell for row in rows for cell in row[3:6]) and {row[3] for row in rows} >= {"passed over: no clusters", "compiled"}
+    assert {row[5] for row in rows if "passed" not in row[5]} == {row[5] for row in rows if row[5].startswith("not tried")}

@@ -364,10 +364,11 @@ def test_expanded_and_strided_upstream_gradients(place):
 
 def test_long_rows_turn_in_one_launch_where_they_may(place):
     aligned, skewed = (torch.empty(140, 1, 1104, device=place)[..., i:1100 + i] for i in (0, 1))
-    assert kernels.turns_in_one_launch(aligned)
+    turns = lambda z: kernels.turns_in_one_launch(z, 132)
+    assert turns(aligned)
     inside = torch.empty(140, 1100, 1, device=place).transpose(1, 2)
-    assert not any(map(kernels.turns_in_one_launch, (skewed, aligned[:5], inside)))
-    assert all(map(kernels.turns_in_one_launch, (skewed[..., :1024], aligned[:1, :, :7])))
+    assert not any(map(turns, (skewed, aligned[:5], inside)))
+    assert all(map(turns, (skewed[..., :1024], aligned[:1, :, :7])))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import fusedloss as fl
 import fusedloss.ctc
 import fusedloss.linear_ctc
 from fusedloss.core.cuda import cuda_source
+from fusedloss.core.devices import GPUS
 from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanShape
 from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
@@ -42,7 +43,7 @@ def use_lattice(kernel, module, monkeypatch, shape=None):
     "Let a module take them, on the CPU"
     kernels_of.cache_clear()
     monkeypatch.setattr(module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
-    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "device_of", lambda t: GPUS["H200"])
     monkeypatch.setattr(module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
     monkeypatch.setattr(module, "lattice_kernel", kernel)
 
@@ -152,10 +153,10 @@ def short_cases_are_right(monkeypatch, *cases):
         close(d, gradients, 1e-5)
 
 
-SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1)]
+SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1), (1, 8, 1, 1, 4), (1, 4, 1, 2, 2)]
 
 
-@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 1)), ids=str)
+@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 1), (SHAPES[6], 1)), ids=str)
 def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
     use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
     monkeypatch.setattr(lattice, "seed", seed)

@@ -9,6 +9,7 @@ import types
 import unittest
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from torch._dynamo.testing import CompileCounter
 
 import fusedloss.losses as losses
 from fusedloss.baseline import sample_data
-from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
@@ -448,7 +448,7 @@ def test_plan_speaks():
 
 
 def test_plan_takes_another_machine():
-    slow = Machine("a slow one", H200.bandwidth / 10, H200.rates)
+    slow = Machine("a slow one", H200.bandwidth / 10, H200.rates, H200.device)
     assert plan(8192, 128256, 256, machine=slow)["eager"].seconds > 2 * plan(8192, 128256, 256, machine="H200")["eager"].seconds
     assert plan(512, 32000, 1024, machine="H200").method == "eager" == plan(512, 32000, 1024, device="cpu").method
 
@@ -478,12 +478,37 @@ def test_predicted_bytes_are_those_counted(name, dtype):
     p = losses.make_plan(losses.request_of(x, w, dict(
         linear_bias=None, weight=None, token_weight=None, z_loss=0.0, filter_eps=None,
         **{k: options.get(k, d) for k, d in dict(reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0, return_stats=False).items()}),
-        options.get("memory_budget"), "auto", None, False))
+        options.get("memory_budget"), "auto", None, None, False))
     for way in p.able:
         if way.extra <= p.budget and way.method != "tiles":
             told[way.method] = (peak_memory(lambda: run(way.method)) - x.nbytes - w.nbytes) / way.extra
     assert told and all(0.9 < ratio < 1.1 for ratio in told.values()), told
     assert "memory_budget" not in options or p.way.extra <= 2**22
+
+
+def test_a_plan_takes_integers_of_any_kind():
+    size = np.int64
+    p = plan(size(4096), size(50257), size(512), memory_budget=size(2**28), max_valid=size(4096))
+    assert p == plan(4096, 50257, 512, memory_budget=2**28, max_valid=4096) and type(p.request.n) is int
+    for wrong in (True, 4096.0, "4096", torch.tensor(4096)):
+        with pytest.raises(ValueError, match="^n_tokens: expected an integer not below 0"):
+            plan(wrong, 50257, 512)
+
+
+def test_chunks_are_planned_for_the_tokens_that_count():
+    whole, part, few_ = plan(8192, 50257, 512), plan(8192, 50257, 512, max_valid=1024), plan(1024, 50257, 512)
+    assert part["chunks"].flops == few_["chunks"].flops < whole["chunks"].flops and part["eager"] == whole["eager"]
+    assert part["chunks"].extra == few_["chunks"].extra + 2 * 1024 * 512 * 2  # picked rows of x and of dx
+
+
+def test_a_call_is_planned_for_the_tokens_that_count(caplog):
+    x, w, y = sample_data(64, 8, 40, f32)
+    y[8:] = -100
+    with caplog.at_level("DEBUG", "fusedloss"):
+        linear_cross_entropy(x, w, y, max_valid=8)
+    r = losses.request_of(x, w, dict(linear_bias=None, weight=None, label_smoothing=0, softcap=None, z_loss=0, token_weight=None,
+                                     filter_eps=None, logit_scale=1, reduction="mean", return_stats=False), None, "auto", None, 8, False)
+    assert losses.plan_again(r).why in caplog.text and r.packed == 8
 
 
 def test_budget_is_kept_on_a_cpu():

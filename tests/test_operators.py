@@ -10,7 +10,7 @@ from torch import Tensor
 from workbook import ROOT
 
 import fusedloss as fl
-from fusedloss import chunks, kernels, linear_ctc, partial_fc
+from fusedloss import chunks, kernels, linear_ctc, partial_fc, tiles
 from fusedloss.core.operators import operator
 from fusedloss.kernels import RowOptions
 from fusedloss.sharded import Batch, Shards, sharded_loss
@@ -73,6 +73,28 @@ def test_a_reload_and_a_fresh_import_keep_the_operators():
         assert sys.modules["fusedloss.kernels"].logits_loss is first
         call(z).backward()
         fusedloss.cross_entropy(z, y).backward()
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_first_call_does_not_import_dynamo_and_later_ones_are_guarded_from_it():
+    "The import takes seconds of a first call; once it is there, it must not look into kernels, whose names would break a graph"
+    code = """if True:
+        import sys, torch, fusedloss as fl
+        from fusedloss.recompute import recompute_loss
+        x, w, y = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True), torch.arange(4)
+        for method in ("eager", "tiles", "chunks", "recompute"): fl.linear_cross_entropy(x, w, y, method=method).backward()
+        fl.ctc_loss_with_logits(torch.randn(5, 1, 4, requires_grad=True), torch.ones(1, 2, dtype=torch.long), [5], [2]).backward()
+        assert "torch._dynamo" not in sys.modules
+        plain = recompute_loss._backend_fns[None]
+        import torch._dynamo as dynamo
+        fl.linear_cross_entropy(x, w, y, method="recompute")
+        assert recompute_loss._backend_fns[None] is not plain and recompute_loss.guarded is None
+        def broken(x):  # in eager frames that Dynamo watches
+            dynamo.graph_break()
+            return fl.linear_cross_entropy(x, w, y, method="recompute")
+        assert torch.compile(broken, backend="eager")(x).isfinite()
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -162,6 +184,29 @@ def test_a_recorded_gradient_is_right_and_its_derivative_raises():
                     pytest.fail(f"{name}: a second derivative was left out")
             other = torch.autograd.grad(leaf.pow(3).sum() + l * 2, leaf)[0]  # of which the gradient was recorded too
             torch.testing.assert_close(other, 3 * leaf.detach() ** 2 + 2 * expected[i])
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_gradient_is_recorded_under_checkpointing(name):
+    "Which hands out a saved tensor once"
+    x, w, y = sample()
+    run = lambda x: torch.utils.checkpoint.checkpoint(lambda x: ONCE[name](x, w, y), x, use_reentrant=False)
+    g, = torch.autograd.grad(run(x), x, create_graph=True)
+    assert torch.equal(g, torch.autograd.grad(ONCE[name](x, w, y), x)[0])
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        torch.autograd.grad(g.pow(2).sum(), x)
+
+
+def test_an_operator_takes_arguments_by_name():
+    x, w, y = (t.detach() for t in sample())
+    given = dict(margin=0.0, scale=None, token_tile=4, class_tile=4, logit_scale=2.0)
+    lse, score = tiles.tiled_lse(x, w, y, *given.values())
+    for call in (tiles.tiled_lse, torch.compile(lambda *t, **k: tiles.tiled_lse(*t, **k), fullgraph=True, backend="aot_eager")):
+        assert all(torch.equal(*pair) for pair in zip(call(x, w, y, **given), (lse, score)))
+    _, total = torch.func.grad_and_value(lambda x: tiles.tiled_lse(x, w, y, **given)[0].sum())(x)
+    assert total == lse.sum()
+    with pytest.raises(TypeError, match="tile_of_tokens"):
+        tiles.tiled_lse(x, w, y, tile_of_tokens=4, **given)
 
 
 def test_operators_raise_for_second_derivatives_where_a_mode_looks_on():
@@ -262,6 +307,9 @@ def test_vmap_raises():
     for method in ("tiles", "recompute", "chunks", "eager"):
         with pytest.raises(RuntimeError, match="vmap"):
             torch.func.vmap(lambda x: fl.linear_cross_entropy(x, w, y, method=method))(torch.stack([x, x]))
+    for split in (lambda f: f, torch.func.grad):  # over labels, which are looked at first
+        with pytest.raises(RuntimeError, match="not batched by torch.vmap"):
+            torch.func.vmap(split(lambda x, y: fl.linear_cross_entropy(x, w, y)), (None, 0))(x, torch.stack([y, y]))
 
 
 def counted(run) -> int:

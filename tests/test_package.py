@@ -1,4 +1,6 @@
 """What is installed: wheel and editable, metadata, and an import that asks for nothing."""
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -8,17 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from workbook import ROOT, copy_tree
+from fusedloss.core.versions import OLDEST
+from workbook import ROOT, copy_tree, project_files
 
 PROBE = "// a probe\n"
+SDIST = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
 IMPORT = """
 import os, sys
+absent = {'triton', 'cupy', 'matplotlib', 'IPython', 'fastcore', 'nbdev'}
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition('.')[0] in {'triton', 'cupy', 'matplotlib', 'IPython', 'fastcore', 'nbdev'}: raise ImportError(name)
+        if name.partition('.')[0] in absent: raise ImportError(name)
 sys.meta_path.insert(0, Absent())
+import torch
+absent |= {'fcntl', 'grp', 'pwd', 'resource', 'termios'}  # Windows has none of them
+for name in absent: sys.modules.pop(name, None)
 before = dict(os.environ)
-import fusedloss, torch
+import fusedloss
 assert dict(os.environ) == before, 'the environment changed'
 assert not torch.cuda.is_initialized(), 'CUDA was touched'
 print(fusedloss.__version__)
@@ -47,10 +55,13 @@ def settings() -> dict:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    "A copy of the project with one more kernel"
+    "A copy of the project with one more kernel and one more subpackage"
     copy = tmp_path_factory.mktemp("a folder") / "copy"
     copy_tree(copy)
     (copy / "cuda" / "probe.cu").write_text(PROBE, encoding="utf-8")
+    (copy / "fusedloss" / "planted").mkdir()
+    (copy / "fusedloss" / "planted" / "__init__.py").write_text("from fusedloss.planted.part import found\n", encoding="utf-8")
+    (copy / "fusedloss" / "planted" / "part.py").write_text("found = True\n", encoding="utf-8")
     return copy
 
 
@@ -60,11 +71,51 @@ def wheel(source) -> zipfile.ZipFile:
     return zipfile.ZipFile(next((source / "wheels").glob("*.whl")))
 
 
+@pytest.fixture(scope="module")
+def unpacked(source) -> Path:
+    "The source distribution of the copy, unpacked"
+    python(SDIST, cwd=source)
+    archive = next((source / "dist").glob("*.tar.gz"))
+    shutil.unpack_archive(archive, source / "dist", filter="data")
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
+
+
+def contents(wheel: zipfile.ZipFile) -> dict[str, bytes]:
+    "The files of a wheel"
+    return {name: wheel.read(name) for name in wheel.namelist()}
+
+
 def test_wheel_holds_modules_and_kernels(source, wheel):
-    expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*.py")}
+    expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*") if p.is_file() and p.suffix != ".pyc"}
     expected |= {f"fusedloss/cuda/{p.name}" for p in (source / "cuda").iterdir() if p.suffix in {".cu", ".py"}}
-    assert "fusedloss/cuda/probe.cu" in expected
+    assert {f"fusedloss/{name}" for name in ("cuda/probe.cu", "planted/part.py", "py.typed", "__init__.pyi")} < expected
     assert expected == {name for name in wheel.namelist() if name.startswith("fusedloss/")}
+
+
+def test_source_distribution_makes_the_same_wheel(unpacked, wheel):
+    pip("wheel", ".", "--wheel-dir", "wheels", cwd=unpacked)
+    assert contents(zipfile.ZipFile(next((unpacked / "wheels").glob("*.whl")))) == contents(wheel)
+
+
+def test_source_distribution_holds_the_sources(source, unpacked):
+    folders = ("cuda", "examples", "fusedloss", "nbs", "tests", "tools")
+    tracked = {p.relative_to(source) for p in project_files(source) if p.relative_to(source).parts[0] in folders}
+    expected = tracked | {p.relative_to(source) for pattern in ("*.md", "*.ini", "*.cff", "*.toml", "*.txt", "setup.py", "Makefile", "LICENSE")
+                          for p in source.glob(pattern)}
+    assert {Path("settings.ini"), Path("CITATION.cff"), Path("tests/ctc_on_cpu.cpp"), Path("nbs/13_ctc.ipynb")} < expected
+    assert sorted(path for path in expected if not (unpacked / path).is_file()) == []
+
+
+def test_installed_wheel_needs_no_checkout(source, wheel, tmp_path):
+    pip("install", wheel.filename, "--target", str(tmp_path / "site"), cwd=source)
+    (tmp_path / "empty").mkdir()
+    code = (f"import runpy, sys; sys.path[:0] = [{str(tmp_path / 'site')!r}]; sys.path += {[p for p in sys.path if p.endswith('-packages')]}\n"
+            "import fusedloss.core.cuda, fusedloss.planted\n"
+            f"runpy.run_path({str(ROOT / 'tools' / 'smoke.py')!r}, run_name='__main__')\n"
+            "print(fusedloss.core.cuda.cuda_source('ctc'), end='')")
+    said, _, text = python(code, "-S", cwd=tmp_path / "empty").partition("\n")
+    assert Path(said.split(" from ")[1]).parent == tmp_path / "site" / "fusedloss"
+    assert text == (source / "cuda" / "ctc.cu").read_text(encoding="utf-8").strip()
 
 
 def test_wheel_metadata_is_settings(wheel, settings):
@@ -74,19 +125,45 @@ def test_wheel_metadata_is_settings(wheel, settings):
     assert meta["Requires-Python"] == f">={settings['min_python']}"
     plain = {line for line in meta.get_all("Requires-Dist") if "extra ==" not in line}
     assert plain == set(settings["requirements"].split())
+    versions = settings["python_versions"].split()
+    assert versions[0] == settings["min_python"] and {f"Programming Language :: Python :: {v}" for v in versions} < set(meta.get_all("Classifier"))
     assert set(meta.get_all("Provides-Extra")) == {"dev", "cuda12", "cuda13"}
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
     scripts = wheel.read(info.replace("METADATA", "entry_points.txt")).decode().replace(" ", "")
     assert settings["console_scripts"] in scripts
 
 
+def test_an_old_torch_is_refused_in_a_sentence(settings):
+    code = "import torch; torch.__version__ = '2.7.1+cpu'\ntry: import fusedloss\nexcept ImportError as error: print(error)"
+    oldest = ".".join(map(str, OLDEST))
+    assert f"torch>={oldest}" in settings["requirements"].split()
+    assert python(code, cwd=ROOT) == f"fusedloss: expected PyTorch {oldest} or later, got 2.7.1+cpu: pip install --upgrade torch"
+
+
+def test_papers_about_the_project_agree_with_its_settings(settings):
+    citation, versions = ((ROOT / name).read_text(encoding="utf-8") for name in ("CITATION.cff", "VERSIONS.md"))
+    cited = dict(re.findall(r"(?m)^([\w-]+): (.+)$", citation))
+    assert (cited["title"], cited["version"]) == (settings["title"].replace("%(lib_name)s", settings["lib_name"]), settings["version"])
+    assert cited["repository-code"] == settings["git_url"].replace("%(user)s", settings["user"]).replace("%(repo)s", settings["repo"])
+    assert settings["description"] in citation
+    first, *_, last = settings["python_versions"].split()
+    assert f"| Python | {first} to {last} |" in versions and f"| PyTorch | {'.'.join(map(str, OLDEST))} or later |" in versions
+
+
+def test_workflow_runs_every_version(settings):
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    tested, later, smoke = (re.findall(r"\d\.\d+", versions) for versions in re.findall(r'python-version: (["[].*)', text))
+    versions = settings["python_versions"].split()
+    assert tested + later == versions and smoke == [versions[0], versions[-1]]
+
+
 def test_editable_install_finds_kernels(source, tmp_path):
     pip("install", "--editable", ".", "--target", str(tmp_path), cwd=source)
-    # -S: this tree may be installed in editable mode itself, and would be found first
+    # -S -E: this tree may be installed in editable mode or named by PYTHONPATH itself, and would be found first
     code = (f"import site, sys; sys.path += {[p for p in sys.path if p.endswith('-packages')]}; site.addsitedir({str(tmp_path)!r}); "
             "import fusedloss; from fusedloss.core.cuda import cuda_source; "
             "print(fusedloss.__file__); print(cuda_source('probe'))")
-    found, text = python(code, "-S", cwd=tmp_path).splitlines()
+    found, text = python(code, "-S", "-E", cwd=tmp_path).splitlines()
     assert Path(found).parent == source / "fusedloss" and text == PROBE.strip()
 
 

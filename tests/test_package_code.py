@@ -9,6 +9,7 @@ FILES = {
     "__init__.py": '"Losses."\nfrom fusedloss.middle import loss, other\nfrom fusedloss import far\n',
     "far.py": '''
 import torch
+from torch import float16 as half
 SCALE = 2
 UNUSED = 3
 def deep(x):
@@ -18,13 +19,16 @@ def message(x):
     if x < 0: raise ValueError("negative")
 def registered(x): return x
 registered.fake = deep
+def rounded(x): return x.to(half)
 operator = torch.library.custom_op("fusedloss::operator", deep)
 @torch.library.register_fake("fusedloss::operator")
 def _(x): return x
 ''',
     "middle.py": '''
 from .far import deep
+from fusedloss.far import deep as chosen, message
 def kernel(): return compiled("kernel")
+def both(x): return chosen(x), deep(x), message(x)
 def loss(x): return deep(x)
 def lazy(x):
     from fusedloss.far import registered
@@ -64,6 +68,9 @@ CHANGES = {
     "an operator's registration": ("from fusedloss.middle import called\ncalled(1)", FAR, "def _(x): return x", "def _(x): return 0", True),
     "a module passed on": ("import fusedloss.far as far\nprint(vars(far))", FAR, "UNUSED = 3", "UNUSED = 4", True),
     "a script in a string": ('run("from fusedloss.middle import loss\\nloss(1)")', FAR, "SCALE = 2", "SCALE = 4", True),
+    "what a name of PyTorch stands for": ("from fusedloss.far import rounded\nrounded(1)", FAR, "float16 as half", "bfloat16 as half", True),
+    "what a name of the package stands for": ("from fusedloss.middle import both\nboth(1)", MIDDLE, "deep as chosen", "message as chosen", True),
+    "another name of PyTorch": (STAR, FAR, "float16 as half", "bfloat16 as half", False),
     "CUDA": ("from fusedloss.middle import kernel\nkernel()", "cuda/kernel.cu", "int a", "int b", True),
     "CUDA, a comment": ("from fusedloss.middle import kernel\nkernel()", "cuda/kernel.cu", "one", "two", False),
     "CUDA of another": (STAR, "cuda/kernel.cu", "int a", "int b", False),

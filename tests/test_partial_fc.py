@@ -850,7 +850,7 @@ def test_resume_bit_for_bit(kind, options, device):
     file = io.BytesIO()
     torch.save([a.state_dict(), oa.state_dict()], file)
     file.seek(0)
-    for held, state in zip((b, ob), torch.load(file)):
+    for held, state in zip((b, ob), torch.load(file, weights_only=True)):
         held.load_state_dict(state)
     assert run(a, oa, range(4, 8)) == run(b, ob, range(4, 8)) and torch.equal(a.weight, b.weight)
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedloss import plan
 from fusedloss.core import rates, store
 from fusedloss.core.devices import Device
+from fusedloss.recompute import cut
 from fusedloss.core.rates import CPU, H200, MACHINES, SHEETS, Machine, guess, kept, listed, machine_here, machine_of
 
 ODD = Device("NVIDIA H20", "nvidia", (9, 0), 78, 2**17, True, True)  # that no table lists
@@ -32,9 +33,9 @@ def measured(monkeypatch, d, gpu=True):
     calls = []
     def ceilings(d, device, clock):
         calls.append(d.name)
-        return Machine(d.name, 1e12, dict.fromkeys(H200.rates, 1e14), d.multiprocessors)
+        return Machine(d.name, 1e12, dict.fromkeys(H200.rates, 1e14), d)
     rates.at_hand.clear()
-    monkeypatch.setattr(rates, "device_of", lambda device: d)
+    monkeypatch.setattr(rates, "gpu_of", lambda device: d)
     monkeypatch.setattr(rates, "ceilings", ceilings)
     monkeypatch.setattr(torch.cuda, "device", lambda on: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -44,7 +45,7 @@ def measured(monkeypatch, d, gpu=True):
 def test_every_listed_gpu_reaches_less_than_it_promises():
     for name, sheet in SHEETS.items():
         m = MACHINES[name]
-        assert m.bandwidth < sheet.bandwidth and m.multiprocessors == sheet.multiprocessors and sheet.source
+        assert m.bandwidth < sheet.bandwidth and m.device.multiprocessors == sheet.multiprocessors and sheet.source
         assert all(0 < m.rates[d] < peak for d, peak in sheet.rates.items()) and m.name in sheet.names
         assert machine_of(name) is m
     names = [n for sheet in SHEETS.values() for n in sheet.names]
@@ -66,9 +67,9 @@ def test_an_unknown_name_is_refused():
 
 def test_a_guess_is_below_every_listed_gpu():
     for m in MACHINES.values():
-        g = guess(ODD._replace(multiprocessors=m.multiprocessors))
+        g = guess(ODD._replace(multiprocessors=m.device.multiprocessors))
         assert g.bandwidth <= 1.001 * m.bandwidth and all(g.rates[d] <= 1.001 * m.rates[d] for d in m.rates)
-        assert g.multiprocessors == m.multiprocessors
+        assert g.device.multiprocessors == m.device.multiprocessors
 
 
 def test_a_measurement_counts_bytes_and_products(monkeypatch):
@@ -81,7 +82,7 @@ def test_a_measurement_counts_bytes_and_products(monkeypatch):
     before = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = rates.ceilings(ODD, "cpu", clock)
-    assert found.bandwidth == 2 * 4 * 1000 / 0.01 and found.multiprocessors == 78 and found.name == "NVIDIA H20"
+    assert found.bandwidth == 2 * 4 * 1000 / 0.01 and found.device is ODD and found.name == "NVIDIA H20"
     assert (found.rates["bfloat16"], found.rates["float32"], found.rates["float64"]) == (2 * 16**3 / 0.01, 2 * 8**3 / 0.01, 2 * 4**3 / 0.01)
     assert found.rates["float16"] == guess(ODD).rates["float16"], "what was not measured is guessed"
     assert torch.equal(before, torch.get_rng_state()), "the program's random numbers are its own"
@@ -103,7 +104,7 @@ def test_another_gpu_is_measured_once_and_kept(monkeypatch, place):
     assert machine_here(GPU) is first and first.bandwidth == 1e12 and calls == ["NVIDIA H20"]
     rates.at_hand.clear()  # the next process
     again = machine_here(GPU)
-    assert (again.name, again.bandwidth, again.rates, again.multiprocessors) == ("NVIDIA H20", 1e12, first.rates, 78)
+    assert (again.name, again.bandwidth, again.rates, again.device) == ("NVIDIA H20", 1e12, first.rates, ODD)
     assert calls == ["NVIDIA H20"] and len(json.loads(place.read_text())) == 1
 
 
@@ -164,9 +165,15 @@ def test_a_plan_is_for_the_machine_at_hand(monkeypatch):
     assert plan(*sizes, torch.float32, device="cpu").machine == CPU.name
 
 
+def test_a_named_machine_is_not_measured(monkeypatch):
+    calls = measured(monkeypatch, ODD)
+    plan(4096, 32000, 512, machine="H200")
+    assert not calls and not rates.at_hand
+
+
 def test_slabs_follow_the_multiprocessors():
     cuts = {name: plan(8192, 128256, 4096, machine=name)["recompute"].cut for name in ("H200", "L4", "B200")}
-    assert len(set(cuts.values())) > 1
+    assert len(set(cuts.values())) > 1 and all(v % cut(MACHINES[name].device, MACHINES[name].device.tma, False).BV == 0 for name, (_, v) in cuts.items())
 
 
 @pytest.mark.parametrize("known", ["table", "disk", "guess"])

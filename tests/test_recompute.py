@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusedloss.recompute as recompute
+from fusedloss.core import tuning
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
 from grids import FULL, few
@@ -168,18 +169,26 @@ def test_runs_of_any_length(device, monkeypatch):
 TILING = recompute.Tiling(True, 128, 256, 64)
 
 
-def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch):
-    monkeypatch.setattr(recompute, "TUNED", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cost, asked = {(3, 8): 3, (3, 32): 2, (4, 8): 4, (4, 32): 1}, []
-    monkeypatch.setattr(recompute, "milliseconds", lambda run, t: asked.append(t) or cost[t.stages, t.group])
-    best = lambda n, v, stages=(4,): recompute.fastest("lse", torch.empty(n, 4096, device="meta", dtype=bf16), v, TILING, stages, None)[4:]
-    assert best(8192, 128256)[1:] == (4, 32)
-    assert len(asked) == 4 and best(5000, 100000)[1:] == (4, 32) and len(asked) == 4, "of the same powers of two"
-    assert best(4096, 128256, ())[1:] == (3, 32) and len(asked) == 6, "another class, other choices"
-    assert best(64, 1000)[1:] == (3, 8) and len(asked) == 6, "small work is not timed"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert best(2**20, 128256)[1:] == (3, 8) and len(asked) == 6, "nor what a graph captures"
+def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_known", tuning._Known())
+    monkeypatch.setattr(tuning, "capturing", lambda: False)
+    cost, asked = {(3, 8): 3, (3, 32): 2, (4, 8): 4, (4, 32): 1}, set()
+    monkeypatch.setattr(tuning, "milliseconds", lambda run, t: asked.add(t) or cost[t.stages, t.group])
+    def best(n, v, stages=(4,), **flags):
+        asked.clear()
+        x = torch.empty(n, 4096, device="meta", dtype=bf16)
+        found = recompute.fastest(recompute.lse_kernel, x, v, TILING, stages, None, **flags)
+        return found.stages, found.group, len(asked)
+    assert best(8192, 128256) == (4, 32, 4)
+    assert best(5000, 100000) == (4, 32, 0), "of the same powers of two"
+    assert best(4096, 128256, ()) == (3, 32, 2), "another class, other choices"
+    assert best(8192, 128256, STATS=True) == (4, 32, 4), "another kernel, by its options"
+    assert best(64, 1000) == (3, 8, 0), "small work is not timed"
+    monkeypatch.setattr(tuning, "_known", tuning._Known())
+    assert best(8192, 128256) == (4, 32, 0), "another process reads it"
+    monkeypatch.setattr(tuning, "capturing", lambda: True)
+    assert best(2**20, 128256) == (3, 8, 0), "nothing is timed in a graph's capture"
 
 
 @cuda_only

@@ -310,6 +310,12 @@ def test_in_one_process_a_wrapper_reduces_nothing(loss):
         loss(x, w, y, backbone_reduction="average")
 
 
+def test_a_bias_on_meta_gives_a_loss_on_meta():
+    x, w, b = (torch.empty(size, device="meta") for size in ((6, 4), (9, 4), (9,)))
+    loss = fl.sharded_linear_cross_entropy(x, w, torch.empty(6, dtype=torch.int64, device="meta"), linear_bias=b)
+    assert loss.is_meta and loss.shape == ()
+
+
 def test_a_sure_prediction_keeps_its_small_loss():
     x = torch.full((1, 1), 100.0)
     w = torch.tensor([[1.0], [0.89], [0.85]])

@@ -2,7 +2,7 @@
 import re
 
 import pytest
-from check_site import problems
+from check_site import problems, unlicensed
 from workbook import ROOT, is_stage, notebooks
 
 GOOD = {
@@ -20,6 +20,7 @@ FAULTS = {
     "dead image": ("index.html", '<img src="gone.png">', "index.html: gone.png leads nowhere"),
     "dead search": ("search.json", '[{"href": "index.html#gone"}]', "search.json: index.html#gone has no such anchor"),
     "unused asset": ("b.js", "1", "b.js: no page uses it"),
+    "no licence": ("site_libs/b.js", "1", "site_libs/b.js: no licence lies beside it"),
 }
 
 
@@ -29,7 +30,7 @@ def report(tmp_path):
     def write(name: str = "a.css", text: str = "") -> str:
         pages = GOOD | {name: text if name == "search.json" else GOOD.get(name, "") + text}
         for path, content in pages.items():
-            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(content, encoding="utf-8")
         return "\n".join(problems(tmp_path))
     return write
@@ -47,6 +48,27 @@ def test_a_picture_may_be_in_the_page(report):
 @pytest.mark.parametrize("name, text, expected", FAULTS.values(), ids=FAULTS)
 def test_fault_is_named(report, name, text, expected):
     assert expected in report(name, text)
+
+
+def test_licences_lie_beside_what_others_made(tmp_path):
+    pytest.importorskip("smalldocs", reason="the site is built by smalldocs")
+    from build_site import LICENSED, VENDOR, copy_licences
+    for name in LICENSED:
+        (tmp_path / "site_libs" / name).mkdir(parents=True)
+        (tmp_path / "site_libs" / name / "a.js").write_text("1", encoding="utf-8")
+    (tmp_path / "site_libs" / "smalldocs.js").write_text("1", encoding="utf-8")
+    assert len(list(unlicensed(tmp_path))) == len(LICENSED) + 1
+    copy_licences(tmp_path / "site_libs")
+    assert list(unlicensed(tmp_path)) == []
+    notices = (ROOT / "THIRD_PARTY.md").read_text(encoding="utf-8")
+    assert all(f"`{name}/`" in notices and (VENDOR / name).is_dir() for name in LICENSED)
+
+
+def test_everything_others_made_is_in_the_notices():
+    notices = (ROOT / "THIRD_PARTY.md").read_text(encoding="utf-8")
+    served = {p.relative_to(ROOT / "docs" / "site_libs") for p in (ROOT / "docs" / "site_libs").rglob("*") if p.suffix in {".css", ".js", ".woff"}}
+    named = {f"`{p.parts[0]}{'/' * (len(p.parts) > 1)}`" for p in served} - {"`themes/`"}
+    assert named and all(name in notices for name in named)
 
 
 def test_tex_becomes_mathml():

@@ -99,7 +99,7 @@ def test_a_stamp_stands_for_the_history(project):
     assert (entry["commit"], entry["sources"]) == before == tuple(load_results(project / "nbs/results")[0][k] for k in ("commit", "sources"))
 
 
-@pytest.mark.parametrize("kind", ["a file", "a notebook's code", "no file"])
+@pytest.mark.parametrize("kind", CHANGED)
 def test_files_are_held_to_the_stamp(project, kind):
     without_history(project)
     put(project, *CHANGED[kind])
@@ -107,11 +107,21 @@ def test_files_are_held_to_the_stamp(project, kind):
         commit(project)
 
 
-def test_an_old_stamp_gives_way_to_the_history(git, project):
+@pytest.mark.parametrize("change", [True, False])
+def test_an_old_stamp_gives_way_to_the_history(git, project, change):
     old = write_stamp(project).commit
-    put(project, *CHANGED["a file"])
-    git("commit", "-am", "second")
+    if change: put(project, *CHANGED["a file"])
+    git("commit", "-am", "second", "--allow-empty")
     assert commit(project).commit != old
+
+
+def test_the_nearest_project_counts(git, project):
+    "A folder with a stamp inside of a repository that knows nothing of it"
+    copy = project.parent / "others" / project.name
+    write_stamp(project)
+    shutil.copytree(project, copy, ignore=shutil.ignore_patterns(".git"))
+    git("-C", str(copy.parent), "init")
+    assert commit(copy) == commit(project)
 
 
 @pytest.mark.parametrize("prepare", [[], ["init"]], ids=["no repository", "no commit yet"])

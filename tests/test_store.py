@@ -106,8 +106,8 @@ def test_values_that_are_not_json_cost_a_warning(place):
     with pytest.warns(UserWarning, match="not written"):
         store.update("x", "a", {1, 2})
     with pytest.warns(UserWarning, match="not written"):
-        store.update("x", "a", float("nan"))
-    assert store.read("x") == {}
+        store.update("y", "a", float("nan"))
+    assert store.read("x") == store.read("y") == {}
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(place, monkeypatch):

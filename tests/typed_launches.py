@@ -8,9 +8,12 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -27,6 +30,8 @@ def typed(parameter: inspect.Parameter, value) -> tuple[str, object]:
     "Type of an argument as the compiler sees it, and its value where that is a constant"
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype], None
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>", None
     if hasattr(value, "fn"):
         return "constexpr", {"function": named(value)}
     constant = value is None or value is True or value is False or "constexpr" in str(parameter.annotation)
@@ -43,6 +48,22 @@ def launch_types(kernel, args: tuple, options: dict) -> str:
     return json.dumps([named(kernel), types])
 
 
+def sixteenfold(value) -> bool:
+    "Does Triton compile a kernel of its own for this value, as for an aligned pointer or an even stride?"
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() % 16 == 0
+    return type(value) is int and value != 1 and value % 16 == 0
+
+
+def build_line(kernel, args: tuple, options: dict) -> str:
+    "A launch as a line of text, with all that the compiled kernel depends on but the architecture"
+    name, types = json.loads(launch_types(kernel, args, options))
+    given = dict(zip(inspect.signature(kernel.fn).parameters, args)) | options
+    even = [k for k, (t, _) in types.items() if t != "constexpr" and sixteenfold(given.get(k))]
+    flags = {k: v for k, v in options.items() if k in ("num_warps", "num_stages", "maxnreg")}
+    return json.dumps([name, types, even, flags])
+
+
 class Lowerer:
     "A process that lowers kernels, begun at the first launch"
     def __init__(self):
@@ -52,12 +73,25 @@ class Lowerer:
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         atexit.register(self.process.kill)
 
-    @cache  # noqa: B019: one for each process of tests
-    def complaint(self, line: str) -> str:
-        "What the compiler has against a launch; empty if nothing"
+    def ask(self, line: str) -> str | dict:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
+
+    @cache  # noqa: B019: one for each process of tests
+    def complaint(self, line: str) -> str:
+        "What the compiler has against a launch; empty if nothing"
+        return self.ask(line)
+
+    @cache  # noqa: B019: as above
+    def narrow_products(self, line: str) -> str | list[str]:
+        "Strides that a launch multiplies in 32 bits; or a complaint"
+        return self.ask(json.dumps([*json.loads(line)[:2], "products"]))
+
+    @cache  # noqa: B019: as above
+    def usage(self, line: str, arch: int) -> str | dict[str, int]:
+        "What a launch of `build_line` asks of an architecture: bytes of shared memory, registers, bytes of stack; or a complaint"
+        return self.ask(json.dumps([*json.loads(line), arch]))
 
 
 @cache
@@ -92,19 +126,58 @@ def found(name: list[str]):
     return getattr(importlib.import_module(name[0]), name[1])
 
 
-def lower(name: list[str], types: dict) -> None:
-    "Triton's IR of a kernel for these types; raises as the compiler does"
+def source_of(name: list[str], types: dict, even: list[str] = ()):
+    "What Triton's compiler takes: a kernel for these types and constants"
+    from triton.compiler import ASTSource
+    constants = {k: found(v["function"]) if isinstance(v, dict) else v for k, (t, v) in types.items() if t == "constexpr"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(types) if k in even}
+    return ASTSource(found(name), {k: t for k, (t, _) in types.items()}, constants, attributes)
+
+
+def lower(name: list[str], types: dict) -> str:
+    "Triton's IR of a kernel for these types, as text; raises as the compiler does"
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
     target = GPUTarget("cuda", 90, 32)
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    constants = {k: found(v["function"]) if isinstance(v, dict) else v for k, (t, v) in types.items() if t == "constexpr"}
-    source, options = ASTSource(found(name), {k: t for k, (t, _) in types.items()}, constants), backend.parse_options({})
-    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    source, options = source_of(name, types), backend.parse_options({})
+    return str(source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context))
+
+
+ARGUMENT = re.compile(r'(%\w+): i32 (?:\{[^}]*\} )?loc\("(\w*(?:stride\w*|_row|_col))"')  # of a function of the library: a stride
+STEP = re.compile(r"\s*(%\w+) = (tt\.splat|tt\.broadcast|tt\.expand_dims|arith\.muli) ([^:]*):(.*)")
+
+
+def narrow_products(text: str) -> list[str]:
+    "Strides that Triton's IR multiplies in 32 bits: the offset that comes of it may be larger"
+    wrong, strides = set(), {}
+    for line in text.splitlines():
+        if "tt.func" in line:
+            strides = dict(ARGUMENT.findall(line))
+        step = STEP.match(line)
+        held = [strides[v] for v in re.findall(r"%\w+", step[3]) if v in strides] if step else []
+        if held and step[2] != "arith.muli":
+            strides[step[1]] = held[0]
+        elif held and "i32" in step[4]:
+            wrong.add(held[0])
+    return sorted(wrong)
+
+
+def resources(name: list[str], types: dict, even: list[str], flags: dict, arch: int) -> dict[str, int]:
+    "What the kernel that Triton makes for an architecture asks of it"
+    import triton
+    from triton.backends.compiler import GPUTarget
+    kernel = triton.compile(source_of(name, types, even), GPUTarget("cuda", arch, 32), flags)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK"))
+    return dict(shared=kernel.metadata.shared, registers=registers, stack=stack)
 
 
 def serve() -> None:
@@ -112,11 +185,12 @@ def serve() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         try:
-            lower(*json.loads(line))
-            complaint = ""
+            request = json.loads(line)
+            answer = resources(*request) if len(request) == 5 else lower(*request[:2])
+            answer = narrow_products(answer) if len(request) == 3 else answer if len(request) == 5 else ""
         except Exception as error:
-            complaint = f"{error}\n{error.__cause__ or ''}\n{line}"
-        print(json.dumps(complaint), file=answers, flush=True)
+            answer = f"{error}\n{error.__cause__ or ''}\n{line}"
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from functools import cache
+from importlib.metadata import distribution
 from pathlib import Path, PurePosixPath
 
 from fontTools import subset
@@ -25,6 +26,7 @@ from workbook import ROOT, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
 VENDOR = smalldocs.ASSETS / "vendor"
+LICENSED = ("bootstrap", "bootstrap-icons", "fuse")  # folders of VENDOR that the site serves
 MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.DOTALL)
 
 
@@ -90,10 +92,18 @@ class Site(smalldocs.Site):
         super().copy_assets(nav)
         libs = self.out / "site_libs"
         shutil.copy(VENDOR / "bootstrap" / "bootstrap.min.css", libs / "bootstrap")
+        copy_licences(libs)
         trim_icons(self.out)
 
     def write_sitemap(self) -> None:
         "None: a sitemap dates pages by their files, and a fresh clone has new dates"
+
+
+def copy_licences(libs: Path) -> None:
+    "The licences of what others made, beside it; THIRD_PARTY.md lists them"
+    for name in LICENSED:
+        shutil.copy(VENDOR / name / "LICENSE", libs / name)
+    (libs / "smalldocs.LICENSE").write_text(distribution("smalldocs").read_text("licenses/LICENSE"), encoding="utf-8")
 
 
 def trim_icons(out: Path) -> None:

@@ -1,6 +1,6 @@
 """Make again, in a copy, what is generated and committed; fail where the tree differs from it.
 
-    python tools/check_generated.py [modules notebooks readme site]
+    python tools/check_generated.py [modules types notebooks readme site]
 """
 import difflib
 import subprocess
@@ -14,6 +14,7 @@ from workbook import copy_tree
 GENERATED = {
     "modules": (["-c", "from nbdev.doclinks import nbdev_export; nbdev_export.__wrapped__()"],
                 ["fusedloss"], "nbdev_export"),
+    "types": (["tools/build_types.py"], ["fusedloss/__init__.pyi"], "python tools/build_types.py"),
     "notebooks": (["-c", "from nbdev.clean import nbdev_clean; nbdev_clean.__wrapped__()"], ["nbs"], "nbdev_clean"),
     "readme": (["tools/build_readme.py"], ["README.md", "nbs/images"], "make docs"),
     "site": (["tools/build_site.py"], ["docs"], "make docs"),

@@ -97,6 +97,15 @@ def unused(site: Path, pages: dict[Path, Page]) -> Problems:
             yield f"{path.relative_to(site)}: no page uses it"
 
 
+def unlicensed(site: Path) -> Problems:
+    "What others made, without its licence beside it; the themes are our own"
+    for path in sorted((site / "site_libs").rglob("*")):
+        if path.suffix in {".css", ".js"} and path.parent.name != "themes":
+            own = path.with_name(f"{path.stem}.LICENSE")
+            if not own.exists() and not (path.parent / "LICENSE").exists():
+                yield f"{path.relative_to(site)}: no licence lies beside it"
+
+
 def problems(site: Path) -> Problems:
     "Every problem of the site"
     site = site.resolve()
@@ -110,6 +119,7 @@ def problems(site: Path) -> Problems:
         if fault := missing(entry["href"], search, pages):
             yield f"search.json: {entry['href']} {fault}"
     yield from unused(site, pages)
+    yield from unlicensed(site)
     if site / "index.html" not in pages:
         yield "index.html: the site has no home page"
 

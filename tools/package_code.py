@@ -99,13 +99,15 @@ class Module:
             for bound in bound_names(statement):
                 self.givers.setdefault(bound, []).append(number)
         self.imported: dict[str, set[Use]] = {}
+        self.origins: dict[str, set[str]] = {}  # what an import calls by another name
         self.stars: set[str] = set()
         top = [s for s in tree.body if isinstance(s, IMPORT)]
         for statement in [*top, *(inner for found in self.facts for inner in found.imports)]:
             self.add_import(statement)
 
     def add_import(self, statement: ast.stmt) -> None:
-        "Note what an import brings from the package"
+        "Note what an import brings from the package, and what it calls by which name"
+        self.add_origins(statement)
         if isinstance(statement, ast.Import):
             for alias in (a for a in statement.names if a.name.split(".")[0] == PACKAGE):
                 self.imported.setdefault(alias.asname or PACKAGE, set()).add((alias.name if alias.asname else PACKAGE, WHOLE))
@@ -119,10 +121,20 @@ class Module:
             use = (inside, WHOLE) if inside in self.files else (source, alias.name)
             self.imported.setdefault(alias.asname or alias.name, set()).add(use)
 
+    def add_origins(self, statement: ast.stmt) -> None:
+        "Note the origin of each name that an import binds; within the package the other name, for its module may change"
+        source = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
+        inside = source.split(".")[0] in (PACKAGE, "None") or bool(getattr(statement, "level", 0))
+        for alias in statement.names:
+            name = alias.asname or (alias.name if source else alias.name.split(".")[0])
+            if not inside or name != alias.name:
+                self.origins.setdefault(name, set()).add(alias.name if inside else source + alias.name)
+
     @functools.cache
     def text(self, number: int) -> str:
-        "A statement as `canonical` text"
-        return canonical(self.statements[number])
+        "A statement as `canonical` text, and where its imported names come from"
+        names = sorted({first for first, *_ in self.facts[number].chains} & self.origins.keys())
+        return canonical(self.statements[number]) + "".join(f"\n{name} is {sorted(self.origins[name])}" for name in names)
 
     def find(self, name: str) -> Iterator[Use]:
         "Where `name` may come from"

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Iterator
 
@@ -46,7 +47,7 @@ def project_files(root: Path = ROOT) -> list[Path]:
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True) if (root / ".git").exists() else None
     paths = [root / name for name in listed.stdout.split("\0")] if listed and listed.returncode == 0 else root.rglob("*")
-    return sorted({p for p in paths if p.is_file() and not {"__pycache__", ".venv", ".pytest_cache"} & set(p.parts)})
+    return sorted({p for p in paths if p.is_file() and not {"__pycache__", ".venv", ".pytest_cache", ".mypy_cache"} & set(p.parts)})
 
 
 def copy_tree(target: Path) -> None:
@@ -179,7 +180,9 @@ def add_prologue(path: Path) -> bool:
 
 
 LEFT_OUT = "nbs/left_out.json"  # by notebook and cell: why `nbdev_test` does not run it
-FLAGS = {"cuda", "slow", "distributed"}  # of settings.ini
+SETTINGS = ConfigParser(delimiters="=")
+SETTINGS.read(ROOT / "settings.ini", encoding="utf-8")
+FLAGS = set(SETTINGS["DEFAULT"]["tst_flags"].split())
 MEASURES = re.compile(r"\b(time_call|compare|measure_\w+|record|\w*peak\w*|gpu_launches|do_bench|profile|Event|timed\w*|error\w*)\(")
 
 

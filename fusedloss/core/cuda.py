@@ -14,6 +14,8 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
+from fusedloss.core.devices import device_of, lacks
+
 # %% ../../nbs/library/cuda.ipynb #789442a8
 def cuda_source(name:str) -> str:
     "Text of `cuda/{name}.cu`: in the package where it is installed, beside it in a checkout."
@@ -64,6 +66,8 @@ def why_not(
     device:int,  # the current one
 ) -> Optional[str]:  # None: it works
     "What hinders a compiler from compiling an empty kernel."
+    if lacks(device_of(device), "nvidia") and not lacks(device_of(device), "gpu"):
+        return "the kernels are written for GPUs of NVIDIA"
     try: COMPILERS[compiler](EMPTY_KERNEL, "empty_kernel", OPTIONS)
     except Exception as reason: return repr(reason)  # an import may raise anything
 

@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['SHEETS', 'H200', 'CPU', 'MACHINES', 'NUMEL', 'SIDES', 'STORE', 'at_hand', 'guessed', 'Machine', 'dtype_name', 'Sheet',
            'reached', 'expected', 'machine_of', 'listed', 'guess', 'copy_bandwidth', 'product_rate', 'event_seconds',
-           'ceilings', 'store_key', 'positive', 'kept', 'gpu_index', 'calibrate', 'may_measure', 'look_up',
+           'ceilings', 'store_key', 'positive', 'kept', 'gpu_index', 'gpu_of', 'calibrate', 'may_measure', 'look_up',
            'machine_here']
 
 # %% ../../nbs/library/rates.ipynb #201ff018
 import contextlib, math, statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional
 
 import torch
 
-from . import store
+from . import devices, store
 from .devices import Device, device_of
 from .operators import observed
 
@@ -26,7 +26,7 @@ class Machine:
     name: str  # as the driver, or the operating system, calls it
     bandwidth: float  # bytes/s, read plus written, of a large copy
     rates: dict[str, float]  # FLOP/s of a large matrix product, by dtype name
-    multiprocessors: int = 4  # programs at once; on a CPU, those that the interpreter gets
+    device: Device = devices.CPU  # what it can do, as kernels are cut for it
 
     def rate(self, dtype:torch.dtype) -> float:
         "FLOP/s of matrix products in `dtype`; `KeyError` names the dtypes that were measured."
@@ -43,6 +43,7 @@ def dtype_name(dtype:torch.dtype) -> str:
 class Sheet(NamedTuple):
     "Peaks of a GPU, by its vendor."
     names: tuple[str, ...]  # by the driver
+    gpu: str  # a key of `devices.GPUS`
     multiprocessors: int
     bandwidth: float  # bytes/s
     half: float; single: float; double: float  # FLOP/s; `half` of bfloat16 and float16 alike
@@ -53,27 +54,31 @@ class Sheet(NamedTuple):
         return dict(bfloat16=self.half, float16=self.half, float32=self.single,
                     float64=self.double)
 
+    @property
+    def device(self) -> Device:  # as the driver describes it
+        return devices.GPUS[self.gpu]._replace(name=self.names[0], multiprocessors=self.multiprocessors)
+
 # %% ../../nbs/library/rates.ipynb #7e57f55e
 SHEETS = {  # by the name that a plan takes
-    "A100 40GB": Sheet(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 108,
+    "A100 40GB": Sheet(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), "A100", 108,
         1.555e12, 312e12, 19.5e12, 19.5e12, "NVIDIA A100 Tensor Core GPU data sheet, 2021"),
-    "A100 80GB": Sheet(("NVIDIA A100-SXM4-80GB",), 108,
+    "A100 80GB": Sheet(("NVIDIA A100-SXM4-80GB",), "A100", 108,
         2.039e12, 312e12, 19.5e12, 19.5e12, "NVIDIA A100 Tensor Core GPU data sheet, 2021"),
-    "H100": Sheet(("NVIDIA H100 80GB HBM3",), 132,
+    "H100": Sheet(("NVIDIA H100 80GB HBM3",), "H100", 132,
         3.35e12, 989e12, 67e12, 67e12, "NVIDIA H100 Tensor Core GPU data sheet, SXM"),
-    "H100 PCIe": Sheet(("NVIDIA H100 PCIe",), 114,
+    "H100 PCIe": Sheet(("NVIDIA H100 PCIe",), "H100", 114,
         2.0e12, 756e12, 51e12, 51e12, "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
-    "H200": Sheet(("NVIDIA H200",), 132,
+    "H200": Sheet(("NVIDIA H200",), "H200", 132,
         4.8e12, 989e12, 67e12, 67e12, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
-    "L4": Sheet(("NVIDIA L4",), 58,
+    "L4": Sheet(("NVIDIA L4",), "L4", 58,
         300e9, 121e12, 30.3e12, 0.47e12, "NVIDIA L4 Tensor Core GPU data sheet"),
-    "L40S": Sheet(("NVIDIA L40S",), 142,
+    "L40S": Sheet(("NVIDIA L40S",), "L40S", 142,
         864e9, 362e12, 91.6e12, 1.43e12, "NVIDIA L40S GPU data sheet"),
-    "RTX 4090": Sheet(("NVIDIA GeForce RTX 4090",), 128,
+    "RTX 4090": Sheet(("NVIDIA GeForce RTX 4090",), "RTX 4090", 128,
         1.008e12, 165.2e12, 82.6e12, 1.29e12, "NVIDIA Ada GPU architecture white paper"),
-    "RTX 5090": Sheet(("NVIDIA GeForce RTX 5090",), 170,
+    "RTX 5090": Sheet(("NVIDIA GeForce RTX 5090",), "RTX 5090", 170,
         1.792e12, 209.5e12, 104.8e12, 1.64e12, "NVIDIA RTX Blackwell GPU architecture white paper"),
-    "B200": Sheet(("NVIDIA B200",), 148,
+    "B200": Sheet(("NVIDIA B200",), "B200", 148,
         7.7e12, 2250e12, 75e12, 37e12, "NVIDIA HGX B200 data sheet, an eighth of the board"),
 }
 
@@ -81,7 +86,7 @@ SHEETS = {  # by the name that a plan takes
 # `measure_machine("cuda")` of stage 0 on an NVIDIA H200, November 2026;
 # the check beside that measurement holds it to 20 %
 H200 = Machine("NVIDIA H200", 4.3e12,
-               dict(bfloat16=700e12, float16=670e12, float32=51e12, float64=62e12), 132)
+               dict(bfloat16=700e12, float16=670e12, float32=51e12, float64=62e12), SHEETS["H200"].device)
 CPU = Machine("a CPU", 2e10, dict(float32=1e11, float64=5e10))  # to rank methods, no more
 
 # %% ../../nbs/library/rates.ipynb #179e6856
@@ -96,7 +101,7 @@ def expected(sheet:Sheet) -> Machine:
     share = reached()
     rates = {name: peak * share[name] for name, peak in sheet.rates.items()}
     return Machine(sheet.names[0], sheet.bandwidth * share["bandwidth"], rates,
-                   sheet.multiprocessors)
+                   sheet.device)
 
 MACHINES = {name: H200 if name == "H200" else expected(s) for name, s in SHEETS.items()}
 
@@ -117,9 +122,9 @@ def listed(d:Device) -> Optional[Machine]:
 # %% ../../nbs/library/rates.ipynb #c0389ff6
 def guess(d:Device) -> Machine:
     "A GPU as slow, by the multiprocessor, as the slowest of the table."
-    least = lambda of: d.multiprocessors * min(of(m) / m.multiprocessors for m in MACHINES.values())
+    least = lambda of: d.multiprocessors * min(of(m) / m.device.multiprocessors for m in MACHINES.values())
     rates = {name: least(lambda m: m.rates[name]) for name in H200.rates}
-    return Machine(d.name, least(lambda m: m.bandwidth), rates, d.multiprocessors)
+    return Machine(d.name, least(lambda m: m.bandwidth), rates, d)
 
 # %% ../../nbs/library/rates.ipynb #dd37b837
 def copy_bandwidth(
@@ -169,7 +174,7 @@ def ceilings(
             try: rates[name] = product_rate(device, side, getattr(torch, name), clock)
             except torch.OutOfMemoryError: raise
             except RuntimeError: pass
-    return Machine(d.name, bandwidth, rates, d.multiprocessors)
+    return Machine(d.name, bandwidth, rates, d)
 
 # %% ../../nbs/library/rates.ipynb #9c55dd3b
 STORE = "rates"  # the file
@@ -190,8 +195,7 @@ def kept(d:Device) -> Optional[Machine]:
     rates = found.get("rates")
     sound = isinstance(rates, dict) and all(positive(rates.get(name)) for name in H200.rates)
     if not sound or not positive(found.get("bandwidth")): return None
-    return Machine(d.name, found["bandwidth"], {name: rates[name] for name in H200.rates},
-                   d.multiprocessors)
+    return Machine(d.name, found["bandwidth"], {name: rates[name] for name in H200.rates}, d)
 
 # %% ../../nbs/library/rates.ipynb #7045be84
 def gpu_index(device:torch.device) -> int:
@@ -199,16 +203,20 @@ def gpu_index(device:torch.device) -> int:
     if device.index is not None: return device.index
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
+def gpu_of(device:torch.device) -> Device:
+    "What a device can do; `devices.CPU` where there is no GPU."
+    return device_of(device) if torch.cuda.is_available() else devices.CPU
+
 # %% ../../nbs/library/rates.ipynb #fae28f5d
 def calibrate(
     device:str|torch.device="cuda",
     clock:Callable[[Callable], float]=event_seconds,  # seconds of a call
 ) -> Machine:
     "Measure a GPU, a second or less, and keep it on disk: plans of this process and later ones take it."
-    d, on = device_of(device), torch.device(device)
+    d, on = gpu_of(torch.device(device)), torch.device(device)
     with torch.cuda.device(on) if on.type == "cuda" else contextlib.nullcontext():
         found = ceilings(d, on, clock)
-    store.update(STORE, store_key(d), asdict(found))
+    store.update(STORE, store_key(d), dict(bandwidth=found.bandwidth, rates=found.rates))
     at_hand[gpu_index(on)] = found
     return found
 
@@ -225,7 +233,7 @@ guessed:dict[int, Machine] = {}  # where nothing could be measured yet
 @torch.compiler.assume_constant_result
 def look_up(device:torch.device) -> None:
     "Put a GPU into `at_hand`, as the disk, the table or a measurement has it; else into `guessed`."
-    d, index = device_of(device), gpu_index(device)
+    d, index = gpu_of(device), gpu_index(device)
     if index in at_hand: return
     known = H200 if d.vendor == "none" else kept(d) or listed(d)
     if known is None and not may_measure():

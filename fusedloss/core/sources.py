@@ -61,18 +61,22 @@ def changed_sources(root:Path) -> list[str]:
     return [name for name in names if is_source(name) and not same_code(root, name)]
 
 # %% ../../nbs/library/sources.ipynb #d91889e1
-def read_stamp(folder:Path) -> tuple[Optional[Path], dict]:
-    "The stamp above `folder`: where it lies, and what it says."
-    for root in (folder, *folder.parents):
-        if (root/STAMP).is_file(): return root, json.loads((root/STAMP).read_text(encoding="utf-8"))
-    return None, {}
+def project(folder:Path) -> Optional[Path]:
+    "The nearest folder, upwards from `folder`, that has a history or a stamp."
+    places = folder, *folder.parents
+    return next((p for p in places if (p/".git").exists() or (p/STAMP).is_file()), None)
 
-def repository(folder:Path) -> Optional[Path]:
-    "The root of the repository around `folder`, if it has a commit."
-    try:
-        _git(folder, "rev-parse", "--verify", "--quiet", "HEAD")
-        return Path(_git(folder, "rev-parse", "--show-toplevel").decode().strip())
-    except (OSError, subprocess.CalledProcessError): return None
+def has_history(root:Path) -> bool:
+    "Does `root` hold a repository with a commit, and is there git to read it?"
+    try: return (root/".git").exists() and bool(_git(root, "rev-parse", "--verify", "HEAD"))
+    except (OSError, subprocess.CalledProcessError): return False
+
+def beside(root:Path, names:list[str]) -> set[str]:
+    "The files in the folders of `names` whose suffix one of these has; hidden ones left out."
+    folders, suffixes = {(root/name).parent for name in names}, {Path(name).suffix for name in names}
+    found = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    return {path.relative_to(root).as_posix() for path in found
+            if path.is_file() and path.suffix in suffixes and path.name[0] != "."}
 
 # %% ../../nbs/library/sources.ipynb #6e12ef46
 class Commit(NamedTuple):
@@ -85,24 +89,32 @@ def refuse(changed:list[str], commit:str) -> None:
     shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
     if changed: raise RuntimeError(f"sources: expected those of commit {commit}, got changes in {shown}")
 
+# %% ../../nbs/library/sources.ipynb #76709a65
+def of_history(root:Path) -> Commit:
+    "The last commit of the repository, if sources are as there."
+    short = _git(root, "rev-parse", "--short=10", "HEAD").decode().strip()
+    refuse(changed_sources(root), short)
+    tracked = _git(root, "ls-files", "-z").decode().split("\0")
+    return Commit(short, total(digests(root, [name for name in tracked if name])))
+
+def of_stamp(root:Path) -> Commit:
+    "The commit that the stamp names, if sources are as it says, and no others."
+    stamp = json.loads((root/STAMP).read_text(encoding="utf-8"))
+    files = stamp["files"]
+    found = digests(root, [*files, *beside(root, [*files]) - files.keys()])
+    refuse([name for name in found if found[name] != files.get(name)], stamp["commit"])
+    return Commit(stamp["commit"], total(files))
+
 # %% ../../nbs/library/sources.ipynb #d377644d
 def commit(
     folder:str|Path=".",  # inside the project
 ) -> Commit:
     "The commit that the sources around `folder` are of; `RuntimeError` where they differ from it."
     folder = Path(folder).resolve()
-    folder = next(place for place in (folder, *folder.parents) if place.is_dir())
-    place, stamp = read_stamp(folder)
-    changed = [n for n, d in digests(place, stamp["files"]).items() if d != stamp["files"][n]] if place else []
-    if place and not changed: return Commit(stamp["commit"], total(stamp["files"]))
-    root = repository(folder)
-    if root is None:
-        refuse(changed, stamp.get("commit", ""))
-        return Commit("unknown", "unknown")
-    short = _git(root, "rev-parse", "--short=10", "HEAD").decode().strip()
-    refuse(changed_sources(root), short)
-    tracked = _git(root, "ls-files", "-z").decode().split("\0")
-    return Commit(short, total(digests(root, [name for name in tracked if name])))
+    root = project(next(place for place in (folder, *folder.parents) if place.is_dir()))
+    if root is None: return Commit("unknown", "unknown")
+    if has_history(root): return of_history(root)
+    return of_stamp(root) if (root/STAMP).is_file() else Commit("unknown", "unknown")
 
 # %% ../../nbs/library/sources.ipynb #a583927b
 def write_stamp(

@@ -29,13 +29,13 @@ def folder() -> Path:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return Path(home).absolute() / ".triton" / "fusedloss"
 
-# %% ../../nbs/library/store.ipynb #7eb476ff
+# %% ../../nbs/library/store.ipynb #d4b8b77f
 _warned = set()  # what a warning has named in this process
 
 def _warn_once(path:Path, what:str):
-    "One warning for each file and cause."
-    if (str(path), what) in _warned: return
-    _warned.add((str(path), what))
+    "One warning for each file, and one for its folder."
+    if path in _warned: return
+    _warned.add(path)
     warnings.warn(f"fusedloss: {path}: {what}", stacklevel=3)
 
 # %% ../../nbs/library/store.ipynb #9869c194
@@ -47,11 +47,11 @@ def _foreign(found:os.stat_result) -> Optional[str]:
         return "passed over: expected a file that its owner alone may write, got one that others may write"
     if not stat.S_ISREG(found.st_mode): return "passed over: expected a regular file"
 
-# %% ../../nbs/library/store.ipynb #544432fb
+# %% ../../nbs/library/store.ipynb #48ba9568
 def _load(path:Path) -> dict[str, Any]:
     "A file's keys and values; nothing, and a warning, if it cannot be trusted or understood."
     try: file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not wait
-    except FileNotFoundError: return {}
+    except (FileNotFoundError, NotADirectoryError): return {}
     with open(file, "rb") as f:
         if why := _foreign(os.fstat(file)):
             _warn_once(path, why)
@@ -63,14 +63,14 @@ def _load(path:Path) -> dict[str, Any]:
     _warn_once(path, f"replaced at the next update: expected a JSON object, got {found!r:.200}")
     return {}
 
-# %% ../../nbs/library/store.ipynb #e4f48962
+# %% ../../nbs/library/store.ipynb #fdb62a25
 def read(
     name:str,  # of the store
 ) -> dict[str, Any]:
     "All keys and values of a store; never raises."
     path = folder() / f"{name}.json"
     try: return _load(path)
-    except OSError as reason: _warn_once(path, f"not read: {reason!r}")
+    except OSError as reason: _warn_once(path.parent, f"not read: {reason!r}")
     return {}
 
 # %% ../../nbs/library/store.ipynb #a666a5f2

@@ -1,0 +1,100 @@
+"""Every `.cu` compiles with the NVRTC of CUDA 12 and of CUDA 13, with the constants that the library gives it, for six architectures."""
+import pytest
+import torch
+
+import nvrtc
+from fusedloss import ctc, kernels, linear_ctc, scans
+from fusedloss.core.cuda import cuda_source
+from fusedloss.core.devices import GPUS
+from fusedloss.semirings import Log, Max
+from grids import few, FULL, pairs
+from offline import cuda, told_of
+
+pytest.importorskip("triton")
+
+f16, bf16, f32, f64, i64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
+ARCHS = {80: "A100", 86: "RTX 3090", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}  # one GPU an architecture
+LENGTHS = [0, 31, 63, 127, 255, 511, 1023, 1500, 2047, 4095, 8191, 20000]  # targets of every shape of a scan
+WIDTHS = [1, 40, 1024, 1025, 3000, 8192, 200000]  # alphabets, from one class a thread to the most
+
+
+def ctc_calls(device):
+    for dtype, length, tables in pairs([(d, n, t) for d in ctc.ELEMENTS for n in LENGTHS for t in (True, False)]):
+        yield lambda: ctc.kernels_for.__wrapped__(0, dtype, 40, ctc.LOGITS, ctc.scan_shape(length, device.clusters), tables)
+    for dtype, C, form in pairs([(d, C, form) for d in ctc.ELEMENTS for C in WIDTHS for form in (ctc.LOGITS, ctc.TORCH, ctc.EXACT)]):
+        yield lambda: ctc.kernels_for.__wrapped__(0, dtype, C, form)
+
+
+def linear_ctc_calls(device):
+    for dtype, length, near in pairs([(d, n, near) for d in ctc.ELEMENTS for n in LENGTHS for near in (True, False)]):
+        yield lambda: linear_ctc.kernels_of.__wrapped__(0, dtype, ctc.scan_shape(length, device.clusters), near)
+
+
+def scan_calls(device):
+    graphs = [(3, 2), (32, 2), (100, 5), (512, 5), (1000, 8), (3000, 4), (20, 24), (64, 12)]  # states, edges a state
+    for (c, nz), dtype, S in pairs([(g, d, S) for g in graphs for d in scans.REALS for S in (Log, Max)]):
+        Ms, idx, v = cuda(9, 2, c, nz, dtype=dtype), cuda(c, nz, dtype=i64), cuda(2, c, dtype=dtype)
+        cut = scans.fused_cut(c, nz, S, dtype.itemsize, device.shared_memory)
+        for phase in (0, 1, 2) if S is Log else (0, 2, 3):
+            if cut:
+                yield lambda: scans.fused_kernel(phase, cut, S, Ms)
+        out = scans.OutEdges(cuda(c + 1, dtype=i64), cuda(c * nz, dtype=i64))
+        yield lambda: scans.launch_scan(Ms, idx, None, v, S)
+        yield lambda: scans.launch_scan(Ms, idx, None, v, S, out, v, Ms)
+
+
+def turnaround_calls(device):
+    if not device.clusters:
+        return
+    sizes = [4097, 8192, 16385, 32768, 50257, 65536, 100000, 128256, 131072, 200001, 262144]
+    options = [kernels.RowOptions(), kernels.RowOptions(logit_scale=2.0), kernels.RowOptions(softcap=9.0), kernels.RowOptions(label_smoothing=0.1)]
+    for dtype, V, o, late, odd in pairs([(d, V, o, late, odd) for d in ctc.ELEMENTS for V in sizes for o in options for late in (0, 1) for odd in (0, 1)]):
+        z = cuda(512, 1, V + odd, dtype=dtype)[..., :V]
+        shape = kernels.row_cluster(z, None, o)
+        if shape:
+            yield lambda: kernels.launch_cluster(z, z, cuda(512, dtype=i64), None, None, None, o, shape, bool(late))
+
+
+CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "sparse": scan_calls, "turnaround": turnaround_calls}
+
+
+def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tuple]]:
+    "Sources and constants that the library chooses for an architecture, each once"
+    found, device = {}, GPUS[ARCHS[arch]]
+    with told_of(device, monkeypatch), monkeypatch.context() as patch:
+        def recorded(kernel, index, sources=(), **constants):
+            found[sources or (kernel,), tuple(constants.items())] = True
+            return lambda *args, **options: None
+        for module in (ctc, linear_ctc, kernels, scans):
+            patch.setattr(module, "cuda_kernel", recorded)
+        for call in CALLS[name](device):
+            call()
+    return list(found)
+
+
+@pytest.fixture(params=[12, 13])
+def compiler(request):
+    "NVRTC of a version of CUDA"
+    found = nvrtc.library(request.param)
+    if found is None:
+        pytest.skip(f"no NVRTC of CUDA {request.param} on this machine")
+    assert nvrtc.version(found)[0] == request.param
+    return found
+
+
+GRID = [(arch, name) for arch in ARCHS for name in CALLS if name != "turnaround" or arch >= 90]
+
+
+@pytest.mark.parametrize("arch, name", few(GRID, (80, "sparse"), (120, "turnaround")))
+def test_sources_compile_as_the_library_chooses(arch, name, compiler, monkeypatch):
+    if not nvrtc.knows(compiler, arch):
+        pytest.skip(f"NVRTC {nvrtc.version(compiler)} does not know sm_{arch}")
+    chosen = choices(name, arch, monkeypatch)
+    assert chosen
+    for sources, constants in chosen if FULL else chosen[::40]:
+        complaint = nvrtc.complaint(compiler, "".join(map(cuda_source, sources)), dict(constants), arch)
+        assert not complaint, f"{sources} {dict(constants)}:\n{complaint}"
+
+
+def test_what_does_not_compile_is_noticed(compiler):
+    assert "undefined" in nvrtc.complaint(compiler, "__global__ void f() { g(); }", {}, 90)

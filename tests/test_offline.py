@@ -1,0 +1,167 @@
+"""Every Triton kernel that the library may launch is compiled for six architectures without a GPU: it fits their shared memory and their registers."""
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedloss import kernels, linear_ctc, partial_fc, recompute, scans
+from fusedloss.core.devices import GPUS
+from fusedloss.kernels import RowOptions
+from grids import few, FULL
+from offline import cuda, lines_of, triton_kernels
+from typed_launches import lowerer
+
+f16, bf16, f32, f64, i64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
+DEVICES = {80: "A100", 86: "RTX 3090", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}  # one GPU an architecture
+REGISTERS = 255  # a thread, on all of them
+OPTIONS = {"plain": (RowOptions(), False), "busy": (RowOptions(label_smoothing=0.1, logit_scale=2.0, softcap=30.0, z_loss=1e-4), True),
+           "scaled": (RowOptions(logit_scale=2.0), False)}
+
+
+def matrix(rows, width, dtype):
+    "One that descriptors take if its width is a multiple of eight; else its strides are no constants"
+    return cuda(rows, width, dtype=dtype) if width % 8 == 0 else cuda(rows, 2 * width, dtype=dtype)[:, ::2]
+
+
+def vector(size):
+    "An upstream gradient whose stride is no constant"
+    return cuda(size, 3)[:, 1]
+
+
+def rows(V, dtype, how):
+    "Cross entropy of logits [4096,V]"
+    o, stats = OPTIONS[how]
+    M = 4096
+    z, g = matrix(M, V, dtype)[:, None], vector(M)
+    y, w, w_t = cuda(M, dtype=i64), cuda(V), cuda(M)
+    w, w_t = (w, w_t) if stats else (None, None)
+    losses, _, entropy, stored = kernels.launch_scan(z, y, w, w_t, o, stats, denominator=cuda())
+    kernels.launch_bwd(g, g if stats else None, g if stats else None, z, torch.empty_like(z), y, w, w_t, stored, entropy, o, cuda())
+    kernels.launch_turnaround(z, y, w, w_t, cuda(), o)
+    kernels.launch_scale(z, z, g, None)
+    kernels.launch_scale(z, torch.empty_like(z), g, cuda())
+
+
+def linear(dtype, how, width, V=65536, bias=False):
+    "The recomputed loss of x [8192,width], forward and backward"
+    o, stats = OPTIONS[how]
+    N = 8192
+    x, w, y, g = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64), vector(N)
+    b, w_v, w_t = (cuda(V, dtype=dtype), cuda(V), cuda(N)) if stats else (None, None, None)
+    _, _, entropy, stored = recompute.launch_lse(x, w, y, b, w_v, w_t, None, o, stats)
+    recompute.kernel_bwd((g, None, g if stats else None), x, w, y, b, w_v, w_t, None, stored, entropy, o, 0, (True, True, stats))
+
+
+def filtered(dtype, how, width, V=65536):
+    "The same with a filter"
+    o, stats = OPTIONS[how]
+    o = o._replace(label_smoothing=0.0)
+    N = 8192
+    x, w, y, g = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64), vector(N)
+    b = cuda(V, dtype=dtype) if stats else None
+    _, _, entropy, stored, classes, tokens, *kept = recompute.filtered_fwd(x, w, y, b, None, None, None, o, stats, 0, 1e-3)
+    order = recompute.Order(classes, tokens)
+    recompute.filtered_kernel_bwd((g, None, g if stats else None), x, w, y, b, None, None, None, stored, entropy, o, 0, (True, True, stats), order, *kept)
+
+
+def heads(dtype, width, V=65536, conflict=2.0):
+    "PartialFC: sampling, unit rows, scores and their gradient, the optimizer"
+    N = 1024
+    x, w, y, g = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64), cuda(N)
+    seed, step = cuda(1, dtype=i64), cuda(1, dtype=i64)
+    c = partial_fc.launch_columns(y, seed, step, partial_fc.Strata(10, 100, 7), 0, V, -1, 0.0, f32)
+    partial_fc.draw(seed, step, partial_fc.Strata(10, 100, 7), 0, V)
+    ux, xi, uw, _ = partial_fc.unit_pair(x, c.kept, w, c.rows, dtype, 1e-12)
+    o = partial_fc.Scoring(1, 64.0, -1.0, False, 1e-12, conflict, 0.0)
+    for line in (None, partial_fc.Line(64.0, -0.35, g)):
+        partial_fc.launch_rest(ux, uw, c.slot, c.shift, o, line=line)
+    partial_fc.launch_rest(ux, uw, c.slot, None, o)
+    dz, t = cuda(N, len(uw), dtype=dtype), partial_fc.tiling_of(ux, uw)
+    partial_fc.launch_cosine_dz(ux, uw, dz, c.slot, c.shift, (g, g, g), 0, o, t)
+    partial_fc.to_tangent(cuda(N, width), ux, xi, None, cuda(N, width, dtype=dtype))
+    partial_fc.to_tangent(cuda(N, width), ux, xi, cuda(), cuda(N, width))
+
+
+def optimizers(dtype, width=512, V=4096):
+    "Row-sparse updates"
+    p, g, rows, times = cuda(V, width, dtype=dtype), cuda(1024, width), cuda(1024, dtype=i64), cuda(V, dtype=i64)
+    for adam, nesterov in ((True, False), (False, True), (False, False)):
+        u = partial_fc.Update(adam, 0.1, 0.01, 0.9, 0.999, 1e-8, nesterov, 1.0)
+        second = cuda(V, width) if adam else None
+        partial_fc.launch_update(p, cuda(V, width), second, times, g, rows, None, u, 1 if dtype == bf16 else None)
+        partial_fc.launch_update(p, cuda(V, width), second, None, g, None, cuda(V, dtype=i64), u, None)
+
+
+def tiles_of_softmax(dtype, width, V=5000):
+    "Linear CTC's product and softmax"
+    x, w = matrix(8192, width, dtype), matrix(V, width, dtype)
+    linear_ctc.launch_tiles(x, w, None, linear_ctc.tiling_of(x, w), linear_ctc.rows_for(x, len(x), V))
+    linear_ctc.launch_tiles(x, w, cuda(V, dtype=dtype), linear_ctc.tiling_of(x, w), linear_ctc.rows_for(x, len(x), V))
+
+
+def scan(dtype, states):
+    "The page's scan in Triton"
+    scans.scan_fwd_triton(cuda(100, 4, states, 5, dtype=dtype), cuda(states, 5, dtype=torch.int32), cuda(4, states, dtype=dtype), cuda(4, dtype=i64))
+
+
+CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)
+         for dtype in (bf16, f16) for how in OPTIONS for width in (2048, 1001)}
+CALLS |= {f"filtered {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: filtered(dtype, how, width)
+          for dtype, how, width in ((bf16, "plain", 2048), (bf16, "busy", 2048), (f16, "plain", 1001))}
+CALLS |= {f"heads {dtype} {width} {conflict}": lambda dtype=dtype, width=width, conflict=conflict: heads(dtype, width, conflict=conflict)
+          for dtype, width, conflict in ((bf16, 512, 2.0), (f16, 512, 0.5), (bf16, 511, 2.0))}
+CALLS |= {f"softmax tiles {dtype} {width}": lambda dtype=dtype, width=width: tiles_of_softmax(dtype, width)
+          for dtype in (bf16, f16) for width in (1024, 1001)}
+CALLS |= {f"rows {V} {dtype} {how}": lambda V=V, dtype=dtype, how=how: rows(V, dtype, how)
+          for V, dtype, how in ((100, f32, "plain"), (1000, bf16, "busy"), (1024, f16, "scaled"), (5000, bf16, "plain"), (8192, f32, "busy"),
+                                (32768, bf16, "plain"), (32768, f32, "busy"), (128256, bf16, "busy"), (128256, f32, "plain"), (50257, f16, "scaled"))}
+CALLS |= {f"optimizers {dtype}": lambda dtype=dtype: optimizers(dtype) for dtype in (bf16, f32)}
+CALLS |= {f"scan {dtype} {states}": lambda dtype=dtype, states=states: scan(dtype, states) for dtype, states in ((f32, 64), (f64, 1024))}
+
+
+def misfits(call, arch: int, kernel: str, monkeypatch) -> list[str]:
+    "Launches of a call that an architecture cannot run, in words; of one kernel, or of all"
+    device, wrong = GPUS[DEVICES[arch]], []
+    for line in lines_of(call, device, monkeypatch):
+        name, *_, flags = json.loads(line)
+        if kernel not in name[1]:
+            continue
+        found = lowerer().usage(line, arch)
+        if isinstance(found, str):
+            wrong.append(f"{name[1]} {flags}: {found}")
+        elif found["shared"] > device.shared_memory or found["registers"] > REGISTERS:
+            wrong.append(f"{name[1]} {flags}: {found} of {device}")
+    return wrong
+
+
+def test_strides_are_multiplied_in_64_bits(monkeypatch):
+    "Of every kernel of the library, by pointers: where neither a descriptor nor a stride of 1 hides a product"
+    lines = {}
+    for call in CALLS.values():
+        for line in lines_of(call, GPUS["A100"], monkeypatch):
+            kernel, types, *_ = json.loads(line)
+            constants = sorted(k for k, (t, _) in types.items() if t == "constexpr")
+            lines.setdefault(kernel[1], {}).setdefault((len(constants), *constants), line)
+    assert set(lines) == set(triton_kernels()), "a kernel is left out"
+    chosen = [(kernel, line) for kernel, found in lines.items() for _, line in sorted(found.items())[:None if FULL else 1]]
+    wrong = {kernel: found for kernel, line in chosen if (found := lowerer().narrow_products(line))}
+    assert not wrong
+
+
+GRID = [(arch, call) for arch in DEVICES for call in CALLS]
+
+
+@pytest.mark.parametrize("arch, call", few(GRID, (120, "linear torch.bfloat16 plain 2048")))
+def test_what_is_chosen_for_a_gpu_fits_it(arch, call, monkeypatch):
+    "Outside of the full grid: the kernel that asks for most, where there is least"
+    wrong = misfits(CALLS[call], arch, "" if FULL else "dz_kernel", monkeypatch)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("found", [dict(shared=101377, registers=255, stack=0), dict(shared=0, registers=256, stack=0), "no such type"], ids=str)
+def test_what_does_not_fit_is_noticed(found, monkeypatch):
+    monkeypatch.setattr(type(lowerer()), "usage", lambda self, line, arch: found)
+    wrong = misfits(CALLS["optimizers torch.float32"], 120, "", monkeypatch)
+    assert wrong and all(str(found) in text for text in wrong)

@@ -1,0 +1,100 @@
+"""Each public loss once, forward and backward, where there is no Triton, no CuPy, no compiler and nothing of POSIX: as on Windows."""
+import os
+import sys
+
+import torch
+
+ABSENT = {"triton", "cupy", "cuda", "fcntl", "resource", "pwd", "grp", "termios"}
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT: raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+for loaded in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
+    del sys.modules[loaded]
+os.environ["PATH"] = ""  # no compiler
+
+import fusedloss as fl  # noqa: E402
+
+N, V, H, T = 6, 11, 8, 7
+y, graph = torch.randint(V, (N,)), torch.tensor([[0, -1], [1, 0], [2, 1]])
+targets, frames, lengths = torch.randint(1, V, (N, 3)), torch.full((N,), T), torch.full((N,), 3)
+ctc = targets, frames, lengths
+leaf = lambda *size, dtype=torch.float32: torch.randn(size).to(dtype).requires_grad_()  # noqa: E731
+
+
+def head(loss, **how):
+    "Of x, w and y"
+    return lambda dtype: loss(leaf(N, H, dtype=dtype), leaf(V, H, dtype=dtype), y, **how)
+
+
+def module(make):
+    "Of x and y, with a weight of its own"
+    return lambda dtype: make().to(dtype)(leaf(N, H, dtype=dtype), y)
+
+
+def logits(loss, *size, **how):
+    "Of logits"
+    return lambda dtype: loss(leaf(*size, dtype=dtype), **how)
+
+
+def paths(find):
+    "Of edges' scores; nothing to differentiate"
+    def run(dtype):
+        found = find(torch.randn(T, N, 3, 2), graph, torch.zeros(N, 3), torch.zeros(N, 3))
+        assert found.states.shape == (N, T + 1)
+        return leaf()
+    return run
+
+
+def row_sparse(kind, partial_fc):
+    "A step"
+    def run(dtype):
+        made = partial_fc()
+        made(leaf(N, H), y).backward()
+        kind(torch.optim.SGD, made.parameters(), lr=0.1).step()
+        return leaf()
+    return run
+
+
+weight = lambda: torch.nn.Parameter(torch.randn(V, H))  # noqa: E731
+sampled = lambda: fl.PartialFC(V, H, sample_rate=0.5)  # noqa: E731
+LOSSES = {
+    "BaselineSoftmax": lambda dtype: fl.BaselineSoftmax(weight())(leaf(N, H), y)[0],
+    "BaselineSoftmaxNllLoss": lambda dtype: fl.BaselineSoftmaxNllLoss(weight())(leaf(N, H), y),
+    "CTCLoss": lambda dtype: fl.CTCLoss(logits=True)(leaf(T, N, V), *ctc),
+    "LinearCrossEntropyLoss": module(lambda: fl.LinearCrossEntropyLoss(H, V)),
+    "MemoryEfficientVocabOutput": lambda dtype: fl.MemoryEfficientVocabOutput(weight())(leaf(N, H), y),
+    "PartialFC": lambda dtype: sampled()(leaf(N, H), y),
+    "RowSparse": row_sparse(fl.RowSparse, sampled),
+    "baseline_linear_cross_entropy": head(fl.baseline_linear_cross_entropy),
+    "chunked_linear_cross_entropy": head(fl.chunked_linear_cross_entropy, chunk_size=4),
+    "cross_entropy": lambda dtype: fl.cross_entropy(leaf(N, V, dtype=dtype), y) + fl.cross_entropy(1 * leaf(N, V), y, inplace=True),
+    "ctc_loss": lambda dtype: fl.ctc_loss(leaf(T, N, V).log_softmax(-1), *ctc),
+    "ctc_posteriors": lambda dtype: (fl.ctc_posteriors(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
+    "forced_align": lambda dtype: (fl.forced_align(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
+    "ctc_loss_with_logits": lambda dtype: fl.ctc_loss_with_logits(leaf(T, N, V, dtype=dtype), *ctc),
+    "iota_cross_entropy": lambda dtype: fl.iota_cross_entropy(leaf(N, V, dtype=dtype), y),
+    "linear_cross_entropy": lambda dtype: sum(head(fl.linear_cross_entropy, method=m)(dtype).float()
+                                              for m in ("auto", "eager", "chunks", "recompute", "tiles")),
+    "linear_ctc_loss": lambda dtype: fl.linear_ctc_loss(leaf(T, N, H, dtype=dtype), leaf(V, H, dtype=dtype), *ctc),
+    "logz": lambda dtype: fl.logz(leaf(T, N, 3, 2), graph, leaf(N, 3), leaf(N, 3)).sum(),
+    "margin_cross_entropy": head(fl.margin_cross_entropy, margin=fl.margins.CosFace(0.4, 8.0)),
+    "recompute_linear_cross_entropy": lambda dtype: sum(head(fl.recompute_linear_cross_entropy, filter_eps=eps)(dtype) for eps in (None, 0.01)),
+    "sample": paths(fl.sample),
+    "sharded_linear_cross_entropy": head(fl.sharded_linear_cross_entropy),
+    "tiled_linear_cross_entropy": head(fl.tiled_linear_cross_entropy),
+    "viterbi": paths(fl.viterbi),
+}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for name, loss in LOSSES.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            value = loss(dtype).float().sum()
+            assert value.isfinite() and value.requires_grad, name
+            value.backward()
+    print(*LOSSES)
