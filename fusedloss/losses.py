@@ -27,7 +27,7 @@ from fusedloss.chunks import (
     ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tuning import method_of
-from fusedloss.core.devices import known_gpu
+from fusedloss.core.devices import Device
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.core.versions import torch_version
 from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
@@ -351,6 +351,7 @@ class Choice:
     request: Request
     ways: tuple[Way, ...]
     machine: str
+    device: Device  # its GPU; a CPU where it has none, or does not say
 
     def __getitem__(self, method:str) -> Way:
         return next(w for w in self.ways if w.method == method)
@@ -400,12 +401,14 @@ class Plan(Choice):
         return w.caution or ("slower" if w.seconds > self.way.seconds else "more memory, hardly faster")
 
     def note(self, w:Way) -> str:
-        "What a way does without on this machine, and why; empty if nothing."
-        r, d = self.request, known_gpu(self.machine)
-        if not r.fused: return ""
-        if w.method == "recompute" and r.dtype.itemsize != 2: return "by PyTorch: not of 16 bits"
-        i = dict(chunks=ROW_CLUSTERS, eager=ROW_CLUSTERS, recompute=BY_DESCRIPTORS).get(w.method)
-        return f"{i.otherwise}: {i.lacks(d)}" if d and i and i.lacks(d) else ""
+        "What a way does without on its machine, and why; empty if nothing."
+        r, recomputes = self.request, w.method == "recompute"
+        if not r.fused or w.method == "tiles" or self.device.vendor == "none": return ""
+        if recomputes and r.dtype.itemsize != 2: return "by PyTorch: not of 16 bits"
+        missed = BY_DESCRIPTORS if recomputes else ROW_CLUSTERS
+        why = missed.lacks(self.device)
+        if recomputes and not why and r.h % 8: why = "H is no multiple of 8"
+        return f"{missed.otherwise}: {why}" if why else ""
 
     @property
     def table(self) -> Table:
@@ -425,7 +428,7 @@ def make_plan(r:Request, machine:Optional[Machine]=None) -> Plan:
     "All ways of a request, on the machine at hand if none is named."
     machine = machine or (machine_here(torch.device("cuda")) if r.gpu else CPU)
     return Plan(r, tuple(way(r, machine) for way in (eager_way, chunks_way, recompute_way,
-                                                     tiles_way)), machine.name)
+                                                     tiles_way)), machine.name, machine.device)
 
 plan_again = functools.lru_cache(maxsize=4096)(make_plan)
 
