@@ -211,9 +211,12 @@ def test_the_table_names_every_source():
 
 
 def test_a_plan_says_what_a_gpu_is_passed_over_for():
-    last = lambda name, dtype=torch.bfloat16: {row[0]: row[-1] for row in fusedloss.plan(
-        8192, 65536, 2048, dtype, machine=Machine(name, H200.bandwidth, H200.rates)).table.rows}
-    there = last("NVIDIA A100-SXM4-80GB")
+    def last(name, dtype=torch.bfloat16, features=2048):
+        machine = Machine(name, H200.bandwidth, H200.rates, GPUS.get(name, CPU))
+        return {row[0]: row[-1] for row in fusedloss.plan(8192, 65536, features, dtype, machine=machine).table.rows}
+    there = last("A100")
     assert there["recompute"].endswith("operands by pointers: no tensor descriptors") and there["chunks"].endswith("rows by Triton: no clusters")
-    assert not any(";" in verdict for name in ("NVIDIA H200", "NVIDIA GeForce RTX 5090", "of another make") for verdict in last(name).values())
-    assert last("NVIDIA H200", torch.float32)["recompute"].endswith("by PyTorch: not of 16 bits")
+    assert not any(";" in verdict for name in ("H200", "RTX 5090", "a machine that does not say") for verdict in last(name).values())
+    assert last("H200", torch.float32)["recompute"].endswith("by PyTorch: not of 16 bits")
+    assert last("H200", features=2049)["recompute"].endswith("operands by pointers: H is no multiple of 8")
+    assert last("MI300X")["recompute"].endswith("operands by pointers: not of NVIDIA")
