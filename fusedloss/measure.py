@@ -18,18 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
+from fusedloss.core.devices import device_of
+from fusedloss.core.rates import (
+    H200, MACHINES, Machine, copy_bandwidth, dtype_name, machine_of, product_rate)
 from fusedloss.core.sources import commit
 
 # %% auto #0
-__all__ = ['SHAPES', 'H200', 'MACHINES', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Machine', 'dtype_name', 'machine_of', 'Cost',
-           'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table', 'si',
-           'cost_table', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing', 'quantiles',
-           'time_call', 'Comparison', 'progress', 'time_in_turn', 'comparison', 'compare', 'MemoryEvent', 'MemoryTrace',
-           'trace_memory', 'drop_gradients', 'peak_memory', 'Launches', 'gpu_launches', 'graph_of', 'saved_tensors',
-           'tensor_lives', 'memory_timeline', 'machine_name', 'versions', 'machine_line', 'measure_bandwidth',
-           'measure_rate', 'measure_machine', 'relative_error', 'record', 'load_results', 'measure_in_turn',
-           'measure_against_floor', 'caption', 'linear_losses', 'logits_losses', 'results_table', 'trade_off',
-           'roofline', 'Check', 'prediction_table', 'predicted_against_measured']
+__all__ = ['SHAPES', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Cost', 'product_cost', 'sweep_cost', 'three_products',
+           'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table', 'stage_color', 'Drawing', 'drawing_style',
+           'as_drawing', 'tile_picture', 'Timing', 'quantiles', 'time_call', 'Comparison', 'progress', 'time_in_turn',
+           'comparison', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'drop_gradients', 'peak_memory',
+           'Launches', 'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name',
+           'versions', 'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error',
+           'record', 'load_results', 'measure_in_turn', 'measure_against_floor', 'caption', 'linear_losses',
+           'logits_losses', 'results_table', 'trade_off', 'roofline', 'Check', 'prediction_table',
+           'predicted_against_measured', 'H200', 'MACHINES', 'Machine', 'dtype_name', 'machine_of']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -41,40 +44,7 @@ class Shape(NamedTuple):
 SHAPES = (Shape(8192, 4096, 128256), Shape(16384, 2048, 131072), Shape(8192, 2304, 256000))
 
 # %% ../nbs/00_measure.ipynb #3af059fb
-@dataclass(frozen=True)
-class Machine:
-    "The two ceilings of a machine."
-    name: str  # as the driver, or the operating system, calls it
-    bandwidth: float  # bytes/s, read plus written, of a large copy
-    rates: dict[str, float]  # FLOP/s of a large matrix product, by dtype name
-
-    def rate(self, dtype:torch.dtype) -> float:
-        "FLOP/s of matrix products in `dtype`; `KeyError` names the dtypes that were measured."
-        name = dtype_name(dtype)
-        if name not in self.rates:
-            raise KeyError(f"{self.name} was measured for {sorted(self.rates)}, not for {name}")
-        return self.rates[name]
-
-def dtype_name(dtype:torch.dtype) -> str:
-    "`torch.bfloat16` as `'bfloat16'`."
-    return str(dtype).removeprefix("torch.")
-
-# %% ../nbs/00_measure.ipynb #ef8b7148
-# `measure_machine("cuda")` on an NVIDIA H200, November 2026;
-# the check beside the measurement below holds it to 20 %
-H200 = Machine("NVIDIA H200", 4.3e12,
-               dict(bfloat16=700e12, float16=670e12, float32=51e12, float64=62e12))
-
-# %% ../nbs/00_measure.ipynb #3184dfd7
-MACHINES = {"H200": H200}  # by the name that `fl.plan` takes
-
-def machine_of(
-    machine:Machine|str,  # one of `MACHINES` by its name, or itself
-) -> Machine:
-    "The machine of that name; `ValueError` names those there are."
-    if isinstance(machine, str) and machine not in MACHINES:
-        raise ValueError(f"machine: expected one of {sorted(MACHINES)}, got {machine!r}")
-    return MACHINES[machine] if isinstance(machine, str) else machine
+_all_ = ["H200", "MACHINES", "Machine", "dtype_name", "machine_of"]  # pages find them here
 
 # %% ../nbs/00_measure.ipynb #7e7c8f80
 @dataclass(frozen=True)
@@ -83,10 +53,11 @@ class Cost:
     name: str
     flops: float = 0.0
     bytes: float = 0.0  # read plus written, each operand once
+    share: float = 1.0  # of the machine's rate, that a product of this shape reaches
 
     def seconds(self, machine:Machine, dtype:torch.dtype) -> float:
         "The roofline time on `machine`."
-        arithmetic = self.flops / machine.rate(dtype) if self.flops else 0.0
+        arithmetic = self.flops / (self.share * machine.rate(dtype)) if self.flops else 0.0
         return max(self.bytes / machine.bandwidth, arithmetic)
 
     def bound(self, machine:Machine, dtype:torch.dtype) -> str:
@@ -522,16 +493,12 @@ def machine_line(device:str|torch.device="cpu") -> str:
 # %% ../nbs/00_measure.ipynb #6cb23861
 def measure_bandwidth(device:str|torch.device, numel:int) -> float:
     "Bytes/s, read plus written, of a copy of `numel` float32."
-    source = torch.randn(numel, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / time_call(lambda: target.copy_(source), device).median
+    return copy_bandwidth(device, numel, lambda run: time_call(run, device).median)
 
 # %% ../nbs/00_measure.ipynb #b98235b1
 def measure_rate(device:str|torch.device, n:int, dtype:torch.dtype) -> float:
     "FLOP/s of an n×n×n product of random numbers."
-    a, b = torch.randn(2, n, n, device=device).to(dtype)
-    out = torch.empty_like(a)
-    return 2 * n**3 / time_call(lambda: torch.mm(a, b, out=out), device).median
+    return product_rate(device, n, dtype, lambda run: time_call(run, device).median)
 
 @functools.lru_cache
 def measure_machine(device:str="cpu") -> Machine:
@@ -542,7 +509,7 @@ def measure_machine(device:str="cpu") -> Machine:
              else dict(float32=1024, float64=1024))
     rates = {name: measure_rate(device, n, getattr(torch, name))
              for name, n in progress(sizes.items(), "ceilings")}
-    return Machine(machine_name(device), measure_bandwidth(device, numel), rates)
+    return Machine(machine_name(device), measure_bandwidth(device, numel), rates, device_of(device))
 
 # %% ../nbs/00_measure.ipynb #74f1a420
 def relative_error(

@@ -14,6 +14,7 @@ import fusedloss
 from fusedloss import ctc, kernels, linear_ctc, recompute, scans
 from fusedloss.core import cuda, devices
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
+from fusedloss.measure import H200, Machine
 from fusedloss.recompute import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from grids import FULL
@@ -207,3 +208,15 @@ def test_the_table_names_every_source():
     assert all(row[2].startswith("runs") for row in rows)
     assert not any("runs" in cell for row in rows for cell in row[3:6]) and {row[3] for row in rows} >= {"passed over: no clusters", "compiled"}
     assert {row[5] for row in rows if "passed" not in row[5]} == {row[5] for row in rows if row[5].startswith("not tried")}
+
+
+def test_a_plan_says_what_a_gpu_is_passed_over_for():
+    def last(name, dtype=torch.bfloat16, features=2048):
+        machine = Machine(name, H200.bandwidth, H200.rates, GPUS.get(name, CPU))
+        return {row[0]: row[-1] for row in fusedloss.plan(8192, 65536, features, dtype, machine=machine).table.rows}
+    there = last("A100")
+    assert there["recompute"].endswith("operands by pointers: no tensor descriptors") and there["chunks"].endswith("rows by Triton: no clusters")
+    assert not any(";" in verdict for name in ("H200", "RTX 5090", "a machine that does not say") for verdict in last(name).values())
+    assert last("H200", torch.float32)["recompute"].endswith("by PyTorch: not of 16 bits")
+    assert last("H200", features=2049)["recompute"].endswith("operands by pointers: H is no multiple of 8")
+    assert last("MI300X")["recompute"].endswith("operands by pointers: not of NVIDIA")

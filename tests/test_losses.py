@@ -23,7 +23,7 @@ from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entro
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
 from grids import FULL, few, grid
-from helpers import TOLERANCE, broken, misfits, planted, replays, upstream
+from helpers import TOLERANCE, broken, follows_plans, misfits, planted, replays, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -231,18 +231,17 @@ class Sharded(torch.Tensor):
     def full_tensor(self): return self
 
 
-def test_an_old_compiler_is_refused_in_a_sentence(monkeypatch):
+def test_an_old_compiler_is_passed_by_or_refused_in_a_sentence(monkeypatch):
     x, w, b, y = sample()
-    step = lambda x, w, y: linear_cross_entropy(x, w, y)
-    whole = lambda: torch.compile(step, fullgraph=True, backend="eager")(x, w, y)
-    torch.testing.assert_close(whole(), step(x, w, y))
-    monkeypatch.setattr("fusedloss.losses.TORCH", (2, 8))
+    step = lambda x, w, y: 2 * linear_cross_entropy(x, w, y)
+    compiled = lambda whole: torch.compile(step, fullgraph=whole, backend="eager")(x, w, y)
+    assert losses.for_compilers(step, (2, 9)) is step
+    monkeypatch.setattr(losses, "planned_loss", losses.for_compilers(losses.planned_loss, (2, 8)))
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="expected PyTorch 2.9 or later under torch.compile, got 2.8"):
-        whole()
-    torch.testing.assert_close(step(x, w, y), linear_cross_entropy(x, w, y, method="eager"))  # without the compiler
-    apart = torch.compiler.disable(step)
-    torch.testing.assert_close(torch.compile(lambda *a: 2 * apart(*a), backend="eager")(x, w, y), 2 * step(x, w, y))
+    with pytest.raises(Exception, match=r"expected PyTorch 2.9 or later under torch.compile\(fullgraph=True\), got 2.8"):
+        compiled(True)
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled(False), step(x, w, y))
 
 
 def test_shards_are_refused_and_what_is_taken_named():
@@ -354,6 +353,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@follows_plans
 @pytest.mark.parametrize("method", few(METHODS, "chunks", "recompute"))
 def test_compiled_without_a_graph_break(method, device, fresh_compiler):
     x, w, _, y = sample((2, 6), device=device)
@@ -366,6 +366,7 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
             torch.testing.assert_close(a, e)
 
 
+@follows_plans
 @pytest.mark.parametrize("method, dtype", few(grid(METHODS, [f32, bf16]), ("auto", bf16)))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
     on_cpu = losses.request_of
@@ -376,6 +377,7 @@ def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler,
         torch.testing.assert_close(fn(x[:rows], w, y[:rows]), linear_cross_entropy(x[:rows], w, y[:rows], method=method))
 
 
+@follows_plans
 @pytest.mark.parametrize("method", few(METHODS, "auto"))
 def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
     w, seen = torch.randn(50, 8, requires_grad=True), CompileCounter()
@@ -388,7 +390,7 @@ def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
 # --- the plan ---
 
 def plans(shape, **options):
-    return plan(shape.N, shape.V, shape.H, **options)
+    return plan(shape.N, shape.V, shape.H, machine="H200", **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -409,7 +411,7 @@ def test_plan_is_monotonic(gpu):
         small, large = plan(**base), plan(**{**base, side: 2 * base[side]})
         assert side == "n_features" or small["eager"].extra < large["eager"].extra
         for a, b in zip(small.ways, large.ways):
-            assert a.flops < b.flops and a.seconds < b.seconds, (side, a.method)
+            assert a.flops < b.flops and (a.seconds < b.seconds or gpu == "cuda" and a.seconds == b.seconds), (side, a.method)  # the host's
             assert b.flops / a.flops == pytest.approx(2, rel=1e-3)
     budgets = [2**k for k in range(26, 35)]
     found = [plan(**base, memory_budget=m, accumulate="native") for m in budgets]  # "auto" spends memory on fp32
@@ -435,7 +437,7 @@ def test_plan_keeps_dw_from_being_rounded_too_often():
 
 
 def test_plan_speaks():
-    p = plan(8192, 128256, 4096, reduction="none", options=("softcap",))
+    p = plan(8192, 128256, 4096, reduction="none", options=("softcap",), machine="H200")
     assert p.why.startswith("recompute: the fastest within our own limit of") and "H200" in repr(p)
     assert "it has no softcap" in repr(p) and "| recompute |" in p._repr_markdown_() and p.why in p._repr_markdown_()
     assert plan(8192, 128256, 4096, memory_budget=5).why == "nothing fits a budget of 5 B"
@@ -448,9 +450,9 @@ def test_plan_speaks():
 
 
 def test_plan_takes_another_machine():
-    slow = Machine("a slow one", H200.bandwidth / 10, H200.rates)
-    assert plan(512, 32000, 1024, machine=slow)["tiles"].seconds > 2 * plan(512, 32000, 1024)["tiles"].seconds
-    assert plan(512, 32000, 1024).method == "eager" == plan(512, 32000, 1024, device="cpu").method
+    slow = Machine("a slow one", H200.bandwidth / 10, H200.rates, H200.device)
+    assert plan(8192, 128256, 256, machine=slow)["eager"].seconds > 2 * plan(8192, 128256, 256, machine="H200")["eager"].seconds
+    assert plan(512, 32000, 1024, machine="H200").method == "eager" == plan(512, 32000, 1024, device="cpu").method
 
 
 def test_plan_is_remembered_and_cheap():

@@ -47,13 +47,13 @@ def test_cost_is_bound_by_the_slower_ceiling():
 
 def test_a_machine_is_found_by_its_name():
     assert m.machine_of("H200") is m.machine_of(m.H200) is m.H200
-    with pytest.raises(ValueError, match=re.escape("machine: expected one of ['H200'], got 'H20'")):
+    with pytest.raises(ValueError, match="^machine: expected one of .*'H200'.*, got 'H20'"):
         m.machine_of("H20")
 
 
 def test_a_plan_takes_a_machine_by_its_name():
     from fusedloss.losses import plan
-    assert repr(plan(4096, 32000, 512, machine="H200")) == repr(plan(4096, 32000, 512))
+    assert repr(plan(4096, 32000, 512, machine="H200")) == repr(plan(4096, 32000, 512, machine=m.H200))
 
 
 def test_products_and_sweeps_are_counted():

@@ -1,10 +1,12 @@
 """Whether plans count what is held, and what is held is bounded: kernels on meta tensors of any size, plain paths on the CPU."""
+import contextlib
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import fusedloss.chunks as chunks
 import fusedloss.losses as losses
 import fusedloss.recompute as recompute
 import fusedloss.sharded as sharded
@@ -32,6 +34,7 @@ def silent(monkeypatch):
         pytest.skip("this PyTorch adds no product to a float32 sum on meta tensors")
     for kernel in ("target_kernel", "lse_kernel", "merge_kernel", "finish_kernel", "terms_kernel", "dz_kernel"):
         monkeypatch.setattr(recompute, kernel, Launched())
+    monkeypatch.setattr(recompute, "fastest", lambda kernel, t, sizes, first, *_, **__: first)
     for module in (recompute, sharded):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     tiling = lambda x, w, busy=False: Tiling(False, 128, 128 if busy else 256, 64)
@@ -81,8 +84,8 @@ def test_a_forward_pass_holds_what_its_plan_says(sizes, stats, smoothing, budget
     n, h, v = sizes
     found = forward_bytes(sizes, bf16, RowOptions(label_smoothing=smoothing), stats, budget)
     options = ("label_smoothing",) * (smoothing > 0)
-    p = plan(n, v, h, needs_grad=False, stats="detached" if stats else "", options=options, memory_budget=budget or None)
-    assert found == pytest.approx(p["recompute"].extra, rel=0.1)
+    p = plan(n, v, h, needs_grad=False, stats="detached" if stats else "", options=options, memory_budget=budget or None, machine="H200")
+    assert found == pytest.approx(p["recompute"].extra, rel=0.05)
     assert found <= 1.25 * (budget or 2**26) or n == 131072, "the partial sums of one run, at the least"
     assert found <= max(1.25 * (budget or 2**26), 60 * n)
 
@@ -95,8 +98,8 @@ def test_a_backward_pass_holds_what_its_plan_says(sizes, needs, dtype, budget, s
     n, h, v = sizes
     found = backward_bytes(sizes, dtype, RowOptions(), needs, False, budget) - gradients(sizes, needs)
     options = ("linear_bias",) * needs[2]
-    p = plan(n, v, h, dtype, needs_grad=needs, options=options, memory_budget=budget or None)
-    assert found == pytest.approx(p["recompute"].extra, rel=0.1)
+    p = plan(n, v, h, dtype, needs_grad=needs, options=options, memory_budget=budget or None, machine="H200")
+    assert found == pytest.approx(p["recompute"].extra, rel=0.05)
     if n < 131072:  # beyond, dx in fp32 and slabs of sixteen tiles take more than our own limit
         assert found <= 1.05 * (budget or 2**28)
 
@@ -115,6 +118,37 @@ def test_ranks_hold_no_more(silent):
     run = lambda bias: held(lambda: sharded.kernel_gradients(
         terms, x, w, y, bias, None, RowOptions(), False, 0, (True, True, bias is not None), lambda total: lambda: total))
     assert run(b) - run(None) < 32 * MIB
+
+
+@pytest.mark.parametrize("sizes, dtype, budget", [
+    ((8192, 2048, 32064), bf16, None), ((8192, 1024, 12480), bf16, 2**26), ((12288, 2048, 4096), bf16, None),
+    ((1280, 4160, 2304), f32, None), ((4096, 256, 8192), f32, 2**24)], ids=str)
+def test_tiles_hold_what_their_plan_says(sizes, dtype, budget, silent, monkeypatch):
+    "On meta tensors, multiplied as on a GPU; what a gradient will take is free while there are only scores"
+    monkeypatch.setattr(tiles, "product_dtype", lambda t: t.dtype)
+    n, h, v = sizes
+    x, w, y, _ = meta(*sizes, dtype)
+    way = plan(n, v, h, dtype, memory_budget=budget, machine="H200")["tiles"]
+    sides, one = way.cut[1:], torch.empty(n, device="meta")
+    forward = held(lambda: tiles.tiled_lse_fwd(x, w, y, 0.0, None, *sides))
+    backward = held(lambda: tiles.tiled_lse_bwd(one, one, x, w, y, one, 0.0, None, *sides, True, True))
+    assert way.extra == pytest.approx(max(forward, backward) - gradients(sizes, (1, 1, 0), dtype.itemsize), rel=0.05)
+
+
+@pytest.mark.parametrize("sizes, dtype, how", [
+    ((8192, 4096, 128256), bf16, {}), ((32768, 512, 7743), bf16, {}), ((1664, 3520, 34048), f32, {}), ((16384, 2048, 131072), bf16, dict(memory_budget=2**28)),
+    ((32768, 512, 7743), bf16, dict(accumulate="float32")), ((8192, 4096, 128256), bf16, dict(memory_budget=2**28, accumulate="native"))], ids=str)
+def test_chunks_hold_what_their_plan_says(sizes, dtype, how, silent, monkeypatch):
+    "On meta tensors, with losses in the place of the kernel that turns logits around"
+    n, h, v = sizes
+    way = plan(n, v, h, dtype, machine="H200", **how)["chunks"]
+    monkeypatch.setattr(chunks, "chunk_loss", lambda z, y, *_: (torch.empty(len(y), device="meta"),))
+    monkeypatch.setattr(chunks, "operand", lambda t, dtype: t)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # meta tensors have none
+    x, w, y, _ = meta(*sizes, dtype)
+    options = -100, 0.0, 1.0, 0.0, 0.0, dtype, dtype, True, None, how.get("memory_budget"), how.get("accumulate", "auto")
+    found = held(lambda: chunks.chunked_loss_fwd(x, w, None, y, None, None, *options, None, True, True, False, False))
+    assert way.extra == pytest.approx(found - gradients(sizes, (1, 1, 0), dtype.itemsize), rel=0.05)
 
 
 PLAIN = {
@@ -151,7 +185,7 @@ def test_an_entropys_gradient_is_not_taken_by_all_logits():
 def test_more_memory_buys_time(sizes):
     "Of two budgets that are spent, the larger is the faster one; and what is taken by default is on that line"
     n, h, v = sizes
-    found = [plan(n, v, h, memory_budget=2**k) for k in (27, 28, 29, 30, 31, 32, 34)] + [plan(n, v, h)]
+    found = [plan(n, v, h, memory_budget=2**k, machine="H200") for k in (27, 28, 29, 30, 31, 32, 34)] + [plan(n, v, h, machine="H200")]
     ways = sorted(((p.way.extra, p.way.seconds) for p in found if p.method), key=lambda way: way[0])
     for (less, slow), (more, fast) in zip(ways, ways[1:]):
         assert more <= 1.01 * less or fast <= slow, (ways, sizes)
@@ -160,7 +194,7 @@ def test_more_memory_buys_time(sizes):
 def test_nearly_equal_times_take_the_smaller_memory():
     for s in SHAPES:
         for budget in (2**30, 2**32, 2**35):
-            p = plan(s.N, s.V, s.H, memory_budget=budget)
+            p = plan(s.N, s.V, s.H, memory_budget=budget, machine="H200")
             fastest = min(w.seconds for w in p.fits)
             assert p.way.seconds <= 1.02 * fastest
             assert not [w for w in p.fits if w.seconds <= 1.02 * fastest and w.extra < p.way.extra and not w.caution]

@@ -40,7 +40,8 @@ def place_of(device:torch.device) -> str:
     "GPU and versions."
     triton = sys.modules.get("triton")
     d = device_of(device)
-    where = f"{d.name} {d.capability} with {d.multiprocessors} multiprocessors"
+    where = d.name
+    if d.vendor != "none": where += f" {d.capability} with {d.multiprocessors} multiprocessors"
     version = torch.version.hip and f"HIP {torch.version.hip}" or f"CUDA {torch.version.cuda}"
     return f"{where}, torch {torch.__version__}, triton {getattr(triton, '__version__', None)}, {version}"
 

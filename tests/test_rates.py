@@ -1,0 +1,202 @@
+"""Machines without one at hand: the table, a measurement by a false clock, what is kept on disk, what a plan takes."""
+import json
+import timeit
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedloss import plan
+from fusedloss.core import rates, store
+from fusedloss.core.devices import Device
+from fusedloss.recompute import cut
+from fusedloss.core.rates import CPU, H200, MACHINES, SHEETS, Machine, guess, kept, listed, machine_here, machine_of
+
+ODD = Device("NVIDIA H20", "nvidia", (9, 0), 78, 2**17, True, True)  # that no table lists
+SAME = Device("NVIDIA H200", "nvidia", (9, 0), 132, 2**17, True, True)
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    "A store of its own; nothing is known in this process"
+    monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(rates, "at_hand", {})
+    monkeypatch.setattr(rates, "guessed", {})
+    monkeypatch.setattr(store, "_warned", set())
+    return tmp_path / "rates.json"
+
+
+def measured(monkeypatch, d, gpu=True):
+    "Stand before a GPU whose ceilings are those of a toy; the list says how often they were measured"
+    calls = []
+    def ceilings(d, device, clock):
+        calls.append(d.name)
+        return Machine(d.name, 1e12, dict.fromkeys(H200.rates, 1e14), d)
+    rates.at_hand.clear()
+    monkeypatch.setattr(rates, "gpu_of", lambda device: d)
+    monkeypatch.setattr(rates, "ceilings", ceilings)
+    monkeypatch.setattr(torch.cuda, "device", lambda on: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return calls
+
+
+def test_every_listed_gpu_reaches_less_than_it_promises():
+    for name, sheet in SHEETS.items():
+        m = MACHINES[name]
+        assert m.bandwidth < sheet.bandwidth and m.device.multiprocessors == sheet.multiprocessors and sheet.source
+        assert all(0 < m.rates[d] < peak for d, peak in sheet.rates.items()) and m.name in sheet.names
+        assert machine_of(name) is m
+    names = [n for sheet in SHEETS.values() for n in sheet.names]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_a_listed_gpu_is_known_by_its_drivers_name_and_its_size(name):
+    sheet = SHEETS[name]
+    d = SAME._replace(name=sheet.names[0], multiprocessors=sheet.multiprocessors)
+    assert listed(d) is MACHINES[name] and listed(d._replace(multiprocessors=14)) is None
+    assert listed(d._replace(name=f"{d.name} MIG 1g.18gb")) is None
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match=r"^machine: expected one of \['A100 40GB', .*'RTX 5090'\], got 'H20'"):
+        plan(10, 10, 10, machine="H20")
+
+
+def test_a_guess_is_below_every_listed_gpu():
+    for m in MACHINES.values():
+        g = guess(ODD._replace(multiprocessors=m.device.multiprocessors))
+        assert g.bandwidth <= 1.001 * m.bandwidth and all(g.rates[d] <= 1.001 * m.rates[d] for d in m.rates)
+        assert g.device.multiprocessors == m.device.multiprocessors
+
+
+def test_a_measurement_counts_bytes_and_products(monkeypatch):
+    "By a clock that runs each call once and says a hundredth of a second"
+    monkeypatch.setattr(rates, "NUMEL", 1000)
+    monkeypatch.setattr(rates, "SIDES", dict(bfloat16=16, float32=8, float64=4))
+    def clock(run):
+        run()
+        return 0.01
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = rates.ceilings(ODD, "cpu", clock)
+    assert found.bandwidth == 2 * 4 * 1000 / 0.01 and found.device is ODD and found.name == "NVIDIA H20"
+    assert (found.rates["bfloat16"], found.rates["float32"], found.rates["float64"]) == (2 * 16**3 / 0.01, 2 * 8**3 / 0.01, 2 * 4**3 / 0.01)
+    assert found.rates["float16"] == guess(ODD).rates["float16"], "what was not measured is guessed"
+    assert torch.equal(before, torch.get_rng_state()), "the program's random numbers are its own"
+
+
+def test_what_cannot_be_multiplied_is_guessed(monkeypatch):
+    def product(device, n, dtype, clock):
+        if dtype == torch.bfloat16: raise RuntimeError("not implemented for this GPU")
+        return 5.0
+    monkeypatch.setattr(rates, "product_rate", product)
+    monkeypatch.setattr(rates, "copy_bandwidth", lambda *_: 7.0)
+    found = rates.ceilings(ODD, "cpu")
+    assert found.rates == dict(guess(ODD).rates, float16=5.0, float32=5.0, float64=5.0) and found.bandwidth == 7.0
+
+
+def test_another_gpu_is_measured_once_and_kept(monkeypatch, place):
+    calls = measured(monkeypatch, ODD)
+    first = machine_here(GPU)
+    assert machine_here(GPU) is first and first.bandwidth == 1e12 and calls == ["NVIDIA H20"]
+    rates.at_hand.clear()  # the next process
+    again = machine_here(GPU)
+    assert (again.name, again.bandwidth, again.rates, again.device) == ("NVIDIA H20", 1e12, first.rates, ODD)
+    assert calls == ["NVIDIA H20"] and len(json.loads(place.read_text())) == 1
+
+
+def test_a_listed_gpu_is_measured_on_demand(monkeypatch):
+    calls = measured(monkeypatch, SAME)
+    assert machine_here(GPU) is H200 and not calls
+    assert rates.calibrate(GPU) is machine_here(GPU) is not H200 and calls == ["NVIDIA H200"]
+    rates.at_hand.clear()
+    assert machine_here(GPU).bandwidth == 1e12, "a measurement is better than the table"
+
+
+BAD = {"no JSON": "{", "a list": "[]", "no entry": "{}", "a number": 5, "no rates": dict(bandwidth=1e12),
+       "a dtype is missing": dict(bandwidth=1e12, rates=dict(float32=1e13)), "no numbers": dict(bandwidth="fast", rates=dict.fromkeys(H200.rates, 1e14)),
+       "below zero": dict(bandwidth=1e12, rates=dict.fromkeys(H200.rates, -1.0)), "a bool": dict(bandwidth=True, rates=dict.fromkeys(H200.rates, 1e14)),
+       "infinite": "{\"%s\": {\"bandwidth\": 1e999, \"rates\": {}}}"}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+@pytest.mark.filterwarnings("ignore:fusedloss")
+def test_a_corrupt_entry_is_measured_anew(text, monkeypatch, place):
+    calls, key = measured(monkeypatch, ODD), rates.store_key(ODD)
+    place.write_text(text.replace("%s", key) if isinstance(text, str) else json.dumps({key: text}))
+    place.chmod(0o600)
+    assert kept(ODD) is None
+    assert machine_here(GPU).bandwidth == 1e12 and calls == ["NVIDIA H20"] and kept(ODD).bandwidth == 1e12
+
+
+def test_nothing_is_measured_while_something_looks_on(monkeypatch, place):
+    "Inside capture, a compiler or a dispatch mode: a guess, which is not remembered"
+    calls = measured(monkeypatch, ODD)
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert machine_here(GPU).bandwidth == guess(ODD).bandwidth
+    with FlopCounterMode(display=False):
+        assert machine_here(GPU).bandwidth == guess(ODD).bandwidth
+    assert not calls and not place.exists() and not rates.at_hand
+    assert machine_here(GPU).bandwidth == 1e12 and calls
+
+
+def test_a_full_gpu_is_guessed_once(monkeypatch, place):
+    calls = measured(monkeypatch, ODD)
+    def full(*_): calls.append("tried"); raise torch.OutOfMemoryError("no memory is left")
+    monkeypatch.setattr(rates, "ceilings", full)
+    assert machine_here(GPU) is machine_here(GPU) and calls == ["tried"] and not place.exists()
+
+
+def test_a_plan_is_for_the_machine_at_hand(monkeypatch):
+    "or for the one that is named, or for an H200 where there is none"
+    sizes = 4096, 32000, 512
+    named = plan(*sizes, machine="H200")
+    assert plan(*sizes, machine="RTX 4090").machine == "NVIDIA GeForce RTX 4090"
+    assert plan(*sizes, machine="L4")["eager"].seconds > 4 * named["eager"].seconds
+    assert plan(*sizes, torch.float32, device="cpu").machine == CPU.name
+    if not torch.cuda.is_available():
+        assert repr(plan(*sizes)) == repr(named) == repr(plan(*sizes, device="cuda:3"))
+    measured(monkeypatch, ODD)
+    assert plan(*sizes).machine == "NVIDIA H20" and repr(plan(*sizes, machine="H200")) == repr(named)
+    assert plan(*sizes, torch.float32, device="cpu").machine == CPU.name
+
+
+def test_a_named_machine_is_not_measured(monkeypatch):
+    calls = measured(monkeypatch, ODD)
+    plan(4096, 32000, 512, machine="H200")
+    assert not calls and not rates.at_hand
+
+
+def test_slabs_follow_the_multiprocessors():
+    cuts = {name: plan(8192, 128256, 4096, machine=name)["recompute"].cut for name in ("H200", "L4", "B200")}
+    assert len(set(cuts.values())) > 1 and all(v % cut(MACHINES[name].device, MACHINES[name].device.tma, False).BV == 0 for name, (_, v) in cuts.items())
+
+
+@pytest.mark.parametrize("known", ["table", "disk", "guess"])
+def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
+    "The machine is a constant of the graph: nothing is measured, and no graph breaks"
+    from fusedloss import linear_cross_entropy, losses
+    calls = measured(monkeypatch, SAME if known == "table" else ODD)
+    if known == "disk": rates.calibrate(GPU); rates.at_hand.clear(); calls.clear()
+    on_cpu = losses.request_of
+    monkeypatch.setattr(losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    torch._dynamo.reset()
+    x, w, y = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+    def step(x, w, y):
+        loss = linear_cross_entropy(x, w, y)
+        return loss * machine_here(x.device).bandwidth
+    out = torch.compile(step, fullgraph=True, backend="eager")(x, w, y)
+    expected = {"table": H200.bandwidth, "disk": 1e12, "guess": guess(ODD).bandwidth}[known]
+    assert not calls
+    torch.testing.assert_close(out, linear_cross_entropy(x, w, y, method="eager") * expected)
+    torch._dynamo.reset()
+
+
+def test_a_calls_machine_is_found_in_microseconds(monkeypatch):
+    measured(monkeypatch, ODD)
+    machine_here(GPU)
+    assert timeit.timeit(lambda: machine_here(GPU), number=1000, timer=time.process_time) / 1000 < 2e-5
