@@ -9,7 +9,7 @@ __all__ = ['LAUNCH', 'HOST', 'UNALIGNED', 'EPILOGUE', 'ROUNDINGS', 'NEAR', 'plan
            'chunks_cut', 'chunks_extra', 'chunks_way', 'slab_tiling', 'slab_forward', 'slab_of', 'slab_way',
            'plain_way', 'recompute_way', 'tiles_extra', 'tile_sides', 'tiles_way', 'least', 'thrifty', 'Choice', 'Plan',
            'make_plan', 'check_plan', 'plan', 'eager_linear_cross_entropy', 'shift_targets', 'check_whole',
-           'check_call', 'objection', 'choose', 'settled', 'told', 'request_of', 'take', 'for_compilers',
+           'check_call', 'objection', 'choose', 'settled', 'why_taken', 'request_of', 'take', 'for_compilers',
            'planned_loss', 'linear_cross_entropy', 'LossOptions', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/07_losses.ipynb #43572c67
@@ -593,7 +593,7 @@ def settled(p:Plan) -> Way:
     planned = choose(p, "auto").method
     return choose(p, method_of(p.request, planned, lambda: [w.method for w in p.able]))
 
-def told(p:Plan, way:Way, method:str) -> str:
+def why_taken(p:Plan, way:Way, method:str) -> str:
     "Why a way is taken, for the log."
     if method != "auto": return f"{method}, as asked"
     return p.why if way == p.way else f"{way.method}, by a file of choices"
@@ -684,7 +684,7 @@ def planned_loss(
     p = (make_plan if compiling else plan_again)(r, machine_here(input.device) if r.gpu else CPU)
     way = choose(p, method) if compiling or method != "auto" else settled(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, told(p, way, method))
+        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, way, method))
     arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
     if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
     check_promise(target, given["ignore_index"], max_valid)

@@ -306,7 +306,7 @@ def method_of(
     planned:str, able:Callable[[], list[str]],  # what the plan takes; what it could take
 ) -> str:
     "The method to take, by the file of choices or by the plan."
-    if (found := _known.methods.get(request)) is not None: return found
+    if _known.methods.get(request) == planned: return planned
     found = _imposed("methods", repr(request))
     if found is not None and found not in able(): raise _unknown(repr(request), able(), found)
     with _lock(): _known.methods[request] = found or planned
