@@ -147,6 +147,14 @@ FORCED V* ahead(char*& room, V* from, int count) {  // where to find it, once co
   return to;
 }
 
+template <class V>
+FORCED void settle(V* some, float factor) {  // elements of one tile
+  V v = *some;
+  UNROLL
+  for (int i = 0; i < (int)(sizeof(v) / sizeof(bits)); i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
+  *some = v;
+}
+
 extern "C" __global__ void __launch_bounds__(256) ctc_finish(
     bits* dz, const float* parts,  // [rows,V] e^(z - at), at: the row's largest in a tile; [2,tiles,rows] at in units, sums of the tiles
     const float* e, const i64* own,  // [N,K,C] scores of the target's classes; [N,C] of `ctc_targets`
@@ -214,18 +222,11 @@ extern "C" __global__ void __launch_bounds__(256) ctc_finish(
   __syncwarp();
   blanks = warp_total(blanks), labels = warp_total(labels);
   if (me % 32 == 0) atomicAdd(&held[0], blanks), atomicAdd(&all.held, blanks + labels);
-  auto settle = [&](auto* some, int c) {  // classes from c on, of one tile
-    const float factor = factors[c >> shift] * share;
-    auto v = *some;
-    UNROLL
-    for (int i = 0; i < (int)(sizeof(v) / sizeof(bits)); i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
-    *some = v;
-  };
   if (NEAR || pitch % PACK == 0) {
     ROLLED
-    for (int c = me * PACK; c < V; c += threads * PACK) settle(reinterpret_cast<Pack*>(p + c), c);
+    for (int c = me * PACK; c < V; c += threads * PACK) settle(reinterpret_cast<Pack*>(p + c), factors[c >> shift] * share);
   } else
-    for (int c = me; c < V; c += threads) settle(reinterpret_cast<One*>(p + c), c);
+    for (int c = me; c < V; c += threads) settle(reinterpret_cast<One*>(p + c), factors[c >> shift] * share);
   __syncthreads();
   // K roundings have moved the sum of a frame's posteriors from 1, by 1e-6
   const float hold = by / (float)all.held;

@@ -181,11 +181,15 @@ def as_lengths(
 # %% ../nbs/13_ctc.ipynb #12fd67db
 captured = []  # sources of the copies that a CUDA graph repeats: they live as long as any graph may
 
+def pinned(t:Tensor) -> Tensor:
+    "A copy that a GPU can read, and that nobody else writes to."
+    return torch.empty_like(t, pin_memory=True).copy_(t)
+
 def moved(t:Tensor, device) -> Tensor:
-    "A copy on the device, without waiting for it."
+    "A copy on the device, without waiting for it; in a CUDA graph a constant."
     if t.device == device: return t
     if t.device.type == "cpu" and device.type == "cuda" and not observed():
-        t = t.pin_memory()
+        t = pinned(t)
         if torch.cuda.is_current_stream_capturing(): captured.append(t)
     return t.to(device, non_blocking=True)
 

@@ -769,7 +769,8 @@ def launch_rest(
         BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         launch(fastest(rest_kernel, x, v, t, deeper(t, device_of(x), False), launch,
-                       CONFLICT=o.conflict < 2, RUN=run, SHIFT=shift is not None))
+                       CONFLICT=o.conflict < 2, RUN=run, EVEN=v % (t.BV * run) == 0,
+                       SHIFT=shift is not None))
         finish_rest_kernel[(-(-n // 8),)](
             parts, x, w, slot, *out, share, *(more or [None] * 3), slope, offset, n, runs, h,
             UNIT=unit, BN=8, BP=128, BH=128)

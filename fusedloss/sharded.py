@@ -7,13 +7,13 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'on_one_mesh', 'shards_on', 'shards_of', 'sums_of', 'shard_scores', 'plain_sums', 'kernel_sums', 'sums_unit',
            'shard_sums', 'merge_sums', 'make_terms', 'plain_dz', 'plain_gradients', 'kernel_gradients',
            'shard_gradients', 'Packets', 'packets_of', 'pack', 'collective', 'everyone', 'summed', 'Batch',
-           'gather_rows', 'send_home', 'widest', 'exchanged', 'rivals', 'own_rows', 'token_losses', 'sharded_loss',
-           'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of', 'shifted_ahead', 'within',
-           'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded', 'ask_shards', 'Here',
-           'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'whole_tensor', 'first_rows',
-           'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows', 'HeadOptions',
-           'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient', 'ShardedRowSparse',
-           'square_of_all']
+           'gather_rows', 'send_home', 'widest', 'exchanged', 'agreement', 'rivals', 'own_rows', 'token_losses',
+           'sharded_loss', 'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of', 'shifted_ahead',
+           'within', 'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded', 'ask_shards',
+           'Here', 'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'whole_tensor',
+           'first_rows', 'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows',
+           'HeadOptions', 'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient',
+           'ShardedRowSparse', 'square_of_all']
 
 # %% ../nbs/10_sharded.ipynb #cd61807c
 import copy
@@ -44,8 +44,8 @@ from fusedloss.partial_fc import (
     picks_kernel, plain_labels, RowIndex, rows_gradient, RowSparse, scoring_of, update_of,
     with_centers)
 from fusedloss.recompute import (
-    beside_dz, chunk_scores, is_busy, launch_dz, launch_sums, multiprocessors, plain_chunks,
-    slab_tiles, take_unit, takes_kernel, tiling_of, wide, write_product)
+    beside_dz, chunk_scores, is_busy, is_timed, launch_dz, launch_sums, multiprocessors,
+    plain_chunks, slab_tiles, take_unit, takes_kernel, tiling_of, wide, write_product)
 from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, wide_product
 
 # %% ../nbs/10_sharded.ipynb #6079070b
@@ -411,18 +411,27 @@ def exchanged(
                            "wrapper averages gradients over ranks (FSDP2, DDP), else 'sum'")
     return came[:, :-1].masked_fill(apart, torch.nan)
 
+# %% ../nbs/10_sharded.ipynb #a8eb03f6
+def agreement(
+    x:Tensor, dtype:torch.dtype, s:Shards,  # all ranks' rows; of products
+    *kind,  # words and numbers that are the same on all ranks
+):
+    "What ranks agree on where variants of kernels are timed; None elsewhere."
+    if not is_timed(x, dtype, -(-s.n_classes // s.ranks)): return None
+    return step_of(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
+
 # %% ../nbs/10_sharded.ipynb #18b0eb58
 class _ShardScores(torch.autograd.Function):
     "lse, gap, total, mean [N] with gradients; rows [3,N], labels and token weights without."
     @staticmethod
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget):
         ctx.how = o, s, b, stats, budget
-        step = step_of(s.group, x.device, "loss", x.shape[1], s.n_classes, x.dtype, *o, stats)
         x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
         mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
-        with keeping(step): sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
+        with keeping(agreement(x_all, x.dtype, s, "loss", *o, stats)):
+            sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
@@ -444,8 +453,7 @@ class _ShardScores(torch.autograd.Function):
         needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
         if not any(needs): return (None,) * 11
         terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
-        kind = x.shape[1], s.n_classes, x.dtype, *o, g_mean is not None
-        with keeping(step_of(s.group, x.device, "gradients", *kind)):
+        with keeping(agreement(x, x.dtype, s, "gradients", *o, g_mean is not None)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
                                            g_mean is not None, budget, needs,
                                            lambda total: send_home(total, b, s))
@@ -884,8 +892,7 @@ def spread_head_loss(
     _, kept, share = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
-    kind = "head", x.shape[1], head.num_classes, dtype, head.method
-    with keeping(step_of(s.group, x.device, *kind)):
+    with keeping(agreement(x, dtype, s, "head", head.method)):
         parts = local_statistics(head, x, w, kept, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
     known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)

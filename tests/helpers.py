@@ -1,4 +1,5 @@
 """The cases every linear cross entropy must pass, and one check that says what a method got wrong."""
+import gc
 import importlib.util
 import sys
 from dataclasses import dataclass, field
@@ -8,14 +9,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Callable, Iterable
 
+import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fusedloss.baseline import Sample, sample_data
+from fusedloss.core.versions import torch_version
 from fusedloss.measure import relative_error
 
 # fp64: a few hundred additions of rounding 1e-16. fp32: the same of 6e-8.
 # Half precisions: results are rounded once to 8 or 11 bits (4e-3, 5e-4), and on a GPU so is dz before its products.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+follows_plans = pytest.mark.skipif(torch_version() < (2, 9), reason="torch.compile of PyTorch 2.8 leaves a plan uncompiled")
 
 
 def reference(x, w, y, *, reduction="mean", ignore_index=-100, margin=0.35, scale=None):
@@ -257,3 +266,66 @@ def broken(call, leaves):
         return leaves[0].device.type == "cpu" and "max_valid: expected at least" in str(e)
     grads = torch.autograd.grad(loss.sum(), [t for t in leaves if t.requires_grad])
     return leaves[0].is_cuda and loss.isnan().any().item() and all(g.isnan().any() for g in grads)
+
+
+class Storages(TorchDispatchMode):
+    "Writes down the storages that operators make, and those that they were given"
+    def __init__(self):
+        super().__init__()
+        self.made, self.given = {}, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        of = lambda tree: [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        self.given |= {s._cdata for s in of((args, kwargs)) if s._cdata not in self.made}
+        out = function(*args, **(kwargs or {}))
+        self.made |= {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in of(out) if s._cdata not in self.given}
+        return out
+
+
+def hidden_from_hooks(call: Callable[[], torch.Tensor], leaves: Iterable[torch.Tensor], least: int) -> tuple[list[int], list[torch.Tensor]]:
+    "Bytes of each storage of `least` bytes or more that backward waits for though hooks took every saved tensor away; the gradients"
+    elsewhere, storages = [], Storages()
+
+    def pack(t):
+        elsewhere.append(t.detach().numpy().copy() if t.dtype != torch.bfloat16 else t.detach().float().numpy())
+        return len(elsewhere) - 1, t.dtype
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: torch.from_numpy(elsewhere[kept[0]].copy()).to(kept[1])):
+        with storages:
+            loss = call()
+        result = StorageWeakRef(loss.untyped_storage())
+        gc.collect()
+        left = [size for storage, size in storages.made.values() if size >= least and not storage.expired() and storage.cdata != result.cdata]
+        return left, list(torch.autograd.grad(loss.sum(), list(leaves)))
+
+
+def follows(step: Callable[[], Iterable[torch.Tensor]], inputs: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    "Does a CUDA graph of `step` give eager's bits for what is in its inputs at each replay?"
+    inputs = list(inputs)
+    first, side = [t.detach().clone() for t in inputs], torch.cuda.Stream()
+
+    @torch.no_grad()
+    def put(values):
+        for t, value in zip(inputs, values, strict=True):
+            t.copy_(value)
+
+    def eager(values):
+        put(values)
+        return [t.detach().clone() for t in step()]
+    step()  # compiles
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    put(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = list(step())
+    same = []
+    for values in (others, first, others):
+        expected = eager(values)
+        put(values)
+        for t in found:
+            t.detach().fill_(7)
+        graph.replay()
+        same.append(all(torch.equal(a, e) for a, e in zip(found, expected, strict=True)))
+    return all(same)

@@ -1,4 +1,5 @@
 """What several ranks must agree on: each function runs on four processes, and on groups of one to four of them."""
+import contextlib
 import inspect
 import math
 import os
@@ -15,6 +16,7 @@ from torch.testing import assert_close
 
 import fusedloss as fl
 import fusedloss.sharded as sharded
+from fusedloss.core import tuning
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.partial_fc import NegativeSampler, PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
@@ -287,6 +289,39 @@ def collectives_are_counted(meshes):
         with CommDebugMode() as mode:  # nobody asks for dx: nobody reduces
             fl.linear_cross_entropy(x, weight, y).backward()
         assert counts(mode) == {"allgather_base": 1}, counts(mode)
+
+
+@contextlib.contextmanager
+def a_kernel_within(launched):
+    "Both passes of the plain path choose a variant, as on a GPU a launch does"
+    kernel = mock.Mock(cache_key="source", __name__="a_kernel")
+    def choosing(fn):
+        def wrapped(*args):
+            launched.append(tuning.fastest(kernel, torch.empty(0), (2, 2), (1, 8), lambda: [(1, 8), (2, 8), (3, 8)], None, BY=fn.__name__))
+            return fn(*args)
+        return wrapped
+    with contextlib.ExitStack() as stack:
+        for name in ("plain_sums", "plain_gradients"):
+            stack.enter_context(mock.patch.object(sharded, name, choosing(getattr(sharded, name))))
+        stack.enter_context(mock.patch.object(sharded, "is_timed", lambda *args: True))
+        yield
+
+
+@case
+def ranks_take_the_same_variants(meshes):
+    "Their clocks and caches differ; the last of three ranks has no classes, and chooses nothing"
+    x, w, _, y, _, _ = problem(6, 4, 4)
+    for ranks, mesh, rank in mine(meshes[1:3]):
+        weight, launched, folder = spread(w, mesh).requires_grad_(), [], tempfile.mkdtemp()
+        clock = lambda run, variant: float(variant[0] != (2, 3, 1)[rank])  # each has a favourite
+        with a_kernel_within(launched), mock.patch.dict(os.environ, FUSEDLOSS_CACHE_DIR=folder), \
+                mock.patch.object(tuning, "_known", tuning._Known()), mock.patch.object(tuning, "milliseconds", clock):
+            for _ in range(3):
+                fl.linear_cross_entropy(x.clone().requires_grad_(), weight, y).backward()
+            kept = len(tuning.store.read("tuning"))
+        assert launched[-4:] == [(2, 8)] * 4 * bool(len(weight.to_local())), launched
+        assert launched[:2] == [(1 if rank else 2, 8)] * 2 * bool(launched), "at first, only one may ask the clock"
+        assert kept == (0 if rank else 4), "two variants and two agreements"
 
 
 @case

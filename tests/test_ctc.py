@@ -678,12 +678,13 @@ def test_scores_with_the_batch_first_are_recognised(loss, targets):
 
 def test_what_a_recorded_graph_copies_from_stays(monkeypatch):
     "A copy that a CUDA graph repeats reads its pinned source again"
-    pinned, gpu = SimpleNamespace(to=lambda device, non_blocking: "copy"), torch.device("cuda")
-    lengths = SimpleNamespace(device=torch.device("cpu"), pin_memory=lambda: pinned)
+    copy, gpu = SimpleNamespace(to=lambda device, non_blocking: "copy"), torch.device("cuda")
+    lengths = torch.tensor([3, 1])
+    monkeypatch.setattr(fusedloss.ctc, "pinned", lambda t: copy)  # also of what is pinned: its owner may write to it
     monkeypatch.setattr(fusedloss.ctc, "captured", [])
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        assert fusedloss.ctc.moved(lengths, gpu) == "copy" and fusedloss.ctc.captured == [pinned] * capturing
+        assert fusedloss.ctc.moved(lengths, gpu) == "copy" and fusedloss.ctc.captured == [copy] * capturing
 
 
 def test_a_recorded_graph_with_lengths_on_the_host():

@@ -23,7 +23,7 @@ from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entro
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
 from grids import FULL, few, grid
-from helpers import TOLERANCE, broken, misfits, planted, replays, upstream
+from helpers import TOLERANCE, broken, follows_plans, misfits, planted, replays, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -231,18 +231,17 @@ class Sharded(torch.Tensor):
     def full_tensor(self): return self
 
 
-def test_an_old_compiler_is_refused_in_a_sentence(monkeypatch):
+def test_an_old_compiler_is_passed_by_or_refused_in_a_sentence(monkeypatch):
     x, w, b, y = sample()
-    step = lambda x, w, y: linear_cross_entropy(x, w, y)
-    whole = lambda: torch.compile(step, fullgraph=True, backend="eager")(x, w, y)
-    torch.testing.assert_close(whole(), step(x, w, y))
-    monkeypatch.setattr("fusedloss.losses.TORCH", (2, 8))
+    step = lambda x, w, y: 2 * linear_cross_entropy(x, w, y)
+    compiled = lambda whole: torch.compile(step, fullgraph=whole, backend="eager")(x, w, y)
+    assert losses.for_compilers(step, (2, 9)) is step
+    monkeypatch.setattr(losses, "planned_loss", losses.for_compilers(losses.planned_loss, (2, 8)))
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="expected PyTorch 2.9 or later under torch.compile, got 2.8"):
-        whole()
-    torch.testing.assert_close(step(x, w, y), linear_cross_entropy(x, w, y, method="eager"))  # without the compiler
-    apart = torch.compiler.disable(step)
-    torch.testing.assert_close(torch.compile(lambda *a: 2 * apart(*a), backend="eager")(x, w, y), 2 * step(x, w, y))
+    with pytest.raises(Exception, match=r"expected PyTorch 2.9 or later under torch.compile\(fullgraph=True\), got 2.8"):
+        compiled(True)
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled(False), step(x, w, y))
 
 
 def test_shards_are_refused_and_what_is_taken_named():
@@ -354,6 +353,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@follows_plans
 @pytest.mark.parametrize("method", few(METHODS, "chunks", "recompute"))
 def test_compiled_without_a_graph_break(method, device, fresh_compiler):
     x, w, _, y = sample((2, 6), device=device)
@@ -366,6 +366,7 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
             torch.testing.assert_close(a, e)
 
 
+@follows_plans
 @pytest.mark.parametrize("method, dtype", few(grid(METHODS, [f32, bf16]), ("auto", bf16)))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
     on_cpu = losses.request_of
@@ -376,6 +377,7 @@ def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler,
         torch.testing.assert_close(fn(x[:rows], w, y[:rows]), linear_cross_entropy(x[:rows], w, y[:rows], method=method))
 
 
+@follows_plans
 @pytest.mark.parametrize("method", few(METHODS, "auto"))
 def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
     w, seen = torch.randn(50, 8, requires_grad=True), CompileCounter()

@@ -100,6 +100,15 @@ def test_a_first_call_does_not_import_dynamo_and_later_ones_are_guarded_from_it(
     assert done.returncode == 0, done.stderr
 
 
+def test_two_threads_may_guard_an_operator_from_dynamo():
+    "The second finds nothing left to do"
+    op = kernels.logits_loss
+    op.guard()
+    kernel = op._backend_fns[None]
+    op.guard()
+    assert op._backend_fns[None] is kernel is not None and op.guarded is None
+
+
 def test_a_module_under_another_namespace_leaves_the_library_alone(tmp_path):
     changed = planted(kernels, tmp_path, "return losses if reduction", "return losses if reduction")
     assert changed.logits_loss is not kernels.logits_loss

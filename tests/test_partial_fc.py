@@ -1520,7 +1520,7 @@ MUTANTS = {
     "the last classes are never drawn": ("first, last = start >> s.bits, -(-stop >> s.bits)", "first, last = start >> s.bits, stop >> s.bits"),
     "classes past the end are drawn": ("(slot < drawn_of(key, s)) & (chosen >= start) & (chosen < stop)", "(slot < drawn_of(key, s)) & (chosen >= start)"),
     "the inverse runs forward": ("key, s.bits, back=True)", "key, s.bits)"),
-    "the step stands still": ("def advance(self): self.step.add_(1)", "def advance(self): pass"),
+    "the step stands still": ("def advance(self) -> None: self.step.add_(1)", "def advance(self): pass"),
     "labels get two columns": ("torch.where(at >= 0, at, fresh), -1)", "fresh, -1)"),
     "duplicates get two columns": ("len(drawn) + first_occurrence(y)", "len(drawn) + n"),
     "dead columns count": (".masked_fill_(rows < 0, -torch.inf)", ""),

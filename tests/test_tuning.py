@@ -2,6 +2,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -11,6 +13,8 @@ import torch
 
 import fusedloss as fl
 from fusedloss.core import store, tuning
+from grids import FULL
+from workbook import ROOT
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 VARIANTS = [(1, 8), (1, 32), (2, 8)]
@@ -80,7 +84,7 @@ def test_a_variant_is_found_once_and_remembered_on_disk(clock, monkeypatch):
 
 @pytest.mark.parametrize("other", [
     dict(sizes=(100, 300)), dict(kernel=Kernel("another source")), dict(dtype=torch.bfloat16), dict(first=VARIANTS[2]), dict(STATS=True),
-    dict(STATS=False, SCORE=Kernel("a score"))], ids=str)
+    dict(STATS=False, SCORE=Kernel("a score"))], ids=lambda other: "+".join(other))
 def test_what_may_change_the_answer_is_asked_again(other, clock, monkeypatch):
     best(STATS=False, SCORE=Kernel("score"))
     asked = clock.asked
@@ -180,6 +184,31 @@ def test_a_long_wait_is_explained(seconds, lines, capsys):
     with tuning.explained("times a kernel", after=0.05):
         time.sleep(seconds)
     assert capsys.readouterr().err.count("fusedloss: times a kernel ...\n") == lines
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="no GPU whose kernels have variants")
+def test_a_loss_remembers_the_variants_of_its_kernels_and_gives_the_same_bits(monkeypatch):
+    "With the clock, from the disk, and by a file that imposes another variant"
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, 16384))
+    y = torch.arange(4096, device="cuda")
+    def step():
+        loss = fl.linear_cross_entropy(x, w, y, method="recompute")
+        return loss, *torch.autograd.grad(loss, [x, w])
+    first = step()
+    kept = tuning.choices()["variants"]
+    assert {key.split()[0] for key in kept} == {"lse_kernel", "dz_kernel"} and kept.keys() == store.read("tuning").keys()
+    forget(monkeypatch)
+    monkeypatch.setattr(tuning, "_race", None)  # nothing is timed from here on
+    again = step()
+    other = {key: [*v[:-1], 8 if v[-1] == 32 else 32] for key, v in kept.items()}
+    path = store.folder() / "choices.json"
+    path.write_text(json.dumps({"variants": other}))
+    forget(monkeypatch)
+    monkeypatch.setenv("FUSEDLOSS_CHOICES", str(path))
+    imposed = step()
+    assert tuning.choices()["variants"] == other
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, imposed))
 
 
 # --- choices ---
@@ -397,3 +426,44 @@ def test_no_collective_in_a_capture_nor_for_one_rank(group, monkeypatch):
     assert tuning.step_of(None, torch.device("cpu"), "loss") is None
     group.ranks = 1
     assert tuning.step_of(group, torch.device("cpu"), "loss") is None and not group.collectives
+
+
+# --- Triton's compiler, without a GPU ---
+
+SIDE_BY_SIDE = """
+import threading
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from fusedloss.core import tuning
+
+class Offline:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+@triton.jit
+def doubles(p, n, B: tl.constexpr):
+    at = tl.arange(0, B)
+    tl.store(p + at, 2 * tl.load(p + at, mask=at < n), mask=at < n)
+
+def run(variant, only_compile=False):
+    threads.append(threading.active_count())
+    tuning.starter(doubles, (1,), only_compile)(torch.float32, 7, B=variant[0])
+
+threads = []
+driver.set_active(Offline())
+tuning._compile_all(run, [(32,), (3,), (64,)])  # 3 is no power of two
+kernels = doubles.device_caches[0][0].values()
+assert [type(k).__name__ for k in kernels] == ["CompiledKernel", "FutureKernel", "CompiledKernel"], kernels
+assert max(threads) > 1, threads
+"""
+
+
+@pytest.mark.skipif(not FULL, reason="a process that compiles, for make test-all")
+def test_variants_compile_side_by_side_and_one_that_fails_stops_none(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "side.py").write_text(SIDE_BY_SIDE)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-W", "ignore", str(tmp_path / "side.py")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

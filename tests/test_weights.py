@@ -7,6 +7,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fusedloss as fl
 from fusedloss.baseline import sample_data
+from helpers import follows_plans
 
 N, H, V = 6, 4, 9
 f32 = torch.float32
@@ -147,6 +148,7 @@ def test_two_biases_and_one_that_nobody_takes(sample):
             call(sample.input, layer, sample.target)
 
 
+@follows_plans
 def test_a_module_under_torch_compile(sample):
     layer = nn.Linear(H, V)
     call = lambda x, y: fl.linear_cross_entropy(x, layer, y)

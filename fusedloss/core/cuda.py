@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.devices import device_of, lacks
+from fusedloss.core.tuning import explained
 
 # %% ../../nbs/library/cuda.ipynb #789442a8
 def cuda_source(name:str) -> str:
@@ -108,9 +109,10 @@ def cuda_kernel(
     options = (*OPTIONS, *(f"-D{key}={value}" for key, value in constants.items()))
     reasons = {}
     for compiler, compiled in COMPILERS.items():
-        reasons[compiler] = why_not(compiler, device)
+        with explained(f"makes {compiler} ready"): reasons[compiler] = why_not(compiler, device)
         if reasons[compiler]: continue
-        try: return compiled(source, name, options)
+        try:
+            with explained(f"compiles cuda/{sources[-1]}.cu"): return compiled(source, name, options)
         except Exception as reason:  # a mistake in the source: the compiler works
             if os.environ.get("FUSEDLOSS_DEBUG") == "1": raise
             reasons[compiler] = repr(reason)

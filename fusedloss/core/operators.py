@@ -120,7 +120,9 @@ class Operator(CustomOpDef):
 
     def guard(self):
         "Dynamo is there, and is not to look into the kernel."
-        self._backend_fns[None], self.guarded = self.guarded, None
+        guarded = self.guarded  # another thread may be here too
+        if guarded is not None: self._backend_fns[None] = guarded
+        self.guarded = None
 
     def tell_counters(self):
         "Give the formula to every `FlopCounterMode` that looks on."
