@@ -16,7 +16,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_cluster.py": 5,
     "test_ctc.py": 60,
     "test_cuda.py": 5,
-    "test_devices.py": 6,
+    "test_devices.py": 12,
     "test_filter.py": 27,
     "test_graphs.py": 2,
     "test_grids.py": 2,
