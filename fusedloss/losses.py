@@ -200,7 +200,8 @@ def chunks_cut(r:Request) -> Chunks:
 # %% ../nbs/07_losses.ipynb #bd07a572
 def chunks_extra(r:Request, c:Chunks) -> int:
     "Bytes beyond the gradients."
-    picked = r.packed * r.h * (1 + r.needs[0]) * r.dtype.itemsize * (r.packed < r.n)  # x, dx
+    rows = 0 if r.packed == r.n else r.packed  # of x and dx, beside all of them
+    picked = rows * r.h * (1 + r.needs[0]) * r.dtype.itemsize
     if r.fused: return chunk_bytes(c, r.h, r.v, r.work, r.grad_dtype) + picked
     copies = plain_copies(r, bool(r.stats) and any(r.needs))
     wide = r.v * r.h * 2 if c.wide else 0
@@ -299,7 +300,7 @@ def tiles_extra(r:Request, rows:int, columns:int) -> int:
     acc, narrow = acc_dtype(r.dtype).itemsize, r.grad_dtype.itemsize == 2
     forward = 2 * acc * rows * columns  # a tile, and its exponentials or the one before it
     if not any(r.needs): return forward
-    dx = 2 * r.n * r.h * (r.needs[0] and narrow)
+    dx = 2 * r.n * r.h if r.needs[0] and narrow else 0
     dz = 2 * rows * columns if r.work.itemsize == 2 else 0  # else in the place of the tile
     backward = dx + acc * (rows * columns + columns * r.h * r.needs[1]) + dz
     return max(backward, 2 * dx, forward - gradient_bytes(r))

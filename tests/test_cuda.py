@@ -13,6 +13,7 @@ import fusedloss.kernels
 import fusedloss.linear_ctc
 import fusedloss.scans
 from fusedloss.core import cuda
+from fusedloss.core.devices import GPUS
 from fusedloss.ctc import LOGITS, ScanShape
 from fusedloss.semirings import Log
 
@@ -52,6 +53,7 @@ class Compilers:
         self.patch, self.compiled = monkeypatch, []
         monkeypatch.setattr(torch.cuda, "_compile_kernel", self.by_torch("", RuntimeError("no GPU")), raising=False)
         monkeypatch.setattr(cuda, "null_pointer", lambda: torch.empty(0))
+        monkeypatch.setattr(cuda, "device_of", lambda index: GPUS["H200"])
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         self.cupy(None)

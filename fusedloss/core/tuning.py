@@ -231,11 +231,15 @@ def step_of(
     return step
 
 # %% ../../nbs/library/tuning.ipynb #2c152188
-@contextlib.contextmanager
 def keeping(
     step:Optional[_Step],  # of `step_of`; None: as without
-) -> Iterator[None]:
-    "Launches of this thread keep to an agreement."
+) -> contextlib.AbstractContextManager:
+    "Launches of this thread keep to an agreement; a compiler sees none, as it times nothing."
+    if torch.compiler.is_compiling(): return contextlib.nullcontext()
+    return _kept(step)
+
+@contextlib.contextmanager
+def _kept(step:Optional[_Step]) -> Iterator[None]:
     before, _here.step = current_step(), step
     try: yield
     finally: _here.step = before
