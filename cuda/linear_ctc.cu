@@ -222,11 +222,12 @@ extern "C" __global__ void __launch_bounds__(256) ctc_finish(
   __syncwarp();
   blanks = warp_total(blanks), labels = warp_total(labels);
   if (me % 32 == 0) atomicAdd(&held[0], blanks), atomicAdd(&all.held, blanks + labels);
+  const auto factor = [&](int c) { return factors[c >> shift] * share; };
   if (NEAR || pitch % PACK == 0) {
     ROLLED
-    for (int c = me * PACK; c < V; c += threads * PACK) settle(reinterpret_cast<Pack*>(p + c), factors[c >> shift] * share);
+    for (int c = me * PACK; c < V; c += threads * PACK) settle(reinterpret_cast<Pack*>(p + c), factor(c));
   } else
-    for (int c = me; c < V; c += threads) settle(reinterpret_cast<One*>(p + c), factors[c >> shift] * share);
+    for (int c = me; c < V; c += threads) settle(reinterpret_cast<One*>(p + c), factor(c));
   __syncthreads();
   // K roundings have moved the sum of a frame's posteriors from 1, by 1e-6
   const float hold = by / (float)all.held;

@@ -36,7 +36,7 @@ def chunked_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
@@ -58,7 +58,7 @@ def chunked_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`, all of it without gradient
@@ -80,7 +80,7 @@ def chunked_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
@@ -154,7 +154,7 @@ def linear_cross_entropy(
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
@@ -179,7 +179,7 @@ def linear_cross_entropy(
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
@@ -204,7 +204,7 @@ def linear_cross_entropy(
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks

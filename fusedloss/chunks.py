@@ -420,7 +420,7 @@ def chunked_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`, all of it without gradient

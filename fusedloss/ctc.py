@@ -617,7 +617,7 @@ def ctc_loss(
     input_lengths:Lengths,  # [N] frames: a tensor on either device, a tuple or a list
     target_lengths:Lengths,  # [N] labels
     blank:int=0,
-    reduction:Reduction="mean",  # "mean" is of losses divided by their target's length
+    reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
     *, gradient:Literal["torch", "exact"]="torch",  # exp(log_probs) − γ, or the derivative, −γ
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)

@@ -878,7 +878,7 @@ def linear_ctc_loss(
     target_lengths:Lengths,  # [N] labels
     *, linear_bias:Optional[Tensor]=None,  # [V]
     blank:int=0,
-    reduction:Reduction="mean",  # "mean" is of losses divided by their target's length
+    reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; a tenth of fp32 logits
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)

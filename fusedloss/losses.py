@@ -466,7 +466,7 @@ def plan(
     *, device:Optional[str|torch.device]=None,  # a GPU if None, whether there is one or not
     reduction:Reduction="mean",
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias
     stats:Literal["", "detached", "differentiable"]="",  # those that are wanted
     options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
@@ -708,7 +708,7 @@ def linear_cross_entropy(
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
-    accumulate:Accumulate="auto",  # where chunks of dw add up; "auto": by the plan
+    accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks

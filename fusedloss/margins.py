@@ -512,7 +512,7 @@ def margin_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over valid rows, or "sum"
     ignore_index:int=-100,  # rows with this target count nothing
     eps:float=EPS,  # rows shorter than this have no direction
-    method:HeadMethod="auto",  # "recompute": stage 9's kernels; "auto": where they run
+    method:HeadMethod="auto",  # "tiles"; "recompute": stage 9's kernels; "auto": where they run
     token_tile:int=4096,  # BN, rows of cosines in memory at once
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]

@@ -316,6 +316,22 @@ def test_posteriors_by_the_kernels_source(name, with_kernels, monkeypatch):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("T, L", [(1100, 1050), (2500, 2100)])
+def test_long_targets_in_strips_on_a_gpu(T, L, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    z, y, frames, lengths = case(T=T, N=3, L=L, C=30, frames=[T, T - 1, T // 2], lengths=[L, L // 3, 30])
+    y[:, 1::2], y[:, ::2] = 1 + y[:, 1::2] % 14, 15 + y[:, ::2] % 14  # no repeats: it fits
+    given = z.cuda(), y.cuda(), frames, lengths, 0, "none"
+    want = graded(fl.ctc_loss_with_logits, *given)  # by a cluster, where there are any
+    monkeypatch.setattr(fusedloss.ctc, "scan_shape", lambda longest, clusters: scan_shape(longest, False))
+    loss, dz = graded(fl.ctc_loss_with_logits, *given)
+    same_losses(loss, want[0], 1e-6)
+    assert (dz - want[1]).abs().max() <= 2e-6
+    exact = fl.ctc_loss_with_logits(z[:, 1:].double().cuda(), y[1:].cuda(), frames[1:], lengths[1:], 0, "none")
+    same_losses(loss[1:], exact, 1e-6)
+
+
 VARIANTS = [dict(ELEMENT=e, PAIRS=p, AHEAD=a, CLUSTER=c, THREADS=t, TABLES=int(t != 256)) for e, p, a, c, t in
             [("f32", 1, 8, 1, 256), ("bf16", 4, 4, 1, 512), ("f16", 1, 8, 2, 128), ("f32", 1, 8, 8, 256), ("f32", 4, 4, 8, 512)]]
 VARIANTS += [dict(VARIANTS[1], STRIPS=4)]

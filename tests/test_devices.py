@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import ctc, kernels, linear_ctc, recompute, scans
+from fusedloss import ctc, kernels, linear_ctc, partial_fc, recompute, scans, tiles
 from fusedloss.core import cuda, devices
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.measure import H200, Machine
@@ -100,7 +100,8 @@ def products(line):
 COMPARED = [(arch, how) for arch in (80, 90, 100, 120) for how in ("plain", "busy", "scaled")]
 
 
-@pytest.mark.parametrize("arch, how", COMPARED if FULL else [(90, "plain"), (120, "busy")])
+@pytest.mark.skipif(not FULL, reason="compiles for long: make test-all")
+@pytest.mark.parametrize("arch, how", COMPARED)
 def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how, monkeypatch):
     pytest.importorskip("triton")
     from offline import lines_of
@@ -199,6 +200,35 @@ def test_everything_runs_without_triton_cupy_and_a_compiler():
     rest = {"CTCPosteriors", "CrossEntropyStats", "NegativeSampler", "ShardedPartialFC", "ShardedRowSparse", "margins", "semirings",
             "onehot_select", "rewrite_gather", "plan"}
     assert {*done.stdout.split()} >= {*fusedloss.__all__} - rest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_into_float32_where_no_gpu_multiplies_so(dtype):
+    a, b = torch.randn(9, 4).to(dtype), torch.randn(4, 5).to(dtype)
+    assert not tiles.multiplies_in_float32(a.device)
+    exact, total, out = a.double() @ b.double(), torch.ones(9, 5), torch.empty(9, 5).fill_(torch.nan)
+    tiles.add_product(total, a, b)
+    partial_fc.product_into(out, a, b)
+    for got in (tiles.wide_product(a, b), out, total - 1):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("t", [*recompute.WIDE, *recompute.BUSY, *recompute.POINTERS], ids=str)
+def test_tilings_of_other_gpus_agree_here(t):
+    d = device_of("cuda")
+    if t.desc and not d.tma or shared_bytes(t, d) > d.shared_memory: pytest.skip("these tiles want another GPU")
+    o, g = kernels.RowOptions(), torch.ones(300, device="cuda")
+    x, w = (torch.randn(n, 96, device="cuda").bfloat16() for n in (300, 1003))
+    y = torch.randint(1003, (300,), device="cuda")
+    def run(tiling):
+        losses, lse, entropy, rows = recompute.launch_lse(x, w, y, None, None, None, None, o, False, tiling)
+        return lse, *recompute.kernel_bwd((g, None, None), x, w, y, None, None, None, None, rows, entropy, o, 0, (True, True, False), tiling)[:2]
+    scores = x.double() @ w.double().T
+    torch.testing.assert_close(run(t)[0].double(), scores.logsumexp(1), rtol=1e-5, atol=1e-5)
+    for got, expected in zip(run(t)[1:], run(recompute.tiling_of(x, w))[1:]):
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
 
 
 def test_the_table_names_every_source():

@@ -540,7 +540,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
     "the upstream gradient misses the pull": ("3 x 7", "pull *= g", "pull *= 1.0"),
     "the upstream gradient misses the target": ("3 x 7", "pull, hold * g, spread * g", "pull, hold, spread * g"),
     "the gradient of lse is lost": (
-        "3 x 7", "pull += tl.load(g_lse_ptr + rows * g_lse_stride, mask=valid, other=0.0)", "pull += 0.0"),
+        "3 x 7", "pull += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)", "pull += 0.0"),
     "the entropy's gradient has no mean": ("3 x 7", "(z - mean[:, None])", "z"),
     "0 · -inf is in the entropy's gradient": (
         "the first block masked", "tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)",
@@ -586,7 +586,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of fusedloss/kernel
         "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n    for blank in range("),
     "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
     "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
-    "the first row's factor is everyone's": ("scaling", "factor_ptr + rows * factor_stride", "factor_ptr + rows * 0"),
+    "the first row's factor is everyone's": ("scaling", "factor_ptr + rows.to(tl.int64) * factor_stride", "factor_ptr + rows * 0"),
     "factors are not divided": ("scaling", "factor *= share(denominator_ptr)", "factor *= 1.0"),
     "scaling writes classes that are not": (
         "scaling", "dz.to(out_ptr.dtype.element_ty), mask=inside)",

@@ -29,9 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of
 
 # three ways: loops and products, the lattice's kernels, and beside them the softmax by Triton
 
-def lattice_on_cpu(source=None):
-    "The kernels of ctc.cu and of linear_ctc.cu, or of another text of it"
-    return kernels_on_cpu("linear_ctc_on_cpu.cpp", ctc=None, linear_ctc=source)
+def lattice_on_cpu(*pairs):
+    "The kernels of ctc.cu and of linear_ctc.cu, or of that one with texts replaced that has the first of them"
+    sources = {name: cuda_source(name) for name in ("ctc", "linear_ctc")}
+    name = next((name for name, source in sources.items() if pairs and pairs[0] in source), "linear_ctc")
+    return kernels_on_cpu("linear_ctc_on_cpu.cpp", **sources | {name: replaced(sources[name], *pairs)})
 
 
 @pytest.fixture(scope="module")
@@ -830,7 +832,7 @@ def test_bugs_in_the_triton_kernel(bug, tmp_path):
 
 
 KERNEL_BUGS = {
-    "no state comes from before": ("if (works && edge.from) load_states", "if (false) load_states"),
+    "no state comes from before": ("rank, edge.from, edge.pitch", "rank, nullptr, edge.pitch"),
     "nothing from the warp before": ("if (s.lane == 0 && s.warp > 0)", "if (false)"),
     "beta is not handed on": ("if (works && edge.to) store_states", "if (works && edge.to && DIR == 0) store_states"),
     "beta begins in every segment": ("beta && !last ? beta + at : nullptr", "nullptr"),
@@ -862,7 +864,7 @@ KERNEL_BUGS = {
 @pytest.mark.parametrize("bug", [None, *few(KERNEL_BUGS, "beta is not handed on", "Z without the last label", "labels that repeat",
                                             "rows of the compacted")])
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
-    rest = lattice if bug is None else lattice_on_cpu(replaced(cuda_source("linear_ctc"), *KERNEL_BUGS[bug]))
+    rest = lattice if bug is None else lattice_on_cpu(*KERNEL_BUGS[bug])
     use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
     monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
     monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)

@@ -29,6 +29,7 @@ before = dict(os.environ)
 import fusedloss
 assert dict(os.environ) == before, 'the environment changed'
 assert not torch.cuda.is_initialized(), 'CUDA was touched'
+assert 'torch._dynamo' not in sys.modules or torch.__version__.startswith('2.8.'), 'a second and more for the compiler'
 print(fusedloss.__version__)
 """
 

@@ -200,3 +200,33 @@ def test_a_calls_machine_is_found_in_microseconds(monkeypatch):
     measured(monkeypatch, ODD)
     machine_here(GPU)
     assert timeit.timeit(lambda: machine_here(GPU), number=1000, timer=time.process_time) / 1000 < 2e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_this_gpu_is_measured_in_a_second_or_two():
+    "and reaches about what the table says, if it is there"
+    begin = time.perf_counter()
+    found = rates.calibrate(GPU)
+    assert time.perf_counter() - begin < 5 and machine_here(GPU) is found and kept(found.device).rates == found.rates
+    known = listed(found.device)
+    if known is not None:
+        assert 0.7 < found.bandwidth / known.bandwidth < 1.4
+        assert all(0.6 < found.rates[d] / known.rates[d] < 1.6 for d in ("bfloat16", "float16", "float32"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_a_capture_plans_without_measuring(monkeypatch):
+    "On a GPU that no table lists: what a captured call would measure would be captured"
+    monkeypatch.setattr(rates, "listed", lambda d: None)
+    from fusedloss import linear_cross_entropy
+    x, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (64, 512))
+    y = torch.randint(512, (64,), device="cuda")
+    expected = linear_cross_entropy(x, w, y, method="eager")  # compiles, and measures
+    rates.at_hand.clear()
+    monkeypatch.setattr(rates, "kept", lambda d: None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = linear_cross_entropy(x, w, y, method="eager")
+    graph.replay()
+    torch.testing.assert_close(loss, expected)
+    assert not rates.at_hand and rates.guessed

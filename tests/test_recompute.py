@@ -469,6 +469,24 @@ def test_offsets_beyond_32_bits(sizes):
 
 
 @cuda_only
+@pytest.mark.big
+def test_rows_of_dz_and_of_the_bias_that_lie_far_apart():
+    "The third row of tiles of db begins 2³¹ numbers behind the first, the last rows of dz more than that"
+    n, h, v, o = 384, 64, 256, recompute.RowOptions()
+    x, w, b = (torch.randn(shape, device="cuda", dtype=bf16) for shape in ((n, h), (v, h), (v,)))
+    y, g = torch.randint(v, (n,), device="cuda"), torch.rand(n, device="cuda")
+    _, _, entropy, rows = recompute.launch_lse(x, w, y, b, None, None, None, o, False)
+    terms = recompute.launch_terms(g, None, None, x, v, y, None, None, None, rows, entropy, o)
+    made = []
+    for dz_pitch, db_pitch in ((v, v), (2**23, 2**30)):
+        dz, db = torch.empty(n, dz_pitch, device="cuda", dtype=bf16)[:, :v], torch.empty(n // 128, db_pitch, device="cuda")[:, :v]
+        recompute.launch_dz(x, w, dz, y, b, None, terms, db, 0, o, False, recompute.tiling_of(x, w))
+        made.append((dz.clone(), db.clone()))
+        del dz, db
+    assert all(torch.equal(near, far) for near, far in zip(*made))
+
+
+@cuda_only
 def test_half_precision_mean_over_many_tokens():
     "1/70000 is subnormal in fp16; gradients that themselves are in range must not suffer"
     x, w, _, y, _ = Case((70_000, 16, 40), bias=False, dtype=f16).tensors("cuda")

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings, strategies as st
 
 import fusedloss.kernels
@@ -17,7 +18,7 @@ from fusedloss.measure import peak_memory, saved_tensors
 from fusedloss.scans import Fused, edge_slots, fused_cut, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
 from grids import few, FULL
-from helpers import fault_of, planted
+from helpers import fault_of, hidden_from_hooks, planted
 from on_cpu import build, check_nvcc, STANDARD
 
 INF = math.inf
@@ -634,6 +635,25 @@ def test_the_fused_kernel_keeps_nothing_but_the_gradient(with_kernel, monkeypatc
     made.clear()
     logz(Ms.detach(), *graph, method="fused")
     assert not [t for t in made if t.numel() > 4 * 4 * 9]
+
+
+@pytest.mark.parametrize("S", [Log, Max], ids=str)
+def test_hooks_see_what_the_fused_kernel_keeps(S, with_kernel):
+    Ms = torch.randn(50, 4, 9, 3, requires_grad=True)
+    graph = torch.randint(-1, 9, (9, 3)), *torch.zeros(2, 4, 9)
+
+    def run():
+        return logz(Ms, *graph, S, method="fused")
+    want, = torch.autograd.grad(run().sum(), Ms)
+    left, (got,) = hidden_from_hooks(run, [Ms], Ms.nbytes)
+    assert not left, f"backward waits for storages of {left} bytes that no hook has seen"
+    assert torch.equal(got, want)
+    with torch.autograd.graph.save_on_cpu():
+        z = run()
+    first, = torch.autograd.grad(z.sum(), Ms, retain_graph=True)
+    assert torch.equal(first, want) and torch.equal(torch.autograd.grad(z.sum(), Ms)[0], want)
+    again = torch.utils.checkpoint.checkpoint(lambda Ms: logz(Ms, *graph, S, method="fused"), Ms, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again.sum(), Ms)[0], want)
 
 
 @on_any

@@ -230,7 +230,6 @@ def may_measure() -> bool:
 
 guessed:dict[int, Machine] = {}  # where nothing could be measured yet
 
-@torch.compiler.assume_constant_result
 def look_up(device:torch.device) -> None:
     "Put a GPU into `at_hand`, as the disk, the table or a measurement has it; else into `guessed`."
     d, index = gpu_of(device), gpu_index(device)
@@ -241,6 +240,8 @@ def look_up(device:torch.device) -> None:
         return
     try: at_hand[index] = known or calibrate(device)
     except RuntimeError: at_hand[index] = guess(d)  # no memory is left, say
+
+look_up._dynamo_marked_constant = True  # torch.compiler.assume_constant_result imports Dynamo to do this
 
 # %% ../../nbs/library/rates.ipynb #a03cefe5
 def machine_here(device:torch.device) -> Machine:
