@@ -16,6 +16,7 @@ sys.meta_path.insert(0, Absent())
 for loaded in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
     del sys.modules[loaded]
 os.environ["PATH"] = ""  # no compiler
+os.environ["USERNAME"] = "somebody"  # as Windows has it, where PyTorch asks for one
 
 import fusedloss as fl  # noqa: E402
 
