@@ -30,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of
 # three ways: loops and products, the lattice's kernels, and beside them the softmax by Triton
 
 def lattice_on_cpu(*pairs):
-    "The kernels of ctc.cu and of linear_ctc.cu, or of that one with texts replaced that has the first of them"
-    sources = {name: cuda_source(name) for name in ("ctc", "linear_ctc")}
+    "The kernels of linear_ctc.cu and of ctc.cu, or of the first of them that has the text with it replaced"
+    sources = {name: cuda_source(name) for name in ("linear_ctc", "ctc")}
     name = next((name for name, source in sources.items() if pairs and pairs[0] in source), "linear_ctc")
     return kernels_on_cpu("linear_ctc_on_cpu.cpp", **sources | {name: replaced(sources[name], *pairs)})
 
