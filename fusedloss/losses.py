@@ -85,9 +85,9 @@ class Way(NamedTuple):
 
 # %% ../nbs/07_losses.ipynb #0e8853d7
 LAUNCH = 3e-6  # seconds of a launch that nothing hides
-HOST = {"eager": 1.25e-3, "chunks": 1.25e-3, "chunk": 0.14e-3,
-        "recompute": 2.1e-3, "slab": 0.15e-3, "plain": 1.6e-3, "plain chunk": 0.5e-3,
-        "tiles": 1.9e-3, "tile": 0.45e-3, "stripe": 0.2e-3}  # seconds of a call, or of a part, beside an H200
+HOST = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "recompute": 1.92e-3,
+        "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
+        "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 UNALIGNED = dict(z=(0.35, 0.135), dx=(0.34, 0.18), dw=(0.35, 0.2), padded_dw=(0.62, 0.65))
 # shares of the rate where the classes are no multiple of eight, and where they are odd
 EPILOGUE = dict(z=100, lse=165, dz=330)  # features whose products take as long as what follows them
