@@ -376,8 +376,9 @@ def edge_lists(idx):
     known = _lists.setdefault(idx, {})
     version, lists = known.get(stream, (None, None))
     if version != idx._version:
-        out = transpose(idx)
-        lists = edge_slots(idx, out), out
+        with torch.inference_mode(False):  # backward may keep them later
+            out = transpose(idx)
+            lists = edge_slots(idx, out), out
         known[stream] = idx._version, lists
     return lists
 
