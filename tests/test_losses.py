@@ -552,6 +552,15 @@ def test_results_do_not_depend_on_the_default_dtype(method):
     finally: torch.set_default_dtype(f32)
 
 
+@pytest.mark.parametrize("method", ["eager", "tiles", "chunks", "recompute"])
+def test_fake_tensors_tell_shapes(method):
+    "As estimates of memory use them: labels that are not there are not looked at"
+    with torch._subclasses.FakeTensorMode():
+        x, w, y = torch.empty(16, 8, requires_grad=True), torch.empty(40, 8, requires_grad=True), torch.zeros(16, dtype=torch.long)
+        loss = linear_cross_entropy(x, w, y, method=method)
+        assert loss.shape == () and [g.shape for g in torch.autograd.grad(loss, (x, w))] == [x.shape, w.shape]
+
+
 @pytest.mark.parametrize("how", [{}, dict(memory_budget=1000), dict(device="cpu"), dict(dtype=f32)])
 def test_no_tokens_are_planned_too(how):
     "Nothing is moved less than not at all, and no round of programs is divided by"
