@@ -795,7 +795,7 @@ def reference_fwd(
     losses = -hold * ((z_y[:, 0] - base) - s.log())
     if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
     if o.label_smoothing: losses = losses + spread * (t.w.sum() * lse - z @ t.w)
-    losses = torch.where(t.valid, losses, torch.where(t.ignored, 0.0, torch.nan))
+    losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
     losses = losses * share_of(denominator)
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([base, s])
     if not stats: return losses, lse, z.new_empty(0), rows

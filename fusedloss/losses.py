@@ -216,7 +216,7 @@ def chunks_way(r:Request, machine:Machine) -> Way:
     chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.grad_dtype
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
-    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * (2 * chunks - 1))] * r.needs[1]
+    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
     if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
@@ -273,8 +273,9 @@ def slab_way(r:Request, machine:Machine) -> tuple[list[Cost], int, float, int, t
 # %% ../nbs/07_losses.ipynb #cc504c2b
 def plain_way(r:Request, _:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "The same of its plain path."
-    (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 9
-    rows = min(max(n, 1), max(1, (r.memory_budget or BUDGET) // (copies * v * wide.itemsize)))
+    (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 10
+    each = max(copies * v, v + h) * wide.itemsize
+    rows = min(max(n, 1), max(1, (r.memory_budget or BUDGET) // each))
     chunks = -(-n // rows)
     costs = [tokens_product(r, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
     if any(r.needs): costs += [*costs, *gradient_products(r, chunks, 2 * chunks, wide)]

@@ -68,7 +68,7 @@ def check_lengths(
 ) -> Optional[Tensor]:  # int64, on the device of the scores
     "`ValueError` for what is no length, with the sequence's index where the CPU can see it."
     if lengths is None: return None
-    lengths = torch.as_tensor(lengths)
+    if not isinstance(lengths, Tensor): lengths = torch.as_tensor(lengths, device="cpu")
     steps, n = Ms.shape[:2]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)

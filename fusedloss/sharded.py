@@ -511,7 +511,7 @@ def token_losses(
     if o.label_smoothing: losses += o.label_smoothing / n_classes * (w_all * lse - total)
     if o.z_loss: losses += o.z_loss * lse * lse
     if token_weight is not None: losses = losses * token_weight.to(gap.dtype)
-    return torch.where(valid, losses, torch.where(y == o.ignore_index, 0.0, torch.nan))
+    return torch.where(y == o.ignore_index, 0.0, torch.where(valid, losses, torch.nan))
 
 # %% ../nbs/10_sharded.ipynb #10d1f598
 def sharded_loss(
