@@ -92,7 +92,9 @@ def check_labels(
     looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
     if not looks or torch.compiler.is_compiling(): return
     check_unbatched(target)
-    wrong = bad_labels(target.long(), n_classes, ignore_index).nonzero()
+    wrong = bad_labels(target.long(), n_classes, ignore_index)
+    if isinstance(wrong, torch._subclasses.FakeTensor): return  # which has a shape and no numbers
+    wrong = wrong.nonzero()
     if not len(wrong): return
     at = tuple(wrong[0].tolist())
     raise IndexError(f"target[{', '.join(map(str, at))}] is {target[at].item()}: "

@@ -170,7 +170,8 @@ def as_lengths(
     name:str, z:Tensor,  # [T,N,C] scores
 ) -> Tensor:  # [N] int64, wherever it was
     "`ValueError` unless these are N integers."
-    lengths, n = torch.as_tensor(lengths), z.shape[1]
+    n = z.shape[1]
+    if not isinstance(lengths, Tensor): lengths = torch.as_tensor(lengths, device="cpu")
     if lengths.dim() == 0: lengths = lengths[None]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)

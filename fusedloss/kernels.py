@@ -241,7 +241,8 @@ def scan_kernel(
                                            finite(base), z, z_y, first + lanes < y, inside,
                                            UNIT)
     top, s_row = merge(base, s, UNIT)
-    at, step, keep = sums_ptr + rows * parts + part, M * parts, rows < M
+    at, step = sums_ptr + rows * parts + part, tl.cast(M, tl.int64) * parts
+    keep = rows < M
     tl.store(at, top, mask=keep)
     tl.store(at + step, s_row, mask=keep)
     tl.store(at + 2 * step, z_y, mask=keep)
@@ -266,7 +267,8 @@ def finish_kernel(
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, ignored, valid = load_labels(y_ptr, rows, M, V, ignore_index)
-    keep, step, at = rows < M, M * parts, sums_ptr + rows * parts
+    keep, at, size = rows < M, sums_ptr + rows * parts, tl.cast(M, tl.int64)
+    step = size * parts
     z_y = tl.load(at + 2 * step, mask=keep, other=0.0)
     base = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
@@ -299,9 +301,9 @@ def finish_kernel(
     tl.store(rows_ptr + M + rows, s, mask=keep)
     if STATS:
         tl.store(entropy_ptr + rows, tl.where(valid, log_s - moment / s, 0.0), mask=keep)
-        tl.store(rows_ptr + 2 * M + rows, tl.where(valid, ahead, -1.0), mask=keep)
-        tl.store(rows_ptr + 3 * M + rows, tl.where(valid, base / UNIT, 0.0), mask=keep)
-        tl.store(rows_ptr + 4 * M + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
+        tl.store(rows_ptr + 2 * size + rows, tl.where(valid, ahead, -1.0), mask=keep)
+        tl.store(rows_ptr + 3 * size + rows, tl.where(valid, base / UNIT, 0.0), mask=keep)
+        tl.store(rows_ptr + 4 * size + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
 
 # %% ../nbs/04_kernels.ipynb #fa8fc4aa
 @jit
@@ -793,7 +795,7 @@ def reference_fwd(
     losses = -hold * ((z_y[:, 0] - base) - s.log())
     if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
     if o.label_smoothing: losses = losses + spread * (t.w.sum() * lse - z @ t.w)
-    losses = torch.where(t.valid, losses, torch.where(t.ignored, 0.0, torch.nan))
+    losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
     losses = losses * share_of(denominator)
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([base, s])
     if not stats: return losses, lse, z.new_empty(0), rows

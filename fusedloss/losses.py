@@ -85,9 +85,9 @@ class Way(NamedTuple):
 
 # %% ../nbs/07_losses.ipynb #0e8853d7
 LAUNCH = 3e-6  # seconds of a launch that nothing hides
-HOST = {"eager": 1.25e-3, "chunks": 1.25e-3, "chunk": 0.14e-3,
-        "recompute": 2.1e-3, "slab": 0.15e-3, "plain": 1.6e-3, "plain chunk": 0.5e-3,
-        "tiles": 1.9e-3, "tile": 0.45e-3, "stripe": 0.2e-3}  # seconds of a call, or of a part, beside an H200
+HOST = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "recompute": 1.92e-3,
+        "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
+        "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 UNALIGNED = dict(z=(0.35, 0.135), dx=(0.34, 0.18), dw=(0.35, 0.2), padded_dw=(0.62, 0.65))
 # shares of the rate where the classes are no multiple of eight, and where they are odd
 EPILOGUE = dict(z=100, lse=165, dz=330)  # features whose products take as long as what follows them
@@ -216,7 +216,7 @@ def chunks_way(r:Request, machine:Machine) -> Way:
     chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.grad_dtype
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
-    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * (2 * chunks - 1))] * r.needs[1]
+    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
     if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
@@ -273,8 +273,9 @@ def slab_way(r:Request, machine:Machine) -> tuple[list[Cost], int, float, int, t
 # %% ../nbs/07_losses.ipynb #cc504c2b
 def plain_way(r:Request, _:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "The same of its plain path."
-    (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 9
-    rows = min(max(n, 1), max(1, (r.memory_budget or BUDGET) // (copies * v * wide.itemsize)))
+    (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 10
+    each = max(copies * v, v + h) * wide.itemsize
+    rows = min(max(n, 1), max(1, (r.memory_budget or BUDGET) // each))
     chunks = -(-n // rows)
     costs = [tokens_product(r, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
     if any(r.needs): costs += [*costs, *gradient_products(r, chunks, 2 * chunks, wide)]

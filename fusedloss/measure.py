@@ -375,7 +375,8 @@ def trace_memory(fn:Callable[[], Any]) -> list[MemoryEvent]:
 def drop_gradients(device:str|torch.device):
     "Return when autograd's thread holds nothing of an earlier backward pass."
     empty = torch.empty(0, device=device, requires_grad=True)
-    (2 * empty).backward(torch.empty_like(empty))  # the thread's next task, without memory
+    with torch.enable_grad():
+        (2 * empty).backward(torch.empty_like(empty))  # the thread's next task, without memory
 
 def peak_memory(
     fn:Callable[[], Any],

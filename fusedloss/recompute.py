@@ -555,7 +555,7 @@ def slab_tiles(
     most = min(tiles_v, max(2 if budget else 16, fit))
     if most == tiles_v: return tiles_v
     rounds = lambda tiles: -(-tiles * tiles_n // programs)
-    fill = lambda tiles: round(tiles * tiles_n / (rounds(tiles) * programs), 2)
+    fill = lambda tiles: round(tiles * tiles_n / max(1, rounds(tiles) * programs), 2)
     return max(range(most - most // 4, most + 1), key=lambda tiles: (fill(tiles), tiles))
 
 # %% ../nbs/06_recompute.ipynb #7db8afbb
@@ -620,8 +620,8 @@ def takes_kernel(x:Tensor) -> bool:
 
 def plain_chunks(x:Tensor, w:Tensor, budget:int) -> list[slice]:
     "Chunks of tokens whose scores fit the budget; one token at least."
-    copies = 3 if has_kernel(x) else 9  # of a chunk at once, in stage 4's two ways
-    row = copies * len(w) * acc_dtype(x.dtype).itemsize
+    copies = 3 if has_kernel(x) else 10  # of a chunk at once, in stage 4's two ways
+    row = max(copies * len(w), len(w) + x.shape[1]) * acc_dtype(x.dtype).itemsize
     return tile_slices(len(x), max(1, (budget or BUDGET) // row)) or [slice(0, 0)]
 
 def wide(t:Tensor) -> Tensor:

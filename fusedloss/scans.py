@@ -68,7 +68,7 @@ def check_lengths(
 ) -> Optional[Tensor]:  # int64, on the device of the scores
     "`ValueError` for what is no length, with the sequence's index where the CPU can see it."
     if lengths is None: return None
-    lengths = torch.as_tensor(lengths)
+    if not isinstance(lengths, Tensor): lengths = torch.as_tensor(lengths, device="cpu")
     steps, n = Ms.shape[:2]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)
@@ -376,8 +376,9 @@ def edge_lists(idx):
     known = _lists.setdefault(idx, {})
     version, lists = known.get(stream, (None, None))
     if version != idx._version:
-        out = transpose(idx)
-        lists = edge_slots(idx, out), out
+        with torch.inference_mode(False):  # backward may keep them later
+            out = transpose(idx)
+            lists = edge_slots(idx, out), out
         known[stream] = idx._version, lists
     return lists
 

@@ -7,13 +7,13 @@ __all__ = ['BASE', 'SUM', 'TARGET', 'WEIGHED', 'MOMENT', 'AHEAD', 'SQUARES', 'PO
            'on_one_mesh', 'shards_on', 'shards_of', 'sums_of', 'shard_scores', 'plain_sums', 'kernel_sums', 'sums_unit',
            'shard_sums', 'merge_sums', 'make_terms', 'plain_dz', 'plain_gradients', 'kernel_gradients',
            'shard_gradients', 'Packets', 'packets_of', 'pack', 'collective', 'everyone', 'summed', 'Batch',
-           'gather_rows', 'send_home', 'widest', 'exchanged', 'agreement', 'rivals', 'own_rows', 'token_losses',
-           'sharded_loss', 'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of', 'shifted_ahead',
-           'within', 'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded', 'ask_shards',
-           'Here', 'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards', 'whole_tensor',
-           'first_rows', 'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread', 'spread_rows',
-           'HeadOptions', 'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state', 'local_gradient',
-           'ShardedRowSparse', 'square_of_all']
+           'gather_rows', 'send_home', 'widest', 'exchanged', 'compiled_for', 'agreement', 'rivals', 'own_rows',
+           'token_losses', 'sharded_loss', 'local_of', 'kinds_for', 'input_kinds', 'tokens_spread', 'batch_of',
+           'shifted_ahead', 'within', 'fingerprint', 'same_on_all', 'check_bias', 'check_reduction', 'check_sharded',
+           'ask_shards', 'Here', 'seen_here', 'spread_loss', 'sharded_linear_cross_entropy', 'planned_shards',
+           'whole_tensor', 'first_rows', 'local_statistics', 'spread_head_loss', 'spread_head_stats', 'check_spread',
+           'spread_rows', 'HeadOptions', 'ShardedPartialFC', 'gathered_batch', 'grown_alone', 'local_state',
+           'local_gradient', 'ShardedRowSparse', 'square_of_all']
 
 # %% ../nbs/10_sharded.ipynb #cd61807c
 import copy
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.baseline import (
@@ -412,12 +413,16 @@ def exchanged(
     return came[:, :-1].masked_fill(apart, torch.nan)
 
 # %% ../nbs/10_sharded.ipynb #a8eb03f6
+def compiled_for(o:RowOptions) -> tuple[bool, ...]:
+    "What kernels are compiled for, of the options; not their values, which may be others in every step."
+    return o.softcap > 0, o.logit_scale != 1, o.label_smoothing > 0
+
 def agreement(
     x:Tensor, dtype:torch.dtype, s:Shards,  # all ranks' rows; of products
     *kind,  # words and numbers that are the same on all ranks
 ):
     "What ranks agree on where variants of kernels are timed; None elsewhere."
-    if not is_timed(x, dtype, -(-s.n_classes // s.ranks)): return None
+    if isinstance(x, FakeTensor) or not is_timed(x, dtype, -(-s.n_classes // s.ranks)): return None
     return step_of(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
 
 # %% ../nbs/10_sharded.ipynb #18b0eb58
@@ -430,7 +435,7 @@ class _ShardScores(torch.autograd.Function):
         mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
-        with keeping(agreement(x_all, x.dtype, s, "loss", *o, stats)):
+        with keeping(agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats)):
             sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
@@ -453,7 +458,7 @@ class _ShardScores(torch.autograd.Function):
         needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
         if not any(needs): return (None,) * 11
         terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
-        with keeping(agreement(x, x.dtype, s, "gradients", *o, g_mean is not None)):
+        with keeping(agreement(x, x.dtype, s, "gradients", *compiled_for(o), g_mean is not None)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
                                            g_mean is not None, budget, needs,
                                            lambda total: send_home(total, b, s))
@@ -506,7 +511,7 @@ def token_losses(
     if o.label_smoothing: losses += o.label_smoothing / n_classes * (w_all * lse - total)
     if o.z_loss: losses += o.z_loss * lse * lse
     if token_weight is not None: losses = losses * token_weight.to(gap.dtype)
-    return torch.where(valid, losses, torch.where(y == o.ignore_index, 0.0, torch.nan))
+    return torch.where(y == o.ignore_index, 0.0, torch.where(valid, losses, torch.nan))
 
 # %% ../nbs/10_sharded.ipynb #10d1f598
 def sharded_loss(

@@ -319,6 +319,10 @@ def ranks_take_the_same_variants(meshes):
             for _ in range(3):
                 fl.linear_cross_entropy(x.clone().requires_grad_(), weight, y).backward()
             kept = len(tuning.store.read("tuning"))
+            for scale in (2.0, 2.0, 3.0, 4.0, 4.0):  # as a temperature that is learnt
+                fl.linear_cross_entropy(x.clone().requires_grad_(), weight, y, logit_scale=scale).backward()
+            more = len(tuning.store.read("tuning")) - kept
+        assert more == (0 if rank else 2), "agreements, whatever the scale"
         assert launched[-4:] == [(2, 8)] * 4 * bool(len(weight.to_local())), launched
         assert launched[:2] == [(1 if rank else 2, 8)] * 2 * bool(launched), "at first, only one may ask the clock"
         assert kept == (0 if rank else 4), "two variants and two agreements"

@@ -961,3 +961,16 @@ def test_a_bug_planted_in_the_kernels_is_noticed(bug, monkeypatch):
     case, *pairs = KERNEL_MUTANTS[bug]
     use_bugged(monkeypatch, *pairs)
     assert kernel_fault(case), f"no check notices that {bug}"
+
+
+@pytest.mark.parametrize("given", ["tensors", "lists"])
+def test_lengths_stay_where_they_are(given):
+    "A default device is where new tensors are made: lengths on a CPU are still seen there, and checked"
+    z, y = torch.randn(12, 2, 5), torch.randint(1, 5, (2, 3))
+    lengths = [12, 9], [3, 2]
+    if given == "tensors": lengths = [*map(torch.tensor, lengths)]
+    expected = fl.ctc_loss_with_logits(z, y, *lengths)
+    with torch.device("meta"):
+        assert torch.equal(fl.ctc_loss_with_logits(z, y, *lengths), expected)
+        with pytest.raises(ValueError, match=r"input_lengths\[0\] is 13"):
+            fl.ctc_loss_with_logits(z, y, [13, 9], lengths[1])

@@ -362,6 +362,24 @@ def test_expanded_and_strided_upstream_gradients(place):
     assert got[0].isfinite().all() and torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
 
 
+@needs_interpreter
+def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
+    "Of such a table's rows only the first are written, in files that take no room"
+    V, flags = 4, dict(SMOOTH=False, STATS=True, UNIT=kernels.unit(torch.empty(0)))
+    z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, kernels.RowOptions()
+    b = kernels.scan_blocks(V)
+    score = o.ignore_index, o.logit_scale, o.softcap
+    found = []
+    for M in (8, 2**29 + 8):
+        sums, rows = (torch.from_file(str(tmp_path / f"{n} {M}"), shared=True, size=n * M, dtype=torch.float32).view(n, M) for n in (7, 5))
+        out = torch.empty(3, 8)
+        kernels.scan_kernel[(1,)](z, y, None, sums, M, V, b.R * b.C, 1, 1, *z.stride(), *score, SCORE=kernels.score_fn(o), **flags, SKIP=False,
+                                  BN=8, R=b.R, C=b.C)
+        kernels.finish_kernel[(1,)](sums, y, None, None, None, None, *out, rows, M, V, 1, *score[:1], 0.0, 0.0, **flags, BN=8)
+        found.append(torch.cat([out, sums[[0, 1, 2, 4, 5, 6], :8], rows[:, :8]]))
+    assert torch.equal(*found)
+
+
 def test_long_rows_turn_in_one_launch_where_they_may(place):
     aligned, skewed = (torch.empty(140, 1, 1104, device=place)[..., i:1100 + i] for i in (0, 1))
     turns = lambda z: kernels.turns_in_one_launch(z, 132)

@@ -466,7 +466,7 @@ def test_classes_that_are_no_multiple_of_eight_are_recomputed():
 
 
 MEASURED = json.loads((Path(__file__).parent / "measured_plans.json").read_text(encoding="utf-8"))
-SHARES = dict(eager=0.9, chunks=0.9, recompute=0.85, tiles=0.8)  # of times, within a quarter
+SHARES = dict(eager=0.95, chunks=0.95, recompute=0.9, tiles=0.75)  # of times, within a quarter
 
 
 @pytest.mark.parametrize("method", SHARES)
@@ -524,6 +524,48 @@ def test_a_plan_takes_integers_of_any_kind():
     for wrong in (True, 4096.0, "4096", torch.tensor(4096)):
         with pytest.raises(ValueError, match="^n_tokens: expected an integer not below 0"):
             plan(wrong, 50257, 512)
+
+
+@pytest.mark.parametrize("shape,how", [((18459, 17, 54), dict(dtype=torch.float64, options=("softcap",), stats="differentiable")),
+                                       ((36839, 25, 51), dict(dtype=f32))])
+def test_what_fits_a_budget_fits_a_larger_one(shape, how):
+    "Plain chunks of entropies with a softcap hold more than nine copies; those of many features more than their logits"
+    budgets = [2**k for k in range(12, 36)]
+    found = [plan(*shape, memory_budget=m, **how)["recompute"].extra <= m for m in budgets]
+    assert found == sorted(found) and found[-1]
+
+
+@pytest.mark.parametrize("method", ["eager", "tiles", "chunks", "recompute"])
+def test_results_do_not_depend_on_the_default_dtype(method):
+    "A choice between two numbers has the default dtype, float64 say, and took the loss with it"
+    x, w, y = sample_data(16, 8, 40, f32)
+    y[:3] = -100
+    def found():
+        given = [t.clone().requires_grad_() for t in (x, w)]
+        loss = linear_cross_entropy(*given, y, method=method)
+        return [loss.detach(), *torch.autograd.grad(loss, given)]
+    expected = found()
+    try:
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(expected, found())), dtype
+    finally: torch.set_default_dtype(f32)
+
+
+@pytest.mark.parametrize("method", ["eager", "tiles", "chunks", "recompute"])
+def test_fake_tensors_tell_shapes(method):
+    "As estimates of memory use them: labels that are not there are not looked at"
+    with torch._subclasses.FakeTensorMode():
+        x, w, y = torch.empty(16, 8, requires_grad=True), torch.empty(40, 8, requires_grad=True), torch.zeros(16, dtype=torch.long)
+        loss = linear_cross_entropy(x, w, y, method=method)
+        assert loss.shape == () and [g.shape for g in torch.autograd.grad(loss, (x, w))] == [x.shape, w.shape]
+
+
+@pytest.mark.parametrize("how", [{}, dict(memory_budget=1000), dict(device="cpu"), dict(dtype=f32)])
+def test_no_tokens_are_planned_too(how):
+    "Nothing is moved less than not at all, and no round of programs is divided by"
+    for w in plan(0, 2**19, 3, **how).ways:
+        assert w.flops == 0 and w.bytes >= 0 and w.seconds >= 0 and w.extra >= 0, w.method
 
 
 def test_chunks_are_planned_for_the_tokens_that_count():

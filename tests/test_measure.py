@@ -240,6 +240,8 @@ def test_trace_changes_no_result():
 def test_peak_of_a_gpu_is_above_what_was_there():
     held = torch.zeros(2**20, device="cuda")
     assert peak_memory(lambda: held + 1, "cuda") == held.nbytes
+    with torch.no_grad():
+        assert peak_memory(lambda: held + 1, "cuda") == held.nbytes
     assert peak_memory(lambda: held.add_(1), "cuda") == 0
     assert peak_memory(lambda: (held + 1).exp_(), "cuda") == held.nbytes
 

@@ -108,6 +108,29 @@ def test_another_gpu_is_measured_once_and_kept(monkeypatch, place):
     assert calls == ["NVIDIA H20"] and len(json.loads(place.read_text())) == 1
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="a switch of later versions")
+@pytest.mark.parametrize("d", [ODD, SAME], ids=["measured", "listed"])
+def test_the_newer_switch_for_tf32_stops_no_plan_and_is_told_apart(d, monkeypatch):
+    measured(monkeypatch, d)
+    switch = torch.backends.cuda.matmul
+    before, key = switch.fp32_precision, rates.store_key(d)
+    switch.fp32_precision = "tf32"
+    try: assert rates.store_key(d) != key and machine_here(GPU).name == d.name
+    finally: switch.fp32_precision = before
+
+
+def test_processes_that_measure_together_take_the_same(monkeypatch, place):
+    "Who keeps it first decides"
+    calls = measured(monkeypatch, ODD)
+    ceilings, entry = rates.ceilings, dict(bandwidth=2e12, rates=dict.fromkeys(H200.rates, 3e14))
+    def slow(*given):
+        rates.store.update(rates.STORE, rates.store_key(ODD), entry)  # another process, meanwhile
+        return ceilings(*given)
+    monkeypatch.setattr(rates, "ceilings", slow)
+    assert machine_here(GPU).bandwidth == kept(ODD).bandwidth == 2e12 and calls == ["NVIDIA H20"]
+    assert rates.calibrate(GPU).bandwidth == kept(ODD).bandwidth == 1e12, "what is asked for is measured anew"
+
+
 def test_a_listed_gpu_is_measured_on_demand(monkeypatch):
     calls = measured(monkeypatch, SAME)
     assert machine_here(GPU) is H200 and not calls

@@ -656,6 +656,16 @@ def test_hooks_see_what_the_fused_kernel_keeps(S, with_kernel):
     assert torch.equal(torch.autograd.grad(again.sum(), Ms)[0], want)
 
 
+def test_a_graph_that_inference_has_prepared_can_be_trained_on(with_kernel):
+    Ms, graph = torch.randn(6, 2, 5, 3), (torch.randint(-1, 5, (5, 3)), *torch.zeros(2, 2, 5))
+    with torch.inference_mode():
+        logz(Ms, *graph, method="fused")
+        viterbi(Ms, *graph)
+    want = graded(logz_autograd, (Ms, *graph), Log)
+    for a, b in zip(graded(logz, (Ms, *graph), Log, method="fused"), want):
+        torch.testing.assert_close(a, b)
+
+
 @on_any
 @given(seed=st.integers(0, 1000))
 def test_paths_of_the_fused_kernel_are_those_of_the_loop(on_cpu, seed):

@@ -330,3 +330,16 @@ def test_a_label_that_is_no_class_is_nan_where_nobody_looks(monkeypatch):
     assert losses.isnan().tolist() == [False, True, True, False] and losses[3] == 0
     dx, dw = torch.autograd.grad(losses[[0, 3]].sum(), [x, w])
     assert dx.isfinite().all() and dw.isfinite().all() and (dx[1:] == 0).all()
+
+
+def test_ranks_of_tensors_without_data_send_nothing(monkeypatch):
+    "Sizes alone are followed: there is no table that could be read"
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    monkeypatch.setattr(sharded, "is_timed", lambda *_: True)
+    monkeypatch.setattr(sharded, "step_of", lambda *_: "agreed")
+    x, s = torch.ones(2, 3), sharded.Shards(4, 0, 2, object())
+    monkeypatch.setattr(sharded.Shards, "ranks", 2)
+    assert sharded.agreement(x, x.dtype, s) == "agreed"
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    assert sharded.agreement(fake, x.dtype, s) is None

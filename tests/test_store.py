@@ -86,6 +86,27 @@ def test_a_file_of_another_user_is_passed_over(place, monkeypatch):
 
 
 @POSIX
+def test_a_folder_in_the_place_of_a_file_costs_a_warning_and_no_open_file(place):
+    (place / "x.json").mkdir(parents=True)
+    opened = lambda: len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    before = opened()
+    with pytest.warns(UserWarning, match="regular file|not read") as seen:
+        assert [store.read("x") for _ in range(20)] == [{}] * 20
+    assert len(seen) == 1 and opened() == before
+
+
+@POSIX
+def test_a_working_directory_that_was_removed_costs_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", "relative")
+    (tmp_path / "gone").rmdir()
+    assert store.read("x") == {}
+    with pytest.warns(UserWarning, match="not written"):
+        store.update("x", "a", 1)
+
+
+@POSIX
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(place):
     place.mkdir()
     os.mkfifo(place / "x.json", 0o600)

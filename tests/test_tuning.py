@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +227,24 @@ def test_choices_are_written_and_imposed(clock, monkeypatch, tmp_path):
     assert best((1, 1)) == (1, 8) and clock.asked, "what the file does not know is found as usual"
 
 
+def test_a_file_of_choices_is_whole_while_other_ranks_write_it(clock, monkeypatch, tmp_path):
+    best()
+    written = tmp_path / "choices.json"
+    tuning.write_choices(written)
+    mode, text, seen = written.stat().st_mode, written.read_text(), []
+    write = Path.write_text
+    def watched(path, *given, **named):
+        done = write(path, *given, **named)
+        with path.open("r+") as half: half.truncate(3)
+        seen.append(written.read_text())
+        return write(path, *given, **named) or done
+    with monkeypatch.context() as m:
+        m.setattr(Path, "write_text", watched)
+        tuning.write_choices(written)
+    assert seen == [text] and written.read_text() == text and written.stat().st_mode == mode
+    assert [*tmp_path.glob("choices*")] == [written]
+
+
 def loss(**options) -> torch.Tensor:
     x, w = torch.ones(4, 3, requires_grad=True), torch.ones(7, 3, requires_grad=True)
     return fl.linear_cross_entropy(x, w, torch.tensor([0, 1, 2, 3]), **options)
@@ -395,6 +414,21 @@ def test_ranks_agree_at_once_on_what_the_first_remembers(group, monkeypatch, tmp
         ranks = [Rank(group, 0, tmp_path, 3.0, 1.0, 2.0), Rank(group, 1, tmp_path / "elsewhere", 1.0, 2.0, 3.0)]
         steps = [[rank(monkeypatch, {}) for rank in ranks] for _ in range(2)]
     assert steps == [[[(1, 32)], [(1, 32)]]] * 2 and not ranks[0].clock.asked and not ranks[1].clock.asked
+
+
+@pytest.mark.parametrize("value", [3, [], {"table": 3}, {"table": {"": [1, 32], "a_kernel": 3}}, {"table": None}, {}], ids=str)
+def test_a_damaged_agreement_stops_no_rank(value, group, monkeypatch, tmp_path):
+    "Where the first rank raised, the others would wait for ever"
+    first = lambda: Rank(group, 0, tmp_path, 3.0, 1.0, 2.0)
+    for _ in range(2):
+        rank = first()
+        rank(monkeypatch, {}), rank(monkeypatch, {})
+    with monkeypatch.context() as m:
+        m.setenv("FUSEDLOSS_CACHE_DIR", rank.folder)
+        key, = (key for key in store.read("tuning") if "ranks" in key)
+        store.update("tuning", key, value)
+    rank = first()
+    assert [rank(monkeypatch, {}) for _ in range(3)] == [[(1, 32)]] * 3
 
 
 def test_a_rank_that_launches_nothing_or_offers_less_stops_nobody(group, monkeypatch, tmp_path):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SHEETS', 'H200', 'CPU', 'MACHINES', 'NUMEL', 'SIDES', 'STORE', 'at_hand', 'guessed', 'Machine', 'dtype_name', 'Sheet',
            'reached', 'expected', 'machine_of', 'listed', 'guess', 'copy_bandwidth', 'product_rate', 'event_seconds',
-           'ceilings', 'store_key', 'positive', 'kept', 'gpu_index', 'gpu_of', 'calibrate', 'may_measure', 'look_up',
-           'machine_here']
+           'ceilings', 'single_precision', 'store_key', 'positive', 'kept', 'gpu_index', 'gpu_of', 'calibrate',
+           'may_measure', 'look_up', 'machine_here']
 
 # %% ../../nbs/library/rates.ipynb #201ff018
 import contextlib, math, statistics
@@ -179,10 +179,14 @@ def ceilings(
 # %% ../../nbs/library/rates.ipynb #9c55dd3b
 STORE = "rates"  # the file
 
+def single_precision() -> str:
+    "How products of fp32 are made: since PyTorch 2.9 by a switch, beside which the older question raises."
+    found = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return found or torch.get_float32_matmul_precision()
+
 def store_key(d:Device) -> str:
     "What a measurement depends on."
-    precision = torch.get_float32_matmul_precision()
-    return f"{d.name}, {d.multiprocessors} multiprocessors, torch {torch.__version__}, float32 {precision}"
+    return f"{d.name}, {d.multiprocessors} multiprocessors, torch {torch.__version__}, float32 {single_precision()}"
 
 def positive(value) -> bool:
     "Whether a value from a file is a rate."
@@ -211,13 +215,15 @@ def gpu_of(device:torch.device) -> Device:
 def calibrate(
     device:str|torch.device="cuda",
     clock:Callable[[Callable], float]=event_seconds,  # seconds of a call
+    anew:bool=True,  # whatever another process keeps meanwhile; else that is taken: ranks start together
 ) -> Machine:
     "Measure a GPU, a second or less, and keep it on disk: plans of this process and later ones take it."
     d, on = gpu_of(torch.device(device)), torch.device(device)
     with torch.cuda.device(on) if on.type == "cuda" else contextlib.nullcontext():
         found = ceilings(d, on, clock)
-    store.update(STORE, store_key(d), dict(bandwidth=found.bandwidth, rates=found.rates))
-    at_hand[gpu_index(on)] = found
+    other = None if anew else kept(d)
+    if other is None: store.update(STORE, store_key(d), dict(bandwidth=found.bandwidth, rates=found.rates))
+    at_hand[gpu_index(on)] = found = other or found
     return found
 
 at_hand:dict[int, Machine] = {}  # what this process found, by the index of the GPU
@@ -238,7 +244,7 @@ def look_up(device:torch.device) -> None:
     if known is None and not may_measure():
         guessed[index] = guess(d)
         return
-    try: at_hand[index] = known or calibrate(device)
+    try: at_hand[index] = known or calibrate(device, anew=False)
     except RuntimeError: at_hand[index] = guess(d)  # no memory is left, say
 
 look_up._dynamo_marked_constant = True  # torch.compiler.assume_constant_result imports Dynamo to do this

@@ -21,13 +21,18 @@ def _of_inductor(path:str) -> bool:
     return bool(inductor) and Path(inductor) in Path(path).parents
 
 # %% ../../nbs/library/store.ipynb #53b0d0ac
+def _absolute(path:str) -> Path:
+    "Where a path leads; as it is if the working directory was removed."
+    try: return Path(path).absolute()
+    except OSError: return Path(path)
+
 def folder() -> Path:
     "Where the files lie; it need not exist."
-    if own := os.environ.get("FUSEDLOSS_CACHE_DIR"): return Path(own).absolute()
+    if own := os.environ.get("FUSEDLOSS_CACHE_DIR"): return _absolute(own)
     triton = os.environ.get("TRITON_CACHE_DIR")
-    if triton and not _of_inductor(triton): return Path(triton).absolute() / "fusedloss"
+    if triton and not _of_inductor(triton): return _absolute(triton) / "fusedloss"
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    return Path(home).absolute() / ".triton" / "fusedloss"
+    return _absolute(home) / ".triton" / "fusedloss"
 
 # %% ../../nbs/library/store.ipynb #d4b8b77f
 _warned = set()  # what a warning has named in this process
@@ -52,11 +57,12 @@ def _load(path:Path) -> dict[str, Any]:
     "A file's keys and values; nothing, and a warning, if it cannot be trusted or understood."
     try: file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not wait
     except (FileNotFoundError, NotADirectoryError): return {}
-    with open(file, "rb") as f:
+    try:
         if why := _foreign(os.fstat(file)):
             _warn_once(path, why)
             return {}
-        text = f.read()
+        with open(file, "rb", closefd=False) as f: text = f.read()
+    finally: os.close(file)  # `open` takes no folder, and leaves it open
     try: found = json.loads(text)
     except (ValueError, RecursionError) as reason: found = reason
     if isinstance(found, dict): return found

@@ -7,7 +7,7 @@ __all__ = ['explained', 'place_of', 'text_of', 'site_of', 'key_of', 'starter', '
            'capturing', 'step_of', 'keeping', 'current_step', 'fastest', 'method_of']
 
 # %% ../../nbs/library/tuning.ipynb #893d0fa6
-import contextlib, functools, json, logging, os, statistics, sys, threading, time, weakref
+import contextlib, functools, json, logging, os, statistics, sys, threading, time, uuid, weakref
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,8 +170,12 @@ def choices() -> dict[str, dict]:
                 "methods": dict(sorted((repr(r), m) for r, m in _known.methods.items()))}
 
 def write_choices(path:str|Path) -> None:
-    "Write `choices()` to a file for `FUSEDLOSS_CHOICES`."
-    Path(path).write_text(json.dumps(choices(), indent=1) + "\n", encoding="utf-8")
+    "Write `choices()` to a file for `FUSEDLOSS_CHOICES`; the file is whole at any time, as every rank may write it."
+    new = Path(f"{path}.{uuid.uuid4().hex}")
+    try:
+        new.write_text(json.dumps(choices(), indent=1) + "\n", encoding="utf-8")
+        os.replace(new, path)
+    finally: new.unlink(missing_ok=True)
 
 # %% ../../nbs/library/tuning.ipynb #f8abaa6d
 class _Step:
@@ -210,6 +214,13 @@ def capturing() -> bool:
     "Whether a CUDA graph is being captured here, or a compiler traces."
     return torch.compiler.is_compiling() or torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
+def _remembered(key:str) -> dict[str, list]:
+    "The table that the disk holds for a key; without what is none: a rank that raised here would leave the others waiting."
+    found = store.read("tuning").get(key)
+    table = found.get("table") if isinstance(found, dict) else None
+    if not isinstance(table, dict): return {}
+    return {site: fields for site, fields in table.items() if site.split() and isinstance(fields, list)}
+
 def step_of(
     group,  # a process group whose ranks all make this call; None: one process
     device:torch.device,  # of the group's tensors
@@ -224,7 +235,7 @@ def step_of(
     step = _steps.setdefault(group, {}).setdefault(call, _Step(dist.get_rank(group) == 0))
     if step.closed: return step
     key, step.calls = f"{call}, {dist.get_world_size(group)} ranks | {place_of(device)}", step.calls + 1
-    if step.leads and step.calls == 1: step.table = store.read("tuning").get(key, {}).get("table", {})
+    if step.leads and step.calls == 1: step.table = _remembered(key)
     elif step.leads and step.table: store.update("tuning", key, {"table": step.table})
     step.table = _from_first(step.table, group, device)
     step.variants.clear()
