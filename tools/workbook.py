@@ -128,7 +128,15 @@ def givers(names: list[tuple[set[str], set[str]]], reader: int, late: bool) -> s
     return found
 
 
-def made_outputs(code: list[dict]) -> list[ast.Module]:
+EXPORTS = {"export", "exporti", "exports"}
+
+
+def shows_source(cell: dict) -> bool:
+    "Does a cell nothing but show the source of functions?"
+    return bool(re.fullmatch(r"(#\|.*\n)*show_source\([\w., ]*\)", cell["source"].strip()))
+
+
+def made_outputs(code: list[dict]) -> list[tuple[dict, ast.Module]]:
     "The cells that have outputs, or are for a GPU, and the cells whose names they read, directly or not"
     trees = [ast.parse(cell["source"]) for cell in code]
     names = [reads_and_gives(tree) for tree in trees]
@@ -137,7 +145,7 @@ def made_outputs(code: list[dict]) -> list[ast.Module]:
     while new:
         new = set().union(*(givers(names, i, late[i]) for i in new)) - taken
         taken = taken | new
-    return [trees[i] for i in sorted(taken)]
+    return [(code[i], trees[i]) for i in sorted(taken)]
 
 
 def imports_package(statement: ast.stmt) -> bool:
@@ -145,11 +153,27 @@ def imports_package(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and not statement.level and f"{statement.module}.".startswith(f"{PACKAGE}.")
 
 
+def default_module(nb: dict) -> str:
+    "The module to which a notebook is exported, or an empty string"
+    found = (re.search(r"^#\|\s*default_exp +(\S+)", cell["source"], re.MULTILINE) for cell in nb["cells"] if cell["cell_type"] == "code")
+    return next((f"{PACKAGE}.{match[1]}" for match in found if match), "")
+
+
+def from_module(module: str, cells: list[dict]) -> ast.ImportFrom:
+    "What exported cells bind, as an import from their module: where a definition stands, in a page or below it, is no part of a hash"
+    names = set().union(*(reads_and_gives(ast.parse(cell["source"]))[1] for cell in cells))
+    return ast.ImportFrom(module, [ast.alias(name) for name in sorted(names)], 0)
+
+
 def code_hash(nb: dict, root: Path = ROOT) -> str:
-    "A hash of the code that made the saved outputs, in the page and in the package: prose, comments and formatting do not change it"
-    trees = made_outputs([cell for cell in nb["cells"] if cell["cell_type"] == "code"])
-    used = package(root).used_by(ast.Module([statement for tree in trees for statement in tree.body], []))
-    own = [canonical(statement) for tree in trees for statement in tree.body if not imports_package(statement)]
+    "A hash of the code that made the saved outputs, in the page and in the package: prose, comments, formatting and moves between files do not change it"
+    code = [cell for cell in nb["cells"] if cell["cell_type"] == "code" and not shows_source(cell)]
+    module = default_module(nb)
+    exported = [cell for cell in code if directives(cell["source"]) & EXPORTS and module in package(root).modules]
+    statements = [s for cell, tree in made_outputs(code) if cell not in exported for s in tree.body]
+    imported = [from_module(module, exported)] if exported else []
+    used = package(root).used_by(ast.Module([*imported, *statements], []))
+    own = [canonical(statement) for statement in statements if not imports_package(statement)]
     return hashlib.sha256("\n".join([*own, *used]).encode()).hexdigest()[:16]
 
 
