@@ -245,19 +245,46 @@ def write_left_out() -> None:
     (ROOT / LEFT_OUT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def source_outputs(nb: dict) -> dict[int, dict]:
+    "By the number of a cell that shows the source of functions: its output"
+    trees = [ast.parse(cell["source"]) for cell in nb["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    for statement in (s for tree in trees for s in tree.body if imports_package(s)):
+        exec(compile(ast.Module([statement], []), "imports", "exec"), names)  # as the page itself runs it
+    found = {}
+    for i, cell in enumerate(nb["cells"]):
+        if cell["cell_type"] == "code" and shows_source(cell):
+            shown = eval(cell["source"], names)
+            data = {"text/markdown": shown.data.splitlines(keepends=True), "text/plain": ["<IPython.core.display.Markdown object>"]}
+            found[i] = {"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"}
+    return found
+
+
+def write_sources() -> None:
+    "Save with every cell that shows source the source as it is"
+    sys.path.insert(0, str(ROOT))
+    for path in notebooks():
+        nb = json.loads(path.read_text(encoding="utf-8"))
+        for i, output in source_outputs(read_notebook(path)).items():
+            nb["cells"][i]["outputs"] = [output]
+        path.write_text(json.dumps(nb, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main(command: str) -> None:
     "Do what the command says"
     if command == "prologue":
         print("".join(f"{path.relative_to(ROOT)}\n" for path in notebooks() if add_prologue(path)), end="")
     elif command == "left-out":
         write_left_out()
+    elif command == "sources":
+        write_sources()
     elif command == "stamp":
         sys.path.insert(0, str(ROOT))
         from fusedloss.core.sources import write_stamp
 
         print("commit {}, sources {}".format(*write_stamp(ROOT)))
     else:
-        raise SystemExit(f"command: expected prologue, left-out or stamp, got {command}")
+        raise SystemExit(f"command: expected prologue, left-out, sources or stamp, got {command}")
 
 
 if __name__ == "__main__":
