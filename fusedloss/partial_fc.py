@@ -12,17 +12,17 @@ from typing import Any, Callable, Iterator, Literal, NamedTuple, Optional, Seque
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedloss.baseline import (
+from fusedloss.core.checks import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
+from fusedloss.core.options import HeadMethod
+from fusedloss.core.triton import has_kernel, jit, on_device, tl
 from fusedloss.core.tuning import current_step, keeping, starter
-from fusedloss.core.words import HeadMethod
-from fusedloss.kernels import (
-    finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
+from fusedloss.kernels import finite, power, unit as score_unit
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
 from fusedloss.recompute import (
     deeper, fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling,

@@ -6,28 +6,26 @@
 __all__ = ['recompute_linear_cross_entropy']
 
 # %% ../nbs/06_recompute.ipynb #eeafc4f7
-import functools
-import itertools
-import math
+import functools, itertools, math
 from typing import Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from fusedloss.baseline import acc_dtype, autocasts, check_inputs, expect, is_number
-from fusedloss.core.devices import Device, device_of, GPUS, Implementation
+from fusedloss.core.checks import (
+    acc_dtype, autocasts, check_inputs, check_options, check_weights, expect, is_number)
+from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.operators import operator, products
+from fusedloss.core.options import CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.triton import has_kernel, jit, on_device, tl
 from fusedloss.core.tuning import fastest as fastest_variant, starter
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import Reduction
 from fusedloss.kernels import (
-    all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
-    factors, finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_gradient,
-    row_stats, row_terms, RowOptions, rows_bwd, rows_fwd, score_fn, share_of, shifted, tl,
+    all_weights, class_weight, factors, finish_kernel, finite, load_labels, power, reduce_rows,
+    row_gradient, row_stats, row_terms, rows_bwd, rows_fwd, score_fn, share_of, shifted,
     total_weight, unit as score_unit)
-from fusedloss.tiles import (
-    add_product, autocast_like_linear, tile_slices, unit_of, wide_product)
+from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, unit_of, wide_product
 
 # %% ../nbs/06_recompute.ipynb #891bc001
 @jit

@@ -10,14 +10,14 @@ import functools, math
 from typing import NamedTuple, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from fusedloss.baseline import (
-    acc_dtype, autocasts, check_inputs, check_linear, expect, is_number, reduce_loss,
-    row_norms)
+from fusedloss.baseline import reduce_loss, row_norms
+from fusedloss.core.checks import (
+    acc_dtype, autocasts, check_inputs, check_linear, expect, is_number)
 from fusedloss.core.operators import operator, products
+from fusedloss.core.options import Reduction
 from fusedloss.core.weights import weight_alone
-from fusedloss.core.words import Reduction
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3
 def square_tile(
