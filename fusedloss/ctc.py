@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.core.checks import expect, expect_tensor
-from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
+from fusedloss.core.reference import reduce_rows
 from fusedloss.core.triton import on_device
-from fusedloss.kernels import ELEMENTS, reduce_rows, scaled_rows
+from fusedloss.kernels import scaled_rows
 from fusedloss.scans import active, logz, Paths, sample, stay, viterbi
 from fusedloss.semirings import Log
 

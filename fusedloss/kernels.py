@@ -13,173 +13,20 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, bad_labels, check_labels, check_options, check_target, check_weights, expect, FLOATS)
-from fusedloss.core.cuda import cuda_kernel
+    acc_dtype, check_labels, check_options, check_target, check_weights, expect, FLOATS)
+from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, operator, transformed
 from fusedloss.core.options import CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.reference import (
+    below, factors, reduce_rows, row_stats, row_terms, RowTerms, score_and_slope, share_of,
+    total_weight)
+from fusedloss.core.rows import (
+    all_weights, class_weight, finish_kernel, load_block, load_labels, row_factors, row_gradient,
+    row_loss, row_start, row_weights, share)
+from fusedloss.core.softmax import (
+    finite, lane_grid, merge, power, score_fn, shifted, tally, unit, widen)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl, triton
-
-# %% ../nbs/04_kernels.ipynb #bf8797b5
-LOG2E = tl.constexpr(math.log2(math.e)) if triton else math.log2(math.e)
-
-# %% ../nbs/04_kernels.ipynb #1f925f96
-@jit
-def finite(base):
-    "-inf as 0: what a lane subtracts before it has seen a class."
-    return tl.where(base == -float("inf"), 0.0, base)
-
-# %% ../nbs/04_kernels.ipynb #031abe6a
-@jit
-def power(x, base, UNIT: tl.constexpr):
-    "e^((x - base) / UNIT): of a score times UNIT, or of another base."
-    return tl.exp2((x - base) * (LOG2E / UNIT))
-
-# %% ../nbs/04_kernels.ipynb #b4a79810
-@jit
-def widen(base, s, z, UNIT: tl.constexpr):
-    "One step of the online softmax in each lane: z [BN,R,C] joins base, s [BN,C]."
-    top = tl.maximum(base, tl.max(z, 1) * UNIT)
-    safe = finite(top)
-    return top, s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None, :], UNIT), 1)
-
-# %% ../nbs/04_kernels.ipynb #a26a741d
-@jit
-def merge(base, s, UNIT: tl.constexpr):
-    "All lanes of a row as one: [BN,C] to [BN]."
-    top = tl.max(base, 1)
-    return top, tl.sum(s * power(base, finite(top)[:, None], UNIT), 1)
-
-# %% ../nbs/04_kernels.ipynb #9388c9f1
-def unit(z:Tensor) -> float:
-    "What kernels multiply the scores of these logits by."
-    return 1.0 if z.dtype == torch.float32 else math.log2(math.e)
-
-# %% ../nbs/04_kernels.ipynb #e2510c1f
-@jit
-def lane_grid(R: tl.constexpr, C: tl.constexpr):
-    "Positions in a block, [1,R,C]: neighbours in C are neighbours in memory."
-    return tl.arange(0, R)[None, :, None] * C + tl.arange(0, C)[None, None, :]
-
-# %% ../nbs/04_kernels.ipynb #b8d83c41
-@jit
-def bare_score(raw, logit_scale, softcap):
-    "The logit itself."
-    return raw, 1.0
-
-# %% ../nbs/04_kernels.ipynb #09fe642a
-@jit
-def scaled_score(raw, logit_scale, softcap):
-    "logit_scale · raw."
-    return raw * logit_scale, logit_scale
-
-# %% ../nbs/04_kernels.ipynb #e3e0595d
-@jit
-def capped_score(raw, logit_scale, softcap):
-    "softcap · tanh(logit_scale · raw / softcap), near 0 by its series."
-    x = logit_scale / softcap * raw
-    x2 = x * x
-    series = x * (1 - x2 * (1 / 3 - x2 * (2 / 15 - x2 * (17 / 315))))
-    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    r = 1 / (1 + e)
-    tanh = tl.where(x2 < 0.01, series, tl.where(x < 0, e - 1, 1 - e) * r)
-    return softcap * tanh, logit_scale * 4 * e * r * r
-
-# %% ../nbs/04_kernels.ipynb #8b87df03
-@jit
-def load_labels(y_ptr, rows, M, V, ignore_index):
-    "Labels [BN], -1 unless a class; which are ignored; which are classes and not ignored."
-    y = tl.load(y_ptr + rows, mask=rows < M, other=ignore_index)
-    ignored, inside = y == ignore_index, (y >= 0) & (y < V)
-    return tl.where(inside, y, -1).to(tl.int32), ignored, inside & (y != ignore_index)
-
-# %% ../nbs/04_kernels.ipynb #91193385
-@jit
-def row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows, V):
-    "Weight of the target's class, of the token [BN], and of all classes together."
-    w_y = tl.where(valid, 1.0, 0.0)
-    w_t = w_y
-    w_all = V * 1.0
-    if weight_ptr is not None:
-        w_y = tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
-        w_all = tl.load(all_weight_ptr).to(tl.float32)
-    if token_weight_ptr is not None:
-        w_t = tl.load(token_weight_ptr + rows, mask=valid, other=0.0).to(tl.float32)
-    return w_y, w_t, w_all
-
-# %% ../nbs/04_kernels.ipynb #41a7f152
-@jit
-def row_factors(lse, w_y, w_t, w_all, smoothing, z_loss, V):
-    "What multiplies p, the one-hot, and the class weights in the gradient of a row: [BN] each."
-    hold, spread = (1 - smoothing) * w_y * w_t, smoothing / V * w_t
-    return hold + spread * w_all + 2 * z_loss * w_t * lse, hold, spread
-
-# %% ../nbs/04_kernels.ipynb #1e9803c1
-@jit
-def row_loss(lse, log_p, total, hold, spread, w_t, w_all, z_loss, ignored, valid):
-    "The loss [BN] from the target's log-probability and Σ w z; NaN for labels out of range."
-    log_p = tl.where(log_p > 0, 0.0, log_p)  # a rounding may put it above, by 1e-7
-    loss = spread * w_all * lse - spread * total - hold * log_p + z_loss * w_t * lse * lse
-    return tl.where(valid, loss, tl.where(ignored, 0.0, float("nan")))
-
-# %% ../nbs/04_kernels.ipynb #211a460a
-@jit
-def share(denominator_ptr):
-    "What a loss is multiplied by: one over the denominator, or one without it."
-    if denominator_ptr is None:
-        return 1.0
-    else:
-        total = tl.load(denominator_ptr).to(tl.float32)
-        return 1 / tl.where(total == 0, 1.0, total)
-
-# %% ../nbs/04_kernels.ipynb #490d6a63
-@jit
-def row_start(ptr, rows, inner, stride_o, stride_i):
-    "Where each row [BN] of a tensor [O,I,V] starts; `inner` is I."
-    o, i = (rows // inner).to(tl.int64), (rows % inner).to(tl.int64)
-    return ptr + o * stride_o + i * stride_i
-
-# %% ../nbs/04_kernels.ipynb #850a28f0
-@jit
-def class_weight(weight_ptr, cols, inside):
-    "Weights of the classes `cols`, or 1."
-    if weight_ptr is None:
-        return 1.0
-    else:
-        at = tl.broadcast_to(weight_ptr + cols, inside.shape)  # a mask is not, in Triton 3.4
-        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
-
-# %% ../nbs/04_kernels.ipynb #929bee75
-@jit
-def load_block(start, first, lanes, size, stride_v, stored, EDGE: tl.constexpr,
-               KEEP: tl.constexpr):
-    "Logits of one block, and which of them exist; only at an edge does the load ask."
-    cols = first + lanes
-    inside = stored & (cols < size)
-    at = start + cols.to(tl.int64) * stride_v
-    if EDGE:
-        return tl.load(at, mask=inside, other=0.0, eviction_policy=KEEP), inside
-    else:
-        return tl.load(at, eviction_policy=KEEP), inside
-
-# %% ../nbs/04_kernels.ipynb #28c38e64
-@jit
-def shifted(moment, base, s, top, UNIT: tl.constexpr):
-    "Σ e^(z - m) (z - m) after the base rises to `top`."
-    rise = (base - top) / UNIT
-    return tl.where(rise > -1e4, tl.exp(rise) * (moment + rise * s), 0.0)  # 0 · -inf is no number
-
-# %% ../nbs/04_kernels.ipynb #7887dc51
-@jit
-def tally(moment, ahead, squares, base, s, top, z, z_y, before, inside, UNIT: tl.constexpr):
-    "Entropy's moment, number of scores ahead of the target's, Σ z²: [BN,C] each."
-    below = (z * UNIT - top[:, None, :]) / UNIT
-    share = tl.where(below > -1e4, tl.exp(below) * below, 0.0)
-    z_y = z_y[:, None, None]
-    leads = inside & ((z > z_y) | (before & (z == z_y)))
-    return (shifted(moment, base, s, top, UNIT) + tl.sum(share, 1),
-            ahead + tl.sum(tl.where(leads, 1.0, 0.0), 1),
-            squares + tl.sum(tl.where(inside, z * z, 0.0), 1))
 
 # %% ../nbs/04_kernels.ipynb #63cbc3b7
 @jit
@@ -233,80 +80,6 @@ def scan_kernel(
         tl.store(at + 4 * step, tl.sum(moment, 1), mask=keep)
         tl.store(at + 5 * step, tl.sum(ahead, 1), mask=keep)
         tl.store(at + 6 * step, tl.sum(squares, 1), mask=keep)
-
-# %% ../nbs/04_kernels.ipynb #86fa9c4f
-@jit
-def finish_kernel(
-    sums_ptr, y_ptr,  # [7, M * parts] of `scan_kernel`, [M]
-    weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [M], [1], each or None
-    denominator_ptr,  # [1] or None
-    loss_ptr, lse_ptr, entropy_ptr,  # [M], [M], [M] with STATS
-    rows_ptr,  # [2 or 5, M]: base, s, and the target's rank, maximum, norm
-    M, V, parts, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
-):
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    y, ignored, valid = load_labels(y_ptr, rows, M, V, ignore_index)
-    keep, at, size = rows < M, sums_ptr + rows * parts, tl.cast(M, tl.int64)
-    step = size * parts
-    z_y = tl.load(at + 2 * step, mask=keep, other=0.0)
-    base = tl.full([BN], -float("inf"), tl.float32)
-    s = tl.zeros([BN], tl.float32)
-    total, moment, ahead, squares = s, s, s, s
-    for part in range(parts):
-        base_k = tl.load(at + part, mask=keep, other=-float("inf"))
-        s_k = tl.load(at + part + step, mask=keep, other=0.0)
-        top = tl.maximum(base, base_k)
-        safe = finite(top)
-        if SMOOTH:
-            total += tl.load(at + part + 3 * step, mask=keep, other=0.0)
-        if STATS:
-            moment_k = tl.load(at + part + 4 * step, mask=keep, other=0.0)
-            moment = (shifted(moment, base, s, safe, UNIT)
-                      + shifted(moment_k, base_k, s_k, safe, UNIT))
-            ahead += tl.load(at + part + 5 * step, mask=keep, other=0.0)
-            squares += tl.load(at + part + 6 * step, mask=keep, other=0.0)
-        s = s * power(base, safe, UNIT) + s_k * power(base_k, safe, UNIT)
-        base = top
-    log_s = tl.log(s)
-    lse = base / UNIT + log_s
-    w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
-                                  V)
-    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, smoothing, z_loss, V)
-    loss = row_loss(lse, (z_y * UNIT - base) / UNIT - log_s, total, hold, spread, w_t, w_all,
-                    z_loss, ignored, valid)
-    tl.store(loss_ptr + rows, loss * share(denominator_ptr), mask=keep)
-    tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
-    tl.store(rows_ptr + rows, base, mask=keep)
-    tl.store(rows_ptr + M + rows, s, mask=keep)
-    if STATS:
-        tl.store(entropy_ptr + rows, tl.where(valid, log_s - moment / s, 0.0), mask=keep)
-        tl.store(rows_ptr + 2 * size + rows, tl.where(valid, ahead, -1.0), mask=keep)
-        tl.store(rows_ptr + 3 * size + rows, tl.where(valid, base / UNIT, 0.0), mask=keep)
-        tl.store(rows_ptr + 4 * size + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
-
-# %% ../nbs/04_kernels.ipynb #fa8fc4aa
-@jit
-def row_gradient(
-    rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr,  # [2..,M], [V], [M], [1]
-    g_loss_ptr, g_lse_ptr, denominator_ptr,  # upstream [M], each or None; [1] or None
-    y, valid, rows, M, V, g_loss_stride, g_lse_stride, smoothing, z_loss, UNIT: tl.constexpr,
-):
-    "Base and sum of rows [BN], and what multiplies p, the one-hot and the class weights."
-    w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
-                                  V)
-    base = tl.load(rows_ptr + rows, mask=valid, other=0.0)
-    s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
-    pull, hold, spread = row_factors(base / UNIT + tl.log(s), w_y, w_t, w_all, smoothing,
-                                     z_loss, V)
-    g = tl.zeros_like(pull)
-    if g_loss_ptr is not None:
-        g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)
-    g *= share(denominator_ptr)
-    pull *= g
-    if g_lse_ptr is not None:
-        pull += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)
-    return base, s, pull, hold * g, spread * g
 
 # %% ../nbs/04_kernels.ipynb #e209e000
 @jit
@@ -486,19 +259,6 @@ def turnaround_blocks(n_classes:int) -> Blocks:
     if n_classes <= 8192: return small_blocks(n_classes) or Blocks(1, 4, 1024, 4, 80)
     return Blocks(1, 4, 2048, 8, 80) if n_classes <= 65536 else Blocks(1, 2, 8192, 32)
 
-# %% ../nbs/04_kernels.ipynb #b8c4f035
-def score_fn(o:RowOptions):
-    "The device function of the score that the options need."
-    if o.softcap: return capped_score
-    return bare_score if o.logit_scale == 1.0 else scaled_score
-
-# %% ../nbs/04_kernels.ipynb #de710e29
-def all_weights(
-    weight:Optional[Tensor],  # [V]
-) -> Optional[Tensor]:  # a scalar
-    "The class weights' sum, on their device."
-    return None if weight is None else weight.sum(dtype=torch.float32)
-
 # %% ../nbs/04_kernels.ipynb #1de1df04
 TRITON_ROWS = Implementation("logits, rows by Triton", "scan_kernel, bwd_kernel, turnaround_kernel",
                              ("gpu",), "PyTorch")
@@ -616,9 +376,6 @@ def cluster_shape(
         registers = -(-(4 * each + 30) // 8) * 8
         if each <= most: return Cluster(blocks, each, threads, 65536 // (threads * registers))
 
-# %% ../nbs/04_kernels.ipynb #c39e4770
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-
 # %% ../nbs/04_kernels.ipynb #c947e676
 def starts_on_vectors(
     *tensors:Tensor,  # [O,I,V]
@@ -692,58 +449,6 @@ def launch_both(
     launch_bwd(losses.new_ones(()).expand(len(losses)), None, None, z, out, *given, rows,
                entropy, o, None if late else denominator)
     return losses
-
-# %% ../nbs/04_kernels.ipynb #0447ecea
-class RowTerms(NamedTuple):
-    "What the rows bring beside their scores."
-    label: Tensor  # [M], 0 where it is no class
-    ignored: Tensor; valid: Tensor  # [M]
-    w_y: Tensor; w_t: Tensor  # [M], 0 where not valid
-    w: Tensor  # [V]
-
-# %% ../nbs/04_kernels.ipynb #42e92973
-def row_terms(
-    z:Tensor,  # [M,V]
-    target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    o:RowOptions,
-) -> RowTerms:
-    "Labels and weights of the rows, in the dtype of `z`."
-    ignored = target == o.ignore_index
-    valid = ~ignored & ~bad_labels(target, z.shape[1], o.ignore_index)
-    label = torch.where(valid, target, 0)
-    w = z.new_ones(z.shape[1]) if weight is None else weight.to(z.dtype)
-    w_t = z.new_ones(len(z)) if token_weight is None else token_weight.to(z.dtype)
-    return RowTerms(label, ignored, valid, valid * w[label], valid * w_t, w)
-
-# %% ../nbs/04_kernels.ipynb #069b27d5
-def score_and_slope(
-    raw:Tensor, o:RowOptions,
-) -> tuple[Tensor, Tensor | float]:  # in `acc_dtype`
-    "The scores of logits, and their derivative."
-    raw = raw.to(acc_dtype(raw.dtype))
-    if not o.softcap: return raw if o.logit_scale == 1.0 else o.logit_scale * raw, o.logit_scale
-    x = o.logit_scale / o.softcap * raw
-    e = torch.exp(-2 * x.abs())
-    return o.softcap * torch.tanh(x), o.logit_scale * 4 * e / (1 + e) ** 2
-
-# %% ../nbs/04_kernels.ipynb #3b79a770
-def factors(
-    lse:Tensor, t:RowTerms, o:RowOptions,
-) -> tuple[Tensor, Tensor, Tensor]:  # [M] each
-    "`row_factors` in PyTorch."
-    hold = (1 - o.label_smoothing) * t.w_y * t.w_t
-    spread = o.label_smoothing / len(t.w) * t.w_t
-    return hold + spread * t.w.sum() + 2 * o.z_loss * t.w_t * lse, hold, spread
-
-# %% ../nbs/04_kernels.ipynb #80034f00
-def share_of(denominator:Optional[Tensor]) -> Tensor | float:
-    "`share` in PyTorch."
-    return 1.0 if denominator is None else 1 / torch.where(denominator == 0, 1.0, denominator)
-
-# %% ../nbs/04_kernels.ipynb #eeef3a21
-def below(z:Tensor, base:Tensor) -> Tensor:
-    "z [M,V] less the rows' maxima [M]; less nothing where all is -inf."
-    return z - torch.where(base == -torch.inf, 0.0, base)[:, None]
 
 # %% ../nbs/04_kernels.ipynb #eb51e33a
 def reference_fwd(
@@ -887,14 +592,6 @@ class _LogitsLoss(torch.autograd.Function):
 
     backward = staticmethod(first_order(functools.partial(_backward, gradient=rows_bwd)))
 
-# %% ../nbs/04_kernels.ipynb #0e6a5038
-def reduce_rows(
-    losses:Tensor,  # [M]
-    reduction:str,
-) -> Tensor:
-    "The losses themselves, or their sum; those of a mean are divided already."
-    return losses if reduction == "none" else losses.sum()
-
 # %% ../nbs/04_kernels.ipynb #61e1a4d1
 def turn_around(
     input:Tensor, out:Tensor,  # [O,I,V]; `out` may be `input`, and is written
@@ -973,18 +670,6 @@ def check_logits(
     expect(type(ignore_index) is int, "ignore_index", "an integer", ignore_index)
     check_labels(target, input.shape[dim], ignore_index)
 
-# %% ../nbs/04_kernels.ipynb #44b2cf23
-def total_weight(
-    target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
-    ignore_index:int, dtype:torch.dtype,
-) -> Tensor:  # a scalar
-    "What the mean divides by: Σ token_weight · weight[target] of valid tokens."
-    counted = target != ignore_index
-    if weight is not None:
-        counted = counted * weight[target.clamp(0, len(weight) - 1)].to(dtype)
-    if token_weight is not None: counted = counted * token_weight.to(dtype)
-    return counted.sum(dtype=dtype)
-
 # %% ../nbs/04_kernels.ipynb #d13744b8
 def check_overwrite(input:Tensor):
     "`ValueError` unless the logits may be overwritten."
@@ -995,20 +680,6 @@ def check_overwrite(input:Tensor):
     expect(apart and rows_view(input).data_ptr() == input.data_ptr(), "inplace",
            "logits of their own memory, whose rows strides can describe",
            f"strides {list(input.stride())}")
-
-# %% ../nbs/04_kernels.ipynb #dd63df8f
-def row_stats(
-    lse:Tensor, entropy:Tensor, rows:Tensor,  # [M], [M], [5,M]
-    target:Tensor, token_weight:Optional[Tensor], z_loss:float,
-) -> CrossEntropyStats:
-    "Name the rows' statistics."
-    rank, n_valid = rows[2].long(), (rows[2] >= 0).sum()
-    right = ((rank == 0) & lse.isfinite()).sum(dtype=lse.dtype) / n_valid.clamp(min=1)
-    z = (z_loss * lse.detach()) * lse.detach()  # 0 for a weight of 0, however large lse is
-    z = z if token_weight is None else (z * token_weight).to(z.dtype)
-    shaped = lambda t: t.view(target.shape)
-    return CrossEntropyStats(shaped(lse), shaped(entropy), right, shaped(rank), shaped(rows[3]),
-                             shaped(rows[4]), shaped(z), n_valid)
 
 # %% ../nbs/04_kernels.ipynb #c3108e5d
 def cross_entropy(

@@ -23,6 +23,7 @@ from fusedloss.core.devices import Device
 from fusedloss.core.options import (
     Accumulate, BackboneReduction, CrossEntropyStats, Method, Reduction)
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
+from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import method_of
 from fusedloss.core.versions import torch_version
@@ -30,8 +31,8 @@ from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import cross_entropy, ROW_CLUSTERS
 from fusedloss.measure import Cost, predict_seconds, si, sweep_cost, Table
 from fusedloss.recompute import (
-    beside_dz, BUDGET, BY_DESCRIPTORS, check_filter, check_recompute, cut,
-    recompute_linear_cross_entropy, run_length, slab_tiles, TERMS, Tiling)
+    beside_dz, BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy, slab_tiles,
+    TERMS)
 from fusedloss.tiles import tiled_linear_cross_entropy
 
 # %% ../nbs/07_losses.ipynb #8f7a91c5

@@ -17,8 +17,8 @@ from fusedloss.core.checks import expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import transformed
+from fusedloss.core.softmax import finite
 from fusedloss.core.triton import jit, on_device, tl
-from fusedloss.kernels import finite
 from fusedloss.semirings import (
     check_graph, Log, LogSemiring, Max, MaxSemiring, path_sum, Sample, Semiring)
 

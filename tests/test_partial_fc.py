@@ -20,7 +20,7 @@ from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.partial_fc import (
     NegativeSampler, PartialFC, RowIndex, RowSparse, Scoring, Update, block_key, columns_bwd, columns_of, draw, draw_plain, first_occurrence,
     launch_rest, launch_update, live_index, plain_rest, plain_update, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
-from fusedloss.recompute import Tiling
+from fusedloss.core.tiling import Tiling
 from grids import FULL, few, grid, pairs
 from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted
 from test_margins import FORMULAS
