@@ -6,7 +6,7 @@
 __all__ = ['sharded_linear_cross_entropy', 'ShardedPartialFC', 'ShardedRowSparse']
 
 # %% ../nbs/10_sharded.ipynb #cd61807c
-import copy, functools, os
+import copy, functools
 from types import SimpleNamespace
 from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
@@ -26,10 +25,14 @@ from fusedloss.core.options import (
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
+from fusedloss.core.ranks import (
+    agreement, Batch, everyone, exchanged, gather_rows, input_kinds, kinds_for, local_of, owned,
+    same_on_all, send_home, Shards, shards_of, shards_on, spread_on, spread_rows, summed,
+    tokens_spread, whole_tensor, widest)
 from fusedloss.core.reference import below, row_stats, score_and_slope, share_of, total_weight
 from fusedloss.core.softmax import unit as score_unit
-from fusedloss.core.tiling import is_busy, is_timed, multiprocessors, tiling_of
-from fusedloss.core.tuning import keeping, step_of
+from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
+from fusedloss.core.tuning import keeping
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
@@ -39,71 +42,6 @@ from fusedloss.partial_fc import (
     with_centers)
 from fusedloss.recompute import (
     beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_unit)
-
-# %% ../nbs/10_sharded.ipynb #6079070b
-def owned(
-    n_classes:int, ranks:int, rank:int,  # V, R
-) -> range:
-    "The classes of a rank, as `Shard(0)` deals them."
-    each = -(-n_classes // ranks)
-    return range(min(rank * each, n_classes), min((rank + 1) * each, n_classes))
-
-# %% ../nbs/10_sharded.ipynb #9464ff7e
-class Shards(NamedTuple):
-    "Which classes this rank owns, and with whom it shares the others."
-    n_classes: int  # V
-    start: int; stop: int  # of this rank
-    group: object = None  # a process group; None: one process has all
-
-    @property
-    def ranks(self) -> int: return 1 if self.group is None else dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int: return 0 if self.group is None else dist.get_rank(self.group)
-
-    def own(self, y:Tensor, ignore_index:int) -> Tensor:  # [N]
-        "Labels counted from this rank's first class; -1 where the class is not here."
-        here = (y >= self.start) & (y < self.stop) & (y != ignore_index)
-        return torch.where(here, y - self.start, -1)
-
-# %% ../nbs/10_sharded.ipynb #3896372e
-def spread_on(t) -> bool:
-    "Whether `t` is a DTensor, without importing what defines it."
-    return hasattr(t, "device_mesh")
-
-# %% ../nbs/10_sharded.ipynb #5d1a04ca
-def on_one_mesh(t:Tensor) -> bool:
-    "Whether a DTensor has its rows over a mesh of one dimension."
-    return t.device_mesh.ndim == 1 and t.placements[0].is_shard(0)
-
-# %% ../nbs/10_sharded.ipynb #49ba88c9
-def shards_on(
-    mesh,  # a DeviceMesh of one dimension, or None
-    n_classes:int,  # V
-) -> Shards:
-    "What this rank owns of so many classes."
-    if mesh is None: return Shards(n_classes, 0, n_classes)
-    mine = owned(n_classes, mesh.size(), mesh.get_local_rank())
-    return Shards(n_classes, mine.start, mine.stop, mesh.get_group())
-
-# %% ../nbs/10_sharded.ipynb #86174265
-def shards_of(
-    weight:Tensor,  # a DTensor [V,H]; or this rank's rows of it
-    mesh=None,  # of the ranks, where `weight` is but rows
-    n_classes:Optional[int]=None,  # V, likewise
-) -> Shards:
-    "Where a weight's rows are; `ValueError` if they are elsewhere than `Shard(0)` says."
-    if spread_on(weight):
-        expect(on_one_mesh(weight), "linear_weight", "[Shard(0)] on a mesh of one dimension",
-               f"{list(weight.placements)} on {weight.device_mesh.ndim}")
-        mesh, n_classes = weight.device_mesh, weight.shape[0]
-    if mesh is None: return shards_on(None, len(weight))
-    expect(mesh.ndim == 1 and type(n_classes) is int, "mesh",
-           "one dimension, and num_classes beside it", f"{mesh.ndim}, {n_classes}")
-    s, here = shards_on(mesh, n_classes), weight.to_local() if spread_on(weight) else weight
-    expect(len(here) == s.stop - s.start, "linear_weight",
-           f"{s.stop - s.start} of {n_classes} rows here", len(here))
-    return s
 
 # %% ../nbs/10_sharded.ipynb #bfecaefc
 BASE, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
@@ -285,136 +223,10 @@ def shard_gradients(
     home = send(terms.new_zeros(x.shape)) if needs[0] else None
     return home, torch.zeros_like(w), terms.new_zeros(len(w))
 
-# %% ../nbs/10_sharded.ipynb #fd1a47ac
-POCKET = 16  # bytes before a row's features: label and weight
-
-class Packets(NamedTuple):
-    "Views of rows that travel with their labels."
-    labels: Tensor  # [n] int64
-    weights: Tensor  # [n] float64
-    features: Tensor  # [n,H]
-
-# %% ../nbs/10_sharded.ipynb #52cf04ff
-def packets_of(
-    t:Tensor, n_features:int, dtype:torch.dtype,  # [n, bytes]
-) -> Packets:
-    "What the bytes hold."
-    features = t[:, POCKET:POCKET + n_features * dtype.itemsize]
-    return Packets(t[:, :8].view(torch.int64)[:, 0], t[:, 8:POCKET].view(torch.float64)[:, 0],
-                   features.view(dtype))
-
-# %% ../nbs/10_sharded.ipynb #9fdc297f
-def pack(
-    x:Tensor, y:Tensor, token_weight:Optional[Tensor],  # [n,H], [n], [n] or None
-    rows:int, ignore_index:int,  # as many as the rank with most
-) -> Tensor:  # [rows, bytes]
-    "Rows behind their labels; rows that pad are ignored."
-    weight = y if token_weight is None else token_weight.double().view(torch.int64)
-    pocket = torch.stack([y, weight], 1)  # without weights nobody reads the second
-    bytes_ = torch.cat([t.contiguous().view(torch.uint8) for t in (pocket, x)], 1)
-    gaps = -bytes_.shape[1] % POCKET, rows - len(x)
-    if any(gaps): bytes_ = F.pad(bytes_, (0, gaps[0], 0, gaps[1]))
-    if gaps[1]: packets_of(bytes_, x.shape[1], x.dtype).labels[len(x):] = ignore_index
-    return bytes_
-
-# %% ../nbs/10_sharded.ipynb #38a716d5
-def collective(*names:str) -> Callable:
-    "The first of PyTorch's collectives that this version has; it gave two of them new names."
-    return next(getattr(dist, name) for name in names if hasattr(dist, name))
-
-def everyone(
-    t:Tensor,  # of one shape on all ranks
-    s:Shards,
-) -> Tensor:  # [R, *t.shape]
-    "What every rank has, in order."
-    if s.group is None: return t[None]
-    gather = collective("all_gather_single", "all_gather_into_tensor")
-    out = t.new_empty((s.ranks, *t.shape))
-    if t.numel(): gather(out.flatten(0, 1), t.contiguous(), group=s.group)
-    return out
-
-# %% ../nbs/10_sharded.ipynb #f66368fc
-def summed(t:Tensor, s:Shards) -> Tensor:
-    "The sum over ranks, in place."
-    if s.group is not None: dist.all_reduce(t, group=s.group)
-    return t
-
-# %% ../nbs/10_sharded.ipynb #99b079ef
-class Batch(NamedTuple):
-    "Whose tokens a rank scores."
-    shared: bool  # all ranks have the same; else each has its own
-    own: int  # tokens of this rank
-    rows: int  # of the rank with most
-    factor: int = 1  # input's gradient is multiplied by this, as its wrapper divides
-
-    def mine(self, s:Shards) -> slice:
-        "This rank's tokens among all that are scored."
-        start = 0 if self.shared else s.rank * self.rows
-        return slice(start, start + self.own)
-
-# %% ../nbs/10_sharded.ipynb #ebd38e39
-def gather_rows(
-    x:Tensor, y:Tensor, token_weight:Optional[Tensor], b:Batch, s:Shards, ignore_index:int,
-) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N,H], [N], [N] or None
-    "The tokens that are scored: all of every rank's, in one collective."
-    if b.shared or s.group is None: return x, y, token_weight
-    came = everyone(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
-    p = packets_of(came, x.shape[1], x.dtype)
-    weights = None if token_weight is None else p.weights.to(acc_dtype(x.dtype))
-    return p.features, p.labels, weights
-
-# %% ../nbs/10_sharded.ipynb #eeef2989
-def send_home(
-    total:Tensor,  # [N,H], what this rank adds
-    b:Batch, s:Shards,
-    aside:bool=True,  # while other work goes on; else in its turn
-) -> Callable[[], Tensor]:  # returns [own,H]
-    "Start the sum over ranks, each row to its rank; what is returned waits for it."
-    if s.group is None or not total.numel(): return lambda: total[:b.own]
-    out, start = total, dist.all_reduce
-    if not b.shared:
-        out = total.new_empty(b.rows, total.shape[1])
-        start = functools.partial(collective("reduce_scatter_single", "reduce_scatter_tensor"),
-                                  out)
-    work = start(total.contiguous(), group=s.group, async_op=aside)
-    def arrive():
-        if aside: work.wait()
-        return out[:b.own] if b.factor == 1 else out[:b.own].mul_(b.factor)
-    return arrive
-
-# %% ../nbs/10_sharded.ipynb #069fd366
-def widest(n:int, s:Shards, device:torch.device) -> int:
-    "Rows of the rank with most."
-    if s.group is None: return n
-    return int(everyone(torch.tensor([n], device=device), s).max())
-
-# %% ../nbs/10_sharded.ipynb #9d4b2c4a
-def exchanged(
-    sums:Tensor, y:Tensor,  # [K,N], [N]
-    b:Batch, s:Shards,
-) -> Tensor:  # [R,K,N]
-    "Every rank's sums; NaN where shared tokens are not the same."
-    if not b.shared or s.group is None: return everyone(sums, s)
-    came = everyone(torch.cat([sums, y[None].to(sums.dtype)]), s)
-    apart = (came[:, -1] != came[0, -1]).any(0)
-    if not y.is_cuda and apart.any():
-        raise RuntimeError("target: expected the same on all ranks, got others; for tokens of "
-                           "each rank's own give backbone_reduction: 'mean' where input's "
-                           "wrapper averages gradients over ranks (FSDP2, DDP), else 'sum'")
-    return came[:, :-1].masked_fill(apart, torch.nan)
-
 # %% ../nbs/10_sharded.ipynb #a8eb03f6
 def compiled_for(o:RowOptions) -> tuple[bool, ...]:
     "What kernels are compiled for, of the options; not their values, which may be others in every step."
     return o.softcap > 0, o.logit_scale != 1, o.label_smoothing > 0
-
-def agreement(
-    x:Tensor, dtype:torch.dtype, s:Shards,  # all ranks' rows; of products
-    *kind,  # words and numbers that are the same on all ranks
-):
-    "What ranks agree on where variants of kernels are timed; None elsewhere."
-    if isinstance(x, FakeTensor) or not is_timed(x, dtype, -(-s.n_classes // s.ranks)): return None
-    return step_of(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
 
 # %% ../nbs/10_sharded.ipynb #18b0eb58
 class _ShardScores(torch.autograd.Function):
@@ -529,34 +341,6 @@ def sharded_loss(
     return loss, CrossEntropyStats(*(own_rows(t, b, s) if t.requires_grad else t if not t.dim()
                                      else t[b.mine(s)] for t in told))
 
-# %% ../nbs/10_sharded.ipynb #755a8a2f
-def local_of(
-    t,  # a tensor, a DTensor or None
-    name:str, mesh, placements:list,  # those that will do
-):
-    "What of a DTensor lies here; other tensors as they are."
-    if not spread_on(t): return t
-    fits = t.device_mesh == mesh and t.placements in [(p,) for p in placements]
-    expect(fits, name, f"a plain tensor, or one of {placements} on the weight's mesh",
-           f"{list(t.placements)} on {t.device_mesh}")
-    return t.to_local()
-
-# %% ../nbs/10_sharded.ipynb #a9bef58c
-def kinds_for(t:Tensor) -> list:
-    "How a tensor may lie that goes with `t`."
-    return [t.placements[0]] if spread_on(t) and len(t.placements) == 1 else []
-
-# %% ../nbs/10_sharded.ipynb #59c576c9
-def input_kinds(input:Tensor) -> list:
-    "How an input may lie: whole everywhere, or its tokens over the ranks."
-    from torch.distributed.tensor import Replicate, Shard
-    return [Replicate(), *(Shard(d) for d in range(input.dim() - 1))]  # the last is features'
-
-# %% ../nbs/10_sharded.ipynb #8d03ce8e
-def tokens_spread(input:Tensor) -> bool:
-    "Whether a DTensor's tokens lie over the ranks."
-    return spread_on(input) and input.placements[0].is_shard()
-
 # %% ../nbs/10_sharded.ipynb #bd80ea68
 def batch_of(
     input:Tensor, s:Shards, backbone_reduction:Optional[str],
@@ -589,22 +373,6 @@ def within(
 ) -> int:
     "How many of this rank's tokens have a target k ahead."
     return min(max(size - k - s.rank * each, 0), here)
-
-# %% ../nbs/10_sharded.ipynb #45955753
-def fingerprint(t:Tensor) -> Tensor:  # [2], float64
-    "Two numbers that change when `t` does."
-    flat = t.detach().double().nan_to_num(12345.0, 1e300, -1e300).flatten()
-    steps = torch.arange(len(flat), device=t.device) % 97 + 1
-    return torch.stack([flat.sum(), flat @ steps.double()])
-
-# %% ../nbs/10_sharded.ipynb #ef9e17f8
-def same_on_all(what:str, t:Tensor, s:Shards):
-    "`RuntimeError` on every rank if `t` is not the same on all; one collective."
-    if s.group is None or os.environ.get("FUSEDLOSS_DEBUG") != "1": return
-    seen = everyone(fingerprint(t), s)
-    others = (seen != seen[0]).any(1).nonzero().flatten().tolist()
-    if not others: return
-    raise RuntimeError(f"{what}: ranks {others} of {s.ranks} have another than rank 0")
 
 # %% ../nbs/10_sharded.ipynb #5be33e79
 def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
@@ -823,14 +591,6 @@ class _LocalRows(torch.autograd.Function):
         if not g.is_sparse: return whole_tensor(g, weight)
         return rows_gradient(g._indices()[0], g._values(), weight.shape, True)
 
-# %% ../nbs/10_sharded.ipynb #da54b92c
-def whole_tensor(local:Tensor, like:Tensor) -> Tensor:
-    "A DTensor of local rows, shaped and placed as `like`, or as its first dimension."
-    from torch.distributed.tensor import DTensor
-    shape = like.shape[:local.dim()]
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False,
-                              shape=shape, stride=torch.empty(shape, device="meta").stride())
-
 # %% ../nbs/10_sharded.ipynb #b7e6e961
 BLOCK = 2**14  # classes of one seed
 
@@ -916,14 +676,6 @@ def check_spread(margin:Margin, n_classes:int, mesh, backbone_reduction:str):
     whole = ranks == 1 or -(-n_classes * k // ranks) == k * -(-n_classes // ranks)
     expect(whole, "num_classes", f"a multiple of {ranks} ranks, so that the {k} centres of a "
            "class lie on one", n_classes)
-
-# %% ../nbs/10_sharded.ipynb #12206e29
-def spread_rows(rows:Tensor, mesh, shape:torch.Size) -> Tensor:  # DTensor of `shape`
-    "A DTensor of each rank's rows."
-    from torch.distributed.tensor import DTensor, Shard
-    if mesh is None: return rows
-    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape,
-                              stride=torch.empty(shape, device="meta").stride())
 
 # %% ../nbs/10_sharded.ipynb #f21c127a
 class HeadOptions(TypedDict, total=False):

@@ -16,11 +16,13 @@ from torch.testing import assert_close
 
 import fusedloss as fl
 import fusedloss.sharded as sharded
+from fusedloss.core import ranks as core_ranks
 from fusedloss.core import tuning
+from fusedloss.core.ranks import owned
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.partial_fc import NegativeSampler, PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
-from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
+from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, sharded_linear_cross_entropy
 from grids import FULL
 from helpers import planted, unchanged
 
@@ -303,7 +305,7 @@ def a_kernel_within(launched):
     with contextlib.ExitStack() as stack:
         for name in ("plain_sums", "plain_gradients"):
             stack.enter_context(mock.patch.object(sharded, name, choosing(getattr(sharded, name))))
-        stack.enter_context(mock.patch.object(sharded, "is_timed", lambda *args: True))
+        stack.enter_context(mock.patch.object(core_ranks, "is_timed", lambda *args: True))
         yield
 
 
