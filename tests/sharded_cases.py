@@ -22,7 +22,8 @@ from fusedloss.core.ranks import owned
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.partial_fc import NegativeSampler, PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
-from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, sharded_linear_cross_entropy
+from fusedloss.sharded import sharded_linear_cross_entropy
+from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
 from grids import FULL
 from helpers import planted, unchanged
 
