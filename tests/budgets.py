@@ -49,6 +49,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_sharded.py": 60,
     "test_sharded_heads.py": 6,
     "test_site.py": 2,
+    "test_snapshot.py": 8,
     "test_sources.py": 2,
     "test_store.py": 2,
     "test_tiles.py": 10,
