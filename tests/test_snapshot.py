@@ -87,6 +87,7 @@ def test_a_definition_may_move():
 def test_the_calls_reach_all_that_is_public():
     calls = snapshot.all_calls()
     assert len(dict(calls)) == len(calls)
-    measured = {line.split()[0].rstrip(":") for line in snapshot.outcomes(calls) if ": raises" not in line}
+    few = [(name, call) for name, call in calls if "float64" not in name and "bfloat16" not in name]
+    measured = {line.split()[0].rstrip(":") for line in snapshot.outcomes(few) if ": raises" not in line}
     public = {name for name in fl.__all__ if not inspect.ismodule(getattr(fl, name))}
     assert public - measured == {"CrossEntropyStats"}  # which losses return
