@@ -24,15 +24,12 @@ from fusedloss.core.rates import (
 from fusedloss.core.sources import commit
 
 # %% auto #0
-__all__ = ['SHAPES', 'GREY', 'INK', 'STAGE_COLORS', 'Shape', 'Cost', 'product_cost', 'sweep_cost', 'three_products',
-           'bare_products', 'predict_seconds', 'Table', 'si', 'cost_table', 'stage_color', 'Drawing', 'drawing_style',
-           'as_drawing', 'tile_picture', 'Timing', 'quantiles', 'time_call', 'Comparison', 'progress', 'time_in_turn',
-           'comparison', 'compare', 'MemoryEvent', 'MemoryTrace', 'trace_memory', 'drop_gradients', 'peak_memory',
-           'Launches', 'gpu_launches', 'graph_of', 'saved_tensors', 'tensor_lives', 'memory_timeline', 'machine_name',
-           'versions', 'machine_line', 'measure_bandwidth', 'measure_rate', 'measure_machine', 'relative_error',
-           'record', 'load_results', 'measure_in_turn', 'measure_against_floor', 'caption', 'linear_losses',
-           'logits_losses', 'results_table', 'trade_off', 'roofline', 'Check', 'prediction_table',
-           'predicted_against_measured', 'H200', 'MACHINES', 'Machine', 'dtype_name', 'machine_of']
+__all__ = ['SHAPES', 'Shape', 'Cost', 'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table',
+           'si', 'cost_table', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing',
+           'time_call', 'Comparison', 'time_in_turn', 'compare', 'trace_memory', 'peak_memory', 'gpu_launches',
+           'saved_tensors', 'memory_timeline', 'versions', 'machine_line', 'measure_machine', 'relative_error',
+           'record', 'load_results', 'measure_in_turn', 'measure_against_floor', 'linear_losses', 'logits_losses',
+           'results_table', 'trade_off', 'roofline', 'prediction_table', 'predicted_against_measured']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -151,6 +148,7 @@ INK = "#010203"  # replaced by the page's text colour
 STAGE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7",
                 "#E69F00", "#56B4E9", "#B8A800")  # Okabe-Ito, its yellow darkened
 
+# %% ../nbs/00_measure.ipynb #3ed94c7f
 def stage_color(stage:int) -> str:
     "The fixed colour of stage 1, 2, …; stage 0 is grey."
     return GREY if stage == 0 else STAGE_COLORS[(stage - 1) % len(STAGE_COLORS)]
@@ -372,12 +370,14 @@ def trace_memory(fn:Callable[[], Any]) -> list[MemoryEvent]:
     with MemoryTrace() as trace: fn()
     return list(trace.events)  # a copy: what outlives `fn` dies unseen
 
+# %% ../nbs/00_measure.ipynb #fafa3f4f
 def drop_gradients(device:str|torch.device):
     "Return when autograd's thread holds nothing of an earlier backward pass."
     empty = torch.empty(0, device=device, requires_grad=True)
     with torch.enable_grad():
         (2 * empty).backward(torch.empty_like(empty))  # the thread's next task, without memory
 
+# %% ../nbs/00_measure.ipynb #449fed7f
 def peak_memory(
     fn:Callable[[], Any],
     device:str|torch.device="cpu",
@@ -399,6 +399,7 @@ class Launches(NamedTuple):
     kernels: int
     busy: float  # seconds, summed over kernels
 
+# %% ../nbs/00_measure.ipynb #52ecd758
 def gpu_launches(fn:Callable[[], Any]) -> Launches:
     "Count the GPU's kernels and their time while `fn` runs once, after a warm-up."
     from torch.profiler import ProfilerActivity, profile
@@ -501,6 +502,7 @@ def measure_rate(device:str|torch.device, n:int, dtype:torch.dtype) -> float:
     "FLOP/s of an n×n×n product of random numbers."
     return product_rate(device, n, dtype, lambda run: time_call(run, device).median)
 
+# %% ../nbs/00_measure.ipynb #d0fef934
 @functools.lru_cache
 def measure_machine(device:str="cpu") -> Machine:
     "Measure both ceilings of this machine; a second or two, remembered afterwards."
@@ -548,6 +550,7 @@ def record(
 def _read(path:Path) -> list[dict]:
     return json.loads(path.read_text("utf-8")) if path.exists() else []
 
+# %% ../nbs/00_measure.ipynb #afa75d0f
 def load_results(
     path:str|Path,  # one JSON file, or a folder of them
 ) -> list[dict]:  # each with the name of its file as `stage`
@@ -572,6 +575,7 @@ def measure_in_turn(
     return [_against_floor(path, name, comparison(times["floor"], times[name]), peaks[name],
                            outputs, shape, dtype, device) for name in runs]
 
+# %% ../nbs/00_measure.ipynb #6233d277
 def _against_floor(path, name, c, peak, outputs, shape, dtype, device) -> dict:
     extra = max(peak - outputs, 0)  # less than the outputs: they lie in the place of inputs
     print(f"{name}: {c.b}, {c} of the floor, {si(extra, 'B')} beyond the gradients")
@@ -669,6 +673,7 @@ class Check(NamedTuple):
     @property
     def ratio(self) -> float: return self.measured / self.predicted
 
+# %% ../nbs/00_measure.ipynb #fbc442fd
 def prediction_table(checks:list[Check]) -> Table:
     "Predicted, measured, ratio; a miss beyond 1.5 without a cause says so."
     cause = lambda c: c.cause or ("unexplained" if not 1 / 1.5 <= c.ratio <= 1.5 else "")

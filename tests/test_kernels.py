@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusedloss.kernels as kernels
-from fusedloss.kernels import CrossEntropyStats, cross_entropy, rows_view
+from fusedloss.core.options import CrossEntropyStats
+from fusedloss.kernels import cross_entropy, rows_view
 from fusedloss.measure import relative_error, saved_tensors
 from grids import FULL, few, grid
 from helpers import TOLERANCE, has_no_second_derivative, upstream

@@ -15,7 +15,8 @@ from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
 from fusedloss.losses import linear_cross_entropy, plan
 from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
-from fusedloss.recompute import RowOptions, Tiling
+from fusedloss.recompute import RowOptions
+from fusedloss.core.tiling import Tiling
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 MIB = 2**20

@@ -12,7 +12,7 @@ from workbook import ROOT
 import fusedloss as fl
 from fusedloss import chunks, kernels, linear_ctc, partial_fc, tiles
 from fusedloss.core.operators import operator
-from fusedloss.kernels import RowOptions
+from fusedloss.core.options import RowOptions
 from fusedloss.sharded import Batch, Shards, sharded_loss
 
 

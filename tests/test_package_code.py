@@ -92,6 +92,21 @@ def test_a_function_that_moves_keeps_the_hash(hashed):
     assert moved == hashed("from fusedloss.far import message\nmessage(1)")
 
 
+def test_a_function_that_leaves_its_page_keeps_the_hash(tmp_path):
+    def page(*exported: str) -> str:
+        "The hash of a page of the module `far` that exports these cells and calls `double`"
+        sources = ["#| default_exp far", *(f"#| export\n{text}" for text in exported), "double(1)"]
+        cells = [{"cell_type": "code", "metadata": {}, "source": s, "outputs": [1] * (s == "double(1)")} for s in sources]
+        (tmp_path / "fusedloss" / "far.py").write_text("\n".join(exported), encoding="utf-8")
+        package.cache_clear()
+        return code_hash({"cells": cells}, tmp_path)
+    (tmp_path / "fusedloss").mkdir()
+    (tmp_path / "fusedloss" / "below.py").write_text("def double(x): return 2 * x", encoding="utf-8")
+    here = page("import math", "def double(x): return 2 * x")
+    assert page("from fusedloss.below import double") == here != page("import math", "def double(x): return 3 * x")
+    package.cache_clear()
+
+
 def test_a_page_depends_on_the_package():
     page = read_notebook(next(path for path in notebooks() if path.stem == "14_linear_ctc"))
     used = package(ROOT).used_by(ast.parse("from fusedloss.linear_ctc import linear_ctc_loss\nlinear_ctc_loss(1)"))

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedloss import plan
 from fusedloss.core import rates, store
 from fusedloss.core.devices import Device
-from fusedloss.recompute import cut
+from fusedloss.core.tiling import cut
 from fusedloss.core.rates import CPU, H200, MACHINES, SHEETS, Machine, guess, kept, listed, machine_here, machine_of
 
 ODD = Device("NVIDIA H20", "nvidia", (9, 0), 78, 2**17, True, True)  # that no table lists

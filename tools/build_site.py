@@ -36,7 +36,7 @@ def binding_cells(nb: dict) -> dict[str, int]:
     for number, cell in enumerate(nb["cells"]):
         for node in ast.parse(cell["source"]).body if cell["cell_type"] == "code" else ():
             targets = getattr(node, "targets", [getattr(node, "target", node)])
-            for name in (getattr(t, "id", getattr(t, "name", None)) for t in targets):
+            for name in filter(None, (getattr(t, "id", getattr(t, "name", None)) for t in targets)):
                 found.setdefault(name, number)
     return found
 
@@ -64,13 +64,13 @@ class Site(smalldocs.Site):
         return page
 
     def load_symbols(self) -> None:
-        "What the reference leaves out, constants and kernels, links to the cell that binds it"
+        "What the reference leaves out, constants, kernels and helpers, links to the cell that binds it"
         super().load_symbols()
         for src, page in self.pages.items():
             module = sys.modules.get(f"fusedloss.{page.out.stem}")
             if src.suffix == ".ipynb" and module:
                 cells = binding_cells(read_notebook(self.root / src))
-                names = [name for name in module.__all__ if name in cells and name not in self.symbols]
+                names = [name for name in cells if hasattr(module, name) and name not in self.symbols]
                 self.symbols |= {name: f"/{src}#cell-{cells[name]}" for name in names}
 
     def resolve(self, href: str, page: smalldocs.Page | None, record: bool = True) -> str:

@@ -49,8 +49,11 @@ def is_silent(tree: ast.Module | ast.stmt) -> bool:
 
 
 def code_lines(cell: dict) -> int:
-    "Lines of a cell, without directives and blank lines"
-    return sum(bool(line.strip()) and not line.startswith("#|") for line in cell["source"].splitlines())
+    "Lines of a cell, without directives and blank lines; an import is one, however long its list"
+    tree = parse(cell)
+    imports = [range(s.lineno + 1, s.end_lineno + 1) for s in (tree.body if tree else []) if isinstance(s, (ast.Import, ast.ImportFrom))]
+    lines = enumerate(cell["source"].splitlines(), 1)
+    return sum(bool(line.strip()) and not line.startswith("#|") and not any(i in span for span in imports) for i, line in lines)
 
 
 def headings(nb: dict, level: int) -> list[str]:

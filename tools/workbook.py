@@ -6,6 +6,7 @@
 """
 import ast
 import hashlib
+import importlib
 import json
 import re
 import shutil
@@ -128,7 +129,15 @@ def givers(names: list[tuple[set[str], set[str]]], reader: int, late: bool) -> s
     return found
 
 
-def made_outputs(code: list[dict]) -> list[ast.Module]:
+EXPORTS = {"export", "exporti", "exports"}
+
+
+def shows_source(cell: dict) -> bool:
+    "Does a cell nothing but show the source of functions?"
+    return bool(re.fullmatch(r"(#\|.*\n)*show_source\([\w., ]*\)", cell["source"].strip()))
+
+
+def made_outputs(code: list[dict]) -> list[tuple[dict, ast.Module]]:
     "The cells that have outputs, or are for a GPU, and the cells whose names they read, directly or not"
     trees = [ast.parse(cell["source"]) for cell in code]
     names = [reads_and_gives(tree) for tree in trees]
@@ -137,7 +146,7 @@ def made_outputs(code: list[dict]) -> list[ast.Module]:
     while new:
         new = set().union(*(givers(names, i, late[i]) for i in new)) - taken
         taken = taken | new
-    return [trees[i] for i in sorted(taken)]
+    return [(code[i], trees[i]) for i in sorted(taken)]
 
 
 def imports_package(statement: ast.stmt) -> bool:
@@ -145,11 +154,27 @@ def imports_package(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and not statement.level and f"{statement.module}.".startswith(f"{PACKAGE}.")
 
 
+def default_module(nb: dict) -> str:
+    "The module to which a notebook is exported, or an empty string"
+    found = (re.search(r"^#\|\s*default_exp +(\S+)", cell["source"], re.MULTILINE) for cell in nb["cells"] if cell["cell_type"] == "code")
+    return next((f"{PACKAGE}.{match[1]}" for match in found if match), "")
+
+
+def from_module(module: str, cells: list[dict]) -> ast.ImportFrom:
+    "What exported cells bind, as an import from their module: where a definition stands, in a page or below it, is no part of a hash"
+    names = set().union(*(reads_and_gives(ast.parse(cell["source"]))[1] for cell in cells))
+    return ast.ImportFrom(module, [ast.alias(name) for name in sorted(names)], 0)
+
+
 def code_hash(nb: dict, root: Path = ROOT) -> str:
-    "A hash of the code that made the saved outputs, in the page and in the package: prose, comments and formatting do not change it"
-    trees = made_outputs([cell for cell in nb["cells"] if cell["cell_type"] == "code"])
-    used = package(root).used_by(ast.Module([statement for tree in trees for statement in tree.body], []))
-    own = [canonical(statement) for tree in trees for statement in tree.body if not imports_package(statement)]
+    "A hash of the code that made the saved outputs, in the page and in the package: prose, comments, formatting and moves between files do not change it"
+    code = [cell for cell in nb["cells"] if cell["cell_type"] == "code" and not shows_source(cell)]
+    module = default_module(nb)
+    exported = [cell for cell in code if directives(cell["source"]) & EXPORTS and module in package(root).modules]
+    statements = [s for cell, tree in made_outputs(code) if cell not in exported for s in tree.body]
+    imported = [from_module(module, exported)] if exported else []
+    used = package(root).used_by(ast.Module([*imported, *statements], []))
+    own = [canonical(statement) for statement in statements if not imports_package(statement)]
     return hashlib.sha256("\n".join([*own, *used]).encode()).hexdigest()[:16]
 
 
@@ -221,19 +246,46 @@ def write_left_out() -> None:
     (ROOT / LEFT_OUT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def source_outputs(nb: dict) -> dict[int, dict]:
+    "By the number of a cell that shows the source of functions: its output"
+    trees = [ast.parse(cell["source"]) for cell in nb["cells"] if cell["cell_type"] == "code"]
+    modules = {a.asname or a.name: s.module for tree in trees for s in tree.body if imports_package(s) for a in s.names}
+    found = {}
+    for i, cell in enumerate(nb["cells"]):
+        if cell["cell_type"] == "code" and shows_source(cell):
+            names = [a.id for a in ast.parse(cell["source"]).body[-1].value.args]
+            show = getattr(importlib.import_module(f"{PACKAGE}.core.pages"), "show_source")
+            shown = show(*(getattr(importlib.import_module(modules[name]), name) for name in names))
+            data = {"text/markdown": shown.data.splitlines(keepends=True), "text/plain": ["<IPython.core.display.Markdown object>"]}
+            found[i] = {"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"}
+    return found
+
+
+def write_sources() -> None:
+    "Save with every cell that shows source the source as it is"
+    sys.path.insert(0, str(ROOT))
+    for path in notebooks():
+        nb = json.loads(path.read_text(encoding="utf-8"))
+        for i, output in source_outputs(read_notebook(path)).items():
+            nb["cells"][i]["outputs"] = [output]
+        path.write_text(json.dumps(nb, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main(command: str) -> None:
     "Do what the command says"
     if command == "prologue":
         print("".join(f"{path.relative_to(ROOT)}\n" for path in notebooks() if add_prologue(path)), end="")
     elif command == "left-out":
         write_left_out()
+    elif command == "sources":
+        write_sources()
     elif command == "stamp":
         sys.path.insert(0, str(ROOT))
         from fusedloss.core.sources import write_stamp
 
         print("commit {}, sources {}".format(*write_stamp(ROOT)))
     else:
-        raise SystemExit(f"command: expected prologue, left-out or stamp, got {command}")
+        raise SystemExit(f"command: expected prologue, left-out, sources or stamp, got {command}")
 
 
 if __name__ == "__main__":
