@@ -44,14 +44,17 @@ def exported_module(path: Path) -> str | None:
 
 
 class House:
-    "The modules under `root`, by name without the package's: what each takes of which other, and the stages in order."
+    "The modules under `root`, by name without the package's: what each takes of which other, and the number of each stage."
 
     def __init__(self, root: Path):
-        self.package, self.root = Package(root), root
-        self.files = {self.short(name): path for name, path in self.package.files.items()}
-        self.stages = list(dict.fromkeys(filter(None, map(exported_module, filter(is_stage, notebooks(root))))))
+        package = Package(root)
+        self.files = {self.short(name): path for name, path in package.files.items()}
+        self.stages: dict[str, int] = {}  # in order; of several pages the first one's number
+        for path in filter(is_stage, notebooks(root)):
+            if module := exported_module(path):
+                self.stages.setdefault(module, int(path.name[:2]))
         self.taken: dict[str, dict[str, set[str]]] = {name: {} for name in self.files}  # module, other one, names; no name: all of it
-        for name, module in self.package.modules.items():
+        for name, module in package.modules.items():
             for source, taken in sorted(set().union(*module.imported.values())):
                 if source != name:
                     self.taken[self.short(name)].setdefault(self.short(source), set()).add(taken)
@@ -76,15 +79,15 @@ def long_modules(house: House) -> Faults:
 
 def wrong_arrows(house: House) -> Faults:
     "Imports of a door, of a later stage, and of any stage by core"
-    place = {stage: number for number, stage in enumerate(house.stages)}
+    number = house.stages
     for module, other in house.arrows:
         if is_door(module):
             continue
         if is_door(other):
             yield f"{module} imports the door {other}"
-        elif in_core(module) and other in place:
+        elif in_core(module) and other in number:
             yield f"{module} imports the stage {other}"
-        elif module in place and place.get(other, -1) > place[module]:
+        elif module in number and number.get(other, -1) > number[module]:
             yield f"{module} imports the later stage {other}"
 
 
