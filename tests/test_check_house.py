@@ -90,3 +90,12 @@ def test_more_names_than_modules_may_list(found):
     listed = [f"name{i}" for i in range(149)]
     assert found(second=f"__all__ = {listed}") == ["151 names in the __all__ of modules, at most 150"]
     assert found(second=f"__all__ = {listed[1:]}", __init__="__all__ = ['one', 'two', 'three']") == []
+
+
+def test_the_picture_has_every_module_and_the_imports_between_stages(found, tmp_path):
+    pytest.importorskip("matplotlib")
+    from draw_house import picture
+    assert found(sharded="", first="from fusedloss.second import two") != []
+    drawn = picture(House(tmp_path))
+    assert all(f">{text}</text>" in drawn.svg for text in ("1 · first", "2 · second", "rates   words", "fusedloss   integrations   integrations.trainer   losses   sharded"))
+    assert "staircase from first to second" in drawn.alt and "imports: second imports first. On top the doors: fusedloss, " in drawn.alt

@@ -11,7 +11,7 @@ from workbook import ROOT
 from fusedloss.measure import GREY, Drawing, as_drawing, drawing_style, stage_color
 
 ROW, COLUMN, LEFT = 0.34, 0.34, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
-LETTER, LINE = 0.085, 0.19  # inches, of a line of names
+LETTER, LINE = 0.076, 0.19  # inches, of a line of names
 
 
 def stages_and_imports(house: House) -> dict[str, list[str]]:
@@ -66,7 +66,7 @@ def picture(house: House) -> Drawing:
     imports = stages_and_imports(house)
     core = sorted(module.removeprefix("core.") for module in house.files if in_core(module) and module != "core")
     doors = sorted(module for module in house.files if is_door(module))
-    width = LEFT + COLUMN * len(imports) + 0.3
+    width = max(6.0, LEFT + COLUMN * len(imports) + 0.3)
     with drawing_style():
         fig, ax = plt.subplots(layout="none")
         ground = floor(ax, 0, width, "core, which imports no stage; every module may import it", core)
