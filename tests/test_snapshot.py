@@ -54,6 +54,12 @@ def test_other_words_of_an_error_are_reported(compared):
     assert status == 1 and len(lines) == 1 and lines[0].startswith(f"{REFUSED}: raises · expected ValueError: ")
 
 
+def test_a_call_that_fails_is_printed_when_a_snapshot_is_taken(tmp_path, capsys):
+    assert snapshot.main(["take", str(tmp_path / "snapshot.json")], [*CALLS, ("broken", lambda: torch.ones(2) @ torch.ones(3))]) == 1
+    line, = capsys.readouterr().out.splitlines()
+    assert line.startswith("broken: raises · RuntimeError: ")
+
+
 def test_a_changed_schema_is_reported(tmp_path, capsys):
     path = str(tmp_path / "snapshot.json")
     for command, schema in (("take", "planted(Tensor x, int n) -> Tensor"), ("compare", "planted(Tensor x, float n) -> Tensor")):

@@ -34,7 +34,7 @@ from fusedloss.scans import scan_fwd_triton
 f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
 DTYPES = f32, f64, bf16
 GPU, TRITON = DEVICE == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
-REFUSALS = ValueError, IndexError, TypeError, RuntimeError  # with their words a result like any other
+REFUSALS = "ValueError", "IndexError", "TypeError"  # with their words a result like any other
 Lines = dict[str, str]
 Call = Callable[[], tuple[Any, list[torch.Tensor]]]  # returns a result and the tensors to differentiate it by
 Calls = Iterable[tuple[str, Call]]
@@ -171,7 +171,7 @@ def margin(make: Callable, size: tuple, dtype: torch.dtype, **options):
 def head(cls: type, size: tuple, dtype: torch.dtype, options: dict, evaluated: bool = False):
     "PartialFC, one row without a label"
     n, v, h = size
-    layer = cls(v, h, device=DEVICE, dtype=f64 if dtype == f64 else f32, **made(options)).train(not evaluated)
+    layer = cls(v, h, device=DEVICE, dtype=f64 if dtype == f64 else f32, **made(options)).to(DEVICE).train(not evaluated)  # a margin's statistics too
     x, y = leaf(n, h, dtype=dtype), labels(v, n)
     y[0] = layer.ignore_index
     return [layer(x, y, return_stats=True), *layer.buffers()], [x, layer.weight]
@@ -403,7 +403,7 @@ def outcome(name: str, call: Call) -> Lines:
         result, leaves = call()
         found = tree_leaves(result)
         grads = gradients(found, leaves)
-    except REFUSALS as error:
+    except Exception as error:  # a call that a move has broken is a line that differs
         return {f"{name}: raises": f"{type(error).__name__}: {error}"}
     lines = {f"{name}: {type(result).__name__} {i}": bits(value) for i, value in enumerate(found)}
     return lines | {f"{name}: gradient {i}": bits(value) for i, value in enumerate(grads)}
@@ -419,6 +419,11 @@ def outcomes(calls: Calls) -> Lines:
             if seen:
                 lines[f"{name}: kernels"] = " ".join(sorted(seen))
     return lines
+
+
+def failures(lines: Lines) -> list[str]:
+    "The calls that raise what is no refusal"
+    return [f"{name} · {words}" for name, words in lines.items() if name.endswith(": raises") and not words.startswith(REFUSALS)]
 
 
 def by_kernels(calls: Calls) -> Lines:
@@ -512,13 +517,16 @@ def differences(before: Lines, after: Lines) -> list[str]:
 
 
 def main(argv: list[str], calls: Calls) -> int | str:
-    "Write a snapshot, or print how the code differs from one; 0 if it does not"
+    "Write a snapshot, and print the calls that fail, or how the code differs from one; 0 if there is nothing to print"
     if len(argv) != 2 or argv[0] not in ("take", "compare"):
         return __doc__
     path = Path(argv[1])
     if argv[0] == "take":
-        path.write_text(json.dumps(take(calls), sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return 0
+        taken = take(calls)
+        path.write_text(json.dumps(taken, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        found = failures(taken["lines"])
+        print("\n".join(found) if found else f"{len(taken['lines'])} lines in {path}")
+        return int(bool(found))
     before = json.loads(path.read_text(encoding="utf-8"))
     if before["machine"] != machine():
         return f"bits of two machines are not compared: expected one like that of {path}, {before['machine']}, got {machine()}"
