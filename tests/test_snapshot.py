@@ -66,7 +66,7 @@ def test_a_changed_schema_is_reported(tmp_path, capsys):
         with torch.library._scoped_library("fusedloss", "FRAGMENT") as library:
             library.define(schema)
             status = snapshot.main([command, path], [])
-    line, = capsys.readouterr().out.splitlines()
+    _, line = capsys.readouterr().out.splitlines()
     assert status == 1 and line.startswith("schema fusedloss::planted · expected") and line.endswith("float n) -> Tensor")
 
 

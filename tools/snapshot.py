@@ -316,7 +316,8 @@ def of_heads() -> Iterator[tuple[str, Call]]:
         yield f"margin_cross_entropy {name} {size} {dtype} cut", partial(margin, make, size, dtype, token_tile=4, class_tile=24)
     for cls, (size, dtype, name, options) in product((fl.PartialFC, fl.ShardedPartialFC), grid(HEADS, HEAD_OPTIONS)):
         yield f"{cls.__name__} {size} {dtype} {name}", partial(head, cls, size, dtype, options)
-        yield f"{cls.__name__} {size} {dtype} {name} evaluated", partial(head, cls, size, dtype, options, True)
+        if cls is fl.PartialFC or name in LARGER:
+            yield f"{cls.__name__} {size} {dtype} {name} evaluated", partial(head, cls, size, dtype, options, True)
     yield from ((f"NegativeSampler {rate}", partial(drawn, rate)) for rate in (0.1, 0.9, "positives"))
     ways = {"SGD": dict(), "SGD momentum": dict(momentum=0.9, nesterov=True), "AdamW": dict(betas=(0.8, 0.9))}
     for (name, options), size, dtype, mode in product(ways.items(), HEADS, (f32, bf16), ("lazy", "dense")):
