@@ -19,7 +19,7 @@ import fusedloss.sharded as sharded
 from fusedloss.core import tuning
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.partial_fc import NegativeSampler, PartialFC
-from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
 from grids import FULL
 from helpers import planted, unchanged

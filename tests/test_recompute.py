@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.recompute as recompute
 from fusedloss.core import tuning
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
+from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from grids import FULL, few
 from helpers import TOLERANCE, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights

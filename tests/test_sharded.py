@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import fusedloss as fl
 import fusedloss.sharded as sharded
 from fusedloss.core.options import RowOptions
-from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import (POCKET, kernel_gradients, kernel_sums, make_terms, owned, pack, packets_of, plain_gradients, plain_sums,
                                sharded_linear_cross_entropy)
 from grids import few, FULL
