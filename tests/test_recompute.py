@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+import fusedloss.filter as with_filter
 import fusedloss.recompute as recompute
-from fusedloss.core import tuning
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from fusedloss.core import tiling, tuning
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
+from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few
-from helpers import TOLERANCE, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
+from helpers import TOLERANCE, everywhere, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -31,12 +32,12 @@ def short_runs(n_tokens, tiles_v, *_):
 def way(request, device, monkeypatch):
     "The device, on which either the plain path or the kernels take everything they can"
     if request.param == "plain":
-        monkeypatch.setattr(recompute, "takes_kernel", lambda x: False)
+        everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: False)
     elif device == "cpu" and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
     else:
-        monkeypatch.setattr(recompute, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
-        monkeypatch.setattr(recompute, "run_length", short_runs)
+        everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
+        everywhere(monkeypatch, recompute, "run_length", short_runs)
     return device
 
 
@@ -145,13 +146,13 @@ CHOSEN = few(CASES, "one of each", "one class", "ragged, plain", "several runs, 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_loss_and_gradients_are_the_definition(name, way):
-    assert faults(recompute, CASES[name], way) == []
+    assert faults(with_filter, CASES[name], way) == []
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_float64(case, device):
     case = Case(**{**case.__dict__, "dtype": f64})
-    assert faults(recompute, case, device, 1e-11) == []
+    assert faults(with_filter, case, device, 1e-11) == []
 
 
 def test_runs_of_any_length(device, monkeypatch):
@@ -161,7 +162,7 @@ def test_runs_of_any_length(device, monkeypatch):
     args = x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.RowOptions(), True
     whole = recompute.launch_lse(*args)
     for run in few((1, 2, 3, 10), 2, 10):
-        monkeypatch.setattr(recompute, "run_length", lambda n, tiles, *_: run)
+        everywhere(monkeypatch, recompute, "run_length", lambda n, tiles, *_: run)
         for a, e in zip(recompute.launch_lse(*args), whole):
             assert torch.allclose(a, e, rtol=1e-5, atol=1e-5)
 
@@ -172,9 +173,9 @@ TILING = recompute.Tiling(True, 128, 256, 64)
 def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_known", tuning._Known())
-    monkeypatch.setattr(tuning, "capturing", lambda: False)
+    everywhere(monkeypatch, tuning, "capturing", lambda: False)
     cost, asked = {(3, 8): 3, (3, 32): 2, (4, 8): 4, (4, 32): 1}, set()
-    monkeypatch.setattr(tuning, "milliseconds", lambda run, t: asked.add(t) or cost[t.stages, t.group])
+    everywhere(monkeypatch, tuning, "milliseconds", lambda run, t: asked.add(t) or cost[t.stages, t.group])
     def best(n, v, stages=(4,), **flags):
         asked.clear()
         x = torch.empty(n, 4096, device="meta", dtype=bf16)
@@ -187,7 +188,7 @@ def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_pa
     assert best(64, 1000) == (3, 8, 0), "small work is not timed"
     monkeypatch.setattr(tuning, "_known", tuning._Known())
     assert best(8192, 128256) == (4, 32, 0), "another process reads it"
-    monkeypatch.setattr(tuning, "capturing", lambda: True)
+    everywhere(monkeypatch, tuning, "capturing", lambda: True)
     assert best(2**20, 128256) == (3, 8, 0), "nothing is timed in a graph's capture"
 
 
@@ -202,7 +203,7 @@ def test_every_variant_gives_the_same_bits():
         recompute.launch_dz(x, w, out, y, None, None, terms, None, 0, recompute.RowOptions(), False, t)
         return out
     for run, stages in ((lse, (4,)), (dz, ())):
-        first, *others = [run(t) for t in recompute.variants(TILING, stages)]
+        first, *others = [run(t) for t in tiling.variants(TILING, stages)]
         assert others and all(torch.equal(first, other) for other in others)
 
 
@@ -212,19 +213,19 @@ SUBSETS = [*itertools.product([False, True], repeat=3)]
 @pytest.mark.parametrize("requires", few(SUBSETS, (False, False, False), (True, False, False), (False, True, True)), ids=str)
 def test_gradients_exactly_where_they_are_asked_for(requires, way):
     for reduction in few(REDUCTIONS, "mean"):
-        assert faults(recompute, Case(requires=requires, reduction=reduction, budget=2**12), way) == []
+        assert faults(with_filter, Case(requires=requires, reduction=reduction, budget=2**12), way) == []
 
 
 @pytest.mark.parametrize("name", few(INDICES, "0", "V"))
 def test_ignore_index_inside_and_outside_the_classes(name, way):
     index = INDICES[name]
     for options in (OPTIONS["plain"], OPTIONS["smooth weights"]):
-        assert faults(recompute, Case((13, 5, 40), options, "none", ignore_index=index(40)), way) == []
+        assert faults(with_filter, Case((13, 5, 40), options, "none", ignore_index=index(40)), way) == []
 
 
 @pytest.mark.parametrize("features", few([1, 127, 128, 256, 257, 512], 128, 257))
 def test_bias_counts_once(features, way):
-    assert faults(recompute, Case((5, features, 40)), way) == []
+    assert faults(with_filter, Case((5, features, 40)), way) == []
 
 
 @pytest.mark.parametrize("classes", few([1, 2, 7, 127, 129, 500], 1, 7, 129))
@@ -280,7 +281,7 @@ def calls(draw):
 @settings(max_examples=25 if FULL else 6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls())
 def test_any_call_is_the_definition(way, case):
-    assert faults(recompute, case, way, 2e-5) == []
+    assert faults(with_filter, case, way, 2e-5) == []
 
 
 # A citizen of autograd
@@ -436,7 +437,7 @@ def test_any_leading_shape(lead, device):
 def test_half_precision(name, dtype, device):
     case = Case(**{**CASES[name].__dict__, "dtype": dtype})
     x, w, b, y, options = case.tensors(device)
-    assert faults(recompute, case, device, 2 * TOLERANCE[dtype]) == []
+    assert faults(with_filter, case, device, 2 * TOLERANCE[dtype]) == []
 
 
 @cuda_only
@@ -447,7 +448,7 @@ def test_tensor_descriptors_and_pointers(sizes, dtype):
     for options, stats in ((OPTIONS["plain"], False), (OPTIONS["everything"], True)):
         for budget in (None, 2 * sizes[0] * (sizes[1] + 256)):
             case = Case(sizes, options, "none", stats=stats, budget=budget, dtype=dtype)
-            assert faults(recompute, case, "cuda", 2 * TOLERANCE[dtype]) == []
+            assert faults(with_filter, case, "cuda", 2 * TOLERANCE[dtype]) == []
 
 
 @cuda_only
@@ -538,7 +539,7 @@ def test_compiled_whole(reduction, device):
 def test_operators_keep_their_contract(stats, device):
     x, w, b, y, _ = Case(dtype=f32).tensors(device)
     args = (x, w, y, b, None, None, None, -100, 0.1, 1.0, 0.0, 0.0, stats, 0)
-    torch.library.opcheck(recompute.recompute_loss, args)
+    torch.library.opcheck(with_filter.recompute_loss, args)
 
 
 # Numbers that cannot be meant
@@ -552,7 +553,7 @@ def test_a_label_out_of_range(label, way, monkeypatch):
     y[3] = label
     with pytest.raises(IndexError, match=rf"target\[3\] is {label}: expected 0 ≤ label < 7"):
         loss_of(x, w, y)
-    monkeypatch.setattr(recompute, "check_inputs", lambda *_: None)
+    everywhere(monkeypatch, with_filter, "check_inputs", lambda *_: None)
     losses = loss_of(x, w, y, reduction="none")
     assert losses.isnan().tolist() == [False, False, False, True, False]
     dx, = torch.autograd.grad(losses.sum(), x)
@@ -611,10 +612,11 @@ NOTICING = few(["one class", "high", "ragged", "ragged, plain", "several runs, s
                "one class", "high", "ragged, plain")
 
 
-def variant(tmp_path, *pairs):
-    "The module with texts replaced, on kernels in short runs"
-    module = planted(recompute, tmp_path, *pairs)
-    module.takes_kernel, module.run_length = lambda x: len(x) > 0, short_runs
+def variant(tmp_path, monkeypatch, *pairs):
+    "The module with texts replaced, on kernels in short runs, which the unchanged one is not"
+    module = planted(with_filter, tmp_path, *pairs, *unchanged([["def takes_kernel("], ["def run_length("]]))
+    everywhere(monkeypatch, module, "takes_kernel", lambda x: len(x) > 0)
+    everywhere(monkeypatch, module, "run_length", short_runs)
     return module
 
 
@@ -632,11 +634,11 @@ def first_fault(module):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(variant(tmp_path, *unchanged(MUTANTS.values()))) is None
+def test_the_unchanged_source_passes(tmp_path, monkeypatch):
+    assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
-def test_a_planted_bug_is_noticed(bug, tmp_path):
-    assert first_fault(variant(tmp_path, *MUTANTS[bug])), f"no case notices that {bug}"
+def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
+    assert first_fault(variant(tmp_path, monkeypatch, *MUTANTS[bug])), f"no case notices that {bug}"
