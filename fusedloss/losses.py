@@ -28,11 +28,10 @@ from fusedloss.core.triton import triton
 from fusedloss.core.tuning import method_of
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.filter import check_filter, recompute_linear_cross_entropy
 from fusedloss.kernels import cross_entropy, ROW_CLUSTERS
 from fusedloss.measure import Cost, predict_seconds, si, sweep_cost, Table
-from fusedloss.recompute import (
-    beside_dz, BUDGET, check_filter, check_recompute, recompute_linear_cross_entropy, slab_tiles,
-    TERMS)
+from fusedloss.recompute import beside_dz, BUDGET, check_recompute, slab_tiles, TERMS
 from fusedloss.tiles import tiled_linear_cross_entropy
 
 # %% ../nbs/07_losses.ipynb #8f7a91c5

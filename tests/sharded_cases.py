@@ -22,7 +22,7 @@ from fusedloss.core import tuning
 from fusedloss.core.ranks import owned
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.partial_fc import NegativeSampler, PartialFC
-from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import sharded_linear_cross_entropy
 from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
 from grids import FULL

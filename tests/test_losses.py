@@ -23,7 +23,7 @@ import fusedloss.losses as losses
 from fusedloss.baseline import sample_data
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
-from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.filter import recompute_linear_cross_entropy
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference

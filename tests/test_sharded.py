@@ -16,7 +16,7 @@ import fusedloss.sharded as sharded
 from fusedloss.core import ranks as core_ranks
 from fusedloss.core.options import RowOptions
 from fusedloss.core.ranks import owned, pack, packets_of, POCKET
-from fusedloss.recompute import recompute_linear_cross_entropy
+from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
 from grids import few, FULL
 from helpers import everywhere, planted, unchanged
