@@ -24,8 +24,8 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.ranks import (
-    agreement, Batch, everyone, exchanged, gather_rows, input_kinds, kinds_for, local_of, owned,
-    same_on_all, send_home, Shards, shards_of, spread_on, summed, tokens_spread, widest)
+    agreement, Batch, everyone, exchanged, gather_rows, owned, same_on_all, send_home, Shards,
+    shards_of, spread_on, summed, tokens_spread, widest)
 from fusedloss.core.reference import below, row_stats, score_and_slope, share_of, total_weight
 from fusedloss.core.softmax import unit as score_unit
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
@@ -331,6 +331,29 @@ def sharded_loss(
     told = row_stats(lse, lse - mean, torch.cat([others, rank, others]), y, weights, o.z_loss)
     return loss, CrossEntropyStats(*(own_rows(t, b, s) if t.requires_grad else t if not t.dim()
                                      else t[b.mine(s)] for t in told))
+
+# %% ../nbs/10_sharded.ipynb #755a8a2f
+def local_of(
+    t,  # a tensor, a DTensor or None
+    name:str, mesh, placements:list,  # those that will do
+):
+    "What of a DTensor lies here; other tensors as they are."
+    if not spread_on(t): return t
+    fits = t.device_mesh == mesh and t.placements in [(p,) for p in placements]
+    expect(fits, name, f"a plain tensor, or one of {placements} on the weight's mesh",
+           f"{list(t.placements)} on {t.device_mesh}")
+    return t.to_local()
+
+# %% ../nbs/10_sharded.ipynb #a9bef58c
+def kinds_for(t:Tensor) -> list:
+    "How a tensor may lie that goes with `t`."
+    return [t.placements[0]] if spread_on(t) and len(t.placements) == 1 else []
+
+# %% ../nbs/10_sharded.ipynb #59c576c9
+def input_kinds(input:Tensor) -> list:
+    "How an input may lie: whole everywhere, or its tokens over the ranks."
+    from torch.distributed.tensor import Replicate, Shard
+    return [Replicate(), *(Shard(d) for d in range(input.dim() - 1))]  # the last is features'
 
 # %% ../nbs/10_sharded.ipynb #bd80ea68
 def batch_of(

@@ -192,7 +192,7 @@ ROWS = [RowOptions(), RowOptions(label_smoothing=0.1), RowOptions(softcap=2.0, l
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 13])
 @pytest.mark.parametrize("o", ROWS, ids=["plain", "smooth", "capped"])
-def test_played_core_ranksmatch_the_definition(ranks, o):
+def test_played_ranks_match_the_definition(ranks, o):
     for got, wanted in zip(*play(ranks, o)):
         assert_close(got, wanted)
 

@@ -84,29 +84,6 @@ def shards_of(
            f"{s.stop - s.start} of {n_classes} rows here", len(here))
     return s
 
-# %% ../../nbs/library/ranks.ipynb #755a8a2f
-def local_of(
-    t,  # a tensor, a DTensor or None
-    name:str, mesh, placements:list,  # those that will do
-):
-    "What of a DTensor lies here; other tensors as they are."
-    if not spread_on(t): return t
-    fits = t.device_mesh == mesh and t.placements in [(p,) for p in placements]
-    expect(fits, name, f"a plain tensor, or one of {placements} on the weight's mesh",
-           f"{list(t.placements)} on {t.device_mesh}")
-    return t.to_local()
-
-# %% ../../nbs/library/ranks.ipynb #a9bef58c
-def kinds_for(t:Tensor) -> list:
-    "How a tensor may lie that goes with `t`."
-    return [t.placements[0]] if spread_on(t) and len(t.placements) == 1 else []
-
-# %% ../../nbs/library/ranks.ipynb #59c576c9
-def input_kinds(input:Tensor) -> list:
-    "How an input may lie: whole everywhere, or its tokens over the ranks."
-    from torch.distributed.tensor import Replicate, Shard
-    return [Replicate(), *(Shard(d) for d in range(input.dim() - 1))]  # the last is features'
-
 # %% ../../nbs/library/ranks.ipynb #8d03ce8e
 def tokens_spread(input:Tensor) -> bool:
     "Whether a DTensor's tokens lie over the ranks."
