@@ -12,9 +12,10 @@ from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posterior
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.kernels import CrossEntropyStats, cross_entropy
 from fusedloss.linear_ctc import linear_ctc_loss
-from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy, plan
+from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy
 from fusedloss.margins import margin_cross_entropy
 from fusedloss.partial_fc import NegativeSampler, PartialFC, RowSparse
+from fusedloss.plans import plan
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.scans import logz, sample, viterbi
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, sharded_linear_cross_entropy

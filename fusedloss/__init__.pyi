@@ -7,9 +7,10 @@ from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_wit
 from fusedloss.iota import iota_cross_entropy as iota_cross_entropy, onehot_select as onehot_select, rewrite_gather as rewrite_gather
 from fusedloss.kernels import CrossEntropyStats as CrossEntropyStats
 from fusedloss.linear_ctc import linear_ctc_loss as linear_ctc_loss
-from fusedloss.losses import LinearCrossEntropyLoss as LinearCrossEntropyLoss, plan as plan
+from fusedloss.losses import LinearCrossEntropyLoss as LinearCrossEntropyLoss
 from fusedloss.margins import margin_cross_entropy as margin_cross_entropy
 from fusedloss.partial_fc import NegativeSampler as NegativeSampler, PartialFC as PartialFC, RowSparse as RowSparse
+from fusedloss.plans import plan as plan
 from fusedloss.scans import logz as logz, sample as sample, viterbi as viterbi
 from fusedloss.sharded import ShardedPartialFC as ShardedPartialFC, ShardedRowSparse as ShardedRowSparse
 from fusedloss.tiles import MemoryEfficientVocabOutput as MemoryEfficientVocabOutput, tiled_linear_cross_entropy as tiled_linear_cross_entropy

@@ -13,8 +13,9 @@ import fusedloss.sharded as sharded
 import fusedloss.tiles as tiles
 from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
-from fusedloss.losses import linear_cross_entropy, plan
+from fusedloss.losses import linear_cross_entropy
 from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
+from fusedloss.plans import plan
 from fusedloss.recompute import RowOptions, Tiling
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
