@@ -6,15 +6,14 @@
 __all__ = ['Sample', 'sample_data', 'baseline_linear_cross_entropy', 'BaselineSoftmax', 'BaselineSoftmaxNllLoss']
 
 # %% ../nbs/01_baseline.ipynb #f85041a9
-import math, os
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from fusedloss.core.operators import check_unbatched
-from fusedloss.core.words import Reduction
+from fusedloss.core.checks import acc_dtype, bad_labels, check_inputs, check_linear
+from fusedloss.core.options import Reduction
 
 # %% ../nbs/01_baseline.ipynb #7dd62ea3
 class Sample(NamedTuple):
@@ -40,98 +39,6 @@ def sample_data(
     return Sample(x.to(dtype).requires_grad_(requires_grad),
                   w.to(dtype).requires_grad_(requires_grad), y)
 
-# %% ../nbs/01_baseline.ipynb #86c6eeb1
-def is_number(value) -> bool:
-    "A finite Python number; a tensor would want a gradient."
-    return (isinstance(value, (int, float)) and not isinstance(value, bool)
-            and -math.inf < value < math.inf)
-
-def expect(ok:bool, name:str, expected, got):
-    "`ValueError` that says what was expected and what came, unless `ok`."
-    if not ok: raise ValueError(f"{name}: expected {expected}, got {got}")
-
-def expect_tensor(name:str, value):
-    "`ValueError` unless `value` is a tensor."
-    expect(isinstance(value, Tensor), name, "a tensor", type(value).__name__)
-
-# %% ../nbs/01_baseline.ipynb #8636c6c1
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-def autocasts(device:str) -> bool:
-    "Whether autocast is on for a type of device; never on meta, which has none."
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-def check_linear(
-    input:Tensor,  # [..., H]
-    linear_weight:Tensor,  # [V,H]
-):
-    "`ValueError` unless `input` and `linear_weight` can be multiplied, or will be by autocast."
-    expect_tensor("input", input)
-    expect_tensor("linear_weight", linear_weight)
-    expect(linear_weight.dim() == 2, "linear_weight",
-           "shape [V, H]", list(linear_weight.shape))
-    expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input",
-           f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
-    for name, t in (("input", input), ("linear_weight", linear_weight)):
-        expect(t.dtype in FLOATS, name, "a floating dtype of 16, 32 or 64 bits", t.dtype)
-    mixes = (autocasts(input.device.type)
-             and torch.float64 not in (input.dtype, linear_weight.dtype))
-    expect(input.dtype == linear_weight.dtype or mixes, "linear_weight",
-           f"the input's dtype {input.dtype}", linear_weight.dtype)
-    expect(input.device == linear_weight.device, "linear_weight",
-           f"the input's device {input.device}", linear_weight.device)
-
-# %% ../nbs/01_baseline.ipynb #adc37378
-def check_labels(
-    target:Tensor,  # any shape, integers
-    n_classes:int, ignore_index:int,
-):
-    "`IndexError` naming the first label not in `[0, n_classes)`; on GPUs if FUSEDLOSS_DEBUG=1."
-    looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
-    if not looks or torch.compiler.is_compiling(): return
-    check_unbatched(target)
-    wrong = bad_labels(target.long(), n_classes, ignore_index)
-    if isinstance(wrong, torch._subclasses.FakeTensor): return  # which has a shape and no numbers
-    wrong = wrong.nonzero()
-    if not len(wrong): return
-    at = tuple(wrong[0].tolist())
-    raise IndexError(f"target[{', '.join(map(str, at))}] is {target[at].item()}: "
-                     f"expected 0 ≤ label < {n_classes}, or {ignore_index} to ignore")
-
-def bad_labels(target:Tensor, n_classes:int, ignore_index:int) -> Tensor:
-    "True where a label (int64) is neither a class nor ignored."
-    return (target != ignore_index) & ((target < 0) | (target >= n_classes))
-
-# %% ../nbs/01_baseline.ipynb #c698a1cf
-def check_target(
-    target:Tensor,  # of `shape`, integers
-    shape:torch.Size, device:torch.device, reduction:str,
-):
-    "Raise `ValueError` for targets of another kind, and for an unknown reduction."
-    expect_tensor("target", target)
-    expect(target.shape == shape, "target", f"shape {list(shape)}", list(target.shape))
-    integer = not (target.is_floating_point() or target.is_complex()
-                   or target.dtype == torch.bool)
-    expect(integer, "target", "an integer dtype", target.dtype)
-    expect(target.device == device, "target", f"the input's device {device}", target.device)
-    expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'",
-           repr(reduction))
-
-# %% ../nbs/01_baseline.ipynb #0c45ad09
-def check_inputs(
-    input:Tensor,  # [..., H]
-    linear_weight:Tensor,  # [V,H]
-    target:Tensor,  # [...], integers
-    reduction:str="mean", ignore_index:int=-100, margin:float=0.35, scale:float|None=None,
-):
-    "Raise `ValueError` or `IndexError` for input that no loss here accepts."
-    check_linear(input, linear_weight)
-    check_target(target, input.shape[:-1], input.device, reduction)
-    expect(is_number(margin), "margin", "a finite number", margin)
-    expect(scale is None or is_number(scale) and scale > 0, "scale",
-           "a positive number or None", scale)
-    check_labels(target, len(linear_weight), ignore_index)
-
 # %% ../nbs/01_baseline.ipynb #0411c565
 def reduce_loss(
     losses:Tensor,  # any shape, one a token
@@ -147,10 +54,6 @@ def reduce_loss(
     return total if reduction == "sum" else total / (~ignored).sum().clamp(min=1)
 
 # %% ../nbs/01_baseline.ipynb #8f00492f
-def acc_dtype(dtype:torch.dtype) -> torch.dtype:
-    "float64 for float64, else float32: what losses, statistics and sums are kept in."
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
 def row_norms(t:Tensor) -> Tensor:
     "Norm of each row of `t [R,H]`, in `acc_dtype`; 1 for a zero row."
     norms = torch.linalg.vector_norm(t, dim=-1, dtype=acc_dtype(t.dtype))

@@ -10,18 +10,17 @@ import math, os
 from typing import Any, Callable, Literal, NamedTuple, Optional
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from fusedloss.baseline import (
-    acc_dtype, autocasts, check_inputs, check_linear, expect, FLOATS)
+from fusedloss.core.checks import (
+    acc_dtype, autocasts, check_inputs, check_linear, check_options, check_weights, expect, FLOATS)
 from fusedloss.core.operators import first_order, observed, operator, products
+from fusedloss.core.options import Accumulate, CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.products import product_dtype, put_product, tile_slices
+from fusedloss.core.reference import row_stats, share_of, total_weight
+from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import Accumulate, Reduction
-from fusedloss.kernels import (
-    CrossEntropyStats, RowOptions, check_options, check_weights, has_kernel, launch_bwd,
-    row_stats, rows_bwd, rows_fwd, scaled_rows, share_of, total_weight, turn_around)
-from fusedloss.tiles import product_dtype, put_product, tile_slices
+from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd, scaled_rows, turn_around
 
 # %% ../nbs/05_chunks.ipynb #cee6827f
 def equal_rows(

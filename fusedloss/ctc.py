@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusedloss.baseline import expect, expect_tensor
-from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.checks import expect, expect_tensor
+from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import observed, operator
-from fusedloss.core.words import Lengths, Reduction
-from fusedloss.kernels import ELEMENTS, on_device, reduce_rows, scaled_rows
-from fusedloss.scans import Paths, active, logz, sample, stay, viterbi
+from fusedloss.core.options import Lengths, Reduction
+from fusedloss.core.reference import reduce_rows
+from fusedloss.core.triton import on_device
+from fusedloss.kernels import scaled_rows
+from fusedloss.scans import active, logz, Paths, sample, stay, viterbi
 from fusedloss.semirings import Log
 
 # %% ../nbs/13_ctc.ipynb #0695cd76

@@ -10,12 +10,13 @@ from importlib.resources import files
 from typing import Any, Callable
 
 import torch
-from torch import Tensor, fx
+from torch import fx, Tensor
 
-from fusedloss.baseline import (
-    FLOATS, acc_dtype, check_labels, check_target, expect, expect_tensor, reduce_loss)
+from fusedloss.baseline import reduce_loss
+from fusedloss.core.checks import (
+    acc_dtype, check_labels, check_target, expect, expect_tensor, FLOATS)
 from fusedloss.core.operators import check_reverse, first_order
-from fusedloss.core.words import Reduction
+from fusedloss.core.options import Reduction
 
 # %% ../nbs/03_iota.ipynb #a0777ee1
 def target_mask(

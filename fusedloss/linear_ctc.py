@@ -10,31 +10,31 @@ import functools
 from typing import NamedTuple, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch.nn import functional as F
 
-from fusedloss.baseline import acc_dtype, check_linear, expect
-from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.chunks import scaled, scaled_bias
-from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import Lengths, Reduction
-from fusedloss.ctc import (
-    arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
-    moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares,
-    strip_states, usable, visible)
-from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.checks import acc_dtype, check_linear, expect
+from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.operators import first_order, observed, operator, products
+from fusedloss.core.options import Lengths, Reduction, RowOptions
+from fusedloss.core.products import (
+    add_product, autocast_like_linear, chunk_scores, multiplies_in_float32, place, takes_kernel,
+    tile_product, tile_scores, tile_slices, unit_of, wide, write_product)
+from fusedloss.core.reference import reduce_rows
+from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
+from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
+from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.tuning import starter
-from fusedloss.kernels import (
-    ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
-    tl, unit as score_unit)
-from fusedloss.recompute import (
-    check_recompute, chunk_scores, deeper, fastest, launch_sums, multiprocessors, operand, place,
-    takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
+from fusedloss.core.weights import weight_and_bias
+from fusedloss.ctc import (
+    arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip, moved,
+    per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, strip_states, usable,
+    visible)
+from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.scans import active, stay
 from fusedloss.semirings import Log
-from fusedloss.tiles import (
-    add_product, autocast_like_linear, multiplies_in_float32, tile_slices, unit_of)
 
 # %% ../nbs/14_linear_ctc.ipynb #16510446
 f32, f64, i64 = torch.float32, torch.float64, torch.int64

@@ -12,16 +12,17 @@ from typing import Any, Callable, Literal, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from fusedloss.baseline import (
-    acc_dtype, check_labels, check_linear, check_target, expect, is_number, reduce_loss)
+from fusedloss.baseline import reduce_loss
+from fusedloss.core.checks import (
+    acc_dtype, check_labels, check_linear, check_target, expect, is_number)
 from fusedloss.core.operators import operator, products
+from fusedloss.core.options import HeadMethod, Reduction
+from fusedloss.core.products import (
+    add_product, autocast_like_linear, product_dtype, tile_slices, unit_of, wide_product)
 from fusedloss.core.weights import weight_alone
-from fusedloss.core.words import HeadMethod, Reduction
-from fusedloss.tiles import (
-    add_product, autocast_like_linear, locate, product_dtype, Target, tile_slices, unit_of,
-    wide_product)
+from fusedloss.tiles import locate, Target
 
 # %% ../nbs/08_margins.ipynb #67159e0a
 EPS = 1e-5  # the shortest row that counts as having a direction

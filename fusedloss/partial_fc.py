@@ -12,24 +12,24 @@ from typing import Any, Callable, Iterator, Literal, NamedTuple, Optional, Seque
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedloss.baseline import (
+from fusedloss.core.checks import (
     acc_dtype, autocasts, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import check_reverse, first_order, observed, operator, products
+from fusedloss.core.options import HeadMethod
+from fusedloss.core.products import (
+    add_product, autocast_like_linear, multiplies_in_float32, place, product_dtype, put_product,
+    tile_product, tile_slices, unit_of, wide_product)
+from fusedloss.core.softmax import finite, join, power, unit as score_unit
+from fusedloss.core.tiling import (
+    deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of)
+from fusedloss.core.triton import has_kernel, jit, on_device, tl
 from fusedloss.core.tuning import current_step, keeping, starter
-from fusedloss.core.words import HeadMethod
-from fusedloss.kernels import (
-    finite, has_kernel, jit, on_device, power, tl, unit as score_unit)
 from fusedloss.margins import bent, bent_slope, CosFace, EPS, leave_out, lengths, Margin
-from fusedloss.recompute import (
-    deeper, fastest, join, multiprocessors, operand, place, run_length, tile_product, Tiling,
-    tiling_of)
-from fusedloss.tiles import (
-    add_product, autocast_like_linear, locate, multiplies_in_float32, product_dtype, put_product,
-    Target, tile_slices, unit_of, wide_product)
+from fusedloss.tiles import locate, Target
 
 # %% ../nbs/09_partial_fc.ipynb #2fca258a
 MASK, GOLDEN = 2**32 - 1, 0x9E3779B9  # 32 bits; 2³² over the golden ratio

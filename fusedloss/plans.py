@@ -13,15 +13,15 @@ from typing import Literal, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.baseline import acc_dtype, expect, FLOATS
 from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
+from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
+from fusedloss.core.options import Accumulate, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
-from fusedloss.core.words import Accumulate, Reduction
+from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.kernels import ROW_CLUSTERS
 from fusedloss.measure import Cost, predict_seconds, si, sweep_cost, Table
-from fusedloss.recompute import (
-    beside_dz, BUDGET, BY_DESCRIPTORS, cut, run_length, slab_tiles, TERMS, Tiling)
+from fusedloss.recompute import beside_dz, BUDGET, slab_tiles, TERMS
 
 # %% ../nbs/33_plans.ipynb #8f7a91c5
 class Request(NamedTuple):

@@ -6,82 +6,32 @@
 __all__ = ['recompute_linear_cross_entropy']
 
 # %% ../nbs/06_recompute.ipynb #eeafc4f7
-import functools
-import itertools
-import math
+import functools, itertools, math
 from typing import Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from fusedloss.baseline import acc_dtype, autocasts, check_inputs, expect, is_number
-from fusedloss.core.devices import Device, device_of, GPUS, Implementation
+from fusedloss.core.checks import (
+    acc_dtype, autocasts, check_inputs, check_options, check_weights, expect, is_number)
+from fusedloss.core.devices import device_of
 from fusedloss.core.operators import operator, products
-from fusedloss.core.tuning import fastest as fastest_variant, starter
+from fusedloss.core.options import CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.products import (
+    add_product, autocast_like_linear, chunk_scores, load_operand, place, takes_kernel,
+    tile_product, tile_scores, tile_slices, unit_of, wide, wide_product, write_product)
+from fusedloss.core.reference import (
+    factors, reduce_rows, row_stats, row_terms, share_of, total_weight)
+from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
+from fusedloss.core.softmax import finite, join, power, score_fn, shifted, unit as score_unit
+from fusedloss.core.tiling import (
+    copyable, cut, deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling,
+    tiling_of)
+from fusedloss.core.triton import has_kernel, jit, on_device, tl
+from fusedloss.core.tuning import starter
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import Reduction
-from fusedloss.kernels import (
-    all_weights, check_options, check_weights, class_weight, CrossEntropyStats, finish_kernel,
-    factors, finite, has_kernel, jit, load_labels, on_device, power, reduce_rows, row_gradient,
-    row_stats, row_terms, RowOptions, rows_bwd, rows_fwd, score_fn, share_of, shifted, tl,
-    total_weight, unit as score_unit)
-from fusedloss.tiles import (
-    add_product, autocast_like_linear, tile_slices, unit_of, wide_product)
-
-# %% ../nbs/06_recompute.ipynb #891bc001
-@jit
-def place(t, tiles_n, tiles_v, GROUP: tl.constexpr):
-    "Row and column of tile t: down GROUP rows of tiles, then to the next column."
-    first = t // (GROUP * tiles_v) * GROUP
-    height = tl.minimum(tiles_n - first, GROUP)
-    inner = t % (GROUP * tiles_v)
-    return first + inner % height, inner // height
-
-# %% ../nbs/06_recompute.ipynb #7c980073
-@jit
-def load_operand(
-    t, first, k, rows, width, stride_r, stride_k,  # a descriptor, or a pointer and its strides
-    R: tl.constexpr, K: tl.constexpr, DESC: tl.constexpr,
-):
-    "Rows `first`.., features `k`.. of a matrix, [R,K], zeros beyond its edges."
-    if DESC:
-        return t.load([first, k])
-    else:
-        r, c = first + tl.arange(0, R), k + tl.arange(0, K)
-        at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_k
-        return tl.load(t + at, mask=(r < rows)[:, None] & (c < width)[None, :], other=0.0)
-
-# %% ../nbs/06_recompute.ipynb #40536466
-@jit
-def tile_product(
-    x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
-    BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, DESC: tl.constexpr,
-):
-    "The tile (tn, tv) of x wᵀ, [BN,BV] in float32."
-    product = tl.zeros([BN, BV], tl.float32)
-    for k in range(0, H, BH):
-        a = load_operand(x, tn * BN, k, N, H, x_stride_n, x_stride_h, BN, BH, DESC)
-        b = load_operand(w, tv * BV, k, V, H, w_stride_v, w_stride_h, BV, BH, DESC)
-        product = tl.dot(a, b.T, product, input_precision="ieee")
-    return product
-
-# %% ../nbs/06_recompute.ipynb #b41bf386
-@jit
-def tile_scores(product, bias_ptr, cols, V, logit_scale, softcap, SCORE: tl.constexpr):
-    "Scores and slopes of a tile's products [BN,BV]."
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-        product += bias[None, :]
-    return SCORE(product, logit_scale, softcap)
-
-# %% ../nbs/06_recompute.ipynb #ce628b98
-@jit
-def join(base, s, z, UNIT: tl.constexpr):
-    "One step of the online softmax: the tile z [BN,BV] joins base, s [BN]."
-    top = tl.maximum(base, tl.max(z, 1) * UNIT)
-    safe = finite(top)
-    return top, s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None], UNIT), 1)
+from fusedloss.kernels import rows_bwd, rows_fwd
 
 # %% ../nbs/06_recompute.ipynb #6a5f464c
 @jit
@@ -211,135 +161,10 @@ def merge_kernel(
     tl.store(at + 5 * N, ahead, mask=keep)
     tl.store(at + 6 * N, squares, mask=keep)
 
-# %% ../nbs/06_recompute.ipynb #41a1ec88
-class Tiling(NamedTuple):
-    "Tiles of BN × BV scores, BH features at a time; loaded by descriptors, or by pointers."
-    desc: bool
-    BN: int
-    BV: int
-    BH: int
-    warps: int = 8
-    stages: int = 3  # tiles of operands in flight
-    group: int = 8  # tiles of tokens that share a walk over the classes
-
-# %% ../nbs/06_recompute.ipynb #2406d1c4
-def shared_bytes(
-    t:Tiling, d:Device,
-    stores:bool=True,  # whether the kernel writes tiles of 16 bits
-) -> int:
-    "Bytes of shared memory that a kernel asks for, at most."
-    major = d.capability[0]
-    operands = 2 * t.BH * (t.BN + t.BV) * (t.stages - (major not in (9, 10)))
-    stored = t.BN * t.BV * stores * t.desc  # half a tile
-    if major == 10: stored = stored * 3 // 2  # on its way from tensor memory
-    return operands + stored + 4 * t.warps * max(t.BN, t.BV) + 1024  # sums of warps; barriers
-
-WIDE = Tiling(True, 128, 256, 64), Tiling(True, 128, 256, 32)  # the best that fits is taken
-BUSY = Tiling(True, 128, 128, 64, stages=4), Tiling(True, 128, 128, 64)
-POINTERS = Tiling(False, 128, 128, 32),
-
-def cut(d:Device, desc:bool, busy:bool) -> Tiling:
-    "Tiles for the kernels; `busy` if much is computed of each score, and wants registers."
-    if d.vendor == "none": return Tiling(False, 16, 32, 32)  # the interpreter
-    tilings = (BUSY if busy else WIDE) if desc else POINTERS
-    fit = [t for t in tilings if shared_bytes(t, d) <= d.shared_memory]
-    return fit[0] if fit else tilings[-1]
-
-def deeper(
-    t:Tiling, d:Device, stores:bool,  # as above
-) -> tuple[int, ...]:
-    "Other numbers of tiles in flight that may be faster, and fit."
-    more = t._replace(stages=t.stages + 1)
-    fits = more.stages <= 4 and shared_bytes(more, d, stores) <= d.shared_memory
-    return (more.stages,) if fits else ()
-
-# %% ../nbs/06_recompute.ipynb #0534263d
-def _tiles(desc:bool):
-    "How a GPU's products are cut, in words."
-    return lambda d: "{1}×{2}×{3}, {5} in flight".format(*cut(d, desc, False))
-
-BY_DESCRIPTORS = Implementation("products of scores, operands by descriptors", "lse_kernel, dz_kernel",
-                                ("nvidia", "tma"), "operands by pointers", _tiles(True))
-BY_POINTERS = Implementation("products of scores, operands by pointers", "lse_kernel, dz_kernel",
-                             ("gpu",), "PyTorch", _tiles(False))
-
-# %% ../nbs/06_recompute.ipynb #94331827
-def copyable(
-    t:Tensor, stride:int,  # [R,K], elements from row to row
-) -> bool:
-    "Whether the copy engine takes tiles of a matrix like `t`, rows `stride` apart."
-    return (not BY_DESCRIPTORS.lacks(device_of(t)) and t.element_size() == 2
-            and stride > 0 and stride * 2 % 16 == 0)
-
-def describable(
-    t:Tensor,  # [R,K]
-) -> bool:
-    "Whether a tensor descriptor can stand for `t`."
-    return (t.numel() > 0 and copyable(t, t.stride(0)) and t.stride(1) == 1
-            and t.stride(0) >= t.shape[1] and t.data_ptr() % 16 == 0)
-
-def tiling_of(
-    x:Tensor, w:Tensor,  # [N,H], [V,H]
-    busy:bool=False,
-) -> Tiling:
-    "How the kernels cut x wᵀ, and how they load it."
-    return cut(device_of(x), describable(x) and describable(w), busy)
-
-def is_busy(o:RowOptions, extra:bool) -> bool:
-    "Whether scores need more than an exponential each."
-    return extra or o.softcap > 0 or o.label_smoothing > 0
-
 # %% ../nbs/06_recompute.ipynb #ff544e78
-def multiprocessors(device:torch.device) -> int:
-    "How many programs run at once."
-    return device_of(device).multiprocessors
-
-def run_length(
-    n_tokens:int, tiles_v:int,  # N, tiles in a row
-    numbers:int=2,  # fp32, that a run leaves for each token
-    budget:int=0,  # bytes; 0 for our own choice
-) -> int:  # tiles
-    "Tiles of a run: as few as leave partial sums of at most 64 MiB, and within the budget."
-    run, most = 1, min(2**26, budget or 2**26)
-    while 4 * numbers * n_tokens * -(-tiles_v // run) > most and run < tiles_v: run *= 2
-    return run
-
 def run_numbers(o:RowOptions, stats:bool) -> int:
     "How many numbers a run leaves for each token."
     return 7 if stats or o.label_smoothing else 2
-
-# %% ../nbs/06_recompute.ipynb #aaef8d5a
-TIMED = 1e11  # FLOPs
-
-def variants(t:Tiling, stages:tuple[int, ...]) -> list[Tiling]:
-    "The same tiles, walked and loaded otherwise; every one gives the same bits."
-    others = [t._replace(stages=s, group=g) for s in (t.stages, *stages) for g in (8, 32)]
-    return list(dict.fromkeys([t, *others]))
-
-def is_timed(
-    x:Tensor, dtype:torch.dtype, n_classes:int,  # [N,H], that of products, V
-) -> bool:
-    "Whether a product is large enough to time variants of its kernel; the same on all ranks."
-    return x.is_cuda and dtype.itemsize == 2 and 2.0 * x.numel() * n_classes >= TIMED
-
-def fastest(
-    kernel, x:Tensor, n_classes:int,  # [N,H], V
-    t:Tiling, stages:tuple[int, ...],  # the first choice, others to try
-    run:Callable[..., None],  # launches the kernel, or compiles it
-    **flags,  # options that it is compiled for
-) -> Tiling:
-    "The fastest variant for this class of shapes; measured once for a GPU."
-    small = 2.0 * x.numel() * n_classes < TIMED
-    if small or not (t.desc or x.is_cuda): return t
-    return fastest_variant(kernel, x, (*x.shape, n_classes), t,
-                           functools.partial(variants, t, stages), run, **flags)
-
-# %% ../nbs/06_recompute.ipynb #7d73fb68
-def operand(t:Tensor, rows:int, width:int, desc:bool):
-    "A descriptor of `t` with tiles [rows, width], or `t` itself."
-    if not desc: return t
-    from triton.tools.tensor_descriptor import TensorDescriptor
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, width])
 
 # %% ../nbs/06_recompute.ipynb #729cdbb0
 def launch_sums(
@@ -567,15 +392,6 @@ def take_unit(
     terms[1:5] /= unit
     return unit
 
-# %% ../nbs/06_recompute.ipynb #245426c5
-def write_product(
-    out:Tensor, a:Tensor, b:Tensor,  # [R,C], [R,K], [K,C]
-    unit:Optional[Tensor],
-):
-    "out = unit · a b, summed in float32 and rounded once."
-    if unit is None: torch.mm(a, b, out=out)
-    else: out.copy_(wide_product(a, b).mul_(unit))
-
 # %% ../nbs/06_recompute.ipynb #4aab2c30
 def launch_gradients(
     terms:Tensor, unit:Optional[Tensor],  # [6,N]
@@ -603,26 +419,11 @@ def launch_gradients(
     return dx.to(x.dtype), dw, db if unit is None else db.mul_(unit)
 
 # %% ../nbs/06_recompute.ipynb #c22f99a5
-def takes_kernel(x:Tensor) -> bool:
-    "Whether the kernels of this page take this input."
-    return has_kernel(x) and x.element_size() == 2 and len(x) > 0
-
 def plain_chunks(x:Tensor, w:Tensor, budget:int) -> list[slice]:
     "Chunks of tokens whose scores fit the budget; one token at least."
     copies = 3 if has_kernel(x) else 10  # of a chunk at once, in stage 4's two ways
     row = max(copies * len(w), len(w) + x.shape[1]) * acc_dtype(x.dtype).itemsize
     return tile_slices(len(x), max(1, (budget or BUDGET) // row)) or [slice(0, 0)]
-
-def wide(t:Tensor) -> Tensor:
-    "`t` in `acc_dtype`."
-    return t.to(acc_dtype(t.dtype))
-
-def chunk_scores(
-    x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V] or None
-) -> Tensor:  # [n,1,V]
-    "Scores of a chunk as stage 4 takes them, in the dtype of `w`."
-    z = x.to(w.dtype) @ w.T
-    return (z if bias is None else z.add_(bias))[:, None]
 
 # %% ../nbs/06_recompute.ipynb #a5328fca
 def plain_fwd(

@@ -6,21 +6,21 @@
 __all__ = ['logz', 'Paths', 'viterbi', 'path_score', 'sample', 'Posteriors', 'posteriors']
 
 # %% ../nbs/12_scans.ipynb #547eac95
-import functools
-import os
+import functools, os
 from typing import Literal, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedloss.baseline import expect
+from fusedloss.core.checks import expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import transformed
-from fusedloss.kernels import finite, jit, on_device, tl
-from fusedloss.semirings import (Log, LogSemiring, Max, MaxSemiring, Sample, Semiring,
-                                 check_graph, path_sum)
+from fusedloss.core.softmax import finite
+from fusedloss.core.triton import jit, on_device, tl
+from fusedloss.semirings import (
+    check_graph, Log, LogSemiring, Max, MaxSemiring, path_sum, Sample, Semiring)
 
 # %% ../nbs/12_scans.ipynb #3b0f9c15
 def active(

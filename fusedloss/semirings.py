@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedloss.baseline import expect
+from fusedloss.core.checks import expect
 
 # %% ../nbs/11_semirings.ipynb #bd68ebd7
 class _Sum(torch.autograd.Function):

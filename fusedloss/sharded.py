@@ -6,38 +6,39 @@
 __all__ = ['sharded_linear_cross_entropy', 'ShardedPartialFC', 'ShardedRowSparse']
 
 # %% ../nbs/10_sharded.ipynb #cd61807c
-import copy
-import functools
-import os
+import copy, functools, os
 from types import SimpleNamespace
 from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.baseline import (
-    acc_dtype, autocasts, check_labels, check_linear, check_target, expect, expect_tensor)
+from fusedloss.core.checks import (
+    acc_dtype, autocasts, check_labels, check_linear, check_options, check_target, check_weights,
+    expect, expect_tensor)
 from fusedloss.core.operators import check_reverse, first_order
+from fusedloss.core.options import (
+    BackboneReduction, CrossEntropyStats, HeadMethod, Reduction, RowOptions)
+from fusedloss.core.products import (
+    add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
+    write_product)
+from fusedloss.core.reference import below, row_stats, score_and_slope, share_of, total_weight
+from fusedloss.core.softmax import unit as score_unit
+from fusedloss.core.tiling import is_busy, is_timed, multiprocessors, tiling_of
 from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import BackboneReduction, HeadMethod, Reduction
-from fusedloss.kernels import (
-    below, check_options, check_weights, CrossEntropyStats, row_stats, RowOptions,
-    score_and_slope, share_of, total_weight, unit as score_unit)
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    apply_update, as_rows, check_features, Columns, columns_of, distinct_values, head_dtype,
-    head_stats, HeadStats, live_index, live_rows, NegativeSampler, PartialFC, _PartialLse,
+    _PartialLse, apply_update, as_rows, check_features, Columns, columns_of, distinct_values,
+    head_dtype, head_stats, HeadStats, live_index, live_rows, NegativeSampler, PartialFC,
     picks_kernel, plain_labels, RowIndex, rows_gradient, RowSparse, scoring_of, update_of,
     with_centers)
 from fusedloss.recompute import (
-    beside_dz, chunk_scores, is_busy, is_timed, launch_dz, launch_sums, multiprocessors,
-    plain_chunks, slab_tiles, take_unit, takes_kernel, tiling_of, wide, write_product)
-from fusedloss.tiles import add_product, autocast_like_linear, tile_slices, wide_product
+    beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_unit)
 
 # %% ../nbs/10_sharded.ipynb #6079070b
 def owned(

@@ -6,18 +6,19 @@
 __all__ = ['tiled_linear_cross_entropy', 'MemoryEfficientVocabOutput']
 
 # %% ../nbs/02_tiles.ipynb #beb07590
-import functools, math
+import math
 from typing import NamedTuple, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
 
-from fusedloss.baseline import (
-    acc_dtype, autocasts, check_inputs, check_linear, expect, is_number, reduce_loss,
-    row_norms)
+from fusedloss.baseline import reduce_loss, row_norms
+from fusedloss.core.checks import acc_dtype, check_inputs, check_linear, expect, is_number
 from fusedloss.core.operators import operator, products
+from fusedloss.core.options import Reduction
+from fusedloss.core.products import (
+    add_product, autocast_like_linear, product_dtype, tile_slices, unit_of, wide_product)
 from fusedloss.core.weights import weight_alone
-from fusedloss.core.words import Reduction
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3
 def square_tile(
@@ -32,63 +33,6 @@ def square_tile(
     token_tile, class_tile = (short, long) if n_tokens <= n_classes else (long, short)
     align = lambda side: side if side < 128 else -(-side // 128) * 128
     return max(1, align(token_tile)), max(1, align(class_tile))
-
-# %% ../nbs/02_tiles.ipynb #560fc907
-def product_dtype(t:Tensor) -> torch.dtype:
-    "What products of `t` are taken in: its own dtype on a GPU, at least float32 on a CPU."
-    return t.dtype if t.is_cuda else acc_dtype(t.dtype)
-
-# %% ../nbs/02_tiles.ipynb #fede67c6
-@functools.cache
-def multiplies_in_float32(device:torch.device) -> bool:
-    "Whether half-precision products can be returned in float32 there."
-    if device.type == "cpu": return False  # not asked: a fake tensor would say yes
-    a = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
-    try: torch.mm(a, a, out_dtype=torch.float32)
-    except RuntimeError: return False  # such as ROCm's before PyTorch 2.10
-    return True
-
-def wide_product(a:Tensor, b:Tensor) -> Tensor:
-    "`a [R,K]` times `b [K,C]`, summed and returned in `acc_dtype`."
-    if a.dtype == acc_dtype(a.dtype): return a @ b
-    if multiplies_in_float32(a.device): return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
-
-# %% ../nbs/02_tiles.ipynb #84a7d515
-def tile_slices(size:int, tile:int) -> list[slice]:
-    "`size` elements in runs of `tile`, the last one shorter."
-    return [slice(start, min(start + tile, size)) for start in range(0, size, tile)]
-
-# %% ../nbs/02_tiles.ipynb #25c82b33
-@functools.cache
-def adds_in_float32(device:torch.device) -> bool:
-    "Whether half-precision products can be added to a float32 sum there."
-    a = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
-    out = torch.zeros(8, 8, device=device)
-    try: torch.ops.aten.addmm.dtype_out(out, a, a, out.dtype, out=out)
-    except (RuntimeError, TypeError): return False  # the latter on meta, before PyTorch 2.13
-    return True
-
-# %% ../nbs/02_tiles.ipynb #4c47a062
-def put_product(
-    out:Tensor,  # [R,C], written or added to
-    a:Tensor, b:Tensor,  # [R,K], [K,C], of one dtype
-    add:bool=False,  # to what `out` holds
-    alpha:float=1.0,  # multiplies the product
-):
-    "`out = a b` or `out += a b`, summed in at least fp32 and rounded once."
-    factors = dict(beta=int(add), alpha=alpha, out=out)
-    if out.dtype == a.dtype: torch.addmm(out, a, b, **factors)
-    elif out.dtype == torch.float32 and adds_in_float32(a.device):
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, **factors)
-    else:
-        for i in tile_slices(len(out), 8192):
-            part = wide_product(a[i], b).mul_(alpha)
-            out[i] = out[i] + part if add else part
-
-def add_product(total:Tensor, a:Tensor, b:Tensor):
-    "`total [R,C] += a [R,K] b [K,C]`, in place; `total` is in `acc_dtype`."
-    put_product(total, a, b, add=True)
 
 # %% ../nbs/02_tiles.ipynb #c6d7ba32
 class Target(NamedTuple):
@@ -167,13 +111,6 @@ def dz_tile(
     dz = torch.mul(z, g_lse[:, None],
                    out=z if dtype == z.dtype else torch.empty_like(z, dtype=dtype))
     return dz.scatter_(1, target.column, at_target.to(dtype))
-
-# %% ../nbs/02_tiles.ipynb #94de1f62
-def unit_of(*factors:Tensor) -> Tensor:
-    "Product of the factors' largest magnitudes over 2¹²; at least the smallest normal number."
-    largest = [f.abs().nan_to_num(0.0, 0.0).amax() for f in factors]  # inf spoils its own row
-    top = torch.stack(largest).prod() / 4096
-    return top.clamp(min=torch.finfo(top.dtype).tiny)
 
 # %% ../nbs/02_tiles.ipynb #dbf8d5b5
 def remove_radial(
@@ -282,14 +219,6 @@ tiled_lse.register_autograd(_backward, setup_context=_save)
 tiled_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
 tiled_lse_grad.register_flops(lambda g_lse, g_score, x, w, *others, out_val:
                               products(x, w, *others[-2:]))
-
-# %% ../nbs/02_tiles.ipynb #b19e635d
-def autocast_like_linear(*tensors:Tensor) -> tuple[Tensor, ...]:
-    "Under autocast, what `F.linear` would see: its dtype, but float64 stays."
-    device = tensors[0].device.type
-    if not autocasts(device) or any(t.dtype == torch.float64 for t in tensors):
-        return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 # %% ../nbs/02_tiles.ipynb #0920b5ca
 def _check_tile(name:str, size:int):

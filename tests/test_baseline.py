@@ -3,8 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusedloss.baseline import (BaselineSoftmax, BaselineSoftmaxNllLoss, Sample, acc_dtype, baseline_linear_cross_entropy,
-                                linear_scores, reduce_loss, row_norms, sample_data, unit_rows)
+from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, Sample, baseline_linear_cross_entropy, linear_scores, reduce_loss, row_norms, sample_data, unit_rows
+from fusedloss.core.checks import acc_dtype
 from fusedloss.measure import relative_error
 from fusedloss.tiles import tiled_linear_cross_entropy
 from helpers import CASES, Case, faults, gradients, reference

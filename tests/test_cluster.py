@@ -6,7 +6,8 @@ import torch
 import fusedloss
 from fusedloss import kernels
 from fusedloss.core.cuda import compiled_by_cupy, compiled_by_torch, cuda_source
-from fusedloss.kernels import Cluster, RowOptions, cluster_shape, launch_cluster, reference_bwd, reference_fwd, row_cluster
+from fusedloss.kernels import Cluster, cluster_shape, launch_cluster, reference_bwd, reference_fwd, row_cluster
+from fusedloss.core.options import RowOptions
 from fusedloss.measure import saved_tensors
 from grids import few
 from on_cpu import check_nvcc

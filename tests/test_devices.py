@@ -15,7 +15,7 @@ from fusedloss import ctc, kernels, linear_ctc, partial_fc, recompute, scans, ti
 from fusedloss.core import cuda, devices
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.measure import H200, Machine
-from fusedloss.recompute import Tiling, shared_bytes
+from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from grids import FULL
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from fusedloss import kernels, linear_ctc, partial_fc, recompute, scans
 from fusedloss.core.devices import GPUS
-from fusedloss.kernels import RowOptions
+from fusedloss.core.options import RowOptions
 from grids import few, FULL
 from offline import cuda, lines_of, triton_kernels
 from typed_launches import lowerer

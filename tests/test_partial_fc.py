@@ -20,9 +20,9 @@ from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.partial_fc import (
     NegativeSampler, PartialFC, RowIndex, RowSparse, Scoring, Update, block_key, columns_bwd, columns_of, draw, draw_plain, first_occurrence,
     launch_rest, launch_update, live_index, plain_rest, plain_update, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
-from fusedloss.recompute import Tiling
+from fusedloss.core.tiling import Tiling
 from grids import FULL, few, grid, pairs
-from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted
+from helpers import TOLERANCE, everywhere, fault_of, has_no_second_derivative, planted, unchanged
 from test_margins import FORMULAS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -679,7 +679,7 @@ def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
     x.requires_grad_()
     results = []
     for looked_at in (True, False):
-        monkeypatch.setattr(partial_fc, "observed", lambda: looked_at)
+        everywhere(monkeypatch, partial_fc, "observed", lambda: looked_at)
         head = make_head(w, sample_rate=0.3)
         loss = head(x, y)
         dx, dw = torch.autograd.grad(loss, [x, head.weight])
@@ -1325,8 +1325,8 @@ def kernels_for_all(place, monkeypatch):
     "The kernels take fp32, interpreted"
     if place != "cpu":
         pytest.skip("a GPU has its kernels without asking")
-    monkeypatch.setattr(partial_fc, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
-    monkeypatch.setattr(partial_fc, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.pace < 0)
+    everywhere(monkeypatch, partial_fc, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
+    everywhere(monkeypatch, partial_fc, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.pace < 0)
     return place
 
 
@@ -1336,7 +1336,7 @@ def test_these_kernels_serve_margin_cross_entropy(margin, reduction, kernels_for
     x, w, _ = sample_data(13, 20, 70, f32, kernels_for_all)
     y = torch.tensor([5, -100, 69, *range(10)], device=kernels_for_all)
     launched, way = [], partial_fc.launch_rest
-    monkeypatch.setattr(partial_fc, "launch_rest", lambda *a, **o: launched.append(1) or way(*a, **o))
+    everywhere(monkeypatch, partial_fc, "launch_rest", lambda *a, **o: launched.append(1) or way(*a, **o))
     loss = partial(margin_cross_entropy, x, w, y, margin=margin, reduction=reduction)
     tiled, ours = loss(method="tiles"), loss()
     assert len(launched) == 1
@@ -1382,7 +1382,7 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
     v = 40
     x, w, y = sample(13, v=v, dtype=f32)
     x[3] = 0
-    monkeypatch.setattr(partial_fc, "check_labels", lambda *args: None)
+    everywhere(monkeypatch, partial_fc, "check_labels", lambda *args: None)
     for labels in (y, y.index_fill(0, torch.tensor([2]), v), torch.full_like(y, -1)):
         ways = []
         for margin in (CosFace(0.3, 40.0), Curve(0.3, 40.0)):
@@ -1503,7 +1503,7 @@ def test_the_first_step_imports_no_host_reads(monkeypatch):
     head = PartialFC(COUNT, 6, sample_rate=0.3)
     optimizer = RowSparse(SGD, head.parameters(), lr=0.1, momentum=0.9)
     x, _, y = sample(dtype=f32)
-    monkeypatch.setattr(partial_fc, "check_labels", lambda *args: None)  # on a CPU labels are looked at
+    everywhere(monkeypatch, partial_fc, "check_labels", lambda *args: None)  # on a CPU labels are looked at
     with Watch():
         head(x, y).backward()
     assert not [n for n in seen if any(word in n for word in ("nonzero", "unique", "_local_scalar", "masked_select", "equal.default"))]
@@ -1694,7 +1694,7 @@ def first_fault(m):
 
 
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(planted(partial_fc, tmp_path)) is None
+    assert first_fault(planted(partial_fc, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.parametrize("bug", MUTANTS)
@@ -1709,8 +1709,8 @@ SCORE_BUGS = {
     "conflicts stay": ("z = tl.where(product > conflict, fill, z)", "z = z"),
     "conflicts pull": ("d = tl.where(product > conflict, 0.0, d)", "d = d"),
     "targets pull like others": ("d = tl.where(cols[None, :] == slot[:, None], hold[:, None], d)", "d = d"),
-    "slabs begin at 0": ("mask=keep, other=-1) - begin", "mask=keep, other=-1)"),
-    "runs do not join": ("again = (i % RUN != 0) & (RUN > 1)", "again = (i % RUN != 0) & (RUN > 99)"),
+    "slabs begin at 0": ("slot_ptr + rows, mask=keep, other=-1) - begin", "slot_ptr + rows, mask=keep, other=-1)"),
+    "runs do not join": ("& (RUN > 1)\n        base, s = join", "& (RUN > 99)\n        base, s = join"),
 }
 ROW_BUGS = {
     "dead rows are read": ("live = there & (row >= 0)", "live = there"),
@@ -1808,8 +1808,8 @@ def score_fault(m, place, g):
         if shifted:
             shift[slot] = 0.0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(m, "run_length", lambda *sizes: 2)
-            patch.setattr(m, "slab_columns", lambda *sizes: 64)
+            everywhere(patch, m, "run_length", lambda *sizes: 2)
+            everywhere(patch, m, "slab_columns", lambda *sizes: 64)
             got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_rest(x, w, slot, shift, OF_SCORES[name], 130)
             if not all(torch.allclose(a, e, rtol=1e-4, atol=1e-4) for a, e in zip(got, exact)):
                 return f"rest, {name}"
@@ -1853,7 +1853,7 @@ KERNEL_BUGS = {bug: (look, pair) for look, bugs in ((row_fault, ROW_BUGS), (scor
 
 
 def test_the_unchanged_kernels_pass(tmp_path, place):
-    m = planted(partial_fc, tmp_path)
+    m = planted(partial_fc, tmp_path, *unchanged(pair for _, pair in KERNEL_BUGS.values()))
     assert not [found for look in (row_fault, score_fault, update_fault) if (found := look(m, place, torch.Generator().manual_seed(0)))]
 
 

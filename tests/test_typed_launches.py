@@ -44,7 +44,8 @@ def test_a_loop_keeps_the_types_of_its_variables():
 
 
 def test_a_launch_of_the_library_is_looked_at(monkeypatch):
-    from fusedloss.kernels import launch_scan, RowOptions
+    from fusedloss.kernels import launch_scan
+    from fusedloss.core.options import RowOptions
     seen = []
     monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "no")
     z, y = torch.randn(3, 1, 7), torch.tensor([0, 3, -100])

@@ -92,7 +92,7 @@ class Module:
     def __init__(self, name: str, is_package: bool, tree: ast.Module, files: dict[str, Path]):
         self.name, self.files = name, files
         self.parent = name if is_package else name.rpartition(".")[0]
-        self.statements = [s for s in tree.body if not is_docstring(s) and not isinstance(s, IMPORT)]
+        self.statements = [s for s in tree.body if not is_docstring(s) and not isinstance(s, IMPORT) and "__all__" not in bound_names(s)]
         self.facts = [Facts(s) for s in self.statements]
         self.givers: dict[str, list[int]] = {}
         for number, statement in enumerate(self.statements):

@@ -6,6 +6,7 @@
 """
 import ast
 import hashlib
+import importlib
 import json
 import re
 import shutil
@@ -248,13 +249,13 @@ def write_left_out() -> None:
 def source_outputs(nb: dict) -> dict[int, dict]:
     "By the number of a cell that shows the source of functions: its output"
     trees = [ast.parse(cell["source"]) for cell in nb["cells"] if cell["cell_type"] == "code"]
-    names: dict[str, object] = {}
-    for statement in (s for tree in trees for s in tree.body if imports_package(s)):
-        exec(compile(ast.Module([statement], []), "imports", "exec"), names)  # as the page itself runs it
+    modules = {a.asname or a.name: s.module for tree in trees for s in tree.body if imports_package(s) for a in s.names}
     found = {}
     for i, cell in enumerate(nb["cells"]):
         if cell["cell_type"] == "code" and shows_source(cell):
-            shown = eval(cell["source"], names)
+            names = [a.id for a in ast.parse(cell["source"]).body[-1].value.args]
+            show = getattr(importlib.import_module(f"{PACKAGE}.core.pages"), "show_source")
+            shown = show(*(getattr(importlib.import_module(modules[name]), name) for name in names))
             data = {"text/markdown": shown.data.splitlines(keepends=True), "text/plain": ["<IPython.core.display.Markdown object>"]}
             found[i] = {"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"}
     return found

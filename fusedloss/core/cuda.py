@@ -117,3 +117,6 @@ def cuda_kernel(
             if os.environ.get("FUSEDLOSS_DEBUG") == "1": raise
             reasons[compiler] = repr(reason)
     warn_once(sources[-1], reasons)
+
+# %% ../../nbs/library/cuda.ipynb #c39e4770
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
