@@ -8,10 +8,10 @@ check_torch()  # before names that an older one lacks
 from fusedloss import margins, semirings
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
+from fusedloss.clusters import cross_entropy
 from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.core.options import CrossEntropyStats
-from fusedloss.kernels import cross_entropy
 from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy
 from fusedloss.margins import margin_cross_entropy

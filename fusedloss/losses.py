@@ -16,15 +16,15 @@ from torch import nn, Tensor
 from fusedloss.chunks import (
     check_chunks, check_promise, chunked_linear_cross_entropy, ChunkedLinearCrossEntropyLoss,
     hold_promise, linear_dtype)
+from fusedloss.clusters import cross_entropy
 from fusedloss.core.checks import check_inputs, check_options, check_weights, expect
-from fusedloss.core.options import CrossEntropyStats
+from fusedloss.core.options import (
+    Accumulate, BackboneReduction, CrossEntropyStats, Method, Reduction)
 from fusedloss.core.rates import CPU, machine_here
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import method_of
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.options import Accumulate, BackboneReduction, Method, Reduction
-from fusedloss.kernels import cross_entropy
 from fusedloss.plans import chunks_budget, least, make_plan, Plan, plan_again, Request, Way
 from fusedloss.recompute import check_filter, check_recompute, recompute_linear_cross_entropy
 from fusedloss.tiles import tiled_linear_cross_entropy

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
+from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.options import Accumulate, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
-from fusedloss.kernels import ROW_CLUSTERS
 from fusedloss.measure import Cost, predict_seconds, si, sweep_cost, Table
 from fusedloss.recompute import beside_dz, BUDGET, slab_tiles, TERMS
 

@@ -10,6 +10,7 @@ import kernels_once
 import pytest
 import torch
 
+import fusedloss.clusters
 import fusedloss.kernels
 import fusedloss.linear_ctc
 import fusedloss.partial_fc
@@ -53,7 +54,7 @@ def test_every_triton_kernel_is_launched(part, monkeypatch):
     everywhere(monkeypatch, fusedloss.kernels, "has_kernel", has_kernel)
     everywhere(monkeypatch, fusedloss.recompute, "takes_kernel", has_kernel)
     everywhere(monkeypatch, fusedloss.partial_fc, "takes_columns", lambda x, o: len(x) > 0)
-    everywhere(monkeypatch, fusedloss.kernels, "row_cluster", lambda *given: None)
+    everywhere(monkeypatch, fusedloss.clusters, "row_cluster", lambda *given: None)
     torch.manual_seed(0)
     with kernels_once.launches() as seen:
         PARTS[part]()
