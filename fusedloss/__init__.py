@@ -16,10 +16,11 @@ from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy
 from fusedloss.margins import margin_cross_entropy
 from fusedloss.partial_fc import NegativeSampler, PartialFC, RowSparse
+from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.plans import plan
-from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.scans import logz, sample, viterbi
-from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, sharded_linear_cross_entropy
+from fusedloss.sharded import sharded_linear_cross_entropy
+from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",

@@ -25,8 +25,9 @@ from fusedloss.core.triton import triton
 from fusedloss.core.tuning import method_of
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.filter import check_filter, recompute_linear_cross_entropy
 from fusedloss.plans import chunks_budget, least, make_plan, Plan, plan_again, Request, Way
-from fusedloss.recompute import check_filter, check_recompute, recompute_linear_cross_entropy
+from fusedloss.recompute import check_recompute
 from fusedloss.tiles import tiled_linear_cross_entropy
 
 # %% ../nbs/07_losses.ipynb #eb1b1140

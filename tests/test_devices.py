@@ -14,6 +14,7 @@ import fusedloss
 from fusedloss import clusters, ctc, kernels, linear_ctc, partial_fc, recompute, scans, tiles
 from fusedloss.core import cuda, devices, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
+from fusedloss.filter import filter_tiling
 from fusedloss.measure import H200, Machine
 from fusedloss.core.options import RowOptions
 from fusedloss.core.tiling import Tiling, shared_bytes
@@ -147,7 +148,7 @@ def chosen(d, told):
     limited = any("maxnreg" in options for _, _, options in launches)
     frames = cuda(7, 2, 50)
     edges = cuda(5, 2, 4, 3)
-    return dict(descriptors=tiling.tiling_of(x, x).desc, filtered=recompute.filter_tiling(x, RowOptions(), False).desc,
+    return dict(descriptors=tiling.tiling_of(x, x).desc, filtered=filter_tiling(x, RowOptions(), False).desc,
                 cluster=clusters.row_cluster(z, None, RowOptions()) is not None, registers=limited,
                 ctc=ctc.runs_kernels(frames), scans=scans.runs_kernel(edges, Log))
 

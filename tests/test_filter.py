@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import fusedloss.recompute as recompute
+import fusedloss.filter as with_filter
+from fusedloss.core.options import RowOptions
+from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
 from grids import FULL, few
 from helpers import TOLERANCE, everywhere, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import OPTIONS, REDUCTIONS, exact
@@ -39,7 +40,7 @@ def upstream(losses):
 
 def tiles_of(module, x, options, stats):
     "Rows and columns of a tile"
-    o = recompute.RowOptions(softcap=options.get("softcap") or 0.0)
+    o = RowOptions(softcap=options.get("softcap") or 0.0)
     t = module.filter_tiling(x, o, stats)
     return t.BN, t.BV
 
@@ -48,7 +49,7 @@ def by_definition(module, x, w, b, y, eps, options, stats=False, ignore_index=-1
     "Losses, dx, dw, db in float64 by the rule itself: order, tiles, what stands for dropped ones; and the share kept"
     bn, bv = tiles_of(module, x, options, stats)
     run = module.run_length(len(x), -(-len(w) // bv)) if module.takes_kernel(x) else 1
-    order = module.order_tiles(x.detach(), w.detach(), y, b.detach(), recompute.RowOptions(
+    order = module.order_tiles(x.detach(), w.detach(), y, b.detach(), RowOptions(
         ignore_index, logit_scale=options.get("logit_scale", 1.0), softcap=options.get("softcap") or 0.0))
     classes, tokens = (t.long().cpu() for t in order)
     leaves = [t.detach().double().cpu().requires_grad_() for t in (x, w, b)]
@@ -109,7 +110,7 @@ def faults(module, device, sizes=None, eps=EPS, options={}, dtype=f32, tolerance
     "What the filtered loss gets wrong, in words"
     x, w, b, y = skewed(*(sizes or SIZES[device]), dtype=dtype, device=device)
     options = prepared(options, x, w)
-    want, kept = by_definition(module if module is recompute else TRUE, x, w, b, y, eps, options)
+    want, kept = by_definition(module if module is with_filter else TRUE, x, w, b, y, eps, options)
     got, wrong = step(module, x, w, b, y, eps, **options, **more), []
     if not share[0] <= kept <= share[1]:
         wrong.append(f"{kept:.0%} of the tiles are kept: nothing is tested")
@@ -124,13 +125,13 @@ def faults(module, device, sizes=None, eps=EPS, options={}, dtype=f32, tolerance
 
 @pytest.mark.parametrize("name", few(PLAIN, "plain", "scale and cap", "weight", "token_weight"))
 def test_dropped_tiles_and_no_others(name, way):
-    assert faults(recompute, way, options=PLAIN[name]) == []
+    assert faults(with_filter, way, options=PLAIN[name]) == []
 
 
 @pytest.mark.parametrize("sizes", few([(1, 1, 1), (7, 3, 10), (47, 13, 123), (33, 16, 257), (20, 5, 400)], (1, 1, 1), (20, 5, 400)), ids=str)
 def test_ragged_sizes(sizes, way):
     for budget in few((None, 2**11), 2**11):
-        assert faults(recompute, way, sizes, share=(0, 1), memory_budget=budget) == []
+        assert faults(with_filter, way, sizes, share=(0, 1), memory_budget=budget) == []
 
 
 LISTED = list(itertools.product([(300, 16, 330), (140, 7, 100)], [(None, EPS), (2**11, EPS), (2**11, 1e-30)]))
@@ -149,25 +150,25 @@ def test_the_list_of_kept_tiles_leaves_the_same_ones_out(sizes, how, way):
 
 @pytest.mark.parametrize("name", ["plain", "scale and cap"])
 def test_float64(name, device):
-    assert faults(recompute, device, options=PLAIN[name], dtype=f64, tolerance=1e-11) == []
+    assert faults(with_filter, device, options=PLAIN[name], dtype=f64, tolerance=1e-11) == []
 
 
 @settings(max_examples=4 if FULL else 2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 120), st.floats(0.001, 0.9), st.sampled_from(list(PLAIN.values())))
 def test_any_sizes_and_thresholds(way, n, h, v, eps, options):
-    assert faults(recompute, way, (n, h, v), eps, options, share=(0, 1), memory_budget=2**12) == []
+    assert faults(with_filter, way, (n, h, v), eps, options, share=(0, 1), memory_budget=2**12) == []
 
 
 def test_a_threshold_nothing_is_below_leaves_the_gradients(way):
     x, w, b, y = skewed(dtype=f32, device=way)
-    for a, e in zip(step(recompute, x, w, b, y, 1e-300), step(recompute, x, w, b, y, None)):
+    for a, e in zip(step(with_filter, x, w, b, y, 1e-300), step(with_filter, x, w, b, y, None)):
         assert relative_error(a, e) < TOLERANCE[f32]
 
 
 @pytest.mark.parametrize("eps", [2**-10, 0.02, 0.5, 0.999])
 def test_the_bound(eps, device):
     x, w, b, y = skewed(device=device)
-    got, exact_ = step(recompute, x, w, b, y, eps), step(recompute, x, w, b, y, None)
+    got, exact_ = step(with_filter, x, w, b, y, eps), step(with_filter, x, w, b, y, None)
     up, valid = upstream(got[0]), y != -100
     gone = [(a - e).norm(dim=1) for a, e in zip(got[1:3], exact_[1:3])]  # weights less the mean of their tile: twice
     pull = up.abs() * valid
@@ -190,8 +191,8 @@ def test_the_target_is_kept_however_unlikely(way):
 def test_ignored_tokens_keep_no_tile(way):
     x, w, b, y = skewed(dtype=f32, device=way)
     y[:] = -100
-    assert not any(t.any() for t in step(recompute, x, w, b, y, EPS))
-    *_, flags, _, _ = recompute.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.RowOptions(), False, 0, EPS)
+    assert not any(t.any() for t in step(with_filter, x, w, b, y, EPS))
+    *_, flags, _, _ = with_filter.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, RowOptions(), False, 0, EPS)
     assert not flags.any()
 
 
@@ -199,8 +200,8 @@ def test_ignored_tokens_keep_no_tile(way):
 def test_any_ignore_index(index, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     y[y == -100] = index
-    want, _ = by_definition(recompute, x, w, b, y, EPS, {}, ignore_index=index)
-    for a, e in zip(step(recompute, x, w, b, y, EPS, ignore_index=index), want):
+    want, _ = by_definition(with_filter, x, w, b, y, EPS, {}, ignore_index=index)
+    for a, e in zip(step(with_filter, x, w, b, y, EPS, ignore_index=index), want):
         assert relative_error(a.cpu().double(), e) < 2e-5
 
 
@@ -215,7 +216,7 @@ def test_a_token_without_a_softmax_spoils_what_it_would_have_spoilt(bad, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     spoilt = x.detach().clone()
     spoilt[3] = bad
-    losses, dx, dw, _ = step(recompute, spoilt.requires_grad_(), w, b, y, EPS)
+    losses, dx, dw, _ = step(with_filter, spoilt.requires_grad_(), w, b, y, EPS)
     rest = torch.arange(len(x), device=way) != 3
     assert losses[3].isnan() and losses[rest].isfinite().all()
     assert dx[rest].isfinite().all() and dx[3].isnan().any() and dw.isnan().any()
@@ -224,9 +225,9 @@ def test_a_token_without_a_softmax_spoils_what_it_would_have_spoilt(bad, way):
 @pytest.mark.parametrize("label", few([-1, 90, 91, 10**6], -1, 90))
 def test_a_label_out_of_range(label, way, monkeypatch):
     x, w, b, y = skewed(dtype=f32, device=way)
-    everywhere(monkeypatch, recompute, "check_inputs", lambda *_: None)
+    everywhere(monkeypatch, with_filter, "check_inputs", lambda *_: None)
     y[3] = label
-    losses, dx, dw, _ = step(recompute, x, w, b, y, EPS)
+    losses, dx, dw, _ = step(with_filter, x, w, b, y, EPS)
     assert losses.isnan().sum() == 1 and losses[3].isnan() and not dx[3].any() and dw.isfinite().all()
 
 
@@ -239,7 +240,7 @@ SUBSETS = [*itertools.product([False, True], repeat=3)]
 @pytest.mark.parametrize("needs", few(SUBSETS, (False, False, False), (True, False, False), (False, True, True)), ids=str)
 def test_gradients_exactly_where_they_are_asked_for(needs, way):
     leaves = skewed(dtype=f32, device=way)
-    want = step(recompute, *leaves, EPS)[1:]
+    want = step(with_filter, *leaves, EPS)[1:]
     for t, need in zip(leaves, needs):
         t.requires_grad_(need)
     x, w, b, y = leaves
@@ -278,7 +279,7 @@ def test_gradients_through_lse_and_entropy(way):
 
 def test_without_a_gradient_nothing_is_sorted(device, monkeypatch):
     x, w, b, y = skewed(dtype=f32, device=device)
-    everywhere(monkeypatch, recompute, "order_tiles", lambda *_: pytest.fail("sorted"))
+    everywhere(monkeypatch, with_filter, "order_tiles", lambda *_: pytest.fail("sorted"))
     with torch.no_grad():
         loss_of(x, w, y, linear_bias=b, filter_eps=EPS)
     loss_of(x.detach(), w.detach(), y, filter_eps=EPS)
@@ -286,7 +287,7 @@ def test_without_a_gradient_nothing_is_sorted(device, monkeypatch):
 
 def test_the_same_bits_every_time(way):
     leaves = skewed(dtype=f32, device=way)
-    runs = [step(recompute, *leaves, EPS, memory_budget=2**11) for _ in range(2)]
+    runs = [step(with_filter, *leaves, EPS, memory_budget=2**11) for _ in range(2)]
     assert all(torch.equal(a, c) for other in runs[1:] for a, c in zip(runs[0], other))
 
 
@@ -307,21 +308,21 @@ def test_matrices_of_any_strides(name, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     a, c = layout(x.detach()).requires_grad_(), layout(w.detach()).requires_grad_()
     plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
-    for g, e in zip(step(recompute, a, c, b, y, EPS), step(recompute, *plain, b, y, EPS)):
+    for g, e in zip(step(with_filter, a, c, b, y, EPS), step(with_filter, *plain, b, y, EPS)):
         assert relative_error(g, e) < TOLERANCE[f32]
 
 
 def test_nothing_of_the_caller_changes(way):
     x, w, b, y = skewed(dtype=f32, device=way)
     before = [t.detach().clone() for t in (x, w, b, y)]
-    step(recompute, x, w, b, y, EPS)
+    step(with_filter, x, w, b, y, EPS)
     assert all(torch.equal(t, c) and t._version == 0 for t, c in zip((x, w, b), before)) and torch.equal(y, before[3])
 
 
 def test_saved_are_two_numbers_a_token_an_order_flags_and_means(device):
     x, w, b, y = skewed(dtype=f32, device=device)
     kept = saved_tensors(lambda: loss_of(x, w, y, linear_bias=b, filter_eps=EPS), [x, w, b, y])
-    bn, bv = tiles_of(recompute, x, {}, False)
+    bn, bv = tiles_of(with_filter, x, {}, False)
     tiles = -(-len(w) // bv)
     assert sum(t.numel() for t in kept) <= 3 * len(x) + 1 + len(w) + tiles * (-(-len(x) // bn) + sum(x.shape))
 
@@ -347,9 +348,9 @@ def test_operators_keep_their_contract(device):
     x, w, b, y = skewed(20, 5, 70, dtype=f32, device=device)
     args = (x, w, y, b, None, None, None, -100, 0.0, 1.0, 0.0, 0.0)
     for stats in (False, True):
-        torch.library.opcheck(recompute.recompute_loss, (*args, stats, 0, EPS))
-        losses, lse, entropy, rows, *order = (t.detach() for t in recompute.recompute_loss(*args, stats, 0, EPS))
-        torch.library.opcheck(recompute.recompute_grad, (
+        torch.library.opcheck(with_filter.recompute_loss, (*args, stats, 0, EPS))
+        losses, lse, entropy, rows, *order = (t.detach() for t in with_filter.recompute_loss(*args, stats, 0, EPS))
+        torch.library.opcheck(with_filter.recompute_grad, (
             torch.ones_like(losses), None, None, x.detach(), w.detach(), y, b.detach(), None, None, None, rows, entropy, *order,
             -100, 0.0, 1.0, 0.0, 0.0, 0, True, True, True))
 
@@ -366,9 +367,9 @@ def test_compiled_whole(device):
 @pytest.mark.parametrize("dtype", [bf16, f16])
 def test_half_precision(dtype, device):
     leaves = skewed(300, 64, 2000, dtype=dtype, device=device) if device == "cuda" else skewed(dtype=dtype)
-    plain = step(recompute, *leaves, None)
+    plain = step(with_filter, *leaves, None)
     for eps in (1e-300, 1e-3):
-        for name, a, e in zip(("losses", "dx", "dw", "db"), step(recompute, *leaves, eps), plain):
+        for name, a, e in zip(("losses", "dx", "dw", "db"), step(with_filter, *leaves, eps), plain):
             assert a.dtype == e.dtype and relative_error(a, e) < (0.02 if eps < 1e-9 else 0.1), name
 
 
@@ -379,7 +380,7 @@ def test_half_precision(dtype, device):
 def test_tensor_descriptors_and_pointers(sizes, dtype):
     for options in few((PLAIN["plain"], PLAIN["scale and cap"], PLAIN["token_weight"]), PLAIN["scale and cap"]):
         for budget in (None, 4 * sizes[0] * sizes[1] + 2 * (sizes[0] + sizes[1]) * 600):
-            assert faults(recompute, "cuda", sizes, 0.003, options, dtype, 2e-2, share=(0, 1), memory_budget=budget) == []
+            assert faults(with_filter, "cuda", sizes, 0.003, options, dtype, 2e-2, share=(0, 1), memory_budget=budget) == []
 
 
 @cuda_only
@@ -463,10 +464,10 @@ def unlikely_targets(module):
     w[0], w[1:30], y[::2] = 30.0, -30.0, -100
     x[::2] = 0.0  # ignored, and spread over all classes
     x, w = x.requires_grad_(), w.requires_grad_()
-    args = x.detach(), w.detach(), y, None, None, None, None, recompute.RowOptions(), False, 0, 0.005
+    args = x.detach(), w.detach(), y, None, None, None, None, RowOptions(), False, 0, 0.005
     with pytest.MonkeyPatch.context() as patch:
         everywhere(patch, module, "run_length", lambda *_: 1)
-        (*_, flags, _, _), (*_, want, _, _) = (m.filtered_fwd(*args) for m in (module, recompute))
+        (*_, flags, _, _), (*_, want, _, _) = (m.filtered_fwd(*args) for m in (module, with_filter))
     dw, = torch.autograd.grad(module.recompute_linear_cross_entropy(x, w, y, reduction="sum", filter_eps=0.005), w)
     wrong = ["other tiles are kept"] if not torch.equal(flags, want) else []
     return wrong + (["a target is lost"] if not torch.equal(dw[y[1::2]], -torch.ones(20, 4)) else [])
@@ -491,12 +492,12 @@ def first_fault(module):
 class TRUE:
     "The unchanged module, on kernels in short runs"
     run_length, takes_kernel = staticmethod(short_runs), staticmethod(lambda x: len(x) > 0)
-    order_tiles, filter_tiling = staticmethod(recompute.order_tiles), staticmethod(recompute.filter_tiling)
+    order_tiles, filter_tiling = staticmethod(with_filter.order_tiles), staticmethod(with_filter.filter_tiling)
 
 
 def variant(tmp_path, monkeypatch, *pairs):
     "The module with texts replaced, on kernels in short runs, which the unchanged one is not"
-    module = planted(recompute, tmp_path, *pairs, *unchanged([["def takes_kernel("], ["def run_length("]]))
+    module = planted(with_filter, tmp_path, *pairs, *unchanged([["def takes_kernel("], ["def run_length("]]))
     everywhere(monkeypatch, module, "takes_kernel", lambda x: len(x) > 0)
     everywhere(monkeypatch, module, "run_length", short_runs)
     return module

@@ -16,10 +16,10 @@ from torch._dynamo.testing import CompileCounter
 
 import fusedloss.losses as losses
 from fusedloss.baseline import sample_data
+from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, shift_targets
 from fusedloss.measure import peak_memory, relative_error
 from fusedloss.plans import Request, plan_again
-from fusedloss.recompute import recompute_linear_cross_entropy
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference

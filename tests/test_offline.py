@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import fusedloss.filter as with_filter
 from fusedloss import clusters, kernels, linear_ctc, partial_fc, recompute, scans
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import RowOptions
@@ -61,9 +62,9 @@ def filtered(dtype, how, width, V=65536):
     N = 8192
     x, w, y, g = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64), vector(N)
     b = cuda(V, dtype=dtype) if stats else None
-    _, _, entropy, stored, classes, tokens, *kept = recompute.filtered_fwd(x, w, y, b, None, None, None, o, stats, 0, 1e-3)
-    order = recompute.Order(classes, tokens)
-    recompute.filtered_kernel_bwd((g, None, g if stats else None), x, w, y, b, None, None, None, stored, entropy, o, 0, (True, True, stats), order, *kept)
+    _, _, entropy, stored, classes, tokens, *kept = with_filter.filtered_fwd(x, w, y, b, None, None, None, o, stats, 0, 1e-3)
+    order = with_filter.Order(classes, tokens)
+    with_filter.filtered_kernel_bwd((g, None, g if stats else None), x, w, y, b, None, None, None, stored, entropy, o, 0, (True, True, stats), order, *kept)
 
 
 def heads(dtype, width, V=65536, conflict=2.0):

@@ -13,7 +13,8 @@ import fusedloss as fl
 from fusedloss import chunks, kernels, linear_ctc, partial_fc, tiles
 from fusedloss.core.operators import operator
 from fusedloss.core.options import RowOptions
-from fusedloss.sharded import Batch, Shards, sharded_loss
+from fusedloss.core.ranks import Batch, Shards
+from fusedloss.sharded import sharded_loss
 
 
 def define(factor: float):
@@ -82,7 +83,7 @@ def test_a_first_call_does_not_import_dynamo_and_later_ones_are_guarded_from_it(
     "The import takes seconds of a first call; once it is there, it must not look into kernels, whose names would break a graph"
     code = """if True:
         import sys, torch, fusedloss as fl
-        from fusedloss.recompute import recompute_loss
+        from fusedloss.filter import recompute_loss
         x, w, y = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True), torch.arange(4)
         for method in ("eager", "tiles", "chunks", "recompute"): fl.linear_cross_entropy(x, w, y, method=method).backward()
         fl.ctc_loss_with_logits(torch.randn(5, 1, 4, requires_grad=True), torch.ones(1, 2, dtype=torch.long), [5], [2]).backward()

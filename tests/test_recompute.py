@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+import fusedloss.filter as with_filter
 import fusedloss.recompute as recompute
-from fusedloss.core import tuning
+from fusedloss.core import tiling, tuning
+from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
-from fusedloss.core import tiling
 from grids import FULL, few
 from helpers import TOLERANCE, everywhere, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
@@ -32,11 +32,11 @@ def short_runs(n_tokens, tiles_v, *_):
 def way(request, device, monkeypatch):
     "The device, on which either the plain path or the kernels take everything they can"
     if request.param == "plain":
-        everywhere(monkeypatch, recompute, "takes_kernel", lambda x: False)
+        everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: False)
     elif device == "cpu" and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
     else:
-        everywhere(monkeypatch, recompute, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
+        everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
         everywhere(monkeypatch, recompute, "run_length", short_runs)
     return device
 
@@ -146,13 +146,13 @@ CHOSEN = few(CASES, "one of each", "one class", "ragged, plain", "several runs, 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_loss_and_gradients_are_the_definition(name, way):
-    assert faults(recompute, CASES[name], way) == []
+    assert faults(with_filter, CASES[name], way) == []
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_float64(case, device):
     case = Case(**{**case.__dict__, "dtype": f64})
-    assert faults(recompute, case, device, 1e-11) == []
+    assert faults(with_filter, case, device, 1e-11) == []
 
 
 def test_runs_of_any_length(device, monkeypatch):
@@ -213,19 +213,19 @@ SUBSETS = [*itertools.product([False, True], repeat=3)]
 @pytest.mark.parametrize("requires", few(SUBSETS, (False, False, False), (True, False, False), (False, True, True)), ids=str)
 def test_gradients_exactly_where_they_are_asked_for(requires, way):
     for reduction in few(REDUCTIONS, "mean"):
-        assert faults(recompute, Case(requires=requires, reduction=reduction, budget=2**12), way) == []
+        assert faults(with_filter, Case(requires=requires, reduction=reduction, budget=2**12), way) == []
 
 
 @pytest.mark.parametrize("name", few(INDICES, "0", "V"))
 def test_ignore_index_inside_and_outside_the_classes(name, way):
     index = INDICES[name]
     for options in (OPTIONS["plain"], OPTIONS["smooth weights"]):
-        assert faults(recompute, Case((13, 5, 40), options, "none", ignore_index=index(40)), way) == []
+        assert faults(with_filter, Case((13, 5, 40), options, "none", ignore_index=index(40)), way) == []
 
 
 @pytest.mark.parametrize("features", few([1, 127, 128, 256, 257, 512], 128, 257))
 def test_bias_counts_once(features, way):
-    assert faults(recompute, Case((5, features, 40)), way) == []
+    assert faults(with_filter, Case((5, features, 40)), way) == []
 
 
 @pytest.mark.parametrize("classes", few([1, 2, 7, 127, 129, 500], 1, 7, 129))
@@ -281,7 +281,7 @@ def calls(draw):
 @settings(max_examples=25 if FULL else 6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls())
 def test_any_call_is_the_definition(way, case):
-    assert faults(recompute, case, way, 2e-5) == []
+    assert faults(with_filter, case, way, 2e-5) == []
 
 
 # A citizen of autograd
@@ -437,7 +437,7 @@ def test_any_leading_shape(lead, device):
 def test_half_precision(name, dtype, device):
     case = Case(**{**CASES[name].__dict__, "dtype": dtype})
     x, w, b, y, options = case.tensors(device)
-    assert faults(recompute, case, device, 2 * TOLERANCE[dtype]) == []
+    assert faults(with_filter, case, device, 2 * TOLERANCE[dtype]) == []
 
 
 @cuda_only
@@ -448,7 +448,7 @@ def test_tensor_descriptors_and_pointers(sizes, dtype):
     for options, stats in ((OPTIONS["plain"], False), (OPTIONS["everything"], True)):
         for budget in (None, 2 * sizes[0] * (sizes[1] + 256)):
             case = Case(sizes, options, "none", stats=stats, budget=budget, dtype=dtype)
-            assert faults(recompute, case, "cuda", 2 * TOLERANCE[dtype]) == []
+            assert faults(with_filter, case, "cuda", 2 * TOLERANCE[dtype]) == []
 
 
 @cuda_only
@@ -539,7 +539,7 @@ def test_compiled_whole(reduction, device):
 def test_operators_keep_their_contract(stats, device):
     x, w, b, y, _ = Case(dtype=f32).tensors(device)
     args = (x, w, y, b, None, None, None, -100, 0.1, 1.0, 0.0, 0.0, stats, 0)
-    torch.library.opcheck(recompute.recompute_loss, args)
+    torch.library.opcheck(with_filter.recompute_loss, args)
 
 
 # Numbers that cannot be meant
@@ -553,7 +553,7 @@ def test_a_label_out_of_range(label, way, monkeypatch):
     y[3] = label
     with pytest.raises(IndexError, match=rf"target\[3\] is {label}: expected 0 ≤ label < 7"):
         loss_of(x, w, y)
-    everywhere(monkeypatch, recompute, "check_inputs", lambda *_: None)
+    everywhere(monkeypatch, with_filter, "check_inputs", lambda *_: None)
     losses = loss_of(x, w, y, reduction="none")
     assert losses.isnan().tolist() == [False, False, False, True, False]
     dx, = torch.autograd.grad(losses.sum(), x)
@@ -614,7 +614,7 @@ NOTICING = few(["one class", "high", "ragged", "ragged, plain", "several runs, s
 
 def variant(tmp_path, monkeypatch, *pairs):
     "The module with texts replaced, on kernels in short runs, which the unchanged one is not"
-    module = planted(recompute, tmp_path, *pairs, *unchanged([["def takes_kernel("], ["def run_length("]]))
+    module = planted(with_filter, tmp_path, *pairs, *unchanged([["def takes_kernel("], ["def run_length("]]))
     everywhere(monkeypatch, module, "takes_kernel", lambda x: len(x) > 0)
     everywhere(monkeypatch, module, "run_length", short_runs)
     return module
