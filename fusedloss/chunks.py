@@ -12,6 +12,7 @@ from typing import Any, Callable, Literal, NamedTuple, Optional
 import torch
 from torch import nn, Tensor
 
+from fusedloss.clusters import scaled_rows, turn_around
 from fusedloss.core.checks import (
     acc_dtype, autocasts, check_inputs, check_linear, check_options, check_weights, expect, FLOATS)
 from fusedloss.core.operators import first_order, observed, operator, products
@@ -20,7 +21,7 @@ from fusedloss.core.products import product_dtype, put_product, tile_slices
 from fusedloss.core.reference import row_stats, share_of, total_weight
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd, scaled_rows, turn_around
+from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd
 
 # %% ../nbs/05_chunks.ipynb #cee6827f
 def equal_rows(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusedloss.clusters import scaled_rows
 from fusedloss.core.checks import expect, expect_tensor
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
@@ -21,7 +22,6 @@ from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.triton import on_device
-from fusedloss.kernels import scaled_rows
 from fusedloss.scans import active, logz, Paths, sample, stay, viterbi
 from fusedloss.semirings import Log
 

@@ -24,7 +24,7 @@ from fusedloss.baseline import baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.ctc import ctc_loss_with_logits, forced_align
 from fusedloss.iota import iota_cross_entropy
-from fusedloss.kernels import cross_entropy
+from fusedloss.clusters import cross_entropy
 from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.measure import (GREY, INK, Drawing, Table, as_drawing, dtype_name, drawing_style, machine_line, peak_memory,

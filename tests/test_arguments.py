@@ -5,8 +5,9 @@ import torch.nn.functional as F
 
 import fusedloss as fl
 from fusedloss.baseline import sample_data
-from fusedloss.losses import METHODS, linear_cross_entropy, plan
+from fusedloss.losses import METHODS, linear_cross_entropy
 from fusedloss.measure import relative_error
+from fusedloss.plans import plan
 from helpers import broken, everywhere
 
 f32, f64 = torch.float32, torch.float64

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import kernels
+from fusedloss import clusters
+from fusedloss.clusters import Cluster, cluster_shape, launch_cluster, row_cluster
 from fusedloss.core.cuda import compiled_by_cupy, compiled_by_torch, cuda_source
-from fusedloss.kernels import Cluster, cluster_shape, launch_cluster, reference_bwd, reference_fwd, row_cluster
 from fusedloss.core.options import RowOptions
+from fusedloss.kernels import reference_bwd, reference_fwd
 from fusedloss.measure import saved_tensors
 from grids import few
 from on_cpu import check_nvcc
@@ -82,7 +83,7 @@ def test_long_rows_by_the_front_door(v, hopper):
     losses, _, entropy, rows = reference_fwd(exact, y, None, None, o, False)
     dz = reference_bwd(torch.ones_like(losses), None, None, exact, y, None, None, rows, entropy, o)
     runs = [z.clone() for _ in range(3)]
-    ours = [kernels.launch_both(run, run, y, None, None, None, o, False) for run in runs]
+    ours = [clusters.launch_both(run, run, y, None, None, None, o, False) for run in runs]
     assert torch.allclose(ours[0].double(), losses, rtol=1e-6)
     assert (runs[0][:, 0].double() - dz).abs().max() <= 2**-8
     assert all(torch.equal(runs[0], run) for run in runs) and all(torch.equal(ours[0], loss) for loss in ours)
@@ -147,11 +148,11 @@ def test_two_compilers_give_the_same_bits(hopper):
 def test_it_launches_on_the_current_stream(hopper):
     z, y, side = torch.randn(140, 1, 5000, device="cuda"), torch.arange(140, device="cuda"), torch.cuda.Stream()
     turned = z.clone()
-    expected = kernels.launch_both(turned, turned, y, None, None, None, RowOptions(), False)
+    expected = clusters.launch_both(turned, turned, y, None, None, None, RowOptions(), False)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(10**8)
         late = z.clone()
-        got = kernels.launch_both(late, late, y, None, None, None, RowOptions(), False)
+        got = clusters.launch_both(late, late, y, None, None, None, RowOptions(), False)
     side.synchronize()
     assert torch.equal(got, expected)

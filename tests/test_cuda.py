@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import fusedloss.clusters
 import fusedloss.ctc
-import fusedloss.kernels
 import fusedloss.linear_ctc
 import fusedloss.scans
 from fusedloss.core import cuda
@@ -26,7 +26,7 @@ LOOP = torch.zeros(3, 2, dtype=torch.int64)
 
 def turnaround():
     z, y = torch.zeros(1, 1, 5000), torch.zeros(1, dtype=torch.int64)
-    return fusedloss.kernels.launch_cluster(z, z, y, None, None, None, fusedloss.kernels.RowOptions(), fusedloss.kernels.Cluster(1, 8, 256, 4))
+    return fusedloss.clusters.launch_cluster(z, z, y, None, None, None, fusedloss.clusters.RowOptions(), fusedloss.clusters.Cluster(1, 8, 256, 4))
 
 
 def scan():

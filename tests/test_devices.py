@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import ctc, kernels, linear_ctc, partial_fc, recompute, scans, tiles
+from fusedloss import clusters, ctc, kernels, linear_ctc, partial_fc, recompute, scans, tiles
 from fusedloss.core import cuda, devices, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.filter import filter_tiling
@@ -121,8 +121,8 @@ def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how
 
 
 @pytest.mark.parametrize("feature, implementation", [
-    ("tma", tiling.BY_DESCRIPTORS), ("clusters", kernels.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
-    ("nvidia", kernels.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", linear_ctc.SEGMENTS), ("nvidia", scans.SCANS)])
+    ("tma", tiling.BY_DESCRIPTORS), ("clusters", clusters.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
+    ("nvidia", clusters.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", linear_ctc.SEGMENTS), ("nvidia", scans.SCANS)])
 def test_what_a_gpu_lacks_is_not_chosen(feature, implementation):
     have = [d for d in GPUS.values() if not lacks(d, feature)]
     assert have and [d for d in GPUS.values() if not implementation.lacks(d)] == have
@@ -144,12 +144,12 @@ def chosen(d, told):
     launches = told(d)
     x, z = cuda(4096, 512, dtype=torch.bfloat16), cuda(4096, 1, 32768, dtype=torch.bfloat16)
     y = cuda(4096, dtype=torch.int64)
-    kernels.launch_turnaround(z, y, None, None, None, RowOptions())
+    clusters.launch_turnaround(z, y, None, None, None, RowOptions())
     limited = any("maxnreg" in options for _, _, options in launches)
     frames = cuda(7, 2, 50)
     edges = cuda(5, 2, 4, 3)
     return dict(descriptors=tiling.tiling_of(x, x).desc, filtered=filter_tiling(x, RowOptions(), False).desc,
-                cluster=kernels.row_cluster(z, None, RowOptions()) is not None, registers=limited,
+                cluster=clusters.row_cluster(z, None, RowOptions()) is not None, registers=limited,
                 ctc=ctc.runs_kernels(frames), scans=scans.runs_kernel(edges, Log))
 
 
@@ -172,7 +172,7 @@ def test_parts_and_launches_follow_the_multiprocessors(name):
     assert kernels.scan_parts(1, 2**22, d.multiprocessors) == 2 * d.multiprocessors
     assert kernels.scan_parts(2 * d.multiprocessors, 2**22, d.multiprocessors) == 1
     z = torch.empty(d.multiprocessors, 1, 4096)
-    assert kernels.turns_in_one_launch(z, d.multiprocessors) and not kernels.turns_in_one_launch(z[1:], d.multiprocessors)
+    assert clusters.turns_in_one_launch(z, d.multiprocessors) and not clusters.turns_in_one_launch(z[1:], d.multiprocessors)
 
 
 def test_no_count_of_multiprocessors_is_written_in():
@@ -235,7 +235,7 @@ def test_tilings_of_other_gpus_agree_here(t):
 
 
 def test_the_table_names_every_source():
-    found = implementations(kernels, recompute, scans, ctc, linear_ctc)
+    found = implementations(kernels, clusters, recompute, scans, ctc, linear_ctc)
     columns, rows = support_rows(found, [GPUS["H200"], GPUS["A100"], GPUS["MI300X"], GPUS["T4"]])
     assert columns == ["", "kernels", "H200", "A100", "MI300X", "T4", "otherwise"]
     assert all(row[2].startswith("runs") for row in rows)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings, strategies as st
 
+import fusedloss.clusters as clusters
 import fusedloss.kernels as kernels
 from fusedloss.kernels import Blocks
 from fusedloss.measure import relative_error
@@ -204,13 +205,13 @@ CASES = {
     "three parts", "two rows a program", "ties", "deep, parts", "a whole part masked", "ignore_index is a class", "a label just outside",
     "smooth weights", "scale and cap"))
 def test_launchers_are_the_definition(name, place):
-    assert launcher_faults(kernels, CASES[name], place) == []
+    assert launcher_faults(clusters, CASES[name], place) == []
 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("shape", [(3, 1, 1), (7, 2, 70), (3, 1, 5000)], ids=str)
 def test_rows_are_scaled(shape, inside, place):
-    assert scale_faults(kernels, place, shape, inside) == []
+    assert scale_faults(clusters, place, shape, inside) == []
 
 
 @compiled_only
@@ -219,8 +220,8 @@ def test_rows_are_scaled(shape, inside, place):
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_launchers_in_half_precision(name, dtype):
     "Not on a CPU: bf16 is wrong in Triton's interpreter"
-    assert launcher_faults(kernels, CASES[name], "cuda", dtype) == []
-    assert scale_faults(kernels, "cuda", dtype=dtype) == []
+    assert launcher_faults(clusters, CASES[name], "cuda", dtype) == []
+    assert scale_faults(clusters, "cuda", dtype=dtype) == []
 
 
 @compiled_only
@@ -228,8 +229,8 @@ def test_launchers_in_half_precision(name, dtype):
                                                (None, 1025), (1, 8192), (None, 8193), (1, 65537), (None, 128256)))
 def test_blocks_for_long_rows(classes, parts):
     for dtype in (f32, bf16):
-        case = Case((4, 1, classes), OPTIONS["everything"], parts, turn=kernels.turnaround_blocks(classes))
-        assert launcher_faults(kernels, case, "cuda", dtype) == []
+        case = Case((4, 1, classes), OPTIONS["everything"], parts, turn=clusters.turnaround_blocks(classes))
+        assert launcher_faults(clusters, case, "cuda", dtype) == []
 
 
 @st.composite
@@ -248,13 +249,13 @@ def cuts(draw):
 @settings(max_examples=10 if FULL else 4, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(cuts())
 def test_any_cut_is_the_definition(case):
-    assert launcher_faults(kernels, case, "cpu") == []
+    assert launcher_faults(clusters, case, "cpu") == []
 
 
 @pytest.mark.parametrize("parts", few([1, 2, 3, 7, 100], 3, 100))
 def test_result_does_not_depend_on_the_cut(parts, place):
     z, y, w, t, options = Case((3, 1, 70), OPTIONS["everything"]).rows(place)
-    o = row_options(kernels, options)
+    o = row_options(clusters, options)
     whole = kernels.launch_scan(z, y, w, t, o, True)
     for blocks in (Blocks(1, 1, 16, 1), Blocks(2, 4, 4, 1), Blocks(4, 2, 32, 2)):
         for a, b in zip(kernels.launch_scan(z, y, w, t, o, True, parts, blocks)[:3], whole):
@@ -264,14 +265,14 @@ def test_result_does_not_depend_on_the_cut(parts, place):
 @pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 8, 1)])
 def test_a_row_does_not_depend_on_the_others(blocks, place):
     z, y, w, t, options = Case((9, 1, 35), OPTIONS["everything"]).rows(place)
-    o, other = row_options(kernels, options), sample((9, 35), place, seed=1)[0].view(9, 1, 35)
+    o, other = row_options(clusters, options), sample((9, 35), place, seed=1)[0].view(9, 1, 35)
     other[4] = z[4]
     y2 = torch.where(torch.arange(9, device=place) == 4, y, -100)
     scans = [kernels.launch_scan(*rows, w, t, o, True, None, blocks) for rows in ((z, y), (other, y2))]
     for a, b in zip(*scans):
         assert torch.equal(a[..., 4], b[..., 4])
-    kernels.launch_turnaround(z, y, w, t, None, o, blocks)
-    kernels.launch_turnaround(other, y2, w, t, None, o, blocks)
+    clusters.launch_turnaround(z, y, w, t, None, o, blocks)
+    clusters.launch_turnaround(other, y2, w, t, None, o, blocks)
     assert torch.equal(z[4], other[4])
 
 
@@ -290,7 +291,7 @@ def garbage_faults(k, device, blocks=Blocks(1, 2, 4, 1)) -> list[str]:
 
 @pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 4, 1)])
 def test_garbage_in_ignored_rows(blocks, place):
-    assert garbage_faults(kernels, place, blocks) == []
+    assert garbage_faults(clusters, place, blocks) == []
 
 
 @pytest.mark.parametrize("mask", [-torch.inf, torch.finfo(f32).min])
@@ -298,14 +299,14 @@ def test_garbage_in_ignored_rows(blocks, place):
 def test_masked_classes(mask, blocks, place):
     z, y, *_ = Case((5, 1, 70), masked=(0, 50), bad=None).rows(place)
     z[1:, :, :50] = mask
-    e, o = exact(z.view(5, 70), y), kernels.RowOptions()
+    e, o = exact(z.view(5, 70), y), clusters.RowOptions()
     losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, o, True, None, blocks)
     dz = torch.full_like(z, 7.0)
     kernels.launch_bwd(torch.ones_like(lse), None, torch.ones_like(lse), z, dz, y, None, None, rows, entropy, o)
     for name, got in dict(losses=losses, lse=lse, entropy=entropy).items():
         assert off(name, got, getattr(e, name), 1e-5) == []
     assert dz.isfinite().all() and not dz[1:, :, :50].any()
-    assert off("turned", kernels.launch_turnaround(z, y, None, None, None, o, blocks), e.losses, 1e-5) == []
+    assert off("turned", clusters.launch_turnaround(z, y, None, None, None, o, blocks), e.losses, 1e-5) == []
 
 
 @pytest.mark.parametrize("bad", few([-torch.inf, torch.nan, torch.inf], -torch.inf, torch.inf))
@@ -313,8 +314,8 @@ def test_masked_classes(mask, blocks, place):
 def test_a_row_without_a_softmax_is_nan_and_alone(bad, blocks, place):
     z, y, *_ = Case((5, 1, 70), bad=None).rows(place)
     z[2] = bad
-    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, kernels.RowOptions(), True, None, blocks)
-    turned = kernels.launch_turnaround(z, y, None, None, None, kernels.RowOptions(), blocks)
+    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, clusters.RowOptions(), True, None, blocks)
+    turned = clusters.launch_turnaround(z, y, None, None, None, clusters.RowOptions(), blocks)
     for t in (losses, entropy, turned, z.view(5, 70)[:, int(y[2])]):
         assert t.isnan().tolist() == [False, False, True, False, False]
 
@@ -325,8 +326,8 @@ def test_logits_far_from_zero(height, blocks, place):
     z, y = torch.full((2, 1, 21), height, device=place), torch.tensor([0, 20], device=place)
     z[:, 0, 20] -= abs(height) * 2.0**-23  # the next number
     e = exact(z.view(2, 21), y)
-    losses = kernels.launch_scan(z, y, None, None, kernels.RowOptions(), False, None, blocks)[0]
-    turned = kernels.launch_turnaround(z, y, None, None, None, kernels.RowOptions(), blocks)
+    losses = kernels.launch_scan(z, y, None, None, clusters.RowOptions(), False, None, blocks)[0]
+    turned = clusters.launch_turnaround(z, y, None, None, None, clusters.RowOptions(), blocks)
     assert off("losses", losses, e.losses, 3e-5) + off("turned", turned, e.losses, 3e-5) == []
 
 
@@ -335,14 +336,14 @@ def test_soft_caps_of_any_height(cap, place):
     z, y, *_ = Case((5, 1, 300), bad=None).rows(place)
     z[0] *= 100
     e = exact(z.view(5, 300), y, softcap=cap)
-    losses = kernels.launch_scan(z, y, None, None, kernels.RowOptions(softcap=cap), False)[0]
+    losses = kernels.launch_scan(z, y, None, None, clusters.RowOptions(softcap=cap), False)[0]
     assert off("losses", losses, e.losses, 2e-6) == []
 
 
 def test_gradient_over_the_logits_by_two_launches(place):
     "`launch_bwd` may write where it reads"
     z, y, w, t, options = Case((5, 2, 70), OPTIONS["everything"], inside=True).rows(place)
-    o, copy = row_options(kernels, options), z.clone()
+    o, copy = row_options(clusters, options), z.clone()
     losses, _, entropy, rows = kernels.launch_scan(z, y, w, t, o, False)
     kernels.launch_bwd(losses, None, None, z, z, y, w, t, rows, entropy, o)
     dz = torch.empty_like(copy)
@@ -352,7 +353,7 @@ def test_gradient_over_the_logits_by_two_launches(place):
 
 def test_expanded_and_strided_upstream_gradients(place):
     z, y, w, t, options = Case((7, 1, 70)).rows(place)
-    o = row_options(kernels, options)
+    o = row_options(clusters, options)
     *_, entropy, rows = kernels.launch_scan(z, y, w, t, o, True)
     got = []
     g = torch.full((7, 3), 1.5, device=place)
@@ -366,7 +367,7 @@ def test_expanded_and_strided_upstream_gradients(place):
 def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
     "Of such a table's rows only the first are written, in files that take no room"
     V, flags = 4, dict(SMOOTH=False, STATS=True, UNIT=kernels.unit(torch.empty(0)))
-    z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, kernels.RowOptions()
+    z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, clusters.RowOptions()
     b = kernels.scan_blocks(V)
     score = o.ignore_index, o.logit_scale, o.softcap
     found = []
@@ -382,7 +383,7 @@ def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
 
 def test_long_rows_turn_in_one_launch_where_they_may(place):
     aligned, skewed = (torch.empty(140, 1, 1104, device=place)[..., i:1100 + i] for i in (0, 1))
-    turns = lambda z: kernels.turns_in_one_launch(z, 132)
+    turns = lambda z: clusters.turns_in_one_launch(z, 132)
     assert turns(aligned)
     inside = torch.empty(140, 1100, 1, device=place).transpose(1, 2)
     assert not any(map(turns, (skewed, aligned[:5], inside)))
@@ -649,8 +650,8 @@ CHOSEN_BUGS = few(MUTANTS, "sums are not rescaled", "rows of a program begin at 
 
 @pytest.fixture
 def variant(tmp_path):
-    "The kernels module with texts replaced"
-    return partial(planted, kernels, tmp_path)
+    "The module of the function, with texts of it and of what it imports replaced"
+    return partial(planted, clusters, tmp_path)
 
 
 @needs_interpreter

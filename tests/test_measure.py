@@ -53,7 +53,7 @@ def test_a_machine_is_found_by_its_name():
 
 
 def test_a_plan_takes_a_machine_by_its_name():
-    from fusedloss.losses import plan
+    from fusedloss.plans import plan
     assert repr(plan(4096, 32000, 512, machine="H200")) == repr(plan(4096, 32000, 512, machine=m.H200))
 
 

@@ -14,10 +14,11 @@ import fusedloss.tiles as tiles
 from fusedloss.core import products
 from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
-from fusedloss.losses import linear_cross_entropy, plan
-from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
 from fusedloss.core.options import RowOptions
 from fusedloss.core.tiling import Tiling
+from fusedloss.losses import linear_cross_entropy
+from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
+from fusedloss.plans import plan
 from helpers import everywhere
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32

@@ -3,9 +3,10 @@ import pytest
 import torch
 
 import nvrtc
-from fusedloss import ctc, kernels, linear_ctc, scans
+from fusedloss import clusters, ctc, linear_ctc, scans
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
+from fusedloss.core.options import RowOptions
 from fusedloss.semirings import Log, Max
 from grids import few, FULL, pairs
 from helpers import everywhere
@@ -48,12 +49,12 @@ def turnaround_calls(device):
     if not device.clusters:
         return
     sizes = [4097, 8192, 16385, 32768, 50257, 65536, 100000, 128256, 131072, 200001, 262144]
-    options = [kernels.RowOptions(), kernels.RowOptions(logit_scale=2.0), kernels.RowOptions(softcap=9.0), kernels.RowOptions(label_smoothing=0.1)]
+    options = [RowOptions(), RowOptions(logit_scale=2.0), RowOptions(softcap=9.0), RowOptions(label_smoothing=0.1)]
     for dtype, V, o, late, odd in pairs([(d, V, o, late, odd) for d in ctc.ELEMENTS for V in sizes for o in options for late in (0, 1) for odd in (0, 1)]):
         z = cuda(512, 1, V + odd, dtype=dtype)[..., :V]
-        shape = kernels.row_cluster(z, None, o)
+        shape = clusters.row_cluster(z, None, o)
         if shape:
-            yield lambda: kernels.launch_cluster(z, z, cuda(512, dtype=i64), None, None, None, o, shape, bool(late))
+            yield lambda: clusters.launch_cluster(z, z, cuda(512, dtype=i64), None, None, None, o, shape, bool(late))
 
 
 CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "sparse": scan_calls, "turnaround": turnaround_calls}
@@ -66,7 +67,7 @@ def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tu
         def recorded(kernel, index, sources=(), **constants):
             found[sources or (kernel,), tuple(constants.items())] = True
             return lambda *args, **options: None
-        everywhere(patch, kernels, "cuda_kernel", recorded)
+        everywhere(patch, clusters, "cuda_kernel", recorded)
         for call in CALLS[name](device):
             call()
     return list(found)

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import kernels, linear_ctc, partial_fc, recompute, scans
+from fusedloss import clusters, kernels, linear_ctc, partial_fc, recompute, scans
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import RowOptions
 from grids import few, FULL
@@ -40,9 +40,9 @@ def rows(V, dtype, how):
     w, w_t = (w, w_t) if stats else (None, None)
     losses, _, entropy, stored = kernels.launch_scan(z, y, w, w_t, o, stats, denominator=cuda())
     kernels.launch_bwd(g, g if stats else None, g if stats else None, z, torch.empty_like(z), y, w, w_t, stored, entropy, o, cuda())
-    kernels.launch_turnaround(z, y, w, w_t, cuda(), o)
-    kernels.launch_scale(z, z, g, None)
-    kernels.launch_scale(z, torch.empty_like(z), g, cuda())
+    clusters.launch_turnaround(z, y, w, w_t, cuda(), o)
+    clusters.launch_scale(z, z, g, None)
+    clusters.launch_scale(z, torch.empty_like(z), g, cuda())
 
 
 def linear(dtype, how, width, V=65536, bias=False):

@@ -203,11 +203,11 @@ def test_slabs_follow_the_multiprocessors():
 @pytest.mark.parametrize("known", ["table", "disk", "guess"])
 def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
     "The machine is a constant of the graph: nothing is measured, and no graph breaks"
-    from fusedloss import linear_cross_entropy, losses
+    from fusedloss import linear_cross_entropy, losses, plans
     calls = measured(monkeypatch, SAME if known == "table" else ODD)
     if known == "disk": rates.calibrate(GPU); rates.at_hand.clear(); calls.clear()
     on_cpu = losses.request_of
-    everywhere(monkeypatch, losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    everywhere(monkeypatch, losses, "request_of", lambda *given: plans.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
     torch._dynamo.reset()
     x, w, y = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
     def step(x, w, y):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import fusedloss as fl
 from fusedloss.ctc import Alignment, CTCPosteriors
-from fusedloss.losses import Plan
+from fusedloss.plans import Plan
 from fusedloss.scans import Paths
 
 x, w, y = torch.zeros(4, 8), torch.zeros(16, 8, requires_grad=True), torch.zeros(4, dtype=torch.long)
