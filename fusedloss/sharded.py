@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedloss.core.checks import (
     acc_dtype, autocasts, check_labels, check_linear, check_options, check_target, check_weights,
     expect, expect_tensor)
+from fusedloss.core.negatives import head_dtype, PartialLse, picks_kernel, RowIndex, rows_gradient
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import (
     BackboneReduction, CrossEntropyStats, HeadMethod, Reduction, RowOptions)
@@ -27,16 +28,15 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.reference import below, row_stats, score_and_slope, share_of, total_weight
+from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler, plain_labels
 from fusedloss.core.softmax import unit as score_unit
 from fusedloss.core.tiling import is_busy, is_timed, multiprocessors, tiling_of
 from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    _PartialLse, apply_update, as_rows, check_features, Columns, columns_of, distinct_values,
-    head_dtype, head_stats, HeadStats, live_index, live_rows, NegativeSampler, PartialFC,
-    picks_kernel, plain_labels, RowIndex, rows_gradient, RowSparse, scoring_of, update_of,
-    with_centers)
+    apply_update, as_rows, check_features, distinct_values, head_stats, HeadStats, live_rows,
+    PartialFC, RowSparse, scoring_of, update_of, with_centers)
 from fusedloss.recompute import (
     beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_unit)
 
@@ -874,7 +874,7 @@ def local_statistics(
         index = index + s.start * o.centers  # as the whole weight counts
         head.weight.grad_rows = RowIndex(index, rows)
     kernel = picks_kernel(head.method, x, dtype, o)
-    return _PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
+    return PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
                              dtype, kernel, *o)
 
 # %% ../nbs/10_sharded.ipynb #94fddf48

@@ -18,7 +18,8 @@ import fusedloss as fl
 import fusedloss.sharded as sharded
 from fusedloss.core import tuning
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
-from fusedloss.partial_fc import NegativeSampler, PartialFC
+from fusedloss.core.sampling import NegativeSampler
+from fusedloss.partial_fc import PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
 from grids import FULL

@@ -15,11 +15,13 @@ from hypothesis import given, settings, strategies as st
 import fusedloss as fl
 import fusedloss.partial_fc as partial_fc
 from fusedloss.baseline import sample_data
-from fusedloss.margins import EPS, AdaFace, ArcFace, CosFace, SubCenter, margin_cross_entropy, normalize
+from fusedloss.core.cosine import EPS
+from fusedloss.margins import AdaFace, ArcFace, CosFace, SubCenter, margin_cross_entropy, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from fusedloss.partial_fc import (
-    NegativeSampler, PartialFC, RowIndex, RowSparse, Scoring, Update, block_key, columns_bwd, columns_of, draw, draw_plain, first_occurrence,
-    launch_rest, launch_update, live_index, plain_rest, plain_update, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
+from fusedloss.core.sampling import NegativeSampler, block_key, columns_of, draw, draw_plain, first_occurrence, live_index, shuffle, slot_plain, strata_of
+from fusedloss.partial_fc import PartialFC, RowSparse, Update, launch_update, plain_update
+from fusedloss.core.negatives import RowIndex, columns_bwd
+from fusedloss.core.cosine import Scoring, launch_rest, plain_rest, tangent_kernel, unit_kernel, unit_rows_of
 from fusedloss.core.tiling import Tiling
 from grids import FULL, few, grid, pairs
 from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted, unchanged
@@ -1390,7 +1392,7 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
             head.weight.data.copy_(w)
             xs = x.clone().requires_grad_()
             loss, told = head(xs, labels, return_stats=True)
-            assert type(loss.grad_fn).__name__.startswith("_LineLoss") == (type(margin) is CosFace)
+            assert type(loss.grad_fn).__name__.startswith("LineLoss") == (type(margin) is CosFace)
             dx, dw = torch.autograd.grad(2.5 * loss, [xs, head.weight])
             assert not any(t.requires_grad for t in told)
             assert has_no_second_derivative(head(xs, labels), xs)
