@@ -2,10 +2,9 @@
 
 from fusedloss import margins as margins, semirings as semirings
 from fusedloss.baseline import BaselineSoftmax as BaselineSoftmax, BaselineSoftmaxNllLoss as BaselineSoftmaxNllLoss, baseline_linear_cross_entropy as baseline_linear_cross_entropy
-from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
+from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, Method, Reduction
 from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_with_logits as ctc_loss_with_logits, ctc_posteriors as ctc_posteriors, forced_align as forced_align
 from fusedloss.iota import iota_cross_entropy as iota_cross_entropy, onehot_select as onehot_select, rewrite_gather as rewrite_gather
-from fusedloss.kernels import CrossEntropyStats as CrossEntropyStats
 from fusedloss.linear_ctc import linear_ctc_loss as linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss as LinearCrossEntropyLoss, plan as plan
 from fusedloss.margins import margin_cross_entropy as margin_cross_entropy

@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import fusedloss
+from fusedloss import kernels
 from fusedloss.core import devices, tuning
+from helpers import everywhere
 from typed_launches import build_line
 
-MODULES = [importlib.import_module(f"fusedloss.{m.name}") for m in pkgutil.iter_modules(fusedloss.__path__) if not m.ispkg and m.name != "_modidx"]
+MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(fusedloss.__path__, "fusedloss.") if not m.ispkg and m.name != "fusedloss._modidx"]
 
 
 class Event:
@@ -72,20 +74,18 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
     "The library takes `device` for the GPU at hand; gives the list of its launches: kernel, arguments, options"
     launches = []
     with monkeypatch.context() as patch, FakeTensorMode(), Driverless():
-        patch.setattr(devices, "_gpu", lambda index: device)
+        everywhere(patch, devices, "_gpu", lambda index: device)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(tuning, "_known", tuning._Known())
-        patch.setattr(tuning, "place_of", lambda where: device.name)
-        patch.setattr(tuning, "_compile_all", lambda run, variants: None)
-        patch.setattr(tuning.store, "read", lambda name: {})
-        patch.setattr(tuning.store, "update", lambda *entry: None)
+        everywhere(patch, tuning, "place_of", lambda where: device.name)
+        everywhere(patch, tuning, "_compile_all", lambda run, variants: None)
+        everywhere(patch, tuning.store, "read", lambda name: {})
+        everywhere(patch, tuning.store, "update", lambda *entry: None)
         patch.setattr(torch.Tensor, "data_ptr", lambda t: 0)
-        for module in MODULES:
-            if hasattr(module, "triton_works"):
-                patch.setattr(module, "triton_works", lambda: True)
+        everywhere(patch, kernels, "triton_works", lambda: True)
         for kind in {type(kernel) for kernel in triton_kernels().values()}:
             patch.setattr(kind, "run", lambda kernel, *args, grid, warmup=False, **options: launches.append((kernel, args, options)))
         yield launches

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +24,7 @@ from fusedloss.partial_fc import PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
 from grids import FULL
-from helpers import planted, unchanged
+from helpers import everywhere, planted, unchanged
 
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
@@ -293,18 +294,19 @@ def collectives_are_counted(meshes):
 
 
 @contextlib.contextmanager
-def a_kernel_within(launched):
-    "Both passes of the plain path choose a variant, as on a GPU a launch does"
+def a_kernel_within(launched, clock):
+    "Both passes of the plain path choose a variant by a clock, as on a GPU a launch does"
     kernel = mock.Mock(cache_key="source", __name__="a_kernel")
     def choosing(fn):
         def wrapped(*args):
             launched.append(tuning.fastest(kernel, torch.empty(0), (2, 2), (1, 8), lambda: [(1, 8), (2, 8), (3, 8)], None, BY=fn.__name__))
             return fn(*args)
         return wrapped
-    with contextlib.ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch:
         for name in ("plain_sums", "plain_gradients"):
-            stack.enter_context(mock.patch.object(sharded, name, choosing(getattr(sharded, name))))
-        stack.enter_context(mock.patch.object(sharded, "is_timed", lambda *args: True))
+            everywhere(patch, sharded, name, choosing(getattr(sharded, name)))
+        everywhere(patch, sharded, "is_timed", lambda *args: True)
+        everywhere(patch, tuning, "milliseconds", clock)
         yield
 
 
@@ -315,8 +317,7 @@ def ranks_take_the_same_variants(meshes):
     for ranks, mesh, rank in mine(meshes[1:3]):
         weight, launched, folder = spread(w, mesh).requires_grad_(), [], tempfile.mkdtemp()
         clock = lambda run, variant: float(variant[0] != (2, 3, 1)[rank])  # each has a favourite
-        with a_kernel_within(launched), mock.patch.dict(os.environ, FUSEDLOSS_CACHE_DIR=folder), \
-                mock.patch.object(tuning, "_known", tuning._Known()), mock.patch.object(tuning, "milliseconds", clock):
+        with a_kernel_within(launched, clock), mock.patch.dict(os.environ, FUSEDLOSS_CACHE_DIR=folder), mock.patch.object(tuning, "_known", tuning._Known()):
             for _ in range(3):
                 fl.linear_cross_entropy(x.clone().requires_grad_(), weight, y).backward()
             kept = len(tuning.store.read("tuning"))

@@ -7,7 +7,7 @@ import fusedloss as fl
 from fusedloss.baseline import sample_data
 from fusedloss.losses import METHODS, linear_cross_entropy, plan
 from fusedloss.measure import relative_error
-from helpers import broken
+from helpers import broken, everywhere
 
 f32, f64 = torch.float32, torch.float64
 N, H, V = 6, 4, 9
@@ -119,8 +119,7 @@ def test_a_promise_is_the_same_for_every_method(method, reduction, device):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_broken_promise_is_nan_where_nobody_looks(method, monkeypatch):
     "As on a GPU, where nothing waits: loss, statistics and every gradient"
-    monkeypatch.setattr(fl.losses, "check_promise", lambda *_: None)
-    monkeypatch.setattr(fl.chunks, "check_promise", lambda *_: None)
+    everywhere(monkeypatch, fl.losses, "check_promise", lambda *_: None)
     x, w, y = sample_data(N, H, V, f32)
     told = method in ("auto", "eager", "recompute")
     found = linear_cross_entropy(x, w, y, method=method, max_valid=3, return_stats=told)

@@ -21,7 +21,7 @@ from fusedloss.measure import saved_tensors
 from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
 from grids import few
-from helpers import fault_of, planted, replaced, replays, unchanged
+from helpers import everywhere, fault_of, planted, replaced, replays, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
 
 INF = math.inf
@@ -165,9 +165,9 @@ def shape_on_cpu(z, p, shape=None):
 def use(kernels, monkeypatch):
     "Let the library take them, on the CPU"
     fusedloss.ctc.kernels_for.cache_clear()
-    monkeypatch.setattr(fusedloss.ctc, "ctc_kernel", kernels)
-    monkeypatch.setattr(fusedloss.ctc, "runs_kernels", lambda z: z.dtype in fusedloss.ctc.ELEMENTS and z.numel() > 0)
-    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", shape_on_cpu)
+    everywhere(monkeypatch, fusedloss.ctc, "ctc_kernel", kernels)
+    everywhere(monkeypatch, fusedloss.ctc, "runs_kernels", lambda z: z.dtype in fusedloss.ctc.ELEMENTS and z.numel() > 0)
+    everywhere(monkeypatch, fusedloss.ctc, "kernel_shape", shape_on_cpu)
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 @pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[1], 1), (SHAPES[2], 0), (SHAPES[4], 1), (SHAPES[6], 1)), ids=str)
 def test_the_scan_in_other_shapes_and_orders(shape, seed, with_kernels, monkeypatch):
     shape = fusedloss.ctc.ScanShape(*shape)
-    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
+    everywhere(monkeypatch, fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
     monkeypatch.setattr(with_kernels, "seed", seed)
     for name in ("ragged", "T 0 and 1, infeasible", "repeats", "three warps", "tight"):
         z, y, frames, lengths, blank = hard(name)
@@ -256,7 +256,7 @@ def test_the_kernels_source_reduces_as_torch_does(reduction, dtype, with_kernels
 
 
 def test_bad_input_of_the_kernels_source_is_nan_and_harms_nobody(with_kernels, monkeypatch):
-    monkeypatch.setattr(fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
     z, y, frames, lengths = case(N=6)
     good = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
     y[1, 2], y[2, 6], frames[3], frames[4], lengths[5] = 9, -1, 24, -1, 8
@@ -296,7 +296,7 @@ def test_a_sequence_alone_is_itself_in_a_batch(name, with_kernels):
 
 @pytest.mark.parametrize("T, L, clusters", few([(300, 256, True), (560, 511, True), (560, 512, True), (1030, 1023, False), (1040, 1030, False)], (300, 256, True)))
 def test_the_kernels_source_with_long_targets(T, L, clusters, with_kernels, monkeypatch):
-    monkeypatch.setattr(fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=scan_shape(L, clusters)))
+    everywhere(monkeypatch, fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=scan_shape(L, clusters)))
     z, y, frames, lengths = case(T=T, N=1, L=L, C=30)
     y[:, 1::2] = 1 + y[:, 1::2] % 14
     y[:, ::2] = 15 + y[:, ::2] % 14  # no repeats: it fits
@@ -324,7 +324,7 @@ def test_long_targets_in_strips_on_a_gpu(T, L, monkeypatch):
     y[:, 1::2], y[:, ::2] = 1 + y[:, 1::2] % 14, 15 + y[:, ::2] % 14  # no repeats: it fits
     given = z.cuda(), y.cuda(), frames, lengths, 0, "none"
     want = graded(fl.ctc_loss_with_logits, *given)  # by a cluster, where there are any
-    monkeypatch.setattr(fusedloss.ctc, "scan_shape", lambda longest, clusters: scan_shape(longest, False))
+    everywhere(monkeypatch, fusedloss.ctc, "scan_shape", lambda longest, clusters: scan_shape(longest, False))
     loss, dz = graded(fl.ctc_loss_with_logits, *given)
     same_losses(loss, want[0], 1e-6)
     assert (dz - want[1]).abs().max() <= 2e-6
@@ -565,7 +565,7 @@ def test_backward_keeps_the_gradient_and_nothing_else(device):
 def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
     def never(*args):
         raise AssertionError("a gradient was made")
-    monkeypatch.setattr(fusedloss.ctc, "share_back", never)
+    everywhere(monkeypatch, fusedloss.ctc, "share_back", never)
     z, y, frames, lengths = case()
     alone = fl.ctc_loss_with_logits(z, y, frames, lengths)
     with torch.no_grad():
@@ -696,7 +696,7 @@ def test_what_a_recorded_graph_copies_from_stays(monkeypatch):
     "A copy that a CUDA graph repeats reads its pinned source again"
     copy, gpu = SimpleNamespace(to=lambda device, non_blocking: "copy"), torch.device("cuda")
     lengths = torch.tensor([3, 1])
-    monkeypatch.setattr(fusedloss.ctc, "pinned", lambda t: copy)  # also of what is pinned: its owner may write to it
+    everywhere(monkeypatch, fusedloss.ctc, "pinned", lambda t: copy)  # also of what is pinned: its owner may write to it
     monkeypatch.setattr(fusedloss.ctc, "captured", [])
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -801,7 +801,7 @@ def test_samples_have_the_frequencies_of_their_posteriors(device):
 
 
 def test_wrong_targets_have_no_alignment(monkeypatch):
-    monkeypatch.setattr(fusedloss.ctc, "visible", lambda t: False)  # as on a GPU
+    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)  # as on a GPU
     z, y, frames, lengths = case(N=3)
     y[1, 2], lengths[2] = 9, 8
     for a in (forced_align(z, y, frames, lengths), ctc_sample(z, y, frames, lengths)):
@@ -947,7 +947,7 @@ CHECKED = few(["ragged", "repeats", "T 0 and 1, infeasible", "three warps", "lon
 def use_bugged(monkeypatch, *pairs):
     "Let the library take kernels with texts replaced, on the CPU"
     use(on_cpu(replaced(cuda_source("ctc"), *pairs)), monkeypatch)
-    monkeypatch.setattr(fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
 
 
 def test_the_unchanged_kernels_pass(monkeypatch):

@@ -16,6 +16,7 @@ from fusedloss.core import cuda
 from fusedloss.core.devices import GPUS
 from fusedloss.ctc import LOGITS, ScanShape
 from fusedloss.semirings import Log
+from helpers import everywhere
 
 f32 = torch.float32
 SHAPE = ScanShape(1, 8, 1, 4)
@@ -52,8 +53,8 @@ class Compilers:
     def __init__(self, monkeypatch):
         self.patch, self.compiled = monkeypatch, []
         monkeypatch.setattr(torch.cuda, "_compile_kernel", self.by_torch("", RuntimeError("no GPU")), raising=False)
-        monkeypatch.setattr(cuda, "null_pointer", lambda: torch.empty(0))
-        monkeypatch.setattr(cuda, "device_of", lambda index: GPUS["H200"])
+        everywhere(monkeypatch, cuda, "null_pointer", lambda: torch.empty(0))
+        everywhere(monkeypatch, cuda, "device_of", lambda index: GPUS["H200"])
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         self.cupy(None)

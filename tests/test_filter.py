@@ -12,7 +12,7 @@ import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
 from grids import FULL, few
-from helpers import TOLERANCE, off, planted, replays, roundings, same_gradients_compiled, unchanged
+from helpers import TOLERANCE, everywhere, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import OPTIONS, REDUCTIONS, exact
 from test_recompute import INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
 
@@ -224,7 +224,7 @@ def test_a_token_without_a_softmax_spoils_what_it_would_have_spoilt(bad, way):
 @pytest.mark.parametrize("label", few([-1, 90, 91, 10**6], -1, 90))
 def test_a_label_out_of_range(label, way, monkeypatch):
     x, w, b, y = skewed(dtype=f32, device=way)
-    monkeypatch.setattr(recompute, "check_inputs", lambda *_: None)
+    everywhere(monkeypatch, recompute, "check_inputs", lambda *_: None)
     y[3] = label
     losses, dx, dw, _ = step(recompute, x, w, b, y, EPS)
     assert losses.isnan().sum() == 1 and losses[3].isnan() and not dx[3].any() and dw.isfinite().all()
@@ -278,7 +278,7 @@ def test_gradients_through_lse_and_entropy(way):
 
 def test_without_a_gradient_nothing_is_sorted(device, monkeypatch):
     x, w, b, y = skewed(dtype=f32, device=device)
-    monkeypatch.setattr(recompute, "order_tiles", lambda *_: pytest.fail("sorted"))
+    everywhere(monkeypatch, recompute, "order_tiles", lambda *_: pytest.fail("sorted"))
     with torch.no_grad():
         loss_of(x, w, y, linear_bias=b, filter_eps=EPS)
     loss_of(x.detach(), w.detach(), y, filter_eps=EPS)
@@ -464,9 +464,9 @@ def unlikely_targets(module):
     x[::2] = 0.0  # ignored, and spread over all classes
     x, w = x.requires_grad_(), w.requires_grad_()
     args = x.detach(), w.detach(), y, None, None, None, None, recompute.RowOptions(), False, 0, 0.005
-    runs, module.run_length = module.run_length, lambda *_: 1
-    (*_, flags, _, _), (*_, want, _, _) = (m.filtered_fwd(*args) for m in (module, recompute))
-    module.run_length = runs
+    with pytest.MonkeyPatch.context() as patch:
+        everywhere(patch, module, "run_length", lambda *_: 1)
+        (*_, flags, _, _), (*_, want, _, _) = (m.filtered_fwd(*args) for m in (module, recompute))
     dw, = torch.autograd.grad(module.recompute_linear_cross_entropy(x, w, y, reduction="sum", filter_eps=0.005), w)
     wrong = ["other tiles are kept"] if not torch.equal(flags, want) else []
     return wrong + (["a target is lost"] if not torch.equal(dw[y[1::2]], -torch.ones(20, 4)) else [])
@@ -494,19 +494,20 @@ class TRUE:
     order_tiles, filter_tiling = staticmethod(recompute.order_tiles), staticmethod(recompute.filter_tiling)
 
 
-def variant(tmp_path, *pairs):
-    "The module with texts replaced, on kernels in short runs"
-    module = planted(recompute, tmp_path, *pairs)
-    module.takes_kernel, module.run_length = lambda x: len(x) > 0, short_runs
+def variant(tmp_path, monkeypatch, *pairs):
+    "The module with texts replaced, on kernels in short runs, which the unchanged one is not"
+    module = planted(recompute, tmp_path, *pairs, *unchanged([["def takes_kernel("], ["def run_length("]]))
+    everywhere(monkeypatch, module, "takes_kernel", lambda x: len(x) > 0)
+    everywhere(monkeypatch, module, "run_length", short_runs)
     return module
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(variant(tmp_path, *unchanged(MUTANTS.values()))) is None
+def test_the_unchanged_source_passes(tmp_path, monkeypatch):
+    assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
-def test_a_planted_bug_is_noticed(bug, tmp_path):
-    assert first_fault(variant(tmp_path, *MUTANTS[bug])), f"no case notices that {bug}"
+def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
+    assert first_fault(variant(tmp_path, monkeypatch, *MUTANTS[bug])), f"no case notices that {bug}"

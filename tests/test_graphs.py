@@ -7,7 +7,7 @@ import fusedloss.ctc
 from fusedloss.ctc import scan_shape
 from fusedloss.scans import logz, viterbi
 from fusedloss.semirings import Log, Max
-from helpers import follows, replays
+from helpers import everywhere, follows, replays
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -29,7 +29,7 @@ def graded(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...
 @pytest.mark.parametrize("strips", [1, 2])
 def test_ctc(strips, dtype, reduction, monkeypatch):
     if strips > 1:
-        monkeypatch.setattr(fusedloss.ctc, "scan_shape", lambda longest, clusters: scan_shape(1500, False))
+        everywhere(monkeypatch, fusedloss.ctc, "scan_shape", lambda longest, clusters: scan_shape(1500, False))
     z = torch.randn(90, 6, 40, device="cuda", dtype=dtype).requires_grad_()
     y, frames, lengths = sequences(90, 6, 40, 20, 0)
     assert follows(lambda: graded(fl.ctc_loss_with_logits(z, y, frames, lengths, reduction=reduction), z), [z, y, frames, lengths],

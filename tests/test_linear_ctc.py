@@ -17,7 +17,7 @@ from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanSha
 from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few
-from helpers import has_no_second_derivative, planted, replaced, unchanged
+from helpers import everywhere, has_no_second_derivative, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
 from test_ctc import HARD, case, collapsed, hard, reference, same_losses, ways
 
@@ -44,10 +44,10 @@ def lattice():
 def use_lattice(kernel, module, monkeypatch, shape=None):
     "Let a module take them, on the CPU"
     kernels_of.cache_clear()
-    monkeypatch.setattr(module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
-    monkeypatch.setattr(module, "device_of", lambda t: GPUS["H200"])
-    monkeypatch.setattr(module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
-    monkeypatch.setattr(module, "lattice_kernel", kernel)
+    everywhere(monkeypatch, module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
+    everywhere(monkeypatch, module, "device_of", lambda t: GPUS["H200"])
+    everywhere(monkeypatch, module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
+    everywhere(monkeypatch, module, "lattice_kernel", kernel)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def no_kernels_left():
 
 def short_segments(monkeypatch, K, sweep=2):
     "K frames a segment, so many of them in a launch of α alone"
-    monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", lambda *given: Frames(K, sweep * K, 3 * K))
+    everywhere(monkeypatch, fusedloss.linear_ctc, "frames_of", lambda *given: Frames(K, sweep * K, 3 * K))
 
 
 WAYS = few(["loops", "lattice", "both", "GPU"], "loops", "both", "GPU")
@@ -75,7 +75,7 @@ def way(request, monkeypatch):
     if request.param == "both":
         if not INTERPRETED:
             pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
-        monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+        everywhere(monkeypatch, fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
     if request.param in ("lattice", "both"):
         use_lattice(request.getfixturevalue("lattice"), fusedloss.linear_ctc, monkeypatch)
     return "cpu"
@@ -171,10 +171,10 @@ def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     if packed and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
     use_lattice(lattice, fusedloss.linear_ctc, monkeypatch)
-    monkeypatch.setattr(fusedloss.linear_ctc, "finish_threads", lambda row: threads)
-    monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: packed and len(x) > 0)
+    everywhere(monkeypatch, fusedloss.linear_ctc, "finish_threads", lambda row: threads)
+    everywhere(monkeypatch, fusedloss.linear_ctc, "takes_kernel", lambda x: packed and len(x) > 0)
     if not near:
-        monkeypatch.setattr(fusedloss.linear_ctc, "finish_bytes", lambda *given: 100_000)
+        everywhere(monkeypatch, fusedloss.linear_ctc, "finish_bytes", lambda *given: 100_000)
     monkeypatch.setattr(lattice, "seed", 2)
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[0]), ("more classes", 9))
 
@@ -299,16 +299,14 @@ def test_padding_beside_all_in_forward(way, monkeypatch):
     got = run_all(spoilt, w, b, y, frames, lengths, device=way)
     assert torch.equal(got[0], want[0]) and all(torch.equal(a, e) for a, e in zip(got[1], want[1]))
     assert not any(got[1][0][k:, n].any() for n, k in enumerate(frames))
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
     got = run_all(x, w, b, y, frames, lengths, device=way)
     same_losses(got[0][None], want[0].cpu()[None], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
 
 
 def test_bad_input_beside_all_in_forward(way, monkeypatch):
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
@@ -478,8 +476,7 @@ def test_lengths_that_nobody_looks_at(way, monkeypatch):
     given = [t.float() for t in layer(z)]
     short_segments(monkeypatch, 7)
     want = run(*given, y, frames, lengths, device=way)
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
     got = run(*given, y, frames, lengths, device=way)
     same_losses(got[0], want[0], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
@@ -586,8 +583,7 @@ def test_sizes_of_zero(T, N, L, device):
 # bad input
 
 def test_bad_input_is_nan_and_harms_nobody(way, monkeypatch):
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
@@ -761,7 +757,6 @@ SUSPECTS = {"ragged": 5, "repeats": 7, "T 0 and 1, infeasible": 2, "two equal la
 def suspects(module, cases=SUSPECTS):
     "A few of the cases above, for a module with a bug in it: what it gets wrong, one after another"
     for name, K in cases.items():
-        module.frames_of = lambda *given: Frames(K, 2 * K, 3 * K)
         z, y, frames, lengths, blank = hard(name, f64)
         given = [t.float() for t in layer(z)]
         losses, gradients = truth_of(*given, y, frames, lengths, blank)
@@ -769,12 +764,14 @@ def suspects(module, cases=SUSPECTS):
         for n, k in enumerate(frames):
             given[0][k:, n] = math.nan  # padding
         try:
-            got, d = run(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
-            same_losses(got, losses, 5e-6)
-            close(d, gradients, 1e-5)
-            got, d = run_all(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
-            same_losses(got[None], mean[None], 5e-6)
-            close(d, means, 1e-5)
+            with pytest.MonkeyPatch.context() as patch:
+                everywhere(patch, module, "frames_of", lambda *given: Frames(K, 2 * K, 3 * K))
+                got, d = run(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
+                same_losses(got, losses, 5e-6)
+                close(d, gradients, 1e-5)
+                got, d = run_all(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
+                same_losses(got[None], mean[None], 5e-6)
+                close(d, means, 1e-5)
         except (AssertionError, RuntimeError, IndexError, ValueError) as e:
             yield f"{name}: {type(e).__name__}"
 
@@ -824,10 +821,10 @@ TRITON_BUGS = {
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", [None, *few(TRITON_BUGS, "classes that are not there", "the last tile's largest for the first")])
-def test_bugs_in_the_triton_kernel(bug, tmp_path):
+def test_bugs_in_the_triton_kernel(bug, tmp_path, monkeypatch):
     changes = TRITON_BUGS.get(bug) or unchanged(TRITON_BUGS.values())
     module = planted(fusedloss.linear_ctc, tmp_path, *changes)
-    module.takes_kernel = lambda x: x.dtype == f32 and len(x) > 0
+    everywhere(monkeypatch, module, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
     assert any(suspects(module, MORE | SUSPECTS)) == (bug is not None)
 
 
@@ -866,7 +863,6 @@ KERNEL_BUGS = {
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
     rest = lattice if bug is None else lattice_on_cpu(*KERNEL_BUGS[bug])
     use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
-    monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
-    monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)
+    everywhere(monkeypatch, fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
     cases = SUSPECTS | {"three warps": 40} | MORE
     assert any(suspects(fusedloss.linear_ctc, {name: cases[name] for name in few(cases, "ragged", "more classes")})) == (bug is not None)

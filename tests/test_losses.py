@@ -25,7 +25,7 @@ from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entro
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
 from grids import FULL, few, grid
-from helpers import TOLERANCE, broken, follows_plans, misfits, planted, replays, unchanged, upstream
+from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -238,7 +238,7 @@ def test_an_old_compiler_is_passed_by_or_refused_in_a_sentence(monkeypatch):
     step = lambda x, w, y: 2 * linear_cross_entropy(x, w, y)
     compiled = lambda whole: torch.compile(step, fullgraph=whole, backend="eager")(x, w, y)
     assert losses.for_compilers(step, (2, 9)) is step
-    monkeypatch.setattr(losses, "planned_loss", losses.for_compilers(losses.planned_loss, (2, 8)))
+    everywhere(monkeypatch, losses, "planned_loss", losses.for_compilers(losses.planned_loss, (2, 8)))
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"expected PyTorch 2.9 or later under torch.compile\(fullgraph=True\), got 2.8"):
         compiled(True)
@@ -372,7 +372,7 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
 @pytest.mark.parametrize("method, dtype", few(grid(METHODS, [f32, bf16]), ("auto", bf16)))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
     on_cpu = losses.request_of
-    monkeypatch.setattr(losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    everywhere(monkeypatch, losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
     x, w, _, y = sample((2, 6), dtype=dtype)
     fn = torch.compile(lambda x, w, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (2, 1):
@@ -606,7 +606,7 @@ def test_auto_is_the_method_it_names(device, monkeypatch):
     x, w, _, y = sample((64,), 8, 500, device, f32)
     taken = []
     real = losses.take
-    monkeypatch.setattr(losses, "take", lambda way, *rest: taken.append(way.method) or real(way, *rest))
+    everywhere(monkeypatch, losses, "take", lambda way, *rest: taken.append(way.method) or real(way, *rest))
     linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), y)
     linear_cross_entropy(x, w, y, memory_budget=60_000)
     linear_cross_entropy(x, w, y, memory_budget=60_000, reduction="none")

@@ -12,6 +12,7 @@ from fusedloss.measure import (Check, Cost, Machine, MemoryEvent, Shape, Table, 
                                peak_memory, product_cost, quantiles, record, relative_error, saved_tensors, si, sweep_cost,
                                tensor_lives, time_call, trace_memory)
 from grids import few
+from helpers import everywhere
 
 TOY = Machine("toy", 100.0, dict(float32=1000.0, bfloat16=2000.0))
 HOSTILE = 'a <b> & "c" ]]> <script>alert(1)</script> $x$'
@@ -114,7 +115,7 @@ def test_comparison_finds_three_times_the_work():
 
 def test_order_is_drawn_anew_in_every_round(monkeypatch):
     order, names = [], ["floor", "a", "b", "c"]
-    monkeypatch.setattr(m, "time_call", lambda fn, *args: m.Timing(*[float(fn())] * 3))
+    everywhere(monkeypatch, m, "time_call", lambda fn, *args: m.Timing(*[float(fn())] * 3))
     runs = {name: lambda name=name: order.append(name) or len(order) for name in names}
     times = m.time_in_turn(runs, "cpu", 30)
     rounds = [tuple(order[i:i + 4]) for i in range(0, len(order), 4)]
@@ -127,7 +128,7 @@ def test_order_is_drawn_anew_in_every_round(monkeypatch):
 
 def test_comparison_pairs_the_timings_of_a_round(monkeypatch):
     order = []
-    monkeypatch.setattr(m, "time_call", lambda fn, *args: order.append(fn) or m.Timing(*[fn * len(order)] * 3))
+    everywhere(monkeypatch, m, "time_call", lambda fn, *args: order.append(fn) or m.Timing(*[fn * len(order)] * 3))
     compared = compare(1.0, 3.0, rounds=12)
     firsts = order[::2]
     assert {1.0, 3.0} == set(firsts) and 0 < firsts.count(1.0) < 12, "neither comes first in every round"
@@ -136,7 +137,7 @@ def test_comparison_pairs_the_timings_of_a_round(monkeypatch):
 
 
 def test_a_gradient_in_the_place_of_an_input_is_no_negative_memory(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(m, "time_call", lambda *args: m.Timing(1.0, 1.0, 1.0))
+    everywhere(monkeypatch, m, "time_call", lambda *args: m.Timing(1.0, 1.0, 1.0))
     buffer = torch.ones(1000)
     figures = m.measure_against_floor(tmp_path / "r.json", "a", buffer.exp_, buffer.exp, {}, torch.float32, buffer.nbytes, "cpu")["figures"]
     assert (figures["peak"], figures["extra"]) == (0, 0) and "0 B beyond" in capsys.readouterr().out
@@ -343,10 +344,10 @@ def test_results_of_a_folder_come_in_order_of_files(tmp_path):
 def test_loss_is_measured_against_its_floor(tmp_path, monkeypatch, capsys):
     asked, run, floor = [], lambda: None, lambda: 0
     found = m.Comparison(a=m.Timing(2.0, 1.9, 2.1), b=m.Timing(6.0, 5.9, 6.1), ratio=m.Timing(3.5, 3.0, 4.0))
-    monkeypatch.setattr(m, "time_in_turn", lambda runs, *args: asked.append((*runs.values(), *args)) or dict.fromkeys(runs, []))
-    monkeypatch.setattr(m, "comparison", lambda a, b: found)
-    monkeypatch.setattr(m, "peak_memory", lambda *args: asked.append(args) or 5 * 2**20)
-    monkeypatch.setattr(m, "machine_name", lambda device: f"a {device}")
+    everywhere(monkeypatch, m, "time_in_turn", lambda runs, *args: asked.append((*runs.values(), *args)) or dict.fromkeys(runs, []))
+    everywhere(monkeypatch, m, "comparison", lambda a, b: found)
+    everywhere(monkeypatch, m, "peak_memory", lambda *args: asked.append(args) or 5 * 2**20)
+    everywhere(monkeypatch, m, "machine_name", lambda device: f"a {device}")
     against = lambda name, *options: m.measure_against_floor(tmp_path / "r.json", name, run, floor, dict(N=2, V=3), torch.bfloat16, *options)
     entries = [against("first"), against("last", 2**20, "cpu", 9)]
     assert asked == [(run, "cuda"), (floor, run, "cuda", 5), (run, "cpu"), (floor, run, "cpu", 9)]
@@ -474,8 +475,8 @@ def test_every_stage_has_its_colour_and_the_baseline_is_grey():
 
 def test_machine_is_measured_once(monkeypatch):
     m.measure_machine.cache_clear()
-    monkeypatch.setattr(m, "measure_rate", lambda device, n, dtype: 1e9)
-    monkeypatch.setattr(m, "measure_bandwidth", lambda device, numel: 1e10)
+    everywhere(monkeypatch, m, "measure_rate", lambda device, n, dtype: 1e9)
+    everywhere(monkeypatch, m, "measure_bandwidth", lambda device, numel: 1e10)
     machine = m.measure_machine()
     assert machine.rate(torch.float32) == machine.rate(torch.float64) == 1e9 and machine.bandwidth == 1e10
     assert m.measure_machine() is machine

@@ -15,8 +15,9 @@ from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
 from fusedloss.losses import linear_cross_entropy, plan
 from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
-from fusedloss.recompute import RowOptions
+from fusedloss.core.options import RowOptions
 from fusedloss.core.tiling import Tiling
+from helpers import everywhere
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 MIB = 2**20
@@ -34,17 +35,14 @@ def silent(monkeypatch):
     if not tiles.adds_in_float32(torch.device("meta")):
         pytest.skip("this PyTorch adds no product to a float32 sum on meta tensors")
     for kernel in ("target_kernel", "lse_kernel", "merge_kernel", "finish_kernel", "terms_kernel", "dz_kernel"):
-        monkeypatch.setattr(recompute, kernel, Launched())
-    monkeypatch.setattr(recompute, "fastest", lambda kernel, t, sizes, first, *_, **__: first)
-    for module in (recompute, sharded):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    tiling = lambda x, w, busy=False: Tiling(False, 128, 128 if busy else 256, 64)
-    monkeypatch.setattr(recompute, "tiling_of", tiling)
-    monkeypatch.setattr(sharded, "tiling_of", tiling)
-    monkeypatch.setattr(recompute, "on_device", lambda t: torch.autograd.profiler.record_function("none"))
-    monkeypatch.setattr(recompute, "score_fn", lambda o: None)
-    monkeypatch.setattr(recompute, "score_unit", lambda x: 1.0)
-    monkeypatch.setattr(tiles, "adds_in_float32", lambda device: True)
+        everywhere(monkeypatch, recompute, kernel, Launched())
+    everywhere(monkeypatch, recompute, "fastest", lambda kernel, t, sizes, first, *_, **__: first)
+    everywhere(monkeypatch, recompute, "multiprocessors", lambda device: 132)
+    everywhere(monkeypatch, recompute, "tiling_of", lambda x, w, busy=False: Tiling(False, 128, 128 if busy else 256, 64))
+    everywhere(monkeypatch, recompute, "on_device", lambda t: torch.autograd.profiler.record_function("none"))
+    everywhere(monkeypatch, recompute, "score_fn", lambda o: None)
+    everywhere(monkeypatch, recompute, "score_unit", lambda x: 1.0)
+    everywhere(monkeypatch, tiles, "adds_in_float32", lambda device: True)
 
 
 def meta(n, h, v, dtype):
@@ -126,7 +124,7 @@ def test_ranks_hold_no_more(silent):
     ((1280, 4160, 2304), f32, None), ((4096, 256, 8192), f32, 2**24)], ids=str)
 def test_tiles_hold_what_their_plan_says(sizes, dtype, budget, silent, monkeypatch):
     "On meta tensors, multiplied as on a GPU; what a gradient will take is free while there are only scores"
-    monkeypatch.setattr(tiles, "product_dtype", lambda t: t.dtype)
+    everywhere(monkeypatch, tiles, "product_dtype", lambda t: t.dtype)
     n, h, v = sizes
     x, w, y, _ = meta(*sizes, dtype)
     way = plan(n, v, h, dtype, memory_budget=budget, machine="H200")["tiles"]
@@ -143,8 +141,8 @@ def test_chunks_hold_what_their_plan_says(sizes, dtype, how, silent, monkeypatch
     "On meta tensors, with losses in the place of the kernel that turns logits around"
     n, h, v = sizes
     way = plan(n, v, h, dtype, machine="H200", **how)["chunks"]
-    monkeypatch.setattr(chunks, "chunk_loss", lambda z, y, *_: (torch.empty(len(y), device="meta"),))
-    monkeypatch.setattr(chunks, "operand", lambda t, dtype: t)
+    everywhere(monkeypatch, chunks, "chunk_loss", lambda z, y, *_: (torch.empty(len(y), device="meta"),))
+    everywhere(monkeypatch, chunks, "operand", lambda t, dtype: t)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # meta tensors have none
     x, w, y, _ = meta(*sizes, dtype)
     options = -100, 0.0, 1.0, 0.0, 0.0, dtype, dtype, True, None, how.get("memory_budget"), how.get("accumulate", "auto")
@@ -241,7 +239,7 @@ def test_eagers_bias_is_rounded_once():
 
 def test_products_are_added_where_nothing_adds_to_float32(monkeypatch):
     "One fallback serves every stage: a CPU can neither multiply nor add half precision into float32"
-    monkeypatch.setattr(tiles, "wide_product", lambda a, b: a.float() @ b.float())
+    everywhere(monkeypatch, tiles, "wide_product", lambda a, b: a.float() @ b.float())
     a, b, total = torch.randn(9, 4).to(bf16), torch.randn(4, 5).to(bf16), torch.ones(9, 5)
     tiles.add_product(total, a, b)
     torch.testing.assert_close(total, 1 + a.float() @ b.float())

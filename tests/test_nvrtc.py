@@ -8,6 +8,7 @@ from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
 from fusedloss.semirings import Log, Max
 from grids import few, FULL, pairs
+from helpers import everywhere
 from offline import cuda, told_of
 
 pytest.importorskip("triton")
@@ -65,8 +66,7 @@ def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tu
         def recorded(kernel, index, sources=(), **constants):
             found[sources or (kernel,), tuple(constants.items())] = True
             return lambda *args, **options: None
-        for module in (ctc, linear_ctc, kernels, scans):
-            patch.setattr(module, "cuda_kernel", recorded)
+        everywhere(patch, kernels, "cuda_kernel", recorded)
         for call in CALLS[name](device):
             call()
     return list(found)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import planted
+from helpers import everywhere, planted
 from torch import Tensor
 from workbook import ROOT
 
@@ -351,5 +351,5 @@ def test_flops_are_those_of_the_products_that_are_made(name, module, monkeypatch
     monkeypatch.setitem(globals(), "FRAMES", [3, 3])  # frames that are not there are counted
     run = lambda: ONCE[name](x, w, torch.arange(6)).backward()
     told = counted(run)
-    monkeypatch.setattr(module, "observed", lambda: False)
+    everywhere(monkeypatch, module, "observed", lambda: False)
     assert told == counted(run) > 0

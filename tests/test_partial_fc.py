@@ -24,7 +24,7 @@ from fusedloss.core.negatives import RowIndex, columns_bwd
 from fusedloss.core.cosine import Scoring, launch_rest, plain_rest, tangent_kernel, unit_kernel, unit_rows_of
 from fusedloss.core.tiling import Tiling
 from grids import FULL, few, grid, pairs
-from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted, unchanged
+from helpers import TOLERANCE, everywhere, fault_of, has_no_second_derivative, planted, unchanged
 from test_margins import FORMULAS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -681,7 +681,7 @@ def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
     x.requires_grad_()
     results = []
     for looked_at in (True, False):
-        monkeypatch.setattr(partial_fc, "observed", lambda: looked_at)
+        everywhere(monkeypatch, partial_fc, "observed", lambda: looked_at)
         head = make_head(w, sample_rate=0.3)
         loss = head(x, y)
         dx, dw = torch.autograd.grad(loss, [x, head.weight])
@@ -1327,8 +1327,8 @@ def kernels_for_all(place, monkeypatch):
     "The kernels take fp32, interpreted"
     if place != "cpu":
         pytest.skip("a GPU has its kernels without asking")
-    monkeypatch.setattr(partial_fc, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
-    monkeypatch.setattr(partial_fc, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.pace < 0)
+    everywhere(monkeypatch, partial_fc, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
+    everywhere(monkeypatch, partial_fc, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.pace < 0)
     return place
 
 
@@ -1338,7 +1338,7 @@ def test_these_kernels_serve_margin_cross_entropy(margin, reduction, kernels_for
     x, w, _ = sample_data(13, 20, 70, f32, kernels_for_all)
     y = torch.tensor([5, -100, 69, *range(10)], device=kernels_for_all)
     launched, way = [], partial_fc.launch_rest
-    monkeypatch.setattr(partial_fc, "launch_rest", lambda *a, **o: launched.append(1) or way(*a, **o))
+    everywhere(monkeypatch, partial_fc, "launch_rest", lambda *a, **o: launched.append(1) or way(*a, **o))
     loss = partial(margin_cross_entropy, x, w, y, margin=margin, reduction=reduction)
     tiled, ours = loss(method="tiles"), loss()
     assert len(launched) == 1
@@ -1384,7 +1384,7 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
     v = 40
     x, w, y = sample(13, v=v, dtype=f32)
     x[3] = 0
-    monkeypatch.setattr(partial_fc, "check_labels", lambda *args: None)
+    everywhere(monkeypatch, partial_fc, "check_labels", lambda *args: None)
     for labels in (y, y.index_fill(0, torch.tensor([2]), v), torch.full_like(y, -1)):
         ways = []
         for margin in (CosFace(0.3, 40.0), Curve(0.3, 40.0)):
@@ -1505,7 +1505,7 @@ def test_the_first_step_imports_no_host_reads(monkeypatch):
     head = PartialFC(COUNT, 6, sample_rate=0.3)
     optimizer = RowSparse(SGD, head.parameters(), lr=0.1, momentum=0.9)
     x, _, y = sample(dtype=f32)
-    monkeypatch.setattr(partial_fc, "check_labels", lambda *args: None)  # on a CPU labels are looked at
+    everywhere(monkeypatch, partial_fc, "check_labels", lambda *args: None)  # on a CPU labels are looked at
     with Watch():
         head(x, y).backward()
     assert not [n for n in seen if any(word in n for word in ("nonzero", "unique", "_local_scalar", "masked_select", "equal.default"))]
@@ -1810,8 +1810,8 @@ def score_fault(m, place, g):
         if shifted:
             shift[slot] = 0.0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(m, "run_length", lambda *sizes: 2)
-            patch.setattr(m, "slab_columns", lambda *sizes: 64)
+            everywhere(patch, m, "run_length", lambda *sizes: 2)
+            everywhere(patch, m, "slab_columns", lambda *sizes: 64)
             got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_rest(x, w, slot, shift, OF_SCORES[name], 130)
             if not all(torch.allclose(a, e, rtol=1e-4, atol=1e-4) for a, e in zip(got, exact)):
                 return f"rest, {name}"

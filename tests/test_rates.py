@@ -12,6 +12,7 @@ from fusedloss.core import rates, store
 from fusedloss.core.devices import Device
 from fusedloss.core.tiling import cut
 from fusedloss.core.rates import CPU, H200, MACHINES, SHEETS, Machine, guess, kept, listed, machine_here, machine_of
+from helpers import everywhere
 
 ODD = Device("NVIDIA H20", "nvidia", (9, 0), 78, 2**17, True, True)  # that no table lists
 SAME = Device("NVIDIA H200", "nvidia", (9, 0), 132, 2**17, True, True)
@@ -35,8 +36,8 @@ def measured(monkeypatch, d, gpu=True):
         calls.append(d.name)
         return Machine(d.name, 1e12, dict.fromkeys(H200.rates, 1e14), d)
     rates.at_hand.clear()
-    monkeypatch.setattr(rates, "gpu_of", lambda device: d)
-    monkeypatch.setattr(rates, "ceilings", ceilings)
+    everywhere(monkeypatch, rates, "gpu_of", lambda device: d)
+    everywhere(monkeypatch, rates, "ceilings", ceilings)
     monkeypatch.setattr(torch.cuda, "device", lambda on: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return calls
@@ -92,8 +93,8 @@ def test_what_cannot_be_multiplied_is_guessed(monkeypatch):
     def product(device, n, dtype, clock):
         if dtype == torch.bfloat16: raise RuntimeError("not implemented for this GPU")
         return 5.0
-    monkeypatch.setattr(rates, "product_rate", product)
-    monkeypatch.setattr(rates, "copy_bandwidth", lambda *_: 7.0)
+    everywhere(monkeypatch, rates, "product_rate", product)
+    everywhere(monkeypatch, rates, "copy_bandwidth", lambda *_: 7.0)
     found = rates.ceilings(ODD, "cpu")
     assert found.rates == dict(guess(ODD).rates, float16=5.0, float32=5.0, float64=5.0) and found.bandwidth == 7.0
 
@@ -126,7 +127,7 @@ def test_processes_that_measure_together_take_the_same(monkeypatch, place):
     def slow(*given):
         rates.store.update(rates.STORE, rates.store_key(ODD), entry)  # another process, meanwhile
         return ceilings(*given)
-    monkeypatch.setattr(rates, "ceilings", slow)
+    everywhere(monkeypatch, rates, "ceilings", slow)
     assert machine_here(GPU).bandwidth == kept(ODD).bandwidth == 2e12 and calls == ["NVIDIA H20"]
     assert rates.calibrate(GPU).bandwidth == kept(ODD).bandwidth == 1e12, "what is asked for is measured anew"
 
@@ -170,7 +171,7 @@ def test_nothing_is_measured_while_something_looks_on(monkeypatch, place):
 def test_a_full_gpu_is_guessed_once(monkeypatch, place):
     calls = measured(monkeypatch, ODD)
     def full(*_): calls.append("tried"); raise torch.OutOfMemoryError("no memory is left")
-    monkeypatch.setattr(rates, "ceilings", full)
+    everywhere(monkeypatch, rates, "ceilings", full)
     assert machine_here(GPU) is machine_here(GPU) and calls == ["tried"] and not place.exists()
 
 
@@ -206,7 +207,7 @@ def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
     calls = measured(monkeypatch, SAME if known == "table" else ODD)
     if known == "disk": rates.calibrate(GPU); rates.at_hand.clear(); calls.clear()
     on_cpu = losses.request_of
-    monkeypatch.setattr(losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    everywhere(monkeypatch, losses, "request_of", lambda *given: losses.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
     torch._dynamo.reset()
     x, w, y = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
     def step(x, w, y):
@@ -240,13 +241,13 @@ def test_this_gpu_is_measured_in_a_second_or_two():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_a_capture_plans_without_measuring(monkeypatch):
     "On a GPU that no table lists: what a captured call would measure would be captured"
-    monkeypatch.setattr(rates, "listed", lambda d: None)
+    everywhere(monkeypatch, rates, "listed", lambda d: None)
     from fusedloss import linear_cross_entropy
     x, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (64, 512))
     y = torch.randint(512, (64,), device="cuda")
     expected = linear_cross_entropy(x, w, y, method="eager")  # compiles, and measures
     rates.at_hand.clear()
-    monkeypatch.setattr(rates, "kept", lambda d: None)
+    everywhere(monkeypatch, rates, "kept", lambda d: None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = linear_cross_entropy(x, w, y, method="eager")

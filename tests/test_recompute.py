@@ -13,7 +13,7 @@ from fusedloss.core import tuning
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
 from grids import FULL, few
-from helpers import TOLERANCE, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
+from helpers import TOLERANCE, everywhere, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -31,12 +31,12 @@ def short_runs(n_tokens, tiles_v, *_):
 def way(request, device, monkeypatch):
     "The device, on which either the plain path or the kernels take everything they can"
     if request.param == "plain":
-        monkeypatch.setattr(recompute, "takes_kernel", lambda x: False)
+        everywhere(monkeypatch, recompute, "takes_kernel", lambda x: False)
     elif device == "cpu" and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
     else:
-        monkeypatch.setattr(recompute, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
-        monkeypatch.setattr(recompute, "run_length", short_runs)
+        everywhere(monkeypatch, recompute, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
+        everywhere(monkeypatch, recompute, "run_length", short_runs)
     return device
 
 
@@ -161,7 +161,7 @@ def test_runs_of_any_length(device, monkeypatch):
     args = x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.RowOptions(), True
     whole = recompute.launch_lse(*args)
     for run in few((1, 2, 3, 10), 2, 10):
-        monkeypatch.setattr(recompute, "run_length", lambda n, tiles, *_: run)
+        everywhere(monkeypatch, recompute, "run_length", lambda n, tiles, *_: run)
         for a, e in zip(recompute.launch_lse(*args), whole):
             assert torch.allclose(a, e, rtol=1e-5, atol=1e-5)
 
@@ -172,9 +172,9 @@ TILING = recompute.Tiling(True, 128, 256, 64)
 def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_known", tuning._Known())
-    monkeypatch.setattr(tuning, "capturing", lambda: False)
+    everywhere(monkeypatch, tuning, "capturing", lambda: False)
     cost, asked = {(3, 8): 3, (3, 32): 2, (4, 8): 4, (4, 32): 1}, set()
-    monkeypatch.setattr(tuning, "milliseconds", lambda run, t: asked.add(t) or cost[t.stages, t.group])
+    everywhere(monkeypatch, tuning, "milliseconds", lambda run, t: asked.add(t) or cost[t.stages, t.group])
     def best(n, v, stages=(4,), **flags):
         asked.clear()
         x = torch.empty(n, 4096, device="meta", dtype=bf16)
@@ -187,7 +187,7 @@ def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_pa
     assert best(64, 1000) == (3, 8, 0), "small work is not timed"
     monkeypatch.setattr(tuning, "_known", tuning._Known())
     assert best(8192, 128256) == (4, 32, 0), "another process reads it"
-    monkeypatch.setattr(tuning, "capturing", lambda: True)
+    everywhere(monkeypatch, tuning, "capturing", lambda: True)
     assert best(2**20, 128256) == (3, 8, 0), "nothing is timed in a graph's capture"
 
 
@@ -552,7 +552,7 @@ def test_a_label_out_of_range(label, way, monkeypatch):
     y[3] = label
     with pytest.raises(IndexError, match=rf"target\[3\] is {label}: expected 0 ≤ label < 7"):
         loss_of(x, w, y)
-    monkeypatch.setattr(recompute, "check_inputs", lambda *_: None)
+    everywhere(monkeypatch, recompute, "check_inputs", lambda *_: None)
     losses = loss_of(x, w, y, reduction="none")
     assert losses.isnan().tolist() == [False, False, False, True, False]
     dx, = torch.autograd.grad(losses.sum(), x)
@@ -611,10 +611,11 @@ NOTICING = few(["one class", "high", "ragged", "ragged, plain", "several runs, s
                "one class", "high", "ragged, plain")
 
 
-def variant(tmp_path, *pairs):
-    "The module with texts replaced, on kernels in short runs"
-    module = planted(recompute, tmp_path, *pairs)
-    module.takes_kernel, module.run_length = lambda x: len(x) > 0, short_runs
+def variant(tmp_path, monkeypatch, *pairs):
+    "The module with texts replaced, on kernels in short runs, which the unchanged one is not"
+    module = planted(recompute, tmp_path, *pairs, *unchanged([["def takes_kernel("], ["def run_length("]]))
+    everywhere(monkeypatch, module, "takes_kernel", lambda x: len(x) > 0)
+    everywhere(monkeypatch, module, "run_length", short_runs)
     return module
 
 
@@ -632,11 +633,11 @@ def first_fault(module):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(variant(tmp_path, *unchanged(MUTANTS.values()))) is None
+def test_the_unchanged_source_passes(tmp_path, monkeypatch):
+    assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
-def test_a_planted_bug_is_noticed(bug, tmp_path):
-    assert first_fault(variant(tmp_path, *MUTANTS[bug])), f"no case notices that {bug}"
+def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
+    assert first_fault(variant(tmp_path, monkeypatch, *MUTANTS[bug])), f"no case notices that {bug}"

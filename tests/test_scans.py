@@ -18,7 +18,7 @@ from fusedloss.measure import peak_memory, saved_tensors
 from fusedloss.scans import Fused, edge_slots, fused_cut, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
 from grids import few, FULL
-from helpers import fault_of, hidden_from_hooks, planted, unchanged
+from helpers import everywhere, fault_of, hidden_from_hooks, planted, unchanged
 from on_cpu import build, check_nvcc, STANDARD
 
 INF = math.inf
@@ -516,9 +516,9 @@ def test_rows_are_not_overwritten_while_they_are_read():
 @pytest.fixture
 def with_kernel(on_cpu, monkeypatch):
     "The library as it is on a GPU, with the kernel's source on the CPU"
-    monkeypatch.setattr(fusedloss.scans, "cuda_kernel", on_cpu)
-    monkeypatch.setattr(fusedloss.scans, "runs_kernel", lambda Ms, S: Ms.numel() > 0 and type(S) in (type(Log), type(Max)))
-    monkeypatch.setattr(fusedloss.scans, "room", lambda device: ROOM)
+    everywhere(monkeypatch, fusedloss.scans, "cuda_kernel", on_cpu)
+    everywhere(monkeypatch, fusedloss.scans, "runs_kernel", lambda Ms, S: Ms.numel() > 0 and type(S) in (type(Log), type(Max)))
+    everywhere(monkeypatch, fusedloss.scans, "room", lambda device: ROOM)
 
 
 LOOPS = [(method, S, dtype, tolerance) for method in ("scan", "auto") for S in (Log, Max) for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12))]
@@ -681,7 +681,7 @@ def test_paths_of_the_fused_kernel_are_those_of_the_loop(on_cpu, seed):
 
 def test_a_graph_is_prepared_once_and_again_when_it_changes(with_kernel, monkeypatch):
     calls = []
-    monkeypatch.setattr(fusedloss.scans, "transpose", lambda idx: calls.append(1) or transpose(idx))
+    everywhere(monkeypatch, fusedloss.scans, "transpose", lambda idx: calls.append(1) or transpose(idx))
     Ms, idx = torch.randn(4, 2, 3, 2), torch.tensor([[0, 1], [1, 2], [2, 0]])
     first = [logz(Ms, idx, *torch.zeros(2, 2, 3), method="fused") for _ in range(3)]
     assert len(calls) == 1 and torch.equal(first[0], first[2])
@@ -729,9 +729,9 @@ def test_all_methods_of_a_cpu_agree():
 
 
 def test_without_a_compiler_the_loop_takes_over(monkeypatch):
-    monkeypatch.setattr(fusedloss.scans, "cuda_kernel", lambda *a, **k: None)
-    monkeypatch.setattr(fusedloss.scans, "runs_kernel", lambda Ms, S: True)
-    monkeypatch.setattr(fusedloss.scans, "room", lambda device: ROOM)
+    everywhere(monkeypatch, fusedloss.scans, "cuda_kernel", lambda *a, **k: None)
+    everywhere(monkeypatch, fusedloss.scans, "runs_kernel", lambda Ms, S: True)
+    everywhere(monkeypatch, fusedloss.scans, "room", lambda device: ROOM)
     graph = torch.randn(5, 2, 4, 3), torch.randint(0, 4, (4, 3)), *torch.zeros(2, 2, 4)
     for a, b in zip(graded(logz, graph, Log), graded(logz_autograd, graph, Log)):
         torch.testing.assert_close(a, b)
@@ -852,7 +852,7 @@ def test_cupy_and_torch_compile_the_fused_kernel_to_the_same_bits(S, gpu, monkey
 
     def by_torch(name, device, **constants):
         return compiled_by_torch(cuda_source(name), name, ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items())))
-    monkeypatch.setattr(fusedloss.scans, "cuda_kernel", by_torch)
+    everywhere(monkeypatch, fusedloss.scans, "cuda_kernel", by_torch)
     assert all(torch.equal(a, b) for a, b in zip(by_cupy, graded(logz, gpu, S, method="fused")))
 
 

@@ -18,7 +18,7 @@ from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.sharded import (POCKET, kernel_gradients, kernel_sums, make_terms, owned, pack, packets_of, plain_gradients, plain_sums,
                                sharded_linear_cross_entropy)
 from grids import few, FULL
-from helpers import planted, unchanged
+from helpers import everywhere, planted, unchanged
 from sharded_cases import CASES, ON_GPUS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch was built without torch.distributed")
@@ -215,7 +215,7 @@ BUGS = {
 def test_planted_bugs_are_seen(bug, tmp_path, monkeypatch):
     module = planted(sharded, tmp_path, *BUGS[bug])
     if "chunk" in bug:
-        monkeypatch.setattr(module, "plain_chunks", lambda x, w, budget: [slice(0, 4), slice(4, len(x))])
+        everywhere(monkeypatch, module, "plain_chunks", lambda x, w, budget: [slice(0, 4), slice(4, len(x))])
     try:
         pairs = list(zip(*play(3, ROWS[2], module)))
     except (RuntimeError, IndexError):
@@ -328,7 +328,7 @@ def test_a_sure_prediction_keeps_its_small_loss():
 
 
 def test_a_label_that_is_no_class_is_nan_where_nobody_looks(monkeypatch):
-    monkeypatch.setattr(sharded, "check_labels", lambda *args: None)  # as on a GPU
+    everywhere(monkeypatch, sharded, "check_labels", lambda *args: None)  # as on a GPU
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     losses = sharded_linear_cross_entropy(x, w, torch.tensor([0, 5, -3, -100]), reduction="none")
     assert losses.isnan().tolist() == [False, True, True, False] and losses[3] == 0
@@ -339,8 +339,8 @@ def test_a_label_that_is_no_class_is_nan_where_nobody_looks(monkeypatch):
 def test_ranks_of_tensors_without_data_send_nothing(monkeypatch):
     "Sizes alone are followed: there is no table that could be read"
     from torch._subclasses.fake_tensor import FakeTensorMode
-    monkeypatch.setattr(sharded, "is_timed", lambda *_: True)
-    monkeypatch.setattr(sharded, "step_of", lambda *_: "agreed")
+    everywhere(monkeypatch, sharded, "is_timed", lambda *_: True)
+    everywhere(monkeypatch, sharded, "step_of", lambda *_: "agreed")
     x, s = torch.ones(2, 3), sharded.Shards(4, 0, 2, object())
     monkeypatch.setattr(sharded.Shards, "ranks", 2)
     assert sharded.agreement(x, x.dtype, s) == "agreed"

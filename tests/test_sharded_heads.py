@@ -11,7 +11,7 @@ from fusedloss.margins import AdaFace, CosFace, SubCenter
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.partial_fc import PartialFC
 from grids import few
-from helpers import fault_of, planted, unchanged
+from helpers import everywhere, fault_of, planted, unchanged
 
 f64 = torch.float64
 KINDS = {  # margin and its centres, share of the classes, whether the weight's gradient is rows
@@ -41,10 +41,11 @@ def played(module: ModuleType, ranks: int, kind: str, v: int) -> tuple[list, lis
             def everyone(t, s, rank=rank):
                 said[rank] = t
                 return torch.stack([said.get(r, t) for r in range(ranks)])
-            module.everyone = everyone
             s = module.Shards(v, span.start, span.stop)
-            loss, _ = module.spread_head_loss(head, x, y, s, head.sampler, f64)
-            dx, dw = torch.autograd.grad(loss, [x, head.weight])
+            with pytest.MonkeyPatch.context() as patch:
+                everywhere(patch, module, "everyone", everyone)
+                loss, _ = module.spread_head_loss(head, x, y, s, head.sampler, f64)
+                dx, dw = torch.autograd.grad(loss, [x, head.weight])
             if dw.is_sparse:
                 dw = torch.zeros_like(w).index_add_(0, dw._indices()[0], dw._values())[span.start * k:span.stop * k]
             parts.append((loss.detach(), dx, dw, head))
@@ -58,14 +59,10 @@ PLAYED = [(kind, ranks, v) for (ranks, v), kind in itertools.product([(2, 4), (3
 
 def first_fault(module: ModuleType) -> str | None:
     "The first case in which ranks get something else than one process"
-    everyone = module.everyone
-    try:
-        for kind, ranks, v in PLAYED[4:12]:
-            for name, a, e in zip(("loss", "dx", "dw", "statistics", "step"), *played(module, ranks, kind, v)):
-                if a.shape != e.shape or not torch.allclose(a, e):
-                    return f"{name}, {kind}, {ranks}, {v}"
-    finally:
-        module.everyone = everyone
+    for kind, ranks, v in PLAYED[4:12]:
+        for name, a, e in zip(("loss", "dx", "dw", "statistics", "step"), *played(module, ranks, kind, v)):
+            if a.shape != e.shape or not torch.allclose(a, e):
+                return f"{name}, {kind}, {ranks}, {v}"
     whole = module.first_rows(range(2 * module.BLOCK), 1, 5, "cpu", f64)
     if len(whole.unique()) < len(whole):
         return "blocks repeat"
@@ -74,8 +71,7 @@ def first_fault(module: ModuleType) -> str | None:
 
 
 @pytest.mark.parametrize("kind,ranks,v", few(PLAYED, *PLAYED[::3]))
-def test_played_ranks_are_one_process(kind, ranks, v, monkeypatch):
-    monkeypatch.setattr(sharded, "everyone", sharded.everyone)  # put back at the end
+def test_played_ranks_are_one_process(kind, ranks, v):
     torch.testing.assert_close(*played(sharded, ranks, kind, v))
 
 
@@ -97,7 +93,7 @@ BUGS = {
 
 def test_a_step_that_raises_has_drawn_nothing(monkeypatch):
     head = sharded.ShardedPartialFC(50, 4, sample_rate=0.5)
-    monkeypatch.setattr(sharded, "local_statistics", None)
+    everywhere(monkeypatch, sharded, "local_statistics", None)
     with pytest.raises(TypeError):
         head(torch.randn(3, 4), torch.tensor([0, 1, 2]))
     assert head.sampler.step == 0

@@ -15,6 +15,7 @@ import torch
 import fusedloss as fl
 from fusedloss.core import store, tuning
 from grids import FULL
+from helpers import everywhere
 from workbook import ROOT
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
@@ -64,7 +65,7 @@ def forget(monkeypatch):
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     made = Clock(3.0, 1.0, 2.0)
-    monkeypatch.setattr(tuning, "milliseconds", made)
+    everywhere(monkeypatch, tuning, "milliseconds", made)
     return made
 
 
@@ -102,7 +103,7 @@ def test_another_machine_and_other_versions_are_asked_again(device, torch_versio
     if torch_version:
         monkeypatch.setattr(torch, "__version__", torch_version)
     else:
-        monkeypatch.setattr(tuning, "place_of", lambda d: device)
+        everywhere(monkeypatch, tuning, "place_of", lambda d: device)
     best()
     assert clock.asked == 6 * tuning.ROUNDS
     monkeypatch.undo()
@@ -142,11 +143,11 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(clock, tmp_path, monk
 
 def test_no_clock_runs_in_a_capture_but_what_is_remembered_is_used(clock, monkeypatch):
     with monkeypatch.context() as m:
-        m.setattr(tuning, "capturing", lambda: True)
+        everywhere(m, tuning, "capturing", lambda: True)
         assert best() == (1, 8) and not clock.asked
     assert best() == (1, 32), "what a capture took was not remembered"
     forget(monkeypatch)
-    monkeypatch.setattr(tuning, "capturing", lambda: True)
+    everywhere(monkeypatch, tuning, "capturing", lambda: True)
     assert best() == (1, 32)
 
 
@@ -154,7 +155,7 @@ def test_a_variant_that_does_not_fit_drops_out_and_if_none_is_left_its_error_is_
     def run(variant, compile_only=False):
         if variant[1] == 32:
             raise RuntimeError("out of resources")
-    monkeypatch.setattr(tuning, "milliseconds", lambda run, variant: run(variant) or clock.times[variant])
+    everywhere(monkeypatch, tuning, "milliseconds", lambda run, variant: run(variant) or clock.times[variant])
     assert best(run=run) == (2, 8)
     with pytest.raises(RuntimeError, match="out of resources"):
         best((7, 7), variants=[VARIANTS[1]], run=run)
@@ -170,7 +171,7 @@ def test_another_process_that_was_faster_to_write_decides(clock, monkeypatch):
         return times
     kernel, x = Kernel(), torch.empty(0)
     tuning_keys = [tuning.key_of(tuning.site_of(kernel, x.dtype, (100, 200), {}, VARIANTS[0]), kernel, x.device)]
-    monkeypatch.setattr(tuning, "_race", slow)
+    everywhere(monkeypatch, tuning, "_race", slow)
     assert best() == (2, 8)
 
 
@@ -200,7 +201,7 @@ def test_a_loss_remembers_the_variants_of_its_kernels_and_gives_the_same_bits(mo
     kept = tuning.choices()["variants"]
     assert {key.split()[0] for key in kept} == {"lse_kernel", "dz_kernel"} and kept.keys() == store.read("tuning").keys()
     forget(monkeypatch)
-    monkeypatch.setattr(tuning, "_race", None)  # nothing is timed from here on
+    everywhere(monkeypatch, tuning, "_race", None)  # nothing is timed from here on
     again = step()
     other = {key: [*v[:-1], 8 if v[-1] == 32 else 32] for key, v in kept.items()}
     path = store.folder() / "choices.json"
@@ -321,11 +322,11 @@ def test_a_worker_forked_while_another_thread_tunes_is_not_stopped(clock, monkey
         assert end.wait(60)
         return 1.0
     with monkeypatch.context() as m:
-        m.setattr(tuning, "milliseconds", slow)
+        everywhere(m, tuning, "milliseconds", slow)
         thread = threading.Thread(target=lambda: best((7, 7)))
         thread.start()
         assert began.wait(60)
-        m.setattr(tuning, "milliseconds", clock)
+        everywhere(m, tuning, "milliseconds", clock)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
             worker = multiprocessing.get_context("fork").Process(target=lambda: os._exit(best() != (1, 32)))
@@ -342,7 +343,7 @@ def test_a_worker_forked_while_another_thread_tunes_is_not_stopped(clock, monkey
 def test_processes_that_start_together_come_to_one_choice(monkeypatch):
     "Each with a clock of its own; who writes first decides for those that look later"
     def tune(rank, queue):
-        monkeypatch.setattr(tuning, "milliseconds", Clock(*(float((i + rank) % 3) for i in range(3))))
+        everywhere(monkeypatch, tuning, "milliseconds", Clock(*(float((i + rank) % 3) for i in range(3))))
         best()
         queue.put(rank)
     context = multiprocessing.get_context("fork")
@@ -390,7 +391,7 @@ class Rank:
         self.group.rank = self.number
         with monkeypatch.context() as m:
             m.setenv("FUSEDLOSS_CACHE_DIR", self.folder)
-            m.setattr(tuning, "_known", self.known), m.setattr(tuning, "_steps", self.steps), m.setattr(tuning, "milliseconds", self.clock)
+            m.setattr(tuning, "_known", self.known), m.setattr(tuning, "_steps", self.steps), everywhere(m, tuning, "milliseconds", self.clock)
             with tuning.keeping(tuning.step_of(self.group, torch.device("cpu"), kind, 3)):
                 return [best(**call) for call in calls]
 
@@ -399,7 +400,7 @@ def test_ranks_with_other_clocks_and_caches_take_the_same(group, monkeypatch, tm
     ranks = [Rank(group, 0, tmp_path, 3.0, 1.0, 2.0), Rank(group, 1, tmp_path, 3.0, 2.0, 1.0)]
     with monkeypatch.context() as m:  # the second has a cache of its own, filled alone
         m.setenv("FUSEDLOSS_CACHE_DIR", ranks[1].folder)
-        m.setattr(tuning, "milliseconds", ranks[1].clock)
+        everywhere(m, tuning, "milliseconds", ranks[1].clock)
         assert best() == (2, 8)
     ranks[1].clock.asked = 0
     steps = [[rank(monkeypatch, {}, dict(sizes=(5, 5), A=1)) for rank in ranks] for _ in range(4)]
@@ -443,7 +444,7 @@ def test_a_backward_pass_in_another_thread_keeps_the_agreement(group, monkeypatc
     rank = Rank(group, 1, tmp_path, 1.0, 2.0, 3.0)
     group.mail = [torch.tensor([2]), torch.tensor([*b"{}"], dtype=torch.uint8)]
     group.rank = 1
-    monkeypatch.setattr(tuning, "milliseconds", rank.clock)
+    everywhere(monkeypatch, tuning, "milliseconds", rank.clock)
     step, found = tuning.step_of(group, torch.device("cpu"), "loss"), []
     def backward():
         assert tuning.current_step() is None
@@ -455,7 +456,7 @@ def test_a_backward_pass_in_another_thread_keeps_the_agreement(group, monkeypatc
 
 def test_no_collective_in_a_capture_nor_for_one_rank(group, monkeypatch):
     with monkeypatch.context() as m:
-        m.setattr(tuning, "capturing", lambda: True)
+        everywhere(m, tuning, "capturing", lambda: True)
         assert tuning.step_of(group, torch.device("cpu"), "loss") is None
     assert tuning.step_of(None, torch.device("cpu"), "loss") is None
     group.ranks = 1
