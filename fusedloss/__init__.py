@@ -16,7 +16,8 @@ from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy, plan
 from fusedloss.margins import margin_cross_entropy
 from fusedloss.core.sampling import NegativeSampler
-from fusedloss.partial_fc import PartialFC, RowSparse
+from fusedloss.partial_fc import PartialFC
+from fusedloss.row_sparse import RowSparse
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.scans import logz, sample, viterbi
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, sharded_linear_cross_entropy

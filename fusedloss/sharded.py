@@ -35,10 +35,11 @@ from fusedloss.core.tuning import keeping, step_of
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    apply_update, as_rows, check_features, distinct_values, head_stats, HeadStats, live_rows,
-    PartialFC, RowSparse, scoring_of, update_of, with_centers)
+    check_features, head_stats, HeadStats, PartialFC, scoring_of, with_centers)
 from fusedloss.recompute import (
     beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_unit)
+from fusedloss.row_sparse import (
+    apply_update, as_rows, distinct_values, live_rows, RowSparse, update_of)
 
 # %% ../nbs/10_sharded.ipynb #6079070b
 def owned(

@@ -512,7 +512,7 @@ def curves_do_not_know_the_ranks(meshes):
 
 @case
 def sampled_gradients_need_no_sorting(meshes):
-    from fusedloss.partial_fc import live_rows
+    from fusedloss.row_sparse import live_rows
     for ranks, mesh, rank in mine(meshes):
         head = ShardedPartialFC(300, 4, mesh=mesh, sample_rate=0.2)
         for _ in range(2):

@@ -10,9 +10,9 @@ import kernels_once
 import pytest
 import torch
 
+import fusedloss.core.negatives
 import fusedloss.kernels
 import fusedloss.linear_ctc
-import fusedloss.partial_fc
 import fusedloss.recompute
 from helpers import everywhere
 
@@ -52,7 +52,7 @@ def test_every_triton_kernel_is_launched(part, monkeypatch):
     has_kernel = lambda t: t.dtype != torch.float64 and t.numel() > 0
     everywhere(monkeypatch, fusedloss.kernels, "has_kernel", has_kernel)
     everywhere(monkeypatch, fusedloss.recompute, "takes_kernel", has_kernel)
-    everywhere(monkeypatch, fusedloss.partial_fc, "takes_columns", lambda x, o: len(x) > 0)
+    everywhere(monkeypatch, fusedloss.core.negatives, "takes_columns", lambda x, o: len(x) > 0)
     everywhere(monkeypatch, fusedloss.kernels, "row_cluster", lambda *given: None)
     torch.manual_seed(0)
     with kernels_once.launches() as seen:
