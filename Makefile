@@ -1,6 +1,6 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
-.PHONY: help tour test test-all check-generated pages pytest test-gpu test-gpu-many sanitize docs notebooks-gpu stamp lab clean
+.PHONY: help tour test test-all check-generated pages pytest house test-gpu test-gpu-many sanitize docs notebooks-gpu stamp lab clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
@@ -40,6 +40,9 @@ pages: $(READY)
 
 pytest: $(READY)
 	$(PYTHON) -m pytest -n 2 --dist worksteal --budgets --deselect tests/test_notebooks.py::test_notebook
+
+house: $(READY)  ## the structure of the package: sizes, the direction of imports, names that modules share
+	$(PYTHON) tools/check_house.py
 
 test-all: export FUSEDLOSS_GRIDS = full
 test-all: $(READY)  ## every test with the whole of its grids, without a GPU

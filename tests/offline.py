@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import fusedloss
 from fusedloss import kernels
-from fusedloss.core import devices, tuning
+from fusedloss.core import devices, triton, tuning
 from helpers import everywhere
 from typed_launches import build_line
 
@@ -85,7 +85,7 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
         everywhere(patch, tuning.store, "read", lambda name: {})
         everywhere(patch, tuning.store, "update", lambda *entry: None)
         patch.setattr(torch.Tensor, "data_ptr", lambda t: 0)
-        everywhere(patch, kernels, "triton_works", lambda: True)
+        everywhere(patch, triton, "triton_works", lambda: True)
         for kind in {type(kernel) for kernel in triton_kernels().values()}:
             patch.setattr(kind, "run", lambda kernel, *args, grid, warmup=False, **options: launches.append((kernel, args, options)))
         yield launches

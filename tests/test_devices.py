@@ -12,11 +12,13 @@ import torch
 
 import fusedloss
 from fusedloss import ctc, kernels, linear_ctc, recompute, scans, tiles
-from fusedloss.core import cuda, devices, negatives
+from fusedloss.core import cuda, devices, negatives, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.measure import H200, Machine
+from fusedloss.core.options import RowOptions
 from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
+from fusedloss.core import products as core_products
 from grids import FULL
 
 CODE = re.compile(r'#.*|"[^"\n]*"')  # comments and texts
@@ -70,22 +72,22 @@ def test_a_gpu_without_a_driver_is_no_gpu(properties, monkeypatch):
 @pytest.mark.parametrize("d", GPUS.values(), ids=lambda d: d.name)
 @pytest.mark.parametrize("busy", [False, True])
 def test_tiles_and_what_is_tried_beside_them_fit_a_block(d, busy):
-    for t in {recompute.cut(d, desc, busy) for desc in (False, d.tma)}:
+    for t in {tiling.cut(d, desc, busy) for desc in (False, d.tma)}:
         assert shared_bytes(t, d) <= d.shared_memory
         for stores in (False, True):
-            deeper = [t._replace(stages=stages) for stages in recompute.deeper(t, d, stores)]
+            deeper = [t._replace(stages=stages) for stages in tiling.deeper(t, d, stores)]
             assert all(t.stages < more.stages and shared_bytes(more, d, stores) <= d.shared_memory for more in deeper)
 
 
 def test_an_h200_has_the_tiles_it_was_measured_with():
-    cut = [recompute.cut(GPUS["H200"], desc, busy) for desc, busy in ((True, False), (True, True), (False, False))]
+    cut = [tiling.cut(GPUS["H200"], desc, busy) for desc, busy in ((True, False), (True, True), (False, False))]
     assert cut == [Tiling(True, 128, 256, 64), Tiling(True, 128, 128, 64, stages=4), Tiling(False, 128, 128, 32)]
-    assert [recompute.deeper(t, GPUS["H200"], stores) for t in cut for stores in (False, True)] == [(4,), (), (), (), (4,), (4,)]
+    assert [tiling.deeper(t, GPUS["H200"], stores) for t in cut for stores in (False, True)] == [(4,), (), (), (), (4,), (4,)]
 
 
 def test_where_nothing_fits_the_smallest_tiles_are_taken():
     tiny = GPUS["H200"]._replace(shared_memory=1000)
-    assert recompute.cut(tiny, True, False) == recompute.WIDE[-1] and recompute.deeper(recompute.WIDE[-1], tiny, True) == ()
+    assert tiling.cut(tiny, True, False) == tiling.WIDE[-1] and tiling.deeper(tiling.WIDE[-1], tiny, True) == ()
 
 
 def products(line):
@@ -118,7 +120,7 @@ def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how
 
 
 @pytest.mark.parametrize("feature, implementation", [
-    ("tma", recompute.BY_DESCRIPTORS), ("clusters", kernels.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
+    ("tma", tiling.BY_DESCRIPTORS), ("clusters", kernels.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
     ("nvidia", kernels.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", linear_ctc.SEGMENTS), ("nvidia", scans.SCANS)])
 def test_what_a_gpu_lacks_is_not_chosen(feature, implementation):
     have = [d for d in GPUS.values() if not lacks(d, feature)]
@@ -141,12 +143,12 @@ def chosen(d, told):
     launches = told(d)
     x, z = cuda(4096, 512, dtype=torch.bfloat16), cuda(4096, 1, 32768, dtype=torch.bfloat16)
     y = cuda(4096, dtype=torch.int64)
-    kernels.launch_turnaround(z, y, None, None, None, kernels.RowOptions())
+    kernels.launch_turnaround(z, y, None, None, None, RowOptions())
     limited = any("maxnreg" in options for _, _, options in launches)
     frames = cuda(7, 2, 50)
     edges = cuda(5, 2, 4, 3)
-    return dict(descriptors=recompute.tiling_of(x, x).desc, filtered=recompute.filter_tiling(x, kernels.RowOptions(), False).desc,
-                cluster=kernels.row_cluster(z, None, kernels.RowOptions()) is not None, registers=limited,
+    return dict(descriptors=tiling.tiling_of(x, x).desc, filtered=recompute.filter_tiling(x, RowOptions(), False).desc,
+                cluster=kernels.row_cluster(z, None, RowOptions()) is not None, registers=limited,
                 ctc=ctc.runs_kernels(frames), scans=scans.runs_kernel(edges, Log))
 
 
@@ -186,12 +188,12 @@ def test_a_triton_that_cannot_compile_leaves_pytorch_and_says_why(monkeypatch):
     class Broken:
         @property
         def active(self): raise RuntimeError("Failed to find C compiler")
-    kernels.triton_works.cache_clear()
+    with_triton.triton_works.cache_clear()
     monkeypatch.setattr(triton.runtime, "driver", Broken())
     try:
-        with pytest.warns(UserWarning, match="Failed to find C compiler"): assert not kernels.triton_works()
-        assert not kernels.triton_works()  # without a second warning
-    finally: kernels.triton_works.cache_clear()
+        with pytest.warns(UserWarning, match="Failed to find C compiler"): assert not with_triton.triton_works()
+        assert not with_triton.triton_works()  # without a second warning
+    finally: with_triton.triton_works.cache_clear()
 
 
 def test_everything_runs_without_triton_cupy_and_a_compiler():
@@ -205,7 +207,7 @@ def test_everything_runs_without_triton_cupy_and_a_compiler():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_into_float32_where_no_gpu_multiplies_so(dtype):
     a, b = torch.randn(9, 4).to(dtype), torch.randn(4, 5).to(dtype)
-    assert not tiles.multiplies_in_float32(a.device)
+    assert not core_products.multiplies_in_float32(a.device)
     exact, total, out = a.double() @ b.double(), torch.ones(9, 5), torch.empty(9, 5).fill_(torch.nan)
     tiles.add_product(total, a, b)
     negatives.product_into(out, a, b)
@@ -215,11 +217,11 @@ def test_products_into_float32_where_no_gpu_multiplies_so(dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
-@pytest.mark.parametrize("t", [*recompute.WIDE, *recompute.BUSY, *recompute.POINTERS], ids=str)
+@pytest.mark.parametrize("t", [*tiling.WIDE, *tiling.BUSY, *tiling.POINTERS], ids=str)
 def test_tilings_of_other_gpus_agree_here(t):
     d = device_of("cuda")
     if t.desc and not d.tma or shared_bytes(t, d) > d.shared_memory: pytest.skip("these tiles want another GPU")
-    o, g = kernels.RowOptions(), torch.ones(300, device="cuda")
+    o, g = RowOptions(), torch.ones(300, device="cuda")
     x, w = (torch.randn(n, 96, device="cuda").bfloat16() for n in (300, 1003))
     y = torch.randint(1003, (300,), device="cuda")
     def run(tiling):
@@ -227,7 +229,7 @@ def test_tilings_of_other_gpus_agree_here(t):
         return lse, *recompute.kernel_bwd((g, None, None), x, w, y, None, None, None, None, rows, entropy, o, 0, (True, True, False), tiling)[:2]
     scores = x.double() @ w.double().T
     torch.testing.assert_close(run(t)[0].double(), scores.logsumexp(1), rtol=1e-5, atol=1e-5)
-    for got, expected in zip(run(t)[1:], run(recompute.tiling_of(x, w))[1:]):
+    for got, expected in zip(run(t)[1:], run(tiling.tiling_of(x, w))[1:]):
         torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
 
 

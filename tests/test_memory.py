@@ -11,6 +11,7 @@ import fusedloss.losses as losses
 import fusedloss.recompute as recompute
 import fusedloss.sharded as sharded
 import fusedloss.tiles as tiles
+from fusedloss.core import products
 from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
 from fusedloss.losses import linear_cross_entropy, plan
@@ -32,7 +33,7 @@ class Launched:
 @pytest.fixture
 def silent(monkeypatch):
     "Stage 6 as on a GPU of 132 multiprocessors, on meta tensors"
-    if not tiles.adds_in_float32(torch.device("meta")):
+    if not products.adds_in_float32(torch.device("meta")):
         pytest.skip("this PyTorch adds no product to a float32 sum on meta tensors")
     for kernel in ("target_kernel", "lse_kernel", "merge_kernel", "finish_kernel", "terms_kernel", "dz_kernel"):
         everywhere(monkeypatch, recompute, kernel, Launched())
@@ -42,7 +43,7 @@ def silent(monkeypatch):
     everywhere(monkeypatch, recompute, "on_device", lambda t: torch.autograd.profiler.record_function("none"))
     everywhere(monkeypatch, recompute, "score_fn", lambda o: None)
     everywhere(monkeypatch, recompute, "score_unit", lambda x: 1.0)
-    everywhere(monkeypatch, tiles, "adds_in_float32", lambda device: True)
+    everywhere(monkeypatch, products, "adds_in_float32", lambda device: True)
 
 
 def meta(n, h, v, dtype):
@@ -124,7 +125,7 @@ def test_ranks_hold_no_more(silent):
     ((1280, 4160, 2304), f32, None), ((4096, 256, 8192), f32, 2**24)], ids=str)
 def test_tiles_hold_what_their_plan_says(sizes, dtype, budget, silent, monkeypatch):
     "On meta tensors, multiplied as on a GPU; what a gradient will take is free while there are only scores"
-    everywhere(monkeypatch, tiles, "product_dtype", lambda t: t.dtype)
+    everywhere(monkeypatch, products, "product_dtype", lambda t: t.dtype)
     n, h, v = sizes
     x, w, y, _ = meta(*sizes, dtype)
     way = plan(n, v, h, dtype, memory_budget=budget, machine="H200")["tiles"]
@@ -239,7 +240,7 @@ def test_eagers_bias_is_rounded_once():
 
 def test_products_are_added_where_nothing_adds_to_float32(monkeypatch):
     "One fallback serves every stage: a CPU can neither multiply nor add half precision into float32"
-    everywhere(monkeypatch, tiles, "wide_product", lambda a, b: a.float() @ b.float())
+    everywhere(monkeypatch, products, "wide_product", lambda a, b: a.float() @ b.float())
     a, b, total = torch.randn(9, 4).to(bf16), torch.randn(4, 5).to(bf16), torch.ones(9, 5)
     tiles.add_product(total, a, b)
     torch.testing.assert_close(total, 1 + a.float() @ b.float())

@@ -12,6 +12,7 @@ import fusedloss.recompute as recompute
 from fusedloss.core import tuning
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
+from fusedloss.core import tiling
 from grids import FULL, few
 from helpers import TOLERANCE, everywhere, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
@@ -202,7 +203,7 @@ def test_every_variant_gives_the_same_bits():
         recompute.launch_dz(x, w, out, y, None, None, terms, None, 0, recompute.RowOptions(), False, t)
         return out
     for run, stages in ((lse, (4,)), (dz, ())):
-        first, *others = [run(t) for t in recompute.variants(TILING, stages)]
+        first, *others = [run(t) for t in tiling.variants(TILING, stages)]
         assert others and all(torch.equal(first, other) for other in others)
 
 
