@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/many_gpus.py [CASE ...]
 
-Results go to nbs/results/10_many_gpus.json, which page 10 of the workbook shows.
+Results go to nbs/results/10_many_gpus.json, which the pages on losses and on heads over ranks show.
 """
 import os
 import sys

@@ -20,7 +20,8 @@ from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.scans import logz, sample, viterbi
-from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, sharded_linear_cross_entropy
+from fusedloss.sharded import sharded_linear_cross_entropy
+from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",

@@ -12,7 +12,7 @@ from fusedloss.margins import margin_cross_entropy as margin_cross_entropy
 from fusedloss.partial_fc import PartialFC as PartialFC
 from fusedloss.row_sparse import RowSparse as RowSparse
 from fusedloss.scans import logz as logz, sample as sample, viterbi as viterbi
-from fusedloss.sharded import ShardedPartialFC as ShardedPartialFC, ShardedRowSparse as ShardedRowSparse
+from fusedloss.sharded_heads import ShardedPartialFC as ShardedPartialFC, ShardedRowSparse as ShardedRowSparse
 from fusedloss.tiles import MemoryEfficientVocabOutput as MemoryEfficientVocabOutput, tiled_linear_cross_entropy as tiled_linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

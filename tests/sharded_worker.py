@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import sharded_cases as cases
-from fusedloss.sharded import ShardedPartialFC
+from fusedloss.sharded_heads import ShardedPartialFC
 
 BACKEND = os.environ.get("SHARDED_BACKEND", "gloo")
 START = multiprocessing.get_context("spawn" if BACKEND == "nccl" else "fork")  # CUDA is not to be forked

@@ -506,7 +506,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "padded lanes are classes": (
         "3 x 7", 'z = tl.where(inside, z, -float("inf"))\n        old_base', "z = z + 0.0\n        old_base"),
     "-inf minus -inf": ("3 x 7", 'return tl.where(base == -float("inf"), 0.0, base)', "return base"),
-    "sums are not rescaled": ("deep", "return top, s * power(base, safe, UNIT) + ", "return top, s + "),
+    "sums are not rescaled": ("deep", "return top, s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None, :]", "return top, s + tl.sum(power(z * UNIT, safe[:, None, :]"),
     "lanes are not rescaled when they meet": (
         "3 x 7", "tl.sum(s * power(base, finite(top)[:, None], UNIT), 1)", "tl.sum(s, 1)"),
     "rows of the second index are taken for the first": (

@@ -13,7 +13,8 @@ import fusedloss as fl
 from fusedloss import chunks, kernels, linear_ctc, partial_fc, tiles
 from fusedloss.core.operators import operator
 from fusedloss.core.options import RowOptions
-from fusedloss.sharded import Batch, Shards, sharded_loss
+from fusedloss.core.ranks import Batch, Shards
+from fusedloss.sharded import sharded_loss
 
 
 def define(factor: float):

@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def make_targets() -> set[str]:
 
 
 def complaint(words: list[str]) -> str:
-    "What is wrong with a command; empty if nothing"
+    "What is wrong with a command, after what it sets in the environment; empty if nothing"
+    words = words[sum(1 for _ in takewhile(re.compile(r"[A-Z_]+=").match, words)):]
     if words[0] == "make":
         targets = [word for word in words[1:] if "=" not in word]
         return "".join(f"make has no {target}" for target in targets if target not in make_targets())

@@ -13,10 +13,11 @@ from torch.testing import assert_close
 
 import fusedloss as fl
 import fusedloss.sharded as sharded
+from fusedloss.core import ranks as core_ranks
 from fusedloss.core.options import RowOptions
+from fusedloss.core.ranks import owned, pack, packets_of, POCKET
 from fusedloss.recompute import recompute_linear_cross_entropy
-from fusedloss.sharded import (POCKET, kernel_gradients, kernel_sums, make_terms, owned, pack, packets_of, plain_gradients, plain_sums,
-                               sharded_linear_cross_entropy)
+from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
 from grids import few, FULL
 from helpers import everywhere, planted, unchanged
 from sharded_cases import CASES, ON_GPUS
@@ -191,7 +192,7 @@ ROWS = [RowOptions(), RowOptions(label_smoothing=0.1), RowOptions(softcap=2.0, l
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 13])
 @pytest.mark.parametrize("o", ROWS, ids=["plain", "smooth", "capped"])
-def test_played_ranks_match_the_definition(ranks, o):
+def test_played_core_ranksmatch_the_definition(ranks, o):
     for got, wanted in zip(*play(ranks, o)):
         assert_close(got, wanted)
 
@@ -339,11 +340,11 @@ def test_a_label_that_is_no_class_is_nan_where_nobody_looks(monkeypatch):
 def test_ranks_of_tensors_without_data_send_nothing(monkeypatch):
     "Sizes alone are followed: there is no table that could be read"
     from torch._subclasses.fake_tensor import FakeTensorMode
-    everywhere(monkeypatch, sharded, "is_timed", lambda *_: True)
-    everywhere(monkeypatch, sharded, "step_of", lambda *_: "agreed")
-    x, s = torch.ones(2, 3), sharded.Shards(4, 0, 2, object())
-    monkeypatch.setattr(sharded.Shards, "ranks", 2)
-    assert sharded.agreement(x, x.dtype, s) == "agreed"
+    everywhere(monkeypatch, core_ranks, "is_timed", lambda *_: True)
+    everywhere(monkeypatch, core_ranks, "step_of", lambda *_: "agreed")
+    x, s = torch.ones(2, 3), core_ranks.Shards(4, 0, 2, object())
+    monkeypatch.setattr(core_ranks.Shards, "ranks", 2)
+    assert core_ranks.agreement(x, x.dtype, s) == "agreed"
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
-    assert sharded.agreement(fake, x.dtype, s) is None
+    assert core_ranks.agreement(fake, x.dtype, s) is None

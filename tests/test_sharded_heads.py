@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-import fusedloss.sharded as sharded
+import fusedloss.sharded_heads as sharded_heads
 from fusedloss.margins import AdaFace, CosFace, SubCenter
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.partial_fc import PartialFC
@@ -72,7 +72,7 @@ def first_fault(module: ModuleType) -> str | None:
 
 @pytest.mark.parametrize("kind,ranks,v", few(PLAYED, *PLAYED[::3]))
 def test_played_ranks_are_one_process(kind, ranks, v):
-    torch.testing.assert_close(*played(sharded, ranks, kind, v))
+    torch.testing.assert_close(*played(sharded_heads, ranks, kind, v))
 
 
 BUGS = {
@@ -92,8 +92,8 @@ BUGS = {
 
 
 def test_a_step_that_raises_has_drawn_nothing(monkeypatch):
-    head = sharded.ShardedPartialFC(50, 4, sample_rate=0.5)
-    everywhere(monkeypatch, sharded, "local_statistics", None)
+    head = sharded_heads.ShardedPartialFC(50, 4, sample_rate=0.5)
+    everywhere(monkeypatch, sharded_heads, "local_statistics", None)
     with pytest.raises(TypeError):
         head(torch.randn(3, 4), torch.tensor([0, 1, 2]))
     assert head.sampler.step == 0
@@ -101,7 +101,7 @@ def test_a_step_that_raises_has_drawn_nothing(monkeypatch):
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_row_that_overflowed_does_not_count_in_the_statistics(bad):
-    heads = [sharded.ShardedPartialFC(50, 4, margin=AdaFace(momentum=0.5)) for _ in range(2)]
+    heads = [sharded_heads.ShardedPartialFC(50, 4, margin=AdaFace(momentum=0.5)) for _ in range(2)]
     x, y = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
     spoilt = x.clone()
     spoilt[1, 0] = bad
@@ -110,9 +110,9 @@ def test_a_row_that_overflowed_does_not_count_in_the_statistics(bad):
 
 
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(planted(sharded, tmp_path, *unchanged(BUGS.values()))) is None
+    assert first_fault(planted(sharded_heads, tmp_path, *unchanged(BUGS.values()))) is None
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
-    assert fault_of(first_fault, sharded, tmp_path, *BUGS[bug]), f"no case notices that {bug}"
+    assert fault_of(first_fault, sharded_heads, tmp_path, *BUGS[bug]), f"no case notices that {bug}"
