@@ -12,12 +12,14 @@ from fusedloss.clusters import cross_entropy
 from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.core.options import CrossEntropyStats
+from fusedloss.core.sampling import NegativeSampler
 from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy
 from fusedloss.margins import margin_cross_entropy
-from fusedloss.partial_fc import NegativeSampler, PartialFC, RowSparse
 from fusedloss.filter import recompute_linear_cross_entropy
+from fusedloss.partial_fc import PartialFC
 from fusedloss.plans import plan
+from fusedloss.row_sparse import RowSparse
 from fusedloss.scans import logz, sample, viterbi
 from fusedloss.sharded import sharded_linear_cross_entropy
 from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse

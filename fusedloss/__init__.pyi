@@ -3,13 +3,15 @@
 from fusedloss import margins as margins, semirings as semirings
 from fusedloss.baseline import BaselineSoftmax as BaselineSoftmax, BaselineSoftmaxNllLoss as BaselineSoftmaxNllLoss, baseline_linear_cross_entropy as baseline_linear_cross_entropy
 from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, Method, Reduction
+from fusedloss.core.sampling import NegativeSampler as NegativeSampler
 from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_with_logits as ctc_loss_with_logits, ctc_posteriors as ctc_posteriors, forced_align as forced_align
 from fusedloss.iota import iota_cross_entropy as iota_cross_entropy, onehot_select as onehot_select, rewrite_gather as rewrite_gather
 from fusedloss.linear_ctc import linear_ctc_loss as linear_ctc_loss
 from fusedloss.losses import LinearCrossEntropyLoss as LinearCrossEntropyLoss
 from fusedloss.margins import margin_cross_entropy as margin_cross_entropy
-from fusedloss.partial_fc import NegativeSampler as NegativeSampler, PartialFC as PartialFC, RowSparse as RowSparse
+from fusedloss.partial_fc import PartialFC as PartialFC
 from fusedloss.plans import plan as plan
+from fusedloss.row_sparse import RowSparse as RowSparse
 from fusedloss.scans import logz as logz, sample as sample, viterbi as viterbi
 from fusedloss.sharded_heads import ShardedPartialFC as ShardedPartialFC, ShardedRowSparse as ShardedRowSparse
 from fusedloss.tiles import MemoryEfficientVocabOutput as MemoryEfficientVocabOutput, tiled_linear_cross_entropy as tiled_linear_cross_entropy

@@ -17,24 +17,16 @@ from torch import nn, Tensor
 from fusedloss.baseline import reduce_loss
 from fusedloss.core.checks import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number)
+from fusedloss.core.cosine import (
+    bent, bent_slope, EPS, leave_out, lengths, locate, Scoring, Target)
+from fusedloss.core.negatives import whole_head
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, product_dtype, tile_slices, unit_of, wide_product)
 from fusedloss.core.weights import weight_alone
-from fusedloss.tiles import locate, Target
 
 # %% ../nbs/08_margins.ipynb #67159e0a
-EPS = 1e-5  # the shortest row that counts as having a direction
-
-def lengths(
-    t:Tensor,  # [..., H]
-    eps:float=EPS,
-) -> Tensor:  # [...], in `acc_dtype`
-    "What rows are divided by: their norms, at least `eps`; 1 for a row of zeros."
-    norms = torch.linalg.vector_norm(t, dim=-1, dtype=acc_dtype(t.dtype))
-    return torch.where(norms > 0, norms.clamp(min=eps), 1.0)
-
 def normalize(
     x:Tensor,  # [..., H]
     eps:float=EPS,  # shorter rows are divided by this; zero rows stay as they are
@@ -321,28 +313,6 @@ class CosineTiles:
         z.mul_(self.rows[i, None]).mul_(self.columns[part])
         return (z, None) if k == 1 else z.view(len(z), -1, k).max(2)
 
-# %% ../nbs/08_margins.ipynb #38fbf46a
-def bent(
-    z:Tensor, o:Head,  # [BN,BV] as a tile has them
-) -> Tensor:  # [BN,BV]
-    "Scores of the classes that are no target."
-    if o.pace < 0: return z
-    return (z + o.pace).clamp_(min=0).mul_(z - o.pace).mul_(o.scale)
-
-def bent_slope(
-    z:Tensor, o:Head,  # [BN,BV] as a tile has them
-) -> Tensor:  # [BN,BV]
-    "Derivative of `bent` by what the tile holds, where a pace bends it."
-    push = (z + o.pace).clamp_(min=0)
-    return (push if o.paced else 2 * z * (push > 0)).mul_(o.scale)
-
-def leave_out(
-    z:Tensor, target:Target,  # [BN,BV], from `locate`
-) -> Tensor:
-    "Scores with those of the targets at -inf, in place."
-    at = torch.where(target.inside, -torch.inf, z.gather(1, target.column))
-    return z.scatter_(1, target.column, at)
-
 # %% ../nbs/08_margins.ipynb #ccf4fcb4
 def cosine_lse_fwd(
     x:Tensor, w:Tensor, y:Tensor, o:Head,  # [N,H], [V·K,H], [N]
@@ -494,11 +464,14 @@ def check_head(
     check_labels(target, rows // k, ignore_index)
     return rows // k
 
-# %% ../nbs/08_margins.ipynb #eaae1932
-def by_kernels(x, w, y, margin, eps, method) -> Optional[tuple[Tensor, Tensor]]:
-    "rest and c [N] by the next stage; None where its kernels do not take the rows."
-    from fusedloss.partial_fc import whole_head  # which needs this module
-    return whole_head(x, w, y, margin, eps, method)
+# %% ../nbs/08_margins.ipynb #ee55bbb1
+def scoring(
+    margin:Margin, eps:float, conflict:Optional[float]=None, fill:float=-math.inf,
+) -> Scoring:
+    "A margin and options as numbers."
+    pace = -1.0 if margin.pace is None else margin.pace
+    return Scoring(margin.centers, float(margin.scale), pace, margin.paced, eps,
+                   2.0 if conflict is None else conflict, fill)
 
 # %% ../nbs/08_margins.ipynb #7c59a18e
 def margin_cross_entropy(
@@ -519,7 +492,7 @@ def margin_cross_entropy(
                            method, token_tile, class_tile)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(-1, input.shape[-1]), linear_weight)
-    rest, cos = by_kernels(x, w, y.reshape(-1), margin, eps, method) or cosine_lse(
+    rest, cos = whole_head(x, w, y.reshape(-1), scoring(margin, eps), method) or cosine_lse(
         x, w, y.reshape(-1), margin.centers, margin.scale, -1.0 if margin.pace is None else
         margin.pace, margin.paced, eps, token_tile, max(1, class_tile // margin.centers))
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)

@@ -17,18 +17,19 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, check_labels, expect
+from fusedloss.core.negatives import head_dtype, PartialLse, picks_kernel, RowIndex, rows_gradient
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import BackboneReduction, HeadMethod
 from fusedloss.core.ranks import (
     agreement, Batch, everyone, gather_rows, owned, same_on_all, send_home, Shards, shards_on,
     spread_on, spread_rows, summed, whole_tensor, widest)
+from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler, plain_labels
 from fusedloss.core.tuning import keeping
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    _PartialLse, apply_update, as_rows, check_features, Columns, columns_of, distinct_values,
-    head_dtype, head_stats, HeadStats, live_index, live_rows, NegativeSampler, PartialFC,
-    picks_kernel, plain_labels, RowIndex, rows_gradient, RowSparse, scoring_of, update_of,
-    with_centers)
+    check_features, head_stats, HeadStats, PartialFC, scoring_of, with_centers)
+from fusedloss.row_sparse import (
+    apply_update, as_rows, distinct_values, live_rows, RowSparse, update_of)
 
 # %% ../nbs/31_sharded_heads.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):
@@ -125,7 +126,7 @@ def local_statistics(
         index = index + s.start * o.centers  # as the whole weight counts
         head.weight.grad_rows = RowIndex(index, rows)
     kernel = picks_kernel(head.method, x, dtype, o)
-    return _PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
+    return PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
                              dtype, kernel, *o)
 
 # %% ../nbs/31_sharded_heads.ipynb #94fddf48

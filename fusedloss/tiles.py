@@ -7,13 +7,14 @@ __all__ = ['tiled_linear_cross_entropy', 'MemoryEfficientVocabOutput']
 
 # %% ../nbs/02_tiles.ipynb #beb07590
 import math
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import nn, Tensor
 
 from fusedloss.baseline import reduce_loss, row_norms
 from fusedloss.core.checks import acc_dtype, check_inputs, check_linear, expect, is_number
+from fusedloss.core.cosine import locate, Target
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Reduction
 from fusedloss.core.products import (
@@ -33,19 +34,6 @@ def square_tile(
     token_tile, class_tile = (short, long) if n_tokens <= n_classes else (long, short)
     align = lambda side: side if side < 128 else -(-side // 128) * 128
     return max(1, align(token_tile)), max(1, align(class_tile))
-
-# %% ../nbs/02_tiles.ipynb #c6d7ba32
-class Target(NamedTuple):
-    "Where each row's target stands in a tile."
-    column: Tensor  # [BN,1], the nearest column of the tile
-    inside: Tensor  # [BN,1], whether that column is the target's
-
-# %% ../nbs/02_tiles.ipynb #87060eda
-def locate(y:Tensor, j:slice) -> Target:
-    "Find the targets `y [BN]` among the classes `j`."
-    column = (y - j.start)[:, None]
-    nearest = column.clamp(0, j.stop - j.start - 1)
-    return Target(nearest, column == nearest)
 
 # %% ../nbs/02_tiles.ipynb #59179805
 class Tiles:

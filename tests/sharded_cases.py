@@ -21,7 +21,8 @@ from fusedloss.core import ranks as core_ranks
 from fusedloss.core import tuning
 from fusedloss.core.ranks import owned
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
-from fusedloss.partial_fc import NegativeSampler, PartialFC
+from fusedloss.core.sampling import NegativeSampler
+from fusedloss.partial_fc import PartialFC
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import sharded_linear_cross_entropy
 from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
@@ -514,7 +515,7 @@ def curves_do_not_know_the_ranks(meshes):
 
 @case
 def sampled_gradients_need_no_sorting(meshes):
-    from fusedloss.partial_fc import live_rows
+    from fusedloss.row_sparse import live_rows
     for ranks, mesh, rank in mine(meshes):
         head = ShardedPartialFC(300, 4, mesh=mesh, sample_rate=0.2)
         for _ in range(2):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import clusters, ctc, kernels, linear_ctc, partial_fc, recompute, scans, tiles
-from fusedloss.core import cuda, devices, tiling, triton as with_triton
+from fusedloss import clusters, ctc, kernels, linear_ctc, recompute, scans, tiles
+from fusedloss.core import cuda, devices, negatives, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.filter import filter_tiling
 from fusedloss.measure import H200, Machine
@@ -211,7 +211,7 @@ def test_products_into_float32_where_no_gpu_multiplies_so(dtype):
     assert not core_products.multiplies_in_float32(a.device)
     exact, total, out = a.double() @ b.double(), torch.ones(9, 5), torch.empty(9, 5).fill_(torch.nan)
     tiles.add_product(total, a, b)
-    partial_fc.product_into(out, a, b)
+    negatives.product_into(out, a, b)
     for got in (tiles.wide_product(a, b), out, total - 1):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)

@@ -12,9 +12,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import fusedloss.margins as margins
 from fusedloss.baseline import baseline_linear_cross_entropy, sample_data
-from fusedloss.margins import (
-    EPS, LEAST_SINE, AdaFace, ArcFace, Circle, Combined, CosFace, Margin, SubCenter, angle, batch_sums, falling_cosine, lengths,
-    margin_cross_entropy, mean_and_std, normalize)
+from fusedloss.core.cosine import EPS, lengths
+from fusedloss.margins import LEAST_SINE, AdaFace, ArcFace, Circle, Combined, CosFace, Margin, SubCenter, angle, batch_sums, falling_cosine, margin_cross_entropy, mean_and_std, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid
 from helpers import TOLERANCE, fault_of, planted, unchanged, upstream
@@ -587,8 +586,10 @@ MUTANTS = {
     "Circle's slope is forgotten": ("if slope is not None: d.mul_(slope)", "pass"),
     "Circle's exact slope is halved": ("2 * z * (push > 0)", "z * (push > 0)"),
     "Circle's negatives have no margin": (".mul_(z - o.pace)", ".mul_(z)"),
-    "the farthest centre counts": (".max(2)", ".min(2)"),
-    "the first centre learns": ("spread.scatter_(2, which[..., None]", "spread.scatter_(2, 0 * which[..., None]"),
+    "the farthest centre counts": ("z.view(len(z), -1, k).max(2)", "z.view(len(z), -1, k).min(2)"),
+    "the first centre learns": (
+        "spread.scatter_(2, which[..., None], d[..., None]).flatten(1)\n    return d.mul_",
+        "spread.scatter_(2, 0 * which[..., None], d[..., None]).flatten(1)\n    return d.mul_"),
     "zero rows are divided by eps": ("torch.where(norms > 0, norms.clamp(min=eps), 1.0)", "norms.clamp(min=eps)"),
     "eps is forgotten": ("norms.clamp(min=eps)", "norms"),
     "short rows lose their gradient": ("torch.where(norms > eps, 1 / norms, 0.0)", "torch.where(norms > 0, 1 / norms, 0.0)"),

@@ -12,7 +12,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the last class is left out": ("min(start + tile, size)", "min(start + tile, max(size - 1, 1))"),
     "only the last tile counts": ("torch.logaddexp(lse[i], torch.logsumexp(z, 1))", "torch.logsumexp(z, 1)"),
     "a later tile erases the target's score": ("score[i] += ", "score[i] = "),
-    "the target's score is added in every tile": ("torch.where(target.inside, z.gather(1, target.column), 0.0)", "z.gather(1, target.column)"),
+    "the target's score is added in every tile": ("score[i] += torch.where(target.inside, z.gather(1, target.column), 0.0)", "score[i] += z.gather(1, target.column)"),
     "targets are sought from the first class": ("(y - j.start)[:, None]", "y[:, None]"),
     "the nearest column is always the target": ("Target(nearest, column == nearest)", "Target(nearest, nearest == nearest)"),
     "the margin lands on a neighbour": ("self.margin * target.inside", "self.margin * (target.inside | True)"),

@@ -7,9 +7,11 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import clusters, kernels, linear_ctc, partial_fc, recompute, scans
+from fusedloss import clusters, kernels, linear_ctc, recompute, row_sparse, scans
+from fusedloss.core import cosine, sampling
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import RowOptions
+from fusedloss.core.tiling import tiling_of
 from grids import few, FULL
 from offline import cuda, lines_of, triton_kernels
 from typed_launches import lowerer
@@ -72,27 +74,27 @@ def heads(dtype, width, V=65536, conflict=2.0):
     N = 1024
     x, w, y, g = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64), cuda(N)
     seed, step = cuda(1, dtype=i64), cuda(1, dtype=i64)
-    c = partial_fc.launch_columns(y, seed, step, partial_fc.Strata(10, 100, 7), 0, V, -1, 0.0, f32)
-    partial_fc.draw(seed, step, partial_fc.Strata(10, 100, 7), 0, V)
-    ux, xi, uw, _ = partial_fc.unit_pair(x, c.kept, w, c.rows, dtype, 1e-12)
-    o = partial_fc.Scoring(1, 64.0, -1.0, False, 1e-12, conflict, 0.0)
-    for line in (None, partial_fc.Line(64.0, -0.35, g)):
-        partial_fc.launch_rest(ux, uw, c.slot, c.shift, o, line=line)
-    partial_fc.launch_rest(ux, uw, c.slot, None, o)
-    dz, t = cuda(N, len(uw), dtype=dtype), partial_fc.tiling_of(ux, uw)
-    partial_fc.launch_cosine_dz(ux, uw, dz, c.slot, c.shift, (g, g, g), 0, o, t)
-    partial_fc.to_tangent(cuda(N, width), ux, xi, None, cuda(N, width, dtype=dtype))
-    partial_fc.to_tangent(cuda(N, width), ux, xi, cuda(), cuda(N, width))
+    c = sampling.launch_columns(y, seed, step, sampling.Strata(10, 100, 7), 0, V, -1, 0.0, f32)
+    sampling.draw(seed, step, sampling.Strata(10, 100, 7), 0, V)
+    ux, xi, uw, _ = cosine.unit_pair(x, c.kept, w, c.rows, dtype, 1e-12)
+    o = cosine.Scoring(1, 64.0, -1.0, False, 1e-12, conflict, 0.0)
+    for line in (None, cosine.Line(64.0, -0.35, g)):
+        cosine.launch_rest(ux, uw, c.slot, c.shift, o, line=line)
+    cosine.launch_rest(ux, uw, c.slot, None, o)
+    dz, t = cuda(N, len(uw), dtype=dtype), tiling_of(ux, uw)
+    cosine.launch_cosine_dz(ux, uw, dz, c.slot, c.shift, (g, g, g), 0, o, t)
+    cosine.to_tangent(cuda(N, width), ux, xi, None, cuda(N, width, dtype=dtype))
+    cosine.to_tangent(cuda(N, width), ux, xi, cuda(), cuda(N, width))
 
 
 def optimizers(dtype, width=512, V=4096):
     "Row-sparse updates"
     p, g, rows, times = cuda(V, width, dtype=dtype), cuda(1024, width), cuda(1024, dtype=i64), cuda(V, dtype=i64)
     for adam, nesterov in ((True, False), (False, True), (False, False)):
-        u = partial_fc.Update(adam, 0.1, 0.01, 0.9, 0.999, 1e-8, nesterov, 1.0)
+        u = row_sparse.Update(adam, 0.1, 0.01, 0.9, 0.999, 1e-8, nesterov, 1.0)
         second = cuda(V, width) if adam else None
-        partial_fc.launch_update(p, cuda(V, width), second, times, g, rows, None, u, 1 if dtype == bf16 else None)
-        partial_fc.launch_update(p, cuda(V, width), second, None, g, None, cuda(V, dtype=i64), u, None)
+        row_sparse.launch_update(p, cuda(V, width), second, times, g, rows, None, u, 1 if dtype == bf16 else None)
+        row_sparse.launch_update(p, cuda(V, width), second, None, g, None, cuda(V, dtype=i64), u, None)
 
 
 def tiles_of_softmax(dtype, width, V=5000):

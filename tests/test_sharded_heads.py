@@ -8,7 +8,8 @@ import torch
 
 import fusedloss.sharded_heads as sharded_heads
 from fusedloss.margins import AdaFace, CosFace, SubCenter
-from fusedloss.partial_fc import NegativeSampler, PartialFC
+from fusedloss.core.sampling import NegativeSampler
+from fusedloss.partial_fc import PartialFC
 from grids import few
 from helpers import everywhere, fault_of, planted, unchanged
 

@@ -1,0 +1,534 @@
+"""Optimizers of rows against PyTorch's, row by row and as a whole: states, strides, failures, kernels, planted bugs."""
+import copy
+import io
+import itertools
+from functools import partial
+
+import pytest
+import torch
+
+from fusedloss import partial_fc, row_sparse
+from fusedloss.margins import CosFace, normalize
+from fusedloss.measure import relative_error
+from fusedloss.partial_fc import PartialFC
+from fusedloss.row_sparse import RowSparse, Update, launch_update, plain_update
+from grids import FULL, few, grid, pairs
+from head_cases import (
+    ADAMW, COUNT, SGD, bf16, f32, f64, failure_fault, given_rows, kernels_for_all, make_head, place, row_by_row, sample, sparse_gradients,
+    state_fault)
+from helpers import fault_of, planted, unchanged
+
+
+# --- the optimizer ---
+
+OF_SGD = [row for row in itertools.product((0.0, 0.9), (0.0, 0.5), (0.0, 0.1), (False, True), (False, True)) if not row[3] or row[0] and not row[1]]
+SETTINGS = [(SGD, dict(lr=0.1, momentum=m, dampening=d, weight_decay=wd, nesterov=nest, maximize=up))
+            for m, d, wd, nest, up in (OF_SGD if FULL else pairs(OF_SGD))]
+SETTINGS += [(ADAMW, dict(lr=0.01, weight_decay=wd, betas=b, maximize=up))
+             for wd, b, up in grid((0.0, 0.1), ((0.9, 0.999), (0.5, 0.6)), (False, True))]
+
+
+@pytest.mark.parametrize("kind,options", SETTINGS)
+def test_lazy_is_pytorchs_for_each_row(kind, options, device):
+    w = torch.randn(12, 5, dtype=f64)
+    p, gradients = torch.nn.Parameter(w.clone().to(device)), list(sparse_gradients(w.shape, 9, f64))
+    optimizer = RowSparse(kind, [p], **options)
+    for rows, values in gradients:
+        given_rows(p, rows, values)
+        optimizer.step()
+    torch.testing.assert_close(p.detach().cpu(), row_by_row(w, gradients, kind, options))
+
+
+@pytest.mark.parametrize("kind,options", SETTINGS)
+def test_dense_is_pytorchs_for_the_whole(kind, options, device):
+    w = torch.randn(12, 5, dtype=f64, device=device)
+    p, q = torch.nn.Parameter(w.clone()), torch.nn.Parameter(w.clone())
+    ours, theirs = RowSparse(kind, [p], mode="dense", **options), kind([q], **options)
+    for rows, values in sparse_gradients(w.shape, 9, f64):
+        given_rows(p, rows, values)
+        q.grad = p.grad.to_dense()
+        ours.step(), theirs.step()
+    torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("kind,options", SETTINGS)
+def test_dense_gradients_and_any_shape(kind, options, device):
+    shapes = [(4, 3), (7,), (2, 3, 4), (1,)]
+    ps = [torch.nn.Parameter(torch.randn(s, dtype=f64, device=device)) for s in shapes]
+    qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+    ours, theirs = RowSparse(kind, ps, **options), kind(qs, **options)
+    for _ in range(5):
+        for p, q in zip(ps, qs):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        ours.step(), theirs.step()
+    torch.testing.assert_close(ps, qs)
+
+
+def test_foreign_and_accumulated_gradients(device):
+    "An embedding's gradient has duplicates; two backward passes make one gradient"
+    torch.manual_seed(0)
+    e = torch.nn.Embedding(10, 3, sparse=True, device=device)
+    f = torch.nn.Embedding(10, 3, device=device)
+    f.load_state_dict(e.state_dict())
+    ours, theirs = RowSparse(SGD, e.parameters(), lr=0.1, mode="dense", momentum=0.9), SGD(f.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for o in (ours, theirs):
+            o.zero_grad()
+        for seed in (1, 2):
+            ids = torch.randint(10, (8,), generator=torch.Generator().manual_seed(seed)).to(device)
+            e(ids).square().sum().backward(), f(ids).square().sum().backward()
+        ours.step(), theirs.step()
+    torch.testing.assert_close(e.weight, f.weight)
+
+
+def test_a_heads_gradient_is_known(device):
+    "Its rows go to the optimizer as they are: no sort, no wait"
+    x, w, y = sample(device=device)
+    head, layer = make_head(w, sample_rate=0.3), torch.nn.Linear(6, 6, device=device, dtype=f64)
+    for _ in range(3):
+        head.zero_grad()
+        head(layer(x), y).backward()
+        known, g = head.weight.grad_rows, head.weight.grad
+        assert not g.is_coalesced() and g._indices().data_ptr() == known.index.data_ptr()
+        assert row_sparse.live_rows(head.weight, g)[0] is known.rows
+
+
+def test_accumulation_over_the_head(device):
+    x, w, y = sample(device=device)
+    head = make_head(w, sample_rate=0.3)
+    optimizer = RowSparse(SGD, head.parameters(), lr=0.1)
+    head(x[:10], y[:10]).backward()
+    head(x[10:], y[10:]).backward()  # another sample
+    total = head.weight.grad.to_dense()
+    optimizer.step()
+    torch.testing.assert_close(head.weight, w - 0.1 * total)
+
+
+def test_two_forwards_then_their_backwards(device):
+    x, w, y = sample(device=device)
+    head = make_head(w, sample_rate=0.3)
+    optimizer = RowSparse(SGD, head.parameters(), lr=0.1)
+    one = head(x[:10], y[:10])
+    two = head(x[10:], y[10:])
+    one.backward()  # its rows are not those of the last forward
+    total = head.weight.grad.to_dense()
+    optimizer.step()
+    torch.testing.assert_close(head.weight, w - 0.1 * total)
+    del two
+
+
+@pytest.mark.parametrize("kind,options", [(SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (ADAMW, dict(lr=0.01))])
+def test_resume_bit_for_bit(kind, options, device):
+    def make():
+        torch.manual_seed(1)
+        head = PartialFC(COUNT, 6, sample_rate=0.2, device=device)
+        return head, RowSparse(kind, head.parameters(), **options)
+    def run(head, optimizer, steps):
+        losses = []
+        for k in steps:
+            x, _, y = sample(dtype=f32, device=device, seed=k)
+            optimizer.zero_grad()
+            loss = head(x, y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+    (a, oa), (b, ob) = make(), make()
+    run(a, oa, range(4))
+    file = io.BytesIO()
+    torch.save([a.state_dict(), oa.state_dict()], file)
+    file.seek(0)
+    for held, state in zip((b, ob), torch.load(file, weights_only=True)):
+        held.load_state_dict(state)
+    assert run(a, oa, range(4, 8)) == run(b, ob, range(4, 8)) and torch.equal(a.weight, b.weight)
+
+
+def test_state_keeps_its_dtypes():
+    p = torch.nn.Parameter(torch.randn(6, 3).bfloat16())
+    optimizer = RowSparse(ADAMW, [p], lr=0.1)
+    for rows, values in sparse_gradients(p.shape, 3, bf16, count=2):
+        given_rows(p, rows, values)
+        optimizer.step()
+    other = RowSparse(ADAMW, [p], lr=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, t in optimizer.state[p].items():
+        held = other.state[p][name]
+        assert held.dtype == t.dtype and torch.equal(held, t) and held is not t
+    assert other.state[p]["exp_avg"].dtype == f32 and other.state[p]["row_steps"].dtype == torch.int32
+
+
+@pytest.mark.parametrize("kind,options", [(SGD, dict(lr=0.1, momentum=0.9)), (ADAMW, dict(lr=0.01))])
+def test_goes_on_from_pytorchs_state(kind, options):
+    w = torch.randn(8, 3, dtype=f64)
+    p, q = torch.nn.Parameter(w.clone()), torch.nn.Parameter(w.clone())
+    theirs = kind([q], **options)
+    for _ in range(3):
+        q.grad = torch.randn(8, 3, dtype=f64)
+        theirs.step()
+    p.data.copy_(q.data)
+    ours = RowSparse(kind, [p], mode="dense", **options)
+    ours.load_state_dict(theirs.state_dict())
+    for rows, values in sparse_gradients(w.shape, 3, f64):
+        given_rows(p, rows, values)
+        q.grad = p.grad.to_dense()
+        ours.step(), theirs.step()
+    torch.testing.assert_close(p, q)
+
+
+def test_schedules_groups_and_closures():
+    p, q = (torch.nn.Parameter(torch.ones(3, 2)) for _ in "pq")
+    optimizer = RowSparse(SGD, [dict(params=[p]), dict(params=[q], lr=1.0)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    def closure():
+        optimizer.zero_grad()
+        loss = (p.sum() + q.sum())
+        loss.backward()
+        return loss
+    assert optimizer.step(closure) == 12
+    schedule.step()
+    assert optimizer.step(closure) < 12
+    assert p[0, 0].item() == pytest.approx(1 - 0.1 - 0.01) and q[0, 0].item() == pytest.approx(1 - 1.0 - 0.1)
+
+
+@pytest.mark.parametrize("kind,options,match", [
+    (torch.optim.Adagrad, dict(lr=0.1), "optimizer_class"), ("sgd", {}, "optimizer_class"), (SGD, dict(lr=0.1, mode="eager"), "mode"),
+    (SGD, dict(lr=-1.0), "learning rate"), (ADAMW, dict(amsgrad=True), "amsgrad"), (SGD, dict(lr=0.1, nesterov=True), "Nesterov")])
+def test_optimizers_that_cannot_be(kind, options, match):
+    with pytest.raises(ValueError, match=match):
+        RowSparse(kind, [torch.nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+STRIDED = {  # a weight [6,4,2,2] or [6,4] of other strides than its own copy's
+    "transposed": lambda d: torch.empty(4, 6, device=d).T, "every other column": lambda d: torch.empty(6, 8, device=d)[:, ::2],
+    "every other row": lambda d: torch.empty(12, 4, device=d)[::2], "channels last": lambda d: torch.empty(6, 4, 2, 2, device=d).to(memory_format=torch.channels_last),
+    "permuted": lambda d: torch.empty(2, 4, 6, 2, device=d).permute(2, 1, 3, 0), "a slice of four": lambda d: torch.empty(6, 4, 2, 5, device=d)[..., 1:3],
+}
+
+
+def strided_steps(name, kind, mode, device, dtype, rows):
+    "A strided parameter after some steps, a contiguous copy of it after the same, and the bits that nobody may write"
+    g, ends = torch.Generator().manual_seed(0), []
+    like = STRIDED[name](device)
+    whole = torch.full((like.untyped_storage().nbytes() // 4,), 7.0, device=device).to(dtype)
+    own = whole.as_strided(like.shape, like.stride(), like.storage_offset())
+    own.copy_(torch.randn(like.shape, generator=g))
+    mine, plain = torch.nn.Parameter(own), torch.nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    options = dict(lr=0.1, weight_decay=0.1) | (dict(momentum=0.9, dampening=0.5) if kind is SGD else {})
+    given = [(torch.randperm(6, generator=g)[:3], torch.randn(3, *like.shape[1:], generator=g).to(dtype)) for _ in range(3)]
+    for p in (mine, plain):
+        optimizer = RowSparse(kind, [p], mode=mode, **options)
+        for at, values in given:
+            p.grad = torch.sparse_coo_tensor(at[None], values, p.shape, check_invariants=False).to(device)
+            p.grad = p.grad if rows else p.grad.to_dense().mT.contiguous().mT
+            optimizer.step()
+        ends.append(p.detach().clone(memory_format=torch.contiguous_format))
+    own.fill_(7.0)
+    return *ends, whole
+
+
+STEPS = [(SGD, True, "lazy"), (ADAMW, True, "lazy"), (SGD, True, "dense"), (ADAMW, True, "dense"), (SGD, False, "lazy"), (ADAMW, False, "lazy")]
+STRIDED_STEPS = [(name, *step) for name in STRIDED for step in STEPS]
+
+
+@pytest.mark.parametrize("name,kind,rows,mode", few(STRIDED_STEPS, *STRIDED_STEPS[::5], *STRIDED_STEPS[3::5]))
+def test_strides_do_not_count(name, kind, rows, mode, device):
+    for dtype in (f32, bf16):
+        mine, plain, whole = strided_steps(name, kind, mode, device, dtype, rows)
+        # numbers up to 4, rounded by the kernel and by PyTorch: 2⁻²² in fp32, a step of 2⁻⁶ in bf16
+        torch.testing.assert_close(mine, plain, rtol=0, atol=2**-6 if dtype == bf16 else 1e-6)
+        assert (whole == 7).all()
+
+
+@pytest.mark.parametrize("name,kind,rows,mode", few(STRIDED_STEPS, *STRIDED_STEPS[::9]))
+def test_strides_do_not_count_in_kernels(name, kind, rows, mode, kernels_for_all):
+    test_strides_do_not_count(name, kind, rows, mode, kernels_for_all)
+
+
+def test_the_update_kernel_follows_strides(place):
+    p = torch.arange(6.0, device=place).view(2, 3).T  # rows 0 3, 1 4, 2 5
+    u = Update(False, 1.0, 0.0, 0.9, 0.0, 0.0, False, 1.0)
+    m, g = torch.zeros(3, 4, device=place)[:, ::2], torch.ones(4, 3, device=place).T[:, 2:]
+    launch_update(p, m, None, None, g, None, None, u, None)
+    assert p.tolist() == [[-1, 2], [0, 3], [1, 4]] and (m == 0.1 * 0 + 1).all()
+
+
+def test_memory_that_elements_share_is_refused_before_anything_moves():
+    moved = torch.nn.Parameter(torch.ones(3, 2))
+    for shared in (torch.zeros(1, 3).expand(4, 3), torch.zeros(6).as_strided((4, 3), (1, 1)), torch.zeros(4, 1).expand(4, 3)):
+        p = torch.nn.Parameter(shared)
+        p.grad, moved.grad = torch.ones(4, 3), torch.ones(3, 2)
+        with pytest.raises(ValueError, match="params: expected elements that share no memory"):
+            RowSparse(SGD, [moved, p], lr=0.1).step()
+        assert (moved == 1).all() and (p == 0).all()
+    assert not row_sparse.may_overlap(torch.zeros(3, 0)) and not row_sparse.may_overlap(torch.zeros(())) and not row_sparse.may_overlap(torch.zeros(1, 3).T)
+
+
+def test_a_step_that_fails_has_moved_nothing():
+    ps = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    optimizer = RowSparse(ADAMW, ps, lr=0.1)
+    def step():
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    step()
+    before = [p.detach().clone() for p in ps], {n: t.clone() for n, t in optimizer.state[ps[0]].items()}
+    for name, bad in (("exp_avg", torch.zeros(4, 2)), ("row_steps", torch.zeros(4, dtype=torch.int32))):
+        good, optimizer.state[ps[1]][name] = optimizer.state[ps[1]][name], bad
+        with pytest.raises(ValueError, match=f"state: expected {name} of .*give extend and remove the optimizer"):
+            step()
+        optimizer.state[ps[1]][name] = good
+        torch.testing.assert_close(([p.detach() for p in ps], optimizer.state[ps[0]]), before)
+    for shape, dims in ((ps[1].shape, 2), ((3,), 1)):  # single elements of a weight, or of a vector
+        ps[1] = torch.nn.Parameter(torch.ones(shape))
+        ps[1].grad = torch.sparse_coo_tensor(torch.zeros(dims, 1, dtype=torch.int64), torch.ones(1), shape, check_invariants=False)
+        with pytest.raises(ValueError, match="grad: expected a dense one, or the rows of a weight"):
+            RowSparse(SGD, ps, lr=0.1).step()
+        torch.testing.assert_close(ps[0].detach(), before[0][0])
+
+
+def test_a_state_that_cannot_be_loaded_changes_nothing():
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = RowSparse(SGD, [p], lr=0.1, momentum=0.9)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    held, state = optimizer.state[p], optimizer.state_dict()
+    class Broken(torch.Tensor):
+        def detach(self):
+            raise torch.OutOfMemoryError("no room")
+    two = RowSparse(SGD, [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)], lr=0.5).state_dict()
+    broken = dict(state, state={0: dict(state["state"][0], momentum_buffer=torch.zeros(3, 2).as_subclass(Broken))}, param_groups=[dict(state["param_groups"][0], lr=9.0)])
+    for bad, error in ((two, ValueError), (broken, torch.OutOfMemoryError)):
+        with pytest.raises(error):
+            optimizer.load_state_dict(bad)
+        assert optimizer.state[p] is held and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_bf16_weights_arrive_where_fp32_weights_do(device):
+    "A step of 2⁻¹¹ of a weight is lost by rounding to nearest, not by chance"
+    start = torch.ones(64, 64, device=device)
+    def train(dtype, chance):
+        p = torch.nn.Parameter(start.to(dtype, copy=True))
+        optimizer = RowSparse(SGD, [p], lr=2**-11, stochastic_rounding=chance)
+        for _ in range(256):
+            given_rows(p, torch.arange(64), -torch.ones(64, 64, dtype=dtype))
+            optimizer.step()
+        return p.detach().float()
+    assert torch.equal(train(bf16, False), start)
+    assert train(f32, True).mean().item() == pytest.approx(1 + 256 / 2048, abs=1e-4)
+    assert train(bf16, True).mean().item() == pytest.approx(1 + 256 / 2048, abs=1e-3)
+    assert torch.equal(train(bf16, True), train(bf16, True))
+
+
+def test_bf16_heads_learn():
+    g = torch.Generator().manual_seed(0)
+    centres = torch.randn(100, 16, generator=g)
+    def accuracy(dtype):
+        torch.manual_seed(0)
+        head, layer = PartialFC(100, 16, sample_rate=0.5, margin=CosFace(0.2, 16.0), dtype=dtype), torch.nn.Linear(16, 16)
+        optimizer = RowSparse(SGD, [*head.parameters(), *layer.parameters()], lr=0.02, momentum=0.9)
+        for k in range(120):
+            y = torch.randint(100, (128,), generator=g.manual_seed(k + 1))
+            optimizer.zero_grad()
+            head(layer(centres[y] + 0.4 * torch.randn(128, 16, generator=g)), y).backward()
+            optimizer.step()
+        y = torch.arange(100).repeat(5)
+        x = layer(centres[y] + 0.4 * torch.randn(500, 16, generator=g.manual_seed(0)))
+        return (normalize(x) @ normalize(head.weight.float()).T).argmax(1).eq(y).float().mean().item()
+    full, half = accuracy(f32), accuracy(bf16)
+    assert full > 0.9 and half > full - 0.03
+
+
+UPDATES = {"SGD": Update(False, 0.1, 0.0, 0.0, 0.0, 0.0, False, 1.0), "momentum": Update(False, 0.1, 0.01, 0.9, 0.0, 0.0, False, 1.0),
+           "dampening": Update(False, 0.1, 0.01, 0.9, 0.3, 0.0, False, 1.0), "Nesterov": Update(False, 0.1, 0.01, 0.9, 0.0, 0.0, True, -1.0),
+           "AdamW": Update(True, 0.1, 0.01, 0.9, 0.999, 1e-8, False, 1.0)}
+
+
+@pytest.mark.parametrize("name,mode,dtype", grid(list(UPDATES), ["rows", "all", "slots"], [f32, bf16]))
+def test_update_kernel(name, mode, dtype, place):
+    u, (v, h, t), g = UPDATES[name], (30, 20, 12), torch.Generator().manual_seed(0)
+    rows = torch.randperm(v, generator=g)[:t]
+    rows[2] = -1
+    times = torch.randint(40, (v,), generator=g, dtype=torch.int32)
+    times[:9] = 0
+    values = torch.randn(v if mode == "all" else t, h, generator=g)
+    def state():
+        made = [torch.randn(v, h, generator=g.manual_seed(1)).to(dtype), torch.rand(v, h, generator=g), torch.rand(v, h, generator=g), times]
+        return [m.clone().to(place) if keep else None for m, keep in zip(made, (True, u.a > 0, u.adam, u.adam or u.b > 0))]
+    ours, exact, seed = state(), [None if s is None else s.cpu() for s in state()], None if dtype == f32 else 5 << 40
+    spare, slots, some, used = torch.where(rows < 0, v, rows), None, rows.to(place), values
+    keep = rows >= 0
+    if mode == "slots":
+        slots = torch.full((v + 1,), -1, dtype=torch.int32)
+        slots[spare] = torch.arange(t, dtype=torch.int32)
+        slots, some, used = slots.to(place), None, torch.zeros(v + 1, h).index_copy_(0, spare, values)[:-1]
+    elif mode == "all":
+        some = None
+    launch_update(*ours, values.to(place), some, slots, u, seed)
+    plain_update(*exact, *((values[keep], rows[keep]) if mode == "rows" else (used, None)), u, seed)
+    for a, e in zip(ours, exact):
+        if a is not None:
+            tight = a.dtype != bf16
+            torch.testing.assert_close(a.cpu(), e, rtol=1e-5 if tight else 8e-3, atol=1e-6 if tight else 1e-2)
+
+
+@pytest.mark.parametrize("h", [1, 5, 96])
+def test_threads_do_not_read_what_others_wrote(h, device):
+    "Rows narrower than a program's threads, and counts that several threads read: the same bits, and PyTorch's"
+    v = 3000 if device == "cuda" else 60
+    w = torch.randn(v, h, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for mode in ("lazy", "dense", "dense"):
+        p = torch.nn.Parameter(w.to(device, copy=True))
+        q = torch.nn.Parameter(w.double())
+        ours, theirs = RowSparse(ADAMW, [p], lr=0.01, mode=mode), ADAMW([q], lr=0.01)
+        for rows, values in sparse_gradients(w.shape, 12, f32, count=v if mode == "lazy" else v // 3):
+            given_rows(p, rows, values)
+            q.grad = p.grad.to_dense().double().cpu()
+            ours.step(), theirs.step()
+        assert relative_error(p.detach().cpu(), q.detach()) < 1e-6
+        ends.append(p.detach())
+    assert torch.equal(*ends[1:])
+    x, y = torch.randn(9, h, device=device), torch.arange(9, device=device)
+    head = PartialFC(2000, h, device=device, sample_rate=0.5)
+    grads = []
+    for _ in range(2):
+        head.sampler.step.zero_()
+        grads.append(torch.autograd.grad(head(x, y), head.weight)[0].to_dense())
+    assert torch.equal(*grads)
+
+
+# --- planted bugs ---
+
+MUTANTS = {
+    "momentum is plain": ("g = g + u.a * m if u.nesterov else m", "g = m"),
+    "dampening from the start": ("t == 1, g, u.a * m + (1 - u.b) * g)", "t == 0, g, u.a * m + (1 - u.b) * g)"),
+    "decay reaches no weight": ("g = g + u.decay * old", "pass"),
+    "AdamW forgets to correct": ("(1 - x**power_)", "(1 + 0 * x**power_)"),
+    "AdamW decays the gradient": ("new = old - u.lr * u.decay * old", "new = old"),
+    "rows' steps are the run's": ("(take_(times) + 1)", "(times.amax().expand(len(old)) + 1)"),
+    "dead rows are stepped": ("if rows is not None: rows, g = rows[rows >= 0], g[rows >= 0]", "pass"),
+    "dense is lazy": ("if rows is not None and dense:", "if False:"),
+    "any gradient is taken for a known one": ("known.index.data_ptr() == g._indices().data_ptr()", "True"),
+    "it always minimises": ('-1.0 if group["maximize"] else 1.0', "1.0"),
+    "both moments are corrected alike": ("for x in (u.a, u.b))", "for x in (u.a, u.a))"),
+    "a resumed row starts anew": ('int(state["step"]), dtype=torch.int32', "0, dtype=torch.int32"),
+    "a loaded state has the weight's dtype": ("for (p, name, _), t in zip(tensors, made): self.state[p][name] = t", "pass"),
+    "short gradients grow": (".clamp(max=1).to(v.dtype)", ".to(v.dtype)"),
+    "the norm forgets duplicates": ("if known is None or rows is not known.rows: p.grad = p.grad.coalesce()", "pass"),
+    "the first parameter alone is checked": ("for p, group in given:  # all of them", "for p, group in given[:1]:  # all of them"),
+    "memory may be shared": ("if stride <= reach: return True", "if stride < reach: return True"),
+}
+PROBED = [(SGD, dict(lr=0.1, maximize=True)), (SGD, dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
+          (SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (ADAMW, dict(lr=0.01, weight_decay=0.1, betas=(0.5, 0.6)))]
+
+
+def optimizer_fault(m):
+    "A word on what the optimizer does wrong"
+    w = torch.randn(8, 3, dtype=f64, generator=torch.Generator().manual_seed(0))
+    for kind, options in PROBED:
+        p, q = torch.nn.Parameter(w.clone()), torch.nn.Parameter(w.clone())
+        gradients = list(sparse_gradients(w.shape, 5, f64, count=4))
+        lazy, dense, theirs = m.RowSparse(kind, [p], **options), m.RowSparse(kind, [q], mode="dense", **options), None
+        e = torch.nn.Parameter(w.clone())
+        theirs = kind([e], **options)
+        for rows, values in gradients:
+            given_rows(p, rows, values), given_rows(q, rows, values)
+            e.grad = q.grad.to_dense()
+            lazy.step(), dense.step(), theirs.step()
+        if not torch.allclose(p, row_by_row(w, gradients, kind, options)):
+            return f"lazy {kind.__name__} {options}"
+        if not torch.allclose(q, e):
+            return f"dense {kind.__name__} {options}"
+
+
+def resumed_fault(m):
+    "A word on what an optimizer does with a state, and on clipping"
+    p, q = (torch.nn.Parameter(torch.ones(3, 2, dtype=bf16)) for _ in "pq")
+    theirs, ours = ADAMW([q], lr=0.1), m.RowSparse(ADAMW, [p], lr=0.1)
+    for _ in range(3):
+        q.grad = torch.ones_like(q)
+        theirs.step()
+    state = theirs.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].float() + 2**-20
+    ours.load_state_dict(state)
+    if not torch.equal(ours.state[p]["exp_avg"], state["state"][0]["exp_avg"]):
+        return "the state is rounded"
+    p.grad = torch.sparse_coo_tensor([[0, 0]], torch.tensor([[3.0, 0], [0, 4.0]], dtype=bf16), p.shape, check_invariants=False)
+    if ours.clip_grad_norm_(100.0) != 5 or ours.clip_grad_norm_(2.0) != 5 or not 1.98 < p.grad.to_dense().float().norm() < 2.02:
+        return "clipping"
+    p.grad = torch.sparse_coo_tensor([[0, 0]], torch.ones(2, 2, dtype=bf16), p.shape, check_invariants=False)
+    if ours.clip_grad_norm_(100.0) != 8**0.5:
+        return "duplicates"
+    ours.step()
+    if ours.state[p]["row_steps"].tolist() != [4, 3, 3]:
+        return "counts"
+
+
+def first_fault(m):
+    for look in (resumed_fault, partial(failure_fault, partial_fc), optimizer_fault, partial(state_fault, partial_fc)):
+        if found := look(m):
+            return found
+    return None
+
+
+def test_the_unchanged_source_passes(tmp_path):
+    assert first_fault(planted(row_sparse, tmp_path, *unchanged(MUTANTS.values()))) is None
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_planted_bug_is_noticed(bug, tmp_path):
+    assert fault_of(first_fault, row_sparse, tmp_path, *MUTANTS[bug]), f"no case notices that {bug}"
+
+
+KERNEL_BUGS = {
+    "others' gradients are read": ("has = live & (place_ >= 0)", "has = live"),
+    "dampening from the start": ("m = tl.where(t[:, None] == 1, g, a * m + b_left * g)", "m = a * m + b_left * g"),
+    "Nesterov is plain": ("g = g + a * m if NESTEROV else m", "g = m"),
+    "counts stand still": ("tl.store(times_ptr + row, count, mask=live)", "count = count"),
+    "counts are those before": ("t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32)", "t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32) - 1"),
+    "AdamW forgets to correct": ("p -= lr / rise[:, None] * m", "p -= lr * m"),
+    "AdamW forgets to decay": ("p -= lr * decay * p", "p -= 0 * p"),
+    "noise is the same everywhere": ("add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number ^ seed)", "add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number * 0 + seed)"),
+    "rows of the weight touch each other": ("here = (row * p_row)[:, None] + cols * p_col", "here = (row * H)[:, None] + cols"),
+    "momentum lies as the weight": ("in_first = (row * first_row)[:, None] + cols * first_col", "in_first = here"),
+    "the second moment lies as the first": ("in_second = (row * second_row)[:, None] + cols * second_col", "in_second = in_first"),
+    "rows of gradients touch each other": ("there = (place_ * g_row)[:, None] + cols * g_col", "there = (place_ * H)[:, None] + cols"),
+    "rounding is down": ("(bits + (noise & 0xFFFF))", "(bits + 0 * noise)"),
+}
+
+
+def update_fault(m, place, g):
+    for name, mode, dtype in grid(list(UPDATES), ("rows", "slots"), (f32, bf16)):
+        u, rows, values = UPDATES[name], torch.randperm(30, generator=g)[:12], torch.randn(12, 20, generator=g)
+        rows[2] = -1
+        times = torch.randint(40, (30,), generator=g, dtype=torch.int32)
+        times[:9] = 0
+        made = [torch.randn(30, 20, generator=g).to(dtype), torch.rand(30, 20, generator=g), torch.rand(30, 20, generator=g), times]
+        made = [t if keep else None for t, keep in zip(made, (True, u.a > 0, u.adam, u.adam or u.b > 0))]
+        ours, exact = ([None if t is None else t.clone().to(d) for t in made] for d in (place, "cpu"))
+        spare = torch.where(rows < 0, 30, rows)
+        slots = torch.full((31,), -1, dtype=torch.int32).index_copy_(0, spare, torch.arange(12, dtype=torch.int32)).to(place)
+        seed = None if dtype == f32 else 5 << 40
+        held = torch.cat([torch.full((1, 20), 3.0), values]).to(place).T.contiguous().T[1:]
+        ours[0] = ours[0].T.contiguous().T  # strides of their own for each, within their own memory
+        ours[2] = None if ours[2] is None else ours[2].repeat_interleave(2, 1)[:, ::2]
+        m.launch_update(*ours, held, rows.to(place) if mode == "rows" else None, None if mode == "rows" else slots, u, seed)
+        whole = torch.zeros(31, 20).index_copy_(0, spare, values)[:-1]
+        plain_update(*exact, *((values[rows >= 0], rows[rows >= 0]) if mode == "rows" else (whole, None)), u, seed)
+        for a, e in zip(ours, exact):
+            if a is not None and (a.cpu().float() - e.float()).abs().max() > (1e-5 if dtype == f32 else 1e-2 if a.dtype == bf16 else 1e-5):
+                return f"update, {name}, {mode}"
+            if a is not None and a.dtype == bf16 and (a.cpu() != e).float().mean() > 0.02:
+                return "rounding"
+
+
+def test_the_unchanged_kernels_pass(tmp_path, place):
+    m = planted(row_sparse, tmp_path, *unchanged(KERNEL_BUGS.values()))
+    assert not update_fault(m, place, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("bug", KERNEL_BUGS)
+def test_a_bug_in_a_kernel_is_noticed(bug, tmp_path, place):
+    find = partial(update_fault, place=place, g=torch.Generator().manual_seed(0))
+    assert fault_of(find, row_sparse, tmp_path, *KERNEL_BUGS[bug]), f"no case notices that {bug}"
