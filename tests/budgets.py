@@ -37,6 +37,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_package.py": 16,
     "test_package_code.py": 3,
     "test_partial_fc.py": 31,
+    "test_planted.py": 3,
     "test_rates.py": 6,
     "test_readme.py": 6,
     "test_recompute.py": 19,

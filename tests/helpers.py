@@ -1,13 +1,16 @@
 """The cases every linear cross entropy must pass, and one check that says what a method got wrong."""
 import gc
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import resolve_name
 from itertools import count
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Mapping
 
 import pytest
 import torch
@@ -176,17 +179,88 @@ def replaced(source: str, *pairs: str) -> str:
     return source
 
 
+FROM = re.compile(r"^([ \t]*)from ([.\w]+) import (\([^)]*\)|[^(\n;#]+)", re.MULTILINE)
+MODULE = re.compile(r"^([ \t]*)import ([.\w]+) as (\w+)", re.MULTILINE)
+
+
+def source_of(name: str) -> str:
+    "The text of a loaded module"
+    return Path(sys.modules[name].__file__).read_text(encoding="utf-8")
+
+
+def home_of(name: str, given: str) -> str:
+    "The whole name of what the module `name` imports as `given`, which may begin with dots"
+    return resolve_name(given, sys.modules[name].__package__)
+
+
+def names_in(text: str) -> list[tuple[str, str]]:
+    "The names that `from ... import` lists, and what they are called from then on"
+    names = [part.split() for part in re.sub(r"#.*", "", text).strip("() \n").split(",")]
+    return [(part[0], part[-1]) for part in names if part]
+
+
+@cache
+def imported(name: str) -> tuple[str, ...]:
+    "What a module of a package imports from the same package when it is loaded: each after what it imports itself, the module last"
+    source, own = source_of(name), name.partition(".")[0] + "."
+    found = [home for indent, home, _ in MODULE.findall(source) if not indent]
+    for indent, given, names in FROM.findall(source):
+        home = home_of(name, given)
+        found += [] if indent else [home, *(f"{home}.{part}" for part, _ in names_in(names))]
+    below = [imported(home) for home in found if home.startswith(own) and home in sys.modules]
+    return *dict.fromkeys(each for homes in below for each in homes), name
+
+
+def importing(name: str, source: str, variants: Mapping[str, str]) -> str:
+    "The text of a module, which imports variants in place of the modules that they are of"
+    def modules(found: re.Match) -> str:
+        indent, home, called = found.groups()
+        return f"{indent}import {variants.get(home, home)} as {called}"
+
+    def parts(found: re.Match) -> str:
+        indent, home, names = found[1], home_of(name, found[2]), names_in(found[3])
+        if home in variants or not any(f"{home}.{part}" in variants for part, _ in names):
+            return f"{indent}from {variants.get(home, home)} import {found[3]}"
+        lines = [f"import {variants[whole]} as {called}" if (whole := f"{home}.{part}") in variants else f"from {home} import {part} as {called}"
+                 for part, called in names]
+        return indent + "; ".join(lines)
+    return FROM.sub(parts, MODULE.sub(modules, source))
+
+
 def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
-    "`module` with texts replaced, from a file of its own and with operators under names of its own"
-    source = replaced(Path(module.__file__).read_text(encoding="utf-8"), *pairs)
-    name = f"variant{next(NUMBERS)}"
-    path = folder / f"{name}.py"
-    path.write_text(source.replace("fusedloss::", f"{name}::"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    changed = importlib.util.module_from_spec(spec)
-    sys.modules[name] = changed  # where dataclasses look for their module
-    spec.loader.exec_module(changed)
-    return changed
+    """`module` with texts replaced, in its own source or in that of a module that it imports, directly or not: in all of these each
+    text stands once. It, the changed modules and those that lead to them are variants, from files and with operators of their own"""
+    top, variant = module.__name__, f"variant{next(NUMBERS)}"
+    own = top.partition(".")[0]
+    sources, changed = {name: source_of(name) for name in imported(top)}, {top}
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        places = [name for name, source in sources.items() for _ in range(source.count(old))]
+        assert len(places) == 1, f"{len(places)} places hold {old!r}, not one: plant this bug elsewhere{': ' * bool(places)}{', '.join(places)}"
+        sources[places[0]] = sources[places[0]].replace(old, new)
+        changed.add(places[0])
+    variants = {name: name.replace(own, variant, 1).replace(".", "_") for name in sources if not changed.isdisjoint(imported(name))}
+    for name, called in variants.items():
+        path = folder / f"{called}.py"
+        path.write_text(importing(name, sources[name], variants).replace(f"{own}::", f"{variant}::"), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(called, path)
+        sys.modules[called] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
+        spec.loader.exec_module(sys.modules[called])
+    return sys.modules[variants[top]]
+
+
+def unchanged(bugs: Iterable[Iterable[str]]) -> list[str]:
+    "Pairs that leave the texts as they are: planting them makes the variants that any of the bugs makes, without a bug"
+    return [old for pairs in bugs for old in [*pairs][::2] for _ in range(2)]
+
+
+def everywhere(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, value) -> None:
+    "Replace the function or class that is `module.name` now in each module of the package, and each planted variant, that holds it"
+    old = getattr(module, name)
+    assert callable(old), f"expected a function or a class, got {old!r}: others may hold the same value for other reasons"
+    for home in [m for key, m in sys.modules.items() if re.match(r"fusedloss(\.|$)|variant\d+_", key)]:
+        for held in [held for held, it in vars(home).items() if it is old]:
+            monkeypatch.setattr(home, held, value)
+    assert getattr(module, name) is value
 
 
 def has_no_second_derivative(loss: torch.Tensor, leaf: torch.Tensor) -> bool:

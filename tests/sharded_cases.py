@@ -22,7 +22,7 @@ from fusedloss.partial_fc import NegativeSampler, PartialFC
 from fusedloss.recompute import recompute_linear_cross_entropy
 from fusedloss.sharded import ShardedPartialFC, ShardedRowSparse, owned, sharded_linear_cross_entropy
 from grids import FULL
-from helpers import planted
+from helpers import planted, unchanged
 
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
@@ -1060,9 +1060,6 @@ def is_wrong(module, mesh):
 @case
 def planted_bugs_are_noticed(meshes):
     for ranks, mesh, rank in mine(meshes[1:2]):
-        assert not is_wrong(sharded, mesh)
-        source = Path(sharded.__file__).read_text(encoding="utf-8")
-        for bug, (old, new) in BUGS.items():
-            assert source.count(old) == 1, f"{bug}: {source.count(old)} places"
+        for bug, pairs in {None: unchanged(BUGS.values()), **BUGS}.items():
             with tempfile.TemporaryDirectory() as folder:
-                assert is_wrong(planted(sharded, Path(folder), old, new), mesh), bug
+                assert is_wrong(planted(sharded, Path(folder), *pairs), mesh) == (bug is not None), bug

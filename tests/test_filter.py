@@ -12,7 +12,7 @@ import fusedloss.recompute as recompute
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
 from grids import FULL, few
-from helpers import TOLERANCE, off, planted, replays, roundings, same_gradients_compiled
+from helpers import TOLERANCE, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import OPTIONS, REDUCTIONS, exact
 from test_recompute import INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
 
@@ -410,7 +410,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_captures_it():
 # Bugs planted
 
 
-MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in its place)
+MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the target's tile is not kept": ("valid[None, :] & (own | (small == 0))", "valid[None, :] & (small == 0)"),
     "ignored tokens keep tiles": ("    lse = tl.load(lse_ptr + rows, mask=valid, other=float(\"inf\"))", "    valid = rows < N\n    lse = tl.load(lse_ptr + rows, mask=valid, other=float(\"inf\"))"),
     "the threshold is not a logarithm": ("o.ignore_index, math.log(eps),", "o.ignore_index, eps,"),
@@ -503,7 +503,7 @@ def variant(tmp_path, *pairs):
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(variant(tmp_path)) is None
+    assert first_fault(variant(tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")

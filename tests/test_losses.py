@@ -25,7 +25,7 @@ from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entro
 from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
 from grids import FULL, few, grid
-from helpers import TOLERANCE, broken, follows_plans, misfits, planted, replays, upstream
+from helpers import TOLERANCE, broken, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -714,7 +714,7 @@ def test_samples_that_torch_tests_itself_with():
 
 # --- planted bugs ---
 
-MUTANTS = {  # what is wrong: (text of fusedloss/losses.py, what stands in its place)
+MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the shift comes one too late": ("input.shape[-2] - shift), :]", "input.shape[-2] - shift - 1), :]"),
     "the token weights are not shifted": ("later(target), later(token_weight)", "later(target), token_weight[..., :max(0, input.shape[-2] - shift)]"),
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
@@ -787,7 +787,7 @@ def any_fault(module):
 
 
 def test_the_unchanged_source_passes(variant):
-    assert not any_fault(variant())
+    assert not any_fault(variant(*unchanged(MUTANTS.values())))
 
 
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)

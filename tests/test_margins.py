@@ -17,7 +17,7 @@ from fusedloss.margins import (
     margin_cross_entropy, mean_and_std, normalize)
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid
-from helpers import TOLERANCE, fault_of, planted, upstream
+from helpers import TOLERANCE, fault_of, planted, unchanged, upstream
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -583,7 +583,7 @@ MUTANTS = {
     "columns are not normalised": ("return d.mul_(columns).to(dtype)", "return d.to(dtype)"),
     "dw keeps its radial part": ("return dw if dw is None else keep_tangent(dw, tiles.w[part], tiles.o.eps)", "return dw"),
     "dx keeps its radial part": ("for i in tiles.tokens: keep_tangent(dx[i], x[i], o.eps)", "pass"),
-    "dw is left in its unit": ("slice_of_dw.mul_(unit)", "slice_of_dw"),
+    "dw is left in its unit": ("dw[tiles.part(j)] = slice_of_dw.mul_(unit)", "dw[tiles.part(j)] = slice_of_dw"),
     "Circle's slope is forgotten": ("if slope is not None: d.mul_(slope)", "pass"),
     "Circle's exact slope is halved": ("2 * z * (push > 0)", "z * (push > 0)"),
     "Circle's negatives have no margin": (".mul_(z - o.pace)", ".mul_(z)"),
@@ -649,7 +649,7 @@ def first_fault(m) -> str | None:
 
 
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(planted(margins, tmp_path)) is None
+    assert first_fault(planted(margins, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.parametrize("bug", MUTANTS)

@@ -22,7 +22,7 @@ from fusedloss.partial_fc import (
     launch_rest, launch_update, live_index, plain_rest, plain_update, shuffle, slot_plain, strata_of, tangent_kernel, unit_kernel, unit_rows_of)
 from fusedloss.recompute import Tiling
 from grids import FULL, few, grid, pairs
-from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted
+from helpers import TOLERANCE, fault_of, has_no_second_derivative, planted, unchanged
 from test_margins import FORMULAS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -1694,7 +1694,7 @@ def first_fault(m):
 
 
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(planted(partial_fc, tmp_path)) is None
+    assert first_fault(planted(partial_fc, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.parametrize("bug", MUTANTS)
@@ -1709,8 +1709,8 @@ SCORE_BUGS = {
     "conflicts stay": ("z = tl.where(product > conflict, fill, z)", "z = z"),
     "conflicts pull": ("d = tl.where(product > conflict, 0.0, d)", "d = d"),
     "targets pull like others": ("d = tl.where(cols[None, :] == slot[:, None], hold[:, None], d)", "d = d"),
-    "slabs begin at 0": ("mask=keep, other=-1) - begin", "mask=keep, other=-1)"),
-    "runs do not join": ("again = (i % RUN != 0) & (RUN > 1)", "again = (i % RUN != 0) & (RUN > 99)"),
+    "slabs begin at 0": ("slot_ptr + rows, mask=keep, other=-1) - begin", "slot_ptr + rows, mask=keep, other=-1)"),
+    "runs do not join": ("& (RUN > 1)\n        base, s = join", "& (RUN > 99)\n        base, s = join"),
 }
 ROW_BUGS = {
     "dead rows are read": ("live = there & (row >= 0)", "live = there"),
@@ -1853,7 +1853,7 @@ KERNEL_BUGS = {bug: (look, pair) for look, bugs in ((row_fault, ROW_BUGS), (scor
 
 
 def test_the_unchanged_kernels_pass(tmp_path, place):
-    m = planted(partial_fc, tmp_path)
+    m = planted(partial_fc, tmp_path, *unchanged(pair for _, pair in KERNEL_BUGS.values()))
     assert not [found for look in (row_fault, score_fault, update_fault) if (found := look(m, place, torch.Generator().manual_seed(0)))]
 
 

@@ -13,7 +13,7 @@ from fusedloss.core import tuning
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.recompute import recompute_linear_cross_entropy as loss_of
 from grids import FULL, few
-from helpers import TOLERANCE, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, upstream
+from helpers import TOLERANCE, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -580,9 +580,9 @@ def test_bad_arguments_name_themselves(name, change):
 # Bugs planted
 
 
-MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in its place)
+MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "classes beyond the last are summed": ("EVEN=v % (t.BV * run) == 0", "EVEN=True"),
-    "the sum is not rescaled": ("return top, s * power(base, safe, UNIT) +", "return top, s +"),
+    "the sum is not rescaled": ("s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None], UNIT), 1)", "s + tl.sum(power(z * UNIT, safe[:, None], UNIT), 1)"),
     "a run begins where the last one ended": ('tl.where(again, base, -float("inf"))', "base"),
     "the target is a neighbour": ("tl.where(valid, y, 0).to(tl.int64)[:, None] * w_stride_v", "(tl.where(valid, y, 0) ^ 1).to(tl.int64)[:, None] * w_stride_v"),
     "the diagonal is the first column": ("lanes[:, None] == lanes[None, :]", "(lanes[:, None] * 0) == lanes[None, :]"),
@@ -597,9 +597,9 @@ MUTANTS = {  # what is wrong: (text of fusedloss/recompute.py, what stands in it
     "the slope is left out": ("d *= slope", "d *= 1.0"),
     "dx forgets the slabs before": ("elif need_x: add_product(total, dz, w[j])", "elif need_x: total = wide_product(dz, w[j])"),
     "the bias' gradient is that of one tile": ("torch.sum(db_parts, 0, out=db[j])", "db[j].copy_(db_parts[0])"),
-    "the upstream gradient of lse is dropped": ("weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,", "weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, None,"),
-    "the entropy's mean is missing": ("p * (z - mean[:, None])", "p * z"),
-    "the denominator is forgotten": ("denominator_ptr, y, valid", "None, y, valid"),
+    "the upstream gradient of lse is dropped": ("g_lse_ptr,\n        denominator_ptr, y, valid, rows, N, V,", "None,\n        denominator_ptr, y, valid, rows, N, V,"),
+    "the entropy's mean is missing": ("d -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)", "d -= tl.where(p > 0, g_h[:, None] * p * z, 0.0)"),
+    "the denominator is forgotten": ("denominator_ptr, y, valid, rows, N, V,", "None, y, valid, rows, N, V,"),
     "one flag decides all gradients": ("[ctx.needs_input_grad[i] for i in (0, 1, 3)]", "[ctx.needs_input_grad[0]] * 3"),
     "the target outranks itself": ("(cols != y[:, None]) &", ""),
     "smoothing skips the class weights": ("d -= spread[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])", "d -= spread[:, None]"),
@@ -633,7 +633,7 @@ def first_fault(module):
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(variant(tmp_path)) is None
+    assert first_fault(variant(tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")

@@ -18,7 +18,7 @@ from fusedloss.measure import peak_memory, saved_tensors
 from fusedloss.scans import Fused, edge_slots, fused_cut, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
 from grids import few, FULL
-from helpers import fault_of, hidden_from_hooks, planted
+from helpers import fault_of, hidden_from_hooks, planted, unchanged
 from on_cpu import build, check_nvcc, STANDARD
 
 INF = math.inf
@@ -787,7 +787,7 @@ def test_nan_in_the_source_of_the_kernel_stays_visible(with_kernel):
 
 # planted bugs
 
-MUTANTS = {  # what is wrong: (text of fusedloss/scans.py, what stands in its place)
+MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "edges are cut into rows of nz": ("torch.searchsorted(ordered, states)", "states * idx.shape[1]"),
     "absent edges leave state 0": ("leaves.masked_fill(leaves < 0, len(idx))", "leaves.clamp(min=0)"),
     "absent edges are there": ("blocked = absent if", "blocked = torch.zeros_like(absent) if"),
@@ -825,7 +825,7 @@ def first_fault(m):
 
 
 def test_the_unchanged_source_passes(tmp_path):
-    assert first_fault(planted(fusedloss.scans, tmp_path)) is None
+    assert first_fault(planted(fusedloss.scans, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.parametrize("bug", few(MUTANTS, "edges are cut into rows of nz", "γ goes on where a sequence is over", "the upstream gradient is dropped", "a path goes on beyond its length"))
