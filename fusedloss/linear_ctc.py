@@ -10,28 +10,28 @@ import functools
 from typing import NamedTuple, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch.nn import functional as F
 
 from fusedloss.baseline import acc_dtype, check_linear, expect
-from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.chunks import scaled, scaled_bias
-from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.words import Lengths, Reduction
-from fusedloss.ctc import (
-    arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip,
-    moved, per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares,
-    strip_states, usable, visible)
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.operators import first_order, observed, operator, products
+from fusedloss.core.sequences import (
+    active, arriving, as_lengths, at_end, batched, check_ctc, interleave, may_skip, moved,
+    per_class, prepared, Problem, scan_shape, ScanShape, shares, stay, strip_states, usable,
+    visible)
 from fusedloss.core.tuning import starter
+from fusedloss.core.weights import weight_and_bias
+from fusedloss.core.words import Lengths, Reduction
+from fusedloss.ctc import log_likelihood, runs_kernels
 from fusedloss.kernels import (
-    ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn,
-    tl, unit as score_unit)
+    ELEMENTS, finite, jit, on_device, power, reduce_rows, RowOptions, score_fn, tl,
+    unit as score_unit)
 from fusedloss.recompute import (
     check_recompute, chunk_scores, deeper, fastest, launch_sums, multiprocessors, operand, place,
     takes_kernel, tile_product, tile_scores, Tiling, tiling_of, wide, write_product)
-from fusedloss.scans import active, stay
 from fusedloss.semirings import Log
 from fusedloss.tiles import (
     add_product, autocast_like_linear, multiplies_in_float32, tile_slices, unit_of)

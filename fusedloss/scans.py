@@ -6,8 +6,7 @@
 __all__ = ['logz', 'Paths', 'viterbi', 'path_score', 'sample', 'Posteriors', 'posteriors']
 
 # %% ../nbs/12_scans.ipynb #547eac95
-import functools
-import os
+import functools, os
 from typing import Literal, NamedTuple, Optional
 
 import torch
@@ -18,22 +17,10 @@ from fusedloss.baseline import expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import transformed
+from fusedloss.core.sequences import active, stay
 from fusedloss.kernels import finite, jit, on_device, tl
-from fusedloss.semirings import (Log, LogSemiring, Max, MaxSemiring, Sample, Semiring,
-                                 check_graph, path_sum)
-
-# %% ../nbs/12_scans.ipynb #3b0f9c15
-def active(
-    lengths:Optional[Tensor],  # [N]
-    t:int,  # a step
-) -> Tensor | bool:  # [N,1]
-    "Which sequences take step t."
-    return True if lengths is None else (t < lengths)[:, None]
-
-# %% ../nbs/12_scans.ipynb #05c461a4
-def stay(go, new, old):
-    "`new`, but `old` where a sequence is over."
-    return new if go is True else torch.where(go, new, old)
+from fusedloss.semirings import (
+    check_graph, Log, LogSemiring, Max, MaxSemiring, path_sum, Sample, Semiring)
 
 # %% ../nbs/12_scans.ipynb #fbae080e
 def masked(scores, absent, go):

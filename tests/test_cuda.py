@@ -14,7 +14,8 @@ import fusedloss.linear_ctc
 import fusedloss.scans
 from fusedloss.core import cuda
 from fusedloss.core.devices import GPUS
-from fusedloss.ctc import LOGITS, ScanShape
+from fusedloss.core.sequences import ScanShape
+from fusedloss.ctc import LOGITS
 from fusedloss.semirings import Log
 
 f32 = torch.float32

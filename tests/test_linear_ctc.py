@@ -9,15 +9,16 @@ from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
 import fusedloss as fl
-import fusedloss.ctc
 import fusedloss.linear_ctc
+from fusedloss.core import sequences
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
-from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanShape
+from fusedloss.core.sequences import scan_shape, ScanShape
+from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits
 from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few
-from helpers import has_no_second_derivative, planted, replaced, unchanged
+from helpers import everywhere, has_no_second_derivative, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
 from test_ctc import HARD, case, collapsed, hard, reference, same_losses, ways
 
@@ -280,7 +281,7 @@ def test_both_ways_agree(reduction, zero_infinity, way, monkeypatch):
     given = [t.float() for t in layer(z)]
     leaves = [t.to(way).requires_grad_() for t in given]
     losses = linear_ctc_loss(*leaves[:2], y.to(way), frames, lengths, linear_bias=leaves[2], reduction="none", zero_infinity=zero_infinity)
-    part = fusedloss.ctc.shares(torch.tensor(lengths), reduction == "mean", f32).to(way)
+    part = sequences.shares(torch.tensor(lengths), reduction == "mean", f32).to(way)
     want = (losses * part).sum()
     got, d = run_all(*given, y, frames, lengths, device=way, reduction=reduction, zero_infinity=zero_infinity)
     same_losses(got[None], want.detach().cpu()[None].double(), 1e-6)
@@ -299,16 +300,14 @@ def test_padding_beside_all_in_forward(way, monkeypatch):
     got = run_all(spoilt, w, b, y, frames, lengths, device=way)
     assert torch.equal(got[0], want[0]) and all(torch.equal(a, e) for a, e in zip(got[1], want[1]))
     assert not any(got[1][0][k:, n].any() for n, k in enumerate(frames))
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     got = run_all(x, w, b, y, frames, lengths, device=way)
     same_losses(got[0][None], want[0].cpu()[None], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
 
 
 def test_bad_input_beside_all_in_forward(way, monkeypatch):
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
@@ -478,8 +477,7 @@ def test_lengths_that_nobody_looks_at(way, monkeypatch):
     given = [t.float() for t in layer(z)]
     short_segments(monkeypatch, 7)
     want = run(*given, y, frames, lengths, device=way)
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     got = run(*given, y, frames, lengths, device=way)
     same_losses(got[0], want[0], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
@@ -586,8 +584,7 @@ def test_sizes_of_zero(T, N, L, device):
 # bad input
 
 def test_bad_input_is_nan_and_harms_nobody(way, monkeypatch):
-    for module in (fusedloss.ctc, fusedloss.linear_ctc):
-        monkeypatch.setattr(module, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
