@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import ctc, kernels, linear_ctc, partial_fc, recompute, scans, tiles
+from fusedloss import ctc, kernels, partial_fc, recompute, scans, segments, tiles
 from fusedloss.core import cuda, devices
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.measure import H200, Machine
@@ -119,7 +119,7 @@ def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how
 
 @pytest.mark.parametrize("feature, implementation", [
     ("tma", recompute.BY_DESCRIPTORS), ("clusters", kernels.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
-    ("nvidia", kernels.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", linear_ctc.SEGMENTS), ("nvidia", scans.SCANS)])
+    ("nvidia", kernels.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", segments.SEGMENTS), ("nvidia", scans.SCANS)])
 def test_what_a_gpu_lacks_is_not_chosen(feature, implementation):
     have = [d for d in GPUS.values() if not lacks(d, feature)]
     assert have and [d for d in GPUS.values() if not implementation.lacks(d)] == have
@@ -232,7 +232,7 @@ def test_tilings_of_other_gpus_agree_here(t):
 
 
 def test_the_table_names_every_source():
-    found = implementations(kernels, recompute, scans, ctc, linear_ctc)
+    found = implementations(kernels, recompute, scans, ctc, segments)
     columns, rows = support_rows(found, [GPUS["H200"], GPUS["A100"], GPUS["MI300X"], GPUS["T4"]])
     assert columns == ["", "kernels", "H200", "A100", "MI300X", "T4", "otherwise"]
     assert all(row[2].startswith("runs") for row in rows)

@@ -14,6 +14,7 @@ import fusedloss.kernels
 import fusedloss.linear_ctc
 import fusedloss.partial_fc
 import fusedloss.recompute
+import fusedloss.segments
 
 ROOT = Path(fusedloss.kernels.__file__).parents[1]
 PARTS = {part.__name__: part for part in kernels_once.PARTS}
@@ -49,7 +50,7 @@ def test_every_part_runs(part, capsys):
 def test_every_triton_kernel_is_launched(part, monkeypatch):
     "By the interpreter, with the modules told that they have kernels"
     has_kernel = lambda t: t.dtype != torch.float64 and t.numel() > 0
-    for module in (fusedloss.kernels, fusedloss.recompute, fusedloss.partial_fc, fusedloss.linear_ctc):
+    for module in (fusedloss.kernels, fusedloss.recompute, fusedloss.partial_fc, fusedloss.segments, fusedloss.linear_ctc):
         for name in ("has_kernel", "takes_kernel"):
             monkeypatch.setattr(module, name, has_kernel, raising=False)
     monkeypatch.setattr(fusedloss.partial_fc, "takes_columns", lambda x, o: len(x) > 0)

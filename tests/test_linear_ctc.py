@@ -10,13 +10,15 @@ from torch.nn import functional as F
 
 import fusedloss as fl
 import fusedloss.linear_ctc
+import fusedloss.segments
 from fusedloss.core import sequences
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
 from fusedloss.core.sequences import scan_shape, ScanShape
 from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits
-from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
+from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from fusedloss.segments import first_of_its_kind, Frames, kernels_of, segment_frames
 from grids import few
 from helpers import everywhere, has_no_second_derivative, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
@@ -42,13 +44,21 @@ def lattice():
     return lattice_on_cpu()
 
 
-def use_lattice(kernel, module, monkeypatch, shape=None):
-    "Let a module take them, on the CPU"
+def use_lattice(kernel, monkeypatch, shape=None):
+    "Let segments take them, on the CPU"
+    module = fusedloss.segments
     kernels_of.cache_clear()
     monkeypatch.setattr(module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
-    monkeypatch.setattr(module, "device_of", lambda t: GPUS["H200"])
+    for holder in (module, fusedloss.linear_ctc):
+        monkeypatch.setattr(holder, "device_of", lambda t: GPUS["H200"])
     monkeypatch.setattr(module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
     monkeypatch.setattr(module, "lattice_kernel", kernel)
+
+
+def take_rows(monkeypatch, takes):
+    "Let the Triton kernels of this loss take what `takes` says"
+    for module in (fusedloss.segments, fusedloss.linear_ctc):
+        monkeypatch.setattr(module, "takes_kernel", takes)
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +86,9 @@ def way(request, monkeypatch):
     if request.param == "both":
         if not INTERPRETED:
             pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
-        monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+        take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
     if request.param in ("lattice", "both"):
-        use_lattice(request.getfixturevalue("lattice"), fusedloss.linear_ctc, monkeypatch)
+        use_lattice(request.getfixturevalue("lattice"), monkeypatch)
     return "cpu"
 
 
@@ -161,7 +171,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 
 @pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 1), (SHAPES[6], 1)), ids=str)
 def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
-    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
+    use_lattice(lattice, monkeypatch, ScanShape(*shape))
     monkeypatch.setattr(lattice, "seed", seed)
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[1], SHORT[3]), ("tight", 3))
 
@@ -171,11 +181,11 @@ def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
     if packed and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
-    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch)
+    use_lattice(lattice, monkeypatch)
     monkeypatch.setattr(fusedloss.linear_ctc, "finish_threads", lambda row: threads)
-    monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: packed and len(x) > 0)
+    take_rows(monkeypatch, lambda x: packed and len(x) > 0)
     if not near:
-        monkeypatch.setattr(fusedloss.linear_ctc, "finish_bytes", lambda *given: 100_000)
+        everywhere(monkeypatch, fusedloss.segments, "finish_bytes", lambda *given: 100_000)
     monkeypatch.setattr(lattice, "seed", 2)
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[0]), ("more classes", 9))
 
@@ -260,7 +270,7 @@ def test_all_in_forward(name, dtype, way, reduction, monkeypatch):
 
 @pytest.mark.parametrize("shape", few(SHAPES, SHAPES[2]), ids=str)
 def test_all_in_forward_in_other_shapes(shape, lattice, monkeypatch):
-    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
+    use_lattice(lattice, monkeypatch, ScanShape(*shape))
     for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33)):
         short_segments(monkeypatch, K)
         z, y, frames, lengths, blank = hard(name, f64)
@@ -661,7 +671,7 @@ def test_memory_beyond_the_gradients(budget):
     y = torch.randint(1, V, (N, L), generator=g)
     if budget is None:
         fewer = pytest.MonkeyPatch()
-        fewer.setattr(fusedloss.linear_ctc, "BUDGET", 2**20)
+        fewer.setattr(fusedloss.segments, "BUDGET", 2**20)
     def step(): return torch.autograd.grad(linear_ctc_loss(x, w, y, [T] * N, [L] * N, memory_budget=budget), [x, w])
     try:
         extra = peak_memory(step) - x.nbytes - w.nbytes
@@ -745,7 +755,7 @@ def test_the_kernel_compiles_without_a_gpu(arch, constants):
 
 
 def test_without_a_compiler_loops_take_over(monkeypatch):
-    use_lattice(lambda *given, **constants: None, fusedloss.linear_ctc, monkeypatch)
+    use_lattice(lambda *given, **constants: None, monkeypatch)
     short_cases_are_right(monkeypatch, *SHORT)
 
 
@@ -862,8 +872,8 @@ KERNEL_BUGS = {
                                             "rows of the compacted")])
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
     rest = lattice if bug is None else lattice_on_cpu(*KERNEL_BUGS[bug])
-    use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
-    monkeypatch.setattr(fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+    use_lattice(rest, monkeypatch, ScanShape(1, 8, 2, 4))
+    take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
     monkeypatch.setattr(fusedloss.linear_ctc, "frames_of", None)
     cases = SUSPECTS | {"three warps": 40} | MORE
     assert any(suspects(fusedloss.linear_ctc, {name: cases[name] for name in few(cases, "ragged", "more classes")})) == (bug is not None)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import nvrtc
-from fusedloss import ctc, kernels, linear_ctc, scans
+from fusedloss import ctc, kernels, scans, segments
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
 from fusedloss.core.sequences import scan_shape
@@ -28,7 +28,7 @@ def ctc_calls(device):
 
 def linear_ctc_calls(device):
     for dtype, length, near in pairs([(d, n, near) for d in ctc.ELEMENTS for n in LENGTHS for near in (True, False)]):
-        yield lambda: linear_ctc.kernels_of.__wrapped__(0, dtype, scan_shape(length, device.clusters), near)
+        yield lambda: segments.kernels_of.__wrapped__(0, dtype, scan_shape(length, device.clusters), near)
 
 
 def scan_calls(device):
@@ -66,7 +66,7 @@ def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tu
         def recorded(kernel, index, sources=(), **constants):
             found[sources or (kernel,), tuple(constants.items())] = True
             return lambda *args, **options: None
-        for module in (ctc, linear_ctc, kernels, scans):
+        for module in (ctc, segments, kernels, scans):
             patch.setattr(module, "cuda_kernel", recorded)
         for call in CALLS[name](device):
             call()

@@ -257,3 +257,22 @@ def strip_states(
     "Memory for what one strip leaves to the next, and for the states of all at the middle."
     if s.strips == 1: return None
     return z.new_empty(N * (2 * s.strips * (T + 1) + 4 * s.plane), dtype=torch.int64)
+
+# %% ../../nbs/library/sequences.ipynb #1481de89
+class Segment(NamedTuple):
+    "A run of frames of all sequences."
+    at: slice
+    kept: Optional[Tensor]  # [n] rows of [K·N] that are no padding; None: all
+
+# %% ../../nbs/library/sequences.ipynb #3260bf0c
+def kept_rows(t:Tensor, s:Segment) -> Tensor:
+    "Rows [n,...] of a segment [K,N,...]."
+    rows = t.flatten(0, 1)
+    return rows if s.kept is None else rows.index_select(0, s.kept)
+
+# %% ../../nbs/library/sequences.ipynb #be627fd6
+def put_rows(out:Tensor, rows:Tensor, s:Segment):
+    "The way back: rows [n,...] into a segment [K,N,...]."
+    to = out.view(-1, *out.shape[2:])
+    if s.kept is None: to.copy_(rows)
+    else: to.index_copy_(0, s.kept, rows)
