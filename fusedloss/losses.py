@@ -12,21 +12,22 @@ from typing import Any, Callable, Literal, NamedTuple, Optional, TypedDict, Unpa
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 
 from fusedloss.baseline import acc_dtype, check_inputs, expect, FLOATS
 from fusedloss.chunks import (
-    check_chunks, check_promise, Chunks, chunk_bytes, chunked_linear_cross_entropy,
-    ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype, plan_chunks)
+    check_chunks, check_promise, chunk_bytes, chunked_linear_cross_entropy,
+    ChunkedLinearCrossEntropyLoss, Chunks, hold_promise, linear_dtype, plan_chunks)
+from fusedloss.core.devices import Device
+from fusedloss.core.drawing import si, Table
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tuning import method_of
-from fusedloss.core.devices import Device
-from fusedloss.core.weights import weight_and_bias
 from fusedloss.core.versions import torch_version
+from fusedloss.core.weights import weight_and_bias
 from fusedloss.core.words import Accumulate, BackboneReduction, Method, Reduction
 from fusedloss.kernels import (
     check_options, check_weights, cross_entropy, CrossEntropyStats, ROW_CLUSTERS, triton)
-from fusedloss.measure import Cost, Table, predict_seconds, si, sweep_cost
+from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.recompute import (
     beside_dz, BUDGET, BY_DESCRIPTORS, check_filter, check_recompute, cut,
     recompute_linear_cross_entropy, run_length, slab_tiles, TERMS, Tiling)

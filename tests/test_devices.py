@@ -14,7 +14,7 @@ import fusedloss
 from fusedloss import ctc, kernels, partial_fc, recompute, scans, segments, tiles
 from fusedloss.core import cuda, devices
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
-from fusedloss.measure import H200, Machine
+from fusedloss.core.rates import H200, Machine
 from fusedloss.recompute import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from grids import FULL

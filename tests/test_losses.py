@@ -21,8 +21,9 @@ from torch._dynamo.testing import CompileCounter
 
 import fusedloss.losses as losses
 from fusedloss.baseline import sample_data
+from fusedloss.core.rates import H200, Machine
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, plan, shift_targets
-from fusedloss.measure import H200, SHAPES, Machine, peak_memory, relative_error
+from fusedloss.measure import SHAPES, peak_memory, relative_error
 from fusedloss.recompute import recompute_linear_cross_entropy
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, follows_plans, misfits, planted, replays, unchanged, upstream
