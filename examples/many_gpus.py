@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fusedloss as fl
-from fusedloss.measure import machine_line, record, si
+from fusedloss.core.drawing import si
+from fusedloss.core.records import machine_line, record
 
 RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "10_many_gpus.json"
 LANGUAGE_MODEL = dict(N=8192, H=4096, V=128256)

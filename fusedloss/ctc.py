@@ -7,7 +7,7 @@ __all__ = ['ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_a
            'ctc_posteriors']
 
 # %% ../nbs/13_ctc.ipynb #8fd56191
-import functools, math, os
+import functools, math
 from typing import Literal, NamedTuple, Optional
 
 import torch
@@ -18,41 +18,19 @@ from fusedloss.clusters import scaled_rows
 from fusedloss.core.checks import expect, expect_tensor
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.lattice import (
+    active, arriving, at_end, interleave, may_skip, scan_shape, ScanShape, stay, strip_states)
 from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
+from fusedloss.core.sequences import (
+    as_lengths, batched, check_ctc, moved, per_class, prepared, Problem, shares, usable)
 from fusedloss.core.triton import on_device
-from fusedloss.scans import active, logz, Paths, sample, stay, viterbi
+from fusedloss.scans import logz, Paths, sample, viterbi
 from fusedloss.semirings import Log
 
 # %% ../nbs/13_ctc.ipynb #0695cd76
 f32, f64 = torch.float32, torch.float64
-
-# %% ../nbs/13_ctc.ipynb #0a773163
-def interleave(
-    y:Tensor,  # [N,L] labels
-    blank:int,
-) -> Tensor:  # [N,2L+1]
-    "The symbol of each state: a blank before, between and after the labels."
-    states = y.new_full((y.shape[0], 2 * y.shape[1] + 1), blank)
-    states[:, 1::2] = y
-    return states
-
-# %% ../nbs/13_ctc.ipynb #a2ba670e
-def may_skip(
-    states:Tensor,  # [N,S] of `interleave`
-) -> Tensor:  # [N,S] bool
-    "Where a path may come from two states before: at a label unlike the one before it."
-    before = F.pad(states, (2, 0), value=-1)[:, :-2]
-    return (before >= 0) & (states != before)  # a blank is always like the one before it
-
-# %% ../nbs/13_ctc.ipynb #115d2526
-def at_end(
-    S:int, lengths:Tensor,  # [N]
-) -> Tensor:  # [N,S] bool
-    "Where a path may end: in the last label, or in the blank after it."
-    at = torch.arange(S, device=lengths.device)
-    return (at <= 2 * lengths[:, None]) & (at >= 2 * lengths[:, None] - 1)
 
 # %% ../nbs/13_ctc.ipynb #b6254756
 def lattice_graph(
@@ -86,12 +64,6 @@ def ctc_by_logz(
 ) -> Tensor:  # [N]; +∞ where no path exists
     "−log of the sum over all alignments, differentiable as often as one likes."
     return -logz(*ctc_graph(z, y, lengths, blank), Log, frames)
-
-# %% ../nbs/13_ctc.ipynb #3836d7c2
-def arriving(alpha, skip):
-    "What arrives at each state [3,N,S]: from itself, from one before, from two before."
-    one, two = (F.pad(alpha, (k, 0), value=-torch.inf)[:, :-k] for k in (1, 2))
-    return torch.stack([alpha, one, two.masked_fill(~skip, -torch.inf)])
 
 # %% ../nbs/13_ctc.ipynb #e9a66bef
 @torch.no_grad()
@@ -133,134 +105,6 @@ def log_likelihood(alphas, lengths):
 # %% ../nbs/13_ctc.ipynb #3a76ba67
 LOGITS, TORCH, EXACT = 0, 1, 2  # what z is, and which gradient is wanted
 
-# %% ../nbs/13_ctc.ipynb #7d5ee8fa
-def per_class(
-    gammas:Tensor,  # [T,N,S]
-    states:Tensor,  # [N,S]
-    C:int,
-) -> Tensor:  # [T,N,C]
-    "Sums over the states that emit a class, always in the same order."
-    n = torch.arange(len(states), device=states.device)[:, None]
-    key, order = (states + C * n).flatten().sort(stable=True)
-    ends = torch.arange(len(states) * C + 1, device=states.device)
-    rows = gammas.flatten(1)[:, order].T.contiguous()
-    sums = torch.segment_reduce(rows, "sum", offsets=torch.searchsorted(key, ends), initial=0,
-                                unsafe=True)
-    return sums.view(len(states), C, len(gammas)).permute(2, 0, 1)
-
-# %% ../nbs/13_ctc.ipynb #d1645fd4
-class Problem(NamedTuple):
-    "Targets and lengths in one form, on the device of the scores."
-    y: Tensor  # [N,W] int64
-    frames: Tensor  # [N] int64, of the scores
-    lengths: Tensor  # [N] int64, of the targets
-    width: int  # no feasible target is longer
-    longest: int  # no legal one is
-
-# %% ../nbs/13_ctc.ipynb #a8185c8f
-def transposed_hint(
-    given:int,  # sequences that another argument has
-    z:Tensor,  # scores
-) -> str:
-    "What to add to an error where scores seem to be [N,T,C]."
-    swapped = z.dim() == 3 and given == z.shape[0] != z.shape[1]
-    return "; are the scores [N, T, ...]? transpose(0, 1) makes them [T, N, ...]" if swapped else ""
-
-def as_lengths(
-    lengths,  # a tensor, a tuple, a list or a number
-    name:str, z:Tensor,  # [T,N,C] scores
-) -> Tensor:  # [N] int64, wherever it was
-    "`ValueError` unless these are N integers."
-    n = z.shape[1]
-    if not isinstance(lengths, Tensor): lengths = torch.as_tensor(lengths, device="cpu")
-    if lengths.dim() == 0: lengths = lengths[None]
-    whole = not (lengths.is_floating_point() or lengths.is_complex() or
-                 lengths.dtype == torch.bool)
-    expect(lengths.shape == (n,) and (whole or n == 0), name, f"{n} integers",
-           f"{lengths.dtype} {list(lengths.shape)}{transposed_hint(lengths.numel(), z)}")
-    return lengths.long()
-
-# %% ../nbs/13_ctc.ipynb #12fd67db
-captured = []  # sources of the copies that a CUDA graph repeats: they live as long as any graph may
-
-def pinned(t:Tensor) -> Tensor:
-    "A copy that a GPU can read, and that nobody else writes to."
-    return torch.empty_like(t, pin_memory=True).copy_(t)
-
-def moved(t:Tensor, device) -> Tensor:
-    "A copy on the device, without waiting for it; in a CUDA graph a constant."
-    if t.device == device: return t
-    if t.device.type == "cpu" and device.type == "cuda" and not observed():
-        t = pinned(t)
-        if torch.cuda.is_current_stream_capturing(): captured.append(t)
-    return t.to(device, non_blocking=True)
-
-# %% ../nbs/13_ctc.ipynb #a40137d0
-def visible(t:Tensor) -> bool:
-    "Whether looking at it costs nothing, or is asked for."
-    return t.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
-
-# %% ../nbs/13_ctc.ipynb #1f4b4a03
-def check_lengths(lengths:Tensor, name:str, most:int):
-    "`ValueError` with the index of the first length that is none."
-    for i in ((lengths < 0) | (lengths > most)).nonzero().flatten().tolist()[:1]:
-        raise ValueError(f"{name}[{i}] is {lengths[i].item()}: expected 0 ≤ length ≤ {most}")
-
-# %% ../nbs/13_ctc.ipynb #036dab7a
-def check_labels(y:Tensor, lengths:Tensor, C:int):
-    "`IndexError` with the sequence of the first label outside of the alphabet."
-    inside = torch.arange(y.shape[1], device=y.device) < lengths[:, None]
-    for n, k in (((y < 0) | (y >= C)) & inside).nonzero().tolist()[:1]:
-        raise IndexError(f"targets: label {k} of sequence {n} is {y[n, k].item()}: "
-                         f"expected 0 ≤ label < {C}")
-
-# %% ../nbs/13_ctc.ipynb #001be25f
-def padded(
-    targets:Tensor, lengths:Tensor,  # [sum], [N], on one device
-    width:int,
-) -> Tensor:  # [N,width]
-    "Rows of targets that stand one after another."
-    first = lengths.clamp(min=0).cumsum(0) - lengths
-    at = first[:, None] + torch.arange(width, device=targets.device)
-    last = max(len(targets) - 1, 0)
-    return F.pad(targets, (0, 1))[at.clamp(0, last)]
-
-# %% ../nbs/13_ctc.ipynb #5269490f
-def prepared(
-    z:Tensor,  # [T,N,C]
-    targets:Tensor,  # [N,L] or [sum of lengths]
-    frames:Tensor, lengths:Tensor,  # [N], [N]
-) -> Problem:
-    "One form for all; raises for what can be seen to be wrong."
-    (T, _, C), longest = z.shape, targets.shape[-1]
-    width = min(T, longest)
-    if visible(frames): check_lengths(frames, "input_lengths", T)
-    if visible(lengths):
-        check_lengths(lengths, "target_lengths", longest)
-        expect(targets.dim() == 2 or lengths.sum() == longest, "targets",
-               f"{lengths.sum()} labels, the sum of target_lengths", longest)
-        width = min(width, max(lengths.tolist(), default=0))
-    if frames.device.type == lengths.device.type == "cpu":  # one copy for both
-        frames, lengths = moved(torch.stack([frames, lengths]), z.device)
-    y, frames, lengths = (moved(t, z.device) for t in (targets.long(), frames, lengths))
-    if y.dim() == 1:  # a row that would end behind the last label has no length
-        lengths = lengths.masked_fill(lengths.cumsum(0) > longest, -1)
-        y = padded(y, lengths, width)
-    if visible(y): check_labels(y, lengths, C)
-    return Problem(y.contiguous(), frames, lengths, width, longest)
-
-# %% ../nbs/13_ctc.ipynb #347706a4
-def usable(
-    p:Problem, T:int, C:int, blank:int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # y [N,width], frames, lengths; [N] what is bad
-    "Labels and lengths that can be computed with, also where they mean nothing."
-    k, y = torch.arange(p.y.shape[1], device=p.y.device), p.y
-    outside = ((y < 0) | (y >= C)) & (k < p.lengths[:, None])
-    bad = (p.frames < 0) | (p.frames > T) | (p.lengths < 0) | (p.lengths > p.longest)
-    bad = bad | outside.any(1)
-    y = torch.where((k < p.lengths[:, None]) & ~outside, y, blank)[:, :p.width]
-    return y, p.frames.clamp(0, T), p.lengths.clamp(min=0), bad
-
 # %% ../nbs/13_ctc.ipynb #0f9cce78
 class Lattice(NamedTuple):
     "All that the loops know of a batch."
@@ -278,12 +122,6 @@ def lattice(z:Tensor, p:Problem, blank:int) -> Lattice:
     states = interleave(y, blank)
     emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
     return Lattice(states, may_skip(states), emitted, frames, lengths, bad)
-
-# %% ../nbs/13_ctc.ipynb #3364e923
-def shares(lengths:Tensor, mean:bool, dtype) -> Tensor:
-    "How much each sequence counts in the loss [N]."
-    if not mean: return torch.ones_like(lengths, dtype=dtype)
-    return 1 / (lengths.clamp(min=1) * max(len(lengths), 1)).to(dtype)
 
 # %% ../nbs/13_ctc.ipynb #d5d29374
 def log_sum(x:Tensor) -> Tensor:
@@ -313,38 +151,6 @@ def plain_loss(
     dz = x.softmax(-1) if form == LOGITS else x.exp() if form == TORCH else torch.zeros_like(x)
     dz = (dz - per_class(gammas, a.states, z.shape[2]).to(x.dtype)) * share.to(x.dtype)[:, None]
     return loss, torch.where(busy[..., None], dz, 0).to(z.dtype)
-
-# %% ../nbs/13_ctc.ipynb #0aad9f22
-class ScanShape(NamedTuple):
-    "How a sequence's states lie in registers."
-    pairs: int  # of a blank and a label, in a lane
-    ahead: int  # frames between renormalisations
-    cluster: int  # blocks that share the sequence
-    warps: int  # of a direction in a block
-    strips: int = 1  # of the states: a block goes through them one after another
-
-    @property
-    def plane(self) -> int:  # pairs of a direction
-        return 32 * self.pairs * self.warps * max(1, self.cluster // 2) * self.strips
-
-    @property
-    def threads(self) -> int:  # of a block
-        return 32 * self.warps * (2 if self.cluster == 1 else 1)
-
-# %% ../nbs/13_ctc.ipynb #c40ccdde
-def scan_shape(
-    longest:int,  # target
-    clusters:bool,  # whether the device has them
-) -> ScanShape:
-    "The fewest blocks and states a lane that hold it, or strips that one block holds."
-    ladder = [(1, 8, 1, 4), (2, 8, 1, 4), (4, 4, 1, 4), (4, 4, 1, 8)]
-    if clusters: ladder = [(1, 8, 2, 8), (1, 8, 4, 8), (1, 8, 8, 8), (2, 8, 8, 8), (4, 4, 8, 8),
-                           (4, 4, 8, 16)]
-    for pairs, ahead, cluster, most in ladder:
-        warps = -(-(longest // (32 * pairs) + 1) // max(1, cluster // 2))
-        warps = 1 << (warps - 1).bit_length()  # few sizes, few compilations
-        if warps <= most: return ScanShape(pairs, ahead, cluster, warps)
-    return ScanShape(4, 4, 1, 8, 1 << (longest // 1024).bit_length())
 
 # %% ../nbs/13_ctc.ipynb #3c41d493
 def ctc_kernel(
@@ -391,15 +197,6 @@ def kernels_for(
                                        AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads,
                                        STRIPS=s.strips, TABLES=int(tables)))
     return None if None in kernels else (*kernels, 256 // threads)
-
-# %% ../nbs/13_ctc.ipynb #1de7f743
-def strip_states(
-    z:Tensor,  # on the device where they are wanted
-    N:int, T:int, s:ScanShape,  # sequences, frames
-) -> Optional[Tensor]:  # states of 8 bytes; None for one strip
-    "Memory for what one strip leaves to the next, and for the states of all at the middle."
-    if s.strips == 1: return None
-    return z.new_empty(N * (2 * s.strips * (T + 1) + 4 * s.plane), dtype=torch.int64)
 
 # %% ../nbs/13_ctc.ipynb #0b92168c
 def run_scan(
@@ -572,28 +369,7 @@ def _backward(ctx, g, _):
 # %% ../nbs/13_ctc.ipynb #b33db924
 ctc_operator.register_autograd(_backward, setup_context=_save)
 
-# %% ../nbs/13_ctc.ipynb #3e83dba5
-def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
-    "`ValueError` for shapes, dtypes and options that cannot be meant."
-    expect(z.dim() == 3 and z.is_floating_point(), name, "floating point [T, N, C] or [T, C]",
-           f"{z.dtype} {list(z.shape)}")
-    whole = targets.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-    expect(whole, "targets", "integers", targets.dtype)
-    padded_shape = targets.dim() == 2 and targets.shape[0] == z.shape[1]
-    expect(targets.dim() == 1 or padded_shape, "targets",
-           f"[{z.shape[1]}, L] or [sum of target_lengths]",
-           f"{list(targets.shape)}{transposed_hint(targets.shape[:1].numel(), z)}")
-    expect(type(blank) is int and 0 <= blank < z.shape[2], "blank",
-           f"a class below {z.shape[2]}", blank)
-    expect(reduction in ("none", "mean", "sum"), "reduction", "none, mean or sum", reduction)
-
 # %% ../nbs/13_ctc.ipynb #8753093f
-def batched(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Tensor]:
-    "One sequence as a batch of one."
-    expect_tensor("targets", targets)
-    if not unbatched: return z, targets
-    return z[:, None], targets[None] if targets.dim() == 1 else targets
-
 def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, form, name):
     "All that the two functions below have in common."
     expect_tensor(name, z)

@@ -11,275 +11,31 @@ from typing import NamedTuple, Optional
 
 import torch
 from torch import nn, Tensor
-from torch.nn import functional as F
 
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_linear, expect
-from fusedloss.core.cuda import cuda_kernel, ELEMENTS
-from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.options import Lengths, Reduction, RowOptions
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, multiplies_in_float32, place, takes_kernel,
-    tile_product, tile_scores, tile_slices, unit_of, wide, write_product)
+    add_product, autocast_like_linear, chunk_scores, place, takes_kernel, tile_product, tile_scores,
+    unit_of, wide, write_product)
 from fusedloss.core.reference import reduce_rows
+from fusedloss.core.sequences import (
+    as_lengths, batched, check_ctc, kept_rows, moved, per_class, put_rows, Segment, shares)
 from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
-from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
+from fusedloss.core.tiling import deeper, multiprocessors, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.tuning import starter
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.ctc import (
-    arriving, as_lengths, at_end, batched, check_ctc, interleave, log_likelihood, may_skip, moved,
-    per_class, prepared, Problem, runs_kernels, scan_shape, ScanShape, shares, strip_states, usable,
-    visible)
+from fusedloss.core.tiling import fastest, operand
 from fusedloss.recompute import check_recompute, launch_sums
-from fusedloss.scans import active, stay
-from fusedloss.semirings import Log
+from fusedloss.segments import (
+    Batch, batch_of, columns_of, edges, emissions, finish_bytes, Frames, frames_of, launch_segment,
+    plain_backward, plain_forward, segments, states_of, sweep, table_floats)
 
 # %% ../nbs/14_linear_ctc.ipynb #16510446
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
-
-# %% ../nbs/14_linear_ctc.ipynb #8212ff2b
-def first_of_its_kind(
-    y:Tensor,  # [N,W] labels
-    blank:int,
-) -> Tensor:  # [N,W]: equal labels have one number, 1 + the first position; the blank has 0
-    "The targets in an alphabet of their own."
-    key, order = y.sort(dim=1, stable=True)
-    at = torch.arange(y.shape[1], device=y.device).expand_as(y)
-    begins = F.pad(key[:, 1:] != key[:, :-1], (1, 0), value=True)[:, :y.shape[1]]
-    begin = torch.where(begins, at, 0).cummax(1)[0] if y.shape[1] else at
-    own = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1
-    return torch.where(y == blank, 0, own)
-
-# %% ../nbs/14_linear_ctc.ipynb #d766b404
-def plain_targets(
-    p:Problem, T:int, V:int, blank:int,
-    C:int,  # columns
-) -> tuple[Tensor, ...]:  # classes, own [N,C]; frames, lengths [N]; log Z without a frame [N]
-    "What `ctc_targets` makes of the targets."
-    y, frames, lengths, bad = usable(p, T, V, blank)
-    y = F.pad(y, (0, C - 1 - y.shape[1]), value=blank)
-    frames, lengths = frames.masked_fill(bad, 0), lengths.masked_fill(bad, 1)
-    log_z = ((frames == 0) & (lengths == 0)).double().log().masked_fill(bad, torch.nan)
-    both = F.pad(y, (1, 0), value=blank), F.pad(first_of_its_kind(y, blank), (1, 0))
-    return *both, frames, lengths, log_z.view(i64)
-
-# %% ../nbs/14_linear_ctc.ipynb #55a1a37c
-def launch_targets(
-    p:Problem, T:int, V:int, blank:int, C:int,  # as above
-    width:int,  # no feasible target is longer
-    launch,  # `ctc_targets`
-) -> tuple[Tensor, ...]:
-    "`plain_targets` in one launch; log Z is a float and an int, `own` has the classes above it."
-    (N, columns), new = p.y.shape, functools.partial(p.y.new_empty, dtype=i64)
-    classes, own, sizes, log_z = new((N, C)), new((N, C)), new((2, N)), new(N)
-    with on_device(p.y):
-        launch(N * -(-C // 256), 256, p.y, p.frames, p.lengths, classes, own, sizes, log_z,
-               columns, T, V, N, min(width, columns), C, p.longest, blank)
-    return classes, own, *sizes, log_z
-
-# %% ../nbs/14_linear_ctc.ipynb #95c91fe9
-SEGMENTS = Implementation("linear CTC, a segment's lattice", "cuda/linear_ctc.cu", ("nvidia",),
-                          "loops over frames in PyTorch")
-
-# %% ../nbs/14_linear_ctc.ipynb #ffee1911
-def lattice_kernel(
-    name:str,  # of linear_ctc.cu, or ctc_loss of stage 13
-    device:int, **constants,
-):
-    "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
-    return cuda_kernel(name, device, ("ctc", "linear_ctc"), **constants)
-
-# %% ../nbs/14_linear_ctc.ipynb #706f7ec5
-class Scan(NamedTuple):
-    "Kernels of the lattice."
-    shape: ScanShape
-    near: bool  # `finish` holds a row in shared memory
-    ahead: object  # `ctc_segment` without tables
-    both: object  # and with them
-    targets: object  # `ctc_targets`
-    kept: object  # `ctc_kept`
-    finish: object  # `ctc_finish`
-    loss: object  # stage 13's `ctc_loss`
-
-# %% ../nbs/14_linear_ctc.ipynb #38829462
-def finish_bytes(
-    row:int, C:int, tiles:int,  # bytes of a row of dz; columns; tiles of a row
-    near:bool,  # with what is read of a row
-) -> int:
-    "Shared memory of a block of `finish`; everything in packs of 16 bytes."
-    return (-(-row // 16) * 16 + 20 * C if near else 0) + 4 * C + 32 * -(-tiles // 4) + 16
-
-def finish_threads(row:int) -> int:
-    "Of a block: five loads of a row each, and no more than 256."
-    return 32 * min(8, -(-row // (5 * 16 * 32)))
-
-@functools.cache
-def kernels_of(
-    device:int, dtype:torch.dtype,  # of dz
-    s:ScanShape,
-    near:bool,  # shared memory holds what `finish` reads of a row
-) -> Optional[Scan]:
-    "All of them, compiled."
-    scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads,
-                STRIPS=s.strips)
-    row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=256, NORMALISE=1, SOFTMAX=1,
-               NEAR=int(near))
-    # a warp lags `ahead` frames behind the one before it, which a short run feels
-    runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
-            for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]
-    runs += [lattice_kernel(f"ctc_{name}", device, **row)
-             for name in ("targets", "kept", "finish", "loss")]
-    return None if None in runs else Scan(s, near, *runs)
-
-# %% ../nbs/14_linear_ctc.ipynb #398d10e5
-def scan_of(
-    x:Tensor, V:int, C:int, width:int,  # [T,N,H]; columns; the longest target
-) -> Optional[Scan]:
-    "The kernels for a batch; None where they do not take it."
-    (T, N), acc = x.shape[:2], acc_dtype(x.dtype)
-    e = x.new_empty((), dtype=acc).as_strided((T, N, C), (0, 0, 0))
-    if SEGMENTS.lacks(device_of(x)) or not runs_kernels(e) or T * C >= 2**29: return None
-    s = scan_shape(width, device_of(x).clusters)
-    dtype = x.dtype if takes_kernel(x) else acc
-    packed = takes_kernel(x) or V * dtype.itemsize % 16 == 0
-    near = packed and finish_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # without tiles
-    with on_device(x): return kernels_of(x.get_device(), dtype, s, near)
-
-# %% ../nbs/14_linear_ctc.ipynb #11163add
-class Batch(NamedTuple):
-    "What stays the same from segment to segment."
-    x: Tensor  # [T,N,H]
-    w: Tensor  # [V,H]
-    bias: Optional[Tensor]  # [V]
-    scan: Optional[Scan]
-    known: Optional[list]  # the frames, if the host knows them
-    classes: Tensor  # [N,C]: the blank, then the target, then blanks
-    own: Tensor  # [N,C]: 0, then `first_of_its_kind`; for kernels 2³² times the class more
-    labels: Tensor  # the same behind the first 0, [N·C-1]
-    frames: Tensor  # [N], [N]
-    lengths: Tensor
-    log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
-    rows: Tensor  # [N,H,C] of w: those of the classes
-    lift: Optional[Tensor]  # [N,1,C] of the bias
-
-# %% ../nbs/14_linear_ctc.ipynb #fd76593a
-def columns_of(W:int) -> int:
-    "The blank and W labels, to a multiple of 8 for the product's sake."
-    return -(-(W + 1) // 8) * 8
-
-# %% ../nbs/14_linear_ctc.ipynb #f5c8d62a
-def batch_of(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
-    blank:int, tight:bool,  # columns for the longest target, or for all that shapes allow
-) -> Batch:
-    "Targets and lengths as both passes want them."
-    T, N, V = *x.shape[:2], len(w)
-    known = frames.tolist() if visible(frames) else None
-    p = prepared(x.new_empty(()).expand(T, N, V), targets, frames, lengths)
-    width = p.width if tight else min(T, targets.shape[-1])
-    C = columns_of(width)
-    scan = scan_of(x, V, C, width)
-    classes, own, *others = (launch_targets(p, T, V, blank, C, width, scan.targets) if scan else
-                             plain_targets(p, T, V, blank, C))
-    lift = None if bias is None else bias[classes][:, None]
-    return Batch(x, w, bias, scan, known, classes, own, own.view(-1)[1:], *others,
-                 w[classes].mT, lift)
-
-# %% ../nbs/14_linear_ctc.ipynb #1481de89
-class Segment(NamedTuple):
-    "A run of frames of all sequences."
-    at: slice
-    kept: Optional[Tensor]  # [n] rows of [K·N] that are no padding; None: all
-
-# %% ../nbs/14_linear_ctc.ipynb #42a227e4
-def places(
-    b:Batch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
-) -> Tensor:  # [count] places in segments [K,N]
-    "Where rows are no padding, in their order; how many there are the host knows."
-    N = len(b.own)
-    if b.scan:
-        kept = b.frames.new_empty(count)
-        with on_device(kept): b.scan.kept(-(-last * N // 256), 256, b.frames, kept, last, N, K)
-        return kept
-    on = torch.arange(last, device=b.x.device)[:, None] < b.frames
-    return on.flatten().nonzero()[:, 0] % (K * N)
-
-# %% ../nbs/14_linear_ctc.ipynb #c74c8d0a
-def segments(b:Batch, K:int) -> list[Segment]:
-    "All frames that some sequence has, K at a time."
-    known = b.known
-    last = len(b.x) if known is None else max(known, default=0)
-    cuts = tile_slices(last, K)
-    if known is None or min(known, default=0) == last: return [Segment(at, None) for at in cuts]
-    counts = [sum(min(k, at.stop) - min(k, at.start) for k in known) for at in cuts]
-    parts = places(b, last, K, sum(known)).split(counts)
-    return [Segment(at, part) for at, part in zip(cuts, parts)]
-
-# %% ../nbs/14_linear_ctc.ipynb #3260bf0c
-def kept_rows(t:Tensor, s:Segment) -> Tensor:
-    "Rows [n,...] of a segment [K,N,...]."
-    rows = t.flatten(0, 1)
-    return rows if s.kept is None else rows.index_select(0, s.kept)
-
-# %% ../nbs/14_linear_ctc.ipynb #be627fd6
-def put_rows(out:Tensor, rows:Tensor, s:Segment):
-    "The way back: rows [n,...] into a segment [K,N,...]."
-    to = out.view(-1, *out.shape[2:])
-    if s.kept is None: to.copy_(rows)
-    else: to.index_copy_(0, s.kept, rows)
-
-# %% ../nbs/14_linear_ctc.ipynb #bc150222
-BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
-
-def room(
-    T:int, N:int, V:int, H:int, W:int,
-    size:int, acc:int,  # bytes of an element of dz, of a sum
-    budget:int,  # bytes; 0 for our own choice
-) -> int:  # bytes
-    "What is left for frames."
-    beside = (acc - size) * V * H + size * N * columns_of(W) * H + 16 * T * N
-    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * beside)) - beside
-
-# %% ../nbs/14_linear_ctc.ipynb #b9d985cb
-def segment_frames(
-    T:int, N:int, V:int, H:int, W:int, size:int, acc:int,  # as above
-    kernels:bool,  # or else loops, whose states are fp64, and softmax in steps
-    budget:int,
-    copied:int=0,  # bytes of a row of x, and beside it, that are copies
-) -> int:
-    "Frames of a segment."
-    C, plane = columns_of(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
-    lattice = 24 * plane + 4 * C if kernels else 128 * C
-    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 128)
-    held = 8 * plane + 4 * C if kernels else 2 * acc * C
-    row = max(lattice, held + dz + copied) + C  # a row of α is kept for 16 frames or more
-    most = max(16, room(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
-    even = -(-T // max(1, -(-T // most)))  # of equal segments
-    return max(1, min(T, most - most % 16, -(-even // 16) * 16))
-
-# %% ../nbs/14_linear_ctc.ipynb #2f4b9b5a
-class Frames(NamedTuple):
-    "How many at a time."
-    segment: int
-    sweep: int  # α alone, in whole segments
-    lse: int
-
-def frames_of(
-    x:Tensor, w:Tensor, C:int, budget:int,
-    padded:bool,  # whether rows are left out, so that others are copied
-) -> Frames:
-    "Frames for these tensors."
-    (T, N, H), kernels, acc = x.shape, takes_kernel(x), acc_dtype(x.dtype).itemsize
-    size = x.element_size() if kernels else acc
-    copied = size * H if padded or x.stride(0) != N * x.stride(1) else 0
-    late = (acc + size) * H if x.dtype == torch.float16 else 0  # of dx, before its factor
-    sizes = T, N, len(w), H, C - 1, size, acc
-    K, left = segment_frames(*sizes, kernels, budget, copied + late), room(*sizes, budget)
-    if not kernels: return Frames(K, K, K)
-    fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
-    return Frames(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
 
 # %% ../nbs/14_linear_ctc.ipynb #d71a8d8e
 ROW = RowOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
@@ -294,124 +50,6 @@ def row_sums(
     nowhere = torch.full((len(x),), ROW.ignore_index, device=x.device)
     base, sums, *_ = launch_sums(x, w, nowhere, bias, None, ROW, False)[0]
     return base / score_unit(x), sums
-
-# %% ../nbs/14_linear_ctc.ipynb #6eb124d4
-def emissions(
-    b:Batch, at:slice,
-) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
-    "The small product, one for each sequence."
-    x = b.x[at].transpose(0, 1)
-    whole = x.element_size() == 2 and multiplies_in_float32(x.device)
-    if whole: e = torch.bmm(x, b.rows, out_dtype=f32)
-    else: e = wide(x) @ wide(b.rows)
-    return e if b.lift is None else e.add_(b.lift)
-
-# %% ../nbs/14_linear_ctc.ipynb #567efa9e
-def plain_alphas(
-    emitted:Tensor,  # [K,N,S]
-    skip:Tensor, frames:Tensor, start:Tensor,  # [N,S] bool, [N], [N,S]
-) -> Tensor:  # [K+1,N,S]
-    "`alpha_table` from where the segment before left off."
-    alphas = [start]
-    for t, scores in enumerate(emitted):
-        new = Log.reduce(arriving(alphas[-1], skip), 0) + scores
-        alphas.append(stay(active(frames, t), new, alphas[-1]))
-    return torch.stack(alphas)
-
-# %% ../nbs/14_linear_ctc.ipynb #6a4c25d3
-def plain_gammas(
-    alphas:Tensor,  # [K+1,N,S] of `plain_alphas`
-    skip:Tensor, frames:Tensor, state:Tensor,  # [N,S] bool, [N], [N,S]: γ after the segment
-) -> tuple[Tensor, Tensor]:  # [K,N,S]; γ before it
-    "`share_back` from where the segment behind it began."
-    gammas = torch.zeros_like(alphas[1:])
-    for t in reversed(range(len(gammas))):
-        go = active(frames, t)
-        gammas[t] = torch.where(go, state, 0)
-        stays, one, two = Log.dsum(arriving(alphas[t], skip), 0) * state
-        state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
-    return gammas, state
-
-# %% ../nbs/14_linear_ctc.ipynb #8d2bd04a
-def states_of(b:Batch) -> Tensor:
-    "The symbol of each state [N,S], in the small alphabet."
-    return interleave(b.own[:, 1:], 0)
-
-def frames_in(b:Batch, at:slice) -> Tensor:
-    "Frames [N] of a segment."
-    return (b.frames - at.start).clamp(0, at.stop - at.start)
-
-# %% ../nbs/14_linear_ctc.ipynb #9c139e42
-def table_floats(N:int, frames:int, s:ScanShape) -> int:
-    "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
-    return (N * frames * s.plane + 2 * s.pairs) * 4
-
-# %% ../nbs/14_linear_ctc.ipynb #56d5f9c2
-def launch_segment(
-    b:Batch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
-    start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
-    ends:Optional[Tensor], every:int,  # [edges,N,2,C] of α after so many frames each; or None
-    beta:Optional[Tensor], post:Optional[Tensor],  # [N,2,C], [N,K,2,plane] posteriors: backward
-    log_z:Tensor,  # [N], is written in forward
-    table:Optional[Tensor]=None,  # memory for it, of `table_floats`
-):
-    "A run of frames; states and log Z are a float and an int in a word of 64 bits."
-    (N, K, C), scan, both = e.shape, b.scan, beta is not None
-    shape, run = scan.shape, scan.both if both else scan.ahead
-    if table is None: table = e.new_empty(table_floats(N, K + 1 if both else 2, shape))
-    sizes = C, K * C, at.start, K, every, C, C
-    with on_device(e):
-        run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
-            beta, table, post, log_z, strip_states(e, N, K, shape), *sizes)
-
-# %% ../nbs/14_linear_ctc.ipynb #7cb92ac6
-def edges(
-    n_edges:int, b:Batch,
-) -> Tensor:  # [n_edges,N,2,C] words
-    "Room for states between segments."
-    return b.classes.new_zeros((n_edges, len(b.own), 2, b.own.shape[1]))
-
-# %% ../nbs/14_linear_ctc.ipynb #316376a2
-def as_row(edge:Tensor) -> Tensor:
-    "The row [N,S] of α or γ in an edge, as the loops use it."
-    return edge.view(f64).flatten(1)[:, :-1]
-
-# %% ../nbs/14_linear_ctc.ipynb #84faec0b
-def plain_forward(b:Batch, at:slice, e:Tensor, start:Optional[Tensor]) -> Tensor:
-    "α through a segment [K+1,N,S]; without a start all is in the first blank."
-    states, e = states_of(b), e.transpose(0, 1)
-    emitted = e.gather(2, states.expand(len(e), -1, -1)).double()
-    if start is None:
-        row = torch.full(states.shape, -torch.inf, dtype=f64, device=e.device)
-        row[:, 0] = 0
-    else: row = as_row(start)
-    return plain_alphas(emitted, may_skip(states), frames_in(b, at), row)
-
-# %% ../nbs/14_linear_ctc.ipynb #2034c81a
-def plain_sweep(b:Batch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
-    "From the states before a segment to those after it; log Z as far as it is known."
-    alphas = plain_forward(b, at, e, start)
-    as_row(end).copy_(alphas[-1])
-    so_far = log_likelihood(alphas, b.lengths)
-    log_z = b.log_z.view(f64)
-    log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
-
-# %% ../nbs/14_linear_ctc.ipynb #54fbdf52
-def sweep(
-    b:Batch, f:Frames,
-    kept:bool,  # whether backward will want the edges
-) -> Tensor:  # [segments,N,2,C] states
-    "The lattice from left to right; log Z goes where `b` has it."
-    K, T = f.segment if kept else f.sweep, len(b.x)
-    states = edges(-(-T // K) if kept else min(T, 1), b)
-    last = T if b.known is None else max(b.known, default=0)
-    for at in tile_slices(last, f.sweep if b.scan else K):
-        e, i = emissions(b, at), at.start // K if kept else 0
-        start = states[max(i - 1, 0)] if at.start else None
-        if b.scan: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
-        else: plain_sweep(b, at, e, start, states[i])
-        del e  # before the next ones
-    return states
 
 # %% ../nbs/14_linear_ctc.ipynb #7890a81a
 def losses_of(
@@ -565,6 +203,11 @@ def plain_finish(
     gamma = per_class(gammas, states_of(b), e.shape[2]).to(e.dtype)
     overwrite(tiles.p, p - kept_rows(gamma, s), pull, b, s)
 
+# %% ../nbs/14_linear_ctc.ipynb #38829462
+def finish_threads(row:int) -> int:
+    "Of a block: five loads of a row each, and no more than 256."
+    return 32 * min(8, -(-row // (5 * 16 * 32)))
+
 # %% ../nbs/14_linear_ctc.ipynb #f6d5228a
 def launch_finish(
     b:Batch, s:Segment, tiles:Tiles, e:Tensor, post:Tensor,  # [N,K,C], [N,K,2,plane]
@@ -578,16 +221,6 @@ def launch_finish(
                       b.lengths, post, log_z, g, s.kept, stats, n, v, tiles.p.stride(0),
                       count, shift, s.at.start, K, N, C, b.scan.shape.plane,
                       shared=finish_bytes(row, C, count, b.scan.near))
-
-# %% ../nbs/14_linear_ctc.ipynb #95ad3c7a
-def plain_backward(b:Batch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
-    "γ through a segment [K,N,S]; sequences that end in it begin with the shares of their ends."
-    ends = (b.frames > at.start) & (b.frames <= at.stop)
-    end = alphas[-1].masked_fill(~at_end(alphas.shape[2], b.lengths), -torch.inf)
-    state = torch.where(ends[:, None], Log.dsum(end, -1), as_row(back))
-    gammas, state = plain_gammas(alphas, may_skip(states_of(b)), frames_in(b, at), state)
-    as_row(back).copy_(state)
-    return gammas
 
 # %% ../nbs/14_linear_ctc.ipynb #4e6c7a23
 class Back(NamedTuple):

@@ -4,11 +4,9 @@
 
 # %% ../nbs/00_measure.ipynb #b3e9a5bd
 from __future__ import annotations
-import functools, html, io, json, math, platform, random, re, weakref
-from contextlib import contextmanager
+
+import functools, random, weakref
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterable, NamedTuple
 
@@ -19,17 +17,15 @@ from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
 from fusedloss.core.devices import device_of
-from fusedloss.core.rates import (
-    H200, MACHINES, Machine, copy_bandwidth, dtype_name, machine_of, product_rate)
-from fusedloss.core.sources import commit
+from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, si, stage_color, Table
+from fusedloss.core.rates import copy_bandwidth, Machine, product_rate
+from fusedloss.core.records import machine_name, record
 
 # %% auto #0
-__all__ = ['SHAPES', 'Shape', 'Cost', 'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'Table',
-           'si', 'cost_table', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture', 'Timing',
-           'time_call', 'Comparison', 'time_in_turn', 'compare', 'trace_memory', 'peak_memory', 'gpu_launches',
-           'saved_tensors', 'memory_timeline', 'versions', 'machine_line', 'measure_machine', 'relative_error',
-           'record', 'load_results', 'measure_in_turn', 'measure_against_floor', 'linear_losses', 'logits_losses',
-           'results_table', 'trade_off', 'roofline', 'prediction_table', 'predicted_against_measured']
+__all__ = ['SHAPES', 'Shape', 'Cost', 'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds',
+           'cost_table', 'Timing', 'time_call', 'Comparison', 'time_in_turn', 'compare', 'trace_memory', 'peak_memory',
+           'gpu_launches', 'saved_tensors', 'memory_timeline', 'measure_machine', 'relative_error', 'measure_in_turn',
+           'measure_against_floor', 'roofline']
 
 # %% ../nbs/00_measure.ipynb #b8938b0b
 class Shape(NamedTuple):
@@ -39,9 +35,6 @@ class Shape(NamedTuple):
     V: int
 
 SHAPES = (Shape(8192, 4096, 128256), Shape(16384, 2048, 131072), Shape(8192, 2304, 256000))
-
-# %% ../nbs/00_measure.ipynb #3af059fb
-_all_ = ["H200", "MACHINES", "Machine", "dtype_name", "machine_of"]  # pages find them here
 
 # %% ../nbs/00_measure.ipynb #7e7c8f80
 @dataclass(frozen=True)
@@ -96,41 +89,6 @@ def predict_seconds(costs:Iterable[Cost], machine:Machine, dtype:torch.dtype) ->
     "Roofline time of kernels that run one after another."
     return sum(c.seconds(machine, dtype) for c in costs)
 
-# %% ../nbs/00_measure.ipynb #90dae260
-class Table:
-    "Rows under a header; numbers are aligned right."
-    def __init__(self, header:list[str], rows:Iterable[Iterable[Any]]):
-        self.header, self.rows = [str(h) for h in header], [[str(c) for c in r] for r in rows]
-        number = lambda cell: re.match(r"[×−+-]?\d[\d.]*([ e%]|$)|–?$", cell)
-        self.right = ([all(map(number, column)) and any(column) for column in zip(*self.rows)]
-                      or [False] * len(header))
-
-    def _repr_markdown_(self) -> str:
-        lines = [self.header, ["--:" if right else ":--" for right in self.right], *self.rows]
-        row = lambda line: "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |"
-        return "\n".join(map(row, lines))
-
-    def __repr__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.header, *self.rows)]
-        pad = lambda line: "  ".join(
-            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, self.right))
-        lines = [self.header, ["-" * w for w in widths], *self.rows]
-        return "\n".join(pad(line).rstrip() for line in lines)
-
-# %% ../nbs/00_measure.ipynb #f3c91b9b
-def si(
-    value:float,
-    unit:str="",  # `B` counts in powers of 1024, as memory does; all else in powers of 1000
-) -> str:
-    "A number with three figures and a prefix: `si(0.0121, 's')` is `'12.1 ms'`."
-    if value == 0 or not math.isfinite(value): return f"{value:g} {unit}".rstrip()
-    if unit == "B":
-        power = max(0, min(int(math.log(abs(value) * 1.0005, 1024)), 4))
-        return f"{value / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
-    value = float(f"{value:.3g}")
-    power = max(-4, min(math.floor(math.log10(abs(value)) / 3 + 1e-9), 5))
-    return f"{value / 1000**power:.3g} {'pnµm kMGTP'[power + 4].strip()}{unit}".rstrip()
-
 # %% ../nbs/00_measure.ipynb #12673a4d
 def cost_table(costs:list[Cost], machine:Machine, dtype:torch.dtype) -> Table:
     "One line a kernel and their sum: FLOPs, bytes, roofline time, and which ceiling binds."
@@ -141,96 +99,6 @@ def cost_table(costs:list[Cost], machine:Machine, dtype:torch.dtype) -> Table:
              si(predict_seconds(costs, machine, dtype), "s"), ""]
     return Table(["kernel", "FLOPs", "bytes", f"time on {machine.name}", "bound by"],
                  [*map(row, costs), total])
-
-# %% ../nbs/00_measure.ipynb #31a1681e
-GREY = "#8c8c8c"  # baselines
-INK = "#010203"  # replaced by the page's text colour
-STAGE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7",
-                "#E69F00", "#56B4E9", "#B8A800")  # Okabe-Ito, its yellow darkened
-
-# %% ../nbs/00_measure.ipynb #3ed94c7f
-def stage_color(stage:int) -> str:
-    "The fixed colour of stage 1, 2, …; stage 0 is grey."
-    return GREY if stage == 0 else STAGE_COLORS[(stage - 1) % len(STAGE_COLORS)]
-
-# %% ../nbs/00_measure.ipynb #e91a7f85
-class Drawing:
-    "An SVG with alternative text and a caption, shown inline."
-    def __init__(self, svg:str, alt:str, caption:str=""):
-        self.svg, self.alt, self.caption = svg, alt, caption
-
-    def _repr_html_(self) -> str:
-        text = html.escape(self.caption)
-        caption = f"<figcaption>{text}</figcaption>" if self.caption else ""
-        return f'<figure class="fl-figure">{self.svg}{caption}</figure>'
-
-    def __repr__(self) -> str: return f"Drawing: {self.alt}"
-
-    def save(self, path:str|Path):
-        "Write a file of its own, in mid-grey ink, for pages that cannot pass their colour in."
-        svg = self.svg.replace("<svg ", '<svg color="#777" ', 1)
-        Path(path).write_text(svg + "\n", encoding="utf-8")
-
-# %% ../nbs/00_measure.ipynb #290476fa
-@contextmanager
-def drawing_style():
-    "The workbook's matplotlib style; nothing outside the `with` changes."
-    import matplotlib as mpl
-    style = {"svg.hashsalt": "fusedloss", "svg.fonttype": "none",
-             "font.family": "sans-serif", "font.size": 10,
-             "axes.spines.top": False, "axes.spines.right": False,
-             "axes.titleweight": "bold", "axes.titlesize": 11,
-             "axes.titlelocation": "left", "axes.titlepad": 14,
-             "figure.constrained_layout.use": True, "lines.linewidth": 1.8}
-    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor",
-           "xtick.color", "ytick.color")
-    with mpl.rc_context({**style, **dict.fromkeys(ink, INK)}): yield
-
-# %% ../nbs/00_measure.ipynb #d1d65579
-def as_drawing(
-    fig,  # a matplotlib figure, closed afterwards
-    alt:str,  # what a reader who cannot see it should know
-    caption:str="",  # machine, dtype, shape, date, commit
-) -> Drawing:
-    "Render `fig` to an inline SVG with no date and fixed ids."
-    import matplotlib.pyplot as plt
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    fig.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    plt.close(fig)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg"):].replace(INK, "currentColor")
-    svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
-    title = html.escape(alt, quote=True)
-    width = fig.get_figwidth() * 96
-    head = (f'<svg role="img" aria-label="{title}" '
-            f'style="width:100%;max-width:{width:.0f}px;height:auto" ')
-    return Drawing(svg.replace("<svg ", head, 1).strip(), alt, caption)
-
-# %% ../nbs/00_measure.ipynb #2d02df8b
-def tile_picture(
-    tiles:tuple[int, int],  # how many tiles of tokens, and of classes
-    lit:Iterable[tuple[int, int]],  # the tiles (row, column) that are in memory now
-    title:str, alt:str,
-    notes:tuple[str, str]=("tokens N", "classes V"),  # labels of the two sides
-    stage:int=1,  # whose colour
-) -> Drawing:
-    "The N×V rectangle of scores with the tiles that exist at this moment filled in."
-    from matplotlib.patches import Rectangle
-    import matplotlib.pyplot as plt
-    rows, columns = tiles
-    with drawing_style():
-        fig, ax = plt.subplots(figsize=(6.4, 2.7))
-        for r in range(rows):
-            for c in range(columns):
-                ax.add_patch(Rectangle((c, r), 1, 1, fill=False, ec=GREY, lw=0.6, ls=":"))
-        for r, c in lit:
-            ax.add_patch(Rectangle((c, r), 1, 1, fc=stage_color(stage), ec=INK, lw=1))
-        ax.add_patch(Rectangle((0, 0), columns, rows, fill=False, ec=INK, lw=1.4))
-        ax.set(xlim=(-0.02 * columns, 1.02 * columns), ylim=(1.02 * rows, -0.02 * rows),
-               xticks=[], yticks=[], xlabel=notes[1], ylabel=notes[0], title=title)
-        for side in ax.spines.values(): side.set_visible(False)
-        return as_drawing(fig, alt)
 
 # %% ../nbs/00_measure.ipynb #7374b324
 class Timing(NamedTuple):
@@ -469,29 +337,6 @@ def memory_timeline(
         low.xaxis.get_major_locator().set_params(integer=True)
         return as_drawing(fig, alt, caption)
 
-# %% ../nbs/00_measure.ipynb #e2a93105
-def machine_name(device:str|torch.device="cpu") -> str:
-    "The processor's name."
-    if torch.device(device).type == "cuda": return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
-
-# %% ../nbs/00_measure.ipynb #b62ba96d
-def versions() -> dict[str, str]:
-    "Versions of what the figures depend on."
-    found = dict(python=platform.python_version(), torch=torch.__version__)
-    for name in ("triton", "fusedloss"):
-        try: found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError: pass
-    return found
-
-# %% ../nbs/00_measure.ipynb #705baf4c
-def machine_line(device:str|torch.device="cpu") -> str:
-    "One line that names the machine and the versions."
-    return " · ".join([machine_name(device), *(f"{k} {v}" for k, v in versions().items())])
-
 # %% ../nbs/00_measure.ipynb #6cb23861
 def measure_bandwidth(device:str|torch.device, numel:int) -> float:
     "Bytes/s, read plus written, of a copy of `numel` float32."
@@ -525,39 +370,6 @@ def relative_error(
     ref = ref.detach().double()
     distance, size = (out.detach().to(ref) - ref).norm().item(), ref.norm().item()
     return distance / size if size else distance
-
-# %% ../nbs/00_measure.ipynb #17f6f40d
-def record(
-    path:str|Path,  # the JSON file, a list of records
-    name:str,  # what was measured, such as "tiles"
-    shape:dict[str, int], dtype:torch.dtype|str,
-    device:str|torch.device="cpu",
-    **figures:float,  # in seconds, bytes, or ratios: the key says which
-) -> dict:
-    "Append one measurement to `path`, in place of the same one made earlier; only from committed sources."
-    path = Path(path)
-    entry = dict(name=name, shape=dict(shape), dtype=dtype_name(dtype),
-                 machine=machine_name(device), versions=versions(), **commit(path.parent)._asdict(),
-                 date=datetime.now(timezone.utc).date().isoformat(), figures=figures)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
-    kept = [r for r in _read(path) if key(r) != key(entry)]
-    text = json.dumps([*kept, entry], indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
-    return entry
-
-# %% ../nbs/00_measure.ipynb #b6f80ff4
-def _read(path:Path) -> list[dict]:
-    return json.loads(path.read_text("utf-8")) if path.exists() else []
-
-# %% ../nbs/00_measure.ipynb #afa75d0f
-def load_results(
-    path:str|Path,  # one JSON file, or a folder of them
-) -> list[dict]:  # each with the name of its file as `stage`
-    "The records in `path`, in order; none where it does not exist."
-    path = Path(path)
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    return [dict(r, stage=f.stem) for f in files for r in _read(f)]
 
 # %% ../nbs/00_measure.ipynb #7bd09f03
 def measure_in_turn(
@@ -596,46 +408,6 @@ def measure_against_floor(
     "`measure_in_turn` of one run."
     return measure_in_turn(path, {name: run}, floor, shape, dtype, outputs, device, rounds)[0]
 
-# %% ../nbs/00_measure.ipynb #85d4f5c4
-def caption(entry:dict) -> str:
-    "A figure's caption from a record: machine, dtype, shape, date, commit."
-    shape = " × ".join(f"{k} {v}" for k, v in entry["shape"].items())
-    return (f"{entry['machine']}, {entry['dtype']}, {shape}, {entry['date']}, "
-            f"commit {entry['commit']}")
-
-# %% ../nbs/00_measure.ipynb #c03c3ae6
-def linear_losses(records:list[dict]) -> list[dict]:
-    "Records of losses of a linear layer, timed against three products."
-    return [r for r in records if "H" in r["shape"] and "ratio" in r["figures"]]
-
-def logits_losses(records:list[dict]) -> list[dict]:
-    "Records of losses of given logits, timed against one read and one write of them."
-    return [r for r in records if "H" not in r["shape"] and "ratio" in r["figures"]]
-
-# %% ../nbs/00_measure.ipynb #033006c9
-def results_table(records:list[dict]) -> Table:
-    "Losses measured against the floor: time, ratio, memory beyond the gradients."
-    rows = [(r, r["figures"]) for r in records if "ratio" in r["figures"]]
-    return Table(["stage", "loss", "time", "of the floor", "beyond the gradients"],
-                 [[r["stage"], r["name"], si(f["seconds"], "s"), f"×{f['ratio']:.2f}",
-                   si(max(f["extra"], 0), "B")] for r, f in rows])
-
-def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing:
-    "Memory beyond the gradients against time as a multiple of the floor, a dot for each loss."
-    import matplotlib.pyplot as plt
-    with drawing_style():
-        fig, ax = plt.subplots(figsize=(6.4, 3.6))
-        for r in records:
-            x, y = r["figures"]["ratio"], r["figures"]["extra"] / 2**20
-            ax.plot(x, y, "o", color=stage_color(int(r["stage"][:2])))
-            ax.annotate(r["name"], (x, y), xytext=(8, -3), textcoords="offset points",
-                        fontsize=9)
-        ax.axvline(1, color=GREY, ls=":")
-        ax.set(yscale="log", xlabel="time, as a multiple of three bare products",
-               ylabel="MiB beyond the gradients", title=title)
-        ax.set_xlim(0.9, 1.25 * max([1.0, *(r["figures"]["ratio"] for r in records)]))
-        return as_drawing(fig, alt, caption)
-
 # %% ../nbs/00_measure.ipynb #cecd6e03
 def roofline(
     points:list[tuple[Cost, float]],  # what each kernel must do, and the seconds it took
@@ -659,49 +431,4 @@ def roofline(
         ax.annotate(f"{si(machine.bandwidth, 'B/s').replace('i', '')}",
                     (ridge / 200, peak / 180), xytext=(8, 0),
                     textcoords="offset points", fontsize=9)
-        return as_drawing(fig, alt, caption)
-
-# %% ../nbs/00_measure.ipynb #e051db49
-class Check(NamedTuple):
-    "One line of prediction against measurement."
-    name: str
-    predicted: float
-    measured: float
-    unit: str = "s"  # or `B`
-    cause: str = ""  # why they differ, where they do
-
-    @property
-    def ratio(self) -> float: return self.measured / self.predicted
-
-# %% ../nbs/00_measure.ipynb #fbc442fd
-def prediction_table(checks:list[Check]) -> Table:
-    "Predicted, measured, ratio; a miss beyond 1.5 without a cause says so."
-    cause = lambda c: c.cause or ("unexplained" if not 1 / 1.5 <= c.ratio <= 1.5 else "")
-    return Table(["", "predicted", "measured", "ratio", "cause"],
-                 [[c.name, si(c.predicted, c.unit), si(c.measured, c.unit),
-                   f"×{c.ratio:.2f}", cause(c)] for c in checks])
-
-# %% ../nbs/00_measure.ipynb #0355e24a
-def predicted_against_measured(
-    checks:list[Check], title:str, alt:str, caption:str="", stage:int=1,
-) -> Drawing:
-    "The ratio of measured to predicted, a line for each check, on a scale of powers of two."
-    import matplotlib.pyplot as plt
-    with drawing_style():
-        fig, ax = plt.subplots(figsize=(6.4, 1.1 + 0.34 * len(checks)))
-        ax.axvline(1, color=GREY)
-        ax.axvspan(1 / 1.5, 1.5, color=GREY, alpha=0.15, lw=0)
-        for i, c in enumerate(checks):
-            ax.plot([1, c.ratio], [i, i], color=stage_color(stage))
-            ax.plot(c.ratio, i, "o", color=stage_color(stage))
-            ax.annotate(f"×{c.ratio:.2f}", (c.ratio, i), xytext=(8, -3),
-                        textcoords="offset points", fontsize=9)
-        reach = max([1, *(math.ceil(abs(math.log2(c.ratio)) + 0.3) for c in checks)])
-        ax.set(xscale="log", xlim=(2**-reach, 2**reach), ylim=(max(1, len(checks)) - 0.5, -0.5),
-               yticks=range(len(checks)), yticklabels=[c.name for c in checks],
-               xlabel="measured / predicted")
-        fig.suptitle(title, x=0, ha="left", fontsize=11, fontweight="bold")  # long names
-        ticks = [2.0**k for k in range(-reach, reach + 1)]
-        ax.set_xticks(ticks, [f"{t:g}" for t in ticks], minor=False)
-        ax.set_xticks([], minor=True)
         return as_drawing(fig, alt, caption)

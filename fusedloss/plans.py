@@ -17,10 +17,11 @@ from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
+from fusedloss.core.drawing import si, Table
 from fusedloss.core.options import Accumulate, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
-from fusedloss.measure import Cost, predict_seconds, si, sweep_cost, Table
+from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.recompute import beside_dz, BUDGET, slab_tiles, TERMS
 
 # %% ../nbs/33_plans.ipynb #8f7a91c5

@@ -16,24 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusedloss.core.checks import expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.lattice import active, stay
 from fusedloss.core.operators import transformed
 from fusedloss.core.softmax import finite
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.semirings import (
     check_graph, Log, LogSemiring, Max, MaxSemiring, path_sum, Sample, Semiring)
-
-# %% ../nbs/12_scans.ipynb #3b0f9c15
-def active(
-    lengths:Optional[Tensor],  # [N]
-    t:int,  # a step
-) -> Tensor | bool:  # [N,1]
-    "Which sequences take step t."
-    return True if lengths is None else (t < lengths)[:, None]
-
-# %% ../nbs/12_scans.ipynb #05c461a4
-def stay(go, new, old):
-    "`new`, but `old` where a sequence is over."
-    return new if go is True else torch.where(go, new, old)
 
 # %% ../nbs/12_scans.ipynb #fbae080e
 def masked(scores, absent, go):

@@ -16,19 +16,20 @@ from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-
 from fusedloss.baseline import baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
-from fusedloss.ctc import ctc_loss_with_logits, forced_align
-from fusedloss.iota import iota_cross_entropy
 from fusedloss.clusters import cross_entropy
-from fusedloss.linear_ctc import linear_ctc_loss
+from fusedloss.core.drawing import (as_drawing, Drawing, drawing_style, GREY, INK, si, stage_color, Table)
+from fusedloss.core.rates import dtype_name
+from fusedloss.core.records import machine_line, versions
+from fusedloss.ctc import ctc_loss_with_logits, forced_align
 from fusedloss.filter import recompute_linear_cross_entropy
-from fusedloss.measure import (GREY, INK, Drawing, Table, as_drawing, dtype_name, drawing_style, machine_line, peak_memory,
-                               relative_error, si, stage_color, versions)
+from fusedloss.iota import iota_cross_entropy
+from fusedloss.linear_ctc import linear_ctc_loss
+from fusedloss.measure import peak_memory, relative_error
 from fusedloss.tiles import MemoryEfficientVocabOutput
 
 # %% ../nbs/tour.ipynb #71606845

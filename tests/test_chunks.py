@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusedloss.chunks as chunks
 from fusedloss.baseline import sample_data
-from fusedloss.chunks import (
-    Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks,
-    put_product, sum_unit)
+from fusedloss.chunks import Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks, sum_unit
+from fusedloss.core.products import put_product
 from fusedloss.measure import SHAPES, peak_memory, relative_error, saved_tensors
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, has_no_second_derivative, misfits, planted, replays, unchanged

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 import fusedloss as fl
 import fusedloss.ctc
+from fusedloss.core import sequences
 from fusedloss.core.cuda import cuda_source
-from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, forced_align, interleave, may_skip, scan_shape
+from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape
+from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, forced_align
 from fusedloss.measure import saved_tensors
 from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
@@ -200,7 +202,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 
 @pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[1], 1), (SHAPES[2], 0), (SHAPES[4], 1), (SHAPES[6], 1)), ids=str)
 def test_the_scan_in_other_shapes_and_orders(shape, seed, with_kernels, monkeypatch):
-    shape = fusedloss.ctc.ScanShape(*shape)
+    shape = ScanShape(*shape)
     everywhere(monkeypatch, fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
     monkeypatch.setattr(with_kernels, "seed", seed)
     for name in ("ragged", "T 0 and 1, infeasible", "repeats", "three warps", "tight"):
@@ -256,7 +258,7 @@ def test_the_kernels_source_reduces_as_torch_does(reduction, dtype, with_kernels
 
 
 def test_bad_input_of_the_kernels_source_is_nan_and_harms_nobody(with_kernels, monkeypatch):
-    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     z, y, frames, lengths = case(N=6)
     good = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
     y[1, 2], y[2, 6], frames[3], frames[4], lengths[5] = 9, -1, 24, -1, 8
@@ -696,11 +698,11 @@ def test_what_a_recorded_graph_copies_from_stays(monkeypatch):
     "A copy that a CUDA graph repeats reads its pinned source again"
     copy, gpu = SimpleNamespace(to=lambda device, non_blocking: "copy"), torch.device("cuda")
     lengths = torch.tensor([3, 1])
-    everywhere(monkeypatch, fusedloss.ctc, "pinned", lambda t: copy)  # also of what is pinned: its owner may write to it
-    monkeypatch.setattr(fusedloss.ctc, "captured", [])
+    everywhere(monkeypatch, sequences, "pinned", lambda t: copy)  # also of what is pinned: its owner may write to it
+    monkeypatch.setattr(sequences, "captured", [])
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        assert fusedloss.ctc.moved(lengths, gpu) == "copy" and fusedloss.ctc.captured == [copy] * capturing
+        assert sequences.moved(lengths, gpu) == "copy" and sequences.captured == [copy] * capturing
 
 
 def test_a_recorded_graph_with_lengths_on_the_host():
@@ -743,7 +745,7 @@ def test_the_kernels_run_on_a_gpu():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         z, y, frames, lengths = case()
-        p = fusedloss.ctc.prepared(z.cuda(), y, torch.tensor(frames), torch.tensor(lengths))
+        p = sequences.prepared(z.cuda(), y, torch.tensor(frames), torch.tensor(lengths))
         shape = fusedloss.ctc.kernel_shape(z.cuda(), p)
         assert shape and fusedloss.ctc.kernels_for(0, f32, 9, 0, shape)
 
@@ -801,7 +803,7 @@ def test_samples_have_the_frequencies_of_their_posteriors(device):
 
 
 def test_wrong_targets_have_no_alignment(monkeypatch):
-    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)  # as on a GPU
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)  # as on a GPU
     z, y, frames, lengths = case(N=3)
     y[1, 2], lengths[2] = 9, 8
     for a in (forced_align(z, y, frames, lengths), ctc_sample(z, y, frames, lengths)):
@@ -947,7 +949,7 @@ CHECKED = few(["ragged", "repeats", "T 0 and 1, infeasible", "three warps", "lon
 def use_bugged(monkeypatch, *pairs):
     "Let the library take kernels with texts replaced, on the CPU"
     use(on_cpu(replaced(cuda_source("ctc"), *pairs)), monkeypatch)
-    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
 
 
 def test_the_unchanged_kernels_pass(monkeypatch):

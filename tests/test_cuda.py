@@ -12,9 +12,11 @@ import fusedloss.clusters
 import fusedloss.ctc
 import fusedloss.linear_ctc
 import fusedloss.scans
+import fusedloss.segments
 from fusedloss.core import cuda
 from fusedloss.core.devices import GPUS
-from fusedloss.ctc import LOGITS, ScanShape
+from fusedloss.core.lattice import ScanShape
+from fusedloss.ctc import LOGITS
 from fusedloss.semirings import Log
 from helpers import everywhere
 
@@ -42,7 +44,7 @@ def ctc():
 
 
 def linear_ctc():
-    return fusedloss.linear_ctc.kernels_of(0, f32, SHAPE, True)
+    return fusedloss.segments.kernels_of(0, f32, SHAPE, True)
 
 
 USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc}  # by their source
@@ -99,7 +101,7 @@ class Compilers:
 
 def forget():
     "Nothing compiled, nothing warned of"
-    for cached in (cuda.why_not, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.linear_ctc.kernels_of):
+    for cached in (cuda.why_not, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
         cached.cache_clear()
     cuda.warned.clear()
 
@@ -159,7 +161,7 @@ def test_one_warning_a_source_where_nothing_compiles(source, compilers):
     with pytest.warns(UserWarning, match=rf"cuda/{source}\.cu was not compiled.*CuPy: .*PyTorch: .*no GPU") as told:
         assert USERS[source]() is None
     assert len(told) == 1
-    for cached in (cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.linear_ctc.kernels_of):
+    for cached in (cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
         cached.cache_clear()  # other constants and other kernels of the source
     with warnings.catch_warnings(action="error"):
         assert USERS[source]() is None

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import clusters, ctc, kernels, linear_ctc, recompute, scans, tiles
+from fusedloss import clusters, ctc, kernels, linear_ctc, recompute, scans, segments, tiles
 from fusedloss.core import cuda, devices, negatives, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.filter import filter_tiling
-from fusedloss.measure import H200, Machine
+from fusedloss.core.rates import H200, Machine
 from fusedloss.core.options import RowOptions
 from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
@@ -122,7 +122,7 @@ def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how
 
 @pytest.mark.parametrize("feature, implementation", [
     ("tma", tiling.BY_DESCRIPTORS), ("clusters", clusters.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
-    ("nvidia", clusters.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", linear_ctc.SEGMENTS), ("nvidia", scans.SCANS)])
+    ("nvidia", clusters.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", segments.SEGMENTS), ("nvidia", scans.SCANS)])
 def test_what_a_gpu_lacks_is_not_chosen(feature, implementation):
     have = [d for d in GPUS.values() if not lacks(d, feature)]
     assert have and [d for d in GPUS.values() if not implementation.lacks(d)] == have
@@ -235,7 +235,7 @@ def test_tilings_of_other_gpus_agree_here(t):
 
 
 def test_the_table_names_every_source():
-    found = implementations(kernels, clusters, recompute, scans, ctc, linear_ctc)
+    found = implementations(kernels, clusters, recompute, scans, ctc, segments)
     columns, rows = support_rows(found, [GPUS["H200"], GPUS["A100"], GPUS["MI300X"], GPUS["T4"]])
     assert columns == ["", "kernels", "H200", "A100", "MI300X", "T4", "otherwise"]
     assert all(row[2].startswith("runs") for row in rows)

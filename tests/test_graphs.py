@@ -4,7 +4,7 @@ import torch
 
 import fusedloss as fl
 import fusedloss.ctc
-from fusedloss.ctc import scan_shape
+from fusedloss.core.lattice import scan_shape
 from fusedloss.scans import logz, viterbi
 from fusedloss.semirings import Log, Max
 from helpers import everywhere, follows, replays

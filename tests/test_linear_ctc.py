@@ -9,13 +9,16 @@ from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
 import fusedloss as fl
-import fusedloss.ctc
 import fusedloss.linear_ctc
+import fusedloss.segments
+from fusedloss.core import sequences
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
-from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits, scan_shape, ScanShape
-from fusedloss.linear_ctc import first_of_its_kind, Frames, kernels_of, linear_ctc_loss, segment_frames
+from fusedloss.core.lattice import scan_shape, ScanShape
+from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits
+from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from fusedloss.segments import first_of_its_kind, Frames, kernels_of, segment_frames
 from grids import few
 from helpers import everywhere, has_no_second_derivative, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
@@ -41,13 +44,20 @@ def lattice():
     return lattice_on_cpu()
 
 
-def use_lattice(kernel, module, monkeypatch, shape=None):
-    "Let a module take them, on the CPU"
+def use_lattice(kernel, monkeypatch, shape=None):
+    "Let segments take them, on the CPU"
+    module = fusedloss.segments
     kernels_of.cache_clear()
     everywhere(monkeypatch, module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
     everywhere(monkeypatch, module, "device_of", lambda t: GPUS["H200"])
     everywhere(monkeypatch, module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
     everywhere(monkeypatch, module, "lattice_kernel", kernel)
+
+
+def take_rows(monkeypatch, takes):
+    "Let the Triton kernels of this loss take what `takes` says"
+    for module in (fusedloss.segments, fusedloss.linear_ctc):
+        monkeypatch.setattr(module, "takes_kernel", takes)
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +85,9 @@ def way(request, monkeypatch):
     if request.param == "both":
         if not INTERPRETED:
             pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
-        everywhere(monkeypatch, fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+        take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
     if request.param in ("lattice", "both"):
-        use_lattice(request.getfixturevalue("lattice"), fusedloss.linear_ctc, monkeypatch)
+        use_lattice(request.getfixturevalue("lattice"), monkeypatch)
     return "cpu"
 
 
@@ -160,7 +170,7 @@ SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), 
 
 @pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 1), (SHAPES[6], 1)), ids=str)
 def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatch):
-    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
+    use_lattice(lattice, monkeypatch, ScanShape(*shape))
     monkeypatch.setattr(lattice, "seed", seed)
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[1], SHORT[3]), ("tight", 3))
 
@@ -170,11 +180,11 @@ def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
     if packed and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
-    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch)
+    use_lattice(lattice, monkeypatch)
     everywhere(monkeypatch, fusedloss.linear_ctc, "finish_threads", lambda row: threads)
-    everywhere(monkeypatch, fusedloss.linear_ctc, "takes_kernel", lambda x: packed and len(x) > 0)
+    take_rows(monkeypatch, lambda x: packed and len(x) > 0)
     if not near:
-        everywhere(monkeypatch, fusedloss.linear_ctc, "finish_bytes", lambda *given: 100_000)
+        everywhere(monkeypatch, fusedloss.segments, "finish_bytes", lambda *given: 100_000)
     monkeypatch.setattr(lattice, "seed", 2)
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[0]), ("more classes", 9))
 
@@ -259,7 +269,7 @@ def test_all_in_forward(name, dtype, way, reduction, monkeypatch):
 
 @pytest.mark.parametrize("shape", few(SHAPES, SHAPES[2]), ids=str)
 def test_all_in_forward_in_other_shapes(shape, lattice, monkeypatch):
-    use_lattice(lattice, fusedloss.linear_ctc, monkeypatch, ScanShape(*shape))
+    use_lattice(lattice, monkeypatch, ScanShape(*shape))
     for name, K in (("ragged", 5), ("T 0 and 1, infeasible", 2), ("repeats", 8), ("three warps", 33)):
         short_segments(monkeypatch, K)
         z, y, frames, lengths, blank = hard(name, f64)
@@ -280,7 +290,7 @@ def test_both_ways_agree(reduction, zero_infinity, way, monkeypatch):
     given = [t.float() for t in layer(z)]
     leaves = [t.to(way).requires_grad_() for t in given]
     losses = linear_ctc_loss(*leaves[:2], y.to(way), frames, lengths, linear_bias=leaves[2], reduction="none", zero_infinity=zero_infinity)
-    part = fusedloss.ctc.shares(torch.tensor(lengths), reduction == "mean", f32).to(way)
+    part = sequences.shares(torch.tensor(lengths), reduction == "mean", f32).to(way)
     want = (losses * part).sum()
     got, d = run_all(*given, y, frames, lengths, device=way, reduction=reduction, zero_infinity=zero_infinity)
     same_losses(got[None], want.detach().cpu()[None].double(), 1e-6)
@@ -299,14 +309,14 @@ def test_padding_beside_all_in_forward(way, monkeypatch):
     got = run_all(spoilt, w, b, y, frames, lengths, device=way)
     assert torch.equal(got[0], want[0]) and all(torch.equal(a, e) for a, e in zip(got[1], want[1]))
     assert not any(got[1][0][k:, n].any() for n, k in enumerate(frames))
-    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     got = run_all(x, w, b, y, frames, lengths, device=way)
     same_losses(got[0][None], want[0].cpu()[None], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
 
 
 def test_bad_input_beside_all_in_forward(way, monkeypatch):
-    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
@@ -476,7 +486,7 @@ def test_lengths_that_nobody_looks_at(way, monkeypatch):
     given = [t.float() for t in layer(z)]
     short_segments(monkeypatch, 7)
     want = run(*given, y, frames, lengths, device=way)
-    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     got = run(*given, y, frames, lengths, device=way)
     same_losses(got[0], want[0], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
@@ -583,7 +593,7 @@ def test_sizes_of_zero(T, N, L, device):
 # bad input
 
 def test_bad_input_is_nan_and_harms_nobody(way, monkeypatch):
-    everywhere(monkeypatch, fusedloss.ctc, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "visible", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
@@ -660,7 +670,7 @@ def test_memory_beyond_the_gradients(budget):
     y = torch.randint(1, V, (N, L), generator=g)
     if budget is None:
         fewer = pytest.MonkeyPatch()
-        fewer.setattr(fusedloss.linear_ctc, "BUDGET", 2**20)
+        fewer.setattr(fusedloss.segments, "BUDGET", 2**20)
     def step(): return torch.autograd.grad(linear_ctc_loss(x, w, y, [T] * N, [L] * N, memory_budget=budget), [x, w])
     try:
         extra = peak_memory(step) - x.nbytes - w.nbytes
@@ -744,7 +754,7 @@ def test_the_kernel_compiles_without_a_gpu(arch, constants):
 
 
 def test_without_a_compiler_loops_take_over(monkeypatch):
-    use_lattice(lambda *given, **constants: None, fusedloss.linear_ctc, monkeypatch)
+    use_lattice(lambda *given, **constants: None, monkeypatch)
     short_cases_are_right(monkeypatch, *SHORT)
 
 
@@ -862,7 +872,7 @@ KERNEL_BUGS = {
                                             "rows of the compacted")])
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
     rest = lattice if bug is None else lattice_on_cpu(*KERNEL_BUGS[bug])
-    use_lattice(rest, fusedloss.linear_ctc, monkeypatch, ScanShape(1, 8, 2, 4))
-    everywhere(monkeypatch, fusedloss.linear_ctc, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+    use_lattice(rest, monkeypatch, ScanShape(1, 8, 2, 4))
+    take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
     cases = SUSPECTS | {"three warps": 40} | MORE
     assert any(suspects(fusedloss.linear_ctc, {name: cases[name] for name in few(cases, "ragged", "more classes")})) == (bug is not None)

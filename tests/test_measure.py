@@ -1,40 +1,26 @@
-"""Predictions, timings, peaks and pictures: each against a count made by hand."""
-import json
+"""Predictions, timings and peaks: each against a count made by hand."""
 import re
 import time
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from fusedloss import measure as m
-from fusedloss.measure import (Check, Cost, Machine, MemoryEvent, Shape, Table, compare, load_results, memory_timeline,
-                               peak_memory, product_cost, quantiles, record, relative_error, saved_tensors, si, sweep_cost,
+from fusedloss.core import records
+from fusedloss.core.rates import H200, Machine, machine_of
+from fusedloss.core.records import load_results, results_table
+from fusedloss.measure import (Cost, MemoryEvent, Shape, compare, peak_memory, product_cost, quantiles, relative_error, saved_tensors, sweep_cost,
                                tensor_lives, time_call, trace_memory)
 from grids import few
 from helpers import everywhere
 
 TOY = Machine("toy", 100.0, dict(float32=1000.0, bfloat16=2000.0))
-HOSTILE = 'a <b> & "c" ]]> <script>alert(1)</script> $x$'
-RECORD = dict(name="tiles", shape=dict(N=2, H=3, V=4), dtype="float32", machine="toy", versions={}, commit="abc", date="2026-11-21",
-              figures=dict(ratio=1.5, seconds=0.1, extra=2**20), stage="02_tiles")
 
 
 @torch.library.custom_op("fusedloss_test::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     "4x, by way of a tensor of three times the size"
     return x.repeat(3)[:len(x)] * 4
-
-
-@pytest.mark.parametrize("value, unit, text", [
-    (0, "s", "0 s"), (0.0121, "s", "12.1 ms"), (1, "", "1"), (1000, "", "1 k"), (999, "s", "999 s"), (-0.002, "s", "-2 ms"),
-    (1.5e12, "FLOP", "1.5 TFLOP"), (2e-9, "s", "2 ns"), (3e-6, "s", "3 µs"), (7e15, "B/s", "7 PB/s"), (1e-15, "s", "0.001 ps"),
-    (999.6, "s", "1 ks"), (0.9999, "s", "1 s"), (9.996e-4, "s", "1 ms"), (-999_999, "", "-1 M"),
-    (0, "B", "0 B"), (0.5, "B", "0.5 B"), (1023, "B", "1023 B"), (1024, "B", "1 KiB"), (-3 * 2**20, "B", "-3 MiB"), (1.5 * 2**40, "B", "1.5 TiB"),
-    (float("nan"), "s", "nan s"), (float("inf"), "B", "inf B"), (-float("inf"), "", "-inf"), (2**70, "B", "1.074e+09 TiB"),
-])
-def test_si_gives_figures_and_a_prefix(value, unit, text):
-    assert si(value, unit) == text
 
 
 def test_cost_is_bound_by_the_slower_ceiling():
@@ -47,14 +33,14 @@ def test_cost_is_bound_by_the_slower_ceiling():
 
 
 def test_a_machine_is_found_by_its_name():
-    assert m.machine_of("H200") is m.machine_of(m.H200) is m.H200
+    assert machine_of("H200") is machine_of(H200) is H200
     with pytest.raises(ValueError, match="^machine: expected one of .*'H200'.*, got 'H20'"):
-        m.machine_of("H20")
+        machine_of("H20")
 
 
 def test_a_plan_takes_a_machine_by_its_name():
     from fusedloss.plans import plan
-    assert repr(plan(4096, 32000, 512, machine="H200")) == repr(plan(4096, 32000, 512, machine=m.H200))
+    assert repr(plan(4096, 32000, 512, machine="H200")) == repr(plan(4096, 32000, 512, machine=H200))
 
 
 def test_products_and_sweeps_are_counted():
@@ -80,18 +66,6 @@ def test_cost_table_ends_with_the_sum():
     table = m.cost_table([Cost("a", 2000.0, 100.0), Cost("b", 0.0, 300.0)], TOY, torch.float32)
     assert table.rows[-1] == ["sum", "2 kFLOP", "400 B", "5 s", ""]
     assert [row[-1] for row in table.rows] == ["FLOPs", "bytes", ""]
-
-
-def test_table_aligns_numbers_right_and_escapes_bars():
-    table = Table(["name", "time"], [["a|b", "1 s"], ["c", "×20"]])
-    assert table._repr_markdown_() == "| name | time |\n| :-- | --: |\n| a\\|b | 1 s |\n| c | ×20 |"
-    assert repr(table) == "name  time\n----  ----\na|b    1 s\nc      ×20"
-
-
-@pytest.mark.parametrize("rows", [[], [["", ""]], iter([[None, 1.5]])])
-def test_table_takes_any_rows(rows):
-    lines = Table(["", "b"], rows)._repr_markdown_().splitlines()
-    assert len(lines) >= 2 and all(line.count("|") == 3 for line in lines)
 
 
 def test_quantiles_are_of_any_order():
@@ -139,9 +113,10 @@ def test_comparison_pairs_the_timings_of_a_round(monkeypatch):
 def test_a_gradient_in_the_place_of_an_input_is_no_negative_memory(tmp_path, monkeypatch, capsys):
     everywhere(monkeypatch, m, "time_call", lambda *args: m.Timing(1.0, 1.0, 1.0))
     buffer = torch.ones(1000)
-    figures = m.measure_against_floor(tmp_path / "r.json", "a", buffer.exp_, buffer.exp, {}, torch.float32, buffer.nbytes, "cpu")["figures"]
+    entry = m.measure_against_floor(tmp_path / "r.json", "a", buffer.exp_, buffer.exp, {}, torch.float32, buffer.nbytes, "cpu")
+    figures = entry["figures"]
     assert (figures["peak"], figures["extra"]) == (0, 0) and "0 B beyond" in capsys.readouterr().out
-    assert m.results_table([dict(RECORD, figures=dict(RECORD["figures"], extra=-7))]).rows[0][-1] == "0 B"
+    assert results_table([dict(entry, stage="00_measure", figures=dict(figures, extra=-7))]).rows[0][-1] == "0 B"
 
 
 def test_timing_passes_an_exception_on():
@@ -304,50 +279,13 @@ def test_errors_of_other_shapes_are_not_broadcast(shape):
         relative_error(torch.ones(shape), torch.ones(3))
 
 
-def test_record_replaces_the_same_measurement_alone(tmp_path):
-    path = tmp_path / "new folder" / "02_tiles.json"
-    write = lambda name, n, dtype, **figures: record(path, name, dict(N=n), dtype, **figures)
-    write("a", 1, torch.float32, seconds=1.0)
-    write("a", 2, torch.float32, seconds=2.0)
-    write("a", 1, torch.bfloat16, seconds=3.0)
-    write("b", 1, torch.float32, seconds=4.0)
-    last = write("a", 1, torch.float32, seconds=5.0, extra=7)
-    records = load_results(path)
-    assert [r["figures"]["seconds"] for r in records] == [2.0, 3.0, 4.0, 5.0]
-    assert records[-1] == dict(last, stage="02_tiles") and "stage" not in path.read_text(encoding="utf-8")
-
-
-def test_record_says_where_when_and_with_what(tmp_path, device):
-    entry = record(tmp_path / "r.json", "naïve – 1", Shape(1, 2, 3)._asdict(), torch.float16, device, ratio=1.5)
-    assert entry["machine"] == m.machine_name(device) and entry["dtype"] == "float16"
-    assert entry["versions"]["torch"] == torch.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"])
-    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8")) == [entry]
-    assert "float16, N 1 × H 2 × V 3" in m.caption(entry) and entry["machine"] in m.machine_line(device)
-
-
-def test_failed_record_leaves_the_file_as_it_was(tmp_path):
-    record(tmp_path / "r.json", "a", {}, torch.float32, ratio=1.0)
-    before = (tmp_path / "r.json").read_bytes()
-    with pytest.raises(TypeError):
-        record(tmp_path / "r.json", "b", {}, torch.float32, ratio=torch.ones(1))
-    assert (tmp_path / "r.json").read_bytes() == before
-
-
-def test_results_of_a_folder_come_in_order_of_files(tmp_path):
-    for stage in ("02_tiles", "01_baseline"):
-        record(tmp_path / f"{stage}.json", "a", {}, torch.float32, ratio=1.0)
-    (tmp_path / "notes.txt").write_text("no record")
-    assert [r["stage"] for r in load_results(tmp_path)] == ["01_baseline", "02_tiles"]
-    assert load_results(tmp_path / "absent.json") == load_results(tmp_path / "absent") == []
-
-
 def test_loss_is_measured_against_its_floor(tmp_path, monkeypatch, capsys):
     asked, run, floor = [], lambda: None, lambda: 0
     found = m.Comparison(a=m.Timing(2.0, 1.9, 2.1), b=m.Timing(6.0, 5.9, 6.1), ratio=m.Timing(3.5, 3.0, 4.0))
     everywhere(monkeypatch, m, "time_in_turn", lambda runs, *args: asked.append((*runs.values(), *args)) or dict.fromkeys(runs, []))
     everywhere(monkeypatch, m, "comparison", lambda a, b: found)
     everywhere(monkeypatch, m, "peak_memory", lambda *args: asked.append(args) or 5 * 2**20)
-    everywhere(monkeypatch, m, "machine_name", lambda device: f"a {device}")
+    everywhere(monkeypatch, records, "machine_name", lambda device: f"a {device}")
     against = lambda name, *options: m.measure_against_floor(tmp_path / "r.json", name, run, floor, dict(N=2, V=3), torch.bfloat16, *options)
     entries = [against("first"), against("last", 2**20, "cpu", 9)]
     assert asked == [(run, "cuda"), (floor, run, "cuda", 5), (run, "cpu"), (floor, run, "cpu", 9)]
@@ -374,28 +312,6 @@ def test_time_and_memory_against_a_floor_are_real(tmp_path, device):
     assert figures["ratio_low"] <= figures["ratio"] <= figures["ratio_high"] and figures["ratio"] > 3 and figures["seconds"] > figures["floor"] > 0
 
 
-def test_losses_of_a_layer_and_of_logits_are_told_apart():
-    logits, sweep = dict(RECORD, shape=dict(N=2, V=4)), dict(RECORD, shape={}, figures=dict(seconds=1.0))
-    product = dict(RECORD, figures=dict(rate=1.0))
-    records = [sweep, logits, RECORD, product, dict(RECORD, name="b"), dict(logits, figures=dict(seconds=1.0)), dict(logits, name="c")]
-    assert m.linear_losses(records) == [RECORD, dict(RECORD, name="b")]
-    assert m.logits_losses(records) == [logits, dict(logits, name="c")]
-    assert m.linear_losses([]) == m.logits_losses([]) == []
-
-
-def test_results_table_skips_records_without_a_ratio():
-    other = dict(RECORD, figures=dict(rate=1.0))
-    assert m.results_table([other, RECORD]).rows == [["02_tiles", "tiles", "100 ms", "×1.50", "1 MiB"]]
-    assert m.results_table([]).rows == []
-
-
-def test_miss_without_a_cause_is_unexplained():
-    checks = [Check("a", 1.0, 1.4), Check("b", 1.0, 1.6), Check("c", 1.0, 0.6), Check("d", 2**20, 2**22, "B", "cache"), Check("e", 3.0, 2.0)]
-    table = m.prediction_table(checks)
-    assert [row[-1] for row in table.rows] == ["", "unexplained", "unexplained", "cache", ""]
-    assert table.rows[3] == ["d", "1 MiB", "4 MiB", "×4.00", "cache"]
-
-
 def test_lives_join_births_to_deaths():
     birth, other = MemoryEvent("zeros", (10,), 40, 40, 1), MemoryEvent("exp", (2,), 8, 48, 2)
     twin = birth._replace(live=88, storage=3)
@@ -407,70 +323,6 @@ def test_lives_join_births_to_deaths():
 
 def test_lives_of_empty_tensors_are_left_out():
     assert tensor_lives(trace_memory(lambda: torch.zeros(0)), 0) == []
-
-
-def timeline(fn, text="t", **options):
-    return memory_timeline(trace_memory(fn), text, text, text, **options)
-
-
-FIGURES = {
-    "tiles": lambda text="t": m.tile_picture((3, 4), [(0, 0), (2, 3)], text, text, (text, text)),
-    "one tile": lambda text="t": m.tile_picture((1, 1), [], text, text, stage=0),
-    "timeline": lambda text="t": timeline(lambda: torch.zeros(100).exp().exp(), text),
-    "empty timeline": lambda text="t": timeline(lambda: None, text),
-    "timeline of empty tensors": lambda text="t": timeline(lambda: torch.zeros(0), text),
-    "timeline of small tensors": lambda text="t": timeline(lambda: torch.zeros(9), text, at_least=10**9),
-    "roofline": lambda text="t": m.roofline([(product_cost(text, 64, 64, 64, torch.float32), 1e-3), (Cost("c", 1.0, 1.0), 1.0)], TOY, torch.float32, text, text, text),
-    "roofline of a sweep": lambda text="t": m.roofline([(sweep_cost("s", 10, torch.float32), 1.0)], TOY, torch.float32, text, text),
-    "empty roofline": lambda text="t": m.roofline([], m.H200, torch.bfloat16, text, text),
-    "predicted": lambda text="t": m.predicted_against_measured([Check(text, 1.0, 1.2), Check("b", 1.0, 100.0), Check("c", 9.0, 1e-3)], text, text, text),
-    "nothing predicted": lambda text="t": m.predicted_against_measured([], text, text),
-    "trade-off": lambda text="t": m.trade_off([dict(RECORD, name=text), dict(RECORD, stage="01_baseline")], text, text, text),
-    "no trade-off": lambda text="t": m.trade_off([], text, text),
-}
-
-
-@pytest.fixture
-def draw():
-    pytest.importorskip("matplotlib").use("svg")
-    return lambda name, *text: FIGURES[name](*text)
-
-
-@pytest.mark.parametrize("name", FIGURES)
-@pytest.mark.parametrize("text", few(["a title", HOSTILE, ""], HOSTILE), ids=lambda text: "hostile" if text == HOSTILE else None)
-def test_figure_is_well_formed_and_says_its_alternative_text(name, text, draw):
-    drawing = draw(name, text)
-    root = ElementTree.fromstring(drawing.svg)
-    assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("role") == "img" and root.get("aria-label") == text
-    assert ElementTree.fromstring(drawing._repr_html_()).tag == "figure"
-    assert not root.findall(".//{*}script") and "viewBox" in root.attrib
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_figure_is_the_same_byte_for_byte_and_stands_alone(name, draw):
-    from matplotlib import pyplot
-    before = dict(pyplot.rcParams), pyplot.get_fignums()
-    drawing = draw(name)
-    assert drawing.svg == draw(name).svg
-    assert (dict(pyplot.rcParams), pyplot.get_fignums()) == before
-    links = set(re.findall(r"https?://[^\s\"'<>)]+", drawing.svg))
-    assert links <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    assert not re.search(r"<script|<image|@import|url\((?!#)|20\d\d-\d\d", drawing.svg)
-    assert all(ref.startswith("#") for ref in re.findall(r'href="([^"]*)"', drawing.svg))
-
-
-def test_figure_takes_the_pages_ink_and_a_file_brings_its_own(draw, tmp_path):
-    drawing = draw("tiles")
-    assert "currentColor" in drawing.svg and m.INK not in drawing.svg and "#000000" not in drawing.svg
-    drawing.save(tmp_path / "d.svg")
-    root = ElementTree.parse(tmp_path / "d.svg").getroot()
-    assert root.get("color") == "#777" and root.get("aria-label") == "t"
-    assert repr(drawing) == "Drawing: t"
-
-
-def test_every_stage_has_its_colour_and_the_baseline_is_grey():
-    assert m.stage_color(0) == m.GREY and [m.stage_color(i) for i in range(1, 8)] == list(m.STAGE_COLORS)
-    assert m.stage_color(8) == m.stage_color(1)
 
 
 def test_machine_is_measured_once(monkeypatch):

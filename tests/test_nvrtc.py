@@ -22,14 +22,14 @@ WIDTHS = [1, 40, 1024, 1025, 3000, 8192, 200000]  # alphabets, from one class a 
 
 def ctc_calls(device):
     for dtype, length, tables in pairs([(d, n, t) for d in ctc.ELEMENTS for n in LENGTHS for t in (True, False)]):
-        yield lambda: ctc.kernels_for.__wrapped__(0, dtype, 40, ctc.LOGITS, ctc.scan_shape(length, device.clusters), tables)
+        yield lambda: ctc.kernels_for.__wrapped__(0, dtype, 40, ctc.LOGITS, scan_shape(length, device.clusters), tables)
     for dtype, C, form in pairs([(d, C, form) for d in ctc.ELEMENTS for C in WIDTHS for form in (ctc.LOGITS, ctc.TORCH, ctc.EXACT)]):
         yield lambda: ctc.kernels_for.__wrapped__(0, dtype, C, form)
 
 
 def linear_ctc_calls(device):
     for dtype, length, near in pairs([(d, n, near) for d in ctc.ELEMENTS for n in LENGTHS for near in (True, False)]):
-        yield lambda: linear_ctc.kernels_of.__wrapped__(0, dtype, ctc.scan_shape(length, device.clusters), near)
+        yield lambda: segments.kernels_of.__wrapped__(0, dtype, scan_shape(length, device.clusters), near)
 
 
 def scan_calls(device):

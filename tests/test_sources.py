@@ -6,8 +6,8 @@ import subprocess
 import pytest
 import torch
 
+from fusedloss.core.records import load_results, record
 from fusedloss.core.sources import commit, write_stamp
-from fusedloss.measure import load_results, record
 
 
 def page(source: str, *outputs: str) -> str:

@@ -8,7 +8,7 @@ import textwrap
 from check_house import House, in_core, is_door
 from workbook import ROOT
 
-from fusedloss.measure import GREY, Drawing, as_drawing, drawing_style, stage_color
+from fusedloss.core.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
 
 ROW, COLUMN, LEFT = 0.34, 0.34, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
 LETTER, LINE = 0.076, 0.19  # inches, of a line of names

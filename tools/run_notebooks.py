@@ -85,7 +85,7 @@ def refuse_paths(nb, path: Path) -> None:
 def machine() -> str:
     "The line that names the machine and the versions"
     import torch
-    from fusedloss.measure import machine_line
+    from fusedloss.core.records import machine_line
 
     return machine_line("cuda" if torch.cuda.is_available() else "cpu")
 

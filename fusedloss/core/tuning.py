@@ -6,7 +6,7 @@
 __all__ = ['choices', 'write_choices', 'fastest']
 
 # %% ../../nbs/library/tuning.ipynb #893d0fa6
-import contextlib, functools, json, logging, os, statistics, sys, threading, time, uuid, weakref
+import contextlib, functools, json, logging, os, statistics, sys, threading, uuid, weakref
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
