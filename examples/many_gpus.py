@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/many_gpus.py [CASE ...]
 
-Results go to nbs/results/10_many_gpus.json, which the pages on losses and on heads over ranks show.
+Results go to nbs/results/16_many_gpus.json, which the pages on losses and on heads over ranks show.
 """
 import os
 import sys
@@ -17,7 +17,7 @@ import fusedloss as fl
 from fusedloss.core.drawing import si
 from fusedloss.core.records import machine_line, record
 
-RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "10_many_gpus.json"
+RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "16_many_gpus.json"
 LANGUAGE_MODEL = dict(N=8192, H=4096, V=128256)
 bf16 = torch.bfloat16
 

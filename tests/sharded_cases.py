@@ -99,7 +99,7 @@ OPTIONS = [dict(), dict(label_smoothing=0.1), dict(softcap=2.0, logit_scale=1.5)
 
 
 def against_one(mesh, n, v, seed, options, reduction, kind, bias, tokens, labels=None):
-    "Loss and gradients of a group, against stage 6 on one process"
+    "Loss and gradients of a group, against stage 7 on one process"
     options = dict(options)
     x, w, b, y, class_weight, token_weight = problem(n, 4, v, seed)
     if labels is not None:

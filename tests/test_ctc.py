@@ -789,7 +789,7 @@ def test_alignments_are_paths_with_their_scores(data):
 
 
 def ctc_graph_max(z, y, frames, lengths):
-    "−score of the best path, by stage 12"
+    "−score of the best path, by stage 19"
     return -logz(*ctc_graph(z, y, lengths, 0), Max, frames)
 
 

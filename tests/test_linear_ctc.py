@@ -91,7 +91,7 @@ def way(request, monkeypatch):
     return "cpu"
 
 
-# the cases of stage 13: any logits are a linear layer of themselves, with orthogonal weights
+# the cases of stage 20: any logits are a linear layer of themselves, with orthogonal weights
 
 def layer(z, bias=True):
     "x, w, b in float64 with x wᵀ + b = z"

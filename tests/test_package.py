@@ -103,7 +103,7 @@ def test_source_distribution_holds_the_sources(source, unpacked):
     tracked = {p.relative_to(source) for p in project_files(source) if p.relative_to(source).parts[0] in folders}
     expected = tracked | {p.relative_to(source) for pattern in ("*.md", "*.ini", "*.cff", "*.toml", "*.txt", "setup.py", "Makefile", "LICENSE")
                           for p in source.glob(pattern)}
-    assert {Path("settings.ini"), Path("CITATION.cff"), Path("tests/ctc_on_cpu.cpp"), Path("nbs/13_ctc.ipynb")} < expected
+    assert {Path("settings.ini"), Path("CITATION.cff"), Path("tests/ctc_on_cpu.cpp"), Path("nbs/20_ctc.ipynb")} < expected
     assert sorted(path for path in expected if not (unpacked / path).is_file()) == []
 
 

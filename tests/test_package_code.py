@@ -108,7 +108,7 @@ def test_a_function_that_leaves_its_page_keeps_the_hash(tmp_path):
 
 
 def test_a_page_depends_on_the_package():
-    page = read_notebook(next(path for path in notebooks() if path.stem == "14_linear_ctc"))
+    page = read_notebook(next(path for path in notebooks() if path.stem == "22_linear_ctc"))
     used = package(ROOT).used_by(ast.parse("from fusedloss.linear_ctc import linear_ctc_loss\nlinear_ctc_loss(1)"))
     assert len(used) > 50
     assert code_hash(page) != code_hash(page, ROOT / "nbs"), "where there is no package, only the page counts"

@@ -25,7 +25,7 @@ MEMORY = """========= COMPUTE-SANITIZER
 =========
 ========= ERROR SUMMARY: 1 error
 """
-CLEAN = "========= COMPUTE-SANITIZER\nctc: Stage 13\n========= ERROR SUMMARY: 0 errors\n"
+CLEAN = "========= COMPUTE-SANITIZER\nctc: Stage 20\n========= ERROR SUMMARY: 0 errors\n"
 RING = "racecheck: Race reported between Write access at put(State *, State) [put(p, v);] and Read access at get(const State *) [v = get(p);]"
 GRAD = "racecheck: Warning: Race reported between Read access at ctc_grad and Write access at ctc_grad"
 

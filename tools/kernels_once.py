@@ -38,7 +38,7 @@ def cross_entropy() -> None:
 
 
 def linear_cross_entropy() -> None:
-    "Stages 5 and 6"
+    "Stages 6 and 7"
     sizes = ((33, 515, 64), (70, 1003, 96)) if DEVICE == "cuda" else ((17, 70, 32),)
     for (n, v, h), (method, eps) in product(sizes, (("chunks", None), ("recompute", None), ("recompute", 1e-4))):
         x, w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF)
@@ -46,7 +46,7 @@ def linear_cross_entropy() -> None:
 
 
 def partial_fc() -> None:
-    "Stage 9: rows by index, one of them ignored, and the optimizer's"
+    "Stage 14: rows by index, one of them ignored, and the optimizer's"
     for v, n, h, rate in ((3000, 77, 64, 0.1), (777, 33, 64, 0.5)) if DEVICE == "cuda" else ((300, 9, 16, 0.2),):
         head = fl.PartialFC(v, h, sample_rate=rate, device=DEVICE)
         optimizer = fl.RowSparse(torch.optim.AdamW if rate < 0.5 else torch.optim.SGD, head.parameters(), lr=0.1)
@@ -57,7 +57,7 @@ def partial_fc() -> None:
 
 
 def logz() -> None:
-    "Stage 12: both semirings, with edges that are missing; every rung"
+    "Stage 19: both semirings, with edges that are missing; every rung"
     for T, N, C, nz in ((6, 3, 4, 2), (20, 2, 33, 3), (6, 2, 1024, 5))[:3 if DEVICE == "cuda" else 1]:
         idx, frames = torch.randint(-1, C, (C, nz), device=DEVICE), labels(T + 1, N)
         scores, start, end = leaf(T, N, C, nz), leaf(N, C), leaf(N, C)
@@ -69,7 +69,7 @@ def logz() -> None:
 
 
 def ctc() -> None:
-    "Stage 13: a warp, several, and clusters; a label that is none, on a GPU"
+    "Stage 20: a warp, several, and clusters; a label that is none, on a GPU"
     for T, N, C, L, dtype in ((9, 3, 5, 2, f32), (70, 2, 40, 33, HALF), (140, 2, 33, 130, f32), (620, 1, 30, 300, f32))[:4 if DEVICE == "cuda" else 2]:
         z, y, frames, lengths = leaf(T, N, C, dtype=dtype), labels(C, N, L), torch.full((N,), T), labels(L + 1, N).cpu()
         if DEVICE == "cuda": y[0, 0] = C + 7
@@ -78,7 +78,7 @@ def ctc() -> None:
 
 
 def linear_ctc() -> None:
-    "Stage 14: padded frames left out, or unknown to the host; rows that shared memory holds, and one that it does not"
+    "Stage 22: padded frames left out, or unknown to the host; rows that shared memory holds, and one that it does not"
     sizes = ((40, 2, 300, 64, 12, "mean"), (70, 3, 515, 96, 40, "none"), (18, 2, 40000, 64, 7, "sum")) if DEVICE == "cuda" else ((9, 2, 70, 16, 3, "mean"),)
     for T, N, V, H, L, reduction in sizes:
         x, w, b, y = leaf(T, N, H, dtype=HALF), leaf(V, H, dtype=HALF), leaf(V, dtype=HALF), labels(V, N, L)

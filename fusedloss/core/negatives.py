@@ -249,7 +249,7 @@ def whole_head(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V·K,H], [N]
     o:Scoring, method:str,
 ) -> Optional[tuple[Tensor, Tensor]]:  # rest, cos [N]; None where no kernel takes the rows
-    "The two numbers of stage 8's `margin_cross_entropy`: all classes are columns."
+    "The two numbers of stage 13's `margin_cross_entropy`: all classes are columns."
     dtype = head_dtype(x)
     if not picks_kernel(method, x, dtype, o): return None
     c = columns_of(y, -1, len(w), None, acc_dtype(x.dtype))
