@@ -31,6 +31,7 @@ test: $(READY)  ## everything that can be checked without a GPU, its grids pairw
 check-generated: $(READY)
 	$(PYTHON) tools/check_generated.py modules types notebooks
 	$(PYTHON) tools/check_workbook.py
+	$(PYTHON) tools/check_house.py
 	$(PYTHON) tools/check_generated.py readme site
 	$(PYTHON) tools/check_site.py
 
