@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
-from fusedloss.core.checks import acc_dtype, bad_labels, check_inputs, check_linear
+from fusedloss.core.checks import (
+    acc_dtype, bad_labels, check_flags, check_inputs, check_linear, check_margin, check_matrix,
+    expect, is_integer)
 from fusedloss.core.options import Reduction
 
 # %% ../nbs/01_baseline.ipynb #7dd62ea3
@@ -109,6 +111,10 @@ class BaselineSoftmax(nn.Module):
         scale:float|None=None,  # LMCL where given: what cosines are multiplied by
     ):
         super().__init__()
+        check_matrix("proj_weight", proj_weight)
+        expect(is_integer(tile_factor), "tile_factor", "an integer", repr(tile_factor))
+        check_flags(log_softmax=log_softmax)
+        check_margin(margin, scale)
         self.proj_weight, self.tile_factor = proj_weight, tile_factor
         self.log_softmax, self.margin, self.scale = log_softmax, margin, scale
 

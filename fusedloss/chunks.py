@@ -14,7 +14,8 @@ from torch import nn, Tensor
 
 from fusedloss.clusters import scaled_rows, turn_around
 from fusedloss.core.checks import (
-    acc_dtype, autocasts, check_inputs, check_linear, check_options, check_weights, expect, FLOATS)
+    acc_dtype, autocasts, check_factory, check_flags, check_inputs, check_linear, check_options,
+    check_weight, check_weights, expect, FLOATS, is_integer)
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.options import Accumulate, CrossEntropyStats, Reduction, RowOptions
 from fusedloss.core.products import product_dtype, put_product, tile_slices
@@ -377,9 +378,9 @@ def _check_tensor(name:str, t:Optional[Tensor], like:Tensor, shape:list[int], dt
 def check_chunks(
     input:Tensor, linear_weight:Tensor, reduction:str,
     chunk_size:Optional[int], memory_budget:Optional[int], accumulate:str,
-    max_valid:Optional[int],
+    max_valid:Optional[int], return_stats:bool,
 ):
-    "`ValueError` for a reduction, or a size, that chunks cannot have."
+    "`ValueError` for a reduction, a size or an option that chunks cannot have."
     expect(reduction in ("mean", "sum"), "reduction",
             "'mean' or 'sum'; for 'none' use method 'recompute'", repr(reduction))
     expect(len(linear_weight) > 0, "linear_weight", "at least one class",
@@ -388,6 +389,7 @@ def check_chunks(
                               ("memory_budget", memory_budget, 1)):
         expect(size is None or type(size) is int and size >= least, name,
                 f"an integer not below {least}, or None", size)
+    check_flags(return_stats=return_stats)
     expect(accumulate in ("auto", "float32", "native"), "accumulate",
             "'auto', 'float32' or 'native'", repr(accumulate))
     expect(chunk_size is None or memory_budget is None, "memory_budget",
@@ -425,7 +427,7 @@ def chunked_linear_cross_entropy(
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     check_linear(input, linear_weight)
     check_chunks(input, linear_weight, reduction, chunk_size, memory_budget, accumulate,
-                 max_valid)
+                 max_valid, return_stats)
     check_inputs(input, linear_weight, target, reduction, ignore_index)
     check_options(label_smoothing, logit_scale, softcap, z_loss)
     check_weights(linear_weight.T, weight, token_weight, target)
@@ -477,6 +479,14 @@ class LinearHead(nn.Module):
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,
     ):
         super().__init__()
+        for name, size, least in (("in_features", in_features, 0),
+                                  ("num_classes", num_classes, 1)):
+            expect(is_integer(size) and size >= least, name, f"an integer not below {least}",
+                   repr(size))
+        check_flags(bias=bias, transposed=transposed)
+        expect(init_method is None or callable(init_method), "init_method",
+               "a function of a weight, or None", repr(init_method))
+        check_factory(device, dtype)
         new = lambda *size: nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         sizes = (in_features, num_classes) if transposed else (num_classes, in_features)
         self.weight, self.bias = new(*sizes), new(num_classes) if bias else None
@@ -516,6 +526,8 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,
     ):
         super().__init__(in_features, num_classes, bias, init_method, transposed, device, dtype)
+        check_weight("class_weight", class_weight, (num_classes,))
+        check_flags(monitoring=monitoring)
         self.register_buffer("class_weight", class_weight)
         self.options = dict(
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_labels, check_options, check_target, check_weights, expect, FLOATS)
+    acc_dtype, check_flags, check_labels, check_options, check_target, check_weights, expect,
+    FLOATS)
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
@@ -384,6 +385,7 @@ def cross_entropy(
     check_logits(input, target, reduction, ignore_index)
     check_options(label_smoothing, logit_scale, softcap, z_loss)
     check_weights(input, weight, token_weight, target)
+    check_flags(inplace=inplace, return_stats=return_stats)
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
     numbers = label_smoothing, logit_scale, softcap or 0, z_loss

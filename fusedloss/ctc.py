@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.clusters import scaled_rows
-from fusedloss.core.checks import expect, expect_tensor
+from fusedloss.core.checks import check_flags, expect, expect_tensor
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import (
@@ -376,6 +376,7 @@ def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, fo
     unbatched = z.dim() == 2
     z, targets = batched(z, targets, unbatched)
     check_ctc(z, targets, blank, reduction, name)
+    check_flags(zero_infinity=zero_infinity)
     frames, lengths = (as_lengths(t, label, z) for t, label in
                        ((frames, "input_lengths"), (lengths, "target_lengths")))
     how = blank, zero_infinity, form, reduction == "mean"
@@ -422,6 +423,7 @@ class CTCLoss(torch.nn.Module):
         *, logits:bool=False,  # whether it is given logits
     ):
         super().__init__()
+        check_flags(logits=logits)
         self.blank, self.reduction, self.zero_infinity = blank, reduction, zero_infinity
         self.logits = logits
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_inputs, check_options, check_weights, expect, is_number)
+    acc_dtype, check_flags, check_inputs, check_options, check_weights, expect, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import CrossEntropyStats, Reduction, RowOptions
@@ -518,6 +518,7 @@ def recompute_linear_cross_entropy(
     check_options(label_smoothing, logit_scale, softcap, z_loss)
     check_filter(filter_eps, label_smoothing)
     check_weights(linear_weight.T, weight, token_weight, target)
+    check_flags(return_stats=return_stats)
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     x, w, *bias = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
                                        linear_weight, *([] if linear_bias is None else

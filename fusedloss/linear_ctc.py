@@ -13,7 +13,7 @@ import torch
 from torch import nn, Tensor
 
 from fusedloss.chunks import scaled, scaled_bias
-from fusedloss.core.checks import acc_dtype, check_linear, expect
+from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.options import Lengths, Reduction, RowOptions
@@ -24,11 +24,10 @@ from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
     as_lengths, batched, check_ctc, kept_rows, moved, per_class, put_rows, Segment, shares)
 from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
-from fusedloss.core.tiling import deeper, multiprocessors, Tiling, tiling_of
+from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.tuning import starter
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.core.tiling import fastest, operand
 from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.segments import (
     Batch, batch_of, columns_of, edges, emissions, finish_bytes, Frames, frames_of, launch_segment,
@@ -521,6 +520,7 @@ def linear_ctc_loss(
     expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
     x, targets = batched(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
+    check_flags(zero_infinity=zero_infinity)
     frames, lengths = (as_lengths(t, name, x) for t, name in (
         (input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
     x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else

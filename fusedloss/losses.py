@@ -99,7 +99,8 @@ def check_call(
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
     check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(linear_weight.T, given["weight"], given["token_weight"], target)
-    check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, max_valid)
+    check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, max_valid,
+                 given["return_stats"])
 
 # %% ../nbs/11_losses.ipynb #a773550c
 def objection(p:Plan, way:Optional[Way], method:str) -> str:

@@ -208,6 +208,11 @@ class AdaFace(WideBuffers, Margin):
         self.reduce, self.clip = reduce, clip
         check_numbers(self, "margin", "h", "momentum")
         expect(momentum <= 1, "momentum", "a share, from 0 to 1", momentum)
+        expect(reduce is None or callable(reduce), "reduce", "a function or None", repr(reduce))
+        both = isinstance(clip, (tuple, list)) and len(clip) == 2
+        both = both and all(type(end) in (int, float) for end in clip)
+        expect(both and 0 <= clip[0] <= clip[1], "clip", "two lengths, the shorter first",
+               repr(clip))
         self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float32))
         self.register_buffer("std", torch.tensor(100.0, dtype=torch.float32))
 

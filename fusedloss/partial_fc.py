@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
+    acc_dtype, as_integers, check_factory, check_flags, check_labels, check_target, expect,
+    expect_tensor, FLOATS, is_number)
 from fusedloss.core.cosine import bent, EPS, Line, Scoring
 from fusedloss.core.negatives import head_dtype, LineLoss, PartialLse, picks_kernel, RowIndex
 from fusedloss.core.operators import check_reverse, observed
@@ -53,8 +54,8 @@ def check_partial(margin, sampler, sample_rate, ignore_index, method, conflict, 
     expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
 
 # %% ../nbs/14_partial_fc.ipynb #c4d74089
-def check_features(head:nn.Module, features:Tensor, target:Tensor):
-    "`ValueError`, `IndexError` for features or labels that the head cannot take."
+def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:bool):
+    "`ValueError` for features, targets or a flag that the head cannot take, whatever the labels."
     expect_tensor("features", features)
     w, (h, d) = head.weight, (features.shape[-1:], features.dtype)
     expect(features.dim() >= 1 and h == w.shape[1:], "features",
@@ -64,7 +65,7 @@ def check_features(head:nn.Module, features:Tensor, target:Tensor):
     expect(features.device == w.device, "features", f"the weight's device {w.device}",
            features.device)
     check_target(target, features.shape[:-1], features.device, "mean")
-    check_labels(target, head.num_classes, head.ignore_index)
+    check_flags(return_stats=return_stats)
 
 # %% ../nbs/14_partial_fc.ipynb #d2cafd24
 def rebuilt_state(
@@ -102,6 +103,7 @@ class ClassVectors(nn.Module):
         super().__init__()
         for name, size in (("num_classes", num_classes), ("embedding_size", embedding_size)):
             expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
+        check_factory(device, dtype)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.centers, shape = centers, (num_classes * centers, embedding_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -129,7 +131,7 @@ class ClassVectors(nn.Module):
         *optimizers:torch.optim.Optimizer,  # whose state of the weight shrinks with it
     ) -> Tensor:  # [V], each old class's new number, -1 if removed
         "Take classes out; those after them move up; if it raises, nothing has changed."
-        gone = torch.as_tensor(classes, device=self.weight.device).reshape(-1)
+        gone = as_integers("classes", classes).to(self.weight.device).reshape(-1)
         integer = not (gone.is_floating_point() or gone.is_complex() or gone.dtype == torch.bool)
         expect(integer or not len(gone), "classes", "integers", gone.dtype)
         gone = gone.long()
@@ -240,6 +242,7 @@ class PartialFC(ClassVectors):
         margin = CosFace() if margin is None else margin
         check_partial(margin, sampler, sample_rate, ignore_index, method, conflict,
                       conflict_mode, eps)
+        if sparse is not None: check_flags(sparse=sparse)
         super().__init__(num_classes, embedding_size, margin.centers, device, dtype)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)
         self.sampler = None if sampler is None else sampler.to(self.weight.device)
@@ -252,7 +255,8 @@ class PartialFC(ClassVectors):
         target:Tensor,  # [...], integers in [0, V), or `ignore_index`
         return_stats:bool=False,  # `(loss, HeadStats)` instead of the loss
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over valid rows
-        check_features(self, features, target)
+        check_features(self, features, target, return_stats)
+        check_labels(target, self.num_classes, self.ignore_index)
         x, y = features.reshape(-1, self.embedding_size), target.reshape(-1).long()
         sampler = self.sampler if self.training else None  # to evaluate, all classes
         loss, stats = partial_loss(self, x, y, sampler, return_stats)

@@ -478,7 +478,7 @@ def plan(
     gpu = torch.device(device or "cuda").type != "cpu"
     whole = lambda size: None if size is None else operator.index(size)
     r = Request(*map(whole, (n_tokens, n_classes, n_features)), dtype, grad_dtype or dtype, gpu,
-                reduction, whole(memory_budget), accumulate, (*needs, False)[:3], stats,
+                reduction, whole(memory_budget), accumulate, (*needs, False, False)[:3], stats,
                 tuple(options), whole(chunk_size), whole(max_valid))
     if machine is not None: return plan_again(r, machine_of(machine))
     return plan_again(r, machine_here(torch.device(device or "cuda")) if gpu else CPU)

@@ -7,13 +7,13 @@ __all__ = ['RowSparse']
 
 # %% ../nbs/15_row_sparse.ipynb #cb0598ae
 import math
-from typing import Any, Callable, Literal, NamedTuple, Optional
+from typing import Any, Callable, Iterable, Literal, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedloss.core.checks import acc_dtype, expect
+from fusedloss.core.checks import acc_dtype, check_flags, expect, is_integer, is_number
 from fusedloss.core.cosine import row_block
 from fusedloss.core.sampling import add_word, GOLDEN, key_word
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
@@ -272,6 +272,30 @@ def distinct_values(p:Tensor) -> Tensor:
     return p.grad._values()
 
 # %% ../nbs/15_row_sparse.ipynb #b58d3260
+def param_list(params:ParamsT) -> list:
+    "Parameters or groups of them, which are looked at once; `ValueError` for what is none."
+    many = isinstance(params, Iterable) and not isinstance(params, (Tensor, str))
+    groups = list(params) if many else []
+    known = all(isinstance(p, (Tensor, dict, tuple)) for p in groups)
+    kinds = ", ".join(sorted({type(p).__name__ for p in groups})) or "nothing"
+    expect(groups and known, "params", "parameters, or groups of them, at least one",
+           f"{type(params).__name__} of {kinds}")
+    return groups
+
+def check_sparse(optimizer_class:type, mode:str, stochastic_rounding:bool, seed:int):
+    "`ValueError` for options that `RowSparse` cannot have."
+    known = isinstance(optimizer_class, type) and optimizer_class in SPARSE_OF
+    expect(known, "optimizer_class", "torch.optim.SGD or AdamW",
+           getattr(optimizer_class, "__name__", optimizer_class))
+    expect(mode in ("lazy", "dense"), "mode", "'lazy' or 'dense'", repr(mode))
+    check_flags(stochastic_rounding=stochastic_rounding)
+    expect(is_integer(seed), "seed", "an integer", repr(seed))
+
+def check_norm(max_norm:float):
+    "`ValueError` for what no norm can be held to; infinity holds none."
+    number = type(max_norm) in (int, float) or is_number(max_norm)
+    expect(number and max_norm >= 0, "max_norm", "a number not below 0", repr(max_norm))
+
 class RowOptimizer(torch.optim.Optimizer):
     "An optimizer that clips sparse gradients, and whose state keeps its dtypes when loaded."
     def load_state_dict(self, state_dict:dict) -> None:
@@ -287,6 +311,7 @@ class RowOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm:float) -> Tensor:  # the norm before
         "Scale all gradients so that their norm together is `max_norm` at most."
+        check_norm(max_norm)
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         values = [distinct_values(p) for p in held]
         norms = [torch.linalg.vector_norm(v, dtype=acc_dtype(v.dtype)) for v in values]
@@ -305,20 +330,20 @@ class RowSparse(RowOptimizer):
         seed:int=0,  # of the rounding
         **options:Any,  # of the class: lr, momentum, ...
     ):
-        expect(optimizer_class in SPARSE_OF, "optimizer_class", "torch.optim.SGD or AdamW",
-               getattr(optimizer_class, "__name__", optimizer_class))
-        expect(mode in ("lazy", "dense"), "mode", "'lazy' or 'dense'", repr(mode))
+        check_sparse(optimizer_class, mode, stochastic_rounding, seed)
         pattern = optimizer_class([torch.zeros(1)], **options)  # checks, and fills in defaults
         for name in ("amsgrad", "differentiable", "capturable"):
             expect(not pattern.defaults.get(name), name, "False", True)
         self.adam, self.mode = optimizer_class is torch.optim.AdamW, mode
         self.names, self.seed = SPARSE_OF[optimizer_class], seed
         self.stochastic_rounding = stochastic_rounding
-        super().__init__(params, pattern.defaults)
+        super().__init__(param_list(params), pattern.defaults)
 
     @torch.no_grad()
     def step(self, closure:Optional[Callable[[], float]]=None) -> Optional[float]:
         loss = None
+        expect(closure is None or callable(closure), "closure", "a function or None",
+               repr(closure))
         if closure is not None:
             with torch.enable_grad(): loss = closure()
         given = [(p, group) for group in self.param_groups for p in group["params"]

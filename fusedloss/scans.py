@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedloss.core.checks import expect
+from fusedloss.core.checks import as_integers, expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import active, stay
@@ -37,7 +37,7 @@ def logz_autograd(
 ) -> Tensor:  # [*components, N]
     "Rung 1: a loop and autograd; differentiable as often as `S` is."
     if lengths is None: return path_sum(Ms, idx, v0, vT, S)
-    check_graph(Ms, idx, v0, vT)
+    check_graph(Ms, idx, v0, vT, S)
     lengths = check_lengths(lengths, Ms)
     absent, source = idx < 0, idx.clamp(min=0)
     v = S.lift(v0)
@@ -54,12 +54,14 @@ def check_lengths(
 ) -> Optional[Tensor]:  # int64, on the device of the scores
     "`ValueError` for what is no length, with the sequence's index where the CPU can see it."
     if lengths is None: return None
-    if not isinstance(lengths, Tensor): lengths = torch.as_tensor(lengths, device="cpu")
+    lengths = as_integers("lengths", lengths)
     steps, n = Ms.shape[:2]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)
     expect(lengths.shape == (n,) and (whole or n == 0), "lengths", f"{n} integers",
            f"{lengths.dtype} {list(lengths.shape)}")
+    expect(not lengths.is_meta or Ms.is_meta, "lengths", f"integers on {Ms.device} or a CPU",
+           "meta")
     if lengths.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1":
         for i in ((lengths < 0) | (lengths > steps)).nonzero().flatten().tolist()[:1]:
             raise ValueError(f"lengths[{i}] is {lengths[i].item()}: "
@@ -410,7 +412,7 @@ def logz(
     *, method:Literal["auto", "autograd", "loop", "scan", "fused"]="auto",  # or a rung
 ) -> Tensor:  # [*components, N]
     "The sum over all paths; for Log, Max and Sample with the gradient by hand."
-    check_graph(Ms, idx, v0, vT)
+    check_graph(Ms, idx, v0, vT, S)
     lengths = check_lengths(lengths, Ms)
     way = way_to(method, Ms, S)
     if transformed(): way = None  # which take the loop of differentiable steps

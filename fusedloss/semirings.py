@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import expect
+from fusedloss.core.checks import expect, expect_tensor
 
 # %% ../nbs/18_semirings.ipynb #bd68ebd7
 class _Sum(torch.autograd.Function):
@@ -103,8 +103,13 @@ def check_graph(
     Ms:Tensor,  # [T,N,C,nz]
     idx:Tensor,  # [C,nz]
     v0:Tensor, vT:Tensor,  # [N,C]
+    S:Semiring=Log,
 ) -> None:
     "`ValueError` for shapes and dtypes, `IndexError` for a state that does not exist."
+    for name, t in (("Ms", Ms), ("idx", idx), ("v0", v0), ("vT", vT)):
+        expect_tensor(name, t)
+        expect(t.device == Ms.device, name, f"the device of Ms, {Ms.device}", t.device)
+    expect(isinstance(S, Semiring), "S", "a Semiring, such as Log", type(S).__name__)
     expect(Ms.dim() == 4 and Ms.is_floating_point(), "Ms",
            "floating point [T, N, C, nz]", f"{Ms.dtype} {list(Ms.shape)}")
     _, n, c, nz = Ms.shape
@@ -126,7 +131,7 @@ def path_sum(
     S:Semiring=Log,
 ) -> Tensor:  # [*components, N]
     "The sum over all paths of the product along each, one step of time after another."
-    check_graph(Ms, idx, v0, vT)
+    check_graph(Ms, idx, v0, vT, S)
     absent, source = idx < 0, idx.clamp(min=0)
     v = S.lift(v0)
     for scores in Ms:
@@ -155,7 +160,7 @@ def brute_force(
     S:Semiring=Log,
 ) -> Tensor:  # [*components, N]
     "`path_sum` by its definition: all paths, one by one."
-    check_graph(Ms, idx, v0, vT)
+    check_graph(Ms, idx, v0, vT, S)
     states, edges = all_paths(idx, len(Ms))
     value = S.lift(v0[:, states[:, 0]])  # [*components,N,P]
     for t, scores in enumerate(Ms):
@@ -183,6 +188,7 @@ class CountSemiring(RealSemiring):
     def __init__(self,
         dtype:torch.dtype=torch.int64,  # or float64, exact to 2⁵³ and rounded beyond
     ):
+        expect(isinstance(dtype, torch.dtype), "dtype", "a torch.dtype", repr(dtype))
         self.dtype = dtype
 
     def lift(self, scores:Tensor) -> Tensor: return (scores > -torch.inf).to(self.dtype)
@@ -246,6 +252,8 @@ class Sample(LogSemiring):
     def __init__(self,
         generator:torch.Generator|None=None,  # on the device of the scores
     ):
+        expect(generator is None or isinstance(generator, torch.Generator), "generator",
+               "a torch.Generator or None", type(generator).__name__)
         self.generator = generator
 
     def dsum(self, x:Tensor, dim:int=-1) -> Tensor:

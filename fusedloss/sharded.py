@@ -16,8 +16,8 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
-    acc_dtype, autocasts, check_labels, check_linear, check_options, check_target, check_weights,
-    expect, expect_tensor)
+    acc_dtype, autocasts, check_flags, check_labels, check_linear, check_matrix, check_options,
+    check_target, check_weights, expect, expect_tensor, is_integer)
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import BackboneReduction, CrossEntropyStats, Reduction, RowOptions
 from fusedloss.core.products import (
@@ -399,6 +399,11 @@ def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
     expect(bias.device == x.device, "linear_bias", f"the input's device {x.device}", bias.device)
 
 # %% ../nbs/16_sharded.ipynb #ff08c0aa
+def check_mesh(mesh):
+    "`ValueError` for what is neither a mesh nor None."
+    expect(mesh is None or isinstance(mesh, DeviceMesh), "mesh", "a DeviceMesh or None",
+           type(mesh).__name__)
+
 def check_reduction(backbone_reduction:Optional[str], input:Tensor, s:Shards):
     "`ValueError` where a wrapper's reduction is unknown, or does not go with weight and input."
     how, many = backbone_reduction, dist.is_available() and dist.is_initialized()
@@ -425,6 +430,7 @@ def check_sharded(
     expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
     expect(type(index) is int, "ignore_index", "an integer", index)
     check_bias(given["linear_bias"], x, w)
+    check_flags(return_stats=given["return_stats"])
     check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(w.new_empty(0, s.n_classes), given["weight"], given["token_weight"], y)
     expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
@@ -486,6 +492,10 @@ def spread_loss(
     "Find out who has what, shift, ask, and give each its own."
     for name, t in dict(input=input, linear_weight=linear_weight, target=target).items():
         expect_tensor(name, t)
+    check_mesh(mesh)
+    check_matrix("linear_weight", linear_weight)
+    expect(num_classes is None or is_integer(num_classes) and num_classes > 0, "num_classes",
+           "a positive integer or None", repr(num_classes))
     s = shards_of(linear_weight, mesh, num_classes)
     check_reduction(backbone_reduction, input, s)
     x, w, y, given, b, each = seen_here(input, linear_weight, target, given, s, mesh,

@@ -7,8 +7,7 @@ __all__ = ['ShardedPartialFC', 'ShardedRowSparse']
 
 # %% ../nbs/17_sharded_heads.ipynb #e751654a
 import copy, functools
-from types import SimpleNamespace
-from typing import Any, Callable, Literal, Optional, TypedDict, Unpack
+from typing import Callable, Literal, Optional, Sequence, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.core.checks import acc_dtype, check_labels, expect
+from fusedloss.core.checks import (
+    acc_dtype, check_factory, check_flags, check_labels, expect, is_integer)
 from fusedloss.core.negatives import head_dtype, PartialLse, picks_kernel, RowIndex, rows_gradient
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import BackboneReduction, HeadMethod
@@ -29,7 +29,8 @@ from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
     check_features, head_stats, HeadStats, PartialFC, scoring_of, with_centers)
 from fusedloss.row_sparse import (
-    apply_update, as_rows, distinct_values, live_rows, RowSparse, update_of)
+    apply_update, as_rows, check_norm, distinct_values, live_rows, RowSparse, update_of)
+from fusedloss.sharded import check_mesh
 
 # %% ../nbs/17_sharded_heads.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):
@@ -158,10 +159,18 @@ def spread_head_stats(head:nn.Module, seen:tuple, b:Batch, s:Shards) -> HeadStat
     return told._replace(cos=told.cos[b.mine(s)], rest=told.rest[b.mine(s)])
 
 # %% ../nbs/17_sharded_heads.ipynb #2014d18b
-def check_spread(margin:Margin, n_classes:int, mesh, backbone_reduction:str):
-    "`ValueError` for a mesh that cannot hold these classes."
+def check_spread(
+    margin:Margin, n_classes:int, mesh, backbone_reduction:str,
+    device:torch.types.Device=None, equal_batch:bool=False, seed:int=0,
+):
+    "`ValueError` for options that no head over ranks can have."
     expect(backbone_reduction in ("mean", "sum"), "backbone_reduction", "'mean' or 'sum'",
            repr(backbone_reduction))
+    check_factory(device, None)
+    check_flags(equal_batch=equal_batch)
+    expect(is_integer(seed) and -2**43 <= seed <= 2**44, "seed",
+           "an integer from −2⁴³ to 2⁴⁴", repr(seed))  # `first_rows` multiplies it
+    check_mesh(mesh)
     if mesh is None: return
     expect(mesh.ndim == 1, "mesh", "one dimension; of several take mesh['name']", mesh.ndim)
     k, ranks = margin.centers, mesh.size()
@@ -196,7 +205,7 @@ class ShardedPartialFC(PartialFC):
     ):
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
                          device="meta", **options)  # nobody makes all the rows
-        check_spread(self.margin, num_classes, mesh, backbone_reduction)
+        check_spread(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
         self.device = device or ("cpu" if mesh is None else mesh.device_type)
         if sampler is None and self.sampler is not None:
             sampler = NegativeSampler(self.sampler.rate or "positives")
@@ -220,28 +229,27 @@ class ShardedPartialFC(PartialFC):
         if not self.weight.is_meta: self.weight.copy_(self.new_rows())
 
     def forward(self,
-        features:Tensor,  # [..., H], of this rank
-        target:Tensor,  # [...], integers in [0, V), or `ignore_index`
+        features:Tensor, target:Tensor,  # [..., H] and [...], of this rank, as in `PartialFC`
         return_stats:bool=False,  # `(loss, HeadStats)` instead of the loss
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over all ranks' valid rows
-        s, b, x, y = gathered_batch(self, features, target)
+        s, b, x, y = gathered_batch(self, features, target, return_stats)
         sampler = self.sampler if self.training else None  # to evaluate, all classes
         loss, seen = spread_head_loss(self, x, y, s, sampler, head_dtype(features))
         same_on_all("loss", loss, s)
         return (loss, spread_head_stats(self, seen, b, s)) if return_stats else loss
 
-    def extend(self, *args:Any) -> range: return grown_alone(self, super().extend, args)
-    def remove(self, *args:Any) -> Tensor: return grown_alone(self, super().remove, args)
+    def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:
+        return grown_alone(self, super().extend, (n, *optimizers))
+
+    def remove(self, classes:Tensor|Sequence[int], *optimizers:torch.optim.Optimizer) -> Tensor:
+        return grown_alone(self, super().remove, (classes, *optimizers))
 
 # %% ../nbs/17_sharded_heads.ipynb #1f0c0c4d
 def gathered_batch(
-    head:nn.Module, features:Tensor, target:Tensor,
+    head:nn.Module, features:Tensor, target:Tensor, return_stats:bool,
 ) -> tuple[Shards, Batch, Tensor, Tensor]:  # all ranks' features and labels
     "Check what is here, and fetch the rest."
-    blind = SimpleNamespace(weight=head.weight, num_classes=2**62,
-                            ignore_index=head.ignore_index)
-    labels = target.clamp(min=0) if isinstance(target, Tensor) else target
-    check_features(blind, features, labels)  # what labels say, later, on all ranks at once
+    check_features(head, features, target, return_stats)  # what labels say, later, on all ranks at once
     x, y = features.reshape(-1, head.embedding_size), target.reshape(-1).long()
     check_reverse("ShardedPartialFC", "margin_cross_entropy")
     s, n = head.shards, len(x)
@@ -301,6 +309,7 @@ class ShardedRowSparse(RowSparse):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm:float) -> Tensor:  # the norm before
         "Scale all gradients so that their norm, over all ranks, is `max_norm` at most."
+        check_norm(max_norm)
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         values = [(distinct_values(p), p) for p in held]
         values = [(v.to_local() if spread_on(v) else v, p) for v, p in values]

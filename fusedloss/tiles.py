@@ -13,7 +13,8 @@ import torch
 from torch import nn, Tensor
 
 from fusedloss.baseline import reduce_loss, row_norms
-from fusedloss.core.checks import acc_dtype, check_inputs, check_linear, expect, is_number
+from fusedloss.core.checks import (
+    acc_dtype, check_inputs, check_linear, check_matrix, expect, expect_tensor, is_number)
 from fusedloss.core.cosine import locate, Target
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Reduction
@@ -255,6 +256,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         super().__init__()
         _check_tile("tile_factor", tile_factor)
         self.proj_weight = weight_alone(proj_weight, "proj_weight")
+        check_matrix("proj_weight", self.proj_weight)
         self.tile_factor, self.reduction = tile_factor, reduction
         self.margin, self.scale = margin, scale
 
@@ -265,6 +267,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         if target is None and not self.training: return self.eval_forward(input)
         if target is None:
             raise ValueError("target: expected class indices in training mode, got None")
+        expect_tensor("target", target)
         token_tile, class_tile = square_tile(target.numel(), len(self.proj_weight),
                                              self.tile_factor)
         return tiled_linear_cross_entropy(

@@ -588,20 +588,11 @@ def test_products_are_rounded_once(device):
 
 # --- bad input ---
 
-BAD = {
-    "reduction": dict(reduction="none"), "chunk_size": dict(chunk_size=0), "chunk_size ": dict(chunk_size=2.0),
-    "memory_budget": dict(memory_budget=8), "memory_budget ": dict(memory_budget=10**6, chunk_size=4), "max_valid": dict(max_valid=-1),
-    "accumulate": dict(accumulate="fp32"), "linear_bias": dict(linear_bias=torch.zeros(3)), "grad_buffer": dict(grad_buffer=torch.zeros(17, 5).bfloat16()),
-    "grad_buffer ": dict(grad_buffer=torch.zeros(5, 17)), "weight": dict(weight=torch.zeros(5)), "token_weight": dict(token_weight=torch.zeros(2)),
-    "softcap": dict(softcap=0.0), "z_loss": dict(z_loss=-1.0), "label_smoothing": dict(label_smoothing=2.0), "logit_scale": dict(logit_scale=0.0),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_name_themselves(name):
+@pytest.mark.parametrize("bad", [dict(memory_budget=8), dict(memory_budget=10**6, chunk_size=4)], ids=str)
+def test_a_budget_that_cannot_be_kept_is_named(bad):
     x, w, _, y = sample(dtype=f32)
-    with pytest.raises(ValueError, match=rf"^{name.strip()}: expected .*got "):
-        chunked_linear_cross_entropy(x, w, y, **BAD[name])
+    with pytest.raises(ValueError, match="^memory_budget: expected .*got "):
+        chunked_linear_cross_entropy(x, w, y, **bad)
 
 
 def test_what_chunks_cannot_do_names_what_can():

@@ -330,15 +330,10 @@ def test_saved_are_two_numbers_a_token_an_order_flags_and_means(device):
 # Numbers that cannot be meant
 
 
-@pytest.mark.parametrize("name, change", [
-    ("filter_eps", dict(filter_eps=0.0)), ("filter_eps", dict(filter_eps=1)), ("filter_eps", dict(filter_eps=-0.1)),
-    ("filter_eps", dict(filter_eps=math.nan)), ("filter_eps", dict(filter_eps="2")), ("filter_eps", dict(filter_eps=True)),
-    ("filter_eps", dict(filter_eps=torch.tensor(0.1))), ("filter_eps", dict(filter_eps=0.1, label_smoothing=0.1)),
-], ids=str)
-def test_bad_thresholds_name_themselves(name, change):
+def test_a_threshold_beside_smoothing_is_named():
     x, w, _, y = skewed(5, 4, 7)
-    with pytest.raises(ValueError, match=f"^{name}: expected"):
-        loss_of(x, w, y, **change)
+    with pytest.raises(ValueError, match="^filter_eps: expected"):
+        loss_of(x, w, y, filter_eps=0.1, label_smoothing=0.1)
 
 
 # Compilers

@@ -634,31 +634,6 @@ def test_masked_classes(zero_infinity, way, monkeypatch):
     same_losses(losses[1:], truth[0], 1e-5)
 
 
-BAD = {
-    "features": (dict(w=torch.zeros(9, 4)), ValueError, "input: expected shape"),
-    "dimensions": (dict(x=torch.zeros(2, 23, 6, 9, dtype=f64)), ValueError, r"\[T, N, H\] or \[T, H\]"),
-    "bias": (dict(linear_bias=torch.zeros(8, dtype=f64)), ValueError, "linear_bias"),
-    "budget": (dict(memory_budget=0), ValueError, "memory_budget"),
-    "blank": (dict(blank=9), ValueError, "blank: expected a class below 9"),
-    "reduction": (dict(reduction="max"), ValueError, "reduction"),
-    "targets": (dict(y=torch.zeros(5, 7, dtype=torch.int64)), ValueError, "targets"),
-    "frames": (dict(frames=[24] * 6), ValueError, r"input_lengths\[0\] is 24"),
-    "too few lengths": (dict(lengths=[7] * 5), ValueError, "target_lengths: expected 6 integers"),
-    "label": (dict(y=torch.full((6, 7), 9)), IndexError, "label 0 of sequence 0 is 9"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_said(name):
-    change, error, says = BAD[name]
-    z, y, frames, lengths = case(dtype=f64)
-    x, w, _ = layer(z)
-    given = dict(x=x, w=w, y=y, frames=frames, lengths=lengths) | change
-    options = {k: v for k, v in given.items() if k not in ("x", "w", "y", "frames", "lengths")}
-    with pytest.raises(error, match=says):
-        linear_ctc_loss(*(given[k] for k in ("x", "w", "y", "frames", "lengths")), **options)
-
-
 # memory
 
 @pytest.mark.parametrize("budget", [None, 2**21])

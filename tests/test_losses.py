@@ -180,30 +180,11 @@ def test_a_flat_sequence_may_be_shifted_and_a_vector_may_not():
 
 # --- refusals ---
 
-BAD = {
-    "method": dict(method="chunk"), "method ": dict(method=None), "shift": dict(shift=-1), "shift ": dict(shift=1.0), "shift  ": dict(shift=True),
-    "filter_eps": dict(filter_eps=1.0), "filter_eps ": dict(filter_eps=0.1, label_smoothing=0.1), "reduction": dict(reduction="avg"), "accumulate": dict(accumulate="bf16"),
-    "memory_budget": dict(memory_budget=0), "memory_budget ": dict(memory_budget=1e9), "memory_budget  ": dict(memory_budget=1),
-    "linear_bias": dict(linear_bias=torch.zeros(5)), "linear_bias ": dict(linear_bias=torch.zeros(17, dtype=f64)), "weight": dict(weight=torch.zeros(5)),
-    "token_weight": dict(token_weight=torch.zeros(2)), "softcap": dict(softcap=0.0), "z_loss": dict(z_loss=-1.0),
-    "label_smoothing": dict(label_smoothing=2.0), "logit_scale": dict(logit_scale=0.0),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_name_themselves(name):
+@pytest.mark.parametrize("name, bad", [("filter_eps", dict(filter_eps=0.1, label_smoothing=0.1)), ("memory_budget", dict(memory_budget=1))], ids=str)
+def test_options_that_do_not_go_together_are_named(name, bad):
     x, w, _, y = sample(dtype=f32)
-    with pytest.raises(ValueError, match=rf"^{name.strip()}: expected .*got "):
-        linear_cross_entropy(x, w, y, **BAD[name])
-
-
-@pytest.mark.parametrize("call", [lambda x, w, y: (x[:, :4], w, y), lambda x, w, y: (x, w[0], y), lambda x, w, y: (x, w, y[:3]),
-                                  lambda x, w, y: (x, w, y.float()), lambda x, w, y: (x, w.half(), y), lambda x, w, y: (x.long(), w, y),
-                                  lambda x, w, y: (None, w, y), lambda x, w, y: (x, None, y), lambda x, w, y: (x, w, None)])
-def test_bad_tensors_are_refused(call):
-    x, w, _, y = sample(dtype=f32)
-    with pytest.raises(ValueError, match=": expected .*got "):
-        linear_cross_entropy(*call(x, w, y))
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*got "):
+        linear_cross_entropy(x, w, y, **bad)
 
 
 REFUSED = {

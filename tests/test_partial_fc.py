@@ -334,20 +334,9 @@ def test_i8_backward_twice():
     assert torch.equal(one[0], two[0]) and torch.equal(one[1].to_dense(), two[1].to_dense())
 
 
-def test_i11_float_labels():
-    head = PartialFC(COUNT, 6)
-    with pytest.raises(ValueError, match="target: expected an integer dtype"):
-        head(torch.randn(2, 6), torch.tensor([0.0, 1.0]))
-
-
-@pytest.mark.parametrize("options,match", [
-    (dict(num_classes=0), "num_classes"), (dict(num_classes=2.5), "num_classes"), (dict(embedding_size=0), "embedding_size"),
-    (dict(margin=0.4), "margin"), (dict(sampler=0.1), "sampler"), (dict(sample_rate=0.1, sampler=NegativeSampler(0.1)), "sample_rate"),
-    (dict(ignore_index=1.0), "ignore_index"), (dict(method="quick"), "method"), (dict(conflict=1.0), "conflict"),
-    (dict(conflict_mode="keep"), "conflict_mode"), (dict(eps=0), "eps")])
-def test_options_that_cannot_be_meant(options, match):
-    with pytest.raises(ValueError, match=f"{match}: expected"):
-        PartialFC(**{"num_classes": 10, "embedding_size": 4, **options})
+def test_a_sampler_and_a_rate_do_not_go_together():
+    with pytest.raises(ValueError, match="sample_rate: expected"):
+        PartialFC(10, 4, sample_rate=0.1, sampler=NegativeSampler(0.1))
 
 
 @pytest.mark.parametrize("x,y,match", [

@@ -363,13 +363,6 @@ def test_upstream_gradient_may_be_strided_or_expanded(device):
         assert_near(got, exact)
 
 
-@pytest.mark.parametrize("name", ["token_tile", "class_tile"])
-@pytest.mark.parametrize("size", [0, -1, 2.0, None, "8"])
-def test_bad_tile_says_expected_and_got(name, size):
-    with pytest.raises(ValueError, match=f"{name}: expected a positive integer, got {size!r}"):
-        small(*sample_data(4, 3, 5), **{name: size})
-
-
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_are_the_inputs_and_one_number_a_token(dtype, scale, device):
@@ -477,18 +470,6 @@ def test_module_gives_plain_scores_in_eval_mode(device):
 def test_module_wants_a_target_in_training_mode():
     with pytest.raises(ValueError, match="target: expected .*, got None"):
         module_of(sample_data(4, 3, 5))(torch.ones(4, 3), None)
-
-
-@pytest.mark.parametrize("factor", [0, -2, 1.5, None])
-def test_module_refuses_a_bad_tile_factor(factor):
-    with pytest.raises(ValueError, match="tile_factor: expected a positive integer, got"):
-        module_of(sample_data(4, 3, 5), tile_factor=factor)
-
-
-def test_module_refuses_an_unknown_reduction():
-    s = sample_data(4, 3, 5)
-    with pytest.raises(ValueError, match="reduction: expected .* got 'avg'"):
-        module_of(s, reduction="avg")(s.input, s.target)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")

@@ -20,6 +20,11 @@ def is_number(value) -> bool:
     return (isinstance(value, (int, float)) and not isinstance(value, bool)
             and -math.inf < value < math.inf)
 
+def is_integer(value) -> bool:
+    "An integer of Python or NumPy; a bool is none."
+    return type(value) is int or (hasattr(value, "__index__")
+                                  and not isinstance(value, (bool, Tensor)))
+
 def expect(ok:bool, name:str, expected, got):
     "`ValueError` that says what was expected and what came, unless `ok`."
     if not ok: raise ValueError(f"{name}: expected {expected}, got {got}")
@@ -28,6 +33,18 @@ def expect_tensor(name:str, value):
     "`ValueError` unless `value` is a tensor."
     expect(isinstance(value, Tensor), name, "a tensor", type(value).__name__)
 
+def check_flags(**flags:bool):
+    "`ValueError` naming the first that is neither True nor False."
+    for name, flag in flags.items():
+        expect(flag in (True, False), name, "True or False", repr(flag))
+
+def as_integers(name:str, value) -> Tensor:  # a tensor stays where it is
+    "A tensor of what PyTorch makes one of; `ValueError` for anything else."
+    if isinstance(value, Tensor): return value
+    try: return torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError): made = None
+    expect(made is not None, name, "integers, as a tensor or a list", repr(value))
+
 # %% ../../nbs/library/checks.ipynb #8636c6c1
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -35,19 +52,35 @@ def autocasts(device:str) -> bool:
     "Whether autocast is on for a type of device; never on meta, which has none."
     return device != "meta" and torch.is_autocast_enabled(device)
 
+def is_device(device) -> bool:
+    "Whether PyTorch takes it for a device: None is the default, an integer an accelerator."
+    if not isinstance(device, str):
+        return device is None or is_integer(device) or isinstance(device, torch.device)
+    try: return bool(torch.device(device))
+    except RuntimeError: return False
+
+def check_factory(device:torch.types.Device, dtype:torch.dtype|None):
+    "`ValueError` for a device or dtype that no weight can have."
+    expect(is_device(device), "device", "a device such as 'cpu', or None", repr(device))
+    expect(dtype is None or dtype in FLOATS, "dtype",
+           "a floating dtype of 16, 32 or 64 bits, or None", repr(dtype))
+
+def check_matrix(name:str, t:Tensor):  # [V,H]
+    "`ValueError` unless it is a matrix of floats."
+    expect_tensor(name, t)
+    expect(t.dim() == 2, name, "shape [V, H]", list(t.shape))
+    expect(t.dtype in FLOATS, name, "a floating dtype of 16, 32 or 64 bits", t.dtype)
+
 def check_linear(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
 ):
     "`ValueError` unless `input` and `linear_weight` can be multiplied, or will be by autocast."
     expect_tensor("input", input)
-    expect_tensor("linear_weight", linear_weight)
-    expect(linear_weight.dim() == 2, "linear_weight",
-           "shape [V, H]", list(linear_weight.shape))
+    check_matrix("linear_weight", linear_weight)
     expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input",
            f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
-    for name, t in (("input", input), ("linear_weight", linear_weight)):
-        expect(t.dtype in FLOATS, name, "a floating dtype of 16, 32 or 64 bits", t.dtype)
+    expect(input.dtype in FLOATS, "input", "a floating dtype of 16, 32 or 64 bits", input.dtype)
     mixes = (autocasts(input.device.type)
              and torch.float64 not in (input.dtype, linear_weight.dtype))
     expect(input.dtype == linear_weight.dtype or mixes, "linear_weight",
@@ -61,6 +94,7 @@ def check_labels(
     n_classes:int, ignore_index:int,
 ):
     "`IndexError` naming the first label not in `[0, n_classes)`; on GPUs if FUSEDLOSS_DEBUG=1."
+    expect(is_integer(ignore_index), "ignore_index", "an integer", ignore_index)
     looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
     if not looks or torch.compiler.is_compiling(): return
     check_unbatched(target)
@@ -79,19 +113,25 @@ def bad_labels(target:Tensor, n_classes:int, ignore_index:int) -> Tensor:
 # %% ../../nbs/library/checks.ipynb #c698a1cf
 def check_target(
     target:Tensor,  # of `shape`, integers
-    shape:torch.Size, device:torch.device, reduction:str,
+    shape:torch.Size, device:torch.device, reduction:str, name:str="target",
 ):
     "Raise `ValueError` for targets of another kind, and for an unknown reduction."
-    expect_tensor("target", target)
-    expect(target.shape == shape, "target", f"shape {list(shape)}", list(target.shape))
+    expect_tensor(name, target)
+    expect(target.shape == shape, name, f"shape {list(shape)}", list(target.shape))
     integer = not (target.is_floating_point() or target.is_complex()
                    or target.dtype == torch.bool)
-    expect(integer, "target", "an integer dtype", target.dtype)
-    expect(target.device == device, "target", f"the input's device {device}", target.device)
+    expect(integer, name, "an integer dtype", target.dtype)
+    expect(target.device == device, name, f"the input's device {device}", target.device)
     expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'",
            repr(reduction))
 
 # %% ../../nbs/library/checks.ipynb #0c45ad09
+def check_margin(margin:float, scale:float|None):
+    "`ValueError` for numbers that LMCL cannot have."
+    expect(is_number(margin), "margin", "a finite number", margin)
+    expect(scale is None or is_number(scale) and scale > 0, "scale",
+           "a positive number or None", scale)
+
 def check_inputs(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
@@ -101,9 +141,7 @@ def check_inputs(
     "Raise `ValueError` or `IndexError` for input that no loss here accepts."
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
-    expect(is_number(margin), "margin", "a finite number", margin)
-    expect(scale is None or is_number(scale) and scale > 0, "scale",
-           "a positive number or None", scale)
+    check_margin(margin, scale)
     check_labels(target, len(linear_weight), ignore_index)
 
 # %% ../../nbs/library/checks.ipynb #86b238ef
@@ -130,6 +168,14 @@ def check_options(
     expect(in_range(z_loss, 0), "z_loss", "a number not below 0", z_loss)
 
 # %% ../../nbs/library/checks.ipynb #b14540fb
+def check_weight(name:str, t:Optional[Tensor], shape:tuple[int, ...]):
+    "`ValueError` for weights of another shape or dtype, or that want a gradient."
+    if t is None: return
+    expect(isinstance(t, Tensor), name, "a tensor or None", type(t).__name__)
+    expect(t.is_floating_point() and t.shape == tuple(shape), name,
+           f"floats of shape {list(shape)}", f"{t.dtype} {list(t.shape)}")
+    expect(not t.requires_grad, name, "a tensor without gradient", "requires_grad=True")
+
 def check_weights(
     input:Tensor,
     weight:Optional[Tensor],  # [V]
@@ -139,9 +185,6 @@ def check_weights(
     classes = input.shape[min(1, input.dim() - 1)]
     for name, t, shape in (("weight", weight, (classes,)),
                            ("token_weight", token_weight, target.shape)):
-        if t is None: continue
-        expect(isinstance(t, Tensor), name, "a tensor or None", type(t).__name__)
-        expect(t.is_floating_point() and t.shape == tuple(shape), name,
-                f"floats of shape {list(shape)}", f"{t.dtype} {list(t.shape)}")
-        expect(t.device == input.device, name, f"the input's device {input.device}", t.device)
-        expect(not t.requires_grad, name, "a tensor without gradient", "requires_grad=True")
+        check_weight(name, t, shape)
+        expect(t is None or t.device == input.device, name,
+               f"the input's device {input.device}", None if t is None else t.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusedloss.core.checks import expect, expect_tensor
+from fusedloss.core.checks import as_integers, expect, expect_tensor
 from fusedloss.core.operators import observed
 
 # %% ../../nbs/library/sequences.ipynb #7d5ee8fa
@@ -55,12 +55,13 @@ def as_lengths(
 ) -> Tensor:  # [N] int64, wherever it was
     "`ValueError` unless these are N integers."
     n = z.shape[1]
-    if not isinstance(lengths, Tensor): lengths = torch.as_tensor(lengths, device="cpu")
+    lengths = as_integers(name, lengths)
     if lengths.dim() == 0: lengths = lengths[None]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)
     expect(lengths.shape == (n,) and (whole or n == 0), name, f"{n} integers",
            f"{lengths.dtype} {list(lengths.shape)}{transposed_hint(lengths.numel(), z)}")
+    expect(not lengths.is_meta or z.is_meta, name, f"integers on {z.device} or a CPU", "meta")
     return lengths.long()
 
 # %% ../../nbs/library/sequences.ipynb #12fd67db
@@ -161,6 +162,7 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
     expect(targets.dim() == 1 or padded_shape, "targets",
            f"[{z.shape[1]}, L] or [sum of target_lengths]",
            f"{list(targets.shape)}{transposed_hint(targets.shape[:1].numel(), z)}")
+    expect(not targets.is_meta or z.is_meta, "targets", f"labels on {z.device} or a CPU", "meta")
     expect(type(blank) is int and 0 <= blank < z.shape[2], "blank",
            f"a class below {z.shape[2]}", blank)
     expect(reduction in ("none", "mean", "sum"), "reduction", "none, mean or sum", reduction)

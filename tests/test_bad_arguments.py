@@ -1,0 +1,293 @@
+"""Every argument of every public function, constructor and forward, with values that it cannot take: the error names it, and nothing has changed."""
+import collections.abc
+import inspect
+import re
+import types
+from functools import partial
+from typing import Any, Iterator, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import ParamsT
+
+import fusedloss as fl
+from fusedloss.core.rates import Machine
+from test_types import functions, public, words_of
+
+N, H, V = 6, 4, 9
+made = torch.Generator().manual_seed(0)
+x, w, z = (torch.randn(n, h, generator=made) for n, h in ((N, H), (V, H), (N, V)))
+y = torch.arange(N)
+linear = dict(input=x, linear_weight=w, target=y)
+paths = dict(log_probs=torch.randn(5, 2, 4, generator=made).log_softmax(2), targets=torch.tensor([[1, 2], [3, 1]]),
+             input_lengths=torch.tensor([5, 4]), target_lengths=torch.tensor([2, 1]))
+frames = {k: t for k, t in paths.items() if k != "log_probs"}
+graph = dict(Ms=torch.randn(3, 2, 2, 2, generator=made), idx=torch.tensor([[0, 1], [1, 0]]), v0=torch.zeros(2, 2), vT=torch.zeros(2, 2))
+
+
+def with_gradient(t: Tensor) -> nn.Parameter:
+    "A parameter whose gradient is there"
+    p = nn.Parameter(t.clone())
+    p.grad = torch.ones_like(p)
+    return p
+
+
+def traced() -> torch.fx.GraphModule:
+    "A graph of ATen operations"
+    from torch.fx.experimental.proxy_tensor import make_fx
+    return make_fx(lambda t: t.exp())(x)
+
+
+def optimizer(kind: type) -> torch.optim.Optimizer:
+    "One that has something to do"
+    return kind(torch.optim.SGD, [with_gradient(w)], lr=0.1)
+
+
+HEADS = {name: partial(getattr(fl, name), V, H, sample_rate=0.5) for name in ("PartialFC", "ShardedPartialFC")}
+OPTIMIZERS = {name: partial(optimizer, getattr(fl, name)) for name in ("RowSparse", "ShardedRowSparse")}
+OBJECTS = {  # what methods are called on
+    **HEADS, **OPTIMIZERS, "CTCLoss": fl.CTCLoss, "LinearCrossEntropyLoss": partial(fl.LinearCrossEntropyLoss, H, V),
+    "MemoryEfficientVocabOutput": lambda: fl.MemoryEfficientVocabOutput(nn.Parameter(w.clone())), "NegativeSampler": partial(fl.NegativeSampler, 0.5),
+    **{name: partial(lambda kind: kind(nn.Parameter(w.clone())), getattr(fl, name)) for name in ("BaselineSoftmax", "BaselineSoftmaxNllLoss")},
+}
+GOOD: dict[str, dict] = {  # one call of each that succeeds
+    **dict.fromkeys(("baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "linear_cross_entropy", "recompute_linear_cross_entropy",
+                     "sharded_linear_cross_entropy", "tiled_linear_cross_entropy"), linear),
+    "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
+    **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
+    "plan": dict(n_tokens=4, n_classes=16, n_features=8),
+    **dict.fromkeys(("ctc_loss", "ctc_posteriors", "forced_align", "CTCLoss.forward"), paths),
+    "ctc_loss_with_logits": {"logits": paths["log_probs"], **frames},
+    "linear_ctc_loss": {"input": torch.randn(5, 2, H, generator=made), "linear_weight": w, **frames},
+    **dict.fromkeys(("logz", "viterbi", "sample", "semirings.path_sum", "semirings.brute_force"), graph), "rewrite_gather": dict(gm=traced()),
+    **dict.fromkeys(HEADS, dict(num_classes=V, embedding_size=H)),
+    **dict.fromkeys((f"{head}.forward" for head in HEADS), dict(features=x, target=y)), **dict.fromkeys((f"{head}.extend" for head in HEADS), dict(n=2)),
+    **dict.fromkeys((f"{head}.remove" for head in HEADS), dict(classes=[1, 2])),
+    **dict.fromkeys(OPTIMIZERS, dict(optimizer_class=torch.optim.SGD, params=[nn.Parameter(w)])), **dict.fromkeys((f"{o}.step" for o in OPTIMIZERS), {}),
+    **dict.fromkeys((f"{o}.clip_grad_norm_" for o in OPTIMIZERS), dict(max_norm=1.0)),
+    "NegativeSampler": dict(rate=0.5), "NegativeSampler.forward": dict(stop=V), "NegativeSampler.find": dict(y=y),
+    "LinearCrossEntropyLoss": dict(in_features=H, num_classes=V), "LinearCrossEntropyLoss.forward": dict(input=x, target=y), "CTCLoss": {},
+    **dict.fromkeys(("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss"), dict(proj_weight=nn.Parameter(w))),
+    **dict.fromkeys((f"{name}.forward" for name in ("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss")), dict(input=x, target=y)),
+    "MemoryEfficientVocabOutput.eval_forward": dict(input=x), **dict.fromkeys(("margins.CosFace", "margins.ArcFace", "margins.Combined", "margins.AdaFace", "margins.Circle"), {}),
+    "margins.SubCenter": dict(k=2), "semirings.KBest": dict(k=2), "semirings.CountSemiring": {}, "semirings.Sample": {},
+}
+THEN = {  # the call that some constructors leave the checks to
+    "CTCLoss": paths, "LinearCrossEntropyLoss": dict(input=x, target=y),
+    **dict.fromkeys(("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss"), dict(input=x, target=y)),
+}
+EXAMPLES = {"linear_bias": torch.randn(V, generator=made), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
+            "token_weight": torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
+INSIDE = re.compile(  # results, and what the library calls with what it made itself
+    r"CrossEntropyStats|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict)|.*\.(observe|target_score|quality|lift|sum|mul|reduce|dsum|best"
+    r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|Head|CosineTiles)(\..*)?|margins\.\w+\.forward")
+
+
+def found(name: str) -> object:
+    "What a dotted name of the package stands for"
+    thing = fl
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+class Argument(NamedTuple):
+    "A parameter, as an annotation says what it takes"
+    name: str
+    kinds: tuple[object, ...]  # types; None for NoneType
+    words: tuple[str, ...]
+
+
+def kinds_of(annotation: object) -> tuple[object, ...]:
+    "The members of a union, of one otherwise"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return sum(map(kinds_of, get_args(annotation)), ())
+    return (None if annotation is type(None) else annotation,)
+
+
+def arguments(name: str) -> Iterator[Argument]:
+    "Those that a callable takes, those of a `TypedDict` of options too"
+    for p in inspect.signature(found(name)).parameters.values():
+        if p.name == "self" or p.kind is p.VAR_KEYWORD and p.annotation is Any:
+            continue
+        options = get_args(p.annotation)[0] if p.kind is p.VAR_KEYWORD else None
+        hints = get_type_hints(options) if is_typeddict(options) else {p.name: p.annotation}
+        yield from (Argument(k, (ParamsT,) if a is ParamsT else kinds_of(a), words_of(a)) for k, a in hints.items())
+
+
+def called() -> list[str]:
+    "Names of all public callables that take arguments"
+    names = {name for name, f in public() if inspect.isfunction(f) or inspect.isclass(f)}
+    names |= {name for name, _ in functions() if not name.endswith("__")}
+    names |= {f"semirings.{name}" for name in ("path_sum", "brute_force", "KBest", "CountSemiring", "Sample")}
+    return sorted(name for name in names if not INSIDE.fullmatch(name) and callable(found(name)) and any(arguments(name)))
+
+
+# --- values that an argument cannot take: by its type, and by its name where the type does not say it ---
+
+NUMBERS = {  # outside of the range
+    "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
+    "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
+    "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,),
+}
+INTEGERS = {  # outside of the range; a size unless named here
+    "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "max_valid": (-1,),
+    "n_tokens": (-1,), "n_features": (-1,), "in_features": (-1,), "start": (-1,), "stop": (-1,), "dim": (2, -3), "blank": (-1, 99),
+    "BaselineSoftmax-tile_factor": (), "BaselineSoftmaxNllLoss-tile_factor": (),
+}
+PARTNERS = {  # the error of a shape or device that does not fit may name the argument that it does not fit
+    **dict.fromkeys(("input", "features"), ("target", "targets", "linear_weight", "token_weight")), "linear_weight": ("input",), "proj_weight": ("input", "linear_weight"),
+    **dict.fromkeys(("log_probs", "logits"), ("targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "class_weight": ("weight",),
+}
+FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
+FINE = {  # kinds that this argument takes, of one callable or of all
+    "linear_weight": {"rows"}, "proj_weight": {"rows"}, "targets": {"size"}, "Ms": {"rows"}, "classes": {"nested"}, "max_norm": {"inf"},
+    **dict.fromkeys(("log_probs", "logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
+    **dict.fromkeys(("input_lengths", "target_lengths", "lengths"), {"list"}),
+    **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
+    "MemoryEfficientVocabOutput.eval_forward-input": {"more dimensions", "rows"}, "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"},
+    "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"}, "plan-needs_grad": {"list"}, "plan-options": {"empty"},
+    "semirings.CountSemiring-dtype": {"int8"},
+}
+WORDS = {"grad": "exact", "past_pi": "smooth"}  # annotated as any string
+
+
+class Lora(nn.Linear):
+    "A linear layer that does more than the product"
+    def forward(self, t: Tensor) -> Tensor:
+        return super().forward(t) + 1
+
+
+def hooked() -> nn.Linear:
+    "A linear layer with a hook"
+    layer = nn.Linear(H, V, bias=False)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def tensors(name: str, good: Tensor) -> Iterator[tuple[str, object]]:
+    "No tensors; tensors of another shape, dtype or device"
+    yield from {"list": good.tolist(), "None": None, "str": "words", "number": 3.0}.items()
+    yield from {"no dimension": good.new_zeros(()), "more dimensions": good[None, None], "size": torch.cat([good, good], -1)[..., :good.shape[-1] + 1]}.items()
+    if good.dim() > 1:
+        yield "rows", torch.cat([good, good])[:len(good) + 1]
+    dtypes = (torch.float64, torch.int64, torch.bool, torch.complex64) if good.is_floating_point() else (torch.float32, torch.bool, torch.complex64)
+    yield from ((str(d).removeprefix("torch."), good.to(d)) for d in dtypes)
+    yield "meta", good.to("meta")
+    if name in ("weight", "class_weight", "token_weight"):
+        yield "gradient", good.clone().requires_grad_()
+    if name in ("target", "targets", "idx") or name.endswith("lengths"):
+        yield from ((str(number), torch.full_like(good, number)) for number in (99, -7))
+
+
+def sequences(name: str) -> Iterator[tuple[str, object]]:
+    "No integers"
+    yield from {"str": "words", "None": None, "number": 1.5, "floats": [1.5, 2.0], "words": ["a", "b"], "nested": [[1, 2]], "large": [99, 1], "negative": [-7, 1]}.items()
+
+
+def bad_values(name: str, a: Argument, good: object) -> Iterator[tuple[str, object]]:
+    "Kind and value"
+    of = lambda *types: any(t in a.kinds for t in types)
+    if of(Tensor, nn.Parameter):
+        if isinstance(good, Tensor):
+            yield from tensors(a.name, good)
+        if any(get_origin(k) is collections.abc.Sequence for k in a.kinds):
+            yield from sequences(a.name)
+    elif of(float):
+        yield from {"str": "1", "bool": True, "list": [1.0], "None": None, "nan": float("nan"), "inf": float("inf"), "tensor": torch.tensor(0.5)}.items()
+        yield from ((str(value), value) for value in NUMBERS[a.name])
+        if name.startswith("margins."):
+            yield "-1.0", -1.0
+    elif of(int) and not of(str):
+        yield from {"str": "1", "bool": True, "fraction": 1.5, "list": [1], "None": None, "nan": float("nan")}.items()
+        yield from ((str(value), value) for value in INTEGERS.get(f"{name}-{a.name}", INTEGERS.get(a.name, (0, -1))))
+    elif of(bool):
+        yield from {"str": "no", "None": None, "list": [True], "number": 2}.items()
+    if of(nn.Module):
+        yield from {"adapter": Lora(H, V, bias=False), "hook": hooked(), "module": nn.ReLU()}.items()
+    if a.words or a.name in WORDS:
+        yield from {"word": "a word of its own", "number": 7, "list": ["mean"], "None": None}.items()
+    if of(torch.dtype):
+        yield from {"str": "float32", "number": 8, "None": None, "int8": torch.int8}.items()
+    if of(str) and a.name == "device":
+        yield from {"str": "nowhere", "number": 1.5, "list": ["cpu"], "None": None}.items()
+    if any(get_origin(k) is collections.abc.Callable for k in a.kinds):
+        yield from {"str": "words", "number": 3, "None": None}.items()
+    if of(fl.margins.Margin, fl.NegativeSampler, fl.semirings.Semiring, DeviceMesh, torch.Generator, torch.fx.GraphModule, Machine, type, torch.optim.Optimizer):
+        yield from {"str": "words", "number": 3, "list": [], "class": list, "None": None}.items()
+    if of(ParamsT):
+        yield from {"None": None, "number": 3, "str": "words", "tensor": w, "numbers": [1, 2], "empty": []}.items()
+    if any(get_origin(k) is tuple for k in a.kinds):
+        yield from {"str": "words", "number": 3, "None": None, "empty": (), "words": ("a", "b"), "many": (1, 2, 3, 4), "numbers": [1.5, "a"]}.items()
+
+
+def cases(name: str, a: Argument) -> dict[str, object]:
+    "Values of an argument by kind; None is none where the annotation allows it"
+    given = bad_values(name, a, GOOD[name].get(a.name, EXAMPLES.get(a.name)))
+    return {kind: value for kind, value in given if not (value is None and None in a.kinds)}
+
+
+def invoke(name: str, given: dict, objects: dict = {}):
+    "The call, and the one that a constructor leaves its checks to"
+    owner, _, method = name.rpartition(".")
+    f = getattr(objects[owner], method) if owner in OBJECTS else found(name)
+    parameters = inspect.signature(f).parameters.values()
+    several = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    if several in given:
+        given = dict(given)
+        return f(*[given[p.name] for p in parameters if p.name in given and p.name != several], given[several])
+    result = f(**given)
+    return result(**THEN[name]) if name in THEN else result
+
+
+def held(name: str, given: dict, objects: dict) -> list[Tensor]:
+    "All tensors that a call could change"
+    owner = objects.get(name.rpartition(".")[0])
+    own = list(owner.state_dict().values()) if isinstance(owner, nn.Module) else [p for g in getattr(owner, "param_groups", ()) for p in g["params"]]
+    return [t.detach() for t in (*own, *given.values()) if isinstance(t, Tensor)]
+
+
+def said(name: str, given: dict, objects: dict) -> str:
+    "What is raised, or what came instead"
+    before = [(t, t._version, None if t.is_meta else t.clone()) for t in held(name, given, objects)]
+    try:
+        invoke(name, given, objects)
+        text = "nothing"
+    except (ValueError, IndexError) as error:
+        text = str(error)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    for t, version, bits in before:
+        if t._version != version or bits is not None and not torch.equal(t.nan_to_num(), bits.nan_to_num()):
+            return f"a tensor has changed; {text}"
+    return text
+
+
+CASES = [pytest.param(name, a, id=f"{name}-{a.name}") for name in called() for a in (arguments(name) if name in GOOD else ())]
+
+
+def test_every_public_callable_has_a_good_call():
+    assert set(GOOD) == set(called())
+    for name, given in GOOD.items():
+        invoke(name, given, {name.rpartition(".")[0]: OBJECTS.get(name.rpartition(".")[0], lambda: None)()})
+
+
+def is_sentence(text: str, names: tuple[str, ...]) -> bool:
+    "Whether it begins with an argument, or an element of one, and says what was expected and what came"
+    return bool(re.match(rf"({'|'.join(names)})(: expected .*, got |(\[[\d, ]*\])+ is .*: expected |: label .* is .*: expected )", text, re.DOTALL))
+
+
+@pytest.mark.parametrize("name, argument", CASES)
+def test_a_bad_argument_is_named(name, argument):
+    values, owner, wrong = cases(name, argument), name.rpartition(".")[0], []
+    assert values, f"{argument.name}: expected an annotation or a name that the tables know, got {argument.kinds}"
+    objects = {owner: OBJECTS[owner]()} if owner in OBJECTS else {}
+    fine = FINE.get(argument.name, set()) | FINE.get(f"{name}-{argument.name}", set())
+    for kind, value in values.items():
+        text = said(name, GOOD[name] | {argument.name: value}, objects)
+        names = argument.name, *(PARTNERS.get(argument.name, ()) if kind in FITS else ())
+        if text != "nothing" if kind in fine else not is_sentence(text, names):
+            wrong.append(f"{kind}: {text}")
+    assert not wrong, "\n" + "\n".join(wrong)
