@@ -7,7 +7,7 @@ __all__ = ['METHODS', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/11_losses.ipynb #43572c67
 import logging
-from typing import Any, Callable, Optional, TypedDict, Unpack
+from typing import Any, Callable, Optional, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,10 @@ from fusedloss.chunks import (
     check_chunks, check_promise, chunked_linear_cross_entropy, ChunkedLinearCrossEntropyLoss,
     hold_promise, linear_dtype)
 from fusedloss.clusters import cross_entropy
-from fusedloss.core.checks import check_inputs, check_options, check_weights, expect
+from fusedloss.core.checks import check_inputs, check_weights, expect
 from fusedloss.core.options import (
-    Accumulate, BackboneReduction, CrossEntropyStats, Method, Reduction)
+    Accumulate, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
+    Method, Reduction)
 from fusedloss.core.rates import CPU, machine_here
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import method_of
@@ -94,10 +95,9 @@ def check_call(
     check_whole("input", input, 0)
     check_whole("linear_weight", linear_weight, features)
     check_whole("linear_bias", given["linear_bias"], features)
-    check_inputs(input, linear_weight, target, given["reduction"], given["ignore_index"])
-    check_filter(filter_eps, given["label_smoothing"])
+    check_inputs(input, linear_weight, target, given["reduction"], given["options"].ignore_index)
+    check_filter(filter_eps, given["options"].label_smoothing)
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
-    check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(linear_weight.T, given["weight"], given["token_weight"], target)
     check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, max_valid,
                  given["return_stats"])
@@ -146,10 +146,8 @@ def request_of(
 ) -> Request:
     "The numbers of a call."
     v, h = linear_weight.shape
-    used = lambda value: value is not None and (isinstance(value, Tensor) or value != 0)
-    options = tuple(name for name in ("linear_bias", "weight", "label_smoothing", "softcap",
-                                      "z_loss", "token_weight", "filter_eps") if used(given[name]))
-    if given["logit_scale"] != 1: options += "logit_scale",
+    beside = "linear_bias", "weight", "token_weight", "filter_eps"
+    options = *(n for n in beside if given[n] is not None), *given["options"].changed()
     # numbers, since PyTorch 2.11 multiplies no symbol by a bool
     needs = tuple(int(t is not None and t.requires_grad and torch.is_grad_enabled())
                   for t in (input, linear_weight, given["linear_bias"]))
@@ -177,8 +175,8 @@ def take(
             chunk_size=r.chunk_size, max_valid=max_valid, **given)
     _, rows, columns = way.cut
     return tiled_linear_cross_entropy(
-        *tensors, reduction=given["reduction"], ignore_index=given["ignore_index"],
-        logit_scale=given["logit_scale"], token_tile=rows, class_tile=columns)
+        *tensors, reduction=given["reduction"], ignore_index=given["options"].ignore_index,
+        logit_scale=given["options"].logit_scale, token_tile=rows, class_tile=columns)
 
 # %% ../nbs/11_losses.ipynb #a5942c13
 def for_compilers(
@@ -224,10 +222,11 @@ def planned_loss(
         logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, way, method))
     arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
     if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
-    check_promise(target, given["ignore_index"], max_valid)
-    return hold_promise(take(*arguments), target, given["ignore_index"], max_valid)
+    check_promise(target, given["options"].ignore_index, max_valid)
+    return hold_promise(take(*arguments), target, given["options"].ignore_index, max_valid)
 
 # %% ../nbs/11_losses.ipynb #6e54c712
+@lists_options
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
@@ -235,12 +234,6 @@ def linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), undivided by
-                                   # a temperature T: that is logit_scale=s/T, softcap=c/T
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
@@ -250,6 +243,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
 
@@ -260,24 +254,18 @@ def linear_cross_entropy(
     with its weight; call it in that wrapper's forward, which reduces gradients. Beside a plain
     weight `backbone_reduction` changes nothing in a single process, and raises in several.
     """
-    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
-                 ignore_index=ignore_index, label_smoothing=label_smoothing,
-                 logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    o = loss_options(options)
+    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
                  token_weight=token_weight, return_stats=return_stats)
     return planned_loss(input, linear_weight, target, given, shift, method, memory_budget,
                         accumulate, filter_eps, max_valid=max_valid,
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)
 
 # %% ../nbs/11_losses.ipynb #3dd3056c
-class ModuleOptions(TypedDict, total=False):
+class ModuleOptions(LossArguments, total=False):
     "Arguments that `LinearCrossEntropyLoss` hands on to stage 6's module."
     class_weight: Optional[Tensor]  # [V]
     reduction: Reduction
-    ignore_index: int
-    label_smoothing: float
-    logit_scale: float
-    softcap: Optional[float]
-    z_loss: float
     chunk_size: Optional[int]
     memory_budget: Optional[int]
     accumulate: Accumulate

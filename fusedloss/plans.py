@@ -18,7 +18,7 @@ from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.drawing import si, Table
-from fusedloss.core.options import Accumulate, Reduction
+from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
@@ -422,8 +422,7 @@ def make_plan(r:Request, machine:Optional[Machine]=None) -> Plan:
 plan_again = functools.lru_cache(maxsize=4096)(make_plan)
 
 # %% ../nbs/10_plans.ipynb #50a709f1
-OPTIONS = ("linear_bias", "weight", "label_smoothing", "logit_scale", "softcap", "z_loss",
-           "token_weight", "filter_eps")
+OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps")
 
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."

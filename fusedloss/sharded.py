@@ -7,7 +7,7 @@ __all__ = ['sharded_linear_cross_entropy']
 
 # %% ../nbs/16_sharded.ipynb #cd61807c
 import functools
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
-    acc_dtype, autocasts, check_flags, check_labels, check_linear, check_matrix, check_options,
-    check_target, check_weights, expect, expect_tensor, is_integer)
-from fusedloss.core.operators import check_reverse, first_order
-from fusedloss.core.options import BackboneReduction, CrossEntropyStats, Reduction, LossOptions
+    acc_dtype, check_flags, check_labels, check_linear, check_matrix, check_target, check_weights,
+    expect, expect_tensor, is_integer)
+from fusedloss.core.operators import autocasts, check_reverse, first_order
+from fusedloss.core.options import (
+    BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
+    Reduction)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
@@ -426,12 +428,9 @@ def check_sharded(
     "`ValueError` for what no loss over ranks accepts; labels are looked at when all are here."
     check_linear(x, w)
     check_target(y, x.shape[:-1], x.device, given["reduction"])
-    index = given["ignore_index"]
     expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
-    expect(type(index) is int, "ignore_index", "an integer", index)
     check_bias(given["linear_bias"], x, w)
     check_flags(return_stats=given["return_stats"])
-    check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(w.new_empty(0, s.n_classes), given["weight"], given["token_weight"], y)
     expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
     expect(not shift or x.dim() > 1, "shift", "0 where the input has no token dimension", shift)
@@ -446,12 +445,11 @@ def ask_shards(
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     bias = [] if given["linear_bias"] is None else [given["linear_bias"].contiguous()]
     x, w, *bias = autocast_like_linear(x.reshape(-1, x.shape[-1]), w, *bias)
-    numbers = (given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss"))
-    o = LossOptions(given["ignore_index"], *(float(n or 0) for n in numbers))
     if b.shared: same_on_all("input", x, s); same_on_all("target", y, s)
     loss, stats = sharded_loss(
         x, w, bias[0] if bias else None, flat(y.long()), flat(given["weight"]),
-        flat(given["token_weight"]), o, s, b, given["reduction"], given["return_stats"], budget)
+        flat(given["token_weight"]), given["options"], s, b, given["reduction"],
+        given["return_stats"], budget)
     if not loss.dim(): same_on_all("loss", loss, s)
     return loss, stats
 
@@ -504,7 +502,7 @@ def spread_loss(
     if not (b.shared or spread_on(input)): b = b._replace(rows=widest(b.own, s, x.device))
     left = None
     if shift:
-        y = shifted_ahead(y, shift, given["ignore_index"], each, s)
+        y = shifted_ahead(y, shift, given["options"].ignore_index, each, s)
         if given["token_weight"] is not None:
             given["token_weight"] = shifted_ahead(given["token_weight"], shift, 0.0, each, s)
         left = within(input.shape[-2], shift, each, y.shape[-1], s)
@@ -514,6 +512,7 @@ def spread_loss(
     return (shaped(loss), CrossEntropyStats(*map(shaped, stats))) if stats else shaped(loss)
 
 # %% ../nbs/16_sharded.ipynb #eda0ccfd
+@lists_options
 def sharded_linear_cross_entropy(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
     linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
@@ -521,11 +520,6 @@ def sharded_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -533,15 +527,15 @@ def sharded_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
     """A linear layer's cross entropy, its classes over ranks; no rank makes another's scores.
 
     `backbone_reduction` as in `linear_cross_entropy`.
     """
+    o = loss_options(options)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
-    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
-                 ignore_index=ignore_index, label_smoothing=label_smoothing,
-                 logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
                  token_weight=token_weight, return_stats=return_stats)
     return spread_loss(input, linear_weight, target, given, shift, memory_budget, mesh,
                        num_classes, backbone_reduction)

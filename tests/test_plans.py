@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fusedloss.plans as planning
+from fusedloss.core.options import loss_options, LossOptions
 from fusedloss.baseline import sample_data
 from fusedloss.core.rates import H200, Machine
 from fusedloss.losses import choose, linear_cross_entropy, request_of
@@ -135,8 +136,9 @@ def test_predicted_bytes_are_those_counted(name, dtype):
             loss = loss[0] + loss[1].entropy.mean()
         torch.autograd.grad(loss.sum(), [x, w])
     p = make_plan(request_of(x, w, dict(
-        linear_bias=None, weight=None, token_weight=None, z_loss=0.0, filter_eps=None,
-        **{k: options.get(k, d) for k, d in dict(reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0, return_stats=False).items()}),
+        linear_bias=None, weight=None, token_weight=None, filter_eps=None,
+        options=loss_options({k: v for k, v in options.items() if k in LossOptions._fields}),
+        **{k: options.get(k, d) for k, d in dict(reduction="mean", return_stats=False).items()}),
         options.get("memory_budget"), "auto", None, None, False))
     for way in p.able:
         if way.extra <= p.budget and way.method != "tiles":
