@@ -109,7 +109,7 @@ def kernels_of(
     scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads,
                 STRIPS=s.strips)
     row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=256, NORMALISE=1, SOFTMAX=1,
-               NEAR=int(near))
+               STAGED=int(near))
     # a warp lags `ahead` frames behind the one before it, which a short run feels
     runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
             for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]

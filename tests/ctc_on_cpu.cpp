@@ -32,8 +32,8 @@ extern "C" void run_loss(int grid, int threads, int seed, const float2* stats, c
                          float* loss, int N, int zero_infinity, int mean) {
   launch(grid, threads, 1, [=] { ctc_loss(stats, log_z, frames, lengths, loss, N, zero_infinity, mean); }, seed);
 }
-extern "C" void run_scale(int grid, int threads, int seed, const bits* dz, bits* out, const float* factor, const float* share, int factor_stride,
+extern "C" void run_scale(int grid, int threads, int seed, const bits* dz, bits* out, const float* g, const float* inv_denominator, int g_stride,
                           int dt, int dn, int st, int sn, int T, int N, int C) {
-  launch(grid, threads, 1, [=] { ctc_scale(dz, out, factor, share, factor_stride, dt, dn, st, sn, T, N, C); }, seed);
+  launch(grid, threads, 1, [=] { ctc_scale(dz, out, g, inv_denominator, g_stride, dt, dn, st, sn, T, N, C); }, seed);
 }
 #endif
