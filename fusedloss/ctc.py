@@ -311,6 +311,7 @@ class _CTCGrad(torch.autograd.Function):
 
 # %% ../nbs/20_ctc.ipynb #3ae5da9e
 class _CTC(torch.autograd.Function):
+    "The loss in eager mode: backward may scale dz in its place, and has a derivative."
     @staticmethod
     def forward(ctx, wanted, z, targets, frames, lengths, *how):
         late = how[3] and z.dtype == torch.float16
@@ -331,8 +332,7 @@ class _CTC(torch.autograd.Function):
         return None, ctc_backward(g, dz, share, keep), *nothing
 
 # %% ../nbs/20_ctc.ipynb #1227a83d
-@operator("fusedloss::ctc")
-def ctc_operator(
+def ctc_with_strides(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Tensor]:
@@ -342,32 +342,31 @@ def ctc_operator(
     return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != wanted else dz
 
 # %% ../nbs/20_ctc.ipynb #88f110e5
-@ctc_operator.register_fake
-def _(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
+def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
+    "The shapes of `ctc_with_strides`'s results."
     dtype = f64 if z.dtype == f64 else f32
     return z.new_empty(z.shape[1], dtype=dtype), torch.empty_like(z) if grad else z.new_empty(0)
 
 # %% ../nbs/20_ctc.ipynb #778bd5f1
-@operator("fusedloss::ctc_grad")
-def ctc_grad_operator(g:Tensor, dz:Tensor) -> Tensor:
+def ctc_grad(g:Tensor, dz:Tensor) -> Tensor:
     "`ctc_backward` into a tensor of its own."
     return ctc_backward(g, dz, None, True)
 
-# %% ../nbs/20_ctc.ipynb #e5a5dcab
-@ctc_grad_operator.register_fake
-def _(g, dz): return torch.empty_like(dz)
+ctc_grad_operator = operator("fusedloss::ctc_grad", ctc_grad,
+                             fake=lambda g, dz: torch.empty_like(dz))
 
 # %% ../nbs/20_ctc.ipynb #3cb8c7c2
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(output[1])  # an output that leads to z, where gradients are recorded
-    ctx.set_materialize_grads(False)
+def save_dz(ctx, inputs, output):
+    "dz: an output that leads to z, where gradients are recorded."
+    ctx.save_for_backward(output[1])
 
-def _backward(ctx, g, _):
-    dz, = ctx.saved_tensors
-    return (None if g is None else ctc_grad_operator(g, dz)), *[None] * 8
+def gradient_of_ctc(ctx, needs, g, _):
+    "dz times the upstream gradient."
+    return {} if g is None else {"z": ctc_grad_operator(g, *ctx.saved_tensors)}
 
 # %% ../nbs/20_ctc.ipynb #b33db924
-ctc_operator.register_autograd(_backward, setup_context=_save)
+ctc_operator = operator("fusedloss::ctc", ctc_with_strides, fake=fake_ctc, save=save_dz,
+                        backward=gradient_of_ctc)
 
 # %% ../nbs/20_ctc.ipynb #8753093f
 def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, form, name):
