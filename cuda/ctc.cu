@@ -12,11 +12,7 @@
 // after another where a block does not hold them all); for the gradient PER (classes a thread), ROWTHREADS (32, 256),
 // NORMALISE (z are logits; or else log-probabilities) and SOFTMAX (0: the gradient is less the posteriors alone).
 // Idea: connectionist temporal classification, Graves 2006; forward-backward algorithm, Baum 1972.
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
-#define INLINE __device__ __forceinline__
+#include "common.cuh"
 
 struct State { float m; int e; };
 
@@ -39,7 +35,6 @@ INLINE void sync_sequence() { __syncthreads(); }
 template <class V> INLINE V* in_block(V* p, int) { return p; }
 #endif
 INLINE void keep_order() { asm volatile("" ::: "memory"); }
-INLINE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 INLINE float half_to_float(u16 h) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h)); return r; }
 INLINE u16 float_to_half(float v) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
 // A slot of a ring is one word of 64 bits: its value and, in the mantissa's free sign, the lap that wrote it.
@@ -66,8 +61,7 @@ INLINE u32 warp_total(u32 v) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_add_sync(~0u, v);
 #else
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-  return v;
+  return warp_sum(v);
 #endif
 }
 #endif
@@ -96,11 +90,7 @@ struct f16 {
 };
 typedef ELEMENT::bits bits;
 
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr int BAD_SCORE = 1;  // the exponent of a NaN that came with the scores, not with a target or a length
-INLINE float infinity() { return __int_as_float(0x7f800000); }
-INLINE float not_a_number() { return __int_as_float(0x7fc00000); }
-INLINE float zero_if_neg_inf(float x) { return x == -infinity() ? 0.0f : x; }
 
 #ifdef PAIRS
 #ifndef STRIPS
@@ -506,11 +496,11 @@ struct RowMemory {
 // Over a warp, in one order, for all of its lanes.
 struct Larger {
   static INLINE float pair(float a, float b) { return fmaxf(a, b); }
-  static INLINE float warp(float v) { for (int o = 16; o; o >>= 1) v = pair(v, __shfl_xor_sync(~0u, v, o)); return v; }
+  static INLINE float warp(float v) { return warp_max(v); }
 };
 struct Plus {
   static INLINE float pair(float a, float b) { return a + b; }
-  static INLINE float warp(float v) { for (int o = 16; o; o >>= 1) v = pair(v, __shfl_xor_sync(~0u, v, o)); return v; }
+  static INLINE float warp(float v) { return warp_sum(v); }
 };
 struct Total {
   static INLINE u32 pair(u32 a, u32 b) { return a + b; }

@@ -11,15 +11,12 @@
 // THREADS a block, PER states a thread; AHEAD rows of scores are under way in shared memory, AHEAD + 1 a power of two.
 // Also fixed when compiled: REAL (float, double), SEMIRING (Log, Max) and NZ >= 2.
 // Idea: forward-backward algorithm, Baum 1972; a mantissa and an exponent a state; Hirschberg 1975 for the middle.
-#define INLINE __device__ __forceinline__
+#include "common.cuh"
 typedef REAL real;
-typedef long long i64;
 constexpr int SINGLE = sizeof(real) == 4, ROWS = AHEAD + 1;
 constexpr real LOWEST = SINGLE ? -3.4e38 : -1.7e308, HUGE_SCORE = SINGLE ? 1e30 : 1e300;
-constexpr real LOG2E = 1.4426950408889634, LOG2E_LOW = SINGLE ? 1.925963033500e-08 : 2.0355273740931033e-17;
+constexpr real LOG2E_HIGH = 1.4426950408889634, LOG2E_LOW = SINGLE ? 1.925963033500e-08 : 2.0355273740931033e-17;
 
-INLINE real infinity() { return __int_as_float(0x7f800000); }
-INLINE real not_a_number() { return __int_as_float(0x7fc00000); }
 INLINE float larger(float a, float b) { return fmaxf(a, b); }  // of NaN and a number the number
 INLINE double larger(double a, double b) { return fmax(a, b); }
 INLINE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
@@ -33,13 +30,6 @@ INLINE float tiny_as_zero(float a, float b) {  // the same bits whatever a compi
 #endif
 }
 INLINE double exp2_approx(double x) { return exp2(x); }
-INLINE float exp2_approx(float x) {
-#ifdef __CUDA_ARCH__
-  float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
-#else
-  return exp2f(x);
-#endif
-}
 // 2^d for a whole d below 128 (1024), 0 where that is no normal number: d is written into the exponent's bits.
 INLINE float exp2_whole(float d) { return __int_as_float(__float_as_int(fmaxf(d, -127.0f) + 8388735.0f) << 23); }
 INLINE double exp2_whole(double d) {
@@ -56,7 +46,8 @@ INLINE Cell plus(Cell a, Cell b) {
 // e^z: the product with log2 e to all digits of z; scores so large that they have no fraction need none.
 INLINE Cell edge_weight(real z) {
   const real magic = SINGLE ? 12582912.0 : 6755399441055744.0;  // adding it rounds to a whole number
-  const real f = multiply_add(z, LOG2E, magic) - magic, rest = multiply_add(z, LOG2E_LOW, multiply_add(z, LOG2E, -f));
+  const real f = multiply_add(z, LOG2E_HIGH, magic) - magic;
+  const real rest = multiply_add(z, LOG2E_LOW, multiply_add(z, LOG2E_HIGH, -f));
   const real m = exp2_approx(f * f < real(SINGLE ? 1e13 : 1e30) ? rest : real(0));
   return {z < HUGE_SCORE ? m : not_a_number(), f};
 }

@@ -4,13 +4,7 @@
 // Also fixed when compiled: ELEMENT (bf16, f16, f32), SCORE (bare, scaled, capped), SMOOTH, UNSCALED_GRAD (the gradient
 // is not divided by the denominator), ALIGNED (rows of whole vectors), and BLOCKS, how many share a multiprocessor.
 // Idea: CUDA C++ programming guide, thread block clusters.
-typedef unsigned short u16;
-typedef unsigned int u32;
-#define INLINE __device__ __forceinline__
-
-constexpr float LOG2E = 1.4426950408889634f;
-INLINE float infinity() { return __int_as_float(0x7f800000); }
-INLINE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+#include "common.cuh"
 
 // A row's largest score m, which others are taken relative to: e^(z - m) is 2^(z log2_scale - scaled), rounded once.
 // Beyond 2^31 the residue of that product would overflow; scores so large are equal or 128 apart, and any scale tells
@@ -99,7 +93,7 @@ struct Vector {
   u32 w[4];
 
   static INLINE bool whole(int c, int V) { return Aligned ? c < V : c >= 0 && c + SIZE <= V; }
-  static INLINE bool aligned(const bits* at) { return Aligned || (unsigned long long)at % 16 == 0; }
+  static INLINE bool aligned(const bits* at) { return Aligned || (u64)at % 16 == 0; }
   static INLINE bool within(int c, int V) { return c >= 0 && c < V; }
 
   INLINE void load(const bits* row, int c, int V) {  // row [V]
@@ -154,14 +148,6 @@ struct Vector {
   }
 };
 
-INLINE float warp_max(float v) {
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
-  return v;
-}
-INLINE float warp_sum(float v) {
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-  return v;
-}
 template <int PARTS>
 INLINE RowStats joined(const RowStats* parts) {  // parts [PARTS]; by each warp for itself
   const int lane = threadIdx.x % 32;
@@ -195,7 +181,7 @@ INLINE RowStats exchanged(const RowStats& mine, RowStats* parts, int rank) {  //
 #endif
 extern "C" __global__ void SHAPE turnaround(
     const ELEMENT::bits* z, ELEMENT::bits* dz,  // [O,I,V], [O,I,V] that may be z
-    const long long* target,  // [M]
+    const i64* target,  // [M]
     const float* weight, const float* token_weight, const float* all_weights,  // [V], [M], [1], or null
     const float* denominator, float* loss,  // [1] or null, [M]
     int V, int inner,  // classes, I
@@ -208,13 +194,13 @@ extern "C" __global__ void SHAPE turnaround(
   const Options o = {(float)logit_scale, (float)softcap};
   const float smoothing = label_smoothing, z_loss = z_weight;
   const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, step = THREADS * Vec::SIZE;
-  const ELEMENT::bits* row_z = z + (long long)(row / inner) * stride_o + (long long)(row % inner) * stride_i;
-  ELEMENT::bits* row_dz = dz + (long long)(row / inner) * d_stride_o + (long long)(row % inner) * d_stride_i;
+  const ELEMENT::bits* row_z = z + (i64)(row / inner) * stride_o + (i64)(row % inner) * stride_i;
+  ELEMENT::bits* row_dz = dz + (i64)(row / inner) * d_stride_o + (i64)(row % inner) * d_stride_i;
   // elements between a multiple of 16 bytes and the row
-  const int before = ALIGNED ? 0 : (unsigned long long)row_z % 16 / sizeof(*row_z);
+  const int before = ALIGNED ? 0 : (u64)row_z % 16 / sizeof(*row_z);
   const int first = rank * VECTORS * step + threadIdx.x * Vec::SIZE - before;
 
-  const long long label = target[row];
+  const i64 label = target[row];
   const bool ignored = label == ignore_index, valid = !ignored && label >= 0 && label < V;
   const float divisor = denominator ? *denominator : 1.0f;
   Vec vectors[VECTORS];

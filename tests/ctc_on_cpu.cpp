@@ -8,9 +8,10 @@ inline void put(State* p, State s);
 inline State get(const State* p);
 inline void keep_order() {}
 inline void put(int* p, int v) { *p = v; }
-inline unsigned warp_total(unsigned v) { for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o); return v; }
+inline unsigned warp_total(unsigned v);
 inline int get(const int* p) { yield(); return *(volatile const int*)p; }
 #include "ctc.cu"
+inline unsigned warp_total(unsigned v) { return warp_sum(v); }
 inline State load_state(const State* p) { return *p; }
 inline State load_from_afar(const State* p) { return *p; }
 inline void store_state(State* p, State s) { *p = s; }

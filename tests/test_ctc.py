@@ -567,7 +567,7 @@ def test_backward_keeps_the_gradient_and_nothing_else(device):
 def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
     def never(*args):
         raise AssertionError("a gradient was made")
-    everywhere(monkeypatch, fusedloss.ctc, "share_back", never)
+    everywhere(monkeypatch, fusedloss.ctc, "gamma_table", never)
     z, y, frames, lengths = case()
     alone = fl.ctc_loss_with_logits(z, y, frames, lengths)
     with torch.no_grad():
@@ -828,7 +828,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "a path may end anywhere": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= -1)"),
     "a path may start in any state": ("(at == 0).expand(skip.shape), at_end", "(at >= 0).expand(skip.shape), at_end"),
     "α goes on where a sequence is over": ("stay(active(frames, t), new, alphas[t])", "new"),
-    "γ goes on where a sequence is over": ("gammas[t] = torch.where(go, state, 0)", "gammas[t] = state"),
+    "γ goes on where a sequence is over": ("gammas[t] = torch.where(go, gamma, 0)", "gammas[t] = gamma"),
     "γ of a skip lands on a neighbour": ("F.pad(two, (0, 2))[:, 2:]", "F.pad(two, (0, 1))[:, 1:]"),
     "equal labels are not added": ("sums.view(len(states), C, len(gammas))", "sums.clamp(max=0.5).view(len(states), C, len(gammas))"),
     "frames beyond the end count": ("torch.where(on, log_sum(x), 0).sum(0)", "log_sum(x).sum(0)"),
