@@ -242,7 +242,7 @@ def launch_cluster(
     w, w_t, total = [t if t is None else t.float() for t in (weight, token_weight, denominator)]
     with on_device(z):
         run = cuda_kernel("turnaround", z.get_device(), ELEMENT=ELEMENTS[z.dtype], SCORE=score,
-                          SMOOTH=int(o.label_smoothing > 0), LATE=int(late),
+                          SMOOTH=int(o.label_smoothing > 0), UNSCALED_GRAD=int(late),
                           ALIGNED=int(aligned), CLUSTER=c.blocks, VECTORS=c.vectors,
                           THREADS=c.threads, BLOCKS=c.together)
         if run is None: return None

@@ -6,7 +6,7 @@
 __all__ = ['cuda_kernel']
 
 # %% ../../nbs/library/cuda.ipynb #e4b40542
-import functools, os, warnings
+import functools, os, re, warnings
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Callable, Optional
@@ -18,12 +18,15 @@ from fusedloss.core.devices import device_of, lacks
 from fusedloss.core.tuning import explained
 
 # %% ../../nbs/library/cuda.ipynb #789442a8
+INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
+
 def cuda_source(name:str) -> str:
-    "Text of `cuda/{name}.cu`: in the package where it is installed, beside it in a checkout."
+    "Text of `cuda/{name}.cu` with its headers: in the package, or beside it in a checkout."
     home = files("fusedloss")
     places = home / "cuda", home.parent / "cuda"
     folder = next(p for p in places if p.is_dir())
-    return folder.joinpath(f"{name}.cu").read_text(encoding="utf-8")
+    text = lambda file: folder.joinpath(file).read_text(encoding="utf-8")
+    return INCLUDE.sub(lambda found: text(found[1]), text(f"{name}.cu"))
 
 # %% ../../nbs/library/cuda.ipynb #9a3535e1
 def compiled_by_cupy(source:str, name:str, options:tuple[str, ...]) -> Callable:
