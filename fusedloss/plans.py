@@ -218,7 +218,7 @@ def chunks_way(r:Request, machine:Machine) -> Way:
 # %% ../nbs/10_plans.ipynb #e3f47e58
 def slab_tiling(r:Request, machine:Machine, busy:bool) -> Tiling:
     "How stage 7 cuts scores, where rows of features may be copied by descriptors."
-    return cut(machine.device, machine.device.tma and r.h % 8 == 0, busy)
+    return cut(machine.device, not BY_DESCRIPTORS.lacks(machine.device) and r.h % 8 == 0, busy)
 
 def slab_forward(r:Request, machine:Machine) -> int:
     "Bytes that the runs of stage 7's forward pass leave, and the numbers made of them."

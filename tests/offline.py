@@ -74,7 +74,7 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
     "The library takes `device` for the GPU at hand; gives the list of its launches: kernel, arguments, options"
     launches = []
     with monkeypatch.context() as patch, FakeTensorMode(), Driverless():
-        everywhere(patch, devices, "_gpu", lambda index: device)
+        everywhere(patch, devices, "recognised", lambda backend, index: device)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

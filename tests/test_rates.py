@@ -11,7 +11,7 @@ from fusedloss import plan
 from fusedloss.core import rates, store
 from fusedloss.core.devices import Device
 from fusedloss.core.tiling import cut
-from fusedloss.core.rates import CPU, H200, MACHINES, SHEETS, Machine, guess, kept, listed, machine_here, machine_of
+from fusedloss.core.rates import CPU, H200, Machine, boards, by_dtype, guess, kept, listed, machine_here, machine_of, machines
 from helpers import everywhere
 
 ODD = Device("NVIDIA H20", "nvidia", (9, 0), 78, 2**17, True, True)  # that no table lists
@@ -36,7 +36,7 @@ def measured(monkeypatch, d, gpu=True):
         calls.append(d.name)
         return Machine(d.name, 1e12, dict.fromkeys(H200.rates, 1e14), d)
     rates.at_hand.clear()
-    everywhere(monkeypatch, rates, "gpu_of", lambda device: d)
+    monkeypatch.setattr(rates, "device_of", lambda device: d)
     everywhere(monkeypatch, rates, "ceilings", ceilings)
     monkeypatch.setattr(torch.cuda, "device", lambda on: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -44,20 +44,20 @@ def measured(monkeypatch, d, gpu=True):
 
 
 def test_every_listed_gpu_reaches_less_than_it_promises():
-    for name, sheet in SHEETS.items():
-        m = MACHINES[name]
-        assert m.bandwidth < sheet.bandwidth and m.device.multiprocessors == sheet.multiprocessors and sheet.source
-        assert all(0 < m.rates[d] < peak for d, peak in sheet.rates.items()) and m.name in sheet.names
-        assert machine_of(name) is m
-    names = [n for sheet in SHEETS.values() for n in sheet.names]
+    for name, (kind, board) in boards().items():
+        m = machines()[name]
+        assert m.bandwidth < board.peaks.bandwidth and m.device.multiprocessors == board.multiprocessors and board.source
+        assert all(0 < m.rates[d] < peak for d, peak in by_dtype(board.peaks).items()) and m.name in board.names
+        assert machine_of(name) is m and m.device == kind.on_board(board)
+    names = [n for _, board in boards().values() for n in board.names]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", SHEETS)
+@pytest.mark.parametrize("name", boards())
 def test_a_listed_gpu_is_known_by_its_drivers_name_and_its_size(name):
-    sheet = SHEETS[name]
-    d = SAME._replace(name=sheet.names[0], multiprocessors=sheet.multiprocessors)
-    assert listed(d) is MACHINES[name] and listed(d._replace(multiprocessors=14)) is None
+    _, board = boards()[name]
+    d = SAME._replace(name=board.names[0], multiprocessors=board.multiprocessors)
+    assert listed(d) is machines()[name] and listed(d._replace(multiprocessors=14)) is None
     assert listed(d._replace(name=f"{d.name} MIG 1g.18gb")) is None
 
 
@@ -67,7 +67,7 @@ def test_an_unknown_name_is_refused():
 
 
 def test_a_guess_is_below_every_listed_gpu():
-    for m in MACHINES.values():
+    for m in machines().values():
         g = guess(ODD._replace(multiprocessors=m.device.multiprocessors))
         assert g.bandwidth <= 1.001 * m.bandwidth and all(g.rates[d] <= 1.001 * m.rates[d] for d in m.rates)
         assert g.device.multiprocessors == m.device.multiprocessors
@@ -197,7 +197,7 @@ def test_a_named_machine_is_not_measured(monkeypatch):
 
 def test_slabs_follow_the_multiprocessors():
     cuts = {name: plan(8192, 128256, 4096, machine=name)["recompute"].cut for name in ("H200", "L4", "B200")}
-    assert len(set(cuts.values())) > 1 and all(v % cut(MACHINES[name].device, MACHINES[name].device.tma, False).BV == 0 for name, (_, v) in cuts.items())
+    assert len(set(cuts.values())) > 1 and all(v % cut(machines()[name].device, machines()[name].device.tma, False).BV == 0 for name, (_, v) in cuts.items())
 
 
 @pytest.mark.parametrize("known", ["table", "disk", "guess"])
