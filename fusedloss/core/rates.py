@@ -15,6 +15,7 @@ import torch
 from fusedloss.core import devices, store
 from fusedloss.core.devices import Board, Device, device_of, DeviceKind, gpu_index, KINDS, Rates
 from fusedloss.core.operators import observed
+from fusedloss.core.tuning import event_seconds
 
 # %% ../../nbs/library/rates.ipynb #36be0008
 @dataclass(frozen=True, eq=False)
@@ -117,16 +118,10 @@ def product_rate(
     return 2 * n**3 / clock(lambda: torch.mm(a, b, out=out))
 
 # %% ../../nbs/library/rates.ipynb #b7ef5379
-def event_seconds(run:Callable) -> float:
+def median_seconds(run:Callable) -> float:
     "Median seconds of a call on the current GPU, among five after a first one."
     run()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
-    for begin, end in pairs:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e-3
+    return statistics.median(event_seconds(run, rounds=5))
 
 # %% ../../nbs/library/rates.ipynb #57d416e7
 NUMEL = 2**26  # of the copy
@@ -134,7 +129,7 @@ SIDES = dict(bfloat16=4096, float16=4096, float32=2048, float64=1024)  # of the 
 
 def ceilings(
     d:Device, device:torch.device|str,
-    clock:Callable[[Callable], float]=event_seconds,  # seconds of a call
+    clock:Callable[[Callable], float]=median_seconds,  # seconds of a call
 ) -> Machine:
     "Measure a machine; a dtype that it cannot multiply keeps the guess."
     rates = dict(guess(d).rates)
@@ -174,7 +169,7 @@ def kept(d:Device) -> Optional[Machine]:
 # %% ../../nbs/library/rates.ipynb #fae28f5d
 def calibrate(
     device:str|torch.device="cuda",
-    clock:Callable[[Callable], float]=event_seconds,  # seconds of a call
+    clock:Callable[[Callable], float]=median_seconds,  # seconds of a call
     anew:bool=True,  # whatever another process keeps meanwhile; else that is taken: ranks start together
 ) -> Machine:
     "Measure a GPU, a second or less, and keep it on disk: plans of this process and later ones take it."
