@@ -208,8 +208,8 @@ def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
     torch.compile(linear_cross_entropy, backend="eager")(x, w, y)  # Dynamo asks once what the GPU can do, before another one is played
     calls = measured(monkeypatch, SAME if known == "table" else ODD)
     if known == "disk": rates.calibrate(GPU); rates.at_hand.clear(); calls.clear()
-    on_cpu = losses.request_of
-    everywhere(monkeypatch, losses, "request_of", lambda *given: plans.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    on_cpu = losses.call_of
+    everywhere(monkeypatch, losses, "call_of", lambda *given: plans.Call(*(r := on_cpu(*given))[:5], True, *r[6:]))
     torch._dynamo.reset()
     def step(x, w, y):
         loss = linear_cross_entropy(x, w, y)
