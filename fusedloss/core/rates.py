@@ -8,7 +8,7 @@ __all__ = ['H200', 'Machine', 'machine_with', 'machines', 'machine_of', 'machine
 # %% ../../nbs/library/rates.ipynb #201ff018
 import contextlib, functools, math, statistics
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 import torch
 
