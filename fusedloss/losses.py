@@ -22,11 +22,11 @@ from fusedloss.core.options import (
     Accumulate, BackboneReduction, CrossEntropyStats, Method, Reduction)
 from fusedloss.core.rates import CPU, machine_here
 from fusedloss.core.triton import triton
-from fusedloss.core.tuning import method_of
+from fusedloss.core.tuning import chosen_method
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.filter import check_filter, recompute_linear_cross_entropy
-from fusedloss.plans import chunks_budget, least, make_plan, Plan, cached_plan, Call, Estimate
+from fusedloss.plans import cached_plan, Call, chunks_budget, Estimate, least, make_plan, Plan
 from fusedloss.recompute import check_recompute
 from fusedloss.tiles import tiled_linear_cross_entropy
 
@@ -128,7 +128,7 @@ def choose(p:Plan, method:str) -> Estimate:
 def choose_auto(p:Plan) -> Estimate:
     "What `auto` takes: by a file of choices, else by the plan."
     planned = choose(p, "auto").method
-    return choose(p, method_of(p.call, planned, lambda: [w.method for w in p.able]))
+    return choose(p, chosen_method(p.call, planned, lambda: [w.method for w in p.able]))
 
 def why_taken(p:Plan, estimate:Estimate, method:str) -> str:
     "Why a method is taken, for the log."

@@ -30,7 +30,7 @@ from fusedloss.core.ranks import (
 from fusedloss.core.reference import below, row_stats, score_and_slope, share_of, total_weight
 from fusedloss.core.softmax import unit as score_unit
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
-from fusedloss.core.tuning import keeping
+from fusedloss.core.tuning import keep_agreement
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import (
     beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_unit)
@@ -230,7 +230,7 @@ class _ShardScores(torch.autograd.Function):
         mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
-        with keeping(tuning_agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats)):
+        with keep_agreement(tuning_agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats)):
             sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(gather_sums(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
@@ -254,7 +254,7 @@ class _ShardScores(torch.autograd.Function):
         if not any(needs): return (None,) * 11
         terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
         kind = "gradients", *compiled_for(o), g_mean is not None
-        with keeping(tuning_agreement(x, x.dtype, s, *kind)):
+        with keep_agreement(tuning_agreement(x, x.dtype, s, *kind)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
                                            g_mean is not None, budget, needs,
                                            lambda total: reduce_scatter_rows(total, b, s))

@@ -25,7 +25,7 @@ from fusedloss.core.ranks import (
     is_dtensor, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards, shards_on,
     tuning_agreement)
 from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler, plain_labels
-from fusedloss.core.tuning import keeping
+from fusedloss.core.tuning import keep_agreement
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
     check_features, head_stats, HeadStats, PartialFC, scoring_of, with_centers)
@@ -142,7 +142,7 @@ def spread_head_loss(
     _, kept, share = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
-    with keeping(tuning_agreement(x, dtype, s, "head", head.method)):
+    with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
         parts = local_statistics(head, x, w, kept, columns, s, dtype)
     rest, cos, top = _JoinRest.apply(*parts, s)
     known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)

@@ -302,14 +302,14 @@ def a_kernel_within(launched, clock):
     kernel = mock.Mock(cache_key="source", __name__="a_kernel")
     def choosing(fn):
         def wrapped(*args):
-            launched.append(tuning.fastest(kernel, torch.empty(0), (2, 2), (1, 8), lambda: [(1, 8), (2, 8), (3, 8)], None, BY=fn.__name__))
+            launched.append(tuning.fastest_variant(kernel, torch.empty(0), (2, 2), (1, 8), lambda: [(1, 8), (2, 8), (3, 8)], None, BY=fn.__name__))
             return fn(*args)
         return wrapped
     with pytest.MonkeyPatch.context() as patch:
         for name in ("plain_sums", "plain_gradients"):
             everywhere(patch, sharded, name, choosing(getattr(sharded, name)))
         everywhere(patch, core_ranks, "is_timed", lambda *args: True)
-        everywhere(patch, tuning, "milliseconds", clock)
+        everywhere(patch, tuning, "variant_milliseconds", clock)
         yield
 
 
@@ -320,7 +320,7 @@ def ranks_take_the_same_variants(meshes):
     for ranks, mesh, rank in mine(meshes[1:3]):
         weight, launched, folder = spread(w, mesh).requires_grad_(), [], tempfile.mkdtemp()
         clock = lambda run, variant: float(variant[0] != (2, 3, 1)[rank])  # each has a favourite
-        with a_kernel_within(launched, clock), mock.patch.dict(os.environ, FUSEDLOSS_CACHE_DIR=folder), mock.patch.object(tuning, "_known", tuning._Known()):
+        with a_kernel_within(launched, clock), mock.patch.dict(os.environ, FUSEDLOSS_CACHE_DIR=folder), mock.patch.object(tuning, "_chosen", tuning._Chosen()):
             for _ in range(3):
                 fl.linear_cross_entropy(x.clone().requires_grad_(), weight, y).backward()
             kept = len(tuning.store.read("tuning"))

@@ -104,9 +104,9 @@ class Compilers:
 
 def forget():
     "Nothing compiled, nothing warned of"
-    for cached in (cuda.why_not, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
+    for cached in (cuda.compiler_failure, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
         cached.cache_clear()
-    cuda.warned.clear()
+    cuda.warned_sources.clear()
 
 
 @pytest.fixture

@@ -161,9 +161,9 @@ def test_each_gpu_gets_what_it_can_run(name, expected, told):
 
 def test_nothing_is_compiled_by_nvrtc_on_hip(properties):
     properties(hip="6.4", name="AMD Instinct MI300X", major=9, minor=4, multi_processor_count=304, shared_memory_per_block=65536)
-    cuda.why_not.cache_clear()
-    try: assert all("NVIDIA" in cuda.why_not(compiler, 0) for compiler in cuda.COMPILERS)
-    finally: cuda.why_not.cache_clear()
+    cuda.compiler_failure.cache_clear()
+    try: assert all("NVIDIA" in cuda.compiler_failure(compiler, 0) for compiler in cuda.COMPILERS)
+    finally: cuda.compiler_failure.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["L4", "A100", "H200", "B200"])

@@ -70,7 +70,7 @@ def test_a_device_is_one_class(toy, monkeypatch, tmp_path):
     # and it is recognised where it is at hand
     play(monkeypatch, "Toymaker Toy 16GB", multi_processor_count=20)
     monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(rates, "at_hand", {})
+    monkeypatch.setattr(rates, "found_machines", {})
     assert devices.device_of("cuda") == toy.on_board(toy.boards[0])
     assert rates.machine_here(torch.device("cuda")) is rates.machine_of("Toy 16GB")
 

@@ -339,7 +339,7 @@ def test_ranks_of_tensors_without_data_send_nothing(monkeypatch):
     "Sizes alone are followed: there is no table that could be read"
     from torch._subclasses.fake_tensor import FakeTensorMode
     everywhere(monkeypatch, core_ranks, "is_timed", lambda *_: True)
-    everywhere(monkeypatch, core_ranks, "step_of", lambda *_: "agreed")
+    everywhere(monkeypatch, core_ranks, "rank_agreement", lambda *_: "agreed")
     x, s = torch.ones(2, 3), core_ranks.Shards(4, 0, 2, object())
     monkeypatch.setattr(core_ranks.Shards, "ranks", 2)
     assert core_ranks.tuning_agreement(x, x.dtype, s) == "agreed"

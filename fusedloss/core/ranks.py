@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.tiling import is_timed
-from fusedloss.core.tuning import step_of
+from fusedloss.core.tuning import rank_agreement
 
 # %% ../../nbs/library/ranks.ipynb #6079070b
 def shard_range(
@@ -230,7 +230,7 @@ def tuning_agreement(
 ):
     "What ranks agree on where variants of kernels are timed; None elsewhere."
     if isinstance(x, FakeTensor) or not is_timed(x, dtype, -(-s.n_classes // s.ranks)): return None
-    return step_of(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
+    return rank_agreement(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
 
 # %% ../../nbs/library/ranks.ipynb #45955753
 def fingerprint(t:Tensor) -> Tensor:  # [2], float64
