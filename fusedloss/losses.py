@@ -23,11 +23,11 @@ from fusedloss.core.options import (
     Method, Reduction)
 from fusedloss.core.rates import CPU, machine_here
 from fusedloss.core.triton import triton
-from fusedloss.core.tuning import method_of
+from fusedloss.core.tuning import chosen_method
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.filter import check_filter, recompute_linear_cross_entropy
-from fusedloss.plans import chunks_budget, least, make_plan, Plan, plan_again, Request, Way
+from fusedloss.plans import cached_plan, Call, chunks_budget, Estimate, least, make_plan, Plan
 from fusedloss.recompute import check_recompute
 from fusedloss.tiles import tiled_linear_cross_entropy
 
@@ -69,7 +69,7 @@ def shift_targets(
     return input[..., :max(0, input.shape[-2] - shift), :], later(target), later(token_weight)
 
 # %% ../nbs/11_losses.ipynb #c0fde58c
-def check_whole(name:str, t:Optional[Tensor], n_features:int):
+def check_local(name:str, t:Optional[Tensor], n_features:int):
     "`ValueError` for a distributed tensor, and for what is left of one kept elsewhere."
     if t is None or torch.compiler.is_compiling(): return
     later = "a whole, local tensor, or as linear_weight a DTensor with Shard(0)"
@@ -92,9 +92,9 @@ def check_call(
     expect(isinstance(input, Tensor), "input", "a tensor", type(input).__name__)
     features = input.shape[-1] if input.dim() else 0
     expect(linear_weight is not None, "linear_weight", "a tensor", None)
-    check_whole("input", input, 0)
-    check_whole("linear_weight", linear_weight, features)
-    check_whole("linear_bias", given["linear_bias"], features)
+    check_local("input", input, 0)
+    check_local("linear_weight", linear_weight, features)
+    check_local("linear_bias", given["linear_bias"], features)
     check_inputs(input, linear_weight, target, given["reduction"], given["options"].ignore_index)
     check_filter(filter_eps, given["options"].label_smoothing)
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
@@ -103,47 +103,47 @@ def check_call(
                  given["return_stats"])
 
 # %% ../nbs/11_losses.ipynb #a773550c
-def objection(p:Plan, way:Optional[Way], method:str) -> str:
+def refusal_message(p:Plan, estimate:Optional[Estimate], method:str) -> str:
     "What a method that was asked for, or every one, lacks."
-    names = lambda ways: " or ".join(repr(w.method) for w in ways)
+    names = lambda estimates: " or ".join(repr(w.method) for w in estimates)
     if not p.able: return f"method: expected less to be asked for, got {method!r}: {p.why}"
-    if way and way.refusal:
-        return f"method: expected {names(p.able)} for this call, got {method!r}: {way.refusal}"
+    if estimate and estimate.refusal:
+        return f"method: expected {names(p.able)} for this call, got {method!r}: {estimate.refusal}"
     small = least(p.able, "extra")
     others = (f"{names(p.fits)} within it" if p.fits else
               f"{small.extra} bytes, for {small.method!r}")
-    wanted = f"{way.extra} bytes for {method!r}, or {others}" if way else f"at least {others}"
+    wanted = f"{estimate.extra} bytes for {method!r}, or {others}" if estimate else f"at least {others}"
     return f"memory_budget: expected {wanted}, got {p.budget} bytes"
 
 # %% ../nbs/11_losses.ipynb #09205162
-def choose(p:Plan, method:str) -> Way:
-    "The way to take; `ValueError` if there is none."
-    way = p.way if method == "auto" else p[method]
-    strict = p.request.memory_budget is not None
-    if way is None or way.refusal or strict and way.extra > p.budget:
-        raise ValueError(objection(p, way, method))
-    return way
+def choose(p:Plan, method:str) -> Estimate:
+    "The estimate of the method to take; `ValueError` if there is none."
+    estimate = p.chosen if method == "auto" else p[method]
+    strict = p.call.memory_budget is not None
+    if estimate is None or estimate.refusal or strict and estimate.extra > p.budget:
+        raise ValueError(refusal_message(p, estimate, method))
+    return estimate
 
 # %% ../nbs/11_losses.ipynb #3c29f6d4
-def settled(p:Plan) -> Way:
+def choose_auto(p:Plan) -> Estimate:
     "What `auto` takes: by a file of choices, else by the plan."
     planned = choose(p, "auto").method
-    return choose(p, method_of(p.request, planned, lambda: [w.method for w in p.able]))
+    return choose(p, chosen_method(p.call, planned, lambda: [w.method for w in p.able]))
 
-def why_taken(p:Plan, way:Way, method:str) -> str:
-    "Why a way is taken, for the log."
+def why_taken(p:Plan, estimate:Estimate, method:str) -> str:
+    "Why a method is taken, for the log."
     if method != "auto": return f"{method}, as asked"
-    return p.why if way == p.way else f"{way.method}, by a file of choices"
+    return p.why if estimate == p.chosen else f"{estimate.method}, by a file of choices"
 
 # %% ../nbs/11_losses.ipynb #0a01ad85
 logger = logging.getLogger("fusedloss")
 
 # %% ../nbs/11_losses.ipynb #464cbfe1
-def request_of(
+def call_of(
     input:Tensor, linear_weight:Tensor, given:dict,  # [..., H], [V,H], what the method is given
     memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
     max_valid:Optional[int], monitored:bool,
-) -> Request:
+) -> Call:
     "The numbers of a call."
     v, h = linear_weight.shape
     beside = "linear_bias", "weight", "token_weight", "filter_eps"
@@ -152,28 +152,28 @@ def request_of(
     needs = tuple(int(t is not None and t.requires_grad and torch.is_grad_enabled())
                   for t in (input, linear_weight, given["linear_bias"]))
     stats = "" if not given["return_stats"] else "detached" if monitored else "differentiable"
-    return Request(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),
+    return Call(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),
                    linear_weight.dtype, input.is_cuda and triton is not None,
                    given["reduction"], memory_budget, accumulate, needs, stats, options,
                    chunk_size, max_valid)
 
 # %% ../nbs/11_losses.ipynb #a447adfe
-def take(
-    way:Way, r:Request,
+def dispatch(
+    estimate:Estimate, r:Call,
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
     max_valid:Optional[int], filter_eps:Optional[float],
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
-    "The loss by the way chosen."
+    "The loss by the method that was chosen."
     tensors = input, linear_weight, target
-    if way.method == "eager": return eager_linear_cross_entropy(*tensors, **given)
-    if way.method == "recompute":
+    if estimate.method == "eager": return eager_linear_cross_entropy(*tensors, **given)
+    if estimate.method == "recompute":
         return recompute_linear_cross_entropy(*tensors, memory_budget=r.memory_budget,
                                               filter_eps=filter_eps, **given)
-    if way.method == "chunks":
+    if estimate.method == "chunks":
         return chunked_linear_cross_entropy(
             *tensors, memory_budget=chunks_budget(r), accumulate=r.accumulate,
             chunk_size=r.chunk_size, max_valid=max_valid, **given)
-    _, rows, columns = way.cut
+    _, rows, columns = estimate.cut
     return tiled_linear_cross_entropy(
         *tensors, reduction=given["reduction"], ignore_index=given["options"].ignore_index,
         logit_scale=given["options"].logit_scale, token_tile=rows, class_tile=columns)
@@ -213,17 +213,18 @@ def planned_loss(
         check_reduction(backbone_reduction, input, shards_of(linear_weight))
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
-    r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
+    r = call_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
                    max_valid, monitored)
     compiling = torch.compiler.is_compiling()
-    p = (make_plan if compiling else plan_again)(r, machine_here(input.device) if r.gpu else CPU)
-    way = choose(p, method) if compiling or method != "auto" else settled(p)
+    p = (make_plan if compiling else cached_plan)(r, machine_here(input.device) if r.gpu else CPU)
+    estimate = choose(p, method) if compiling or method != "auto" else choose_auto(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, way, method))
-    arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
-    if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
+        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, estimate, method))
+    arguments = estimate, r, input, linear_weight, target, given, max_valid, filter_eps
+    if estimate.method == "chunks": return dispatch(*arguments)  # which hold the promise themselves
     check_promise(target, given["options"].ignore_index, max_valid)
-    return hold_promise(take(*arguments), target, given["options"].ignore_index, max_valid)
+    return hold_promise(dispatch(*arguments), target, given["options"].ignore_index, max_valid)
+
 
 # %% ../nbs/11_losses.ipynb #6e54c712
 @lists_options

@@ -20,7 +20,7 @@ from fusedloss.baseline import sample_data
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, shift_targets
 from fusedloss.measure import peak_memory, relative_error
-from fusedloss.plans import Request, plan_again
+from fusedloss.plans import Call, cached_plan
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference
@@ -349,8 +349,8 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
 @follows_plans
 @pytest.mark.parametrize("method, dtype", few(grid(METHODS, [f32, bf16]), ("auto", bf16)))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
-    on_cpu = losses.request_of
-    everywhere(monkeypatch, losses, "request_of", lambda *given: Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    on_cpu = losses.call_of
+    everywhere(monkeypatch, losses, "call_of", lambda *given: Call(*(r := on_cpu(*given))[:5], True, *r[6:]))
     x, w, _, y = sample((2, 6), dtype=dtype)
     fn = torch.compile(lambda x, w, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (2, 1):
@@ -400,9 +400,9 @@ def test_a_call_is_planned_for_the_tokens_that_count(caplog):
     y[8:] = -100
     with caplog.at_level("DEBUG", "fusedloss"):
         linear_cross_entropy(x, w, y, max_valid=8)
-    r = losses.request_of(x, w, dict(linear_bias=None, weight=None, options=LossOptions(), token_weight=None, filter_eps=None,
+    r = losses.call_of(x, w, dict(linear_bias=None, weight=None, options=LossOptions(), token_weight=None, filter_eps=None,
                                      reduction="mean", return_stats=False), None, "auto", None, 8, False)
-    assert plan_again(r).why in caplog.text and r.packed == 8
+    assert cached_plan(r).why in caplog.text and r.packed == 8
 
 
 def test_budget_is_kept_on_a_cpu():
@@ -426,8 +426,8 @@ def test_log_says_what_was_taken(caplog):
 def test_auto_is_the_method_it_names(device, monkeypatch):
     x, w, _, y = sample((64,), 8, 500, device, f32)
     taken = []
-    real = losses.take
-    everywhere(monkeypatch, losses, "take", lambda way, *rest: taken.append(way.method) or real(way, *rest))
+    real = losses.dispatch
+    everywhere(monkeypatch, losses, "dispatch", lambda way, *rest: taken.append(way.method) or real(way, *rest))
     linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), y)
     linear_cross_entropy(x, w, y, memory_budget=60_000)
     linear_cross_entropy(x, w, y, memory_budget=60_000, reduction="none")
