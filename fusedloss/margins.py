@@ -8,7 +8,7 @@ __all__ = ['Margin', 'CosFace', 'ArcFace', 'Combined', 'AdaFace', 'Circle', 'Sub
 # %% ../nbs/13_margins.ipynb #acbdbc8c
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Literal, NamedTuple, Optional
+from typing import Any, Callable, Literal, Optional
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from fusedloss.baseline import reduce_loss
 from fusedloss.core.checks import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number)
 from fusedloss.core.cosine import (
-    bent, bent_slope, EPS, leave_out, lengths, locate, Scoring, Target)
+    bent, bent_slope, EPS, HeadConfig, leave_out, lengths, locate, Target)
 from fusedloss.core.negatives import whole_head
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
@@ -282,28 +282,17 @@ class SubCenter(nn.Module, Margin):
 
     def forward(self, *args:Any) -> Tensor: return self.target_score(*args)
 
-# %% ../nbs/13_margins.ipynb #e2b5fa2b
-class Head(NamedTuple):
-    "How a cosine head scores the classes that are no target."
-    centers: int  # K
-    scale: float
-    pace: float  # Circle's margin; below 0: none
-    paced: bool
-    eps: float  # of `lengths`
-    token_tile: int; class_tile: int  # BN, BV
-
-    @property
-    def level(self) -> float:  # what a tile's numbers are, over cosines
-        return self.scale if self.pace < 0 else 1.0
-
 # %% ../nbs/13_margins.ipynb #b20867bf
 class CosineTiles:
-    "The N×V rectangle of cosines, made one tile at a time; s · cosine where no pace bends it."
-    def __init__(self, x:Tensor, w:Tensor, y:Tensor, o:Head):  # [N,H], [V·K,H], [N]
+    "The N×V rectangle of cosines times `tile_scale`, made one tile at a time."
+    def __init__(self,
+        x:Tensor, w:Tensor, y:Tensor, o:HeadConfig,  # [N,H], [V·K,H], [N]
+        token_tile:int, class_tile:int,  # BN, BV
+    ):
         self.x, self.w, self.y, self.o, self.dtype = x, w, y, o, product_dtype(x)
-        self.tokens = tile_slices(len(x), o.token_tile)
-        self.classes = tile_slices(len(w) // o.centers, o.class_tile)
-        self.rows = o.level / lengths(x, o.eps)
+        self.tokens = tile_slices(len(x), token_tile)
+        self.classes = tile_slices(len(w) // o.centers, class_tile)
+        self.rows = o.tile_scale / lengths(x, o.eps)
         inverses = (1 / lengths(w[self.part(j)], o.eps) for j in self.classes)
         self.columns = torch.cat([self.rows.new_empty(0), *inverses])
 
@@ -320,10 +309,11 @@ class CosineTiles:
 
 # %% ../nbs/13_margins.ipynb #ccf4fcb4
 def cosine_lse_fwd(
-    x:Tensor, w:Tensor, y:Tensor, o:Head,  # [N,H], [V·K,H], [N]
+    x:Tensor, w:Tensor, y:Tensor, o:HeadConfig,  # [N,H], [V·K,H], [N]
+    token_tile:int, class_tile:int,
 ) -> tuple[Tensor, Tensor]:  # rest [N], cos [N], in `acc_dtype`
     "Log-sum-exp of all classes but the target, and the target's cosine, 0 without one."
-    tiles = CosineTiles(x, w, y, o)
+    tiles = CosineTiles(x, w, y, o, token_tile, class_tile)
     rest = tiles.rows.new_full((len(x),), -torch.inf)
     cos = torch.zeros_like(rest)
     for j in tiles.classes:
@@ -331,7 +321,7 @@ def cosine_lse_fwd(
             z, _ = tiles.make(i, j)
             target = locate(tiles.y[i], j)
             found = torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0]
-            cos[i] += found / o.level
+            cos[i] += found / o.tile_scale
             z = leave_out(bent(z, o), target)
             rest[i] = torch.logaddexp(rest[i], torch.logsumexp(z, 1))
     return rest, cos
@@ -340,10 +330,10 @@ def cosine_lse_fwd(
 def cosine_dz(
     z:Tensor, which:Tensor|None, target:Target,  # a tile, remade
     rest:Tensor, g_rest:Tensor, g_cos:Tensor,  # [BN]
-    columns:Tensor, dtype:torch.dtype, o:Head,  # [BV·K] 1 / ‖w‖; of the products that follow
+    columns:Tensor, dtype:torch.dtype, o:HeadConfig,  # [BV·K] 1 / ‖w‖; of the products that follow
 ) -> Tensor:  # [BN, BV·K] in `dtype`
     "Gradient of a tile's products x wᵀ."
-    slope = None if o.pace < 0 else bent_slope(z, o)
+    slope = None if o.circle_margin < 0 else bent_slope(z, o)
     base = torch.where(rest == -torch.inf, 0.0, rest)[:, None]  # one class: there is no rest
     d = leave_out(bent(z, o), target).sub_(base).exp_().mul_(g_rest[:, None])
     if slope is not None: d.mul_(slope)
@@ -381,16 +371,16 @@ def cosine_slice_bwd(
 # %% ../nbs/13_margins.ipynb #35086141
 def cosine_lse_bwd(
     g_rest:Tensor, g_cos:Tensor,  # [N] upstream gradients
-    x:Tensor, w:Tensor, y:Tensor, rest:Tensor, o:Head,  # saved: inputs, one number a row
-    need_x:bool, need_w:bool,
+    x:Tensor, w:Tensor, y:Tensor, rest:Tensor, o:HeadConfig,  # saved: inputs, one number a row
+    token_tile:int, class_tile:int, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:  # dx, dw in the dtypes of x and w; empty where not needed
     "Gradients of `cosine_lse_fwd`, every tile remade."
     dx = rest.new_zeros(x.shape) if need_x else None
     dw = torch.zeros(w.shape if need_w else 0, dtype=w.dtype, device=w.device)
     if not len(x): return x.new_zeros(x.shape if need_x else 0), dw
-    tiles = CosineTiles(x, w, y, o)
-    g_rest, g_cos = g_rest * tiles.rows, g_cos * (tiles.rows / o.level)
-    largest = torch.maximum(g_rest.abs() * (o.scale / o.level), g_cos.abs())
+    tiles = CosineTiles(x, w, y, o, token_tile, class_tile)
+    g_rest, g_cos = g_rest * tiles.rows, g_cos * (tiles.rows / o.tile_scale)
+    largest = torch.maximum(g_rest.abs() * (o.scale / o.tile_scale), g_cos.abs())
     unit = unit_of(largest, tiles.columns)  # keeps dz within fp16
     g_rest, g_cos = g_rest / unit, g_cos / unit
     for j in tiles.classes:
@@ -404,24 +394,26 @@ def cosine_lse_bwd(
 # %% ../nbs/13_margins.ipynb #e98c6880
 @operator("fusedloss::cosine_lse")
 def cosine_lse(
-    x:Tensor, w:Tensor, y:Tensor, centers:int, scale:float, pace:float, paced:bool, eps:float,
+    x:Tensor, w:Tensor, y:Tensor, centers:int, scale:float, circle_margin:float,
+    constant_weights:bool, eps:float, conflict:float, conflict_score:float,
     token_tile:int, class_tile:int,
 ) -> tuple[Tensor, Tensor]:
     "`cosine_lse_fwd` as an operator with a gradient."
+    o = HeadConfig(centers, scale, circle_margin, constant_weights, eps, conflict, conflict_score)
     with torch.autocast(x.device.type, enabled=False):
-        return cosine_lse_fwd(x, w, y, Head(centers, scale, pace, paced, eps, token_tile,
-                                            class_tile))
+        return cosine_lse_fwd(x, w, y, o, token_tile, class_tile)
 
 @operator("fusedloss::cosine_lse_grad")
 def cosine_lse_grad(
     g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor, y:Tensor, rest:Tensor, centers:int,
-    scale:float, pace:float, paced:bool, eps:float, token_tile:int, class_tile:int,
-    need_x:bool, need_w:bool,
+    scale:float, circle_margin:float, constant_weights:bool, eps:float, conflict:float,
+    conflict_score:float, token_tile:int, class_tile:int, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:
     "`cosine_lse_bwd` as an operator."
-    o = Head(centers, scale, pace, paced, eps, token_tile, class_tile)
+    o = HeadConfig(centers, scale, circle_margin, constant_weights, eps, conflict, conflict_score)
     with torch.autocast(x.device.type, enabled=False):
-        return cosine_lse_bwd(g_rest, g_cos, x, w, y, rest, o, need_x, need_w)
+        return cosine_lse_bwd(g_rest, g_cos, x, w, y, rest, o, token_tile, class_tile, need_x,
+                              need_w)
 
 # %% ../nbs/13_margins.ipynb #11a2d73b
 @cosine_lse.register_fake
@@ -440,7 +432,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, g_rest, g_cos):
     need_x, need_w = ctx.needs_input_grad[:2]
     dx, dw = cosine_lse_grad(g_rest, g_cos, *ctx.saved_tensors, *ctx.options, need_x, need_w)
-    return (dx if need_x else None, dw if need_w else None, *[None] * 8)
+    return (dx if need_x else None, dw if need_w else None, *[None] * 10)
 
 cosine_lse.register_autograd(_backward, setup_context=_save)
 
@@ -448,35 +440,41 @@ cosine_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
 cosine_lse_grad.register_flops(lambda g_rest, g_cos, x, w, *others, out_val:
                                products(x, w, *others[-2:]))
 
+# %% ../nbs/13_margins.ipynb #ee55bbb1
+def head_config(
+    margin:Margin, eps:float, conflict:Optional[float]=None, conflict_mode:str="drop",
+) -> HeadConfig:
+    "A margin and options as numbers; `ValueError` for what no cosine head can have."
+    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()",
+           type(margin).__name__)
+    fits = conflict is None or is_number(conflict) and -1 <= conflict < 1
+    expect(fits, "conflict", "a cosine or None", conflict)
+    expect(conflict_mode in ("drop", "zero"), "conflict_mode", "'drop' or 'zero'",
+           repr(conflict_mode))
+    expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
+    return HeadConfig(
+        margin.centers, float(margin.scale), -1.0 if margin.pace is None else margin.pace,
+        margin.paced, eps, 2.0 if conflict is None else conflict,
+        0.0 if conflict_mode == "zero" else -math.inf)
+
 # %% ../nbs/13_margins.ipynb #a3e1cceb
 def check_head(
-    input:Tensor, linear_weight:Tensor, target:Tensor, margin:Margin, reduction:str,
-    ignore_index:int, eps:float, method:str, token_tile:int, class_tile:int,
+    input:Tensor, linear_weight:Tensor, target:Tensor, centers:int, reduction:str,
+    ignore_index:int, method:str, token_tile:int, class_tile:int,
 ) -> int:  # V
     "The number of classes; `ValueError`, `IndexError` for what no margin's loss accepts."
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
-    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()",
-           type(margin).__name__)
-    rows, k = len(linear_weight), margin.centers
-    expect(rows and rows % k == 0, "linear_weight", f"a positive multiple of {k} rows", rows)
+    rows = len(linear_weight)
+    expect(rows and rows % centers == 0, "linear_weight", f"a positive multiple of {centers} rows",
+           rows)
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
-    expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
         expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
     expect(method in ("auto", "tiles", "recompute"), "method", "auto, tiles or recompute",
            repr(method))
-    check_labels(target, rows // k, ignore_index)
-    return rows // k
-
-# %% ../nbs/13_margins.ipynb #ee55bbb1
-def scoring(
-    margin:Margin, eps:float, conflict:Optional[float]=None, fill:float=-math.inf,
-) -> Scoring:
-    "A margin and options as numbers."
-    pace = -1.0 if margin.pace is None else margin.pace
-    return Scoring(margin.centers, float(margin.scale), pace, margin.paced, eps,
-                   2.0 if conflict is None else conflict, fill)
+    check_labels(target, rows // centers, ignore_index)
+    return rows // centers
 
 # %% ../nbs/13_margins.ipynb #7c59a18e
 def margin_cross_entropy(
@@ -491,15 +489,15 @@ def margin_cross_entropy(
     token_tile:int=4096,  # BN, rows of cosines in memory at once
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-    "Cross entropy of a cosine head with a margin; raises as `check_head` says."
+    "Cross entropy of a cosine head with a margin; raises as `head_config` and `check_head` say."
     linear_weight = weight_alone(linear_weight)
-    n_classes = check_head(input, linear_weight, target, margin, reduction, ignore_index, eps,
+    o = head_config(margin, eps)
+    n_classes = check_head(input, linear_weight, target, o.centers, reduction, ignore_index,
                            method, token_tile, class_tile)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(-1, input.shape[-1]), linear_weight)
-    rest, cos = whole_head(x, w, y.reshape(-1), scoring(margin, eps), method) or cosine_lse(
-        x, w, y.reshape(-1), margin.centers, margin.scale, -1.0 if margin.pace is None else
-        margin.pace, margin.paced, eps, token_tile, max(1, class_tile // margin.centers))
+    rest, cos = whole_head(x, w, y.reshape(-1), o, method) or cosine_lse(
+        x, w, y.reshape(-1), *o, token_tile, max(1, class_tile // o.centers))
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
     margin.observe(norm, y.reshape(-1) != ignore_index)
     losses = F.softplus(rest - margin.target_score(cos, norm), threshold=50)

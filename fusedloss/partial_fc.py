@@ -6,7 +6,6 @@
 __all__ = ['PartialFC']
 
 # %% ../nbs/14_partial_fc.ipynb #275f2e99
-import math
 from typing import Callable, Literal, NamedTuple, Optional, Sequence
 
 import torch
@@ -16,12 +15,12 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     acc_dtype, as_integers, check_factory, check_flags, check_labels, check_target, expect,
     expect_tensor, FLOATS, is_number)
-from fusedloss.core.cosine import bent, EPS, Line, Scoring
+from fusedloss.core.cosine import bent, EPS, HeadConfig, Line
 from fusedloss.core.negatives import head_dtype, LineLoss, PartialLse, picks_kernel, RowIndex
 from fusedloss.core.operators import check_reverse, observed
 from fusedloss.core.options import HeadMethod
 from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler
-from fusedloss.margins import CosFace, Margin, scoring
+from fusedloss.margins import CosFace, head_config, Margin
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
@@ -33,11 +32,8 @@ class HeadStats(NamedTuple):
     n_scored: Tensor  # classes that were scored
 
 # %% ../nbs/14_partial_fc.ipynb #9051f4db
-def check_partial(margin, sampler, sample_rate, ignore_index, method, conflict, conflict_mode,
-                  eps):
-    "`ValueError` for options that no head can have."
-    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()",
-           type(margin).__name__)
+def check_partial(sampler, sample_rate, ignore_index, method):
+    "`ValueError` for options of a step that no head can have."
     rate = sample_rate == "positives" or is_number(sample_rate) and 0 < sample_rate <= 1
     expect(rate, "sample_rate", "a number in (0, 1], or 'positives'", repr(sample_rate))
     given = sampler is None or isinstance(sampler, NegativeSampler)
@@ -47,11 +43,6 @@ def check_partial(margin, sampler, sample_rate, ignore_index, method, conflict, 
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
     expect(method in ("auto", "tiles", "recompute"), "method", "'auto', 'tiles' or 'recompute'",
            repr(method))
-    fits = conflict is None or is_number(conflict) and -1 <= conflict < 1
-    expect(fits, "conflict", "a cosine or None", conflict)
-    expect(conflict_mode in ("drop", "zero"), "conflict_mode", "'drop' or 'zero'",
-           repr(conflict_mode))
-    expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
 
 # %% ../nbs/14_partial_fc.ipynb #c4d74089
 def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:bool):
@@ -147,10 +138,9 @@ class ClassVectors(nn.Module):
         return new
 
 # %% ../nbs/14_partial_fc.ipynb #dcb77143
-def scoring_of(head:nn.Module) -> Scoring:
-    "A head's."
-    fill = 0.0 if head.conflict_mode == "zero" else -math.inf
-    return scoring(head.margin, head.eps, head.conflict, fill)
+def config_of(head:nn.Module) -> HeadConfig:
+    "A head's, of what its attributes are now."
+    return head_config(head.margin, head.eps, head.conflict, head.conflict_mode)
 
 # %% ../nbs/14_partial_fc.ipynb #30aaf199
 def with_centers(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T·K]
@@ -176,14 +166,14 @@ def head_stats(
 ) -> HeadStats:
     "What a step saw."
     if known is None: known = columns.kept >= 0
-    o, rows, n = scoring_of(head), columns.rows, known.sum()
-    ahead = (bent(cos * o.level, o) > top) & known
+    o, rows, n = config_of(head), columns.rows, known.sum()
+    ahead = (bent(cos * o.tile_scale, o) > top) & known
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
     return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
 def scored_loss(
-    head:nn.Module, x:Tensor, columns:Columns, o:Scoring, dtype:torch.dtype, kernel:bool,
+    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; rest, cos, largest other score: [N]
     "The mean loss for any margin, which works on the cosines in PyTorch."
     rest, cos, top = PartialLse.apply(
@@ -198,7 +188,7 @@ def scored_loss(
 
 # %% ../nbs/14_partial_fc.ipynb #514a500e
 def line_loss(
-    head:nn.Module, x:Tensor, columns:Columns, o:Scoring, dtype:torch.dtype,
+    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`scored_loss` of CosFace, by the kernels."
     line = Line(o.scale, -o.scale * head.margin.margin, columns.share)
@@ -212,7 +202,7 @@ def partial_loss(
 ) -> tuple[Tensor, Optional[HeadStats]]:
     "The mean loss of the valid rows, and what the step saw, if asked."
     check_reverse("PartialFC", "margin_cross_entropy")
-    o, dtype, wide_ = scoring_of(head), head_dtype(x), acc_dtype(x.dtype)
+    o, dtype, wide_ = config_of(head), head_dtype(x), acc_dtype(x.dtype)
     kernel = picks_kernel(head.method, x, dtype, o)
     columns = columns_of(y, head.ignore_index, head.num_classes, sampler, wide_)
     given = head, x, rows_of(head, columns), o, dtype
@@ -240,8 +230,8 @@ class PartialFC(ClassVectors):
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):
         margin = CosFace() if margin is None else margin
-        check_partial(margin, sampler, sample_rate, ignore_index, method, conflict,
-                      conflict_mode, eps)
+        head_config(margin, eps, conflict, conflict_mode)
+        check_partial(sampler, sample_rate, ignore_index, method)
         if sparse is not None: check_flags(sparse=sparse)
         super().__init__(num_classes, embedding_size, margin.centers, device, dtype)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)

@@ -27,7 +27,7 @@ from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSam
 from fusedloss.core.tuning import keeping
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    check_features, head_stats, HeadStats, PartialFC, scoring_of, with_centers)
+    check_features, head_stats, HeadStats, PartialFC, config_of, with_centers)
 from fusedloss.row_sparse import (
     apply_update, as_rows, check_norm, distinct_values, live_rows, RowSparse, update_of)
 from fusedloss.sharded import check_mesh
@@ -121,7 +121,7 @@ def local_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest other score: [N] each
     "Stage 14's statistics of this rank's classes."
     if not len(w): return _NoClasses.apply(x, w)
-    o, rows, index = scoring_of(head), with_centers(columns.rows, head.centers), columns.index
+    o, rows, index = config_of(head), with_centers(columns.rows, head.centers), columns.index
     if rows is not None and o.centers > 1: index = live_index(rows)
     if rows is not None and head.sparse:
         index = index + s.start * o.centers  # as the whole weight counts

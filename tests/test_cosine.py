@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedloss.core import cosine, negatives
-from fusedloss.core.cosine import EPS, Scoring, launch_rest, plain_rest, tangent_kernel, unit_kernel, unit_rows_of
+from fusedloss.core.cosine import EPS, HeadConfig, launch_rest, plain_rest, tangent_kernel, unit_kernel, unit_rows_of
 from fusedloss.core.negatives import columns_bwd
 from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
@@ -44,8 +44,8 @@ def test_unit_and_tangent_kernels(shape, some, place):
     assert relative_error(out.cpu(), expected) < 1e-5
 
 
-OF_SCORES = {"plain": Scoring(1, 16.0, -1.0, False, EPS, 2.0, 0.0), "dropped": Scoring(1, 16.0, -1.0, False, EPS, 0.1, -math.inf),
-             "at zero": Scoring(1, 64.0, -1.0, False, EPS, 0.1, 0.0)}
+OF_SCORES = {"plain": HeadConfig(scale=16.0), "dropped": HeadConfig(scale=16.0, conflict=0.1),
+             "at zero": HeadConfig(scale=64.0, conflict=0.1, conflict_score=0.0)}
 SCORES = [(name, shifted, size) for name, shifted, size in itertools.product(OF_SCORES, (True, False), [(1, 1, 3), (19, 70, 40), (33, 128, 32)])]
 
 
@@ -141,7 +141,7 @@ def row_fault(m, place, g):
 def score_fault(m, place, g):
     tiling = Tiling(False, 16, 32, 32)
     for name, shifted in (("plain", True), ("at zero", False), ("dropped", True)):
-        o, (n, t, h) = m.Scoring(*OF_SCORES[name]), (11, 75, 24)
+        o, (n, t, h) = m.HeadConfig(*OF_SCORES[name]), (11, 75, 24)
         x, w = (normalize(torch.randn(k, h, generator=g)).to(place) for k in (n, t))
         slot = torch.randint(t, (n,), generator=g).to(place)
         shift = torch.where(torch.rand(t, generator=g) > 0.8, -math.inf, 1.2).to(place) if shifted else None

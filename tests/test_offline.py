@@ -77,7 +77,7 @@ def heads(dtype, width, V=65536, conflict=2.0):
     c = sampling.launch_columns(y, seed, step, sampling.Strata(10, 100, 7), 0, V, -1, 0.0, f32)
     sampling.draw(seed, step, sampling.Strata(10, 100, 7), 0, V)
     ux, xi, uw, _ = cosine.unit_pair(x, c.kept, w, c.rows, dtype, 1e-12)
-    o = cosine.Scoring(1, 64.0, -1.0, False, 1e-12, conflict, 0.0)
+    o = cosine.HeadConfig(eps=1e-12, conflict=conflict, conflict_score=0.0)
     for line in (None, cosine.Line(64.0, -0.35, g)):
         cosine.launch_rest(ux, uw, c.slot, c.shift, o, line=line)
     cosine.launch_rest(ux, uw, c.slot, None, o)

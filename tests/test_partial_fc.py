@@ -14,7 +14,7 @@ import fusedloss as fl
 from fusedloss import partial_fc, row_sparse
 from fusedloss.baseline import sample_data
 from fusedloss.core import cosine, negatives, sampling
-from fusedloss.core.cosine import EPS, Scoring, plain_rest, unit_rows_of
+from fusedloss.core.cosine import EPS, HeadConfig, plain_rest, unit_rows_of
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.margins import AdaFace, ArcFace, CosFace, margin_cross_entropy, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
@@ -128,7 +128,7 @@ def test_memory_goes_with_the_columns():
     t = -(-(len(head.sampler(100_000)) + 64) // 8) * 8
     run = lambda: head(x.requires_grad_(), y)
     assert all(k.numel() <= t * 16 for k in saved_tensors(run, x, head.weight, y))
-    o = Scoring(1, 64.0, -1.0, False, EPS, 2.0, 0.0)
+    o = HeadConfig(scale=64.0)
     unit, inverse = unit_rows_of(w, None, f32, EPS)
     rest, cos, _ = plain_rest(unit[:64], unit, y, None, o, 1000)
     peak = peak_memory(lambda: plain_rest(unit[:64], unit, y, None, o, 1000))
@@ -396,7 +396,7 @@ def test_operators_by_opcheck(rate, device):
     given = y, s.seed, s.step, *s.strata, 0, COUNT, -1, 0.7, f32
     torch.library.opcheck(sampling.sampled_columns, given, test_utils=looks)
     rows, slot, shift, _, kept, _ = sampling.sampled_columns(*given)
-    o = Scoring(1, 16.0, -1.0, False, EPS, 2.0, 0.0)
+    o = HeadConfig(scale=16.0)
     given = x, w, kept, rows, slot, shift, *o, f32, False
     torch.library.opcheck(negatives.partial_lse, given, test_utils=looks)
     rest, _, _, *saved = negatives.partial_lse(*given)
@@ -713,10 +713,10 @@ MUTANTS = {
     "the batch's classes are corrected": ("if missed: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
     "the target stays in the sum": ("leave_out(scores, target), close, which", "scores, close, which"),
     "conflicts pull": ("if close is not None: d.masked_fill_(close, 0.0)", "pass"),
-    "conflicts are kept": ("scores = torch.where(close, o.fill, scores)", "pass"),
-    "the scale is forgotten backward": ("exp_().mul_(g_rest[:, None] * o.level)", "exp_().mul_(g_rest[:, None])"),
-    "Circle's slope is forgotten": ("if o.pace >= 0: d.mul_(bent_slope(z, o))", "pass"),
-    "the cosine keeps its scale": ("z.gather(1, target.column), 0.0)[:, 0] / o.level", "z.gather(1, target.column), 0.0)[:, 0]"),
+    "conflicts are kept": ("scores = torch.where(close, o.conflict_score, scores)", "pass"),
+    "the scale is forgotten backward": ("exp_().mul_(g_rest[:, None] * o.tile_scale)", "exp_().mul_(g_rest[:, None])"),
+    "Circle's slope is forgotten": ("if o.circle_margin >= 0: d.mul_(bent_slope(z, o))", "pass"),
+    "the cosine keeps its scale": ("z.gather(1, target.column), 0.0)[:, 0] / o.tile_scale", "z.gather(1, target.column), 0.0)[:, 0]"),
     "what is along w stays": ("out.copy_((d - along[:, None] * u)", "out.copy_((d)"),
     "lengths are forgotten": ("inverse.abs() if factor is None", "1 + 0 * inverse if factor is None"),
     "ignored rows count": ("torch.where(known, n, -1), share", "n, share"),

@@ -44,34 +44,34 @@ def locate(y:Tensor, j:slice) -> Target:
     return Target(nearest, column == nearest)
 
 # %% ../../nbs/library/cosine.ipynb #aa77d3e0
-class Scoring(NamedTuple):
-    "How a head scores the classes that are no target."
-    centers: int  # K
-    scale: float
-    pace: float  # Circle's margin; below 0: none
-    paced: bool
-    eps: float  # of `lengths`
-    conflict: float  # cosines above are no negatives; 2: all are
-    fill: float  # their score: 0 or -inf
+class HeadConfig(NamedTuple):
+    "How a cosine head scores a row's negatives, the classes that are not its target."
+    centers: int = 1  # K, vectors of a class, of which the nearest counts
+    scale: float = 64.0
+    circle_margin: float = -1.0  # of Circle, which reweights every score; below 0: none
+    constant_weights: bool = False  # whether the gradient takes Circle's weights for constants
+    eps: float = EPS  # of `lengths`
+    conflict: float = 2.0  # cosines above it are no negatives; 2: all are
+    conflict_score: float = -torch.inf  # theirs: -inf, or 0
 
     @property
-    def level(self) -> float:  # what a tile's numbers are, over cosines
-        return self.scale if self.pace < 0 else 1.0
+    def tile_scale(self) -> float:  # what a tile of scores holds, over cosines
+        return self.scale if self.circle_margin < 0 else 1.0
 
 # %% ../../nbs/library/cosine.ipynb #38fbf46a
 def bent(
-    z:Tensor, o:Scoring,  # [BN,BV] as a tile has them
+    z:Tensor, o:HeadConfig,  # [BN,BV] as a tile has them
 ) -> Tensor:  # [BN,BV]
     "Scores of the classes that are no target."
-    if o.pace < 0: return z
-    return (z + o.pace).clamp_(min=0).mul_(z - o.pace).mul_(o.scale)
+    if o.circle_margin < 0: return z
+    return (z + o.circle_margin).clamp_(min=0).mul_(z - o.circle_margin).mul_(o.scale)
 
 def bent_slope(
-    z:Tensor, o:Scoring,  # [BN,BV] as a tile has them
+    z:Tensor, o:HeadConfig,  # [BN,BV] as a tile has them
 ) -> Tensor:  # [BN,BV]
     "Derivative of `bent` by what the tile holds, where a pace bends it."
-    push = (z + o.pace).clamp_(min=0)
-    return (push if o.paced else 2 * z * (push > 0)).mul_(o.scale)
+    push = (z + o.circle_margin).clamp_(min=0)
+    return (push if o.constant_weights else 2 * z * (push > 0)).mul_(o.scale)
 
 def leave_out(
     z:Tensor, target:Target,  # [BN,BV], from `locate`
@@ -205,16 +205,16 @@ def to_tangent(
 
 # %% ../../nbs/library/cosine.ipynb #1449cb9b
 def score_tile(
-    product:Tensor, shift:Tensor|None, target:Target, o:Scoring,  # [N,BV·K], [BV]; of `locate`
+    product:Tensor, shift:Tensor|None, target:Target, o:HeadConfig,  # [N,BV·K], [BV]; of `locate`
 ) -> tuple[Tensor, Tensor, Tensor|None, Tensor|None]:
     "A tile before bending, its scores with targets at -inf, conflicts, nearest centres."
     which = None
     if o.centers > 1: product, which = product.view(len(product), -1, o.centers).max(2)
-    z = product * o.level
+    z = product * o.tile_scale
     scores, close = bent(z, o), None
     if o.conflict < 2:
         close = product > o.conflict
-        scores = torch.where(close, o.fill, scores)
+        scores = torch.where(close, o.conflict_score, scores)
     if shift is not None: scores = scores + shift
     elif scores is z: scores = z.clone()
     return z, leave_out(scores, target), close, which
@@ -222,7 +222,7 @@ def score_tile(
 # %% ../../nbs/library/cosine.ipynb #9091c961
 def plain_rest(
     x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor],  # [N,H], [T·K,H] units; [N], [T]
-    o:Scoring, tile:int,  # columns at once
+    o:HeadConfig, tile:int,  # columns at once
 ) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest: [N] each, in `acc_dtype`
     "Log-sum-exp and largest of all scores but the target's; its cosine, or 0."
     rest = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
@@ -231,7 +231,7 @@ def plain_rest(
         target = locate(slot, j)
         product = wide_product(x, w[j.start * o.centers:j.stop * o.centers].T)
         z, scores, _, _ = score_tile(product, None if shift is None else shift[j], target, o)
-        cos += torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0] / o.level
+        cos += torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0] / o.tile_scale
         rest = torch.logaddexp(rest, torch.logsumexp(scores, 1))
         top = torch.maximum(top, scores.amax(1))
     return rest, cos, top
@@ -239,12 +239,12 @@ def plain_rest(
 # %% ../../nbs/library/cosine.ipynb #c26caa16
 def plain_dz(
     x:Tensor, w:Tensor, shift:Optional[Tensor], target:Target,  # w and shift of a tile
-    rest:Tensor, g_rest:Tensor, g_cos:Tensor, o:Scoring,  # [N]; no rest: +inf
+    rest:Tensor, g_rest:Tensor, g_cos:Tensor, o:HeadConfig,  # [N]; no rest: +inf
 ) -> Tensor:  # [N, BV·K] in the dtype of x
     "Gradient of a tile's products of unit rows."
     z, scores, close, which = score_tile(wide_product(x, w.T), shift, target, o)
-    d = scores.sub_(rest[:, None]).exp_().mul_(g_rest[:, None] * o.level)
-    if o.pace >= 0: d.mul_(bent_slope(z, o))
+    d = scores.sub_(rest[:, None]).exp_().mul_(g_rest[:, None] * o.tile_scale)
+    if o.circle_margin >= 0: d.mul_(bent_slope(z, o))
     if close is not None: d.masked_fill_(close, 0.0)
     at = torch.where(target.inside, g_cos[:, None], d.gather(1, target.column))
     d.scatter_(1, target.column, at)
@@ -391,7 +391,7 @@ class Line(NamedTuple):
 
 # %% ../../nbs/library/cosine.ipynb #1d59f163
 def launch_rest(
-    x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring,
+    x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:HeadConfig,
     tiling:Optional[Tiling]=None, line:Optional[Line]=None,
 ) -> tuple[Tensor, ...]:  # with a line also losses [N], and their derivatives by rest and cos
     "`plain_rest` by the kernels."
@@ -406,7 +406,7 @@ def launch_rest(
     grid = (min(multiprocessors(x.device), tiles_n * runs),)
     launch = lambda t, only_compile=False: starter(rest_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
-        v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
+        v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.conflict_score, CONFLICT=o.conflict < 2,
         UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
         BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
@@ -422,7 +422,7 @@ def launch_rest(
 def launch_cosine_dz(
     x:Tensor, w:Tensor, dz:Tensor,  # unit rows [N,H], [T,H]; [N,T] to be written; T is a slab
     slot:Tensor, shift:Optional[Tensor], terms:tuple[Tensor, ...],  # [N], [T], [N] thrice
-    begin:int, o:Scoring, t:Tiling,
+    begin:int, o:HeadConfig, t:Tiling,
 ):
     "Gradient of a slab's products, recomputed."
     (n, h), v = x.shape, len(w)
@@ -430,7 +430,7 @@ def launch_cosine_dz(
     launch = lambda t, only_compile=False: starter(cosine_dz_kernel, (programs,), only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, *terms, n, v, h, *x.stride(),
-        *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
+        *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.conflict_score, CONFLICT=o.conflict < 2,
         UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, autocasts, expect
 from fusedloss.core.cosine import (
-    launch_cosine_dz, launch_rest, locate, plain_dz, plain_rest, Scoring, to_tangent, unit_pair)
+    launch_cosine_dz, launch_rest, locate, plain_dz, plain_rest, HeadConfig, to_tangent, unit_pair)
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.products import (
     add_product, autocast_like_linear, multiplies_in_float32, product_dtype, put_product,
@@ -42,7 +42,7 @@ def product_into(out:Tensor, a:Tensor, b:Tensor):
 
 def slab_gradients(
     g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor,  # [N], [N]; unit rows [N,H], [T·K,H]
-    rest:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring, kernel:bool, tiling:Tiling,
+    rest:Tensor, slot:Tensor, shift:Optional[Tensor], o:HeadConfig, kernel:bool, tiling:Tiling,
 ) -> Iterator[tuple[slice, Tensor]]:
     "Slab after slab: rows of w, and the gradient of their products."
     n, k, v = len(x), o.centers, len(w) // o.centers
@@ -74,10 +74,10 @@ def columns_bwd(
     return total
 
 # %% ../../nbs/library/negatives.ipynb #c640edb4
-def takes_columns(x:Tensor, o:Scoring) -> bool:
+def takes_columns(x:Tensor, o:HeadConfig) -> bool:
     "Whether the kernels take these unit rows and this scoring."
     wide_enough = has_kernel(x) and x.element_size() == 2 and len(x) > 0
-    return wide_enough and o.centers == 1 and o.pace < 0
+    return wide_enough and o.centers == 1 and o.circle_margin < 0
 
 # %% ../../nbs/library/negatives.ipynb #7b915657
 def without_autocast(t:Tensor):
@@ -85,18 +85,19 @@ def without_autocast(t:Tensor):
     device = t.device.type
     return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
-def tile_columns(x:Tensor, o:Scoring) -> int:
+def tile_columns(x:Tensor, o:HeadConfig) -> int:
     "Columns whose scores and copies take some 256 MiB."
     return max(1, 2**26 // (max(len(x), 1) * o.centers * acc_dtype(x.dtype).itemsize))
 
 # %% ../../nbs/library/negatives.ipynb #2f2833e5
 def columns_fwd(
     x:Tensor, w:Tensor, kept:Tensor, rows:Optional[Tensor], slot:Tensor, shift:Optional[Tensor],
-    centers:int, scale:float, pace:float, paced:bool, eps:float, conflict:float, fill:float,
+    centers:int, scale:float, circle_margin:float, constant_weights:bool, eps:float,
+    conflict:float, conflict_score:float,
     dtype:torch.dtype, kernel:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "rest, cos, largest [N]; unit rows and inverse lengths of x and of the columns."
-    o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
+    o = HeadConfig(centers, scale, circle_margin, constant_weights, eps, conflict, conflict_score)
     with without_autocast(x):
         ux, x_inverse, uw, w_inverse = unit_pair(x, kept, w, rows, dtype, eps)
         if not len(x): out = tuple(x_inverse.new_empty(0) for _ in range(3))
@@ -118,11 +119,12 @@ def columns_grad(
     g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], rest:Tensor,
     ux:Tensor, x_inverse:Tensor, uw:Tensor, w_inverse:Tensor,
     slot:Tensor, shift:Optional[Tensor],
-    centers:int, scale:float, pace:float, paced:bool, eps:float, conflict:float, fill:float,
+    centers:int, scale:float, circle_margin:float, constant_weights:bool, eps:float,
+    conflict:float, conflict_score:float,
     x_dtype:torch.dtype, w_dtype:torch.dtype, kernel:bool, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:
     "dx [N,H], gradient of the columns' rows [T·K,H], times factor; empty where not needed."
-    o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
+    o = HeadConfig(centers, scale, circle_margin, constant_weights, eps, conflict, conflict_score)
     if not len(ux): return torch.zeros_like(ux, dtype=x_dtype), uw.new_zeros(
         uw.shape if need_w else 0, dtype=w_dtype)
     g_rest, g_cos, factor = in_units(g_rest.contiguous(), g_cos.contiguous(), factor, scale,
@@ -141,7 +143,7 @@ def columns_grad(
         return dx, values
 
 # %% ../../nbs/library/negatives.ipynb #83e2f4cd
-def picks_kernel(method:str, x:Tensor, dtype:torch.dtype, o:Scoring) -> bool:
+def picks_kernel(method:str, x:Tensor, dtype:torch.dtype, o:HeadConfig) -> bool:
     "Whether `method` means the kernels here; `ValueError` if they cannot do what was asked."
     able = takes_columns(x.new_empty(min(len(x), 1), 1, dtype=dtype), o)
     expect(method != "recompute" or able or not len(x), "method", "'tiles' for what is no "
@@ -247,7 +249,7 @@ class LineLoss(torch.autograd.Function):
 # %% ../../nbs/library/negatives.ipynb #f8a5a71d
 def whole_head(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V·K,H], [N]
-    o:Scoring, method:str,
+    o:HeadConfig, method:str,
 ) -> Optional[tuple[Tensor, Tensor]]:  # rest, cos [N]; None where no kernel takes the rows
     "The two numbers of stage 13's `margin_cross_entropy`: all classes are columns."
     dtype = head_dtype(x)
