@@ -18,7 +18,8 @@ from fusedloss.baseline import reduce_loss
 from fusedloss.core.checks import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number)
 from fusedloss.core.cosine import (
-    bent, bent_slope, EPS, HeadConfig, leave_out, lengths, locate, Target)
+    EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
+    positive_infinity, target_cosines, to_tangent, unit_rows_of)
 from fusedloss.core.negatives import whole_head
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
@@ -302,94 +303,78 @@ class CosineTiles:
 
     def make(self, i:slice, j:slice) -> tuple[Tensor, Optional[Tensor]]:  # [BN,BV] each
         "The numbers of a tile; of a class with several centres the nearest, and which it is."
-        part, k = self.part(j), self.o.centers
+        part = self.part(j)
         z = wide_product(self.x[i].to(self.dtype), self.w[part].to(self.dtype).T)
         z.mul_(self.rows[i, None]).mul_(self.columns[part])
-        return (z, None) if k == 1 else z.view(len(z), -1, k).max(2)
+        return nearest_centers(z, self.o)
 
 # %% ../nbs/13_margins.ipynb #ccf4fcb4
 def cosine_lse_fwd(
     x:Tensor, w:Tensor, y:Tensor, o:HeadConfig,  # [N,H], [V·K,H], [N]
     token_tile:int, class_tile:int,
-) -> tuple[Tensor, Tensor]:  # rest [N], cos [N], in `acc_dtype`
+) -> tuple[Tensor, Tensor]:  # negatives_lse [N], cos [N], in `acc_dtype`
     "Log-sum-exp of all classes but the target, and the target's cosine, 0 without one."
     tiles = CosineTiles(x, w, y, o, token_tile, class_tile)
-    rest = tiles.rows.new_full((len(x),), -torch.inf)
-    cos = torch.zeros_like(rest)
+    lse = tiles.rows.new_full((len(x),), -torch.inf)
+    cos = torch.zeros_like(lse)
     for j in tiles.classes:
         for i in tiles.tokens:
             z, _ = tiles.make(i, j)
             target = locate(tiles.y[i], j)
-            found = torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0]
-            cos[i] += found / o.tile_scale
-            z = leave_out(bent(z, o), target)
-            rest[i] = torch.logaddexp(rest[i], torch.logsumexp(z, 1))
-    return rest, cos
-
-# %% ../nbs/13_margins.ipynb #dfabdfa2
-def cosine_dz(
-    z:Tensor, which:Tensor|None, target:Target,  # a tile, remade
-    rest:Tensor, g_rest:Tensor, g_cos:Tensor,  # [BN]
-    columns:Tensor, dtype:torch.dtype, o:HeadConfig,  # [BV·K] 1 / ‖w‖; of the products that follow
-) -> Tensor:  # [BN, BV·K] in `dtype`
-    "Gradient of a tile's products x wᵀ."
-    slope = None if o.circle_margin < 0 else bent_slope(z, o)
-    base = torch.where(rest == -torch.inf, 0.0, rest)[:, None]  # one class: there is no rest
-    d = leave_out(bent(z, o), target).sub_(base).exp_().mul_(g_rest[:, None])
-    if slope is not None: d.mul_(slope)
-    at = torch.where(target.inside, g_cos[:, None], d.gather(1, target.column))
-    d.scatter_(1, target.column, at)
-    if which is not None:
-        spread = d.new_zeros(*d.shape, o.centers)
-        d = spread.scatter_(2, which[..., None], d[..., None]).flatten(1)
-    return d.mul_(columns).to(dtype)
+            cos[i] += target_cosines(z, target, o)
+            scores, _ = plain_negative_scores(z, None, target, o)
+            lse[i] = torch.logaddexp(lse[i], torch.logsumexp(scores, 1))
+    return lse, cos
 
 # %% ../nbs/13_margins.ipynb #0ace49e2
-def keep_tangent(
-    d:Tensor, t:Tensor, eps:float,  # [R,H] in `acc_dtype`, changed in place; [R,H]
-) -> Tensor:
-    "Take off each row of `d` its part along the same row of `t`, if that has a direction."
-    norms = torch.linalg.vector_norm(t, dim=-1, dtype=d.dtype)
-    unit = t * torch.where(norms > eps, 1 / norms, 0.0)[:, None]
-    return d.sub_(unit.mul_((unit * d).sum(1, keepdim=True)))
+def take_off_radial(
+    d:Tensor, t:Tensor, eps:float,  # [R,H] in `acc_dtype`, overwritten; [R,H]
+    factor:Tensor, out:Tensor,  # a scalar; [R,H] to be written, may be d
+):
+    "out = factor · d, less each row's part along the same row of `t`, if that has a direction."
+    unit, inverse = unit_rows_of(t, None, d.dtype, eps)
+    to_tangent(d, unit, inverse.sign(), factor, out)
 
 # %% ../nbs/13_margins.ipynb #c510f090
 def cosine_slice_bwd(
     dx:Tensor|None, tiles:CosineTiles, j:slice,  # [N,H] added to
-    rest:Tensor, g_rest:Tensor, g_cos:Tensor, need_w:bool,  # [N]
+    lse:Tensor, g_lse:Tensor, g_cos:Tensor, need_w:bool,  # [N]
 ) -> Tensor|None:  # [BV·K,H] in `acc_dtype`
-    "Backward of all rows for the classes `j`: adds to dx, returns their slice of dw."
+    "Backward of all rows for the classes `j`: adds to dx, returns dwᵀ x of their tiles."
     part = tiles.part(j)
-    dw = rest.new_zeros(tiles.w[part].shape) if need_w else None
+    dw = lse.new_zeros(tiles.w[part].shape) if need_w else None
     for i in tiles.tokens:
-        dz = cosine_dz(*tiles.make(i, j), locate(tiles.y[i], j), rest[i], g_rest[i], g_cos[i],
-                       tiles.columns[part], tiles.dtype, tiles.o)
+        dz = plain_cosine_dz(*tiles.make(i, j), None, locate(tiles.y[i], j), lse[i], g_lse[i],
+                             g_cos[i], tiles.o)
+        dz = dz.mul_(tiles.columns[part]).to(tiles.dtype)
         if dx is not None: add_product(dx[i], dz, tiles.w[part].to(tiles.dtype))
         if need_w: add_product(dw, dz.T, tiles.x[i].to(tiles.dtype))
-    return dw if dw is None else keep_tangent(dw, tiles.w[part], tiles.o.eps)
+    return dw
 
 # %% ../nbs/13_margins.ipynb #35086141
 def cosine_lse_bwd(
-    g_rest:Tensor, g_cos:Tensor,  # [N] upstream gradients
-    x:Tensor, w:Tensor, y:Tensor, rest:Tensor, o:HeadConfig,  # saved: inputs, one number a row
+    g_lse:Tensor, g_cos:Tensor,  # [N] upstream gradients
+    x:Tensor, w:Tensor, y:Tensor, lse:Tensor, o:HeadConfig,  # saved: inputs, one number a row
     token_tile:int, class_tile:int, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:  # dx, dw in the dtypes of x and w; empty where not needed
     "Gradients of `cosine_lse_fwd`, every tile remade."
-    dx = rest.new_zeros(x.shape) if need_x else None
+    dx = lse.new_zeros(x.shape) if need_x else None
     dw = torch.zeros(w.shape if need_w else 0, dtype=w.dtype, device=w.device)
     if not len(x): return x.new_zeros(x.shape if need_x else 0), dw
-    tiles = CosineTiles(x, w, y, o, token_tile, class_tile)
-    g_rest, g_cos = g_rest * tiles.rows, g_cos * (tiles.rows / o.tile_scale)
-    largest = torch.maximum(g_rest.abs() * (o.scale / o.tile_scale), g_cos.abs())
+    tiles, lse = CosineTiles(x, w, y, o, token_tile, class_tile), positive_infinity(lse)
+    g_lse, g_cos = g_lse * tiles.rows, g_cos * (tiles.rows / o.tile_scale)
+    largest = torch.maximum(g_lse.abs() * (o.scale / o.tile_scale), g_cos.abs())
     unit = unit_of(largest, tiles.columns)  # keeps dz within fp16
-    g_rest, g_cos = g_rest / unit, g_cos / unit
+    g_lse, g_cos = g_lse / unit, g_cos / unit
     for j in tiles.classes:
-        slice_of_dw = cosine_slice_bwd(dx, tiles, j, rest, g_rest, g_cos, need_w)
-        if need_w: dw[tiles.part(j)] = slice_of_dw.mul_(unit)
+        slice_of_dw = cosine_slice_bwd(dx, tiles, j, lse, g_lse, g_cos, need_w)
+        part = tiles.part(j)
+        if need_w: take_off_radial(slice_of_dw, w[part], o.eps, unit, dw[part])
         del slice_of_dw  # else it lives on beside the next one
     if not need_x: return x.new_empty(0), dw
-    for i in tiles.tokens: keep_tangent(dx[i], x[i], o.eps)
-    return dx.mul_(unit).to(x.dtype), dw
+    out = dx if x.dtype == dx.dtype else torch.empty_like(dx, dtype=x.dtype)
+    for i in tiles.tokens: take_off_radial(dx[i], x[i], o.eps, unit, out[i])
+    return out, dw
 
 # %% ../nbs/13_margins.ipynb #e98c6880
 @operator("fusedloss::cosine_lse")

@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     acc_dtype, as_integers, check_factory, check_flags, check_labels, check_target, expect,
     expect_tensor, FLOATS, is_number)
-from fusedloss.core.cosine import bent, EPS, HeadConfig, Line
+from fusedloss.core.cosine import EPS, HeadConfig, Line, reweighted_logits
 from fusedloss.core.negatives import head_dtype, LineLoss, PartialLse, picks_kernel, RowIndex
 from fusedloss.core.operators import check_reverse, observed
 from fusedloss.core.options import HeadMethod
@@ -167,7 +167,7 @@ def head_stats(
     "What a step saw."
     if known is None: known = columns.kept >= 0
     o, rows, n = config_of(head), columns.rows, known.sum()
-    ahead = (bent(cos * o.tile_scale, o) > top) & known
+    ahead = (reweighted_logits(cos * o.tile_scale, o) > top) & known
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
     return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
 

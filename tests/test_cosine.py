@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedloss.core import cosine, negatives
-from fusedloss.core.cosine import EPS, HeadConfig, launch_rest, plain_rest, tangent_kernel, unit_kernel, unit_rows_of
+from fusedloss.core.cosine import EPS, HeadConfig, launch_rest, plain_negatives_lse, tangent_kernel, unit_kernel, unit_rows_of
 from fusedloss.core.negatives import columns_bwd
 from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
@@ -60,7 +60,7 @@ def test_score_kernels(name, shifted, size, place):
     shift = None
     if shifted:
         shift = torch.where(draw_(t) > 1, -math.inf, 1.2 * (draw_(t) > 0))
-    got, exact = launch_rest(x, w, slot, shift, o, tiling), plain_rest(x.double(), w.double(), slot, shift, o, 13)
+    got, exact = launch_rest(x, w, slot, shift, o, tiling), plain_negatives_lse(x.double(), w.double(), slot, shift, o, 13)
     for a, e in zip(got, exact):
         torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-4)
     g_rest, g_cos, grads = draw_(n), draw_(n), {}
@@ -150,7 +150,7 @@ def score_fault(m, place, g):
         with pytest.MonkeyPatch.context() as patch:
             everywhere(patch, cosine, "run_length", lambda *sizes: 2)
             everywhere(patch, m, "slab_columns", lambda *sizes: 64)
-            got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_rest(x, w, slot, shift, OF_SCORES[name], 130)
+            got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_negatives_lse(x, w, slot, shift, OF_SCORES[name], 130)
             if not all(torch.allclose(a, e, rtol=1e-4, atol=1e-4) for a, e in zip(got, exact)):
                 return f"rest, {name}"
             terms, grads = (torch.randn(n, generator=g).to(place), torch.randn(n, generator=g).to(place)), []

@@ -14,7 +14,7 @@ import fusedloss as fl
 from fusedloss import partial_fc, row_sparse
 from fusedloss.baseline import sample_data
 from fusedloss.core import cosine, negatives, sampling
-from fusedloss.core.cosine import EPS, HeadConfig, plain_rest, unit_rows_of
+from fusedloss.core.cosine import EPS, HeadConfig, plain_negatives_lse, unit_rows_of
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.margins import AdaFace, ArcFace, CosFace, margin_cross_entropy, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
@@ -130,8 +130,8 @@ def test_memory_goes_with_the_columns():
     assert all(k.numel() <= t * 16 for k in saved_tensors(run, x, head.weight, y))
     o = HeadConfig(scale=64.0)
     unit, inverse = unit_rows_of(w, None, f32, EPS)
-    rest, cos, _ = plain_rest(unit[:64], unit, y, None, o, 1000)
-    peak = peak_memory(lambda: plain_rest(unit[:64], unit, y, None, o, 1000))
+    rest, cos, _ = plain_negatives_lse(unit[:64], unit, y, None, o, 1000)
+    peak = peak_memory(lambda: plain_negatives_lse(unit[:64], unit, y, None, o, 1000))
     assert peak < 64 * 1000 * 4 * 6
 
 
@@ -598,6 +598,17 @@ def test_these_kernels_serve_margin_cross_entropy(margin, reduction, kernels_for
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [f32, bf16, f16], ids=str)
+def test_the_tangent_kernel_serves_tiles_of_any_strides(dtype, kernels_for_all):
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(20, n, generator=g).to(kernels_for_all, dtype).T.requires_grad_() for n in (13, 70))
+    grads = [torch.autograd.grad(margin_cross_entropy(a, b, torch.arange(13, device=a.device), margin=ArcFace(0.3, 16.0), method="tiles", token_tile=5, class_tile=30), [x, w])
+             for a, b in ((x, w), (x.double(), w.double()))]
+    assert not x.is_contiguous() and not w.is_contiguous()
+    for got, exact in zip(*grads):
+        assert relative_error(got, exact) < {f32: 1e-5, bf16: 1e-2, f16: 1e-2}[dtype]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
 @pytest.mark.parametrize("margin", [CosFace(0.2, 16.0), ArcFace(0.3, 16.0)], ids=repr)
@@ -711,13 +722,13 @@ MUTANTS = {
     "dead columns count": (".masked_fill_(rows < 0, -torch.inf)", ""),
     "log q has the wrong sign": ("missed = -math.log(sampler.rate)", "missed = math.log(sampler.rate)"),
     "the batch's classes are corrected": ("if missed: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
-    "the target stays in the sum": ("leave_out(scores, target), close, which", "scores, close, which"),
-    "conflicts pull": ("if close is not None: d.masked_fill_(close, 0.0)", "pass"),
-    "conflicts are kept": ("scores = torch.where(close, o.conflict_score, scores)", "pass"),
-    "the scale is forgotten backward": ("exp_().mul_(g_rest[:, None] * o.tile_scale)", "exp_().mul_(g_rest[:, None])"),
-    "Circle's slope is forgotten": ("if o.circle_margin >= 0: d.mul_(bent_slope(z, o))", "pass"),
-    "the cosine keeps its scale": ("z.gather(1, target.column), 0.0)[:, 0] / o.tile_scale", "z.gather(1, target.column), 0.0)[:, 0]"),
-    "what is along w stays": ("out.copy_((d - along[:, None] * u)", "out.copy_((d)"),
+    "the target stays in the sum": ("mask_targets(scores, target), conflicts", "scores, conflicts"),
+    "conflicts pull": ("if conflicts is not None: d.masked_fill_(conflicts, 0.0)", "pass"),
+    "conflicts are kept": ("scores.masked_fill_(conflicts, o.conflict_score)", "pass"),
+    "the scale is forgotten backward": ("g_rest * o.tile_scale", "g_rest"),
+    "Circle's slope is forgotten": ("if slope is not None: d.mul_(slope)", "pass"),
+    "the cosine keeps its scale": ("0.0)[:, 0] / o.tile_scale", "0.0)[:, 0]"),
+    "what is along w stays": ("d.sub_(along[:, None] * u)", "d"),
     "lengths are forgotten": ("inverse.abs() if factor is None", "1 + 0 * inverse if factor is None"),
     "ignored rows count": ("torch.where(known, n, -1), share", "n, share"),
     "ignored rows share in the mean": ("torch.where(wanted, torch.nan, 0.0)", "torch.where(wanted, torch.nan, 1.0)"),

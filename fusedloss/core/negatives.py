@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, autocasts, expect
 from fusedloss.core.cosine import (
-    launch_cosine_dz, launch_rest, locate, plain_dz, plain_rest, HeadConfig, to_tangent, unit_pair)
+    HeadConfig, launch_cosine_dz, launch_rest, locate, plain_cosine_dz, plain_negatives_lse,
+    positive_infinity, scaled_cosines, to_tangent, unit_pair)
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.products import (
     add_product, autocast_like_linear, multiplies_in_float32, product_dtype, put_product,
@@ -48,14 +49,16 @@ def slab_gradients(
     n, k, v = len(x), o.centers, len(w) // o.centers
     slab = slab_columns(n, v, x.element_size(), k)
     buffer = x.new_empty(n, slab) if kernel else None
-    base = None if kernel else torch.where(rest == -torch.inf, torch.inf, rest)  # no pull
+    lse, g_scores = None if kernel else positive_infinity(rest), g_rest * o.tile_scale
     for j in tile_slices(v, slab):
         rows, part = slice(j.start * k, j.stop * k), None if shift is None else shift[j]
         if kernel:
             dz = buffer[:, :j.stop - j.start]
             launch_cosine_dz(x, w[rows], dz, slot, part, (rest, g_rest, g_cos), j.start, o,
                              tiling)
-        else: dz = plain_dz(x, w[rows], part, locate(slot, j), base, g_rest, g_cos, o)
+        else:
+            tile = scaled_cosines(x, w[rows], o)
+            dz = plain_cosine_dz(*tile, part, locate(slot, j), lse, g_scores, g_cos, o).to(x.dtype)
         yield rows, dz
 
 # %% ../../nbs/library/negatives.ipynb #abd8018a
@@ -102,7 +105,7 @@ def columns_fwd(
         ux, x_inverse, uw, w_inverse = unit_pair(x, kept, w, rows, dtype, eps)
         if not len(x): out = tuple(x_inverse.new_empty(0) for _ in range(3))
         elif kernel: out = launch_rest(ux, uw, slot, shift, o)
-        else: out = plain_rest(ux, uw, slot, shift, o, tile_columns(ux, o))
+        else: out = plain_negatives_lse(ux, uw, slot, shift, o, tile_columns(ux, o))
         return *out, ux, x_inverse, uw, w_inverse
 
 # %% ../../nbs/library/negatives.ipynb #c92824da
