@@ -17,7 +17,7 @@ from fusedloss.core.checks import (
     acc_dtype, autocasts, check_factory, check_flags, check_inputs, check_linear, check_options,
     check_weight, check_weights, expect, FLOATS, is_integer)
 from fusedloss.core.operators import first_order, observed, operator, products
-from fusedloss.core.options import Accumulate, CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.options import Accumulate, CrossEntropyStats, Reduction, LossOptions
 from fusedloss.core.products import product_dtype, put_product, tile_slices
 from fusedloss.core.reference import row_stats, share_of, total_weight
 from fusedloss.core.triton import has_kernel
@@ -88,7 +88,7 @@ def plan_chunks(
 def chunk_loss(
     z:Tensor,  # [B,1,V], logits; overwritten where `turn`
     y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [B], [V], [B]
-    denominator:Optional[Tensor], o:RowOptions,
+    denominator:Optional[Tensor], o:LossOptions,
     late:bool,  # leave the gradient undivided
     turn:bool,  # put the gradient in the place of the logits
     stats:bool,
@@ -96,11 +96,11 @@ def chunk_loss(
     "Losses of one chunk, and their gradient in it."
     given = y, weight, token_weight
     if turn and not stats: return turn_around(z, z, *given, denominator, o, late),
-    losses, lse, entropy, rows = found = rows_fwd(z, *given, denominator, *o, stats)
+    losses, lse, entropy, rows = found = rows_fwd(z, *given, denominator, o, stats)
     if not turn: return found
     one, divided = losses.new_ones(()).expand(len(y)), None if late else denominator
     if has_kernel(z): launch_bwd(one, None, None, z, z, *given, rows, entropy, o, divided)
-    else: z.copy_(rows_bwd(one, None, None, z, *given, divided, rows, entropy, *o))
+    else: z.copy_(rows_bwd(one, None, None, z, *given, divided, rows, entropy, o))
     return found
 
 # %% ../nbs/06_chunks.ipynb #fadd7430
@@ -150,7 +150,7 @@ def make_logits(z:Tensor, x:Tensor, w:Tensor, b:Optional[Tensor]):
 def run_chunks(
     x:Tensor, w:Tensor, b:Optional[Tensor],  # [N,H]; [V,H] and [V] in the products' dtype
     y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N], [V], [N]
-    denominator:Optional[Tensor], o:RowOptions, late:bool, rows:int, grads:Gradients,
+    denominator:Optional[Tensor], o:LossOptions, late:bool, rows:int, grads:Gradients,
     stats:bool,
 ) -> tuple[Tensor, ...]:  # as `chunk_loss`, of all tokens
     "Losses of all chunks; their gradients are added to `grads`."
@@ -249,16 +249,14 @@ def final_gradients(grads:Gradients, x:Tensor, order:Optional[Tensor]) -> tuple[
 # %% ../nbs/06_chunks.ipynb #8df77eca
 def chunked_loss_fwd(
     x:Tensor, w:Tensor, b:Optional[Tensor], y:Tensor,  # [N,H], [V,H], [V], [N]
-    weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V], [N]
-    ignore_index:int, label_smoothing:float, logit_scale:float, softcap:float, z_loss:float,
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions,  # [V], [N]
     dtype:torch.dtype, grad_dtype:torch.dtype,  # that the products see; of dw
     mean:bool, chunk_size:Optional[int], memory_budget:Optional[int], accumulate:str,
     max_valid:Optional[int], need_x:bool, need_w:bool, need_b:bool, stats:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Loss, dx, dw, db, factors [2 or 0]; lse [N], entropy [N], rows [5,N], empty without `stats`."
-    o = RowOptions(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
-    acc, order = acc_dtype(dtype), packed_rows(y, ignore_index, max_valid)
-    total = total_weight(y, weight, token_weight, ignore_index, acc) if mean else None
+    acc, order = acc_dtype(dtype), packed_rows(y, o.ignore_index, max_valid)
+    total = total_weight(y, weight, token_weight, o.ignore_index, acc) if mean else None
     late, unit = torch.float16 in (dtype, x.dtype, grad_dtype), sum_unit(len(x), grad_dtype)
     pick = lambda t: t if order is None or t is None else t[order]
     x_k, empty = pick(x), lambda *size: x.new_empty(size, dtype=acc)
@@ -266,9 +264,8 @@ def chunked_loss_fwd(
     plan = plan_chunks(len(x_k), x.shape[1], len(w), w_k.dtype, grad_dtype, need_w, chunk_size,
                        memory_budget, accumulate)
     grads = Gradients(x_k, w, (need_x, need_w, need_b), grad_dtype, plan.wide, unit)
-    with torch.autocast(x.device.type, enabled=False):
-        found = run_chunks(x_k.to(dtype), w_k, b_k, pick(y), weight, pick(token_weight), total,
-                           o, late, plan.rows, grads, stats)
+    found = run_chunks(x_k.to(dtype), w_k, b_k, pick(y), weight, pick(token_weight), total, o,
+                       late, plan.rows, grads, stats)
     found = found or (empty(0), empty(0), empty(0), empty(5, 0))
     loss = found[0].sum()
     told = stats_of_all(found, order, len(x)) if stats else tuple(empty(0) for _ in range(3))
@@ -294,7 +291,7 @@ class _ChunkedLoss(torch.autograd.Function):
     "The loss, whose gradients are there before they are asked for."
     @staticmethod
     def forward(ctx, buffer, *inputs):
-        loss, dx, dw, db, factors, *told = chunked_loss_fwd(*inputs)
+        loss, dx, dw, db, factors, *told = chunked_loss.run(*inputs)
         ctx.buffer, ctx.needs, ctx.unused = buffer, inputs[-4:-1], len(inputs) - 3
         ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
         ctx.save_for_backward(dx, dw, db, factors)  # no input, no logits
@@ -315,13 +312,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 scaled_bias(db, gx, ctx.bias_dtype) if need_b else None, *[None] * ctx.unused)
 
 # %% ../nbs/06_chunks.ipynb #ea3e5c49
-chunked_loss = operator("fusedloss::chunked_loss", chunked_loss_fwd)
-
-# %% ../nbs/06_chunks.ipynb #24687cbf
-@chunked_loss.register_fake
-def _(x, w, b, y, weight, token_weight, ignore_index, label_smoothing, logit_scale, softcap,
-      z_loss, dtype, grad_dtype, mean, chunk_size, memory_budget, accumulate, max_valid,
-      need_x, need_w, need_b, stats):
+def fake_chunks(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, *others):
+    "The shapes of `chunked_loss_fwd`'s results."
+    need_x, need_w, need_b, stats = others[-4:]
     new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
     n, dw = x.shape[0], torch.empty_like(w, dtype=grad_dtype)
     late = torch.float16 in (dtype, x.dtype, grad_dtype)
@@ -330,32 +323,42 @@ def _(x, w, b, y, weight, token_weight, ignore_index, label_smoothing, logit_sca
             new(2 if late else 0), new(n if stats else 0), new(n if stats else 0),
             new(5, n) if stats else new(0))
 
-# %% ../nbs/06_chunks.ipynb #f7299d73
-def _save(ctx, inputs, output):
-    ctx.needs, ctx.unused = inputs[-4:-1], len(inputs) - 3
-    ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
+# %% ../nbs/06_chunks.ipynb #24687cbf
+def save_gradients(ctx, inputs, output):
+    "dx, dw, db and what they are still to be multiplied by."
+    ctx.bias_dtype = None if inputs.b is None else inputs.b.dtype
     ctx.save_for_backward(*output[1:5])
     ctx.mark_non_differentiable(*output[1:4], *output[5:])  # not the factors: `first_order`
-    ctx.set_materialize_grads(False)
 
-# %% ../nbs/06_chunks.ipynb #877151e9
-@first_order
-def _backward(ctx, g, *_):
-    dx, dw, db, factors = ctx.saved_tensors
+# %% ../nbs/06_chunks.ipynb #f7299d73
+def chunked_loss_bwd(
+    g:Tensor, dx:Tensor, dw:Tensor, db:Tensor, factors:Tensor,  # upstream; what forward saved
+    bias_dtype:Optional[torch.dtype],
+) -> tuple[Tensor, Tensor, Tensor]:
+    "What forward saved, times the upstream gradient."
     gx, gw = last_factors(g, factors)
     times = lambda d, f: torch.where(d == 0, 0.0, d.to(f.dtype) * f).to(d.dtype)
-    need_x, need_w, need_b = ctx.needs
-    return (times(dx, gx) if need_x else None, times(dw, gw) if need_w else None,
-            scaled_bias(db, gx, ctx.bias_dtype) if need_b else None, *[None] * ctx.unused)
+    return times(dx, gx), times(dw, gw), scaled_bias(db, gx, bias_dtype or db.dtype)
+
+def scaled_gradients(ctx, needs, g, *_):
+    "dx, dw and db, where they are needed."
+    found = chunked_loss_grad(g, *ctx.saved_tensors, ctx.bias_dtype)
+    wanted = ("x", needs.x), ("w", needs.w), ("b", needs.b)
+    return {name: d for (name, need), d in zip(wanted, found) if need}
+
+# %% ../nbs/06_chunks.ipynb #877151e9
+def count_chunks(inputs, out) -> int:
+    "FLOPs of the products that are made."
+    x = inputs.x if inputs.max_valid is None else inputs.x[:max(inputs.max_valid, 1)]
+    return products(x, inputs.w, inputs.need_x, inputs.need_w)
 
 # %% ../nbs/06_chunks.ipynb #eb5dc6b1
-chunked_loss.register_autograd(_backward, setup_context=_save)
-
-# %% ../nbs/06_chunks.ipynb #81b3a012
-@chunked_loss.register_flops
-def _(x, w, *others, out_val):
-    max_valid, need_x, need_w, _, _ = others[-5:]
-    return products(x if max_valid is None else x[:max(max_valid, 1)], w, need_x, need_w)
+chunked_loss_grad = operator(
+    "fusedloss::chunked_loss_grad", chunked_loss_bwd,
+    fake=lambda g, dx, dw, db, factors, bias_dtype: (
+        torch.empty_like(dx), torch.empty_like(dw), torch.empty_like(db, dtype=bias_dtype)))
+chunked_loss = operator("fusedloss::chunked_loss", chunked_loss_fwd, fake=fake_chunks,
+                        save=save_gradients, backward=scaled_gradients, flops=count_chunks)
 
 # %% ../nbs/06_chunks.ipynb #621508f8
 def linear_dtype(input:Tensor, linear_weight:Tensor) -> torch.dtype:
@@ -440,9 +443,9 @@ def chunked_linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled()
              for t in (input, linear_weight, linear_bias)]
     check_budget(memory_budget, logits_row(shape[0], dtype))
-    numbers = *map(float, (label_smoothing, logit_scale, softcap or 0, z_loss)), dtype
+    numbers = map(float, (label_smoothing, logit_scale, softcap or 0, z_loss))
     arguments = (input.reshape(-1, shape[1]), linear_weight, linear_bias, y, flat(weight),
-                 flat(token_weight), ignore_index, *numbers,
+                 flat(token_weight), LossOptions(ignore_index, *numbers), dtype,
                  linear_weight.dtype if grad_buffer is None else acc, reduction == "mean",
                  chunk_size, memory_budget, accumulate, max_valid, *needs, return_stats)
     loss, *told = run_loss(grad_buffer, arguments)

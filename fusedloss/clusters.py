@@ -17,7 +17,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
-from fusedloss.core.options import CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.options import CrossEntropyStats, Reduction, LossOptions
 from fusedloss.core.reference import reduce_rows, row_stats, share_of, total_weight
 from fusedloss.core.rows import (
     all_weights, class_weight, load_block, load_labels, row_factors, row_loss, row_start,
@@ -25,8 +25,8 @@ from fusedloss.core.rows import (
 from fusedloss.core.softmax import finite, lane_grid, merge, power, score_fn, unit, widen
 from fusedloss.core.triton import has_kernel, jit, on_device, tl, triton
 from fusedloss.kernels import (
-    Blocks, launch_bwd, launch_scan, logits_loss, LogitsLoss, reference_bwd, reference_fwd,
-    rows_view, small_blocks)
+    Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
+    small_blocks)
 
 # %% ../nbs/05_clusters.ipynb #649c0563
 @jit
@@ -154,7 +154,7 @@ def launch_turnaround(
     z:Tensor,  # [O,I,V], overwritten
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
     denominator:Optional[Tensor],  # a scalar that divides losses and gradients
-    o:RowOptions, blocks:Optional[Blocks]=None,
+    o:LossOptions, blocks:Optional[Blocks]=None,
     late:bool=False,  # leave the gradient undivided
 ) -> Tensor:  # losses [M]
     "Losses, and their gradient in the place of the logits, by Triton."
@@ -214,7 +214,7 @@ def starts_on_vectors(
 # %% ../nbs/05_clusters.ipynb #5150a9aa
 def row_cluster(
     z:Tensor, weight:Optional[Tensor],  # [O,I,V], [V]
-    o:RowOptions,
+    o:LossOptions,
 ) -> Optional[Cluster]:
     "The cluster for each row, where clusters exist and are the faster way."
     (rows, inner, v), (stride_o, stride_i, stride_v) = z.shape, z.stride()
@@ -232,7 +232,7 @@ def launch_cluster(
     z:Tensor, out:Tensor,  # [O,I,V]; `out` may be `z`, and is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
     denominator:Optional[Tensor],  # a scalar that divides losses and gradients
-    o:RowOptions, c:Cluster, late:bool=False,  # leave the gradient undivided
+    o:LossOptions, c:Cluster, late:bool=False,  # leave the gradient undivided
 ) -> Optional[Tensor]:  # losses [M]; None where the kernel cannot be had
     "`launch_turnaround`, a row across a cluster."
     if max(out.stride()) >= 2**31: return None  # 32-bit arguments of the kernel
@@ -263,7 +263,7 @@ def turns_in_one_launch(
 def launch_both(
     z:Tensor, out:Tensor,  # [O,I,V], on a GPU; `out` may be `z`, and is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:RowOptions, late:bool,
+    denominator:Optional[Tensor], o:LossOptions, late:bool,
 ) -> Tensor:  # losses [M]
     "Losses, and the gradient of the logits in `out`, the fastest way."
     given, cluster = (target, weight, token_weight), row_cluster(z, weight, o)
@@ -281,7 +281,7 @@ def launch_both(
 def turn_around(
     input:Tensor, out:Tensor,  # [O,I,V]; `out` may be `input`, and is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:RowOptions, late:bool,
+    denominator:Optional[Tensor], o:LossOptions, late:bool,
 ) -> Tensor:  # losses [M]
     "Losses of the logits, and their gradient in `out`."
     if has_kernel(input):
@@ -389,7 +389,7 @@ def cross_entropy(
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
     numbers = label_smoothing, logit_scale, softcap or 0, z_loss
-    o = RowOptions(ignore_index, *map(float, numbers))
+    o = LossOptions(ignore_index, *map(float, numbers))
     denominator = (total_weight(*y, ignore_index, acc_dtype(input.dtype))
                    if reduction == "mean" else None)
     z = rows_view(input)
@@ -399,8 +399,7 @@ def cross_entropy(
         out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
         loss, _ = _Turnaround.apply(input, out, *y, denominator, o, reduction)
     else:
-        run = logits_loss if observed() else LogitsLoss.apply
-        losses, *rows = run(z, *y, denominator, *o, return_stats)
+        losses, *rows = logits_loss(z, *y, denominator, o, return_stats)
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
     return (loss, row_stats(*rows, target, y[2], z_loss)) if return_stats else loss
@@ -420,7 +419,7 @@ def overwrites(
 # %% ../nbs/05_clusters.ipynb #2d3983d3
 def turns_early(
     input:Tensor, z:Tensor,  # as the caller has it, and [O,I,V]
-    weight:Optional[Tensor], o:RowOptions, reduction:str, return_stats:bool,
+    weight:Optional[Tensor], o:LossOptions, reduction:str, return_stats:bool,
 ) -> bool:
     "Whether the gradient is formed in forward, out of place."
     if not (input.requires_grad and torch.is_grad_enabled()) or reduction == "none": return False

@@ -17,7 +17,7 @@ from fusedloss.core.checks import (
     acc_dtype, check_flags, check_inputs, check_options, check_weights, expect, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import operator, products
-from fusedloss.core.options import CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.options import CrossEntropyStats, Reduction, LossOptions
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, load_operand, place, takes_kernel, tile_slices,
     wide, wide_product)
@@ -58,13 +58,13 @@ def label_places(
 # %% ../nbs/08_filter.ipynb #d93ea7df
 SAMPLE = 256  # tokens that decide the order of the classes
 
-def final_scores(z:Tensor, o:RowOptions) -> Tensor:
+def final_scores(z:Tensor, o:LossOptions) -> Tensor:
     "Scale and soft cap of scores, in place."
     z.mul_(o.logit_scale)
     return z.div_(o.softcap).tanh_().mul_(o.softcap) if o.softcap else z
 
 def likely_classes(
-    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], o:RowOptions,
+    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], o:LossOptions,
 ) -> Tensor:  # [V]
     "The mean p of each class over a sample of the tokens, times the sample's size."
     k = min(len(x), SAMPLE)
@@ -76,7 +76,7 @@ def likely_classes(
     return p.masked_fill_((target[at] == o.ignore_index)[:, None], 0.0).sum(0)
 
 def order_tiles(
-    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], o:RowOptions,
+    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], o:LossOptions,
 ) -> Order:
     "Classes by falling probability, tokens by rising place of their target."
     likely = likely_classes(x, w, target, bias, o)
@@ -112,14 +112,14 @@ def flag_kernel(
 # %% ../nbs/08_filter.ipynb #4a63059f
 def filter_tiling(
     x:Tensor,  # [N,H]
-    o:RowOptions, stats:bool,
+    o:LossOptions, stats:bool,
 ) -> Tiling:
     "How the kernels cut sorted copies of x and w, whose rows follow one another."
     return cut(device_of(x), copyable(x, x.shape[1]), is_busy(o, stats))
 
 def launch_flagged(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:RowOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
     budget:int, eps:float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor, Tensor]:
     "`launch_lse` of sorted classes and tokens; flags [tiles_v, tiles_n], means, centers."
@@ -139,7 +139,7 @@ def launch_flagged(
 # %% ../nbs/08_filter.ipynb #fcc11fda
 def plain_flagged(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:RowOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
     budget:int, eps:float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor, Tensor]:
     "`launch_flagged` by chunks of tokens."
@@ -176,7 +176,7 @@ def take(
 # %% ../nbs/08_filter.ipynb #1165f1d0
 def filtered_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:RowOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
     budget:int, eps:float,
 ) -> tuple[Tensor, ...]:  # as `launch_lse`; classes [V], tokens [N]; as `launch_flagged`
     "Forward on sorted copies; results in the caller's order."
@@ -279,7 +279,7 @@ def launch_spend(
 # %% ../nbs/08_filter.ipynb #8d256970
 def stand_ins(
     means:Tensor, terms:Tensor,  # [runs,N], scores of the means, -inf where kept; [6,N]
-    unit:float, o:RowOptions, entropy:bool,
+    unit:float, o:LossOptions, entropy:bool,
 ) -> Tensor:  # [runs,N]
     "The gradient of one score of each dropped run, if they are all equal."
     base, pull, _, _, g_entropy, mean = terms
@@ -293,7 +293,7 @@ def stand_ins(
 def launch_kept(
     terms:Tensor, unit:Optional[Tensor],  # [6,N], of sorted tokens
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor],  # x and target sorted
-    o:RowOptions, entropy:bool, order:Order, flags:Tensor, lift:Tensor,  # [tiles_v, H]
+    o:LossOptions, entropy:bool, order:Order, flags:Tensor, lift:Tensor,  # [tiles_v, H]
     slab:int, t:Tiling, needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fp32 sum of dx; dw; db
     "Slab after slab: copy its classes, recompute the kept tiles of dz, spend them."
@@ -319,7 +319,7 @@ def filtered_kernel_bwd(
     upstream:tuple[Optional[Tensor], ...],  # of losses, lse, entropy: [N] each
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     token_weight:Optional[Tensor], denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
-    o:RowOptions, budget:int, needs:tuple[bool, bool, bool], order:Order,
+    o:LossOptions, budget:int, needs:tuple[bool, bool, bool], order:Order,
     flags:Tensor, means:Tensor, centers:Tensor,  # [tiles_v, tiles_n], [runs,N], [runs,H]
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`kernel_bwd` of the kept tiles, and of what stands for the others."
@@ -348,7 +348,7 @@ def filtered_kernel_bwd(
 def plain_terms(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],  # [N]
     n_classes:int, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:RowOptions,
+    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:LossOptions,
 ) -> Tensor:  # [6,N]
     "`launch_terms` in PyTorch."
     base, s = rows[:2]
@@ -368,7 +368,7 @@ def plain_terms(
 def filtered_plain_bwd(
     upstream:tuple[Optional[Tensor], ...], x:Tensor, w:Tensor, target:Tensor,
     bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:RowOptions, budget:int,
+    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:LossOptions, budget:int,
     needs:tuple[bool, bool, bool], order:Order,
     flags:Tensor, means:Tensor, _:Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -402,49 +402,41 @@ def filter_dtypes(x:Tensor) -> tuple[torch.dtype, ...]:
     return *[torch.int32] * 3, acc_dtype(x.dtype), x.dtype
 
 # %% ../nbs/08_filter.ipynb #36284ded
-@operator("fusedloss::recompute_loss")
-def recompute_loss(
+def recompute_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor],
-    ignore_index:int, label_smoothing:float, logit_scale:float, softcap:float, z_loss:float,
-    stats:bool, budget:int, filter_eps:float=0.0,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
+    budget:int, filter_eps:float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Losses [N], lse [N], entropy [N or 0], rows [2 or 5, N]; of the filter, or empty."
-    o = RowOptions(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
     args = x, w, target, bias, weight, token_weight, denominator, o, stats
-    with torch.autocast(x.device.type, enabled=False):
-        if filter_eps: return filtered_fwd(*args, budget, filter_eps)
-        out = launch_lse(*args, None, budget) if takes_kernel(x) else plain_fwd(*args, budget)
-        return *out, *(target.new_empty(0, dtype=dtype) for dtype in filter_dtypes(x))
+    if filter_eps: return filtered_fwd(*args, budget, filter_eps)
+    out = launch_lse(*args, None, budget) if takes_kernel(x) else plain_fwd(*args, budget)
+    return *out, *(target.new_empty(0, dtype=dtype) for dtype in filter_dtypes(x))
 
 # %% ../nbs/08_filter.ipynb #d9fdf521
-@operator("fusedloss::recompute_grad")
-def recompute_grad(
+def recompute_bwd(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     token_weight:Optional[Tensor], denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
     classes:Tensor, tokens:Tensor, flags:Tensor, means:Tensor, centers:Tensor,  # or empty
-    ignore_index:int, label_smoothing:float, logit_scale:float, softcap:float, z_loss:float,
-    budget:int, need_x:bool, need_w:bool, need_b:bool,
+    o:LossOptions, budget:int, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dw [V,H], db [V], in the dtypes of x, w and bias; empty where not needed."
-    o = RowOptions(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
     upstream, needs = (g_loss, g_lse, g_entropy), (need_x, need_w, need_b)
     args = (upstream, x, w, target, bias, weight, token_weight, denominator, rows, entropy, o,
             budget, needs)
-    with torch.autocast(x.device.type, enabled=False):
-        if len(classes): dx, dw, db = filtered_bwd(*args, Order(classes, tokens), flags, means, centers)
-        else: dx, dw, db = (kernel_bwd if takes_kernel(x) else plain_bwd)(*args)
-        return dx, dw, db if bias is None else db.to(bias.dtype)
+    order = Order(classes, tokens)
+    if len(classes): dx, dw, db = filtered_bwd(*args, order, flags, means, centers)
+    else: dx, dw, db = (kernel_bwd if takes_kernel(x) else plain_bwd)(*args)
+    return dx, dw, db if bias is None else db.to(bias.dtype)
 
 # %% ../nbs/08_filter.ipynb #1f7e97cb
-@recompute_loss.register_fake
-def _(x, w, target, bias, weight, token_weight, denominator, ignore_index, label_smoothing,
-      logit_scale, softcap, z_loss, stats, budget, filter_eps=0.0):
+def fake_recompute(x, w, target, bias, weight, token_weight, denominator, o, stats, budget,
+                   filter_eps):
+    "The shapes of `recompute_fwd`'s results."
     n, new = target.shape[0], lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
     sizes = [(0,)] * 5
     if filter_eps:
-        o = RowOptions(0, label_smoothing, 1.0, softcap, 0.0)
         t = filter_tiling(x, o, stats)
         tiles_n, tiles_v = -(-n // t.BN), -(-w.shape[0] // t.BV)
         sizes[:3] = (w.shape[0],), (n,), (tiles_v, tiles_n)
@@ -455,35 +447,35 @@ def _(x, w, target, bias, weight, token_weight, denominator, ignore_index, label
     kept = [x.new_empty(size, dtype=d) for size, d in zip(sizes, filter_dtypes(x))]
     return new(n), new(n), new(n if stats else 0), new(5 if stats else 2, n), *kept
 
-@recompute_grad.register_fake
-def _(g_loss, g_lse, g_entropy, x, w, target, bias, *others):
+def fake_gradients(g_loss, g_lse, g_entropy, x, w, target, bias, *others):
+    "The shapes of `recompute_bwd`'s results."
     need_x, need_w, need_b = others[-3:]
     return (x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,)),
             (w if bias is None else bias).new_empty(w.shape[0] if need_b else 0))
 
 # %% ../nbs/08_filter.ipynb #3f0dcb52
-def _save(ctx, inputs, output):
-    *tensors, ctx.stats, ctx.budget, _ = inputs
-    ctx.options = tensors[7:]
+def save_recompute(ctx, inputs, output):
+    "The inputs, two numbers a row, and what the filter found."
+    *tensors, ctx.options, ctx.stats, ctx.budget, _ = inputs
     _, _, entropy, rows, *kept = output
-    ctx.save_for_backward(*tensors[:7], rows, entropy, *kept)
-    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, rows, entropy, *kept)
     ctx.mark_non_differentiable(rows, *kept)
 
-def _backward(ctx, g_loss, g_lse, g_entropy, *_):
-    upstream = g_loss, g_lse, g_entropy if ctx.stats else None
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    if not any(needs) or all(g is None for g in upstream): return (None,) * 15
-    got = recompute_grad(*upstream, *ctx.saved_tensors, *ctx.options, ctx.budget, *needs)
-    dx, dw, db = (g if need else None for g, need in zip(got, needs))
-    return dx, dw, None, db, *[None] * 11
-
-recompute_loss.register_autograd(_backward, setup_context=_save)
+def gradient_of_recompute(ctx, needs, g_loss, g_lse, g_entropy, *_):
+    "dx, dw, db, where they are needed."
+    upstream, wanted = (g_loss, g_lse, g_entropy if ctx.stats else None), {
+        "x": needs.x, "w": needs.w, "bias": needs.bias}
+    if not any(wanted.values()) or all(g is None for g in upstream): return {}
+    found = recompute_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget,
+                           *wanted.values())
+    return {name: g for (name, need), g in zip(wanted.items(), found) if need}
 
 # %% ../nbs/08_filter.ipynb #eb5bf36f
-recompute_loss.register_flops(lambda x, w, *_, out_val: products(x, w))
-recompute_grad.register_flops(lambda g_loss, g_lse, g_entropy, x, w, *others, out_val:
-                              products(x, w, *others[-3:-1]))
+recompute_grad = operator("fusedloss::recompute_grad", recompute_bwd, fake=fake_gradients,
+                          flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
+recompute_loss = operator("fusedloss::recompute_loss", recompute_fwd, fake=fake_recompute,
+                          save=save_recompute, backward=gradient_of_recompute,
+                          flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/08_filter.ipynb #3a997559
 def check_filter(filter_eps:Optional[float], label_smoothing:float):
@@ -528,8 +520,9 @@ def recompute_linear_cross_entropy(
                    if reduction == "mean" else None)
     numbers = map(float, (label_smoothing, logit_scale, softcap or 0, z_loss))
     spends = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w))
-    losses, *rows = recompute_loss(x, w, *y, denominator, ignore_index, *numbers, return_stats,
-                                   memory_budget or 0, float(spends and filter_eps or 0))
+    o = LossOptions(ignore_index, *numbers)
+    losses, *rows = recompute_loss(x, w, *y, denominator, o, return_stats, memory_budget or 0,
+                                   float(spends and filter_eps or 0))
     loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
     return (loss, row_stats(*rows[:3], target, y[3], z_loss)) if return_stats else loss

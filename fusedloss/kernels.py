@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of, Implementation
-from fusedloss.core.operators import first_order, operator
-from fusedloss.core.options import RowOptions
+from fusedloss.core.operators import operator
+from fusedloss.core.options import LossOptions
 from fusedloss.core.reference import below, factors, row_terms, RowTerms, score_and_slope, share_of
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
@@ -155,7 +155,7 @@ def launch_scan(
     z:Tensor,  # [O,I,V]
     target:Tensor,  # [M], int64, M = O · I
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V], [M]
-    o:RowOptions, stats:bool,
+    o:LossOptions, stats:bool,
     parts:Optional[int]=None, blocks:Optional[Blocks]=None, denominator:Optional[Tensor]=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [M], lse [M], entropy [M or 0], rows
     "Forward in two launches; rows `[2 or 5, M]` are base, sum; rank, maximum, norm."
@@ -184,7 +184,7 @@ def launch_bwd(
     z:Tensor, dz:Tensor,  # [O,I,V]; dz is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
     rows:Tensor, entropy:Tensor,  # of `launch_scan`
-    o:RowOptions, denominator:Optional[Tensor]=None,
+    o:LossOptions, denominator:Optional[Tensor]=None,
 ):
     "Gradient of the logits from those of the losses, of lse and of the entropy."
     m, v = len(target), z.shape[-1]
@@ -201,7 +201,7 @@ def launch_bwd(
 # %% ../nbs/04_kernels.ipynb #eb51e33a
 def reference_fwd(
     raw:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    o:RowOptions, stats:bool, denominator:Optional[Tensor]=None,
+    o:LossOptions, stats:bool, denominator:Optional[Tensor]=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`launch_scan` in PyTorch, for logits [M,V]; its base is the maximum itself."
     z, _ = score_and_slope(raw, o)
@@ -237,7 +237,7 @@ def reference_stats(
 def reference_bwd(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     raw:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    rows:Tensor, entropy:Tensor, o:RowOptions, denominator:Optional[Tensor]=None,
+    rows:Tensor, entropy:Tensor, o:LossOptions, denominator:Optional[Tensor]=None,
 ) -> Tensor:  # [M,V], in the dtype of `raw`
     "`launch_bwd` in PyTorch, for logits [M,V]."
     z, slope = score_and_slope(raw, o)
@@ -268,12 +268,9 @@ def rows_view(
 # %% ../nbs/04_kernels.ipynb #5786e52b
 def rows_fwd(
     input:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor],
-    ignore_index:int, label_smoothing:float, logit_scale:float, softcap:float, z_loss:float,
-    stats:bool,
+    denominator:Optional[Tensor], o:LossOptions, stats:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Losses [M], lse [M], entropy [M or 0], rows [2 or 5, M] of logits [O,I,V]."
-    o = RowOptions(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
     if has_kernel(input):
         return launch_scan(input, target, weight, token_weight, o, stats,
                            denominator=denominator)
@@ -284,11 +281,9 @@ def rows_fwd(
 def rows_bwd(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     input:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
-    ignore_index:int, label_smoothing:float, logit_scale:float, softcap:float, z_loss:float,
+    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:LossOptions,
 ) -> Tensor:
     "Gradient of the logits [O,I,V]."
-    o = RowOptions(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
     dz = torch.empty_like(input)
     if has_kernel(input):
         launch_bwd(g_loss, g_lse, g_entropy, input, dz, target, weight, token_weight, rows,
@@ -299,43 +294,26 @@ def rows_bwd(
                                   rows, entropy, o, denominator).view(input.shape))
 
 # %% ../nbs/04_kernels.ipynb #2fc85ce1
-logits_loss = operator("fusedloss::logits_loss", rows_fwd)
-logits_loss_grad = operator("fusedloss::logits_loss_grad", rows_bwd)
-
-# %% ../nbs/04_kernels.ipynb #33b1d02b
-@logits_loss.register_fake
-def _(input, target, weight, token_weight, denominator, ignore_index, label_smoothing,
-      logit_scale, softcap, z_loss, stats):
+def fake_rows(input, target, weight, token_weight, denominator, o, stats):
+    "The shapes of `rows_fwd`'s results."
     m, new = target.shape[0], lambda *size: input.new_empty(size, dtype=acc_dtype(input.dtype))
     return new(m), new(m), new(m if stats else 0), new(5 if stats else 2, m)
 
-# %% ../nbs/04_kernels.ipynb #cf557f42
-@logits_loss_grad.register_fake
-def _(g_loss, g_lse, g_entropy, input, *others): return torch.empty_like(input)
-
-# %% ../nbs/04_kernels.ipynb #51f7247a
-def _save(ctx, inputs, output):
-    *tensors, ctx.stats = inputs
-    tensors, ctx.options = tensors[:5], tensors[5:]
+def save_rows(ctx, inputs, output):
+    "The logits, their owner's anyway, labels, weights, and two numbers a row."
+    *tensors, ctx.options, ctx.stats = inputs
     _, _, entropy, rows = output
     ctx.save_for_backward(*tensors, rows, entropy)
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows)
 
-def _backward(ctx, g_loss, g_lse, g_entropy, g_rows, gradient=logits_loss_grad):
+def gradient_of_rows(ctx, needs, g_loss, g_lse, g_entropy, _):
+    "The gradient of the logits from those of losses, lse and entropy."
     upstream = g_loss, g_lse, g_entropy if ctx.stats else None
-    if all(g is None for g in upstream): return (None,) * 11
-    return gradient(*upstream, *ctx.saved_tensors, *ctx.options), *[None] * 10
+    if all(g is None for g in upstream): return {}
+    return {"input": logits_loss_grad(*upstream, *ctx.saved_tensors, ctx.options)}
 
-logits_loss.register_autograd(_backward, setup_context=_save)
-
-# %% ../nbs/04_kernels.ipynb #38e9517b
-class LogitsLoss(torch.autograd.Function):
-    "`logits_loss` without the operator."
-    @staticmethod
-    def forward(ctx, *inputs):  # a `setup_context` of its own costs 100 µs a call
-        output = rows_fwd(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(first_order(functools.partial(_backward, gradient=rows_bwd)))
+# %% ../nbs/04_kernels.ipynb #33b1d02b
+logits_loss_grad = operator("fusedloss::logits_loss_grad", rows_bwd,
+                            fake=lambda g_loss, g_lse, g_entropy, input, *_: torch.empty_like(input))
+logits_loss = operator("fusedloss::logits_loss", rows_fwd, fake=fake_rows, save=save_rows,
+                       backward=gradient_of_rows)

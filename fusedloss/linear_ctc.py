@@ -16,7 +16,7 @@ from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
-from fusedloss.core.options import Lengths, Reduction, RowOptions
+from fusedloss.core.options import Lengths, Reduction, LossOptions
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, place, takes_kernel, tile_product, tile_scores,
     unit_of, wide, write_product)
@@ -37,7 +37,7 @@ from fusedloss.segments import (
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/22_linear_ctc.ipynb #d71a8d8e
-ROW = RowOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
+ROW = LossOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
 
 def row_sums(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]

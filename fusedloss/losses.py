@@ -269,7 +269,7 @@ def linear_cross_entropy(
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)
 
 # %% ../nbs/11_losses.ipynb #3dd3056c
-class LossOptions(TypedDict, total=False):
+class ModuleOptions(TypedDict, total=False):
     "Arguments that `LinearCrossEntropyLoss` hands on to stage 6's module."
     class_weight: Optional[Tensor]  # [V]
     reduction: Reduction
@@ -296,7 +296,7 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
         backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
-        **options:Unpack[LossOptions],  # the others of stage 6's module: weights, reduction, monitoring, ...
+        **options:Unpack[ModuleOptions],  # the others of stage 6's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}

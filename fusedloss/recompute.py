@@ -12,9 +12,10 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import acc_dtype, autocasts, expect
+from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.devices import device_of
-from fusedloss.core.options import RowOptions
+from fusedloss.core.operators import autocasts
+from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
     add_product, chunk_scores, place, tile_product, tile_scores, tile_slices, unit_of, wide,
     wide_product, write_product)
@@ -155,7 +156,7 @@ def merge_kernel(
     tl.store(at + 6 * N, squares, mask=keep)
 
 # %% ../nbs/07_recompute.ipynb #ff544e78
-def run_numbers(o:RowOptions, stats:bool) -> int:
+def run_numbers(o:LossOptions, stats:bool) -> int:
     "How many numbers a run leaves for each token."
     return 7 if stats or o.label_smoothing else 2
 
@@ -163,7 +164,7 @@ def run_numbers(o:RowOptions, stats:bool) -> int:
 def launch_sums(
     x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
     bias:Optional[Tensor], weight:Optional[Tensor],  # [V], [V]
-    o:RowOptions, stats:bool, tiling:Optional[Tiling]=None,
+    o:LossOptions, stats:bool, tiling:Optional[Tiling]=None,
     agree:Optional[Callable]=None,  # from the targets' scores to those that statistics take
     budget:int=0,  # bytes; 0 for our own choice
 ) -> tuple[Tensor, Tensor]:  # [7,N] as `finish_kernel` takes it; parts
@@ -200,7 +201,7 @@ def launch_sums(
 def launch_parts(
     x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
     bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:RowOptions, stats:bool, tiling:Optional[Tiling]=None, budget:int=0,
+    denominator:Optional[Tensor], o:LossOptions, stats:bool, tiling:Optional[Tiling]=None, budget:int=0,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:  # as `launch_lse`, parts
     "Forward, and what its runs left."
     n, new = len(x), functools.partial(x.new_empty, dtype=torch.float32)
@@ -306,7 +307,7 @@ def launch_terms(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],  # [N]
     x:Tensor, n_classes:int,  # [N,H], V
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N], [V], [N]
-    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:RowOptions,
+    denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:LossOptions,
 ) -> Tensor:  # [6,N]
     "What a row brings to the gradients of all its scores."
     n, terms = len(target), rows.new_empty((6, len(target)))
@@ -323,7 +324,7 @@ def launch_dz(
     x:Tensor, w:Tensor, dz:Tensor,  # [N,H], [V,H], [N,V] to be written; V is a slab
     target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # [N], [V], [V]
     terms:Tensor, db:Optional[Tensor],  # [6,N], [tiles_n,V] to be written
-    begin:int, o:RowOptions, entropy:bool, t:Tiling,
+    begin:int, o:LossOptions, entropy:bool, t:Tiling,
     listed:Optional[tuple[Tensor, Tensor]]=None,  # tiles to make, and their number; or all
 ):
     "Scores of a slab of classes, recomputed, as their gradient."
@@ -389,7 +390,7 @@ def take_unit(
 def launch_gradients(
     terms:Tensor, unit:Optional[Tensor],  # [6,N]
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    o:RowOptions, entropy:bool, slab:int, t:Tiling, needs:tuple[bool, bool, bool],
+    o:LossOptions, entropy:bool, slab:int, t:Tiling, needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
     (n, _), v, (need_x, need_w, need_b) = x.shape, len(w), needs
@@ -421,13 +422,13 @@ def plain_chunks(x:Tensor, w:Tensor, budget:int) -> list[slice]:
 # %% ../nbs/07_recompute.ipynb #a5328fca
 def plain_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:RowOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
     budget:int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`launch_lse` by chunks of tokens."
     w, part = wide(w), lambda vector, i: None if vector is None else vector[i]
     chunks = [rows_fwd(chunk_scores(x[i], w, bias), target[i], weight, part(token_weight, i),
-                       denominator, *o, stats) for i in plain_chunks(x, w, budget)]
+                       denominator, o, stats) for i in plain_chunks(x, w, budget)]
     return tuple(torch.cat(kind, -1) for kind in zip(*chunks))
 
 # %% ../nbs/07_recompute.ipynb #108c0963
@@ -435,7 +436,7 @@ def plain_bwd(
     upstream:tuple[Optional[Tensor], ...],  # of losses, lse, entropy: [N] each
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     token_weight:Optional[Tensor], denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
-    o:RowOptions, budget:int, needs:tuple[bool, bool, bool],
+    o:LossOptions, budget:int, needs:tuple[bool, bool, bool],
     seen:Optional[Callable]=None,  # what dx and dw see of a chunk's dz
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`launch_gradients` by chunks of tokens."
@@ -446,7 +447,7 @@ def plain_bwd(
     for i in plain_chunks(x, w, budget):
         dz = rows_bwd(*(part(g, i) for g in upstream), chunk_scores(x[i], w, bias), target[i],
                       weight, part(token_weight, i), denominator, rows[:, i].contiguous(),
-                      entropy[i], *o)[:, 0]
+                      entropy[i], o)[:, 0]
         if need_b: db += dz.sum(0)
         if seen is not None: dz = seen(i, dz)
         if need_x: dx[i] = dz @ w
@@ -458,7 +459,7 @@ def kernel_bwd(
     upstream:tuple[Optional[Tensor], ...],  # of losses, lse, entropy: [N] each
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     token_weight:Optional[Tensor], denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
-    o:RowOptions, budget:int, needs:tuple[bool, bool, bool], tiling:Optional[Tiling]=None,
+    o:LossOptions, budget:int, needs:tuple[bool, bool, bool], tiling:Optional[Tiling]=None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients by the kernels, slab by slab."
     uneven = upstream[2] is not None

@@ -19,7 +19,7 @@ from fusedloss.core.checks import (
     acc_dtype, autocasts, check_flags, check_labels, check_linear, check_matrix, check_options,
     check_target, check_weights, expect, expect_tensor, is_integer)
 from fusedloss.core.operators import check_reverse, first_order
-from fusedloss.core.options import BackboneReduction, CrossEntropyStats, Reduction, RowOptions
+from fusedloss.core.options import BackboneReduction, CrossEntropyStats, Reduction, LossOptions
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
@@ -58,14 +58,14 @@ def sums_of(
     return out
 
 # %% ../nbs/16_sharded.ipynb #c9c5e81f
-def shard_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:RowOptions) -> tuple:
+def shard_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> tuple:
     "Scores [n,V] and slopes of a chunk of tokens; `w` is wide."
     return score_and_slope(chunk_scores(x, w, bias)[:, 0], o)
 
 # %% ../nbs/16_sharded.ipynb #07531dbe
 def plain_sums(
     x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    o:RowOptions, agree:Optional[Callable[[Tensor], Tensor]], budget:int,
+    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]], budget:int,
 ) -> Tensor:  # [7,N]
     "`sums_of` by chunks of tokens; `agree` makes rivals of the targets' scores."
     wide_w, chunks = wide(w), plain_chunks(x, w, budget)
@@ -80,7 +80,7 @@ def plain_sums(
 def kernel_sums(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N] of the shard
     bias:Optional[Tensor], weight:Optional[Tensor],
-    o:RowOptions, agree:Optional[Callable[[Tensor], Tensor]],
+    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]],
 ) -> Tensor:  # [7,N]
     "`plain_sums` by the kernels of stage 7."
     o = o._replace(ignore_index=-1)
@@ -94,7 +94,7 @@ def sums_unit(x:Tensor) -> float:
 # %% ../nbs/16_sharded.ipynb #b3657b13
 def shard_sums(
     x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    o:RowOptions, agree:Optional[Callable[[Tensor], Tensor]]=None, budget:int=0,
+    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]]=None, budget:int=0,
 ) -> Tensor:  # [7,N] in `acc_dtype`
     "What each row knows of a shard's classes."
     if len(w) and len(x):
@@ -140,7 +140,7 @@ def make_terms(
 # %% ../nbs/16_sharded.ipynb #eeb253e1
 def plain_dz(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor,  # [6,n]; `w` is wide
-    bias:Optional[Tensor], weight:Optional[Tensor], o:RowOptions, entropy:bool,
+    bias:Optional[Tensor], weight:Optional[Tensor], o:LossOptions, entropy:bool,
 ) -> Tensor:  # [n,V]
     "Gradient of the scores of a chunk of tokens, before bias and product."
     z, slope = shard_scores(x, w, bias, o)
@@ -155,7 +155,7 @@ def plain_dz(
 # %% ../nbs/16_sharded.ipynb #9d4198a5
 def plain_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
-    weight:Optional[Tensor], o:RowOptions, entropy:bool, budget:int,
+    weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
     needs:tuple[bool, bool, bool], send:Callable[[Tensor], Callable[[], Tensor]],
 ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:  # dx when it is there, dw [V,H], db [V]
     "A shard's gradients by chunks of tokens."
@@ -173,7 +173,7 @@ def plain_gradients(
 # %% ../nbs/16_sharded.ipynb #3c291a03
 def kernel_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
-    weight:Optional[Tensor], o:RowOptions, entropy:bool, budget:int,
+    weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
     needs:tuple[bool, bool, bool], send:Callable[[Tensor], Callable[[], Tensor]],
     unit:Optional[Tensor]=None,  # dz is divided by this
 ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
@@ -202,7 +202,7 @@ def kernel_gradients(
 # %% ../nbs/16_sharded.ipynb #d817a463
 def shard_gradients(
     terms:Tensor, sums:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
-    weight:Optional[Tensor], o:RowOptions, entropy:bool, budget:int,
+    weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
     needs:tuple[bool, bool, bool], send:Callable[[Tensor], Callable[[], Tensor]],
 ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:  # dx when it is there, dw [V,H], db [V]
     "Gradients of a shard; dx is sent even by one without classes."
@@ -215,7 +215,7 @@ def shard_gradients(
     return home, torch.zeros_like(w), terms.new_zeros(len(w))
 
 # %% ../nbs/16_sharded.ipynb #a8eb03f6
-def compiled_for(o:RowOptions) -> tuple[bool, ...]:
+def compiled_for(o:LossOptions) -> tuple[bool, ...]:
     "What kernels are compiled for, of the options; not their values, which may be others in every step."
     return o.softcap > 0, o.logit_scale != 1, o.label_smoothing > 0
 
@@ -294,7 +294,7 @@ def token_losses(
     lse:Tensor, gap:Tensor, total:Tensor,  # [N], zeros where not valid
     y:Tensor, valid:Tensor,  # [N]
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V], [N] or None
-    o:RowOptions, n_classes:int,
+    o:LossOptions, n_classes:int,
 ) -> Tensor:  # [N]
     "A loss for each row; NaN for a label that is no class, 0 for an ignored one."
     label, numbers = torch.where(valid, y, 0), gap.detach()
@@ -311,7 +311,7 @@ def token_losses(
 def sharded_loss(
     x:Tensor, w:Tensor, bias:Optional[Tensor], y:Tensor,  # [n,H], [V,H] and [V] here, [n]
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V] of all classes, [n]
-    o:RowOptions, s:Shards, b:Batch, reduction:str, stats:bool, budget:int,
+    o:LossOptions, s:Shards, b:Batch, reduction:str, stats:bool, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar or [n]; of this rank's rows
     "The loss of all ranks' tokens over all ranks' classes."
     check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
@@ -447,7 +447,7 @@ def ask_shards(
     bias = [] if given["linear_bias"] is None else [given["linear_bias"].contiguous()]
     x, w, *bias = autocast_like_linear(x.reshape(-1, x.shape[-1]), w, *bias)
     numbers = (given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss"))
-    o = RowOptions(given["ignore_index"], *(float(n or 0) for n in numbers))
+    o = LossOptions(given["ignore_index"], *(float(n or 0) for n in numbers))
     if b.shared: same_on_all("input", x, s); same_on_all("target", y, s)
     loss, stats = sharded_loss(
         x, w, bias[0] if bias else None, flat(y.long()), flat(given["weight"]),

@@ -69,7 +69,7 @@ class Tiles:
 # %% ../nbs/02_tiles.ipynb #1dec7987
 def tiled_lse_fwd(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
-    margin:float, scale:float|None,
+    margin:float, scale:Optional[float],
     token_tile:int, class_tile:int,  # BN, BV
     logit_scale:float=1.0,
 ) -> tuple[Tensor, Tensor]:  # lse [N], target score [N], in `acc_dtype`
@@ -139,7 +139,7 @@ def class_slice_bwd(
 def tiled_lse_bwd(
     g_lse:Tensor, g_score:Tensor,  # [N] upstream gradients
     x:Tensor, w:Tensor, y:Tensor, lse:Tensor,  # saved by forward: inputs, one number a token
-    margin:float, scale:float|None, token_tile:int, class_tile:int,
+    margin:float, scale:Optional[float], token_tile:int, class_tile:int,
     need_x:bool, need_w:bool,  # which gradients to form; the other is returned empty
     logit_scale:float=1.0,
 ) -> tuple[Tensor, Tensor]:  # dx [N,H], dw [V,H], in the dtypes of x and w
@@ -163,51 +163,33 @@ def tiled_lse_bwd(
     return dx.mul_(unit).to(x.dtype), dw
 
 # %% ../nbs/02_tiles.ipynb #8a108d98
-@operator("fusedloss::tiled_lse")
-def tiled_lse(
-    x:Tensor, w:Tensor, y:Tensor, margin:float, scale:Optional[float],
-    token_tile:int, class_tile:int, logit_scale:float=1.0,
-) -> tuple[Tensor, Tensor]:
-    "`tiled_lse_fwd` as an operator with a gradient."
-    with torch.autocast(x.device.type, enabled=False):
-        return tiled_lse_fwd(x, w, y, margin, scale, token_tile, class_tile, logit_scale)
-
-@operator("fusedloss::tiled_lse_grad")
-def tiled_lse_grad(
-    g_lse:Tensor, g_score:Tensor, x:Tensor, w:Tensor, y:Tensor, lse:Tensor,
-    margin:float, scale:Optional[float], token_tile:int, class_tile:int, logit_scale:float,
-    need_x:bool, need_w:bool,
-) -> tuple[Tensor, Tensor]:
-    "`tiled_lse_bwd` as an operator."
-    with torch.autocast(x.device.type, enabled=False):
-        return tiled_lse_bwd(g_lse, g_score, x, w, y, lse, margin, scale,
-                             token_tile, class_tile, need_x, need_w, logit_scale)
-
-# %% ../nbs/02_tiles.ipynb #f4cc9085
-@tiled_lse.register_fake
-def _(x, w, y, *options):
+def fake_lse(x, w, y, *_):
+    "The shapes of `tiled_lse_fwd`'s results."
     return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
 
-@tiled_lse_grad.register_fake
-def _(g_lse, g_score, x, w, y, lse, *options):
-    need_x, need_w = options[-2:]
+def fake_grad(g_lse, g_score, x, w, y, lse, *options):
+    "The shapes of `tiled_lse_bwd`'s results."
+    need_x, need_w = options[-3:-1]
     return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
 
-def _save(ctx, inputs, output):
+def save_lse(ctx, inputs, output):
+    "The inputs, and one number a row."
     x, w, y, *ctx.options = inputs
     ctx.save_for_backward(x, w, y, output[0])
 
-def _backward(ctx, g_lse, g_score):
-    need_x, need_w = ctx.needs_input_grad[:2]
-    dx, dw = tiled_lse_grad(g_lse, g_score, *ctx.saved_tensors, *ctx.options, need_x, need_w)
-    return (dx if need_x else None, dw if need_w else None, *[None] * 6)
+def gradient_of_lse(ctx, needs, *g):
+    "dx and dw, where they are needed."
+    x, w, y, lse = ctx.saved_tensors
+    upstream, (*options, logit_scale) = (
+        [torch.zeros_like(lse) if t is None else t for t in g], ctx.options)
+    dx, dw = tiled_lse_grad(*upstream, x, w, y, lse, *options, needs.x, needs.w, logit_scale)
+    return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
-tiled_lse.register_autograd(_backward, setup_context=_save)
-
-# %% ../nbs/02_tiles.ipynb #77680f15
-tiled_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
-tiled_lse_grad.register_flops(lambda g_lse, g_score, x, w, *others, out_val:
-                              products(x, w, *others[-2:]))
+# %% ../nbs/02_tiles.ipynb #f4cc9085
+tiled_lse_grad = operator("fusedloss::tiled_lse_grad", tiled_lse_bwd, fake=fake_grad,
+                          flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
+tiled_lse = operator("fusedloss::tiled_lse", tiled_lse_fwd, fake=fake_lse, save=save_lse,
+                     backward=gradient_of_lse, flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/02_tiles.ipynb #0920b5ca
 def _check_tile(name:str, size:int):

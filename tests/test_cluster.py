@@ -7,7 +7,7 @@ import fusedloss
 from fusedloss import clusters
 from fusedloss.clusters import Cluster, cluster_shape, launch_cluster, row_cluster
 from fusedloss.core.cuda import compiled_by_cupy, compiled_by_torch, cuda_source
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.kernels import reference_bwd, reference_fwd
 from fusedloss.measure import saved_tensors
 from grids import few
@@ -16,8 +16,8 @@ from on_cpu import check_nvcc
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {bf16: 2**-8, f16: 2**-11, f32: 3e-6}
 SHAPES = [Cluster(1, 8, 128, 8), Cluster(1, 8, 512, 2), Cluster(2, 16, 128, 5), Cluster(4, 3, 128, 9), Cluster(8, 1, 256, 8)]
-OPTIONS = {"none": RowOptions(), "scale": RowOptions(5, logit_scale=2.0), "smoothing": RowOptions(label_smoothing=0.2),
-           "everything": RowOptions(-1, 0.1, 0.5, 3.0, 0.01)}
+OPTIONS = {"none": LossOptions(), "scale": LossOptions(5, logit_scale=2.0), "smoothing": LossOptions(label_smoothing=0.2),
+           "everything": LossOptions(-1, 0.1, 0.5, 3.0, 0.01)}
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_losses_and_gradients(dtype, options, v, offset, hopper):
 def test_long_rows_by_the_front_door(v, hopper):
     z = torch.randn(140, 1, v, device="cuda", dtype=bf16)
     y = torch.randint(v, (140,), device="cuda")
-    o, exact = RowOptions(), z[:, 0].double()
+    o, exact = LossOptions(), z[:, 0].double()
     assert row_cluster(z, None, o)
     losses, _, entropy, rows = reference_fwd(exact, y, None, None, o, False)
     dz = reference_bwd(torch.ones_like(losses), None, None, exact, y, None, None, rows, entropy, o)
@@ -93,7 +93,7 @@ def test_long_rows_by_the_front_door(v, hopper):
 @pytest.mark.parametrize("dtype", [bf16, f32])
 def test_scores_of_any_size(value, dtype, hopper):
     z = torch.full((2, 1, 5000), value, device="cuda", dtype=dtype)
-    losses = launch_cluster(z, z, torch.tensor([0, 4999], device="cuda"), None, None, None, RowOptions(), Cluster(2, 8, 128, 8))
+    losses = launch_cluster(z, z, torch.tensor([0, 4999], device="cuda"), None, None, None, LossOptions(), Cluster(2, 8, 128, 8))
     assert torch.allclose(losses, torch.tensor(5000.0, device="cuda").log())
     assert (z[:, 0, 1:4999] - 1 / 5000).abs().max() < 1e-6
 
@@ -104,8 +104,8 @@ def test_gradient_in_another_tensor(hopper):
     before, turned = z.clone(), z.clone()
     apart = torch.full((9, 1, 5010), torch.nan, device="cuda", dtype=bf16)
     shape = Cluster(2, 4, 128, 8)
-    ours = launch_cluster(z, apart[..., 3:5006], y, None, None, None, RowOptions(), shape)
-    assert torch.equal(ours, launch_cluster(turned, turned, y, None, None, None, RowOptions(), shape))
+    ours = launch_cluster(z, apart[..., 3:5006], y, None, None, None, LossOptions(), shape)
+    assert torch.equal(ours, launch_cluster(turned, turned, y, None, None, None, LossOptions(), shape))
     assert torch.equal(z, before) and torch.equal(apart[..., 3:5006], turned) and apart.isnan().sum() == 9 * 7
 
 
@@ -127,7 +127,7 @@ def test_out_of_place_the_gradient_waits_in_the_stead_of_the_logits(hopper):
 def test_a_row_without_a_softmax_is_nan_and_alone(bad, hopper):
     z = torch.randn(3, 1, 5000, device="cuda")
     z[1] = bad
-    losses = launch_cluster(z, z, torch.tensor([0, 1, 2], device="cuda"), None, None, None, RowOptions(), Cluster(4, 4, 128, 8))
+    losses = launch_cluster(z, z, torch.tensor([0, 1, 2], device="cuda"), None, None, None, LossOptions(), Cluster(4, 4, 128, 8))
     assert losses.isnan().tolist() == [False, True, False] and z.isnan().flatten(1).any(1).tolist() == [False, True, False]
 
 
@@ -140,7 +140,7 @@ def test_two_compilers_give_the_same_bits(hopper):
     for compiled in (compiled_by_cupy, compiled_by_torch):
         run, losses = z.clone(), torch.empty(9, device="cuda")
         compiled(source, "turnaround", options)(18, 128, run, run, y, None, None, None, None, losses, 6000, 1, *[6000] * 4,
-                                                *RowOptions())
+                                                *LossOptions())
         seen.append((losses, run))
     assert all(torch.equal(a, b) for a, b in zip(*seen))
 
@@ -148,11 +148,11 @@ def test_two_compilers_give_the_same_bits(hopper):
 def test_it_launches_on_the_current_stream(hopper):
     z, y, side = torch.randn(140, 1, 5000, device="cuda"), torch.arange(140, device="cuda"), torch.cuda.Stream()
     turned = z.clone()
-    expected = clusters.launch_both(turned, turned, y, None, None, None, RowOptions(), False)
+    expected = clusters.launch_both(turned, turned, y, None, None, None, LossOptions(), False)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(10**8)
         late = z.clone()
-        got = clusters.launch_both(late, late, y, None, None, None, RowOptions(), False)
+        got = clusters.launch_both(late, late, y, None, None, None, LossOptions(), False)
     side.synchronize()
     assert torch.equal(got, expected)

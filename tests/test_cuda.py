@@ -28,7 +28,7 @@ LOOP = torch.zeros(3, 2, dtype=torch.int64)
 
 def turnaround():
     z, y = torch.zeros(1, 1, 5000), torch.zeros(1, dtype=torch.int64)
-    return fusedloss.clusters.launch_cluster(z, z, y, None, None, None, fusedloss.clusters.RowOptions(), fusedloss.clusters.Cluster(1, 8, 256, 4))
+    return fusedloss.clusters.launch_cluster(z, z, y, None, None, None, fusedloss.clusters.LossOptions(), fusedloss.clusters.Cluster(1, 8, 256, 4))
 
 
 def scan():

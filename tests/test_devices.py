@@ -16,7 +16,7 @@ from fusedloss.core import cuda, devices, negatives, tiling, triton as with_trit
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.filter import filter_tiling
 from fusedloss.core.rates import H200, Machine
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from fusedloss.core import products as core_products
@@ -144,12 +144,12 @@ def chosen(d, told):
     launches = told(d)
     x, z = cuda(4096, 512, dtype=torch.bfloat16), cuda(4096, 1, 32768, dtype=torch.bfloat16)
     y = cuda(4096, dtype=torch.int64)
-    clusters.launch_turnaround(z, y, None, None, None, RowOptions())
+    clusters.launch_turnaround(z, y, None, None, None, LossOptions())
     limited = any("maxnreg" in options for _, _, options in launches)
     frames = cuda(7, 2, 50)
     edges = cuda(5, 2, 4, 3)
-    return dict(descriptors=tiling.tiling_of(x, x).desc, filtered=filter_tiling(x, RowOptions(), False).desc,
-                cluster=clusters.row_cluster(z, None, RowOptions()) is not None, registers=limited,
+    return dict(descriptors=tiling.tiling_of(x, x).desc, filtered=filter_tiling(x, LossOptions(), False).desc,
+                cluster=clusters.row_cluster(z, None, LossOptions()) is not None, registers=limited,
                 ctc=ctc.runs_kernels(frames), scans=scans.runs_kernel(edges, Log))
 
 
@@ -222,7 +222,7 @@ def test_products_into_float32_where_no_gpu_multiplies_so(dtype):
 def test_tilings_of_other_gpus_agree_here(t):
     d = device_of("cuda")
     if t.desc and not d.tma or shared_bytes(t, d) > d.shared_memory: pytest.skip("these tiles want another GPU")
-    o, g = RowOptions(), torch.ones(300, device="cuda")
+    o, g = LossOptions(), torch.ones(300, device="cuda")
     x, w = (torch.randn(n, 96, device="cuda").bfloat16() for n in (300, 1003))
     y = torch.randint(1003, (300,), device="cuda")
     def run(tiling):

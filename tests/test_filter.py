@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusedloss.filter as with_filter
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few
@@ -40,7 +40,7 @@ def upstream(losses):
 
 def tiles_of(module, x, options, stats):
     "Rows and columns of a tile"
-    o = RowOptions(softcap=options.get("softcap") or 0.0)
+    o = LossOptions(softcap=options.get("softcap") or 0.0)
     t = module.filter_tiling(x, o, stats)
     return t.BN, t.BV
 
@@ -49,7 +49,7 @@ def by_definition(module, x, w, b, y, eps, options, stats=False, ignore_index=-1
     "Losses, dx, dw, db in float64 by the rule itself: order, tiles, what stands for dropped ones; and the share kept"
     bn, bv = tiles_of(module, x, options, stats)
     run = module.run_length(len(x), -(-len(w) // bv)) if module.takes_kernel(x) else 1
-    order = module.order_tiles(x.detach(), w.detach(), y, b.detach(), RowOptions(
+    order = module.order_tiles(x.detach(), w.detach(), y, b.detach(), LossOptions(
         ignore_index, logit_scale=options.get("logit_scale", 1.0), softcap=options.get("softcap") or 0.0))
     classes, tokens = (t.long().cpu() for t in order)
     leaves = [t.detach().double().cpu().requires_grad_() for t in (x, w, b)]
@@ -192,7 +192,7 @@ def test_ignored_tokens_keep_no_tile(way):
     x, w, b, y = skewed(dtype=f32, device=way)
     y[:] = -100
     assert not any(t.any() for t in step(with_filter, x, w, b, y, EPS))
-    *_, flags, _, _ = with_filter.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, RowOptions(), False, 0, EPS)
+    *_, flags, _, _ = with_filter.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, LossOptions(), False, 0, EPS)
     assert not flags.any()
 
 
@@ -341,9 +341,9 @@ def test_a_threshold_beside_smoothing_is_named():
 
 def test_operators_keep_their_contract(device):
     x, w, b, y = skewed(20, 5, 70, dtype=f32, device=device)
-    args = (x, w, y, b, None, None, None, -100, 0.0, 1.0, 0.0, 0.0)
+    args = x, w, y, b, None, None, None, LossOptions()
     for stats in (False, True):
-        torch.library.opcheck(with_filter.recompute_loss, (*args, stats, 0, EPS))
+        torch.library.opcheck(with_filter.recompute_loss, (*args[:-1], *args[-1], stats, 0, EPS))
         losses, lse, entropy, rows, *order = (t.detach() for t in with_filter.recompute_loss(*args, stats, 0, EPS))
         torch.library.opcheck(with_filter.recompute_grad, (
             torch.ones_like(losses), None, None, x.detach(), w.detach(), y, b.detach(), None, None, None, rows, entropy, *order,
@@ -459,7 +459,7 @@ def unlikely_targets(module):
     w[0], w[1:30], y[::2] = 30.0, -30.0, -100
     x[::2] = 0.0  # ignored, and spread over all classes
     x, w = x.requires_grad_(), w.requires_grad_()
-    args = x.detach(), w.detach(), y, None, None, None, None, RowOptions(), False, 0, 0.005
+    args = x.detach(), w.detach(), y, None, None, None, None, LossOptions(), False, 0, 0.005
     with pytest.MonkeyPatch.context() as patch:
         everywhere(patch, module, "run_length", lambda *_: 1)
         (*_, flags, _, _), (*_, want, _, _) = (m.filtered_fwd(*args) for m in (module, with_filter))

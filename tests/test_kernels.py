@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.clusters as clusters
 import fusedloss.kernels as kernels
 from fusedloss.clusters import cross_entropy
-from fusedloss.core.options import CrossEntropyStats
+from fusedloss.core.options import CrossEntropyStats, LossOptions
 from fusedloss.kernels import rows_view
 from fusedloss.measure import relative_error, saved_tensors
 from grids import FULL, few, grid
@@ -937,7 +937,7 @@ def operator_arguments(layout, stats, device, n=4, dtype=f32):
     rows = rows_view(z.transpose(1, 2).contiguous().transpose(1, 2) if layout == "rows" else z)
     y = y.reshape(-1)
     tensors = rows, y, weights(9, device), weights(len(y), device), torch.tensor(3.7, device=device)
-    return *tensors, -100, 0.1, 1.5, 4.0, 1e-2, stats
+    return *tensors, LossOptions(-100, 0.1, 1.5, 4.0, 1e-2), stats
 
 
 OPERATORS = grid(["rows", "classes inside"], [False, True])
@@ -946,12 +946,14 @@ OPERATORS = grid(["rows", "classes inside"], [False, True])
 @pytest.mark.parametrize("layout, stats", few(OPERATORS, ("rows", True), ("classes inside", False)))
 def test_operators_by_opcheck(layout, stats, device):
     args = operator_arguments(layout, stats, device)
-    torch.library.opcheck(kernels.logits_loss, (args[0].requires_grad_(), *args[1:]))
+    flat = lambda op, *args: op.arguments.flat(args)
+    torch.library.opcheck(kernels.logits_loss, flat(kernels.logits_loss, args[0].requires_grad_(), *args[1:]))
     _, lse, entropy, rows = kernels.logits_loss(*args)
     g = upstream(lse)
     upstreams = (g, 2 * g, 3 * g) if stats else (g, None, None)
     tensors = (*args[:5], rows, entropy)
-    torch.library.opcheck(kernels.logits_loss_grad, (*upstreams, *(t.detach() for t in tensors), *args[5:-1]))
+    grads = flat(kernels.logits_loss_grad, *upstreams, *(t.detach() for t in tensors), *args[5:-1])
+    torch.library.opcheck(kernels.logits_loss_grad, grads)
 
 
 @pytest.mark.parametrize("stats, layout, n, dtype", grid([False, True], ["rows", "classes inside"], [0, 4], [f64, bf16]))

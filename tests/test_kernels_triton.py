@@ -98,8 +98,8 @@ def off(name, got, expected, tolerance) -> list[str]:
 
 
 def row_options(k, options):
-    "`RowOptions` of the options for `exact`"
-    return k.RowOptions(**{name: value for name, value in options.items() if value is not None})
+    "`LossOptions` of the options for `exact`"
+    return k.LossOptions(**{name: value for name, value in options.items() if value is not None})
 
 
 def scalar(value, device):
@@ -280,7 +280,7 @@ def garbage_faults(k, device, blocks=Blocks(1, 2, 4, 1)) -> list[str]:
     "Where NaN in ignored rows shows"
     z, y, *_ = Case((6, 1, 21), bad=None).rows(device)
     z[y == -100] = torch.nan
-    o = k.RowOptions()
+    o = k.LossOptions()
     losses, lse, entropy, rows = k.launch_scan(z, y, None, None, o, True, None, blocks)
     dz = torch.full_like(z, 7.0)
     k.launch_bwd(losses, lse, entropy, z, dz, y, None, None, rows, entropy, o)
@@ -299,7 +299,7 @@ def test_garbage_in_ignored_rows(blocks, place):
 def test_masked_classes(mask, blocks, place):
     z, y, *_ = Case((5, 1, 70), masked=(0, 50), bad=None).rows(place)
     z[1:, :, :50] = mask
-    e, o = exact(z.view(5, 70), y), clusters.RowOptions()
+    e, o = exact(z.view(5, 70), y), clusters.LossOptions()
     losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, o, True, None, blocks)
     dz = torch.full_like(z, 7.0)
     kernels.launch_bwd(torch.ones_like(lse), None, torch.ones_like(lse), z, dz, y, None, None, rows, entropy, o)
@@ -314,8 +314,8 @@ def test_masked_classes(mask, blocks, place):
 def test_a_row_without_a_softmax_is_nan_and_alone(bad, blocks, place):
     z, y, *_ = Case((5, 1, 70), bad=None).rows(place)
     z[2] = bad
-    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, clusters.RowOptions(), True, None, blocks)
-    turned = clusters.launch_turnaround(z, y, None, None, None, clusters.RowOptions(), blocks)
+    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, clusters.LossOptions(), True, None, blocks)
+    turned = clusters.launch_turnaround(z, y, None, None, None, clusters.LossOptions(), blocks)
     for t in (losses, entropy, turned, z.view(5, 70)[:, int(y[2])]):
         assert t.isnan().tolist() == [False, False, True, False, False]
 
@@ -326,8 +326,8 @@ def test_logits_far_from_zero(height, blocks, place):
     z, y = torch.full((2, 1, 21), height, device=place), torch.tensor([0, 20], device=place)
     z[:, 0, 20] -= abs(height) * 2.0**-23  # the next number
     e = exact(z.view(2, 21), y)
-    losses = kernels.launch_scan(z, y, None, None, clusters.RowOptions(), False, None, blocks)[0]
-    turned = clusters.launch_turnaround(z, y, None, None, None, clusters.RowOptions(), blocks)
+    losses = kernels.launch_scan(z, y, None, None, clusters.LossOptions(), False, None, blocks)[0]
+    turned = clusters.launch_turnaround(z, y, None, None, None, clusters.LossOptions(), blocks)
     assert off("losses", losses, e.losses, 3e-5) + off("turned", turned, e.losses, 3e-5) == []
 
 
@@ -336,7 +336,7 @@ def test_soft_caps_of_any_height(cap, place):
     z, y, *_ = Case((5, 1, 300), bad=None).rows(place)
     z[0] *= 100
     e = exact(z.view(5, 300), y, softcap=cap)
-    losses = kernels.launch_scan(z, y, None, None, clusters.RowOptions(softcap=cap), False)[0]
+    losses = kernels.launch_scan(z, y, None, None, clusters.LossOptions(softcap=cap), False)[0]
     assert off("losses", losses, e.losses, 2e-6) == []
 
 
@@ -367,7 +367,7 @@ def test_expanded_and_strided_upstream_gradients(place):
 def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
     "Of such a table's rows only the first are written, in files that take no room"
     V, flags = 4, dict(SMOOTH=False, STATS=True, UNIT=kernels.unit(torch.empty(0)))
-    z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, clusters.RowOptions()
+    z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, clusters.LossOptions()
     b = kernels.scan_blocks(V)
     score = o.ignore_index, o.logit_scale, o.softcap
     found = []

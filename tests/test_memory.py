@@ -14,7 +14,7 @@ import fusedloss.tiles as tiles
 from fusedloss.core import products
 from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.core.tiling import Tiling
 from fusedloss.losses import linear_cross_entropy
 from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
@@ -83,7 +83,7 @@ def gradients(sizes, needs, itemsize=2):
 @pytest.mark.parametrize("budget", [0, 2**25])
 def test_a_forward_pass_holds_what_its_plan_says(sizes, stats, smoothing, budget, silent):
     n, h, v = sizes
-    found = forward_bytes(sizes, bf16, RowOptions(label_smoothing=smoothing), stats, budget)
+    found = forward_bytes(sizes, bf16, LossOptions(label_smoothing=smoothing), stats, budget)
     options = ("label_smoothing",) * (smoothing > 0)
     p = plan(n, v, h, needs_grad=False, stats="detached" if stats else "", options=options, memory_budget=budget or None, machine="H200")
     assert found == pytest.approx(p["recompute"].extra, rel=0.05)
@@ -97,7 +97,7 @@ def test_a_forward_pass_holds_what_its_plan_says(sizes, stats, smoothing, budget
 @pytest.mark.parametrize("budget", [0, 2**29])
 def test_a_backward_pass_holds_what_its_plan_says(sizes, needs, dtype, budget, silent):
     n, h, v = sizes
-    found = backward_bytes(sizes, dtype, RowOptions(), needs, False, budget) - gradients(sizes, needs)
+    found = backward_bytes(sizes, dtype, LossOptions(), needs, False, budget) - gradients(sizes, needs)
     options = ("linear_bias",) * needs[2]
     p = plan(n, v, h, dtype, needs_grad=needs, options=options, memory_budget=budget or None, machine="H200")
     assert found == pytest.approx(p["recompute"].extra, rel=0.05)
@@ -108,7 +108,7 @@ def test_a_backward_pass_holds_what_its_plan_says(sizes, needs, dtype, budget, s
 def test_partial_sums_of_a_bias_take_little(silent):
     "A number for each tile of tokens and class of a slab; of all classes they took 501 MiB"
     sizes = 131072, 1024, 128256
-    without, with_bias = (backward_bytes(sizes, bf16, RowOptions(), (True, True, b), False, 0) for b in (False, True))
+    without, with_bias = (backward_bytes(sizes, bf16, LossOptions(), (True, True, b), False, 0) for b in (False, True))
     assert with_bias - without < 32 * MIB
 
 
@@ -117,7 +117,7 @@ def test_ranks_hold_no_more(silent):
     x, w, y, b = meta(*sizes, bf16)
     terms = torch.empty(6, n, device="meta")
     run = lambda bias: held(lambda: sharded.kernel_gradients(
-        terms, x, w, y, bias, None, RowOptions(), False, 0, (True, True, bias is not None), lambda total: lambda: total))
+        terms, x, w, y, bias, None, LossOptions(), False, 0, (True, True, bias is not None), lambda total: lambda: total))
     assert run(b) - run(None) < 32 * MIB
 
 
@@ -147,7 +147,7 @@ def test_chunks_hold_what_their_plan_says(sizes, dtype, how, silent, monkeypatch
     everywhere(monkeypatch, chunks, "operand", lambda t, dtype: t)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # meta tensors have none
     x, w, y, _ = meta(*sizes, dtype)
-    options = -100, 0.0, 1.0, 0.0, 0.0, dtype, dtype, True, None, how.get("memory_budget"), how.get("accumulate", "auto")
+    options = LossOptions(), dtype, dtype, True, None, how.get("memory_budget"), how.get("accumulate", "auto")
     found = held(lambda: chunks.chunked_loss_fwd(x, w, None, y, None, None, *options, None, True, True, False, False))
     assert way.extra == pytest.approx(found - gradients(sizes, (1, 1, 0), dtype.itemsize), rel=0.05)
 

@@ -6,7 +6,7 @@ import nvrtc
 from fusedloss import clusters, ctc, linear_ctc, scans
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.semirings import Log, Max
 from grids import few, FULL, pairs
 from helpers import everywhere
@@ -49,7 +49,7 @@ def turnaround_calls(device):
     if not device.clusters:
         return
     sizes = [4097, 8192, 16385, 32768, 50257, 65536, 100000, 128256, 131072, 200001, 262144]
-    options = [RowOptions(), RowOptions(logit_scale=2.0), RowOptions(softcap=9.0), RowOptions(label_smoothing=0.1)]
+    options = [LossOptions(), LossOptions(logit_scale=2.0), LossOptions(softcap=9.0), LossOptions(label_smoothing=0.1)]
     for dtype, V, o, late, odd in pairs([(d, V, o, late, odd) for d in ctc.ELEMENTS for V in sizes for o in options for late in (0, 1) for odd in (0, 1)]):
         z = cuda(512, 1, V + odd, dtype=dtype)[..., :V]
         shape = clusters.row_cluster(z, None, o)

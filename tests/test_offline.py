@@ -10,7 +10,7 @@ import fusedloss.filter as with_filter
 from fusedloss import clusters, kernels, linear_ctc, recompute, row_sparse, scans
 from fusedloss.core import cosine, sampling
 from fusedloss.core.devices import GPUS
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.core.tiling import tiling_of
 from grids import few, FULL
 from offline import cuda, lines_of, triton_kernels
@@ -19,8 +19,8 @@ from typed_launches import lowerer
 f16, bf16, f32, f64, i64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
 DEVICES = {80: "A100", 86: "RTX 3090", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}  # one GPU an architecture
 REGISTERS = 255  # a thread, on all of them
-OPTIONS = {"plain": (RowOptions(), False), "busy": (RowOptions(label_smoothing=0.1, logit_scale=2.0, softcap=30.0, z_loss=1e-4), True),
-           "scaled": (RowOptions(logit_scale=2.0), False)}
+OPTIONS = {"plain": (LossOptions(), False), "busy": (LossOptions(label_smoothing=0.1, logit_scale=2.0, softcap=30.0, z_loss=1e-4), True),
+           "scaled": (LossOptions(logit_scale=2.0), False)}
 
 
 def matrix(rows, width, dtype):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fusedloss.chunks
-import fusedloss.core.operators
+import fusedloss.core.checks
 import fusedloss.kernels
 import fusedloss.losses
-from fusedloss.core.operators import first_order
+from fusedloss.core.checks import acc_dtype
 from helpers import everywhere, planted, unchanged
 
 SOURCES = {  # of a package `name`, whose module `top` imports the others in every way
@@ -93,13 +93,13 @@ def test_a_bug_far_below_a_loss_is_seen_from_it(tmp_path):
 
 
 def test_everywhere_is_wherever_a_function_is_held(monkeypatch, tmp_path):
-    old, variant = first_order, planted(fusedloss.chunks, tmp_path)
+    old, variant = acc_dtype, planted(fusedloss.chunks, tmp_path)
     monkeypatch.setattr(fusedloss.kernels, "by_another_name", old, raising=False)
-    held = lambda: [fusedloss.core.operators.first_order, fusedloss.kernels.first_order, fusedloss.kernels.by_another_name, variant.first_order]
+    held = lambda: [fusedloss.core.checks.acc_dtype, fusedloss.kernels.acc_dtype, fusedloss.kernels.by_another_name, variant.acc_dtype]
     with monkeypatch.context() as patch:
-        for module, new in (fusedloss.kernels, lambda f: f), (variant, len), (fusedloss.core.operators, None):
-            everywhere(patch, module, "first_order", new)
+        for module, new in (fusedloss.kernels, lambda f: f), (variant, len), (fusedloss.core.checks, None):
+            everywhere(patch, module, "acc_dtype", new)
             assert all(it is new for it in held())
         with pytest.raises(AssertionError, match="expected a function or a class, got None"):
-            everywhere(patch, variant, "first_order", old)
+            everywhere(patch, variant, "acc_dtype", old)
     assert all(it is old for it in held())

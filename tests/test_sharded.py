@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import fusedloss as fl
 import fusedloss.sharded as sharded
 from fusedloss.core import ranks as core_ranks
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import owned, pack, packets_of, POCKET
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
@@ -160,7 +160,7 @@ def split(t, ranks, module=sharded):
     return [t[(r := module.owned(len(t), ranks, k)).start:r.stop] for k in range(ranks)]
 
 
-def play(ranks, o=RowOptions(), module=sharded, n=9, v=11, seed=0):
+def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
     "Loss terms and gradients of all ranks, one after the other; and what they should be"
     g = torch.Generator().manual_seed(seed)
     x, w, b = torch.randn(n, 4, generator=g, dtype=f64), torch.randn(v, 4, generator=g, dtype=f64), torch.randn(v, generator=g, dtype=f64)
@@ -187,7 +187,7 @@ def play(ranks, o=RowOptions(), module=sharded, n=9, v=11, seed=0):
     return (got, dx, *map(torch.cat, zip(*rest))), (exact.detach(), *wanted)
 
 
-ROWS = [RowOptions(), RowOptions(label_smoothing=0.1), RowOptions(softcap=2.0, logit_scale=1.5, label_smoothing=0.2)]
+ROWS = [LossOptions(), LossOptions(label_smoothing=0.1), LossOptions(softcap=2.0, logit_scale=1.5, label_smoothing=0.2)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 13])

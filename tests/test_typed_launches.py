@@ -45,10 +45,10 @@ def test_a_loop_keeps_the_types_of_its_variables():
 
 def test_a_launch_of_the_library_is_looked_at(monkeypatch):
     from fusedloss.kernels import launch_scan
-    from fusedloss.core.options import RowOptions
+    from fusedloss.core.options import LossOptions
     seen = []
     monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "no")
     z, y = torch.randn(3, 1, 7), torch.tensor([0, 3, -100])
     with pytest.raises(AssertionError, match="the compiler refuses"):
-        launch_scan(z, y, None, None, RowOptions(), False)
+        launch_scan(z, y, None, None, LossOptions(), False)
     assert seen

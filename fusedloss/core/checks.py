@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.operators import check_unbatched
+from fusedloss.core.operators import autocasts, check_unbatched
 
 # %% ../../nbs/library/checks.ipynb #86c6eeb1
 def is_number(value) -> bool:
@@ -47,10 +47,6 @@ def as_integers(name:str, value) -> Tensor:  # a tensor stays where it is
 
 # %% ../../nbs/library/checks.ipynb #8636c6c1
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-def autocasts(device:str) -> bool:
-    "Whether autocast is on for a type of device; never on meta, which has none."
-    return device != "meta" and torch.is_autocast_enabled(device)
 
 def is_device(device) -> bool:
     "Whether PyTorch takes it for a device: None is the default, an integer an accelerator."

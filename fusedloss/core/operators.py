@@ -6,8 +6,9 @@
 __all__ = ['products', 'operator']
 
 # %% ../../nbs/library/operators.ipynb #806beaca
-import functools, inspect, sys
-from typing import Callable, Optional
+import functools, inspect, itertools, sys
+from collections import namedtuple
+from typing import Any, Callable, get_type_hints, Iterable, Optional
 
 import torch
 from torch import Tensor
@@ -89,29 +90,54 @@ def check_reverse(
     raise RuntimeError(f"{name}: expected backward() or torch.autograd.grad, got a transform of "
                        f"torch.func or forward-mode AD; use {instead}")
 
-# %% ../../nbs/library/operators.ipynb #5cc5101b
-class Operator(CustomOpDef):
-    "A custom operator, of which any derivative is right or raises."
-    flops: Optional[Callable] = None  # (*args, out_val) -> FLOPs of one call
+# %% ../../nbs/library/operators.ipynb #3fcbf359
+class Arguments:
+    "What a function takes: by name, and as its schema has it, options field by field."
+    def __init__(self, fn:Callable):
+        kinds, given = get_type_hints(fn), inspect.signature(fn).parameters
+        self.names = names = tuple(given)
+        self.named = namedtuple("Arguments", names, defaults=[
+            p.default for p in given.values() if p.default is not p.empty])
+        self.options = {n: kinds[n] for n in names if hasattr(kinds[n], "_fields")}
+        self.kinds = {n: get_type_hints(self.options[n]) if n in self.options else {n: kinds[n]}
+                      for n in names}
+        self.tensors = [i for i, n in enumerate(names) if kinds[n] in (Tensor, Optional[Tensor])]
+        self.first = next((i for i in self.tensors if kinds[names[i]] is Tensor), None)
+
+    def flat(self, args:Iterable) -> list:
+        "The arguments, options field by field."
+        return [value for name, arg in zip(self.names, args)
+                for value in (arg if name in self.options else (arg,))]
+
+    def group(self, flat:Iterable) -> tuple:
+        "`flat` undone, by name."
+        rest = iter(flat)
+        def next_of(name:str) -> Any:
+            kind = self.options.get(name)
+            return next(rest) if kind is None else kind._make(
+                itertools.islice(rest, len(kind._fields)))
+        return self.named(*map(next_of, self.names))
+
+    def signature(self, result:Any) -> inspect.Signature:
+        "What the schema is read from."
+        kinds = itertools.chain(*(kinds.items() for kinds in self.kinds.values()))
+        return inspect.Signature([inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in kinds], return_annotation=result)
+
+    def gradients(
+        self, found:dict[str, Optional[Tensor]], flat:bool,
+    ) -> tuple[Optional[Tensor], ...]:
+        "Those that were found, by name, in the order of the arguments; None for all others."
+        if not found.keys() <= set(self.names):
+            raise KeyError(f"expected gradients of {self.names}, got {tuple(found)}")
+        each = ((found.get(n), len(self.kinds[n]) if flat else 1) for n in self.names)
+        return tuple(part for grad, places in each for part in [grad] + [None] * (places - 1))
+
+# %% ../../nbs/library/operators.ipynb #6f659d4e
+class Unguarded(CustomOpDef):
+    "A custom operator whose kernel Dynamo's guard enters as late as it can; and its FLOPs."
     guarded: Optional[Callable] = None  # the kernel that Dynamo leaves alone, until it is there
-
-    def __call__(self, *args, **named):
-        if torch.compiler.is_compiling(): return self._opoverload(*args, **named)
-        if self.guarded and "torch._dynamo" in sys.modules: self.guard()
-        if named: args = inspect.signature(self._init_fn).bind(*args, **named).args
-        if torch._C._are_functorch_transforms_active(): return _Transformed.apply(*args, self)
-        if forward_ad._current_level >= 0: check_tangents(args)
-        if torch._C._len_torch_dispatch_stack(): self.tell_counters()
-        return self._opoverload(*args)
-
-    def register_autograd(self, backward:Callable, *, setup_context:Optional[Callable]=None):
-        "As `CustomOpDef`'s; for `torch.func` too."
-        self.gradient = backward, setup_context
-        super().register_autograd(backward, setup_context=setup_context)
-
-    def register_flops(self, fn:Callable):
-        "What `FlopCounterMode` counts for a call: `fn(*args, out_val)`, of tensors and numbers."
-        self.flops = fn
 
     def spare_dynamo(self, fn:Callable):
         "Run `fn` unguarded while Dynamo is not there: its guard imports it, for seconds."
@@ -125,11 +151,76 @@ class Operator(CustomOpDef):
 
     def tell_counters(self):
         "Give the formula to every `FlopCounterMode` that looks on."
-        if self.flops is None: return
+        count = lambda *flat, out_val: self.flops(self.arguments.group(flat), out_val)
         for mode in _python_dispatch._get_current_dispatch_mode_stack():
             counter = getattr(mode, "counter", mode)
             if hasattr(counter, "flop_registry"):
-                counter.flop_registry[self._opoverload._overloadpacket] = self.flops
+                counter.flop_registry[self._opoverload._overloadpacket] = count
+
+# %% ../../nbs/library/operators.ipynb #5cc5101b
+class Operator(Unguarded):
+    "A custom operator, of which any derivative is right or raises."
+    def __call__(self, *args, **named):
+        if named or len(args) < len(self.arguments.names):
+            args = self.arguments.named(*args, **named)
+        if torch.compiler.is_compiling(): return self._opoverload(*self.arguments.flat(args))
+        if not observed() and self.is_plain(args): return self.eager(*args)
+        return self.dispatch(*self.arguments.flat(args))
+
+    def is_plain(self, args:tuple) -> bool:
+        "Whether all tensors are real ones, of no class that wants to see the operator."
+        first = self.arguments.first
+        if first is not None and args[first].is_meta: return False
+        return all(type(args[i]) in PLAIN for i in self.arguments.tensors)
+
+    def eager(self, *args):
+        "As the dispatcher would, which takes longer than a small loss."
+        if not torch.is_grad_enabled(): return self.run(*args)
+        if self.backward is None: return self.dispatch(*self.arguments.flat(args))
+        return self.function.apply(*args)
+
+    def dispatch(self, *flat):
+        "The registered operator, and what looks on is told of it."
+        if self.guarded and "torch._dynamo" in sys.modules: self.guard()
+        if torch._C._are_functorch_transforms_active(): return _Transformed.apply(*flat, self)
+        if forward_ad._current_level >= 0: check_tangents(flat)
+        if torch._C._len_torch_dispatch_stack() and self.flops: self.tell_counters()
+        return self._opoverload(*flat)
+
+    def run(self, *args):
+        "The function, in the dtypes that it is given."
+        first = self.arguments.first
+        device = "meta" if first is None else args[first].device.type
+        if not autocasts(device): return self.fn(*args)
+        with torch.autocast(device, enabled=False): return self.fn(*args)
+
+    def register_autograd(self, backward:Callable, *, setup_context:Optional[Callable]=None):
+        "As `CustomOpDef`'s; for `torch.func` too."
+        if backward != self.flat_backward:
+            self.flat_save = setup_context or (lambda ctx, inputs, output: None)
+            self.flat_backward = backward
+        super().register_autograd(backward, setup_context=setup_context)
+
+    def register_flops(self, fn:Callable):
+        "What `FlopCounterMode` counts for a call: `fn(*args, out_val)`, of tensors and numbers."
+        self.flops = lambda inputs, out: fn(*inputs, out_val=out)
+
+    def flat_save(self, ctx, inputs:tuple, output:Any):
+        ctx.set_materialize_grads(False)
+        self.save(ctx, self.arguments.group(inputs), output)
+
+    def flat_backward(self, ctx, *g) -> tuple[Optional[Tensor], ...]:
+        if self.backward is None: raise RuntimeError(SECOND)
+        if all(t is None for t in g): return (None,) * len(ctx.needs_input_grad)
+        needs = self.arguments.group(ctx.needs_input_grad)
+        return self.arguments.gradients(self.backward(ctx, needs, *g), True)
+
+# %% ../../nbs/library/operators.ipynb #08911d0f
+PLAIN = (Tensor, torch.nn.Parameter, type(None))  # what no subclass has to see
+
+def autocasts(device:str) -> bool:
+    "Whether autocast is on for a type of device; never on meta, which has none."
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 # %% ../../nbs/library/operators.ipynb #ffc11dda
 def check_tangents(args:tuple):
@@ -142,22 +233,41 @@ def check_tangents(args:tuple):
 class _Transformed(torch.autograd.Function):
     "An operator, the last argument, under the transforms of `torch.func`."
     @staticmethod
-    def forward(*args): return args[-1](*args[:-1])
+    def forward(*args): return args[-1].dispatch(*args[:-1])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         *inputs, ctx.operator = inputs
-        save = ctx.operator.gradient[1]
-        if save is not None: save(ctx, tuple(inputs), output)
+        ctx.operator.flat_save(ctx, tuple(inputs), output)
 
     @staticmethod
-    def backward(ctx, *g): return *ctx.operator.gradient[0](ctx, *g), None
+    def backward(ctx, *g):
+        return *ctx.operator.flat_backward(ctx, *g), None
 
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(FORWARD)
 
     @staticmethod
     def vmap(info, in_dims, *args): raise RuntimeError(BATCHED)
+
+# %% ../../nbs/library/operators.ipynb #fc27670d
+def eager_function(op:Operator) -> type[torch.autograd.Function]:
+    "The operator's functions without the dispatcher and its autograd."
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            output = op.run(*args)
+            ctx.set_materialize_grads(False)
+            op.save(ctx, op.arguments.named(*args), output)
+            return output
+
+        @staticmethod
+        @first_order
+        def backward(ctx, *g):
+            found = op.backward(ctx, op.arguments.named(*ctx.needs_input_grad), *g)
+            return op.arguments.gradients(found, False)
+    Eager.__name__ = Eager.__qualname__ = op._name
+    return Eager
 
 # %% ../../nbs/library/operators.ipynb #13feae98
 def products(
@@ -172,23 +282,39 @@ def _registered() -> dict[str, dict[str, Operator]]:
     "The process's operators, by name and schema."
     return vars(torch.library).setdefault("_fusedloss_operators", {})
 
-# %% ../../nbs/library/operators.ipynb #bfe87988
-def _no_gradient(ctx, *g): raise RuntimeError(SECOND)
-
-# %% ../../nbs/library/operators.ipynb #988cbe23
-def operator(
-    name:str,  # "namespace::name"
-    fn:Optional[Callable]=None,  # tensors and numbers, annotated; without it, a decorator
-) -> Operator:
-    "`fn` as the operator `name`; another schema gets a name of its own, with a number."
-    if fn is None: return functools.partial(operator, name)
-    schema = torch.library.infer_schema(fn, mutates_args=())
+# %% ../../nbs/library/operators.ipynb #7f09abba
+def registered(name:str, signature:inspect.Signature) -> Operator:
+    "The operator of this name and signature, made where there is none."
+    def prototype(*args): raise NotImplementedError(name)
+    prototype.__signature__ = signature
+    schema = torch.library.infer_schema(prototype, mutates_args=())
     known = _registered().setdefault(name, {})
     if schema not in known:
         namespace, short = name.split("::")
         known[schema] = Operator(namespace, f"{short}_{len(known) + 1}" if known else short,
-                                 schema, fn)
-        known[schema].register_autograd(_no_gradient)
-    known[schema].register_kernel(None)(fn)
-    known[schema].spare_dynamo(fn)
+                                 schema, prototype)
     return known[schema]
+
+# %% ../../nbs/library/operators.ipynb #988cbe23
+def operator(
+    name:str,  # "namespace::name"
+    fn:Optional[Callable]=None,  # tensors, numbers and options; without it, a decorator
+    *, fake:Optional[Callable]=None,  # as `fn`, of tensors without numbers
+    save:Callable=lambda ctx, inputs, output: None,  # what backward needs, arguments by name
+    backward:Optional[Callable]=None,  # (ctx, needs by name, *grads) to {name: gradient}
+    flops:Optional[Callable]=None,  # (inputs by name, output) to the FLOPs of one call
+) -> Operator:
+    "`fn` as the operator `name`; another schema gets a name of its own, with a number."
+    functions = dict(fake=fake, save=save, backward=backward, flops=flops)
+    if fn is None: return functools.partial(operator, name, **functions)
+    arguments = Arguments(fn)
+    op = registered(name, arguments.signature(inspect.signature(fn).return_annotation))
+    op.fn, op.arguments, op.fake, op.flops = fn, arguments, fake, flops
+    op.save, op.backward = save, backward
+    run = lambda *flat: op.run(*arguments.group(flat))
+    op.register_kernel(None)(run)
+    op.spare_dynamo(run)
+    if fake: op.register_fake(lambda *flat: fake(*arguments.group(flat)))
+    op.register_autograd(op.flat_backward, setup_context=op.flat_save)
+    op.function = eager_function(op)
+    return op

@@ -29,7 +29,7 @@ HeadMethod = Literal["auto", "tiles", "recompute"]  # of a cosine head
 Lengths = Union[Tensor, Sequence[int]]  # [N], frames or labels of each sequence
 
 # %% ../../nbs/library/options.ipynb #83c78b08
-class RowOptions(NamedTuple):
+class LossOptions(NamedTuple):
     "What shapes the loss of a row, in the order in which the operators take it."
     ignore_index: int = -100
     label_smoothing: float = 0.0

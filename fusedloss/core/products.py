@@ -12,7 +12,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import acc_dtype, autocasts
+from fusedloss.core.checks import acc_dtype
+from fusedloss.core.operators import autocasts
 from fusedloss.core.triton import has_kernel, jit, tl
 
 # %% ../../nbs/library/products.ipynb #560fc907

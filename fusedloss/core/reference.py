@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, bad_labels
-from fusedloss.core.options import CrossEntropyStats, RowOptions
+from fusedloss.core.options import CrossEntropyStats, LossOptions
 
 # %% ../../nbs/library/reference.ipynb #0447ecea
 class RowTerms(NamedTuple):
@@ -26,7 +26,7 @@ class RowTerms(NamedTuple):
 def row_terms(
     z:Tensor,  # [M,V]
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    o:RowOptions,
+    o:LossOptions,
 ) -> RowTerms:
     "Labels and weights of the rows, in the dtype of `z`."
     ignored = target == o.ignore_index
@@ -38,7 +38,7 @@ def row_terms(
 
 # %% ../../nbs/library/reference.ipynb #069b27d5
 def score_and_slope(
-    raw:Tensor, o:RowOptions,
+    raw:Tensor, o:LossOptions,
 ) -> tuple[Tensor, Tensor | float]:  # in `acc_dtype`
     "The scores of logits, and their derivative."
     raw = raw.to(acc_dtype(raw.dtype))
@@ -49,7 +49,7 @@ def score_and_slope(
 
 # %% ../../nbs/library/reference.ipynb #3b79a770
 def factors(
-    lse:Tensor, t:RowTerms, o:RowOptions,
+    lse:Tensor, t:RowTerms, o:LossOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [M] each
     "`row_factors` in PyTorch."
     hold = (1 - o.label_smoothing) * t.w_y * t.w_t

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.core.triton import jit, tl, triton
 
 # %% ../../nbs/library/softmax.ipynb #bf8797b5
@@ -88,7 +88,7 @@ def capped_score(raw, logit_scale, softcap):
     return softcap * tanh, logit_scale * 4 * e * r * r
 
 # %% ../../nbs/library/softmax.ipynb #b8c4f035
-def score_fn(o:RowOptions):
+def score_fn(o:LossOptions):
     "The device function of the score that the options need."
     if o.softcap: return capped_score
     return bare_score if o.logit_scale == 1.0 else scaled_score

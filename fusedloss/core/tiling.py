@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.devices import Device, device_of, Implementation
-from fusedloss.core.options import RowOptions
+from fusedloss.core.options import LossOptions
 from fusedloss.core.tuning import fastest as fastest_variant
 
 # %% ../../nbs/library/tiling.ipynb #41a1ec88
@@ -90,7 +90,7 @@ def tiling_of(
     "How the kernels cut x wᵀ, and how they load it."
     return cut(device_of(x), describable(x) and describable(w), busy)
 
-def is_busy(o:RowOptions, extra:bool) -> bool:
+def is_busy(o:LossOptions, extra:bool) -> bool:
     "Whether scores need more than an exponential each."
     return extra or o.softcap > 0 or o.label_smoothing > 0
 
