@@ -20,7 +20,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.cosine import (
     EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
     positive_infinity, target_cosines, to_tangent, unit_rows_of)
-from fusedloss.core.negatives import whole_head
+from fusedloss.core.negatives import all_classes_lse
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
@@ -377,53 +377,34 @@ def cosine_lse_bwd(
     return out, dw
 
 # %% ../nbs/13_margins.ipynb #e98c6880
-@operator("fusedloss::cosine_lse")
-def cosine_lse(
-    x:Tensor, w:Tensor, y:Tensor, centers:int, scale:float, circle_margin:float,
-    constant_weights:bool, eps:float, conflict:float, conflict_score:float,
-    token_tile:int, class_tile:int,
-) -> tuple[Tensor, Tensor]:
-    "`cosine_lse_fwd` as an operator with a gradient."
-    o = HeadConfig(centers, scale, circle_margin, constant_weights, eps, conflict, conflict_score)
-    with torch.autocast(x.device.type, enabled=False):
-        return cosine_lse_fwd(x, w, y, o, token_tile, class_tile)
-
-@operator("fusedloss::cosine_lse_grad")
-def cosine_lse_grad(
-    g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor, y:Tensor, rest:Tensor, centers:int,
-    scale:float, circle_margin:float, constant_weights:bool, eps:float, conflict:float,
-    conflict_score:float, token_tile:int, class_tile:int, need_x:bool, need_w:bool,
-) -> tuple[Tensor, Tensor]:
-    "`cosine_lse_bwd` as an operator."
-    o = HeadConfig(centers, scale, circle_margin, constant_weights, eps, conflict, conflict_score)
-    with torch.autocast(x.device.type, enabled=False):
-        return cosine_lse_bwd(g_rest, g_cos, x, w, y, rest, o, token_tile, class_tile, need_x,
-                              need_w)
-
-# %% ../nbs/13_margins.ipynb #11a2d73b
-@cosine_lse.register_fake
-def _(x, w, y, *options):
-    return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
-
-@cosine_lse_grad.register_fake
-def _(g_rest, g_cos, x, w, y, rest, *options):
-    need_x, need_w = options[-2:]
-    return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
-
-def _save(ctx, inputs, output):
+def save_head(ctx, inputs, output):
+    "x, w, y, and one number a row."
     x, w, y, *ctx.options = inputs
     ctx.save_for_backward(x, w, y, output[0])
 
-def _backward(ctx, g_rest, g_cos):
-    need_x, need_w = ctx.needs_input_grad[:2]
-    dx, dw = cosine_lse_grad(g_rest, g_cos, *ctx.saved_tensors, *ctx.options, need_x, need_w)
-    return (dx if need_x else None, dw if need_w else None, *[None] * 10)
+def head_gradients(
+    ctx, needs, g_lse:Optional[Tensor], g_cos:Optional[Tensor],
+) -> dict[str, Optional[Tensor]]:
+    "dx and dw, where they are needed."
+    x, w, y, lse = ctx.saved_tensors
+    g_lse, g_cos = (torch.zeros_like(lse) if g is None else g for g in (g_lse, g_cos))
+    dx, dw = cosine_lse_grad(g_lse, g_cos, x, w, y, lse, *ctx.options, needs.x, needs.w)
+    return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
-cosine_lse.register_autograd(_backward, setup_context=_save)
+# %% ../nbs/13_margins.ipynb #11a2d73b
+def fake_head(x, w, y, *options):
+    "The shapes of `cosine_lse_fwd`'s results."
+    return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
 
-cosine_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
-cosine_lse_grad.register_flops(lambda g_rest, g_cos, x, w, *others, out_val:
-                               products(x, w, *others[-2:]))
+def fake_head_grad(g_lse, g_cos, x, w, y, lse, *options):
+    "The shapes of `cosine_lse_bwd`'s results."
+    need_x, need_w = options[-2:]
+    return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
+
+cosine_lse_grad = operator("fusedloss::cosine_lse_grad", cosine_lse_bwd, fake=fake_head_grad,
+                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
+cosine_lse = operator("fusedloss::cosine_lse", cosine_lse_fwd, fake=fake_head, save=save_head,
+                      backward=head_gradients, flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/13_margins.ipynb #ee55bbb1
 def head_config(
@@ -481,9 +462,9 @@ def margin_cross_entropy(
                            method, token_tile, class_tile)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(-1, input.shape[-1]), linear_weight)
-    rest, cos = whole_head(x, w, y.reshape(-1), o, method) or cosine_lse(
-        x, w, y.reshape(-1), *o, token_tile, max(1, class_tile // o.centers))
+    negatives_lse, cos = all_classes_lse(x, w, y.reshape(-1), o, method) or cosine_lse(
+        x, w, y.reshape(-1), o, token_tile, max(1, class_tile // o.centers))
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
     margin.observe(norm, y.reshape(-1) != ignore_index)
-    losses = F.softplus(rest - margin.target_score(cos, norm), threshold=50)
+    losses = F.softplus(negatives_lse - margin.target_score(cos, norm), threshold=50)
     return reduce_loss(losses.view(y.shape), y, n_classes, ignore_index, reduction)

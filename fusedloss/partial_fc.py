@@ -15,9 +15,10 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     acc_dtype, as_integers, check_factory, check_flags, check_labels, check_target, expect,
     expect_tensor, FLOATS, is_number)
-from fusedloss.core.cosine import EPS, HeadConfig, Line, reweighted_logits
-from fusedloss.core.negatives import head_dtype, LineLoss, PartialLse, picks_kernel, RowIndex
-from fusedloss.core.operators import check_reverse, observed
+from fusedloss.core.cosine import AffineMargin, EPS, HeadConfig, reweighted_logits
+from fusedloss.core.negatives import (
+    affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
+from fusedloss.core.operators import check_reverse
 from fusedloss.core.options import HeadMethod
 from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler
 from fusedloss.margins import CosFace, head_config, Margin
@@ -152,65 +153,67 @@ def with_centers(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T
 # %% ../nbs/14_partial_fc.ipynb #68b00999
 def rows_of(head:nn.Module, columns:Columns) -> Columns:
     "Columns of the weight's rows; the head notes which, for the optimizer."
-    if columns.rows is None: return columns
+    if columns.w_rows is None: return columns
     if head.centers > 1:
-        rows = with_centers(columns.rows, head.centers)
-        columns = columns._replace(rows=rows, index=live_index(rows))
-    if head.sparse: head.weight.grad_rows = RowIndex(columns.index, columns.rows)
+        rows = with_centers(columns.w_rows, head.centers)
+        columns = columns._replace(w_rows=rows, grad_index=live_index(rows))
+    if head.sparse: head.weight.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
     return columns
 
 # %% ../nbs/14_partial_fc.ipynb #e7b6c6a8
 def head_stats(
-    head:nn.Module, columns:Columns, rest:Tensor, cos:Tensor, top:Tensor,
+    head:nn.Module, columns:Columns, lse:Tensor, cos:Tensor, largest:Tensor,
     known:Optional[Tensor]=None,  # [N], rows with a class; else as the columns have it
 ) -> HeadStats:
-    "What a step saw."
-    if known is None: known = columns.kept >= 0
-    o, rows, n = config_of(head), columns.rows, known.sum()
-    ahead = (reweighted_logits(cos * o.tile_scale, o) > top) & known
+    "The statistics of a step."
+    if known is None: known = columns.x_rows >= 0
+    o, rows, n = config_of(head), columns.w_rows, known.sum()
+    leads = (reweighted_logits(cos * o.tile_scale, o) > largest) & known
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
-    return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
+    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
-def scored_loss(
+def margin_loss(
     head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; rest, cos, largest other score: [N]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; lse, cos, largest negative score: [N]
     "The mean loss for any margin, which works on the cosines in PyTorch."
-    rest, cos, top = PartialLse.apply(
-        x, head.weight, columns.kept, columns.rows, columns.index, columns.slot, columns.shift,
-        head.sparse, dtype, kernel, *o)
+    lse, cos, largest = partial_lse(
+        x, head.weight, columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column,
+        columns.shift, o, dtype, kernel, head.sparse)[:3]
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
-    head.margin.observe(norm, columns.kept >= 0)
+    head.margin.observe(norm, columns.x_rows >= 0)
     norm = norm.nan_to_num()
-    losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
-    loss = torch.dot(losses, columns.share.to(losses.dtype))
-    return loss, rest.detach(), cos.detach(), top
+    losses = F.softplus(lse - head.margin.target_score(cos, norm), threshold=50)
+    loss = torch.dot(losses, columns.loss_weight.to(losses.dtype))
+    return loss, lse.detach(), cos.detach(), largest
 
 # %% ../nbs/14_partial_fc.ipynb #514a500e
-def line_loss(
+def cosface_loss(
     head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "`scored_loss` of CosFace, by the kernels."
-    line = Line(o.scale, -o.scale * head.margin.margin, columns.share)
-    loss, _, *seen = LineLoss.apply(x, head.weight, columns, line, head.sparse, dtype, o)
-    return loss, *seen
+    "`margin_loss` of CosFace, by the kernels."
+    loss, _, lse, cos, largest, *_ = affine_margin_loss(
+        x, head.weight, columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column,
+        columns.shift, columns.loss_weight, AffineMargin(o.scale, -o.scale * head.margin.margin),
+        o, dtype, head.sparse)
+    return loss, lse, cos, largest
 
 # %% ../nbs/14_partial_fc.ipynb #bd9b79a4
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
-    stats:bool,
+    with_stats:bool,
 ) -> tuple[Tensor, Optional[HeadStats]]:
-    "The mean loss of the valid rows, and what the step saw, if asked."
+    "The mean loss of the valid rows, and the statistics of the step, if asked."
     check_reverse("PartialFC", "margin_cross_entropy")
-    o, dtype, wide_ = config_of(head), head_dtype(x), acc_dtype(x.dtype)
-    kernel = picks_kernel(head.method, x, dtype, o)
-    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, wide_)
+    o, dtype, loss_dtype = config_of(head), head_dtype(x), acc_dtype(x.dtype)
+    kernel = uses_kernels(head.method, x, dtype, o)
+    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
     given = head, x, rows_of(head, columns), o, dtype
-    straight = kernel and type(head.margin) is CosFace and not observed()
-    loss, *seen = line_loss(*given) if straight else scored_loss(*given, kernel)
-    told = head_stats(head, columns, *seen) if stats else None
+    affine = kernel and type(head.margin) is CosFace
+    loss, *numbers = cosface_loss(*given) if affine else margin_loss(*given, kernel)
+    stats = head_stats(head, columns, *numbers) if with_stats else None
     if sampler is not None: sampler.advance()  # not for a step that raised
-    return loss, told
+    return loss, stats
 
 # %% ../nbs/14_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassVectors):

@@ -185,7 +185,7 @@ def kernels_for_all(place, monkeypatch):
     if place != "cpu":
         pytest.skip("a GPU has its kernels without asking")
     everywhere(monkeypatch, cosine, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
-    everywhere(monkeypatch, negatives, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.circle_margin < 0)
+    everywhere(monkeypatch, negatives, "fits_kernels", lambda x, o: len(x) > 0 and o.centers == 1 and o.circle_margin < 0)
     return place
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fusedloss.core import cosine, negatives
 from fusedloss.core.cosine import EPS, HeadConfig, launch_rest, plain_negatives_lse, tangent_kernel, unit_kernel, unit_rows_of
-from fusedloss.core.negatives import columns_bwd
+from fusedloss.core.negatives import slab_products
 from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
 from fusedloss.measure import relative_error
@@ -66,9 +66,9 @@ def test_score_kernels(name, shifted, size, place):
     g_rest, g_cos, grads = draw_(n), draw_(n), {}
     for kernel, (a, b, rest) in {True: (x, w, got[0]), False: (x.double(), w.double(), exact[0])}.items():
         dw = torch.full_like(b, math.nan)
-        def spend(rows, dz):
+        def accumulate_grads(rows, dz):
             dw[rows] = dz.T @ a
-        dx = columns_bwd(g_rest.to(a.dtype), g_cos.to(a.dtype), a, b, rest, slot, shift, o, kernel, spend=spend, need_x=True, tiling=tiling)
+        dx = slab_products(g_rest.to(a.dtype), g_cos.to(a.dtype), a, b, rest, slot, shift, o, kernel, accumulate_grads=accumulate_grads, need_x=True, tiling=tiling)
         grads[kernel] = dx, dw
     for a, e in zip(grads[True], grads[False]):
         assert relative_error(a.cpu(), e.cpu()) < 1e-4
@@ -156,9 +156,9 @@ def score_fault(m, place, g):
             terms, grads = (torch.randn(n, generator=g).to(place), torch.randn(n, generator=g).to(place)), []
             for module, kernel in ((m, True), (negatives, False)):
                 dw = torch.zeros_like(w)
-                def spend(rows, dz):
+                def accumulate_grads(rows, dz):
                     dw[rows] = dz.T @ x
-                grads.append((module.columns_bwd(*terms, x, w, exact[0], slot, shift, o, kernel, spend=spend, need_x=True, tiling=tiling), dw))
+                grads.append((module.slab_products(*terms, x, w, exact[0], slot, shift, o, kernel, accumulate_grads=accumulate_grads, need_x=True, tiling=tiling), dw))
         if not all(torch.allclose(a, e, rtol=1e-3, atol=1e-4 * e.abs().max().item()) for a, e in zip(*grads)):
             return f"dz, {name}"
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import fusedloss as fl
 from fusedloss import partial_fc, row_sparse
 from fusedloss.baseline import sample_data
-from fusedloss.core import cosine, negatives, sampling
+from fusedloss.core import cosine, negatives, operators, sampling
 from fusedloss.core.cosine import EPS, HeadConfig, plain_negatives_lse, unit_rows_of
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.margins import AdaFace, ArcFace, CosFace, margin_cross_entropy, normalize
@@ -393,16 +393,12 @@ def test_compiles_whole(rate, backend):
 def test_operators_by_opcheck(rate, device):
     x, w, y = sample(dtype=f32, device=device)
     s, looks = NegativeSampler(rate, 5).to(device), ("test_schema", "test_faketensor")
-    given = y, s.seed, s.step, *s.strata, 0, COUNT, -1, 0.7, f32
-    torch.library.opcheck(sampling.sampled_columns, given, test_utils=looks)
-    rows, slot, shift, _, kept, _ = sampling.sampled_columns(*given)
-    o = HeadConfig(scale=16.0)
-    given = x, w, kept, rows, slot, shift, *o, f32, False
-    torch.library.opcheck(negatives.partial_lse, given, test_utils=looks)
-    rest, _, _, *saved = negatives.partial_lse(*given)
+    checked = lambda op, *given: torch.library.opcheck(op, op.arguments.flat(given), test_utils=looks) and op(*given)
+    c = sampling.Columns(*checked(sampling.sampled_columns, y, s.seed, s.step, s.strata, 0, COUNT, -1, 0.7, f32))
+    given, o = (x, w, c.x_rows, c.w_rows, c.grad_index, c.target_column, c.shift), HeadConfig(scale=16.0)
+    lse, _, _, *saved = checked(negatives.partial_lse, *given, o, f32, False, True)
     for needs in itertools.product([True, False], repeat=2):
-        given = rest, rest, rest[0], rest, *saved, slot, shift, *o, f32, f32, False, *needs
-        torch.library.opcheck(negatives.partial_lse_grad, given, test_utils=looks)
+        checked(negatives.partial_lse_grad, lse, lse, lse[0], lse, *saved, c.target_column, c.shift, o, f32, f32, False, *needs)
 
 
 def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
@@ -410,7 +406,7 @@ def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
     x.requires_grad_()
     results = []
     for looked_at in (True, False):
-        everywhere(monkeypatch, partial_fc, "observed", lambda: looked_at)
+        everywhere(monkeypatch, operators, "observed", lambda: looked_at)
         head = make_head(w, sample_rate=0.3)
         loss = head(x, y)
         dx, dw = torch.autograd.grad(loss, [x, head.weight])
@@ -653,7 +649,7 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
             head.weight.data.copy_(w)
             xs = x.clone().requires_grad_()
             loss, told = head(xs, labels, return_stats=True)
-            assert type(loss.grad_fn).__name__.startswith("LineLoss") == (type(margin) is CosFace)
+            assert (type(loss.grad_fn) is negatives.affine_margin_loss.function._backward_cls) == (type(margin) is CosFace)
             dx, dw = torch.autograd.grad(2.5 * loss, [xs, head.weight])
             assert not any(t.requires_grad for t in told)
             assert has_no_second_derivative(head(xs, labels), xs)
@@ -725,7 +721,7 @@ MUTANTS = {
     "the target stays in the sum": ("mask_targets(scores, target), conflicts", "scores, conflicts"),
     "conflicts pull": ("if conflicts is not None: d.masked_fill_(conflicts, 0.0)", "pass"),
     "conflicts are kept": ("scores.masked_fill_(conflicts, o.conflict_score)", "pass"),
-    "the scale is forgotten backward": ("g_rest * o.tile_scale", "g_rest"),
+    "the scale is forgotten backward": ("g_lse * o.tile_scale, g_cos)", "g_lse, g_cos)"),
     "Circle's slope is forgotten": ("if slope is not None: d.mul_(slope)", "pass"),
     "the cosine keeps its scale": ("0.0)[:, 0] / o.tile_scale", "0.0)[:, 0]"),
     "what is along w stays": ("d.sub_(along[:, None] * u)", "d"),
@@ -739,7 +735,7 @@ MUTANTS = {
     "new classes have no vectors": ("    begin(rows[len(p):])\n", ""),
     "the optimizer's rows stay": ("if made: optimizer.state[p].update(made)", "pass"),
     "classes keep their numbers": ("keep.cumsum(0) - 1, -1)", "torch.arange(len(keep)), -1)"),
-    "a step that fails has drawn": ("    straight = kernel and", "    if sampler is not None: sampler.advance()\n    sampler = None\n    straight = kernel and"),
+    "a step that fails has drawn": ("    affine = kernel and", "    if sampler is not None: sampler.advance()\n    sampler = None\n    affine = kernel and"),
 }
 PROBES = [CASES[c] for c in ("all", "a tenth", "log q", "conflict", "conflict zero", "Circle", "SubCenter", "fewer than rows", "few classes")]
 

@@ -407,17 +407,17 @@ def finish_rest_kernel(
         tl.store(g_cos_ptr + rows, -slope * share * rise, mask=keep)
 
 # %% ../../nbs/library/cosine.ipynb #87a38c2b
-class Line(NamedTuple):
-    "A target's score as slope · cosine + offset, and what the rows' losses are worth."
+class AffineMargin(NamedTuple):
+    "A margin that makes of a target's cosine the score slope · cosine + offset."
     slope: float
     offset: float
-    share: Tensor  # [N], of the mean
 
 # %% ../../nbs/library/cosine.ipynb #1d59f163
 def launch_rest(
     x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:HeadConfig,
-    tiling:Optional[Tiling]=None, line:Optional[Line]=None,
-) -> tuple[Tensor, ...]:  # with a line also losses [N], and their derivatives by rest and cos
+    tiling:Optional[Tiling]=None, margin:Optional[AffineMargin]=None,
+    loss_weight:Optional[Tensor]=None,  # [N], beside a margin
+) -> tuple[Tensor, ...]:  # with a margin also losses [N], and their derivatives by lse and cos
     "`plain_negatives_lse` by the kernels."
     (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w)
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
@@ -425,8 +425,8 @@ def launch_rest(
     runs, unit = -(-tiles_v // run), score_unit(x)
     new = lambda *size: x.new_empty(size, dtype=torch.float32)
     parts, out, more = new(2, runs, n), [new(n) for _ in range(3)], []
-    if line is not None: more = [new(n) for _ in range(3)]
-    slope, offset, share = line or Line(0.0, 0.0, None)
+    if margin is not None: more = [new(n) for _ in range(3)]
+    slope, offset = margin or (0.0, 0.0)
     grid = (min(multiprocessors(x.device), tiles_n * runs),)
     launch = lambda t, only_compile=False: starter(rest_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
@@ -438,7 +438,7 @@ def launch_rest(
                        CONFLICT=o.conflict < 2, RUN=run, EVEN=v % (t.BV * run) == 0,
                        SHIFT=shift is not None))
         finish_rest_kernel[(-(-n // 8),)](
-            parts, x, w, slot, *out, share, *(more or [None] * 3), slope, offset, n, runs, h,
+            parts, x, w, slot, *out, loss_weight, *(more or [None] * 3), slope, offset, n, runs, h,
             UNIT=unit, BN=8, BP=128, BH=128)
     return *out, *more
 
