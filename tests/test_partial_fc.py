@@ -658,6 +658,23 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
         assert ways[0][0].isnan() == (labels >= v).any()
 
 
+def test_the_operator_of_an_affine_margin(kernels_for_all):
+    "It is sound, and a compiler takes it"
+    x, w, y = sample(dtype=f32)
+    head = make_head(w, sparse=False, sample_rate=0.3)
+    c = sampling.columns_of(y, -1, COUNT, head.sampler, f32)
+    given = x, w, c.x_rows, c.w_rows, c.grad_index, c.target_column, c.shift, c.loss_weight, cosine.AffineMargin(16.0, -3.0), HeadConfig(scale=16.0), f32, True
+    op = negatives.affine_margin_loss
+    torch.library.opcheck(op, op.arguments.flat(given), test_utils=("test_schema", "test_faketensor"))
+    torch._dynamo.reset()
+    results = []
+    for run in (head, torch.compile(head, backend="aot_eager", fullgraph=True)):
+        head.sampler.step.zero_()
+        loss = run(x.requires_grad_(), y)
+        results.append([loss, *torch.autograd.grad(loss, [x, head.weight])])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @pytest.mark.parametrize("rate", [1.0, 0.1])
 def test_no_step_waits_for_the_host(rate):
