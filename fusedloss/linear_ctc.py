@@ -102,7 +102,7 @@ def tile_softmax_kernel(
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         keep, inside = rows < N, cols < V
-        z, slope = tile_scores(product, bias_ptr, cols, V, 1.0, 0.0, SCORE)
+        z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
         z = tl.where(inside[None, :], z, -float("inf"))
         top = tl.max(z, 1) * UNIT
         d = power(z * UNIT, finite(top)[:, None], UNIT)
