@@ -6,18 +6,18 @@
 __all__ = ['cross_entropy']
 
 # %% ../nbs/05_clusters.ipynb #42f72f76
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Unpack
 
 import torch
 from torch import Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_flags, check_labels, check_options, check_target, check_weights, expect,
-    FLOATS)
+    acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS)
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
-from fusedloss.core.options import CrossEntropyStats, Reduction, LossOptions
+from fusedloss.core.options import (
+    CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
 from fusedloss.core.reference import reduce_rows, row_stats, share_of, total_weight
 from fusedloss.core.rows import (
     all_weights, class_weight, load_block, load_labels, row_factors, row_loss, row_start,
@@ -33,11 +33,11 @@ from fusedloss.kernels import (
 def store_gradient(
     start, first, lanes, size, stride_v, raw, stored, valid,  # where, what, and which rows
     y, base, pull, hold, spread,  # [BN,1,1] each; `pull` is over s already
-    weight_ptr, logit_scale, softcap,
+    weight_ptr, o,
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr,
 ):
     "Write the gradient of one block over its logits."
-    z, slope = SCORE(raw.to(tl.float32), logit_scale, softcap)
+    z, slope = SCORE(raw.to(tl.float32), o)
     dz = pull * power(z * UNIT, base, UNIT) - tl.where(lanes == y - first, hold, 0.0)
     cols = first + lanes
     if SMOOTH:
@@ -56,7 +56,7 @@ def turnaround_kernel(
     weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [M], [1], each or None
     denominator_ptr, loss_ptr,  # [1] or None, [M]
     M, V, inner, stride_o, stride_i, stride_v,
-    ignore_index, smoothing, z_loss, logit_scale, softcap,
+    o,  # `LossOptions`
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, UNIT: tl.constexpr,
     LATE: tl.constexpr,  # leave the gradient undivided
     BN: tl.constexpr,  # 1 unless a row fits in the held block
@@ -68,13 +68,13 @@ def turnaround_kernel(
     scale = 1.0 if LATE else part
     edge = tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B  # where the held block starts
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    y, ignored, valid = load_labels(y_ptr, rows, M, V, ignore_index)
+    y, ignored, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
     start = row_start(z_ptr, rows, inner, stride_o, stride_i)
     raw_y = tl.load(start + y.to(tl.int64) * stride_v, mask=valid, other=0.0)
-    z_y, slope_y = SCORE(raw_y.to(tl.float32), logit_scale, softcap)
+    z_y, slope_y = SCORE(raw_y.to(tl.float32), o)
     start, stored, known = start[:, None, None], (rows < M)[:, None, None], valid[:, None, None]
     held, inside = load_block(start, edge, wide, V, stride_v, stored, True, "evict_first")
-    z, slope = SCORE(held.to(tl.float32), logit_scale, softcap)
+    z, slope = SCORE(held.to(tl.float32), o)
     z = tl.where(inside, z, -float("inf"))
     base = tl.max(z, 1) * UNIT
     s = tl.sum(power(z * UNIT, finite(base)[:, None, :], UNIT), 1)
@@ -85,7 +85,7 @@ def turnaround_kernel(
     live = edge * tl.max(valid.to(tl.int32), 0)  # nothing of an ignored row
     for first in range(0, live, B):
         raw, here = load_block(start, first, lanes, V, stride_v, stored, False, "evict_last")
-        z_k, slope_k = SCORE(raw.to(tl.float32), logit_scale, softcap)
+        z_k, slope_k = SCORE(raw.to(tl.float32), o)
         base, s = widen(base, s, z_k, UNIT)
         if SMOOTH:
             total += tl.sum(z_k * class_weight(weight_ptr, first + lanes, here), 1)
@@ -94,21 +94,21 @@ def turnaround_kernel(
     lse = base / UNIT + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
-    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, smoothing, z_loss, V)
+    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, o, V)
     loss = row_loss(lse, (z_y * UNIT - base) / UNIT - log_s, tl.sum(total, 1), hold, spread,
-                    w_t, w_all, z_loss, ignored, valid)
+                    w_t, w_all, o, ignored, valid)
     tl.store(loss_ptr + rows, loss * part, mask=rows < M)
     tl.debug_barrier()  # no lane overwrites the target's score before all have read it
     y, base = y[:, None, None], base[:, None, None]
     pull, hold = (pull * scale / s)[:, None, None], (hold * scale)[:, None, None]
     spread = (spread * scale)[:, None, None]
     store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, base, pull, hold,
-                   spread, weight_ptr, logit_scale, softcap, SCORE, SMOOTH, UNIT, True)
+                   spread, weight_ptr, o, SCORE, SMOOTH, UNIT, True)
     for back in range(0, live, B):
         again, there = load_block(start, edge - B - back, lanes, V, stride_v, stored, False,
                                   "evict_first")
         store_gradient(start, edge - B - back, lanes, V, stride_v, again, stored, known, y,
-                       base, pull, hold, spread, weight_ptr, logit_scale, softcap, SCORE,
+                       base, pull, hold, spread, weight_ptr, o, SCORE,
                        SMOOTH, UNIT, False)
     for blank in range(0, edge - live, B):
         at = start + (blank + lanes).to(tl.int64) * stride_v
@@ -164,8 +164,8 @@ def launch_turnaround(
     with on_device(z):
         turnaround_kernel[(-(-m // b.BN),)](
             z, target, weight, token_weight, all_weights(weight), denominator, losses, m, v,
-            z.shape[1], *z.stride(), o.ignore_index, o.label_smoothing, o.z_loss, o.logit_scale,
-            o.softcap, SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, UNIT=unit(z), LATE=late,
+            z.shape[1], *z.stride(), o,
+            SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, UNIT=unit(z), LATE=late,
             BN=b.BN, HELD=b.R, R=b.R, C=b.C, num_warps=b.warps,
             **(dict(maxnreg=b.registers) if limited else {}))
     return losses
@@ -352,7 +352,6 @@ def check_logits(
            "floats of 16, 32 or 64 bits, of shape [V] or [N, V, ...] with at least one class",
            f"{input.dtype} {list(input.shape)}")
     check_target(target, input.shape[:dim] + input.shape[dim + 1:], input.device, reduction)
-    expect(type(ignore_index) is int, "ignore_index", "an integer", ignore_index)
     check_labels(target, input.shape[dim], ignore_index)
 
 # %% ../nbs/05_clusters.ipynb #d13744b8
@@ -367,30 +366,25 @@ def check_overwrite(input:Tensor):
            f"strides {list(input.stride())}")
 
 # %% ../nbs/05_clusters.ipynb #c3108e5d
+@lists_options
 def cross_entropy(
     input:Tensor,  # [V], [N,V] or [N,V,d1,...], logits
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
+    *, reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     inplace:bool=False,  # where a gradient is due, put it in the place of the logits
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     "Cross entropy of logits; raises `ValueError`, `IndexError` as the checks above say."
-    check_logits(input, target, reduction, ignore_index)
-    check_options(label_smoothing, logit_scale, softcap, z_loss)
+    o = loss_options(options)
+    check_logits(input, target, reduction, o.ignore_index)
     check_weights(input, weight, token_weight, target)
     check_flags(inplace=inplace, return_stats=return_stats)
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
-    numbers = label_smoothing, logit_scale, softcap or 0, z_loss
-    o = LossOptions(ignore_index, *map(float, numbers))
-    denominator = (total_weight(*y, ignore_index, acc_dtype(input.dtype))
+    denominator = (total_weight(*y, o.ignore_index, acc_dtype(input.dtype))
                    if reduction == "mean" else None)
     z = rows_view(input)
     if inplace and overwrites(input, return_stats):
@@ -402,7 +396,7 @@ def cross_entropy(
         losses, *rows = logits_loss(z, *y, denominator, o, return_stats)
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
-    return (loss, row_stats(*rows, target, y[2], z_loss)) if return_stats else loss
+    return (loss, row_stats(*rows, target, y[2], o.z_loss)) if return_stats else loss
 
 # %% ../nbs/05_clusters.ipynb #fd78e112
 def overwrites(

@@ -30,17 +30,17 @@ def scan_kernel(
     sums_ptr,  # [7, M * parts]: base, s, z_y, Σ w z, moment, ahead, Σ z²
     M, V, part_size, parts,  # rows, classes, classes a part, parts a row
     inner, stride_o, stride_i, stride_v,  # I, and strides of z in elements
-    ignore_index, logit_scale, softcap,
+    o,  # `LossOptions`
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr,
     SKIP: tl.constexpr,  # read nothing of ignored rows
     BN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):
     part = tl.program_id(0) % parts
     rows = tl.program_id(0) // parts * BN + tl.arange(0, BN)
-    y, _, valid = load_labels(y_ptr, rows, M, V, ignore_index)
+    y, _, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
     start = row_start(z_ptr, rows, inner, stride_o, stride_i)
     raw_y = tl.load(start + y.to(tl.int64) * stride_v, mask=valid, other=0.0)
-    z_y, slope_y = SCORE(raw_y.to(tl.float32), logit_scale, softcap)
+    z_y, slope_y = SCORE(raw_y.to(tl.float32), o)
     begin = part * part_size
     size = tl.minimum(part_size, V - begin)
     start = (start + begin.to(tl.int64) * stride_v)[:, None, None]
@@ -51,7 +51,7 @@ def scan_kernel(
     bound = size * tl.max(valid.to(tl.int32), 0) if SKIP else size
     for first in tl.range(0, bound, R * C, num_stages=3):
         raw, inside = load_block(start, first, lanes, size, stride_v, stored, True, "")
-        z, slope = SCORE(raw.to(tl.float32), logit_scale, softcap)
+        z, slope = SCORE(raw.to(tl.float32), o)
         z = tl.where(inside, z, -float("inf"))
         old_base, old_s = base, s
         base, s = widen(base, s, z, UNIT)
@@ -85,21 +85,20 @@ def bwd_kernel(
     g_loss_ptr, g_lse_ptr, g_entropy_ptr, denominator_ptr,  # upstream [M], each or None; [1]
     M, V, blocks, inner, stride_o, stride_i, stride_v, d_stride_o, d_stride_i, d_stride_v,
     g_loss_stride, g_lse_stride, g_entropy_stride,  # 0 for an expanded scalar
-    ignore_index, smoothing, z_loss, logit_scale, softcap,
+    o,  # `LossOptions`
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
     BV: tl.constexpr,
 ):
     cols = tl.program_id(0) % blocks * BV + tl.arange(0, BV)[None, :]
     rows = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
-    y, _, valid = load_labels(y_ptr, rows, M, V, ignore_index)
+    y, _, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
     base, s, pull, hold, spread = row_gradient(
         rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
-        denominator_ptr, y, valid, rows, M, V, g_loss_stride, g_lse_stride, smoothing, z_loss,
-        UNIT)
+        denominator_ptr, y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, UNIT)
     inside = valid[:, None] & (cols < V)
     at = row_start(z_ptr, rows, inner, stride_o, stride_i)[:, None]
     raw = tl.load(at + cols.to(tl.int64) * stride_v, mask=inside, other=0.0).to(tl.float32)
-    z, slope = SCORE(raw, logit_scale, softcap)
+    z, slope = SCORE(raw, o)
     p = power(z * UNIT, base[:, None], UNIT) * (1 / s)[:, None]
     dz = pull[:, None] * p - tl.where(cols == y[:, None], hold[:, None], 0.0)
     if SMOOTH:
@@ -170,12 +169,12 @@ def launch_scan(
     flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, UNIT=unit(z))
     with on_device(z):
         scan_kernel[(-(-m // b.BN) * parts,)](
-            z, target, weight, sums, m, v, part, parts, z.shape[1], *z.stride(), o.ignore_index,
-            o.logit_scale, o.softcap, SCORE=score_fn(o), **flags, SKIP=b.BN * b.R * b.C < v,
+            z, target, weight, sums, m, v, part, parts, z.shape[1], *z.stride(), o,
+            SCORE=score_fn(o), **flags, SKIP=b.BN * b.R * b.C < v,
             BN=b.BN, R=b.R, C=b.C, num_warps=b.warps)
         finish_kernel[(-(-m // 128),)](
             sums, target, weight, token_weight, all_weights(weight), denominator, *out, m, v,
-            parts, o.ignore_index, o.label_smoothing, o.z_loss, **flags, BN=128)
+            parts, o, **flags, BN=128)
     return out
 
 # %% ../nbs/04_kernels.ipynb #853956f2
@@ -195,8 +194,7 @@ def launch_bwd(
         bwd_kernel[(-(-m // tall) * blocks,)](
             z, dz, target, weight, token_weight, all_weights(weight), rows, entropy, g_loss,
             g_lse, g_entropy, denominator, m, v, blocks, z.shape[1], *z.stride(), *dz.stride(),
-            *strides, o.ignore_index, o.label_smoothing, o.z_loss, o.logit_scale, o.softcap,
-            SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, UNIT=unit(z), BN=tall, BV=wide)
+            *strides, o, SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, UNIT=unit(z), BN=tall, BV=wide)
 
 # %% ../nbs/04_kernels.ipynb #eb51e33a
 def reference_fwd(

@@ -16,7 +16,7 @@ from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
-from fusedloss.core.options import Lengths, Reduction, LossOptions
+from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, place, takes_kernel, tile_product, tile_scores,
     unit_of, wide, write_product)
@@ -26,7 +26,7 @@ from fusedloss.core.sequences import (
 from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
-from fusedloss.core.tuning import starter
+from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.segments import (
@@ -102,7 +102,7 @@ def tile_softmax_kernel(
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         keep, inside = rows < N, cols < V
-        z, slope = tile_scores(product, bias_ptr, cols, V, 1.0, 0.0, SCORE)
+        z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
         z = tl.where(inside[None, :], z, -float("inf"))
         top = tl.max(z, 1) * UNIT
         d = power(z * UNIT, finite(top)[:, None], UNIT)
@@ -142,7 +142,7 @@ def launch_tiles(
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     parts = x.new_empty((2, tiles_v, n), dtype=f32)
     grid = min(multiprocessors(x.device), tiles_n * tiles_v),
-    launch = lambda t, only_compile=False: starter(tile_softmax_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(tile_softmax_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
         p.stride(0), SCORE=score_fn(ROW), UNIT=unit, DESC=t.desc, GROUP=t.group,

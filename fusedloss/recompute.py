@@ -24,7 +24,7 @@ from fusedloss.core.softmax import finite, join, power, score_fn, shifted, unit 
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
-from fusedloss.core.tuning import starter
+from fusedloss.core.tuning import launcher
 from fusedloss.kernels import rows_bwd, rows_fwd
 
 # %% ../nbs/07_recompute.ipynb #6a5f464c
@@ -47,12 +47,12 @@ def tally_tile(
 def target_kernel(
     x_ptr, w_ptr, y_ptr, bias_ptr, sums_ptr,  # [N,H], [V,H], [N], [V] or None, [7,N]
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
-    ignore_index, logit_scale, softcap,
+    o,  # `LossOptions`
     SCORE: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
 ):
     lanes = tl.arange(0, BN)
     rows = tl.program_id(0) * BN + lanes
-    y, _, valid = load_labels(y_ptr, rows, N, V, ignore_index)
+    y, _, valid = load_labels(y_ptr, rows, N, V, o.ignore_index)
     x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride_n
     w_at = w_ptr + tl.where(valid, y, 0).to(tl.int64)[:, None] * w_stride_v
     product = tl.zeros([BN, BN], tl.float32)
@@ -64,7 +64,7 @@ def target_kernel(
     raw = tl.sum(tl.where(lanes[:, None] == lanes[None, :], product, 0.0), 1)
     if bias_ptr is not None:
         raw += tl.load(bias_ptr + y, mask=valid, other=0.0).to(tl.float32)
-    z, slope = SCORE(raw, logit_scale, softcap)
+    z, slope = SCORE(raw, o)
     tl.store(sums_ptr + 2 * N + rows, z, mask=rows < N)
 
 # %% ../nbs/07_recompute.ipynb #60bd55ae
@@ -75,7 +75,7 @@ def lse_kernel(
     sums_ptr,  # [7,N] as `finish_kernel` takes it; here the target's score, row 2
     parts_ptr,  # [2 or 7, runs, N]: base, s; Σ w z, moment, ahead, Σ z² from 3 on
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
-    ignore_index, logit_scale, softcap,
+    o,  # `LossOptions`
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr,
     DESC: tl.constexpr, EVEN: tl.constexpr,  # x, w are descriptors; runs end where V does
     RUN: tl.constexpr, GROUP: tl.constexpr,  # tiles of a run, height of a group
@@ -93,7 +93,7 @@ def lse_kernel(
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         keep, inside = rows < N, (cols < V)[None, :]
-        z, slope = tile_scores(product, bias_ptr, cols, V, logit_scale, softcap, SCORE)
+        z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
         if not EVEN:
             z = tl.where(inside, z, -float("inf"))
         again = (i % RUN != 0) & (RUN > 1)
@@ -107,7 +107,7 @@ def lse_kernel(
             total = tl.where(again, total, 0.0) + tl.sum(tl.where(inside, z * weights, 0.0), 1)
             tl.store(at + 3 * step, total, mask=keep)
         if STATS:
-            y, _, _ = load_labels(y_ptr, rows, N, V, ignore_index)
+            y, _, _ = load_labels(y_ptr, rows, N, V, o.ignore_index)
             z_y = tl.load(sums_ptr + 2 * N + rows, mask=keep, other=0.0)
             moment, ahead, squares = tally_tile(
                 tl.where(again, moment, 0.0), tl.where(again, ahead, 0.0),
@@ -178,15 +178,14 @@ def launch_sums(
     lengths = dict(EVEN=v % (t.BV * run) == 0, RUN=run)
     sums, parts = new((7, n)).zero_(), new((numbers, runs, n))
     sizes = n, v, h, *x.stride(), *w.stride()
-    score = o.ignore_index, o.logit_scale, o.softcap
     grid, score_of = (min(programs, tiles_n * runs),), score_fn(o)
-    launch = lambda t, only_compile=False: starter(lse_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(lse_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), target, bias,
-        weight, sums, parts, *sizes, *score, SCORE=score_of, **flags, DESC=t.desc,
+        weight, sums, parts, *sizes, o, SCORE=score_of, **flags, DESC=t.desc,
         **lengths, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        target_kernel[(-(-n // 64),)](x, w, target, bias, sums, *sizes, *score,
+        target_kernel[(-(-n // 64),)](x, w, target, bias, sums, *sizes, o,
                                       SCORE=score_of, BN=64, BH=t.BH)
         own = None if agree is None else sums[2].clone()
         if agree: sums[2] = agree(own)
@@ -210,7 +209,7 @@ def launch_parts(
     with on_device(x):
         finish_kernel[(-(-n // 128),)](
             sums, target, weight, token_weight, all_weights(weight), denominator, *out, n,
-            len(w), 1, o.ignore_index, o.label_smoothing, o.z_loss, STATS=stats, BN=128,
+            len(w), 1, o, STATS=stats, BN=128,
             SMOOTH=o.label_smoothing > 0, UNIT=score_unit(x))
     return out, parts
 
@@ -229,14 +228,13 @@ def terms_kernel(
     g_loss_ptr, g_lse_ptr, g_entropy_ptr, denominator_ptr,  # upstream [N], each or None; [1]
     terms_ptr,  # [6,N]: base, pull / s, hold, spread, g_entropy / s, mean score
     N, V, g_loss_stride, g_lse_stride, g_entropy_stride,  # 0 for an expanded scalar
-    ignore_index, smoothing, z_loss, UNIT: tl.constexpr, BN: tl.constexpr,
+    o, UNIT: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    y, _, valid = load_labels(y_ptr, rows, N, V, ignore_index)
+    y, _, valid = load_labels(y_ptr, rows, N, V, o.ignore_index)
     base, s, pull, hold, spread = row_gradient(
         rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
-        denominator_ptr, y, valid, rows, N, V, g_loss_stride, g_lse_stride, smoothing, z_loss,
-        UNIT)
+        denominator_ptr, y, valid, rows, N, V, g_loss_stride, g_lse_stride, o, UNIT)
     at, keep = terms_ptr + rows, rows < N
     tl.store(at, tl.where(valid, base, float("inf")), mask=keep)
     tl.store(at + N, tl.where(valid, pull / s, 0.0), mask=keep)
@@ -258,7 +256,7 @@ def dz_kernel(
     terms_ptr, db_ptr,  # [6,N]; [tiles_n, all classes], its column of the slab's first, or None
     list_ptr, count_ptr,  # the tiles to make, in a grid of whole groups; None for all
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, dz_stride_n, db_stride,
-    begin, logit_scale, softcap,  # the slab's first class
+    begin, o,  # the slab's first class
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
     DESC: tl.constexpr, FLAT: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
@@ -276,7 +274,7 @@ def dz_kernel(
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         keep, inside = rows < N, cols < V
-        z, slope = tile_scores(product, bias_ptr, cols, V, logit_scale, softcap, SCORE)
+        z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
         column = tl.load(y_ptr + rows, mask=keep, other=-1) - begin
         base = tl.load(terms_ptr + rows, mask=keep, other=float("inf"))
         pull = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)
@@ -315,8 +313,8 @@ def launch_terms(
     with on_device(rows):
         terms_kernel[(-(-n // 128),)](
             rows, entropy, target, weight, token_weight, all_weights(weight), g_loss, g_lse,
-            g_entropy, denominator, terms, n, n_classes, *strides, o.ignore_index,
-            o.label_smoothing, o.z_loss, UNIT=score_unit(x), BN=128)
+            g_entropy, denominator, terms, n, n_classes, *strides, o,
+            UNIT=score_unit(x), BN=128)
     return terms
 
 # %% ../nbs/07_recompute.ipynb #859b5fb6
@@ -332,11 +330,11 @@ def launch_dz(
     tiles = -(-n // t.BN) * -(-v // t.BV)
     flags = dict(SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, ENTROPY=entropy)
     grid = (min(multiprocessors(x.device), tiles),)
-    launch = lambda t, only_compile=False: starter(dz_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(dz_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), target, bias, weight, terms, db,
         *(listed or (None, None)), n, v, h, *x.stride(), *w.stride(), dz.stride(0),
-        0 if db is None else db.stride(0), begin, o.logit_scale, o.softcap, **flags, UNIT=score_unit(x), DESC=t.desc,
+        0 if db is None else db.stride(0), begin, o, **flags, UNIT=score_unit(x), DESC=t.desc,
         FLAT=t.desc and listed is None, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     given = dict(BIAS=bias is not None, WEIGHT=weight is not None, DB=db is not None)

@@ -369,14 +369,13 @@ def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
     V, flags = 4, dict(SMOOTH=False, STATS=True, UNIT=kernels.unit(torch.empty(0)))
     z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, clusters.LossOptions()
     b = kernels.scan_blocks(V)
-    score = o.ignore_index, o.logit_scale, o.softcap
     found = []
     for M in (8, 2**29 + 8):
         sums, rows = (torch.from_file(str(tmp_path / f"{n} {M}"), shared=True, size=n * M, dtype=torch.float32).view(n, M) for n in (7, 5))
         out = torch.empty(3, 8)
-        kernels.scan_kernel[(1,)](z, y, None, sums, M, V, b.R * b.C, 1, 1, *z.stride(), *score, SCORE=kernels.score_fn(o), **flags, SKIP=False,
+        kernels.scan_kernel[(1,)](z, y, None, sums, M, V, b.R * b.C, 1, 1, *z.stride(), o, SCORE=kernels.score_fn(o), **flags, SKIP=False,
                                   BN=8, R=b.R, C=b.C)
-        kernels.finish_kernel[(1,)](sums, y, None, None, None, None, *out, rows, M, V, 1, *score[:1], 0.0, 0.0, **flags, BN=8)
+        kernels.finish_kernel[(1,)](sums, y, None, None, None, None, *out, rows, M, V, 1, o, **flags, BN=8)
         found.append(torch.cat([out, sums[[0, 1, 2, 4, 5, 6], :8], rows[:, :8]]))
     assert torch.equal(*found)
 
@@ -538,16 +537,16 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "smoothing without class weights": (
         "deep, one block", "return hold + spread * w_all +", "return hold + spread * V +"),
     "smoothing keeps the whole target": (
-        "ignore_index is a class", "hold, spread = (1 - smoothing) * w_y * w_t, ", "hold, spread = w_y * w_t, "),
-    "smoothing forgets the token's weight": ("classes inside", "smoothing / V * w_t", "smoothing / V + 0 * w_t"),
-    "half the z-loss gradient": ("classes inside", "+ 2 * z_loss * w_t * lse", "+ z_loss * w_t * lse"),
-    "z-loss is linear": ("classes inside", "z_loss * w_t * lse * lse", "z_loss * w_t * lse"),
+        "ignore_index is a class", "hold, spread = (1 - o.label_smoothing) * w_y * w_t, ", "hold, spread = w_y * w_t, "),
+    "smoothing forgets the token's weight": ("classes inside", "o.label_smoothing / V * w_t", "o.label_smoothing / V + 0 * w_t"),
+    "half the z-loss gradient": ("classes inside", "+ 2 * o.z_loss * w_t * lse", "+ o.z_loss * w_t * lse"),
+    "z-loss is linear": ("classes inside", "o.z_loss * w_t * lse * lse", "o.z_loss * w_t * lse"),
     "scores are smoothed where there are none": (
         "ignore_index is a class", "tl.where(inside, z * w, 0.0), 1)\n        if STATS", "z * w, 1)\n        if STATS"),
     "the cap has the slope of a line": (
-        "classes inside", "return softcap * tanh, logit_scale * 4 * e * r * r",
-        "return softcap * tanh, logit_scale"),
-    "the scale has no slope": ("logit_scale", "return raw * logit_scale, logit_scale", "return raw * logit_scale, 1.0"),
+        "classes inside", "return o.softcap * tanh, o.logit_scale * 4 * e * r * r",
+        "return o.softcap * tanh, o.logit_scale"),
+    "the scale has no slope": ("logit_scale", "return raw * o.logit_scale, o.logit_scale", "return raw * o.logit_scale, 1.0"),
     "the series of tanh has a wrong sign": ("classes inside", "series = x * (1 - x2", "series = x * (1 + x2"),
     "ties go to the higher index": ("3 x 7", "inside & ((z > z_y) | (before &", "inside & ((z > z_y) | (~before &"),
     "ties lose": ("ties, one block", "inside & ((z > z_y) | (before & (z == z_y)))", "inside & (z > z_y)"),

@@ -34,6 +34,8 @@ def typed(parameter: inspect.Parameter, value) -> tuple[str, object]:
         return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>", None
     if hasattr(value, "fn"):
         return "constexpr", {"function": named(value)}
+    if hasattr(value, "_fields"):  # options: a tuple of types, by name
+        return {"options": [type(value).__module__, type(value).__name__], "types": [typed(parameter, v) for v in value]}, None
     constant = value is None or value is True or value is False or "constexpr" in str(parameter.annotation)
     if constant or type(value) is int and value == 1:  # Triton makes a constant of an integer that is 1
         return "constexpr", value
@@ -59,7 +61,7 @@ def build_line(kernel, args: tuple, options: dict) -> str:
     "A launch as a line of text, with all that the compiled kernel depends on but the architecture"
     name, types = json.loads(launch_types(kernel, args, options))
     given = dict(zip(inspect.signature(kernel.fn).parameters, args)) | options
-    even = [k for k, (t, _) in types.items() if t != "constexpr" and sixteenfold(given.get(k))]
+    even = [k for k, (t, _) in types.items() if t != "constexpr" and sixteenfold(given.get(k))]  # of options none is an offset
     flags = {k: v for k, v in options.items() if k in ("num_warps", "num_stages", "maxnreg")}
     return json.dumps([name, types, even, flags])
 
@@ -130,8 +132,11 @@ def source_of(name: list[str], types: dict, even: list[str] = ()):
     "What Triton's compiler takes: a kernel for these types and constants"
     from triton.compiler import ASTSource
     constants = {k: found(v["function"]) if isinstance(v, dict) else v for k, (t, v) in types.items() if t == "constexpr"}
+    grouped = {k: t for k, (t, _) in types.items() if isinstance(t, dict)}
+    constants |= {(list(types).index(k), i): v for k, group in grouped.items() for i, (t, v) in enumerate(group["types"]) if t == "constexpr"}
+    signature = {k: found(t["options"])._make(part for part, _ in t["types"]) if k in grouped else t for k, (t, _) in types.items()}
     attributes = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(types) if k in even}
-    return ASTSource(found(name), {k: t for k, (t, _) in types.items()}, constants, attributes)
+    return ASTSource(found(name), signature, constants, attributes)
 
 
 def lower(name: list[str], types: dict) -> str:

@@ -18,7 +18,7 @@ from fusedloss.core.softmax import finite, join, power, unit as score_unit
 from fusedloss.core.tiling import (
     deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
-from fusedloss.core.tuning import starter
+from fusedloss.core.tuning import launcher
 
 # %% ../../nbs/library/cosine.ipynb #05afc1e6
 EPS = 1e-5  # the shortest row that counts as having a direction
@@ -404,7 +404,7 @@ def launch_rest(
     if line is not None: more = [new(n) for _ in range(3)]
     slope, offset, share = line or Line(0.0, 0.0, None)
     grid = (min(multiprocessors(x.device), tiles_n * runs),)
-    launch = lambda t, only_compile=False: starter(rest_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(rest_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
         v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
         UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
@@ -427,7 +427,7 @@ def launch_cosine_dz(
     "Gradient of a slab's products, recomputed."
     (n, h), v = x.shape, len(w)
     programs = min(multiprocessors(x.device), -(-n // t.BN) * -(-v // t.BV))
-    launch = lambda t, only_compile=False: starter(cosine_dz_kernel, (programs,), only_compile)(
+    launch = lambda t, only_compile=False: launcher(cosine_dz_kernel, (programs,), only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, *terms, n, v, h, *x.stride(),
         *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,

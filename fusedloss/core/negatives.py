@@ -22,7 +22,7 @@ from fusedloss.core.products import (
 from fusedloss.core.sampling import columns_of
 from fusedloss.core.tiling import Tiling, tiling_of
 from fusedloss.core.triton import has_kernel
-from fusedloss.core.tuning import current_step, keeping
+from fusedloss.core.tuning import current_agreement, keep_agreement
 
 # %% ../../nbs/library/negatives.ipynb #e9065636
 SLAB = 2**28  # bytes of a slab's gradient
@@ -211,7 +211,7 @@ class PartialLse(torch.autograd.Function):
         way = partial_lse if observed() else columns_fwd
         rest, cos, top, *saved = way(x, w, kept, rows, slot, shift, *options, dtype, kernel)
         ctx.save_for_backward(rest, *saved, slot, shift, index)
-        ctx.rest, ctx.step = (options, x.dtype, w.dtype, kernel, w.shape, sparse), current_step()
+        ctx.rest, ctx.step = (options, x.dtype, w.dtype, kernel, w.shape, sparse), current_agreement()
         ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)  # nobody needs zeros for `top`
         return rest, cos, top
@@ -221,7 +221,7 @@ class PartialLse(torch.autograd.Function):
     def backward(ctx, g_rest, g_cos, _):
         rest, *_ = tensors = ctx.saved_tensors
         given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
-        with keeping(ctx.step): found = gradients_of(ctx, *given, None, *tensors)
+        with keep_agreement(ctx.step): found = gradients_of(ctx, *given, None, *tensors)
         return *found, *[None] * 15
 
 # %% ../../nbs/library/negatives.ipynb #4e5c1686

@@ -152,9 +152,9 @@ def tile_product(
 
 # %% ../../nbs/library/products.ipynb #b41bf386
 @jit
-def tile_scores(product, bias_ptr, cols, V, logit_scale, softcap, SCORE: tl.constexpr):
+def tile_scores(product, bias_ptr, cols, V, o, SCORE: tl.constexpr):
     "Scores and slopes of a tile's products [BN,BV]."
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
         product += bias[None, :]
-    return SCORE(product, logit_scale, softcap)
+    return SCORE(product, o)

@@ -38,17 +38,17 @@ def row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows, V)
 
 # %% ../../nbs/library/rows.ipynb #41a7f152
 @jit
-def row_factors(lse, w_y, w_t, w_all, smoothing, z_loss, V):
+def row_factors(lse, w_y, w_t, w_all, o, V):
     "What multiplies p, the one-hot, and the class weights in the gradient of a row: [BN] each."
-    hold, spread = (1 - smoothing) * w_y * w_t, smoothing / V * w_t
-    return hold + spread * w_all + 2 * z_loss * w_t * lse, hold, spread
+    hold, spread = (1 - o.label_smoothing) * w_y * w_t, o.label_smoothing / V * w_t
+    return hold + spread * w_all + 2 * o.z_loss * w_t * lse, hold, spread
 
 # %% ../../nbs/library/rows.ipynb #1e9803c1
 @jit
-def row_loss(lse, log_p, total, hold, spread, w_t, w_all, z_loss, ignored, valid):
+def row_loss(lse, log_p, total, hold, spread, w_t, w_all, o, ignored, valid):
     "The loss [BN] from the target's log-probability and Σ w z; NaN for labels out of range."
     log_p = tl.where(log_p > 0, 0.0, log_p)  # a rounding may put it above, by 1e-7
-    loss = spread * w_all * lse - spread * total - hold * log_p + z_loss * w_t * lse * lse
+    loss = spread * w_all * lse - spread * total - hold * log_p + o.z_loss * w_t * lse * lse
     return tl.where(valid, loss, tl.where(ignored, 0.0, float("nan")))
 
 # %% ../../nbs/library/rows.ipynb #211a460a
@@ -106,11 +106,11 @@ def finish_kernel(
     denominator_ptr,  # [1] or None
     loss_ptr, lse_ptr, entropy_ptr,  # [M], [M], [M] with STATS
     rows_ptr,  # [2 or 5, M]: base, s, and the target's rank, maximum, norm
-    M, V, parts, ignore_index, smoothing, z_loss,
+    M, V, parts, o,
     SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    y, ignored, valid = load_labels(y_ptr, rows, M, V, ignore_index)
+    y, ignored, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
     keep, at, size = rows < M, sums_ptr + rows * parts, tl.cast(M, tl.int64)
     step = size * parts
     z_y = tl.load(at + 2 * step, mask=keep, other=0.0)
@@ -136,9 +136,9 @@ def finish_kernel(
     lse = base / UNIT + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
-    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, smoothing, z_loss, V)
+    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, o, V)
     loss = row_loss(lse, (z_y * UNIT - base) / UNIT - log_s, total, hold, spread, w_t, w_all,
-                    z_loss, ignored, valid)
+                    o, ignored, valid)
     tl.store(loss_ptr + rows, loss * share(denominator_ptr), mask=keep)
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
     tl.store(rows_ptr + rows, base, mask=keep)
@@ -154,15 +154,14 @@ def finish_kernel(
 def row_gradient(
     rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr,  # [2..,M], [V], [M], [1]
     g_loss_ptr, g_lse_ptr, denominator_ptr,  # upstream [M], each or None; [1] or None
-    y, valid, rows, M, V, g_loss_stride, g_lse_stride, smoothing, z_loss, UNIT: tl.constexpr,
+    y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, UNIT: tl.constexpr,
 ):
     "Base and sum of rows [BN], and what multiplies p, the one-hot and the class weights."
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
     base = tl.load(rows_ptr + rows, mask=valid, other=0.0)
     s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
-    pull, hold, spread = row_factors(base / UNIT + tl.log(s), w_y, w_t, w_all, smoothing,
-                                     z_loss, V)
+    pull, hold, spread = row_factors(base / UNIT + tl.log(s), w_y, w_t, w_all, o, V)
     g = tl.zeros_like(pull)
     if g_loss_ptr is not None:
         g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)

@@ -65,27 +65,27 @@ def join(base, s, z, UNIT: tl.constexpr):
 
 # %% ../../nbs/library/softmax.ipynb #b8d83c41
 @jit
-def bare_score(raw, logit_scale, softcap):
+def bare_score(raw, o):
     "The logit itself."
     return raw, 1.0
 
 # %% ../../nbs/library/softmax.ipynb #09fe642a
 @jit
-def scaled_score(raw, logit_scale, softcap):
+def scaled_score(raw, o):
     "logit_scale · raw."
-    return raw * logit_scale, logit_scale
+    return raw * o.logit_scale, o.logit_scale
 
 # %% ../../nbs/library/softmax.ipynb #e3e0595d
 @jit
-def capped_score(raw, logit_scale, softcap):
+def capped_score(raw, o):
     "softcap · tanh(logit_scale · raw / softcap), near 0 by its series."
-    x = logit_scale / softcap * raw
+    x = o.logit_scale / o.softcap * raw
     x2 = x * x
     series = x * (1 - x2 * (1 / 3 - x2 * (2 / 15 - x2 * (17 / 315))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     r = 1 / (1 + e)
     tanh = tl.where(x2 < 0.01, series, tl.where(x < 0, e - 1, 1 - e) * r)
-    return softcap * tanh, logit_scale * 4 * e * r * r
+    return o.softcap * tanh, o.logit_scale * 4 * e * r * r
 
 # %% ../../nbs/library/softmax.ipynb #b8c4f035
 def score_fn(o:LossOptions):
