@@ -21,8 +21,7 @@ from fusedloss.core.operators import transformed
 from fusedloss.core.sequences import check_integers, check_lengths, visible
 from fusedloss.core.softmax import finite
 from fusedloss.core.triton import jit, on_device, tl
-from fusedloss.semirings import (
-    check_graph, Log, LogSemiring, Max, MaxSemiring, path_sum, Sample, Semiring)
+from fusedloss.semirings import check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring
 
 # %% ../nbs/19_scans.ipynb #fbae080e
 def masked(scores, absent, go):
@@ -87,11 +86,15 @@ def leaving(
     return torch.segment_reduce(rows, "sum", offsets=out.start, initial=0, unsafe=True).T
 
 # %% ../nbs/19_scans.ipynb #46c3f447
+def declared_by(S:Semiring, name:str) -> type:
+    "The class of S, or the nearest above it, that says what its attribute `name` is."
+    return next(kind for kind in type(S).__mro__ if name in vars(kind))
+
 def additive(S:Semiring) -> bool:
-    "Whether values are scores, ⊗ is +, and ⊕ has a `dsum`: Log, Max, Sample."
-    kin = LogSemiring, MaxSemiring
-    return isinstance(S, kin) and all(
-        getattr(type(S), name) in [getattr(k, name) for k in kin] for name in ("lift", "mul", "sum"))
+    "Whether values are scores, ⊗ is +, and ⊕ has a `dsum`; not for a subclass with another ⊗."
+    kind = declared_by(S, "additive")
+    return S.additive and all(getattr(type(S), name) is getattr(kind, name)
+                              for name in ("lift", "mul", "sum"))
 
 # %% ../nbs/19_scans.ipynb #e938bec6
 def arriving(alpha, scores, idx, go):
@@ -211,7 +214,7 @@ SCANS = Implementation("scans over graphs", "cuda/sparse_scan.cu, cuda/sparse_lo
 def runs_kernel(Ms:Tensor, S:Semiring) -> bool:
     "Whether `cuda/sparse_scan.cu` has this semiring, and there is work for it."
     return (not SCANS.lacks(device_of(Ms)) and Ms.numel() > 0 and Ms.dtype in REALS and
-            type(S) in (LogSemiring, MaxSemiring))
+            S.struct is not None and declared_by(S, "struct") is type(S))
 
 # %% ../nbs/19_scans.ipynb #82a8f255
 def launch_scan(
@@ -226,7 +229,7 @@ def launch_scan(
     scores, sources = Ms.contiguous(), idx.to(torch.int32).contiguous()
     with on_device(Ms):
         run = cuda_kernel("sparse_scan", Ms.get_device(), REAL=REALS[Ms.dtype],
-                          SEMIRING=str(S), BACKWARD=int(out is not None))
+                          SEMIRING=S.struct, BACKWARD=int(out is not None))
         if run is None: return False
         run(n, min(1024, -(-c // 32) * 32), scores, sources, lengths, alphas,
             start, edge, state, d_Ms, steps, c, nz)
@@ -291,7 +294,7 @@ class Begun(NamedTuple):
 # %% ../nbs/19_scans.ipynb #db60578b
 def fused_kernel(phase, cut, S, Ms):
     "`cuda/sparse_logz.cu` for one phase; None where it cannot be had."
-    return cuda_kernel("sparse_logz", Ms.get_device(), REAL=REALS[Ms.dtype], SEMIRING=str(S),
+    return cuda_kernel("sparse_logz", Ms.get_device(), REAL=REALS[Ms.dtype], SEMIRING=S.struct,
                        PHASE=phase, NZ=Ms.shape[3], PER=cut.per, THREADS=cut.threads,
                        AHEAD=cut.ahead)
 
