@@ -153,7 +153,7 @@ def test_a_semiring_is_one_class(tmp_path, monkeypatch):
     # a kernel has a struct for a semiring or passes it over: asked for by name it raises, else the loop runs
     monkeypatch.setattr(scans.SCANS.__class__, "lacks", lambda self, device: "")
     assert scans.runs_kernel(Ms, semirings.Log) and not scans.runs_kernel(Ms, S) and not scans.runs_kernel(Ms, semirings.Sample())
-    assert scans.way_to("auto", Ms, S) == scans.Scan(True)
+    assert scans.choose_rung("auto", Ms, S) == scans.Scan(True)
     torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
     for method in ("scan", "fused"):
         with pytest.raises(ValueError, match=f"method: expected auto, which takes one that can, got '{method}'"):
@@ -165,7 +165,7 @@ def test_a_semiring_whose_struct_is_not_there_runs_without_a_kernel(tmp_path, mo
     want, asked = semirings.brute_force(Ms, idx, v0, vT, S), []
     monkeypatch.setattr(scans.SCANS.__class__, "lacks", lambda self, device: "")
     monkeypatch.setattr(type(S), "struct", "Tempered", raising=False)
-    monkeypatch.setattr(scans, "room", lambda device: 2**16)
+    monkeypatch.setattr(scans, "shared_memory_limit", lambda device: 2**16)
     monkeypatch.setattr(scans, "cuda_kernel", lambda name, device, **constants: asked.append((name, constants["SEMIRING"])))  # which warns, and gives None
     torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
     assert {("sparse_logz", "Tempered"), ("sparse_scan", "Tempered")} == set(asked)
