@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import clusters, ctc, kernels, scans, segments
+from fusedloss import clusters, ctc, kernels, scans, segments, semirings
 from fusedloss.core import devices, rates, tiling
 from fusedloss.core.cuda import cuda_source
 from nvrtc import complaint, knows, library
@@ -179,3 +179,78 @@ def test_an_option_is_a_dozen_lines(tmp_path):
         for score in ("bare", "scaled", "capped"):
             constants = dict(ELEMENT="bf16", SCORE=score, SMOOTH=1, UNSCALED_GRAD=0, ALIGNED=1, CLUSTER=2, VECTORS=8, THREADS=128, BLOCKS=8)
             assert not complaint(nvrtc, source, constants, 90)
+
+
+SEMIRING = '''
+import torch
+from fusedloss.semirings import Semiring
+
+class Tempered(Semiring):
+    "Log at half the temperature: between the sum over paths and the best one."
+    zero, one, additive = -torch.inf, 0.0, True
+    def mul(self, a, b): return a + b
+    def reduce(self, x, dim): return (2 * x).logsumexp(dim) / 2
+    def dsum(self, x, dim=-1): return (2 * x).softmax(dim).nan_to_num(0.0)
+'''
+
+
+def semiring_of(folder):
+    "An element of the class above, from a module that nothing else knows"
+    path = folder / "tempered.py"
+    path.write_text(SEMIRING, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("tempered", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Tempered()
+
+
+def random_graph():
+    "Scores of edges, some absent and some −∞, sources, scores of starts and ends, lengths"
+    generator = torch.Generator().manual_seed(0)
+    Ms = torch.randn(4, 3, 5, 3, generator=generator, dtype=torch.float64)
+    Ms[1, 0, 2] = -torch.inf
+    idx = torch.randint(-1, 5, (5, 3), generator=generator)
+    return Ms, idx, *torch.randn(2, 3, 5, generator=generator, dtype=torch.float64), torch.tensor([4, 2, 0])
+
+
+def test_a_semiring_is_one_class(tmp_path, monkeypatch):
+    definitions = [node for node in ast.parse(SEMIRING).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert len(definitions) == 1 and isinstance(definitions[0], ast.ClassDef) and len(SEMIRING.strip().splitlines()) <= 12
+    S, (Ms, idx, v0, vT, lengths) = semiring_of(tmp_path), random_graph()
+    leaves = [t.requires_grad_() for t in (Ms, v0, vT)]
+    want = semirings.brute_force(Ms, idx, v0, vT, S)
+    assert ((semirings.brute_force(Ms, idx, v0, vT, semirings.Max) < want) & (want < semirings.brute_force(Ms, idx, v0, vT))).all()
+    d_want = torch.autograd.grad(want.sum(), leaves)
+    # the sum over paths, and every rung that a semiring without a kernel has, their gradients too
+    ways = [lambda: semirings.path_sum(Ms, idx, v0, vT, S), *(lambda m=m: scans.logz(Ms, idx, v0, vT, S, method=m) for m in ("auto", "autograd", "loop"))]
+    for way in ways:
+        got = way()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got.sum(), leaves), d_want)
+    # each sequence ends at its own length
+    each = torch.stack([semirings.brute_force(Ms[:n, i:i + 1], idx, v0[i:i + 1], vT[i:i + 1], S)[0] for i, n in enumerate(lengths)])
+    for method in ("auto", "autograd", "loop"):
+        torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S, lengths, method=method), each)
+    # a class that another one inherits has its gradient by hand too, unless ⊗ or ⊕ is another
+    shifted = type("Shifted", (type(S),), dict(mul=lambda self, a, b: a + b + 1.0))()
+    assert scans.additive(S) and not scans.additive(shifted)
+    torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, shifted), semirings.brute_force(Ms, idx, v0, vT, shifted))
+    # a kernel has a struct for a semiring or passes it over: asked for by name it raises, else the loop runs
+    monkeypatch.setattr(scans.SCANS.__class__, "lacks", lambda self, device: "")
+    assert scans.runs_kernel(Ms, semirings.Log) and not scans.runs_kernel(Ms, S) and not scans.runs_kernel(Ms, semirings.Sample())
+    assert scans.choose_rung("auto", Ms, S) == scans.Scan(True)
+    torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
+    for method in ("scan", "fused"):
+        with pytest.raises(ValueError, match=f"method: expected auto, which takes one that can, got '{method}'"):
+            scans.logz(Ms, idx, v0, vT, S, method=method)
+
+
+def test_a_semiring_whose_struct_is_not_there_runs_without_a_kernel(tmp_path, monkeypatch):
+    S, (Ms, idx, v0, vT, _) = semiring_of(tmp_path), random_graph()
+    want, asked = semirings.brute_force(Ms, idx, v0, vT, S), []
+    monkeypatch.setattr(scans.SCANS.__class__, "lacks", lambda self, device: "")
+    monkeypatch.setattr(type(S), "struct", "Tempered", raising=False)
+    monkeypatch.setattr(scans, "shared_memory_limit", lambda device: 2**16)
+    monkeypatch.setattr(scans, "cuda_kernel", lambda name, device, **constants: asked.append((name, constants["SEMIRING"])))  # which warns, and gives None
+    torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
+    assert {("sparse_logz", "Tempered"), ("sparse_scan", "Tempered")} == set(asked)
