@@ -8,7 +8,7 @@ __all__ = ['Margin', 'CosFace', 'ArcFace', 'Combined', 'AdaFace', 'Circle', 'Sub
 # %% ../nbs/13_margins.ipynb #acbdbc8c
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, Literal, NamedTuple, Optional
+from typing import Any, Callable, Literal, Optional
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,9 @@ from fusedloss.baseline import reduce_loss
 from fusedloss.core.checks import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number)
 from fusedloss.core.cosine import (
-    bent, bent_slope, EPS, leave_out, lengths, locate, Scoring, Target)
-from fusedloss.core.negatives import whole_head
+    EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
+    positive_infinity, target_cosines, to_tangent, unit_rows_of)
+from fusedloss.core.negatives import all_classes_lse
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
@@ -282,28 +283,17 @@ class SubCenter(nn.Module, Margin):
 
     def forward(self, *args:Any) -> Tensor: return self.target_score(*args)
 
-# %% ../nbs/13_margins.ipynb #e2b5fa2b
-class Head(NamedTuple):
-    "How a cosine head scores the classes that are no target."
-    centers: int  # K
-    scale: float
-    pace: float  # Circle's margin; below 0: none
-    paced: bool
-    eps: float  # of `lengths`
-    token_tile: int; class_tile: int  # BN, BV
-
-    @property
-    def level(self) -> float:  # what a tile's numbers are, over cosines
-        return self.scale if self.pace < 0 else 1.0
-
 # %% ../nbs/13_margins.ipynb #b20867bf
 class CosineTiles:
-    "The N×V rectangle of cosines, made one tile at a time; s · cosine where no pace bends it."
-    def __init__(self, x:Tensor, w:Tensor, y:Tensor, o:Head):  # [N,H], [V·K,H], [N]
+    "The N×V rectangle of cosines times `tile_scale`, made one tile at a time."
+    def __init__(self,
+        x:Tensor, w:Tensor, y:Tensor, o:HeadConfig,  # [N,H], [V·K,H], [N]
+        token_tile:int, class_tile:int,  # BN, BV
+    ):
         self.x, self.w, self.y, self.o, self.dtype = x, w, y, o, product_dtype(x)
-        self.tokens = tile_slices(len(x), o.token_tile)
-        self.classes = tile_slices(len(w) // o.centers, o.class_tile)
-        self.rows = o.level / lengths(x, o.eps)
+        self.tokens = tile_slices(len(x), token_tile)
+        self.classes = tile_slices(len(w) // o.centers, class_tile)
+        self.rows = o.tile_scale / lengths(x, o.eps)
         inverses = (1 / lengths(w[self.part(j)], o.eps) for j in self.classes)
         self.columns = torch.cat([self.rows.new_empty(0), *inverses])
 
@@ -313,170 +303,144 @@ class CosineTiles:
 
     def make(self, i:slice, j:slice) -> tuple[Tensor, Optional[Tensor]]:  # [BN,BV] each
         "The numbers of a tile; of a class with several centres the nearest, and which it is."
-        part, k = self.part(j), self.o.centers
+        part = self.part(j)
         z = wide_product(self.x[i].to(self.dtype), self.w[part].to(self.dtype).T)
         z.mul_(self.rows[i, None]).mul_(self.columns[part])
-        return (z, None) if k == 1 else z.view(len(z), -1, k).max(2)
+        return nearest_centers(z, self.o)
 
 # %% ../nbs/13_margins.ipynb #ccf4fcb4
 def cosine_lse_fwd(
-    x:Tensor, w:Tensor, y:Tensor, o:Head,  # [N,H], [V·K,H], [N]
-) -> tuple[Tensor, Tensor]:  # rest [N], cos [N], in `acc_dtype`
+    x:Tensor, w:Tensor, y:Tensor, o:HeadConfig,  # [N,H], [V·K,H], [N]
+    token_tile:int, class_tile:int,
+) -> tuple[Tensor, Tensor]:  # negatives_lse [N], cos [N], in `acc_dtype`
     "Log-sum-exp of all classes but the target, and the target's cosine, 0 without one."
-    tiles = CosineTiles(x, w, y, o)
-    rest = tiles.rows.new_full((len(x),), -torch.inf)
-    cos = torch.zeros_like(rest)
+    tiles = CosineTiles(x, w, y, o, token_tile, class_tile)
+    lse = tiles.rows.new_full((len(x),), -torch.inf)
+    cos = torch.zeros_like(lse)
     for j in tiles.classes:
         for i in tiles.tokens:
             z, _ = tiles.make(i, j)
             target = locate(tiles.y[i], j)
-            found = torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0]
-            cos[i] += found / o.level
-            z = leave_out(bent(z, o), target)
-            rest[i] = torch.logaddexp(rest[i], torch.logsumexp(z, 1))
-    return rest, cos
-
-# %% ../nbs/13_margins.ipynb #dfabdfa2
-def cosine_dz(
-    z:Tensor, which:Tensor|None, target:Target,  # a tile, remade
-    rest:Tensor, g_rest:Tensor, g_cos:Tensor,  # [BN]
-    columns:Tensor, dtype:torch.dtype, o:Head,  # [BV·K] 1 / ‖w‖; of the products that follow
-) -> Tensor:  # [BN, BV·K] in `dtype`
-    "Gradient of a tile's products x wᵀ."
-    slope = None if o.pace < 0 else bent_slope(z, o)
-    base = torch.where(rest == -torch.inf, 0.0, rest)[:, None]  # one class: there is no rest
-    d = leave_out(bent(z, o), target).sub_(base).exp_().mul_(g_rest[:, None])
-    if slope is not None: d.mul_(slope)
-    at = torch.where(target.inside, g_cos[:, None], d.gather(1, target.column))
-    d.scatter_(1, target.column, at)
-    if which is not None:
-        spread = d.new_zeros(*d.shape, o.centers)
-        d = spread.scatter_(2, which[..., None], d[..., None]).flatten(1)
-    return d.mul_(columns).to(dtype)
+            cos[i] += target_cosines(z, target, o)
+            scores, _ = plain_negative_scores(z, None, target, o)
+            lse[i] = torch.logaddexp(lse[i], torch.logsumexp(scores, 1))
+    return lse, cos
 
 # %% ../nbs/13_margins.ipynb #0ace49e2
-def keep_tangent(
-    d:Tensor, t:Tensor, eps:float,  # [R,H] in `acc_dtype`, changed in place; [R,H]
-) -> Tensor:
-    "Take off each row of `d` its part along the same row of `t`, if that has a direction."
-    norms = torch.linalg.vector_norm(t, dim=-1, dtype=d.dtype)
-    unit = t * torch.where(norms > eps, 1 / norms, 0.0)[:, None]
-    return d.sub_(unit.mul_((unit * d).sum(1, keepdim=True)))
+def take_off_radial(
+    d:Tensor, t:Tensor, eps:float,  # [R,H] in `acc_dtype`, overwritten; [R,H]
+    factor:Tensor, out:Tensor,  # a scalar; [R,H] to be written, may be d
+):
+    "out = factor · d, less each row's part along the same row of `t`, if that has a direction."
+    unit, inverse = unit_rows_of(t, None, d.dtype, eps)
+    to_tangent(d, unit, inverse.sign(), factor, out)
 
 # %% ../nbs/13_margins.ipynb #c510f090
 def cosine_slice_bwd(
     dx:Tensor|None, tiles:CosineTiles, j:slice,  # [N,H] added to
-    rest:Tensor, g_rest:Tensor, g_cos:Tensor, need_w:bool,  # [N]
+    lse:Tensor, g_lse:Tensor, g_cos:Tensor, need_w:bool,  # [N]
 ) -> Tensor|None:  # [BV·K,H] in `acc_dtype`
-    "Backward of all rows for the classes `j`: adds to dx, returns their slice of dw."
+    "Backward of all rows for the classes `j`: adds to dx, returns dwᵀ x of their tiles."
     part = tiles.part(j)
-    dw = rest.new_zeros(tiles.w[part].shape) if need_w else None
+    dw = lse.new_zeros(tiles.w[part].shape) if need_w else None
     for i in tiles.tokens:
-        dz = cosine_dz(*tiles.make(i, j), locate(tiles.y[i], j), rest[i], g_rest[i], g_cos[i],
-                       tiles.columns[part], tiles.dtype, tiles.o)
+        dz = plain_cosine_dz(*tiles.make(i, j), None, locate(tiles.y[i], j), lse[i], g_lse[i],
+                             g_cos[i], tiles.o)
+        dz = dz.mul_(tiles.columns[part]).to(tiles.dtype)
         if dx is not None: add_product(dx[i], dz, tiles.w[part].to(tiles.dtype))
         if need_w: add_product(dw, dz.T, tiles.x[i].to(tiles.dtype))
-    return dw if dw is None else keep_tangent(dw, tiles.w[part], tiles.o.eps)
+    return dw
 
 # %% ../nbs/13_margins.ipynb #35086141
 def cosine_lse_bwd(
-    g_rest:Tensor, g_cos:Tensor,  # [N] upstream gradients
-    x:Tensor, w:Tensor, y:Tensor, rest:Tensor, o:Head,  # saved: inputs, one number a row
-    need_x:bool, need_w:bool,
+    g_lse:Tensor, g_cos:Tensor,  # [N] upstream gradients
+    x:Tensor, w:Tensor, y:Tensor, lse:Tensor, o:HeadConfig,  # saved: inputs, one number a row
+    token_tile:int, class_tile:int, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:  # dx, dw in the dtypes of x and w; empty where not needed
     "Gradients of `cosine_lse_fwd`, every tile remade."
-    dx = rest.new_zeros(x.shape) if need_x else None
+    dx = lse.new_zeros(x.shape) if need_x else None
     dw = torch.zeros(w.shape if need_w else 0, dtype=w.dtype, device=w.device)
     if not len(x): return x.new_zeros(x.shape if need_x else 0), dw
-    tiles = CosineTiles(x, w, y, o)
-    g_rest, g_cos = g_rest * tiles.rows, g_cos * (tiles.rows / o.level)
-    largest = torch.maximum(g_rest.abs() * (o.scale / o.level), g_cos.abs())
+    tiles, lse = CosineTiles(x, w, y, o, token_tile, class_tile), positive_infinity(lse)
+    g_lse, g_cos = g_lse * tiles.rows, g_cos * (tiles.rows / o.tile_scale)
+    largest = torch.maximum(g_lse.abs() * (o.scale / o.tile_scale), g_cos.abs())
     unit = unit_of(largest, tiles.columns)  # keeps dz within fp16
-    g_rest, g_cos = g_rest / unit, g_cos / unit
+    g_lse, g_cos = g_lse / unit, g_cos / unit
     for j in tiles.classes:
-        slice_of_dw = cosine_slice_bwd(dx, tiles, j, rest, g_rest, g_cos, need_w)
-        if need_w: dw[tiles.part(j)] = slice_of_dw.mul_(unit)
+        slice_of_dw = cosine_slice_bwd(dx, tiles, j, lse, g_lse, g_cos, need_w)
+        part = tiles.part(j)
+        if need_w: take_off_radial(slice_of_dw, w[part], o.eps, unit, dw[part])
         del slice_of_dw  # else it lives on beside the next one
     if not need_x: return x.new_empty(0), dw
-    for i in tiles.tokens: keep_tangent(dx[i], x[i], o.eps)
-    return dx.mul_(unit).to(x.dtype), dw
+    out = dx if x.dtype == dx.dtype else torch.empty_like(dx, dtype=x.dtype)
+    for i in tiles.tokens: take_off_radial(dx[i], x[i], o.eps, unit, out[i])
+    return out, dw
 
 # %% ../nbs/13_margins.ipynb #e98c6880
-@operator("fusedloss::cosine_lse")
-def cosine_lse(
-    x:Tensor, w:Tensor, y:Tensor, centers:int, scale:float, pace:float, paced:bool, eps:float,
-    token_tile:int, class_tile:int,
-) -> tuple[Tensor, Tensor]:
-    "`cosine_lse_fwd` as an operator with a gradient."
-    with torch.autocast(x.device.type, enabled=False):
-        return cosine_lse_fwd(x, w, y, Head(centers, scale, pace, paced, eps, token_tile,
-                                            class_tile))
-
-@operator("fusedloss::cosine_lse_grad")
-def cosine_lse_grad(
-    g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor, y:Tensor, rest:Tensor, centers:int,
-    scale:float, pace:float, paced:bool, eps:float, token_tile:int, class_tile:int,
-    need_x:bool, need_w:bool,
-) -> tuple[Tensor, Tensor]:
-    "`cosine_lse_bwd` as an operator."
-    o = Head(centers, scale, pace, paced, eps, token_tile, class_tile)
-    with torch.autocast(x.device.type, enabled=False):
-        return cosine_lse_bwd(g_rest, g_cos, x, w, y, rest, o, need_x, need_w)
-
-# %% ../nbs/13_margins.ipynb #11a2d73b
-@cosine_lse.register_fake
-def _(x, w, y, *options):
-    return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
-
-@cosine_lse_grad.register_fake
-def _(g_rest, g_cos, x, w, y, rest, *options):
-    need_x, need_w = options[-2:]
-    return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
-
-def _save(ctx, inputs, output):
+def save_head(ctx, inputs, output):
+    "x, w, y, and one number a row."
     x, w, y, *ctx.options = inputs
     ctx.save_for_backward(x, w, y, output[0])
 
-def _backward(ctx, g_rest, g_cos):
-    need_x, need_w = ctx.needs_input_grad[:2]
-    dx, dw = cosine_lse_grad(g_rest, g_cos, *ctx.saved_tensors, *ctx.options, need_x, need_w)
-    return (dx if need_x else None, dw if need_w else None, *[None] * 8)
+def head_gradients(
+    ctx, needs, g_lse:Optional[Tensor], g_cos:Optional[Tensor],
+) -> dict[str, Optional[Tensor]]:
+    "dx and dw, where they are needed."
+    x, w, y, lse = ctx.saved_tensors
+    g_lse, g_cos = (torch.zeros_like(lse) if g is None else g for g in (g_lse, g_cos))
+    dx, dw = cosine_lse_grad(g_lse, g_cos, x, w, y, lse, *ctx.options, needs.x, needs.w)
+    return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
-cosine_lse.register_autograd(_backward, setup_context=_save)
+# %% ../nbs/13_margins.ipynb #11a2d73b
+def fake_head(x, w, y, *options):
+    "The shapes of `cosine_lse_fwd`'s results."
+    return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
 
-cosine_lse.register_flops(lambda x, w, *_, out_val: products(x, w))
-cosine_lse_grad.register_flops(lambda g_rest, g_cos, x, w, *others, out_val:
-                               products(x, w, *others[-2:]))
+def fake_head_grad(g_lse, g_cos, x, w, y, lse, *options):
+    "The shapes of `cosine_lse_bwd`'s results."
+    need_x, need_w = options[-2:]
+    return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
+
+cosine_lse_grad = operator("fusedloss::cosine_lse_grad", cosine_lse_bwd, fake=fake_head_grad,
+                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
+cosine_lse = operator("fusedloss::cosine_lse", cosine_lse_fwd, fake=fake_head, save=save_head,
+                      backward=head_gradients, flops=lambda i, out: products(i.x, i.w))
+
+# %% ../nbs/13_margins.ipynb #ee55bbb1
+def head_config(
+    margin:Margin, eps:float, conflict:Optional[float]=None, conflict_mode:str="drop",
+) -> HeadConfig:
+    "A margin and options as numbers; `ValueError` for what no cosine head can have."
+    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()",
+           type(margin).__name__)
+    fits = conflict is None or is_number(conflict) and -1 <= conflict < 1
+    expect(fits, "conflict", "a cosine or None", conflict)
+    expect(conflict_mode in ("drop", "zero"), "conflict_mode", "'drop' or 'zero'",
+           repr(conflict_mode))
+    expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
+    return HeadConfig(
+        margin.centers, float(margin.scale), -1.0 if margin.pace is None else margin.pace,
+        margin.paced, eps, 2.0 if conflict is None else conflict,
+        0.0 if conflict_mode == "zero" else -math.inf)
 
 # %% ../nbs/13_margins.ipynb #a3e1cceb
 def check_head(
-    input:Tensor, linear_weight:Tensor, target:Tensor, margin:Margin, reduction:str,
-    ignore_index:int, eps:float, method:str, token_tile:int, class_tile:int,
+    input:Tensor, linear_weight:Tensor, target:Tensor, centers:int, reduction:str,
+    ignore_index:int, method:str, token_tile:int, class_tile:int,
 ) -> int:  # V
     "The number of classes; `ValueError`, `IndexError` for what no margin's loss accepts."
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
-    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()",
-           type(margin).__name__)
-    rows, k = len(linear_weight), margin.centers
-    expect(rows and rows % k == 0, "linear_weight", f"a positive multiple of {k} rows", rows)
+    rows = len(linear_weight)
+    expect(rows and rows % centers == 0, "linear_weight", f"a positive multiple of {centers} rows",
+           rows)
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
-    expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
         expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
     expect(method in ("auto", "tiles", "recompute"), "method", "auto, tiles or recompute",
            repr(method))
-    check_labels(target, rows // k, ignore_index)
-    return rows // k
-
-# %% ../nbs/13_margins.ipynb #ee55bbb1
-def scoring(
-    margin:Margin, eps:float, conflict:Optional[float]=None, fill:float=-math.inf,
-) -> Scoring:
-    "A margin and options as numbers."
-    pace = -1.0 if margin.pace is None else margin.pace
-    return Scoring(margin.centers, float(margin.scale), pace, margin.paced, eps,
-                   2.0 if conflict is None else conflict, fill)
+    check_labels(target, rows // centers, ignore_index)
+    return rows // centers
 
 # %% ../nbs/13_margins.ipynb #7c59a18e
 def margin_cross_entropy(
@@ -491,16 +455,16 @@ def margin_cross_entropy(
     token_tile:int=4096,  # BN, rows of cosines in memory at once
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-    "Cross entropy of a cosine head with a margin; raises as `check_head` says."
+    "Cross entropy of a cosine head with a margin; raises as `head_config` and `check_head` say."
     linear_weight = weight_alone(linear_weight)
-    n_classes = check_head(input, linear_weight, target, margin, reduction, ignore_index, eps,
+    o = head_config(margin, eps)
+    n_classes = check_head(input, linear_weight, target, o.centers, reduction, ignore_index,
                            method, token_tile, class_tile)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(-1, input.shape[-1]), linear_weight)
-    rest, cos = whole_head(x, w, y.reshape(-1), scoring(margin, eps), method) or cosine_lse(
-        x, w, y.reshape(-1), margin.centers, margin.scale, -1.0 if margin.pace is None else
-        margin.pace, margin.paced, eps, token_tile, max(1, class_tile // margin.centers))
+    negatives_lse, cos = all_classes_lse(x, w, y.reshape(-1), o, method) or cosine_lse(
+        x, w, y.reshape(-1), o, token_tile, max(1, class_tile // o.centers))
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
     margin.observe(norm, y.reshape(-1) != ignore_index)
-    losses = F.softplus(rest - margin.target_score(cos, norm), threshold=50)
+    losses = F.softplus(negatives_lse - margin.target_score(cos, norm), threshold=50)
     return reduce_loss(losses.view(y.shape), y, n_classes, ignore_index, reduction)

@@ -6,7 +6,6 @@
 __all__ = ['PartialFC']
 
 # %% ../nbs/14_partial_fc.ipynb #275f2e99
-import math
 from typing import Callable, Literal, NamedTuple, Optional, Sequence
 
 import torch
@@ -16,12 +15,13 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     acc_dtype, as_integers, check_factory, check_flags, check_labels, check_target, expect,
     expect_tensor, FLOATS, is_number)
-from fusedloss.core.cosine import bent, EPS, Line, Scoring
-from fusedloss.core.negatives import head_dtype, LineLoss, PartialLse, picks_kernel, RowIndex
-from fusedloss.core.operators import check_reverse, observed
+from fusedloss.core.cosine import AffineMargin, EPS, HeadConfig, reweighted_logits
+from fusedloss.core.negatives import (
+    affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
+from fusedloss.core.operators import check_reverse
 from fusedloss.core.options import HeadMethod
 from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler
-from fusedloss.margins import CosFace, Margin, scoring
+from fusedloss.margins import CosFace, head_config, Margin
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
@@ -33,11 +33,8 @@ class HeadStats(NamedTuple):
     n_scored: Tensor  # classes that were scored
 
 # %% ../nbs/14_partial_fc.ipynb #9051f4db
-def check_partial(margin, sampler, sample_rate, ignore_index, method, conflict, conflict_mode,
-                  eps):
-    "`ValueError` for options that no head can have."
-    expect(isinstance(margin, Margin), "margin", "a margin, such as CosFace()",
-           type(margin).__name__)
+def check_partial(sampler, sample_rate, ignore_index, method):
+    "`ValueError` for options of a step that no head can have."
     rate = sample_rate == "positives" or is_number(sample_rate) and 0 < sample_rate <= 1
     expect(rate, "sample_rate", "a number in (0, 1], or 'positives'", repr(sample_rate))
     given = sampler is None or isinstance(sampler, NegativeSampler)
@@ -47,11 +44,6 @@ def check_partial(margin, sampler, sample_rate, ignore_index, method, conflict, 
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
     expect(method in ("auto", "tiles", "recompute"), "method", "'auto', 'tiles' or 'recompute'",
            repr(method))
-    fits = conflict is None or is_number(conflict) and -1 <= conflict < 1
-    expect(fits, "conflict", "a cosine or None", conflict)
-    expect(conflict_mode in ("drop", "zero"), "conflict_mode", "'drop' or 'zero'",
-           repr(conflict_mode))
-    expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
 
 # %% ../nbs/14_partial_fc.ipynb #c4d74089
 def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:bool):
@@ -147,10 +139,9 @@ class ClassVectors(nn.Module):
         return new
 
 # %% ../nbs/14_partial_fc.ipynb #dcb77143
-def scoring_of(head:nn.Module) -> Scoring:
-    "A head's."
-    fill = 0.0 if head.conflict_mode == "zero" else -math.inf
-    return scoring(head.margin, head.eps, head.conflict, fill)
+def config_of(head:nn.Module) -> HeadConfig:
+    "A head's, of what its attributes are now."
+    return head_config(head.margin, head.eps, head.conflict, head.conflict_mode)
 
 # %% ../nbs/14_partial_fc.ipynb #30aaf199
 def with_centers(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T·K]
@@ -162,65 +153,67 @@ def with_centers(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T
 # %% ../nbs/14_partial_fc.ipynb #68b00999
 def rows_of(head:nn.Module, columns:Columns) -> Columns:
     "Columns of the weight's rows; the head notes which, for the optimizer."
-    if columns.rows is None: return columns
+    if columns.w_rows is None: return columns
     if head.centers > 1:
-        rows = with_centers(columns.rows, head.centers)
-        columns = columns._replace(rows=rows, index=live_index(rows))
-    if head.sparse: head.weight.grad_rows = RowIndex(columns.index, columns.rows)
+        rows = with_centers(columns.w_rows, head.centers)
+        columns = columns._replace(w_rows=rows, grad_index=live_index(rows))
+    if head.sparse: head.weight.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
     return columns
 
 # %% ../nbs/14_partial_fc.ipynb #e7b6c6a8
 def head_stats(
-    head:nn.Module, columns:Columns, rest:Tensor, cos:Tensor, top:Tensor,
+    head:nn.Module, columns:Columns, lse:Tensor, cos:Tensor, largest:Tensor,
     known:Optional[Tensor]=None,  # [N], rows with a class; else as the columns have it
 ) -> HeadStats:
-    "What a step saw."
-    if known is None: known = columns.kept >= 0
-    o, rows, n = scoring_of(head), columns.rows, known.sum()
-    ahead = (bent(cos * o.level, o) > top) & known
+    "The statistics of a step."
+    if known is None: known = columns.x_rows >= 0
+    o, rows, n = config_of(head), columns.w_rows, known.sum()
+    leads = (reweighted_logits(cos * o.tile_scale, o) > largest) & known
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
-    return HeadStats(cos, rest, ahead.sum() / n.clamp(min=1), n, scored)
+    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
-def scored_loss(
-    head:nn.Module, x:Tensor, columns:Columns, o:Scoring, dtype:torch.dtype, kernel:bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; rest, cos, largest other score: [N]
+def margin_loss(
+    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; lse, cos, largest negative score: [N]
     "The mean loss for any margin, which works on the cosines in PyTorch."
-    rest, cos, top = PartialLse.apply(
-        x, head.weight, columns.kept, columns.rows, columns.index, columns.slot, columns.shift,
-        head.sparse, dtype, kernel, *o)
+    lse, cos, largest = partial_lse(
+        x, head.weight, columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column,
+        columns.shift, o, dtype, kernel, head.sparse)[:3]
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
-    head.margin.observe(norm, columns.kept >= 0)
+    head.margin.observe(norm, columns.x_rows >= 0)
     norm = norm.nan_to_num()
-    losses = F.softplus(rest - head.margin.target_score(cos, norm), threshold=50)
-    loss = torch.dot(losses, columns.share.to(losses.dtype))
-    return loss, rest.detach(), cos.detach(), top
+    losses = F.softplus(lse - head.margin.target_score(cos, norm), threshold=50)
+    loss = torch.dot(losses, columns.loss_weight.to(losses.dtype))
+    return loss, lse.detach(), cos.detach(), largest
 
 # %% ../nbs/14_partial_fc.ipynb #514a500e
-def line_loss(
-    head:nn.Module, x:Tensor, columns:Columns, o:Scoring, dtype:torch.dtype,
+def cosface_loss(
+    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "`scored_loss` of CosFace, by the kernels."
-    line = Line(o.scale, -o.scale * head.margin.margin, columns.share)
-    loss, _, *seen = LineLoss.apply(x, head.weight, columns, line, head.sparse, dtype, o)
-    return loss, *seen
+    "`margin_loss` of CosFace, by the kernels."
+    loss, _, lse, cos, largest, *_ = affine_margin_loss(
+        x, head.weight, columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column,
+        columns.shift, columns.loss_weight, AffineMargin(o.scale, -o.scale * head.margin.margin),
+        o, dtype, head.sparse)
+    return loss, lse, cos, largest
 
 # %% ../nbs/14_partial_fc.ipynb #bd9b79a4
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
-    stats:bool,
+    with_stats:bool,
 ) -> tuple[Tensor, Optional[HeadStats]]:
-    "The mean loss of the valid rows, and what the step saw, if asked."
+    "The mean loss of the valid rows, and the statistics of the step, if asked."
     check_reverse("PartialFC", "margin_cross_entropy")
-    o, dtype, wide_ = scoring_of(head), head_dtype(x), acc_dtype(x.dtype)
-    kernel = picks_kernel(head.method, x, dtype, o)
-    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, wide_)
+    o, dtype, loss_dtype = config_of(head), head_dtype(x), acc_dtype(x.dtype)
+    kernel = uses_kernels(head.method, x, dtype, o)
+    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
     given = head, x, rows_of(head, columns), o, dtype
-    straight = kernel and type(head.margin) is CosFace and not observed()
-    loss, *seen = line_loss(*given) if straight else scored_loss(*given, kernel)
-    told = head_stats(head, columns, *seen) if stats else None
+    affine = kernel and type(head.margin) is CosFace
+    loss, *numbers = cosface_loss(*given) if affine else margin_loss(*given, kernel)
+    stats = head_stats(head, columns, *numbers) if with_stats else None
     if sampler is not None: sampler.advance()  # not for a step that raised
-    return loss, told
+    return loss, stats
 
 # %% ../nbs/14_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassVectors):
@@ -240,8 +233,8 @@ class PartialFC(ClassVectors):
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):
         margin = CosFace() if margin is None else margin
-        check_partial(margin, sampler, sample_rate, ignore_index, method, conflict,
-                      conflict_mode, eps)
+        head_config(margin, eps, conflict, conflict_mode)
+        check_partial(sampler, sample_rate, ignore_index, method)
         if sparse is not None: check_flags(sparse=sparse)
         super().__init__(num_classes, embedding_size, margin.centers, device, dtype)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)

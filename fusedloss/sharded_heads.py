@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_labels, expect, is_integer)
-from fusedloss.core.negatives import head_dtype, PartialLse, picks_kernel, RowIndex, rows_gradient
+from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gradient, uses_kernels
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import BackboneReduction, HeadMethod
 from fusedloss.core.ranks import (
@@ -28,7 +28,7 @@ from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSam
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    check_features, head_stats, HeadStats, PartialFC, scoring_of, with_centers)
+    check_features, config_of, head_stats, HeadStats, PartialFC, with_centers)
 from fusedloss.row_sparse import (
     apply_update, as_rows, check_norm, distinct_values, live_rows, RowSparse, update_of)
 from fusedloss.sharded import check_mesh
@@ -51,24 +51,24 @@ class _GatherRows(torch.autograd.Function):
         return reduce_scatter_rows(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
 
 # %% ../nbs/17_sharded_heads.ipynb #ae0cea6c
-class _JoinRest(torch.autograd.Function):
-    "rest, cos, largest [N] of all ranks from those of one."
+class _JoinLse(torch.autograd.Function):
+    "lse, cos, largest [N] of all ranks from those of one."
     @staticmethod
-    def forward(ctx, rest, cos, top, s):
-        rests, coss, tops = all_gather(torch.stack([rest, cos, top]), s).unbind(1)
-        joined = rests.logsumexp(0)
-        share = (rest - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
+    def forward(ctx, lse, cos, largest, s):
+        of_ranks, cosines, tops = all_gather(torch.stack([lse, cos, largest]), s).unbind(1)
+        joined = of_ranks.logsumexp(0)
+        share = (lse - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
         ctx.save_for_backward(share, joined)  # the latter for `first_order`
-        top = tops.amax(0)
-        ctx.mark_non_differentiable(top)
+        largest = tops.amax(0)
+        ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
-        return joined, coss.sum(0), top
+        return joined, cosines.sum(0), largest
 
     @staticmethod
     @first_order
-    def backward(ctx, g_rest, g_cos, _):
+    def backward(ctx, g_lse, g_cos, _):
         share, _ = ctx.saved_tensors
-        return None if g_rest is None else share * g_rest, g_cos, None, None
+        return None if g_lse is None else share * g_lse, g_cos, None, None
 
 # %% ../nbs/17_sharded_heads.ipynb #afc0c043
 class _LocalRows(torch.autograd.Function):
@@ -104,63 +104,65 @@ def first_rows(
 
 # %% ../nbs/17_sharded_heads.ipynb #babf158c
 class _NoClasses(torch.autograd.Function):
-    "rest, cos, largest of a rank that owns nothing."
+    "lse, cos, largest of a rank that owns nothing."
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        rest, top = x.new_full((2, len(x)), -torch.inf)
-        ctx.mark_non_differentiable(top)
-        return rest, torch.zeros_like(rest), top
+        lse, largest = x.new_full((2, len(x)), -torch.inf)
+        ctx.mark_non_differentiable(largest)
+        return lse, torch.zeros_like(lse), largest
 
     @staticmethod
     def backward(ctx, *_): return tuple(torch.zeros_like(t) for t in ctx.saved_tensors)
 
 # %% ../nbs/17_sharded_heads.ipynb #ded0c52e
 def local_statistics(
-    head:nn.Module, x:Tensor, w:Tensor, kept:Tensor, columns:Columns, s:Shards,
+    head:nn.Module, x:Tensor, w:Tensor, x_rows:Tensor, columns:Columns, s:Shards,
     dtype:torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest other score: [N] each
+) -> tuple[Tensor, Tensor, Tensor]:  # lse, cos, largest negative score: [N] each
     "Stage 14's statistics of this rank's classes."
     if not len(w): return _NoClasses.apply(x, w)
-    o, rows, index = scoring_of(head), with_centers(columns.rows, head.centers), columns.index
+    o, rows = config_of(head), with_centers(columns.w_rows, head.centers)
+    index = columns.grad_index
     if rows is not None and o.centers > 1: index = live_index(rows)
     if rows is not None and head.sparse:
         index = index + s.start * o.centers  # as the whole weight counts
         head.weight.grad_rows = RowIndex(index, rows)
-    kernel = picks_kernel(head.method, x, dtype, o)
-    return PartialLse.apply(x, w, kept, rows, index, columns.slot, columns.shift, head.sparse,
-                             dtype, kernel, *o)
+    kernel = uses_kernels(head.method, x, dtype, o)
+    return partial_lse(x, w, x_rows, rows, index, columns.target_column, columns.shift, o, dtype,
+                       kernel, head.sparse)[:3]
 
 # %% ../nbs/17_sharded_heads.ipynb #94fddf48
-def spread_head_loss(
+def sharded_head_loss(
     head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
     dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
 ) -> tuple[Tensor, tuple]:
     "The mean loss of all ranks' valid rows; and what statistics are made of."
     check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
     ignore, sums = head.ignore_index, acc_dtype(x.dtype)
-    _, kept, share = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
+    _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
     with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
-        parts = local_statistics(head, x, w, kept, columns, s, dtype)
-    rest, cos, top = _JoinRest.apply(*parts, s)
-    known, norm = kept >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
+        parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
+    lse, cos, largest = _JoinLse.apply(*parts, s)
+    known, norm = x_rows >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
-    losses = F.softplus(rest - head.margin.target_score(cos, norm.nan_to_num()),
-                        threshold=50)
+    losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
     if sampler is not None: sampler.advance()  # not for a step that raised
-    return torch.dot(losses, share), (columns, rest.detach(), cos.detach(), top, known)
+    terms = columns, lse.detach(), cos.detach(), largest, known
+    return torch.dot(losses, loss_weight), terms
 
 # %% ../nbs/17_sharded_heads.ipynb #acf9b577
-def spread_head_stats(head:nn.Module, seen:tuple, b:RankTokens, s:Shards) -> HeadStats:
-    "Of all ranks; cos and rest of this rank's rows."
-    told = head_stats(head, *seen)
-    if seen[0].rows is not None: all_reduce(told.n_scored, s)
-    return told._replace(cos=told.cos[b.mine(s)], rest=told.rest[b.mine(s)])
+def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> HeadStats:
+    "Of all ranks; cosines and log-sum-exps of this rank's rows."
+    stats = head_stats(head, *terms)
+    if terms[0].w_rows is not None: all_reduce(stats.n_scored, s)
+    return stats._replace(cos=stats.cos[b.mine(s)], rest=stats.rest[b.mine(s)])
+
 
 # %% ../nbs/17_sharded_heads.ipynb #2014d18b
-def check_spread(
+def check_sharded_head(
     margin:Margin, n_classes:int, mesh, backbone_reduction:str,
     device:torch.types.Device=None, equal_batch:bool=False, seed:int=0,
 ):
@@ -206,7 +208,7 @@ class ShardedPartialFC(PartialFC):
     ):
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
                          device="meta", **options)  # nobody makes all the rows
-        check_spread(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
+        check_sharded_head(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
         self.device = device or ("cpu" if mesh is None else mesh.device_type)
         if sampler is None and self.sampler is not None:
             sampler = NegativeSampler(self.sampler.rate or "positives")
@@ -235,9 +237,9 @@ class ShardedPartialFC(PartialFC):
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over all ranks' valid rows
         s, b, x, y = gathered_batch(self, features, target, return_stats)
         sampler = self.sampler if self.training else None  # to evaluate, all classes
-        loss, seen = spread_head_loss(self, x, y, s, sampler, head_dtype(features))
+        loss, terms = sharded_head_loss(self, x, y, s, sampler, head_dtype(features))
         check_same_on_ranks("loss", loss, s)
-        return (loss, spread_head_stats(self, seen, b, s)) if return_stats else loss
+        return (loss, sharded_head_stats(self, terms, b, s)) if return_stats else loss
 
     def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:
         return grown_alone(self, super().extend, (n, *optimizers))

@@ -185,7 +185,7 @@ def kernels_for_all(place, monkeypatch):
     if place != "cpu":
         pytest.skip("a GPU has its kernels without asking")
     everywhere(monkeypatch, cosine, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
-    everywhere(monkeypatch, negatives, "takes_columns", lambda x, o: len(x) > 0 and o.centers == 1 and o.pace < 0)
+    everywhere(monkeypatch, negatives, "fits_kernels", lambda x, o: len(x) > 0 and o.centers == 1 and o.circle_margin < 0)
     return place
 
 
@@ -235,7 +235,7 @@ def failure_fault(heads, optimizers):
         return "new rows"
     if head.remove([0], optimizer).tolist() != [-1, *range(10)]:
         return "numbers"
-    head.margin = Failing()
+    head.margin = type("Failing", (Failing, heads.Margin), {})()
     with pytest.raises(RuntimeError):
         head(x, y)
     return None if head.sampler.step == 1 else "what failed has drawn"

@@ -82,7 +82,7 @@ EXAMPLES = {"linear_bias": torch.randn(V, generator=made), "weight": torch.rand(
             "token_weight": torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
 INSIDE = re.compile(  # results, and what the library calls with what it made itself
     r"CrossEntropyStats|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict)|.*\.(observe|target_score|quality|lift|sum|mul|reduce|dsum|best"
-    r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|Head|CosineTiles)(\..*)?|margins\.\w+\.forward")
+    r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|CosineTiles)(\..*)?|margins\.\w+\.forward")
 
 
 def found(name: str) -> object:

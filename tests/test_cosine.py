@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from fusedloss.core import cosine, negatives
-from fusedloss.core.cosine import EPS, Scoring, launch_rest, plain_rest, tangent_kernel, unit_kernel, unit_rows_of
-from fusedloss.core.negatives import columns_bwd
+from fusedloss.core.cosine import EPS, HeadConfig, launch_rest, plain_negatives_lse, tangent_kernel, unit_kernel, unit_rows_of
+from fusedloss.core.negatives import slab_products
 from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
 from fusedloss.measure import relative_error
@@ -44,8 +44,8 @@ def test_unit_and_tangent_kernels(shape, some, place):
     assert relative_error(out.cpu(), expected) < 1e-5
 
 
-OF_SCORES = {"plain": Scoring(1, 16.0, -1.0, False, EPS, 2.0, 0.0), "dropped": Scoring(1, 16.0, -1.0, False, EPS, 0.1, -math.inf),
-             "at zero": Scoring(1, 64.0, -1.0, False, EPS, 0.1, 0.0)}
+OF_SCORES = {"plain": HeadConfig(scale=16.0), "dropped": HeadConfig(scale=16.0, conflict=0.1),
+             "at zero": HeadConfig(scale=64.0, conflict=0.1, conflict_score=0.0)}
 SCORES = [(name, shifted, size) for name, shifted, size in itertools.product(OF_SCORES, (True, False), [(1, 1, 3), (19, 70, 40), (33, 128, 32)])]
 
 
@@ -60,15 +60,15 @@ def test_score_kernels(name, shifted, size, place):
     shift = None
     if shifted:
         shift = torch.where(draw_(t) > 1, -math.inf, 1.2 * (draw_(t) > 0))
-    got, exact = launch_rest(x, w, slot, shift, o, tiling), plain_rest(x.double(), w.double(), slot, shift, o, 13)
+    got, exact = launch_rest(x, w, slot, shift, o, tiling), plain_negatives_lse(x.double(), w.double(), slot, shift, o, 13)
     for a, e in zip(got, exact):
         torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-4)
     g_rest, g_cos, grads = draw_(n), draw_(n), {}
     for kernel, (a, b, rest) in {True: (x, w, got[0]), False: (x.double(), w.double(), exact[0])}.items():
         dw = torch.full_like(b, math.nan)
-        def spend(rows, dz):
+        def accumulate_grads(rows, dz):
             dw[rows] = dz.T @ a
-        dx = columns_bwd(g_rest.to(a.dtype), g_cos.to(a.dtype), a, b, rest, slot, shift, o, kernel, spend=spend, need_x=True, tiling=tiling)
+        dx = slab_products(g_rest.to(a.dtype), g_cos.to(a.dtype), a, b, rest, slot, shift, o, kernel, accumulate_grads=accumulate_grads, need_x=True, tiling=tiling)
         grads[kernel] = dx, dw
     for a, e in zip(grads[True], grads[False]):
         assert relative_error(a.cpu(), e.cpu()) < 1e-4
@@ -141,7 +141,7 @@ def row_fault(m, place, g):
 def score_fault(m, place, g):
     tiling = Tiling(False, 16, 32, 32)
     for name, shifted in (("plain", True), ("at zero", False), ("dropped", True)):
-        o, (n, t, h) = m.Scoring(*OF_SCORES[name]), (11, 75, 24)
+        o, (n, t, h) = m.HeadConfig(*OF_SCORES[name]), (11, 75, 24)
         x, w = (normalize(torch.randn(k, h, generator=g)).to(place) for k in (n, t))
         slot = torch.randint(t, (n,), generator=g).to(place)
         shift = torch.where(torch.rand(t, generator=g) > 0.8, -math.inf, 1.2).to(place) if shifted else None
@@ -150,15 +150,15 @@ def score_fault(m, place, g):
         with pytest.MonkeyPatch.context() as patch:
             everywhere(patch, cosine, "run_length", lambda *sizes: 2)
             everywhere(patch, m, "slab_columns", lambda *sizes: 64)
-            got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_rest(x, w, slot, shift, OF_SCORES[name], 130)
+            got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_negatives_lse(x, w, slot, shift, OF_SCORES[name], 130)
             if not all(torch.allclose(a, e, rtol=1e-4, atol=1e-4) for a, e in zip(got, exact)):
                 return f"rest, {name}"
             terms, grads = (torch.randn(n, generator=g).to(place), torch.randn(n, generator=g).to(place)), []
             for module, kernel in ((m, True), (negatives, False)):
                 dw = torch.zeros_like(w)
-                def spend(rows, dz):
+                def accumulate_grads(rows, dz):
                     dw[rows] = dz.T @ x
-                grads.append((module.columns_bwd(*terms, x, w, exact[0], slot, shift, o, kernel, spend=spend, need_x=True, tiling=tiling), dw))
+                grads.append((module.slab_products(*terms, x, w, exact[0], slot, shift, o, kernel, accumulate_grads=accumulate_grads, need_x=True, tiling=tiling), dw))
         if not all(torch.allclose(a, e, rtol=1e-3, atol=1e-4 * e.abs().max().item()) for a, e in zip(*grads)):
             return f"dz, {name}"
 

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import fusedloss.margins as margins
 from fusedloss.baseline import baseline_linear_cross_entropy, sample_data
-from fusedloss.core.cosine import EPS, lengths
+from fusedloss.core.cosine import EPS, HeadConfig, lengths
 from fusedloss.margins import LEAST_SINE, AdaFace, ArcFace, Circle, Combined, CosFace, Margin, SubCenter, angle, batch_sums, falling_cosine, margin_cross_entropy, mean_and_std, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid
@@ -330,8 +330,8 @@ def test_statistics_are_state_wherever_they_stand():
 
 def test_operator_is_sound():
     x, w, y = sample_data(6, 4, 8, f64)
-    for centers, pace in ((1, -1.0), (2, 0.25)):
-        torch.library.opcheck(margins.cosine_lse, (x, w, y % 4, centers, 8.0, pace, False, EPS, 4, 3))
+    for centers, circle_margin in ((1, -1.0), (2, 0.25)):
+        torch.library.opcheck(margins.cosine_lse, (x, w, y % 4, *HeadConfig(centers, 8.0, circle_margin), 4, 3))
 
 
 def test_autocast(device):
@@ -557,7 +557,7 @@ def test_no_index_lists_and_no_synchronisation():
             return func(*args, **(kwargs or {}))
     x, w, y = sample_data(6, 4, 9)
     with Watch():
-        losses = margins.cosine_lse_fwd(x.detach(), w.detach(), y, margins.Head(1, 64.0, -1.0, False, EPS, 4, 4))
+        losses = margins.cosine_lse_fwd(x.detach(), w.detach(), y, HeadConfig(scale=64.0), 4, 4)
         F.softplus(losses[0] - AdaFace()(losses[1], losses[1])).sum()
     assert not [name for name in seen if any(word in name for word in ("nonzero", "unique", "_local_scalar", "masked_select"))]
 
@@ -567,24 +567,23 @@ def test_no_index_lists_and_no_synchronisation():
 MUTANTS = {
     "the target stays in the sum": ("torch.where(target.inside, -torch.inf, z.gather(1, target.column))", "z.gather(1, target.column)"),
     "a neighbour leaves the sum": ("torch.where(target.inside, -torch.inf,", "torch.where(target.inside | True, -torch.inf,"),
-    "the cosine keeps its scale": ("cos[i] += found / o.level", "cos[i] += found"),
-    "a later tile erases the cosine": ("cos[i] += found", "cos[i] = found"),
-    "only the last tile counts": ("torch.logaddexp(rest[i], torch.logsumexp(z, 1))", "torch.logsumexp(z, 1)"),
-    "the target's gradient is scaled": ("g_cos * (tiles.rows / o.level)", "g_cos * tiles.rows"),
-    "columns are not normalised": ("return d.mul_(columns).to(dtype)", "return d.to(dtype)"),
-    "dw keeps its radial part": ("return dw if dw is None else keep_tangent(dw, tiles.w[part], tiles.o.eps)", "return dw"),
-    "dx keeps its radial part": ("for i in tiles.tokens: keep_tangent(dx[i], x[i], o.eps)", "pass"),
-    "dw is left in its unit": ("dw[tiles.part(j)] = slice_of_dw.mul_(unit)", "dw[tiles.part(j)] = slice_of_dw"),
+    "the cosine keeps its scale": ("0.0)[:, 0] / o.tile_scale", "0.0)[:, 0]"),
+    "a later tile erases the cosine": ("cos[i] += target_cosines", "cos[i] = target_cosines"),
+    "only the last tile counts": ("torch.logaddexp(lse[i], torch.logsumexp(scores, 1))", "torch.logsumexp(scores, 1)"),
+    "the target's gradient is scaled": ("g_cos * (tiles.rows / o.tile_scale)", "g_cos * tiles.rows"),
+    "columns are not normalised": ("dz = dz.mul_(tiles.columns[part]).to(tiles.dtype)", "dz = dz.to(tiles.dtype)"),
+    "dw keeps its radial part": ("take_off_radial(slice_of_dw, w[part], o.eps, unit, dw[part])", "dw[part] = slice_of_dw * unit"),
+    "dx keeps its radial part": ("for i in tiles.tokens: take_off_radial(dx[i], x[i], o.eps, unit, out[i])", "out = dx * unit"),
+    "dw is left in its unit": ("take_off_radial(slice_of_dw, w[part], o.eps, unit,", "take_off_radial(slice_of_dw, w[part], o.eps, unit**0,"),
     "Circle's slope is forgotten": ("if slope is not None: d.mul_(slope)", "pass"),
-    "Circle's exact slope is halved": ("2 * z * (push > 0)", "z * (push > 0)"),
-    "Circle's negatives have no margin": (".mul_(z - o.pace)", ".mul_(z)"),
-    "the farthest centre counts": ("z.view(len(z), -1, k).max(2)", "z.view(len(z), -1, k).min(2)"),
+    "Circle's exact slope is halved": ("2 * z * (weights > 0)", "z * (weights > 0)"),
+    "Circle's negatives have no margin": (".mul_(z - o.circle_margin)", ".mul_(z)"),
+    "the farthest centre counts": ("z.view(len(z), -1, o.centers).max(2)", "z.view(len(z), -1, o.centers).min(2)"),
     "the first centre learns": (
-        "spread.scatter_(2, which[..., None], d[..., None]).flatten(1)\n    return d.mul_",
-        "spread.scatter_(2, 0 * which[..., None], d[..., None]).flatten(1)\n    return d.mul_"),
+        "of_centers.scatter_(2, which[..., None],", "of_centers.scatter_(2, 0 * which[..., None],"),
     "zero rows are divided by eps": ("torch.where(norms > 0, norms.clamp(min=eps), 1.0)", "norms.clamp(min=eps)"),
     "eps is forgotten": ("norms.clamp(min=eps)", "norms"),
-    "short rows lose their gradient": ("torch.where(norms > eps, 1 / norms, 0.0)", "torch.where(norms > 0, 1 / norms, 0.0)"),
+    "short rows lose their gradient": ("torch.where(norm > eps, 1, -1) / length", "torch.where(norm > 0, 1, -1) / length"),
     "it rises again": ('if past_pi == "smooth" else', 'if past_pi == "never" else'),
     "the margin is taken off the angle": ("m1 * angle(cos) + m2", "m1 * angle(cos) - m2"),
     "m2 is dropped beside m3": ("phi = m1 * angle(cos) + m2", "phi = m1 * angle(cos) + (0 if m3 else m2)"),

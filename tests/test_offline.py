@@ -76,13 +76,13 @@ def heads(dtype, width, V=65536, conflict=2.0):
     seed, step = cuda(1, dtype=i64), cuda(1, dtype=i64)
     c = sampling.launch_columns(y, seed, step, sampling.Strata(10, 100, 7), 0, V, -1, 0.0, f32)
     sampling.draw(seed, step, sampling.Strata(10, 100, 7), 0, V)
-    ux, xi, uw, _ = cosine.unit_pair(x, c.kept, w, c.rows, dtype, 1e-12)
-    o = cosine.Scoring(1, 64.0, -1.0, False, 1e-12, conflict, 0.0)
-    for line in (None, cosine.Line(64.0, -0.35, g)):
-        cosine.launch_rest(ux, uw, c.slot, c.shift, o, line=line)
-    cosine.launch_rest(ux, uw, c.slot, None, o)
+    ux, xi, uw, _ = cosine.unit_pair(x, c.x_rows, w, c.w_rows, dtype, 1e-12)
+    o = cosine.HeadConfig(eps=1e-12, conflict=conflict, conflict_score=0.0)
+    for margin in (None, cosine.AffineMargin(64.0, -0.35)):
+        cosine.launch_rest(ux, uw, c.target_column, c.shift, o, margin=margin, loss_weight=None if margin is None else g)
+    cosine.launch_rest(ux, uw, c.target_column, None, o)
     dz, t = cuda(N, len(uw), dtype=dtype), tiling_of(ux, uw)
-    cosine.launch_cosine_dz(ux, uw, dz, c.slot, c.shift, (g, g, g), 0, o, t)
+    cosine.launch_cosine_dz(ux, uw, dz, c.target_column, c.shift, (g, g, g), 0, o, t)
     cosine.to_tangent(cuda(N, width), ux, xi, None, cuda(N, width, dtype=dtype))
     cosine.to_tangent(cuda(N, width), ux, xi, cuda(), cuda(N, width))
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import fusedloss as fl
 from fusedloss import partial_fc, row_sparse
 from fusedloss.baseline import sample_data
-from fusedloss.core import cosine, negatives, sampling
-from fusedloss.core.cosine import EPS, Scoring, plain_rest, unit_rows_of
+from fusedloss.core import cosine, negatives, operators, sampling
+from fusedloss.core.cosine import EPS, HeadConfig, plain_negatives_lse, unit_rows_of
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.margins import AdaFace, ArcFace, CosFace, margin_cross_entropy, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
@@ -128,10 +128,10 @@ def test_memory_goes_with_the_columns():
     t = -(-(len(head.sampler(100_000)) + 64) // 8) * 8
     run = lambda: head(x.requires_grad_(), y)
     assert all(k.numel() <= t * 16 for k in saved_tensors(run, x, head.weight, y))
-    o = Scoring(1, 64.0, -1.0, False, EPS, 2.0, 0.0)
+    o = HeadConfig(scale=64.0)
     unit, inverse = unit_rows_of(w, None, f32, EPS)
-    rest, cos, _ = plain_rest(unit[:64], unit, y, None, o, 1000)
-    peak = peak_memory(lambda: plain_rest(unit[:64], unit, y, None, o, 1000))
+    rest, cos, _ = plain_negatives_lse(unit[:64], unit, y, None, o, 1000)
+    peak = peak_memory(lambda: plain_negatives_lse(unit[:64], unit, y, None, o, 1000))
     assert peak < 64 * 1000 * 4 * 6
 
 
@@ -393,16 +393,12 @@ def test_compiles_whole(rate, backend):
 def test_operators_by_opcheck(rate, device):
     x, w, y = sample(dtype=f32, device=device)
     s, looks = NegativeSampler(rate, 5).to(device), ("test_schema", "test_faketensor")
-    given = y, s.seed, s.step, *s.strata, 0, COUNT, -1, 0.7, f32
-    torch.library.opcheck(sampling.sampled_columns, given, test_utils=looks)
-    rows, slot, shift, _, kept, _ = sampling.sampled_columns(*given)
-    o = Scoring(1, 16.0, -1.0, False, EPS, 2.0, 0.0)
-    given = x, w, kept, rows, slot, shift, *o, f32, False
-    torch.library.opcheck(negatives.partial_lse, given, test_utils=looks)
-    rest, _, _, *saved = negatives.partial_lse(*given)
+    checked = lambda op, *given: torch.library.opcheck(op, op.arguments.flat(given), test_utils=looks) and op(*given)
+    c = sampling.Columns(*checked(sampling.sampled_columns, y, s.seed, s.step, s.strata, 0, COUNT, -1, 0.7, f32))
+    given, o = (x, w, c.x_rows, c.w_rows, c.grad_index, c.target_column, c.shift), HeadConfig(scale=16.0)
+    lse, _, _, *saved = checked(negatives.partial_lse, *given, o, f32, False, True)
     for needs in itertools.product([True, False], repeat=2):
-        given = rest, rest, rest[0], rest, *saved, slot, shift, *o, f32, f32, False, *needs
-        torch.library.opcheck(negatives.partial_lse_grad, given, test_utils=looks)
+        checked(negatives.partial_lse_grad, lse, lse, lse[0], lse, *saved, c.target_column, c.shift, o, f32, f32, False, *needs)
 
 
 def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
@@ -410,7 +406,7 @@ def test_operators_and_their_functions_give_the_same_bits(device, monkeypatch):
     x.requires_grad_()
     results = []
     for looked_at in (True, False):
-        everywhere(monkeypatch, partial_fc, "observed", lambda: looked_at)
+        everywhere(monkeypatch, operators, "observed", lambda: looked_at)
         head = make_head(w, sample_rate=0.3)
         loss = head(x, y)
         dx, dw = torch.autograd.grad(loss, [x, head.weight])
@@ -598,6 +594,17 @@ def test_these_kernels_serve_margin_cross_entropy(margin, reduction, kernels_for
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [f32, bf16, f16], ids=str)
+def test_the_tangent_kernel_serves_tiles_of_any_strides(dtype, kernels_for_all):
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(20, n, generator=g).to(kernels_for_all, dtype).T.requires_grad_() for n in (13, 70))
+    grads = [torch.autograd.grad(margin_cross_entropy(a, b, torch.arange(13, device=a.device), margin=ArcFace(0.3, 16.0), method="tiles", token_tile=5, class_tile=30), [x, w])
+             for a, b in ((x, w), (x.double(), w.double()))]
+    assert not x.is_contiguous() and not w.is_contiguous()
+    for got, exact in zip(*grads):
+        assert relative_error(got, exact) < {f32: 1e-5, bf16: 1e-2, f16: 1e-2}[dtype]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
 @pytest.mark.parametrize("margin", [CosFace(0.2, 16.0), ArcFace(0.3, 16.0)], ids=repr)
@@ -642,13 +649,30 @@ def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
             head.weight.data.copy_(w)
             xs = x.clone().requires_grad_()
             loss, told = head(xs, labels, return_stats=True)
-            assert type(loss.grad_fn).__name__.startswith("LineLoss") == (type(margin) is CosFace)
+            assert (type(loss.grad_fn) is negatives.affine_margin_loss.function._backward_cls) == (type(margin) is CosFace)
             dx, dw = torch.autograd.grad(2.5 * loss, [xs, head.weight])
             assert not any(t.requires_grad for t in told)
             assert has_no_second_derivative(head(xs, labels), xs)
             ways.append((loss.detach(), dx, dw.to_dense(), *told))
         torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-5, equal_nan=True)
         assert ways[0][0].isnan() == (labels >= v).any()
+
+
+def test_the_operator_of_an_affine_margin(kernels_for_all):
+    "It is sound, and a compiler takes it"
+    x, w, y = sample(dtype=f32)
+    head = make_head(w, sparse=False, sample_rate=0.3)
+    c = sampling.columns_of(y, -1, COUNT, head.sampler, f32)
+    given = x, w, c.x_rows, c.w_rows, c.grad_index, c.target_column, c.shift, c.loss_weight, cosine.AffineMargin(16.0, -3.0), HeadConfig(scale=16.0), f32, True
+    op = negatives.affine_margin_loss
+    torch.library.opcheck(op, op.arguments.flat(given), test_utils=("test_schema", "test_faketensor"))
+    torch._dynamo.reset()
+    results = []
+    for run in (head, torch.compile(head, backend="aot_eager", fullgraph=True)):
+        head.sampler.step.zero_()
+        loss = run(x.requires_grad_(), y)
+        results.append([loss, *torch.autograd.grad(loss, [x, head.weight])])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
@@ -711,13 +735,13 @@ MUTANTS = {
     "dead columns count": (".masked_fill_(rows < 0, -torch.inf)", ""),
     "log q has the wrong sign": ("missed = -math.log(sampler.rate)", "missed = math.log(sampler.rate)"),
     "the batch's classes are corrected": ("if missed: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
-    "the target stays in the sum": ("leave_out(scores, target), close, which", "scores, close, which"),
-    "conflicts pull": ("if close is not None: d.masked_fill_(close, 0.0)", "pass"),
-    "conflicts are kept": ("scores = torch.where(close, o.fill, scores)", "pass"),
-    "the scale is forgotten backward": ("exp_().mul_(g_rest[:, None] * o.level)", "exp_().mul_(g_rest[:, None])"),
-    "Circle's slope is forgotten": ("if o.pace >= 0: d.mul_(bent_slope(z, o))", "pass"),
-    "the cosine keeps its scale": ("z.gather(1, target.column), 0.0)[:, 0] / o.level", "z.gather(1, target.column), 0.0)[:, 0]"),
-    "what is along w stays": ("out.copy_((d - along[:, None] * u)", "out.copy_((d)"),
+    "the target stays in the sum": ("mask_targets(scores, target), conflicts", "scores, conflicts"),
+    "conflicts pull": ("if conflicts is not None: d.masked_fill_(conflicts, 0.0)", "pass"),
+    "conflicts are kept": ("scores.masked_fill_(conflicts, o.conflict_score)", "pass"),
+    "the scale is forgotten backward": ("g_lse * o.tile_scale, g_cos)", "g_lse, g_cos)"),
+    "Circle's slope is forgotten": ("if slope is not None: d.mul_(slope)", "pass"),
+    "the cosine keeps its scale": ("0.0)[:, 0] / o.tile_scale", "0.0)[:, 0]"),
+    "what is along w stays": ("d.sub_(along[:, None] * u)", "d"),
     "lengths are forgotten": ("inverse.abs() if factor is None", "1 + 0 * inverse if factor is None"),
     "ignored rows count": ("torch.where(known, n, -1), share", "n, share"),
     "ignored rows share in the mean": ("torch.where(wanted, torch.nan, 0.0)", "torch.where(wanted, torch.nan, 1.0)"),
@@ -728,7 +752,7 @@ MUTANTS = {
     "new classes have no vectors": ("    begin(rows[len(p):])\n", ""),
     "the optimizer's rows stay": ("if made: optimizer.state[p].update(made)", "pass"),
     "classes keep their numbers": ("keep.cumsum(0) - 1, -1)", "torch.arange(len(keep)), -1)"),
-    "a step that fails has drawn": ("    straight = kernel and", "    if sampler is not None: sampler.advance()\n    sampler = None\n    straight = kernel and"),
+    "a step that fails has drawn": ("    affine = kernel and", "    if sampler is not None: sampler.advance()\n    sampler = None\n    affine = kernel and"),
 }
 PROBES = [CASES[c] for c in ("all", "a tenth", "log q", "conflict", "conflict zero", "Circle", "SubCenter", "fewer than rows", "few classes")]
 

@@ -44,7 +44,7 @@ def test_ranks_draw_what_one_draws(seed, step, rate, n_classes, data):
     args = seed, step, s
     one = sampling.plain_columns(y, *args, 0, n_classes, -1, 0.7, f64)
     ranks = [sampling.plain_columns(y, *args, a, b, -1, 0.7, f64) for a, b in zip(edges, edges[1:])]
-    scored = lambda c, a: {(r + a, q) for r, q in zip(c.rows.tolist(), c.shift.tolist()) if r >= 0}
+    scored = lambda c, a: {(r + a, q) for r, q in zip(c.w_rows.tolist(), c.shift.tolist()) if r >= 0}
     assert set.union(*(scored(c, a) for c, a in zip(ranks, edges))) == scored(one, 0)
     for part, a, b in zip(parts, edges, edges[1:]):
         assert ((part < 0) | (part >= a) & (part < b)).all()
@@ -119,14 +119,14 @@ def test_first_occurrence(labels):
 def test_columns(labels, rate, log_q, seed):
     y, sampler = torch.tensor(labels, dtype=torch.int64), NegativeSampler(rate, seed, log_q)
     columns = columns_of(y, -1, 41, sampler, f64)
-    alive = columns.rows[columns.rows >= 0]
-    assert len(columns.rows) == -(-(len(sampler(41)) + len(labels)) // 8) * 8  # known beforehand
+    alive = columns.w_rows[columns.w_rows >= 0]
+    assert len(columns.w_rows) == -(-(len(sampler(41)) + len(labels)) // 8) * 8  # known beforehand
     assert len(alive.unique()) == len(alive)
     assert set(alive.tolist()) == set(sampler(41).tolist()) - {-1} | set(labels) - {-1}
-    assert torch.equal(columns.rows[columns.slot[y >= 0]], y[y >= 0]) and (columns.slot[y < 0] == -1).all()
-    present = torch.isin(columns.rows, y)
+    assert torch.equal(columns.w_rows[columns.target_column[y >= 0]], y[y >= 0]) and (columns.target_column[y < 0] == -1).all()
+    present = torch.isin(columns.w_rows, y)
     missed = -math.log(rate) if log_q and rate != "positives" else 0.0
-    expected = torch.full(columns.rows.shape, missed, dtype=f64).masked_fill(present, 0).masked_fill(columns.rows < 0, -math.inf)
+    expected = torch.full(columns.w_rows.shape, missed, dtype=f64).masked_fill(present, 0).masked_fill(columns.w_rows < 0, -math.inf)
     assert torch.equal(columns.shift, expected)
 
 
@@ -138,7 +138,7 @@ def test_log_q_makes_the_sum_right_on_average():
         for _ in range(200):
             sampler.advance()
             columns = columns_of(y, -1, 4000, sampler, f64)
-            sums[log_q].append(((z[columns.rows.clamp(min=0)] + columns.shift).exp().sum() / z.exp().sum()).item())
+            sums[log_q].append(((z[columns.w_rows.clamp(min=0)] + columns.shift).exp().sum() / z.exp().sum()).item())
     mean = {k: sum(v) / len(v) for k, v in sums.items()}
     assert mean[True] == pytest.approx(1, abs=0.01) and mean[False] == pytest.approx(0.1, abs=0.01)
 
@@ -162,9 +162,9 @@ def test_draw_kernel(rate, span, place):
 
 def same_columns(got, exact):
     "All that columns say is the same; which living class the dead name is free"
-    alive, index = got.rows[got.rows >= 0].cpu(), got.index.cpu()
-    free = torch.equal(index[exact.rows >= 0], alive) and torch.isin(index, alive if len(alive) else torch.tensor([0])).all()
-    rest = zip(got._replace(index=exact.index), exact)
+    alive, index = got.w_rows[got.w_rows >= 0].cpu(), got.grad_index.cpu()
+    free = torch.equal(index[exact.w_rows >= 0], alive) and torch.isin(index, alive if len(alive) else torch.tensor([0])).all()
+    rest = zip(got._replace(grad_index=exact.grad_index), exact)
     return free and all(a.shape == e.shape and torch.allclose(a.cpu().double(), e.double(), rtol=0, atol=0, equal_nan=True) for a, e in rest)
 
 
@@ -188,10 +188,10 @@ def test_columns_kernel(batch, rate, log_q, place):
     assert same_columns(got, exact)
     chosen = columns_of(torch.where(known, y, -1).to(place), -1, span[1] - span[0], sampler.to(place), f32, span[0])
     assert same_columns(chosen, sampling.plain_columns(torch.where(known, y, -1), *args, -1, missed, f32))
-    assert torch.equal(exact.kept, torch.where(known, torch.arange(n), -1)) and torch.equal(exact.share.isnan(), (y != ignored) & ~known)
+    assert torch.equal(exact.x_rows, torch.where(known, torch.arange(n), -1)) and torch.equal(exact.loss_weight.isnan(), (y != ignored) & ~known)
     wanted = max(int((y != ignored).sum()), 1)
-    assert torch.equal(exact.share.nan_to_num(0.0), known / torch.tensor(wanted, dtype=f32))
-    assert torch.equal(exact.rows[exact.slot[known]], y[known] - span[0]) and exact.rows.lt(span[1] - span[0]).all()
+    assert torch.equal(exact.loss_weight.nan_to_num(0.0), known / torch.tensor(wanted, dtype=f32))
+    assert torch.equal(exact.w_rows[exact.target_column[known]], y[known] - span[0]) and exact.w_rows.lt(span[1] - span[0]).all()
 
 
 # --- planted bugs ---

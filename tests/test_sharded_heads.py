@@ -44,7 +44,7 @@ def played(module: ModuleType, ranks: int, kind: str, v: int) -> tuple[list, lis
             s = module.Shards(v, span.start, span.stop)
             with pytest.MonkeyPatch.context() as patch:
                 everywhere(patch, module, "all_gather", all_gather)
-                loss, _ = module.spread_head_loss(head, x, y, s, head.sampler, f64)
+                loss, _ = module.sharded_head_loss(head, x, y, s, head.sampler, f64)
                 dx, dw = torch.autograd.grad(loss, [x, head.weight])
             if dw.is_sparse:
                 dw = torch.zeros_like(w).index_add_(0, dw._indices()[0], dw._values())[span.start * k:span.stop * k]
@@ -78,14 +78,14 @@ def test_played_ranks_are_one_process(kind, ranks, v):
 BUGS = {
     "gradients of another rank's rows": ("index = index + s.start * o.centers", "index = index + s.start"),
     "every rank draws as the first": ("sampler, sums, s.start)", "sampler, sums)"),
-    "the rest counts on every rank": ("share = (rest - joined).exp_().nan_to_num_(0.0)", "share = torch.ones_like(rest)"),
-    "the largest rest alone": ("joined = rests.logsumexp(0)", "joined = rests.amax(0)"),
-    "cosines of one rank": ("return joined, coss.sum(0), top", "return joined, cos, top"),
-    "the cosine's gradient is shared too": ("share * g_rest, g_cos, None, None", "share * g_rest, share * g_cos, None, None"),
-    "no classes, and yet a score": ("rest, top = x.new_full((2, len(x)), -torch.inf)", "rest, top = x.new_zeros(2, len(x))"),
+    "the negatives count on every rank": ("share = (lse - joined).exp_().nan_to_num_(0.0)", "share = torch.ones_like(lse)"),
+    "the largest sum alone": ("joined = of_ranks.logsumexp(0)", "joined = of_ranks.amax(0)"),
+    "cosines of one rank": ("return joined, cosines.sum(0), largest", "return joined, cos, largest"),
+    "the cosine's gradient is shared too": ("share * g_lse, g_cos, None, None", "share * g_lse, share * g_cos, None, None"),
+    "no classes, and yet a score": ("lse, largest = x.new_full((2, len(x)), -torch.inf)", "lse, largest = x.new_zeros(2, len(x))"),
     "labels of this rank alone": ("plain_labels(y, ignore, 0, head.num_classes, sums)", "plain_labels(y, ignore, s.start, s.stop, sums)"),
     "rows without a label are observed": ("head.margin.observe(norm, known)", "head.margin.observe(norm, known | True)"),
-    "the sample stands still": ("if sampler is not None: sampler.advance()  # not for a step that raised\n    return torch.dot", "return torch.dot"),
+    "the sample stands still": ("if sampler is not None: sampler.advance()  # not for a step that raised\n    terms =", "terms ="),
     "blocks of a first weight repeat": ("generator.manual_seed(seed * 1_000_003 + block)", "generator.manual_seed(seed)"),
     "a first weight depends on its owner": ("out[first - rows.start:last - rows.start] = made[first - block * BLOCK:", "out[first - rows.start:last - rows.start] = made[:last - first] if first == rows.start else made[first - block * BLOCK:"),
 }

@@ -127,7 +127,7 @@ def launches() -> Iterator[set[str]]:
 def forced_kernels() -> Iterator[None]:
     "On a CPU, for Triton's interpreter: meanwhile the package's modules are told that they have kernels"
     takes = lambda t, *given: t.dtype not in (torch.float64, torch.bfloat16) and t.numel() > 0
-    told = {"has_kernel": takes, "takes_kernel": takes, "takes_columns": lambda x, o: takes(x) and o.centers == 1 and o.pace < 0, "row_cluster": lambda *given: None}
+    told = {"has_kernel": takes, "takes_kernel": takes, "fits_kernels": lambda x, o: takes(x) and o.centers == 1 and o.circle_margin < 0, "row_cluster": lambda *given: None}
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == fl.__name__]
     known = [(module, held, value) for module in modules for held, value in vars(module).items() if isfunction(value) and value.__name__ in told]
     for module, held, value in known:

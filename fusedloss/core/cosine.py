@@ -23,13 +23,16 @@ from fusedloss.core.tuning import launcher
 # %% ../../nbs/library/cosine.ipynb #05afc1e6
 EPS = 1e-5  # the shortest row that counts as having a direction
 
+def divisors(norms:Tensor, eps:float=EPS) -> Tensor:
+    "What rows of these norms are divided by: the norms, at least `eps`; 1 for a row of zeros."
+    return torch.where(norms > 0, norms.clamp(min=eps), 1.0)
+
 def lengths(
     t:Tensor,  # [..., H]
     eps:float=EPS,
 ) -> Tensor:  # [...], in `acc_dtype`
-    "What rows are divided by: their norms, at least `eps`; 1 for a row of zeros."
-    norms = torch.linalg.vector_norm(t, dim=-1, dtype=acc_dtype(t.dtype))
-    return torch.where(norms > 0, norms.clamp(min=eps), 1.0)
+    "`divisors` of rows."
+    return divisors(torch.linalg.vector_norm(t, dim=-1, dtype=acc_dtype(t.dtype)), eps)
 
 # %% ../../nbs/library/cosine.ipynb #c6d7ba32
 class Target(NamedTuple):
@@ -44,36 +47,36 @@ def locate(y:Tensor, j:slice) -> Target:
     return Target(nearest, column == nearest)
 
 # %% ../../nbs/library/cosine.ipynb #aa77d3e0
-class Scoring(NamedTuple):
-    "How a head scores the classes that are no target."
-    centers: int  # K
-    scale: float
-    pace: float  # Circle's margin; below 0: none
-    paced: bool
-    eps: float  # of `lengths`
-    conflict: float  # cosines above are no negatives; 2: all are
-    fill: float  # their score: 0 or -inf
+class HeadConfig(NamedTuple):
+    "How a cosine head scores a row's negatives, the classes that are not its target."
+    centers: int = 1  # K, vectors of a class, of which the nearest counts
+    scale: float = 64.0
+    circle_margin: float = -1.0  # of Circle, which reweights every score; below 0: none
+    constant_weights: bool = False  # whether the gradient takes Circle's weights for constants
+    eps: float = EPS  # of `lengths`
+    conflict: float = 2.0  # cosines above it are no negatives; 2: all are
+    conflict_score: float = -torch.inf  # theirs: -inf, or 0
 
     @property
-    def level(self) -> float:  # what a tile's numbers are, over cosines
-        return self.scale if self.pace < 0 else 1.0
+    def tile_scale(self) -> float:  # what a tile of scores holds, over cosines
+        return self.scale if self.circle_margin < 0 else 1.0
 
 # %% ../../nbs/library/cosine.ipynb #38fbf46a
-def bent(
-    z:Tensor, o:Scoring,  # [BN,BV] as a tile has them
+def reweighted_logits(
+    z:Tensor, o:HeadConfig,  # [BN,BV] as a tile has them
 ) -> Tensor:  # [BN,BV]
-    "Scores of the classes that are no target."
-    if o.pace < 0: return z
-    return (z + o.pace).clamp_(min=0).mul_(z - o.pace).mul_(o.scale)
+    "Scores of the negatives: z itself, or what Circle's weights make of it."
+    if o.circle_margin < 0: return z
+    return (z + o.circle_margin).clamp_(min=0).mul_(z - o.circle_margin).mul_(o.scale)
 
-def bent_slope(
-    z:Tensor, o:Scoring,  # [BN,BV] as a tile has them
+def reweighted_slope(
+    z:Tensor, o:HeadConfig,  # [BN,BV] as a tile has them
 ) -> Tensor:  # [BN,BV]
-    "Derivative of `bent` by what the tile holds, where a pace bends it."
-    push = (z + o.pace).clamp_(min=0)
-    return (push if o.paced else 2 * z * (push > 0)).mul_(o.scale)
+    "Derivative of Circle's `reweighted_logits` by z."
+    weights = (z + o.circle_margin).clamp_(min=0)
+    return (weights if o.constant_weights else 2 * z * (weights > 0)).mul_(o.scale)
 
-def leave_out(
+def mask_targets(
     z:Tensor, target:Target,  # [BN,BV], from `locate`
 ) -> Tensor:
     "Scores with those of the targets at -inf, in place."
@@ -134,11 +137,13 @@ def row_block(h:int) -> tuple[int, int]:  # BR, BH
 def unit_rows_of(
     t:Tensor, rows:Optional[Tensor], dtype:torch.dtype, eps:float,  # [V,H]; [R], or all
 ) -> tuple[Tensor, Tensor]:  # [R,H] in `dtype`; [R] inverse lengths, negative for short rows
-    "Rows divided by their lengths; zeros where `rows` is -1."
+    "Rows divided by their lengths, contiguous; zeros where `rows` is -1."
     if rows is not None: t = torch.where((rows >= 0)[:, None], t[rows.clamp(min=0)], 0)
     t = t.to(acc_dtype(t.dtype))
-    norm, length = torch.linalg.vector_norm(t, dim=1), lengths(t, eps)
-    return (t / length[:, None]).to(dtype), torch.where(norm > eps, 1, -1) / length
+    norm = torch.linalg.vector_norm(t, dim=1)
+    length = divisors(norm, eps)
+    unit = (t / length[:, None]).to(dtype).contiguous()
+    return unit, torch.where(norm > eps, 1, -1) / length
 
 # %% ../../nbs/library/cosine.ipynb #13a1676c
 def unit_pair(
@@ -187,7 +192,7 @@ def tangent_kernel(
 
 # %% ../../nbs/library/cosine.ipynb #2064e588
 def to_tangent(
-    d:Tensor, unit:Tensor, inverse:Tensor,  # [R,H] gradient by unit rows, [R,H], [R]
+    d:Tensor, unit:Tensor, inverse:Tensor,  # [R,H] gradient by unit rows, overwritten; [R,H], [R]
     factor:Optional[Tensor], out:Tensor,  # a scalar or None; [R,H] to be written, may be d
 ):
     "out = factor · gradient by the rows themselves: what is along them is lost."
@@ -201,57 +206,76 @@ def to_tangent(
     u = unit.to(d.dtype)
     along = torch.where(inverse > 0, (d * u).sum(1), 0.0)
     scale = inverse.abs() if factor is None else inverse.abs() * factor
-    out.copy_((d - along[:, None] * u) * scale[:, None])
+    out.copy_(d.sub_(along[:, None] * u).mul_(scale[:, None]))
 
 # %% ../../nbs/library/cosine.ipynb #1449cb9b
-def score_tile(
-    product:Tensor, shift:Tensor|None, target:Target, o:Scoring,  # [N,BV·K], [BV]; of `locate`
-) -> tuple[Tensor, Tensor, Tensor|None, Tensor|None]:
-    "A tile before bending, its scores with targets at -inf, conflicts, nearest centres."
-    which = None
-    if o.centers > 1: product, which = product.view(len(product), -1, o.centers).max(2)
-    z = product * o.level
-    scores, close = bent(z, o), None
+def nearest_centers(
+    z:Tensor, o:HeadConfig,  # [BN, BV·K]
+) -> tuple[Tensor, Optional[Tensor]]:  # [BN,BV] each
+    "The largest number of each class's centres, and which one has it; None for one centre."
+    return (z, None) if o.centers == 1 else z.view(len(z), -1, o.centers).max(2)
+
+def target_cosines(
+    z:Tensor, target:Target, o:HeadConfig,  # [BN,BV] as a tile has them
+) -> Tensor:  # [BN]
+    "The targets' cosines; 0 where the target is none of the tile's classes."
+    return torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0] / o.tile_scale
+
+def plain_negative_scores(
+    z:Tensor, shift:Optional[Tensor], target:Target, o:HeadConfig,  # [BN,BV], overwritten; [BV]
+) -> tuple[Tensor, Optional[Tensor]]:  # [BN,BV] each
+    "Scores of a tile, -inf for targets; and which of them are conflicts, if any can be."
+    scores, conflicts = reweighted_logits(z, o), None
     if o.conflict < 2:
-        close = product > o.conflict
-        scores = torch.where(close, o.fill, scores)
-    if shift is not None: scores = scores + shift
-    elif scores is z: scores = z.clone()
-    return z, leave_out(scores, target), close, which
+        conflicts = z > o.conflict * o.tile_scale
+        scores.masked_fill_(conflicts, o.conflict_score)
+    if shift is not None: scores.add_(shift)
+    return mask_targets(scores, target), conflicts
 
 # %% ../../nbs/library/cosine.ipynb #9091c961
-def plain_rest(
+def scaled_cosines(
+    x:Tensor, w:Tensor, o:HeadConfig,  # unit rows [N,H], [BV·K,H]
+) -> tuple[Tensor, Optional[Tensor]]:  # [N,BV] each
+    "A tile, and of several centres which counts."
+    return nearest_centers(wide_product(x, w.T).mul_(o.tile_scale), o)
+
+def plain_negatives_lse(
     x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor],  # [N,H], [T·K,H] units; [N], [T]
-    o:Scoring, tile:int,  # columns at once
-) -> tuple[Tensor, Tensor, Tensor]:  # rest, cos, largest: [N] each, in `acc_dtype`
-    "Log-sum-exp and largest of all scores but the target's; its cosine, or 0."
-    rest = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
-    cos, top = torch.zeros_like(rest), rest.clone()
+    o:HeadConfig, tile:int,  # columns at once
+) -> tuple[Tensor, Tensor, Tensor]:  # lse, cos, largest: [N] each, in `acc_dtype`
+    "Log-sum-exp and largest of the negatives' scores; the target's cosine, or 0."
+    lse = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
+    cos, largest = torch.zeros_like(lse), lse.clone()
     for j in tile_slices(len(w) // o.centers, tile):
         target = locate(slot, j)
-        product = wide_product(x, w[j.start * o.centers:j.stop * o.centers].T)
-        z, scores, _, _ = score_tile(product, None if shift is None else shift[j], target, o)
-        cos += torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0] / o.level
-        rest = torch.logaddexp(rest, torch.logsumexp(scores, 1))
-        top = torch.maximum(top, scores.amax(1))
-    return rest, cos, top
+        z, _ = scaled_cosines(x, w[j.start * o.centers:j.stop * o.centers], o)
+        cos += target_cosines(z, target, o)
+        scores, _ = plain_negative_scores(z, None if shift is None else shift[j], target, o)
+        lse = torch.logaddexp(lse, torch.logsumexp(scores, 1))
+        largest = torch.maximum(largest, scores.amax(1))
+    return lse, cos, largest
 
 # %% ../../nbs/library/cosine.ipynb #c26caa16
-def plain_dz(
-    x:Tensor, w:Tensor, shift:Optional[Tensor], target:Target,  # w and shift of a tile
-    rest:Tensor, g_rest:Tensor, g_cos:Tensor, o:Scoring,  # [N]; no rest: +inf
-) -> Tensor:  # [N, BV·K] in the dtype of x
-    "Gradient of a tile's products of unit rows."
-    z, scores, close, which = score_tile(wide_product(x, w.T), shift, target, o)
-    d = scores.sub_(rest[:, None]).exp_().mul_(g_rest[:, None] * o.level)
-    if o.pace >= 0: d.mul_(bent_slope(z, o))
-    if close is not None: d.masked_fill_(close, 0.0)
+def plain_cosine_dz(
+    z:Tensor, which:Optional[Tensor], shift:Optional[Tensor],  # a tile [BN,BV], overwritten; [BV]
+    target:Target, lse:Tensor, g_lse:Tensor, g_cos:Tensor,  # [BN]; no negatives: lse +inf
+    o:HeadConfig,
+) -> Tensor:  # [BN, BV·K]
+    "Gradient by a tile's products, with all that scales them in `g_lse` and `g_cos`."
+    slope = None if o.circle_margin < 0 else reweighted_slope(z, o)
+    d, conflicts = plain_negative_scores(z, shift, target, o)
+    d.sub_(lse[:, None]).exp_().mul_(g_lse[:, None])
+    if slope is not None: d.mul_(slope)
+    if conflicts is not None: d.masked_fill_(conflicts, 0.0)
     at = torch.where(target.inside, g_cos[:, None], d.gather(1, target.column))
     d.scatter_(1, target.column, at)
-    if which is not None:
-        spread = d.new_zeros(*d.shape, o.centers)
-        d = spread.scatter_(2, which[..., None], d[..., None]).flatten(1)
-    return d.to(x.dtype)
+    if which is None: return d
+    of_centers = d.new_zeros(*d.shape, o.centers)
+    return of_centers.scatter_(2, which[..., None], d[..., None]).flatten(1)
+
+def positive_infinity(lse:Tensor) -> Tensor:  # [N]
+    "+inf in place of -inf, where a row has no negatives: none then has a probability."
+    return torch.where(lse == -torch.inf, torch.inf, lse)
 
 # %% ../../nbs/library/cosine.ipynb #031b378a
 @jit
@@ -383,30 +407,30 @@ def finish_rest_kernel(
         tl.store(g_cos_ptr + rows, -slope * share * rise, mask=keep)
 
 # %% ../../nbs/library/cosine.ipynb #87a38c2b
-class Line(NamedTuple):
-    "A target's score as slope · cosine + offset, and what the rows' losses are worth."
+class AffineMargin(NamedTuple):
+    "A margin that makes of a target's cosine the score slope · cosine + offset."
     slope: float
     offset: float
-    share: Tensor  # [N], of the mean
 
 # %% ../../nbs/library/cosine.ipynb #1d59f163
 def launch_rest(
-    x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring,
-    tiling:Optional[Tiling]=None, line:Optional[Line]=None,
-) -> tuple[Tensor, ...]:  # with a line also losses [N], and their derivatives by rest and cos
-    "`plain_rest` by the kernels."
+    x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:HeadConfig,
+    tiling:Optional[Tiling]=None, margin:Optional[AffineMargin]=None,
+    loss_weight:Optional[Tensor]=None,  # [N], beside a margin
+) -> tuple[Tensor, ...]:  # with a margin also losses [N], and their derivatives by lse and cos
+    "`plain_negatives_lse` by the kernels."
     (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w)
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     run = run_length(n, tiles_v)
     runs, unit = -(-tiles_v // run), score_unit(x)
     new = lambda *size: x.new_empty(size, dtype=torch.float32)
     parts, out, more = new(2, runs, n), [new(n) for _ in range(3)], []
-    if line is not None: more = [new(n) for _ in range(3)]
-    slope, offset, share = line or Line(0.0, 0.0, None)
+    if margin is not None: more = [new(n) for _ in range(3)]
+    slope, offset = margin or (0.0, 0.0)
     grid = (min(multiprocessors(x.device), tiles_n * runs),)
     launch = lambda t, only_compile=False: launcher(rest_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
-        v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
+        v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.conflict_score, CONFLICT=o.conflict < 2,
         UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
         BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
@@ -414,7 +438,7 @@ def launch_rest(
                        CONFLICT=o.conflict < 2, RUN=run, EVEN=v % (t.BV * run) == 0,
                        SHIFT=shift is not None))
         finish_rest_kernel[(-(-n // 8),)](
-            parts, x, w, slot, *out, share, *(more or [None] * 3), slope, offset, n, runs, h,
+            parts, x, w, slot, *out, loss_weight, *(more or [None] * 3), slope, offset, n, runs, h,
             UNIT=unit, BN=8, BP=128, BH=128)
     return *out, *more
 
@@ -422,7 +446,7 @@ def launch_rest(
 def launch_cosine_dz(
     x:Tensor, w:Tensor, dz:Tensor,  # unit rows [N,H], [T,H]; [N,T] to be written; T is a slab
     slot:Tensor, shift:Optional[Tensor], terms:tuple[Tensor, ...],  # [N], [T], [N] thrice
-    begin:int, o:Scoring, t:Tiling,
+    begin:int, o:HeadConfig, t:Tiling,
 ):
     "Gradient of a slab's products, recomputed."
     (n, h), v = x.shape, len(w)
@@ -430,7 +454,7 @@ def launch_cosine_dz(
     launch = lambda t, only_compile=False: launcher(cosine_dz_kernel, (programs,), only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, *terms, n, v, h, *x.stride(),
-        *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.fill, CONFLICT=o.conflict < 2,
+        *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.conflict_score, CONFLICT=o.conflict < 2,
         UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):

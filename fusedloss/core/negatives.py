@@ -6,16 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/library/negatives.ipynb #a740ab77
-from contextlib import nullcontext
 from typing import Callable, Iterator, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import acc_dtype, autocasts, expect
+from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.cosine import (
-    launch_cosine_dz, launch_rest, locate, plain_dz, plain_rest, Scoring, to_tangent, unit_pair)
-from fusedloss.core.operators import first_order, observed, operator, products
+    AffineMargin, HeadConfig, launch_cosine_dz, launch_rest, locate, plain_cosine_dz,
+    plain_negatives_lse, positive_infinity, scaled_cosines, to_tangent, unit_pair)
+from fusedloss.core.operators import operator, products
 from fusedloss.core.products import (
     add_product, autocast_like_linear, multiplies_in_float32, product_dtype, put_product,
     tile_slices, unit_of)
@@ -41,109 +41,101 @@ def product_into(out:Tensor, a:Tensor, b:Tensor):
     else: put_product(out, a, b)
 
 def slab_gradients(
-    g_rest:Tensor, g_cos:Tensor, x:Tensor, w:Tensor,  # [N], [N]; unit rows [N,H], [T·K,H]
-    rest:Tensor, slot:Tensor, shift:Optional[Tensor], o:Scoring, kernel:bool, tiling:Tiling,
+    g_lse:Tensor, g_cos:Tensor, x:Tensor, w:Tensor,  # [N], [N]; unit rows [N,H], [T·K,H]
+    lse:Tensor, target_column:Tensor, shift:Optional[Tensor], o:HeadConfig, kernel:bool,
+    tiling:Tiling,
 ) -> Iterator[tuple[slice, Tensor]]:
     "Slab after slab: rows of w, and the gradient of their products."
     n, k, v = len(x), o.centers, len(w) // o.centers
     slab = slab_columns(n, v, x.element_size(), k)
     buffer = x.new_empty(n, slab) if kernel else None
-    base = None if kernel else torch.where(rest == -torch.inf, torch.inf, rest)  # no pull
+    plain_terms = () if kernel else (positive_infinity(lse), g_lse * o.tile_scale, g_cos)
     for j in tile_slices(v, slab):
         rows, part = slice(j.start * k, j.stop * k), None if shift is None else shift[j]
         if kernel:
             dz = buffer[:, :j.stop - j.start]
-            launch_cosine_dz(x, w[rows], dz, slot, part, (rest, g_rest, g_cos), j.start, o,
-                             tiling)
-        else: dz = plain_dz(x, w[rows], part, locate(slot, j), base, g_rest, g_cos, o)
+            launch_cosine_dz(x, w[rows], dz, target_column, part, (lse, g_lse, g_cos), j.start,
+                             o, tiling)
+        else:
+            tile, target = scaled_cosines(x, w[rows], o), locate(target_column, j)
+            dz = plain_cosine_dz(*tile, part, target, *plain_terms, o).to(x.dtype)
         yield rows, dz
 
 # %% ../../nbs/library/negatives.ipynb #abd8018a
-def columns_bwd(
-    *args,  # of `slab_gradients`: g_rest, g_cos, x, w, rest, slot, shift, o, kernel
-    spend:Callable[[slice, Tensor], None],  # takes the rows of w and their gradient
+def slab_products(
+    *args,  # of `slab_gradients`, up to kernel
+    accumulate_grads:Callable[[slice, Tensor], None],  # takes rows of w and the gradient dz
     need_x:bool, tiling:Optional[Tiling]=None,
 ) -> Tensor:  # [N,H] in `acc_dtype`
-    "Slab after slab: dz, handed to `spend` as dzᵀ x, and added up as dz w."
-    _, _, x, w, rest, *_ = args
-    total = rest.new_empty(x.shape if need_x else 0)
+    "Slab after slab: dz, which `accumulate_grads` makes dzᵀ x of, and the sum of dz w."
+    _, _, x, w, lse, *_ = args
+    total = lse.new_empty(x.shape if need_x else 0)
     for rows, dz in slab_gradients(*args, tiling or tiling_of(x, w)):
-        spend(rows, dz)
+        accumulate_grads(rows, dz)
         if need_x and not rows.start: product_into(total, dz, w[rows])
         elif need_x: add_product(total, dz, w[rows])
     return total
 
 # %% ../../nbs/library/negatives.ipynb #c640edb4
-def takes_columns(x:Tensor, o:Scoring) -> bool:
-    "Whether the kernels take these unit rows and this scoring."
-    wide_enough = has_kernel(x) and x.element_size() == 2 and len(x) > 0
-    return wide_enough and o.centers == 1 and o.pace < 0
+def fits_kernels(x:Tensor, o:HeadConfig) -> bool:
+    "Whether the kernels take these unit rows and this head."
+    in_16_bits = has_kernel(x) and x.element_size() == 2 and len(x) > 0
+    return in_16_bits and o.centers == 1 and o.circle_margin < 0
 
 # %% ../../nbs/library/negatives.ipynb #7b915657
-def without_autocast(t:Tensor):
-    "A context in which products stay in their own dtype."
-    device = t.device.type
-    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
-
-def tile_columns(x:Tensor, o:Scoring) -> int:
+def tile_columns(x:Tensor, o:HeadConfig) -> int:
     "Columns whose scores and copies take some 256 MiB."
     return max(1, 2**26 // (max(len(x), 1) * o.centers * acc_dtype(x.dtype).itemsize))
 
 # %% ../../nbs/library/negatives.ipynb #2f2833e5
-def columns_fwd(
-    x:Tensor, w:Tensor, kept:Tensor, rows:Optional[Tensor], slot:Tensor, shift:Optional[Tensor],
-    centers:int, scale:float, pace:float, paced:bool, eps:float, conflict:float, fill:float,
-    dtype:torch.dtype, kernel:bool,
+def partial_lse_fwd(
+    x:Tensor, w:Tensor, x_rows:Tensor, w_rows:Optional[Tensor],  # [N,H], [V·K,H]; as `unit_pair`
+    grad_index:Optional[Tensor], target_column:Tensor, shift:Optional[Tensor],  # of `Columns`
+    o:HeadConfig, dtype:torch.dtype, kernel:bool, sparse:bool,  # dtype of the unit rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "rest, cos, largest [N]; unit rows and inverse lengths of x and of the columns."
-    o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
-    with without_autocast(x):
-        ux, x_inverse, uw, w_inverse = unit_pair(x, kept, w, rows, dtype, eps)
-        if not len(x): out = tuple(x_inverse.new_empty(0) for _ in range(3))
-        elif kernel: out = launch_rest(ux, uw, slot, shift, o)
-        else: out = plain_rest(ux, uw, slot, shift, o, tile_columns(ux, o))
-        return *out, ux, x_inverse, uw, w_inverse
+    "lse, cos, largest [N]; unit rows and inverse lengths of x and of the columns."
+    ux, x_inverse, uw, w_inverse = unit_pair(x, x_rows, w, w_rows, dtype, o.eps)
+    if not len(x): out = tuple(x_inverse.new_empty(0) for _ in range(3))
+    elif kernel: out = launch_rest(ux, uw, target_column, shift, o)
+    else: out = plain_negatives_lse(ux, uw, target_column, shift, o, tile_columns(ux, o))
+    return *out, ux, x_inverse, uw, w_inverse
 
 # %% ../../nbs/library/negatives.ipynb #c92824da
-def in_units(
-    g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], scale:float, dtype:torch.dtype,
+def within_range(
+    g_lse:Tensor, g_cos:Tensor, factor:Optional[Tensor], scale:float, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N], [N]; their factor, a scalar
-    "Gradients that fp16 can hold."
-    if dtype != torch.float16: return g_rest, g_cos, factor
-    unit = unit_of(torch.maximum(g_rest.abs() * scale, g_cos.abs()))
-    return g_rest / unit, g_cos / unit, unit if factor is None else unit * factor
+    "Gradients that fp16 can hold, and what is to be multiplied with them."
+    if dtype != torch.float16: return g_lse, g_cos, factor
+    unit = unit_of(torch.maximum(g_lse.abs() * scale, g_cos.abs()))
+    return g_lse / unit, g_cos / unit, unit if factor is None else unit * factor
 
 # %% ../../nbs/library/negatives.ipynb #b4a0fb46
-def columns_grad(
-    g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], rest:Tensor,
+def partial_lse_bwd(
+    g_lse:Tensor, g_cos:Tensor, factor:Optional[Tensor], lse:Tensor,
     ux:Tensor, x_inverse:Tensor, uw:Tensor, w_inverse:Tensor,
-    slot:Tensor, shift:Optional[Tensor],
-    centers:int, scale:float, pace:float, paced:bool, eps:float, conflict:float, fill:float,
+    target_column:Tensor, shift:Optional[Tensor], o:HeadConfig,
     x_dtype:torch.dtype, w_dtype:torch.dtype, kernel:bool, need_x:bool, need_w:bool,
 ) -> tuple[Tensor, Tensor]:
     "dx [N,H], gradient of the columns' rows [T·K,H], times factor; empty where not needed."
-    o = Scoring(centers, scale, pace, paced, eps, conflict, fill)
-    if not len(ux): return torch.zeros_like(ux, dtype=x_dtype), uw.new_zeros(
-        uw.shape if need_w else 0, dtype=w_dtype)
-    g_rest, g_cos, factor = in_units(g_rest.contiguous(), g_cos.contiguous(), factor, scale,
-                                     ux.dtype)
     values = uw.new_empty(uw.shape if need_w else 0, dtype=w_dtype)
-    def spend(rows:slice, dz:Tensor):
+    if not len(ux): return torch.zeros_like(ux, dtype=x_dtype), values.zero_()
+    g_lse, g_cos, factor = within_range(g_lse.contiguous(), g_cos.contiguous(), factor, o.scale,
+                                        ux.dtype)
+    def accumulate_grads(rows:slice, dz:Tensor):
         if not need_w: return
-        du = values[rows] if w_dtype == rest.dtype else rest.new_empty(uw[rows].shape)
+        du = values[rows] if w_dtype == lse.dtype else lse.new_empty(uw[rows].shape)
         product_into(du, dz.T, ux)
         to_tangent(du, uw[rows], w_inverse[rows], factor, values[rows])
-    with without_autocast(ux):
-        total = columns_bwd(g_rest, g_cos, ux, uw, rest, slot, shift, o, kernel, spend=spend,
-                            need_x=need_x)
-        dx = torch.empty_like(total, dtype=x_dtype)
-        if need_x: to_tangent(total, ux, x_inverse, factor, dx)
-        return dx, values
+    total = slab_products(g_lse, g_cos, ux, uw, lse, target_column, shift, o, kernel,
+                          accumulate_grads=accumulate_grads, need_x=need_x)
+    dx = torch.empty_like(total, dtype=x_dtype)
+    if need_x: to_tangent(total, ux, x_inverse, factor, dx)
+    return dx, values
 
 # %% ../../nbs/library/negatives.ipynb #83e2f4cd
-def picks_kernel(method:str, x:Tensor, dtype:torch.dtype, o:Scoring) -> bool:
+def uses_kernels(method:str, x:Tensor, dtype:torch.dtype, o:HeadConfig) -> bool:
     "Whether `method` means the kernels here; `ValueError` if they cannot do what was asked."
-    able = takes_columns(x.new_empty(min(len(x), 1), 1, dtype=dtype), o)
+    able = fits_kernels(x.new_empty(min(len(x), 1), 1, dtype=dtype), o)
     expect(method != "recompute" or able or not len(x), "method", "'tiles' for what is no "
            "product in 16 bits on a GPU with one centre a class and no pace", "'recompute'")
     return able and method != "tiles"
@@ -155,27 +147,24 @@ def head_dtype(x:Tensor) -> torch.dtype:
     return product_dtype(x)
 
 # %% ../../nbs/library/negatives.ipynb #bdade85a
-partial_lse = operator("fusedloss::partial_lse", columns_fwd)
-partial_lse_grad = operator("fusedloss::partial_lse_grad", columns_grad)
+def fake_unit_rows(
+    x:Tensor, w:Tensor, w_rows:Optional[Tensor], dtype:torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "The shapes of `unit_pair`'s results."
+    t, numbers = len(w) if w_rows is None else len(w_rows), acc_dtype(x.dtype)
+    return (x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=numbers),
+            x.new_empty((t, x.shape[1]), dtype=dtype), x.new_empty(t, dtype=numbers))
 
-# %% ../../nbs/library/negatives.ipynb #e26f918c
-@partial_lse.register_fake
-def _(x, w, kept, rows, slot, shift, *options):
-    n, t, h = len(x), len(w) if rows is None else len(rows), x.shape[1]
-    wide_ = lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
-    unit = lambda *size: x.new_empty(size, dtype=options[-2])
-    return wide_(n), wide_(n), wide_(n), unit(n, h), wide_(n), unit(t, h), wide_(t)
+def fake_lse(x, w, x_rows, w_rows, grad_index, target_column, shift, o, dtype, kernel, sparse):
+    "The shapes of `partial_lse_fwd`'s results."
+    lse, cos, largest = (x.new_empty(len(x), dtype=acc_dtype(x.dtype)) for _ in range(3))
+    return lse, cos, largest, *fake_unit_rows(x, w, w_rows, dtype)
 
-@partial_lse_grad.register_fake
-def _(g_rest, g_cos, factor, rest, ux, x_inverse, uw, w_inverse, slot, shift, *options):
-    x_dtype, w_dtype, _, need_x, need_w = options[-5:]
+def fake_lse_grad(g_lse, g_cos, factor, lse, ux, x_inverse, uw, w_inverse, *others):
+    "The shapes of `partial_lse_bwd`'s results."
+    x_dtype, w_dtype, _, need_x, need_w = others[-5:]
     return (ux.new_empty(ux.shape if need_x else (0,), dtype=x_dtype),
             uw.new_empty(uw.shape if need_w else (0,), dtype=w_dtype))
-
-# %% ../../nbs/library/negatives.ipynb #41e503cb
-partial_lse.register_flops(lambda x, w, *_, out_val: products(x, out_val[5]))  # unit rows
-partial_lse_grad.register_flops(lambda g_rest, g_cos, factor, rest, ux, x_inverse, uw, *others,
-                                out_val: products(ux, uw, *others[-2:]))
 
 # %% ../../nbs/library/negatives.ipynb #b5b0768e
 def rows_gradient(index:Tensor, values:Tensor, shape:torch.Size, sparse:bool) -> Tensor:
@@ -191,68 +180,91 @@ class RowIndex(NamedTuple):
     rows: Tensor  # [T], -1 for dead columns; else all different
 
 # %% ../../nbs/library/negatives.ipynb #b8efda13
-def gradients_of(
-    ctx, g_rest:Tensor, g_cos:Tensor, factor:Optional[Tensor], *tensors:Tensor,
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
+def save_numbers(ctx, inputs, kernel:bool):
+    "What a backward pass has to know, tensors aside."
+    ctx.numbers = inputs.o, inputs.x.dtype, inputs.w.dtype, kernel
+    ctx.sparse, ctx.shape, ctx.step = inputs.sparse, inputs.w.shape, current_agreement()
+
+def row_gradients(
+    ctx, needs, g_lse:Tensor, g_cos:Tensor, factor:Optional[Tensor], *tensors:Tensor,
+) -> dict[str, Optional[Tensor]]:
     "dx and dw, that of w's rows as a sparse tensor, or dense."
     *tensors, index = tensors
-    options, x_dtype, w_dtype, kernel, shape, sparse = ctx.rest
-    needs = ctx.needs_input_grad[:2]
-    way = partial_lse_grad if observed() else columns_grad
-    dx, dw = way(g_rest, g_cos, factor, *tensors, *options, x_dtype, w_dtype, kernel, *needs)
-    if needs[1] and index is not None: dw = rows_gradient(index, dw, shape, sparse)
-    return dx if needs[0] else None, dw if needs[1] else None
+    with keep_agreement(ctx.step):
+        dx, dw = partial_lse_grad(g_lse, g_cos, factor, *tensors, *ctx.numbers, needs.x, needs.w)
+    if needs.w and index is not None: dw = rows_gradient(index, dw, ctx.shape, ctx.sparse)
+    return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
 # %% ../../nbs/library/negatives.ipynb #936d0fbb
-class PartialLse(torch.autograd.Function):
-    "`partial_lse` with its gradient."
-    @staticmethod
-    def forward(ctx, x, w, kept, rows, index, slot, shift, sparse, dtype, kernel, *options):
-        way = partial_lse if observed() else columns_fwd
-        rest, cos, top, *saved = way(x, w, kept, rows, slot, shift, *options, dtype, kernel)
-        ctx.save_for_backward(rest, *saved, slot, shift, index)
-        ctx.rest, ctx.step = (options, x.dtype, w.dtype, kernel, w.shape, sparse), current_agreement()
-        ctx.mark_non_differentiable(top)
-        ctx.set_materialize_grads(False)  # nobody needs zeros for `top`
-        return rest, cos, top
+def save_lse(ctx, inputs, output):
+    "What `lse_gradients` needs: unit rows, lengths and lse; neither x nor w."
+    lse, _, largest, *unit_rows = output
+    ctx.save_for_backward(lse, *unit_rows, inputs.target_column, inputs.shift, inputs.grad_index)
+    ctx.mark_non_differentiable(largest, *unit_rows)
+    save_numbers(ctx, inputs, inputs.kernel)
 
-    @staticmethod
-    @first_order
-    def backward(ctx, g_rest, g_cos, _):
-        rest, *_ = tensors = ctx.saved_tensors
-        given = (torch.zeros_like(rest) if g is None else g for g in (g_rest, g_cos))
-        with keep_agreement(ctx.step): found = gradients_of(ctx, *given, None, *tensors)
-        return *found, *[None] * 15
+def lse_gradients(
+    ctx, needs, g_lse:Optional[Tensor], g_cos:Optional[Tensor], *_,
+) -> dict[str, Optional[Tensor]]:
+    "dx and dw from the gradients of lse and cos."
+    lse, *_ = tensors = ctx.saved_tensors
+    g_lse, g_cos = (torch.zeros_like(lse) if g is None else g for g in (g_lse, g_cos))
+    return row_gradients(ctx, needs, g_lse, g_cos, None, *tensors)
+
+
+# %% ../../nbs/library/negatives.ipynb #41e503cb
+partial_lse_grad = operator("fusedloss::partial_lse_grad", partial_lse_bwd, fake=fake_lse_grad,
+                            flops=lambda i, out: products(i.ux, i.uw, i.need_x, i.need_w))
+partial_lse = operator("fusedloss::partial_lse", partial_lse_fwd, fake=fake_lse, save=save_lse,
+                       backward=lse_gradients, flops=lambda i, out: products(i.x, out[5]))
 
 # %% ../../nbs/library/negatives.ipynb #4e5c1686
-class LineLoss(torch.autograd.Function):
-    "The mean loss of a margin that is a line; and rest, cos, largest [N], without gradient."
-    @staticmethod
-    def forward(ctx, x, w, columns, line, sparse, dtype, o):
-        rows, slot, shift, index, kept, _ = columns
-        ux, xi, uw, wi = unit_pair(x, kept, w, rows, dtype, o.eps)
-        *seen, losses, g_rest, g_cos = launch_rest(ux, uw, slot, shift, o, line=line)
-        ctx.save_for_backward(g_rest, g_cos, losses, seen[0], ux, xi, uw, wi, slot, shift, index)
-        ctx.rest = o, x.dtype, w.dtype, True, w.shape, sparse
-        ctx.mark_non_differentiable(*seen)
-        ctx.set_materialize_grads(False)
-        return losses.sum(), losses, *seen  # losses for `first_order`
+def affine_loss_fwd(
+    x:Tensor, w:Tensor, x_rows:Tensor, w_rows:Optional[Tensor], grad_index:Optional[Tensor],
+    target_column:Tensor, shift:Optional[Tensor], loss_weight:Tensor,  # of `Columns`
+    margin:AffineMargin, o:HeadConfig, dtype:torch.dtype, sparse:bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    "The weighted sum of losses; losses, lse, cos, largest, g_lse, g_cos [N]; as `unit_pair`."
+    unit_rows = ux, _, uw, _ = unit_pair(x, x_rows, w, w_rows, dtype, o.eps)
+    lse, cos, largest, losses, g_lse, g_cos = launch_rest(
+        ux, uw, target_column, shift, o, margin=margin, loss_weight=loss_weight)
+    return losses.sum(), losses, lse, cos, largest, g_lse, g_cos, *unit_rows
 
-    @staticmethod
-    @first_order
-    def backward(ctx, g, *_):
-        g_rest, g_cos, _, *tensors = ctx.saved_tensors
-        return *gradients_of(ctx, g_rest, g_cos, g, *tensors), *[None] * 5
+def fake_affine_loss(x, w, x_rows, w_rows, grad_index, target_column, shift, loss_weight, margin,
+                     o, dtype, sparse):
+    "The shapes of `affine_loss_fwd`'s results."
+    rows = (x.new_empty(len(x), dtype=acc_dtype(x.dtype)) for _ in range(6))
+    return x.new_empty((), dtype=acc_dtype(x.dtype)), *rows, *fake_unit_rows(x, w, w_rows, dtype)
+
+# %% ../../nbs/library/negatives.ipynb #74284149
+def save_affine_loss(ctx, inputs, output):
+    "Derivatives by lse and cos, which forward has made, and what `save_lse` saves."
+    _, losses, lse, cos, largest, g_lse, g_cos, *unit_rows = output
+    ctx.save_for_backward(g_lse, g_cos, losses, lse, *unit_rows,  # losses for `first_order`
+                          inputs.target_column, inputs.shift, inputs.grad_index)
+    ctx.mark_non_differentiable(lse, cos, largest, g_lse, g_cos, *unit_rows)
+    save_numbers(ctx, inputs, True)
+
+def affine_loss_gradients(
+    ctx, needs, g:Tensor, *_,
+) -> dict[str, Optional[Tensor]]:
+    "dx and dw: what comes from above is one number."
+    g_lse, g_cos, _, *tensors = ctx.saved_tensors
+    return row_gradients(ctx, needs, g_lse, g_cos, g, *tensors)
+
+affine_margin_loss = operator(
+    "fusedloss::affine_margin_loss", affine_loss_fwd, fake=fake_affine_loss,
+    save=save_affine_loss, backward=affine_loss_gradients,
+    flops=lambda i, out: products(i.x, out[9]))
 
 # %% ../../nbs/library/negatives.ipynb #f8a5a71d
-def whole_head(
+def all_classes_lse(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V·K,H], [N]
-    o:Scoring, method:str,
-) -> Optional[tuple[Tensor, Tensor]]:  # rest, cos [N]; None where no kernel takes the rows
+    o:HeadConfig, method:str,
+) -> Optional[tuple[Tensor, Tensor]]:  # lse, cos [N]; None where no kernel takes the rows
     "The two numbers of stage 13's `margin_cross_entropy`: all classes are columns."
     dtype = head_dtype(x)
-    if not picks_kernel(method, x, dtype, o): return None
+    if not uses_kernels(method, x, dtype, o): return None
     c = columns_of(y, -1, len(w), None, acc_dtype(x.dtype))
-    rest, cos, _ = PartialLse.apply(x, w, c.kept, None, None, c.slot, None, False, dtype, True,
-                                     *o)
-    return rest, cos
+    return partial_lse(x, w, c.x_rows, None, None, c.target_column, None, o, dtype, True,
+                       False)[:2]

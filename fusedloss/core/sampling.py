@@ -15,7 +15,7 @@ from torch import nn, Tensor
 
 from fusedloss.core.checks import (
     check_flags, check_target, expect, expect_tensor, is_integer, is_number)
-from fusedloss.core.operators import observed, operator
+from fusedloss.core.operators import operator
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
 
 # %% ../../nbs/library/sampling.ipynb #2fca258a
@@ -216,12 +216,12 @@ def first_occurrence(y:Tensor) -> Tensor:  # [N], int64
 # %% ../../nbs/library/sampling.ipynb #8b64fe5f
 class Columns(NamedTuple):
     "The classes that are scored, a column each, T of them; and what is scored of the batch."
-    rows: Optional[Tensor]  # [T] classes, -1 in dead columns; None for all V
-    slot: Tensor  # [N], each row's column; -1 without a label
+    w_rows: Optional[Tensor]  # [T] classes, -1 in dead columns; None for all V
+    target_column: Tensor  # [N], each row's column; -1 without a label
     shift: Optional[Tensor]  # [T], added to scores: -inf in dead columns
-    index: Optional[Tensor]  # [T] as rows, but dead columns name a class that is alive
-    kept: Tensor  # [N], the row's own number; -1 without a label
-    share: Tensor  # [N], of its loss in the mean: 0 if ignored, NaN if it has no class here
+    grad_index: Optional[Tensor]  # [T] as w_rows, but dead columns name a class that is alive
+    x_rows: Tensor  # [N], the row's own number; -1 without a label
+    loss_weight: Tensor  # [N], of its loss in the mean: 0 if ignored, NaN without a class here
 
 def live_index(rows:Tensor) -> Tensor:  # [T]
     "Rows, where the dead name one that lives; 0 if none does."
@@ -355,31 +355,30 @@ def launch_columns(
     c = Columns(new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype))
     shared = s.whole, s.chance, s.slots, s.bits, ROUNDS
     with on_device(y):
-        if k: draw_kernel[(-(-k // 256),)](c.rows, c.shift, seed, step, first, start, stop, k,
+        if k: draw_kernel[(-(-k // 256),)](c.w_rows, c.shift, seed, step, first, start, stop, k,
                                            start, missed, *shared, B=256)
         if t: columns_kernel[(-(-(t - k) // 64) + -(-k // 1024),)](
-            y, c.rows, c.shift, c.index, c.slot, c.kept, c.share, seed, step, ignore_index,
+            y, c.w_rows, c.shift, c.grad_index, c.target_column, c.x_rows, c.loss_weight, seed, step, ignore_index,
             first, start, stop, k, n, t, *shared, B=64, BIG=1024)
     return c
 
 # %% ../../nbs/library/sampling.ipynb #dfc49fdd
 def sample_columns(
-    y:Tensor, seed:Tensor, step:Tensor, bits:int, whole:int, chance:int, start:int, stop:int,
+    y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int, stop:int,
     ignore_index:int, missed:float, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "`Columns` by kernels or PyTorch; float64 keeps the digits of `missed`."
-    way = launch_columns if has_kernel(y) and dtype != torch.float64 else plain_columns
-    s = Strata(bits, whole, chance)
-    return tuple(way(y, seed, step, s, start, stop, ignore_index, missed, dtype))
+    make = launch_columns if has_kernel(y) and dtype != torch.float64 else plain_columns
+    return tuple(make(y, seed, step, s, start, stop, ignore_index, missed, dtype))
 
-sampled_columns = operator("fusedloss::sampled_columns", sample_columns)
-
-@sampled_columns.register_fake
-def _(y, seed, step, bits, whole, chance, start, stop, ignore_index, missed, dtype):
-    blocks = -(-stop >> bits) - (start >> bits)
+def fake_columns(y, seed, step, s, start, stop, ignore_index, missed, dtype):
+    "The shapes of `sample_columns`'s results."
+    blocks = -(-stop >> s.bits) - (start >> s.bits)
     n, new = len(y), y.new_empty
-    t = (blocks * Strata(bits, whole, chance).slots + n + 7) // 8 * 8
+    t = (blocks * s.slots + n + 7) // 8 * 8
     return new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype)
+
+sampled_columns = operator("fusedloss::sampled_columns", sample_columns, fake=fake_columns)
 
 # %% ../../nbs/library/sampling.ipynb #67d99b49
 def columns_of(
@@ -392,6 +391,6 @@ def columns_of(
         y, kept, share = plain_labels(y, ignore_index, start, stop, dtype)
         return Columns(None, torch.where(y < 0, -1, y - start), None, None, kept, share)
     missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
-    way = sampled_columns if observed() else sample_columns
-    return Columns(*way(y, sampler.seed, sampler.step, *sampler.strata, start, stop,
-                        ignore_index, missed, dtype))
+    with torch.no_grad():  # integers: the operator need not look for what has a gradient
+        return Columns(*sampled_columns(y, sampler.seed, sampler.step, sampler.strata, start,
+                                        stop, ignore_index, missed, dtype))
