@@ -39,6 +39,6 @@ setup(
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     packages=[*find_packages(include=[f"{cfg['lib_path']}*"]), f"{cfg['lib_path']}.cuda"],
     package_dir={cfg["lib_path"]: cfg["lib_path"], f"{cfg['lib_path']}.cuda": "cuda"},
-    package_data={"": ["py.typed", "*.pyi"], f"{cfg['lib_path']}.cuda": ["*.cu"]},
+    package_data={"": ["py.typed", "*.pyi"], f"{cfg['lib_path']}.cuda": ["*.cu", "*.cuh"]},
     zip_safe=False,
 )

@@ -1,21 +1,25 @@
 // CTC over a segment of the frames, so that tables of a segment are enough. The text of ctc.cu stands before this one.
 //   ctc_segment  TABLES 0: alpha alone goes through the frames, and leaves its states behind every so many of them.
-//                TABLES 1: alpha begins at such states again, beta where the segment after it left off; they meet in the
-//                middle, cross and leave posteriors, and beta's states for the segment before.
-//   ctc_targets  the targets as classes, and in an alphabet of their own: 0 is the blank, k + 1 a label that is first at k.
+//                TABLES 1: alpha begins at such states again, beta where the segment after it left off; they meet in
+//                the middle, cross and leave posteriors, and beta's states for the segment before.
+//   ctc_targets  the targets as classes, and as symbols of a small alphabet of their own: 0 is the blank, k + 1 a label
+//                that is first at k.
 //   ctc_kept     the rows of segments that are no padding, in their order.
 //   ctc_finish   a row of tiles of the softmax, each relative to its own largest score, as the gradient of the loss.
 // Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; T N / 256 of 256; rows of up to 256.
-// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): NEAR (1: shared memory holds all that a row reads, and its
-// pitch is in packs).
+// Fixed when compiled, for the last three, beside ELEMENT (of the gradient): STAGED (1: shared memory holds all that a
+// row reads, and its pitch is in packs).
 
 #ifdef PAIRS
-struct Edge {  // from: null where the sequence itself begins; the forward scan leaves states every so many frames, `step` apart
-  const State* from; State* to; int pitch, every; i64 step;
+struct Edge {  // of a segment; the forward scan leaves states every so many frames, `step` apart
+  const State* from;  // [2,pitch]; null where the sequence itself begins
+  State* to;  // [2,pitch] or, in the forward scan, the first of several
+  int pitch, every;
+  i64 step;
 };
 
 template <int DIR>
-FORCED void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
+INLINE void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
   const auto second = [&](Lane<DIR>& states, bool works, int middle) {
     const State total = states.meet(middle - 1);
     if (works && total.m > 0.0f) {
@@ -37,20 +41,23 @@ FORCED void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
     }
     if (works) states.template run<false>(0, states.half);
     if (STRIPS > 1) {
-      if (works) store_states(states, p.held(DIR), PLANE);
+      if (works) store_states(states, p.middle_states(DIR), PLANE);
       return;
     }
     __syncwarp();
     sync_sequence();
     second(states, works, middle);
   });
-  if constexpr (TABLES && STRIPS > 1) by_strips<DIR>(p, sh, rank, p.held(DIR), PLANE, second);
+  if constexpr (TABLES && STRIPS > 1) by_strips<DIR>(p, sh, rank, p.middle_states(DIR), PLANE, second);
 }
 
 extern "C" __global__ void SHAPE ctc_segment(
-    const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [K,N,C], [N,width]; [N] of the whole sequences
-    const State* alpha_from, State* alpha_to, State* beta,  // [N,2,pitch], [edges,N,2,pitch], [N,2,pitch], or null; beta, up to a factor, is read, then written
-    State* table, float* post, State* log_z,  // PAIRS, then [N,K+1,2,PLANE] or [N,2,2,PLANE]; [N,K,2,PLANE] or null; [N]
+    const bits* z, const i64* y,  // [K,N,C], [N,width]
+    const i64* frames, const i64* lengths,  // [N], [N] of the whole sequences
+    const State* alpha_from, State* alpha_to,  // [N,2,pitch], [edges,N,2,pitch], or null
+    State* beta,  // [N,2,pitch] or null; up to a factor; is read, then written
+    State* table,  // PAIRS, then [N,K+1,2,PLANE] or, for a loss alone, [N,2,2,PLANE]
+    float* post, State* log_z,  // [N,K,2,PLANE] or null, [N]
     State* strips,  // [N, 2 STRIPS (K+1) + 4 PLANE], or null for one strip
     int stride_t, int stride_n, int begin, int K, int every, int width, int pitch) {
   SHARED(Shared, sh);
@@ -59,12 +66,16 @@ extern "C" __global__ void SHAPE ctc_segment(
   if (t_n <= begin || l_n > t_n) return;  // over before, or infeasible
   const bool last = t_n - begin <= K;
   const i64 at = (i64)n * 2 * pitch, step = (i64)(gridDim.x / CLUSTER) * 2 * pitch;
-  const Problem p = {z + (i64)n * stride_n, stride_t, 0, last ? t_n - begin : K, l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * width,
-                     table + PAIRS + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE, post + (i64)n * K * 2 * PLANE,
-                     strips + n * ((i64)2 * STRIPS * (K + 1) + 4 * PLANE), K + 1};
-  if (CLUSTER > 1 ? rank < SPLIT : threadIdx.x < 32 * EACH)
-    segment<0>(p, Edge{alpha_from ? alpha_from + at : nullptr, alpha_to ? alpha_to + at : nullptr, pitch, every, step}, sh, rank);
-  else segment<1>(p, Edge{beta && !last ? beta + at : nullptr, beta ? beta + at : nullptr, pitch, every, step}, sh, rank);
+  const Problem p = {z + (i64)n * stride_n, stride_t, 0, last ? t_n - begin : K, l_n, fminf(2e6f, 1.8e8f / t_n),
+                     y + (i64)n * width, table + PAIRS + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE,
+                     post + (i64)n * K * 2 * PLANE, strips + n * ((i64)2 * STRIPS * (K + 1) + 4 * PLANE), K + 1};
+  if (CLUSTER > 1 ? rank < DIR_BLOCKS : threadIdx.x < 32 * DIR_WARPS) {
+    const Edge edge = {alpha_from ? alpha_from + at : nullptr, alpha_to ? alpha_to + at : nullptr, pitch, every, step};
+    segment<0>(p, edge, sh, rank);
+  } else {
+    const Edge edge = {beta && !last ? beta + at : nullptr, beta ? beta + at : nullptr, pitch, every, step};
+    segment<1>(p, edge, sh, rank);
+  }
   if (!TABLES && last && rank == 0 && threadIdx.x == 0) {
     const State* end = alpha_to + at + (p.frames - 1) / every * step;
     State total = load_from_afar(end + pitch + l_n);
@@ -78,7 +89,8 @@ extern "C" __global__ void SHAPE ctc_segment(
 #ifdef PER
 extern "C" __global__ void __launch_bounds__(256) ctc_targets(
     const i64* y, const i64* frames, const i64* lengths,  // [N,columns], [N], [N], as they came
-    i64* classes, i64* own, i64* sizes, State* log_z,  // [N,C], [N,C], [2,N] frames and lengths that can be computed with, [N]
+    i64* classes, i64* symbols,  // [N,C], [N,C] with the class in the upper half of a word
+    i64* sizes, State* log_z,  // [2,N] frames and lengths that can be computed with, [N]
     int columns, int T, int V, int N, int width, int C, int longest, int blank) {
   const int parts = (C + 255) / 256, n = blockIdx.x / parts, j = blockIdx.x % parts * 256 + threadIdx.x;
   const i64 t_n = frames[n], l_n = lengths[n];
@@ -91,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256) ctc_targets(
     const i64 c = real ? labels[j - 1] : blank;
     int first = 0;
     if (c != blank) while (labels[first++] != c) ;
-    classes[(i64)n * C + j] = c, own[(i64)n * C + j] = first | c << 32;  // the class goes along
+    classes[(i64)n * C + j] = c, symbols[(i64)n * C + j] = first | c << 32;  // the class goes along
   }
   if (j == 0) {  // without frames Z is 1 for an empty target, one path without a step; what is bad has no frames
     sizes[n] = good ? t_n : 0, sizes[N + n] = good ? l_n : 1;
@@ -100,25 +112,27 @@ extern "C" __global__ void __launch_bounds__(256) ctc_targets(
 }
 
 extern "C" __global__ void __launch_bounds__(256) ctc_kept(
-    const i64* frames, i64* kept, int T, int N, int K) {  // [N], [sum of frames] places in [K,N]
-  const int place = blockIdx.x * 256 + threadIdx.x, t = place / N, n = place - t * N;
+    const i64* frames, i64* kept_rows,  // [N], [sum of frames] rows of segments [K,N]
+    int T, int N, int K) {
+  const int row = blockIdx.x * 256 + threadIdx.x, t = row / N, n = row - t * N;
   if (t >= T || t >= frames[n]) return;
   i64 before = 0;
   for (int m = 0; m < N; m++) before += min((i64)(t + (m < n)), frames[m]);
-  kept[before] = place % (K * N);
+  kept_rows[before] = row % (K * N);
 }
 
 #ifdef __CUDACC__
 #define ROLLED _Pragma("unroll 1")  // a loop of few turns, whose copies would cost more than they save
-#define ROOM(name) extern __shared__ Pack name[]
-FORCED void copy_ahead(void* to, const void* from) {  // 16 bytes into shared memory, by no register
+#define DYNAMIC_SHARED(name) extern __shared__ Pack name[]
+INLINE void copy_ahead(void* to, const void* from) {  // 16 bytes into shared memory, by no register
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 #else
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
 #endif
 }
-FORCED void wait_for_copies() {  // of this thread
+INLINE void wait_for_copies() {  // of this thread
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
@@ -128,117 +142,125 @@ FORCED void wait_for_copies() {  // of this thread
 constexpr int PACK = 16 / sizeof(bits);  // elements of a load
 struct alignas(16) Pack { bits v[PACK]; };
 struct One { bits v[1]; };
-struct RowTotal { float at, sum; u32 held; };  // largest score, sum relative to it, posteriors
-constexpr float UNIT = sizeof(bits) == 4 ? 1.0f : LOG2E, TO_POWER = LOG2E / UNIT;  // of scores in `parts`; of 2, from units
+struct RowTotal { float max, sum; u32 posteriors; };  // largest score, sum relative to it, sum of posteriors
+constexpr float LOG2_SCALE = sizeof(bits) == 4 ? 1.0f : LOG2E;  // of the maxima of tiles
+constexpr float TO_LOG2 = LOG2E / LOG2_SCALE;  // from these to exponents of 2
 
 template <class V>
-FORCED V* take(char*& room, int count) {
-  V* const taken = reinterpret_cast<V*>(room);
-  room += (count * (int)sizeof(V) + 15) / 16 * 16;
-  return taken;
+INLINE V* allocate(char*& free_memory, int count) {  // [count], of shared memory
+  V* const block = reinterpret_cast<V*>(free_memory);
+  free_memory += (count * (int)sizeof(V) + 15) / 16 * 16;
+  return block;
 }
 template <class V>
-FORCED V* ahead(char*& room, V* from, int count) {  // where to find it, once copies are waited for
-  if (!NEAR) return from;
-  V* const to = take<V>(room, count);
-  constexpr int each = 16 / sizeof(V);
+INLINE V* staged(char*& free_memory, V* from, int count) {  // from [count]; where it is once copies are waited for
+  if (!STAGED) return from;
+  V* const to = allocate<V>(free_memory, count);
+  constexpr int per_copy = 16 / sizeof(V);
   ROLLED
-  for (int i = threadIdx.x * each; i < count; i += blockDim.x * each) copy_ahead((void*)(to + i), from + i);
+  for (int i = threadIdx.x * per_copy; i < count; i += blockDim.x * per_copy) copy_ahead((void*)(to + i), from + i);
   return to;
 }
 
 template <class V>
-FORCED void settle(V* some, float factor) {  // elements of one tile
-  V v = *some;
+INLINE void scale_pack(V* pack, float factor) {  // elements of one tile
+  V v = *pack;
   UNROLL
   for (int i = 0; i < (int)(sizeof(v) / sizeof(bits)); i++) v.v[i] = ELEMENT::store(ELEMENT::load(v.v[i]) * factor);
-  *some = v;
+  *pack = v;
 }
 
 extern "C" __global__ void __launch_bounds__(256) ctc_finish(
-    bits* dz, const float* parts,  // [rows,V] e^(z - at), at: the row's largest in a tile; [2,tiles,rows] at in units, sums of the tiles
-    const float* e, const i64* own,  // [N,K,C] scores of the target's classes; [N,C] of `ctc_targets`
-    const i64* frames, const i64* lengths, const float* post, const State* log_z,  // [N], [N], [N,K,2,plane], [N]
-    const float* g, const i64* kept, float2* stats,  // [N] upstream; [rows] of [K,N], or null for all; [T,N] largest score and sum
-    int rows, int V, int pitch, int tiles, int shift, int begin, int K, int N, int C, int plane) {  // 2^shift classes a tile
-  ROOM(memory);
-  char* room = reinterpret_cast<char*>(memory);
-  const int me = threadIdx.x, threads = blockDim.x, row = rows - 1 - blockIdx.x;  // what was written last is still near
-  bits *const to = dz + (i64)row * pitch, *const p = ahead(room, to, V);
-  const u32 place = kept ? (u32)kept[row] : row;
-  const int t = place / (u32)N, n = place - t * N;
+    bits* dz,  // [rows,V] e^(z - the row's largest in a tile), becomes the gradient
+    const float* tile_stats,  // [2,tiles,rows] largest score of a tile times LOG2_SCALE, sum relative to it
+    const float* emissions, const i64* symbols,  // [N,K,C] scores of the target's classes; [N,C] of `ctc_targets`
+    const i64* frames, const i64* lengths,  // [N], [N]
+    const float* post, const State* log_z,  // [N,K,2,plane], [N]
+    const float* g, const i64* kept_rows,  // [N] upstream; [rows] of [K,N], or null for all
+    float2* stats,  // [T,N] largest score and sum
+    int rows, int V, int pitch, int tiles, int shift,  // 2^shift classes a tile
+    int begin, int K, int N, int C, int plane) {
+  DYNAMIC_SHARED(memory);
+  char* free_memory = reinterpret_cast<char*>(memory);
+  const int me = threadIdx.x, threads = blockDim.x;
+  const int row = rows - 1 - blockIdx.x;  // what was written last is still near
+  bits *const row_dz = dz + (i64)row * pitch, *const p = staged(free_memory, row_dz, V);
+  const u32 frame_row = kept_rows ? (u32)kept_rows[row] : row;
+  const int t = frame_row / (u32)N, n = frame_row - t * N;
   const i64 frame = (i64)n * K + t;
-  const float *of_label = ahead(room, post + frame * 2 * plane, C), *of_blank = ahead(room, post + (frame * 2 + 1) * plane, C);
-  const float* scores = ahead(room, e + frame * C, C);
-  const i64* names = ahead(room, own + (i64)n * C, C);
+  const float* label_posteriors = staged(free_memory, post + frame * 2 * plane, C);
+  const float* blank_posteriors = staged(free_memory, post + (frame * 2 + 1) * plane, C);
+  const float* scores = staged(free_memory, emissions + frame * C, C);
+  const i64* row_symbols = staged(free_memory, symbols + (i64)n * C, C);
   const State total = load_state(log_z + n);
-  const float by = g[n];
-  const bool there = begin + t < frames[n];
+  const float g_n = g[n];
+  const bool in_sequence = begin + t < frames[n];
   const int length = (int)lengths[n];
-  u32* held = take<u32>(room, C);  // posteriors of each class of the small alphabet
-  float *factors = take<float>(room, tiles), *sums = take<float>(room, tiles);
-  RowTotal& all = *take<RowTotal>(room, 1);
+  u32* symbol_posteriors = allocate<u32>(free_memory, C);
+  float *tile_coefs = allocate<float>(free_memory, tiles), *tile_sums = allocate<float>(free_memory, tiles);
+  RowTotal& whole = *allocate<RowTotal>(free_memory, 1);
   ROLLED
-  for (int j = me; j < C; j += threads) held[j] = 0;
+  for (int j = me; j < C; j += threads) symbol_posteriors[j] = 0;
   if (me < 32) {  // the first warp joins the tiles
-    const float *tile_tops = parts + row, *tile_sums = tile_tops + (i64)tiles * rows;
-    float top = -infinity(), s = 0.0f;
+    const float *from_maxima = tile_stats + row, *from_sums = from_maxima + (i64)tiles * rows;
+    float row_max = -infinity(), row_sum = 0.0f;
     ROLLED
     for (int j = me; j < tiles; j += 32) {
-      factors[j] = tile_tops[(i64)j * rows], sums[j] = tile_sums[(i64)j * rows];
-      top = fmaxf(top, factors[j]);
+      tile_coefs[j] = from_maxima[(i64)j * rows], tile_sums[j] = from_sums[(i64)j * rows];
+      row_max = fmaxf(row_max, tile_coefs[j]);
     }
-    top = Larger::warp(top);
-    if (top == -infinity()) top = 0.0f;
+    row_max = zero_if_neg_inf(Larger::warp(row_max));
     ROLLED
     for (int j = me; j < tiles; j += 32) {
-      factors[j] = two_to((factors[j] - top) * TO_POWER);
-      s += sums[j] * factors[j];
+      tile_coefs[j] = exp2_approx((tile_coefs[j] - row_max) * TO_LOG2);
+      row_sum += tile_sums[j] * tile_coefs[j];
     }
-    s = Plus::warp(s);
+    row_sum = Plus::warp(row_sum);
     if (me == 0) {
-      all = {top / UNIT, s, 0};
-      stats[(i64)begin * N + place] = make_float2(all.at, s);
+      whole = {row_max / LOG2_SCALE, row_sum, 0};
+      stats[(i64)begin * N + frame_row] = make_float2(whole.max, row_sum);
     }
   }
   wait_for_copies();
   __syncthreads();
-  const float share = by / all.sum;
-  if (!there || !(total.m > 0.0f) || by == 0.0f) {  // no frame, no path, no gradient
-    const float nothing = total.m != total.m && total.e == BAD_SCORE && there ? total.m : 0.0f;
+  const float softmax_coef = g_n / whole.sum;
+  if (!in_sequence || !(total.m > 0.0f) || g_n == 0.0f) {  // no frame, no path, no gradient
+    const float no_grad = total.m != total.m && total.e == BAD_SCORE && in_sequence ? total.m : 0.0f;
     ROLLED
-    for (int c = me; c < V; c += threads) to[c] = ELEMENT::store(nothing);
+    for (int c = me; c < V; c += threads) row_dz[c] = ELEMENT::store(no_grad);
     return;
   }
-  u32 blanks = 0, labels = 0;
+  u32 blank_sum = 0, label_sum = 0;
   ROLLED
   for (int j = me; j <= length; j += threads) {
-    blanks += fixed(of_blank[j]);
+    blank_sum += to_fixed(blank_posteriors[j]);
     if (j == 0) continue;
-    const u32 v = fixed(of_label[j - 1]);
-    labels += v;
-    atomicAdd(&held[(int)names[j]], v);
+    const u32 v = to_fixed(label_posteriors[j - 1]);
+    label_sum += v;
+    atomicAdd(&symbol_posteriors[(int)row_symbols[j]], v);
   }
   __syncwarp();
-  blanks = warp_total(blanks), labels = warp_total(labels);
-  if (me % 32 == 0) atomicAdd(&held[0], blanks), atomicAdd(&all.held, blanks + labels);
-  const auto factor = [&](int c) { return factors[c >> shift] * share; };
-  if (NEAR || pitch % PACK == 0) {
+  blank_sum = warp_total(blank_sum), label_sum = warp_total(label_sum);
+  if (me % 32 == 0) atomicAdd(&symbol_posteriors[0], blank_sum), atomicAdd(&whole.posteriors, blank_sum + label_sum);
+  const auto coef = [&](int c) { return tile_coefs[c >> shift] * softmax_coef; };
+  if (STAGED || pitch % PACK == 0) {
     ROLLED
-    for (int c = me * PACK; c < V; c += threads * PACK) settle(reinterpret_cast<Pack*>(p + c), factor(c));
+    for (int c = me * PACK; c < V; c += threads * PACK) scale_pack(reinterpret_cast<Pack*>(p + c), coef(c));
   } else
-    for (int c = me; c < V; c += threads) settle(reinterpret_cast<One*>(p + c), factor(c));
+    for (int c = me; c < V; c += threads) scale_pack(reinterpret_cast<One*>(p + c), coef(c));
   __syncthreads();
   // K roundings have moved the sum of a frame's posteriors from 1, by 1e-6
-  const float hold = by / (float)all.held;
+  const float target_coef = g_n / (float)whole.posteriors;
   ROLLED
   for (int j = me; j < C; j += threads) {  // equal labels write the same
-    const i64 name = names[j];
-    p[name >> 32] = ELEMENT::store(fmaf(-hold, (float)held[(int)name], probability(scores[j], all.at) * share));
+    const i64 symbol = row_symbols[j];  // and its class
+    p[symbol >> 32] = ELEMENT::store(
+        fmaf(-target_coef, (float)symbol_posteriors[(int)symbol], probability(scores[j], whole.max) * softmax_coef));
   }
-  if (!NEAR) return;
+  if (!STAGED) return;
   __syncthreads();
   ROLLED
-  for (int c = me * PACK; c < V; c += threads * PACK) *reinterpret_cast<Pack*>(to + c) = *reinterpret_cast<const Pack*>(p + c);
+  for (int c = me * PACK; c < V; c += threads * PACK)
+    *reinterpret_cast<Pack*>(row_dz + c) = *reinterpret_cast<const Pack*>(p + c);
 }
 #endif

@@ -1,85 +1,86 @@
 // Cross entropy and its gradient in one launch: each logit z [O,I,V] is read once from memory, and its gradient dz
 // [O,I,V], which may be z, written once. Losses [M], M = O I. A row lies in the registers of a cluster, CLUSTER blocks
 // of THREADS threads, VECTORS of 16 bytes each; they exchange sums through distributed shared memory. Grid: M CLUSTER.
-// Also fixed when compiled: ELEMENT (bf16, f16, f32), SCORE (bare, scaled, capped), SMOOTH, LATE (leave the gradient
-// undivided), ALIGNED (rows of whole vectors), and BLOCKS, how many share a multiprocessor.
+// Also fixed when compiled: ELEMENT (bf16, f16, f32), SCORE (bare, scaled, capped), SMOOTH, UNSCALED_GRAD (the gradient
+// is not divided by the denominator), ALIGNED (rows of whole vectors), and BLOCKS, how many share a multiprocessor.
 // Idea: CUDA C++ programming guide, thread block clusters.
-typedef unsigned short u16;
-typedef unsigned int u32;
-#define FORCED __device__ __forceinline__
+#include "common.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f;
-FORCED float infinity() { return __int_as_float(0x7f800000); }
-FORCED float two_to(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
-
-// What scores are taken relative to: e^(z - m) is 2^(z unit - at), rounded once. Beyond 2^31 the residue of that
-// product would overflow; scores so large are equal or 128 apart, and any unit tells them from each other.
-struct Base {
-  float unit, at;
-  FORCED Base(float m) : unit(fabsf(m) < 2147483648.0f ? LOG2E : 1.0f), at(m == -infinity() ? 0.0f : m * unit) {}
-  FORCED float power(float z) const { return two_to(fmaf(z, unit, -at)); }
+// A row's largest score m, which others are taken relative to: e^(z - m) is 2^(z log2_scale - scaled), rounded once.
+// Beyond 2^31 the residue of that product would overflow; scores so large are equal or 128 apart, and any scale tells
+// them from each other.
+struct RowMax {
+  float log2_scale, scaled;
+  INLINE RowMax(float m)
+      : log2_scale(fabsf(m) < 2147483648.0f ? LOG2E : 1.0f), scaled(m == -infinity() ? 0.0f : m * log2_scale) {}
+  INLINE float exp2_diff(float z) const { return exp2_approx(fmaf(z, log2_scale, -scaled)); }
 };
 
 // How a word of 32 bits holds elements: their maxima, their values, and back.
 struct bf16 {
   typedef u16 bits;
   static constexpr u32 LOWEST = 0xff80ff80u;
-  static FORCED u32 top(u32 a, u32 b) { u32 r; asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-  static FORCED void unpack(u32 w, float* v) {
+  static INLINE u32 max2(u32 a, u32 b) { u32 r; asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+  static INLINE void unpack(u32 w, float* v) {
     v[0] = __uint_as_float(w << 16), v[1] = __uint_as_float(w & 0xffff0000u);
   }
-  static FORCED u32 pack(const float* v) {
+  static INLINE u32 pack(const float* v) {
     u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(v[1]), "f"(v[0])); return r;
   }
 };
 struct f16 {
   typedef u16 bits;
   static constexpr u32 LOWEST = 0xfc00fc00u;
-  static FORCED u32 top(u32 a, u32 b) { u32 r; asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-  static FORCED void unpack(u32 w, float* v) {
+  static INLINE u32 max2(u32 a, u32 b) { u32 r; asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+  static INLINE void unpack(u32 w, float* v) {
     asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
         : "=f"(v[0]), "=f"(v[1]) : "r"(w));
   }
-  static FORCED u32 pack(const float* v) {
+  static INLINE u32 pack(const float* v) {
     u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(v[1]), "f"(v[0])); return r;
   }
 };
 struct f32 {
   typedef u32 bits;
   static constexpr u32 LOWEST = 0xff800000u;
-  static FORCED u32 top(u32 a, u32 b) { return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b))); }
-  static FORCED void unpack(u32 w, float* v) { v[0] = __uint_as_float(w); }
-  static FORCED u32 pack(const float* v) { return __float_as_uint(v[0]); }
+  static INLINE u32 max2(u32 a, u32 b) { return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b))); }
+  static INLINE void unpack(u32 w, float* v) { v[0] = __uint_as_float(w); }
+  static INLINE u32 pack(const float* v) { return __float_as_uint(v[0]); }
 };
 
 // The score of a logit, and its slope; every score rises with its logit, so maxima may be taken before it.
-struct Options { float scale, cap; };
+struct Options { float logit_scale, softcap; };
 struct bare {
   static constexpr bool BOUNDED = false;
-  static FORCED float score(float raw, Options, float& slope) { return slope = 1.0f, raw; }
+  static INLINE float score(float logit, Options, float& slope) { return slope = 1.0f, logit; }
 };
 struct scaled {
   static constexpr bool BOUNDED = false;
-  static FORCED float score(float raw, Options o, float& slope) { return slope = o.scale, raw * o.scale; }
+  static INLINE float score(float logit, Options o, float& slope) {
+    return slope = o.logit_scale, logit * o.logit_scale;
+  }
 };
 struct capped {  // from e^(-2|x|): neither tanh nor its slope loses digits where tanh is near one
   static constexpr bool BOUNDED = true;
-  static FORCED float score(float raw, Options o, float& slope) {
-    float x = o.scale / o.cap * raw, x2 = x * x, e = two_to(-2 * LOG2E * fabsf(x)), r = __fdividef(1.0f, 1.0f + e);
+  static INLINE float score(float logit, Options o, float& slope) {
+    float x = o.logit_scale / o.softcap * logit, x2 = x * x;
+    float e = exp2_approx(-2 * LOG2E * fabsf(x)), r = __fdividef(1.0f, 1.0f + e);
     float series = x * (1.0f - x2 * (1.0f / 3 - x2 * (2.0f / 15 - x2 * (17.0f / 315))));
-    slope = o.scale * 4.0f * e * r * r;
-    return o.cap * (x2 < 0.01f ? series : copysignf((1.0f - e) * r, x));
+    slope = o.logit_scale * 4.0f * e * r * r;
+    return o.softcap * (x2 < 0.01f ? series : copysignf((1.0f - e) * r, x));
   }
 };
 
-struct Sums { float m, s, total; };  // maximum, sum of powers relative to its base, sum of w z
-struct Row {  // its base, and the factors of its gradient
-  Base base;
-  float pull, spread;
+struct RowStats { float m, s, smooth; };  // maximum, sum of e^(z - m), sum of w z
+struct RowGrad {  // what a row's gradient is made of
+  RowMax row_max;
+  float softmax_coef, smoothing_coef;
   template <class Score, bool Smooth>
-  FORCED float gradient(float raw, int c, int V, const float* weight, Options o, float hold = 0.0f) const {
-    float slope, d = pull * base.power(Score::score(raw, o, slope)) - hold;
-    if (Smooth) d -= weight ? c >= 0 && c < V ? spread * weight[c] : 0.0f : spread;
+  INLINE float gradient(
+      float logit, int c, int V, const float* weight, Options o,  // weight [V] or null
+      float target_coef = 0.0f) const {
+    float slope, d = softmax_coef * row_max.exp2_diff(Score::score(logit, o, slope)) - target_coef;
+    if (Smooth) d -= weight ? c >= 0 && c < V ? smoothing_coef * weight[c] : 0.0f : smoothing_coef;
     return d * slope;
   }
 };
@@ -91,11 +92,11 @@ struct Vector {
   static constexpr int PER = 4 / sizeof(bits), SIZE = 4 * PER;  // elements in a word, in all
   u32 w[4];
 
-  static FORCED bool whole(int c, int V) { return Aligned ? c < V : c >= 0 && c + SIZE <= V; }
-  static FORCED bool aligned(const bits* at) { return Aligned || (unsigned long long)at % 16 == 0; }
-  static FORCED bool within(int c, int V) { return c >= 0 && c < V; }
+  static INLINE bool whole(int c, int V) { return Aligned ? c < V : c >= 0 && c + SIZE <= V; }
+  static INLINE bool aligned(const bits* at) { return Aligned || (u64)at % 16 == 0; }
+  static INLINE bool within(int c, int V) { return c >= 0 && c < V; }
 
-  FORCED void load(const bits* row, int c, int V) {
+  INLINE void load(const bits* row, int c, int V) {  // row [V]
     for (int k = 0; k < 4; k++) w[k] = E::LOWEST;
     if (whole(c, V)) {
       uint4 v = __ldcs(reinterpret_cast<const uint4*>(row + c));
@@ -109,14 +110,16 @@ struct Vector {
         }
     }
   }
-  FORCED void store(bits* row, int c, int V) const {
+  INLINE void store(bits* row, int c, int V) const {  // row [V]
     if (whole(c, V) && aligned(row + c)) __stcs(reinterpret_cast<uint4*>(row + c), make_uint4(w[0], w[1], w[2], w[3]));
     else if (!Aligned)
 #pragma unroll
       for (int j = 0; j < SIZE; j++)
         if (within(c + j, V)) row[c + j] = w[j / PER] >> 16 * (j % PER);
   }
-  FORCED void add(Sums& sums, const Base& base, int c, int V, const float* weight, Options o) const {
+  INLINE void add(
+      RowStats& stats, const RowMax& row_max, int c, int V,
+      const float* weight, Options o) const {  // weight [V] or null
     constexpr bool ASK = Smooth || Score::BOUNDED;  // else what is no class adds e^-inf
 #pragma unroll
     for (int j = 0; j < SIZE; j++) {
@@ -124,14 +127,16 @@ struct Vector {
       E::unpack(w[j / PER], v);
       float z = Score::score(v[j % PER], o, slope);
       bool counts = !ASK || within(c + j, V);
-      sums.s += counts ? base.power(z) : 0.0f;
-      if (Smooth && counts) sums.total += weight ? weight[c + j] * z : z;
+      stats.s += counts ? row_max.exp2_diff(z) : 0.0f;
+      if (Smooth && counts) stats.smooth += weight ? weight[c + j] * z : z;
     }
   }
-  FORCED void forget() {  // what was computed from the words, rather than spill it
+  INLINE void forget() {  // what was computed from the words, rather than spill it
     for (int k = 0; k < 4; k++) asm volatile("" : "+r"(w[k]));
   }
-  FORCED void differentiate(int c, int V, const Row& r, const float* weight, Options o) {  // as if without a target
+  INLINE void differentiate(  // as if without a target
+      int c, int V, const RowGrad& r,
+      const float* weight, Options o) {  // weight [V] or null
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       float v[2];
@@ -143,26 +148,18 @@ struct Vector {
   }
 };
 
-FORCED float warp_max(float v) {
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
-  return v;
-}
-FORCED float warp_sum(float v) {
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
-  return v;
-}
 template <int PARTS>
-FORCED Sums joined(const Sums* parts) {  // by each warp for itself
+INLINE RowStats joined(const RowStats* parts) {  // parts [PARTS]; by each warp for itself
   const int lane = threadIdx.x % 32;
-  const Sums part = lane < PARTS ? parts[lane] : Sums{-infinity(), 0.0f, 0.0f};
+  const RowStats part = lane < PARTS ? parts[lane] : RowStats{-infinity(), 0.0f, 0.0f};
   const float m = warp_max(part.m);
-  const Base all(m), own(part.m);
-  const float factor = all.unit == own.unit ? two_to(own.at - all.at) : 0.0f;
-  return {m, warp_sum(part.s > 0.0f || part.s != part.s ? part.s * factor : 0.0f), warp_sum(part.total)};
+  const RowMax all(m), own(part.m);
+  const float factor = all.log2_scale == own.log2_scale ? exp2_approx(own.scaled - all.scaled) : 0.0f;
+  return {m, warp_sum(part.s > 0.0f || part.s != part.s ? part.s * factor : 0.0f), warp_sum(part.smooth)};
 }
 // Each block of a cluster writes its sums into the shared memory of all; they have all started (`turnaround` arrived).
 template <int PARTS>
-FORCED Sums exchanged(const Sums& mine, Sums* parts, int rank) {
+INLINE RowStats exchanged(const RowStats& mine, RowStats* parts, int rank) {  // parts [PARTS] of each block
   if constexpr (PARTS == 1) return mine;
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   if (threadIdx.x < PARTS) {
@@ -170,7 +167,7 @@ FORCED Sums exchanged(const Sums& mine, Sums* parts, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(threadIdx.x));
     asm volatile("st.shared::cluster.f32 [%0], %1; st.shared::cluster.f32 [%0 + 4], %2;"
                  " st.shared::cluster.f32 [%0 + 8], %3;"
-                 :: "r"(there), "f"(mine.m), "f"(mine.s), "f"(mine.total) : "memory");
+                 :: "r"(there), "f"(mine.m), "f"(mine.s), "f"(mine.smooth) : "memory");
   }
   __syncwarp();  // an aligned barrier wants whole warps
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -183,72 +180,79 @@ FORCED Sums exchanged(const Sums& mine, Sums* parts, int rank) {
 #define SHAPE __launch_bounds__(THREADS, BLOCKS)
 #endif
 extern "C" __global__ void SHAPE turnaround(
-    const ELEMENT::bits* z, ELEMENT::bits* dz, const long long* target,  // [O,I,V], [O,I,V], may be z, [M]
-    const float* weight, const float* token_weight, const float* all_weight,  // [V], [M], [1], or null
+    const ELEMENT::bits* z, ELEMENT::bits* dz,  // [O,I,V], [O,I,V] that may be z
+    const i64* target,  // [M]
+    const float* weight, const float* token_weight, const float* all_weights,  // [V], [M], [1], or null
     const float* denominator, float* loss,  // [1] or null, [M]
-    int V, int inner, int stride_o, int stride_i, int d_stride_o, int d_stride_i,  // classes, I, strides in elements
+    int V, int inner,  // classes, I
+    int stride_o, int stride_i, int d_stride_o, int d_stride_i,  // of z and of dz, in elements
     int ignore_index, double label_smoothing, double logit_scale, double softcap, double z_weight) {
   typedef Vector<ELEMENT, SCORE, SMOOTH, ALIGNED> Vec;
   constexpr int WARPS = THREADS / 32;
-  __shared__ Sums warps[WARPS], parts[CLUSTER];
+  __shared__ RowStats warps[WARPS], parts[CLUSTER];
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
   const Options o = {(float)logit_scale, (float)softcap};
   const float smoothing = label_smoothing, z_loss = z_weight;
   const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, step = THREADS * Vec::SIZE;
-  const ELEMENT::bits* start = z + (long long)(row / inner) * stride_o + (long long)(row % inner) * stride_i;
-  ELEMENT::bits* out = dz + (long long)(row / inner) * d_stride_o + (long long)(row % inner) * d_stride_i;
+  const ELEMENT::bits* row_z = z + (i64)(row / inner) * stride_o + (i64)(row % inner) * stride_i;
+  ELEMENT::bits* row_dz = dz + (i64)(row / inner) * d_stride_o + (i64)(row % inner) * d_stride_i;
   // elements between a multiple of 16 bytes and the row
-  const int before = ALIGNED ? 0 : (unsigned long long)start % 16 / sizeof(*start);
+  const int before = ALIGNED ? 0 : (u64)row_z % 16 / sizeof(*row_z);
   const int first = rank * VECTORS * step + threadIdx.x * Vec::SIZE - before;
 
-  const long long label = target[row];
+  const i64 label = target[row];
   const bool ignored = label == ignore_index, valid = !ignored && label >= 0 && label < V;
-  const float total = denominator ? *denominator : 1.0f;
-  Vec held[VECTORS];
+  const float divisor = denominator ? *denominator : 1.0f;
+  Vec vectors[VECTORS];
 #pragma unroll
-  for (int k = 0; k < VECTORS; k++) held[k].load(start, first + k * step, V);
+  for (int k = 0; k < VECTORS; k++) vectors[k].load(row_z, first + k * step, V);
   // the thread that holds the target's logit writes the loss, and that logit's gradient
   const int vector_y = ((int)label + before) / Vec::SIZE;
-  const bool mine = valid && vector_y % THREADS == threadIdx.x && vector_y / (THREADS * VECTORS) == rank;
-  float raw_y[2];
-  if (mine) ELEMENT::unpack(start[label], raw_y);
+  const bool has_target = valid && vector_y % THREADS == threadIdx.x && vector_y / (THREADS * VECTORS) == rank;
+  float logit_y[2];
+  if (has_target) ELEMENT::unpack(row_z[label], logit_y);
 
-  u32 top = ELEMENT::LOWEST;
+  u32 largest = ELEMENT::LOWEST;
 #pragma unroll
   for (int k = 0; k < VECTORS; k++)
-    for (int j = 0; j < 4; j++) top = ELEMENT::top(top, held[k].w[j]);
-  float tops[2], slope;
-  ELEMENT::unpack(top, tops);
-  Sums sums = {SCORE::score(warp_max(fmaxf(tops[0], tops[Vec::PER - 1])), o, slope), 0.0f, 0.0f};
-  const Base own(sums.m);
+    for (int j = 0; j < 4; j++) largest = ELEMENT::max2(largest, vectors[k].w[j]);
+  float pair[2], slope;
+  ELEMENT::unpack(largest, pair);
+  RowStats stats = {SCORE::score(warp_max(fmaxf(pair[0], pair[Vec::PER - 1])), o, slope), 0.0f, 0.0f};
+  const RowMax own(stats.m);
 #pragma unroll
-  for (int k = 0; k < VECTORS; k++) held[k].add(sums, own, first + k * step, V, weight, o);
-  sums.s = warp_sum(sums.s);
-  if (SMOOTH) sums.total = warp_sum(sums.total);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sums;
+  for (int k = 0; k < VECTORS; k++) vectors[k].add(stats, own, first + k * step, V, weight, o);
+  stats.s = warp_sum(stats.s);
+  if (SMOOTH) stats.smooth = warp_sum(stats.smooth);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = stats;
   __syncthreads();
-  sums = exchanged<CLUSTER>(joined<WARPS>(warps), parts, rank);
+  stats = exchanged<CLUSTER>(joined<WARPS>(warps), parts, rank);
 
-  const Base base(sums.m);
-  const float log_s = logf(sums.s), lse = base.at / base.unit + log_s, share = 1.0f / (total == 0.0f ? 1.0f : total);
-  const float w_t = token_weight ? token_weight[row] : 1.0f, w_all = all_weight ? *all_weight : V;
-  const float hold = (1.0f - smoothing) * (weight && valid ? weight[label] : 1.0f) * w_t, spread = smoothing / V * w_t;
-  const float by = LATE ? 1.0f : share, pull = hold + spread * w_all + 2 * z_loss * w_t * lse;
-  const Row r = {base, pull * by / sums.s, spread * by};
+  const RowMax row_max(stats.m);
+  const float log_s = logf(stats.s), lse = row_max.scaled / row_max.log2_scale + log_s;
+  const float inv_denominator = 1.0f / (divisor == 0.0f ? 1.0f : divisor);
+  const float w_t = token_weight ? token_weight[row] : 1.0f, w_sum = all_weights ? *all_weights : V;
+  const float target_coef = (1.0f - smoothing) * (weight && valid ? weight[label] : 1.0f) * w_t;
+  const float smoothing_coef = smoothing / V * w_t;
+  const float softmax_coef = target_coef + smoothing_coef * w_sum + 2 * z_loss * w_t * lse;
+  const float grad_scale = UNSCALED_GRAD ? 1.0f : inv_denominator;
+  const RowGrad r = {row_max, softmax_coef * grad_scale / stats.s, smoothing_coef * grad_scale};
 #pragma unroll
   for (int k = 0; k < VECTORS; k++) {
     const int c = first + k * step;
     if (c >= V) break;
-    held[k].forget();
-    if (valid) held[k].differentiate(c, V, r, weight, o);
-    else for (int j = 0; j < 4; j++) held[k].w[j] = 0;
-    held[k].store(out, c, V);
+    vectors[k].forget();
+    if (valid) vectors[k].differentiate(c, V, r, weight, o);
+    else for (int j = 0; j < 4; j++) vectors[k].w[j] = 0;
+    vectors[k].store(row_dz, c, V);
   }
-  if (mine) {
-    float d[2] = {r.gradient<SCORE, SMOOTH>(raw_y[0], (int)label, V, weight, o, hold * by), 0.0f};
-    out[label] = ELEMENT::pack(d);
-    float log_p = fmaf(SCORE::score(raw_y[0], o, slope), base.unit, -base.at) / base.unit - log_s;
+  if (has_target) {
+    float d[2] = {r.gradient<SCORE, SMOOTH>(logit_y[0], (int)label, V, weight, o, target_coef * grad_scale), 0.0f};
+    row_dz[label] = ELEMENT::pack(d);
+    const float score_y = SCORE::score(logit_y[0], o, slope);
+    float log_p = fmaf(score_y, row_max.log2_scale, -row_max.scaled) / row_max.log2_scale - log_s;
     if (log_p > 0.0f) log_p = 0.0f;  // a rounding may put it above, by 1e-7
-    loss[row] = share * (spread * w_all * lse - spread * sums.total - hold * log_p + z_loss * w_t * lse * lse);
+    loss[row] = inv_denominator * (smoothing_coef * w_sum * lse - smoothing_coef * stats.smooth - target_coef * log_p +
+                                   z_loss * w_t * lse * lse);
   } else if (!valid && rank == 0 && threadIdx.x == 0) loss[row] = ignored ? 0.0f : __int_as_float(0x7fc00000);
 }

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fusedloss as fl
 from fusedloss.core.drawing import si
 from fusedloss.core.records import machine_line, record
+from fusedloss.core.tuning import event_seconds
 
 RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "16_many_gpus.json"
 LANGUAGE_MODEL = dict(N=8192, H=4096, V=128256)
@@ -26,14 +27,8 @@ def timed(step, runs, rounds):
     "Seconds of a step among `runs` that follow one another, of the slowest rank: the median of some rounds"
     times = []
     for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier()  # every rank makes as many steps, or they would wait for each other for ever
-        begin.record()
-        for _ in range(runs):
-            step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3 / runs)
+        times += event_seconds(step, calls=runs)
     slowest = torch.tensor(sorted(times)[rounds // 2], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()

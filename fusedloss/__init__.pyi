@@ -2,7 +2,7 @@
 
 from fusedloss import margins as margins, semirings as semirings
 from fusedloss.baseline import BaselineSoftmax as BaselineSoftmax, BaselineSoftmaxNllLoss as BaselineSoftmaxNllLoss, baseline_linear_cross_entropy as baseline_linear_cross_entropy
-from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, Method, Reduction
+from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, LossArguments, Method, Reduction
 from fusedloss.core.sampling import NegativeSampler as NegativeSampler
 from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_with_logits as ctc_loss_with_logits, ctc_posteriors as ctc_posteriors, forced_align as forced_align
 from fusedloss.iota import iota_cross_entropy as iota_cross_entropy, onehot_select as onehot_select, rewrite_gather as rewrite_gather
@@ -17,7 +17,7 @@ from fusedloss.sharded_heads import ShardedPartialFC as ShardedPartialFC, Sharde
 from fusedloss.tiles import MemoryEfficientVocabOutput as MemoryEfficientVocabOutput, tiled_linear_cross_entropy as tiled_linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from typing import Literal, Optional, overload
+from typing import Literal, Optional, Unpack, overload
 
 __version__: str
 __all__: list[str]
@@ -30,11 +30,6 @@ def chunked_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits, bias and all
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -42,6 +37,7 @@ def chunked_linear_cross_entropy(
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # float32 (float64 for float64), a scalar
     ...
 @overload
@@ -52,11 +48,6 @@ def chunked_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits, bias and all
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -64,6 +55,7 @@ def chunked_linear_cross_entropy(
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`, all of it without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64), a scalar
     ...
 @overload
@@ -74,11 +66,6 @@ def chunked_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits, bias and all
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -86,6 +73,7 @@ def chunked_linear_cross_entropy(
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64), a scalar
     ...
 
@@ -94,15 +82,11 @@ def cross_entropy(
     input:Tensor,  # [V], [N,V] or [N,V,d1,...], logits
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
+    *, reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     inplace:bool=False,  # where a gradient is due, put it in the place of the logits
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # float32 (float64 for float64)
     ...
 @overload
@@ -110,15 +94,11 @@ def cross_entropy(
     input:Tensor,  # [V], [N,V] or [N,V,d1,...], logits
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
+    *, reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     inplace:bool=False,  # where a gradient is due, put it in the place of the logits
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     ...
 @overload
@@ -126,15 +106,11 @@ def cross_entropy(
     input:Tensor,  # [V], [N,V] or [N,V,d1,...], logits
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
+    *, reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     inplace:bool=False,  # where a gradient is due, put it in the place of the logits
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     ...
 
@@ -146,12 +122,6 @@ def linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), undivided by
-                                   # a temperature T: that is logit_scale=s/T, softcap=c/T
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
@@ -161,6 +131,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # a scalar, or [...] less `shift` at its end
     ...
 @overload
@@ -171,12 +142,6 @@ def linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), undivided by
-                                   # a temperature T: that is logit_scale=s/T, softcap=c/T
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
@@ -186,6 +151,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...
 @overload
@@ -196,12 +162,6 @@ def linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), undivided by
-                                   # a temperature T: that is logit_scale=s/T, softcap=c/T
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
@@ -211,6 +171,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...
 
@@ -222,15 +183,11 @@ def recompute_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # float32 (float64 for float64)
     ...
 @overload
@@ -241,15 +198,11 @@ def recompute_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     ...
 @overload
@@ -260,15 +213,11 @@ def recompute_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     ...
 
@@ -280,11 +229,6 @@ def sharded_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -292,6 +236,7 @@ def sharded_linear_cross_entropy(
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # of all tokens; "none": of this rank's
     ...
 @overload
@@ -302,11 +247,6 @@ def sharded_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -314,6 +254,7 @@ def sharded_linear_cross_entropy(
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
     ...
 @overload
@@ -324,11 +265,6 @@ def sharded_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -336,5 +272,6 @@ def sharded_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
     ...

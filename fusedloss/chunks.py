@@ -7,17 +7,19 @@ __all__ = ['chunked_linear_cross_entropy', 'ChunkedLinearCrossEntropyLoss']
 
 # %% ../nbs/06_chunks.ipynb #bd73b366
 import math, os
-from typing import Any, Callable, Literal, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional, Unpack
 
 import torch
 from torch import nn, Tensor
 
 from fusedloss.clusters import scaled_rows, turn_around
 from fusedloss.core.checks import (
-    acc_dtype, autocasts, check_factory, check_flags, check_inputs, check_linear, check_options,
-    check_weight, check_weights, expect, FLOATS, is_integer)
-from fusedloss.core.operators import first_order, observed, operator, products
-from fusedloss.core.options import Accumulate, CrossEntropyStats, Reduction, LossOptions
+    acc_dtype, check_factory, check_flags, check_inputs, check_linear, check_weight, check_weights,
+    expect, FLOATS, is_integer)
+from fusedloss.core.operators import autocasts, first_order, observed, operator, products
+from fusedloss.core.options import (
+    Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
+    Reduction)
 from fusedloss.core.products import product_dtype, put_product, tile_slices
 from fusedloss.core.reference import row_stats, share_of, total_weight
 from fusedloss.core.triton import has_kernel
@@ -406,6 +408,7 @@ def check_budget(memory_budget:Optional[int], least:int):
             memory_budget)
 
 # %% ../nbs/06_chunks.ipynb #dd0771d9
+@lists_options
 def chunked_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
@@ -413,11 +416,6 @@ def chunked_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits, bias and all
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -425,16 +423,17 @@ def chunked_linear_cross_entropy(
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64), a scalar
     "A linear layer's cross entropy, gradients formed in forward; raises as the checks above."
+    o = loss_options(options)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     check_linear(input, linear_weight)
     check_chunks(input, linear_weight, reduction, chunk_size, memory_budget, accumulate,
                  max_valid, return_stats)
-    check_inputs(input, linear_weight, target, reduction, ignore_index)
-    check_options(label_smoothing, logit_scale, softcap, z_loss)
+    check_inputs(input, linear_weight, target, reduction, o.ignore_index)
     check_weights(linear_weight.T, weight, token_weight, target)
-    check_promise(target, ignore_index, max_valid)
+    check_promise(target, o.ignore_index, max_valid)
     acc, shape = acc_dtype(linear_weight.dtype), list(linear_weight.shape)
     _check_tensor("linear_bias", linear_bias, input, shape[:1], FLOATS)
     _check_tensor("grad_buffer", grad_buffer, input, shape, (acc,))
@@ -443,14 +442,13 @@ def chunked_linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled()
              for t in (input, linear_weight, linear_bias)]
     check_budget(memory_budget, logits_row(shape[0], dtype))
-    numbers = map(float, (label_smoothing, logit_scale, softcap or 0, z_loss))
     arguments = (input.reshape(-1, shape[1]), linear_weight, linear_bias, y, flat(weight),
-                 flat(token_weight), LossOptions(ignore_index, *numbers), dtype,
+                 flat(token_weight), o, dtype,
                  linear_weight.dtype if grad_buffer is None else acc, reduction == "mean",
                  chunk_size, memory_budget, accumulate, max_valid, *needs, return_stats)
     loss, *told = run_loss(grad_buffer, arguments)
-    if return_stats: loss = loss, row_stats(*told, target, arguments[5], z_loss)
-    return hold_promise(loss, target, ignore_index, max_valid)
+    if return_stats: loss = loss, row_stats(*told, target, arguments[5], o.z_loss)
+    return hold_promise(loss, target, o.ignore_index, max_valid)
 
 # %% ../nbs/06_chunks.ipynb #fc68e6db
 def run_loss(grad_buffer:Optional[Tensor], arguments:tuple) -> tuple[Tensor, ...]:
@@ -515,27 +513,25 @@ class LinearHead(nn.Module):
 # %% ../nbs/06_chunks.ipynb #ebe06417
 class ChunkedLinearCrossEntropyLoss(LinearHead):
     "A linear layer and its cross entropy, chunk by chunk."
+    @lists_options
     def __init__(self,
         in_features:int, num_classes:int, bias:bool=False,  # H, V
         *, class_weight:Optional[Tensor]=None,  # [V]
         reduction:Reduction="mean",  # "none" is not for chunks
-        ignore_index:int=-100, label_smoothing:float=0.0,
-        logit_scale:float=1.0, softcap:Optional[float]=None, z_loss:float=0.0,
         chunk_size:Optional[int]=None, memory_budget:Optional[int]=None,
         accumulate:Accumulate="auto",
         init_method:Optional[Callable]=None,  # fills [V,H] in place; as `nn.Linear` if None
         transposed:bool=False,  # store the weight as [H,V]
         monitoring:bool=False,  # keep statistics of the last call in `metrics`
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,
+        **options:Unpack[LossArguments],  # the fields of `LossOptions`
     ):
         super().__init__(in_features, num_classes, bias, init_method, transposed, device, dtype)
         check_weight("class_weight", class_weight, (num_classes,))
         check_flags(monitoring=monitoring)
         self.register_buffer("class_weight", class_weight)
-        self.options = dict(
-            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
-            memory_budget=memory_budget, accumulate=accumulate)
+        self.options = dict(options=loss_options(options), reduction=reduction, chunk_size=chunk_size,
+                            memory_budget=memory_budget, accumulate=accumulate)
         self.monitoring, self.metrics = monitoring, {}
 
     def forward(self,

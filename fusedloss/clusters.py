@@ -6,18 +6,18 @@
 __all__ = ['cross_entropy']
 
 # %% ../nbs/05_clusters.ipynb #42f72f76
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Unpack
 
 import torch
 from torch import Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_flags, check_labels, check_options, check_target, check_weights, expect,
-    FLOATS)
+    acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS)
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
-from fusedloss.core.options import CrossEntropyStats, Reduction, LossOptions
+from fusedloss.core.options import (
+    CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
 from fusedloss.core.reference import reduce_rows, row_stats, share_of, total_weight
 from fusedloss.core.rows import (
     all_weights, class_weight, load_block, load_labels, row_factors, row_loss, row_start,
@@ -242,7 +242,7 @@ def launch_cluster(
     w, w_t, total = [t if t is None else t.float() for t in (weight, token_weight, denominator)]
     with on_device(z):
         run = cuda_kernel("turnaround", z.get_device(), ELEMENT=ELEMENTS[z.dtype], SCORE=score,
-                          SMOOTH=int(o.label_smoothing > 0), LATE=int(late),
+                          SMOOTH=int(o.label_smoothing > 0), UNSCALED_GRAD=int(late),
                           ALIGNED=int(aligned), CLUSTER=c.blocks, VECTORS=c.vectors,
                           THREADS=c.threads, BLOCKS=c.together)
         if run is None: return None
@@ -352,7 +352,6 @@ def check_logits(
            "floats of 16, 32 or 64 bits, of shape [V] or [N, V, ...] with at least one class",
            f"{input.dtype} {list(input.shape)}")
     check_target(target, input.shape[:dim] + input.shape[dim + 1:], input.device, reduction)
-    expect(type(ignore_index) is int, "ignore_index", "an integer", ignore_index)
     check_labels(target, input.shape[dim], ignore_index)
 
 # %% ../nbs/05_clusters.ipynb #d13744b8
@@ -367,30 +366,25 @@ def check_overwrite(input:Tensor):
            f"strides {list(input.stride())}")
 
 # %% ../nbs/05_clusters.ipynb #c3108e5d
+@lists_options
 def cross_entropy(
     input:Tensor,  # [V], [N,V] or [N,V,d1,...], logits
     target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
-    *, ignore_index:int=-100,  # tokens with this target count nothing
-    reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies the logits
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
+    *, reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     inplace:bool=False,  # where a gradient is due, put it in the place of the logits
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     "Cross entropy of logits; raises `ValueError`, `IndexError` as the checks above say."
-    check_logits(input, target, reduction, ignore_index)
-    check_options(label_smoothing, logit_scale, softcap, z_loss)
+    o = loss_options(options)
+    check_logits(input, target, reduction, o.ignore_index)
     check_weights(input, weight, token_weight, target)
     check_flags(inplace=inplace, return_stats=return_stats)
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
-    numbers = label_smoothing, logit_scale, softcap or 0, z_loss
-    o = LossOptions(ignore_index, *map(float, numbers))
-    denominator = (total_weight(*y, ignore_index, acc_dtype(input.dtype))
+    denominator = (total_weight(*y, o.ignore_index, acc_dtype(input.dtype))
                    if reduction == "mean" else None)
     z = rows_view(input)
     if inplace and overwrites(input, return_stats):
@@ -402,7 +396,7 @@ def cross_entropy(
         losses, *rows = logits_loss(z, *y, denominator, o, return_stats)
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
-    return (loss, row_stats(*rows, target, y[2], z_loss)) if return_stats else loss
+    return (loss, row_stats(*rows, target, y[2], o.z_loss)) if return_stats else loss
 
 # %% ../nbs/05_clusters.ipynb #fd78e112
 def overwrites(

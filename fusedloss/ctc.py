@@ -70,37 +70,45 @@ def ctc_by_logz(
 def alpha_table(
     emitted:Tensor,  # [T,N,S] score of each state
     skip:Tensor, frames:Tensor,  # [N,S] bool, [N]
+    start:Optional[Tensor]=None,  # [N,S] the first row; None: all in the first blank
 ) -> Tensor:  # [T+1,N,S]; row t+1 is after frame t
     "Sums over the beginnings of all paths; a sequence that is over keeps its last row."
     alphas = emitted.new_full((len(emitted) + 1, *emitted.shape[1:]), -torch.inf)
-    alphas[0, :, 0] = 0
+    if start is None: alphas[0, :, 0] = 0
+    else: alphas[0] = start
     for t, scores in enumerate(emitted):
         new = Log.reduce(arriving(alphas[t], skip), 0) + scores
         alphas[t + 1] = stay(active(frames, t), new, alphas[t])
     return alphas
 
 # %% ../nbs/20_ctc.ipynb #17e1ccbd
+def last_row(alphas:Tensor, lengths:Tensor) -> Tensor:
+    "The last row of α [N,S], −∞ in states where no path may end."
+    return alphas[-1].masked_fill(~at_end(alphas.shape[2], lengths), -torch.inf)
+
 @torch.no_grad()
-def share_back(
+def gamma_table(
     alphas:Tensor,  # [T+1,N,S] of `alpha_table`
-    skip:Tensor, frames:Tensor, lengths:Tensor,  # [N,S] bool, [N], [N]
-) -> Tensor:  # [T,N,S]; 0 beyond a sequence's frames, and where no path exists
+    skip:Tensor, frames:Tensor,  # [N,S] bool, [N]
+    gamma:Tensor,  # [N,S] after the last frame
+) -> tuple[Tensor, Tensor]:  # [T,N,S], 0 beyond a sequence's frames; [N,S] before the first frame
     "Where paths are: γ from the end back to the start."
-    end = at_end(alphas.shape[2], lengths)
-    state = Log.dsum(alphas[-1].masked_fill(~end, -torch.inf), -1)
     gammas = torch.zeros_like(alphas[1:])
     for t in reversed(range(len(gammas))):
         go = active(frames, t)
-        gammas[t] = torch.where(go, state, 0)
-        stays, one, two = Log.dsum(arriving(alphas[t], skip), 0) * state
-        state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
-    return gammas
+        gammas[t] = torch.where(go, gamma, 0)
+        stays, one, two = Log.dsum(arriving(alphas[t], skip), 0) * gamma
+        gamma = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], gamma)
+    return gammas, gamma
+
+def posterior_table(alphas:Tensor, skip:Tensor, frames:Tensor, lengths:Tensor) -> Tensor:
+    "γ of whole sequences [T,N,S]; 0 where no path exists."
+    return gamma_table(alphas, skip, frames, Log.dsum(last_row(alphas, lengths), -1))[0]
 
 # %% ../nbs/20_ctc.ipynb #4caf8647
-def log_likelihood(alphas, lengths):
+def log_likelihood(alphas:Tensor, lengths:Tensor) -> Tensor:
     "The sum over all paths [N]."
-    end = at_end(alphas.shape[2], lengths)
-    return Log.reduce(alphas[-1].masked_fill(~end, -torch.inf), -1)
+    return Log.reduce(last_row(alphas, lengths), -1)
 
 # %% ../nbs/20_ctc.ipynb #3a76ba67
 LOGITS, TORCH, EXACT = 0, 1, 2  # what z is, and which gradient is wanted
@@ -135,7 +143,7 @@ def plain_loss(
     z:Tensor, a:Lattice,  # [T,N,C]
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
-    "The loss by `alpha_table` and `share_back`."
+    "The loss by `alpha_table` and `posterior_table`."
     x = z.detach() if z.dtype == f64 else z.detach().float()
     alphas = alpha_table(a.emitted, a.skip, a.frames)
     log_z = log_likelihood(alphas, a.lengths)
@@ -146,7 +154,7 @@ def plain_loss(
     if zero_infinity: loss = loss.masked_fill(log_z == -torch.inf, 0)
     loss = (loss * share).masked_fill(a.bad, torch.nan).to(x.dtype)
     if not grad: return loss, None
-    gammas = share_back(alphas, a.skip, a.frames, a.lengths)
+    gammas = posterior_table(alphas, a.skip, a.frames, a.lengths)
     busy = on & (log_z != -torch.inf) & ~a.bad
     dz = x.softmax(-1) if form == LOGITS else x.exp() if form == TORCH else torch.zeros_like(x)
     dz = (dz - per_class(gammas, a.states, z.shape[2]).to(x.dtype)) * share.to(x.dtype)[:, None]
@@ -311,6 +319,7 @@ class _CTCGrad(torch.autograd.Function):
 
 # %% ../nbs/20_ctc.ipynb #3ae5da9e
 class _CTC(torch.autograd.Function):
+    "The loss in eager mode: backward may scale dz in its place, and has a derivative."
     @staticmethod
     def forward(ctx, wanted, z, targets, frames, lengths, *how):
         late = how[3] and z.dtype == torch.float16
@@ -331,8 +340,7 @@ class _CTC(torch.autograd.Function):
         return None, ctc_backward(g, dz, share, keep), *nothing
 
 # %% ../nbs/20_ctc.ipynb #1227a83d
-@operator("fusedloss::ctc")
-def ctc_operator(
+def ctc_with_strides(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Tensor]:
@@ -342,32 +350,31 @@ def ctc_operator(
     return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != wanted else dz
 
 # %% ../nbs/20_ctc.ipynb #88f110e5
-@ctc_operator.register_fake
-def _(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
+def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
+    "The shapes of `ctc_with_strides`'s results."
     dtype = f64 if z.dtype == f64 else f32
     return z.new_empty(z.shape[1], dtype=dtype), torch.empty_like(z) if grad else z.new_empty(0)
 
 # %% ../nbs/20_ctc.ipynb #778bd5f1
-@operator("fusedloss::ctc_grad")
-def ctc_grad_operator(g:Tensor, dz:Tensor) -> Tensor:
+def ctc_grad(g:Tensor, dz:Tensor) -> Tensor:
     "`ctc_backward` into a tensor of its own."
     return ctc_backward(g, dz, None, True)
 
-# %% ../nbs/20_ctc.ipynb #e5a5dcab
-@ctc_grad_operator.register_fake
-def _(g, dz): return torch.empty_like(dz)
+ctc_grad_operator = operator("fusedloss::ctc_grad", ctc_grad,
+                             fake=lambda g, dz: torch.empty_like(dz))
 
 # %% ../nbs/20_ctc.ipynb #3cb8c7c2
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(output[1])  # an output that leads to z, where gradients are recorded
-    ctx.set_materialize_grads(False)
+def save_dz(ctx, inputs, output):
+    "dz: an output that leads to z, where gradients are recorded."
+    ctx.save_for_backward(output[1])
 
-def _backward(ctx, g, _):
-    dz, = ctx.saved_tensors
-    return (None if g is None else ctc_grad_operator(g, dz)), *[None] * 8
+def gradient_of_ctc(ctx, needs, g, _):
+    "dz times the upstream gradient."
+    return {} if g is None else {"z": ctc_grad_operator(g, *ctx.saved_tensors)}
 
 # %% ../nbs/20_ctc.ipynb #b33db924
-ctc_operator.register_autograd(_backward, setup_context=_save)
+ctc_operator = operator("fusedloss::ctc", ctc_with_strides, fake=fake_ctc, save=save_dz,
+                        backward=gradient_of_ctc)
 
 # %% ../nbs/20_ctc.ipynb #8753093f
 def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, form, name):
@@ -516,7 +523,7 @@ def plain_posteriors(z:Tensor, p:Problem, blank:int) -> tuple[Tensor, Tensor]:
     "γ [T,N,S] and log Z [N], NaN for targets or lengths that cannot be."
     a = lattice(z, p, blank)
     alphas = alpha_table(a.emitted, a.skip, a.frames)
-    gammas = share_back(alphas, a.skip, a.frames, a.lengths)
+    gammas = posterior_table(alphas, a.skip, a.frames, a.lengths)
     log_z = log_likelihood(alphas, a.lengths).masked_fill(a.bad, torch.nan)
     return gammas.masked_fill(a.bad[:, None], 0), log_z
 

@@ -7,17 +7,18 @@ __all__ = ['recompute_linear_cross_entropy']
 
 # %% ../nbs/08_filter.ipynb #f1a36d2a
 import itertools, math
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_flags, check_inputs, check_options, check_weights, expect, is_number)
+    acc_dtype, check_flags, check_inputs, check_weights, expect, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import operator, products
-from fusedloss.core.options import CrossEntropyStats, Reduction, LossOptions
+from fusedloss.core.options import (
+    CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, load_operand, place, takes_kernel, tile_slices,
     wide, wide_product)
@@ -486,6 +487,7 @@ def check_filter(filter_eps:Optional[float], label_smoothing:float):
            "None beside label smoothing, whose gradient is no multiple of p", filter_eps)
 
 # %% ../nbs/08_filter.ipynb #5bca2f0b
+@lists_options
 def recompute_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
@@ -493,22 +495,18 @@ def recompute_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     "A linear layer's cross entropy by recomputation; raises as the checks above say."
+    o = loss_options(options)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
-    check_inputs(input, linear_weight, target, reduction, ignore_index)
+    check_inputs(input, linear_weight, target, reduction, o.ignore_index)
     check_recompute(input, linear_weight, linear_bias, memory_budget)
-    check_options(label_smoothing, logit_scale, softcap, z_loss)
-    check_filter(filter_eps, label_smoothing)
+    check_filter(filter_eps, o.label_smoothing)
     check_weights(linear_weight.T, weight, token_weight, target)
     check_flags(return_stats=return_stats)
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
@@ -516,13 +514,11 @@ def recompute_linear_cross_entropy(
                                        linear_weight, *([] if linear_bias is None else
                                                         [linear_bias.contiguous()]))
     y = flat(target.long()), (bias or [None])[0], flat(weight), flat(token_weight)
-    denominator = (total_weight(y[0], y[2], y[3], ignore_index, acc_dtype(x.dtype))
+    denominator = (total_weight(y[0], y[2], y[3], o.ignore_index, acc_dtype(x.dtype))
                    if reduction == "mean" else None)
-    numbers = map(float, (label_smoothing, logit_scale, softcap or 0, z_loss))
     spends = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w))
-    o = LossOptions(ignore_index, *numbers)
     losses, *rows = recompute_loss(x, w, *y, denominator, o, return_stats, memory_budget or 0,
                                    float(spends and filter_eps or 0))
     loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
-    return (loss, row_stats(*rows[:3], target, y[3], z_loss)) if return_stats else loss
+    return (loss, row_stats(*rows[:3], target, y[3], o.z_loss)) if return_stats else loss

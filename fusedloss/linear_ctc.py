@@ -16,7 +16,7 @@ from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
-from fusedloss.core.options import Lengths, Reduction, LossOptions
+from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, place, takes_kernel, tile_product, tile_scores,
     unit_of, wide, write_product)
@@ -26,7 +26,7 @@ from fusedloss.core.sequences import (
 from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
-from fusedloss.core.tuning import starter
+from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.segments import (
@@ -142,7 +142,7 @@ def launch_tiles(
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     parts = x.new_empty((2, tiles_v, n), dtype=f32)
     grid = min(multiprocessors(x.device), tiles_n * tiles_v),
-    launch = lambda t, only_compile=False: starter(tile_softmax_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(tile_softmax_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
         p.stride(0), SCORE=score_fn(ROW), UNIT=unit, DESC=t.desc, GROUP=t.group,
@@ -344,12 +344,11 @@ def linear_ctc_all(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Loss, dx, dw, db of an upstream gradient of 1; empty if not needed."
     mean = reduction == "mean"
-    with torch.autocast(x.device.type, enabled=False):
-        b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-        f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
-        states, g = sweep(b, f, True), shares(b.lengths, mean, acc_dtype(x.dtype))
-        sums, stats = gradients(b, f.segment, g, b.log_z, states, (need_x, need_w, need_b))
-        losses = losses_of(b, stats, b.log_z, mean, zero_infinity)
+    b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
+    f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
+    states, g = sweep(b, f, True), shares(b.lengths, mean, acc_dtype(x.dtype))
+    sums, stats = gradients(b, f.segment, g, b.log_z, states, (need_x, need_w, need_b))
+    losses = losses_of(b, stats, b.log_z, mean, zero_infinity)
     dx, dw, db = (w.new_empty(0) if t is None else t for t in sums)
     return losses.sum(), dx, dw.to(w.dtype), db
 
@@ -359,17 +358,13 @@ def recompute_losses(
     blank:int, budget:int, tight:bool, kept:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`linear_ctc_fwd`."
-    with torch.autocast(x.device.type, enabled=False):
-        b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-        f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
-        return linear_ctc_fwd(b, f, kept)
-
-# %% ../nbs/22_linear_ctc.ipynb #f87f311a
-linear_ctc_operator = operator("fusedloss::linear_ctc", recompute_losses)
+    b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
+    f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
+    return linear_ctc_fwd(b, f, kept)
 
 # %% ../nbs/22_linear_ctc.ipynb #01aca211
-@linear_ctc_operator.register_fake
-def _(x, w, bias, targets, frames, lengths, blank, budget, tight, kept):
+def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, tight, kept):
+    "The shapes of `recompute_losses`'s results."
     T, N = x.shape[:2]
     C = columns_of(int(min(T, targets.shape[-1])))
     n_edges = -(-T // int(frames_of(x, w, C, budget, True).segment)) if kept else min(T, 1)
@@ -383,57 +378,51 @@ def recompute_gradients(
     blank:int, budget:int, tight:bool, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`linear_ctc_bwd`."
-    with torch.autocast(x.device.type, enabled=False):
-        b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-        f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
-        return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
-
-# %% ../nbs/22_linear_ctc.ipynb #38c66e52
-linear_ctc_grad_operator = operator("fusedloss::linear_ctc_grad", recompute_gradients)
+    b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
+    f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
+    return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
 
 # %% ../nbs/22_linear_ctc.ipynb #dc10708a
-@linear_ctc_grad_operator.register_fake
-def _(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget, tight,
-      need_x, need_w, need_b):
+def fake_ctc_gradients(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget,
+                       tight, need_x, need_w, need_b):
+    "The shapes of `recompute_gradients`'s results."
     return (x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,)),
             w.new_empty((w.shape[0],) if need_b else (0,)))
 
+# %% ../nbs/22_linear_ctc.ipynb #356c1874
+def ctc_flops(x:Tensor, w:Tensor, targets:Tensor, sweeps:int, *more:bool) -> int:
+    "FLOPs of all classes' scores, of those of the targets for each sweep, and as `products`."
+    columns = columns_of(int(min(len(x), targets.shape[-1])))
+    return products(x, w, *more) + sweeps * 2 * x.numel() * columns
+
 # %% ../nbs/22_linear_ctc.ipynb #a4f3b0de
-def _save(ctx, inputs, output):
-    *tensors, ctx.blank, ctx.budget, ctx.tight, _ = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.set_materialize_grads(False)
+def save_states(ctx, inputs, output):
+    "All tensors, log Z and the states between segments."
+    ctx.options = inputs.blank, inputs.budget, inputs.tight
+    ctx.save_for_backward(*inputs[:6], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
-def _backward(ctx, g, *_, by=linear_ctc_grad_operator):
-    needs = [ctx.needs_input_grad[i] for i in range(3)]
-    if g is None or not any(needs): return (None,) * 10
-    options = ctx.blank, ctx.budget, ctx.tight
-    got = by(g, *ctx.saved_tensors, *options, *needs)
-    return *(d if need else None for d, need in zip(got, needs)), *[None] * 7
+def gradients_of_losses(ctx, needs, g, *_):
+    "dx, dw and db, where they are needed."
+    wanted = {"x": needs.x, "w": needs.w, "bias": needs.bias}
+    if g is None or not any(wanted.values()): return {}
+    found = linear_ctc_grad_operator(g, *ctx.saved_tensors, *ctx.options, *wanted.values())
+    return {name: d for (name, need), d in zip(wanted.items(), found) if need}
 
 # %% ../nbs/22_linear_ctc.ipynb #6126fdac
-linear_ctc_operator.register_autograd(_backward, setup_context=_save)
-
-# %% ../nbs/22_linear_ctc.ipynb #20528b1d
-class _Recomputed(torch.autograd.Function):
-    "Losses, whose gradients wait for theirs."
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = recompute_losses(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    @first_order
-    def backward(ctx, g, *_): return _backward(ctx, g, by=recompute_gradients)
+linear_ctc_grad_operator = operator(
+    "fusedloss::linear_ctc_grad", recompute_gradients, fake=fake_ctc_gradients,
+    flops=lambda i, out: ctc_flops(i.x, i.w, i.targets, 1, i.need_x, i.need_w))
+linear_ctc_operator = operator(
+    "fusedloss::linear_ctc", recompute_losses, fake=fake_losses, save=save_states,
+    backward=gradients_of_losses, flops=lambda i, out: ctc_flops(i.x, i.w, i.targets, 1))
 
 # %% ../nbs/22_linear_ctc.ipynb #e8c58823
 class _AllInForward(torch.autograd.Function):
     "The loss, whose gradients are there before they are asked for."
     @staticmethod
     def forward(ctx, *inputs):
-        loss, *gradients = linear_ctc_all(*inputs)
+        loss, *gradients = linear_ctc_all_operator.run(*inputs)
         ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
         path = loss.new_empty(0)  # for `first_order`
         ctx.save_for_backward(*gradients, path)  # no input, no logits, no states
@@ -449,47 +438,38 @@ class _AllInForward(torch.autograd.Function):
                 scaled(dw, g, keep) if need_w else None,
                 scaled_bias(db, g, ctx.dtype) if need_b else None, *[None] * 11)
 
-# %% ../nbs/22_linear_ctc.ipynb #4ff83848
-linear_ctc_all_operator = operator("fusedloss::linear_ctc_all", linear_ctc_all)
-
 # %% ../nbs/22_linear_ctc.ipynb #bdb591a7
-@linear_ctc_all_operator.register_fake
-def _(x, w, bias, targets, frames, lengths, blank, budget, tight, reduction, zero_infinity,
-      need_x, need_w, need_b):
+def fake_all(x, w, bias, targets, frames, lengths, blank, budget, tight, reduction, zero_infinity,
+             need_x, need_w, need_b):
+    "The shapes of `linear_ctc_all`'s results."
     acc = acc_dtype(x.dtype)
     return (x.new_empty((), dtype=acc), x.new_empty(x.shape if need_x else (0,)),
             w.new_empty(w.shape if need_w else (0,)),
             w.new_empty((w.shape[0],), dtype=acc) if need_b else w.new_empty((0,)))
 
 # %% ../nbs/22_linear_ctc.ipynb #fe974397
-def _save_all(ctx, inputs, output):
-    ctx.needs, ctx.dtype = inputs[-3:], inputs[1].dtype
+def save_all(ctx, inputs, output):
+    "dx, dw, db of an upstream gradient of 1."
+    ctx.needs, ctx.dtype = inputs[-3:], inputs.w.dtype
     ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])  # not dx: `first_order`
 
 # %% ../nbs/22_linear_ctc.ipynb #ce82aa78
 @first_order
-def _scale_all(ctx, g, *_):
-    scale = lambda d, dtype: scaled_bias(d, g, dtype)
+def scaled_all(ctx, g):
+    "dx, dw and db times the upstream gradient; None where nobody asks."
     made = zip(ctx.saved_tensors, ctx.needs)
-    return *(scale(d, ctx.dtype) if need else None for d, need in made), *[None] * 11
+    return tuple(scaled_bias(d, g, ctx.dtype) if need else None for d, need in made)
+
+def gradients_of_all(ctx, needs, g, *_):
+    "The same by name."
+    return {} if g is None else dict(zip(("x", "w", "bias"), scaled_all(ctx, g)))
 
 # %% ../nbs/22_linear_ctc.ipynb #3ee61ade
-linear_ctc_all_operator.register_autograd(_scale_all, setup_context=_save_all)
-
-# %% ../nbs/22_linear_ctc.ipynb #356c1874
-def ctc_flops(x:Tensor, w:Tensor, targets:Tensor, sweeps:int, *more:bool) -> int:
-    "FLOPs of all classes' scores, of those of the targets for each sweep, and as `products`."
-    columns = columns_of(int(min(len(x), targets.shape[-1])))
-    return products(x, w, *more) + sweeps * 2 * x.numel() * columns
-
-linear_ctc_operator.register_flops(lambda x, w, b, targets, *_, out_val:
-                                   ctc_flops(x, w, targets, 1))
-linear_ctc_grad_operator.register_flops(lambda g, x, w, b, targets, *others, out_val:
-                                        ctc_flops(x, w, targets, 1, *others[-3:-1]))
-linear_ctc_all_operator.register_flops(lambda x, w, b, targets, *others, out_val:
-                                       ctc_flops(x, w, targets, 2, *others[-3:-1]))
+linear_ctc_all_operator = operator(
+    "fusedloss::linear_ctc_all", linear_ctc_all, fake=fake_all, save=save_all,
+    backward=gradients_of_all,
+    flops=lambda i, out: ctc_flops(i.x, i.w, i.targets, 2, i.need_x, i.need_w))
 
 # %% ../nbs/22_linear_ctc.ipynb #04843b13
 def check_linear_ctc(
@@ -529,12 +509,10 @@ def linear_ctc_loss(
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     kept = torch.is_grad_enabled() and asked
     given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()
-    looked_at = observed() or x.is_meta
     if kept and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
-        if looked_at: return linear_ctc_all_operator(*given)[0]
-        return _AllInForward.apply(*given)[0]
-    recompute = linear_ctc_operator if looked_at else _Recomputed.apply
-    losses, *_ = recompute(*given, kept)
+        run = linear_ctc_all_operator if observed() or x.is_meta else _AllInForward.apply
+        return run(*given)[0]
+    losses, *_ = linear_ctc_operator(*given, kept)
     return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)

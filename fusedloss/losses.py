@@ -7,7 +7,7 @@ __all__ = ['METHODS', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/11_losses.ipynb #43572c67
 import logging
-from typing import Any, Callable, Optional, TypedDict, Unpack
+from typing import Any, Callable, Optional, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,17 @@ from fusedloss.chunks import (
     check_chunks, check_promise, chunked_linear_cross_entropy, ChunkedLinearCrossEntropyLoss,
     hold_promise, linear_dtype)
 from fusedloss.clusters import cross_entropy
-from fusedloss.core.checks import check_inputs, check_options, check_weights, expect
+from fusedloss.core.checks import check_inputs, check_weights, expect
 from fusedloss.core.options import (
-    Accumulate, BackboneReduction, CrossEntropyStats, Method, Reduction)
+    Accumulate, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
+    Method, Reduction)
 from fusedloss.core.rates import CPU, machine_here
 from fusedloss.core.triton import triton
-from fusedloss.core.tuning import method_of
+from fusedloss.core.tuning import chosen_method
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.filter import check_filter, recompute_linear_cross_entropy
-from fusedloss.plans import chunks_budget, least, make_plan, Plan, plan_again, Request, Way
+from fusedloss.plans import cached_plan, Call, chunks_budget, Estimate, least, make_plan, Plan
 from fusedloss.recompute import check_recompute
 from fusedloss.tiles import tiled_linear_cross_entropy
 
@@ -68,7 +69,7 @@ def shift_targets(
     return input[..., :max(0, input.shape[-2] - shift), :], later(target), later(token_weight)
 
 # %% ../nbs/11_losses.ipynb #c0fde58c
-def check_whole(name:str, t:Optional[Tensor], n_features:int):
+def check_local(name:str, t:Optional[Tensor], n_features:int):
     "`ValueError` for a distributed tensor, and for what is left of one kept elsewhere."
     if t is None or torch.compiler.is_compiling(): return
     later = "a whole, local tensor, or as linear_weight a DTensor with Shard(0)"
@@ -91,94 +92,91 @@ def check_call(
     expect(isinstance(input, Tensor), "input", "a tensor", type(input).__name__)
     features = input.shape[-1] if input.dim() else 0
     expect(linear_weight is not None, "linear_weight", "a tensor", None)
-    check_whole("input", input, 0)
-    check_whole("linear_weight", linear_weight, features)
-    check_whole("linear_bias", given["linear_bias"], features)
-    check_inputs(input, linear_weight, target, given["reduction"], given["ignore_index"])
-    check_filter(filter_eps, given["label_smoothing"])
+    check_local("input", input, 0)
+    check_local("linear_weight", linear_weight, features)
+    check_local("linear_bias", given["linear_bias"], features)
+    check_inputs(input, linear_weight, target, given["reduction"], given["options"].ignore_index)
+    check_filter(filter_eps, given["options"].label_smoothing)
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
-    check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(linear_weight.T, given["weight"], given["token_weight"], target)
     check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, max_valid,
                  given["return_stats"])
 
 # %% ../nbs/11_losses.ipynb #a773550c
-def objection(p:Plan, way:Optional[Way], method:str) -> str:
+def refusal_message(p:Plan, estimate:Optional[Estimate], method:str) -> str:
     "What a method that was asked for, or every one, lacks."
-    names = lambda ways: " or ".join(repr(w.method) for w in ways)
+    names = lambda estimates: " or ".join(repr(w.method) for w in estimates)
     if not p.able: return f"method: expected less to be asked for, got {method!r}: {p.why}"
-    if way and way.refusal:
-        return f"method: expected {names(p.able)} for this call, got {method!r}: {way.refusal}"
+    if estimate and estimate.refusal:
+        return f"method: expected {names(p.able)} for this call, got {method!r}: {estimate.refusal}"
     small = least(p.able, "extra")
     others = (f"{names(p.fits)} within it" if p.fits else
               f"{small.extra} bytes, for {small.method!r}")
-    wanted = f"{way.extra} bytes for {method!r}, or {others}" if way else f"at least {others}"
+    wanted = f"{estimate.extra} bytes for {method!r}, or {others}" if estimate else f"at least {others}"
     return f"memory_budget: expected {wanted}, got {p.budget} bytes"
 
 # %% ../nbs/11_losses.ipynb #09205162
-def choose(p:Plan, method:str) -> Way:
-    "The way to take; `ValueError` if there is none."
-    way = p.way if method == "auto" else p[method]
-    strict = p.request.memory_budget is not None
-    if way is None or way.refusal or strict and way.extra > p.budget:
-        raise ValueError(objection(p, way, method))
-    return way
+def choose(p:Plan, method:str) -> Estimate:
+    "The estimate of the method to take; `ValueError` if there is none."
+    estimate = p.chosen if method == "auto" else p[method]
+    strict = p.call.memory_budget is not None
+    if estimate is None or estimate.refusal or strict and estimate.extra > p.budget:
+        raise ValueError(refusal_message(p, estimate, method))
+    return estimate
 
 # %% ../nbs/11_losses.ipynb #3c29f6d4
-def settled(p:Plan) -> Way:
+def choose_auto(p:Plan) -> Estimate:
     "What `auto` takes: by a file of choices, else by the plan."
     planned = choose(p, "auto").method
-    return choose(p, method_of(p.request, planned, lambda: [w.method for w in p.able]))
+    return choose(p, chosen_method(p.call, planned, lambda: [w.method for w in p.able]))
 
-def why_taken(p:Plan, way:Way, method:str) -> str:
-    "Why a way is taken, for the log."
+def why_taken(p:Plan, estimate:Estimate, method:str) -> str:
+    "Why a method is taken, for the log."
     if method != "auto": return f"{method}, as asked"
-    return p.why if way == p.way else f"{way.method}, by a file of choices"
+    return p.why if estimate == p.chosen else f"{estimate.method}, by a file of choices"
 
 # %% ../nbs/11_losses.ipynb #0a01ad85
 logger = logging.getLogger("fusedloss")
 
 # %% ../nbs/11_losses.ipynb #464cbfe1
-def request_of(
+def call_of(
     input:Tensor, linear_weight:Tensor, given:dict,  # [..., H], [V,H], what the method is given
     memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
     max_valid:Optional[int], monitored:bool,
-) -> Request:
+) -> Call:
     "The numbers of a call."
     v, h = linear_weight.shape
-    used = lambda value: value is not None and (isinstance(value, Tensor) or value != 0)
-    options = tuple(name for name in ("linear_bias", "weight", "label_smoothing", "softcap",
-                                      "z_loss", "token_weight", "filter_eps") if used(given[name]))
-    if given["logit_scale"] != 1: options += "logit_scale",
+    beside = "linear_bias", "weight", "token_weight", "filter_eps"
+    options = *(n for n in beside if given[n] is not None), *given["options"].changed()
     # numbers, since PyTorch 2.11 multiplies no symbol by a bool
     needs = tuple(int(t is not None and t.requires_grad and torch.is_grad_enabled())
                   for t in (input, linear_weight, given["linear_bias"]))
     stats = "" if not given["return_stats"] else "detached" if monitored else "differentiable"
-    return Request(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),
+    return Call(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),
                    linear_weight.dtype, input.is_cuda and triton is not None,
                    given["reduction"], memory_budget, accumulate, needs, stats, options,
                    chunk_size, max_valid)
 
 # %% ../nbs/11_losses.ipynb #a447adfe
-def take(
-    way:Way, r:Request,
+def dispatch(
+    estimate:Estimate, r:Call,
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
     max_valid:Optional[int], filter_eps:Optional[float],
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
-    "The loss by the way chosen."
+    "The loss by the method that was chosen."
     tensors = input, linear_weight, target
-    if way.method == "eager": return eager_linear_cross_entropy(*tensors, **given)
-    if way.method == "recompute":
+    if estimate.method == "eager": return eager_linear_cross_entropy(*tensors, **given)
+    if estimate.method == "recompute":
         return recompute_linear_cross_entropy(*tensors, memory_budget=r.memory_budget,
                                               filter_eps=filter_eps, **given)
-    if way.method == "chunks":
+    if estimate.method == "chunks":
         return chunked_linear_cross_entropy(
             *tensors, memory_budget=chunks_budget(r), accumulate=r.accumulate,
             chunk_size=r.chunk_size, max_valid=max_valid, **given)
-    _, rows, columns = way.cut
+    _, rows, columns = estimate.cut
     return tiled_linear_cross_entropy(
-        *tensors, reduction=given["reduction"], ignore_index=given["ignore_index"],
-        logit_scale=given["logit_scale"], token_tile=rows, class_tile=columns)
+        *tensors, reduction=given["reduction"], ignore_index=given["options"].ignore_index,
+        logit_scale=given["options"].logit_scale, token_tile=rows, class_tile=columns)
 
 # %% ../nbs/11_losses.ipynb #a5942c13
 def for_compilers(
@@ -215,19 +213,21 @@ def planned_loss(
         check_reduction(backbone_reduction, input, shards_of(linear_weight))
     input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
-    r = request_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
+    r = call_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
                    max_valid, monitored)
     compiling = torch.compiler.is_compiling()
-    p = (make_plan if compiling else plan_again)(r, machine_here(input.device) if r.gpu else CPU)
-    way = choose(p, method) if compiling or method != "auto" else settled(p)
+    p = (make_plan if compiling else cached_plan)(r, machine_here(input.device) if r.gpu else CPU)
+    estimate = choose(p, method) if compiling or method != "auto" else choose_auto(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, way, method))
-    arguments = way, r, input, linear_weight, target, given, max_valid, filter_eps
-    if way.method == "chunks": return take(*arguments)  # which hold the promise themselves
-    check_promise(target, given["ignore_index"], max_valid)
-    return hold_promise(take(*arguments), target, given["ignore_index"], max_valid)
+        logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, estimate, method))
+    arguments = estimate, r, input, linear_weight, target, given, max_valid, filter_eps
+    if estimate.method == "chunks": return dispatch(*arguments)  # which hold the promise themselves
+    check_promise(target, given["options"].ignore_index, max_valid)
+    return hold_promise(dispatch(*arguments), target, given["options"].ignore_index, max_valid)
+
 
 # %% ../nbs/11_losses.ipynb #6e54c712
+@lists_options
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
@@ -235,12 +235,6 @@ def linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), undivided by
-                                   # a temperature T: that is logit_scale=s/T, softcap=c/T
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
@@ -250,6 +244,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
 
@@ -260,24 +255,18 @@ def linear_cross_entropy(
     with its weight; call it in that wrapper's forward, which reduces gradients. Beside a plain
     weight `backbone_reduction` changes nothing in a single process, and raises in several.
     """
-    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
-                 ignore_index=ignore_index, label_smoothing=label_smoothing,
-                 logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    o = loss_options(options)
+    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
                  token_weight=token_weight, return_stats=return_stats)
     return planned_loss(input, linear_weight, target, given, shift, method, memory_budget,
                         accumulate, filter_eps, max_valid=max_valid,
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)
 
 # %% ../nbs/11_losses.ipynb #3dd3056c
-class ModuleOptions(TypedDict, total=False):
+class ModuleOptions(LossArguments, total=False):
     "Arguments that `LinearCrossEntropyLoss` hands on to stage 6's module."
     class_weight: Optional[Tensor]  # [V]
     reduction: Reduction
-    ignore_index: int
-    label_smoothing: float
-    logit_scale: float
-    softcap: Optional[float]
-    z_loss: float
     chunk_size: Optional[int]
     memory_budget: Optional[int]
     accumulate: Accumulate

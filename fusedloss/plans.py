@@ -18,14 +18,14 @@ from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.drawing import si, Table
-from fusedloss.core.options import Accumulate, Reduction
+from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.recompute import beside_dz, BUDGET, slab_tiles, TERMS
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
-class Request(NamedTuple):
+class Call(NamedTuple):
     "What decides how a loss is computed."
     n: int; v: int; h: int  # tokens, classes, features
     dtype: torch.dtype  # of the products
@@ -57,20 +57,20 @@ class Request(NamedTuple):
         return self.gpu and self.dtype != torch.float64
 
 # %% ../nbs/10_plans.ipynb #3b29df40
-class Way(NamedTuple):
-    "How one method would honour a request, and what that costs."
+class Estimate(NamedTuple):
+    "What one method costs for a call, and how it would cut the work."
     method: str
     flops: float
     bytes: float  # moved, read plus written
     extra: int  # bytes beyond the gradients at the peak
     seconds: float
     cut: tuple  # a word, and the sizes it is about
-    refusal: str  # why the method cannot honour the request; empty if it can
+    refusal: str  # why the method cannot do what the call asks; empty if it can
     caution: str  # why "auto" passes it over nevertheless; empty if it does not
 
 # %% ../nbs/10_plans.ipynb #0e8853d7
-LAUNCH = 3e-6  # seconds of a launch that nothing hides
-HOST = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "recompute": 1.92e-3,
+LAUNCH_SECONDS = 3e-6  # seconds of a launch that nothing hides
+HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "recompute": 1.92e-3,
         "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
         "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 
@@ -80,58 +80,58 @@ UNALIGNED = dict(z=(0.35, 0.135), dx=(0.34, 0.18), dw=(0.35, 0.2), padded_dw=(0.
 EPILOGUE = dict(z=100, lse=165, dz=330)  # features whose products take as long as what follows them
 
 # %% ../nbs/10_plans.ipynb #5bf8f9c7
-def share(
-    r:Request, product:str,  # a key of `UNALIGNED`
+def rate_share(
+    r:Call, product:str,  # a key of `UNALIGNED`
     classes:int,  # of one product
 ) -> float:
     "Of the machine's rate, what a product reaches."
     if not r.gpu or r.dtype.itemsize != 2 or classes % 8 == 0: return 1.0
     return UNALIGNED[product][classes % 2]
 
-def epilogue(r:Request, product:str) -> float:  # a key of `EPILOGUE`
+def epilogue_share(r:Call, product:str) -> float:  # a key of `EPILOGUE`
     "Of the machine's rate, what a product of few features reaches."
     return r.h / (r.h + EPILOGUE[product]) if r.gpu and r.dtype.itemsize == 2 and r.h else 1.0
 
-def part_share(r:Request, product:str, size:int) -> float:
+def rate_share_of_parts(r:Call, product:str, size:int) -> float:
     "Of the rate, what products of `size` classes each reach: the last one alone may be unaligned."
     last = r.v - (-(-r.v // size) - 1) * size
-    return r.v / (r.v - last + last / share(r, product, last))
+    return r.v / (r.v - last + last / rate_share(r, product, last))
 
 # %% ../nbs/10_plans.ipynb #0eeabc65
-def make_way(
-    method:str, r:Request, machine:Machine, costs:list[Cost], launches:int,
+def make_estimate(
+    method:str, r:Call, machine:Machine, costs:list[Cost], launches:int,
     host:float,  # seconds of Python and of launches
     extra:int, cut:tuple, refusal:str="", caution:str="",
-) -> Way:
+) -> Estimate:
     "Add up the costs; tensors that autocast makes count as extra."
     casts = 0 if r.dtype == r.grad_dtype else (r.v + r.n) * r.h * r.dtype.itemsize
-    seconds = predict_seconds(costs, machine, r.work) + LAUNCH * launches
+    seconds = predict_seconds(costs, machine, r.work) + LAUNCH_SECONDS * launches
     if r.gpu: seconds = max(seconds, host)  # the GPU works while the host goes on
-    return Way(method, sum(c.flops for c in costs), sum(c.bytes for c in costs), extra + casts,
+    return Estimate(method, sum(c.flops for c in costs), sum(c.bytes for c in costs), extra + casts,
                seconds, cut, refusal, caution)
 
 # %% ../nbs/10_plans.ipynb #e2e5f6c8
 def tokens_product(
-    r:Request, name:str, chunks:int, dtype:torch.dtype,
+    r:Call, name:str, chunks:int, dtype:torch.dtype,
     padded:bool=False,  # whether rows of logits start on sixteen bytes
     size:Optional[int]=None,  # classes of a product; all if None
 ) -> Cost:
     "A product of all tokens in so many parts, each of which moves [V,H] once."
     n, v, h = r.sizes
-    reached = part_share(r, "padded_dw" if padded and name == "dw" else name, size or v)
-    if name == "z": reached *= epilogue(r, "z")
+    reached = rate_share_of_parts(r, "padded_dw" if padded and name == "dw" else name, size or v)
+    if name == "z": reached *= epilogue_share(r, "z")
     return Cost(name, 2.0 * n * v * h, dtype.itemsize * (n * (v + h) + chunks * v * h), reached)
 
 # %% ../nbs/10_plans.ipynb #ea85d636
 def gradient_products(
-    r:Request, chunks:int, dw_moves:int, dtype:torch.dtype, padded:bool=False, size:Optional[int]=None,
+    r:Call, chunks:int, dw_moves:int, dtype:torch.dtype, padded:bool=False, size:Optional[int]=None,
 ) -> list[Cost]:
     "dx and dw, where they are wanted."
     return ([tokens_product(r, "dx", chunks, dtype, padded, size)] * r.needs[0] +
             [tokens_product(r, "dw", dw_moves, dtype, padded, size)] * r.needs[1])
 
 # %% ../nbs/10_plans.ipynb #9194e125
-def plain_copies(r:Request, kept:bool) -> float:
+def plain_logit_copies(r:Call, kept:bool) -> float:
     "How many times plain PyTorch holds the logits it works on."
     scaled = "logit_scale" in r.options
     curved, entropy = "softcap" in r.options, r.stats == "differentiable" and any(r.needs)
@@ -141,64 +141,64 @@ def plain_copies(r:Request, kept:bool) -> float:
     return 2 + kept + (scaled or "label_smoothing" in r.options and any(r.needs))
 
 # %% ../nbs/10_plans.ipynb #93ae9f4c
-def cannot_filter(r:Request) -> str:
+def cannot_filter(r:Call) -> str:
     "Why a method that keeps its logits refuses a filter; empty without one."
     return "it has no filter_eps" if "filter_eps" in r.options else ""
 
 # %% ../nbs/10_plans.ipynb #8bb17b20
-def gradient_bytes(r:Request) -> int:
+def gradient_bytes(r:Call) -> int:
     "Bytes of the gradients of x and w; until they are there, their memory is free for others."
     n, v, h = r.sizes
     return r.grad_dtype.itemsize * h * (n * r.needs[0] + v * r.needs[1])
 
-def eager_way(r:Request, machine:Machine) -> Way:
+def eager_estimate(r:Call, machine:Machine) -> Estimate:
     "All logits at once."
     (n, v, h), graded, size = r.sizes, any(r.needs), r.n * r.v
     kept = graded and (r.reduction == "none" or r.stats != "")
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, 1, 1, r.work)]
-    copies = 1 + kept if r.fused else max(plain_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
+    copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
-    return make_way("eager", r, machine, costs, 10, HOST["eager"], max(most - gradient_bytes(r), after),
+    return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"], max(most - gradient_bytes(r), after),
                     ("all logits",), "it has no chunks" if r.chunk_size else cannot_filter(r))
 
 # %% ../nbs/10_plans.ipynb #1be5d8db
-ROUNDINGS = 8  # of dw in 16 bits, at most
+MOST_ROUNDINGS = 8  # of dw in 16 bits, at most
 
 # %% ../nbs/10_plans.ipynb #f474dc50
-def chunks_budget(r:Request) -> Optional[int]:
+def chunks_budget(r:Call) -> Optional[int]:
     "What stage 6 may count as logits and sums; plain PyTorch holds copies of them."
     if r.memory_budget is None or r.fused: return r.memory_budget
-    left = r.memory_budget - chunks_operand(r)
-    return max(1, int(left / plain_copies(r, bool(r.stats) and any(r.needs))))
+    left = r.memory_budget - chunks_operand_bytes(r)
+    return max(1, int(left / plain_logit_copies(r, bool(r.stats) and any(r.needs))))
 
 # %% ../nbs/10_plans.ipynb #c1f47ba5
-def chunks_operand(r:Request) -> int:
+def chunks_operand_bytes(r:Call) -> int:
     "Bytes of the weight as products on a CPU take it."
     return r.v * r.h * r.work.itemsize if r.work != r.dtype else 0
 
 # %% ../nbs/10_plans.ipynb #ec4954b0
-def chunks_cut(r:Request) -> Chunks:
+def chunks_cut(r:Call) -> Chunks:
     "How stage 6 would cut the tokens."
     return plan_chunks(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs[1], r.chunk_size,
                        chunks_budget(r), r.accumulate)
 
 # %% ../nbs/10_plans.ipynb #bd07a572
-def chunks_extra(r:Request, c:Chunks) -> int:
+def chunks_extra_bytes(r:Call, c:Chunks) -> int:
     "Bytes beyond the gradients."
     rows = 0 if r.packed == r.n else r.packed  # of x and dx, beside all of them
     picked = rows * r.h * (1 + r.needs[0]) * r.dtype.itemsize
     if r.fused: return chunk_bytes(c, r.h, r.v, r.work, r.grad_dtype) + picked
-    copies = plain_copies(r, bool(r.stats) and any(r.needs))
+    copies = plain_logit_copies(r, bool(r.stats) and any(r.needs))
     wide = r.v * r.h * 2 if c.wide else 0
-    return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand(r) + wide + picked
+    return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand_bytes(r) + wide + picked
 
 # %% ../nbs/10_plans.ipynb #37f480e4
-def chunks_way(r:Request, machine:Machine) -> Way:
+def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     "A chunk of tokens at a time, gradients in forward."
     c, graded = chunks_cut(r), any(r.needs)
-    extra, r = chunks_extra(r, c), r._replace(n=r.packed)
+    extra, r = chunks_extra_bytes(r, c), r._replace(n=r.packed)
     n, v, h = r.sizes
     chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.grad_dtype
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
@@ -208,19 +208,19 @@ def chunks_way(r:Request, machine:Machine) -> Way:
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
                else cannot_filter(r))
-    rounds = r.needs[1] and not c.wide and r.grad_dtype.itemsize == 2 and chunks > ROUNDINGS
+    rounds = r.needs[1] and not c.wide and r.grad_dtype.itemsize == 2 and chunks > MOST_ROUNDINGS
     caution = "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
-    return make_way("chunks", r, machine, costs, 10 + 5 * chunks,
-                    HOST["chunks"] + chunks * HOST["chunk"], extra,
+    return make_estimate("chunks", r, machine, costs, 10 + 5 * chunks,
+                    HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["chunk"], extra,
                     ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
                     "" if r.chunk_size else caution)
 
 # %% ../nbs/10_plans.ipynb #e3f47e58
-def slab_tiling(r:Request, machine:Machine, busy:bool) -> Tiling:
+def slab_tiling(r:Call, machine:Machine, busy:bool) -> Tiling:
     "How stage 7 cuts scores, where rows of features may be copied by descriptors."
-    return cut(machine.device, machine.device.tma and r.h % 8 == 0, busy)
+    return cut(machine.device, not BY_DESCRIPTORS.lacks(machine.device) and r.h % 8 == 0, busy)
 
-def slab_forward(r:Request, machine:Machine) -> int:
+def slab_forward_bytes(r:Call, machine:Machine) -> int:
     "Bytes that the runs of stage 7's forward pass leave, and the numbers made of them."
     many = bool(r.stats or "label_smoothing" in r.options)
     tiles = -(-r.v // slab_tiling(r, machine, many or "softcap" in r.options).BV)
@@ -228,7 +228,7 @@ def slab_forward(r:Request, machine:Machine) -> int:
     run = run_length(r.n, tiles, numbers, r.memory_budget or 0)
     return 4 * r.n * (numbers * -(-tiles // run) + 7 + 4 + 4 * bool(r.stats))
 
-def slab_of(r:Request, machine:Machine) -> tuple[int, int]:  # classes; bytes each of them takes
+def slab_size(r:Call, machine:Machine) -> tuple[int, int]:  # classes; bytes each of them takes
     "A slab of stage 7's backward pass."
     busy = bool({"softcap", "label_smoothing"} & {*r.options}) or r.stats == "differentiable"
     (n, v, h), t = r.sizes, slab_tiling(r, machine, busy)
@@ -239,26 +239,26 @@ def slab_of(r:Request, machine:Machine) -> tuple[int, int]:  # classes; bytes ea
     return min(v, t.BV * tiles), 2 * n + beside
 
 # %% ../nbs/10_plans.ipynb #3935f4e4
-def slab_way(r:Request, machine:Machine) -> tuple[list[Cost], int, float, int, tuple]:
+def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "Costs, launches, seconds of the host, extra bytes and cut of stage 7's kernels."
     (n, v, h), (need_x, need_w, _), size = r.sizes, r.needs, r.work.itemsize
-    flops, forward = 2.0 * n * v * h, slab_forward(r, machine)
-    costs = [Cost("lse", flops, size * h * (n + v), epilogue(r, "lse"))]
-    if not any(r.needs): return costs, 6, HOST["recompute"], forward, ("nothing stored",)
-    slab, each = slab_of(r, machine)
+    flops, forward = 2.0 * n * v * h, slab_forward_bytes(r, machine)
+    costs = [Cost("lse", flops, size * h * (n + v), epilogue_share(r, "lse"))]
+    if not any(r.needs): return costs, 6, HOST_SECONDS["recompute"], forward, ("nothing stored",)
+    slab, each = slab_size(r, machine)
     slabs = -(-v // slab)
-    costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue(r, "dz"))]
-    reached = lambda name: part_share(r, name, slab)
+    costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue_share(r, "dz"))]
+    reached = lambda name: rate_share_of_parts(r, name, slab)
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h), reached("padded_dw"))] * need_w
     costs += [Cost("dx", flops, size * (n + h) * v + (2 * slabs - 1) * 4 * n * h, reached("dx"))] * need_x
     dx = 2 * n * h * need_x  # its sum in fp32 stands where 16 bits will be
     held = each * slab + dx if slabs > 1 else 2 * n * slab + max(dx, (each - 2 * n) * slab - dx)  # or dw's
     backward = max(held, 2 * dx) + TERMS * n
-    host = HOST["recompute"] + slabs * HOST["slab"]
+    host = HOST_SECONDS["recompute"] + slabs * HOST_SECONDS["slab"]
     return costs, 8 + 3 * slabs, host, max(backward, forward - gradient_bytes(r)), ("classes", slab)
 
 # %% ../nbs/10_plans.ipynb #cc504c2b
-def plain_way(r:Request, _:Machine) -> tuple[list[Cost], int, float, int, tuple]:
+def plain_estimate(r:Call, _:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "The same of its plain path."
     (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 10
     each = max(copies * v, v + h) * wide.itemsize
@@ -267,23 +267,23 @@ def plain_way(r:Request, _:Machine) -> tuple[list[Cost], int, float, int, tuple]
     costs = [tokens_product(r, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
     if any(r.needs): costs += [*costs, *gradient_products(r, chunks, 2 * chunks, wide)]
     operands = v * h * 4 * (1 + r.needs[1]) if wide != r.dtype else 0
-    held = 1 + any(r.needs) if r.fused else plain_copies(r, any(r.needs))
+    held = 1 + any(r.needs) if r.fused else plain_logit_copies(r, any(r.needs))
     beside = min(rows, n - rows)  # of the chunks after the first, beside which a dz lives on
     most = max(held * rows, rows + held * beside) if any(r.needs) else held * rows
     extra = int(most * v * wide.itemsize)
     if r.fused: extra = max(extra, rows * (v + h) * wide.itemsize * r.needs[0])  # dx, before it has its place
-    host = HOST["plain"] + chunks * HOST["plain chunk"]
+    host = HOST_SECONDS["plain"] + chunks * HOST_SECONDS["plain chunk"]
     return costs, 20 * chunks, host, extra + operands, ("rows", rows)
 
 # %% ../nbs/10_plans.ipynb #18905e7d
-def recompute_way(r:Request, machine:Machine) -> Way:
+def recompute_estimate(r:Call, machine:Machine) -> Estimate:
     "No logits; backward makes them again."
-    found = (slab_way if r.gpu and r.dtype.itemsize == 2 else plain_way)(r, machine)
-    return make_way("recompute", r, machine, *found,
+    found = (slab_estimate if r.gpu and r.dtype.itemsize == 2 else plain_estimate)(r, machine)
+    return make_estimate("recompute", r, machine, *found,
                     "it has slabs, not chunks" if r.chunk_size else "")
 
 # %% ../nbs/10_plans.ipynb #327ea4ba
-def tiles_extra(r:Request, rows:int, columns:int) -> int:
+def tiles_extra_bytes(r:Call, rows:int, columns:int) -> int:
     "A tile in fp32 and its gradient, a slice of dw, dx in fp32 beside what 16 bits will take."
     acc, narrow = acc_dtype(r.dtype).itemsize, r.grad_dtype.itemsize == 2
     forward = 2 * acc * rows * columns  # a tile, and its exponentials or the one before it
@@ -294,16 +294,16 @@ def tiles_extra(r:Request, rows:int, columns:int) -> int:
     return max(backward, 2 * dx, forward - gradient_bytes(r))
 
 # %% ../nbs/10_plans.ipynb #745113b4
-def tile_sides(r:Request) -> tuple[int, int]:
+def tile_sides(r:Call) -> tuple[int, int]:
     "Default sides, halved until they fit."
     rows, columns = min(4096, max(r.n, 1)), min(2048, r.v)
     while (r.memory_budget and max(rows, columns) > 256
-           and tiles_extra(r, rows, columns) > r.memory_budget):
+           and tiles_extra_bytes(r, rows, columns) > r.memory_budget):
         rows, columns = (rows // 2, columns) if rows >= columns else (rows, columns // 2)
     return rows, columns
 
 # %% ../nbs/10_plans.ipynb #e399eca4
-def tiles_way(r:Request, machine:Machine) -> Way:
+def tiles_estimate(r:Call, machine:Machine) -> Estimate:
     "A tile of logits at a time, all else recomputed."
     (n, v, _), (rows, columns) = r.sizes, tile_sides(r)
     wide, z = acc_dtype(r.dtype), tokens_product(r, "z", 1, r.work, size=columns)
@@ -312,62 +312,62 @@ def tiles_way(r:Request, machine:Machine) -> Way:
         costs += [z, sweep_cost("dz", n * v, *[wide] * 7), *gradient_products(r, 1, 1, r.work, size=columns)]
     stripes = -(-v // columns)
     tiles = -(-n // rows) * stripes
-    host = HOST["tiles"] + tiles * HOST["tile"] + stripes * HOST["stripe"]
+    host = HOST_SECONDS["tiles"] + tiles * HOST_SECONDS["tile"] + stripes * HOST_SECONDS["stripe"]
     lacks = [name for name in r.options if name != "logit_scale"]
     lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
-    return make_way("tiles", r, machine, costs, 35 * tiles, host,
-                    tiles_extra(r, rows, columns), ("tiles of", rows, columns), f"it has no {', '.join(lacks)}" * bool(lacks))
+    return make_estimate("tiles", r, machine, costs, 35 * tiles, host,
+                    tiles_extra_bytes(r, rows, columns), ("tiles of", rows, columns), f"it has no {', '.join(lacks)}" * bool(lacks))
 
 # %% ../nbs/10_plans.ipynb #4188b4fb
-NEAR = 1.02  # times that no measurement here tells apart
+NEARLY_EQUAL = 1.02  # times that no measurement here tells apart
 
-def least(ways:list[Way], of:str) -> Way:
-    "The way with the least of a field, the first of equals."
-    best = ways[0]
-    for w in ways[1:]:  # `min` with a key stops torch.compile
+def least(estimates:list[Estimate], of:str) -> Estimate:
+    "The estimate with the least of a field, the first of equals."
+    best = estimates[0]
+    for w in estimates[1:]:  # `min` with a key stops torch.compile
         if getattr(w, of) < getattr(best, of): best = w
     return best
 
-def thrifty(ways:list[Way]) -> Way:
-    "The way with the least memory among those that are nearly as fast as the fastest."
-    limit = NEAR * least(ways, "seconds").seconds
-    return least([w for w in ways if w.seconds <= limit], "extra")
+def smallest_of_the_fast(estimates:list[Estimate]) -> Estimate:
+    "The estimate with the least memory among those that are nearly as fast as the fastest."
+    limit = NEARLY_EQUAL * least(estimates, "seconds").seconds
+    return least([w for w in estimates if w.seconds <= limit], "extra")
 
 # %% ../nbs/10_plans.ipynb #2f20d9d8
 @dataclass(frozen=True)
 class Choice:
     "What each method would cost, and the one to take."
-    request: Request
-    ways: tuple[Way, ...]
+    call: Call
+    estimates: tuple[Estimate, ...]
     machine: str
     device: Device  # its GPU; a CPU where it has none, or does not say
 
-    def __getitem__(self, method:str) -> Way:
-        return next(w for w in self.ways if w.method == method)
+    def __getitem__(self, method:str) -> Estimate:
+        return next(w for w in self.estimates if w.method == method)
 
     @property
-    def able(self) -> list[Way]:  # those that can honour the request, whatever they take
-        return [w for w in self.ways if not w.refusal]
+    def able(self) -> list[Estimate]:  # of methods that can do what the call asks, whatever they take
+        return [w for w in self.estimates if not w.refusal]
 
     @property
-    def fits(self) -> list[Way]:  # those of them within the budget
+    def fits(self) -> list[Estimate]:  # those of them within the budget
         return [w for w in self.able if w.extra <= self.budget]
 
     @property
     def budget(self) -> int:  # bytes
-        r, chunks = self.request, self["chunks"]
+        r, chunks = self.call, self["chunks"]
         half = r.n * r.v * r.work.itemsize // 2  # of the logits, where chunks cannot serve
         return r.memory_budget or max(BUDGET, half if chunks.refusal else chunks.extra)
 
     @property
-    def way(self) -> Optional[Way]:  # None: nothing fits the caller's budget
+    def chosen(self) -> Optional[Estimate]:  # None: nothing fits the caller's budget
         fit = [w for w in self.fits if not w.caution]
-        if fit: return thrifty(fit)
-        own = self.request.memory_budget is None and self.able
+        if fit: return smallest_of_the_fast(fit)
+        own = self.call.memory_budget is None and self.able
         return least(self.able, "extra") if own else None
 
     @property
-    def method(self) -> Optional[str]: return self.way and self.way.method
+    def method(self) -> Optional[str]: return self.chosen and self.chosen.method
 
 # %% ../nbs/10_plans.ipynb #0228ed42
 class Plan(Choice):
@@ -375,23 +375,23 @@ class Plan(Choice):
     @property
     def why(self) -> str:
         "The choice in a sentence."
-        whose = "a budget of" if self.request.memory_budget else "our own limit of"
+        whose = "a budget of" if self.call.memory_budget else "our own limit of"
         limit = f"{whose} {si(self.budget, 'B')}"
         if not self.able: return "no method can do all that is asked"
-        if not self.way: return f"nothing fits {limit}"
-        what = "least memory, above" if self.way.extra > self.budget else "fastest within"
+        if not self.chosen: return f"nothing fits {limit}"
+        what = "least memory, above" if self.chosen.extra > self.budget else "fastest within"
         return f"{self.method}: the {what} {limit}"
 
-    def verdict(self, w:Way) -> str:
-        "Why a way is taken, or is not."
+    def reason(self, w:Estimate) -> str:
+        "Why a method is taken, or is not."
         if w.refusal: return w.refusal
-        if w is self.way: return "taken"
+        if w is self.chosen: return "taken"
         if w.extra > self.budget: return "above the budget"
-        return w.caution or ("slower" if w.seconds > self.way.seconds else "more memory, hardly faster")
+        return w.caution or ("slower" if w.seconds > self.chosen.seconds else "more memory, hardly faster")
 
-    def note(self, w:Way) -> str:
-        "What a way does without on its machine, and why; empty if nothing."
-        r, recomputes = self.request, w.method == "recompute"
+    def note(self, w:Estimate) -> str:
+        "What a method does without on its machine, and why; empty if nothing."
+        r, recomputes = self.call, w.method == "recompute"
         if not r.fused or w.method == "tiles" or self.device.vendor == "none": return ""
         if recomputes and r.dtype.itemsize != 2: return "by PyTorch: not of 16 bits"
         missed = BY_DESCRIPTORS if recomputes else ROW_CLUSTERS
@@ -402,28 +402,27 @@ class Plan(Choice):
     @property
     def table(self) -> Table:
         cut = lambda w: " ".join(str(part) for part in w.cut if part)
-        said = lambda w: "; ".join(filter(None, (self.verdict(w), self.note(w))))
+        said = lambda w: "; ".join(filter(None, (self.reason(w), self.note(w))))
         return Table(["method", "cut", "FLOPs", "moved", "beyond the gradients", "time", ""],
                      [[w.method, cut(w), si(w.flops, "FLOP"), si(w.bytes, "B"),
                        si(w.extra, "B"), si(w.seconds, "s"), said(w)]
-                      for w in self.ways])
+                      for w in self.estimates])
 
     def _repr_markdown_(self) -> str: return f"{self.table._repr_markdown_()}\n\n{self.why}"
 
     def __repr__(self) -> str: return f"{self.table!r}\n{self.why}, by {self.machine}"
 
 # %% ../nbs/10_plans.ipynb #bfb6dcc4
-def make_plan(r:Request, machine:Optional[Machine]=None) -> Plan:
-    "All ways of a request, on the machine at hand if none is named."
+def make_plan(r:Call, machine:Optional[Machine]=None) -> Plan:
+    "The estimates of all methods for a call, on the machine at hand if none is named."
     machine = machine or (machine_here(torch.device("cuda")) if r.gpu else CPU)
-    return Plan(r, tuple(way(r, machine) for way in (eager_way, chunks_way, recompute_way,
-                                                     tiles_way)), machine.name, machine.device)
+    return Plan(r, tuple(estimate(r, machine) for estimate in (eager_estimate, chunks_estimate, recompute_estimate,
+                                                     tiles_estimate)), machine.name, machine.device)
 
-plan_again = functools.lru_cache(maxsize=4096)(make_plan)
+cached_plan = functools.lru_cache(maxsize=4096)(make_plan)
 
 # %% ../nbs/10_plans.ipynb #50a709f1
-OPTIONS = ("linear_bias", "weight", "label_smoothing", "logit_scale", "softcap", "z_loss",
-           "token_weight", "filter_eps")
+OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps")
 
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."
@@ -477,8 +476,8 @@ def plan(
     needs = (needs_grad,) * 2 if isinstance(needs_grad, bool) else tuple(needs_grad)
     gpu = torch.device(device or "cuda").type != "cpu"
     whole = lambda size: None if size is None else operator.index(size)
-    r = Request(*map(whole, (n_tokens, n_classes, n_features)), dtype, grad_dtype or dtype, gpu,
+    r = Call(*map(whole, (n_tokens, n_classes, n_features)), dtype, grad_dtype or dtype, gpu,
                 reduction, whole(memory_budget), accumulate, (*needs, False, False)[:3], stats,
                 tuple(options), whole(chunk_size), whole(max_valid))
-    if machine is not None: return plan_again(r, machine_of(machine))
-    return plan_again(r, machine_here(torch.device(device or "cuda")) if gpu else CPU)
+    if machine is not None: return cached_plan(r, machine_of(machine))
+    return cached_plan(r, machine_here(torch.device(device or "cuda")) if gpu else CPU)

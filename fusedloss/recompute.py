@@ -24,7 +24,7 @@ from fusedloss.core.softmax import finite, join, power, score_fn, shifted, unit 
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
-from fusedloss.core.tuning import starter
+from fusedloss.core.tuning import launcher
 from fusedloss.kernels import rows_bwd, rows_fwd
 
 # %% ../nbs/07_recompute.ipynb #6a5f464c
@@ -179,7 +179,7 @@ def launch_sums(
     sums, parts = new((7, n)).zero_(), new((numbers, runs, n))
     sizes = n, v, h, *x.stride(), *w.stride()
     grid, score_of = (min(programs, tiles_n * runs),), score_fn(o)
-    launch = lambda t, only_compile=False: starter(lse_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(lse_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), target, bias,
         weight, sums, parts, *sizes, o, SCORE=score_of, **flags, DESC=t.desc,
         **lengths, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
@@ -330,7 +330,7 @@ def launch_dz(
     tiles = -(-n // t.BN) * -(-v // t.BV)
     flags = dict(SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, ENTROPY=entropy)
     grid = (min(multiprocessors(x.device), tiles),)
-    launch = lambda t, only_compile=False: starter(dz_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(dz_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), target, bias, weight, terms, db,
         *(listed or (None, None)), n, v, h, *x.stride(), *w.stride(), dz.stride(0),

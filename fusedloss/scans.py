@@ -6,7 +6,7 @@
 __all__ = ['logz', 'Paths', 'viterbi', 'path_score', 'sample', 'Posteriors', 'posteriors']
 
 # %% ../nbs/19_scans.ipynb #547eac95
-import functools, os
+import functools
 from typing import Literal, NamedTuple, Optional
 
 import torch
@@ -18,6 +18,7 @@ from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import active, stay
 from fusedloss.core.operators import transformed
+from fusedloss.core.sequences import check_integers, check_lengths, visible
 from fusedloss.core.softmax import finite
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.semirings import (
@@ -38,7 +39,7 @@ def logz_autograd(
     "Rung 1: a loop and autograd; differentiable as often as `S` is."
     if lengths is None: return path_sum(Ms, idx, v0, vT, S)
     check_graph(Ms, idx, v0, vT, S)
-    lengths = check_lengths(lengths, Ms)
+    lengths = lengths_like(lengths, Ms)
     absent, source = idx < 0, idx.clamp(min=0)
     v = S.lift(v0)
     for t, scores in enumerate(Ms):
@@ -48,24 +49,15 @@ def logz_autograd(
     return S.sum(S.mul(v, S.lift(vT)))
 
 # %% ../nbs/19_scans.ipynb #19fcea04
-def check_lengths(
+def lengths_like(
     lengths,  # [N] integers, or None
     Ms:Tensor,  # [T,N,C,nz]
 ) -> Optional[Tensor]:  # int64, on the device of the scores
     "`ValueError` for what is no length, with the sequence's index where the CPU can see it."
     if lengths is None: return None
     lengths = as_integers("lengths", lengths)
-    steps, n = Ms.shape[:2]
-    whole = not (lengths.is_floating_point() or lengths.is_complex() or
-                 lengths.dtype == torch.bool)
-    expect(lengths.shape == (n,) and (whole or n == 0), "lengths", f"{n} integers",
-           f"{lengths.dtype} {list(lengths.shape)}")
-    expect(not lengths.is_meta or Ms.is_meta, "lengths", f"integers on {Ms.device} or a CPU",
-           "meta")
-    if lengths.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1":
-        for i in ((lengths < 0) | (lengths > steps)).nonzero().flatten().tolist()[:1]:
-            raise ValueError(f"lengths[{i}] is {lengths[i].item()}: "
-                             f"expected 0 ≤ length ≤ {steps}")
+    check_integers(lengths, "lengths", Ms)
+    if visible(lengths): check_lengths(lengths, "lengths", len(Ms))
     return lengths.to(Ms.device, torch.int64).contiguous()
 
 # %% ../nbs/19_scans.ipynb #96722e91
@@ -345,7 +337,7 @@ class Fused(NamedTuple):
         return begun.table, d_v0, d_vT
 
     def path(self, Ms, idx, v0, vT, lengths):
-        lengths = check_lengths(lengths, Ms)
+        lengths = lengths_like(lengths, Ms)
         begun, steps = begin(self.cut, Max, Ms, idx, v0, vT, lengths, Ms.shape[:3]), len(Ms)
         path = [idx.new_empty(len(v0), n, dtype=torch.int64) for n in (steps + 1, steps)]
         launch_fused(3, self.cut, Max, Ms, lengths, v0, vT, begun, path=path)
@@ -413,7 +405,7 @@ def logz(
 ) -> Tensor:  # [*components, N]
     "The sum over all paths; for Log, Max and Sample with the gradient by hand."
     check_graph(Ms, idx, v0, vT, S)
-    lengths = check_lengths(lengths, Ms)
+    lengths = lengths_like(lengths, Ms)
     way = way_to(method, Ms, S)
     if transformed(): way = None  # which take the loop of differentiable steps
     z = (_Logz.apply(way, S, Ms, idx, v0, vT, lengths) if way else
@@ -493,7 +485,7 @@ def chosen(Ms, idx, v0, vT, S, lengths):
     "α, and the path that `S` chooses, −1 beyond each length."
     check_graph(Ms, idx, v0, vT)
     expect(idx.numel() > 0, "idx", "a state and an edge", str(list(idx.shape)))
-    lengths = check_lengths(lengths, Ms)
+    lengths = lengths_like(lengths, Ms)
     forward = Log if isinstance(S, LogSemiring) else S  # draws are made on the way back only
     alphas = scan_fwd(Ms, idx, v0, forward, lengths)
     states, edges = walk(Ms, idx, alphas, vT, S, lengths)
@@ -551,7 +543,7 @@ def posteriors(
 ) -> Posteriors:
     "Where the paths are: the gradient of `logz`, and its sums over arriving edges."
     check_graph(Ms, idx, v0, vT)
-    lengths = check_lengths(lengths, Ms)
+    lengths = lengths_like(lengths, Ms)
     way = way_to("auto", Ms, Log) or Scan(False)
     _, *kept = way.forward(Log, Ms, idx, v0, vT, lengths, True)
     edges, start, _ = way.backward(Log, Ms.new_ones(len(v0)), Ms, idx, v0, vT, lengths, *kept)

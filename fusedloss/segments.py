@@ -16,12 +16,11 @@ from torch.nn import functional as F
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
-from fusedloss.core.lattice import (
-    active, arriving, at_end, interleave, may_skip, scan_shape, ScanShape, stay, strip_states)
+from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape, strip_states
 from fusedloss.core.products import multiplies_in_float32, takes_kernel, tile_slices, wide
 from fusedloss.core.sequences import prepared, Problem, Segment, usable, visible
 from fusedloss.core.triton import on_device
-from fusedloss.ctc import log_likelihood, runs_kernels
+from fusedloss.ctc import alpha_table, gamma_table, last_row, log_likelihood, runs_kernels
 from fusedloss.semirings import Log
 
 # %% ../nbs/21_segments.ipynb #4b88cd38
@@ -109,7 +108,7 @@ def kernels_of(
     scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads,
                 STRIPS=s.strips)
     row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=256, NORMALISE=1, SOFTMAX=1,
-               NEAR=int(near))
+               STAGED=int(near))
     # a warp lags `ahead` frames behind the one before it, which a short run feels
     runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
             for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]
@@ -257,32 +256,6 @@ def emissions(
     else: e = wide(x) @ wide(b.rows)
     return e if b.lift is None else e.add_(b.lift)
 
-# %% ../nbs/21_segments.ipynb #567efa9e
-def plain_alphas(
-    emitted:Tensor,  # [K,N,S]
-    skip:Tensor, frames:Tensor, start:Tensor,  # [N,S] bool, [N], [N,S]
-) -> Tensor:  # [K+1,N,S]
-    "`alpha_table` from where the segment before left off."
-    alphas = [start]
-    for t, scores in enumerate(emitted):
-        new = Log.reduce(arriving(alphas[-1], skip), 0) + scores
-        alphas.append(stay(active(frames, t), new, alphas[-1]))
-    return torch.stack(alphas)
-
-# %% ../nbs/21_segments.ipynb #6a4c25d3
-def plain_gammas(
-    alphas:Tensor,  # [K+1,N,S] of `plain_alphas`
-    skip:Tensor, frames:Tensor, state:Tensor,  # [N,S] bool, [N], [N,S]: γ after the segment
-) -> tuple[Tensor, Tensor]:  # [K,N,S]; γ before it
-    "`share_back` from where the segment behind it began."
-    gammas = torch.zeros_like(alphas[1:])
-    for t in reversed(range(len(gammas))):
-        go = active(frames, t)
-        gammas[t] = torch.where(go, state, 0)
-        stays, one, two = Log.dsum(arriving(alphas[t], skip), 0) * state
-        state = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], state)
-    return gammas, state
-
 # %% ../nbs/21_segments.ipynb #8d2bd04a
 def states_of(b:Batch) -> Tensor:
     "The symbol of each state [N,S], in the small alphabet."
@@ -332,11 +305,8 @@ def plain_forward(b:Batch, at:slice, e:Tensor, start:Optional[Tensor]) -> Tensor
     "α through a segment [K+1,N,S]; without a start all is in the first blank."
     states, e = states_of(b), e.transpose(0, 1)
     emitted = e.gather(2, states.expand(len(e), -1, -1)).double()
-    if start is None:
-        row = torch.full(states.shape, -torch.inf, dtype=f64, device=e.device)
-        row[:, 0] = 0
-    else: row = as_row(start)
-    return plain_alphas(emitted, may_skip(states), frames_in(b, at), row)
+    row = None if start is None else as_row(start)
+    return alpha_table(emitted, may_skip(states), frames_in(b, at), row)
 
 # %% ../nbs/21_segments.ipynb #2034c81a
 def plain_sweep(b:Batch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
@@ -366,10 +336,10 @@ def sweep(
 
 # %% ../nbs/21_segments.ipynb #95ad3c7a
 def plain_backward(b:Batch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
-    "γ through a segment [K,N,S]; sequences that end in it begin with the shares of their ends."
+    "γ through a segment [K,N,S]; sequences that end in it begin with the γ of their ends."
     ends = (b.frames > at.start) & (b.frames <= at.stop)
-    end = alphas[-1].masked_fill(~at_end(alphas.shape[2], b.lengths), -torch.inf)
-    state = torch.where(ends[:, None], Log.dsum(end, -1), as_row(back))
-    gammas, state = plain_gammas(alphas, may_skip(states_of(b)), frames_in(b, at), state)
-    as_row(back).copy_(state)
+    end = Log.dsum(last_row(alphas, b.lengths), -1)
+    gamma = torch.where(ends[:, None], end, as_row(back))
+    gammas, gamma = gamma_table(alphas, may_skip(states_of(b)), frames_in(b, at), gamma)
+    as_row(back).copy_(gamma)
     return gammas

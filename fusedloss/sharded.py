@@ -7,7 +7,7 @@ __all__ = ['sharded_linear_cross_entropy']
 
 # %% ../nbs/16_sharded.ipynb #cd61807c
 import functools
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,23 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
-    acc_dtype, autocasts, check_flags, check_labels, check_linear, check_matrix, check_options,
-    check_target, check_weights, expect, expect_tensor, is_integer)
-from fusedloss.core.operators import check_reverse, first_order
-from fusedloss.core.options import BackboneReduction, CrossEntropyStats, Reduction, LossOptions
+    acc_dtype, check_flags, check_labels, check_linear, check_matrix, check_target, check_weights,
+    expect, expect_tensor, is_integer)
+from fusedloss.core.operators import autocasts, check_reverse, first_order
+from fusedloss.core.options import (
+    BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
+    Reduction)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.ranks import (
-    agreement, Batch, everyone, exchanged, gather_rows, owned, same_on_all, send_home, Shards,
-    shards_of, spread_on, summed, tokens_spread, widest)
+    all_gather, all_reduce, check_same_on_ranks, gather_rows, gather_sums, is_dtensor,
+    is_token_sharded, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards,
+    shards_of, tuning_agreement)
 from fusedloss.core.reference import below, row_stats, score_and_slope, share_of, total_weight
 from fusedloss.core.softmax import unit as score_unit
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
-from fusedloss.core.tuning import keeping
+from fusedloss.core.tuning import keep_agreement
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import (
     beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_unit)
@@ -229,10 +232,10 @@ class _ShardScores(torch.autograd.Function):
         mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(rivals, y=y_all, s=s) if stats else None
-        with keeping(agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats)):
+        with keep_agreement(tuning_agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats)):
             sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
-        sums = F.pad(exchanged(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
+        sums = F.pad(gather_sums(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, unit)
         ctx.set_materialize_grads(False)
         log_s, base = sums[SUM].log(), sums[BASE] / unit
@@ -252,10 +255,11 @@ class _ShardScores(torch.autograd.Function):
         needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
         if not any(needs): return (None,) * 11
         terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
-        with keeping(agreement(x, x.dtype, s, "gradients", *compiled_for(o), g_mean is not None)):
+        kind = "gradients", *compiled_for(o), g_mean is not None
+        with keep_agreement(tuning_agreement(x, x.dtype, s, *kind)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
                                            g_mean is not None, budget, needs,
-                                           lambda total: send_home(total, b, s))
+                                           lambda total: reduce_scatter_rows(total, b, s))
         return (home().to(x.dtype) if needs[0] else None, dw if needs[1] else None,
                 db.to(bias.dtype) if needs[2] else None, *[None] * 8)
 
@@ -265,7 +269,7 @@ def rivals(
     y:Tensor, s:Shards,  # [N] labels of all
 ) -> Tensor:  # [N]
     "The targets' scores, a hair less before their shard: equal scores there are ahead."
-    score = summed(own.clone(), s)
+    score = all_reduce(own.clone(), s)
     return torch.where(y >= s.stop, torch.nextafter(score, torch.full_like(score, -torch.inf)),
                        score)
 
@@ -282,10 +286,10 @@ class _OwnRows(torch.autograd.Function):
     def backward(ctx, g):
         b, s = ctx.how
         padded = F.pad(g, (0, b.rows - len(g)))
-        return everyone(padded, s).flatten(), None, None
+        return all_gather(padded, s).flatten(), None, None
 
 # %% ../nbs/16_sharded.ipynb #c82eee61
-def own_rows(t:Tensor, b:Batch, s:Shards) -> Tensor:
+def own_rows(t:Tensor, b:RankTokens, s:Shards) -> Tensor:
     "The rows of this rank."
     return t if b.shared or s.group is None else _OwnRows.apply(t, b, s)
 
@@ -311,7 +315,7 @@ def token_losses(
 def sharded_loss(
     x:Tensor, w:Tensor, bias:Optional[Tensor], y:Tensor,  # [n,H], [V,H] and [V] here, [n]
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V] of all classes, [n]
-    o:LossOptions, s:Shards, b:Batch, reduction:str, stats:bool, budget:int,
+    o:LossOptions, s:Shards, b:RankTokens, reduction:str, stats:bool, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar or [n]; of this rank's rows
     "The loss of all ranks' tokens over all ranks' classes."
     check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
@@ -338,7 +342,7 @@ def local_of(
     name:str, mesh, placements:list,  # those that will do
 ):
     "What of a DTensor lies here; other tensors as they are."
-    if not spread_on(t): return t
+    if not is_dtensor(t): return t
     fits = t.device_mesh == mesh and t.placements in [(p,) for p in placements]
     expect(fits, name, f"a plain tensor, or one of {placements} on the weight's mesh",
            f"{list(t.placements)} on {t.device_mesh}")
@@ -347,7 +351,7 @@ def local_of(
 # %% ../nbs/16_sharded.ipynb #a9bef58c
 def kinds_for(t:Tensor) -> list:
     "How a tensor may lie that goes with `t`."
-    return [t.placements[0]] if spread_on(t) and len(t.placements) == 1 else []
+    return [t.placements[0]] if is_dtensor(t) and len(t.placements) == 1 else []
 
 # %% ../nbs/16_sharded.ipynb #59c576c9
 def input_kinds(input:Tensor) -> list:
@@ -358,15 +362,15 @@ def input_kinds(input:Tensor) -> list:
 # %% ../nbs/16_sharded.ipynb #bd80ea68
 def batch_of(
     input:Tensor, s:Shards, backbone_reduction:Optional[str],
-) -> tuple[Batch, int]:
+) -> tuple[RankTokens, int]:
     "Whose the tokens are, and the dimension along which ranks share them, or -1."
     n, factor = input.shape[:-1].numel(), s.ranks if backbone_reduction == "mean" else 1
-    if not tokens_spread(input): return Batch(backbone_reduction is None, n, n, factor), -1
+    if not is_token_sharded(input): return RankTokens(backbone_reduction is None, n, n, factor), -1
     dim = input.placements[0].dim
     others = n // max(input.shape[dim], 1)
-    here = len(owned(input.shape[dim], s.ranks, s.rank))
-    rows = others * len(owned(input.shape[dim], s.ranks, 0))
-    return Batch(False, others * here, rows, factor), dim
+    here = len(shard_range(input.shape[dim], s.ranks, s.rank))
+    rows = others * len(shard_range(input.shape[dim], s.ranks, 0))
+    return RankTokens(False, others * here, rows, factor), dim
 
 # %% ../nbs/16_sharded.ipynb #a6a9f4ff
 def shifted_ahead(
@@ -377,7 +381,7 @@ def shifted_ahead(
     here, start = t.shape[-1], s.rank * each
     if each:
         padded = F.pad(t, (0, each - here), value=fill)
-        t = everyone(padded, s).movedim(0, -2).flatten(-2)
+        t = all_gather(padded, s).movedim(0, -2).flatten(-2)
     t = F.pad(t[..., k:], (0, min(k, t.shape[-1])), value=fill)
     return t[..., start:start + here]
 
@@ -412,11 +416,11 @@ def check_reduction(backbone_reduction:Optional[str], input:Tensor, s:Shards):
     expect(alone, "backbone_reduction", "None for a weight that is whole on each rank, as its "
            "wrapper reduces its gradient with the input's (a mean over all ranks' tokens is "
            "reduction='sum' times ranks / all valid tokens)", repr(how))
-    own, wants = tokens_spread(input), input.requires_grad and torch.is_grad_enabled()
+    own, wants = is_token_sharded(input), input.requires_grad and torch.is_grad_enabled()
     expect(how is not None or s.ranks == 1 or not (own and wants), "backbone_reduction",
            "'mean' where the wrapper of input's backbone averages gradients over ranks (FSDP2, "
            "DDP), 'sum' where they are added (parameters that are DTensors, or by hand)", None)
-    expect(how is None or s.ranks == 1 or own or not spread_on(input), "backbone_reduction",
+    expect(how is None or s.ranks == 1 or own or not is_dtensor(input), "backbone_reduction",
            "None for an input that is the same on all ranks, Replicate()", repr(how))
 
 # %% ../nbs/16_sharded.ipynb #b1bc9fb2
@@ -426,12 +430,9 @@ def check_sharded(
     "`ValueError` for what no loss over ranks accepts; labels are looked at when all are here."
     check_linear(x, w)
     check_target(y, x.shape[:-1], x.device, given["reduction"])
-    index = given["ignore_index"]
     expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
-    expect(type(index) is int, "ignore_index", "an integer", index)
     check_bias(given["linear_bias"], x, w)
     check_flags(return_stats=given["return_stats"])
-    check_options(*(given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss")))
     check_weights(w.new_empty(0, s.n_classes), given["weight"], given["token_weight"], y)
     expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
     expect(not shift or x.dim() > 1, "shift", "0 where the input has no token dimension", shift)
@@ -440,19 +441,18 @@ def check_sharded(
 
 # %% ../nbs/16_sharded.ipynb #a4bf3c71
 def ask_shards(
-    x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, b:Batch, budget:int,
+    x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, b:RankTokens, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of y's size
     "`sharded_loss` of what is here, as rows."
     flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     bias = [] if given["linear_bias"] is None else [given["linear_bias"].contiguous()]
     x, w, *bias = autocast_like_linear(x.reshape(-1, x.shape[-1]), w, *bias)
-    numbers = (given[k] for k in ("label_smoothing", "logit_scale", "softcap", "z_loss"))
-    o = LossOptions(given["ignore_index"], *(float(n or 0) for n in numbers))
-    if b.shared: same_on_all("input", x, s); same_on_all("target", y, s)
+    if b.shared: check_same_on_ranks("input", x, s); check_same_on_ranks("target", y, s)
     loss, stats = sharded_loss(
         x, w, bias[0] if bias else None, flat(y.long()), flat(given["weight"]),
-        flat(given["token_weight"]), o, s, b, given["reduction"], given["return_stats"], budget)
-    if not loss.dim(): same_on_all("loss", loss, s)
+        flat(given["token_weight"]), given["options"], s, b, given["reduction"],
+        given["return_stats"], budget)
+    if not loss.dim(): check_same_on_ranks("loss", loss, s)
     return loss, stats
 
 # %% ../nbs/16_sharded.ipynb #89e4f3c6
@@ -460,7 +460,7 @@ class Here(NamedTuple):
     "A call as one rank sees it."
     x: Tensor; w: Tensor; y: Tensor
     given: dict  # options, and tensors of this rank
-    batch: Batch
+    batch: RankTokens
     each: int  # tokens of a sequence on the first rank, where ranks share it; else 0
 
 # %% ../nbs/16_sharded.ipynb #c7ae2a56
@@ -469,17 +469,17 @@ def seen_here(
     backbone_reduction:Optional[str]=None,
 ) -> Here:
     "What of everything lies on this rank."
-    mesh = linear_weight.device_mesh if spread_on(linear_weight) else mesh
+    mesh = linear_weight.device_mesh if is_dtensor(linear_weight) else mesh
     of_classes = lambda t, name: local_of(t, name, mesh, kinds_for(linear_weight))
     of_tokens = lambda t, name: local_of(t, name, mesh, kinds_for(input))
-    kinds, weight = input_kinds(input) if spread_on(input) else [], given["weight"]
+    kinds, weight = input_kinds(input) if is_dtensor(input) else [], given["weight"]
     x = local_of(input, "input", mesh, kinds)
     given = dict(given, linear_bias=of_classes(given["linear_bias"], "linear_bias"),
-                 weight=weight.full_tensor() if spread_on(weight) else weight,
+                 weight=weight.full_tensor() if is_dtensor(weight) else weight,
                  token_weight=of_tokens(given["token_weight"], "token_weight"))
     b, dim = batch_of(input, s, backbone_reduction)
     sequence = dim >= 0 and dim == input.dim() - 2
-    each = len(owned(input.shape[dim], s.ranks, 0)) if sequence else 0
+    each = len(shard_range(input.shape[dim], s.ranks, 0)) if sequence else 0
     return Here(x, of_classes(linear_weight, "linear_weight"), of_tokens(target, "target"),
                 given, b, each)
 
@@ -501,10 +501,10 @@ def spread_loss(
     x, w, y, given, b, each = seen_here(input, linear_weight, target, given, s, mesh,
                                         backbone_reduction)
     check_sharded(x, w, y, given, s, shift, memory_budget)
-    if not (b.shared or spread_on(input)): b = b._replace(rows=widest(b.own, s, x.device))
+    if not (b.shared or is_dtensor(input)): b = b._replace(rows=most_rows(b.own, s, x.device))
     left = None
     if shift:
-        y = shifted_ahead(y, shift, given["ignore_index"], each, s)
+        y = shifted_ahead(y, shift, given["options"].ignore_index, each, s)
         if given["token_weight"] is not None:
             given["token_weight"] = shifted_ahead(given["token_weight"], shift, 0.0, each, s)
         left = within(input.shape[-2], shift, each, y.shape[-1], s)
@@ -514,6 +514,7 @@ def spread_loss(
     return (shaped(loss), CrossEntropyStats(*map(shaped, stats))) if stats else shaped(loss)
 
 # %% ../nbs/16_sharded.ipynb #eda0ccfd
+@lists_options
 def sharded_linear_cross_entropy(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
     linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
@@ -521,11 +522,6 @@ def sharded_linear_cross_entropy(
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
     weight:Optional[Tensor]=None,  # [V], of all classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    ignore_index:int=-100,  # tokens with this target count nothing
-    label_smoothing:float=0.0,  # share of the target spread over all classes
-    logit_scale:float=1.0,  # multiplies x wᵀ + b
-    softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c)
-    z_loss:float=0.0,  # weight of lse² in each token's loss
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -533,15 +529,15 @@ def sharded_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
+    **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:  # of all tokens; "none": of this rank's
     """A linear layer's cross entropy, its classes over ranks; no rank makes another's scores.
 
     `backbone_reduction` as in `linear_cross_entropy`.
     """
+    o = loss_options(options)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
-    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction,
-                 ignore_index=ignore_index, label_smoothing=label_smoothing,
-                 logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
                  token_weight=token_weight, return_stats=return_stats)
     return spread_loss(input, linear_weight, target, given, shift, memory_budget, mesh,
                        num_classes, backbone_reduction)

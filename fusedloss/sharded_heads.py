@@ -21,10 +21,11 @@ from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gra
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import BackboneReduction, HeadMethod
 from fusedloss.core.ranks import (
-    agreement, Batch, everyone, gather_rows, owned, same_on_all, send_home, Shards, shards_on,
-    spread_on, spread_rows, summed, whole_tensor, widest)
+    all_gather, all_reduce, check_same_on_ranks, dtensor_like, dtensor_of_rows, gather_rows,
+    is_dtensor, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards, shards_on,
+    tuning_agreement)
 from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler, plain_labels
-from fusedloss.core.tuning import keeping
+from fusedloss.core.tuning import keep_agreement
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
     check_features, config_of, head_stats, HeadStats, PartialFC, center_rows)
@@ -47,14 +48,14 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g, _):
-        return send_home(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
+        return reduce_scatter_rows(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
 
 # %% ../nbs/17_sharded_heads.ipynb #ae0cea6c
 class _JoinLse(torch.autograd.Function):
     "lse, cos, largest [N] of all ranks from those of one."
     @staticmethod
     def forward(ctx, lse, cos, largest, s):
-        of_ranks, cosines, tops = everyone(torch.stack([lse, cos, largest]), s).unbind(1)
+        of_ranks, cosines, tops = all_gather(torch.stack([lse, cos, largest]), s).unbind(1)
         joined = of_ranks.logsumexp(0)
         share = (lse - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
         ctx.save_for_backward(share, joined)  # the latter for `first_order`
@@ -81,7 +82,7 @@ class _LocalRows(torch.autograd.Function):
     @first_order
     def backward(ctx, g):
         weight, = ctx.saved_tensors
-        if not g.is_sparse: return whole_tensor(g, weight)
+        if not g.is_sparse: return dtensor_like(g, weight)
         return rows_gradient(g._indices()[0], g._values(), weight.shape, True)
 
 # %% ../nbs/17_sharded_heads.ipynb #b7e6e961
@@ -141,8 +142,8 @@ def sharded_head_loss(
     ignore, sums = head.ignore_index, acc_dtype(x.dtype)
     _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = step_columns(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
-    w = _LocalRows.apply(head.weight) if spread_on(head.weight) else head.weight
-    with keeping(agreement(x, dtype, s, "head", head.method)):
+    w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
+    with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
         parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
     lse, cos, largest = _JoinLse.apply(*parts, s)
     known, norm = x_rows >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
@@ -153,11 +154,12 @@ def sharded_head_loss(
     return torch.dot(losses, loss_weight), terms
 
 # %% ../nbs/17_sharded_heads.ipynb #acf9b577
-def sharded_head_stats(head:nn.Module, terms:tuple, b:Batch, s:Shards) -> HeadStats:
+def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> HeadStats:
     "Of all ranks; cosines and log-sum-exps of this rank's rows."
     stats = head_stats(head, *terms)
-    if terms[0].w_rows is not None: summed(stats.n_scored, s)
+    if terms[0].w_rows is not None: all_reduce(stats.n_scored, s)
     return stats._replace(cos=stats.cos[b.mine(s)], rest=stats.rest[b.mine(s)])
+
 
 # %% ../nbs/17_sharded_heads.ipynb #2014d18b
 def check_sharded_head(
@@ -224,7 +226,7 @@ class ShardedPartialFC(PartialFC):
         s, k, (v, h) = self.shards, self.centers, self.weight.shape
         rows = initial_rows(range(s.start * k, s.stop * k), h, self.seed, self.device,
                           self.weight.dtype)
-        return spread_rows(rows, self.mesh, torch.Size((v, h)))
+        return dtensor_of_rows(rows, self.mesh, torch.Size((v, h)))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -237,7 +239,7 @@ class ShardedPartialFC(PartialFC):
         s, b, x, y = gathered_batch(self, features, target, return_stats)
         sampler = self.sampler if self.training else None  # to evaluate, all classes
         loss, terms = sharded_head_loss(self, x, y, s, sampler, head_dtype(features))
-        same_on_all("loss", loss, s)
+        check_same_on_ranks("loss", loss, s)
         return (loss, sharded_head_stats(self, terms, b, s)) if return_stats else loss
 
     def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:
@@ -249,15 +251,15 @@ class ShardedPartialFC(PartialFC):
 # %% ../nbs/17_sharded_heads.ipynb #1f0c0c4d
 def gathered_batch(
     head:nn.Module, features:Tensor, target:Tensor, return_stats:bool,
-) -> tuple[Shards, Batch, Tensor, Tensor]:  # all ranks' features and labels
+) -> tuple[Shards, RankTokens, Tensor, Tensor]:  # all ranks' features and labels
     "Check what is here, and fetch the rest."
     check_features(head, features, target, return_stats)  # what labels say, later, on all ranks at once
     x, y = features.reshape(-1, head.embedding_size), target.reshape(-1).long()
     check_reverse("ShardedPartialFC", "margin_cross_entropy")
     s, n = head.shards, len(x)
-    if head.equal_batch: same_on_all("rows", torch.ones(n, device=x.device), s)
-    rows = n if head.equal_batch else widest(n, s, x.device)
-    b = Batch(s.group is None, n, rows, head.factor)
+    if head.equal_batch: check_same_on_ranks("rows", torch.ones(n, device=x.device), s)
+    rows = n if head.equal_batch else most_rows(n, s, x.device)
+    b = RankTokens(s.group is None, n, rows, head.factor)
     return s, b, *_GatherRows.apply(x, y, b, s, head.ignore_index)
 
 # %% ../nbs/17_sharded_heads.ipynb #10ef48e2
@@ -278,10 +280,10 @@ def local_state(p:Tensor, state:dict, names:tuple, counts:bool) -> tuple:
     if counts and "row_steps" not in state:
         rows = torch.full((len(here) if p.dim() > 1 else 1,), steps, dtype=torch.int32,
                           device=here.device)
-        state["row_steps"] = whole_tensor(rows, p) if p.dim() > 1 else rows
+        state["row_steps"] = dtensor_like(rows, p) if p.dim() > 1 else rows
     rows = [as_rows(state[name].to_local()) for name in names if here.numel()]
     times = state["row_steps"] if counts else None
-    return *rows, *[None] * (2 - len(rows)), times.to_local() if spread_on(times) else times
+    return *rows, *[None] * (2 - len(rows)), times.to_local() if is_dtensor(times) else times
 
 # %% ../nbs/17_sharded_heads.ipynb #db34dc7b
 def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or None, values
@@ -291,13 +293,13 @@ def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or
     known = getattr(p, "grad_rows", None)
     if known is not None and rows is known.rows: return rows, g
     mesh = p.device_mesh
-    return rows - owned(p.shape[0], mesh.size(), mesh.get_local_rank()).start, g
+    return rows - shard_range(p.shape[0], mesh.size(), mesh.get_local_rank()).start, g
 
 # %% ../nbs/17_sharded_heads.ipynb #ba0e0940
 class ShardedRowSparse(RowSparse):
     "`RowSparse` whose parameters may be DTensors, Shard(0)."
     def update(self, p:Tensor, group:dict) -> None:
-        if not spread_on(p): return super().update(p, group)
+        if not is_dtensor(p): return super().update(p, group)
         u, state, here = update_of(group, self.adam), self.state[p], p.to_local()
         names = self.names if u.adam or u.beta1 else ()
         held = local_state(p, state, names, u.adam or bool(u.beta1 and u.beta2))
@@ -314,7 +316,7 @@ class ShardedRowSparse(RowSparse):
         check_norm(max_norm)
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         values = [(distinct_values(p), p) for p in held]
-        values = [(v.to_local() if spread_on(v) else v, p) for v, p in values]
+        values = [(v.to_local() if is_dtensor(v) else v, p) for v, p in values]
         total = sum(square_of_all(v, p) for v, p in values)
         norm = torch.as_tensor(total).sqrt()
         for v, _ in values: v.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(v.dtype))
@@ -324,5 +326,5 @@ class ShardedRowSparse(RowSparse):
 def square_of_all(values:Tensor, p:Tensor) -> Tensor:
     "A gradient's squared norm, of all ranks' rows if they share it."
     square = torch.linalg.vector_norm(values, dtype=acc_dtype(values.dtype)) ** 2
-    if spread_on(p): dist.all_reduce(square, group=p.device_mesh.get_group())
+    if is_dtensor(p): dist.all_reduce(square, group=p.device_mesh.get_group())
     return square

@@ -8,9 +8,10 @@ inline void put(State* p, State s);
 inline State get(const State* p);
 inline void keep_order() {}
 inline void put(int* p, int v) { *p = v; }
-inline unsigned warp_total(unsigned v) { for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o); return v; }
+inline unsigned warp_total(unsigned v);
 inline int get(const int* p) { yield(); return *(volatile const int*)p; }
 #include "ctc.cu"
+inline unsigned warp_total(unsigned v) { return warp_sum(v); }
 inline State load_state(const State* p) { return *p; }
 inline State load_from_afar(const State* p) { return *p; }
 inline void store_state(State* p, State s) { *p = s; }
@@ -32,8 +33,8 @@ extern "C" void run_loss(int grid, int threads, int seed, const float2* stats, c
                          float* loss, int N, int zero_infinity, int mean) {
   launch(grid, threads, 1, [=] { ctc_loss(stats, log_z, frames, lengths, loss, N, zero_infinity, mean); }, seed);
 }
-extern "C" void run_scale(int grid, int threads, int seed, const bits* dz, bits* out, const float* factor, const float* share, int factor_stride,
+extern "C" void run_scale(int grid, int threads, int seed, const bits* dz, bits* out, const float* g, const float* inv_denominator, int g_stride,
                           int dt, int dn, int st, int sn, int T, int N, int C) {
-  launch(grid, threads, 1, [=] { ctc_scale(dz, out, factor, share, factor_stride, dt, dn, st, sn, T, N, C); }, seed);
+  launch(grid, threads, 1, [=] { ctc_scale(dz, out, g, inv_denominator, g_stride, dt, dn, st, sn, T, N, C); }, seed);
 }
 #endif

@@ -96,7 +96,6 @@ template <class V> void atomicAdd(V* p, V v) { *p += v; }
 inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }
 inline int __float_as_int(float v) { int r; memcpy(&r, &v, 4); return r; }
 inline int __float2int_rn(float v) { return (int)lrintf(v); }
-inline float two_to(float x) { return exp2f(x); }
 inline float half_to_float(unsigned short h) { _Float16 v; memcpy(&v, &h, 2); return v; }
 inline unsigned short float_to_half(float f) { const _Float16 v = f; unsigned short h; memcpy(&h, &v, 2); return h; }
 

@@ -74,13 +74,13 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
     "The library takes `device` for the GPU at hand; gives the list of its launches: kernel, arguments, options"
     launches = []
     with monkeypatch.context() as patch, FakeTensorMode(), Driverless():
-        everywhere(patch, devices, "_gpu", lambda index: device)
+        everywhere(patch, devices, "recognised", lambda backend, index: device)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(tuning, "_known", tuning._Known())
-        everywhere(patch, tuning, "place_of", lambda where: device.name)
+        patch.setattr(tuning, "_chosen", tuning._Chosen())
+        everywhere(patch, tuning, "platform_of", lambda where: device.name)
         everywhere(patch, tuning, "_compile_all", lambda run, variants: None)
         everywhere(patch, tuning.store, "read", lambda name: {})
         everywhere(patch, tuning.store, "update", lambda *entry: None)

@@ -19,7 +19,7 @@ import fusedloss as fl
 import fusedloss.sharded as sharded
 from fusedloss.core import ranks as core_ranks
 from fusedloss.core import tuning
-from fusedloss.core.ranks import owned
+from fusedloss.core.ranks import shard_range
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.partial_fc import PartialFC
@@ -59,7 +59,7 @@ def mine(meshes):
 
 def spread(t, mesh, dim=0):
     "A DTensor of rows that every process has, made without a message"
-    rows = owned(t.shape[dim], mesh.size(), mesh.get_local_rank())
+    rows = shard_range(t.shape[dim], mesh.size(), mesh.get_local_rank())
     part = t.narrow(dim, rows.start, len(rows)).clone()
     return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=t.shape, stride=t.stride())
 
@@ -195,7 +195,7 @@ def shifts(meshes):
                                                   backbone_reduction=None if dim is None else "sum")
                     if reduction == "none" and dim is not None:
                         full = torch.cat([wanted, wanted.new_zeros(3, min(k, 10))], 1)
-                        rows = owned(10 if dim else 3, ranks, rank)
+                        rows = shard_range(10 if dim else 3, ranks, rank)
                         wanted = full[:, rows.start:min(rows.stop, max(10 - k, 0))] if dim else wanted[rows.start:rows.stop]
                     assert_close(got, wanted)
                     assert_close(whole(torch.autograd.grad(got.square().sum(), leaf)[0]), exact)
@@ -302,14 +302,14 @@ def a_kernel_within(launched, clock):
     kernel = mock.Mock(cache_key="source", __name__="a_kernel")
     def choosing(fn):
         def wrapped(*args):
-            launched.append(tuning.fastest(kernel, torch.empty(0), (2, 2), (1, 8), lambda: [(1, 8), (2, 8), (3, 8)], None, BY=fn.__name__))
+            launched.append(tuning.fastest_variant(kernel, torch.empty(0), (2, 2), (1, 8), lambda: [(1, 8), (2, 8), (3, 8)], None, BY=fn.__name__))
             return fn(*args)
         return wrapped
     with pytest.MonkeyPatch.context() as patch:
         for name in ("plain_sums", "plain_gradients"):
             everywhere(patch, sharded, name, choosing(getattr(sharded, name)))
         everywhere(patch, core_ranks, "is_timed", lambda *args: True)
-        everywhere(patch, tuning, "milliseconds", clock)
+        everywhere(patch, tuning, "variant_milliseconds", clock)
         yield
 
 
@@ -320,7 +320,7 @@ def ranks_take_the_same_variants(meshes):
     for ranks, mesh, rank in mine(meshes[1:3]):
         weight, launched, folder = spread(w, mesh).requires_grad_(), [], tempfile.mkdtemp()
         clock = lambda run, variant: float(variant[0] != (2, 3, 1)[rank])  # each has a favourite
-        with a_kernel_within(launched, clock), mock.patch.dict(os.environ, FUSEDLOSS_CACHE_DIR=folder), mock.patch.object(tuning, "_known", tuning._Known()):
+        with a_kernel_within(launched, clock), mock.patch.dict(os.environ, FUSEDLOSS_CACHE_DIR=folder), mock.patch.object(tuning, "_chosen", tuning._Chosen()):
             for _ in range(3):
                 fl.linear_cross_entropy(x.clone().requires_grad_(), weight, y).backward()
             kept = len(tuning.store.read("tuning"))
@@ -425,7 +425,7 @@ def heads_match_one_process(meshes):
                 assert_close(got, wanted)
                 exact, (dx, dw) = torch.autograd.grad(wanted, [leaf, one.weight]), torch.autograd.grad(got, [own, many.weight])
                 assert_close(dx, ranks * part_of(exact[0], sizes, rank))
-                rows = owned(v, ranks, rank)
+                rows = shard_range(v, ranks, rank)
                 dw = dw.to_dense()[rows.start:rows.stop] if dw.is_sparse else dw.to_local()
                 assert_close(dw, exact[1].to_dense()[rows.start:rows.stop])
                 for name in ("accuracy", "n_valid", "n_scored"):
@@ -1027,7 +1027,7 @@ BUGS = {
     "times R before a sum too": ('.numel(), s.ranks if backbone_reduction == "mean" else 1', ".numel(), s.ranks"),
     "a mean over this rank's tokens": ("total_weight(y, weight, weights,", "total_weight(y[b.mine(s)], weight, None if weights is None else weights[b.mine(s)],"),
     "another rank's tokens": ("start = 0 if self.shared else s.rank * self.rows", "start = 0 if self.shared else (s.ranks - 1 - s.rank) * self.rows"),
-    "upstream gradients of this rank alone": ("return everyone(padded, s).flatten(), None, None", "return padded.repeat(s.ranks), None, None"),
+    "upstream gradients of this rank alone": ("return all_gather(padded, s).flatten(), None, None", "return padded.repeat(s.ranks), None, None"),
     "rows that pad are tokens": (".labels[len(x):] = ignore_index", ".labels[len(x):] = 0"),
     "input's gradient by this rank's classes": ("if s.group is None or not total.numel()", "if b.shared or s.group is None or not total.numel()"),
     "maxima merged in another unit": ("sums = merge_sums(sums, unit)", "sums = merge_sums(sums)"),

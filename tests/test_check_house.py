@@ -99,3 +99,10 @@ def test_the_picture_has_every_module_and_the_imports_between_stages(found, tmp_
     drawn = picture(House(tmp_path))
     assert all(f">{text}</text>" in drawn.svg for text in ("1 · first", "2 · second", "rates   words", "fusedloss   integrations   integrations.trainer   losses   sharded"))
     assert "staircase from first to second" in drawn.alt and "imports: second imports first. On top the doors: fusedloss, " in drawn.alt
+
+
+def test_a_wide_line_of_a_cuda_source(found, tmp_path):
+    (tmp_path / "cuda").mkdir()
+    for name in ("kernel.cu", "shared.cuh"):
+        (tmp_path / "cuda" / name).write_text(f"int a;\n// {'x' * 117}\n// {'x' * 118}\n", encoding="utf-8")
+    assert found() == [f"cuda/{name}:3: 121 columns, at most 120" for name in ("kernel.cu", "shared.cuh")]

@@ -31,7 +31,7 @@ COMPILED = [(arch, *variant) for arch in (90, 100) for variant in (("bf16", "bar
 
 @pytest.mark.parametrize("arch, element, score, smooth, cluster", few(COMPILED, COMPILED[0], COMPILED[4], COMPILED[5]))
 def test_it_compiles_without_a_gpu(arch, element, score, smooth, cluster):
-    check_nvcc(arch, cuda_source("turnaround"), dict(ELEMENT=element, SCORE=score, SMOOTH=smooth, LATE=0, ALIGNED=0, CLUSTER=cluster, VECTORS=4, THREADS=128, BLOCKS=4))
+    check_nvcc(arch, cuda_source("turnaround"), dict(ELEMENT=element, SCORE=score, SMOOTH=smooth, UNSCALED_GRAD=0, ALIGNED=0, CLUSTER=cluster, VECTORS=4, THREADS=128, BLOCKS=4))
 
 
 @pytest.mark.parametrize("n", [1, 513, 1024, 1025, 4096, 4097, 16384, 16385, 32768])
@@ -133,7 +133,7 @@ def test_a_row_without_a_softmax_is_nan_and_alone(bad, hopper):
 
 def test_two_compilers_give_the_same_bits(hopper):
     pytest.importorskip("cupy")
-    constants = dict(ELEMENT="bf16", SCORE="bare", SMOOTH=0, LATE=0, ALIGNED=1, CLUSTER=2, VECTORS=4, THREADS=128, BLOCKS=8)
+    constants = dict(ELEMENT="bf16", SCORE="bare", SMOOTH=0, UNSCALED_GRAD=0, ALIGNED=1, CLUSTER=2, VECTORS=4, THREADS=128, BLOCKS=8)
     source, options = cuda_source("turnaround"), ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items()))
     z, y = torch.randn(9, 6000, device="cuda").bfloat16(), torch.randint(6000, (9,), device="cuda")
     seen = []

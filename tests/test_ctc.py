@@ -567,7 +567,7 @@ def test_backward_keeps_the_gradient_and_nothing_else(device):
 def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
     def never(*args):
         raise AssertionError("a gradient was made")
-    everywhere(monkeypatch, fusedloss.ctc, "share_back", never)
+    everywhere(monkeypatch, fusedloss.ctc, "gamma_table", never)
     z, y, frames, lengths = case()
     alone = fl.ctc_loss_with_logits(z, y, frames, lengths)
     with torch.no_grad():
@@ -828,7 +828,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "a path may end anywhere": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= -1)"),
     "a path may start in any state": ("(at == 0).expand(skip.shape), at_end", "(at >= 0).expand(skip.shape), at_end"),
     "α goes on where a sequence is over": ("stay(active(frames, t), new, alphas[t])", "new"),
-    "γ goes on where a sequence is over": ("gammas[t] = torch.where(go, state, 0)", "gammas[t] = state"),
+    "γ goes on where a sequence is over": ("gammas[t] = torch.where(go, gamma, 0)", "gammas[t] = gamma"),
     "γ of a skip lands on a neighbour": ("F.pad(two, (0, 2))[:, 2:]", "F.pad(two, (0, 1))[:, 1:]"),
     "equal labels are not added": ("sums.view(len(states), C, len(gammas))", "sums.clamp(max=0.5).view(len(states), C, len(gammas))"),
     "frames beyond the end count": ("torch.where(on, log_sum(x), 0).sum(0)", "log_sum(x).sum(0)"),
@@ -901,15 +901,15 @@ KERNEL_MUTANTS = {  # what is wrong: (the case that notices it, text of cuda/ctc
     "states are not renormalised": ("flat", "label[k] = renormalised(label[k]), blank[k] = renormalised(blank[k]);", ""),
     "beta has its frame's emission": ("ragged", "const State l1 = DIR ? l0 : label[k], b1 = DIR ? b0 : blank[k];", "const State l1 = label[k], b1 = blank[k];"),
     "alpha and beta meet a frame apart": ("ragged", "half = DIR ? p.frames - middle + 1 : middle;", "half = DIR ? p.frames - middle : middle;"),
-    "a warp does not wait for the one before": ("three warps", "} while (!there && warp > 0);", "} while (false);", "while ((__float_as_int(get(mine + slot + AHEAD - 1).m) < 0) != lap) ;", ";"),
-    "a ring is written before it is read": ("long", "while (get(taken_mine) < count + AHEAD - RING) ;", ""),
+    "a warp does not wait for the one before": ("three warps", "} while (!there && warp > 0);", "} while (false);", "while ((__float_as_int(get(ring + slot + AHEAD - 1).m) < 0) != lap) ;", ";"),
+    "a ring is written before it is read": ("long", "while (get(own_taken) < count + AHEAD - RING) ;", ""),
     "the lap of a ring is not told": ("three warps", "| (lap ^ (int)over) << 31", "| lap << 31"),
     "lane 0 takes its neighbour from lane 31": ("ragged", "if (lane == 0) up = before[i];", ""),
     "exponents are shared by a pair": ("pairs apart", "label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]);",
                                        "label[k] = times(l0, emitted[i][k]), blank[k] = times(b0, by_blank[i]); { const int e = max(label[k].e, blank[k].e);"
-                                       " label[k] = {label[k].m * power(label[k].e - e), e}, blank[k] = {blank[k].m * power(blank[k].e - e), e}; }"),
-    "equal labels are not added": ("ragged", "atomicAdd(&held[label[i]], g);", "held[label[i]] = g;"),
-    "a frame's posteriors are not divided by their sum": ("ragged", "hold = by / (float)(blanks + others)", "hold = by / 1073741824.0f * 1.01f"),
+                                       " label[k] = {label[k].m * exp2_whole(label[k].e - e), e}, blank[k] = {blank[k].m * exp2_whole(blank[k].e - e), e}; }"),
+    "equal labels are not added": ("ragged", "atomicAdd(&class_posteriors[label[i]], g);", "class_posteriors[label[i]] = g;"),
+    "a frame's posteriors are not divided by their sum": ("ragged", "target_coef = inv_denominator / (float)(blank_sum + label_sum)", "target_coef = inv_denominator / 1073741824.0f * 1.01f"),
     "log Z is a logarithm to base 2": ("ragged", "0.6931471805599453 * z.e", "z.e"),
     "frames beyond the end count": ("ragged", "for (int t = threadIdx.x; t < frames[n]; t += 256) {", "for (int t = threadIdx.x; t < frames[n] + 1; t += 256) {"),
     "infeasible targets have a gradient": ("T 0 and 1, infeasible", "if (t >= frames[n] || !(total.m > 0.0f)) {", "if (t >= frames[n] || total.m != total.m) {"),

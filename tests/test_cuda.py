@@ -1,7 +1,10 @@
 """The loader of `cuda/*.cu`: one order of compilers for every kernel, and one neutral warning for a source that none compiles."""
 import ast
 import sys
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -101,9 +104,9 @@ class Compilers:
 
 def forget():
     "Nothing compiled, nothing warned of"
-    for cached in (cuda.why_not, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
+    for cached in (cuda.compiler_failure, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
         cached.cache_clear()
-    cuda.warned.clear()
+    cuda.warned_sources.clear()
 
 
 @pytest.fixture
@@ -161,7 +164,7 @@ def test_one_warning_a_source_where_nothing_compiles(source, compilers):
     with pytest.warns(UserWarning, match=rf"cuda/{source}\.cu was not compiled.*CuPy: .*PyTorch: .*no GPU") as told:
         assert USERS[source]() is None
     assert len(told) == 1
-    for cached in (cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
+    for cached in (cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
         cached.cache_clear()  # other constants and other kernels of the source
     with warnings.catch_warnings(action="error"):
         assert USERS[source]() is None
@@ -187,6 +190,27 @@ def test_what_shared_memory_a_launch_may_have_follows_the_compiler(compilers, mo
     forget()
     compilers.cupy(ANY)
     assert cuda.large_shared_memory(0)
+
+
+@pytest.mark.parametrize("names, made", [(("ctc_loss", "ctc_loss"), 1), (("ctc_loss", "ctc_grad"), 2)], ids=["one kernel", "two kernels"])
+def test_threads_compile_each_kernel_once_and_wait_only_for_their_own(names, made, monkeypatch):
+    forget()
+    compiled, together = [], threading.Barrier(made)
+
+    def compile_slowly(source, name, options):
+        if name != "empty_kernel":
+            compiled.append(name)
+            together.wait(30)  # two kernels are compiled at the same time, or this raises
+            time.sleep(0.05)  # the other thread is here by now
+        return lambda *given, **options: name
+    everywhere(monkeypatch, cuda, "device_of", lambda index: GPUS["H200"])
+    monkeypatch.setattr(cuda, "COMPILERS", {"a counter": compile_slowly})
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda name: cuda.cuda_kernel(name, 0, ("ctc",), C=3), names)
+        assert sorted(compiled) == sorted(set(names)) and (first is second) == (made == 1) and first() == names[0]
+    finally:
+        forget()
 
 
 def test_every_source_has_a_user_above():

@@ -30,13 +30,13 @@ def properties(monkeypatch):
     "Let PyTorch report a GPU"
     def report(hip=None, **fields):
         given = SimpleNamespace(**fields)
-        devices._gpu.cache_clear()
+        devices.recognised.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: given)
         monkeypatch.setattr(torch.version, "hip", hip)
     yield report
-    devices._gpu.cache_clear()
+    devices.recognised.cache_clear()
 
 
 @pytest.mark.parametrize("name", [name for name, d in GPUS.items() if d.vendor == "nvidia"])
@@ -161,9 +161,9 @@ def test_each_gpu_gets_what_it_can_run(name, expected, told):
 
 def test_nothing_is_compiled_by_nvrtc_on_hip(properties):
     properties(hip="6.4", name="AMD Instinct MI300X", major=9, minor=4, multi_processor_count=304, shared_memory_per_block=65536)
-    cuda.why_not.cache_clear()
-    try: assert all("NVIDIA" in cuda.why_not(compiler, 0) for compiler in cuda.COMPILERS)
-    finally: cuda.why_not.cache_clear()
+    cuda.compiler_failure.cache_clear()
+    try: assert all("NVIDIA" in cuda.compiler_failure(compiler, 0) for compiler in cuda.COMPILERS)
+    finally: cuda.compiler_failure.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["L4", "A100", "H200", "B200"])
@@ -235,7 +235,7 @@ def test_tilings_of_other_gpus_agree_here(t):
 
 
 def test_the_table_names_every_source():
-    found = implementations(kernels, clusters, recompute, scans, ctc, segments)
+    found = implementations(kernels, clusters, tiling, scans, ctc, segments)
     columns, rows = support_rows(found, [GPUS["H200"], GPUS["A100"], GPUS["MI300X"], GPUS["T4"]])
     assert columns == ["", "kernels", "H200", "A100", "MI300X", "T4", "otherwise"]
     assert all(row[2].startswith("runs") for row in rows)

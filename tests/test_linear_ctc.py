@@ -714,7 +714,7 @@ def test_autocast_as_a_linear_layer(device):
 
 # the kernel's source
 
-SCAN, ROW = ("ELEMENT", "PAIRS", "AHEAD", "CLUSTER", "THREADS", "TABLES"), ("ELEMENT", "PER", "NORMALISE", "SOFTMAX", "ROWTHREADS", "NEAR")
+SCAN, ROW = ("ELEMENT", "PAIRS", "AHEAD", "CLUSTER", "THREADS", "TABLES"), ("ELEMENT", "PER", "NORMALISE", "SOFTMAX", "ROWTHREADS", "STAGED")
 
 
 COMPILED = [
@@ -766,9 +766,9 @@ BUGS = {
     "a blank among the labels is a label": ("return torch.where(y == blank, 0, own)", "return own.contiguous()"),
     "padding kept": ("if known is None or min(known, default=0) == last:", "if True:"),
     "no bias in the small scores": ("return e if b.lift is None else e.add_(b.lift)", "return e"),
-    "every segment starts in the first blank": ("if start is None:\n        row", "if True:\n        row"),
+    "every segment starts in the first blank": ("row = None if start is None else as_row(start)", "row = None"),
     "the edge that is not there yet": ("start = states[max(i - 1, 0)]", "start = states[i]"),
-    "γ forgotten between segments": ("as_row(back).copy_(state)", "pass"),
+    "γ forgotten between segments": ("as_row(back).copy_(gamma)", "pass"),
     "ends one segment late": ("(b.frames > at.start) & (b.frames <= at.stop)", "(b.frames >= at.start) & (b.frames < at.stop)"),
     "p alone": ("p - kept_rows(gamma, s)", "p - 0 * kept_rows(gamma, s)"),
     "posteriors alone": ("p - kept_rows(gamma, s)", "-kept_rows(gamma, s)"),
@@ -821,23 +821,23 @@ KERNEL_BUGS = {
     "segments one frame long": ("last ? t_n - begin : K, l_n", "last ? t_n - begin : K - 1, l_n"),
     "one row of alpha for all segments": ("to += edge.step", "to += 0"),
     "Z from the first row": ("(p.frames - 1) / every * step", "0 * step"),
-    "Z without the last blank": ("State total = load_from_afar(end + pitch + l_n);", "State total = {0.0f, NEVER};"),
+    "Z without the last blank": ("State total = load_from_afar(end + pitch + l_n);", "State total = {0.0f, ZERO_EXPONENT};"),
     "Z without the last label": ("if (l_n) total = sum", "if (false) total = sum"),
     "labels in the place of blanks": ("load_state(from + pitch + j)", "load_state(from + j)"),
     "labels numbered by position": ("while (labels[first++] != c) ;", "first = j;"),
     "a blank among the labels is a label": ("if (c != blank) while", "if (real) while"),
     "an empty target has no path": ("t_n || l_n ? 0.0f : 1.0f", "0.0f"),
-    "labels that repeat": ("atomicAdd(&held[(int)names[j]], v)", "atomicAdd(&held[j], v)"),
-    "columns, not their first": ("(float)held[(int)name]", "(float)held[j]"),
-    "blanks forgotten": ("atomicAdd(&held[0], blanks)", "0"),
-    "rows in their order": ("place % (K * N)", "place"),
-    "rows of the compacted": ("kept ? (u32)kept[row] : row", "row"),
-    "the first tile's factor": ("factors[c >> shift]", "factors[0]"),
-    "the first tile's sum": ("s += sums[j] * factors[j];", "if (j == 0) s += sums[j] * factors[j];"),
+    "labels that repeat": ("atomicAdd(&symbol_posteriors[(int)row_symbols[j]], v)", "atomicAdd(&symbol_posteriors[j], v)"),
+    "columns, not their first": ("(float)symbol_posteriors[(int)symbol]", "(float)symbol_posteriors[j]"),
+    "blanks forgotten": ("atomicAdd(&symbol_posteriors[0], blank_sum)", "0"),
+    "rows in their order": ("row % (K * N)", "row"),
+    "rows of the compacted": ("kept_rows ? (u32)kept_rows[row] : row", "row"),
+    "the first tile's factor": ("tile_coefs[c >> shift]", "tile_coefs[0]"),
+    "the first tile's sum": ("row_sum += tile_sums[j] * tile_coefs[j];", "if (j == 0) row_sum += tile_sums[j] * tile_coefs[j];"),
     "no class above the number": ("first | c << 32", "first"),
-    "labels with their own blank": ("fixed(of_label[j - 1])", "fixed(of_label[j])"),
+    "labels with their own blank": ("to_fixed(label_posteriors[j - 1])", "to_fixed(label_posteriors[j])"),
     "read before it is there": ("wait_for_copies();\n  __syncthreads();", "wait_for_copies();"),
-    "upstream of another sequence": ("by = g[n]", "by = g[0]"),
+    "upstream of another sequence": ("g_n = g[n]", "g_n = g[0]"),
     "gradient where there is no path": ("|| !(total.m > 0.0f) ||", "||"),
 }
 

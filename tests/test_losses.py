@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import fusedloss.losses as losses
+from fusedloss.core.options import LossOptions
 from fusedloss.baseline import sample_data
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, shift_targets
 from fusedloss.measure import peak_memory, relative_error
-from fusedloss.plans import Request, plan_again
+from fusedloss.plans import Call, cached_plan
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference
@@ -348,8 +349,8 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
 @follows_plans
 @pytest.mark.parametrize("method, dtype", few(grid(METHODS, [f32, bf16]), ("auto", bf16)))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
-    on_cpu = losses.request_of
-    everywhere(monkeypatch, losses, "request_of", lambda *given: Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    on_cpu = losses.call_of
+    everywhere(monkeypatch, losses, "call_of", lambda *given: Call(*(r := on_cpu(*given))[:5], True, *r[6:]))
     x, w, _, y = sample((2, 6), dtype=dtype)
     fn = torch.compile(lambda x, w, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (2, 1):
@@ -399,9 +400,9 @@ def test_a_call_is_planned_for_the_tokens_that_count(caplog):
     y[8:] = -100
     with caplog.at_level("DEBUG", "fusedloss"):
         linear_cross_entropy(x, w, y, max_valid=8)
-    r = losses.request_of(x, w, dict(linear_bias=None, weight=None, label_smoothing=0, softcap=None, z_loss=0, token_weight=None,
-                                     filter_eps=None, logit_scale=1, reduction="mean", return_stats=False), None, "auto", None, 8, False)
-    assert plan_again(r).why in caplog.text and r.packed == 8
+    r = losses.call_of(x, w, dict(linear_bias=None, weight=None, options=LossOptions(), token_weight=None, filter_eps=None,
+                                     reduction="mean", return_stats=False), None, "auto", None, 8, False)
+    assert cached_plan(r).why in caplog.text and r.packed == 8
 
 
 def test_budget_is_kept_on_a_cpu():
@@ -425,8 +426,8 @@ def test_log_says_what_was_taken(caplog):
 def test_auto_is_the_method_it_names(device, monkeypatch):
     x, w, _, y = sample((64,), 8, 500, device, f32)
     taken = []
-    real = losses.take
-    everywhere(monkeypatch, losses, "take", lambda way, *rest: taken.append(way.method) or real(way, *rest))
+    real = losses.dispatch
+    everywhere(monkeypatch, losses, "dispatch", lambda way, *rest: taken.append(way.method) or real(way, *rest))
     linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), y)
     linear_cross_entropy(x, w, y, memory_budget=60_000)
     linear_cross_entropy(x, w, y, memory_budget=60_000, reduction="none")
@@ -538,11 +539,11 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the shift comes one too late": ("input.shape[-2] - shift), :]", "input.shape[-2] - shift - 1), :]"),
     "the token weights are not shifted": ("later(target), later(token_weight)", "later(target), token_weight[..., :max(0, input.shape[-2] - shift)]"),
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
-    "tiles forget the scale": ('logit_scale=given["logit_scale"], token_tile', "token_tile"),
-    "tiles forget the ignored": ('ignore_index=given["ignore_index"],\n        logit_scale', "logit_scale"),
+    "tiles forget the scale": ('logit_scale=given["options"].logit_scale, token_tile', "token_tile"),
+    "tiles forget the ignored": ('ignore_index=given["options"].ignore_index,\n        logit_scale', "logit_scale"),
     "eager forgets the bias": ("F.linear(rows, linear_weight, linear_bias)", "F.linear(rows, linear_weight)"),
     "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
-    "a broken promise passes": ('check_promise(target, given["ignore_index"], max_valid)', "pass"),
+    "a broken promise passes": ('check_promise(target, given["options"].ignore_index, max_valid)', "pass"),
     "eager forgets the class weights": ("target.reshape(-1), weight, reduction", "target.reshape(-1), None, reduction"),
     "a mean is a sum": ("weight, reduction=reduction, return_stats", 'weight, reduction="sum" if reduction == "mean" else reduction, return_stats'),
     "an empty shard passes": ("t.numel() > 0 or not n_features", "True"),

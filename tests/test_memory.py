@@ -177,7 +177,7 @@ def test_plain_paths_hold_what_their_plan_says(options, method, shape):
 
 def test_an_entropys_gradient_is_not_taken_by_all_logits():
     p = plan(1024, 32000, 64, f32, device="cpu", stats="differentiable")
-    assert p.method == "recompute" and p["eager"].extra > 6 * 4 * 1024 * 32000 and p.way.extra <= p.budget
+    assert p.method == "recompute" and p["eager"].extra > 6 * 4 * 1024 * 32000 and p.chosen.extra <= p.budget
 
 
 # --- no more memory for no less time ---
@@ -187,7 +187,7 @@ def test_more_memory_buys_time(sizes):
     "Of two budgets that are spent, the larger is the faster one; and what is taken by default is on that line"
     n, h, v = sizes
     found = [plan(n, v, h, memory_budget=2**k, machine="H200") for k in (27, 28, 29, 30, 31, 32, 34)] + [plan(n, v, h, machine="H200")]
-    ways = sorted(((p.way.extra, p.way.seconds) for p in found if p.method), key=lambda way: way[0])
+    ways = sorted(((p.chosen.extra, p.chosen.seconds) for p in found if p.method), key=lambda way: way[0])
     for (less, slow), (more, fast) in zip(ways, ways[1:]):
         assert more <= 1.01 * less or fast <= slow, (ways, sizes)
 
@@ -197,8 +197,8 @@ def test_nearly_equal_times_take_the_smaller_memory():
         for budget in (2**30, 2**32, 2**35):
             p = plan(s.N, s.V, s.H, memory_budget=budget, machine="H200")
             fastest = min(w.seconds for w in p.fits)
-            assert p.way.seconds <= 1.02 * fastest
-            assert not [w for w in p.fits if w.seconds <= 1.02 * fastest and w.extra < p.way.extra and not w.caution]
+            assert p.chosen.seconds <= 1.02 * fastest
+            assert not [w for w in p.fits if w.seconds <= 1.02 * fastest and w.extra < p.chosen.extra and not w.caution]
 
 
 def test_few_chunks_add_in_their_own_dtype():

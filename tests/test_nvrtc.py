@@ -3,9 +3,10 @@ import pytest
 import torch
 
 import nvrtc
-from fusedloss import clusters, ctc, linear_ctc, scans
+from fusedloss import clusters, ctc, scans, segments
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
+from fusedloss.core.lattice import scan_shape
 from fusedloss.core.options import LossOptions
 from fusedloss.semirings import Log, Max
 from grids import few, FULL, pairs

@@ -14,7 +14,7 @@ from fusedloss import chunks, kernels, linear_ctc, tiles
 from fusedloss.core import operators
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.ranks import Batch, Shards
+from fusedloss.core.ranks import RankTokens, Shards
 from fusedloss.sharded import sharded_loss
 
 
@@ -175,7 +175,7 @@ ONCE = {
     "linear CTC": of_paths(fl.linear_ctc_loss),
     "linear CTC, each row": of_paths(fl.linear_ctc_loss, reduction="none"),
     "classes over ranks": lambda x, w, y: sharded_loss(x, w, None, y, None, None, LossOptions(-100, 0.0, 1.0, 0.0, 0.0), Shards(9, 0, 9),
-                                                       Batch(True, 6, 6), "mean", False, 2**20)[0],
+                                                       RankTokens(True, 6, 6), "mean", False, 2**20)[0],
     "head over ranks": head(kind=fl.ShardedPartialFC),
 }
 TWICE = {"CTC": of_paths(CTC), "log_softmax": lambda x, w, y: torch.nn.functional.cross_entropy(x @ w.T, y)}

@@ -88,7 +88,7 @@ def contents(wheel: zipfile.ZipFile) -> dict[str, bytes]:
 
 def test_wheel_holds_modules_and_kernels(source, wheel):
     expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*") if p.is_file() and p.suffix != ".pyc"}
-    expected |= {f"fusedloss/cuda/{p.name}" for p in (source / "cuda").iterdir() if p.suffix in {".cu", ".py"}}
+    expected |= {f"fusedloss/cuda/{p.name}" for p in (source / "cuda").iterdir() if p.suffix in {".cu", ".cuh", ".py"}}
     assert {f"fusedloss/{name}" for name in ("cuda/probe.cu", "planted/part.py", "py.typed", "__init__.pyi")} < expected
     assert expected == {name for name in wheel.namelist() if name.startswith("fusedloss/")}
 
@@ -116,7 +116,8 @@ def test_installed_wheel_needs_no_checkout(source, wheel, tmp_path):
             "print(fusedloss.core.cuda.cuda_source('ctc'), end='')")
     said, _, text = python(code, "-S", cwd=tmp_path / "empty").partition("\n")
     assert Path(said.split(" from ")[1]).parent == tmp_path / "site" / "fusedloss"
-    assert text == (source / "cuda" / "ctc.cu").read_text(encoding="utf-8").strip()
+    ctc, common = ((source / "cuda" / name).read_text(encoding="utf-8") for name in ("ctc.cu", "common.cuh"))
+    assert text == ctc.replace('#include "common.cuh"\n', common).strip() != ctc.strip()
 
 
 def test_wheel_metadata_is_settings(wheel, settings):

@@ -43,7 +43,7 @@ def called(x): return torch.ops.fusedloss.operator(x)
 def hashed(tmp_path):
     "The hash of a page of one cell, with the package as it is but for `old` made `new` in `file`"
     def write(cell: str, file: str = "", old: str = "", new: str = "") -> str:
-        for name, text in {**{f"fusedloss/{k}": v for k, v in FILES.items()}, "cuda/kernel.cu": "int a; // one"}.items():
+        for name, text in {**{f"fusedloss/{k}": v for k, v in FILES.items()}, "cuda/kernel.cu": '#include "shared.cuh"\nint a; // one', "cuda/shared.cuh": "int c;"}.items():
             path = tmp_path / name
             path.parent.mkdir(exist_ok=True)
             assert name != file or text.count(old) == 1
@@ -72,6 +72,7 @@ CHANGES = {
     "what a name of the package stands for": ("from fusedloss.middle import both\nboth(1)", MIDDLE, "deep as chosen", "message as chosen", True),
     "another name of PyTorch": (STAR, FAR, "float16 as half", "bfloat16 as half", False),
     "CUDA": ("from fusedloss.middle import kernel\nkernel()", "cuda/kernel.cu", "int a", "int b", True),
+    "CUDA, a header": ("from fusedloss.middle import kernel\nkernel()", "cuda/shared.cuh", "int c", "int d", True),
     "CUDA, a comment": ("from fusedloss.middle import kernel\nkernel()", "cuda/kernel.cu", "one", "two", False),
     "CUDA of another": (STAR, "cuda/kernel.cu", "int a", "int b", False),
     "a docstring": (STAR, FAR, "Twice x.", "x, twice.", False),

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import fusedloss.plans as planning
+from fusedloss.core.options import loss_options, LossOptions
 from fusedloss.baseline import sample_data
 from fusedloss.core.rates import H200, Machine
-from fusedloss.losses import choose, linear_cross_entropy, request_of
+from fusedloss.losses import choose, linear_cross_entropy, call_of
 from fusedloss.measure import SHAPES, peak_memory
 from fusedloss.plans import make_plan, plan
 from grids import few, grid
@@ -43,13 +44,13 @@ def test_plan_is_monotonic(gpu):
     for side in ("n_tokens", "n_classes", "n_features"):
         small, large = plan(**base), plan(**{**base, side: 2 * base[side]})
         assert side == "n_features" or small["eager"].extra < large["eager"].extra
-        for a, b in zip(small.ways, large.ways):
+        for a, b in zip(small.estimates, large.estimates):
             assert a.flops < b.flops and (a.seconds < b.seconds or gpu == "cuda" and a.seconds == b.seconds), (side, a.method)  # the host's
             assert b.flops / a.flops == pytest.approx(2, rel=1e-3)
     budgets = [2**k for k in range(26, 35)]
     found = [plan(**base, memory_budget=m, accumulate="native") for m in budgets]  # "auto" spends memory on fp32
-    times = [p.way.seconds for p in found if p.method]
-    assert times == sorted(times, reverse=True) and all(p.way.extra <= m for p, m in zip(found, budgets) if p.method)
+    times = [p.chosen.seconds for p in found if p.method]
+    assert times == sorted(times, reverse=True) and all(p.chosen.extra <= m for p, m in zip(found, budgets) if p.method)
     assert [bool(p.method) for p in found] == sorted(bool(p.method) for p in found), "what fits goes on to fit"
 
 
@@ -64,7 +65,7 @@ def test_plan_counts_what_is_needed():
 def test_plan_keeps_dw_from_being_rounded_too_often():
     s = SHAPES[1]
     tight = plans(s, memory_budget=2**28)
-    assert tight.method == "recompute" and "rounded" in tight.verdict(tight["chunks"])
+    assert tight.method == "recompute" and "rounded" in tight.reason(tight["chunks"])
     assert plans(s, memory_budget=2**28, accumulate="native").method == "chunks"
     assert choose(tight, "chunks").method == "chunks"
 
@@ -89,7 +90,7 @@ def test_classes_that_are_no_multiple_of_eight_are_recomputed():
     "cuBLAS reaches a third of its rate there, or a seventh: chunks of 50257 classes took five times as long as of 50304"
     method = lambda v, **how: plan(8192, v, 768, machine="H200", **how).method
     assert method(50257) == method(50258) == "recompute" and method(50304) == "chunks"
-    times = lambda v: [w.seconds for w in plan(8192, v, 768, f32, machine="H200").ways]
+    times = lambda v: [w.seconds for w in plan(8192, v, 768, f32, machine="H200").estimates]
     assert times(50257) == pytest.approx(times(50256), rel=0.01), "fp32 matrices are read otherwise"
 
 
@@ -115,7 +116,7 @@ def test_plans_are_what_an_h200_did_at_random_shapes(method):
 def test_plan_is_remembered_and_cheap():
     assert plan(100, 200, 300) is plan(100, 200, 300)
     assert timeit.timeit(lambda: plan(100, 200, 300), number=200, timer=time.process_time) / 200 < 2e-4
-    assert timeit.timeit(lambda: make_plan(plan(100, 200, 300).request), number=50, timer=time.process_time) / 50 < 5e-3
+    assert timeit.timeit(lambda: make_plan(plan(100, 200, 300).call), number=50, timer=time.process_time) / 50 < 5e-3
 
 
 HONEST = {"plain": {}, "none": dict(reduction="none"), "softcap": dict(softcap=3.0), "smoothing": dict(label_smoothing=0.1),
@@ -134,21 +135,22 @@ def test_predicted_bytes_are_those_counted(name, dtype):
         if isinstance(loss, tuple):  # an entropy that takes part has the gradient that takes most
             loss = loss[0] + loss[1].entropy.mean()
         torch.autograd.grad(loss.sum(), [x, w])
-    p = make_plan(request_of(x, w, dict(
-        linear_bias=None, weight=None, token_weight=None, z_loss=0.0, filter_eps=None,
-        **{k: options.get(k, d) for k, d in dict(reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0, return_stats=False).items()}),
+    p = make_plan(call_of(x, w, dict(
+        linear_bias=None, weight=None, token_weight=None, filter_eps=None,
+        options=loss_options({k: v for k, v in options.items() if k in LossOptions._fields}),
+        **{k: options.get(k, d) for k, d in dict(reduction="mean", return_stats=False).items()}),
         options.get("memory_budget"), "auto", None, None, False))
     for way in p.able:
         if way.extra <= p.budget and way.method != "tiles":
             told[way.method] = (peak_memory(lambda: run(way.method)) - x.nbytes - w.nbytes) / way.extra
     assert told and all(0.9 < ratio < 1.1 for ratio in told.values()), told
-    assert "memory_budget" not in options or p.way.extra <= 2**22
+    assert "memory_budget" not in options or p.chosen.extra <= 2**22
 
 
 def test_a_plan_takes_integers_of_any_kind():
     size = np.int64
     p = plan(size(4096), size(50257), size(512), memory_budget=size(2**28), max_valid=size(4096))
-    assert p == plan(4096, 50257, 512, memory_budget=2**28, max_valid=4096) and type(p.request.n) is int
+    assert p == plan(4096, 50257, 512, memory_budget=2**28, max_valid=4096) and type(p.call.n) is int
     for wrong in (True, 4096.0, "4096", torch.tensor(4096)):
         with pytest.raises(ValueError, match="^n_tokens: expected an integer not below 0"):
             plan(wrong, 50257, 512)
@@ -166,7 +168,7 @@ def test_what_fits_a_budget_fits_a_larger_one(shape, how):
 @pytest.mark.parametrize("how", [{}, dict(memory_budget=1000), dict(device="cpu"), dict(dtype=f32)])
 def test_no_tokens_are_planned_too(how):
     "Nothing is moved less than not at all, and no round of programs is divided by"
-    for w in plan(0, 2**19, 3, **how).ways:
+    for w in plan(0, 2**19, 3, **how).estimates:
         assert w.flops == 0 and w.bytes >= 0 and w.seconds >= 0 and w.extra >= 0, w.method
 
 
@@ -179,12 +181,12 @@ def test_chunks_are_planned_for_the_tokens_that_count():
 # --- planted bugs ---
 
 MUTANTS = {  # what is wrong: (text of fusedloss/plans.py, what stands in its place)
-    "memory is taken for little time": ("limit = NEAR *", "limit = 1.0 *"),
+    "memory is taken for little time": ("limit = NEARLY_EQUAL *", "limit = 1.0 *"),
     "chunks give statistics without gradient": ('graded and r.stats == "differentiable"', "False"),
     "chunks take a loss for each token": ('if r.reduction == "none" else', 'if r.reduction == "x" else'),
     "the budget is not looked at": ("w.extra <= self.budget]", "True]"),
     "the slowest is taken": ("if getattr(w, of) < getattr(best, of)", "if getattr(w, of) > getattr(best, of)"),
-    "dw is rounded without end": ("chunks > ROUNDINGS", "False"),
+    "dw is rounded without end": ("chunks > MOST_ROUNDINGS", "False"),
     "the fourth product is forgotten": ('costs += [Cost("dz", flops,', 'costs += [Cost("dz", 0.0,'),
 }
 
@@ -228,4 +230,4 @@ def test_predicted_bytes_on_the_gpu(budget):
     x, w, y = sample_data(8192, 2048, 65536, bf16, "cuda")
     p = plan(8192, 65536, 2048, memory_budget=budget)
     held = peak_memory(lambda: torch.autograd.grad(linear_cross_entropy(x, w, y, memory_budget=budget), [x, w]), "cuda") - x.nbytes - w.nbytes
-    assert 0.75 < held / p.way.extra < 1.25
+    assert 0.75 < held / p.chosen.extra < 1.25

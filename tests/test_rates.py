@@ -11,7 +11,7 @@ from fusedloss import plan
 from fusedloss.core import rates, store
 from fusedloss.core.devices import Device
 from fusedloss.core.tiling import cut
-from fusedloss.core.rates import CPU, H200, MACHINES, SHEETS, Machine, guess, kept, listed, machine_here, machine_of
+from fusedloss.core.rates import CPU, H200, Machine, boards, by_dtype, guessed_machine, stored_machine, listed_machine, machine_here, machine_of, machines
 from helpers import everywhere
 
 ODD = Device("NVIDIA H20", "nvidia", (9, 0), 78, 2**17, True, True)  # that no table lists
@@ -23,8 +23,8 @@ GPU = torch.device("cuda")
 def place(tmp_path, monkeypatch):
     "A store of its own; nothing is known in this process"
     monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(rates, "at_hand", {})
-    monkeypatch.setattr(rates, "guessed", {})
+    monkeypatch.setattr(rates, "found_machines", {})
+    monkeypatch.setattr(rates, "guessed_machines", {})
     monkeypatch.setattr(store, "_warned", set())
     return tmp_path / "rates.json"
 
@@ -35,30 +35,30 @@ def measured(monkeypatch, d, gpu=True):
     def ceilings(d, device, clock):
         calls.append(d.name)
         return Machine(d.name, 1e12, dict.fromkeys(H200.rates, 1e14), d)
-    rates.at_hand.clear()
-    everywhere(monkeypatch, rates, "gpu_of", lambda device: d)
-    everywhere(monkeypatch, rates, "ceilings", ceilings)
+    rates.found_machines.clear()
+    monkeypatch.setattr(rates, "device_of", lambda device: d)
+    everywhere(monkeypatch, rates, "measure_ceilings", ceilings)
     monkeypatch.setattr(torch.cuda, "device", lambda on: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return calls
 
 
 def test_every_listed_gpu_reaches_less_than_it_promises():
-    for name, sheet in SHEETS.items():
-        m = MACHINES[name]
-        assert m.bandwidth < sheet.bandwidth and m.device.multiprocessors == sheet.multiprocessors and sheet.source
-        assert all(0 < m.rates[d] < peak for d, peak in sheet.rates.items()) and m.name in sheet.names
-        assert machine_of(name) is m
-    names = [n for sheet in SHEETS.values() for n in sheet.names]
+    for name, (kind, board) in boards().items():
+        m = machines()[name]
+        assert m.bandwidth < board.peaks.bandwidth and m.device.multiprocessors == board.multiprocessors and board.source
+        assert all(0 < m.rates[d] < peak for d, peak in by_dtype(board.peaks).items()) and m.name in board.names
+        assert machine_of(name) is m and m.device == kind.on_board(board)
+    names = [n for _, board in boards().values() for n in board.names]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", SHEETS)
+@pytest.mark.parametrize("name", boards())
 def test_a_listed_gpu_is_known_by_its_drivers_name_and_its_size(name):
-    sheet = SHEETS[name]
-    d = SAME._replace(name=sheet.names[0], multiprocessors=sheet.multiprocessors)
-    assert listed(d) is MACHINES[name] and listed(d._replace(multiprocessors=14)) is None
-    assert listed(d._replace(name=f"{d.name} MIG 1g.18gb")) is None
+    _, board = boards()[name]
+    d = SAME._replace(name=board.names[0], multiprocessors=board.multiprocessors)
+    assert listed_machine(d) is machines()[name] and listed_machine(d._replace(multiprocessors=14)) is None
+    assert listed_machine(d._replace(name=f"{d.name} MIG 1g.18gb")) is None
 
 
 def test_an_unknown_name_is_refused():
@@ -67,8 +67,8 @@ def test_an_unknown_name_is_refused():
 
 
 def test_a_guess_is_below_every_listed_gpu():
-    for m in MACHINES.values():
-        g = guess(ODD._replace(multiprocessors=m.device.multiprocessors))
+    for m in machines().values():
+        g = guessed_machine(ODD._replace(multiprocessors=m.device.multiprocessors))
         assert g.bandwidth <= 1.001 * m.bandwidth and all(g.rates[d] <= 1.001 * m.rates[d] for d in m.rates)
         assert g.device.multiprocessors == m.device.multiprocessors
 
@@ -82,10 +82,10 @@ def test_a_measurement_counts_bytes_and_products(monkeypatch):
         return 0.01
     before = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = rates.ceilings(ODD, "cpu", clock)
+        found = rates.measure_ceilings(ODD, "cpu", clock)
     assert found.bandwidth == 2 * 4 * 1000 / 0.01 and found.device is ODD and found.name == "NVIDIA H20"
     assert (found.rates["bfloat16"], found.rates["float32"], found.rates["float64"]) == (2 * 16**3 / 0.01, 2 * 8**3 / 0.01, 2 * 4**3 / 0.01)
-    assert found.rates["float16"] == guess(ODD).rates["float16"], "what was not measured is guessed"
+    assert found.rates["float16"] == guessed_machine(ODD).rates["float16"], "what was not measured is guessed"
     assert torch.equal(before, torch.get_rng_state()), "the program's random numbers are its own"
 
 
@@ -95,22 +95,22 @@ def test_what_cannot_be_multiplied_is_guessed(monkeypatch):
         return 5.0
     everywhere(monkeypatch, rates, "product_rate", product)
     everywhere(monkeypatch, rates, "copy_bandwidth", lambda *_: 7.0)
-    found = rates.ceilings(ODD, "cpu")
-    assert found.rates == dict(guess(ODD).rates, float16=5.0, float32=5.0, float64=5.0) and found.bandwidth == 7.0
+    found = rates.measure_ceilings(ODD, "cpu")
+    assert found.rates == dict(guessed_machine(ODD).rates, float16=5.0, float32=5.0, float64=5.0) and found.bandwidth == 7.0
 
 
 def test_another_gpu_is_measured_once_and_kept(monkeypatch, place):
     calls = measured(monkeypatch, ODD)
     first = machine_here(GPU)
     assert machine_here(GPU) is first and first.bandwidth == 1e12 and calls == ["NVIDIA H20"]
-    rates.at_hand.clear()  # the next process
+    rates.found_machines.clear()  # the next process
     again = machine_here(GPU)
     assert (again.name, again.bandwidth, again.rates, again.device) == ("NVIDIA H20", 1e12, first.rates, ODD)
     assert calls == ["NVIDIA H20"] and len(json.loads(place.read_text())) == 1
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="a switch of later versions")
-@pytest.mark.parametrize("d", [ODD, SAME], ids=["measured", "listed"])
+@pytest.mark.parametrize("d", [ODD, SAME], ids=["measured", "listed_machine"])
 def test_the_newer_switch_for_tf32_stops_no_plan_and_is_told_apart(d, monkeypatch):
     measured(monkeypatch, d)
     switch = torch.backends.cuda.matmul
@@ -123,20 +123,20 @@ def test_the_newer_switch_for_tf32_stops_no_plan_and_is_told_apart(d, monkeypatc
 def test_processes_that_measure_together_take_the_same(monkeypatch, place):
     "Who keeps it first decides"
     calls = measured(monkeypatch, ODD)
-    ceilings, entry = rates.ceilings, dict(bandwidth=2e12, rates=dict.fromkeys(H200.rates, 3e14))
+    ceilings, entry = rates.measure_ceilings, dict(bandwidth=2e12, rates=dict.fromkeys(H200.rates, 3e14))
     def slow(*given):
         rates.store.update(rates.STORE, rates.store_key(ODD), entry)  # another process, meanwhile
         return ceilings(*given)
-    everywhere(monkeypatch, rates, "ceilings", slow)
-    assert machine_here(GPU).bandwidth == kept(ODD).bandwidth == 2e12 and calls == ["NVIDIA H20"]
-    assert rates.calibrate(GPU).bandwidth == kept(ODD).bandwidth == 1e12, "what is asked for is measured anew"
+    everywhere(monkeypatch, rates, "measure_ceilings", slow)
+    assert machine_here(GPU).bandwidth == stored_machine(ODD).bandwidth == 2e12 and calls == ["NVIDIA H20"]
+    assert rates.calibrate(GPU).bandwidth == stored_machine(ODD).bandwidth == 1e12, "what is asked for is measured anew"
 
 
 def test_a_listed_gpu_is_measured_on_demand(monkeypatch):
     calls = measured(monkeypatch, SAME)
     assert machine_here(GPU) is H200 and not calls
     assert rates.calibrate(GPU) is machine_here(GPU) is not H200 and calls == ["NVIDIA H200"]
-    rates.at_hand.clear()
+    rates.found_machines.clear()
     assert machine_here(GPU).bandwidth == 1e12, "a measurement is better than the table"
 
 
@@ -152,8 +152,8 @@ def test_a_corrupt_entry_is_measured_anew(text, monkeypatch, place):
     calls, key = measured(monkeypatch, ODD), rates.store_key(ODD)
     place.write_text(text.replace("%s", key) if isinstance(text, str) else json.dumps({key: text}))
     place.chmod(0o600)
-    assert kept(ODD) is None
-    assert machine_here(GPU).bandwidth == 1e12 and calls == ["NVIDIA H20"] and kept(ODD).bandwidth == 1e12
+    assert stored_machine(ODD) is None
+    assert machine_here(GPU).bandwidth == 1e12 and calls == ["NVIDIA H20"] and stored_machine(ODD).bandwidth == 1e12
 
 
 def test_nothing_is_measured_while_something_looks_on(monkeypatch, place):
@@ -161,17 +161,17 @@ def test_nothing_is_measured_while_something_looks_on(monkeypatch, place):
     calls = measured(monkeypatch, ODD)
     with monkeypatch.context() as m:
         m.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert machine_here(GPU).bandwidth == guess(ODD).bandwidth
+        assert machine_here(GPU).bandwidth == guessed_machine(ODD).bandwidth
     with FlopCounterMode(display=False):
-        assert machine_here(GPU).bandwidth == guess(ODD).bandwidth
-    assert not calls and not place.exists() and not rates.at_hand
+        assert machine_here(GPU).bandwidth == guessed_machine(ODD).bandwidth
+    assert not calls and not place.exists() and not rates.found_machines
     assert machine_here(GPU).bandwidth == 1e12 and calls
 
 
 def test_a_full_gpu_is_guessed_once(monkeypatch, place):
     calls = measured(monkeypatch, ODD)
     def full(*_): calls.append("tried"); raise torch.OutOfMemoryError("no memory is left")
-    everywhere(monkeypatch, rates, "ceilings", full)
+    everywhere(monkeypatch, rates, "measure_ceilings", full)
     assert machine_here(GPU) is machine_here(GPU) and calls == ["tried"] and not place.exists()
 
 
@@ -192,30 +192,30 @@ def test_a_plan_is_for_the_machine_at_hand(monkeypatch):
 def test_a_named_machine_is_not_measured(monkeypatch):
     calls = measured(monkeypatch, ODD)
     plan(4096, 32000, 512, machine="H200")
-    assert not calls and not rates.at_hand
+    assert not calls and not rates.found_machines
 
 
 def test_slabs_follow_the_multiprocessors():
     cuts = {name: plan(8192, 128256, 4096, machine=name)["recompute"].cut for name in ("H200", "L4", "B200")}
-    assert len(set(cuts.values())) > 1 and all(v % cut(MACHINES[name].device, MACHINES[name].device.tma, False).BV == 0 for name, (_, v) in cuts.items())
+    assert len(set(cuts.values())) > 1 and all(v % cut(machines()[name].device, machines()[name].device.tma, False).BV == 0 for name, (_, v) in cuts.items())
 
 
-@pytest.mark.parametrize("known", ["table", "disk", "guess"])
+@pytest.mark.parametrize("known", ["table", "disk", "guessed_machine"])
 def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
     "The machine is a constant of the graph: nothing is measured, and no graph breaks"
     from fusedloss import linear_cross_entropy, losses, plans
     x, w, y = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
     torch.compile(linear_cross_entropy, backend="eager")(x, w, y)  # Dynamo asks once what the GPU can do, before another one is played
     calls = measured(monkeypatch, SAME if known == "table" else ODD)
-    if known == "disk": rates.calibrate(GPU); rates.at_hand.clear(); calls.clear()
-    on_cpu = losses.request_of
-    everywhere(monkeypatch, losses, "request_of", lambda *given: plans.Request(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    if known == "disk": rates.calibrate(GPU); rates.found_machines.clear(); calls.clear()
+    on_cpu = losses.call_of
+    everywhere(monkeypatch, losses, "call_of", lambda *given: plans.Call(*(r := on_cpu(*given))[:5], True, *r[6:]))
     torch._dynamo.reset()
     def step(x, w, y):
         loss = linear_cross_entropy(x, w, y)
         return loss * machine_here(x.device).bandwidth
     out = torch.compile(step, fullgraph=True, backend="eager")(x, w, y)
-    expected = {"table": H200.bandwidth, "disk": 1e12, "guess": guess(ODD).bandwidth}[known]
+    expected = {"table": H200.bandwidth, "disk": 1e12, "guessed_machine": guessed_machine(ODD).bandwidth}[known]
     assert not calls
     torch.testing.assert_close(out, linear_cross_entropy(x, w, y, method="eager") * expected)
     torch._dynamo.reset()
@@ -232,8 +232,8 @@ def test_this_gpu_is_measured_in_a_second_or_two():
     "and reaches about what the table says, if it is there"
     begin = time.perf_counter()
     found = rates.calibrate(GPU)
-    assert time.perf_counter() - begin < 5 and machine_here(GPU) is found and kept(found.device).rates == found.rates
-    known = listed(found.device)
+    assert time.perf_counter() - begin < 5 and machine_here(GPU) is found and stored_machine(found.device).rates == found.rates
+    known = listed_machine(found.device)
     if known is not None:
         assert 0.7 < found.bandwidth / known.bandwidth < 1.4
         assert all(0.6 < found.rates[d] / known.rates[d] < 1.6 for d in ("bfloat16", "float16", "float32"))
@@ -242,16 +242,16 @@ def test_this_gpu_is_measured_in_a_second_or_two():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_a_capture_plans_without_measuring(monkeypatch):
     "On a GPU that no table lists: what a captured call would measure would be captured"
-    everywhere(monkeypatch, rates, "listed", lambda d: None)
+    everywhere(monkeypatch, rates, "listed_machine", lambda d: None)
     from fusedloss import linear_cross_entropy
     x, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (64, 512))
     y = torch.randint(512, (64,), device="cuda")
     expected = linear_cross_entropy(x, w, y, method="eager")  # compiles, and measures
-    rates.at_hand.clear()
-    everywhere(monkeypatch, rates, "kept", lambda d: None)
+    rates.found_machines.clear()
+    everywhere(monkeypatch, rates, "stored_machine", lambda d: None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = linear_cross_entropy(x, w, y, method="eager")
     graph.replay()
     torch.testing.assert_close(loss, expected)
-    assert not rates.at_hand and rates.guessed
+    assert not rates.found_machines and rates.guessed_machines

@@ -172,10 +172,10 @@ TILING = recompute.Tiling(True, 128, 256, 64)
 
 def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning, "_known", tuning._Known())
-    everywhere(monkeypatch, tuning, "capturing", lambda: False)
+    monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
+    everywhere(monkeypatch, tuning, "is_capturing", lambda: False)
     cost, asked = {(3, 8): 3, (3, 32): 2, (4, 8): 4, (4, 32): 1}, set()
-    everywhere(monkeypatch, tuning, "milliseconds", lambda run, t: asked.add(t) or cost[t.stages, t.group])
+    everywhere(monkeypatch, tuning, "variant_milliseconds", lambda run, t: asked.add(t) or cost[t.stages, t.group])
     def best(n, v, stages=(4,), **flags):
         asked.clear()
         x = torch.empty(n, 4096, device="meta", dtype=bf16)
@@ -186,9 +186,9 @@ def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_pa
     assert best(4096, 128256, ()) == (3, 32, 2), "another class, other choices"
     assert best(8192, 128256, STATS=True) == (4, 32, 4), "another kernel, by its options"
     assert best(64, 1000) == (3, 8, 0), "small work is not timed"
-    monkeypatch.setattr(tuning, "_known", tuning._Known())
+    monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
     assert best(8192, 128256) == (4, 32, 0), "another process reads it"
-    everywhere(monkeypatch, tuning, "capturing", lambda: True)
+    everywhere(monkeypatch, tuning, "is_capturing", lambda: True)
     assert best(2**20, 128256) == (3, 8, 0), "nothing is timed in a graph's capture"
 
 

@@ -502,7 +502,7 @@ def test_threads_of_the_fused_kernel_do_not_race(S, phase):
     assert races("sparse_logz", constants) == ""
 
 
-ROWS = [("fetch(s + AHEAD);", "fetch(s + AHEAD + 1);"), ("stage + (s & 1) * width", "stage"), ("cells + (~s & 1) * (C + 2)", "cells + (s & 1) * (C + 2)")]
+ROWS = [("fetch(s + AHEAD);", "fetch(s + AHEAD + 1);"), ("grad_rows + (s & 1) * width", "grad_rows"), ("cells + (~s & 1) * (C + 2)", "cells + (s & 1) * (C + 2)")]
 
 
 def test_rows_are_not_overwritten_while_they_are_read():

@@ -15,7 +15,7 @@ import fusedloss as fl
 import fusedloss.sharded as sharded
 from fusedloss.core import ranks as core_ranks
 from fusedloss.core.options import LossOptions
-from fusedloss.core.ranks import owned, pack, packets_of, POCKET
+from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
 from grids import few, FULL
@@ -157,7 +157,7 @@ def test_torchrun_shows_the_error_of_a_rank(tmp_path):
 
 def split(t, ranks, module=sharded):
     "Rows of each rank"
-    return [t[(r := module.owned(len(t), ranks, k)).start:r.stop] for k in range(ranks)]
+    return [t[(r := module.shard_range(len(t), ranks, k)).start:r.stop] for k in range(ranks)]
 
 
 def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
@@ -173,7 +173,7 @@ def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
     if not o.label_smoothing:
         up[2] = 0
     wanted = torch.autograd.grad((exact * up).sum(), leaves)
-    spans = [module.owned(v, ranks, k) for k in range(ranks)]
+    spans = [module.shard_range(v, ranks, k) for k in range(ranks)]
     mine = [module.Shards(v, s.start, s.stop).own(y, -100) for s in spans]
     rival = exact[0].detach() - exact[1].detach()
     parts = [split(t, ranks, module) for t in (w, b, weight)]
@@ -233,17 +233,17 @@ def test_packets_carry_rows_of_any_width():
     for dtype, h in ((torch.bfloat16, 3), (torch.float16, 8), (f32, 5), (f64, 1), (f32, 0)):
         x, y = torch.randn(4, h).to(dtype), torch.tensor([3, -100, 2**40, 0])
         sent = pack(x, y, torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=f64), 6, -7)
-        came = packets_of(sent, h, dtype)
+        came = unpack(sent, h, dtype)
         assert torch.equal(came.features[:4], x) and (came.features[4:] == 0).all()
         assert came.labels.tolist() == [*y.tolist(), -7, -7] and came.weights[:4].tolist() == [0.1, 0.2, 0.3, 0.4]
-        assert sent.shape[1] % POCKET == 0
+        assert sent.shape[1] % HEADER_BYTES == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_ranges_are_those_of_dtensors(ranks):
     for v in (1, 2, 5, 8, 11, 1000003):
         chunks = [len(c) for c in torch.arange(v).chunk(ranks)]
-        assert [len(owned(v, ranks, k)) for k in range(ranks)] == chunks + [0] * (ranks - len(chunks))
+        assert [len(shard_range(v, ranks, k)) for k in range(ranks)] == chunks + [0] * (ranks - len(chunks))
 
 
 KERNEL_CALLS = {"plain": (ROWS[0], False), "smooth": (ROWS[1], False), "capped": (ROWS[2], False),
@@ -261,7 +261,7 @@ def test_kernels_say_what_pytorch_says(call, device):
                                               torch.rand(75, generator=g)))
     y = torch.randint(-1, 75, (37,), generator=g).to(device)
     y = torch.where(y < 40, y, -1)
-    agree, x = torch.clone if stats else None, packets_of(pack(x, y, None, 37, -100), 24, f32).features  # rows that came with their labels
+    agree, x = torch.clone if stats else None, unpack(pack(x, y, None, 37, -100), 24, f32).features  # rows that came with their labels
     assert x.stride(0) > x.shape[1]
     by_kernel, plain = kernel_sums(x, w, y, b, weight, o, agree), plain_sums(x, w, y, b, weight, o, agree, 0)
     plain[3] *= o.label_smoothing > 0  # nobody asks the kernel for Σ w z without smoothing
@@ -339,10 +339,10 @@ def test_ranks_of_tensors_without_data_send_nothing(monkeypatch):
     "Sizes alone are followed: there is no table that could be read"
     from torch._subclasses.fake_tensor import FakeTensorMode
     everywhere(monkeypatch, core_ranks, "is_timed", lambda *_: True)
-    everywhere(monkeypatch, core_ranks, "step_of", lambda *_: "agreed")
+    everywhere(monkeypatch, core_ranks, "rank_agreement", lambda *_: "agreed")
     x, s = torch.ones(2, 3), core_ranks.Shards(4, 0, 2, object())
     monkeypatch.setattr(core_ranks.Shards, "ranks", 2)
-    assert core_ranks.agreement(x, x.dtype, s) == "agreed"
+    assert core_ranks.tuning_agreement(x, x.dtype, s) == "agreed"
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
-    assert core_ranks.agreement(fake, x.dtype, s) is None
+    assert core_ranks.tuning_agreement(fake, x.dtype, s) is None

@@ -35,15 +35,15 @@ def played(module: ModuleType, ranks: int, kind: str, v: int) -> tuple[list, lis
     for again in (False, True):
         parts.clear()
         for rank in range(ranks):
-            span = module.owned(v, ranks, rank)
+            span = module.shard_range(v, ranks, rank)
             head = module.ShardedPartialFC(v, 4, **options())
             head.weight = torch.nn.Parameter(w[span.start * k:span.stop * k])
-            def everyone(t, s, rank=rank):
+            def all_gather(t, s, rank=rank):
                 said[rank] = t
                 return torch.stack([said.get(r, t) for r in range(ranks)])
             s = module.Shards(v, span.start, span.stop)
             with pytest.MonkeyPatch.context() as patch:
-                everywhere(patch, module, "everyone", everyone)
+                everywhere(patch, module, "all_gather", all_gather)
                 loss, _ = module.sharded_head_loss(head, x, y, s, head.sampler, f64)
                 dx, dw = torch.autograd.grad(loss, [x, head.weight])
             if dw.is_sparse:

@@ -58,19 +58,19 @@ def fresh(tmp_path, monkeypatch):
 
 def forget(monkeypatch):
     "As a new process begins"
-    monkeypatch.setattr(tuning, "_known", tuning._Known())
+    monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
     tuning._read_choices.cache_clear()
 
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     made = Clock(3.0, 1.0, 2.0)
-    everywhere(monkeypatch, tuning, "milliseconds", made)
+    everywhere(monkeypatch, tuning, "variant_milliseconds", made)
     return made
 
 
 def best(sizes=(100, 200), kernel=None, dtype=torch.float32, first=VARIANTS[0], variants=VARIANTS, run=None, **flags):
-    return tuning.fastest(kernel or Kernel(), torch.empty(0, dtype=dtype), sizes, first, lambda: list(variants), run, **flags)
+    return tuning.fastest_variant(kernel or Kernel(), torch.empty(0, dtype=dtype), sizes, first, lambda: list(variants), run, **flags)
 
 
 def test_a_variant_is_found_once_and_remembered_on_disk(clock, monkeypatch):
@@ -99,15 +99,15 @@ def test_what_may_change_the_answer_is_asked_again(other, clock, monkeypatch):
 def test_another_machine_and_other_versions_are_asked_again(device, torch_version, clock, monkeypatch):
     best()
     forget(monkeypatch)
-    tuning.place_of.cache_clear()
+    tuning.platform_of.cache_clear()
     if torch_version:
         monkeypatch.setattr(torch, "__version__", torch_version)
     else:
-        everywhere(monkeypatch, tuning, "place_of", lambda d: device)
+        everywhere(monkeypatch, tuning, "platform_of", lambda d: device)
     best()
     assert clock.asked == 6 * tuning.ROUNDS
     monkeypatch.undo()
-    tuning.place_of.cache_clear()
+    tuning.platform_of.cache_clear()
 
 
 def test_a_remembered_variant_that_is_offered_no_longer_is_timed_again(clock, monkeypatch):
@@ -143,11 +143,11 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(clock, tmp_path, monk
 
 def test_no_clock_runs_in_a_capture_but_what_is_remembered_is_used(clock, monkeypatch):
     with monkeypatch.context() as m:
-        everywhere(m, tuning, "capturing", lambda: True)
+        everywhere(m, tuning, "is_capturing", lambda: True)
         assert best() == (1, 8) and not clock.asked
     assert best() == (1, 32), "what a capture took was not remembered"
     forget(monkeypatch)
-    everywhere(monkeypatch, tuning, "capturing", lambda: True)
+    everywhere(monkeypatch, tuning, "is_capturing", lambda: True)
     assert best() == (1, 32)
 
 
@@ -155,7 +155,7 @@ def test_a_variant_that_does_not_fit_drops_out_and_if_none_is_left_its_error_is_
     def run(variant, compile_only=False):
         if variant[1] == 32:
             raise RuntimeError("out of resources")
-    everywhere(monkeypatch, tuning, "milliseconds", lambda run, variant: run(variant) or clock.times[variant])
+    everywhere(monkeypatch, tuning, "variant_milliseconds", lambda run, variant: run(variant) or clock.times[variant])
     assert best(run=run) == (2, 8)
     with pytest.raises(RuntimeError, match="out of resources"):
         best((7, 7), variants=[VARIANTS[1]], run=run)
@@ -163,27 +163,27 @@ def test_a_variant_that_does_not_fit_drops_out_and_if_none_is_left_its_error_is_
 
 
 def test_another_process_that_was_faster_to_write_decides(clock, monkeypatch):
-    race = tuning._race
+    race = tuning._time_variants
     def slow(run, variants):
         times = race(run, variants)
         key, = tuning_keys
         store.update("tuning", key, {"variant": [2, 8]})
         return times
     kernel, x = Kernel(), torch.empty(0)
-    tuning_keys = [tuning.key_of(tuning.site_of(kernel, x.dtype, (100, 200), {}, VARIANTS[0]), kernel, x.device)]
-    everywhere(monkeypatch, tuning, "_race", slow)
+    tuning_keys = [tuning.key_of(tuning.problem_of(kernel, x.dtype, (100, 200), {}, VARIANTS[0]), kernel, x.device)]
+    everywhere(monkeypatch, tuning, "_time_variants", slow)
     assert best() == (2, 8)
 
 
 def test_variants_are_launched_and_compiled_by_the_same_call():
     kernel = Kernel()
-    assert tuning.starter(kernel, (3,))(1, 2) == ("launched", (3,), (1, 2))
-    assert tuning.starter(kernel, (3,), True)(1, 2) == ("compiled", (3,), (1, 2))
+    assert tuning.launcher(kernel, (3,))(1, 2) == ("launched", (3,), (1, 2))
+    assert tuning.launcher(kernel, (3,), True)(1, 2) == ("compiled", (3,), (1, 2))
 
 
 @pytest.mark.parametrize("seconds, lines", [(0.0, 0), (0.2, 1)])
 def test_a_long_wait_is_explained(seconds, lines, capsys):
-    with tuning.explained("times a kernel", after=0.05):
+    with tuning.announced("times a kernel", after=0.05):
         time.sleep(seconds)
     assert capsys.readouterr().err.count("fusedloss: times a kernel ...\n") == lines
 
@@ -201,7 +201,7 @@ def test_a_loss_remembers_the_variants_of_its_kernels_and_gives_the_same_bits(mo
     kept = tuning.choices()["variants"]
     assert {key.split()[0] for key in kept} == {"lse_kernel", "dz_kernel"} and kept.keys() == store.read("tuning").keys()
     forget(monkeypatch)
-    everywhere(monkeypatch, tuning, "_race", None)  # nothing is timed from here on
+    everywhere(monkeypatch, tuning, "_time_variants", None)  # nothing is timed from here on
     again = step()
     other = {key: [*v[:-1], 8 if v[-1] == 32 else 32] for key, v in kept.items()}
     path = store.folder() / "choices.json"
@@ -322,11 +322,11 @@ def test_a_worker_forked_while_another_thread_tunes_is_not_stopped(clock, monkey
         assert end.wait(60)
         return 1.0
     with monkeypatch.context() as m:
-        everywhere(m, tuning, "milliseconds", slow)
+        everywhere(m, tuning, "variant_milliseconds", slow)
         thread = threading.Thread(target=lambda: best((7, 7)))
         thread.start()
         assert began.wait(60)
-        everywhere(m, tuning, "milliseconds", clock)
+        everywhere(m, tuning, "variant_milliseconds", clock)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
             worker = multiprocessing.get_context("fork").Process(target=lambda: os._exit(best() != (1, 32)))
@@ -343,7 +343,7 @@ def test_a_worker_forked_while_another_thread_tunes_is_not_stopped(clock, monkey
 def test_processes_that_start_together_come_to_one_choice(monkeypatch):
     "Each with a clock of its own; who writes first decides for those that look later"
     def tune(rank, queue):
-        everywhere(monkeypatch, tuning, "milliseconds", Clock(*(float((i + rank) % 3) for i in range(3))))
+        everywhere(monkeypatch, tuning, "variant_milliseconds", Clock(*(float((i + rank) % 3) for i in range(3))))
         best()
         queue.put(rank)
     context = multiprocessing.get_context("fork")
@@ -385,14 +385,14 @@ class Rank:
     "A rank that is played: its own store, clock and memory"
     def __init__(self, group, number, folder, *times):
         self.group, self.number, self.folder, self.clock = group, number, str(folder / f"rank{number}"), Clock(*times)
-        self.known, self.steps = tuning._Known(), type(tuning._steps)()
+        self.known, self.steps = tuning._Chosen(), type(tuning._agreements)()
 
     def __call__(self, monkeypatch, *calls, kind="loss"):
         self.group.rank = self.number
         with monkeypatch.context() as m:
             m.setenv("FUSEDLOSS_CACHE_DIR", self.folder)
-            m.setattr(tuning, "_known", self.known), m.setattr(tuning, "_steps", self.steps), everywhere(m, tuning, "milliseconds", self.clock)
-            with tuning.keeping(tuning.step_of(self.group, torch.device("cpu"), kind, 3)):
+            m.setattr(tuning, "_chosen", self.known), m.setattr(tuning, "_agreements", self.steps), everywhere(m, tuning, "variant_milliseconds", self.clock)
+            with tuning.keep_agreement(tuning.rank_agreement(self.group, torch.device("cpu"), kind, 3)):
                 return [best(**call) for call in calls]
 
 
@@ -400,7 +400,7 @@ def test_ranks_with_other_clocks_and_caches_take_the_same(group, monkeypatch, tm
     ranks = [Rank(group, 0, tmp_path, 3.0, 1.0, 2.0), Rank(group, 1, tmp_path, 3.0, 2.0, 1.0)]
     with monkeypatch.context() as m:  # the second has a cache of its own, filled alone
         m.setenv("FUSEDLOSS_CACHE_DIR", ranks[1].folder)
-        everywhere(m, tuning, "milliseconds", ranks[1].clock)
+        everywhere(m, tuning, "variant_milliseconds", ranks[1].clock)
         assert best() == (2, 8)
     ranks[1].clock.asked = 0
     steps = [[rank(monkeypatch, {}, dict(sizes=(5, 5), A=1)) for rank in ranks] for _ in range(4)]
@@ -444,11 +444,11 @@ def test_a_backward_pass_in_another_thread_keeps_the_agreement(group, monkeypatc
     rank = Rank(group, 1, tmp_path, 1.0, 2.0, 3.0)
     group.mail = [torch.tensor([2]), torch.tensor([*b"{}"], dtype=torch.uint8)]
     group.rank = 1
-    everywhere(monkeypatch, tuning, "milliseconds", rank.clock)
-    step, found = tuning.step_of(group, torch.device("cpu"), "loss"), []
+    everywhere(monkeypatch, tuning, "variant_milliseconds", rank.clock)
+    step, found = tuning.rank_agreement(group, torch.device("cpu"), "loss"), []
     def backward():
-        assert tuning.current_step() is None
-        with tuning.keeping(step): found.append(best())
+        assert tuning.current_agreement() is None
+        with tuning.keep_agreement(step): found.append(best())
     thread = threading.Thread(target=backward)
     thread.start(), thread.join()
     assert found == [(1, 8)] and not rank.clock.asked
@@ -456,11 +456,11 @@ def test_a_backward_pass_in_another_thread_keeps_the_agreement(group, monkeypatc
 
 def test_no_collective_in_a_capture_nor_for_one_rank(group, monkeypatch):
     with monkeypatch.context() as m:
-        everywhere(m, tuning, "capturing", lambda: True)
-        assert tuning.step_of(group, torch.device("cpu"), "loss") is None
-    assert tuning.step_of(None, torch.device("cpu"), "loss") is None
+        everywhere(m, tuning, "is_capturing", lambda: True)
+        assert tuning.rank_agreement(group, torch.device("cpu"), "loss") is None
+    assert tuning.rank_agreement(None, torch.device("cpu"), "loss") is None
     group.ranks = 1
-    assert tuning.step_of(group, torch.device("cpu"), "loss") is None and not group.collectives
+    assert tuning.rank_agreement(group, torch.device("cpu"), "loss") is None and not group.collectives
 
 
 # --- Triton's compiler, without a GPU ---

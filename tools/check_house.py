@@ -19,6 +19,7 @@ DOORS = ("losses", "sharded", "sharded_heads", "tour", "integrations")  # and th
 MODULE_LINES = 600  # of a module
 NAMES_TAKEN = 15  # by a module outside of core from another one
 NAMES_LISTED = 150  # in the `__all__`s of all modules, the package's own aside
+CUDA_COLUMNS = 120  # of a line of `cuda/`
 Faults = Iterator[str]
 
 
@@ -47,6 +48,7 @@ class House:
     "The modules under `root`, by name without the package's: what each takes of which other, and the number of each stage."
 
     def __init__(self, root: Path):
+        self.root = root
         package = Package(root)
         self.files = {self.short(name): path for name, path in package.files.items()}
         self.stages: dict[str, int] = {}  # in order; of several pages the first one's number
@@ -136,7 +138,15 @@ def many_names(house: House) -> Faults:
         yield f"{count} names in the __all__ of modules, at most {NAMES_LISTED}"
 
 
-RULES = long_modules, wrong_arrows, circles, private_names, wide_seams, many_names
+def wide_lines(house: House) -> Faults:
+    "Lines of CUDA sources that are too wide"
+    for path in sorted((house.root / "cuda").glob("*.cu*")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if len(line) > CUDA_COLUMNS:
+                yield f"cuda/{path.name}:{number}: {len(line)} columns, at most {CUDA_COLUMNS}"
+
+
+RULES = long_modules, wrong_arrows, circles, private_names, wide_seams, many_names, wide_lines
 
 
 def faults(root: Path = ROOT) -> list[str]:

@@ -167,6 +167,7 @@ class Package:
         name = lambda p: ".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         self.files = {name(p): p for p in paths if p.name != "_modidx.py"}
         self.cuda = {p.stem: p for p in (root / "cuda").glob("*.cu")}
+        self.headers = {p.name: p for p in (root / "cuda").glob("*.cuh")}
         self.modules = {n: Module(n, p.name == "__init__.py", ast.parse(p.read_text(encoding="utf-8")), self.files)
                         for n, p in self.files.items()}
         self.changers: dict[object, list[tuple[Module, int]]] = {}  # by what they may change: a use, or an operator
@@ -203,8 +204,9 @@ class Package:
 
     @functools.cache
     def cuda_text(self, name: str) -> str:
-        "The source of a CUDA file without comments and spaces"
+        "The source of a CUDA file with its headers in it, without comments and spaces"
         source = self.cuda[name].read_text(encoding="utf-8")
+        source = re.sub(r'^#include "(.+)"$', lambda m: self.headers[m[1]].read_text(encoding="utf-8"), source, flags=re.MULTILINE)
         return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL).split())
 
 

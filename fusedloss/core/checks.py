@@ -150,19 +150,6 @@ def in_range(value, low, high=math.inf) -> bool:
     "A finite Python number between low and high."
     return is_number(value) and low <= value <= high
 
-# %% ../../nbs/library/checks.ipynb #127b7774
-def check_options(
-    label_smoothing:float, logit_scale:float, softcap:Optional[float], z_loss:float,
-):
-    "`ValueError` for an option that is no number in its range."
-    expect(in_range(label_smoothing, 0, 1), "label_smoothing", "a number from 0 to 1",
-            label_smoothing)
-    expect(in_range(logit_scale, 0) and logit_scale > 0, "logit_scale", "a positive number",
-            logit_scale)
-    expect(softcap is None or in_range(softcap, 0) and softcap > 0, "softcap",
-            "a positive number or None", softcap)
-    expect(in_range(z_loss, 0), "z_loss", "a number not below 0", z_loss)
-
 # %% ../../nbs/library/checks.ipynb #b14540fb
 def check_weight(name:str, t:Optional[Tensor], shape:tuple[int, ...]):
     "`ValueError` for weights of another shape or dtype, or that want a gradient."

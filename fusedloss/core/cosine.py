@@ -18,7 +18,7 @@ from fusedloss.core.softmax import finite, join, power, unit as score_unit
 from fusedloss.core.tiling import (
     deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
-from fusedloss.core.tuning import starter
+from fusedloss.core.tuning import launcher
 
 # %% ../../nbs/library/cosine.ipynb #05afc1e6
 EPS = 1e-5  # the shortest row that counts as having a direction
@@ -430,7 +430,7 @@ def launch_negatives_lse(
     if margin is not None: more = [new(n) for _ in range(3)]
     slope, offset = margin or (0.0, 0.0)
     grid = (min(multiprocessors(x.device), tiles_n * runs),)
-    launch = lambda t, only_compile=False: starter(negatives_lse_kernel, grid, only_compile)(
+    launch = lambda t, only_compile=False: launcher(negatives_lse_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), target_column, shift,
         parts, n, v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.conflict_score,
         CONFLICT=o.conflict < 2, UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0,
@@ -454,7 +454,7 @@ def launch_cosine_dz(
     "Gradient of a slab's products, recomputed."
     (n, h), v = x.shape, len(w)
     programs = min(multiprocessors(x.device), -(-n // t.BN) * -(-v // t.BV))
-    launch = lambda t, only_compile=False: starter(cosine_dz_kernel, (programs,), only_compile)(
+    launch = lambda t, only_compile=False: launcher(cosine_dz_kernel, (programs,), only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), target_column, shift, *row_terms, n, v, h,
         *x.stride(), *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.conflict_score,

@@ -22,7 +22,7 @@ from fusedloss.core.products import (
 from fusedloss.core.sampling import step_columns
 from fusedloss.core.tiling import Tiling, tiling_of
 from fusedloss.core.triton import has_kernel
-from fusedloss.core.tuning import current_step, keeping
+from fusedloss.core.tuning import current_agreement, keep_agreement
 
 # %% ../../nbs/library/negatives.ipynb #e9065636
 SLAB = 2**28  # bytes of a slab's gradient
@@ -183,14 +183,14 @@ class RowIndex(NamedTuple):
 def save_numbers(ctx, inputs, kernel:bool):
     "What a backward pass has to know, tensors aside."
     ctx.numbers = inputs.o, inputs.x.dtype, inputs.w.dtype, kernel
-    ctx.sparse, ctx.shape, ctx.step = inputs.sparse, inputs.w.shape, current_step()
+    ctx.sparse, ctx.shape, ctx.step = inputs.sparse, inputs.w.shape, current_agreement()
 
 def input_gradients(
     ctx, needs, g_lse:Tensor, g_cos:Tensor, factor:Optional[Tensor], *tensors:Tensor,
 ) -> dict[str, Optional[Tensor]]:
     "dx and dw, that of w's rows as a sparse tensor, or dense."
     *tensors, index = tensors
-    with keeping(ctx.step):
+    with keep_agreement(ctx.step):
         dx, dw = partial_lse_grad(g_lse, g_cos, factor, *tensors, *ctx.numbers, needs.x, needs.w)
     if needs.w and index is not None: dw = rows_gradient(index, dw, ctx.shape, ctx.sparse)
     return {"x": dx if needs.x else None, "w": dw if needs.w else None}

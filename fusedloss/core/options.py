@@ -6,9 +6,14 @@
 __all__ = ['CrossEntropyStats']
 
 # %% ../../nbs/library/options.ipynb #18e36f98
-from typing import Literal, NamedTuple, Sequence, Union
+import inspect
+from typing import (
+    Annotated, Any, Callable, get_args, get_type_hints, Literal, NamedTuple, Optional, Sequence,
+    TypedDict, TypeVar, Union)
 
 from torch import Tensor
+
+from fusedloss.core.checks import expect, in_range, is_integer
 
 # %% ../../nbs/library/options.ipynb #7342dc8e
 Reduction = Literal["none", "mean", "sum"]  # of the losses of tokens, rows or sequences
@@ -29,13 +34,78 @@ HeadMethod = Literal["auto", "tiles", "recompute"]  # of a cosine head
 Lengths = Union[Tensor, Sequence[int]]  # [N], frames or labels of each sequence
 
 # %% ../../nbs/library/options.ipynb #83c78b08
+class Check(NamedTuple):
+    "What a caller may give for an option."
+    expected: str
+    holds: Callable[[Any], bool]
+    optional: bool = False  # None stands for the default
+
+POSITIVE = lambda v: in_range(v, 0) and v > 0
+
+# %% ../../nbs/library/options.ipynb #9bfc4959
 class LossOptions(NamedTuple):
     "What shapes the loss of a row, in the order in which the operators take it."
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    logit_scale: float = 1.0
-    softcap: float = 0.0  # 0 for none
-    z_loss: float = 0.0
+    ignore_index: Annotated[int, Check("an integer", is_integer)] = -100  # tokens with this target count nothing
+    label_smoothing: Annotated[float, Check("a number from 0 to 1", lambda v: in_range(v, 0, 1))] = 0.0  # share of the target spread over all classes
+    logit_scale: Annotated[float, Check("a positive number", POSITIVE)] = 1.0  # multiplies the logits, bias and all
+    softcap: Annotated[float, Check("a positive number or None", POSITIVE, True)] = 0.0  # c: scores are c · tanh(scaled logits / c), undivided by a temperature T: that is logit_scale=s/T, softcap=c/T
+    z_loss: Annotated[float, Check("a number not below 0", lambda v: in_range(v, 0))] = 0.0  # weight of lse² in each token's loss
+
+    def changed(self) -> tuple[str, ...]:
+        "Names of the options that shape scores and losses, and are not at their defaults."
+        return tuple(name for name, value in zip(self._fields[1:], self[1:])
+                     if value != self._field_defaults[name])
+
+# %% ../../nbs/library/options.ipynb #6690580c
+def _checks() -> dict[str, tuple[type, Check]]:
+    "Type and check of each option."
+    return {name: get_args(kind) for name, kind in
+            get_type_hints(LossOptions, include_extras=True).items()}
+
+KINDS = _checks()
+
+def loss_options(
+    given:dict[str, Any],  # options by name, as a caller gave them; or all in one, as `options`
+) -> LossOptions:
+    "The options in one; `ValueError` for one that is not what it can be."
+    if "options" in given: return given["options"]
+    unknown = given.keys() - KINDS.keys()
+    if unknown: raise TypeError(f"expected options among {', '.join(KINDS)}, got {min(unknown)}")
+    made = {}
+    for name, value in given.items():
+        kind, check = KINDS[name]
+        if value is None and check.optional: continue
+        expect(check.holds(value), name, check.expected, value)
+        made[name] = kind(value)
+    return LossOptions(**made)
+
+# %% ../../nbs/library/options.ipynb #368c3672
+class LossArguments(TypedDict, total=False):
+    "The options as a type checker knows them."
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: Optional[float]
+    z_loss: float
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+def lists_options(
+    fn:F,  # takes `**options:Unpack[LossArguments]`
+) -> F:
+    "`fn`, whose signature lists each option."
+    signature, kinds = inspect.signature(fn), dict(fn.__annotations__)
+    listed = []
+    for name, (kind, check) in KINDS.items():
+        default = None if check.optional else LossOptions._field_defaults[name]
+        kinds[name] = Optional[kind] if check.optional else kind
+        listed.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,
+                                        annotation=kinds[name]))
+    own = [p for p in signature.parameters.values() if p.name != "options"]
+    others = [own.pop()] if own[-1].kind is own[-1].VAR_KEYWORD else []
+    fn.__signature__ = signature.replace(parameters=own + listed + others)
+    fn.__annotations__ = {name: kind for name, kind in kinds.items() if name != "options"}
+    return fn
 
 # %% ../../nbs/library/options.ipynb #a7c0d6a8
 class CrossEntropyStats(NamedTuple):

@@ -30,7 +30,7 @@ def saved_cells(folder:str|Path=".") -> dict[str, list[dict]]:
     return found
 
 # %% ../../nbs/library/pages.ipynb #361a3254
-def show_again(output:dict) -> None:
+def show_output(output:dict) -> None:
     "Print or display one output of a notebook's file; what went to stderr is left out."
     from IPython.display import display
     if output["output_type"] == "stream":
@@ -55,7 +55,7 @@ class ReplayedCells:
     def saved_output(self, line:str) -> None:
         "The magic: show the outputs of cell number `line`."
         if int(line) < 0: return print("This cell needs a GPU, and no notebook here holds an output of it.")
-        for output in self.saved[self.sources[int(line)]]: show_again(output)
+        for output in self.saved[self.sources[int(line)]]: show_output(output)
 
 # %% ../../nbs/library/pages.ipynb #08ffe79e
 def prepare_page(

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.tiling import is_timed
-from fusedloss.core.tuning import step_of
+from fusedloss.core.tuning import rank_agreement
 
 # %% ../../nbs/library/ranks.ipynb #6079070b
-def owned(
+def shard_range(
     n_classes:int, ranks:int, rank:int,  # V, R
 ) -> range:
     "The classes of a rank, as `Shard(0)` deals them."
@@ -46,12 +46,12 @@ class Shards(NamedTuple):
         return torch.where(here, y - self.start, -1)
 
 # %% ../../nbs/library/ranks.ipynb #3896372e
-def spread_on(t) -> bool:
+def is_dtensor(t) -> bool:
     "Whether `t` is a DTensor, without importing what defines it."
     return hasattr(t, "device_mesh")
 
 # %% ../../nbs/library/ranks.ipynb #5d1a04ca
-def on_one_mesh(t:Tensor) -> bool:
+def is_row_sharded(t:Tensor) -> bool:
     "Whether a DTensor has its rows over a mesh of one dimension."
     return t.device_mesh.ndim == 1 and t.placements[0].is_shard(0)
 
@@ -62,7 +62,7 @@ def shards_on(
 ) -> Shards:
     "What this rank owns of so many classes."
     if mesh is None: return Shards(n_classes, 0, n_classes)
-    mine = owned(n_classes, mesh.size(), mesh.get_local_rank())
+    mine = shard_range(n_classes, mesh.size(), mesh.get_local_rank())
     return Shards(n_classes, mine.start, mine.stop, mesh.get_group())
 
 # %% ../../nbs/library/ranks.ipynb #86174265
@@ -72,25 +72,25 @@ def shards_of(
     n_classes:Optional[int]=None,  # V, likewise
 ) -> Shards:
     "Where a weight's rows are; `ValueError` if they are elsewhere than `Shard(0)` says."
-    if spread_on(weight):
-        expect(on_one_mesh(weight), "linear_weight", "[Shard(0)] on a mesh of one dimension",
+    if is_dtensor(weight):
+        expect(is_row_sharded(weight), "linear_weight", "[Shard(0)] on a mesh of one dimension",
                f"{list(weight.placements)} on {weight.device_mesh.ndim}")
         mesh, n_classes = weight.device_mesh, weight.shape[0]
     if mesh is None: return shards_on(None, len(weight))
     expect(mesh.ndim == 1 and type(n_classes) is int, "mesh",
            "one dimension, and num_classes beside it", f"{mesh.ndim}, {n_classes}")
-    s, here = shards_on(mesh, n_classes), weight.to_local() if spread_on(weight) else weight
+    s, here = shards_on(mesh, n_classes), weight.to_local() if is_dtensor(weight) else weight
     expect(len(here) == s.stop - s.start, "linear_weight",
            f"{s.stop - s.start} of {n_classes} rows here", len(here))
     return s
 
 # %% ../../nbs/library/ranks.ipynb #8d03ce8e
-def tokens_spread(input:Tensor) -> bool:
+def is_token_sharded(input:Tensor) -> bool:
     "Whether a DTensor's tokens lie over the ranks."
-    return spread_on(input) and input.placements[0].is_shard()
+    return is_dtensor(input) and input.placements[0].is_shard()
 
 # %% ../../nbs/library/ranks.ipynb #da54b92c
-def whole_tensor(local:Tensor, like:Tensor) -> Tensor:
+def dtensor_like(local:Tensor, like:Tensor) -> Tensor:
     "A DTensor of local rows, shaped and placed as `like`, or as its first dimension."
     from torch.distributed.tensor import DTensor
     shape = like.shape[:local.dim()]
@@ -98,7 +98,7 @@ def whole_tensor(local:Tensor, like:Tensor) -> Tensor:
                               shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 # %% ../../nbs/library/ranks.ipynb #12206e29
-def spread_rows(rows:Tensor, mesh, shape:torch.Size) -> Tensor:  # DTensor of `shape`
+def dtensor_of_rows(rows:Tensor, mesh, shape:torch.Size) -> Tensor:  # DTensor of `shape`
     "A DTensor of each rank's rows."
     from torch.distributed.tensor import DTensor, Shard
     if mesh is None: return rows
@@ -106,22 +106,22 @@ def spread_rows(rows:Tensor, mesh, shape:torch.Size) -> Tensor:  # DTensor of `s
                               stride=torch.empty(shape, device="meta").stride())
 
 # %% ../../nbs/library/ranks.ipynb #fd1a47ac
-POCKET = 16  # bytes before a row's features: label and weight
+HEADER_BYTES = 16  # bytes before a row's features: label and weight
 
-class Packets(NamedTuple):
+class LabelledRows(NamedTuple):
     "Views of rows that travel with their labels."
     labels: Tensor  # [n] int64
     weights: Tensor  # [n] float64
     features: Tensor  # [n,H]
 
 # %% ../../nbs/library/ranks.ipynb #52cf04ff
-def packets_of(
+def unpack(
     t:Tensor, n_features:int, dtype:torch.dtype,  # [n, bytes]
-) -> Packets:
+) -> LabelledRows:
     "What the bytes hold."
-    features = t[:, POCKET:POCKET + n_features * dtype.itemsize]
-    return Packets(t[:, :8].view(torch.int64)[:, 0], t[:, 8:POCKET].view(torch.float64)[:, 0],
-                   features.view(dtype))
+    labels, weights = t[:, :8].view(torch.int64), t[:, 8:HEADER_BYTES].view(torch.float64)
+    features = t[:, HEADER_BYTES:HEADER_BYTES + n_features * dtype.itemsize].view(dtype)
+    return LabelledRows(labels[:, 0], weights[:, 0], features)
 
 # %% ../../nbs/library/ranks.ipynb #9fdc297f
 def pack(
@@ -132,9 +132,9 @@ def pack(
     weight = y if token_weight is None else token_weight.double().view(torch.int64)
     pocket = torch.stack([y, weight], 1)  # without weights nobody reads the second
     bytes_ = torch.cat([t.contiguous().view(torch.uint8) for t in (pocket, x)], 1)
-    gaps = -bytes_.shape[1] % POCKET, rows - len(x)
+    gaps = -bytes_.shape[1] % HEADER_BYTES, rows - len(x)
     if any(gaps): bytes_ = F.pad(bytes_, (0, gaps[0], 0, gaps[1]))
-    if gaps[1]: packets_of(bytes_, x.shape[1], x.dtype).labels[len(x):] = ignore_index
+    if gaps[1]: unpack(bytes_, x.shape[1], x.dtype).labels[len(x):] = ignore_index
     return bytes_
 
 # %% ../../nbs/library/ranks.ipynb #38a716d5
@@ -142,7 +142,7 @@ def collective(*names:str) -> Callable:
     "The first of PyTorch's collectives that this version has; it gave two of them new names."
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
-def everyone(
+def all_gather(
     t:Tensor,  # of one shape on all ranks
     s:Shards,
 ) -> Tensor:  # [R, *t.shape]
@@ -154,19 +154,19 @@ def everyone(
     return out
 
 # %% ../../nbs/library/ranks.ipynb #f66368fc
-def summed(t:Tensor, s:Shards) -> Tensor:
+def all_reduce(t:Tensor, s:Shards) -> Tensor:
     "The sum over ranks, in place."
     if s.group is not None: dist.all_reduce(t, group=s.group)
     return t
 
 # %% ../../nbs/library/ranks.ipynb #069fd366
-def widest(n:int, s:Shards, device:torch.device) -> int:
+def most_rows(n:int, s:Shards, device:torch.device) -> int:
     "Rows of the rank with most."
     if s.group is None: return n
-    return int(everyone(torch.tensor([n], device=device), s).max())
+    return int(all_gather(torch.tensor([n], device=device), s).max())
 
 # %% ../../nbs/library/ranks.ipynb #99b079ef
-class Batch(NamedTuple):
+class RankTokens(NamedTuple):
     "Whose tokens a rank scores."
     shared: bool  # all ranks have the same; else each has its own
     own: int  # tokens of this rank
@@ -180,19 +180,19 @@ class Batch(NamedTuple):
 
 # %% ../../nbs/library/ranks.ipynb #ebd38e39
 def gather_rows(
-    x:Tensor, y:Tensor, token_weight:Optional[Tensor], b:Batch, s:Shards, ignore_index:int,
+    x:Tensor, y:Tensor, token_weight:Optional[Tensor], b:RankTokens, s:Shards, ignore_index:int,
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N,H], [N], [N] or None
     "The tokens that are scored: all of every rank's, in one collective."
     if b.shared or s.group is None: return x, y, token_weight
-    came = everyone(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
-    p = packets_of(came, x.shape[1], x.dtype)
+    came = all_gather(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
+    p = unpack(came, x.shape[1], x.dtype)
     weights = None if token_weight is None else p.weights.to(acc_dtype(x.dtype))
     return p.features, p.labels, weights
 
 # %% ../../nbs/library/ranks.ipynb #eeef2989
-def send_home(
+def reduce_scatter_rows(
     total:Tensor,  # [N,H], what this rank adds
-    b:Batch, s:Shards,
+    b:RankTokens, s:Shards,
     aside:bool=True,  # while other work goes on; else in its turn
 ) -> Callable[[], Tensor]:  # returns [own,H]
     "Start the sum over ranks, each row to its rank; what is returned waits for it."
@@ -209,13 +209,13 @@ def send_home(
     return arrive
 
 # %% ../../nbs/library/ranks.ipynb #9d4b2c4a
-def exchanged(
+def gather_sums(
     sums:Tensor, y:Tensor,  # [K,N], [N]
-    b:Batch, s:Shards,
+    b:RankTokens, s:Shards,
 ) -> Tensor:  # [R,K,N]
     "Every rank's sums; NaN where shared tokens are not the same."
-    if not b.shared or s.group is None: return everyone(sums, s)
-    came = everyone(torch.cat([sums, y[None].to(sums.dtype)]), s)
+    if not b.shared or s.group is None: return all_gather(sums, s)
+    came = all_gather(torch.cat([sums, y[None].to(sums.dtype)]), s)
     apart = (came[:, -1] != came[0, -1]).any(0)
     if not y.is_cuda and apart.any():
         raise RuntimeError("target: expected the same on all ranks, got others; for tokens of "
@@ -224,13 +224,13 @@ def exchanged(
     return came[:, :-1].masked_fill(apart, torch.nan)
 
 # %% ../../nbs/library/ranks.ipynb #e46202d7
-def agreement(
+def tuning_agreement(
     x:Tensor, dtype:torch.dtype, s:Shards,  # all ranks' rows; of products
     *kind,  # words and numbers that are the same on all ranks
 ):
     "What ranks agree on where variants of kernels are timed; None elsewhere."
     if isinstance(x, FakeTensor) or not is_timed(x, dtype, -(-s.n_classes // s.ranks)): return None
-    return step_of(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
+    return rank_agreement(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
 
 # %% ../../nbs/library/ranks.ipynb #45955753
 def fingerprint(t:Tensor) -> Tensor:  # [2], float64
@@ -240,10 +240,10 @@ def fingerprint(t:Tensor) -> Tensor:  # [2], float64
     return torch.stack([flat.sum(), flat @ steps.double()])
 
 # %% ../../nbs/library/ranks.ipynb #ef9e17f8
-def same_on_all(what:str, t:Tensor, s:Shards):
+def check_same_on_ranks(what:str, t:Tensor, s:Shards):
     "`RuntimeError` on every rank if `t` is not the same on all; one collective."
     if s.group is None or os.environ.get("FUSEDLOSS_DEBUG") != "1": return
-    seen = everyone(fingerprint(t), s)
+    seen = all_gather(fingerprint(t), s)
     others = (seen != seen[0]).any(1).nonzero().flatten().tolist()
     if not others: return
     raise RuntimeError(f"{what}: ranks {others} of {s.ranks} have another than rank 0")

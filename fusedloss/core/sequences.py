@@ -49,19 +49,23 @@ def transposed_hint(
     swapped = z.dim() == 3 and given == z.shape[0] != z.shape[1]
     return "; are the scores [N, T, ...]? transpose(0, 1) makes them [T, N, ...]" if swapped else ""
 
-def as_lengths(
-    lengths,  # a tensor, a tuple, a list or a number
-    name:str, z:Tensor,  # [T,N,C] scores
-) -> Tensor:  # [N] int64, wherever it was
-    "`ValueError` unless these are N integers."
+def check_integers(lengths:Tensor, name:str, z:Tensor):
+    "`ValueError` unless these are N integers on a device that can be read; z is [T,N,...]."
     n = z.shape[1]
-    lengths = as_integers(name, lengths)
-    if lengths.dim() == 0: lengths = lengths[None]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)
     expect(lengths.shape == (n,) and (whole or n == 0), name, f"{n} integers",
            f"{lengths.dtype} {list(lengths.shape)}{transposed_hint(lengths.numel(), z)}")
     expect(not lengths.is_meta or z.is_meta, name, f"integers on {z.device} or a CPU", "meta")
+
+def as_lengths(
+    lengths,  # a tensor, a tuple, a list or a number
+    name:str, z:Tensor,  # [T,N,C] scores
+) -> Tensor:  # [N] int64, wherever it was
+    "`ValueError` unless these are N integers."
+    lengths = as_integers(name, lengths)
+    if lengths.dim() == 0: lengths = lengths[None]
+    check_integers(lengths, name, z)
     return lengths.long()
 
 # %% ../../nbs/library/sequences.ipynb #12fd67db

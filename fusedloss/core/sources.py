@@ -12,13 +12,13 @@ from typing import NamedTuple, Optional
 
 # %% ../../nbs/library/sources.ipynb #a73e3253
 STAMP = ".commit"
-MADE = ("nbs/results/", "nbs/images/", "docs/", "README.md", STAMP)  # from the sources
+GENERATED = ("nbs/results/", "nbs/images/", "docs/", "README.md", STAMP)  # from the sources
 
 def is_source(name:str) -> bool:
     "Is the file `name`, a path from the project's root, written by hand?"
-    return not name.startswith(MADE)
+    return not name.startswith(GENERATED)
 
-def content(name:str, data:bytes) -> bytes:
+def hashed_content(name:str, data:bytes) -> bytes:
     "What counts of a file: of a notebook, the code."
     if not name.endswith(".ipynb"): return data
     cells = [cell for cell in json.loads(data)["cells"] if cell["cell_type"] == "code"]
@@ -27,7 +27,7 @@ def content(name:str, data:bytes) -> bytes:
 # %% ../../nbs/library/sources.ipynb #2c18397b
 @functools.lru_cache(4096)
 def _digest(path:Path, name:str, changed:int) -> str:
-    return hashlib.sha256(content(name, path.read_bytes())).hexdigest()
+    return hashlib.sha256(hashed_content(name, path.read_bytes())).hexdigest()
 
 def digest(root:Path, name:str) -> str:
     "A hash of what counts of a file; empty where there is none. A file is read again when its time has changed."
@@ -38,7 +38,7 @@ def digests(root:Path, names:list[str]) -> dict[str, str]:
     "A hash for every source file of `names`."
     return {name: digest(root, name) for name in sorted(names) if is_source(name)}
 
-def total(files:dict[str, str]) -> str:
+def combined_digest(files:dict[str, str]) -> str:
     "One hash of all files and their names, 16 digits."
     return hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()[:16]
 
@@ -47,21 +47,21 @@ def _git(folder:Path, *args:str) -> bytes:
     command = ["git", "--no-optional-locks", "-C", str(folder), *args]
     return subprocess.run(command, capture_output=True, check=True).stdout
 
-def same_code(root:Path, name:str) -> bool:
+def is_code_unchanged(root:Path, name:str) -> bool:
     "Is the code of a notebook that differs from the commit the same?"
     if not (name.endswith(".ipynb") and (root/name).is_file()): return False
     try: old = _git(root, "show", f"HEAD:{name}")
     except subprocess.CalledProcessError: return False  # a new one
-    return hashlib.sha256(content(name, old)).hexdigest() == digest(root, name)
+    return hashlib.sha256(hashed_content(name, old)).hexdigest() == digest(root, name)
 
 def changed_sources(root:Path) -> list[str]:
     "The source files under `root` that differ from the commit, new ones included."
     status = _git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
     names = [line[3:] for line in status.decode().split("\0") if line]
-    return [name for name in names if is_source(name) and not same_code(root, name)]
+    return [name for name in names if is_source(name) and not is_code_unchanged(root, name)]
 
 # %% ../../nbs/library/sources.ipynb #d91889e1
-def project(folder:Path) -> Optional[Path]:
+def project_root(folder:Path) -> Optional[Path]:
     "The nearest folder, upwards from `folder`, that has a history or a stamp."
     places = folder, *folder.parents
     return next((p for p in places if (p/".git").exists() or (p/STAMP).is_file()), None)
@@ -71,7 +71,7 @@ def has_history(root:Path) -> bool:
     try: return (root/".git").exists() and bool(_git(root, "rev-parse", "--verify", "HEAD"))
     except (OSError, subprocess.CalledProcessError): return False
 
-def beside(root:Path, names:list[str]) -> set[str]:
+def files_beside(root:Path, names:list[str]) -> set[str]:
     "The files in the folders of `names` whose suffix one of these has; hidden ones left out."
     folders, suffixes = {(root/name).parent for name in names}, {Path(name).suffix for name in names}
     found = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
@@ -84,26 +84,26 @@ class Commit(NamedTuple):
     commit: str  # short hash, or "unknown" where there is neither a history nor a stamp
     sources: str  # hash of all source files
 
-def refuse(changed:list[str], commit:str) -> None:
+def refuse_changes(changed:list[str], commit:str) -> None:
     "`RuntimeError` if there are changed files."
     shown = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
     if changed: raise RuntimeError(f"sources: expected those of commit {commit}, got changes in {shown}")
 
 # %% ../../nbs/library/sources.ipynb #76709a65
-def of_history(root:Path) -> Commit:
+def commit_of_history(root:Path) -> Commit:
     "The last commit of the repository, if sources are as there."
     short = _git(root, "rev-parse", "--short=10", "HEAD").decode().strip()
-    refuse(changed_sources(root), short)
+    refuse_changes(changed_sources(root), short)
     tracked = _git(root, "ls-files", "-z").decode().split("\0")
-    return Commit(short, total(digests(root, [name for name in tracked if name])))
+    return Commit(short, combined_digest(digests(root, [name for name in tracked if name])))
 
-def of_stamp(root:Path) -> Commit:
+def commit_of_stamp(root:Path) -> Commit:
     "The commit that the stamp names, if sources are as it says, and no others."
     stamp = json.loads((root/STAMP).read_text(encoding="utf-8"))
     files = stamp["files"]
-    found = digests(root, [*files, *beside(root, [*files]) - files.keys()])
-    refuse([name for name in found if found[name] != files.get(name)], stamp["commit"])
-    return Commit(stamp["commit"], total(files))
+    found = digests(root, [*files, *files_beside(root, [*files]) - files.keys()])
+    refuse_changes([name for name in found if found[name] != files.get(name)], stamp["commit"])
+    return Commit(stamp["commit"], combined_digest(files))
 
 # %% ../../nbs/library/sources.ipynb #d377644d
 def commit(
@@ -111,10 +111,10 @@ def commit(
 ) -> Commit:
     "The commit that the sources around `folder` are of; `RuntimeError` where they differ from it."
     folder = Path(folder).resolve()
-    root = project(next(place for place in (folder, *folder.parents) if place.is_dir()))
+    root = project_root(next(place for place in (folder, *folder.parents) if place.is_dir()))
     if root is None: return Commit("unknown", "unknown")
-    if has_history(root): return of_history(root)
-    return of_stamp(root) if (root/STAMP).is_file() else Commit("unknown", "unknown")
+    if has_history(root): return commit_of_history(root)
+    return commit_of_stamp(root) if (root/STAMP).is_file() else Commit("unknown", "unknown")
 
 # %% ../../nbs/library/sources.ipynb #a583927b
 def write_stamp(

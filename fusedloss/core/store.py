@@ -45,7 +45,7 @@ def _warn_once(path:Path, what:str):
     warnings.warn(f"fusedloss: {path}: {what}", stacklevel=3)
 
 # %% ../../nbs/library/store.ipynb #9869c194
-def _foreign(found:os.stat_result) -> Optional[str]:
+def _why_untrusted(found:os.stat_result) -> Optional[str]:
     "Why a file is not trusted; None if it is."
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         return f"passed over: expected a file of user {os.getuid()}, got one of user {found.st_uid}"
@@ -54,12 +54,12 @@ def _foreign(found:os.stat_result) -> Optional[str]:
     if not stat.S_ISREG(found.st_mode): return "passed over: expected a regular file"
 
 # %% ../../nbs/library/store.ipynb #48ba9568
-def _load(path:Path) -> dict[str, Any]:
+def _read_file(path:Path) -> dict[str, Any]:
     "A file's keys and values; nothing, and a warning, if it cannot be trusted or understood."
     try: file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not wait
     except (FileNotFoundError, NotADirectoryError): return {}
     try:
-        if why := _foreign(os.fstat(file)):
+        if why := _why_untrusted(os.fstat(file)):
             _warn_once(path, why)
             return {}
         with open(file, "rb", closefd=False) as f: text = f.read()
@@ -76,7 +76,7 @@ def read(
 ) -> dict[str, Any]:
     "All keys and values of a store; never raises."
     path = folder() / f"{name}.json"
-    try: return _load(path)
+    try: return _read_file(path)
     except OSError as reason: _warn_once(path.parent, f"not read: {reason!r}")
     return {}
 
@@ -84,7 +84,7 @@ def read(
 WAIT = 2.0  # seconds for a lock
 
 @contextlib.contextmanager
-def _alone(path:Path) -> Iterator[None]:
+def _locked(path:Path) -> Iterator[None]:
     "No other process updates `path` meanwhile, as far as the file system can lock."
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
     file, held, end = os.open(path.with_suffix(".lock"), flags, 0o600), False, time.monotonic() + WAIT
@@ -100,7 +100,7 @@ def _alone(path:Path) -> Iterator[None]:
         os.close(file)
 
 # %% ../../nbs/library/store.ipynb #f00ffe21
-def _replace(path:Path, text:str):
+def _replace_file(path:Path, text:str):
     "Put a file with this text in the place of `path`."
     file, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")  # 0600
     try:
@@ -119,9 +119,9 @@ def update(
     path = folder() / f"{name}.json"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(path):
-            known = _load(path)
+        with _locked(path):
+            known = _read_file(path)
             if key in known and known[key] == value: return
-            _replace(path, json.dumps(known | {key: value}, indent=1, sort_keys=True, allow_nan=False))
+            _replace_file(path, json.dumps(known | {key: value}, indent=1, sort_keys=True, allow_nan=False))
     except (OSError, ValueError, TypeError) as reason:
         _warn_once(path.parent if isinstance(reason, OSError) else path, f"not written: {reason!r}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.options import LossOptions
-from fusedloss.core.tuning import fastest as fastest_variant
+from fusedloss.core.tuning import fastest_variant
 
 # %% ../../nbs/library/tiling.ipynb #41a1ec88
 class Tiling(NamedTuple):
