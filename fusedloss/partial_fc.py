@@ -25,7 +25,7 @@ from fusedloss.margins import CosFace, head_config, Margin
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
-    "What a step saw; no gradients, and nothing waits for them."
+    "The statistics of a step; no gradients, and nothing waits for them."
     cos: Tensor  # [N], of each row with its target, no margin; 0 without a label
     rest: Tensor  # [N], log-sum-exp of the other scores
     accuracy: Tensor  # share of valid rows whose target leads the classes that were scored

@@ -231,7 +231,7 @@ def live_index(rows:Tensor) -> Tensor:  # [T]
 # %% ../../nbs/library/sampling.ipynb #ad570367
 def plain_labels(
     y:Tensor, ignore_index:int, start:int, stop:int, dtype:torch.dtype,  # [N]; classes
-) -> tuple[Tensor, Tensor, Tensor]:  # y or -1, kept, share: [N] each
+) -> tuple[Tensor, Tensor, Tensor]:  # y or -1, x_rows, loss_weight: [N] each
     "What labels say of their rows."
     wanted, n = y != ignore_index, torch.arange(len(y), device=y.device)
     known = wanted & (y >= start) & (y < stop)
@@ -392,8 +392,9 @@ def step_columns(
     "The columns of a step; rows have a label among `n_classes` from `start` on, or none."
     stop = start + n_classes
     if sampler is None:
-        y, kept, share = plain_labels(y, ignore_index, start, stop, dtype)
-        return Columns(None, torch.where(y < 0, -1, y - start), None, None, kept, share)
+        y, x_rows, loss_weight = plain_labels(y, ignore_index, start, stop, dtype)
+        return Columns(None, torch.where(y < 0, -1, y - start), None, None, x_rows,
+                       loss_weight)
     missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
     with torch.no_grad():  # integers: the operator need not look for what has a gradient
         return Columns(*sampled_columns(y, sampler.seed, sampler.step, sampler.strata, start,
