@@ -254,3 +254,46 @@ def test_a_semiring_whose_struct_is_not_there_runs_without_a_kernel(tmp_path, mo
     monkeypatch.setattr(scans, "cuda_kernel", lambda name, device, **constants: asked.append((name, constants["SEMIRING"])))  # which warns, and gives None
     torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
     assert {("sparse_logz", "Tempered"), ("sparse_scan", "Tempered")} == set(asked)
+
+
+MARGIN = '''
+from fusedloss.margins import Margin
+
+class Cubed(Margin):
+    "scale · (cos³ θ − margin)."
+    def __init__(self, margin, scale): self.margin, self.scale = margin, scale
+
+    def target_score(self, cos, norm=None): return self.scale * (cos**3 - self.margin)
+'''
+
+
+def by_formula(x, w, y, margin, scale):
+    "The mean loss of the rows with a label, dx and dw, with all cosines in float64"
+    cos = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(w).T
+    labelled = y >= 0
+    target = torch.nn.functional.one_hot(y.clamp(min=0), len(w)).bool()
+    z = scale * torch.where(target, cos**3 - margin, cos)
+    loss = torch.nn.functional.cross_entropy(z[labelled], y[labelled])
+    return loss, *torch.autograd.grad(loss, [x, w])
+
+
+def test_a_margin_is_one_class(tmp_path):
+    definitions = [node for node in ast.parse(MARGIN).body if not isinstance(node, ast.ImportFrom)]
+    assert len(definitions) == 1 and isinstance(definitions[0], ast.ClassDef) and len(MARGIN.strip().splitlines()) < 9
+    path = tmp_path / "cubed.py"
+    path.write_text(MARGIN, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("cubed", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    margin, made = module.Cubed(0.2, 16.0), torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 6, generator=made, dtype=torch.float64).requires_grad_() for rows in (7, 30))
+    y = torch.tensor([3, 29, -1, 0, 3, 17, 8])
+    expected = by_formula(x, w, y, 0.2, 16.0)
+    loss = fusedloss.margin_cross_entropy(x, w, y, margin=margin, ignore_index=-1, token_tile=3, class_tile=8)
+    torch.testing.assert_close((loss, *torch.autograd.grad(loss, [x, w])), expected)
+    for head_class in (fusedloss.PartialFC, fusedloss.ShardedPartialFC):
+        head = head_class(30, 6, margin=margin, dtype=torch.float64)
+        with torch.no_grad():
+            head.weight.copy_(w)
+        loss = head(x, y)
+        torch.testing.assert_close((loss, *torch.autograd.grad(loss, [x, head.weight])), expected)
