@@ -19,12 +19,14 @@ from fusedloss.core.checks import check_flags, expect, expect_tensor
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import (
-    active, arriving, at_end, interleave, may_skip, scan_shape, ScanShape, stay, strip_states)
+    active, interleave, may_end, may_skip, predecessors, scan_shape, ScanShape, strip_states,
+    update_active)
 from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
-    as_lengths, batched, check_ctc, moved, per_class, prepared, Problem, shares, usable)
+    add_batch_dim, as_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
+    sum_per_class, Targets, to_device)
 from fusedloss.core.triton import on_device
 from fusedloss.scans import logz, Paths, sample, viterbi
 from fusedloss.semirings import Log
@@ -40,7 +42,7 @@ def lattice_graph(
     "The paths through the states, for `logz`."
     at = torch.arange(scores.shape[2], device=scores.device)
     idx = (at[:, None] - torch.arange(3, device=scores.device)).clamp(min=-1)
-    both = (at == 0).expand(skip.shape), at_end(len(at), lengths)
+    both = (at == 0).expand(skip.shape), may_end(len(at), lengths)
     ends = [scores.new_zeros(skip.shape).masked_fill(~on, -torch.inf) for on in both]
     skips = scores.masked_fill(~skip, -torch.inf)
     return torch.stack([scores, scores, skips], -1), idx, *ends
@@ -77,14 +79,14 @@ def alpha_table(
     if start is None: alphas[0, :, 0] = 0
     else: alphas[0] = start
     for t, scores in enumerate(emitted):
-        new = Log.reduce(arriving(alphas[t], skip), 0) + scores
-        alphas[t + 1] = stay(active(frames, t), new, alphas[t])
+        new = Log.reduce(predecessors(alphas[t], skip), 0) + scores
+        alphas[t + 1] = update_active(active(frames, t), new, alphas[t])
     return alphas
 
 # %% ../nbs/20_ctc.ipynb #17e1ccbd
 def last_row(alphas:Tensor, lengths:Tensor) -> Tensor:
     "The last row of α [N,S], −∞ in states where no path may end."
-    return alphas[-1].masked_fill(~at_end(alphas.shape[2], lengths), -torch.inf)
+    return alphas[-1].masked_fill(~may_end(alphas.shape[2], lengths), -torch.inf)
 
 @torch.no_grad()
 def gamma_table(
@@ -97,8 +99,9 @@ def gamma_table(
     for t in reversed(range(len(gammas))):
         go = active(frames, t)
         gammas[t] = torch.where(go, gamma, 0)
-        stays, one, two = Log.dsum(arriving(alphas[t], skip), 0) * gamma
-        gamma = stay(go, stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:], gamma)
+        stays, one, two = Log.dsum(predecessors(alphas[t], skip), 0) * gamma
+        before = stays + F.pad(one, (0, 1))[:, 1:] + F.pad(two, (0, 2))[:, 2:]
+        gamma = update_active(go, before, gamma)
     return gammas, gamma
 
 def posterior_table(alphas:Tensor, skip:Tensor, frames:Tensor, lengths:Tensor) -> Tensor:
@@ -111,7 +114,7 @@ def log_likelihood(alphas:Tensor, lengths:Tensor) -> Tensor:
     return Log.reduce(last_row(alphas, lengths), -1)
 
 # %% ../nbs/20_ctc.ipynb #3a76ba67
-LOGITS, TORCH, EXACT = 0, 1, 2  # what z is, and which gradient is wanted
+LOGITS, TORCH_GRADIENT, EXACT_GRADIENT = 0, 1, 2  # what z is, and which gradient is wanted
 
 # %% ../nbs/20_ctc.ipynb #0f9cce78
 class Lattice(NamedTuple):
@@ -124,15 +127,15 @@ class Lattice(NamedTuple):
     bad: Tensor  # [N] bool: targets or lengths that cannot be
 
 # %% ../nbs/20_ctc.ipynb #5dcfd451
-def lattice(z:Tensor, p:Problem, blank:int) -> Lattice:
+def make_lattice(z:Tensor, p:Targets, blank:int) -> Lattice:
     "States and what they emit."
-    y, frames, lengths, bad = usable(p, len(z), z.shape[2], blank)
+    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
     states = interleave(y, blank)
     emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
     return Lattice(states, may_skip(states), emitted, frames, lengths, bad)
 
 # %% ../nbs/20_ctc.ipynb #d5d29374
-def log_sum(x:Tensor) -> Tensor:
+def row_lse(x:Tensor) -> Tensor:
     "Log-sum-exp [T,N] float64 of [T,N,C]; the maximum apart: large logits keep their digits."
     top = x.amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
@@ -141,23 +144,25 @@ def log_sum(x:Tensor) -> Tensor:
 # %% ../nbs/20_ctc.ipynb #7e6bd94d
 def plain_loss(
     z:Tensor, a:Lattice,  # [T,N,C]
-    blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
+    blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
     "The loss by `alpha_table` and `posterior_table`."
     x = z.detach() if z.dtype == f64 else z.detach().float()
     alphas = alpha_table(a.emitted, a.skip, a.frames)
     log_z = log_likelihood(alphas, a.lengths)
     on = torch.arange(len(z), device=z.device)[:, None] < a.frames  # [T,N]
-    lse = torch.where(on, log_sum(x), 0).sum(0) if form == LOGITS else 0
-    loss, share = lse - log_z, shares(a.lengths, mean, f64)
-    if form == LOGITS: loss = loss.clamp(min=0)  # a rounding may put it below
+    lse = torch.where(on, row_lse(x), 0).sum(0) if score_kind == LOGITS else 0
+    loss, inv_denominator = lse - log_z, inv_denominators(a.lengths, mean, f64)
+    if score_kind == LOGITS: loss = loss.clamp(min=0)  # a rounding may put it below
     if zero_infinity: loss = loss.masked_fill(log_z == -torch.inf, 0)
-    loss = (loss * share).masked_fill(a.bad, torch.nan).to(x.dtype)
+    loss = (loss * inv_denominator).masked_fill(a.bad, torch.nan).to(x.dtype)
     if not grad: return loss, None
     gammas = posterior_table(alphas, a.skip, a.frames, a.lengths)
     busy = on & (log_z != -torch.inf) & ~a.bad
-    dz = x.softmax(-1) if form == LOGITS else x.exp() if form == TORCH else torch.zeros_like(x)
-    dz = (dz - per_class(gammas, a.states, z.shape[2]).to(x.dtype)) * share.to(x.dtype)[:, None]
+    softmax = {LOGITS: lambda: x.softmax(-1), TORCH_GRADIENT: x.exp,
+               EXACT_GRADIENT: lambda: torch.zeros_like(x)}[score_kind]()
+    dz = softmax - sum_per_class(gammas, a.states, z.shape[2]).to(x.dtype)
+    dz = dz * inv_denominator.to(x.dtype)[:, None]
     return loss, torch.where(busy[..., None], dz, 0).to(z.dtype)
 
 # %% ../nbs/20_ctc.ipynb #3c41d493
@@ -184,7 +189,7 @@ def runs_kernels(z:Tensor) -> bool:
 
 # %% ../nbs/20_ctc.ipynb #a3021c7a
 def kernel_shape(
-    z:Tensor, p:Problem,  # [T,N,C]
+    z:Tensor, p:Targets,  # [T,N,C]
 ) -> Optional[ScanShape]:
     "How the kernels take this batch; None where they do not."
     return None if not runs_kernels(z) else scan_shape(p.width, device_of(z).clusters)
@@ -192,15 +197,16 @@ def kernel_shape(
 # %% ../nbs/20_ctc.ipynb #1186b1d5
 @functools.cache
 def kernels_for(
-    device:int, dtype:torch.dtype, C:int, form:int,
+    device:int, dtype:torch.dtype, C:int, score_kind:int,
     s:Optional[ScanShape]=None,  # None: for backward alone
     tables:bool=True,  # False: for a loss alone
 ):
     "Launchers of the scan, the gradient, the loss and its factor, and rows a block; or None."
     element, threads = ELEMENTS[dtype], 32 if C <= 1024 else 256
-    turn = dict(ELEMENT=element, PER=min(32, -(-C // threads)), ROWTHREADS=threads,
-                NORMALISE=int(form == LOGITS), SOFTMAX=int(form != EXACT))
-    kernels = [ctc_kernel(f"ctc_{name}", device, **turn) for name in ("grad", "loss", "scale")]
+    row_constants = dict(ELEMENT=element, PER=min(32, -(-C // threads)), ROWTHREADS=threads,
+                NORMALISE=int(score_kind == LOGITS), SOFTMAX=int(score_kind != EXACT_GRADIENT))
+    kernels = [ctc_kernel(f"ctc_{name}", device, **row_constants)
+               for name in ("grad", "loss", "scale")]
     if s: kernels.insert(0, ctc_kernel("ctc_scan", device, ELEMENT=element, PAIRS=s.pairs,
                                        AHEAD=s.ahead, CLUSTER=s.cluster, THREADS=s.threads,
                                        STRIPS=s.strips, TABLES=int(tables)))
@@ -208,7 +214,7 @@ def kernels_for(
 
 # %% ../nbs/20_ctc.ipynb #0b92168c
 def run_scan(
-    z:Tensor, p:Problem, s:ScanShape, scan,  # [T,N,C]; scan: the launcher
+    z:Tensor, p:Targets, s:ScanShape, scan_kernel,  # [T,N,C]; scan: the launcher
     blank:int, tables:bool,  # False: for the loss alone
 ) -> tuple[Tensor, Optional[Tensor]]:  # log Z as mantissa and exponent [N,2]; post
     "The scan; post [N,T,2,plane]: posteriors of labels, and of the blanks before them."
@@ -216,46 +222,47 @@ def run_scan(
     # as the kernel crosses, it also looks at the pairs before the first
     table = new((N * (T + 1 if tables else 2) * s.plane + 2 * s.pairs) * 4)[4 * s.pairs:]
     post, log_z = new((N, T, 2, s.plane)) if tables else None, new((N, 2))
-    scan(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
+    scan_kernel(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
          strip_states(z, N, T, s), *z.stride()[:2], T, C, p.y.shape[1], p.longest, blank)
     return log_z, post
 
 # %% ../nbs/20_ctc.ipynb #fb07854b
 def launch_ctc(
-    z:Tensor, p:Problem, s:ScanShape,  # [T,N,C]
-    blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
+    z:Tensor, p:Targets, s:ScanShape,  # [T,N,C]
+    blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
 ) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `plain_loss`; None: no kernel to be had
     "Loss and gradient in three launches, the loss alone in two or three."
     if z.stride(2) != 1: z = z.contiguous()
     (T, N, C), dz = z.shape, torch.empty_like(z) if grad else None
     with on_device(z):
-        kernels = kernels_for(z.get_device(), z.dtype, C, form, s, grad)
+        kernels = kernels_for(z.get_device(), z.dtype, C, score_kind, s, grad)
         if kernels is None: return None
-        scan, turn, total, _, rows = kernels
-        log_z, post = run_scan(z, p, s, scan, blank, grad)
+        scan_kernel, grad_kernel, loss_kernel, _, rows = kernels
+        log_z, post = run_scan(z, p, s, scan_kernel, blank, grad)
         loss, sizes = z.new_empty(N, dtype=f32), (p.y.shape[1], s.plane, blank, int(mean))
-        stats = z.new_empty((T, N, 2), dtype=f32) if form == LOGITS else None
-        if grad or form == LOGITS:
-            turn(-(-T * N // rows), 256, z, p.y, p.frames, p.lengths, post, log_z, dz, stats,
+        stats = z.new_empty((T, N, 2), dtype=f32) if score_kind == LOGITS else None
+        if grad or score_kind == LOGITS:
+            grad_kernel(-(-T * N // rows), 256, z, p.y, p.frames, p.lengths, post, log_z, dz, stats,
                  *z.stride()[:2], *(dz if grad else z).stride()[:2], T, N, C, *sizes)
-        total(N, 256, stats, log_z, p.frames, p.lengths, loss, N, int(zero_infinity), int(mean))
+        loss_kernel(N, 256, stats, log_z, p.frames, p.lengths, loss, N, int(zero_infinity),
+                    int(mean))
     return loss, dz
 
 # %% ../nbs/20_ctc.ipynb #2101c465
 def ctc_forward(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,  # [T,N,C]; as they came
-    blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
+    blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Tensor]:  # [N], and the gradient of their sum, or nothing
     "Losses and gradient, by the kernels or without them."
-    p = prepared(z, targets, frames, lengths)
-    s, how = kernel_shape(z, p), (blank, zero_infinity, form, mean, grad)
-    out = launch_ctc(z, p, s, *how) if s else None
-    loss, dz = out or plain_loss(z, lattice(z, p, blank), *how)
+    p = prepare_targets(z, targets, frames, lengths)
+    s, options = kernel_shape(z, p), (blank, zero_infinity, score_kind, mean, grad)
+    out = launch_ctc(z, p, s, *options) if s else None
+    loss, dz = out or plain_loss(z, make_lattice(z, p, blank), *options)
     return loss, z.new_empty(0) if dz is None else dz
 
 # %% ../nbs/20_ctc.ipynb #a233886b
-def launch_scale(
-    g:Tensor, dz:Tensor, out:Tensor, share:Optional[Tensor],  # [N], [T,N,C] twice, [N]
+def launch_ctc_scale(
+    g:Tensor, dz:Tensor, out:Tensor, inv_denominator:Optional[Tensor],  # [N], [T,N,C] twice, [N]
 ) -> bool:  # False where the kernel cannot be had
     "`dz` times its factors to `out`, which may be `dz`."
     if not runs_kernels(dz) or dz.stride(2) != 1: return False
@@ -264,93 +271,96 @@ def launch_scale(
         kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS)
         if kernels is None: return False
         *_, scale, rows = kernels
-        scale(min(many, -(-T * N // rows)), 256, dz, out, g, share, g.stride(0),
+        scale(min(many, -(-T * N // rows)), 256, dz, out, g, inv_denominator, g.stride(0),
               *dz.stride()[:2], *out.stride()[:2], T, N, C)
     return True
 
 # %% ../nbs/20_ctc.ipynb #6708bb1d
 def ctc_backward(
-    g:Tensor, dz:Tensor, share:Optional[Tensor],  # [N], [T,N,C], [N]
+    g:Tensor, dz:Tensor, inv_denominator:Optional[Tensor],  # [N], [T,N,C], [N]
     keep:bool,  # leave `dz` as it is
 ) -> Tensor:  # [T,N,C]
     "Each sequence's gradient times its factor."
     out = torch.empty_like(dz) if keep else dz
-    if launch_scale(g, dz, out, share): return out
-    factor = g if share is None else g * share
+    if launch_ctc_scale(g, dz, out, inv_denominator): return out
+    factor = g if inv_denominator is None else g * inv_denominator
     return scaled_rows(dz, factor.expand(dz.shape[:2]).reshape(-1), None, keep)
 
 # %% ../nbs/20_ctc.ipynb #462ab247
-def ctc_again(
+def differentiable_ctc(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,  # as for `ctc_forward`
-    blank:int, zero_infinity:bool, form:int, mean:bool,
+    blank:int, zero_infinity:bool, score_kind:int, mean:bool,
 ) -> tuple[Tensor, Tensor]:  # [N]; what PyTorch's gradient has beside the derivative
     "The losses by `ctc_by_logz`, in float64."
-    p = prepared(z, targets, frames, lengths)
-    y, frames, lengths, bad = usable(p, len(z), z.shape[2], blank)
-    x = z.double().log_softmax(-1) if form == LOGITS else z.double()
-    loss, share = ctc_by_logz(x, y, frames, lengths, blank), shares(lengths, mean, f64)
+    p = prepare_targets(z, targets, frames, lengths)
+    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
+    x = z.double().log_softmax(-1) if score_kind == LOGITS else z.double()
+    loss = ctc_by_logz(x, y, frames, lengths, blank)
+    inv_denominator = inv_denominators(lengths, mean, f64)
     none = bad | loss.isposinf() if zero_infinity else bad
     on = (torch.arange(len(z), device=z.device)[:, None] < frames) & ~loss.isinf()
-    beside = torch.where(on[..., None], x, -torch.inf).exp() * share[:, None]
-    loss = torch.where(none, 0, loss) * share
-    return loss, beside if form == TORCH else torch.zeros_like(beside)
+    torch_extra = torch.where(on[..., None], x, -torch.inf).exp() * inv_denominator[:, None]
+    loss = torch.where(none, 0, loss) * inv_denominator
+    return loss, torch_extra if score_kind == TORCH_GRADIENT else torch.zeros_like(torch_extra)
 
 # %% ../nbs/20_ctc.ipynb #9fad4fca
 class _CTCGrad(torch.autograd.Function):
     "The gradient, as a function of the upstream gradient and of the scores."
     @staticmethod
-    def forward(ctx, g, dz, share, z, targets, frames, lengths, *how):
+    def forward(ctx, g, dz, inv_denominator, z, targets, frames, lengths, *options):
         ctx.save_for_backward(g, z, targets, frames, lengths)
-        ctx.how = how
-        return ctc_backward(g, dz, share, True)
+        ctx.how = options
+        return ctc_backward(g, dz, inv_denominator, True)
 
     @staticmethod
     def backward(ctx, gg):
         g, z, *rest = ctx.saved_tensors
-        more = torch.is_grad_enabled()
+        create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
                       for t in (g, z)]
-            loss, beside = ctc_again(leaves[1], *rest, *ctx.how)
+            loss, torch_extra = differentiable_ctc(leaves[1], *rest, *ctx.how)
             first, = torch.autograd.grad(loss, leaves[1], leaves[0].to(f64), create_graph=True)
-            first = first + (beside * leaves[0][:, None]).to(z.dtype)
-            d_g, d_z = torch.autograd.grad(first, leaves, gg, create_graph=more)
+            first = first + (torch_extra * leaves[0][:, None]).to(z.dtype)
+            d_g, d_z = torch.autograd.grad(first, leaves, gg, create_graph=create_graph)
         return d_g, None, None, d_z, *[None] * (3 + len(ctx.how))
 
 # %% ../nbs/20_ctc.ipynb #3ae5da9e
 class _CTC(torch.autograd.Function):
     "The loss in eager mode: backward may scale dz in its place, and has a derivative."
     @staticmethod
-    def forward(ctx, wanted, z, targets, frames, lengths, *how):
-        late = how[3] and z.dtype == torch.float16
-        divided = (*how[:3], how[3] and not late)
-        loss, dz = ctc_forward(z, targets, frames, lengths, *divided, wanted)
-        share = shares(moved(lengths, z.device), True, loss.dtype) if late else None
-        ctx.save_for_backward(z, targets, frames, lengths, dz, share)  # dz is all it adds
-        ctx.how = how
-        return loss if share is None else loss * share
+    def forward(ctx, needs_grad, z, targets, frames, lengths, *options):
+        unscaled_grad = options[3] and z.dtype == torch.float16
+        divided = (*options[:3], options[3] and not unscaled_grad)
+        loss, dz = ctc_forward(z, targets, frames, lengths, *divided, needs_grad)
+        inv_denominator = (inv_denominators(to_device(lengths, z.device), True, loss.dtype)
+                           if unscaled_grad else None)
+        ctx.save_for_backward(z, targets, frames, lengths, dz, inv_denominator)  # dz is all it adds
+        ctx.how = options
+        return loss if inv_denominator is None else loss * inv_denominator
 
     @staticmethod
     def backward(ctx, g):
-        *given, dz, share = ctx.saved_tensors
+        *given, dz, inv_denominator = ctx.saved_tensors
         nothing = [None] * (3 + len(ctx.how))
         if torch.is_grad_enabled():
-            return None, _CTCGrad.apply(g, dz, share, *given, *ctx.how), *nothing
+            return None, _CTCGrad.apply(g, dz, inv_denominator, *given, *ctx.how), *nothing
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, ctc_backward(g, dz, share, keep), *nothing
+        return None, ctc_backward(g, dz, inv_denominator, keep), *nothing
 
 # %% ../nbs/20_ctc.ipynb #1227a83d
 def ctc_with_strides(
     z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,
-    blank:int, zero_infinity:bool, form:int, mean:bool, grad:bool,
+    blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Tensor]:
     "`ctc_forward`; the gradient with the strides of z."
-    loss, dz = ctc_forward(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad)
+    loss, dz = ctc_forward(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean,
+                           grad)
     wanted = torch.empty_like(z, device="meta").stride()
     return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != wanted else dz
 
 # %% ../nbs/20_ctc.ipynb #88f110e5
-def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, form, mean, grad):
+def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean, grad):
     "The shapes of `ctc_with_strides`'s results."
     dtype = f64 if z.dtype == f64 else f32
     return z.new_empty(z.shape[1], dtype=dtype), torch.empty_like(z) if grad else z.new_empty(0)
@@ -377,23 +387,24 @@ ctc_operator = operator("fusedloss::ctc", ctc_with_strides, fake=fake_ctc, save=
                         backward=gradient_of_ctc)
 
 # %% ../nbs/20_ctc.ipynb #8753093f
-def reduced_ctc(z, targets, frames, lengths, blank, reduction, zero_infinity, form, name):
+def reduced_loss(z, targets, frames, lengths, blank, reduction, zero_infinity, score_kind, name):
     "All that the two functions below have in common."
     expect_tensor(name, z)
     unbatched = z.dim() == 2
-    z, targets = batched(z, targets, unbatched)
+    z, targets = add_batch_dim(z, targets, unbatched)
     check_ctc(z, targets, blank, reduction, name)
     check_flags(zero_infinity=zero_infinity)
     frames, lengths = (as_lengths(t, label, z) for t, label in
                        ((frames, "input_lengths"), (lengths, "target_lengths")))
-    how = blank, zero_infinity, form, reduction == "mean"
-    wanted = torch.is_grad_enabled() and z.requires_grad
+    options = blank, zero_infinity, score_kind, reduction == "mean"
+    needs_grad = torch.is_grad_enabled() and z.requires_grad
     if observed():
-        late = z.dtype == torch.float16 and reduction == "mean"
-        losses, _ = ctc_operator(z, targets, frames, lengths, *how[:3], how[3] and not late,
-                                 wanted)
-        if late: losses = losses * shares(moved(lengths, z.device), True, losses.dtype)
-    else: losses = _CTC.apply(wanted, z, targets, frames, lengths, *how)
+        unscaled_grad = z.dtype == torch.float16 and reduction == "mean"
+        divided = options[3] and not unscaled_grad
+        losses, _ = ctc_operator(z, targets, frames, lengths, *options[:3], divided, needs_grad)
+        if unscaled_grad:
+            losses = losses * inv_denominators(to_device(lengths, z.device), True, losses.dtype)
+    else: losses = _CTC.apply(needs_grad, z, targets, frames, lengths, *options)
     return losses[0] if unbatched and reduction == "none" else reduce_rows(losses, reduction)
 
 # %% ../nbs/20_ctc.ipynb #71b802c5
@@ -409,8 +420,9 @@ def ctc_loss(
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "`torch.nn.functional.ctc_loss`, in its place."
     expect(gradient in ("torch", "exact"), "gradient", "torch or exact", gradient)
-    return reduced_ctc(log_probs, targets, input_lengths, target_lengths, blank, reduction,
-                       zero_infinity, TORCH if gradient == "torch" else EXACT, "log_probs")
+    return reduced_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction,
+                       zero_infinity,
+                       TORCH_GRADIENT if gradient == "torch" else EXACT_GRADIENT, "log_probs")
 
 # %% ../nbs/20_ctc.ipynb #792e1513
 def ctc_loss_with_logits(
@@ -419,7 +431,7 @@ def ctc_loss_with_logits(
     blank:int=0, reduction:Reduction="mean", zero_infinity:bool=False,
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of logits: `ctc_loss` of their `log_softmax`, which is never made."
-    return reduced_ctc(logits, targets, input_lengths, target_lengths, blank, reduction,
+    return reduced_loss(logits, targets, input_lengths, target_lengths, blank, reduction,
                        zero_infinity, LOGITS, "logits")
 
 # %% ../nbs/20_ctc.ipynb #85799be9
@@ -455,14 +467,14 @@ class Alignment(NamedTuple):
     frame_scores: Tensor  # [N,T] log-probability of each frame's class; 0 beyond
 
 # %% ../nbs/20_ctc.ipynb #f2fe42ac
-def ready(log_probs, targets, input_lengths, target_lengths, blank):
-    "The arguments of `ctc_loss` as a batch and a `Problem`; whether it was a single sequence."
+def prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank):
+    "The arguments of `ctc_loss` as a batch and a `Targets`; whether it was a single sequence."
     expect_tensor("log_probs", log_probs)
-    z, targets = batched(log_probs.detach(), targets, log_probs.dim() == 2)
+    z, targets = add_batch_dim(log_probs.detach(), targets, log_probs.dim() == 2)
     check_ctc(z, targets, blank, "none", "log_probs")
     frames, lengths = (as_lengths(t, label, z) for t, label in
                        ((input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
-    return z, prepared(z, targets, frames, lengths), log_probs.dim() == 2
+    return z, prepare_targets(z, targets, frames, lengths), log_probs.dim() == 2
 
 # %% ../nbs/20_ctc.ipynb #d5ff0e0f
 def unbatch(results:tuple, alone:bool) -> tuple:
@@ -493,8 +505,8 @@ def forced_align(
     blank:int=0,
 ) -> Alignment:
     "The best path of each sequence; of equals always the same one."
-    z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
-    a = lattice(z, p, blank)
+    z, p, alone = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    a = make_lattice(z, p, blank)
     path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)
     return unbatch(aligned(a, path, out_dtype(log_probs)), alone)
 
@@ -506,8 +518,8 @@ def ctc_sample(
     generator:Optional[torch.Generator]=None,  # on the device of the log-probabilities
 ) -> Alignment:
     "A random path of each sequence, drawn with its probability."
-    z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
-    a = lattice(z, p, blank)
+    z, p, alone = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    a = make_lattice(z, p, blank)
     path = sample(*lattice_graph(a.emitted, a.skip, a.lengths), generator, a.frames)
     return unbatch(aligned(a, path, out_dtype(log_probs)), alone)
 
@@ -519,9 +531,9 @@ class CTCPosteriors(NamedTuple):
     entropy: Tensor  # [N] of the path, in nats
 
 # %% ../nbs/20_ctc.ipynb #669d8733
-def plain_posteriors(z:Tensor, p:Problem, blank:int) -> tuple[Tensor, Tensor]:
+def plain_posteriors(z:Tensor, p:Targets, blank:int) -> tuple[Tensor, Tensor]:
     "γ [T,N,S] and log Z [N], NaN for targets or lengths that cannot be."
-    a = lattice(z, p, blank)
+    a = make_lattice(z, p, blank)
     alphas = alpha_table(a.emitted, a.skip, a.frames)
     gammas = posterior_table(alphas, a.skip, a.frames, a.lengths)
     log_z = log_likelihood(alphas, a.lengths).masked_fill(a.bad, torch.nan)
@@ -529,12 +541,12 @@ def plain_posteriors(z:Tensor, p:Problem, blank:int) -> tuple[Tensor, Tensor]:
 
 # %% ../nbs/20_ctc.ipynb #4e7140af
 def kernel_posteriors(
-    z:Tensor, p:Problem, s:ScanShape, blank:int,
+    z:Tensor, p:Targets, s:ScanShape, blank:int,
 ) -> Optional[tuple[Tensor, Tensor]]:  # as `plain_posteriors`; None: no kernel to be had
     "γ and log Z of the scan."
     if z.stride(2) != 1: z = z.contiguous()
     with on_device(z):
-        kernels = kernels_for(z.get_device(), z.dtype, z.shape[2], EXACT, s)
+        kernels = kernels_for(z.get_device(), z.dtype, z.shape[2], EXACT_GRADIENT, s)
         if kernels is None: return None
         log_z, post = run_scan(z, p, s, kernels[0], blank, True)
     pairs = post[..., :p.width + 1].permute(1, 0, 3, 2)  # [T,N,width+1,2]: a label, its blank
@@ -554,11 +566,11 @@ def ctc_posteriors(
     blank:int=0,
 ) -> CTCPosteriors:
     "Where the paths are, and how far they agree."
-    z, p, alone = ready(log_probs, targets, input_lengths, target_lengths, blank)
+    z, p, alone = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
     s = kernel_shape(z, p)
     found = kernel_posteriors(z, p, s, blank) if s else None
     gammas, log_z = found or plain_posteriors(z, p, blank)
-    states = interleave(usable(p, *z.shape[::2], blank)[0], blank)
+    states = interleave(clamped_targets(p, *z.shape[::2], blank)[0], blank)
     emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
     mean = torch.where(gammas > 0, gammas * emitted, 0).sum((0, 2))
     entropy = torch.where(log_z == -torch.inf, 0, log_z - mean).clamp(min=0)

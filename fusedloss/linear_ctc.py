@@ -22,7 +22,8 @@ from fusedloss.core.products import (
     unit_of, wide, write_product)
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
-    as_lengths, batched, check_ctc, kept_rows, moved, per_class, put_rows, Segment, shares)
+    add_batch_dim, as_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
+    sum_per_class, to_device, unpadded_rows)
 from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
@@ -30,61 +31,62 @@ from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.segments import (
-    Batch, batch_of, columns_of, edges, emissions, finish_bytes, Frames, frames_of, launch_segment,
-    plain_backward, plain_forward, segments, states_of, sweep, table_floats)
+    CTCBatch, emissions, empty_boundaries, finish_shared_bytes, forward_sweep, frame_counts,
+    FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segments,
+    state_symbols, symbol_columns, table_size)
 
 # %% ../nbs/22_linear_ctc.ipynb #16510446
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/22_linear_ctc.ipynb #d71a8d8e
-ROW = LossOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
+BARE_OPTIONS = LossOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
 
-def row_sums(
+def lse_parts(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
 ) -> tuple[Tensor, Tensor]:  # [n], [n]
     "Two numbers of each row of x wᵀ + b: its lse is the first and the second's logarithm."
     if not takes_kernel(x):
         lse = chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
         return lse, torch.ones_like(lse)
-    nowhere = torch.full((len(x),), ROW.ignore_index, device=x.device)
-    base, sums, *_ = launch_sums(x, w, nowhere, bias, None, ROW, False)[0]
+    nowhere = torch.full((len(x),), BARE_OPTIONS.ignore_index, device=x.device)
+    base, sums, *_ = launch_sums(x, w, nowhere, bias, None, BARE_OPTIONS, False)[0]
     return base / score_unit(x), sums
 
 # %% ../nbs/22_linear_ctc.ipynb #7890a81a
-def losses_of(
-    b:Batch, stats:Tensor, log_z:Tensor,  # [T,N,2] largest score and sum of each frame; [N]
+def ctc_losses(
+    b:CTCBatch, stats:Tensor, log_z:Tensor,  # [T,N,2] largest score and sum of each frame; [N]
     mean:bool, zero_infinity:bool,  # divide by length and batch; 0 where no path exists
 ) -> Tensor:  # [N]
     "Σ lse − log Z; +∞ without a path, NaN for what cannot be."
-    N = len(b.own)
-    if b.scan:
+    N = len(b.symbols)
+    if b.kernels:
         losses = stats.new_empty(N)
         with on_device(stats):
-            b.scan.loss(N, 256, stats, log_z, b.frames, b.lengths, losses, N,
+            b.kernels.loss(N, 256, stats, log_z, b.frames, b.lengths, losses, N,
                         int(zero_infinity), int(mean))
         return losses
     on = torch.arange(len(stats), device=stats.device)[:, None] < b.frames
     lse = stats[..., 0].double() + stats[..., 1].double().log()
     losses = (torch.where(on, lse, 0).sum(0) - log_z.view(f64)).clamp(min=0)  # of roundings
     if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
-    return (losses * shares(b.lengths, mean, f64)).to(stats.dtype)
+    return (losses * inv_denominators(b.lengths, mean, f64)).to(stats.dtype)
 
 # %% ../nbs/22_linear_ctc.ipynb #8d7eb104
-def blank_stats(b:Batch) -> Tensor:  # [T,N,2]
+def empty_stats(b:CTCBatch) -> Tensor:  # [T,N,2]
     "Of frames that are not there."
     return b.x.new_ones((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
 
 # %% ../nbs/22_linear_ctc.ipynb #883c953a
 def linear_ctc_fwd(
-    b:Batch, f:Frames, kept:bool,
+    b:CTCBatch, f:FrameCounts, keep_states:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # losses [N], log Z [N], states
     "Losses; all frames' lse, and the lattice."
-    stats = blank_stats(b)
+    stats = empty_stats(b)
     for s in segments(b, f.lse):
-        found = row_sums(kept_rows(b.x[s.at], s), b.w, b.bias)
-        for i, numbers in enumerate(found): put_rows(stats[s.at][..., i], numbers, s)
-    states = sweep(b, f, kept)
-    return losses_of(b, stats, b.log_z, False, False), b.log_z, states
+        parts = lse_parts(unpadded_rows(b.x[s.at], s), b.w, b.bias)
+        for i, part in enumerate(parts): put_unpadded_rows(stats[s.at][..., i], part, s)
+    states = forward_sweep(b, f, keep_states)
+    return ctc_losses(b, stats, b.log_z, False, False), b.log_z, states
 
 # %% ../nbs/22_linear_ctc.ipynb #e98e1340
 @jit
@@ -119,88 +121,89 @@ def tile_softmax_kernel(
             tl.store(to, d.to(p.dtype.element_ty), mask=keep[:, None] & inside[None, :])
 
 # %% ../nbs/22_linear_ctc.ipynb #863bedbc
-class Tiles(NamedTuple):
+class TiledSoftmax(NamedTuple):
     "Rows of a softmax, each tile relative to its own largest score."
     p: Tensor  # [n,V]
-    parts: Tensor  # [2,tiles,n]: that score, times `unit`; the tile's sum
+    stats: Tensor  # [2,tiles,n]: that score, times `log2_scale`; the tile's sum
     width: int  # classes of a tile
-    unit: float
+    log2_scale: float
 
 # %% ../nbs/22_linear_ctc.ipynb #69c67643
-def rows_for(x:Tensor, rows:int, V:int) -> Tensor:
+def aligned_rows(x:Tensor, rows:int, V:int) -> Tensor:
     "Memory for [rows,V] that a descriptor can stand for."
     return x.new_empty(rows, -(-V // 8) * 8)[:, :V]
 
 # %% ../nbs/22_linear_ctc.ipynb #14fe1872
-def launch_tiles(
+def launch_tiled_softmax(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
     t:Tiling,
     p:Tensor,  # [n or more,V] to be written
-) -> Tiles:
+) -> TiledSoftmax:
     "By Triton."
-    (n, h), v, unit, p = x.shape, len(w), score_unit(x), p[:len(x)]
+    (n, h), v, log2_scale, p = x.shape, len(w), score_unit(x), p[:len(x)]
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
-    parts = x.new_empty((2, tiles_v, n), dtype=f32)
+    stats = x.new_empty((2, tiles_v, n), dtype=f32)
     grid = min(multiprocessors(x.device), tiles_n * tiles_v),
     launch = lambda t, only_compile=False: launcher(tile_softmax_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
-        operand(p, t.BN, t.BV // 2, t.desc), bias, parts, n, v, h, *x.stride(), *w.stride(),
-        p.stride(0), SCORE=score_fn(ROW), UNIT=unit, DESC=t.desc, GROUP=t.group,
+        operand(p, t.BN, t.BV // 2, t.desc), bias, stats, n, v, h, *x.stride(), *w.stride(),
+        p.stride(0), SCORE=score_fn(BARE_OPTIONS), UNIT=log2_scale, DESC=t.desc, GROUP=t.group,
         BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         launch(fastest(tile_softmax_kernel, x, v, t, deeper(t, device_of(x), True), launch,
                        BIAS=bias is not None))
-    return Tiles(p, parts, t.BV, unit)
+    return TiledSoftmax(p, stats, t.BV, log2_scale)
 
 # %% ../nbs/22_linear_ctc.ipynb #3e7930ae
-def softmax_tiles(
+def tiled_softmax(
     x:Tensor, w:Tensor, bias:Optional[Tensor], t:Tiling, p:Optional[Tensor]=None,  # as above
-) -> Tiles:
+) -> TiledSoftmax:
     "Softmax and lse from one product; by PyTorch a row is one tile."
     if takes_kernel(x):
-        return launch_tiles(x, w, bias, t, rows_for(x, len(x), len(w)) if p is None else p)
+        p = aligned_rows(x, len(x), len(w)) if p is None else p
+        return launch_tiled_softmax(x, w, bias, t, p)
     z = chunk_scores(x, wide(w), bias)[:, 0]
     lse = z.logsumexp(1)
     p = z.sub_(lse[:, None]).exp_()
-    return Tiles(p, torch.stack([lse, torch.ones_like(lse)])[:, None], len(w), 1.0)
+    return TiledSoftmax(p, torch.stack([lse, torch.ones_like(lse)])[:, None], len(w), 1.0)
 
 # %% ../nbs/22_linear_ctc.ipynb #200d4ec3
-def settle(
-    tiles:Tiles, lse:Tensor, pull:Tensor,  # [n], [n]
+def scale_tiles(
+    tiles:TiledSoftmax, lse:Tensor, grad_coef:Tensor,  # [n], [n]
 ):
-    "pull times the softmax of each row, in its place; 0 where pull is, whatever stands there."
-    factor = (tiles.parts[0] / tiles.unit - lse).exp_().mul_(pull)
-    for p, by in zip(tiles.p.split(tiles.width, 1), factor): p.mul_(by[:, None])
-    tiles.p.masked_fill_((pull == 0)[:, None], 0)
+    "The softmax of each row times `grad_coef`, in its place; 0 where that is, whatever is there."
+    factor = (tiles.stats[0] / tiles.log2_scale - lse).exp_().mul_(grad_coef)
+    for p, softmax_coef in zip(tiles.p.split(tiles.width, 1), factor): p.mul_(softmax_coef[:, None])
+    tiles.p.masked_fill_((grad_coef == 0)[:, None], 0)
 
 # %% ../nbs/22_linear_ctc.ipynb #d67b8e56
-def overwrite(
-    dz:Tensor, c:Tensor, pull:Tensor,  # [n,V], [n,C] p − γ in the small alphabet, [n]
-    b:Batch, s:Segment,
+def write_target_grads(
+    dz:Tensor, c:Tensor, grad_coef:Tensor,  # [n,V], [n,C] p − γ in the small alphabet, [n]
+    b:CTCBatch, s:Segment,
 ):
     "The gradient of classes that are in the target, over what stands there."
     rows = torch.arange(len(c), device=dz.device) if s.kept is None else s.kept
-    n = rows % len(b.own)
-    values = c.gather(1, b.own[n]) * pull[:, None]
-    values = values.masked_fill_((pull == 0)[:, None], 0).to(dz.dtype)
+    n = rows % len(b.symbols)
+    values = c.gather(1, b.symbols[n]) * grad_coef[:, None]
+    values = values.masked_fill_((grad_coef == 0)[:, None], 0).to(dz.dtype)
     dz.scatter_(1, b.classes[n], values)
 
 # %% ../nbs/22_linear_ctc.ipynb #edee4f4a
 def plain_finish(
-    b:Batch, s:Segment, tiles:Tiles, e:Tensor, gammas:Tensor,  # [N,K,C], [K,N,S]
+    b:CTCBatch, s:Segment, tiles:TiledSoftmax, e:Tensor, gammas:Tensor,  # [N,K,C], [K,N,S]
     g:Tensor, log_z:Tensor, stats:Tensor,  # [N], [N], [T,N,2] is written
 ):
     "From tiles of the softmax to the gradient, where the softmax is."
-    top, sums = tiles.parts.unbind()
-    lse = (top / tiles.unit + sums.log()).logsumexp(0)
-    put_rows(stats[s.at][..., 0], lse, s)
+    maxima, sums = tiles.stats.unbind()
+    lse = (maxima / tiles.log2_scale + sums.log()).logsumexp(0)
+    put_unpadded_rows(stats[s.at][..., 0], lse, s)
     on = torch.arange(s.at.start, s.at.stop, device=e.device)[:, None] < b.frames
     path = log_z.view(f64) != -torch.inf
-    pull = kept_rows(torch.where(on & path, g, 0), s)
-    p = kept_rows(e.transpose(0, 1), s).sub_(lse[:, None]).exp_()
-    settle(tiles, lse, pull)
-    gamma = per_class(gammas, states_of(b), e.shape[2]).to(e.dtype)
-    overwrite(tiles.p, p - kept_rows(gamma, s), pull, b, s)
+    grad_coef = unpadded_rows(torch.where(on & path, g, 0), s)
+    p = unpadded_rows(e.transpose(0, 1), s).sub_(lse[:, None]).exp_()
+    scale_tiles(tiles, lse, grad_coef)
+    gamma = sum_per_class(gammas, state_symbols(b), e.shape[2]).to(e.dtype)
+    write_target_grads(tiles.p, p - unpadded_rows(gamma, s), grad_coef, b, s)
 
 # %% ../nbs/22_linear_ctc.ipynb #38829462
 def finish_threads(row:int) -> int:
@@ -209,165 +212,167 @@ def finish_threads(row:int) -> int:
 
 # %% ../nbs/22_linear_ctc.ipynb #f6d5228a
 def launch_finish(
-    b:Batch, s:Segment, tiles:Tiles, e:Tensor, post:Tensor,  # [N,K,C], [N,K,2,plane]
+    b:CTCBatch, s:Segment, tiles:TiledSoftmax, e:Tensor, post:Tensor,  # [N,K,C], [N,K,2,plane]
     g:Tensor, log_z:Tensor, stats:Tensor,  # as above
 ):
     "The same in one launch."
-    (n, v), (N, K, C), count = tiles.p.shape, e.shape, tiles.parts.shape[1]
+    (n, v), (N, K, C), count = tiles.p.shape, e.shape, tiles.stats.shape[1]
     row, shift = v * tiles.p.element_size(), (tiles.width - 1).bit_length()
     with on_device(e):
-        b.scan.finish(n, finish_threads(row), tiles.p, tiles.parts, e, b.own, b.frames,
+        b.kernels.finish(n, finish_threads(row), tiles.p, tiles.stats, e, b.symbols, b.frames,
                       b.lengths, post, log_z, g, s.kept, stats, n, v, tiles.p.stride(0),
-                      count, shift, s.at.start, K, N, C, b.scan.shape.plane,
-                      shared=finish_bytes(row, C, count, b.scan.near))
+                      count, shift, s.at.start, K, N, C, b.kernels.shape.plane,
+                      shared=finish_shared_bytes(row, C, count, b.kernels.staged))
 
 # %% ../nbs/22_linear_ctc.ipynb #4e6c7a23
-class Back(NamedTuple):
+class BackwardState(NamedTuple):
     "What the way back takes along."
     g: Tensor  # [N] upstream
     log_z: Tensor  # [N]
-    states: Tensor  # [segments,N,2,C] of `sweep`
+    states: Tensor  # [segments,N,2,C] of `forward_sweep`
     edge: Tensor  # [N,2,C] γ or β where a segment begins
     stats: Tensor  # [T,N,2], is written
     post: Optional[Tensor]  # [N,K,2,plane] posteriors of a segment
     work: Optional[Tensor]  # [rows,V]: tables of a segment, then its dz, in the same memory
 
     @classmethod
-    def of(cls, b:Batch, K:int, g:Tensor, log_z:Tensor, states:Tensor) -> "Back":
+    def of(cls, b:CTCBatch, K:int, g:Tensor, log_z:Tensor, states:Tensor) -> "BackwardState":
         "At the end."
-        N, V, post, work = len(b.own), len(b.w), None, None
-        if b.scan:
-            post = b.rows.new_empty((N, K, 2, b.scan.shape.plane), dtype=f32)
+        N, V, post, work = len(b.symbols), len(b.w), None, None
+        if b.kernels:
+            post = b.target_weight.new_empty((N, K, 2, b.kernels.shape.plane), dtype=f32)
             if takes_kernel(b.x):
-                table = 4 * table_floats(N, K + 1, b.scan.shape)  # bytes
-                work = rows_for(b.x, max(K * N, -(-table // (b.x.element_size() * V))), V)
-        return cls(g, log_z, states, edges(1, b)[0], blank_stats(b), post, work)
+                table = 4 * table_size(N, K + 1, b.kernels.shape)  # bytes
+                work = aligned_rows(b.x, max(K * N, -(-table // (b.x.element_size() * V))), V)
+        return cls(g, log_z, states, empty_boundaries(1, b)[0], empty_stats(b), post, work)
 
 # %% ../nbs/22_linear_ctc.ipynb #5945c99e
 def make_dz(
-    b:Batch, i:int, s:Segment, x:Tensor, t:Tiling,  # its number; [n,H] rows of x
-    k:Back,
+    b:CTCBatch, i:int, s:Segment, x:Tensor, t:Tiling,  # its number; [n,H] rows of x
+    back:BackwardState,
 ) -> Tensor:  # [n,V]
     "A segment's dz, from the product that also gives lse; γ first, its tables are gone then."
-    e, start = emissions(b, s.at), k.states[i - 1] if i else None
-    if b.scan:
-        launch_segment(b, s.at, e, start, None, e.shape[1], k.edge, k.post, k.log_z, k.work)
-        tiles = softmax_tiles(x, b.w, b.bias, t, k.work)
-        launch_finish(b, s, tiles, e, k.post, k.g, k.log_z, k.stats)
+    e, start = emissions(b, s.at), back.states[i - 1] if i else None
+    if b.kernels:
+        launch_segment(b, s.at, e, start, None, e.shape[1], back.edge, back.post, back.log_z,
+                       back.work)
+        tiles = tiled_softmax(x, b.w, b.bias, t, back.work)
+        launch_finish(b, s, tiles, e, back.post, back.g, back.log_z, back.stats)
     else:
-        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), k.edge)
-        tiles = softmax_tiles(x, b.w, b.bias, t)
-        plain_finish(b, s, tiles, e, gammas, k.g, k.log_z, k.stats)
+        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), back.edge)
+        tiles = tiled_softmax(x, b.w, b.bias, t)
+        plain_finish(b, s, tiles, e, gammas, back.g, back.log_z, back.stats)
     return tiles.p
 
 # %% ../nbs/22_linear_ctc.ipynb #c18d000a
-class Sums(NamedTuple):
+class Gradients(NamedTuple):
     "Gradients as they grow; None where nobody asks."
     dx: Optional[Tensor]  # [T,N,H]
     dw: Optional[Tensor]  # [V,H] in `acc_dtype`
     db: Optional[Tensor]  # [V] in `acc_dtype`
 
     @classmethod
-    def of(cls, b:Batch, needs:tuple[bool, bool, bool]) -> "Sums":
+    def of(cls, b:CTCBatch, needs:tuple[bool, bool, bool]) -> "Gradients":
         "Zeros; nothing where dx is written as a whole."
         new = functools.partial(b.x.new_zeros, dtype=acc_dtype(b.x.dtype))
-        full = b.known is None or min(b.known, default=0) == len(b.x)
+        full = b.host_frames is None or min(b.host_frames, default=0) == len(b.x)
         room = b.x.new_empty if full else b.x.new_zeros
         return cls(room(b.x.shape) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
 # %% ../nbs/22_linear_ctc.ipynb #2eb03f1d
-def spend(
-    sums:Sums, dz:Tensor, x:Tensor,  # [n,V], [n,H]; x is written over where it is a copy
-    b:Batch, s:Segment, unit:Optional[Tensor],
+def accumulate_grads(
+    sums:Gradients, dz:Tensor, x:Tensor,  # [n,V], [n,H]; x is written over where it is a copy
+    b:CTCBatch, s:Segment, grad_scale:Optional[Tensor],
 ):
     "A segment's dz into all gradients."
     if sums.db is not None: sums.db.add_(dz.sum(0, dtype=sums.db.dtype))
     if sums.dw is not None: add_product(sums.dw, dz.T, x.to(dz.dtype))
     if sums.dx is None: return
     to = sums.dx[s.at]
-    if dz.dtype != x.dtype: put_rows(to, (dz @ wide(b.w)).to(x.dtype), s)
-    elif s.kept is None: write_product(to.flatten(0, 1), dz, b.w, unit)
+    if dz.dtype != x.dtype: put_unpadded_rows(to, (dz @ wide(b.w)).to(x.dtype), s)
+    elif s.kept is None: write_product(to.flatten(0, 1), dz, b.w, grad_scale)
     else:
-        write_product(x, dz, b.w, unit)
-        put_rows(to, x, s)
+        write_product(x, dz, b.w, grad_scale)
+        put_unpadded_rows(to, x, s)
 
 # %% ../nbs/22_linear_ctc.ipynb #ef5cd6e4
-def gradients(
-    b:Batch, K:int, g:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `sweep`
+def segment_gradients(
+    b:CTCBatch, K:int, g:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `forward_sweep`
     needs:tuple[bool, bool, bool],
-) -> tuple[Sums, Tensor]:  # and stats [T,N,2]
+) -> tuple[Gradients, Tensor]:  # and stats [T,N,2]
     "From the last segment to the first."
-    sums, t, unit = Sums.of(b, needs), None, None
+    sums, t, grad_scale = Gradients.of(b, needs), None, None
     if b.x.dtype == torch.float16 and takes_kernel(b.x):
-        nowhere = log_z.view(f32)[::2] == 0 if b.scan else log_z.view(f64) == -torch.inf
-        unit = unit_of(torch.where(nowhere, 0, g))
-        g = g / unit
-    k = Back.of(b, K, g, log_z, states)
+        nowhere = log_z.view(f32)[::2] == 0 if b.kernels else log_z.view(f64) == -torch.inf
+        grad_scale = unit_of(torch.where(nowhere, 0, g))
+        g = g / grad_scale
+    back = BackwardState.of(b, K, g, log_z, states)
     for i, s in reversed([*enumerate(segments(b, K))]):
-        x = kept_rows(b.x[s.at], s)
+        x = unpadded_rows(b.x[s.at], s)
         t = t or tiling_of(x, b.w)
-        dz = make_dz(b, i, s, x, t, k)
-        spend(sums, dz, x, b, s, unit)
+        dz = make_dz(b, i, s, x, t, back)
+        accumulate_grads(sums, dz, x, b, s, grad_scale)
         del dz, x  # before the next ones
     for total in sums[1:]:  # dx has had its own
-        if total is not None and unit is not None: total.mul_(unit)
-    return sums, k.stats
+        if total is not None and grad_scale is not None: total.mul_(grad_scale)
+    return sums, back.stats
 
 # %% ../nbs/22_linear_ctc.ipynb #d412681a
 def linear_ctc_bwd(
-    g:Tensor, b:Batch, K:int, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
+    g:Tensor, b:CTCBatch, K:int, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
     needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx, dw, db in the dtypes of x and w; empty if not needed
     "Gradients for an upstream gradient that was waited for."
-    sums, _ = gradients(b, K, g.contiguous(), log_z, states, needs)
+    sums, _ = segment_gradients(b, K, g.contiguous(), log_z, states, needs)
     return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
 # %% ../nbs/22_linear_ctc.ipynb #b25acf23
-def reduced(losses, lengths, reduction, zero_infinity, alone):
+def reduce_losses(losses, lengths, reduction, zero_infinity, unbatched):
     "As torch reduces."
     if zero_infinity: losses = torch.where(losses == torch.inf, 0, losses)
     if reduction == "mean":
-        losses = losses * shares(moved(lengths, losses.device), True, losses.dtype)
-    return losses[0] if alone and reduction == "none" else reduce_rows(losses, reduction)
+        losses = losses * inv_denominators(to_device(lengths, losses.device), True, losses.dtype)
+    return losses[0] if unbatched and reduction == "none" else reduce_rows(losses, reduction)
 
 # %% ../nbs/22_linear_ctc.ipynb #72e6c012
-def is_padded(b:Batch, tight:bool) -> bool:
+def is_padded(b:CTCBatch, host_lengths:bool) -> bool:
     "Whether rows may be left out; a compiler, which cannot know, says so."
-    return not tight or b.known is not None and len(set(b.known)) > 1
+    return not host_lengths or b.host_frames is not None and len(set(b.host_frames)) > 1
 
 # %% ../nbs/22_linear_ctc.ipynb #835bf3b2
 def linear_ctc_all(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
-    blank:int, budget:int, tight:bool, reduction:str, zero_infinity:bool,
+    blank:int, budget:int, host_lengths:bool, reduction:str, zero_infinity:bool,
     need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Loss, dx, dw, db of an upstream gradient of 1; empty if not needed."
     mean = reduction == "mean"
-    b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-    f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
-    states, g = sweep(b, f, True), shares(b.lengths, mean, acc_dtype(x.dtype))
-    sums, stats = gradients(b, f.segment, g, b.log_z, states, (need_x, need_w, need_b))
-    losses = losses_of(b, stats, b.log_z, mean, zero_infinity)
+    b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
+    f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
+    states, g = forward_sweep(b, f, True), inv_denominators(b.lengths, mean, acc_dtype(x.dtype))
+    sums, stats = segment_gradients(b, f.segment, g, b.log_z, states, (need_x, need_w, need_b))
+    losses = ctc_losses(b, stats, b.log_z, mean, zero_infinity)
     dx, dw, db = (w.new_empty(0) if t is None else t for t in sums)
     return losses.sum(), dx, dw.to(w.dtype), db
 
 # %% ../nbs/22_linear_ctc.ipynb #2733440a
 def recompute_losses(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
-    blank:int, budget:int, tight:bool, kept:bool,
+    blank:int, budget:int, host_lengths:bool, keep_states:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`linear_ctc_fwd`."
-    b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-    f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
-    return linear_ctc_fwd(b, f, kept)
+    b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
+    f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
+    return linear_ctc_fwd(b, f, keep_states)
 
 # %% ../nbs/22_linear_ctc.ipynb #01aca211
-def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, tight, kept):
+def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, host_lengths, keep_states):
     "The shapes of `recompute_losses`'s results."
     T, N = x.shape[:2]
-    C = columns_of(int(min(T, targets.shape[-1])))
-    n_edges = -(-T // int(frames_of(x, w, C, budget, True).segment)) if kept else min(T, 1)
+    C = symbol_columns(int(min(T, targets.shape[-1])))
+    segment = int(frame_counts(x, w, C, budget, True).segment)
+    n_edges = -(-T // segment) if keep_states else min(T, 1)
     new = functools.partial(x.new_empty, dtype=i64)
     return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((n_edges, N, 2, C))
 
@@ -375,16 +380,16 @@ def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, tight, kept
 def recompute_gradients(
     g:Tensor, x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor,
     lengths:Tensor, log_z:Tensor, states:Tensor,
-    blank:int, budget:int, tight:bool, need_x:bool, need_w:bool, need_b:bool,
+    blank:int, budget:int, host_lengths:bool, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`linear_ctc_bwd`."
-    b = batch_of(x, w, bias, targets, frames, lengths, blank, tight)
-    f = frames_of(x, w, b.own.shape[1], budget, is_padded(b, tight))
+    b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
+    f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
     return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
 
 # %% ../nbs/22_linear_ctc.ipynb #dc10708a
 def fake_ctc_gradients(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget,
-                       tight, need_x, need_w, need_b):
+                       host_lengths, need_x, need_w, need_b):
     "The shapes of `recompute_gradients`'s results."
     return (x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,)),
             w.new_empty((w.shape[0],) if need_b else (0,)))
@@ -392,13 +397,13 @@ def fake_ctc_gradients(g, x, w, bias, targets, frames, lengths, log_z, states, b
 # %% ../nbs/22_linear_ctc.ipynb #356c1874
 def ctc_flops(x:Tensor, w:Tensor, targets:Tensor, sweeps:int, *more:bool) -> int:
     "FLOPs of all classes' scores, of those of the targets for each sweep, and as `products`."
-    columns = columns_of(int(min(len(x), targets.shape[-1])))
+    columns = symbol_columns(int(min(len(x), targets.shape[-1])))
     return products(x, w, *more) + sweeps * 2 * x.numel() * columns
 
 # %% ../nbs/22_linear_ctc.ipynb #a4f3b0de
 def save_states(ctx, inputs, output):
     "All tensors, log Z and the states between segments."
-    ctx.options = inputs.blank, inputs.budget, inputs.tight
+    ctx.options = inputs.blank, inputs.budget, inputs.host_lengths
     ctx.save_for_backward(*inputs[:6], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -406,8 +411,8 @@ def gradients_of_losses(ctx, needs, g, *_):
     "dx, dw and db, where they are needed."
     wanted = {"x": needs.x, "w": needs.w, "bias": needs.bias}
     if g is None or not any(wanted.values()): return {}
-    found = linear_ctc_grad_operator(g, *ctx.saved_tensors, *ctx.options, *wanted.values())
-    return {name: d for (name, need), d in zip(wanted.items(), found) if need}
+    grads = linear_ctc_grad_operator(g, *ctx.saved_tensors, *ctx.options, *wanted.values())
+    return {name: d for (name, need), d in zip(wanted.items(), grads) if need}
 
 # %% ../nbs/22_linear_ctc.ipynb #6126fdac
 linear_ctc_grad_operator = operator(
@@ -439,8 +444,8 @@ class _AllInForward(torch.autograd.Function):
                 scaled_bias(db, g, ctx.dtype) if need_b else None, *[None] * 11)
 
 # %% ../nbs/22_linear_ctc.ipynb #bdb591a7
-def fake_all(x, w, bias, targets, frames, lengths, blank, budget, tight, reduction, zero_infinity,
-             need_x, need_w, need_b):
+def fake_all(x, w, bias, targets, frames, lengths, blank, budget, host_lengths, reduction,
+             zero_infinity, need_x, need_w, need_b):
     "The shapes of `linear_ctc_all`'s results."
     acc = acc_dtype(x.dtype)
     return (x.new_empty((), dtype=acc), x.new_empty(x.shape if need_x else (0,)),
@@ -498,7 +503,7 @@ def linear_ctc_loss(
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     check_linear(input, linear_weight)
     expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
-    x, targets = batched(input, targets, input.dim() == 2)
+    x, targets = add_batch_dim(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
     check_flags(zero_infinity=zero_infinity)
     frames, lengths = (as_lengths(t, name, x) for t, name in (
@@ -507,12 +512,12 @@ def linear_ctc_loss(
                                                            [linear_bias.contiguous()]))
     bias = bias[0] if bias else None
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
-    kept = torch.is_grad_enabled() and asked
+    keep_states = torch.is_grad_enabled() and asked
     given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()
-    if kept and reduction != "none" and x.dtype != torch.float16:
+    if keep_states and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs
         run = linear_ctc_all_operator if observed() or x.is_meta else _AllInForward.apply
         return run(*given)[0]
-    losses, *_ = linear_ctc_operator(*given, kept)
-    return reduced(losses, lengths, reduction, zero_infinity, input.dim() == 2)
+    losses, *_ = linear_ctc_operator(*given, keep_states)
+    return reduce_losses(losses, lengths, reduction, zero_infinity, input.dim() == 2)

@@ -16,16 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusedloss.core.checks import as_integers, expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
-from fusedloss.core.lattice import active, stay
+from fusedloss.core.lattice import active, update_active
 from fusedloss.core.operators import transformed
-from fusedloss.core.sequences import check_integers, check_lengths, visible
+from fusedloss.core.sequences import check_integers, check_lengths, readable_on_host
 from fusedloss.core.softmax import finite
 from fusedloss.core.triton import jit, on_device, tl
-from fusedloss.semirings import (
-    check_graph, Log, LogSemiring, Max, MaxSemiring, path_sum, Sample, Semiring)
+from fusedloss.semirings import check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring
 
 # %% ../nbs/19_scans.ipynb #fbae080e
-def masked(scores, absent, go):
+def masked_scores(scores, absent, go):
     "Scores [N,C,nz], −∞ where there is no edge or no step."
     blocked = absent if go is True else absent | ~go[..., None]
     return scores.masked_fill(blocked, -torch.inf)
@@ -44,8 +43,8 @@ def logz_autograd(
     v = S.lift(v0)
     for t, scores in enumerate(Ms):
         go = active(lengths, t)
-        edges = S.lift(masked(scores, absent, go))
-        v = stay(go, S.sum(S.mul(v[..., source], edges)), v)
+        edges = S.lift(masked_scores(scores, absent, go))
+        v = update_active(go, S.sum(S.mul(v[..., source], edges)), v)
     return S.sum(S.mul(v, S.lift(vT)))
 
 # %% ../nbs/19_scans.ipynb #19fcea04
@@ -57,7 +56,7 @@ def lengths_like(
     if lengths is None: return None
     lengths = as_integers("lengths", lengths)
     check_integers(lengths, "lengths", Ms)
-    if visible(lengths): check_lengths(lengths, "lengths", len(Ms))
+    if readable_on_host(lengths): check_lengths(lengths, "lengths", len(Ms))
     return lengths.to(Ms.device, torch.int64).contiguous()
 
 # %% ../nbs/19_scans.ipynb #96722e91
@@ -87,19 +86,23 @@ def leaving(
     return torch.segment_reduce(rows, "sum", offsets=out.start, initial=0, unsafe=True).T
 
 # %% ../nbs/19_scans.ipynb #46c3f447
+def declared_by(S:Semiring, name:str) -> type:
+    "The class of S, or the nearest above it, that says what its attribute `name` is."
+    return next(kind for kind in type(S).__mro__ if name in vars(kind))
+
 def additive(S:Semiring) -> bool:
-    "Whether values are scores, ⊗ is +, and ⊕ has a `dsum`: Log, Max, Sample."
-    kin = LogSemiring, MaxSemiring
-    return isinstance(S, kin) and all(
-        getattr(type(S), name) in [getattr(k, name) for k in kin] for name in ("lift", "mul", "sum"))
+    "Whether values are scores, ⊗ is +, and ⊕ has a `dsum`; not for a subclass with another ⊗."
+    kind = declared_by(S, "additive")
+    return S.additive and all(getattr(type(S), name) is getattr(kind, name)
+                              for name in ("lift", "mul", "sum"))
 
 # %% ../nbs/19_scans.ipynb #e938bec6
 def arriving(alpha, scores, idx, go):
     "αₜ ⊗ Mₜ for each edge that arrives [N,C,nz]."
-    return alpha[:, idx.clamp(min=0)] + masked(scores, idx < 0, go)
+    return alpha[:, idx.clamp(min=0)] + masked_scores(scores, idx < 0, go)
 
 # %% ../nbs/19_scans.ipynb #54cdc563
-def last(alphas, lengths):
+def final_alphas(alphas, lengths):
     "α where each sequence ends [N,C]."
     if lengths is None: return alphas[-1]
     return alphas[lengths.clamp(0, len(alphas) - 1), torch.arange(
@@ -121,7 +124,7 @@ def scan_fwd(
     for t, scores in enumerate(Ms):
         go = active(lengths, t)
         new = S.reduce(arriving(alphas[t], scores, idx, go), -1)
-        alphas[t + 1] = stay(go, new, alphas[t])
+        alphas[t + 1] = update_active(go, new, alphas[t])
     return alphas
 
 # %% ../nbs/19_scans.ipynb #9c78a7b0
@@ -139,7 +142,7 @@ def scan_bwd(
         go = active(lengths, t)
         share = S.dsum(arriving(alphas[t], Ms[t], idx, go))
         torch.mul(state[..., None], share, out=d_Ms[t])
-        state = stay(go, leaving(d_Ms[t], out), state)
+        state = update_active(go, leaving(d_Ms[t], out), state)
     return d_Ms, state
 
 # %% ../nbs/19_scans.ipynb #30d0b0a8
@@ -176,10 +179,10 @@ class Scan(NamedTuple):
 
     def forward(self, S, Ms, idx, v0, vT, lengths, keep):
         alphas = scan_fwd(Ms, idx, v0, S, lengths, self.kernel)
-        return S.reduce(last(alphas, lengths) + vT, -1), alphas
+        return S.reduce(final_alphas(alphas, lengths) + vT, -1), alphas
 
     def backward(self, S, g, Ms, idx, v0, vT, lengths, alphas):
-        d_end = g[:, None] * S.dsum(last(alphas, lengths) + vT)
+        d_end = g[:, None] * S.dsum(final_alphas(alphas, lengths) + vT)
         d_Ms, d_v0 = scan_bwd(Ms, idx, alphas, d_end, S, lengths, self.kernel)
         return d_Ms, d_v0, d_end
 
@@ -211,7 +214,7 @@ SCANS = Implementation("scans over graphs", "cuda/sparse_scan.cu, cuda/sparse_lo
 def runs_kernel(Ms:Tensor, S:Semiring) -> bool:
     "Whether `cuda/sparse_scan.cu` has this semiring, and there is work for it."
     return (not SCANS.lacks(device_of(Ms)) and Ms.numel() > 0 and Ms.dtype in REALS and
-            type(S) in (LogSemiring, MaxSemiring))
+            S.struct is not None and declared_by(S, "struct") is type(S))
 
 # %% ../nbs/19_scans.ipynb #82a8f255
 def launch_scan(
@@ -226,7 +229,7 @@ def launch_scan(
     scores, sources = Ms.contiguous(), idx.to(torch.int32).contiguous()
     with on_device(Ms):
         run = cuda_kernel("sparse_scan", Ms.get_device(), REAL=REALS[Ms.dtype],
-                          SEMIRING=str(S), BACKWARD=int(out is not None))
+                          SEMIRING=S.struct, BACKWARD=int(out is not None))
         if run is None: return False
         run(n, min(1024, -(-c // 32) * 32), scores, sources, lengths, alphas,
             start, edge, state, d_Ms, steps, c, nz)
@@ -248,7 +251,7 @@ def edge_slots(
     return torch.stack([t.T for t in slots]).to(torch.int32).view(2, 2, nz, c)
 
 # %% ../nbs/19_scans.ipynb #5803385f
-class Cut(NamedTuple):
+class FusedShape(NamedTuple):
     "How `cuda/sparse_logz.cu` is cut to a graph."
     threads: int  # a block
     per: int  # states a thread
@@ -269,19 +272,19 @@ class Cut(NamedTuple):
 
 # %% ../nbs/19_scans.ipynb #70e5395c
 @functools.cache
-def fused_cut(
+def fused_shape(
     c:int, nz:int, S:Semiring, real:int,  # states, edges a state, Log or Max, bytes a number
     room:int,  # bytes of shared memory that a block may have
-) -> Optional[Cut]:  # None where the graph is too large for a block, or has one edge a state
+) -> Optional[FusedShape]:  # None where the graph is too large for a block, or has one edge a state
     "Threads, states a thread and rows under way: of these as many as there is room for."
     per = -(-c // 512)
     if nz < 2 or per * nz > 24: return None
     for ahead in (7, 3):
-        cut = Cut(-(-c // (32 * per)) * 32, per, ahead)
+        cut = FusedShape(-(-c // (32 * per)) * 32, per, ahead)
         if max(cut.shared(phase, S, c, nz, real) for phase in range(4)) <= room: return cut
 
 # %% ../nbs/19_scans.ipynb #e7863436
-class Begun(NamedTuple):
+class FusedState(NamedTuple):
     "Two scans that have met."
     z: Optional[Tensor]  # [N]; None once it is known
     table: Optional[Tensor]  # [T,N,C,nz], to become the gradient, or [T,N,C] for a path
@@ -291,12 +294,12 @@ class Begun(NamedTuple):
 # %% ../nbs/19_scans.ipynb #db60578b
 def fused_kernel(phase, cut, S, Ms):
     "`cuda/sparse_logz.cu` for one phase; None where it cannot be had."
-    return cuda_kernel("sparse_logz", Ms.get_device(), REAL=REALS[Ms.dtype], SEMIRING=str(S),
+    return cuda_kernel("sparse_logz", Ms.get_device(), REAL=REALS[Ms.dtype], SEMIRING=S.struct,
                        PHASE=phase, NZ=Ms.shape[3], PER=cut.per, THREADS=cut.threads,
                        AHEAD=cut.ahead)
 
 # %% ../nbs/19_scans.ipynb #f2abcf19
-def launch_fused(phase, cut, S, Ms, lengths, v0, vT, b:Begun, ends=(None,) * 3,
+def launch_fused(phase, cut, S, Ms, lengths, v0, vT, b:FusedState, ends=(None,) * 3,
                  path=(None,) * 2):
     "One phase of `cuda/sparse_logz.cu`: `ends` are g, d_v0 and d_vT, `path` states and edges."
     (steps, n, c, nz), scores = Ms.shape, Ms.contiguous()
@@ -308,11 +311,11 @@ def launch_fused(phase, cut, S, Ms, lengths, v0, vT, b:Begun, ends=(None,) * 3,
             shared=cut.shared(phase, S, c, nz, Ms.element_size()))
 
 # %% ../nbs/19_scans.ipynb #65d18e4c
-def begin(cut, S, Ms, idx, v0, vT, lengths, held):
+def start_fused(cut, S, Ms, idx, v0, vT, lengths, held):
     "log Z, and what the gradient (held: [T,N,C,nz]) or the path ([T,N,C]) goes on from."
     n, c = v0.shape
     slots, out = edge_lists(idx)
-    b = Begun(Ms.new_empty(n), Ms.new_empty(held) if held else None,
+    b = FusedState(Ms.new_empty(n), Ms.new_empty(held) if held else None,
               Ms.new_empty(2, 2, n, c), Ms.new_empty(n, 2), slots, out)
     for phase in range(1 + (S is Log)):
         launch_fused(phase, cut, S, Ms, lengths, v0, vT, b)
@@ -321,15 +324,15 @@ def begin(cut, S, Ms, idx, v0, vT, lengths, held):
 # %% ../nbs/19_scans.ipynb #36e99bad
 class Fused(NamedTuple):
     "Rung 4: to the middle, and from there on in the memory of the gradient."
-    cut: Cut
+    cut: FusedShape
     spends = True  # the first of what is kept becomes the gradient
 
     def forward(self, S, Ms, idx, v0, vT, lengths, keep):
-        begun = begin(self.cut, S, Ms, idx, v0, vT, lengths, keep and Ms.shape)
+        begun = start_fused(self.cut, S, Ms, idx, v0, vT, lengths, keep and Ms.shape)
         return (begun.z, *begun[1:-1], *begun.out) if keep else (begun.z,)
 
     def backward(self, S, g, Ms, idx, v0, vT, lengths, *kept):
-        begun = Begun(None, *kept[:-2], OutEdges(*kept[-2:]))
+        begun = FusedState(None, *kept[:-2], OutEdges(*kept[-2:]))
         ends = torch.empty_like(v0, memory_format=torch.contiguous_format)
         d_v0, d_vT = ends, torch.empty_like(ends)
         g = g.contiguous(), d_v0, d_vT
@@ -338,13 +341,13 @@ class Fused(NamedTuple):
 
     def path(self, Ms, idx, v0, vT, lengths):
         lengths = lengths_like(lengths, Ms)
-        begun, steps = begin(self.cut, Max, Ms, idx, v0, vT, lengths, Ms.shape[:3]), len(Ms)
+        begun, steps = start_fused(self.cut, Max, Ms, idx, v0, vT, lengths, Ms.shape[:3]), len(Ms)
         path = [idx.new_empty(len(v0), n, dtype=torch.int64) for n in (steps + 1, steps)]
         launch_fused(3, self.cut, Max, Ms, lengths, v0, vT, begun, path=path)
         return Paths(begun.z, *path)
 
 # %% ../nbs/19_scans.ipynb #b3a8d405
-_lists = WeakIdKeyDictionary()
+_edge_lists = WeakIdKeyDictionary()
 
 def edge_lists(idx):
     "`edge_slots` and `transpose`, made once for a tensor and stream."
@@ -353,7 +356,7 @@ def edge_lists(idx):
         out = transpose(idx)
         return edge_slots(idx, out), out
     stream = torch.cuda.current_stream(idx.device).cuda_stream if idx.is_cuda else 0
-    known = _lists.setdefault(idx, {})
+    known = _edge_lists.setdefault(idx, {})
     version, lists = known.get(stream, (None, None))
     if version != idx._version:
         with torch.inference_mode(False):  # backward may keep them later
@@ -364,31 +367,31 @@ def edge_lists(idx):
 
 # %% ../nbs/19_scans.ipynb #83888234
 @functools.cache
-def room(device) -> int:
+def shared_memory_limit(device) -> int:
     "Bytes of shared memory that a block may have."
     most = device_of(device).shared_memory
     with torch.cuda.device(device): large = large_shared_memory(device.index)
     return most if large else min(most, 49151)
 
 # %% ../nbs/19_scans.ipynb #257be2b2
-def cut_for(Ms, S) -> Optional[Cut]:
+def shape_for(Ms, S) -> Optional[FusedShape]:
     "The cut of rung 4, where it runs."
     if not runs_kernel(Ms, S): return None
-    return fused_cut(*Ms.shape[2:], S, Ms.element_size(), room(Ms.device))
+    return fused_shape(*Ms.shape[2:], S, Ms.element_size(), shared_memory_limit(Ms.device))
 
 # %% ../nbs/19_scans.ipynb #185e4d43
 METHODS = "auto", "autograd", "loop", "scan", "fused"
 
-def begin_is_there(cut, S, Ms):
+def fused_compiles(cut, S, Ms):
     "Whether the kernel can be compiled here."
     with on_device(Ms): return fused_kernel(0, cut, S, Ms) is not None
 
 # %% ../nbs/19_scans.ipynb #d3f855e8
-def way_to(method, Ms, S):
+def choose_rung(method, Ms, S):
     "The rung that was asked for, or the highest there is; None for autograd."
     scans = additive(S) and Ms.dtype in REALS
-    cut = cut_for(Ms, S) if scans and method in ("auto", "fused") else None
-    if cut and begin_is_there(cut, S, Ms): return Fused(cut)
+    cut = shape_for(Ms, S) if scans and method in ("auto", "fused") else None
+    if cut and fused_compiles(cut, S, Ms): return Fused(cut)
     expect(method in METHODS, "method", f"one of {METHODS}", repr(method))
     fit = dict(auto=True, autograd=True, loop=scans, scan=runs_kernel(Ms, S), fused=False)
     expect(fit[method], "method", "auto, which takes one that can", repr(method))
@@ -406,7 +409,7 @@ def logz(
     "The sum over all paths; for Log, Max and Sample with the gradient by hand."
     check_graph(Ms, idx, v0, vT, S)
     lengths = lengths_like(lengths, Ms)
-    way = way_to(method, Ms, S)
+    way = choose_rung(method, Ms, S)
     if transformed(): way = None  # which take the loop of differentiable steps
     z = (_Logz.apply(way, S, Ms, idx, v0, vT, lengths) if way else
          logz_autograd(Ms, idx, v0, vT, S, lengths))
@@ -462,10 +465,10 @@ class Paths(NamedTuple):
     edges: Tensor  # [N,T] int64: j of the edge that is taken at each step
 
 # %% ../nbs/19_scans.ipynb #5f362d24
-def walk(Ms, idx, alphas, vT, S, lengths):
+def backtrack(Ms, idx, alphas, vT, S, lengths):
     "A path back through `alphas`, chosen by the semiring's `dsum`: states and edges, or −1."
     sequences, ways = torch.arange(len(vT), device=Ms.device), idx.long()
-    pick = S.dsum(last(alphas, lengths) + vT)
+    pick = S.dsum(final_alphas(alphas, lengths) + vT)
     state = torch.where(pick.any(-1), pick.argmax(-1), -1)
     states, edges = [state], [state]
     for t in reversed(range(len(Ms))):
@@ -481,18 +484,18 @@ def walk(Ms, idx, alphas, vT, S, lengths):
 
 # %% ../nbs/19_scans.ipynb #e78ea491
 @torch.no_grad()
-def chosen(Ms, idx, v0, vT, S, lengths):
+def chosen_path(Ms, idx, v0, vT, S, lengths):
     "α, and the path that `S` chooses, −1 beyond each length."
     check_graph(Ms, idx, v0, vT)
     expect(idx.numel() > 0, "idx", "a state and an edge", str(list(idx.shape)))
     lengths = lengths_like(lengths, Ms)
     forward = Log if isinstance(S, LogSemiring) else S  # draws are made on the way back only
     alphas = scan_fwd(Ms, idx, v0, forward, lengths)
-    states, edges = walk(Ms, idx, alphas, vT, S, lengths)
+    states, edges = backtrack(Ms, idx, alphas, vT, S, lengths)
     if lengths is not None:
         at = torch.arange(len(Ms) + 1, device=Ms.device)
         states = states.masked_fill(at > lengths[:, None], -1)
-    return last(alphas, lengths) + vT, states, edges
+    return final_alphas(alphas, lengths) + vT, states, edges
 
 # %% ../nbs/19_scans.ipynb #12c844a0
 def viterbi(
@@ -501,9 +504,9 @@ def viterbi(
 ) -> Paths:
     "The best path of each sequence, of equals always the same one, and its score."
     check_graph(Ms, idx, v0, vT)
-    way = way_to("auto", Ms, Max)
+    way = choose_rung("auto", Ms, Max)
     if isinstance(way, Fused): return way.path(Ms, idx, v0, vT, lengths)
-    end, states, edges = chosen(Ms, idx, v0, vT, Max, lengths)
+    end, states, edges = chosen_path(Ms, idx, v0, vT, Max, lengths)
     return Paths(Max.reduce(end, -1), states, edges)
 
 # %% ../nbs/19_scans.ipynb #4022e269
@@ -526,7 +529,7 @@ def sample(
     lengths:Optional[Tensor]=None,  # [N]
 ) -> Paths:
     "A random path of each sequence, drawn with its probability, and its score."
-    _, states, edges = chosen(Ms, idx, v0, vT, Sample(generator), lengths)
+    _, states, edges = chosen_path(Ms, idx, v0, vT, Sample(generator), lengths)
     return Paths(path_score(Ms, v0, vT, states, edges), states, edges)
 
 # %% ../nbs/19_scans.ipynb #709db812
@@ -544,7 +547,7 @@ def posteriors(
     "Where the paths are: the gradient of `logz`, and its sums over arriving edges."
     check_graph(Ms, idx, v0, vT)
     lengths = lengths_like(lengths, Ms)
-    way = way_to("auto", Ms, Log) or Scan(False)
+    way = choose_rung("auto", Ms, Log) or Scan(False)
     _, *kept = way.forward(Log, Ms, idx, v0, vT, lengths, True)
     edges, start, _ = way.backward(Log, Ms.new_ones(len(v0)), Ms, idx, v0, vT, lengths, *kept)
     return Posteriors(torch.cat([start[None], edges.sum(-1)]), edges)

@@ -18,7 +18,8 @@ from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape, strip_states
 from fusedloss.core.products import multiplies_in_float32, takes_kernel, tile_slices, wide
-from fusedloss.core.sequences import prepared, Problem, Segment, usable, visible
+from fusedloss.core.sequences import (
+    clamped_targets, prepare_targets, readable_on_host, Segment, Targets)
 from fusedloss.core.triton import on_device
 from fusedloss.ctc import alpha_table, gamma_table, last_row, log_likelihood, runs_kernels
 from fusedloss.semirings import Log
@@ -27,7 +28,7 @@ from fusedloss.semirings import Log
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/21_segments.ipynb #8212ff2b
-def first_of_its_kind(
+def label_symbols(
     y:Tensor,  # [N,W] labels
     blank:int,
 ) -> Tensor:  # [N,W]: equal labels have one number, 1 + the first position; the blank has 0
@@ -36,35 +37,35 @@ def first_of_its_kind(
     at = torch.arange(y.shape[1], device=y.device).expand_as(y)
     begins = F.pad(key[:, 1:] != key[:, :-1], (1, 0), value=True)[:, :y.shape[1]]
     begin = torch.where(begins, at, 0).cummax(1)[0] if y.shape[1] else at
-    own = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1
-    return torch.where(y == blank, 0, own)
+    symbols = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1
+    return torch.where(y == blank, 0, symbols)
 
 # %% ../nbs/21_segments.ipynb #d766b404
 def plain_targets(
-    p:Problem, T:int, V:int, blank:int,
+    p:Targets, T:int, V:int, blank:int,
     C:int,  # columns
 ) -> tuple[Tensor, ...]:  # classes, own [N,C]; frames, lengths [N]; log Z without a frame [N]
     "What `ctc_targets` makes of the targets."
-    y, frames, lengths, bad = usable(p, T, V, blank)
+    y, frames, lengths, bad = clamped_targets(p, T, V, blank)
     y = F.pad(y, (0, C - 1 - y.shape[1]), value=blank)
     frames, lengths = frames.masked_fill(bad, 0), lengths.masked_fill(bad, 1)
     log_z = ((frames == 0) & (lengths == 0)).double().log().masked_fill(bad, torch.nan)
-    both = F.pad(y, (1, 0), value=blank), F.pad(first_of_its_kind(y, blank), (1, 0))
+    both = F.pad(y, (1, 0), value=blank), F.pad(label_symbols(y, blank), (1, 0))
     return *both, frames, lengths, log_z.view(i64)
 
 # %% ../nbs/21_segments.ipynb #55a1a37c
 def launch_targets(
-    p:Problem, T:int, V:int, blank:int, C:int,  # as above
+    p:Targets, T:int, V:int, blank:int, C:int,  # as above
     width:int,  # no feasible target is longer
     launch,  # `ctc_targets`
 ) -> tuple[Tensor, ...]:
-    "`plain_targets` in one launch; log Z is a float and an int, `own` has the classes above it."
+    "`plain_targets` in one launch; log Z a float and an int, the class above each symbol."
     (N, columns), new = p.y.shape, functools.partial(p.y.new_empty, dtype=i64)
-    classes, own, sizes, log_z = new((N, C)), new((N, C)), new((2, N)), new(N)
+    classes, symbols, sizes, log_z = new((N, C)), new((N, C)), new((2, N)), new(N)
     with on_device(p.y):
-        launch(N * -(-C // 256), 256, p.y, p.frames, p.lengths, classes, own, sizes, log_z,
+        launch(N * -(-C // 256), 256, p.y, p.frames, p.lengths, classes, symbols, sizes, log_z,
                columns, T, V, N, min(width, columns), C, p.longest, blank)
-    return classes, own, *sizes, log_z
+    return classes, symbols, *sizes, log_z
 
 # %% ../nbs/21_segments.ipynb #95c91fe9
 SEGMENTS = Implementation("linear CTC, a segment's lattice", "cuda/linear_ctc.cu", ("nvidia",),
@@ -79,47 +80,47 @@ def lattice_kernel(
     return cuda_kernel(name, device, ("ctc", "linear_ctc"), **constants)
 
 # %% ../nbs/21_segments.ipynb #706f7ec5
-class Scan(NamedTuple):
+class LatticeKernels(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
-    near: bool  # `finish` holds a row in shared memory
-    ahead: object  # `ctc_segment` without tables
-    both: object  # and with them
+    staged: bool  # `finish` holds a row in shared memory
+    alpha_scan: object  # `ctc_segment` without tables
+    both_scans: object  # and with them
     targets: object  # `ctc_targets`
     kept: object  # `ctc_kept`
     finish: object  # `ctc_finish`
     loss: object  # stage 20's `ctc_loss`
 
 # %% ../nbs/21_segments.ipynb #121121c5
-def finish_bytes(
+def finish_shared_bytes(
     row:int, C:int, tiles:int,  # bytes of a row of dz; columns; tiles of a row
-    near:bool,  # with what is read of a row
+    staged:bool,  # with what is read of a row
 ) -> int:
     "Shared memory of a block of `finish`; everything in packs of 16 bytes."
-    return (-(-row // 16) * 16 + 20 * C if near else 0) + 4 * C + 32 * -(-tiles // 4) + 16
+    return (-(-row // 16) * 16 + 20 * C if staged else 0) + 4 * C + 32 * -(-tiles // 4) + 16
 
 @functools.cache
-def kernels_of(
+def compile_kernels(
     device:int, dtype:torch.dtype,  # of dz
     s:ScanShape,
-    near:bool,  # shared memory holds what `finish` reads of a row
-) -> Optional[Scan]:
+    staged:bool,  # shared memory holds what `finish` reads of a row
+) -> Optional[LatticeKernels]:
     "All of them, compiled."
     scan = dict(ELEMENT="f32", PAIRS=s.pairs, CLUSTER=s.cluster, THREADS=s.threads,
                 STRIPS=s.strips)
     row = dict(ELEMENT=ELEMENTS[dtype], PER=1, ROWTHREADS=256, NORMALISE=1, SOFTMAX=1,
-               STAGED=int(near))
+               STAGED=int(staged))
     # a warp lags `ahead` frames behind the one before it, which a short run feels
     runs = [lattice_kernel("ctc_segment", device, **scan, TABLES=both, AHEAD=ahead)
             for both, ahead in ((0, s.ahead), (1, min(s.ahead, 4)))]
     runs += [lattice_kernel(f"ctc_{name}", device, **row)
              for name in ("targets", "kept", "finish", "loss")]
-    return None if None in runs else Scan(s, near, *runs)
+    return None if None in runs else LatticeKernels(s, staged, *runs)
 
 # %% ../nbs/21_segments.ipynb #398d10e5
-def scan_of(
+def kernels_for_batch(
     x:Tensor, V:int, C:int, width:int,  # [T,N,H]; columns; the longest target
-) -> Optional[Scan]:
+) -> Optional[LatticeKernels]:
     "The kernels for a batch; None where they do not take it."
     (T, N), acc = x.shape[:2], acc_dtype(x.dtype)
     e = x.new_empty((), dtype=acc).as_strided((T, N, C), (0, 0, 0))
@@ -127,84 +128,85 @@ def scan_of(
     s = scan_shape(width, device_of(x).clusters)
     dtype = x.dtype if takes_kernel(x) else acc
     packed = takes_kernel(x) or V * dtype.itemsize % 16 == 0
-    near = packed and finish_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # without tiles
-    with on_device(x): return kernels_of(x.get_device(), dtype, s, near)
+    staged = packed and finish_shared_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # no tiles
+    with on_device(x): return compile_kernels(x.get_device(), dtype, s, staged)
 
 # %% ../nbs/21_segments.ipynb #11163add
-class Batch(NamedTuple):
+class CTCBatch(NamedTuple):
     "What stays the same from segment to segment."
     x: Tensor  # [T,N,H]
     w: Tensor  # [V,H]
     bias: Optional[Tensor]  # [V]
-    scan: Optional[Scan]
-    known: Optional[list]  # the frames, if the host knows them
+    kernels: Optional[LatticeKernels]
+    host_frames: Optional[list]  # the frames, if the host knows them
     classes: Tensor  # [N,C]: the blank, then the target, then blanks
-    own: Tensor  # [N,C]: 0, then `first_of_its_kind`; for kernels 2³² times the class more
+    symbols: Tensor  # [N,C]: 0, then `label_symbols`; for kernels 2³² times the class more
     labels: Tensor  # the same behind the first 0, [N·C-1]
     frames: Tensor  # [N], [N]
     lengths: Tensor
     log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
-    rows: Tensor  # [N,H,C] of w: those of the classes
-    lift: Optional[Tensor]  # [N,1,C] of the bias
+    target_weight: Tensor  # [N,H,C] rows of w: those of the classes
+    target_bias: Optional[Tensor]  # [N,1,C] of the bias
 
 # %% ../nbs/21_segments.ipynb #fd76593a
-def columns_of(W:int) -> int:
+def symbol_columns(W:int) -> int:
     "The blank and W labels, to a multiple of 8 for the product's sake."
     return -(-(W + 1) // 8) * 8
 
 # %% ../nbs/21_segments.ipynb #f5c8d62a
-def batch_of(
+def make_batch(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
-    blank:int, tight:bool,  # columns for the longest target, or for all that shapes allow
-) -> Batch:
-    "Targets and lengths as both passes want them."
+    blank:int, host_lengths:bool,  # columns for the longest target, or for all that shapes allow
+) -> CTCBatch:
+    "Targets and lengths in the form that both passes want."
     T, N, V = *x.shape[:2], len(w)
-    known = frames.tolist() if visible(frames) else None
-    p = prepared(x.new_empty(()).expand(T, N, V), targets, frames, lengths)
-    width = p.width if tight else min(T, targets.shape[-1])
-    C = columns_of(width)
-    scan = scan_of(x, V, C, width)
-    classes, own, *others = (launch_targets(p, T, V, blank, C, width, scan.targets) if scan else
-                             plain_targets(p, T, V, blank, C))
-    lift = None if bias is None else bias[classes][:, None]
-    return Batch(x, w, bias, scan, known, classes, own, own.view(-1)[1:], *others,
-                 w[classes].mT, lift)
+    host_frames = frames.tolist() if readable_on_host(frames) else None
+    p = prepare_targets(x.new_empty(()).expand(T, N, V), targets, frames, lengths)
+    width = p.width if host_lengths else min(T, targets.shape[-1])
+    C = symbol_columns(width)
+    kernels = kernels_for_batch(x, V, C, width)
+    classes, symbols, *others = (launch_targets(p, T, V, blank, C, width, kernels.targets)
+                                 if kernels else plain_targets(p, T, V, blank, C))
+    target_bias = None if bias is None else bias[classes][:, None]
+    return CTCBatch(x, w, bias, kernels, host_frames, classes, symbols, symbols.view(-1)[1:],
+                    *others, w[classes].mT, target_bias)
 
 # %% ../nbs/21_segments.ipynb #42a227e4
-def places(
-    b:Batch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
+def unpadded_positions(
+    b:CTCBatch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
 ) -> Tensor:  # [count] places in segments [K,N]
     "Where rows are no padding, in their order; how many there are the host knows."
-    N = len(b.own)
-    if b.scan:
+    N = len(b.symbols)
+    if b.kernels:
         kept = b.frames.new_empty(count)
-        with on_device(kept): b.scan.kept(-(-last * N // 256), 256, b.frames, kept, last, N, K)
+        with on_device(kept): b.kernels.kept(-(-last * N // 256), 256, b.frames, kept, last, N, K)
         return kept
     on = torch.arange(last, device=b.x.device)[:, None] < b.frames
     return on.flatten().nonzero()[:, 0] % (K * N)
 
 # %% ../nbs/21_segments.ipynb #c74c8d0a
-def segments(b:Batch, K:int) -> list[Segment]:
+def segments(b:CTCBatch, K:int) -> list[Segment]:
     "All frames that some sequence has, K at a time."
-    known = b.known
-    last = len(b.x) if known is None else max(known, default=0)
+    host_frames = b.host_frames
+    last = len(b.x) if host_frames is None else max(host_frames, default=0)
     cuts = tile_slices(last, K)
-    if known is None or min(known, default=0) == last: return [Segment(at, None) for at in cuts]
-    counts = [sum(min(k, at.stop) - min(k, at.start) for k in known) for at in cuts]
-    parts = places(b, last, K, sum(known)).split(counts)
+    if host_frames is None or min(host_frames, default=0) == last:
+        return [Segment(at, None) for at in cuts]
+    counts = [sum(min(k, at.stop) - min(k, at.start) for k in host_frames) for at in cuts]
+    parts = unpadded_positions(b, last, K, sum(host_frames)).split(counts)
     return [Segment(at, part) for at, part in zip(cuts, parts)]
 
 # %% ../nbs/21_segments.ipynb #bc150222
 BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
 
-def room(
+def frame_budget(
     T:int, N:int, V:int, H:int, W:int,
     size:int, acc:int,  # bytes of an element of dz, of a sum
     budget:int,  # bytes; 0 for our own choice
 ) -> int:  # bytes
     "What is left for frames."
-    beside = (acc - size) * V * H + size * N * columns_of(W) * H + 16 * T * N
-    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * beside)) - beside
+    outside_segments = (acc - size) * V * H + size * N * symbol_columns(W) * H + 16 * T * N
+    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * outside_segments)) - outside_segments
 
 # %% ../nbs/21_segments.ipynb #b9d985cb
 def segment_frames(
@@ -214,132 +216,133 @@ def segment_frames(
     copied:int=0,  # bytes of a row of x, and beside it, that are copies
 ) -> int:
     "Frames of a segment."
-    C, plane = columns_of(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
+    C, plane = symbol_columns(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
     lattice = 24 * plane + 4 * C if kernels else 128 * C
     dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 128)
     held = 8 * plane + 4 * C if kernels else 2 * acc * C
     row = max(lattice, held + dz + copied) + C  # a row of α is kept for 16 frames or more
-    most = max(16, room(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
+    most = max(16, frame_budget(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
     even = -(-T // max(1, -(-T // most)))  # of equal segments
     return max(1, min(T, most - most % 16, -(-even // 16) * 16))
 
 # %% ../nbs/21_segments.ipynb #2f4b9b5a
-class Frames(NamedTuple):
+class FrameCounts(NamedTuple):
     "How many at a time."
     segment: int
     sweep: int  # α alone, in whole segments
     lse: int
 
-def frames_of(
+def frame_counts(
     x:Tensor, w:Tensor, C:int, budget:int,
     padded:bool,  # whether rows are left out, so that others are copied
-) -> Frames:
+) -> FrameCounts:
     "Frames for these tensors."
     (T, N, H), kernels, acc = x.shape, takes_kernel(x), acc_dtype(x.dtype).itemsize
     size = x.element_size() if kernels else acc
     copied = size * H if padded or x.stride(0) != N * x.stride(1) else 0
-    late = (acc + size) * H if x.dtype == torch.float16 else 0  # of dx, before its factor
+    unscaled_dx = (acc + size) * H if x.dtype == torch.float16 else 0  # of dx, before its factor
     sizes = T, N, len(w), H, C - 1, size, acc
-    K, left = segment_frames(*sizes, kernels, budget, copied + late), room(*sizes, budget)
-    if not kernels: return Frames(K, K, K)
+    K = segment_frames(*sizes, kernels, budget, copied + unscaled_dx)
+    left = frame_budget(*sizes, budget)
+    if not kernels: return FrameCounts(K, K, K)
     fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
-    return Frames(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
+    return FrameCounts(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
 
 # %% ../nbs/21_segments.ipynb #6eb124d4
 def emissions(
-    b:Batch, at:slice,
+    b:CTCBatch, at:slice,
 ) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
     "The small product, one for each sequence."
     x = b.x[at].transpose(0, 1)
     whole = x.element_size() == 2 and multiplies_in_float32(x.device)
-    if whole: e = torch.bmm(x, b.rows, out_dtype=f32)
-    else: e = wide(x) @ wide(b.rows)
-    return e if b.lift is None else e.add_(b.lift)
+    if whole: e = torch.bmm(x, b.target_weight, out_dtype=f32)
+    else: e = wide(x) @ wide(b.target_weight)
+    return e if b.target_bias is None else e.add_(b.target_bias)
 
 # %% ../nbs/21_segments.ipynb #8d2bd04a
-def states_of(b:Batch) -> Tensor:
+def state_symbols(b:CTCBatch) -> Tensor:
     "The symbol of each state [N,S], in the small alphabet."
-    return interleave(b.own[:, 1:], 0)
+    return interleave(b.symbols[:, 1:], 0)
 
-def frames_in(b:Batch, at:slice) -> Tensor:
+def frames_in(b:CTCBatch, at:slice) -> Tensor:
     "Frames [N] of a segment."
     return (b.frames - at.start).clamp(0, at.stop - at.start)
 
 # %% ../nbs/21_segments.ipynb #9c139e42
-def table_floats(N:int, frames:int, s:ScanShape) -> int:
+def table_size(N:int, frames:int, s:ScanShape) -> int:
     "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
     return (N * frames * s.plane + 2 * s.pairs) * 4
 
 # %% ../nbs/21_segments.ipynb #56d5f9c2
 def launch_segment(
-    b:Batch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
+    b:CTCBatch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
     start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
     ends:Optional[Tensor], every:int,  # [edges,N,2,C] of α after so many frames each; or None
     beta:Optional[Tensor], post:Optional[Tensor],  # [N,2,C], [N,K,2,plane] posteriors: backward
     log_z:Tensor,  # [N], is written in forward
-    table:Optional[Tensor]=None,  # memory for it, of `table_floats`
+    table:Optional[Tensor]=None,  # memory for it, of `table_size`
 ):
     "A run of frames; states and log Z are a float and an int in a word of 64 bits."
-    (N, K, C), scan, both = e.shape, b.scan, beta is not None
-    shape, run = scan.shape, scan.both if both else scan.ahead
-    if table is None: table = e.new_empty(table_floats(N, K + 1 if both else 2, shape))
+    (N, K, C), kernels, both = e.shape, b.kernels, beta is not None
+    shape, run = kernels.shape, kernels.both_scans if both else kernels.alpha_scan
+    if table is None: table = e.new_empty(table_size(N, K + 1 if both else 2, shape))
     sizes = C, K * C, at.start, K, every, C, C
     with on_device(e):
         run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
             beta, table, post, log_z, strip_states(e, N, K, shape), *sizes)
 
 # %% ../nbs/21_segments.ipynb #7cb92ac6
-def edges(
-    n_edges:int, b:Batch,
+def empty_boundaries(
+    n_edges:int, b:CTCBatch,
 ) -> Tensor:  # [n_edges,N,2,C] words
     "Room for states between segments."
-    return b.classes.new_zeros((n_edges, len(b.own), 2, b.own.shape[1]))
+    return b.classes.new_zeros((n_edges, len(b.symbols), 2, b.symbols.shape[1]))
 
 # %% ../nbs/21_segments.ipynb #316376a2
-def as_row(edge:Tensor) -> Tensor:
+def boundary_row(edge:Tensor) -> Tensor:
     "The row [N,S] of α or γ in an edge, as the loops use it."
     return edge.view(f64).flatten(1)[:, :-1]
 
 # %% ../nbs/21_segments.ipynb #84faec0b
-def plain_forward(b:Batch, at:slice, e:Tensor, start:Optional[Tensor]) -> Tensor:
+def plain_forward(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor]) -> Tensor:
     "α through a segment [K+1,N,S]; without a start all is in the first blank."
-    states, e = states_of(b), e.transpose(0, 1)
+    states, e = state_symbols(b), e.transpose(0, 1)
     emitted = e.gather(2, states.expand(len(e), -1, -1)).double()
-    row = None if start is None else as_row(start)
+    row = None if start is None else boundary_row(start)
     return alpha_table(emitted, may_skip(states), frames_in(b, at), row)
 
 # %% ../nbs/21_segments.ipynb #2034c81a
-def plain_sweep(b:Batch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
+def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
     "From the states before a segment to those after it; log Z as far as it is known."
     alphas = plain_forward(b, at, e, start)
-    as_row(end).copy_(alphas[-1])
+    boundary_row(end).copy_(alphas[-1])
     so_far = log_likelihood(alphas, b.lengths)
     log_z = b.log_z.view(f64)
     log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
 
 # %% ../nbs/21_segments.ipynb #54fbdf52
-def sweep(
-    b:Batch, f:Frames,
+def forward_sweep(
+    b:CTCBatch, f:FrameCounts,
     kept:bool,  # whether backward will want the edges
 ) -> Tensor:  # [segments,N,2,C] states
     "The lattice from left to right; log Z goes where `b` has it."
     K, T = f.segment if kept else f.sweep, len(b.x)
-    states = edges(-(-T // K) if kept else min(T, 1), b)
-    last = T if b.known is None else max(b.known, default=0)
-    for at in tile_slices(last, f.sweep if b.scan else K):
+    states = empty_boundaries(-(-T // K) if kept else min(T, 1), b)
+    last = T if b.host_frames is None else max(b.host_frames, default=0)
+    for at in tile_slices(last, f.sweep if b.kernels else K):
         e, i = emissions(b, at), at.start // K if kept else 0
         start = states[max(i - 1, 0)] if at.start else None
-        if b.scan: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
+        if b.kernels: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
         else: plain_sweep(b, at, e, start, states[i])
         del e  # before the next ones
     return states
 
 # %% ../nbs/21_segments.ipynb #95ad3c7a
-def plain_backward(b:Batch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
+def plain_backward(b:CTCBatch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
     "γ through a segment [K,N,S]; sequences that end in it begin with the γ of their ends."
     ends = (b.frames > at.start) & (b.frames <= at.stop)
     end = Log.dsum(last_row(alphas, b.lengths), -1)
-    gamma = torch.where(ends[:, None], end, as_row(back))
-    gammas, gamma = gamma_table(alphas, may_skip(states_of(b)), frames_in(b, at), gamma)
-    as_row(back).copy_(gamma)
+    gamma = torch.where(ends[:, None], end, boundary_row(back))
+    gammas, gamma = gamma_table(alphas, may_skip(state_symbols(b)), frames_in(b, at), gamma)
+    boundary_row(back).copy_(gamma)
     return gammas

@@ -8,7 +8,7 @@ __all__ = ['Log', 'Max', 'Real', 'Count', 'Entropy', 'Semiring', 'LogSemiring', 
 
 # %% ../nbs/18_semirings.ipynb #a8e206ba
 import os
-from typing import ClassVar
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Semiring:
     components: ClassVar[tuple[int, ...]] = ()  # leading axes of one value
     zero: ClassVar = None  # of the sum; a tuple along the component axis where there is one
     one: ClassVar = None  # of the product
+    additive: ClassVar[bool] = False  # a value is its score and ⊗ is +; with `reduce` and `dsum`
+    struct: ClassVar[Optional[str]] = None  # of `cuda/sparse_*.cu`, which computes the same
 
     def lift(self, scores:Tensor) -> Tensor:
         "Log weights `[...]` as values: −∞ becomes `zero`, 0 becomes `one`."
@@ -62,7 +64,7 @@ class Semiring:
 # %% ../nbs/18_semirings.ipynb #4d2716b5
 class LogSemiring(Semiring):
     "Log weights: the sum over paths is the log of the total weight, its gradient posteriors."
-    zero, one = -torch.inf, 0.0
+    zero, one, additive, struct = -torch.inf, 0.0, True, "Log"
 
     def mul(self, a:Tensor, b:Tensor) -> Tensor: return a + b
 
@@ -79,7 +81,7 @@ Log = LogSemiring()
 # %% ../nbs/18_semirings.ipynb #1b336442
 class MaxSemiring(Semiring):
     "The best path: the sum is its score, the gradient marks its edges; of equals the first."
-    zero, one = -torch.inf, 0.0
+    zero, one, additive, struct = -torch.inf, 0.0, True, "Max"
 
     def mul(self, a:Tensor, b:Tensor) -> Tensor: return a + b
 

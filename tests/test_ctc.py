@@ -258,7 +258,7 @@ def test_the_kernels_source_reduces_as_torch_does(reduction, dtype, with_kernels
 
 
 def test_bad_input_of_the_kernels_source_is_nan_and_harms_nobody(with_kernels, monkeypatch):
-    everywhere(monkeypatch, sequences, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: False)
     z, y, frames, lengths = case(N=6)
     good = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "none")
     y[1, 2], y[2, 6], frames[3], frames[4], lengths[5] = 9, -1, 24, -1, 8
@@ -699,10 +699,10 @@ def test_what_a_recorded_graph_copies_from_stays(monkeypatch):
     copy, gpu = SimpleNamespace(to=lambda device, non_blocking: "copy"), torch.device("cuda")
     lengths = torch.tensor([3, 1])
     everywhere(monkeypatch, sequences, "pinned", lambda t: copy)  # also of what is pinned: its owner may write to it
-    monkeypatch.setattr(sequences, "captured", [])
+    monkeypatch.setattr(sequences, "graph_sources", [])
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        assert sequences.moved(lengths, gpu) == "copy" and sequences.captured == [copy] * capturing
+        assert sequences.to_device(lengths, gpu) == "copy" and sequences.graph_sources == [copy] * capturing
 
 
 def test_a_recorded_graph_with_lengths_on_the_host():
@@ -745,7 +745,7 @@ def test_the_kernels_run_on_a_gpu():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         z, y, frames, lengths = case()
-        p = sequences.prepared(z.cuda(), y, torch.tensor(frames), torch.tensor(lengths))
+        p = sequences.prepare_targets(z.cuda(), y, torch.tensor(frames), torch.tensor(lengths))
         shape = fusedloss.ctc.kernel_shape(z.cuda(), p)
         assert shape and fusedloss.ctc.kernels_for(0, f32, 9, 0, shape)
 
@@ -803,7 +803,7 @@ def test_samples_have_the_frequencies_of_their_posteriors(device):
 
 
 def test_wrong_targets_have_no_alignment(monkeypatch):
-    everywhere(monkeypatch, sequences, "visible", lambda t: False)  # as on a GPU
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: False)  # as on a GPU
     z, y, frames, lengths = case(N=3)
     y[1, 2], lengths[2] = 9, 8
     for a in (forced_align(z, y, frames, lengths), ctc_sample(z, y, frames, lengths)):
@@ -826,25 +826,25 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "blanks are skipped to": ("return (before >= 0) & (states != before)", "return before >= 0"),
     "a path must end in the last blank": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= 2 * lengths[:, None])"),
     "a path may end anywhere": ("& (at >= 2 * lengths[:, None] - 1)", "& (at >= -1)"),
-    "a path may start in any state": ("(at == 0).expand(skip.shape), at_end", "(at >= 0).expand(skip.shape), at_end"),
-    "α goes on where a sequence is over": ("stay(active(frames, t), new, alphas[t])", "new"),
+    "a path may start in any state": ("(at == 0).expand(skip.shape), may_end", "(at >= 0).expand(skip.shape), may_end"),
+    "α goes on where a sequence is over": ("update_active(active(frames, t), new, alphas[t])", "new"),
     "γ goes on where a sequence is over": ("gammas[t] = torch.where(go, gamma, 0)", "gammas[t] = gamma"),
     "γ of a skip lands on a neighbour": ("F.pad(two, (0, 2))[:, 2:]", "F.pad(two, (0, 1))[:, 1:]"),
     "equal labels are not added": ("sums.view(len(states), C, len(gammas))", "sums.clamp(max=0.5).view(len(states), C, len(gammas))"),
-    "frames beyond the end count": ("torch.where(on, log_sum(x), 0).sum(0)", "log_sum(x).sum(0)"),
+    "frames beyond the end count": ("torch.where(on, row_lse(x), 0).sum(0)", "row_lse(x).sum(0)"),
     "frames beyond the end have a gradient": ("busy = on & (log_z", "busy = (on | True) & (log_z"),
     "a target without a path has one": ("busy = on & (log_z != -torch.inf)", "busy = on"),
     "zero_infinity is forgotten": ("if zero_infinity: loss = loss", "if False: loss = loss"),
     "the mean divides by N alone": ("lengths.clamp(min=1) * max", "lengths.clamp(max=1, min=1) * max"),
     "the mean divides by length 0": ("lengths.clamp(min=1) * max", "lengths.clamp(min=0) * max"),
-    "the upstream gradient is dropped": ("factor = g if share", "factor = torch.ones_like(g) if share"),
+    "the upstream gradient is dropped": ("factor = g if inv_denominator", "factor = torch.ones_like(g) if inv_denominator"),
     "rows of targets all start at the first label": ("lengths.clamp(min=0).cumsum(0) - lengths", "lengths * 0"),
-    "the exact gradient is torch's": ('TORCH if gradient == "torch" else EXACT', "TORCH"),
+    "the exact gradient is torch's": ('TORCH_GRADIENT if gradient == "torch" else EXACT_GRADIENT', "TORCH_GRADIENT"),
     "emissions are read from another sequence": (
         "states.expand(len(z), -1, -1)).double()\n    return", "states.flip(0).expand(len(z), -1, -1)).double()\n    return"),
     "the best path takes all frames": ("path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)", "path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths))"),
     "labels are those of states one further": ("at, on = states.clamp(min=0), states >= 0", "at, on = (states + 1).clamp(min=0, max=a.states.shape[1] - 1), states >= 0"),
-    "the second derivative forgets the factor": ("(beside * leaves[0][:, None])", "(beside * 2 * leaves[0][:, None])"),
+    "the second derivative forgets the factor": ("(torch_extra * leaves[0][:, None])", "(torch_extra * 2 * leaves[0][:, None])"),
 }
 
 
@@ -949,7 +949,7 @@ CHECKED = few(["ragged", "repeats", "T 0 and 1, infeasible", "three warps", "lon
 def use_bugged(monkeypatch, *pairs):
     "Let the library take kernels with texts replaced, on the CPU"
     use(on_cpu(replaced(cuda_source("ctc"), *pairs)), monkeypatch)
-    everywhere(monkeypatch, sequences, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: False)
 
 
 def test_the_unchanged_kernels_pass(monkeypatch):

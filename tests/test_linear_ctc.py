@@ -18,7 +18,7 @@ from fusedloss.core.lattice import scan_shape, ScanShape
 from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits
 from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from fusedloss.segments import first_of_its_kind, Frames, kernels_of, segment_frames
+from fusedloss.segments import label_symbols, FrameCounts, compile_kernels, segment_frames
 from grids import few
 from helpers import everywhere, has_no_second_derivative, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
@@ -47,7 +47,7 @@ def lattice():
 def use_lattice(kernel, monkeypatch, shape=None):
     "Let segments take them, on the CPU"
     module = fusedloss.segments
-    kernels_of.cache_clear()
+    compile_kernels.cache_clear()
     everywhere(monkeypatch, module, "runs_kernels", lambda e: e.dtype == f32 and e.numel() > 0)
     everywhere(monkeypatch, module, "device_of", lambda t: GPUS["H200"])
     everywhere(monkeypatch, module, "scan_shape", lambda longest, clusters: shape or scan_shape(longest, clusters))
@@ -63,12 +63,12 @@ def take_rows(monkeypatch, takes):
 @pytest.fixture(autouse=True)
 def no_kernels_left():
     yield
-    kernels_of.cache_clear()
+    compile_kernels.cache_clear()
 
 
 def short_segments(monkeypatch, K, sweep=2):
     "K frames a segment, so many of them in a launch of α alone"
-    everywhere(monkeypatch, fusedloss.linear_ctc, "frames_of", lambda *given: Frames(K, sweep * K, 3 * K))
+    everywhere(monkeypatch, fusedloss.linear_ctc, "frame_counts", lambda *given: FrameCounts(K, sweep * K, 3 * K))
 
 
 WAYS = few(["loops", "lattice", "both", "GPU"], "loops", "both", "GPU")
@@ -184,7 +184,7 @@ def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     everywhere(monkeypatch, fusedloss.linear_ctc, "finish_threads", lambda row: threads)
     take_rows(monkeypatch, lambda x: packed and len(x) > 0)
     if not near:
-        everywhere(monkeypatch, fusedloss.segments, "finish_bytes", lambda *given: 100_000)
+        everywhere(monkeypatch, fusedloss.segments, "finish_shared_bytes", lambda *given: 100_000)
     monkeypatch.setattr(lattice, "seed", 2)
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[0]), ("more classes", 9))
 
@@ -290,7 +290,7 @@ def test_both_ways_agree(reduction, zero_infinity, way, monkeypatch):
     given = [t.float() for t in layer(z)]
     leaves = [t.to(way).requires_grad_() for t in given]
     losses = linear_ctc_loss(*leaves[:2], y.to(way), frames, lengths, linear_bias=leaves[2], reduction="none", zero_infinity=zero_infinity)
-    part = sequences.shares(torch.tensor(lengths), reduction == "mean", f32).to(way)
+    part = sequences.inv_denominators(torch.tensor(lengths), reduction == "mean", f32).to(way)
     want = (losses * part).sum()
     got, d = run_all(*given, y, frames, lengths, device=way, reduction=reduction, zero_infinity=zero_infinity)
     same_losses(got[None], want.detach().cpu()[None].double(), 1e-6)
@@ -309,14 +309,14 @@ def test_padding_beside_all_in_forward(way, monkeypatch):
     got = run_all(spoilt, w, b, y, frames, lengths, device=way)
     assert torch.equal(got[0], want[0]) and all(torch.equal(a, e) for a, e in zip(got[1], want[1]))
     assert not any(got[1][0][k:, n].any() for n, k in enumerate(frames))
-    everywhere(monkeypatch, sequences, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: False)
     got = run_all(x, w, b, y, frames, lengths, device=way)
     same_losses(got[0][None], want[0].cpu()[None], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
 
 
 def test_bad_input_beside_all_in_forward(way, monkeypatch):
-    everywhere(monkeypatch, sequences, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
@@ -435,7 +435,7 @@ def test_any_batch(data):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 4), max_size=9), st.integers(0, 4))
 def test_equal_labels_have_one_number(labels, blank):
-    own = first_of_its_kind(torch.tensor([labels, labels], dtype=torch.int64).view(2, -1), blank)
+    own = label_symbols(torch.tensor([labels, labels], dtype=torch.int64).view(2, -1), blank)
     want = [0 if c == blank else 1 + labels.index(c) for c in labels]
     assert own.tolist() == [want, want]
 
@@ -486,7 +486,7 @@ def test_lengths_that_nobody_looks_at(way, monkeypatch):
     given = [t.float() for t in layer(z)]
     short_segments(monkeypatch, 7)
     want = run(*given, y, frames, lengths, device=way)
-    everywhere(monkeypatch, sequences, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: False)
     got = run(*given, y, frames, lengths, device=way)
     same_losses(got[0], want[0], 1e-6)
     close(got[1], [t.cpu().double() for t in want[1]], 2e-6)
@@ -593,7 +593,7 @@ def test_sizes_of_zero(T, N, L, device):
 # bad input
 
 def test_bad_input_is_nan_and_harms_nobody(way, monkeypatch):
-    everywhere(monkeypatch, sequences, "visible", lambda t: False)
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: False)
     short_segments(monkeypatch, 10)
     z, y, frames, lengths = case(N=6, dtype=f64)
     given = [t.float() for t in layer(z)]
@@ -750,7 +750,7 @@ def suspects(module, cases=SUSPECTS):
             given[0][k:, n] = math.nan  # padding
         try:
             with pytest.MonkeyPatch.context() as patch:
-                everywhere(patch, module, "frames_of", lambda *given: Frames(K, 2 * K, 3 * K))
+                everywhere(patch, module, "frame_counts", lambda *given: FrameCounts(K, 2 * K, 3 * K))
                 got, d = run(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
                 same_losses(got, losses, 5e-6)
                 close(d, gradients, 1e-5)
@@ -762,25 +762,25 @@ def suspects(module, cases=SUSPECTS):
 
 
 BUGS = {
-    "labels numbered by position": ("own = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1", "own = at + 1"),
-    "a blank among the labels is a label": ("return torch.where(y == blank, 0, own)", "return own.contiguous()"),
-    "padding kept": ("if known is None or min(known, default=0) == last:", "if True:"),
-    "no bias in the small scores": ("return e if b.lift is None else e.add_(b.lift)", "return e"),
-    "every segment starts in the first blank": ("row = None if start is None else as_row(start)", "row = None"),
+    "labels numbered by position": ("symbols = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1", "symbols = at + 1"),
+    "a blank among the labels is a label": ("return torch.where(y == blank, 0, symbols)", "return symbols.contiguous()"),
+    "padding kept": ("if host_frames is None or min(host_frames, default=0) == last:", "if True:"),
+    "no bias in the small scores": ("return e if b.target_bias is None else e.add_(b.target_bias)", "return e"),
+    "every segment starts in the first blank": ("row = None if start is None else boundary_row(start)", "row = None"),
     "the edge that is not there yet": ("start = states[max(i - 1, 0)]", "start = states[i]"),
-    "γ forgotten between segments": ("as_row(back).copy_(gamma)", "pass"),
+    "γ forgotten between segments": ("boundary_row(back).copy_(gamma)", "pass"),
     "ends one segment late": ("(b.frames > at.start) & (b.frames <= at.stop)", "(b.frames >= at.start) & (b.frames < at.stop)"),
-    "p alone": ("p - kept_rows(gamma, s)", "p - 0 * kept_rows(gamma, s)"),
-    "posteriors alone": ("p - kept_rows(gamma, s)", "-kept_rows(gamma, s)"),
-    "p before its lse": (".sub_(lse[:, None]).exp_()\n    settle", ".exp_()\n    settle"),
-    "columns, not their first": ("values = c.gather(1, b.own[n])", "values = c"),
+    "p alone": ("p - unpadded_rows(gamma, s)", "p - 0 * unpadded_rows(gamma, s)"),
+    "posteriors alone": ("p - unpadded_rows(gamma, s)", "-unpadded_rows(gamma, s)"),
+    "p before its lse": (".sub_(lse[:, None]).exp_()\n    scale_tiles", ".exp_()\n    scale_tiles"),
+    "columns, not their first": ("values = c.gather(1, b.symbols[n])", "values = c"),
     "subtracted from the softmax, not written over it": ("dz.scatter_(1, b.classes[n]", "dz.scatter_add_(1, b.classes[n]"),
     "upstream of another sequence": ("torch.where(on & path, g, 0)", "torch.where(on & path, g.roll(1), 0)"),
     "gradient where there is no path": ("torch.where(on & path, g, 0)", "torch.where(on, g, 0)"),
     "the next segment's edge": ("k.states[i - 1] if i else None", "k.states[i] if i else None"),
     "lse of padding counts": ("torch.where(on, lse, 0).sum(0)", "lse.sum(0)"),
-    "the mean counts as a sum": ("shares(b.lengths, mean, acc_dtype(x.dtype))", "shares(b.lengths, False, acc_dtype(x.dtype))"),
-    "rows where they are not": ("put_rows(stats[s.at][..., 0], lse, s)", "put_rows(stats[s.at][..., 0], lse.flip(0), s)"),
+    "the mean counts as a sum": ("inv_denominators(b.lengths, mean, acc_dtype(x.dtype))", "inv_denominators(b.lengths, False, acc_dtype(x.dtype))"),
+    "rows where they are not": ("put_unpadded_rows(stats[s.at][..., 0], lse, s)", "put_unpadded_rows(stats[s.at][..., 0], lse.flip(0), s)"),
     "only the last dw": ("add_product(sums.dw, dz.T, x.to(dz.dtype))", "sums.dw.copy_(dz.T @ x.to(dz.dtype))"),
 }
 

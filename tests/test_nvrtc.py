@@ -24,20 +24,20 @@ WIDTHS = [1, 40, 1024, 1025, 3000, 8192, 200000]  # alphabets, from one class a 
 def ctc_calls(device):
     for dtype, length, tables in pairs([(d, n, t) for d in ctc.ELEMENTS for n in LENGTHS for t in (True, False)]):
         yield lambda: ctc.kernels_for.__wrapped__(0, dtype, 40, ctc.LOGITS, scan_shape(length, device.clusters), tables)
-    for dtype, C, form in pairs([(d, C, form) for d in ctc.ELEMENTS for C in WIDTHS for form in (ctc.LOGITS, ctc.TORCH, ctc.EXACT)]):
+    for dtype, C, form in pairs([(d, C, form) for d in ctc.ELEMENTS for C in WIDTHS for form in (ctc.LOGITS, ctc.TORCH_GRADIENT, ctc.EXACT_GRADIENT)]):
         yield lambda: ctc.kernels_for.__wrapped__(0, dtype, C, form)
 
 
 def linear_ctc_calls(device):
     for dtype, length, near in pairs([(d, n, near) for d in ctc.ELEMENTS for n in LENGTHS for near in (True, False)]):
-        yield lambda: segments.kernels_of.__wrapped__(0, dtype, scan_shape(length, device.clusters), near)
+        yield lambda: segments.compile_kernels.__wrapped__(0, dtype, scan_shape(length, device.clusters), near)
 
 
 def scan_calls(device):
     graphs = [(3, 2), (32, 2), (100, 5), (512, 5), (1000, 8), (3000, 4), (20, 24), (64, 12)]  # states, edges a state
     for (c, nz), dtype, S in pairs([(g, d, S) for g in graphs for d in scans.REALS for S in (Log, Max)]):
         Ms, idx, v = cuda(9, 2, c, nz, dtype=dtype), cuda(c, nz, dtype=i64), cuda(2, c, dtype=dtype)
-        cut = scans.fused_cut(c, nz, S, dtype.itemsize, device.shared_memory)
+        cut = scans.fused_shape(c, nz, S, dtype.itemsize, device.shared_memory)
         for phase in (0, 1, 2) if S is Log else (0, 2, 3):
             if cut:
                 yield lambda: scans.fused_kernel(phase, cut, S, Ms)

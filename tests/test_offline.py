@@ -100,8 +100,8 @@ def optimizers(dtype, width=512, V=4096):
 def tiles_of_softmax(dtype, width, V=5000):
     "Linear CTC's product and softmax"
     x, w = matrix(8192, width, dtype), matrix(V, width, dtype)
-    linear_ctc.launch_tiles(x, w, None, linear_ctc.tiling_of(x, w), linear_ctc.rows_for(x, len(x), V))
-    linear_ctc.launch_tiles(x, w, cuda(V, dtype=dtype), linear_ctc.tiling_of(x, w), linear_ctc.rows_for(x, len(x), V))
+    linear_ctc.launch_tiled_softmax(x, w, None, linear_ctc.tiling_of(x, w), linear_ctc.aligned_rows(x, len(x), V))
+    linear_ctc.launch_tiled_softmax(x, w, cuda(V, dtype=dtype), linear_ctc.tiling_of(x, w), linear_ctc.aligned_rows(x, len(x), V))
 
 
 def scan(dtype, states):

@@ -1,14 +1,21 @@
 "What an extension takes: each is added to a copy, or from a module of its own, and nothing else is touched."
 import ast
 import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fusedloss
-from fusedloss import clusters, ctc, kernels, scans, segments
+from fusedloss import clusters, ctc, kernels, scans, segments, semirings
 from fusedloss.core import devices, rates, tiling
+from fusedloss.core.cuda import cuda_source
+from nvrtc import complaint, knows, library
+from workbook import ROOT
 
 DEVICE = '''
 from fusedloss.core.devices import Board, DeviceKind, peaks
@@ -94,6 +101,159 @@ def test_the_class_that_is_defined_last_describes_a_device(toy):
     seen = SimpleNamespace(name="Toymaker Toy 16GB", multi_processor_count=20)
     first, second = [kind for kind in devices.KINDS if kind.matches(seen)][:2]
     assert (first, second) == (Better, toy) and first.described(seen).shared_memory == 2**17
+
+
+OPTION = {  # a constant that every score has besides: file, lines and what stands in their place
+    "fusedloss/core/options.py": [
+        ("    z_loss: Annotated", "    logit_bias: Annotated[float, Check('a number', is_number)] = 0.0  # added to the scaled logits\n    z_loss: Annotated"),
+        ("from fusedloss.core.checks import expect,", "from fusedloss.core.checks import is_number, expect,"),
+        ("(self.logit_scale, self.softcap) == (1.0, 0.0)", "(self.logit_scale, self.softcap, self.logit_bias) == (1.0, 0.0, 0.0)"),
+        ("    softcap: Optional[float]\n", "    softcap: Optional[float]\n    logit_bias: float\n")],
+    "fusedloss/core/reference.py": [("(o.softcap or 1.0))", "(o.softcap or 1.0)).add_(o.logit_bias / (o.softcap or 1.0))")],
+    "fusedloss/core/softmax.py": [
+        ("return raw * o.logit_scale, o.logit_scale", "return raw * o.logit_scale + o.logit_bias, o.logit_scale"),
+        ("x = o.logit_scale / o.softcap * raw", "x = o.logit_scale / o.softcap * raw + o.logit_bias / o.softcap")],
+    "cuda/turnaround.cu": [
+        ("logit_scale, softcap, z_loss; };", "logit_scale, softcap, logit_bias, z_loss; };"),
+        ("double softcap, double z_loss)", "double softcap, double logit_bias, double z_loss)"),
+        ("(float)softcap, (float)z_loss}", "(float)softcap, (float)logit_bias, (float)z_loss}"),
+        ("logit * o.logit_scale;", "logit * o.logit_scale + o.logit_bias;"),
+        ("o.logit_scale / o.softcap * logit,", "(o.logit_scale * logit + o.logit_bias) / o.softcap,")]}
+WITH_OPTION = """
+import inspect, torch, fusedloss as fl
+from fusedloss import clusters
+from fusedloss.core.options import LossOptions
+assert fl.__file__.startswith({root!r})
+f64, y = torch.float64, torch.tensor([1, 8, 2, -100, 0, 4])
+x, w = (torch.randn(n, 5, dtype=f64, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (6, 9))
+
+def defined(z, softcap):
+    z = 2 * z + 0.7
+    return torch.nn.functional.cross_entropy(softcap * torch.tanh(z / softcap) if softcap else z, y)
+
+for softcap in (None, 3.0):
+    o = dict(logit_bias=0.7, logit_scale=2.0, softcap=softcap)
+    expected = defined(x @ w.T, softcap)
+    exact = [expected, *torch.autograd.grad(expected, [x, w])]
+    losses = [fl.cross_entropy(x @ w.T, y, **o)] + [fl.linear_cross_entropy(x, w, y, method=m, **o) for m in ("eager", "chunks", "recompute")]
+    if softcap: losses += [torch.compile(lambda x, w: fl.linear_cross_entropy(x, w, y, method="recompute", **o), fullgraph=True, backend="aot_eager")(x, w)]
+    for loss in losses:
+        torch.testing.assert_close([loss, *torch.autograd.grad(loss, [x, w])], exact)
+    if clusters.triton is not None:
+        z = (x @ w.T).detach().float()[:, None].contiguous().requires_grad_()
+        given = z.detach().clone(), y, None, None, torch.tensor(5.0), LossOptions(**{{**o, "softcap": softcap or 0.0}})
+        found = clusters.launch_turnaround(*given)
+        torch.testing.assert_close(found.sum().double(), exact[0].detach(), rtol=1e-5, atol=1e-5)
+        dz, = torch.autograd.grad(defined(z[:, 0], softcap), z)
+        torch.testing.assert_close(given[0], dz, rtol=1e-4, atol=1e-6)
+try: fl.linear_cross_entropy(x, w, y, method="tiles", logit_bias=0.7)
+except ValueError as error: assert "logit_bias" in str(error), error
+else: assert False, "tiles have no such option"
+try: fl.cross_entropy(x @ w.T, y, logit_bias="much")
+except ValueError as error: assert str(error) == "logit_bias: expected a number, got much"
+else: assert False, "the option is not checked"
+assert "logit_bias: float = 0.0" in str(inspect.signature(fl.linear_cross_entropy))
+assert "logit_bias" in repr(fl.plan(64, 100, 8, options=("logit_bias",)))
+"""
+
+
+def test_an_option_is_a_dozen_lines(tmp_path):
+    "Its field, its term once for PyTorch, Triton and CUDA; on a copy, by every method against its definition"
+    for folder in ("fusedloss", "cuda"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    lines = 0
+    for name, places in OPTION.items():
+        path, text = tmp_path / name, (ROOT / name).read_text(encoding="utf-8")
+        for old, new in places:
+            assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
+            text = text.replace(old, new)
+            lines += 1
+        path.write_text(text, encoding="utf-8")
+    assert len(OPTION) <= 4 and lines <= 12
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", WITH_OPTION.format(root=str(tmp_path))], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    nvrtc = library(13) or library(12)
+    if nvrtc and knows(nvrtc, 90):
+        source = cuda_source("turnaround").replace((ROOT / "cuda/turnaround.cu").read_text(encoding="utf-8"), (tmp_path / "cuda/turnaround.cu").read_text(encoding="utf-8"))
+        for score in ("bare", "scaled", "capped"):
+            constants = dict(ELEMENT="bf16", SCORE=score, SMOOTH=1, UNSCALED_GRAD=0, ALIGNED=1, CLUSTER=2, VECTORS=8, THREADS=128, BLOCKS=8)
+            assert not complaint(nvrtc, source, constants, 90)
+
+
+SEMIRING = '''
+import torch
+from fusedloss.semirings import Semiring
+
+class Tempered(Semiring):
+    "Log at half the temperature: between the sum over paths and the best one."
+    zero, one, additive = -torch.inf, 0.0, True
+    def mul(self, a, b): return a + b
+    def reduce(self, x, dim): return (2 * x).logsumexp(dim) / 2
+    def dsum(self, x, dim=-1): return (2 * x).softmax(dim).nan_to_num(0.0)
+'''
+
+
+def semiring_of(folder):
+    "An element of the class above, from a module that nothing else knows"
+    path = folder / "tempered.py"
+    path.write_text(SEMIRING, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("tempered", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Tempered()
+
+
+def random_graph():
+    "Scores of edges, some absent and some −∞, sources, scores of starts and ends, lengths"
+    generator = torch.Generator().manual_seed(0)
+    Ms = torch.randn(4, 3, 5, 3, generator=generator, dtype=torch.float64)
+    Ms[1, 0, 2] = -torch.inf
+    idx = torch.randint(-1, 5, (5, 3), generator=generator)
+    return Ms, idx, *torch.randn(2, 3, 5, generator=generator, dtype=torch.float64), torch.tensor([4, 2, 0])
+
+
+def test_a_semiring_is_one_class(tmp_path, monkeypatch):
+    definitions = [node for node in ast.parse(SEMIRING).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert len(definitions) == 1 and isinstance(definitions[0], ast.ClassDef) and len(SEMIRING.strip().splitlines()) <= 12
+    S, (Ms, idx, v0, vT, lengths) = semiring_of(tmp_path), random_graph()
+    leaves = [t.requires_grad_() for t in (Ms, v0, vT)]
+    want = semirings.brute_force(Ms, idx, v0, vT, S)
+    assert ((semirings.brute_force(Ms, idx, v0, vT, semirings.Max) < want) & (want < semirings.brute_force(Ms, idx, v0, vT))).all()
+    d_want = torch.autograd.grad(want.sum(), leaves)
+    # the sum over paths, and every rung that a semiring without a kernel has, their gradients too
+    ways = [lambda: semirings.path_sum(Ms, idx, v0, vT, S), *(lambda m=m: scans.logz(Ms, idx, v0, vT, S, method=m) for m in ("auto", "autograd", "loop"))]
+    for way in ways:
+        got = way()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got.sum(), leaves), d_want)
+    # each sequence ends at its own length
+    each = torch.stack([semirings.brute_force(Ms[:n, i:i + 1], idx, v0[i:i + 1], vT[i:i + 1], S)[0] for i, n in enumerate(lengths)])
+    for method in ("auto", "autograd", "loop"):
+        torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S, lengths, method=method), each)
+    # a class that another one inherits has its gradient by hand too, unless ⊗ or ⊕ is another
+    shifted = type("Shifted", (type(S),), dict(mul=lambda self, a, b: a + b + 1.0))()
+    assert scans.additive(S) and not scans.additive(shifted)
+    torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, shifted), semirings.brute_force(Ms, idx, v0, vT, shifted))
+    # a kernel has a struct for a semiring or passes it over: asked for by name it raises, else the loop runs
+    monkeypatch.setattr(scans.SCANS.__class__, "lacks", lambda self, device: "")
+    assert scans.runs_kernel(Ms, semirings.Log) and not scans.runs_kernel(Ms, S) and not scans.runs_kernel(Ms, semirings.Sample())
+    assert scans.choose_rung("auto", Ms, S) == scans.Scan(True)
+    torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
+    for method in ("scan", "fused"):
+        with pytest.raises(ValueError, match=f"method: expected auto, which takes one that can, got '{method}'"):
+            scans.logz(Ms, idx, v0, vT, S, method=method)
+
+
+def test_a_semiring_whose_struct_is_not_there_runs_without_a_kernel(tmp_path, monkeypatch):
+    S, (Ms, idx, v0, vT, _) = semiring_of(tmp_path), random_graph()
+    want, asked = semirings.brute_force(Ms, idx, v0, vT, S), []
+    monkeypatch.setattr(scans.SCANS.__class__, "lacks", lambda self, device: "")
+    monkeypatch.setattr(type(S), "struct", "Tempered", raising=False)
+    monkeypatch.setattr(scans, "shared_memory_limit", lambda device: 2**16)
+    monkeypatch.setattr(scans, "cuda_kernel", lambda name, device, **constants: asked.append((name, constants["SEMIRING"])))  # which warns, and gives None
+    torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
+    assert {("sparse_logz", "Tempered"), ("sparse_scan", "Tempered")} == set(asked)
 
 
 MARGIN = '''

@@ -15,7 +15,7 @@ import fusedloss.kernels
 import fusedloss.scans
 from fusedloss.core.cuda import compiled_by_torch, cuda_source
 from fusedloss.measure import peak_memory, saved_tensors
-from fusedloss.scans import Fused, edge_slots, fused_cut, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
+from fusedloss.scans import Fused, edge_slots, fused_shape, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
 from grids import few, FULL
 from helpers import everywhere, fault_of, hidden_from_hooks, planted, unchanged
@@ -355,7 +355,7 @@ COMPILED = [(arch, *variant, *size) for arch in (75, 80, 90, 100) for variant in
 @pytest.mark.parametrize("arch, real, S, phase, c, nz", few(COMPILED, (75, "float", "Log", 2, 201, 3), (80, "double", "Max", 3, 201, 3), (90, "float", "Max", 2, 1024, 5),
                                                             (100, "double", "Log", 1, 1024, 5)))
 def test_the_fused_kernel_compiles_without_a_gpu(arch, real, S, phase, c, nz):
-    cut = fused_cut(c, nz, dict(Log=Log, Max=Max)[S], dict(float=4, double=8)[real], 10**6)
+    cut = fused_shape(c, nz, dict(Log=Log, Max=Max)[S], dict(float=4, double=8)[real], 10**6)
     check_nvcc(arch, cuda_source("sparse_logz"), dict(REAL=real, SEMIRING=S, PHASE=phase, NZ=nz, PER=cut.per, THREADS=cut.threads, AHEAD=cut.ahead))
 
 
@@ -518,7 +518,7 @@ def with_kernel(on_cpu, monkeypatch):
     "The library as it is on a GPU, with the kernel's source on the CPU"
     everywhere(monkeypatch, fusedloss.scans, "cuda_kernel", on_cpu)
     everywhere(monkeypatch, fusedloss.scans, "runs_kernel", lambda Ms, S: Ms.numel() > 0 and type(S) in (type(Log), type(Max)))
-    everywhere(monkeypatch, fusedloss.scans, "room", lambda device: ROOM)
+    everywhere(monkeypatch, fusedloss.scans, "shared_memory_limit", lambda device: ROOM)
 
 
 LOOPS = [(method, S, dtype, tolerance) for method in ("scan", "auto") for S in (Log, Max) for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12))]
@@ -605,7 +605,7 @@ def test_what_is_no_score_is_seen_in_the_fused_kernel(with_kernel):
         assert logz(Ms, ring, *torch.zeros(2, 2, 4), method="fused").isnan().tolist() == [True, False]
     beyond = torch.tensor([[0, 4], [1, 0], [0, 2], [1, 3]], dtype=torch.int32)
     for S in (Log, Max):
-        way = Fused(fused_cut(4, 2, S, 4, ROOM))
+        way = Fused(fused_shape(4, 2, S, 4, ROOM))
         assert way.forward(S, torch.zeros(5, 2, 4, 2), beyond, *torch.zeros(2, 2, 4), None, False)[0].isnan().all()
 
 
@@ -674,7 +674,7 @@ def test_paths_of_the_fused_kernel_are_those_of_the_loop(on_cpu, seed):
     graph, lengths = (ties, idx, *torch.zeros(2, 3, 4)), torch.tensor([45, 7, 0])
     plain = viterbi(*graph, lengths)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("cuda_kernel", on_cpu), ("runs_kernel", lambda Ms, S: True), ("room", lambda device: ROOM)):
+        for name, value in (("cuda_kernel", on_cpu), ("runs_kernel", lambda Ms, S: True), ("shared_memory_limit", lambda device: ROOM)):
             patch.setattr(fusedloss.scans, name, value)
         assert all(torch.equal(a, b) for a, b in zip(viterbi(*graph, lengths), plain))
 
@@ -707,7 +707,7 @@ def test_slots_hold_each_edge_once(data):
 @pytest.mark.parametrize("c, nz, real", [(1, 2, 4), (201, 3, 4), (1024, 5, 4), (1024, 5, 8), (1500, 3, 4), (4096, 5, 4), (7, 1, 4), (512, 24, 4), (512, 25, 4), (3000, 2, 8)])
 def test_cuts_fit_or_there_is_none(c, nz, real):
     for S in (Log, Max):
-        cut = fused_cut(c, nz, S, real, ROOM)
+        cut = fused_shape(c, nz, S, real, ROOM)
         if cut is None:
             assert nz in (1, 25) or c * nz > 5000
             continue
@@ -731,7 +731,7 @@ def test_all_methods_of_a_cpu_agree():
 def test_without_a_compiler_the_loop_takes_over(monkeypatch):
     everywhere(monkeypatch, fusedloss.scans, "cuda_kernel", lambda *a, **k: None)
     everywhere(monkeypatch, fusedloss.scans, "runs_kernel", lambda Ms, S: True)
-    everywhere(monkeypatch, fusedloss.scans, "room", lambda device: ROOM)
+    everywhere(monkeypatch, fusedloss.scans, "shared_memory_limit", lambda device: ROOM)
     graph = torch.randn(5, 2, 4, 3), torch.randint(0, 4, (4, 3)), *torch.zeros(2, 2, 4)
     for a, b in zip(graded(logz, graph, Log), graded(logz_autograd, graph, Log)):
         torch.testing.assert_close(a, b)
@@ -791,10 +791,10 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "edges are cut into rows of nz": ("torch.searchsorted(ordered, states)", "states * idx.shape[1]"),
     "absent edges leave state 0": ("leaves.masked_fill(leaves < 0, len(idx))", "leaves.clamp(min=0)"),
     "absent edges are there": ("blocked = absent if", "blocked = torch.zeros_like(absent) if"),
-    "γ goes on where a sequence is over": ("state = stay(go, leaving(d_Ms[t], out), state)", "state = leaving(d_Ms[t], out)"),
-    "α goes on where a sequence is over": ("v = stay(go, S.sum(S.mul(v[..., source], edges)), v)", "v = S.sum(S.mul(v[..., source], edges))"),
+    "γ goes on where a sequence is over": ("state = update_active(go, leaving(d_Ms[t], out), state)", "state = leaving(d_Ms[t], out)"),
+    "α goes on where a sequence is over": ("v = update_active(go, S.sum(S.mul(v[..., source], edges)), v)", "v = S.sum(S.mul(v[..., source], edges))"),
     "all sequences end at T": ("if lengths is None: return alphas[-1]", "if True: return alphas[-1] * 0 + alphas[len(alphas) // 2]"),
-    "the end is forgotten": ("return S.reduce(last(alphas, lengths) + vT, -1)", "return S.reduce(last(alphas, lengths), -1)"),
+    "the end is forgotten": ("return S.reduce(final_alphas(alphas, lengths) + vT, -1)", "return S.reduce(final_alphas(alphas, lengths), -1)"),
     "the upstream gradient is dropped": ("d_end = g[:, None] * S.dsum", "d_end = S.dsum"),
     "gradients of start and end are swapped": ("return None, None, d_Ms, None, d_v0, d_vT, None", "return None, None, d_Ms, None, d_vT, d_v0, None"),
     "the path is followed from the wrong state": ("source.gather(1, j[:, None])[:, 0])", "here)"),

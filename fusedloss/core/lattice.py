@@ -21,7 +21,7 @@ def active(
     return True if lengths is None else (t < lengths)[:, None]
 
 # %% ../../nbs/library/lattice.ipynb #05c461a4
-def stay(go, new, old):
+def update_active(go, new, old):
     "`new`, but `old` where a sequence is over."
     return new if go is True else torch.where(go, new, old)
 
@@ -44,7 +44,7 @@ def may_skip(
     return (before >= 0) & (states != before)  # a blank is always like the one before it
 
 # %% ../../nbs/library/lattice.ipynb #115d2526
-def at_end(
+def may_end(
     S:int, lengths:Tensor,  # [N]
 ) -> Tensor:  # [N,S] bool
     "Where a path may end: in the last label, or in the blank after it."
@@ -52,7 +52,7 @@ def at_end(
     return (at <= 2 * lengths[:, None]) & (at >= 2 * lengths[:, None] - 1)
 
 # %% ../../nbs/library/lattice.ipynb #3836d7c2
-def arriving(alpha, skip):
+def predecessors(alpha, skip):
     "What arrives at each state [3,N,S]: from itself, from one before, from two before."
     one, two = (F.pad(alpha, (k, 0), value=-torch.inf)[:, :-k] for k in (1, 2))
     return torch.stack([alpha, one, two.masked_fill(~skip, -torch.inf)])

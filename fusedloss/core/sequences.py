@@ -17,7 +17,7 @@ from fusedloss.core.checks import as_integers, expect, expect_tensor
 from fusedloss.core.operators import observed
 
 # %% ../../nbs/library/sequences.ipynb #7d5ee8fa
-def per_class(
+def sum_per_class(
     gammas:Tensor,  # [T,N,S]
     states:Tensor,  # [N,S]
     C:int,
@@ -32,7 +32,7 @@ def per_class(
     return sums.view(len(states), C, len(gammas)).permute(2, 0, 1)
 
 # %% ../../nbs/library/sequences.ipynb #d1645fd4
-class Problem(NamedTuple):
+class Targets(NamedTuple):
     "Targets and lengths in one form, on the device of the scores."
     y: Tensor  # [N,W] int64
     frames: Tensor  # [N] int64, of the scores
@@ -69,22 +69,22 @@ def as_lengths(
     return lengths.long()
 
 # %% ../../nbs/library/sequences.ipynb #12fd67db
-captured = []  # sources of the copies that a CUDA graph repeats: they live as long as any graph may
+graph_sources = []  # of the copies that a CUDA graph repeats: they live as long as any graph
 
 def pinned(t:Tensor) -> Tensor:
     "A copy that a GPU can read, and that nobody else writes to."
     return torch.empty_like(t, pin_memory=True).copy_(t)
 
-def moved(t:Tensor, device) -> Tensor:
+def to_device(t:Tensor, device) -> Tensor:
     "A copy on the device, without waiting for it; in a CUDA graph a constant."
     if t.device == device: return t
     if t.device.type == "cpu" and device.type == "cuda" and not observed():
         t = pinned(t)
-        if torch.cuda.is_current_stream_capturing(): captured.append(t)
+        if torch.cuda.is_current_stream_capturing(): graph_sources.append(t)
     return t.to(device, non_blocking=True)
 
 # %% ../../nbs/library/sequences.ipynb #a40137d0
-def visible(t:Tensor) -> bool:
+def readable_on_host(t:Tensor) -> bool:
     "Whether looking at it costs nothing, or is asked for."
     return t.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
 
@@ -103,7 +103,7 @@ def check_labels(y:Tensor, lengths:Tensor, C:int):
                          f"expected 0 ≤ label < {C}")
 
 # %% ../../nbs/library/sequences.ipynb #001be25f
-def padded(
+def pad_targets(
     targets:Tensor, lengths:Tensor,  # [sum], [N], on one device
     width:int,
 ) -> Tensor:  # [N,width]
@@ -114,32 +114,32 @@ def padded(
     return F.pad(targets, (0, 1))[at.clamp(0, last)]
 
 # %% ../../nbs/library/sequences.ipynb #5269490f
-def prepared(
+def prepare_targets(
     z:Tensor,  # [T,N,C]
     targets:Tensor,  # [N,L] or [sum of lengths]
     frames:Tensor, lengths:Tensor,  # [N], [N]
-) -> Problem:
+) -> Targets:
     "One form for all; raises for what can be seen to be wrong."
     (T, _, C), longest = z.shape, targets.shape[-1]
     width = min(T, longest)
-    if visible(frames): check_lengths(frames, "input_lengths", T)
-    if visible(lengths):
+    if readable_on_host(frames): check_lengths(frames, "input_lengths", T)
+    if readable_on_host(lengths):
         check_lengths(lengths, "target_lengths", longest)
         expect(targets.dim() == 2 or lengths.sum() == longest, "targets",
                f"{lengths.sum()} labels, the sum of target_lengths", longest)
         width = min(width, max(lengths.tolist(), default=0))
     if frames.device.type == lengths.device.type == "cpu":  # one copy for both
-        frames, lengths = moved(torch.stack([frames, lengths]), z.device)
-    y, frames, lengths = (moved(t, z.device) for t in (targets.long(), frames, lengths))
+        frames, lengths = to_device(torch.stack([frames, lengths]), z.device)
+    y, frames, lengths = (to_device(t, z.device) for t in (targets.long(), frames, lengths))
     if y.dim() == 1:  # a row that would end behind the last label has no length
         lengths = lengths.masked_fill(lengths.cumsum(0) > longest, -1)
-        y = padded(y, lengths, width)
-    if visible(y): check_labels(y, lengths, C)
-    return Problem(y.contiguous(), frames, lengths, width, longest)
+        y = pad_targets(y, lengths, width)
+    if readable_on_host(y): check_labels(y, lengths, C)
+    return Targets(y.contiguous(), frames, lengths, width, longest)
 
 # %% ../../nbs/library/sequences.ipynb #347706a4
-def usable(
-    p:Problem, T:int, C:int, blank:int,
+def clamped_targets(
+    p:Targets, T:int, C:int, blank:int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # y [N,width], frames, lengths; [N] what is bad
     "Labels and lengths that can be computed with, also where they mean nothing."
     k, y = torch.arange(p.y.shape[1], device=p.y.device), p.y
@@ -150,7 +150,7 @@ def usable(
     return y, p.frames.clamp(0, T), p.lengths.clamp(min=0), bad
 
 # %% ../../nbs/library/sequences.ipynb #3364e923
-def shares(lengths:Tensor, mean:bool, dtype) -> Tensor:
+def inv_denominators(lengths:Tensor, mean:bool, dtype) -> Tensor:
     "How much each sequence counts in the loss [N]."
     if not mean: return torch.ones_like(lengths, dtype=dtype)
     return 1 / (lengths.clamp(min=1) * max(len(lengths), 1)).to(dtype)
@@ -172,7 +172,7 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
     expect(reduction in ("none", "mean", "sum"), "reduction", "none, mean or sum", reduction)
 
 # %% ../../nbs/library/sequences.ipynb #ec7f66d9
-def batched(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Tensor]:
+def add_batch_dim(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Tensor]:
     "One sequence as a batch of one."
     expect_tensor("targets", targets)
     if not unbatched: return z, targets
@@ -185,13 +185,13 @@ class Segment(NamedTuple):
     kept: Optional[Tensor]  # [n] rows of [K·N] that are no padding; None: all
 
 # %% ../../nbs/library/sequences.ipynb #3260bf0c
-def kept_rows(t:Tensor, s:Segment) -> Tensor:
+def unpadded_rows(t:Tensor, s:Segment) -> Tensor:
     "Rows [n,...] of a segment [K,N,...]."
     rows = t.flatten(0, 1)
     return rows if s.kept is None else rows.index_select(0, s.kept)
 
 # %% ../../nbs/library/sequences.ipynb #be627fd6
-def put_rows(out:Tensor, rows:Tensor, s:Segment):
+def put_unpadded_rows(out:Tensor, rows:Tensor, s:Segment):
     "The way back: rows [n,...] into a segment [K,N,...]."
     to = out.view(-1, *out.shape[2:])
     if s.kept is None: to.copy_(rows)
