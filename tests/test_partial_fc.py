@@ -634,10 +634,10 @@ def test_definition_by_kernels(case, kernels_for_all):
     assert not faults(**CASES[case], dtype=f32, tolerance=1e-4)
 
 
-def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
+def test_an_affine_margin_is_what_any_margin_is(kernels_for_all, monkeypatch):
     "CosFace's short way against the way of all margins: losses, gradients, statistics, a label that is no class, no labels"
     class Curve(CosFace):
-        "No line, as far as anybody knows"
+        "Affine, but of another class"
     v = 40
     x, w, y = sample(13, v=v, dtype=f32)
     x[3] = 0
