@@ -40,7 +40,7 @@ class Margin:
     "What a head asks of a margin; calling one is calling `target_score`."
     scale: float  # of every score
     centers: int = 1  # vectors a class has
-    pace: Optional[float] = None  # Circle's margin, by which it reweights the other classes' scores too
+    pace: Optional[float] = None  # Circle's margin, which reweights the other classes' scores
     paced: bool = False  # whether the gradient takes these weights for constants
 
     def target_score(self,
@@ -364,16 +364,16 @@ def cosine_lse_bwd(
     tiles, lse = CosineTiles(x, w, y, o, token_tile, class_tile), positive_infinity(lse)
     g_lse, g_cos = g_lse * tiles.rows, g_cos * (tiles.rows / o.tile_scale)
     largest = torch.maximum(g_lse.abs() * (o.scale / o.tile_scale), g_cos.abs())
-    unit = grad_scale_of(largest, tiles.columns)  # keeps dz within fp16
-    g_lse, g_cos = g_lse / unit, g_cos / unit
+    grad_scale = grad_scale_of(largest, tiles.columns)  # keeps dz within fp16
+    g_lse, g_cos = g_lse / grad_scale, g_cos / grad_scale
     for j in tiles.classes:
         slice_of_dw = cosine_slice_bwd(dx, tiles, j, lse, g_lse, g_cos, need_w)
         part = tiles.part(j)
-        if need_w: take_off_radial(slice_of_dw, w[part], o.eps, unit, dw[part])
+        if need_w: take_off_radial(slice_of_dw, w[part], o.eps, grad_scale, dw[part])
         del slice_of_dw  # else it lives on beside the next one
     if not need_x: return x.new_empty(0), dw
     out = dx if x.dtype == dx.dtype else torch.empty_like(dx, dtype=x.dtype)
-    for i in tiles.tokens: take_off_radial(dx[i], x[i], o.eps, unit, out[i])
+    for i in tiles.tokens: take_off_radial(dx[i], x[i], o.eps, grad_scale, out[i])
     return out, dw
 
 # %% ../nbs/13_margins.ipynb #e98c6880

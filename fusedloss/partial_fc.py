@@ -208,9 +208,9 @@ def partial_loss(
     o, dtype, loss_dtype = config_of(head), head_dtype(x), acc_dtype(x.dtype)
     kernel = uses_kernels(head.method, x, dtype, o)
     columns = step_columns(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
-    given = head, x, weight_columns(head, columns), o, dtype
+    step = head, x, weight_columns(head, columns), o, dtype
     affine = kernel and type(head.margin) is CosFace
-    loss, *numbers = cosface_loss(*given) if affine else margin_loss(*given, kernel)
+    loss, *numbers = cosface_loss(*step) if affine else margin_loss(*step, kernel)
     stats = head_stats(head, columns, *numbers) if with_stats else None
     if sampler is not None: sampler.advance()  # not for a step that raised
     return loss, stats

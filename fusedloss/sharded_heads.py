@@ -162,7 +162,7 @@ def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> H
 
 
 # %% ../nbs/17_sharded_heads.ipynb #2014d18b
-def check_sharded(
+def check_on_mesh(
     margin:Margin, n_classes:int, mesh, backbone_reduction:str,
     device:torch.types.Device=None, equal_batch:bool=False, seed:int=0,
 ):
@@ -208,7 +208,7 @@ class ShardedPartialFC(PartialFC):
     ):
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
                          device="meta", **options)  # nobody makes all the rows
-        check_sharded(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
+        check_on_mesh(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
         self.device = device or ("cpu" if mesh is None else mesh.device_type)
         if sampler is None and self.sampler is not None:
             sampler = NegativeSampler(self.sampler.rate or "positives")

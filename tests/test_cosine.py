@@ -130,7 +130,7 @@ def row_fault(m, place, g):
     loss = share * F.softplus(gap, threshold=100)
     rise, = torch.autograd.grad(loss.sum(), gap)
     if not all(torch.allclose(a.cpu().double(), e, rtol=1e-4, atol=1e-7) for a, e in zip(line, (loss, rise, -7 * rise))):
-        return "line"
+        return "affine margin"
     d, factor, out, expected = torch.randn(24, 40, generator=g), torch.tensor(1.5), torch.empty(24, 40, device=place), torch.empty(24, 40)
     m.tangent_kernel[(6,)](d.to(place), unit, inverse, factor.to(place), out, 24, 40, BR=4, BH=32)
     cosine.to_tangent(d, *exact, factor, expected)

@@ -634,10 +634,10 @@ def test_definition_by_kernels(case, kernels_for_all):
     assert not faults(**CASES[case], dtype=f32, tolerance=1e-4)
 
 
-def test_a_line_is_what_any_margin_is(kernels_for_all, monkeypatch):
+def test_an_affine_margin_is_what_any_margin_is(kernels_for_all, monkeypatch):
     "CosFace's short way against the way of all margins: losses, gradients, statistics, a label that is no class, no labels"
     class Curve(CosFace):
-        "No line, as far as anybody knows"
+        "Affine, but of another class"
     v = 40
     x, w, y = sample(13, v=v, dtype=f32)
     x[3] = 0
@@ -732,9 +732,9 @@ def test_the_first_step_imports_no_host_reads(monkeypatch):
 MUTANTS = {
     "labels get two columns": ("torch.where(slot >= 0, slot, own_column), -1)", "own_column, -1)"),
     "duplicates get two columns": ("len(drawn) + first_occurrence(y)", "len(drawn) + n"),
-    "dead columns count": (".masked_fill_(w_rows < 0, -torch.inf)", ""),
-    "log q has the wrong sign": ("missed = -math.log(sampler.rate)", "missed = math.log(sampler.rate)"),
-    "the batch's classes are corrected": ("if missed: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
+    "dead columns count": ("shift.masked_fill_(w_rows < 0, -torch.inf)", "pass"),
+    "log q has the wrong sign": ("drawn_shift = -math.log(sampler.rate)", "drawn_shift = math.log(sampler.rate)"),
+    "the batch's classes are corrected": ("if drawn_shift: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
     "the target stays in the sum": ("mask_targets(scores, target), conflicts", "scores, conflicts"),
     "conflicts pull": ("if conflicts is not None: d.masked_fill_(conflicts, 0.0)", "pass"),
     "conflicts are kept": ("scores.masked_fill_(conflicts, o.conflict_score)", "pass"),

@@ -63,7 +63,7 @@ def test_a_class_is_found_where_it_was_drawn(seed, step, rate, n_classes, start)
 @given(st.floats(1e-9, 1.0))
 def test_strata_draw_the_rate(rate):
     s = strata_of(rate)
-    mean = s.whole + s.chance / 2**32
+    mean = s.drawn + s.extra_chance / 2**32
     assert mean / 2**s.bits == pytest.approx(rate, rel=1e-6, abs=2**-52) and s.bits % 2 == 0 and s.slots <= 2**s.bits
     assert rate < 1e-7 or s.slots <= 1.02 * mean  # few slots stay empty
 
@@ -125,8 +125,8 @@ def test_columns(labels, rate, log_q, seed):
     assert set(alive.tolist()) == set(sampler(41).tolist()) - {-1} | set(labels) - {-1}
     assert torch.equal(columns.w_rows[columns.target_column[y >= 0]], y[y >= 0]) and (columns.target_column[y < 0] == -1).all()
     present = torch.isin(columns.w_rows, y)
-    missed = -math.log(rate) if log_q and rate != "positives" else 0.0
-    expected = torch.full(columns.w_rows.shape, missed, dtype=f64).masked_fill(present, 0).masked_fill(columns.w_rows < 0, -math.inf)
+    drawn_shift = -math.log(rate) if log_q and rate != "positives" else 0.0
+    expected = torch.full(columns.w_rows.shape, drawn_shift, dtype=f64).masked_fill(present, 0).masked_fill(columns.w_rows < 0, -math.inf)
     assert torch.equal(columns.shift, expected)
 
 
@@ -152,7 +152,7 @@ def test_draw_kernel(rate, span, place):
     first = span[0] >> s.bits
     total = (-(-span[1] >> s.bits) - first) * s.slots
     out, shift = torch.full((total + 9,), -7, device=place), torch.full((total + 9,), math.nan, device=place)
-    sampling.draw_kernel[(-(-total // 256),)](out, shift, seed, step, first, *span, total, 0, 1.5, s.whole, s.chance, s.slots, s.bits,
+    sampling.draw_kernel[(-(-total // 256),)](out, shift, seed, step, first, *span, total, 0, 1.5, s.drawn, s.extra_chance, s.slots, s.bits,
                                                 sampling.ROUNDS, B=256)
     exact = plain_draw(seed.cpu(), step.cpu(), s, *span)
     assert torch.equal(out[:total].cpu(), exact) and (out[total:] == -7).all()
@@ -181,13 +181,13 @@ def test_columns_kernel(batch, rate, log_q, place):
     y[torch.arange(n) % 7 == 3] += 10**12  # no class at all
     ignored = y[1].item() if n > 1 else -5  # a class may be one that is ignored
     known = (y != ignored) & (y < span[1])
-    missed = -math.log(rate) if log_q and rate != "positives" else 0.0
+    drawn_shift = -math.log(rate) if log_q and rate != "positives" else 0.0
     args = sampler.seed, sampler.step, sampler.strata, *span
-    exact = sampling.plain_columns(y, *args, ignored, missed, f32)
-    got = sampling.launch_columns(y.to(place), *(a.to(place) for a in args[:2]), *args[2:], ignored, missed, f32)
+    exact = sampling.plain_columns(y, *args, ignored, drawn_shift, f32)
+    got = sampling.launch_columns(y.to(place), *(a.to(place) for a in args[:2]), *args[2:], ignored, drawn_shift, f32)
     assert same_columns(got, exact)
     chosen = step_columns(torch.where(known, y, -1).to(place), -1, span[1] - span[0], sampler.to(place), f32, span[0])
-    assert same_columns(chosen, sampling.plain_columns(torch.where(known, y, -1), *args, -1, missed, f32))
+    assert same_columns(chosen, sampling.plain_columns(torch.where(known, y, -1), *args, -1, drawn_shift, f32))
     assert torch.equal(exact.x_rows, torch.where(known, torch.arange(n), -1)) and torch.equal(exact.loss_weight.isnan(), (y != ignored) & ~known)
     wanted = max(int((y != ignored).sum()), 1)
     assert torch.equal(exact.loss_weight.nan_to_num(0.0), known / torch.tensor(wanted, dtype=f32))
@@ -200,7 +200,7 @@ MUTANTS = {
     "the permutation forgets its key": ("(key + r * GOLDEN & MASK) ^ right", "(r * GOLDEN & MASK) ^ right"),
     "the step is forgotten": ("for word in (seed, step, block)", "for word in (seed, seed, block)"),
     "blocks share a permutation": ("for word in (seed, step, block)", "for word in (seed, step, step)"),
-    "one more is always drawn": ("(mix(key ^ 0x5A5A5A5A) < s.chance).long()", "1"),
+    "one more is always drawn": ("(mix(key ^ 0x5A5A5A5A) < s.extra_chance).long()", "1"),
     "the last classes are never drawn": ("first, last = start >> s.bits, -(-stop >> s.bits)", "first, last = start >> s.bits, stop >> s.bits"),
     "classes past the end are drawn": ("(slot < plain_drawn_count(key, s)) & (chosen >= start) & (chosen < stop)", "(slot < plain_drawn_count(key, s)) & (chosen >= start)"),
     "the inverse runs forward": ("key, s.bits, back=True)", "key, s.bits)"),

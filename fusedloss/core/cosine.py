@@ -302,10 +302,10 @@ def negatives_lse_kernel(
     BH: tl.constexpr,
 ):
     tiles_n, runs = tl.cdiv(N, BN), tl.cdiv(tl.cdiv(T, BV), RUN)
-    mine = tl.cdiv(tiles_n * runs - tl.program_id(0), tl.num_programs(0))
+    own_runs = tl.cdiv(tiles_n * runs - tl.program_id(0), tl.num_programs(0))
     row_max = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
-    for i in tl.range(0, mine * RUN, flatten=DESC):
+    for i in tl.range(0, own_runs * RUN, flatten=DESC):
         tn, run = swizzle_tile(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
         tv = run * RUN + i % RUN
         product = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h, w_stride_v,

@@ -106,8 +106,10 @@ def within_range(
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N], [N]; their factor, a scalar
     "Gradients that fp16 can hold, and what is to be multiplied with them."
     if dtype != torch.float16: return g_lse, g_cos, factor
-    unit = grad_scale_of(torch.maximum(g_lse.abs() * scale, g_cos.abs()))
-    return g_lse / unit, g_cos / unit, unit if factor is None else unit * factor
+    grad_scale = grad_scale_of(torch.maximum(g_lse.abs() * scale, g_cos.abs()))
+    factor = grad_scale if factor is None else grad_scale * factor
+    return g_lse / grad_scale, g_cos / grad_scale, factor
+
 
 # %% ../../nbs/library/negatives.ipynb #b4a0fb46
 def partial_lse_bwd(

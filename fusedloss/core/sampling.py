@@ -56,23 +56,23 @@ def shuffle(
 class Strata(NamedTuple):
     "How many classes are drawn of how many: blocks of 2^bits classes."
     bits: int
-    whole: int  # drawn of each block
-    chance: int  # of one more, out of 2³²
+    drawn: int  # of each block
+    extra_chance: int  # of one more, out of 2³²
 
     @property
     def slots(self) -> int:  # of a block; the last one may stay empty
-        return self.whole + (self.chance > 0)
+        return self.drawn + (self.extra_chance > 0)
 
 def strata_of(rate:float) -> Strata:
     "Blocks so large that some 64 to 256 of their classes are drawn."
     bits = 2 * min(15, math.ceil(math.log(64 / rate, 4) - 1e-9))
-    whole, part = divmod(rate * 2**bits, 1)
-    return Strata(bits, int(whole), round(part * 2**32))
+    drawn, part = divmod(rate * 2**bits, 1)
+    return Strata(bits, int(drawn), round(part * 2**32))
 
 # %% ../../nbs/library/sampling.ipynb #4f9cf3cf
 def plain_drawn_count(key:Tensor, s:Strata) -> Tensor:
     "How many classes a block draws."
-    return s.whole + (mix(key ^ 0x5A5A5A5A) < s.chance).long()
+    return s.drawn + (mix(key ^ 0x5A5A5A5A) < s.extra_chance).long()
 
 def plain_draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     "Classes drawn of `start` to `stop`, -1 in empty slots; `[blocks · slots]`."
@@ -115,11 +115,11 @@ def block_key(seed_ptr, step_ptr, block, B: tl.constexpr):
     return add_word(add_word(key, tl.load(step_ptr)), block)
 
 @jit
-def drawn_count(key, WHOLE: tl.constexpr, CHANCE: tl.constexpr, B: tl.constexpr):
+def drawn_count(key, DRAWN: tl.constexpr, EXTRA_CHANCE: tl.constexpr, B: tl.constexpr):
     "`plain_drawn_count` keys [B]."
-    drawn = tl.full([B], WHOLE, tl.uint32)
-    if CHANCE > 0:
-        more = mix_bits(key ^ 0x5A5A5A5A).to(tl.int64) < CHANCE
+    drawn = tl.full([B], DRAWN, tl.uint32)
+    if EXTRA_CHANCE > 0:
+        more = mix_bits(key ^ 0x5A5A5A5A).to(tl.int64) < EXTRA_CHANCE
         drawn = tl.where(more, drawn + 1, drawn)
     return drawn
 
@@ -127,8 +127,8 @@ def drawn_count(key, WHOLE: tl.constexpr, CHANCE: tl.constexpr, B: tl.constexpr)
 @jit
 def draw_kernel(
     out_ptr, shift_ptr, seed_ptr, step_ptr,  # [total]; [total] or None
-    first, start, stop, total, begin, missed,  # chosen classes count from `begin`
-    WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
+    first, start, stop, total, begin, drawn_shift,  # chosen classes count from `begin`
+    DRAWN: tl.constexpr, EXTRA_CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     ROUNDS: tl.constexpr, B: tl.constexpr,
 ):
     at = tl.program_id(0) * B + tl.arange(0, B)
@@ -144,10 +144,10 @@ def draw_kernel(
         right = new
         turn += 0x9E3779B9
     chosen = (block << BITS) + (left << HALF | right).to(tl.int64)
-    lives = (slot < drawn_count(key, WHOLE, CHANCE, B)) & (chosen >= start) & (chosen < stop)
+    lives = (slot < drawn_count(key, DRAWN, EXTRA_CHANCE, B)) & (chosen >= start) & (chosen < stop)
     tl.store(out_ptr + at, tl.where(lives, chosen - begin, -1), mask=at < total)
     if shift_ptr is not None:
-        tl.store(shift_ptr + at, tl.where(lives, missed, -float("inf")), mask=at < total)
+        tl.store(shift_ptr + at, tl.where(lives, drawn_shift, -float("inf")), mask=at < total)
 
 # %% ../../nbs/library/sampling.ipynb #59a60856
 def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
@@ -159,7 +159,7 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     if not total: return out
     with on_device(seed):
         draw_kernel[(-(-total // 256),)](out, None, seed, step, first, start, stop, total, 0,
-                                         0.0, s.whole, s.chance, s.slots, s.bits, ROUNDS,
+                                         0.0, s.drawn, s.extra_chance, s.slots, s.bits, ROUNDS,
                                          B=256)
     return out
 
@@ -243,7 +243,7 @@ def plain_labels(
 def plain_columns(
     y:Tensor, seed:Tensor, step:Tensor, s:Strata,  # [N]
     start:int, stop:int,  # classes; what is returned counts from `start`
-    ignore_index:int, missed:float,  # added to the scores of those that were drawn
+    ignore_index:int, drawn_shift:float,  # added to the scores of those that were drawn
     dtype:torch.dtype,  # of `shift` and `loss_weight`
 ) -> Columns:
     "Columns for what was drawn, then one for each row, used if its class has none."
@@ -254,10 +254,11 @@ def plain_columns(
     target_column = torch.where(y >= 0, torch.where(slot >= 0, slot, own_column), -1)
     w_rows = torch.cat([drawn, torch.where(target_column == len(drawn) + n, y, -1)])
     w_rows = F.pad(w_rows, (0, -len(w_rows) % 8), value=-1)
-    shift = w_rows.new_full(w_rows.shape, missed, dtype=dtype).masked_fill_(w_rows < 0, -torch.inf)
+    shift = w_rows.new_full(w_rows.shape, drawn_shift, dtype=dtype)
+    shift.masked_fill_(w_rows < 0, -torch.inf)
     present = torch.zeros(len(w_rows) + 1, dtype=torch.bool, device=y.device)
     present[target_column] = True  # -1 is the spare place at the end
-    if missed: shift = torch.where(present[:-1], 0.0, shift)  # the batch's classes were certain
+    if drawn_shift: shift = torch.where(present[:-1], 0.0, shift)  # the batch's are certain
     w_rows = torch.where(w_rows < 0, -1, w_rows - start)
     return Columns(w_rows, target_column, shift, live_index(w_rows), x_rows, loss_weight)
 
@@ -306,7 +307,7 @@ def columns_kernel(
     y_ptr, w_rows_ptr, shift_ptr, grad_index_ptr,  # [N]; [T] each, of which K were drawn
     target_column_ptr, x_rows_ptr, loss_weight_ptr, seed_ptr, step_ptr,  # [N] each; [1] each
     ignore_index, first, start, stop, K, N, T,  # `first` block of the classes
-    WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
+    DRAWN: tl.constexpr, EXTRA_CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     ROUNDS: tl.constexpr, B: tl.constexpr, BIG: tl.constexpr,
 ):
     labels = tl.cdiv(T - K, B)
@@ -329,7 +330,7 @@ def columns_kernel(
         if SLOTS > 0:
             key = block_key(seed_ptr, step_ptr, tl.where(known, y >> BITS, 0), B)
             slot = unshuffle(y, key, BITS, ROUNDS)
-            drawn = known & (slot < drawn_count(key, WHOLE, CHANCE, B))
+            drawn = known & (slot < drawn_count(key, DRAWN, EXTRA_CHANCE, B))
             drawn_column = ((y >> BITS) - first) * SLOTS + slot.to(tl.int64)
             target_column = tl.where(drawn, drawn_column, target_column)
         loss_weight = tl.where(known, 1.0, tl.where(wanted, float("nan"), 0.0))
@@ -350,17 +351,17 @@ def columns_kernel(
 # %% ../../nbs/library/sampling.ipynb #15cdad92
 def launch_columns(
     y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int, stop:int, ignore_index:int,
-    missed:float, dtype:torch.dtype,
+    drawn_shift:float, dtype:torch.dtype,
 ) -> Columns:
     "`plain_columns` by the kernels."
     n, first, new = len(y), start >> s.bits, y.new_empty
     k = (-(-stop >> s.bits) - first) * s.slots
     t = -(-(k + n) // 8) * 8
     c = Columns(new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype))
-    shared = s.whole, s.chance, s.slots, s.bits, ROUNDS
+    shared = s.drawn, s.extra_chance, s.slots, s.bits, ROUNDS
     with on_device(y):
         if k: draw_kernel[(-(-k // 256),)](c.w_rows, c.shift, seed, step, first, start, stop, k,
-                                           start, missed, *shared, B=256)
+                                           start, drawn_shift, *shared, B=256)
         if t: columns_kernel[(-(-(t - k) // 64) + -(-k // 1024),)](
             y, c.w_rows, c.shift, c.grad_index, c.target_column, c.x_rows, c.loss_weight, seed,
             step, ignore_index, first, start, stop, k, n, t, *shared, B=64, BIG=1024)
@@ -369,13 +370,13 @@ def launch_columns(
 # %% ../../nbs/library/sampling.ipynb #dfc49fdd
 def sample_columns(
     y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int, stop:int,
-    ignore_index:int, missed:float, dtype:torch.dtype,
+    ignore_index:int, drawn_shift:float, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "`Columns` by kernels or PyTorch; float64 keeps the digits of `missed`."
+    "`Columns` by kernels or PyTorch; float64 keeps the digits of `drawn_shift`."
     make = launch_columns if has_kernel(y) and dtype != torch.float64 else plain_columns
-    return tuple(make(y, seed, step, s, start, stop, ignore_index, missed, dtype))
+    return tuple(make(y, seed, step, s, start, stop, ignore_index, drawn_shift, dtype))
 
-def fake_columns(y, seed, step, s, start, stop, ignore_index, missed, dtype):
+def fake_columns(y, seed, step, s, start, stop, ignore_index, drawn_shift, dtype):
     "The shapes of `sample_columns`'s results."
     blocks = -(-stop >> s.bits) - (start >> s.bits)
     n, new = len(y), y.new_empty
@@ -395,7 +396,7 @@ def step_columns(
         y, x_rows, loss_weight = plain_labels(y, ignore_index, start, stop, dtype)
         return Columns(None, torch.where(y < 0, -1, y - start), None, None, x_rows,
                        loss_weight)
-    missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
+    drawn_shift = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
     with torch.no_grad():  # integers: the operator need not look for what has a gradient
         return Columns(*sampled_columns(y, sampler.seed, sampler.step, sampler.strata, start,
-                                        stop, ignore_index, missed, dtype))
+                                        stop, ignore_index, drawn_shift, dtype))
