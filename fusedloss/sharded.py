@@ -229,7 +229,8 @@ class _ShardScores(torch.autograd.Function):
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget):
         ctx.how = o, s, b, stats, budget
         x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
-        mine, log2_scale = s.own(y_all, o.ignore_index), sums_log2_scale(x_all)  # x may have no rows here
+        mine = s.local_labels(y_all, o.ignore_index)
+        log2_scale = sums_log2_scale(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
         agree = functools.partial(global_target_logits, y=y_all, s=s) if stats else None
         with keep_agreement(tuning_agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats)):
@@ -279,7 +280,7 @@ class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, b, s):
         ctx.how, ctx.size = (b, s), len(t)
-        return t[b.mine(s)].clone()
+        return t[b.token_slice(s)].clone()
 
     @staticmethod
     @first_order
@@ -334,7 +335,7 @@ def sharded_loss(
     rank, others = torch.where(valid, rows[:1], -1.0), torch.where(valid, rows[1:], 0.0)
     told = row_stats(lse, lse - mean, torch.cat([others, rank, others]), y, weights, o.z_loss)
     return loss, CrossEntropyStats(*(own_rows(t, b, s) if t.requires_grad else t if not t.dim()
-                                     else t[b.mine(s)] for t in told))
+                                     else t[b.token_slice(s)] for t in told))
 
 # %% ../nbs/16_sharded.ipynb #755a8a2f
 def local_of(

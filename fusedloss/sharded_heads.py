@@ -158,8 +158,7 @@ def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> H
     "Of all ranks; cosines and log-sum-exps of this rank's rows."
     stats = head_stats(head, *terms)
     if terms[0].w_rows is not None: all_reduce(stats.n_scored, s)
-    return stats._replace(cos=stats.cos[b.mine(s)], rest=stats.rest[b.mine(s)])
-
+    return stats._replace(cos=stats.cos[b.token_slice(s)], rest=stats.rest[b.token_slice(s)])
 
 # %% ../nbs/17_sharded_heads.ipynb #2014d18b
 def check_on_mesh(

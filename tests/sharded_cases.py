@@ -1025,7 +1025,7 @@ def every_argument_works_or_raises(meshes):
 BUGS = {
     "the average of a wrapper forgotten": ("out[:b.own] if b.factor == 1 else out[:b.own].mul_(b.factor)", "out[:b.own]"),
     "times R before a sum too": ('.numel(), s.ranks if backbone_reduction == "mean" else 1', ".numel(), s.ranks"),
-    "a mean over this rank's tokens": ("total_weight(y, weight, weights,", "total_weight(y[b.mine(s)], weight, None if weights is None else weights[b.mine(s)],"),
+    "a mean over this rank's tokens": ("total_weight(y, weight, weights,", "total_weight(y[b.token_slice(s)], weight, None if weights is None else weights[b.token_slice(s)],"),
     "another rank's tokens": ("start = 0 if self.shared else s.rank * self.rows", "start = 0 if self.shared else (s.ranks - 1 - s.rank) * self.rows"),
     "upstream gradients of this rank alone": ("return all_gather(padded, s).flatten(), None, None", "return padded.repeat(s.ranks), None, None"),
     "rows that pad are tokens": (".labels[len(x):] = ignore_index", ".labels[len(x):] = 0"),

@@ -49,9 +49,9 @@ def test_nothing_is_found_in_a_clean_run():
 
 
 def test_more_and_less_than_expected_are_both_wrong():
-    assert sanitize.verdict({RING}, {RING}) == []
-    assert sanitize.verdict({RING, GRAD}, {RING}) == [f"unexpected: {GRAD}"]
-    assert sanitize.verdict(set(), {RING}) == [f"expected, and not reported: {RING}"]
+    assert sanitize.disagreements({RING}, {RING}) == []
+    assert sanitize.disagreements({RING, GRAD}, {RING}) == [f"unexpected: {GRAD}"]
+    assert sanitize.disagreements(set(), {RING}) == [f"expected, and not reported: {RING}"]
 
 
 def test_the_list_is_of_these_tools():

@@ -174,7 +174,7 @@ def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
         up[2] = 0
     wanted = torch.autograd.grad((exact * up).sum(), leaves)
     spans = [module.shard_range(v, ranks, k) for k in range(ranks)]
-    mine = [module.Shards(v, s.start, s.stop).own(y, -100) for s in spans]
+    mine = [module.Shards(v, s.start, s.stop).local_labels(y, -100) for s in spans]
     rival = exact[0].detach() - exact[1].detach()
     parts = [split(t, ranks, module) for t in (w, b, weight)]
     sums = module.merge_sums(torch.stack([module.shard_sums(x, p, m, q, c, o, lambda own: rival) for p, q, c, m in zip(*parts, mine)]))

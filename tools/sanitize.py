@@ -70,7 +70,7 @@ def run(tool: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def verdict(seen: set[str], listed: set[str]) -> list[str]:
+def disagreements(seen: set[str], listed: set[str]) -> list[str]:
     "What is wrong, in lines"
     return [f"unexpected: {line}" for line in sorted(seen - listed)] + [f"expected, and not reported: {line}" for line in sorted(listed - seen)]
 
@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
     if "--accept" in arguments:
         EXPECTED.write_text("".join(f"{line}\n" for line in sorted(seen | expected(set(TOOLS) - set(tools)))), encoding="utf-8")
         return failed
-    wrong = verdict(seen, expected(tools))
+    wrong = disagreements(seen, expected(tools))
     print("\n".join(wrong) or "nothing unexpected")
     return failed + len(wrong)
 

@@ -40,7 +40,7 @@ class Shards(NamedTuple):
     @property
     def rank(self) -> int: return 0 if self.group is None else dist.get_rank(self.group)
 
-    def own(self, y:Tensor, ignore_index:int) -> Tensor:  # [N]
+    def local_labels(self, y:Tensor, ignore_index:int) -> Tensor:  # [N]
         "Labels counted from this rank's first class; -1 where the class is not here."
         here = (y >= self.start) & (y < self.stop) & (y != ignore_index)
         return torch.where(here, y - self.start, -1)
@@ -130,8 +130,8 @@ def pack(
 ) -> Tensor:  # [rows, bytes]
     "Rows behind their labels; rows that pad are ignored."
     weight = y if token_weight is None else token_weight.double().view(torch.int64)
-    pocket = torch.stack([y, weight], 1)  # without weights nobody reads the second
-    bytes_ = torch.cat([t.contiguous().view(torch.uint8) for t in (pocket, x)], 1)
+    header = torch.stack([y, weight], 1)  # without weights nobody reads the second
+    bytes_ = torch.cat([t.contiguous().view(torch.uint8) for t in (header, x)], 1)
     gaps = -bytes_.shape[1] % HEADER_BYTES, rows - len(x)
     if any(gaps): bytes_ = F.pad(bytes_, (0, gaps[0], 0, gaps[1]))
     if gaps[1]: unpack(bytes_, x.shape[1], x.dtype).labels[len(x):] = ignore_index
@@ -173,7 +173,7 @@ class RankTokens(NamedTuple):
     rows: int  # of the rank with most
     factor: int = 1  # input's gradient is multiplied by this, as its wrapper divides
 
-    def mine(self, s:Shards) -> slice:
+    def token_slice(self, s:Shards) -> slice:
         "This rank's tokens among all that are scored."
         start = 0 if self.shared else s.rank * self.rows
         return slice(start, start + self.own)
@@ -184,8 +184,8 @@ def gather_rows(
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N,H], [N], [N] or None
     "The tokens that are scored: all of every rank's, in one collective."
     if b.shared or s.group is None: return x, y, token_weight
-    came = all_gather(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
-    p = unpack(came, x.shape[1], x.dtype)
+    gathered = all_gather(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
+    p = unpack(gathered, x.shape[1], x.dtype)
     weights = None if token_weight is None else p.weights.to(acc_dtype(x.dtype))
     return p.features, p.labels, weights
 
@@ -215,13 +215,13 @@ def gather_sums(
 ) -> Tensor:  # [R,K,N]
     "Every rank's sums; NaN where shared tokens are not the same."
     if not b.shared or s.group is None: return all_gather(sums, s)
-    came = all_gather(torch.cat([sums, y[None].to(sums.dtype)]), s)
-    apart = (came[:, -1] != came[0, -1]).any(0)
+    gathered = all_gather(torch.cat([sums, y[None].to(sums.dtype)]), s)
+    apart = (gathered[:, -1] != gathered[0, -1]).any(0)
     if not y.is_cuda and apart.any():
         raise RuntimeError("target: expected the same on all ranks, got others; for tokens of "
                            "each rank's own give backbone_reduction: 'mean' where input's "
                            "wrapper averages gradients over ranks (FSDP2, DDP), else 'sum'")
-    return came[:, :-1].masked_fill(apart, torch.nan)
+    return gathered[:, :-1].masked_fill(apart, torch.nan)
 
 # %% ../../nbs/library/ranks.ipynb #e46202d7
 def tuning_agreement(
