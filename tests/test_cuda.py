@@ -39,7 +39,7 @@ def scan():
 
 
 def fused():
-    return fusedloss.scans.begin_is_there(fusedloss.scans.Cut(32, 1, 3), Log, SCORES) or None
+    return fusedloss.scans.fused_compiles(fusedloss.scans.FusedShape(32, 1, 3), Log, SCORES) or None
 
 
 def ctc():
@@ -47,7 +47,7 @@ def ctc():
 
 
 def linear_ctc():
-    return fusedloss.segments.kernels_of(0, f32, SHAPE, True)
+    return fusedloss.segments.compile_kernels(0, f32, SHAPE, True)
 
 
 USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc}  # by their source
@@ -104,7 +104,7 @@ class Compilers:
 
 def forget():
     "Nothing compiled, nothing warned of"
-    for cached in (cuda.compiler_failure, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
+    for cached in (cuda.compiler_failure, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels):
         cached.cache_clear()
     cuda.warned_sources.clear()
 
@@ -164,7 +164,7 @@ def test_one_warning_a_source_where_nothing_compiles(source, compilers):
     with pytest.warns(UserWarning, match=rf"cuda/{source}\.cu was not compiled.*CuPy: .*PyTorch: .*no GPU") as told:
         assert USERS[source]() is None
     assert len(told) == 1
-    for cached in (cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.kernels_of):
+    for cached in (cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels):
         cached.cache_clear()  # other constants and other kernels of the source
     with warnings.catch_warnings(action="error"):
         assert USERS[source]() is None
