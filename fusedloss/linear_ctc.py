@@ -92,7 +92,7 @@ def linear_ctc_fwd(
 @jit
 def tile_softmax_kernel(
     x, w, p,  # [n,H], [V,H], [n,V]: descriptors or pointers
-    bias_ptr, parts_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
+    bias_ptr, stats_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, p_stride_n,
     SCORE: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
@@ -108,7 +108,7 @@ def tile_softmax_kernel(
         z = tl.where(inside[None, :], z, -float("inf"))
         top = tl.max(z, 1) * UNIT
         d = power(z * UNIT, finite(top)[:, None], UNIT)
-        at = parts_ptr + tv * N + rows
+        at = stats_ptr + tv * N + rows
         tl.store(at, top, mask=keep)
         tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)
         if DESC:
@@ -276,8 +276,8 @@ class Gradients(NamedTuple):
         "Zeros; nothing where dx is written as a whole."
         new = functools.partial(b.x.new_zeros, dtype=acc_dtype(b.x.dtype))
         full = b.host_frames is None or min(b.host_frames, default=0) == len(b.x)
-        room = b.x.new_empty if full else b.x.new_zeros
-        return cls(room(b.x.shape) if needs[0] else None,
+        new_dx = b.x.new_empty if full else b.x.new_zeros
+        return cls(new_dx(b.x.shape) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
 # %% ../nbs/22_linear_ctc.ipynb #2eb03f1d
