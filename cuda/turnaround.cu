@@ -49,7 +49,7 @@ struct f32 {
 };
 
 // The score of a logit, and its slope; every score rises with its logit, so maxima may be taken before it.
-struct Options { float logit_scale, softcap; };
+struct Options { float label_smoothing, logit_scale, softcap, z_loss; };
 struct bare {
   static constexpr bool BOUNDED = false;
   static INLINE float score(float logit, Options, float& slope) { return slope = 1.0f, logit; }
@@ -186,13 +186,12 @@ extern "C" __global__ void SHAPE turnaround(
     const float* denominator, float* loss,  // [1] or null, [M]
     int V, int inner,  // classes, I
     int stride_o, int stride_i, int d_stride_o, int d_stride_i,  // of z and of dz, in elements
-    int ignore_index, double label_smoothing, double logit_scale, double softcap, double z_weight) {
+    int ignore_index, double label_smoothing, double logit_scale, double softcap, double z_loss) {
   typedef Vector<ELEMENT, SCORE, SMOOTH, ALIGNED> Vec;
   constexpr int WARPS = THREADS / 32;
   __shared__ RowStats warps[WARPS], parts[CLUSTER];
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
-  const Options o = {(float)logit_scale, (float)softcap};
-  const float smoothing = label_smoothing, z_loss = z_weight;
+  const Options o = {(float)label_smoothing, (float)logit_scale, (float)softcap, (float)z_loss};
   const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, step = THREADS * Vec::SIZE;
   const ELEMENT::bits* row_z = z + (i64)(row / inner) * stride_o + (i64)(row % inner) * stride_i;
   ELEMENT::bits* row_dz = dz + (i64)(row / inner) * d_stride_o + (i64)(row % inner) * d_stride_i;
@@ -232,9 +231,9 @@ extern "C" __global__ void SHAPE turnaround(
   const float log_s = logf(stats.s), lse = row_max.scaled / row_max.log2_scale + log_s;
   const float inv_denominator = 1.0f / (divisor == 0.0f ? 1.0f : divisor);
   const float w_t = token_weight ? token_weight[row] : 1.0f, w_sum = all_weights ? *all_weights : V;
-  const float target_coef = (1.0f - smoothing) * (weight && valid ? weight[label] : 1.0f) * w_t;
-  const float smoothing_coef = smoothing / V * w_t;
-  const float softmax_coef = target_coef + smoothing_coef * w_sum + 2 * z_loss * w_t * lse;
+  const float target_coef = (1.0f - o.label_smoothing) * (weight && valid ? weight[label] : 1.0f) * w_t;
+  const float smoothing_coef = o.label_smoothing / V * w_t;
+  const float softmax_coef = target_coef + smoothing_coef * w_sum + 2 * o.z_loss * w_t * lse;
   const float grad_scale = UNSCALED_GRAD ? 1.0f : inv_denominator;
   const RowGrad r = {row_max, softmax_coef * grad_scale / stats.s, smoothing_coef * grad_scale};
 #pragma unroll
@@ -253,6 +252,6 @@ extern "C" __global__ void SHAPE turnaround(
     float log_p = fmaf(score_y, row_max.log2_scale, -row_max.scaled) / row_max.log2_scale - log_s;
     if (log_p > 0.0f) log_p = 0.0f;  // a rounding may put it above, by 1e-7
     loss[row] = inv_denominator * (smoothing_coef * w_sum * lse - smoothing_coef * stats.smooth - target_coef * log_p +
-                                   z_loss * w_t * lse * lse);
+                                   o.z_loss * w_t * lse * lse);
   } else if (!valid && rank == 0 && threadIdx.x == 0) loss[row] = ignored ? 0.0f : __int_as_float(0x7fc00000);
 }

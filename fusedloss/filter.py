@@ -23,7 +23,7 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, load_operand, place, takes_kernel, tile_slices,
     wide, wide_product)
 from fusedloss.core.reference import (
-    factors, reduce_rows, row_stats, row_terms, share_of, total_weight)
+    factors, reduce_rows, row_stats, row_terms, scores_in_place, share_of, total_weight)
 from fusedloss.core.rows import load_labels
 from fusedloss.core.softmax import unit as score_unit
 from fusedloss.core.tiling import (
@@ -59,11 +59,6 @@ def label_places(
 # %% ../nbs/08_filter.ipynb #d93ea7df
 SAMPLE = 256  # tokens that decide the order of the classes
 
-def final_scores(z:Tensor, o:LossOptions) -> Tensor:
-    "Scale and soft cap of scores, in place."
-    z.mul_(o.logit_scale)
-    return z.div_(o.softcap).tanh_().mul_(o.softcap) if o.softcap else z
-
 def likely_classes(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], o:LossOptions,
 ) -> Tensor:  # [V]
@@ -72,7 +67,7 @@ def likely_classes(
     if k == 0: return x.new_zeros(len(w))
     at = torch.arange(k, device=x.device) * len(x) // k
     z = wide_product(x[at], w.T) if x.is_cuda else wide(x[at]) @ wide(w).T
-    z = final_scores(z if bias is None else z.add_(bias), o)
+    z = scores_in_place(z if bias is None else z.add_(bias), o)
     p = z.sub_(z.logsumexp(1, keepdim=True)).exp_()
     return p.masked_fill_((target[at] == o.ignore_index)[:, None], 0.0).sum(0)
 
@@ -148,7 +143,7 @@ def plain_flagged(
     (n, v), t, wide_w = (len(x), len(w)), filter_tiling(x, o, stats), wide(w)
     tops, means = (out[1].new_empty(-(-v // t.BV), n) for _ in range(2))
     for i in plain_chunks(x, w, budget):
-        parts = final_scores(chunk_scores(x[i], wide_w, bias)[:, 0], o).split(t.BV, 1)
+        parts = scores_in_place(chunk_scores(x[i], wide_w, bias)[:, 0], o).split(t.BV, 1)
         for tile, z in enumerate(parts):
             tops[tile, i], means[tile, i] = z.amax(1), z.logsumexp(1) - math.log(z.shape[1])
     own = target // t.BV == torch.arange(len(tops), device=x.device)[:, None]

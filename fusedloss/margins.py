@@ -40,8 +40,8 @@ class Margin:
     "What a head asks of a margin; calling one is calling `target_score`."
     scale: float  # of every score
     centers: int = 1  # vectors a class has
-    pace: Optional[float] = None  # Circle's margin, which bends the other classes' scores too
-    paced: bool = False  # whether the slope leaves the pace out
+    pace: Optional[float] = None  # Circle's margin, by which it reweights the other classes' scores too
+    paced: bool = False  # whether the gradient takes these weights for constants
 
     def target_score(self,
         cos:Tensor,  # [N], of each row with its target
@@ -246,7 +246,7 @@ class Circle(Margin):
     "scale · [1 + m − c]₊ (c − 1 + m); for others scale · [c + m]₊ (c − m): arXiv 2002.10857."
     margin: float = 0.25  # 0 to 1
     scale: float = 256.0
-    grad: Literal["paced", "exact"] = "paced"  # the paper's, the pace a constant; or "exact"
+    grad: Literal["paced", "exact"] = "paced"  # the paper's, weights being constants; or "exact"
 
     def __post_init__(self):
         check_numbers(self, "margin")
@@ -259,8 +259,8 @@ class Circle(Margin):
     def paced(self) -> bool: return self.grad == "paced"
 
     def target_score(self, cos:Tensor, norm:Optional[Tensor]=None) -> Tensor:
-        pace = (1 + self.margin - (cos.detach() if self.paced else cos)).clamp(min=0)
-        return self.scale * pace * (cos - 1 + self.margin)
+        weight = (1 + self.margin - (cos.detach() if self.paced else cos)).clamp(min=0)
+        return self.scale * weight * (cos - 1 + self.margin)
 
 # %% ../nbs/13_margins.ipynb #a8d277a6
 class SubCenter(nn.Module, Margin):

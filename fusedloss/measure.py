@@ -315,7 +315,7 @@ def memory_timeline(
     events:list[MemoryEvent],
     title:str, alt:str, caption:str="",
     at_least:int=0,  # bytes; smaller tensors are in the total only
-    stage:int=1,
+    stage:int|str=1,
 ) -> Drawing:
     "Live bytes after each event, over one bar for the life of every large tensor."
     import matplotlib.pyplot as plt

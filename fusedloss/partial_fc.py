@@ -20,12 +20,12 @@ from fusedloss.core.negatives import (
     affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
 from fusedloss.core.operators import check_reverse
 from fusedloss.core.options import HeadMethod
-from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler
+from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler
 from fusedloss.margins import CosFace, head_config, Margin
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
-    "What a step saw; no gradients, and nothing waits for them."
+    "The statistics of a step; no gradients, and nothing waits for them."
     cos: Tensor  # [N], of each row with its target, no margin; 0 without a label
     rest: Tensor  # [N], log-sum-exp of the other scores
     accuracy: Tensor  # share of valid rows whose target leads the classes that were scored
@@ -33,7 +33,7 @@ class HeadStats(NamedTuple):
     n_scored: Tensor  # classes that were scored
 
 # %% ../nbs/14_partial_fc.ipynb #9051f4db
-def check_partial(sampler, sample_rate, ignore_index, method):
+def check_step_options(sampler, sample_rate, ignore_index, method):
     "`ValueError` for options of a step that no head can have."
     rate = sample_rate == "positives" or is_number(sample_rate) and 0 < sample_rate <= 1
     expect(rate, "sample_rate", "a number in (0, 1], or 'positives'", repr(sample_rate))
@@ -144,18 +144,18 @@ def config_of(head:nn.Module) -> HeadConfig:
     return head_config(head.margin, head.eps, head.conflict, head.conflict_mode)
 
 # %% ../nbs/14_partial_fc.ipynb #30aaf199
-def with_centers(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T·K]
+def center_rows(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T·K]
     "Rows of the weight for rows of classes."
     if rows is None or k == 1: return rows
     each = rows[:, None] * k + torch.arange(k, device=rows.device)
     return torch.where(rows[:, None] < 0, -1, each).flatten()
 
 # %% ../nbs/14_partial_fc.ipynb #68b00999
-def rows_of(head:nn.Module, columns:Columns) -> Columns:
+def weight_columns(head:nn.Module, columns:Columns) -> Columns:
     "Columns of the weight's rows; the head notes which, for the optimizer."
     if columns.w_rows is None: return columns
     if head.centers > 1:
-        rows = with_centers(columns.w_rows, head.centers)
+        rows = center_rows(columns.w_rows, head.centers)
         columns = columns._replace(w_rows=rows, grad_index=live_index(rows))
     if head.sparse: head.weight.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
     return columns
@@ -207,8 +207,8 @@ def partial_loss(
     check_reverse("PartialFC", "margin_cross_entropy")
     o, dtype, loss_dtype = config_of(head), head_dtype(x), acc_dtype(x.dtype)
     kernel = uses_kernels(head.method, x, dtype, o)
-    columns = columns_of(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
-    given = head, x, rows_of(head, columns), o, dtype
+    columns = step_columns(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
+    given = head, x, weight_columns(head, columns), o, dtype
     affine = kernel and type(head.margin) is CosFace
     loss, *numbers = cosface_loss(*given) if affine else margin_loss(*given, kernel)
     stats = head_stats(head, columns, *numbers) if with_stats else None
@@ -234,7 +234,7 @@ class PartialFC(ClassVectors):
     ):
         margin = CosFace() if margin is None else margin
         head_config(margin, eps, conflict, conflict_mode)
-        check_partial(sampler, sample_rate, ignore_index, method)
+        check_step_options(sampler, sample_rate, ignore_index, method)
         if sparse is not None: check_flags(sparse=sparse)
         super().__init__(num_classes, embedding_size, margin.centers, device, dtype)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)

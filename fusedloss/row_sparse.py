@@ -15,12 +15,12 @@ from torch.optim.optimizer import ParamsT
 
 from fusedloss.core.checks import acc_dtype, check_flags, expect, is_integer, is_number
 from fusedloss.core.cosine import row_block
-from fusedloss.core.sampling import add_word, GOLDEN, key_word
+from fusedloss.core.sampling import add_word, GOLDEN, plain_add_word
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
 
 # %% ../nbs/15_row_sparse.ipynb #53f9c035
 @jit
-def decay_left(t, beta, log_beta):
+def one_minus_power(t, beta, log_beta):
     "1 - beta^t; by its series where that is small, for 1 - e^-a would lose its digits."
     a = -t * log_beta
     series = a * (1 - a * (1 / 2 - a * (1 / 6 - a * (1 / 24 - a / 120))))
@@ -28,7 +28,7 @@ def decay_left(t, beta, log_beta):
 
 # %% ../nbs/15_row_sparse.ipynb #4cb66de2
 @jit
-def stochastic(v, noise):
+def round_stochastically(v, noise):
     "float32 to bfloat16, up or down with the probabilities that make the mean right."
     bits = v.to(tl.uint32, bitcast=True)
     rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -36,77 +36,80 @@ def stochastic(v, noise):
 
 # %% ../nbs/15_row_sparse.ipynb #c6b5a148
 @jit
-def count_kernel(times_ptr, rows_ptr, T, B: tl.constexpr):
+def count_kernel(row_steps_ptr, rows_ptr, T, B: tl.constexpr):
     at = tl.program_id(0) * B + tl.arange(0, B)
-    row, live = at, at < T
+    row, alive = at, at < T
     if rows_ptr is not None:
-        row = tl.load(rows_ptr + at, mask=live, other=-1)
-        live = live & (row >= 0)
-    count = tl.load(times_ptr + row, mask=live, other=0) + 1
-    tl.store(times_ptr + row, count, mask=live)
+        row = tl.load(rows_ptr + at, mask=alive, other=-1)
+        alive = alive & (row >= 0)
+    count = tl.load(row_steps_ptr + row, mask=alive, other=0) + 1
+    tl.store(row_steps_ptr + row, count, mask=alive)
 
 # %% ../nbs/15_row_sparse.ipynb #4ee04a8e
 @jit
 def update_kernel(
-    p_ptr, first_ptr, second_ptr, times_ptr,  # [V,H], state [V,H] or None, [V] or None
-    g_ptr, rows_ptr, slots_ptr,  # [T,H]; [T] or None; [V], each row's place in g or -1, or None
-    p_row, p_col, first_row, first_col, second_row, second_col, g_row, g_col,  # strides
-    T, H, lr, decay, a, b, a_left, b_left, log_a, log_b, eps, sign, seed,
-    ADAM: tl.constexpr, NESTEROV: tl.constexpr, NOISE: tl.constexpr,
+    p_ptr, moment1_ptr, moment2_ptr, row_steps_ptr,  # [V,H], state [V,H] or None, [V] or None
+    g_ptr, rows_ptr, grad_rows_ptr,  # [T,H]; [T] or None; [V], each row's place in g or -1, or None
+    p_row, p_col, moment1_row, moment1_col, moment2_row, moment2_col, g_row, g_col,  # strides
+    T, H, lr, weight_decay, beta1, beta2, beta1_left, beta2_left, log_beta1, log_beta2, eps,
+    sign, seed, ADAM: tl.constexpr, NESTEROV: tl.constexpr, NOISE: tl.constexpr,
     BR: tl.constexpr, BH: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    live, row, place_ = at < T, at, at
+    alive, row, grad_row = at < T, at, at
     if rows_ptr is not None:
-        row = tl.load(rows_ptr + at, mask=live, other=-1)
-        live = live & (row >= 0)
-    has = live
-    if slots_ptr is not None:
-        place_ = tl.load(slots_ptr + at, mask=live, other=-1).to(tl.int64)
-        has = live & (place_ >= 0)
-    t = tl.full([BR], 2.0, tl.float32)
-    if times_ptr is not None:
-        t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32)
+        row = tl.load(rows_ptr + at, mask=alive, other=-1)
+        alive = alive & (row >= 0)
+    has_grad = alive
+    if grad_rows_ptr is not None:
+        grad_row = tl.load(grad_rows_ptr + at, mask=alive, other=-1).to(tl.int64)
+        has_grad = alive & (grad_row >= 0)
+    steps = tl.full([BR], 2.0, tl.float32)
+    if row_steps_ptr is not None:
+        steps = tl.load(row_steps_ptr + row, mask=alive, other=2).to(tl.float32)
     if ADAM:
-        rise, spread = decay_left(t, a, log_a), tl.sqrt(decay_left(t, b, log_b))
+        correction1 = one_minus_power(steps, beta1, log_beta1)
+        sqrt_correction2 = tl.sqrt(one_minus_power(steps, beta2, log_beta2))
     for k in range(0, H, BH):
         cols = k + tl.arange(0, BH)[None, :].to(tl.int64)
-        inside = live[:, None] & (cols < H)
-        there = (place_ * g_row)[:, None] + cols * g_col
-        g = tl.load(g_ptr + there, mask=has[:, None] & (cols < H), other=0.0)
+        inside = alive[:, None] & (cols < H)
+        there = (grad_row * g_row)[:, None] + cols * g_col
+        g = tl.load(g_ptr + there, mask=has_grad[:, None] & (cols < H), other=0.0)
         g = sign * g.to(tl.float32)
         here = (row * p_row)[:, None] + cols * p_col
-        in_first = (row * first_row)[:, None] + cols * first_col
+        in_moment1 = (row * moment1_row)[:, None] + cols * moment1_col
         p = tl.load(p_ptr + here, mask=inside, other=0.0).to(tl.float32)
         if ADAM:
-            in_second = (row * second_row)[:, None] + cols * second_col
-            m = tl.load(first_ptr + in_first, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(second_ptr + in_second, mask=inside, other=0.0).to(tl.float32)
-            m += (g - m) * a_left
-            v = v * b + g * g * b_left
-            tl.store(first_ptr + in_first, m.to(first_ptr.dtype.element_ty), mask=inside)
-            tl.store(second_ptr + in_second, v.to(second_ptr.dtype.element_ty), mask=inside)
-            p -= lr * decay * p
-            p -= lr / rise[:, None] * m / (tl.sqrt(v) / spread[:, None] + eps)
+            in_moment2 = (row * moment2_row)[:, None] + cols * moment2_col
+            m = tl.load(moment1_ptr + in_moment1, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(moment2_ptr + in_moment2, mask=inside, other=0.0).to(tl.float32)
+            m += (g - m) * beta1_left
+            v = v * beta2 + g * g * beta2_left
+            tl.store(moment1_ptr + in_moment1, m.to(moment1_ptr.dtype.element_ty), mask=inside)
+            tl.store(moment2_ptr + in_moment2, v.to(moment2_ptr.dtype.element_ty), mask=inside)
+            p -= lr * weight_decay * p
+            p -= lr / correction1[:, None] * m / (tl.sqrt(v) / sqrt_correction2[:, None] + eps)
         else:
-            g += decay * p
-            if first_ptr is not None:
-                m = tl.load(first_ptr + in_first, mask=inside, other=0.0).to(tl.float32)
-                m = tl.where(t[:, None] == 1, g, a * m + b_left * g)
-                tl.store(first_ptr + in_first, m.to(first_ptr.dtype.element_ty), mask=inside)
-                g = g + a * m if NESTEROV else m
+            g += weight_decay * p
+            if moment1_ptr is not None:
+                m = tl.load(moment1_ptr + in_moment1, mask=inside, other=0.0).to(tl.float32)
+                m = tl.where(steps[:, None] == 1, g, beta1 * m + beta2_left * g)
+                tl.store(moment1_ptr + in_moment1, m.to(moment1_ptr.dtype.element_ty), mask=inside)
+                g = g + beta1 * m if NESTEROV else m
             p -= lr * g
         if NOISE:
             number = (row * H)[:, None] + cols  # whatever the strides
             noise = add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number ^ seed)
-            tl.store(p_ptr + here, stochastic(p, noise), mask=inside)
+            tl.store(p_ptr + here, round_stochastically(p, noise), mask=inside)
         else:
             tl.store(p_ptr + here, p.to(p_ptr.dtype.element_ty), mask=inside)
 
 # %% ../nbs/15_row_sparse.ipynb #0781e6d1
-def round_up_or_down(v:Tensor, at:Tensor, seed:Tensor) -> Tensor:  # float32, places, a scalar
-    "`stochastic` in PyTorch, the same bits."
-    noise = key_word(torch.full_like(at, GOLDEN), at ^ seed)
+def plain_round_stochastically(
+    v:Tensor, at:Tensor, seed:Tensor,  # float32, each number's place, a scalar
+) -> Tensor:
+    "`round_stochastically` in PyTorch, the same bits."
+    noise = plain_add_word(torch.full_like(at, GOLDEN), at ^ seed)
     bits = v.view(torch.int32).long() + (noise & 0xFFFF)
     rounded = ((bits >> 16) << 16).to(torch.int32).view(torch.float32)
     return torch.where(v.isfinite(), rounded, v).bfloat16()
@@ -116,9 +119,9 @@ class Update(NamedTuple):
     "One step's numbers, for SGD and for AdamW."
     adam: bool
     lr: float
-    decay: float  # weight decay: of the gradient, or of the weight with AdamW
-    a: float  # momentum, or β₁
-    b: float  # dampening, or β₂
+    weight_decay: float  # of the gradient, or of the weight with AdamW
+    beta1: float  # or SGD's momentum
+    beta2: float  # or SGD's dampening
     eps: float
     nesterov: bool
     sign: float  # -1 to maximise
@@ -126,61 +129,63 @@ class Update(NamedTuple):
 # %% ../nbs/15_row_sparse.ipynb #f5461ffd
 def update_of(group:dict, adam:bool) -> Update:
     "A parameter group's numbers."
-    a, b = group["betas"] if adam else (group["momentum"], group["dampening"])
-    return Update(adam, float(group["lr"]), group["weight_decay"], a, b, group.get("eps", 0.0),
-                  group.get("nesterov", False), -1.0 if group["maximize"] else 1.0)
+    beta1, beta2 = group["betas"] if adam else (group["momentum"], group["dampening"])
+    return Update(adam, float(group["lr"]), group["weight_decay"], beta1, beta2,
+                  group.get("eps", 0.0), group.get("nesterov", False),
+                  -1.0 if group["maximize"] else 1.0)
 
 # %% ../nbs/15_row_sparse.ipynb #b33ad4a1
 def plain_update(
-    p:Tensor, first:Optional[Tensor], second:Optional[Tensor], times:Optional[Tensor],
+    p:Tensor, moment1:Optional[Tensor], moment2:Optional[Tensor], row_steps:Optional[Tensor],
     g:Tensor, rows:Optional[Tensor], u:Update, seed:Optional[int],
 ):
     "`update_kernel` in PyTorch, for CPUs and float64; `rows` all live and different, or all."
-    take_ = lambda t: None if t is None else t if rows is None else t[rows]
-    wide_ = acc_dtype(p.dtype)
-    old, m, v, g = (None if t is None else t.to(wide_)
-                    for t in (take_(p), take_(first), take_(second), g * u.sign))
-    t = None if times is None else (take_(times) + 1).view(-1, *[1] * (p.dim() - 1))
-    power_ = None if t is None else t.to(torch.float64)
+    of_rows = lambda t: None if t is None else t if rows is None else t[rows]
+    dtype = acc_dtype(p.dtype)
+    old, m, v, g = (None if t is None else t.to(dtype)
+                    for t in (of_rows(p), of_rows(moment1), of_rows(moment2), g * u.sign))
+    t = None if row_steps is None else (of_rows(row_steps) + 1).view(-1, *[1] * (p.dim() - 1))
+    exponent = None if t is None else t.to(torch.float64)
     if u.adam:
-        m = m + (g - m) * (1 - u.a)
-        v = v * u.b + g * g * (1 - u.b)
-        rise, spread = ((1 - x**power_).to(wide_) for x in (u.a, u.b))
-        new = old - u.lr * u.decay * old
-        new = new - u.lr / rise * m / (v.sqrt() / spread.sqrt() + u.eps)
+        m = m + (g - m) * (1 - u.beta1)
+        v = v * u.beta2 + g * g * (1 - u.beta2)
+        correction1, correction2 = ((1 - x**exponent).to(dtype) for x in (u.beta1, u.beta2))
+        new = old - u.lr * u.weight_decay * old
+        new = new - u.lr / correction1 * m / (v.sqrt() / correction2.sqrt() + u.eps)
     else:
-        g = g + u.decay * old
+        g = g + u.weight_decay * old
         if m is not None:
-            m = u.a * m + (1 - u.b) * g if t is None else torch.where(
-                t == 1, g, u.a * m + (1 - u.b) * g)
-            g = g + u.a * m if u.nesterov else m
+            m = u.beta1 * m + (1 - u.beta2) * g if t is None else torch.where(
+                t == 1, g, u.beta1 * m + (1 - u.beta2) * g)
+            g = g + u.beta1 * m if u.nesterov else m
         new = old - u.lr * g
     if seed is not None:
         at = torch.arange(p.numel(), device=p.device).view(p.shape)
-        new = round_up_or_down(new, take_(at), torch.tensor(seed, device=p.device))
+        new = plain_round_stochastically(new, of_rows(at), torch.tensor(seed, device=p.device))
     t = None if t is None else t.flatten()
-    for held, made in ((p, new), (first, m), (second, v), (times, t)):
+    for held, made in ((p, new), (moment1, m), (moment2, v), (row_steps, t)):
         if held is None: continue
         if rows is None: held.copy_(made)
         else: held[rows] = made.to(held.dtype)
 
 # %% ../nbs/15_row_sparse.ipynb #d107bc39
 def launch_update(
-    p:Tensor, first:Optional[Tensor], second:Optional[Tensor], times:Optional[Tensor],
-    g:Tensor, rows:Optional[Tensor], slots:Optional[Tensor], u:Update, seed:Optional[int],
+    p:Tensor, moment1:Optional[Tensor], moment2:Optional[Tensor], row_steps:Optional[Tensor],
+    g:Tensor, rows:Optional[Tensor], grad_rows:Optional[Tensor], u:Update, seed:Optional[int],
 ):
-    "One parameter [V,H] of any strides: the rows in `rows`, or all; `slots` where g has some."
+    "One parameter [V,H] of any strides: the rows in `rows`, or all; their places in g."
     total, h = len(p) if rows is None else len(rows), p.shape[1]
-    tall, wide_ = row_block(h)
-    logs = [math.log(x) if u.adam and x > 0 else -1e30 for x in (u.a, u.b)]
-    strides = [n for t in (p, first, second, g) for n in ((0, 0) if t is None else t.stride())]
+    height, width = row_block(h)
+    logs = [math.log(x) if u.adam and x > 0 else -1e30 for x in (u.beta1, u.beta2)]
+    strides = [n for t in (p, moment1, moment2, g) for n in ((0, 0) if t is None else t.stride())]
     if total == 0 or h == 0: return
     with on_device(p):
-        if times is not None: count_kernel[(-(-total // 256),)](times, rows, total, B=256)
-        update_kernel[(-(-total // tall),)](
-            p, first, second, times, g, rows, slots, *strides, total, h, u.lr, u.decay, u.a, u.b,
-            1 - u.a, 1 - u.b, *logs, u.eps, u.sign, seed or 0, ADAM=u.adam, NESTEROV=u.nesterov,
-            NOISE=seed is not None, BR=tall, BH=wide_)
+        if row_steps is not None: count_kernel[(-(-total // 256),)](row_steps, rows, total, B=256)
+        update_kernel[(-(-total // height),)](
+            p, moment1, moment2, row_steps, g, rows, grad_rows, *strides, total, h, u.lr,
+            u.weight_decay, u.beta1, u.beta2, 1 - u.beta1, 1 - u.beta2, *logs, u.eps, u.sign,
+            seed or 0, ADAM=u.adam, NESTEROV=u.nesterov, NOISE=seed is not None, BR=height,
+            BH=width)
 
 # %% ../nbs/15_row_sparse.ipynb #9adad129
 def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradient
@@ -253,9 +258,9 @@ def apply_update(
     if rows is not None and dense:
         live = torch.where(rows < 0, len(p), rows)  # the dead meet in a spare place
         if kernel:
-            slots = torch.full((len(p) + 1,), -1, dtype=torch.int32, device=p.device)
-            slots[live] = torch.arange(len(rows), dtype=torch.int32, device=p.device)
-            return launch_update(p, *state, g, None, slots, u, seed)
+            grad_rows = torch.full((len(p) + 1,), -1, dtype=torch.int32, device=p.device)
+            grad_rows[live] = torch.arange(len(rows), dtype=torch.int32, device=p.device)
+            return launch_update(p, *state, g, None, grad_rows, u, seed)
         g = g.new_zeros(len(p) + 1, *p.shape[1:]).index_copy_(0, live, g)[:-1]
         rows = None
     if kernel: return launch_update(p, *state, g, rows, None, u, seed)
@@ -357,8 +362,8 @@ class RowSparse(RowOptimizer):
     def update(self, p:Tensor, group:dict) -> None:
         "One parameter's step."
         u, state = update_of(group, self.adam), self.state[p]
-        names = self.names if u.adam or u.a else ()
-        held = row_state(state, p, names, u.adam or bool(u.a and u.b))
+        names = self.names if u.adam or u.beta1 else ()
+        held = row_state(state, p, names, u.adam or bool(u.beta1 and u.beta2))
         state["step"] += 1
         noisy = p.dtype == torch.bfloat16 and self.stochastic_rounding
         seed = (self.seed * 1000003 + int(state["step"])) % 2**23 << 40 if noisy else None

@@ -24,11 +24,11 @@ from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, dtensor_like, dtensor_of_rows, gather_rows,
     is_dtensor, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards, shards_on,
     tuning_agreement)
-from fusedloss.core.sampling import Columns, columns_of, live_index, NegativeSampler, plain_labels
+from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler, plain_labels
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    check_features, config_of, head_stats, HeadStats, PartialFC, with_centers)
+    check_features, config_of, head_stats, HeadStats, PartialFC, center_rows)
 from fusedloss.row_sparse import (
     apply_update, as_rows, check_norm, distinct_values, live_rows, RowSparse, update_of)
 from fusedloss.sharded import check_mesh
@@ -88,7 +88,7 @@ class _LocalRows(torch.autograd.Function):
 # %% ../nbs/17_sharded_heads.ipynb #b7e6e961
 BLOCK = 2**14  # classes of one seed
 
-def first_rows(
+def initial_rows(
     rows:range, h:int, seed:int, device, dtype:torch.dtype, std:float=0.01,
 ) -> Tensor:  # [rows,H]
     "Normal rows that depend on seed and row, not on who owns them."
@@ -122,7 +122,7 @@ def local_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:  # lse, cos, largest negative score: [N] each
     "Stage 14's statistics of this rank's classes."
     if not len(w): return _NoClasses.apply(x, w)
-    o, rows = config_of(head), with_centers(columns.w_rows, head.centers)
+    o, rows = config_of(head), center_rows(columns.w_rows, head.centers)
     index = columns.grad_index
     if rows is not None and o.centers > 1: index = live_index(rows)
     if rows is not None and head.sparse:
@@ -141,7 +141,7 @@ def sharded_head_loss(
     check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
     ignore, sums = head.ignore_index, acc_dtype(x.dtype)
     _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
-    columns = columns_of(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
+    columns = step_columns(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
     with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
         parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
@@ -162,7 +162,7 @@ def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> H
 
 
 # %% ../nbs/17_sharded_heads.ipynb #2014d18b
-def check_sharded_head(
+def check_sharded(
     margin:Margin, n_classes:int, mesh, backbone_reduction:str,
     device:torch.types.Device=None, equal_batch:bool=False, seed:int=0,
 ):
@@ -172,7 +172,7 @@ def check_sharded_head(
     check_factory(device, None)
     check_flags(equal_batch=equal_batch)
     expect(is_integer(seed) and -2**43 <= seed <= 2**44, "seed",
-           "an integer from −2⁴³ to 2⁴⁴", repr(seed))  # `first_rows` multiplies it
+           "an integer from −2⁴³ to 2⁴⁴", repr(seed))  # `initial_rows` multiplies it
     check_mesh(mesh)
     if mesh is None: return
     expect(mesh.ndim == 1, "mesh", "one dimension; of several take mesh['name']", mesh.ndim)
@@ -208,7 +208,7 @@ class ShardedPartialFC(PartialFC):
     ):
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
                          device="meta", **options)  # nobody makes all the rows
-        check_sharded_head(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
+        check_sharded(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
         self.device = device or ("cpu" if mesh is None else mesh.device_type)
         if sampler is None and self.sampler is not None:
             sampler = NegativeSampler(self.sampler.rate or "positives")
@@ -223,7 +223,7 @@ class ShardedPartialFC(PartialFC):
     def new_rows(self) -> Tensor:
         "A first weight."
         s, k, (v, h) = self.shards, self.centers, self.weight.shape
-        rows = first_rows(range(s.start * k, s.stop * k), h, self.seed, self.device,
+        rows = initial_rows(range(s.start * k, s.stop * k), h, self.seed, self.device,
                           self.weight.dtype)
         return dtensor_of_rows(rows, self.mesh, torch.Size((v, h)))
 
@@ -242,10 +242,10 @@ class ShardedPartialFC(PartialFC):
         return (loss, sharded_head_stats(self, terms, b, s)) if return_stats else loss
 
     def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:
-        return grown_alone(self, super().extend, (n, *optimizers))
+        return without_mesh(self, super().extend, (n, *optimizers))
 
     def remove(self, classes:Tensor|Sequence[int], *optimizers:torch.optim.Optimizer) -> Tensor:
-        return grown_alone(self, super().remove, (classes, *optimizers))
+        return without_mesh(self, super().remove, (classes, *optimizers))
 
 # %% ../nbs/17_sharded_heads.ipynb #1f0c0c4d
 def gathered_batch(
@@ -262,7 +262,7 @@ def gathered_batch(
     return s, b, *_GatherRows.apply(x, y, b, s, head.ignore_index)
 
 # %% ../nbs/17_sharded_heads.ipynb #10ef48e2
-def grown_alone(head:nn.Module, change:Callable, args:tuple):
+def without_mesh(head:nn.Module, change:Callable, args:tuple):
     "`extend` or `remove`, for a weight that is all here."
     expect(head.mesh is None, "mesh", "None to extend or remove: load a checkpoint without "
            "ranks, change it, save it", "a mesh")
@@ -300,8 +300,8 @@ class ShardedRowSparse(RowSparse):
     def update(self, p:Tensor, group:dict) -> None:
         if not is_dtensor(p): return super().update(p, group)
         u, state, here = update_of(group, self.adam), self.state[p], p.to_local()
-        names = self.names if u.adam or u.a else ()
-        held = local_state(p, state, names, u.adam or bool(u.a and u.b))
+        names = self.names if u.adam or u.beta1 else ()
+        held = local_state(p, state, names, u.adam or bool(u.beta1 and u.beta2))
         state["step"] += 1
         noisy = p.dtype == torch.bfloat16 and self.stochastic_rounding
         seed = (self.seed * 1000003 + int(state["step"])) % 2**23 << 40 if noisy else None

@@ -136,8 +136,8 @@ STAGES = (
     Stage("tiles", 2, lambda x, w, y: MemoryEfficientVocabOutput(w, tile_factor=8, reduction="mean")(x, y)),
     Stage("iota", 3, lambda x, w, y: iota_cross_entropy(F.linear(x, w), y)),
     Stage("kernels", 4, lambda x, w, y: cross_entropy(F.linear(x, w), y, inplace=True)),
-    Stage("chunks", 5, lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=128)),
-    Stage("recompute", 6, lambda x, w, y: recompute_linear_cross_entropy(x, w, y, memory_budget=2**20)),
+    Stage("chunks", 6, lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=128)),
+    Stage("recompute", 7, lambda x, w, y: recompute_linear_cross_entropy(x, w, y, memory_budget=2**20)),
 )
 
 # %% ../nbs/tour.ipynb #7c937fb5
@@ -340,8 +340,8 @@ def make_reading(words:Words, sizes:Sizes, device:str|torch.device="cpu", seed:i
 # %% ../nbs/tour.ipynb #d9830ceb
 READERS = (
     Stage("torch", 1, torch_ctc),
-    Stage("ctc", 13, lambda x, w, y: ctc_loss_with_logits(F.linear(x, w), *y)),
-    Stage("linear_ctc", 14, lambda x, w, y: linear_ctc_loss(x, w, *y)),
+    Stage("ctc", 20, lambda x, w, y: ctc_loss_with_logits(F.linear(x, w), *y)),
+    Stage("linear_ctc", 22, lambda x, w, y: linear_ctc_loss(x, w, *y)),
 )
 
 # %% ../nbs/tour.ipynb #713e8682
@@ -505,7 +505,7 @@ def alignment_plot(
         fig, ax = plt.subplots(figsize=(6.4, 2.4))
         ax.imshow(picture, cmap="Greys", vmin=0, vmax=9, interpolation="nearest")
         for label, a, b in runs:
-            ax.plot([a - 0.4, b + 0.4], [ROWS + 0.5] * 2, color=stage_color(13), lw=3, solid_capstyle="butt")
+            ax.plot([a - 0.4, b + 0.4], [ROWS + 0.5] * 2, color=stage_color("20_ctc"), lw=3, solid_capstyle="butt")
             ax.annotate(LETTERS[label - 1], ((a + b) / 2, ROWS + 1.2), ha="center", va="top", annotation_clip=False)
         ax.set(yticks=[], ylim=(ROWS + 4, -0.5), xlabel="column", title=f"{len(runs)} letters in {len(shown['path'])} columns")
         ax.spines["left"].set_visible(False)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedloss.core import cosine, negatives
-from fusedloss.core.cosine import EPS, HeadConfig, launch_rest, plain_negatives_lse, tangent_kernel, unit_kernel, unit_rows_of
+from fusedloss.core.cosine import EPS, HeadConfig, launch_negatives_lse, plain_negatives_lse, tangent_kernel, unit_kernel, unit_rows_of
 from fusedloss.core.negatives import slab_products
 from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
@@ -60,7 +60,7 @@ def test_score_kernels(name, shifted, size, place):
     shift = None
     if shifted:
         shift = torch.where(draw_(t) > 1, -math.inf, 1.2 * (draw_(t) > 0))
-    got, exact = launch_rest(x, w, slot, shift, o, tiling), plain_negatives_lse(x.double(), w.double(), slot, shift, o, 13)
+    got, exact = launch_negatives_lse(x, w, slot, shift, o, tiling), plain_negatives_lse(x.double(), w.double(), slot, shift, o, 13)
     for a, e in zip(got, exact):
         torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-4)
     g_rest, g_cos, grads = draw_(n), draw_(n), {}
@@ -79,27 +79,27 @@ def test_score_kernels(name, shifted, size, place):
 SCORE_BUGS = {
     "dead columns score": ("mask=cols < T, other=-float(\"inf\"))[None, :]", "mask=cols < T, other=0.0)[None, :]"),
     "columns past the end score": ("z = tl.where((cols < T)[None, :], z, -float(\"inf\"))", "z = z"),
-    "targets stay in the sum": ("return tl.where(cols[None, :] == slot[:, None], -float(\"inf\"), z)", "return z"),
-    "conflicts stay": ("z = tl.where(product > conflict, fill, z)", "z = z"),
+    "targets stay in the sum": ("return tl.where(cols[None, :] == target_column[:, None], -float(\"inf\"), z)", "return z"),
+    "conflicts stay": ("z = tl.where(product > conflict, conflict_score, z)", "z = z"),
     "conflicts pull": ("d = tl.where(product > conflict, 0.0, d)", "d = d"),
-    "targets pull like others": ("d = tl.where(cols[None, :] == slot[:, None], hold[:, None], d)", "d = d"),
-    "slabs begin at 0": ("slot_ptr + rows, mask=keep, other=-1) - begin", "slot_ptr + rows, mask=keep, other=-1)"),
-    "runs do not join": ("& (RUN > 1)\n        base, s = join", "& (RUN > 99)\n        base, s = join"),
+    "targets pull like others": ("d = tl.where(cols[None, :] == target_column[:, None], target_coef[:, None], d)", "d = d"),
+    "slabs begin at 0": ("target_column_ptr + rows, mask=in_batch, other=-1) - begin", "target_column_ptr + rows, mask=in_batch, other=-1)"),
+    "runs do not join": ("& (RUN > 1)\n        row_max, s = join", "& (RUN > 99)\n        row_max, s = join"),
 }
 ROW_BUGS = {
-    "dead rows are read": ("live = there & (row >= 0)", "live = there"),
+    "dead rows are read": ("alive = inside & (row >= 0)", "alive = inside"),
     "short rows have a direction": ("sign = tl.where(norm > eps, 1.0, -1.0)", "sign = tl.where(norm > 0, 1.0, -1.0)"),
-    "what is along short rows goes": ("along = tl.where(inverse > 0, along, 0.0)", "along = along"),
+    "what is along short rows goes": ("radial = tl.where(inverse > 0, radial, 0.0)", "radial = radial"),
     "rows of zeros are divided": ("tl.where(norm > 0, 1 / tl.maximum(norm, eps), 1.0)", "1 / tl.maximum(norm, eps)"),
     "the factor is forgotten": ("scale *= tl.load(factor_ptr)", "scale *= 1"),
-    "parts are added as they are": ("s = s * power(base, safe, UNIT) + tl.sum", "s = s + tl.sum"),
-    "the largest of the last parts": ("        base = top\n    slot", "        base = tl.max(base_k, 0)\n    slot"),
-    "the offset is forgotten": ("rest - (slope * cos + offset)", "rest - slope * cos"),
-    "the loss is not shared": ("share * loss, mask=keep", "loss, mask=keep"),
-    "the slope is forgotten": ("-slope * share * rise", "-share * rise"),
+    "parts are added as they are": ("sum_exp = sum_exp * power(row_max, safe, UNIT) +", "sum_exp = sum_exp +"),
+    "the largest of the last parts": ("        row_max = new_max\n    target_column", "        row_max = tl.max(max_k, 0)\n    target_column"),
+    "the offset is forgotten": ("lse - (slope * cos + offset)", "lse - slope * cos"),
+    "the loss is not shared": ("loss_weight * loss, mask=in_batch", "loss, mask=in_batch"),
+    "the slope is forgotten": ("-slope * loss_weight * loss_slope", "-loss_weight * loss_slope"),
     "below 0 the rise is another": ("tl.where(gap < 0, e, 1.0)", "1.0"),
     "small losses vanish": ("e * (1 - e * (1 / 2 - e / 3))", "0 * e"),
-    "rows without a label have a cosine": ("(keep & (slot >= 0))[:, None]", "keep[:, None]"),
+    "rows without a label have a cosine": ("(in_batch & (target_column >= 0))[:, None]", "in_batch[:, None]"),
 }
 
 
@@ -119,7 +119,7 @@ def row_fault(m, place, g):
     parts[1] = parts[1].abs()
     out, line = ([torch.empty(19, device=place) for _ in range(3)] for _ in range(2))
     share = torch.linspace(0, 1, 19)
-    m.finish_rest_kernel[(3,)](parts.to(place), unit, torch.cat([torch.full((1, 40), 3.0).to(place), unit])[1:], slot.to(place), *out, share.to(place), *line, 7.0, -2.0, 19, 300, 40, UNIT=1.0, BN=8,
+    m.merge_lse_kernel[(3,)](parts.to(place), unit, torch.cat([torch.full((1, 40), 3.0).to(place), unit])[1:], slot.to(place), *out, share.to(place), *line, 7.0, -2.0, 19, 300, 40, UNIT=1.0, BN=8,
                               BP=128, BH=32)
     own = (exact[0][:19] * exact[0][slot.clamp(min=0)]).sum(1).masked_fill(slot < 0, 0.0)
     for a, e in zip(out, ((parts[0] + parts[1].log()).logsumexp(0), own, parts[0].amax(0))):
@@ -150,7 +150,7 @@ def score_fault(m, place, g):
         with pytest.MonkeyPatch.context() as patch:
             everywhere(patch, cosine, "run_length", lambda *sizes: 2)
             everywhere(patch, m, "slab_columns", lambda *sizes: 64)
-            got, exact = m.launch_rest(x, w, slot, shift, o, tiling), plain_negatives_lse(x, w, slot, shift, OF_SCORES[name], 130)
+            got, exact = m.launch_negatives_lse(x, w, slot, shift, o, tiling), plain_negatives_lse(x, w, slot, shift, OF_SCORES[name], 130)
             if not all(torch.allclose(a, e, rtol=1e-4, atol=1e-4) for a, e in zip(got, exact)):
                 return f"rest, {name}"
             terms, grads = (torch.randn(n, generator=g).to(place), torch.randn(n, generator=g).to(place)), []

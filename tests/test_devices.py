@@ -95,9 +95,9 @@ def products(line):
     "Tiling of a launch of a product kernel, and whether it stores tiles; None of other kernels"
     (_, name), types, _, flags = json.loads(line)
     value = {k: v for k, (t, v) in types.items() if t == "constexpr"}
-    if name not in ("lse_kernel", "dz_kernel", "rest_kernel", "cosine_dz_kernel", "tile_softmax_kernel"): return None
+    if name not in ("lse_kernel", "dz_kernel", "negatives_lse_kernel", "cosine_dz_kernel", "tile_softmax_kernel"): return None
     t = Tiling(value["DESC"], value["BN"], value["BV"], value["BH"], flags["num_warps"], flags["num_stages"], value["GROUP"])
-    return t, name not in ("lse_kernel", "rest_kernel")
+    return t, name not in ("lse_kernel", "negatives_lse_kernel")
 
 
 COMPARED = [(arch, how) for arch in (80, 90, 100, 120) for how in ("plain", "busy", "scaled")]

@@ -583,8 +583,8 @@ def test_copies_and_files():
 def test_these_kernels_serve_margin_cross_entropy(margin, reduction, kernels_for_all, monkeypatch):
     x, w, _ = sample_data(13, 20, 70, f32, kernels_for_all)
     y = torch.tensor([5, -100, 69, *range(10)], device=kernels_for_all)
-    launched, way = [], cosine.launch_rest
-    everywhere(monkeypatch, cosine, "launch_rest", lambda *a, **o: launched.append(1) or way(*a, **o))
+    launched, way = [], cosine.launch_negatives_lse
+    everywhere(monkeypatch, cosine, "launch_negatives_lse", lambda *a, **o: launched.append(1) or way(*a, **o))
     loss = partial(margin_cross_entropy, x, w, y, margin=margin, reduction=reduction)
     tiled, ours = loss(method="tiles"), loss()
     assert len(launched) == 1
@@ -662,7 +662,7 @@ def test_the_operator_of_an_affine_margin(kernels_for_all):
     "It is sound, and a compiler takes it"
     x, w, y = sample(dtype=f32)
     head = make_head(w, sparse=False, sample_rate=0.3)
-    c = sampling.columns_of(y, -1, COUNT, head.sampler, f32)
+    c = sampling.step_columns(y, -1, COUNT, head.sampler, f32)
     given = x, w, c.x_rows, c.w_rows, c.grad_index, c.target_column, c.shift, c.loss_weight, cosine.AffineMargin(16.0, -3.0), HeadConfig(scale=16.0), f32, True
     op = negatives.affine_margin_loss
     torch.library.opcheck(op, op.arguments.flat(given), test_utils=("test_schema", "test_faketensor"))
@@ -730,9 +730,9 @@ def test_the_first_step_imports_no_host_reads(monkeypatch):
 # --- planted bugs ---
 
 MUTANTS = {
-    "labels get two columns": ("torch.where(at >= 0, at, fresh), -1)", "fresh, -1)"),
+    "labels get two columns": ("torch.where(slot >= 0, slot, own_column), -1)", "own_column, -1)"),
     "duplicates get two columns": ("len(drawn) + first_occurrence(y)", "len(drawn) + n"),
-    "dead columns count": (".masked_fill_(rows < 0, -torch.inf)", ""),
+    "dead columns count": (".masked_fill_(w_rows < 0, -torch.inf)", ""),
     "log q has the wrong sign": ("missed = -math.log(sampler.rate)", "missed = math.log(sampler.rate)"),
     "the batch's classes are corrected": ("if missed: shift = torch.where(present[:-1], 0.0, shift)", "pass"),
     "the target stays in the sum": ("mask_targets(scores, target), conflicts", "scores, conflicts"),
@@ -741,9 +741,9 @@ MUTANTS = {
     "the scale is forgotten backward": ("g_lse * o.tile_scale, g_cos)", "g_lse, g_cos)"),
     "Circle's slope is forgotten": ("if slope is not None: d.mul_(slope)", "pass"),
     "the cosine keeps its scale": ("0.0)[:, 0] / o.tile_scale", "0.0)[:, 0]"),
-    "what is along w stays": ("d.sub_(along[:, None] * u)", "d"),
+    "what is along w stays": ("d.sub_(radial[:, None] * u)", "d"),
     "lengths are forgotten": ("inverse.abs() if factor is None", "1 + 0 * inverse if factor is None"),
-    "ignored rows count": ("torch.where(known, n, -1), share", "n, share"),
+    "ignored rows count": ("torch.where(known, n, -1), loss_weight", "n, loss_weight"),
     "ignored rows share in the mean": ("torch.where(wanted, torch.nan, 0.0)", "torch.where(wanted, torch.nan, 1.0)"),
     "gradients go to the wrong rows": ("rows.amax().clamp(min=0), rows)", "rows.amax().clamp(min=0), rows).flip(0)"),
     "a dead column names row 0": ("rows.amax().clamp(min=0), rows)", "0, rows)"),

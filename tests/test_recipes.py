@@ -1,6 +1,10 @@
 "What an extension takes: each is added to a copy, or from a module of its own, and nothing else is touched."
 import ast
 import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +13,9 @@ import torch
 import fusedloss
 from fusedloss import clusters, ctc, kernels, scans, segments, semirings
 from fusedloss.core import devices, rates, tiling
+from fusedloss.core.cuda import cuda_source
+from nvrtc import complaint, knows, library
+from workbook import ROOT
 
 DEVICE = '''
 from fusedloss.core.devices import Board, DeviceKind, peaks
@@ -96,6 +103,84 @@ def test_the_class_that_is_defined_last_describes_a_device(toy):
     assert (first, second) == (Better, toy) and first.described(seen).shared_memory == 2**17
 
 
+OPTION = {  # a constant that every score has besides: file, lines and what stands in their place
+    "fusedloss/core/options.py": [
+        ("    z_loss: Annotated", "    logit_bias: Annotated[float, Check('a number', is_number)] = 0.0  # added to the scaled logits\n    z_loss: Annotated"),
+        ("from fusedloss.core.checks import expect,", "from fusedloss.core.checks import is_number, expect,"),
+        ("(self.logit_scale, self.softcap) == (1.0, 0.0)", "(self.logit_scale, self.softcap, self.logit_bias) == (1.0, 0.0, 0.0)"),
+        ("    softcap: Optional[float]\n", "    softcap: Optional[float]\n    logit_bias: float\n")],
+    "fusedloss/core/reference.py": [("(o.softcap or 1.0))", "(o.softcap or 1.0)).add_(o.logit_bias / (o.softcap or 1.0))")],
+    "fusedloss/core/softmax.py": [
+        ("return raw * o.logit_scale, o.logit_scale", "return raw * o.logit_scale + o.logit_bias, o.logit_scale"),
+        ("x = o.logit_scale / o.softcap * raw", "x = o.logit_scale / o.softcap * raw + o.logit_bias / o.softcap")],
+    "cuda/turnaround.cu": [
+        ("logit_scale, softcap, z_loss; };", "logit_scale, softcap, logit_bias, z_loss; };"),
+        ("double softcap, double z_loss)", "double softcap, double logit_bias, double z_loss)"),
+        ("(float)softcap, (float)z_loss}", "(float)softcap, (float)logit_bias, (float)z_loss}"),
+        ("logit * o.logit_scale;", "logit * o.logit_scale + o.logit_bias;"),
+        ("o.logit_scale / o.softcap * logit,", "(o.logit_scale * logit + o.logit_bias) / o.softcap,")]}
+WITH_OPTION = """
+import inspect, torch, fusedloss as fl
+from fusedloss import clusters
+from fusedloss.core.options import LossOptions
+assert fl.__file__.startswith({root!r})
+f64, y = torch.float64, torch.tensor([1, 8, 2, -100, 0, 4])
+x, w = (torch.randn(n, 5, dtype=f64, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (6, 9))
+
+def defined(z, softcap):
+    z = 2 * z + 0.7
+    return torch.nn.functional.cross_entropy(softcap * torch.tanh(z / softcap) if softcap else z, y)
+
+for softcap in (None, 3.0):
+    o = dict(logit_bias=0.7, logit_scale=2.0, softcap=softcap)
+    expected = defined(x @ w.T, softcap)
+    exact = [expected, *torch.autograd.grad(expected, [x, w])]
+    losses = [fl.cross_entropy(x @ w.T, y, **o)] + [fl.linear_cross_entropy(x, w, y, method=m, **o) for m in ("eager", "chunks", "recompute")]
+    if softcap: losses += [torch.compile(lambda x, w: fl.linear_cross_entropy(x, w, y, method="recompute", **o), fullgraph=True, backend="aot_eager")(x, w)]
+    for loss in losses:
+        torch.testing.assert_close([loss, *torch.autograd.grad(loss, [x, w])], exact)
+    if clusters.triton is not None:
+        z = (x @ w.T).detach().float()[:, None].contiguous().requires_grad_()
+        given = z.detach().clone(), y, None, None, torch.tensor(5.0), LossOptions(**{{**o, "softcap": softcap or 0.0}})
+        found = clusters.launch_turnaround(*given)
+        torch.testing.assert_close(found.sum().double(), exact[0].detach(), rtol=1e-5, atol=1e-5)
+        dz, = torch.autograd.grad(defined(z[:, 0], softcap), z)
+        torch.testing.assert_close(given[0], dz, rtol=1e-4, atol=1e-6)
+try: fl.linear_cross_entropy(x, w, y, method="tiles", logit_bias=0.7)
+except ValueError as error: assert "logit_bias" in str(error), error
+else: assert False, "tiles have no such option"
+try: fl.cross_entropy(x @ w.T, y, logit_bias="much")
+except ValueError as error: assert str(error) == "logit_bias: expected a number, got much"
+else: assert False, "the option is not checked"
+assert "logit_bias: float = 0.0" in str(inspect.signature(fl.linear_cross_entropy))
+assert "logit_bias" in repr(fl.plan(64, 100, 8, options=("logit_bias",)))
+"""
+
+
+def test_an_option_is_a_dozen_lines(tmp_path):
+    "Its field, its term once for PyTorch, Triton and CUDA; on a copy, by every method against its definition"
+    for folder in ("fusedloss", "cuda"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    lines = 0
+    for name, places in OPTION.items():
+        path, text = tmp_path / name, (ROOT / name).read_text(encoding="utf-8")
+        for old, new in places:
+            assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
+            text = text.replace(old, new)
+            lines += 1
+        path.write_text(text, encoding="utf-8")
+    assert len(OPTION) <= 4 and lines <= 12
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", WITH_OPTION.format(root=str(tmp_path))], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    nvrtc = library(13) or library(12)
+    if nvrtc and knows(nvrtc, 90):
+        source = cuda_source("turnaround").replace((ROOT / "cuda/turnaround.cu").read_text(encoding="utf-8"), (tmp_path / "cuda/turnaround.cu").read_text(encoding="utf-8"))
+        for score in ("bare", "scaled", "capped"):
+            constants = dict(ELEMENT="bf16", SCORE=score, SMOOTH=1, UNSCALED_GRAD=0, ALIGNED=1, CLUSTER=2, VECTORS=8, THREADS=128, BLOCKS=8)
+            assert not complaint(nvrtc, source, constants, 90)
+
+
 SEMIRING = '''
 import torch
 from fusedloss.semirings import Semiring
@@ -169,3 +254,46 @@ def test_a_semiring_whose_struct_is_not_there_runs_without_a_kernel(tmp_path, mo
     monkeypatch.setattr(scans, "cuda_kernel", lambda name, device, **constants: asked.append((name, constants["SEMIRING"])))  # which warns, and gives None
     torch.testing.assert_close(scans.logz(Ms, idx, v0, vT, S), want)
     assert {("sparse_logz", "Tempered"), ("sparse_scan", "Tempered")} == set(asked)
+
+
+MARGIN = '''
+from fusedloss.margins import Margin
+
+class Cubed(Margin):
+    "scale · (cos³ θ − margin)."
+    def __init__(self, margin, scale): self.margin, self.scale = margin, scale
+
+    def target_score(self, cos, norm=None): return self.scale * (cos**3 - self.margin)
+'''
+
+
+def by_formula(x, w, y, margin, scale):
+    "The mean loss of the rows with a label, dx and dw, with all cosines in float64"
+    cos = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(w).T
+    labelled = y >= 0
+    target = torch.nn.functional.one_hot(y.clamp(min=0), len(w)).bool()
+    z = scale * torch.where(target, cos**3 - margin, cos)
+    loss = torch.nn.functional.cross_entropy(z[labelled], y[labelled])
+    return loss, *torch.autograd.grad(loss, [x, w])
+
+
+def test_a_margin_is_one_class(tmp_path):
+    definitions = [node for node in ast.parse(MARGIN).body if not isinstance(node, ast.ImportFrom)]
+    assert len(definitions) == 1 and isinstance(definitions[0], ast.ClassDef) and len(MARGIN.strip().splitlines()) < 9
+    path = tmp_path / "cubed.py"
+    path.write_text(MARGIN, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("cubed", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    margin, made = module.Cubed(0.2, 16.0), torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 6, generator=made, dtype=torch.float64).requires_grad_() for rows in (7, 30))
+    y = torch.tensor([3, 29, -1, 0, 3, 17, 8])
+    expected = by_formula(x, w, y, 0.2, 16.0)
+    loss = fusedloss.margin_cross_entropy(x, w, y, margin=margin, ignore_index=-1, token_tile=3, class_tile=8)
+    torch.testing.assert_close((loss, *torch.autograd.grad(loss, [x, w])), expected)
+    for head_class in (fusedloss.PartialFC, fusedloss.ShardedPartialFC):
+        head = head_class(30, 6, margin=margin, dtype=torch.float64)
+        with torch.no_grad():
+            head.weight.copy_(w)
+        loss = head(x, y)
+        torch.testing.assert_close((loss, *torch.autograd.grad(loss, [x, head.weight])), expected)

@@ -354,7 +354,7 @@ def test_update_kernel(name, mode, dtype, place):
     values = torch.randn(v if mode == "all" else t, h, generator=g)
     def state():
         made = [torch.randn(v, h, generator=g.manual_seed(1)).to(dtype), torch.rand(v, h, generator=g), torch.rand(v, h, generator=g), times]
-        return [m.clone().to(place) if keep else None for m, keep in zip(made, (True, u.a > 0, u.adam, u.adam or u.b > 0))]
+        return [m.clone().to(place) if keep else None for m, keep in zip(made, (True, u.beta1 > 0, u.adam, u.adam or u.beta2 > 0))]
     ours, exact, seed = state(), [None if s is None else s.cpu() for s in state()], None if dtype == f32 else 5 << 40
     spare, slots, some, used = torch.where(rows < 0, v, rows), None, rows.to(place), values
     keep = rows >= 0
@@ -401,17 +401,17 @@ def test_threads_do_not_read_what_others_wrote(h, device):
 # --- planted bugs ---
 
 MUTANTS = {
-    "momentum is plain": ("g = g + u.a * m if u.nesterov else m", "g = m"),
-    "dampening from the start": ("t == 1, g, u.a * m + (1 - u.b) * g)", "t == 0, g, u.a * m + (1 - u.b) * g)"),
-    "decay reaches no weight": ("g = g + u.decay * old", "pass"),
-    "AdamW forgets to correct": ("(1 - x**power_)", "(1 + 0 * x**power_)"),
-    "AdamW decays the gradient": ("new = old - u.lr * u.decay * old", "new = old"),
-    "rows' steps are the run's": ("(take_(times) + 1)", "(times.amax().expand(len(old)) + 1)"),
+    "momentum is plain": ("g = g + u.beta1 * m if u.nesterov else m", "g = m"),
+    "dampening from the start": ("t == 1, g, u.beta1 * m + (1 - u.beta2) * g)", "t == 0, g, u.beta1 * m + (1 - u.beta2) * g)"),
+    "decay reaches no weight": ("g = g + u.weight_decay * old", "pass"),
+    "AdamW forgets to correct": ("(1 - x**exponent)", "(1 + 0 * x**exponent)"),
+    "AdamW decays the gradient": ("new = old - u.lr * u.weight_decay * old", "new = old"),
+    "rows' steps are the run's": ("(of_rows(row_steps) + 1)", "(row_steps.amax().expand(len(old)) + 1)"),
     "dead rows are stepped": ("if rows is not None: rows, g = rows[rows >= 0], g[rows >= 0]", "pass"),
     "dense is lazy": ("if rows is not None and dense:", "if False:"),
     "any gradient is taken for a known one": ("known.index.data_ptr() == g._indices().data_ptr()", "True"),
     "it always minimises": ('-1.0 if group["maximize"] else 1.0', "1.0"),
-    "both moments are corrected alike": ("for x in (u.a, u.b))", "for x in (u.a, u.a))"),
+    "both moments are corrected alike": ("for x in (u.beta1, u.beta2))", "for x in (u.beta1, u.beta1))"),
     "a resumed row starts anew": ('int(state["step"]), dtype=torch.int32', "0, dtype=torch.int32"),
     "a loaded state has the weight's dtype": ("for (p, name, _), t in zip(tensors, made): self.state[p][name] = t", "pass"),
     "short gradients grow": (".clamp(max=1).to(v.dtype)", ".to(v.dtype)"),
@@ -482,18 +482,18 @@ def test_a_planted_bug_is_noticed(bug, tmp_path):
 
 
 KERNEL_BUGS = {
-    "others' gradients are read": ("has = live & (place_ >= 0)", "has = live"),
-    "dampening from the start": ("m = tl.where(t[:, None] == 1, g, a * m + b_left * g)", "m = a * m + b_left * g"),
-    "Nesterov is plain": ("g = g + a * m if NESTEROV else m", "g = m"),
-    "counts stand still": ("tl.store(times_ptr + row, count, mask=live)", "count = count"),
-    "counts are those before": ("t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32)", "t = tl.load(times_ptr + row, mask=live, other=2).to(tl.float32) - 1"),
-    "AdamW forgets to correct": ("p -= lr / rise[:, None] * m", "p -= lr * m"),
-    "AdamW forgets to decay": ("p -= lr * decay * p", "p -= 0 * p"),
+    "others' gradients are read": ("has_grad = alive & (grad_row >= 0)", "has_grad = alive"),
+    "dampening from the start": ("m = tl.where(steps[:, None] == 1, g, beta1 * m + beta2_left * g)", "m = beta1 * m + beta2_left * g"),
+    "Nesterov is plain": ("g = g + beta1 * m if NESTEROV else m", "g = m"),
+    "counts stand still": ("tl.store(row_steps_ptr + row, count, mask=alive)", "count = count"),
+    "counts are those before": ("steps = tl.load(row_steps_ptr + row, mask=alive, other=2).to(tl.float32)", "steps = tl.load(row_steps_ptr + row, mask=alive, other=2).to(tl.float32) - 1"),
+    "AdamW forgets to correct": ("p -= lr / correction1[:, None] * m", "p -= lr * m"),
+    "AdamW forgets to decay": ("p -= lr * weight_decay * p", "p -= 0 * p"),
     "noise is the same everywhere": ("add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number ^ seed)", "add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number * 0 + seed)"),
     "rows of the weight touch each other": ("here = (row * p_row)[:, None] + cols * p_col", "here = (row * H)[:, None] + cols"),
-    "momentum lies as the weight": ("in_first = (row * first_row)[:, None] + cols * first_col", "in_first = here"),
-    "the second moment lies as the first": ("in_second = (row * second_row)[:, None] + cols * second_col", "in_second = in_first"),
-    "rows of gradients touch each other": ("there = (place_ * g_row)[:, None] + cols * g_col", "there = (place_ * H)[:, None] + cols"),
+    "momentum lies as the weight": ("in_moment1 = (row * moment1_row)[:, None] + cols * moment1_col", "in_moment1 = here"),
+    "the second moment lies as the first": ("in_moment2 = (row * moment2_row)[:, None] + cols * moment2_col", "in_moment2 = in_moment1"),
+    "rows of gradients touch each other": ("there = (grad_row * g_row)[:, None] + cols * g_col", "there = (grad_row * H)[:, None] + cols"),
     "rounding is down": ("(bits + (noise & 0xFFFF))", "(bits + 0 * noise)"),
 }
 
@@ -505,7 +505,7 @@ def update_fault(m, place, g):
         times = torch.randint(40, (30,), generator=g, dtype=torch.int32)
         times[:9] = 0
         made = [torch.randn(30, 20, generator=g).to(dtype), torch.rand(30, 20, generator=g), torch.rand(30, 20, generator=g), times]
-        made = [t if keep else None for t, keep in zip(made, (True, u.a > 0, u.adam, u.adam or u.b > 0))]
+        made = [t if keep else None for t, keep in zip(made, (True, u.beta1 > 0, u.adam, u.adam or u.beta2 > 0))]
         ours, exact = ([None if t is None else t.clone().to(d) for t in made] for d in (place, "cpu"))
         spare = torch.where(rows < 0, 30, rows)
         slots = torch.full((31,), -1, dtype=torch.int32).index_copy_(0, spare, torch.arange(12, dtype=torch.int32)).to(place)

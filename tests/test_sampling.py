@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fusedloss.core import sampling
-from fusedloss.core.sampling import NegativeSampler, block_key, columns_of, draw, draw_plain, first_occurrence, shuffle, slot_plain, strata_of
+from fusedloss.core.sampling import NegativeSampler, plain_block_key, step_columns, draw, plain_draw, first_occurrence, shuffle, plain_find_slot, strata_of
 from fusedloss.partial_fc import PartialFC
 from grids import FULL, few
 from head_cases import f32, f64, place
@@ -25,21 +25,21 @@ rates = st.floats(1e-4, 1.0)
 @given(numbers, st.integers(1, 10).map(lambda k: 2 * k))
 def test_a_key_permutes(key, bits):
     j = torch.arange(min(2**bits, 4096)) + max(0, 2**bits - 4096) // 2
-    images = shuffle(j, block_key(torch.tensor(key), torch.tensor(1), torch.tensor(5)), bits)
+    images = shuffle(j, plain_block_key(torch.tensor(key), torch.tensor(1), torch.tensor(5)), bits)
     assert images.unique().numel() == len(j) and images.min() >= 0 and images.max() < 2**bits
-    assert torch.equal(shuffle(images, block_key(torch.tensor(key), torch.tensor(1), torch.tensor(5)), bits, back=True), j)
+    assert torch.equal(shuffle(images, plain_block_key(torch.tensor(key), torch.tensor(1), torch.tensor(5)), bits, back=True), j)
 
 
 @settings(max_examples=100 if FULL else 25, deadline=None)
 @given(numbers, numbers, rates, st.integers(1, 5000), st.data())
 def test_ranks_draw_what_one_draws(seed, step, rate, n_classes, data):
     seed, step, s = torch.tensor(seed), torch.tensor(step), strata_of(rate)
-    whole = draw_plain(seed, step, s, 0, n_classes)
+    whole = plain_draw(seed, step, s, 0, n_classes)
     alive = whole[whole >= 0]
     assert len(alive.unique()) == len(alive) and (alive < n_classes).all()
     cuts = sorted(data.draw(st.lists(st.integers(0, n_classes), max_size=5)))
     edges = [0, *cuts, n_classes]
-    parts = [draw_plain(seed, step, s, a, b) for a, b in zip(edges, edges[1:])]  # empty ranks included
+    parts = [plain_draw(seed, step, s, a, b) for a, b in zip(edges, edges[1:])]  # empty ranks included
     y = data.draw(st.lists(st.integers(0, n_classes - 1), max_size=9).map(lambda v: torch.tensor(v, dtype=torch.int64)))
     args = seed, step, s
     one = sampling.plain_columns(y, *args, 0, n_classes, -1, 0.7, f64)
@@ -55,7 +55,7 @@ def test_ranks_draw_what_one_draws(seed, step, rate, n_classes, data):
 @given(numbers, numbers, rates, st.integers(1, 3000), st.integers(0, 3000))
 def test_a_class_is_found_where_it_was_drawn(seed, step, rate, n_classes, start):
     seed, step, s, y = torch.tensor(seed), torch.tensor(step), strata_of(rate), torch.arange(start, start + n_classes)
-    drawn, at = draw_plain(seed, step, s, start, start + n_classes), slot_plain(y, seed, step, s, start)
+    drawn, at = plain_draw(seed, step, s, start, start + n_classes), plain_find_slot(y, seed, step, s, start)
     assert torch.equal(drawn[at[at >= 0]], y[at >= 0]) and (at >= 0).sum() == (drawn >= 0).sum()
 
 
@@ -73,7 +73,7 @@ def test_alone_and_in_pairs(rate):
     s, steps, v = strata_of(rate), 1500 if FULL else 500, 2**strata_of(rate).bits + 70
     hits = torch.zeros(steps, v)
     for k in range(steps):
-        drawn = draw_plain(torch.tensor(3), torch.tensor(k), s, 0, v)
+        drawn = plain_draw(torch.tensor(3), torch.tensor(k), s, 0, v)
         hits[k, drawn[drawn >= 0]] = 1
     alone = hits.mean(0)
     assert alone.mean().item() == pytest.approx(rate, abs=0.002)
@@ -88,23 +88,23 @@ def test_alone_and_in_pairs(rate):
 def test_the_size_is_bounded_and_nearly_fixed():
     sizes = []
     for step in range(40):
-        drawn = draw_plain(torch.tensor(1), torch.tensor(step), strata_of(0.1), 0, 10**6)
+        drawn = plain_draw(torch.tensor(1), torch.tensor(step), strata_of(0.1), 0, 10**6)
         sizes.append(int((drawn >= 0).sum()))
     assert all(abs(n - 10**5) < 120 for n in sizes) and len(drawn) < 1.02 * 10**5  # a binomial's deviation would be 300
 
 
 def test_classes_beyond_32_bits():
     s, start = strata_of(0.1), 2**33 + 123
-    drawn = draw_plain(torch.tensor(1), torch.tensor(2), s, start, start + 5000)
+    drawn = plain_draw(torch.tensor(1), torch.tensor(2), s, start, start + 5000)
     alive = drawn[drawn >= 0]
     assert abs(len(alive) - 500) < 60 and alive.min() >= start and alive.max() < start + 5000
-    low = draw_plain(torch.tensor(1), torch.tensor(2), s, 0, 5000)
+    low = plain_draw(torch.tensor(1), torch.tensor(2), s, 0, 5000)
     assert len(set((alive - 2**33).tolist()) & set(low.tolist())) < 120  # another block, another permutation
 
 
 @pytest.mark.parametrize("seeds", [((1, 0), (2, 0)), ((1, 0), (1, 1)), ((1, 0), (1 + 2**32, 0)), ((1, 0), (1, 2**32)), ((1, 2), (2, 1))])
 def test_all_bits_of_seed_and_step_count(seeds):
-    one, two = (set(draw_plain(torch.tensor(a), torch.tensor(b), strata_of(0.1), 0, 20000).tolist()) for a, b in seeds)
+    one, two = (set(plain_draw(torch.tensor(a), torch.tensor(b), strata_of(0.1), 0, 20000).tolist()) for a, b in seeds)
     assert 0.05 * 2000 < len(one & two) < 0.15 * 2000
 
 
@@ -118,7 +118,7 @@ def test_first_occurrence(labels):
 @given(st.lists(st.integers(-1, 40), max_size=30), st.sampled_from([0.03, 0.3, 0.8, 1.0, "positives"]), st.booleans(), st.integers(0, 10**9))
 def test_columns(labels, rate, log_q, seed):
     y, sampler = torch.tensor(labels, dtype=torch.int64), NegativeSampler(rate, seed, log_q)
-    columns = columns_of(y, -1, 41, sampler, f64)
+    columns = step_columns(y, -1, 41, sampler, f64)
     alive = columns.w_rows[columns.w_rows >= 0]
     assert len(columns.w_rows) == -(-(len(sampler(41)) + len(labels)) // 8) * 8  # known beforehand
     assert len(alive.unique()) == len(alive)
@@ -137,7 +137,7 @@ def test_log_q_makes_the_sum_right_on_average():
         sampler = NegativeSampler(0.1, 5, log_q)
         for _ in range(200):
             sampler.advance()
-            columns = columns_of(y, -1, 4000, sampler, f64)
+            columns = step_columns(y, -1, 4000, sampler, f64)
             sums[log_q].append(((z[columns.w_rows.clamp(min=0)] + columns.shift).exp().sum() / z.exp().sum()).item())
     mean = {k: sum(v) / len(v) for k, v in sums.items()}
     assert mean[True] == pytest.approx(1, abs=0.01) and mean[False] == pytest.approx(0.1, abs=0.01)
@@ -154,7 +154,7 @@ def test_draw_kernel(rate, span, place):
     out, shift = torch.full((total + 9,), -7, device=place), torch.full((total + 9,), math.nan, device=place)
     sampling.draw_kernel[(-(-total // 256),)](out, shift, seed, step, first, *span, total, 0, 1.5, s.whole, s.chance, s.slots, s.bits,
                                                 sampling.ROUNDS, B=256)
-    exact = draw_plain(seed.cpu(), step.cpu(), s, *span)
+    exact = plain_draw(seed.cpu(), step.cpu(), s, *span)
     assert torch.equal(out[:total].cpu(), exact) and (out[total:] == -7).all()
     assert torch.equal(shift[:total].cpu(), torch.where(exact < 0, -math.inf, 1.5)) and shift[total:].isnan().all()
     assert torch.equal(draw(seed, step, s, *span), out[:total])
@@ -186,7 +186,7 @@ def test_columns_kernel(batch, rate, log_q, place):
     exact = sampling.plain_columns(y, *args, ignored, missed, f32)
     got = sampling.launch_columns(y.to(place), *(a.to(place) for a in args[:2]), *args[2:], ignored, missed, f32)
     assert same_columns(got, exact)
-    chosen = columns_of(torch.where(known, y, -1).to(place), -1, span[1] - span[0], sampler.to(place), f32, span[0])
+    chosen = step_columns(torch.where(known, y, -1).to(place), -1, span[1] - span[0], sampler.to(place), f32, span[0])
     assert same_columns(chosen, sampling.plain_columns(torch.where(known, y, -1), *args, -1, missed, f32))
     assert torch.equal(exact.x_rows, torch.where(known, torch.arange(n), -1)) and torch.equal(exact.loss_weight.isnan(), (y != ignored) & ~known)
     wanted = max(int((y != ignored).sum()), 1)
@@ -202,7 +202,7 @@ MUTANTS = {
     "blocks share a permutation": ("for word in (seed, step, block)", "for word in (seed, step, step)"),
     "one more is always drawn": ("(mix(key ^ 0x5A5A5A5A) < s.chance).long()", "1"),
     "the last classes are never drawn": ("first, last = start >> s.bits, -(-stop >> s.bits)", "first, last = start >> s.bits, stop >> s.bits"),
-    "classes past the end are drawn": ("(slot < drawn_of(key, s)) & (chosen >= start) & (chosen < stop)", "(slot < drawn_of(key, s)) & (chosen >= start)"),
+    "classes past the end are drawn": ("(slot < plain_drawn_count(key, s)) & (chosen >= start) & (chosen < stop)", "(slot < plain_drawn_count(key, s)) & (chosen >= start)"),
     "the inverse runs forward": ("key, s.bits, back=True)", "key, s.bits)"),
     "the step stands still": ("def advance(self) -> None: self.step.add_(1)", "def advance(self): pass"),
 }
@@ -247,12 +247,12 @@ KERNEL_BUGS = {
     "rounds share a key": ("turn += 0x9E3779B9", "turn += 0"),
     "the inverse starts elsewhere": ("turn = key + ((ROUNDS - 1) * 0x9E3779B9 & 0xFFFFFFFF)", "turn = key"),
     "duplicates get two columns": ("earliest = tl.minimum(earliest, tl.min(tl.where(same, other[None, :], N), 1))", "earliest = earliest"),
-    "drawn labels get another column": ("slot = tl.where(found,", "slot = tl.where(found & False,"),
-    "the batch's classes are corrected": ("tl.store(shift_ptr + slot, 0.0, mask=drawn)", "pass"),
-    "rows count from 0": ("tl.where(own, y - start, -1)", "tl.where(own, y, -1)"),
-    "the batch's dead name row 0": ("tl.where(own, y - start, name)", "tl.where(own, y - start, 0)"),
-    "the dead that were drawn name row 0": ("tl.where(row < 0, name, row)", "tl.where(row < 0, 0, row)"),
-    "ignored rows are kept": ("tl.where(known, at, -1), mask", "at, mask"),
+    "drawn labels get another column": ("target_column = tl.where(drawn,", "target_column = tl.where(drawn & False,"),
+    "the batch's classes are corrected": ("tl.store(shift_ptr + target_column, 0.0, mask=was_drawn)", "pass"),
+    "rows count from 0": ("tl.where(own_column, y - start, -1)", "tl.where(own_column, y, -1)"),
+    "the batch's dead name row 0": ("tl.where(own_column, y - start, live_row)", "tl.where(own_column, y - start, 0)"),
+    "the dead that were drawn name row 0": ("tl.where(row < 0, live_row, row)", "tl.where(row < 0, 0, row)"),
+    "ignored rows are kept": ("tl.where(known, batch_rows, -1), mask", "batch_rows, mask"),
     "ignored rows count": ("n += counts.to(tl.int32)", "n += (other < N).to(tl.int32)"),
     "labels out of range are ignored": ("tl.where(wanted, float(\"nan\"), 0.0)", "0.0"),
 }

@@ -63,11 +63,11 @@ def first_fault(module: ModuleType) -> str | None:
         for name, a, e in zip(("loss", "dx", "dw", "statistics", "step"), *played(module, ranks, kind, v)):
             if a.shape != e.shape or not torch.allclose(a, e):
                 return f"{name}, {kind}, {ranks}, {v}"
-    whole = module.first_rows(range(2 * module.BLOCK), 1, 5, "cpu", f64)
+    whole = module.initial_rows(range(2 * module.BLOCK), 1, 5, "cpu", f64)
     if len(whole.unique()) < len(whole):
         return "blocks repeat"
     part = range(module.BLOCK - 3, module.BLOCK + 2)
-    return None if torch.equal(module.first_rows(part, 1, 5, "cpu", f64), whole[part.start:part.stop]) else "rows depend on who owns them"
+    return None if torch.equal(module.initial_rows(part, 1, 5, "cpu", f64), whole[part.start:part.stop]) else "rows depend on who owns them"
 
 
 @pytest.mark.parametrize("kind,ranks,v", few(PLAYED, *PLAYED[::3]))

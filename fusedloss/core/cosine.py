@@ -85,54 +85,54 @@ def mask_targets(
 
 # %% ../../nbs/library/cosine.ipynb #89c1636e
 @jit
-def unit_block(
+def unit_rows_block(
     block, t_ptr, rows_ptr, unit_ptr, inverse_ptr,  # [V,H], [R] or None, [R,H] and [R]
     R, H, stride_r, stride_h, eps, BR: tl.constexpr, BH: tl.constexpr,
 ):
     "Unit rows and inverse lengths of BR rows."
-    at = block.to(tl.int64) * BR + tl.arange(0, BR)
-    there, row = at < R, at
+    out_rows = block.to(tl.int64) * BR + tl.arange(0, BR)
+    inside, row = out_rows < R, out_rows
     if rows_ptr is not None:
-        row = tl.load(rows_ptr + at, mask=there, other=-1)
-    live = there & (row >= 0)
+        row = tl.load(rows_ptr + out_rows, mask=inside, other=-1)
+    alive = inside & (row >= 0)
     start, squares = t_ptr + (row * stride_r)[:, None], tl.zeros([BR], tl.float32)
     for k in range(0, H, BH):
         cols = k + tl.arange(0, BH)
         t = tl.load(start + (cols.to(tl.int64) * stride_h)[None, :],
-                    mask=live[:, None] & (cols < H)[None, :], other=0.0).to(tl.float32)
+                    mask=alive[:, None] & (cols < H)[None, :], other=0.0).to(tl.float32)
         squares += tl.sum(t * t, 1)
     norm = tl.sqrt(squares)
     inverse = tl.where(norm > 0, 1 / tl.maximum(norm, eps), 1.0)
     for k in range(0, H, BH):  # the second time from the cache
         cols = k + tl.arange(0, BH)
         t = tl.load(start + (cols.to(tl.int64) * stride_h)[None, :],
-                    mask=live[:, None] & (cols < H)[None, :], other=0.0).to(tl.float32)
+                    mask=alive[:, None] & (cols < H)[None, :], other=0.0).to(tl.float32)
         unit = (t * inverse[:, None]).to(unit_ptr.dtype.element_ty)
-        tl.store(unit_ptr + (at * H)[:, None] + cols[None, :], unit,
-                 mask=there[:, None] & (cols < H)[None, :])
+        tl.store(unit_ptr + (out_rows * H)[:, None] + cols[None, :], unit,
+                 mask=inside[:, None] & (cols < H)[None, :])
     sign = tl.where(norm > eps, 1.0, -1.0)  # a short row has no direction
-    tl.store(inverse_ptr + at, inverse * sign, mask=there)
+    tl.store(inverse_ptr + out_rows, inverse * sign, mask=inside)
 
 # %% ../../nbs/library/cosine.ipynb #8a78c3e3
 @jit
 def unit_kernel(
-    x_ptr, kept_ptr, ux_ptr, x_inverse_ptr, N, x_stride_n, x_stride_h,
-    w_ptr, rows_ptr, uw_ptr, w_inverse_ptr, T, w_stride_v, w_stride_h,  # two matrices at once
+    x_ptr, x_rows_ptr, ux_ptr, x_inverse_ptr, N, x_stride_n, x_stride_h,
+    w_ptr, w_rows_ptr, uw_ptr, w_inverse_ptr, T, w_stride_v, w_stride_h,  # two matrices at once
     H, eps, BR: tl.constexpr, BH: tl.constexpr,
 ):
-    mine = tl.cdiv(N, BR)
-    if tl.program_id(0) < mine:
-        unit_block(tl.program_id(0), x_ptr, kept_ptr, ux_ptr, x_inverse_ptr, N, H, x_stride_n,
-                   x_stride_h, eps, BR, BH)
+    x_programs = tl.cdiv(N, BR)
+    if tl.program_id(0) < x_programs:
+        unit_rows_block(tl.program_id(0), x_ptr, x_rows_ptr, ux_ptr, x_inverse_ptr, N, H,
+                        x_stride_n, x_stride_h, eps, BR, BH)
     else:
-        unit_block(tl.program_id(0) - mine, w_ptr, rows_ptr, uw_ptr, w_inverse_ptr, T, H,
-                   w_stride_v, w_stride_h, eps, BR, BH)
+        unit_rows_block(tl.program_id(0) - x_programs, w_ptr, w_rows_ptr, uw_ptr, w_inverse_ptr,
+                        T, H, w_stride_v, w_stride_h, eps, BR, BH)
 
 # %% ../../nbs/library/cosine.ipynb #17137bd5
 def row_block(h:int) -> tuple[int, int]:  # BR, BH
     "Rows and features of a program that sweeps rows."
-    wide_ = min(1024, max(16, 1 << max(h - 1, 0).bit_length()))
-    return 2048 // wide_, wide_
+    width = min(1024, max(16, 1 << max(h - 1, 0).bit_length()))
+    return 2048 // width, width
 
 def unit_rows_of(
     t:Tensor, rows:Optional[Tensor], dtype:torch.dtype, eps:float,  # [V,H]; [R], or all
@@ -146,22 +146,22 @@ def unit_rows_of(
     return unit, torch.where(norm > eps, 1, -1) / length
 
 # %% ../../nbs/library/cosine.ipynb #13a1676c
-def unit_pair(
-    x:Tensor, kept:Tensor, w:Tensor, rows:Optional[Tensor],  # [N,H], [N]; [V,H], [T] or all
+def unit_rows_of_two(
+    x:Tensor, x_rows:Tensor, w:Tensor, w_rows:Optional[Tensor],  # [N,H], [N]; [V,H], [T] or all
     dtype:torch.dtype, eps:float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N,H], [N], [T,H], [T]
     "`unit_rows_of` of two matrices, by one kernel where there is one."
     if not has_kernel(x) or torch.float64 in (x.dtype, w.dtype):
-        return *unit_rows_of(x, kept, dtype, eps), *unit_rows_of(w, rows, dtype, eps)
-    (n, h), t = x.shape, len(w) if rows is None else len(rows)
-    ux, uw = (x.new_empty((r, h), dtype=dtype) for r in (n, t))
-    xi, wi = (x.new_empty(r, dtype=torch.float32) for r in (n, t))
-    tall, wide_ = row_block(h)
+        return *unit_rows_of(x, x_rows, dtype, eps), *unit_rows_of(w, w_rows, dtype, eps)
+    (n, h), t = x.shape, len(w) if w_rows is None else len(w_rows)
+    ux, uw = (x.new_empty((n_rows, h), dtype=dtype) for n_rows in (n, t))
+    x_inverse, w_inverse = (x.new_empty(n_rows, dtype=torch.float32) for n_rows in (n, t))
+    height, width = row_block(h)
     with on_device(x):
-        unit_kernel[(-(-n // tall) + -(-t // tall),)](
-            x, kept, ux, xi, n, *x.stride(), w, rows, uw, wi, t, *w.stride(), h, eps, BR=tall,
-            BH=wide_)
-    return ux, xi, uw, wi
+        unit_kernel[(-(-n // height) + -(-t // height),)](
+            x, x_rows, ux, x_inverse, n, *x.stride(), w, w_rows, uw, w_inverse, t, *w.stride(), h,
+            eps, BR=height, BH=width)
+    return ux, x_inverse, uw, w_inverse
 
 # %% ../../nbs/library/cosine.ipynb #85d33cc3
 @jit
@@ -169,25 +169,25 @@ def tangent_kernel(
     d_ptr, unit_ptr, inverse_ptr, factor_ptr, out_ptr,  # [R,H], [R,H], [R], [1] or None, [R,H]
     R, H, BR: tl.constexpr, BH: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    there, start, along = at < R, (at * H)[:, None], tl.zeros([BR], tl.float32)
-    inverse = tl.load(inverse_ptr + at, mask=there, other=0.0)
+    out_rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    inside_rows, start, radial = out_rows < R, (out_rows * H)[:, None], tl.zeros([BR], tl.float32)
+    inverse = tl.load(inverse_ptr + out_rows, mask=inside_rows, other=0.0)
     for k in range(0, H, BH):
         cols = k + tl.arange(0, BH)[None, :]
-        inside = there[:, None] & (cols < H)
+        inside = inside_rows[:, None] & (cols < H)
         d = tl.load(d_ptr + start + cols, mask=inside, other=0.0)
         u = tl.load(unit_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
-        along += tl.sum(d * u, 1)
-    along = tl.where(inverse > 0, along, 0.0)
+        radial += tl.sum(d * u, 1)
+    radial = tl.where(inverse > 0, radial, 0.0)
     scale = tl.abs(inverse)
     if factor_ptr is not None:
         scale *= tl.load(factor_ptr)
     for k in range(0, H, BH):
         cols = k + tl.arange(0, BH)[None, :]
-        inside = there[:, None] & (cols < H)
+        inside = inside_rows[:, None] & (cols < H)
         d = tl.load(d_ptr + start + cols, mask=inside, other=0.0)
         u = tl.load(unit_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
-        d = (d - along[:, None] * u) * scale[:, None]
+        d = (d - radial[:, None] * u) * scale[:, None]
         tl.store(out_ptr + start + cols, d.to(out_ptr.dtype.element_ty), mask=inside)
 
 # %% ../../nbs/library/cosine.ipynb #2064e588
@@ -198,15 +198,15 @@ def to_tangent(
     "out = factor · gradient by the rows themselves: what is along them is lost."
     r, h = d.shape
     if has_kernel(d) and d.dtype == torch.float32:
-        tall, wide_ = row_block(h)
+        height, width = row_block(h)
         with on_device(d):
-            if r: tangent_kernel[(-(-r // tall),)](d, unit, inverse, factor, out, r, h, BR=tall,
-                                                   BH=wide_)
+            if r: tangent_kernel[(-(-r // height),)](d, unit, inverse, factor, out, r, h, BR=height,
+                                                   BH=width)
         return
     u = unit.to(d.dtype)
-    along = torch.where(inverse > 0, (d * u).sum(1), 0.0)
+    radial = torch.where(inverse > 0, (d * u).sum(1), 0.0)
     scale = inverse.abs() if factor is None else inverse.abs() * factor
-    out.copy_(d.sub_(along[:, None] * u).mul_(scale[:, None]))
+    out.copy_(d.sub_(radial[:, None] * u).mul_(scale[:, None]))
 
 # %% ../../nbs/library/cosine.ipynb #1449cb9b
 def nearest_centers(
@@ -240,14 +240,14 @@ def scaled_cosines(
     return nearest_centers(wide_product(x, w.T).mul_(o.tile_scale), o)
 
 def plain_negatives_lse(
-    x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor],  # [N,H], [T·K,H] units; [N], [T]
-    o:HeadConfig, tile:int,  # columns at once
+    x:Tensor, w:Tensor, target_column:Tensor,  # unit rows [N,H], [T·K,H]; [N]
+    shift:Optional[Tensor], o:HeadConfig, tile:int,  # [T]; columns at once
 ) -> tuple[Tensor, Tensor, Tensor]:  # lse, cos, largest: [N] each, in `acc_dtype`
     "Log-sum-exp and largest of the negatives' scores; the target's cosine, or 0."
     lse = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
     cos, largest = torch.zeros_like(lse), lse.clone()
     for j in tile_slices(len(w) // o.centers, tile):
-        target = locate(slot, j)
+        target = locate(target_column, j)
         z, _ = scaled_cosines(x, w[j.start * o.centers:j.stop * o.centers], o)
         cos += target_cosines(z, target, o)
         scores, _ = plain_negative_scores(z, None if shift is None else shift[j], target, o)
@@ -267,8 +267,8 @@ def plain_cosine_dz(
     d.sub_(lse[:, None]).exp_().mul_(g_lse[:, None])
     if slope is not None: d.mul_(slope)
     if conflicts is not None: d.masked_fill_(conflicts, 0.0)
-    at = torch.where(target.inside, g_cos[:, None], d.gather(1, target.column))
-    d.scatter_(1, target.column, at)
+    from_target = torch.where(target.inside, g_cos[:, None], d.gather(1, target.column))
+    d.scatter_(1, target.column, from_target)
     if which is None: return d
     of_centers = d.new_zeros(*d.shape, o.centers)
     return of_centers.scatter_(2, which[..., None], d[..., None]).flatten(1)
@@ -279,31 +279,31 @@ def positive_infinity(lse:Tensor) -> Tensor:  # [N]
 
 # %% ../../nbs/library/cosine.ipynb #031b378a
 @jit
-def other_scores(product, shift_ptr, slot, cols, T, scale, conflict, fill,
-                 CONFLICT: tl.constexpr, EVEN: tl.constexpr):
+def negative_scores(product, shift_ptr, target_column, cols, T, scale, conflict, conflict_score,
+                    CONFLICT: tl.constexpr, EVEN: tl.constexpr):
     "Scores of a tile [BN,BV], -inf for targets, dead columns and what is past the last one."
     z = product * scale
     if CONFLICT:
-        z = tl.where(product > conflict, fill, z)
+        z = tl.where(product > conflict, conflict_score, z)
     if shift_ptr is not None:
         z += tl.load(shift_ptr + cols, mask=cols < T, other=-float("inf"))[None, :]
     elif not EVEN:
         z = tl.where((cols < T)[None, :], z, -float("inf"))
-    return tl.where(cols[None, :] == slot[:, None], -float("inf"), z)
+    return tl.where(cols[None, :] == target_column[:, None], -float("inf"), z)
 
 # %% ../../nbs/library/cosine.ipynb #dfe98f31
 @jit
-def rest_kernel(
+def negatives_lse_kernel(
     x, w,  # unit rows [N,H], [T,H]: descriptors or pointers
-    slot_ptr, shift_ptr, parts_ptr,  # [N], [T] or None; [2, runs, N]: base, s
-    N, T, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, scale, conflict, fill,
+    target_column_ptr, shift_ptr, parts_ptr,  # [N], [T] or None; [2, runs, N]: scaled maximum, sum
+    N, T, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, scale, conflict, conflict_score,
     CONFLICT: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, EVEN: tl.constexpr,
     RUN: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     BH: tl.constexpr,
 ):
     tiles_n, runs = tl.cdiv(N, BN), tl.cdiv(tl.cdiv(T, BV), RUN)
     mine = tl.cdiv(tiles_n * runs - tl.program_id(0), tl.num_programs(0))
-    base = tl.full([BN], -float("inf"), tl.float32)
+    row_max = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
     for i in tl.range(0, mine * RUN, flatten=DESC):
         tn, run = place(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
@@ -311,23 +311,23 @@ def rest_kernel(
         product = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h, w_stride_v,
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
-        slot = tl.load(slot_ptr + rows, mask=rows < N, other=-1)
-        z = other_scores(product, shift_ptr, slot, cols, T, scale, conflict, fill, CONFLICT,
-                         EVEN)
+        target_column = tl.load(target_column_ptr + rows, mask=rows < N, other=-1)
+        z = negative_scores(product, shift_ptr, target_column, cols, T, scale, conflict,
+                            conflict_score, CONFLICT, EVEN)
         again = (i % RUN != 0) & (RUN > 1)
-        base, s = join(tl.where(again, base, -float("inf")), tl.where(again, s, 0.0), z, UNIT)
+        row_max, s = join(tl.where(again, row_max, -float("inf")), tl.where(again, s, 0.0), z, UNIT)
         at = parts_ptr + run * N + rows
-        tl.store(at, base, mask=rows < N)
+        tl.store(at, row_max, mask=rows < N)
         tl.store(at + runs * N, s, mask=rows < N)
 
 # %% ../../nbs/library/cosine.ipynb #e92fcc89
 @jit
 def cosine_dz_kernel(
     x, w, dz,  # unit rows [N,H], [T,H], [N,T]: descriptors or pointers; T is a slab
-    slot_ptr, shift_ptr,  # [N]; [T] of the slab, or None
-    rest_ptr, g_rest_ptr, g_cos_ptr,  # [N] each
+    target_column_ptr, shift_ptr,  # [N]; [T] of the slab, or None
+    lse_ptr, g_lse_ptr, g_cos_ptr,  # [N] each
     N, T, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, dz_stride_n,
-    begin, scale, conflict, fill,  # the slab's first column
+    begin, scale, conflict, conflict_score,  # the slab's first column
     CONFLICT: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
@@ -337,18 +337,19 @@ def cosine_dz_kernel(
         product = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h, w_stride_v,
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
-        keep, inside = rows < N, cols < T
-        slot = tl.load(slot_ptr + rows, mask=keep, other=-1) - begin
-        base = tl.load(rest_ptr + rows, mask=keep, other=float("inf")) * UNIT
-        base = tl.where(base == -float("inf"), float("inf"), base)  # no other class: no pull
-        pull = tl.load(g_rest_ptr + rows, mask=keep, other=0.0) * scale
-        hold = tl.load(g_cos_ptr + rows, mask=keep, other=0.0)
-        z = other_scores(product, shift_ptr, slot, cols, T, scale, conflict, fill, CONFLICT,
-                         True)
-        d = pull[:, None] * power(z * UNIT, base[:, None], UNIT)
+        in_batch, in_slab = rows < N, cols < T
+        target_column = tl.load(target_column_ptr + rows, mask=in_batch, other=-1) - begin
+        scaled_lse = tl.load(lse_ptr + rows, mask=in_batch, other=float("inf")) * UNIT
+        no_negatives = scaled_lse == -float("inf")
+        scaled_lse = tl.where(no_negatives, float("inf"), scaled_lse)  # no probabilities
+        softmax_coef = tl.load(g_lse_ptr + rows, mask=in_batch, other=0.0) * scale
+        target_coef = tl.load(g_cos_ptr + rows, mask=in_batch, other=0.0)
+        z = negative_scores(product, shift_ptr, target_column, cols, T, scale, conflict,
+                            conflict_score, CONFLICT, True)
+        d = softmax_coef[:, None] * power(z * UNIT, scaled_lse[:, None], UNIT)
         if CONFLICT:
             d = tl.where(product > conflict, 0.0, d)
-        d = tl.where(cols[None, :] == slot[:, None], hold[:, None], d)
+        d = tl.where(cols[None, :] == target_column[:, None], target_coef[:, None], d)
         if DESC:
             halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # half the shared memory
@@ -356,55 +357,56 @@ def cosine_dz_kernel(
             dz.store([tn * BN, tv * BV + BV // 2], right.to(dz.dtype))
         else:
             at = dz + rows.to(tl.int64)[:, None] * dz_stride_n + cols[None, :]
-            tl.store(at, d.to(dz.dtype.element_ty), mask=keep[:, None] & inside[None, :])
+            tl.store(at, d.to(dz.dtype.element_ty), mask=in_batch[:, None] & in_slab[None, :])
 
 # %% ../../nbs/library/cosine.ipynb #f4bf2871
 @jit
-def loss_of(gap):
+def softplus_and_slope(gap):
     "log(1 + e^gap), and its slope."
     e = tl.exp(-tl.abs(gap))
-    log = tl.where(e < 1e-3, e * (1 - e * (1 / 2 - e / 3)), tl.log(1 + e))
-    return tl.maximum(gap, 0.0) + log, tl.where(gap < 0, e, 1.0) / (1 + e)
+    log1p = tl.where(e < 1e-3, e * (1 - e * (1 / 2 - e / 3)), tl.log(1 + e))
+    return tl.maximum(gap, 0.0) + log1p, tl.where(gap < 0, e, 1.0) / (1 + e)
 
 # %% ../../nbs/library/cosine.ipynb #e9640872
 @jit
-def finish_rest_kernel(
-    parts_ptr, x_ptr, w_ptr, slot_ptr,  # [2, runs, N]; unit rows [N,H], [T,H]; [N]
-    rest_ptr, cos_ptr, top_ptr,  # [N] each
-    share_ptr, loss_ptr, g_rest_ptr, g_cos_ptr,  # [N] each, or None: no line
+def merge_lse_kernel(
+    parts_ptr, x_ptr, w_ptr, target_column_ptr,  # [2, runs, N]; unit rows [N,H], [T,H]; [N]
+    lse_ptr, cos_ptr, largest_ptr,  # [N] each
+    loss_weight_ptr, loss_ptr, g_lse_ptr, g_cos_ptr,  # [N] each, or None: no affine margin
     slope, offset, N, runs, H,
     UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    keep, base = rows < N, tl.full([BN], -float("inf"), tl.float32)
-    s, cos = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    in_batch, row_max = rows < N, tl.full([BN], -float("inf"), tl.float32)
+    sum_exp, cos = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
     for first in range(0, runs, BP):
         parts = first + tl.arange(0, BP)[:, None]
-        there, at = (parts < runs) & keep[None, :], parts_ptr + parts * N + rows[None, :]
-        base_k = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
-        s_k = tl.load(at + runs * N, mask=there, other=0.0)
-        top = tl.maximum(base, tl.max(base_k, 0))
-        safe = finite(top)
-        s = s * power(base, safe, UNIT) + tl.sum(s_k * power(base_k, safe[None, :], UNIT), 0)
-        base = top
-    slot = tl.load(slot_ptr + rows, mask=keep, other=-1)
-    known = (keep & (slot >= 0))[:, None]
-    x_at, w_at = (rows.to(tl.int64) * H)[:, None], (slot.to(tl.int64) * H)[:, None]
+        there, at = (parts < runs) & in_batch[None, :], parts_ptr + parts * N + rows[None, :]
+        max_k = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
+        sum_k = tl.load(at + runs * N, mask=there, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(max_k, 0))
+        safe = finite(new_max)
+        sum_exp = sum_exp * power(row_max, safe, UNIT) + tl.sum(
+            sum_k * power(max_k, safe[None, :], UNIT), 0)
+        row_max = new_max
+    target_column = tl.load(target_column_ptr + rows, mask=in_batch, other=-1)
+    known = (in_batch & (target_column >= 0))[:, None]
+    x_at, w_at = (rows.to(tl.int64) * H)[:, None], (target_column.to(tl.int64) * H)[:, None]
     for k in range(0, H, BH):
         cols = k + tl.arange(0, BH)[None, :]
         a = tl.load(x_ptr + x_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         b = tl.load(w_ptr + w_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         cos += tl.sum(a * b, 1)
-    rest = base / UNIT + tl.log(tl.where(s == 0, 1.0, s))  # 0 beside a base of -inf only
-    tl.store(rest_ptr + rows, rest, mask=keep)
-    tl.store(cos_ptr + rows, cos, mask=keep)
-    tl.store(top_ptr + rows, base / UNIT, mask=keep)
-    if share_ptr is not None:
-        share = tl.load(share_ptr + rows, mask=keep, other=0.0)
-        loss, rise = loss_of(rest - (slope * cos + offset))
-        tl.store(loss_ptr + rows, share * loss, mask=keep)
-        tl.store(g_rest_ptr + rows, share * rise, mask=keep)
-        tl.store(g_cos_ptr + rows, -slope * share * rise, mask=keep)
+    lse = row_max / UNIT + tl.log(tl.where(sum_exp == 0, 1.0, sum_exp))  # 0: no scores
+    tl.store(lse_ptr + rows, lse, mask=in_batch)
+    tl.store(cos_ptr + rows, cos, mask=in_batch)
+    tl.store(largest_ptr + rows, row_max / UNIT, mask=in_batch)
+    if loss_weight_ptr is not None:
+        loss_weight = tl.load(loss_weight_ptr + rows, mask=in_batch, other=0.0)
+        loss, loss_slope = softplus_and_slope(lse - (slope * cos + offset))
+        tl.store(loss_ptr + rows, loss_weight * loss, mask=in_batch)
+        tl.store(g_lse_ptr + rows, loss_weight * loss_slope, mask=in_batch)
+        tl.store(g_cos_ptr + rows, -slope * loss_weight * loss_slope, mask=in_batch)
 
 # %% ../../nbs/library/cosine.ipynb #87a38c2b
 class AffineMargin(NamedTuple):
@@ -413,8 +415,8 @@ class AffineMargin(NamedTuple):
     offset: float
 
 # %% ../../nbs/library/cosine.ipynb #1d59f163
-def launch_rest(
-    x:Tensor, w:Tensor, slot:Tensor, shift:Optional[Tensor], o:HeadConfig,
+def launch_negatives_lse(
+    x:Tensor, w:Tensor, target_column:Tensor, shift:Optional[Tensor], o:HeadConfig,
     tiling:Optional[Tiling]=None, margin:Optional[AffineMargin]=None,
     loss_weight:Optional[Tensor]=None,  # [N], beside a margin
 ) -> tuple[Tensor, ...]:  # with a margin also losses [N], and their derivatives by lse and cos
@@ -428,24 +430,25 @@ def launch_rest(
     if margin is not None: more = [new(n) for _ in range(3)]
     slope, offset = margin or (0.0, 0.0)
     grid = (min(multiprocessors(x.device), tiles_n * runs),)
-    launch = lambda t, only_compile=False: launcher(rest_kernel, grid, only_compile)(
-        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), slot, shift, parts, n,
-        v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.conflict_score, CONFLICT=o.conflict < 2,
-        UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0, RUN=run, GROUP=t.group, BN=t.BN,
-        BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
+    launch = lambda t, only_compile=False: launcher(negatives_lse_kernel, grid, only_compile)(
+        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), target_column, shift,
+        parts, n, v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.conflict_score,
+        CONFLICT=o.conflict < 2, UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0,
+        RUN=run, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        launch(fastest(rest_kernel, x, v, t, deeper(t, device_of(x), False), launch,
+        launch(fastest(negatives_lse_kernel, x, v, t, deeper(t, device_of(x), False), launch,
                        CONFLICT=o.conflict < 2, RUN=run, EVEN=v % (t.BV * run) == 0,
                        SHIFT=shift is not None))
-        finish_rest_kernel[(-(-n // 8),)](
-            parts, x, w, slot, *out, loss_weight, *(more or [None] * 3), slope, offset, n, runs, h,
-            UNIT=unit, BN=8, BP=128, BH=128)
+        merge_lse_kernel[(-(-n // 8),)](
+            parts, x, w, target_column, *out, loss_weight, *(more or [None] * 3), slope, offset, n,
+            runs, h, UNIT=unit, BN=8, BP=128, BH=128)
     return *out, *more
 
 # %% ../../nbs/library/cosine.ipynb #d51cb076
 def launch_cosine_dz(
     x:Tensor, w:Tensor, dz:Tensor,  # unit rows [N,H], [T,H]; [N,T] to be written; T is a slab
-    slot:Tensor, shift:Optional[Tensor], terms:tuple[Tensor, ...],  # [N], [T], [N] thrice
+    target_column:Tensor, shift:Optional[Tensor],  # [N], [T]
+    row_terms:tuple[Tensor, ...],  # lse, g_lse, g_cos: [N]
     begin:int, o:HeadConfig, t:Tiling,
 ):
     "Gradient of a slab's products, recomputed."
@@ -453,8 +456,9 @@ def launch_cosine_dz(
     programs = min(multiprocessors(x.device), -(-n // t.BN) * -(-v // t.BV))
     launch = lambda t, only_compile=False: launcher(cosine_dz_kernel, (programs,), only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
-        operand(dz, t.BN, t.BV // 2, t.desc), slot, shift, *terms, n, v, h, *x.stride(),
-        *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.conflict_score, CONFLICT=o.conflict < 2,
+        operand(dz, t.BN, t.BV // 2, t.desc), target_column, shift, *row_terms, n, v, h,
+        *x.stride(), *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.conflict_score,
+        CONFLICT=o.conflict < 2,
         UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):

@@ -53,9 +53,12 @@ STAGE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7",
                 "#E69F00", "#56B4E9", "#B8A800")  # Okabe-Ito, its yellow darkened
 
 # %% ../../nbs/library/drawing.ipynb #3ed94c7f
-def stage_color(stage:int) -> str:
+def stage_color(
+    stage:int|str,  # its number, or a name that begins with it: "05_clusters", "results/05_clusters.json"
+) -> str:
     "The fixed colour of stage 1, 2, …; stage 0 is grey."
-    return GREY if stage == 0 else STAGE_COLORS[(stage - 1) % len(STAGE_COLORS)]
+    number = int(Path(stage).name[:2]) if isinstance(stage, str) else stage
+    return GREY if number == 0 else STAGE_COLORS[(number - 1) % len(STAGE_COLORS)]
 
 # %% ../../nbs/library/drawing.ipynb #e91a7f85
 class Drawing:
@@ -117,7 +120,7 @@ def tile_picture(
     lit:Iterable[tuple[int, int]],  # the tiles (row, column) that are in memory now
     title:str, alt:str,
     notes:tuple[str, str]=("tokens N", "classes V"),  # labels of the two sides
-    stage:int=1,  # whose colour
+    stage:int|str=1,  # whose colour
 ) -> Drawing:
     "The N×V rectangle of scores with the tiles that exist at this moment filled in."
     from matplotlib.patches import Rectangle

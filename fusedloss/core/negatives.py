@@ -13,13 +13,13 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.cosine import (
-    AffineMargin, HeadConfig, launch_cosine_dz, launch_rest, locate, plain_cosine_dz,
-    plain_negatives_lse, positive_infinity, scaled_cosines, to_tangent, unit_pair)
+    AffineMargin, HeadConfig, launch_cosine_dz, launch_negatives_lse, locate, plain_cosine_dz,
+    plain_negatives_lse, positive_infinity, scaled_cosines, to_tangent, unit_rows_of_two)
 from fusedloss.core.operators import operator, products
 from fusedloss.core.products import (
     add_product, autocast_like_linear, multiplies_in_float32, product_dtype, put_product,
     tile_slices, unit_of)
-from fusedloss.core.sampling import columns_of
+from fusedloss.core.sampling import step_columns
 from fusedloss.core.tiling import Tiling, tiling_of
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.tuning import current_agreement, keep_agreement
@@ -89,14 +89,14 @@ def tile_columns(x:Tensor, o:HeadConfig) -> int:
 
 # %% ../../nbs/library/negatives.ipynb #2f2833e5
 def partial_lse_fwd(
-    x:Tensor, w:Tensor, x_rows:Tensor, w_rows:Optional[Tensor],  # [N,H], [V·K,H]; as `unit_pair`
+    x:Tensor, w:Tensor, x_rows:Tensor, w_rows:Optional[Tensor],  # of `unit_rows_of_two`
     grad_index:Optional[Tensor], target_column:Tensor, shift:Optional[Tensor],  # of `Columns`
     o:HeadConfig, dtype:torch.dtype, kernel:bool, sparse:bool,  # dtype of the unit rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "lse, cos, largest [N]; unit rows and inverse lengths of x and of the columns."
-    ux, x_inverse, uw, w_inverse = unit_pair(x, x_rows, w, w_rows, dtype, o.eps)
+    ux, x_inverse, uw, w_inverse = unit_rows_of_two(x, x_rows, w, w_rows, dtype, o.eps)
     if not len(x): out = tuple(x_inverse.new_empty(0) for _ in range(3))
-    elif kernel: out = launch_rest(ux, uw, target_column, shift, o)
+    elif kernel: out = launch_negatives_lse(ux, uw, target_column, shift, o)
     else: out = plain_negatives_lse(ux, uw, target_column, shift, o, tile_columns(ux, o))
     return *out, ux, x_inverse, uw, w_inverse
 
@@ -150,7 +150,7 @@ def head_dtype(x:Tensor) -> torch.dtype:
 def fake_unit_rows(
     x:Tensor, w:Tensor, w_rows:Optional[Tensor], dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "The shapes of `unit_pair`'s results."
+    "The shapes of `unit_rows_of_two`'s results."
     t, numbers = len(w) if w_rows is None else len(w_rows), acc_dtype(x.dtype)
     return (x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=numbers),
             x.new_empty((t, x.shape[1]), dtype=dtype), x.new_empty(t, dtype=numbers))
@@ -185,7 +185,7 @@ def save_numbers(ctx, inputs, kernel:bool):
     ctx.numbers = inputs.o, inputs.x.dtype, inputs.w.dtype, kernel
     ctx.sparse, ctx.shape, ctx.step = inputs.sparse, inputs.w.shape, current_agreement()
 
-def row_gradients(
+def input_gradients(
     ctx, needs, g_lse:Tensor, g_cos:Tensor, factor:Optional[Tensor], *tensors:Tensor,
 ) -> dict[str, Optional[Tensor]]:
     "dx and dw, that of w's rows as a sparse tensor, or dense."
@@ -209,8 +209,7 @@ def lse_gradients(
     "dx and dw from the gradients of lse and cos."
     lse, *_ = tensors = ctx.saved_tensors
     g_lse, g_cos = (torch.zeros_like(lse) if g is None else g for g in (g_lse, g_cos))
-    return row_gradients(ctx, needs, g_lse, g_cos, None, *tensors)
-
+    return input_gradients(ctx, needs, g_lse, g_cos, None, *tensors)
 
 # %% ../../nbs/library/negatives.ipynb #41e503cb
 partial_lse_grad = operator("fusedloss::partial_lse_grad", partial_lse_bwd, fake=fake_lse_grad,
@@ -224,9 +223,9 @@ def affine_loss_fwd(
     target_column:Tensor, shift:Optional[Tensor], loss_weight:Tensor,  # of `Columns`
     margin:AffineMargin, o:HeadConfig, dtype:torch.dtype, sparse:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "The weighted sum of losses; losses, lse, cos, largest, g_lse, g_cos [N]; as `unit_pair`."
-    unit_rows = ux, _, uw, _ = unit_pair(x, x_rows, w, w_rows, dtype, o.eps)
-    lse, cos, largest, losses, g_lse, g_cos = launch_rest(
+    "The weighted sum of losses; losses, lse, cos, largest, g_lse, g_cos [N]; unit rows."
+    unit_rows = ux, _, uw, _ = unit_rows_of_two(x, x_rows, w, w_rows, dtype, o.eps)
+    lse, cos, largest, losses, g_lse, g_cos = launch_negatives_lse(
         ux, uw, target_column, shift, o, margin=margin, loss_weight=loss_weight)
     return losses.sum(), losses, lse, cos, largest, g_lse, g_cos, *unit_rows
 
@@ -250,7 +249,7 @@ def affine_loss_gradients(
 ) -> dict[str, Optional[Tensor]]:
     "dx and dw: what comes from above is one number."
     g_lse, g_cos, _, *tensors = ctx.saved_tensors
-    return row_gradients(ctx, needs, g_lse, g_cos, g, *tensors)
+    return input_gradients(ctx, needs, g_lse, g_cos, g, *tensors)
 
 affine_margin_loss = operator(
     "fusedloss::affine_margin_loss", affine_loss_fwd, fake=fake_affine_loss,
@@ -265,6 +264,6 @@ def all_classes_lse(
     "The two numbers of stage 13's `margin_cross_entropy`: all classes are columns."
     dtype = head_dtype(x)
     if not uses_kernels(method, x, dtype, o): return None
-    c = columns_of(y, -1, len(w), None, acc_dtype(x.dtype))
+    c = step_columns(y, -1, len(w), None, acc_dtype(x.dtype))
     return partial_lse(x, w, c.x_rows, None, None, c.target_column, None, o, dtype, True,
                        False)[:2]

@@ -51,6 +51,11 @@ class LossOptions(NamedTuple):
     softcap: Annotated[float, Check("a positive number or None", POSITIVE, True)] = 0.0  # c: scores are c · tanh(scaled logits / c), undivided by a temperature T: that is logit_scale=s/T, softcap=c/T
     z_loss: Annotated[float, Check("a number not below 0", lambda v: in_range(v, 0))] = 0.0  # weight of lse² in each token's loss
 
+    @property
+    def keeps_scores(self) -> bool:
+        "Whether the scores are the logits themselves."
+        return (self.logit_scale, self.softcap) == (1.0, 0.0)
+
     def changed(self) -> tuple[str, ...]:
         "Names of the options that shape scores and losses, and are not at their defaults."
         return tuple(name for name, value in zip(self._fields[1:], self[1:])

@@ -106,7 +106,7 @@ def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing
         fig, ax = plt.subplots(figsize=(6.4, 3.6))
         for r in records:
             x, y = r["figures"]["ratio"], r["figures"]["extra"] / 2**20
-            ax.plot(x, y, "o", color=stage_color(int(r["stage"][:2])))
+            ax.plot(x, y, "o", color=stage_color(r["stage"]))
             ax.annotate(r["name"], (x, y), xytext=(8, -3), textcoords="offset points",
                         fontsize=9)
         ax.axvline(1, color=GREY, ls=":")
@@ -137,7 +137,7 @@ def prediction_table(checks:list[Check]) -> Table:
 
 # %% ../../nbs/library/records.ipynb #0355e24a
 def predicted_against_measured(
-    checks:list[Check], title:str, alt:str, caption:str="", stage:int=1,
+    checks:list[Check], title:str, alt:str, caption:str="", stage:int|str=1,
 ) -> Drawing:
     "The ratio of measured to predicted, a line for each check, on a scale of powers of two."
     import matplotlib.pyplot as plt

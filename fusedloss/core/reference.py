@@ -37,13 +37,24 @@ def row_terms(
     return RowTerms(label, ignored, valid, valid * w[label], valid * w_t, w)
 
 # %% ../../nbs/library/reference.ipynb #069b27d5
+def score_argument(z:Tensor, o:LossOptions) -> Tensor:
+    "Logits, scaled, in their place; with a softcap what tanh is taken of."
+    return z.mul_(o.logit_scale / (o.softcap or 1.0))
+
+def scores_in_place(z:Tensor, o:LossOptions) -> Tensor:
+    "The scores of logits, in their place."
+    if o.keeps_scores: return z
+    z = score_argument(z, o)
+    return z.tanh_().mul_(o.softcap) if o.softcap else z
+
 def score_and_slope(
-    raw:Tensor, o:LossOptions,
+    logits:Tensor, o:LossOptions,
 ) -> tuple[Tensor, Tensor | float]:  # in `acc_dtype`
     "The scores of logits, and their derivative."
-    raw = raw.to(acc_dtype(raw.dtype))
-    if not o.softcap: return raw if o.logit_scale == 1.0 else o.logit_scale * raw, o.logit_scale
-    x = o.logit_scale / o.softcap * raw
+    wide = logits.to(acc_dtype(logits.dtype))
+    if o.keeps_scores: return wide, 1.0
+    x = score_argument(wide.clone() if wide is logits else wide, o)
+    if not o.softcap: return x, o.logit_scale
     e = torch.exp(-2 * x.abs())
     return o.softcap * torch.tanh(x), o.logit_scale * 4 * e / (1 + e) ** 2
 

@@ -28,14 +28,14 @@ def mix(h:Tensor) -> Tensor:  # int64 holding 32 bits
     h = (h ^ (h >> 15)) * 0x846CA68B & MASK
     return h ^ (h >> 16)
 
-def key_word(key:Tensor, word:Tensor) -> Tensor:
+def plain_add_word(key:Tensor, word:Tensor) -> Tensor:
     "64 bits more in a key of 32."
     return mix(mix(key ^ (word & MASK)) ^ (word >> 32))
 
-def block_key(seed:Tensor, step:Tensor, block:Tensor) -> Tensor:
+def plain_block_key(seed:Tensor, step:Tensor, block:Tensor) -> Tensor:
     "32 bits for each block of classes, from all 64 of seed, step and block."
     key = torch.full_like(seed, GOLDEN)
-    for word in (seed, step, block): key = key_word(key, word)
+    for word in (seed, step, block): key = plain_add_word(key, word)
     return key
 
 # %% ../../nbs/library/sampling.ipynb #4995369e
@@ -70,28 +70,28 @@ def strata_of(rate:float) -> Strata:
     return Strata(bits, int(whole), round(part * 2**32))
 
 # %% ../../nbs/library/sampling.ipynb #4f9cf3cf
-def drawn_of(key:Tensor, s:Strata) -> Tensor:
+def plain_drawn_count(key:Tensor, s:Strata) -> Tensor:
     "How many classes a block draws."
     return s.whole + (mix(key ^ 0x5A5A5A5A) < s.chance).long()
 
-def draw_plain(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
+def plain_draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     "Classes drawn of `start` to `stop`, -1 in empty slots; `[blocks · slots]`."
     first, last = start >> s.bits, -(-stop >> s.bits)
     if not s.slots: return seed.new_empty(0)
     block = torch.arange(first, last, device=seed.device)[:, None]
-    key, slot = block_key(seed, step, block), torch.arange(s.slots, device=seed.device)
+    key, slot = plain_block_key(seed, step, block), torch.arange(s.slots, device=seed.device)
     chosen = (block << s.bits) + shuffle(slot, key, s.bits)
-    lives = (slot < drawn_of(key, s)) & (chosen >= start) & (chosen < stop)
+    lives = (slot < plain_drawn_count(key, s)) & (chosen >= start) & (chosen < stop)
     return torch.where(lives, chosen, -1).flatten()
 
 # %% ../../nbs/library/sampling.ipynb #65ab128e
-def slot_plain(y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int) -> Tensor:
+def plain_find_slot(y:Tensor, seed:Tensor, step:Tensor, s:Strata, start:int) -> Tensor:
     "Where the draw has the class `y`, or -1."
     block = y >> s.bits
-    key = block_key(seed, step, block)
+    key = plain_block_key(seed, step, block)
     slot = shuffle(y & (2**s.bits - 1), key, s.bits, back=True)
     at = (block - (start >> s.bits)) * s.slots + slot
-    return torch.where(slot < drawn_of(key, s), at, -1)
+    return torch.where(slot < plain_drawn_count(key, s), at, -1)
 
 # %% ../../nbs/library/sampling.ipynb #2a947525
 @jit
@@ -103,20 +103,20 @@ def mix_bits(h):
 
 @jit
 def add_word(key, word):
-    "`key_word`: 64 bits more in a key."
+    "`plain_add_word`: 64 bits more in a key."
     key = mix_bits(key ^ (word & 0xFFFFFFFF).to(tl.uint32))
     return mix_bits(key ^ (word >> 32).to(tl.uint32))
 
 # %% ../../nbs/library/sampling.ipynb #155d7480
 @jit
-def block_key_of(seed_ptr, step_ptr, block, B: tl.constexpr):
-    "`block_key` of blocks [B]."
+def block_key(seed_ptr, step_ptr, block, B: tl.constexpr):
+    "`plain_block_key` of blocks [B]."
     key = add_word(tl.full([B], 0x9E3779B9, tl.uint32), tl.load(seed_ptr))
     return add_word(add_word(key, tl.load(step_ptr)), block)
 
 @jit
-def drawn_by(key, WHOLE: tl.constexpr, CHANCE: tl.constexpr, B: tl.constexpr):
-    "`drawn_of` keys [B]."
+def drawn_count(key, WHOLE: tl.constexpr, CHANCE: tl.constexpr, B: tl.constexpr):
+    "`plain_drawn_count` keys [B]."
     drawn = tl.full([B], WHOLE, tl.uint32)
     if CHANCE > 0:
         more = mix_bits(key ^ 0x5A5A5A5A).to(tl.int64) < CHANCE
@@ -133,7 +133,7 @@ def draw_kernel(
 ):
     at = tl.program_id(0) * B + tl.arange(0, B)
     block, slot = first + (at // SLOTS).to(tl.int64), (at % SLOTS).to(tl.uint32)
-    key = block_key_of(seed_ptr, step_ptr, block, B)
+    key = block_key(seed_ptr, step_ptr, block, B)
     HALF: tl.constexpr = BITS // 2
     SIDE: tl.constexpr = 2**HALF - 1
     left, right = slot >> HALF, slot & SIDE
@@ -144,15 +144,15 @@ def draw_kernel(
         right = new
         turn += 0x9E3779B9
     chosen = (block << BITS) + (left << HALF | right).to(tl.int64)
-    lives = (slot < drawn_by(key, WHOLE, CHANCE, B)) & (chosen >= start) & (chosen < stop)
+    lives = (slot < drawn_count(key, WHOLE, CHANCE, B)) & (chosen >= start) & (chosen < stop)
     tl.store(out_ptr + at, tl.where(lives, chosen - begin, -1), mask=at < total)
     if shift_ptr is not None:
         tl.store(shift_ptr + at, tl.where(lives, missed, -float("inf")), mask=at < total)
 
 # %% ../../nbs/library/sampling.ipynb #59a60856
 def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
-    "`draw_plain`, by the kernel where there is one."
-    if not has_kernel(seed): return draw_plain(seed, step, s, start, stop)
+    "`plain_draw`, by the kernel where there is one."
+    if not has_kernel(seed): return plain_draw(seed, step, s, start, stop)
     first = start >> s.bits
     total = ((-(-stop >> s.bits)) - first) * s.slots
     out = seed.new_empty(total)
@@ -199,7 +199,7 @@ class NegativeSampler(nn.Module):
         check_bounds(start=start)
         expect_tensor("y", y)
         check_target(y, y.shape, self.seed.device, "mean", "y")
-        return slot_plain(y, self.seed, self.step, self.strata, start)
+        return plain_find_slot(y, self.seed, self.step, self.strata, start)
 
     def advance(self) -> None: self.step.add_(1)
     def extra_repr(self) -> str: return f"rate={self.rate:g}, log_q={self.log_q}"
@@ -231,39 +231,39 @@ def live_index(rows:Tensor) -> Tensor:  # [T]
 # %% ../../nbs/library/sampling.ipynb #ad570367
 def plain_labels(
     y:Tensor, ignore_index:int, start:int, stop:int, dtype:torch.dtype,  # [N]; classes
-) -> tuple[Tensor, Tensor, Tensor]:  # y or -1, kept, share: [N] each
+) -> tuple[Tensor, Tensor, Tensor]:  # y or -1, x_rows, loss_weight: [N] each
     "What labels say of their rows."
     wanted, n = y != ignore_index, torch.arange(len(y), device=y.device)
     known = wanted & (y >= start) & (y < stop)
-    share = torch.where(known, 1.0, torch.where(wanted, torch.nan, 0.0)).to(dtype)
-    share = share / wanted.sum().clamp(min=1)
-    return torch.where(known, y, -1), torch.where(known, n, -1), share
+    loss_weight = torch.where(known, 1.0, torch.where(wanted, torch.nan, 0.0)).to(dtype)
+    loss_weight = loss_weight / wanted.sum().clamp(min=1)
+    return torch.where(known, y, -1), torch.where(known, n, -1), loss_weight
 
 # %% ../../nbs/library/sampling.ipynb #590610f4
 def plain_columns(
     y:Tensor, seed:Tensor, step:Tensor, s:Strata,  # [N]
     start:int, stop:int,  # classes; what is returned counts from `start`
     ignore_index:int, missed:float,  # added to the scores of those that were drawn
-    dtype:torch.dtype,  # of `shift` and `share`
+    dtype:torch.dtype,  # of `shift` and `loss_weight`
 ) -> Columns:
     "Columns for what was drawn, then one for each row, used if its class has none."
-    y, kept, share = plain_labels(y, ignore_index, start, stop, dtype)
-    drawn, n = draw_plain(seed, step, s, start, stop), torch.arange(len(y), device=y.device)
-    at = slot_plain(y.clamp(min=start), seed, step, s, start)
-    fresh = len(drawn) + first_occurrence(y)
-    slot = torch.where(y >= 0, torch.where(at >= 0, at, fresh), -1)
-    rows = torch.cat([drawn, torch.where(slot == len(drawn) + n, y, -1)])
-    rows = F.pad(rows, (0, -len(rows) % 8), value=-1)
-    shift = rows.new_full(rows.shape, missed, dtype=dtype).masked_fill_(rows < 0, -torch.inf)
-    present = torch.zeros(len(rows) + 1, dtype=torch.bool, device=y.device)
-    present[slot] = True  # -1 is the spare place at the end
+    y, x_rows, loss_weight = plain_labels(y, ignore_index, start, stop, dtype)
+    drawn, n = plain_draw(seed, step, s, start, stop), torch.arange(len(y), device=y.device)
+    slot = plain_find_slot(y.clamp(min=start), seed, step, s, start)
+    own_column = len(drawn) + first_occurrence(y)
+    target_column = torch.where(y >= 0, torch.where(slot >= 0, slot, own_column), -1)
+    w_rows = torch.cat([drawn, torch.where(target_column == len(drawn) + n, y, -1)])
+    w_rows = F.pad(w_rows, (0, -len(w_rows) % 8), value=-1)
+    shift = w_rows.new_full(w_rows.shape, missed, dtype=dtype).masked_fill_(w_rows < 0, -torch.inf)
+    present = torch.zeros(len(w_rows) + 1, dtype=torch.bool, device=y.device)
+    present[target_column] = True  # -1 is the spare place at the end
     if missed: shift = torch.where(present[:-1], 0.0, shift)  # the batch's classes were certain
-    rows = torch.where(rows < 0, -1, rows - start)
-    return Columns(rows, slot, shift, live_index(rows), kept, share)
+    w_rows = torch.where(w_rows < 0, -1, w_rows - start)
+    return Columns(w_rows, target_column, shift, live_index(w_rows), x_rows, loss_weight)
 
 # %% ../../nbs/library/sampling.ipynb #9c38b215
 @jit
-def place_of(y, key, BITS: tl.constexpr, ROUNDS: tl.constexpr):
+def unshuffle(y, key, BITS: tl.constexpr, ROUNDS: tl.constexpr):
     "Where in its block a class [B] stands: `shuffle`, backwards."
     HALF: tl.constexpr = BITS // 2
     SIDE: tl.constexpr = 2**HALF - 1
@@ -286,62 +286,66 @@ def load_classes(y_ptr, at, N, ignore_index, start, stop):
     return y, wanted, wanted & (y >= start) & (y < stop)
 
 @jit
-def live_class(rows_ptr, y_ptr, N, K, ignore_index, start, stop, B: tl.constexpr):
+def live_class(w_rows_ptr, y_ptr, N, K, ignore_index, start, stop, B: tl.constexpr):
     "A class that lives: of those that were drawn, else of the batch; 0 if there is none."
-    name, at = tl.full([], -1, tl.int64), 0
-    while (name < 0) & (at < K):
+    live_row, at = tl.full([], -1, tl.int64), 0
+    while (live_row < 0) & (at < K):
         here = at + tl.arange(0, B)
-        name = tl.max(tl.load(rows_ptr + here, mask=here < K, other=-1))
+        live_row = tl.max(tl.load(w_rows_ptr + here, mask=here < K, other=-1))
         at += B
     at = 0
-    while (name < 0) & (at < N):
+    while (live_row < 0) & (at < N):
         y, _, known = load_classes(y_ptr, at + tl.arange(0, B), N, ignore_index, start, stop)
-        name = tl.max(tl.where(known, y - start, -1))
+        live_row = tl.max(tl.where(known, y - start, -1))
         at += B
-    return tl.maximum(name, 0)
+    return tl.maximum(live_row, 0)
 
 # %% ../../nbs/library/sampling.ipynb #e3c9965d
 @jit
 def columns_kernel(
-    y_ptr, rows_ptr, shift_ptr, index_ptr,  # [N]; [T] each, of which K were drawn
-    slot_ptr, kept_ptr, share_ptr, seed_ptr, step_ptr,  # [N] each; [1] each
+    y_ptr, w_rows_ptr, shift_ptr, grad_index_ptr,  # [N]; [T] each, of which K were drawn
+    target_column_ptr, x_rows_ptr, loss_weight_ptr, seed_ptr, step_ptr,  # [N] each; [1] each
     ignore_index, first, start, stop, K, N, T,  # `first` block of the classes
     WHOLE: tl.constexpr, CHANCE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     ROUNDS: tl.constexpr, B: tl.constexpr, BIG: tl.constexpr,
 ):
     labels = tl.cdiv(T - K, B)
-    name = live_class(rows_ptr, y_ptr, N, K, ignore_index, start, stop, BIG)
+    live_row = live_class(w_rows_ptr, y_ptr, N, K, ignore_index, start, stop, BIG)
     if tl.program_id(0) >= labels:  # columns that were drawn
         column = (tl.program_id(0) - labels) * BIG + tl.arange(0, BIG)
-        row = tl.load(rows_ptr + column, mask=column < K, other=-1)
-        tl.store(index_ptr + column, tl.where(row < 0, name, row), mask=column < K)
+        row = tl.load(w_rows_ptr + column, mask=column < K, other=-1)
+        tl.store(grad_index_ptr + column, tl.where(row < 0, live_row, row), mask=column < K)
     else:
-        at = tl.program_id(0) * B + tl.arange(0, B)
-        y, wanted, known = load_classes(y_ptr, at, N, ignore_index, start, stop)
-        earliest, n = at, tl.zeros([B], tl.int32)
+        batch_rows = tl.program_id(0) * B + tl.arange(0, B)
+        y, wanted, known = load_classes(y_ptr, batch_rows, N, ignore_index, start, stop)
+        earliest, n = batch_rows, tl.zeros([B], tl.int32)
         for begin in range(0, N, B):
             other = begin + tl.arange(0, B)
             z, counts, _ = load_classes(y_ptr, other, N, ignore_index, start, stop)
             same = (y[:, None] == z[None, :]) & (other < N)[None, :]
             earliest = tl.minimum(earliest, tl.min(tl.where(same, other[None, :], N), 1))
             n += counts.to(tl.int32)
-        slot = tl.where(known, K + earliest, -1).to(tl.int64)
+        target_column = tl.where(known, K + earliest, -1).to(tl.int64)
         if SLOTS > 0:
-            key = block_key_of(seed_ptr, step_ptr, tl.where(known, y >> BITS, 0), B)
-            place_ = place_of(y, key, BITS, ROUNDS)
-            found = known & (place_ < drawn_by(key, WHOLE, CHANCE, B))
-            slot = tl.where(found, ((y >> BITS) - first) * SLOTS + place_.to(tl.int64), slot)
-        share = tl.where(known, 1.0, tl.where(wanted, float("nan"), 0.0))
-        share = tl.div_rn(share, tl.maximum(tl.sum(n), 1).to(tl.float32))
-        tl.store(slot_ptr + at, slot, mask=at < N)
-        tl.store(kept_ptr + at, tl.where(known, at, -1), mask=at < N)
-        tl.store(share_ptr + at, share, mask=at < N)
-        own, there = known & (slot == K + at), K + at < T
-        tl.store(rows_ptr + K + at, tl.where(own, y - start, -1), mask=there)
-        tl.store(index_ptr + K + at, tl.where(own, y - start, name), mask=there)
-        tl.store(shift_ptr + K + at, tl.where(own, 0.0, -float("inf")), mask=there)
-        drawn = known & (slot < K)
-        tl.store(shift_ptr + slot, 0.0, mask=drawn)  # the batch's classes were certain
+            key = block_key(seed_ptr, step_ptr, tl.where(known, y >> BITS, 0), B)
+            slot = unshuffle(y, key, BITS, ROUNDS)
+            drawn = known & (slot < drawn_count(key, WHOLE, CHANCE, B))
+            drawn_column = ((y >> BITS) - first) * SLOTS + slot.to(tl.int64)
+            target_column = tl.where(drawn, drawn_column, target_column)
+        loss_weight = tl.where(known, 1.0, tl.where(wanted, float("nan"), 0.0))
+        loss_weight = tl.div_rn(loss_weight, tl.maximum(tl.sum(n), 1).to(tl.float32))
+        tl.store(target_column_ptr + batch_rows, target_column, mask=batch_rows < N)
+        tl.store(x_rows_ptr + batch_rows, tl.where(known, batch_rows, -1), mask=batch_rows < N)
+        tl.store(loss_weight_ptr + batch_rows, loss_weight, mask=batch_rows < N)
+        own_column, in_columns = known & (target_column == K + batch_rows), K + batch_rows < T
+        tl.store(w_rows_ptr + K + batch_rows, tl.where(own_column, y - start, -1),
+                 mask=in_columns)
+        tl.store(grad_index_ptr + K + batch_rows, tl.where(own_column, y - start, live_row),
+                 mask=in_columns)
+        tl.store(shift_ptr + K + batch_rows, tl.where(own_column, 0.0, -float("inf")),
+                 mask=in_columns)
+        was_drawn = known & (target_column < K)
+        tl.store(shift_ptr + target_column, 0.0, mask=was_drawn)  # the batch's classes were certain
 
 # %% ../../nbs/library/sampling.ipynb #15cdad92
 def launch_columns(
@@ -358,8 +362,8 @@ def launch_columns(
         if k: draw_kernel[(-(-k // 256),)](c.w_rows, c.shift, seed, step, first, start, stop, k,
                                            start, missed, *shared, B=256)
         if t: columns_kernel[(-(-(t - k) // 64) + -(-k // 1024),)](
-            y, c.w_rows, c.shift, c.grad_index, c.target_column, c.x_rows, c.loss_weight, seed, step, ignore_index,
-            first, start, stop, k, n, t, *shared, B=64, BIG=1024)
+            y, c.w_rows, c.shift, c.grad_index, c.target_column, c.x_rows, c.loss_weight, seed,
+            step, ignore_index, first, start, stop, k, n, t, *shared, B=64, BIG=1024)
     return c
 
 # %% ../../nbs/library/sampling.ipynb #dfc49fdd
@@ -381,15 +385,16 @@ def fake_columns(y, seed, step, s, start, stop, ignore_index, missed, dtype):
 sampled_columns = operator("fusedloss::sampled_columns", sample_columns, fake=fake_columns)
 
 # %% ../../nbs/library/sampling.ipynb #67d99b49
-def columns_of(
+def step_columns(
     y:Tensor, ignore_index:int, n_classes:int, sampler:Optional[NegativeSampler],  # [N]
     dtype:torch.dtype, start:int=0,  # a rank's first class
 ) -> Columns:
     "The columns of a step; rows have a label among `n_classes` from `start` on, or none."
     stop = start + n_classes
     if sampler is None:
-        y, kept, share = plain_labels(y, ignore_index, start, stop, dtype)
-        return Columns(None, torch.where(y < 0, -1, y - start), None, None, kept, share)
+        y, x_rows, loss_weight = plain_labels(y, ignore_index, start, stop, dtype)
+        return Columns(None, torch.where(y < 0, -1, y - start), None, None, x_rows,
+                       loss_weight)
     missed = -math.log(sampler.rate) if sampler.log_q and sampler.rate else 0.0
     with torch.no_grad():  # integers: the operator need not look for what has a gradient
         return Columns(*sampled_columns(y, sampler.seed, sampler.step, sampler.strata, start,

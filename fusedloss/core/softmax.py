@@ -91,7 +91,7 @@ def capped_score(raw, o):
 def score_fn(o:LossOptions):
     "The device function of the score that the options need."
     if o.softcap: return capped_score
-    return bare_score if o.logit_scale == 1.0 else scaled_score
+    return bare_score if o.keeps_scores else scaled_score
 
 # %% ../../nbs/library/softmax.ipynb #28c38e64
 @jit
