@@ -25,7 +25,7 @@ from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
-    add_batch_dim, as_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
+    add_batch_dim, both_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
     sum_per_class, Targets, to_device)
 from fusedloss.core.triton import on_device
 from fusedloss.scans import logz, Paths, sample, viterbi
@@ -394,8 +394,7 @@ def reduced_loss(z, targets, frames, lengths, blank, reduction, zero_infinity, s
     z, targets = add_batch_dim(z, targets, unbatched)
     check_ctc(z, targets, blank, reduction, name)
     check_flags(zero_infinity=zero_infinity)
-    frames, lengths = (as_lengths(t, label, z) for t, label in
-                       ((frames, "input_lengths"), (lengths, "target_lengths")))
+    frames, lengths = both_lengths(frames, lengths, z)
     options = blank, zero_infinity, score_kind, reduction == "mean"
     needs_grad = torch.is_grad_enabled() and z.requires_grad
     if observed():
@@ -472,8 +471,7 @@ def prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank):
     expect_tensor("log_probs", log_probs)
     z, targets = add_batch_dim(log_probs.detach(), targets, log_probs.dim() == 2)
     check_ctc(z, targets, blank, "none", "log_probs")
-    frames, lengths = (as_lengths(t, label, z) for t, label in
-                       ((input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
+    frames, lengths = both_lengths(input_lengths, target_lengths, z)
     return z, prepare_targets(z, targets, frames, lengths), log_probs.dim() == 2
 
 # %% ../nbs/20_ctc.ipynb #d5ff0e0f

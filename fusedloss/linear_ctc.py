@@ -22,7 +22,7 @@ from fusedloss.core.products import (
     unit_of, wide, write_product)
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
-    add_batch_dim, as_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
+    add_batch_dim, both_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
     sum_per_class, to_device, unpadded_rows)
 from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
@@ -506,8 +506,7 @@ def linear_ctc_loss(
     x, targets = add_batch_dim(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
     check_flags(zero_infinity=zero_infinity)
-    frames, lengths = (as_lengths(t, name, x) for t, name in (
-        (input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
+    frames, lengths = both_lengths(input_lengths, target_lengths, x)
     x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else
                                                            [linear_bias.contiguous()]))
     bias = bias[0] if bias else None
