@@ -25,7 +25,7 @@ from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
-    add_batch_dim, as_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
+    add_batch_dim, both_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
     sum_per_class, Targets, to_device)
 from fusedloss.core.triton import on_device
 from fusedloss.scans import logz, Paths, sample, viterbi
@@ -309,7 +309,7 @@ class _CTCGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, g, dz, inv_denominator, z, targets, frames, lengths, *options):
         ctx.save_for_backward(g, z, targets, frames, lengths)
-        ctx.how = options
+        ctx.options = options
         return ctc_backward(g, dz, inv_denominator, True)
 
     @staticmethod
@@ -319,11 +319,11 @@ class _CTCGrad(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
                       for t in (g, z)]
-            loss, torch_extra = differentiable_ctc(leaves[1], *rest, *ctx.how)
+            loss, torch_extra = differentiable_ctc(leaves[1], *rest, *ctx.options)
             first, = torch.autograd.grad(loss, leaves[1], leaves[0].to(f64), create_graph=True)
             first = first + (torch_extra * leaves[0][:, None]).to(z.dtype)
             d_g, d_z = torch.autograd.grad(first, leaves, gg, create_graph=create_graph)
-        return d_g, None, None, d_z, *[None] * (3 + len(ctx.how))
+        return d_g, None, None, d_z, *[None] * (3 + len(ctx.options))
 
 # %% ../nbs/20_ctc.ipynb #3ae5da9e
 class _CTC(torch.autograd.Function):
@@ -336,15 +336,15 @@ class _CTC(torch.autograd.Function):
         inv_denominator = (inv_denominators(to_device(lengths, z.device), True, loss.dtype)
                            if unscaled_grad else None)
         ctx.save_for_backward(z, targets, frames, lengths, dz, inv_denominator)  # dz is all it adds
-        ctx.how = options
+        ctx.options = options
         return loss if inv_denominator is None else loss * inv_denominator
 
     @staticmethod
     def backward(ctx, g):
         *given, dz, inv_denominator = ctx.saved_tensors
-        nothing = [None] * (3 + len(ctx.how))
+        nothing = [None] * (3 + len(ctx.options))
         if torch.is_grad_enabled():
-            return None, _CTCGrad.apply(g, dz, inv_denominator, *given, *ctx.how), *nothing
+            return None, _CTCGrad.apply(g, dz, inv_denominator, *given, *ctx.options), *nothing
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         return None, ctc_backward(g, dz, inv_denominator, keep), *nothing
 
@@ -356,8 +356,8 @@ def ctc_with_strides(
     "`ctc_forward`; the gradient with the strides of z."
     loss, dz = ctc_forward(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean,
                            grad)
-    wanted = torch.empty_like(z, device="meta").stride()
-    return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != wanted else dz
+    strides = torch.empty_like(z, device="meta").stride()
+    return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != strides else dz
 
 # %% ../nbs/20_ctc.ipynb #88f110e5
 def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean, grad):
@@ -394,8 +394,7 @@ def reduced_loss(z, targets, frames, lengths, blank, reduction, zero_infinity, s
     z, targets = add_batch_dim(z, targets, unbatched)
     check_ctc(z, targets, blank, reduction, name)
     check_flags(zero_infinity=zero_infinity)
-    frames, lengths = (as_lengths(t, label, z) for t, label in
-                       ((frames, "input_lengths"), (lengths, "target_lengths")))
+    frames, lengths = both_lengths(frames, lengths, z)
     options = blank, zero_infinity, score_kind, reduction == "mean"
     needs_grad = torch.is_grad_enabled() and z.requires_grad
     if observed():
@@ -472,14 +471,13 @@ def prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank):
     expect_tensor("log_probs", log_probs)
     z, targets = add_batch_dim(log_probs.detach(), targets, log_probs.dim() == 2)
     check_ctc(z, targets, blank, "none", "log_probs")
-    frames, lengths = (as_lengths(t, label, z) for t, label in
-                       ((input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
+    frames, lengths = both_lengths(input_lengths, target_lengths, z)
     return z, prepare_targets(z, targets, frames, lengths), log_probs.dim() == 2
 
 # %% ../nbs/20_ctc.ipynb #d5ff0e0f
-def unbatch(results:tuple, alone:bool) -> tuple:
+def unbatch(results:tuple, unbatched:bool) -> tuple:
     "The first of each where there was no batch."
-    return type(results)(*(t[0] for t in results)) if alone else results
+    return type(results)(*(t[0] for t in results)) if unbatched else results
 
 # %% ../nbs/20_ctc.ipynb #333f2d2f
 def aligned(
@@ -505,10 +503,10 @@ def forced_align(
     blank:int=0,
 ) -> Alignment:
     "The best path of each sequence; of equals always the same one."
-    z, p, alone = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    z, p, unbatched = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
     a = make_lattice(z, p, blank)
     path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)
-    return unbatch(aligned(a, path, out_dtype(log_probs)), alone)
+    return unbatch(aligned(a, path, out_dtype(log_probs)), unbatched)
 
 # %% ../nbs/20_ctc.ipynb #61929b6e
 def ctc_sample(
@@ -518,10 +516,10 @@ def ctc_sample(
     generator:Optional[torch.Generator]=None,  # on the device of the log-probabilities
 ) -> Alignment:
     "A random path of each sequence, drawn with its probability."
-    z, p, alone = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    z, p, unbatched = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
     a = make_lattice(z, p, blank)
     path = sample(*lattice_graph(a.emitted, a.skip, a.lengths), generator, a.frames)
-    return unbatch(aligned(a, path, out_dtype(log_probs)), alone)
+    return unbatch(aligned(a, path, out_dtype(log_probs)), unbatched)
 
 # %% ../nbs/20_ctc.ipynb #14b9df82
 class CTCPosteriors(NamedTuple):
@@ -566,13 +564,13 @@ def ctc_posteriors(
     blank:int=0,
 ) -> CTCPosteriors:
     "Where the paths are, and how far they agree."
-    z, p, alone = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    z, p, unbatched = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
     s = kernel_shape(z, p)
-    found = kernel_posteriors(z, p, s, blank) if s else None
-    gammas, log_z = found or plain_posteriors(z, p, blank)
+    by_kernels = kernel_posteriors(z, p, s, blank) if s else None
+    gammas, log_z = by_kernels or plain_posteriors(z, p, blank)
     states = interleave(clamped_targets(p, *z.shape[::2], blank)[0], blank)
     emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
     mean = torch.where(gammas > 0, gammas * emitted, 0).sum((0, 2))
     entropy = torch.where(log_z == -torch.inf, 0, log_z - mean).clamp(min=0)
     results = gammas.transpose(0, 1), log_z, entropy
-    return unbatch(CTCPosteriors(*(t.to(out_dtype(log_probs)) for t in results)), alone)
+    return unbatch(CTCPosteriors(*(t.to(out_dtype(log_probs)) for t in results)), unbatched)

@@ -22,7 +22,7 @@ from fusedloss.core.products import (
     grad_scale_of, wide, write_product)
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
-    add_batch_dim, as_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
+    add_batch_dim, both_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
     sum_per_class, to_device, unpadded_rows)
 from fusedloss.core.softmax import zero_if_neg_inf, exp2_diff, score_fn, log2_scale
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
@@ -92,7 +92,7 @@ def linear_ctc_fwd(
 @jit
 def tile_softmax_kernel(
     x, w, p,  # [n,H], [V,H], [n,V]: descriptors or pointers
-    bias_ptr, parts_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
+    bias_ptr, stats_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, p_stride_n,
     SCORE: tl.constexpr, LOG2_SCALE: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
@@ -108,7 +108,7 @@ def tile_softmax_kernel(
         z = tl.where(inside[None, :], z, -float("inf"))
         top = tl.max(z, 1) * LOG2_SCALE
         d = exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(top)[:, None], LOG2_SCALE)
-        at = parts_ptr + tv * N + rows
+        at = stats_ptr + tv * N + rows
         tl.store(at, top, mask=keep)
         tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)
         if DESC:
@@ -276,8 +276,8 @@ class Gradients(NamedTuple):
         "Zeros; nothing where dx is written as a whole."
         new = functools.partial(b.x.new_zeros, dtype=acc_dtype(b.x.dtype))
         full = b.host_frames is None or min(b.host_frames, default=0) == len(b.x)
-        room = b.x.new_empty if full else b.x.new_zeros
-        return cls(room(b.x.shape) if needs[0] else None,
+        new_dx = b.x.new_empty if full else b.x.new_zeros
+        return cls(new_dx(b.x.shape) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
 # %% ../nbs/22_linear_ctc.ipynb #2eb03f1d
@@ -506,8 +506,7 @@ def linear_ctc_loss(
     x, targets = add_batch_dim(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
     check_flags(zero_infinity=zero_infinity)
-    frames, lengths = (as_lengths(t, name, x) for t, name in (
-        (input_lengths, "input_lengths"), (target_lengths, "target_lengths")))
+    frames, lengths = both_lengths(input_lengths, target_lengths, x)
     x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else
                                                            [linear_bias.contiguous()]))
     bias = bias[0] if bias else None

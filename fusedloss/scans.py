@@ -140,8 +140,8 @@ def scan_bwd(
     if ours and launch_scan(Ms, idx, lengths, alphas, S, out, state, d_Ms): return d_Ms, state
     for t in reversed(range(len(Ms))):
         go = active(lengths, t)
-        share = S.dsum(arriving(alphas[t], Ms[t], idx, go))
-        torch.mul(state[..., None], share, out=d_Ms[t])
+        d_edges = S.dsum(arriving(alphas[t], Ms[t], idx, go))
+        torch.mul(state[..., None], d_edges, out=d_Ms[t])
         state = update_active(go, leaving(d_Ms[t], out), state)
     return d_Ms, state
 
@@ -149,10 +149,10 @@ def scan_bwd(
 class _LogzGrad(torch.autograd.Function):
     "Gradients of Ms, v0 and vT, as a function of all that they depend on."
     @staticmethod
-    def forward(ctx, way, S, g, Ms, idx, v0, vT, lengths, *kept):
+    def forward(ctx, rung, S, g, Ms, idx, v0, vT, lengths, *kept):
         ctx.save_for_backward(g, Ms, idx, v0, vT, lengths)
         ctx.S, ctx.n_kept = S, len(kept)
-        return way.backward(S, g, Ms, idx, v0, vT, lengths, *kept)
+        return rung.backward(S, g, Ms, idx, v0, vT, lengths, *kept)
 
     @staticmethod
     def backward(ctx, *gg):
@@ -175,7 +175,7 @@ class _LogzGrad(torch.autograd.Function):
 class Scan(NamedTuple):
     "Rungs 2 and 3: one scan forward, which keeps all α, and one back."
     kernel: bool
-    spends = False  # leaves what is kept as it is
+    reuses_kept = False  # leaves what is kept as it is
 
     def forward(self, S, Ms, idx, v0, vT, lengths, keep):
         alphas = scan_fwd(Ms, idx, v0, S, lengths, self.kernel)
@@ -189,18 +189,18 @@ class Scan(NamedTuple):
 # %% ../nbs/19_scans.ipynb #1e5c022b
 class _Logz(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, S, Ms, idx, v0, vT, lengths):
-        z, *kept = way.forward(S, Ms, idx, v0, vT, lengths, any(ctx.needs_input_grad))
+    def forward(ctx, rung, S, Ms, idx, v0, vT, lengths):
+        z, *kept = rung.forward(S, Ms, idx, v0, vT, lengths, any(ctx.needs_input_grad))
         ctx.save_for_backward(Ms, idx, v0, vT, lengths, *kept)  # of its own only what is kept
-        ctx.way, ctx.S = way, S
+        ctx.rung, ctx.S = rung, S
         return z
 
     @staticmethod
     def backward(ctx, g):
         *given, = ctx.saved_tensors
-        if ctx.way.spends and torch._C._autograd._get_current_graph_task_keep_graph():
+        if ctx.rung.reuses_kept and torch._C._autograd._get_current_graph_task_keep_graph():
             given[5] = given[5].clone()  # what is kept is asked for again
-        d_Ms, d_v0, d_vT = _LogzGrad.apply(ctx.way, ctx.S, g, *given)
+        d_Ms, d_v0, d_vT = _LogzGrad.apply(ctx.rung, ctx.S, g, *given)
         return None, None, d_Ms, None, d_v0, d_vT, None
 
 # %% ../nbs/19_scans.ipynb #d498a7fe
@@ -252,7 +252,7 @@ def edge_slots(
 
 # %% ../nbs/19_scans.ipynb #5803385f
 class FusedShape(NamedTuple):
-    "How `cuda/sparse_logz.cu` is cut to a graph."
+    "How `cuda/sparse_logz.cu` divides a graph over threads."
     threads: int  # a block
     per: int  # states a thread
     ahead: int  # rows of scores under way
@@ -274,14 +274,14 @@ class FusedShape(NamedTuple):
 @functools.cache
 def fused_shape(
     c:int, nz:int, S:Semiring, real:int,  # states, edges a state, Log or Max, bytes a number
-    room:int,  # bytes of shared memory that a block may have
+    limit:int,  # bytes of shared memory that a block may have
 ) -> Optional[FusedShape]:  # None where the graph is too large for a block, or has one edge a state
     "Threads, states a thread and rows under way: of these as many as there is room for."
     per = -(-c // 512)
     if nz < 2 or per * nz > 24: return None
     for ahead in (7, 3):
-        cut = FusedShape(-(-c // (32 * per)) * 32, per, ahead)
-        if max(cut.shared(phase, S, c, nz, real) for phase in range(4)) <= room: return cut
+        shape = FusedShape(-(-c // (32 * per)) * 32, per, ahead)
+        if max(shape.shared(phase, S, c, nz, real) for phase in range(4)) <= limit: return shape
 
 # %% ../nbs/19_scans.ipynb #e7863436
 class FusedState(NamedTuple):
@@ -292,59 +292,59 @@ class FusedState(NamedTuple):
     slots: Tensor; out: OutEdges
 
 # %% ../nbs/19_scans.ipynb #db60578b
-def fused_kernel(phase, cut, S, Ms):
+def fused_kernel(phase, shape, S, Ms):
     "`cuda/sparse_logz.cu` for one phase; None where it cannot be had."
     return cuda_kernel("sparse_logz", Ms.get_device(), REAL=REALS[Ms.dtype], SEMIRING=S.struct,
-                       PHASE=phase, NZ=Ms.shape[3], PER=cut.per, THREADS=cut.threads,
-                       AHEAD=cut.ahead)
+                       PHASE=phase, NZ=Ms.shape[3], PER=shape.per, THREADS=shape.threads,
+                       AHEAD=shape.ahead)
 
 # %% ../nbs/19_scans.ipynb #f2abcf19
-def launch_fused(phase, cut, S, Ms, lengths, v0, vT, b:FusedState, ends=(None,) * 3,
+def launch_fused(phase, shape, S, Ms, lengths, v0, vT, b:FusedState, ends=(None,) * 3,
                  path=(None,) * 2):
     "One phase of `cuda/sparse_logz.cu`: `ends` are g, d_v0 and d_vT, `path` states and edges."
     (steps, n, c, nz), scores = Ms.shape, Ms.contiguous()
     with on_device(Ms):
-        run = fused_kernel(phase, cut, S, Ms)
-        run(n * (2 if S is Log and phase != 1 else 1), cut.threads, scores, b.slots, *b.out,
+        run = fused_kernel(phase, shape, S, Ms)
+        run(n * (2 if S is Log and phase != 1 else 1), shape.threads, scores, b.slots, *b.out,
             lengths, v0.contiguous(), vT.contiguous(), b.table, b.middle, b.total, b.z,
             *ends, *path, steps, n, c, 0 if b.table is None else b.table[0, 0].numel(),
-            shared=cut.shared(phase, S, c, nz, Ms.element_size()))
+            shared=shape.shared(phase, S, c, nz, Ms.element_size()))
 
 # %% ../nbs/19_scans.ipynb #65d18e4c
-def start_fused(cut, S, Ms, idx, v0, vT, lengths, held):
-    "log Z, and what the gradient (held: [T,N,C,nz]) or the path ([T,N,C]) goes on from."
+def start_fused(shape, S, Ms, idx, v0, vT, lengths, table_shape):
+    "log Z, and what the gradient (table_shape: [T,N,C,nz]) or the path ([T,N,C]) goes on from."
     n, c = v0.shape
     slots, out = edge_lists(idx)
-    b = FusedState(Ms.new_empty(n), Ms.new_empty(held) if held else None,
+    b = FusedState(Ms.new_empty(n), Ms.new_empty(table_shape) if table_shape else None,
               Ms.new_empty(2, 2, n, c), Ms.new_empty(n, 2), slots, out)
     for phase in range(1 + (S is Log)):
-        launch_fused(phase, cut, S, Ms, lengths, v0, vT, b)
+        launch_fused(phase, shape, S, Ms, lengths, v0, vT, b)
     return b
 
 # %% ../nbs/19_scans.ipynb #36e99bad
 class Fused(NamedTuple):
     "Rung 4: to the middle, and from there on in the memory of the gradient."
-    cut: FusedShape
-    spends = True  # the first of what is kept becomes the gradient
+    shape: FusedShape
+    reuses_kept = True  # the first of what is kept becomes the gradient
 
     def forward(self, S, Ms, idx, v0, vT, lengths, keep):
-        begun = start_fused(self.cut, S, Ms, idx, v0, vT, lengths, keep and Ms.shape)
-        return (begun.z, *begun[1:-1], *begun.out) if keep else (begun.z,)
+        state = start_fused(self.shape, S, Ms, idx, v0, vT, lengths, keep and Ms.shape)
+        return (state.z, *state[1:-1], *state.out) if keep else (state.z,)
 
     def backward(self, S, g, Ms, idx, v0, vT, lengths, *kept):
-        begun = FusedState(None, *kept[:-2], OutEdges(*kept[-2:]))
+        state = FusedState(None, *kept[:-2], OutEdges(*kept[-2:]))
         ends = torch.empty_like(v0, memory_format=torch.contiguous_format)
         d_v0, d_vT = ends, torch.empty_like(ends)
         g = g.contiguous(), d_v0, d_vT
-        launch_fused(2, self.cut, S, Ms, lengths, v0, vT, begun, g)
-        return begun.table, d_v0, d_vT
+        launch_fused(2, self.shape, S, Ms, lengths, v0, vT, state, g)
+        return state.table, d_v0, d_vT
 
     def path(self, Ms, idx, v0, vT, lengths):
         lengths = lengths_like(lengths, Ms)
-        begun, steps = start_fused(self.cut, Max, Ms, idx, v0, vT, lengths, Ms.shape[:3]), len(Ms)
+        state, steps = start_fused(self.shape, Max, Ms, idx, v0, vT, lengths, Ms.shape[:3]), len(Ms)
         path = [idx.new_empty(len(v0), n, dtype=torch.int64) for n in (steps + 1, steps)]
-        launch_fused(3, self.cut, Max, Ms, lengths, v0, vT, begun, path=path)
-        return Paths(begun.z, *path)
+        launch_fused(3, self.shape, Max, Ms, lengths, v0, vT, state, path=path)
+        return Paths(state.z, *path)
 
 # %% ../nbs/19_scans.ipynb #b3a8d405
 _edge_lists = WeakIdKeyDictionary()
@@ -375,23 +375,23 @@ def shared_memory_limit(device) -> int:
 
 # %% ../nbs/19_scans.ipynb #257be2b2
 def shape_for(Ms, S) -> Optional[FusedShape]:
-    "The cut of rung 4, where it runs."
+    "The shape of rung 4, where it runs."
     if not runs_kernel(Ms, S): return None
     return fused_shape(*Ms.shape[2:], S, Ms.element_size(), shared_memory_limit(Ms.device))
 
 # %% ../nbs/19_scans.ipynb #185e4d43
 METHODS = "auto", "autograd", "loop", "scan", "fused"
 
-def fused_compiles(cut, S, Ms):
+def fused_compiles(shape, S, Ms):
     "Whether the kernel can be compiled here."
-    with on_device(Ms): return fused_kernel(0, cut, S, Ms) is not None
+    with on_device(Ms): return fused_kernel(0, shape, S, Ms) is not None
 
 # %% ../nbs/19_scans.ipynb #d3f855e8
 def choose_rung(method, Ms, S):
     "The rung that was asked for, or the highest there is; None for autograd."
     scans = additive(S) and Ms.dtype in REALS
-    cut = shape_for(Ms, S) if scans and method in ("auto", "fused") else None
-    if cut and fused_compiles(cut, S, Ms): return Fused(cut)
+    shape = shape_for(Ms, S) if scans and method in ("auto", "fused") else None
+    if shape and fused_compiles(shape, S, Ms): return Fused(shape)
     expect(method in METHODS, "method", f"one of {METHODS}", repr(method))
     fit = dict(auto=True, autograd=True, loop=scans, scan=runs_kernel(Ms, S), fused=False)
     expect(fit[method], "method", "auto, which takes one that can", repr(method))
@@ -409,9 +409,9 @@ def logz(
     "The sum over all paths; for Log, Max and Sample with the gradient by hand."
     check_graph(Ms, idx, v0, vT, S)
     lengths = lengths_like(lengths, Ms)
-    way = choose_rung(method, Ms, S)
-    if transformed(): way = None  # which take the loop of differentiable steps
-    z = (_Logz.apply(way, S, Ms, idx, v0, vT, lengths) if way else
+    rung = choose_rung(method, Ms, S)
+    if transformed(): rung = None  # which take the loop of differentiable steps
+    z = (_Logz.apply(rung, S, Ms, idx, v0, vT, lengths) if rung else
          logz_autograd(Ms, idx, v0, vT, S, lengths))
     if lengths is None or not (z.is_cuda and z.is_floating_point()): return z
     return z.masked_fill((lengths < 0) | (lengths > len(Ms)), torch.nan)
@@ -504,8 +504,8 @@ def viterbi(
 ) -> Paths:
     "The best path of each sequence, of equals always the same one, and its score."
     check_graph(Ms, idx, v0, vT)
-    way = choose_rung("auto", Ms, Max)
-    if isinstance(way, Fused): return way.path(Ms, idx, v0, vT, lengths)
+    rung = choose_rung("auto", Ms, Max)
+    if isinstance(rung, Fused): return rung.path(Ms, idx, v0, vT, lengths)
     end, states, edges = chosen_path(Ms, idx, v0, vT, Max, lengths)
     return Paths(Max.reduce(end, -1), states, edges)
 
@@ -547,7 +547,7 @@ def posteriors(
     "Where the paths are: the gradient of `logz`, and its sums over arriving edges."
     check_graph(Ms, idx, v0, vT)
     lengths = lengths_like(lengths, Ms)
-    way = choose_rung("auto", Ms, Log) or Scan(False)
-    _, *kept = way.forward(Log, Ms, idx, v0, vT, lengths, True)
-    edges, start, _ = way.backward(Log, Ms.new_ones(len(v0)), Ms, idx, v0, vT, lengths, *kept)
+    rung = choose_rung("auto", Ms, Log) or Scan(False)
+    _, *kept = rung.forward(Log, Ms, idx, v0, vT, lengths, True)
+    edges, start, _ = rung.backward(Log, Ms.new_ones(len(v0)), Ms, idx, v0, vT, lengths, *kept)
     return Posteriors(torch.cat([start[None], edges.sum(-1)]), edges)

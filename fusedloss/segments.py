@@ -44,7 +44,7 @@ def label_symbols(
 def plain_targets(
     p:Targets, T:int, V:int, blank:int,
     C:int,  # columns
-) -> tuple[Tensor, ...]:  # classes, own [N,C]; frames, lengths [N]; log Z without a frame [N]
+) -> tuple[Tensor, ...]:  # classes, symbols [N,C]; frames, lengths [N]; log Z without a frame
     "What `ctc_targets` makes of the targets."
     y, frames, lengths, bad = clamped_targets(p, T, V, blank)
     y = F.pad(y, (0, C - 1 - y.shape[1]), value=blank)
@@ -174,7 +174,7 @@ def make_batch(
 # %% ../nbs/21_segments.ipynb #42a227e4
 def unpadded_positions(
     b:CTCBatch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
-) -> Tensor:  # [count] places in segments [K,N]
+) -> Tensor:  # [count] rows of segments [K,N]
     "Where rows are no padding, in their order; how many there are the host knows."
     N = len(b.symbols)
     if b.kernels:
@@ -323,14 +323,14 @@ def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tens
 # %% ../nbs/21_segments.ipynb #54fbdf52
 def forward_sweep(
     b:CTCBatch, f:FrameCounts,
-    kept:bool,  # whether backward will want the edges
+    keep_states:bool,  # whether backward will want those between segments
 ) -> Tensor:  # [segments,N,2,C] states
     "The lattice from left to right; log Z goes where `b` has it."
-    K, T = f.segment if kept else f.sweep, len(b.x)
-    states = empty_boundaries(-(-T // K) if kept else min(T, 1), b)
+    K, T = f.segment if keep_states else f.sweep, len(b.x)
+    states = empty_boundaries(-(-T // K) if keep_states else min(T, 1), b)
     last = T if b.host_frames is None else max(b.host_frames, default=0)
     for at in tile_slices(last, f.sweep if b.kernels else K):
-        e, i = emissions(b, at), at.start // K if kept else 0
+        e, i = emissions(b, at), at.start // K if keep_states else 0
         start = states[max(i - 1, 0)] if at.start else None
         if b.kernels: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
         else: plain_sweep(b, at, e, start, states[i])

@@ -242,21 +242,18 @@ class _Transformed(torch.autograd.Function):
 # %% ../../nbs/library/operators.ipynb #fc27670d
 def eager_function(op:Operator) -> type[torch.autograd.Function]:
     "The operator's functions without the dispatcher and its autograd."
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *args):
-            output = op.run(*args)
-            ctx.set_materialize_grads(False)
-            op.save(ctx, op.arguments.named(*args), output)
-            return output
+    def forward(ctx, *args):
+        output = op.run(*args)
+        ctx.set_materialize_grads(False)
+        op.save(ctx, op.arguments.named(*args), output)
+        return output
 
-        @staticmethod
-        @first_order
-        def backward(ctx, *g):
-            found = op.backward(ctx, op.arguments.named(*ctx.needs_input_grad), *g)
-            return op.arguments.gradients(found, False)
-    Eager.__name__ = Eager.__qualname__ = op._name
-    return Eager
+    def backward(ctx, *g):
+        found = op.backward(ctx, op.arguments.named(*ctx.needs_input_grad), *g)
+        return op.arguments.gradients(found, False)
+
+    functions = dict(forward=staticmethod(forward), backward=staticmethod(first_order(backward)))
+    return type(op._name, (torch.autograd.Function,), functions)
 
 # %% ../../nbs/library/operators.ipynb #13feae98
 def products(

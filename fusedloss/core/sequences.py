@@ -68,6 +68,15 @@ def as_lengths(
     check_integers(lengths, name, z)
     return lengths.long()
 
+def both_lengths(
+    input_lengths, target_lengths,  # as `as_lengths` takes them
+    z:Tensor,  # [T,N,C]
+) -> tuple[Tensor, Tensor]:  # frames and labels of each sequence, [N] int64
+    "The lengths of a loss, under the names that its caller knows."
+    named = (input_lengths, "input_lengths"), (target_lengths, "target_lengths")
+    frames, lengths = (as_lengths(t, name, z) for t, name in named)
+    return frames, lengths
+
 # %% ../../nbs/library/sequences.ipynb #12fd67db
 graph_sources = []  # of the copies that a CUDA graph repeats: they live as long as any graph
 
