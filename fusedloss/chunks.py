@@ -407,6 +407,27 @@ def check_budget(memory_budget:Optional[int], least:int):
             f"at least {least} bytes here; method 'recompute' keeps no row of logits",
             memory_budget)
 
+# %% ../nbs/06_chunks.ipynb #3a5d00d5
+def run_chunked(
+    input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor],
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,
+    chunk_size:Optional[int], memory_budget:Optional[int], accumulate:str,
+    grad_buffer:Optional[Tensor], max_valid:Optional[int], return_stats:bool,
+) -> Tensor | tuple[Tensor, CrossEntropyStats]:
+    "`chunked_linear_cross_entropy` of what has been checked."
+    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
+    y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled()
+             for t in (input, linear_weight, linear_bias)]
+    arguments = (input.reshape(-1, linear_weight.shape[1]), linear_weight, linear_bias, y, flat(weight),
+                 flat(token_weight), o, dtype,
+                 linear_weight.dtype if grad_buffer is None else grad_buffer.dtype,
+                 reduction == "mean",
+                 chunk_size, memory_budget, accumulate, max_valid, *needs, return_stats)
+    loss, *told = run_loss(grad_buffer, arguments)
+    if return_stats: loss = loss, row_stats(*told, target, arguments[5], o.z_loss)
+    return hold_promise(loss, target, o.ignore_index, max_valid)
+
 # %% ../nbs/06_chunks.ipynb #dd0771d9
 @lists_options
 def chunked_linear_cross_entropy(
@@ -437,18 +458,9 @@ def chunked_linear_cross_entropy(
     acc, shape = acc_dtype(linear_weight.dtype), list(linear_weight.shape)
     _check_tensor("linear_bias", linear_bias, input, shape[:1], FLOATS)
     _check_tensor("grad_buffer", grad_buffer, input, shape, (acc,))
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
-    y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
-    needs = [t is not None and t.requires_grad and torch.is_grad_enabled()
-             for t in (input, linear_weight, linear_bias)]
-    check_budget(memory_budget, logits_row(shape[0], dtype))
-    arguments = (input.reshape(-1, shape[1]), linear_weight, linear_bias, y, flat(weight),
-                 flat(token_weight), o, dtype,
-                 linear_weight.dtype if grad_buffer is None else acc, reduction == "mean",
-                 chunk_size, memory_budget, accumulate, max_valid, *needs, return_stats)
-    loss, *told = run_loss(grad_buffer, arguments)
-    if return_stats: loss = loss, row_stats(*told, target, arguments[5], o.z_loss)
-    return hold_promise(loss, target, o.ignore_index, max_valid)
+    check_budget(memory_budget, logits_row(shape[0], linear_dtype(input, linear_weight)))
+    return run_chunked(input, linear_weight, target, linear_bias, weight, token_weight, o, reduction,
+                       chunk_size, memory_budget, accumulate, grad_buffer, max_valid, return_stats)
 
 # %% ../nbs/06_chunks.ipynb #fc68e6db
 def run_loss(grad_buffer:Optional[Tensor], arguments:tuple) -> tuple[Tensor, ...]:

@@ -365,6 +365,28 @@ def check_overwrite(input:Tensor):
            "logits of their own memory, whose rows strides can describe",
            f"strides {list(input.stride())}")
 
+# %% ../nbs/05_clusters.ipynb #06eb7458
+def run_cross_entropy(
+    input:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
+    o:LossOptions, reduction:str, inplace:bool, return_stats:bool,
+) -> Tensor | tuple[Tensor, CrossEntropyStats]:
+    "`cross_entropy` of what has been checked."
+    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
+    y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
+    denominator = (total_weight(*y, o.ignore_index, acc_dtype(input.dtype))
+                   if reduction == "mean" else None)
+    z = rows_view(input)
+    if inplace and overwrites(input, return_stats):
+        loss, _ = _Turnaround.apply(input, z.detach(), *y, denominator, o, reduction)
+    elif turns_early(input, z, weight, o, reduction, return_stats):
+        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        loss, _ = _Turnaround.apply(input, out, *y, denominator, o, reduction)
+    else:
+        losses, *rows = logits_loss(z, *y, denominator, o, return_stats)
+        loss = reduce_rows(losses, reduction)
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    return (loss, row_stats(*rows, target, y[2], o.z_loss)) if return_stats else loss
+
 # %% ../nbs/05_clusters.ipynb #c3108e5d
 @lists_options
 def cross_entropy(
@@ -382,21 +404,8 @@ def cross_entropy(
     check_logits(input, target, reduction, o.ignore_index)
     check_weights(input, weight, token_weight, target)
     check_flags(inplace=inplace, return_stats=return_stats)
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
-    y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
-    denominator = (total_weight(*y, o.ignore_index, acc_dtype(input.dtype))
-                   if reduction == "mean" else None)
-    z = rows_view(input)
-    if inplace and overwrites(input, return_stats):
-        loss, _ = _Turnaround.apply(input, z.detach(), *y, denominator, o, reduction)
-    elif turns_early(input, z, weight, o, reduction, return_stats):
-        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        loss, _ = _Turnaround.apply(input, out, *y, denominator, o, reduction)
-    else:
-        losses, *rows = logits_loss(z, *y, denominator, o, return_stats)
-        loss = reduce_rows(losses, reduction)
-    loss = loss.view(target.shape) if reduction == "none" else loss
-    return (loss, row_stats(*rows, target, y[2], o.z_loss)) if return_stats else loss
+    return run_cross_entropy(input, target, weight, token_weight, o, reduction, inplace,
+                             return_stats)
 
 # %% ../nbs/05_clusters.ipynb #fd78e112
 def overwrites(

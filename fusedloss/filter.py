@@ -481,6 +481,27 @@ def check_filter(filter_eps:Optional[float], label_smoothing:float):
     expect(filter_eps is None or label_smoothing == 0, "filter_eps",
            "None beside label smoothing, whose gradient is no multiple of p", filter_eps)
 
+# %% ../nbs/08_filter.ipynb #54c54891
+def run_recompute(
+    input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor],
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,
+    memory_budget:Optional[int], filter_eps:Optional[float], return_stats:bool,
+) -> Tensor | tuple[Tensor, CrossEntropyStats]:
+    "`recompute_linear_cross_entropy` of what has been checked."
+    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
+    x, w, *bias = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
+                                       linear_weight, *([] if linear_bias is None else
+                                                        [linear_bias.contiguous()]))
+    y = flat(target.long()), (bias or [None])[0], flat(weight), flat(token_weight)
+    denominator = (total_weight(y[0], y[2], y[3], o.ignore_index, acc_dtype(x.dtype))
+                   if reduction == "mean" else None)
+    spends = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w))
+    losses, *rows = recompute_loss(x, w, *y, denominator, o, return_stats, memory_budget or 0,
+                                   float(spends and filter_eps or 0))
+    loss = reduce_rows(losses, reduction)
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    return (loss, row_stats(*rows[:3], target, y[3], o.z_loss)) if return_stats else loss
+
 # %% ../nbs/08_filter.ipynb #5bca2f0b
 @lists_options
 def recompute_linear_cross_entropy(
@@ -504,16 +525,5 @@ def recompute_linear_cross_entropy(
     check_filter(filter_eps, o.label_smoothing)
     check_weights(linear_weight.T, weight, token_weight, target)
     check_flags(return_stats=return_stats)
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
-    x, w, *bias = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
-                                       linear_weight, *([] if linear_bias is None else
-                                                        [linear_bias.contiguous()]))
-    y = flat(target.long()), (bias or [None])[0], flat(weight), flat(token_weight)
-    denominator = (total_weight(y[0], y[2], y[3], o.ignore_index, acc_dtype(x.dtype))
-                   if reduction == "mean" else None)
-    spends = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w))
-    losses, *rows = recompute_loss(x, w, *y, denominator, o, return_stats, memory_budget or 0,
-                                   float(spends and filter_eps or 0))
-    loss = reduce_rows(losses, reduction)
-    loss = loss.view(target.shape) if reduction == "none" else loss
-    return (loss, row_stats(*rows[:3], target, y[3], o.z_loss)) if return_stats else loss
+    return run_recompute(input, linear_weight, target, linear_bias, weight, token_weight, o,
+                         reduction, memory_budget, filter_eps, return_stats)

@@ -14,42 +14,39 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 
 from fusedloss.chunks import (
-    check_chunks, check_promise, chunked_linear_cross_entropy, ChunkedLinearCrossEntropyLoss,
-    hold_promise, linear_dtype)
-from fusedloss.clusters import cross_entropy
+    check_chunks, check_promise, ChunkedLinearCrossEntropyLoss, hold_promise, linear_dtype,
+    run_chunked)
+from fusedloss.clusters import run_cross_entropy
 from fusedloss.core.checks import check_inputs, check_weights, expect
 from fusedloss.core.options import (
     Accumulate, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
-    Method, Reduction)
+    LossOptions, Method, Reduction)
 from fusedloss.core.rates import CPU, machine_here
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import chosen_method
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.filter import check_filter, recompute_linear_cross_entropy
+from fusedloss.filter import check_filter, run_recompute
 from fusedloss.plans import cached_plan, Call, chunks_budget, Estimate, least, make_plan, Plan
 from fusedloss.recompute import check_recompute
-from fusedloss.tiles import tiled_linear_cross_entropy
+from fusedloss.tiles import run_tiled
 
 # %% ../nbs/11_losses.ipynb #eb1b1140
 def eager_linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
-    *, linear_bias:Optional[Tensor]=None,  # [V]
-    weight:Optional[Tensor]=None,  # [V], of classes
-    reduction:str="mean",  # "none", "mean" or "sum"
+    linear_bias:Optional[Tensor]=None, weight:Optional[Tensor]=None,  # [V], [V] of classes
     token_weight:Optional[Tensor]=None,  # of the target's shape
+    o:LossOptions=LossOptions(), reduction:str="mean",  # "none", "mean" or "sum"
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
-    **options,  # those of `cross_entropy`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "A linear layer's cross entropy with all logits, which become their own gradient."
     rows = input.reshape(-1, input.shape[-1])  # one product that adds the bias, not a batch
     z = F.linear(rows, linear_weight, linear_bias)
-    result = cross_entropy(
-        z, target.reshape(-1), weight, reduction=reduction, return_stats=return_stats,
-        token_weight=None if token_weight is None else token_weight.reshape(-1),
-        inplace=reduction != "none" and not return_stats, **options)
+    token_weight = None if token_weight is None else token_weight.reshape(-1)
+    result = run_cross_entropy(z, target.reshape(-1), weight, token_weight, o, reduction,
+                               reduction != "none" and not return_stats, return_stats)
     shaped = lambda t: t.view(target.shape) if t.dim() else t
     if not return_stats: return shaped(result)
     return shaped(result[0]), CrossEntropyStats(*map(shaped, result[1]))
@@ -164,19 +161,19 @@ def dispatch(
     max_valid:Optional[int], filter_eps:Optional[float],
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "The loss by the method that was chosen."
-    tensors = input, linear_weight, target
-    if estimate.method == "eager": return eager_linear_cross_entropy(*tensors, **given)
+    o, reduction, stats = given["options"], given["reduction"], given["return_stats"]
+    tensors = input, linear_weight, target, *(given[n] for n in ("linear_bias", "weight",
+                                                                 "token_weight"))
+    if estimate.method == "eager":
+        return eager_linear_cross_entropy(*tensors, o, reduction, stats)
     if estimate.method == "recompute":
-        return recompute_linear_cross_entropy(*tensors, memory_budget=r.memory_budget,
-                                              filter_eps=filter_eps, **given)
+        return run_recompute(*tensors, o, reduction, r.memory_budget, filter_eps, stats)
     if estimate.method == "chunks":
-        return chunked_linear_cross_entropy(
-            *tensors, memory_budget=chunks_budget(r), accumulate=r.accumulate,
-            chunk_size=r.chunk_size, max_valid=max_valid, **given)
+        return run_chunked(*tensors, o, reduction, r.chunk_size, chunks_budget(r), r.accumulate,
+                           None, max_valid, stats)
     _, rows, columns = estimate.cut
-    return tiled_linear_cross_entropy(
-        *tensors, reduction=given["reduction"], ignore_index=given["options"].ignore_index,
-        logit_scale=given["options"].logit_scale, token_tile=rows, class_tile=columns)
+    return run_tiled(*tensors[:3], reduction, o.ignore_index, 0.0, None, o.logit_scale, rows,
+                     columns)
 
 # %% ../nbs/11_losses.ipynb #a5942c13
 def for_compilers(
@@ -220,11 +217,10 @@ def planned_loss(
     estimate = choose(p, method) if compiling or method != "auto" else choose_auto(p)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, estimate, method))
-    arguments = estimate, r, input, linear_weight, target, given, max_valid, filter_eps
-    if estimate.method == "chunks": return dispatch(*arguments)  # which hold the promise themselves
     check_promise(target, given["options"].ignore_index, max_valid)
-    return hold_promise(dispatch(*arguments), target, given["options"].ignore_index, max_valid)
-
+    result = dispatch(estimate, r, input, linear_weight, target, given, max_valid, filter_eps)
+    if estimate.method == "chunks": return result  # which hold the promise themselves
+    return hold_promise(result, target, given["options"].ignore_index, max_valid)
 
 # %% ../nbs/11_losses.ipynb #6e54c712
 @lists_options

@@ -197,6 +197,20 @@ def _check_tile(name:str, size:int):
     if type(size) is not int or size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size!r}")
 
+# %% ../nbs/02_tiles.ipynb #98775ba7
+def run_tiled(
+    input:Tensor, linear_weight:Tensor, target:Tensor, reduction:str, ignore_index:int,
+    margin:float, scale:Optional[float], logit_scale:float, token_tile:int, class_tile:int,
+) -> Tensor:
+    "`tiled_linear_cross_entropy` of what has been checked."
+    target = target.long()
+    x, w = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
+                                linear_weight)
+    lse, score = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile,
+                           logit_scale)
+    return reduce_loss((lse - score).view(target.shape), target, len(linear_weight),
+                       ignore_index, reduction)
+
 # %% ../nbs/02_tiles.ipynb #3662a37d
 def tiled_linear_cross_entropy(
     input:Tensor,  # [..., H]
@@ -217,13 +231,8 @@ def tiled_linear_cross_entropy(
            logit_scale)
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
         _check_tile(name, size)
-    target = target.long()
-    x, w = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
-                                linear_weight)
-    lse, score = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile,
-                           logit_scale)
-    return reduce_loss((lse - score).view(target.shape), target, len(linear_weight),
-                       ignore_index, reduction)
+    return run_tiled(input, linear_weight, target, reduction, ignore_index, margin, scale, logit_scale,
+                     token_tile, class_tile)
 
 # %% ../nbs/02_tiles.ipynb #7c2f6c06
 class MemoryEfficientVocabOutput(nn.Module):
