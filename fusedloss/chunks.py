@@ -12,7 +12,7 @@ from typing import Any, Callable, Literal, NamedTuple, Optional, Unpack
 import torch
 from torch import nn, Tensor
 
-from fusedloss.clusters import scaled_rows, turn_around
+from fusedloss.clusters import scaled_rows, forward_and_grad
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_inputs, check_linear, check_weight, check_weights,
     expect, FLOATS, is_integer)
@@ -21,7 +21,7 @@ from fusedloss.core.options import (
     Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction)
 from fusedloss.core.products import product_dtype, put_product, tile_slices
-from fusedloss.core.reference import row_stats, share_of, total_weight
+from fusedloss.core.reference import row_stats, plain_inv_denominator, total_weight
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd
@@ -91,16 +91,16 @@ def chunk_loss(
     z:Tensor,  # [B,1,V], logits; overwritten where `turn`
     y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [B], [V], [B]
     denominator:Optional[Tensor], o:LossOptions,
-    late:bool,  # leave the gradient undivided
+    unscaled_grad:bool,  # leave the gradient undivided
     turn:bool,  # put the gradient in the place of the logits
     stats:bool,
 ) -> tuple[Tensor, ...]:  # losses [B]; or losses, lse, entropy, rows as `rows_fwd` has them
     "Losses of one chunk, and their gradient in it."
     given = y, weight, token_weight
-    if turn and not stats: return turn_around(z, z, *given, denominator, o, late),
+    if turn and not stats: return forward_and_grad(z, z, *given, denominator, o, unscaled_grad),
     losses, lse, entropy, rows = found = rows_fwd(z, *given, denominator, o, stats)
     if not turn: return found
-    one, divided = losses.new_ones(()).expand(len(y)), None if late else denominator
+    one, divided = losses.new_ones(()).expand(len(y)), None if unscaled_grad else denominator
     if has_kernel(z): launch_bwd(one, None, None, z, z, *given, rows, entropy, o, divided)
     else: z.copy_(rows_bwd(one, None, None, z, *given, divided, rows, entropy, o))
     return found
@@ -152,7 +152,7 @@ def make_logits(z:Tensor, x:Tensor, w:Tensor, b:Optional[Tensor]):
 def run_chunks(
     x:Tensor, w:Tensor, b:Optional[Tensor],  # [N,H]; [V,H] and [V] in the products' dtype
     y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N], [V], [N]
-    denominator:Optional[Tensor], o:LossOptions, late:bool, rows:int, grads:Gradients,
+    denominator:Optional[Tensor], o:LossOptions, unscaled_grad:bool, rows:int, grads:Gradients,
     stats:bool,
 ) -> tuple[Tensor, ...]:  # as `chunk_loss`, of all tokens
     "Losses of all chunks; their gradients are added to `grads`."
@@ -163,7 +163,7 @@ def run_chunks(
         x_c, z = x[i].to(w.dtype), buffer[:len(x[i])]
         make_logits(z, x_c, w, b)
         t = None if token_weight is None else token_weight[i]
-        parts.append(chunk_loss(z[:, None], y[i], weight, t, denominator, o, late, turn, stats))
+        parts.append(chunk_loss(z[:, None], y[i], weight, t, denominator, o, unscaled_grad, turn, stats))
         if turn: grads.spend(z, x_c, w, i)
     return parts[0] if len(parts) == 1 else tuple(torch.cat(p, -1) for p in zip(*parts))
 
@@ -220,11 +220,11 @@ def hold_promise(
 
 # %% ../nbs/06_chunks.ipynb #7e455973
 def late_factors(
-    loss:Tensor, total:Optional[Tensor], late:bool, unit:float,
+    loss:Tensor, total:Optional[Tensor], unscaled_grad:bool, unit:float,
 ) -> Tensor:  # [2]; [0] where nothing is late
     "What dx and dw are still to be multiplied by."
-    if not late: return loss.detach().new_empty(0)
-    part = loss.detach().new_ones(2) * share_of(total)
+    if not unscaled_grad: return loss.detach().new_empty(0)
+    part = loss.detach().new_ones(2) * plain_inv_denominator(total)
     part[1:] /= unit
     return part
 
@@ -259,7 +259,7 @@ def chunked_loss_fwd(
     "Loss, dx, dw, db, factors [2 or 0]; lse [N], entropy [N], rows [5,N], empty without `stats`."
     acc, order = acc_dtype(dtype), packed_rows(y, o.ignore_index, max_valid)
     total = total_weight(y, weight, token_weight, o.ignore_index, acc) if mean else None
-    late, unit = torch.float16 in (dtype, x.dtype, grad_dtype), sum_unit(len(x), grad_dtype)
+    unscaled_grad, unit = torch.float16 in (dtype, x.dtype, grad_dtype), sum_unit(len(x), grad_dtype)
     pick = lambda t: t if order is None or t is None else t[order]
     x_k, empty = pick(x), lambda *size: x.new_empty(size, dtype=acc)
     w_k, b_k = operand(w, dtype), operand(b, dtype)
@@ -267,11 +267,11 @@ def chunked_loss_fwd(
                        memory_budget, accumulate)
     grads = Gradients(x_k, w, (need_x, need_w, need_b), grad_dtype, plan.wide, unit)
     found = run_chunks(x_k.to(dtype), w_k, b_k, pick(y), weight, pick(token_weight), total, o,
-                       late, plan.rows, grads, stats)
+                       unscaled_grad, plan.rows, grads, stats)
     found = found or (empty(0), empty(0), empty(0), empty(5, 0))
     loss = found[0].sum()
     told = stats_of_all(found, order, len(x)) if stats else tuple(empty(0) for _ in range(3))
-    return loss, *final_gradients(grads, x, order), late_factors(loss, total, late, unit), *told
+    return loss, *final_gradients(grads, x, order), late_factors(loss, total, unscaled_grad, unit), *told
 
 # %% ../nbs/06_chunks.ipynb #8b4ab4ae
 def scaled(
@@ -319,10 +319,10 @@ def fake_chunks(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, *others)
     need_x, need_w, need_b, stats = others[-4:]
     new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
     n, dw = x.shape[0], torch.empty_like(w, dtype=grad_dtype)
-    late = torch.float16 in (dtype, x.dtype, grad_dtype)
+    unscaled_grad = torch.float16 in (dtype, x.dtype, grad_dtype)
     return (new(), x.new_empty(x.shape if need_x else 0),
             dw if need_w else w.new_empty(0, dtype=grad_dtype), new(len(w) if need_b else 0),
-            new(2 if late else 0), new(n if stats else 0), new(n if stats else 0),
+            new(2 if unscaled_grad else 0), new(n if stats else 0), new(n if stats else 0),
             new(5, n) if stats else new(0))
 
 # %% ../nbs/06_chunks.ipynb #24687cbf

@@ -18,11 +18,11 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
-from fusedloss.core.reference import reduce_rows, row_stats, share_of, total_weight
+from fusedloss.core.reference import reduce_rows, row_stats, plain_inv_denominator, total_weight
 from fusedloss.core.rows import (
-    all_weights, class_weight, load_block, load_labels, row_factors, row_loss, row_start,
-    row_weights, share)
-from fusedloss.core.softmax import finite, lane_grid, merge, power, score_fn, unit, widen
+    all_weights, class_weight, load_block, load_labels, row_coefs, row_loss, row_start,
+    row_weights, inv_denominator)
+from fusedloss.core.softmax import zero_if_neg_inf, lane_grid, merge, exp2_diff, score_fn, log2_scale, widen
 from fusedloss.core.triton import has_kernel, jit, on_device, tl, triton
 from fusedloss.kernels import (
     Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
@@ -32,16 +32,16 @@ from fusedloss.kernels import (
 @jit
 def store_gradient(
     start, first, lanes, size, stride_v, raw, stored, valid,  # where, what, and which rows
-    y, base, pull, hold, spread,  # [BN,1,1] each; `pull` is over s already
+    y, base, softmax_coef, target_coef, smoothing_coef,  # [BN,1,1] each; `softmax_coef` is over s already
     weight_ptr, o,
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, UNIT: tl.constexpr, EDGE: tl.constexpr,
+    SCORE: tl.constexpr, SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, EDGE: tl.constexpr,
 ):
     "Write the gradient of one block over its logits."
     z, slope = SCORE(raw.to(tl.float32), o)
-    dz = pull * power(z * UNIT, base, UNIT) - tl.where(lanes == y - first, hold, 0.0)
+    dz = softmax_coef * exp2_diff(z * LOG2_SCALE, base, LOG2_SCALE) - tl.where(lanes == y - first, target_coef, 0.0)
     cols = first + lanes
     if SMOOTH:
-        dz -= spread * class_weight(weight_ptr, cols, cols < size)
+        dz -= smoothing_coef * class_weight(weight_ptr, cols, cols < size)
     dz *= slope
     at = start + cols.to(tl.int64) * stride_v
     if EDGE:
@@ -57,15 +57,15 @@ def turnaround_kernel(
     denominator_ptr, loss_ptr,  # [1] or None, [M]
     M, V, inner, stride_o, stride_i, stride_v,
     o,  # `LossOptions`
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, UNIT: tl.constexpr,
-    LATE: tl.constexpr,  # leave the gradient undivided
+    SCORE: tl.constexpr, SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr,
+    UNSCALED_GRAD: tl.constexpr,  # leave the gradient undivided
     BN: tl.constexpr,  # 1 unless a row fits in the held block
     HELD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,  # the held block is HELD × C
 ):
     B: tl.constexpr = R * C
     lanes, wide = lane_grid(R, C), lane_grid(HELD, C)
-    part = share(denominator_ptr)
-    scale = 1.0 if LATE else part
+    part = inv_denominator(denominator_ptr)
+    scale = 1.0 if UNSCALED_GRAD else part
     edge = tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B  # where the held block starts
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, ignored, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
@@ -76,8 +76,8 @@ def turnaround_kernel(
     held, inside = load_block(start, edge, wide, V, stride_v, stored, True, "evict_first")
     z, slope = SCORE(held.to(tl.float32), o)
     z = tl.where(inside, z, -float("inf"))
-    base = tl.max(z, 1) * UNIT
-    s = tl.sum(power(z * UNIT, finite(base)[:, None, :], UNIT), 1)
+    base = tl.max(z, 1) * LOG2_SCALE
+    s = tl.sum(exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(base)[:, None, :], LOG2_SCALE), 1)
     total = tl.zeros_like(s)
     if SMOOTH:
         w = class_weight(weight_ptr, edge + wide, inside)
@@ -86,30 +86,30 @@ def turnaround_kernel(
     for first in range(0, live, B):
         raw, here = load_block(start, first, lanes, V, stride_v, stored, False, "evict_last")
         z_k, slope_k = SCORE(raw.to(tl.float32), o)
-        base, s = widen(base, s, z_k, UNIT)
+        base, s = widen(base, s, z_k, LOG2_SCALE)
         if SMOOTH:
             total += tl.sum(z_k * class_weight(weight_ptr, first + lanes, here), 1)
-    base, s = merge(base, s, UNIT)
+    base, s = merge(base, s, LOG2_SCALE)
     log_s = tl.log(s)
-    lse = base / UNIT + log_s
+    lse = base / LOG2_SCALE + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
-    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, o, V)
-    loss = row_loss(lse, (z_y * UNIT - base) / UNIT - log_s, tl.sum(total, 1), hold, spread,
+    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
+    loss = row_loss(lse, (z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s, tl.sum(total, 1), target_coef, smoothing_coef,
                     w_t, w_all, o, ignored, valid)
     tl.store(loss_ptr + rows, loss * part, mask=rows < M)
     tl.debug_barrier()  # no lane overwrites the target's score before all have read it
     y, base = y[:, None, None], base[:, None, None]
-    pull, hold = (pull * scale / s)[:, None, None], (hold * scale)[:, None, None]
-    spread = (spread * scale)[:, None, None]
-    store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, base, pull, hold,
-                   spread, weight_ptr, o, SCORE, SMOOTH, UNIT, True)
+    softmax_coef, target_coef = (softmax_coef * scale / s)[:, None, None], (target_coef * scale)[:, None, None]
+    smoothing_coef = (smoothing_coef * scale)[:, None, None]
+    store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, base, softmax_coef, target_coef,
+                   smoothing_coef, weight_ptr, o, SCORE, SMOOTH, LOG2_SCALE, True)
     for back in range(0, live, B):
         again, there = load_block(start, edge - B - back, lanes, V, stride_v, stored, False,
                                   "evict_first")
         store_gradient(start, edge - B - back, lanes, V, stride_v, again, stored, known, y,
-                       base, pull, hold, spread, weight_ptr, o, SCORE,
-                       SMOOTH, UNIT, False)
+                       base, softmax_coef, target_coef, smoothing_coef, weight_ptr, o, SCORE,
+                       SMOOTH, LOG2_SCALE, False)
     for blank in range(0, edge - live, B):
         at = start + (blank + lanes).to(tl.int64) * stride_v
         tl.store(at, tl.zeros([BN, R, C], z_ptr.dtype.element_ty))
@@ -126,7 +126,7 @@ def scale_kernel(
     keep = rows < M
     its = factor_ptr + rows.to(tl.int64) * factor_stride
     factor = tl.load(its, mask=keep, other=1.0).to(tl.float32)
-    factor *= share(denominator_ptr)
+    factor *= inv_denominator(denominator_ptr)
     busy = COPY | (tl.max((factor != 1.0).to(tl.int32), 0) > 0)
     start = row_start(dz_ptr, rows, inner, stride_o, stride_i)[:, None]
     out = row_start(out_ptr, rows, inner, o_stride_o, o_stride_i)[:, None]
@@ -155,7 +155,7 @@ def launch_turnaround(
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
     denominator:Optional[Tensor],  # a scalar that divides losses and gradients
     o:LossOptions, blocks:Optional[Blocks]=None,
-    late:bool=False,  # leave the gradient undivided
+    unscaled_grad:bool=False,  # leave the gradient undivided
 ) -> Tensor:  # losses [M]
     "Losses, and their gradient in the place of the logits, by Triton."
     m, v, b = len(target), z.shape[-1], blocks or turnaround_blocks(z.shape[-1])
@@ -165,7 +165,7 @@ def launch_turnaround(
         turnaround_kernel[(-(-m // b.BN),)](
             z, target, weight, token_weight, all_weights(weight), denominator, losses, m, v,
             z.shape[1], *z.stride(), o,
-            SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, UNIT=unit(z), LATE=late,
+            SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z), UNSCALED_GRAD=unscaled_grad,
             BN=b.BN, HELD=b.R, R=b.R, C=b.C, num_warps=b.warps,
             **(dict(maxnreg=b.registers) if limited else {}))
     return losses
@@ -232,7 +232,7 @@ def launch_cluster(
     z:Tensor, out:Tensor,  # [O,I,V]; `out` may be `z`, and is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
     denominator:Optional[Tensor],  # a scalar that divides losses and gradients
-    o:LossOptions, c:Cluster, late:bool=False,  # leave the gradient undivided
+    o:LossOptions, c:Cluster, unscaled_grad:bool=False,  # leave the gradient undivided
 ) -> Optional[Tensor]:  # losses [M]; None where the kernel cannot be had
     "`launch_turnaround`, a row across a cluster."
     if max(out.stride()) >= 2**31: return None  # 32-bit arguments of the kernel
@@ -242,7 +242,7 @@ def launch_cluster(
     w, w_t, total = [t if t is None else t.float() for t in (weight, token_weight, denominator)]
     with on_device(z):
         run = cuda_kernel("turnaround", z.get_device(), ELEMENT=ELEMENTS[z.dtype], SCORE=score,
-                          SMOOTH=int(o.label_smoothing > 0), UNSCALED_GRAD=int(late),
+                          SMOOTH=int(o.label_smoothing > 0), UNSCALED_GRAD=int(unscaled_grad),
                           ALIGNED=int(aligned), CLUSTER=c.blocks, VECTORS=c.vectors,
                           THREADS=c.threads, BLOCKS=c.together)
         if run is None: return None
@@ -263,34 +263,34 @@ def turns_in_one_launch(
 def launch_both(
     z:Tensor, out:Tensor,  # [O,I,V], on a GPU; `out` may be `z`, and is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:LossOptions, late:bool,
+    denominator:Optional[Tensor], o:LossOptions, unscaled_grad:bool,
 ) -> Tensor:  # losses [M]
     "Losses, and the gradient of the logits in `out`, the fastest way."
     given, cluster = (target, weight, token_weight), row_cluster(z, weight, o)
-    losses = launch_cluster(z, out, *given, denominator, o, cluster, late) if cluster else None
+    losses = launch_cluster(z, out, *given, denominator, o, cluster, unscaled_grad) if cluster else None
     if losses is not None: return losses
     in_place = z.data_ptr() == out.data_ptr()
     if in_place and turns_in_one_launch(z, device_of(z).multiprocessors):
-        return launch_turnaround(z, *given, denominator, o, late=late)
+        return launch_turnaround(z, *given, denominator, o, unscaled_grad=unscaled_grad)
     losses, _, entropy, rows = launch_scan(z, *given, o, False, denominator=denominator)
     launch_bwd(losses.new_ones(()).expand(len(losses)), None, None, z, out, *given, rows,
-               entropy, o, None if late else denominator)
+               entropy, o, None if unscaled_grad else denominator)
     return losses
 
 # %% ../nbs/05_clusters.ipynb #61e1a4d1
-def turn_around(
+def forward_and_grad(
     input:Tensor, out:Tensor,  # [O,I,V]; `out` may be `input`, and is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:LossOptions, late:bool,
+    denominator:Optional[Tensor], o:LossOptions, unscaled_grad:bool,
 ) -> Tensor:  # losses [M]
     "Losses of the logits, and their gradient in `out`."
     if has_kernel(input):
-        return launch_both(input, out, target, weight, token_weight, denominator, o, late)
+        return launch_both(input, out, target, weight, token_weight, denominator, o, unscaled_grad)
     raw = input.reshape(len(target), input.shape[-1])
     losses, _, entropy, rows = reference_fwd(raw, target, weight, token_weight, o, False,
                                              denominator)
     dz = reference_bwd(torch.ones_like(losses), None, None, raw, target, weight, token_weight,
-                       rows, entropy, o, None if late else denominator)
+                       rows, entropy, o, None if unscaled_grad else denominator)
     out.copy_(dz.view(input.shape))
     return losses
 
@@ -305,7 +305,7 @@ def scaled_rows(
     if has_kernel(dz):
         launch_scale(dz, out, factor, denominator)
         return out
-    factor = factor * share_of(denominator)
+    factor = factor * plain_inv_denominator(denominator)
     product = dz.to(factor.dtype) * factor.view(*dz.shape[:2], 1)
     return out.copy_(torch.where(dz == 0, 0.0, product))
 
@@ -314,10 +314,10 @@ class _Turnaround(torch.autograd.Function):
     "The loss of logits, whose gradient is there before it is asked for."
     @staticmethod
     def forward(ctx, input, out, target, weight, token_weight, denominator, o, reduction):
-        late = input.dtype == torch.float16  # divide after the upstream gradient
-        ctx.late, ctx.shape = denominator if late else None, input.shape
-        losses = turn_around(rows_view(input), out, target, weight, token_weight, denominator,
-                             o, late)
+        unscaled_grad = input.dtype == torch.float16  # divide after the upstream gradient
+        ctx.late, ctx.shape = denominator if unscaled_grad else None, input.shape
+        losses = forward_and_grad(rows_view(input), out, target, weight, token_weight, denominator,
+                             o, unscaled_grad)
         if out.data_ptr() == input.data_ptr(): torch.autograd.graph.increment_version(input)
         path = losses if reduction != "none" else losses.new_empty(0)  # for `first_order`
         ctx.save_for_backward(out.detach(), path)  # no input, no logits

@@ -20,19 +20,19 @@ from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, load_operand, place, takes_kernel, tile_slices,
+    add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel, tile_slices,
     wide, wide_product)
 from fusedloss.core.reference import (
-    factors, reduce_rows, row_stats, row_terms, scores_in_place, share_of, total_weight)
+    plain_row_coefs, reduce_rows, row_stats, row_terms, scores_in_place, plain_inv_denominator, total_weight)
 from fusedloss.core.rows import load_labels
-from fusedloss.core.softmax import unit as score_unit
+from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import (
     copyable, cut, is_busy, multiprocessors, operand, run_length, Tiling)
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import (
     beside_dz, check_recompute, kernel_bwd, launch_dz, launch_lse, launch_parts, launch_terms,
-    plain_bwd, plain_chunks, plain_fwd, run_numbers, slab_tiles, take_unit)
+    plain_bwd, plain_chunks, plain_fwd, run_numbers, slab_tiles, take_grad_scale)
 
 # %% ../nbs/08_filter.ipynb #15c00abb
 class Order(NamedTuple):
@@ -85,7 +85,7 @@ def order_tiles(
 def flag_kernel(
     parts_ptr, lse_ptr, y_ptr,  # [.., runs, N], bases and sums first; [N]; [N], places
     flags_ptr, means_ptr,  # [runs, tiles_n], 1 where kept; [runs, N], -inf where kept
-    N, V, runs, ignore_index, log_eps, UNIT: tl.constexpr,
+    N, V, runs, ignore_index, log_eps, LOG2_SCALE: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,  # classes of a run, runs at once
 ):
     tn, run = tl.program_id(0), (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
@@ -93,7 +93,7 @@ def flag_kernel(
     y, _, valid = load_labels(y_ptr, rows, N, V, ignore_index)
     lse = tl.load(lse_ptr + rows, mask=valid, other=float("inf"))
     at, seen = parts_ptr + run[:, None] * N + rows[None, :], there[:, None] & valid[None, :]
-    top = tl.load(at, mask=seen, other=-float("inf")) / UNIT  # [BT,BN]
+    top = tl.load(at, mask=seen, other=-float("inf")) / LOG2_SCALE  # [BT,BN]
     s = tl.load(at + runs * N, mask=seen, other=0.0)
     small = top - lse[None, :] < log_eps
     own = y[None, :] // BR == run[:, None]
@@ -129,7 +129,7 @@ def launch_flagged(
     with on_device(x):
         flag_kernel[(tiles_n, -(-runs // 16))](
             parts, out[1], target, flags, means, n, v, runs, o.ignore_index, math.log(eps),
-            UNIT=score_unit(x), BN=t.BN, BR=run * t.BV, BT=16)
+            LOG2_SCALE=log2_scale(x), BN=t.BN, BR=run * t.BV, BT=16)
     return out, flags.repeat_interleave(run, 0)[:tiles_v], means, tile_sums(w, run * t.BV)
 
 # %% ../nbs/08_filter.ipynb #fcc11fda
@@ -200,7 +200,7 @@ def kept_first(flags:Tensor) -> tuple[Tensor, Tensor]:
 
 def kept_tiles(
     flags:Tensor,  # [tiles_v, tiles_n]
-    slab:int, group:int,  # tiles; height of a group in `place`
+    slab:int, group:int,  # tiles; height of a group in `swizzle_tile`
 ) -> KeptTiles:
     "The tiles of each slab that are kept."
     tiles_v, tiles_n = flags.shape
@@ -225,7 +225,7 @@ def spend_kernel(
     GM: tl.constexpr, GK: tl.constexpr,  # rows and depth of a kept tile
     BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
 ):
-    m, f = place(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(H, BH), 8)
+    m, f = swizzle_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(H, BH), 8)
     group = (m * BM // GM).to(tl.int64)
     rows, cols = m * BM + tl.arange(0, BM), f * BH + tl.arange(0, BH)
     steps = tl.load(count_ptr + group) * (GK // BK)
@@ -258,7 +258,7 @@ def launch_spend(
     out:Tensor, places:Tensor,  # dw or the fp32 sum of dx; the row of each class, or token
     lift:Optional[Tensor],  # [tiles, H], what each row of a tile of dw begins with
     listed:tuple[Tensor, Tensor],  # `KeptTiles.down` or `.across` of the slab
-    unit:Optional[Tensor], turn:bool, t:Tiling,  # `turn` for dw
+    grad_scale:Optional[Tensor], turn:bool, t:Tiling,  # `turn` for dw
 ):
     "dzᵀ x into rows of dw, or dz w added to rows of dx, of kept tiles alone."
     (lists, counts), h = listed, operand_.shape[1]
@@ -267,27 +267,27 @@ def launch_spend(
     with on_device(dz):
         spend_kernel[(-(-m // bm) * -(-h // bh),)](
             operand(dz, *((bk, bm) if turn else (bm, bk)), t.desc),
-            operand(operand_, bk, bh, t.desc), out, places, lift, lists, counts, unit, m, k,
+            operand(operand_, bk, bh, t.desc), out, places, lift, lists, counts, grad_scale, m, k,
             h, *dz.stride(), *operand_.stride(), out.stride(0), lists.stride(0), TURN=turn,
             ADD=not turn, DESC=t.desc, GM=gm, GK=gk, BM=bm, BH=bh, BK=bk, num_warps=t.warps,
             num_stages=3)
 
 # %% ../nbs/08_filter.ipynb #8d256970
-def stand_ins(
+def dropped_grad(
     means:Tensor, terms:Tensor,  # [runs,N], scores of the means, -inf where kept; [6,N]
-    unit:float, o:LossOptions, entropy:bool,
+    log2_scale:float, o:LossOptions, entropy:bool,
 ) -> Tensor:  # [runs,N]
     "The gradient of one score of each dropped run, if they are all equal."
-    base, pull, _, _, g_entropy, mean = terms
-    p = (means - base / unit).exp_()  # times s
-    felt = torch.where(p > 0, g_entropy * p * (means - mean), 0.0) if entropy else 0.0
-    dz = p.mul_(pull).sub_(felt).mul_(o.logit_scale)
+    base, softmax_coef, _, _, g_entropy, mean = terms
+    p = (means - base / log2_scale).exp_()  # times s
+    entropy_grad = torch.where(p > 0, g_entropy * p * (means - mean), 0.0) if entropy else 0.0
+    dz = p.mul_(softmax_coef).sub_(entropy_grad).mul_(o.logit_scale)
     c = o.softcap
     return dz.mul_(1 - (means.clamp(-c, c) / c).square_()) if c else dz
 
 # %% ../nbs/08_filter.ipynb #9d7e48e4
 def launch_kept(
-    terms:Tensor, unit:Optional[Tensor],  # [6,N], of sorted tokens
+    terms:Tensor, grad_scale:Optional[Tensor],  # [6,N], of sorted tokens
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor],  # x and target sorted
     o:LossOptions, entropy:bool, order:Order, flags:Tensor, lift:Tensor,  # [tiles_v, H]
     slab:int, t:Tiling, needs:tuple[bool, bool, bool],
@@ -306,7 +306,7 @@ def launch_kept(
         launch_dz(x, rows, dz, target, take(bias, of), None, terms, column, j.start, o, entropy,
                   t, listed)
         if need_b: torch.sum(column, 0, out=db[j])
-        if need_w: launch_spend(dz, x, dw, of, lift[j.start // t.BV:], kept[1], unit, True, t)
+        if need_w: launch_spend(dz, x, dw, of, lift[j.start // t.BV:], kept[1], grad_scale, True, t)
         if need_x: launch_spend(dz, rows, dx, order.tokens, None, kept[2], None, False, t)
     return dx, dw, take(db, inverse(order.classes))
 
@@ -322,11 +322,11 @@ def filtered_kernel_bwd(
     uneven, t = upstream[2] is not None, filter_tiling(x, o, len(entropy) > 0)
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)
-    unit = take_unit(terms, rows, uneven) if x.dtype == torch.float16 else None
+    grad_scale = take_grad_scale(terms, rows, uneven) if x.dtype == torch.float16 else None
     x, terms = take(x, order.tokens), take(terms, order.tokens, 1)
     run = run_length(len(x), len(flags), run_numbers(o, len(entropy) > 0), budget)
     size = run * t.BV
-    each = stand_ins(means, terms, score_unit(x), o, uneven).mul_(size).to(x.dtype)
+    each = dropped_grad(means, terms, log2_scale(x), o, uneven).mul_(size).to(x.dtype)
     lift = wide_product(each, x).div_(size).repeat_interleave(run, 0)
     held = sum(a.nbytes for a in (x, means, each, lift))
     beside = 2 * x.shape[1]  # a copy of the class itself
@@ -334,10 +334,10 @@ def filtered_kernel_bwd(
     slab = t.BV * slab_tiles(*x.shape, budget, *flags.shape[::-1], t.BV,
                              multiprocessors(x.device), held, beside)
     places = take(label_places(target, order.classes, o.ignore_index), order.tokens)
-    dx, dw, db = launch_kept(terms, unit, x, w, places, bias, o, uneven, order, flags, lift,
+    dx, dw, db = launch_kept(terms, grad_scale, x, w, places, bias, o, uneven, order, flags, lift,
                              slab, t, needs)
     if needs[0]: add_product(dx, take(each, inverse(order.tokens), 1).T, centers)
-    if unit is not None: dx, db = dx.mul_(unit), db.mul_(unit)
+    if grad_scale is not None: dx, db = dx.mul_(grad_scale), db.mul_(grad_scale)
     return dx.to(x.dtype), dw, db
 
 # %% ../nbs/08_filter.ipynb #2ee66bdf
@@ -350,12 +350,12 @@ def plain_terms(
     base, s = rows[:2]
     lse, none = base + s.log(), torch.zeros_like(base)
     t = row_terms(base[:, None].expand(-1, n_classes), target, weight, token_weight, o)
-    pull, hold, spread = factors(lse, t, o)
-    g = none if g_loss is None else g_loss * share_of(denominator)
-    pull = g * pull + (none if g_lse is None else g_lse)
+    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
+    g = none if g_loss is None else g_loss * plain_inv_denominator(denominator)
+    softmax_coef = g * softmax_coef + (none if g_lse is None else g_lse)
     mean = lse - entropy if len(entropy) else none
-    felt = none if g_entropy is None else g_entropy / s
-    terms = torch.stack([base, pull / s, hold * g, spread * g, felt, mean])
+    entropy_grad = none if g_entropy is None else g_entropy / s
+    terms = torch.stack([base, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad, mean])
     terms[0].masked_fill_(~t.valid, torch.inf)
     terms[1:].masked_fill_(~t.valid, 0.0)
     return terms
@@ -372,7 +372,7 @@ def filtered_plain_bwd(
     (classes, tokens), t = order, filter_tiling(x, o, len(entropy) > 0)
     terms = plain_terms(*upstream, len(w), target, weight, token_weight, denominator, rows,
                         entropy, o)
-    each = stand_ins(means, take(terms, tokens, 1), 1.0, o, upstream[2] is not None)
+    each = dropped_grad(means, take(terms, tokens, 1), 1.0, o, upstream[2] is not None)
     def seen(i:slice, dz:Tensor) -> Tensor:
         "A chunk of dz whose dropped tiles hold one number a token."
         blocks = torch.arange(i.start, i.stop, device=x.device) // t.BN

@@ -16,11 +16,11 @@ from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.reference import below, factors, row_terms, RowTerms, score_and_slope, share_of
+from fusedloss.core.reference import sub_max, plain_row_coefs, row_terms, RowTerms, score_and_slope, plain_inv_denominator
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (
-    finite, lane_grid, merge, power, score_fn, shifted, tally, unit, widen)
+    zero_if_neg_inf, lane_grid, merge, exp2_diff, score_fn, shifted, tally, log2_scale, widen)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl, triton
 
 # %% ../nbs/04_kernels.ipynb #63cbc3b7
@@ -31,7 +31,7 @@ def scan_kernel(
     M, V, part_size, parts,  # rows, classes, classes a part, parts a row
     inner, stride_o, stride_i, stride_v,  # I, and strides of z in elements
     o,  # `LossOptions`
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr,
+    SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr,
     SKIP: tl.constexpr,  # read nothing of ignored rows
     BN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):
@@ -54,15 +54,15 @@ def scan_kernel(
         z, slope = SCORE(raw.to(tl.float32), o)
         z = tl.where(inside, z, -float("inf"))
         old_base, old_s = base, s
-        base, s = widen(base, s, z, UNIT)
+        base, s = widen(base, s, z, LOG2_SCALE)
         if SMOOTH:
             w = class_weight(weight_ptr, begin + first + lanes, inside)
             total += tl.sum(tl.where(inside, z * w, 0.0), 1)
         if STATS:
             moment, ahead, squares = tally(moment, ahead, squares, old_base, old_s,
-                                           finite(base), z, z_y, first + lanes < y, inside,
-                                           UNIT)
-    top, s_row = merge(base, s, UNIT)
+                                           zero_if_neg_inf(base), z, z_y, first + lanes < y, inside,
+                                           LOG2_SCALE)
+    top, s_row = merge(base, s, LOG2_SCALE)
     at, step = sums_ptr + rows * parts + part, tl.cast(M, tl.int64) * parts
     keep = rows < M
     tl.store(at, top, mask=keep)
@@ -71,7 +71,7 @@ def scan_kernel(
     if SMOOTH:
         tl.store(at + 3 * step, tl.sum(total, 1), mask=keep)
     if STATS:
-        moment = shifted(moment, base, s, finite(top)[:, None], UNIT)
+        moment = shifted(moment, base, s, zero_if_neg_inf(top)[:, None], LOG2_SCALE)
         tl.store(at + 4 * step, tl.sum(moment, 1), mask=keep)
         tl.store(at + 5 * step, tl.sum(ahead, 1), mask=keep)
         tl.store(at + 6 * step, tl.sum(squares, 1), mask=keep)
@@ -86,28 +86,28 @@ def bwd_kernel(
     M, V, blocks, inner, stride_o, stride_i, stride_v, d_stride_o, d_stride_i, d_stride_v,
     g_loss_stride, g_lse_stride, g_entropy_stride,  # 0 for an expanded scalar
     o,  # `LossOptions`
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
+    SCORE: tl.constexpr, SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
     BV: tl.constexpr,
 ):
     cols = tl.program_id(0) % blocks * BV + tl.arange(0, BV)[None, :]
     rows = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     y, _, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
-    base, s, pull, hold, spread = row_gradient(
+    base, s, softmax_coef, target_coef, smoothing_coef = row_gradient(
         rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
-        denominator_ptr, y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, UNIT)
+        denominator_ptr, y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, LOG2_SCALE)
     inside = valid[:, None] & (cols < V)
     at = row_start(z_ptr, rows, inner, stride_o, stride_i)[:, None]
     raw = tl.load(at + cols.to(tl.int64) * stride_v, mask=inside, other=0.0).to(tl.float32)
     z, slope = SCORE(raw, o)
-    p = power(z * UNIT, base[:, None], UNIT) * (1 / s)[:, None]
-    dz = pull[:, None] * p - tl.where(cols == y[:, None], hold[:, None], 0.0)
+    p = exp2_diff(z * LOG2_SCALE, base[:, None], LOG2_SCALE) * (1 / s)[:, None]
+    dz = softmax_coef[:, None] * p - tl.where(cols == y[:, None], target_coef[:, None], 0.0)
     if SMOOTH:
-        dz -= spread[:, None] * class_weight(weight_ptr, cols, inside)
+        dz -= smoothing_coef[:, None] * class_weight(weight_ptr, cols, inside)
     if g_entropy_ptr is not None:
         at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
         g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
-        mean = base / UNIT + tl.log(s) - entropy  # Σ p z
+        mean = base / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
         dz -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
     dz = tl.where(valid[:, None], dz * slope, 0.0).to(dz_ptr.dtype.element_ty)
     out = row_start(dz_ptr, rows, inner, d_stride_o, d_stride_i)[:, None]
@@ -166,7 +166,7 @@ def launch_scan(
     parts = -(-v // part)
     new = functools.partial(z.new_empty, dtype=torch.float32)
     sums, out = new((7, m * parts)), (new(m), new(m), new(m * stats), new((2 + 3 * stats, m)))
-    flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, UNIT=unit(z))
+    flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, LOG2_SCALE=log2_scale(z))
     with on_device(z):
         scan_kernel[(-(-m // b.BN) * parts,)](
             z, target, weight, sums, m, v, part, parts, z.shape[1], *z.stride(), o,
@@ -194,7 +194,7 @@ def launch_bwd(
         bwd_kernel[(-(-m // tall) * blocks,)](
             z, dz, target, weight, token_weight, all_weights(weight), rows, entropy, g_loss,
             g_lse, g_entropy, denominator, m, v, blocks, z.shape[1], *z.stride(), *dz.stride(),
-            *strides, o, SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, UNIT=unit(z), BN=tall, BV=wide)
+            *strides, o, SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z), BN=tall, BV=wide)
 
 # %% ../nbs/04_kernels.ipynb #eb51e33a
 def reference_fwd(
@@ -205,14 +205,14 @@ def reference_fwd(
     z, _ = score_and_slope(raw, o)
     t = row_terms(z, target, weight, token_weight, o)
     base = z.amax(1)
-    s = below(z, base).exp_().sum(1)
+    s = sub_max(z, base).exp_().sum(1)
     lse, z_y = base + s.log(), z.gather(1, t.label[:, None])
-    _, hold, spread = factors(lse, t, o)
-    losses = -hold * ((z_y[:, 0] - base) - s.log())
+    _, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
+    losses = -target_coef * ((z_y[:, 0] - base) - s.log())
     if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
-    if o.label_smoothing: losses = losses + spread * (t.w.sum() * lse - z @ t.w)
+    if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * lse - z @ t.w)
     losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
-    losses = losses * share_of(denominator)
+    losses = losses * plain_inv_denominator(denominator)
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([base, s])
     if not stats: return losses, lse, z.new_empty(0), rows
     return losses, lse, *reference_stats(z, z_y, rows, t)
@@ -222,7 +222,7 @@ def reference_stats(
     z:Tensor, z_y:Tensor, rows:Tensor, t:RowTerms,
 ) -> tuple[Tensor, Tensor]:  # entropy [M], rows [5,M]
     "Entropy, and the rows with the target's rank, the maximum and the norm."
-    gap = below(z, rows[0])
+    gap = sub_max(z, rows[0])
     share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0).sum(1)
     entropy = torch.where(t.valid, rows[1].log() - share / rows[1], 0.0)
     before = torch.arange(z.shape[1], device=z.device) < t.label[:, None]
@@ -241,16 +241,16 @@ def reference_bwd(
     z, slope = score_and_slope(raw, o)
     t, (base, s) = row_terms(z, target, weight, token_weight, o), rows[:2]
     lse = base + s.log()
-    pull, hold, spread = factors(lse, t, o)
-    g = torch.zeros_like(lse) if g_loss is None else g_loss * share_of(denominator)
-    pull = g * pull if g_lse is None else g * pull + g_lse
+    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
+    g = torch.zeros_like(lse) if g_loss is None else g_loss * plain_inv_denominator(denominator)
+    softmax_coef = g * softmax_coef if g_lse is None else g * softmax_coef + g_lse
     p = (z - base[:, None]).exp_().div_(s[:, None])
-    felt = 0.0 if g_entropy is None else torch.where(
+    entropy_grad = 0.0 if g_entropy is None else torch.where(
         p > 0, g_entropy[:, None] * p * (z - (lse - entropy)[:, None]), 0.0)
-    dz = p.mul_(pull[:, None])  # in the memory of p
-    if o.label_smoothing: dz -= (spread * g)[:, None] * t.w
-    dz.scatter_add_(1, t.label[:, None], -(hold * g)[:, None])
-    dz -= felt
+    dz = p.mul_(softmax_coef[:, None])  # in the memory of p
+    if o.label_smoothing: dz -= (smoothing_coef * g)[:, None] * t.w
+    dz.scatter_add_(1, t.label[:, None], -(target_coef * g)[:, None])
+    dz -= entropy_grad
     dz *= slope
     return dz.masked_fill_(~t.valid[:, None], 0.0).to(raw.dtype)
 

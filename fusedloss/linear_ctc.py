@@ -18,13 +18,13 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, place, takes_kernel, tile_product, tile_scores,
-    unit_of, wide, write_product)
+    add_product, autocast_like_linear, chunk_scores, swizzle_tile, takes_kernel, tile_product, tile_scores,
+    grad_scale_of, wide, write_product)
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
     sum_per_class, to_device, unpadded_rows)
-from fusedloss.core.softmax import finite, power, score_fn, unit as score_unit
+from fusedloss.core.softmax import exp2_diff, log2_scale, score_fn, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.tuning import launcher
@@ -50,7 +50,7 @@ def lse_parts(
         return lse, torch.ones_like(lse)
     nowhere = torch.full((len(x),), BARE_OPTIONS.ignore_index, device=x.device)
     base, sums, *_ = launch_sums(x, w, nowhere, bias, None, BARE_OPTIONS, False)[0]
-    return base / score_unit(x), sums
+    return base / log2_scale(x), sums
 
 # %% ../nbs/22_linear_ctc.ipynb #7890a81a
 def ctc_losses(
@@ -94,20 +94,20 @@ def tile_softmax_kernel(
     x, w, p,  # [n,H], [V,H], [n,V]: descriptors or pointers
     bias_ptr, stats_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, p_stride_n,
-    SCORE: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
+    SCORE: tl.constexpr, LOG2_SCALE: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(V, BV)
     for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):
-        tn, tv = place(t, tiles_n, tiles_v, GROUP)
+        tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
         product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         keep, inside = rows < N, cols < V
         z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
         z = tl.where(inside[None, :], z, -float("inf"))
-        top = tl.max(z, 1) * UNIT
-        d = power(z * UNIT, finite(top)[:, None], UNIT)
+        top = tl.max(z, 1) * LOG2_SCALE
+        d = exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(top)[:, None], LOG2_SCALE)
         at = stats_ptr + tv * N + rows
         tl.store(at, top, mask=keep)
         tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)
@@ -140,19 +140,19 @@ def launch_tiled_softmax(
     p:Tensor,  # [n or more,V] to be written
 ) -> TiledSoftmax:
     "By Triton."
-    (n, h), v, log2_scale, p = x.shape, len(w), score_unit(x), p[:len(x)]
+    (n, h), v, p = x.shape, len(w), p[:len(x)]
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     stats = x.new_empty((2, tiles_v, n), dtype=f32)
     grid = min(multiprocessors(x.device), tiles_n * tiles_v),
     launch = lambda t, only_compile=False: launcher(tile_softmax_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, stats, n, v, h, *x.stride(), *w.stride(),
-        p.stride(0), SCORE=score_fn(BARE_OPTIONS), UNIT=log2_scale, DESC=t.desc, GROUP=t.group,
-        BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
+        p.stride(0), SCORE=score_fn(BARE_OPTIONS), LOG2_SCALE=log2_scale(x), DESC=t.desc,
+        GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         launch(fastest(tile_softmax_kernel, x, v, t, deeper(t, device_of(x), True), launch,
                        BIAS=bias is not None))
-    return TiledSoftmax(p, stats, t.BV, log2_scale)
+    return TiledSoftmax(p, stats, t.BV, log2_scale(x))
 
 # %% ../nbs/22_linear_ctc.ipynb #3e7930ae
 def tiled_softmax(
@@ -305,7 +305,7 @@ def segment_gradients(
     sums, t, grad_scale = Gradients.of(b, needs), None, None
     if b.x.dtype == torch.float16 and takes_kernel(b.x):
         nowhere = log_z.view(f32)[::2] == 0 if b.kernels else log_z.view(f64) == -torch.inf
-        grad_scale = unit_of(torch.where(nowhere, 0, g))
+        grad_scale = grad_scale_of(torch.where(nowhere, 0, g))
         g = g / grad_scale
     back = BackwardState.of(b, K, g, log_z, states)
     for i, s in reversed([*enumerate(segments(b, K))]):

@@ -24,7 +24,7 @@ from fusedloss.core.negatives import all_classes_lse
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, product_dtype, tile_slices, unit_of, wide_product)
+    add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
 from fusedloss.core.weights import weight_alone
 
 # %% ../nbs/13_margins.ipynb #67159e0a
@@ -364,7 +364,7 @@ def cosine_lse_bwd(
     tiles, lse = CosineTiles(x, w, y, o, token_tile, class_tile), positive_infinity(lse)
     g_lse, g_cos = g_lse * tiles.rows, g_cos * (tiles.rows / o.tile_scale)
     largest = torch.maximum(g_lse.abs() * (o.scale / o.tile_scale), g_cos.abs())
-    unit = unit_of(largest, tiles.columns)  # keeps dz within fp16
+    unit = grad_scale_of(largest, tiles.columns)  # keeps dz within fp16
     g_lse, g_cos = g_lse / unit, g_cos / unit
     for j in tiles.classes:
         slice_of_dw = cosine_slice_bwd(dx, tiles, j, lse, g_lse, g_cos, need_w)

@@ -17,10 +17,10 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
-    add_product, chunk_scores, place, tile_product, tile_scores, tile_slices, unit_of, wide,
+    add_product, chunk_scores, swizzle_tile, tile_product, tile_scores, tile_slices, grad_scale_of, wide,
     wide_product, write_product)
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
-from fusedloss.core.softmax import finite, join, power, score_fn, shifted, unit as score_unit
+from fusedloss.core.softmax import zero_if_neg_inf, join, exp2_diff, score_fn, shifted, log2_scale
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
@@ -31,14 +31,14 @@ from fusedloss.kernels import rows_bwd, rows_fwd
 @jit
 def tally_tile(
     moment, ahead, squares, base, s, top,  # [BN] each
-    z, z_y, cols, y, inside, UNIT: tl.constexpr,  # [BN,BV], [BN], [1,BV], [BN], [1,BV]
+    z, z_y, cols, y, inside, LOG2_SCALE: tl.constexpr,  # [BN,BV], [BN], [1,BV], [BN], [1,BV]
 ):
     "Entropy's moment, number of scores ahead of the target's, Σ z²: [BN] each."
-    below = (z * UNIT - top[:, None]) / UNIT
+    below = (z * LOG2_SCALE - top[:, None]) / LOG2_SCALE
     share = tl.where(below > -1e4, tl.exp(below) * below, 0.0)  # 0 · -inf is no number
     level = (z == z_y[:, None]) & (cols < y[:, None])
     leads = inside & (cols != y[:, None]) & ((z > z_y[:, None]) | level)
-    return (shifted(moment, base, s, top, UNIT) + tl.sum(share, 1),
+    return (shifted(moment, base, s, top, LOG2_SCALE) + tl.sum(share, 1),
             ahead + tl.sum(tl.where(leads, 1.0, 0.0), 1),
             squares + tl.sum(tl.where(inside, z * z, 0.0), 1))
 
@@ -76,7 +76,7 @@ def lse_kernel(
     parts_ptr,  # [2 or 7, runs, N]: base, s; Σ w z, moment, ahead, Σ z² from 3 on
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
     o,  # `LossOptions`
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr,
+    SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr,
     DESC: tl.constexpr, EVEN: tl.constexpr,  # x, w are descriptors; runs end where V does
     RUN: tl.constexpr, GROUP: tl.constexpr,  # tiles of a run, height of a group
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
@@ -87,7 +87,7 @@ def lse_kernel(
     s = tl.zeros([BN], tl.float32)
     total, moment, ahead, squares = s, s, s, s
     for i in tl.range(0, mine * RUN, flatten=DESC):
-        tn, run = place(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
+        tn, run = swizzle_tile(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
         tv = run * RUN + i % RUN
         product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
                                w_stride_h, BN, BV, BH, DESC)
@@ -98,7 +98,7 @@ def lse_kernel(
             z = tl.where(inside, z, -float("inf"))
         again = (i % RUN != 0) & (RUN > 1)
         before, s_before = tl.where(again, base, -float("inf")), tl.where(again, s, 0.0)
-        base, s = join(before, s_before, z, UNIT)
+        base, s = join(before, s_before, z, LOG2_SCALE)
         at, step = parts_ptr + run * N + rows, runs * N
         tl.store(at, base, mask=keep)
         tl.store(at + step, s, mask=keep)
@@ -111,8 +111,8 @@ def lse_kernel(
             z_y = tl.load(sums_ptr + 2 * N + rows, mask=keep, other=0.0)
             moment, ahead, squares = tally_tile(
                 tl.where(again, moment, 0.0), tl.where(again, ahead, 0.0),
-                tl.where(again, squares, 0.0), before, s_before, finite(base), z, z_y,
-                cols[None, :], y, inside, UNIT)
+                tl.where(again, squares, 0.0), before, s_before, zero_if_neg_inf(base), z, z_y,
+                cols[None, :], y, inside, LOG2_SCALE)
             tl.store(at + 4 * step, moment, mask=keep)
             tl.store(at + 5 * step, ahead, mask=keep)
             tl.store(at + 6 * step, squares, mask=keep)
@@ -121,7 +121,7 @@ def lse_kernel(
 @jit
 def merge_kernel(
     parts_ptr, sums_ptr,  # [2 or 7, runs, N], [7,N]
-    N, runs, SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
+    N, runs, SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
     BP: tl.constexpr,
 ):
     rows, step = tl.program_id(0) * BN + tl.arange(0, BN), runs * N
@@ -135,17 +135,17 @@ def merge_kernel(
         base_k = tl.load(at, mask=there, other=-float("inf"))  # [BP, BN]
         s_k = tl.load(at + step, mask=there, other=0.0)
         top = tl.maximum(base, tl.max(base_k, 0))
-        safe = finite(top)
+        safe = zero_if_neg_inf(top)
         if SMOOTH:
             total += tl.sum(tl.load(at + 3 * step, mask=there, other=0.0), 0)
         if STATS:
             moment_k = tl.load(at + 4 * step, mask=there, other=0.0)
-            moment = (shifted(moment, base, s, safe, UNIT)
-                      + tl.sum(shifted(moment_k, base_k, s_k, safe[None, :], UNIT), 0))
+            moment = (shifted(moment, base, s, safe, LOG2_SCALE)
+                      + tl.sum(shifted(moment_k, base_k, s_k, safe[None, :], LOG2_SCALE), 0))
             ahead += tl.sum(tl.load(at + 5 * step, mask=there, other=0.0), 0)
             squares += tl.sum(tl.load(at + 6 * step, mask=there, other=0.0), 0)
-        s_k = tl.sum(s_k * power(base_k, safe[None, :], UNIT), 0)
-        s = s * power(base, safe, UNIT) + s_k
+        s_k = tl.sum(s_k * exp2_diff(base_k, safe[None, :], LOG2_SCALE), 0)
+        s = s * exp2_diff(base, safe, LOG2_SCALE) + s_k
         base = top
     at, keep = sums_ptr + rows, rows < N
     tl.store(at, base, mask=keep)
@@ -174,7 +174,7 @@ def launch_sums(
     numbers = run_numbers(o, stats)
     run = run_length(n, tiles_v, numbers, budget)
     runs, new = -(-tiles_v // run), functools.partial(x.new_empty, dtype=torch.float32)
-    flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, UNIT=score_unit(x))
+    flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, LOG2_SCALE=log2_scale(x))
     lengths = dict(EVEN=v % (t.BV * run) == 0, RUN=run)
     sums, parts = new((7, n)).zero_(), new((numbers, runs, n))
     sizes = n, v, h, *x.stride(), *w.stride()
@@ -210,7 +210,7 @@ def launch_parts(
         finish_kernel[(-(-n // 128),)](
             sums, target, weight, token_weight, all_weights(weight), denominator, *out, n,
             len(w), 1, o, STATS=stats, BN=128,
-            SMOOTH=o.label_smoothing > 0, UNIT=score_unit(x))
+            SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(x))
     return out, parts
 
 # %% ../nbs/07_recompute.ipynb #0f708229
@@ -228,23 +228,23 @@ def terms_kernel(
     g_loss_ptr, g_lse_ptr, g_entropy_ptr, denominator_ptr,  # upstream [N], each or None; [1]
     terms_ptr,  # [6,N]: base, pull / s, hold, spread, g_entropy / s, mean score
     N, V, g_loss_stride, g_lse_stride, g_entropy_stride,  # 0 for an expanded scalar
-    o, UNIT: tl.constexpr, BN: tl.constexpr,
+    o, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, _, valid = load_labels(y_ptr, rows, N, V, o.ignore_index)
-    base, s, pull, hold, spread = row_gradient(
+    base, s, softmax_coef, target_coef, smoothing_coef = row_gradient(
         rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
-        denominator_ptr, y, valid, rows, N, V, g_loss_stride, g_lse_stride, o, UNIT)
+        denominator_ptr, y, valid, rows, N, V, g_loss_stride, g_lse_stride, o, LOG2_SCALE)
     at, keep = terms_ptr + rows, rows < N
     tl.store(at, tl.where(valid, base, float("inf")), mask=keep)
-    tl.store(at + N, tl.where(valid, pull / s, 0.0), mask=keep)
-    tl.store(at + 2 * N, tl.where(valid, hold, 0.0), mask=keep)
-    tl.store(at + 3 * N, tl.where(valid, spread, 0.0), mask=keep)
+    tl.store(at + N, tl.where(valid, softmax_coef / s, 0.0), mask=keep)
+    tl.store(at + 2 * N, tl.where(valid, target_coef, 0.0), mask=keep)
+    tl.store(at + 3 * N, tl.where(valid, smoothing_coef, 0.0), mask=keep)
     if g_entropy_ptr is not None:
         at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
         g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
-        mean = base / UNIT + tl.log(s) - entropy  # Σ p z
+        mean = base / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
         tl.store(at + 4 * N, g_h / s, mask=keep)
         tl.store(at + 5 * N, tl.where(valid, mean, 0.0), mask=keep)
 
@@ -257,7 +257,7 @@ def dz_kernel(
     list_ptr, count_ptr,  # the tiles to make, in a grid of whole groups; None for all
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, dz_stride_n, db_stride,
     begin, o,  # the slab's first class
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
+    SCORE: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, LOG2_SCALE: tl.constexpr,
     DESC: tl.constexpr, FLAT: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
@@ -269,7 +269,7 @@ def dz_kernel(
         t = i
         if list_ptr is not None:
             t = tl.load(list_ptr + i)
-        tn, tv = place(t, tiles_n, tiles_v, GROUP)
+        tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
         product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
@@ -277,13 +277,13 @@ def dz_kernel(
         z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
         column = tl.load(y_ptr + rows, mask=keep, other=-1) - begin
         base = tl.load(terms_ptr + rows, mask=keep, other=float("inf"))
-        pull = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)
-        hold = tl.load(terms_ptr + 2 * N + rows, mask=keep, other=0.0)
-        p = power(z * UNIT, base[:, None], UNIT)  # times s
-        d = pull[:, None] * p - tl.where(cols[None, :] == column[:, None], hold[:, None], 0.0)
+        softmax_coef = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)
+        target_coef = tl.load(terms_ptr + 2 * N + rows, mask=keep, other=0.0)
+        p = exp2_diff(z * LOG2_SCALE, base[:, None], LOG2_SCALE)  # times s
+        d = softmax_coef[:, None] * p - tl.where(cols[None, :] == column[:, None], target_coef[:, None], 0.0)
         if SMOOTH:
-            spread = tl.load(terms_ptr + 3 * N + rows, mask=keep, other=0.0)
-            d -= spread[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])
+            smoothing_coef = tl.load(terms_ptr + 3 * N + rows, mask=keep, other=0.0)
+            d -= smoothing_coef[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])
         if ENTROPY:
             g_h = tl.load(terms_ptr + 4 * N + rows, mask=keep, other=0.0)
             mean = tl.load(terms_ptr + 5 * N + rows, mask=keep, other=0.0)
@@ -314,7 +314,7 @@ def launch_terms(
         terms_kernel[(-(-n // 128),)](
             rows, entropy, target, weight, token_weight, all_weights(weight), g_loss, g_lse,
             g_entropy, denominator, terms, n, n_classes, *strides, o,
-            UNIT=score_unit(x), BN=128)
+            LOG2_SCALE=log2_scale(x), BN=128)
     return terms
 
 # %% ../nbs/07_recompute.ipynb #859b5fb6
@@ -334,7 +334,7 @@ def launch_dz(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(dz, t.BN, t.BV // 2, t.desc), target, bias, weight, terms, db,
         *(listed or (None, None)), n, v, h, *x.stride(), *w.stride(), dz.stride(0),
-        0 if db is None else db.stride(0), begin, o, **flags, UNIT=score_unit(x), DESC=t.desc,
+        0 if db is None else db.stride(0), begin, o, **flags, LOG2_SCALE=log2_scale(x), DESC=t.desc,
         FLAT=t.desc and listed is None, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     given = dict(BIAS=bias is not None, WEIGHT=weight is not None, DB=db is not None)
@@ -373,20 +373,20 @@ def beside_dz(
     return 4 * tiles_n * needs[2] + 4 * n_features * (needs[1] and dtype == torch.float16)
 
 # %% ../nbs/07_recompute.ipynb #6331a949
-def take_unit(
+def take_grad_scale(
     terms:Tensor, rows:Tensor,  # [6,N], [2..,N]
     entropy:bool,
 ) -> Tensor:  # a scalar
     "Divide the terms, in place, by a unit that brings their dz into fp16's range."
     largest = torch.maximum((terms[1] * rows[1]).abs(), terms[2].abs())
     if entropy: largest = torch.maximum(largest, 16 * (terms[4] * rows[1]).abs())
-    unit = unit_of(torch.where(terms[0] < torch.inf, largest, 0.0))
-    terms[1:5] /= unit
-    return unit
+    grad_scale = grad_scale_of(torch.where(terms[0] < torch.inf, largest, 0.0))
+    terms[1:5] /= grad_scale
+    return grad_scale
 
 # %% ../nbs/07_recompute.ipynb #4aab2c30
 def launch_gradients(
-    terms:Tensor, unit:Optional[Tensor],  # [6,N]
+    terms:Tensor, grad_scale:Optional[Tensor],  # [6,N]
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     o:LossOptions, entropy:bool, slab:int, t:Tiling, needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
@@ -403,12 +403,12 @@ def launch_gradients(
         launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,
                   j.start, o, entropy, t)
         if need_b: torch.sum(db_parts, 0, out=db[j])
-        if need_w: write_product(dw[j], dz.T, x, unit)
+        if need_w: write_product(dw[j], dz.T, x, grad_scale)
         if need_x and total is None: total = wide_product(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
     del buffer, dz  # before dx is rounded
-    dx = x.new_empty(0) if total is None else (total if unit is None else total.mul_(unit))
-    return dx.to(x.dtype), dw, db if unit is None else db.mul_(unit)
+    dx = x.new_empty(0) if total is None else (total if grad_scale is None else total.mul_(grad_scale))
+    return dx.to(x.dtype), dw, db if grad_scale is None else db.mul_(grad_scale)
 
 # %% ../nbs/07_recompute.ipynb #c22f99a5
 def plain_chunks(x:Tensor, w:Tensor, budget:int) -> list[slice]:
@@ -464,11 +464,11 @@ def kernel_bwd(
     t = tiling or tiling_of(x, w, is_busy(o, uneven))
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)
-    unit = take_unit(terms, rows, uneven) if x.dtype == torch.float16 else None
+    grad_scale = take_grad_scale(terms, rows, uneven) if x.dtype == torch.float16 else None
     tiles = -(-len(x) // t.BN), -(-len(w) // t.BV)
     slab = t.BV * slab_tiles(*x.shape, budget, *tiles, t.BV, multiprocessors(x.device),
                              beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs))
-    return launch_gradients(terms, unit, x, w, target, bias, weight, o, uneven, slab, t, needs)
+    return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t, needs)
 
 # %% ../nbs/07_recompute.ipynb #e8132762
 def check_recompute(

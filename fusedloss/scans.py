@@ -19,7 +19,7 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import active, update_active
 from fusedloss.core.operators import transformed
 from fusedloss.core.sequences import check_integers, check_lengths, readable_on_host
-from fusedloss.core.softmax import finite
+from fusedloss.core.softmax import zero_if_neg_inf
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.semirings import check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring
 
@@ -438,8 +438,8 @@ def scan_fwd_kernel(
             x += tl.load(row + c * NZ + j, mask=inside, other=0.0)
             x = tl.where(source < 0, -float("inf"), x)
             old, top = top, tl.maximum(top, x)
-            total = total * tl.exp(old - finite(top)) + tl.exp(x - finite(top))
-        alpha = finite(top) + tl.log(total)
+            total = total * tl.exp(old - zero_if_neg_inf(top)) + tl.exp(x - zero_if_neg_inf(top))
+        alpha = zero_if_neg_inf(top) + tl.log(total)
         tl.store(alphas_ptr + (n + tl.cast(t + 1, tl.int64) * N) * C + c, alpha, mask=inside)
 
 # %% ../nbs/19_scans.ipynb #1e2de5cc

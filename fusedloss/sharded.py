@@ -29,13 +29,13 @@ from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, gather_sums, is_dtensor,
     is_token_sharded, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards,
     shards_of, tuning_agreement)
-from fusedloss.core.reference import below, row_stats, score_and_slope, share_of, total_weight
-from fusedloss.core.softmax import unit as score_unit
+from fusedloss.core.reference import sub_max, row_stats, score_and_slope, plain_inv_denominator, total_weight
+from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import (
-    beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_unit)
+    beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_grad_scale)
 
 # %% ../nbs/16_sharded.ipynb #bfecaefc
 BASE, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
@@ -47,7 +47,7 @@ def sums_of(
 ) -> Tensor:  # [7,n]
     "What a row knows of the classes here."
     base, at = z.amax(1), y.clamp(min=0)[:, None]
-    gap, out = below(z, base), z.new_zeros(7, len(z))
+    gap, out = sub_max(z, base), z.new_zeros(7, len(z))
     e = gap.exp()
     target = torch.where(y >= 0, z.gather(1, at)[:, 0], 0.0)
     out[BASE], out[SUM], out[TARGET] = base, e.sum(1), target
@@ -90,9 +90,9 @@ def kernel_sums(
     return launch_sums(x, w, y, bias, weight, o, agree is not None, agree=agree)[0]
 
 # %% ../nbs/16_sharded.ipynb #97030b2d
-def sums_unit(x:Tensor) -> float:
+def sums_log2_scale(x:Tensor) -> float:
     "What the maxima of `shard_sums` are multiplied by."
-    return score_unit(x) if takes_kernel(x) else 1.0
+    return log2_scale(x) if takes_kernel(x) else 1.0
 
 # %% ../nbs/16_sharded.ipynb #b3657b13
 def shard_sums(
@@ -111,13 +111,13 @@ def shard_sums(
 # %% ../nbs/16_sharded.ipynb #9d776f66
 def merge_sums(
     sums:Tensor,  # [R,7,N]
-    unit:float=1.0,  # `sums_unit`
+    log2_scale:float=1.0,  # `sums_log2_scale`
 ) -> Tensor:  # [7,N]
     "What all shards know together."
     base, out = sums[:, BASE], sums.sum(0)
     out[BASE] = base.amax(0)
     safe = torch.where(out[BASE] == -torch.inf, 0.0, out[BASE])
-    rise = (base - safe) / unit
+    rise = (base - safe) / log2_scale
     grown = rise.exp()
     out[SUM] = (grown * sums[:, SUM]).sum(0)
     moved = grown * (sums[:, MOMENT] + rise * sums[:, SUM])
@@ -128,17 +128,17 @@ def merge_sums(
 def make_terms(
     sums:Tensor,  # [7,N] of all shards
     g_lse:Optional[Tensor], g_gap:Optional[Tensor],  # [N] each, or None
-    g_total:Optional[Tensor], g_mean:Optional[Tensor], unit:float=1.0,
+    g_total:Optional[Tensor], g_mean:Optional[Tensor], log2_scale:float=1.0,
 ) -> Tensor:  # [6,N], as `terms_kernel` writes them
     "What a row brings to the gradients of its scores."
     blank = torch.zeros_like(sums[SUM])
     g_lse, g_gap, g_total, g_mean = (blank if g is None else g
                                      for g in (g_lse, g_gap, g_total, g_mean))
-    base, s, pull = sums[BASE], sums[SUM], g_lse + g_gap + g_mean
-    still = (pull == 0) & (g_mean == 0)
-    return torch.stack([torch.where(still, torch.inf, base), torch.where(still, 0.0, pull / s),
+    base, s, softmax_coef = sums[BASE], sums[SUM], g_lse + g_gap + g_mean
+    still = (softmax_coef == 0) & (g_mean == 0)
+    return torch.stack([torch.where(still, torch.inf, base), torch.where(still, 0.0, softmax_coef / s),
                         g_gap, -g_total, torch.where(still, 0.0, -g_mean / s),
-                        base / unit + sums[MOMENT] / s])
+                        base / log2_scale + sums[MOMENT] / s])
 
 # %% ../nbs/16_sharded.ipynb #eeb253e1
 def plain_dz(
@@ -147,11 +147,11 @@ def plain_dz(
 ) -> Tensor:  # [n,V]
     "Gradient of the scores of a chunk of tokens, before bias and product."
     z, slope = shard_scores(x, w, bias, o)
-    base, pull, hold, spread, g_h, mean = terms[:, :, None].to(z.dtype)
+    base, softmax_coef, target_coef, smoothing_coef, g_h, mean = terms[:, :, None].to(z.dtype)
     p = (z - base).exp()
-    d = pull * p
-    if o.label_smoothing: d -= spread * (1.0 if weight is None else weight.to(z.dtype))
-    d.scatter_add_(1, y.clamp(min=0)[:, None], torch.where(y[:, None] >= 0, -hold, 0.0))
+    d = softmax_coef * p
+    if o.label_smoothing: d -= smoothing_coef * (1.0 if weight is None else weight.to(z.dtype))
+    d.scatter_add_(1, y.clamp(min=0)[:, None], torch.where(y[:, None] >= 0, -target_coef, 0.0))
     if entropy: d -= torch.where(p > 0, g_h * p * (z - mean), 0.0)
     return d * slope
 
@@ -178,7 +178,7 @@ def kernel_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
     weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
     needs:tuple[bool, bool, bool], send:Callable[[Tensor], Callable[[], Tensor]],
-    unit:Optional[Tensor]=None,  # dz is divided by this
+    grad_scale:Optional[Tensor]=None,  # dz is divided by this
 ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
     "The same by the kernels of stage 7, slab after slab of classes."
     (n, h), v, (need_x, need_w, need_b), home = x.shape, len(w), needs, None
@@ -198,9 +198,9 @@ def kernel_gradients(
         if need_b: torch.sum(db_parts, 0, out=db[j])
         if need_x and total is None: total = wide_product(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
-        if need_x and j.stop == v: home = send(total if unit is None else total.mul_(unit))
-        if need_w: write_product(dw[j], dz.T, x, unit)
-    return home, dw, db if unit is None else db.mul_(unit)
+        if need_x and j.stop == v: home = send(total if grad_scale is None else total.mul_(grad_scale))
+        if need_w: write_product(dw[j], dz.T, x, grad_scale)
+    return home, dw, db if grad_scale is None else db.mul_(grad_scale)
 
 # %% ../nbs/16_sharded.ipynb #d817a463
 def shard_gradients(
@@ -212,8 +212,8 @@ def shard_gradients(
     args = x, w, y, bias, weight, o, entropy, budget, needs, send
     if len(w) and len(x):
         if not takes_kernel(x): return plain_gradients(terms, *args)
-        unit = take_unit(terms, sums, entropy) if x.dtype == torch.float16 else None
-        return kernel_gradients(terms, *args, unit)
+        grad_scale = take_grad_scale(terms, sums, entropy) if x.dtype == torch.float16 else None
+        return kernel_gradients(terms, *args, grad_scale)
     home = send(terms.new_zeros(x.shape)) if needs[0] else None
     return home, torch.zeros_like(w), terms.new_zeros(len(w))
 
@@ -229,21 +229,21 @@ class _ShardScores(torch.autograd.Function):
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget):
         ctx.how = o, s, b, stats, budget
         x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
-        mine, unit = s.own(y_all, o.ignore_index), sums_unit(x_all)  # x may have no rows here
+        mine, log2_scale = s.own(y_all, o.ignore_index), sums_log2_scale(x_all)  # x may have no rows here
         part = None if weight is None else weight[s.start:s.stop]
-        agree = functools.partial(rivals, y=y_all, s=s) if stats else None
+        agree = functools.partial(global_target_logits, y=y_all, s=s) if stats else None
         with keep_agreement(tuning_agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats)):
             sums = shard_sums(x_all, w, mine, bias, part, o, agree, budget)
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = F.pad(gather_sums(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
-        sums = merge_sums(sums, unit)
+        sums = merge_sums(sums, log2_scale)
         ctx.set_materialize_grads(False)
-        log_s, base = sums[SUM].log(), sums[BASE] / unit
+        log_s, base = sums[SUM].log(), sums[BASE] / log2_scale
         more = torch.stack([sums[AHEAD], base, sums[SQUARES].sqrt()])
         token_weight = base.new_empty(0) if token_weight is None else token_weight.clone()
         kept = more, y_all.clone(), token_weight
         ctx.mark_non_differentiable(*kept)
-        gap = log_s - (sums[TARGET] * unit - sums[BASE]) / unit
+        gap = log_s - (sums[TARGET] * log2_scale - sums[BASE]) / log2_scale
         ctx.save_for_backward(x_all, w, bias, mine, part, sums, gap)  # gap for `first_order`
         return base + log_s, gap, sums[WEIGHED].clone(), base + sums[MOMENT] / sums[SUM], *kept
 
@@ -252,9 +252,9 @@ class _ShardScores(torch.autograd.Function):
     def backward(ctx, g_lse, g_gap, g_total, g_mean, *_):
         x, w, bias, y, weight, sums, _ = ctx.saved_tensors
         o, s, b, stats, budget = ctx.how
-        needs, unit = ctx.needs_input_grad[:3], sums_unit(x)
+        needs, log2_scale = ctx.needs_input_grad[:3], sums_log2_scale(x)
         if not any(needs): return (None,) * 11
-        terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, unit)
+        terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, log2_scale)
         kind = "gradients", *compiled_for(o), g_mean is not None
         with keep_agreement(tuning_agreement(x, x.dtype, s, *kind)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
@@ -264,7 +264,7 @@ class _ShardScores(torch.autograd.Function):
                 db.to(bias.dtype) if needs[2] else None, *[None] * 8)
 
 # %% ../nbs/16_sharded.ipynb #0ff08772
-def rivals(
+def global_target_logits(
     own:Tensor,  # [N] scores of the targets that are here, else 0
     y:Tensor, s:Shards,  # [N] labels of all
 ) -> Tensor:  # [N]
@@ -328,7 +328,7 @@ def sharded_loss(
     losses = token_losses(lse, gap, total, y, valid, weight, weights, o, s.n_classes)
     if reduction == "mean":
         divisor = total_weight(y, weight, weights, o.ignore_index, losses.dtype)
-        losses = losses * share_of(divisor)
+        losses = losses * plain_inv_denominator(divisor)
     loss = own_rows(losses, b, s) if reduction == "none" else losses.sum()
     if not stats: return loss, None
     rank, others = torch.where(valid, rows[:1], -1.0), torch.where(valid, rows[1:], 0.0)

@@ -19,7 +19,7 @@ from fusedloss.core.cosine import locate, Target
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, product_dtype, tile_slices, unit_of, wide_product)
+    add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
 from fusedloss.core.weights import weight_alone
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3
@@ -151,7 +151,7 @@ def tiled_lse_bwd(
     factors = [] if scale is None else [tiles.columns]
     g_lse, g_score = g_lse * logit_scale, g_score * logit_scale
     if scale is not None: g_lse, g_score = g_lse * tiles.rows, g_score * tiles.rows
-    unit = unit_of(torch.maximum(g_lse.abs(), g_score.abs()), *factors)
+    unit = grad_scale_of(torch.maximum(g_lse.abs(), g_score.abs()), *factors)
     g_lse, g_score = g_lse / unit, g_score / unit
     for j in tiles.classes:
         slice_of_dw = class_slice_bwd(dx, tiles, j, lse, g_lse, g_score, need_w)

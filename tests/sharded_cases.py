@@ -225,7 +225,7 @@ def as_the_kernels(module):
         terms = terms.clone()
         terms[0] /= UNIT
         return module.plain_gradients(terms, *args[:-1])  # without the unit of fp16
-    return mock.patch.multiple(module, takes_kernel=lambda x: len(x) > 0, score_unit=lambda x: UNIT, kernel_sums=sums, kernel_gradients=gradients)
+    return mock.patch.multiple(module, takes_kernel=lambda x: len(x) > 0, log2_scale=lambda x: UNIT, kernel_sums=sums, kernel_gradients=gradients)
 
 
 @case
@@ -1030,8 +1030,8 @@ BUGS = {
     "upstream gradients of this rank alone": ("return all_gather(padded, s).flatten(), None, None", "return padded.repeat(s.ranks), None, None"),
     "rows that pad are tokens": (".labels[len(x):] = ignore_index", ".labels[len(x):] = 0"),
     "input's gradient by this rank's classes": ("if s.group is None or not total.numel()", "if b.shared or s.group is None or not total.numel()"),
-    "maxima merged in another unit": ("sums = merge_sums(sums, unit)", "sums = merge_sums(sums)"),
-    "a unit of this rank's tokens": ("sums_unit(x_all)  #", "sums_unit(x)  #"),
+    "maxima merged in another unit": ("sums = merge_sums(sums, log2_scale)", "sums = merge_sums(sums)"),
+    "a unit of this rank's tokens": ("sums_log2_scale(x_all)  #", "sums_log2_scale(x)  #"),
 }
 
 

@@ -92,7 +92,7 @@ ROW_BUGS = {
     "what is along short rows goes": ("radial = tl.where(inverse > 0, radial, 0.0)", "radial = radial"),
     "rows of zeros are divided": ("tl.where(norm > 0, 1 / tl.maximum(norm, eps), 1.0)", "1 / tl.maximum(norm, eps)"),
     "the factor is forgotten": ("scale *= tl.load(factor_ptr)", "scale *= 1"),
-    "parts are added as they are": ("sum_exp = sum_exp * power(row_max, safe, UNIT) +", "sum_exp = sum_exp +"),
+    "parts are added as they are": ("sum_exp = sum_exp * exp2_diff(row_max, safe, LOG2_SCALE) +", "sum_exp = sum_exp +"),
     "the largest of the last parts": ("        row_max = new_max\n    target_column", "        row_max = tl.max(max_k, 0)\n    target_column"),
     "the offset is forgotten": ("lse - (slope * cos + offset)", "lse - slope * cos"),
     "the loss is not shared": ("loss_weight * loss, mask=in_batch", "loss, mask=in_batch"),
@@ -119,7 +119,7 @@ def row_fault(m, place, g):
     parts[1] = parts[1].abs()
     out, line = ([torch.empty(19, device=place) for _ in range(3)] for _ in range(2))
     share = torch.linspace(0, 1, 19)
-    m.merge_lse_kernel[(3,)](parts.to(place), unit, torch.cat([torch.full((1, 40), 3.0).to(place), unit])[1:], slot.to(place), *out, share.to(place), *line, 7.0, -2.0, 19, 300, 40, UNIT=1.0, BN=8,
+    m.merge_lse_kernel[(3,)](parts.to(place), unit, torch.cat([torch.full((1, 40), 3.0).to(place), unit])[1:], slot.to(place), *out, share.to(place), *line, 7.0, -2.0, 19, 300, 40, LOG2_SCALE=1.0, BN=8,
                               BP=128, BH=32)
     own = (exact[0][:19] * exact[0][slot.clamp(min=0)]).sum(1).masked_fill(slot < 0, 0.0)
     for a, e in zip(out, ((parts[0] + parts[1].log()).logsumexp(0), own, parts[0].amax(0))):

@@ -366,7 +366,7 @@ def test_expanded_and_strided_upstream_gradients(place):
 @needs_interpreter
 def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
     "Of such a table's rows only the first are written, in files that take no room"
-    V, flags = 4, dict(SMOOTH=False, STATS=True, UNIT=kernels.unit(torch.empty(0)))
+    V, flags = 4, dict(SMOOTH=False, STATS=True, LOG2_SCALE=kernels.log2_scale(torch.empty(0)))
     z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, clusters.LossOptions()
     b = kernels.scan_blocks(V)
     found = []
@@ -506,9 +506,9 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "padded lanes are classes": (
         "3 x 7", 'z = tl.where(inside, z, -float("inf"))\n        old_base', "z = z + 0.0\n        old_base"),
     "-inf minus -inf": ("3 x 7", 'return tl.where(base == -float("inf"), 0.0, base)', "return base"),
-    "sums are not rescaled": ("deep", "return top, s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None, :]", "return top, s + tl.sum(power(z * UNIT, safe[:, None, :]"),
+    "sums are not rescaled": ("deep", "return top, s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None, :]", "return top, s + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None, :]"),
     "lanes are not rescaled when they meet": (
-        "3 x 7", "tl.sum(s * power(base, finite(top)[:, None], UNIT), 1)", "tl.sum(s, 1)"),
+        "3 x 7", "tl.sum(s * exp2_diff(base, zero_if_neg_inf(top)[:, None], LOG2_SCALE), 1)", "tl.sum(s, 1)"),
     "rows of the second index are taken for the first": (
         "classes inside", "(rows // inner).to(tl.int64), (rows % inner)", "rows.to(tl.int64), (rows % inner)"),
     "rows of a program begin at the wrong row": (
@@ -526,18 +526,18 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "bound = size * tl.min(valid.to(tl.int32), 0) if SKIP"),
     "only the first part counts": ("two parts", "for part in range(parts)", "for part in range(1)"),
     "parts are not rescaled when they meet": (
-        "two parts", "s = s * power(base, safe, UNIT) + s_k * power(base_k, safe, UNIT)", "s = s + s_k"),
+        "two parts", "s = s * exp2_diff(base, safe, LOG2_SCALE) + s_k * exp2_diff(base_k, safe, LOG2_SCALE)", "s = s + s_k"),
     "moments of parts are not rescaled": (
-        "two parts", "(shifted(moment, base, s, safe, UNIT)\n                      + shifted(moment_k, base_k, s_k, safe, UNIT))",
+        "two parts", "(shifted(moment, base, s, safe, LOG2_SCALE)\n                      + shifted(moment_k, base_k, s_k, safe, LOG2_SCALE))",
         "moment + moment_k"),
     "an ignored class is a label": (
         "ignore_index is a class", "ignored, inside & (y != ignore_index)", "ignored, inside"),
     "the label V is a class": ("a label just outside", "(y >= 0) & (y < V)", "(y >= 0) & (y <= V)"),
     "a label outside costs nothing": ("two classes", 'tl.where(ignored, 0.0, float("nan"))', "0.0"),
     "smoothing without class weights": (
-        "deep, one block", "return hold + spread * w_all +", "return hold + spread * V +"),
+        "deep, one block", "return target_coef + smoothing_coef * w_all +", "return target_coef + smoothing_coef * V +"),
     "smoothing keeps the whole target": (
-        "ignore_index is a class", "hold, spread = (1 - o.label_smoothing) * w_y * w_t, ", "hold, spread = w_y * w_t, "),
+        "ignore_index is a class", "target_coef, smoothing_coef = (1 - o.label_smoothing) * w_y * w_t, ", "target_coef, smoothing_coef = w_y * w_t, "),
     "smoothing forgets the token's weight": ("classes inside", "o.label_smoothing / V * w_t", "o.label_smoothing / V + 0 * w_t"),
     "half the z-loss gradient": ("classes inside", "+ 2 * o.z_loss * w_t * lse", "+ o.z_loss * w_t * lse"),
     "z-loss is linear": ("classes inside", "o.z_loss * w_t * lse * lse", "o.z_loss * w_t * lse"),
@@ -555,11 +555,11 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "0 · -inf is in the entropy": (
         "3 x 7", "tl.where(below > -1e4, tl.exp(below) * below, 0.0)", "tl.exp(below) * below"),
     "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
-    "the loss forgets the sum": ("3 x 7", "(z_y * UNIT - base) / UNIT - log_s, total", "(z_y * UNIT - base) / UNIT, total"),
-    "the upstream gradient misses the pull": ("3 x 7", "pull *= g", "pull *= 1.0"),
-    "the upstream gradient misses the target": ("3 x 7", "pull, hold * g, spread * g", "pull, hold, spread * g"),
+    "the loss forgets the sum": ("3 x 7", "(z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s, total", "(z_y * LOG2_SCALE - base) / LOG2_SCALE, total"),
+    "the upstream gradient misses the pull": ("3 x 7", "softmax_coef *= g", "softmax_coef *= 1.0"),
+    "the upstream gradient misses the target": ("3 x 7", "softmax_coef, target_coef * g, smoothing_coef * g", "softmax_coef, target_coef, smoothing_coef * g"),
     "the gradient of lse is lost": (
-        "3 x 7", "pull += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)", "pull += 0.0"),
+        "3 x 7", "softmax_coef += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)", "softmax_coef += 0.0"),
     "the entropy's gradient has no mean": ("3 x 7", "(z - mean[:, None])", "z"),
     "0 · -inf is in the entropy's gradient": (
         "the first block masked", "tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)",
@@ -570,14 +570,14 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "gradients of classes that are not": (
         "3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=(rows < M)[:, None] & (cols >= 0))"),
     "the target's column is not moved": ("deep", "lanes == y - first", "lanes == y"),
-    "the target is not divided": ("3 x 7", "(hold * scale)[:, None, None]", "hold[:, None, None]"),
-    "the softmax is not divided": ("3 x 7", "(pull * scale / s)", "(pull / s)"),
-    "smoothing is not divided": ("ignore_index is a class", "(spread * scale)[:, None, None]", "spread[:, None, None]"),
-    "the loss is not divided": ("3 x 7", "loss * share(denominator_ptr)", "loss"),
-    "the gradient is not divided": ("3 x 7", "g *= share(denominator_ptr)", "g *= 1.0"),
+    "the target is not divided": ("3 x 7", "(target_coef * scale)[:, None, None]", "target_coef[:, None, None]"),
+    "the softmax is not divided": ("3 x 7", "(softmax_coef * scale / s)", "(softmax_coef / s)"),
+    "smoothing is not divided": ("ignore_index is a class", "(smoothing_coef * scale)[:, None, None]", "smoothing_coef[:, None, None]"),
+    "the loss is not divided": ("3 x 7", "loss * inv_denominator(denominator_ptr)", "loss"),
+    "the gradient is not divided": ("3 x 7", "g *= inv_denominator(denominator_ptr)", "g *= 1.0"),
     "the turned loss is not divided": ("3 x 7", "loss * part", "loss"),
-    "late is never": ("two classes", "scale = 1.0 if LATE else part", "scale = part"),
-    "early is never": ("3 x 7", "scale = 1.0 if LATE else part", "scale = 1.0"),
+    "late is never": ("two classes", "scale = 1.0 if UNSCALED_GRAD else part", "scale = part"),
+    "early is never": ("3 x 7", "scale = 1.0 if UNSCALED_GRAD else part", "scale = 1.0"),
     "the turnaround has no slope": ("classes inside", "dz *= slope\n    at = start", "at = start"),
     "the turnaround writes rows that are not": (
         "3 x 7", "tl.where(valid, dz, 0.0).to(raw.dtype), mask=stored & (cols < size))",
@@ -599,14 +599,14 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "the target's score is read after it is overwritten": (
         "3 x 7", "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n", "",
         "    for blank in range(",
-        "    late = row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1)\n"
-        "    late = tl.load(late, mask=valid, other=0.0)\n"
-        "    loss += (1 - smoothing) * w_y * w_t * (z_y - late)\n"
+        "    unscaled_grad = row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1)\n"
+        "    unscaled_grad = tl.load(unscaled_grad, mask=valid, other=0.0)\n"
+        "    loss += (1 - smoothing) * w_y * w_t * (z_y - unscaled_grad)\n"
         "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n    for blank in range("),
     "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
     "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
     "the first row's factor is everyone's": ("scaling", "factor_ptr + rows.to(tl.int64) * factor_stride", "factor_ptr + rows * 0"),
-    "factors are not divided": ("scaling", "factor *= share(denominator_ptr)", "factor *= 1.0"),
+    "factors are not divided": ("scaling", "factor *= inv_denominator(denominator_ptr)", "factor *= 1.0"),
     "scaling writes classes that are not": (
         "scaling", "dz.to(out_ptr.dtype.element_ty), mask=inside)",
         "dz.to(out_ptr.dtype.element_ty), mask=keep[:, None])"),
@@ -615,13 +615,13 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
     "PyTorch: -inf minus -inf": (
         "front door", "share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",
-        "share = (gap.exp() * gap)"),
+        "inv_denominator = (gap.exp() * gap)"),
     "PyTorch: ignored rows have a gradient": (
         "front door", "dz.masked_fill_(~t.valid[:, None], 0.0)", "dz"),
     "PyTorch: a cap without slope": (
         "front door", "o.logit_scale * 4 * e / (1 + e) ** 2", "o.logit_scale"),
     "PyTorch: ties lose": ("front door", "| (before & (z == z_y))).sum(1)", "| (z == z_y)).sum(1)"),
-    "PyTorch: the target is not held": ("in place", "-(hold * g)[:, None])", "-(hold * 0)[:, None])"),
+    "PyTorch: the target is not held": ("in place", "-(target_coef * g)[:, None])", "-(target_coef * 0)[:, None])"),
     "classes stay in the second dimension": (
         "front door", "last = input.movedim(1, -1)", "last = input.reshape(len(input), -1, input.shape[1])"),
     "a mean without class weights": ("front door", "counted = counted * weight[", "counted = counted + 0 * weight["),
@@ -630,9 +630,9 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "a mean over all tokens": ("in place", "counted = target != ignore_index", "counted = target == target"),
     "0 / 0 of no weights": ("front door", "1 / torch.where(denominator == 0, 1.0, denominator)", "1 / denominator"),
     "0 / 0 of no weights, in a kernel": ("in place on kernels", "1 / tl.where(total == 0, 1.0, total)", "1 / total"),
-    "fp16 divides too early": ("in place", "late = input.dtype == torch.float16", "late = False"),
+    "fp16 divides too early": ("in place", "unscaled_grad = input.dtype == torch.float16", "unscaled_grad = False"),
     "fp16 divides twice": (
-        "in place", "None if late else denominator)\n    out.copy_", "denominator)\n    out.copy_"),
+        "in place", "None if unscaled_grad else denominator)\n    out.copy_", "denominator)\n    out.copy_"),
     "a kept gradient is scaled again": (
         "in place", "keep = torch._C._autograd._get_current_graph_task_keep_graph()", "keep = False"),
     "the version is not raised": ("in place on kernels", "torch.autograd.graph.increment_version(input)", "pass"),

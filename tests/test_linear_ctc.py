@@ -800,7 +800,7 @@ TRITON_BUGS = {
     "classes that are not there": ('z = tl.where(inside[None, :], z, -float("inf"))', "pass"),
     "the first tile's sum alone": ("tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)", "tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep & (tv == 0))"),
     "the last tile's largest for the first": ("at = stats_ptr + tv * N + rows", "at = stats_ptr + tv * 0 + rows"),
-    "nothing is taken off": ("d = power(z * UNIT, finite(top)[:, None], UNIT)", "d = power(z * UNIT, finite(top)[:, None] * 0, UNIT)"),
+    "nothing is taken off": ("d = exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(top)[:, None], LOG2_SCALE)", "d = exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(top)[:, None] * 0, LOG2_SCALE)"),
 }
 
 

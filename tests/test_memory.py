@@ -43,7 +43,7 @@ def silent(monkeypatch):
     everywhere(monkeypatch, recompute, "tiling_of", lambda x, w, busy=False: Tiling(False, 128, 128 if busy else 256, 64))
     everywhere(monkeypatch, recompute, "on_device", lambda t: torch.autograd.profiler.record_function("none"))
     everywhere(monkeypatch, recompute, "score_fn", lambda o: None)
-    everywhere(monkeypatch, recompute, "score_unit", lambda x: 1.0)
+    everywhere(monkeypatch, recompute, "log2_scale", lambda x: 1.0)
     everywhere(monkeypatch, products, "adds_in_float32", lambda device: True)
 
 

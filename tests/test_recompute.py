@@ -565,11 +565,11 @@ def test_a_label_out_of_range(label, way, monkeypatch):
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "classes beyond the last are summed": ("EVEN=v % (t.BV * run) == 0", "EVEN=True"),
-    "the sum is not rescaled": ("s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None], UNIT), 1)", "s + tl.sum(power(z * UNIT, safe[:, None], UNIT), 1)"),
+    "the sum is not rescaled": ("s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None], LOG2_SCALE), 1)", "s + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None], LOG2_SCALE), 1)"),
     "a run begins where the last one ended": ('tl.where(again, base, -float("inf"))', "base"),
     "the target is a neighbour": ("tl.where(valid, y, 0).to(tl.int64)[:, None] * w_stride_v", "(tl.where(valid, y, 0) ^ 1).to(tl.int64)[:, None] * w_stride_v"),
     "the diagonal is the first column": ("lanes[:, None] == lanes[None, :]", "(lanes[:, None] * 0) == lanes[None, :]"),
-    "runs are merged without their bases": ("s_k = tl.sum(s_k * power(base_k, safe[None, :], UNIT), 0)", "s_k = tl.sum(s_k, 0)"),
+    "runs are merged without their bases": ("s_k = tl.sum(s_k * exp2_diff(base_k, safe[None, :], LOG2_SCALE), 0)", "s_k = tl.sum(s_k, 0)"),
     "the bias is forgotten": ("product += bias[None, :]", "product += 0 * bias[None, :]"),
     "features beyond the last are read": ("(c < width)[None, :]", "(c < width + 1)[None, :]"),
     "one tile is made twice": ("return first + inner % height, inner // height", "return first + inner % height, inner // GROUP"),
@@ -585,7 +585,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the denominator is forgotten": ("denominator_ptr, y, valid, rows, N, V,", "None, y, valid, rows, N, V,"),
     "one flag decides all gradients": ("\"x\": needs.x, \"w\": needs.w, \"bias\": needs.bias}", "\"x\": needs.x, \"w\": needs.x, \"bias\": needs.x}"),
     "the target outranks itself": ("(cols != y[:, None]) &", ""),
-    "smoothing skips the class weights": ("d -= spread[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])", "d -= spread[:, None]"),
+    "smoothing skips the class weights": ("d -= smoothing_coef[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])", "d -= smoothing_coef[:, None]"),
     "Σ w z counts each run twice": ("total = tl.where(again, total, 0.0) +", "total = total +"),
 }
 CHOSEN_BUGS = few(MUTANTS, "the sum is not rescaled", "the target is a neighbour", "runs are merged without their bases",

@@ -202,7 +202,7 @@ BUGS = {
     "ranges that leave classes out": ("each = -(-n_classes // ranks)", "each = max(1, n_classes // ranks)"),
     "sums joined at different heights": ("grown = rise.exp()", "grown = (0 * rise).exp()"),
     "every rank has a target": ("target = torch.where(y >= 0, z.gather(1, at)[:, 0], 0.0)", "target = z.gather(1, at)[:, 0]"),
-    "every rank holds the one-hot": ("torch.where(y[:, None] >= 0, -hold, 0.0)", "-hold"),
+    "every rank holds the one-hot": ("torch.where(y[:, None] >= 0, -target_coef, 0.0)", "-target_coef"),
     "smoothing pushes the wrong way": ("g_gap, -g_total,", "g_gap, g_total,"),
     "entropy pulls the wrong way": ("-g_mean / s)", "g_mean / s)"),
     "the mean score's own pull": ("g_lse + g_gap + g_mean\n", "g_lse + g_gap\n"),

@@ -10,7 +10,7 @@ from torch import nn
 from fusedloss.baseline import Sample, baseline_linear_cross_entropy, sample_data
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.tiles import MemoryEfficientVocabOutput, remove_radial, square_tile, tiled_linear_cross_entropy, tiled_lse, tiled_lse_grad
-from fusedloss.core.products import tile_slices, unit_of
+from fusedloss.core.products import tile_slices, grad_scale_of
 from grids import grid
 from helpers import CASES, TOLERANCE, Case, faults, gradients, has_no_second_derivative, reference, upstream
 
@@ -432,8 +432,8 @@ def test_radial_part_is_removed(device):
 
 
 def test_unit_is_never_zero(device):
-    assert unit_of(torch.zeros(3, device=device)) == torch.finfo(torch.float32).tiny
-    assert unit_of(torch.tensor([4096.0, -8192.0], device=device), torch.tensor([3.0], device=device)) == 6.0
+    assert grad_scale_of(torch.zeros(3, device=device)) == torch.finfo(torch.float32).tiny
+    assert grad_scale_of(torch.tensor([4096.0, -8192.0], device=device), torch.tensor([3.0], device=device)) == 6.0
 
 
 def module_of(sample, **options):

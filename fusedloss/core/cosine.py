@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of
-from fusedloss.core.products import place, tile_product, tile_slices, wide_product
-from fusedloss.core.softmax import finite, join, power, unit as score_unit
+from fusedloss.core.products import swizzle_tile, tile_product, tile_slices, wide_product
+from fusedloss.core.softmax import zero_if_neg_inf, join, exp2_diff, log2_scale
 from fusedloss.core.tiling import (
     deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl
@@ -297,7 +297,7 @@ def negatives_lse_kernel(
     x, w,  # unit rows [N,H], [T,H]: descriptors or pointers
     target_column_ptr, shift_ptr, parts_ptr,  # [N], [T] or None; [2, runs, N]: scaled maximum, sum
     N, T, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, scale, conflict, conflict_score,
-    CONFLICT: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, EVEN: tl.constexpr,
+    CONFLICT: tl.constexpr, LOG2_SCALE: tl.constexpr, DESC: tl.constexpr, EVEN: tl.constexpr,
     RUN: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -306,7 +306,7 @@ def negatives_lse_kernel(
     row_max = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
     for i in tl.range(0, mine * RUN, flatten=DESC):
-        tn, run = place(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
+        tn, run = swizzle_tile(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
         tv = run * RUN + i % RUN
         product = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h, w_stride_v,
                                w_stride_h, BN, BV, BH, DESC)
@@ -315,7 +315,7 @@ def negatives_lse_kernel(
         z = negative_scores(product, shift_ptr, target_column, cols, T, scale, conflict,
                             conflict_score, CONFLICT, EVEN)
         again = (i % RUN != 0) & (RUN > 1)
-        row_max, s = join(tl.where(again, row_max, -float("inf")), tl.where(again, s, 0.0), z, UNIT)
+        row_max, s = join(tl.where(again, row_max, -float("inf")), tl.where(again, s, 0.0), z, LOG2_SCALE)
         at = parts_ptr + run * N + rows
         tl.store(at, row_max, mask=rows < N)
         tl.store(at + runs * N, s, mask=rows < N)
@@ -328,25 +328,25 @@ def cosine_dz_kernel(
     lse_ptr, g_lse_ptr, g_cos_ptr,  # [N] each
     N, T, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, dz_stride_n,
     begin, scale, conflict, conflict_score,  # the slab's first column
-    CONFLICT: tl.constexpr, UNIT: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
+    CONFLICT: tl.constexpr, LOG2_SCALE: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(T, BV)
     for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):
-        tn, tv = place(t, tiles_n, tiles_v, GROUP)
+        tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
         product = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h, w_stride_v,
                                w_stride_h, BN, BV, BH, DESC)
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         in_batch, in_slab = rows < N, cols < T
         target_column = tl.load(target_column_ptr + rows, mask=in_batch, other=-1) - begin
-        scaled_lse = tl.load(lse_ptr + rows, mask=in_batch, other=float("inf")) * UNIT
+        scaled_lse = tl.load(lse_ptr + rows, mask=in_batch, other=float("inf")) * LOG2_SCALE
         no_negatives = scaled_lse == -float("inf")
         scaled_lse = tl.where(no_negatives, float("inf"), scaled_lse)  # no probabilities
         softmax_coef = tl.load(g_lse_ptr + rows, mask=in_batch, other=0.0) * scale
         target_coef = tl.load(g_cos_ptr + rows, mask=in_batch, other=0.0)
         z = negative_scores(product, shift_ptr, target_column, cols, T, scale, conflict,
                             conflict_score, CONFLICT, True)
-        d = softmax_coef[:, None] * power(z * UNIT, scaled_lse[:, None], UNIT)
+        d = softmax_coef[:, None] * exp2_diff(z * LOG2_SCALE, scaled_lse[:, None], LOG2_SCALE)
         if CONFLICT:
             d = tl.where(product > conflict, 0.0, d)
         d = tl.where(cols[None, :] == target_column[:, None], target_coef[:, None], d)
@@ -374,7 +374,7 @@ def merge_lse_kernel(
     lse_ptr, cos_ptr, largest_ptr,  # [N] each
     loss_weight_ptr, loss_ptr, g_lse_ptr, g_cos_ptr,  # [N] each, or None: no affine margin
     slope, offset, N, runs, H,
-    UNIT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     in_batch, row_max = rows < N, tl.full([BN], -float("inf"), tl.float32)
@@ -385,9 +385,9 @@ def merge_lse_kernel(
         max_k = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
         sum_k = tl.load(at + runs * N, mask=there, other=0.0)
         new_max = tl.maximum(row_max, tl.max(max_k, 0))
-        safe = finite(new_max)
-        sum_exp = sum_exp * power(row_max, safe, UNIT) + tl.sum(
-            sum_k * power(max_k, safe[None, :], UNIT), 0)
+        safe = zero_if_neg_inf(new_max)
+        sum_exp = sum_exp * exp2_diff(row_max, safe, LOG2_SCALE) + tl.sum(
+            sum_k * exp2_diff(max_k, safe[None, :], LOG2_SCALE), 0)
         row_max = new_max
     target_column = tl.load(target_column_ptr + rows, mask=in_batch, other=-1)
     known = (in_batch & (target_column >= 0))[:, None]
@@ -397,10 +397,10 @@ def merge_lse_kernel(
         a = tl.load(x_ptr + x_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         b = tl.load(w_ptr + w_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         cos += tl.sum(a * b, 1)
-    lse = row_max / UNIT + tl.log(tl.where(sum_exp == 0, 1.0, sum_exp))  # 0: no scores
+    lse = row_max / LOG2_SCALE + tl.log(tl.where(sum_exp == 0, 1.0, sum_exp))  # 0: no scores
     tl.store(lse_ptr + rows, lse, mask=in_batch)
     tl.store(cos_ptr + rows, cos, mask=in_batch)
-    tl.store(largest_ptr + rows, row_max / UNIT, mask=in_batch)
+    tl.store(largest_ptr + rows, row_max / LOG2_SCALE, mask=in_batch)
     if loss_weight_ptr is not None:
         loss_weight = tl.load(loss_weight_ptr + rows, mask=in_batch, other=0.0)
         loss, loss_slope = softplus_and_slope(lse - (slope * cos + offset))
@@ -424,7 +424,7 @@ def launch_negatives_lse(
     (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w)
     tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
     run = run_length(n, tiles_v)
-    runs, unit = -(-tiles_v // run), score_unit(x)
+    runs, scale = -(-tiles_v // run), log2_scale(x)
     new = lambda *size: x.new_empty(size, dtype=torch.float32)
     parts, out, more = new(2, runs, n), [new(n) for _ in range(3)], []
     if margin is not None: more = [new(n) for _ in range(3)]
@@ -433,7 +433,7 @@ def launch_negatives_lse(
     launch = lambda t, only_compile=False: launcher(negatives_lse_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), target_column, shift,
         parts, n, v, h, *x.stride(), *w.stride(), o.scale, o.conflict, o.conflict_score,
-        CONFLICT=o.conflict < 2, UNIT=unit, DESC=t.desc, EVEN=v % (t.BV * run) == 0,
+        CONFLICT=o.conflict < 2, LOG2_SCALE=scale, DESC=t.desc, EVEN=v % (t.BV * run) == 0,
         RUN=run, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         launch(fastest(negatives_lse_kernel, x, v, t, deeper(t, device_of(x), False), launch,
@@ -441,7 +441,7 @@ def launch_negatives_lse(
                        SHIFT=shift is not None))
         merge_lse_kernel[(-(-n // 8),)](
             parts, x, w, target_column, *out, loss_weight, *(more or [None] * 3), slope, offset, n,
-            runs, h, UNIT=unit, BN=8, BP=128, BH=128)
+            runs, h, LOG2_SCALE=scale, BN=8, BP=128, BH=128)
     return *out, *more
 
 # %% ../../nbs/library/cosine.ipynb #d51cb076
@@ -459,7 +459,7 @@ def launch_cosine_dz(
         operand(dz, t.BN, t.BV // 2, t.desc), target_column, shift, *row_terms, n, v, h,
         *x.stride(), *w.stride(), dz.stride(0), begin, o.scale, o.conflict, o.conflict_score,
         CONFLICT=o.conflict < 2,
-        UNIT=score_unit(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
+        LOG2_SCALE=log2_scale(x), DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         launch(fastest(cosine_dz_kernel, x, v, t, deeper(t, device_of(x), True), launch,

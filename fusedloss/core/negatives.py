@@ -18,7 +18,7 @@ from fusedloss.core.cosine import (
 from fusedloss.core.operators import operator, products
 from fusedloss.core.products import (
     add_product, autocast_like_linear, multiplies_in_float32, product_dtype, put_product,
-    tile_slices, unit_of)
+    tile_slices, grad_scale_of)
 from fusedloss.core.sampling import step_columns
 from fusedloss.core.tiling import Tiling, tiling_of
 from fusedloss.core.triton import has_kernel
@@ -106,7 +106,7 @@ def within_range(
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [N], [N]; their factor, a scalar
     "Gradients that fp16 can hold, and what is to be multiplied with them."
     if dtype != torch.float16: return g_lse, g_cos, factor
-    unit = unit_of(torch.maximum(g_lse.abs() * scale, g_cos.abs()))
+    unit = grad_scale_of(torch.maximum(g_lse.abs() * scale, g_cos.abs()))
     return g_lse / unit, g_cos / unit, unit if factor is None else unit * factor
 
 # %% ../../nbs/library/negatives.ipynb #b4a0fb46

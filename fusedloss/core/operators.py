@@ -194,17 +194,6 @@ class Operator(Unguarded):
         if not autocasts(device): return self.fn(*args)
         with torch.autocast(device, enabled=False): return self.fn(*args)
 
-    def register_autograd(self, backward:Callable, *, setup_context:Optional[Callable]=None):
-        "As `CustomOpDef`'s; for `torch.func` too."
-        if backward != self.flat_backward:
-            self.flat_save = setup_context or (lambda ctx, inputs, output: None)
-            self.flat_backward = backward
-        super().register_autograd(backward, setup_context=setup_context)
-
-    def register_flops(self, fn:Callable):
-        "What `FlopCounterMode` counts for a call: `fn(*args, out_val)`, of tensors and numbers."
-        self.flops = lambda inputs, out: fn(*inputs, out_val=out)
-
     def flat_save(self, ctx, inputs:tuple, output:Any):
         ctx.set_materialize_grads(False)
         self.save(ctx, self.arguments.group(inputs), output)

@@ -74,7 +74,7 @@ def add_product(total:Tensor, a:Tensor, b:Tensor):
     put_product(total, a, b, add=True)
 
 # %% ../../nbs/library/products.ipynb #94de1f62
-def unit_of(*factors:Tensor) -> Tensor:
+def grad_scale_of(*factors:Tensor) -> Tensor:
     "Product of the factors' largest magnitudes over 2¹²; at least the smallest normal number."
     largest = [f.abs().nan_to_num(0.0, 0.0).amax() for f in factors]  # inf spoils its own row
     top = torch.stack(largest).prod() / 4096
@@ -91,11 +91,11 @@ def autocast_like_linear(*tensors:Tensor) -> tuple[Tensor, ...]:
 # %% ../../nbs/library/products.ipynb #245426c5
 def write_product(
     out:Tensor, a:Tensor, b:Tensor,  # [R,C], [R,K], [K,C]
-    unit:Optional[Tensor],
+    grad_scale:Optional[Tensor],
 ):
-    "out = unit · a b, summed in float32 and rounded once."
-    if unit is None: torch.mm(a, b, out=out)
-    else: out.copy_(wide_product(a, b).mul_(unit))
+    "out = grad_scale · a b, summed in float32 and rounded once."
+    if grad_scale is None: torch.mm(a, b, out=out)
+    else: out.copy_(wide_product(a, b).mul_(grad_scale))
 
 # %% ../../nbs/library/products.ipynb #c862c214
 def takes_kernel(x:Tensor) -> bool:
@@ -115,7 +115,7 @@ def chunk_scores(
 
 # %% ../../nbs/library/products.ipynb #891bc001
 @jit
-def place(t, tiles_n, tiles_v, GROUP: tl.constexpr):
+def swizzle_tile(t, tiles_n, tiles_v, GROUP: tl.constexpr):
     "Row and column of tile t: down GROUP rows of tiles, then to the next column."
     first = t // (GROUP * tiles_v) * GROUP
     height = tl.minimum(tiles_n - first, GROUP)

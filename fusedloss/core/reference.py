@@ -59,21 +59,21 @@ def score_and_slope(
     return o.softcap * torch.tanh(x), o.logit_scale * 4 * e / (1 + e) ** 2
 
 # %% ../../nbs/library/reference.ipynb #3b79a770
-def factors(
+def plain_row_coefs(
     lse:Tensor, t:RowTerms, o:LossOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [M] each
     "`row_factors` in PyTorch."
-    hold = (1 - o.label_smoothing) * t.w_y * t.w_t
-    spread = o.label_smoothing / len(t.w) * t.w_t
-    return hold + spread * t.w.sum() + 2 * o.z_loss * t.w_t * lse, hold, spread
+    target_coef = (1 - o.label_smoothing) * t.w_y * t.w_t
+    smoothing_coef = o.label_smoothing / len(t.w) * t.w_t
+    return target_coef + smoothing_coef * t.w.sum() + 2 * o.z_loss * t.w_t * lse, target_coef, smoothing_coef
 
 # %% ../../nbs/library/reference.ipynb #80034f00
-def share_of(denominator:Optional[Tensor]) -> Tensor | float:
+def plain_inv_denominator(denominator:Optional[Tensor]) -> Tensor | float:
     "`share` in PyTorch."
     return 1.0 if denominator is None else 1 / torch.where(denominator == 0, 1.0, denominator)
 
 # %% ../../nbs/library/reference.ipynb #eeef3a21
-def below(z:Tensor, base:Tensor) -> Tensor:
+def sub_max(z:Tensor, base:Tensor) -> Tensor:
     "z [M,V] less the rows' maxima [M]; less nothing where all is -inf."
     return z - torch.where(base == -torch.inf, 0.0, base)[:, None]
 

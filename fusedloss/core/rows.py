@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.softmax import finite, power, shifted
+from fusedloss.core.softmax import zero_if_neg_inf, exp2_diff, shifted
 from fusedloss.core.triton import jit, tl
 
 # %% ../../nbs/library/rows.ipynb #8b87df03
@@ -38,22 +38,22 @@ def row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows, V)
 
 # %% ../../nbs/library/rows.ipynb #41a7f152
 @jit
-def row_factors(lse, w_y, w_t, w_all, o, V):
+def row_coefs(lse, w_y, w_t, w_all, o, V):
     "What multiplies p, the one-hot, and the class weights in the gradient of a row: [BN] each."
-    hold, spread = (1 - o.label_smoothing) * w_y * w_t, o.label_smoothing / V * w_t
-    return hold + spread * w_all + 2 * o.z_loss * w_t * lse, hold, spread
+    target_coef, smoothing_coef = (1 - o.label_smoothing) * w_y * w_t, o.label_smoothing / V * w_t
+    return target_coef + smoothing_coef * w_all + 2 * o.z_loss * w_t * lse, target_coef, smoothing_coef
 
 # %% ../../nbs/library/rows.ipynb #1e9803c1
 @jit
-def row_loss(lse, log_p, total, hold, spread, w_t, w_all, o, ignored, valid):
+def row_loss(lse, log_p, total, target_coef, smoothing_coef, w_t, w_all, o, ignored, valid):
     "The loss [BN] from the target's log-probability and Σ w z; NaN for labels out of range."
     log_p = tl.where(log_p > 0, 0.0, log_p)  # a rounding may put it above, by 1e-7
-    loss = spread * w_all * lse - spread * total - hold * log_p + o.z_loss * w_t * lse * lse
+    loss = smoothing_coef * w_all * lse - smoothing_coef * total - target_coef * log_p + o.z_loss * w_t * lse * lse
     return tl.where(valid, loss, tl.where(ignored, 0.0, float("nan")))
 
 # %% ../../nbs/library/rows.ipynb #211a460a
 @jit
-def share(denominator_ptr):
+def inv_denominator(denominator_ptr):
     "What a loss is multiplied by: one over the denominator, or one without it."
     if denominator_ptr is None:
         return 1.0
@@ -107,7 +107,7 @@ def finish_kernel(
     loss_ptr, lse_ptr, entropy_ptr,  # [M], [M], [M] with STATS
     rows_ptr,  # [2 or 5, M]: base, s, and the target's rank, maximum, norm
     M, V, parts, o,
-    SMOOTH: tl.constexpr, STATS: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
+    SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, ignored, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
@@ -121,32 +121,32 @@ def finish_kernel(
         base_k = tl.load(at + part, mask=keep, other=-float("inf"))
         s_k = tl.load(at + part + step, mask=keep, other=0.0)
         top = tl.maximum(base, base_k)
-        safe = finite(top)
+        safe = zero_if_neg_inf(top)
         if SMOOTH:
             total += tl.load(at + part + 3 * step, mask=keep, other=0.0)
         if STATS:
             moment_k = tl.load(at + part + 4 * step, mask=keep, other=0.0)
-            moment = (shifted(moment, base, s, safe, UNIT)
-                      + shifted(moment_k, base_k, s_k, safe, UNIT))
+            moment = (shifted(moment, base, s, safe, LOG2_SCALE)
+                      + shifted(moment_k, base_k, s_k, safe, LOG2_SCALE))
             ahead += tl.load(at + part + 5 * step, mask=keep, other=0.0)
             squares += tl.load(at + part + 6 * step, mask=keep, other=0.0)
-        s = s * power(base, safe, UNIT) + s_k * power(base_k, safe, UNIT)
+        s = s * exp2_diff(base, safe, LOG2_SCALE) + s_k * exp2_diff(base_k, safe, LOG2_SCALE)
         base = top
     log_s = tl.log(s)
-    lse = base / UNIT + log_s
+    lse = base / LOG2_SCALE + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
-    pull, hold, spread = row_factors(lse, w_y, w_t, w_all, o, V)
-    loss = row_loss(lse, (z_y * UNIT - base) / UNIT - log_s, total, hold, spread, w_t, w_all,
+    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
+    loss = row_loss(lse, (z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s, total, target_coef, smoothing_coef, w_t, w_all,
                     o, ignored, valid)
-    tl.store(loss_ptr + rows, loss * share(denominator_ptr), mask=keep)
+    tl.store(loss_ptr + rows, loss * inv_denominator(denominator_ptr), mask=keep)
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
     tl.store(rows_ptr + rows, base, mask=keep)
     tl.store(rows_ptr + M + rows, s, mask=keep)
     if STATS:
         tl.store(entropy_ptr + rows, tl.where(valid, log_s - moment / s, 0.0), mask=keep)
         tl.store(rows_ptr + 2 * size + rows, tl.where(valid, ahead, -1.0), mask=keep)
-        tl.store(rows_ptr + 3 * size + rows, tl.where(valid, base / UNIT, 0.0), mask=keep)
+        tl.store(rows_ptr + 3 * size + rows, tl.where(valid, base / LOG2_SCALE, 0.0), mask=keep)
         tl.store(rows_ptr + 4 * size + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
 
 # %% ../../nbs/library/rows.ipynb #fa8fc4aa
@@ -154,19 +154,19 @@ def finish_kernel(
 def row_gradient(
     rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr,  # [2..,M], [V], [M], [1]
     g_loss_ptr, g_lse_ptr, denominator_ptr,  # upstream [M], each or None; [1] or None
-    y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, UNIT: tl.constexpr,
+    y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, LOG2_SCALE: tl.constexpr,
 ):
     "Base and sum of rows [BN], and what multiplies p, the one-hot and the class weights."
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
     base = tl.load(rows_ptr + rows, mask=valid, other=0.0)
     s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
-    pull, hold, spread = row_factors(base / UNIT + tl.log(s), w_y, w_t, w_all, o, V)
-    g = tl.zeros_like(pull)
+    softmax_coef, target_coef, smoothing_coef = row_coefs(base / LOG2_SCALE + tl.log(s), w_y, w_t, w_all, o, V)
+    g = tl.zeros_like(softmax_coef)
     if g_loss_ptr is not None:
         g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)
-    g *= share(denominator_ptr)
-    pull *= g
+    g *= inv_denominator(denominator_ptr)
+    softmax_coef *= g
     if g_lse_ptr is not None:
-        pull += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)
-    return base, s, pull, hold * g, spread * g
+        softmax_coef += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)
+    return base, s, softmax_coef, target_coef * g, smoothing_coef * g

@@ -19,33 +19,33 @@ LOG2E = tl.constexpr(math.log2(math.e)) if triton else math.log2(math.e)
 
 # %% ../../nbs/library/softmax.ipynb #1f925f96
 @jit
-def finite(base):
+def zero_if_neg_inf(base):
     "-inf as 0: what a lane subtracts before it has seen a class."
     return tl.where(base == -float("inf"), 0.0, base)
 
 # %% ../../nbs/library/softmax.ipynb #031abe6a
 @jit
-def power(x, base, UNIT: tl.constexpr):
+def exp2_diff(x, base, LOG2_SCALE: tl.constexpr):
     "e^((x - base) / UNIT): of a score times UNIT, or of another base."
-    return tl.exp2((x - base) * (LOG2E / UNIT))
+    return tl.exp2((x - base) * (LOG2E / LOG2_SCALE))
 
 # %% ../../nbs/library/softmax.ipynb #b4a79810
 @jit
-def widen(base, s, z, UNIT: tl.constexpr):
+def widen(base, s, z, LOG2_SCALE: tl.constexpr):
     "One step of the online softmax in each lane: z [BN,R,C] joins base, s [BN,C]."
-    top = tl.maximum(base, tl.max(z, 1) * UNIT)
-    safe = finite(top)
-    return top, s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None, :], UNIT), 1)
+    top = tl.maximum(base, tl.max(z, 1) * LOG2_SCALE)
+    safe = zero_if_neg_inf(top)
+    return top, s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None, :], LOG2_SCALE), 1)
 
 # %% ../../nbs/library/softmax.ipynb #a26a741d
 @jit
-def merge(base, s, UNIT: tl.constexpr):
+def merge(base, s, LOG2_SCALE: tl.constexpr):
     "All lanes of a row as one: [BN,C] to [BN]."
     top = tl.max(base, 1)
-    return top, tl.sum(s * power(base, finite(top)[:, None], UNIT), 1)
+    return top, tl.sum(s * exp2_diff(base, zero_if_neg_inf(top)[:, None], LOG2_SCALE), 1)
 
 # %% ../../nbs/library/softmax.ipynb #9388c9f1
-def unit(z:Tensor) -> float:
+def log2_scale(z:Tensor) -> float:
     "What kernels multiply the scores of these logits by."
     return 1.0 if z.dtype == torch.float32 else math.log2(math.e)
 
@@ -57,11 +57,11 @@ def lane_grid(R: tl.constexpr, C: tl.constexpr):
 
 # %% ../../nbs/library/softmax.ipynb #ce628b98
 @jit
-def join(base, s, z, UNIT: tl.constexpr):
+def join(base, s, z, LOG2_SCALE: tl.constexpr):
     "One step of the online softmax: the tile z [BN,BV] joins base, s [BN]."
-    top = tl.maximum(base, tl.max(z, 1) * UNIT)
-    safe = finite(top)
-    return top, s * power(base, safe, UNIT) + tl.sum(power(z * UNIT, safe[:, None], UNIT), 1)
+    top = tl.maximum(base, tl.max(z, 1) * LOG2_SCALE)
+    safe = zero_if_neg_inf(top)
+    return top, s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None], LOG2_SCALE), 1)
 
 # %% ../../nbs/library/softmax.ipynb #b8d83c41
 @jit
@@ -95,19 +95,19 @@ def score_fn(o:LossOptions):
 
 # %% ../../nbs/library/softmax.ipynb #28c38e64
 @jit
-def shifted(moment, base, s, top, UNIT: tl.constexpr):
+def shifted(moment, base, s, top, LOG2_SCALE: tl.constexpr):
     "Σ e^(z - m) (z - m) after the base rises to `top`."
-    rise = (base - top) / UNIT
+    rise = (base - top) / LOG2_SCALE
     return tl.where(rise > -1e4, tl.exp(rise) * (moment + rise * s), 0.0)  # 0 · -inf is no number
 
 # %% ../../nbs/library/softmax.ipynb #7887dc51
 @jit
-def tally(moment, ahead, squares, base, s, top, z, z_y, before, inside, UNIT: tl.constexpr):
+def tally(moment, ahead, squares, base, s, top, z, z_y, before, inside, LOG2_SCALE: tl.constexpr):
     "Entropy's moment, number of scores ahead of the target's, Σ z²: [BN,C] each."
-    below = (z * UNIT - top[:, None, :]) / UNIT
+    below = (z * LOG2_SCALE - top[:, None, :]) / LOG2_SCALE
     share = tl.where(below > -1e4, tl.exp(below) * below, 0.0)
     z_y = z_y[:, None, None]
     leads = inside & ((z > z_y) | (before & (z == z_y)))
-    return (shifted(moment, base, s, top, UNIT) + tl.sum(share, 1),
+    return (shifted(moment, base, s, top, LOG2_SCALE) + tl.sum(share, 1),
             ahead + tl.sum(tl.where(leads, 1.0, 0.0), 1),
             squares + tl.sum(tl.where(inside, z * z, 0.0), 1))
