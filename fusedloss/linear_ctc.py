@@ -24,7 +24,7 @@ from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
     sum_per_class, to_device, unpadded_rows)
-from fusedloss.core.softmax import zero_if_neg_inf, exp2_diff, score_fn, log2_scale
+from fusedloss.core.softmax import exp2_diff, log2_scale, score_fn, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.tuning import launcher
@@ -147,12 +147,12 @@ def launch_tiled_softmax(
     launch = lambda t, only_compile=False: launcher(tile_softmax_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
         operand(p, t.BN, t.BV // 2, t.desc), bias, stats, n, v, h, *x.stride(), *w.stride(),
-        p.stride(0), SCORE=score_fn(BARE_OPTIONS), LOG2_SCALE=log2_scale(x), DESC=t.desc, GROUP=t.group,
-        BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
+        p.stride(0), SCORE=score_fn(BARE_OPTIONS), LOG2_SCALE=log2_scale(x), DESC=t.desc,
+        GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
         launch(fastest(tile_softmax_kernel, x, v, t, deeper(t, device_of(x), True), launch,
                        BIAS=bias is not None))
-    return TiledSoftmax(p, stats, t.BV, log2_scale)
+    return TiledSoftmax(p, stats, t.BV, log2_scale(x))
 
 # %% ../nbs/22_linear_ctc.ipynb #3e7930ae
 def tiled_softmax(
