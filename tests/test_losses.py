@@ -545,7 +545,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
     "a broken promise passes": ('check_promise(target, given["options"].ignore_index, max_valid)', "pass"),
     "eager forgets the class weights": ("target.reshape(-1), weight, token_weight", "target.reshape(-1), None, token_weight"),
-    "a mean is a sum": ("weight, token_weight, o, reduction,", 'weight, token_weight, o, "sum" if reduction == "mean" else reduction,'),
+    "a mean is a sum": ("target.reshape(-1), weight, token_weight, o, reduction,", 'target.reshape(-1), weight, token_weight, o, "sum" if reduction == "mean" else reduction,'),
     "an empty shard passes": ("t.numel() > 0 or not n_features", "True"),
 }
 
