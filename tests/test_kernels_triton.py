@@ -615,7 +615,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
     "PyTorch: -inf minus -inf": (
         "front door", "share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",
-        "inv_denominator = (gap.exp() * gap)"),
+        "share = (gap.exp() * gap)"),
     "PyTorch: ignored rows have a gradient": (
         "front door", "dz.masked_fill_(~t.valid[:, None], 0.0)", "dz"),
     "PyTorch: a cap without slope": (
