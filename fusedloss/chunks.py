@@ -163,7 +163,8 @@ def run_chunks(
         x_c, z = x[i].to(w.dtype), buffer[:len(x[i])]
         make_logits(z, x_c, w, b)
         t = None if token_weight is None else token_weight[i]
-        parts.append(chunk_loss(z[:, None], y[i], weight, t, denominator, o, unscaled_grad, turn, stats))
+        parts.append(chunk_loss(z[:, None], y[i], weight, t, denominator, o, unscaled_grad, turn,
+                                stats))
         if turn: grads.spend(z, x_c, w, i)
     return parts[0] if len(parts) == 1 else tuple(torch.cat(p, -1) for p in zip(*parts))
 
@@ -271,7 +272,8 @@ def chunked_loss_fwd(
     found = found or (empty(0), empty(0), empty(0), empty(5, 0))
     loss = found[0].sum()
     told = stats_of_all(found, order, len(x)) if stats else tuple(empty(0) for _ in range(3))
-    return loss, *final_gradients(grads, x, order), late_factors(loss, total, unscaled_grad, unit), *told
+    factors = late_factors(loss, total, unscaled_grad, unit)
+    return loss, *final_gradients(grads, x, order), factors, *told
 
 # %% ../nbs/06_chunks.ipynb #8b4ab4ae
 def scaled(
@@ -419,10 +421,9 @@ def run_chunked(
     y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled()
              for t in (input, linear_weight, linear_bias)]
-    arguments = (input.reshape(-1, linear_weight.shape[1]), linear_weight, linear_bias, y, flat(weight),
-                 flat(token_weight), o, dtype,
-                 linear_weight.dtype if grad_buffer is None else grad_buffer.dtype,
-                 reduction == "mean",
+    grad_dtype = (linear_weight if grad_buffer is None else grad_buffer).dtype
+    arguments = (input.reshape(-1, linear_weight.shape[1]), linear_weight, linear_bias, y,
+                 flat(weight), flat(token_weight), o, dtype, grad_dtype, reduction == "mean",
                  chunk_size, memory_budget, accumulate, max_valid, *needs, return_stats)
     loss, *told = run_loss(grad_buffer, arguments)
     if return_stats: loss = loss, row_stats(*told, target, arguments[5], o.z_loss)
@@ -459,8 +460,9 @@ def chunked_linear_cross_entropy(
     _check_tensor("linear_bias", linear_bias, input, shape[:1], FLOATS)
     _check_tensor("grad_buffer", grad_buffer, input, shape, (acc,))
     check_budget(memory_budget, logits_row(shape[0], linear_dtype(input, linear_weight)))
-    return run_chunked(input, linear_weight, target, linear_bias, weight, token_weight, o, reduction,
-                       chunk_size, memory_budget, accumulate, grad_buffer, max_valid, return_stats)
+    return run_chunked(input, linear_weight, target, linear_bias, weight, token_weight, o,
+                       reduction, chunk_size, memory_budget, accumulate, grad_buffer, max_valid,
+                       return_stats)
 
 # %% ../nbs/06_chunks.ipynb #fc68e6db
 def run_loss(grad_buffer:Optional[Tensor], arguments:tuple) -> tuple[Tensor, ...]:
@@ -542,8 +544,9 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         check_weight("class_weight", class_weight, (num_classes,))
         check_flags(monitoring=monitoring)
         self.register_buffer("class_weight", class_weight)
-        self.options = dict(options=loss_options(options), reduction=reduction, chunk_size=chunk_size,
-                            memory_budget=memory_budget, accumulate=accumulate)
+        self.options = dict(options=loss_options(options), reduction=reduction,
+                            chunk_size=chunk_size, memory_budget=memory_budget,
+                            accumulate=accumulate)
         self.monitoring, self.metrics = monitoring, {}
 
     def forward(self,

@@ -22,7 +22,8 @@ from fusedloss.core.reference import reduce_rows, row_stats, plain_inv_denominat
 from fusedloss.core.rows import (
     all_weights, class_weight, load_block, load_labels, row_coefs, row_loss, row_start,
     row_weights, inv_denominator)
-from fusedloss.core.softmax import zero_if_neg_inf, lane_grid, merge, exp2_diff, score_fn, log2_scale, widen
+from fusedloss.core.softmax import (
+    exp2_diff, lane_grid, log2_scale, merge, score_fn, widen, zero_if_neg_inf)
 from fusedloss.core.triton import has_kernel, jit, on_device, tl, triton
 from fusedloss.kernels import (
     Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
@@ -32,13 +33,14 @@ from fusedloss.kernels import (
 @jit
 def store_gradient(
     start, first, lanes, size, stride_v, raw, stored, valid,  # where, what, and which rows
-    y, base, softmax_coef, target_coef, smoothing_coef,  # [BN,1,1] each; `softmax_coef` is over s already
+    y, base, softmax_coef, target_coef, smoothing_coef,  # [BN,1,1] each; the first is over s
     weight_ptr, o,
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, EDGE: tl.constexpr,
 ):
     "Write the gradient of one block over its logits."
     z, slope = SCORE(raw.to(tl.float32), o)
-    dz = softmax_coef * exp2_diff(z * LOG2_SCALE, base, LOG2_SCALE) - tl.where(lanes == y - first, target_coef, 0.0)
+    dz = softmax_coef * exp2_diff(z * LOG2_SCALE, base, LOG2_SCALE)
+    dz -= tl.where(lanes == y - first, target_coef, 0.0)
     cols = first + lanes
     if SMOOTH:
         dz -= smoothing_coef * class_weight(weight_ptr, cols, cols < size)
@@ -95,7 +97,8 @@ def turnaround_kernel(
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
     softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    loss = row_loss(lse, (z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s, tl.sum(total, 1), target_coef, smoothing_coef,
+    log_p = (z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s
+    loss = row_loss(lse, log_p, tl.sum(total, 1), target_coef, smoothing_coef,
                     w_t, w_all, o, ignored, valid)
     tl.store(loss_ptr + rows, loss * part, mask=rows < M)
     tl.debug_barrier()  # no lane overwrites the target's score before all have read it

@@ -355,7 +355,8 @@ def plain_terms(
     softmax_coef = g * softmax_coef + (none if g_lse is None else g_lse)
     mean = lse - entropy if len(entropy) else none
     entropy_grad = none if g_entropy is None else g_entropy / s
-    terms = torch.stack([base, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad, mean])
+    terms = torch.stack([base, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad,
+                         mean])
     terms[0].masked_fill_(~t.valid, torch.inf)
     terms[1:].masked_fill_(~t.valid, 0.0)
     return terms

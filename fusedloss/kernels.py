@@ -16,7 +16,8 @@ from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.reference import sub_max, plain_row_coefs, row_terms, RowTerms, score_and_slope, plain_inv_denominator
+from fusedloss.core.reference import (
+    plain_inv_denominator, plain_row_coefs, row_terms, RowTerms, score_and_slope, sub_max)
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (

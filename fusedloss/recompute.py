@@ -280,7 +280,8 @@ def dz_kernel(
         softmax_coef = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)
         target_coef = tl.load(terms_ptr + 2 * N + rows, mask=keep, other=0.0)
         p = exp2_diff(z * LOG2_SCALE, base[:, None], LOG2_SCALE)  # times s
-        d = softmax_coef[:, None] * p - tl.where(cols[None, :] == column[:, None], target_coef[:, None], 0.0)
+        at_target = cols[None, :] == column[:, None]
+        d = softmax_coef[:, None] * p - tl.where(at_target, target_coef[:, None], 0.0)
         if SMOOTH:
             smoothing_coef = tl.load(terms_ptr + 3 * N + rows, mask=keep, other=0.0)
             d -= smoothing_coef[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])
@@ -407,7 +408,8 @@ def launch_gradients(
         if need_x and total is None: total = wide_product(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
     del buffer, dz  # before dx is rounded
-    dx = x.new_empty(0) if total is None else (total if grad_scale is None else total.mul_(grad_scale))
+    if total is not None and grad_scale is not None: total.mul_(grad_scale)
+    dx = x.new_empty(0) if total is None else total
     return dx.to(x.dtype), dw, db if grad_scale is None else db.mul_(grad_scale)
 
 # %% ../nbs/07_recompute.ipynb #c22f99a5
@@ -468,7 +470,8 @@ def kernel_bwd(
     tiles = -(-len(x) // t.BN), -(-len(w) // t.BV)
     slab = t.BV * slab_tiles(*x.shape, budget, *tiles, t.BV, multiprocessors(x.device),
                              beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs))
-    return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t, needs)
+    return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t,
+                            needs)
 
 # %% ../nbs/07_recompute.ipynb #e8132762
 def check_recompute(

@@ -29,7 +29,8 @@ from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, gather_sums, is_dtensor,
     is_token_sharded, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards,
     shards_of, tuning_agreement)
-from fusedloss.core.reference import sub_max, row_stats, score_and_slope, plain_inv_denominator, total_weight
+from fusedloss.core.reference import (
+    plain_inv_denominator, row_stats, score_and_slope, sub_max, total_weight)
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
 from fusedloss.core.tuning import keep_agreement

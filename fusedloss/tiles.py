@@ -231,8 +231,8 @@ def tiled_linear_cross_entropy(
            logit_scale)
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
         _check_tile(name, size)
-    return run_tiled(input, linear_weight, target, reduction, ignore_index, margin, scale, logit_scale,
-                     token_tile, class_tile)
+    return run_tiled(input, linear_weight, target, reduction, ignore_index, margin, scale,
+                     logit_scale, token_tile, class_tile)
 
 # %% ../nbs/02_tiles.ipynb #7c2f6c06
 class MemoryEfficientVocabOutput(nn.Module):

@@ -40,16 +40,23 @@ class Check(NamedTuple):
     holds: Callable[[Any], bool]
     optional: bool = False  # None stands for the default
 
+SHARE = lambda v: in_range(v, 0, 1)
 POSITIVE = lambda v: in_range(v, 0) and v > 0
+NOT_NEGATIVE = lambda v: in_range(v, 0)
 
 # %% ../../nbs/library/options.ipynb #9bfc4959
 class LossOptions(NamedTuple):
     "What shapes the loss of a row, in the order in which the operators take it."
-    ignore_index: Annotated[int, Check("an integer", is_integer)] = -100  # tokens with this target count nothing
-    label_smoothing: Annotated[float, Check("a number from 0 to 1", lambda v: in_range(v, 0, 1))] = 0.0  # share of the target spread over all classes
-    logit_scale: Annotated[float, Check("a positive number", POSITIVE)] = 1.0  # multiplies the logits, bias and all
-    softcap: Annotated[float, Check("a positive number or None", POSITIVE, True)] = 0.0  # c: scores are c · tanh(scaled logits / c), undivided by a temperature T: that is logit_scale=s/T, softcap=c/T
-    z_loss: Annotated[float, Check("a number not below 0", lambda v: in_range(v, 0))] = 0.0  # weight of lse² in each token's loss
+    # tokens with this target count nothing
+    ignore_index: Annotated[int, Check("an integer", is_integer)] = -100
+    # share of the target spread over all classes
+    label_smoothing: Annotated[float, Check("a number from 0 to 1", SHARE)] = 0.0
+    # multiplies the logits, bias and all
+    logit_scale: Annotated[float, Check("a positive number", POSITIVE)] = 1.0
+    # c: scores are c · tanh(scaled logits / c), undivided by a temperature T: that is s/T, c/T
+    softcap: Annotated[float, Check("a positive number or None", POSITIVE, True)] = 0.0
+    # weight of lse² in each token's loss
+    z_loss: Annotated[float, Check("a number not below 0", NOT_NEGATIVE)] = 0.0
 
     @property
     def keeps_scores(self) -> bool:
