@@ -484,7 +484,7 @@ def doubles(p, n, B: tl.constexpr):
 
 def run(variant, only_compile=False):
     threads.append(threading.active_count())
-    tuning.starter(doubles, (1,), only_compile)(torch.float32, 7, B=variant[0])
+    tuning.launcher(doubles, (1,), only_compile)(torch.float32, 7, B=variant[0])
 
 threads = []
 driver.set_active(Offline())
