@@ -478,6 +478,7 @@ def first_fault(module):
         try:
             wrong = case()
         except Exception as error:  # a planted bug may break anything
+            assert "is not defined" not in str(error), f"what is planted knows no such name: {error}"
             wrong = [repr(error)]
         if wrong:
             return wrong

@@ -599,9 +599,9 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "the target's score is read after it is overwritten": (
         "3 x 7", "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n", "",
         "    for blank in range(",
-        "    unscaled_grad = row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1)\n"
-        "    unscaled_grad = tl.load(unscaled_grad, mask=valid, other=0.0)\n"
-        "    loss += (1 - smoothing) * w_y * w_t * (z_y - unscaled_grad)\n"
+        "    overwritten = row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1)\n"
+        "    overwritten = tl.load(overwritten, mask=valid, other=0.0)\n"
+        "    loss += (1 - o.label_smoothing) * w_y * w_t * (z_y - overwritten)\n"
         "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n    for blank in range("),
     "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
     "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
@@ -667,5 +667,6 @@ def test_a_planted_bug_is_noticed(bug, variant):
     try:
         noticed = CHECKS[check](module)
     except (InterpreterError, RuntimeError, IndexError, ValueError) as error:
+        assert "is not defined" not in str(error), f"what is planted knows no such name: {error}"
         noticed = [str(error)]
     assert noticed, f"{check} does not notice that {bug}"

@@ -609,6 +609,7 @@ def first_fault(module):
         try:
             wrong = faults(module, case, "cpu")
         except Exception as error:  # a planted bug may break anything
+            assert "is not defined" not in str(error), f"what is planted knows no such name: {error}"
             wrong = [repr(error)]
         if wrong:
             return wrong
