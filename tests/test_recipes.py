@@ -124,8 +124,8 @@ import inspect, torch, fusedloss as fl
 from fusedloss import clusters
 from fusedloss.core.options import LossOptions
 assert fl.__file__.startswith({root!r})
-f64, y = torch.float64, torch.tensor([1, 8, 2, -100, 0, 4])
-x, w = (torch.randn(n, 5, dtype=f64, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (6, 9))
+f64, y = torch.float64, torch.tensor([1, 8, 2, -100, 0, 4], device={device!r})
+x, w = (torch.randn(n, 5, dtype=f64, generator=torch.Generator().manual_seed(n)).to(y.device).requires_grad_() for n in (6, 9))
 
 def defined(z, softcap):
     z = 2 * z + 0.7
@@ -141,11 +141,13 @@ for softcap in (None, 3.0):
         torch.testing.assert_close([loss, *torch.autograd.grad(loss, [x, w])], exact)
     if clusters.triton is not None:
         z = (x @ w.T).detach().float()[:, None].contiguous().requires_grad_()
-        given = z.detach().clone(), y, None, None, torch.tensor(5.0), LossOptions(**{{**o, "softcap": softcap or 0.0}})
+        given = z.detach().clone(), y, None, None, torch.tensor(5.0, device=y.device), LossOptions(**{{**o, "softcap": softcap or 0.0}})
         found = clusters.launch_turnaround(*given)
         torch.testing.assert_close(found.sum().double(), exact[0].detach(), rtol=1e-5, atol=1e-5)
         dz, = torch.autograd.grad(defined(z[:, 0], softcap), z)
         torch.testing.assert_close(given[0], dz, rtol=1e-4, atol=1e-6)
+        loss = fl.cross_entropy(z[:, 0], y, **o)  # CUDA where there is a GPU
+        torch.testing.assert_close([loss, *torch.autograd.grad(loss, [z])], [exact[0].detach().float(), dz], rtol=1e-4, atol=1e-6)
 try: fl.linear_cross_entropy(x, w, y, method="tiles", logit_bias=0.7)
 except ValueError as error: assert "logit_bias" in str(error), error
 else: assert False, "tiles have no such option"
@@ -157,7 +159,7 @@ assert "logit_bias" in repr(fl.plan(64, 100, 8, options=("logit_bias",)))
 """
 
 
-def test_an_option_is_a_dozen_lines(tmp_path):
+def test_an_option_is_a_dozen_lines(tmp_path, device):
     "Its field, its term once for PyTorch, Triton and CUDA; on a copy, by every method against its definition"
     for folder in ("fusedloss", "cuda"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -170,8 +172,8 @@ def test_an_option_is_a_dozen_lines(tmp_path):
             lines += 1
         path.write_text(text, encoding="utf-8")
     assert len(OPTION) <= 4 and lines <= 12
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", WITH_OPTION.format(root=str(tmp_path))], cwd=tmp_path, env=env, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": str(int(device == "cpu"))}
+    done = subprocess.run([sys.executable, "-c", WITH_OPTION.format(root=str(tmp_path), device=device)], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     nvrtc = library(13) or library(12)
     if nvrtc and knows(nvrtc, 90):
