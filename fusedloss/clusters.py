@@ -18,13 +18,13 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
-from fusedloss.core.reference import reduce_rows, row_stats, plain_inv_denominator, total_weight
+from fusedloss.core.reference import plain_inv_denominator, reduce_rows, row_stats, total_weight
 from fusedloss.core.rows import (
-    all_weights, class_weight, load_block, load_labels, row_coefs, row_loss, row_start,
-    row_weights, inv_denominator)
+    all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss,
+    row_start, row_weights)
 from fusedloss.core.softmax import (
     exp2_diff, lane_grid, log2_scale, merge, score_fn, widen, zero_if_neg_inf)
-from fusedloss.core.triton import has_kernel, jit, on_device, tl, triton
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
 from fusedloss.kernels import (
     Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
     small_blocks)
@@ -165,12 +165,11 @@ def launch_turnaround(
     losses = z.new_empty(m, dtype=torch.float32)
     limited = b.registers and not REGISTER_LIMIT.lacks(device_of(z))
     with on_device(z):
-        turnaround_kernel[(-(-m // b.BN),)](
-            z, target, weight, token_weight, all_weights(weight), denominator, losses, m, v,
-            z.shape[1], *z.stride(), o,
-            SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z), UNSCALED_GRAD=unscaled_grad,
-            BN=b.BN, HELD=b.R, R=b.R, C=b.C, num_warps=b.warps,
-            **(dict(maxnreg=b.registers) if limited else {}))
+        launch_kernel(turnaround_kernel, (-(-m // b.BN),), z, target, weight, token_weight,
+                      all_weights(weight), denominator, losses, m, v, z.shape[1], *z.stride(), o,
+                      SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z),
+                      UNSCALED_GRAD=unscaled_grad, BN=b.BN, HELD=b.R, R=b.R, C=b.C,
+                      num_warps=b.warps, **(dict(maxnreg=b.registers) if limited else {}))
     return losses
 
 # %% ../nbs/05_clusters.ipynb #6e2f930a
@@ -183,9 +182,9 @@ def launch_scale(
     wide = min(4096, triton.next_power_of_2(v))
     tall = 4096 // wide
     with on_device(dz):
-        scale_kernel[(-(-m // tall),)](
-            dz, out, factor, denominator, m, v, dz.shape[1], *dz.stride(), *out.stride(),
-            factor.stride(0), COPY=out is not dz, BN=tall, BV=wide, num_warps=8)
+        launch_kernel(scale_kernel, (-(-m // tall),), dz, out, factor, denominator, m, v,
+                      dz.shape[1], *dz.stride(), *out.stride(), factor.stride(0),
+                      COPY=out is not dz, BN=tall, BV=wide, num_warps=8)
 
 # %% ../nbs/05_clusters.ipynb #482eb5b1
 class Cluster(NamedTuple):

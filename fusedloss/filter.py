@@ -20,15 +20,16 @@ from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel, tile_slices,
-    wide, wide_product)
+    add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel,
+    tile_slices, wide, wide_product)
 from fusedloss.core.reference import (
-    plain_row_coefs, reduce_rows, row_stats, row_terms, scores_in_place, plain_inv_denominator, total_weight)
+    plain_inv_denominator, plain_row_coefs, reduce_rows, row_stats, row_terms, scores_in_place,
+    total_weight)
 from fusedloss.core.rows import load_labels
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import (
     copyable, cut, is_busy, multiprocessors, operand, run_length, Tiling)
-from fusedloss.core.triton import jit, on_device, tl
+from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import (
     beside_dz, check_recompute, kernel_bwd, launch_dz, launch_lse, launch_parts, launch_terms,
@@ -127,9 +128,9 @@ def launch_flagged(
     flags = torch.empty(runs, tiles_n, dtype=torch.int32, device=x.device)
     means = parts.new_empty(runs, n)
     with on_device(x):
-        flag_kernel[(tiles_n, -(-runs // 16))](
-            parts, out[1], target, flags, means, n, v, runs, o.ignore_index, math.log(eps),
-            LOG2_SCALE=log2_scale(x), BN=t.BN, BR=run * t.BV, BT=16)
+        launch_kernel(flag_kernel, (tiles_n, -(-runs // 16)), parts, out[1], target, flags, means,
+                      n, v, runs, o.ignore_index, math.log(eps), LOG2_SCALE=log2_scale(x), BN=t.BN,
+                      BR=run * t.BV, BT=16)
     return out, flags.repeat_interleave(run, 0)[:tiles_v], means, tile_sums(w, run * t.BV)
 
 # %% ../nbs/08_filter.ipynb #fcc11fda
@@ -265,12 +266,12 @@ def launch_spend(
     m, k, gm, gk = (*dz.shape[::-1], t.BV, t.BN) if turn else (*dz.shape, t.BN, t.BV)
     bm, bh, bk = t.BN, 2 * t.BN if t.desc else t.BV, min(t.BH, t.BN)
     with on_device(dz):
-        spend_kernel[(-(-m // bm) * -(-h // bh),)](
-            operand(dz, *((bk, bm) if turn else (bm, bk)), t.desc),
-            operand(operand_, bk, bh, t.desc), out, places, lift, lists, counts, grad_scale, m, k,
-            h, *dz.stride(), *operand_.stride(), out.stride(0), lists.stride(0), TURN=turn,
-            ADD=not turn, DESC=t.desc, GM=gm, GK=gk, BM=bm, BH=bh, BK=bk, num_warps=t.warps,
-            num_stages=3)
+        launch_kernel(spend_kernel, (-(-m // bm) * -(-h // bh),),
+                      operand(dz, *((bk, bm) if turn else (bm, bk)), t.desc),
+                      operand(operand_, bk, bh, t.desc), out, places, lift, lists, counts,
+                      grad_scale, m, k, h, *dz.stride(), *operand_.stride(), out.stride(0),
+                      lists.stride(0), TURN=turn, ADD=not turn, DESC=t.desc, GM=gm, GK=gk, BM=bm,
+                      BH=bh, BK=bk, num_warps=t.warps, num_stages=3)
 
 # %% ../nbs/08_filter.ipynb #8d256970
 def dropped_grad(

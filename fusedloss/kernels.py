@@ -21,8 +21,8 @@ from fusedloss.core.reference import (
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (
-    zero_if_neg_inf, lane_grid, merge, exp2_diff, score_fn, shifted, tally, log2_scale, widen)
-from fusedloss.core.triton import has_kernel, jit, on_device, tl, triton
+    exp2_diff, lane_grid, log2_scale, merge, score_fn, shifted, tally, widen, zero_if_neg_inf)
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/04_kernels.ipynb #63cbc3b7
 @jit
@@ -169,13 +169,11 @@ def launch_scan(
     sums, out = new((7, m * parts)), (new(m), new(m), new(m * stats), new((2 + 3 * stats, m)))
     flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, LOG2_SCALE=log2_scale(z))
     with on_device(z):
-        scan_kernel[(-(-m // b.BN) * parts,)](
-            z, target, weight, sums, m, v, part, parts, z.shape[1], *z.stride(), o,
-            SCORE=score_fn(o), **flags, SKIP=b.BN * b.R * b.C < v,
-            BN=b.BN, R=b.R, C=b.C, num_warps=b.warps)
-        finish_kernel[(-(-m // 128),)](
-            sums, target, weight, token_weight, all_weights(weight), denominator, *out, m, v,
-            parts, o, **flags, BN=128)
+        launch_kernel(scan_kernel, (-(-m // b.BN) * parts,), z, target, weight, sums, m, v, part,
+                      parts, z.shape[1], *z.stride(), o, SCORE=score_fn(o), **flags,
+                      SKIP=b.BN * b.R * b.C < v, BN=b.BN, R=b.R, C=b.C, num_warps=b.warps)
+        launch_kernel(finish_kernel, (-(-m // 128),), sums, target, weight, token_weight,
+                      all_weights(weight), denominator, *out, m, v, parts, o, **flags, BN=128)
     return out
 
 # %% ../nbs/04_kernels.ipynb #853956f2
@@ -192,10 +190,11 @@ def launch_bwd(
     tall, blocks = 2048 // wide, -(-v // wide)
     strides = [0 if g is None else g.stride(0) for g in (g_loss, g_lse, g_entropy)]
     with on_device(z):
-        bwd_kernel[(-(-m // tall) * blocks,)](
-            z, dz, target, weight, token_weight, all_weights(weight), rows, entropy, g_loss,
-            g_lse, g_entropy, denominator, m, v, blocks, z.shape[1], *z.stride(), *dz.stride(),
-            *strides, o, SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z), BN=tall, BV=wide)
+        launch_kernel(bwd_kernel, (-(-m // tall) * blocks,), z, dz, target, weight, token_weight,
+                      all_weights(weight), rows, entropy, g_loss, g_lse, g_entropy, denominator, m,
+                      v, blocks, z.shape[1], *z.stride(), *dz.stride(), *strides, o,
+                      SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z),
+                      BN=tall, BV=wide)
 
 # %% ../nbs/04_kernels.ipynb #eb51e33a
 def reference_fwd(

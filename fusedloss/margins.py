@@ -19,12 +19,12 @@ from fusedloss.core.checks import (
     acc_dtype, check_labels, check_linear, check_target, expect, is_number)
 from fusedloss.core.cosine import (
     EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
-    positive_infinity, target_cosines, to_tangent, unit_rows_of)
+    positive_infinity, target_cosines, to_tangent)
 from fusedloss.core.negatives import all_classes_lse
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
+    add_product, autocast_like_linear, grad_scale_of, product_dtype, tile_slices, wide_product)
 from fusedloss.core.weights import weight_alone
 
 # %% ../nbs/13_margins.ipynb #67159e0a
@@ -327,13 +327,18 @@ def cosine_lse_fwd(
     return lse, cos
 
 # %% ../nbs/13_margins.ipynb #0ace49e2
+def directions(inverse:Tensor, eps:float) -> Tensor:  # [R] 1 / `lengths`
+    "1 for a row that has a direction, -1 for one of at most `eps`."
+    shortest = torch.full_like(inverse[:1], eps).reciprocal_()
+    return torch.where(inverse < shortest, 1.0, -1.0).to(inverse.dtype)
+
 def take_off_radial(
-    d:Tensor, t:Tensor, eps:float,  # [R,H] in `acc_dtype`, overwritten; [R,H]
+    d:Tensor, t:Tensor, inverse:Tensor, direction:Tensor,  # [R,H], overwritten; [R,H]; [R] each
     factor:Tensor, out:Tensor,  # a scalar; [R,H] to be written, may be d
 ):
     "out = factor · d, less each row's part along the same row of `t`, if that has a direction."
-    unit, inverse = unit_rows_of(t, None, d.dtype, eps)
-    to_tangent(d, unit, inverse.sign(), factor, out)
+    unit = (t * inverse[:, None]).contiguous()  # as the kernel reads it
+    to_tangent(d, unit, direction, factor, out)
 
 # %% ../nbs/13_margins.ipynb #c510f090
 def cosine_slice_bwd(
@@ -366,14 +371,19 @@ def cosine_lse_bwd(
     largest = torch.maximum(g_lse.abs() * (o.scale / o.tile_scale), g_cos.abs())
     grad_scale = grad_scale_of(largest, tiles.columns)  # keeps dz within fp16
     g_lse, g_cos = g_lse / grad_scale, g_cos / grad_scale
+    direction = directions(tiles.columns, o.eps)
     for j in tiles.classes:
         slice_of_dw = cosine_slice_bwd(dx, tiles, j, lse, g_lse, g_cos, need_w)
         part = tiles.part(j)
-        if need_w: take_off_radial(slice_of_dw, w[part], o.eps, grad_scale, dw[part])
+        if need_w: take_off_radial(slice_of_dw, w[part], tiles.columns[part], direction[part],
+                                   grad_scale, dw[part])
         del slice_of_dw  # else it lives on beside the next one
     if not need_x: return x.new_empty(0), dw
     out = dx if x.dtype == dx.dtype else torch.empty_like(dx, dtype=x.dtype)
-    for i in tiles.tokens: take_off_radial(dx[i], x[i], o.eps, grad_scale, out[i])
+    inverse = tiles.rows / o.tile_scale
+    direction = directions(inverse, o.eps)
+    for i in tiles.tokens:
+        take_off_radial(dx[i], x[i], inverse[i], direction[i], grad_scale, out[i])
     return out, dw
 
 # %% ../nbs/13_margins.ipynb #e98c6880

@@ -17,13 +17,13 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
-    add_product, chunk_scores, swizzle_tile, tile_product, tile_scores, tile_slices, grad_scale_of, wide,
-    wide_product, write_product)
+    add_product, chunk_scores, grad_scale_of, swizzle_tile, tile_product, tile_scores, tile_slices,
+    wide, wide_product, write_product)
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
-from fusedloss.core.softmax import zero_if_neg_inf, join, exp2_diff, score_fn, shifted, log2_scale
+from fusedloss.core.softmax import exp2_diff, join, log2_scale, score_fn, shifted, zero_if_neg_inf
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
-from fusedloss.core.triton import has_kernel, jit, on_device, tl
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import launcher
 from fusedloss.kernels import rows_bwd, rows_fwd
 
@@ -185,14 +185,14 @@ def launch_sums(
         **lengths, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        target_kernel[(-(-n // 64),)](x, w, target, bias, sums, *sizes, o,
-                                      SCORE=score_of, BN=64, BH=t.BH)
+        launch_kernel(target_kernel, (-(-n // 64),), x, w, target, bias, sums, *sizes, o,
+                      SCORE=score_of, BN=64, BH=t.BH)
         own = None if agree is None else sums[2].clone()
         if agree: sums[2] = agree(own)
         launch(fastest(lse_kernel, x, v, t, deeper(t, device_of(x), False), launch,
                        SCORE=score_of, **flags, **lengths, BIAS=bias is not None,
                        WEIGHT=weight is not None))
-        merge_kernel[(-(-n // 32),)](parts, sums, n, runs, **flags, BN=32, BP=32)
+        launch_kernel(merge_kernel, (-(-n // 32),), parts, sums, n, runs, **flags, BN=32, BP=32)
     if agree: sums[2] = own
     return sums, parts
 
@@ -207,10 +207,9 @@ def launch_parts(
     sums, parts = launch_sums(x, w, target, bias, weight, o, stats, tiling, budget=budget)
     out = new(n), new(n), new(n * stats), new((2 + 3 * stats, n))
     with on_device(x):
-        finish_kernel[(-(-n // 128),)](
-            sums, target, weight, token_weight, all_weights(weight), denominator, *out, n,
-            len(w), 1, o, STATS=stats, BN=128,
-            SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(x))
+        launch_kernel(finish_kernel, (-(-n // 128),), sums, target, weight, token_weight,
+                      all_weights(weight), denominator, *out, n, len(w), 1, o, STATS=stats, BN=128,
+                      SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(x))
     return out, parts
 
 # %% ../nbs/07_recompute.ipynb #0f708229
@@ -312,10 +311,9 @@ def launch_terms(
     n, terms = len(target), rows.new_empty((6, len(target)))
     strides = [0 if g is None else g.stride(0) for g in (g_loss, g_lse, g_entropy)]
     with on_device(rows):
-        terms_kernel[(-(-n // 128),)](
-            rows, entropy, target, weight, token_weight, all_weights(weight), g_loss, g_lse,
-            g_entropy, denominator, terms, n, n_classes, *strides, o,
-            LOG2_SCALE=log2_scale(x), BN=128)
+        launch_kernel(terms_kernel, (-(-n // 128),), rows, entropy, target, weight, token_weight,
+                      all_weights(weight), g_loss, g_lse, g_entropy, denominator, terms, n,
+                      n_classes, *strides, o, LOG2_SCALE=log2_scale(x), BN=128)
     return terms
 
 # %% ../nbs/07_recompute.ipynb #859b5fb6

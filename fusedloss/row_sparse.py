@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from fusedloss.core.checks import acc_dtype, check_flags, expect, is_integer, is_number
 from fusedloss.core.cosine import row_block
 from fusedloss.core.sampling import add_word, GOLDEN, plain_add_word
-from fusedloss.core.triton import has_kernel, jit, on_device, tl
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 
 # %% ../nbs/15_row_sparse.ipynb #53f9c035
 @jit
@@ -180,12 +180,12 @@ def launch_update(
     strides = [n for t in (p, moment1, moment2, g) for n in ((0, 0) if t is None else t.stride())]
     if total == 0 or h == 0: return
     with on_device(p):
-        if row_steps is not None: count_kernel[(-(-total // 256),)](row_steps, rows, total, B=256)
-        update_kernel[(-(-total // height),)](
-            p, moment1, moment2, row_steps, g, rows, grad_rows, *strides, total, h, u.lr,
-            u.weight_decay, u.beta1, u.beta2, 1 - u.beta1, 1 - u.beta2, *logs, u.eps, u.sign,
-            seed or 0, ADAM=u.adam, NESTEROV=u.nesterov, NOISE=seed is not None, BR=height,
-            BH=width)
+        if row_steps is not None: launch_kernel(count_kernel, (-(-total // 256),), row_steps, rows,
+            total, B=256)
+        launch_kernel(update_kernel, (-(-total // height),), p, moment1, moment2, row_steps, g,
+                      rows, grad_rows, *strides, total, h, u.lr, u.weight_decay, u.beta1, u.beta2,
+                      1 - u.beta1, 1 - u.beta2, *logs, u.eps, u.sign, seed or 0, ADAM=u.adam,
+                      NESTEROV=u.nesterov, NOISE=seed is not None, BR=height, BH=width)
 
 # %% ../nbs/15_row_sparse.ipynb #9adad129
 def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradient

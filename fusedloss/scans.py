@@ -20,7 +20,7 @@ from fusedloss.core.lattice import active, update_active
 from fusedloss.core.operators import transformed
 from fusedloss.core.sequences import check_integers, check_lengths, readable_on_host
 from fusedloss.core.softmax import zero_if_neg_inf
-from fusedloss.core.triton import jit, on_device, tl
+from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.semirings import check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring
 
 # %% ../nbs/19_scans.ipynb #fbae080e
@@ -452,9 +452,9 @@ def scan_fwd_triton(
     (steps, n, c, nz), alphas = Ms.shape, Ms.new_empty(len(Ms) + 1, *v0.shape)
     alphas[0] = v0
     with on_device(Ms):
-        scan_fwd_kernel[(n,)](Ms.contiguous(), idx.to(torch.int32).contiguous(), lengths, alphas,
-                              steps, n, c, nz, max(16, 1 << (c - 1).bit_length()),
-                              num_warps=warps)
+        launch_kernel(scan_fwd_kernel, (n,), Ms.contiguous(), idx.to(torch.int32).contiguous(),
+                      lengths, alphas, steps, n, c, nz, max(16, 1 << (c - 1).bit_length()),
+                      num_warps=warps)
     return alphas
 
 # %% ../nbs/19_scans.ipynb #52d2593f

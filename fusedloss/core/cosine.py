@@ -14,10 +14,10 @@ from torch import Tensor
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of
 from fusedloss.core.products import swizzle_tile, tile_product, tile_slices, wide_product
-from fusedloss.core.softmax import zero_if_neg_inf, join, exp2_diff, log2_scale
+from fusedloss.core.softmax import exp2_diff, join, log2_scale, zero_if_neg_inf
 from fusedloss.core.tiling import (
     deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of)
-from fusedloss.core.triton import has_kernel, jit, on_device, tl
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import launcher
 
 # %% ../../nbs/library/cosine.ipynb #05afc1e6
@@ -158,9 +158,9 @@ def unit_rows_of_two(
     x_inverse, w_inverse = (x.new_empty(n_rows, dtype=torch.float32) for n_rows in (n, t))
     height, width = row_block(h)
     with on_device(x):
-        unit_kernel[(-(-n // height) + -(-t // height),)](
-            x, x_rows, ux, x_inverse, n, *x.stride(), w, w_rows, uw, w_inverse, t, *w.stride(), h,
-            eps, BR=height, BH=width)
+        launch_kernel(unit_kernel, (-(-n // height) + -(-t // height),), x, x_rows, ux, x_inverse,
+                      n, *x.stride(), w, w_rows, uw, w_inverse, t, *w.stride(), h, eps, BR=height,
+                      BH=width)
     return ux, x_inverse, uw, w_inverse
 
 # %% ../../nbs/library/cosine.ipynb #85d33cc3
@@ -200,8 +200,8 @@ def to_tangent(
     if has_kernel(d) and d.dtype == torch.float32:
         height, width = row_block(h)
         with on_device(d):
-            if r: tangent_kernel[(-(-r // height),)](d, unit, inverse, factor, out, r, h, BR=height,
-                                                   BH=width)
+            if r: launch_kernel(tangent_kernel, (-(-r // height),), d, unit, inverse, factor, out,
+                                r, h, BR=height, BH=width)
         return
     u = unit.to(d.dtype)
     radial = torch.where(inverse > 0, (d * u).sum(1), 0.0)
@@ -439,9 +439,9 @@ def launch_negatives_lse(
         launch(fastest(negatives_lse_kernel, x, v, t, deeper(t, device_of(x), False), launch,
                        CONFLICT=o.conflict < 2, RUN=run, EVEN=v % (t.BV * run) == 0,
                        SHIFT=shift is not None))
-        merge_lse_kernel[(-(-n // 8),)](
-            parts, x, w, target_column, *out, loss_weight, *(more or [None] * 3), slope, offset, n,
-            runs, h, LOG2_SCALE=scale, BN=8, BP=128, BH=128)
+        launch_kernel(merge_lse_kernel, (-(-n // 8),), parts, x, w, target_column, *out,
+                      loss_weight, *(more or [None] * 3), slope, offset, n, runs, h,
+                      LOG2_SCALE=scale, BN=8, BP=128, BH=128)
     return *out, *more
 
 # %% ../../nbs/library/cosine.ipynb #d51cb076

@@ -131,7 +131,8 @@ class Arguments:
         "Those that were found, by name, in the order of the arguments; None for all others."
         if not found.keys() <= set(self.names):
             raise KeyError(f"expected gradients of {self.names}, got {tuple(found)}")
-        each = ((found.get(n), len(self.kinds[n]) if flat else 1) for n in self.names)
+        if not flat: return tuple(map(found.get, self.names))
+        each = ((found.get(n), len(self.kinds[n])) for n in self.names)
         return tuple(part for grad, places in each for part in [grad] + [None] * (places - 1))
 
 # %% ../../nbs/library/operators.ipynb #6f659d4e

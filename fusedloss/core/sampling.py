@@ -16,7 +16,7 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     check_flags, check_target, expect, expect_tensor, is_integer, is_number)
 from fusedloss.core.operators import operator
-from fusedloss.core.triton import has_kernel, jit, on_device, tl
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 
 # %% ../../nbs/library/sampling.ipynb #2fca258a
 MASK, GOLDEN = 2**32 - 1, 0x9E3779B9  # 32 bits; 2³² over the golden ratio
@@ -62,6 +62,11 @@ class Strata(NamedTuple):
     @property
     def slots(self) -> int:  # of a block; the last one may stay empty
         return self.drawn + (self.extra_chance > 0)
+
+    def constants(self) -> dict[str, int]:
+        "What the kernels are compiled for."
+        return dict(DRAWN=self.drawn, EXTRA_CHANCE=self.extra_chance, SLOTS=self.slots,
+                    BITS=self.bits, ROUNDS=ROUNDS)
 
 def strata_of(rate:float) -> Strata:
     "Blocks so large that some 64 to 256 of their classes are drawn."
@@ -158,9 +163,8 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
     out = seed.new_empty(total)
     if not total: return out
     with on_device(seed):
-        draw_kernel[(-(-total // 256),)](out, None, seed, step, first, start, stop, total, 0,
-                                         0.0, s.drawn, s.extra_chance, s.slots, s.bits, ROUNDS,
-                                         B=256)
+        launch_kernel(draw_kernel, (-(-total // 256),), out, None, seed, step, first, start, stop,
+                      total, 0, 0.0, **s.constants(), B=256)
     return out
 
 # %% ../../nbs/library/sampling.ipynb #213baa12
@@ -358,13 +362,13 @@ def launch_columns(
     k = (-(-stop >> s.bits) - first) * s.slots
     t = -(-(k + n) // 8) * 8
     c = Columns(new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype))
-    shared = s.drawn, s.extra_chance, s.slots, s.bits, ROUNDS
     with on_device(y):
-        if k: draw_kernel[(-(-k // 256),)](c.w_rows, c.shift, seed, step, first, start, stop, k,
-                                           start, drawn_shift, *shared, B=256)
-        if t: columns_kernel[(-(-(t - k) // 64) + -(-k // 1024),)](
-            y, c.w_rows, c.shift, c.grad_index, c.target_column, c.x_rows, c.loss_weight, seed,
-            step, ignore_index, first, start, stop, k, n, t, *shared, B=64, BIG=1024)
+        if k: launch_kernel(draw_kernel, (-(-k // 256),), c.w_rows, c.shift, seed, step, first,
+                            start, stop, k, start, drawn_shift, **s.constants(), B=256)
+        if t: launch_kernel(columns_kernel, (-(-(t - k) // 64) + -(-k // 1024),), y, c.w_rows,
+                            c.shift, c.grad_index, c.target_column, c.x_rows, c.loss_weight, seed,
+                            step, ignore_index, first, start, stop, k, n, t, **s.constants(), B=64,
+                            BIG=1024)
     return c
 
 # %% ../../nbs/library/sampling.ipynb #dfc49fdd

@@ -9,6 +9,7 @@ __all__ = []
 import functools, warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,3 +43,45 @@ def triton_works() -> bool:
 def has_kernel(z:Tensor) -> bool:
     "Whether Triton takes these logits."
     return z.is_cuda and z.dtype != torch.float64 and z.numel() > 0 and triton_works()
+
+# %% ../../nbs/library/triton.ipynb #579034b2
+def kind_of(
+    value:Any,  # an argument of a kernel: neither a plain tensor nor an integer
+) -> Any:
+    "What of it the compiled kernel depends on."
+    if value is None or type(value) is float: return type(value)
+    if isinstance(value, Tensor): return value.dtype, value.data_ptr() % 16
+    if isinstance(value, tuple): return type(value), kinds_of(value)
+    if hasattr(value, "block_shape"): return value.base.dtype, *value.block_shape
+    return type(value), value
+
+def kinds_of(
+    args:tuple,  # of a kernel: all but its constants
+) -> tuple:
+    "What of them the compiled kernel depends on."
+    return tuple([(v.dtype, v.data_ptr() % 16) if type(v) is Tensor else
+                  (v == 1, v % 16 == 0, -2**31 <= v < 2**31, v < 2**63) if type(v) is int else
+                  kind_of(v) for v in args])
+
+# %% ../../nbs/library/triton.ipynb #89aef5a3
+_compiled: dict[tuple, tuple] = {}  # kernel, what its compiled form depends on: that form
+
+def keeps_form(kernel, n_args:int) -> bool:
+    "Whether the first `n_args` parameters are all that a compiled kernel reads."
+    return [p.is_constexpr for p in kernel.params] == [i >= n_args for i in range(len(kernel.params))]
+
+def launch_kernel(
+    kernel, grid:tuple[int, ...], *args:Any,
+    **constants:Any,  # of one type by name
+):
+    "`kernel[grid](*args, **constants)`, in less of the host's time from the second such call on."
+    if not isinstance(kernel, triton.JITFunction): return kernel[grid](*args, **constants)
+    key = (id(kernel), torch.cuda.current_device(), kinds_of(args), tuple(constants),
+           tuple(constants.values()))
+    _, compiled = _compiled.get(key, (None, None))
+    if compiled is not None and not kernel.pre_run_hooks:
+        return compiled[(*grid, 1, 1)[:3]](*args, *[None] * (len(kernel.params) - len(args)))
+    compiled = kernel[grid](*args, **constants)
+    if compiled is not None and keeps_form(kernel, len(args)):
+        _compiled[key] = kernel, compiled  # a kernel that lives keeps its id
+    return compiled

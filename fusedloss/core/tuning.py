@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from fusedloss.core import store
 from fusedloss.core.devices import device_of
+from fusedloss.core.triton import launch_kernel
 
 # %% ../../nbs/library/tuning.ipynb #ea0eadfd
 @contextlib.contextmanager
@@ -90,7 +91,8 @@ def _compile_all(run:Callable[..., None], variants:list[tuple]):
 # %% ../../nbs/library/tuning.ipynb #24f1ddbc
 def launcher(kernel, grid:tuple[int, ...], compile_only:bool=False) -> Callable[..., Any]:
     "What launches a kernel of Triton, or only compiles it."
-    return functools.partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
+    if compile_only: return functools.partial(kernel.warmup, grid=grid)
+    return functools.partial(launch_kernel, kernel, grid)
 
 def variant_milliseconds(run:Callable[..., None], variant:tuple) -> float:
     "Time of the second and third of three launches."
