@@ -102,14 +102,15 @@ def tile_softmax_kernel(
         tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
         product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
                                            w_stride_v, w_stride_h, BN, BV, BH, DESC)
+        keep, inside = rows < N, cols < V
         z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
-        z = tl.where((cols < V)[None, :], z, -float("inf"))
+        z = tl.where(inside[None, :], z, -float("inf"))
         row_max = tl.max(z, 1) * LOG2_SCALE
         e = exponentials(z, row_max, LOG2_SCALE)
-        at, keep = stats_ptr + tv * N + rows, rows < N
+        at = stats_ptr + tv * N + rows
         tl.store(at, row_max, mask=keep)
         tl.store(at + tiles_v * N, tl.sum(e, 1), mask=keep)
-        store_tile(p, e, tn, tv, N, V, p_stride_n, BN, BV, DESC)
+        store_tile(p, e, tn, tv, keep, inside, p_stride_n, BN, BV, DESC)
 
 # %% ../nbs/22_linear_ctc.ipynb #863bedbc
 class TiledSoftmax(NamedTuple):

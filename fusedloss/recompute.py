@@ -92,11 +92,12 @@ def lse_kernel(
         if STATS:
             y, _, _ = load_labels(y_ptr, rows, N, V, o.ignore_index)
             z_y = tl.load(sums_ptr + 2 * N + rows, mask=keep, other=0.0)
-            others = inside & (cols[None, :] != y[:, None])
-            leads = others & outranks(z, z_y[:, None], cols[None, :] < y[:, None])
-            moment, ahead, squares = statistics_step(
-                tl.where(continues, moment, 0.0), tl.where(continues, ahead, 0.0),
-                tl.where(continues, squares, 0.0), old_max, old_s, row_max, z, leads, inside, LOG2_SCALE)
+            moment, ahead = tl.where(continues, moment, 0.0), tl.where(continues, ahead, 0.0)
+            squares = tl.where(continues, squares, 0.0)
+            leads = outranks(z, z_y[:, None], cols[None, :] < y[:, None])
+            leads &= inside & (cols[None, :] != y[:, None])
+            moment, ahead, squares = statistics_step(moment, ahead, squares, old_max, old_s,
+                                                     row_max, z, leads, inside, LOG2_SCALE)
             tl.store(at + 4 * step, moment, mask=keep)
             tl.store(at + 5 * step, ahead, mask=keep)
             tl.store(at + 6 * step, squares, mask=keep)
@@ -272,7 +273,7 @@ def dz_kernel(
         d *= slope
         if db_ptr is not None:
             tl.store(db_ptr + tn.to(tl.int64) * db_stride + cols, tl.sum(d, 0), mask=inside)
-        store_tile(dz, d, tn, tv, N, V, dz_stride_n, BN, BV, DESC)
+        store_tile(dz, d, tn, tv, keep, inside, dz_stride_n, BN, BV, DESC)
 
 # %% ../nbs/07_recompute.ipynb #8555d1aa
 def launch_terms(

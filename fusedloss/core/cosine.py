@@ -335,7 +335,7 @@ def cosine_dz_kernel(
         tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
         product, rows, cols = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h,
                                            w_stride_v, w_stride_h, BN, BV, BH, DESC)
-        in_batch = rows < N
+        in_batch, in_slab = rows < N, cols < T
         target_column = tl.load(target_column_ptr + rows, mask=in_batch, other=-1) - begin
         scaled_lse = tl.load(lse_ptr + rows, mask=in_batch, other=float("inf")) * LOG2_SCALE
         no_negatives = scaled_lse == -float("inf")
@@ -348,7 +348,7 @@ def cosine_dz_kernel(
         if CONFLICT:
             d = tl.where(product > conflict, 0.0, d)
         d = tl.where(cols[None, :] == target_column[:, None], target_coef[:, None], d)
-        store_tile(dz, d, tn, tv, N, T, dz_stride_n, BN, BV, DESC)
+        store_tile(dz, d, tn, tv, in_batch, in_slab, dz_stride_n, BN, BV, DESC)
 
 # %% ../../nbs/library/cosine.ipynb #f4bf2871
 @jit

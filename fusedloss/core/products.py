@@ -176,10 +176,11 @@ def tile_scores(product, bias_ptr, cols, V, o, SCORE: tl.constexpr):
 # %% ../../nbs/library/products.ipynb #2265126a
 @jit
 def store_tile(
-    out, tile, tn, tv, N, V, stride_n,  # a descriptor of half tiles or a pointer; [BN,BV]
+    out, tile, tn, tv,  # a descriptor of half tiles or a pointer; [BN,BV]
+    keep, inside, stride_n,  # which rows [BN] and columns [BV] there are
     BN: tl.constexpr, BV: tl.constexpr, DESC: tl.constexpr,
 ):
-    "Write the tile (tn, tv) of a matrix [N,V], rounded to its dtype."
+    "Write the tile (tn, tv) of a matrix, rounded to its dtype."
     if DESC:
         halves = tl.permute(tl.reshape(tile, (BN, 2, BV // 2)), (0, 2, 1))
         left, right = tl.split(halves)  # half the shared memory
@@ -188,4 +189,4 @@ def store_tile(
     else:
         rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
         at = out + rows.to(tl.int64)[:, None] * stride_n + cols[None, :]
-        tl.store(at, tile.to(out.dtype.element_ty), mask=(rows < N)[:, None] & (cols < V)[None, :])
+        tl.store(at, tile.to(out.dtype.element_ty), mask=keep[:, None] & inside[None, :])
