@@ -352,7 +352,7 @@ def take_grad_scale(
     terms:Tensor, rows:Tensor,  # [6,N], [2..,N]
     entropy:bool,
 ) -> Tensor:  # a scalar
-    "Divide the terms, in place, by a unit that brings their dz into fp16's range."
+    "Divide the terms, in place, by a scale that brings their dz into fp16's range."
     largest = torch.maximum((terms[1] * rows[1]).abs(), terms[2].abs())
     if entropy: largest = torch.maximum(largest, 16 * (terms[4] * rows[1]).abs())
     grad_scale = grad_scale_of(torch.where(terms[0] < torch.inf, largest, 0.0))
