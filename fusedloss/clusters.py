@@ -105,8 +105,8 @@ def turnaround_kernel(
     y, row_max = y[:, None, None], row_max[:, None, None]
     softmax_coef, target_coef = (softmax_coef * scale / s)[:, None, None], (target_coef * scale)[:, None, None]
     smoothing_coef = (smoothing_coef * scale)[:, None, None]
-    store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, row_max, softmax_coef, target_coef,
-                   smoothing_coef, weight_ptr, o, SCORE, SMOOTH, LOG2_SCALE, True)
+    store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, row_max, softmax_coef,
+                   target_coef, smoothing_coef, weight_ptr, o, SCORE, SMOOTH, LOG2_SCALE, True)
     for back in range(0, live, B):
         again, there = load_block(start, edge - B - back, lanes, V, stride_v, stored, False,
                                   "evict_first")

@@ -62,8 +62,8 @@ def scan_kernel(
             total += tl.sum(tl.where(inside, z * w, 0.0), 1)
         if STATS:
             leads = inside & outranks(z, z_y[:, None, None], first + lanes < y)
-            moment, ahead, squares = statistics_step(moment, ahead, squares, old_max, old_s, row_max,
-                                                     z, leads, inside, LOG2_SCALE)
+            moment, ahead, squares = statistics_step(moment, ahead, squares, old_max, old_s,
+                                                     row_max, z, leads, inside, LOG2_SCALE)
     whole_max, whole_s = merge_lanes(row_max, s, LOG2_SCALE)
     at, step = sums_ptr + rows * parts + part, tl.cast(M, tl.int64) * parts
     keep = rows < M

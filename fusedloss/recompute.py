@@ -208,7 +208,7 @@ def terms_kernel(
     rows_ptr, entropy_ptr, y_ptr,  # [2.., N], [N], [N]
     weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [N], [1], each or None
     g_loss_ptr, g_lse_ptr, g_entropy_ptr, denominator_ptr,  # upstream [N], each or None; [1]
-    terms_ptr,  # [6,N]: row_max, softmax_coef / s, target_coef, smoothing_coef, g_entropy / s, Σ p z
+    terms_ptr,  # [6,N]: row_max; coefs of softmax / s, target, smoothing; g_entropy / s, Σ p z
     N, V, g_loss_stride, g_lse_stride, g_entropy_stride,  # 0 for an expanded scalar
     o, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):

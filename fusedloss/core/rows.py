@@ -137,8 +137,8 @@ def finish_kernel(
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
     softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    loss = row_loss(lse, (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, total, target_coef, smoothing_coef, w_t, w_all,
-                    o, ignored, valid)
+    loss = row_loss(lse, (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, total, target_coef,
+                    smoothing_coef, w_t, w_all, o, ignored, valid)
     tl.store(loss_ptr + rows, loss * inv_denominator(denominator_ptr), mask=keep)
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
     tl.store(rows_ptr + rows, row_max, mask=keep)
@@ -161,7 +161,8 @@ def row_gradient(
                                   V)
     row_max = tl.load(rows_ptr + rows, mask=valid, other=0.0)
     s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
-    softmax_coef, target_coef, smoothing_coef = row_coefs(row_max / LOG2_SCALE + tl.log(s), w_y, w_t, w_all, o, V)
+    lse = row_max / LOG2_SCALE + tl.log(s)
+    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
     g = tl.zeros_like(softmax_coef)
     if g_loss_ptr is not None:
         g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)
