@@ -23,7 +23,7 @@ from fusedloss.core.rows import (
     all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss,
     row_start, row_weights)
 from fusedloss.core.softmax import (
-    exp2_diff, lane_grid, log2_scale, merge, score_fn, widen, zero_if_neg_inf)
+    exp2_diff, exponentials, lane_grid, log2_scale, merge_lanes, online_softmax_step, score_fn)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
 from fusedloss.kernels import (
     Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
@@ -33,13 +33,13 @@ from fusedloss.kernels import (
 @jit
 def store_gradient(
     start, first, lanes, size, stride_v, raw, stored, valid,  # where, what, and which rows
-    y, base, softmax_coef, target_coef, smoothing_coef,  # [BN,1,1] each; the first is over s
+    y, row_max, softmax_coef, target_coef, smoothing_coef,  # [BN,1,1] each; the first is over s
     weight_ptr, o,
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, EDGE: tl.constexpr,
 ):
     "Write the gradient of one block over its logits."
     z, slope = SCORE(raw.to(tl.float32), o)
-    dz = softmax_coef * exp2_diff(z * LOG2_SCALE, base, LOG2_SCALE)
+    dz = softmax_coef * exp2_diff(z * LOG2_SCALE, row_max, LOG2_SCALE)
     dz -= tl.where(lanes == y - first, target_coef, 0.0)
     cols = first + lanes
     if SMOOTH:
@@ -78,8 +78,8 @@ def turnaround_kernel(
     held, inside = load_block(start, edge, wide, V, stride_v, stored, True, "evict_first")
     z, slope = SCORE(held.to(tl.float32), o)
     z = tl.where(inside, z, -float("inf"))
-    base = tl.max(z, 1) * LOG2_SCALE
-    s = tl.sum(exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(base)[:, None, :], LOG2_SCALE), 1)
+    row_max = tl.max(z, 1) * LOG2_SCALE
+    s = tl.sum(exponentials(z, row_max, LOG2_SCALE), 1)
     total = tl.zeros_like(s)
     if SMOOTH:
         w = class_weight(weight_ptr, edge + wide, inside)
@@ -88,30 +88,30 @@ def turnaround_kernel(
     for first in range(0, live, B):
         raw, here = load_block(start, first, lanes, V, stride_v, stored, False, "evict_last")
         z_k, slope_k = SCORE(raw.to(tl.float32), o)
-        base, s = widen(base, s, z_k, LOG2_SCALE)
+        row_max, s = online_softmax_step(row_max, s, z_k, LOG2_SCALE)
         if SMOOTH:
             total += tl.sum(z_k * class_weight(weight_ptr, first + lanes, here), 1)
-    base, s = merge(base, s, LOG2_SCALE)
+    row_max, s = merge_lanes(row_max, s, LOG2_SCALE)
     log_s = tl.log(s)
-    lse = base / LOG2_SCALE + log_s
+    lse = row_max / LOG2_SCALE + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
     softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    log_p = (z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s
+    log_p = (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s
     loss = row_loss(lse, log_p, tl.sum(total, 1), target_coef, smoothing_coef,
                     w_t, w_all, o, ignored, valid)
     tl.store(loss_ptr + rows, loss * part, mask=rows < M)
     tl.debug_barrier()  # no lane overwrites the target's score before all have read it
-    y, base = y[:, None, None], base[:, None, None]
+    y, row_max = y[:, None, None], row_max[:, None, None]
     softmax_coef, target_coef = (softmax_coef * scale / s)[:, None, None], (target_coef * scale)[:, None, None]
     smoothing_coef = (smoothing_coef * scale)[:, None, None]
-    store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, base, softmax_coef, target_coef,
-                   smoothing_coef, weight_ptr, o, SCORE, SMOOTH, LOG2_SCALE, True)
+    store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, row_max, softmax_coef,
+                   target_coef, smoothing_coef, weight_ptr, o, SCORE, SMOOTH, LOG2_SCALE, True)
     for back in range(0, live, B):
         again, there = load_block(start, edge - B - back, lanes, V, stride_v, stored, False,
                                   "evict_first")
         store_gradient(start, edge - B - back, lanes, V, stride_v, again, stored, known, y,
-                       base, softmax_coef, target_coef, smoothing_coef, weight_ptr, o, SCORE,
+                       row_max, softmax_coef, target_coef, smoothing_coef, weight_ptr, o, SCORE,
                        SMOOTH, LOG2_SCALE, False)
     for blank in range(0, edge - live, B):
         at = start + (blank + lanes).to(tl.int64) * stride_v

@@ -21,14 +21,15 @@ from fusedloss.core.reference import (
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (
-    exp2_diff, lane_grid, log2_scale, merge, score_fn, shifted, tally, widen, zero_if_neg_inf)
+    exp2_diff, lane_grid, log2_scale, merge_lanes, online_softmax_step, outranks, rescaled_moment,
+    score_fn, statistics_step)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/04_kernels.ipynb #63cbc3b7
 @jit
 def scan_kernel(
     z_ptr, y_ptr, weight_ptr,  # [O,I,V], [M], [V] or None
-    sums_ptr,  # [7, M * parts]: base, s, z_y, Σ w z, moment, ahead, Σ z²
+    sums_ptr,  # [7, M * parts]: row_max, s, z_y, Σ w z, moment, ahead, Σ z²
     M, V, part_size, parts,  # rows, classes, classes a part, parts a row
     inner, stride_o, stride_i, stride_v,  # I, and strides of z in elements
     o,  # `LossOptions`
@@ -46,7 +47,7 @@ def scan_kernel(
     size = tl.minimum(part_size, V - begin)
     start = (start + begin.to(tl.int64) * stride_v)[:, None, None]
     y, stored, lanes = (y - begin)[:, None, None], (rows < M)[:, None, None], lane_grid(R, C)
-    base = tl.full([BN, C], -float("inf"), tl.float32)
+    row_max = tl.full([BN, C], -float("inf"), tl.float32)
     s = tl.zeros([BN, C], tl.float32)
     total, moment, ahead, squares = s, s, s, s
     bound = size * tl.max(valid.to(tl.int32), 0) if SKIP else size
@@ -54,25 +55,25 @@ def scan_kernel(
         raw, inside = load_block(start, first, lanes, size, stride_v, stored, True, "")
         z, slope = SCORE(raw.to(tl.float32), o)
         z = tl.where(inside, z, -float("inf"))
-        old_base, old_s = base, s
-        base, s = widen(base, s, z, LOG2_SCALE)
+        old_max, old_s = row_max, s
+        row_max, s = online_softmax_step(row_max, s, z, LOG2_SCALE)
         if SMOOTH:
             w = class_weight(weight_ptr, begin + first + lanes, inside)
             total += tl.sum(tl.where(inside, z * w, 0.0), 1)
         if STATS:
-            moment, ahead, squares = tally(moment, ahead, squares, old_base, old_s,
-                                           zero_if_neg_inf(base), z, z_y, first + lanes < y, inside,
-                                           LOG2_SCALE)
-    top, s_row = merge(base, s, LOG2_SCALE)
+            leads = inside & outranks(z, z_y[:, None, None], first + lanes < y)
+            moment, ahead, squares = statistics_step(moment, ahead, squares, old_max, old_s,
+                                                     row_max, z, leads, inside, LOG2_SCALE)
+    whole_max, whole_s = merge_lanes(row_max, s, LOG2_SCALE)
     at, step = sums_ptr + rows * parts + part, tl.cast(M, tl.int64) * parts
     keep = rows < M
-    tl.store(at, top, mask=keep)
-    tl.store(at + step, s_row, mask=keep)
+    tl.store(at, whole_max, mask=keep)
+    tl.store(at + step, whole_s, mask=keep)
     tl.store(at + 2 * step, z_y, mask=keep)
     if SMOOTH:
         tl.store(at + 3 * step, tl.sum(total, 1), mask=keep)
     if STATS:
-        moment = shifted(moment, base, s, zero_if_neg_inf(top)[:, None], LOG2_SCALE)
+        moment = rescaled_moment(moment, s, row_max, whole_max[:, None], LOG2_SCALE)
         tl.store(at + 4 * step, tl.sum(moment, 1), mask=keep)
         tl.store(at + 5 * step, tl.sum(ahead, 1), mask=keep)
         tl.store(at + 6 * step, tl.sum(squares, 1), mask=keep)
@@ -93,14 +94,14 @@ def bwd_kernel(
     cols = tl.program_id(0) % blocks * BV + tl.arange(0, BV)[None, :]
     rows = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     y, _, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
-    base, s, softmax_coef, target_coef, smoothing_coef = row_gradient(
+    row_max, s, softmax_coef, target_coef, smoothing_coef = row_gradient(
         rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
         denominator_ptr, y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, LOG2_SCALE)
     inside = valid[:, None] & (cols < V)
     at = row_start(z_ptr, rows, inner, stride_o, stride_i)[:, None]
     raw = tl.load(at + cols.to(tl.int64) * stride_v, mask=inside, other=0.0).to(tl.float32)
     z, slope = SCORE(raw, o)
-    p = exp2_diff(z * LOG2_SCALE, base[:, None], LOG2_SCALE) * (1 / s)[:, None]
+    p = exp2_diff(z * LOG2_SCALE, row_max[:, None], LOG2_SCALE) * (1 / s)[:, None]
     dz = softmax_coef[:, None] * p - tl.where(cols == y[:, None], target_coef[:, None], 0.0)
     if SMOOTH:
         dz -= smoothing_coef[:, None] * class_weight(weight_ptr, cols, inside)
@@ -108,7 +109,7 @@ def bwd_kernel(
         at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
         g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
-        mean = base / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
+        mean = row_max / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
         dz -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
     dz = tl.where(valid[:, None], dz * slope, 0.0).to(dz_ptr.dtype.element_ty)
     out = row_start(dz_ptr, rows, inner, d_stride_o, d_stride_i)[:, None]
@@ -158,7 +159,7 @@ def launch_scan(
     o:LossOptions, stats:bool,
     parts:Optional[int]=None, blocks:Optional[Blocks]=None, denominator:Optional[Tensor]=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [M], lse [M], entropy [M or 0], rows
-    "Forward in two launches; rows `[2 or 5, M]` are base, sum; rank, maximum, norm."
+    "Forward in two launches; rows `[2 or 5, M]` are row_max, sum; rank, maximum, norm."
     m, v = len(target), z.shape[-1]
     b = blocks or scan_blocks(v, z.element_size())
     parts = parts or scan_parts(m, v, device_of(z).multiprocessors)
@@ -201,19 +202,19 @@ def reference_fwd(
     raw:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
     o:LossOptions, stats:bool, denominator:Optional[Tensor]=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "`launch_scan` in PyTorch, for logits [M,V]; its base is the maximum itself."
+    "`launch_scan` in PyTorch, for logits [M,V]; its row_max is the maximum itself."
     z, _ = score_and_slope(raw, o)
     t = row_terms(z, target, weight, token_weight, o)
-    base = z.amax(1)
-    s = sub_max(z, base).exp_().sum(1)
-    lse, z_y = base + s.log(), z.gather(1, t.label[:, None])
+    row_max = z.amax(1)
+    s = sub_max(z, row_max).exp_().sum(1)
+    lse, z_y = row_max + s.log(), z.gather(1, t.label[:, None])
     _, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
-    losses = -target_coef * ((z_y[:, 0] - base) - s.log())
+    losses = -target_coef * ((z_y[:, 0] - row_max) - s.log())
     if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
     if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * lse - z @ t.w)
     losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
     losses = losses * plain_inv_denominator(denominator)
-    lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([base, s])
+    lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([row_max, s])
     if not stats: return losses, lse, z.new_empty(0), rows
     return losses, lse, *reference_stats(z, z_y, rows, t)
 
@@ -239,12 +240,12 @@ def reference_bwd(
 ) -> Tensor:  # [M,V], in the dtype of `raw`
     "`launch_bwd` in PyTorch, for logits [M,V]."
     z, slope = score_and_slope(raw, o)
-    t, (base, s) = row_terms(z, target, weight, token_weight, o), rows[:2]
-    lse = base + s.log()
+    t, (row_max, s) = row_terms(z, target, weight, token_weight, o), rows[:2]
+    lse = row_max + s.log()
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
     g = torch.zeros_like(lse) if g_loss is None else g_loss * plain_inv_denominator(denominator)
     softmax_coef = g * softmax_coef if g_lse is None else g * softmax_coef + g_lse
-    p = (z - base[:, None]).exp_().div_(s[:, None])
+    p = (z - row_max[:, None]).exp_().div_(s[:, None])
     entropy_grad = 0.0 if g_entropy is None else torch.where(
         p > 0, g_entropy[:, None] * p * (z - (lse - entropy)[:, None]), 0.0)
     dz = p.mul_(softmax_coef[:, None])  # in the memory of p

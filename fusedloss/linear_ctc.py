@@ -18,13 +18,13 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, swizzle_tile, takes_kernel, tile_product, tile_scores,
-    grad_scale_of, wide, write_product)
+    add_product, autocast_like_linear, chunk_scores, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
+    tile_product, tile_scores, wide, write_product)
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
     sum_per_class, to_device, unpadded_rows)
-from fusedloss.core.softmax import exp2_diff, log2_scale, score_fn, zero_if_neg_inf
+from fusedloss.core.softmax import exponentials, log2_scale, score_fn
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.tuning import launcher
@@ -49,8 +49,8 @@ def lse_parts(
         lse = chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
         return lse, torch.ones_like(lse)
     nowhere = torch.full((len(x),), BARE_OPTIONS.ignore_index, device=x.device)
-    base, sums, *_ = launch_sums(x, w, nowhere, bias, None, BARE_OPTIONS, False)[0]
-    return base / log2_scale(x), sums
+    row_max, sums, *_ = launch_sums(x, w, nowhere, bias, None, BARE_OPTIONS, False)[0]
+    return row_max / log2_scale(x), sums
 
 # %% ../nbs/22_linear_ctc.ipynb #7890a81a
 def ctc_losses(
@@ -100,25 +100,17 @@ def tile_softmax_kernel(
     tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(V, BV)
     for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):
         tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
-        product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
-                               w_stride_h, BN, BV, BH, DESC)
-        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
+                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < N, cols < V
         z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
         z = tl.where(inside[None, :], z, -float("inf"))
-        top = tl.max(z, 1) * LOG2_SCALE
-        d = exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(top)[:, None], LOG2_SCALE)
+        row_max = tl.max(z, 1) * LOG2_SCALE
+        e = exponentials(z, row_max, LOG2_SCALE)
         at = stats_ptr + tv * N + rows
-        tl.store(at, top, mask=keep)
-        tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)
-        if DESC:
-            halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
-            left, right = tl.split(halves)  # half the shared memory
-            p.store([tn * BN, tv * BV], left.to(p.dtype))
-            p.store([tn * BN, tv * BV + BV // 2], right.to(p.dtype))
-        else:
-            to = p + rows.to(tl.int64)[:, None] * p_stride_n + cols[None, :]
-            tl.store(to, d.to(p.dtype.element_ty), mask=keep[:, None] & inside[None, :])
+        tl.store(at, row_max, mask=keep)
+        tl.store(at + tiles_v * N, tl.sum(e, 1), mask=keep)
+        store_tile(p, e, tn, tv, keep, inside, p_stride_n, BN, BV, DESC)
 
 # %% ../nbs/22_linear_ctc.ipynb #863bedbc
 class TiledSoftmax(NamedTuple):

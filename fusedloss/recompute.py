@@ -17,30 +17,17 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
-    add_product, chunk_scores, grad_scale_of, swizzle_tile, tile_product, tile_scores, tile_slices,
-    wide, wide_product, write_product)
+    add_product, chunk_scores, grad_scale_of, program_tiles, run_tile, store_tile, swizzle_tile,
+    tile_product, tile_scores, tile_slices, wide, wide_product, write_product)
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
-from fusedloss.core.softmax import exp2_diff, join, log2_scale, score_fn, shifted, zero_if_neg_inf
+from fusedloss.core.softmax import (
+    carried, exp2_diff, log2_scale, merge_parts, online_softmax_step, outranks, rescaled_moment,
+    score_fn, statistics_step)
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import launcher
 from fusedloss.kernels import rows_bwd, rows_fwd
-
-# %% ../nbs/07_recompute.ipynb #6a5f464c
-@jit
-def tally_tile(
-    moment, ahead, squares, base, s, top,  # [BN] each
-    z, z_y, cols, y, inside, LOG2_SCALE: tl.constexpr,  # [BN,BV], [BN], [1,BV], [BN], [1,BV]
-):
-    "Entropy's moment, number of scores ahead of the target's, Σ z²: [BN] each."
-    below = (z * LOG2_SCALE - top[:, None]) / LOG2_SCALE
-    share = tl.where(below > -1e4, tl.exp(below) * below, 0.0)  # 0 · -inf is no number
-    level = (z == z_y[:, None]) & (cols < y[:, None])
-    leads = inside & (cols != y[:, None]) & ((z > z_y[:, None]) | level)
-    return (shifted(moment, base, s, top, LOG2_SCALE) + tl.sum(share, 1),
-            ahead + tl.sum(tl.where(leads, 1.0, 0.0), 1),
-            squares + tl.sum(tl.where(inside, z * z, 0.0), 1))
 
 # %% ../nbs/07_recompute.ipynb #84f2a912
 @jit
@@ -73,7 +60,7 @@ def lse_kernel(
     x, w,  # [N,H], [V,H]: descriptors or pointers
     y_ptr, bias_ptr, weight_ptr,  # [N], [V] or None, [V] or None
     sums_ptr,  # [7,N] as `finish_kernel` takes it; here the target's score, row 2
-    parts_ptr,  # [2 or 7, runs, N]: base, s; Σ w z, moment, ahead, Σ z² from 3 on
+    parts_ptr,  # [2 or 7, runs, N]: row_max, s; Σ w z, moment, ahead, Σ z² from 3 on
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
     o,  # `LossOptions`
     SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr,
@@ -82,37 +69,35 @@ def lse_kernel(
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     tiles_n, runs = tl.cdiv(N, BN), tl.cdiv(tl.cdiv(V, BV), RUN)
-    mine = tl.cdiv(tiles_n * runs - tl.program_id(0), tl.num_programs(0))
-    base = tl.full([BN], -float("inf"), tl.float32)
+    row_max = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
     total, moment, ahead, squares = s, s, s, s
-    for i in tl.range(0, mine * RUN, flatten=DESC):
-        tn, run = swizzle_tile(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
-        tv = run * RUN + i % RUN
-        product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
-                               w_stride_h, BN, BV, BH, DESC)
-        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+    for i in tl.range(0, program_tiles(tiles_n, runs, RUN), flatten=DESC):
+        tn, tv, run, continues = run_tile(i, tiles_n, runs, RUN, GROUP)
+        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
+                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < N, (cols < V)[None, :]
         z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
         if not EVEN:
             z = tl.where(inside, z, -float("inf"))
-        again = (i % RUN != 0) & (RUN > 1)
-        before, s_before = tl.where(again, base, -float("inf")), tl.where(again, s, 0.0)
-        base, s = join(before, s_before, z, LOG2_SCALE)
+        old_max, old_s = carried(continues, row_max, s)
+        row_max, s = online_softmax_step(old_max, old_s, z, LOG2_SCALE)
         at, step = parts_ptr + run * N + rows, runs * N
-        tl.store(at, base, mask=keep)
+        tl.store(at, row_max, mask=keep)
         tl.store(at + step, s, mask=keep)
         if SMOOTH:
             weights = class_weight(weight_ptr, cols[None, :], inside)
-            total = tl.where(again, total, 0.0) + tl.sum(tl.where(inside, z * weights, 0.0), 1)
+            total = tl.where(continues, total, 0.0) + tl.sum(tl.where(inside, z * weights, 0.0), 1)
             tl.store(at + 3 * step, total, mask=keep)
         if STATS:
             y, _, _ = load_labels(y_ptr, rows, N, V, o.ignore_index)
             z_y = tl.load(sums_ptr + 2 * N + rows, mask=keep, other=0.0)
-            moment, ahead, squares = tally_tile(
-                tl.where(again, moment, 0.0), tl.where(again, ahead, 0.0),
-                tl.where(again, squares, 0.0), before, s_before, zero_if_neg_inf(base), z, z_y,
-                cols[None, :], y, inside, LOG2_SCALE)
+            moment, ahead = tl.where(continues, moment, 0.0), tl.where(continues, ahead, 0.0)
+            squares = tl.where(continues, squares, 0.0)
+            leads = outranks(z, z_y[:, None], cols[None, :] < y[:, None])
+            leads &= inside & (cols[None, :] != y[:, None])
+            moment, ahead, squares = statistics_step(moment, ahead, squares, old_max, old_s,
+                                                     row_max, z, leads, inside, LOG2_SCALE)
             tl.store(at + 4 * step, moment, mask=keep)
             tl.store(at + 5 * step, ahead, mask=keep)
             tl.store(at + 6 * step, squares, mask=keep)
@@ -125,30 +110,27 @@ def merge_kernel(
     BP: tl.constexpr,
 ):
     rows, step = tl.program_id(0) * BN + tl.arange(0, BN), runs * N
-    base = tl.full([BN], -float("inf"), tl.float32)
+    row_max = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
     total, moment, ahead, squares = s, s, s, s
     for first in range(0, runs, BP):
         parts = first + tl.arange(0, BP)[:, None]
         there = (parts < runs) & (rows < N)[None, :]
         at = parts_ptr + parts * N + rows[None, :]
-        base_k = tl.load(at, mask=there, other=-float("inf"))  # [BP, BN]
-        s_k = tl.load(at + step, mask=there, other=0.0)
-        top = tl.maximum(base, tl.max(base_k, 0))
-        safe = zero_if_neg_inf(top)
+        part_max = tl.load(at, mask=there, other=-float("inf"))  # [BP, BN]
+        part_s = tl.load(at + step, mask=there, other=0.0)
+        new_max, new_s = merge_parts(row_max, s, part_max, part_s, LOG2_SCALE)
         if SMOOTH:
             total += tl.sum(tl.load(at + 3 * step, mask=there, other=0.0), 0)
         if STATS:
-            moment_k = tl.load(at + 4 * step, mask=there, other=0.0)
-            moment = (shifted(moment, base, s, safe, LOG2_SCALE)
-                      + tl.sum(shifted(moment_k, base_k, s_k, safe[None, :], LOG2_SCALE), 0))
+            part_moment = tl.load(at + 4 * step, mask=there, other=0.0)
+            moment = (rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + tl.sum(
+                rescaled_moment(part_moment, part_s, part_max, new_max[None, :], LOG2_SCALE), 0))
             ahead += tl.sum(tl.load(at + 5 * step, mask=there, other=0.0), 0)
             squares += tl.sum(tl.load(at + 6 * step, mask=there, other=0.0), 0)
-        s_k = tl.sum(s_k * exp2_diff(base_k, safe[None, :], LOG2_SCALE), 0)
-        s = s * exp2_diff(base, safe, LOG2_SCALE) + s_k
-        base = top
+        row_max, s = new_max, new_s
     at, keep = sums_ptr + rows, rows < N
-    tl.store(at, base, mask=keep)
+    tl.store(at, row_max, mask=keep)
     tl.store(at + N, s, mask=keep)
     tl.store(at + 3 * N, total, mask=keep)
     tl.store(at + 4 * N, moment, mask=keep)
@@ -225,17 +207,17 @@ def terms_kernel(
     rows_ptr, entropy_ptr, y_ptr,  # [2.., N], [N], [N]
     weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [N], [1], each or None
     g_loss_ptr, g_lse_ptr, g_entropy_ptr, denominator_ptr,  # upstream [N], each or None; [1]
-    terms_ptr,  # [6,N]: base, pull / s, hold, spread, g_entropy / s, mean score
+    terms_ptr,  # [6,N]: row_max; coefs of softmax / s, target, smoothing; g_entropy / s, Σ p z
     N, V, g_loss_stride, g_lse_stride, g_entropy_stride,  # 0 for an expanded scalar
     o, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, _, valid = load_labels(y_ptr, rows, N, V, o.ignore_index)
-    base, s, softmax_coef, target_coef, smoothing_coef = row_gradient(
+    row_max, s, softmax_coef, target_coef, smoothing_coef = row_gradient(
         rows_ptr, weight_ptr, token_weight_ptr, all_weight_ptr, g_loss_ptr, g_lse_ptr,
         denominator_ptr, y, valid, rows, N, V, g_loss_stride, g_lse_stride, o, LOG2_SCALE)
     at, keep = terms_ptr + rows, rows < N
-    tl.store(at, tl.where(valid, base, float("inf")), mask=keep)
+    tl.store(at, tl.where(valid, row_max, float("inf")), mask=keep)
     tl.store(at + N, tl.where(valid, softmax_coef / s, 0.0), mask=keep)
     tl.store(at + 2 * N, tl.where(valid, target_coef, 0.0), mask=keep)
     tl.store(at + 3 * N, tl.where(valid, smoothing_coef, 0.0), mask=keep)
@@ -243,7 +225,7 @@ def terms_kernel(
         at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
         g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
-        mean = base / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
+        mean = row_max / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
         tl.store(at + 4 * N, g_h / s, mask=keep)
         tl.store(at + 5 * N, tl.where(valid, mean, 0.0), mask=keep)
 
@@ -269,16 +251,15 @@ def dz_kernel(
         if list_ptr is not None:
             t = tl.load(list_ptr + i)
         tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
-        product = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v,
-                               w_stride_h, BN, BV, BH, DESC)
-        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
+                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < N, cols < V
         z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
         column = tl.load(y_ptr + rows, mask=keep, other=-1) - begin
-        base = tl.load(terms_ptr + rows, mask=keep, other=float("inf"))
+        row_max = tl.load(terms_ptr + rows, mask=keep, other=float("inf"))
         softmax_coef = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)
         target_coef = tl.load(terms_ptr + 2 * N + rows, mask=keep, other=0.0)
-        p = exp2_diff(z * LOG2_SCALE, base[:, None], LOG2_SCALE)  # times s
+        p = exp2_diff(z * LOG2_SCALE, row_max[:, None], LOG2_SCALE)  # times s
         at_target = cols[None, :] == column[:, None]
         d = softmax_coef[:, None] * p - tl.where(at_target, target_coef[:, None], 0.0)
         if SMOOTH:
@@ -291,14 +272,7 @@ def dz_kernel(
         d *= slope
         if db_ptr is not None:
             tl.store(db_ptr + tn.to(tl.int64) * db_stride + cols, tl.sum(d, 0), mask=inside)
-        if DESC:
-            halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
-            left, right = tl.split(halves)  # half the shared memory
-            dz.store([tn * BN, tv * BV], left.to(dz.dtype))
-            dz.store([tn * BN, tv * BV + BV // 2], right.to(dz.dtype))
-        else:
-            at = dz + rows.to(tl.int64)[:, None] * dz_stride_n + cols[None, :]
-            tl.store(at, d.to(dz.dtype.element_ty), mask=keep[:, None] & inside[None, :])
+        store_tile(dz, d, tn, tv, keep, inside, dz_stride_n, BN, BV, DESC)
 
 # %% ../nbs/07_recompute.ipynb #8555d1aa
 def launch_terms(
@@ -376,7 +350,7 @@ def take_grad_scale(
     terms:Tensor, rows:Tensor,  # [6,N], [2..,N]
     entropy:bool,
 ) -> Tensor:  # a scalar
-    "Divide the terms, in place, by a unit that brings their dz into fp16's range."
+    "Divide the terms, in place, by a scale that brings their dz into fp16's range."
     largest = torch.maximum((terms[1] * rows[1]).abs(), terms[2].abs())
     if entropy: largest = torch.maximum(largest, 16 * (terms[4] * rows[1]).abs())
     grad_scale = grad_scale_of(torch.where(terms[0] < torch.inf, largest, 0.0))

@@ -84,7 +84,7 @@ SCORE_BUGS = {
     "conflicts pull": ("d = tl.where(product > conflict, 0.0, d)", "d = d"),
     "targets pull like others": ("d = tl.where(cols[None, :] == target_column[:, None], target_coef[:, None], d)", "d = d"),
     "slabs begin at 0": ("target_column_ptr + rows, mask=in_batch, other=-1) - begin", "target_column_ptr + rows, mask=in_batch, other=-1)"),
-    "runs do not join": ("& (RUN > 1)\n        row_max, s = join", "& (RUN > 99)\n        row_max, s = join"),
+    "runs do not join": ("& (RUN > 1)", "& (RUN > 99)"),
 }
 ROW_BUGS = {
     "dead rows are read": ("alive = inside & (row >= 0)", "alive = inside"),
@@ -92,8 +92,8 @@ ROW_BUGS = {
     "what is along short rows goes": ("radial = tl.where(inverse > 0, radial, 0.0)", "radial = radial"),
     "rows of zeros are divided": ("tl.where(norm > 0, 1 / tl.maximum(norm, eps), 1.0)", "1 / tl.maximum(norm, eps)"),
     "the factor is forgotten": ("scale *= tl.load(factor_ptr)", "scale *= 1"),
-    "parts are added as they are": ("sum_exp = sum_exp * exp2_diff(row_max, safe, LOG2_SCALE) +", "sum_exp = sum_exp +"),
-    "the largest of the last parts": ("        row_max = new_max\n    target_column", "        row_max = tl.max(max_k, 0)\n    target_column"),
+    "parts are added as they are": ("    s = rescaled(s, row_max, new_max, LOG2_SCALE)\n    return new_max, s + tl.sum(rescaled(part_s", "    return new_max, s + tl.sum(rescaled(part_s"),
+    "the largest of the last parts": ("new_max = tl.maximum(row_max, tl.max(part_max, 0))", "new_max = tl.max(part_max, 0)"),
     "the offset is forgotten": ("lse - (slope * cos + offset)", "lse - slope * cos"),
     "the loss is not shared": ("loss_weight * loss, mask=in_batch", "loss, mask=in_batch"),
     "the slope is forgotten": ("-slope * loss_weight * loss_slope", "-loss_weight * loss_slope"),

@@ -504,11 +504,11 @@ CHECKS = {name: partial(launcher_faults, case=case, device="cpu") for name, case
     "front door": front_door_faults, "in place": in_place_faults, "in place on kernels": kernel_in_place_faults}
 MUTANTS = {  # what is wrong: (which check must notice, text of the source, what stands in its place, ...)
     "padded lanes are classes": (
-        "3 x 7", 'z = tl.where(inside, z, -float("inf"))\n        old_base', "z = z + 0.0\n        old_base"),
-    "-inf minus -inf": ("3 x 7", 'return tl.where(base == -float("inf"), 0.0, base)', "return base"),
-    "sums are not rescaled": ("deep", "return top, s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None, :]", "return top, s + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None, :]"),
+        "3 x 7", 'z = tl.where(inside, z, -float("inf"))\n        old_max', "z = z + 0.0\n        old_max"),
+    "-inf minus -inf": ("3 x 7", 'return tl.where(row_max == -float("inf"), 0.0, row_max)', "return row_max"),
+    "sums are not rescaled": ("deep", "    s = rescaled(s, row_max, new_max, LOG2_SCALE)\n    return new_max, s + tl.sum(exponentials(", "    return new_max, s + tl.sum(exponentials("),
     "lanes are not rescaled when they meet": (
-        "3 x 7", "tl.sum(s * exp2_diff(base, zero_if_neg_inf(top)[:, None], LOG2_SCALE), 1)", "tl.sum(s, 1)"),
+        "3 x 7", "tl.sum(rescaled(s, row_max, new_max[:, None], LOG2_SCALE), 1)", "tl.sum(s, 1)"),
     "rows of the second index are taken for the first": (
         "classes inside", "(rows // inner).to(tl.int64), (rows % inner)", "rows.to(tl.int64), (rows % inner)"),
     "rows of a program begin at the wrong row": (
@@ -526,10 +526,10 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "bound = size * tl.min(valid.to(tl.int32), 0) if SKIP"),
     "only the first part counts": ("two parts", "for part in range(parts)", "for part in range(1)"),
     "parts are not rescaled when they meet": (
-        "two parts", "s = s * exp2_diff(base, safe, LOG2_SCALE) + s_k * exp2_diff(base_k, safe, LOG2_SCALE)", "s = s + s_k"),
+        "two parts", "s = (rescaled(s, row_max, new_max, LOG2_SCALE)\n             + rescaled(part_s, part_max, new_max, LOG2_SCALE))", "s = s + part_s"),
     "moments of parts are not rescaled": (
-        "two parts", "(shifted(moment, base, s, safe, LOG2_SCALE)\n                      + shifted(moment_k, base_k, s_k, safe, LOG2_SCALE))",
-        "moment + moment_k"),
+        "two parts", "(rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE)\n                      + rescaled_moment(part_moment, part_s, part_max, new_max, LOG2_SCALE))",
+        "moment + part_moment"),
     "an ignored class is a label": (
         "ignore_index is a class", "ignored, inside & (y != ignore_index)", "ignored, inside"),
     "the label V is a class": ("a label just outside", "(y >= 0) & (y < V)", "(y >= 0) & (y <= V)"),
@@ -548,14 +548,14 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "return o.softcap * tanh, o.logit_scale"),
     "the scale has no slope": ("logit_scale", "return raw * o.logit_scale, o.logit_scale", "return raw * o.logit_scale, 1.0"),
     "the series of tanh has a wrong sign": ("classes inside", "series = x * (1 - x2", "series = x * (1 + x2"),
-    "ties go to the higher index": ("3 x 7", "inside & ((z > z_y) | (before &", "inside & ((z > z_y) | (~before &"),
-    "ties lose": ("ties, one block", "inside & ((z > z_y) | (before & (z == z_y)))", "inside & (z > z_y)"),
+    "ties go to the higher index": ("3 x 7", "return (z > z_y) | (before &", "return (z > z_y) | (~before &"),
+    "ties lose": ("ties, one block", "return (z > z_y) | (before & (z == z_y))", "return z > z_y"),
     "the norm counts the padding": ("3 x 7", "tl.where(inside, z * z, 0.0)", "z * z"),
     "the moment is not shifted": ("3 x 7", "(moment + rise * s)", "moment"),
     "0 · -inf is in the entropy": (
         "3 x 7", "tl.where(below > -1e4, tl.exp(below) * below, 0.0)", "tl.exp(below) * below"),
     "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
-    "the loss forgets the sum": ("3 x 7", "(z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s, total", "(z_y * LOG2_SCALE - base) / LOG2_SCALE, total"),
+    "the loss forgets the sum": ("3 x 7", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, total", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE, total"),
     "the upstream gradient misses the pull": ("3 x 7", "softmax_coef *= g", "softmax_coef *= 1.0"),
     "the upstream gradient misses the target": ("3 x 7", "softmax_coef, target_coef * g, smoothing_coef * g", "softmax_coef, target_coef, smoothing_coef * g"),
     "the gradient of lse is lost": (

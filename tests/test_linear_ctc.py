@@ -799,9 +799,9 @@ MORE = {"more classes": 9}  # than a tile has
 
 TRITON_BUGS = {
     "classes that are not there": ('z = tl.where(inside[None, :], z, -float("inf"))', "pass"),
-    "the first tile's sum alone": ("tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep)", "tl.store(at + tiles_v * N, tl.sum(d, 1), mask=keep & (tv == 0))"),
+    "the first tile's sum alone": ("tl.store(at + tiles_v * N, tl.sum(e, 1), mask=keep)", "tl.store(at + tiles_v * N, tl.sum(e, 1), mask=keep & (tv == 0))"),
     "the last tile's largest for the first": ("at = stats_ptr + tv * N + rows", "at = stats_ptr + tv * 0 + rows"),
-    "nothing is taken off": ("d = exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(top)[:, None], LOG2_SCALE)", "d = exp2_diff(z * LOG2_SCALE, zero_if_neg_inf(top)[:, None] * 0, LOG2_SCALE)"),
+    "nothing is taken off": ("e = exponentials(z, row_max, LOG2_SCALE)", "e = exponentials(z, row_max * 0, LOG2_SCALE)"),
 }
 
 

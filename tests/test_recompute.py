@@ -565,18 +565,18 @@ def test_a_label_out_of_range(label, way, monkeypatch):
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "classes beyond the last are summed": ("EVEN=v % (t.BV * run) == 0", "EVEN=True"),
-    "the sum is not rescaled": ("s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None], LOG2_SCALE), 1)", "s + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None], LOG2_SCALE), 1)"),
-    "a run begins where the last one ended": ('tl.where(again, base, -float("inf"))', "base"),
+    "the sum is not rescaled": ("    s = rescaled(s, row_max, new_max, LOG2_SCALE)\n    return new_max, s + tl.sum(exponentials(", "    return new_max, s + tl.sum(exponentials("),
+    "a run begins where the last one ended": ('tl.where(continues, row_max, -float("inf"))', "row_max"),
     "the target is a neighbour": ("tl.where(valid, y, 0).to(tl.int64)[:, None] * w_stride_v", "(tl.where(valid, y, 0) ^ 1).to(tl.int64)[:, None] * w_stride_v"),
     "the diagonal is the first column": ("lanes[:, None] == lanes[None, :]", "(lanes[:, None] * 0) == lanes[None, :]"),
-    "runs are merged without their bases": ("s_k = tl.sum(s_k * exp2_diff(base_k, safe[None, :], LOG2_SCALE), 0)", "s_k = tl.sum(s_k, 0)"),
+    "runs are merged without their maxima": ("tl.sum(rescaled(part_s, part_max, new_max[None, :], LOG2_SCALE), 0)", "tl.sum(part_s, 0)"),
     "the bias is forgotten": ("product += bias[None, :]", "product += 0 * bias[None, :]"),
     "features beyond the last are read": ("(c < width)[None, :]", "(c < width + 1)[None, :]"),
     "one tile is made twice": ("return first + inner % height, inner // height", "return first + inner % height, inner // GROUP"),
     "the target is sought from the first class": ("other=-1) - begin", "other=-1)"),
     "the slab takes the first classes' bias": ("part(bias, j), part(weight, j), terms", "bias, part(weight, j), terms"),
     "the slab takes the first classes' weights": ("part(bias, j), part(weight, j), terms", "part(bias, j), weight, terms"),
-    "ignored rows have a base": ('tl.where(valid, base, float("inf"))', "base"),
+    "ignored rows have a maximum": ('tl.where(valid, row_max, float("inf"))', "row_max"),
     "the slope is left out": ("d *= slope", "d *= 1.0"),
     "dx forgets the slabs before": ("elif need_x: add_product(total, dz, w[j])", "elif need_x: total = wide_product(dz, w[j])"),
     "the bias' gradient is that of one tile": ("torch.sum(db_parts, 0, out=db[j])", "db[j].copy_(db_parts[0])"),
@@ -584,11 +584,11 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the entropy's mean is missing": ("d -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)", "d -= tl.where(p > 0, g_h[:, None] * p * z, 0.0)"),
     "the denominator is forgotten": ("denominator_ptr, y, valid, rows, N, V,", "None, y, valid, rows, N, V,"),
     "one flag decides all gradients": ("\"x\": needs.x, \"w\": needs.w, \"bias\": needs.bias}", "\"x\": needs.x, \"w\": needs.x, \"bias\": needs.x}"),
-    "the target outranks itself": ("(cols != y[:, None]) &", ""),
+    "the target outranks itself": ("leads &= inside & (cols[None, :] != y[:, None])", "leads &= inside"),
     "smoothing skips the class weights": ("d -= smoothing_coef[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])", "d -= smoothing_coef[:, None]"),
-    "Σ w z counts each run twice": ("total = tl.where(again, total, 0.0) +", "total = total +"),
+    "Σ w z counts each run twice": ("total = tl.where(continues, total, 0.0) +", "total = total +"),
 }
-CHOSEN_BUGS = few(MUTANTS, "the sum is not rescaled", "the target is a neighbour", "runs are merged without their bases",
+CHOSEN_BUGS = few(MUTANTS, "the sum is not rescaled", "the target is a neighbour", "runs are merged without their maxima",
                   "the bias is forgotten", "dx forgets the slabs before", "one flag decides all gradients")
 NOTICING = few(["one class", "high", "ragged", "ragged, plain", "several runs, statistics", "deep", "everything, none, statistics", "smooth weights"],
                "one class", "high", "ragged, plain")

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of
-from fusedloss.core.products import swizzle_tile, tile_product, tile_slices, wide_product
-from fusedloss.core.softmax import exp2_diff, join, log2_scale, zero_if_neg_inf
+from fusedloss.core.products import (
+    program_tiles, run_tile, store_tile, swizzle_tile, tile_product, tile_slices, wide_product)
+from fusedloss.core.softmax import (
+    carried, exp2_diff, log2_scale, merge_parts, online_softmax_step)
 from fusedloss.core.tiling import (
     deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
@@ -302,20 +304,17 @@ def negatives_lse_kernel(
     BH: tl.constexpr,
 ):
     tiles_n, runs = tl.cdiv(N, BN), tl.cdiv(tl.cdiv(T, BV), RUN)
-    own_runs = tl.cdiv(tiles_n * runs - tl.program_id(0), tl.num_programs(0))
     row_max = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
-    for i in tl.range(0, own_runs * RUN, flatten=DESC):
-        tn, run = swizzle_tile(tl.program_id(0) + i // RUN * tl.num_programs(0), tiles_n, runs, GROUP)
-        tv = run * RUN + i % RUN
-        product = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h, w_stride_v,
-                               w_stride_h, BN, BV, BH, DESC)
-        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+    for i in tl.range(0, program_tiles(tiles_n, runs, RUN), flatten=DESC):
+        tn, tv, run, continues = run_tile(i, tiles_n, runs, RUN, GROUP)
+        product, rows, cols = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h,
+                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
         target_column = tl.load(target_column_ptr + rows, mask=rows < N, other=-1)
         z = negative_scores(product, shift_ptr, target_column, cols, T, scale, conflict,
                             conflict_score, CONFLICT, EVEN)
-        again = (i % RUN != 0) & (RUN > 1)
-        row_max, s = join(tl.where(again, row_max, -float("inf")), tl.where(again, s, 0.0), z, LOG2_SCALE)
+        row_max, s = carried(continues, row_max, s)
+        row_max, s = online_softmax_step(row_max, s, z, LOG2_SCALE)
         at = parts_ptr + run * N + rows
         tl.store(at, row_max, mask=rows < N)
         tl.store(at + runs * N, s, mask=rows < N)
@@ -334,9 +333,8 @@ def cosine_dz_kernel(
     tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(T, BV)
     for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):
         tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
-        product = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h, w_stride_v,
-                               w_stride_h, BN, BV, BH, DESC)
-        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+        product, rows, cols = tile_product(x, w, tn, tv, N, T, H, x_stride_n, x_stride_h,
+                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
         in_batch, in_slab = rows < N, cols < T
         target_column = tl.load(target_column_ptr + rows, mask=in_batch, other=-1) - begin
         scaled_lse = tl.load(lse_ptr + rows, mask=in_batch, other=float("inf")) * LOG2_SCALE
@@ -350,14 +348,7 @@ def cosine_dz_kernel(
         if CONFLICT:
             d = tl.where(product > conflict, 0.0, d)
         d = tl.where(cols[None, :] == target_column[:, None], target_coef[:, None], d)
-        if DESC:
-            halves = tl.permute(tl.reshape(d, (BN, 2, BV // 2)), (0, 2, 1))
-            left, right = tl.split(halves)  # half the shared memory
-            dz.store([tn * BN, tv * BV], left.to(dz.dtype))
-            dz.store([tn * BN, tv * BV + BV // 2], right.to(dz.dtype))
-        else:
-            at = dz + rows.to(tl.int64)[:, None] * dz_stride_n + cols[None, :]
-            tl.store(at, d.to(dz.dtype.element_ty), mask=in_batch[:, None] & in_slab[None, :])
+        store_tile(dz, d, tn, tv, in_batch, in_slab, dz_stride_n, BN, BV, DESC)
 
 # %% ../../nbs/library/cosine.ipynb #f4bf2871
 @jit
@@ -378,17 +369,13 @@ def merge_lse_kernel(
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     in_batch, row_max = rows < N, tl.full([BN], -float("inf"), tl.float32)
-    sum_exp, cos = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    s, cos = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
     for first in range(0, runs, BP):
         parts = first + tl.arange(0, BP)[:, None]
         there, at = (parts < runs) & in_batch[None, :], parts_ptr + parts * N + rows[None, :]
-        max_k = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
-        sum_k = tl.load(at + runs * N, mask=there, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(max_k, 0))
-        safe = zero_if_neg_inf(new_max)
-        sum_exp = sum_exp * exp2_diff(row_max, safe, LOG2_SCALE) + tl.sum(
-            sum_k * exp2_diff(max_k, safe[None, :], LOG2_SCALE), 0)
-        row_max = new_max
+        part_max = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
+        part_s = tl.load(at + runs * N, mask=there, other=0.0)
+        row_max, s = merge_parts(row_max, s, part_max, part_s, LOG2_SCALE)
     target_column = tl.load(target_column_ptr + rows, mask=in_batch, other=-1)
     known = (in_batch & (target_column >= 0))[:, None]
     x_at, w_at = (rows.to(tl.int64) * H)[:, None], (target_column.to(tl.int64) * H)[:, None]
@@ -397,7 +384,7 @@ def merge_lse_kernel(
         a = tl.load(x_ptr + x_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         b = tl.load(w_ptr + w_at + cols, mask=known & (cols < H), other=0.0).to(tl.float32)
         cos += tl.sum(a * b, 1)
-    lse = row_max / LOG2_SCALE + tl.log(tl.where(sum_exp == 0, 1.0, sum_exp))  # 0: no scores
+    lse = row_max / LOG2_SCALE + tl.log(tl.where(s == 0, 1.0, s))  # 0: no scores
     tl.store(lse_ptr + rows, lse, mask=in_batch)
     tl.store(cos_ptr + rows, cos, mask=in_batch)
     tl.store(largest_ptr + rows, row_max / LOG2_SCALE, mask=in_batch)

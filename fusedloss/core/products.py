@@ -122,6 +122,20 @@ def swizzle_tile(t, tiles_n, tiles_v, GROUP: tl.constexpr):
     inner = t % (GROUP * tiles_v)
     return first + inner % height, inner // height
 
+# %% ../../nbs/library/products.ipynb #d883669a
+@jit
+def program_tiles(tiles_n, runs, RUN: tl.constexpr):
+    "How many tiles this program makes: of all runs of RUN tiles its share."
+    return tl.cdiv(tiles_n * runs - tl.program_id(0), tl.num_programs(0)) * RUN
+
+# %% ../../nbs/library/products.ipynb #c26d3e9e
+@jit
+def run_tile(i, tiles_n, runs, RUN: tl.constexpr, GROUP: tl.constexpr):
+    "Row and column of the i-th tile of this program; its run, and whether that began before it."
+    run_number = tl.program_id(0) + i // RUN * tl.num_programs(0)
+    tn, run = swizzle_tile(run_number, tiles_n, runs, GROUP)
+    return tn, run * RUN + i % RUN, run, (i % RUN != 0) & (RUN > 1)
+
 # %% ../../nbs/library/products.ipynb #7c980073
 @jit
 def load_operand(
@@ -142,13 +156,13 @@ def tile_product(
     x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, DESC: tl.constexpr,
 ):
-    "The tile (tn, tv) of x wᵀ, [BN,BV] in float32."
+    "The tile (tn, tv) of x wᵀ, [BN,BV] in float32; its rows [BN] and columns [BV]."
     product = tl.zeros([BN, BV], tl.float32)
     for k in range(0, H, BH):
         a = load_operand(x, tn * BN, k, N, H, x_stride_n, x_stride_h, BN, BH, DESC)
         b = load_operand(w, tv * BV, k, V, H, w_stride_v, w_stride_h, BV, BH, DESC)
         product = tl.dot(a, b.T, product, input_precision="ieee")
-    return product
+    return product, tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
 
 # %% ../../nbs/library/products.ipynb #b41bf386
 @jit
@@ -158,3 +172,21 @@ def tile_scores(product, bias_ptr, cols, V, o, SCORE: tl.constexpr):
         bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
         product += bias[None, :]
     return SCORE(product, o)
+
+# %% ../../nbs/library/products.ipynb #2265126a
+@jit
+def store_tile(
+    out, tile, tn, tv,  # a descriptor of half tiles or a pointer; [BN,BV]
+    keep, inside, stride_n,  # which rows [BN] and columns [BV] there are
+    BN: tl.constexpr, BV: tl.constexpr, DESC: tl.constexpr,
+):
+    "Write the tile (tn, tv) of a matrix, rounded to its dtype."
+    if DESC:
+        halves = tl.permute(tl.reshape(tile, (BN, 2, BV // 2)), (0, 2, 1))
+        left, right = tl.split(halves)  # half the shared memory
+        out.store([tn * BN, tv * BV], left.to(out.dtype))
+        out.store([tn * BN, tv * BV + BV // 2], right.to(out.dtype))
+    else:
+        rows, cols = tn * BN + tl.arange(0, BN), tv * BV + tl.arange(0, BV)
+        at = out + rows.to(tl.int64)[:, None] * stride_n + cols[None, :]
+        tl.store(at, tile.to(out.dtype.element_ty), mask=keep[:, None] & inside[None, :])

@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.softmax import zero_if_neg_inf, exp2_diff, shifted
+from fusedloss.core.softmax import rescaled, rescaled_moment
 from fusedloss.core.triton import jit, tl
 
 # %% ../../nbs/library/rows.ipynb #8b87df03
@@ -105,7 +105,7 @@ def finish_kernel(
     weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [M], [1], each or None
     denominator_ptr,  # [1] or None
     loss_ptr, lse_ptr, entropy_ptr,  # [M], [M], [M] with STATS
-    rows_ptr,  # [2 or 5, M]: base, s, and the target's rank, maximum, norm
+    rows_ptr,  # [2 or 5, M]: row_max, s, and the target's rank, maximum, norm
     M, V, parts, o,
     SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
@@ -114,39 +114,39 @@ def finish_kernel(
     keep, at, size = rows < M, sums_ptr + rows * parts, tl.cast(M, tl.int64)
     step = size * parts
     z_y = tl.load(at + 2 * step, mask=keep, other=0.0)
-    base = tl.full([BN], -float("inf"), tl.float32)
+    row_max = tl.full([BN], -float("inf"), tl.float32)
     s = tl.zeros([BN], tl.float32)
     total, moment, ahead, squares = s, s, s, s
     for part in range(parts):
-        base_k = tl.load(at + part, mask=keep, other=-float("inf"))
-        s_k = tl.load(at + part + step, mask=keep, other=0.0)
-        top = tl.maximum(base, base_k)
-        safe = zero_if_neg_inf(top)
+        part_max = tl.load(at + part, mask=keep, other=-float("inf"))
+        part_s = tl.load(at + part + step, mask=keep, other=0.0)
+        new_max = tl.maximum(row_max, part_max)
         if SMOOTH:
             total += tl.load(at + part + 3 * step, mask=keep, other=0.0)
         if STATS:
-            moment_k = tl.load(at + part + 4 * step, mask=keep, other=0.0)
-            moment = (shifted(moment, base, s, safe, LOG2_SCALE)
-                      + shifted(moment_k, base_k, s_k, safe, LOG2_SCALE))
+            part_moment = tl.load(at + part + 4 * step, mask=keep, other=0.0)
+            moment = (rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE)
+                      + rescaled_moment(part_moment, part_s, part_max, new_max, LOG2_SCALE))
             ahead += tl.load(at + part + 5 * step, mask=keep, other=0.0)
             squares += tl.load(at + part + 6 * step, mask=keep, other=0.0)
-        s = s * exp2_diff(base, safe, LOG2_SCALE) + s_k * exp2_diff(base_k, safe, LOG2_SCALE)
-        base = top
+        s = (rescaled(s, row_max, new_max, LOG2_SCALE)
+             + rescaled(part_s, part_max, new_max, LOG2_SCALE))
+        row_max = new_max
     log_s = tl.log(s)
-    lse = base / LOG2_SCALE + log_s
+    lse = row_max / LOG2_SCALE + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
     softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    loss = row_loss(lse, (z_y * LOG2_SCALE - base) / LOG2_SCALE - log_s, total, target_coef, smoothing_coef, w_t, w_all,
-                    o, ignored, valid)
+    loss = row_loss(lse, (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, total, target_coef,
+                    smoothing_coef, w_t, w_all, o, ignored, valid)
     tl.store(loss_ptr + rows, loss * inv_denominator(denominator_ptr), mask=keep)
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
-    tl.store(rows_ptr + rows, base, mask=keep)
+    tl.store(rows_ptr + rows, row_max, mask=keep)
     tl.store(rows_ptr + M + rows, s, mask=keep)
     if STATS:
         tl.store(entropy_ptr + rows, tl.where(valid, log_s - moment / s, 0.0), mask=keep)
         tl.store(rows_ptr + 2 * size + rows, tl.where(valid, ahead, -1.0), mask=keep)
-        tl.store(rows_ptr + 3 * size + rows, tl.where(valid, base / LOG2_SCALE, 0.0), mask=keep)
+        tl.store(rows_ptr + 3 * size + rows, tl.where(valid, row_max / LOG2_SCALE, 0.0), mask=keep)
         tl.store(rows_ptr + 4 * size + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
 
 # %% ../../nbs/library/rows.ipynb #fa8fc4aa
@@ -156,12 +156,13 @@ def row_gradient(
     g_loss_ptr, g_lse_ptr, denominator_ptr,  # upstream [M], each or None; [1] or None
     y, valid, rows, M, V, g_loss_stride, g_lse_stride, o, LOG2_SCALE: tl.constexpr,
 ):
-    "Base and sum of rows [BN], and what multiplies p, the one-hot and the class weights."
+    "Maximum and sum of rows [BN], and what multiplies p, the one-hot and the class weights."
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
-    base = tl.load(rows_ptr + rows, mask=valid, other=0.0)
+    row_max = tl.load(rows_ptr + rows, mask=valid, other=0.0)
     s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
-    softmax_coef, target_coef, smoothing_coef = row_coefs(base / LOG2_SCALE + tl.log(s), w_y, w_t, w_all, o, V)
+    lse = row_max / LOG2_SCALE + tl.log(s)
+    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
     g = tl.zeros_like(softmax_coef)
     if g_loss_ptr is not None:
         g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)
@@ -169,4 +170,4 @@ def row_gradient(
     softmax_coef *= g
     if g_lse_ptr is not None:
         softmax_coef += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)
-    return base, s, softmax_coef, target_coef * g, smoothing_coef * g
+    return row_max, s, softmax_coef, target_coef * g, smoothing_coef * g

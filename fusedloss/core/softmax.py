@@ -19,30 +19,56 @@ LOG2E = tl.constexpr(math.log2(math.e)) if triton else math.log2(math.e)
 
 # %% ../../nbs/library/softmax.ipynb #1f925f96
 @jit
-def zero_if_neg_inf(base):
-    "-inf as 0: what a lane subtracts before it has seen a class."
-    return tl.where(base == -float("inf"), 0.0, base)
+def zero_if_neg_inf(row_max):
+    "-inf as 0: what scores are taken relative to while there is none."
+    return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 # %% ../../nbs/library/softmax.ipynb #031abe6a
 @jit
-def exp2_diff(x, base, LOG2_SCALE: tl.constexpr):
-    "e^((x - base) / UNIT): of a score times UNIT, or of another base."
-    return tl.exp2((x - base) * (LOG2E / LOG2_SCALE))
+def exp2_diff(x, row_max, LOG2_SCALE: tl.constexpr):
+    "e^((x - row_max) / LOG2_SCALE): of a score times LOG2_SCALE, or of another maximum."
+    return tl.exp2((x - row_max) * (LOG2E / LOG2_SCALE))
 
 # %% ../../nbs/library/softmax.ipynb #b4a79810
 @jit
-def widen(base, s, z, LOG2_SCALE: tl.constexpr):
-    "One step of the online softmax in each lane: z [BN,R,C] joins base, s [BN,C]."
-    top = tl.maximum(base, tl.max(z, 1) * LOG2_SCALE)
-    safe = zero_if_neg_inf(top)
-    return top, s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None, :], LOG2_SCALE), 1)
+def exponentials(z, row_max, LOG2_SCALE: tl.constexpr):
+    "e^(z - m) of scores [BN,BV] with a maximum [BN], or of [BN,R,C] with one for each lane [BN,C]."
+    return exp2_diff(z * LOG2_SCALE, tl.expand_dims(zero_if_neg_inf(row_max), 1), LOG2_SCALE)
 
 # %% ../../nbs/library/softmax.ipynb #a26a741d
 @jit
-def merge(base, s, LOG2_SCALE: tl.constexpr):
+def rescaled(s, row_max, new_max, LOG2_SCALE: tl.constexpr):
+    "Σ e^(z - m) after its maximum has risen."
+    return s * exp2_diff(row_max, zero_if_neg_inf(new_max), LOG2_SCALE)
+
+# %% ../../nbs/library/softmax.ipynb #cf0a9077
+@jit
+def online_softmax_step(row_max, s, z, LOG2_SCALE: tl.constexpr):
+    "Maximum and sum, of a row [BN] or its lanes [BN,C], after the scores z [BN,BV] or [BN,R,C]."
+    new_max = tl.maximum(row_max, tl.max(z, 1) * LOG2_SCALE)
+    s = rescaled(s, row_max, new_max, LOG2_SCALE)
+    return new_max, s + tl.sum(exponentials(z, new_max, LOG2_SCALE), 1)
+
+# %% ../../nbs/library/softmax.ipynb #0709e6f8
+@jit
+def merge_lanes(row_max, s, LOG2_SCALE: tl.constexpr):
     "All lanes of a row as one: [BN,C] to [BN]."
-    top = tl.max(base, 1)
-    return top, tl.sum(s * exp2_diff(base, zero_if_neg_inf(top)[:, None], LOG2_SCALE), 1)
+    new_max = tl.max(row_max, 1)
+    return new_max, tl.sum(rescaled(s, row_max, new_max[:, None], LOG2_SCALE), 1)
+
+# %% ../../nbs/library/softmax.ipynb #d28cd3b1
+@jit
+def merge_parts(row_max, s, part_max, part_s, LOG2_SCALE: tl.constexpr):
+    "Maximum and sum [BN] of a row after those of more of its parts, [BP,BN]."
+    new_max = tl.maximum(row_max, tl.max(part_max, 0))
+    s = rescaled(s, row_max, new_max, LOG2_SCALE)
+    return new_max, s + tl.sum(rescaled(part_s, part_max, new_max[None, :], LOG2_SCALE), 0)
+
+# %% ../../nbs/library/softmax.ipynb #26ab897e
+@jit
+def carried(continues, row_max, s):
+    "Maximum and sum [BN] that a tile takes over from those before: none where a run begins."
+    return tl.where(continues, row_max, -float("inf")), tl.where(continues, s, 0.0)
 
 # %% ../../nbs/library/softmax.ipynb #9388c9f1
 def log2_scale(z:Tensor) -> float:
@@ -54,14 +80,6 @@ def log2_scale(z:Tensor) -> float:
 def lane_grid(R: tl.constexpr, C: tl.constexpr):
     "Positions in a block, [1,R,C]: neighbours in C are neighbours in memory."
     return tl.arange(0, R)[None, :, None] * C + tl.arange(0, C)[None, None, :]
-
-# %% ../../nbs/library/softmax.ipynb #ce628b98
-@jit
-def join(base, s, z, LOG2_SCALE: tl.constexpr):
-    "One step of the online softmax: the tile z [BN,BV] joins base, s [BN]."
-    top = tl.maximum(base, tl.max(z, 1) * LOG2_SCALE)
-    safe = zero_if_neg_inf(top)
-    return top, s * exp2_diff(base, safe, LOG2_SCALE) + tl.sum(exp2_diff(z * LOG2_SCALE, safe[:, None], LOG2_SCALE), 1)
 
 # %% ../../nbs/library/softmax.ipynb #b8d83c41
 @jit
@@ -95,19 +113,26 @@ def score_fn(o:LossOptions):
 
 # %% ../../nbs/library/softmax.ipynb #28c38e64
 @jit
-def shifted(moment, base, s, top, LOG2_SCALE: tl.constexpr):
-    "Σ e^(z - m) (z - m) after the base rises to `top`."
-    rise = (base - top) / LOG2_SCALE
+def rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE: tl.constexpr):
+    "Σ e^(z - m) (z - m) after its maximum has risen."
+    rise = (row_max - zero_if_neg_inf(new_max)) / LOG2_SCALE
     return tl.where(rise > -1e4, tl.exp(rise) * (moment + rise * s), 0.0)  # 0 · -inf is no number
 
 # %% ../../nbs/library/softmax.ipynb #7887dc51
 @jit
-def tally(moment, ahead, squares, base, s, top, z, z_y, before, inside, LOG2_SCALE: tl.constexpr):
-    "Entropy's moment, number of scores ahead of the target's, Σ z²: [BN,C] each."
-    below = (z * LOG2_SCALE - top[:, None, :]) / LOG2_SCALE
-    share = tl.where(below > -1e4, tl.exp(below) * below, 0.0)
-    z_y = z_y[:, None, None]
-    leads = inside & ((z > z_y) | (before & (z == z_y)))
-    return (shifted(moment, base, s, top, LOG2_SCALE) + tl.sum(share, 1),
+def outranks(z, z_y, before):
+    "Whether scores are ahead of the target's: larger, or equal and `before` it."
+    return (z > z_y) | (before & (z == z_y))
+
+# %% ../../nbs/library/softmax.ipynb #330392fe
+@jit
+def statistics_step(
+    moment, ahead, squares, row_max, s, new_max,  # [BN] or [BN,C] each, the last after z
+    z, leads, inside, LOG2_SCALE: tl.constexpr,  # [BN,BV] or [BN,R,C]
+):
+    "Entropy's moment, number of scores that lead the target's, Σ z² after the scores z."
+    below = (z * LOG2_SCALE - tl.expand_dims(zero_if_neg_inf(new_max), 1)) / LOG2_SCALE
+    share = tl.where(below > -1e4, tl.exp(below) * below, 0.0)  # 0 · -inf is no number
+    return (rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + tl.sum(share, 1),
             ahead + tl.sum(tl.where(leads, 1.0, 0.0), 1),
             squares + tl.sum(tl.where(inside, z * z, 0.0), 1))
