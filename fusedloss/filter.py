@@ -279,8 +279,8 @@ def dropped_grad(
     log2_scale:float, o:LossOptions, entropy:bool,
 ) -> Tensor:  # [runs,N]
     "The gradient of one score of each dropped run, if they are all equal."
-    base, softmax_coef, _, _, g_entropy, mean = terms
-    p = (means - base / log2_scale).exp_()  # times s
+    row_max, softmax_coef, _, _, g_entropy, mean = terms
+    p = (means - row_max / log2_scale).exp_()  # times s
     entropy_grad = torch.where(p > 0, g_entropy * p * (means - mean), 0.0) if entropy else 0.0
     dz = p.mul_(softmax_coef).sub_(entropy_grad).mul_(o.logit_scale)
     c = o.softcap
@@ -348,15 +348,15 @@ def plain_terms(
     denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:LossOptions,
 ) -> Tensor:  # [6,N]
     "`launch_terms` in PyTorch."
-    base, s = rows[:2]
-    lse, none = base + s.log(), torch.zeros_like(base)
-    t = row_terms(base[:, None].expand(-1, n_classes), target, weight, token_weight, o)
+    row_max, s = rows[:2]
+    lse, none = row_max + s.log(), torch.zeros_like(row_max)
+    t = row_terms(row_max[:, None].expand(-1, n_classes), target, weight, token_weight, o)
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
     g = none if g_loss is None else g_loss * plain_inv_denominator(denominator)
     softmax_coef = g * softmax_coef + (none if g_lse is None else g_lse)
     mean = lse - entropy if len(entropy) else none
     entropy_grad = none if g_entropy is None else g_entropy / s
-    terms = torch.stack([base, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad,
+    terms = torch.stack([row_max, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad,
                          mean])
     terms[0].masked_fill_(~t.valid, torch.inf)
     terms[1:].masked_fill_(~t.valid, 0.0)

@@ -153,7 +153,7 @@ def gradient_bytes(r:Call) -> int:
 
 def eager_estimate(r:Call, machine:Machine) -> Estimate:
     "All logits at once."
-    (n, v, h), graded, size = r.sizes, any(r.needs), r.n * r.v
+    graded, size = any(r.needs), r.n * r.v
     kept = graded and (r.reduction == "none" or r.stats != "")
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),

@@ -39,7 +39,7 @@ from fusedloss.recompute import (
     beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_grad_scale)
 
 # %% ../nbs/16_sharded.ipynb #bfecaefc
-BASE, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
+ROW_MAX, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
 
 def sums_of(
     z:Tensor, y:Tensor,  # [n,V] scores of a shard; [n], -1 where the target is elsewhere
@@ -47,11 +47,11 @@ def sums_of(
     rival:Optional[Tensor],  # [n] the targets' scores, for statistics
 ) -> Tensor:  # [7,n]
     "What a row knows of the classes here."
-    base, at = z.amax(1), y.clamp(min=0)[:, None]
-    gap, out = sub_max(z, base), z.new_zeros(7, len(z))
+    row_max, at = z.amax(1), y.clamp(min=0)[:, None]
+    gap, out = sub_max(z, row_max), z.new_zeros(7, len(z))
     e = gap.exp()
     target = torch.where(y >= 0, z.gather(1, at)[:, 0], 0.0)
-    out[BASE], out[SUM], out[TARGET] = base, e.sum(1), target
+    out[ROW_MAX], out[SUM], out[TARGET] = row_max, e.sum(1), target
     out[WEIGHED] = z.sum(1) if weight is None else z @ weight.to(z.dtype)
     if rival is None: return out
     out[MOMENT] = torch.where(z > -torch.inf, e * gap, 0.0).sum(1)
@@ -105,7 +105,7 @@ def shard_sums(
         args = x, w, y, bias, weight, o, agree
         return kernel_sums(*args) if takes_kernel(x) else plain_sums(*args, budget)
     nothing = x.new_zeros((7, len(x)), dtype=acc_dtype(x.dtype))
-    nothing[BASE] = -torch.inf
+    nothing[ROW_MAX] = -torch.inf
     if agree is not None: agree(nothing[TARGET])
     return nothing
 
@@ -115,10 +115,10 @@ def merge_sums(
     log2_scale:float=1.0,  # `sums_log2_scale`
 ) -> Tensor:  # [7,N]
     "What all shards know together."
-    base, out = sums[:, BASE], sums.sum(0)
-    out[BASE] = base.amax(0)
-    safe = torch.where(out[BASE] == -torch.inf, 0.0, out[BASE])
-    rise = (base - safe) / log2_scale
+    row_max, out = sums[:, ROW_MAX], sums.sum(0)
+    out[ROW_MAX] = row_max.amax(0)
+    safe = torch.where(out[ROW_MAX] == -torch.inf, 0.0, out[ROW_MAX])
+    rise = (row_max - safe) / log2_scale
     grown = rise.exp()
     out[SUM] = (grown * sums[:, SUM]).sum(0)
     moved = grown * (sums[:, MOMENT] + rise * sums[:, SUM])
@@ -135,11 +135,11 @@ def make_terms(
     blank = torch.zeros_like(sums[SUM])
     g_lse, g_gap, g_total, g_mean = (blank if g is None else g
                                      for g in (g_lse, g_gap, g_total, g_mean))
-    base, s, softmax_coef = sums[BASE], sums[SUM], g_lse + g_gap + g_mean
+    row_max, s, softmax_coef = sums[ROW_MAX], sums[SUM], g_lse + g_gap + g_mean
     still = (softmax_coef == 0) & (g_mean == 0)
-    return torch.stack([torch.where(still, torch.inf, base), torch.where(still, 0.0, softmax_coef / s),
+    return torch.stack([torch.where(still, torch.inf, row_max), torch.where(still, 0.0, softmax_coef / s),
                         g_gap, -g_total, torch.where(still, 0.0, -g_mean / s),
-                        base / log2_scale + sums[MOMENT] / s])
+                        row_max / log2_scale + sums[MOMENT] / s])
 
 # %% ../nbs/16_sharded.ipynb #eeb253e1
 def plain_dz(
@@ -148,8 +148,8 @@ def plain_dz(
 ) -> Tensor:  # [n,V]
     "Gradient of the scores of a chunk of tokens, before bias and product."
     z, slope = shard_scores(x, w, bias, o)
-    base, softmax_coef, target_coef, smoothing_coef, g_h, mean = terms[:, :, None].to(z.dtype)
-    p = (z - base).exp()
+    row_max, softmax_coef, target_coef, smoothing_coef, g_h, mean = terms[:, :, None].to(z.dtype)
+    p = (z - row_max).exp()
     d = softmax_coef * p
     if o.label_smoothing: d -= smoothing_coef * (1.0 if weight is None else weight.to(z.dtype))
     d.scatter_add_(1, y.clamp(min=0)[:, None], torch.where(y[:, None] >= 0, -target_coef, 0.0))
@@ -240,14 +240,14 @@ class _ShardScores(torch.autograd.Function):
         sums = F.pad(gather_sums(sums[:rows], y_all, b, s), (0, 0, 0, 7 - rows))
         sums = merge_sums(sums, log2_scale)
         ctx.set_materialize_grads(False)
-        log_s, base = sums[SUM].log(), sums[BASE] / log2_scale
-        more = torch.stack([sums[AHEAD], base, sums[SQUARES].sqrt()])
-        token_weight = base.new_empty(0) if token_weight is None else token_weight.clone()
+        log_s, row_max = sums[SUM].log(), sums[ROW_MAX] / log2_scale
+        more = torch.stack([sums[AHEAD], row_max, sums[SQUARES].sqrt()])
+        token_weight = row_max.new_empty(0) if token_weight is None else token_weight.clone()
         kept = more, y_all.clone(), token_weight
         ctx.mark_non_differentiable(*kept)
-        gap = log_s - (sums[TARGET] * log2_scale - sums[BASE]) / log2_scale
+        gap = log_s - (sums[TARGET] * log2_scale - sums[ROW_MAX]) / log2_scale
         ctx.save_for_backward(x_all, w, bias, mine, part, sums, gap)  # gap for `first_order`
-        return base + log_s, gap, sums[WEIGHED].clone(), base + sums[MOMENT] / sums[SUM], *kept
+        return row_max + log_s, gap, sums[WEIGHED].clone(), row_max + sums[MOMENT] / sums[SUM], *kept
 
     @staticmethod
     @first_order

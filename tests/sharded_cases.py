@@ -219,7 +219,7 @@ def as_the_kernels(module):
     "A module whose plain PyTorch takes the kernels' part, with their convention: maxima are multiplied by a unit"
     def sums(*args):
         made = module.plain_sums(*args, 0)
-        made[module.BASE] *= UNIT
+        made[module.ROW_MAX] *= UNIT
         return made
     def gradients(terms, *args):
         terms = terms.clone()

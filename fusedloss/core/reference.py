@@ -73,9 +73,9 @@ def plain_inv_denominator(denominator:Optional[Tensor]) -> Tensor | float:
     return 1.0 if denominator is None else 1 / torch.where(denominator == 0, 1.0, denominator)
 
 # %% ../../nbs/library/reference.ipynb #eeef3a21
-def sub_max(z:Tensor, base:Tensor) -> Tensor:
+def sub_max(z:Tensor, row_max:Tensor) -> Tensor:
     "z [M,V] less the rows' maxima [M]; less nothing where all is -inf."
-    return z - torch.where(base == -torch.inf, 0.0, base)[:, None]
+    return z - torch.where(row_max == -torch.inf, 0.0, row_max)[:, None]
 
 # %% ../../nbs/library/reference.ipynb #0e6a5038
 def reduce_rows(
