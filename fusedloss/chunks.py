@@ -271,9 +271,9 @@ def chunked_loss_fwd(
                        unscaled_grad, plan.rows, grads, stats)
     found = found or (empty(0), empty(0), empty(0), empty(5, 0))
     loss = found[0].sum()
-    told = stats_of_all(found, order, len(x)) if stats else tuple(empty(0) for _ in range(3))
+    row_values = stats_of_all(found, order, len(x)) if stats else tuple(empty(0) for _ in range(3))
     factors = late_factors(loss, total, unscaled_grad, unit)
-    return loss, *final_gradients(grads, x, order), factors, *told
+    return loss, *final_gradients(grads, x, order), factors, *row_values
 
 # %% ../nbs/06_chunks.ipynb #8b4ab4ae
 def scaled(
@@ -295,13 +295,13 @@ class _ChunkedLoss(torch.autograd.Function):
     "The loss, whose gradients are there before they are asked for."
     @staticmethod
     def forward(ctx, buffer, *inputs):
-        loss, dx, dw, db, factors, *told = chunked_loss.run(*inputs)
+        loss, dx, dw, db, factors, *row_values = chunked_loss.run(*inputs)
         ctx.buffer, ctx.needs, ctx.unused = buffer, inputs[-4:-1], len(inputs) - 3
         ctx.bias_dtype = None if inputs[2] is None else inputs[2].dtype
         ctx.save_for_backward(dx, dw, db, factors)  # no input, no logits
-        ctx.mark_non_differentiable(*told)
+        ctx.mark_non_differentiable(*row_values)
         ctx.set_materialize_grads(False)  # of statistics it would launch zeros
-        return loss, factors, *told  # factors for `first_order`
+        return loss, factors, *row_values  # factors for `first_order`
 
     @staticmethod
     @first_order
@@ -425,8 +425,8 @@ def run_chunked(
     arguments = (input.reshape(-1, linear_weight.shape[1]), linear_weight, linear_bias, y,
                  flat(weight), flat(token_weight), o, dtype, grad_dtype, reduction == "mean",
                  chunk_size, memory_budget, accumulate, max_valid, *needs, return_stats)
-    loss, *told = run_loss(grad_buffer, arguments)
-    if return_stats: loss = loss, row_stats(*told, target, arguments[5], o.z_loss)
+    loss, *row_values = run_loss(grad_buffer, arguments)
+    if return_stats: loss = loss, row_stats(*row_values, target, arguments[5], o.z_loss)
     return hold_promise(loss, target, o.ignore_index, max_valid)
 
 # %% ../nbs/06_chunks.ipynb #dd0771d9
@@ -468,11 +468,11 @@ def chunked_linear_cross_entropy(
 def run_loss(grad_buffer:Optional[Tensor], arguments:tuple) -> tuple[Tensor, ...]:
     "Loss and statistics, by the operator where something looks on."
     if not (observed() or arguments[0].is_meta):
-        loss, _, *told = _ChunkedLoss.apply(grad_buffer, *arguments)
-        return loss, *told
+        loss, _, *row_values = _ChunkedLoss.apply(grad_buffer, *arguments)
+        return loss, *row_values
     expect(grad_buffer is None, "grad_buffer", "None where torch.compile looks on", "a tensor")
-    loss, _, _, _, _, *told = chunked_loss(*arguments)
-    return loss, *told
+    loss, _, _, _, _, *row_values = chunked_loss(*arguments)
+    return loss, *row_values
 
 # %% ../nbs/06_chunks.ipynb #beee0cb8
 def summary(s:CrossEntropyStats) -> dict[str, Tensor]:  # scalars

@@ -423,7 +423,7 @@ def tour_table(report:dict) -> Table:
     header = ["stage", "final loss", "gradient error", "memory held", "of the scores", "time a step", "agrees"]
     return Table(header, map(row, report["stages"]))
 
-def verdict(report:dict) -> list[str]:
+def agreement_lines(report:dict) -> list[str]:
     "The failures, a line each; or one line that all is well."
     wrong = [f"{s['name']}: {line}" for s in report["stages"] for line in s["failures"]]
     if wrong: return wrong
@@ -571,7 +571,7 @@ def _say_all(report:dict, folder:Path):
     print(f"{tour_table(report)}\n")
     for reading in parts[1:]: print(tour_table(reading), reading_table(reading), reading_line(reading), sep="\n\n", end="\n\n")
     print(*save_report(report, folder), sep="\n", flush=True)
-    for part in parts: print(*verdict(part), sep="\n", file=sys.stdout if part["ok"] else sys.stderr)
+    for part in parts: print(*agreement_lines(part), sep="\n", file=sys.stdout if part["ok"] else sys.stderr)
 
 # %% ../nbs/tour.ipynb #b5dd87f3
 def tour_command(args:argparse.Namespace) -> int:
