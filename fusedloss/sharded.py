@@ -26,9 +26,9 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.ranks import (
-    all_gather, all_reduce, check_same_on_ranks, gather_rows, gather_sums, is_dtensor,
-    is_token_sharded, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards,
-    shards_of, tuning_agreement)
+    all_gather, all_reduce, check_mesh, check_same_on_ranks, gather_rows, gather_sums, is_dtensor,
+    is_token_sharded, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards, shards_of,
+    tuning_agreement)
 from fusedloss.core.reference import (
     plain_inv_denominator, row_stats, score_and_slope, sub_max, total_weight)
 from fusedloss.core.softmax import log2_scale
@@ -405,11 +405,6 @@ def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
     expect(bias.device == x.device, "linear_bias", f"the input's device {x.device}", bias.device)
 
 # %% ../nbs/16_sharded.ipynb #ff08c0aa
-def check_mesh(mesh):
-    "`ValueError` for what is neither a mesh nor None."
-    expect(mesh is None or isinstance(mesh, DeviceMesh), "mesh", "a DeviceMesh or None",
-           type(mesh).__name__)
-
 def check_reduction(backbone_reduction:Optional[str], input:Tensor, s:Shards):
     "`ValueError` where a wrapper's reduction is unknown, or does not go with weight and input."
     how, many = backbone_reduction, dist.is_available() and dist.is_initialized()

@@ -21,17 +21,16 @@ from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gra
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import BackboneReduction, HeadMethod
 from fusedloss.core.ranks import (
-    all_gather, all_reduce, check_same_on_ranks, dtensor_like, dtensor_of_rows, gather_rows,
-    is_dtensor, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards, shards_on,
-    tuning_agreement)
-from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler, plain_labels
+    all_gather, all_reduce, check_mesh, check_same_on_ranks, dtensor_like, dtensor_of_rows,
+    gather_rows, is_dtensor, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards,
+    shards_on, tuning_agreement)
+from fusedloss.core.sampling import Columns, live_index, NegativeSampler, plain_labels, step_columns
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.margins import Margin
 from fusedloss.partial_fc import (
-    check_features, config_of, head_stats, HeadStats, PartialFC, center_rows)
+    center_rows, check_features, config_of, head_stats, HeadStats, PartialFC)
 from fusedloss.row_sparse import (
     apply_update, as_rows, check_norm, distinct_values, live_rows, RowSparse, update_of)
-from fusedloss.sharded import check_mesh
 
 # %% ../nbs/17_sharded_heads.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):

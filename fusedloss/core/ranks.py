@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.tiling import is_timed
@@ -247,3 +248,9 @@ def check_same_on_ranks(what:str, t:Tensor, s:Shards):
     others = (seen != seen[0]).any(1).nonzero().flatten().tolist()
     if not others: return
     raise RuntimeError(f"{what}: ranks {others} of {s.ranks} have another than rank 0")
+
+# %% ../../nbs/library/ranks.ipynb #df4cd069
+def check_mesh(mesh):
+    "`ValueError` for what is neither a mesh nor None."
+    expect(mesh is None or isinstance(mesh, DeviceMesh), "mesh", "a DeviceMesh or None",
+           type(mesh).__name__)
