@@ -142,8 +142,8 @@ def run_here(path: Path, flags: set[str]) -> None:
 
 
 def running_order(path: Path) -> tuple[int, Path]:
-    "The stages measure; the tour and the home page come last, which show what was measured"
-    return (0 if is_stage(path) else 2 if path.stem in ("tour", "index") else 1), path
+    "The stages measure; pages that show what was measured come last"
+    return (0 if is_stage(path) else 2 if path.stem in ("tour", "index", "benchmarks") else 1), path
 
 
 def is_distributed(path: Path) -> bool:
