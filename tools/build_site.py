@@ -27,6 +27,16 @@ from workbook import ROOT, copy_tree, notebooks, read_notebook
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
 VENDOR = smalldocs.ASSETS / "vendor"
 LICENSED = ("bootstrap", "bootstrap-icons", "fuse")  # folders of VENDOR that the site serves
+LIBRARY = re.compile(r'<section id="in-the-library" class="level2">\s*(<h2.*?</h2>)(.*)</section>', re.DOTALL)
+OPENER = """<script>
+const openTarget = () => {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  for (let fold = target?.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+  target?.scrollIntoView();
+};
+addEventListener("hashchange", openTarget);
+openTarget();
+</script>"""
 MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.DOTALL)
 
 
@@ -50,6 +60,11 @@ def to_mathml(page: str) -> str:
     "TeX becomes MathML here, so that the page needs no script and no font for it"
     unescape = smalldocs.html.unescape
     return MATH.sub(lambda m: convert(unescape(m[2]), display="block" if m[1] == "display" else "inline"), page)
+
+
+def fold_library(page: str) -> str:
+    "The last section of a page, if it is the library's, shows its heading until it is opened, also by a link into it"
+    return LIBRARY.sub(rf'<details class="fl-library" id="in-the-library">\n<summary>\1</summary>\2</details>\n{OPENER}', page)
 
 
 class Site(smalldocs.Site):
@@ -82,10 +97,11 @@ class Site(smalldocs.Site):
         return super().resolve(href, page, record)
 
     def render_page(self, page: smalldocs.Page) -> None:
-        "Without `math` in its environment the page asks for no script"
+        "Without `math` in its environment the page asks for no script; what follows the lesson is folded"
         super().render_page(page)
         if page.env.pop("math", False):
             page.html = to_mathml(page.html)
+        page.html = fold_library(page.html)
 
     def copy_assets(self, nav) -> None:
         "The themes import one Bootstrap; of the icons only those in use remain"
