@@ -3,6 +3,7 @@
     python tools/build_site.py
 """
 import ast
+import configparser
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from smalldocs import api as smalldocs_api
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
+from site_pages import finish_all, mark_gpu_outputs
 from workbook import ROOT, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
@@ -155,6 +157,7 @@ def process(work: Path) -> Path:
     os.chdir(work)  # nbdev finds its settings from the working directory
     refresh_quarto_yml()
     for path in notebooks(work):
+        mark_gpu_outputs(path)
         exec_nb(path, path, FilterDefaults)
     return work / "nbs"
 
@@ -169,6 +172,23 @@ def expand_sections(project: Project) -> None:
     sidebar["contents"] = [section for section in sidebar["contents"] if section["contents"]]
 
 
+def settings() -> dict[str, str]:
+    "settings.ini, the one source of metadata"
+    parser = configparser.ConfigParser(delimiters="=")
+    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    return dict(parser["DEFAULT"])
+
+
+def address() -> str:
+    "Where the site is served"
+    return settings()["doc_host"] + settings()["doc_baseurl"]
+
+
+def footer(project: Project) -> dict[str, str]:
+    "The version, the licence and the repository, at the end of every page"
+    return {"left": f"fusedloss {settings()['version']}", "center": "Apache 2.0", "right": f"[Repository]({project.website['repo-url']})"}
+
+
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
@@ -176,9 +196,11 @@ def build(out: Path) -> list[str]:
         project = load(process(Path(folder).resolve()))
         project.config["project"]["output-dir"] = "../site"
         project.smalldocs["api"] |= {"root": str(ROOT), "source": blob_url(project)}
+        project.website.update({"favicon": "images/favicon.svg", "page-footer": footer(project)})
         expand_sections(project)
         site = Site(project, quiet=True)
         site.build()
+        finish_all(site.out, address())
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(site.out, out)
     return [line for line in site.warnings if "output-file" not in line]  # `read` does what it asks
