@@ -46,7 +46,8 @@ def browser() -> str | None:
 
 def options(width: int) -> list[str]:
     "How the browser is started: reproducible, without a window"
-    return [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},1000", "--virtual-time-budget=20000"]
+    return [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+            f"--window-size={width},1000", "--virtual-time-budget=20000"]
 
 
 def evaluate(page: Path, script: str, width: int = WIDE) -> dict[str, Any]:
@@ -64,7 +65,8 @@ def evaluate(page: Path, script: str, width: int = WIDE) -> dict[str, Any]:
 
 def screenshot(page: Path, picture: Path, width: int = WIDE, height: int = 2000) -> None:
     "A picture of the top of a page"
-    subprocess.run([*options(width), f"--window-size={width},{height}", f"--screenshot={picture}", f"file://{page.resolve()}"], check=True, capture_output=True, timeout=120)
+    subprocess.run([*options(width), f"--window-size={width},{height}", f"--screenshot={picture}", f"file://{page.resolve()}"],
+                   check=True, capture_output=True, timeout=120)
 
 
 def complaints(page: Path, width: int) -> list[str]:
