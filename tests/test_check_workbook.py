@@ -4,7 +4,7 @@ import json
 
 import pytest
 from check_workbook import SECTIONS, problems
-from workbook import METADATA_KEY, PROLOGUE, add_prologue, code_hash, left_out, read_notebook, reason
+from workbook import FOLDED_KEY, METADATA_KEY, PROLOGUE, add_prologue, code_hash, left_out, read_notebook, reason
 
 PATH = "/" + "tmp/x.py"  # in two parts, because this file is checked too
 
@@ -25,6 +25,7 @@ def good_stage() -> list[dict]:
     cells = [cell("# Title\n\n> One sentence."), cell(PROLOGUE)]
     for name in SECTIONS:
         cells += [cell(f"## {name or 'A name of its own'}"), cell("assert 1 + 1 == 2")]
+    cells[-2]["metadata"] = {FOLDED_KEY: True}
     cells.append(cell("#| cuda\nprint('fast')", printed("fast\n")))
     return cells + [cell(f"### Exercise {n}\n\nHow many?") for n in (1, 2, 3)]
 
@@ -67,12 +68,16 @@ FAULTS = {
     "no code section": (replaced(10), "no code section"),
     "long cell": (replaced(3, cell(LONG)), "cell 3: 46 lines; no cell but a kernel"),
     "median": (good_stage() + [cell("\n".join(["assert True"] * 7))] * 20, "the median code cell has 7 lines"),
-    "many long": (good_stage() + [cell("\n".join(["assert True"] * 25))] * 3, "3 of 15 code cells have 25 lines or more: cells"),
+    "many long": (good_stage() + [cell("\n".join(["assert True"] * 25))] * 3, "3 of 16 code cells have 25 lines or more: cells"),
     "few checks": (good_stage() + [cell("x = 1")] * 40, "code cells hold a check that can fail; 25% is the least"),
     "exercises": (good_stage()[:-1], "2 headings `### Exercise N`, not 3"),
-    "no output": (replaced(24, cell("#| cuda\nprint('fast')")), "cell 24: a `#| cuda` cell without saved output"),
+    "no output": (replaced(26, cell("#| cuda\nprint('fast')")), "cell 26: a `#| cuda` cell without saved output"),
     "saved error": (replaced(3, cell("assert 1", {"output_type": "error", "traceback": ["no"]})), "cell 3: a saved error"),
     "path": (replaced(3, cell("assert 1", printed(f"at {PATH}"))), f"cell 3: output names a machine's path {PATH}"),
+    "no library": (replaced(24), "0 cells begin with `## In the library`"),
+    "open library": (replaced(24, cell("## In the library")), "cell 24: `jp-MarkdownHeadingCollapsed` is not set"),
+    "after the library": (good_stage() + [cell("## Another")], "a section follows `## In the library`"),
+    "too many cells": (replaced(3, *[cell("assert 1 + 1 == 2")] * 69), "91 open cells in the lesson, more than 90"),
     "size": (replaced(3, cell("assert 1", printed("x" * 400_000))), "more than 400000"),
 }
 
@@ -90,6 +95,11 @@ def test_syntax_fault_is_named(report):
 
 def test_kernel_may_be_long(report):
     assert report(replaced(3, cell(f"import triton\nassert 1\n@triton.jit\ndef kernel():\n    pass\n{LONG}"))) == ""
+
+
+def test_folded_cells_are_not_open(report):
+    folded = [cell(f"#| {how}\nassert 1 + 1 == 2") for how in ("hide", "code-fold: true")] * 40
+    assert report(replaced(3, *folded)) == "" == report(good_stage() + [cell("assert 1 + 1 == 2")] * 100)
 
 
 def test_silent_gpu_cell_needs_no_output(report):

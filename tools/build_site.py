@@ -3,6 +3,7 @@
     python tools/build_site.py
 """
 import ast
+import configparser
 import logging
 import os
 import re
@@ -22,11 +23,22 @@ from smalldocs import api as smalldocs_api
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
+from site_pages import finish_all, mark_gpu_outputs
 from workbook import ROOT, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
 VENDOR = smalldocs.ASSETS / "vendor"
 LICENSED = ("bootstrap", "bootstrap-icons", "fuse")  # folders of VENDOR that the site serves
+LIBRARY = re.compile(r'<section id="in-the-library" class="level2">\s*(<h2.*?</h2>)(.*)</section>', re.DOTALL)
+OPENER = """<script>
+const openTarget = () => {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  for (let fold = target?.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+  target?.scrollIntoView();
+};
+addEventListener("hashchange", openTarget);
+openTarget();
+</script>"""
 MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.DOTALL)
 
 
@@ -50,6 +62,11 @@ def to_mathml(page: str) -> str:
     "TeX becomes MathML here, so that the page needs no script and no font for it"
     unescape = smalldocs.html.unescape
     return MATH.sub(lambda m: convert(unescape(m[2]), display="block" if m[1] == "display" else "inline"), page)
+
+
+def fold_library(page: str) -> str:
+    "The last section of a page, if it is the library's, shows its heading until it is opened, also by a link into it"
+    return LIBRARY.sub(rf'<details class="fl-library" id="in-the-library">\n<summary>\1</summary>\2</details>\n{OPENER}', page)
 
 
 class Site(smalldocs.Site):
@@ -82,10 +99,11 @@ class Site(smalldocs.Site):
         return super().resolve(href, page, record)
 
     def render_page(self, page: smalldocs.Page) -> None:
-        "Without `math` in its environment the page asks for no script"
+        "Without `math` in its environment the page asks for no script; what follows the lesson is folded"
         super().render_page(page)
         if page.env.pop("math", False):
             page.html = to_mathml(page.html)
+        page.html = fold_library(page.html)
 
     def copy_assets(self, nav) -> None:
         "The themes import one Bootstrap; of the icons only those in use remain"
@@ -139,6 +157,7 @@ def process(work: Path) -> Path:
     os.chdir(work)  # nbdev finds its settings from the working directory
     refresh_quarto_yml()
     for path in notebooks(work):
+        mark_gpu_outputs(path)
         exec_nb(path, path, FilterDefaults)
     return work / "nbs"
 
@@ -153,6 +172,23 @@ def expand_sections(project: Project) -> None:
     sidebar["contents"] = [section for section in sidebar["contents"] if section["contents"]]
 
 
+def settings() -> dict[str, str]:
+    "settings.ini, the one source of metadata"
+    parser = configparser.ConfigParser(delimiters="=")
+    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    return dict(parser["DEFAULT"])
+
+
+def address() -> str:
+    "Where the site is served"
+    return settings()["doc_host"] + settings()["doc_baseurl"]
+
+
+def footer(project: Project) -> dict[str, str]:
+    "The version, the licence and the repository, at the end of every page"
+    return {"left": f"fusedloss {settings()['version']}", "center": "Apache 2.0", "right": f"[Repository]({project.website['repo-url']})"}
+
+
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
@@ -160,9 +196,11 @@ def build(out: Path) -> list[str]:
         project = load(process(Path(folder).resolve()))
         project.config["project"]["output-dir"] = "../site"
         project.smalldocs["api"] |= {"root": str(ROOT), "source": blob_url(project)}
+        project.website.update({"favicon": "images/favicon.svg", "page-footer": footer(project)})
         expand_sections(project)
         site = Site(project, quiet=True)
         site.build()
+        finish_all(site.out, address())
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(site.out, out)
     return [line for line in site.warnings if "output-file" not in line]  # `read` does what it asks

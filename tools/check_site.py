@@ -31,7 +31,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         "Collect one tag"
         self.in_style = tag == "style"
-        for name, value in attrs:
+        for name, value in () if ("rel", "canonical") in attrs else attrs:  # an address, which nobody loads
             if name in ("id", "name"):
                 self.ids.add(value)
             elif (value or "").startswith(INLINE):

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbook import (CHECK_NAME, LEFT_OUT, MACHINE_PATH, METADATA_KEY, PROLOGUE, ROOT, called_name, code_hash, directives, has_prologue,
-                      is_stage, left_out, notebooks, output_text, project_files, read_left_out, read_notebook)
+from workbook import (CHECK_NAME, FOLDED_KEY, LEFT_OUT, LIBRARY, MACHINE_PATH, METADATA_KEY, PROLOGUE, ROOT, called_name, code_hash,
+                      directives, has_prologue, is_stage, left_out, notebooks, output_text, project_files, read_left_out, read_notebook)
 
 FREE = ""  # one or more headings of the author's own
 SECTIONS = ["The question", "Shapes and symbols", "Prediction", "Picture", FREE, "Does it match?", "Measurement",
-            "Prediction against measurement", "Left on the table", "Exercises", "Recap"]
+            "Prediction against measurement", "Left on the table", "Exercises", "Recap", LIBRARY]
+OPEN_CELLS = 90
 MAX_BYTES = 400_000
 MEDIAN_LINES, LONG_LINES, LONG_SHARE, MAX_LINES = 6, 25, 0.10, 45
 CHECK_SHARE = 0.25
@@ -108,6 +109,26 @@ def check_checks(code: list[tuple[int, dict]]) -> Problems:
         yield f"{checked} of {len(trees)} code cells hold a check that can fail; {CHECK_SHARE:.0%} is the least"
 
 
+def is_open(cell: dict) -> bool:
+    "Does a reader of the lesson see the cell's source?"
+    return cell["cell_type"] == "markdown" or not {"hide", "code-fold"} & directives(cell["source"])
+
+
+def check_halves(nb: dict) -> Problems:
+    "A lesson of few open cells, and at the end the library, folded"
+    at = [i for i, c in enumerate(nb["cells"]) if c["cell_type"] == "markdown" and re.match(rf"## {LIBRARY}\b", c["source"])]
+    if len(at) != 1:
+        yield f"{len(at)} cells begin with `## {LIBRARY}`, not one"
+        return
+    if nb["cells"][at[0]]["metadata"].get(FOLDED_KEY) is not True:
+        yield f"cell {at[0]}: `{FOLDED_KEY}` is not set, which folds it in JupyterLab"
+    if any(c["cell_type"] == "markdown" and re.search(r"^## ", c["source"], re.MULTILINE) for c in nb["cells"][at[0] + 1:]):
+        yield f"a section follows `## {LIBRARY}`, the last one"
+    seen = sum(map(is_open, nb["cells"][:at[0]]))
+    if seen > OPEN_CELLS:
+        yield f"{seen} open cells in the lesson, more than {OPEN_CELLS}: fold imports, plotting and tests, or move them below `## {LIBRARY}`"
+
+
 def check_exercises(nb: dict, path: Path) -> Problems:
     "Three exercises, each with its solution"
     exercises = [match for name in headings(nb, 3) if (match := re.match(r"Exercise\b *\d*", name))]
@@ -181,6 +202,7 @@ def check_stage(nb: dict, path: Path) -> Problems:
     yield from check_lengths(code)
     yield from check_checks(code)
     yield from check_exercises(nb, path)
+    yield from check_halves(nb)
 
 
 def check_text(path: Path) -> Problems:

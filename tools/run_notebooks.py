@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from workbook import (MACHINE_PATH, METADATA_KEY, ROOT, code_hash, directives, is_stage, notebook_from, notebooks, output_text,
+from workbook import (FOLDED_KEY, MACHINE_PATH, METADATA_KEY, ROOT, code_hash, directives, is_stage, notebook_from, notebooks, output_text,
                       read_notebook)
 
 
@@ -134,7 +134,7 @@ def run_here(path: Path, flags: set[str]) -> None:
         drop_stderr(nb)
         thin_drawings(nb)
         refuse_paths(nb, path)
-    clean_nb(nb, allowed_metadata_keys=[METADATA_KEY])
+    clean_nb(nb, allowed_metadata_keys=[METADATA_KEY], allowed_cell_metadata_keys=[FOLDED_KEY])
     nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "commit": made_from.commit, "machine": machine()}
     draft = path.with_suffix(".tmp")
     draft.write_text(nb2str(nb), encoding="utf-8")
@@ -142,8 +142,8 @@ def run_here(path: Path, flags: set[str]) -> None:
 
 
 def running_order(path: Path) -> tuple[int, Path]:
-    "The stages measure; the tour and the home page come last, which show what was measured"
-    return (0 if is_stage(path) else 2 if path.stem in ("tour", "index") else 1), path
+    "The stages measure; pages that show what was measured come last"
+    return (0 if is_stage(path) else 2 if path.stem in ("tour", "index", "benchmarks") else 1), path
 
 
 def is_distributed(path: Path) -> bool:

@@ -21,6 +21,8 @@ from package_code import PACKAGE, canonical, package
 ROOT = Path(__file__).resolve().parent.parent
 CHECK_NAME = re.compile(r"(test|check|assert)(_|$)|raises$")
 METADATA_KEY = "fusedloss"  # in a notebook's metadata; settings.ini lets it through nbdev_clean
+FOLDED_KEY = "jp-MarkdownHeadingCollapsed"  # in a cell's, likewise: JupyterLab folds what follows the heading
+LIBRARY = "In the library"  # the heading of what follows a lesson
 PROLOGUE = """\
 #| hide
 # Without a GPU, Triton's interpreter runs the kernels, and cells marked `#| cuda` show their saved outputs.

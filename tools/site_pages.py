@@ -1,0 +1,46 @@
+"""What every page of the site gets beside its content: where its GPU outputs were made, a link past the navigation, its address."""
+import html
+import json
+import re
+from pathlib import Path
+
+from workbook import METADATA_KEY, directives
+
+CONTENT = "quarto-document-content"  # the id of a page's main part
+SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
+
+
+def provenance(nb: dict) -> str:
+    "The machine and the commit of a notebook's saved outputs"
+    saved = nb["metadata"][METADATA_KEY]
+    return f"{saved['machine'].split(' · ')[0]}, commit {saved['commit'].removesuffix('+')}"
+
+
+def mark_gpu_outputs(path: Path) -> None:
+    "Say above each output of a `#| cuda` cell where it was made"
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    cells = [c for c in nb["cells"] if c["cell_type"] == "code" and c["outputs"] and "cuda" in directives("".join(c["source"]))]
+    if not cells or METADATA_KEY not in nb["metadata"]:
+        return
+    for cell in cells:
+        line = f'<p class="fl-gpu">{html.escape(provenance(nb))}</p>'
+        cell["outputs"].insert(0, {"output_type": "display_data", "metadata": {}, "data": {"text/html": [line]}})
+    path.write_text(json.dumps(nb), encoding="utf-8")
+
+
+def finish(page: str, url: str) -> str:
+    "A rendered page with a link past its navigation, its own address, and headers that name their columns"
+    page = re.sub(r"(<body[^>]*>)", rf"\1{SKIP}", page, count=1)
+    page = page.replace("</head>", f'<link rel="canonical" href="{html.escape(url)}"></head>', 1)
+    return re.sub(r"<th(?=[ >])(?![^>]*\bscope=)", '<th scope="col"', page)
+
+
+def finish_all(out: Path, address: str) -> None:
+    "Finish the pages in `out`, and list them in a sitemap without dates, which a fresh clone would change"
+    pages = sorted(out.rglob("*.html"))
+    urls = [f"{address}/{path.relative_to(out).as_posix()}" for path in pages]
+    for path, url in zip(pages, urls):
+        path.write_text(finish(path.read_text(encoding="utf-8"), url), encoding="utf-8")
+    rows = "\n".join(f"  <url><loc>{html.escape(url)}</loc></url>" for url in urls)
+    (out / "sitemap.xml").write_text(f'<?xml version="1.0" encoding="UTF-8"?>\n<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{rows}\n</urlset>\n',
+                                     encoding="utf-8")
