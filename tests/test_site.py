@@ -57,9 +57,10 @@ def test_an_address_is_not_loaded(report):
 
 
 def test_a_page_is_finished():
-    page = finish('<html><head></head><body class="a"><main id="quarto-document-content"><table><th>x</th><th scope="row">y</th><thead></table></main></body></html>', "https://example.org/a?b&c")
+    page = finish('<html><head></head><body class="a"><main id="quarto-document-content"><table><th>x</th><th scope="row">y</th><th class="z"></th><thead></table></main></body></html>', "https://example.org/a?b&c")
     assert page.index("<body") < page.index('href="#quarto-document-content"') < page.index("<main")
     assert '<link rel="canonical" href="https://example.org/a?b&amp;c"></head>' in page
+    assert page.index("tabIndex = 0") < page.index("</body>") and '<td class="z"></td>' in page
     assert page.count('<th scope="col">') == 1 and '<th scope="row">' in page and "<thead>" in page
 
 
