@@ -7,8 +7,6 @@ __all__ = ['ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_a
            'ctc_posteriors']
 
 # %% ../nbs/20_ctc.ipynb #8fd56191
-#| code-fold: true
-#| code-summary: what the module imports
 import functools, math
 from typing import Literal, NamedTuple, Optional
 

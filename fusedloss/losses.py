@@ -6,8 +6,6 @@
 __all__ = ['METHODS', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/11_losses.ipynb #43572c67
-#| code-fold: true
-#| code-summary: imports of the module
 import logging
 from typing import Any, Callable, Optional, Unpack
 

@@ -6,8 +6,6 @@
 __all__ = ['PartialFC']
 
 # %% ../nbs/14_partial_fc.ipynb #275f2e99
-#| code-fold: true
-#| code-summary: imports of the module
 from typing import Callable, Literal, NamedTuple, Optional, Sequence
 
 import torch
@@ -26,8 +24,6 @@ from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeS
 from fusedloss.margins import CosFace, head_config, Margin
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
-#| code-fold: true
-#| code-summary: statistics of a step, and rows of sub-centres
 class HeadStats(NamedTuple):
     "The statistics of a step; no gradients, and nothing waits for them."
     cos: Tensor  # [N], of each row with its target, no margin; 0 without a label
@@ -67,8 +63,6 @@ def head_stats(
     return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
 
 # %% ../nbs/14_partial_fc.ipynb #9051f4db
-#| code-fold: true
-#| code-summary: checks of options, features and labels
 def check_step_options(sampler, sample_rate, ignore_index, method):
     "`ValueError` for options of a step that no head can have."
     rate = sample_rate == "positives" or is_number(sample_rate) and 0 < sample_rate <= 1
@@ -95,8 +89,6 @@ def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:
     check_flags(return_stats=return_stats)
 
 # %% ../nbs/14_partial_fc.ipynb #d2cafd24
-#| code-fold: true
-#| code-summary: an optimizer whose state follows the rows
 def rebuilt_state(
     p:nn.Parameter, optimizer:torch.optim.Optimizer, make:Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
@@ -125,8 +117,6 @@ def rebuild_rows(
         if made: optimizer.state[p].update(made)
 
 # %% ../nbs/14_partial_fc.ipynb #9ff6e558
-#| code-fold: true
-#| code-summary: ClassVectors, a weight whose classes come and go
 class ClassVectors(nn.Module):
     "A weight with K rows a class, and classes that come and go."
     def __init__(self, num_classes:int, embedding_size:int, centers:int, device, dtype):
@@ -177,8 +167,6 @@ class ClassVectors(nn.Module):
         return new
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
-#| code-fold: true
-#| code-summary: the loss of a step, for any margin and for CosFace
 def margin_loss(
     head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; lse, cos, largest negative score: [N]

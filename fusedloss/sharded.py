@@ -6,8 +6,6 @@
 __all__ = ['sharded_linear_cross_entropy']
 
 # %% ../nbs/16_sharded.ipynb #cd61807c
-#| code-fold: true
-#| code-summary: imports of the module
 import functools
 from typing import Callable, NamedTuple, Optional, Unpack
 
@@ -80,8 +78,6 @@ def merge_sums(
     return out
 
 # %% ../nbs/16_sharded.ipynb #c9c5e81f
-#| code-fold: true
-#| code-summary: sums of a shard, in PyTorch or by the kernels of stage 7
 def shard_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> tuple:
     "Scores [n,V] and slopes of a chunk of tokens; `w` is wide."
     return score_and_slope(chunk_scores(x, w, bias)[:, 0], o)
@@ -126,8 +122,6 @@ def shard_sums(
     return nothing
 
 # %% ../nbs/16_sharded.ipynb #cc03976e
-#| code-fold: true
-#| code-summary: six terms a row, and the gradient of scores
 def make_terms(
     sums:Tensor,  # [7,N] of all shards
     g_lse:Optional[Tensor], g_gap:Optional[Tensor],  # [N] each, or None
@@ -158,8 +152,6 @@ def plain_dz(
     return d * slope
 
 # %% ../nbs/16_sharded.ipynb #9d4198a5
-#| code-fold: true
-#| code-summary: gradients of a shard, in PyTorch
 def plain_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
     weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
@@ -192,8 +184,6 @@ def shard_gradients(
     return home, torch.zeros_like(w), terms.new_zeros(len(w))
 
 # %% ../nbs/16_sharded.ipynb #3c291a03
-#| code-fold: true
-#| code-summary: gradients of a shard, by the kernels of stage 7
 def kernel_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
     weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
@@ -223,8 +213,6 @@ def kernel_gradients(
     return home, dw, db if grad_scale is None else db.mul_(grad_scale)
 
 # %% ../nbs/16_sharded.ipynb #a8eb03f6
-#| code-fold: true
-#| code-summary: what kernels are compiled for; scores of all targets
 def compiled_for(o:LossOptions) -> tuple[bool, ...]:
     "What kernels are compiled for, of the options; not their values, which may be others in every step."
     return o.softcap > 0, o.logit_scale != 1, o.label_smoothing > 0
@@ -239,8 +227,6 @@ def global_target_logits(
                        score)
 
 # %% ../nbs/16_sharded.ipynb #18b0eb58
-#| code-fold: true
-#| code-summary: the operator for autograd
 class _ShardScores(torch.autograd.Function):
     "lse, gap, total, mean [N] with gradients; rows [3,N], labels and token weights without."
     @staticmethod
@@ -283,8 +269,6 @@ class _ShardScores(torch.autograd.Function):
                 db.to(bias.dtype) if needs[2] else None, *[None] * 8)
 
 # %% ../nbs/16_sharded.ipynb #a505735d
-#| code-fold: true
-#| code-summary: rows of this rank, with their gradients
 class _OwnRows(torch.autograd.Function):
     "This rank's part of all rows' numbers; backward collects what every rank says of its own."
     @staticmethod
@@ -304,8 +288,6 @@ def own_rows(t:Tensor, b:RankTokens, s:Shards) -> Tensor:
     return t if b.shared or s.group is None else _OwnRows.apply(t, b, s)
 
 # %% ../nbs/16_sharded.ipynb #6afe52bd
-#| code-fold: true
-#| code-summary: losses of rows, with every option
 def token_losses(
     lse:Tensor, gap:Tensor, total:Tensor,  # [N], zeros where not valid
     y:Tensor, valid:Tensor,  # [N]
@@ -324,8 +306,6 @@ def token_losses(
     return torch.where(y == o.ignore_index, 0.0, torch.where(valid, losses, torch.nan))
 
 # %% ../nbs/16_sharded.ipynb #10d1f598
-#| code-fold: true
-#| code-summary: the loss of all ranks
 def sharded_loss(
     x:Tensor, w:Tensor, bias:Optional[Tensor], y:Tensor,  # [n,H], [V,H] and [V] here, [n]
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V] of all classes, [n]
@@ -351,8 +331,6 @@ def sharded_loss(
                                      else t[b.token_slice(s)] for t in told))
 
 # %% ../nbs/16_sharded.ipynb #755a8a2f
-#| code-fold: true
-#| code-summary: how tensors lie on the ranks
 def local_of(
     t,  # a tensor, a DTensor or None
     name:str, mesh, placements:list,  # those that will do
@@ -386,8 +364,6 @@ def batch_of(
     return RankTokens(False, others * here, rows, factor), dim
 
 # %% ../nbs/16_sharded.ipynb #a6a9f4ff
-#| code-fold: true
-#| code-summary: targets that lie ahead, on another rank
 def shifted_ahead(
     t:Tensor, k:int, fill:float,  # [..., T]; past the end
     each:int, s:Shards,  # tokens of the first rank; 0 where the sequence is not shared
@@ -407,8 +383,6 @@ def within(
     return min(max(size - k - s.rank * each, 0), here)
 
 # %% ../nbs/16_sharded.ipynb #5be33e79
-#| code-fold: true
-#| code-summary: checks of bias and of the reduction
 def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
     "`ValueError` for a bias that does not go with this rank's classes."
     if bias is None: return
@@ -434,8 +408,6 @@ def check_reduction(backbone_reduction:Optional[str], input:Tensor, s:Shards):
            "None for an input that is the same on all ranks, Replicate()", repr(how))
 
 # %% ../nbs/16_sharded.ipynb #b1bc9fb2
-#| code-fold: true
-#| code-summary: checks of arguments
 def check_sharded(
     x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, shift:int, budget:Optional[int],
 ):
@@ -452,8 +424,6 @@ def check_sharded(
            "a positive number of bytes or None", budget)
 
 # %% ../nbs/16_sharded.ipynb #a4bf3c71
-#| code-fold: true
-#| code-summary: the loss of the rows that are here
 def ask_shards(
     x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, b:RankTokens, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of y's size
@@ -470,8 +440,6 @@ def ask_shards(
     return loss, stats
 
 # %% ../nbs/16_sharded.ipynb #89e4f3c6
-#| code-fold: true
-#| code-summary: a call as one rank sees it
 class Here(NamedTuple):
     "A call as one rank sees it."
     x: Tensor; w: Tensor; y: Tensor
@@ -499,8 +467,6 @@ def seen_here(
                 given, b, each)
 
 # %% ../nbs/16_sharded.ipynb #70d233ef
-#| code-fold: true
-#| code-summary: shift, ask, and give each rank its own
 def spread_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int=0,
     memory_budget:Optional[int]=None, mesh=None, num_classes:Optional[int]=None,
@@ -531,8 +497,6 @@ def spread_loss(
     return (shaped(loss), CrossEntropyStats(*map(shaped, stats))) if stats else shaped(loss)
 
 # %% ../nbs/16_sharded.ipynb #eda0ccfd
-#| code-fold: true
-#| code-summary: sharded_linear_cross_entropy
 @lists_options
 def sharded_linear_cross_entropy(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
@@ -562,8 +526,6 @@ def sharded_linear_cross_entropy(
                        num_classes, backbone_reduction)
 
 # %% ../nbs/16_sharded.ipynb #77eb464f
-#| code-fold: true
-#| code-summary: what linear_cross_entropy calls for a DTensor
 def planned_shards(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int, method:str,
     memory_budget:Optional[int], accumulate:str, filter_eps:Optional[float],

@@ -6,8 +6,6 @@
 __all__ = ['ShardedPartialFC', 'ShardedRowSparse']
 
 # %% ../nbs/17_sharded_heads.ipynb #e751654a
-#| code-fold: true
-#| code-summary: what the module imports
 import copy, functools
 from typing import Callable, Literal, Optional, Sequence, TypedDict, Unpack
 

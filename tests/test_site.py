@@ -4,7 +4,7 @@ import re
 
 import pytest
 from check_site import problems, unlicensed
-from site_pages import finish, finish_all, mark_gpu_outputs
+from site_pages import finish, finish_all, fold, mark_gpu_outputs
 from workbook import ROOT, is_stage, notebooks
 
 GOOD = {
@@ -74,6 +74,13 @@ def test_gpu_outputs_say_where_they_were_made(tmp_path):
         found = [cell["outputs"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
         assert [len(outputs) for outputs in found] == expected
         assert not metadata or found[0][0]["data"]["text/html"] == ['<p class="fl-gpu">NVIDIA H200, commit abc</p>']
+
+
+def test_a_folded_cell_says_what_is_inside(tmp_path):
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["#| exporti\n", "#| code-fold Check: \"x\" is one\n", "x = 1"]}]}), encoding="utf-8")
+    fold(path)
+    assert json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"] == '#| exporti\n#| code-fold: true\n#| code-summary: "Check: \\"x\\" is one"\nx = 1'
 
 
 def test_a_sitemap_names_every_page(tmp_path):

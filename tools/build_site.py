@@ -23,7 +23,7 @@ from smalldocs import api as smalldocs_api
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
-from site_pages import finish_all, mark_gpu_outputs
+from site_pages import finish_all, fold, mark_gpu_outputs
 from workbook import ROOT, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
@@ -158,6 +158,7 @@ def process(work: Path) -> Path:
     refresh_quarto_yml()
     for path in notebooks(work):
         mark_gpu_outputs(path)
+        fold(path)
         exec_nb(path, path, FilterDefaults)
     return work / "nbs"
 

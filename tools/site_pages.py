@@ -33,6 +33,15 @@ def mark_gpu_outputs(path: Path) -> None:
     path.write_text(json.dumps(nb), encoding="utf-8")
 
 
+def fold(path: Path) -> None:
+    "A cell's `#| code-fold what is inside`, which nbdev keeps out of modules, as the renderer has it"
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    for cell in (c for c in nb["cells"] if c["cell_type"] == "code"):
+        quarto = lambda found: f"#| code-fold: true\n#| code-summary: {json.dumps(found[1], ensure_ascii=False)}"
+        cell["source"] = re.sub(r"^#\| code-fold (.+)$", quarto, "".join(cell["source"]), flags=re.MULTILINE)
+    path.write_text(json.dumps(nb), encoding="utf-8")
+
+
 def finish(page: str, url: str) -> str:
     "A rendered page with a link past its navigation and its own address, which a screen reader and a keyboard get through"
     page = re.sub(r"(<body[^>]*>)", rf"\1{SKIP}", page, count=1)
