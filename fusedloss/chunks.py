@@ -5,8 +5,10 @@
 # %% auto #0
 __all__ = ['chunked_linear_cross_entropy', 'ChunkedLinearCrossEntropyLoss']
 
-# %% ../nbs/06_chunks.ipynb #bd73b366
+# %% ../nbs/06_chunks.ipynb #e7ecf72e
 import math, os
+
+# %% ../nbs/06_chunks.ipynb #bd73b366
 from typing import Any, Callable, Literal, NamedTuple, Optional, Unpack
 
 import torch

@@ -7,6 +7,8 @@ __all__ = ['ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_a
            'ctc_posteriors']
 
 # %% ../nbs/20_ctc.ipynb #8fd56191
+#| code-fold: true
+#| code-summary: what the module imports
 import functools, math
 from typing import Literal, NamedTuple, Optional
 
@@ -31,7 +33,6 @@ from fusedloss.core.triton import on_device
 from fusedloss.scans import logz, Paths, sample, viterbi
 from fusedloss.semirings import Log
 
-# %% ../nbs/20_ctc.ipynb #0695cd76
 f32, f64 = torch.float32, torch.float64
 
 # %% ../nbs/20_ctc.ipynb #b6254756
@@ -108,7 +109,6 @@ def posterior_table(alphas:Tensor, skip:Tensor, frames:Tensor, lengths:Tensor) -
     "γ of whole sequences [T,N,S]; 0 where no path exists."
     return gamma_table(alphas, skip, frames, Log.dsum(last_row(alphas, lengths), -1))[0]
 
-# %% ../nbs/20_ctc.ipynb #4caf8647
 def log_likelihood(alphas:Tensor, lengths:Tensor) -> Tensor:
     "The sum over all paths [N]."
     return Log.reduce(last_row(alphas, lengths), -1)

@@ -6,6 +6,8 @@
 __all__ = ['recompute_linear_cross_entropy']
 
 # %% ../nbs/08_filter.ipynb #f1a36d2a
+#| code-fold: true
+#| code-summary: imports of the module
 import itertools, math
 from typing import NamedTuple, Optional, Unpack
 

@@ -6,6 +6,8 @@
 __all__ = ['METHODS', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/11_losses.ipynb #43572c67
+#| code-fold: true
+#| code-summary: imports of the module
 import logging
 from typing import Any, Callable, Optional, Unpack
 
@@ -31,6 +33,20 @@ from fusedloss.plans import cached_plan, Call, chunks_budget, Estimate, least, m
 from fusedloss.recompute import check_recompute
 from fusedloss.tiles import run_tiled
 
+# %% ../nbs/11_losses.ipynb #2ca32728
+def shift_targets(
+    input:Tensor,  # [..., T, H]
+    target:Tensor,  # [..., T]
+    token_weight:Optional[Tensor],  # [..., T], of the targets
+    shift:int,  # k
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [..., T-k, H], [..., T-k] twice
+    "Pair each token with the target k positions ahead of it, in its own sequence."
+    expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
+    if not shift: return input, target, token_weight
+    expect(input.dim() >= 2, "shift", "0 where the input has no token dimension", shift)
+    later = lambda t: None if t is None else t[..., shift:]
+    return input[..., :max(0, input.shape[-2] - shift), :], later(target), later(token_weight)
+
 # %% ../nbs/11_losses.ipynb #eb1b1140
 def eager_linear_cross_entropy(
     input:Tensor,  # [..., H]
@@ -50,20 +66,6 @@ def eager_linear_cross_entropy(
     shaped = lambda t: t.view(target.shape) if t.dim() else t
     if not return_stats: return shaped(result)
     return shaped(result[0]), CrossEntropyStats(*map(shaped, result[1]))
-
-# %% ../nbs/11_losses.ipynb #2ca32728
-def shift_targets(
-    input:Tensor,  # [..., T, H]
-    target:Tensor,  # [..., T]
-    token_weight:Optional[Tensor],  # [..., T], of the targets
-    shift:int,  # k
-) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [..., T-k, H], [..., T-k] twice
-    "Pair each token with the target k positions ahead of it, in its own sequence."
-    expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
-    if not shift: return input, target, token_weight
-    expect(input.dim() >= 2, "shift", "0 where the input has no token dimension", shift)
-    later = lambda t: None if t is None else t[..., shift:]
-    return input[..., :max(0, input.shape[-2] - shift), :], later(target), later(token_weight)
 
 # %% ../nbs/11_losses.ipynb #c0fde58c
 def check_local(name:str, t:Optional[Tensor], n_features:int):

@@ -6,6 +6,8 @@
 __all__ = ['Margin', 'CosFace', 'ArcFace', 'Combined', 'AdaFace', 'Circle', 'SubCenter', 'margin_cross_entropy']
 
 # %% ../nbs/13_margins.ipynb #acbdbc8c
+#| code-fold: true
+#| code-summary: imports of the module
 import math
 from dataclasses import dataclass
 from typing import Any, Callable, Literal, Optional
@@ -56,6 +58,8 @@ class Margin:
     def __call__(self, *args:Any) -> Tensor: return self.target_score(*args)
 
 # %% ../nbs/13_margins.ipynb #0f87db15
+#| code-fold: true
+#| code-summary: check of the numbers of a margin
 def check_numbers(m:Margin, *names:str):
     "`ValueError` unless these fields are finite numbers, none below 0, and the scale above it."
     for name in names:
@@ -105,6 +109,8 @@ def falling_cosine(
     return (1 - 2 * (turns % 2)) * torch.cos(phi) - 2 * turns
 
 # %% ../nbs/13_margins.ipynb #28353c51
+#| code-fold: true
+#| code-summary: the score of an angle, and its options
 def angular_score(
     cos:Tensor,  # [N]
     m1:float, m2:float, m3:float, scale:float, grad:str, past_pi:str,
@@ -140,6 +146,8 @@ class ArcFace(Margin):
         return angular_score(cos, 1.0, self.margin, 0.0, self.scale, self.grad, self.past_pi)
 
 # %% ../nbs/13_margins.ipynb #dac8d5dd
+#| code-fold: true
+#| code-summary: Combined
 @dataclass(frozen=True)
 class Combined(Margin):
     "scale · (cos(m1 θ + m2) − m3): arXiv 1801.07698, eq. 4; m1 alone is SphereFace."
@@ -161,6 +169,8 @@ class Combined(Margin):
                              self.past_pi)
 
 # %% ../nbs/13_margins.ipynb #913803b1
+#| code-fold: true
+#| code-summary: statistics of lengths, in buffers that stay wide
 def batch_sums(
     norm:Tensor, valid:Tensor, near:Tensor,  # [N], [N], [] a number near the mean
 ) -> Tensor:  # [3], float64
@@ -177,7 +187,6 @@ def mean_and_std(
     spread = ((squares - total * mean) / (n - 1).clamp(min=1)).clamp(min=0).sqrt()
     return near + mean.to(near.dtype), torch.where(n > 1, spread.to(std.dtype), std)
 
-# %% ../nbs/13_margins.ipynb #b0aa2a31
 class WideBuffers(nn.Module):
     "A module whose own buffers keep `acc_dtype` when it is moved, cast or loaded."
     def _apply(self, *args, **options):
@@ -195,6 +204,8 @@ class WideBuffers(nn.Module):
             self._buffers[name] = t.to(acc_dtype(t.dtype))
 
 # %% ../nbs/13_margins.ipynb #676a69df
+#| code-fold: true
+#| code-summary: AdaFace
 class AdaFace(WideBuffers, Margin):
     "scale · (cos(θ − mẑ) − mẑ − m), ẑ the length of a row among others': arXiv 2204.00964."
     def __init__(self,
@@ -241,6 +252,8 @@ class AdaFace(WideBuffers, Margin):
     def forward(self, cos:Tensor, norm:Tensor) -> Tensor: return self.target_score(cos, norm)
 
 # %% ../nbs/13_margins.ipynb #dc9cbe8d
+#| code-fold: true
+#| code-summary: Circle
 @dataclass(frozen=True)
 class Circle(Margin):
     "scale · [1 + m − c]₊ (c − 1 + m); for others scale · [c + m]₊ (c − m): arXiv 2002.10857."
@@ -263,6 +276,8 @@ class Circle(Margin):
         return self.scale * weight * (cos - 1 + self.margin)
 
 # %% ../nbs/13_margins.ipynb #a8d277a6
+#| code-fold: true
+#| code-summary: SubCenter
 class SubCenter(nn.Module, Margin):
     "K vectors a class, of which the nearest counts; another margin on its cosine."
     def __init__(self,
@@ -284,6 +299,8 @@ class SubCenter(nn.Module, Margin):
     def forward(self, *args:Any) -> Tensor: return self.target_score(*args)
 
 # %% ../nbs/13_margins.ipynb #b20867bf
+#| code-fold: true
+#| code-summary: CosineTiles, one tile at a time
 class CosineTiles:
     "The N×V rectangle of cosines times `tile_scale`, made one tile at a time."
     def __init__(self,
@@ -327,6 +344,8 @@ def cosine_lse_fwd(
     return lse, cos
 
 # %% ../nbs/13_margins.ipynb #0ace49e2
+#| code-fold: true
+#| code-summary: backward of a slice of classes
 def directions(inverse:Tensor, eps:float) -> Tensor:  # [R] 1 / `lengths`
     "1 for a row that has a direction, -1 for one of at most `eps`."
     shortest = torch.full_like(inverse[:1], eps).reciprocal_()
@@ -340,7 +359,6 @@ def take_off_radial(
     unit = (t * inverse[:, None]).contiguous()  # as the kernel reads it
     to_tangent(d, unit, direction, factor, out)
 
-# %% ../nbs/13_margins.ipynb #c510f090
 def cosine_slice_bwd(
     dx:Tensor|None, tiles:CosineTiles, j:slice,  # [N,H] added to
     lse:Tensor, g_lse:Tensor, g_cos:Tensor, need_w:bool,  # [N]
@@ -357,6 +375,8 @@ def cosine_slice_bwd(
     return dw
 
 # %% ../nbs/13_margins.ipynb #35086141
+#| code-fold: true
+#| code-summary: backward of all tiles
 def cosine_lse_bwd(
     g_lse:Tensor, g_cos:Tensor,  # [N] upstream gradients
     x:Tensor, w:Tensor, y:Tensor, lse:Tensor, o:HeadConfig,  # saved: inputs, one number a row
@@ -387,6 +407,8 @@ def cosine_lse_bwd(
     return out, dw
 
 # %% ../nbs/13_margins.ipynb #e98c6880
+#| code-fold: true
+#| code-summary: the operator for autograd and torch.compile
 def save_head(ctx, inputs, output):
     "x, w, y, and one number a row."
     x, w, y, *ctx.options = inputs
@@ -401,7 +423,6 @@ def head_gradients(
     dx, dw = cosine_lse_grad(g_lse, g_cos, x, w, y, lse, *ctx.options, needs.x, needs.w)
     return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
-# %% ../nbs/13_margins.ipynb #11a2d73b
 def fake_head(x, w, y, *options):
     "The shapes of `cosine_lse_fwd`'s results."
     return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
@@ -417,6 +438,8 @@ cosine_lse = operator("fusedloss::cosine_lse", cosine_lse_fwd, fake=fake_head, s
                       backward=head_gradients, flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/13_margins.ipynb #ee55bbb1
+#| code-fold: true
+#| code-summary: checks of a margin, tensors and labels
 def head_config(
     margin:Margin, eps:float, conflict:Optional[float]=None, conflict_mode:str="drop",
 ) -> HeadConfig:
@@ -433,7 +456,6 @@ def head_config(
         margin.paced, eps, 2.0 if conflict is None else conflict,
         0.0 if conflict_mode == "zero" else -math.inf)
 
-# %% ../nbs/13_margins.ipynb #a3e1cceb
 def check_head(
     input:Tensor, linear_weight:Tensor, target:Tensor, centers:int, reduction:str,
     ignore_index:int, method:str, token_tile:int, class_tile:int,
@@ -453,6 +475,8 @@ def check_head(
     return rows // centers
 
 # %% ../nbs/13_margins.ipynb #7c59a18e
+#| code-fold: true
+#| code-summary: margin_cross_entropy
 def margin_cross_entropy(
     input:Tensor,  # [..., H], features of any length
     linear_weight:Tensor|nn.Module,  # [V,H] class vectors of any length; [V·K,H] with sub-centres

@@ -6,6 +6,8 @@
 __all__ = ['PartialFC']
 
 # %% ../nbs/14_partial_fc.ipynb #275f2e99
+#| code-fold: true
+#| code-summary: imports of the module
 from typing import Callable, Literal, NamedTuple, Optional, Sequence
 
 import torch
@@ -24,6 +26,8 @@ from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeS
 from fusedloss.margins import CosFace, head_config, Margin
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
+#| code-fold: true
+#| code-summary: statistics of a step, and rows of sub-centres
 class HeadStats(NamedTuple):
     "The statistics of a step; no gradients, and nothing waits for them."
     cos: Tensor  # [N], of each row with its target, no margin; 0 without a label
@@ -32,7 +36,39 @@ class HeadStats(NamedTuple):
     n_valid: Tensor  # rows with a label
     n_scored: Tensor  # classes that were scored
 
+def config_of(head:nn.Module) -> HeadConfig:
+    "A head's, of what its attributes are now."
+    return head_config(head.margin, head.eps, head.conflict, head.conflict_mode)
+
+def center_rows(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T·K]
+    "Rows of the weight for rows of classes."
+    if rows is None or k == 1: return rows
+    each = rows[:, None] * k + torch.arange(k, device=rows.device)
+    return torch.where(rows[:, None] < 0, -1, each).flatten()
+
+def weight_columns(head:nn.Module, columns:Columns) -> Columns:
+    "Columns of the weight's rows; the head notes which, for the optimizer."
+    if columns.w_rows is None: return columns
+    if head.centers > 1:
+        rows = center_rows(columns.w_rows, head.centers)
+        columns = columns._replace(w_rows=rows, grad_index=live_index(rows))
+    if head.sparse: head.weight.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
+    return columns
+
+def head_stats(
+    head:nn.Module, columns:Columns, lse:Tensor, cos:Tensor, largest:Tensor,
+    known:Optional[Tensor]=None,  # [N], rows with a class; else as the columns have it
+) -> HeadStats:
+    "The statistics of a step."
+    if known is None: known = columns.x_rows >= 0
+    o, rows, n = config_of(head), columns.w_rows, known.sum()
+    leads = (reweighted_logits(cos * o.tile_scale, o) > largest) & known
+    scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
+    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
+
 # %% ../nbs/14_partial_fc.ipynb #9051f4db
+#| code-fold: true
+#| code-summary: checks of options, features and labels
 def check_step_options(sampler, sample_rate, ignore_index, method):
     "`ValueError` for options of a step that no head can have."
     rate = sample_rate == "positives" or is_number(sample_rate) and 0 < sample_rate <= 1
@@ -45,7 +81,6 @@ def check_step_options(sampler, sample_rate, ignore_index, method):
     expect(method in ("auto", "tiles", "recompute"), "method", "'auto', 'tiles' or 'recompute'",
            repr(method))
 
-# %% ../nbs/14_partial_fc.ipynb #c4d74089
 def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:bool):
     "`ValueError` for features, targets or a flag that the head cannot take, whatever the labels."
     expect_tensor("features", features)
@@ -60,6 +95,8 @@ def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:
     check_flags(return_stats=return_stats)
 
 # %% ../nbs/14_partial_fc.ipynb #d2cafd24
+#| code-fold: true
+#| code-summary: an optimizer whose state follows the rows
 def rebuilt_state(
     p:nn.Parameter, optimizer:torch.optim.Optimizer, make:Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
@@ -75,7 +112,6 @@ def rebuilt_state(
                "weight: give extend and remove every optimizer", f"{name} of {list(t.shape)}")
     return {name: make(t) for name, t in held.items() if len(t) == len(p)}
 
-# %% ../nbs/14_partial_fc.ipynb #63c2b91c
 def rebuild_rows(
     p:nn.Parameter, optimizers:tuple, make:Callable[[Tensor], Tensor],
     begin:Callable[[Tensor], Tensor]=lambda new: new,  # first values of rows that p gains
@@ -89,6 +125,8 @@ def rebuild_rows(
         if made: optimizer.state[p].update(made)
 
 # %% ../nbs/14_partial_fc.ipynb #9ff6e558
+#| code-fold: true
+#| code-summary: ClassVectors, a weight whose classes come and go
 class ClassVectors(nn.Module):
     "A weight with K rows a class, and classes that come and go."
     def __init__(self, num_classes:int, embedding_size:int, centers:int, device, dtype):
@@ -138,41 +176,9 @@ class ClassVectors(nn.Module):
         self.num_classes = left
         return new
 
-# %% ../nbs/14_partial_fc.ipynb #dcb77143
-def config_of(head:nn.Module) -> HeadConfig:
-    "A head's, of what its attributes are now."
-    return head_config(head.margin, head.eps, head.conflict, head.conflict_mode)
-
-# %% ../nbs/14_partial_fc.ipynb #30aaf199
-def center_rows(rows:Optional[Tensor], k:int) -> Optional[Tensor]:  # [T] to [T·K]
-    "Rows of the weight for rows of classes."
-    if rows is None or k == 1: return rows
-    each = rows[:, None] * k + torch.arange(k, device=rows.device)
-    return torch.where(rows[:, None] < 0, -1, each).flatten()
-
-# %% ../nbs/14_partial_fc.ipynb #68b00999
-def weight_columns(head:nn.Module, columns:Columns) -> Columns:
-    "Columns of the weight's rows; the head notes which, for the optimizer."
-    if columns.w_rows is None: return columns
-    if head.centers > 1:
-        rows = center_rows(columns.w_rows, head.centers)
-        columns = columns._replace(w_rows=rows, grad_index=live_index(rows))
-    if head.sparse: head.weight.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
-    return columns
-
-# %% ../nbs/14_partial_fc.ipynb #e7b6c6a8
-def head_stats(
-    head:nn.Module, columns:Columns, lse:Tensor, cos:Tensor, largest:Tensor,
-    known:Optional[Tensor]=None,  # [N], rows with a class; else as the columns have it
-) -> HeadStats:
-    "The statistics of a step."
-    if known is None: known = columns.x_rows >= 0
-    o, rows, n = config_of(head), columns.w_rows, known.sum()
-    leads = (reweighted_logits(cos * o.tile_scale, o) > largest) & known
-    scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
-    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
-
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
+#| code-fold: true
+#| code-summary: the loss of a step, for any margin and for CosFace
 def margin_loss(
     head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; lse, cos, largest negative score: [N]
@@ -187,7 +193,6 @@ def margin_loss(
     loss = torch.dot(losses, columns.loss_weight.to(losses.dtype))
     return loss, lse.detach(), cos.detach(), largest
 
-# %% ../nbs/14_partial_fc.ipynb #514a500e
 def cosface_loss(
     head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -198,7 +203,6 @@ def cosface_loss(
         o, dtype, head.sparse)
     return loss, lse, cos, largest
 
-# %% ../nbs/14_partial_fc.ipynb #bd9b79a4
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
     with_stats:bool,

@@ -6,6 +6,8 @@
 __all__ = ['Choice', 'Plan', 'plan']
 
 # %% ../nbs/10_plans.ipynb #632e3606
+#| code-fold: true
+#| code-summary: imports of the module
 import functools, operator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Optional

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../nbs/07_recompute.ipynb #eeafc4f7
+#| code-fold: true
+#| code-summary: imports of the module
 import functools
 from typing import Callable, Optional
 

@@ -6,6 +6,8 @@
 __all__ = ['RowSparse']
 
 # %% ../nbs/15_row_sparse.ipynb #cb0598ae
+#| code-fold: true
+#| code-summary: imports of the module
 import math
 from typing import Any, Callable, Iterable, Literal, NamedTuple, Optional
 
@@ -35,6 +37,8 @@ def round_stochastically(v, noise):
     return tl.where(tl.abs(v) < float("inf"), rounded, v).to(tl.bfloat16)
 
 # %% ../nbs/15_row_sparse.ipynb #c6b5a148
+#| code-fold: true
+#| code-summary: count_kernel
 @jit
 def count_kernel(row_steps_ptr, rows_ptr, T, B: tl.constexpr):
     at = tl.program_id(0) * B + tl.arange(0, B)
@@ -46,6 +50,8 @@ def count_kernel(row_steps_ptr, rows_ptr, T, B: tl.constexpr):
     tl.store(row_steps_ptr + row, count, mask=alive)
 
 # %% ../nbs/15_row_sparse.ipynb #4ee04a8e
+#| code-fold: true
+#| code-summary: update_kernel, for SGD and AdamW
 @jit
 def update_kernel(
     p_ptr, moment1_ptr, moment2_ptr, row_steps_ptr,  # [V,H], state [V,H] or None, [V] or None
@@ -115,6 +121,8 @@ def plain_round_stochastically(
     return torch.where(v.isfinite(), rounded, v).bfloat16()
 
 # %% ../nbs/15_row_sparse.ipynb #e162db65
+#| code-fold: true
+#| code-summary: the numbers of a step
 class Update(NamedTuple):
     "One step's numbers, for SGD and for AdamW."
     adam: bool
@@ -126,7 +134,6 @@ class Update(NamedTuple):
     nesterov: bool
     sign: float  # -1 to maximise
 
-# %% ../nbs/15_row_sparse.ipynb #f5461ffd
 def update_of(group:dict, adam:bool) -> Update:
     "A parameter group's numbers."
     beta1, beta2 = group["betas"] if adam else (group["momentum"], group["dampening"])
@@ -135,6 +142,8 @@ def update_of(group:dict, adam:bool) -> Update:
                   -1.0 if group["maximize"] else 1.0)
 
 # %% ../nbs/15_row_sparse.ipynb #b33ad4a1
+#| code-fold: true
+#| code-summary: the update in PyTorch, for CPUs and float64
 def plain_update(
     p:Tensor, moment1:Optional[Tensor], moment2:Optional[Tensor], row_steps:Optional[Tensor],
     g:Tensor, rows:Optional[Tensor], u:Update, seed:Optional[int],
@@ -169,6 +178,8 @@ def plain_update(
         else: held[rows] = made.to(held.dtype)
 
 # %% ../nbs/15_row_sparse.ipynb #d107bc39
+#| code-fold: true
+#| code-summary: the launch, and the live rows of a gradient
 def launch_update(
     p:Tensor, moment1:Optional[Tensor], moment2:Optional[Tensor], row_steps:Optional[Tensor],
     g:Tensor, rows:Optional[Tensor], grad_rows:Optional[Tensor], u:Update, seed:Optional[int],
@@ -187,7 +198,6 @@ def launch_update(
                       1 - u.beta1, 1 - u.beta2, *logs, u.eps, u.sign, seed or 0, ADAM=u.adam,
                       NESTEROV=u.nesterov, NOISE=seed is not None, BR=height, BH=width)
 
-# %% ../nbs/15_row_sparse.ipynb #9adad129
 def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradient
     "Rows of a sparse gradient, -1 or all different, and their values."
     known = getattr(p, "grad_rows", None)
@@ -198,15 +208,21 @@ def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradie
     return g.indices()[0], g.values()
 
 # %% ../nbs/15_row_sparse.ipynb #78933bde
+#| code-fold: true
+#| code-summary: the state of each optimizer
 SPARSE_OF = {torch.optim.SGD: ("momentum_buffer",),
              torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
 
 # %% ../nbs/15_row_sparse.ipynb #b8343cc2
+#| code-fold: true
+#| code-summary: tensors as rows
 def as_rows(t:Tensor) -> Tensor:
     "Its first dimension counts rows [V,...]; a vector is one row."
     return t if t.dim() > 1 else t.view(1, -1)
 
 # %% ../nbs/15_row_sparse.ipynb #65b5c14c
+#| code-fold: true
+#| code-summary: elements that share memory
 def may_overlap(t:Tensor) -> bool:
     "Whether elements share memory, or interleave so that strides alone do not tell."
     reach = 0
@@ -216,6 +232,8 @@ def may_overlap(t:Tensor) -> bool:
     return False
 
 # %% ../nbs/15_row_sparse.ipynb #7f793891
+#| code-fold: true
+#| code-summary: the state of a parameter
 def row_state(
     state:dict, p:Tensor, names:tuple[str, ...], counts:bool,  # state of p, made where missing
 ) -> tuple[Tensor|None, Tensor|None, Tensor|None]:
@@ -230,6 +248,8 @@ def row_state(
     return *tensors, state["row_steps"] if counts else None
 
 # %% ../nbs/15_row_sparse.ipynb #67f77172
+#| code-fold: true
+#| code-summary: check of a step
 def check_step(p:Tensor, state:dict, names:tuple[str, ...]):  # state of p
     "`ValueError` for a parameter with a gradient or a state that no step can take."
     expect(not may_overlap(p), "params", "elements that share no memory",
@@ -245,6 +265,8 @@ def check_step(p:Tensor, state:dict, names:tuple[str, ...]):  # state of p
                list(held.shape))
 
 # %% ../nbs/15_row_sparse.ipynb #a9809153
+#| code-fold: true
+#| code-summary: the kernel, or the update in PyTorch
 def apply_update(
     p:Tensor, state:tuple, rows:Optional[Tensor], g:Tensor,  # [V,...]; [T] or None, [T,...]
     u:Update, seed:Optional[int], dense:bool,
@@ -268,6 +290,8 @@ def apply_update(
     plain_update(p, *state, g, rows, u, seed)
 
 # %% ../nbs/15_row_sparse.ipynb #c1573f2d
+#| code-fold: true
+#| code-summary: values without repeated rows
 def distinct_values(p:Tensor) -> Tensor:
     "Values of p's gradient, summed where a row is there twice, in the gradient's own memory."
     if not p.grad.is_sparse: return p.grad
@@ -277,6 +301,8 @@ def distinct_values(p:Tensor) -> Tensor:
     return p.grad._values()
 
 # %% ../nbs/15_row_sparse.ipynb #b58d3260
+#| code-fold: true
+#| code-summary: checks, clipping and state dicts
 def param_list(params:ParamsT) -> list:
     "Parameters or groups of them, which are looked at once; `ValueError` for what is none."
     many = isinstance(params, Iterable) and not isinstance(params, (Tensor, str))
@@ -325,6 +351,8 @@ class RowOptimizer(torch.optim.Optimizer):
         return norm
 
 # %% ../nbs/15_row_sparse.ipynb #ba4d75ac
+#| code-fold: true
+#| code-summary: RowSparse
 class RowSparse(RowOptimizer):
     "SGD or AdamW that touch only the rows a sparse gradient has; dense gradients as usual."
     def __init__(self,

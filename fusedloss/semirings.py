@@ -7,6 +7,8 @@ __all__ = ['Log', 'Max', 'Real', 'Count', 'Entropy', 'Semiring', 'LogSemiring', 
            'brute_force', 'RealSemiring', 'CountSemiring', 'EntropySemiring', 'KBest', 'Sample']
 
 # %% ../nbs/18_semirings.ipynb #a8e206ba
+#| code-fold: true
+#| code-summary: what the module imports
 import os
 from typing import ClassVar, Optional
 
@@ -101,6 +103,8 @@ class MaxSemiring(Semiring):
 Max = MaxSemiring()
 
 # %% ../nbs/18_semirings.ipynb #1feeafba
+#| code-fold: true
+#| code-summary: check_graph, the checks of arguments
 def check_graph(
     Ms:Tensor,  # [T,N,C,nz]
     idx:Tensor,  # [C,nz]

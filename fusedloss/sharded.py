@@ -6,6 +6,8 @@
 __all__ = ['sharded_linear_cross_entropy']
 
 # %% ../nbs/16_sharded.ipynb #cd61807c
+#| code-fold: true
+#| code-summary: imports of the module
 import functools
 from typing import Callable, NamedTuple, Optional, Unpack
 
@@ -61,54 +63,6 @@ def sums_of(
     out[AHEAD], out[SQUARES] = ahead.sum(1), (z * z).sum(1)
     return out
 
-# %% ../nbs/16_sharded.ipynb #c9c5e81f
-def shard_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> tuple:
-    "Scores [n,V] and slopes of a chunk of tokens; `w` is wide."
-    return score_and_slope(chunk_scores(x, w, bias)[:, 0], o)
-
-# %% ../nbs/16_sharded.ipynb #07531dbe
-def plain_sums(
-    x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]], budget:int,
-) -> Tensor:  # [7,N]
-    "`sums_of` by chunks of tokens; `agree` makes rivals of the targets' scores."
-    wide_w, chunks = wide(w), plain_chunks(x, w, budget)
-    z_of = lambda i: shard_scores(x[i], wide_w, bias, o)[0]
-    rival = None
-    if agree is not None:
-        rival = agree(torch.cat([sums_of(z_of(i), y[i], None, None)[TARGET] for i in chunks]))
-    return torch.cat([sums_of(z_of(i), y[i], weight, None if rival is None else rival[i])
-                      for i in chunks], 1)
-
-# %% ../nbs/16_sharded.ipynb #3bb2601e
-def kernel_sums(
-    x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N] of the shard
-    bias:Optional[Tensor], weight:Optional[Tensor],
-    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]],
-) -> Tensor:  # [7,N]
-    "`plain_sums` by the kernels of stage 7."
-    o = o._replace(ignore_index=-1)
-    return launch_sums(x, w, y, bias, weight, o, agree is not None, agree=agree)[0]
-
-# %% ../nbs/16_sharded.ipynb #97030b2d
-def sums_log2_scale(x:Tensor) -> float:
-    "What the maxima of `shard_sums` are multiplied by."
-    return log2_scale(x) if takes_kernel(x) else 1.0
-
-# %% ../nbs/16_sharded.ipynb #b3657b13
-def shard_sums(
-    x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]]=None, budget:int=0,
-) -> Tensor:  # [7,N] in `acc_dtype`
-    "What each row knows of a shard's classes."
-    if len(w) and len(x):
-        args = x, w, y, bias, weight, o, agree
-        return kernel_sums(*args) if takes_kernel(x) else plain_sums(*args, budget)
-    nothing = x.new_zeros((7, len(x)), dtype=acc_dtype(x.dtype))
-    nothing[ROW_MAX] = -torch.inf
-    if agree is not None: agree(nothing[TARGET])
-    return nothing
-
 # %% ../nbs/16_sharded.ipynb #9d776f66
 def merge_sums(
     sums:Tensor,  # [R,7,N]
@@ -125,7 +79,55 @@ def merge_sums(
     out[MOMENT] = torch.where(rise > -1e4, moved, 0.0).sum(0)  # 0 · -inf is no number
     return out
 
+# %% ../nbs/16_sharded.ipynb #c9c5e81f
+#| code-fold: true
+#| code-summary: sums of a shard, in PyTorch or by the kernels of stage 7
+def shard_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> tuple:
+    "Scores [n,V] and slopes of a chunk of tokens; `w` is wide."
+    return score_and_slope(chunk_scores(x, w, bias)[:, 0], o)
+
+def plain_sums(
+    x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
+    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]], budget:int,
+) -> Tensor:  # [7,N]
+    "`sums_of` by chunks of tokens; `agree` makes rivals of the targets' scores."
+    wide_w, chunks = wide(w), plain_chunks(x, w, budget)
+    z_of = lambda i: shard_scores(x[i], wide_w, bias, o)[0]
+    rival = None
+    if agree is not None:
+        rival = agree(torch.cat([sums_of(z_of(i), y[i], None, None)[TARGET] for i in chunks]))
+    return torch.cat([sums_of(z_of(i), y[i], weight, None if rival is None else rival[i])
+                      for i in chunks], 1)
+
+def kernel_sums(
+    x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N] of the shard
+    bias:Optional[Tensor], weight:Optional[Tensor],
+    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]],
+) -> Tensor:  # [7,N]
+    "`plain_sums` by the kernels of stage 7."
+    o = o._replace(ignore_index=-1)
+    return launch_sums(x, w, y, bias, weight, o, agree is not None, agree=agree)[0]
+
+def sums_log2_scale(x:Tensor) -> float:
+    "What the maxima of `shard_sums` are multiplied by."
+    return log2_scale(x) if takes_kernel(x) else 1.0
+
+def shard_sums(
+    x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
+    o:LossOptions, agree:Optional[Callable[[Tensor], Tensor]]=None, budget:int=0,
+) -> Tensor:  # [7,N] in `acc_dtype`
+    "What each row knows of a shard's classes."
+    if len(w) and len(x):
+        args = x, w, y, bias, weight, o, agree
+        return kernel_sums(*args) if takes_kernel(x) else plain_sums(*args, budget)
+    nothing = x.new_zeros((7, len(x)), dtype=acc_dtype(x.dtype))
+    nothing[ROW_MAX] = -torch.inf
+    if agree is not None: agree(nothing[TARGET])
+    return nothing
+
 # %% ../nbs/16_sharded.ipynb #cc03976e
+#| code-fold: true
+#| code-summary: six terms a row, and the gradient of scores
 def make_terms(
     sums:Tensor,  # [7,N] of all shards
     g_lse:Optional[Tensor], g_gap:Optional[Tensor],  # [N] each, or None
@@ -141,7 +143,6 @@ def make_terms(
                         g_gap, -g_total, torch.where(still, 0.0, -g_mean / s),
                         row_max / log2_scale + sums[MOMENT] / s])
 
-# %% ../nbs/16_sharded.ipynb #eeb253e1
 def plain_dz(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor,  # [6,n]; `w` is wide
     bias:Optional[Tensor], weight:Optional[Tensor], o:LossOptions, entropy:bool,
@@ -157,6 +158,8 @@ def plain_dz(
     return d * slope
 
 # %% ../nbs/16_sharded.ipynb #9d4198a5
+#| code-fold: true
+#| code-summary: gradients of a shard, in PyTorch
 def plain_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
     weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
@@ -174,7 +177,23 @@ def plain_gradients(
         if need_b: db += dz.sum(0)
     return home, dw.to(w.dtype), db
 
+def shard_gradients(
+    terms:Tensor, sums:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
+    weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
+    needs:tuple[bool, bool, bool], send:Callable[[Tensor], Callable[[], Tensor]],
+) -> tuple[Callable[[], Tensor], Tensor, Tensor]:  # dx when it is there, dw [V,H], db [V]
+    "Gradients of a shard; dx is sent even by one without classes."
+    args = x, w, y, bias, weight, o, entropy, budget, needs, send
+    if len(w) and len(x):
+        if not takes_kernel(x): return plain_gradients(terms, *args)
+        grad_scale = take_grad_scale(terms, sums, entropy) if x.dtype == torch.float16 else None
+        return kernel_gradients(terms, *args, grad_scale)
+    home = send(terms.new_zeros(x.shape)) if needs[0] else None
+    return home, torch.zeros_like(w), terms.new_zeros(len(w))
+
 # %% ../nbs/16_sharded.ipynb #3c291a03
+#| code-fold: true
+#| code-summary: gradients of a shard, by the kernels of stage 7
 def kernel_gradients(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
     weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
@@ -203,27 +222,25 @@ def kernel_gradients(
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
     return home, dw, db if grad_scale is None else db.mul_(grad_scale)
 
-# %% ../nbs/16_sharded.ipynb #d817a463
-def shard_gradients(
-    terms:Tensor, sums:Tensor, x:Tensor, w:Tensor, y:Tensor, bias:Optional[Tensor],
-    weight:Optional[Tensor], o:LossOptions, entropy:bool, budget:int,
-    needs:tuple[bool, bool, bool], send:Callable[[Tensor], Callable[[], Tensor]],
-) -> tuple[Callable[[], Tensor], Tensor, Tensor]:  # dx when it is there, dw [V,H], db [V]
-    "Gradients of a shard; dx is sent even by one without classes."
-    args = x, w, y, bias, weight, o, entropy, budget, needs, send
-    if len(w) and len(x):
-        if not takes_kernel(x): return plain_gradients(terms, *args)
-        grad_scale = take_grad_scale(terms, sums, entropy) if x.dtype == torch.float16 else None
-        return kernel_gradients(terms, *args, grad_scale)
-    home = send(terms.new_zeros(x.shape)) if needs[0] else None
-    return home, torch.zeros_like(w), terms.new_zeros(len(w))
-
 # %% ../nbs/16_sharded.ipynb #a8eb03f6
+#| code-fold: true
+#| code-summary: what kernels are compiled for; scores of all targets
 def compiled_for(o:LossOptions) -> tuple[bool, ...]:
     "What kernels are compiled for, of the options; not their values, which may be others in every step."
     return o.softcap > 0, o.logit_scale != 1, o.label_smoothing > 0
 
+def global_target_logits(
+    own:Tensor,  # [N] scores of the targets that are here, else 0
+    y:Tensor, s:Shards,  # [N] labels of all
+) -> Tensor:  # [N]
+    "The targets' scores, a hair less before their shard: equal scores there are ahead."
+    score = all_reduce(own.clone(), s)
+    return torch.where(y >= s.stop, torch.nextafter(score, torch.full_like(score, -torch.inf)),
+                       score)
+
 # %% ../nbs/16_sharded.ipynb #18b0eb58
+#| code-fold: true
+#| code-summary: the operator for autograd
 class _ShardScores(torch.autograd.Function):
     "lse, gap, total, mean [N] with gradients; rows [3,N], labels and token weights without."
     @staticmethod
@@ -265,17 +282,9 @@ class _ShardScores(torch.autograd.Function):
         return (home().to(x.dtype) if needs[0] else None, dw if needs[1] else None,
                 db.to(bias.dtype) if needs[2] else None, *[None] * 8)
 
-# %% ../nbs/16_sharded.ipynb #0ff08772
-def global_target_logits(
-    own:Tensor,  # [N] scores of the targets that are here, else 0
-    y:Tensor, s:Shards,  # [N] labels of all
-) -> Tensor:  # [N]
-    "The targets' scores, a hair less before their shard: equal scores there are ahead."
-    score = all_reduce(own.clone(), s)
-    return torch.where(y >= s.stop, torch.nextafter(score, torch.full_like(score, -torch.inf)),
-                       score)
-
 # %% ../nbs/16_sharded.ipynb #a505735d
+#| code-fold: true
+#| code-summary: rows of this rank, with their gradients
 class _OwnRows(torch.autograd.Function):
     "This rank's part of all rows' numbers; backward collects what every rank says of its own."
     @staticmethod
@@ -290,12 +299,13 @@ class _OwnRows(torch.autograd.Function):
         padded = F.pad(g, (0, b.rows - len(g)))
         return all_gather(padded, s).flatten(), None, None
 
-# %% ../nbs/16_sharded.ipynb #c82eee61
 def own_rows(t:Tensor, b:RankTokens, s:Shards) -> Tensor:
     "The rows of this rank."
     return t if b.shared or s.group is None else _OwnRows.apply(t, b, s)
 
 # %% ../nbs/16_sharded.ipynb #6afe52bd
+#| code-fold: true
+#| code-summary: losses of rows, with every option
 def token_losses(
     lse:Tensor, gap:Tensor, total:Tensor,  # [N], zeros where not valid
     y:Tensor, valid:Tensor,  # [N]
@@ -314,6 +324,8 @@ def token_losses(
     return torch.where(y == o.ignore_index, 0.0, torch.where(valid, losses, torch.nan))
 
 # %% ../nbs/16_sharded.ipynb #10d1f598
+#| code-fold: true
+#| code-summary: the loss of all ranks
 def sharded_loss(
     x:Tensor, w:Tensor, bias:Optional[Tensor], y:Tensor,  # [n,H], [V,H] and [V] here, [n]
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V] of all classes, [n]
@@ -339,6 +351,8 @@ def sharded_loss(
                                      else t[b.token_slice(s)] for t in told))
 
 # %% ../nbs/16_sharded.ipynb #755a8a2f
+#| code-fold: true
+#| code-summary: how tensors lie on the ranks
 def local_of(
     t,  # a tensor, a DTensor or None
     name:str, mesh, placements:list,  # those that will do
@@ -350,18 +364,15 @@ def local_of(
            f"{list(t.placements)} on {t.device_mesh}")
     return t.to_local()
 
-# %% ../nbs/16_sharded.ipynb #a9bef58c
 def kinds_for(t:Tensor) -> list:
     "How a tensor may lie that goes with `t`."
     return [t.placements[0]] if is_dtensor(t) and len(t.placements) == 1 else []
 
-# %% ../nbs/16_sharded.ipynb #59c576c9
 def input_kinds(input:Tensor) -> list:
     "How an input may lie: whole everywhere, or its tokens over the ranks."
     from torch.distributed.tensor import Replicate, Shard
     return [Replicate(), *(Shard(d) for d in range(input.dim() - 1))]  # the last is features'
 
-# %% ../nbs/16_sharded.ipynb #bd80ea68
 def batch_of(
     input:Tensor, s:Shards, backbone_reduction:Optional[str],
 ) -> tuple[RankTokens, int]:
@@ -375,6 +386,8 @@ def batch_of(
     return RankTokens(False, others * here, rows, factor), dim
 
 # %% ../nbs/16_sharded.ipynb #a6a9f4ff
+#| code-fold: true
+#| code-summary: targets that lie ahead, on another rank
 def shifted_ahead(
     t:Tensor, k:int, fill:float,  # [..., T]; past the end
     each:int, s:Shards,  # tokens of the first rank; 0 where the sequence is not shared
@@ -387,7 +400,6 @@ def shifted_ahead(
     t = F.pad(t[..., k:], (0, min(k, t.shape[-1])), value=fill)
     return t[..., start:start + here]
 
-# %% ../nbs/16_sharded.ipynb #a8284ada
 def within(
     size:int, k:int, each:int, here:int, s:Shards,  # T of all ranks, shift; as above, T here
 ) -> int:
@@ -395,6 +407,8 @@ def within(
     return min(max(size - k - s.rank * each, 0), here)
 
 # %% ../nbs/16_sharded.ipynb #5be33e79
+#| code-fold: true
+#| code-summary: checks of bias and of the reduction
 def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
     "`ValueError` for a bias that does not go with this rank's classes."
     if bias is None: return
@@ -404,7 +418,6 @@ def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
            f"{w.dtype} [{len(w)}], of this rank's classes", f"{bias.dtype} {list(bias.shape)}")
     expect(bias.device == x.device, "linear_bias", f"the input's device {x.device}", bias.device)
 
-# %% ../nbs/16_sharded.ipynb #ff08c0aa
 def check_reduction(backbone_reduction:Optional[str], input:Tensor, s:Shards):
     "`ValueError` where a wrapper's reduction is unknown, or does not go with weight and input."
     how, many = backbone_reduction, dist.is_available() and dist.is_initialized()
@@ -421,6 +434,8 @@ def check_reduction(backbone_reduction:Optional[str], input:Tensor, s:Shards):
            "None for an input that is the same on all ranks, Replicate()", repr(how))
 
 # %% ../nbs/16_sharded.ipynb #b1bc9fb2
+#| code-fold: true
+#| code-summary: checks of arguments
 def check_sharded(
     x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, shift:int, budget:Optional[int],
 ):
@@ -437,6 +452,8 @@ def check_sharded(
            "a positive number of bytes or None", budget)
 
 # %% ../nbs/16_sharded.ipynb #a4bf3c71
+#| code-fold: true
+#| code-summary: the loss of the rows that are here
 def ask_shards(
     x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, b:RankTokens, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of y's size
@@ -453,6 +470,8 @@ def ask_shards(
     return loss, stats
 
 # %% ../nbs/16_sharded.ipynb #89e4f3c6
+#| code-fold: true
+#| code-summary: a call as one rank sees it
 class Here(NamedTuple):
     "A call as one rank sees it."
     x: Tensor; w: Tensor; y: Tensor
@@ -460,7 +479,6 @@ class Here(NamedTuple):
     batch: RankTokens
     each: int  # tokens of a sequence on the first rank, where ranks share it; else 0
 
-# %% ../nbs/16_sharded.ipynb #c7ae2a56
 def seen_here(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, s:Shards, mesh,
     backbone_reduction:Optional[str]=None,
@@ -481,6 +499,8 @@ def seen_here(
                 given, b, each)
 
 # %% ../nbs/16_sharded.ipynb #70d233ef
+#| code-fold: true
+#| code-summary: shift, ask, and give each rank its own
 def spread_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int=0,
     memory_budget:Optional[int]=None, mesh=None, num_classes:Optional[int]=None,
@@ -511,6 +531,8 @@ def spread_loss(
     return (shaped(loss), CrossEntropyStats(*map(shaped, stats))) if stats else shaped(loss)
 
 # %% ../nbs/16_sharded.ipynb #eda0ccfd
+#| code-fold: true
+#| code-summary: sharded_linear_cross_entropy
 @lists_options
 def sharded_linear_cross_entropy(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
@@ -540,6 +562,8 @@ def sharded_linear_cross_entropy(
                        num_classes, backbone_reduction)
 
 # %% ../nbs/16_sharded.ipynb #77eb464f
+#| code-fold: true
+#| code-summary: what linear_cross_entropy calls for a DTensor
 def planned_shards(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int, method:str,
     memory_budget:Optional[int], accumulate:str, filter_eps:Optional[float],

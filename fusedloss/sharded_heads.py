@@ -6,6 +6,8 @@
 __all__ = ['ShardedPartialFC', 'ShardedRowSparse']
 
 # %% ../nbs/17_sharded_heads.ipynb #e751654a
+#| code-fold: true
+#| code-summary: what the module imports
 import copy, functools
 from typing import Callable, Literal, Optional, Sequence, TypedDict, Unpack
 
@@ -32,23 +34,6 @@ from fusedloss.partial_fc import (
 from fusedloss.row_sparse import (
     apply_update, as_rows, check_norm, distinct_values, live_rows, RowSparse, update_of)
 
-# %% ../nbs/17_sharded_heads.ipynb #7cdeb06f
-class _GatherRows(torch.autograd.Function):
-    "All ranks' features in `acc_dtype`, and their labels; gradients go home."
-    @staticmethod
-    def forward(ctx, x, y, b, s, ignore_index):
-        ctx.how, ctx.dtype = (b, s), x.dtype
-        x_all, y_all, _ = gather_rows(x, y, None, b, s, ignore_index)
-        y_all = y_all.clone()
-        ctx.mark_non_differentiable(y_all)
-        ctx.set_materialize_grads(False)
-        return x_all.to(acc_dtype(x.dtype), copy=True), y_all
-
-    @staticmethod
-    @first_order
-    def backward(ctx, g, _):
-        return reduce_scatter_rows(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
-
 # %% ../nbs/17_sharded_heads.ipynb #ae0cea6c
 class _JoinLse(torch.autograd.Function):
     "lse, cos, largest [N] of all ranks from those of one."
@@ -68,6 +53,44 @@ class _JoinLse(torch.autograd.Function):
     def backward(ctx, g_lse, g_cos, _):
         share, _ = ctx.saved_tensors
         return None if g_lse is None else share * g_lse, g_cos, None, None
+
+# %% ../nbs/17_sharded_heads.ipynb #94fddf48
+def sharded_head_loss(
+    head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
+    dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
+) -> tuple[Tensor, tuple]:
+    "The mean loss of all ranks' valid rows; and what statistics are made of."
+    check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
+    ignore, sums = head.ignore_index, acc_dtype(x.dtype)
+    _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
+    columns = step_columns(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
+    w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
+    with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
+        parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
+    lse, cos, largest = _JoinLse.apply(*parts, s)
+    known, norm = x_rows >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
+    head.margin.observe(norm, known)
+    losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
+    if sampler is not None: sampler.advance()  # not for a step that raised
+    terms = columns, lse.detach(), cos.detach(), largest, known
+    return torch.dot(losses, loss_weight), terms
+
+# %% ../nbs/17_sharded_heads.ipynb #7cdeb06f
+class _GatherRows(torch.autograd.Function):
+    "All ranks' features in `acc_dtype`, and their labels; gradients go home."
+    @staticmethod
+    def forward(ctx, x, y, b, s, ignore_index):
+        ctx.how, ctx.dtype = (b, s), x.dtype
+        x_all, y_all, _ = gather_rows(x, y, None, b, s, ignore_index)
+        y_all = y_all.clone()
+        ctx.mark_non_differentiable(y_all)
+        ctx.set_materialize_grads(False)
+        return x_all.to(acc_dtype(x.dtype), copy=True), y_all
+
+    @staticmethod
+    @first_order
+    def backward(ctx, g, _):
+        return reduce_scatter_rows(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
 
 # %% ../nbs/17_sharded_heads.ipynb #afc0c043
 class _LocalRows(torch.autograd.Function):
@@ -130,27 +153,6 @@ def local_statistics(
     kernel = uses_kernels(head.method, x, dtype, o)
     return partial_lse(x, w, x_rows, rows, index, columns.target_column, columns.shift, o, dtype,
                        kernel, head.sparse)[:3]
-
-# %% ../nbs/17_sharded_heads.ipynb #94fddf48
-def sharded_head_loss(
-    head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
-    dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
-) -> tuple[Tensor, tuple]:
-    "The mean loss of all ranks' valid rows; and what statistics are made of."
-    check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
-    ignore, sums = head.ignore_index, acc_dtype(x.dtype)
-    _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
-    columns = step_columns(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
-    w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
-    with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
-        parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
-    lse, cos, largest = _JoinLse.apply(*parts, s)
-    known, norm = x_rows >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
-    head.margin.observe(norm, known)
-    losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
-    if sampler is not None: sampler.advance()  # not for a step that raised
-    terms = columns, lse.detach(), cos.detach(), largest, known
-    return torch.dot(losses, loss_weight), terms
 
 # %% ../nbs/17_sharded_heads.ipynb #acf9b577
 def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> HeadStats:

@@ -1,8 +1,10 @@
 """The site's checker finds each kind of fault; mathematics needs no script."""
+import json
 import re
 
 import pytest
 from check_site import problems, unlicensed
+from site_pages import finish, finish_all, mark_gpu_outputs
 from workbook import ROOT, is_stage, notebooks
 
 GOOD = {
@@ -48,6 +50,48 @@ def test_a_picture_may_be_in_the_page(report):
 @pytest.mark.parametrize("name, text, expected", FAULTS.values(), ids=FAULTS)
 def test_fault_is_named(report, name, text, expected):
     assert expected in report(name, text)
+
+
+def test_an_address_is_not_loaded(report):
+    assert report("index.html", '<link rel="canonical" href="https://example.org/index.html">') == ""
+
+
+def test_a_page_is_finished():
+    page = finish('<html><head></head><body class="a"><main id="quarto-document-content"><table><th>x</th><th scope="row">y</th><th class="z"></th><thead></table></main></body></html>', "https://example.org/a?b&c")
+    assert page.index("<body") < page.index('href="#quarto-document-content"') < page.index("<main")
+    assert '<link rel="canonical" href="https://example.org/a?b&amp;c"></head>' in page
+    assert page.index("tabIndex = 0") < page.index("</body>") and '<td class="z"></td>' in page
+    assert page.count('<th scope="col">') == 1 and '<th scope="row">' in page and "<thead>" in page
+
+
+def test_gpu_outputs_say_where_they_were_made(tmp_path):
+    made = {"output_type": "stream", "name": "stdout", "text": ["1"]}
+    cells = [{"cell_type": "code", "source": [source], "outputs": [made] * n} for source, n in (("#| cuda\nf()", 1), ("f()", 1), ("#| cuda\nx = 1", 0))]
+    path = tmp_path / "a.ipynb"
+    for metadata, expected in (({"fusedloss": {"machine": "NVIDIA H200 · python 3", "commit": "abc+"}}, [2, 1, 0]), ({}, [1, 1, 0])):
+        path.write_text(json.dumps({"cells": cells, "metadata": metadata}), encoding="utf-8")
+        mark_gpu_outputs(path)
+        found = [cell["outputs"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        assert [len(outputs) for outputs in found] == expected
+        assert not metadata or found[0][0]["data"]["text/html"] == ['<p class="fl-gpu">NVIDIA H200, commit abc</p>']
+
+
+def test_a_sitemap_names_every_page(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("index.html", "sub/b.html"):
+        (tmp_path / name).write_text("<head></head><body></body>", encoding="utf-8")
+    finish_all(tmp_path, "https://example.org/x")
+    assert re.findall("<loc>(.*?)</loc>", (tmp_path / "sitemap.xml").read_text(encoding="utf-8")) == ["https://example.org/x/index.html", "https://example.org/x/sub/b.html"]
+
+
+def test_what_follows_a_lesson_is_folded():
+    pytest.importorskip("smalldocs", reason="the site is built by smalldocs")
+    from build_site import fold_library
+    lesson = '<section id="recap" class="level2"><h2>Recap</h2></section>'
+    library = '<section id="in-the-library" class="level2">\n<h2 class="a">In the library</h2><section id="b" class="level3"><p>x</p></section></section>'
+    folded = fold_library(lesson + library)
+    assert folded.startswith(lesson + '<details class="fl-library" id="in-the-library">\n<summary><h2 class="a">In the library</h2></summary><section id="b"')
+    assert "<p>x</p></section></details>" in folded and fold_library(lesson) == lesson
 
 
 def test_licences_lie_beside_what_others_made(tmp_path):

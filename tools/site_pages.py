@@ -7,6 +7,11 @@ from pathlib import Path
 from workbook import METADATA_KEY, directives
 
 CONTENT = "quarto-document-content"  # the id of a page's main part
+NAVIGATION = {'class="navbar ': "Site", 'class="quarto-secondary-nav': "Place on the site", 'id="quarto-sidebar': "Pages", 'id="TOC"': "On this page",
+              'class="page-navigation': "Before and after"}  # landmarks without a name
+SCROLLED = """<script>
+for (const box of document.querySelectorAll("pre, math[display=block], .sd-table")) if (box.localName == "math" || box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+</script>"""  # a keyboard reaches what scrolls
 SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
 
 
@@ -29,10 +34,16 @@ def mark_gpu_outputs(path: Path) -> None:
 
 
 def finish(page: str, url: str) -> str:
-    "A rendered page with a link past its navigation, its own address, and headers that name their columns"
+    "A rendered page with a link past its navigation and its own address, which a screen reader and a keyboard get through"
     page = re.sub(r"(<body[^>]*>)", rf"\1{SKIP}", page, count=1)
     page = page.replace("</head>", f'<link rel="canonical" href="{html.escape(url)}"></head>', 1)
-    return re.sub(r"<th(?=[ >])(?![^>]*\bscope=)", '<th scope="col"', page)
+    page = re.sub(r"<th(?=[ >])(?![^>]*\bscope=)", '<th scope="col"', page)
+    page = re.sub(r'<th scope="col"([^>]*)></th>', r"<td\1></td>", page)  # a corner heads no column
+    page = page.replace("</body>", f"{SCROLLED}</body>", 1)
+    page = re.sub(r'data-bs-target="(#[\w-]+)" role="navigation"', r'data-bs-target="\1" href="\1" role="button"', page)
+    for begin, label in NAVIGATION.items():
+        page = page.replace(f"<nav {begin}", f'<nav aria-label="{label}" {begin}')
+    return page
 
 
 def finish_all(out: Path, address: str) -> None:

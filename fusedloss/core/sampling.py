@@ -137,20 +137,20 @@ def draw_kernel(
     ROUNDS: tl.constexpr, B: tl.constexpr,
 ):
     at = tl.program_id(0) * B + tl.arange(0, B)
-    block, slot = first + (at // SLOTS).to(tl.int64), (at % SLOTS).to(tl.uint32)
-    key = block_key(seed_ptr, step_ptr, block, B)
+    block, slot = first + (at // SLOTS).to(tl.int64), (at % SLOTS).to(tl.uint32)  # [B]  ①
+    key = block_key(seed_ptr, step_ptr, block, B)  # [B]  ②
     HALF: tl.constexpr = BITS // 2
     SIDE: tl.constexpr = 2**HALF - 1
-    left, right = slot >> HALF, slot & SIDE
+    left, right = slot >> HALF, slot & SIDE  # ③
     turn = key
     for r in tl.static_range(ROUNDS):
         new = left ^ (mix_bits(turn ^ right) & SIDE)
         left = right
         right = new
         turn += 0x9E3779B9
-    chosen = (block << BITS) + (left << HALF | right).to(tl.int64)
+    chosen = (block << BITS) + (left << HALF | right).to(tl.int64)  # [B]  ④
     lives = (slot < drawn_count(key, DRAWN, EXTRA_CHANCE, B)) & (chosen >= start) & (chosen < stop)
-    tl.store(out_ptr + at, tl.where(lives, chosen - begin, -1), mask=at < total)
+    tl.store(out_ptr + at, tl.where(lives, chosen - begin, -1), mask=at < total)  # ⑤
     if shift_ptr is not None:
         tl.store(shift_ptr + at, tl.where(lives, drawn_shift, -float("inf")), mask=at < total)
 

@@ -1,0 +1,45 @@
+"The built site in a browser: no errors, nothing beyond the edge, and what a checker of access finds."
+from pathlib import Path
+
+import pytest
+from browse import PHONE, WIDE, browser, complaints, evaluate
+from grids import few
+from workbook import ROOT
+
+pytestmark = pytest.mark.skipif(not browser(), reason="no browser on this machine")
+DOCS = {path.name: path for path in sorted((ROOT / "docs").glob("*.html"))}  # the library's and the reference's pages are like one another
+AXE = ROOT / ".axe" / "package" / "axe.min.js"  # npm pack axe-core, unpacked
+VIOLATIONS = """; const found = await axe.run();
+return found.violations.map(v => `${v.id}: ${v.nodes.length}, such as ${v.nodes[0].html.slice(0, 120)}`);"""
+
+
+@pytest.mark.parametrize("width", [WIDE, PHONE])
+@pytest.mark.parametrize("name", few(DOCS, "index.html"))
+def test_pages_fit_their_window(name, width):
+    assert complaints(DOCS[name], width) == []
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not in .axe")
+@pytest.mark.parametrize("name", few(DOCS, "index.html"))
+def test_pages_can_be_read_by_all(name):
+    axe = AXE.read_text(encoding="utf-8").replace("</script", r"<\/script")
+    assert evaluate(DOCS[name], axe + VIOLATIONS) == {"found": [], "errors": []}
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    path = tmp_path / "a.html"
+    path.write_text("<html><head></head><body><main><h1>x</h1>%s</main></body></html>", encoding="utf-8")
+    return path
+
+
+FAULTS = {"<div style='width: 3000px'>wide</div>": "beyond the edge: DIV wide", "<script>undefinedName()</script>": "error ", "<img src='gone.png'>": "error "}
+
+
+@pytest.mark.parametrize("body, expected", FAULTS.items(), ids=["wide", "script", "picture"])
+def test_a_fault_is_seen(page, body, expected):
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text % "", encoding="utf-8")
+    assert complaints(page, WIDE) == []
+    page.write_text(text % body, encoding="utf-8")
+    assert any(expected in line for line in complaints(page, WIDE))

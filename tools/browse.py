@@ -1,0 +1,94 @@
+"""Look at pages of the site in a browser without a window: what a script finds on a page, and pictures.
+
+    python tools/browse.py docs/tiles.html ...     height, faults and errors of pages, wide and on a phone
+"""
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+WIDE, PHONE = 1280, 390
+MAX_HEIGHT = 10_800  # pixels of a lesson at 1280, its library folded
+PROBE = """<script>
+const errors = [];
+addEventListener("error", event => errors.push(String(event.message || event.target?.src || event.target?.href)), true);
+addEventListener("load", () => setTimeout(async () => {
+  let found;
+  try { found = await (async () => { %s })(); } catch (error) { found = {failed: String(error)}; }
+  const said = document.createElement("script");
+  said.type = "text/found";
+  said.textContent = JSON.stringify({found, errors});
+  document.head.append(said);
+}, 300));
+</script>"""
+LAYOUT = """
+  const main = document.querySelector("main"), library = document.getElementById("in-the-library");
+  const width = document.documentElement.clientWidth, beyond = [];
+  for (const element of document.querySelectorAll("main *")) {
+    if (element.closest("pre, .sd-table, svg, table, details:not([open]), math")) continue;
+    if (element.getBoundingClientRect().right > width + 1) beyond.push(element.tagName + " " + element.textContent.trim().slice(0, 40));
+  }
+  return {height: Math.round((library || main).getBoundingClientRect()[library ? "top" : "bottom"] - main.getBoundingClientRect().top),
+          scrolls: document.documentElement.scrollWidth > width, beyond: beyond.slice(0, 5)};
+"""
+
+
+def browser() -> str | None:
+    "The browser at hand, if there is one"
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def options(width: int) -> list[str]:
+    "How the browser is started: reproducible, without a window"
+    return [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+            f"--window-size={width},1000", "--virtual-time-budget=20000"]
+
+
+def evaluate(page: Path, script: str, width: int = WIDE) -> dict[str, Any]:
+    "What a script returns on a page, as `found`, and the errors that the page raised"
+    with tempfile.NamedTemporaryFile("w", suffix=".html", prefix=".probe-", dir=page.parent, encoding="utf-8") as copy:
+        text = page.read_text(encoding="utf-8")
+        copy.write(text.replace("<head>", "<head>" + PROBE % script, 1))
+        copy.flush()
+        done = subprocess.run([*options(width), "--dump-dom", f"file://{copy.name}"], capture_output=True, text=True, timeout=120)
+    answer = re.search(r'<script type="text/found">(.*?)</script>', done.stdout, re.DOTALL)
+    if not answer:
+        raise RuntimeError(f"{page}: expected an answer from the browser, got {done.stderr[-500:]}")
+    return json.loads(html.unescape(answer[1]))
+
+
+def screenshot(page: Path, picture: Path, width: int = WIDE, height: int = 2000) -> None:
+    "A picture of the top of a page"
+    subprocess.run([*options(width), f"--window-size={width},{height}", f"--screenshot={picture}", f"file://{page.resolve()}"],
+                   check=True, capture_output=True, timeout=120)
+
+
+def complaints(page: Path, width: int) -> list[str]:
+    "What is wrong with a page's layout at a width"
+    seen = evaluate(page, LAYOUT, width)
+    layout = seen["found"]
+    if "failed" in layout:
+        return [f"{page.name} at {width}: {layout['failed']}"]
+    found = [f"error {error}" for error in seen["errors"]] + [f"beyond the edge: {text}" for text in layout["beyond"]]
+    return [f"{page.name} at {width}: {what}" for what in found + ["the page scrolls sideways"] * layout["scrolls"]]
+
+
+def main(names: list[str]) -> int:
+    "Print height and complaints of pages; 1 if there are complaints"
+    found = []
+    for path in map(Path, names):
+        path = path.resolve()
+        print(f"{evaluate(path, LAYOUT)['found']['height']:7} px  {path.name}")
+        found += complaints(path, WIDE) + complaints(path, PHONE)
+    print("\n".join(found))
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
