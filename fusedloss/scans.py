@@ -6,6 +6,8 @@
 __all__ = ['logz', 'Paths', 'viterbi', 'path_score', 'sample', 'Posteriors', 'posteriors']
 
 # %% ../nbs/19_scans.ipynb #547eac95
+#| code-fold: true
+#| code-summary: Imports
 import functools
 from typing import Literal, NamedTuple, Optional
 
@@ -48,6 +50,8 @@ def logz_autograd(
     return S.sum(S.mul(v, S.lift(vT)))
 
 # %% ../nbs/19_scans.ipynb #19fcea04
+#| code-fold: true
+#| code-summary: Lengths are checked where the host can see them
 def lengths_like(
     lengths,  # [N] integers, or None
     Ms:Tensor,  # [T,N,C,nz]
@@ -58,6 +62,11 @@ def lengths_like(
     check_integers(lengths, "lengths", Ms)
     if readable_on_host(lengths): check_lengths(lengths, "lengths", len(Ms))
     return lengths.to(Ms.device, torch.int64).contiguous()
+
+# %% ../nbs/19_scans.ipynb #e938bec6
+def arriving(alpha, scores, idx, go):
+    "αₜ ⊗ Mₜ for each edge that arrives [N,C,nz]."
+    return alpha[:, idx.clamp(min=0)] + masked_scores(scores, idx < 0, go)
 
 # %% ../nbs/19_scans.ipynb #96722e91
 class OutEdges(NamedTuple):
@@ -85,6 +94,66 @@ def leaving(
     rows = d.flatten(1).T[out.edge]
     return torch.segment_reduce(rows, "sum", offsets=out.start, initial=0, unsafe=True).T
 
+# %% ../nbs/19_scans.ipynb #6aef95d2
+@jit
+def scan_fwd_kernel(
+    scores_ptr, idx_ptr, lengths_ptr, alphas_ptr,  # [T,N,C,NZ], [C,NZ], [N] or None, [T+1,N,C]
+    T, N, C,
+    NZ: tl.constexpr, BLOCK_C: tl.constexpr,  # edges a state, a power of two from C
+):
+    n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)  # a sequence; [BLOCK_C] its states  ①
+    inside = c < C
+    alpha = tl.load(alphas_ptr + n * C + c, mask=inside, other=-float("inf"))  # [BLOCK_C]
+    steps = T
+    if lengths_ptr is not None: steps = tl.load(lengths_ptr + n).to(tl.int32)
+    for t in range(steps):  # ②
+        row = scores_ptr + (n + tl.cast(t, tl.int64) * N) * C * NZ
+        top = tl.full([BLOCK_C], -float("inf"), alpha.dtype)
+        total = tl.zeros([BLOCK_C], alpha.dtype)
+        for j in tl.static_range(NZ):
+            source = tl.load(idx_ptr + c * NZ + j, mask=inside, other=-1)  # [BLOCK_C]
+            x = tl.gather(alpha, tl.maximum(source, 0), 0)  # [BLOCK_C]  ③
+            x += tl.load(row + c * NZ + j, mask=inside, other=0.0)
+            x = tl.where(source < 0, -float("inf"), x)
+            old, top = top, tl.maximum(top, x)  # ④
+            total = total * tl.exp(old - zero_if_neg_inf(top)) + tl.exp(x - zero_if_neg_inf(top))
+        alpha = zero_if_neg_inf(top) + tl.log(total)  # [BLOCK_C]
+        tl.store(alphas_ptr + (n + tl.cast(t + 1, tl.int64) * N) * C + c, alpha, mask=inside)  # ⑤
+
+# %% ../nbs/19_scans.ipynb #1e2de5cc
+#| code-fold: true
+#| code-summary: Launch the kernel: a program a sequence
+def scan_fwd_triton(
+    Ms:Tensor, idx:Tensor, v0:Tensor,  # as for `scan_fwd`
+    lengths:Optional[Tensor]=None,  # [N], each from 0 to T
+    warps:int=4,  # a program
+) -> Tensor:  # [T+1,N,C]; what lies beyond a sequence's length is not to be used
+    "`scan_fwd` for Log, by one Triton program a sequence."
+    (steps, n, c, nz), alphas = Ms.shape, Ms.new_empty(len(Ms) + 1, *v0.shape)
+    alphas[0] = v0
+    with on_device(Ms):
+        launch_kernel(scan_fwd_kernel, (n,), Ms.contiguous(), idx.to(torch.int32).contiguous(),
+                      lengths, alphas, steps, n, c, nz, max(16, 1 << (c - 1).bit_length()),
+                      num_warps=warps)
+    return alphas
+
+# %% ../nbs/19_scans.ipynb #e4a9363e
+#| code-fold: true
+#| code-summary: A rectangle of edges for each direction
+def edge_slots(
+    idx:Tensor,  # [C,nz]
+    out:OutEdges,  # its transpose
+) -> Tensor:  # int32 [2,2,nz,C]: for α, for β: the state that an edge brings, its place in a row
+    "nz edges for each state in both directions; C and C·nz stand for no edge, C+1 for NaN."
+    (c, nz), width = idx.shape, idx.numel()
+    absent, at = idx < 0, torch.arange(width, device=idx.device).view(c, nz)
+    came = torch.where(idx < c, idx, c + 1).masked_fill(absent, c)
+    k = out.start[:-1, None] + torch.arange(nz, device=idx.device)
+    edge = out.edge[k.clamp(max=width - 1)]
+    edge = edge.masked_fill(k >= out.start[1:, None], width)
+    slots = [came, at.masked_fill(absent, width), (edge // nz).clamp(max=c), edge]
+    return torch.stack([t.T for t in slots]).to(torch.int32).view(2, 2, nz, c)
+
 # %% ../nbs/19_scans.ipynb #46c3f447
 def declared_by(S:Semiring, name:str) -> type:
     "The class of S, or the nearest above it, that says what its attribute `name` is."
@@ -95,11 +164,6 @@ def additive(S:Semiring) -> bool:
     kind = declared_by(S, "additive")
     return S.additive and all(getattr(type(S), name) is getattr(kind, name)
                               for name in ("lift", "mul", "sum"))
-
-# %% ../nbs/19_scans.ipynb #e938bec6
-def arriving(alpha, scores, idx, go):
-    "αₜ ⊗ Mₜ for each edge that arrives [N,C,nz]."
-    return alpha[:, idx.clamp(min=0)] + masked_scores(scores, idx < 0, go)
 
 # %% ../nbs/19_scans.ipynb #54cdc563
 def final_alphas(alphas, lengths):
@@ -234,21 +298,6 @@ def launch_scan(
         run(n, min(1024, -(-c // 32) * 32), scores, sources, lengths, alphas,
             start, edge, state, d_Ms, steps, c, nz)
     return True
-
-# %% ../nbs/19_scans.ipynb #e4a9363e
-def edge_slots(
-    idx:Tensor,  # [C,nz]
-    out:OutEdges,  # its transpose
-) -> Tensor:  # int32 [2,2,nz,C]: for α, for β: the state that an edge brings, its place in a row
-    "nz edges for each state in both directions; C and C·nz stand for no edge, C+1 for NaN."
-    (c, nz), width = idx.shape, idx.numel()
-    absent, at = idx < 0, torch.arange(width, device=idx.device).view(c, nz)
-    came = torch.where(idx < c, idx, c + 1).masked_fill(absent, c)
-    k = out.start[:-1, None] + torch.arange(nz, device=idx.device)
-    edge = out.edge[k.clamp(max=width - 1)]
-    edge = edge.masked_fill(k >= out.start[1:, None], width)
-    slots = [came, at.masked_fill(absent, width), (edge // nz).clamp(max=c), edge]
-    return torch.stack([t.T for t in slots]).to(torch.int32).view(2, 2, nz, c)
 
 # %% ../nbs/19_scans.ipynb #5803385f
 class FusedShape(NamedTuple):
@@ -415,47 +464,6 @@ def logz(
          logz_autograd(Ms, idx, v0, vT, S, lengths))
     if lengths is None or not (z.is_cuda and z.is_floating_point()): return z
     return z.masked_fill((lengths < 0) | (lengths > len(Ms)), torch.nan)
-
-# %% ../nbs/19_scans.ipynb #6aef95d2
-@jit
-def scan_fwd_kernel(
-    scores_ptr, idx_ptr, lengths_ptr, alphas_ptr,  # [T,N,C,NZ], [C,NZ], [N] or None, [T+1,N,C]
-    T, N, C,
-    NZ: tl.constexpr, BLOCK_C: tl.constexpr,  # edges a state, a power of two from C
-):
-    n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
-    inside = c < C
-    alpha = tl.load(alphas_ptr + n * C + c, mask=inside, other=-float("inf"))
-    steps = T
-    if lengths_ptr is not None: steps = tl.load(lengths_ptr + n).to(tl.int32)
-    for t in range(steps):
-        row = scores_ptr + (n + tl.cast(t, tl.int64) * N) * C * NZ
-        top = tl.full([BLOCK_C], -float("inf"), alpha.dtype)
-        total = tl.zeros([BLOCK_C], alpha.dtype)
-        for j in tl.static_range(NZ):
-            source = tl.load(idx_ptr + c * NZ + j, mask=inside, other=-1)
-            x = tl.gather(alpha, tl.maximum(source, 0), 0)
-            x += tl.load(row + c * NZ + j, mask=inside, other=0.0)
-            x = tl.where(source < 0, -float("inf"), x)
-            old, top = top, tl.maximum(top, x)
-            total = total * tl.exp(old - zero_if_neg_inf(top)) + tl.exp(x - zero_if_neg_inf(top))
-        alpha = zero_if_neg_inf(top) + tl.log(total)
-        tl.store(alphas_ptr + (n + tl.cast(t + 1, tl.int64) * N) * C + c, alpha, mask=inside)
-
-# %% ../nbs/19_scans.ipynb #1e2de5cc
-def scan_fwd_triton(
-    Ms:Tensor, idx:Tensor, v0:Tensor,  # as for `scan_fwd`
-    lengths:Optional[Tensor]=None,  # [N], each from 0 to T
-    warps:int=4,  # a program
-) -> Tensor:  # [T+1,N,C]; what lies beyond a sequence's length is not to be used
-    "`scan_fwd` for Log, by one Triton program a sequence."
-    (steps, n, c, nz), alphas = Ms.shape, Ms.new_empty(len(Ms) + 1, *v0.shape)
-    alphas[0] = v0
-    with on_device(Ms):
-        launch_kernel(scan_fwd_kernel, (n,), Ms.contiguous(), idx.to(torch.int32).contiguous(),
-                      lengths, alphas, steps, n, c, nz, max(16, 1 << (c - 1).bit_length()),
-                      num_warps=warps)
-    return alphas
 
 # %% ../nbs/19_scans.ipynb #52d2593f
 class Paths(NamedTuple):

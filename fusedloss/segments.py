@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../nbs/21_segments.ipynb #6123ca04
+#| code-fold: true
+#| code-summary: Imports
 import functools
 from typing import NamedTuple, Optional
 
@@ -25,6 +27,8 @@ from fusedloss.ctc import alpha_table, gamma_table, last_row, log_likelihood, ru
 from fusedloss.semirings import Log
 
 # %% ../nbs/21_segments.ipynb #4b88cd38
+#| code-fold: true
+#| code-summary: Dtypes
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/21_segments.ipynb #8212ff2b
@@ -41,6 +45,8 @@ def label_symbols(
     return torch.where(y == blank, 0, symbols)
 
 # %% ../nbs/21_segments.ipynb #d766b404
+#| code-fold: true
+#| code-summary: Targets in both alphabets, frames and lengths
 def plain_targets(
     p:Targets, T:int, V:int, blank:int,
     C:int,  # columns
@@ -52,6 +58,231 @@ def plain_targets(
     log_z = ((frames == 0) & (lengths == 0)).double().log().masked_fill(bad, torch.nan)
     both = F.pad(y, (1, 0), value=blank), F.pad(label_symbols(y, blank), (1, 0))
     return *both, frames, lengths, log_z.view(i64)
+
+# %% ../nbs/21_segments.ipynb #706f7ec5
+#| code-fold: true
+#| code-summary: The kernels of the lattice
+class LatticeKernels(NamedTuple):
+    "Kernels of the lattice."
+    shape: ScanShape
+    staged: bool  # `finish` holds a row in shared memory
+    alpha_scan: object  # `ctc_segment` without tables
+    both_scans: object  # and with them
+    targets: object  # `ctc_targets`
+    kept: object  # `ctc_kept`
+    finish: object  # `ctc_finish`
+    loss: object  # stage 20's `ctc_loss`
+
+# %% ../nbs/21_segments.ipynb #11163add
+class CTCBatch(NamedTuple):
+    "What stays the same from segment to segment."
+    x: Tensor  # [T,N,H]
+    w: Tensor  # [V,H]
+    bias: Optional[Tensor]  # [V]
+    kernels: Optional[LatticeKernels]
+    host_frames: Optional[list]  # the frames, if the host knows them
+    classes: Tensor  # [N,C]: the blank, then the target, then blanks
+    symbols: Tensor  # [N,C]: 0, then `label_symbols`; for kernels 2³² times the class more
+    labels: Tensor  # the same behind the first 0, [N·C-1]
+    frames: Tensor  # [N], [N]
+    lengths: Tensor
+    log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
+    target_weight: Tensor  # [N,H,C] rows of w: those of the classes
+    target_bias: Optional[Tensor]  # [N,1,C] of the bias
+
+# %% ../nbs/21_segments.ipynb #fd76593a
+def symbol_columns(W:int) -> int:
+    "The blank and W labels, to a multiple of 8 for the product's sake."
+    return -(-(W + 1) // 8) * 8
+
+# %% ../nbs/21_segments.ipynb #f5c8d62a
+#| code-fold: true
+#| code-summary: Make a batch
+def make_batch(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
+    blank:int, host_lengths:bool,  # columns for the longest target, or for all that shapes allow
+) -> CTCBatch:
+    "Targets and lengths in the form that both passes want."
+    T, N, V = *x.shape[:2], len(w)
+    host_frames = frames.tolist() if readable_on_host(frames) else None
+    p = prepare_targets(x.new_empty(()).expand(T, N, V), targets, frames, lengths)
+    width = p.width if host_lengths else min(T, targets.shape[-1])
+    C = symbol_columns(width)
+    kernels = kernels_for_batch(x, V, C, width)
+    classes, symbols, *others = (launch_targets(p, T, V, blank, C, width, kernels.targets)
+                                 if kernels else plain_targets(p, T, V, blank, C))
+    target_bias = None if bias is None else bias[classes][:, None]
+    return CTCBatch(x, w, bias, kernels, host_frames, classes, symbols, symbols.view(-1)[1:],
+                    *others, w[classes].mT, target_bias)
+
+# %% ../nbs/21_segments.ipynb #42a227e4
+#| code-fold: true
+#| code-summary: Where rows are no padding
+def unpadded_positions(
+    b:CTCBatch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
+) -> Tensor:  # [count] rows of segments [K,N]
+    "Where rows are no padding, in their order; how many there are the host knows."
+    N = len(b.symbols)
+    if b.kernels:
+        kept = b.frames.new_empty(count)
+        with on_device(kept): b.kernels.kept(-(-last * N // 256), 256, b.frames, kept, last, N, K)
+        return kept
+    on = torch.arange(last, device=b.x.device)[:, None] < b.frames
+    return on.flatten().nonzero()[:, 0] % (K * N)
+
+# %% ../nbs/21_segments.ipynb #c74c8d0a
+#| code-fold: true
+#| code-summary: Cut the frames
+def segments(b:CTCBatch, K:int) -> list[Segment]:
+    "All frames that some sequence has, K at a time."
+    host_frames = b.host_frames
+    last = len(b.x) if host_frames is None else max(host_frames, default=0)
+    cuts = tile_slices(last, K)
+    if host_frames is None or min(host_frames, default=0) == last:
+        return [Segment(at, None) for at in cuts]
+    counts = [sum(min(k, at.stop) - min(k, at.start) for k in host_frames) for at in cuts]
+    parts = unpadded_positions(b, last, K, sum(host_frames)).split(counts)
+    return [Segment(at, part) for at, part in zip(cuts, parts)]
+
+# %% ../nbs/21_segments.ipynb #bc150222
+#| code-fold: true
+#| code-summary: Bytes that are left for frames
+BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
+
+def frame_budget(
+    T:int, N:int, V:int, H:int, W:int,
+    size:int, acc:int,  # bytes of an element of dz, of a sum
+    budget:int,  # bytes; 0 for our own choice
+) -> int:  # bytes
+    "What is left for frames."
+    outside_segments = (acc - size) * V * H + size * N * symbol_columns(W) * H + 16 * T * N
+    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * outside_segments)) - outside_segments
+
+# %% ../nbs/21_segments.ipynb #b9d985cb
+#| code-fold: true
+#| code-summary: Frames of a segment
+def segment_frames(
+    T:int, N:int, V:int, H:int, W:int, size:int, acc:int,  # as above
+    kernels:bool,  # or else loops, whose states are fp64, and softmax in steps
+    budget:int,
+    copied:int=0,  # bytes of a row of x, and beside it, that are copies
+) -> int:
+    "Frames of a segment."
+    C, plane = symbol_columns(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
+    lattice = 24 * plane + 4 * C if kernels else 128 * C
+    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 128)
+    held = 8 * plane + 4 * C if kernels else 2 * acc * C
+    row = max(lattice, held + dz + copied) + C  # a row of α is kept for 16 frames or more
+    most = max(16, frame_budget(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
+    even = -(-T // max(1, -(-T // most)))  # of equal segments
+    return max(1, min(T, most - most % 16, -(-even // 16) * 16))
+
+# %% ../nbs/21_segments.ipynb #2f4b9b5a
+#| code-fold: true
+#| code-summary: Frames of a segment, of a sweep, and of lse
+class FrameCounts(NamedTuple):
+    "How many at a time."
+    segment: int
+    sweep: int  # α alone, in whole segments
+    lse: int
+
+def frame_counts(
+    x:Tensor, w:Tensor, C:int, budget:int,
+    padded:bool,  # whether rows are left out, so that others are copied
+) -> FrameCounts:
+    "Frames for these tensors."
+    (T, N, H), kernels, acc = x.shape, takes_kernel(x), acc_dtype(x.dtype).itemsize
+    size = x.element_size() if kernels else acc
+    copied = size * H if padded or x.stride(0) != N * x.stride(1) else 0
+    unscaled_dx = (acc + size) * H if x.dtype == torch.float16 else 0  # of dx, before its factor
+    sizes = T, N, len(w), H, C - 1, size, acc
+    K = segment_frames(*sizes, kernels, budget, copied + unscaled_dx)
+    left = frame_budget(*sizes, budget)
+    if not kernels: return FrameCounts(K, K, K)
+    fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
+    return FrameCounts(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
+
+# %% ../nbs/21_segments.ipynb #6eb124d4
+def emissions(
+    b:CTCBatch, at:slice,
+) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
+    "The small product, one for each sequence."
+    x = b.x[at].transpose(0, 1)
+    whole = x.element_size() == 2 and multiplies_in_float32(x.device)
+    if whole: e = torch.bmm(x, b.target_weight, out_dtype=f32)
+    else: e = wide(x) @ wide(b.target_weight)
+    return e if b.target_bias is None else e.add_(b.target_bias)
+
+# %% ../nbs/21_segments.ipynb #8d2bd04a
+#| code-fold: true
+#| code-summary: States of a sequence, frames of a segment
+def state_symbols(b:CTCBatch) -> Tensor:
+    "The symbol of each state [N,S], in the small alphabet."
+    return interleave(b.symbols[:, 1:], 0)
+
+def frames_in(b:CTCBatch, at:slice) -> Tensor:
+    "Frames [N] of a segment."
+    return (b.frames - at.start).clamp(0, at.stop - at.start)
+
+# %% ../nbs/21_segments.ipynb #7cb92ac6
+def empty_boundaries(
+    n_edges:int, b:CTCBatch,
+) -> Tensor:  # [n_edges,N,2,C] words
+    "Room for states between segments."
+    return b.classes.new_zeros((n_edges, len(b.symbols), 2, b.symbols.shape[1]))
+
+# %% ../nbs/21_segments.ipynb #316376a2
+#| code-fold: true
+#| code-summary: A row as the loops use it
+def boundary_row(edge:Tensor) -> Tensor:
+    "The row [N,S] of α or γ in an edge, as the loops use it."
+    return edge.view(f64).flatten(1)[:, :-1]
+
+# %% ../nbs/21_segments.ipynb #84faec0b
+def plain_forward(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor]) -> Tensor:
+    "α through a segment [K+1,N,S]; without a start all is in the first blank."
+    states, e = state_symbols(b), e.transpose(0, 1)
+    emitted = e.gather(2, states.expand(len(e), -1, -1)).double()
+    row = None if start is None else boundary_row(start)
+    return alpha_table(emitted, may_skip(states), frames_in(b, at), row)
+
+# %% ../nbs/21_segments.ipynb #2034c81a
+#| code-fold: true
+#| code-summary: One segment in PyTorch
+def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
+    "From the states before a segment to those after it; log Z as far as it is known."
+    alphas = plain_forward(b, at, e, start)
+    boundary_row(end).copy_(alphas[-1])
+    so_far = log_likelihood(alphas, b.lengths)
+    log_z = b.log_z.view(f64)
+    log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
+
+# %% ../nbs/21_segments.ipynb #54fbdf52
+def forward_sweep(
+    b:CTCBatch, f:FrameCounts,
+    keep_states:bool,  # whether backward will want those between segments
+) -> Tensor:  # [segments,N,2,C] states
+    "The lattice from left to right; log Z goes where `b` has it."
+    K, T = f.segment if keep_states else f.sweep, len(b.x)
+    states = empty_boundaries(-(-T // K) if keep_states else min(T, 1), b)
+    last = T if b.host_frames is None else max(b.host_frames, default=0)
+    for at in tile_slices(last, f.sweep if b.kernels else K):
+        e, i = emissions(b, at), at.start // K if keep_states else 0
+        start = states[max(i - 1, 0)] if at.start else None
+        if b.kernels: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
+        else: plain_sweep(b, at, e, start, states[i])
+        del e  # before the next ones
+    return states
+
+# %% ../nbs/21_segments.ipynb #95ad3c7a
+def plain_backward(b:CTCBatch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
+    "γ through a segment [K,N,S]; sequences that end in it begin with the γ of their ends."
+    ends = (b.frames > at.start) & (b.frames <= at.stop)
+    end = Log.dsum(last_row(alphas, b.lengths), -1)
+    gamma = torch.where(ends[:, None], end, boundary_row(back))
+    gammas, gamma = gamma_table(alphas, may_skip(state_symbols(b)), frames_in(b, at), gamma)
+    boundary_row(back).copy_(gamma)
+    return gammas
 
 # %% ../nbs/21_segments.ipynb #55a1a37c
 def launch_targets(
@@ -78,18 +309,6 @@ def lattice_kernel(
 ):
     "A launcher of `cuda/linear_ctc.cu`; None where nothing can compile it."
     return cuda_kernel(name, device, ("ctc", "linear_ctc"), **constants)
-
-# %% ../nbs/21_segments.ipynb #706f7ec5
-class LatticeKernels(NamedTuple):
-    "Kernels of the lattice."
-    shape: ScanShape
-    staged: bool  # `finish` holds a row in shared memory
-    alpha_scan: object  # `ctc_segment` without tables
-    both_scans: object  # and with them
-    targets: object  # `ctc_targets`
-    kept: object  # `ctc_kept`
-    finish: object  # `ctc_finish`
-    loss: object  # stage 20's `ctc_loss`
 
 # %% ../nbs/21_segments.ipynb #121121c5
 def finish_shared_bytes(
@@ -131,143 +350,6 @@ def kernels_for_batch(
     staged = packed and finish_shared_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # no tiles
     with on_device(x): return compile_kernels(x.get_device(), dtype, s, staged)
 
-# %% ../nbs/21_segments.ipynb #11163add
-class CTCBatch(NamedTuple):
-    "What stays the same from segment to segment."
-    x: Tensor  # [T,N,H]
-    w: Tensor  # [V,H]
-    bias: Optional[Tensor]  # [V]
-    kernels: Optional[LatticeKernels]
-    host_frames: Optional[list]  # the frames, if the host knows them
-    classes: Tensor  # [N,C]: the blank, then the target, then blanks
-    symbols: Tensor  # [N,C]: 0, then `label_symbols`; for kernels 2³² times the class more
-    labels: Tensor  # the same behind the first 0, [N·C-1]
-    frames: Tensor  # [N], [N]
-    lengths: Tensor
-    log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
-    target_weight: Tensor  # [N,H,C] rows of w: those of the classes
-    target_bias: Optional[Tensor]  # [N,1,C] of the bias
-
-# %% ../nbs/21_segments.ipynb #fd76593a
-def symbol_columns(W:int) -> int:
-    "The blank and W labels, to a multiple of 8 for the product's sake."
-    return -(-(W + 1) // 8) * 8
-
-# %% ../nbs/21_segments.ipynb #f5c8d62a
-def make_batch(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
-    blank:int, host_lengths:bool,  # columns for the longest target, or for all that shapes allow
-) -> CTCBatch:
-    "Targets and lengths in the form that both passes want."
-    T, N, V = *x.shape[:2], len(w)
-    host_frames = frames.tolist() if readable_on_host(frames) else None
-    p = prepare_targets(x.new_empty(()).expand(T, N, V), targets, frames, lengths)
-    width = p.width if host_lengths else min(T, targets.shape[-1])
-    C = symbol_columns(width)
-    kernels = kernels_for_batch(x, V, C, width)
-    classes, symbols, *others = (launch_targets(p, T, V, blank, C, width, kernels.targets)
-                                 if kernels else plain_targets(p, T, V, blank, C))
-    target_bias = None if bias is None else bias[classes][:, None]
-    return CTCBatch(x, w, bias, kernels, host_frames, classes, symbols, symbols.view(-1)[1:],
-                    *others, w[classes].mT, target_bias)
-
-# %% ../nbs/21_segments.ipynb #42a227e4
-def unpadded_positions(
-    b:CTCBatch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
-) -> Tensor:  # [count] rows of segments [K,N]
-    "Where rows are no padding, in their order; how many there are the host knows."
-    N = len(b.symbols)
-    if b.kernels:
-        kept = b.frames.new_empty(count)
-        with on_device(kept): b.kernels.kept(-(-last * N // 256), 256, b.frames, kept, last, N, K)
-        return kept
-    on = torch.arange(last, device=b.x.device)[:, None] < b.frames
-    return on.flatten().nonzero()[:, 0] % (K * N)
-
-# %% ../nbs/21_segments.ipynb #c74c8d0a
-def segments(b:CTCBatch, K:int) -> list[Segment]:
-    "All frames that some sequence has, K at a time."
-    host_frames = b.host_frames
-    last = len(b.x) if host_frames is None else max(host_frames, default=0)
-    cuts = tile_slices(last, K)
-    if host_frames is None or min(host_frames, default=0) == last:
-        return [Segment(at, None) for at in cuts]
-    counts = [sum(min(k, at.stop) - min(k, at.start) for k in host_frames) for at in cuts]
-    parts = unpadded_positions(b, last, K, sum(host_frames)).split(counts)
-    return [Segment(at, part) for at, part in zip(cuts, parts)]
-
-# %% ../nbs/21_segments.ipynb #bc150222
-BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
-
-def frame_budget(
-    T:int, N:int, V:int, H:int, W:int,
-    size:int, acc:int,  # bytes of an element of dz, of a sum
-    budget:int,  # bytes; 0 for our own choice
-) -> int:  # bytes
-    "What is left for frames."
-    outside_segments = (acc - size) * V * H + size * N * symbol_columns(W) * H + 16 * T * N
-    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * outside_segments)) - outside_segments
-
-# %% ../nbs/21_segments.ipynb #b9d985cb
-def segment_frames(
-    T:int, N:int, V:int, H:int, W:int, size:int, acc:int,  # as above
-    kernels:bool,  # or else loops, whose states are fp64, and softmax in steps
-    budget:int,
-    copied:int=0,  # bytes of a row of x, and beside it, that are copies
-) -> int:
-    "Frames of a segment."
-    C, plane = symbol_columns(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
-    lattice = 24 * plane + 4 * C if kernels else 128 * C
-    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 128)
-    held = 8 * plane + 4 * C if kernels else 2 * acc * C
-    row = max(lattice, held + dz + copied) + C  # a row of α is kept for 16 frames or more
-    most = max(16, frame_budget(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
-    even = -(-T // max(1, -(-T // most)))  # of equal segments
-    return max(1, min(T, most - most % 16, -(-even // 16) * 16))
-
-# %% ../nbs/21_segments.ipynb #2f4b9b5a
-class FrameCounts(NamedTuple):
-    "How many at a time."
-    segment: int
-    sweep: int  # α alone, in whole segments
-    lse: int
-
-def frame_counts(
-    x:Tensor, w:Tensor, C:int, budget:int,
-    padded:bool,  # whether rows are left out, so that others are copied
-) -> FrameCounts:
-    "Frames for these tensors."
-    (T, N, H), kernels, acc = x.shape, takes_kernel(x), acc_dtype(x.dtype).itemsize
-    size = x.element_size() if kernels else acc
-    copied = size * H if padded or x.stride(0) != N * x.stride(1) else 0
-    unscaled_dx = (acc + size) * H if x.dtype == torch.float16 else 0  # of dx, before its factor
-    sizes = T, N, len(w), H, C - 1, size, acc
-    K = segment_frames(*sizes, kernels, budget, copied + unscaled_dx)
-    left = frame_budget(*sizes, budget)
-    if not kernels: return FrameCounts(K, K, K)
-    fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
-    return FrameCounts(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
-
-# %% ../nbs/21_segments.ipynb #6eb124d4
-def emissions(
-    b:CTCBatch, at:slice,
-) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
-    "The small product, one for each sequence."
-    x = b.x[at].transpose(0, 1)
-    whole = x.element_size() == 2 and multiplies_in_float32(x.device)
-    if whole: e = torch.bmm(x, b.target_weight, out_dtype=f32)
-    else: e = wide(x) @ wide(b.target_weight)
-    return e if b.target_bias is None else e.add_(b.target_bias)
-
-# %% ../nbs/21_segments.ipynb #8d2bd04a
-def state_symbols(b:CTCBatch) -> Tensor:
-    "The symbol of each state [N,S], in the small alphabet."
-    return interleave(b.symbols[:, 1:], 0)
-
-def frames_in(b:CTCBatch, at:slice) -> Tensor:
-    "Frames [N] of a segment."
-    return (b.frames - at.start).clamp(0, at.stop - at.start)
-
 # %% ../nbs/21_segments.ipynb #9c139e42
 def table_size(N:int, frames:int, s:ScanShape) -> int:
     "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
@@ -290,59 +372,3 @@ def launch_segment(
     with on_device(e):
         run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
             beta, table, post, log_z, strip_states(e, N, K, shape), *sizes)
-
-# %% ../nbs/21_segments.ipynb #7cb92ac6
-def empty_boundaries(
-    n_edges:int, b:CTCBatch,
-) -> Tensor:  # [n_edges,N,2,C] words
-    "Room for states between segments."
-    return b.classes.new_zeros((n_edges, len(b.symbols), 2, b.symbols.shape[1]))
-
-# %% ../nbs/21_segments.ipynb #316376a2
-def boundary_row(edge:Tensor) -> Tensor:
-    "The row [N,S] of α or γ in an edge, as the loops use it."
-    return edge.view(f64).flatten(1)[:, :-1]
-
-# %% ../nbs/21_segments.ipynb #84faec0b
-def plain_forward(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor]) -> Tensor:
-    "α through a segment [K+1,N,S]; without a start all is in the first blank."
-    states, e = state_symbols(b), e.transpose(0, 1)
-    emitted = e.gather(2, states.expand(len(e), -1, -1)).double()
-    row = None if start is None else boundary_row(start)
-    return alpha_table(emitted, may_skip(states), frames_in(b, at), row)
-
-# %% ../nbs/21_segments.ipynb #2034c81a
-def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
-    "From the states before a segment to those after it; log Z as far as it is known."
-    alphas = plain_forward(b, at, e, start)
-    boundary_row(end).copy_(alphas[-1])
-    so_far = log_likelihood(alphas, b.lengths)
-    log_z = b.log_z.view(f64)
-    log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
-
-# %% ../nbs/21_segments.ipynb #54fbdf52
-def forward_sweep(
-    b:CTCBatch, f:FrameCounts,
-    keep_states:bool,  # whether backward will want those between segments
-) -> Tensor:  # [segments,N,2,C] states
-    "The lattice from left to right; log Z goes where `b` has it."
-    K, T = f.segment if keep_states else f.sweep, len(b.x)
-    states = empty_boundaries(-(-T // K) if keep_states else min(T, 1), b)
-    last = T if b.host_frames is None else max(b.host_frames, default=0)
-    for at in tile_slices(last, f.sweep if b.kernels else K):
-        e, i = emissions(b, at), at.start // K if keep_states else 0
-        start = states[max(i - 1, 0)] if at.start else None
-        if b.kernels: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
-        else: plain_sweep(b, at, e, start, states[i])
-        del e  # before the next ones
-    return states
-
-# %% ../nbs/21_segments.ipynb #95ad3c7a
-def plain_backward(b:CTCBatch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
-    "γ through a segment [K,N,S]; sequences that end in it begin with the γ of their ends."
-    ends = (b.frames > at.start) & (b.frames <= at.stop)
-    end = Log.dsum(last_row(alphas, b.lengths), -1)
-    gamma = torch.where(ends[:, None], end, boundary_row(back))
-    gammas, gamma = gamma_table(alphas, may_skip(state_symbols(b)), frames_in(b, at), gamma)
-    boundary_row(back).copy_(gamma)
-    return gammas
