@@ -6,8 +6,6 @@
 __all__ = ['linear_ctc_loss']
 
 # %% ../nbs/22_linear_ctc.ipynb #c454b8b5
-#| code-fold: true
-#| code-summary: Imports
 import functools
 from typing import NamedTuple, Optional
 
@@ -38,8 +36,6 @@ from fusedloss.segments import (
     state_symbols, symbol_columns, table_size)
 
 # %% ../nbs/22_linear_ctc.ipynb #16510446
-#| code-fold: true
-#| code-summary: Dtypes
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/22_linear_ctc.ipynb #d71a8d8e
@@ -57,8 +53,6 @@ def lse_parts(
     return row_max / log2_scale(x), sums
 
 # %% ../nbs/22_linear_ctc.ipynb #7890a81a
-#| code-fold: true
-#| code-summary: Losses from lse and log Z
 def ctc_losses(
     b:CTCBatch, stats:Tensor, log_z:Tensor,  # [T,N,2] largest score and sum of each frame; [N]
     mean:bool, zero_infinity:bool,  # divide by length and batch; 0 where no path exists
@@ -78,8 +72,6 @@ def ctc_losses(
     return (losses * inv_denominators(b.lengths, mean, f64)).to(stats.dtype)
 
 # %% ../nbs/22_linear_ctc.ipynb #8d7eb104
-#| code-fold: true
-#| code-summary: Room for two numbers a frame
 def empty_stats(b:CTCBatch) -> Tensor:  # [T,N,2]
     "Of frames that are not there."
     return b.x.new_ones((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
@@ -122,8 +114,6 @@ def tile_softmax_kernel(
         store_tile(p, e, tn, tv, keep, inside, p_stride_n, BN, BV, DESC)  # ⑤
 
 # %% ../nbs/22_linear_ctc.ipynb #863bedbc
-#| code-fold: true
-#| code-summary: Tiles of a softmax, and what they lack
 class TiledSoftmax(NamedTuple):
     "Rows of a softmax, each tile relative to its own largest score."
     p: Tensor  # [n,V]
@@ -132,15 +122,11 @@ class TiledSoftmax(NamedTuple):
     log2_scale: float
 
 # %% ../nbs/22_linear_ctc.ipynb #69c67643
-#| code-fold: true
-#| code-summary: Rows that a descriptor can stand for
 def aligned_rows(x:Tensor, rows:int, V:int) -> Tensor:
     "Memory for [rows,V] that a descriptor can stand for."
     return x.new_empty(rows, -(-V // 8) * 8)[:, :V]
 
 # %% ../nbs/22_linear_ctc.ipynb #14fe1872
-#| code-fold: true
-#| code-summary: Launch the kernel
 def launch_tiled_softmax(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
     t:Tiling,
@@ -162,8 +148,6 @@ def launch_tiled_softmax(
     return TiledSoftmax(p, stats, t.BV, log2_scale(x))
 
 # %% ../nbs/22_linear_ctc.ipynb #3e7930ae
-#| code-fold: true
-#| code-summary: The same by PyTorch where there is no kernel
 def tiled_softmax(
     x:Tensor, w:Tensor, bias:Optional[Tensor], t:Tiling, p:Optional[Tensor]=None,  # as above
 ) -> TiledSoftmax:
@@ -198,8 +182,6 @@ def write_target_grads(
     dz.scatter_(1, b.classes[n], values)
 
 # %% ../nbs/22_linear_ctc.ipynb #edee4f4a
-#| code-fold: true
-#| code-summary: The steps in PyTorch
 def plain_finish(
     b:CTCBatch, s:Segment, tiles:TiledSoftmax, e:Tensor, gammas:Tensor,  # [N,K,C], [K,N,S]
     g:Tensor, log_z:Tensor, stats:Tensor,  # [N], [N], [T,N,2] is written
@@ -217,15 +199,11 @@ def plain_finish(
     write_target_grads(tiles.p, p - unpadded_rows(gamma, s), grad_coef, b, s)
 
 # %% ../nbs/22_linear_ctc.ipynb #38829462
-#| code-fold: true
-#| code-summary: Threads of the kernel
 def finish_threads(row:int) -> int:
     "Of a block: five loads of a row each, and no more than 256."
     return 32 * min(8, -(-row // (5 * 16 * 32)))
 
 # %% ../nbs/22_linear_ctc.ipynb #f6d5228a
-#| code-fold: true
-#| code-summary: The same in one launch
 def launch_finish(
     b:CTCBatch, s:Segment, tiles:TiledSoftmax, e:Tensor, post:Tensor,  # [N,K,C], [N,K,2,plane]
     g:Tensor, log_z:Tensor, stats:Tensor,  # as above
@@ -240,8 +218,6 @@ def launch_finish(
                       shared=finish_shared_bytes(row, C, count, b.kernels.staged))
 
 # %% ../nbs/22_linear_ctc.ipynb #4e6c7a23
-#| code-fold: true
-#| code-summary: What the way back takes along
 class BackwardState(NamedTuple):
     "What the way back takes along."
     g: Tensor  # [N] upstream
@@ -282,8 +258,6 @@ def make_dz(
     return tiles.p
 
 # %% ../nbs/22_linear_ctc.ipynb #c18d000a
-#| code-fold: true
-#| code-summary: Gradients as they grow
 class Gradients(NamedTuple):
     "Gradients as they grow; None where nobody asks."
     dx: Optional[Tensor]  # [T,N,H]
@@ -300,8 +274,6 @@ class Gradients(NamedTuple):
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
 # %% ../nbs/22_linear_ctc.ipynb #2eb03f1d
-#| code-fold: true
-#| code-summary: A segment’s dz into dx, dw and db
 def accumulate_grads(
     sums:Gradients, dz:Tensor, x:Tensor,  # [n,V], [n,H]; x is written over where it is a copy
     b:CTCBatch, s:Segment, grad_scale:Optional[Tensor],
@@ -340,8 +312,6 @@ def segment_gradients(
     return sums, back.stats
 
 # %% ../nbs/22_linear_ctc.ipynb #d412681a
-#| code-fold: true
-#| code-summary: For an upstream gradient that was waited for
 def linear_ctc_bwd(
     g:Tensor, b:CTCBatch, K:int, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
     needs:tuple[bool, bool, bool],
@@ -351,8 +321,6 @@ def linear_ctc_bwd(
     return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
 # %% ../nbs/22_linear_ctc.ipynb #72e6c012
-#| code-fold: true
-#| code-summary: Whether rows may be left out
 def is_padded(b:CTCBatch, host_lengths:bool) -> bool:
     "Whether rows may be left out; a compiler, which cannot know, says so."
     return not host_lengths or b.host_frames is not None and len(set(b.host_frames)) > 1

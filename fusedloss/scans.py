@@ -6,8 +6,6 @@
 __all__ = ['logz', 'Paths', 'viterbi', 'path_score', 'sample', 'Posteriors', 'posteriors']
 
 # %% ../nbs/19_scans.ipynb #547eac95
-#| code-fold: true
-#| code-summary: Imports
 import functools
 from typing import Literal, NamedTuple, Optional
 
@@ -50,8 +48,6 @@ def logz_autograd(
     return S.sum(S.mul(v, S.lift(vT)))
 
 # %% ../nbs/19_scans.ipynb #19fcea04
-#| code-fold: true
-#| code-summary: Lengths are checked where the host can see them
 def lengths_like(
     lengths,  # [N] integers, or None
     Ms:Tensor,  # [T,N,C,nz]
@@ -121,8 +117,6 @@ def scan_fwd_kernel(
         tl.store(alphas_ptr + (n + tl.cast(t + 1, tl.int64) * N) * C + c, alpha, mask=inside)  # ⑤
 
 # %% ../nbs/19_scans.ipynb #1e2de5cc
-#| code-fold: true
-#| code-summary: Launch the kernel: a program a sequence
 def scan_fwd_triton(
     Ms:Tensor, idx:Tensor, v0:Tensor,  # as for `scan_fwd`
     lengths:Optional[Tensor]=None,  # [N], each from 0 to T
@@ -138,8 +132,6 @@ def scan_fwd_triton(
     return alphas
 
 # %% ../nbs/19_scans.ipynb #e4a9363e
-#| code-fold: true
-#| code-summary: A rectangle of edges for each direction
 def edge_slots(
     idx:Tensor,  # [C,nz]
     out:OutEdges,  # its transpose

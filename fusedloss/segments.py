@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../nbs/21_segments.ipynb #6123ca04
-#| code-fold: true
-#| code-summary: Imports
 import functools
 from typing import NamedTuple, Optional
 
@@ -27,8 +25,6 @@ from fusedloss.ctc import alpha_table, gamma_table, last_row, log_likelihood, ru
 from fusedloss.semirings import Log
 
 # %% ../nbs/21_segments.ipynb #4b88cd38
-#| code-fold: true
-#| code-summary: Dtypes
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/21_segments.ipynb #8212ff2b
@@ -45,8 +41,6 @@ def label_symbols(
     return torch.where(y == blank, 0, symbols)
 
 # %% ../nbs/21_segments.ipynb #d766b404
-#| code-fold: true
-#| code-summary: Targets in both alphabets, frames and lengths
 def plain_targets(
     p:Targets, T:int, V:int, blank:int,
     C:int,  # columns
@@ -60,8 +54,6 @@ def plain_targets(
     return *both, frames, lengths, log_z.view(i64)
 
 # %% ../nbs/21_segments.ipynb #706f7ec5
-#| code-fold: true
-#| code-summary: The kernels of the lattice
 class LatticeKernels(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
@@ -96,8 +88,6 @@ def symbol_columns(W:int) -> int:
     return -(-(W + 1) // 8) * 8
 
 # %% ../nbs/21_segments.ipynb #f5c8d62a
-#| code-fold: true
-#| code-summary: Make a batch
 def make_batch(
     x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, frames:Tensor, lengths:Tensor,
     blank:int, host_lengths:bool,  # columns for the longest target, or for all that shapes allow
@@ -116,8 +106,6 @@ def make_batch(
                     *others, w[classes].mT, target_bias)
 
 # %% ../nbs/21_segments.ipynb #42a227e4
-#| code-fold: true
-#| code-summary: Where rows are no padding
 def unpadded_positions(
     b:CTCBatch, last:int, K:int, count:int,  # of the frames, of a segment, of all sequences
 ) -> Tensor:  # [count] rows of segments [K,N]
@@ -131,8 +119,6 @@ def unpadded_positions(
     return on.flatten().nonzero()[:, 0] % (K * N)
 
 # %% ../nbs/21_segments.ipynb #c74c8d0a
-#| code-fold: true
-#| code-summary: Cut the frames
 def segments(b:CTCBatch, K:int) -> list[Segment]:
     "All frames that some sequence has, K at a time."
     host_frames = b.host_frames
@@ -145,8 +131,6 @@ def segments(b:CTCBatch, K:int) -> list[Segment]:
     return [Segment(at, part) for at, part in zip(cuts, parts)]
 
 # %% ../nbs/21_segments.ipynb #bc150222
-#| code-fold: true
-#| code-summary: Bytes that are left for frames
 BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
 
 def frame_budget(
@@ -159,8 +143,6 @@ def frame_budget(
     return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * outside_segments)) - outside_segments
 
 # %% ../nbs/21_segments.ipynb #b9d985cb
-#| code-fold: true
-#| code-summary: Frames of a segment
 def segment_frames(
     T:int, N:int, V:int, H:int, W:int, size:int, acc:int,  # as above
     kernels:bool,  # or else loops, whose states are fp64, and softmax in steps
@@ -178,8 +160,6 @@ def segment_frames(
     return max(1, min(T, most - most % 16, -(-even // 16) * 16))
 
 # %% ../nbs/21_segments.ipynb #2f4b9b5a
-#| code-fold: true
-#| code-summary: Frames of a segment, of a sweep, and of lse
 class FrameCounts(NamedTuple):
     "How many at a time."
     segment: int
@@ -214,8 +194,6 @@ def emissions(
     return e if b.target_bias is None else e.add_(b.target_bias)
 
 # %% ../nbs/21_segments.ipynb #8d2bd04a
-#| code-fold: true
-#| code-summary: States of a sequence, frames of a segment
 def state_symbols(b:CTCBatch) -> Tensor:
     "The symbol of each state [N,S], in the small alphabet."
     return interleave(b.symbols[:, 1:], 0)
@@ -232,8 +210,6 @@ def empty_boundaries(
     return b.classes.new_zeros((n_edges, len(b.symbols), 2, b.symbols.shape[1]))
 
 # %% ../nbs/21_segments.ipynb #316376a2
-#| code-fold: true
-#| code-summary: A row as the loops use it
 def boundary_row(edge:Tensor) -> Tensor:
     "The row [N,S] of α or γ in an edge, as the loops use it."
     return edge.view(f64).flatten(1)[:, :-1]
@@ -247,8 +223,6 @@ def plain_forward(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor]) -> Ten
     return alpha_table(emitted, may_skip(states), frames_in(b, at), row)
 
 # %% ../nbs/21_segments.ipynb #2034c81a
-#| code-fold: true
-#| code-summary: One segment in PyTorch
 def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
     "From the states before a segment to those after it; log Z as far as it is known."
     alphas = plain_forward(b, at, e, start)
