@@ -1,9 +1,14 @@
-"""The site's checker finds each kind of fault; mathematics needs no script."""
+"""The site's checker finds each kind of fault; mathematics needs no script; search finds names and stages first."""
 import json
 import re
+import shutil
+import subprocess
+from pathlib import PurePosixPath
+from types import SimpleNamespace
 
 import pytest
-from check_site import problems, unlicensed
+from check_site import INDEX, problems, unlicensed
+from search_index import addresses, index_script, with_search
 from site_pages import finish, finish_all, fold, mark_gpu_outputs
 from workbook import ROOT, is_stage, notebooks
 
@@ -11,7 +16,7 @@ GOOD = {
     "index.html": '<link rel="stylesheet" href="a.css"><h2 id="here"></h2><a href="sub/page.html#there">x</a><a href="https://example.org">y</a>',
     "sub/page.html": '<p id="there"></p><a href="../index.html#here">x</a><svg><use xlink:href="#there"/></svg>',
     "a.css": "p { color: red }",
-    "search.json": '[{"href": "index.html#here"}]',
+    INDEX: 'globalThis.searchIndex = [["index.html","Home",[["","","a"],["here","Here","b"]]]];\n',
 }
 FAULTS = {
     "dead link": ("index.html", '<a href="gone.html">x</a>', "index.html: gone.html leads nowhere"),
@@ -20,7 +25,7 @@ FAULTS = {
     "style from outside": ("index.html", "<style>@import 'https://example.org/x.css';</style>", "loads https://example.org/x.css from outside"),
     "font from outside": ("a.css", "@font-face { src: url(//example.org/x.woff) }", "a.css: //example.org/x.woff is loaded from outside"),
     "dead image": ("index.html", '<img src="gone.png">', "index.html: gone.png leads nowhere"),
-    "dead search": ("search.json", '[{"href": "index.html#gone"}]', "search.json: index.html#gone has no such anchor"),
+    "dead search": (INDEX, 'globalThis.searchIndex = [["index.html","Home",[["gone","Here","b"]]]];\n', f"{INDEX}: index.html#gone has no such anchor"),
     "unused asset": ("b.js", "1", "b.js: no page uses it"),
     "no licence": ("site_libs/b.js", "1", "site_libs/b.js: no licence lies beside it"),
 }
@@ -30,7 +35,7 @@ FAULTS = {
 def report(tmp_path):
     "Write a small site with additions; its problems, as one text"
     def write(name: str = "a.css", text: str = "") -> str:
-        pages = GOOD | {name: text if name == "search.json" else GOOD.get(name, "") + text}
+        pages = GOOD | {name: text if name == INDEX else GOOD.get(name, "") + text}
         for path, content in pages.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(content, encoding="utf-8")
@@ -134,3 +139,65 @@ def test_readme_shows_the_results_and_every_stage():
     assert "| 02_tiles |" in text
     assert all((ROOT / name).is_file() for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)) and "![" in text
     assert [p.name for p in notebooks() if is_stage(p) and f"](nbs/{p.name})" not in text] == []
+
+
+def searched(src: str, title: str, body: str, *sections: tuple[str, str, str]) -> SimpleNamespace:
+    "A page as the renderer hands it to the search"
+    found = [{"id": id, "title": heading, "text": text} for id, heading, text in sections]
+    src = PurePosixPath(src)
+    return SimpleNamespace(src=src, out=src.with_suffix(".html"), title=title, body=body, meta={}, front={"description": "About [it](x.ipynb)."}, env={"search": found})
+
+
+FENCED = "```python\ndef hidden_helper(x):\n    return x + 1\n```\n"
+PAGES = [
+    searched("api/ctc.qmd", "fusedloss.ctc", "", ("CTCLoss", "class CTCLoss", "A loss. Parameter Type"), ("CTCLoss.extra_repr", "CTCLoss.extra_repr", "ctc")),
+    searched("solutions/20_ctc.ipynb", "20 · Solutions: CTC", "", ("a", "Exercise 1", "ctc")),
+    searched("20_ctc.ipynb", "20 · CTC", FENCED, ("paths", "All paths", "Sums of paths. def hidden_helper(x): return x + 1 And more.")),
+    searched("reference.ipynb", "Reference", "", ("CTCLoss", "CTCLoss", "ctc as a module"), ("margins.ArcFace", "margins.ArcFace", "a margin")),
+    searched("13_margins.ipynb", "13 · Margins", "", ("scale", "Scale", "The margin of ArcFace")),
+]
+
+
+def test_the_index_has_prose_and_names_and_begins_with_what_is_public():
+    script = index_script(PAGES)
+    assert addresses(script) == ["reference.html", "reference.html#CTCLoss", "reference.html#margins.ArcFace", "13_margins.html", "13_margins.html#scale",
+                                 "20_ctc.html", "20_ctc.html#paths", "solutions/20_ctc.html", "solutions/20_ctc.html#a", "api/ctc.html", "api/ctc.html#CTCLoss"]
+    assert '["paths","All paths","Sums of paths. And more.","hidden_helper"]' in script and '"About it."' in script and "Parameter" not in script
+
+
+def first_hits(script: str, queries: list[str]) -> dict[str, str]:
+    "What the site's own script finds first"
+    node = shutil.which("node") or pytest.skip("the site's script needs node to run outside of a browser")
+    search = (ROOT / "tools" / "search.js").read_text(encoding="utf-8")
+    ask = f"for (const q of {json.dumps(queries)}) console.log((siteSearch.rank(siteSearch.loaded(searchIndex), q, 9)[0] || {{}}).href);"
+    run = subprocess.run([node, "-"], input=f"{script}{search}{ask}", capture_output=True, text=True, check=True)
+    return dict(zip(queries, run.stdout.split("\n")))
+
+
+@pytest.mark.parametrize("query, page", {
+    "ctc": "20_ctc.html", "CTCLoss": "reference.html#CTCLoss", "arcface": "reference.html#margins.ArcFace", "margin": "13_margins.html",
+    "hidden_helper": "20_ctc.html#paths", "sums paths": "20_ctc.html#paths", "nothing": "undefined"}.items())
+def test_search_finds_titles_then_names_then_text(query, page):
+    assert first_hits(index_script(PAGES), [query]) == {query: page}
+
+
+TEN = {"ctc": "ctc.html", "semirings": "semirings.html", "linear_cross_entropy": "reference.html#linear_cross_entropy",
+       "PartialFC": "reference.html#PartialFC", "recompute": "recompute.html", "plan": "reference.html#plan",
+       "CTCLoss": "reference.html#CTCLoss", "margin": "margins.html", "install": "index.html#install", "online softmax": "kernels.html"}
+
+
+def test_ten_searches_of_the_built_site():
+    index = ROOT / "docs" / INDEX
+    if not index.exists():
+        pytest.skip("docs/ is not built")
+    found = first_hits(index.read_text(encoding="utf-8"), list(TEN))
+    assert {query: hit if "#" in TEN[query] else hit.split("#")[0] for query, hit in found.items()} == TEN
+
+
+def test_the_renderers_script_searches_as_ours_does():
+    smalldocs = pytest.importorskip("smalldocs.site", reason="the site is built by smalldocs")
+    script = (smalldocs.ASSETS / "smalldocs.js").read_text(encoding="utf-8")
+    made = with_search(script)
+    assert "siteSearch.load(offset)" in made and "siteSearch.rank(index, q, limit)" in made and "search.json" not in made
+    with pytest.raises(ValueError, match="smalldocs.js: expected once"):
+        with_search(script.replace("search.json", "elsewhere.json"))

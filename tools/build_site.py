@@ -23,6 +23,8 @@ from smalldocs import api as smalldocs_api
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
+import reference
+from search_index import index_script, with_search
 from site_pages import finish_all, fold, mark_gpu_outputs
 from workbook import ROOT, copy_tree, notebooks, read_notebook
 
@@ -89,6 +91,7 @@ class Site(smalldocs.Site):
                 cells = binding_cells(read_notebook(self.root / src))
                 names = [name for name in cells if hasattr(module, name) and name not in self.symbols]
                 self.symbols |= {name: f"/{src}#cell-{cells[name]}" for name in names}
+        self.symbols |= {name: f"/{reference.PAGE}#{anchor}" for name, anchor in reference.anchors().items()}
 
     def resolve(self, href: str, page: smalldocs.Page | None, record: bool = True) -> str:
         "A link out of nbs/ leads to the repository"
@@ -115,6 +118,12 @@ class Site(smalldocs.Site):
 
     def write_sitemap(self) -> None:
         "None: a sitemap dates pages by their files, and a fresh clone has new dates"
+
+    def write_search(self) -> None:
+        "The index as a script, and the search that reads it"
+        (self.out / "search.js").write_text(index_script(list(self.pages.values())), encoding="utf-8")
+        script = self.out / "site_libs" / "smalldocs.js"
+        script.write_text(with_search(script.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def copy_licences(libs: Path) -> None:
@@ -196,8 +205,10 @@ def build(out: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))
         project.config["project"]["output-dir"] = "../site"
-        project.smalldocs["api"] |= {"root": str(ROOT), "source": blob_url(project)}
+        repository = project.website["repo-url"]
+        project.smalldocs["api"] |= {"root": str(ROOT), "source": reference.tag_url(repository)}
         project.website.update({"favicon": "images/favicon.svg", "page-footer": footer(project)})
+        reference.fill(project.root / reference.PAGE, repository)
         expand_sections(project)
         site = Site(project, quiet=True)
         site.build()

@@ -2,7 +2,6 @@
 
     python tools/check_site.py [FOLDER]
 """
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from search_index import addresses
 from workbook import ROOT
 
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"),
@@ -17,6 +17,7 @@ LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src")
 INLINE = "data:"  # a picture within the page: nothing is loaded
 LINKED = {("a", "href"), ("use", "xlink:href")}
 CSS_URL = re.compile(r"""url\(\s*['"]?([^'")]+)|@import\s+['"]([^'"]+)""")
+INDEX = "search.js"  # loaded by the search itself
 Problems = Iterator[str]
 
 
@@ -93,7 +94,7 @@ def unused(site: Path, pages: dict[Path, Page]) -> Problems:
     named += [(path, url) for path in site.rglob("*.css") for url in css_urls(path.read_text(encoding="utf-8"))]
     reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
     for path in site.rglob("*"):
-        if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached:
+        if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached and path != site / INDEX:
             yield f"{path.relative_to(site)}: no page uses it"
 
 
@@ -114,10 +115,10 @@ def problems(site: Path) -> Problems:
         yield from (f"{path.relative_to(site)}: {problem}" for problem in check_page(path, pages))
     for path in sorted(site.rglob("*.css")):
         yield from (f"{path.relative_to(site)}: {problem}" for problem in check_styles(path, pages))
-    search = site / "search.json"
-    for entry in json.loads(search.read_text(encoding="utf-8")) if search.exists() else ():
-        if fault := missing(entry["href"], search, pages):
-            yield f"search.json: {entry['href']} {fault}"
+    search = site / INDEX
+    for address in addresses(search.read_text(encoding="utf-8")) if search.exists() else ():
+        if fault := missing(address, search, pages):
+            yield f"{INDEX}: {address} {fault}"
     yield from unused(site, pages)
     yield from unlicensed(site)
     if site / "index.html" not in pages:
