@@ -26,6 +26,20 @@ def test_pages_can_be_read_by_all(name):
     assert evaluate(DOCS[name], axe + VIOLATIONS) == {"found": [], "errors": []}
 
 
+SEARCH = """
+  const input = document.querySelector(".smalldocs-search input");
+  input.value = "ctc";
+  input.dispatchEvent(new Event("input"));
+  for (let i = 0; i < 50 && !document.querySelector(".search-result"); i++) await new Promise(done => setTimeout(done, 100));
+  return document.querySelector(".search-result")?.getAttribute("href");
+"""
+
+
+@pytest.mark.skipif(not (ROOT / "docs" / "search.js").exists(), reason="docs/ is not built")
+def test_search_works_without_a_server():
+    assert evaluate(DOCS["house.html"], SEARCH) == {"found": "./ctc.html", "errors": []}
+
+
 @pytest.fixture
 def page(tmp_path) -> Path:
     path = tmp_path / "a.html"
