@@ -207,7 +207,7 @@ def build(out: Path) -> list[str]:
         project.config["project"]["output-dir"] = "../site"
         repository = project.website["repo-url"]
         project.smalldocs["api"] |= {"root": str(ROOT), "source": reference.tag_url(repository)}
-        project.website.update({"favicon": "images/favicon.svg", "page-footer": footer(project)})
+        project.website.update({"favicon": "favicon.svg", "page-footer": footer(project)})
         reference.fill(project.root / reference.PAGE, repository)
         expand_sections(project)
         site = Site(project, quiet=True)
