@@ -201,6 +201,7 @@ def footer(project: Project) -> dict[str, str]:
 
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
+    sys.path.insert(0, str(ROOT))  # the package of this tree, not one that is installed
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))
