@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDE, PHONE = 1280, 390
 MAX_HEIGHT = 10_800  # pixels of a lesson at 1280, its library folded
@@ -39,22 +41,31 @@ LAYOUT = """
 """
 
 
+def answers(path: str) -> bool:
+    "Does this browser show a page here?"
+    try:
+        done = subprocess.run([path, *QUIET, "--dump-dom", "data:text/html,<p>here</p>"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "<p>here</p>" in done.stdout
+
+
+@cache
 def browser() -> str | None:
-    "The browser at hand, if there is one"
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
+    "The browser at hand, if there is one that works"
+    return next(filter(answers, filter(None, map(shutil.which, BROWSERS))), None)
 
 
 def options(width: int) -> list[str]:
     "How the browser is started: reproducible, without a window"
-    return [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-            f"--window-size={width},1000", "--virtual-time-budget=20000"]
+    return [browser(), *QUIET, f"--window-size={width},1000", "--virtual-time-budget=20000"]
 
 
 def evaluate(page: Path, script: str, width: int = WIDE) -> dict[str, Any]:
     "What a script returns on a page, as `found`, and the errors that the page raised"
-    with tempfile.NamedTemporaryFile("w", suffix=".html", prefix=".probe-", dir=page.parent, encoding="utf-8") as copy:
-        text = page.read_text(encoding="utf-8")
-        copy.write(text.replace("<head>", "<head>" + PROBE % script, 1))
+    with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as copy:
+        text, home = page.read_text(encoding="utf-8"), f'<base href="file://{page.resolve().parent}/">'
+        copy.write(text.replace("<head>", "<head>" + home + PROBE % script, 1))
         copy.flush()
         done = subprocess.run([*options(width), "--dump-dom", f"file://{copy.name}"], capture_output=True, text=True, timeout=120)
     answer = re.search(r'<script type="text/found">(.*?)</script>', done.stdout, re.DOTALL)
