@@ -134,9 +134,9 @@ def test_tex_becomes_mathml():
     assert page.startswith('<math xmlns') and 'display="block"' in page and "\\" not in page
 
 
-def test_readme_shows_the_results_and_every_stage():
+def test_readme_shows_a_plan_a_picture_and_every_stage():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "| 02_tiles |" in text
+    assert "| recompute |" in text and "## Which loss do I need?" in text
     assert all((ROOT / name).is_file() for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)) and "![" in text
     assert [p.name for p in notebooks() if is_stage(p) and f"](nbs/{p.name})" not in text] == []
 
