@@ -100,9 +100,9 @@ def test_what_follows_a_lesson_is_folded():
     pytest.importorskip("smalldocs", reason="the site is built by smalldocs")
     from build_site import fold_library
     lesson = '<section id="recap" class="level2"><h2>Recap</h2></section>'
-    library = '<section id="in-the-library" class="level2">\n<h2 class="a">In the library</h2><section id="b" class="level3"><p>x</p></section></section>'
+    library = '<section id="in-the-library" class="level2">\n<h2 class="anchored" data-anchor-id="in-the-library">In the library</h2><section id="b" class="level3"><p>x</p></section></section>'
     folded = fold_library(lesson + library)
-    assert folded.startswith(lesson + '<details class="fl-library" id="in-the-library">\n<summary><h2 class="a">In the library</h2></summary><section id="b"')
+    assert folded.startswith(lesson + '<details class="fl-library" id="in-the-library">\n<summary><h2>In the library</h2></summary><section id="b"')
     assert "<p>x</p></section></details>" in folded and fold_library(lesson) == lesson
 
 

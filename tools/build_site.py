@@ -68,6 +68,7 @@ def to_mathml(page: str) -> str:
 
 def fold_library(page: str) -> str:
     "The last section of a page, if it is the library's, shows its heading until it is opened, also by a link into it"
+    page = page.replace('<h2 class="anchored" data-anchor-id="in-the-library">', "<h2>")  # what opens a fold holds no link
     return LIBRARY.sub(rf'<details class="fl-library" id="in-the-library">\n<summary>\1</summary>\2</details>\n{OPENER}', page)
 
 
