@@ -6,11 +6,17 @@ from browse import PHONE, WIDE, browser, complaints, evaluate
 from grids import few
 from workbook import ROOT
 
-pytestmark = pytest.mark.skipif(not browser(), reason="no browser on this machine")
 DOCS = {name: ROOT / "docs" / name for name in ("index.html", "glossary.html", "chunks.html", "recompute.html")}  # others are like these
 AXE = ROOT / ".axe" / "package" / "axe.min.js"  # npm pack axe-core, unpacked
 VIOLATIONS = """; const found = await axe.run();
 return found.violations.map(v => `${v.id}: ${v.nodes.length}, such as ${v.nodes[0].html.slice(0, 120)}`);"""
+
+
+@pytest.fixture(autouse=True)
+def a_browser():
+    "Asked for when a test runs, not where tests are only collected"
+    if not browser():
+        pytest.skip("no browser on this machine")
 
 
 @pytest.mark.parametrize("width", [WIDE, PHONE])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from check_site import INDEX, problems, unlicensed
 from search_index import addresses, index_script, with_search
-from site_pages import finish, finish_all, fold, mark_gpu_outputs
+from site_pages import finish, finish_all, prepare
 from workbook import ROOT, is_stage, notebooks
 
 GOOD = {
@@ -75,7 +75,7 @@ def test_gpu_outputs_say_where_they_were_made(tmp_path):
     path = tmp_path / "a.ipynb"
     for metadata, expected in (({"fusedloss": {"machine": "NVIDIA H200 · python 3", "commit": "abc+"}}, [2, 1, 0]), ({}, [1, 1, 0])):
         path.write_text(json.dumps({"cells": cells, "metadata": metadata}), encoding="utf-8")
-        mark_gpu_outputs(path)
+        prepare(path)
         found = [cell["outputs"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
         assert [len(outputs) for outputs in found] == expected
         assert not metadata or found[0][0]["data"]["text/html"] == ['<p class="fl-gpu">NVIDIA H200, commit abc</p>']
@@ -83,8 +83,8 @@ def test_gpu_outputs_say_where_they_were_made(tmp_path):
 
 def test_a_folded_cell_says_what_is_inside(tmp_path):
     path = tmp_path / "a.ipynb"
-    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["#| exporti\n", "#| code-fold Check: \"x\" is one\n", "x = 1"]}]}), encoding="utf-8")
-    fold(path)
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["#| exporti\n", "#| code-fold Check: \"x\" is one\n", "x = 1"], "outputs": []}], "metadata": {}}), encoding="utf-8")
+    prepare(path)
     assert json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"] == '#| exporti\n#| code-fold: true\n#| code-summary: "Check: \\"x\\" is one"\nx = 1'
 
 

@@ -16,7 +16,6 @@ from typing import Any
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDE, PHONE = 1280, 390
-MAX_HEIGHT = 10_800  # pixels of a lesson at 1280, its library folded
 PROBE = """<script>
 const errors = [];
 addEventListener("error", event => errors.push(String(event.message || event.target?.src || event.target?.href)), true);
@@ -56,9 +55,9 @@ def browser() -> str | None:
     return next(filter(answers, filter(None, map(shutil.which, BROWSERS))), None)
 
 
-def options(width: int) -> list[str]:
+def options(width: int, height: int = 1000) -> list[str]:
     "How the browser is started: reproducible, without a window"
-    return [browser(), *QUIET, f"--window-size={width},1000", "--virtual-time-budget=20000"]
+    return [browser(), *QUIET, f"--window-size={width},{height}", "--virtual-time-budget=20000"]
 
 
 def evaluate(page: Path, script: str, width: int = WIDE) -> dict[str, Any]:
@@ -76,27 +75,31 @@ def evaluate(page: Path, script: str, width: int = WIDE) -> dict[str, Any]:
 
 def screenshot(page: Path, picture: Path, width: int = WIDE, height: int = 2000) -> None:
     "A picture of the top of a page"
-    subprocess.run([*options(width), f"--window-size={width},{height}", f"--screenshot={picture}", f"file://{page.resolve()}"],
-                   check=True, capture_output=True, timeout=120)
+    subprocess.run([*options(width, height), f"--screenshot={picture}", f"file://{page.resolve()}"], check=True, capture_output=True, timeout=120)
+
+
+def inspected(page: Path, width: int) -> tuple[int | None, list[str]]:
+    "The height of a page's lesson, and what is wrong with its layout at a width"
+    seen = evaluate(page, LAYOUT, width)
+    layout = seen["found"]
+    if "failed" in layout:
+        return None, [f"{page.name} at {width}: {layout['failed']}"]
+    found = [f"error {error}" for error in seen["errors"]] + [f"beyond the edge: {text}" for text in layout["beyond"]]
+    return layout["height"], [f"{page.name} at {width}: {what}" for what in found + ["the page scrolls sideways"] * layout["scrolls"]]
 
 
 def complaints(page: Path, width: int) -> list[str]:
     "What is wrong with a page's layout at a width"
-    seen = evaluate(page, LAYOUT, width)
-    layout = seen["found"]
-    if "failed" in layout:
-        return [f"{page.name} at {width}: {layout['failed']}"]
-    found = [f"error {error}" for error in seen["errors"]] + [f"beyond the edge: {text}" for text in layout["beyond"]]
-    return [f"{page.name} at {width}: {what}" for what in found + ["the page scrolls sideways"] * layout["scrolls"]]
+    return inspected(page, width)[1]
 
 
 def main(names: list[str]) -> int:
     "Print height and complaints of pages; 1 if there are complaints"
     found = []
     for path in map(Path, names):
-        path = path.resolve()
-        print(f"{evaluate(path, LAYOUT)['found']['height']:7} px  {path.name}")
-        found += complaints(path, WIDE) + complaints(path, PHONE)
+        height, wide = inspected(path, WIDE)
+        print(f"{height:7} px  {path.name}" if height else f"      ? px  {path.name}")
+        found += wide + complaints(path, PHONE)
     print("\n".join(found))
     return bool(found)
 

@@ -3,7 +3,6 @@
     python tools/build_site.py
 """
 import ast
-import configparser
 import logging
 import os
 import re
@@ -25,8 +24,8 @@ from smalldocs.config import Project, load
 
 import reference
 from search_index import index_script, with_search
-from site_pages import finish_all, fold, mark_gpu_outputs
-from workbook import ROOT, copy_tree, notebooks, read_notebook
+from site_pages import finish_all, prepare
+from workbook import ROOT, SETTINGS, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
 VENDOR = smalldocs.ASSETS / "vendor"
@@ -167,8 +166,7 @@ def process(work: Path) -> Path:
     os.chdir(work)  # nbdev finds its settings from the working directory
     refresh_quarto_yml()
     for path in notebooks(work):
-        mark_gpu_outputs(path)
-        fold(path)
+        prepare(path)
         exec_nb(path, path, FilterDefaults)
     return work / "nbs"
 
@@ -183,21 +181,14 @@ def expand_sections(project: Project) -> None:
     sidebar["contents"] = [section for section in sidebar["contents"] if section["contents"]]
 
 
-def settings() -> dict[str, str]:
-    "settings.ini, the one source of metadata"
-    parser = configparser.ConfigParser(delimiters="=")
-    parser.read(ROOT / "settings.ini", encoding="utf-8")
-    return dict(parser["DEFAULT"])
-
-
 def address() -> str:
     "Where the site is served"
-    return settings()["doc_host"] + settings()["doc_baseurl"]
+    return SETTINGS["DEFAULT"]["doc_host"] + SETTINGS["DEFAULT"]["doc_baseurl"]
 
 
 def footer(project: Project) -> dict[str, str]:
     "The version, the licence and the repository, at the end of every page"
-    return {"left": f"fusedloss {settings()['version']}", "center": "Apache 2.0", "right": f"[Repository]({project.website['repo-url']})"}
+    return {"left": f"fusedloss {SETTINGS['DEFAULT']['version']}", "center": "Apache 2.0", "right": f"[Repository]({project.website['repo-url']})"}
 
 
 def build(out: Path) -> list[str]:

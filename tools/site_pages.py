@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from workbook import METADATA_KEY, directives
+from workbook import METADATA_KEY, directives, read_notebook
 
 CONTENT = "quarto-document-content"  # the id of a page's main part
 NAVIGATION = {'class="navbar ': "Site", 'class="quarto-secondary-nav': "Place on the site", 'id="quarto-sidebar': "Pages", 'id="TOC"': "On this page",
@@ -21,24 +21,26 @@ def provenance(nb: dict) -> str:
     return f"{saved['machine'].split(' · ')[0]}, commit {saved['commit'].removesuffix('+')}"
 
 
-def mark_gpu_outputs(path: Path) -> None:
-    "Say above each output of a `#| cuda` cell where it was made"
-    nb = json.loads(path.read_text(encoding="utf-8"))
-    cells = [c for c in nb["cells"] if c["cell_type"] == "code" and c["outputs"] and "cuda" in directives("".join(c["source"]))]
-    if not cells or METADATA_KEY not in nb["metadata"]:
-        return
-    for cell in cells:
-        line = f'<p class="fl-gpu">{html.escape(provenance(nb))}</p>'
+def mark_gpu_output(cell: dict, made: str) -> None:
+    "Say above what a `#| cuda` cell shows where it was made"
+    if cell["outputs"] and "cuda" in directives(cell["source"]):
+        line = f'<p class="fl-gpu">{html.escape(made)}</p>'
         cell["outputs"].insert(0, {"output_type": "display_data", "metadata": {}, "data": {"text/html": [line]}})
-    path.write_text(json.dumps(nb), encoding="utf-8")
 
 
-def fold(path: Path) -> None:
+def folded(source: str) -> str:
     "A cell's `#| code-fold what is inside`, which nbdev keeps out of modules, as the renderer has it"
-    nb = json.loads(path.read_text(encoding="utf-8"))
+    quarto = lambda found: f"#| code-fold: true\n#| code-summary: {json.dumps(found[1], ensure_ascii=False)}"
+    return re.sub(r"^#\| code-fold (.+)$", quarto, source, flags=re.MULTILINE)
+
+
+def prepare(path: Path) -> None:
+    "A copy of a notebook, made ready for the renderer"
+    nb = read_notebook(path)
     for cell in (c for c in nb["cells"] if c["cell_type"] == "code"):
-        quarto = lambda found: f"#| code-fold: true\n#| code-summary: {json.dumps(found[1], ensure_ascii=False)}"
-        cell["source"] = re.sub(r"^#\| code-fold (.+)$", quarto, "".join(cell["source"]), flags=re.MULTILINE)
+        if METADATA_KEY in nb["metadata"]:
+            mark_gpu_output(cell, provenance(nb))
+        cell["source"] = folded(cell["source"])
     path.write_text(json.dumps(nb), encoding="utf-8")
 
 
