@@ -140,3 +140,9 @@ def test_drawings_are_saved_lean(run):
     html = "'<svg> <path d=\"M 0.12345 1\"/></svg>'"
     nb = run(f"class D:\n    def _repr_html_(self): return {html}\nD()")
     assert "".join(nb["cells"][0]["outputs"][0]["data"]["text/html"]) == '<svg><path d="M 0.12 1"/></svg>'
+
+
+def test_a_cell_that_shows_records_comes_last(run):
+    show = "#| shows-records\nfrom pathlib import Path; print(Path('results/00_try.json').read_text())"
+    first = run(show, RECORD.format("new"))["cells"][0]
+    assert first["outputs"][0]["text"] == ["new\n"]

@@ -27,15 +27,20 @@ def skips(cell, flags: set[str], skip_flags: set[str]) -> bool:
     return cell.cell_type != "code" or off or bool((skip_flags - flags) & found.keys())
 
 
+def shows_records(numbered: tuple) -> bool:
+    "Is this a cell `#| shows-records`, which stands above the measurements whose records it shows?"
+    return "shows-records" in (numbered[1].get("directives_") or {})
+
+
 def execute(nb, path: Path, flags: set[str]) -> None:
-    "Run the cells of `nb` in order, as `nbdev_test` does, and keep what each one shows"
+    "Run the cells of `nb` in order, as `nbdev_test` does, but those that show records last, and keep what each one shows"
     from execnb.shell import CaptureShell
     from fastcore.xtras import working_directory
     from nbdev.config import get_config
 
     shell, skip_flags = CaptureShell(path, mpl_format="svg"), set(get_config(path=ROOT).tst_flags.split())
     with working_directory(path.parent):
-        for number, cell in enumerate(nb.cells):
+        for number, cell in sorted(enumerate(nb.cells), key=shows_records):
             if skips(cell, flags, skip_flags):
                 continue
             cell.outputs, started = [], time.perf_counter()
