@@ -26,12 +26,14 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.ids, self.loads, self.links, self.in_style = set(), [], [], False
+        self.ids, self.loads, self.links, self.cards, self.in_style = set(), [], [], [], False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         "Collect one tag"
         self.in_style = tag == "style"
+        if ("property", "og:image") in attrs:
+            self.cards.append(urlsplit(dict(attrs)["content"]).path.rpartition("/")[2])
         for name, value in () if ("rel", "canonical") in attrs else attrs:  # an address, which nobody loads
             if name in ("id", "name"):
                 self.ids.add(value)
@@ -93,6 +95,7 @@ def unused(site: Path, pages: dict[Path, Page]) -> Problems:
     named = [(path, url) for path, page in pages.items() for url in page.loads + page.links]
     named += [(path, url) for path in site.rglob("*.css") for url in css_urls(path.read_text(encoding="utf-8"))]
     reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
+    reached |= {site / name for page in pages.values() for name in page.cards}
     for path in site.rglob("*"):
         if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached and path != site / INDEX:
             yield f"{path.relative_to(site)}: no page uses it"
@@ -113,6 +116,7 @@ def problems(site: Path) -> Problems:
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     for path in pages:
         yield from (f"{path.relative_to(site)}: {problem}" for problem in check_page(path, pages))
+        yield from (f"{path.relative_to(site)}: the card {name} is missing" for name in pages[path].cards if not (site / name).is_file())
     for path in sorted(site.rglob("*.css")):
         yield from (f"{path.relative_to(site)}: {problem}" for problem in check_styles(path, pages))
     search = site / INDEX
