@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, si, stage_color, Table
+from fusedloss.core.peers import PEER_NAMES
 from fusedloss.core.rates import dtype_name
 from fusedloss.core.sources import commit
 
@@ -110,13 +111,13 @@ def results_table(records:list[dict]) -> Table:
                    si(max(f["extra"], 0), "B")] for r, f in rows])
 
 def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing:
-    "Memory beyond the gradients against time as a multiple of the floor, a dot for each loss."
+    "Memory beyond the gradients against time as a multiple of the floor, a dot for each loss; peers in grey."
     import matplotlib.pyplot as plt
     with drawing_style():
         fig, ax = plt.subplots(figsize=(6.4, 3.6))
         for r in records:
             x, y = r["figures"]["ratio"], r["figures"]["extra"] / 2**20
-            ax.plot(x, y, "o", color=stage_color(r["stage"]))
+            ax.plot(x, y, "o", color=GREY if r["name"] in PEER_NAMES else stage_color(r["stage"]))
             ax.annotate(r["name"], (x, y), xytext=(8, -3), textcoords="offset points",
                         fontsize=9)
         ax.axvline(1, color=GREY, ls=":")
