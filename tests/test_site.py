@@ -1,6 +1,7 @@
 """The site's checker finds each kind of fault; mathematics needs no script; search finds names and stages first."""
 import json
 import re
+import secrets
 import shutil
 import subprocess
 from pathlib import PurePosixPath
@@ -91,6 +92,11 @@ def test_the_card_shows_the_records():
 
 
 @pytest.mark.parametrize("name, up", {"a.ipynb": "", "library/b.ipynb": "../"}.items())
+def test_a_heavy_page_is_named(report):
+    heavy = "<p>" + secrets.token_hex(301_000)  # which no compression halves twice
+    assert "index.html: expected a first load of at most 300000 bytes, got" in report("index.html", heavy)
+
+
 def test_a_page_leads_to_its_notebook(name, up):
     page = with_sources("<li>GitHub Repo</a></li>", name, "https://example.org/r")
     assert f'href="https://example.org/r/blob/main/nbs/{name}"' in page and f'href="{up}{GUIDE}"' in page
