@@ -91,12 +91,12 @@ def test_the_card_shows_the_records():
     assert "; ".join(words()).encode() in CARD.read_bytes()
 
 
-@pytest.mark.parametrize("name, up", {"a.ipynb": "", "library/b.ipynb": "../"}.items())
 def test_a_heavy_page_is_named(report):
     heavy = "<p>" + secrets.token_hex(301_000)  # which no compression halves twice
     assert "index.html: expected a first load of at most 300000 bytes, got" in report("index.html", heavy)
 
 
+@pytest.mark.parametrize("name, up", {"a.ipynb": "", "library/b.ipynb": "../"}.items())
 def test_a_page_leads_to_its_notebook(name, up):
     page = with_sources("<li>GitHub Repo</a></li>", name, "https://example.org/r")
     assert f'href="https://example.org/r/blob/main/nbs/{name}"' in page and f'href="{up}{GUIDE}"' in page
