@@ -96,15 +96,6 @@ def test_a_meaning_may_be_another_functions():
     assert "frames" in rows["input_lengths"]
 
 
-def test_texts_are_of_parameters_that_exist():
-    for name, texts in reference.TEXTS.items():
-        owner, method = (name, "") if name in reference.entry_of() else name.rsplit(".", 1)
-        obj = reference.found(owner)
-        made = getattr(obj, method) if method else obj
-        names = made._fields if reference.is_tuple(made) else inspect.signature(made).parameters
-        assert not texts.keys() - set(names), name
-
-
 def test_signatures_are_wrapped_and_are_python(page):
     wrapped = 0
     for entry in reference.entries(page):
