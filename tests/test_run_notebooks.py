@@ -1,6 +1,7 @@
 """Running notebooks in place: outputs and hash are saved together, or nothing is."""
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -38,6 +39,7 @@ def test_outputs_and_hash_are_saved(run):
     assert outputs[1] == outputs[2] == []
     assert outputs[3][0]["data"]["text/plain"] == ["4"]
     assert nb["metadata"][METADATA_KEY]["code"] == code_hash(nb) and "torch" in nb["metadata"][METADATA_KEY]["machine"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", nb["metadata"][METADATA_KEY]["date"])
     assert "#| cuda" in nb["cells"][0]["source"]
 
 

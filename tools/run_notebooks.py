@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 
 from workbook import (FOLDED_KEY, MACHINE_PATH, METADATA_KEY, ROOT, code_hash, directives, is_stage, notebook_from, notebooks, output_text,
@@ -140,7 +141,8 @@ def run_here(path: Path, flags: set[str]) -> None:
         thin_drawings(nb)
         refuse_paths(nb, path)
     clean_nb(nb, allowed_metadata_keys=[METADATA_KEY], allowed_cell_metadata_keys=[FOLDED_KEY])
-    nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "commit": made_from.commit, "machine": machine()}
+    nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "commit": made_from.commit, "machine": machine(),
+                                 "date": datetime.now(timezone.utc).date().isoformat()}
     draft = path.with_suffix(".tmp")
     draft.write_text(nb2str(nb), encoding="utf-8")
     os.replace(draft, path)

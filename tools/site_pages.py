@@ -18,9 +18,9 @@ SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
 
 
 def provenance(nb: dict) -> str:
-    "The machine and the commit of a notebook's saved outputs"
+    "The machine, the date and the commit of a notebook's saved outputs"
     saved = nb["metadata"][METADATA_KEY]
-    return f"{saved['machine'].split(' · ')[0]}, commit {saved['commit'].removesuffix('+')}"
+    return ", ".join(filter(None, [saved["machine"].split(" · ")[0], saved.get("date"), f"commit {saved['commit'].removesuffix('+')}"]))
 
 
 def mark_gpu_output(cell: dict, made: str) -> None:
