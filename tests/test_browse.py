@@ -61,10 +61,13 @@ def page(tmp_path) -> Path:
     return path
 
 
-FAULTS = {"<div style='width: 3000px'>wide</div>": "beyond the edge: DIV wide", "<script>undefinedName()</script>": "error ", "<img src='gone.png'>": "error "}
+SVG = "<svg width=200 height=40 viewBox='0 0 200 40' font-size=14><text x=5 y=20>one</text>%s</svg>"
+FAULTS = {"<div style='width: 3000px'>wide</div>": "beyond the edge: DIV wide", "<script>undefinedName()</script>": "error ", "<img src='gone.png'>": "error ",
+          SVG % "<text x=8 y=20>two</text>": "collide: one | two", SVG % "<text x=190 y=20>two</text>": "clipped: two",
+          SVG % "<text x=90 y=20 font-size=8>two</text>": "8.0 px: two"}
 
 
-@pytest.mark.parametrize("body, expected", FAULTS.items(), ids=["wide", "script", "picture"])
+@pytest.mark.parametrize("body, expected", FAULTS.items(), ids=["wide", "script", "picture", "collision", "clipped", "small"])
 def test_a_fault_is_seen(page, body, expected):
     text = page.read_text(encoding="utf-8")
     page.write_text(text % "", encoding="utf-8")

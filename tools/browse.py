@@ -51,12 +51,23 @@ LAYOUT = """
     if (element.closest("pre, .sd-table, svg, table, details:not([open]), math")) continue;
     if (element.getBoundingClientRect().right > width + 1) beyond.push(element.tagName + " " + element.textContent.trim().slice(0, 40));
   }
-  const small = [];
-  for (const label of document.querySelectorAll("main svg text")) {
-    const scale = label.getScreenCTM(), size = parseFloat(getComputedStyle(label).fontSize) * Math.hypot(scale.a, scale.b);
-    if (label.getBoundingClientRect().width && size < 10.95) small.push(`${size.toFixed(1)} px: ${label.textContent.trim()}`);
+  const letters = [];
+  for (const svg of document.querySelectorAll("main svg")) {
+    const box = svg.getBoundingClientRect(), labels = [];
+    for (const label of svg.querySelectorAll("text")) {
+      const said = label.textContent.trim(), at = label.getBoundingClientRect(), scale = label.getScreenCTM();
+      const size = parseFloat(getComputedStyle(label).fontSize) * Math.hypot(scale.a, scale.b);
+      if (!said || !at.width) continue;
+      if (size < 10.95) letters.push(`${size.toFixed(1)} px: ${said}`);
+      if (at.left < box.left - 2 || at.right > box.right + 2 || at.top < box.top - 2 || at.bottom > box.bottom + 2) letters.push(`clipped: ${said}`);
+      if (!scale.b) labels.push([said, at]);  // slanted letters need less than their box
+    }
+    labels.forEach(([said, at], number) => labels.slice(number + 1).forEach(([other, there]) => {
+      const wide = Math.min(at.right, there.right) - Math.max(at.left, there.left), high = Math.min(at.bottom, there.bottom) - Math.max(at.top, there.top);
+      if (wide > 2 && high > 0.3 * Math.min(at.height, there.height)) letters.push(`collide: ${said} | ${other}`);
+    }));
   }
-  return {small: small.slice(0, 3), height: Math.round((library || main).getBoundingClientRect()[library ? "top" : "bottom"] - main.getBoundingClientRect().top),
+  return {letters: letters.slice(0, 3), height: Math.round((library || main).getBoundingClientRect()[library ? "top" : "bottom"] - main.getBoundingClientRect().top),
           scrolls: document.documentElement.scrollWidth > width, beyond: beyond.slice(0, 5)};
 """
 
@@ -115,7 +126,7 @@ def faults(page: Path, seen: dict[str, Any], width: int) -> list[str]:
     if "failed" in layout:
         return [f"{page.name} at {width}: {layout['failed']}"]
     found = [f"error {error}" for error in seen["errors"]] + [f"beyond the edge: {text}" for text in layout["beyond"]]
-    return [f"{page.name} at {width}: {what}" for what in found + ["the page scrolls sideways"] * layout["scrolls"] + layout["small"]]
+    return [f"{page.name} at {width}: {what}" for what in found + ["the page scrolls sideways"] * layout["scrolls"] + layout["letters"]]
 
 
 def complaints(page: Path, width: int) -> list[str]:

@@ -114,6 +114,22 @@ def as_drawing(
             f'style="width:{width:.0f}px;max-width:100%;height:auto" ')
     return Drawing(svg.replace("<svg ", head, 1).strip(), alt, caption)
 
+# %% ../../nbs/library/drawing.ipynb #ce644f65
+def spread_labels(
+    fig,  # a matplotlib figure
+    labels:list,  # its annotations, moved in points
+) -> None:
+    "Move labels up until none covers another or a point, the lowest first."
+    from matplotlib.transforms import Bbox
+    fig.draw_without_rendering()
+    extent = lambda label: label.get_window_extent().padded(1)
+    points = [label.axes.transData.transform(label.xy) for label in labels]
+    placed = [Bbox([point - 4, point + 4]) for point in points]
+    for label in sorted(labels, key=lambda label: extent(label).y0):
+        while any(extent(label).overlaps(box) for box in placed):
+            label.xyann = (label.xyann[0], label.xyann[1] + 1)
+        placed.append(extent(label))
+
 # %% ../../nbs/library/drawing.ipynb #2d02df8b
 def tile_picture(
     tiles:tuple[int, int],  # how many tiles of tokens, and of classes

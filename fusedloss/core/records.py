@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, si, stage_color, Table
+from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, si, spread_labels, stage_color, Table
 from fusedloss.core.peers import PEER_NAMES
 from fusedloss.core.rates import dtype_name
 from fusedloss.core.sources import commit
@@ -115,15 +115,17 @@ def trade_off(records:list[dict], title:str, alt:str, caption:str="") -> Drawing
     import matplotlib.pyplot as plt
     with drawing_style():
         fig, ax = plt.subplots(figsize=(6.4, 3.6))
-        for r in records:
-            x, y = r["figures"]["ratio"], r["figures"]["extra"] / 2**20
-            ax.plot(x, y, "o", color=GREY if r["name"] in PEER_NAMES else stage_color(r["stage"]))
-            ax.annotate(r["name"], (x, y), xytext=(8, -3), textcoords="offset points",
-                        fontsize=9)
+        points = [(r["figures"]["ratio"], r["figures"]["extra"] / 2**20) for r in records]
+        for r, point in zip(records, points):
+            ax.plot(*point, "o", color=GREY if r["name"] in PEER_NAMES else stage_color(r["stage"]))
+        label = dict(xytext=(9, -3), textcoords="offset points", fontsize=9,
+                     arrowprops=dict(arrowstyle="-", lw=0.5, color=GREY, shrinkA=0))
+        labels = [ax.annotate(r["name"], point, **label) for r, point in zip(records, points)]
         ax.axvline(1, color=GREY, ls=":")
         ax.set(yscale="log", xlabel="time, as a multiple of three bare products",
                ylabel="MiB beyond the gradients", title=title)
-        ax.set_xlim(0.9, 1.25 * max([1.0, *(r["figures"]["ratio"] for r in records)]))
+        ax.set_xlim(0.9, 1.25 * max([1.0, *(ratio for ratio, _ in points)]))
+        spread_labels(fig, labels)
         return as_drawing(fig, alt, caption)
 
 # %% ../../nbs/library/records.ipynb #e051db49
