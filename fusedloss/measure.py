@@ -22,19 +22,10 @@ from fusedloss.core.rates import copy_bandwidth, Machine, product_rate
 from fusedloss.core.records import machine_name, record
 
 # %% auto #0
-__all__ = ['SHAPES', 'Shape', 'Cost', 'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds',
-           'time_call', 'time_in_turn', 'compare', 'trace_memory', 'peak_memory', 'saved_tensors', 'measure_machine',
-           'relative_error', 'cost_table', 'Timing', 'Comparison', 'gpu_launches', 'memory_timeline', 'measure_in_turn',
+__all__ = ['SHAPES', 'Cost', 'product_cost', 'sweep_cost', 'three_products', 'bare_products', 'predict_seconds', 'time_in_turn',
+           'Shape', 'cost_table', 'Timing', 'time_call', 'Comparison', 'compare', 'trace_memory', 'peak_memory',
+           'gpu_launches', 'saved_tensors', 'memory_timeline', 'measure_machine', 'relative_error', 'measure_in_turn',
            'measure_against_floor', 'roofline']
-
-# %% ../nbs/00_measure.ipynb #b8938b0b
-class Shape(NamedTuple):
-    "Sizes of one loss: `N` tokens, `H` features, `V` classes."
-    N: int
-    H: int
-    V: int
-
-SHAPES = (Shape(8192, 4096, 128256), Shape(16384, 2048, 131072), Shape(8192, 2304, 256000))
 
 # %% ../nbs/00_measure.ipynb #7e7c8f80
 @dataclass(frozen=True)
@@ -86,6 +77,58 @@ def predict_seconds(costs:Iterable[Cost], machine:Machine, dtype:torch.dtype) ->
     "Roofline time of kernels that run one after another."
     return sum(c.seconds(machine, dtype) for c in costs)
 
+# %% ../nbs/00_measure.ipynb #c02c4210
+def time_in_turn(
+    runs:dict[str, Callable[[], Any]],  # what is timed, by name
+    device:str|torch.device="cpu",
+    rounds:int=7,  # times that each is measured
+    seconds:float=0.05,  # of measurement a round for each
+) -> dict[str, list[float]]:  # by name, the median of each round
+    "Time `runs` one after another, in an order that is drawn anew for every round."
+    order, found = random.Random(0), {name: [] for name in runs}
+    for _ in progress(range(rounds), "rounds"):
+        for name in order.sample(list(runs), len(runs)):
+            found[name].append(time_call(runs[name], device, seconds).median)
+    return found
+
+# %% ../nbs/00_measure.ipynb #b8938b0b
+class Shape(NamedTuple):
+    "Sizes of one loss: `N` tokens, `H` features, `V` classes."
+    N: int
+    H: int
+    V: int
+
+SHAPES = (Shape(8192, 4096, 128256), Shape(16384, 2048, 131072), Shape(8192, 2304, 256000))
+
+# %% ../nbs/00_measure.ipynb #12673a4d
+def cost_table(costs:list[Cost], machine:Machine, dtype:torch.dtype) -> Table:
+    "One line a kernel and their sum: FLOPs, bytes, roofline time, and which ceiling binds."
+    row = lambda c: [c.name, si(c.flops, "FLOP"), si(c.bytes, "B"),
+                     si(c.seconds(machine, dtype), "s"), c.bound(machine, dtype)]
+    total = ["sum", si(sum(c.flops for c in costs), "FLOP"),
+             si(sum(c.bytes for c in costs), "B"),
+             si(predict_seconds(costs, machine, dtype), "s"), ""]
+    return Table(["kernel", "FLOPs", "bytes", f"time on {machine.name}", "bound by"],
+                 [*map(row, costs), total])
+
+# %% ../nbs/00_measure.ipynb #7374b324
+class Timing(NamedTuple):
+    "Seconds: the median and the 20 % and 80 % quantiles."
+    median: float
+    low: float
+    high: float
+
+    def __str__(self):
+        return f"{si(self.median, 's')} ({si(self.low, 's')} to {si(self.high, 's')})"
+
+# %% ../nbs/00_measure.ipynb #7710c72d
+def quantiles(values:Iterable[float]) -> Timing:
+    "Median, 20 % and 80 % quantile of some measurements."
+    numbers = torch.tensor(list(values), dtype=torch.float64)
+    levels = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    median, low, high = torch.quantile(numbers, levels).tolist()
+    return Timing(median, low, high)
+
 # %% ../nbs/00_measure.ipynb #8bb35128
 def time_call(
     fn:Callable[[], Any],  # called without arguments, many times
@@ -101,19 +144,27 @@ def time_call(
     timer = Timer("fn()", globals=dict(fn=fn), num_threads=torch.get_num_threads())
     return quantiles(timer.blocked_autorange(min_run_time=seconds).times)
 
-# %% ../nbs/00_measure.ipynb #c02c4210
-def time_in_turn(
-    runs:dict[str, Callable[[], Any]],  # what is timed, by name
-    device:str|torch.device="cpu",
-    rounds:int=7,  # times that each is measured
-    seconds:float=0.05,  # of measurement a round for each
-) -> dict[str, list[float]]:  # by name, the median of each round
-    "Time `runs` one after another, in an order that is drawn anew for every round."
-    order, found = random.Random(0), {name: [] for name in runs}
-    for _ in progress(range(rounds), "rounds"):
-        for name in order.sample(list(runs), len(runs)):
-            found[name].append(time_call(runs[name], device, seconds).median)
-    return found
+# %% ../nbs/00_measure.ipynb #025f5068
+class Comparison(NamedTuple):
+    "Two callables timed alternately."
+    a: Timing
+    b: Timing
+    ratio: Timing  # of b to a, round by round
+
+    def __str__(self):
+        return f"×{self.ratio.median:.3g} (×{self.ratio.low:.3g} to ×{self.ratio.high:.3g})"
+
+# %% ../nbs/00_measure.ipynb #ec084446
+def progress(items:Iterable, what:str):
+    "A progress bar that shows itself only when the work takes more than three seconds."
+    return tqdm(items, desc=what, delay=3, leave=False)
+
+# %% ../nbs/00_measure.ipynb #3fad20ac
+def comparison(
+    a:list[float], b:list[float],  # seconds, one a round
+) -> Comparison:
+    "What two lists of timings say, ratios taken within each round."
+    return Comparison(quantiles(a), quantiles(b), quantiles(r / l for l, r in zip(a, b)))
 
 # %% ../nbs/00_measure.ipynb #0341e745
 def compare(
@@ -124,6 +175,18 @@ def compare(
 ) -> Comparison:
     "Time `a` and `b` in turn, in a fresh order each round, and give the ratio b/a."
     return comparison(*time_in_turn(dict(a=a, b=b), device, rounds, seconds).values())
+
+# %% ../nbs/00_measure.ipynb #b4c150e4
+class MemoryEvent(NamedTuple):
+    "A storage is born (`bytes > 0`) or dies."
+    op: str  # the operation that made it
+    shape: tuple[int, ...]  # of the tensor that first held it
+    bytes: int
+    live: int  # bytes alive after this event
+    storage: int  # which one, counted by birth
+
+def _storages(tree) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
+    return ((t, t.untyped_storage()) for t in tree_iter(tree) if isinstance(t, Tensor))
 
 # %% ../nbs/00_measure.ipynb #6048f46e
 class MemoryTrace(TorchDispatchMode):
@@ -172,6 +235,13 @@ def trace_memory(fn:Callable[[], Any]) -> list[MemoryEvent]:
     with MemoryTrace() as trace: fn()
     return list(trace.events)  # a copy: what outlives `fn` dies unseen
 
+# %% ../nbs/00_measure.ipynb #fafa3f4f
+def drop_gradients(device:str|torch.device):
+    "Return when autograd's thread holds nothing of an earlier backward pass."
+    empty = torch.empty(0, device=device, requires_grad=True)
+    with torch.enable_grad():
+        (2 * empty).backward(torch.empty_like(empty))  # the thread's next task, without memory
+
 # %% ../nbs/00_measure.ipynb #449fed7f
 def peak_memory(
     fn:Callable[[], Any],
@@ -187,114 +257,6 @@ def peak_memory(
     before = torch.cuda.memory_allocated(device)
     fn()
     return torch.cuda.max_memory_allocated(device) - before
-
-# %% ../nbs/00_measure.ipynb #1e5f760b
-def saved_tensors(
-    fn:Callable[[], Any],  # builds a graph
-    *owned:Tensor,  # the caller's own tensors, not counted
-) -> list[Tensor]:
-    "The tensors that autograd saves for backward while `fn` runs, one a storage."
-    saved, known = [], {storage._cdata for _, storage in _storages(owned)}
-    def keep(tensor):
-        key = tensor.untyped_storage()._cdata
-        if key not in known: known.add(key); saved.append(tensor)
-        return tensor
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t): fn()
-    return saved
-
-# %% ../nbs/00_measure.ipynb #d0fef934
-@functools.lru_cache
-def measure_machine(device:str="cpu") -> Machine:
-    "Measure both ceilings of this machine; a second or two, remembered afterwards."
-    gpu = torch.device(device).type == "cuda"
-    numel = 2**30 if gpu else 2**26
-    sizes = (dict(bfloat16=8192, float16=8192, float32=4096, float64=4096) if gpu
-             else dict(float32=1024, float64=1024))
-    rates = {name: measure_rate(device, n, getattr(torch, name))
-             for name, n in progress(sizes.items(), "ceilings")}
-    return Machine(machine_name(device), measure_bandwidth(device, numel), rates, device_of(device))
-
-# %% ../nbs/00_measure.ipynb #74f1a420
-def relative_error(
-    out:Tensor,
-    ref:Tensor,  # the same quantity, computed in float64
-) -> float:
-    "‖out − ref‖ / ‖ref‖, in float64; the plain norm where `ref` is zero."
-    if out.shape != ref.shape:
-        raise ValueError(f"shapes differ: expected {tuple(ref.shape)}, got {tuple(out.shape)}")
-    ref = ref.detach().double()
-    distance, size = (out.detach().to(ref) - ref).norm().item(), ref.norm().item()
-    return distance / size if size else distance
-
-# %% ../nbs/00_measure.ipynb #12673a4d
-def cost_table(costs:list[Cost], machine:Machine, dtype:torch.dtype) -> Table:
-    "One line a kernel and their sum: FLOPs, bytes, roofline time, and which ceiling binds."
-    row = lambda c: [c.name, si(c.flops, "FLOP"), si(c.bytes, "B"),
-                     si(c.seconds(machine, dtype), "s"), c.bound(machine, dtype)]
-    total = ["sum", si(sum(c.flops for c in costs), "FLOP"),
-             si(sum(c.bytes for c in costs), "B"),
-             si(predict_seconds(costs, machine, dtype), "s"), ""]
-    return Table(["kernel", "FLOPs", "bytes", f"time on {machine.name}", "bound by"],
-                 [*map(row, costs), total])
-
-# %% ../nbs/00_measure.ipynb #7374b324
-class Timing(NamedTuple):
-    "Seconds: the median and the 20 % and 80 % quantiles."
-    median: float
-    low: float
-    high: float
-
-    def __str__(self):
-        return f"{si(self.median, 's')} ({si(self.low, 's')} to {si(self.high, 's')})"
-
-# %% ../nbs/00_measure.ipynb #7710c72d
-def quantiles(values:Iterable[float]) -> Timing:
-    "Median, 20 % and 80 % quantile of some measurements."
-    numbers = torch.tensor(list(values), dtype=torch.float64)
-    levels = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
-    median, low, high = torch.quantile(numbers, levels).tolist()
-    return Timing(median, low, high)
-
-# %% ../nbs/00_measure.ipynb #025f5068
-class Comparison(NamedTuple):
-    "Two callables timed alternately."
-    a: Timing
-    b: Timing
-    ratio: Timing  # of b to a, round by round
-
-    def __str__(self):
-        return f"×{self.ratio.median:.3g} (×{self.ratio.low:.3g} to ×{self.ratio.high:.3g})"
-
-# %% ../nbs/00_measure.ipynb #ec084446
-def progress(items:Iterable, what:str):
-    "A progress bar that shows itself only when the work takes more than three seconds."
-    return tqdm(items, desc=what, delay=3, leave=False)
-
-# %% ../nbs/00_measure.ipynb #3fad20ac
-def comparison(
-    a:list[float], b:list[float],  # seconds, one a round
-) -> Comparison:
-    "What two lists of timings say, ratios taken within each round."
-    return Comparison(quantiles(a), quantiles(b), quantiles(r / l for l, r in zip(a, b)))
-
-# %% ../nbs/00_measure.ipynb #b4c150e4
-class MemoryEvent(NamedTuple):
-    "A storage is born (`bytes > 0`) or dies."
-    op: str  # the operation that made it
-    shape: tuple[int, ...]  # of the tensor that first held it
-    bytes: int
-    live: int  # bytes alive after this event
-    storage: int  # which one, counted by birth
-
-def _storages(tree) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
-    return ((t, t.untyped_storage()) for t in tree_iter(tree) if isinstance(t, Tensor))
-
-# %% ../nbs/00_measure.ipynb #fafa3f4f
-def drop_gradients(device:str|torch.device):
-    "Return when autograd's thread holds nothing of an earlier backward pass."
-    empty = torch.empty(0, device=device, requires_grad=True)
-    with torch.enable_grad():
-        (2 * empty).backward(torch.empty_like(empty))  # the thread's next task, without memory
 
 # %% ../nbs/00_measure.ipynb #52628bff
 class Launches(NamedTuple):
@@ -323,6 +285,20 @@ def graph_of(fn:Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph): fn()
     return graph.replay
+
+# %% ../nbs/00_measure.ipynb #1e5f760b
+def saved_tensors(
+    fn:Callable[[], Any],  # builds a graph
+    *owned:Tensor,  # the caller's own tensors, not counted
+) -> list[Tensor]:
+    "The tensors that autograd saves for backward while `fn` runs, one a storage."
+    saved, known = [], {storage._cdata for _, storage in _storages(owned)}
+    def keep(tensor):
+        key = tensor.untyped_storage()._cdata
+        if key not in known: known.add(key); saved.append(tensor)
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t): fn()
+    return saved
 
 # %% ../nbs/00_measure.ipynb #4e5f1930
 def tensor_lives(events:list[MemoryEvent], at_least:int) -> list[tuple[MemoryEvent, int, int]]:
@@ -367,6 +343,30 @@ def measure_bandwidth(device:str|torch.device, numel:int) -> float:
 def measure_rate(device:str|torch.device, n:int, dtype:torch.dtype) -> float:
     "FLOP/s of an n×n×n product of random numbers."
     return product_rate(device, n, dtype, lambda run: time_call(run, device).median)
+
+# %% ../nbs/00_measure.ipynb #d0fef934
+@functools.lru_cache
+def measure_machine(device:str="cpu") -> Machine:
+    "Measure both ceilings of this machine; a second or two, remembered afterwards."
+    gpu = torch.device(device).type == "cuda"
+    numel = 2**30 if gpu else 2**26
+    sizes = (dict(bfloat16=8192, float16=8192, float32=4096, float64=4096) if gpu
+             else dict(float32=1024, float64=1024))
+    rates = {name: measure_rate(device, n, getattr(torch, name))
+             for name, n in progress(sizes.items(), "ceilings")}
+    return Machine(machine_name(device), measure_bandwidth(device, numel), rates, device_of(device))
+
+# %% ../nbs/00_measure.ipynb #74f1a420
+def relative_error(
+    out:Tensor,
+    ref:Tensor,  # the same quantity, computed in float64
+) -> float:
+    "‖out − ref‖ / ‖ref‖, in float64; the plain norm where `ref` is zero."
+    if out.shape != ref.shape:
+        raise ValueError(f"shapes differ: expected {tuple(ref.shape)}, got {tuple(out.shape)}")
+    ref = ref.detach().double()
+    distance, size = (out.detach().to(ref) - ref).norm().item(), ref.norm().item()
+    return distance / size if size else distance
 
 # %% ../nbs/00_measure.ipynb #7bd09f03
 def measure_in_turn(

@@ -22,20 +22,6 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
 from fusedloss.core.weights import weight_alone
 
-# %% ../nbs/02_tiles.ipynb #8708a6d3
-def square_tile(
-    n_tokens:int,  # N
-    n_classes:int,  # V
-    factor:int,  # a tile holds about 1 / factor² of the scores
-) -> tuple[int, int]:  # BN, BV
-    "The squarest tile; sides of 128 or more round up to a multiple of 128, for matrix units."
-    area = max(1.0, n_tokens * n_classes / factor**2)
-    short = min(n_tokens, n_classes, math.ceil(math.sqrt(area)))
-    long = math.ceil(area / max(short, 1))
-    token_tile, class_tile = (short, long) if n_tokens <= n_classes else (long, short)
-    align = lambda side: side if side < 128 else -(-side // 128) * 128
-    return max(1, align(token_tile)), max(1, align(class_tile))
-
 # %% ../nbs/02_tiles.ipynb #59179805
 class Tiles:
     "The N×V rectangle of scores, made one tile at a time."
@@ -167,16 +153,19 @@ def fake_lse(x, w, y, *_):
     "The shapes of `tiled_lse_fwd`'s results."
     return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
 
+# %% ../nbs/02_tiles.ipynb #8a108d90
 def fake_grad(g_lse, g_score, x, w, y, lse, *options):
     "The shapes of `tiled_lse_bwd`'s results."
     need_x, need_w = options[-3:-1]
     return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
 
+# %% ../nbs/02_tiles.ipynb #8a108d91
 def save_lse(ctx, inputs, output):
     "The inputs, and one number a row."
     x, w, y, *ctx.options = inputs
     ctx.save_for_backward(x, w, y, output[0])
 
+# %% ../nbs/02_tiles.ipynb #8a108d92
 def gradient_of_lse(ctx, needs, *g):
     "dx and dw, where they are needed."
     x, w, y, lse = ctx.saved_tensors
@@ -190,6 +179,20 @@ tiled_lse_grad = operator("fusedloss::tiled_lse_grad", tiled_lse_bwd, fake=fake_
                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
 tiled_lse = operator("fusedloss::tiled_lse", tiled_lse_fwd, fake=fake_lse, save=save_lse,
                      backward=gradient_of_lse, flops=lambda i, out: products(i.x, i.w))
+
+# %% ../nbs/02_tiles.ipynb #8708a6d3
+def square_tile(
+    n_tokens:int,  # N
+    n_classes:int,  # V
+    factor:int,  # a tile holds about 1 / factor² of the scores
+) -> tuple[int, int]:  # BN, BV
+    "The squarest tile; sides of 128 or more round up to a multiple of 128, for matrix units."
+    area = max(1.0, n_tokens * n_classes / factor**2)
+    short = min(n_tokens, n_classes, math.ceil(math.sqrt(area)))
+    long = math.ceil(area / max(short, 1))
+    token_tile, class_tile = (short, long) if n_tokens <= n_classes else (long, short)
+    align = lambda side: side if side < 128 else -(-side // 128) * 128
+    return max(1, align(token_tile)), max(1, align(class_tile))
 
 # %% ../nbs/02_tiles.ipynb #0920b5ca
 def _check_tile(name:str, size:int):
