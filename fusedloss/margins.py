@@ -27,6 +27,24 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, product_dtype, tile_slices, wide_product)
 from fusedloss.core.weights import weight_alone
 
+# %% ../nbs/13_margins.ipynb #ccf4fcb4
+def cosine_lse_fwd(
+    x:Tensor, w:Tensor, y:Tensor, o:HeadConfig,  # [N,H], [V·K,H], [N]
+    token_tile:int, class_tile:int,
+) -> tuple[Tensor, Tensor]:  # negatives_lse [N], cos [N], in `acc_dtype`
+    "Log-sum-exp of all classes but the target, and the target's cosine, 0 without one."
+    tiles = CosineTiles(x, w, y, o, token_tile, class_tile)
+    lse = tiles.rows.new_full((len(x),), -torch.inf)
+    cos = torch.zeros_like(lse)
+    for j in tiles.classes:
+        for i in tiles.tokens:
+            z, _ = tiles.make(i, j)
+            target = locate(tiles.y[i], j)
+            cos[i] += target_cosines(z, target, o)
+            scores, _ = plain_negative_scores(z, None, target, o)
+            lse[i] = torch.logaddexp(lse[i], torch.logsumexp(scores, 1))
+    return lse, cos
+
 # %% ../nbs/13_margins.ipynb #67159e0a
 def normalize(
     x:Tensor,  # [..., H]
@@ -310,24 +328,6 @@ class CosineTiles:
         z = wide_product(self.x[i].to(self.dtype), self.w[part].to(self.dtype).T)
         z.mul_(self.rows[i, None]).mul_(self.columns[part])
         return nearest_centers(z, self.o)
-
-# %% ../nbs/13_margins.ipynb #ccf4fcb4
-def cosine_lse_fwd(
-    x:Tensor, w:Tensor, y:Tensor, o:HeadConfig,  # [N,H], [V·K,H], [N]
-    token_tile:int, class_tile:int,
-) -> tuple[Tensor, Tensor]:  # negatives_lse [N], cos [N], in `acc_dtype`
-    "Log-sum-exp of all classes but the target, and the target's cosine, 0 without one."
-    tiles = CosineTiles(x, w, y, o, token_tile, class_tile)
-    lse = tiles.rows.new_full((len(x),), -torch.inf)
-    cos = torch.zeros_like(lse)
-    for j in tiles.classes:
-        for i in tiles.tokens:
-            z, _ = tiles.make(i, j)
-            target = locate(tiles.y[i], j)
-            cos[i] += target_cosines(z, target, o)
-            scores, _ = plain_negative_scores(z, None, target, o)
-            lse[i] = torch.logaddexp(lse[i], torch.logsumexp(scores, 1))
-    return lse, cos
 
 # %% ../nbs/13_margins.ipynb #0ace49e2
 def directions(inverse:Tensor, eps:float) -> Tensor:  # [R] 1 / `lengths`

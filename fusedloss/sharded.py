@@ -351,6 +351,7 @@ def input_kinds(input:Tensor) -> list:
     from torch.distributed.tensor import Replicate, Shard
     return [Replicate(), *(Shard(d) for d in range(input.dim() - 1))]  # the last is features'
 
+# %% ../nbs/16_sharded.ipynb #40fe190d
 def batch_of(
     input:Tensor, s:Shards, backbone_reduction:Optional[str],
 ) -> tuple[RankTokens, int]:

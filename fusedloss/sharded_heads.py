@@ -52,27 +52,6 @@ class _JoinLse(torch.autograd.Function):
         share, _ = ctx.saved_tensors
         return None if g_lse is None else share * g_lse, g_cos, None, None
 
-# %% ../nbs/17_sharded_heads.ipynb #94fddf48
-def sharded_head_loss(
-    head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
-    dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
-) -> tuple[Tensor, tuple]:
-    "The mean loss of all ranks' valid rows; and what statistics are made of."
-    check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
-    ignore, sums = head.ignore_index, acc_dtype(x.dtype)
-    _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
-    columns = step_columns(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
-    w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
-    with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
-        parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
-    lse, cos, largest = _JoinLse.apply(*parts, s)
-    known, norm = x_rows >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
-    head.margin.observe(norm, known)
-    losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
-    if sampler is not None: sampler.advance()  # not for a step that raised
-    terms = columns, lse.detach(), cos.detach(), largest, known
-    return torch.dot(losses, loss_weight), terms
-
 # %% ../nbs/17_sharded_heads.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):
     "All ranks' features in `acc_dtype`, and their labels; gradients go home."
@@ -151,6 +130,27 @@ def local_statistics(
     kernel = uses_kernels(head.method, x, dtype, o)
     return partial_lse(x, w, x_rows, rows, index, columns.target_column, columns.shift, o, dtype,
                        kernel, head.sparse)[:3]
+
+# %% ../nbs/17_sharded_heads.ipynb #94fddf48
+def sharded_head_loss(
+    head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
+    dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
+) -> tuple[Tensor, tuple]:
+    "The mean loss of all ranks' valid rows; and what statistics are made of."
+    check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
+    ignore, sums = head.ignore_index, acc_dtype(x.dtype)
+    _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
+    columns = step_columns(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
+    w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
+    with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
+        parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
+    lse, cos, largest = _JoinLse.apply(*parts, s)
+    known, norm = x_rows >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
+    head.margin.observe(norm, known)
+    losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
+    if sampler is not None: sampler.advance()  # not for a step that raised
+    terms = columns, lse.detach(), cos.detach(), largest, known
+    return torch.dot(losses, loss_weight), terms
 
 # %% ../nbs/17_sharded_heads.ipynb #acf9b577
 def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> HeadStats:
