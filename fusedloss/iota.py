@@ -52,15 +52,6 @@ def iota_cross_entropy_fwd(
     p = (wide - lse).exp()
     return losses, torch.where(target_mask(z, y, dim), p - 1, p).to(z.dtype)
 
-# %% ../nbs/03_iota.ipynb #700a7cb3
-def iota_cross_entropy_bwd(
-    g:Tensor,  # upstream gradient of each token's loss
-    dz:Tensor,  # from forward, left as it is
-    dim:int=-1,  # the classes' dimension
-) -> Tensor:  # z's gradient, dz's dtype
-    "The gradient of forward's turn times what comes from above."
-    return (dz * g.unsqueeze(dim)).to(dz.dtype)
-
 # %% ../nbs/03_iota.ipynb #dd7efa72
 def check_select(
     z:Tensor, y:Tensor, dim:int,  # as for `onehot_select`
@@ -109,6 +100,15 @@ def gather_cross_entropy_fwd(
     dz = torch.exp(logp, out=logp if logp.dtype == z.dtype else torch.empty_like(z))
     at_target = target.exp() - (nearest == y.unsqueeze(dim)).to(target.dtype)
     return -target.squeeze(dim), dz.scatter_(dim, nearest, at_target.to(z.dtype))
+
+# %% ../nbs/03_iota.ipynb #700a7cb3
+def iota_cross_entropy_bwd(
+    g:Tensor,  # upstream gradient of each token's loss
+    dz:Tensor,  # from forward, left as it is
+    dim:int=-1,  # the classes' dimension
+) -> Tensor:  # z's gradient, dz's dtype
+    "The gradient of forward's turn times what comes from above."
+    return (dz * g.unsqueeze(dim)).to(dz.dtype)
 
 # %% ../nbs/03_iota.ipynb #393fd133
 class IotaCrossEntropy(torch.autograd.Function):
@@ -170,6 +170,7 @@ def _equal(a, b) -> bool:
     if isinstance(a, torch.Size): return len(a) == len(b) and all(map(_equal, a, b))
     return statically_known_true(a == b)
 
+# %% ../nbs/03_iota.ipynb #1a2d36d7
 def _one_a_row(index:fx.Node, like:fx.Node, dim:int) -> bool:
     "Does `index` name one place along `dim` in each row of `like`?"
     rows = list(_value(like).shape)
