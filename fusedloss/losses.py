@@ -276,7 +276,9 @@ class ModuleOptions(LossArguments, total=False):
 class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     "A linear layer and its cross entropy, by the method that `plan` takes."
     def __init__(self,
-        in_features:int, num_classes:int, bias:bool=False,  # H, V
+        in_features:int,  # features of a token, H
+        num_classes:int,  # classes, V
+        bias:bool=False,  # whether the layer has one
         *, shift:int=0,  # k: the target of a token lies k positions ahead
         method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw

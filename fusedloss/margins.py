@@ -50,7 +50,10 @@ class Margin:
         "The target's score, in place of scale · cos."
         raise NotImplementedError
 
-    def observe(self, norm:Tensor, valid:Tensor) -> None:
+    def observe(self,
+        norm:Tensor,  # [N], lengths of the rows
+        valid:Tensor,  # [N], rows with a label
+    ) -> None:
         "Learn from a batch's lengths [N]; most do not."
 
     def __call__(self, *args:Any) -> Tensor: return self.target_score(*args)
@@ -145,10 +148,10 @@ class Combined(Margin):
     "scale · (cos(m1 θ + m2) − m3): arXiv 1801.07698, eq. 4; m1 alone is SphereFace."
     m1: float = 1.0  # above 0; 1 to 4 are usual
     m2: float = 0.5  # radians
-    m3: float = 0.0
+    m3: float = 0.0  # taken off the cosine
     scale: float = 64.0
-    grad: str = "exact"
-    past_pi: str = "smooth"  # "linear" only where m1 is 1
+    grad: str = "exact"  # as in `margins.ArcFace`
+    past_pi: str = "smooth"  # or "linear", where m1 is 1: cos θ − m sin m; or "none": it rises again
 
     def __post_init__(self):
         check_numbers(self, "m1", "m2", "m3"); check_angular(self)
@@ -197,7 +200,8 @@ class WideBuffers(nn.Module):
 class AdaFace(WideBuffers, Margin):
     "scale · (cos(θ − mẑ) − mẑ − m), ẑ the length of a row among others': arXiv 2204.00964."
     def __init__(self,
-        margin:float=0.4, scale:float=64.0,
+        margin:float=0.4,  # m of the formula above
+        scale:float=64.0,  # of every score
         h:float=0.333,  # ẑ is ±1 at a distance of σ / h from the mean
         momentum:float=0.01,  # share of a new batch in the running statistics
         reduce:Optional[Callable[[Tensor], Tensor]]=None,  # [3] of a rank to [3] of all ranks

@@ -147,7 +147,7 @@ class ClassVectors(nn.Module):
 
     @torch.no_grad()
     def remove(self,
-        classes:Tensor|Sequence[int],
+        classes:Tensor|Sequence[int],  # the numbers of those to take out
         *optimizers:torch.optim.Optimizer,  # whose state of the weight shrinks with it
     ) -> Tensor:  # [V], each old class's new number, -1 if removed
         "Take classes out; those after them move up; if it raises, nothing has changed."

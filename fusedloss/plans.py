@@ -59,11 +59,11 @@ class Call(NamedTuple):
 # %% ../nbs/10_plans.ipynb #3b29df40
 class Estimate(NamedTuple):
     "What one method costs for a call, and how it would cut the work."
-    method: str
-    flops: float
+    method: str  # its name
+    flops: float  # floating-point operations
     bytes: float  # moved, read plus written
     extra: int  # bytes beyond the gradients at the peak
-    seconds: float
+    seconds: float  # predicted, on the plan's machine
     cut: tuple  # a word, and the sizes it is about
     refusal: str  # why the method cannot do what the call asks; empty if it can
     caution: str  # why "auto" passes it over nevertheless; empty if it does not
@@ -452,7 +452,7 @@ def plan(
     n_features:int,  # H
     dtype:torch.dtype=torch.bfloat16,  # of the products
     *, device:Optional[str|torch.device]=None,  # a GPU if None, whether there is one or not
-    reduction:Reduction="mean",
+    reduction:Reduction="mean",  # "none", "mean" or "sum", of the loss that is planned
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias

@@ -312,7 +312,9 @@ class RowOptimizer(torch.optim.Optimizer):
         for (p, name, _), t in zip(tensors, made): self.state[p][name] = t
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm:float) -> Tensor:  # the norm before
+    def clip_grad_norm_(self,
+        max_norm:float,  # the largest norm that is left as it is
+    ) -> Tensor:  # the norm before
         "Scale all gradients so that their norm together is `max_norm` at most."
         check_norm(max_norm)
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -343,7 +345,9 @@ class RowSparse(RowOptimizer):
         super().__init__(param_list(params), pattern.defaults)
 
     @torch.no_grad()
-    def step(self, closure:Optional[Callable[[], float]]=None) -> Optional[float]:
+    def step(self,
+        closure:Optional[Callable[[], float]]=None,  # makes the loss anew, as for any optimizer
+    ) -> Optional[float]:
         loss = None
         expect(closure is None or callable(closure), "closure", "a function or None",
                repr(closure))

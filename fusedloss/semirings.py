@@ -42,7 +42,9 @@ class Semiring:
     additive: ClassVar[bool] = False  # a value is its score and ⊗ is +; with `reduce` and `dsum`
     struct: ClassVar[Optional[str]] = None  # of `cuda/sparse_*.cu`, which computes the same
 
-    def lift(self, scores:Tensor) -> Tensor:
+    def lift(self,
+        scores:Tensor,  # [...], log weights
+    ) -> Tensor:
         "Log weights `[...]` as values: −∞ becomes `zero`, 0 becomes `one`."
         return scores
 
@@ -143,7 +145,7 @@ def path_sum(
 
 # %% ../nbs/18_semirings.ipynb #f48a772d
 def all_paths(
-    idx:Tensor,  # [C,nz]
+    idx:Tensor,  # [C,nz] the state that each edge comes from; −1: no edge
     steps:int,  # T
 ) -> tuple[Tensor, Tensor]:  # states [P,T+1] and edges [P,T], int64; P ≤ C·nzᵀ
     "Every path of a graph, by enumeration; edges with idx −1 are in none."
@@ -221,7 +223,9 @@ Entropy = EntropySemiring()
 # %% ../nbs/18_semirings.ipynb #ee52e81d
 class KBest(Semiring):
     "The scores of the k best paths, best first, on a leading axis; −∞ where there are fewer."
-    def __init__(self, k:int):
+    def __init__(self,
+        k:int,  # how many
+    ):
         expect(type(k) is int and k >= 1, "k", "a positive integer", repr(k))
         self.components = (k,)
         self.zero = (-torch.inf,) * k

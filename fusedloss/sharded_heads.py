@@ -196,7 +196,8 @@ class HeadOptions(TypedDict, total=False):
 class ShardedPartialFC(PartialFC):
     "`PartialFC` with its classes over the ranks of a mesh; without one, on this process."
     def __init__(self,
-        num_classes:int, embedding_size:int,  # V, H
+        num_classes:int,  # classes of all ranks together, V
+        embedding_size:int,  # features of a row, H
         *, mesh:Optional[DeviceMesh]=None,  # of one dimension
         backbone_reduction:BackboneReduction="mean",  # of the features' wrapper: DDP, FSDP
         equal_batch:bool=False,  # a promise: as many rows on every rank
@@ -230,7 +231,8 @@ class ShardedPartialFC(PartialFC):
         if not self.weight.is_meta: self.weight.copy_(self.new_rows())
 
     def forward(self,
-        features:Tensor, target:Tensor,  # [..., H] and [...], of this rank, as in `PartialFC`
+        features:Tensor,  # [..., H], this rank's rows
+        target:Tensor,  # [...], their classes, or `ignore_index`
         return_stats:bool=False,  # `(loss, HeadStats)` instead of the loss
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over all ranks' valid rows
         s, b, x, y = gathered_batch(self, features, target, return_stats)

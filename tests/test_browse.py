@@ -2,11 +2,13 @@
 from pathlib import Path
 
 import pytest
-from browse import PHONE, WIDE, browser, complaints, evaluate
+from browse import LAYOUT, PHONE, WIDE, browser, complaints, evaluate, evaluate_all, faults
 from grids import few
-from workbook import ROOT
+from workbook import ROOT, is_stage, notebooks
 
-DOCS = {name: ROOT / "docs" / name for name in ("index.html", "glossary.html", "chunks.html", "recompute.html")}  # others are like these
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.html"))
+LESSON = 10_800  # px of a lesson's open half, at most
 AXE = ROOT / ".axe" / "package" / "axe.min.js"  # npm pack axe-core, unpacked
 VIOLATIONS = """; const found = await axe.run();
 return found.violations.map(v => `${v.id}: ${v.nodes.length}, such as ${v.nodes[0].html.slice(0, 120)}`);"""
@@ -20,16 +22,21 @@ def a_browser():
 
 
 @pytest.mark.parametrize("width", [WIDE, PHONE])
-@pytest.mark.parametrize("name", few(DOCS, "index.html"))
-def test_pages_fit_their_window(name, width):
-    assert complaints(DOCS[name], width) == []
+def test_pages_fit_their_window(width):
+    assert [fault for page, seen in zip(PAGES, evaluate_all(PAGES, LAYOUT, width)) for fault in faults(page, seen, width)] == []
+
+
+def test_lessons_are_read_in_one_sitting():
+    lessons = [DOCS / f"{path.stem[3:]}.html" for path in notebooks() if is_stage(path)]
+    heights = {page.name: seen["found"]["height"] for page, seen in zip(lessons, evaluate_all(lessons, LAYOUT))}
+    assert {name: height for name, height in heights.items() if height > LESSON} == {}
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not in .axe")
-@pytest.mark.parametrize("name", few(DOCS, "index.html"))
-def test_pages_can_be_read_by_all(name):
-    axe = AXE.read_text(encoding="utf-8").replace("</script", r"<\/script")
-    assert evaluate(DOCS[name], axe + VIOLATIONS) == {"found": [], "errors": []}
+@pytest.mark.parametrize("dark, pages", few([(False, "[gi]*.html"), (False, "*.html"), (True, "*.html")], (False, "[gi]*.html")))
+def test_pages_can_be_read_by_all(dark, pages):
+    axe, found = AXE.read_text(encoding="utf-8").replace("</script", r"<\/script"), sorted(DOCS.glob(pages))
+    assert {page.name: seen for page, seen in zip(found, evaluate_all(found, axe + VIOLATIONS, dark=dark)) if seen != {"found": [], "errors": []}} == {}
 
 
 SEARCH = """

@@ -1,15 +1,17 @@
 """The site's checker finds each kind of fault; mathematics needs no script; search finds names and stages first."""
 import json
 import re
+import secrets
 import shutil
 import subprocess
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 
 import pytest
+from card import CARD, words
 from check_site import INDEX, problems, unlicensed
 from search_index import addresses, index_script, with_search
-from site_pages import finish, finish_all, prepare
+from site_pages import GUIDE, finish, finish_all, prepare, with_sources
 from workbook import ROOT, is_stage, notebooks
 
 GOOD = {
@@ -64,9 +66,40 @@ def test_an_address_is_not_loaded(report):
 def test_a_page_is_finished():
     page = finish('<html><head></head><body class="a"><main id="quarto-document-content"><table><th>x</th><th scope="row">y</th><th class="z"></th><thead></table></main></body></html>', "https://example.org/a?b&c")
     assert page.index("<body") < page.index('href="#quarto-document-content"') < page.index("<main")
-    assert '<link rel="canonical" href="https://example.org/a?b&amp;c"></head>' in page
+    assert '<link rel="canonical" href="https://example.org/a?b&amp;c">' in page.partition("</head>")[0]
     assert page.index("tabIndex = 0") < page.index("</body>") and '<td class="z"></td>' in page
     assert page.count('<th scope="col">') == 1 and '<th scope="row">' in page and "<thead>" in page
+
+
+def test_a_page_that_others_link_to_has_a_card():
+    head = '<html><head><title>A &amp; B</title><meta name="description" content="About."></head><body></body></html>'
+    page = finish(head, "https://example.org/s/a.html", "https://example.org/s")
+    for name, value in {"title": "A &amp; B", "description": "About.", "image": "https://example.org/s/card.png"}.items():
+        assert f'<meta property="og:{name}" content="{value}">' in page
+    assert "<base" not in page
+
+
+def test_the_lost_page_works_at_any_address():
+    assert '<base href="https://example.org/s/">' in finish("<html><head></head></html>", "https://example.org/s/404.html", "https://example.org/s")
+
+
+def test_a_missing_card_is_named(report):
+    assert "index.html: the card gone.png is missing" in report("index.html", '<meta property="og:image" content="https://example.org/s/gone.png">')
+
+
+def test_the_card_shows_the_records():
+    assert "; ".join(words()).encode() in CARD.read_bytes()
+
+
+def test_a_heavy_page_is_named(report):
+    heavy = "<p>" + secrets.token_hex(301_000)  # which no compression halves twice
+    assert "index.html: expected a first load of at most 300000 bytes, got" in report("index.html", heavy)
+
+
+@pytest.mark.parametrize("name, up", {"a.ipynb": "", "library/b.ipynb": "../"}.items())
+def test_a_page_leads_to_its_notebook(name, up):
+    page = with_sources("<li>GitHub Repo</a></li>", name, "https://example.org/r")
+    assert f'href="https://example.org/r/blob/main/nbs/{name}"' in page and f'href="{up}{GUIDE}"' in page
 
 
 def test_gpu_outputs_say_where_they_were_made(tmp_path):

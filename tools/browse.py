@@ -22,12 +22,28 @@ addEventListener("error", event => errors.push(String(event.message || event.tar
 addEventListener("load", () => setTimeout(async () => {
   let found;
   try { found = await (async () => { %s })(); } catch (error) { found = {failed: String(error)}; }
-  const said = document.createElement("script");
-  said.type = "text/found";
-  said.textContent = JSON.stringify({found, errors});
-  document.head.append(said);
+  parent.postMessage(JSON.stringify({found, errors}), "*");
 }, 300));
 </script>"""
+FRAME = """<!doctype html><style>body { margin: 0 } iframe { border: 0; height: 1000px; width: %dpx }</style><iframe></iframe><script>
+const answers = [], frame = document.querySelector("iframe"), pages = %s;
+let waiting;
+const next = answer => {
+  clearTimeout(waiting);
+  answers.push(answer);
+  if (answers.length <= pages.length) {
+    waiting = setTimeout(next, 15000, {found: {failed: "no answer"}, errors: []});
+    frame.src = pages[answers.length - 1];
+    return;
+  }
+  const said = document.createElement("script");
+  said.type = "text/found";
+  said.textContent = JSON.stringify(answers.slice(1));
+  document.head.append(said);
+};
+addEventListener("message", event => next(JSON.parse(event.data)));
+next(null);
+</script>"""  # a window is never narrower than 500 px, a frame is
 LAYOUT = """
   const main = document.querySelector("main"), library = document.getElementById("in-the-library");
   const width = document.documentElement.clientWidth, beyond = [];
@@ -35,7 +51,12 @@ LAYOUT = """
     if (element.closest("pre, .sd-table, svg, table, details:not([open]), math")) continue;
     if (element.getBoundingClientRect().right > width + 1) beyond.push(element.tagName + " " + element.textContent.trim().slice(0, 40));
   }
-  return {height: Math.round((library || main).getBoundingClientRect()[library ? "top" : "bottom"] - main.getBoundingClientRect().top),
+  const small = [];
+  for (const label of document.querySelectorAll("main svg text")) {
+    const scale = label.getScreenCTM(), size = parseFloat(getComputedStyle(label).fontSize) * Math.hypot(scale.a, scale.b);
+    if (label.getBoundingClientRect().width && size < 10.95) small.push(`${size.toFixed(1)} px: ${label.textContent.trim()}`);
+  }
+  return {small: small.slice(0, 3), height: Math.round((library || main).getBoundingClientRect()[library ? "top" : "bottom"] - main.getBoundingClientRect().top),
           scrolls: document.documentElement.scrollWidth > width, beyond: beyond.slice(0, 5)};
 """
 
@@ -55,22 +76,32 @@ def browser() -> str | None:
     return next(filter(answers, filter(None, map(shutil.which, BROWSERS))), None)
 
 
-def options(width: int, height: int = 1000) -> list[str]:
+def options(width: int, height: int = 1000, seconds: int = 20, dark: bool = False) -> list[str]:
     "How the browser is started: reproducible, without a window"
-    return [browser(), *QUIET, f"--window-size={width},{height}", "--virtual-time-budget=20000"]
+    scheme = ["--blink-settings=preferredColorScheme=0"] * dark
+    return [browser(), *QUIET, *scheme, f"--window-size={width},{height}", f"--virtual-time-budget={1000 * seconds}"]
+
+
+def evaluate_all(pages: list[Path], script: str, width: int = WIDE, dark: bool = False) -> list[dict[str, Any]]:
+    "For each page what a script returns on it, as `found`, and the errors that the page raised; one browser reads them all"
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [Path(folder) / f"{number}.html" for number in range(len(pages))]
+        for page, copy in zip(pages, copies):
+            home = f'<head><base href="file://{page.resolve().parent}/">'
+            copy.write_text(page.read_text(encoding="utf-8").replace("<head>", home + PROBE % script, 1), encoding="utf-8")
+        frame = Path(folder) / "frame.html"
+        frame.write_text(FRAME % (width, json.dumps([copy.name for copy in copies])), encoding="utf-8")
+        command = [*options(max(width, WIDE), seconds=20 * len(pages), dark=dark), "--dump-dom", f"file://{frame}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 15 * len(pages))
+    answer = re.search(r'<script type="text/found">(.*?)</script>', done.stdout, re.DOTALL)
+    if not answer:
+        raise RuntimeError(f"{pages[0]} and others: expected an answer from the browser, got {done.stderr[-500:]}")
+    return json.loads(html.unescape(answer[1]))
 
 
 def evaluate(page: Path, script: str, width: int = WIDE) -> dict[str, Any]:
     "What a script returns on a page, as `found`, and the errors that the page raised"
-    with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as copy:
-        text, home = page.read_text(encoding="utf-8"), f'<base href="file://{page.resolve().parent}/">'
-        copy.write(text.replace("<head>", "<head>" + home + PROBE % script, 1))
-        copy.flush()
-        done = subprocess.run([*options(width), "--dump-dom", f"file://{copy.name}"], capture_output=True, text=True, timeout=120)
-    answer = re.search(r'<script type="text/found">(.*?)</script>', done.stdout, re.DOTALL)
-    if not answer:
-        raise RuntimeError(f"{page}: expected an answer from the browser, got {done.stderr[-500:]}")
-    return json.loads(html.unescape(answer[1]))
+    return evaluate_all([page], script, width)[0]
 
 
 def screenshot(page: Path, picture: Path, width: int = WIDE, height: int = 2000) -> None:
@@ -78,28 +109,27 @@ def screenshot(page: Path, picture: Path, width: int = WIDE, height: int = 2000)
     subprocess.run([*options(width, height), f"--screenshot={picture}", f"file://{page.resolve()}"], check=True, capture_output=True, timeout=120)
 
 
-def inspected(page: Path, width: int) -> tuple[int | None, list[str]]:
-    "The height of a page's lesson, and what is wrong with its layout at a width"
-    seen = evaluate(page, LAYOUT, width)
+def faults(page: Path, seen: dict[str, Any], width: int) -> list[str]:
+    "What is wrong with the layout of a page at a width, from what LAYOUT saw"
     layout = seen["found"]
     if "failed" in layout:
-        return None, [f"{page.name} at {width}: {layout['failed']}"]
+        return [f"{page.name} at {width}: {layout['failed']}"]
     found = [f"error {error}" for error in seen["errors"]] + [f"beyond the edge: {text}" for text in layout["beyond"]]
-    return layout["height"], [f"{page.name} at {width}: {what}" for what in found + ["the page scrolls sideways"] * layout["scrolls"]]
+    return [f"{page.name} at {width}: {what}" for what in found + ["the page scrolls sideways"] * layout["scrolls"] + layout["small"]]
 
 
 def complaints(page: Path, width: int) -> list[str]:
     "What is wrong with a page's layout at a width"
-    return inspected(page, width)[1]
+    return faults(page, evaluate(page, LAYOUT, width), width)
 
 
 def main(names: list[str]) -> int:
     "Print height and complaints of pages; 1 if there are complaints"
-    found = []
-    for path in map(Path, names):
-        height, wide = inspected(path, WIDE)
-        print(f"{height:7} px  {path.name}" if height else f"      ? px  {path.name}")
-        found += wide + complaints(path, PHONE)
+    pages, found = list(map(Path, names)), []
+    for width in (WIDE, PHONE):
+        for page, seen in zip(pages, evaluate_all(pages, LAYOUT, width)):
+            print(f"{seen['found'].get('height', '?'):>7} px at {width:4}  {page.name}")
+            found += faults(page, seen, width)
     print("\n".join(found))
     return bool(found)
 

@@ -23,8 +23,9 @@ from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
 import reference
+from glossary_links import link_stages
 from search_index import index_script, with_search
-from site_pages import finish_all, prepare
+from site_pages import CARD, LOST, finish_all, prepare, with_sources
 from workbook import ROOT, SETTINGS, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
@@ -77,7 +78,7 @@ class Site(smalldocs.Site):
     def read(self, src: PurePosixPath) -> smalldocs.Page:
         "Name a page after its module, as nbdev does, and show the stage's number"
         page = super().read(src)
-        page.out = src.with_name(page.front.pop("output-file", page.out.name))
+        page.out = src.with_name(LOST if src.stem == "not_found" else page.front.pop("output-file", page.out.name))
         if src.stem[:2].isdigit():
             page.front["title"] = f"{int(src.stem[:2])} · {page.front['title']}"
         return page
@@ -107,6 +108,8 @@ class Site(smalldocs.Site):
         if page.env.pop("math", False):
             page.html = to_mathml(page.html)
         page.html = fold_library(page.html)
+        if page.src.suffix == ".ipynb":
+            page.html = with_sources(page.html, str(page.src), self.project.website["repo-url"])
 
     def copy_assets(self, nav) -> None:
         "The themes import one Bootstrap; of the icons only those in use remain"
@@ -114,6 +117,8 @@ class Site(smalldocs.Site):
         libs = self.out / "site_libs"
         shutil.copy(VENDOR / "bootstrap" / "bootstrap.min.css", libs / "bootstrap")
         copy_licences(libs)
+        for name in ("math.woff", "math.LICENSE", CARD):
+            shutil.copy(ROOT / "nbs" / name, self.out)
         trim_icons(self.out)
 
     def write_sitemap(self) -> None:
@@ -205,6 +210,7 @@ def build(out: Path) -> list[str]:
         expand_sections(project)
         site = Site(project, quiet=True)
         site.build()
+        link_stages(site.out)
         finish_all(site.out, address())
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(site.out, out)

@@ -2,6 +2,7 @@
 
     python tools/check_site.py [FOLDER]
 """
+import gzip
 import re
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ INLINE = "data:"  # a picture within the page: nothing is loaded
 LINKED = {("a", "href"), ("use", "xlink:href")}
 CSS_URL = re.compile(r"""url\(\s*['"]?([^'")]+)|@import\s+['"]([^'"]+)""")
 INDEX = "search.js"  # loaded by the search itself
+FIRST_LOAD, SITE = 300_000, 15_000_000  # bytes, at most
 Problems = Iterator[str]
 
 
@@ -26,12 +28,14 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.ids, self.loads, self.links, self.in_style = set(), [], [], False
+        self.ids, self.loads, self.links, self.cards, self.in_style = set(), [], [], [], False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         "Collect one tag"
         self.in_style = tag == "style"
+        if ("property", "og:image") in attrs:
+            self.cards.append(urlsplit(dict(attrs)["content"]).path.rpartition("/")[2])
         for name, value in () if ("rel", "canonical") in attrs else attrs:  # an address, which nobody loads
             if name in ("id", "name"):
                 self.ids.add(value)
@@ -93,6 +97,7 @@ def unused(site: Path, pages: dict[Path, Page]) -> Problems:
     named = [(path, url) for path, page in pages.items() for url in page.loads + page.links]
     named += [(path, url) for path in site.rglob("*.css") for url in css_urls(path.read_text(encoding="utf-8"))]
     reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
+    reached |= {site / name for page in pages.values() for name in page.cards}
     for path in site.rglob("*"):
         if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached and path != site / INDEX:
             yield f"{path.relative_to(site)}: no page uses it"
@@ -107,12 +112,30 @@ def unlicensed(site: Path) -> Problems:
                 yield f"{path.relative_to(site)}: no licence lies beside it"
 
 
+def first_load(path: Path, page: Page) -> int:
+    "Bytes that a browser fetches to show a page, compressed: the page, what it loads and what its styles load"
+    loaded = {(path.parent / unquote(urlsplit(url).path)).resolve() for url in page.loads if not is_outside(url)}
+    fonts = {(css.parent / unquote(urlsplit(url).path)).resolve() for css in loaded if css.suffix == ".css" and css.is_file()
+             for url in css_urls(css.read_text(encoding="utf-8")) if not url.startswith("#")}
+    return sum(len(gzip.compress(file.read_bytes(), mtime=0)) for file in {path} | loaded | fonts if file.is_file())
+
+
+def overweight(site: Path, pages: dict[Path, Page]) -> Problems:
+    "What is heavier than it may be: the first load of a page, and the site"
+    for path, page in pages.items():
+        if (weight := first_load(path, page)) > FIRST_LOAD:
+            yield f"{path.relative_to(site)}: expected a first load of at most {FIRST_LOAD} bytes, got {weight}"
+    if (weight := sum(path.stat().st_size for path in site.rglob("*") if path.is_file())) > SITE:
+        yield f"expected a site of at most {SITE} bytes, got {weight}"
+
+
 def problems(site: Path) -> Problems:
     "Every problem of the site"
     site = site.resolve()
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     for path in pages:
         yield from (f"{path.relative_to(site)}: {problem}" for problem in check_page(path, pages))
+        yield from (f"{path.relative_to(site)}: the card {name} is missing" for name in pages[path].cards if not (site / name).is_file())
     for path in sorted(site.rglob("*.css")):
         yield from (f"{path.relative_to(site)}: {problem}" for problem in check_styles(path, pages))
     search = site / INDEX
@@ -121,6 +144,7 @@ def problems(site: Path) -> Problems:
             yield f"{INDEX}: {address} {fault}"
     yield from unused(site, pages)
     yield from unlicensed(site)
+    yield from overweight(site, pages)
     if site / "index.html" not in pages:
         yield "index.html: the site has no home page"
 

@@ -38,25 +38,6 @@ NAMES = {  # parameters that mean one thing everywhere: for those of which a com
     "input": "what the linear layer multiplies", "linear_bias": "of the linear layer", "linear_weight": "of the linear layer",
     "memory_budget": "bytes beyond the gradients", "n_classes": "classes", "n_features": "features of a token", "n_tokens": "tokens",
     "num_classes": "classes", "target": "the classes"}
-TEXTS = {  # by entry: what a comment on its page will say, where it has none or one for several parameters at once
-    "Estimate": {"method": "its name", "flops": "floating-point operations", "seconds": "predicted, on the plan's machine"},
-    "LinearCrossEntropyLoss": {"in_features": "features of a token, H", "num_classes": "classes, V", "bias": "whether the layer has one"},
-    "NegativeSampler": {"seed": "of the draws", "log_q": "correct the sum for the classes that were not drawn"},
-    "NegativeSampler.find": {"y": "classes", "start": "as in the call"},
-    "NegativeSampler.forward": {"start": "the first class; a rank draws from its own", "stop": "the class after the last"},
-    "PartialFC.remove": {"classes": "the numbers of those to take out"},
-    "RowSparse.clip_grad_norm_": {"max_norm": "the largest norm that is left as it is"},
-    "RowSparse.step": {"closure": "makes the loss anew, as for any optimizer"},
-    "ShardedPartialFC": {"num_classes": "classes of all ranks together, V", "embedding_size": "features of a row, H"},
-    "ShardedPartialFC.forward": {"features": "[..., H], this rank's rows", "target": "[...], their classes, or `ignore_index`"},
-    "margins.AdaFace": {"margin": "m of the formula above"},
-    "margins.Combined": {"m3": "taken off the cosine", "grad": "as in `margins.ArcFace`",
-                         "past_pi": 'as in `margins.ArcFace`; "linear" only where m1 is 1'},
-    "margins.Margin.observe": {"norm": "[N], lengths of the rows", "valid": "[N], rows with a label"},
-    "plan": {"reduction": '"none", "mean" or "sum", of the loss that is planned'},
-    "semirings.KBest": {"k": "how many"},
-    "semirings.Semiring.lift": {"scores": "[...], log weights"},
-    "semirings.all_paths": {"idx": "[C,nz] the state that each edge comes from; −1: no edge"}}
 NOUNS = {"PartialFC": "head", "Optimizer": "optimizer", "Margin": "margin", "Semiring": "semiring"}  # for an object of these classes
 SHORT = {"torch": "torch.", "torch._C": "torch.", "torch.nn.modules.module": "nn.", "torch.nn.parameter": "nn.", "torch.fx.graph_module": "fx."}
 LIKE = re.compile(r"\bas (?:for|in) `([\w.]+)`")  # a comment that leaves it to another function's
@@ -201,7 +182,6 @@ def parameters(fn: Any, owner: Any = None, method: str = "") -> list[Parameter]:
     "The parameters of a function, or of the class `owner` that it makes"
     if fn is None:
         return []
-    name = f"{named(owner)}{method and '.'}{method}" if owner else named(fn)
     rows = []
     for p in inspect.signature(fn).parameters.values():
         if p.name == "self":
@@ -209,8 +189,7 @@ def parameters(fn: Any, owner: Any = None, method: str = "") -> list[Parameter]:
         if p.kind is p.VAR_KEYWORD and typing.get_args(p.annotation):
             rows += [q for q in expanded(p, owner) if q.name not in {r.name for r in rows}]
             continue
-        text = TEXTS.get(name, {}).get(p.name) or meaning(p.name, fn, owner, method)
-        rows.append(Parameter(p.name, p.annotation, p.default, text, p.kind))
+        rows.append(Parameter(p.name, p.annotation, p.default, meaning(p.name, fn, owner, method), p.kind))
     return rows
 
 
@@ -218,7 +197,7 @@ def fields(klass: type) -> list[Parameter]:
     "The fields of a class of tuples"
     comments, hints = beside(klass), typing.get_type_hints(klass, include_extras=True)
     empty = inspect.Parameter.empty
-    return [Parameter(name, hints[name], klass._field_defaults.get(name, empty), comments.get(name) or TEXTS.get(named(klass), {}).get(name, ""))
+    return [Parameter(name, hints[name], klass._field_defaults.get(name, empty), comments.get(name, ""))
             for name in klass._fields]
 
 

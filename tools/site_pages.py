@@ -6,11 +6,13 @@ from pathlib import Path
 
 from workbook import METADATA_KEY, directives, read_notebook
 
+CARD, LOST = "card.png", "404.html"
+GUIDE = "guide.html#open-a-page-in-jupyter"
 CONTENT = "quarto-document-content"  # the id of a page's main part
 NAVIGATION = {'class="navbar ': "Site", 'class="quarto-secondary-nav': "Place on the site", 'id="quarto-sidebar': "Pages", 'id="TOC"': "On this page",
               'class="page-navigation': "Before and after"}  # landmarks without a name
 SCROLLED = """<script>
-for (const box of document.querySelectorAll("pre, math[display=block], .sd-table")) if (box.localName == "math" || box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+for (const box of document.querySelectorAll("pre, math[display=block], .sd-table, .fl-figure")) if (box.localName == "math" || box.scrollWidth > box.clientWidth) box.tabIndex = 0;
 </script>"""  # a keyboard reaches what scrolls
 SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
 
@@ -44,10 +46,28 @@ def prepare(path: Path) -> None:
     path.write_text(json.dumps(nb), encoding="utf-8")
 
 
-def finish(page: str, url: str) -> str:
+def social(page: str, url: str, site: str) -> str:
+    "What others show where somebody links to a page: its title, its sentence and the card"
+    title, about = (re.search(found, page) for found in (r"<title>(.*?)</title>", r'<meta name="description" content="([^"]*)">'))
+    shown = {"og:type": "article", "og:url": html.escape(url), "og:image": f"{html.escape(site)}/{CARD}",
+             "og:title": title[1] if title else "", "og:description": about[1] if about else ""}
+    rows = "".join(f'<meta property="{name}" content="{value}">' for name, value in shown.items() if value)
+    return rows + '<meta name="twitter:card" content="summary_large_image">'
+
+
+def with_sources(page: str, name: str, repository: str) -> str:
+    "A page with links, beside its contents, to its notebook and to how one opens it"
+    guide = "../" * name.count("/") + GUIDE
+    links = {f"{repository}/blob/main/nbs/{name}": "View source", guide: "Open in Jupyter"}
+    return page.replace("GitHub Repo</a></li>", "GitHub Repo</a></li>" + "".join(f'<li><a href="{to}">{text}</a></li>' for to, text in links.items()), 1)
+
+
+def finish(page: str, url: str, site: str = "") -> str:
     "A rendered page with a link past its navigation and its own address, which a screen reader and a keyboard get through"
     page = re.sub(r"(<body[^>]*>)", rf"\1{SKIP}", page, count=1)
-    page = page.replace("</head>", f'<link rel="canonical" href="{html.escape(url)}"></head>', 1)
+    page = page.replace("</head>", f'<link rel="canonical" href="{html.escape(url)}">{social(page, url, site)}</head>', 1)
+    if url.endswith(f"/{LOST}"):  # it is shown at any address
+        page = page.replace("<head>", f'<head><base href="{html.escape(site)}/">', 1)
     page = re.sub(r"<th(?=[ >])(?![^>]*\bscope=)", '<th scope="col"', page)
     page = re.sub(r'<th scope="col"([^>]*)></th>', r"<td\1></td>", page)  # a corner heads no column
     page = page.replace("</body>", f"{SCROLLED}</body>", 1)
@@ -62,7 +82,7 @@ def finish_all(out: Path, address: str) -> None:
     pages = sorted(out.rglob("*.html"))
     urls = [f"{address}/{path.relative_to(out).as_posix()}" for path in pages]
     for path, url in zip(pages, urls):
-        path.write_text(finish(path.read_text(encoding="utf-8"), url), encoding="utf-8")
-    rows = "\n".join(f"  <url><loc>{html.escape(url)}</loc></url>" for url in urls)
+        path.write_text(finish(path.read_text(encoding="utf-8"), url, address), encoding="utf-8")
+    rows = "\n".join(f"  <url><loc>{html.escape(url)}</loc></url>" for url in urls if not url.endswith(LOST))
     (out / "sitemap.xml").write_text(f'<?xml version="1.0" encoding="UTF-8"?>\n<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{rows}\n</urlset>\n',
                                      encoding="utf-8")

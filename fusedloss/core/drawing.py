@@ -111,7 +111,7 @@ def as_drawing(
     title = html.escape(alt, quote=True)
     width = fig.get_figwidth() * 96
     head = (f'<svg role="img" aria-label="{title}" '
-            f'style="width:100%;max-width:{width:.0f}px;height:auto" ')
+            f'style="width:{width:.0f}px;max-width:100%;height:auto" ')
     return Drawing(svg.replace("<svg ", head, 1).strip(), alt, caption)
 
 # %% ../../nbs/library/drawing.ipynb #2d02df8b

@@ -56,6 +56,9 @@ def _liger_logits() -> dict[str, Callable]:
     from liger_kernel.transformers.functional import liger_cross_entropy
     return {"Liger": liger_cross_entropy}
 
+# %% ../../nbs/library/peers.ipynb #6cb65f82
+PEER_NAMES = ("eager, fp32 softmax", "torch.compile", "PyTorch, chunked", "Liger", "CCE", "CCE exact")
+
 # %% ../../nbs/library/peers.ipynb #71a1254a
 def _peers(
     eager:Callable, libraries:tuple[Callable, ...], left_out:tuple[str, ...],

@@ -177,8 +177,8 @@ class NegativeSampler(nn.Module):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
     def __init__(self,
         rate:float|Literal["positives"],  # of the classes, in (0, 1]; or the batch's alone
-        seed:int=0,
-        log_q:bool=False,  # correct the sum for what was not drawn: see below
+        seed:int=0,  # of the draws
+        log_q:bool=False,  # correct the sum for the classes that were not drawn
     ):
         super().__init__()
         named = rate == "positives"
@@ -192,13 +192,17 @@ class NegativeSampler(nn.Module):
         self.register_buffer("step", torch.tensor(0))
 
     def forward(self,
-        stop:int, start:int=0,  # a rank draws from its own classes
+        stop:int,  # the class after the last
+        start:int=0,  # the first class; a rank draws from its own
     ) -> Tensor:  # int64, -1 in empty slots
         "This step's classes among `start` to `stop`."
         check_bounds(stop=stop, start=start)
         return draw(self.seed, self.step, self.strata, start, stop)
 
-    def find(self, y:Tensor, start:int=0) -> Tensor:  # int64 of y's shape
+    def find(self,
+        y:Tensor,  # classes
+        start:int=0,  # as in the call
+    ) -> Tensor:  # int64 of y's shape
         "Where `forward` has the classes `y`, or -1."
         check_bounds(start=start)
         expect_tensor("y", y)

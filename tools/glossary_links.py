@@ -1,0 +1,73 @@
+"""Terms of the glossary become links, each where it first stands on a page."""
+import html
+import re
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+GLOSSARY = "glossary.html"
+ENTRY = re.compile(r'<section id="([^"]+)" class="level3">\s*<h3[^>]*>(.*?)</h3>\s*<p>(.*?)</p>', re.DOTALL)
+CLOSED = frozenset("a abbr button code figure h1 h2 h3 h4 h5 h6 header math nav pre script style summary svg th".split())  # no links in these
+EVERYDAY = frozenset("""accumulate bound budget chain class column conflict counter decay error feature filter floor gap gather head in-turn in-place mean part
+    flop path place plan positives product rank record row run sample score shift start state step storage stream support table time token wrapper
+    """.split())  # words that a page also uses in their everyday sense, spaces as hyphens
+TAG = re.compile(r"(<[^>]*>)")
+
+
+class Term(NamedTuple):
+    "An entry of the glossary"
+    name: str
+    anchor: str
+    meaning: str
+
+
+def text_of(markup: str) -> str:
+    "The words of some HTML, on one line"
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", markup)).split())
+
+
+def terms(glossary: str) -> list[Term]:
+    "The entries of the rendered glossary that are linked, symbols aside"
+    entries = ENTRY.findall(glossary.partition('<section id="symbols"')[0])
+    found = [Term(text_of(name), anchor, re.split(r"(?<=[.:]) ", text_of(meaning))[0]) for anchor, name, meaning in entries]
+    return [term for term in found if term.name.lower().replace(" ", "-") not in EVERYDAY and len(term.name) > 2]
+
+
+def pattern(known: list[Term]) -> re.Pattern:
+    "Any of the terms as a whole word, perhaps in the plural; the longest first"
+    names = sorted((term.name for term in known), key=len, reverse=True)
+    return re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, names))})(?:s|es)?(?![\w-])", re.IGNORECASE)
+
+
+def pieces(page: str) -> Iterator[tuple[str, bool]]:
+    "Tags and texts of some HTML, and of each whether it is a text that may hold links"
+    closed = 0
+    for piece in TAG.split(page):
+        tag = re.match(r"<(/?)(\w+)", piece)
+        if tag and tag[2] in CLOSED:
+            closed += -1 if tag[1] else 1
+        yield piece, not closed and not piece.startswith("<")
+
+
+def linked(page: str, known: list[Term], glossary: str = GLOSSARY) -> str:
+    "A page with links to the glossary, at the first use of each term in its main part"
+    before, main, rest = page.partition("<main")
+    body, end, after = rest.partition("</main>")
+    left, words = {term.name.lower(): term for term in known}, pattern(known)
+
+    def link(found: re.Match) -> str:
+        term = left.get(found[1].lower())
+        if not term or found[1][1:] != term.name[1:]:  # a capital may begin a sentence, not more
+            return found[0]
+        del left[found[1].lower()]
+        return f'<a class="fl-term" href="{glossary}#{term.anchor}" title="{html.escape(term.meaning)}">{found[0]}</a>'
+
+    return before + main + "".join(words.sub(link, piece) if text else piece for piece, text in pieces(body)) + end + after
+
+
+def link_stages(out: Path) -> None:
+    "Link the terms on all lessons of a site; its other pages stay as they are"
+    known = terms((out / GLOSSARY).read_text(encoding="utf-8"))
+    for path in sorted(out.glob("*.html")):
+        page = path.read_text(encoding="utf-8")
+        if 'id="in-the-library"' in page:
+            path.write_text(linked(page, known), encoding="utf-8")
