@@ -46,7 +46,6 @@ def lattice_graph(
     skips = scores.masked_fill(~skip, -torch.inf)
     return torch.stack([scores, scores, skips], -1), idx, *ends
 
-# %% ../nbs/20_ctc.ipynb #d4e0e716
 def ctc_graph(
     z:Tensor,  # [T,N,C] log-probabilities
     y:Tensor, lengths:Tensor,  # [N,L], [N]; what is beyond a length is not looked at
@@ -57,7 +56,6 @@ def ctc_graph(
     scores = z.gather(2, states.expand(len(z), -1, -1))
     return lattice_graph(scores, may_skip(states), lengths)
 
-# %% ../nbs/20_ctc.ipynb #aff81e71
 def ctc_by_logz(
     z:Tensor,  # [T,N,C] log-probabilities
     y:Tensor, frames:Tensor, lengths:Tensor,  # [N,L], [N], [N]

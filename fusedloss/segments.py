@@ -24,7 +24,6 @@ from fusedloss.core.triton import on_device
 from fusedloss.ctc import alpha_table, gamma_table, last_row, log_likelihood, runs_kernels
 from fusedloss.semirings import Log
 
-# %% ../nbs/21_segments.ipynb #4b88cd38
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 # %% ../nbs/21_segments.ipynb #8212ff2b
@@ -40,20 +39,7 @@ def label_symbols(
     symbols = torch.empty_like(y).scatter_(1, order, order.gather(1, begin)) + 1
     return torch.where(y == blank, 0, symbols)
 
-# %% ../nbs/21_segments.ipynb #d766b404
-def plain_targets(
-    p:Targets, T:int, V:int, blank:int,
-    C:int,  # columns
-) -> tuple[Tensor, ...]:  # classes, symbols [N,C]; frames, lengths [N]; log Z without a frame
-    "What `ctc_targets` makes of the targets."
-    y, frames, lengths, bad = clamped_targets(p, T, V, blank)
-    y = F.pad(y, (0, C - 1 - y.shape[1]), value=blank)
-    frames, lengths = frames.masked_fill(bad, 0), lengths.masked_fill(bad, 1)
-    log_z = ((frames == 0) & (lengths == 0)).double().log().masked_fill(bad, torch.nan)
-    both = F.pad(y, (1, 0), value=blank), F.pad(label_symbols(y, blank), (1, 0))
-    return *both, frames, lengths, log_z.view(i64)
-
-# %% ../nbs/21_segments.ipynb #706f7ec5
+# %% ../nbs/21_segments.ipynb #11163add
 class LatticeKernels(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
@@ -65,7 +51,6 @@ class LatticeKernels(NamedTuple):
     finish: object  # `ctc_finish`
     loss: object  # stage 20's `ctc_loss`
 
-# %% ../nbs/21_segments.ipynb #11163add
 class CTCBatch(NamedTuple):
     "What stays the same from segment to segment."
     x: Tensor  # [T,N,H]
@@ -81,6 +66,55 @@ class CTCBatch(NamedTuple):
     log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
     target_weight: Tensor  # [N,H,C] rows of w: those of the classes
     target_bias: Optional[Tensor]  # [N,1,C] of the bias
+
+class FrameCounts(NamedTuple):
+    "How many at a time."
+    segment: int
+    sweep: int  # α alone, in whole segments
+    lse: int
+
+# %% ../nbs/21_segments.ipynb #6eb124d4
+def emissions(
+    b:CTCBatch, at:slice,
+) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
+    "The small product, one for each sequence."
+    x = b.x[at].transpose(0, 1)
+    whole = x.element_size() == 2 and multiplies_in_float32(x.device)
+    if whole: e = torch.bmm(x, b.target_weight, out_dtype=f32)
+    else: e = wide(x) @ wide(b.target_weight)
+    return e if b.target_bias is None else e.add_(b.target_bias)
+
+# %% ../nbs/21_segments.ipynb #8d2bd04a
+def state_symbols(b:CTCBatch) -> Tensor:
+    "The symbol of each state [N,S], in the small alphabet."
+    return interleave(b.symbols[:, 1:], 0)
+
+def frames_in(b:CTCBatch, at:slice) -> Tensor:
+    "Frames [N] of a segment."
+    return (b.frames - at.start).clamp(0, at.stop - at.start)
+
+# %% ../nbs/21_segments.ipynb #95ad3c7a
+def plain_backward(b:CTCBatch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
+    "γ through a segment [K,N,S]; sequences that end in it begin with the γ of their ends."
+    ends = (b.frames > at.start) & (b.frames <= at.stop)
+    end = Log.dsum(last_row(alphas, b.lengths), -1)
+    gamma = torch.where(ends[:, None], end, boundary_row(back))
+    gammas, gamma = gamma_table(alphas, may_skip(state_symbols(b)), frames_in(b, at), gamma)
+    boundary_row(back).copy_(gamma)
+    return gammas
+
+# %% ../nbs/21_segments.ipynb #d766b404
+def plain_targets(
+    p:Targets, T:int, V:int, blank:int,
+    C:int,  # columns
+) -> tuple[Tensor, ...]:  # classes, symbols [N,C]; frames, lengths [N]; log Z without a frame
+    "What `ctc_targets` makes of the targets."
+    y, frames, lengths, bad = clamped_targets(p, T, V, blank)
+    y = F.pad(y, (0, C - 1 - y.shape[1]), value=blank)
+    frames, lengths = frames.masked_fill(bad, 0), lengths.masked_fill(bad, 1)
+    log_z = ((frames == 0) & (lengths == 0)).double().log().masked_fill(bad, torch.nan)
+    both = F.pad(y, (1, 0), value=blank), F.pad(label_symbols(y, blank), (1, 0))
+    return *both, frames, lengths, log_z.view(i64)
 
 # %% ../nbs/21_segments.ipynb #fd76593a
 def symbol_columns(W:int) -> int:
@@ -160,12 +194,6 @@ def segment_frames(
     return max(1, min(T, most - most % 16, -(-even // 16) * 16))
 
 # %% ../nbs/21_segments.ipynb #2f4b9b5a
-class FrameCounts(NamedTuple):
-    "How many at a time."
-    segment: int
-    sweep: int  # α alone, in whole segments
-    lse: int
-
 def frame_counts(
     x:Tensor, w:Tensor, C:int, budget:int,
     padded:bool,  # whether rows are left out, so that others are copied
@@ -181,26 +209,6 @@ def frame_counts(
     if not kernels: return FrameCounts(K, K, K)
     fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
     return FrameCounts(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
-
-# %% ../nbs/21_segments.ipynb #6eb124d4
-def emissions(
-    b:CTCBatch, at:slice,
-) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
-    "The small product, one for each sequence."
-    x = b.x[at].transpose(0, 1)
-    whole = x.element_size() == 2 and multiplies_in_float32(x.device)
-    if whole: e = torch.bmm(x, b.target_weight, out_dtype=f32)
-    else: e = wide(x) @ wide(b.target_weight)
-    return e if b.target_bias is None else e.add_(b.target_bias)
-
-# %% ../nbs/21_segments.ipynb #8d2bd04a
-def state_symbols(b:CTCBatch) -> Tensor:
-    "The symbol of each state [N,S], in the small alphabet."
-    return interleave(b.symbols[:, 1:], 0)
-
-def frames_in(b:CTCBatch, at:slice) -> Tensor:
-    "Frames [N] of a segment."
-    return (b.frames - at.start).clamp(0, at.stop - at.start)
 
 # %% ../nbs/21_segments.ipynb #7cb92ac6
 def empty_boundaries(
@@ -247,16 +255,6 @@ def forward_sweep(
         else: plain_sweep(b, at, e, start, states[i])
         del e  # before the next ones
     return states
-
-# %% ../nbs/21_segments.ipynb #95ad3c7a
-def plain_backward(b:CTCBatch, at:slice, alphas:Tensor, back:Tensor) -> Tensor:
-    "γ through a segment [K,N,S]; sequences that end in it begin with the γ of their ends."
-    ends = (b.frames > at.start) & (b.frames <= at.stop)
-    end = Log.dsum(last_row(alphas, b.lengths), -1)
-    gamma = torch.where(ends[:, None], end, boundary_row(back))
-    gammas, gamma = gamma_table(alphas, may_skip(state_symbols(b)), frames_in(b, at), gamma)
-    boundary_row(back).copy_(gamma)
-    return gammas
 
 # %% ../nbs/21_segments.ipynb #55a1a37c
 def launch_targets(
