@@ -127,6 +127,7 @@ def choose_auto(p:Plan) -> Estimate:
     planned = choose(p, "auto").method
     return choose(p, chosen_method(p.call, planned, lambda: [w.method for w in p.able]))
 
+# %% ../nbs/11_losses.ipynb #fa0ca9f0
 def why_taken(p:Plan, estimate:Estimate, method:str) -> str:
     "Why a method is taken, for the log."
     if method != "auto": return f"{method}, as asked"

@@ -23,42 +23,6 @@ from fusedloss.core.softmax import zero_if_neg_inf
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.semirings import check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring
 
-# %% ../nbs/19_scans.ipynb #fbae080e
-def masked_scores(scores, absent, go):
-    "Scores [N,C,nz], −∞ where there is no edge or no step."
-    blocked = absent if go is True else absent | ~go[..., None]
-    return scores.masked_fill(blocked, -torch.inf)
-
-# %% ../nbs/19_scans.ipynb #45e68714
-def logz_autograd(
-    Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor,  # [T,N,C,nz], [C,nz], [N,C] twice
-    S:Semiring=Log,  # any
-    lengths:Optional[Tensor]=None,  # [N] steps of each sequence; None: T
-) -> Tensor:  # [*components, N]
-    "Rung 1: a loop and autograd; differentiable as often as `S` is."
-    if lengths is None: return path_sum(Ms, idx, v0, vT, S)
-    check_graph(Ms, idx, v0, vT, S)
-    lengths = lengths_like(lengths, Ms)
-    absent, source = idx < 0, idx.clamp(min=0)
-    v = S.lift(v0)
-    for t, scores in enumerate(Ms):
-        go = active(lengths, t)
-        edges = S.lift(masked_scores(scores, absent, go))
-        v = update_active(go, S.sum(S.mul(v[..., source], edges)), v)
-    return S.sum(S.mul(v, S.lift(vT)))
-
-# %% ../nbs/19_scans.ipynb #19fcea04
-def lengths_like(
-    lengths,  # [N] integers, or None
-    Ms:Tensor,  # [T,N,C,nz]
-) -> Optional[Tensor]:  # int64, on the device of the scores
-    "`ValueError` for what is no length, with the sequence's index where the CPU can see it."
-    if lengths is None: return None
-    lengths = as_integers("lengths", lengths)
-    check_integers(lengths, "lengths", Ms)
-    if readable_on_host(lengths): check_lengths(lengths, "lengths", len(Ms))
-    return lengths.to(Ms.device, torch.int64).contiguous()
-
 # %% ../nbs/19_scans.ipynb #e938bec6
 def arriving(alpha, scores, idx, go):
     "αₜ ⊗ Mₜ for each edge that arrives [N,C,nz]."
@@ -146,11 +110,48 @@ def edge_slots(
     slots = [came, at.masked_fill(absent, width), (edge // nz).clamp(max=c), edge]
     return torch.stack([t.T for t in slots]).to(torch.int32).view(2, 2, nz, c)
 
+# %% ../nbs/19_scans.ipynb #fbae080e
+def masked_scores(scores, absent, go):
+    "Scores [N,C,nz], −∞ where there is no edge or no step."
+    blocked = absent if go is True else absent | ~go[..., None]
+    return scores.masked_fill(blocked, -torch.inf)
+
+# %% ../nbs/19_scans.ipynb #45e68714
+def logz_autograd(
+    Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor,  # [T,N,C,nz], [C,nz], [N,C] twice
+    S:Semiring=Log,  # any
+    lengths:Optional[Tensor]=None,  # [N] steps of each sequence; None: T
+) -> Tensor:  # [*components, N]
+    "Rung 1: a loop and autograd; differentiable as often as `S` is."
+    if lengths is None: return path_sum(Ms, idx, v0, vT, S)
+    check_graph(Ms, idx, v0, vT, S)
+    lengths = lengths_like(lengths, Ms)
+    absent, source = idx < 0, idx.clamp(min=0)
+    v = S.lift(v0)
+    for t, scores in enumerate(Ms):
+        go = active(lengths, t)
+        edges = S.lift(masked_scores(scores, absent, go))
+        v = update_active(go, S.sum(S.mul(v[..., source], edges)), v)
+    return S.sum(S.mul(v, S.lift(vT)))
+
+# %% ../nbs/19_scans.ipynb #19fcea04
+def lengths_like(
+    lengths,  # [N] integers, or None
+    Ms:Tensor,  # [T,N,C,nz]
+) -> Optional[Tensor]:  # int64, on the device of the scores
+    "`ValueError` for what is no length, with the sequence's index where the CPU can see it."
+    if lengths is None: return None
+    lengths = as_integers("lengths", lengths)
+    check_integers(lengths, "lengths", Ms)
+    if readable_on_host(lengths): check_lengths(lengths, "lengths", len(Ms))
+    return lengths.to(Ms.device, torch.int64).contiguous()
+
 # %% ../nbs/19_scans.ipynb #46c3f447
 def declared_by(S:Semiring, name:str) -> type:
     "The class of S, or the nearest above it, that says what its attribute `name` is."
     return next(kind for kind in type(S).__mro__ if name in vars(kind))
 
+# %% ../nbs/19_scans.ipynb #dd73d01e
 def additive(S:Semiring) -> bool:
     "Whether values are scores, ⊗ is +, and ⊕ has a `dsum`; not for a subclass with another ⊗."
     kind = declared_by(S, "additive")
@@ -390,6 +391,7 @@ class Fused(NamedTuple):
 # %% ../nbs/19_scans.ipynb #b3a8d405
 _edge_lists = WeakIdKeyDictionary()
 
+# %% ../nbs/19_scans.ipynb #72b677c4
 def edge_lists(idx):
     "`edge_slots` and `transpose`, made once for a tensor and stream."
     capturing = idx.is_cuda and torch.cuda.is_current_stream_capturing()
