@@ -35,8 +35,32 @@ from fusedloss.segments import (
     FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segments,
     state_symbols, symbol_columns, table_size)
 
-# %% ../nbs/22_linear_ctc.ipynb #16510446
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
+
+# %% ../nbs/22_linear_ctc.ipynb #e98e1340
+@jit
+def tile_softmax_kernel(
+    x, w, p,  # [n,H], [V,H], [n,V]: descriptors or pointers
+    bias_ptr, stats_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
+    N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, p_stride_n,
+    SCORE: tl.constexpr, LOG2_SCALE: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
+    BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+):
+    tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(V, BV)
+    for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):  # ①
+        tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
+        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
+                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
+        keep, inside = rows < N, cols < V
+        # [BN,BV] in fp32, [BN], [BV]  ②
+        z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
+        z = tl.where(inside[None, :], z, -float("inf"))  # ③
+        row_max = tl.max(z, 1) * LOG2_SCALE  # [BN]  ④
+        e = exponentials(z, row_max, LOG2_SCALE)  # [BN,BV], at most 1
+        at = stats_ptr + tv * N + rows
+        tl.store(at, row_max, mask=keep)
+        tl.store(at + tiles_v * N, tl.sum(e, 1), mask=keep)
+        store_tile(p, e, tn, tv, keep, inside, p_stride_n, BN, BV, DESC)  # ⑤
 
 # %% ../nbs/22_linear_ctc.ipynb #d71a8d8e
 BARE_OPTIONS = LossOptions(-100, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
@@ -87,31 +111,6 @@ def linear_ctc_fwd(
         for i, part in enumerate(parts): put_unpadded_rows(stats[s.at][..., i], part, s)
     states = forward_sweep(b, f, keep_states)
     return ctc_losses(b, stats, b.log_z, False, False), b.log_z, states
-
-# %% ../nbs/22_linear_ctc.ipynb #e98e1340
-@jit
-def tile_softmax_kernel(
-    x, w, p,  # [n,H], [V,H], [n,V]: descriptors or pointers
-    bias_ptr, stats_ptr,  # [V] or None; [2,tiles of V,n]: largest, in units, and sum
-    N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, p_stride_n,
-    SCORE: tl.constexpr, LOG2_SCALE: tl.constexpr, DESC: tl.constexpr, GROUP: tl.constexpr,
-    BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
-):
-    tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(V, BV)
-    for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):  # ①
-        tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
-        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
-                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
-        keep, inside = rows < N, cols < V
-        # [BN,BV] in fp32, [BN], [BV]  ②
-        z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
-        z = tl.where(inside[None, :], z, -float("inf"))  # ③
-        row_max = tl.max(z, 1) * LOG2_SCALE  # [BN]  ④
-        e = exponentials(z, row_max, LOG2_SCALE)  # [BN,BV], at most 1
-        at = stats_ptr + tv * N + rows
-        tl.store(at, row_max, mask=keep)
-        tl.store(at + tiles_v * N, tl.sum(e, 1), mask=keep)
-        store_tile(p, e, tn, tv, keep, inside, p_stride_n, BN, BV, DESC)  # ⑤
 
 # %% ../nbs/22_linear_ctc.ipynb #863bedbc
 class TiledSoftmax(NamedTuple):

@@ -143,7 +143,7 @@ def path_sum(
         v = S.sum(S.mul(v[..., source], edges))
     return S.sum(S.mul(v, S.lift(vT)))
 
-# %% ../nbs/18_semirings.ipynb #f48a772d
+# %% ../nbs/18_semirings.ipynb #65246894
 def all_paths(
     idx:Tensor,  # [C,nz] the state that each edge comes from; −1: no edge
     steps:int,  # T
@@ -158,7 +158,6 @@ def all_paths(
     tensor = lambda rows, n: torch.tensor(rows, device=idx.device).long().view(len(paths), n)
     return tensor(states, steps + 1), tensor(edges, steps)
 
-# %% ../nbs/18_semirings.ipynb #65246894
 def brute_force(
     Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor,  # as for `path_sum`, and tiny
     S:Semiring=Log,
@@ -171,7 +170,7 @@ def brute_force(
         value = S.mul(value, S.lift(scores[:, states[:, t + 1], edges[:, t]]))
     return S.sum(S.mul(value, S.lift(vT[:, states[:, -1]])))
 
-# %% ../nbs/18_semirings.ipynb #033b5b7c
+# %% ../nbs/18_semirings.ipynb #41b947e2
 class RealSemiring(Semiring):
     "Plain weights, plain sums and products: the definition, and it underflows."
     zero, one = 0.0, 1.0
@@ -186,7 +185,6 @@ class RealSemiring(Semiring):
 
 Real = RealSemiring()
 
-# %% ../nbs/18_semirings.ipynb #41b947e2
 class CountSemiring(RealSemiring):
     "The number of paths whose weight is not zero."
     def __init__(self,

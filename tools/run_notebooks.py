@@ -163,9 +163,9 @@ def reads_of(path: Path, paths: list[Path]) -> set[Path]:
     if running_order(path)[0] == 2:
         return {other for other in paths if running_order(other)[0] < 2}
     code = "\n".join(cell["source"] for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code")
-    stages = {other for other in paths if is_stage(other) and running_order(other) < running_order(path)}
+    named = {other for other in paths if is_stage(other) and other != path and f"results/{other.stem}.json" in code}
     everything = re.search(r"load_results\([\"']results[\"']\)", code)
-    return {stage for stage in stages if everything or f"results/{stage.stem}.json" in code}
+    return named | {other for other in paths if everything and is_stage(other) and running_order(other) < running_order(path)}
 
 
 def waits_for(paths: list[Path], alone: set[Path]) -> dict[Path, set[Path]]:
