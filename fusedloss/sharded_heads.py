@@ -205,8 +205,7 @@ class ShardedPartialFC(PartialFC):
         sampler:Optional[NegativeSampler]=None,  # as in `PartialFC`, and all the others
         device:torch.types.Device=None, **options:Unpack[HeadOptions],
     ):
-        super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler),
-                         device="meta", **options)  # nobody makes all the rows
+        super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler), device="meta", **options)
         check_on_mesh(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
         self.device = device or ("cpu" if mesh is None else mesh.device_type)
         if sampler is None and self.sampler is not None:
@@ -222,8 +221,7 @@ class ShardedPartialFC(PartialFC):
     def new_rows(self) -> Tensor:
         "A first weight."
         s, k, (v, h) = self.shards, self.centers, self.weight.shape
-        rows = initial_rows(range(s.start * k, s.stop * k), h, self.seed, self.device,
-                          self.weight.dtype)
+        rows = initial_rows(range(s.start * k, s.stop * k), h, self.seed, self.device, self.weight.dtype)
         return dtensor_of_rows(rows, self.mesh, torch.Size((v, h)))
 
     @torch.no_grad()
