@@ -6,7 +6,7 @@
 __all__ = ['Table', 'si', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing', 'tile_picture']
 
 # %% ../../nbs/library/drawing.ipynb #b90f6a93
-import html, io, math, re
+import functools, html, io, math, re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterable
@@ -115,20 +115,28 @@ def as_drawing(
     return Drawing(svg.replace("<svg ", head, 1).strip(), alt, caption)
 
 # %% ../../nbs/library/drawing.ipynb #ce644f65
+def letters_of(label, renderer):
+    "The box of an annotation's letters, without the line to its point."
+    from matplotlib.text import Text
+    label.update_positions(renderer)
+    return Text.get_window_extent(label, renderer).padded(1)
+
 def spread_labels(
     fig,  # a matplotlib figure
     labels:list,  # its annotations, moved in points
 ) -> None:
-    "Move labels up until none covers another or a point, the lowest first."
+    "Move labels up or down until none covers another or a point, each as little as it can, by 200 points at most."
     from matplotlib.transforms import Bbox
     fig.draw_without_rendering()
-    extent = lambda label: label.get_window_extent().padded(1)
+    box = functools.partial(letters_of, renderer=fig.canvas.get_renderer())
     points = [label.axes.transData.transform(label.xy) for label in labels]
     placed = [Bbox([point - 4, point + 4]) for point in points]
-    for label in sorted(labels, key=lambda label: extent(label).y0):
-        while any(extent(label).overlaps(box) for box in placed):
-            label.xyann = (label.xyann[0], label.xyann[1] + 1)
-        placed.append(extent(label))
+    for label in sorted(labels, key=lambda label: box(label).y0):
+        x, y = label.xyann
+        for up in sorted(range(-200, 201), key=abs):
+            label.xyann = x, y + up
+            if not any(box(label).overlaps(other) for other in placed): break
+        placed.append(box(label))
 
 # %% ../../nbs/library/drawing.ipynb #2d02df8b
 def tile_picture(
