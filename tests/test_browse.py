@@ -63,7 +63,7 @@ def page(tmp_path) -> Path:
 
 SVG = "<svg width=200 height=40 viewBox='0 0 200 40' font-size=14><text x=5 y=20>one</text>%s</svg>"
 FAULTS = {"<div style='width: 3000px'>wide</div>": "beyond the edge: DIV wide", "<script>undefinedName()</script>": "error ", "<img src='gone.png'>": "error ",
-          SVG % "<text x=8 y=20>two</text>": "collide: one | two", SVG % "<text x=190 y=20>two</text>": "clipped: two",
+          SVG % "<text x=8 y=20>two</text>": "collide: one | two", SVG % "<text x=90 y=50>two</text>": "clipped: two",
           SVG % "<text x=90 y=20 font-size=8>two</text>": "8.0 px: two"}
 
 

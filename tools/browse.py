@@ -53,13 +53,14 @@ LAYOUT = """
   }
   const letters = [];
   for (const svg of document.querySelectorAll("main svg")) {
-    const box = svg.getBoundingClientRect(), labels = [];
+    const column = main.getBoundingClientRect(), box = svg.getBoundingClientRect(), labels = [];
+    const left = Math.min(box.left, column.left), right = Math.max(box.right, column.right);
     for (const label of svg.querySelectorAll("text")) {
       const said = label.textContent.trim(), at = label.getBoundingClientRect(), scale = label.getScreenCTM();
       const size = parseFloat(getComputedStyle(label).fontSize) * Math.hypot(scale.a, scale.b);
       if (!said || !at.width) continue;
       if (size < 10.95) letters.push(`${size.toFixed(1)} px: ${said}`);
-      if (at.left < box.left - 2 || at.right > box.right + 2 || at.top < box.top - 2 || at.bottom > box.bottom + 2) letters.push(`clipped: ${said}`);
+      if (at.left < left - 2 || at.right > right + 2 || at.top < box.top - 2 || at.bottom > box.bottom + 2) letters.push(`clipped: ${said}`);
       if (!scale.b) labels.push([said, at]);  // slanted letters need less than their box
     }
     labels.forEach(([said, at], number) => labels.slice(number + 1).forEach(([other, there]) => {
