@@ -62,7 +62,7 @@ FIGURES = {
 
 @pytest.fixture
 def draw():
-    pytest.importorskip("matplotlib").use("svg")
+    pytest.importorskip("matplotlib").use("agg")
     return lambda name, *text: FIGURES[name](*text)
 
 
