@@ -11,7 +11,7 @@ import pytest
 from card import CARD, words
 from check_site import INDEX, problems, unlicensed
 from search_index import addresses, index_script, with_search
-from site_pages import GUIDE, finish, finish_all, prepare, with_sources
+from site_pages import GUIDE, finish, finish_all, prepare, source_links
 from workbook import ROOT, is_stage, notebooks
 
 GOOD = {
@@ -96,10 +96,16 @@ def test_a_heavy_page_is_named(report):
     assert "index.html: expected a first load of at most 300000 bytes, got" in report("index.html", heavy)
 
 
-@pytest.mark.parametrize("name, up", {"a.ipynb": "", "library/b.ipynb": "../"}.items())
-def test_a_page_leads_to_its_notebook(name, up):
-    page = with_sources("<li>GitHub Repo</a></li>", name, "https://example.org/r")
-    assert f'href="https://example.org/r/blob/main/nbs/{name}"' in page and f'href="{up}{GUIDE}"' in page
+def test_a_page_leads_to_its_notebook():
+    repository, source, jupyter = source_links("library/b.ipynb", "https://example.org/r")
+    assert source["href"] == "https://example.org/r/blob/main/nbs/library/b.ipynb" and jupyter["href"] == f"/{GUIDE}"
+
+
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="docs/ is not built")
+@pytest.mark.parametrize("name, up", {"tiles.html": "", "solutions/tiles.html": "../"}.items())
+def test_built_pages_say_how_they_are_opened(name, up):
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert f'href="{up}guide.html#open-a-page-in-jupyter"' in page and "/blob/main/nbs/" in page
 
 
 def test_gpu_outputs_say_where_they_were_made(tmp_path):

@@ -25,7 +25,7 @@ from smalldocs.config import Project, load
 import reference
 from glossary_links import link_stages
 from search_index import index_script, with_search
-from site_pages import CARD, LOST, finish_all, prepare, with_sources
+from site_pages import CARD, LOST, finish_all, prepare, source_links
 from workbook import ROOT, SETTINGS, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
@@ -79,6 +79,8 @@ class Site(smalldocs.Site):
         "Name a page after its module, as nbdev does, and show the stage's number"
         page = super().read(src)
         page.out = src.with_name(LOST if src.stem == "not_found" else page.front.pop("output-file", page.out.name))
+        if src.suffix == ".ipynb":
+            page.meta = page.meta | {"code-links": source_links(str(src), self.project.website["repo-url"])}
         if src.stem[:2].isdigit():
             page.front["title"] = f"{int(src.stem[:2])} · {page.front['title']}"
         return page
@@ -108,8 +110,6 @@ class Site(smalldocs.Site):
         if page.env.pop("math", False):
             page.html = to_mathml(page.html)
         page.html = fold_library(page.html)
-        if page.src.suffix == ".ipynb":
-            page.html = with_sources(page.html, str(page.src), self.project.website["repo-url"])
 
     def copy_assets(self, nav) -> None:
         "The themes import one Bootstrap; of the icons only those in use remain"

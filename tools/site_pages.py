@@ -7,7 +7,7 @@ from pathlib import Path
 from workbook import METADATA_KEY, directives, read_notebook
 
 CARD, LOST = "card.png", "404.html"
-GUIDE = "guide.html#open-a-page-in-jupyter"
+GUIDE = "guide.ipynb#open-a-page-in-jupyter"
 CONTENT = "quarto-document-content"  # the id of a page's main part
 NAVIGATION = {'class="navbar ': "Site", 'class="quarto-secondary-nav': "Place on the site", 'id="quarto-sidebar': "Pages", 'id="TOC"': "On this page",
               'class="page-navigation': "Before and after"}  # landmarks without a name
@@ -55,11 +55,10 @@ def social(page: str, url: str, site: str) -> str:
     return rows + '<meta name="twitter:card" content="summary_large_image">'
 
 
-def with_sources(page: str, name: str, repository: str) -> str:
-    "A page with links, beside its contents, to its notebook and to how one opens it"
-    guide = "../" * name.count("/") + GUIDE
-    links = {f"{repository}/blob/main/nbs/{name}": "View source", guide: "Open in Jupyter"}
-    return page.replace("GitHub Repo</a></li>", "GitHub Repo</a></li>" + "".join(f'<li><a href="{to}">{text}</a></li>' for to, text in links.items()), 1)
+def source_links(name: str, repository: str) -> list:
+    "What stands beside a page's contents: the repository, its notebook, and how one opens it"
+    return ["repo", {"text": "View source", "href": f"{repository}/blob/main/nbs/{name}", "icon": "file-code"},
+            {"text": "Open in Jupyter", "href": f"/{GUIDE}", "icon": "journal-code"}]
 
 
 def finish(page: str, url: str, site: str = "") -> str:
