@@ -48,7 +48,7 @@ def pieces(page: str) -> Iterator[tuple[str, bool]]:
         yield piece, not closed and not piece.startswith("<")
 
 
-def linked(page: str, known: list[Term], glossary: str = GLOSSARY) -> str:
+def linked(page: str, known: list[Term]) -> str:
     "A page with links to the glossary, at the first use of each term in its main part"
     before, main, rest = page.partition("<main")
     body, end, after = rest.partition("</main>")
@@ -59,7 +59,7 @@ def linked(page: str, known: list[Term], glossary: str = GLOSSARY) -> str:
         if not term or found[1][1:] != term.name[1:]:  # a capital may begin a sentence, not more
             return found[0]
         del left[found[1].lower()]
-        return f'<a class="fl-term" href="{glossary}#{term.anchor}" title="{html.escape(term.meaning)}">{found[0]}</a>'
+        return f'<a class="fl-term" href="{GLOSSARY}#{term.anchor}" title="{html.escape(term.meaning)}">{found[0]}</a>'
 
     return before + main + "".join(words.sub(link, piece) if text else piece for piece, text in pieces(body)) + end + after
 
