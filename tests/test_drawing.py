@@ -62,7 +62,7 @@ FIGURES = {
 
 @pytest.fixture
 def draw():
-    pytest.importorskip("matplotlib").use("agg")
+    pytest.importorskip("matplotlib").use("svg")
     return lambda name, *text: FIGURES[name](*text)
 
 

@@ -126,9 +126,10 @@ def spread_labels(
     labels:list,  # its annotations, moved in points
 ) -> None:
     "Move labels up or down until none covers another or a point, each as little as it can, by 200 points at most."
+    from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.transforms import Bbox
     fig.draw_without_rendering()
-    box = functools.partial(letters_of, renderer=fig.canvas.get_renderer())
+    box = functools.partial(letters_of, renderer=RendererAgg(*fig.bbox.size, fig.dpi))  # not every canvas has a renderer
     points = [label.axes.transData.transform(label.xy) for label in labels]
     placed = [Bbox([point - 4, point + 4]) for point in points]
     for label in sorted(labels, key=lambda label: box(label).y0):

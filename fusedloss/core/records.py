@@ -76,15 +76,24 @@ def load_results(
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     return [dict(r, stage=f.stem) for f in files for r in _read(f)]
 
+# %% ../../nbs/library/records.ipynb #073caa9e
+def records_by_name(
+    path:str|Path,  # one JSON file, read again at each call
+    dtype:str="bfloat16",
+    **sizes:int,  # such as `N=8192`; a record has all of them
+) -> dict[str, dict]:
+    "The records in `path` by name, of one dtype and the sizes given; of equal names the last."
+    chosen = lambda r: r["dtype"] == dtype and sizes.items() <= r["shape"].items()
+    return {r["name"]: r for r in load_results(path) if chosen(r)}
+
 # %% ../../nbs/library/records.ipynb #c8113734
 def figures_of(
-    path:str|Path,  # one JSON file
+    path:str|Path,  # one JSON file, read again at each call
     dtype:str="bfloat16",
     **sizes:int,  # such as `N=8192`; a record has all of them
 ) -> dict[str, dict[str, float]]:
     "The figures in `path` by the record's name, of one dtype and the sizes given; of equal names the last."
-    chosen = lambda r: r["dtype"] == dtype and sizes.items() <= r["shape"].items()
-    return {r["name"]: r["figures"] for r in load_results(path) if chosen(r)}
+    return {name: r["figures"] for name, r in records_by_name(path, dtype, **sizes).items()}
 
 # %% ../../nbs/library/records.ipynb #85d4f5c4
 def caption(entry:dict) -> str:
