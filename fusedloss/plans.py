@@ -369,6 +369,16 @@ class Choice:
     @property
     def method(self) -> Optional[str]: return self.chosen and self.chosen.method
 
+# %% ../nbs/10_plans.ipynb #91a5d87a
+def standing(p:Choice, taken:Estimate) -> str:
+    "What the method that is taken is, among those that could be."
+    if taken.extra > p.budget: return "least memory, above"
+    free = [w for w in p.fits if not w.caution]
+    if not free: return "least memory within"
+    if taken.seconds > least(free, "seconds").seconds: return "least memory of the nearly fastest within"
+    fastest = taken.seconds <= least(p.fits, "seconds").seconds
+    return "fastest within" if fastest else "fastest without a caution within"
+
 # %% ../nbs/10_plans.ipynb #0228ed42
 class Plan(Choice):
     "What each method would cost, the one to take, and why."
@@ -379,8 +389,7 @@ class Plan(Choice):
         limit = f"{whose} {si(self.budget, 'B')}"
         if not self.able: return "no method can do all that is asked"
         if not self.chosen: return f"nothing fits {limit}"
-        what = "least memory, above" if self.chosen.extra > self.budget else "fastest within"
-        return f"{self.method}: the {what} {limit}"
+        return f"{self.method}: the {standing(self, self.chosen)} {limit}"
 
     def reason(self, w:Estimate) -> str:
         "Why a method is taken, or is not."

@@ -80,6 +80,14 @@ def test_plan_speaks():
         choose(plan(10, 10, 10, reduction="none", chunk_size=2), "auto")
 
 
+def test_plan_says_what_the_taken_method_is():
+    for size, budget, what in (((8192, 128256, 4096), 2**30, "fastest within"), ((512, 128256, 4096), 2**26, "least memory of the nearly fastest within"),
+                               ((4096, 128256, 512), 2**26, "fastest without a caution within")):
+        p = plan(*size, memory_budget=budget, machine="H200")
+        assert p.why.split(": the ")[1].startswith(what), p.why
+    assert plan(16384, 32000, 8192, reduction="none", machine="H200").why.startswith("tiles: the least memory, above")
+
+
 def test_plan_takes_another_machine():
     slow = Machine("a slow one", H200.bandwidth / 10, H200.rates, H200.device)
     assert plan(8192, 128256, 256, machine=slow)["eager"].seconds > 2 * plan(8192, 128256, 256, machine="H200")["eager"].seconds
