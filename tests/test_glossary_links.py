@@ -1,13 +1,16 @@
 "Terms of the glossary are linked where they first stand, and nowhere that a link would hurt."
+import re
+
 import pytest
 from glossary_links import linked, terms
+from workbook import ROOT, output_text, read_notebook
 
 GLOSSARY = """<main><section id="group" class="level2"><h2>Group</h2>
-<section id="tile" class="level3"><h3 class="anchored">tile</h3><p>Scores that exist <em>at once</em>. More.</p></section>
-<section id="tile-factor" class="level3"><h3 class="anchored">tile factor</h3><p>How many &amp; why.</p></section>
-<section id="nan" class="level3"><h3 class="anchored">NaN</h3><p>Not a number.</p></section>
-<section id="run" class="level3"><h3 class="anchored">run</h3><p>Consecutive tiles.</p></section></section>
-<section id="symbols" class="level2"><section id="bnv" class="level3"><h3 class="anchored">BNV</h3><p>A symbol.</p></section></section></main>"""
+<h3 class="anchored" id="tile">tile</h3><p>Scores that exist <em>at once</em>. More.</p>
+<h3 class="anchored" id="tile-factor">tile factor</h3><p>How many &amp; why.</p>
+<h3 class="anchored" id="nan">NaN</h3><p>Not a number.</p>
+<h3 class="anchored" id="run">run</h3><p>Consecutive tiles.</p></section>
+<section id="symbols" class="level2"><h3 class="anchored" id="bnv">BNV</h3><p>A symbol.</p></section></main>"""
 
 
 def anchors(body: str) -> list[str]:
@@ -41,3 +44,26 @@ def test_links(body, expected):
 def test_a_link_tells_the_meaning():
     page = linked("<main><p>The tile factor.</p></main>", terms(GLOSSARY))
     assert page == ('<main><p>The <a class="fl-term" href="glossary.html#tile-factor" title="How many &amp; why.">tile factor</a>.</p></main>')
+
+
+def entries() -> dict[str, tuple[str, str]]:
+    "Of every term and symbol of the saved page: its sentence and its number"
+    shown = "\n\n".join(output_text(output) for cell in read_notebook(ROOT / "nbs" / "glossary.ipynb")["cells"] for output in cell.get("outputs", ()))
+    symbols = re.search(r"^\| symbol \| meaning \| number .*\n.*\n((?:\|.*\n?)+)", shown, re.MULTILINE)[1]
+    rows = [re.split(r"(?<!\\)\|", row)[1:4] for row in symbols.splitlines()]
+    return {name: (sentence, number) for name, sentence, number in re.findall(r"^### (.+)\n\n(.+)\n\n(.*)$", shown, re.MULTILINE) + rows}
+
+
+def has_number(text: str) -> bool:
+    "Is there a digit that is no part of a name, as in fp32?"
+    return bool(re.search(r"\d", re.sub(r"[^\W\d]\w*", "", text)))
+
+
+def test_every_term_and_symbol_has_a_number():
+    assert has_number("×1.28 in bf16") and not has_number("in fp32 on an H200")
+    assert len(entries()) > 250
+    assert {name for name, (_, number) in entries().items() if not has_number(number)} == set()
+
+
+def test_every_term_names_its_page():
+    assert [name for name, (sentence, _) in list(entries().items())[:200] if ".ipynb" not in sentence] == []

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 GLOSSARY = "glossary.html"
-ENTRY = re.compile(r'<section id="([^"]+)" class="level3">\s*<h3[^>]*>(.*?)</h3>\s*<p>(.*?)</p>', re.DOTALL)
+ENTRY = re.compile(r'<h3[^>]* id="([^"]+)"[^>]*>(.*?)</h3>\s*<p>(.*?)</p>', re.DOTALL)
 CLOSED = frozenset("a abbr button code figure h1 h2 h3 h4 h5 h6 header math nav pre script style summary svg th".split())  # no links in these
 EVERYDAY = frozenset("""accumulate bound budget chain class column conflict counter decay error feature filter floor gap gather head in-turn in-place mean part
     flop path place plan positives product rank record row run sample score shift start state step storage stream support table time token turn wrapper

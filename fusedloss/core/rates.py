@@ -75,6 +75,9 @@ def machines() -> dict[str, Machine]:
 # %% ../../nbs/library/rates.ipynb #8a428795
 H200 = board_machine(*boards()["H200"])
 
+# %% ../../nbs/library/rates.ipynb #d2782e1e
+H200_L2 = 60 * 2**20  # bytes of its level-two cache, `L2_cache_size` of torch.cuda.get_device_properties
+
 # %% ../../nbs/library/rates.ipynb #f895173d
 def machine_of(
     machine:Machine|str,  # one of `machines()` by its name, or itself
