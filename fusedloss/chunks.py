@@ -21,7 +21,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.operators import autocasts, first_order, observed, operator, products
 from fusedloss.core.options import (
     Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
-    Reduction)
+    Reduction, statistics_of)
 from fusedloss.core.products import product_dtype, put_product, tile_slices
 from fusedloss.core.reference import row_stats, plain_inv_denominator, total_weight
 from fusedloss.core.triton import has_kernel
@@ -100,7 +100,8 @@ def chunk_loss(
     "Losses of one chunk, and their gradient in it."
     given = y, weight, token_weight
     if turn and not stats: return forward_and_grad(z, z, *given, denominator, o, unscaled_grad),
-    losses, lse, entropy, rows = found = rows_fwd(z, *given, denominator, o, stats)
+    losses, lse, entropy, rows = found = rows_fwd(z, *given, denominator, o,
+                                                     statistics_of(stats))
     if not turn: return found
     one, divided = losses.new_ones(()).expand(len(y)), None if unscaled_grad else denominator
     if has_kernel(z): launch_bwd(one, None, None, z, z, *given, rows, entropy, o, divided)

@@ -17,7 +17,8 @@ from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
 from fusedloss.core.options import (
-    CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
+    CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
+    statistics_of)
 from fusedloss.core.reference import plain_inv_denominator, reduce_rows, row_stats, total_weight
 from fusedloss.core.rows import (
     all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss,
@@ -274,7 +275,7 @@ def launch_both(
     in_place = z.data_ptr() == out.data_ptr()
     if in_place and turns_in_one_launch(z, device_of(z).multiprocessors):
         return launch_turnaround(z, *given, denominator, o, unscaled_grad=unscaled_grad)
-    losses, _, entropy, rows = launch_scan(z, *given, o, False, denominator=denominator)
+    losses, _, entropy, rows = launch_scan(z, *given, o, denominator=denominator)
     launch_bwd(losses.new_ones(()).expand(len(losses)), None, None, z, out, *given, rows,
                entropy, o, None if unscaled_grad else denominator)
     return losses
@@ -289,8 +290,8 @@ def forward_and_grad(
     if has_kernel(input):
         return launch_both(input, out, target, weight, token_weight, denominator, o, unscaled_grad)
     raw = input.reshape(len(target), input.shape[-1])
-    losses, _, entropy, rows = reference_fwd(raw, target, weight, token_weight, o, False,
-                                             denominator)
+    losses, _, entropy, rows = reference_fwd(raw, target, weight, token_weight, o,
+                                             denominator=denominator)
     dz = reference_bwd(torch.ones_like(losses), None, None, raw, target, weight, token_weight,
                        rows, entropy, o, None if unscaled_grad else denominator)
     out.copy_(dz.view(input.shape))
@@ -384,7 +385,7 @@ def run_cross_entropy(
         out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
         loss, _ = _Turnaround.apply(input, out, *y, denominator, o, reduction)
     else:
-        losses, *rows = logits_loss(z, *y, denominator, o, return_stats)
+        losses, *rows = logits_loss(z, *y, denominator, o, statistics_of(return_stats))
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
     return (loss, row_stats(*rows, target, y[2], o.z_loss)) if return_stats else loss

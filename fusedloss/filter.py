@@ -18,7 +18,8 @@ from fusedloss.core.checks import (
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
-    CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction)
+    CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
+    Statistics, statistics_of)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel,
     tile_slices, wide, wide_product)
@@ -31,9 +32,10 @@ from fusedloss.core.tiling import (
     copyable, cut, is_busy, multiprocessors, operand, run_length, Tiling)
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.core.weights import weight_and_bias
+from fusedloss.kernels import row_numbers
 from fusedloss.recompute import (
-    beside_dz, check_recompute, kernel_bwd, launch_dz, launch_lse, launch_parts, launch_terms,
-    plain_bwd, plain_chunks, plain_fwd, run_numbers, slab_tiles, take_grad_scale)
+    beside_dz, check_recompute, kernel_bwd, launch_dz, launch_lse, launch_parts,
+    launch_terms, plain_bwd, plain_chunks, plain_fwd, run_numbers, slab_tiles, take_grad_scale)
 
 # %% ../nbs/08_filter.ipynb #15c00abb
 class Order(NamedTuple):
@@ -109,18 +111,18 @@ def flag_kernel(
 # %% ../nbs/08_filter.ipynb #4a63059f
 def filter_tiling(
     x:Tensor,  # [N,H]
-    o:LossOptions, stats:bool,
+    o:LossOptions, ranks:bool,  # whether the target's rank is counted
 ) -> Tiling:
     "How the kernels cut sorted copies of x and w, whose rows follow one another."
-    return cut(device_of(x), copyable(x, x.shape[1]), is_busy(o, stats))
+    return cut(device_of(x), copyable(x, x.shape[1]), is_busy(o, ranks))
 
 def launch_flagged(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
     budget:int, eps:float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor, Tensor]:
     "`launch_lse` of sorted classes and tokens; flags [tiles_v, tiles_n], means, centers."
-    n, v, t = len(x), len(w), filter_tiling(x, o, stats)
+    n, v, t = len(x), len(w), filter_tiling(x, o, stats.ranks)
     out, parts = launch_parts(x, w, target, bias, weight, token_weight, denominator, o, stats,
                               t, budget)
     tiles_n, tiles_v, runs = -(-n // t.BN), -(-v // t.BV), parts.shape[1]
@@ -136,12 +138,12 @@ def launch_flagged(
 # %% ../nbs/08_filter.ipynb #fcc11fda
 def plain_flagged(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
     budget:int, eps:float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor, Tensor]:
     "`launch_flagged` by chunks of tokens."
     out = plain_fwd(x, w, target, bias, weight, token_weight, denominator, o, stats, budget)
-    (n, v), t, wide_w = (len(x), len(w)), filter_tiling(x, o, stats), wide(w)
+    (n, v), t, wide_w = (len(x), len(w)), filter_tiling(x, o, stats.ranks), wide(w)
     tops, means = (out[1].new_empty(-(-v // t.BV), n) for _ in range(2))
     for i in plain_chunks(x, w, budget):
         parts = scores_in_place(chunk_scores(x[i], wide_w, bias)[:, 0], o).split(t.BV, 1)
@@ -173,7 +175,7 @@ def take(
 # %% ../nbs/08_filter.ipynb #1165f1d0
 def filtered_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
     budget:int, eps:float,
 ) -> tuple[Tensor, ...]:  # as `launch_lse`; classes [V], tokens [N]; as `launch_flagged`
     "Forward on sorted copies; results in the caller's order."
@@ -280,8 +282,9 @@ def dropped_grad(
 ) -> Tensor:  # [runs,N]
     "The gradient of one score of each dropped run, if they are all equal."
     row_max, softmax_coef, _, _, g_entropy, mean = terms
-    p = (means - row_max / log2_scale).exp_()  # times s
-    entropy_grad = torch.where(p > 0, g_entropy * p * (means - mean), 0.0) if entropy else 0.0
+    below = means - row_max / log2_scale
+    p = below.exp()  # times s
+    entropy_grad = torch.where(p > 0, g_entropy * p * (below - mean), 0.0) if entropy else 0.0
     dz = p.mul_(softmax_coef).sub_(entropy_grad).mul_(o.logit_scale)
     c = o.softcap
     return dz.mul_(1 - (means.clamp(-c, c) / c).square_()) if c else dz
@@ -320,12 +323,13 @@ def filtered_kernel_bwd(
     flags:Tensor, means:Tensor, centers:Tensor,  # [tiles_v, tiles_n], [runs,N], [runs,H]
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`kernel_bwd` of the kept tiles, and of what stands for the others."
-    uneven, t = upstream[2] is not None, filter_tiling(x, o, len(entropy) > 0)
+    uneven, stats = upstream[2] is not None, statistics_of(len(entropy) > 0)
+    t = filter_tiling(x, o, stats.ranks)
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)
     grad_scale = take_grad_scale(terms, rows, uneven) if x.dtype == torch.float16 else None
     x, terms = take(x, order.tokens), take(terms, order.tokens, 1)
-    run = run_length(len(x), len(flags), run_numbers(o, len(entropy) > 0), budget)
+    run = run_length(len(x), len(flags), run_numbers(o, stats), budget)
     size = run * t.BV
     each = dropped_grad(means, terms, log2_scale(x), o, uneven).mul_(size).to(x.dtype)
     lift = wide_product(each, x).div_(size).repeat_interleave(run, 0)
@@ -354,7 +358,7 @@ def plain_terms(
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
     g = none if g_loss is None else g_loss * plain_inv_denominator(denominator)
     softmax_coef = g * softmax_coef + (none if g_lse is None else g_lse)
-    mean = lse - entropy if len(entropy) else none
+    mean = s.log() - entropy if len(entropy) else none
     entropy_grad = none if g_entropy is None else g_entropy / s
     terms = torch.stack([row_max, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad,
                          mean])
@@ -402,7 +406,7 @@ def filter_dtypes(x:Tensor) -> tuple[torch.dtype, ...]:
 # %% ../nbs/08_filter.ipynb #36284ded
 def recompute_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
     budget:int, filter_eps:float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Losses [N], lse [N], entropy [N or 0], rows [2 or 5, N]; of the filter, or empty."
@@ -435,7 +439,7 @@ def fake_recompute(x, w, target, bias, weight, token_weight, denominator, o, sta
     n, new = target.shape[0], lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
     sizes = [(0,)] * 5
     if filter_eps:
-        t = filter_tiling(x, o, stats)
+        t = filter_tiling(x, o, stats.ranks)
         tiles_n, tiles_v = -(-n // t.BN), -(-w.shape[0] // t.BV)
         sizes[:3] = (w.shape[0],), (n,), (tiles_v, tiles_n)
         if takes_kernel(x):
@@ -443,7 +447,7 @@ def fake_recompute(x, w, target, bias, weight, token_weight, denominator, o, sta
             sizes[3:] = (runs, n), (runs, x.shape[1])
         else: sizes[3] = tiles_v, n
     kept = [x.new_empty(size, dtype=d) for size, d in zip(sizes, filter_dtypes(x))]
-    return new(n), new(n), new(n if stats else 0), new(5 if stats else 2, n), *kept
+    return new(n), new(n), new(n if stats.entropy else 0), new(row_numbers(stats), n), *kept
 
 def fake_gradients(g_loss, g_lse, g_entropy, x, w, target, bias, *others):
     "The shapes of `recompute_bwd`'s results."
@@ -461,7 +465,7 @@ def save_recompute(ctx, inputs, output):
 
 def gradient_of_recompute(ctx, needs, g_loss, g_lse, g_entropy, *_):
     "dx, dw, db, where they are needed."
-    upstream, wanted = (g_loss, g_lse, g_entropy if ctx.stats else None), {
+    upstream, wanted = (g_loss, g_lse, g_entropy if ctx.stats.entropy else None), {
         "x": needs.x, "w": needs.w, "bias": needs.bias}
     if not any(wanted.values()) or all(g is None for g in upstream): return {}
     found = recompute_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget,
@@ -498,7 +502,7 @@ def run_recompute(
     denominator = (total_weight(y[0], y[2], y[3], o.ignore_index, acc_dtype(x.dtype))
                    if reduction == "mean" else None)
     spends = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w))
-    losses, *rows = recompute_loss(x, w, *y, denominator, o, return_stats, memory_budget or 0,
+    losses, *rows = recompute_loss(x, w, *y, denominator, o, statistics_of(return_stats), memory_budget or 0,
                                    float(spends and filter_eps or 0))
     loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss

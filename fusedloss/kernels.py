@@ -15,26 +15,26 @@ from torch import Tensor
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import operator
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.reference import (
     plain_inv_denominator, plain_row_coefs, row_terms, RowTerms, score_and_slope, sub_max)
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (
-    exp2_diff, lane_grid, log2_scale, merge_lanes, online_softmax_step, outranks, rescaled_moment,
-    score_fn, statistics_step)
+    cooled, exp2_diff, inverse_temperature, lane_grid, log2_scale, merge_lanes, moment_step,
+    online_softmax_step, outranks, rank_step, rescaled_moment, score_fn)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/04_kernels.ipynb #63cbc3b7
 @jit
 def scan_kernel(
-    z_ptr, y_ptr, weight_ptr,  # [O,I,V], [M], [V] or None
+    z_ptr, y_ptr, weight_ptr, temperature_ptr,  # [O,I,V], [M]; [V], [M], each or None
     sums_ptr,  # [7, M * parts]: row_max, s, z_y, Σ w z, moment, ahead, Σ z²
     M, V, part_size, parts,  # rows, classes, classes a part, parts a row
     inner, stride_o, stride_i, stride_v,  # I, and strides of z in elements
     o,  # `LossOptions`
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr,
-    SKIP: tl.constexpr,  # read nothing of ignored rows
+    SCORE: tl.constexpr, TOTAL: tl.constexpr, ENTROPY: tl.constexpr, RANKS: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, SKIP: tl.constexpr,  # read nothing of ignored rows
     BN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):
     part = tl.program_id(0) % parts
@@ -43,6 +43,9 @@ def scan_kernel(
     start = row_start(z_ptr, rows, inner, stride_o, stride_i)
     raw_y = tl.load(start + y.to(tl.int64) * stride_v, mask=valid, other=0.0)
     z_y, slope_y = SCORE(raw_y.to(tl.float32), o)
+    if temperature_ptr is not None:
+        by = inverse_temperature(temperature_ptr, rows, rows < M)
+        z_y *= by
     begin = part * part_size
     size = tl.minimum(part_size, V - begin)
     start = (start + begin.to(tl.int64) * stride_v)[:, None, None]
@@ -54,27 +57,31 @@ def scan_kernel(
     for first in tl.range(0, bound, R * C, num_stages=3):
         raw, inside = load_block(start, first, lanes, size, stride_v, stored, True, "")
         z, slope = SCORE(raw.to(tl.float32), o)
+        if temperature_ptr is not None:
+            z *= by[:, None, None]
         z = tl.where(inside, z, -float("inf"))
         old_max, old_s = row_max, s
         row_max, s = online_softmax_step(row_max, s, z, LOG2_SCALE)
-        if SMOOTH:
+        if TOTAL:
             w = class_weight(weight_ptr, begin + first + lanes, inside)
             total += tl.sum(tl.where(inside, z * w, 0.0), 1)
-        if STATS:
+        if ENTROPY:
+            moment = moment_step(moment, old_max, old_s, row_max, z, LOG2_SCALE)
+        if RANKS:
             leads = inside & outranks(z, z_y[:, None, None], first + lanes < y)
-            moment, ahead, squares = statistics_step(moment, ahead, squares, old_max, old_s,
-                                                     row_max, z, leads, inside, LOG2_SCALE)
+            ahead, squares = rank_step(ahead, squares, z, leads, inside)
     whole_max, whole_s = merge_lanes(row_max, s, LOG2_SCALE)
     at, step = sums_ptr + rows * parts + part, tl.cast(M, tl.int64) * parts
     keep = rows < M
     tl.store(at, whole_max, mask=keep)
     tl.store(at + step, whole_s, mask=keep)
     tl.store(at + 2 * step, z_y, mask=keep)
-    if SMOOTH:
+    if TOTAL:
         tl.store(at + 3 * step, tl.sum(total, 1), mask=keep)
-    if STATS:
+    if ENTROPY:
         moment = rescaled_moment(moment, s, row_max, whole_max[:, None], LOG2_SCALE)
         tl.store(at + 4 * step, tl.sum(moment, 1), mask=keep)
+    if RANKS:
         tl.store(at + 5 * step, tl.sum(ahead, 1), mask=keep)
         tl.store(at + 6 * step, tl.sum(squares, 1), mask=keep)
 
@@ -82,7 +89,7 @@ def scan_kernel(
 @jit
 def bwd_kernel(
     z_ptr, dz_ptr, y_ptr,  # [O,I,V], [O,I,V] (may be z), [M]
-    weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [M], [1], each or None
+    weight_ptr, token_weight_ptr, temperature_ptr, all_weight_ptr,  # [V], [M], [M], [1] or None
     rows_ptr, entropy_ptr,  # [2.., M], [M]
     g_loss_ptr, g_lse_ptr, g_entropy_ptr, denominator_ptr,  # upstream [M], each or None; [1]
     M, V, blocks, inner, stride_o, stride_i, stride_v, d_stride_o, d_stride_i, d_stride_v,
@@ -101,6 +108,7 @@ def bwd_kernel(
     at = row_start(z_ptr, rows, inner, stride_o, stride_i)[:, None]
     raw = tl.load(at + cols.to(tl.int64) * stride_v, mask=inside, other=0.0).to(tl.float32)
     z, slope = SCORE(raw, o)
+    z, slope = cooled(z, slope, temperature_ptr, rows, rows < M)
     p = exp2_diff(z * LOG2_SCALE, row_max[:, None], LOG2_SCALE) * (1 / s)[:, None]
     dz = softmax_coef[:, None] * p - tl.where(cols == y[:, None], target_coef[:, None], 0.0)
     if SMOOTH:
@@ -151,15 +159,26 @@ def scan_parts(
     "Programs that share a row, so that few rows still fill the multiprocessors."
     return max(1, min(2 * multiprocessors // max(n_rows, 1), n_classes // 8192))
 
+# %% ../nbs/04_kernels.ipynb #0f209e9c
+def row_numbers(stats:Statistics) -> int:
+    "How many numbers forward keeps of each row."
+    return 2 + 3 * stats.ranks + stats.mean
+
+def forward_flags(z:Tensor, o:LossOptions, stats:Statistics) -> dict:
+    "What kernels of the forward pass are compiled for; `z` gives the dtype of the logits."
+    return dict(TOTAL=stats.mean or o.label_smoothing > 0, ENTROPY=stats.entropy,
+                RANKS=stats.ranks, LOG2_SCALE=log2_scale(z))
+
 # %% ../nbs/04_kernels.ipynb #fcf5e0f3
 def launch_scan(
     z:Tensor,  # [O,I,V]
     target:Tensor,  # [M], int64, M = O · I
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V], [M]
-    o:LossOptions, stats:bool,
+    o:LossOptions, stats:Statistics=NO_STATISTICS,
     parts:Optional[int]=None, blocks:Optional[Blocks]=None, denominator:Optional[Tensor]=None,
+    temperature:Optional[Tensor]=None,  # [M]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [M], lse [M], entropy [M or 0], rows
-    "Forward in two launches; rows `[2 or 5, M]` are row_max, sum; rank, maximum, norm."
+    "Forward in two launches; rows `[2 to 6, M]` are row_max, sum; rank, maximum, norm; mean."
     m, v = len(target), z.shape[-1]
     b = blocks or scan_blocks(v, z.element_size())
     parts = parts or scan_parts(m, v, device_of(z).multiprocessors)
@@ -167,14 +186,15 @@ def launch_scan(
     part = -(-part // (b.R * b.C)) * b.R * b.C
     parts = -(-v // part)
     new = functools.partial(z.new_empty, dtype=torch.float32)
-    sums, out = new((7, m * parts)), (new(m), new(m), new(m * stats), new((2 + 3 * stats, m)))
-    flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, LOG2_SCALE=log2_scale(z))
+    sums, out = new((7, m * parts)), (new(m), new(m), new(m * stats.entropy), new((row_numbers(stats), m)))
+    flags = forward_flags(z, o, stats)
     with on_device(z):
-        launch_kernel(scan_kernel, (-(-m // b.BN) * parts,), z, target, weight, sums, m, v, part,
-                      parts, z.shape[1], *z.stride(), o, SCORE=score_fn(o), **flags,
+        launch_kernel(scan_kernel, (-(-m // b.BN) * parts,), z, target, weight, temperature, sums, m,
+                      v, part, parts, z.shape[1], *z.stride(), o, SCORE=score_fn(o), **flags,
                       SKIP=b.BN * b.R * b.C < v, BN=b.BN, R=b.R, C=b.C, num_warps=b.warps)
         launch_kernel(finish_kernel, (-(-m // 128),), sums, target, weight, token_weight,
-                      all_weights(weight), denominator, *out, m, v, parts, o, **flags, BN=128)
+                      all_weights(weight), denominator, *out, m, v, parts, o, **flags, MEAN=stats.mean,
+                      BN=128)
     return out
 
 # %% ../nbs/04_kernels.ipynb #853956f2
@@ -184,6 +204,7 @@ def launch_bwd(
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
     rows:Tensor, entropy:Tensor,  # of `launch_scan`
     o:LossOptions, denominator:Optional[Tensor]=None,
+    temperature:Optional[Tensor]=None,  # [M]
 ):
     "Gradient of the logits from those of the losses, of lse and of the entropy."
     m, v = len(target), z.shape[-1]
@@ -192,7 +213,7 @@ def launch_bwd(
     strides = [0 if g is None else g.stride(0) for g in (g_loss, g_lse, g_entropy)]
     with on_device(z):
         launch_kernel(bwd_kernel, (-(-m // tall) * blocks,), z, dz, target, weight, token_weight,
-                      all_weights(weight), rows, entropy, g_loss, g_lse, g_entropy, denominator, m,
+                      temperature, all_weights(weight), rows, entropy, g_loss, g_lse, g_entropy, denominator, m,
                       v, blocks, z.shape[1], *z.stride(), *dz.stride(), *strides, o,
                       SCORE=score_fn(o), SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z),
                       BN=tall, BV=wide)
@@ -200,10 +221,11 @@ def launch_bwd(
 # %% ../nbs/04_kernels.ipynb #eb51e33a
 def reference_fwd(
     raw:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    o:LossOptions, stats:bool, denominator:Optional[Tensor]=None,
+    o:LossOptions, stats:Statistics=NO_STATISTICS, denominator:Optional[Tensor]=None,
+    temperature:Optional[Tensor]=None,  # [M]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`launch_scan` in PyTorch, for logits [M,V]; its row_max is the maximum itself."
-    z, _ = score_and_slope(raw, o)
+    z, _ = score_and_slope(raw, o, temperature)
     t = row_terms(z, target, weight, token_weight, o)
     row_max = z.amax(1)
     s = sub_max(z, row_max).exp_().sum(1)
@@ -215,31 +237,40 @@ def reference_fwd(
     losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
     losses = losses * plain_inv_denominator(denominator)
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([row_max, s])
-    if not stats: return losses, lse, z.new_empty(0), rows
-    return losses, lse, *reference_stats(z, z_y, rows, t)
+    return losses, lse, *reference_stats(z, z_y, rows, t, stats)
 
 # %% ../nbs/04_kernels.ipynb #4c45c150
-def reference_stats(
-    z:Tensor, z_y:Tensor, rows:Tensor, t:RowTerms,
-) -> tuple[Tensor, Tensor]:  # entropy [M], rows [5,M]
-    "Entropy, and the rows with the target's rank, the maximum and the norm."
-    gap = sub_max(z, rows[0])
-    share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0).sum(1)
-    entropy = torch.where(t.valid, rows[1].log() - share / rows[1], 0.0)
+def reference_ranks(
+    z:Tensor, z_y:Tensor, row_max:Tensor, t:RowTerms,
+) -> list[Tensor]:  # [M] each
+    "The target's rank, the maximum, the norm."
     before = torch.arange(z.shape[1], device=z.device) < t.label[:, None]
     rank = ((z > z_y) | (before & (z == z_y))).sum(1).to(z.dtype)
-    known = [torch.where(t.valid, value, blank) for value, blank in (
-        (rank, -1.0), (rows[0], 0.0), (torch.linalg.vector_norm(z, dim=1), 0.0))]
-    return entropy, torch.cat([rows, torch.stack(known)])
+    return [torch.where(t.valid, value, blank) for value, blank in (
+        (rank, -1.0), (row_max, 0.0), (torch.linalg.vector_norm(z, dim=1), 0.0))]
+
+def reference_stats(
+    z:Tensor, z_y:Tensor, rows:Tensor, t:RowTerms, stats:Statistics,
+) -> tuple[Tensor, Tensor]:  # entropy [M or 0], rows [2 to 6, M]
+    "Entropy, and the rows with what else was asked for."
+    known, entropy = [*rows], z.new_empty(0)
+    if stats.entropy:
+        gap = sub_max(z, rows[0])
+        moment = torch.where(z > -torch.inf, gap.exp() * gap, 0.0).sum(1)
+        entropy = torch.where(t.valid, rows[1].log() - moment / rows[1], 0.0)
+    if stats.ranks: known += reference_ranks(z, z_y, rows[0], t)
+    if stats.mean: known.append(torch.where(t.valid, z.mean(1), 0.0))
+    return entropy, torch.stack(known)
 
 # %% ../nbs/04_kernels.ipynb #a1a0ad36
 def reference_bwd(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     raw:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
     rows:Tensor, entropy:Tensor, o:LossOptions, denominator:Optional[Tensor]=None,
+    temperature:Optional[Tensor]=None,  # [M]
 ) -> Tensor:  # [M,V], in the dtype of `raw`
     "`launch_bwd` in PyTorch, for logits [M,V]."
-    z, slope = score_and_slope(raw, o)
+    z, slope = score_and_slope(raw, o, temperature)
     t, (row_max, s) = row_terms(z, target, weight, token_weight, o), rows[:2]
     lse = row_max + s.log()
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
@@ -267,49 +298,53 @@ def rows_view(
 # %% ../nbs/04_kernels.ipynb #5786e52b
 def rows_fwd(
     input:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:LossOptions, stats:bool,
+    denominator:Optional[Tensor], o:LossOptions, stats:Statistics=NO_STATISTICS,
+    temperature:Optional[Tensor]=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "Losses [M], lse [M], entropy [M or 0], rows [2 or 5, M] of logits [O,I,V]."
+    "Losses [M], lse [M], entropy [M or 0], rows [2 to 6, M] of logits [O,I,V]."
     if has_kernel(input):
         return launch_scan(input, target, weight, token_weight, o, stats,
-                           denominator=denominator)
+                           denominator=denominator, temperature=temperature)
     raw = input.reshape(len(target), input.shape[-1])
-    return reference_fwd(raw, target, weight, token_weight, o, stats, denominator)
+    return reference_fwd(raw, target, weight, token_weight, o, stats, denominator,
+                         temperature)
 
 # %% ../nbs/04_kernels.ipynb #1e9fa03c
 def rows_bwd(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     input:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
     denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, o:LossOptions,
+    temperature:Optional[Tensor]=None,
 ) -> Tensor:
     "Gradient of the logits [O,I,V]."
     dz = torch.empty_like(input)
     if has_kernel(input):
         launch_bwd(g_loss, g_lse, g_entropy, input, dz, target, weight, token_weight, rows,
-                   entropy, o, denominator)
+                   entropy, o, denominator, temperature)
         return dz
     raw = input.reshape(len(target), input.shape[-1])
     return dz.copy_(reference_bwd(g_loss, g_lse, g_entropy, raw, target, weight, token_weight,
-                                  rows, entropy, o, denominator).view(input.shape))
+                                  rows, entropy, o, denominator, temperature).view(input.shape))
 
 # %% ../nbs/04_kernels.ipynb #2fc85ce1
-def fake_rows(input, target, weight, token_weight, denominator, o, stats):
+def fake_rows(input, target, weight, token_weight, denominator, o, stats, temperature):
     "The shapes of `rows_fwd`'s results."
     m, new = target.shape[0], lambda *size: input.new_empty(size, dtype=acc_dtype(input.dtype))
-    return new(m), new(m), new(m if stats else 0), new(5 if stats else 2, m)
+    return new(m), new(m), new(m if stats.entropy else 0), new(row_numbers(stats), m)
 
 def save_rows(ctx, inputs, output):
     "The logits, their owner's anyway, labels, weights, and two numbers a row."
-    *tensors, ctx.options, ctx.stats = inputs
+    *tensors, ctx.options, ctx.stats, temperature = inputs
     _, _, entropy, rows = output
-    ctx.save_for_backward(*tensors, rows, entropy)
+    ctx.save_for_backward(*tensors, rows, entropy, temperature)
     ctx.mark_non_differentiable(rows)
 
 def gradient_of_rows(ctx, needs, g_loss, g_lse, g_entropy, _):
     "The gradient of the logits from those of losses, lse and entropy."
-    upstream = g_loss, g_lse, g_entropy if ctx.stats else None
+    upstream = g_loss, g_lse, g_entropy if ctx.stats.entropy else None
     if all(g is None for g in upstream): return {}
-    return {"input": logits_loss_grad(*upstream, *ctx.saved_tensors, ctx.options)}
+    *tensors, temperature = ctx.saved_tensors
+    return {"input": logits_loss_grad(*upstream, *tensors, ctx.options, temperature)}
 
 # %% ../nbs/04_kernels.ipynb #33b1d02b
 logits_loss_grad = operator("fusedloss::logits_loss_grad", rows_bwd,

@@ -73,7 +73,7 @@ def lse_parts(
         lse = chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
         return lse, torch.ones_like(lse)
     nowhere = torch.full((len(x),), BARE_OPTIONS.ignore_index, device=x.device)
-    row_max, sums, *_ = launch_sums(x, w, nowhere, bias, None, BARE_OPTIONS, False)[0]
+    row_max, sums, *_ = launch_sums(x, w, nowhere, bias, None, BARE_OPTIONS)[0]
     return row_max / log2_scale(x), sums
 
 # %% ../nbs/22_linear_ctc.ipynb #7890a81a

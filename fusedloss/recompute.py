@@ -15,24 +15,25 @@ from torch import Tensor
 from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import autocasts
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
     add_product, chunk_scores, grad_scale_of, program_tiles, run_tile, store_tile, swizzle_tile,
-    tile_product, tile_scores, tile_slices, wide, wide_product, write_product)
+    takes_kernel, tile_product, tile_scores, tile_slices, wide, wide_product, write_product)
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
 from fusedloss.core.softmax import (
-    carried, exp2_diff, log2_scale, merge_parts, online_softmax_step, outranks, rescaled_moment,
-    score_fn, statistics_step)
+    carried, cooled, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
+    online_softmax_step, outranks, rank_step, rescaled_moment, score_fn)
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import launcher
-from fusedloss.kernels import rows_bwd, rows_fwd
+from fusedloss.kernels import forward_flags, row_numbers, rows_bwd, rows_fwd
 
 # %% ../nbs/07_recompute.ipynb #84f2a912
 @jit
 def target_kernel(
-    x_ptr, w_ptr, y_ptr, bias_ptr, sums_ptr,  # [N,H], [V,H], [N], [V] or None, [7,N]
+    x_ptr, w_ptr, y_ptr, bias_ptr, temperature_ptr,  # [N,H], [V,H], [N]; [V], [N], or None
+    sums_ptr,  # [7,N]
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
     o,  # `LossOptions`
     SCORE: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
@@ -52,18 +53,21 @@ def target_kernel(
     if bias_ptr is not None:
         raw += tl.load(bias_ptr + y, mask=valid, other=0.0).to(tl.float32)
     z, slope = SCORE(raw, o)
+    if temperature_ptr is not None:
+        z *= inverse_temperature(temperature_ptr, rows, rows < N)
     tl.store(sums_ptr + 2 * N + rows, z, mask=rows < N)
 
 # %% ../nbs/07_recompute.ipynb #60bd55ae
 @jit
 def lse_kernel(
     x, w,  # [N,H], [V,H]: descriptors or pointers
-    y_ptr, bias_ptr, weight_ptr,  # [N], [V] or None, [V] or None
+    y_ptr, bias_ptr, weight_ptr, temperature_ptr,  # [N]; [V], [V], [N], each or None
     sums_ptr,  # [7,N] as `finish_kernel` takes it; here the target's score, row 2
-    parts_ptr,  # [2 or 7, runs, N]: row_max, s; Σ w z, moment, ahead, Σ z² from 3 on
+    parts_ptr,  # [2 to 7, runs, N]: row_max, s; Σ w z, moment, ahead, Σ z² from 3 on
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
     o,  # `LossOptions`
-    SCORE: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr,
+    SCORE: tl.constexpr, TOTAL: tl.constexpr, ENTROPY: tl.constexpr, RANKS: tl.constexpr,
+    LOG2_SCALE: tl.constexpr,
     DESC: tl.constexpr, EVEN: tl.constexpr,  # x, w are descriptors; runs end where V does
     RUN: tl.constexpr, GROUP: tl.constexpr,  # tiles of a run, height of a group
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
@@ -78,6 +82,7 @@ def lse_kernel(
                                            w_stride_v, w_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < N, (cols < V)[None, :]
         z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
+        z, slope = cooled(z, slope, temperature_ptr, rows, keep)
         if not EVEN:
             z = tl.where(inside, z, -float("inf"))
         old_max, old_s = carried(continues, row_max, s)
@@ -85,29 +90,30 @@ def lse_kernel(
         at, step = parts_ptr + run * N + rows, runs * N
         tl.store(at, row_max, mask=keep)
         tl.store(at + step, s, mask=keep)
-        if SMOOTH:
+        if TOTAL:
             weights = class_weight(weight_ptr, cols[None, :], inside)
             total = tl.where(continues, total, 0.0) + tl.sum(tl.where(inside, z * weights, 0.0), 1)
             tl.store(at + 3 * step, total, mask=keep)
-        if STATS:
+        if ENTROPY:
+            moment = moment_step(tl.where(continues, moment, 0.0), old_max, old_s, row_max, z,
+                                 LOG2_SCALE)
+            tl.store(at + 4 * step, moment, mask=keep)
+        if RANKS:
             y, _, _ = load_labels(y_ptr, rows, N, V, o.ignore_index)
             z_y = tl.load(sums_ptr + 2 * N + rows, mask=keep, other=0.0)
-            moment, ahead = tl.where(continues, moment, 0.0), tl.where(continues, ahead, 0.0)
-            squares = tl.where(continues, squares, 0.0)
             leads = outranks(z, z_y[:, None], cols[None, :] < y[:, None])
             leads &= inside & (cols[None, :] != y[:, None])
-            moment, ahead, squares = statistics_step(moment, ahead, squares, old_max, old_s,
-                                                     row_max, z, leads, inside, LOG2_SCALE)
-            tl.store(at + 4 * step, moment, mask=keep)
+            ahead, squares = rank_step(tl.where(continues, ahead, 0.0),
+                                       tl.where(continues, squares, 0.0), z, leads, inside)
             tl.store(at + 5 * step, ahead, mask=keep)
             tl.store(at + 6 * step, squares, mask=keep)
 
 # %% ../nbs/07_recompute.ipynb #e3f1d266
 @jit
 def merge_kernel(
-    parts_ptr, sums_ptr,  # [2 or 7, runs, N], [7,N]
-    N, runs, SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
-    BP: tl.constexpr,
+    parts_ptr, sums_ptr,  # [2 to 7, runs, N], [7,N]
+    N, runs, TOTAL: tl.constexpr, ENTROPY: tl.constexpr, RANKS: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):
     rows, step = tl.program_id(0) * BN + tl.arange(0, BN), runs * N
     row_max = tl.full([BN], -float("inf"), tl.float32)
@@ -120,12 +126,13 @@ def merge_kernel(
         part_max = tl.load(at, mask=there, other=-float("inf"))  # [BP, BN]
         part_s = tl.load(at + step, mask=there, other=0.0)
         new_max, new_s = merge_parts(row_max, s, part_max, part_s, LOG2_SCALE)
-        if SMOOTH:
+        if TOTAL:
             total += tl.sum(tl.load(at + 3 * step, mask=there, other=0.0), 0)
-        if STATS:
+        if ENTROPY:
             part_moment = tl.load(at + 4 * step, mask=there, other=0.0)
             moment = (rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + tl.sum(
                 rescaled_moment(part_moment, part_s, part_max, new_max[None, :], LOG2_SCALE), 0))
+        if RANKS:
             ahead += tl.sum(tl.load(at + 5 * step, mask=there, other=0.0), 0)
             squares += tl.sum(tl.load(at + 6 * step, mask=there, other=0.0), 0)
         row_max, s = new_max, new_s
@@ -138,42 +145,46 @@ def merge_kernel(
     tl.store(at + 6 * N, squares, mask=keep)
 
 # %% ../nbs/07_recompute.ipynb #ff544e78
-def run_numbers(o:LossOptions, stats:bool) -> int:
+def run_numbers(o:LossOptions, stats:Statistics) -> int:
     "How many numbers a run leaves for each token."
-    return 7 if stats or o.label_smoothing else 2
+    if stats.ranks: return 7
+    if stats.entropy: return 5
+    return 4 if stats.mean or o.label_smoothing else 2
 
 # %% ../nbs/07_recompute.ipynb #729cdbb0
 def launch_sums(
     x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
     bias:Optional[Tensor], weight:Optional[Tensor],  # [V], [V]
-    o:LossOptions, stats:bool, tiling:Optional[Tiling]=None,
+    o:LossOptions, stats:Statistics=NO_STATISTICS, tiling:Optional[Tiling]=None,
     agree:Optional[Callable]=None,  # from the targets' scores to those that statistics take
     budget:int=0,  # bytes; 0 for our own choice
+    temperature:Optional[Tensor]=None,  # [N]
+    run:int=0,  # tiles whose numbers one program leaves together; 0 for our own choice
 ) -> tuple[Tensor, Tensor]:  # [7,N] as `finish_kernel` takes it; parts
-    "What each row knows of its scores, and what the runs left, `[2 or 7, runs, N]`."
-    (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w, is_busy(o, stats))
+    "What each row knows of its scores, and what the runs left, `[2 to 7, runs, N]`."
+    (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w, is_busy(o, stats.ranks))
     programs, tiles_n, tiles_v = multiprocessors(x.device), -(-n // t.BN), -(-v // t.BV)
     numbers = run_numbers(o, stats)
-    run = run_length(n, tiles_v, numbers, budget)
+    run = run or run_length(n, tiles_v, numbers, budget)
     runs, new = -(-tiles_v // run), functools.partial(x.new_empty, dtype=torch.float32)
-    flags = dict(SMOOTH=o.label_smoothing > 0, STATS=stats, LOG2_SCALE=log2_scale(x))
+    flags = forward_flags(x, o, stats)
     lengths = dict(EVEN=v % (t.BV * run) == 0, RUN=run)
     sums, parts = new((7, n)).zero_(), new((numbers, runs, n))
     sizes = n, v, h, *x.stride(), *w.stride()
     grid, score_of = (min(programs, tiles_n * runs),), score_fn(o)
     launch = lambda t, only_compile=False: launcher(lse_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), target, bias,
-        weight, sums, parts, *sizes, o, SCORE=score_of, **flags, DESC=t.desc,
+        weight, temperature, sums, parts, *sizes, o, SCORE=score_of, **flags, DESC=t.desc,
         **lengths, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     with on_device(x):
-        launch_kernel(target_kernel, (-(-n // 64),), x, w, target, bias, sums, *sizes, o,
-                      SCORE=score_of, BN=64, BH=t.BH)
+        launch_kernel(target_kernel, (-(-n // 64),), x, w, target, bias, temperature, sums,
+                      *sizes, o, SCORE=score_of, BN=64, BH=t.BH)
         own = None if agree is None else sums[2].clone()
         if agree: sums[2] = agree(own)
         launch(fastest(lse_kernel, x, v, t, deeper(t, device_of(x), False), launch,
                        SCORE=score_of, **flags, **lengths, BIAS=bias is not None,
-                       WEIGHT=weight is not None))
+                       WEIGHT=weight is not None, COOL=temperature is not None))
         launch_kernel(merge_kernel, (-(-n // 32),), parts, sums, n, runs, **flags, BN=32, BP=32)
     if agree: sums[2] = own
     return sums, parts
@@ -182,23 +193,26 @@ def launch_sums(
 def launch_parts(
     x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
     bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
-    denominator:Optional[Tensor], o:LossOptions, stats:bool, tiling:Optional[Tiling]=None, budget:int=0,
+    denominator:Optional[Tensor], o:LossOptions, stats:Statistics=NO_STATISTICS,
+    tiling:Optional[Tiling]=None, budget:int=0, temperature:Optional[Tensor]=None, run:int=0,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:  # as `launch_lse`, parts
     "Forward, and what its runs left."
     n, new = len(x), functools.partial(x.new_empty, dtype=torch.float32)
-    sums, parts = launch_sums(x, w, target, bias, weight, o, stats, tiling, budget=budget)
-    out = new(n), new(n), new(n * stats), new((2 + 3 * stats, n))
+    sums, parts = launch_sums(x, w, target, bias, weight, o, stats, tiling, None, budget,
+                              temperature, run)
+    out = new(n), new(n), new(n * stats.entropy), new((row_numbers(stats), n))
+    flags = forward_flags(x, o, stats)
     with on_device(x):
         launch_kernel(finish_kernel, (-(-n // 128),), sums, target, weight, token_weight,
-                      all_weights(weight), denominator, *out, n, len(w), 1, o, STATS=stats, BN=128,
-                      SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(x))
+                      all_weights(weight), denominator, *out, n, len(w), 1, o, **flags, MEAN=stats.mean,
+                      BN=128)
     return out, parts
 
 # %% ../nbs/07_recompute.ipynb #0f708229
 def launch_lse(
     *args,  # of `launch_parts`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [N], lse [N], entropy [N or 0], rows
-    "Forward; rows `[2 or 5, N]` as in `launch_scan`."
+    "Forward; rows `[2 to 6, N]` as in `launch_scan`."
     return launch_parts(*args)[0]
 
 # %% ../nbs/07_recompute.ipynb #147a2169
@@ -207,7 +221,7 @@ def terms_kernel(
     rows_ptr, entropy_ptr, y_ptr,  # [2.., N], [N], [N]
     weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [N], [1], each or None
     g_loss_ptr, g_lse_ptr, g_entropy_ptr, denominator_ptr,  # upstream [N], each or None; [1]
-    terms_ptr,  # [6,N]: row_max; coefs of softmax / s, target, smoothing; g_entropy / s, Σ p z
+    terms_ptr,  # [6,N]: row_max; coefs of softmax / s, target, smoothing; g_entropy / s, Σ p z - max
     N, V, g_loss_stride, g_lse_stride, g_entropy_stride,  # 0 for an expanded scalar
     o, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
@@ -225,15 +239,14 @@ def terms_kernel(
         at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
         g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
-        mean = row_max / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
         tl.store(at + 4 * N, g_h / s, mask=keep)
-        tl.store(at + 5 * N, tl.where(valid, mean, 0.0), mask=keep)
+        tl.store(at + 5 * N, tl.where(valid, tl.log(s) - entropy, 0.0), mask=keep)
 
 # %% ../nbs/07_recompute.ipynb #19de06fa
 @jit
 def dz_kernel(
     x, w, dz,  # [N,H], [V,H], [N,V]: descriptors or pointers; V is a slab of the classes
-    y_ptr, bias_ptr, weight_ptr,  # [N], [V] or None, [V] or None, those of the slab
+    y_ptr, bias_ptr, weight_ptr, temperature_ptr,  # [N]; [V], [V] of the slab, [N], or None
     terms_ptr, db_ptr,  # [6,N]; [tiles_n, all classes], its column of the slab's first, or None
     list_ptr, count_ptr,  # the tiles to make, in a grid of whole groups; None for all
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, dz_stride_n, db_stride,
@@ -255,20 +268,25 @@ def dz_kernel(
                                            w_stride_v, w_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < N, cols < V
         z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
+        z, slope = cooled(z, slope, temperature_ptr, rows, keep)
         column = tl.load(y_ptr + rows, mask=keep, other=-1) - begin
         row_max = tl.load(terms_ptr + rows, mask=keep, other=float("inf"))
         softmax_coef = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)
         target_coef = tl.load(terms_ptr + 2 * N + rows, mask=keep, other=0.0)
-        p = exp2_diff(z * LOG2_SCALE, row_max[:, None], LOG2_SCALE)  # times s
+        below = z * LOG2_SCALE - row_max[:, None]
+        p = exp2_diff(below, 0.0, LOG2_SCALE)  # times s
+        if ENTROPY:  # relative to the maximum, where no digits cancel
+            g_h = tl.load(terms_ptr + 4 * N + rows, mask=keep, other=0.0)
+            mean = tl.load(terms_ptr + 5 * N + rows, mask=keep, other=0.0)
+            softmax_coef += g_h * mean
         at_target = cols[None, :] == column[:, None]
-        d = softmax_coef[:, None] * p - tl.where(at_target, target_coef[:, None], 0.0)
+        coef = softmax_coef[:, None]
+        if ENTROPY:
+            coef -= (g_h / LOG2_SCALE)[:, None] * tl.maximum(below, -1e30)  # 0 · -inf is no number
+        d = coef * p - tl.where(at_target, target_coef[:, None], 0.0)
         if SMOOTH:
             smoothing_coef = tl.load(terms_ptr + 3 * N + rows, mask=keep, other=0.0)
             d -= smoothing_coef[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])
-        if ENTROPY:
-            g_h = tl.load(terms_ptr + 4 * N + rows, mask=keep, other=0.0)
-            mean = tl.load(terms_ptr + 5 * N + rows, mask=keep, other=0.0)
-            d -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
         d *= slope
         if db_ptr is not None:
             tl.store(db_ptr + tn.to(tl.int64) * db_stride + cols, tl.sum(d, 0), mask=inside)
@@ -297,6 +315,7 @@ def launch_dz(
     terms:Tensor, db:Optional[Tensor],  # [6,N], [tiles_n,V] to be written
     begin:int, o:LossOptions, entropy:bool, t:Tiling,
     listed:Optional[tuple[Tensor, Tensor]]=None,  # tiles to make, and their number; or all
+    temperature:Optional[Tensor]=None,  # [N]
 ):
     "Scores of a slab of classes, recomputed, as their gradient."
     (n, h), v = x.shape, len(w)
@@ -305,12 +324,13 @@ def launch_dz(
     grid = (min(multiprocessors(x.device), tiles),)
     launch = lambda t, only_compile=False: launcher(dz_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
-        operand(dz, t.BN, t.BV // 2, t.desc), target, bias, weight, terms, db,
+        operand(dz, t.BN, t.BV // 2, t.desc), target, bias, weight, temperature, terms, db,
         *(listed or (None, None)), n, v, h, *x.stride(), *w.stride(), dz.stride(0),
         0 if db is None else db.stride(0), begin, o, **flags, LOG2_SCALE=log2_scale(x), DESC=t.desc,
         FLAT=t.desc and listed is None, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
-    given = dict(BIAS=bias is not None, WEIGHT=weight is not None, DB=db is not None)
+    given = dict(BIAS=bias is not None, WEIGHT=weight is not None, DB=db is not None,
+                 COOL=temperature is not None)
     with on_device(x):
         more = deeper(t, device_of(x), True)
         launch(t if listed else fastest(dz_kernel, x, v, t, more, launch, **flags, **given))
@@ -362,6 +382,7 @@ def launch_gradients(
     terms:Tensor, grad_scale:Optional[Tensor],  # [6,N]
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     o:LossOptions, entropy:bool, slab:int, t:Tiling, needs:tuple[bool, bool, bool],
+    temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
     (n, _), v, (need_x, need_w, need_b) = x.shape, len(w), needs
@@ -374,7 +395,7 @@ def launch_gradients(
         dz = buffer[:, :j.stop - j.start]
         db_parts = None if parts is None else parts[:, :dz.shape[1]]
         launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,
-                  j.start, o, entropy, t)
+                  j.start, o, entropy, t, temperature=temperature)
         if need_b: torch.sum(db_parts, 0, out=db[j])
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
         if need_x and total is None: total = wide_product(dz, w[j])
@@ -394,14 +415,64 @@ def plain_chunks(x:Tensor, w:Tensor, budget:int) -> list[slice]:
 # %% ../nbs/07_recompute.ipynb #a5328fca
 def plain_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:bool,
-    budget:int,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,
+    stats:Statistics, budget:int, temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`launch_lse` by chunks of tokens."
     w, part = wide(w), lambda vector, i: None if vector is None else vector[i]
     chunks = [rows_fwd(chunk_scores(x[i], w, bias), target[i], weight, part(token_weight, i),
-                       denominator, o, stats) for i in plain_chunks(x, w, budget)]
+                       denominator, o, stats, part(temperature, i)) for i in plain_chunks(x, w, budget)]
     return tuple(torch.cat(kind, -1) for kind in zip(*chunks))
+
+# %% ../nbs/07_recompute.ipynb #a824ddcd
+def invariant_fwd(
+    x:Tensor, *args,  # of `plain_fwd`
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Forward whose bits for a token depend on no other token."
+    by_kernel = takes_kernel(x) or len(x) and x.is_cuda and has_kernel(x) and x.dtype == torch.float32
+    return (invariant_kernel_fwd if by_kernel else invariant_plain_fwd)(x, *args)
+
+# %% ../nbs/07_recompute.ipynb #12c10fb2
+def invariant_plain_fwd(
+    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
+    budget:int, temperature:Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "`plain_fwd`, each token by itself."
+    w, part = wide(w), lambda vector, i: None if vector is None else vector[i]
+    row, z, found = w.new_empty(w.shape[1]), w.new_empty(1, 1, len(w)), []
+    for i in tile_slices(len(x), 1):
+        torch.mv(w, row.copy_(x[i][0]), out=z[0, 0])
+        if bias is not None: z += bias
+        found.append(rows_fwd(z, target[i], weight, part(token_weight, i), denominator, o, stats,
+                              part(temperature, i)))
+    if not found: return plain_fwd(x, w, target, bias, weight, token_weight, denominator, o, stats, budget)
+    return tuple(torch.cat(kind, -1) for kind in zip(*found))
+
+# %% ../nbs/07_recompute.ipynb #dab00536
+WORDS = Tiling(False, 64, 64, 32, warps=4, stages=2)  # tiles of operands of 32 bits
+
+def invariant_kernel_fwd(
+    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
+    budget:int, temperature:Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "`launch_lse` with runs of one tile, by slices of tokens whose partial sums fit."
+    x, part = aligned(x), lambda vector, i: None if vector is None else vector[i]
+    t = tiling_of(x, w, is_busy(o, stats.ranks)) if x.element_size() == 2 else WORDS
+    row = 4 * run_numbers(o, stats) * -(-len(w) // t.BV)
+    most = max(1, min(budget or 2**26, 2**26) // (row * t.BN)) * t.BN
+    slices = [launch_lse(x[i], w, target[i], bias, weight, part(token_weight, i), denominator, o,
+                         stats, t, 0, part(temperature, i), 1) for i in tile_slices(len(x), most)]
+    return tuple(torch.cat(kind, -1) for kind in zip(*slices))
+
+# %% ../nbs/07_recompute.ipynb #c21a5c68
+def aligned(
+    x:Tensor,  # [N,H]
+) -> Tensor:
+    "`x` as the kernels load every batch in one way: rows in sequence, from a multiple of 16 bytes."
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 # %% ../nbs/07_recompute.ipynb #108c0963
 def plain_bwd(
@@ -410,6 +481,7 @@ def plain_bwd(
     token_weight:Optional[Tensor], denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
     o:LossOptions, budget:int, needs:tuple[bool, bool, bool],
     seen:Optional[Callable]=None,  # what dx and dw see of a chunk's dz
+    temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`launch_gradients` by chunks of tokens."
     (need_x, need_w, need_b), w_dtype, w = needs, w.dtype, wide(w)
@@ -419,7 +491,7 @@ def plain_bwd(
     for i in plain_chunks(x, w, budget):
         dz = rows_bwd(*(part(g, i) for g in upstream), chunk_scores(x[i], w, bias), target[i],
                       weight, part(token_weight, i), denominator, rows[:, i].contiguous(),
-                      entropy[i], o)[:, 0]
+                      entropy[i], o, part(temperature, i))[:, 0]
         if need_b: db += dz.sum(0)
         if seen is not None: dz = seen(i, dz)
         if need_x: dx[i] = dz @ w
@@ -432,10 +504,11 @@ def kernel_bwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     token_weight:Optional[Tensor], denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
     o:LossOptions, budget:int, needs:tuple[bool, bool, bool], tiling:Optional[Tiling]=None,
+    temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients by the kernels, slab by slab."
     uneven = upstream[2] is not None
-    t = tiling or tiling_of(x, w, is_busy(o, uneven))
+    t = tiling or tiling_of(x, w, is_busy(o, False))
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)
     grad_scale = take_grad_scale(terms, rows, uneven) if x.dtype == torch.float16 else None
@@ -443,7 +516,7 @@ def kernel_bwd(
     slab = t.BV * slab_tiles(*x.shape, budget, *tiles, t.BV, multiprocessors(x.device),
                              beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs))
     return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t,
-                            needs)
+                            needs, temperature)
 
 # %% ../nbs/07_recompute.ipynb #e8132762
 def check_recompute(

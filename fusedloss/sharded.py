@@ -21,7 +21,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.operators import autocasts, check_reverse, first_order
 from fusedloss.core.options import (
     BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
-    Reduction)
+    Reduction, statistics_of)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, takes_kernel, tile_slices, wide, wide_product,
     write_product)
@@ -102,7 +102,7 @@ def kernel_sums(
 ) -> Tensor:  # [7,N]
     "`plain_sums` by the kernels of stage 7."
     o = o._replace(ignore_index=-1)
-    return launch_sums(x, w, y, bias, weight, o, agree is not None, agree=agree)[0]
+    return launch_sums(x, w, y, bias, weight, o, statistics_of(agree is not None), agree=agree)[0]
 
 def sums_log2_scale(x:Tensor) -> float:
     "What the maxima of `shard_sums` are multiplied by."
@@ -125,7 +125,7 @@ def shard_sums(
 def make_terms(
     sums:Tensor,  # [7,N] of all shards
     g_lse:Optional[Tensor], g_gap:Optional[Tensor],  # [N] each, or None
-    g_total:Optional[Tensor], g_mean:Optional[Tensor], log2_scale:float=1.0,
+    g_total:Optional[Tensor], g_mean:Optional[Tensor],
 ) -> Tensor:  # [6,N], as `terms_kernel` writes them
     "What a row brings to the gradients of its scores."
     blank = torch.zeros_like(sums[SUM])
@@ -135,7 +135,7 @@ def make_terms(
     still = (softmax_coef == 0) & (g_mean == 0)
     return torch.stack([torch.where(still, torch.inf, row_max), torch.where(still, 0.0, softmax_coef / s),
                         g_gap, -g_total, torch.where(still, 0.0, -g_mean / s),
-                        row_max / log2_scale + sums[MOMENT] / s])
+                        sums[MOMENT] / s])
 
 def plain_dz(
     terms:Tensor, x:Tensor, w:Tensor, y:Tensor,  # [6,n]; `w` is wide
@@ -144,11 +144,12 @@ def plain_dz(
     "Gradient of the scores of a chunk of tokens, before bias and product."
     z, slope = shard_scores(x, w, bias, o)
     row_max, softmax_coef, target_coef, smoothing_coef, g_h, mean = terms[:, :, None].to(z.dtype)
-    p = (z - row_max).exp()
+    below = z - row_max
+    p = below.exp()
     d = softmax_coef * p
     if o.label_smoothing: d -= smoothing_coef * (1.0 if weight is None else weight.to(z.dtype))
     d.scatter_add_(1, y.clamp(min=0)[:, None], torch.where(y[:, None] >= 0, -target_coef, 0.0))
-    if entropy: d -= torch.where(p > 0, g_h * p * (z - mean), 0.0)
+    if entropy: d -= torch.where(p > 0, g_h * p * (below - mean), 0.0)
     return d * slope
 
 # %% ../nbs/16_sharded.ipynb #9d4198a5
@@ -192,7 +193,7 @@ def kernel_gradients(
 ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
     "The same by the kernels of stage 7, slab after slab of classes."
     (n, h), v, (need_x, need_w, need_b), home = x.shape, len(w), needs, None
-    t, part = tiling_of(x, w, is_busy(o, entropy)), lambda t, j: None if t is None else t[j]
+    t, part = tiling_of(x, w, is_busy(o, False)), lambda t, j: None if t is None else t[j]
     tiles = -(-n // t.BN), -(-v // t.BV)
     slab = t.BV * slab_tiles(n, h, budget, *tiles, t.BV, multiprocessors(x.device),
                              beside=beside_dz(h, tiles[0], x.dtype, needs))
@@ -259,7 +260,7 @@ class _ShardScores(torch.autograd.Function):
         o, s, b, stats, budget = ctx.how
         needs, log2_scale = ctx.needs_input_grad[:3], sums_log2_scale(x)
         if not any(needs): return (None,) * 11
-        terms = make_terms(sums, g_lse, g_gap, g_total, g_mean, log2_scale)
+        terms = make_terms(sums, g_lse, g_gap, g_total, g_mean)
         kind = "gradients", *compiled_for(o), g_mean is not None
         with keep_agreement(tuning_agreement(x, x.dtype, s, *kind)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,

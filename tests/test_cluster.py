@@ -61,7 +61,7 @@ def test_losses_and_gradients(dtype, options, v, offset, hopper):
     o, share = OPTIONS[options], torch.tensor(3.0, device="cuda")
     buffer, z, y, w, t = case(v, dtype, o, offset)
     raw, wide = z.reshape(9, v).double(), [x if x is None else x.double() for x in (w, t)]
-    losses, _, entropy, rows = reference_fwd(raw, y, *wide, o, False, share)
+    losses, _, entropy, rows = reference_fwd(raw, y, *wide, o, denominator=share)
     for shape in SHAPES:
         if shape.blocks * shape.vectors * shape.threads * 16 < (v + 8) * z.element_size(): continue
         for late in (False, True):
@@ -80,10 +80,10 @@ def test_long_rows_by_the_front_door(v, hopper):
     y = torch.randint(v, (140,), device="cuda")
     o, exact = LossOptions(), z[:, 0].double()
     assert row_cluster(z, None, o)
-    losses, _, entropy, rows = reference_fwd(exact, y, None, None, o, False)
+    losses, _, entropy, rows = reference_fwd(exact, y, None, None, o)
     dz = reference_bwd(torch.ones_like(losses), None, None, exact, y, None, None, rows, entropy, o)
     runs = [z.clone() for _ in range(3)]
-    ours = [clusters.launch_both(run, run, y, None, None, None, o, False) for run in runs]
+    ours = [clusters.launch_both(run, run, y, None, None, None, o) for run in runs]
     assert torch.allclose(ours[0].double(), losses, rtol=1e-6)
     assert (runs[0][:, 0].double() - dz).abs().max() <= 2**-8
     assert all(torch.equal(runs[0], run) for run in runs) and all(torch.equal(ours[0], loss) for loss in ours)

@@ -16,7 +16,7 @@ from fusedloss.core import cuda, devices, negatives, tiling, triton as with_trit
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.filter import filter_tiling
 from fusedloss.core.rates import H200, Machine
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import LossOptions, NO_STATISTICS
 from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from fusedloss.core import products as core_products
@@ -226,7 +226,7 @@ def test_tilings_of_other_gpus_agree_here(t):
     x, w = (torch.randn(n, 96, device="cuda").bfloat16() for n in (300, 1003))
     y = torch.randint(1003, (300,), device="cuda")
     def run(tiling):
-        losses, lse, entropy, rows = recompute.launch_lse(x, w, y, None, None, None, None, o, False, tiling)
+        losses, lse, entropy, rows = recompute.launch_lse(x, w, y, None, None, None, None, o, NO_STATISTICS, tiling)
         return lse, *recompute.kernel_bwd((g, None, None), x, w, y, None, None, None, None, rows, entropy, o, 0, (True, True, False), tiling)[:2]
     scores = x.double() @ w.double().T
     torch.testing.assert_close(run(t)[0].double(), scores.logsumexp(1), rtol=1e-5, atol=1e-5)

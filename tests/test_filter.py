@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusedloss.filter as with_filter
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import LossOptions, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few
@@ -192,7 +192,7 @@ def test_ignored_tokens_keep_no_tile(way):
     x, w, b, y = skewed(dtype=f32, device=way)
     y[:] = -100
     assert not any(t.any() for t in step(with_filter, x, w, b, y, EPS))
-    *_, flags, _, _ = with_filter.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, LossOptions(), False, 0, EPS)
+    *_, flags, _, _ = with_filter.filtered_fwd(x.detach(), w.detach(), y, b.detach(), None, None, None, LossOptions(), NO_STATISTICS, 0, EPS)
     assert not flags.any()
 
 
@@ -343,8 +343,8 @@ def test_operators_keep_their_contract(device):
     x, w, b, y = skewed(20, 5, 70, dtype=f32, device=device)
     args = x, w, y, b, None, None, None, LossOptions()
     for stats in (False, True):
-        torch.library.opcheck(with_filter.recompute_loss, (*args[:-1], *args[-1], stats, 0, EPS))
-        losses, lse, entropy, rows, *order = (t.detach() for t in with_filter.recompute_loss(*args, stats, 0, EPS))
+        torch.library.opcheck(with_filter.recompute_loss, (*args[:-1], *args[-1], *statistics_of(stats), 0, EPS))
+        losses, lse, entropy, rows, *order = (t.detach() for t in with_filter.recompute_loss(*args, statistics_of(stats), 0, EPS))
         torch.library.opcheck(with_filter.recompute_grad, (
             torch.ones_like(losses), None, None, x.detach(), w.detach(), y, b.detach(), None, None, None, rows, entropy, *order,
             -100, 0.0, 1.0, 0.0, 0.0, 0, True, True, True))
@@ -459,7 +459,7 @@ def unlikely_targets(module):
     w[0], w[1:30], y[::2] = 30.0, -30.0, -100
     x[::2] = 0.0  # ignored, and spread over all classes
     x, w = x.requires_grad_(), w.requires_grad_()
-    args = x.detach(), w.detach(), y, None, None, None, None, LossOptions(), False, 0, 0.005
+    args = x.detach(), w.detach(), y, None, None, None, None, LossOptions(), NO_STATISTICS, 0, 0.005
     with pytest.MonkeyPatch.context() as patch:
         everywhere(patch, module, "run_length", lambda *_: 1)
         (*_, flags, _, _), (*_, want, _, _) = (m.filtered_fwd(*args) for m in (module, with_filter))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.clusters as clusters
 import fusedloss.kernels as kernels
 from fusedloss.clusters import cross_entropy
-from fusedloss.core.options import CrossEntropyStats, LossOptions
+from fusedloss.core.options import CrossEntropyStats, LossOptions, statistics_of
 from fusedloss.kernels import rows_view
 from fusedloss.measure import relative_error, saved_tensors
 from grids import FULL, few, grid
@@ -937,7 +937,7 @@ def operator_arguments(layout, stats, device, n=4, dtype=f32):
     rows = rows_view(z.transpose(1, 2).contiguous().transpose(1, 2) if layout == "rows" else z)
     y = y.reshape(-1)
     tensors = rows, y, weights(9, device), weights(len(y), device), torch.tensor(3.7, device=device)
-    return *tensors, LossOptions(-100, 0.1, 1.5, 4.0, 1e-2), stats
+    return *tensors, LossOptions(-100, 0.1, 1.5, 4.0, 1e-2), statistics_of(stats), None
 
 
 OPERATORS = grid(["rows", "classes inside"], [False, True])
@@ -952,7 +952,7 @@ def test_operators_by_opcheck(layout, stats, device):
     g = upstream(lse)
     upstreams = (g, 2 * g, 3 * g) if stats else (g, None, None)
     tensors = (*args[:5], rows, entropy)
-    grads = flat(kernels.logits_loss_grad, *upstreams, *(t.detach() for t in tensors), *args[5:-1])
+    grads = flat(kernels.logits_loss_grad, *upstreams, *(t.detach() for t in tensors), args[5], None)
     torch.library.opcheck(kernels.logits_loss_grad, grads)
 
 
@@ -962,7 +962,7 @@ def test_fake_results_have_the_shapes_of_real_ones(stats, layout, n, dtype, devi
     args = operator_arguments(layout, stats, device, n, dtype)
     def results(args):
         out = kernels.logits_loss(*args)
-        dz = kernels.logits_loss_grad(out[0], None, None, *args[:5], out[3], out[2], *args[5:-1])
+        dz = kernels.logits_loss_grad(out[0], None, None, *args[:5], out[3], out[2], args[5])
         return [(t.shape, t.stride() if t.numel() else None, t.dtype, t.device) for t in (*out, dz)]
     with FakeTensorMode() as mode:
         fake = results([mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args])

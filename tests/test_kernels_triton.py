@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings, strategies as st
 
 import fusedloss.clusters as clusters
 import fusedloss.kernels as kernels
+from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.kernels import Blocks
 from fusedloss.measure import relative_error
 from grids import FULL, few, grid
@@ -121,7 +122,7 @@ def launcher_faults(k, case, device, dtype=f32) -> list[str]:
         return torch.autograd.grad(total, leaf, retain_graph=True)[0]
     wrong, guarded = [], Guarded(z, case.inside)
     for stats in (False, True):
-        losses, lse, entropy, rows = k.launch_scan(guarded.view, y, w, t, o, stats, case.parts, case.scan, d)
+        losses, lse, entropy, rows = k.launch_scan(guarded.view, y, w, t, o, statistics_of(stats), case.parts, case.scan, d)
         wrong += off("losses", losses, e.losses * share, 1e-5) + off("lse", lse, e.lse, 1e-5)
         if stats:
             wrong += off("entropy", entropy, e.entropy, 1e-5) + off("rank", rows[2], e.target_rank, 0)
@@ -256,9 +257,9 @@ def test_any_cut_is_the_definition(case):
 def test_result_does_not_depend_on_the_cut(parts, place):
     z, y, w, t, options = Case((3, 1, 70), OPTIONS["everything"]).rows(place)
     o = row_options(clusters, options)
-    whole = kernels.launch_scan(z, y, w, t, o, True)
+    whole = kernels.launch_scan(z, y, w, t, o, ALL_STATISTICS)
     for blocks in (Blocks(1, 1, 16, 1), Blocks(2, 4, 4, 1), Blocks(4, 2, 32, 2)):
-        for a, b in zip(kernels.launch_scan(z, y, w, t, o, True, parts, blocks)[:3], whole):
+        for a, b in zip(kernels.launch_scan(z, y, w, t, o, ALL_STATISTICS, parts, blocks)[:3], whole):
             assert torch.allclose(a, b, rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
@@ -268,7 +269,7 @@ def test_a_row_does_not_depend_on_the_others(blocks, place):
     o, other = row_options(clusters, options), sample((9, 35), place, seed=1)[0].view(9, 1, 35)
     other[4] = z[4]
     y2 = torch.where(torch.arange(9, device=place) == 4, y, -100)
-    scans = [kernels.launch_scan(*rows, w, t, o, True, None, blocks) for rows in ((z, y), (other, y2))]
+    scans = [kernels.launch_scan(*rows, w, t, o, ALL_STATISTICS, None, blocks) for rows in ((z, y), (other, y2))]
     for a, b in zip(*scans):
         assert torch.equal(a[..., 4], b[..., 4])
     clusters.launch_turnaround(z, y, w, t, None, o, blocks)
@@ -281,7 +282,7 @@ def garbage_faults(k, device, blocks=Blocks(1, 2, 4, 1)) -> list[str]:
     z, y, *_ = Case((6, 1, 21), bad=None).rows(device)
     z[y == -100] = torch.nan
     o = k.LossOptions()
-    losses, lse, entropy, rows = k.launch_scan(z, y, None, None, o, True, None, blocks)
+    losses, lse, entropy, rows = k.launch_scan(z, y, None, None, o, ALL_STATISTICS, None, blocks)
     dz = torch.full_like(z, 7.0)
     k.launch_bwd(losses, lse, entropy, z, dz, y, None, None, rows, entropy, o)
     turned = k.launch_turnaround(z, y, None, None, None, o, blocks)
@@ -300,7 +301,7 @@ def test_masked_classes(mask, blocks, place):
     z, y, *_ = Case((5, 1, 70), masked=(0, 50), bad=None).rows(place)
     z[1:, :, :50] = mask
     e, o = exact(z.view(5, 70), y), clusters.LossOptions()
-    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, o, True, None, blocks)
+    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, o, ALL_STATISTICS, None, blocks)
     dz = torch.full_like(z, 7.0)
     kernels.launch_bwd(torch.ones_like(lse), None, torch.ones_like(lse), z, dz, y, None, None, rows, entropy, o)
     for name, got in dict(losses=losses, lse=lse, entropy=entropy).items():
@@ -314,7 +315,7 @@ def test_masked_classes(mask, blocks, place):
 def test_a_row_without_a_softmax_is_nan_and_alone(bad, blocks, place):
     z, y, *_ = Case((5, 1, 70), bad=None).rows(place)
     z[2] = bad
-    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, clusters.LossOptions(), True, None, blocks)
+    losses, lse, entropy, rows = kernels.launch_scan(z, y, None, None, clusters.LossOptions(), ALL_STATISTICS, None, blocks)
     turned = clusters.launch_turnaround(z, y, None, None, None, clusters.LossOptions(), blocks)
     for t in (losses, entropy, turned, z.view(5, 70)[:, int(y[2])]):
         assert t.isnan().tolist() == [False, False, True, False, False]
@@ -326,7 +327,7 @@ def test_logits_far_from_zero(height, blocks, place):
     z, y = torch.full((2, 1, 21), height, device=place), torch.tensor([0, 20], device=place)
     z[:, 0, 20] -= abs(height) * 2.0**-23  # the next number
     e = exact(z.view(2, 21), y)
-    losses = kernels.launch_scan(z, y, None, None, clusters.LossOptions(), False, None, blocks)[0]
+    losses = kernels.launch_scan(z, y, None, None, clusters.LossOptions(), NO_STATISTICS, None, blocks)[0]
     turned = clusters.launch_turnaround(z, y, None, None, None, clusters.LossOptions(), blocks)
     assert off("losses", losses, e.losses, 3e-5) + off("turned", turned, e.losses, 3e-5) == []
 
@@ -336,7 +337,7 @@ def test_soft_caps_of_any_height(cap, place):
     z, y, *_ = Case((5, 1, 300), bad=None).rows(place)
     z[0] *= 100
     e = exact(z.view(5, 300), y, softcap=cap)
-    losses = kernels.launch_scan(z, y, None, None, clusters.LossOptions(softcap=cap), False)[0]
+    losses = kernels.launch_scan(z, y, None, None, clusters.LossOptions(softcap=cap))[0]
     assert off("losses", losses, e.losses, 2e-6) == []
 
 
@@ -344,7 +345,7 @@ def test_gradient_over_the_logits_by_two_launches(place):
     "`launch_bwd` may write where it reads"
     z, y, w, t, options = Case((5, 2, 70), OPTIONS["everything"], inside=True).rows(place)
     o, copy = row_options(clusters, options), z.clone()
-    losses, _, entropy, rows = kernels.launch_scan(z, y, w, t, o, False)
+    losses, _, entropy, rows = kernels.launch_scan(z, y, w, t, o)
     kernels.launch_bwd(losses, None, None, z, z, y, w, t, rows, entropy, o)
     dz = torch.empty_like(copy)
     kernels.launch_bwd(losses, None, None, copy, dz, y, w, t, rows, entropy, o)
@@ -354,7 +355,7 @@ def test_gradient_over_the_logits_by_two_launches(place):
 def test_expanded_and_strided_upstream_gradients(place):
     z, y, w, t, options = Case((7, 1, 70)).rows(place)
     o = row_options(clusters, options)
-    *_, entropy, rows = kernels.launch_scan(z, y, w, t, o, True)
+    *_, entropy, rows = kernels.launch_scan(z, y, w, t, o, ALL_STATISTICS)
     got = []
     g = torch.full((7, 3), 1.5, device=place)
     for g in (g[0, 0].expand(7), g[:, 1].contiguous(), g[:, 1]):
@@ -366,16 +367,16 @@ def test_expanded_and_strided_upstream_gradients(place):
 @needs_interpreter
 def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
     "Of such a table's rows only the first are written, in files that take no room"
-    V, flags = 4, dict(SMOOTH=False, STATS=True, LOG2_SCALE=kernels.log2_scale(torch.empty(0)))
+    V, flags = 4, dict(TOTAL=False, ENTROPY=True, RANKS=True, LOG2_SCALE=kernels.log2_scale(torch.empty(0)))
     z, y, o = torch.randn(8, 1, V), torch.arange(8) % V, clusters.LossOptions()
     b = kernels.scan_blocks(V)
     found = []
     for M in (8, 2**29 + 8):
         sums, rows = (torch.from_file(str(tmp_path / f"{n} {M}"), shared=True, size=n * M, dtype=torch.float32).view(n, M) for n in (7, 5))
         out = torch.empty(3, 8)
-        kernels.scan_kernel[(1,)](z, y, None, sums, M, V, b.R * b.C, 1, 1, *z.stride(), o, SCORE=kernels.score_fn(o), **flags, SKIP=False,
+        kernels.scan_kernel[(1,)](z, y, None, None, sums, M, V, b.R * b.C, 1, 1, *z.stride(), o, SCORE=kernels.score_fn(o), **flags, SKIP=False,
                                   BN=8, R=b.R, C=b.C)
-        kernels.finish_kernel[(1,)](sums, y, None, None, None, None, *out, rows, M, V, 1, o, **flags, BN=8)
+        kernels.finish_kernel[(1,)](sums, y, None, None, None, None, *out, rows, M, V, 1, o, **flags, MEAN=False, BN=8)
         found.append(torch.cat([out, sums[[0, 1, 2, 4, 5, 6], :8], rows[:, :8]]))
     assert torch.equal(*found)
 
@@ -542,7 +543,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "half the z-loss gradient": ("classes inside", "+ 2 * o.z_loss * w_t * lse", "+ o.z_loss * w_t * lse"),
     "z-loss is linear": ("classes inside", "o.z_loss * w_t * lse * lse", "o.z_loss * w_t * lse"),
     "scores are smoothed where there are none": (
-        "ignore_index is a class", "tl.where(inside, z * w, 0.0), 1)\n        if STATS", "z * w, 1)\n        if STATS"),
+        "ignore_index is a class", "tl.where(inside, z * w, 0.0), 1)\n        if ENTROPY", "z * w, 1)\n        if ENTROPY"),
     "the cap has the slope of a line": (
         "classes inside", "return o.softcap * tanh, o.logit_scale * 4 * e * r * r",
         "return o.softcap * tanh, o.logit_scale"),
@@ -611,7 +612,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "scaling", "dz.to(out_ptr.dtype.element_ty), mask=inside)",
         "dz.to(out_ptr.dtype.element_ty), mask=keep[:, None])"),
     "smoothing in parts is lost": (
-        "ignore_index is a class", "SMOOTH=o.label_smoothing > 0, STATS=stats", "SMOOTH=False, STATS=stats"),
+        "ignore_index is a class", "TOTAL=stats.mean or o.label_smoothing > 0", "TOTAL=False"),
     "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
     "PyTorch: -inf minus -inf": (
         "front door", "share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",

@@ -14,7 +14,7 @@ import fusedloss.tiles as tiles
 from fusedloss.core import products
 from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import LossOptions, statistics_of
 from fusedloss.core.tiling import Tiling
 from fusedloss.losses import linear_cross_entropy
 from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
@@ -62,7 +62,7 @@ def held(run):
 
 def forward_bytes(sizes, dtype, o, stats, budget):
     x, w, y, b = meta(*sizes, dtype)
-    return held(lambda: recompute.launch_lse(x, w, y, b, None, None, None, o, stats, None, budget))
+    return held(lambda: recompute.launch_lse(x, w, y, b, None, None, None, o, statistics_of(stats), None, budget))
 
 
 def backward_bytes(sizes, dtype, o, needs, entropy, budget):

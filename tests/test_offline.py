@@ -10,7 +10,7 @@ import fusedloss.filter as with_filter
 from fusedloss import clusters, kernels, linear_ctc, recompute, row_sparse, scans
 from fusedloss.core import cosine, sampling
 from fusedloss.core.devices import GPUS
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import LossOptions, statistics_of
 from fusedloss.core.tiling import tiling_of
 from grids import few, FULL
 from offline import cuda, lines_of, triton_kernels
@@ -40,7 +40,7 @@ def rows(V, dtype, how):
     z, g = matrix(M, V, dtype)[:, None], vector(M)
     y, w, w_t = cuda(M, dtype=i64), cuda(V), cuda(M)
     w, w_t = (w, w_t) if stats else (None, None)
-    losses, _, entropy, stored = kernels.launch_scan(z, y, w, w_t, o, stats, denominator=cuda())
+    losses, _, entropy, stored = kernels.launch_scan(z, y, w, w_t, o, statistics_of(stats), denominator=cuda())
     kernels.launch_bwd(g, g if stats else None, g if stats else None, z, torch.empty_like(z), y, w, w_t, stored, entropy, o, cuda())
     clusters.launch_turnaround(z, y, w, w_t, cuda(), o)
     clusters.launch_scale(z, z, g, None)
@@ -53,7 +53,7 @@ def linear(dtype, how, width, V=65536, bias=False):
     N = 8192
     x, w, y, g = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64), vector(N)
     b, w_v, w_t = (cuda(V, dtype=dtype), cuda(V), cuda(N)) if stats else (None, None, None)
-    _, _, entropy, stored = recompute.launch_lse(x, w, y, b, w_v, w_t, None, o, stats)
+    _, _, entropy, stored = recompute.launch_lse(x, w, y, b, w_v, w_t, None, o, statistics_of(stats))
     recompute.kernel_bwd((g, None, g if stats else None), x, w, y, b, w_v, w_t, None, stored, entropy, o, 0, (True, True, stats))
 
 
@@ -64,7 +64,7 @@ def filtered(dtype, how, width, V=65536):
     N = 8192
     x, w, y, g = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64), vector(N)
     b = cuda(V, dtype=dtype) if stats else None
-    _, _, entropy, stored, classes, tokens, *kept = with_filter.filtered_fwd(x, w, y, b, None, None, None, o, stats, 0, 1e-3)
+    _, _, entropy, stored, classes, tokens, *kept = with_filter.filtered_fwd(x, w, y, b, None, None, None, o, statistics_of(stats), 0, 1e-3)
     order = with_filter.Order(classes, tokens)
     with_filter.filtered_kernel_bwd((g, None, g if stats else None), x, w, y, b, None, None, None, stored, entropy, o, 0, (True, True, stats), order, *kept)
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.filter as with_filter
 import fusedloss.recompute as recompute
 from fusedloss.core import tiling, tuning
+from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few
@@ -159,7 +160,7 @@ def test_runs_of_any_length(device, monkeypatch):
     if device == "cpu" and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
     x, w, b, y, _ = Case((9, 7, 300)).tensors(device)
-    args = x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.LossOptions(), True
+    args = x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.LossOptions(), ALL_STATISTICS
     whole = recompute.launch_lse(*args)
     for run in few((1, 2, 3, 10), 2, 10):
         everywhere(monkeypatch, recompute, "run_length", lambda n, tiles, *_: run)
@@ -196,7 +197,7 @@ def test_the_fastest_variant_is_found_once_a_class_of_shapes(monkeypatch, tmp_pa
 def test_every_variant_gives_the_same_bits():
     x, w, _, y, _ = Case((1000, 512, 5000), dtype=bf16).tensors("cuda")
     x, w = x.detach(), w.detach()
-    lse = lambda t: recompute.launch_lse(x, w, y, None, None, None, None, recompute.LossOptions(), False, t)[1]
+    lse = lambda t: recompute.launch_lse(x, w, y, None, None, None, None, recompute.LossOptions(), NO_STATISTICS, t)[1]
     terms = torch.rand(6, 1000, device="cuda")
     def dz(t):
         out = torch.empty(1000, 5000, device="cuda", dtype=bf16)
@@ -476,7 +477,7 @@ def test_rows_of_dz_and_of_the_bias_that_lie_far_apart():
     n, h, v, o = 384, 64, 256, recompute.LossOptions()
     x, w, b = (torch.randn(shape, device="cuda", dtype=bf16) for shape in ((n, h), (v, h), (v,)))
     y, g = torch.randint(v, (n,), device="cuda"), torch.rand(n, device="cuda")
-    _, _, entropy, rows = recompute.launch_lse(x, w, y, b, None, None, None, o, False)
+    _, _, entropy, rows = recompute.launch_lse(x, w, y, b, None, None, None, o)
     terms = recompute.launch_terms(g, None, None, x, v, y, None, None, None, rows, entropy, o)
     made = []
     for dz_pitch, db_pitch in ((v, v), (2**23, 2**30)):
@@ -538,7 +539,7 @@ def test_compiled_whole(reduction, device):
 @pytest.mark.parametrize("stats", [False, True])
 def test_operators_keep_their_contract(stats, device):
     x, w, b, y, _ = Case(dtype=f32).tensors(device)
-    args = (x, w, y, b, None, None, None, -100, 0.1, 1.0, 0.0, 0.0, stats, 0, 0.0)
+    args = (x, w, y, b, None, None, None, -100, 0.1, 1.0, 0.0, 0.0, *statistics_of(stats), 0, 0.0)
     torch.library.opcheck(with_filter.recompute_loss, args)
 
 

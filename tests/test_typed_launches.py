@@ -50,5 +50,5 @@ def test_a_launch_of_the_library_is_looked_at(monkeypatch):
     monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "no")
     z, y = torch.randn(3, 1, 7), torch.tensor([0, 3, -100])
     with pytest.raises(AssertionError, match="the compiler refuses"):
-        launch_scan(z, y, None, None, LossOptions(), False)
+        launch_scan(z, y, None, None, LossOptions())
     assert seen

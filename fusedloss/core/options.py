@@ -130,3 +130,18 @@ class CrossEntropyStats(NamedTuple):
     logit_norm: Tensor  # of the target's shape
     z_loss: Tensor  # of the target's shape, this term's share of the loss
     n_valid: Tensor  # scalar, int64
+
+# %% ../../nbs/library/options.ipynb #62c765a3
+class Statistics(NamedTuple):
+    "What a pass over the scores sums beside the loss."
+    entropy: bool = False
+    ranks: bool = False  # the target's rank, the maximum and the norm of the scores
+    mean: bool = False  # of the scores
+
+NO_STATISTICS, ALL_STATISTICS = Statistics(), Statistics(entropy=True, ranks=True)
+
+def statistics_of(
+    asked:bool,  # `return_stats`
+) -> Statistics:
+    "What `CrossEntropyStats` needs, or nothing."
+    return ALL_STATISTICS if asked else NO_STATISTICS

@@ -47,10 +47,21 @@ def scores_in_place(z:Tensor, o:LossOptions) -> Tensor:
     z = score_argument(z, o)
     return z.tanh_().mul_(o.softcap) if o.softcap else z
 
+def cooled_scores(
+    z:Tensor, slope:Tensor|float,  # [M,V]
+    temperature:Tensor,  # [M]
+) -> tuple[Tensor, Tensor]:
+    "Scores and slopes, each row divided by its temperature; NaN unless that is positive and finite."
+    right = (temperature > 0) & temperature.isfinite()
+    by = torch.where(right, 1 / temperature.to(z.dtype), torch.nan)[:, None]
+    return z * by, slope * by
+
 def score_and_slope(
     logits:Tensor, o:LossOptions,
+    temperature:Optional[Tensor]=None,  # of the rows of logits [M,V]
 ) -> tuple[Tensor, Tensor | float]:  # in `acc_dtype`
     "The scores of logits, and their derivative."
+    if temperature is not None: return cooled_scores(*score_and_slope(logits, o), temperature)
     wide = logits.to(acc_dtype(logits.dtype))
     if o.keeps_scores: return wide, 1.0
     x = score_argument(wide.clone() if wide is logits else wide, o)

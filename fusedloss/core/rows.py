@@ -104,10 +104,11 @@ def finish_kernel(
     sums_ptr, y_ptr,  # [7, M * parts] of `scan_kernel`, [M]
     weight_ptr, token_weight_ptr, all_weight_ptr,  # [V], [M], [1], each or None
     denominator_ptr,  # [1] or None
-    loss_ptr, lse_ptr, entropy_ptr,  # [M], [M], [M] with STATS
-    rows_ptr,  # [2 or 5, M]: row_max, s, and the target's rank, maximum, norm
+    loss_ptr, lse_ptr, entropy_ptr,  # [M], [M], [M] with ENTROPY
+    rows_ptr,  # [2 to 6, M]: row_max, s; with RANKS the target's rank, maximum, norm; with MEAN it
     M, V, parts, o,
-    SMOOTH: tl.constexpr, STATS: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
+    TOTAL: tl.constexpr, ENTROPY: tl.constexpr, RANKS: tl.constexpr, MEAN: tl.constexpr,
+    LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, ignored, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
@@ -121,12 +122,13 @@ def finish_kernel(
         part_max = tl.load(at + part, mask=keep, other=-float("inf"))
         part_s = tl.load(at + part + step, mask=keep, other=0.0)
         new_max = tl.maximum(row_max, part_max)
-        if SMOOTH:
+        if TOTAL:
             total += tl.load(at + part + 3 * step, mask=keep, other=0.0)
-        if STATS:
+        if ENTROPY:
             part_moment = tl.load(at + part + 4 * step, mask=keep, other=0.0)
             moment = (rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE)
                       + rescaled_moment(part_moment, part_s, part_max, new_max, LOG2_SCALE))
+        if RANKS:
             ahead += tl.load(at + part + 5 * step, mask=keep, other=0.0)
             squares += tl.load(at + part + 6 * step, mask=keep, other=0.0)
         s = (rescaled(s, row_max, new_max, LOG2_SCALE)
@@ -143,11 +145,15 @@ def finish_kernel(
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
     tl.store(rows_ptr + rows, row_max, mask=keep)
     tl.store(rows_ptr + M + rows, s, mask=keep)
-    if STATS:
+    if ENTROPY:
         tl.store(entropy_ptr + rows, tl.where(valid, log_s - moment / s, 0.0), mask=keep)
+    if RANKS:
         tl.store(rows_ptr + 2 * size + rows, tl.where(valid, ahead, -1.0), mask=keep)
         tl.store(rows_ptr + 3 * size + rows, tl.where(valid, row_max / LOG2_SCALE, 0.0), mask=keep)
         tl.store(rows_ptr + 4 * size + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
+    if MEAN:
+        at_mean = rows_ptr + (2 + 3 * RANKS) * size + rows
+        tl.store(at_mean, tl.where(valid, total / V, 0.0), mask=keep)
 
 # %% ../../nbs/library/rows.ipynb #fa8fc4aa
 @jit

@@ -111,6 +111,22 @@ def score_fn(o:LossOptions):
     if o.softcap: return capped_score
     return bare_score if o.keeps_scores else scaled_score
 
+# %% ../../nbs/library/softmax.ipynb #f0abe5f2
+@jit
+def inverse_temperature(temperature_ptr, rows, keep):
+    "1 / T of tokens [BN] with a temperature each; NaN unless T is positive and finite."
+    t = tl.load(temperature_ptr + rows, mask=keep, other=1.0).to(tl.float32)
+    return tl.where((t > 0) & (t < float("inf")), 1 / t, float("nan"))
+
+@jit
+def cooled(z, slope, temperature_ptr, rows, keep):
+    "Scores [BN,BV] and their slopes, of tokens with a temperature each or without."
+    if temperature_ptr is None:
+        return z, slope
+    else:
+        by = inverse_temperature(temperature_ptr, rows, keep)[:, None]
+        return z * by, slope * by
+
 # %% ../../nbs/library/softmax.ipynb #28c38e64
 @jit
 def rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE: tl.constexpr):
@@ -126,13 +142,15 @@ def outranks(z, z_y, before):
 
 # %% ../../nbs/library/softmax.ipynb #330392fe
 @jit
-def statistics_step(
-    moment, ahead, squares, row_max, s, new_max,  # [BN] or [BN,C] each, the last after z
-    z, leads, inside, LOG2_SCALE: tl.constexpr,  # [BN,BV] or [BN,R,C]
-):
-    "Entropy's moment, number of scores that lead the target's, Σ z² after the scores z."
+def moment_step(moment, row_max, s, new_max, z, LOG2_SCALE: tl.constexpr):
+    "The entropy's moment, Σ e^(z - m) (z - m), after the scores z [BN,BV] or [BN,R,C]."
     below = (z * LOG2_SCALE - tl.expand_dims(zero_if_neg_inf(new_max), 1)) / LOG2_SCALE
-    share = tl.where(below > -1e4, tl.exp(below) * below, 0.0)  # 0 · -inf is no number
-    return (rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + tl.sum(share, 1),
-            ahead + tl.sum(tl.where(leads, 1.0, 0.0), 1),
+    share = exponentials(z, new_max, LOG2_SCALE) * tl.maximum(below, -1e4)  # 0 · -inf is no number
+    return rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + tl.sum(share, 1)
+
+# %% ../../nbs/library/softmax.ipynb #d67aa5d8
+@jit
+def rank_step(ahead, squares, z, leads, inside):
+    "Number of scores that lead the target's, and Σ z², after the scores z [BN,BV] or [BN,R,C]."
+    return (ahead + tl.sum(tl.where(leads, 1.0, 0.0), 1),
             squares + tl.sum(tl.where(inside, z * z, 0.0), 1))
