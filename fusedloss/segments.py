@@ -59,19 +59,19 @@ class CTCBatch(NamedTuple):
     kernels: Optional[LatticeKernels]
     host_frames: Optional[list]  # the frames, if the host knows them
     classes: Tensor  # [N,C]: the blank, then the target, then blanks
-    symbols: Tensor  # [N,C]: 0, then `label_symbols`; for kernels 2³² times the class more
+    symbols: Tensor  # [N,C]: 0, then `label_symbols`; kernels keep the class in the upper 32 bits
     labels: Tensor  # the same behind the first 0, [N·C-1]
     frames: Tensor  # [N], [N]
     lengths: Tensor
-    log_z: Tensor  # [N] words of 64 bits: without a frame so far; NaN for what cannot be
+    log_z: Tensor  # [N] words of 64 bits: log Z′; at first that of no frames, NaN for invalid targets
     target_weight: Tensor  # [N,H,C] rows of w: those of the classes
     target_bias: Optional[Tensor]  # [N,1,C] of the bias
 
 class FrameCounts(NamedTuple):
     "How many at a time."
-    segment: int
-    sweep: int  # α alone, in whole segments
-    lse: int
+    segment: int  # of the backward scan
+    sweep: int  # of a launch of α alone, whole segments
+    lse: int  # of a launch that makes lse
 
 # %% ../nbs/21_segments.ipynb #6eb124d4
 def emissions(
