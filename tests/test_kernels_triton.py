@@ -615,8 +615,8 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "ignore_index is a class", "TOTAL=stats.mean or o.label_smoothing > 0", "TOTAL=False"),
     "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
     "PyTorch: -inf minus -inf": (
-        "front door", "share = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",
-        "share = (gap.exp() * gap)"),
+        "front door", "moment = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",
+        "moment = (gap.exp() * gap)"),
     "PyTorch: ignored rows have a gradient": (
         "front door", "dz.masked_fill_(~t.valid[:, None], 0.0)", "dz"),
     "PyTorch: a cap without slope": (
