@@ -6,29 +6,35 @@ from fusedloss.core.versions import check_torch
 check_torch()  # before names that an older one lacks
 
 from fusedloss import margins, semirings
+from fusedloss import integrations as integrations
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.clusters import cross_entropy
 from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
+from fusedloss.decode import ctc_decode
+from fusedloss.divergence import linear_divergence
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.core.options import CrossEntropyStats
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.linear_ctc import linear_ctc_loss
+from fusedloss.logprobs import LogProbs, linear_log_probs, log_probs
 from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy
 from fusedloss.margins import margin_cross_entropy
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.partial_fc import PartialFC
 from fusedloss.plans import plan
-from fusedloss.row_sparse import RowSparse
+from fusedloss.row_sparse import RowSparse, clip_grad_norm_
 from fusedloss.scans import logz, sample, viterbi
 from fusedloss.sharded import sharded_linear_cross_entropy
-from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
+from fusedloss.sharded_heads import (
+    ShardedPartialFC, ShardedRowSparse, ignore_in_ddp, load_insightface, save_insightface)
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
-           "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "ShardedPartialFC",
-           "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "cross_entropy",
-           "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align", "iota_cross_entropy",
-           "linear_cross_entropy", "linear_ctc_loss", "logz", "margin_cross_entropy", "margins", "onehot_select", "plan",
-           "recompute_linear_cross_entropy", "rewrite_gather", "sample", "semirings", "sharded_linear_cross_entropy",
-           "tiled_linear_cross_entropy", "viterbi"]
+           "LogProbs", "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "ShardedPartialFC",
+           "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "clip_grad_norm_",
+           "cross_entropy", "ctc_decode", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align",
+           "ignore_in_ddp", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "linear_divergence",
+           "linear_log_probs", "load_insightface", "log_probs", "logz", "margin_cross_entropy", "margins",
+           "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather", "sample", "save_insightface",
+           "semirings", "sharded_linear_cross_entropy", "tiled_linear_cross_entropy", "viterbi"]

@@ -19,6 +19,7 @@ from fusedloss.core.operators import first_order, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     statistics_of)
+from fusedloss.core.pairs import soft_loss
 from fusedloss.core.reference import plain_inv_denominator, reduce_rows, row_stats, total_weight
 from fusedloss.core.rows import (
     all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss,
@@ -344,6 +345,20 @@ def out_like(
     if len(shape) < 3: return rows.view(shape)
     return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
+# %% ../nbs/05_clusters.ipynb #60057f25
+def is_soft(input:Tensor, target:Tensor) -> bool:
+    "Whether the target is probabilities of the classes, one for each logit."
+    return isinstance(target, Tensor) and target.is_floating_point() and target.shape == input.shape
+
+def check_soft_target(input:Tensor, target:Tensor, reduction:str, ignore_index:int):
+    "`ValueError` for probabilities that the loss does not take; their values are not looked at."
+    expect(target.dtype in FLOATS, "target", "a floating dtype of 16, 32 or 64 bits", target.dtype)
+    expect(target.device == input.device, "target", f"the input's device {input.device}", target.device)
+    expect(not target.requires_grad, "target", "probabilities without gradient", "requires_grad=True")
+    expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
+    expect(ignore_index < 0, "ignore_index", "a negative number beside probabilities, of which it ignores none",
+           ignore_index)
+
 # %% ../nbs/05_clusters.ipynb #3a452499
 def check_logits(
     input:Tensor, target:Tensor, reduction:str, ignore_index:int,
@@ -354,6 +369,7 @@ def check_logits(
     expect(dim >= 0 and input.dtype in FLOATS and input.shape[dim], "input",
            "floats of 16, 32 or 64 bits, of shape [V] or [N, V, ...] with at least one class",
            f"{input.dtype} {list(input.shape)}")
+    if is_soft(input, target): return check_soft_target(input, target, reduction, ignore_index)
     check_target(target, input.shape[:dim] + input.shape[dim + 1:], input.device, reduction)
     check_labels(target, input.shape[dim], ignore_index)
 
@@ -390,23 +406,44 @@ def run_cross_entropy(
     loss = loss.view(target.shape) if reduction == "none" else loss
     return (loss, row_stats(*rows, target, y[2], o.z_loss)) if return_stats else loss
 
+# %% ../nbs/05_clusters.ipynb #2e17ddad
+def run_soft_cross_entropy(
+    input:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
+    o:LossOptions, reduction:str,
+) -> Tensor:
+    "`cross_entropy` against probabilities, of what has been checked."
+    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
+    z, w_t, acc = rows_view(input), flat(token_weight), acc_dtype(input.dtype)
+    tokens = z.shape[0] * z.shape[1]
+    total = z.new_full((), tokens, dtype=acc) if w_t is None else w_t.sum(dtype=acc)
+    losses = soft_loss(z, rows_view(target), flat(weight), w_t, total if reduction == "mean" else None, o)
+    if reduction != "none": return losses.sum()
+    return losses.view(input.select(min(1, input.dim() - 1), 0).shape)
+
 # %% ../nbs/05_clusters.ipynb #c3108e5d
 @lists_options
 def cross_entropy(
     input:Tensor,  # [V], [N,V] or [N,V,d1,...], logits
-    target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`
+    target:Tensor,  # [], [N] or [N,d1,...], integers in [0, V), or `ignore_index`; or probabilities, of the input's shape
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     *, reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
+    token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
     inplace:bool=False,  # where a gradient is due, put it in the place of the logits
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
-    "Cross entropy of logits; raises `ValueError`, `IndexError` as the checks above say."
+    """Cross entropy of logits; raises `ValueError`, `IndexError` as the checks above say.
+
+    Of probabilities "mean" divides by the number of tokens, as torch does, or by their weights.
+    """
     o = loss_options(options)
     check_logits(input, target, reduction, o.ignore_index)
-    check_weights(input, weight, token_weight, target)
+    soft = is_soft(input, target)
+    check_weights(input, weight, token_weight, input.select(min(1, input.dim() - 1), 0) if soft else target)
     check_flags(inplace=inplace, return_stats=return_stats)
+    if soft:
+        expect(not (inplace or return_stats), "target", "integers beside inplace or return_stats", "probabilities")
+        return run_soft_cross_entropy(input, target, weight, token_weight, o, reduction)
     return run_cross_entropy(input, target, weight, token_weight, o, reduction, inplace,
                              return_stats)
 

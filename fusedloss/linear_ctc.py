@@ -483,8 +483,8 @@ def linear_ctc_loss(
     input:Tensor,  # [T,N,H] or [T,H]; fp16, bf16, fp32, fp64
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
     targets:Tensor,  # [N,L], or [sum of target_lengths] one after another
-    input_lengths:Lengths,  # [N] frames: a tensor on either device, a tuple or a list
-    target_lengths:Lengths,  # [N] labels
+    input_lengths:Optional[Lengths]=None,  # [N] frames: a tensor, a tuple or a list; None: all
+    target_lengths:Optional[Lengths]=None,  # [N] labels; None: all L of each
     *, linear_bias:Optional[Tensor]=None,  # [V]
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
@@ -498,7 +498,7 @@ def linear_ctc_loss(
     x, targets = add_batch_dim(input, targets, input.dim() == 2)
     check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
     check_flags(zero_infinity=zero_infinity)
-    frames, lengths = both_lengths(input_lengths, target_lengths, x)
+    frames, lengths = both_lengths(input_lengths, target_lengths, x, targets)
     x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else
                                                            [linear_bias.contiguous()]))
     bias = bias[0] if bias else None

@@ -471,7 +471,7 @@ def margin_cross_entropy(
     n_classes = check_head(input, linear_weight, target, o.centers, reduction, ignore_index,
                            method, token_tile, class_tile)
     y = target.long()
-    x, w = autocast_like_linear(input.reshape(-1, input.shape[-1]), linear_weight)
+    x, w = autocast_like_linear(input.reshape(y.numel(), input.shape[-1]), linear_weight)
     negatives_lse, cos = all_classes_lse(x, w, y.reshape(-1), o, method) or cosine_lse(
         x, w, y.reshape(-1), o, token_tile, max(1, class_tile // o.centers))
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)

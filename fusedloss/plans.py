@@ -222,9 +222,10 @@ def slab_tiling(r:Call, machine:Machine, busy:bool) -> Tiling:
 
 def slab_forward_bytes(r:Call, machine:Machine) -> int:
     "Bytes that the runs of stage 7's forward pass leave, and the numbers made of them."
-    many = bool(r.stats or "label_smoothing" in r.options)
-    tiles = -(-r.v // slab_tiling(r, machine, many or "softcap" in r.options).BV)
-    numbers = 7 if many else 2
+    smooth = "label_smoothing" in r.options
+    busy = bool(r.stats or smooth or "softcap" in r.options)
+    tiles = -(-r.v // slab_tiling(r, machine, busy).BV)
+    numbers = 7 if r.stats else 4 if smooth else 2
     run = run_length(r.n, tiles, numbers, r.memory_budget or 0)
     return 4 * r.n * (numbers * -(-tiles // run) + 7 + 4 + 4 * bool(r.stats))
 

@@ -18,14 +18,15 @@ from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
     add_product, chunk_scores, grad_scale_of, program_tiles, run_tile, store_tile, swizzle_tile,
-    tile_product, tile_scores, tile_slices, wide, wide_product, write_product)
+    takes_kernel, tile_product, tile_scores, tile_slices, wide, wide_product, write_product)
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
 from fusedloss.core.softmax import (
     carried, cooled, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
     online_softmax_step, outranks, rank_step, rescaled_moment, score_fn)
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
-from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
+from fusedloss.core.triton import (
+    has_kernel, jit, launch_kernel, on_device, tl, unspecialized)
 from fusedloss.core.tuning import launcher
 from fusedloss.kernels import forward_flags, row_numbers, rows_bwd, rows_fwd
 
@@ -109,7 +110,7 @@ def lse_kernel(
             tl.store(at + 6 * step, squares, mask=keep)
 
 # %% ../nbs/07_recompute.ipynb #e3f1d266
-@jit
+@unspecialized("N")  # one way to load parts, and so one order of sums, for every N
 def merge_kernel(
     parts_ptr, sums_ptr,  # [2 to 7, runs, N], [7,N]
     N, runs, TOTAL: tl.constexpr, ENTROPY: tl.constexpr, RANKS: tl.constexpr,
@@ -423,6 +424,56 @@ def plain_fwd(
     chunks = [rows_fwd(chunk_scores(x[i], w, bias), target[i], weight, part(token_weight, i),
                        denominator, o, stats, part(temperature, i)) for i in plain_chunks(x, w, budget)]
     return tuple(torch.cat(kind, -1) for kind in zip(*chunks))
+
+# %% ../nbs/07_recompute.ipynb #c21a5c68
+def aligned(
+    x:Tensor,  # [N,H]
+) -> Tensor:
+    "`x` as the kernels load every batch in one way: rows in sequence, from a multiple of 16 bytes."
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+# %% ../nbs/07_recompute.ipynb #dab00536
+WORDS = Tiling(False, 64, 64, 32, warps=4, stages=2)  # tiles of operands of 32 bits
+
+def invariant_kernel_fwd(
+    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
+    budget:int, temperature:Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "`launch_lse` with runs of one tile, by slices of tokens whose partial sums fit."
+    x, part = aligned(x), lambda vector, i: None if vector is None else vector[i]
+    t = tiling_of(x, w, is_busy(o, stats.ranks)) if x.element_size() == 2 else WORDS
+    row = 4 * run_numbers(o, stats) * -(-len(w) // t.BV)
+    most = max(1, min(budget or 2**26, 2**26) // (row * t.BN)) * t.BN
+    slices = [launch_lse(x[i], w, target[i], bias, weight, part(token_weight, i), denominator, o,
+                         stats, t, 0, part(temperature, i), 1) for i in tile_slices(len(x), most)]
+    return tuple(torch.cat(kind, -1) for kind in zip(*slices))
+
+# %% ../nbs/07_recompute.ipynb #12c10fb2
+def invariant_plain_fwd(
+    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
+    budget:int, temperature:Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "`plain_fwd`, each token by itself."
+    w, part = wide(w), lambda vector, i: None if vector is None else vector[i]
+    row, z, found = w.new_empty(w.shape[1]), w.new_empty(1, 1, len(w)), []
+    for i in tile_slices(len(x), 1):
+        torch.mv(w, row.copy_(x[i][0]), out=z[0, 0])
+        if bias is not None: z += bias
+        found.append(rows_fwd(z, target[i], weight, part(token_weight, i), denominator, o, stats,
+                              part(temperature, i)))
+    if not found: return plain_fwd(x, w, target, bias, weight, token_weight, denominator, o, stats, budget)
+    return tuple(torch.cat(kind, -1) for kind in zip(*found))
+
+# %% ../nbs/07_recompute.ipynb #a824ddcd
+def invariant_fwd(
+    x:Tensor, *args,  # of `plain_fwd`
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Forward whose bits for a token depend on no other token."
+    by_kernel = takes_kernel(x) or len(x) and x.is_cuda and has_kernel(x) and x.dtype == torch.float32
+    return (invariant_kernel_fwd if by_kernel else invariant_plain_fwd)(x, *args)
 
 # %% ../nbs/07_recompute.ipynb #108c0963
 def plain_bwd(

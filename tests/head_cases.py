@@ -224,7 +224,8 @@ def failure_fault(heads, optimizers):
         optimizers.RowSparse(SGD, [p, q], lr=0.1).step()
     head, x = heads.PartialFC(9, 3, sample_rate=0.5), torch.randn(4, 3)
     optimizer, y = optimizers.RowSparse(SGD, head.parameters(), lr=0.1, momentum=0.9), torch.arange(4)
-    head(x, y).backward()
+    alive = head(x, y)
+    alive.backward()
     optimizer.step()
     with pytest.raises(ValueError):
         head.extend(5, optimizer, SGD([p], lr=0.1))
@@ -233,6 +234,8 @@ def failure_fault(heads, optimizers):
     head.extend(2, optimizer)
     if (head.weight[9:] == 0).all() or len(optimizer.state[head.weight]["momentum_buffer"]) != 11:
         return "new rows"
+    head(x, y).backward()  # while `alive` is
+    head.sampler.step.fill_(1)
     if head.remove([0], optimizer).tolist() != [-1, *range(10)]:
         return "numbers"
     head.margin = type("Failing", (Failing, heads.Margin), {})()

@@ -287,6 +287,19 @@ def fault_of(find: Callable[[ModuleType], str | None], module: ModuleType, folde
         return repr(error)
 
 
+def first_fault_of(checks: Iterable[Callable[[], list[str]]]) -> list[str] | None:
+    "What the first check says that finds something; the error counts that a planted bug runs into"
+    for check in checks:
+        try:
+            wrong = check()
+        except Exception as error:  # a planted bug may break anything
+            assert "is not defined" not in str(error), f"what is planted knows no such name: {error}"
+            wrong = [repr(error)]
+        if wrong:
+            return wrong
+    return None
+
+
 def replays(step: Callable[[], Iterable[torch.Tensor]]) -> bool:
     "Does a CUDA graph of `step` give its bits again? Raises where the step waits for the GPU"
     step()  # compiles

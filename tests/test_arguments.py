@@ -1,4 +1,6 @@
-"""What every public loss makes of tensors that hold nothing; promises; temperatures."""
+"""What every public loss makes of tensors that hold nothing, and of labels apart; promises; temperatures."""
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,9 @@ from fusedloss.baseline import sample_data
 from fusedloss.losses import METHODS, linear_cross_entropy
 from fusedloss.measure import relative_error
 from fusedloss.plans import plan
+from head_cases import place
 from helpers import broken, everywhere
+from kernels_once import forced_kernels
 
 f32, f64 = torch.float32, torch.float64
 N, H, V = 6, 4, 9
@@ -48,6 +52,50 @@ def test_on_meta_shapes_are_right_or_a_sentence_says_why(name):
     assert loss.is_meta and loss.shape == () and loss.dtype == f32
     for t, g in zip(given, torch.autograd.grad(loss, given[:-1])):
         assert g.is_meta and g.shape == t.shape and g.dtype == t.dtype
+
+
+def head(cls, rate):
+    "A head of the weight that is given"
+    def loss(x, w, y):
+        torch.manual_seed(0)
+        made = cls(V, H, sample_rate=rate, device=x.device, dtype=w.dtype)
+        made.weight = w
+        return made(x, y)
+    return loss
+
+
+APART = LINEAR | LOGITS | {f"{cls.__name__} {rate}": head(cls, rate) for cls in (fl.PartialFC, fl.ShardedPartialFC) for rate in (1.0, 0.5, "positives")} | {
+    "linear_log_probs": lambda x, w, y: fl.linear_log_probs(x, w, y).log_probs.mean(),
+    "filtered": lambda x, w, y: fl.recompute_linear_cross_entropy(x, w, y, filter_eps=1e-6)}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_labels_may_lie_apart(name, place):
+    "What a kernel reads as labels next to each other is a copy that has them so"
+    x, w, _ = sample_data(N, H, V, f32 if place == "cpu" else torch.bfloat16, place)
+    given = [x, torch.nn.Parameter(w.detach())] if name not in LOGITS else [(x @ w.T).detach().requires_grad_()]
+    y = labels(name, place)
+    apart = torch.stack([y, V - 1 - y], -1)[..., 0]
+    assert not apart.is_contiguous()
+    found = []
+    for target in (apart, apart.contiguous()):
+        with forced_kernels() if place == "cpu" else nullcontext():
+            loss = APART[name](*given, target)
+            found.append([loss.detach(), *(g.to_dense() for g in torch.autograd.grad(loss, given))])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("dtype", [f32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*LINEAR, "none", "of probabilities", "of probabilities, all logits"])
+def test_without_features_all_scores_are_zero(name, dtype, device):
+    loss = (LINEAR | {"none": lambda x, w, y: linear_cross_entropy(x, w, y, reduction="none").mean()}
+            | {f"of probabilities{rest}": lambda x, w, y, m=m: linear_cross_entropy(x, w, F.one_hot(y, V).float(), method=m)
+               for rest, m in (("", "chunks"), (", all logits", "eager"))})[name]
+    x, w, wide_x, wide_w = (torch.zeros(n, h, device=device, dtype=dtype, requires_grad=True) for h in (0, H) for n in (N, V))
+    y = labels(name, device)
+    found = loss(x, w, y)
+    torch.testing.assert_close(found, loss(wide_x, wide_w, y))
+    assert [g.shape for g in torch.autograd.grad(found, [x, w])] == [(N, 0), (V, 0)]
 
 
 @pytest.mark.parametrize("options", [dict(return_stats=True), dict(reduction="none"), dict(label_smoothing=0.1, softcap=3.0)], ids=str)

@@ -1,7 +1,9 @@
 """Every argument of every public function, constructor and forward, with values that it cannot take: the error names it, and nothing has changed."""
 import collections.abc
 import inspect
+import os
 import re
+import tempfile
 import types
 from functools import partial
 from typing import Any, Iterator, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -52,21 +54,28 @@ OBJECTS = {  # what methods are called on
     "MemoryEfficientVocabOutput": lambda: fl.MemoryEfficientVocabOutput(nn.Parameter(w.clone())), "NegativeSampler": partial(fl.NegativeSampler, 0.5),
     **{name: partial(lambda kind: kind(nn.Parameter(w.clone())), getattr(fl, name)) for name in ("BaselineSoftmax", "BaselineSoftmaxNllLoss")},
 }
+FILES = tempfile.TemporaryDirectory()
+torch.save(w, f"{FILES.name}/rank_0_softmax_weight.pt")
 GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys(("baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "linear_cross_entropy", "recompute_linear_cross_entropy",
                      "sharded_linear_cross_entropy", "tiled_linear_cross_entropy"), linear),
+    "linear_log_probs": linear, "log_probs": dict(logits=z, target=y),
     "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
     **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
     "plan": dict(n_tokens=4, n_classes=16, n_features=8),
+    "linear_divergence": dict(input=x, linear_weight=w, teacher_input=torch.randn(N, 3, generator=made), teacher_weight=torch.randn(V, 3, generator=made)),
     **dict.fromkeys(("ctc_loss", "ctc_posteriors", "forced_align", "CTCLoss.forward"), paths),
-    "ctc_loss_with_logits": {"logits": paths["log_probs"], **frames},
+    "ctc_loss_with_logits": {"logits": paths["log_probs"], **frames}, "ctc_decode": {k: paths[k] for k in ("log_probs", "input_lengths")},
     "linear_ctc_loss": {"input": torch.randn(5, 2, H, generator=made), "linear_weight": w, **frames},
     **dict.fromkeys(("logz", "viterbi", "sample", "semirings.path_sum", "semirings.brute_force"), graph), "rewrite_gather": dict(gm=traced()),
     **dict.fromkeys(HEADS, dict(num_classes=V, embedding_size=H)),
     **dict.fromkeys((f"{head}.forward" for head in HEADS), dict(features=x, target=y)), **dict.fromkeys((f"{head}.extend" for head in HEADS), dict(n=2)),
     **dict.fromkeys((f"{head}.remove" for head in HEADS), dict(classes=[1, 2])),
     **dict.fromkeys(OPTIMIZERS, dict(optimizer_class=torch.optim.SGD, params=[nn.Parameter(w)])), **dict.fromkeys((f"{o}.step" for o in OPTIMIZERS), {}),
-    **dict.fromkeys((f"{o}.clip_grad_norm_" for o in OPTIMIZERS), dict(max_norm=1.0)),
+    **dict.fromkeys((f"{o}.clip_grad_norm_" for o in OPTIMIZERS), dict(max_norm=1.0)), "clip_grad_norm_": dict(parameters=w.clone(), max_norm=1.0),
+    **dict.fromkeys((f"{head}.logits" for head in HEADS), dict(features=x)), **dict.fromkeys((f"{head}.topk" for head in HEADS), dict(features=x, k=2)),
+    "ignore_in_ddp": dict(module=nn.Linear(2, 2)), "load_insightface": dict(head=fl.PartialFC(V, H), files=FILES.name),
+    "save_insightface": dict(head=fl.PartialFC(V, H), folder=FILES.name, ranks=1, kind="weight"),
     "NegativeSampler": dict(rate=0.5), "NegativeSampler.forward": dict(stop=V), "NegativeSampler.find": dict(y=y),
     "LinearCrossEntropyLoss": dict(in_features=H, num_classes=V), "LinearCrossEntropyLoss.forward": dict(input=x, target=y), "CTCLoss": {},
     **dict.fromkeys(("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss"), dict(proj_weight=nn.Parameter(w))),
@@ -78,10 +87,10 @@ THEN = {  # the call that some constructors leave the checks to
     "CTCLoss": paths, "LinearCrossEntropyLoss": dict(input=x, target=y),
     **dict.fromkeys(("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss"), dict(input=x, target=y)),
 }
-EXAMPLES = {"linear_bias": torch.randn(V, generator=made), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
-            "token_weight": torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
+EXAMPLES = {**dict.fromkeys(("linear_bias", "teacher_bias"), torch.randn(V, generator=made)), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
+            "token_weight": torch.rand(N, generator=made), "temperature": 0.5 + torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
 INSIDE = re.compile(  # results, and what the library calls with what it made itself
-    r"CrossEntropyStats|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict)|.*\.(observe|target_score|quality|lift|sum|mul|reduce|dsum|best"
+    r"CrossEntropyStats|LogProbs|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict)|.*\.(observe|target_score|quality|lift|sum|mul|reduce|dsum|best"
     r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|CosineTiles)(\..*)?|margins\.\w+\.forward")
 
 
@@ -130,7 +139,7 @@ def called() -> list[str]:
 NUMBERS = {  # outside of the range
     "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
     "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
-    "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,),
+    "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "norm_type": (0.0, -1.0),
 }
 INTEGERS = {  # outside of the range; a size unless named here
     "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "max_valid": (-1,),
@@ -138,19 +147,25 @@ INTEGERS = {  # outside of the range; a size unless named here
     "BaselineSoftmax-tile_factor": (), "BaselineSoftmaxNllLoss-tile_factor": (),
 }
 PARTNERS = {  # the error of a shape or device that does not fit may name the argument that it does not fit
-    **dict.fromkeys(("input", "features"), ("target", "targets", "linear_weight", "token_weight")), "linear_weight": ("input",), "proj_weight": ("input", "linear_weight"),
-    **dict.fromkeys(("log_probs", "logits"), ("targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "class_weight": ("weight",),
+    **dict.fromkeys(("input", "features"), ("target", "targets", "linear_weight", "token_weight", "teacher_input")),
+    "linear_weight": ("input", "teacher_weight"), "teacher_input": ("teacher_weight",), "teacher_weight": ("teacher_input",), "proj_weight": ("input", "linear_weight"),
+    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "class_weight": ("weight",),
 }
 FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
 FINE = {  # kinds that this argument takes, of one callable or of all
-    "linear_weight": {"rows"}, "proj_weight": {"rows"}, "targets": {"size"}, "Ms": {"rows"}, "classes": {"nested"}, "max_norm": {"inf"},
-    **dict.fromkeys(("log_probs", "logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
+    "linear_weight": {"rows"}, "proj_weight": {"rows"}, "targets": {"size"}, "Ms": {"rows"}, "classes": {"nested"}, "max_norm": {"inf"}, "norm_type": {"inf"},
+    **dict.fromkeys((f"{head}.{scores}-features" for head in HEADS for scores in ("logits", "topk")), {"more dimensions", "rows"}), "ignore_in_ddp-module": {"adapter", "hook", "module"},
+    "clip_grad_norm_-parameters": {"no dimension", "more dimensions", "size", "rows", "float64", "int64", "bool", "complex64", "meta"},  # tensors without a gradient
+    **dict.fromkeys(("log_probs", "ctc_loss_with_logits-logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
     **dict.fromkeys(("input_lengths", "target_lengths", "lengths"), {"list"}),
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
+    **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
     "MemoryEfficientVocabOutput.eval_forward-input": {"more dimensions", "rows"}, "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"},
-    "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"}, "plan-needs_grad": {"list"}, "plan-options": {"empty"},
+    "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
+    **dict.fromkeys(("linear_divergence-linear_bias", "linear_divergence-teacher_bias"), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
     "semirings.CountSemiring-dtype": {"int8"},
 }
+NOT_FINE = {"linear_divergence-linear_weight": {"rows"}}  # which must have the teacher's classes
 WORDS = {"grad": "exact", "past_pi": "smooth"}  # annotated as any string
 
 
@@ -195,7 +210,7 @@ def bad_values(name: str, a: Argument, good: object) -> Iterator[tuple[str, obje
             yield from tensors(a.name, good)
         if any(get_origin(k) is collections.abc.Sequence for k in a.kinds):
             yield from sequences(a.name)
-    elif of(float):
+    if of(float) and (a.name == "temperature" or not of(Tensor)):
         yield from {"str": "1", "bool": True, "list": [1.0], "None": None, "nan": float("nan"), "inf": float("inf"), "tensor": torch.tensor(0.5)}.items()
         yield from ((str(value), value) for value in NUMBERS[a.name])
         if name.startswith("margins."):
@@ -207,6 +222,10 @@ def bad_values(name: str, a: Argument, good: object) -> Iterator[tuple[str, obje
         yield from {"str": "no", "None": None, "list": [True], "number": 2}.items()
     if of(nn.Module):
         yield from {"adapter": Lora(H, V, bias=False), "hook": hooked(), "module": nn.ReLU()}.items()
+    if of(nn.Module) and not of(Tensor) or of(fl.PartialFC):
+        yield from {"str": "words", "number": 3, "class": nn.Linear, "None": None}.items()
+    if of(os.PathLike):
+        yield from {"number": 3, "numbers": [1, 2], "empty": [], "None": None}.items()
     if a.words or a.name in WORDS:
         yield from {"word": "a word of its own", "number": 7, "list": ["mean"], "None": None}.items()
     if of(torch.dtype):
@@ -285,6 +304,7 @@ def test_a_bad_argument_is_named(name, argument):
     assert values, f"{argument.name}: expected an annotation or a name that the tables know, got {argument.kinds}"
     objects = {owner: OBJECTS[owner]()} if owner in OBJECTS else {}
     fine = FINE.get(argument.name, set()) | FINE.get(f"{name}-{argument.name}", set())
+    fine = fine - NOT_FINE.get(f"{name}-{argument.name}", set())
     for kind, value in values.items():
         text = said(name, GOOD[name] | {argument.name: value}, objects)
         names = argument.name, *(PARTNERS.get(argument.name, ()) if kind in FITS else ())

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fusedloss as fl
 import fusedloss.ctc
-from fusedloss.core import sequences
+from fusedloss.core import scaled, sequences
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape
 from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, forced_align
@@ -126,6 +126,10 @@ HARD = {  # of the reference's section 4, and what users of others ran into
     "blank margin -120": dict(T=80, N=2, L=38, margin=-120.0),
     "large offset": dict(N=2, margin=0.0, C=9, scale=1.0, seed=5),
     "more classes": dict(T=12, N=2, C=100, L=5),
+    "longer than all frames": dict(T=5, N=2, L=8, labels=[[1, 2, 3, 4, 5, 6, 7, 8]] * 2, lengths=[8, 5]),
+    "blocks of few frames": dict(T=60, N=3, L=40, scale=9.0, frames=[60, 55, 41], lengths=[40, 30, 38], margin=-25.0),
+    "a label that once cannot be": dict(T=250, N=2, C=4, L=1, labels=[[1], [2]], margin=-10.0, scale=0.1),
+    "emissions beyond a double": dict(T=12, N=2, L=8, labels=[[1, 2, 3, 4, 5, 6, 7, 8]] * 2, margin=1000.0),
 }
 
 
@@ -134,6 +138,8 @@ def hard(name, dtype=f32):
     z, y, frames, lengths = case(dtype=dtype, **options)
     if name == "large offset":
         z = z + 1000
+    if name == "a label that once cannot be":
+        z[100, 0, 1], z[5, 1, 0] = -INF, -INF
     return z, y, frames, lengths, options.get("blank", 0)
 
 
@@ -469,7 +475,8 @@ def test_defaults_and_names_are_those_of_torch():
     import inspect
     ours, theirs = (inspect.signature(f).parameters for f in (fl.ctc_loss, F.ctc_loss))
     assert list(ours)[:7] == list(theirs)
-    assert [ours[k].default for k in theirs] == [theirs[k].default for k in theirs]
+    may_be_left_out = dict.fromkeys(("input_lengths", "target_lengths"))
+    assert {k: ours[k].default for k in theirs} == {k: p.default for k, p in theirs.items()} | may_be_left_out
     assert repr(fl.CTCLoss(3, "sum", True)) == "CTCLoss(blank=3, reduction='sum', zero_infinity=True, logits=False)"
 
 
@@ -568,6 +575,7 @@ def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
     def never(*args):
         raise AssertionError("a gradient was made")
     everywhere(monkeypatch, fusedloss.ctc, "gamma_table", never)
+    everywhere(monkeypatch, scaled, "class_posteriors", never)
     z, y, frames, lengths = case()
     alone = fl.ctc_loss_with_logits(z, y, frames, lengths)
     with torch.no_grad():
@@ -684,11 +692,13 @@ def test_bad_input_is_named(change, error, match):
 
 
 @pytest.mark.parametrize("targets", ["a row each", "in one row"])
-@pytest.mark.parametrize("loss", [fl.ctc_loss, fl.ctc_loss_with_logits, lambda z, *given: fl.linear_ctc_loss(z, torch.eye(9), *given)])
+@pytest.mark.parametrize("loss", [fl.ctc_loss, fl.ctc_loss_with_logits, fl.CTCLoss(), forced_align, ctc_posteriors, lambda z, *given: fl.linear_ctc_loss(z, torch.eye(9), *given)])
 def test_scores_with_the_batch_first_are_recognised(loss, targets):
     z, y, frames, lengths = case(N=2)
     with pytest.raises(ValueError, match=r"are the scores \[N, T, ...\]\? transpose\(0, 1\)"):
         loss(z.transpose(0, 1), y if targets == "a row each" else y.flatten(), frames, lengths)
+    with pytest.raises(ValueError, match=r"are the scores \[N, T, ...\]\? transpose\(0, 1\)" if targets == "a row each" else "target_lengths: expected the length of each"):
+        loss(z.transpose(0, 1), y if targets == "a row each" else y.flatten())
     with pytest.raises(ValueError) as wrong:  # another mistake
         loss(z, y[:1], frames, lengths)
     assert "transpose" not in str(wrong.value)
@@ -819,6 +829,45 @@ def test_the_paths_of_a_graph_are_counted():
         assert logz(*graph, Count).item() == math.comb(T + 3, 6)
 
 
+def spans_by_hand(labels, states, frame_scores):
+    "The frames of each label of one sequence"
+    spans = []
+    for k in range(max([0, *states]) // 2 + 1):
+        at = [t for t, s in enumerate(states) if s == 2 * k + 1]
+        if at:
+            assert at == list(range(at[0], at[-1] + 1))
+            spans.append((labels[at[0]], at[0], at[-1] + 1, sum(frame_scores[t] for t in at) / len(at)))
+    return spans
+
+
+@pytest.mark.parametrize("name", few(HARD, "ragged", "repeats", "T 0 and 1, infeasible", "another blank, and blanks among the labels", "tight"))
+def test_spans_are_the_frames_of_each_label(name):
+    z, y, frames, lengths, blank = hard(name, f64)
+    a = forced_align(z.log_softmax(-1), y, frames, lengths, blank)
+    for n, spans in enumerate(a.spans()):
+        assert spans == spans_by_hand(*(t[n].tolist() for t in a[1:]))
+        assert [s.label for s in spans] == (y[n, :lengths[n]].tolist() if a.score[n] > -INF else []) and all(s.end <= frames[n] for s in spans)
+        assert spans == forced_align(z[:frames[n], n].log_softmax(-1), y[n, :lengths[n]], [frames[n]], [lengths[n]], blank).spans()
+
+
+@pytest.mark.parametrize("targets", ["padded", "in a row", "one sequence"])
+def test_lengths_left_out_are_all_there_is(targets):
+    z, y, *_ = case(N=3, T=17, L=4)
+    z = z.log_softmax(-1)
+    if targets == "one sequence":
+        z, y = z[:, 0], y[0]
+    calls = [fl.ctc_loss, fl.ctc_loss_with_logits, fl.CTCLoss(), lambda *a, **k: forced_align(*a, **k).score, lambda *a, **k: ctc_posteriors(*a, **k).states]
+    for call in calls:
+        given, labels = ([17], [4]) if targets == "one sequence" else ([17] * 3, [4] * 3)
+        whole = call(z, y, given, labels)
+        assert torch.equal(call(z, y, target_lengths=labels), whole)
+        if targets != "in a row":
+            assert torch.equal(call(z, y), whole) and torch.equal(call(z, y, given), whole)
+        else:
+            with pytest.raises(ValueError, match="target_lengths: expected the length of each target"):
+                call(z, y.flatten())
+
+
 # planted bugs
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
@@ -832,8 +881,8 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "γ of a skip lands on a neighbour": ("F.pad(two, (0, 2))[:, 2:]", "F.pad(two, (0, 1))[:, 1:]"),
     "equal labels are not added": ("sums.view(len(states), C, len(gammas))", "sums.clamp(max=0.5).view(len(states), C, len(gammas))"),
     "frames beyond the end count": ("torch.where(on, row_lse(x), 0).sum(0)", "row_lse(x).sum(0)"),
-    "frames beyond the end have a gradient": ("busy = on & (log_z", "busy = (on | True) & (log_z"),
-    "a target without a path has one": ("busy = on & (log_z != -torch.inf)", "busy = on"),
+    "frames beyond the end have a gradient": ("idle = ~on | (log_z", "idle = (~on & False) | (log_z"),
+    "a target without a path has one": ("| (log_z == -torch.inf) | bad", "| bad"),
     "zero_infinity is forgotten": ("if zero_infinity: loss = loss", "if False: loss = loss"),
     "the mean divides by N alone": ("lengths.clamp(min=1) * max", "lengths.clamp(max=1, min=1) * max"),
     "the mean divides by length 0": ("lengths.clamp(min=1) * max", "lengths.clamp(min=0) * max"),
@@ -844,13 +893,44 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
         "states.expand(len(z), -1, -1)).double()\n    return", "states.flip(0).expand(len(z), -1, -1)).double()\n    return"),
     "the best path takes all frames": ("path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)", "path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths))"),
     "labels are those of states one further": ("at, on = states.clamp(min=0), states >= 0", "at, on = (states + 1).clamp(min=0, max=a.states.shape[1] - 1), states >= 0"),
+    "scaled rows forget the repeat rule": ("return one, two.mul_(skip)", "return one, two.mul_(skip >= 0)"),
+    "backward, scaled rows skip to another label": ("F.pad(a.skip.flip(1), (2, 0))[:, :-2]", "a.skip.flip(1)"),
+    "exponents stay behind their values": ("return ScaledRow(values * factor, new), frames", "return ScaledRow(values * factor, row.exponents), frames"),
+    "a state keeps the exponent of what cannot be": ("values = torch.where(first > 0, row.values, 0)", "values = row.values"),
+    "a frame with −∞ is inside a block": (".masked_fill(alone, BITS).amax(1)", ".amax(1)"),
+    "frames that span too much are taken": ("if not (bits <= BITS).all(): return None", "bits.clamp_(max=BITS)"),
+    "a sequence that is over goes on in its padding": ("return p if on.all() else torch.where(on[..., None], p, a.end)", "return p"),
+    "a target longer than all frames is cut": ("(index == 2 * lengths[:, None]).double()", "(index == 2 * lengths[:, None].clamp(max=y.shape[1])).double()"),
+    "a blank among the labels is lost": ("share.scatter_add_(2, of_blank", "share.scatter_(2, of_blank"),
     "the second derivative forgets the factor": ("(torch_extra * leaves[0][:, None])", "(torch_extra * 2 * leaves[0][:, None])"),
 }
 
 
+PLAIN_LOOPS = "the loops in the log domain"
+
+
+def steep(bits, frames=16):
+    "How many frames a block may have where a state is so many bits below the one before it"
+    row = scaled.ScaledRow(torch.ones(1, 3, dtype=f64), torch.tensor([[0.0, -bits, -bits]], dtype=f64))
+    new, frames = scaled.rescale(row, torch.ones(1, 3), frames)
+    if frames:
+        assert torch.equal(new.values.log2() + new.exponents, row.exponents), "a value is another"
+        assert -701 <= new.values.log2().min() and (new.exponents.diff() >= -(225 // frames)).all()
+    return frames
+
+
+def test_a_steep_row_shortens_its_block():
+    assert [steep(b) for b in (0, 713, 716, 727, 730, 755, 758, 811, 814, 924, 927, 3000)] == [16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 0, 0]
+    assert steep(0, 5) == 5
+
+
 def first_fault(m):
     "The first of a few checks that a version of the module does not pass"
-    for name in ("ragged", "repeats", "T 0 and 1, infeasible", "empty targets", "another blank, and blanks among the labels"):
+    for name in ("ragged", "repeats", "T 0 and 1, infeasible", "empty targets", "another blank, and blanks among the labels", "longer than all frames",
+                 "blocks of few frames", "a label that once cannot be", "emissions beyond a double", PLAIN_LOOPS, "ragged", "repeats", "T 0 and 1, infeasible"):
+        if name == PLAIN_LOOPS:
+            m.scaled_loss = lambda *args: None  # of this variant
+            continue
         z, y, frames, lengths, blank = hard(name, f64)
         truth = reference(z, y, frames, lengths, blank)
         loss, dz = graded(m.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")

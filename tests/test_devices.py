@@ -200,8 +200,7 @@ def test_a_triton_that_cannot_compile_leaves_pytorch_and_says_why(monkeypatch):
 def test_everything_runs_without_triton_cupy_and_a_compiler():
     done = subprocess.run([sys.executable, "-W", "error", "without_kernels.py"], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
-    rest = {"CTCPosteriors", "CrossEntropyStats", "NegativeSampler", "ShardedPartialFC", "ShardedRowSparse", "margins", "semirings",
-            "onehot_select", "rewrite_gather", "plan"}
+    rest = {"CrossEntropyStats", "margins", "semirings", "rewrite_gather"}  # a result, two modules, and what takes a graph
     assert {*done.stdout.split()} >= {*fusedloss.__all__} - rest
 
 

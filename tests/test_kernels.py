@@ -844,7 +844,6 @@ BAD_ARGUMENTS = {
     "target is a list": ((Z, [0, 0, 0]), {}, r"target: expected a tensor, got list"),
     "target is too long": ((Z, torch.zeros(4, dtype=torch.long)), {}, r"target: expected shape \[3\].*got \[4\]"),
     "target is a column": ((Z, Y[:, None]), {}, r"target: expected shape \[3\].*got \[3, 1\]"),
-    "target of probabilities": ((Z, Z), {}, r"target: expected .*got"),
     "classes last": ((torch.zeros(3, 4, 5), torch.zeros(3, 4, dtype=torch.long)), {},
                      r"target: expected shape \[3, 5\], got \[3, 4\]"),
     "target of floats": ((Z, Y.float()), {}, r"target: expected an integer dtype, got torch.float32"),
@@ -1064,3 +1063,81 @@ def test_more_than_two_to_the_31_logits(inplace):
     losses.backward(torch.ones_like(losses))
     assert relative_error(losses.detach()[ends].cpu(), expected[0]) < 1e-5
     assert relative_error(seen[0].cpu(), expected[1]) < TOLERANCE[bf16]
+
+
+# --- probabilities as targets ---
+
+SOFT = {"plain": {}, "smoothed": dict(label_smoothing=0.2), "weights": dict(weight=True), "all of torch's": dict(label_smoothing=0.1, weight=True),
+        "capped": dict(softcap=3.0, logit_scale=0.5), "z-loss": dict(z_loss=0.1, token_weight=True), "token weights": dict(token_weight=True, weight=True)}
+
+
+def soft_exact(z, t, weight=None, *, reduction="mean", label_smoothing=0.0, logit_scale=1.0, softcap=None, z_loss=0.0, token_weight=None):
+    "PyTorch's loss of each token, and what we add to it"
+    z = z * logit_scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    losses = F.cross_entropy(z, t, weight, reduction="none", label_smoothing=label_smoothing) + z_loss * z.logsumexp(min(1, z.dim() - 1)) ** 2
+    weights = torch.ones_like(losses) if token_weight is None else token_weight
+    losses = losses * weights
+    return losses if reduction == "none" else losses.sum() / (1 if reduction == "sum" else weights.sum())
+
+
+def soft_sample(shape, how):
+    "Logits, probabilities, and options, in float64"
+    made, options = torch.Generator().manual_seed(0), dict(SOFT[how])
+    z, t = (2 * torch.randn(shape, generator=made, dtype=f64) for _ in range(2))
+    if options.pop("weight", False): options["weight"] = torch.rand(shape[min(1, len(shape) - 1)], generator=made, dtype=f64)
+    if options.get("token_weight"): options["token_weight"] = torch.linspace(-1, 2, z.select(min(1, z.dim() - 1), 0).numel(), dtype=f64).view(
+        z.select(min(1, z.dim() - 1), 0).shape)
+    return z, t.softmax(min(1, len(shape) - 1)), options
+
+
+@pytest.mark.parametrize("shape, how, reduction", grid([(7, 11), (3, 11, 4), (11,), (2, 3, 2, 2)], SOFT, ("none", "mean", "sum")))
+def test_probabilities(shape, how, reduction, device):
+    z, t, options = soft_sample(shape, how)
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    z, t = z.to(device).requires_grad_(), t.to(device)
+    for dtype, limit in ((f64, 1e-9), (f32, 1e-4)):
+        leaf = z.detach().to(dtype).requires_grad_()
+        got, expected = cross_entropy(leaf, t.to(dtype), reduction=reduction, **moved), soft_exact(z, t, reduction=reduction, **moved)
+        g = torch.linspace(-1, 2, max(got.numel(), 1), device=device).view(got.shape)
+        assert got.shape == expected.shape and got.dtype == dtype and relative_error(got.detach().cpu(), expected.detach().cpu()) < limit
+        grads = torch.autograd.grad(got, leaf, g.to(got))[0], torch.autograd.grad(expected, z, g.to(expected))[0]
+        assert relative_error(grads[0].cpu(), grads[1].cpu()) < limit
+    if not set(options) - {"weight", "label_smoothing"}:
+        torch.testing.assert_close(cross_entropy(z, t, reduction=reduction, **moved), F.cross_entropy(z, t, reduction=reduction, **moved))
+
+
+def test_probabilities_of_masked_classes():
+    "A class that no one expects may be -inf; one that is expected has an infinite loss, and a finite gradient"
+    z, t = torch.randn(2, 9, dtype=f64) * 1e4, torch.zeros(2, 9, dtype=f64)
+    z[:, 3], t[0, 1], t[1, 3] = -torch.inf, 1, 1
+    leaf = z.clone().requires_grad_()
+    losses = cross_entropy(leaf, t, reduction="none")
+    losses.sum().backward()
+    assert losses.isfinite().tolist() == [True, False] and leaf.grad.isfinite().all()
+    torch.testing.assert_close(losses[0], F.cross_entropy(z[0], torch.tensor(1)))
+
+
+def test_probabilities_in_operators_and_second_derivatives():
+    z, t = torch.randn(5, 7, requires_grad=True), torch.rand(5, 7)
+    call = lambda z: cross_entropy(z, t, label_smoothing=0.1)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(z), z), torch.autograd.grad(call(z), z))
+    torch.testing.assert_close(torch.func.grad(call)(z.detach()), torch.autograd.grad(call(z), z)[0])
+    assert has_no_second_derivative(call(z), z)
+
+
+SOFT_REFUSED = {
+    "a gradient": (dict(target=torch.rand(5, 7, requires_grad=True)), "target: expected probabilities without gradient"),
+    "in place": (dict(inplace=True), "target: expected integers beside inplace or return_stats, got probabilities"),
+    "statistics": (dict(return_stats=True), "target: expected integers beside inplace or return_stats, got probabilities"),
+    "an ignored class": (dict(ignore_index=2), "ignore_index: expected a negative number beside probabilities"),
+    "weights of all": (dict(token_weight=torch.ones(5, 7)), r"token_weight: expected floats of shape \[5\]"),
+    "another shape": (dict(target=torch.rand(5, 6)), r"target: expected shape \[5\], got \[5, 6\]"),
+}
+
+
+@pytest.mark.parametrize("given, words", SOFT_REFUSED.values(), ids=SOFT_REFUSED)
+def test_probabilities_that_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        cross_entropy(**{"input": torch.randn(5, 7), "target": torch.rand(5, 7)} | given)

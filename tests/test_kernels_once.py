@@ -17,10 +17,10 @@ PARTS = {part.__name__: part for part in kernels_once.PARTS}
 
 
 def triton_kernels() -> set[str]:
-    "Names of the functions `@jit def ..._kernel` in the package"
+    "Names of the functions `@jit def ..._kernel`, or `@unspecialized(...)`, in the package"
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "fusedloss").rglob("*.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return {f.name for f in functions if f.name.endswith("_kernel") and any("jit" in ast.unparse(d) for d in f.decorator_list)}
+    return {f.name for f in functions if f.name.endswith("_kernel") and any(re.match("jit|unspecialized", ast.unparse(d)) for d in f.decorator_list)}
 
 
 def cuda_kernels() -> set[str]:

@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings, strategies as st
 
 import fusedloss.clusters as clusters
 import fusedloss.kernels as kernels
+from fusedloss.core import pairs
 from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.kernels import Blocks
 from fusedloss.measure import relative_error
@@ -556,7 +557,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "0 · -inf is in the entropy": (
         "3 x 7", "tl.maximum(below, -1e4)", "below"),
     "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
-    "the loss forgets the sum": ("3 x 7", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, total", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE, total"),
+    "the loss forgets the sum": ("3 x 7", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, smoothed", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE, smoothed"),
     "the upstream gradient misses the pull": ("3 x 7", "softmax_coef *= g", "softmax_coef *= 1.0"),
     "the upstream gradient misses the target": ("3 x 7", "softmax_coef, target_coef * g, smoothing_coef * g", "softmax_coef, target_coef, smoothing_coef * g"),
     "the gradient of lse is lost": (
@@ -671,3 +672,49 @@ def test_a_planted_bug_is_noticed(bug, variant):
         assert "is not defined" not in str(error), f"what is planted knows no such name: {error}"
         noticed = [str(error)]
     assert noticed, f"{check} does not notice that {bug}"
+
+
+# --- rows of logits and probabilities ---
+
+SOFT_BLOCKS = {"own": None, "small": pairs.PairBlocks(2, 2, 16, 1)}
+
+
+def soft_faults(k, how, blocks, inside, dtype, device) -> list[str]:
+    "What the launcher of module `k` gets wrong, in and beside the place of the logits"
+    made, options = torch.Generator().manual_seed(0), dict(how)
+    z, t = torch.randn(3, 2, 75, generator=made, dtype=f64) * 3, torch.rand(3, 2, 75, generator=made, dtype=f64)
+    z[0, 1, 20:70], t[0, 1, 20:70] = -torch.inf, 0
+    w = torch.rand(75, generator=made).to(device) if options.pop("weight", False) else None
+    w_t = torch.linspace(-1, 1, 6).round().to(device) if options.pop("token_weight", False) else None
+    o, total = kernels.LossOptions(**options), torch.tensor(1.5, device=device)
+    held, share = Guarded(z.to(device, dtype), inside), Guarded(t.to(device, dtype), inside)
+    wide = lambda a: None if a is None else a.double()
+    losses, dz = pairs.reference_soft(held.view.double().reshape(6, 75), share.view.double().reshape(6, 75), wide(w), wide(w_t), wide(total), o, True)
+    apart = torch.full(z.shape, torch.nan, dtype=dtype, device=device)
+    found = [k.launch_soft(held.view, share.view, out, w, w_t, total, o, False, blocks) for out in (None, apart, held.view)]
+    wrong = [fault for a in found for fault in off("loss", a, losses, 3e-5)]
+    wrong += off("gradient", apart.view(6, 75), dz, TOLERANCE[dtype]) + off("gradient in place", held.view.reshape(6, 75), dz, TOLERANCE[dtype])
+    return wrong + ["it writes outside"] * held.spilt
+
+
+@pytest.mark.parametrize("how, blocks, inside, dtype", grid(
+    [(), (("label_smoothing", 0.2), ("weight", True)), (("softcap", 3.0), ("logit_scale", 0.5)), (("z_loss", 0.1), ("token_weight", True))],
+    SOFT_BLOCKS, (False, True), (f32, bf16)))
+def test_rows_against_probabilities(how, blocks, inside, dtype, place):
+    if ("label_smoothing", 0.2) in how:  # of a masked class the loss is infinite
+        how = tuple(pair for pair in how if pair[0] != "label_smoothing")
+    assert soft_faults(pairs, how, SOFT_BLOCKS[blocks], inside, dtype, place) == []
+
+
+SOFT_BUGS = {
+    "an old maximum": ("below += (old - new) * share + ", "below += "),
+    "the lanes' maxima": ("tl.sum(below + (zero_if_neg_inf(row_max) - zero_if_neg_inf(top)[:, None]) * share, 1)", "tl.sum(below, 1)"),
+    "one for the sum of targets": ("coef, at = (total + 2", "coef, at = (1 + 2"),
+    "0 · inf": ("tl.where(a != 0, a * (z - new[:, None, :]), 0.0)", "a * (z - new[:, None, :])"),
+}
+
+
+@pytest.mark.parametrize("bug", few(SOFT_BUGS, "an old maximum", "one for the sum of targets"))
+def test_a_bug_in_rows_against_probabilities_is_noticed(bug, tmp_path, place):
+    k = planted(pairs, tmp_path, *SOFT_BUGS[bug])
+    assert soft_faults(k, (("z_loss", 0.1),), SOFT_BLOCKS["small"], False, f32, place), "nothing noticed"

@@ -14,8 +14,10 @@ import torch.utils.checkpoint
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch._dynamo.testing import CompileCounter
 
+import fusedloss as fl
 import fusedloss.losses as losses
 from fusedloss.core.options import LossOptions
+from fusedloss.core.versions import torch_version
 from fusedloss.baseline import sample_data
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, shift_targets
@@ -625,3 +627,45 @@ def test_importing_needs_no_gpu_and_no_triton():
             "print(f(torch.ones(2, 3), torch.eye(3), torch.tensor([0, 1])).item(), plan(8192, 128256, 4096).method)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.split() == ["1.0986123085021973", "chunks"], done.stderr
+
+
+# --- probabilities as targets ---
+
+@pytest.mark.parametrize("method, reduction, options", grid(("auto", "chunks", "eager"), ("mean", "sum", "none"), ("plain", "torch's", "ours")))
+def test_probabilities(method, reduction, options, device):
+    if method == "chunks" and reduction == "none": pytest.skip("which chunks do not give")
+    made = torch.Generator().manual_seed(0)
+    new = lambda *size: torch.randn(size, generator=made, dtype=f64).to(device)
+    x, w, b, t = new(2, 9, 5).requires_grad_(), new(11, 5).requires_grad_(), new(11).requires_grad_(), new(2, 9, 11).softmax(-1)
+    given = {"plain": {}, "torch's": dict(weight=new(11).abs(), label_smoothing=0.1), "ours": dict(softcap=3.0, z_loss=0.1, token_weight=new(2, 9))}[options]
+    got = fl.linear_cross_entropy(x, w, t, linear_bias=b, method=method, reduction=reduction, **given)
+    plain = {k: v.reshape(-1) if k == "token_weight" else v for k, v in given.items()}
+    expected = fl.cross_entropy(torch.nn.functional.linear(x, w, b).flatten(0, 1), t.flatten(0, 1), reduction=reduction, **plain)
+    g = torch.linspace(-1, 2, max(1, got.numel()), dtype=f64, device=device).view(got.shape)
+    assert got.shape == ((2, 9) if reduction == "none" else ())
+    torch.testing.assert_close(got.flatten(), expected.flatten())
+    for a, e in zip(torch.autograd.grad(got, (x, w, b), g), torch.autograd.grad(expected, (x, w, b), g.view(expected.shape))): torch.testing.assert_close(a, e)
+
+
+def test_probabilities_are_shifted_chunked_and_compiled():
+    made = torch.Generator().manual_seed(0)
+    x, w, t = torch.randn(2, 300, 5, generator=made, requires_grad=True), torch.randn(11, 5, generator=made), torch.rand(2, 300, 11, generator=made)
+    for how in (dict(), dict(memory_budget=16 * 4 * 64)):
+        call = lambda x: fl.linear_cross_entropy(x, w, t, shift=1, **how)
+        expected = torch.nn.functional.cross_entropy((x[:, :-1] @ w.T).flatten(0, 1), t[:, 1:].flatten(0, 1))
+        for loss in (call(x), torch.compile(call, fullgraph=True, backend="aot_eager")(x)) if torch_version() >= (2, 9) else (call(x),):
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, x, retain_graph=True))
+
+
+@pytest.mark.parametrize("given, words", [
+    (dict(method="recompute"), r"method: expected 'auto' or 'chunks' or 'eager' for probabilities and reduction='mean', got 'recompute'"),
+    (dict(method="chunks", reduction="none"), "method: expected 'auto' or 'eager' for probabilities and reduction='none'"),
+    (dict(max_valid=3), "max_valid: expected nothing beside probabilities, got 3"), (dict(return_stats=True), "return_stats: expected nothing beside probabilities"),
+    (dict(filter_eps=1e-3), "filter_eps: expected nothing beside probabilities"), (dict(ignore_index=1), "ignore_index: expected a negative number"),
+    (dict(memory_budget=1), "memory_budget: expected at least 64 bytes here, got 1"), (dict(memory_budget=64, reduction="none"), "memory_budget: expected at least 384 bytes"),
+    (dict(target=torch.rand(5, 11)), r"target: expected shape \[6, 11\], got \[5, 11\]"),
+    (dict(target=torch.rand(6, 11, requires_grad=True)), "target: expected probabilities without gradient")])
+def test_probabilities_that_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        fl.linear_cross_entropy(**dict(input=torch.randn(6, 4), linear_weight=torch.randn(11, 4), target=torch.rand(6, 11)) | given)

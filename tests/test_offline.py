@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
 from fusedloss import clusters, kernels, linear_ctc, recompute, row_sparse, scans
-from fusedloss.core import cosine, sampling
+from fusedloss.core import cosine, pairs, sampling
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
 from fusedloss.core.tiling import tiling_of
@@ -45,6 +45,24 @@ def rows(V, dtype, how):
     clusters.launch_turnaround(z, y, w, w_t, cuda(), o)
     clusters.launch_scale(z, z, g, None)
     clusters.launch_scale(z, torch.empty_like(z), g, cuda())
+
+
+def divergences(dtype, V, kind):
+    "Of rows of a student's logits from a teacher's [4096,V]; and their gradient"
+    z, p = (cuda(4096, V + 1, dtype=dtype)[:, :V] for _ in "qp")
+    capped = kind == "jsd"
+    o = pairs.DivergenceOptions(kind, 0.5, 0.5, 30.0 * capped, 50.0 * capped)
+    for turn in (False, True):
+        pairs.launch_divergence(z, p, cuda(4096) if capped else None, cuda(), o, turn, dtype == f16)
+
+
+def against_probabilities(dtype, V, how):
+    "Cross entropy of logits [64,64,V] whose classes come first, and of logits [4096,V]; its gradient, too"
+    o, stats = OPTIONS[how]
+    w, w_t = (cuda(V), cuda(4096)) if stats else (None, None)
+    for z in (cuda(64, V, 64, dtype=dtype).transpose(1, 2), cuda(4096, 1, V, dtype=dtype)):
+        for dz in (None, torch.empty_like(z), z):
+            pairs.launch_soft(z, cuda(*z.shape), dz, w, w_t, cuda(), o, dtype == f16)
 
 
 def linear(dtype, how, width, V=65536, bias=False):
@@ -120,6 +138,10 @@ CALLS |= {f"softmax tiles {dtype} {width}": lambda dtype=dtype, width=width: til
 CALLS |= {f"rows {V} {dtype} {how}": lambda V=V, dtype=dtype, how=how: rows(V, dtype, how)
           for V, dtype, how in ((100, f32, "plain"), (1000, bf16, "busy"), (1024, f16, "scaled"), (5000, bf16, "plain"), (8192, f32, "busy"),
                                 (32768, bf16, "plain"), (32768, f32, "busy"), (128256, bf16, "busy"), (128256, f32, "plain"), (50257, f16, "scaled"))}
+CALLS |= {f"divergences {dtype} {V} {kind}": lambda dtype=dtype, V=V, kind=kind: divergences(dtype, V, kind)
+          for dtype, V, kind in ((bf16, 100, "forward_kl"), (f16, 1000, "jsd"), (f32, 32768, "reverse_kl"), (bf16, 128256, "jsd"))}
+CALLS |= {f"probabilities {dtype} {V} {how}": lambda dtype=dtype, V=V, how=how: against_probabilities(dtype, V, how)
+          for dtype, V, how in ((bf16, 100, "plain"), (f16, 1000, "busy"), (f32, 32768, "scaled"), (bf16, 128256, "busy"))}
 CALLS |= {f"optimizers {dtype}": lambda dtype=dtype: optimizers(dtype) for dtype in (bf16, f32)}
 CALLS |= {f"scan {dtype} {states}": lambda dtype=dtype, states=states: scan(dtype, states) for dtype, states in ((f32, 64), (f64, 1024))}
 

@@ -17,7 +17,7 @@ PROBE = "// a probe\n"
 SDIST = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
 IMPORT = """
 import os, sys
-absent = {'triton', 'cupy', 'matplotlib', 'IPython', 'fastcore', 'nbdev'}
+absent = {'triton', 'cupy', 'matplotlib', 'IPython', 'fastcore', 'nbdev', 'transformers', 'peft', 'accelerate', 'trl'}
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition('.')[0] in absent: raise ImportError(name)
@@ -30,6 +30,7 @@ import fusedloss
 assert dict(os.environ) == before, 'the environment changed'
 assert not torch.cuda.is_initialized(), 'CUDA was touched'
 assert 'torch._dynamo' not in sys.modules or torch.__version__.startswith('2.8.'), 'a second and more for the compiler'
+assert fusedloss.integrations.transformers.patch and fusedloss.integrations.trl.patch, 'an adapter imports its framework'
 print(fusedloss.__version__)
 """
 

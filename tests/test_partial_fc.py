@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 import types
+import warnings
 from functools import partial
 
 import pytest
@@ -688,7 +689,9 @@ def test_no_step_waits_for_the_host(rate):
             torch.cuda.set_sync_debug_mode("error")
         try:
             head(x, y).backward()
+            fl.clip_grad_norm_([x, *head.parameters()], 1.0)
             optimizer.step()
+            head.logits(x), head.topk(x, 5)
             optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -727,6 +730,176 @@ def test_the_first_step_imports_no_host_reads(monkeypatch):
     del optimizer
 
 
+# --- scores without a loss ---
+
+def scores_fault(m):
+    "A word on scores that are not the definition's: whole, or the best by blocks of classes"
+    for name, k, dtype in (("CosFace", 1, f64), ("Circle", 1, f32), ("ArcFace", 3, f64)):
+        x, w, _ = sample(9, 6, 40, k, dtype)
+        x[2], w[5 * k] = 0, 1e-7
+        head = make_head(w, k, name, m, sample_rate=0.3, conflict=0.1)
+        unit = lambda t: t.double() / torch.where(t.norm(dim=-1) > 0, t.norm(dim=-1).clamp(min=EPS), 1.0).double()[:, None]
+        exact = head.margin.scale * (unit(x) @ unit(w).T).unflatten(1, (-1, k)).amax(2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(m, "BLOCK_BYTES", 3000 * k)  # blocks of a few classes
+            z, best, all_of_them = head.logits(x.view(3, 3, 6)), head.topk(x.view(3, 3, 6), 7), head.topk(x, 40)
+        if z.shape != (3, 3, 40) or z.dtype != dtype or z.requires_grad or not torch.allclose(z.view(9, 40).double(), exact, rtol=1e-5, atol=1e-4):
+            return f"scores of {name}"
+        if best.values.shape != (3, 3, 7) or best.indices.dtype != torch.int64 or not torch.allclose(best.values, z.topk(7)[0], rtol=1e-5, atol=1e-4):
+            return f"the best of {name}"
+        if not torch.allclose(z.gather(2, best.indices), best.values, rtol=1e-5, atol=1e-4):
+            return f"classes of {name}"
+        if not torch.equal(all_of_them.indices.sort(1)[0], torch.arange(40).expand(9, 40)):
+            return "a class is there twice"
+    return None
+
+
+def test_scores():
+    assert scores_fault(partial_fc) is None
+
+
+def test_scores_are_those_of_the_loss(device):
+    "Without a margin, the loss in eval is the cross entropy of the scores, under autocast too"
+    x, w, y = sample(dtype=f32, device=device)
+    head = make_head(w, sample_rate=0.3).eval()
+    head.margin = CosFace(0.0, 64.0)
+    with torch.autocast(device, bf16, enabled=False):
+        torch.testing.assert_close(F.cross_entropy(head(x), y, ignore_index=-1), head(x, y))
+    with torch.autocast(device, bf16):
+        torch.testing.assert_close(F.cross_entropy(head(x), y, ignore_index=-1), head(x, y), rtol=1e-3, atol=1e-3)
+
+
+def test_no_rows_no_numbers_and_nan():
+    head = PartialFC(7, 3)
+    assert head.logits(torch.zeros(0, 3)).shape == (0, 7) and head.topk(torch.zeros(2, 0, 3), 2).indices.shape == (2, 0, 2)
+    x = torch.ones(2, 3)
+    x[1, 0] = math.nan
+    z = head.logits(x)
+    assert z[0].isfinite().all() and z[1].isnan().all() and torch.equal(head.topk(x, 2).values[0], z[0].topk(2)[0])
+
+
+def test_a_call_without_target():
+    x, w, y = sample()
+    head = make_head(w, sample_rate=0.3)
+    for given in (dict(), dict(target=None), dict(return_stats=True)):
+        with pytest.raises(ValueError, match="target: expected each row's class, or eval"):
+            head(x, **given)
+    head.eval()
+    assert torch.equal(head(x), head.logits(x)) and head.sampler.step == 0
+    with pytest.raises(ValueError, match="return_stats: expected False without a target"):
+        head(x, return_stats=True)
+
+
+def test_the_best_classes_need_no_memory_for_all(monkeypatch):
+    "Neither [N,V] nor a copy of the weight"
+    x, head = torch.randn(64, 8), PartialFC(100_000, 8)
+    monkeypatch.setattr(partial_fc, "BLOCK_BYTES", 2**20)
+    assert peak_memory(lambda: head.topk(x, 10)) < 3 * 2**20 < 64 * 100_000 * 4 / 8
+    assert peak_memory(lambda: head.logits(x)) < 64 * 100_000 * 4 + 3 * 2**20
+
+
+# --- weights and optimizers of others, and losses that live on ---
+
+def test_a_weight_alone_is_loaded_and_the_rest_named():
+    layer = torch.nn.Linear(6, COUNT, bias=False, dtype=f64)
+    head = torch.nn.ModuleDict({"head": PartialFC(COUNT, 6, sampler=NegativeSampler(0.3, 7), margin=AdaFace(), dtype=f64)})
+    head["head"].sampler.step.fill_(5)
+    rest = "head.sampler.seed, head.sampler.step, head.margin.mean, head.margin.std"
+    with pytest.warns(UserWarning, match=f"the weight alone: {rest} keep the values that the head has"):
+        head.load_state_dict({"head.weight": layer.weight})
+    assert torch.equal(head["head"].weight, layer.weight) and head["head"].sampler.step == 5 and head["head"].sampler.seed == 7
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_loads_without_a_word_and_what_does_not():
+    head, layer = PartialFC(9, 4, sample_rate=0.5), torch.nn.Linear(4, 9, bias=False)
+    head.load_state_dict(head.state_dict())
+    PartialFC(9, 4).load_state_dict(layer.state_dict())  # nothing is missing
+    before = head.weight.detach().clone()
+    for state, words in (({"weight": layer.weight * 2, "sampler.seed": torch.tensor(1)}, 'Missing key.*"sampler.step"'), ({}, 'Missing key.*"weight"'),
+                         (torch.nn.Linear(4, 10, bias=False).state_dict(), "size mismatch for weight")):
+        with pytest.raises(RuntimeError, match=words), warnings.catch_warnings(action="ignore"):
+            head.load_state_dict(state)
+    with pytest.raises(RuntimeError, match='Unexpected key.*"bias"'), warnings.catch_warnings(action="ignore"):
+        head.load_state_dict(torch.nn.Linear(4, 9).state_dict())
+    assert not torch.equal(head.weight, before)  # as PyTorch does: what fits is loaded before it raises
+
+
+REFUSED = {"AdamW": dict(), "Adam": dict(), "SGD": dict(momentum=0.9), "SGD decay": dict(weight_decay=0.1), "Adagrad": dict(weight_decay=0.1), "RMSprop": dict(),
+           "NAdam": dict(), "Adafactor": dict()}
+
+
+def foreign(name, params, **options):
+    "An optimizer of PyTorch"
+    return getattr(torch.optim, name.partition(" ")[0])(params, lr=0.1, **options)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_takes_no_rows_says_which_does(name):
+    x, w, y = sample()
+    head, layer = make_head(w, sample_rate=0.1), torch.nn.Linear(6, 6, dtype=f64)
+    optimizer = foreign(name, [*layer.parameters(), *head.parameters()], **REFUSED[name])
+    head(layer(x), y).backward()
+    before = [p.detach().clone() for p in (*layer.parameters(), *head.parameters())]
+    with pytest.raises(ValueError, match=r"optimizer: expected fl\.RowSparse\(torch\.optim\.SGD or AdamW.*sparse=False, got " + name.partition(" ")[0]):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip((*layer.parameters(), *head.parameters()), before))
+
+
+def make_head_with_rows():
+    "A head after a backward pass"
+    x, w, y = sample()
+    head = make_head(w, sample_rate=0.1)
+    head(x, y).backward()
+    return head
+
+
+@pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adagrad", "AdamW"])
+def test_optimizers_that_are_right_are_left_alone(name):
+    "The first three move the sample's rows and no others; AdamW has a dense gradient, and rows that are no head's are none of ours"
+    x, w, y = sample()
+    head = make_head(w, sample_rate=0.1, sparse=name != "AdamW")
+    optimizer = foreign(name, head.parameters())
+    head(x, y).backward()
+    moved = head.weight.grad.to_dense().ne(0).any(1) if head.sparse else torch.ones(COUNT, dtype=torch.bool)
+    optimizer.step()
+    assert torch.equal((head.weight != w).any(1), moved)
+    class Own(torch.optim.Optimizer):
+        "Somebody's optimizer, which takes rows and has momentum"
+        def step(self):
+            head.weight.data.add_(head.weight.grad, alpha=-0.1)
+    head(x, y).backward()
+    Own(head.parameters(), dict(momentum=0.9)).step()
+    with pytest.raises(ValueError, match="got Mine"):
+        type("Mine", (ADAMW,), {})(make_head_with_rows().parameters()).step()
+    rows = torch.nn.Embedding(5, 3, sparse=True)
+    rows(torch.tensor([1])).sum().backward()
+    torch.optim.SGD(rows.parameters(), lr=0.1, momentum=0.9).step()
+
+
+@pytest.mark.parametrize("change", ["extend", "remove"])
+@pytest.mark.parametrize("rate,dtype", [(0.3, f64), (1.0, f32), (0.3, bf16)])
+def test_a_loss_that_lives_on_does_not_keep_the_shape(change, rate, dtype):
+    x, w, y = sample(dtype=dtype)
+    y = y.clamp(max=COUNT - 4)
+    head = make_head(w, sample_rate=rate)
+    optimizer = RowSparse(SGD, head.parameters(), lr=0.1, momentum=0.9)
+    alive, used = head(x, y), head(x, y)
+    used.backward()
+    optimizer.step()
+    weight, count = head.weight, getattr(head, change)(3 if change == "extend" else [COUNT - 1, COUNT - 2], optimizer)
+    optimizer.zero_grad()
+    head(x, y).backward()
+    optimizer.step()
+    assert head.weight is weight and weight.dtype == dtype and weight.grad.shape == weight.shape == (head.num_classes, 6)
+    optimizer.zero_grad()
+    before = weight.detach().clone()
+    with pytest.raises((ValueError, RuntimeError), match="grad: expected shape|shape"):
+        alive.backward()
+        optimizer.step()
+    assert torch.equal(weight, before), count
+
+
 # --- planted bugs ---
 
 MUTANTS = {
@@ -752,6 +925,7 @@ MUTANTS = {
     "new classes have no vectors": ("    begin(rows[len(p):])\n", ""),
     "the optimizer's rows stay": ("if made: optimizer.state[p].update(made)", "pass"),
     "classes keep their numbers": ("keep.cumsum(0) - 1, -1)", "torch.arange(len(keep)), -1)"),
+    "an old loss keeps the shape": ("p.data = p.data.new_empty(0, dtype=other)", "pass"),
     "a step that fails has drawn": ("    affine = kernel and", "    if sampler is not None: sampler.advance()\n    sampler = None\n    affine = kernel and"),
 }
 PROBES = [CASES[c] for c in ("all", "a tenth", "log q", "conflict", "conflict zero", "Circle", "SubCenter", "fewer than rows", "few classes")]
@@ -773,6 +947,25 @@ def test_the_unchanged_source_passes(tmp_path):
 @pytest.mark.parametrize("bug", MUTANTS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, partial_fc, tmp_path, *MUTANTS[bug]), f"no case notices that {bug}"
+
+
+SCORE_BUGS = {
+    "Circle weighs scores": ("._replace(circle_margin=-1.0)", ""),
+    "classes count from their block": ("TopK(values, at + j.start)", "TopK(values, at)"),
+    "only the last block counts": ("best = best_of([best, TopK(", "best = best_of([TopK("),
+    "blocks of one centre": ("w[j.start * o.centers:j.stop * o.centers], None", "w[j.start:j.stop], None"),
+    "the first block's columns": ("z[:, j] = scores", "z[:, :scores.shape[1]] = scores"),
+    "candidates lose their numbers": ("indices.gather(1, at))", "at)"),
+}
+
+
+def test_unchanged_scores_pass(tmp_path):
+    assert scores_fault(planted(partial_fc, tmp_path, *unchanged(SCORE_BUGS.values()))) is None
+
+
+@pytest.mark.parametrize("bug", SCORE_BUGS)
+def test_a_bug_in_scores_is_noticed(bug, tmp_path):
+    assert fault_of(scores_fault, partial_fc, tmp_path, *SCORE_BUGS[bug]), f"no case notices that {bug}"
 
 
 def test_the_front_door():

@@ -1,21 +1,29 @@
-"What an extension takes: each is added to a copy, or from a module of its own, and nothing else is touched."
+"""What an extension takes: each is added to a copy, or from a module of its own, and nothing else is touched.
+
+And the recipe pages: what they show exists, and what they compare would show a fault.
+"""
 import ast
+import functools
 import importlib.util
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fusedloss
 from fusedloss import clusters, ctc, kernels, scans, segments, semirings
 from fusedloss.core import devices, rates, tiling
 from fusedloss.core.cuda import cuda_source
 from nvrtc import complaint, knows, library
-from workbook import ROOT
+from workbook import read_notebook, ROOT
 
 DEVICE = '''
 from fusedloss.core.devices import Board, DeviceKind, peaks
@@ -299,3 +307,104 @@ def test_a_margin_is_one_class(tmp_path):
             head.weight.copy_(w)
         loss = head(x, y)
         torch.testing.assert_close((loss, *torch.autograd.grad(loss, [x, head.weight])), expected)
+
+
+# --- the pages of nbs/recipes ---
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "nbs" / "recipes").glob("*.ipynb"))}
+PARTS = ("What you change", "Losses and gradients agree", "What it saves", "When not to")
+ELSEWHERE = ("prologue", "saves-code", "ddp-code")  # cells that need no test beside `make pages`: set-up, memory, a process group
+BLOCK = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def prose_of(page: str) -> str:
+    "The Markdown of a page"
+    return "\n\n".join(cell["source"] for cell in read_notebook(RECIPES[page])["cells"] if cell["cell_type"] == "markdown")
+
+
+def code_of(page: str) -> list[dict]:
+    return [cell for cell in read_notebook(RECIPES[page])["cells"] if cell["cell_type"] == "code"]
+
+
+def run_page(page: str, package=fusedloss) -> dict:
+    "The names of a page after its cells have run in this process, with a package in the place of `fl`"
+    names = dict(__name__="page", os=os, torch=torch, fl=package)
+    for cell in code_of(page):
+        if not cell["id"].endswith(ELSEWHERE):
+            source = cell["source"].replace("import fusedloss as fl\n", "")
+            exec(compile(source, f"{page}, {cell['id']}", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", RECIPES)
+def test_a_recipe_is_short_and_says_what_changes(page):
+    cells, prose = read_notebook(RECIPES[page])["cells"], prose_of(page)
+    assert re.fullmatch(r"# Recipe: .+\n+> .+", cells[0]["source"]) and len(code_of(page)) <= 12
+    found = re.findall(r"^## ([^:\n]+)", prose, re.MULTILINE)
+    assert list(dict.fromkeys(name for name in found if name in PARTS)) == list(PARTS) and tuple(found[-3:]) == PARTS[1:]
+    guide = "\n".join(cell["source"] for cell in read_notebook(ROOT / "nbs" / "guide.ipynb")["cells"])
+    assert f"](recipes/{page}.ipynb)" in guide
+    for block in BLOCK.findall(prose):
+        ast.parse(f"def method(self):\n{textwrap.indent(block, ' ')}")
+
+
+@pytest.mark.parametrize("page", RECIPES)
+def test_a_recipe_names_what_is_there(page):
+    "Every `fl.name` of prose and code, and in a call that is shown every argument"
+    text = prose_of(page) + "\n".join(cell["source"] for cell in code_of(page))
+    for dotted in set(re.findall(r"\bfl((?:\.\w+)+)", text)):
+        functools.reduce(getattr, dotted[1:].split("."), fusedloss)
+    calls = re.findall(r"`(fl\.[\w.]+\([^`]*\))`", text) + [c for block in BLOCK.findall(text) for c in re.findall(r"fl\.[\w.]+\([^()]*\)", block)]
+    for call in calls:
+        node = ast.parse(call.replace(", ...)", ")"), mode="eval").body
+        of = inspect.signature(functools.reduce(getattr, ast.unparse(node.func).split(".")[1:], fusedloss))
+        names = {k.arg for k in node.keywords}
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in of.parameters.values())
+        assert open_ended or names <= of.parameters.keys(), f"{call}: {names - of.parameters.keys()}"
+
+
+def test_the_table_of_losses_names_arguments_that_exist():
+    rows = [row.strip("| \n").split(" | ") for row in prose_of("coming_from").split("## What you change: logits")[0].splitlines() if row.startswith("| ")]
+    assert len(rows) > 14 and all(len(row) == 5 for row in rows[1:])
+    ours = inspect.signature(fusedloss.linear_cross_entropy).parameters.keys()
+    theirs = inspect.signature(getattr(F, "linear_cross_entropy", fusedloss.linear_cross_entropy)).parameters.keys() | {"acc_policy", "options"}
+    for row in rows[1:]:
+        assert set(re.findall(r"(\w+)=", row[1])) <= ours and set(re.findall(r"(\w+)=", row[4])) <= theirs, row[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", ("coming_from", "lightning"))
+def test_a_recipe_runs(page):
+    run_page(page)
+
+
+def wrong(name: str, how) -> SimpleNamespace:
+    "The package with one function, or class, that another one is in place of"
+    names = {n: getattr(fusedloss, n) for n in fusedloss.__all__}
+    return SimpleNamespace(**names | {name: how(names[name])})
+
+
+FAULTS = {  # of which each must be noticed by what the page on other losses compares
+    "a loss without its factor": ("linear_cross_entropy", lambda f: lambda *a, **k: 1.001 * f(*a, **k)),
+    "token weights are lost": ("linear_cross_entropy", lambda f: lambda *a, token_weight=None, **k: f(*a, **k)),
+    "no shift": ("linear_cross_entropy", lambda f: lambda *a, shift=0, **k: f(*a, **k)),
+    "no gradient of w": ("linear_cross_entropy", lambda f: lambda x, w, *a, **k: f(x, w.detach(), *a, **k) + 0 * w.sum()),
+    "class weights are lost": ("cross_entropy", lambda f: lambda *a, weight=None, **k: f(*a, **k)),
+    "ArcFace's own gradient": ("PartialFC", lambda f: lambda *a, margin=None, **k: f(*a, margin=getattr(margin, "grad", "") and fusedloss.margins.ArcFace(), **k)),
+    "conflicts are dropped": ("PartialFC", lambda f: lambda *a, **k: f(*a, **k | {"conflict_mode": "drop"})),
+    "all frames": ("ctc_loss", lambda f: lambda z, targets, input_lengths, target_lengths, **k: f(z, targets, None, target_lengths, **k)),
+    "logits twice normalised": ("ctc_loss_with_logits", lambda f: lambda z, *a, **k: f(2 * z, *a, **k)),
+    "a path of another target": ("forced_align", lambda f: lambda z, y, *a: f(z, y.flip(1), *a)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_coming_from_notices(fault):
+    with pytest.raises(AssertionError):
+        run_page("coming_from", wrong(*FAULTS[fault]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_on_lightning_notices_another_token():
+    with pytest.raises(AssertionError):
+        run_page("lightning", wrong("LinearCrossEntropyLoss", lambda f: lambda *a, shift: f(*a, shift=shift + 1)))

@@ -2,6 +2,7 @@
 import itertools
 import os
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few
-from helpers import TOLERANCE, everywhere, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
+from helpers import TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -606,15 +607,7 @@ def variant(tmp_path, monkeypatch, *pairs):
 def first_fault(module):
     "The first case that the module does not pass"
     extra = [Case(requires=(False, True, True)), Case((3, 2, 4), requires=(True, False, False))]
-    for case in [*(CASES[name] for name in NOTICING), *extra]:
-        try:
-            wrong = faults(module, case, "cpu")
-        except Exception as error:  # a planted bug may break anything
-            assert "is not defined" not in str(error), f"what is planted knows no such name: {error}"
-            wrong = [repr(error)]
-        if wrong:
-            return wrong
-    return None
+    return first_fault_of(partial(faults, module, case, "cpu") for case in [*(CASES[name] for name in NOTICING), *extra])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")

@@ -2,11 +2,13 @@
 import copy
 import io
 import itertools
+import math
 from functools import partial
 
 import pytest
 import torch
 
+import fusedloss as fl
 from fusedloss import partial_fc, row_sparse
 from fusedloss.margins import CosFace, normalize
 from fusedloss.measure import relative_error
@@ -398,6 +400,69 @@ def test_threads_do_not_read_what_others_wrote(h, device):
     assert torch.equal(*grads)
 
 
+# --- clipping ---
+
+def clipped_pair(seed=0):
+    "Parameters with rows, rows that are there twice, and dense gradients among theirs; and the same with dense ones"
+    g = torch.Generator().manual_seed(int(min(seed, 9)))
+    params = [torch.nn.Parameter(torch.randn(*shape, generator=g, dtype=f64)) for shape in ((9, 3), (4,), (6, 2), (2, 2))]
+    given_rows(params[0], *next(sparse_gradients((9, 3), 1, f64)))
+    params[1].grad = torch.randn(4, generator=g, dtype=f64)
+    values = torch.randn(3, 2, generator=g, dtype=f64)
+    params[2].grad = torch.sparse_coo_tensor([[5, 0, 5]], values, (6, 2), check_invariants=False)
+    dense = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    for p, d in zip(params, dense):
+        d.grad = None if p.grad is None else p.grad.to_dense().clone()
+    return params, dense
+
+
+def test_clipping_is_pytorchs():
+    assert clipping_fault(row_sparse) is None
+    params, dense = clipped_pair()
+    grads = [p.grad.to_dense() for p in params[:3]]
+    for limit in (1e9, math.inf):  # nothing is longer
+        assert torch.allclose(fl.clip_grad_norm_(params, limit), torch.nn.utils.get_total_norm([d.grad for d in dense[:3]]))
+        assert all(torch.equal(p.grad.to_dense(), g) for p, g in zip(params, grads))
+    fl.clip_grad_norm_(params[0], 0)  # one tensor, to nothing
+    assert not params[0].grad.to_dense().any() and torch.equal(params[1].grad, grads[1])
+
+
+@pytest.mark.parametrize("dtype", [f64, f32, bf16], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(norm_type=1.0), dict(norm_type=math.inf, foreach=False), dict(foreach=True), dict(error_if_nonfinite=True)], ids=str)
+def test_clipping_of_plain_gradients_has_pytorchs_bits(options, dtype):
+    made = [clipped_pair()[1] for _ in "ab"]
+    for params in made:
+        for p in params:
+            p.data, p.grad = p.data.to(dtype), None if p.grad is None else p.grad.to(dtype)
+    norms = [clip(params, 0.7, **options) for clip, params in zip((fl.clip_grad_norm_, torch.nn.utils.clip_grad_norm_), made)]
+    assert torch.equal(*norms) and norms[0].dtype == norms[1].dtype
+    assert all(p.grad is None and q.grad is None or torch.equal(p.grad, q.grad) for p, q in zip(*made))
+    assert torch.equal(fl.clip_grad_norm_([], 1.0), torch.nn.utils.clip_grad_norm_([], 1.0))
+
+
+def test_clipping_that_cannot_be_changes_nothing():
+    params, _ = clipped_pair()
+    params[1].grad[2] = math.nan
+    before = [p.grad.to_dense().clone() for p in params[:3]]
+    for given, words in ((dict(max_norm=-1.0), "max_norm: expected"), (dict(norm_type=0.0), "norm_type: expected"), (dict(norm_type=-math.inf), "norm_type: expected"),
+                         (dict(norm_type="inf"), "norm_type: expected"), (dict(parameters=[*params, 3]), "parameters: expected"),
+                         (dict(error_if_nonfinite=True), "norm_type 2.0: expected a finite norm of the gradients, got nan")):
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            fl.clip_grad_norm_(**dict(parameters=params, max_norm=1.0) | given)
+    assert all(torch.equal(p.grad.to_dense().nan_to_num(), b.nan_to_num()) for p, b in zip(params, before))
+    assert fl.clip_grad_norm_(params, 1.0).isnan() and params[0].grad.to_dense().isnan().any()  # as PyTorch's
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_gradient_of_another_shape_is_refused(rows):
+    p = torch.nn.Parameter(torch.zeros(4, 3))
+    p.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 3), (4, 3), check_invariants=False) if rows else torch.ones(4, 3)
+    p.data = torch.zeros(5, 3)
+    with pytest.raises(ValueError, match=r"grad: expected shape \[5, 3\].*before extend or remove.*got \[4, 3\]"):
+        RowSparse(SGD, [p], lr=0.1).step()
+    assert not p.any()
+
+
 # --- planted bugs ---
 
 MUTANTS = {
@@ -414,7 +479,10 @@ MUTANTS = {
     "both moments are corrected alike": ("for x in (u.beta1, u.beta2))", "for x in (u.beta1, u.beta1))"),
     "a resumed row starts anew": ('int(state["step"]), dtype=torch.int32', "0, dtype=torch.int32"),
     "a loaded state has the weight's dtype": ("for (p, name, _), t in zip(tensors, made): self.state[p][name] = t", "pass"),
-    "short gradients grow": (".clamp(max=1).to(v.dtype)", ".to(v.dtype)"),
+    "short gradients grow": ("(norm + 1e-6)).clamp(max=1)", "(norm + 1e-6))"),
+    "every norm is the Euclidean one": ("torch.linalg.vector_norm(values, norm_type, dtype=dtype)", "torch.linalg.vector_norm(values, dtype=dtype)"),
+    "norms add up": ("norm = norm_of(torch.stack(found), norm_type)", "norm = torch.stack(found).sum()"),
+    "the last gradient alone is scaled": ("for v in values: v.mul_(factor", "for v in values[-1:]: v.mul_(factor"),
     "the norm forgets duplicates": ("if known is None or rows is not known.rows: p.grad = p.grad.coalesce()", "pass"),
     "the first parameter alone is checked": ("for p, group in given:  # all of them", "for p, group in given[:1]:  # all of them"),
     "memory may be shared": ("if stride <= reach: return True", "if stride < reach: return True"),
@@ -465,7 +533,18 @@ def resumed_fault(m):
         return "counts"
 
 
+def clipping_fault(m):
+    "A word on clipping that differs from PyTorch's, of gradients that are as large and dense"
+    for norm_type in (1.0, 2.0, 3.5, math.inf):
+        params, dense = clipped_pair(norm_type)
+        norm, exact = m.clip_grad_norm_(iter(params), 0.5, norm_type), torch.nn.utils.clip_grad_norm_(dense, 0.5, norm_type)
+        if norm.dim() or not torch.allclose(norm, exact) or not all(torch.allclose(p.grad.to_dense(), d.grad) for p, d in zip(params[:3], dense)):
+            return f"norm {norm_type}"
+
+
 def first_fault(m):
+    if found := clipping_fault(m):
+        return found
     for look in (resumed_fault, partial(failure_fault, partial_fc), optimizer_fault, partial(state_fault, partial_fc)):
         if found := look(m):
             return found

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import fusedloss as fl
 import fusedloss.sharded_heads as sharded_heads
 from fusedloss.margins import AdaFace, CosFace, SubCenter
 from fusedloss.core.sampling import NegativeSampler
@@ -116,3 +117,175 @@ def test_the_unchanged_source_passes(tmp_path):
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, sharded_heads, tmp_path, *BUGS[bug]), f"no case notices that {bug}"
+
+
+# --- files of insightface's ranks ---
+
+def insightface_files(folder, w: torch.Tensor, ranks: int, kind: str = "checkpoint", **more) -> list:
+    "What its ranks save: `num_local` and `class_start` as its PartialFC computes them"
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for rank in range(ranks):
+        num_local, class_start = len(w) // ranks + int(rank < len(w) % ranks), len(w) // ranks * rank + min(rank, len(w) % ranks)
+        rows = w[class_start:class_start + num_local].clone()
+        whole = dict(epoch=3, global_step=7, state_dict_backbone={"a": torch.ones(2)}, state_dict_softmax_fc={"weight": rows}, state_optimizer={"state": {}})
+        paths.append(folder / (f"checkpoint_gpu_{rank}.pt" if kind == "checkpoint" else f"rank_{rank}_softmax_weight.pt"))
+        torch.save(whole if kind == "checkpoint" else rows, paths[-1], **more)
+    return paths
+
+
+def files_fault(m: ModuleType, folder) -> str | None:
+    "A word on files that are read or written otherwise than insightface would"
+    w = torch.randn(23, 3, generator=torch.Generator().manual_seed(0))
+    for ranks, kind in ((1, "weight"), (9, "checkpoint"), (30, "checkpoint"), (14, "weight")):
+        theirs, head = insightface_files(folder / f"{ranks}", w, ranks, kind), PartialFC(23, 3)
+        for files in (folder / f"{ranks}", [str(p) for p in theirs]):
+            head.weight.data.zero_()
+            m.load_insightface(head, files)
+            if not torch.equal(head.weight, w):
+                return f"{ranks} files are read in another order"
+        ours = m.save_insightface(head, folder / f"ours {ranks}", ranks, kind=kind)
+        for a, b in zip(theirs, ours, strict=True):
+            a, b, name = *(torch.load(p, weights_only=True) for p in (a, b)), a.name
+            a, b = (t if kind == "weight" else t["state_dict_softmax_fc"]["weight"] for t in (a, b))
+            if b.shape != a.shape or not torch.equal(a, b) or b.untyped_storage().nbytes() != b.nbytes:
+                return f"{name} has other rows"
+    class Second(m.ShardedPartialFC):
+        "A rank's head, without the others"
+        shards = property(lambda self: m.Shards(23, 9, 14))
+
+    part = Second(23, 3)
+    m.load_insightface(part, theirs)
+    if not torch.equal(part.weight, w[9:14]):
+        return "a rank has other rows"
+    for files, what in ((theirs[:-1], "a file less"), ([theirs[1], theirs[0], *theirs[2:]], "two files of one size"), (sorted(theirs, key=str), "files by name"), (theirs[::-1], "files backwards")):
+        head = PartialFC(23, 3)
+        before = head.weight.detach().clone()
+        try:
+            m.load_insightface(head, files)
+        except ValueError as error:
+            if not str(error).startswith("files: expected") or not torch.equal(head.weight, before):
+                return f"{what}: {error}"
+        else:
+            return f"{what} is read"
+
+
+def test_insightface_files(tmp_path):
+    assert files_fault(sharded_heads, tmp_path) is None
+
+
+def test_insightface_files_of_other_formats(tmp_path):
+    w = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    head = PartialFC(7, 3, dtype=f64)
+    for more in (dict(_use_new_zipfile_serialization=False), {}):  # files that cannot be mapped, and that can
+        fl.load_insightface(head, insightface_files(tmp_path / "old", w, 2, **more))
+        assert torch.equal(head.weight, w.double())
+    named = [p.rename(p.with_name(f"part{i}.bin")) for i, p in enumerate(insightface_files(tmp_path / "named", w, 3, "weight"))]
+    fl.load_insightface(head, named)  # other names say no rank: the order counts
+    assert torch.equal(head.weight, w.double())
+
+
+class Runs:
+    "An object whose pickle would run a function when it is read"
+    def __reduce__(self):
+        return print, ("this file has run",)
+
+
+def test_insightface_files_that_cannot_be(tmp_path, capsys):
+    w = torch.randn(7, 3)
+    head = PartialFC(7, 3)
+    good, before = insightface_files(tmp_path / "good", w, 2), head.weight.detach().clone()
+    insightface_files(tmp_path / "both", w, 2), insightface_files(tmp_path / "both", w, 2, "weight")
+    (tmp_path / "none").mkdir()
+    unsafe, other, empty = (tmp_path / f"{name}.pt" for name in ("unsafe", "other", "empty"))
+    torch.save(Runs(), unsafe), torch.save({"weight": [1.0]}, other), empty.write_bytes(b"")
+    cases = [([unsafe], r"weights_only=True\) reads, got unsafe.pt"), ([other], "files: expected a matrix"), ([empty], "got empty.pt"), ([], "files: expected a folder"),
+             (tmp_path / "none", "got neither"), (tmp_path / "both", "got checkpoint and weight"), ([good[1], good[0]], "ranks 0, 1, ... in order"),
+             ([good[0], good[0]], "ranks 0, 1, ... in order"), ([good[0]], "as insightface splits these classes"), (3, "files: expected a folder")]
+    for files, words in cases:
+        with pytest.raises(ValueError, match=words):
+            fl.load_insightface(head, files)
+    with pytest.raises(FileNotFoundError):
+        fl.load_insightface(head, [tmp_path / "nowhere.pt"])
+    for wrong in (PartialFC(7, 3, margin=SubCenter(2)), torch.nn.Linear(3, 7)):
+        with pytest.raises(ValueError, match="head: expected"):
+            fl.load_insightface(wrong, good)
+    with pytest.raises(ValueError, match="files: expected rows of"):
+        fl.load_insightface(PartialFC(7, 4), good)
+    assert torch.equal(head.weight, before) and "has run" not in capsys.readouterr().out
+
+
+FILE_BUGS = {
+    "PyTorch's split": ("return range(start, start + each + (rank < more))", "return shard_range(n_classes, ranks, rank)"),
+    "the last ranks have more": ("start = each * rank + min(rank, more)\n    return range(start, start + each + (rank < more))",
+                                 "start = each * rank + max(0, rank - (ranks - more))\n    return range(start, start + each + (rank >= ranks - more))"),
+    "ranks by name": ("key=lambda p: rank_of(p, kind)) for kind", "key=str) for kind"),
+    "names say nothing": ("in_order or set(ranks) == {None}", "True"),
+    "sizes say nothing": ("expect(sizes == wanted,", "expect(True,"),
+    "rows of another file": ("rows[start - theirs.start:stop - theirs.start]", "rows[:stop - start]"),
+    "rows of another rank are saved": ("= here[start - s.start:stop - s.start]", "= here[:stop - start]"),
+}
+
+
+def test_the_unchanged_files_pass(tmp_path):
+    assert files_fault(planted(sharded_heads, tmp_path, *unchanged(FILE_BUGS.values())), tmp_path) is None
+
+
+@pytest.mark.parametrize("bug", FILE_BUGS)
+def test_a_planted_bug_in_files_is_noticed(bug, tmp_path):
+    assert fault_of(lambda m: files_fault(m, tmp_path), sharded_heads, tmp_path, *FILE_BUGS[bug]), f"no case notices that {bug}"
+
+
+# --- Lightning ---
+
+def trained_by_lightning(lightning, folder, clip: float | None):
+    "A module with backbone and head that Lightning has trained for six steps, and the losses; clipping by a hook of Lightning's"
+    class Identities(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head, self.losses = torch.nn.Linear(6, 4), fl.PartialFC(50, 4, sample_rate=0.2), []
+
+        def training_step(self, batch, i):
+            loss = self.head(self.body(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch, i):
+            self.log("accuracy", (self.head(self.body(batch[0])).argmax(1) == batch[1]).float().mean())
+
+        def configure_optimizers(self):
+            return fl.RowSparse(torch.optim.SGD, self.parameters(), lr=0.1, momentum=0.9)
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            if clip:
+                fl.clip_grad_norm_(self.parameters(), clip)
+
+    g = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 6, generator=g), torch.randint(50, (24,), generator=g))
+    model, loader = Identities(), torch.utils.data.DataLoader(data, batch_size=8)
+    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                                default_root_dir=folder, num_sanity_val_steps=1)
+    trainer.fit(model, loader, loader)
+    return model, loader, trainer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_lightning_module_with_a_head(tmp_path):
+    lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
+    model, loader, trainer = trained_by_lightning(lightning, tmp_path, 0.5)
+    torch.manual_seed(0)
+    body, head, losses = torch.nn.Linear(6, 4), fl.PartialFC(50, 4, sample_rate=0.2), []
+    optimizer = fl.RowSparse(torch.optim.SGD, [*body.parameters(), *head.parameters()], lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses.append(head(body(x), y))
+            losses[-1].backward()
+            fl.clip_grad_norm_([*body.parameters(), *head.parameters()], 0.5)
+            optimizer.step()
+    assert losses == model.losses and torch.equal(head.weight, model.head.weight)
+    assert 0 <= trainer.callback_metrics["accuracy"] <= 1 and head.sampler.step == model.head.sampler.step == 6
+    trainer.save_checkpoint(tmp_path / "all.ckpt")
+    state = torch.load(tmp_path / "all.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(state["head.weight"], head.weight) and state["head.sampler.step"] == 6

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import fusedloss as fl
 from fusedloss.ctc import Alignment, CTCPosteriors
+from fusedloss.decode import Hypotheses
 from fusedloss.plans import Plan
 from fusedloss.scans import Paths
 
@@ -28,6 +29,14 @@ def losses(asked: bool) -> None:
     assert_type(fl.linear_cross_entropy(x, w, y, return_stats=True)[1].entropy, Tensor)
 
 
+def adapters(model: nn.Linear) -> None:
+    "A model keeps its type"
+    assert_type(fl.integrations.transformers.patch(model, method="chunks", memory_budget=2**30), nn.Linear)
+    assert_type(fl.integrations.transformers.causal_lm_loss(x, y, num_items_in_batch=3), Tensor)
+    assert_type(fl.integrations.trl.patch(), tuple[str, ...])
+    assert_type(fl.integrations.trl.unpatch(), tuple[str, ...])
+
+
 def plans() -> None:
     "What a plan says"
     p = fl.plan(8192, 65536, 2048, torch.bfloat16, device=torch.device("cuda"), reduction="sum", accumulate="float32")
@@ -48,6 +57,25 @@ def modules() -> None:
     assert_type(optimizer.step(), float | None)
     assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
     assert_type(head.remove([3, 5], optimizer), Tensor)
+    assert_type(head.logits(x), Tensor)
+    assert_type(head.topk(x, 3).indices, Tensor)
+    assert_type(fl.clip_grad_norm_(head.parameters(), 1.0, error_if_nonfinite=True), Tensor)
+    fl.load_insightface(head, fl.save_insightface(head, "weights", 4, kind="weight"))
+    fl.ignore_in_ddp(nn.Sequential(head))
+
+
+def teachers() -> None:
+    "A teacher's head, or lists of its classes"
+    x, w = torch.zeros(4, 8), torch.zeros(16, 8)
+    assert_type(fl.linear_divergence(x, nn.Linear(8, 16), x, w, kind="jsd", beta=0.1, reduction="none"), Tensor)
+    assert_type(fl.linear_divergence(x, w, teacher_top=(torch.zeros(4, 1).long(), torch.zeros(4, 1)), top_rest="drop"), Tensor)
+
+
+def policies() -> None:
+    "A temperature is a number or a tensor"
+    hidden, layer, tokens = torch.zeros(3, 5), nn.Linear(5, 7), torch.zeros(3, dtype=torch.long)
+    assert_type(fl.linear_log_probs(hidden, layer, tokens, temperature=torch.ones(3), entropy=True), fl.LogProbs)
+    assert_type(fl.log_probs(layer(hidden), tokens, temperature=0.7).log_probs, Tensor)
 
 
 def paths() -> None:
@@ -58,6 +86,9 @@ def paths() -> None:
     assert_type(fl.linear_ctc_loss(log_probs, torch.zeros(7, 5), targets, (9, 9), (3, 2), memory_budget=2**20), Tensor)
     assert_type(fl.forced_align(log_probs, targets, (9, 9), (3, 2)), Alignment)
     assert_type(fl.ctc_posteriors(log_probs, targets, (9, 9), (3, 2)), CTCPosteriors)
+    assert_type(fl.CTCLoss().forward(log_probs, targets), Tensor)
+    assert_type(fl.ctc_loss(log_probs, targets, target_lengths=[3, 2]), Tensor)
+    assert_type(fl.ctc_decode(log_probs, beam=4, k=2), Hypotheses)
     Ms, idx, ends = torch.zeros(4, 2, 3, 2), torch.zeros(3, 2, dtype=torch.long), torch.zeros(2, 3)
     assert_type(fl.logz(Ms, idx, ends, ends, fl.semirings.Max, method="loop"), Tensor)
     assert_type(fl.viterbi(Ms, idx, ends, ends), Paths)

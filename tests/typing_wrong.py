@@ -33,6 +33,9 @@ fl.ShardedPartialFC(16, 8, mesh=2)  # rejected
 fl.ShardedPartialFC(16, 8, conflict_mode="keep")  # rejected
 fl.RowSparse(torch.optim.SGD, [w], mode="eager", lr=0.1)  # rejected
 fl.NegativeSampler("none")  # rejected
+fl.PartialFC(16, 8).topk(x)  # rejected
+fl.save_insightface(fl.PartialFC(16, 8), "weights", 4, kind="pickle")  # rejected
+fl.load_insightface(nn.Linear(8, 16), "weights")  # rejected
 fl.CTCLoss(reduction="batch")  # rejected
 fl.ctc_loss(x[None], y, 9, (3,))  # rejected
 fl.ctc_loss(x[None], y, (9,), (3,), gradient="none")  # rejected

@@ -1,6 +1,7 @@
-"""Each public loss once, forward and backward, where there is no Triton, no CuPy, no compiler and nothing of POSIX: as on Windows."""
+"""Each public function once, forward and backward, where there is no Triton, no CuPy, no compiler and nothing of POSIX: as on Windows."""
 import os
 import sys
+import tempfile
 
 import torch
 
@@ -61,6 +62,44 @@ def row_sparse(kind, partial_fc):
     return run
 
 
+def decoded(dtype):
+    "The best path, and a beam's; nothing to differentiate"
+    log_probs = torch.randn(T, N, V).log_softmax(-1).to(dtype)
+    for beam in (1, 3):
+        assert (fl.ctc_decode(log_probs, frames, beam=beam).lengths <= T).all()
+    return leaf()
+
+
+def named(log_probs, dtype):
+    "All that may be asked of log-probabilities"
+    found = log_probs(dtype, entropy=True, mean_logits=True, target_rank=True, temperature=torch.rand(N) + 0.5)
+    assert isinstance(found, fl.LogProbs) and found.target_rank.shape == found.mean_logits.shape == (N,)
+    return found.log_probs + found.entropy
+
+
+def clipped(dtype):
+    "Gradients of rows beside others"
+    layer, rows = torch.nn.Linear(H, H), sampled()
+    rows(layer(leaf(N, H)), y).backward()
+    return fl.clip_grad_norm_([*layer.parameters(), *rows.parameters()], 0.1) + leaf()
+
+
+def through_files(dtype):
+    "A head's weight, written and read"
+    ours, theirs = (fl.PartialFC(V, H) for _ in "ab")
+    with tempfile.TemporaryDirectory() as folder:
+        fl.save_insightface(ours, folder, 3)
+        fl.load_insightface(theirs, folder)
+    assert torch.equal(ours.weight, theirs.weight)
+    return leaf()
+
+
+def drawn(dtype):
+    "Classes of a step"
+    assert len(fl.NegativeSampler(0.5)(100)) >= 50
+    return leaf()
+
+
 weight = lambda: torch.nn.Parameter(torch.randn(V, H))  # noqa: E731
 sampled = lambda: fl.PartialFC(V, H, sample_rate=0.5)  # noqa: E731
 LOSSES = {
@@ -70,22 +109,36 @@ LOSSES = {
     "LinearCrossEntropyLoss": module(lambda: fl.LinearCrossEntropyLoss(H, V)),
     "MemoryEfficientVocabOutput": lambda dtype: fl.MemoryEfficientVocabOutput(weight())(leaf(N, H), y),
     "PartialFC": lambda dtype: sampled()(leaf(N, H), y),
+    "LogProbs": lambda dtype: named(lambda dtype, **how: head(fl.linear_log_probs, batch_invariant=True, **how)(dtype), dtype),
+    "NegativeSampler": drawn,
     "RowSparse": row_sparse(fl.RowSparse, sampled),
+    "ShardedPartialFC": lambda dtype: fl.ShardedPartialFC(V, H, sample_rate=0.5)(leaf(N, H), y),
+    "ShardedRowSparse": row_sparse(fl.ShardedRowSparse, lambda: fl.ShardedPartialFC(V, H, sample_rate=0.5)),
     "baseline_linear_cross_entropy": head(fl.baseline_linear_cross_entropy),
     "chunked_linear_cross_entropy": head(fl.chunked_linear_cross_entropy, chunk_size=4),
+    "clip_grad_norm_": clipped,
+    "ctc_decode": decoded,
     "cross_entropy": lambda dtype: fl.cross_entropy(leaf(N, V, dtype=dtype), y) + fl.cross_entropy(1 * leaf(N, V), y, inplace=True),
     "ctc_loss": lambda dtype: fl.ctc_loss(leaf(T, N, V).log_softmax(-1), *ctc),
     "ctc_posteriors": lambda dtype: (fl.ctc_posteriors(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
     "forced_align": lambda dtype: (fl.forced_align(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
     "ctc_loss_with_logits": lambda dtype: fl.ctc_loss_with_logits(leaf(T, N, V, dtype=dtype), *ctc),
+    "ignore_in_ddp": lambda dtype: fl.ignore_in_ddp(fl.PartialFC(V, H))(leaf(N, H), y),
     "iota_cross_entropy": lambda dtype: fl.iota_cross_entropy(leaf(N, V, dtype=dtype), y),
     "linear_cross_entropy": lambda dtype: sum(head(fl.linear_cross_entropy, method=m)(dtype).float()
                                               for m in ("auto", "eager", "chunks", "recompute", "tiles")),
+    "linear_divergence": head(lambda x, w, y: fl.linear_divergence(x, w, x.detach() + 1, w.detach(), kind="jsd")),
+    "linear_log_probs": lambda dtype: named(lambda dtype, **how: head(fl.linear_log_probs, **how)(dtype), dtype),
+    "load_insightface": through_files,
+    "log_probs": lambda dtype: named(lambda dtype, **how: fl.log_probs(leaf(N, V, dtype=dtype), y, **how), dtype),
     "linear_ctc_loss": lambda dtype: fl.linear_ctc_loss(leaf(T, N, H, dtype=dtype), leaf(V, H, dtype=dtype), *ctc),
     "logz": lambda dtype: fl.logz(leaf(T, N, 3, 2), graph, leaf(N, 3), leaf(N, 3)).sum(),
+    "onehot_select": lambda dtype: fl.onehot_select(leaf(N, V, dtype=dtype), y),
+    "plan": lambda dtype: (fl.plan(N, V, H, dtype), leaf())[1],
     "margin_cross_entropy": head(fl.margin_cross_entropy, margin=fl.margins.CosFace(0.4, 8.0)),
     "recompute_linear_cross_entropy": lambda dtype: sum(head(fl.recompute_linear_cross_entropy, filter_eps=eps)(dtype) for eps in (None, 0.01)),
     "sample": paths(fl.sample),
+    "save_insightface": through_files,
     "sharded_linear_cross_entropy": head(fl.sharded_linear_cross_entropy),
     "tiled_linear_cross_entropy": head(fl.tiled_linear_cross_entropy),
     "viterbi": paths(fl.viterbi),

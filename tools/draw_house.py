@@ -10,7 +10,7 @@ from workbook import ROOT
 
 from fusedloss.core.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
 
-ROW, COLUMN, LEFT = 0.34, 0.34, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
+ROW, COLUMN, LEFT = 0.34, 0.3, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
 LETTER, LINE = 0.076, 0.19  # inches, of a line of names
 
 
@@ -35,7 +35,7 @@ def floor(ax, bottom: float, width: float, title: str, names: list[str]) -> floa
     ax.add_patch(FancyBboxPatch((0.05, bottom), width - 0.1, top - bottom, boxstyle="round,pad=0,rounding_size=0.06", fc=GREY, ec="none", alpha=0.18))
     ax.text(0.15, top - 0.08, title, va="top", weight="bold", fontsize=9)
     for number, line in enumerate(lines, 1):
-        ax.text(0.15, top - 0.09 - LINE * number, line, va="top", fontsize=8.5)
+        ax.text(0.15, top - 0.09 - LINE * number, line, va="top", fontsize=8.7)
     return top
 
 

@@ -45,6 +45,20 @@ def linear_cross_entropy() -> None:
         fl.linear_cross_entropy(x, w, labels(v, n), method=method, filter_eps=eps).backward()
 
 
+def pairs() -> None:
+    "Two rows side by side: a student and its teacher, by heads and by lists; logits and probabilities"
+    n, v, h, t_h = (33, 5003, 64, 96) if DEVICE == "cuda" else (9, 70, 16, 24)
+    for kind, reduction in (("forward_kl", "mean"), ("reverse_kl", "none"), ("jsd", "sum")):
+        x, w, t_x, t_w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), leaf(n, t_h, dtype=HALF), leaf(v, t_h, dtype=HALF)
+        weight = (torch.arange(n, device=DEVICE) > 2).float()
+        fl.linear_divergence(x, w, t_x, t_w, kind=kind, softcap=8.0, token_weight=weight, reduction=reduction).sum().backward()
+        at = torch.rand(n, v, device=DEVICE).argsort(1)[:, :7]
+        fl.linear_divergence(x, w, teacher_top=(at, torch.full(at.shape, -3.0, device=DEVICE)), kind=kind, reduction=reduction).sum().backward()
+    share = torch.rand(n, v, device=DEVICE)
+    fl.linear_cross_entropy(x, w, share, label_smoothing=0.1).backward()
+    fl.cross_entropy(leaf(n, v, dtype=HALF), share, weight=torch.rand(v, device=DEVICE), reduction="none").sum().backward()
+
+
 def partial_fc() -> None:
     "Stage 14: rows by index, one of them ignored, and the optimizer's"
     for v, n, h, rate in ((3000, 77, 64, 0.1), (777, 33, 64, 0.5)) if DEVICE == "cuda" else ((300, 9, 16, 0.2),):
@@ -90,6 +104,7 @@ def linear_ctc() -> None:
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel turnaround",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
+    pairs: "divergence_kernel soft_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",

@@ -24,9 +24,10 @@ from workbook import ROOT, SETTINGS, default_module, notebooks, output_text, rea
 
 PAGE = "reference.ipynb"
 COLUMNS = 88  # of a signature
-RESULTS = {"LossOptions": "core.options", "HeadStats": "partial_fc", "Paths": "scans", "Alignment": "ctc",
-           "CTCPosteriors": "ctc", "Plan": "plans", "Estimate": "plans"}  # what public names take or give back, by module
-SPACES = ("margins", "semirings")  # public modules, whose names are public too
+RESULTS = {"LossOptions": "core.options", "HeadStats": "partial_fc", "TopK": "partial_fc", "Paths": "scans", "Alignment": "ctc",
+           "Span": "core.sequences", "CTCPosteriors": "ctc", "Hypotheses": "decode", "LogProbs": "logprobs", "Plan": "plans",
+           "Estimate": "plans"}  # what public names take or give back, by module
+SPACES = ("margins", "semirings", "integrations.transformers", "integrations.trl")  # public modules, whose names are public too
 INTERNAL = {"update", "best", "filled", "new_rows", "eval_forward", "reset_parameters"}  # methods that only the library calls
 TORCH = {"Tensor": "tensors.html", "nn.Module": "generated/torch.nn.Module.html", "torch.dtype": "tensor_attributes.html#torch-dtype",
          "nn.Parameter": "generated/torch.nn.parameter.Parameter.html", "torch.device": "tensor_attributes.html#torch-device",
@@ -93,7 +94,7 @@ def beside(obj: Any) -> dict[str, str]:
 def public_names() -> list[str]:
     "Every name that users may rely on, and what those give back"
     package = importlib.import_module(PACKAGE)
-    inner = [f"{space}.{name}" for space in SPACES for name in getattr(package, space).__all__ if name not in package.__all__]
+    inner = [f"{space}.{name}" for space in SPACES for name in found(space).__all__ if name not in package.__all__]
     return [*package.__all__, *inner, *RESULTS]
 
 
@@ -219,6 +220,8 @@ def type_text(kind: Any) -> str:
         return origin.__name__
     if origin:
         return f"{getattr(origin, '__name__', origin)}[{', '.join(map(type_text, args))}]".replace("collections.abc.", "")
+    if isinstance(kind, typing.TypeVar):
+        return type_text(kind.__bound__)
     if kind in (None, type(None)) or kind is Ellipsis:
         return "..." if kind is Ellipsis else "None"
     name = getattr(kind, "__name__", str(kind))

@@ -8,10 +8,12 @@ With TRITON_INTERPRET=1 the calls are made a second time on a CPU, by the Triton
 import hashlib
 import inspect
 import json
+import math
 import os
 import platform
 import re
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -120,6 +122,24 @@ def linear(loss: Callable, size: tuple, dtype: torch.dtype, options: dict, needs
         return loss(x, w, y, **given), wanted(x, w, *given.values())
 
 
+def divergence(size: tuple, dtype: torch.dtype, top: int = 0, **options):
+    "A student's divergence from a teacher's head of half its width, or from lists"
+    n, v, h = size
+    x, w, given = leaf(n, h, dtype=dtype), leaf(v, h, dtype=dtype, std=2 * h**-0.5), (leaf(n, h // 2, dtype=dtype), leaf(v, h // 2, dtype=dtype))
+    if not top: return fl.linear_divergence(x, w, *given, **options), [x, w]
+    log_probs, indices = (given[0] @ given[1].T).detach().float().log_softmax(1).topk(top)
+    return fl.linear_divergence(x, w, teacher_top=(indices, log_probs), **options), [x, w]
+
+
+def of_targets(size: tuple, dtype: torch.dtype, each: bool = False, over_logits: bool = False, **options):
+    "Log-probabilities of the targets, and all that may be asked beside them; at temperatures of the tokens' own"
+    n, v, h = size
+    x, w, b, y = leaf(n, h, dtype=dtype), leaf(v, h, dtype=dtype, std=2 * h**-0.5), leaf(v, dtype=dtype), labels(v, n)
+    given = dict(temperature=torch.rand(n, device=DEVICE) + 0.5 if each else 0.7, ignore_index=3, entropy=True, mean_logits=True, target_rank=True, **options)
+    if over_logits: return fl.log_probs(x @ w.T, y, **given), [x, w]
+    return fl.linear_log_probs(x, w, y, linear_bias=b, **given), [x, w, b]
+
+
 def in_sequences(size: tuple, dtype: torch.dtype, **options):
     "Two sequences whose targets lie ahead"
     (n, v, h), k = size, options["shift"]
@@ -185,7 +205,7 @@ def steps(optimizer: type, size: tuple, dtype: torch.dtype, resized: bool = Fals
     for step in range(2):
         loss = layer(leaf(n, h, dtype=bf16 if GPU else dtype), labels(v, n))
         loss.backward()
-        losses, loss = [*losses, loss.detach()], None  # a graph that lives on keeps the shape of the weight
+        losses.append(loss.detach())
         updates.clip_grad_norm_(0.5)
         updates.step()
         updates.zero_grad()
@@ -194,6 +214,31 @@ def steps(optimizer: type, size: tuple, dtype: torch.dtype, resized: bool = Fals
             layer.remove([1, 4, v + 2], updates)
     state = [kept[name] for kept in updates.state.values() for name in sorted(kept)]
     return [t.detach() if isinstance(t, torch.Tensor) else t for t in (*losses, layer.weight, *state)], []
+
+
+def scored(cls: type, size: tuple, dtype: torch.dtype, options: dict):
+    "A head's scores, and the best of them"
+    n, v, h = size
+    layer = cls(v, h, device=DEVICE, dtype=f64 if dtype == f64 else f32, **made(options)).to(DEVICE)
+    x = leaf(n, h, dtype=dtype)
+    return [layer.logits(x), layer.topk(x, 3).values], []
+
+
+def clipped(norm_type: float, dtype: torch.dtype):
+    "Gradients of rows beside dense ones, and their norm"
+    layer, rows = torch.nn.Linear(16, 16).to(DEVICE, dtype), fl.PartialFC(60, 16, sample_rate=0.3, device=DEVICE, dtype=dtype)
+    rows(layer(leaf(9, 16, dtype=dtype)), labels(60, 9)).backward()
+    params = [*layer.parameters(), *rows.parameters()]
+    return [fl.clip_grad_norm_(params, 0.1, norm_type), *(p.grad.to_dense() for p in params)], []
+
+
+def through_files(ranks: int, kind: str):
+    "A head's weight, written as insightface's ranks do, and read"
+    ours, theirs = (fl.PartialFC(60, 16, device=DEVICE) for _ in "ab")
+    with tempfile.TemporaryDirectory() as folder:
+        fl.save_insightface(ours, folder, ranks, kind=kind)
+        fl.load_insightface(theirs, folder)
+    return [theirs.weight.detach()], []
 
 
 def drawn(rate):
@@ -293,6 +338,12 @@ def of_linear_layers() -> Iterator[tuple[str, Call]]:
         yield f"recompute_linear_cross_entropy {at}", partial(linear, fl.recompute_linear_cross_entropy, size, dtype, dict(TOGETHER, linear_bias=a_bias))
         yield f"recompute_linear_cross_entropy {at} filtered", partial(linear, fl.recompute_linear_cross_entropy, size, dtype, dict(filter_eps=0.02, linear_bias=a_bias))
         yield f"sharded_linear_cross_entropy {at}", partial(linear, fl.sharded_linear_cross_entropy, size, dtype, dict(TOGETHER, linear_bias=a_bias))
+        for kind, reduction in product(("forward_kl", "reverse_kl", "jsd"), ("mean", "none")):
+            yield from ((f"linear_divergence {at} {kind} {reduction} {top}", partial(divergence, size, dtype, top, kind=kind, reduction=reduction)) for top in (0, 8))
+        for each in (False, True):
+            yield f"linear_log_probs {at} {each}", partial(of_targets, size, dtype, each)
+            yield f"log_probs {at} {each}", partial(of_targets, size, dtype, each, True)
+        yield f"linear_log_probs {at} batch_invariant", partial(of_targets, size, dtype, softcap=5.0, batch_invariant=True)
         yield f"sharded_linear_cross_entropy {at} stats", partial(linear, fl.sharded_linear_cross_entropy, size, dtype, dict(return_stats=True))
 
 
@@ -318,6 +369,12 @@ def of_heads() -> Iterator[tuple[str, Call]]:
         yield f"{cls.__name__} {size} {dtype} {name}", partial(head, cls, size, dtype, options)
         if cls is fl.PartialFC or name in LARGER:
             yield f"{cls.__name__} {size} {dtype} {name} evaluated", partial(head, cls, size, dtype, options, True)
+    for cls, (size, dtype, name, options) in product((fl.PartialFC, fl.ShardedPartialFC), grid(HEADS, {n: HEAD_OPTIONS[n] for n in ("", "Circle 1.0", "SubCenter 1.0")})):
+        yield f"{cls.__name__} {size} {dtype} {name} scores", partial(scored, cls, size, dtype, options)
+    yield from ((f"clip_grad_norm_ {norm_type} {dtype}", partial(clipped, norm_type, dtype)) for norm_type, dtype in product((1.0, 2.0, math.inf), (f32, f64)))
+    yield from ((f"{name} {ranks} {kind}", partial(through_files, ranks, kind)) for name in ("load_insightface", "save_insightface")
+                for ranks, kind in ((1, "weight"), (7, "checkpoint")))
+    yield "ignore_in_ddp", lambda: ([len(fl.ignore_in_ddp(fl.PartialFC(9, 4))._ddp_params_and_buffers_to_ignore)], [])
     yield from ((f"NegativeSampler {rate}", partial(drawn, rate)) for rate in (0.1, 0.9, "positives"))
     ways = {"SGD": dict(), "SGD momentum": dict(momentum=0.9, nesterov=True), "AdamW": dict(betas=(0.8, 0.9))}
     for (name, options), size, dtype, mode in product(ways.items(), HEADS, (f32, bf16), ("lazy", "dense")):
@@ -368,6 +425,8 @@ def ctc_ways(size: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield f"CTCLoss {logits}", partial(ctc, fl.CTCLoss(logits=logits), size, dtype, logits)
     yield "forced_align", partial(ctc, fl.forced_align, size, dtype)
     yield "ctc_posteriors", partial(ctc, fl.ctc_posteriors, size, dtype)
+    for beam in (1, 4):
+        yield f"ctc_decode {beam}", partial(ctc, lambda z, y, frames, long, beam=beam: fl.ctc_decode(z, frames, beam=beam, k=beam), size, dtype)
     yield "ctc_sample", lambda: ctc(partial(ctc_sample, generator=torch.Generator(DEVICE).manual_seed(3)), size, dtype)
 
 

@@ -139,7 +139,8 @@ def finish_kernel(
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
     softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    loss = row_loss(lse, (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, total, target_coef,
+    smoothed = tl.where(o.label_smoothing > 0, total, 0.0)  # 0 · -inf is no number
+    loss = row_loss(lse, (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, smoothed, target_coef,
                     smoothing_coef, w_t, w_all, o, ignored, valid)
     tl.store(loss_ptr + rows, loss * inv_denominator(denominator_ptr), mask=keep)
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)

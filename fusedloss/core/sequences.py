@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/library/sequences.ipynb #59bcbffa
 import os
+from itertools import groupby
 from typing import NamedTuple, Optional
 
 import torch
@@ -68,11 +69,20 @@ def as_lengths(
     check_integers(lengths, name, z)
     return lengths.long()
 
+def full_lengths(length:int, z:Tensor) -> Tensor:  # [N] int64, on the host
+    "The same length for each sequence of z."
+    return torch.full((z.shape[1],), length, device="cpu")
+
 def both_lengths(
-    input_lengths, target_lengths,  # as `as_lengths` takes them
-    z:Tensor,  # [T,N,C]
+    input_lengths, target_lengths,  # as `as_lengths` takes them; None: all that there is
+    z:Tensor, targets:Tensor,  # [T,N,C]; [N,L] or [sum of target_lengths]
 ) -> tuple[Tensor, Tensor]:  # frames and labels of each sequence, [N] int64
     "The lengths of a loss, under the names that its caller knows."
+    if input_lengths is None: input_lengths = full_lengths(len(z), z)
+    if target_lengths is None:
+        expect(targets.dim() == 2, "target_lengths", "the length of each target, as targets is "
+               "not [N, L] but one row", None)
+        target_lengths = full_lengths(targets.shape[1], z)
     named = (input_lengths, "input_lengths"), (target_lengths, "target_lengths")
     frames, lengths = (as_lengths(t, name, z) for t, name in named)
     return frames, lengths
@@ -165,10 +175,16 @@ def inv_denominators(lengths:Tensor, mean:bool, dtype) -> Tensor:
     return 1 / (lengths.clamp(min=1) * max(len(lengths), 1)).to(dtype)
 
 # %% ../../nbs/library/sequences.ipynb #3e83dba5
-def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
-    "`ValueError` for shapes, dtypes and options that cannot be meant."
+def check_scores(z:Tensor, blank:int, name:str):
+    "`ValueError` unless these are scores [T,N,C] of classes with a blank."
     expect(z.dim() == 3 and z.is_floating_point(), name, "floating point [T, N, C] or [T, C]",
            f"{z.dtype} {list(z.shape)}")
+    expect(type(blank) is int and 0 <= blank < z.shape[2], "blank",
+           f"a class below {z.shape[2]}", blank)
+
+def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
+    "`ValueError` for shapes, dtypes and options that cannot be meant."
+    check_scores(z, blank, name)
     whole = targets.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     expect(whole, "targets", "integers", targets.dtype)
     padded_shape = targets.dim() == 2 and targets.shape[0] == z.shape[1]
@@ -176,8 +192,6 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
            f"[{z.shape[1]}, L] or [sum of target_lengths]",
            f"{list(targets.shape)}{transposed_hint(targets.shape[:1].numel(), z)}")
     expect(not targets.is_meta or z.is_meta, "targets", f"labels on {z.device} or a CPU", "meta")
-    expect(type(blank) is int and 0 <= blank < z.shape[2], "blank",
-           f"a class below {z.shape[2]}", blank)
     expect(reduction in ("none", "mean", "sum"), "reduction", "none, mean or sum", reduction)
 
 # %% ../../nbs/library/sequences.ipynb #ec7f66d9
@@ -186,6 +200,30 @@ def add_batch_dim(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Ten
     expect_tensor("targets", targets)
     if not unbatched: return z, targets
     return z[:, None], targets[None] if targets.dim() == 1 else targets
+
+def unbatch(results:tuple, unbatched:bool) -> tuple:
+    "The first of each where there was no batch."
+    return type(results)(*(t[0] for t in results)) if unbatched else results
+
+# %% ../../nbs/library/sequences.ipynb #5a1d70c2
+class Span(NamedTuple):
+    "The frames of one label of a target."
+    label: int  # the class
+    start: int  # its first frame
+    end: int  # the frame behind its last one
+    score: float  # mean log-probability of its frames
+
+def spans_of(
+    labels:list[int], states:list[int], scores:list[float],  # of each frame, as in `Alignment`
+) -> list[Span]:
+    "A span for each label of a target, in their order; the frames of blanks are in none."
+    spans, start = [], 0
+    for state, run in groupby(states):
+        end = start + len([*run])
+        if state > 0 and state % 2:  # neither a blank nor beyond the path
+            spans.append(Span(labels[start], start, end, sum(scores[start:end]) / (end - start)))
+        start = end
+    return spans
 
 # %% ../../nbs/library/sequences.ipynb #1481de89
 class Segment(NamedTuple):
@@ -202,6 +240,6 @@ def unpadded_rows(t:Tensor, s:Segment) -> Tensor:
 # %% ../../nbs/library/sequences.ipynb #be627fd6
 def put_unpadded_rows(out:Tensor, rows:Tensor, s:Segment):
     "The way back: rows [n,...] into a segment [K,N,...]."
-    to = out.view(-1, *out.shape[2:])
+    to = out.view(out.shape[:2].numel(), *out.shape[2:])
     if s.kept is None: to.copy_(rows)
     else: to.index_copy_(0, s.kept, rows)

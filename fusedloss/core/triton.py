@@ -9,7 +9,7 @@ __all__ = []
 import functools, warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ try:
     jit = triton.jit
 except ImportError:  # without Triton the kernels can be read, and tensors take another path
     triton, tl, jit = None, SimpleNamespace(constexpr=object), lambda fn: fn
+
+# %% ../../nbs/library/triton.ipynb #f4a79051
+def unspecialized(*names:str) -> Callable:  # a decorator, as `jit`
+    "`jit` of one kernel for all values of these arguments: 1, and multiples of 16, get none of their own."
+    return functools.partial(jit, do_not_specialize=names) if triton else jit
 
 # %% ../../nbs/library/triton.ipynb #24e6c980
 def on_device(t:Tensor):

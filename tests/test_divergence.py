@@ -1,0 +1,576 @@
+"""A student's divergence from its teacher: every kind against its formula in float64, from heads and from lists; kernels, memory, planted bugs."""
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusedloss as fl
+import fusedloss.divergence as divergence
+from fusedloss.core import pairs
+from fusedloss.core.pairs import DivergenceOptions, PairBlocks, launch_divergence, reference_divergence
+from fusedloss.measure import MemoryTrace, relative_error
+from grids import few, grid
+from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+KINDS = "forward_kl", "reverse_kl", "jsd"
+N, H, T_H, V, K = 13, 5, 3, 11, 4
+
+
+def of_logs(kind, log_p, log_q, beta):
+    "The divergence of distributions over the last dimension, p the teacher's: as TRL's GKD and Liger's JSD define beta"
+    kl = lambda a, b: torch.where(a > -torch.inf, a.exp() * (a - b), 0.0).sum(-1)
+    if kind == "forward_kl" or kind == "jsd" and beta == 0: return kl(log_p, log_q)
+    if kind == "reverse_kl" or kind == "jsd" and beta == 1: return kl(log_q, log_p)
+    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+    return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+
+
+def scores(x, w, b, softcap, temperature):
+    z = x @ w.T + (0 if b is None else b)
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+
+
+def reduced(losses, token_weight, reduction):
+    weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses)
+    losses = torch.where(weights == 0, 0.0, losses * weights)
+    return losses if reduction == "none" else losses.sum() / (1 if reduction == "sum" else weights.sum())
+
+
+def exact(x, w, t_x=None, t_w=None, *, kind="forward_kl", beta=0.5, temperature=1.0, softcap=None, teacher_softcap=None, token_weight=None,
+          reduction="mean", linear_bias=None, teacher_bias=None, teacher_top=None, top_rest="class"):
+    "The loss by its definition, sharing no line with the library"
+    log_q = scores(x, w, linear_bias, softcap, temperature).log_softmax(-1)
+    if teacher_top is None:
+        log_p = scores(t_x, t_w, teacher_bias, teacher_softcap, temperature).log_softmax(-1)
+        return reduced(of_logs(kind, log_p, log_q, beta), token_weight, reduction)
+    indices, log_p = teacher_top
+    listed = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, indices, True)
+    left = torch.where(listed, -torch.inf, log_q).logsumexp(-1, keepdim=True)
+    log_q = log_q.gather(-1, indices)
+    if top_rest == "class":
+        log_q, log_p = torch.cat([log_q, left], -1), torch.cat([log_p, (1 - log_p.exp().sum(-1, keepdim=True)).clamp(min=0).log()], -1)
+    return reduced(of_logs(kind, log_p, log_q, beta), token_weight, reduction)
+
+
+@dataclass(frozen=True)
+class Case:
+    "A call: sizes, options, and what is given beside the heads"
+    sizes: tuple = (N, H, T_H, V)
+    options: dict = field(default_factory=dict)
+    bias: bool = False
+    weights: bool = False
+    top: int = 0  # classes in the teacher's lists
+    dtype: torch.dtype = f64
+    spread: float = 1.0
+
+    def sample(self, device="cpu"):
+        "Leaves of the student, and the other arguments"
+        made = torch.Generator().manual_seed(3)
+        n, h, t_h, v = self.sizes
+        new = lambda *size: (self.spread * torch.randn(size, generator=made, dtype=f64)).to(device, self.dtype)
+        leaves, options = [new(n, h), new(v, h)] + [new(v)] * self.bias, dict(self.options)
+        if self.weights:
+            options["token_weight"] = torch.linspace(-1, 2, n, dtype=f64).to(device, f32 if self.dtype != f64 else f64)
+            options["token_weight"][[2, n - 1]] = 0
+        if self.top:
+            log_p, indices = new(n, v).double().log_softmax(-1).topk(self.top)
+            return leaves, (), dict(options, teacher_top=(indices, log_p.to(self.dtype)))
+        if self.bias: options["teacher_bias"] = new(v)
+        return leaves, (new(n, t_h), new(v, t_h)), options
+
+
+def run(loss, leaves, teacher, options, g=None):
+    "Loss and gradients of all leaves, for an uneven upstream gradient"
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out = loss(*leaves[:2], *teacher, **options, **dict(linear_bias=leaves[2]) if leaves[2:] else {})
+    g = torch.linspace(-1.5, 1, max(out.numel(), 1), device=out.device).view(out.shape) if g is None else g
+    return out.detach(), *torch.autograd.grad(out, leaves, g.to(out))
+
+
+def faults(case, device="cpu", loss=None, tolerance=None) -> list[str]:
+    "What a loss gets wrong, in words"
+    leaves, teacher, options = case.sample(device)
+    wide = lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else tuple(map(wide, t)) if isinstance(t, tuple) else t
+    got = run(loss or fl.linear_divergence, leaves, teacher, options)
+    plain = {k: wide(v) for k, v in options.items() if k not in ("memory_budget", "max_valid")}
+    truth = run(exact, [t.double() for t in leaves], wide(teacher), plain)
+    limits = tolerance or {f64: (1e-10, 1e-9), f32: (1e-5, 1e-4), bf16: (2e-2, 3e-2), f16: (4e-3, 6e-3)}[case.dtype]
+    wrong = []
+    for name, a, e, like in zip(("loss", "dx", "dw", "db"), got, truth, (None, *leaves)):
+        dtype = (f64 if case.dtype == f64 else f32) if like is None else like.dtype
+        if a.dtype != dtype or a.shape != e.shape: wrong.append(f"{name} is {a.dtype} {list(a.shape)}")
+        elif relative_error(a.cpu(), e.cpu()) > limits[name != "loss"] and (a.double() - e).abs().max() > 1e-12:
+            wrong.append(f"{name} is off by {relative_error(a.cpu(), e.cpu()):.1e}")
+    return wrong
+
+
+# --- against the formula ---
+
+HOW = {"plain": {}, "cool": dict(temperature=2.5), "capped": dict(softcap=3.0, temperature=0.7), "teacher capped": dict(teacher_softcap=2.0),
+       "budget": dict(memory_budget=8 * 16 * 2 * 3)}
+
+
+@pytest.mark.parametrize("kind, reduction, how, bias, weights", grid(KINDS, ("none", "mean", "sum"), HOW, (False, True), (False, True)))
+def test_heads(kind, reduction, how, bias, weights, device):
+    options = dict(HOW[how], kind=kind, beta=0.3, reduction=reduction)
+    assert faults(Case(options=options, bias=bias, weights=weights), device) == []
+
+
+@pytest.mark.parametrize("kind, reduction, rest, how, weights", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "cool", "capped"), (False, True)))
+def test_lists(kind, reduction, rest, how, weights, device):
+    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "memory_budget")}
+    options |= dict(kind=kind, beta=0.3, reduction=reduction, top_rest=rest)
+    assert faults(Case(options=options, weights=weights, top=K), device) == []
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 3, 2, 2), (129, 2, 1, 3), (3, 0, 2, 5), (300, 4, 6, 70)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes(kind, sizes, device):
+    for reduction in ("none", "mean"):
+        assert faults(Case(sizes, dict(kind=kind, reduction=reduction)), device) == []
+
+
+def test_a_list_of_all_classes_is_the_teacher():
+    for kind in KINDS:
+        case = Case(options=dict(kind=kind, softcap=5.0), top=V)
+        leaves, _, options = case.sample()
+        log_p = torch.empty(N, V, dtype=f64).scatter_(-1, *options.pop("teacher_top"))
+        expected = run(fl.linear_divergence, leaves, (log_p, torch.eye(V, dtype=f64)), options)
+        got = run(fl.linear_divergence, *case.sample())
+        for a, e in zip(got, expected): torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("beta, kind", [(0, "forward_kl"), (1, "reverse_kl"), (0.0, "forward_kl"), (1.0, "reverse_kl")])
+def test_the_ends_of_beta_are_the_two_divergences(beta, kind):
+    leaves, teacher, _ = Case().sample()
+    assert torch.equal(fl.linear_divergence(*leaves, *teacher, kind="jsd", beta=beta), fl.linear_divergence(*leaves, *teacher, kind=kind))
+
+
+def test_kl_div_of_torch():
+    leaves, (t_x, t_w), _ = Case().sample()
+    log_q, log_p = (leaves[0] @ leaves[1].T).log_softmax(-1), (t_x @ t_w.T).log_softmax(-1)
+    for kind, a, b in (("forward_kl", log_q, log_p), ("reverse_kl", log_p, log_q)):
+        torch.testing.assert_close(fl.linear_divergence(*leaves, t_x, t_w, kind=kind), F.kl_div(a, b, reduction="batchmean", log_target=True))
+
+
+@pytest.mark.parametrize("dtype, t_dtype, reduction, kind", grid((f16, bf16, f32), (bf16, f32), ("none", "mean"), KINDS))
+def test_dtypes_of_student_and_teacher(dtype, t_dtype, reduction, kind, device):
+    case = Case((47, 16, 24, 123), dict(kind=kind, reduction=reduction), dtype=dtype, spread=0.5)
+    leaves, teacher, options = case.sample(device)
+    teacher = tuple(t.to(t_dtype) for t in teacher)
+    got = run(fl.linear_divergence, leaves, teacher, options)
+    truth = run(exact, [t.double() for t in leaves], [t.double() for t in teacher], options)
+    limit = max({f16: 4e-3, bf16: 3e-2, f32: 1e-4}[dtype], {bf16: 1e-2, f32: 0}[t_dtype] if device == "cuda" else 0)
+    for a, e, like in zip(got, truth, (torch.zeros(()), *leaves)):
+        assert a.dtype == like.dtype and relative_error(a.cpu(), e.cpu()) < limit
+
+
+def test_small_upstream_gradients_of_fp16_are_kept():
+    (x, w), teacher, options = Case((47, 16, 24, 123), dict(reduction="none"), dtype=f16, spread=0.3).sample()
+    leaves, g = [x / 30, w * 30], torch.full((47,), 1e-5)  # of which dx is 1e-5, and dz 1e-7
+    got, truth = run(fl.linear_divergence, leaves, teacher, options, g), run(exact, [t.double() for t in leaves], [t.double() for t in teacher], options, g)
+    assert relative_error(got[1], truth[1]) < 3e-2
+
+
+# --- hostile scores ---
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_ten_thousand(kind):
+    made = torch.Generator().manual_seed(0)
+    q, p = (1e4 * torch.randn(7, V, generator=made, dtype=f64) for _ in range(2))
+    p[0] = q[0] + 0.1 * torch.randn(V, generator=made)
+    eye = torch.eye(V, dtype=f64)
+    leaf = q.clone().requires_grad_()
+    losses = fl.linear_divergence(leaf, eye, p, eye, kind=kind, beta=0.25, reduction="none")
+    losses.sum().backward()
+    log_q = q.clone().requires_grad_()
+    truth = of_logs(kind, p.log_softmax(-1), log_q.log_softmax(-1), 0.25)
+    torch.testing.assert_close(losses, truth) if kind != "jsd" else torch.testing.assert_close(losses.isfinite(), torch.ones(7, dtype=torch.bool))
+    assert leaf.grad.isfinite().all()
+    if kind != "jsd": torch.testing.assert_close(leaf.grad, torch.autograd.grad(truth.sum(), log_q)[0], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_classes_spoil_no_other_token(kind):
+    z, t = torch.randn(2, 4, V, dtype=f64, generator=torch.Generator().manual_seed(0)) * 2
+    z[:, 2] = t[:, 2] = -torch.inf  # both: 0 · log 0
+    z[0, 5], t[1, 6] = -torch.inf, -torch.inf  # one: infinite for the divergence that weighs the other
+    def rows(z): return reference_divergence(z, t, None, None, DivergenceOptions(kind, 0.25), True)
+    dz = z.clone()
+    losses = rows(dz)
+    expected = of_logs(kind, t.log_softmax(-1)[2:], z.log_softmax(-1)[2:].nan_to_num(neginf=-1e9), 0.25) if kind == "forward_kl" else losses[2:]
+    assert losses.isinf().tolist() == [kind == "forward_kl", kind == "reverse_kl", False, False]
+    assert torch.allclose(losses[2:], expected) and dz.isfinite().all() and (dz[2:].abs().sum(1) > 0).all() and (dz[:, 2] == 0).all()
+
+
+def test_an_infinite_loss_leaves_the_gradients_of_others():
+    x, w = torch.eye(4, dtype=f64).requires_grad_(), torch.randn(6, 4, dtype=f64)
+    bias = torch.zeros(6, dtype=f64)
+    bias[3] = -torch.inf
+    for kind, given in (("forward_kl", dict(linear_bias=bias)), ("reverse_kl", dict(teacher_bias=bias))):
+        loss = fl.linear_divergence(x, w, x.detach(), w, kind=kind, **given)
+        assert loss == torch.inf and torch.autograd.grad(loss, x)[0].isfinite().all()
+
+
+def test_a_rest_far_below_the_list_keeps_its_digits():
+    z = torch.full((1, 6), -20.0)
+    z[0, :2] = torch.tensor([1.0, 0.0])
+    log_p = torch.tensor([[0.5, 0.3]]).log()
+    top = torch.tensor([[0, 1]]), log_p
+    for how in (dict(), dict(softcap=100.0)):
+        truth = exact(z.double(), torch.eye(6).double(), teacher_top=(top[0], log_p.double()), **how)
+        torch.testing.assert_close(fl.linear_divergence(z, torch.eye(6), teacher_top=top, **how), truth.float(), rtol=2e-6, atol=0)
+
+
+# --- rows by the kernel ---
+
+place = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
+BLOCKS = {"own": None, "small": PairBlocks(2, 2, 16, 1), "one row": PairBlocks(1, 4, 16, 1)}
+
+
+def row_faults(k, kind, shape, options, blocks, dtype, device, weights=True, late=False, rows=None):
+    "What the launcher of module `k` gets wrong, beside NaN that it must not read or write"
+    made = torch.Generator().manual_seed(1)
+    m, v = shape
+    q, p = ((2 * torch.randn(m, v, generator=made, dtype=f64)) for _ in range(2)) if rows is None else rows
+    q, p = q.to(device, dtype), p.to(device, dtype)
+    w_t = torch.linspace(-1, 2, m).to(device) if weights else None
+    if weights and m > 2: w_t[2] = 0
+    o, total = DivergenceOptions(kind, 0.3, **options), torch.tensor(3.5, device=device)
+    frame = torch.full((m + 2, v + 9), torch.nan, dtype=dtype, device=device)
+    z = frame[1:-1, 4:-5]
+    z.copy_(q)
+    losses = k.launch_divergence(z, p, w_t, total, o, True, late, blocks)
+    quiet = k.launch_divergence(q.clone(), p, w_t, total, o, False, late, blocks)
+    expected = q.double()
+    truth = reference_divergence(expected, p.double(), None if w_t is None else w_t.double(), total.double(), o, True, late)
+    inside = torch.zeros_like(frame, dtype=torch.bool)
+    inside[1:-1, 4:-5] = True
+    limit = {f32: 2e-5, bf16: 1e-2, f16: 2e-3}[dtype]
+    close = lambda a, e, limit: torch.allclose(a.double(), e, rtol=limit, atol=limit * max(1.0, e[e.isfinite()].abs().max().item() if e.isfinite().any() else 1.0), equal_nan=True)
+    return [text for text, right in (("loss", close(losses, truth, 2e-5)), ("quiet loss", close(quiet, truth, 2e-5)), ("gradient", close(z, expected, limit)),
+                                     ("outside", bool(frame[~inside].isnan().all()))) if not right]
+
+
+@place
+@pytest.mark.parametrize("kind, blocks, how, dtype", grid(KINDS, few(BLOCKS, "own", "small"), ("plain", "cool and capped"), few((f32, bf16, f16), f32, bf16)))
+def test_the_kernel(kind, blocks, how, dtype, device):
+    options = dict(inv_temperature=0.5, softcap=3.0, teacher_softcap=2.0) if how != "plain" else {}
+    assert row_faults(pairs, kind, (5, 75), options, BLOCKS[blocks], dtype, device) == []
+
+
+@place
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_of_hostile_rows(kind, device):
+    made = torch.Generator().manual_seed(2)
+    q, p = 1e4 * torch.randn(2, 4, 40, generator=made, dtype=f64)
+    q[1, 3:30], p[2, :9], q[3, :35], p[3, :35] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    p[1, 3:30] = -torch.inf
+    assert row_faults(pairs, kind, (4, 40), {}, BLOCKS["small"], f32, device, weights=False, rows=(q.float().double(), p.float().double())) == []
+    nothing = torch.full((1, 40), -torch.inf, device=device)
+    found = pairs.launch_divergence(nothing.clone(), nothing, None, None, DivergenceOptions(kind), True, False, BLOCKS["small"])
+    assert found.isnan().all()
+
+
+@place
+def test_the_kernel_reads_nothing_of_tokens_without_weight(device):
+    z, t = torch.randn(3, 20, device=device), torch.randn(3, 20, device=device)
+    z[1] = t[1] = torch.nan
+    losses = launch_divergence(z, t, torch.tensor([1.0, 0.0, 2.0], device=device), None, DivergenceOptions(), True)
+    assert losses[1] == 0 and (z[1] == 0).all() and z.isfinite().all() and losses.isfinite().all()
+
+
+@place
+@pytest.mark.parametrize("kind, top, how, reduction", [("forward_kl", 0, "cool", "none"), ("reverse_kl", K, "capped", "mean"), ("jsd", K, "plain", "none")])
+def test_calls_by_kernels(kind, top, how, reduction, device, monkeypatch):
+    "As on a GPU, where logits, lists and gradients go through kernels"
+    everywhere(monkeypatch, pairs, "has_kernel", lambda z: z.dtype != f64 and z.numel() > 0)
+    case = Case(options=dict(HOW[how], kind=kind, beta=0.3, reduction=reduction), weights=True, top=top, dtype=f32)
+    assert faults(case, device) == []
+
+
+# --- a citizen of autograd ---
+
+@pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
+def test_gradients_where_they_are_asked_for(needs, device):
+    for reduction, top in (("mean", 0), ("none", 0), ("none", K)):
+        leaves, teacher, options = Case(options=dict(reduction=reduction), bias=True, top=top).sample(device)
+        whole = run(fl.linear_divergence, leaves, teacher, options)[1:]
+        given = [t.requires_grad_(bool(n)) for t, n in zip(leaves, needs)]
+        out = fl.linear_divergence(*given[:2], *teacher, linear_bias=given[2], **options)
+        assert out.requires_grad == any(needs)
+        if any(needs):
+            out.backward(torch.linspace(-1.5, 1, max(out.numel(), 1), device=device).view(out.shape).to(out))
+            for t, e in zip(given, whole): assert t.grad is None if not t.requires_grad else torch.equal(t.grad, e)
+
+
+def test_the_teacher_gets_no_gradient():
+    (x, w), teacher, _ = Case().sample()
+    t_x, t_w = (t.requires_grad_() for t in teacher)
+    for reduction in ("mean", "none"):
+        loss = fl.linear_divergence(x.requires_grad_(), w, t_x, t_w, reduction=reduction)
+        assert torch.autograd.grad(loss.sum(), [t_x, t_w], allow_unused=True) == (None, None)
+    assert not fl.linear_divergence(x.detach(), w, t_x, t_w).requires_grad
+    top = torch.tensor([[0, 1]]).expand(N, -1), torch.full((N, 2), -1.0, dtype=f64).requires_grad_()
+    assert torch.autograd.grad(fl.linear_divergence(x, w, teacher_top=top), top[1], allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_upstream_gradients_and_a_second_backward(reduction, device):
+    leaves, teacher, options = Case(options=dict(reduction=reduction)).sample(device)
+    x, w = (t.requires_grad_() for t in leaves)
+    out = fl.linear_divergence(x, w, *teacher, **options).sum()
+    one = torch.autograd.grad(out, [x, w], retain_graph=True)
+    again = torch.autograd.grad(-3 * out, [x, w])
+    for a, b in zip(one, again): torch.testing.assert_close(-3 * a, b)
+    assert has_no_second_derivative(fl.linear_divergence(x, w, *teacher, **options).sum(), x)
+
+
+def test_compilers_and_checks_of_operators(device):
+    "One whole graph for any number of tokens; and what PyTorch asks of custom operators"
+    leaves, teacher, _ = Case((20, H, T_H, V), dtype=f32).sample(device)
+    x, w = (t.requires_grad_() for t in leaves)
+    for reduction in ("mean", "none"):
+        call = lambda x, t_x: fl.linear_divergence(x, w, t_x, teacher[1], reduction=reduction, kind="jsd").sum()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+        for n in (20, 13):
+            grads = [torch.autograd.grad(f(x[:n], teacher[0][:n]), [x, w]) for f in (compiled, call)]
+            for a, e in zip(*grads): torch.testing.assert_close(a, e)
+        torch.func.grad(call)(x.detach(), teacher[0])
+    o = list(DivergenceOptions())
+    torch.library.opcheck(torch.ops.fusedloss.divergence, (x, w, None, *teacher, None, None, None, None, *o, f32, f32, True, None, None, True, True, False),
+                          test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(torch.ops.fusedloss.token_divergence, (x, w, None, *teacher, None, None, None, None, *o, f32, f32, None, None),
+                          test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+def test_autocast_rounds_as_linear_does():
+    leaves, teacher, _ = Case((30, 8, 6, 20), dtype=f32).sample()
+    with torch.autocast("cpu", dtype=bf16):
+        got = fl.linear_divergence(*leaves, *teacher)
+    rounded = fl.linear_divergence(*(t.to(bf16) for t in leaves), *(t.to(bf16) for t in teacher))
+    assert got.dtype == f32 and torch.equal(got, rounded)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("top", [0, K])
+def test_a_graph_replays_it(top):
+    for reduction in ("mean", "none"):
+        leaves, teacher, options = Case((64, 16, 24, 200), dict(reduction=reduction), weights=True, top=top, dtype=bf16).sample("cuda")
+        x, w = (t.requires_grad_() for t in leaves)
+        assert replays(lambda: torch.autograd.grad(fl.linear_divergence(x, w, *teacher, **options).sum(), [x, w]))
+
+
+# --- tokens ---
+
+def test_no_tokens_and_no_weight():
+    (x, w), (t_x, t_w), _ = Case().sample()
+    w.requires_grad_()
+    for reduction in ("mean", "sum", "none"):
+        empty = fl.linear_divergence(x[:0], w, t_x[:0], t_w, reduction=reduction)
+        assert empty.shape == (x[:0, 0].shape if reduction == "none" else ()) and empty.sum() == 0
+        assert not torch.autograd.grad(empty.sum(), w)[0].any()
+        none = fl.linear_divergence(x, w, t_x, t_w, reduction=reduction, token_weight=torch.zeros(N))
+        assert none.sum() == 0 and not torch.autograd.grad(none.sum(), w)[0].any()
+
+
+def test_tokens_without_weight_enter_no_product_here():
+    (x, w), (t_x, t_w), _ = Case().sample()
+    weight = torch.ones(N, dtype=f64)
+    weight[4:] = 0
+    x[4:] = t_x[4:] = torch.nan
+    x.requires_grad_()
+    for how in (dict(), dict(reduction="none"), dict(max_valid=4)):
+        loss = fl.linear_divergence(x, w, t_x, t_w, token_weight=weight, **how)
+        g, = torch.autograd.grad(loss.sum(), x)
+        assert loss.isfinite().all() and g.isfinite().all() and not g[4:].any()
+    with pytest.raises(ValueError, match="max_valid: expected at least the 4 tokens"):
+        fl.linear_divergence(x, w, t_x, t_w, token_weight=weight, max_valid=3)
+
+
+def test_shapes_strides_and_modules():
+    (x, w), (t_x, t_w), _ = Case((12, H, T_H, V)).sample()
+    expected = fl.linear_divergence(x, w, t_x, t_w, reduction="none")
+    assert torch.equal(fl.linear_divergence(x.view(3, 4, H), w, t_x.view(3, 4, T_H), t_w, reduction="none"), expected.view(3, 4))
+    spread = torch.stack([x, x], -1)[..., 0], w.T.contiguous().T, t_x.T.contiguous().T, torch.stack([t_w, t_w], 1)[:, 1]
+    torch.testing.assert_close(fl.linear_divergence(*spread, reduction="none"), expected)
+    one = fl.linear_divergence(x[:1].expand(5, -1), w, t_x[:1].expand(5, -1), t_w, reduction="none", token_weight=torch.ones(()).expand(5))
+    torch.testing.assert_close(one, expected[:1].expand(5))
+    head, t_head = nn.Linear(H, V).double(), nn.Embedding(V, T_H).double()
+    got = fl.linear_divergence(x, head, t_x, t_head)
+    assert torch.equal(got, fl.linear_divergence(x, head.weight, t_x, t_head.weight, linear_bias=head.bias))
+    assert fl.linear_divergence(x[0], w, t_x[0], t_w, reduction="none").shape == ()
+
+
+# --- memory and work ---
+
+def test_the_products_that_are_made():
+    from torch.utils.flop_counter import FlopCounterMode
+    leaves, teacher, options = Case(options=dict(reduction="sum")).sample()
+    x, w = (t.requires_grad_() for t in leaves)
+    student, teachers = 2 * N * H * V, 2 * N * T_H * V
+    for reduction, top, expected in (("sum", 0, 3 * student + teachers), ("none", 0, 4 * student + 2 * teachers), ("mean", K, 3 * student)):
+        _, teacher, options = Case(options=dict(reduction=reduction), top=top).sample()
+        with FlopCounterMode(display=False) as mode:
+            fl.linear_divergence(x, w, *teacher, **options).sum().backward()
+        assert mode.get_total_flops() == expected
+
+
+@pytest.mark.parametrize("budget", [None, 2**26, 2**28])
+@pytest.mark.parametrize("sizes", [(8192, 2048, 4096, 128256), (4096, 1024, 2048, 151936)], ids=str)
+def test_chunks_hold_what_the_budget_says(sizes, budget, monkeypatch):
+    "On meta tensors, as on a GPU: both chunks of logits, and a sum in fp32 where one is taken, within the budget"
+    for name, value in (("has_kernel", lambda z: True), ("launch_kernel", lambda *_, **__: None), ("on_device", lambda t: nullcontext())):
+        everywhere(monkeypatch, pairs, name, value)
+    n, h, t_h, v = sizes
+    new = lambda *size: torch.empty(size, dtype=bf16, device="meta")
+    given = new(n, h), new(v, h), None, new(n, t_h), new(v, t_h), *[None] * 4
+    monkeypatch.setattr("fusedloss.chunks.product_dtype", lambda t: t.dtype)
+    with MemoryTrace() as trace:
+        divergence.divergence_fwd(*given, DivergenceOptions(), bf16, bf16, True, budget, None, True, True, False)
+    held = trace.peak - 2 * h * (n + v)
+    assert held <= (budget or 2 * 2 * v * n // 2) + 16 * n
+    assert budget is None or held > budget // 4
+
+
+def test_saved_tensors_are_the_gradients_or_the_inputs():
+    from fusedloss.measure import saved_tensors
+    leaves, teacher, _ = Case((64, 8, 6, 512), dtype=f32).sample()
+    x, w = (t.requires_grad_() for t in leaves)
+    for reduction in ("mean", "none"):
+        saved = saved_tensors(lambda: fl.linear_divergence(x, w, *teacher, reduction=reduction), x, w, *teacher)
+        assert all(len(s) < 2 or 512 not in s[1:] for s in [tuple(t.shape) if hasattr(t, "shape") else t for t in saved] if isinstance(s, tuple))
+
+
+# --- what is refused ---
+
+TOP = torch.zeros(N, 2, dtype=torch.int64) + torch.tensor([0, 3]), torch.full((N, 2), -1.0, dtype=f64)
+REFUSED = {
+    "another vocabulary": (dict(teacher_weight=torch.zeros(V + 1, T_H, dtype=f64)), r"teacher_weight: expected the student's 11 classes, got 12 classes"),
+    "other tokens": (dict(teacher_input=torch.zeros(N + 1, T_H, dtype=f64)), r"teacher_input: expected shape \[13, 3\], got \[14, 3\]"),
+    "another width": (dict(teacher_input=torch.zeros(N, 9, dtype=f64)), r"teacher_input: expected shape \[\.\.\., 3\], got \[13, 9\]"),
+    "two dtypes of the teacher": (dict(teacher_input=torch.zeros(N, T_H)), "teacher_weight: expected the teacher_input's dtype torch.float32"),
+    "no teacher": (dict(teacher_input=None, teacher_weight=None), "teacher_input: expected a tensor, or `teacher_top`"),
+    "half a teacher": (dict(teacher_weight=None), "teacher_weight: expected a tensor, or `teacher_top`"),
+    "two teachers": (dict(teacher_top=TOP), "teacher_top: expected None beside a teacher's head, got both"),
+    "temperature 0": (dict(temperature=0.0), "temperature: expected a positive, finite number, got 0.0"),
+    "temperature inf": (dict(temperature=float("inf")), "temperature: expected a positive, finite number, got inf"),
+    "beta": (dict(beta=1.01), "beta: expected a number from 0 to 1, got 1.01"),
+    "kind": (dict(kind="kl"), "kind: expected 'forward_kl', 'reverse_kl' or 'jsd', got 'kl'"),
+    "rest": (dict(top_rest="keep"), "top_rest: expected 'class' or 'drop', got 'keep'"),
+    "softcap": (dict(softcap=0.0), "softcap: expected a positive number or None, got 0.0"),
+    "teacher's softcap": (dict(teacher_softcap=-1.0), "teacher_softcap: expected a positive number or None"),
+    "reduction": (dict(reduction="batchmean"), "reduction: expected 'none', 'mean' or 'sum', got 'batchmean'"),
+    "weights of another shape": (dict(token_weight=torch.ones(N, 1)), r"token_weight: expected floats of shape \[13\]"),
+    "a bias of another shape": (dict(teacher_bias=torch.ones(V + 1, dtype=f64)), r"teacher_bias: expected floats of shape \[11\]"),
+    "memory": (dict(memory_budget=10), "memory_budget: expected an integer of at least 256 bytes here, or None, got 10"),
+    "a promise about all": (dict(max_valid=3), "max_valid: expected at least the 13 tokens that have a weight, got 3"),
+}
+LISTS = {
+    "an index that is no class": ((TOP[0] + 8, TOP[1]), IndexError, r"teacher_top's indices: expected 0 ≤ index < 11, got \[8, 11\] for token 0"),
+    "a class twice": ((TOP[0] * 0, TOP[1]), ValueError, r"teacher_top's indices: expected each class once a token, got \[0, 0\] for token 0"),
+    "above 0": ((TOP[0], -TOP[1]), ValueError, r"teacher_top's log_probs: expected numbers not above 0, got \[1.0, 1.0\] for token 0"),
+    "no number": ((TOP[0], TOP[1] * torch.nan), ValueError, "teacher_top's log_probs: expected numbers not above 0"),
+    "floats": ((TOP[1], TOP[1]), ValueError, "teacher_top's indices: expected torch.int32 or torch.int64, got torch.float64"),
+    "of other tokens": ((TOP[0][1:], TOP[1][1:]), ValueError, r"teacher_top's indices: expected shape \[13, 'K'\], 1 ≤ K ≤ 11, got \[12, 2\]"),
+    "of two lengths": ((TOP[0], TOP[1][:, :1]), ValueError, "teacher_top: expected as many indices as log-probabilities, got 2 and 1"),
+    "not a pair": (TOP[0], ValueError, r"teacher_top: expected \(indices, log_probs\), got Tensor"),
+}
+
+
+@pytest.mark.parametrize("given, words", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(given, words):
+    (x, w), (t_x, t_w), _ = Case().sample()
+    with pytest.raises(ValueError, match=words):
+        fl.linear_divergence(**{"input": x, "linear_weight": w, "teacher_input": t_x, "teacher_weight": t_w} | given)
+
+
+@pytest.mark.parametrize("top, error, words", LISTS.values(), ids=LISTS)
+def test_lists_that_are_refused(top, error, words):
+    (x, w), _, _ = Case().sample()
+    with pytest.raises(error, match=words):
+        fl.linear_divergence(x, w, teacher_top=top)
+
+
+def test_lists_of_tokens_without_weight_may_be_anything():
+    (x, w), _, _ = Case().sample()
+    indices, weight = TOP[0].clone(), torch.ones(N)
+    indices[3], weight[3] = -1, 0
+    assert fl.linear_divergence(x, w, teacher_top=(indices, TOP[1]), token_weight=weight).isfinite()
+
+
+def test_a_bad_list_is_nan_for_its_token_where_none_looks():
+    z = torch.randn(3, V)
+    indices, log_p = torch.tensor([[0, 1], [0, V], [2, 2]]), torch.full((3, 2), -1.0)
+    losses = divergence.top_rows(z, indices, log_p, None, None, DivergenceOptions(), True)
+    assert losses.isnan().tolist() == [False, True, True] and z.isfinite().all()
+
+
+# --- planted bugs ---
+
+MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
+    "p and q change places": ("of(p, log_p - log_q), -p", "of(q, log_q - log_p), -p"),
+    "reverse KL without its one": ("return terms, terms + q", "return terms, terms"),
+    "the mixture has the student's share": ("log_p + math.log(beta), log_q + math.log1p(-beta)", "log_q + math.log(beta), log_p + math.log1p(-beta)"),
+    "the mixture's gradient is not divided": ("rest = (1 - o.beta) * of", "rest = of"),
+    "the temperature is forgotten in the slope": ("u.sum(1, keepdim=True)) * slope * scale", "u.sum(1, keepdim=True)) * scale"),
+    "the teacher is not cooled": ("return LossOptions(logit_scale=self.inv_temperature, softcap=self.teacher_softcap)", "return LossOptions(softcap=self.teacher_softcap)"),
+    "the teacher's cap is the student's": ("cool(softcap),\n                             cool(teacher_softcap)", "cool(softcap),\n                             cool(softcap)"),
+    "the first teacher's rows for all": ("make_logits(buffer[:len(z)], teacher.x[i]", "make_logits(buffer[:len(z)], teacher.x[:len(z)]"),
+    "the first token weights for all": ("else token_weight[i]\n    if teacher.w", "else token_weight[:i.stop - i.start]\n    if teacher.w"),
+    "teacher's rows are not packed": ("teacher.rows(order)", "teacher"),
+    "the mean is over all tokens": ("else token_weight.sum(dtype=acc)\n    denominator", "else x.new_full((), len(x), dtype=acc)\n    denominator"),
+    "upstream gradients of tokens are dropped": ("torch.where(token_weight == 0, 0.0, g * token_weight)", "token_weight"),
+    "a list without its rest's gradient": ("u[:, k] / q[:, k], 0.0) - total", "0.0, 0.0) - total"),
+    "a list's places keep their zeros": ("z.scatter_(1, at, dz.to(z.dtype))", "pass"),
+    "a cap's share stays in the rest": ("if not o.softcap: return lse", "if True: return lse"),
+}
+CHOSEN_BUGS = few(MUTANTS, "p and q change places", "reverse KL without its one", "the teacher is not cooled", "the first teacher's rows for all",
+                  "teacher's rows are not packed", "a list without its rest's gradient", "a cap's share stays in the rest")
+NOTICED = [Case(options=dict(HOW["budget"], kind=kind, beta=0.3, reduction=reduction, temperature=0.7, softcap=3.0), weights=True, top=top)
+           for kind in KINDS for reduction, top in (("none", 0), ("mean", 0), ("mean", K))]
+NOTICED.append(Case(options=dict(kind="reverse_kl", top_rest="drop"), top=K))
+
+
+def any_fault(module) -> list[str]:
+    "What the cases notice, or the error that they run into"
+    try: return [fault for case in NOTICED for fault in faults(case, loss=module.linear_divergence)]
+    except (RuntimeError, ValueError, IndexError) as error: return [repr(error)]
+
+
+def test_the_unchanged_source_passes(tmp_path):
+    assert any_fault(planted(divergence, tmp_path, *unchanged(MUTANTS.values()))) == []
+
+
+@pytest.mark.parametrize("bug", CHOSEN_BUGS)
+def test_a_planted_bug_is_noticed(bug, tmp_path):
+    assert any_fault(planted(divergence, tmp_path, *MUTANTS[bug])), "nothing noticed"
+
+
+KERNEL_MUTANTS = {
+    "an old sum is not rescaled": ("tl.where(factor > 0, cross * factor, 0.0)", "tl.where(factor > 0, cross, 0.0)"),
+    "lse of the teacher is added": ("- (p_top - q_top) - (p_log_s - q_log_s)", "+ (p_top - q_top) - (p_log_s - q_log_s)"),
+    "reverse KL's gradient has no mean": ("q * ((log_q - log_p) - slant)", "q * (log_q - log_p)"),
+    "the mixture's gradient has no mean": ("(1 - beta) * q * ((log_q - log_m) - slant)", "(1 - beta) * q * (log_q - log_m)"),
+    "the cap has no slope": ("tl.where(live, dz * scale * slope, 0.0).to(q_ptr", "tl.where(live, dz * scale, 0.0).to(q_ptr"),
+    "0 · inf": ("tl.where(e > 0, e * (z - other), 0.0)", "e * (z - other)"),
+}
+
+
+@place
+@pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "an old sum is not rescaled", "0 · inf"))
+def test_a_bug_planted_in_the_kernel_is_noticed(bug, tmp_path, device):
+    k = planted(pairs, tmp_path, *KERNEL_MUTANTS[bug])
+    options, masked = dict(inv_temperature=0.5, softcap=3.0), torch.randn(2, 3, 40, dtype=f64)
+    masked[:, :, :17] = -torch.inf
+    found = [row_faults(k, kind, (5, 75), options, BLOCKS["small"], f32, device) for kind in KINDS]
+    found += [row_faults(k, kind, (3, 40), {}, BLOCKS["small"], f32, device, weights=False, rows=masked) for kind in KINDS]
+    assert any(found), "nothing noticed"
