@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Callable, Iterator
 from unittest import mock
 
@@ -24,7 +25,7 @@ import transformers as hf  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 V, NAMES = 96, ("_ChunkedLogProbFunction", "selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy",
-                 "ChunkedDivergenceFunction")
+                 "ChunkedDivergenceFunction", "GKDTrainer.compute_loss", "GKDTrainer.generalized_jsd_loss")
 SIZES = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
              max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
@@ -212,6 +213,107 @@ def test_divergences_of_scaled_logits_stay_trls():
     assert ours.call_count == 0
 
 
+# ---- GKD: logits of two models that nobody computes
+
+
+def gkd_step(student: nn.Module, teacher: nn.Module, beta: float, labels: list[list[int]], given: dict = {}, wrapped: nn.Module | None = None) -> list:
+    "The loss of TRL's trainer and the gradient of every weight"
+    from trl.experimental.gkd import GKDTrainer
+    ids = torch.randint(3, V, (2, 9), generator=seeded(1))
+    trainer = SimpleNamespace(teacher_model=teacher, beta=beta, generalized_jsd_loss=GKDTrainer.generalized_jsd_loss,
+                              accelerator=SimpleNamespace(unwrap_model=lambda model: getattr(model, "module", model)))
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor(labels))
+    student.zero_grad()
+    loss = GKDTrainer.compute_loss(trainer, student if wrapped is None else wrapped, inputs, **given)
+    outputs = loss[1] if isinstance(loss, tuple) else None
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    return [loss.detach(), None if outputs is None else outputs.logits, *(p.grad for p in student.parameters())]
+
+
+def same_gkd(student: nn.Module, beta: float = 0.3, calls: int = 1, computed: int = 0, labels: list[list[int]] = [[-100] * 3 + [5] * 6, [-100] * 7 + [5] * 2], **given) -> None:
+    "GKD's loss and gradients are those of TRL, without logits if our divergence is called; the models are as they were"
+    teacher = made("Gemma2", head_dim=16, hidden_size=48, final_logit_softcapping=2.0)
+    expected = gkd_step(student, teacher, beta, labels, **given)
+    patch()
+    with mock.patch.object(adapter, "linear_divergence", wraps=adapter.linear_divergence) as ours, \
+            mock.patch.object(adapter, "computed", wraps=adapter.computed) as of_logits:
+        got = gkd_step(student, teacher, beta, labels, **given)
+    assert (ours.call_count, of_logits.call_count) == (calls, computed)
+    if calls:
+        assert len(ours.call_args.args[0]) == (torch.tensor(labels)[:, 1:] != -100).sum()  # positions that count nothing reach no product
+    assert_close(got, expected, rtol=1e-4, atol=2e-6)
+    assert not any("forward" in vars(m) for model in (student, teacher) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "scale" not in name])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_gkd(name, beta):
+    kind, config = MODELS[name]
+    same_gkd(made(kind, **config), beta)
+
+
+@pytest.mark.parametrize("number", [5, torch.tensor(11)])
+def test_gkd_by_a_number_of_tokens(number):
+    same_gkd(made(), given=dict(num_items_in_batch=number))
+
+
+def test_gkd_where_nothing_counts():
+    same_gkd(made(), labels=[[-100] * 9] * 2)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "scale" in name])
+def test_gkd_of_scaled_logits_stays_trls(name):
+    same_gkd(made(MODELS[name][0], **MODELS[name][1]), calls=0, computed=2)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **given):
+        return self.module(**given)
+
+
+def test_gkd_stays_trls_where_the_loss_cannot_have_the_layer():
+    same_gkd(made(), calls=0, given=dict(return_outputs=True))
+    unpatch()
+    student = made()
+    same_gkd(student, calls=0, wrapped=Wrapped(student))
+    unpatch()
+    student.lm_head.weight.ds_id = 0
+    same_gkd(student, calls=0)
+
+
+def test_gkd_of_a_patched_student():
+    student = made()
+    teacher = made("Qwen3", head_dim=16)
+    labels = [[-100] * 4 + [5] * 5] * 2
+    expected = gkd_step(student, teacher, 0.5, labels)
+    fl.integrations.transformers.patch(student)
+    patch()
+    assert_close(gkd_step(student, teacher, 0.5, labels), expected, rtol=1e-4, atol=2e-6)
+    fl.integrations.transformers.unpatch(student)
+
+
+def test_gkd_that_fails_leaves_the_models_as_they_were():
+    student, teacher = made(), made("Llama", vocab_size=V + 8)
+    patch()
+    with pytest.raises(ValueError, match="the student's 96 classes, got 104"):
+        gkd_step(student, teacher, 0.5, [[5] * 9] * 2)
+    assert not any("forward" in vars(m) for model in (student, teacher) for m in model.modules())
+
+
+def test_tensors_given_to_gkds_divergence_stay_trls():
+    from trl.experimental.gkd import GKDTrainer
+    student, teacher = torch.randn(2, 4, V, generator=seeded(1)), torch.randn(2, 4, V, generator=seeded(2))
+    expected = GKDTrainer.generalized_jsd_loss(student, teacher, reduction="none", temperature=0.7)
+    patch()
+    assert torch.equal(GKDTrainer.generalized_jsd_loss(student, teacher, reduction="none", temperature=0.7), expected)
+
+
 # ---- functions of logits
 
 
@@ -329,24 +431,27 @@ def few_letters(completions: list[str], **kwargs) -> list[float]:
 
 
 PAIRS, SAMPLES = ("prompt", "chosen", "rejected"), dict(num_generations=2, max_completion_length=6)
-TRAININGS = {  # class of the trainer, columns, what its config has besides; how often our functions are called, of hidden states and of logits
-    "SFT": ("SFT", ("prompt", "completion"), {}, (2, 0)),
-    "SFT, dft, accumulation": ("SFT", ("prompt", "completion"), dict(loss_type="dft", gradient_accumulation_steps=2), (4, 0)),
-    "SFT, checkpointing": ("SFT", ("prompt", "completion"), dict(gradient_checkpointing=True), (2, 0)),
-    "SFT, label smoothing": ("SFT", ("prompt", "completion"), dict(label_smoothing_factor=0.1), (2, 0)),
-    "SFT, autocast": ("SFT", ("prompt", "completion"), dict(bf16=True), (2, 0)),
-    "DPO": ("DPO", PAIRS, {}, (4, 0)),
-    "DPO, part of a length": ("DPO", PAIRS, dict(ld_alpha=0.5, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]), (4, 0)),
-    "DPO, weighted": ("DPO", PAIRS, dict(use_weighting=True), (2, 0)),  # the policy's weights are TRL's own; the reference has none
-    "KTO": ("KTO", ("prompt", "completion", "label"), {}, (8, 0)),
-    "GRPO": ("GRPO", ("prompt",), dict(SAMPLES, temperature=0.8, beta=0.1, top_entropy_quantile=0.7), (4, 0)),
-    "GRPO, used twice": ("GRPO", ("prompt",), dict(SAMPLES, temperature=1.2, num_iterations=2), (3, 0)),
-    "RLOO": ("RLOO", ("prompt",), dict(SAMPLES, temperature=0.8), (6, 0)),
-    "GKD": ("experimental.gkd.GKD", ("messages",), dict(beta=0.5, lmbda=0.0), (0, 0)),
-    "distillation": ("Distillation", ("prompt",), dict(max_completion_length=6, beta=0.5), (2, 0)),
-    "distillation, forward": ("Distillation", ("prompt",), dict(max_completion_length=6, beta=0.0, temperature=0.7), (2, 0)),
-    "ORPO": ("experimental.orpo.ORPO", PAIRS, {}, (0, 2)),
-    "CPO": ("experimental.cpo.CPO", PAIRS, {}, (0, 2)),
+TRAININGS = {  # class of the trainer, columns, what its config has besides; how often our log-probabilities are called, of hidden states and of logits, and our divergence
+    "SFT": ("SFT", ("prompt", "completion"), {}, (2, 0, 0)),
+    "SFT, dft, accumulation": ("SFT", ("prompt", "completion"), dict(loss_type="dft", gradient_accumulation_steps=2), (4, 0, 0)),
+    "SFT, checkpointing": ("SFT", ("prompt", "completion"), dict(gradient_checkpointing=True), (2, 0, 0)),
+    "SFT, label smoothing": ("SFT", ("prompt", "completion"), dict(label_smoothing_factor=0.1), (2, 0, 0)),
+    "SFT, autocast": ("SFT", ("prompt", "completion"), dict(bf16=True), (2, 0, 0)),
+    "DPO": ("DPO", PAIRS, {}, (4, 0, 0)),
+    "DPO, part of a length": ("DPO", PAIRS, dict(ld_alpha=0.5, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]), (4, 0, 0)),
+    "DPO, weighted": ("DPO", PAIRS, dict(use_weighting=True), (2, 0, 0)),  # the policy's weights are TRL's own; the reference has none
+    "KTO": ("KTO", ("prompt", "completion", "label"), {}, (8, 0, 0)),
+    "GRPO": ("GRPO", ("prompt",), dict(SAMPLES, temperature=0.8, beta=0.1, top_entropy_quantile=0.7), (4, 0, 0)),
+    "GRPO, used twice": ("GRPO", ("prompt",), dict(SAMPLES, temperature=1.2, num_iterations=2), (3, 0, 0)),
+    "RLOO": ("RLOO", ("prompt",), dict(SAMPLES, temperature=0.8), (6, 0, 0)),
+    "GKD": ("experimental.gkd.GKD", ("messages",), dict(beta=0.5, lmbda=0.0), (0, 0, 2)),
+    "GKD, forward, accumulation": ("experimental.gkd.GKD", ("messages",), dict(beta=0.0, lmbda=0.0, gradient_accumulation_steps=2), (0, 0, 4)),
+    "GKD, of its own texts": ("experimental.gkd.GKD", ("messages",), dict(beta=1.0, lmbda=1.0, max_new_tokens=6), (0, 0, 2)),
+    "GKD, autocast": ("experimental.gkd.GKD", ("messages",), dict(beta=0.1, lmbda=0.0, bf16=True), (0, 0, 2)),
+    "distillation": ("Distillation", ("prompt",), dict(max_completion_length=6, beta=0.5), (2, 0, 2)),
+    "distillation, forward": ("Distillation", ("prompt",), dict(max_completion_length=6, beta=0.0, temperature=0.7), (2, 0, 2)),
+    "ORPO": ("experimental.orpo.ORPO", PAIRS, {}, (0, 2, 0)),
+    "CPO": ("experimental.cpo.CPO", PAIRS, {}, (0, 2, 0)),
 }
 
 
@@ -380,9 +485,10 @@ def test_steps_are_trls(name, tokenizer, tmp_path):
     expected, weights = trained(trainer_of(name, tokenizer, tmp_path))
     patch()
     with mock.patch.object(adapter, "linear_log_probs", wraps=adapter.linear_log_probs) as of_states, \
-            mock.patch.object(adapter, "log_probs", wraps=adapter.log_probs) as of_logits:
+            mock.patch.object(adapter, "log_probs", wraps=adapter.log_probs) as of_logits, \
+            mock.patch.object(adapter, "linear_divergence", wraps=adapter.linear_divergence) as of_pairs:
         log, got = trained(trainer_of(name, tokenizer, tmp_path))
-    assert (of_states.call_count, of_logits.call_count) == TRAININGS[name][3]
+    assert (of_states.call_count, of_logits.call_count, of_pairs.call_count) == TRAININGS[name][3]
     close = dict(rel=3e-2, abs=3e-2) if "autocast" in name else dict(rel=2e-5, abs=2e-5)
     assert len(log) == 3 and log[0]["loss"] != log[1]["loss"]
     for ours, theirs in zip(log, expected, strict=True):
@@ -407,7 +513,8 @@ def test_a_trainer_that_was_there_before_changes_with_patch(tokenizer, tmp_path)
 def references() -> dict[tuple[str, str], int]:
     "What each name in TRL's loaded modules means"
     modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "trl"}
-    return {(name, key): id(value) for name, module in modules.items() for key, value in vars(module).items()}
+    classes = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items() if isinstance(value, type)}
+    return {(name, key): id(value) for name, holder in (modules | classes).items() for key, value in vars(holder).items()}
 
 
 def test_unpatched_is_as_it_was():
@@ -419,7 +526,7 @@ def test_unpatched_is_as_it_was():
     changed = {key for key, value in references().items() if value != before[key]}
     assert {("trl.trainer.utils", name) for name in NAMES[:4]} | {("trl.trainer.distillation_trainer", NAMES[4])} | {("trl.kernels", "ChunkedLogProbFunction"),
             ("trl.experimental.orpo.orpo_trainer", "selective_log_softmax")} <= changed
-    assert {name for _, name in changed} == {*NAMES, "ChunkedLogProbFunction"}
+    assert {name for _, name in changed} == {*(name.split(".")[-1] for name in NAMES), "ChunkedLogProbFunction"}
     assert unpatch() == NAMES and references() == before and unpatch() == ()
 
 
@@ -465,6 +572,22 @@ def test_a_trl_with_other_functions_is_refused_and_nothing_changes(name, monkeyp
     assert references() == before and unpatch() == ()
     monkeypatch.undo()
     assert patch() == NAMES
+
+
+def test_a_trl_without_gkd_is_patched_in_all_else(monkeypatch):
+    monkeypatch.setitem(sys.modules, adapter.GKD, None)
+    assert patch() == NAMES[:5] and unpatch() == NAMES[:5]
+    monkeypatch.setitem(sys.modules, adapter.GKD, ModuleType("gkd_trainer"))
+    assert patch() == NAMES[:5]
+
+
+def test_a_trl_whose_gkd_takes_other_arguments_is_refused(monkeypatch):
+    from trl.experimental.gkd import GKDTrainer
+    monkeypatch.setattr(GKDTrainer, "generalized_jsd_loss", staticmethod(other_entropy))
+    before = references()
+    with pytest.raises(ValueError, match=r"got GKDTrainer.generalized_jsd_loss\(logits, chunk_size=256\) in TRL"):
+        patch()
+    assert references() == before
 
 
 def test_the_adapter_is_found_from_the_package():

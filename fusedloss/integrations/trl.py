@@ -6,23 +6,25 @@
 __all__ = ['patch', 'unpatch']
 
 # %% ../../nbs/integrations/trl.ipynb #b85122f0
-import functools, importlib, inspect, sys
+import contextlib, functools, importlib, inspect, itertools, sys, warnings
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import nn, Tensor
 
 from fusedloss.core.checks import expect
 from fusedloss.divergence import linear_divergence
+from fusedloss.integrations.transformers import inner_model, lazy_logits, LazyLogits, LinearForward, linears_of, replaced
 from fusedloss.logprobs import linear_log_probs, log_probs
 
 # %% ../../nbs/integrations/trl.ipynb #7fb71887
 def is_partitioned(
     weight:Tensor,
 ) -> bool:
-    "Whether ZeRO-3 of DeepSpeed keeps a parameter in parts, and gathers it for a while."
-    return hasattr(weight, "ds_id")
+    "Whether ZeRO-3 of DeepSpeed or FSDP2 keeps a parameter in parts, and gathers it for a while."
+    return hasattr(weight, "ds_id") or hasattr(weight, "full_tensor")
 
 # %% ../../nbs/integrations/trl.ipynb #43446404
 def of_hidden_dtype(
@@ -90,6 +92,82 @@ def head_divergence(
     return divergence, head_entropy(student_hidden, *head, temperature,
                                     student_final_logit_softcapping)
 
+# %% ../../nbs/integrations/trl.ipynb #e6d9ceea
+def sum_of_divergences(
+    student:LazyLogits, teacher:LazyLogits,  # [n,V] both
+    beta:float, temperature:float,
+) -> Tensor:  # a scalar
+    "The sum over tokens of their divergences, of logits that stay uncomputed."
+    def of_both(tx, tw, nothing, linear_bias):
+        tw, tb = of_hidden_dtype(tx, tw, linear_bias)
+        return student.give(functools.partial(of_student, (tx, tw, tb)), nothing)
+
+    def of_student(known, x, w, nothing, linear_bias):
+        (tx, tw, tb), (w, b) = known, of_hidden_dtype(x, w, linear_bias)
+        return linear_divergence(
+            x, w, tx, tw, kind="jsd", beta=beta, temperature=temperature, softcap=student.cap,
+            teacher_softcap=teacher.cap, reduction="sum", linear_bias=b, teacher_bias=tb)
+    return teacher.give(of_both, torch.empty(0))
+
+# %% ../../nbs/integrations/trl.ipynb #d4a88160
+def computed(
+    logits:LazyLogits,  # [...,V]
+) -> Tensor:  # [...,V]
+    "Logits as the model would have made them."
+    of_layer = lambda x, w, _, linear_bias: F.linear(x, *of_hidden_dtype(x, w, linear_bias))
+    z = logits.give(of_layer, torch.empty(0))
+    factor = logits.terms[0].factor
+    z = z if factor == 1 else z * factor
+    return z if logits.cap is None else logits.cap * torch.tanh(z)
+
+# %% ../../nbs/integrations/trl.ipynb #0c7b4789
+def logits_divergence(
+    original:Callable,  # TRL's function
+    student_logits:Tensor|LazyLogits, teacher_logits:Tensor|LazyLogits,  # [B,T,V]
+    labels:Optional[Tensor]=None,  # [B,T], -100 where nothing counts
+    beta:float=0.5, temperature:float=1.0, reduction:str="batchmean",
+    num_items_in_batch:Optional[Tensor|int]=None,
+) -> Tensor:  # a scalar
+    "GKD's loss: the sum of divergences, by the number of tokens."
+    rest = labels, beta, temperature, reduction, num_items_in_batch
+    if not isinstance(student_logits, LazyLogits):
+        return original(student_logits, teacher_logits, *rest)
+    scaled = (student_logits.scale, teacher_logits.scale) != (1.0, 1.0)
+    if scaled or labels is None or reduction != "batchmean":
+        with torch.no_grad(): teacher_logits = computed(teacher_logits)
+        return original(computed(student_logits), teacher_logits, *rest)
+    counts = labels != -100
+    total = sum_of_divergences(student_logits[counts], teacher_logits[counts], beta, temperature)
+    if num_items_in_batch is None: return total / counts.sum().clamp_min(1)
+    return total / torch.as_tensor(num_items_in_batch).to(total.device)
+
+# %% ../../nbs/integrations/trl.ipynb #ece67546
+def can_wait(
+    model:nn.Module, inner:nn.Module,  # as it is called, and without its wrapper
+) -> bool:
+    "Whether a model may leave its logits to their divergence."
+    ddp = isinstance(model, nn.parallel.DistributedDataParallel) and not model.find_unused_parameters
+    if not (model is inner or ddp): return False
+    try:
+        head = inner_model(inner).get_output_embeddings()
+        linears = [f.module for f in replaced(head, LinearForward)] or linears_of(head)
+    except ValueError: return False
+    return not any(is_partitioned(linear.weight) for linear in linears)
+
+# %% ../../nbs/integrations/trl.ipynb #f30e816f
+def gkd_loss(
+    original:Callable,  # TRL's method
+    self:Any,  # TRL's trainer
+    model:nn.Module, inputs:dict[str, Tensor],
+    return_outputs:bool=False, num_items_in_batch:Optional[Tensor|int]=None,
+) -> Any:  # a scalar; and the student's outputs, if they are asked for
+    "The loss of `GKDTrainer`, whose models wait with their logits."
+    models = {m: self.accelerator.unwrap_model(m) for m in (model, self.teacher_model)}
+    with contextlib.ExitStack() as waiting:
+        if not return_outputs and all(itertools.starmap(can_wait, models.items())):
+            for inner in models.values(): waiting.enter_context(lazy_logits(inner))
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+
 # %% ../../nbs/integrations/trl.ipynb #e9d9dc48
 MASKED = -2**31
 
@@ -131,16 +209,20 @@ def logits_log_probs_and_entropy(
 class Seam(NamedTuple):
     "A name of TRL, and what takes its place."
     module: str
-    name: str
+    name: str  # with its class, if it has one
     ours: Callable  # takes the original, then what that takes
+    optional: bool = False  # whether a TRL without it is taken
 
 # %% ../../nbs/integrations/trl.ipynb #4b133f5c
+GKD = "trl.experimental.gkd.gkd_trainer"
 SEAMS = (
     Seam("trl.trainer.utils", "_ChunkedLogProbFunction", head_log_probs),
     Seam("trl.trainer.utils", "selective_log_softmax", logits_log_probs),
     Seam("trl.trainer.utils", "entropy_from_logits", logits_entropy),
     Seam("trl.trainer.utils", "selective_log_softmax_and_entropy", logits_log_probs_and_entropy),
     Seam("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", head_divergence),
+    Seam(GKD, "GKDTrainer.compute_loss", gkd_loss, optional=True),
+    Seam(GKD, "GKDTrainer.generalized_jsd_loss", logits_divergence, optional=True),
 )
 
 # %% ../../nbs/integrations/trl.ipynb #c7de7df4
@@ -155,17 +237,38 @@ def takes(
 def described(
     original:Any,
 ) -> str:
-    "What an autograd function or a function takes; of anything else its type."
+    "What an autograd function, a function or a method takes; of anything else its type."
+    if isinstance(original, staticmethod): original = original.__func__
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
         return takes(original.forward, 1)  # without the context
     return takes(original) if inspect.isfunction(original) else f": {type(original).__name__}"
+
+# %% ../../nbs/integrations/trl.ipynb #f16402f3
+def loaded(
+    module:str,
+) -> Any:
+    "A module of TRL, without the warning that what is experimental may change."
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*trl.experimental")
+        return importlib.import_module(module)
+
+# %% ../../nbs/integrations/trl.ipynb #0c729727
+def is_there(
+    seam:Seam,
+) -> bool:
+    "Whether this TRL has a name, or ought to."
+    try: module = loaded(seam.module)
+    except ModuleNotFoundError: return not seam.optional
+    return hasattr(module, seam.name.partition(".")[0]) or not seam.optional
 
 # %% ../../nbs/integrations/trl.ipynb #305bd52f
 def original_of(
     seam:Seam,
 ) -> Any:
     "What TRL has there; `ValueError` if ours does not take what that takes."
-    original = getattr(importlib.import_module(seam.module), seam.name, None)
+    *classes, name = seam.name.split(".")
+    owner = functools.reduce(getattr, classes, loaded(seam.module))
+    original = vars(owner).get(name)
     expected, got = takes(seam.ours, 1), described(original)
     version = getattr(importlib.import_module("trl"), "__version__", "of an unknown version")
     expect(got == expected, "trl", f"{seam.module}.{seam.name}{expected}",
@@ -177,18 +280,28 @@ def substitute(
     original:Any, ours:Callable,
 ) -> Any:
     "What TRL calls in the original's place, in the way that it calls that."
-    by = functools.partial(ours, original)
-    return SimpleNamespace(apply=by) if isinstance(original, type) else by
+    if isinstance(original, type): return SimpleNamespace(apply=functools.partial(ours, original))
+    if isinstance(original, staticmethod): return staticmethod(substitute(original.__func__, ours))
+    @functools.wraps(original)
+    def replacement(*args, **kwargs): return ours(original, *args, **kwargs)
+    return replacement
 
 # %% ../../nbs/integrations/trl.ipynb #5e78e939
 REPLACED: dict[str, tuple[Any, Any]] = {}  # by its name TRL's own and ours, while it is replaced
 
+def holders() -> list[Any]:
+    "TRL's modules that are loaded, and the classes in them."
+    modules = [m for name, m in list(sys.modules.items())
+               if name.partition(".")[0] == "trl" and m is not None]
+    classes = [v for m in modules for v in vars(m).values()
+               if isinstance(v, type) and v.__module__ == m.__name__]
+    return modules + classes
+
 def exchange(old:Any, new:Any):
-    "Let each name in TRL's modules that means `old` mean `new`."
-    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "trl"]
-    for module in modules:
-        names = [name for name, value in vars(module).items() if value is old]
-        for name in names: setattr(module, name, new)
+    "Let each name in TRL's modules and classes that means `old` mean `new`."
+    for holder in holders():
+        names = [name for name, value in vars(holder).items() if value is old]
+        for name in names: setattr(holder, name, new)
 
 # %% ../../nbs/integrations/trl.ipynb #8569a4b2
 def patch() -> tuple[str, ...]:  # the names that are replaced
@@ -198,8 +311,9 @@ def patch() -> tuple[str, ...]:  # the names that are replaced
     `ValueError`, and nothing has changed, where a function of TRL takes other arguments than ours.
     """
     if not REPLACED:
-        originals = [original_of(seam) for seam in SEAMS]  # all of them are looked at first
-        for seam, original in zip(SEAMS, originals):
+        seams = [seam for seam in SEAMS if is_there(seam)]
+        originals = [original_of(seam) for seam in seams]  # all of them are looked at first
+        for seam, original in zip(seams, originals):
             REPLACED[seam.name] = original, substitute(original, seam.ours)
             exchange(*REPLACED[seam.name])
     return tuple(REPLACED)
