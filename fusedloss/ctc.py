@@ -131,32 +131,48 @@ def make_lattice(z:Tensor, p:Targets, blank:int) -> Lattice:
     return Lattice(states, may_skip(states), emitted, frames, lengths, bad)
 
 # %% ../nbs/20_ctc.ipynb #d5d29374
-def row_lse(x:Tensor) -> Tensor:
-    "Log-sum-exp [T,N] float64 of [T,N,C]; the maximum apart: large logits keep their digits."
-    top = x.amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0)
-    return top[..., 0].double() + (x - top).logsumexp(-1).double()
+def softmax_and_lse(
+    x:Tensor,  # [T,N,C]
+) -> tuple[Tensor, Tensor]:  # [T,N,C], [T,N] float64
+    "The log-sum-exp by its maximum and that one's probability: large logits keep their digits."
+    top, p = x.amax(-1), x.softmax(-1)
+    return p, torch.where(top == -torch.inf, top.double(), top.double() - p.amax(-1).log())
 
 # %% ../nbs/20_ctc.ipynb #7e6bd94d
-def finished_loss(
-    z:Tensor, log_z:Tensor, sums:Optional[Tensor],  # [T,N,C]; [N] float64; [T,N,C] or nothing
-    frames:Tensor, lengths:Tensor, bad:Tensor,  # [N] each
-    zero_infinity:bool, score_kind:int, mean:bool,
-) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
-    "The loss from the sum over all paths; the gradient from the posteriors of the classes."
+class Scores(NamedTuple):
+    "What scores give before any path is looked at."
+    lse: Tensor|float  # [N] float64, the sum over frames; 0 of log-probabilities
+    dz: Optional[Tensor]  # [T,N,C] the gradient, but for the posteriors that are taken from it
+
+def scores_alone(
+    z:Tensor, on:Tensor,  # [T,N,C], [T,N] the frames that count
+    score_kind:int, grad:bool,
+) -> Scores:
+    "Of logits a softmax and its log-sum-exp; of log-probabilities what PyTorch's gradient has."
     x = z.detach() if z.dtype == f64 else z.detach().float()
-    on = torch.arange(len(z), device=z.device)[:, None] < frames  # [T,N]
-    lse = torch.where(on, row_lse(x), 0).sum(0) if score_kind == LOGITS else 0
-    loss, inv_denominator = lse - log_z, inv_denominators(lengths, mean, f64)
+    if score_kind == LOGITS:
+        p, of_rows = softmax_and_lse(x)
+        return Scores(torch.where(on, of_rows, 0).sum(0), p if grad else None)
+    if not grad: return Scores(0, None)
+    return Scores(0, x.exp() if score_kind == TORCH_GRADIENT else torch.zeros_like(x))
+
+# %% ../nbs/20_ctc.ipynb #3471ac21
+def finished_loss(
+    a:Scores, log_z:Tensor,  # [N] float64
+    on:Tensor, lengths:Tensor, bad:Tensor,  # [T,N], [N], [N]
+    dtype:torch.dtype, zero_infinity:bool, score_kind:int, mean:bool,  # dtype: of the scores
+) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
+    "The loss from the sum over all paths; the gradient, 0 where nothing counts."
+    loss, inv_denominator = a.lse - log_z, inv_denominators(lengths, mean, f64)
     if score_kind == LOGITS: loss = loss.clamp(min=0)  # a rounding may put it below
     if zero_infinity: loss = loss.masked_fill(log_z == -torch.inf, 0)
-    loss = (loss * inv_denominator).masked_fill(bad, torch.nan).to(x.dtype)
-    if sums is None: return loss, None
-    dz = {LOGITS: lambda: x.softmax(-1), TORCH_GRADIENT: x.exp,
-          EXACT_GRADIENT: lambda: torch.zeros_like(x)}[score_kind]().sub_(sums)
+    loss = (loss * inv_denominator).masked_fill(bad, torch.nan)
+    loss = loss.to(f64 if dtype == f64 else f32)
+    if a.dz is None: return loss, None
     idle = ~on | (log_z == -torch.inf) | bad
-    if mean: dz.mul_(inv_denominator.to(x.dtype)[:, None])
-    return loss, dz.masked_fill_(idle[..., None], 0).to(z.dtype)
+    if mean: a.dz.mul_(inv_denominator.to(a.dz.dtype)[:, None])
+    if idle.any(): a.dz[idle] = 0
+    return loss, a.dz.to(dtype)
 
 # %% ../nbs/20_ctc.ipynb #8085ef85
 def plain_loss(
@@ -164,11 +180,12 @@ def plain_loss(
     blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Optional[Tensor]]:  # as `finished_loss`
     "The loss by `alpha_table` and `posterior_table`."
-    alphas, sums = alpha_table(a.emitted, a.skip, a.frames), None
+    on = torch.arange(len(z), device=z.device)[:, None] < a.frames
+    scores, alphas = scores_alone(z, on, score_kind, grad), alpha_table(a.emitted, a.skip, a.frames)
     if grad:
         gammas = posterior_table(alphas, a.skip, a.frames, a.lengths)
-        sums = sum_per_class(gammas, a.states, z.shape[2]).to(f64 if z.dtype == f64 else f32)
-    return finished_loss(z, log_likelihood(alphas, a.lengths), sums, a.frames, a.lengths, a.bad,
+        scores.dz.sub_(sum_per_class(gammas, a.states, z.shape[2]))
+    return finished_loss(scores, log_likelihood(alphas, a.lengths), on, a.lengths, a.bad, z.dtype,
                          zero_infinity, score_kind, mean)
 
 # %% ../nbs/20_ctc.ipynb #be09c58c
@@ -178,8 +195,11 @@ def scaled_loss(
     "The loss by `scaled_path_sums`, on a CPU."
     if z.device.type != "cpu" or z.numel() == 0: return None
     y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
-    sums = scaled_path_sums(z.detach(), y, frames, lengths, blank, grad)
-    return sums and finished_loss(z, *sums, frames, lengths, bad, zero_infinity, score_kind, mean)
+    on = torch.arange(len(z), device=z.device)[:, None] < frames
+    scores = scores_alone(z, on, score_kind, grad)
+    log_z = scaled_path_sums(z.detach(), y, frames, lengths, blank, scores.dz)
+    return None if log_z is None else finished_loss(scores, log_z, on, lengths, bad, z.dtype,
+                                                    zero_infinity, score_kind, mean)
 
 # %% ../nbs/20_ctc.ipynb #3c41d493
 def ctc_kernel(

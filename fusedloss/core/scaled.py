@@ -9,7 +9,7 @@ __all__ = []
 import math
 from typing import NamedTuple, Optional
 
-import torch
+import numpy, torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +18,7 @@ from fusedloss.core.lattice import interleave, may_skip
 f64 = torch.float64
 
 # %% ../../nbs/library/scaled.ipynb #sc000005
+SHORT = 4096  # numbers of a row that NumPy's steps take
 FRAMES, BITS = 16, 225  # of a block, at most; bits by which values may fall in it
 DEPTH = 700  # bits by which a value may be below its exponent where a block begins
 ABSENT = -1e12  # exponent of a value that is 0, as are all before it
@@ -29,7 +30,8 @@ def emission_range(
 ) -> tuple[Tensor, Tensor]:  # [T,N] the largest of them; [T] bits from it to the least, over the batch
     "What each frame's emissions are measured from, and how far they reach."
     t, top, bits = torch.arange(len(z), device=z.device)[:, None], [], []
-    for scores, at in zip(z.split(FRAMES), t.split(FRAMES)):
+    few = max(FRAMES, SHORT // max(1, classes.numel()))  # what a cache holds
+    for scores, at in zip(z.split(few), t.split(few)):
         scores = scores.gather(2, classes.expand(len(scores), -1, -1))
         never, largest = scores == -torch.inf, scores.amax(2).double()
         least = scores.masked_fill(never, torch.inf).amin(2).double()
@@ -77,60 +79,78 @@ def emissions(a:ScaledLattice, at:slice) -> Tensor:  # [K,N,S] float64, at most 
 # %% ../../nbs/library/scaled.ipynb #sc000012
 class ScaledRow(NamedTuple):
     "Values of the states: each times 2 to its exponent."
-    values: Tensor  # [N,S] float64
-    exponents: Tensor  # [N,S] float64, integers
+    values: numpy.ndarray  # [N,S] float64
+    exponents: numpy.ndarray  # [N,S] float64, integers
 
 def rescale(
-    row:ScaledRow, first:Tensor,  # [N,S] emissions of the block's first frame
+    row:ScaledRow, first:numpy.ndarray,  # [N,S] emissions of the block's first frame
     frames:int,  # that the block may have
 ) -> tuple[ScaledRow, int]:  # and how many it has; 0 where the row is too steep for any
     "The same row with exponents for a block."
-    values = torch.where(first > 0, row.values, 0)
-    none, index = values == 0, torch.ones_like(values[0]).cumsum(0)
-    exact = (row.exponents + torch.frexp(values).exponent).masked_fill_(none, ABSENT)
+    values = numpy.where(first > 0, row.values, 0)
+    none, index = values == 0, numpy.arange(1.0, values.shape[1] + 1)
+    exact = numpy.where(none, ABSENT, row.exponents + numpy.frexp(values)[1])
     while frames:
         fall = index * (BITS // frames)
-        new = (exact + fall).cummax(1).values.sub_(fall)
-        if (exact - new).masked_fill_(none, 0).amin() >= -DEPTH: break
+        new = numpy.maximum.accumulate(exact + fall, 1) - fall
+        if numpy.where(none, 0, exact - new).min() >= -DEPTH: break
         frames //= 2
-    factor = torch.exp2((row.exponents - new).clamp_(max=1000))  # of a 0 it may be anything
+    factor = numpy.exp2(numpy.minimum(row.exponents - new, 1000))  # of a 0 it may be anything
     return ScaledRow(values * factor, new), frames
 
 # %% ../../nbs/library/scaled.ipynb #sc000013
 def edge_factors(
-    exponents:Tensor, skip:Tensor,  # [N,S]
-) -> tuple[Tensor, Tensor]:  # [N,S] of edges from one state before, and from two
+    exponents:numpy.ndarray, skip:numpy.ndarray,  # [N,S]
+) -> tuple[numpy.ndarray, numpy.ndarray]:  # [N,S] of edges from one state before, and from two
     "Powers of two from a neighbour's exponent to one's own; 0 where there is no edge."
-    one, two = (torch.exp2(F.pad(exponents, (k, 0), value=ABSENT)[:, :-k] - exponents)
-                for k in (1, 2))
-    return one, two.mul_(skip)
+    one, two = numpy.zeros_like(exponents), numpy.zeros_like(exponents)
+    for k, edges in enumerate((one, two), 1):
+        numpy.exp2(exponents[:, :-k] - exponents[:, k:], out=edges[:, k:])
+    two *= skip
+    return one, two
 
 # %% ../../nbs/library/scaled.ipynb #sc000014
-class BlockTables(NamedTuple):
+class Tables(NamedTuple):
     "Memory for the rows of a block."
     arrived: Tensor  # [FRAMES+1,N,S] before each frame's emission
     emitted: Tensor  # [FRAMES,N,S+2] after it; two columns of 0 first
 
     @classmethod
-    def of(cls, states:Tensor) -> "BlockTables":
+    def of(cls, states:Tensor) -> "Tables":
         "For states [N,S]."
         N, S = states.shape
         return cls(states.new_empty((FRAMES + 1, N, S), dtype=f64),
                    states.new_zeros((FRAMES, N, S + 2), dtype=f64))
 
+# %% ../../nbs/library/scaled.ipynb #08330809
+def torch_step(before, after, scores, here, left, left2, one, two, spare):
+    "A frame's row [N,S] from the one before."
+    torch.mul(before, scores, out=here)
+    torch.addcmul(here, left, one, out=after).addcmul_(left2, two)
+
+def numpy_step(before, after, scores, here, left, left2, one, two, spare):
+    "The same."
+    numpy.multiply(before, scores, out=here)
+    numpy.multiply(left, one, out=after)
+    numpy.multiply(left2, two, out=spare)
+    numpy.add(after, spare, out=after)
+    numpy.add(after, here, out=after)
+
+# %% ../../nbs/library/scaled.ipynb #adc764d5
 def run_block(
     p:Tensor, row:ScaledRow, skip:Tensor,  # [K,N,S] emissions; before them; [N,S]
-    tables:BlockTables,  # are written
+    tables:Tables,  # are written
 ) -> ScaledRow:
-    "The row after a block of frames: three operations a frame."
-    one, two = edge_factors(row.exponents, skip)
-    arrived, S = tables.arrived[:len(p) + 1].unbind(), p.shape[2]
-    emitted = (tables.emitted[:len(p), :, k:k + S].unbind() for k in (2, 1, 0))
-    arrived[0].copy_(row.values)
-    for before, after, scores, here, left, left2 in zip(arrived, arrived[1:], p.unbind(), *emitted):
-        torch.mul(before, scores, out=here)
-        torch.addcmul(here, left, one, out=after).addcmul_(left2, two)
-    return ScaledRow(arrived[-1].clone(), row.exponents)
+    "The row after a block of frames."
+    K, N, S = p.shape
+    arrived, emitted = tables.arrived[:K + 1], tables.emitted[:K]
+    arrived[0] = torch.from_numpy(row.values)
+    frames = arrived[:-1], arrived[1:], p, *(emitted[:, :, k:k + S] for k in (2, 1, 0))
+    edges = *edge_factors(row.exponents, skip.numpy()), numpy.empty((N, S))
+    if N * S > SHORT: step, edges = torch_step, [torch.from_numpy(e) for e in edges]
+    else: step, frames = numpy_step, [t.numpy() for t in frames]
+    for rows in zip(*frames): step(*rows, *edges)
+    return ScaledRow(arrived[K].numpy().copy(), row.exponents)
 
 # %% ../../nbs/library/scaled.ipynb #sc000016
 class Block(NamedTuple):
@@ -146,48 +166,51 @@ def frames_within(bits:list[float], start:int) -> int:
         stop += 1
     return stop - start
 
-def forward_blocks(a:ScaledLattice) -> Optional[tuple[list[Block], ScaledRow]]:
-    "All blocks, and the row after the last frame; None where doubles do not reach."
-    tables, start, blocks = BlockTables.of(a.states), torch.zeros_like(a.end), []
-    start[:, :2] = 1  # a path begins in the first blank or the first label
-    row, t = ScaledRow(start, torch.zeros_like(start)), 0
-    while t < len(a.bits):
-        p = emissions(a, slice(t, t + frames_within(a.bits, t)))
-        row, frames = rescale(row, p[0], len(p))
-        if not frames: return None
-        blocks.append(Block(slice(t, t + frames), row))
-        row, t = run_block(p[:frames], row, a.skip, tables), t + frames
-    return blocks, row
+# %% ../../nbs/library/scaled.ipynb #cc9b820a
+def first_row(a:ScaledLattice) -> ScaledRow:
+    "A path begins in the first blank or the first label."
+    values = numpy.zeros(a.end.shape)
+    values[:, :2] = 1
+    return ScaledRow(values, numpy.zeros_like(values))
+
+class Total(NamedTuple):
+    "A sum over all paths: value times 2 to the exponent."
+    value: Tensor  # [N,1] float64
+    exponent: Tensor  # [N,1] float64, integers
+
+def total_of(a:ScaledLattice, row:ScaledRow) -> Total:
+    "From the row after the last frame."
+    return Total(*((torch.from_numpy(t) * a.end).sum(1, keepdim=True) for t in row))
 
 # %% ../../nbs/library/scaled.ipynb #sc000017
 def backward_block(
     p:Tensor, row:ScaledRow, skip:Tensor,  # [K,N,S], frames and states in the opposite order
-    tables:BlockTables,
+    tables:Tables,
 ) -> Optional[tuple[list[tuple[Tensor, Tensor]], ScaledRow]]:
     "Values after their emission and their exponents, in order of time; the row before the block."
     parts, done = [], 0
     while done < len(p):
-        row, frames = rescale(row, p[done], len(p) - done)
+        row, frames = rescale(row, p[done].numpy(), len(p) - done)
         if not frames: return None
         row = run_block(p[done:done + frames], row, skip, tables)
-        parts.append((tables.emitted[:frames, :, 2:].flip(0, 2), row.exponents.flip(1)))
+        parts.append((tables.emitted[:frames, :, 2:].flip(0, 2), row.exponents[:, ::-1]))
         done += frames
     return parts[::-1], row
 
 # %% ../../nbs/library/scaled.ipynb #sc000018
 def block_posteriors(
-    tables:BlockTables, block:Block, parts:list, total:ScaledRow,  # total [N,1]: value, exponent
+    forward:Tensor, exponents:numpy.ndarray,  # [K,N,S], [N,S]
+    parts:list[tuple[Tensor, numpy.ndarray]],  # of backward, each with its own exponents
+    total:Total,
 ) -> Tensor:  # [K,N,S]
     "The share of all paths that is in each state: forward times backward over their sum."
-    share, first = [], 0
-    inverse = 1 / total.values.where(total.values > 0, 1)
-    for values, exponents in parts:
-        factor = torch.exp2((block.row.exponents + exponents - total.exponents).clamp_(max=1020))
-        here = tables.arrived[first:first + len(values)]
-        values.mul_(factor.mul_(inverse)).clamp_(max=1e300)  # of no path it may be anything
-        share.append(values.mul_(here))
+    shares, first, inverse = [], 0, 1 / total.value.where(total.value > 0, 1)
+    for values, own in parts:
+        both = torch.from_numpy(exponents + own) - total.exponent
+        values.mul_(both.clamp_(max=1020).exp2_().mul_(inverse)).clamp_(max=1e300)  # of no path
+        shares.append(values.mul_(forward[first:first + len(values)]))  # it may be anything
         first += len(values)
-    return torch.cat(share) if len(share) > 1 else share[0]
+    return torch.cat(shares) if len(shares) > 1 else shares[0]
 
 # %% ../../nbs/library/scaled.ipynb #sc000019
 class ClassColumns(NamedTuple):
@@ -204,50 +227,64 @@ def class_columns(states:Tensor, C:int) -> ClassColumns:  # states [N,S]
     classes = emitted.new_zeros((len(states), int(column.max()) + 1))
     return ClassColumns(column, classes.scatter_(1, column, emitted))
 
-def add_per_class(
-    sums:Tensor, gammas:Tensor, columns:ClassColumns,  # [K,N,C] is added to, [K,N,S]
+def subtract_per_class(
+    dz:Tensor, gammas:Tensor, columns:ClassColumns,  # [K,N,C] is written, [K,N,S]
 ):
-    "The states' shares to their classes: in float64 to columns, and these to the classes."
-    share = gammas.new_zeros((len(sums), *columns.classes.shape))
-    of_blank, of_labels = (t.expand(len(sums), -1, -1) for t in columns.of_states.split(
+    "The states' shares from their classes: in float64 to columns, and these to the classes."
+    gammas = gammas[:len(dz)]  # without the frame behind the last
+    share = gammas.new_zeros((len(dz), *columns.classes.shape))
+    of_blank, of_labels = (t.expand(len(dz), -1, -1) for t in columns.of_states.split(
         [1, columns.of_states.shape[1] - 1], 1))
     share.scatter_add_(2, of_labels, gammas[..., 1::2])
     share.scatter_add_(2, of_blank, gammas[..., ::2].sum(2, keepdim=True))
-    sums.scatter_add_(2, columns.classes.expand(len(sums), -1, -1), share.to(sums.dtype))
+    at = columns.classes.expand(len(dz), -1, -1)
+    dz.scatter_add_(2, at, share.neg_().to(dz.dtype))
 
 # %% ../../nbs/library/scaled.ipynb #sc000027
-def class_posteriors(
-    a:ScaledLattice, blocks:list[Block], total:ScaledRow,  # total [N,1]
-) -> Optional[Tensor]:  # [T,N,C]; None where doubles do not reach
-    "Shares of the classes in each frame, from the last to the first."
-    dtype = f64 if a.z.dtype == f64 else torch.float32
-    sums, tables = a.z.new_zeros(a.z.shape, dtype=dtype), BlockTables.of(a.states)
-    columns = class_columns(a.states, a.z.shape[2])
-    back_tables, skip = BlockTables.of(a.states), F.pad(a.skip.flip(1), (2, 0))[:, :-2]
-    row = ScaledRow(a.end.flip(1), torch.zeros_like(a.end))
+def forward_blocks(
+    a:ScaledLattice,
+) -> Optional[tuple[list[Block], Total]]:  # None where doubles do not reach
+    "The blocks from the first frame to the last."
+    tables, row, t, blocks = Tables.of(a.states), first_row(a), 0, []
+    while t < len(a.bits):
+        p = emissions(a, slice(t, t + frames_within(a.bits, t)))
+        row, frames = rescale(row, p[0].numpy(), len(p))
+        if not frames: return None
+        blocks.append(Block(slice(t, t + frames), row))
+        row, t = run_block(p[:frames], row, a.skip, tables), t + frames
+    return blocks, Total(*((torch.from_numpy(x) * a.end).sum(1, keepdim=True) for x in row))
+
+# %% ../../nbs/library/scaled.ipynb #725ec02b
+def subtract_posteriors(
+    a:ScaledLattice, blocks:list[Block], total:Total,
+    dz:Tensor,  # [T,N,C]: shares of classes are taken from it
+) -> bool:  # False where doubles do not reach
+    "The blocks from the last to the first."
+    columns = class_columns(a.states, dz.shape[2])
+    tables, back_tables = Tables.of(a.states), Tables.of(a.states)
+    skip, end = F.pad(a.skip.flip(1), (2, 0))[:, :-2], a.end.flip(1).numpy()
+    row = ScaledRow(end, numpy.zeros_like(end))
     for block in reversed(blocks):
         p = emissions(a, block.at)
         run_block(p, block.row, a.skip, tables)
         back = backward_block(p.flip(0, 2), row, skip, back_tables)
-        if back is None: return None
+        if back is None: return False
         parts, row = back
-        gammas, part = block_posteriors(tables, block, parts, total), sums[block.at]
-        add_per_class(part, gammas[:len(part)], columns)
-    return sums
+        gammas = block_posteriors(tables.arrived, block.row.exponents, parts, total)
+        subtract_per_class(dz[block.at], gammas, columns)
+    return True
 
 # %% ../../nbs/library/scaled.ipynb #sc000020
 def scaled_path_sums(
     z:Tensor,  # [T,N,C] log-probabilities on a CPU
     y:Tensor, frames:Tensor, lengths:Tensor,  # [N,L], [N], [N] of `clamped_targets`
-    blank:int, grad:bool,
-) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # log Z [N] float64; [T,N,C], if `grad`
-    "Log of the sum over all alignments, and posteriors of classes; None: take the log domain."
+    blank:int, dz:Optional[Tensor]=None,  # [T,N,C]: posteriors of classes are taken from it
+) -> Optional[Tensor]:  # [N] float64; None, and dz is of no use: take the log domain
+    "Log of the sum over all alignments."
     a = scaled_lattice(z, y, frames, lengths, blank)
-    forward = a and forward_blocks(a)
-    if not forward: return None
-    blocks, last = forward
-    total = ScaledRow(*((t * a.end).sum(1, keepdim=True) for t in last))
-    log_z = (total.values.log() + total.exponents * math.log(2))[:, 0] + a.top.sum(0)
-    if not grad: return log_z, None
-    sums = class_posteriors(a, blocks, total)
-    return None if sums is None else (log_z, sums)
+    with numpy.errstate(all="ignore"):
+        forward = a and forward_blocks(a)
+        if not forward: return None
+        if dz is not None and not subtract_posteriors(a, *forward, dz): return None
+    value, exponent = forward[1]
+    return (value.log() + exponent * math.log(2))[:, 0] + a.top.sum(0)
