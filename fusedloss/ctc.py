@@ -26,7 +26,7 @@ from fusedloss.core.reference import reduce_rows
 from fusedloss.core.scaled import scaled_path_sums
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
-    Span, spans_of, sum_per_class, Targets, to_device, unbatch)
+    softmax_and_lse, Span, spans_of, sum_per_class, Targets, to_device, unbatch)
 from fusedloss.core.triton import on_device
 from fusedloss.scans import logz, Paths, sample, viterbi
 from fusedloss.semirings import Log
@@ -122,7 +122,6 @@ class Lattice(NamedTuple):
     lengths: Tensor  # [N]
     bad: Tensor  # [N] bool: targets or lengths that cannot be
 
-# %% ../nbs/20_ctc.ipynb #5dcfd451
 def make_lattice(z:Tensor, p:Targets, blank:int) -> Lattice:
     "States and what they emit."
     y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
@@ -130,49 +129,35 @@ def make_lattice(z:Tensor, p:Targets, blank:int) -> Lattice:
     emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
     return Lattice(states, may_skip(states), emitted, frames, lengths, bad)
 
-# %% ../nbs/20_ctc.ipynb #d5d29374
-def softmax_and_lse(
-    x:Tensor,  # [T,N,C]
-) -> tuple[Tensor, Tensor]:  # [T,N,C], [T,N] float64
-    "The log-sum-exp by its maximum and that one's probability: large logits keep their digits."
-    top, p = x.amax(-1), x.softmax(-1)
-    return p, torch.where(top == -torch.inf, top.double(), top.double() - p.amax(-1).log())
-
 # %% ../nbs/20_ctc.ipynb #7e6bd94d
-class Scores(NamedTuple):
-    "What scores give before any path is looked at."
-    lse: Tensor|float  # [N] float64, the sum over frames; 0 of log-probabilities
-    dz: Optional[Tensor]  # [T,N,C] the gradient, but for the posteriors that are taken from it
-
 def scores_alone(
     z:Tensor, on:Tensor,  # [T,N,C], [T,N] the frames that count
     score_kind:int, grad:bool,
-) -> Scores:
-    "Of logits a softmax and its log-sum-exp; of log-probabilities what PyTorch's gradient has."
+) -> tuple[Tensor|float, Optional[Tensor]]:  # [N] float64, 0 of log-probabilities; [T,N,C]
+    "The sum over frames of the log-sum-exp; the gradient, but for the posteriors to come off."
     x = z.detach() if z.dtype == f64 else z.detach().float()
     if score_kind == LOGITS:
         p, of_rows = softmax_and_lse(x)
-        return Scores(torch.where(on, of_rows, 0).sum(0), p if grad else None)
-    if not grad: return Scores(0, None)
-    return Scores(0, x.exp() if score_kind == TORCH_GRADIENT else torch.zeros_like(x))
+        return torch.where(on, of_rows, 0).sum(0), p if grad else None
+    if not grad: return 0, None
+    return 0, x.exp() if score_kind == TORCH_GRADIENT else torch.zeros_like(x)
 
 # %% ../nbs/20_ctc.ipynb #3471ac21
 def finished_loss(
-    a:Scores, log_z:Tensor,  # [N] float64
+    lse:Tensor|float, dz:Optional[Tensor], log_z:Tensor,  # of `scores_alone`; [N] float64
     on:Tensor, lengths:Tensor, bad:Tensor,  # [T,N], [N], [N]
     dtype:torch.dtype, zero_infinity:bool, score_kind:int, mean:bool,  # dtype: of the scores
 ) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
     "The loss from the sum over all paths; the gradient, 0 where nothing counts."
-    loss, inv_denominator = a.lse - log_z, inv_denominators(lengths, mean, f64)
+    loss, inv_denominator = lse - log_z, inv_denominators(lengths, mean, f64)
     if score_kind == LOGITS: loss = loss.clamp(min=0)  # a rounding may put it below
     if zero_infinity: loss = loss.masked_fill(log_z == -torch.inf, 0)
-    loss = (loss * inv_denominator).masked_fill(bad, torch.nan)
-    loss = loss.to(f64 if dtype == f64 else f32)
-    if a.dz is None: return loss, None
+    loss = (loss * inv_denominator).masked_fill(bad, torch.nan).to(f64 if dtype == f64 else f32)
+    if dz is None: return loss, None
     idle = ~on | (log_z == -torch.inf) | bad
-    if mean: a.dz.mul_(inv_denominator.to(a.dz.dtype)[:, None])
-    if idle.any(): a.dz[idle] = 0
-    return loss, a.dz.to(dtype)
+    if mean: dz.mul_(inv_denominator.to(dz.dtype)[:, None])
+    if idle.any(): dz[idle] = 0
+    return loss, dz.to(dtype)
 
 # %% ../nbs/20_ctc.ipynb #8085ef85
 def plain_loss(
@@ -181,12 +166,13 @@ def plain_loss(
 ) -> tuple[Tensor, Optional[Tensor]]:  # as `finished_loss`
     "The loss by `alpha_table` and `posterior_table`."
     on = torch.arange(len(z), device=z.device)[:, None] < a.frames
-    scores, alphas = scores_alone(z, on, score_kind, grad), alpha_table(a.emitted, a.skip, a.frames)
+    lse, dz = scores_alone(z, on, score_kind, grad)
+    alphas = alpha_table(a.emitted, a.skip, a.frames)
     if grad:
         gammas = posterior_table(alphas, a.skip, a.frames, a.lengths)
-        scores.dz.sub_(sum_per_class(gammas, a.states, z.shape[2]))
-    return finished_loss(scores, log_likelihood(alphas, a.lengths), on, a.lengths, a.bad, z.dtype,
-                         zero_infinity, score_kind, mean)
+        dz.sub_(sum_per_class(gammas, a.states, z.shape[2]))
+    return finished_loss(lse, dz, log_likelihood(alphas, a.lengths), on, a.lengths, a.bad,
+                         z.dtype, zero_infinity, score_kind, mean)
 
 # %% ../nbs/20_ctc.ipynb #be09c58c
 def scaled_loss(
@@ -196,9 +182,9 @@ def scaled_loss(
     if z.device.type != "cpu" or z.numel() == 0: return None
     y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
     on = torch.arange(len(z), device=z.device)[:, None] < frames
-    scores = scores_alone(z, on, score_kind, grad)
-    log_z = scaled_path_sums(z.detach(), y, frames, lengths, blank, scores.dz)
-    return None if log_z is None else finished_loss(scores, log_z, on, lengths, bad, z.dtype,
+    lse, dz = scores_alone(z, on, score_kind, grad)
+    log_z = scaled_path_sums(z.detach(), y, frames, lengths, blank, dz)
+    return None if log_z is None else finished_loss(lse, dz, log_z, on, lengths, bad, z.dtype,
                                                     zero_infinity, score_kind, mean)
 
 # %% ../nbs/20_ctc.ipynb #3c41d493
@@ -210,7 +196,6 @@ def ctc_kernel(
     "A kernel of `cuda/ctc.cu`."
     return cuda_kernel(name, device, ("ctc",), **constants)
 
-# %% ../nbs/20_ctc.ipynb #c2845d7f
 LATTICE = Implementation("CTC, states in registers", "cuda/ctc.cu", ("nvidia",),
                          "a loop over frames in PyTorch")
 LATTICE_CLUSTERS = Implementation("CTC, states across a cluster", "cuda/ctc.cu",
@@ -395,7 +380,6 @@ def ctc_with_strides(
     strides = torch.empty_like(z, device="meta").stride()
     return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != strides else dz
 
-# %% ../nbs/20_ctc.ipynb #88f110e5
 def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean, grad):
     "The shapes of `ctc_with_strides`'s results."
     dtype = f64 if z.dtype == f64 else f32

@@ -32,6 +32,14 @@ def sum_per_class(
                                 unsafe=True)
     return sums.view(len(states), C, len(gammas)).permute(2, 0, 1)
 
+# %% ../../nbs/library/sequences.ipynb #d2afa8a7
+def softmax_and_lse(
+    x:Tensor,  # [...,C]
+) -> tuple[Tensor, Tensor]:  # [...,C], [...] float64
+    "The log-sum-exp by its maximum and that one's probability: large logits keep their digits."
+    top, p = x.amax(-1), x.softmax(-1)
+    return p, torch.where(top == -torch.inf, top.double(), top.double() - p.amax(-1).log())
+
 # %% ../../nbs/library/sequences.ipynb #d1645fd4
 class Targets(NamedTuple):
     "Targets and lengths in one form, on the device of the scores."

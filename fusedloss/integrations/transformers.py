@@ -33,7 +33,7 @@ KNOWN = ("numbers as factors, a soft cap, views, slices of tokens and a cross en
 
 def refuse(operation:str):
     "`ValueError` for what a model does to logits that are not computed."
-    raise ValueError(f"model: expected {KNOWN}, got {operation}: unpatched, it computes its logits")
+    raise ValueError(f"model: expected {KNOWN}, got {operation}: unpatch(model) computes logits")
 
 # %% ../../nbs/integrations/transformers.ipynb #1995e6f1
 def joined(
@@ -71,20 +71,8 @@ class LazyLogits:
     def device(self): return self.terms[0].input.device
     @property
     def dtype(self): return self.terms[0].input.dtype
-    @property
-    def scale(self):  # what multiplies the first product; a cap divides and multiplies
-        scale = self.terms[0].factor * (self.cap or 1.0)
-        return 1.0 if math.isclose(scale, 1.0) else scale
-
     def size(self, dim=None): return self.shape if dim is None else self.shape[dim]
     def dim(self): return len(self.shape)
-
-    def give(self, loss, target):
-        "What `loss` makes of input, weight, target and bias; a single layer is called for its weight."
-        linear, input, _ = self.terms[0]
-        if len(self.terms) == 1: return linear(input, loss, target)
-        x, w, b = joined(self.terms)
-        return loss(x, w, target, linear_bias=b)
 
     def same(self, *args, **kwargs): return self  # scores and losses are in float32 anyway
     float = contiguous = to = same
@@ -146,10 +134,16 @@ def lazy_cross_entropy(
     "`F.cross_entropy` of logits that stay uncomputed."
     if logits.dim() != 2: refuse(f"a cross entropy of logits {list(logits.shape)}, not [N, V]")
     if size_average is not None or reduce is not None: refuse("size_average or reduce")
-    how = getattr(logits.terms[0].linear.forward, "options", {})
-    return logits.give(functools.partial(
+    first = logits.terms[0]
+    scale = first.factor * (logits.cap or 1.0)
+    scale = 1.0 if math.isclose(scale, 1.0) else scale  # a cap divides and multiplies
+    how = getattr(first.linear.forward, "options", {})
+    loss = functools.partial(
         linear_cross_entropy, **how, weight=weight, ignore_index=ignore_index, reduction=reduction,
-        label_smoothing=label_smoothing, logit_scale=logits.scale, softcap=logits.cap), target)
+        label_smoothing=label_smoothing, logit_scale=scale, softcap=logits.cap)
+    if len(logits.terms) == 1: return first.linear(first.input, loss, target)
+    x, w, b = joined(logits.terms)
+    return loss(x, w, target, linear_bias=b)
 
 # %% ../../nbs/integrations/transformers.ipynb #3eeb07d1
 class ReplacedForward:
@@ -293,6 +287,19 @@ def lazy_logits(
     finally:
         for forward in patched: forward.lazy = False
         for forward in added: forward.remove()
+
+def with_product(
+    logits:LazyLogits, loss:Callable, target:Tensor,
+) -> Any:
+    "What `loss` makes of input, weight, target and bias; a single layer is called for its weight."
+    linear, input, _ = logits.terms[0]
+    if len(logits.terms) == 1: return linear(input, loss, target)
+    x, w, b = joined(logits.terms)
+    return loss(x, w, target, linear_bias=b)
+
+def is_scaled(logits:LazyLogits) -> bool:
+    "Whether more than a soft cap lies between product and logits."
+    return not math.isclose(logits.terms[0].factor * (logits.cap or 1.0), 1.0)
 
 # %% ../../nbs/integrations/transformers.ipynb #ff91b476
 Model = TypeVar("Model", bound=nn.Module)

@@ -16,7 +16,8 @@ from torch import nn, Tensor
 
 from fusedloss.core.checks import expect
 from fusedloss.divergence import linear_divergence
-from fusedloss.integrations.transformers import inner_model, lazy_logits, LazyLogits, LinearForward, linears_of, replaced
+from fusedloss.integrations.transformers import (
+    inner_model, is_scaled, lazy_logits, LazyLogits, LinearForward, linears_of, replaced, with_product)
 from fusedloss.logprobs import linear_log_probs, log_probs
 
 # %% ../../nbs/integrations/trl.ipynb #7fb71887
@@ -100,14 +101,14 @@ def sum_of_divergences(
     "The sum over tokens of their divergences, of logits that stay uncomputed."
     def of_both(tx, tw, nothing, linear_bias):
         tw, tb = of_hidden_dtype(tx, tw, linear_bias)
-        return student.give(functools.partial(of_student, (tx, tw, tb)), nothing)
+        return with_product(student, functools.partial(of_student, (tx, tw, tb)), nothing)
 
     def of_student(known, x, w, nothing, linear_bias):
         (tx, tw, tb), (w, b) = known, of_hidden_dtype(x, w, linear_bias)
         return linear_divergence(
             x, w, tx, tw, kind="jsd", beta=beta, temperature=temperature, softcap=student.cap,
             teacher_softcap=teacher.cap, reduction="sum", linear_bias=b, teacher_bias=tb)
-    return teacher.give(of_both, torch.empty(0))
+    return with_product(teacher, of_both, torch.empty(0))
 
 # %% ../../nbs/integrations/trl.ipynb #d4a88160
 def computed(
@@ -115,7 +116,7 @@ def computed(
 ) -> Tensor:  # [...,V]
     "Logits as the model would have made them."
     of_layer = lambda x, w, _, linear_bias: F.linear(x, *of_hidden_dtype(x, w, linear_bias))
-    z = logits.give(of_layer, torch.empty(0))
+    z = with_product(logits, of_layer, torch.empty(0))
     factor = logits.terms[0].factor
     z = z if factor == 1 else z * factor
     return z if logits.cap is None else logits.cap * torch.tanh(z)
@@ -132,7 +133,7 @@ def logits_divergence(
     rest = labels, beta, temperature, reduction, num_items_in_batch
     if not isinstance(student_logits, LazyLogits):
         return original(student_logits, teacher_logits, *rest)
-    scaled = (student_logits.scale, teacher_logits.scale) != (1.0, 1.0)
+    scaled = is_scaled(student_logits) or is_scaled(teacher_logits)
     if scaled or labels is None or reduction != "batchmean":
         with torch.no_grad(): teacher_logits = computed(teacher_logits)
         return original(computed(student_logits), teacher_logits, *rest)
