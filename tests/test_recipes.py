@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import fusedloss
+import fusedloss.integrations.trl as adapter
 from fusedloss import clusters, ctc, kernels, scans, segments, semirings
 from fusedloss.core import devices, rates, tiling
 from fusedloss.core.cuda import cuda_source
@@ -373,7 +374,7 @@ def test_the_table_of_losses_names_arguments_that_exist():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", ("coming_from", "lightning"))
+@pytest.mark.parametrize("page", ("coming_from", "lightning", "trl"))
 def test_a_recipe_runs(page):
     run_page(page)
 
@@ -408,3 +409,15 @@ def test_coming_from_notices(fault):
 def test_the_page_on_lightning_notices_another_token():
     with pytest.raises(AssertionError):
         run_page("lightning", wrong("LinearCrossEntropyLoss", lambda f: lambda *a, shift: f(*a, shift=shift + 1)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name, how", [
+    ("linear_divergence", lambda f: lambda *a, **k: 1.01 * f(*a, **k)),
+    ("linear_log_probs", lambda f: lambda x, *a, **k: f(1.1 * x, *a, **k))])
+def test_the_page_on_trl_notices(name, how, monkeypatch):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    monkeypatch.setattr(adapter, name, how(getattr(adapter, name)))
+    with pytest.raises(AssertionError):
+        run_page("trl")
+    adapter.unpatch()
