@@ -24,7 +24,7 @@ class Hypotheses(NamedTuple):
     "Label sequences, the most probable first; what does not exist has length 0 and −∞."
     labels: Tensor  # [N,k,T] classes; −1 beyond a length
     lengths: Tensor  # [N,k] int64, of the label sequences
-    log_probs: Tensor  # [N,k] of the best path if beam = 1, of all paths found by a beam
+    log_probs: Tensor  # [N,k] of the best path, or of all paths that a beam found
 
 # %% ../nbs/23_decode.ipynb #de230018
 def best_path(
@@ -36,7 +36,7 @@ def best_path(
     scores, path = z.max(2)
     before = F.pad(path, (0, 0, 1, 0), value=blank)[:-1]
     says = on & (path != blank) & (path != before)
-    place = torch.where(says, says.cumsum(0) - 1, len(z))  # the last column is thrown away
+    place = torch.where(says, says.cumsum(0) - 1, len(z))  # column T is dropped
     labels = path.new_full((z.shape[1], len(z) + 1), -1)
     labels.scatter_(1, place.T, torch.where(says, path, -1).T)
     total = torch.where(on, scores.double(), 0).sum(0)
@@ -49,7 +49,7 @@ class Beam(NamedTuple):
     lengths: Tensor  # [N,B]
     p_blank: Tensor  # [N,B] float64, of paths that end in a blank
     p_label: Tensor  # [N,B] float64, of paths that end in the last label
-    begins: Tensor  # [N,B,B] bool: the first prefix is a beginning of the second, or the same
+    begins: Tensor  # [N,B,B] bool: prefix i is a beginning of j, or equal
 
 # %% ../nbs/23_decode.ipynb #de230065
 def first_beam(N:int, B:int, device:torch.device) -> Beam:
