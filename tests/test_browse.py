@@ -7,7 +7,7 @@ from grids import few
 from workbook import ROOT, is_stage, notebooks
 
 DOCS = ROOT / "docs"
-LESSON = 11_700  # px of a lesson's open half, at most
+LESSON = 10_900  # px of a lesson's open half, at most
 AXE = ROOT / ".axe" / "package" / "axe.min.js"  # npm pack axe-core, unpacked
 VIOLATIONS = """; const found = await axe.run();
 return found.violations.map(v => `${v.id}: ${v.nodes.length}, such as ${v.nodes[0].html.slice(0, 120)}`);"""
