@@ -105,7 +105,7 @@ static void launch(int grid, int threads, int cluster, std::function<void()> ker
   blockDim.x = threads, gridDim.x = grid, idle = 0, body = kernel, disorder = seed, hasty = seed == 2;
   for (first_block = 0; first_block < grid; first_block += cluster) {
     blocks.assign(cluster, Block()), cluster_meeting = Meeting(), fibers.assign(cluster * threads, Fiber());
-    for (auto& b : blocks) b.warps.resize((threads + 31) / 32), b.shared.assign(1 << 17, -1);
+    for (auto& b : blocks) b.warps.resize((threads + 31) / 32), b.shared.assign(1 << 18, -1);
     for (int i = 0; i < (int)fibers.size(); i++) {
       Fiber& f = fibers[i];
       f.block = i / threads, f.thread = i % threads, f.done = false, f.stack.resize(1 << 16);

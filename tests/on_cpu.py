@@ -43,20 +43,20 @@ def build(command: tuple[str, ...], texts: Mapping[str, str], main: str, constan
     return out
 
 
-def check_nvcc(arch: int, source: str, constants: Mapping) -> None:
+def check_nvcc(arch: int | str, source: str, constants: Mapping) -> None:
     "The source compiles for an architecture, without a warning"
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc on this machine")
     build((*NVCC, f"-arch=sm_{arch}"), {"source.cu": source}, "source.cu", constants)
 
 
-def kernels_on_cpu(shim: str, **sources: str | None) -> Callable:
+def kernels_on_cpu(shim: str, level: str = "-O0", **sources: str | None) -> Callable:
     "A stand-in for a loader of kernels, which a file of C++ runs thread by thread; None stands for the library's source"
     if platform.machine() != "x86_64" or not shutil.which("g++"):
         pytest.skip("no g++ for x86-64 on this machine")
     texts = {f"{name}.cu": source or cuda_source(name) for name, source in sources.items()}
-    texts |= {path.name: path.read_text(encoding="utf-8") for path in (HERE / "cuda_on_cpu.h", *HERE.glob("*ctc_on_cpu.cpp"))}
-    command = *STANDARD, "-O0", "-ffp-contract=off", "-shared", "-fPIC"  # the compiler takes longer than what it compiles
+    texts |= {path.name: path.read_text(encoding="utf-8") for path in (HERE / "cuda_on_cpu.h", *HERE.glob("*_on_cpu.cpp"))}
+    command = *STANDARD, level, "-ffp-contract=off", "-shared", "-fPIC"  # mostly the compiler takes longer than what it compiles
 
     @cache
     def library(constants: tuple) -> ctypes.CDLL:

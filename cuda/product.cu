@@ -1,0 +1,237 @@
+// Scores z = x wᵀ, x [N,H], w [V,H], in tiles of 128 tokens and 256 classes that no memory holds. score_statistics: of
+// each row of a tile its maximum m and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: so do
+// 2^(z log2_scale - offset of the row), rounded, e [N,V] with rows of `pitch`; m is then the largest exponent, and the
+// sum is relative to 2^0. The target's score is neither in m nor in the sum, e is 0 there, and targets_z [N] has it: a
+// confident prediction keeps the digits of what the others share. Sums are fp32.
+// A block is three warp groups: one thread of the first copies tiles of x and w, 64 features at a time, to a ring of
+// STAGES; the other two multiply, each 64 tokens by 256 classes. A block stays and takes tile after tile, so that the
+// copies of the next tile run beside the statistics of this one. CLUSTER blocks, 1 or 2, have the same classes and
+// other tokens: each copies a share of w's tile to all of them. GROUP clusters' tokens are walked together through all
+// classes, so that their x and the classes' w stay in L2. Grid: a multiple of CLUSTER. Also fixed when compiled: HALF,
+// fp16 in place of bf16. Idea: CUTLASS's persistent, warp-specialised products.
+#include "common.cuh"
+#include "hopper.cuh"
+
+#ifdef __CUDACC__
+#define UNROLL _Pragma("unroll")
+#define SHARED(type, name)                        \
+  extern __shared__ __align__(1024) char memory[]; \
+  type& name = *(type*)memory
+#define SHAPE __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
+#endif
+
+constexpr int TOKENS = 128, CLASSES = 256, FEATURES = 64;  // of a tile; 64 features are 128 bytes
+constexpr int PART = CLASSES / CLUSTER;  // of w's tile, that a block copies
+struct Ring {
+  u16 x[STAGES][TOKENS * FEATURES], w[STAGES][CLASSES * FEATURES];
+  u64 full[STAGES], empty[STAGES];
+};
+
+// Which stage of the ring is next, and the parity of its phase.
+struct Place {
+  int stage = 0;
+  u32 parity = 0;
+  INLINE void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// The tile of a block: its first token and class. Clusters take tiles in turn; in a group, tokens change first.
+struct Tile {
+  int token, type;
+  INLINE Tile(int number, int N, int V, int rank) {
+    const int pairs = (N + TOKENS * CLUSTER - 1) / (TOKENS * CLUSTER), columns = (V + CLASSES - 1) / CLASSES;
+    const int first = number / (GROUP * columns) * GROUP, inside = number - first * columns;
+    const int rows = min(GROUP, pairs - first);
+    token = ((first + inside % rows) * CLUSTER + rank) * TOKENS, type = inside / rows * CLASSES;
+  }
+};
+INLINE int tiles_of_clusters(int N, int V) {
+  return ((N + TOKENS * CLUSTER - 1) / (TOKENS * CLUSTER)) * ((V + CLASSES - 1) / CLASSES);
+}
+
+// One thread: every tile's features, as stages get empty.
+INLINE void copy_tiles(Ring& ring, const TensorMap* x_map, const TensorMap* w_map, int N, int V, int H) {
+  acquire_map(x_map), acquire_map(w_map);
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  Place p;
+  for (int number = blockIdx.x / CLUSTER; number < tiles_of_clusters(N, V); number += gridDim.x / CLUSTER) {
+    const Tile tile(number, N, V, rank);
+    for (int h = 0; h < H; h += FEATURES, p.next()) {
+      u64* const full = &ring.full[p.stage];
+      wait_for(&ring.empty[p.stage], p.parity ^ 1);
+      arrive_and_expect(full, (TOKENS + CLASSES) * FEATURES * 2);
+      copy_box(ring.x[p.stage], x_map, h, tile.token, full);
+      u16* const w = ring.w[p.stage] + rank * PART * FEATURES;
+      if (CLUSTER == 1) copy_box(w, w_map, h, tile.type, full);
+      else copy_box_to(w, w_map, h, tile.type + rank * PART, full, (1 << CLUSTER) - 1);
+    }
+  }
+}
+
+// One warp group: the scores of its 64 tokens. A stage is given back when the products of the next one were issued.
+INLINE void give_back(Ring& ring, int stage, int thread) {
+  if (thread < CLUSTER) arrive_at(&ring.empty[stage], thread);
+}
+INLINE void multiply(Ring& ring, Place& p, float (&z)[128], int half, int thread, int H) {
+  int before = -1;
+  for (int h = 0; h < H; h += FEATURES, p.next()) {
+    wait_for(&ring.full[p.stage], p.parity);
+    begin_products();
+    UNROLL
+    for (int k = 0; k < FEATURES; k += 16)
+      product_256<HALF>(z, descriptor_of(ring.x[p.stage] + half * 64 * FEATURES, 2 * k),
+                        descriptor_of(ring.w[p.stage], 2 * k), h + k > 0);
+    end_of_group();
+    wait_products<1>();
+    if (before >= 0) give_back(ring, before, thread);
+    before = p.stage;
+  }
+  wait_products<0>();
+  give_back(ring, before, thread);
+}
+
+// What a thread holds of a tile: 64 scores of each of two rows; four neighbouring threads hold a row.
+INLINE int column_of(int i, int thread) { return 8 * (i / 4) + 2 * (thread % 4) + i % 2; }
+INLINE int row_of(int r, int thread) { return thread / 32 * 16 + thread % 32 / 4 + 8 * r; }
+template <class F> INLINE float of_row(float v, F both) {
+  v = both(v, __shfl_xor_sync(~0u, v, 1));
+  return both(v, __shfl_xor_sync(~0u, v, 2));
+}
+INLINE float max_of_row(const float (&z)[128], int r) {
+  float m = -infinity();
+  UNROLL
+  for (int i = 0; i < 128; i++)
+    if (i % 4 / 2 == r) m = fmaxf(m, z[i]);
+  return of_row(m, [](float a, float b) { return fmaxf(a, b); });
+}
+INLINE float sum_of_row(const float (&z)[128], int r) {
+  float s = 0.0f;
+  UNROLL
+  for (int i = 0; i < 128; i++)
+    if (i % 4 / 2 == r) s += z[i];
+  return of_row(s, [](float a, float b) { return a + b; });
+}
+
+// What leaves a tile. The scores of classes that do not count are -inf.
+struct Statistics {
+  float2* stats;
+  float* targets_z;
+  const i64* targets;
+  int N, V;
+
+  INLINE void hide(float (&z)[128], Tile tile, int thread) const {
+    if (tile.type + CLASSES <= V) return;
+    UNROLL
+    for (int i = 0; i < 128; i++)
+      if (tile.type + column_of(i, thread) >= V) z[i] = -infinity();
+  }
+  INLINE void take_target(float (&z)[128], Tile tile, int r, int token, int thread) const {
+    const i64 column = targets[token] - tile.type;
+    if (column < 0 || column >= CLASSES) return;
+    UNROLL
+    for (int i = 0; i < 128; i++)
+      if (i % 4 / 2 == r && column_of(i, thread) == column) targets_z[token] = z[i], z[i] = -infinity();
+  }
+  INLINE void finish(float (&z)[128], Tile tile, int r, int token, int thread) const {
+    const float m = max_of_row(z, r), shift = zero_if_neg_inf(m) * LOG2E;
+    UNROLL
+    for (int i = 0; i < 128; i++)
+      if (i % 4 / 2 == r) z[i] = exp2_approx(fmaf(z[i], LOG2E, -shift));
+    put(make_float2(m, sum_of_row(z, r)), tile, token, thread);
+  }
+  INLINE void put(float2 found, Tile tile, int token, int thread) const {
+    if (thread % 4 == 0 && token < N) stats[(i64)(tile.type / CLASSES) * N + token] = found;
+  }
+};
+
+// Four threads have two neighbouring classes of each of four groups of eight: afterwards each has one group.
+INLINE void swap_words(u32 (&words)[4], int bit, int thread) {
+  UNROLL
+  for (int i = 0; i < 4; i++) {
+    if (i & bit) continue;
+    const bool upper = thread & bit;
+    const u32 other = __shfl_xor_sync(~0u, upper ? words[i] : words[i ^ bit], bit);
+    (upper ? words[i] : words[i ^ bit]) = other;
+  }
+}
+struct Exponentials : Statistics {
+  const float* offsets;
+  u16* e;
+  i64 pitch;
+  float log2_scale;
+
+  INLINE void finish(float (&z)[128], Tile tile, int r, int token, int thread) const {
+    const float offset = token < N ? offsets[token] : 0.0f;
+    UNROLL
+    for (int i = 0; i < 128; i++)
+      if (i % 4 / 2 == r) z[i] = fmaf(z[i], log2_scale, -offset);
+    const float m = max_of_row(z, r);
+    UNROLL
+    for (int i = 0; i < 128; i++)
+      if (i % 4 / 2 == r) z[i] = exp2_approx(z[i]);
+    put(make_float2(m, sum_of_row(z, r)), tile, token, thread);
+    UNROLL
+    for (int g = 0; g < CLASSES / 32; g++) {  // groups of 32 classes: 64 bytes of a row from four threads
+      u32 words[4];
+      UNROLL
+      for (int k = 0; k < 4; k++) {
+        const float* const two = &z[16 * g + 4 * k + 2 * r];
+        words[k] = rounded_pair<HALF>(two[0], two[1]);
+      }
+      swap_words(words, 1, thread), swap_words(words, 2, thread);
+      store(words, token, tile.type + 32 * g + 8 * (thread % 4));
+    }
+  }
+  INLINE void store(const u32 (&words)[4], int token, int type) const {
+    if (token >= N) return;
+    u16* const to = e + token * pitch + type;
+    if (type + 8 <= V) return store_words(to, words);
+    UNROLL
+    for (int i = 0; i < 8; i++)
+      if (type + i < V) to[i] = words[i / 2] >> i % 2 * 16;
+  }
+};
+template <class Out> INLINE void multiply_tiles(Ring& ring, const Out& out, int half, int thread, int H) {
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  Place p;
+  for (int number = blockIdx.x / CLUSTER; number < tiles_of_clusters(out.N, out.V); number += gridDim.x / CLUSTER) {
+    const Tile tile(number, out.N, out.V, rank);
+    float z[128];
+    multiply(ring, p, z, half, thread, H);
+    out.hide(z, tile, thread);
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+      const int token = tile.token + half * 64 + row_of(r, thread);
+      if (token < out.N) out.take_target(z, tile, r, token, thread);
+      out.finish(z, tile, r, token, thread);
+    }
+  }
+}
+template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_map, const Out& out, int H) {
+  SHARED(Ring, ring);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) init_barrier(&ring.full[i], 1), init_barrier(&ring.empty[i], 2 * CLUSTER);
+    publish_barriers();
+  }
+  sync_cluster();
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  if (group == 0) {
+    give_registers<40>();
+    if (thread == 0) copy_tiles(ring, x_map, w_map, out.N, out.V, H);
+  } else {
+    take_registers<232>();
+    multiply_tiles(ring, out, group - 1, thread, H);
+  }
+  sync_cluster();  // no block leaves while another one's barrier or copy may still reach it
+}
+
+extern "C" __global__ void SHAPE score_statistics(const TensorMap* x_map, const TensorMap* w_map, const i64* targets,
+                                                  float2* stats, float* targets_z, int N, int V, int H) {
+  run(x_map, w_map, Statistics{stats, targets_z, targets, N, V}, H);
+}
+extern "C" __global__ void SHAPE exponentials(const TensorMap* x_map, const TensorMap* w_map, const i64* targets,
+                                              const float* offsets, u16* e, float2* stats, float* targets_z,
+                                              int N, int V, int H, i64 pitch, float log2_scale) {
+  run(x_map, w_map, Exponentials{{stats, targets_z, targets, N, V}, offsets, e, pitch, log2_scale}, H);
+}

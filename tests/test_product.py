@@ -1,0 +1,223 @@
+"""The product by hand: its source on a CPU, thread by thread, with copies that land late and products that are computed when they are waited for."""
+import ctypes
+import math
+import shutil
+import subprocess
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fusedloss.core.cuda import cuda_source
+from grids import few
+from on_cpu import check_nvcc, kernels_on_cpu
+
+TILE, KINDS = 256, {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def scored(n: int, v: int, h: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    "x, w and their scores in float64"
+    made = torch.Generator().manual_seed(n + v + h)
+    x, w = ((scale * torch.randn(size, h, generator=made)).to(dtype) for size in (n, v))
+    return x, w, x.double() @ w.double().T
+
+
+class Found(NamedTuple):
+    "What a kernel leaves; NaN where it writes nothing"
+    stats: torch.Tensor  # [tiles,N,2]
+    targets_z: torch.Tensor  # [N]
+    exponentials: torch.Tensor  # [N,V]
+
+
+def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, cluster: int = 1, grid: int = 1, stages: int = 2, group: int = 2,
+        seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None) -> Found:
+    "`score_statistics`, or with offsets `exponentials`, by so many clusters of blocks"
+    kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product=source)
+    kernels.seed = seed
+    (n, h), v = x.shape, len(w)
+    launch = kernels("score_statistics" if offsets is None else "exponentials", 0, STAGES=stages, CLUSTER=cluster, GROUP=group,
+                     HALF=str(x.dtype == torch.float16).lower())
+    pitch = pitch or -(-v // 8) * 8
+    room, targets_z, e = torch.full((-(-v // TILE) + 2, n, 2), math.nan), torch.full((n + 2,), math.nan), torch.full((n + 2, pitch), math.nan, dtype=x.dtype)
+    more, last = ((), ()) if offsets is None else ((offsets, e[1:-1]), (ctypes.c_int64(pitch), ctypes.c_float(log2_scale)))
+    launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], n, v, h, *last)
+    assert all(t[[0, -1]].isnan().all() for t in (room, targets_z, e)) and e[:, v:].isnan().all(), "it writes outside"
+    return Found(room[1:-1], targets_z[1:-1], e[1:-1, :v])
+
+
+def targets_of(n: int, v: int) -> torch.Tensor:
+    "A class of each token, and for every fifth none"
+    y = torch.arange(n) * 37 % v
+    return torch.where(torch.arange(n) % 5 == 4, -100, y)
+
+
+def without_targets(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    "Scores of the other classes; that of the target is −∞"
+    at = y.clamp(min=0)[:, None]
+    return scores.scatter(1, at, torch.where(y[:, None] < 0, scores.gather(1, at), -math.inf))
+
+
+def statistics_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, **how) -> float:
+    "The error of `score_statistics`"
+    y = targets_of(*scores.shape)
+    found = run(x, w, y, **how)
+    return max(error(found.stats, without_targets(scores, y)), target_error(found.targets_z, scores, y))
+
+
+def target_error(got: torch.Tensor, scores: torch.Tensor, y: torch.Tensor) -> float:
+    "Of the targets' scores, in the units of `error`; infinite where there is one without a target"
+    if not torch.equal(got.isnan(), y < 0):
+        return math.inf
+    off = (got.double() - scores.gather(1, y.clamp(min=0)[:, None])[:, 0])[y >= 0].abs()
+    return off.max().item() / 1e-6 / (1 + scores.abs().max().item()) if len(off) else 0.0
+
+
+def error(got: torch.Tensor, scores: torch.Tensor) -> float:
+    "The largest error of a maximum, or of a sum relative to it, in units of 1e-6 of the largest score; infinite for what is missing"
+    errors = [0.0]
+    for (m, s), z in zip((t.unbind(1) for t in got.double()), scores.split(TILE, 1), strict=True):
+        top = z.amax(1)
+        some, sums = top > -math.inf, (z - top.clamp(min=-1e300)[:, None]).exp().sum(1)
+        errors += [0.0 if torch.equal(m[~some], top[~some]) and not s[~some].any() else math.inf]
+        errors += [(m - top)[some].abs().max().item(), (s / sums - 1)[some].abs().max().item()] if some.any() else []
+    size = scores[scores > -math.inf].abs().max().item()
+    return max(math.inf if math.isnan(e) else e / 1e-6 / (1 + size) for e in errors)
+
+
+SIZES = {"one tile": (128, 256, 64), "parts of tiles": (70, 300, 72), "a token": (1, 257, 8), "a ring that goes round": (130, 256, 328), "many tiles": (300, 770, 136)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("cluster, grid, stages, seed", few(list(product((1, 2), (1, 3), (2, 3), (0, 2))), (1, 1, 2, 0), (2, 1, 2, 2), (1, 3, 3, 2)))
+def test_statistics_of_tiles(size, cluster, grid, stages, seed):
+    x, w, scores = scored(*SIZES[size])
+    assert statistics_error(x, w, scores, cluster=cluster, grid=grid, stages=stages, seed=seed) < 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_dtypes_and_large_scores(kind):
+    x, w, scores = scored(64, 300, 64, KINDS[kind], 4.0)
+    assert statistics_error(x, w, scores) < 1
+
+
+def test_a_row_of_minus_infinity_and_one_that_is_no_number():
+    x, w, _ = scored(4, 256, 64)
+    x[1] = 0
+    x[1, 0], w[:, 0] = -math.inf, 1
+    x[2, 3] = math.nan
+    got = run(x, w, torch.full((4,), -100)).stats[0]
+    assert got[1].tolist() == [-math.inf, 0] and got[2].isnan().any() and got[[0, 3]].isfinite().all()
+
+
+def test_tiles_of_any_group_are_the_same():
+    x, w, scores = scored(*SIZES["many tiles"])
+    y = targets_of(*scores.shape)
+    first = run(x, w, y, group=1)
+    assert all(torch.equal(run(x, w, y, cluster=2, grid=2, group=g).stats, first.stats) for g in (2, 3))
+
+
+def exponentials_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, **how) -> float:
+    "The error of `exponentials` relative to each row's offset, its rounding to 16 bits aside, in the units of `error`"
+    y, scale = targets_of(*scores.shape), how.get("log2_scale", math.log2(math.e))
+    offsets = (scores.amax(1) * scale).float().round() + torch.arange(len(x)) % 7 - 3
+    found = run(x, w, y, offsets, **how)
+    t = without_targets(scores, y) * scale - offsets.double()[:, None]
+    unit = 1e-6 * (1 + (scores * scale).abs().max().item())
+    worst = target_error(found.targets_z, scores, y)
+    for (m, s), part in zip((stats.unbind(1) for stats in found.stats.double()), t.split(TILE, 1), strict=True):
+        worst = max(worst, (m - part.amax(1)).abs().nan_to_num(math.inf).max().item() / unit, (s / part.exp2().sum(1) - 1).abs().nan_to_num(math.inf).max().item() / unit)
+    step, least = (2**-11, 2**-24) if x.dtype == torch.float16 else (2**-8, 0.0)
+    off = (found.exponentials.double() - t.exp2()).abs() - (step + unit) * t.exp2() - least
+    return max(worst, 0.0 if (off <= 0).all() else math.inf)
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size != "a token"])
+@pytest.mark.parametrize("cluster, kind, seed", few(list(product((1, 2), KINDS, (0, 2))), (2, "bf16", 2), (1, "f16", 0)))
+def test_exponentials(size, cluster, kind, seed):
+    x, w, scores = scored(*SIZES[size], KINDS[kind], 0.4)
+    assert exponentials_error(x, w, scores, cluster=cluster, seed=seed) < 2
+
+
+@pytest.mark.parametrize("log2_scale, pitch", [(0.3, None), (math.log2(math.e), 320)])
+def test_exponentials_of_scaled_scores_and_in_wider_rows(log2_scale, pitch):
+    x, w, scores = scored(70, 300, 72, scale=0.5)
+    assert exponentials_error(x, w, scores, log2_scale=log2_scale, pitch=pitch) < 2
+
+
+def test_gradients_from_exponentials_of_a_confident_target():
+    "dx of Σ (lse − z of the target) by a plain product with e and one row of w, without a matrix of probabilities between"
+    x, w, _ = scored(64, 300, 64, scale=0.5)
+    y = torch.arange(64) * 4 % 300
+    x = (8 * w[y].float() / w[y].float().norm(dim=1, keepdim=True) + 0.1 * x.float()).bfloat16()
+    z = x.double() @ w.double().T
+    offsets = (z.amax(1) * math.log2(math.e)).float()
+    found = run(x, w, y, offsets)
+    others = found.stats[..., 1].sum(0)
+    total = others + torch.exp2(found.targets_z * math.log2(math.e) - offsets)
+    dx = (found.exponentials.float() @ w.float() - others[:, None] * w.float()[y]) / total[:, None]
+    wanted = (z.softmax(1) - torch.nn.functional.one_hot(y, 300)) @ w.double()
+    assert others.div(total).min() < 1e-3 and (dx - wanted).norm() / wanted.norm() < 4e-3
+
+
+BUGS = {  # what is wrong: text of product.cu, what stands in its place
+    "a stage is given back before its products are over": ("if (before >= 0) give_back(ring, before, thread);\n    before = p.stage;", "give_back(ring, p.stage, thread);\n    before = -1;"),
+    "the last products are not waited for": ("  wait_products<0>();\n", ""),
+    "a stage is filled before it is empty": ("      wait_for(&ring.empty[p.stage], p.parity ^ 1);\n", ""),
+    "a stage is read before it is full": ("    wait_for(&ring.full[p.stage], p.parity);\n", ""),
+    "parities never change": ("stage = 0, parity ^= 1", "stage = 0"),
+    "both halves have the first tokens": ("ring.x[p.stage] + half * 64 * FEATURES", "ring.x[p.stage]"),
+    "scores of a tile before are kept": ("h + k > 0)", "true)"),
+    "features are counted in elements": ("descriptor_of(ring.w[p.stage], 2 * k)", "descriptor_of(ring.w[p.stage], k)"),
+    "a block copies the classes of the other": ("tile.type + rank * PART, full", "tile.type, full"),
+    "classes beyond the last count": ("if (tile.type + CLASSES <= V) return;", "return;"),
+    "tokens beyond the last are written": ("thread % 4 == 0 && token < N", "thread % 4 == 0"),
+    "the target is among the others": ("targets_z[token] = z[i], z[i] = -infinity()", "targets_z[token] = z[i]"),
+    "a target is that of the other row": ("if (i % 4 / 2 == r && column_of(i, thread) == column)", "if (column_of(i, thread) == column)"),
+    "words of the second swap stay": ("swap_words(words, 1, thread), swap_words(words, 2, thread);", "swap_words(words, 1, thread);"),
+    "an offset is another row's": ("offsets[token] : 0.0f", "offsets[0] : 0.0f"),
+    "exponentials beyond the last class are written": ("if (type + 8 <= V) return store_words(to, words);", "return store_words(to, words);"),
+    "a row's other threads are forgotten": ("return both(v, __shfl_xor_sync(~0u, v, 2));", "return v;"),
+    "tiles of the last group are skipped": ("const int rows = min(GROUP, pairs - first);", "const int rows = GROUP;"),
+    "one block of the cluster gives a stage back": ("if (thread < CLUSTER) arrive_at", "if (thread < 1) arrive_at"),
+}
+
+
+def fault(source: str) -> str | None:
+    "The first case that a text of the kernels gets wrong"
+    for (name, cluster, grid), seed in product((("many tiles", 2, 1), ("parts of tiles", 1, 1), ("a ring that goes round", 1, 2)), (0, 2)):
+        how = dict(cluster=cluster, grid=grid, seed=seed, source=source)
+        try:
+            if not statistics_error(*scored(*SIZES[name]), **how) < 1 or not exponentials_error(*scored(*SIZES[name], scale=0.4), **how) < 2:
+                return name
+        except AssertionError as outside:
+            return f"{name}: {outside}"
+    return None
+
+
+def test_the_unchanged_source_passes():
+    assert fault(cuda_source("product")) is None
+
+
+@pytest.mark.parametrize("bug", few(BUGS, "a stage is given back before its products are over", "a block copies the classes of the other", "classes beyond the last count"))
+def test_a_planted_bug_is_noticed(bug):
+    old, new = BUGS[bug]
+    source = cuda_source("product")
+    assert source.count(old) == 1, f"{source.count(old)} places hold {old!r}"
+    assert fault(source.replace(old, new)), f"no case notices that {bug}"
+
+
+@pytest.mark.parametrize("cluster, half", few(list(product((1, 2), ("false", "true"))), (2, "false")))
+def test_it_compiles_for_hopper(cluster, half):
+    check_nvcc("90a", cuda_source("product"), dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half))
+
+
+def test_its_registers_suffice(tmp_path):
+    "128 sums a thread, and products that the compiler does not put in a row because it cannot see that they are independent"
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc on this machine")
+    (tmp_path / "product.cu").write_text(cuda_source("product"), encoding="utf-8")
+    fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false")]
+    made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
+    said = made.stdout + made.stderr
+    assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 2 and "C75" not in said, said
