@@ -1,4 +1,7 @@
-"""The product by hand: its source on a CPU, thread by thread, with copies that land late and products that are computed when they are waited for."""
+"""The product by hand, on a CPU: thread by thread, with copies that land late and products that are computed when they are waited for.
+
+Its source stands here and not in `cuda/`, since nothing calls it before it has run on a GPU.
+"""
 import ctypes
 import math
 import shutil
@@ -9,11 +12,21 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fusedloss.core.cuda import cuda_source
+from fusedloss.core.cuda import INCLUDE
 from grids import few
-from on_cpu import check_nvcc, kernels_on_cpu
+from on_cpu import HERE, check_nvcc, kernels_on_cpu
+from workbook import ROOT
 
 TILE, KINDS = 256, {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def source_of(name: str) -> str:
+    "A file's text with its headers, of which `cuda/` has the one that all kernels share"
+    place = HERE if (HERE / name).exists() else ROOT / "cuda"
+    return INCLUDE.sub(lambda header: source_of(header[1]), (place / name).read_text(encoding="utf-8"))
+
+
+SOURCE = source_of("product.cu")
 
 
 def scored(n: int, v: int, h: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +46,7 @@ class Found(NamedTuple):
 def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, cluster: int = 1, grid: int = 1, stages: int = 2, group: int = 2,
         seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None) -> Found:
     "`score_statistics`, or with offsets `exponentials`, by so many clusters of blocks"
-    kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product=source)
+    kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product=source or SOURCE)
     kernels.seed = seed
     (n, h), v = x.shape, len(w)
     launch = kernels("score_statistics" if offsets is None else "exponentials", 0, STAGES=stages, CLUSTER=cluster, GROUP=group,
@@ -196,27 +209,26 @@ def fault(source: str) -> str | None:
 
 
 def test_the_unchanged_source_passes():
-    assert fault(cuda_source("product")) is None
+    assert fault(SOURCE) is None
 
 
 @pytest.mark.parametrize("bug", few(BUGS, "a stage is given back before its products are over", "a block copies the classes of the other", "classes beyond the last count"))
 def test_a_planted_bug_is_noticed(bug):
     old, new = BUGS[bug]
-    source = cuda_source("product")
-    assert source.count(old) == 1, f"{source.count(old)} places hold {old!r}"
-    assert fault(source.replace(old, new)), f"no case notices that {bug}"
+    assert SOURCE.count(old) == 1, f"{SOURCE.count(old)} places hold {old!r}"
+    assert fault(SOURCE.replace(old, new)), f"no case notices that {bug}"
 
 
 @pytest.mark.parametrize("cluster, half", few(list(product((1, 2), ("false", "true"))), (2, "false")))
 def test_it_compiles_for_hopper(cluster, half):
-    check_nvcc("90a", cuda_source("product"), dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half))
+    check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half))
 
 
 def test_its_registers_suffice(tmp_path):
     "128 sums a thread, and products that the compiler does not put in a row because it cannot see that they are independent"
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc on this machine")
-    (tmp_path / "product.cu").write_text(cuda_source("product"), encoding="utf-8")
+    (tmp_path / "product.cu").write_text(SOURCE, encoding="utf-8")
     fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false")]
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
