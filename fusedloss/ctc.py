@@ -156,7 +156,7 @@ def finished_loss(
     if dz is None: return loss, None
     idle = ~on | (log_z == -torch.inf) | bad
     if mean: dz.mul_(inv_denominator.to(dz.dtype)[:, None])
-    if idle.any(): dz[idle] = 0
+    if dz.device.type != "cpu" or idle.any(): dz.masked_fill_(idle[..., None], 0)
     return loss, dz.to(dtype)
 
 # %% ../nbs/20_ctc.ipynb #8085ef85
