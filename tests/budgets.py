@@ -49,7 +49,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_plans.py": 5,
     "test_planted.py": 3,
     "test_rates.py": 6,
-    "test_product.py": 12,
+    "test_product.py": 20,
     "test_readme.py": 6,
     "test_recipes.py": 25,
     "test_recompute.py": 19,
