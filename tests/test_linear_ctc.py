@@ -177,7 +177,7 @@ def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatc
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[1], SHORT[3]), ("tight", 3))
 
 
-@pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (256, False, False)))
+@pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (64, False, False)))
 def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
     if packed and not INTERPRETED:

@@ -336,7 +336,7 @@ def fresh_compiler():
 
 
 @follows_plans
-@pytest.mark.parametrize("method", few(METHODS, "chunks", "recompute"))
+@pytest.mark.parametrize("method", few(METHODS, "chunks"))
 def test_compiled_without_a_graph_break(method, device, fresh_compiler):
     x, w, _, y = sample((2, 6), device=device)
     x.requires_grad_(), w.requires_grad_()
