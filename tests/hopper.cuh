@@ -5,6 +5,8 @@ struct alignas(64) TensorMap { char bytes[128]; };  // made by cuTensorMapEncode
 
 INLINE u32 address_of(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// What barriers guard is written by copies and read by products, so a block's order is enough for them: the order of a
+// cluster would cost a fence of all memory at every stage.
 // A barrier's phase ends when `arrivals` arrived and as many bytes came as were announced. Parities: 0, 1, 0, ...
 INLINE void init_barrier(u64* b, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(address_of(b)), "r"(arrivals));
@@ -15,12 +17,12 @@ INLINE void arrive_and_expect(u64* b, int bytes) {
 }
 INLINE void arrive_at(u64* b, int rank) {  // the same barrier of another block of the cluster
   asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];}"
                :: "r"(address_of(b)), "r"(rank) : "memory");
 }
 INLINE void wait_for(u64* b, u32 parity) {  // until the phase of that parity is over
   asm volatile("{.reg .pred over;\nagain:\n"
-               "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n"
                "@over bra done;\nbra again;\ndone:}"
                :: "r"(address_of(b)), "r"(parity) : "memory");
 }

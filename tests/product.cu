@@ -22,6 +22,7 @@
 
 constexpr int TOKENS = 128, CLASSES = 256, FEATURES = 64;  // of a tile; 64 features are 128 bytes
 constexpr int PART = CLASSES / CLUSTER;  // of w's tile, that a block copies
+static_assert(STAGES >= 2, "a stage is given back when the products of the next one were issued");
 struct Ring {
   u16 x[STAGES][TOKENS * FEATURES], w[STAGES][CLASSES * FEATURES];
   u64 full[STAGES], empty[STAGES];
@@ -126,14 +127,20 @@ struct Statistics {
     for (int i = 0; i < 128; i++)
       if (tile.type + column_of(i, thread) >= V) z[i] = -infinity();
   }
-  INLINE void take_target(float (&z)[128], Tile tile, int r, int token, int thread) const {
-    const i64 column = targets[token] - tile.type;
-    if (column < 0 || column >= CLASSES) return;
+  struct OfRow { i64 target; };  // what is loaded before the products, and needed after them
+  INLINE OfRow load(int token) const { return {token < N ? targets[token] : -1}; }
+  INLINE void take_target(float (&z)[128], Tile tile, int r, int token, OfRow row, int thread) const {
+    const i64 ahead = row.target - tile.type;
+    if (ahead < 0 || ahead >= CLASSES) return;
+    const int column = (int)ahead;
+    if (column / 2 % 4 != thread % 4) return;
+    float found = 0.0f;
     UNROLL
     for (int i = 0; i < 128; i++)
-      if (i % 4 / 2 == r && column_of(i, thread) == column) targets_z[token] = z[i], z[i] = -infinity();
+      if (i % 4 / 2 == r && column_of(i, thread) == column) found = z[i], z[i] = -infinity();
+    targets_z[token] = found;
   }
-  INLINE void finish(float (&z)[128], Tile tile, int r, int token, int thread) const {
+  INLINE void finish(float (&z)[128], Tile tile, int r, int token, OfRow, int thread) const {
     const float m = max_of_row(z, r), shift = zero_if_neg_inf(m) * LOG2E;
     UNROLL
     for (int i = 0; i < 128; i++)
@@ -161,11 +168,12 @@ struct Exponentials : Statistics {
   i64 pitch;
   float log2_scale;
 
-  INLINE void finish(float (&z)[128], Tile tile, int r, int token, int thread) const {
-    const float offset = token < N ? offsets[token] : 0.0f;
+  struct OfRow : Statistics::OfRow { float offset; };
+  INLINE OfRow load(int token) const { return {Statistics::load(token), token < N ? offsets[token] : 0.0f}; }
+  INLINE void finish(float (&z)[128], Tile tile, int r, int token, OfRow row, int thread) const {
     UNROLL
     for (int i = 0; i < 128; i++)
-      if (i % 4 / 2 == r) z[i] = fmaf(z[i], log2_scale, -offset);
+      if (i % 4 / 2 == r) z[i] = fmaf(z[i], log2_scale, -row.offset);
     const float m = max_of_row(z, r);
     UNROLL
     for (int i = 0; i < 128; i++)
@@ -197,15 +205,15 @@ template <class Out> INLINE void multiply_tiles(Ring& ring, const Out& out, int 
   Place p;
   for (int number = blockIdx.x / CLUSTER; number < tiles_of_clusters(out.N, out.V); number += gridDim.x / CLUSTER) {
     const Tile tile(number, out.N, out.V, rank);
+    const int first = tile.token + half * 64 + row_of(0, thread);
+    const typename Out::OfRow rows[2] = {out.load(first), out.load(first + 8)};
     float z[128];
     multiply(ring, p, z, half, thread, H);
     out.hide(z, tile, thread);
     UNROLL
-    for (int r = 0; r < 2; r++) {
-      const int token = tile.token + half * 64 + row_of(r, thread);
-      if (token < out.N) out.take_target(z, tile, r, token, thread);
-      out.finish(z, tile, r, token, thread);
-    }
+    for (int r = 0; r < 2; r++) out.take_target(z, tile, r, first + 8 * r, rows[r], thread);
+    UNROLL
+    for (int r = 0; r < 2; r++) out.finish(z, tile, r, first + 8 * r, rows[r], thread);
   }
 }
 template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_map, const Out& out, int H) {
@@ -214,8 +222,8 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
     for (int i = 0; i < STAGES; i++) init_barrier(&ring.full[i], 1), init_barrier(&ring.empty[i], 2 * CLUSTER);
     publish_barriers();
   }
-  sync_cluster();
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  __syncwarp(), sync_cluster();
+  const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0), thread = threadIdx.x % 128;  // one for a warp
   if (group == 0) {
     give_registers<40>();
     if (thread == 0) copy_tiles(ring, x_map, w_map, out.N, out.V, H);
@@ -223,7 +231,7 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
     take_registers<232>();
     multiply_tiles(ring, out, group - 1, thread, H);
   }
-  sync_cluster();  // no block leaves while another one's barrier or copy may still reach it
+  __syncwarp(), sync_cluster();  // no block leaves while another one's barrier or copy may still reach it
 }
 
 extern "C" __global__ void SHAPE score_statistics(const TensorMap* x_map, const TensorMap* w_map, const i64* targets,
