@@ -178,15 +178,11 @@ class Total(NamedTuple):
     value: Tensor  # [N,1] float64
     exponent: Tensor  # [N,1] float64, integers
 
-def total_of(a:ScaledLattice, row:ScaledRow) -> Total:
-    "From the row after the last frame."
-    return Total(*((torch.from_numpy(t) * a.end).sum(1, keepdim=True) for t in row))
-
 # %% ../../nbs/library/scaled.ipynb #sc000017
 def backward_block(
     p:Tensor, row:ScaledRow, skip:Tensor,  # [K,N,S], frames and states in the opposite order
     tables:Tables,
-) -> Optional[tuple[list[tuple[Tensor, Tensor]], ScaledRow]]:
+) -> Optional[tuple[list[tuple[Tensor, numpy.ndarray]], ScaledRow]]:
     "Values after their emission and their exponents, in order of time; the row before the block."
     parts, done = [], 0
     while done < len(p):
