@@ -15,6 +15,7 @@ from typing import Callable, Iterable, Mapping
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -416,3 +417,12 @@ def follows(step: Callable[[], Iterable[torch.Tensor]], inputs: Iterable[torch.T
         graph.replay()
         same.append(all(torch.equal(a, e) for a, e in zip(found, expected, strict=True)))
     return all(same)
+
+
+LAYOUTS = {  # of a matrix
+    "transposed": lambda t: t.t().contiguous().t(),
+    "every second row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "every second feature": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "part of a wider tensor": lambda t: F.pad(t, (3, 5), value=torch.nan)[:, 3:-5],
+    "rows expanded": lambda t: t[:1].expand_as(t),
+}

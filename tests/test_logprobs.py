@@ -14,7 +14,7 @@ from fusedloss import linear_log_probs, log_probs
 from fusedloss.core.options import Statistics
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid
-from helpers import TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, hidden_from_hooks, off, planted, replays, roundings, same_gradients_compiled, unchanged
+from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, hidden_from_hooks, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import LABELS
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -401,14 +401,6 @@ def test_half_precision_by_the_kernels(name, device, monkeypatch):
 def test_half_precision_without_kernels(device):
     for dtype in (bf16, f16):
         assert faults(logprobs, Case((17, 9, 70), "each", "both", dtype=dtype), device, 2 * TOLERANCE[dtype]) == []
-
-
-LAYOUTS = {
-    "transposed": lambda t: t.t().contiguous().t(),
-    "every second": lambda t: t.repeat_interleave(2, 1)[:, ::2],
-    "part of a wider tensor": lambda t: F.pad(t, (3, 5), value=torch.nan)[:, 3:-5],
-    "rows expanded": lambda t: t[:1].expand_as(t),
-}
 
 
 @pytest.mark.parametrize("name", few(LAYOUTS, "part of a wider tensor"))

@@ -16,7 +16,7 @@ from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few
-from helpers import TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
+from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -392,15 +392,6 @@ def test_memory_of_the_kernels(budget):
 
 
 # Kinds of tensors
-
-
-LAYOUTS = {
-    "transposed": lambda t: t.t().contiguous().t(),
-    "every second row": lambda t: t.repeat_interleave(2, 0)[::2],
-    "every second feature": lambda t: t.repeat_interleave(2, 1)[:, ::2],
-    "part of a wider tensor": lambda t: F.pad(t, (3, 5), value=torch.nan)[:, 3:-5],
-    "rows expanded": lambda t: t[:1].expand_as(t),
-}
 
 
 @pytest.mark.parametrize("name", few(LAYOUTS, "transposed", "part of a wider tensor", "rows expanded"))
