@@ -115,17 +115,6 @@ def pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE: tl.const
     z_p, unused = T_SCORE(raw_p.to(tl.float32), t_o)
     return tl.where(inside, z_q, -float("inf")), tl.where(inside, z_p, -float("inf")), slope
 
-@jit
-def weighed_rows(token_weight_ptr, M, V, BN: tl.constexpr):
-    "A program's rows, their weights [BN], which of them count [BN,1,1], and where its classes end: at 0 where none does."
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    keep = rows < M
-    w_t = tl.where(keep, 1.0, 0.0)
-    if token_weight_ptr is not None:
-        w_t = tl.load(token_weight_ptr + rows, mask=keep, other=0.0).to(tl.float32)
-    weighs = w_t != 0
-    return rows, keep, w_t, weighs[:, None, None], V * tl.max(weighs.to(tl.int32), 0)
-
 # %% ../../nbs/library/pairs.ipynb #dv3kernel1
 @jit
 def divergence_kernel(
@@ -137,8 +126,13 @@ def divergence_kernel(
     UNSCALED_GRAD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):
     B: tl.constexpr = R * C
-    lanes = lane_grid(R, C)
-    rows, keep, w_t, live, bound = weighed_rows(token_weight_ptr, M, V, BN)
+    lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = rows < M
+    w_t = tl.where(keep, 1.0, 0.0)
+    if token_weight_ptr is not None:
+        w_t = tl.load(token_weight_ptr + rows, mask=keep, other=0.0).to(tl.float32)
+    weighs = w_t != 0
+    live, bound = weighs[:, None, None], V * tl.max(weighs.to(tl.int32), 0)
     q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
     p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
     q_max = tl.full([BN, C], -float("inf"), tl.float32)
@@ -179,7 +173,7 @@ def divergence_kernel(
     divergence += q_log_s * 0 + p_log_s * 0  # a row without any probability is no number
     part = inv_denominator(denominator_ptr)
     loss = tl.where(divergence < 0, 0.0, divergence) * w_t * part
-    tl.store(loss_ptr + rows, tl.where(w_t != 0, loss, 0.0), mask=keep)
+    tl.store(loss_ptr + rows, tl.where(weighs, loss, 0.0), mask=keep)
     if GRAD:
         scale = (w_t if UNSCALED_GRAD else w_t * part)[:, None, None]
         slant, finite = slant[:, None, None], (divergence != float("inf"))[:, None, None]
@@ -268,8 +262,13 @@ def soft_kernel(
     C: tl.constexpr,
 ):
     B: tl.constexpr = R * C
-    lanes = lane_grid(R, C)
-    rows, keep, w_t, live, bound = weighed_rows(token_weight_ptr, M, V, BN)
+    lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = rows < M
+    w_t = tl.where(keep, 1.0, 0.0)
+    if token_weight_ptr is not None:
+        w_t = tl.load(token_weight_ptr + rows, mask=keep, other=0.0).to(tl.float32)
+    weighs = w_t != 0
+    live, bound = weighs[:, None, None], V * tl.max(weighs.to(tl.int32), 0)
     z_start = row_start(z_ptr, rows, inner, z_stride_o, z_stride_i)[:, None, None]
     t_start = row_start(t_ptr, rows, inner, t_stride_o, t_stride_i)[:, None, None]
     row_max = tl.full([BN, C], -float("inf"), tl.float32)
@@ -293,7 +292,7 @@ def soft_kernel(
     lse = top + log_s
     part = inv_denominator(denominator_ptr)
     loss = tl.where(total == 0, 0.0, total * log_s) - below + o.z_loss * lse * lse
-    tl.store(loss_ptr + rows, tl.where(w_t != 0, loss * w_t * part, 0.0), mask=keep)
+    tl.store(loss_ptr + rows, tl.where(weighs, loss * w_t * part, 0.0), mask=keep)
     if dz_ptr is not None:
         d_start = row_start(dz_ptr, rows, inner, d_stride_o, d_stride_i)[:, None, None]
         scale = (w_t if UNSCALED_GRAD else w_t * part)[:, None, None]
