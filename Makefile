@@ -26,7 +26,7 @@ tour: $(READY)  ## train a small model with the loss of every stage, on the devi
 test test-all check-generated pytest: export TRITON_INTERPRET = 1
 test test-all check-generated pytest test-gpu: export OMP_NUM_THREADS = 1
 test: $(READY)  ## everything that can be checked without a GPU, its grids pairwise: six minutes on two cores
-	@$(MAKE) --no-print-directory --jobs 2 check-generated pages pytest
+	@$(MAKE) --no-print-directory --jobs 3 check-generated pages pytest
 
 check-generated: $(READY)
 	$(PYTHON) tools/check_generated.py modules types notebooks

@@ -13,6 +13,7 @@ import fusedloss as fl
 import fusedloss.divergence as divergence
 from fusedloss.core import pairs
 from fusedloss.core.pairs import DivergenceOptions, PairBlocks, launch_divergence, reference_divergence
+from fusedloss.core.triton import jit, tl
 from fusedloss.measure import MemoryTrace, relative_error
 from grids import few, grid
 from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged
@@ -555,11 +556,34 @@ def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert any_fault(planted(divergence, tmp_path, *MUTANTS[bug])), "nothing noticed"
 
 
+def flush_small_numbers(monkeypatch) -> None:
+    "`log2` as a GPU's instruction: what is no normal number is 0 to it"
+    @jit
+    def flushing(x):
+        return tl.log2(tl.where(x < 1.1754943508222875e-38, 0.0, x))
+    monkeypatch.setattr(pairs, "log2", flushing)
+
+
+@place
+@pytest.mark.parametrize("beta", [1e-6, 0.5, 1 - 1e-6])
+def test_probabilities_of_nearly_nothing(beta, device, monkeypatch):
+    if INTERPRETED: flush_small_numbers(monkeypatch)
+    far = torch.tensor([[0.0, -86.0, -87.0, -88.0, -torch.inf]], device=device)
+    for z, teacher in ((far, far.flip(1)), (far, far.clone()), (far.flip(1), far)):
+        o, truth = DivergenceOptions("jsd", beta), z.double()
+        losses = reference_divergence(truth, teacher.double(), None, None, o, True)
+        got = z.clone()
+        torch.testing.assert_close(pairs.launch_divergence(got, teacher, None, None, o, True).double(), losses, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(got.double(), truth, rtol=1e-4, atol=1e-6)
+
+
 KERNEL_MUTANTS = {
     "an old sum is not rescaled": ("tl.where(factor > 0, cross * factor, 0.0)", "tl.where(factor > 0, cross, 0.0)"),
     "lse of the teacher is added": ("- (p_top - q_top) - (p_log_s - q_log_s)", "+ (p_top - q_top) - (p_log_s - q_log_s)"),
-    "reverse KL's gradient has no mean": ("q * ((log_q - log_p) - slant)", "q * (log_q - log_p)"),
-    "the mixture's gradient has no mean": ("(1 - beta) * q * ((log_q - log_m) - slant)", "(1 - beta) * q * (log_q - log_m)"),
+    "reverse KL's gradient has no mean": ("q * ((log_q - log_p) * LN2 - slant)", "q * (log_q - log_p) * LN2"),
+    "reverse KL's gradient is one of base 2": ("q * ((log_q - log_p) * LN2 - slant)", "q * ((log_q - log_p) - slant)"),
+    "the mixture's gradient has no mean": ("(1 - beta) * q * LN2 * ((log_q - log_m) - slant)", "(1 - beta) * q * LN2 * (log_q - log_m)"),
+    "the mixture's value is one of base 2": ("+ (1 - beta) * slant) * LN2", "+ (1 - beta) * slant)"),
     "the cap has no slope": ("tl.where(live, dz * scale * slope, 0.0).to(q_ptr", "tl.where(live, dz * scale, 0.0).to(q_ptr"),
     "0 · inf": ("tl.where(e > 0, e * (z - other), 0.0)", "e * (z - other)"),
 }

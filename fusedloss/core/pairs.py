@@ -19,8 +19,8 @@ from fusedloss.core.products import tile_slices
 from fusedloss.core.reference import plain_inv_denominator, score_and_slope
 from fusedloss.core.rows import class_weight, inv_denominator, load_block, row_start
 from fusedloss.core.softmax import (
-    exp2_diff, exponentials, lane_grid, merge_lanes, online_softmax_step, score_fn, zero_if_neg_inf)
-from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
+    LOG2E, exp2_diff, exponentials, lane_grid, merge_lanes, online_softmax_step, score_fn, zero_if_neg_inf)
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, log2, on_device, tl, triton
 
 # %% ../../nbs/library/pairs.ipynb #dv1kinds
 class DivergenceOptions(NamedTuple):
@@ -99,10 +99,17 @@ def cross_step(cross, old_max, new_max, z, other):
     e = exponentials(z, new_max, 1.0)
     return rescaled_cross(cross, old_max, new_max) + tl.sum(tl.where(e > 0, e * (z - other), 0.0), 1)
 
+LN2 = tl.constexpr(math.log(2)) if triton else math.log(2)
+
 @jit
-def natural_log(m):
-    "log m by the GPU's own logarithm, of base 2: one instruction in place of twenty."
-    return tl.log2(m) * 0.6931471805599453
+def log2_prob(z, row_max, log2_s):
+    "log2 of e^(z - row_max) / s."
+    return (z - row_max) * LOG2E - log2_s
+
+@jit
+def log2_mixture(p, q, beta):
+    "log2 (β p + (1 - β) q), of at least the least normal number: `log2` takes smaller ones for 0."
+    return log2(tl.maximum(beta * p + (1 - beta) * q, 1.1754943508222875e-38))
 
 # %% ../../nbs/library/pairs.ipynb #dv3load
 @jit
@@ -150,8 +157,8 @@ def divergence_kernel(
     q_top, q_sum = merge_lanes(q_max, q_s, 1.0)
     p_top, p_sum = merge_lanes(p_max, p_s, 1.0)
     q_log_s, p_log_s = tl.log(q_sum), tl.log(p_sum)
-    q_at, q_less = q_top[:, None, None], q_log_s[:, None, None]
-    p_at, p_less = p_top[:, None, None], p_log_s[:, None, None]
+    q_at, q_less = q_top[:, None, None], (q_log_s * LOG2E)[:, None, None]
+    p_at, p_less = p_top[:, None, None], (p_log_s * LOG2E)[:, None, None]
     if KIND == "forward_kl":
         total = tl.sum(rescaled_cross(cross, p_max, p_top[:, None]), 1)
         divergence = total / p_sum - (p_top - q_top) - (p_log_s - q_log_s)
@@ -163,13 +170,13 @@ def divergence_kernel(
     else:
         for first in tl.range(0, bound, B, num_stages=3):
             z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
-            log_q, log_p = z_q - q_at - q_less, z_p - p_at - p_less
-            q, p = tl.exp(log_q), tl.exp(log_p)
-            log_m = natural_log(beta * p + (1 - beta) * q)
+            log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
+            q, p = tl.exp2(log_q), tl.exp2(log_p)
+            log_m = log2_mixture(p, q, beta)
             mean += tl.sum(tl.where(q > 0, q * (log_q - log_m), 0.0), 1)
             cross += tl.sum(tl.where(p > 0, p * (log_p - log_m), 0.0), 1)
         slant = tl.sum(mean, 1)
-        divergence = beta * tl.sum(cross, 1) + (1 - beta) * slant
+        divergence = (beta * tl.sum(cross, 1) + (1 - beta) * slant) * LN2
     divergence += q_log_s * 0 + p_log_s * 0  # a row without any probability is no number
     part = inv_denominator(denominator_ptr)
     loss = tl.where(divergence < 0, 0.0, divergence) * w_t * part
@@ -181,15 +188,15 @@ def divergence_kernel(
         for back in range(0, V, B):
             z_q, z_p, slope = pair_scores(q_start, p_start, last - back, lanes, V, live, o, t_o,
                                           SCORE, T_SCORE)
-            log_q, log_p = z_q - q_at - q_less, z_p - p_at - p_less
-            q = tl.exp(log_q)
+            log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
+            q = tl.exp2(log_q)
             if KIND == "forward_kl":
-                dz = q - tl.exp(log_p)
+                dz = q - tl.exp2(log_p)
             elif KIND == "reverse_kl":
-                dz = tl.where((q != 0) & finite, q * ((log_q - log_p) - slant), 0.0)
+                dz = tl.where((q != 0) & finite, q * ((log_q - log_p) * LN2 - slant), 0.0)
             else:
-                log_m = natural_log(beta * tl.exp(log_p) + (1 - beta) * q)
-                dz = tl.where(q != 0, (1 - beta) * q * ((log_q - log_m) - slant), 0.0)
+                log_m = log2_mixture(tl.exp2(log_p), q, beta)
+                dz = tl.where(q != 0, (1 - beta) * q * LN2 * ((log_q - log_m) - slant), 0.0)
             cols = last - back + lanes
             dz = tl.where(live, dz * scale * slope, 0.0).to(q_ptr.dtype.element_ty)
             tl.store(q_start + cols.to(tl.int64), dz, mask=keep[:, None, None] & (cols < V))

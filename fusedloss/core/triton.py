@@ -27,6 +27,20 @@ def unspecialized(*names:str) -> Callable:  # a decorator, as `jit`
     "`jit` of one kernel for all values of these arguments: 1, and multiples of 16, get none of their own."
     return functools.partial(jit, do_not_specialize=names) if triton else jit
 
+# %% ../../nbs/library/triton.ipynb #e47c174f
+@jit
+def exact_log2(x):
+    "log2 x: a polynomial, some twenty instructions."
+    return tl.log2(x)
+
+def own_log2() -> Callable:
+    "log2 as one instruction, where Triton compiles for GPUs of NVIDIA; elsewhere `exact_log2`."
+    if not isinstance(exact_log2, getattr(triton, "JITFunction", ())) or torch.version.hip: return exact_log2
+    from triton.language.extra.libdevice import fast_log2f
+    return fast_log2f
+
+log2 = own_log2()
+
 # %% ../../nbs/library/triton.ipynb #24e6c980
 def on_device(t:Tensor):
     "A context in which kernels launch where `t` lies."
