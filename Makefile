@@ -25,6 +25,7 @@ tour: $(READY)  ## train a small model with the loss of every stage, on the devi
 # one thread for each of pytest's workers: two that fight over two cores are ten times slower
 test test-all check-generated pytest: export TRITON_INTERPRET = 1
 test test-all check-generated pytest test-gpu: export OMP_NUM_THREADS = 1
+unexport PYTHONDONTWRITEBYTECODE  # many processes import the same modules
 test: $(READY)  ## everything that can be checked without a GPU, its grids pairwise: six minutes on two cores
 	@$(MAKE) --no-print-directory --jobs 3 check-generated pages pytest
 

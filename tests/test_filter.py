@@ -123,7 +123,7 @@ def faults(module, device, sizes=None, eps=EPS, options={}, dtype=f32, tolerance
 # What is kept, what is left out
 
 
-@pytest.mark.parametrize("name", few(PLAIN, "plain", "scale and cap", "weight", "token_weight"))
+@pytest.mark.parametrize("name", few(PLAIN, "plain", "scale and cap", "token_weight"))
 def test_dropped_tiles_and_no_others(name, way):
     assert faults(with_filter, way, options=PLAIN[name]) == []
 
@@ -137,7 +137,7 @@ def test_ragged_sizes(sizes, way):
 LISTED = list(itertools.product([(300, 16, 330), (140, 7, 100)], [(None, EPS), (2**11, EPS), (2**11, 1e-30)]))
 
 
-@pytest.mark.parametrize("sizes, how", few(LISTED, ((140, 7, 100), (None, EPS)), ((140, 7, 100), (2**11, 1e-30))), ids=str)
+@pytest.mark.parametrize("sizes, how", few(LISTED, ((140, 7, 100), (2**11, 1e-30))), ids=str)
 def test_the_list_of_kept_tiles_leaves_the_same_ones_out(sizes, how, way):
     "With a bias to differentiate every tile of dz is made, without one those of a list"
     budget, eps = how

@@ -143,7 +143,7 @@ CASES = {
 
 
 CHOSEN = few(CASES, "one of each", "one class", "ragged, plain", "several runs, statistics", "deep", "high", "the first tile masked",
-             "all ignored", "scale and cap", "everything, none, statistics", "smooth weights")
+             "scale and cap", "everything, none, statistics")
 
 
 @pytest.mark.parametrize("name", CHOSEN)

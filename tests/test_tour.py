@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from grids import few
+from grids import few, FULL
 from torch.nn import functional as F
 from workbook import ROOT
 
@@ -158,6 +158,7 @@ def test_failing_baseline_is_named(run, monkeypatch):
     assert code == 1 and "baseline: RuntimeError: no such tile" in err and not re.search("^tiles:", err, re.MULTILINE)
 
 
+@pytest.mark.skipif(not FULL, reason="two stages more, twenty steps: FUSEDLOSS_GRIDS=full")
 def test_another_order_of_rounding_passes(device, run, monkeypatch):
     exact = tour.Stage("exact", 9, lambda x, w, y: baseline(x.double(), w.double(), y).float())
     reverse = tour.Stage("reverse", 10, lambda x, w, y: baseline(x.flip(0), w, y.flip(0)))
@@ -269,6 +270,7 @@ def test_same_report_same_picture():
     assert all(f"{s['name']} ×{s['memory_fraction']:.2f}" in pictures[0].alt for s in report["stages"])
 
 
+@pytest.mark.skipif(not FULL, reason="at full size: FUSEDLOSS_GRIDS=full")
 def test_time_of_all_stages(record_property, monkeypatch):
     "At full size, in core-seconds, since other tests may be running on the same cores; five times the budget is allowed"
     start = time.process_time()
