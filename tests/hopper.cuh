@@ -46,6 +46,10 @@ INLINE void copy_box_to(void* to, const TensorMap* map, int column, int row, u64
                :: "r"(address_of(to)), "l"(map), "r"(column), "r"(row), "r"(address_of(b)), "h"(blocks) : "memory");
 }
 
+// Two warp groups that take turns: one waits for its own turn, which the other gives it. `group` is 0 or 1.
+INLINE void wait_for_turn(int group) { asm volatile("bar.sync %0, 256;" :: "r"(1 + group) : "memory"); }
+INLINE void give_turn(int group) { asm volatile("bar.arrive %0, 256;" :: "r"(1 + group) : "memory"); }
+
 template <int REGISTERS> INLINE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
@@ -61,26 +65,35 @@ template <int GROUPS> INLINE void wait_products() {  // until no more than the l
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define PRODUCT(TYPE)                                                                                              \
-  asm volatile("{.reg .pred add; setp.ne.b32 add, %130, 0;\n"                                                      \
-               "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {"                                   \
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                            \
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                  \
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                  \
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                  \
-               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                  \
-               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                  \
-               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "      \
-               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, " \
-               "%128, %129, add, 1, 1, 0, 0;}\n"                                                                   \
-               : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96),         \
-                 SIXTEEN(112)                                                                                      \
-               : "l"(a), "l"(b), "r"((int)add))
-// d [64,256] of four warps += a [64,16] b [256,16]ᵀ, by descriptors of both; d is a bᵀ where not `add`. Of thread t of
-// the group d[i] is in row 16 (t / 32) + t % 32 / 4 + 8 (i % 4 / 2), column 8 (i / 4) + 2 (t % 4) + i % 2.
-template <bool F16> INLINE void product_256(float (&d)[128], u64 a, u64 b, bool add) {
-  if (F16) PRODUCT("f16");
-  else PRODUCT("bf16");
+#define FIRST_96                                                                     \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define LAST_32                                                                                    \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PRODUCT(N, TYPE, D, A, B, ADD, ...)                                                     \
+  asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n"                                \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, " A ", " \
+               B ", add, 1, 1, 0, 0;}\n" : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add))
+#define PRODUCT_192(TYPE)                                                                    \
+  PRODUCT("192", TYPE, FIRST_96, "%96", "%97", "%98", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), \
+          SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
+#define PRODUCT_256(TYPE)                                                                             \
+  PRODUCT("256", TYPE, FIRST_96 LAST_32, "%128", "%129", "%130", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), \
+          SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112))
+// d [64,C] of four warps += a [64,16] b [C,16]ᵀ, by descriptors of both; d is a bᵀ where not `add`. Of thread t of the
+// group d[i] is in row 16 (t / 32) + t % 32 / 4 + 8 (i % 4 / 2), column 8 (i / 4) + 2 (t % 4) + i % 2.
+template <bool F16> INLINE void product(float (&d)[96], u64 a, u64 b, bool add) {
+  if (F16) PRODUCT_192("f16");
+  else PRODUCT_192("bf16");
+}
+template <bool F16> INLINE void product(float (&d)[128], u64 a, u64 b, bool add) {
+  if (F16) PRODUCT_256("f16");
+  else PRODUCT_256("bf16");
 }
 
 // Two floats in 32 bits, the first one in the lower half.

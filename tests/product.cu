@@ -1,14 +1,15 @@
-// Scores z = x wᵀ, x [N,H], w [V,H], in tiles of 128 tokens and 256 classes that no memory holds. score_statistics: of
-// each row of a tile its maximum m and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: so do
-// 2^(z log2_scale - offset of the row), rounded, e [N,V] with rows of `pitch`; m is then the largest exponent, and the
-// sum is relative to 2^0. The target's score is neither in m nor in the sum, e is 0 there, and targets_z [N] has it: a
-// confident prediction keeps the digits of what the others share. Sums are fp32.
+// Scores z = x wᵀ, x [N,H], w [V,H], in tiles that no memory holds. score_statistics: of each row of a tile its maximum m
+// and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: 2^(z log2_scale - offset of the row) do,
+// rounded, e [N,V] with rows of `pitch`, and their sum before they are rounded, sums [tiles of V,N]. The target's score
+// is neither in a maximum nor in a sum, e is 0 there, and targets_z [N] has it: a confident prediction keeps the digits
+// of what the others share. Sums are fp32.
 // A block is three warp groups: one thread of the first copies tiles of x and w, 64 features at a time, to a ring of
-// STAGES; the other two multiply, each 64 tokens by 256 classes. A block stays and takes tile after tile, so that the
-// copies of the next tile run beside the statistics of this one. CLUSTER blocks, 1 or 2, have the same classes and
-// other tokens: each copies a share of w's tile to all of them. GROUP clusters' tokens are walked together through all
-// classes, so that their x and the classes' w stay in L2. Grid: a multiple of CLUSTER. Also fixed when compiled: HALF,
-// fp16 in place of bf16. Idea: CUTLASS's persistent, warp-specialised products.
+// STAGES; the other two multiply. They share each tile, of 128 tokens and 256 classes, or IN_TURN take one each, of 128
+// tokens and 192 classes: then the statistics of one run beside the products of the other. A block stays and takes tile
+// after tile, so that copies run beside statistics. CLUSTER blocks, 1 or 2, have the same classes and other tokens: each
+// copies a share of w's tile to all of them. GROUP clusters' tokens are walked together through all classes, so that
+// their x and the classes' w stay in L2. Grid: a multiple of CLUSTER. Also fixed when compiled: HALF, fp16 in place of
+// bf16. Idea: CUTLASS's persistent, warp-specialised products.
 #include "common.cuh"
 #include "hopper.cuh"
 
@@ -20,7 +21,8 @@
 #define SHAPE __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
 #endif
 
-constexpr int TOKENS = 128, CLASSES = 256, FEATURES = 64;  // of a tile; 64 features are 128 bytes
+constexpr int TOKENS = 128, CLASSES = IN_TURN ? 192 : 256, FEATURES = 64;  // of a tile; 64 features are 128 bytes
+constexpr int BLOCKS = IN_TURN ? 2 : 1, HELD = CLASSES / 2;  // of 64 tokens that a group has; scores of a block a thread
 constexpr int PART = CLASSES / CLUSTER;  // of w's tile, that a block copies
 static_assert(STAGES >= 2, "a stage is given back when the products of the next one were issued");
 struct Ring {
@@ -34,6 +36,9 @@ struct Place {
   u32 parity = 0;
   INLINE void next() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  INLINE void skip(int stages) {
+    stage += stages, parity ^= stage / STAGES & 1, stage %= STAGES;
   }
 };
 
@@ -70,85 +75,97 @@ INLINE void copy_tiles(Ring& ring, const TensorMap* x_map, const TensorMap* w_ma
   }
 }
 
-// One warp group: the scores of its 64 tokens. A stage is given back when the products of the next one were issued.
+// One warp group: the scores of its tokens, of the block's first or last tile. A stage is given back when the products of
+// the next one were issued.
 INLINE void give_back(Ring& ring, int stage, int thread) {
   if (thread < CLUSTER) arrive_at(&ring.empty[stage], thread);
 }
-INLINE void multiply(Ring& ring, Place& p, float (&z)[128], int half, int thread, int H) {
+INLINE int block_of(int b, int group) { return IN_TURN ? b : group; }
+INLINE void multiply(Ring& ring, Place& p, float (&z)[BLOCKS][HELD], int group, int thread, int H, bool first,
+                     bool last) {
+  if (IN_TURN && !first) wait_for_turn(group);  // a stage's parity would be that of two phases before, too
   int before = -1;
   for (int h = 0; h < H; h += FEATURES, p.next()) {
     wait_for(&ring.full[p.stage], p.parity);
     begin_products();
     UNROLL
     for (int k = 0; k < FEATURES; k += 16)
-      product_256<HALF>(z, descriptor_of(ring.x[p.stage] + half * 64 * FEATURES, 2 * k),
-                        descriptor_of(ring.w[p.stage], 2 * k), h + k > 0);
+      UNROLL
+      for (int b = 0; b < BLOCKS; b++)
+        product<HALF>(z[b], descriptor_of(ring.x[p.stage] + block_of(b, group) * 64 * FEATURES, 2 * k),
+                      descriptor_of(ring.w[p.stage], 2 * k), h + k > 0);
     end_of_group();
     wait_products<1>();
     if (before >= 0) give_back(ring, before, thread);
     before = p.stage;
   }
+  if (IN_TURN && !last) give_turn(1 - group);
   wait_products<0>();
   give_back(ring, before, thread);
 }
 
-// What a thread holds of a tile: 64 scores of each of two rows; four neighbouring threads hold a row.
+// What a thread holds of 64 tokens: half of HELD scores of each of two rows; four neighbouring threads hold a row.
 INLINE int column_of(int i, int thread) { return 8 * (i / 4) + 2 * (thread % 4) + i % 2; }
 INLINE int row_of(int r, int thread) { return thread / 32 * 16 + thread % 32 / 4 + 8 * r; }
 template <class F> INLINE float of_row(float v, F both) {
   v = both(v, __shfl_xor_sync(~0u, v, 1));
   return both(v, __shfl_xor_sync(~0u, v, 2));
 }
-INLINE float max_of_row(const float (&z)[128], int r) {
+INLINE float max_of_row(const float (&z)[HELD], int r) {
   float m = -infinity();
   UNROLL
-  for (int i = 0; i < 128; i++)
+  for (int i = 0; i < HELD; i++)
     if (i % 4 / 2 == r) m = fmaxf(m, z[i]);
   return of_row(m, [](float a, float b) { return fmaxf(a, b); });
 }
-INLINE float sum_of_row(const float (&z)[128], int r) {
+INLINE float sum_of_row(const float (&z)[HELD], int r) {
   float s = 0.0f;
   UNROLL
-  for (int i = 0; i < 128; i++)
+  for (int i = 0; i < HELD; i++)
     if (i % 4 / 2 == r) s += z[i];
   return of_row(s, [](float a, float b) { return a + b; });
 }
 
 // What leaves a tile. The scores of classes that do not count are -inf.
-struct Statistics {
-  float2* stats;
+struct Epilogue {
   float* targets_z;
   const i64* targets;
   int N, V;
 
-  INLINE void hide(float (&z)[128], Tile tile, int thread) const {
+  INLINE void hide(float (&z)[HELD], Tile tile, int thread) const {
     if (tile.type + CLASSES <= V) return;
     UNROLL
-    for (int i = 0; i < 128; i++)
+    for (int i = 0; i < HELD; i++)
       if (tile.type + column_of(i, thread) >= V) z[i] = -infinity();
   }
-  struct OfRow { i64 target; };  // what is loaded before the products, and needed after them
-  INLINE OfRow load(int token) const { return {token < N ? targets[token] : -1}; }
-  INLINE void take_target(float (&z)[128], Tile tile, int r, int token, OfRow row, int thread) const {
-    const i64 ahead = row.target - tile.type;
-    if (ahead < 0 || ahead >= CLASSES) return;
-    const int column = (int)ahead;
-    if (column / 2 % 4 != thread % 4) return;
+  INLINE int target_of(int token) const {  // a class, or below 0
+    const i64 target = token < N ? targets[token] : -1;
+    return target < V ? (int)max(target, -1ll) : -1;
+  }
+  INLINE void take_target(float (&z)[HELD], Tile tile, int r, int token, int target, int thread) const {
+    const int column = target - tile.type;
+    if (target < 0 || column < 0 || column >= CLASSES || column / 2 % 4 != thread % 4) return;
     float found = 0.0f;
     UNROLL
-    for (int i = 0; i < 128; i++)
+    for (int i = 0; i < HELD; i++)
       if (i % 4 / 2 == r && column_of(i, thread) == column) found = z[i], z[i] = -infinity();
     targets_z[token] = found;
   }
-  INLINE void finish(float (&z)[128], Tile tile, int r, int token, OfRow, int thread) const {
+  template <class T> INLINE void put(T* to, T found, Tile tile, int token, int thread) const {
+    if (thread % 4 == 0 && token < N) to[(i64)(tile.type / CLASSES) * N + token] = found;
+  }
+};
+struct Statistics : Epilogue {
+  float2* stats;
+
+  struct OfRow { int target; };  // what is loaded before the products, and needed after them
+  INLINE OfRow load(int token) const { return {target_of(token)}; }
+  INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow, int thread) const {
     const float m = max_of_row(z, r), shift = zero_if_neg_inf(m) * LOG2E;
     UNROLL
-    for (int i = 0; i < 128; i++)
+    for (int i = 0; i < HELD; i++)
       if (i % 4 / 2 == r) z[i] = exp2_approx(fmaf(z[i], LOG2E, -shift));
-    put(make_float2(m, sum_of_row(z, r)), tile, token, thread);
-  }
-  INLINE void put(float2 found, Tile tile, int token, int thread) const {
-    if (thread % 4 == 0 && token < N) stats[(i64)(tile.type / CLASSES) * N + token] = found;
+    put(stats, make_float2(m, sum_of_row(z, r)), tile, token, thread);
   }
 };
 
@@ -162,23 +179,20 @@ INLINE void swap_words(u32 (&words)[4], int bit, int thread) {
     (upper ? words[i] : words[i ^ bit]) = other;
   }
 }
-struct Exponentials : Statistics {
+struct Exponentials : Epilogue {
   const float* offsets;
   u16* e;
+  float* sums;
   i64 pitch;
   float log2_scale;
 
-  struct OfRow : Statistics::OfRow { float offset; };
-  INLINE OfRow load(int token) const { return {Statistics::load(token), token < N ? offsets[token] : 0.0f}; }
-  INLINE void finish(float (&z)[128], Tile tile, int r, int token, OfRow row, int thread) const {
+  struct OfRow { int target; float offset; };
+  INLINE OfRow load(int token) const { return {target_of(token), token < N ? offsets[token] : 0.0f}; }
+  INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow row, int thread) const {
     UNROLL
-    for (int i = 0; i < 128; i++)
-      if (i % 4 / 2 == r) z[i] = fmaf(z[i], log2_scale, -row.offset);
-    const float m = max_of_row(z, r);
-    UNROLL
-    for (int i = 0; i < 128; i++)
-      if (i % 4 / 2 == r) z[i] = exp2_approx(z[i]);
-    put(make_float2(m, sum_of_row(z, r)), tile, token, thread);
+    for (int i = 0; i < HELD; i++)
+      if (i % 4 / 2 == r) z[i] = exp2_approx(fmaf(z[i], log2_scale, -row.offset));
+    put(sums, sum_of_row(z, r), tile, token, thread);
     UNROLL
     for (int g = 0; g < CLASSES / 32; g++) {  // groups of 32 classes: 64 bytes of a row from four threads
       u32 words[4];
@@ -200,35 +214,45 @@ struct Exponentials : Statistics {
       if (type + i < V) to[i] = words[i / 2] >> i % 2 * 16;
   }
 };
-template <class Out> INLINE void multiply_tiles(Ring& ring, const Out& out, int half, int thread, int H) {
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+template <class Out> INLINE void finish(const Out& out, float (&z)[HELD], Tile tile, int first,
+                                        const typename Out::OfRow (&rows)[2], int thread) {
+  out.hide(z, tile, thread);
+  UNROLL
+  for (int r = 0; r < 2; r++) out.take_target(z, tile, r, first + 8 * r, rows[r].target, thread);
+  UNROLL
+  for (int r = 0; r < 2; r++) out.finish(z, tile, r, first + 8 * r, rows[r], thread);
+}
+template <class Out> INLINE void multiply_tiles(Ring& ring, const Out& out, int group, int thread, int H) {
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0, stages = (H + FEATURES - 1) / FEATURES;
+  const int tiles = tiles_of_clusters(out.N, out.V), step = gridDim.x / CLUSTER;
   Place p;
-  for (int number = blockIdx.x / CLUSTER; number < tiles_of_clusters(out.N, out.V); number += gridDim.x / CLUSTER) {
+  int turn = 1;
+  for (int number = blockIdx.x / CLUSTER; number < tiles; number += step) {
+    if (IN_TURN && (turn ^= 1) != group) { p.skip(stages); continue; }
     const Tile tile(number, out.N, out.V, rank);
-    const int first = tile.token + half * 64 + row_of(0, thread);
-    const typename Out::OfRow rows[2] = {out.load(first), out.load(first + 8)};
-    float z[128];
-    multiply(ring, p, z, half, thread, H);
-    out.hide(z, tile, thread);
+    const int first = tile.token + row_of(0, thread);
+    typename Out::OfRow rows[BLOCKS][2];
     UNROLL
-    for (int r = 0; r < 2; r++) out.take_target(z, tile, r, first + 8 * r, rows[r], thread);
+    for (int i = 0; i < 2 * BLOCKS; i++) rows[i / 2][i % 2] = out.load(first + 64 * block_of(i / 2, group) + i % 2 * 8);
+    float z[BLOCKS][HELD];
+    multiply(ring, p, z, group, thread, H, number < step, number + step >= tiles);
     UNROLL
-    for (int r = 0; r < 2; r++) out.finish(z, tile, r, first + 8 * r, rows[r], thread);
+    for (int b = 0; b < BLOCKS; b++) finish(out, z[b], tile, first + 64 * block_of(b, group), rows[b], thread);
   }
 }
 template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_map, const Out& out, int H) {
   SHARED(Ring, ring);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) init_barrier(&ring.full[i], 1), init_barrier(&ring.empty[i], 2 * CLUSTER);
+    for (int i = 0; i < STAGES; i++) init_barrier(&ring.full[i], 1), init_barrier(&ring.empty[i], 2 / BLOCKS * CLUSTER);
     publish_barriers();
   }
   __syncwarp(), sync_cluster();
   const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0), thread = threadIdx.x % 128;  // one for a warp
   if (group == 0) {
-    give_registers<40>();
+    give_registers<IN_TURN ? 24 : 40>();
     if (thread == 0) copy_tiles(ring, x_map, w_map, out.N, out.V, H);
   } else {
-    take_registers<232>();
+    take_registers<IN_TURN ? 240 : 232>();
     multiply_tiles(ring, out, group - 1, thread, H);
   }
   __syncwarp(), sync_cluster();  // no block leaves while another one's barrier or copy may still reach it
@@ -236,10 +260,10 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
 
 extern "C" __global__ void SHAPE score_statistics(const TensorMap* x_map, const TensorMap* w_map, const i64* targets,
                                                   float2* stats, float* targets_z, int N, int V, int H) {
-  run(x_map, w_map, Statistics{stats, targets_z, targets, N, V}, H);
+  run(x_map, w_map, Statistics{{targets_z, targets, N, V}, stats}, H);
 }
 extern "C" __global__ void SHAPE exponentials(const TensorMap* x_map, const TensorMap* w_map, const i64* targets,
-                                              const float* offsets, u16* e, float2* stats, float* targets_z,
+                                              const float* offsets, u16* e, float* sums, float* targets_z,
                                               int N, int V, int H, i64 pitch, float log2_scale) {
-  run(x_map, w_map, Exponentials{{stats, targets_z, targets, N, V}, offsets, e, pitch, log2_scale}, H);
+  run(x_map, w_map, Exponentials{{targets_z, targets, N, V}, offsets, e, sums, pitch, log2_scale}, H);
 }

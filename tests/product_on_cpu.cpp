@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 
 struct TensorMap { const u16* base; int columns, rows, box_columns, box_rows; };
 struct Barrier { int arrivals = 0, arrived = 0, bytes = 0; u32 phases = 0; };
-struct Product { float* d; u64 a, b; bool add; };
+struct Product { float* d; int held; u64 a, b; bool add; };
 static std::map<void*, Barrier> barriers;
 static std::deque<std::function<void()>> copies;  // on their way
 static std::map<int, std::deque<std::vector<Product>>> groups;  // of each thread; the last one is open
@@ -83,13 +83,25 @@ static void compute(const Product& p) {
   for (int r = 0; r < 2; r++) {
     float row[16];
     for (int k = 0; k < 16; k++) row[k] = value_of(element(p.a, t / 32 * 16 + t % 32 / 4 + 8 * r, k));
-    for (int i = 0; i < 128; i++) {
+    for (int i = 0; i < p.held; i++) {
       if (i % 4 / 2 != r) continue;
       float sum = p.add ? p.d[i] : 0.0f;
       for (int k = 0; k < 16; k++) sum += row[k] * value_of(element(p.b, 8 * (i / 4) + 2 * (t % 4) + i % 2, k));
       p.d[i] = sum;
     }
   }
+}
+struct Turn { int arrived = 0, given = 0; };
+static std::map<int, Turn> turns;  // of blocks and groups
+static int arrive_at_turn(Turn& turn) {
+  const int given = turn.given;
+  if (++turn.arrived == 256) turn.arrived = 0, turn.given++, idle = 0;
+  return given;
+}
+static void give_turn(int group) { arrive_at_turn(turns[fibers[current].block * 2 + group]); }
+static void wait_for_turn(int group) {
+  Turn& turn = turns[fibers[current].block * 2 + group];
+  for (const int given = arrive_at_turn(turn); turn.given == given;) yield();
 }
 static std::map<int, Meeting> meetings;  // of warp groups: a product is one of all four warps
 static void meet_group() { meet(meetings[fibers[current].block * 8 + threadIdx.x / 128], 128); }
@@ -100,9 +112,9 @@ template <int GROUPS> static void wait_products() {
     for (const Product& p : own.front()) compute(p);
   meet_group();
 }
-template <bool> static void product_256(float (&d)[128], u64 a, u64 b, bool add) {
-  for (int i = 0; !add && i < 128; i++) d[i] = NAN;  // until they are waited for
-  own_groups().back().push_back({d, a, b, add});
+template <bool, int E> static void product(float (&d)[E], u64 a, u64 b, bool add) {
+  for (int i = 0; !add && i < E; i++) d[i] = NAN;  // until they are waited for
+  own_groups().back().push_back({d, E, a, b, add});
 }
 static u16 rounded(float v, bool half) {
   if (half) return float_to_half(v);
@@ -119,7 +131,7 @@ static void store_words(u16* p, const u32 (&words)[4]) {
 static void run_product(int grid, int threads, int seed, const u16* x, const u16* w, int N, int V, int H,
                         std::function<void(const TensorMap*, const TensorMap*)> kernel) {
   const TensorMap x_map{x, H, N, FEATURES, TOKENS}, w_map{w, H, V, FEATURES, PART};
-  barriers.clear(), copies.clear(), groups.clear(), meetings.clear();
+  barriers.clear(), copies.clear(), groups.clear(), meetings.clear(), turns.clear();
   launch(grid, threads, CLUSTER, [&] { kernel(&x_map, &w_map); }, seed);
 }
 extern "C" void run_score_statistics(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats,
@@ -127,8 +139,8 @@ extern "C" void run_score_statistics(int grid, int threads, int seed, const u16*
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_statistics(x_map, w_map, targets, stats, targets_z, N, V, H); });
 }
 extern "C" void run_exponentials(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets, u16* e,
-                                 float2* stats, float* targets_z, int N, int V, int H, i64 pitch, float log2_scale) {
+                                 float* sums, float* targets_z, int N, int V, int H, i64 pitch, float log2_scale) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) {
-    exponentials(x_map, w_map, targets, offsets, e, stats, targets_z, N, V, H, pitch, log2_scale);
+    exponentials(x_map, w_map, targets, offsets, e, sums, targets_z, N, V, H, pitch, log2_scale);
   });
 }

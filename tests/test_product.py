@@ -15,9 +15,10 @@ import torch
 from fusedloss.core.cuda import INCLUDE
 from grids import few
 from on_cpu import HERE, check_nvcc, kernels_on_cpu
+from on_hopper import Launch, is_hopper
 from workbook import ROOT
 
-TILE, KINDS = 256, {"bf16": torch.bfloat16, "f16": torch.float16}
+CLASSES, KINDS = {0: 256, 1: 192}, {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def source_of(name: str) -> str:
@@ -38,21 +39,21 @@ def scored(n: int, v: int, h: int, dtype: torch.dtype = torch.bfloat16, scale: f
 
 class Found(NamedTuple):
     "What a kernel leaves; NaN where it writes nothing"
-    stats: torch.Tensor  # [tiles,N,2]
+    stats: torch.Tensor  # [tiles,N,2], or [tiles,N,1]: sums alone
     targets_z: torch.Tensor  # [N]
     exponentials: torch.Tensor  # [N,V]
 
 
 def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, cluster: int = 1, grid: int = 1, stages: int = 2, group: int = 2,
-        seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None) -> Found:
+        seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None, in_turn: int = 0) -> Found:
     "`score_statistics`, or with offsets `exponentials`, by so many clusters of blocks"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product=source or SOURCE)
     kernels.seed = seed
     (n, h), v = x.shape, len(w)
-    launch = kernels("score_statistics" if offsets is None else "exponentials", 0, STAGES=stages, CLUSTER=cluster, GROUP=group,
+    launch = kernels("score_statistics" if offsets is None else "exponentials", 0, STAGES=stages, CLUSTER=cluster, GROUP=group, IN_TURN=in_turn,
                      HALF=str(x.dtype == torch.float16).lower())
     pitch = pitch or -(-v // 8) * 8
-    room, targets_z, e = torch.full((-(-v // TILE) + 2, n, 2), math.nan), torch.full((n + 2,), math.nan), torch.full((n + 2, pitch), math.nan, dtype=x.dtype)
+    room, targets_z, e = torch.full((-(-v // CLASSES[in_turn]) + 2, n, 2 if offsets is None else 1), math.nan), torch.full((n + 2,), math.nan), torch.full((n + 2, pitch), math.nan, dtype=x.dtype)
     more, last = ((), ()) if offsets is None else ((offsets, e[1:-1]), (ctypes.c_int64(pitch), ctypes.c_float(log2_scale)))
     launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], n, v, h, *last)
     assert all(t[[0, -1]].isnan().all() for t in (room, targets_z, e)) and e[:, v:].isnan().all(), "it writes outside"
@@ -75,7 +76,7 @@ def statistics_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, **h
     "The error of `score_statistics`"
     y = targets_of(*scores.shape)
     found = run(x, w, y, **how)
-    return max(error(found.stats, without_targets(scores, y)), target_error(found.targets_z, scores, y))
+    return max(error(found.stats, without_targets(scores, y), CLASSES[how.get("in_turn", 0)]), target_error(found.targets_z, scores, y))
 
 
 def target_error(got: torch.Tensor, scores: torch.Tensor, y: torch.Tensor) -> float:
@@ -86,10 +87,10 @@ def target_error(got: torch.Tensor, scores: torch.Tensor, y: torch.Tensor) -> fl
     return off.max().item() / 1e-6 / (1 + scores.abs().max().item()) if len(off) else 0.0
 
 
-def error(got: torch.Tensor, scores: torch.Tensor) -> float:
+def error(got: torch.Tensor, scores: torch.Tensor, classes: int) -> float:
     "The largest error of a maximum, or of a sum relative to it, in units of 1e-6 of the largest score; infinite for what is missing"
     errors = [0.0]
-    for (m, s), z in zip((t.unbind(1) for t in got.double()), scores.split(TILE, 1), strict=True):
+    for (m, s), z in zip((t.unbind(1) for t in got.double()), scores.split(classes, 1), strict=True):
         top = z.amax(1)
         some, sums = top > -math.inf, (z - top.clamp(min=-1e300)[:, None]).exp().sum(1)
         errors += [0.0 if torch.equal(m[~some], top[~some]) and not s[~some].any() else math.inf]
@@ -102,10 +103,10 @@ SIZES = {"one tile": (128, 256, 64), "parts of tiles": (70, 300, 72), "a token":
 
 
 @pytest.mark.parametrize("size", few(SIZES, "parts of tiles", "many tiles"))
-@pytest.mark.parametrize("cluster, grid, stages, seed", few(list(product((1, 2), (1, 3), (2, 3), (0, 2))), (1, 1, 2, 0), (2, 1, 2, 2), (1, 3, 3, 2)))
-def test_statistics_of_tiles(size, cluster, grid, stages, seed):
+@pytest.mark.parametrize("cluster, grid, stages, seed, in_turn", few(list(product((1, 2), (1, 3), (2, 3), (0, 2), (0, 1))), (1, 1, 2, 0, 1), (2, 1, 2, 2, 0), (1, 3, 3, 2, 1)))
+def test_statistics_of_tiles(size, cluster, grid, stages, seed, in_turn):
     x, w, scores = scored(*SIZES[size])
-    assert statistics_error(x, w, scores, cluster=cluster, grid=grid, stages=stages, seed=seed) < 1
+    assert statistics_error(x, w, scores, cluster=cluster, grid=grid, stages=stages, seed=seed, in_turn=in_turn) < 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,24 +139,40 @@ def exponentials_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, *
     t = without_targets(scores, y) * scale - offsets.double()[:, None]
     unit = 1e-6 * (1 + (scores * scale).abs().max().item())
     worst = target_error(found.targets_z, scores, y)
-    for (m, s), part in zip((stats.unbind(1) for stats in found.stats.double()), t.split(TILE, 1), strict=True):
-        worst = max(worst, (m - part.amax(1)).abs().nan_to_num(math.inf).max().item() / unit, (s / part.exp2().sum(1) - 1).abs().nan_to_num(math.inf).max().item() / unit)
+    for s, part in zip(found.stats[..., 0].double(), t.split(CLASSES[how.get("in_turn", 0)], 1), strict=True):
+        worst = max(worst, (s / part.exp2().sum(1) - 1).abs().nan_to_num(math.inf).max().item() / unit)
     step, least = (2**-11, 2**-24) if x.dtype == torch.float16 else (2**-8, 0.0)
     off = (found.exponentials.double() - t.exp2()).abs() - (step + unit) * t.exp2() - least
     return max(worst, 0.0 if (off <= 0).all() else math.inf)
 
 
 @pytest.mark.parametrize("size", few([size for size in SIZES if size != "a token"], "parts of tiles", "many tiles"))
-@pytest.mark.parametrize("cluster, kind, seed", few(list(product((1, 2), KINDS, (0, 2))), (2, "bf16", 2), (1, "f16", 0)))
-def test_exponentials(size, cluster, kind, seed):
+@pytest.mark.parametrize("cluster, kind, seed, in_turn", few(list(product((1, 2), KINDS, (0, 2), (0, 1))), (2, "bf16", 2, 1), (1, "f16", 0, 0)))
+def test_exponentials(size, cluster, kind, seed, in_turn):
     x, w, scores = scored(*SIZES[size], KINDS[kind], 0.4)
-    assert exponentials_error(x, w, scores, cluster=cluster, seed=seed) < 2
+    assert exponentials_error(x, w, scores, cluster=cluster, seed=seed, in_turn=in_turn) < 2
 
 
 @pytest.mark.parametrize("log2_scale, pitch", [(0.3, None), (math.log2(math.e), 320)])
 def test_exponentials_of_scaled_scores_and_in_wider_rows(log2_scale, pitch):
     x, w, scores = scored(70, 300, 72, scale=0.5)
     assert exponentials_error(x, w, scores, log2_scale=log2_scale, pitch=pitch) < 2
+
+
+@pytest.mark.skipif(not is_hopper(), reason="no GPU of compute capability 9.0")
+@pytest.mark.parametrize("size", [*SIZES.values(), (1000, 5000, 904), (4096, 32000, 1024)], ids=str)
+@pytest.mark.parametrize("how", [dict(cluster=1), dict(stages=3, group=3), dict(in_turn=1, stages=5), dict(in_turn=1, stages=3, cluster=1)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(size, how, kind, monkeypatch):
+    def on_gpu(x, w, y, offsets=None, **how):
+        made = Launch(SOURCE, *(t.cuda() for t in (x, w, y)), None if offsets is None else offsets.cuda(), **how)
+        first = made().stats.clone()
+        assert torch.equal(made().stats, first) and (made.e is None or made.e[:, len(w):].isnan().all())
+        return Found(first.cpu(), made.targets_z.cpu(), torch.empty(0) if made.e is None else made.e[:, :len(w)].cpu())
+    monkeypatch.setitem(globals(), "run", on_gpu)
+    x, w, scores = scored(*size, KINDS[kind], scale=size[2] ** -0.25)
+    assert statistics_error(x, w, scores, **how) < 4
+    assert exponentials_error(x, w, scores, **how) < 8
 
 
 def test_gradients_from_exponentials_of_a_confident_target():
@@ -166,7 +183,7 @@ def test_gradients_from_exponentials_of_a_confident_target():
     z = x.double() @ w.double().T
     offsets = (z.amax(1) * math.log2(math.e)).float()
     found = run(x, w, y, offsets)
-    others = found.stats[..., 1].sum(0)
+    others = found.stats[..., 0].sum(0)
     total = others + torch.exp2(found.targets_z * math.log2(math.e) - offsets)
     dx = (found.exponentials.float() @ w.float() - others[:, None] * w.float()[y]) / total[:, None]
     wanted = (z.softmax(1) - torch.nn.functional.one_hot(y, 300)) @ w.double()
@@ -179,7 +196,11 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
     "a stage is filled before it is empty": ("      wait_for(&ring.empty[p.stage], p.parity ^ 1);\n", ""),
     "a stage is read before it is full": ("    wait_for(&ring.full[p.stage], p.parity);\n", ""),
     "parities never change": ("stage = 0, parity ^= 1", "stage = 0"),
-    "both halves have the first tokens": ("ring.x[p.stage] + half * 64 * FEATURES", "ring.x[p.stage]"),
+    "all blocks have the first tokens": ("ring.x[p.stage] + block_of(b, group) * 64 * FEATURES", "ring.x[p.stage]"),
+    "a group does not pass over the other's stages": ("{ p.skip(stages); continue; }", "continue;"),
+    "a group does not wait for its turn": ("if (IN_TURN && !first) wait_for_turn(group);", ""),
+    "both groups take the first tile": ("(turn ^= 1) != group", "(turn ^= 1) != 0"),
+    "a group in turn gives back twice": ("2 / BLOCKS * CLUSTER", "2 * CLUSTER"),
     "scores of a tile before are kept": ("h + k > 0)", "true)"),
     "features are counted in elements": ("descriptor_of(ring.w[p.stage], 2 * k)", "descriptor_of(ring.w[p.stage], k)"),
     "a block copies the classes of the other": ("tile.type + rank * PART, full", "tile.type, full"),
@@ -187,7 +208,7 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
     "tokens beyond the last are written": ("thread % 4 == 0 && token < N", "thread % 4 == 0"),
     "the target is among the others": ("found = z[i], z[i] = -infinity()", "found = z[i]"),
     "a target is that of the other row": ("if (i % 4 / 2 == r && column_of(i, thread) == column)", "if (column_of(i, thread) == column)"),
-    "another thread looks for the target": ("if (column / 2 % 4 != thread % 4) return;", "if (column / 2 % 4 != thread % 2) return;"),
+    "another thread looks for the target": ("column / 2 % 4 != thread % 4", "column / 2 % 4 != thread % 2"),
     "words of the second swap stay": ("swap_words(words, 1, thread), swap_words(words, 2, thread);", "swap_words(words, 1, thread);"),
     "an offset is another row's": ("offsets[token] : 0.0f", "offsets[0] : 0.0f"),
     "exponentials beyond the last class are written": ("if (type + 8 <= V) return store_words(to, words);", "return store_words(to, words);"),
@@ -200,7 +221,7 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
 def fault(source: str) -> str | None:
     "The first case that a text of the kernels gets wrong"
     for (name, cluster, grid), seed in product((("many tiles", 2, 1), ("parts of tiles", 1, 1), ("a ring that goes round", 1, 2)), (0, 2)):
-        how = dict(cluster=cluster, grid=grid, seed=seed, source=source)
+        how = dict(cluster=cluster, grid=grid, seed=seed, in_turn=seed // 2, source=source)
         try:
             if not statistics_error(*scored(*SIZES[name]), **how) < 1 or not exponentials_error(*scored(*SIZES[name], scale=0.4), **how) < 2:
                 return name
@@ -220,9 +241,9 @@ def test_a_planted_bug_is_noticed(bug):
     assert fault(SOURCE.replace(old, new)), f"no case notices that {bug}"
 
 
-@pytest.mark.parametrize("cluster, half", few(list(product((1, 2), ("false", "true"))), (2, "false")))
-def test_it_compiles_for_hopper(cluster, half):
-    check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half))
+@pytest.mark.parametrize("cluster, half, in_turn", few(list(product((1, 2), ("false", "true"), (0, 1))), (2, "false", 1)))
+def test_it_compiles_for_hopper(cluster, half, in_turn):
+    check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half, IN_TURN=in_turn))
 
 
 def test_its_registers_suffice(tmp_path):
@@ -230,7 +251,7 @@ def test_its_registers_suffice(tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc on this machine")
     (tmp_path / "product.cu").write_text(SOURCE, encoding="utf-8")
-    fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false")]
+    fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", "IN_TURN=0")]
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
     assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 2 and "C75" not in said, said
