@@ -508,6 +508,18 @@ def test_lists_of_tokens_without_weight_may_be_anything():
     assert fl.linear_divergence(x, w, teacher_top=(indices, TOP[1]), token_weight=weight).isfinite()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_a_token_without_numbers_has_no_loss_and_is_alone(kind, who, device):
+    (x, w), (t_x, t_w), _ = Case(dtype=f32).sample(device)
+    (x if who == "student" else t_x).data[3] = torch.nan
+    losses = fl.linear_divergence(x, w, t_x, t_w, kind=kind, reduction="none")
+    assert losses.isnan().tolist() == [i == 3 for i in range(N)]
+    if who == "student":
+        top = [t.to(device) for t in TOP]
+        assert fl.linear_divergence(x, w, teacher_top=(top[0], top[1].float()), kind=kind, reduction="none").isnan().tolist() == [i == 3 for i in range(N)]
+
+
 def test_a_bad_list_is_nan_for_its_token_where_none_looks():
     z = torch.randn(3, V)
     indices, log_p = torch.tensor([[0, 1], [0, V], [2, 2]]), torch.full((3, 2), -1.0)

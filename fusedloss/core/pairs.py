@@ -49,7 +49,7 @@ def divergence_terms(
 ) -> tuple[Tensor, Tensor]:  # [M,K] each
     "The terms of the divergence, and q times its derivative by q."
     q, p = log_q.exp(), log_p.exp()
-    of = lambda share, log_ratio: torch.where(share > 0, share * log_ratio, 0.0)
+    of = lambda share, log_ratio: torch.where(share == 0, 0.0, share * log_ratio)  # NaN stays
     if o.kind == "forward_kl": return of(p, log_p - log_q), -p
     if o.kind == "reverse_kl":
         terms = of(q, log_q - log_p)
