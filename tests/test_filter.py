@@ -350,6 +350,7 @@ def test_operators_keep_their_contract(device):
             -100, 0.0, 1.0, 0.0, 0.0, 0, True, True, True))
 
 
+@pytest.mark.skipif(not FULL, reason="as page 7's operators, which are compiled: FUSEDLOSS_GRIDS=full")
 def test_compiled_whole(device):
     x, w, b, y = skewed(40, 7, 90, dtype=f32, device=device)
     run = lambda x, w, b, y: loss_of(x * 1, w, y, linear_bias=b, filter_eps=EPS, softcap=9.0)
@@ -440,7 +441,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
 }
 
 
-CHOSEN_BUGS = few(MUTANTS, "the target's tile is not kept", "nothing stands for a dropped tile", "places are classes", "dw stays sorted")
+CHOSEN_BUGS = few(MUTANTS, "the target's tile is not kept", "places are classes")
 
 
 def without_bias(module, eps):

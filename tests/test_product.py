@@ -146,7 +146,7 @@ def exponentials_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, *
     return max(worst, 0.0 if (off <= 0).all() else math.inf)
 
 
-@pytest.mark.parametrize("size", few([size for size in SIZES if size != "a token"], "parts of tiles", "many tiles"))
+@pytest.mark.parametrize("size", few([size for size in SIZES if size != "a token"], "parts of tiles"))
 @pytest.mark.parametrize("cluster, kind, seed, in_turn", few(list(product((1, 2), KINDS, (0, 2), (0, 1))), (2, "bf16", 2, 1), (1, "f16", 0, 0)))
 def test_exponentials(size, cluster, kind, seed, in_turn):
     x, w, scores = scored(*SIZES[size], KINDS[kind], 0.4)
@@ -234,7 +234,7 @@ def test_the_unchanged_source_passes():
     assert fault(SOURCE) is None
 
 
-@pytest.mark.parametrize("bug", few(BUGS, "a stage is given back before its products are over", "a block copies the classes of the other", "classes beyond the last count"))
+@pytest.mark.parametrize("bug", few(BUGS, "a stage is given back before its products are over", "a group does not wait for its turn"))
 def test_a_planted_bug_is_noticed(bug):
     old, new = BUGS[bug]
     assert SOURCE.count(old) == 1, f"{SOURCE.count(old)} places hold {old!r}"

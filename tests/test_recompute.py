@@ -581,8 +581,8 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "smoothing skips the class weights": ("d -= smoothing_coef[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])", "d -= smoothing_coef[:, None]"),
     "Σ w z counts each run twice": ("total = tl.where(continues, total, 0.0) +", "total = total +"),
 }
-CHOSEN_BUGS = few(MUTANTS, "the sum is not rescaled", "the target is a neighbour", "runs are merged without their maxima",
-                  "the bias is forgotten", "dx forgets the slabs before", "one flag decides all gradients")
+CHOSEN_BUGS = few(MUTANTS, "the sum is not rescaled", "runs are merged without their maxima", "dx forgets the slabs before",
+                  "one flag decides all gradients")
 NOTICING = few(["one class", "high", "ragged", "ragged, plain", "several runs, statistics", "deep", "everything, none, statistics", "smooth weights"],
                "one class", "high", "ragged, plain")
 

@@ -249,6 +249,7 @@ def test_python_without_help_texts(run, monkeypatch):
     assert code == 2 and "pydoc_data.topics" in err
 
 
+@pytest.mark.skipif(not FULL, reason="an installation: FUSEDLOSS_GRIDS=full")
 def test_plain_install_elsewhere(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
