@@ -1,15 +1,15 @@
-// Scores z = x wᵀ, x [N,H], w [V,H], in tiles that no memory holds. score_statistics: of each row of a tile its maximum m
-// and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: 2^(z log2_scale - offset of the row) do,
+// Scores z = x wᵀ, x [N,H], w [V,H], in tiles that no memory holds. score_statistics: of each row of a tile its maximum
+// m and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: 2^(z log2_scale - offset of the row) do,
 // rounded, e [N,V] with rows of `pitch`, and their sum before they are rounded, sums [tiles of V,N]. The target's score
 // is neither in a maximum nor in a sum, e is 0 there, and targets_z [N] has it: a confident prediction keeps the digits
 // of what the others share. Sums are fp32.
 // A block is three warp groups: one thread of the first copies tiles of x and w, 64 features at a time, to a ring of
 // STAGES; the other two multiply. They share each tile, of 128 tokens and 256 classes, or IN_TURN take one each, of 128
 // tokens and 192 classes: then the statistics of one run beside the products of the other. A block stays and takes tile
-// after tile, so that copies run beside statistics. CLUSTER blocks, 1 or 2, have the same classes and other tokens: each
-// copies a share of w's tile to all of them. GROUP clusters' tokens are walked together through all classes, so that
-// their x and the classes' w stay in L2. Grid: a multiple of CLUSTER. Also fixed when compiled: HALF, fp16 in place of
-// bf16. Idea: CUTLASS's persistent, warp-specialised products.
+// after tile, so that copies run beside statistics. CLUSTER blocks, 1 or 2, have the same classes and other tokens:
+// each copies a share of w's tile to all of them. GROUP clusters' tokens are walked together through all classes, so
+// that their x and the classes' w stay in L2. Grid: a multiple of CLUSTER. Also fixed when compiled: HALF, fp16 in
+// place of bf16. Idea: CUTLASS's persistent, warp-specialised products.
 #include "common.cuh"
 #include "hopper.cuh"
 
@@ -22,7 +22,7 @@
 #endif
 
 constexpr int TOKENS = 128, CLASSES = IN_TURN ? 192 : 256, FEATURES = 64;  // of a tile; 64 features are 128 bytes
-constexpr int BLOCKS = IN_TURN ? 2 : 1, HELD = CLASSES / 2;  // of 64 tokens that a group has; scores of a block a thread
+constexpr int BLOCKS = IN_TURN ? 2 : 1, HELD = CLASSES / 2;  // of 64 tokens a group; scores of a block a thread
 constexpr int PART = CLASSES / CLUSTER;  // of w's tile, that a block copies
 static_assert(STAGES >= 2, "a stage is given back when the products of the next one were issued");
 struct Ring {
@@ -75,8 +75,8 @@ INLINE void copy_tiles(Ring& ring, const TensorMap* x_map, const TensorMap* w_ma
   }
 }
 
-// One warp group: the scores of its tokens, of the block's first or last tile. A stage is given back when the products of
-// the next one were issued.
+// One warp group: the scores of its tokens. A stage is given back when the products of the next one were issued. Groups
+// in turn wait for each other but before the block's first tile and after its last.
 INLINE void give_back(Ring& ring, int stage, int thread) {
   if (thread < CLUSTER) arrive_at(&ring.empty[stage], thread);
 }
@@ -106,7 +106,7 @@ INLINE void multiply(Ring& ring, Place& p, float (&z)[BLOCKS][HELD], int group, 
 
 // What a thread holds of 64 tokens: half of HELD scores of each of two rows; four neighbouring threads hold a row.
 INLINE int column_of(int i, int thread) { return 8 * (i / 4) + 2 * (thread % 4) + i % 2; }
-INLINE int row_of(int r, int thread) { return thread / 32 * 16 + thread % 32 / 4 + 8 * r; }
+INLINE int row_of(int thread) { return thread / 32 * 16 + thread % 32 / 4; }  // the other is 8 below
 template <class F> INLINE float of_row(float v, F both) {
   v = both(v, __shfl_xor_sync(~0u, v, 1));
   return both(v, __shfl_xor_sync(~0u, v, 2));
@@ -230,7 +230,7 @@ template <class Out> INLINE void multiply_tiles(Ring& ring, const Out& out, int 
   for (int number = blockIdx.x / CLUSTER; number < tiles; number += step) {
     if (IN_TURN && (turn ^= 1) != group) { p.skip(stages); continue; }
     const Tile tile(number, out.N, out.V, rank);
-    const int first = tile.token + row_of(0, thread);
+    const int first = tile.token + row_of(thread);
     typename Out::OfRow rows[BLOCKS][2];
     UNROLL
     for (int i = 0; i < 2 * BLOCKS; i++) rows[i / 2][i % 2] = out.load(first + 64 * block_of(i / 2, group) + i % 2 * 8);
