@@ -164,9 +164,8 @@ def divergence_kernel(
         divergence = total / p_sum - (p_top - q_top) - (p_log_s - q_log_s)
         slant = divergence
     elif KIND == "reverse_kl":
-        total = tl.sum(rescaled_cross(cross, q_max, q_top[:, None]), 1)
-        divergence = total / q_sum - (q_top - p_top) - (q_log_s - p_log_s)
-        slant = divergence
+        slant = tl.sum(rescaled_cross(cross, q_max, q_top[:, None]), 1) / q_sum  # the mean of z_q - z_p
+        divergence = slant - (q_top - p_top) - (q_log_s - p_log_s)
     else:
         for first in tl.range(0, bound, B, num_stages=3):
             z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
@@ -193,7 +192,7 @@ def divergence_kernel(
             if KIND == "forward_kl":
                 dz = q - tl.exp2(log_p)
             elif KIND == "reverse_kl":
-                dz = tl.where((q != 0) & finite, q * ((log_q - log_p) * LN2 - slant), 0.0)
+                dz = tl.where((q != 0) & finite, q * ((z_q - z_p) - slant), 0.0)
             else:
                 log_m = log2_mixture(tl.exp2(log_p), q, beta)
                 dz = tl.where(q != 0, (1 - beta) * q * LN2 * ((log_q - log_m) - slant), 0.0)
