@@ -1,0 +1,106 @@
+"For the next run on an H200: which form of the product is quickest, and the whole chain, beside cuBLAS, in an order drawn anew in every round."
+import json, math, os, random, statistics, sys, time, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = ["tests", "tools", "."]
+import torch
+from on_hopper import Launch
+from test_product import SOURCE
+from fusedloss import product
+from fusedloss.chunks import Gradients
+from fusedloss.core.options import LossOptions
+from fusedloss.measure import SHAPES, Shape, relative_error
+
+SHAPES_5 = dict(zip("ABCDE", (*SHAPES, Shape(4096, 2048, 151936), Shape(8192, 896, 151936))))
+bf16 = torch.bfloat16
+
+
+def data(s, dtype=bf16):
+    g = torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(n, s.H, generator=g, device="cuda").to(dtype) for n in (s.N, s.V))
+    return x, (w.float() / s.H ** 0.5).to(dtype), torch.arange(s.N, device="cuda") * 37 % s.V
+
+
+def timed(fns, rounds=7, target=0.03):
+    "ms, medians, and the SM clock beside"
+    reps = {}
+    for k, f in fns.items():
+        f(); torch.cuda.synchronize(); t = time.perf_counter(); f(); torch.cuda.synchronize()
+        reps[k] = max(2, int(target / max(time.perf_counter() - t, 1e-5)))
+    got, clocks = {k: [] for k in fns}, {k: [] for k in fns}
+    for _ in range(rounds):
+        order = list(fns); random.shuffle(order)
+        for k in order:
+            a, b = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            fns[k](); a.record()
+            for _ in range(reps[k]): fns[k]()
+            b.record()
+            try: clocks[k].append(torch.cuda.clock_rate())
+            except Exception: pass
+            b.synchronize(); got[k].append(a.elapsed_time(b) / reps[k])
+    return {k: (statistics.median(v), statistics.median(clocks[k]) if clocks[k] else 0) for k, v in got.items()}
+
+
+FORMS = {"coop": dict(), "turn c2 g8": dict(in_turn=1, stages=5), "turn c2 g16": dict(in_turn=1, stages=5, group=16), "turn c2 g5": dict(in_turn=1, stages=5, group=5),
+         "turn c1 g8": dict(in_turn=1, stages=5, cluster=1), "turn c2 s4": dict(in_turn=1, stages=4)}
+
+
+class Chain:
+    def __init__(self, x, w, y, rows, how, wide=False):
+        self.x, self.w, self.y, self.rows, self.how, self.wide = x, w, y, rows, how, wide
+        self.e = torch.empty(min(rows, len(x)), -(-len(w) // 8) * 8, device="cuda", dtype=x.dtype)
+        self.o, self.s, self.total = LossOptions(), math.log2(math.e), torch.tensor(float(len(x)), device="cuda")
+        self.launches = {}
+    def __call__(self):
+        x, w, y = self.x, self.w, self.y
+        grads, losses = Gradients(x, w, (True, True, False), x.dtype, self.wide, 1.0), []
+        for a in range(0, len(x), self.rows):
+            i = slice(a, min(a + self.rows, len(x)))
+            offsets = product.row_offsets(x[i], w, self.s)
+            if a not in self.launches:
+                self.launches[a] = Launch(SOURCE, x[i], w, y[i], torch.empty_like(offsets), e=self.e[:i.stop - a], **self.how)
+            made = self.launches[a]
+            made.inputs[3].copy_(offsets); made()
+            found = product.Exponentials(self.e[:i.stop - a, :len(w)], made.stats[..., 0], made.targets_z)
+            loss, coefs, failed = product.launch_rows(found, y[i], made.inputs[3], None, self.total, self.o)
+            product.spend_exponentials(grads, found.e, coefs, x[i], w, i)
+            losses.append(loss)
+        return torch.cat(losses), grads.dx, grads.rounded_dw(), failed
+
+
+def check():
+    for s in (Shape(1000, 904, 5000), Shape(2048, 2048, 32768)):
+        x, w, y = data(s)
+        X, W = x.double().requires_grad_(), w.double().requires_grad_()
+        truth = torch.nn.functional.cross_entropy(X @ W.T, y); truth.backward()
+        xb, wb = x.clone().requires_grad_(), w.clone().requires_grad_()
+        torch.nn.functional.cross_entropy(xb @ wb.T, y).backward()
+        for name, how in FORMS.items():
+            loss, dx, dw, failed = Chain(x, w, y, s.N // 2 // 128 * 128, how)()
+            print(s, name, f"loss {abs(loss.sum().item() - truth.item()):.1e} dx {relative_error(dx, X.grad):.2e} (eager {relative_error(xb.grad, X.grad):.2e}) dw {relative_error(dw, W.grad):.2e} (eager {relative_error(wb.grad, W.grad):.2e}) failed {int(failed)}", flush=True)
+
+
+def bench(letters):
+    for letter in letters:
+        s = SHAPES_5[letter]; x, w, y = data(s)
+        z, off = torch.empty(s.N, s.V, device="cuda", dtype=bf16), torch.zeros(s.N, device="cuda")
+        fns = {"cuBLAS z": lambda: torch.mm(x, w.T, out=z)}
+        for name, how in FORMS.items():
+            fns[f"stats {name}"] = Launch(SOURCE, x, w, y, **how)
+            fns[f"exp {name}"] = Launch(SOURCE, x, w, y, off, **how)
+        t = timed(fns)
+        for k, (ms, clock) in t.items(): print(f"{letter} {k}: {ms:.3f} ms, {ms / t['cuBLAS z'][0]:.3f} of cuBLAS, {clock:.0f} MHz", flush=True)
+        best = min((v[0], k[4:]) for k, v in t.items() if k.startswith("exp"))[1]
+        del fns; z.normal_().mul_(1e-3); dx, dw = torch.empty_like(x), torch.empty_like(w)
+        def three(): torch.mm(x, w.T, out=z); torch.mm(z, w, out=dx); torch.mm(z.T, x, out=dw)
+        fns = {"three": three}
+        for name, budget in (("1 GiB", 2 ** 30), ("512 MiB", 2 ** 29)):
+            chunks = -(-s.N * 2 * s.V // budget)
+            rows = -(-s.N // chunks // 128) * 128
+            rows = rows if rows * 2 * s.V <= budget else rows - 128
+            fns[f"chain {name}, {rows} rows, {best}"] = Chain(x, w, y, rows, FORMS[best])
+        t = timed(fns, 5)
+        for k, (ms, clock) in t.items(): print(f"{letter} {k}: {ms:.3f} ms, {ms / t['three'][0]:.3f} of three, {clock:.0f} MHz", flush=True)
+        del fns, z, dx, dw; torch.cuda.empty_cache()
+
+
+check() if sys.argv[1] == "check" else bench(sys.argv[2])
