@@ -3,8 +3,7 @@ import json, math, os, random, statistics, sys, time, warnings
 warnings.simplefilter("ignore")
 sys.path[:0] = ["tests", "tools", "."]
 import torch
-from on_hopper import Launch
-from test_product import SOURCE
+from fusedloss.core.hopper import Form, score_exponentials, score_statistics
 from fusedloss import product
 from fusedloss.chunks import Gradients
 from fusedloss.core.options import LossOptions
@@ -40,29 +39,24 @@ def timed(fns, rounds=7, target=0.03):
     return {k: (statistics.median(v), statistics.median(clocks[k]) if clocks[k] else 0) for k, v in got.items()}
 
 
-FORMS = {"coop": dict(), "turn c2 g8": dict(in_turn=1, stages=5), "turn c2 g16": dict(in_turn=1, stages=5, group=16), "turn c2 g5": dict(in_turn=1, stages=5, group=5),
-         "turn c1 g8": dict(in_turn=1, stages=5, cluster=1), "turn c2 s4": dict(in_turn=1, stages=4)}
+FORMS = {"coop": Form(), "turn c2 g8": Form(5, in_turn=True), "turn c2 g16": Form(5, group=16, in_turn=True), "turn c2 g5": Form(5, group=5, in_turn=True),
+         "turn c1 g8": Form(5, cluster=1, in_turn=True), "turn c2 s4": Form(4, in_turn=True)}
 
 
 class Chain:
-    def __init__(self, x, w, y, rows, how, wide=False):
-        self.x, self.w, self.y, self.rows, self.how, self.wide = x, w, y, rows, how, wide
-        self.e = torch.empty(min(rows, len(x)), -(-len(w) // 8) * 8, device="cuda", dtype=x.dtype)
+    def __init__(self, x, w, y, rows, form, wide=False):
+        self.x, self.w, self.y, self.rows, self.form, self.wide = x, w, y, rows, form, wide
+        self.e = torch.empty(min(rows, len(x)), -(-len(w) // 8) * 8, device="cuda", dtype=x.dtype)[:, :len(w)]
         self.o, self.s, self.total = LossOptions(), math.log2(math.e), torch.tensor(float(len(x)), device="cuda")
-        self.launches = {}
     def __call__(self):
         x, w, y = self.x, self.w, self.y
         grads, losses = Gradients(x, w, (True, True, False), x.dtype, self.wide, 1.0), []
         for a in range(0, len(x), self.rows):
             i = slice(a, min(a + self.rows, len(x)))
-            offsets = product.row_offsets(x[i], w, self.s)
-            if a not in self.launches:
-                self.launches[a] = Launch(SOURCE, x[i], w, y[i], torch.empty_like(offsets), e=self.e[:i.stop - a], **self.how)
-            made = self.launches[a]
-            made.inputs[3].copy_(offsets); made()
-            found = product.Exponentials(self.e[:i.stop - a, :len(w)], made.stats[..., 0], made.targets_z)
-            loss, coefs, failed = product.launch_rows(found, y[i], made.inputs[3], None, self.total, self.o)
-            product.spend_exponentials(grads, found.e, coefs, x[i], w, i)
+            offsets, e = product.row_offsets(x[i], w, self.s), self.e[:i.stop - a]
+            found = product.Exponentials(e, *score_exponentials(x[i], w, y[i], offsets, e, self.s, self.form))
+            loss, coefs, failed = product.launch_rows(found, y[i], offsets, None, self.total, self.o)
+            product.spend_exponentials(grads, e, coefs, x[i], w, i)
             losses.append(loss)
         return torch.cat(losses), grads.dx, grads.rounded_dw(), failed
 
@@ -85,8 +79,8 @@ def bench(letters):
         z, off = torch.empty(s.N, s.V, device="cuda", dtype=bf16), torch.zeros(s.N, device="cuda")
         fns = {"cuBLAS z": lambda: torch.mm(x, w.T, out=z)}
         for name, how in FORMS.items():
-            fns[f"stats {name}"] = Launch(SOURCE, x, w, y, **how)
-            fns[f"exp {name}"] = Launch(SOURCE, x, w, y, off, **how)
+            fns[f"stats {name}"] = lambda form=how: score_statistics(x, w, y, form)
+            fns[f"exp {name}"] = lambda form=how: score_exponentials(x, w, y, off, z, form=form)
         t = timed(fns)
         for k, (ms, clock) in t.items(): print(f"{letter} {k}: {ms:.3f} ms, {ms / t['cuBLAS z'][0]:.3f} of cuBLAS, {clock:.0f} MHz", flush=True)
         best = min((v[0], k[4:]) for k, v in t.items() if k.startswith("exp"))[1]

@@ -1,4 +1,4 @@
-// The kernels of product.cu for a CPU, behind (grid, threads, seed): copies land whenever they like, products are computed
+// The kernels of product_sm90.cu for a CPU, behind (grid, threads, seed): copies land whenever they like, products are computed
 // as late as their group is waited for, and shared memory has the addresses, swizzles and descriptors of the GPU.
 #include "cuda_on_cpu.h"
 #include <deque>
@@ -35,7 +35,6 @@ static void wait_for(u64* b, u32 parity) {
 }
 static void sync_cluster() { sync_sequence(); }
 static int cluster_rank() { return fibers[current].block; }
-static void acquire_map(const TensorMap*) {}
 static void copy_box_to(void* to, const TensorMap* map, int column, int row, u64* b, u16 ranks) {
   for (int rank = 0; ranks >> rank; rank++) {
     if (!(ranks >> rank & 1)) continue;
@@ -126,13 +125,14 @@ static void store_words(u16* p, const u32 (&words)[4]) {
   if ((size_t)p % 16) abort();  // as a GPU would
   memcpy(p, words, 16);
 }
-#include "product.cu"
+#define BY_VALUE const
+#include "product_sm90.cu"
 
 static void run_product(int grid, int threads, int seed, const u16* x, const u16* w, int N, int V, int H,
-                        std::function<void(const TensorMap*, const TensorMap*)> kernel) {
+                        std::function<void(TensorMap, TensorMap)> kernel) {
   const TensorMap x_map{x, H, N, FEATURES, TOKENS}, w_map{w, H, V, FEATURES, PART};
   barriers.clear(), copies.clear(), groups.clear(), meetings.clear(), turns.clear();
-  launch(grid, threads, CLUSTER, [&] { kernel(&x_map, &w_map); }, seed);
+  launch(grid, threads, CLUSTER, [&] { kernel(x_map, w_map); }, seed);
 }
 extern "C" void run_score_statistics(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats,
                                      float* targets_z, int N, int V, int H) {

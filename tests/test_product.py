@@ -12,22 +12,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fusedloss.core.cuda import INCLUDE
+from fusedloss.core.cuda import cuda_source
+from fusedloss.core.hopper import Form, score_exponentials, score_statistics
 from grids import few
-from on_cpu import HERE, check_nvcc, kernels_on_cpu
-from on_hopper import Launch, is_hopper
-from workbook import ROOT
+from on_cpu import check_nvcc, kernels_on_cpu
 
 CLASSES, KINDS = {0: 256, 1: 192}, {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def source_of(name: str) -> str:
-    "A file's text with its headers, of which `cuda/` has the one that all kernels share"
-    place = HERE if (HERE / name).exists() else ROOT / "cuda"
-    return INCLUDE.sub(lambda header: source_of(header[1]), (place / name).read_text(encoding="utf-8"))
-
-
-SOURCE = source_of("product.cu")
+SOURCE = cuda_source("product_sm90")
 
 
 def scored(n: int, v: int, h: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,7 +40,7 @@ class Found(NamedTuple):
 def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, cluster: int = 1, grid: int = 1, stages: int = 2, group: int = 2,
         seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None, in_turn: int = 0) -> Found:
     "`score_statistics`, or with offsets `exponentials`, by so many clusters of blocks"
-    kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product=source or SOURCE)
+    kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     kernels.seed = seed
     (n, h), v = x.shape, len(w)
     launch = kernels("score_statistics" if offsets is None else "exponentials", 0, STAGES=stages, CLUSTER=cluster, GROUP=group, IN_TURN=in_turn,
@@ -159,20 +152,35 @@ def test_exponentials_of_scaled_scores_and_in_wider_rows(log2_scale, pitch):
     assert exponentials_error(x, w, scores, log2_scale=log2_scale, pitch=pitch) < 2
 
 
-@pytest.mark.skipif(not is_hopper(), reason="no GPU of compute capability 9.0")
+def run_on_gpu(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, **how) -> Found:
+    "`run` by the launchers of the library, twice"
+    x, w, y, form = x.cuda(), w.cuda(), y.cuda(), Form(**how)
+    e = torch.full((len(x), -(-len(w) // 8) * 8), math.nan, dtype=x.dtype, device="cuda")
+    ways = [score_statistics(x, w, y, form) if offsets is None else score_exponentials(x, w, y, offsets.cuda(), e[:, :len(w)], form=form) for _ in range(2)]
+    assert torch.equal(ways[0][0], ways[1][0]) and e[:, len(w):].isnan().all()
+    stats, targets_z = (t.cpu() for t in ways[0])
+    return Found(stats if offsets is None else stats[..., None], targets_z.masked_fill(y.cpu() < 0, math.nan), e[:, :len(w)].cpu())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
 @pytest.mark.parametrize("size", [*SIZES.values(), (1000, 5000, 904), (4096, 32000, 1024)], ids=str)
-@pytest.mark.parametrize("how", [dict(cluster=1), dict(stages=3, group=3), dict(in_turn=1, stages=5), dict(in_turn=1, stages=3, cluster=1)], ids=str)
+@pytest.mark.parametrize("how", [dict(cluster=1), dict(stages=3, group=3), dict(in_turn=1, stages=5), dict(in_turn=1, stages=3, cluster=1), dict(persistent=0)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu(size, how, kind, monkeypatch):
-    def on_gpu(x, w, y, offsets=None, **how):
-        made = Launch(SOURCE, *(t.cuda() for t in (x, w, y)), None if offsets is None else offsets.cuda(), **how)
-        first = made().stats.clone()
-        assert torch.equal(made().stats, first) and (made.e is None or made.e[:, len(w):].isnan().all())
-        return Found(first.cpu(), made.targets_z.cpu(), torch.empty(0) if made.e is None else made.e[:, :len(w)].cpu())
-    monkeypatch.setitem(globals(), "run", on_gpu)
+    monkeypatch.setitem(globals(), "run", run_on_gpu)
     x, w, scores = scored(*size, KINDS[kind], scale=size[2] ** -0.25)
     assert statistics_error(x, w, scores, **how) < 4
     assert exponentials_error(x, w, scores, **how) < 8
+
+
+def test_a_token_that_does_not_count_leaves_zeros():
+    x, w, _ = scored(70, 300, 72)
+    x[3, 5] = math.nan
+    offsets = torch.zeros(70)
+    offsets[3] = math.inf
+    for in_turn in (0, 1):
+        found = run(x, w, torch.full((70,), -100), offsets, in_turn=in_turn)
+        assert not found.exponentials[3].any() and not found.stats[:, 3].any() and found.exponentials[[2, 4]].all()
 
 
 def test_gradients_from_exponentials_of_a_confident_target():

@@ -33,9 +33,6 @@ INLINE int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r
 
 // A box of a matrix, whose inner corner is (column, row), to shared memory; what lies outside the matrix is 0. With
 // `blocks`, bits of ranks, to the same place of each of these blocks, whose barriers count the bytes there.
-INLINE void acquire_map(const TensorMap* map) {  // once a thread that copies: the host wrote the map to memory
-  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" :: "l"(map) : "memory");
-}
 INLINE void copy_box(void* to, const TensorMap* map, int column, int row, u64* b) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                :: "r"(address_of(to)), "l"(map), "r"(column), "r"(row), "r"(address_of(b)) : "memory");

@@ -2,7 +2,7 @@
 // m and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: 2^(z log2_scale - offset of the row) do,
 // rounded, e [N,V] with rows of `pitch`, and their sum before they are rounded, sums [tiles of V,N]. The target's score
 // is neither in a maximum nor in a sum, e is 0 there, and targets_z [N] has it: a confident prediction keeps the digits
-// of what the others share. Sums are fp32.
+// of what the others share. A row whose offset is inf is 0. Sums are fp32.
 // A block is three warp groups: one thread of the first copies tiles of x and w, 64 features at a time, to a ring of
 // STAGES; the other two multiply. They share each tile, of 128 tokens and 256 classes, or IN_TURN take one each, of 128
 // tokens and 192 classes: then the statistics of one run beside the products of the other. A block stays and takes tile
@@ -18,6 +18,7 @@
 #define SHARED(type, name)                        \
   extern __shared__ __align__(1024) char memory[]; \
   type& name = *(type*)memory
+#define BY_VALUE const __grid_constant__
 #define SHAPE __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
 #endif
 
@@ -58,7 +59,6 @@ INLINE int tiles_of_clusters(int N, int V) {
 
 // One thread: every tile's features, as stages get empty.
 INLINE void copy_tiles(Ring& ring, const TensorMap* x_map, const TensorMap* w_map, int N, int V, int H) {
-  acquire_map(x_map), acquire_map(w_map);
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   Place p;
   for (int number = blockIdx.x / CLUSTER; number < tiles_of_clusters(N, V); number += gridDim.x / CLUSTER) {
@@ -192,6 +192,11 @@ struct Exponentials : Epilogue {
     UNROLL
     for (int i = 0; i < HELD; i++)
       if (i % 4 / 2 == r) z[i] = exp2_approx(fmaf(z[i], log2_scale, -row.offset));
+    if (row.offset == infinity()) {  // a token that does not count, whatever its scores are
+      UNROLL
+      for (int i = 0; i < HELD; i++)
+        if (i % 4 / 2 == r) z[i] = 0.0f;
+    }
     put(sums, sum_of_row(z, r), tile, token, thread);
     UNROLL
     for (int g = 0; g < CLASSES / 32; g++) {  // groups of 32 classes: 64 bytes of a row from four threads
@@ -258,12 +263,12 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
   __syncwarp(), sync_cluster();  // no block leaves while another one's barrier or copy may still reach it
 }
 
-extern "C" __global__ void SHAPE score_statistics(const TensorMap* x_map, const TensorMap* w_map, const i64* targets,
-                                                  float2* stats, float* targets_z, int N, int V, int H) {
-  run(x_map, w_map, Statistics{{targets_z, targets, N, V}, stats}, H);
+extern "C" __global__ void SHAPE score_statistics(BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map,
+                                                  const i64* targets, float2* stats, float* targets_z, int N, int V, int H) {
+  run(&x_map, &w_map, Statistics{{targets_z, targets, N, V}, stats}, H);
 }
-extern "C" __global__ void SHAPE exponentials(const TensorMap* x_map, const TensorMap* w_map, const i64* targets,
-                                              const float* offsets, u16* e, float* sums, float* targets_z,
+extern "C" __global__ void SHAPE exponentials(BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map,
+                                              const i64* targets, const float* offsets, u16* e, float* sums, float* targets_z,
                                               int N, int V, int H, i64 pitch, float log2_scale) {
-  run(x_map, w_map, Exponentials{{targets_z, targets, N, V}, offsets, e, sums, pitch, log2_scale}, H);
+  run(&x_map, &w_map, Exponentials{{targets_z, targets, N, V}, offsets, e, sums, pitch, log2_scale}, H);
 }
