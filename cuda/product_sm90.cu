@@ -2,7 +2,8 @@
 // m and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: 2^(z log2_scale - offset of the row) do,
 // rounded, e [N,V] with rows of `pitch`, and their sum before they are rounded, sums [tiles of V,N]. The target's score
 // is neither in a maximum nor in a sum, e is 0 there, and targets_z [N] has it: a confident prediction keeps the digits
-// of what the others share. A row whose offset is inf is 0. Sums are fp32.
+// of what the others share. A row whose offset is inf is 0. Sums are fp32. A launch ends at
+// once where `wanted` points to 0.
 // A block is three warp groups: one thread of the first copies tiles of x and w, 64 features at a time, to a ring of
 // STAGES; the other two multiply. They share each tile, of 128 tokens and 256 classes, or IN_TURN take one each, of 128
 // tokens and 192 classes: then the statistics of one run beside the products of the other. A block stays and takes tile
@@ -245,8 +246,10 @@ template <class Out> INLINE void multiply_tiles(Ring& ring, const Out& out, int 
     for (int b = 0; b < BLOCKS; b++) finish(out, z[b], tile, first + 64 * block_of(b, group), rows[b], thread);
   }
 }
-template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_map, const Out& out, int H) {
+template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_map, const Out& out, int H,
+                                     const int* wanted) {
   SHARED(Ring, ring);
+  if (wanted && !*wanted) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) init_barrier(&ring.full[i], 1), init_barrier(&ring.empty[i], 2 / BLOCKS * CLUSTER);
     publish_barriers();
@@ -264,11 +267,12 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
 }
 
 extern "C" __global__ void SHAPE score_statistics(BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map,
-                                                  const i64* targets, float2* stats, float* targets_z, int N, int V, int H) {
-  run(&x_map, &w_map, Statistics{{targets_z, targets, N, V}, stats}, H);
+                                                  const i64* targets, float2* stats, float* targets_z, const int* wanted, int N,
+                                                  int V, int H) {
+  run(&x_map, &w_map, Statistics{{targets_z, targets, N, V}, stats}, H, wanted);
 }
 extern "C" __global__ void SHAPE exponentials(BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map,
                                               const i64* targets, const float* offsets, u16* e, float* sums, float* targets_z,
-                                              int N, int V, int H, i64 pitch, float log2_scale) {
-  run(&x_map, &w_map, Exponentials{{targets_z, targets, N, V}, offsets, e, sums, pitch, log2_scale}, H);
+                                              const int* wanted, int N, int V, int H, i64 pitch, float log2_scale) {
+  run(&x_map, &w_map, Exponentials{{targets_z, targets, N, V}, offsets, e, sums, pitch, log2_scale}, H, wanted);
 }

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fusedloss.chunks import Gradients
 from fusedloss.core.checks import acc_dtype
+from fusedloss.core.hopper import Form, SHARED, score_exponentials, score_statistics
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import put_product, tile_slices
 from fusedloss.core.reference import plain_inv_denominator
 from fusedloss.core.rows import inv_denominator
-from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
+from fusedloss.core.triton import jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/09_product.ipynb #77226c32
 SAMPLED = 256  # classes whose largest score is a row's offset
@@ -32,17 +33,20 @@ class Exponentials(NamedTuple):
     sums: Tensor  # [tiles,B], of a row's part of a tile, before rounding
     target_z: Tensor  # [B], where there is a target
 
-def row_offsets(x:Tensor, w:Tensor, log2_scale:float) -> Tensor:  # [B]
-    "Each row's largest exponent among some classes."
+def row_offsets(x:Tensor, w:Tensor, y:Tensor, log2_scale:float, ignore_index:int) -> Tensor:  # [B]
+    "Each row's largest exponent among some classes; inf for a token that does not count."
     some = w[::max(1, len(w) // SAMPLED)]
-    return (x @ some.T).float().amax(1) * log2_scale
+    most = (x @ some.T).to(acc_dtype(x.dtype)).amax(1) * log2_scale
+    return torch.where(y == ignore_index, torch.inf, most)
 
-def reference_exponentials(x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, log2_scale:float) -> Exponentials:
-    "`launch_exponentials` in PyTorch."
-    z = (x.to(acc_dtype(x.dtype)) @ w.to(acc_dtype(x.dtype)).T)
-    at, live = y.clamp(0, len(w) - 1)[:, None], ((y >= 0) & (y < len(w)))[:, None]
-    e = torch.exp2(z * log2_scale - offsets[:, None]).scatter(1, at, torch.where(live, 0.0, torch.exp2(z.gather(1, at) * log2_scale - offsets[:, None])))
-    return Exponentials(e.to(x.dtype), e.sum(1)[None], torch.where(live, z.gather(1, at), torch.nan)[:, 0])
+def reference_exponentials(found:Exponentials, x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, log2_scale:float):
+    "`score_exponentials` in PyTorch."
+    wide = acc_dtype(x.dtype)
+    z, at, live = x.to(wide) @ w.to(wide).T, y.clamp(0, len(w) - 1)[:, None], ((y >= 0) & (y < len(w)))[:, None]
+    e = torch.where(offsets[:, None] == torch.inf, 0.0, torch.exp2(z * log2_scale - offsets[:, None]))
+    e.scatter_(1, at, torch.where(live, 0.0, e.gather(1, at)))
+    found.e.copy_(e), found.sums.copy_(e.sum(1)[None])
+    found.target_z.copy_(torch.where(live, z.gather(1, at), torch.nan)[:, 0])
 
 # %% ../nbs/09_product.ipynb #a5bbd62e
 def reference_rows(
@@ -61,19 +65,20 @@ def reference_rows(
     at_target = -s if not o.z_loss else e_t - whole / steep
     rows = counts.nonzero()[:, 0]
     found.e[rows, y[rows]] = at_target[rows].to(found.e.dtype)
-    good = (whole > LIMITS[0]) & (whole < LIMITS[1])
-    zero = torch.zeros_like(s)
+    good, zero = (whole > LIMITS[0]) & (whole < LIMITS[1]), torch.zeros_like(s)
     return (torch.where(counts, losses * w_t, zero), torch.where(counts, o.logit_scale * steep * w_t / whole, zero),
-            (counts & ~good).any())
+            (counts & ~good).any().int())
 
 # %% ../nbs/09_product.ipynb #a3ca0d8e
 @jit
 def rows_kernel(
     e_ptr, sums_ptr, target_z_ptr, y_ptr, offset_ptr,  # [B,V], [tiles,B], [B] each
-    token_weight_ptr, denominator_ptr, loss_ptr, coef_ptr, failed_ptr,  # [B], [1], each or None; [B], [B], [1]
+    token_weight_ptr, denominator_ptr, loss_ptr, coef_ptr, failed_ptr, wanted_ptr,  # [B], [1], each or None; [B], [B], [1]; [1] or None
     B, tiles, e_stride, o,  # `LossOptions`
     BN: tl.constexpr, BT: tl.constexpr,
 ):
+    if wanted_ptr is not None:
+        if tl.load(wanted_ptr) == 0: return
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < B
     y = tl.load(y_ptr + rows, mask=keep, other=o.ignore_index)
@@ -104,14 +109,21 @@ def rows_kernel(
     if failed > 0:
         tl.store(failed_ptr, 1)
 
-def launch_rows(found:Exponentials, y:Tensor, offsets:Tensor, token_weight:Optional[Tensor], denominator:Optional[Tensor],
-                o:LossOptions, BN:int=32, BT:int=16) -> tuple[Tensor, Tensor, Tensor]:
-    "Losses, what multiplies each row of e in its gradient, and whether an offset was no good; e gets the targets' values."
-    losses, coefs, failed = torch.empty_like(found.target_z), torch.empty_like(found.target_z), found.target_z.new_zeros((), dtype=torch.int32)
+class Rows(NamedTuple):
+    "What follows from a row's sum."
+    losses: Tensor  # [B]
+    coefs: Tensor  # [B], what multiplies e in the gradient of the scores
+    failed: Tensor  # int32, a scalar: whether an offset was no good
+
+def launch_rows(
+    out:Rows, found:Exponentials, y:Tensor, offsets:Tensor,  # written; e gets the targets' values
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,
+    wanted:Optional[Tensor]=None, BN:int=32, BT:int=16,
+):
+    "`reference_rows` by a kernel; where `wanted` is 0 nothing is written."
     with on_device(found.e):
-        launch_kernel(rows_kernel, (-(-len(y) // BN),), *found, y, offsets, token_weight, denominator, losses, coefs, failed,
+        launch_kernel(rows_kernel, (-(-len(y) // BN),), *found, y, offsets, token_weight, denominator, *out, wanted,
                       len(y), len(found.sums), found.e.stride(0), o, BN=BN, BT=BT)
-    return losses, coefs, failed
 
 # %% ../nbs/09_product.ipynb #290bf527
 def spend_exponentials(
@@ -122,21 +134,74 @@ def spend_exponentials(
         wide = x.new_empty(x.shape, dtype=acc_dtype(x.dtype))
         put_product(wide, e, w)
         grads.dx[i] = wide.mul_(coefs[:, None])
-    if grads.dw is not None: put_product(grads.dw, e.T, (x * coefs[:, None]).to(x.dtype), grads.begun, grads.unit)
+    if grads.dw is not None:
+        scaled = torch.where(coefs[:, None] == 0, 0.0, x * coefs[:, None]).to(x.dtype)  # 0 · NaN is no number
+        put_product(grads.dw, e.T, scaled, grads.begun, grads.unit)
     grads.begun = True
 
+# %% ../nbs/09_product.ipynb #dde7da25
+def finished_rows(
+    found:Exponentials, x:Tensor, w:Tensor, y:Tensor,  # written; [B,H], [V,H], [B]
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,
+) -> Rows:
+    "Exponentials and rows of a chunk in PyTorch; from the rows' own maxima, where an offset was no good."
+    log2_scale = o.logit_scale * math.log2(math.e)
+    offsets = row_offsets(x, w, y, log2_scale, o.ignore_index)
+    for again in range(2):
+        reference_exponentials(found, x, w, y, offsets, log2_scale)
+        rows = Rows(*reference_rows(found, y, offsets, token_weight, denominator, o))
+        if again or not rows.failed: return rows
+        most = (x.to(offsets.dtype) @ w.to(offsets.dtype).T).amax(1) * log2_scale
+        offsets = torch.where(y == o.ignore_index, torch.inf, most)
+
+# %% ../nbs/09_product.ipynb #6f0109c3
+@jit
+def better_offsets_kernel(stats_ptr, target_z_ptr, y_ptr, offset_ptr, wanted_ptr, B, tiles, o, log2_scale, BN: tl.constexpr):
+    if tl.load(wanted_ptr) == 0: return
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = rows < B
+    counts = tl.load(y_ptr + rows, mask=keep, other=o.ignore_index) != o.ignore_index
+    most = tl.load(target_z_ptr + rows, mask=counts, other=-float("inf"))
+    for tile in range(0, tiles):
+        m = tl.load(stats_ptr + 2 * (tile.to(tl.int64) * B + rows), mask=keep, other=-float("inf"))
+        most = tl.maximum(most, m)
+    most = tl.where(most > -float("inf"), most * log2_scale, 0.0)
+    tl.store(offset_ptr + rows, tl.where(counts, most, float("inf")), mask=keep)
+
+def launched_rows(
+    found:Exponentials, x:Tensor, w:Tensor, y:Tensor,  # written; [B,H], [V,H], [B]
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, form:Form=SHARED,
+) -> Rows:
+    "`finished_rows` on Hopper: what is done again where an offset was no good is launched always, and ends at once where none was."
+    log2_scale, B = o.logit_scale * math.log2(math.e), len(x)
+    offsets, new = row_offsets(x, w, y, log2_scale, o.ignore_index), found.target_z.new_empty
+    rows, again = (Rows(new(B), new(B), y.new_zeros((), dtype=torch.int32)) for _ in range(2))
+    given = token_weight, denominator, o
+    score_exponentials(x, w, y, offsets, *found, log2_scale, form=form)
+    launch_rows(rows, found, y, offsets, *given)
+    stats = new(len(found.sums), B, 2)
+    score_statistics(x, w, y, stats, found.target_z, rows.failed, form)
+    with on_device(x):
+        launch_kernel(better_offsets_kernel, (-(-B // 128),), stats, found.target_z, y, offsets, rows.failed, B, len(stats), o, log2_scale, BN=128)
+    score_exponentials(x, w, y, offsets, *found, log2_scale, rows.failed, form)
+    launch_rows(rows._replace(failed=again.failed), found, y, offsets, *given, rows.failed)
+    return rows
+
+# %% ../nbs/09_product.ipynb #a4fe6d95
 def run_exponentials(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,  # [N]; a scalar that divides
-    rows:int, grads:Gradients,
-) -> tuple[Tensor, Tensor]:  # [N]; a scalar
-    "Losses of all chunks, whose gradients are added to `grads`; and whether an offset was no good."
-    log2_scale, losses, failures = o.logit_scale * math.log2(math.e), [], []
+    rows:int, grads:Gradients, form:Optional[Form]=None,  # None: in PyTorch
+) -> Tensor:  # [N]
+    "Losses of all chunks, whose gradients are added to `grads`."
+    width, acc, losses = -(-len(w) // 8) * 8, acc_dtype(x.dtype), []
+    tiles = 1 if form is None else -(-len(w) // form.classes)
+    buffer = x.new_empty(min(rows, len(x)), width)[:, :len(w)]
     for i in tile_slices(len(x), rows):
-        offsets = row_offsets(x[i], w, log2_scale)
-        found = reference_exponentials(x[i], w, y[i], offsets, log2_scale)
-        finish = launch_rows if has_kernel(found.e) else reference_rows
-        loss, coefs, failed = finish(found, y[i], offsets, None if token_weight is None else token_weight[i], denominator, o)
-        spend_exponentials(grads, found.e, coefs, x[i], w, i)
-        losses.append(loss), failures.append(failed)
-    return torch.cat(losses), torch.stack(failures).any()
+        n = i.stop - i.start
+        found = Exponentials(buffer[:n], x.new_empty(tiles, n, dtype=acc), x.new_empty(n, dtype=acc))
+        given = found, x[i], w, y[i], None if token_weight is None else token_weight[i], denominator, o
+        done = finished_rows(*given) if form is None else launched_rows(*given, form)
+        spend_exponentials(grads, found.e, done.coefs, x[i], w, i)
+        losses.append(done.losses)
+    return torch.cat(losses)

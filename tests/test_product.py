@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, cluster: int = 1, grid: int = 1, stages: int = 2, group: int = 2,
-        seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None, in_turn: int = 0) -> Found:
+        seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None, in_turn: int = 0, wanted: torch.Tensor | None = None) -> Found:
     "`score_statistics`, or with offsets `exponentials`, by so many clusters of blocks"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     kernels.seed = seed
@@ -48,7 +48,7 @@ def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor
     pitch = pitch or -(-v // 8) * 8
     room, targets_z, e = torch.full((-(-v // CLASSES[in_turn]) + 2, n, 2 if offsets is None else 1), math.nan), torch.full((n + 2,), math.nan), torch.full((n + 2, pitch), math.nan, dtype=x.dtype)
     more, last = ((), ()) if offsets is None else ((offsets, e[1:-1]), (ctypes.c_int64(pitch), ctypes.c_float(log2_scale)))
-    launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], n, v, h, *last)
+    launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], wanted, n, v, h, *last)
     assert all(t[[0, -1]].isnan().all() for t in (room, targets_z, e)) and e[:, v:].isnan().all(), "it writes outside"
     return Found(room[1:-1], targets_z[1:-1], e[1:-1, :v])
 
@@ -155,11 +155,18 @@ def test_exponentials_of_scaled_scores_and_in_wider_rows(log2_scale, pitch):
 def run_on_gpu(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, **how) -> Found:
     "`run` by the launchers of the library, twice"
     x, w, y, form = x.cuda(), w.cuda(), y.cuda(), Form(**how)
-    e = torch.full((len(x), -(-len(w) // 8) * 8), math.nan, dtype=x.dtype, device="cuda")
-    ways = [score_statistics(x, w, y, form) if offsets is None else score_exponentials(x, w, y, offsets.cuda(), e[:, :len(w)], form=form) for _ in range(2)]
-    assert torch.equal(ways[0][0], ways[1][0]) and e[:, len(w):].isnan().all()
-    stats, targets_z = (t.cpu() for t in ways[0])
-    return Found(stats if offsets is None else stats[..., None], targets_z.masked_fill(y.cpu() < 0, math.nan), e[:, :len(w)].cpu())
+    new = lambda *size, dtype=torch.float32: torch.full(size, math.nan, dtype=dtype, device="cuda")
+    e, found = new(len(x), -(-len(w) // 8) * 8, dtype=x.dtype), []
+    for _ in range(2):
+        stats, targets_z = new(-(-len(w) // form.classes), len(x), *([2] if offsets is None else [])), new(len(x))
+        if offsets is None:
+            score_statistics(x, w, y, stats, targets_z, form=form)
+        else:
+            score_exponentials(x, w, y, offsets.cuda(), e[:, :len(w)], stats, targets_z, form=form)
+        found.append((stats.cpu(), targets_z.cpu()))
+    assert torch.equal(found[0][0], found[1][0]) and e[:, len(w):].isnan().all()
+    stats, targets_z = found[0]
+    return Found(stats if offsets is None else stats[..., None], targets_z, e[:, :len(w)].cpu())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
@@ -181,6 +188,14 @@ def test_a_token_that_does_not_count_leaves_zeros():
     for in_turn in (0, 1):
         found = run(x, w, torch.full((70,), -100), offsets, in_turn=in_turn)
         assert not found.exponentials[3].any() and not found.stats[:, 3].any() and found.exponentials[[2, 4]].all()
+
+
+def test_a_launch_that_is_not_wanted_writes_nothing():
+    x, w, _ = scored(70, 300, 72)
+    for offsets in (None, torch.zeros(70)):
+        found = run(x, w, targets_of(70, 300), offsets, wanted=torch.zeros(1, dtype=torch.int32))
+        assert found.stats.isnan().all() and found.targets_z.isnan().all() and found.exponentials.isnan().all()
+        assert run(x, w, targets_of(70, 300), offsets, wanted=torch.ones(1, dtype=torch.int32)).stats.isfinite().all()
 
 
 def test_gradients_from_exponentials_of_a_confident_target():

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/library/hopper.ipynb #c329dd3d
 import ctypes, functools, math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ def compiled_form(name:str, form:Form, dtype:torch.dtype, device:int) -> tuple[A
 
 def passed(value:Any) -> Any:
     "What a kernel's argument is to the driver: something with an address."
+    if value is None: return ctypes.c_void_p(0)
     if isinstance(value, Tensor): return ctypes.c_void_p(value.data_ptr())
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value) if isinstance(value, float) else value
 
@@ -107,20 +108,20 @@ def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
 
 # %% ../../nbs/library/hopper.ipynb #76c632f2
 def score_statistics(
-    x:Tensor, w:Tensor, y:Tensor, form:Form=SHARED,  # [N,H], [V,H], int64 [N]
-) -> tuple[Tensor, Tensor]:  # [tiles,N,2], [N]
+    x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], int64 [N]
+    stats:Tensor, target_z:Tensor,  # fp32 [tiles,N,2], [N], written
+    wanted:Optional[Tensor]=None, form:Form=SHARED,  # int32: where it is 0, nothing is written
+):
     "Of the scores x wᵀ, but the target's: each row's maximum in a tile of classes and Σ e^(z - maximum); the target's score."
-    stats, target_z = x.new_empty(-(-len(w) // form.classes), len(x), 2, dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
-    with torch.cuda.device(x.device): launch_form("score_statistics", form, x, w, y, stats, target_z, *map(int, (len(x), len(w), x.shape[1])))
-    return stats, target_z
+    with torch.cuda.device(x.device):
+        launch_form("score_statistics", form, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
 
 def score_exponentials(
-    x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, e:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N]; [N,V], written
-    log2_scale:float=math.log2(math.e), form:Form=SHARED,
-) -> tuple[Tensor, Tensor]:  # [tiles,N], [N]
+    x:Tensor, w:Tensor, y:Tensor, offsets:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N]
+    e:Tensor, sums:Tensor, target_z:Tensor,  # [N,V], fp32 [tiles,N], [N], written
+    log2_scale:float=math.log2(math.e), wanted:Optional[Tensor]=None, form:Form=SHARED,
+):
     "e = 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf; sums of tiles of classes; the target's x w."
-    sums, target_z = x.new_empty(-(-len(w) // form.classes), len(x), dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
-    pitch = ctypes.c_int64(e.stride(0))
     with torch.cuda.device(x.device):
-        launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, len(x), len(w), x.shape[1], pitch, float(log2_scale))
-    return sums, target_z
+        launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, wanted, len(x), len(w), x.shape[1],
+                    ctypes.c_int64(e.stride(0)), float(log2_scale))
