@@ -31,6 +31,7 @@ from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.filter import check_filter, run_recompute
 from fusedloss.plans import cached_plan, Call, chunks_budget, Estimate, least, make_plan, Plan
+from fusedloss.product import run_product
 from fusedloss.recompute import check_recompute
 from fusedloss.tiles import run_tiled
 
@@ -78,7 +79,7 @@ def check_local(name:str, t:Optional[Tensor], n_features:int):
     expect(t.numel() > 0 or not n_features, name, later, f"an empty one, {list(t.shape)}")
 
 # %% ../nbs/11_losses.ipynb #a6e36b2e
-METHODS = ("auto", "eager", "tiles", "chunks", "recompute")
+METHODS = ("auto", "eager", "tiles", "chunks", "recompute", "product")
 
 # %% ../nbs/11_losses.ipynb #4c24fe83
 def check_call(
@@ -175,6 +176,8 @@ def dispatch(
     if estimate.method == "chunks":
         return run_chunked(*tensors, o, reduction, r.chunk_size, chunks_budget(r), r.accumulate,
                            None, max_valid, stats)
+    if estimate.method == "product":
+        return run_product(*tensors, o, reduction, r.memory_budget, r.accumulate, max_valid)
     _, rows, columns = estimate.cut
     return run_tiled(*tensors[:3], reduction, o.ignore_index, 0.0, None, o.logit_scale, rows,
                      columns)
@@ -305,7 +308,7 @@ def planned_loss(
         logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, estimate, method))
     check_promise(target, given["options"].ignore_index, max_valid)
     result = dispatch(estimate, r, input, linear_weight, target, given, max_valid, filter_eps)
-    if estimate.method == "chunks": return result  # which hold the promise themselves
+    if estimate.method in ("chunks", "product"): return result  # which hold the promise themselves
     return hold_promise(result, target, given["options"].ignore_index, max_valid)
 
 # %% ../nbs/11_losses.ipynb #6e54c712
@@ -319,7 +322,7 @@ def linear_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw

@@ -13,15 +13,17 @@ from typing import Literal, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
+from fusedloss.chunks import chunk_bytes, Chunks, logits_row, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.drawing import si, Table
+from fusedloss.core.hopper import PRODUCT
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
+from fusedloss.product import plan_product, product_row
 from fusedloss.recompute import beside_dz, BUDGET, slab_tiles, TERMS
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
@@ -70,7 +72,7 @@ class Estimate(NamedTuple):
 
 # %% ../nbs/10_plans.ipynb #0e8853d7
 LAUNCH_SECONDS = 3e-6  # seconds of a launch that nothing hides
-HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "recompute": 1.92e-3,
+HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product chunk": 0.3e-3, "recompute": 1.92e-3,
         "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
         "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 
@@ -195,6 +197,11 @@ def chunks_extra_bytes(r:Call, c:Chunks) -> int:
     return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand_bytes(r) + wide + picked
 
 # %% ../nbs/10_plans.ipynb #37f480e4
+def rounding_caution(r:Call, chunks:int, wide:bool) -> str:
+    "Whether so many chunks of dw are rounded in 16 bits too often."
+    rounds = r.needs[1] and not wide and r.grad_dtype.itemsize == 2 and chunks > MOST_ROUNDINGS
+    return "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
+
 def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     "A chunk of tokens at a time, gradients in forward."
     c, graded = chunks_cut(r), any(r.needs)
@@ -208,12 +215,41 @@ def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
                else cannot_filter(r))
-    rounds = r.needs[1] and not c.wide and r.grad_dtype.itemsize == 2 and chunks > MOST_ROUNDINGS
-    caution = "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
     return make_estimate("chunks", r, machine, costs, 10 + 5 * chunks,
                     HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["chunk"], extra,
                     ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
-                    "" if r.chunk_size else caution)
+                    "" if r.chunk_size else rounding_caution(r, chunks, c.wide))
+
+# %% ../nbs/10_plans.ipynb #3912f19f
+def product_refusal(r:Call) -> str:
+    "What stage 9 lacks; empty if nothing."
+    if r.reduction == "none": return "its gradients are formed before 'none' has any"
+    lacks = [name for name in r.options if name not in ("logit_scale", "z_loss", "token_weight", "weight")]
+    lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
+    return f"it has no {', '.join(lacks)}" * bool(lacks)
+
+def product_obstacle(r:Call, d:Device) -> str:
+    "Why stage 9 goes by chunks; empty if it need not."
+    if not r.gpu: return "no GPU"
+    if r.dtype != torch.bfloat16: return "not of bf16"
+    return PRODUCT.lacks(d) or ("H is no multiple of 8" if r.h % 8 else "")
+
+# %% ../nbs/10_plans.ipynb #ba0e1496
+def product_estimate(r:Call, machine:Machine) -> Estimate:
+    "Exponentials leave the product; no pass over logits."
+    refusal, obstacle = product_refusal(r), product_obstacle(r, machine.device)
+    if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal, caution=f"by chunks: {obstacle}")
+    c, (n, v, h) = plan_product(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs[1], r.memory_budget, r.accumulate), r.sizes
+    beside = c.rows * (product_row(v, r.work) - logits_row(v, r.work))  # sums of tiles
+    extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)
+    chunks, total = -(-r.n // c.rows), torch.float32 if c.wide else r.grad_dtype
+    costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
+             sweep_cost("rows", r.n * h, *[torch.float32] * 4)]
+    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
+    if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
+    caution = rounding_caution(r, chunks, c.wide) or ("it is for gradients" if not any(r.needs) else "")
+    return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["product chunk"],
+                         extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal, caution)
 
 # %% ../nbs/10_plans.ipynb #e3f47e58
 def slab_tiling(r:Call, machine:Machine, busy:bool) -> Tiling:
@@ -330,9 +366,10 @@ def least(estimates:list[Estimate], of:str) -> Estimate:
     return best
 
 def smallest_of_the_fast(estimates:list[Estimate]) -> Estimate:
-    "The estimate with the least memory among those that are nearly as fast as the fastest."
-    limit = NEARLY_EQUAL * least(estimates, "seconds").seconds
-    return least([w for w in estimates if w.seconds <= limit], "extra")
+    "The fastest, or what is nearly as fast and takes at least a tenth less memory."
+    fastest = least(estimates, "seconds")
+    smallest = least([w for w in estimates if w.seconds <= NEARLY_EQUAL * fastest.seconds], "extra")
+    return smallest if smallest.extra <= 0.9 * fastest.extra else fastest
 
 # %% ../nbs/10_plans.ipynb #2f20d9d8
 @dataclass(frozen=True)
@@ -356,9 +393,9 @@ class Choice:
 
     @property
     def budget(self) -> int:  # bytes
-        r, chunks = self.call, self["chunks"]
-        half = r.n * r.v * r.work.itemsize // 2  # of the logits, where chunks cannot serve
-        return r.memory_budget or max(BUDGET, half if chunks.refusal else chunks.extra)
+        r, early = self.call, [self[name] for name in ("chunks", "product")]
+        half = r.n * r.v * r.work.itemsize // 2  # of the logits, where neither can serve
+        return r.memory_budget or max([BUDGET, *(w.extra for w in early if not w.refusal)] + [half] * all(w.refusal for w in early))
 
     @property
     def chosen(self) -> Optional[Estimate]:  # None: nothing fits the caller's budget
@@ -426,7 +463,7 @@ class Plan(Choice):
 def make_plan(r:Call, machine:Optional[Machine]=None) -> Plan:
     "The estimates of all methods for a call, on the machine at hand if none is named."
     machine = machine or (machine_here(torch.device("cuda")) if r.gpu else CPU)
-    return Plan(r, tuple(estimate(r, machine) for estimate in (eager_estimate, chunks_estimate, recompute_estimate,
+    return Plan(r, tuple(estimate(r, machine) for estimate in (eager_estimate, product_estimate, chunks_estimate, recompute_estimate,
                                                      tiles_estimate)), machine.name, machine.device)
 
 cached_plan = functools.lru_cache(maxsize=4096)(make_plan)

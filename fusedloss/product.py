@@ -5,27 +5,28 @@
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/09_product.ipynb #b202fe79
-import math
+# %% ../nbs/09_product.ipynb #c981de01
+import logging, math
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from fusedloss.chunks import Gradients
+from fusedloss.chunks import (
+    chunked_loss_fwd, Chunks, count_chunks, final_gradients, Gradients, hold_promise, late_factors, linear_dtype, logits_row, operand,
+    packed_rows, plan_chunks, run_early, save_gradients, scaled_gradients)
 from fusedloss.core.checks import acc_dtype
-from fusedloss.core.hopper import Form, SHARED, score_exponentials, score_statistics
+from fusedloss.core.hopper import Form, IN_TURN, product_reason, score_exponentials, score_statistics
+from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import put_product, tile_slices
-from fusedloss.core.reference import plain_inv_denominator
-from fusedloss.core.rows import inv_denominator
+from fusedloss.core.reference import plain_inv_denominator, total_weight
+from fusedloss.core.rows import class_weight, inv_denominator
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl, triton
 
-# %% ../nbs/09_product.ipynb #77226c32
+# %% ../nbs/09_product.ipynb #5a54616f
 SAMPLED = 256  # classes whose largest score is a row's offset
-LIMITS = 2.0**-100, 2.0**120  # of a row's sum: beyond, its offset was no good
-LOG2E = tl.constexpr(math.log2(math.e)) if triton else math.log2(math.e)
-LN2 = tl.constexpr(math.log(2)) if triton else math.log(2)
+LOG2E, LN2 = ((tl.constexpr(v) if triton else v) for v in (math.log2(math.e), math.log(2)))
 
 class Exponentials(NamedTuple):
     "What a product leaves of a chunk of tokens."
@@ -36,45 +37,54 @@ class Exponentials(NamedTuple):
 def row_offsets(x:Tensor, w:Tensor, y:Tensor, log2_scale:float, ignore_index:int) -> Tensor:  # [B]
     "Each row's largest exponent among some classes; inf for a token that does not count."
     some = w[::max(1, len(w) // SAMPLED)]
-    most = (x @ some.T).to(acc_dtype(x.dtype)).amax(1) * log2_scale
+    most = (x @ some.T).amax(1).to(acc_dtype(x.dtype)) * log2_scale
     return torch.where(y == ignore_index, torch.inf, most)
 
 def reference_exponentials(found:Exponentials, x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, log2_scale:float):
     "`score_exponentials` in PyTorch."
     wide = acc_dtype(x.dtype)
-    z, at, live = x.to(wide) @ w.to(wide).T, y.clamp(0, len(w) - 1)[:, None], ((y >= 0) & (y < len(w)))[:, None]
+    z, at, known = x.to(wide) @ w.to(wide).T, y.clamp(0, len(w) - 1)[:, None], ((y >= 0) & (y < len(w)))[:, None]
     e = torch.where(offsets[:, None] == torch.inf, 0.0, torch.exp2(z * log2_scale - offsets[:, None]))
-    e.scatter_(1, at, torch.where(live, 0.0, e.gather(1, at)))
+    e.scatter_(1, at, torch.where(known, 0.0, e.gather(1, at)))
     found.e.copy_(e), found.sums.copy_(e.sum(1)[None])
-    found.target_z.copy_(torch.where(live, z.gather(1, at), torch.nan)[:, 0])
+    found.target_z.copy_(torch.where(known, z.gather(1, at), torch.nan)[:, 0])
 
-# %% ../nbs/09_product.ipynb #a5bbd62e
+# %% ../nbs/09_product.ipynb #275679a3
+LIMITS = 2.0**-100, 2.0**100  # of a row's sum
+
+class Rows(NamedTuple):
+    "What follows from a row's sum."
+    losses: Tensor  # [B]
+    coefs: Tensor  # [B], c: what multiplies e in the gradient of the scores
+    at_target: Tensor  # [B], t: the gradient of the target's score
+    failed: Tensor  # int32, a scalar: whether an offset was no good
+
 def reference_rows(
     found:Exponentials, y:Tensor, offsets:Tensor,  # [B]
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,  # [B]; a scalar that divides
-) -> tuple[Tensor, Tensor, Tensor]:  # [B]; [B]; a scalar
+    weight:Optional[Tensor], token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,  # [V], [B]; a scalar
+) -> Rows:
     "`launch_rows` in PyTorch."
-    counts, s = y != o.ignore_index, found.sums.sum(0)
-    exponent = torch.where(counts, found.target_z, 0.0) * (o.logit_scale * math.log2(math.e)) - offsets
-    e_t = exponent.exp2()
-    whole = s + e_t
+    counts, s, V = y != o.ignore_index, found.sums.sum(0), found.e.shape[1]
+    known = (y >= 0) & (y < V)
+    exponent = torch.where(known, found.target_z, torch.nan) * (o.logit_scale * math.log2(math.e)) - offsets
+    whole = s + exponent.exp2()
     lse = (whole.log2() + offsets) * math.log(2)
+    w_y = 1.0 if weight is None else weight.to(s.dtype)[y.clamp(0, V - 1)]
     w_t = (1.0 if token_weight is None else token_weight.to(s.dtype)) * plain_inv_denominator(denominator)
-    steep = 1 + 2 * o.z_loss * lse
-    losses = (whole.log2() - exponent) * math.log(2) + (o.z_loss * lse**2 if o.z_loss else 0.0)
-    at_target = -s if not o.z_loss else e_t - whole / steep
-    rows = counts.nonzero()[:, 0]
-    found.e[rows, y[rows]] = at_target[rows].to(found.e.dtype)
-    good, zero = (whole > LIMITS[0]) & (whole < LIMITS[1]), torch.zeros_like(s)
-    return (torch.where(counts, losses * w_t, zero), torch.where(counts, o.logit_scale * steep * w_t / whole, zero),
-            (counts & ~good).any().int())
+    rise = 2 * o.z_loss * lse if o.z_loss else torch.zeros_like(lse)
+    losses = w_y * (whole.log2() - exponent) * math.log(2) + (o.z_loss * lse**2 if o.z_loss else 0.0)
+    scale, good = o.logit_scale * w_t / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
+    of = lambda v: torch.where(counts, v, 0.0)
+    return Rows(of(losses * w_t), of(scale * (w_y + rise)), of(scale * (rise * exponent.exp2() - w_y * s)),
+                (counts & known & ~good).any().int())
 
-# %% ../nbs/09_product.ipynb #a3ca0d8e
+# %% ../nbs/09_product.ipynb #11e64e7c
 @jit
 def rows_kernel(
     e_ptr, sums_ptr, target_z_ptr, y_ptr, offset_ptr,  # [B,V], [tiles,B], [B] each
-    token_weight_ptr, denominator_ptr, loss_ptr, coef_ptr, failed_ptr, wanted_ptr,  # [B], [1], each or None; [B], [B], [1]; [1] or None
-    B, tiles, e_stride, o,  # `LossOptions`
+    weight_ptr, token_weight_ptr, denominator_ptr,  # [V], [B], [1], each or None
+    loss_ptr, coef_ptr, at_target_ptr, failed_ptr, wanted_ptr,  # [B] each, [1]; [1] or None
+    B, V, tiles, o,  # `LossOptions`
     BN: tl.constexpr, BT: tl.constexpr,
 ):
     if wanted_ptr is not None:
@@ -82,126 +92,307 @@ def rows_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < B
     y = tl.load(y_ptr + rows, mask=keep, other=o.ignore_index)
-    counts, parts = y != o.ignore_index, tl.zeros([BT, BN], tl.float32)
+    counts, known = y != o.ignore_index, (y >= 0) & (y < V)
+    known = known & counts
+    parts = tl.zeros([BT, BN], tl.float32)
     for first in range(0, tiles, BT):
         tile = first + tl.arange(0, BT)[:, None]
         at = tile.to(tl.int64) * B + rows[None]
         parts += tl.load(sums_ptr + at, mask=(tile < tiles) & keep[None], other=0.0)
     s = tl.sum(parts, 0)
     offset = tl.load(offset_ptr + rows, mask=keep, other=0.0)
-    exponent = tl.load(target_z_ptr + rows, mask=counts, other=0.0) * (o.logit_scale * LOG2E) - offset
+    target_z = tl.load(target_z_ptr + rows, mask=known, other=float("nan"))
+    exponent = target_z * (o.logit_scale * LOG2E) - offset
     e_t = tl.exp2(exponent)
     whole = s + e_t
     log_whole = tl.log2(whole)
     lse = (log_whole + offset) * LN2
+    w_y = class_weight(weight_ptr, y, known)
     w_t = tl.where(keep, 1.0, 0.0)
     if token_weight_ptr is not None:
         w_t = tl.load(token_weight_ptr + rows, mask=keep, other=0.0).to(tl.float32)
     w_t *= inv_denominator(denominator_ptr)
-    steep = 1 + 2 * o.z_loss * lse
-    loss = (log_whole - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, o.z_loss * lse * lse)
+    rise = tl.where(o.z_loss == 0, 0.0, 2 * o.z_loss * lse)
+    loss = w_y * (log_whole - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, o.z_loss * lse * lse)
+    scale = o.logit_scale * w_t / whole
     tl.store(loss_ptr + rows, tl.where(counts, loss * w_t, 0.0), mask=keep)
-    tl.store(coef_ptr + rows, tl.where(counts, o.logit_scale * steep * w_t / whole, 0.0), mask=keep)
-    at_target = tl.where(o.z_loss == 0, -s, e_t - whole / steep)
-    tl.store(e_ptr + rows.to(tl.int64) * e_stride + y, at_target.to(e_ptr.dtype.element_ty), mask=counts)
-    good = (whole > 7.888609052210118e-31) & (whole < 1.329227995784916e36)
-    failed = tl.sum(tl.where(counts & (good == 0), 1, 0), 0)
+    tl.store(coef_ptr + rows, tl.where(counts, scale * (w_y + rise), 0.0), mask=keep)
+    tl.store(at_target_ptr + rows, tl.where(counts, scale * (rise * e_t - w_y * s), 0.0), mask=keep)
+    good = (whole > 7.888609052210118e-31) & (whole < 1.2676506002282294e30)
+    failed = tl.sum(tl.where(known & (good == 0), 1, 0), 0)
     if failed > 0:
         tl.store(failed_ptr, 1)
 
-class Rows(NamedTuple):
-    "What follows from a row's sum."
-    losses: Tensor  # [B]
-    coefs: Tensor  # [B], what multiplies e in the gradient of the scores
-    failed: Tensor  # int32, a scalar: whether an offset was no good
-
 def launch_rows(
-    out:Rows, found:Exponentials, y:Tensor, offsets:Tensor,  # written; e gets the targets' values
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,
+    out:Rows, found:Exponentials, y:Tensor, offsets:Tensor,  # written
+    weight:Optional[Tensor], token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,
     wanted:Optional[Tensor]=None, BN:int=32, BT:int=16,
 ):
     "`reference_rows` by a kernel; where `wanted` is 0 nothing is written."
     with on_device(found.e):
-        launch_kernel(rows_kernel, (-(-len(y) // BN),), *found, y, offsets, token_weight, denominator, *out, wanted,
-                      len(y), len(found.sums), found.e.stride(0), o, BN=BN, BT=BT)
+        launch_kernel(rows_kernel, (-(-len(y) // BN),), *found, y, offsets, weight, token_weight, denominator, *out, wanted,
+                      len(y), found.e.shape[1], len(found.sums), o, BN=BN, BT=BT)
 
-# %% ../nbs/09_product.ipynb #290bf527
-def spend_exponentials(
-    grads:Gradients, e:Tensor, coefs:Tensor, x:Tensor, w:Tensor, i:slice,  # [B,V], [B], [B,H], [V,H]
+# %% ../nbs/09_product.ipynb #a90d919f
+def reference_scaled(
+    out:Tensor, a:Tensor, coefs:Tensor,  # [B,H], written; [B,H], which may be `out`; [B]
+    at_target:Optional[Tensor]=None, y:Optional[Tensor]=None, w:Optional[Tensor]=None,  # [B], [B], [V,H]
 ):
-    "Add the gradients of the chunk of tokens `i`, whose gradient of the scores is `coefs · e`."
-    if grads.dx is not None:
-        wide = x.new_empty(x.shape, dtype=acc_dtype(x.dtype))
-        put_product(wide, e, w)
-        grads.dx[i] = wide.mul_(coefs[:, None])
+    "`launch_scaled` in PyTorch."
+    times = lambda factors, t: torch.where(factors[:, None] == 0, 0.0, factors[:, None] * t)  # 0 · NaN is no number
+    out.copy_(times(coefs, a) + (0.0 if at_target is None else times(at_target, w[y.clamp(0, len(w) - 1)])))
+
+@jit
+def scaled_kernel(
+    out_ptr, a_ptr, coef_ptr, at_target_ptr, y_ptr, w_ptr,  # [B,H] twice, [B]; [B], [B], [V,H], or None
+    B, V, H, out_stride, a_stride, w_stride, BN: tl.constexpr, BH: tl.constexpr,
+):
+    rows, cols = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BH + tl.arange(0, BH)[None]
+    keep = rows < B
+    c, at = tl.load(coef_ptr + rows, mask=keep, other=0.0), rows.to(tl.int64)[:, None]
+    a = tl.load(a_ptr + at * a_stride + cols, mask=(c != 0)[:, None] & (cols < H), other=0.0)
+    total = a.to(tl.float32) * c[:, None]
+    if at_target_ptr is not None:
+        y, t = tl.load(y_ptr + rows, mask=keep, other=-1), tl.load(at_target_ptr + rows, mask=keep, other=0.0)
+        there = (t != 0) & (y >= 0) & (y < V)
+        target = tl.load(w_ptr + y[:, None] * w_stride + cols, mask=there[:, None] & (cols < H), other=0.0)
+        total += tl.where((t != 0)[:, None], target.to(tl.float32) * t[:, None], 0.0)
+    tl.store(out_ptr + at * out_stride + cols, total.to(out_ptr.dtype.element_ty), mask=keep[:, None] & (cols < H))
+
+def launch_scaled(
+    out:Tensor, a:Tensor, coefs:Tensor, at_target:Optional[Tensor]=None, y:Optional[Tensor]=None, w:Optional[Tensor]=None,
+    BN:int=4, BH:int=512,
+):
+    "out = c · a, with t · w[y] added where it is given."
+    (B, H), (V, stride) = a.shape, (0, 0) if w is None else (len(w), w.stride(0))
+    with on_device(a):
+        launch_kernel(scaled_kernel, (-(-B // BN), -(-H // BH)), out, a, coefs, at_target, y, w, B, V, H, out.stride(0),
+                      a.stride(0), stride, BN=BN, BH=BH)
+
+# %% ../nbs/09_product.ipynb #4080c890
+def reference_targets(dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor):  # [V,H]; [N,H], [N], [N]
+    "`launch_targets` in PyTorch."
+    known = (y >= 0) & (y < len(dw))
+    classes, place = y[known].unique(return_inverse=True)
+    part = at_target.new_zeros(len(classes), dw.shape[1])
+    part.index_add_(0, place, torch.where(at_target[known, None] == 0, 0.0, at_target[known, None] * x[known]))
+    dw[classes] = (dw[classes] + part).to(dw.dtype)
+
+@jit
+def targets_kernel(
+    dw_ptr, x_ptr, sorted_ptr, order_ptr, at_target_ptr,  # [V,H], [N,H], [N] each: labels in order, and whose they are
+    N, V, H, dw_stride, x_stride, BN: tl.constexpr, BH: tl.constexpr,
+):
+    first = tl.program_id(0)
+    cols = tl.program_id(1) * BH + tl.arange(0, BH)
+    y = tl.load(sorted_ptr + first)
+    before = tl.load(sorted_ptr + tl.maximum(first - 1, 0))
+    begins = (first == 0) | (before != y)
+    if begins & (y >= 0) & (y < V):
+        total, place, more = tl.zeros([BH], tl.float32), first, 1
+        while more == 1:
+            at = place + tl.arange(0, BN)
+            same = (at < N) & (tl.load(sorted_ptr + at, mask=at < N, other=-1) == y)
+            rows = tl.load(order_ptr + at, mask=same, other=0)
+            t = tl.load(at_target_ptr + rows, mask=same, other=0.0)[:, None]
+            x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None], mask=(t != 0) & (cols < H)[None], other=0.0)
+            total += tl.sum(t * x.to(tl.float32), 0)
+            place += BN
+            more = tl.min(same.to(tl.int32), 0)
+        dw = dw_ptr + y * dw_stride + cols
+        total += tl.load(dw, mask=cols < H, other=0.0).to(tl.float32)
+        tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=cols < H)
+
+def launch_targets(dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor, BN:int=8, BH:int=256):
+    "Add t · x of each token to the row of its target, the tokens of a target in their order."
+    (N, H), (labels, order) = x.shape, y.sort(stable=True)
+    with on_device(x):
+        launch_kernel(targets_kernel, (N, -(-H // BH)), dw, x, labels, order, at_target, N, len(dw), H, dw.stride(0), x.stride(0),
+                      BN=BN, BH=BH)
+
+# %% ../nbs/09_product.ipynb #26301b63
+def spend_exponentials(
+    grads:Gradients, e:Tensor, rows:Rows, x:Tensor, w:Tensor, y:Tensor, i:slice, scale=launch_scaled,  # [B,V]; [B,H], [V,H], [B]
+):
+    "Add the gradients of the chunk of tokens `i`, but for dw's targets."
+    dx = None if grads.dx is None else grads.dx[i]
     if grads.dw is not None:
-        scaled = torch.where(coefs[:, None] == 0, 0.0, x * coefs[:, None]).to(x.dtype)  # 0 · NaN is no number
-        put_product(grads.dw, e.T, scaled, grads.begun, grads.unit)
+        scaled = torch.empty_like(x) if dx is None or dx.dtype != x.dtype else dx
+        scale(scaled, x, rows.coefs)
+        put_product(grads.dw, e.T, scaled, grads.begun)
+    if dx is not None:
+        put_product(dx, e, w)
+        scale(dx, dx, rows.coefs, rows.at_target, y, w)
     grads.begun = True
 
-# %% ../nbs/09_product.ipynb #dde7da25
-def finished_rows(
-    found:Exponentials, x:Tensor, w:Tensor, y:Tensor,  # written; [B,H], [V,H], [B]
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,
-) -> Rows:
-    "Exponentials and rows of a chunk in PyTorch; from the rows' own maxima, where an offset was no good."
-    log2_scale = o.logit_scale * math.log2(math.e)
-    offsets = row_offsets(x, w, y, log2_scale, o.ignore_index)
-    for again in range(2):
-        reference_exponentials(found, x, w, y, offsets, log2_scale)
-        rows = Rows(*reference_rows(found, y, offsets, token_weight, denominator, o))
-        if again or not rows.failed: return rows
-        most = (x.to(offsets.dtype) @ w.to(offsets.dtype).T).amax(1) * log2_scale
-        offsets = torch.where(y == o.ignore_index, torch.inf, most)
+# %% ../nbs/09_product.ipynb #38f2b32d
+class Work(NamedTuple):
+    "What a chunk of tokens is made of, and where; `of` gives that of some of them."
+    room: Exponentials  # of the largest chunk
+    x: Tensor; w: Tensor; y: Tensor; offsets: Tensor  # [N,H], [V,H], [N], [N]
+    weight: Optional[Tensor]; token_weight: Optional[Tensor]; denominator: Optional[Tensor]  # [V], [N]; a scalar
+    o: LossOptions
 
-# %% ../nbs/09_product.ipynb #6f0109c3
+    def of(self, i:slice) -> "Work":
+        "Of the tokens `i`; tiles of sums follow each other."
+        n, (e, sums, target_z) = i.stop - i.start, self.room
+        room = Exponentials(e[:n], sums.view(-1)[:len(sums) * n].view(-1, n), target_z[:n])
+        return self._replace(room=room, x=self.x[i], y=self.y[i], offsets=self.offsets[i],
+                             token_weight=None if self.token_weight is None else self.token_weight[i])
+
+    @property
+    def stats(self) -> Tensor:  # fp32 [tiles,B,2], in the place of e
+        tiles, n = self.room.sums.shape
+        e = self.room.e
+        return e.as_strided((tiles * n * 4,), (1,)).view(torch.float32).view(tiles, n, 2)
+
+    @property
+    def log2_scale(self) -> float: return self.o.logit_scale * math.log2(math.e)
+
+    @property
+    def labels(self) -> tuple: return self.y, self.offsets, self.weight, self.token_weight, self.denominator, self.o
+
+def finished_rows(k:Work) -> Rows:
+    "Exponentials and rows of a chunk in PyTorch; from the rows' own maxima, where an offset was no good."
+    reference_exponentials(k.room, k.x, k.w, k.y, k.offsets, k.log2_scale)
+    rows = reference_rows(k.room, *k.labels)
+    if not rows.failed: return rows
+    most = (k.x.to(k.offsets.dtype) @ k.w.to(k.offsets.dtype).T).amax(1) * k.log2_scale
+    k = k._replace(offsets=torch.where(k.y == k.o.ignore_index, torch.inf, most))
+    reference_exponentials(k.room, k.x, k.w, k.y, k.offsets, k.log2_scale)
+    return reference_rows(k.room, *k.labels)
+
+# %% ../nbs/09_product.ipynb #78a20e5b
 @jit
-def better_offsets_kernel(stats_ptr, target_z_ptr, y_ptr, offset_ptr, wanted_ptr, B, tiles, o, log2_scale, BN: tl.constexpr):
+def better_offsets_kernel(
+    stats_ptr, target_z_ptr, y_ptr, offset_ptr, wanted_ptr,  # [tiles,B,2], [B] each, [1]
+    B, V, tiles, o, log2_scale, BN: tl.constexpr,
+):
     if tl.load(wanted_ptr) == 0: return
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < B
-    counts = tl.load(y_ptr + rows, mask=keep, other=o.ignore_index) != o.ignore_index
-    most = tl.load(target_z_ptr + rows, mask=counts, other=-float("inf"))
+    y = tl.load(y_ptr + rows, mask=keep, other=o.ignore_index)
+    counts, known = y != o.ignore_index, (y >= 0) & (y < V)
+    most = tl.load(target_z_ptr + rows, mask=keep & known, other=-float("inf"))
     for tile in range(0, tiles):
-        m = tl.load(stats_ptr + 2 * (tile.to(tl.int64) * B + rows), mask=keep, other=-float("inf"))
-        most = tl.maximum(most, m)
+        at = stats_ptr + 2 * (tile.to(tl.int64) * B + rows)
+        most = tl.maximum(most, tl.load(at, mask=keep, other=-float("inf")))
     most = tl.where(most > -float("inf"), most * log2_scale, 0.0)
     tl.store(offset_ptr + rows, tl.where(counts, most, float("inf")), mask=keep)
 
-def launched_rows(
-    found:Exponentials, x:Tensor, w:Tensor, y:Tensor,  # written; [B,H], [V,H], [B]
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, form:Form=SHARED,
-) -> Rows:
-    "`finished_rows` on Hopper: what is done again where an offset was no good is launched always, and ends at once where none was."
-    log2_scale, B = o.logit_scale * math.log2(math.e), len(x)
-    offsets, new = row_offsets(x, w, y, log2_scale, o.ignore_index), found.target_z.new_empty
-    rows, again = (Rows(new(B), new(B), y.new_zeros((), dtype=torch.int32)) for _ in range(2))
-    given = token_weight, denominator, o
-    score_exponentials(x, w, y, offsets, *found, log2_scale, form=form)
-    launch_rows(rows, found, y, offsets, *given)
-    stats = new(len(found.sums), B, 2)
-    score_statistics(x, w, y, stats, found.target_z, rows.failed, form)
-    with on_device(x):
-        launch_kernel(better_offsets_kernel, (-(-B // 128),), stats, found.target_z, y, offsets, rows.failed, B, len(stats), o, log2_scale, BN=128)
-    score_exponentials(x, w, y, offsets, *found, log2_scale, rows.failed, form)
-    launch_rows(rows._replace(failed=again.failed), found, y, offsets, *given, rows.failed)
+def launched_rows(k:Work, form:Form) -> Rows:
+    """`finished_rows` on Hopper: what is done again where an offset was no good is launched always, and ends at once where none was.
+
+    The statistics that make it good stand in the place of e, which is then made again.
+    """
+    B, new = len(k.x), k.room.target_z.new_empty
+    failed, again = k.y.new_zeros(2, dtype=torch.int32)
+    rows, given, stats = Rows(new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
+    score_exponentials(*given, k.offsets, *k.room, k.log2_scale, form=form)
+    launch_rows(rows, k.room, *k.labels)
+    score_statistics(*given, stats, k.room.target_z, failed, form)
+    with on_device(k.x):
+        launch_kernel(better_offsets_kernel, (-(-B // 128),), stats, k.room.target_z, k.y, k.offsets, failed,
+                      B, len(k.w), len(stats), k.o, k.log2_scale, BN=128)
+    score_exponentials(*given, k.offsets, *k.room, k.log2_scale, failed, form)
+    launch_rows(rows._replace(failed=again), k.room, *k.labels, failed)
     return rows
 
-# %% ../nbs/09_product.ipynb #a4fe6d95
+# %% ../nbs/09_product.ipynb #03e276d0
+def work_of(
+    x:Tensor, w:Tensor, y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [N]
+    denominator:Optional[Tensor], o:LossOptions, rows:int, form:Optional[Form],
+) -> Work:
+    "All tokens, and room for a chunk of so many."
+    acc, rows, tiles = acc_dtype(x.dtype), min(rows, len(x)), 1 if form is None else -(-len(w) // form.classes)
+    new = lambda *size: x.new_empty(size, dtype=acc)
+    width = logits_row(len(w), x.dtype) // x.element_size()
+    offsets = row_offsets(x, w, y, o.logit_scale * math.log2(math.e), o.ignore_index)
+    room = Exponentials(x.new_empty(rows, max(width, 4 * tiles))[:, :len(w)], new(tiles, rows), new(rows))
+    return Work(room, x, w, y, offsets, weight, token_weight, denominator, o)
+
 def run_exponentials(
-    x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions,  # [N]; a scalar that divides
-    rows:int, grads:Gradients, form:Optional[Form]=None,  # None: in PyTorch
+    x:Tensor, w:Tensor, y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [N]
+    denominator:Optional[Tensor], o:LossOptions, rows:int, grads:Gradients,
+    form:Optional[Form]=None,  # None: in PyTorch
 ) -> Tensor:  # [N]
-    "Losses of all chunks, whose gradients are added to `grads`."
-    width, acc, losses = -(-len(w) // 8) * 8, acc_dtype(x.dtype), []
-    tiles = 1 if form is None else -(-len(w) // form.classes)
-    buffer = x.new_empty(min(rows, len(x)), width)[:, :len(w)]
+    "Losses of all tokens, by chunks of so many; their gradients are added to `grads`."
+    if not len(x): return x.new_empty(0, dtype=acc_dtype(x.dtype))
+    work, done = work_of(x, w, y, weight, token_weight, denominator, o, rows, form), []
+    wanted = grads.dx is not None or grads.dw is not None
     for i in tile_slices(len(x), rows):
-        n = i.stop - i.start
-        found = Exponentials(buffer[:n], x.new_empty(tiles, n, dtype=acc), x.new_empty(n, dtype=acc))
-        given = found, x[i], w, y[i], None if token_weight is None else token_weight[i], denominator, o
-        done = finished_rows(*given) if form is None else launched_rows(*given, form)
-        spend_exponentials(grads, found.e, done.coefs, x[i], w, i)
-        losses.append(done.losses)
-    return torch.cat(losses)
+        k = work.of(i)
+        done.append(finished_rows(k) if form is None else launched_rows(k, form))
+        if wanted: spend_exponentials(grads, k.room.e, done[-1], k.x, w, k.y, i, reference_scaled if form is None else launch_scaled)
+    losses, at_target = (torch.cat([getattr(rows, name) for rows in done]) for name in ("losses", "at_target"))
+    if grads.dw is not None: (reference_targets if form is None else launch_targets)(grads.dw, x, y, at_target)
+    return losses
+
+# %% ../nbs/09_product.ipynb #32ffc3bc
+logger = logging.getLogger("fusedloss")
+
+def usable_form(x:Tensor, w:Tensor) -> Optional[Form]:  # [N,H], [V,H]
+    "How the kernel takes x and w; None, and a line at DEBUG, where it cannot."
+    why = product_reason(x, w, IN_TURN)
+    if why: logger.debug("method 'product' goes by chunks: %s", why)
+    return None if why else IN_TURN
+
+def product_row(n_classes:int, dtype:torch.dtype) -> int:
+    "Bytes of a token in a chunk: exponentials and the sums of tiles."
+    return logits_row(n_classes, dtype) + 4 * -(-n_classes // IN_TURN.classes)
+
+def plan_product(
+    n_tokens:int, n_features:int, n_classes:int, dtype:torch.dtype, grad_dtype:torch.dtype,  # N, H, V; as `plan_chunks`
+    need_w:bool, memory_budget:Optional[int], accumulate:str,
+) -> Chunks:
+    "Rows a chunk and how dw is summed."
+    row = product_row(n_classes, dtype)
+    logits = memory_budget and memory_budget * logits_row(n_classes, dtype) // row
+    return plan_chunks(n_tokens, n_features, n_classes, dtype, grad_dtype, need_w, None, logits, accumulate)
+
+# %% ../nbs/09_product.ipynb #11f5a448
+def product_loss_fwd(
+    x:Tensor, w:Tensor, b:Optional[Tensor], y:Tensor,  # [N,H], [V,H], None, [N]
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions,  # [V], [N]
+    dtype:torch.dtype, grad_dtype:torch.dtype,  # that the products see; of dw
+    mean:bool, memory_budget:Optional[int], accumulate:str, max_valid:Optional[int],
+    need_x:bool, need_w:bool, need_b:bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    "Loss, dx, dw, db, and factors [2 or 0] that these are still to be multiplied by."
+    order, needs = packed_rows(y, o.ignore_index, max_valid), (need_x, need_w, need_b)
+    pick = lambda t: t if order is None or t is None else t[order]
+    x_k, y_k, w_k = pick(x).to(dtype), pick(y), operand(w, dtype)
+    form = usable_form(x_k, w_k)
+    if form is None:
+        return chunked_loss_fwd(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, mean, None, memory_budget, accumulate,
+                                max_valid, *needs, False)[:5]
+    total = total_weight(y, weight, token_weight, o.ignore_index, acc_dtype(dtype)) if mean else None
+    plan = plan_product(len(y_k), x.shape[1], len(w), dtype, grad_dtype, need_w, memory_budget, accumulate)
+    grads = Gradients(pick(x), w, needs, grad_dtype, plan.wide, 1.0)
+    loss = run_exponentials(x_k, w_k, y_k, weight, pick(token_weight), total, o, plan.rows, grads, form).sum()
+    return loss, *final_gradients(grads, x, order), late_factors(loss, total, False, 1.0)
+
+def fake_product(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, *others):
+    "The shapes of `product_loss_fwd`'s results."
+    need_x, need_w, need_b = others[-3:]
+    new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
+    late = torch.float16 in (dtype, x.dtype, grad_dtype)
+    return (new(), x.new_empty(x.shape if need_x else 0), torch.empty_like(w, dtype=grad_dtype) if need_w else w.new_empty(0, dtype=grad_dtype),
+            new(len(w) if need_b else 0), new(2 if late else 0))
+
+product_loss = operator("fusedloss::product_loss", product_loss_fwd, fake=fake_product, save=save_gradients,
+                        backward=scaled_gradients, flops=count_chunks)
+
+# %% ../nbs/09_product.ipynb #dc2d67a5
+def run_product(
+    input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor],  # [..., H], [V,H], [...], None
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,  # [V], [...]
+    memory_budget:Optional[int], accumulate:str, max_valid:Optional[int],
+) -> Tensor:
+    "The loss of what has been checked."
+    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
+    y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
+    needs = [t.requires_grad and torch.is_grad_enabled() for t in (input, linear_weight)]
+    arguments = (input.reshape(len(y), linear_weight.shape[1]), linear_weight, linear_bias, y, flat(weight), flat(token_weight), o,
+                 dtype, linear_weight.dtype, reduction == "mean", memory_budget, accumulate, max_valid, *needs, False)
+    return hold_promise(run_early(product_loss, None, arguments)[0], target, o.ignore_index, max_valid)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.cuda import cuda_source, OPTIONS
+from fusedloss.core.devices import Device, device_of, Implementation
+from fusedloss.core.tuning import announced
 
 # %% ../../nbs/library/hopper.ipynb #c281a377
 @functools.cache
@@ -105,6 +107,36 @@ def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
     stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(x.get_device()))
     ask_driver("cuLaunchKernel", function, blocks, 1, 1, 384, 1, 1, form.shared, stream,
                (ctypes.c_void_p * len(places))(*places), None)
+
+# %% ../../nbs/library/hopper.ipynb #8bb3a605
+@functools.cache
+def form_failure(form:Form, dtype:torch.dtype, device:int) -> str:
+    "What hinders a form's kernels from being compiled; empty if nothing does."
+    try:
+        with torch.cuda.device(device), announced("compiles cuda/product_sm90.cu"):
+            for name in ("score_statistics", "exponentials"): compiled_form(name, form, dtype, device)
+    except Exception as reason: return repr(reason)  # an import, or a compiler, may raise anything
+    return ""
+
+def map_failure(x:Tensor, w:Tensor, form:Form) -> str:  # [N,H], [V,H]
+    "What the driver says against their tensor maps; empty if nothing."
+    try: TensorMap(x, 128), TensorMap(w, form.classes // form.cluster)
+    except (OSError, RuntimeError) as reason: return str(reason)
+    return ""
+
+# %% ../../nbs/library/hopper.ipynb #5dbd6afc
+class OnHopper(Implementation):
+    "What needs products of a warp group."
+    def lacks(self, d:Device) -> str:
+        return super().lacks(d) or ("" if d.capability == (9, 0) else "not of compute capability 9.0")
+
+PRODUCT = OnHopper("exponentials that leave a product", "cuda/product_sm90.cu", ("nvidia", "tma", "clusters"), "chunks of logits")
+
+def product_reason(x:Tensor, w:Tensor, form:Form) -> str:  # [N,H], [V,H]
+    "Why the kernels cannot take x and w; empty if they can."
+    if not x.is_cuda: return "not on a GPU"
+    if PRODUCT.lacks(device_of(x)): return PRODUCT.lacks(device_of(x))
+    return map_reason(x) or map_reason(w) or form_failure(form, x.dtype, x.get_device()) or map_failure(x, w, form)
 
 # %% ../../nbs/library/hopper.ipynb #76c632f2
 def score_statistics(

@@ -25,7 +25,7 @@ BackboneReduction = Literal["mean", "sum"]  # what a wrapper makes of the ranks'
 Accumulate = Literal["auto", "float32", "native"]  # where chunks of dw add up
 
 # %% ../../nbs/library/options.ipynb #3becaa9c
-Method = Literal["auto", "eager", "tiles", "chunks", "recompute"]  # of a linear layer's loss
+Method = Literal["auto", "eager", "tiles", "chunks", "recompute", "product"]  # of a linear layer's loss
 
 # %% ../../nbs/library/options.ipynb #f408e6a2
 HeadMethod = Literal["auto", "tiles", "recompute"]  # of a cosine head
