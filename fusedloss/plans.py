@@ -239,15 +239,15 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     "Exponentials leave the product; no pass over logits."
     refusal, obstacle = product_refusal(r), product_obstacle(r, machine.device)
     if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal, caution=f"by chunks: {obstacle}")
-    c, (n, v, h) = plan_product(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs[1], r.memory_budget, r.accumulate), r.sizes
-    beside = c.rows * (product_row(v, r.work) - logits_row(v, r.work))  # sums of tiles
+    c, (n, v, h) = plan_product(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate), r.sizes
+    beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0])) - logits_row(v, r.work))  # sums of tiles
     extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)
     chunks, total = -(-r.n // c.rows), torch.float32 if c.wide else r.grad_dtype
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
              sweep_cost("rows", r.n * h, *[torch.float32] * 4)]
     costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
     if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
-    caution = rounding_caution(r, chunks, c.wide) or ("it is for gradients" if not any(r.needs) else "")
+    caution = "" if any(r.needs) else "it is for gradients"
     return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["product chunk"],
                          extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal, caution)
 

@@ -228,15 +228,18 @@ def spend_exponentials(
 # %% ../nbs/09_product.ipynb #38f2b32d
 class Work(NamedTuple):
     "What a chunk of tokens is made of, and where; `of` gives that of some of them."
-    room: Exponentials  # of the largest chunk
+    room: Exponentials  # of the largest chunk; no sums where dx has room for them
+    tiles: int  # of classes, whose sums are apart
     x: Tensor; w: Tensor; y: Tensor; offsets: Tensor  # [N,H], [V,H], [N], [N]
     weight: Optional[Tensor]; token_weight: Optional[Tensor]; denominator: Optional[Tensor]  # [V], [N]; a scalar
     o: LossOptions
 
-    def of(self, i:slice) -> "Work":
-        "Of the tokens `i`; tiles of sums follow each other."
+    def of(self, i:slice, dx:Optional[Tensor]) -> "Work":  # [N,H]
+        "Of the tokens `i`; sums lie in the place of their dx where that is large enough."
         n, (e, sums, target_z) = i.stop - i.start, self.room
-        room = Exponentials(e[:n], sums.view(-1)[:len(sums) * n].view(-1, n), target_z[:n])
+        if sums is None: sums = dx[i].view(-1).view(target_z.dtype)
+        tiles = self.tiles
+        room = Exponentials(e[:n], sums.view(-1)[:tiles * n].view(tiles, n), target_z[:n])
         return self._replace(room=room, x=self.x[i], y=self.y[i], offsets=self.offsets[i],
                              token_weight=None if self.token_weight is None else self.token_weight[i])
 
@@ -299,17 +302,22 @@ def launched_rows(k:Work, form:Form) -> Rows:
     return rows
 
 # %% ../nbs/09_product.ipynb #03e276d0
+def sums_in_dx(n_features:int, tiles:int, dtype:Optional[torch.dtype], acc:torch.dtype) -> bool:  # H; of dx, of sums
+    "Whether a token's dx, as long as it is not written, has room for its sums."
+    return dtype is not None and tiles * acc.itemsize <= n_features * dtype.itemsize and n_features * dtype.itemsize % acc.itemsize == 0
+
 def work_of(
     x:Tensor, w:Tensor, y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [N]
-    denominator:Optional[Tensor], o:LossOptions, rows:int, form:Optional[Form],
+    denominator:Optional[Tensor], o:LossOptions, rows:int, dx:Optional[Tensor], form:Optional[Form],  # dx [N,H], unwritten
 ) -> Work:
     "All tokens, and room for a chunk of so many."
     acc, rows, tiles = acc_dtype(x.dtype), min(rows, len(x)), 1 if form is None else -(-len(w) // form.classes)
     new = lambda *size: x.new_empty(size, dtype=acc)
     width = logits_row(len(w), x.dtype) // x.element_size()
     offsets = row_offsets(x, w, y, o.logit_scale * math.log2(math.e), o.ignore_index)
-    room = Exponentials(x.new_empty(rows, max(width, 4 * tiles))[:, :len(w)], new(tiles, rows), new(rows))
-    return Work(room, x, w, y, offsets, weight, token_weight, denominator, o)
+    sums = None if sums_in_dx(x.shape[1], tiles, None if dx is None else dx.dtype, acc) else new(tiles, rows)
+    room = Exponentials(x.new_empty(rows, max(width, 4 * tiles))[:, :len(w)], sums, new(rows))
+    return Work(room, tiles, x, w, y, offsets, weight, token_weight, denominator, o)
 
 def run_exponentials(
     x:Tensor, w:Tensor, y:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [N]
@@ -318,10 +326,10 @@ def run_exponentials(
 ) -> Tensor:  # [N]
     "Losses of all tokens, by chunks of so many; their gradients are added to `grads`."
     if not len(x): return x.new_empty(0, dtype=acc_dtype(x.dtype))
-    work, done = work_of(x, w, y, weight, token_weight, denominator, o, rows, form), []
+    work, done = work_of(x, w, y, weight, token_weight, denominator, o, rows, grads.dx, form), []
     wanted = grads.dx is not None or grads.dw is not None
     for i in tile_slices(len(x), rows):
-        k = work.of(i)
+        k = work.of(i, grads.dx)
         done.append(finished_rows(k) if form is None else launched_rows(k, form))
         if wanted: spend_exponentials(grads, k.room.e, done[-1], k.x, w, k.y, i, reference_scaled if form is None else launch_scaled)
     losses, at_target = (torch.cat([getattr(rows, name) for rows in done]) for name in ("losses", "at_target"))
@@ -333,22 +341,24 @@ logger = logging.getLogger("fusedloss")
 
 def usable_form(x:Tensor, w:Tensor) -> Optional[Form]:  # [N,H], [V,H]
     "How the kernel takes x and w; None, and a line at DEBUG, where it cannot."
-    why = product_reason(x, w, IN_TURN)
+    why = "not of bf16, whose range exponentials need" if x.dtype != torch.bfloat16 else product_reason(x, w, IN_TURN)
     if why: logger.debug("method 'product' goes by chunks: %s", why)
     return None if why else IN_TURN
 
-def product_row(n_classes:int, dtype:torch.dtype) -> int:
-    "Bytes of a token in a chunk: exponentials and the sums of tiles."
-    return logits_row(n_classes, dtype) + 4 * -(-n_classes // IN_TURN.classes)
+def product_row(n_features:int, n_classes:int, dtype:torch.dtype, need_x:bool) -> int:  # H, V
+    "Bytes of a token in a chunk: exponentials, and the sums of tiles where dx has no room for them."
+    tiles = -(-n_classes // IN_TURN.classes)
+    there = sums_in_dx(n_features, tiles, dtype if need_x else None, torch.float32)
+    return logits_row(n_classes, dtype) + 4 * tiles * (not there)
 
 def plan_product(
     n_tokens:int, n_features:int, n_classes:int, dtype:torch.dtype, grad_dtype:torch.dtype,  # N, H, V; as `plan_chunks`
-    need_w:bool, memory_budget:Optional[int], accumulate:str,
+    needs:tuple, memory_budget:Optional[int], accumulate:str,  # of x and w
 ) -> Chunks:
-    "Rows a chunk and how dw is summed."
-    row = product_row(n_classes, dtype)
+    "Rows a chunk and how dw is summed: in its own dtype unless asked otherwise, since targets are not in its sum."
+    row, native = product_row(n_features, n_classes, dtype, needs[0]), "native" if accumulate == "auto" else accumulate
     logits = memory_budget and memory_budget * logits_row(n_classes, dtype) // row
-    return plan_chunks(n_tokens, n_features, n_classes, dtype, grad_dtype, need_w, None, logits, accumulate)
+    return plan_chunks(n_tokens, n_features, n_classes, dtype, grad_dtype, needs[1], None, logits, native)
 
 # %% ../nbs/09_product.ipynb #11f5a448
 def product_loss_fwd(
@@ -367,7 +377,7 @@ def product_loss_fwd(
         return chunked_loss_fwd(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, mean, None, memory_budget, accumulate,
                                 max_valid, *needs, False)[:5]
     total = total_weight(y, weight, token_weight, o.ignore_index, acc_dtype(dtype)) if mean else None
-    plan = plan_product(len(y_k), x.shape[1], len(w), dtype, grad_dtype, need_w, memory_budget, accumulate)
+    plan = plan_product(len(y_k), x.shape[1], len(w), dtype, grad_dtype, needs, memory_budget, accumulate)
     grads = Gradients(pick(x), w, needs, grad_dtype, plan.wide, 1.0)
     loss = run_exponentials(x_k, w_k, y_k, weight, pick(token_weight), total, o, plan.rows, grads, form).sum()
     return loss, *final_gradients(grads, x, order), late_factors(loss, total, False, 1.0)
