@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.chunks import (
-    chunked_loss_fwd, Chunks, count_chunks, final_gradients, Gradients, hold_promise, late_factors, linear_dtype, logits_row, operand,
+    chunked_loss_fwd, Chunks, count_chunks, equal_rows, final_gradients, Gradients, hold_promise, late_factors, linear_dtype, logits_row, operand,
     packed_rows, plan_chunks, run_early, save_gradients, scaled_gradients)
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.hopper import Form, IN_TURN, product_reason, score_exponentials, score_statistics
@@ -36,7 +36,7 @@ class Exponentials(NamedTuple):
 
 def row_offsets(x:Tensor, w:Tensor, y:Tensor, log2_scale:float, ignore_index:int) -> Tensor:  # [B]
     "Each row's largest exponent among some classes; inf for a token that does not count."
-    some = w[::max(1, len(w) // SAMPLED)]
+    some = w[::max(1, len(w) // SAMPLED)][:SAMPLED]
     most = (x @ some.T).amax(1).to(acc_dtype(x.dtype)) * log2_scale
     return torch.where(y == ignore_index, torch.inf, most)
 
@@ -183,27 +183,28 @@ def targets_kernel(
     dw_ptr, x_ptr, sorted_ptr, order_ptr, at_target_ptr,  # [V,H], [N,H], [N] each: labels in order, and whose they are
     N, V, H, dw_stride, x_stride, BN: tl.constexpr, BH: tl.constexpr,
 ):
-    first = tl.program_id(0)
-    cols = tl.program_id(1) * BH + tl.arange(0, BH)
-    y = tl.load(sorted_ptr + first)
+    first, cols = tl.program_id(0), tl.program_id(1) * BH + tl.arange(0, BH)
+    y, row = tl.load(sorted_ptr + first), tl.load(order_ptr + first)
     before = tl.load(sorted_ptr + tl.maximum(first - 1, 0))
     begins = (first == 0) | (before != y)
     if begins & (y >= 0) & (y < V):
-        total, place, more = tl.zeros([BH], tl.float32), first, 1
-        while more == 1:
+        t, dw = tl.load(at_target_ptr + row), dw_ptr + y * dw_stride + cols
+        x = tl.load(x_ptr + row * x_stride + cols, mask=(cols < H) & (t != 0), other=0.0)
+        total, place, more = t * x.to(tl.float32), first + 1, 1
+        while more == 1:  # ends with a label that is another one
             at = place + tl.arange(0, BN)
             same = (at < N) & (tl.load(sorted_ptr + at, mask=at < N, other=-1) == y)
-            rows = tl.load(order_ptr + at, mask=same, other=0)
-            t = tl.load(at_target_ptr + rows, mask=same, other=0.0)[:, None]
-            x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None], mask=(t != 0) & (cols < H)[None], other=0.0)
-            total += tl.sum(t * x.to(tl.float32), 0)
-            place += BN
             more = tl.min(same.to(tl.int32), 0)
-        dw = dw_ptr + y * dw_stride + cols
+            if tl.max(same.to(tl.int32), 0) > 0:
+                rows = tl.load(order_ptr + at, mask=same, other=0)
+                t = tl.load(at_target_ptr + rows, mask=same, other=0.0)[:, None]
+                x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None], mask=(t != 0) & (cols < H)[None], other=0.0)
+                total += tl.sum(t * x.to(tl.float32), 0)
+            place += BN
         total += tl.load(dw, mask=cols < H, other=0.0).to(tl.float32)
         tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=cols < H)
 
-def launch_targets(dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor, BN:int=8, BH:int=256):
+def launch_targets(dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor, BN:int=8, BH:int=1024):
     "Add t · x of each token to the row of its target, the tokens of a target in their order."
     (N, H), (labels, order) = x.shape, y.sort(stable=True)
     with on_device(x):
@@ -351,14 +352,23 @@ def product_row(n_features:int, n_classes:int, dtype:torch.dtype, need_x:bool) -
     there = sums_in_dx(n_features, tiles, dtype if need_x else None, torch.float32)
     return logits_row(n_classes, dtype) + 4 * tiles * (not there)
 
+def product_rows(n_tokens:int, most:int) -> int:  # that a chunk may have
+    "Rows of the fewest equal chunks, in multiples of 512 where `most` allows: cuBLAS makes dx of others more slowly."
+    whole = most // 512 * 512
+    if n_tokens <= most or not whole: return equal_rows(n_tokens, most)
+    return -(-n_tokens // (512 * -(-n_tokens // whole))) * 512
+
 def plan_product(
     n_tokens:int, n_features:int, n_classes:int, dtype:torch.dtype, grad_dtype:torch.dtype,  # N, H, V; as `plan_chunks`
     needs:tuple, memory_budget:Optional[int], accumulate:str,  # of x and w
 ) -> Chunks:
     "Rows a chunk and how dw is summed: in its own dtype unless asked otherwise, since targets are not in its sum."
-    row, native = product_row(n_features, n_classes, dtype, needs[0]), "native" if accumulate == "auto" else accumulate
-    logits = memory_budget and memory_budget * logits_row(n_classes, dtype) // row
-    return plan_chunks(n_tokens, n_features, n_classes, dtype, grad_dtype, needs[1], None, logits, native)
+    logits, row = logits_row(n_classes, dtype), product_row(n_features, n_classes, dtype, needs[0])
+    if accumulate == "float32":
+        budget = memory_budget and memory_budget * logits // row
+        return plan_chunks(n_tokens, n_features, n_classes, dtype, grad_dtype, needs[1], None, budget, accumulate)
+    most = memory_budget // row if memory_budget else max(2048, n_tokens // 2)
+    return Chunks(product_rows(n_tokens, max(1, min(most, max(4096, 2 * n_features)))), False)
 
 # %% ../nbs/09_product.ipynb #11f5a448
 def product_loss_fwd(

@@ -210,8 +210,9 @@ MUTANTS = {
     "the z-loss is not in the slope": ("tl.where(counts, scale * (w_y + rise), 0.0)", "tl.where(counts, scale * w_y, 0.0)"),
     "the target forgets its class weight": ("scale * (rise * e_t - w_y * s)", "scale * (rise * e_t - s)"),
     "a label outside counts": ("target_z = tl.load(target_z_ptr + rows, mask=known, other=float(\"nan\"))", "target_z = tl.load(target_z_ptr + rows, mask=known, other=0.0)"),
+    "the first of a target's tokens counts twice": ("total, place, more = t * x.to(tl.float32), first + 1, 1", "total, place, more = t * x.to(tl.float32), first, 1"),
     "0 times NaN": ("mask=(c != 0)[:, None] & (cols < H), other=0.0)", "mask=keep[:, None] & (cols < H), other=0.0)"),
-    "a target's first tokens alone": ("while more == 1:", "while more == 1 and place == first:"),
+    "a target's first tokens alone": ("more = tl.min(same.to(tl.int32), 0)", "more = 0"),
     "each token of a target adds all": ("begins = (first == 0) | (before != y)", "begins = (first == 0) | (before == before)"),
 }
 
@@ -268,6 +269,11 @@ def test_the_plan_says_why_it_is_passed_over():
 
 
 # --- on a GPU that has it ---
+
+@pytest.mark.parametrize("n, most, rows", [(8192, 4187, 4096), (4096, 1766, 1536), (8192, 1748, 1536), (8192, 3497, 3072), (8192, 2075, 2048), (300, 4096, 300), (1000, 400, 384), (5, 2, 2)])
+def test_rows_of_a_chunk(n, most, rows):
+    assert product.product_rows(n, most) == rows
+
 
 FORMS = {"shared": product.Form(), "in turn": product.IN_TURN, "alone": product.Form(5, cluster=1, in_turn=True)}
 
