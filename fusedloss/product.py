@@ -188,9 +188,9 @@ def targets_kernel(
     before = tl.load(sorted_ptr + tl.maximum(first - 1, 0))
     begins = (first == 0) | (before != y)
     if begins & (y >= 0) & (y < V):
-        t, dw = tl.load(at_target_ptr + row), dw_ptr + y * dw_stride + cols
-        x = tl.load(x_ptr + row * x_stride + cols, mask=(cols < H) & (t != 0), other=0.0)
-        total, place, more = t * x.to(tl.float32), first + 1, 1
+        own, dw = tl.load(at_target_ptr + row), dw_ptr + y * dw_stride + cols
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < tl.where(own != 0, H, 0), other=0.0)
+        total, place, more = own * x.to(tl.float32), first + 1, 1
         while more == 1:  # ends with a label that is another one
             at = place + tl.arange(0, BN)
             same = (at < N) & (tl.load(sorted_ptr + at, mask=at < N, other=-1) == y)
@@ -198,8 +198,8 @@ def targets_kernel(
             if tl.max(same.to(tl.int32), 0) > 0:
                 rows = tl.load(order_ptr + at, mask=same, other=0)
                 t = tl.load(at_target_ptr + rows, mask=same, other=0.0)[:, None]
-                x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None], mask=(t != 0) & (cols < H)[None], other=0.0)
-                total += tl.sum(t * x.to(tl.float32), 0)
+                others = tl.load(x_ptr + rows[:, None] * x_stride + cols[None], mask=(t != 0) & (cols < H)[None], other=0.0)
+                total += tl.sum(t * others.to(tl.float32), 0)
             place += BN
         total += tl.load(dw, mask=cols < H, other=0.0).to(tl.float32)
         tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=cols < H)

@@ -210,7 +210,7 @@ MUTANTS = {
     "the z-loss is not in the slope": ("tl.where(counts, scale * (w_y + rise), 0.0)", "tl.where(counts, scale * w_y, 0.0)"),
     "the target forgets its class weight": ("scale * (rise * e_t - w_y * s)", "scale * (rise * e_t - s)"),
     "a label outside counts": ("target_z = tl.load(target_z_ptr + rows, mask=known, other=float(\"nan\"))", "target_z = tl.load(target_z_ptr + rows, mask=known, other=0.0)"),
-    "the first of a target's tokens counts twice": ("total, place, more = t * x.to(tl.float32), first + 1, 1", "total, place, more = t * x.to(tl.float32), first, 1"),
+    "the first of a target's tokens counts twice": ("total, place, more = own * x.to(tl.float32), first + 1, 1", "total, place, more = own * x.to(tl.float32), first, 1"),
     "0 times NaN": ("mask=(c != 0)[:, None] & (cols < H), other=0.0)", "mask=keep[:, None] & (cols < H), other=0.0)"),
     "a target's first tokens alone": ("more = tl.min(same.to(tl.int32), 0)", "more = 0"),
     "each token of a target adds all": ("begins = (first == 0) | (before != y)", "begins = (first == 0) | (before == before)"),
