@@ -2,8 +2,8 @@
 // m and Σ e^(z - m) leave the registers, stats [tiles of V,N]. exponentials: 2^(z log2_scale - offset of the row) do,
 // rounded, e [N,V] with rows of `pitch`, and their sum before they are rounded, sums [tiles of V,N]. The target's score
 // is neither in a maximum nor in a sum, e is 0 there, and targets_z [N] has it: a confident prediction keeps the digits
-// of what the others share. A row whose offset is inf is 0. Sums are fp32. A launch ends at
-// once where `wanted` points to 0.
+// of what the others share. A row whose offset is inf is 0. score_gradients: the same times a coefficient of the row,
+// without sums. Sums are fp32. A launch ends at once where `wanted` points to 0.
 // A block is three warp groups: one thread of the first copies tiles of x and w, 64 features at a time, to a ring of
 // STAGES; the other two multiply. They share each tile, of 128 tokens and 256 classes, or IN_TURN take one each, of 128
 // tokens and 192 classes: then the statistics of one run beside the products of the other. A block stays and takes tile
@@ -180,25 +180,31 @@ INLINE void swap_words(u32 (&words)[4], int bit, int thread) {
     (upper ? words[i] : words[i ^ bit]) = other;
   }
 }
-struct Exponentials : Epilogue {
-  const float* offsets;
+template <bool WEIGHED> struct Exponentials : Epilogue {
+  const float *offsets, *coefs;  // the latter where WEIGHED; sums where not
   u16* e;
   float* sums;
   i64 pitch;
   float log2_scale;
 
-  struct OfRow { int target; float offset; };
-  INLINE OfRow load(int token) const { return {target_of(token), token < N ? offsets[token] : 0.0f}; }
+  struct OfRow { int target; float offset, coef; };
+  INLINE OfRow load(int token) const {
+    const bool there = token < N;
+    return {target_of(token), there ? offsets[token] : 0.0f, WEIGHED && there ? coefs[token] : 1.0f};
+  }
   INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow row, int thread) const {
     UNROLL
     for (int i = 0; i < HELD; i++)
-      if (i % 4 / 2 == r) z[i] = exp2_approx(fmaf(z[i], log2_scale, -row.offset));
+      if (i % 4 / 2 == r) {
+        z[i] = exp2_approx(fmaf(z[i], log2_scale, -row.offset));
+        if (WEIGHED) z[i] *= row.coef;
+      }
     if (row.offset == infinity()) {  // a token that does not count, whatever its scores are
       UNROLL
       for (int i = 0; i < HELD; i++)
         if (i % 4 / 2 == r) z[i] = 0.0f;
     }
-    put(sums, sum_of_row(z, r), tile, token, thread);
+    if (!WEIGHED) put(sums, sum_of_row(z, r), tile, token, thread);
     UNROLL
     for (int g = 0; g < CLASSES / 32; g++) {  // groups of 32 classes: 64 bytes of a row from four threads
       u32 words[4];
@@ -266,13 +272,20 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
   __syncwarp(), sync_cluster();  // no block leaves while another one's barrier or copy may still reach it
 }
 
-extern "C" __global__ void SHAPE score_statistics(BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map,
-                                                  const i64* targets, float2* stats, float* targets_z, const int* wanted, int N,
-                                                  int V, int H) {
+extern "C" __global__ void SHAPE score_statistics(
+    BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* targets_z,
+    const int* wanted, int N, int V, int H) {
   run(&x_map, &w_map, Statistics{{targets_z, targets, N, V}, stats}, H, wanted);
 }
-extern "C" __global__ void SHAPE exponentials(BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map,
-                                              const i64* targets, const float* offsets, u16* e, float* sums, float* targets_z,
-                                              const int* wanted, int N, int V, int H, i64 pitch, float log2_scale) {
-  run(&x_map, &w_map, Exponentials{{targets_z, targets, N, V}, offsets, e, sums, pitch, log2_scale}, H, wanted);
+extern "C" __global__ void SHAPE exponentials(
+    BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, u16* e, float* sums,
+    float* targets_z, const int* wanted, int N, int V, int H, i64 pitch, float log2_scale) {
+  run(&x_map, &w_map, Exponentials<false>{{targets_z, targets, N, V}, offsets, nullptr, e, sums, pitch, log2_scale}, H,
+      wanted);
+}
+extern "C" __global__ void SHAPE score_gradients(
+    BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, const float* coefs,
+    u16* e, float* targets_z, int N, int V, int H, i64 pitch, float log2_scale) {
+  run(&x_map, &w_map, Exponentials<true>{{targets_z, targets, N, V}, offsets, coefs, e, nullptr, pitch, log2_scale}, H,
+      nullptr);
 }

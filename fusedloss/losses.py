@@ -177,7 +177,7 @@ def dispatch(
         return run_chunked(*tensors, o, reduction, r.chunk_size, chunks_budget(r), r.accumulate,
                            None, max_valid, stats)
     if estimate.method == "product":
-        return run_product(*tensors, o, reduction, r.memory_budget, r.accumulate, max_valid)
+        return run_product(*tensors, o, reduction, chunks_budget(r), r.accumulate, max_valid)
     _, rows, columns = estimate.cut
     return run_tiled(*tensors[:3], reduction, o.ignore_index, 0.0, None, o.logit_scale, rows,
                      columns)

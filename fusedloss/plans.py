@@ -18,7 +18,7 @@ from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.drawing import si, Table
-from fusedloss.core.hopper import PRODUCT
+from fusedloss.core.hopper import IN_TURN, PRODUCT
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
@@ -243,7 +243,8 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0])) - logits_row(v, r.work))  # sums of tiles
     extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)
     chunks, total = -(-r.n // c.rows), torch.float32 if c.wide else r.grad_dtype
-    costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
+    even = r._replace(v=-(-v // 8) * 8)  # a few classes more or less change no rate
+    costs = [tokens_product(even, "z", chunks, r.work), *gradient_products(even, chunks, 0, r.work),
              sweep_cost("rows", r.n * h, *[torch.float32] * 4)]
     costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
     if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
@@ -252,6 +253,11 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
                          extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal, caution)
 
 # %% ../nbs/10_plans.ipynb #e3f47e58
+def takes_bare(r:Call, d:Device) -> bool:
+    "Whether stage 9's kernel takes stage 7's scores."
+    bent = {"linear_bias", "label_smoothing", "logit_scale", "softcap", "filter_eps"} & {*r.options}
+    return not (bent or r.stats or PRODUCT.lacks(d) or r.h % 8)
+
 def slab_tiling(r:Call, machine:Machine, busy:bool) -> Tiling:
     "How stage 7 cuts scores, where rows of features may be copied by descriptors."
     return cut(machine.device, not BY_DESCRIPTORS.lacks(machine.device) and r.h % 8 == 0, busy)
@@ -263,6 +269,8 @@ def slab_forward_bytes(r:Call, machine:Machine) -> int:
     tiles = -(-r.v // slab_tiling(r, machine, busy).BV)
     numbers = 7 if r.stats else 4 if smooth else 2
     run = run_length(r.n, tiles, numbers, r.memory_budget or 0)
+    by_product = 8 * r.n * -(-r.v // IN_TURN.classes)
+    if takes_bare(r, machine.device) and by_product <= (r.memory_budget or BUDGET): return by_product + 44 * r.n
     return 4 * r.n * (numbers * -(-tiles // run) + 7 + 4 + 4 * bool(r.stats))
 
 def slab_size(r:Call, machine:Machine) -> tuple[int, int]:  # classes; bytes each of them takes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, expect
 from fusedloss.core.devices import device_of
+from fusedloss.core.hopper import IN_TURN, put_gradients, statistics_sums, takes_scores
 from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
@@ -191,6 +192,21 @@ def launch_sums(
     return sums, parts
 
 # %% ../nbs/07_recompute.ipynb #34e3ed97
+def launch_finish(
+    sums:Tensor, x:Tensor, w:Tensor, target:Tensor,  # [7,N], [N,H], [V,H], [N]
+    weight:Optional[Tensor], token_weight:Optional[Tensor], denominator:Optional[Tensor],  # [V], [N]; a scalar
+    o:LossOptions, stats:Statistics,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # as `launch_lse`
+    "What a forward pass returns, from what each row knows of its scores."
+    n, new = len(x), functools.partial(x.new_empty, dtype=torch.float32)
+    out = new(n), new(n), new(n * stats.entropy), new((row_numbers(stats), n))
+    flags = forward_flags(x, o, stats)
+    with on_device(x):
+        launch_kernel(finish_kernel, (-(-n // 128),), sums, target, weight, token_weight,
+                      all_weights(weight), denominator, *out, n, len(w), 1, o, **flags, MEAN=stats.mean,
+                      BN=128)
+    return out
+
 def launch_parts(
     x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
     bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
@@ -198,23 +214,26 @@ def launch_parts(
     tiling:Optional[Tiling]=None, budget:int=0, temperature:Optional[Tensor]=None, run:int=0,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:  # as `launch_lse`, parts
     "Forward, and what its runs left."
-    n, new = len(x), functools.partial(x.new_empty, dtype=torch.float32)
     sums, parts = launch_sums(x, w, target, bias, weight, o, stats, tiling, None, budget,
                               temperature, run)
-    out = new(n), new(n), new(n * stats.entropy), new((row_numbers(stats), n))
-    flags = forward_flags(x, o, stats)
-    with on_device(x):
-        launch_kernel(finish_kernel, (-(-n // 128),), sums, target, weight, token_weight,
-                      all_weights(weight), denominator, *out, n, len(w), 1, o, **flags, MEAN=stats.mean,
-                      BN=128)
-    return out, parts
+    return launch_finish(sums, x, w, target, weight, token_weight, denominator, o, stats), parts
 
 # %% ../nbs/07_recompute.ipynb #0f708229
+def fits_statistics(x:Tensor, n_classes:int, budget:int) -> bool:  # [N,H], V; bytes, or 0
+    "Whether the statistics of all tiles fit the budget."
+    return 8 * len(x) * -(-n_classes // IN_TURN.classes) <= (budget or BUDGET)
+
 def launch_lse(
-    *args,  # of `launch_parts`
+    x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # as `launch_parts`
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics=NO_STATISTICS,
+    tiling:Optional[Tiling]=None, budget:int=0, temperature:Optional[Tensor]=None, run:int=0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [N], lse [N], entropy [N or 0], rows
-    "Forward; rows `[2 to 6, N]` as in `launch_scan`."
-    return launch_parts(*args)[0]
+    "Forward, on Hopper by its own product; rows `[2 to 6, N]` as in `launch_scan`."
+    weights = weight, token_weight, denominator
+    plain = stats == NO_STATISTICS and temperature is None and tiling is None and not run
+    if plain and fits_statistics(x, len(w), budget) and takes_scores(x, w, bias, o):
+        return launch_finish(statistics_sums(x, w, target), x, w, target, *weights, o, stats)
+    return launch_parts(x, w, target, bias, *weights, o, stats, tiling, budget, temperature, run)[0]
 
 # %% ../nbs/07_recompute.ipynb #147a2169
 @jit
@@ -392,11 +411,13 @@ def launch_gradients(
     parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b else None
     db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
+    bare = not (entropy or need_b) and temperature is None and takes_scores(x, w, bias, o)
     for j in tile_slices(v, slab):
         dz = buffer[:, :j.stop - j.start]
         db_parts = None if parts is None else parts[:, :dz.shape[1]]
-        launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,
-                  j.start, o, entropy, t, temperature=temperature)
+        if bare: put_gradients(x, w[j], dz, target, terms, j.start)
+        else: launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,
+                        j.start, o, entropy, t, temperature=temperature)
         if need_b: torch.sum(db_parts, 0, out=db[j])
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
         if need_x and total is None: total = wide_product(dz, w[j])

@@ -1,7 +1,4 @@
-"""The product by hand, on a CPU: thread by thread, with copies that land late and products that are computed when they are waited for.
-
-Its source stands here and not in `cuda/`, since nothing calls it before it has run on a GPU.
-"""
+"""The product by hand, on a CPU: thread by thread, with copies that land late and products that are computed when they are waited for."""
 import ctypes
 import math
 import shutil
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 from fusedloss.core.cuda import cuda_source
-from fusedloss.core.hopper import Form, score_exponentials, score_statistics
+from fusedloss.core.hopper import Form, score_exponentials, score_gradients, score_statistics
 from grids import few
 from on_cpu import check_nvcc, kernels_on_cpu
 
@@ -152,6 +149,48 @@ def test_exponentials_of_scaled_scores_and_in_wider_rows(log2_scale, pitch):
     assert exponentials_error(x, w, scores, log2_scale=log2_scale, pitch=pitch) < 2
 
 
+def gradients(x, w, y, offsets, coefs, in_turn=0, source=None):
+    "e and the targets' scores by `score_gradients`; NaN stands around"
+    kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
+    (n, h), v = x.shape, len(w)
+    pitch = -(-v // 8) * 8
+    e, targets_z = torch.full((n + 2, pitch), math.nan, dtype=x.dtype), torch.full((n + 2,), math.nan)
+    launch = kernels("score_gradients", 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=in_turn, HALF=str(x.dtype == torch.float16).lower())
+    launch(1, 384, x, w, y, offsets, coefs, e[1:-1], targets_z[1:-1], n, v, h, ctypes.c_int64(pitch), ctypes.c_float(math.log2(math.e)))
+    assert all(t[[0, -1]].isnan().all() for t in (e, targets_z)) and e[:, v:].isnan().all(), "it writes outside"
+    return e[1:-1, :v], targets_z[1:-1]
+
+
+def gradients_error(x, w, scores, made=gradients, **how) -> float:
+    "The error of `score_gradients`, in half steps of 16 bits; infinite for a target's score that is wrong"
+    y, coefs = targets_of(*scores.shape), torch.linspace(-1, 2, len(x))
+    offsets = torch.where(y < 0, math.inf, scores.logsumexp(1) * math.log2(math.e)).float()
+    got, targets_z = made(x, w, y, offsets, coefs, **how)
+    wanted = torch.exp2(without_targets(scores, y) * math.log2(math.e) - offsets.double()[:, None]) * coefs.double()[:, None]
+    if target_error(targets_z, scores, y) > 8: return math.inf
+    step, least = (2**-11, 2**-24) if x.dtype == torch.float16 else (2**-9, 1e-38)
+    return ((got.double() - wanted).abs() / (step * wanted.abs() + least)).max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_turn", [0, 1])
+def test_gradients_of_scores(kind, in_turn):
+    assert gradients_error(*scored(150, 300, 72, KINDS[kind], 0.4), in_turn=in_turn) < 2.1
+
+
+def gradients_on_gpu(x, w, y, offsets, coefs):
+    "As `gradients`, by the launcher of the library"
+    e, targets_z = torch.full((len(x), -(-len(w) // 8) * 8), math.nan, dtype=x.dtype, device="cuda"), torch.full((len(x),), math.nan, device="cuda")
+    score_gradients(x.cuda(), w.cuda(), y.cuda(), offsets.cuda(), coefs.cuda(), e[:, :len(w)], targets_z)
+    return e[:, :len(w)].cpu(), targets_z.cpu()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_scores_on_a_gpu(kind):
+    assert gradients_error(*scored(1000, 5003, 904, KINDS[kind], 904 ** -0.25), made=gradients_on_gpu) < 2.1
+
+
 def run_on_gpu(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, **how) -> Found:
     "`run` by the launchers of the library, twice"
     x, w, y, form = x.cuda(), w.cuda(), y.cuda(), Form(**how)
@@ -235,6 +274,7 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
     "words of the second swap stay": ("swap_words(words, 1, thread), swap_words(words, 2, thread);", "swap_words(words, 1, thread);"),
     "an offset is another row's": ("offsets[token] : 0.0f", "offsets[0] : 0.0f"),
     "exponentials beyond the last class are written": ("if (type + 8 <= V) return store_words(to, words);", "return store_words(to, words);"),
+    "a coefficient is another row's": ("coefs[token] : 1.0f", "coefs[0] : 1.0f"),
     "a row's other threads are forgotten": ("return both(v, __shfl_xor_sync(~0u, v, 2));", "return v;"),
     "tiles of the last group are skipped": ("const int rows = min(GROUP, pairs - first);", "const int rows = GROUP;"),
     "one block of the cluster gives a stage back": ("if (thread < CLUSTER) arrive_at", "if (thread < 1) arrive_at"),
@@ -248,6 +288,8 @@ def fault(source: str) -> str | None:
         try:
             if not statistics_error(*scored(*SIZES[name]), **how) < 1 or not exponentials_error(*scored(*SIZES[name], scale=0.4), **how) < 2:
                 return name
+            if name == "parts of tiles" and not gradients_error(*scored(*SIZES[name], scale=0.4), in_turn=seed // 2, source=source) < 2.1:
+                return "gradients"
         except AssertionError as outside:
             return f"{name}: {outside}"
     return None
@@ -277,4 +319,4 @@ def test_its_registers_suffice(tmp_path):
     fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", "IN_TURN=0")]
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
-    assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 2 and "C75" not in said, said
+    assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 3 and "C75" not in said, said

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fusedloss.core.cuda import cuda_source, OPTIONS
 from fusedloss.core.devices import Device, device_of, Implementation
+from fusedloss.core.options import LossOptions
+from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts
+from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import announced
 
 # %% ../../nbs/library/hopper.ipynb #c281a377
@@ -114,7 +117,7 @@ def form_failure(form:Form, dtype:torch.dtype, device:int) -> str:
     "What hinders a form's kernels from being compiled; empty if nothing does."
     try:
         with torch.cuda.device(device), announced("compiles cuda/product_sm90.cu"):
-            for name in ("score_statistics", "exponentials"): compiled_form(name, form, dtype, device)
+            for name in ("score_statistics", "exponentials", "score_gradients"): compiled_form(name, form, dtype, device)
     except Exception as reason: return repr(reason)  # an import, or a compiler, may raise anything
     return ""
 
@@ -157,3 +160,69 @@ def score_exponentials(
     with torch.cuda.device(x.device):
         launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, wanted, len(x), len(w), x.shape[1],
                     ctypes.c_int64(e.stride(0)), float(log2_scale))
+
+def score_gradients(
+    x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, coefs:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N] twice
+    dz:Tensor, target_z:Tensor,  # [N,V], fp32 [N], written
+    log2_scale:float=math.log2(math.e), form:Form=IN_TURN,
+):
+    "coef · 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf; the target's x w."
+    with torch.cuda.device(x.device):
+        launch_form("score_gradients", form, x, w, y, offsets, coefs, dz, target_z, len(x), len(w), x.shape[1],
+                    ctypes.c_int64(dz.stride(0)), float(log2_scale))
+
+# %% ../../nbs/library/hopper.ipynb #9b6cb641
+def takes_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> bool:  # [N,H], [V,H], [V]
+    "Whether the kernels can take a linear layer's scores: bare ones, without smoothing."
+    bare = bias is None and o.keeps_scores and not o.label_smoothing
+    return bare and not product_reason(x, w, IN_TURN)
+
+@jit
+def merge_statistics_kernel(
+    stats_ptr, y_ptr, sums_ptr,  # [tiles,N,2], [N]; [7,N] as `finish_kernel` takes it, the targets' scores in row 2
+    N, V, tiles, LOG2_SCALE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = rows < N
+    y = tl.load(y_ptr + rows, mask=keep, other=-1)
+    z_y = tl.load(sums_ptr + 2 * N + rows, mask=(y >= 0) & (y < V), other=-float("inf"))
+    row_max, s = z_y * LOG2_SCALE, tl.where(z_y > -float("inf"), 1.0, 0.0)
+    for first in range(0, tiles, BT):
+        tile = first + tl.arange(0, BT)[:, None]
+        at, there = stats_ptr + 2 * (tile.to(tl.int64) * N + rows[None]), (tile < tiles) & keep[None]
+        part_max = tl.load(at, mask=there, other=-float("inf")) * LOG2_SCALE
+        row_max, s = merge_parts(row_max, s, part_max, tl.load(at + 1, mask=there, other=0.0), LOG2_SCALE)
+    tl.store(sums_ptr + rows, row_max, mask=keep)
+    tl.store(sums_ptr + N + rows, s, mask=keep)
+
+def statistics_sums(x:Tensor, w:Tensor, y:Tensor) -> Tensor:  # [N,H], [V,H], [N] to [7,N]
+    "What each row knows of its scores."
+    n, tiles = len(x), -(-len(w) // IN_TURN.classes)
+    sums, stats = x.new_zeros(7, n, dtype=torch.float32), x.new_empty(tiles, n, 2, dtype=torch.float32)
+    score_statistics(x, w, y, stats, sums[2], form=IN_TURN)
+    with on_device(x):
+        launch_kernel(merge_statistics_kernel, (-(-n // 32),), stats, y, sums, n, len(w), tiles, LOG2_SCALE=log2_scale(x), BN=32, BT=32)
+    return sums
+
+# %% ../../nbs/library/hopper.ipynb #468826ff
+@jit
+def put_targets_kernel(
+    dz_ptr, terms_ptr, target_z_ptr, y_ptr,  # [N,V] of a slab of V classes, [6,N], [N], [N]: labels less the slab's first
+    N, V, dz_stride, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = tl.load(y_ptr + rows, mask=rows < N, other=-1)
+    there = (column >= 0) & (column < V)
+    row_max = tl.load(terms_ptr + rows, mask=there, other=float("inf"))
+    coef, target_coef = tl.load(terms_ptr + N + rows, mask=there, other=0.0), tl.load(terms_ptr + 2 * N + rows, mask=there, other=0.0)
+    z = tl.load(target_z_ptr + rows, mask=there, other=0.0) * LOG2_SCALE
+    d = tl.where(row_max < float("inf"), coef * exp2_diff(z, row_max, LOG2_SCALE) - target_coef, 0.0)
+    tl.store(dz_ptr + rows.to(tl.int64) * dz_stride + column, d.to(dz_ptr.dtype.element_ty), mask=there)
+
+def put_gradients(x:Tensor, w:Tensor, dz:Tensor, y:Tensor, terms:Tensor, begin:int):
+    "`dz [N,V]` of a slab of classes from its scores; terms `[6,N]` as `launch_terms` makes them."
+    column, target_z = y - begin, terms.new_empty(len(y))
+    score_gradients(x, w, column, terms[0], terms[1], dz, target_z, log2_scale(x))
+    with on_device(x):
+        launch_kernel(put_targets_kernel, (-(-len(y) // 128),), dz, terms, target_z, column, len(y), len(w), dz.stride(0),
+                      LOG2_SCALE=log2_scale(x), BN=128)
