@@ -289,6 +289,12 @@ def better_offsets_kernel(
     most = tl.where(most > -float("inf"), most * log2_scale, 0.0)
     tl.store(offset_ptr + rows, tl.where(counts, most, float("inf")), mask=keep)
 
+def launch_better_offsets(k:Work, stats:Tensor, wanted:Tensor, BN:int=128):  # [tiles,B,2], a scalar
+    "Offsets from the maxima of all tiles and the targets' scores, where `wanted` is not 0."
+    with on_device(stats):
+        launch_kernel(better_offsets_kernel, (-(-len(k.y) // BN),), stats, k.room.target_z, k.y, k.offsets, wanted, len(k.y), len(k.w), len(stats), k.o,
+                      k.log2_scale, BN=BN)
+
 def launched_rows(k:Work, form:Form) -> Rows:
     """`finished_rows` on Hopper: what is done again where an offset was no good is launched always, and ends at once where none was.
 
@@ -300,9 +306,7 @@ def launched_rows(k:Work, form:Form) -> Rows:
     score_exponentials(*given, k.offsets, *k.room, k.log2_scale, form=form)
     launch_rows(rows, k.room, *k.labels)
     score_statistics(*given, stats, k.room.target_z, failed, form)
-    with on_device(k.x):
-        launch_kernel(better_offsets_kernel, (-(-B // 128),), stats, k.room.target_z, k.y, k.offsets, failed,
-                      B, len(k.w), len(stats), k.o, k.log2_scale, BN=128)
+    launch_better_offsets(k, stats, failed)
     score_exponentials(*given, k.offsets, *k.room, k.log2_scale, failed, form)
     launch_rows(rows._replace(failed=again), k.room, *k.labels, failed)
     return rows

@@ -1,6 +1,7 @@
 """The product by hand, on a CPU: thread by thread, with copies that land late and products that are computed when they are waited for."""
 import ctypes
 import math
+import os
 import shutil
 import subprocess
 from itertools import product
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from fusedloss.core import hopper
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.hopper import Form, score_exponentials, score_gradients, score_statistics
 from grids import few
@@ -320,3 +322,39 @@ def test_its_registers_suffice(tmp_path):
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
     assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 3 and "C75" not in said, said
+
+
+# --- what recompute makes of them, by Triton ---
+
+place = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
+
+
+@place
+@pytest.mark.parametrize("scale", [1.0, math.log2(math.e)])
+def test_statistics_of_tiles_become_those_of_rows(scale, device):
+    scores, y = torch.randn(21, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float64), targets_of(21, 70)
+    scores[3] = -math.inf
+    y[5] = 90
+    others, known = without_targets(scores, torch.where(y < 70, y, -1)), (y >= 0) & (y < 70)
+    parts = others.split(30, 1)
+    stats = torch.stack([torch.stack([z.amax(1), (z - z.amax(1, keepdim=True).clamp(min=-1e300)).exp().sum(1)], 1) for z in parts]).float()
+    sums = torch.full((7, 21), math.nan, device=device)
+    sums[2] = torch.where(known, scores.gather(1, y.clamp(0, 69)[:, None])[:, 0], math.nan)
+    hopper.merge_statistics(sums, stats.to(device), y.to(device), 70, scale, 8, 2)
+    top = scores.amax(1)
+    assert torch.allclose(sums[0].cpu(), (top * scale).float()) and sums[3:].isnan().all()
+    assert torch.allclose(sums[1].cpu(), (scores - top.clamp(min=-1e300)[:, None]).exp().sum(1).float(), rtol=1e-5)
+
+
+@place
+def test_targets_are_put_into_their_slab(device):
+    made = torch.Generator().manual_seed(0)
+    terms, target_z = torch.randn(6, 21, generator=made), torch.randn(21, generator=made)
+    terms[0, 4] = math.inf
+    column = torch.arange(21) * 7 % 40 - 10
+    dz = torch.full((21, 24), 9.0, device=device)[:, :20]
+    hopper.put_targets(dz, terms.to(device), target_z.to(device), column.to(device), 1.0, 8)
+    wanted = torch.full((21, 20), 9.0)
+    for i, j in enumerate(column.tolist()):
+        if 0 <= j < 20: wanted[i, j] = 0.0 if i == 4 else terms[1, i] * (target_z[i] - terms[0, i]).exp() - terms[2, i]
+    torch.testing.assert_close(dz.cpu(), wanted)

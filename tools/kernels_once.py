@@ -10,8 +10,9 @@ from typing import Iterator
 import torch
 
 import fusedloss as fl
-from fusedloss import kernels
-from fusedloss.core import cuda
+from fusedloss import kernels, product as stage_9
+from fusedloss.core import cuda, hopper
+from fusedloss.core.options import LossOptions
 from fusedloss.scans import scan_fwd_triton
 from fusedloss.semirings import Log, Max
 
@@ -43,6 +44,27 @@ def linear_cross_entropy() -> None:
     for (n, v, h), (method, eps) in product(sizes, (("chunks", None), ("recompute", None), ("recompute", 1e-4))):
         x, w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF)
         fl.linear_cross_entropy(x, w, labels(v, n), method=method, filter_eps=eps).backward()
+
+
+def exponentials() -> None:
+    "Stage 9: on Hopper its method, and recompute by its kernels; elsewhere those of Triton alone"
+    if DEVICE == "cuda":
+        for n, v, h in ((33, 515, 64), (300, 5003, 200)):
+            x, w = leaf(n, h, dtype=torch.bfloat16), leaf(v, h, dtype=torch.bfloat16)
+            w.data[5] *= 300  # far from what offsets are made of
+            for method in ("product", "recompute"):
+                fl.linear_cross_entropy(x, w, labels(v, n), method=method).backward()
+        return
+    (x, w), y, o = (torch.randn(size, 16) for size in (9, 70)), labels(70, 9), LossOptions()
+    k = stage_9.work_of(x, w, y, None, None, None, o, 9, None, None)
+    stage_9.reference_exponentials(k.room, x, w, y, k.offsets, k.log2_scale)
+    rows = stage_9.Rows(*torch.empty(3, 9), torch.ones((), dtype=torch.int32))
+    stage_9.launch_rows(rows, k.room, *k.labels)
+    stage_9.launch_better_offsets(k, torch.zeros(1, 9, 2), rows.failed)
+    stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w)
+    stage_9.launch_targets(w, x, y, rows.at_target)
+    hopper.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), y, 70, 1.0)
+    hopper.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0)
 
 
 def pairs() -> None:
@@ -129,12 +151,17 @@ def launches() -> Iterator[set[str]]:
             return lambda *args, **more: (seen.add(name), launch(*args, **more))
         return compile_noted
 
+    def seen_form(name, *args):
+        seen.add(name)
+        return launch_form(name, *args)
+
+    launch_form, hopper.launch_form = hopper.launch_form, seen_form
     triton_kernel.run = seen_run
     cuda.COMPILERS.update({name: noted(compiled) for name, compiled in compilers.items()})
     try:
         yield seen
     finally:
-        triton_kernel.run = run
+        triton_kernel.run, hopper.launch_form = run, launch_form
         cuda.COMPILERS.update(compilers)
 
 

@@ -195,13 +195,18 @@ def merge_statistics_kernel(
     tl.store(sums_ptr + rows, row_max, mask=keep)
     tl.store(sums_ptr + N + rows, s, mask=keep)
 
+def merge_statistics(sums:Tensor, stats:Tensor, y:Tensor, n_classes:int, scale:float, BN:int=32, BT:int=32):
+    "Maximum, times a scale, and sum of each row, of all tiles and the target: rows 0 and 1 of the sums."
+    tiles, n, _ = stats.shape
+    with on_device(stats):
+        launch_kernel(merge_statistics_kernel, (-(-n // BN),), stats, y, sums, n, n_classes, tiles, LOG2_SCALE=scale, BN=BN, BT=BT)
+
 def statistics_sums(x:Tensor, w:Tensor, y:Tensor) -> Tensor:  # [N,H], [V,H], [N] to [7,N]
     "What each row knows of its scores."
-    n, tiles = len(x), -(-len(w) // IN_TURN.classes)
-    sums, stats = x.new_zeros(7, n, dtype=torch.float32), x.new_empty(tiles, n, 2, dtype=torch.float32)
+    new = lambda kind, *size: kind(size, dtype=torch.float32)
+    sums, stats = new(x.new_zeros, 7, len(x)), new(x.new_empty, -(-len(w) // IN_TURN.classes), len(x), 2)
     score_statistics(x, w, y, stats, sums[2], form=IN_TURN)
-    with on_device(x):
-        launch_kernel(merge_statistics_kernel, (-(-n // 32),), stats, y, sums, n, len(w), tiles, LOG2_SCALE=log2_scale(x), BN=32, BT=32)
+    merge_statistics(sums, stats, y, len(w), log2_scale(x))
     return sums
 
 # %% ../../nbs/library/hopper.ipynb #468826ff
@@ -219,10 +224,13 @@ def put_targets_kernel(
     d = tl.where(row_max < float("inf"), coef * exp2_diff(z, row_max, LOG2_SCALE) - target_coef, 0.0)
     tl.store(dz_ptr + rows.to(tl.int64) * dz_stride + column, d.to(dz_ptr.dtype.element_ty), mask=there)
 
+def put_targets(dz:Tensor, terms:Tensor, target_z:Tensor, column:Tensor, scale:float, BN:int=128):  # [N,V], [6,N], [N], [N]
+    "The gradients of those targets' scores whose column is in the slab `dz`."
+    with on_device(dz):
+        launch_kernel(put_targets_kernel, (-(-len(column) // BN),), dz, terms, target_z, column, *dz.shape, dz.stride(0), LOG2_SCALE=scale, BN=BN)
+
 def put_gradients(x:Tensor, w:Tensor, dz:Tensor, y:Tensor, terms:Tensor, begin:int):
     "`dz [N,V]` of a slab of classes from its scores; terms `[6,N]` as `launch_terms` makes them."
     column, target_z = y - begin, terms.new_empty(len(y))
     score_gradients(x, w, column, terms[0], terms[1], dz, target_z, log2_scale(x))
-    with on_device(x):
-        launch_kernel(put_targets_kernel, (-(-len(y) // 128),), dz, terms, target_z, column, len(y), len(w), dz.stride(0),
-                      LOG2_SCALE=log2_scale(x), BN=128)
+    put_targets(dz, terms, target_z, column, log2_scale(x))
