@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.chunks import (
-    chunked_loss_fwd, Chunks, count_chunks, equal_rows, final_gradients, Gradients, hold_promise, late_factors, linear_dtype, logits_row, operand,
+    chunked_loss_fwd, Chunks, count_chunks, final_gradients, Gradients, hold_promise, late_factors, linear_dtype, logits_row, operand,
     packed_rows, plan_chunks, run_early, save_gradients, scaled_gradients)
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.hopper import Form, IN_TURN, product_reason, score_exponentials, score_statistics
@@ -275,7 +275,7 @@ def finished_rows(k:Work) -> Rows:
 @jit
 def better_offsets_kernel(
     stats_ptr, target_z_ptr, y_ptr, offset_ptr, wanted_ptr,  # [tiles,B,2], [B] each, [1]
-    B, V, tiles, o, log2_scale, BN: tl.constexpr,
+    B, V, tiles, o, log2_scale, BN: tl.constexpr, BT: tl.constexpr,
 ):
     if tl.load(wanted_ptr) == 0: return
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -283,17 +283,19 @@ def better_offsets_kernel(
     y = tl.load(y_ptr + rows, mask=keep, other=o.ignore_index)
     counts, known = y != o.ignore_index, (y >= 0) & (y < V)
     most = tl.load(target_z_ptr + rows, mask=keep & known, other=-float("inf"))
-    for tile in range(0, tiles):
-        at = stats_ptr + 2 * (tile.to(tl.int64) * B + rows)
-        most = tl.maximum(most, tl.load(at, mask=keep, other=-float("inf")))
+    for first in range(0, tiles, BT):
+        tile = first + tl.arange(0, BT)[:, None]
+        at = stats_ptr + 2 * (tile.to(tl.int64) * B + rows[None])
+        part = tl.load(at, mask=(tile < tiles) & keep[None], other=-float("inf"))
+        most = tl.maximum(most, tl.max(part, 0))
     most = tl.where(most > -float("inf"), most * log2_scale, 0.0)
     tl.store(offset_ptr + rows, tl.where(counts, most, float("inf")), mask=keep)
 
-def launch_better_offsets(k:Work, stats:Tensor, wanted:Tensor, BN:int=128):  # [tiles,B,2], a scalar
+def launch_better_offsets(k:Work, stats:Tensor, wanted:Tensor, BN:int=32, BT:int=16):  # [tiles,B,2], a scalar
     "Offsets from the maxima of all tiles and the targets' scores, where `wanted` is not 0."
     with on_device(stats):
         launch_kernel(better_offsets_kernel, (-(-len(k.y) // BN),), stats, k.room.target_z, k.y, k.offsets, wanted, len(k.y), len(k.w), len(stats), k.o,
-                      k.log2_scale, BN=BN)
+                      k.log2_scale, BN=BN, BT=BT)
 
 def launched_rows(k:Work, form:Form) -> Rows:
     """`finished_rows` on Hopper: what is done again where an offset was no good is launched always, and ends at once where none was.
@@ -364,7 +366,7 @@ def product_row(n_features:int, n_classes:int, dtype:torch.dtype, need_x:bool) -
 def product_rows(n_tokens:int, most:int) -> int:  # that a chunk may have
     "Rows of the fewest equal chunks, in multiples of 512 where `most` allows: cuBLAS makes dx of others more slowly."
     whole = most // 512 * 512
-    if n_tokens <= most or not whole: return equal_rows(n_tokens, most)
+    if n_tokens <= most or not whole: return max(min(n_tokens, most), 1)
     return -(-n_tokens // (512 * -(-n_tokens // whole))) * 512
 
 def plan_product(

@@ -7,8 +7,8 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import clusters, kernels, linear_ctc, recompute, row_sparse, scans
-from fusedloss.core import cosine, pairs, sampling
+from fusedloss import clusters, kernels, linear_ctc, product, recompute, row_sparse, scans
+from fusedloss.core import cosine, hopper, pairs, sampling
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
 from fusedloss.core.tiling import tiling_of
@@ -75,6 +75,20 @@ def linear(dtype, how, width, V=65536, bias=False):
     recompute.kernel_bwd((g, None, g if stats else None), x, w, y, b, w_v, w_t, None, stored, entropy, o, 0, (True, True, stats))
 
 
+def exponentials(width, V=65536, B=4096):
+    "What Triton does of a chunk of tokens whose product leaves exponentials, and of stage 7's rows by that product"
+    x, w, y = matrix(B, width, bf16), matrix(V, width, bf16), cuda(B, dtype=i64)
+    k = product.work_of(x, w, y, cuda(V), cuda(B), cuda(), OPTIONS["plain"][0], B, None, product.IN_TURN)
+    k = k._replace(room=k.room._replace(e=matrix(B, V, bf16)))
+    out = product.Rows(cuda(B), cuda(B), cuda(B), cuda(dtype=torch.int32))
+    product.launch_rows(out, k.room, *k.labels, out.failed)
+    product.launch_better_offsets(k, cuda(k.tiles, B, 2), out.failed)
+    product.launch_scaled(matrix(B, width, bf16), x, out.coefs, out.at_target, y, w)
+    product.launch_targets(matrix(V, width, bf16), x, y, out.at_target)
+    hopper.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), y, V, 1.0)
+    hopper.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0)
+
+
 def filtered(dtype, how, width, V=65536):
     "The same with a filter"
     o, stats = OPTIONS[how]
@@ -129,6 +143,7 @@ def scan(dtype, states):
 
 CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)
          for dtype in (bf16, f16) for how in OPTIONS for width in (2048, 1001)}
+CALLS |= {f"exponentials {width}": lambda width=width: exponentials(width) for width in (2048, 1000)}
 CALLS |= {f"filtered {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: filtered(dtype, how, width)
           for dtype, how, width in ((bf16, "plain", 2048), (bf16, "busy", 2048), (f16, "plain", 1001))}
 CALLS |= {f"heads {dtype} {width} {conflict}": lambda dtype=dtype, width=width, conflict=conflict: heads(dtype, width, conflict=conflict)
