@@ -72,7 +72,7 @@ class Estimate(NamedTuple):
 
 # %% ../nbs/10_plans.ipynb #0e8853d7
 LAUNCH_SECONDS = 3e-6  # seconds of a launch that nothing hides
-HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product chunk": 0.3e-3, "recompute": 1.92e-3,
+HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product": 1.12e-3, "product chunk": 0.3e-3, "recompute": 1.92e-3,
         "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
         "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 
@@ -249,7 +249,7 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
     if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
     caution = "" if any(r.needs) else "it is for gradients"
-    return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["product chunk"],
+    return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
                          extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal, caution)
 
 # %% ../nbs/10_plans.ipynb #e3f47e58

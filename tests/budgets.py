@@ -24,6 +24,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_devices.py": 12,
     "test_divergence.py": 12,
     "test_drawing.py": 6,
+    "test_exponentials.py": 12,
     "test_filter.py": 27,
     "test_glossary_links.py": 1,
     "test_graphs.py": 2,

@@ -195,7 +195,7 @@ def merge_statistics_kernel(
     tl.store(sums_ptr + rows, row_max, mask=keep)
     tl.store(sums_ptr + N + rows, s, mask=keep)
 
-def merge_statistics(sums:Tensor, stats:Tensor, y:Tensor, n_classes:int, scale:float, BN:int=32, BT:int=32):
+def merge_statistics(sums:Tensor, stats:Tensor, y:Tensor, n_classes:int, scale:float, BN:int=128, BT:int=32):
     "Maximum, times a scale, and sum of each row, of all tiles and the target: rows 0 and 1 of the sums."
     tiles, n, _ = stats.shape
     with on_device(stats):
