@@ -127,7 +127,7 @@ def linear_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
@@ -147,7 +147,7 @@ def linear_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
@@ -167,7 +167,7 @@ def linear_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
-    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", or by `plan`
+    method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw

@@ -167,6 +167,7 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
 
 # %% ../nbs/10_plans.ipynb #1be5d8db
 MOST_ROUNDINGS = 8  # of dw in 16 bits, at most
+MOST_WITHOUT_TARGETS = 32  # of a dw to which targets are added at the end
 
 # %% ../nbs/10_plans.ipynb #f474dc50
 def chunks_budget(r:Call) -> Optional[int]:
@@ -197,9 +198,9 @@ def chunks_extra_bytes(r:Call, c:Chunks) -> int:
     return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand_bytes(r) + wide + picked
 
 # %% ../nbs/10_plans.ipynb #37f480e4
-def rounding_caution(r:Call, chunks:int, wide:bool) -> str:
+def rounding_caution(r:Call, chunks:int, wide:bool, most:int=MOST_ROUNDINGS) -> str:
     "Whether so many chunks of dw are rounded in 16 bits too often."
-    rounds = r.needs[1] and not wide and r.grad_dtype.itemsize == 2 and chunks > MOST_ROUNDINGS
+    rounds = r.needs[1] and not wide and r.grad_dtype.itemsize == 2 and chunks > most
     return "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
 
 def chunks_estimate(r:Call, machine:Machine) -> Estimate:
@@ -248,7 +249,8 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
              sweep_cost("rows", r.n * h, *[torch.float32] * 4)]
     costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
     if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
-    caution = "" if any(r.needs) else "it is for gradients"
+    caution = "it is for gradients"
+    if any(r.needs): caution = rounding_caution(r, chunks, c.wide, MOST_WITHOUT_TARGETS)
     return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
                          extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal, caution)
 

@@ -264,7 +264,8 @@ def test_the_plan_says_why_it_is_passed_over():
     of = lambda machine, *sizes, dtype=bf16, **more: fl.plan(*(sizes or (8192, 128256, 4096)), dtype, machine=machine, **more)["product"]
     assert fl.plan(8192, 128256, 4096, machine="H200").method == "product" and not of("H200").caution
     for found, why in ((of("A100 80GB"), "by chunks: no tensor descriptors"), (of("B200"), "by chunks: not of compute capability 9.0"), (of("H200", dtype=torch.float16), "by chunks: not of bf16"),
-                       (of("H200", 8192, 128256, 4100), "by chunks: H is no multiple of 8"), (of("H200", needs_grad=False), "it is for gradients")):
+                       (of("H200", 8192, 128256, 4100), "by chunks: H is no multiple of 8"), (of("H200", needs_grad=False), "it is for gradients"),
+                       (of("H200", memory_budget=2**24), "dw would be rounded too often")):
         assert found.caution == why
 
 

@@ -198,7 +198,7 @@ MUTANTS = {  # what is wrong: (text of fusedloss/plans.py, what stands in its pl
     "chunks take a loss for each token": ('if r.reduction == "none" else', 'if r.reduction == "x" else'),
     "the budget is not looked at": ("w.extra <= self.budget]", "True]"),
     "the slowest is taken": ("if getattr(w, of) < getattr(best, of)", "if getattr(w, of) > getattr(best, of)"),
-    "dw is rounded without end": ("chunks > MOST_ROUNDINGS", "False"),
+    "dw is rounded without end": ("chunks > most", "False"),
     "the fourth product is forgotten": ('costs += [Cost("dz", flops,', 'costs += [Cost("dz", 0.0,'),
 }
 

@@ -23,7 +23,7 @@ from package_code import PACKAGE
 from workbook import ROOT, SETTINGS, default_module, notebooks, output_text, read_notebook
 
 PAGE = "reference.ipynb"
-COLUMNS = 88  # of a signature
+COLUMNS = 90  # of a signature
 RESULTS = {"LossOptions": "core.options", "HeadStats": "partial_fc", "TopK": "partial_fc", "Paths": "scans", "Alignment": "ctc",
            "Span": "core.sequences", "CTCPosteriors": "ctc", "Hypotheses": "decode", "LogProbs": "logprobs", "Plan": "plans",
            "Estimate": "plans"}  # what public names take or give back, by module
