@@ -29,6 +29,7 @@ SAMPLED = 256  # classes whose largest score is a row's offset
 LOG2E = tl.constexpr(math.log2(math.e)) if triton else math.log2(math.e)
 LN2 = tl.constexpr(math.log(2)) if triton else math.log(2)
 
+# %% ../nbs/09_product.ipynb #62ae6bc2
 class Exponentials(NamedTuple):
     "What a product leaves of a chunk of tokens."
     e: Tensor  # [B,V], 2^(z · log2_scale - offset), rounded; 0 at the target
@@ -58,6 +59,7 @@ def reference_exponentials(
 # %% ../nbs/09_product.ipynb #275679a3
 LIMITS = 2.0**-100, 2.0**100  # of a row's sum
 
+# %% ../nbs/09_product.ipynb #5c1ab071
 class Rows(NamedTuple):
     "What follows from a row's sum."
     losses: Tensor  # [B]
@@ -237,6 +239,7 @@ def aligned_parts(n_classes:int) -> list[slice]:
     most = n_classes // 8 * 8
     return [part for part in (slice(0, most), slice(most, n_classes)) if part.stop > part.start]
 
+# %% ../nbs/09_product.ipynb #f3b325d0
 def spend_exponentials(
     grads:Gradients, e:Tensor, rows:Rows,  # [B,V]
     x:Tensor, w:Tensor, y:Tensor, i:slice,  # [B,H], [V,H], [B]; which tokens these are
@@ -387,6 +390,7 @@ def run_exponentials(
 # %% ../nbs/09_product.ipynb #32ffc3bc
 logger = logging.getLogger("fusedloss")
 
+# %% ../nbs/09_product.ipynb #309d0b17
 def usable_form(x:Tensor, w:Tensor) -> Optional[Form]:  # [N,H], [V,H]
     "How the kernel takes x and w; None, and a line at DEBUG, where it cannot."
     narrow = "" if x.dtype == torch.bfloat16 else "not of bf16, whose range exponentials need"

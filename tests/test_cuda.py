@@ -214,11 +214,12 @@ def test_threads_compile_each_kernel_once_and_wait_only_for_their_own(names, mad
 
 
 def test_every_source_has_a_user_above():
-    assert set(USERS) == {path.stem for path in (Path(fusedloss.__file__).parents[1] / "cuda").glob("*.cu")}
+    others = {"product_sm90"}  # which core.hopper launches through the driver: tests/test_product.py
+    assert set(USERS) | others == {path.stem for path in (Path(fusedloss.__file__).parents[1] / "cuda").glob("*.cu")}
 
 
 def test_no_other_module_compiles():
-    "Who names CuPy or PyTorch's compiler, in the sources of the package"
+    "Who names CuPy or PyTorch's compiler, in the sources of the package; Hopper's launches take structures, which neither passes on"
     for path in Path(fusedloss.__file__).parent.rglob("*.py"):
         names = {n.attr if isinstance(n, ast.Attribute) else n.module if isinstance(n, ast.ImportFrom) else None for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))}
-        assert path.name == "cuda.py" or not names & {"cupy", "_compile_kernel"}, path
+        assert path.name in ("cuda.py", "hopper.py") or not names & {"cupy", "_compile_kernel"}, path
