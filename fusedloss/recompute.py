@@ -219,6 +219,8 @@ def launch_parts(
     return launch_finish(sums, x, w, target, weight, token_weight, denominator, o, stats), parts
 
 # %% ../nbs/07_recompute.ipynb #0f708229
+BUDGET = 2**28  # bytes beyond the gradients, unless the caller says
+
 def fits_statistics(x:Tensor, n_classes:int, budget:int) -> bool:  # [N,H], V; bytes, or 0
     "Whether the statistics of all tiles fit the budget."
     return 8 * len(x) * -(-n_classes // IN_TURN.classes) <= (budget or BUDGET)
@@ -356,7 +358,6 @@ def launch_dz(
         launch(t if listed else fastest(dz_kernel, x, v, t, more, launch, **flags, **given))
 
 # %% ../nbs/07_recompute.ipynb #6c142e6b
-BUDGET = 2**28  # bytes beyond the gradients, unless the caller says
 TERMS = 40  # bytes of a token: six terms, and four numbers that forward kept
 
 def slab_tiles(

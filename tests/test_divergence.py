@@ -592,8 +592,8 @@ def test_probabilities_of_nearly_nothing(beta, device, monkeypatch):
 KERNEL_MUTANTS = {
     "an old sum is not rescaled": ("tl.where(factor > 0, cross * factor, 0.0)", "tl.where(factor > 0, cross, 0.0)"),
     "lse of the teacher is added": ("- (p_top - q_top) - (p_log_s - q_log_s)", "+ (p_top - q_top) - (p_log_s - q_log_s)"),
-    "reverse KL's gradient has no mean": ("q * ((log_q - log_p) * LN2 - slant)", "q * (log_q - log_p) * LN2"),
-    "reverse KL's gradient is one of base 2": ("q * ((log_q - log_p) * LN2 - slant)", "q * ((log_q - log_p) - slant)"),
+    "reverse KL's gradient has no mean": ("q * ((z_q - z_p) - slant)", "q * (z_q - z_p)"),
+    "reverse KL's mean has the other sign": ("q * ((z_q - z_p) - slant)", "q * ((z_q - z_p) + slant)"),
     "the mixture's gradient has no mean": ("(1 - beta) * q * LN2 * ((log_q - log_m) - slant)", "(1 - beta) * q * LN2 * (log_q - log_m)"),
     "the mixture's value is one of base 2": ("+ (1 - beta) * slant) * LN2", "+ (1 - beta) * slant)"),
     "the cap has no slope": ("tl.where(live, dz * scale * slope, 0.0).to(q_ptr", "tl.where(live, dz * scale, 0.0).to(q_ptr"),

@@ -11,7 +11,7 @@ from workbook import ROOT
 from fusedloss.core.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
 
 ROW, COLUMN, LEFT = 0.34, 0.3, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
-LETTER, LINE = 0.076, 0.19  # inches, of a line of names
+LETTER, LINE = 0.08, 0.19  # inches, of a line of names
 
 
 def stages_and_imports(house: House) -> dict[str, list[str]]:
