@@ -10,7 +10,7 @@ from workbook import ROOT
 
 from fusedloss.core.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
 
-ROW, COLUMN, LEFT = 0.34, 0.3, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
+ROW, COLUMN, LEFT = 0.34, 0.28, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
 LETTER, LINE = 0.08, 0.19  # inches, of a line of names
 
 
