@@ -6,7 +6,7 @@
 __all__ = ['chunked_linear_cross_entropy', 'ChunkedLinearCrossEntropyLoss']
 
 # %% ../nbs/06_chunks.ipynb #e7ecf72e
-import math, os
+import math
 
 # %% ../nbs/06_chunks.ipynb #bd73b366
 from typing import Any, Callable, Literal, NamedTuple, Optional, Unpack
@@ -17,14 +17,14 @@ from torch import nn, Tensor
 from fusedloss.clusters import scaled_rows, forward_and_grad
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_inputs, check_linear, check_weight, check_weights,
-    expect, FLOATS, is_integer)
+    expect, FLOATS, is_integer, may_look)
 from fusedloss.core.operators import (
     autocasts, first_order, observed, operator, Operator, products)
 from fusedloss.core.options import (
     Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
 from fusedloss.core.products import product_dtype, put_product, tile_slices
-from fusedloss.core.reference import row_stats, plain_inv_denominator, total_weight
+from fusedloss.core.reference import as_rows, flat, plain_inv_denominator, row_stats, total_weight
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd
@@ -201,8 +201,7 @@ def check_promise(
     ignore_index:int, max_valid:Optional[int],
 ):
     "`ValueError` if more tokens are valid than was promised; on GPUs if FUSEDLOSS_DEBUG=1."
-    looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
-    if max_valid is None or not looks or torch.compiler.is_compiling(): return
+    if max_valid is None or not may_look(target): return
     valid = int((target != ignore_index).sum())
     expect(valid <= max_valid, "max_valid", f"at least the {valid} tokens that are not ignored",
            max_valid)
@@ -432,12 +431,11 @@ def run_chunked(
     grad_buffer:Optional[Tensor], max_valid:Optional[int], return_stats:bool,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "`chunked_linear_cross_entropy` of what has been checked."
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled()
              for t in (input, linear_weight, linear_bias)]
     grad_dtype = (linear_weight if grad_buffer is None else grad_buffer).dtype
-    arguments = (input.reshape(len(y), linear_weight.shape[1]), linear_weight, linear_bias, y,
+    arguments = (as_rows(input), linear_weight, linear_bias, y,
                  flat(weight), flat(token_weight), o, dtype, grad_dtype, reduction == "mean",
                  chunk_size, memory_budget, accumulate, max_valid, *needs, return_stats)
     loss, *row_values = run_early(chunked_loss, grad_buffer, arguments)
@@ -469,7 +467,7 @@ def chunked_linear_cross_entropy(
     check_chunks(input, linear_weight, reduction, chunk_size, memory_budget, accumulate,
                  max_valid, return_stats)
     check_inputs(input, linear_weight, target, reduction, o.ignore_index)
-    check_weights(linear_weight.T, weight, token_weight, target)
+    check_weights(len(linear_weight), input.device, weight, token_weight, target.shape)
     check_promise(target, o.ignore_index, max_valid)
     acc, shape = acc_dtype(linear_weight.dtype), list(linear_weight.shape)
     _check_tensor("linear_bias", linear_bias, input, shape[:1], FLOATS)

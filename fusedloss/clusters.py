@@ -20,7 +20,7 @@ from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     statistics_of)
 from fusedloss.core.pairs import soft_loss
-from fusedloss.core.reference import plain_inv_denominator, reduce_rows, row_stats, total_weight
+from fusedloss.core.reference import flat, plain_inv_denominator, reduce_rows, row_stats, total_weight
 from fusedloss.core.rows import (
     all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss,
     row_start, row_weights)
@@ -317,12 +317,11 @@ def scaled_rows(
 class _Turnaround(torch.autograd.Function):
     "The loss of logits, whose gradient is there before it is asked for."
     @staticmethod
-    def forward(ctx, input, out, target, weight, token_weight, denominator, o, reduction):
+    def forward(ctx, input, z, out, target, weight, token_weight, denominator, o, reduction):
         unscaled_grad = input.dtype == torch.float16  # divide after the upstream gradient
         ctx.late, ctx.shape = denominator if unscaled_grad else None, input.shape
-        losses = forward_and_grad(rows_view(input), out, target, weight, token_weight, denominator,
-                             o, unscaled_grad)
-        if out.data_ptr() == input.data_ptr(): torch.autograd.graph.increment_version(input)
+        losses = forward_and_grad(z, out, target, weight, token_weight, denominator, o, unscaled_grad)
+        if out is z: torch.autograd.graph.increment_version(input)
         path = losses if reduction != "none" else losses.new_empty(0)  # for `first_order`
         ctx.save_for_backward(out.detach(), path)  # no input, no logits
         ctx.set_materialize_grads(False)
@@ -334,7 +333,7 @@ class _Turnaround(torch.autograd.Function):
         dz, _ = ctx.saved_tensors
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         dz = scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), ctx.late, keep)
-        return out_like(dz, ctx.shape), *[None] * 7
+        return out_like(dz, ctx.shape), *[None] * 8
 
 # %% ../nbs/05_clusters.ipynb #9141c20e
 def out_like(
@@ -374,8 +373,11 @@ def check_logits(
     check_labels(target, input.shape[dim], ignore_index)
 
 # %% ../nbs/05_clusters.ipynb #d13744b8
-def check_overwrite(input:Tensor):
-    "`ValueError` unless the logits may be overwritten."
+def check_overwrite(input:Tensor, return_stats:bool):
+    "`ValueError` unless the logits may be overwritten, where a gradient is due."
+    expect(not return_stats, "inplace", "no statistics, whose gradients would need the logits",
+            "return_stats=True")
+    if not gives_gradient(input): return
     owner = input if input._base is None else input._base
     expect(not (input.is_leaf or owner.is_leaf and owner.requires_grad), "inplace",
            "logits that an operation made", "a leaf that requires grad, or a view of one")
@@ -390,18 +392,18 @@ def run_cross_entropy(
     o:LossOptions, reduction:str, inplace:bool, return_stats:bool,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "`cross_entropy` of what has been checked."
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
     denominator = (total_weight(*y, o.ignore_index, acc_dtype(input.dtype))
                    if reduction == "mean" else None)
-    z = rows_view(input)
-    if inplace and overwrites(input, return_stats):
-        loss, _ = _Turnaround.apply(input, z.detach(), *y, denominator, o, reduction)
-    elif turns_early(input, z, weight, o, reduction, return_stats):
+    if inplace and gives_gradient(input):
+        z = rows_view(input.detach())
+        loss, _ = _Turnaround.apply(input, z, z, *y, denominator, o, reduction)
+    elif turns_early(input, weight, o, reduction, return_stats):
+        z = rows_view(input.detach())
         out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        loss, _ = _Turnaround.apply(input, out, *y, denominator, o, reduction)
+        loss, _ = _Turnaround.apply(input, z, out, *y, denominator, o, reduction)
     else:
-        losses, *rows = logits_loss(z, *y, denominator, o, statistics_of(return_stats))
+        losses, *rows = logits_loss(rows_view(input), *y, denominator, o, statistics_of(return_stats))
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
     return (loss, row_stats(*rows, target, y[2], o.z_loss)) if return_stats else loss
@@ -412,7 +414,6 @@ def run_soft_cross_entropy(
     o:LossOptions, reduction:str,
 ) -> Tensor:
     "`cross_entropy` against probabilities, of what has been checked."
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     z, w_t, acc = rows_view(input), flat(token_weight), acc_dtype(input.dtype)
     tokens = z.shape[0] * z.shape[1]
     total = z.new_full((), tokens, dtype=acc) if w_t is None else w_t.sum(dtype=acc)
@@ -439,32 +440,28 @@ def cross_entropy(
     o = loss_options(options)
     check_logits(input, target, reduction, o.ignore_index)
     soft = is_soft(input, target)
-    check_weights(input, weight, token_weight, input.select(min(1, input.dim() - 1), 0) if soft else target)
+    dim = min(1, input.dim() - 1)  # of the classes
+    check_weights(input.shape[dim], input.device, weight, token_weight, input.shape[:dim] + input.shape[dim + 1:])
     check_flags(inplace=inplace, return_stats=return_stats)
     if soft:
         expect(not (inplace or return_stats), "target", "integers beside inplace or return_stats", "probabilities")
         return run_soft_cross_entropy(input, target, weight, token_weight, o, reduction)
+    if inplace: check_overwrite(input, return_stats)
     return run_cross_entropy(input, target, weight, token_weight, o, reduction, inplace,
                              return_stats)
 
 # %% ../nbs/05_clusters.ipynb #fd78e112
-def overwrites(
-    input:Tensor, return_stats:bool,
-) -> bool:
-    "Whether a gradient is due that an in-place loss can give now; `ValueError` if it must not."
-    expect(not return_stats, "inplace", "no statistics, whose gradients would need the logits",
-            "return_stats=True")
+def gives_gradient(input:Tensor) -> bool:
+    "Whether a gradient is due that an in-place loss can give now."
     if torch.compiler.is_compiling() or transformed(): return False  # which place tensors
-    if not (input.requires_grad and torch.is_grad_enabled()): return False
-    check_overwrite(input)
-    return True
+    return input.requires_grad and torch.is_grad_enabled()
 
 # %% ../nbs/05_clusters.ipynb #2d3983d3
 def turns_early(
-    input:Tensor, z:Tensor,  # as the caller has it, and [O,I,V]
+    input:Tensor,
     weight:Optional[Tensor], o:LossOptions, reduction:str, return_stats:bool,
 ) -> bool:
     "Whether the gradient is formed in forward, out of place."
     if not (input.requires_grad and torch.is_grad_enabled()) or reduction == "none": return False
-    if return_stats or observed() or not has_kernel(z): return False
-    return row_cluster(z, weight, o) is not None
+    if return_stats or observed() or not has_kernel(input): return False
+    return row_cluster(rows_view(input.detach()), weight, o) is not None

@@ -24,8 +24,8 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel,
     tile_slices, wide, wide_product)
 from fusedloss.core.reference import (
-    plain_inv_denominator, plain_row_coefs, reduce_rows, row_stats, row_terms, scores_in_place,
-    total_weight)
+    flat, plain_inv_denominator, plain_row_coefs, reduce_rows, row_stats, row_terms,
+    scores_in_place, total_weight)
 from fusedloss.core.rows import load_labels
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import (
@@ -494,7 +494,6 @@ def run_recompute(
     memory_budget:Optional[int], filter_eps:Optional[float], return_stats:bool,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "`recompute_linear_cross_entropy` of what has been checked."
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     x, w, *bias = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
                                        linear_weight, *([] if linear_bias is None else
                                                         [linear_bias.contiguous()]))
@@ -529,7 +528,7 @@ def recompute_linear_cross_entropy(
     check_inputs(input, linear_weight, target, reduction, o.ignore_index)
     check_recompute(input, linear_weight, linear_bias, memory_budget)
     check_filter(filter_eps, o.label_smoothing)
-    check_weights(linear_weight.T, weight, token_weight, target)
+    check_weights(len(linear_weight), input.device, weight, token_weight, target.shape)
     check_flags(return_stats=return_stats)
     return run_recompute(input, linear_weight, target, linear_bias, weight, token_weight, o,
                          reduction, memory_budget, filter_eps, return_stats)

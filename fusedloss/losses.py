@@ -6,7 +6,7 @@
 __all__ = ['METHODS', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/11_losses.ipynb #43572c67
-import logging
+import functools, logging
 from typing import Any, Callable, Optional, Unpack
 
 import torch
@@ -18,19 +18,21 @@ from fusedloss.chunks import (
     late_factors, linear_dtype, logits_row, operand, plan_chunks, run_chunked, run_early,
     save_gradients, scaled_gradients, sum_unit)
 from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cross_entropy
-from fusedloss.core.checks import acc_dtype, check_inputs, check_linear, check_weights, expect
+from fusedloss.core.checks import (
+    acc_dtype, check_labels, check_linear, check_target, check_weights, expect, once_for_alike)
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     Accumulate, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
     LossOptions, Method, Reduction)
 from fusedloss.core.pairs import soft_rows
-from fusedloss.core.rates import CPU, machine_here
+from fusedloss.core.rates import CPU, Machine, machine_here
+from fusedloss.core.reference import as_rows, flat
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import chosen_method
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.filter import check_filter, run_recompute
-from fusedloss.plans import cached_plan, Call, chunks_budget, Estimate, least, make_plan, Plan
+from fusedloss.plans import Call, chunks_budget, Estimate, least, make_plan, Plan
 from fusedloss.product import run_product
 from fusedloss.recompute import check_recompute
 from fusedloss.tiles import run_tiled
@@ -60,10 +62,8 @@ def eager_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "A linear layer's cross entropy with all logits, which become their own gradient."
-    rows = input.reshape(target.numel(), input.shape[-1])  # one product that adds the bias, not a batch
-    z = F.linear(rows, linear_weight, linear_bias)
-    token_weight = None if token_weight is None else token_weight.reshape(-1)
-    result = run_cross_entropy(z, target.reshape(-1), weight, token_weight, o, reduction,
+    z = F.linear(as_rows(input), linear_weight, linear_bias)  # one product that adds the bias, not a batch
+    result = run_cross_entropy(z, flat(target), weight, flat(token_weight), o, reduction,
                                reduction != "none" and not return_stats, return_stats)
     shaped = lambda t: t.view(target.shape) if t.dim() else t
     if not return_stats: return shaped(result)
@@ -82,12 +82,13 @@ def check_local(name:str, t:Optional[Tensor], n_features:int):
 METHODS = ("auto", "eager", "tiles", "chunks", "recompute", "product")
 
 # %% ../nbs/11_losses.ipynb #4c24fe83
+@once_for_alike
 def check_call(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict,
     method:str, memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
     max_valid:Optional[int], filter_eps:Optional[float],
 ):
-    "`ValueError`, `IndexError` that name the argument."
+    "`ValueError` that names the argument, whatever the numbers in it."
     expect(isinstance(method, str) and method in METHODS, "method",
            ", ".join(map(repr, METHODS)), repr(method))
     expect(isinstance(input, Tensor), "input", "a tensor", type(input).__name__)
@@ -96,10 +97,11 @@ def check_call(
     check_local("input", input, 0)
     check_local("linear_weight", linear_weight, features)
     check_local("linear_bias", given["linear_bias"], features)
-    check_inputs(input, linear_weight, target, given["reduction"], given["options"].ignore_index)
+    check_linear(input, linear_weight)
+    check_target(target, input.shape[:-1], input.device, given["reduction"])
     check_filter(filter_eps, given["options"].label_smoothing)
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
-    check_weights(linear_weight.T, given["weight"], given["token_weight"], target)
+    check_weights(len(linear_weight), input.device, given["weight"], given["token_weight"], target.shape)
     check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, max_valid,
                  given["return_stats"])
 
@@ -126,10 +128,17 @@ def choose(p:Plan, method:str) -> Estimate:
     return estimate
 
 # %% ../nbs/11_losses.ipynb #3c29f6d4
-def choose_auto(p:Plan) -> Estimate:
+def planned_choice(r:Call, machine:Machine, method:str) -> tuple[Plan, Estimate]:
+    "The plan of a call, and what it takes."
+    p = make_plan(r, machine)
+    return p, choose(p, method)
+
+known_choice = functools.lru_cache(maxsize=4096)(planned_choice)
+
+def choose_auto(p:Plan, planned:Estimate) -> Estimate:
     "What `auto` takes: by a file of choices, else by the plan."
-    planned = choose(p, "auto").method
-    return choose(p, chosen_method(p.call, planned, lambda: [w.method for w in p.able]))
+    method = chosen_method(p.call, planned.method, lambda: [w.method for w in p.able])
+    return planned if method == planned.method else choose(p, method)
 
 # %% ../nbs/11_losses.ipynb #fa0ca9f0
 def why_taken(p:Plan, estimate:Estimate, method:str) -> str:
@@ -220,6 +229,7 @@ def is_soft_target(linear_weight:Tensor, target:Tensor) -> bool:
     return (isinstance(target, Tensor) and target.is_floating_point() and target.dim() > 0
             and isinstance(linear_weight, Tensor) and target.shape[-1] == len(linear_weight))
 
+@once_for_alike
 def check_soft_call(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, method:str,
     memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
@@ -232,7 +242,7 @@ def check_soft_call(
     reduction, row = given["reduction"], logits_row(len(linear_weight), linear_dtype(input, linear_weight))
     check_soft_target(input, target, reduction, given["options"].ignore_index)
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
-    check_weights(linear_weight.T, given["weight"], given["token_weight"], target[..., 0])
+    check_weights(len(linear_weight), input.device, given["weight"], given["token_weight"], target.shape[:-1])
     check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, None, given["return_stats"])
     able = ("auto", "eager") if reduction == "none" else ("auto", "chunks", "eager")
     expect(isinstance(method, str) and method in able, "method",
@@ -250,8 +260,8 @@ def soft_linear_loss(
 ) -> Tensor:
     "The loss against probabilities, of what has been checked."
     input, moved, token_weight = shift_targets(input, target.movedim(-1, 0), given["token_weight"], shift)
-    target, flat = moved.movedim(0, -1), lambda t: None if t is None else t.reshape(-1).contiguous()
-    x, t = (a.reshape(a.shape[:-1].numel(), a.shape[-1]) for a in (input, target))
+    target = moved.movedim(0, -1)
+    x, t = as_rows(input), as_rows(target)
     w, b, weight, reduction = linear_weight, given["linear_bias"], flat(given["weight"]), given["reduction"]
     if reduction == "none" or method == "eager":
         loss = run_soft_cross_entropy(F.linear(x, w, b), t, weight, flat(token_weight), given["options"], reduction)
@@ -292,7 +302,9 @@ def planned_loss(
     how = memory_budget, accumulate, chunk_size
     soft = is_soft_target(linear_weight, target)
     if soft: check_soft_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
-    else: check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
+    else:
+        check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
+        check_labels(target, len(linear_weight), given["options"].ignore_index)
     if backbone_reduction is not None:
         from fusedloss.sharded import check_reduction, shards_of
         check_reduction(backbone_reduction, input, shards_of(linear_weight))
@@ -302,8 +314,9 @@ def planned_loss(
     r = call_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
                    max_valid, monitored)
     compiling = torch.compiler.is_compiling()
-    p = (make_plan if compiling else cached_plan)(r, machine_here(input.device) if r.gpu else CPU)
-    estimate = choose(p, method) if compiling or method != "auto" else choose_auto(p)
+    machine = machine_here(input.device) if r.gpu else CPU
+    p, estimate = (planned_choice if compiling else known_choice)(r, machine, method)
+    if method == "auto" and not compiling: estimate = choose_auto(p, estimate)
     if not compiling and logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s × %s × %s: %s", r.n, r.h, r.v, why_taken(p, estimate, method))
     check_promise(target, given["options"].ignore_index, max_valid)

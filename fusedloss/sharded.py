@@ -30,7 +30,7 @@ from fusedloss.core.ranks import (
     is_token_sharded, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards, shards_of,
     tuning_agreement)
 from fusedloss.core.reference import (
-    plain_inv_denominator, row_stats, score_and_slope, sub_max, total_weight)
+    flat, plain_inv_denominator, row_stats, score_and_slope, sub_max, total_weight)
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
 from fusedloss.core.tuning import keep_agreement
@@ -419,7 +419,7 @@ def check_sharded(
     expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
     check_bias(given["linear_bias"], x, w)
     check_flags(return_stats=given["return_stats"])
-    check_weights(w.new_empty(0, s.n_classes), given["weight"], given["token_weight"], y)
+    check_weights(s.n_classes, w.device, given["weight"], given["token_weight"], y.shape)
     expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
     expect(not shift or x.dim() > 1, "shift", "0 where the input has no token dimension", shift)
     expect(budget is None or type(budget) is int and budget > 0, "memory_budget",
@@ -430,7 +430,6 @@ def ask_shards(
     x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, b:RankTokens, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of y's size
     "`sharded_loss` of what is here, as rows."
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     bias = [] if given["linear_bias"] is None else [given["linear_bias"].contiguous()]
     x, w, *bias = autocast_like_linear(x.reshape(y.numel(), x.shape[-1]), w, *bias)
     if b.shared: check_same_on_ranks("input", x, s); check_same_on_ranks("target", y, s)

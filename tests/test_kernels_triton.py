@@ -637,7 +637,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "a kept gradient is scaled again": (
         "in place", "keep = torch._C._autograd._get_current_graph_task_keep_graph()", "keep = False"),
     "the version is not raised": ("in place on kernels", "torch.autograd.graph.increment_version(input)", "pass"),
-    "leaves are overwritten": ("in place", "    check_overwrite(input)\n    return True", "    return True"),
+    "leaves are overwritten": ("in place", "    if inplace: check_overwrite(input, return_stats)\n", ""),
     "NaN is right": ("front door", "((rank == 0) & lse.isfinite())", "(rank == 0)"),
     "accuracy over all tokens": ("front door", "/ n_valid.clamp(min=1)", "/ len(lse)"),
 }

@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/library/checks.ipynb #c0536ccf
-import math, os
-from typing import Optional
+import functools, math, os
+from typing import Any, Callable, Hashable, Optional
 
 import torch
 from torch import Tensor
@@ -85,14 +85,17 @@ def check_linear(
            f"the input's device {input.device}", linear_weight.device)
 
 # %% ../../nbs/library/checks.ipynb #adc37378
+def may_look(t:Tensor) -> bool:
+    "Whether checks look at the numbers of a tensor: on a GPU that waits for it, and is done if FUSEDLOSS_DEBUG=1."
+    return (t.is_cpu or os.environ.get("FUSEDLOSS_DEBUG") == "1") and not torch.compiler.is_compiling()
+
 def check_labels(
     target:Tensor,  # any shape, integers
     n_classes:int, ignore_index:int,
 ):
     "`IndexError` naming the first label not in `[0, n_classes)`; on GPUs if FUSEDLOSS_DEBUG=1."
     expect(is_integer(ignore_index), "ignore_index", "an integer", ignore_index)
-    looks = target.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
-    if not looks or torch.compiler.is_compiling(): return
+    if not may_look(target): return
     check_unbatched(target)
     wrong = bad_labels(target.long(), n_classes, ignore_index)
     if isinstance(wrong, torch._subclasses.FakeTensor): return  # which has a shape and no numbers
@@ -160,14 +163,38 @@ def check_weight(name:str, t:Optional[Tensor], shape:tuple[int, ...]):
     expect(not t.requires_grad, name, "a tensor without gradient", "requires_grad=True")
 
 def check_weights(
-    input:Tensor,
+    n_classes:int, device:torch.device,  # of the input
     weight:Optional[Tensor],  # [V]
-    token_weight:Optional[Tensor], target:Tensor,  # of one shape
+    token_weight:Optional[Tensor], shape:torch.Size,  # of the targets
 ):
     "`ValueError` for weights of another shape, dtype or device, or that want a gradient."
-    classes = input.shape[min(1, input.dim() - 1)]
-    for name, t, shape in (("weight", weight, (classes,)),
-                           ("token_weight", token_weight, target.shape)):
-        check_weight(name, t, shape)
-        expect(t is None or t.device == input.device, name,
-               f"the input's device {input.device}", None if t is None else t.device)
+    for name, t, size in (("weight", weight, (n_classes,)), ("token_weight", token_weight, shape)):
+        check_weight(name, t, size)
+        expect(t is None or t.device == device, name, f"the input's device {device}", None if t is None else t.device)
+
+# %% ../../nbs/library/checks.ipynb #4d4381ee
+PLAIN_TENSORS = Tensor, torch.nn.Parameter
+
+def traits(value:Any) -> Hashable:
+    "What a check may look at of an argument; `TypeError` where that cannot be looked up."
+    if type(value) in PLAIN_TENSORS:
+        device = value.device
+        return value.shape, value.dtype, device, value.requires_grad, autocasts(device.type)
+    if isinstance(value, Tensor): raise TypeError("a tensor of a subclass")
+    return type(value), tuple([(k, traits(v)) for k, v in value.items()]) if type(value) is dict else value
+
+def once_for_alike(
+    check:Callable[..., None],  # raises, or looks at `traits` alone
+    most:int=4096,  # calls that are remembered
+) -> Callable[..., None]:
+    "`check`, which is not run again for arguments like those that passed."
+    passed = set()
+    @functools.wraps(check)
+    def checked(*args):
+        if torch.compiler.is_compiling(): return check(*args)
+        try: seen = (key := tuple(map(traits, args))) in passed
+        except TypeError: return check(*args)
+        if seen: return
+        check(*args)
+        if len(passed) < most: passed.add(key)
+    return checked

@@ -65,8 +65,11 @@ class LossOptions(NamedTuple):
 
     def changed(self) -> tuple[str, ...]:
         "Names of the options that shape scores and losses, and are not at their defaults."
+        if self[1:] == DEFAULTS[1:]: return ()
         return tuple(name for name, value in zip(self._fields[1:], self[1:])
                      if value != self._field_defaults[name])
+
+DEFAULTS = LossOptions()
 
 # %% ../../nbs/library/options.ipynb #6690580c
 def _checks() -> dict[str, tuple[type, Check]]:
@@ -80,6 +83,7 @@ def loss_options(
     given:dict[str, Any],  # options by name, as a caller gave them; or all in one, as `options`
 ) -> LossOptions:
     "The options in one; `ValueError` for one that is not what it can be."
+    if not given: return DEFAULTS
     if "options" in given: return given["options"]
     unknown = given.keys() - KINDS.keys()
     if unknown: raise TypeError(f"expected options among {', '.join(KINDS)}, got {min(unknown)}")

@@ -97,6 +97,14 @@ def reduce_rows(
     return losses if reduction == "none" else losses.sum()
 
 # %% ../../nbs/library/reference.ipynb #44b2cf23
+def flat(t:Optional[Tensor]) -> Optional[Tensor]:  # [M]
+    "A tensor's numbers in one dimension, side by side; itself where they are."
+    return t if t is None or t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
+
+def as_rows(t:Tensor) -> Tensor:  # [N,H]
+    "A tensor [...,H] as a matrix; itself where it is one."
+    return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
 def total_weight(
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
     ignore_index:int, dtype:torch.dtype,
