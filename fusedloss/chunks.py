@@ -23,7 +23,7 @@ from fusedloss.core.operators import (
 from fusedloss.core.options import (
     Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
-from fusedloss.core.products import product_dtype, put_product, tile_slices
+from fusedloss.core.products import part, product_dtype, put_product, tile_slices
 from fusedloss.core.reference import as_rows, flat, plain_inv_denominator, row_stats, total_weight
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
@@ -134,7 +134,7 @@ class Gradients:
 
     def spend(self, dz:Tensor, x:Tensor, w:Tensor, i:slice):  # [B,V], [B,H], [V,H]
         "Add the chunk of tokens `i`."
-        if self.dx is not None: put_product(self.dx[i], dz, w)
+        if self.dx is not None: put_product(part(self.dx, i), dz, w)
         if self.dw is not None: put_product(self.dw, dz.T, x, self.begun, self.unit)
         if self.db is not None: self.db += dz.sum(0, dtype=self.db.dtype)
         self.begun = True
@@ -160,10 +160,10 @@ def run_chunks(
 ) -> tuple[Tensor, ...]:  # what `turn` returns, of all tokens; nothing if there are none
     "Losses of all chunks; their gradients are added to `grads`."
     width = logits_row(len(w), w.dtype) // w.dtype.itemsize
-    buffer = w.new_empty(min(rows, len(x)), width)[:, :len(w)]
+    buffer = w.new_empty(min(rows, len(x)), width).narrow(1, 0, len(w))
     wanted, parts = any(g is not None for g in (grads.dx, grads.dw, grads.db)), []
     for i in tile_slices(len(x), rows):
-        x_c, z = x[i].to(w.dtype), buffer[:len(x[i])]
+        x_c, z = part(x, i).to(w.dtype), part(buffer, slice(0, i.stop - i.start))
         make_logits(z, x_c, w, b)
         parts.append(turn(z, i, wanted))
         if wanted: grads.spend(z, x_c, w, i)
@@ -278,8 +278,8 @@ def chunked_loss_fwd(
     w_k, b_k = operand(w, dtype), operand(b, dtype)
     plan = plan_chunks(len(y_k), x.shape[1], len(w), w_k.dtype, grad_dtype, need_w, chunk_size,
                        memory_budget, accumulate)
-    turn = lambda z, i, wanted: chunk_loss(z[:, None], y_k[i], weight, None if t_k is None else
-                                           t_k[i], total, o, unscaled_grad, wanted, stats)
+    turn = lambda z, i, wanted: chunk_loss(z.unsqueeze(1), part(y_k, i), weight, part(t_k, i), total, o,
+                                           unscaled_grad, wanted, stats)
     found, grads = gradients_of_chunks(x, w, w_k, b_k, order, dtype, plan,
                                        (need_x, need_w, need_b), grad_dtype, unit, turn)
     found = found or (empty(0), empty(0), empty(0), empty(5, 0))
@@ -295,8 +295,9 @@ def scaled(
 ) -> Tensor:
     "`d` times `factor`, in place unless `keep`; zeros stay zeros."
     rows = d if d.stride(-1) == 1 else d.T
-    out = scaled_rows(rows[:, None], factor.expand(len(rows)), None, keep)[:, 0]
-    return out if rows is d else out.T
+    out = scaled_rows(rows.unsqueeze(1), factor.expand(len(rows)), None, keep)
+    if not keep: return d
+    return out[:, 0] if rows is d else out[:, 0].T
 
 # %% ../nbs/06_chunks.ipynb #96d549b3
 def scaled_bias(db:Tensor, factor:Tensor, dtype:torch.dtype) -> Tensor:  # [V]

@@ -160,8 +160,9 @@ def call_of(
     beside = "linear_bias", "weight", "token_weight", "filter_eps"
     options = *(n for n in beside if given[n] is not None), *given["options"].changed()
     # numbers, since PyTorch 2.11 multiplies no symbol by a bool
-    needs = tuple(int(t is not None and t.requires_grad and torch.is_grad_enabled())
-                  for t in (input, linear_weight, given["linear_bias"]))
+    graded = torch.is_grad_enabled()
+    needs = tuple([int(graded and t is not None and t.requires_grad)
+                   for t in (input, linear_weight, given["linear_bias"])])
     stats = "" if not given["return_stats"] else "detached" if monitored else "differentiable"
     return Call(input.shape[:-1].numel(), v, h, linear_dtype(input, linear_weight),
                    linear_weight.dtype, input.is_cuda and triton is not None,

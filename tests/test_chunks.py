@@ -744,10 +744,10 @@ def test_more_than_two_to_the_31_elements(shape):
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "dw forgets the chunks before": ("dz.T, x, self.begun,", "dz.T, x, False,"),
     "dw adds to what memory held": ("dz.T, x, self.begun,", "dz.T, x, True,"),
-    "dx takes the first rows for all": ("put_product(self.dx[i], dz, w)", "put_product(self.dx[:len(dz)], dz, w)"),
+    "dx takes the first rows for all": ("put_product(part(self.dx, i), dz, w)", "put_product(self.dx[:len(dz)], dz, w)"),
     "db is the last chunk's": ("self.db += dz.sum", "self.db = dz.sum"),
-    "labels of the first chunk for all": ("y_k[i], weight", "y_k[:len(z)], weight"),
-    "token weights of the first chunk for all": ("t_k[i], total", "t_k[:len(z)], total"),
+    "labels of the first chunk for all": ("part(y_k, i), weight", "y_k[:len(z)], weight"),
+    "token weights of the first chunk for all": ("part(t_k, i), total", "t_k[:len(z)], total"),
     "the last chunk is left out": ("for i in tile_slices(len(x), rows):", "for i in tile_slices(len(x), rows)[:-1] or [slice(0, len(x))]:"),
     "the bias is forgotten": ("if b is None: torch.mm", "if True: torch.mm"),
     "one flag decides both gradients": ("self.dw = torch.empty_like(w, dtype=total) if need_w", "self.dw = torch.empty_like(w, dtype=total) if need_x"),

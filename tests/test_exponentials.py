@@ -205,7 +205,23 @@ def test_targets_by_the_kernel(dtype, device):
     assert target_faults(dtype, device) == []
 
 
+def offset_faults(dtype, device, module=product):
+    x, w, y, *_ = sample(dtype, device=device)
+    wide = product.sampled_scores(x, w)
+    z = wide[:, :-1]  # rows that do not follow each other
+    z[5], z[6, 3] = -math.inf, math.inf
+    found, wanted = (of(z, y, 1.25, -100) for of in (module.launch_offsets, product.reference_offsets))
+    return ["offsets"] * (not torch.equal(found, wanted))
+
+
+@place
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+def test_offsets_by_the_kernel(dtype, device):
+    assert offset_faults(dtype, device) == []
+
+
 MUTANTS = {
+    "a token that does not count has an offset": ("tl.where(y == ignore_index, float(\"inf\"), most)", "most"),
     "a row's parts are not all added": ("(tile < tiles) & keep[None], other=0.0)\n    s", "(tile < tiles - 1) & keep[None], other=0.0)\n    s"),
     "the z-loss is not in the slope": ("tl.where(counts, scale * (w_y + rise), 0.0)", "tl.where(counts, scale * w_y, 0.0)"),
     "the target forgets its class weight": ("scale * (rise * e_t - w_y * s)", "scale * (rise * e_t - s)"),
@@ -218,7 +234,7 @@ MUTANTS = {
 
 
 def kernel_faults(module, device="cpu"):
-    return (row_faults("both", (4, 2), device, module) or scaled_faults(f32, device, module) or target_faults(f32, device, module))
+    return (row_faults("both", (4, 2), device, module) or offset_faults(f32, device, module) or scaled_faults(f32, device, module) or target_faults(f32, device, module))
 
 
 @place

@@ -545,11 +545,11 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
     "tiles forget the scale": ("None, o.logit_scale, rows", "None, 1.0, rows"),
     "tiles forget the ignored": ("reduction, o.ignore_index, 0.0", "reduction, -100, 0.0"),
-    "eager forgets the bias": ("F.linear(rows, linear_weight, linear_bias)", "F.linear(rows, linear_weight)"),
+    "eager forgets the bias": ("F.linear(as_rows(input), linear_weight, linear_bias)", "F.linear(as_rows(input), linear_weight)"),
     "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
     "a broken promise passes": ('check_promise(target, given["options"].ignore_index, max_valid)', "pass"),
-    "eager forgets the class weights": ("target.reshape(-1), weight, token_weight", "target.reshape(-1), None, token_weight"),
-    "a mean is a sum": ("target.reshape(-1), weight, token_weight, o, reduction,", 'target.reshape(-1), weight, token_weight, o, "sum" if reduction == "mean" else reduction,'),
+    "eager forgets the class weights": ("flat(target), weight, flat(token_weight)", "flat(target), None, flat(token_weight)"),
+    "a mean is a sum": ("flat(target), weight, flat(token_weight), o, reduction,", 'flat(target), weight, flat(token_weight), o, "sum" if reduction == "mean" else reduction,'),
     "an empty shard passes": ("t.numel() > 0 or not n_features", "True"),
 }
 

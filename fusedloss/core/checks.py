@@ -179,7 +179,8 @@ def traits(value:Any) -> Hashable:
     "What a check may look at of an argument; `TypeError` where that cannot be looked up."
     if type(value) in PLAIN_TENSORS:
         device = value.device
-        return value.shape, value.dtype, device, value.requires_grad, autocasts(device.type)
+        cast = torch._C._is_any_autocast_enabled() and autocasts(device.type)
+        return value.shape, value.dtype, device, value.requires_grad, cast
     if isinstance(value, Tensor): raise TypeError("a tensor of a subclass")
     return type(value), tuple([(k, traits(v)) for k, v in value.items()]) if type(value) is dict else value
 

@@ -42,6 +42,10 @@ def tile_slices(size:int, tile:int) -> list[slice]:
     "`size` elements in runs of `tile`, the last one shorter."
     return [slice(start, min(start + tile, size)) for start in range(0, size, tile)]
 
+def part(t:Optional[Tensor], i:slice) -> Optional[Tensor]:
+    "The rows `i`; the tensor itself where these are all."
+    return t if t is None or i.stop - i.start == t.shape[0] else t[i]
+
 # %% ../../nbs/library/products.ipynb #25c82b33
 @functools.cache
 def adds_in_float32(device:torch.device) -> bool:

@@ -68,7 +68,7 @@ def kind_of(
     value:Any,  # an argument of a kernel: neither a plain tensor nor an integer
 ) -> Any:
     "What of it the compiled kernel depends on."
-    if value is None or type(value) is float: return type(value)
+    if type(value) is float: return float
     if isinstance(value, Tensor): return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple): return type(value), kinds_of(value)
     if hasattr(value, "block_shape"): return value.base.dtype, *value.block_shape
@@ -78,7 +78,7 @@ def kinds_of(
     args:tuple,  # of a kernel: all but its constants
 ) -> tuple:
     "What of them the compiled kernel depends on."
-    return tuple([(v.dtype, v.data_ptr() % 16) if type(v) is Tensor else
+    return tuple([v if v is None else (v.dtype, v.data_ptr() % 16) if type(v) is Tensor else
                   (v == 1, v % 16 == 0, -2**31 <= v < 2**31, v < 2**63) if type(v) is int else
                   kind_of(v) for v in args])
 
