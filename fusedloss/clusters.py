@@ -6,6 +6,7 @@
 __all__ = ['cross_entropy']
 
 # %% ../nbs/05_clusters.ipynb #42f72f76
+import functools
 from typing import NamedTuple, Optional, Unpack
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from fusedloss.core.checks import (
     acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS)
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
-from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
@@ -212,8 +213,9 @@ def starts_on_vectors(
     *tensors:Tensor,  # [O,I,V]
 ) -> bool:
     "Whether all rows start at multiples of 16 bytes."
-    return not any(t.data_ptr() % 16 or (t.stride(0) | t.stride(1)) * t.element_size() % 16
-                   for t in tensors)
+    for t in tensors:
+        if t.data_ptr() % 16 or (t.stride(0) | t.stride(1)) * t.element_size() % 16: return False
+    return True
 
 # %% ../nbs/05_clusters.ipynb #5150a9aa
 def row_cluster(
@@ -221,15 +223,23 @@ def row_cluster(
     o:LossOptions,
 ) -> Optional[Cluster]:
     "The cluster for each row, where clusters exist and are the faster way."
-    (rows, inner, v), (stride_o, stride_i, stride_v) = z.shape, z.stride()
-    sizes = stride_o, stride_i, abs(o.ignore_index), rows * inner * 8
-    if v <= 4096 or stride_v != 1 or max(sizes) >= 2**31: return None
-    d = device_of(z)
-    if o.label_smoothing and weight is not None or ROW_CLUSTERS.lacks(d): return None
-    room = 0 if starts_on_vectors(z) else 16 - z.element_size()
-    shape = cluster_shape(-(-(v * z.element_size() + room) // 16))
-    if not shape or shape.blocks * rows * inner < d.multiprocessors: return None
-    return None if o.softcap and shape.blocks > 1 else shape
+    if o.label_smoothing and weight is not None: return None
+    return cluster_of(z.shape, z.stride(), z.element_size(), starts_on_vectors(z), abs(o.ignore_index),
+                      o.softcap > 0, device_of(z))
+
+@functools.lru_cache(maxsize=4096)
+def cluster_of(
+    shape:tuple[int, ...], strides:tuple[int, ...], element_size:int, aligned:bool,  # of z
+    largest_label:int, capped:bool, d:Device,
+) -> Optional[Cluster]:
+    "`row_cluster` by numbers."
+    (rows, inner, v), (stride_o, stride_i, stride_v) = shape, strides
+    sizes = stride_o, stride_i, largest_label, rows * inner * 8
+    if v <= 4096 or stride_v != 1 or max(sizes) >= 2**31 or ROW_CLUSTERS.lacks(d): return None
+    room = 0 if aligned else 16 - element_size
+    c = cluster_shape(-(-(v * element_size + room) // 16))
+    if not c or c.blocks * rows * inner < d.multiprocessors: return None
+    return None if capped and c.blocks > 1 else c
 
 # %% ../nbs/05_clusters.ipynb #deabc2a9
 def launch_cluster(

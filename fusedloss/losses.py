@@ -63,11 +63,8 @@ def eager_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "A linear layer's cross entropy with all logits, which become their own gradient."
     z = F.linear(as_rows(input), linear_weight, linear_bias)  # one product that adds the bias, not a batch
-    result = run_cross_entropy(z, flat(target), weight, flat(token_weight), o, reduction,
-                               reduction != "none" and not return_stats, return_stats)
-    shaped = lambda t: t.view(target.shape) if t.dim() else t
-    if not return_stats: return shaped(result)
-    return shaped(result[0]), CrossEntropyStats(*map(shaped, result[1]))
+    return run_cross_entropy(z, target, weight, token_weight, o, reduction, reduction != "none" and not return_stats,
+                             return_stats)
 
 # %% ../nbs/11_losses.ipynb #c0fde58c
 def check_local(name:str, t:Optional[Tensor], n_features:int):

@@ -29,6 +29,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_glossary_links.py": 1,
     "test_graphs.py": 2,
     "test_grids.py": 2,
+    "test_host.py": 8,
     "test_iota.py": 30,
     "test_kernels.py": 9,
     "test_kernels_once.py": 10,

@@ -548,8 +548,8 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "eager forgets the bias": ("F.linear(as_rows(input), linear_weight, linear_bias)", "F.linear(as_rows(input), linear_weight)"),
     "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
     "a broken promise passes": ('check_promise(target, given["options"].ignore_index, max_valid)', "pass"),
-    "eager forgets the class weights": ("flat(target), weight, flat(token_weight)", "flat(target), None, flat(token_weight)"),
-    "a mean is a sum": ("flat(target), weight, flat(token_weight), o, reduction,", 'flat(target), weight, flat(token_weight), o, "sum" if reduction == "mean" else reduction,'),
+    "eager forgets the class weights": ("run_cross_entropy(z, target, weight, token_weight,", "run_cross_entropy(z, target, None, token_weight,"),
+    "a mean is a sum": ("run_cross_entropy(z, target, weight, token_weight, o, reduction,", 'run_cross_entropy(z, target, weight, token_weight, o, "sum" if reduction == "mean" else reduction,'),
     "an empty shard passes": ("t.numel() > 0 or not n_features", "True"),
 }
 

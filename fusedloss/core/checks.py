@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/library/checks.ipynb #c0536ccf
 import functools, math, os
-from typing import Any, Callable, Hashable, Optional
+from typing import Any, Callable, Hashable, Iterable, Optional
 
 import torch
 from torch import Tensor
@@ -182,7 +182,11 @@ def traits(value:Any) -> Hashable:
         cast = torch._C._is_any_autocast_enabled() and autocasts(device.type)
         return value.shape, value.dtype, device, value.requires_grad, cast
     if isinstance(value, Tensor): raise TypeError("a tensor of a subclass")
-    return type(value), tuple([(k, traits(v)) for k, v in value.items()]) if type(value) is dict else value
+    return type(value), (*value, *traits_of(value.values())) if type(value) is dict else value
+
+def traits_of(values:Iterable) -> list[Hashable]:
+    "Of each; most are None or a word, which are looked up as they are."
+    return [v if v is None or type(v) is str else traits(v) for v in values]
 
 def once_for_alike(
     check:Callable[..., None],  # raises, or looks at `traits` alone
@@ -193,7 +197,7 @@ def once_for_alike(
     @functools.wraps(check)
     def checked(*args):
         if torch.compiler.is_compiling(): return check(*args)
-        try: seen = (key := tuple(map(traits, args))) in passed
+        try: seen = (key := tuple(traits_of(args))) in passed
         except TypeError: return check(*args)
         if seen: return
         check(*args)

@@ -1,0 +1,150 @@
+"""The host's share of a small call: what Python runs and what it asks PyTorch for, as on a GPU, whose kernels here do nothing.
+
+On a GPU the matrices of a small call take less time than the functions that launch them. Tensors are told that they lie on an
+H200; all that plans, checks and launches runs, and launches end before the driver. Counts are exact, and hold the functions of
+the library and the operators of PyTorch; the clock is told little, and holds the rest.
+"""
+import contextlib
+import ctypes
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from fusedloss import losses
+from fusedloss.core import cuda, devices, hopper, products, triton
+from helpers import everywhere, planted
+from offline import triton_kernels
+
+pytestmark = pytest.mark.skipif(triton.triton is None, reason="needs Triton")
+H200 = devices.H200.model()._replace(multiprocessors=1)  # so that few rows fill it
+CALLS = {"auto": 82, "eager": 80, "chunks": 138, "product": 286}  # Python functions of the library, in a step of training
+OPERATORS = {"auto": 20, "eager": 20, "chunks": 33, "product": 40}  # of PyTorch; its own loss has 12
+TIMES = {"auto": 5, "eager": 5, "chunks": 7, "product": 12}  # as long as PyTorch's step, whose kernels do something
+
+
+class Nothing:
+    "A kernel, and what launches it"
+    def __getitem__(self, grid): return self
+    def __call__(self, *args, **options): return 0
+    def __getattr__(self, name): return self
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> None:
+    "Tensors lie on an H200, whose kernels do nothing"
+    nothing, here = Nothing(), torch.device("cuda", 0)
+    for name, value in dict(is_cuda=True, is_cpu=False, device=here).items():
+        monkeypatch.setattr(torch.Tensor, name, property(lambda t, value=value: value), raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda t: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    for kind in {type(kernel) for kernel in triton_kernels().values()}:
+        monkeypatch.setattr(kind, "run", lambda kernel, *args, **options: nothing)
+    monkeypatch.setattr(triton, "_compiled", {})
+    everywhere(monkeypatch, triton, "triton_works", lambda: True)
+    everywhere(monkeypatch, devices, "recognised", lambda backend, index: H200)
+    everywhere(monkeypatch, cuda, "cuda_kernel", lambda *args, **constants: nothing)
+    everywhere(monkeypatch, hopper, "driver", lambda: nothing)
+    everywhere(monkeypatch, hopper, "compiled_form", lambda *args: (None, ctypes.c_void_p(1)))
+    everywhere(monkeypatch, products, "adds_in_float32", lambda device: False)
+    hopper.known_map.cache_clear(), hopper.form_failure.cache_clear()
+    yield
+    hopper.known_map.cache_clear(), hopper.form_failure.cache_clear()
+
+
+def step(method: str | None, module: ModuleType = losses, v: int = 4104) -> Callable[[], tuple]:
+    "A step of training by a method, by PyTorch's own loss if None"
+    made = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 8, generator=made).bfloat16().requires_grad_() for n in (8, v))
+    y = torch.randint(v, (8,), generator=made)
+    loss = (lambda: F.cross_entropy(x @ w.T, y)) if method is None else lambda: module.linear_cross_entropy(x, w, y, method=method)
+    return lambda: torch.autograd.grad(loss(), (x, w))
+
+
+@contextlib.contextmanager
+def counted_calls() -> Iterator[list[str]]:
+    "The functions of the library, or of a planted variant, that run meanwhile"
+    found = []
+    def note(frame, event, _):
+        if event == "call" and re.match(r"fusedloss\b|variant\d+_", frame.f_globals.get("__name__", "")):
+            found.append(frame.f_code.co_name)
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def calls_of(run: Callable[[], tuple]) -> list[str]:
+    "Python functions of the library in a step like one that was made before"
+    run(), run()
+    with counted_calls() as found:
+        run()
+    return found
+
+
+def operators_of(run: Callable[[], tuple]) -> list[str]:
+    "Operators of PyTorch that a step asks for, those within others left out"
+    run(), run()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run()
+    inner = lambda event: event.cpu_parent is not None and event.cpu_parent.name.startswith("aten::")
+    return [event.name for event in seen.events() if event.name.startswith("aten::") and not inner(event)]
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_functions_of_a_step_are_few(method, gpu):
+    found = calls_of(step(method))
+    assert len(found) <= CALLS[method], found
+
+
+@pytest.mark.parametrize("method", OPERATORS)
+def test_operators_of_a_step_are_few(method, gpu):
+    found = operators_of(step(method))
+    assert len(found) <= OPERATORS[method], found
+
+
+def times(runs: dict, rounds: int = 15, calls: int = 10) -> dict:
+    "Median seconds of each, in turn"
+    found = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name in random.sample(list(runs), len(runs)):
+            begin = time.perf_counter()
+            for _ in range(calls):
+                runs[name]()
+            found[name].append((time.perf_counter() - begin) / calls)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def test_a_step_takes_no_longer_than_it_did(gpu):
+    runs = {method: step(method, v=16) for method in (None, *TIMES)}
+    for run in runs.values():
+        run()
+    found = times(runs)
+    assert all(found[method] <= most * found[None] for method, most in TIMES.items()), {m: s / found[None] for m, s in found.items()}
+
+
+CHECK = "check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)"
+BUGS = {
+    "each call is checked anew": ("@once_for_alike\ndef check_call(", "def check_call("),
+    "a check is run twice": (f"        {CHECK}\n", f"        {CHECK}\n        {CHECK}\n"),
+    "each call is planned anew": ("(planned_choice if compiling else known_choice)", "planned_choice"),
+    "operators for nothing": ("F.linear(as_rows(input), linear_weight, linear_bias)", "F.linear(as_rows(input)[:], linear_weight, linear_bias)"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(bug, gpu, tmp_path):
+    run = step("eager", planted(losses, tmp_path, *BUGS[bug]))
+    assert len(calls_of(run)) > CALLS["eager"] or len(operators_of(run)) > OPERATORS["eager"], "nothing noticed"
