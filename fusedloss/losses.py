@@ -132,6 +132,7 @@ def planned_choice(r:Call, machine:Machine, method:str) -> tuple[Plan, Estimate]
 
 known_choice = functools.lru_cache(maxsize=4096)(planned_choice)
 
+# %% ../nbs/11_losses.ipynb #026d4a9e
 def choose_auto(p:Plan, planned:Estimate) -> Estimate:
     "What `auto` takes: by a file of choices, else by the plan."
     method = chosen_method(p.call, planned.method, lambda: [w.method for w in p.able])
