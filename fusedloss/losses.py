@@ -175,8 +175,7 @@ def dispatch(
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "The loss by the method that was chosen."
     o, reduction, stats = given["options"], given["reduction"], given["return_stats"]
-    tensors = input, linear_weight, target, *(given[n] for n in ("linear_bias", "weight",
-                                                                 "token_weight"))
+    tensors = input, linear_weight, target, given["linear_bias"], given["weight"], given["token_weight"]
     if estimate.method == "eager":
         return eager_linear_cross_entropy(*tensors, o, reduction, stats)
     if estimate.method == "recompute":
