@@ -34,6 +34,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_kernels.py": 9,
     "test_kernels_once.py": 10,
     "test_kernels_triton.py": 22,
+    "test_large.py": 1,
     "test_linear_ctc.py": 60,
     "test_losses.py": 20,
     "test_logprobs.py": 14,

@@ -28,6 +28,7 @@ from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, plant
 from test_kernels import reference
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 SUBSETS = list(itertools.product((False, True), repeat=3))  # of gradients of x, w, b
 WHOLE = ("auto", "eager", "recompute")  # methods with every option
@@ -614,7 +615,7 @@ def test_a_planted_bug_is_noticed(bug, variant):
 # --- GPU ---
 
 @cuda_only
-@pytest.mark.parametrize("method", ["auto", "eager", "chunks", "recompute"])
+@pytest.mark.parametrize("method", ["auto", "eager", "chunks", "recompute", *(["product"] if ON_HOPPER else [])])
 def test_nothing_waits_for_the_gpu_and_a_graph_captures_it(method):
     x, w, _, y = sample((512,), 64, 5003, "cuda", bf16, bias=False)
     x.requires_grad_(), w.requires_grad_()
