@@ -7,17 +7,16 @@ __all__ = []
 
 # %% ../../nbs/library/hopper.ipynb #c329dd3d
 import ctypes, functools, math
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from fusedloss.core.cuda import cuda_source, OPTIONS
+from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.options import LossOptions
 from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
-from fusedloss.core.tuning import announced
 
 # %% ../../nbs/library/hopper.ipynb #c281a377
 @functools.cache
@@ -42,20 +41,20 @@ def room_for_map() -> tuple[Any, int]:
 
 class TensorMap:
     "Tiles of `rows` × 64 elements of a matrix [R,C] of 16-bit elements, whose rows begin at multiples of 16 bytes."
-    def __init__(self, matrix:Tensor, rows:int):
+    def __init__(self, pointer:int, dtype:torch.dtype, shape:tuple[int, int], pitch:int, rows:int):  # elements from row to row
         self.room, self.address = room_for_map()
-        sizes, stride = (ctypes.c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), ctypes.c_uint64(2 * matrix.stride(0))
+        sizes, stride = (ctypes.c_uint64 * 2)(shape[1], shape[0]), ctypes.c_uint64(2 * pitch)
         tile, every = (ctypes.c_uint32 * 2)(COLUMNS, rows), (ctypes.c_uint32 * 2)(1, 1)
-        ask_driver("cuTensorMapEncodeTiled", ctypes.c_void_p(self.address), ELEMENT[matrix.dtype], ctypes.c_uint32(2),
-                   ctypes.c_void_p(matrix.data_ptr()), sizes, ctypes.byref(stride), tile, every, 0,
+        ask_driver("cuTensorMapEncodeTiled", ctypes.c_void_p(self.address), ELEMENT[dtype], ctypes.c_uint32(2),
+                   ctypes.c_void_p(pointer), sizes, ctypes.byref(stride), tile, every, 0,
                    SWIZZLE_128_BYTES, FETCH_256_BYTES, 0)
 
-def map_reason(matrix:Tensor) -> str:
-    "Why the copy engine cannot take a matrix; empty if it can."
-    if matrix.dtype not in ELEMENT: return f"{matrix.dtype}: bf16 or fp16 are multiplied"
-    if matrix.stride(1) != 1 and matrix.shape[1] > 1: return "elements of a row that lie apart"
-    if matrix.data_ptr() % 16 or matrix.stride(0) * 2 % 16: return "rows that do not begin at multiples of 16 bytes"
-    return "" if matrix.numel() else "no elements"
+# %% ../../nbs/library/hopper.ipynb #f5f652de
+known_map = functools.lru_cache(maxsize=256)(TensorMap)
+
+def map_of(matrix:Tensor, rows:int) -> TensorMap:  # [R,C]
+    "The map of a matrix."
+    return known_map(matrix.data_ptr(), matrix.dtype, tuple(matrix.shape), matrix.stride(0), rows)
 
 # %% ../../nbs/library/hopper.ipynb #ddcdbfe5
 class Form(NamedTuple):
@@ -84,48 +83,53 @@ class Form(NamedTuple):
 SHARED, IN_TURN = Form(), Form(stages=5, in_turn=True)
 
 # %% ../../nbs/library/hopper.ipynb #ea544cb0
+KERNELS = "score_statistics", "exponentials", "score_gradients"
+
+def form_kernel(name:str, form:Form, dtype:torch.dtype, device:int) -> Optional[Callable]:  # `device` is the current one
+    "A kernel of the product; None if it was not compiled."
+    return cuda_kernel(name, device, ("product_sm90",), "90a", STAGES=form.stages, CLUSTER=form.cluster, GROUP=form.group,
+                       IN_TURN=int(form.in_turn), HALF=str(dtype == torch.float16).lower())
+
 @functools.cache
-def compiled_form(name:str, form:Form, dtype:torch.dtype, device:int) -> tuple[Any, ctypes.c_void_p]:
-    "A kernel of the product, and the driver's handle of it."
-    from cupy import RawModule
-    half = str(dtype == torch.float16).lower()
-    constants = dict(STAGES=form.stages, CLUSTER=form.cluster, GROUP=form.group, IN_TURN=int(form.in_turn), HALF=half)
-    made = RawModule(code=cuda_source("product_sm90"), options=(*OPTIONS, "-arch=sm_90a", *(f"-D{k}={v}" for k, v in constants.items())))
-    kernel = made.get_function(name)
-    kernel.max_dynamic_shared_size_bytes = form.shared
-    return kernel, ctypes.c_void_p(kernel.kernel.ptr)
+def form_handle(name:str, form:Form, dtype:torch.dtype, device:int) -> ctypes.c_void_p:
+    "What the driver knows a kernel by that was compiled."
+    return ctypes.c_void_p(form_kernel(name, form, dtype, device).handle(form.shared))
 
-def passed(value:Any) -> Any:
-    "What a kernel's argument is to the driver: something with an address."
-    if value is None: return ctypes.c_void_p(0)
-    if isinstance(value, Tensor): return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value) if isinstance(value, float) else value
-
-def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
-    "Launch a kernel on the current stream; its first arguments are the tensor maps of x and w."
-    kernel, function = compiled_form(name, form, x.dtype, x.get_device())
-    held = [TensorMap(x, 128), TensorMap(w, form.classes // form.cluster), *map(passed, values)]
-    places = [v.address if isinstance(v, TensorMap) else ctypes.addressof(v) for v in held]
-    blocks = form.blocks(len(x), len(w), torch.cuda.get_device_properties(x.device).multi_processor_count)
-    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(x.get_device()))
-    ask_driver("cuLaunchKernel", function, blocks, 1, 1, 384, 1, 1, form.shared, stream,
-               (ctypes.c_void_p * len(places))(*places), None)
-
-# %% ../../nbs/library/hopper.ipynb #8bb3a605
 @functools.cache
 def form_failure(form:Form, dtype:torch.dtype, device:int) -> str:
-    "What hinders a form's kernels from being compiled; empty if nothing does."
-    try:
-        with torch.cuda.device(device), announced("compiles cuda/product_sm90.cu"):
-            for name in ("score_statistics", "exponentials", "score_gradients"): compiled_form(name, form, dtype, device)
-    except Exception as reason: return repr(reason)  # an import, or a compiler, may raise anything
-    return ""
+    "What hinders a form's kernels from being launched; empty if nothing does."
+    with torch.cuda.device(device):
+        made = all(form_kernel(name, form, dtype, device) is not None for name in KERNELS)
+    return "" if made else "cuda/product_sm90.cu is not compiled"
+
+# %% ../../nbs/library/hopper.ipynb #8bb3a605
+def maps_of(x:Tensor, w:Tensor, form:Form) -> tuple[TensorMap, TensorMap]:  # [N,H], [V,H]
+    "Their maps, as a form copies them."
+    return map_of(x, 128), map_of(w, form.classes // form.cluster)
 
 def map_failure(x:Tensor, w:Tensor, form:Form) -> str:  # [N,H], [V,H]
     "What the driver says against their tensor maps; empty if nothing."
-    try: TensorMap(x, 128), TensorMap(w, form.classes // form.cluster)
+    try: maps_of(x, w, form)
     except (OSError, RuntimeError) as reason: return str(reason)
     return ""
+
+# %% ../../nbs/library/hopper.ipynb #39fd3c5e
+def eight_bytes(value:Any) -> int:
+    "A kernel's argument, a pointer, an integer or a float, in the first of eight bytes: the kernel reads as many as it takes."
+    if value is None: return 0
+    if isinstance(value, Tensor): return value.data_ptr()
+    return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value if isinstance(value, float) else value % 2**64
+
+def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
+    "Launch a kernel on the current stream; its first arguments are the tensor maps of x and w."
+    device, held = x.get_device(), (ctypes.c_uint64 * len(values))(*map(eight_bytes, values))
+    first = ctypes.addressof(held)
+    addresses = *[m.address for m in maps_of(x, w, form)], *range(first, first + 8 * len(held), 8)
+    blocks = form.blocks(len(x), len(w), device_of(x).multiprocessors)
+    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+    with on_device(x):
+        ask_driver("cuLaunchKernel", form_handle(name, form, x.dtype, device), blocks, 1, 1, 384, 1, 1, form.shared, stream,
+                   (ctypes.c_void_p * len(addresses))(*addresses), None)
 
 # %% ../../nbs/library/hopper.ipynb #5dbd6afc
 class OnHopper(Implementation):
@@ -135,11 +139,23 @@ class OnHopper(Implementation):
 
 PRODUCT = OnHopper("exponentials that leave a product", "cuda/product_sm90.cu", ("nvidia", "tma", "clusters"), "chunks of logits")
 
+@functools.lru_cache(maxsize=256)
+def shapes_reason(dtype:torch.dtype, pitch:int, d:Device) -> str:  # elements from row to row
+    "Why the kernels of a device cannot take such matrices; empty if they can, as far as sizes tell."
+    if PRODUCT.lacks(d): return PRODUCT.lacks(d)
+    if dtype not in ELEMENT: return f"{dtype}: bf16 or fp16 are multiplied"
+    return "rows that do not begin at multiples of 16 bytes" if 2 * pitch % 16 else ""
+
+def matrix_reason(matrix:Tensor) -> str:
+    "Why the kernels cannot take a matrix; empty if they can."
+    why = shapes_reason(matrix.dtype, matrix.stride(0), device_of(matrix))
+    if why or not matrix.numel(): return why or "no elements"
+    if matrix.stride(1) != 1 and matrix.shape[1] > 1: return "elements of a row that lie apart"
+    return "a matrix that does not begin at a multiple of 16 bytes" if matrix.data_ptr() % 16 else ""
+
 def product_reason(x:Tensor, w:Tensor, form:Form) -> str:  # [N,H], [V,H]
     "Why the kernels cannot take x and w; empty if they can."
-    if not x.is_cuda: return "not on a GPU"
-    if PRODUCT.lacks(device_of(x)): return PRODUCT.lacks(device_of(x))
-    return map_reason(x) or map_reason(w) or form_failure(form, x.dtype, x.get_device()) or map_failure(x, w, form)
+    return matrix_reason(x) or matrix_reason(w) or form_failure(form, x.dtype, x.get_device()) or map_failure(x, w, form)
 
 # %% ../../nbs/library/hopper.ipynb #76c632f2
 def score_statistics(
@@ -148,8 +164,7 @@ def score_statistics(
     wanted:Optional[Tensor]=None, form:Form=SHARED,  # int32: where it is 0, nothing is written
 ):
     "Of the scores x wᵀ, but the target's: each row's maximum in a tile of classes and Σ e^(z - maximum); the target's score."
-    with torch.cuda.device(x.device):
-        launch_form("score_statistics", form, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
+    launch_form("score_statistics", form, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
 
 def score_exponentials(
     x:Tensor, w:Tensor, y:Tensor, offsets:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N]
@@ -157,9 +172,8 @@ def score_exponentials(
     log2_scale:float=math.log2(math.e), wanted:Optional[Tensor]=None, form:Form=SHARED,
 ):
     "e = 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf; sums of tiles of classes; the target's x w."
-    with torch.cuda.device(x.device):
-        launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, wanted, len(x), len(w), x.shape[1],
-                    ctypes.c_int64(e.stride(0)), float(log2_scale))
+    launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, wanted, len(x), len(w), x.shape[1],
+                e.stride(0), float(log2_scale))
 
 def score_gradients(
     x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, coefs:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N] twice
@@ -167,9 +181,8 @@ def score_gradients(
     log2_scale:float=math.log2(math.e), form:Form=IN_TURN,
 ):
     "coef · 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf; the target's x w."
-    with torch.cuda.device(x.device):
-        launch_form("score_gradients", form, x, w, y, offsets, coefs, dz, target_z, len(x), len(w), x.shape[1],
-                    ctypes.c_int64(dz.stride(0)), float(log2_scale))
+    launch_form("score_gradients", form, x, w, y, offsets, coefs, dz, target_z, len(x), len(w), x.shape[1],
+                dz.stride(0), float(log2_scale))
 
 # %% ../../nbs/library/hopper.ipynb #9b6cb641
 def takes_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> bool:  # [N,H], [V,H], [V]
