@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.options import LossOptions
-from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts
+from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts, rescaled_moment
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 
 # %% ../../nbs/library/hopper.ipynb #c281a377
@@ -83,8 +83,6 @@ class Form(NamedTuple):
 SHARED, IN_TURN = Form(), Form(stages=5, in_turn=True)
 
 # %% ../../nbs/library/hopper.ipynb #ea544cb0
-KERNELS = "score_statistics", "exponentials", "score_gradients"
-
 def form_kernel(name:str, form:Form, dtype:torch.dtype, device:int) -> Optional[Callable]:  # `device` is the current one
     "A kernel of the product; None if it was not compiled."
     return cuda_kernel(name, device, ("product_sm90",), "90a", STAGES=form.stages, CLUSTER=form.cluster, GROUP=form.group,
@@ -98,9 +96,8 @@ def form_handle(name:str, form:Form, dtype:torch.dtype, device:int) -> ctypes.c_
 @functools.cache
 def form_failure(form:Form, dtype:torch.dtype, device:int) -> str:
     "What hinders a form's kernels from being launched; empty if nothing does."
-    with torch.cuda.device(device):
-        made = all(form_kernel(name, form, dtype, device) is not None for name in KERNELS)
-    return "" if made else "cuda/product_sm90.cu is not compiled"
+    with torch.cuda.device(device): made = form_kernel("exponentials", form, dtype, device)  # as its source is, so are all
+    return "cuda/product_sm90.cu is not compiled" if made is None else ""
 
 # %% ../../nbs/library/hopper.ipynb #8bb3a605
 def maps_of(x:Tensor, w:Tensor, form:Form) -> tuple[TensorMap, TensorMap]:  # [N,H], [V,H]
@@ -166,6 +163,15 @@ def score_statistics(
     "Of the scores x wᵀ, but the target's: each row's maximum in a tile of classes and Σ e^(z - maximum); the target's score."
     launch_form("score_statistics", form, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
 
+def score_moments(
+    x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], int64 [N]
+    stats:Tensor, moments:Tensor, target_z:Tensor,  # fp32 [tiles,N,2], [tiles,N], [N], written
+    form:Form=IN_TURN,
+):
+    "What `score_statistics` does; and, for the entropy, each tile's Σ e^(z - maximum) (z - maximum)."
+    launch_form("score_moments", form, x, w, y, stats, moments, target_z, len(x), len(w), x.shape[1])
+
+# %% ../../nbs/library/hopper.ipynb #e08d0785
 def score_exponentials(
     x:Tensor, w:Tensor, y:Tensor, offsets:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N]
     e:Tensor, sums:Tensor, target_z:Tensor,  # [N,V], fp32 [tiles,N], [N], written
@@ -175,6 +181,7 @@ def score_exponentials(
     launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, wanted, len(x), len(w), x.shape[1],
                 e.stride(0), float(log2_scale))
 
+# %% ../../nbs/library/hopper.ipynb #c9c024a9
 def score_gradients(
     x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, coefs:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N] twice
     dz:Tensor, target_z:Tensor,  # [N,V], fp32 [N], written
@@ -184,15 +191,27 @@ def score_gradients(
     launch_form("score_gradients", form, x, w, y, offsets, coefs, dz, target_z, len(x), len(w), x.shape[1],
                 dz.stride(0), float(log2_scale))
 
+def entropy_gradients(
+    x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, coefs:Tensor,  # as `score_gradients`
+    slopes:Tensor, means:Tensor,  # fp32 [N]: of the coefficient; natural units from the offset
+    dz:Tensor, target_z:Tensor,  # [N,V], fp32 [N], written
+    log2_scale:float=math.log2(math.e), form:Form=IN_TURN,
+):
+    "`score_gradients` with a coefficient of each score, coef + slope (mean - t / log2_scale), where t is the power of 2."
+    launch_form("entropy_gradients", form, x, w, y, offsets, coefs, slopes, means, dz, target_z, len(x), len(w), x.shape[1],
+                dz.stride(0), float(log2_scale))
+
 # %% ../../nbs/library/hopper.ipynb #9b6cb641
 def takes_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> bool:  # [N,H], [V,H], [V]
     "Whether the kernels can take a linear layer's scores: bare ones, without smoothing."
     bare = bias is None and o.keeps_scores and not o.label_smoothing
     return bare and not product_reason(x, w, IN_TURN)
 
+# %% ../../nbs/library/hopper.ipynb #28841d15
 @jit
 def merge_statistics_kernel(
-    stats_ptr, y_ptr, sums_ptr,  # [tiles,N,2], [N]; [7,N] as `finish_kernel` takes it, the targets' scores in row 2
+    stats_ptr, moments_ptr, y_ptr,  # [tiles,N,2]; [tiles,N] or None; [N]
+    sums_ptr,  # [7,N] as `finish_kernel` takes it, the targets' scores in row 2
     N, V, tiles, LOG2_SCALE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -200,50 +219,75 @@ def merge_statistics_kernel(
     y = tl.load(y_ptr + rows, mask=keep, other=-1)
     z_y = tl.load(sums_ptr + 2 * N + rows, mask=(y >= 0) & (y < V), other=-float("inf"))
     row_max, s = z_y * LOG2_SCALE, tl.where(z_y > -float("inf"), 1.0, 0.0)
+    moment = tl.zeros([BN], tl.float32)
     for first in range(0, tiles, BT):
         tile = first + tl.arange(0, BT)[:, None]
         at, there = stats_ptr + 2 * (tile.to(tl.int64) * N + rows[None]), (tile < tiles) & keep[None]
         part_max = tl.load(at, mask=there, other=-float("inf")) * LOG2_SCALE
-        row_max, s = merge_parts(row_max, s, part_max, tl.load(at + 1, mask=there, other=0.0), LOG2_SCALE)
+        part_s = tl.load(at + 1, mask=there, other=0.0)
+        new_max, new_s = merge_parts(row_max, s, part_max, part_s, LOG2_SCALE)
+        if moments_ptr is not None:
+            part_moment = tl.load(moments_ptr + tile.to(tl.int64) * N + rows[None], mask=there, other=0.0)
+            more = rescaled_moment(part_moment, part_s, part_max, new_max[None, :], LOG2_SCALE)
+            moment = rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + tl.sum(more, 0)
+        row_max, s = new_max, new_s
     tl.store(sums_ptr + rows, row_max, mask=keep)
     tl.store(sums_ptr + N + rows, s, mask=keep)
+    if moments_ptr is not None:
+        tl.store(sums_ptr + 4 * N + rows, moment, mask=keep)
 
-def merge_statistics(sums:Tensor, stats:Tensor, y:Tensor, n_classes:int, scale:float, BN:int=128, BT:int=32):
-    "Maximum, times a scale, and sum of each row, of all tiles and the target: rows 0 and 1 of the sums."
+# %% ../../nbs/library/hopper.ipynb #f3ca4a65
+def merge_statistics(
+    sums:Tensor, stats:Tensor, moments:Optional[Tensor],  # [7,N], [tiles,N,2], [tiles,N]
+    y:Tensor, n_classes:int, scale:float, BN:int=128, BT:int=32,  # [N]
+):
+    "Each row's maximum, times a scale, its sum and its moment, of all tiles and the target: rows 0, 1 and 4 of the sums."
     tiles, n, _ = stats.shape
     with on_device(stats):
-        launch_kernel(merge_statistics_kernel, (-(-n // BN),), stats, y, sums, n, n_classes, tiles, LOG2_SCALE=scale, BN=BN, BT=BT)
+        launch_kernel(merge_statistics_kernel, (-(-n // BN),), stats, moments, y, sums, n, n_classes, tiles, LOG2_SCALE=scale,
+                      BN=BN, BT=BT)
 
-def statistics_sums(x:Tensor, w:Tensor, y:Tensor) -> Tensor:  # [N,H], [V,H], [N] to [7,N]
+def statistics_sums(x:Tensor, w:Tensor, y:Tensor, entropy:bool=False) -> Tensor:  # [N,H], [V,H], [N] to [7,N]
     "What each row knows of its scores."
-    new = lambda kind, *size: kind(size, dtype=torch.float32)
-    sums, stats = new(x.new_zeros, 7, len(x)), new(x.new_empty, -(-len(w) // IN_TURN.classes), len(x), 2)
-    score_statistics(x, w, y, stats, sums[2], form=IN_TURN)
-    merge_statistics(sums, stats, y, len(w), log2_scale(x))
+    tiles, new = -(-len(w) // IN_TURN.classes), lambda kind, *size: kind(size, dtype=torch.float32)
+    sums, stats = new(x.new_zeros, 7, len(x)), new(x.new_empty, tiles, len(x), 2)
+    moments = new(x.new_empty, tiles, len(x)) if entropy else None
+    if entropy: score_moments(x, w, y, stats, moments, sums[2])
+    else: score_statistics(x, w, y, stats, sums[2], form=IN_TURN)
+    merge_statistics(sums, stats, moments, y, len(w), log2_scale(x))
     return sums
 
 # %% ../../nbs/library/hopper.ipynb #468826ff
 @jit
 def put_targets_kernel(
     dz_ptr, terms_ptr, target_z_ptr, y_ptr,  # [N,V] of a slab of V classes, [6,N], [N], [N]: labels less the slab's first
-    N, V, dz_stride, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
+    N, V, dz_stride, ENTROPY: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.load(y_ptr + rows, mask=rows < N, other=-1)
     there = (column >= 0) & (column < V)
     row_max = tl.load(terms_ptr + rows, mask=there, other=float("inf"))
     coef, target_coef = tl.load(terms_ptr + N + rows, mask=there, other=0.0), tl.load(terms_ptr + 2 * N + rows, mask=there, other=0.0)
-    z = tl.load(target_z_ptr + rows, mask=there, other=0.0) * LOG2_SCALE
-    d = tl.where(row_max < float("inf"), coef * exp2_diff(z, row_max, LOG2_SCALE) - target_coef, 0.0)
+    below = tl.load(target_z_ptr + rows, mask=there, other=0.0) * LOG2_SCALE - row_max
+    if ENTROPY:
+        slope, mean = tl.load(terms_ptr + 4 * N + rows, mask=there, other=0.0), tl.load(terms_ptr + 5 * N + rows, mask=there, other=0.0)
+        coef += slope * (mean - tl.maximum(below, -1e30) / LOG2_SCALE)
+    d = tl.where(row_max < float("inf"), coef * exp2_diff(below, 0.0, LOG2_SCALE) - target_coef, 0.0)
     tl.store(dz_ptr + rows.to(tl.int64) * dz_stride + column, d.to(dz_ptr.dtype.element_ty), mask=there)
 
-def put_targets(dz:Tensor, terms:Tensor, target_z:Tensor, column:Tensor, scale:float, BN:int=128):  # [N,V], [6,N], [N], [N]
+# %% ../../nbs/library/hopper.ipynb #f1f0b90c
+def put_targets(
+    dz:Tensor, terms:Tensor, target_z:Tensor, column:Tensor, scale:float,  # [N,V], [6,N], [N], [N]
+    entropy:bool=False, BN:int=128,
+):
     "The gradients of those targets' scores whose column is in the slab `dz`."
     with on_device(dz):
-        launch_kernel(put_targets_kernel, (-(-len(column) // BN),), dz, terms, target_z, column, *dz.shape, dz.stride(0), LOG2_SCALE=scale, BN=BN)
+        launch_kernel(put_targets_kernel, (-(-len(column) // BN),), dz, terms, target_z, column, *dz.shape, dz.stride(0),
+                      ENTROPY=entropy, LOG2_SCALE=scale, BN=BN)
 
-def put_gradients(x:Tensor, w:Tensor, dz:Tensor, y:Tensor, terms:Tensor, begin:int):
+def put_gradients(x:Tensor, w:Tensor, dz:Tensor, y:Tensor, terms:Tensor, begin:int, entropy:bool=False):
     "`dz [N,V]` of a slab of classes from its scores; terms `[6,N]` as `launch_terms` makes them."
-    column, target_z = y - begin, terms.new_empty(len(y))
-    score_gradients(x, w, column, terms[0], terms[1], dz, target_z, log2_scale(x))
-    put_targets(dz, terms, target_z, column, log2_scale(x))
+    column, target_z, given = y - begin, terms.new_empty(len(y)), (terms[0], terms[1])
+    if entropy: entropy_gradients(x, w, column, *given, terms[4], terms[5], dz, target_z, log2_scale(x))
+    else: score_gradients(x, w, column, *given, dz, target_z, log2_scale(x))
+    put_targets(dz, terms, target_z, column, log2_scale(x), entropy)
