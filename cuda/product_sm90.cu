@@ -4,6 +4,9 @@
 // is neither in a maximum nor in a sum, e is 0 there, and targets_z [N] has it: a confident prediction keeps the digits
 // of what the others share. A row whose offset is inf is 0. score_gradients: the same times a coefficient of the row,
 // without sums. Sums are fp32. A launch ends at once where `wanted` points to 0.
+// For the entropy of a row, score_moments leaves Σ e^(z - m) (z - m) of each tile beside its statistics, moments
+// [tiles of V,N], and entropy_gradients has a coefficient that falls with the exponent t: coef + slope (mean - t /
+// log2_scale). A moment's terms have one sign, since m is the tile's maximum, so no digits cancel.
 // A block is three warp groups: one thread of the first copies tiles of x and w, 64 features at a time, to a ring of
 // STAGES; the other two multiply. They share each tile, of 128 tokens and 256 classes, or IN_TURN take one each, of 128
 // tokens and 192 classes: then the statistics of one run beside the products of the other. A block stays and takes tile
@@ -127,6 +130,8 @@ INLINE float sum_of_row(const float (&z)[HELD], int r) {
   return of_row(s, [](float a, float b) { return a + b; });
 }
 
+INLINE float above_zeros(float t) { return fmaxf(t, -200.0f); }  // 2^t is 0 below, and 0 · -inf would be no number
+
 // What leaves a tile. The scores of classes that do not count are -inf.
 struct Epilogue {
   float* targets_z;
@@ -156,17 +161,25 @@ struct Epilogue {
     if (thread % 4 == 0 && token < N) to[(i64)(tile.type / CLASSES) * N + token] = found;
   }
 };
-struct Statistics : Epilogue {
+template <bool MOMENTS> struct Statistics : Epilogue {
   float2* stats;
+  float* moments;
 
   struct OfRow { int target; };  // what is loaded before the products, and needed after them
   INLINE OfRow load(int token) const { return {target_of(token)}; }
   INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow, int thread) const {
     const float m = max_of_row(z, r), shift = zero_if_neg_inf(m) * LOG2E;
+    float moment = 0.0f;
     UNROLL
     for (int i = 0; i < HELD; i++)
-      if (i % 4 / 2 == r) z[i] = exp2_approx(fmaf(z[i], LOG2E, -shift));
+      if (i % 4 / 2 == r) {
+        const float t = fmaf(z[i], LOG2E, -shift);
+        z[i] = exp2_approx(t);
+        if (MOMENTS) moment = fmaf(z[i], above_zeros(t), moment);
+      }
     put(stats, make_float2(m, sum_of_row(z, r)), tile, token, thread);
+    if (!MOMENTS) return;
+    put(moments, of_row(moment, [](float a, float b) { return a + b; }) / LOG2E, tile, token, thread);
   }
 };
 
@@ -180,31 +193,37 @@ INLINE void swap_words(u32 (&words)[4], int bit, int thread) {
     (upper ? words[i] : words[i ^ bit]) = other;
   }
 }
-template <bool WEIGHED> struct Exponentials : Epilogue {
-  const float *offsets, *coefs;  // the latter where WEIGHED; sums where not
+enum Kind { SUMMED, WEIGHED, ENTROPIC };
+template <Kind KIND> struct Exponentials : Epilogue {
+  const float *offsets, *coefs, *slopes, *means;  // one, two, and four of them, by kind
   u16* e;
-  float* sums;
+  float* sums;  // where SUMMED
   i64 pitch;
   float log2_scale;
 
-  struct OfRow { int target; float offset, coef; };
+  struct OfRow { int target; float offset, coef, slope; };
   INLINE OfRow load(int token) const {
     const bool there = token < N;
-    return {target_of(token), there ? offsets[token] : 0.0f, WEIGHED && there ? coefs[token] : 1.0f};
+    OfRow row{target_of(token), there ? offsets[token] : 0.0f, KIND != SUMMED && there ? coefs[token] : 1.0f, 0.0f};
+    if (KIND != ENTROPIC || !there) return row;
+    row.coef = fmaf(slopes[token], means[token], row.coef), row.slope = slopes[token] / log2_scale;
+    return row;
+  }
+  INLINE float leaving(float z, OfRow row) const {
+    const float t = fmaf(z, log2_scale, -row.offset), exponential = exp2_approx(t);
+    if (KIND == SUMMED) return exponential;
+    return exponential * (KIND == WEIGHED ? row.coef : fmaf(-row.slope, above_zeros(t), row.coef));
   }
   INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow row, int thread) const {
     UNROLL
     for (int i = 0; i < HELD; i++)
-      if (i % 4 / 2 == r) {
-        z[i] = exp2_approx(fmaf(z[i], log2_scale, -row.offset));
-        if (WEIGHED) z[i] *= row.coef;
-      }
+      if (i % 4 / 2 == r) z[i] = leaving(z[i], row);
     if (row.offset == infinity()) {  // a token that does not count, whatever its scores are
       UNROLL
       for (int i = 0; i < HELD; i++)
         if (i % 4 / 2 == r) z[i] = 0.0f;
     }
-    if (!WEIGHED) put(sums, sum_of_row(z, r), tile, token, thread);
+    if (KIND == SUMMED) put(sums, sum_of_row(z, r), tile, token, thread);
     UNROLL
     for (int g = 0; g < CLASSES / 32; g++) {  // groups of 32 classes: 64 bytes of a row from four threads
       u32 words[4];
@@ -275,17 +294,32 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
 extern "C" __global__ void SHAPE score_statistics(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* targets_z,
     const int* wanted, int N, int V, int H) {
-  run(&x_map, &w_map, Statistics{{targets_z, targets, N, V}, stats}, H, wanted);
+  run(&x_map, &w_map, Statistics<false>{{targets_z, targets, N, V}, stats}, H, wanted);
+}
+extern "C" __global__ void SHAPE score_moments(
+    BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* moments,
+    float* targets_z, int N, int V, int H) {
+  run(&x_map, &w_map, Statistics<true>{{targets_z, targets, N, V}, stats, moments}, H, nullptr);
 }
 extern "C" __global__ void SHAPE exponentials(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, u16* e, float* sums,
     float* targets_z, const int* wanted, int N, int V, int H, i64 pitch, float log2_scale) {
-  run(&x_map, &w_map, Exponentials<false>{{targets_z, targets, N, V}, offsets, nullptr, e, sums, pitch, log2_scale}, H,
-      wanted);
+  const Epilogue base{targets_z, targets, N, V};
+  const Exponentials<SUMMED> out{base, offsets, nullptr, nullptr, nullptr, e, sums, pitch, log2_scale};
+  run(&x_map, &w_map, out, H, wanted);
 }
 extern "C" __global__ void SHAPE score_gradients(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, const float* coefs,
     u16* e, float* targets_z, int N, int V, int H, i64 pitch, float log2_scale) {
-  run(&x_map, &w_map, Exponentials<true>{{targets_z, targets, N, V}, offsets, coefs, e, nullptr, pitch, log2_scale}, H,
-      nullptr);
+  const Epilogue base{targets_z, targets, N, V};
+  const Exponentials<WEIGHED> out{base, offsets, coefs, nullptr, nullptr, e, nullptr, pitch, log2_scale};
+  run(&x_map, &w_map, out, H, nullptr);
+}
+extern "C" __global__ void SHAPE entropy_gradients(
+    BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, const float* coefs,
+    const float* slopes, const float* means, u16* e, float* targets_z, int N, int V, int H, i64 pitch,
+    float log2_scale) {
+  const Epilogue base{targets_z, targets, N, V};
+  const Exponentials<ENTROPIC> out{base, offsets, coefs, slopes, means, e, nullptr, pitch, log2_scale};
+  run(&x_map, &w_map, out, H, nullptr);
 }

@@ -18,12 +18,12 @@ from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.drawing import si, Table
-from fusedloss.core.hopper import IN_TURN, PRODUCT
+from fusedloss.core.hopper import IN_TURN, shapes_reason
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
-from fusedloss.product import plan_product, product_row
+from fusedloss.product import plan_product, product_obstacle, product_row
 from fusedloss.recompute import beside_dz, BUDGET, slab_tiles, TERMS
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
@@ -203,16 +203,21 @@ def rounding_caution(r:Call, chunks:int, wide:bool, most:int=MOST_ROUNDINGS) -> 
     rounds = r.needs[1] and not wide and r.grad_dtype.itemsize == 2 and chunks > most
     return "dw would be rounded too often" if rounds and r.accumulate == "auto" else ""
 
+def summing_dw(r:Call, c:Chunks) -> list[Cost]:
+    "Of all chunks, and rounding the sum where it is wide; nothing where dw is not wanted."
+    chunks, total, size = -(-r.n // c.rows), torch.float32 if c.wide else r.grad_dtype, r.v * r.h
+    if not r.needs[1]: return []
+    rounds = [sweep_cost("round dw", size, torch.float32, r.grad_dtype)] if c.wide else []
+    return [Cost("add to dw", 0.0, size * total.itemsize * max(0, 2 * chunks - 1)), *rounds]
+
 def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     "A chunk of tokens at a time, gradients in forward."
     c, graded = chunks_cut(r), any(r.needs)
     extra, r = chunks_extra_bytes(r, c), r._replace(n=r.packed)
     n, v, h = r.sizes
-    chunks, total = -(-n // c.rows), torch.float32 if c.wide else r.grad_dtype
+    chunks = -(-n // c.rows)
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
-             sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats)))]
-    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
-    if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
+             sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats))), *summing_dw(r, c)]
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
                else cannot_filter(r))
@@ -229,26 +234,19 @@ def product_refusal(r:Call) -> str:
     lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
     return f"it has no {', '.join(lacks)}" * bool(lacks)
 
-def product_obstacle(r:Call, d:Device) -> str:
-    "Why stage 9 goes by chunks; empty if it need not."
-    if not r.gpu: return "no GPU"
-    if r.dtype != torch.bfloat16: return "not of bf16"
-    return PRODUCT.lacks(d) or ("H is no multiple of 8" if r.h % 8 else "")
-
 # %% ../nbs/10_plans.ipynb #ba0e1496
 def product_estimate(r:Call, machine:Machine) -> Estimate:
     "Exponentials leave the product; no pass over logits."
-    refusal, obstacle = product_refusal(r), product_obstacle(r, machine.device)
+    refusal = product_refusal(r)
+    obstacle = product_obstacle(r.dtype, r.h, machine.device) if r.gpu else "no GPU"
     if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal, caution=f"by chunks: {obstacle}")
     c, (n, v, h) = plan_product(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate), r.sizes
     beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0])) - logits_row(v, r.work))  # sums of tiles
     extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)
-    chunks, total = -(-r.n // c.rows), torch.float32 if c.wide else r.grad_dtype
+    chunks = -(-r.n // c.rows)
     even = r._replace(v=-(-v // 8) * 8)  # a few classes more or less change no rate
     costs = [tokens_product(even, "z", chunks, r.work), *gradient_products(even, chunks, 0, r.work),
-             sweep_cost("rows", r.n * h, *[torch.float32] * 4)]
-    costs += [Cost("add to dw", 0.0, v * h * total.itemsize * max(0, 2 * chunks - 1))] * r.needs[1]
-    if c.wide: costs += [sweep_cost("round dw", v * h, torch.float32, r.grad_dtype)]
+             sweep_cost("rows", r.n * h, *[torch.float32] * 4), *summing_dw(r, c)]
     caution = "it is for gradients"
     if any(r.needs): caution = rounding_caution(r, chunks, c.wide, MOST_WITHOUT_TARGETS)
     return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
@@ -258,7 +256,7 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
 def takes_bare(r:Call, d:Device) -> bool:
     "Whether stage 9's kernel takes stage 7's scores."
     bent = {"linear_bias", "label_smoothing", "logit_scale", "softcap", "filter_eps"} & {*r.options}
-    return not (bent or r.stats or PRODUCT.lacks(d) or r.h % 8)
+    return not (bent or r.stats or shapes_reason(r.dtype, r.h, d))
 
 def slab_tiling(r:Call, machine:Machine, busy:bool) -> Tiling:
     "How stage 7 cuts scores, where rows of features may be copied by descriptors."

@@ -10,18 +10,21 @@ import logging, math
 from typing import Callable, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedloss.chunks import (
-    chunked_loss_fwd, Chunks, count_chunks, final_gradients, Gradients, hold_promise, late_factors,
-    linear_dtype, logits_row, operand, packed_rows, plan_chunks, run_early, save_gradients, scaled_gradients)
+    chunked_loss, Chunks, count_chunks, final_gradients, Gradients, hold_promise, late_factors, linear_dtype,
+    logits_row, operand, packed_rows, plan_chunks, run_early, save_gradients, scaled_gradients)
 from fusedloss.core.checks import acc_dtype
-from fusedloss.core.hopper import Form, IN_TURN, product_reason, score_exponentials, score_statistics
+from fusedloss.core.devices import Device, device_of
+from fusedloss.core.hopper import (
+    Form, IN_TURN, product_reason, score_exponentials, score_statistics, shapes_reason)
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.products import put_product, tile_slices
-from fusedloss.core.reference import plain_inv_denominator, total_weight
-from fusedloss.core.rows import class_weight, inv_denominator
+from fusedloss.core.products import part, put_product, tile_slices
+from fusedloss.core.reference import as_rows, flat, plain_inv_denominator, total_weight
+from fusedloss.core.rows import inv_denominator, label_weights, load_labels
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/09_product.ipynb #5a54616f
@@ -37,11 +40,37 @@ class Exponentials(NamedTuple):
     target_z: Tensor  # [B], where there is a target
 
 # %% ../nbs/09_product.ipynb #8e97ad56
-def row_offsets(x:Tensor, w:Tensor, y:Tensor, log2_scale:float, ignore_index:int) -> Tensor:  # [B]
-    "Each row's largest exponent among some classes; inf for a token that does not count."
-    some = w[::max(1, len(w) // SAMPLED)][:SAMPLED]
-    most = (x @ some.T).amax(1).to(acc_dtype(x.dtype)) * log2_scale
-    return torch.where(y == ignore_index, torch.inf, most)
+def sampled_scores(x:Tensor, w:Tensor) -> Tensor:  # [B,H], [V,H] to [B,C]
+    "Each row's scores of some classes."
+    step = max(1, len(w) // SAMPLED)
+    return F.linear(x, w[:SAMPLED * step:step])
+
+def reference_offsets(z:Tensor, y:Tensor, log2_scale:float, ignore_index:int) -> Tensor:  # [B,C], [B] to [B]
+    "Each row's largest exponent among sampled scores; inf for a token that does not count."
+    return torch.where(y == ignore_index, torch.inf, z.amax(1).to(acc_dtype(z.dtype)) * log2_scale)
+
+# %% ../nbs/09_product.ipynb #801a832d
+@jit
+def offsets_kernel(
+    z_ptr, y_ptr, offset_ptr,  # [B,C], [B] twice
+    B, C, z_stride, log2_scale, ignore_index, BN: tl.constexpr, BC: tl.constexpr,
+):
+    rows, cols = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BC)[None]
+    keep = rows < B
+    at = rows.to(tl.int64)[:, None] * z_stride + cols
+    z = tl.load(z_ptr + at, mask=keep[:, None] & (cols < C), other=-float("inf"))
+    most = tl.max(z.to(tl.float32), 1) * log2_scale
+    y = tl.load(y_ptr + rows, mask=keep, other=0)
+    tl.store(offset_ptr + rows, tl.where(y == ignore_index, float("inf"), most), mask=keep)
+
+# %% ../nbs/09_product.ipynb #2f176edc
+def launch_offsets(z:Tensor, y:Tensor, log2_scale:float, ignore_index:int, BN:int=4) -> Tensor:  # [B,C], [B] to [B]
+    "`reference_offsets` by a kernel."
+    (B, C), offsets = z.shape, z.new_empty(len(z), dtype=torch.float32)
+    with on_device(z):
+        launch_kernel(offsets_kernel, (-(-B // BN),), z, y, offsets, B, C, z.stride(0), log2_scale, ignore_index,
+                      BN=BN, BC=1 << (C - 1).bit_length())
+    return offsets
 
 # %% ../nbs/09_product.ipynb #087f8b5e
 def reference_exponentials(
@@ -58,6 +87,7 @@ def reference_exponentials(
 
 # %% ../nbs/09_product.ipynb #275679a3
 LIMITS = 2.0**-100, 2.0**100  # of a row's sum
+LEAST_SUM, MOST_SUM = (tl.constexpr(limit) if triton else limit for limit in LIMITS)  # as kernels read them
 
 # %% ../nbs/09_product.ipynb #5c1ab071
 class Rows(NamedTuple):
@@ -91,7 +121,7 @@ def reference_rows(
 # %% ../nbs/09_product.ipynb #11e64e7c
 @jit
 def rows_kernel(
-    e_ptr, sums_ptr, target_z_ptr, y_ptr, offset_ptr,  # [B,V], [tiles,B], [B] each
+    sums_ptr, target_z_ptr, y_ptr, offset_ptr,  # [tiles,B], [B] each
     weight_ptr, token_weight_ptr, denominator_ptr,  # [V], [B], [1], each or None
     loss_ptr, coef_ptr, at_target_ptr, failed_ptr, wanted_ptr,  # [B] each, [1]; [1] or None
     B, V, tiles, o,  # `LossOptions`
@@ -101,9 +131,7 @@ def rows_kernel(
         if tl.load(wanted_ptr) == 0: return
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < B
-    y = tl.load(y_ptr + rows, mask=keep, other=o.ignore_index)
-    counts, known = y != o.ignore_index, (y >= 0) & (y < V)
-    known = known & counts
+    y, ignored, known = load_labels(y_ptr, rows, B, V, o.ignore_index)
     parts = tl.zeros([BT, BN], tl.float32)
     for first in range(0, tiles, BT):
         tile = first + tl.arange(0, BT)[:, None]
@@ -117,18 +145,15 @@ def rows_kernel(
     whole = s + e_t
     log_whole = tl.log2(whole)
     lse = (log_whole + offset) * LN2
-    w_y = class_weight(weight_ptr, y, known)
-    w_t = tl.where(keep, 1.0, 0.0)
-    if token_weight_ptr is not None:
-        w_t = tl.load(token_weight_ptr + rows, mask=keep, other=0.0).to(tl.float32)
+    w_y, w_t = label_weights(weight_ptr, token_weight_ptr, y, known, rows)
     w_t *= inv_denominator(denominator_ptr)
     rise = tl.where(o.z_loss == 0, 0.0, 2 * o.z_loss * lse)
     loss = w_y * (log_whole - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, o.z_loss * lse * lse)
     scale = o.logit_scale * w_t / whole
-    tl.store(loss_ptr + rows, tl.where(counts, loss * w_t, 0.0), mask=keep)
-    tl.store(coef_ptr + rows, tl.where(counts, scale * (w_y + rise), 0.0), mask=keep)
-    tl.store(at_target_ptr + rows, tl.where(counts, scale * (rise * e_t - w_y * s), 0.0), mask=keep)
-    good = (whole > 7.888609052210118e-31) & (whole < 1.2676506002282294e30)  # `LIMITS`
+    tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss * w_t), mask=keep)
+    tl.store(coef_ptr + rows, tl.where(ignored, 0.0, scale * (w_y + rise)), mask=keep)
+    tl.store(at_target_ptr + rows, tl.where(ignored, 0.0, scale * (rise * e_t - w_y * s)), mask=keep)
+    good = (whole > LEAST_SUM) & (whole < MOST_SUM)
     failed = tl.sum(tl.where(known & (good == 0), 1, 0), 0)
     if failed > 0:
         tl.store(failed_ptr, 1)
@@ -142,7 +167,7 @@ def launch_rows(
 ):
     "`reference_rows` by a kernel; where `wanted` is 0 nothing is written."
     with on_device(found.e):
-        launch_kernel(rows_kernel, (-(-len(y) // BN),), *found, y, offsets, weight, token_weight, denominator,
+        launch_kernel(rows_kernel, (-(-len(y) // BN),), found.sums, found.target_z, y, offsets, weight, token_weight, denominator,
                       *out, wanted, len(y), found.e.shape[1], len(found.sums), o, BN=BN, BT=BT)
 
 # %% ../nbs/09_product.ipynb #a90d919f
@@ -246,13 +271,13 @@ def spend_exponentials(
     scale:Callable=launch_scaled,  # or `reference_scaled`
 ):
     "Add the gradients of the chunk of tokens `i`, but for dw's targets."
-    dx, parts = None if grads.dx is None else grads.dx[i], aligned_parts(len(w))
+    dx, columns, parts = part(grads.dx, i), e.T, aligned_parts(len(w))
     if grads.dw is not None:
         scaled = torch.empty_like(x) if dx is None or dx.dtype != x.dtype else dx
         scale(scaled, x, rows.coefs)
-        for j in parts: put_product(grads.dw[j], e[:, j].T, scaled, grads.begun)
+        for j in parts: put_product(part(grads.dw, j), part(columns, j), scaled, grads.begun)
     if dx is not None:
-        for j in parts: put_product(dx, e[:, j], w[j], add=j.start > 0)
+        for j in parts: put_product(dx, part(columns, j).T, part(w, j), add=j.start > 0)
         scale(dx, dx, rows.coefs, rows.at_target, y, w)
     grads.begun = True
 
@@ -269,17 +294,16 @@ class Work(NamedTuple):
     def of(self, i:slice, dx:Optional[Tensor]) -> "Work":  # [N,H]
         "Of the tokens `i`; sums lie in the place of their dx where that is large enough."
         n, (e, sums, target_z) = i.stop - i.start, self.room
-        if sums is None: sums = dx[i].view(-1).view(target_z.dtype)
-        tiles = self.tiles
-        room = Exponentials(e[:n], sums.view(-1)[:tiles * n].view(tiles, n), target_z[:n])
-        return self._replace(room=room, x=self.x[i], y=self.y[i], offsets=self.offsets[i],
-                             token_weight=None if self.token_weight is None else self.token_weight[i])
+        if sums is None: sums = part(dx, i).view(-1).view(target_z.dtype)
+        here, size = slice(0, n), self.tiles * n
+        room = Exponentials(part(e, here), sums.view(-1)[:size].view(-1, n), part(target_z, here))
+        return self._replace(room=room, **{name: part(getattr(self, name), i) for name in
+                                           ("x", "y", "offsets", "token_weight")})
 
     @property
     def stats(self) -> Tensor:  # fp32 [tiles,B,2], in the place of e
         tiles, n = self.room.sums.shape
-        e = self.room.e
-        return e.as_strided((tiles * n * 4,), (1,)).view(torch.float32).view(tiles, n, 2)
+        return self.room.e.as_strided((tiles, n, 4), (4 * n, 4, 1)).view(torch.float32)
 
     @property
     def log2_scale(self) -> float: return self.o.logit_scale * math.log2(math.e)
@@ -330,7 +354,7 @@ def launch_better_offsets(k:Work, stats:Tensor, wanted:Tensor, BN:int=32, BT:int
 def launched_rows(k:Work, form:Form) -> Rows:
     "`finished_rows` on Hopper: the second try is always launched, and ends at once where no offset failed."
     B, new = len(k.x), k.room.target_z.new_empty
-    failed, again = k.y.new_zeros(2, dtype=torch.int32)
+    failed, again = k.y.new_zeros(2, dtype=torch.int32).unbind()
     rows, given, stats = Rows(new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
     score_exponentials(*given, k.offsets, *k.room, k.log2_scale, form=form)
     launch_rows(rows, k.room, *k.labels)
@@ -362,7 +386,8 @@ def work_of(
     tiles = 1 if form is None else -(-len(w) // form.classes)
     new = lambda *size: x.new_empty(size, dtype=acc)
     width = logits_row(len(w), x.dtype) // x.element_size()
-    offsets = row_offsets(x, w, y, o.logit_scale * math.log2(math.e), o.ignore_index)
+    offsets = (reference_offsets if form is None else launch_offsets)(
+        sampled_scores(x, w), y, o.logit_scale * math.log2(math.e), o.ignore_index)
     sums = None if sums_in_dx(x.shape[1], tiles, None if dx is None else dx.dtype, acc) else new(tiles, rows)
     room = Exponentials(x.new_empty(rows, max(width, 4 * tiles))[:, :len(w)], sums, new(rows))
     return Work(room, tiles, x, w, y, offsets, weight, token_weight, denominator, o)
@@ -383,18 +408,23 @@ def run_exponentials(
         k = work.of(i, grads.dx)
         done.append(finished_rows(k) if form is None else launched_rows(k, form))
         if wanted: spend_exponentials(grads, k.room.e, done[-1], k.x, w, k.y, i, scale)
-    losses, at_target = (torch.cat([getattr(rows, name) for rows in done]) for name in ("losses", "at_target"))
+    whole = lambda parts: parts[0] if len(parts) == 1 else torch.cat(parts)
+    losses, at_target = whole([rows.losses for rows in done]), whole([rows.at_target for rows in done])
     if grads.dw is not None: add_targets(grads.dw, x, y, at_target)
     return losses
 
 # %% ../nbs/09_product.ipynb #32ffc3bc
 logger = logging.getLogger("fusedloss")
 
+# %% ../nbs/09_product.ipynb #6efdd268
+def product_obstacle(dtype:torch.dtype, pitch:int, d:Device) -> str:  # of x; elements from row to row
+    "Why no kernel of a device takes such matrices; empty if one does."
+    return shapes_reason(dtype, pitch, d) if dtype == torch.bfloat16 else "not of bf16, whose range exponentials need"
+
 # %% ../nbs/09_product.ipynb #309d0b17
 def usable_form(x:Tensor, w:Tensor) -> Optional[Form]:  # [N,H], [V,H]
     "How the kernel takes x and w; None, and a line at DEBUG, where it cannot."
-    narrow = "" if x.dtype == torch.bfloat16 else "not of bf16, whose range exponentials need"
-    why = narrow or product_reason(x, w, IN_TURN)
+    why = product_obstacle(x.dtype, x.stride(0), device_of(x)) or product_reason(x, w, IN_TURN)
     if why: logger.debug("method 'product' goes by chunks: %s", why)
     return None if why else IN_TURN
 
@@ -441,8 +471,8 @@ def product_loss_fwd(
     x_k, y_k, w_k = pick(x).to(dtype), pick(y), operand(w, dtype)
     form = usable_form(x_k, w_k)
     if form is None:
-        return chunked_loss_fwd(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, mean, None, memory_budget,
-                                accumulate, max_valid, *needs, False)[:5]
+        return chunked_loss.fn(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, mean, None, memory_budget,
+                               accumulate, max_valid, *needs, False)[:5]
     total = total_weight(y, weight, token_weight, o.ignore_index, acc_dtype(dtype)) if mean else None
     plan = plan_product(len(y_k), x.shape[1], len(w), dtype, grad_dtype, needs, memory_budget, accumulate)
     grads = Gradients(pick(x), w, needs, grad_dtype, plan.wide, 1.0)
@@ -450,14 +480,9 @@ def product_loss_fwd(
     return loss, *final_gradients(grads, x, order), late_factors(loss, total, False, 1.0)
 
 # %% ../nbs/09_product.ipynb #cc176ac7
-def fake_product(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, *others):
+def fake_product(*arguments):
     "The shapes of `product_loss_fwd`'s results."
-    need_x, need_w, need_b = others[-3:]
-    new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
-    dx = x.new_empty(x.shape if need_x else 0)
-    dw = torch.empty_like(w, dtype=grad_dtype) if need_w else w.new_empty(0, dtype=grad_dtype)
-    late = torch.float16 in (dtype, x.dtype, grad_dtype)
-    return new(), dx, dw, new(len(w) if need_b else 0), new(2 if late else 0)
+    return chunked_loss.fake(*arguments, False)[:5]
 
 # %% ../nbs/09_product.ipynb #bcdfb946
 product_loss = operator("fusedloss::product_loss", product_loss_fwd, fake=fake_product, save=save_gradients,
@@ -470,10 +495,8 @@ def run_product(
     memory_budget:Optional[int], accumulate:str, max_valid:Optional[int],
 ) -> Tensor:
     "The loss of what has been checked."
-    flat = lambda t: None if t is None else t.reshape(-1).contiguous()
     y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
     needs = [t.requires_grad and torch.is_grad_enabled() for t in (input, linear_weight)]
-    rows = input.reshape(len(y), linear_weight.shape[1])
-    arguments = (rows, linear_weight, linear_bias, y, flat(weight), flat(token_weight), o, dtype,
+    arguments = (as_rows(input), linear_weight, linear_bias, y, flat(weight), flat(token_weight), o, dtype,
                  linear_weight.dtype, reduction == "mean", memory_budget, accumulate, max_valid, *needs, False)
     return hold_promise(run_early(product_loss, None, arguments)[0], target, o.ignore_index, max_valid)

@@ -221,9 +221,9 @@ def launch_parts(
 # %% ../nbs/07_recompute.ipynb #0f708229
 BUDGET = 2**28  # bytes beyond the gradients, unless the caller says
 
-def fits_statistics(x:Tensor, n_classes:int, budget:int) -> bool:  # [N,H], V; bytes, or 0
+def fits_statistics(x:Tensor, n_classes:int, budget:int, entropy:bool=False) -> bool:  # [N,H], V; bytes, or 0
     "Whether the statistics of all tiles fit the budget."
-    return 8 * len(x) * -(-n_classes // IN_TURN.classes) <= (budget or BUDGET)
+    return (8 + 4 * entropy) * len(x) * -(-n_classes // IN_TURN.classes) <= (budget or BUDGET)
 
 def launch_lse(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # as `launch_parts`
@@ -232,9 +232,9 @@ def launch_lse(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [N], lse [N], entropy [N or 0], rows
     "Forward, on Hopper by its own product; rows `[2 to 6, N]` as in `launch_scan`."
     weights = weight, token_weight, denominator
-    plain = stats == NO_STATISTICS and temperature is None and tiling is None and not run
-    if plain and fits_statistics(x, len(w), budget) and takes_scores(x, w, bias, o):
-        return launch_finish(statistics_sums(x, w, target), x, w, target, *weights, o, stats)
+    plain = not (stats.ranks or stats.mean) and temperature is None and tiling is None and not run
+    if plain and fits_statistics(x, len(w), budget, stats.entropy) and takes_scores(x, w, bias, o):
+        return launch_finish(statistics_sums(x, w, target, stats.entropy), x, w, target, *weights, o, stats)
     return launch_parts(x, w, target, bias, *weights, o, stats, tiling, budget, temperature, run)[0]
 
 # %% ../nbs/07_recompute.ipynb #147a2169
@@ -412,11 +412,11 @@ def launch_gradients(
     parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b else None
     db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
-    bare = not (entropy or need_b) and temperature is None and takes_scores(x, w, bias, o)
+    bare = not need_b and temperature is None and takes_scores(x, w, bias, o)
     for j in tile_slices(v, slab):
         dz = buffer[:, :j.stop - j.start]
         db_parts = None if parts is None else parts[:, :dz.shape[1]]
-        if bare: put_gradients(x, w[j], dz, target, terms, j.start)
+        if bare: put_gradients(x, w[j], dz, target, terms, j.start, entropy)
         else: launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,
                         j.start, o, entropy, t, temperature=temperature)
         if need_b: torch.sum(db_parts, 0, out=db[j])

@@ -138,6 +138,10 @@ extern "C" void run_score_statistics(int grid, int threads, int seed, const u16*
                                      float* targets_z, const int* wanted, int N, int V, int H) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_statistics(x_map, w_map, targets, stats, targets_z, wanted, N, V, H); });
 }
+extern "C" void run_score_moments(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats, float* moments,
+                                  float* targets_z, int N, int V, int H) {
+  run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_moments(x_map, w_map, targets, stats, moments, targets_z, N, V, H); });
+}
 extern "C" void run_exponentials(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets, u16* e,
                                  float* sums, float* targets_z, const int* wanted, int N, int V, int H, i64 pitch, float log2_scale) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) {
@@ -148,5 +152,12 @@ extern "C" void run_score_gradients(int grid, int threads, int seed, const u16* 
                                     const float* coefs, u16* e, float* targets_z, int N, int V, int H, i64 pitch, float log2_scale) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) {
     score_gradients(x_map, w_map, targets, offsets, coefs, e, targets_z, N, V, H, pitch, log2_scale);
+  });
+}
+extern "C" void run_entropy_gradients(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets,
+                                      const float* coefs, const float* slopes, const float* means, u16* e, float* targets_z, int N, int V, int H,
+                                      i64 pitch, float log2_scale) {
+  run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) {
+    entropy_gradients(x_map, w_map, targets, offsets, coefs, slopes, means, e, targets_z, N, V, H, pitch, log2_scale);
   });
 }

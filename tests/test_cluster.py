@@ -6,7 +6,7 @@ import torch
 import fusedloss
 from fusedloss import clusters
 from fusedloss.clusters import Cluster, cluster_shape, launch_cluster, row_cluster
-from fusedloss.core.cuda import compiled_by_cupy, compiled_by_torch, cuda_source
+from fusedloss.core.cuda import CompiledByCupy, CompiledByTorch, cuda_source
 from fusedloss.core.options import LossOptions
 from fusedloss.kernels import reference_bwd, reference_fwd
 from fusedloss.measure import saved_tensors
@@ -137,7 +137,7 @@ def test_two_compilers_give_the_same_bits(hopper):
     source, options = cuda_source("turnaround"), ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items()))
     z, y = torch.randn(9, 6000, device="cuda").bfloat16(), torch.randint(6000, (9,), device="cuda")
     seen = []
-    for compiled in (compiled_by_cupy, compiled_by_torch):
+    for compiled in (CompiledByCupy, CompiledByTorch):
         run, losses = z.clone(), torch.empty(9, device="cuda")
         compiled(source, "turnaround", options)(18, 128, run, run, y, None, None, None, None, losses, 6000, 1, *[6000] * 4,
                                                 *LossOptions())

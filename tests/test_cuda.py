@@ -16,7 +16,7 @@ import fusedloss.ctc
 import fusedloss.linear_ctc
 import fusedloss.scans
 import fusedloss.segments
-from fusedloss.core import cuda
+from fusedloss.core import cuda, hopper
 from fusedloss.core.devices import GPUS
 from fusedloss.core.lattice import ScanShape
 from fusedloss.ctc import LOGITS
@@ -50,7 +50,11 @@ def linear_ctc():
     return fusedloss.segments.compile_kernels(0, f32, SHAPE, True)
 
 
-USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc}  # by their source
+def product():
+    return hopper.form_kernel("exponentials", hopper.IN_TURN, torch.bfloat16, 0)
+
+
+USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "product_sm90": product}  # by their source
 
 
 class Compilers:
@@ -73,6 +77,7 @@ class Compilers:
     def cupy(self, accepted, error=None):
         "None: CuPy is absent. Else it compiles sources that hold `accepted`"
         def RawModule(code, options):
+            assert ("-arch=sm_90a" in options) == ("wgmma" in code)
             return SimpleNamespace(get_function=lambda name: self.compile("CuPy", code, name, accepted, error))
         module = None
         if accepted is not None:
@@ -88,7 +93,8 @@ class Compilers:
         self.patch.setitem(sys.modules, "cupy", Broken("cupy"))
 
     def by_torch(self, accepted, error=None):
-        def compile_kernel(source, name, nvcc_options):
+        def compile_kernel(source, name, arch, nvcc_options):
+            assert arch == ("90a" if "wgmma" in source else None)
             if accepted == "":
                 raise error
             return self.compile("PyTorch", source, name, accepted, error)
@@ -197,7 +203,7 @@ def test_threads_compile_each_kernel_once_and_wait_only_for_their_own(names, mad
     forget()
     compiled, together = [], threading.Barrier(made)
 
-    def compile_slowly(source, name, options):
+    def compile_slowly(source, name, options, arch=""):
         if name != "empty_kernel":
             compiled.append(name)
             together.wait(30)  # two kernels are compiled at the same time, or this raises
@@ -213,13 +219,21 @@ def test_threads_compile_each_kernel_once_and_wait_only_for_their_own(names, mad
         forget()
 
 
+def test_handles_are_of_kernels_that_may_take_the_shared_memory(compilers, monkeypatch):
+    made = SimpleNamespace(max_dynamic_shared_size_bytes=0, kernel=SimpleNamespace(ptr=17), func=SimpleNamespace(value=17))
+    made.set_shared_memory_config = lambda size: setattr(made, "max_dynamic_shared_size_bytes", size)
+    monkeypatch.setattr(compilers, "compile", lambda *_: made)
+    compilers.cupy(ANY), compilers.torch(ANY)
+    for compiler, size in zip(cuda.COMPILERS.values(), (100000, 200000)):
+        assert compiler(cuda.EMPTY_KERNEL, "empty_kernel", cuda.OPTIONS).handle(size) == 17 and made.max_dynamic_shared_size_bytes == size
+
+
 def test_every_source_has_a_user_above():
-    others = {"product_sm90"}  # which core.hopper launches through the driver: tests/test_product.py
-    assert set(USERS) | others == {path.stem for path in (Path(fusedloss.__file__).parents[1] / "cuda").glob("*.cu")}
+    assert set(USERS) == {path.stem for path in (Path(fusedloss.__file__).parents[1] / "cuda").glob("*.cu")}
 
 
 def test_no_other_module_compiles():
-    "Who names CuPy or PyTorch's compiler, in the sources of the package; Hopper's launches take structures, which neither passes on"
+    "Who names CuPy or PyTorch's compiler, in the sources of the package"
     for path in Path(fusedloss.__file__).parent.rglob("*.py"):
         names = {n.attr if isinstance(n, ast.Attribute) else n.module if isinstance(n, ast.ImportFrom) else None for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))}
-        assert path.name in ("cuda.py", "hopper.py") or not names & {"cupy", "_compile_kernel"}, path
+        assert path.name == "cuda.py" or not names & {"cupy", "_compile_kernel"}, path

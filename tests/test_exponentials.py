@@ -223,7 +223,7 @@ def test_offsets_by_the_kernel(dtype, device):
 MUTANTS = {
     "a token that does not count has an offset": ("tl.where(y == ignore_index, float(\"inf\"), most)", "most"),
     "a row's parts are not all added": ("(tile < tiles) & keep[None], other=0.0)\n    s", "(tile < tiles - 1) & keep[None], other=0.0)\n    s"),
-    "the z-loss is not in the slope": ("tl.where(counts, scale * (w_y + rise), 0.0)", "tl.where(counts, scale * w_y, 0.0)"),
+    "the z-loss is not in the slope": ("tl.where(ignored, 0.0, scale * (w_y + rise))", "tl.where(ignored, 0.0, scale * w_y)"),
     "the target forgets its class weight": ("scale * (rise * e_t - w_y * s)", "scale * (rise * e_t - s)"),
     "a label outside counts": ("target_z = tl.load(target_z_ptr + rows, mask=known, other=float(\"nan\"))", "target_z = tl.load(target_z_ptr + rows, mask=known, other=0.0)"),
     "the first of a target's tokens counts twice": ("total, place, more = own * x.to(tl.float32), first + 1, 1", "total, place, more = own * x.to(tl.float32), first, 1"),
@@ -279,8 +279,8 @@ def test_what_it_cannot_do_raises(options, lacks, device):
 def test_the_plan_says_why_it_is_passed_over():
     of = lambda machine, *sizes, dtype=bf16, **more: fl.plan(*(sizes or (8192, 128256, 4096)), dtype, machine=machine, **more)["product"]
     assert fl.plan(8192, 128256, 4096, machine="H200").method == "product" and not of("H200").caution
-    for found, why in ((of("A100 80GB"), "by chunks: no tensor descriptors"), (of("B200"), "by chunks: not of compute capability 9.0"), (of("H200", dtype=torch.float16), "by chunks: not of bf16"),
-                       (of("H200", 8192, 128256, 4100), "by chunks: H is no multiple of 8"), (of("H200", needs_grad=False), "it is for gradients"),
+    for found, why in ((of("A100 80GB"), "by chunks: no tensor descriptors"), (of("B200"), "by chunks: not of compute capability 9.0"), (of("H200", dtype=torch.float16), "by chunks: not of bf16, whose range exponentials need"),
+                       (of("H200", 8192, 128256, 4100), "by chunks: rows that do not begin at multiples of 16 bytes"), (of("H200", needs_grad=False), "it is for gradients"),
                        (of("H200", memory_budget=2**24), "dw would be rounded too often")):
         assert found.caution == why
 

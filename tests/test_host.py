@@ -56,7 +56,7 @@ def gpu(monkeypatch) -> None:
     everywhere(monkeypatch, devices, "recognised", lambda backend, index: H200)
     everywhere(monkeypatch, cuda, "cuda_kernel", lambda *args, **constants: nothing)
     everywhere(monkeypatch, hopper, "driver", lambda: nothing)
-    everywhere(monkeypatch, hopper, "compiled_form", lambda *args: (None, ctypes.c_void_p(1)))
+    everywhere(monkeypatch, hopper, "form_handle", lambda *args: ctypes.c_void_p(1))
     everywhere(monkeypatch, products, "adds_in_float32", lambda device: False)
 
 

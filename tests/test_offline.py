@@ -85,8 +85,10 @@ def exponentials(width, V=65536, B=4096):
     product.launch_better_offsets(k, cuda(k.tiles, B, 2), out.failed)
     product.launch_scaled(matrix(B, width, bf16), x, out.coefs, out.at_target, y, w)
     product.launch_targets(matrix(V, width, bf16), x, y, out.at_target)
-    hopper.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), y, V, 1.0)
+    hopper.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), None, y, V, 1.0)
+    hopper.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), cuda(k.tiles, B), y, V, 1.0)
     hopper.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0)
+    hopper.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0, True)
 
 
 def filtered(dtype, how, width, V=65536):

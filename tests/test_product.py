@@ -4,16 +4,21 @@ import math
 import os
 import shutil
 import subprocess
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 
+import fusedloss.kernels as kernels_page
+import fusedloss.logprobs as logprobs
 from fusedloss.core import hopper
 from fusedloss.core.cuda import cuda_source
-from fusedloss.core.hopper import Form, score_exponentials, score_gradients, score_statistics
+from fusedloss.core.hopper import IN_TURN, Form, score_exponentials, score_gradients, score_statistics
+from fusedloss.measure import relative_error
 from grids import few
+from helpers import everywhere
 from on_cpu import check_nvcc, kernels_on_cpu
 
 CLASSES, KINDS = {0: 256, 1: 192}, {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -193,6 +198,110 @@ def test_gradients_of_scores_on_a_gpu(kind):
     assert gradients_error(*scored(1000, 5003, 904, KINDS[kind], 904 ** -0.25), made=gradients_on_gpu) < 2.1
 
 
+# --- for entropies ---
+
+def launch_on_cpu(name: str, form: Form, x: torch.Tensor, w: torch.Tensor, *values, source: str | None = None) -> None:
+    "As the launcher of the library, whose last arguments are N, V, H, and for some a pitch and a scale"
+    kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
+    launch = kernels(name, 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=int(form.in_turn), HALF=str(x.dtype == torch.float16).lower())
+    sizes = 3 + next(i for i, v in enumerate(values) if type(v) is int)
+    last = [ctypes.c_int64(v) if type(v) is int else ctypes.c_float(v) for v in values[sizes:]]
+    launch(1, 384, x, w, *values[:sizes], *last)
+
+
+def moments_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: Form = IN_TURN) -> float:
+    "The error of `score_moments`, in the units of `error`; infinite where its statistics are not those of `score_statistics`"
+    y, new, tiles = targets_of(*scores.shape).to(x.device), partial(torch.full, fill_value=math.nan, device=x.device), -(-len(w) // form.classes)
+    stats, plain, found, (z_y, again) = new((tiles, len(x), 2)), new((tiles, len(x), 2)), new((tiles + 2, len(x))), new((2, len(x)))
+    hopper.score_moments(x, w, y, stats, found[1:-1], z_y, form)
+    score_statistics(x, w, y, plain, again, form=form)
+    if not torch.equal(stats, plain) or not torch.equal(z_y.nan_to_num(), again.nan_to_num()) or not found[[0, -1]].isnan().all(): return math.inf
+    worst = 0.0
+    for got, z in zip(found[1:-1].cpu().double(), without_targets(scores, y.cpu()).split(form.classes, 1), strict=True):
+        t = z - z.amax(1, keepdim=True).clamp(min=-1e300)
+        terms = (t.exp() * t).nan_to_num()  # 0 · -inf
+        worst = max(worst, ((got - terms.sum(1)).abs() / (t.exp() - terms).sum(1).clamp(min=1e-300)).nan_to_num(math.inf).max().item())
+    return worst / 1e-6 / (1 + scores.abs().max().item())
+
+
+def entropy_gradients_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: Form = IN_TURN) -> float:
+    "The error of `entropy_gradients`, in half steps of 16 bits of its largest part"
+    (n, v), log2e = scores.shape, math.log2(math.e)
+    y, coefs, slopes, means = targets_of(n, v), torch.linspace(-1, 2, n), torch.linspace(1.5, -1, n), torch.linspace(-3, 0, n)
+    offsets = torch.where(y < 0, math.inf, scores.logsumexp(1) * log2e).float()
+    dz, z_y = torch.full((n + 2, -(-v // 8) * 8), math.nan, dtype=x.dtype, device=x.device), torch.full((n,), math.nan, device=x.device)
+    hopper.entropy_gradients(x, w, *(t.to(x.device) for t in (y, offsets, coefs, slopes, means)), dz[1:-1, :v], z_y, form=form)
+    if target_error(z_y.cpu(), scores, y) > 8 or not dz[[0, -1]].isnan().all() or not dz[:, v:].isnan().all(): return math.inf
+    of = lambda numbers: numbers.double()[:, None]
+    t = without_targets(scores, y) - of(offsets) / log2e
+    part = t.exp(), (t.exp() * (of(means) - t)).nan_to_num()  # 0 · -inf
+    wanted, parts = of(coefs) * part[0] + of(slopes) * part[1], of(coefs).abs() * part[0] + of(slopes).abs() * part[1].abs()
+    step, least = (2**-11, 2**-24) if x.dtype == torch.float16 else (2**-9, 1e-38)
+    return ((dz[1:-1, :v].cpu().double() - wanted).abs() / (step * parts + least)).max().item()
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch, source: str | None = None) -> None:
+    "What the library launches on Hopper runs thread by thread"
+    everywhere(monkeypatch, hopper, "launch_form", partial(launch_on_cpu, source=source))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_moments_and_gradients_of_entropies(kind, in_turn, monkeypatch):
+    on_cpu(monkeypatch)
+    data, form = scored(150, 300, 72, KINDS[kind], 0.4), Form(in_turn=in_turn)
+    assert moments_error(*data, form) < 1 and entropy_gradients_error(*data, form) < 2.1
+
+
+def log_probs_errors(n: int, v: int, h: int, device: str) -> list[float]:
+    "Of log-probabilities, entropies, and what both together leave of gradients, in bf16"
+    x, w, scores = scored(n, v, h, scale=h ** -0.25)
+    y, ramp = targets_of(n, v), torch.linspace(-1, 2, n)
+    leaves, exact = ([t.to(device, dtype).requires_grad_() for t in (x, w)] for device, dtype in ((device, x.dtype), ("cpu", torch.float64)))
+    found = logprobs.linear_log_probs(*leaves, y.to(device), entropy=True)
+    p = (exact[0] @ exact[1].T).log_softmax(1)
+    values = torch.where(y < 0, 0.0, p.gather(1, y.clamp(min=0)[:, None])[:, 0]), torch.where(y < 0, 0.0, -(p.exp() * p).sum(1))
+    of = lambda log_probs, entropy: (ramp.to(log_probs) * log_probs).sum() + ((0.7 - ramp.to(entropy)) * entropy).sum()
+    made, wanted = torch.autograd.grad(of(*found[:2]), leaves), torch.autograd.grad(of(*values), exact)
+    return [relative_error(a.detach().cpu(), b.detach()) for a, b in zip((*found[:2], *made), (*values, *wanted), strict=True)]
+
+
+def held_log_probs(n: int, v: int, h: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    "They hold the errors of bf16, by these kernels alone"
+    launched, launch = [], hopper.launch_form
+    everywhere(monkeypatch, hopper, "launch_form", lambda name, *values: (launched.append(name), launch(name, *values)))
+    found = log_probs_errors(n, v, h, device)
+    assert all(a < b for a, b in zip(found, (1e-5, 1e-5, 6e-3, 6e-3))) and {*launched} == {"score_moments", "entropy_gradients"}, (found, launched)
+
+
+place = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
+on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+def test_log_probs_with_entropies_by_these_kernels(monkeypatch):
+    on_cpu(monkeypatch)
+    everywhere(monkeypatch, hopper, "takes_scores", lambda *_: True)
+    everywhere(monkeypatch, logprobs, "takes_kernel", lambda x: True)
+    everywhere(monkeypatch, kernels_page, "has_kernel", lambda z: True)
+    held_log_probs(150, 300, 72, "cpu", monkeypatch)
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [IN_TURN, Form()], ids=["in turn", "shared"])
+def test_moments_and_gradients_of_entropies_on_a_gpu(kind, form):
+    x, w, scores = scored(1000, 5003, 904, KINDS[kind], 904 ** -0.25)
+    assert moments_error(x.cuda(), w.cuda(), scores, form) < 4 and entropy_gradients_error(x.cuda(), w.cuda(), scores, form) < 2.1
+
+
+@on_hopper
+@pytest.mark.parametrize("sizes", [(1000, 5003, 904), (3000, 32768, 2048)], ids=str)
+def test_log_probs_with_entropies_on_a_gpu(sizes, monkeypatch):
+    held_log_probs(*sizes, "cuda", monkeypatch)
+
+
 def run_on_gpu(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, **how) -> Found:
     "`run` by the launchers of the library, twice"
     x, w, y, form = x.cuda(), w.cuda(), y.cuda(), Form(**how)
@@ -277,10 +386,24 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
     "an offset is another row's": ("offsets[token] : 0.0f", "offsets[0] : 0.0f"),
     "exponentials beyond the last class are written": ("if (type + 8 <= V) return store_words(to, words);", "return store_words(to, words);"),
     "a coefficient is another row's": ("coefs[token] : 1.0f", "coefs[0] : 1.0f"),
+    "a moment is one thread's": ("of_row(moment, [](float a, float b) { return a + b; })", "moment"),
+    "a moment is in units of 2": (" / LOG2E, tile", ", tile"),
+    "classes that do not count make no number": ("return fmaxf(t, -200.0f);", "return t;"),
+    "a coefficient does not fall": ("fmaf(-row.slope, above_zeros(t), row.coef)", "row.coef"),
+    "a slope is in units of 2": ("row.slope = slopes[token] / log2_scale", "row.slope = slopes[token]"),
+    "a coefficient forgets the mean": ("fmaf(slopes[token], means[token], row.coef)", "row.coef"),
     "a row's other threads are forgotten": ("return both(v, __shfl_xor_sync(~0u, v, 2));", "return v;"),
     "tiles of the last group are skipped": ("const int rows = min(GROUP, pairs - first);", "const int rows = GROUP;"),
     "one block of the cluster gives a stage back": ("if (thread < CLUSTER) arrive_at", "if (thread < 1) arrive_at"),
 }
+
+
+def entropies_fault(source: str, form: Form) -> bool:
+    "Whether a text of the kernels gets moments, or gradients of entropies, wrong"
+    with pytest.MonkeyPatch.context() as patch:
+        on_cpu(patch, source)
+        data = scored(*SIZES["parts of tiles"], scale=0.4)
+        return not (moments_error(*data, form) < 1 and entropy_gradients_error(*data, form) < 2.1)
 
 
 def fault(source: str) -> str | None:
@@ -292,6 +415,8 @@ def fault(source: str) -> str | None:
                 return name
             if name == "parts of tiles" and not gradients_error(*scored(*SIZES[name], scale=0.4), in_turn=seed // 2, source=source) < 2.1:
                 return "gradients"
+            if name == "parts of tiles" and entropies_fault(source, Form(in_turn=bool(seed))):
+                return "entropies"
         except AssertionError as outside:
             return f"{name}: {outside}"
     return None
@@ -321,40 +446,46 @@ def test_its_registers_suffice(tmp_path):
     fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", "IN_TURN=0")]
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
-    assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 3 and "C75" not in said, said
+    assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 5 and "C75" not in said, said
 
 
 # --- what recompute makes of them, by Triton ---
 
-place = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
-
 
 @place
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("scale", [1.0, math.log2(math.e)])
-def test_statistics_of_tiles_become_those_of_rows(scale, device):
+def test_statistics_of_tiles_become_those_of_rows(scale, entropy, device):
     scores, y = torch.randn(21, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float64), targets_of(21, 70)
     scores[3] = -math.inf
     y[5] = 90
     others, known = without_targets(scores, torch.where(y < 70, y, -1)), (y >= 0) & (y < 70)
     parts = others.split(30, 1)
     stats = torch.stack([torch.stack([z.amax(1), (z - z.amax(1, keepdim=True).clamp(min=-1e300)).exp().sum(1)], 1) for z in parts]).float()
+    moments = torch.stack([((z - m[:, None]).exp() * (z - m[:, None])).nan_to_num().sum(1) for z in parts for m in [z.amax(1).clamp(min=-1e300)]]).float()
     sums = torch.full((7, 21), math.nan, device=device)
     sums[2] = torch.where(known, scores.gather(1, y.clamp(0, 69)[:, None])[:, 0], math.nan)
-    hopper.merge_statistics(sums, stats.to(device), y.to(device), 70, scale, 8, 2)
+    hopper.merge_statistics(sums, stats.to(device), moments.to(device) if entropy else None, y.to(device), 70, scale, 8, 2)
     top = scores.amax(1)
-    assert torch.allclose(sums[0].cpu(), (top * scale).float()) and sums[3:].isnan().all()
+    assert torch.allclose(sums[0].cpu(), (top * scale).float()) and sums[[3, 5, 6] if entropy else slice(3, None)].isnan().all()
+    t = scores - top.clamp(min=-1e300)[:, None]
+    assert not entropy or torch.allclose(sums[4].cpu(), (t.exp() * t).nan_to_num().sum(1).float(), rtol=1e-5)
     assert torch.allclose(sums[1].cpu(), (scores - top.clamp(min=-1e300)[:, None]).exp().sum(1).float(), rtol=1e-5)
 
 
 @place
-def test_targets_are_put_into_their_slab(device):
+@pytest.mark.parametrize("entropy", [False, True])
+def test_targets_are_put_into_their_slab(entropy, device):
     made = torch.Generator().manual_seed(0)
     terms, target_z = torch.randn(6, 21, generator=made), torch.randn(21, generator=made)
     terms[0, 4] = math.inf
     column = torch.arange(21) * 7 % 40 - 10
     dz = torch.full((21, 24), 9.0, device=device)[:, :20]
-    hopper.put_targets(dz, terms.to(device), target_z.to(device), column.to(device), 1.0, 8)
+    hopper.put_targets(dz, terms.to(device), target_z.to(device), column.to(device), 1.0, entropy, 8)
     wanted = torch.full((21, 20), 9.0)
     for i, j in enumerate(column.tolist()):
-        if 0 <= j < 20: wanted[i, j] = 0.0 if i == 4 else terms[1, i] * (target_z[i] - terms[0, i]).exp() - terms[2, i]
+        below = target_z[i] - terms[0, i]
+        coef = terms[1, i] + (terms[4, i] * (terms[5, i] - below) if entropy else 0)
+        if 0 <= j < 20: wanted[i, j] = 0.0 if i == 4 else coef * below.exp() - terms[2, i]
     torch.testing.assert_close(dz.cpu(), wanted)

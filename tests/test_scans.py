@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import fusedloss.kernels
 import fusedloss.scans
-from fusedloss.core.cuda import compiled_by_torch, cuda_source
+from fusedloss.core.cuda import CompiledByTorch, cuda_source
 from fusedloss.measure import peak_memory, saved_tensors
 from fusedloss.scans import Fused, edge_slots, fused_shape, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
@@ -851,7 +851,7 @@ def test_cupy_and_torch_compile_the_fused_kernel_to_the_same_bits(S, gpu, monkey
     by_cupy = graded(logz, gpu, S, method="fused")
 
     def by_torch(name, device, **constants):
-        return compiled_by_torch(cuda_source(name), name, ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items())))
+        return CompiledByTorch(cuda_source(name), name, ("--std=c++17", *(f"-D{k}={v}" for k, v in constants.items())))
     everywhere(monkeypatch, fusedloss.scans, "cuda_kernel", by_torch)
     assert all(torch.equal(a, b) for a, b in zip(by_cupy, graded(logz, gpu, S, method="fused")))
 

@@ -9,7 +9,7 @@ __all__ = []
 import functools, os, re, threading, warnings
 from importlib.resources import files
 from types import SimpleNamespace
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
@@ -29,17 +29,24 @@ def cuda_source(name:str) -> str:
     return INCLUDE.sub(lambda found: text(found[1]), text(f"{name}.cu"))
 
 # %% ../../nbs/library/cuda.ipynb #9a3535e1
-def compiled_by_cupy(source:str, name:str, options:tuple[str, ...]) -> Callable:
-    "A launcher made by CuPy."
-    from cupy import RawModule
-    kernel = RawModule(code=source, options=options).get_function(name)
-    def launch(grid, block, *args, shared=0):
+class CompiledByCupy:
+    "A kernel made by CuPy."
+    def __init__(self, source:str, name:str, options:tuple[str, ...], arch:str=""):
+        from cupy import RawModule
+        options = (*options, f"-arch=sm_{arch}") if arch else options
+        self.kernel = RawModule(code=source, options=options).get_function(name)
+
+    def __call__(self, grid:int, block:int, *args:Any, shared:int=0):
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
-        if shared > 49152: kernel.max_dynamic_shared_size_bytes = shared
-        kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
-               stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
-    return launch
+        if shared > 49152: self.kernel.max_dynamic_shared_size_bytes = shared
+        self.kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
+                    stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
+
+    def handle(self, shared:int) -> int:  # bytes that a launch may ask for
+        "What the driver knows it by."
+        self.kernel.max_dynamic_shared_size_bytes = shared
+        return self.kernel.kernel.ptr
 
 # %% ../../nbs/library/cuda.ipynb #abb7bf09
 @functools.cache
@@ -48,18 +55,24 @@ def null_pointer() -> Tensor:
     return torch.empty(0, device="cuda")
 
 # %% ../../nbs/library/cuda.ipynb #f131f83b
-def compiled_by_torch(source:str, name:str, options:tuple[str, ...]) -> Callable:
-    "A launcher made by PyTorch's NVRTC."
-    options = [*options, "-ftz=true"]  # as CuPy compiles: the same bits
-    kernel = torch.cuda._compile_kernel(source, name, nvcc_options=options)
-    def launch(grid, block, *args, shared=0):
-        if shared >= 49152: kernel.set_shared_memory_config(shared)
+class CompiledByTorch:
+    "A kernel made by PyTorch's NVRTC."
+    def __init__(self, source:str, name:str, options:tuple[str, ...], arch:str=""):
+        options = [*options, "-ftz=true"]  # as CuPy compiles: the same bits
+        self.kernel = torch.cuda._compile_kernel(source, name, arch or None, nvcc_options=options)
+
+    def __call__(self, grid:int, block:int, *args:Any, shared:int=0):
+        if shared >= 49152: self.kernel.set_shared_memory_config(shared)
         given = [null_pointer() if a is None else a for a in args]
-        kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
-    return launch
+        self.kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
+
+    def handle(self, shared:int) -> int:  # bytes that a launch may ask for
+        "What the driver knows it by."
+        self.kernel.set_shared_memory_config(shared)
+        return self.kernel.func.value
 
 # %% ../../nbs/library/cuda.ipynb #cc2421f4
-COMPILERS = {"CuPy": compiled_by_cupy, "PyTorch": compiled_by_torch}  # in the order of preference
+COMPILERS = {"CuPy": CompiledByCupy, "PyTorch": CompiledByTorch}  # in the order of preference
 OPTIONS = ("--std=c++17",)  # of every source
 EMPTY_KERNEL = 'extern "C" __global__ void empty_kernel() {}'
 
@@ -104,6 +117,7 @@ def compiled_kernel(
     name:str,  # of the kernel
     device:int,  # the current one
     sources:tuple[str, ...],  # files, in the order in which they are joined
+    arch:str,
     **constants,  # what the sources leave open
 ) -> Optional[Callable]:  # as of `cuda_kernel`
     "A kernel by the first compiler that makes it."
@@ -114,7 +128,7 @@ def compiled_kernel(
         with announced(f"makes {compiler} ready"): reasons[compiler] = compiler_failure(compiler, device)
         if reasons[compiler]: continue
         try:
-            with announced(f"compiles cuda/{sources[-1]}.cu"): return compiled(source, name, options)
+            with announced(f"compiles cuda/{sources[-1]}.cu"): return compiled(source, name, options, arch)
         except Exception as reason:  # a mistake in the source: the compiler works
             if os.environ.get("FUSEDLOSS_DEBUG") == "1": raise
             reasons[compiler] = repr(reason)
@@ -133,14 +147,15 @@ def cuda_kernel(
     name:str,  # of the kernel
     device:int,  # the current one
     sources:tuple[str, ...]=(),  # files, in the order in which they are joined; (): `name` alone
+    arch:str="",  # compute capability without a point, and a letter: "90a"; "": that of the device
     **constants,  # what the sources leave open
-) -> Optional[Callable]:  # (blocks, threads, *arguments, shared=bytes); None: not compiled
+) -> Optional[Callable]:  # (blocks, threads, *arguments, shared=bytes), with a `handle`; None: not compiled
     "A kernel of `cuda/`, compiled once; an error in its source raises under `FUSEDLOSS_DEBUG=1`."
     watch_forks()
     sources = sources or (name,)
-    key = name, device, sources, *sorted(constants.items())
+    key = name, device, sources, arch, *sorted(constants.items())
     with compile_locks.setdefault(key, threading.Lock()):
-        return compiled_kernel(name, device, sources, **constants)
+        return compiled_kernel(name, device, sources, arch, **constants)
 
 # %% ../../nbs/library/cuda.ipynb #c39e4770
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}

@@ -7,17 +7,16 @@ __all__ = []
 
 # %% ../../nbs/library/hopper.ipynb #c329dd3d
 import ctypes, functools, math
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from fusedloss.core.cuda import cuda_source, OPTIONS
+from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.options import LossOptions
-from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts
+from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts, rescaled_moment
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
-from fusedloss.core.tuning import announced
 
 # %% ../../nbs/library/hopper.ipynb #c281a377
 @functools.cache
@@ -42,20 +41,20 @@ def room_for_map() -> tuple[Any, int]:
 
 class TensorMap:
     "Tiles of `rows` × 64 elements of a matrix [R,C] of 16-bit elements, whose rows begin at multiples of 16 bytes."
-    def __init__(self, matrix:Tensor, rows:int):
+    def __init__(self, pointer:int, dtype:torch.dtype, shape:tuple[int, int], pitch:int, rows:int):  # elements from row to row
         self.room, self.address = room_for_map()
-        sizes, stride = (ctypes.c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), ctypes.c_uint64(2 * matrix.stride(0))
+        sizes, stride = (ctypes.c_uint64 * 2)(shape[1], shape[0]), ctypes.c_uint64(2 * pitch)
         tile, every = (ctypes.c_uint32 * 2)(COLUMNS, rows), (ctypes.c_uint32 * 2)(1, 1)
-        ask_driver("cuTensorMapEncodeTiled", ctypes.c_void_p(self.address), ELEMENT[matrix.dtype], ctypes.c_uint32(2),
-                   ctypes.c_void_p(matrix.data_ptr()), sizes, ctypes.byref(stride), tile, every, 0,
+        ask_driver("cuTensorMapEncodeTiled", ctypes.c_void_p(self.address), ELEMENT[dtype], ctypes.c_uint32(2),
+                   ctypes.c_void_p(pointer), sizes, ctypes.byref(stride), tile, every, 0,
                    SWIZZLE_128_BYTES, FETCH_256_BYTES, 0)
 
-def map_reason(matrix:Tensor) -> str:
-    "Why the copy engine cannot take a matrix; empty if it can."
-    if matrix.dtype not in ELEMENT: return f"{matrix.dtype}: bf16 or fp16 are multiplied"
-    if matrix.stride(1) != 1 and matrix.shape[1] > 1: return "elements of a row that lie apart"
-    if matrix.data_ptr() % 16 or matrix.stride(0) * 2 % 16: return "rows that do not begin at multiples of 16 bytes"
-    return "" if matrix.numel() else "no elements"
+# %% ../../nbs/library/hopper.ipynb #f5f652de
+known_map = functools.lru_cache(maxsize=256)(TensorMap)
+
+def map_of(matrix:Tensor, rows:int) -> TensorMap:  # [R,C]
+    "The map of a matrix."
+    return known_map(matrix.data_ptr(), matrix.dtype, tuple(matrix.shape), matrix.stride(0), rows)
 
 # %% ../../nbs/library/hopper.ipynb #ddcdbfe5
 class Form(NamedTuple):
@@ -84,48 +83,50 @@ class Form(NamedTuple):
 SHARED, IN_TURN = Form(), Form(stages=5, in_turn=True)
 
 # %% ../../nbs/library/hopper.ipynb #ea544cb0
+def form_kernel(name:str, form:Form, dtype:torch.dtype, device:int) -> Optional[Callable]:  # `device` is the current one
+    "A kernel of the product; None if it was not compiled."
+    return cuda_kernel(name, device, ("product_sm90",), "90a", STAGES=form.stages, CLUSTER=form.cluster, GROUP=form.group,
+                       IN_TURN=int(form.in_turn), HALF=str(dtype == torch.float16).lower())
+
 @functools.cache
-def compiled_form(name:str, form:Form, dtype:torch.dtype, device:int) -> tuple[Any, ctypes.c_void_p]:
-    "A kernel of the product, and the driver's handle of it."
-    from cupy import RawModule
-    half = str(dtype == torch.float16).lower()
-    constants = dict(STAGES=form.stages, CLUSTER=form.cluster, GROUP=form.group, IN_TURN=int(form.in_turn), HALF=half)
-    made = RawModule(code=cuda_source("product_sm90"), options=(*OPTIONS, "-arch=sm_90a", *(f"-D{k}={v}" for k, v in constants.items())))
-    kernel = made.get_function(name)
-    kernel.max_dynamic_shared_size_bytes = form.shared
-    return kernel, ctypes.c_void_p(kernel.kernel.ptr)
+def form_handle(name:str, form:Form, dtype:torch.dtype, device:int) -> ctypes.c_void_p:
+    "What the driver knows a kernel by that was compiled."
+    return ctypes.c_void_p(form_kernel(name, form, dtype, device).handle(form.shared))
 
-def passed(value:Any) -> Any:
-    "What a kernel's argument is to the driver: something with an address."
-    if value is None: return ctypes.c_void_p(0)
-    if isinstance(value, Tensor): return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value) if isinstance(value, float) else value
-
-def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
-    "Launch a kernel on the current stream; its first arguments are the tensor maps of x and w."
-    kernel, function = compiled_form(name, form, x.dtype, x.get_device())
-    held = [TensorMap(x, 128), TensorMap(w, form.classes // form.cluster), *map(passed, values)]
-    places = [v.address if isinstance(v, TensorMap) else ctypes.addressof(v) for v in held]
-    blocks = form.blocks(len(x), len(w), torch.cuda.get_device_properties(x.device).multi_processor_count)
-    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(x.get_device()))
-    ask_driver("cuLaunchKernel", function, blocks, 1, 1, 384, 1, 1, form.shared, stream,
-               (ctypes.c_void_p * len(places))(*places), None)
-
-# %% ../../nbs/library/hopper.ipynb #8bb3a605
 @functools.cache
 def form_failure(form:Form, dtype:torch.dtype, device:int) -> str:
-    "What hinders a form's kernels from being compiled; empty if nothing does."
-    try:
-        with torch.cuda.device(device), announced("compiles cuda/product_sm90.cu"):
-            for name in ("score_statistics", "exponentials", "score_gradients"): compiled_form(name, form, dtype, device)
-    except Exception as reason: return repr(reason)  # an import, or a compiler, may raise anything
-    return ""
+    "What hinders a form's kernels from being launched; empty if nothing does."
+    with torch.cuda.device(device): made = form_kernel("exponentials", form, dtype, device)  # as its source is, so are all
+    return "cuda/product_sm90.cu is not compiled" if made is None else ""
+
+# %% ../../nbs/library/hopper.ipynb #8bb3a605
+def maps_of(x:Tensor, w:Tensor, form:Form) -> tuple[TensorMap, TensorMap]:  # [N,H], [V,H]
+    "Their maps, as a form copies them."
+    return map_of(x, 128), map_of(w, form.classes // form.cluster)
 
 def map_failure(x:Tensor, w:Tensor, form:Form) -> str:  # [N,H], [V,H]
     "What the driver says against their tensor maps; empty if nothing."
-    try: TensorMap(x, 128), TensorMap(w, form.classes // form.cluster)
+    try: maps_of(x, w, form)
     except (OSError, RuntimeError) as reason: return str(reason)
     return ""
+
+# %% ../../nbs/library/hopper.ipynb #39fd3c5e
+def eight_bytes(value:Any) -> int:
+    "A kernel's argument, a pointer, an integer or a float, in the first of eight bytes: the kernel reads as many as it takes."
+    if value is None: return 0
+    if isinstance(value, Tensor): return value.data_ptr()
+    return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value if isinstance(value, float) else value % 2**64
+
+def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
+    "Launch a kernel on the current stream; its first arguments are the tensor maps of x and w."
+    device, held = x.get_device(), (ctypes.c_uint64 * len(values))(*map(eight_bytes, values))
+    first = ctypes.addressof(held)
+    addresses = *[m.address for m in maps_of(x, w, form)], *range(first, first + 8 * len(held), 8)
+    blocks = form.blocks(len(x), len(w), device_of(x).multiprocessors)
+    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+    with on_device(x):
+        ask_driver("cuLaunchKernel", form_handle(name, form, x.dtype, device), blocks, 1, 1, 384, 1, 1, form.shared, stream,
+                   (ctypes.c_void_p * len(addresses))(*addresses), None)
 
 # %% ../../nbs/library/hopper.ipynb #5dbd6afc
 class OnHopper(Implementation):
@@ -135,11 +136,23 @@ class OnHopper(Implementation):
 
 PRODUCT = OnHopper("exponentials that leave a product", "cuda/product_sm90.cu", ("nvidia", "tma", "clusters"), "chunks of logits")
 
+@functools.lru_cache(maxsize=256)
+def shapes_reason(dtype:torch.dtype, pitch:int, d:Device) -> str:  # elements from row to row
+    "Why the kernels of a device cannot take such matrices; empty if they can, as far as sizes tell."
+    if PRODUCT.lacks(d): return PRODUCT.lacks(d)
+    if dtype not in ELEMENT: return f"{dtype}: bf16 or fp16 are multiplied"
+    return "rows that do not begin at multiples of 16 bytes" if 2 * pitch % 16 else ""
+
+def matrix_reason(matrix:Tensor) -> str:
+    "Why the kernels cannot take a matrix; empty if they can."
+    why = shapes_reason(matrix.dtype, matrix.stride(0), device_of(matrix))
+    if why or not matrix.numel(): return why or "no elements"
+    if matrix.stride(1) != 1 and matrix.shape[1] > 1: return "elements of a row that lie apart"
+    return "a matrix that does not begin at a multiple of 16 bytes" if matrix.data_ptr() % 16 else ""
+
 def product_reason(x:Tensor, w:Tensor, form:Form) -> str:  # [N,H], [V,H]
     "Why the kernels cannot take x and w; empty if they can."
-    if not x.is_cuda: return "not on a GPU"
-    if PRODUCT.lacks(device_of(x)): return PRODUCT.lacks(device_of(x))
-    return map_reason(x) or map_reason(w) or form_failure(form, x.dtype, x.get_device()) or map_failure(x, w, form)
+    return matrix_reason(x) or matrix_reason(w) or form_failure(form, x.dtype, x.get_device()) or map_failure(x, w, form)
 
 # %% ../../nbs/library/hopper.ipynb #76c632f2
 def score_statistics(
@@ -148,28 +161,45 @@ def score_statistics(
     wanted:Optional[Tensor]=None, form:Form=SHARED,  # int32: where it is 0, nothing is written
 ):
     "Of the scores x wᵀ, but the target's: each row's maximum in a tile of classes and Σ e^(z - maximum); the target's score."
-    with torch.cuda.device(x.device):
-        launch_form("score_statistics", form, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
+    launch_form("score_statistics", form, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
 
+def score_moments(
+    x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], int64 [N]
+    stats:Tensor, moments:Tensor, target_z:Tensor,  # fp32 [tiles,N,2], [tiles,N], [N], written
+    form:Form=IN_TURN,
+):
+    "What `score_statistics` does; and, for the entropy, each tile's Σ e^(z - maximum) (z - maximum)."
+    launch_form("score_moments", form, x, w, y, stats, moments, target_z, len(x), len(w), x.shape[1])
+
+# %% ../../nbs/library/hopper.ipynb #e08d0785
 def score_exponentials(
     x:Tensor, w:Tensor, y:Tensor, offsets:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N]
     e:Tensor, sums:Tensor, target_z:Tensor,  # [N,V], fp32 [tiles,N], [N], written
     log2_scale:float=math.log2(math.e), wanted:Optional[Tensor]=None, form:Form=SHARED,
 ):
     "e = 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf; sums of tiles of classes; the target's x w."
-    with torch.cuda.device(x.device):
-        launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, wanted, len(x), len(w), x.shape[1],
-                    ctypes.c_int64(e.stride(0)), float(log2_scale))
+    launch_form("exponentials", form, x, w, y, offsets, e, sums, target_z, wanted, len(x), len(w), x.shape[1],
+                e.stride(0), float(log2_scale))
 
+# %% ../../nbs/library/hopper.ipynb #c9c024a9
 def score_gradients(
     x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, coefs:Tensor,  # [N,H], [V,H], int64 [N], fp32 [N] twice
     dz:Tensor, target_z:Tensor,  # [N,V], fp32 [N], written
     log2_scale:float=math.log2(math.e), form:Form=IN_TURN,
 ):
     "coef · 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf; the target's x w."
-    with torch.cuda.device(x.device):
-        launch_form("score_gradients", form, x, w, y, offsets, coefs, dz, target_z, len(x), len(w), x.shape[1],
-                    ctypes.c_int64(dz.stride(0)), float(log2_scale))
+    launch_form("score_gradients", form, x, w, y, offsets, coefs, dz, target_z, len(x), len(w), x.shape[1],
+                dz.stride(0), float(log2_scale))
+
+def entropy_gradients(
+    x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, coefs:Tensor,  # as `score_gradients`
+    slopes:Tensor, means:Tensor,  # fp32 [N]: of the coefficient; natural units from the offset
+    dz:Tensor, target_z:Tensor,  # [N,V], fp32 [N], written
+    log2_scale:float=math.log2(math.e), form:Form=IN_TURN,
+):
+    "`score_gradients` with a coefficient of each score, coef + slope (mean - t / log2_scale), where t is the power of 2."
+    launch_form("entropy_gradients", form, x, w, y, offsets, coefs, slopes, means, dz, target_z, len(x), len(w), x.shape[1],
+                dz.stride(0), float(log2_scale))
 
 # %% ../../nbs/library/hopper.ipynb #9b6cb641
 def takes_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> bool:  # [N,H], [V,H], [V]
@@ -177,9 +207,11 @@ def takes_scores(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions) -> bo
     bare = bias is None and o.keeps_scores and not o.label_smoothing
     return bare and not product_reason(x, w, IN_TURN)
 
+# %% ../../nbs/library/hopper.ipynb #28841d15
 @jit
 def merge_statistics_kernel(
-    stats_ptr, y_ptr, sums_ptr,  # [tiles,N,2], [N]; [7,N] as `finish_kernel` takes it, the targets' scores in row 2
+    stats_ptr, moments_ptr, y_ptr,  # [tiles,N,2]; [tiles,N] or None; [N]
+    sums_ptr,  # [7,N] as `finish_kernel` takes it, the targets' scores in row 2
     N, V, tiles, LOG2_SCALE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -187,50 +219,75 @@ def merge_statistics_kernel(
     y = tl.load(y_ptr + rows, mask=keep, other=-1)
     z_y = tl.load(sums_ptr + 2 * N + rows, mask=(y >= 0) & (y < V), other=-float("inf"))
     row_max, s = z_y * LOG2_SCALE, tl.where(z_y > -float("inf"), 1.0, 0.0)
+    moment = tl.zeros([BN], tl.float32)
     for first in range(0, tiles, BT):
         tile = first + tl.arange(0, BT)[:, None]
         at, there = stats_ptr + 2 * (tile.to(tl.int64) * N + rows[None]), (tile < tiles) & keep[None]
         part_max = tl.load(at, mask=there, other=-float("inf")) * LOG2_SCALE
-        row_max, s = merge_parts(row_max, s, part_max, tl.load(at + 1, mask=there, other=0.0), LOG2_SCALE)
+        part_s = tl.load(at + 1, mask=there, other=0.0)
+        new_max, new_s = merge_parts(row_max, s, part_max, part_s, LOG2_SCALE)
+        if moments_ptr is not None:
+            part_moment = tl.load(moments_ptr + tile.to(tl.int64) * N + rows[None], mask=there, other=0.0)
+            more = rescaled_moment(part_moment, part_s, part_max, new_max[None, :], LOG2_SCALE)
+            moment = rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + tl.sum(more, 0)
+        row_max, s = new_max, new_s
     tl.store(sums_ptr + rows, row_max, mask=keep)
     tl.store(sums_ptr + N + rows, s, mask=keep)
+    if moments_ptr is not None:
+        tl.store(sums_ptr + 4 * N + rows, moment, mask=keep)
 
-def merge_statistics(sums:Tensor, stats:Tensor, y:Tensor, n_classes:int, scale:float, BN:int=128, BT:int=32):
-    "Maximum, times a scale, and sum of each row, of all tiles and the target: rows 0 and 1 of the sums."
+# %% ../../nbs/library/hopper.ipynb #f3ca4a65
+def merge_statistics(
+    sums:Tensor, stats:Tensor, moments:Optional[Tensor],  # [7,N], [tiles,N,2], [tiles,N]
+    y:Tensor, n_classes:int, scale:float, BN:int=128, BT:int=32,  # [N]
+):
+    "Each row's maximum, times a scale, its sum and its moment, of all tiles and the target: rows 0, 1 and 4 of the sums."
     tiles, n, _ = stats.shape
     with on_device(stats):
-        launch_kernel(merge_statistics_kernel, (-(-n // BN),), stats, y, sums, n, n_classes, tiles, LOG2_SCALE=scale, BN=BN, BT=BT)
+        launch_kernel(merge_statistics_kernel, (-(-n // BN),), stats, moments, y, sums, n, n_classes, tiles, LOG2_SCALE=scale,
+                      BN=BN, BT=BT)
 
-def statistics_sums(x:Tensor, w:Tensor, y:Tensor) -> Tensor:  # [N,H], [V,H], [N] to [7,N]
+def statistics_sums(x:Tensor, w:Tensor, y:Tensor, entropy:bool=False) -> Tensor:  # [N,H], [V,H], [N] to [7,N]
     "What each row knows of its scores."
-    new = lambda kind, *size: kind(size, dtype=torch.float32)
-    sums, stats = new(x.new_zeros, 7, len(x)), new(x.new_empty, -(-len(w) // IN_TURN.classes), len(x), 2)
-    score_statistics(x, w, y, stats, sums[2], form=IN_TURN)
-    merge_statistics(sums, stats, y, len(w), log2_scale(x))
+    tiles, new = -(-len(w) // IN_TURN.classes), lambda kind, *size: kind(size, dtype=torch.float32)
+    sums, stats = new(x.new_zeros, 7, len(x)), new(x.new_empty, tiles, len(x), 2)
+    moments = new(x.new_empty, tiles, len(x)) if entropy else None
+    if entropy: score_moments(x, w, y, stats, moments, sums[2])
+    else: score_statistics(x, w, y, stats, sums[2], form=IN_TURN)
+    merge_statistics(sums, stats, moments, y, len(w), log2_scale(x))
     return sums
 
 # %% ../../nbs/library/hopper.ipynb #468826ff
 @jit
 def put_targets_kernel(
     dz_ptr, terms_ptr, target_z_ptr, y_ptr,  # [N,V] of a slab of V classes, [6,N], [N], [N]: labels less the slab's first
-    N, V, dz_stride, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
+    N, V, dz_stride, ENTROPY: tl.constexpr, LOG2_SCALE: tl.constexpr, BN: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.load(y_ptr + rows, mask=rows < N, other=-1)
     there = (column >= 0) & (column < V)
     row_max = tl.load(terms_ptr + rows, mask=there, other=float("inf"))
     coef, target_coef = tl.load(terms_ptr + N + rows, mask=there, other=0.0), tl.load(terms_ptr + 2 * N + rows, mask=there, other=0.0)
-    z = tl.load(target_z_ptr + rows, mask=there, other=0.0) * LOG2_SCALE
-    d = tl.where(row_max < float("inf"), coef * exp2_diff(z, row_max, LOG2_SCALE) - target_coef, 0.0)
+    below = tl.load(target_z_ptr + rows, mask=there, other=0.0) * LOG2_SCALE - row_max
+    if ENTROPY:
+        slope, mean = tl.load(terms_ptr + 4 * N + rows, mask=there, other=0.0), tl.load(terms_ptr + 5 * N + rows, mask=there, other=0.0)
+        coef += slope * (mean - tl.maximum(below, -1e30) / LOG2_SCALE)
+    d = tl.where(row_max < float("inf"), coef * exp2_diff(below, 0.0, LOG2_SCALE) - target_coef, 0.0)
     tl.store(dz_ptr + rows.to(tl.int64) * dz_stride + column, d.to(dz_ptr.dtype.element_ty), mask=there)
 
-def put_targets(dz:Tensor, terms:Tensor, target_z:Tensor, column:Tensor, scale:float, BN:int=128):  # [N,V], [6,N], [N], [N]
+# %% ../../nbs/library/hopper.ipynb #f1f0b90c
+def put_targets(
+    dz:Tensor, terms:Tensor, target_z:Tensor, column:Tensor, scale:float,  # [N,V], [6,N], [N], [N]
+    entropy:bool=False, BN:int=128,
+):
     "The gradients of those targets' scores whose column is in the slab `dz`."
     with on_device(dz):
-        launch_kernel(put_targets_kernel, (-(-len(column) // BN),), dz, terms, target_z, column, *dz.shape, dz.stride(0), LOG2_SCALE=scale, BN=BN)
+        launch_kernel(put_targets_kernel, (-(-len(column) // BN),), dz, terms, target_z, column, *dz.shape, dz.stride(0),
+                      ENTROPY=entropy, LOG2_SCALE=scale, BN=BN)
 
-def put_gradients(x:Tensor, w:Tensor, dz:Tensor, y:Tensor, terms:Tensor, begin:int):
+def put_gradients(x:Tensor, w:Tensor, dz:Tensor, y:Tensor, terms:Tensor, begin:int, entropy:bool=False):
     "`dz [N,V]` of a slab of classes from its scores; terms `[6,N]` as `launch_terms` makes them."
-    column, target_z = y - begin, terms.new_empty(len(y))
-    score_gradients(x, w, column, terms[0], terms[1], dz, target_z, log2_scale(x))
-    put_targets(dz, terms, target_z, column, log2_scale(x))
+    column, target_z, given = y - begin, terms.new_empty(len(y)), (terms[0], terms[1])
+    if entropy: entropy_gradients(x, w, column, *given, terms[4], terms[5], dz, target_z, log2_scale(x))
+    else: score_gradients(x, w, column, *given, dz, target_z, log2_scale(x))
+    put_targets(dz, terms, target_z, column, log2_scale(x), entropy)

@@ -24,16 +24,23 @@ def load_labels(y_ptr, rows, M, V, ignore_index):
 
 # %% ../../nbs/library/rows.ipynb #91193385
 @jit
-def row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows, V):
-    "Weight of the target's class, of the token [BN], and of all classes together."
+def label_weights(weight_ptr, token_weight_ptr, y, valid, rows):
+    "Weight of the target's class and of the token, [BN]; 0 where not valid."
     w_y = tl.where(valid, 1.0, 0.0)
     w_t = w_y
-    w_all = V * 1.0
     if weight_ptr is not None:
         w_y = tl.load(weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
-        w_all = tl.load(all_weight_ptr).to(tl.float32)
     if token_weight_ptr is not None:
         w_t = tl.load(token_weight_ptr + rows, mask=valid, other=0.0).to(tl.float32)
+    return w_y, w_t
+
+@jit
+def row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows, V):
+    "Weight of the target's class, of the token [BN], and of all classes together."
+    w_y, w_t = label_weights(weight_ptr, token_weight_ptr, y, valid, rows)
+    w_all = V * 1.0
+    if all_weight_ptr is not None:
+        w_all = tl.load(all_weight_ptr).to(tl.float32)
     return w_y, w_t, w_all
 
 # %% ../../nbs/library/rows.ipynb #41a7f152
