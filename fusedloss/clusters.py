@@ -411,11 +411,12 @@ def turned(
     return Turned(reduce_rows(losses, reduction), losses, denominator if late else None)
 
 # %% ../nbs/05_clusters.ipynb #97eb3006
-def scaled_in_place(
-    dz:Tensor, g:Tensor, denominator:Optional[Tensor], scale:Optional[Bound],  # [O,I,V]; scalar or [M]; of `Turned`
+def scaled_gradient(
+    dz:Tensor, g:Tensor,  # [O,I,V]; a scalar or [M], the upstream gradient
+    denominator:Optional[Tensor], scale:Optional[Bound], keep:bool,  # of `Turned`; leave `dz` as it is
 ) -> Tensor:
-    "`dz`, times g over the denominator."
-    if scale is None: return scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), denominator, False)
+    "`dz`, times g, and divided by what it is not divided by yet."
+    if keep or scale is None: return scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), denominator, keep)
     with on_device(dz): scale(dz, dz, g, denominator)
     return dz
 
@@ -425,7 +426,7 @@ class _Turnaround(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, z, out, c, target, weight, token_weight, o, reduction):
         done = turned(z, out, c, (target, weight, token_weight), o, reduction)
-        ctx.late, ctx.scale, ctx.shape = done.denominator, done.scale, input.shape
+        ctx.how, ctx.shape = (done.denominator, done.scale), input.shape
         if out is z: torch.autograd.graph.increment_version(input)
         path = done.losses if reduction != "none" else done.losses.new_empty(0)  # for `first_order`
         ctx.save_for_backward(out.detach(), path)  # no input, no logits
@@ -436,9 +437,8 @@ class _Turnaround(torch.autograd.Function):
     @first_order
     def backward(ctx, g, _):
         dz, _ = ctx.saved_tensors
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            dz = scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), ctx.late, True)
-        else: dz = scaled_in_place(dz, g, ctx.late, ctx.scale)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        dz = scaled_gradient(dz, g, *ctx.how, keep)
         return out_like(dz, ctx.shape), *[None] * 8
 
 # %% ../nbs/05_clusters.ipynb #9141c20e
