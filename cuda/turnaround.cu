@@ -3,6 +3,8 @@
 // of THREADS threads, VECTORS of 16 bytes each; they exchange sums through distributed shared memory. Grid: M CLUSTER.
 // Also fixed when compiled: ELEMENT (bf16, f16, f32), SCORE (bare, scaled, capped), SMOOTH, UNSCALED_GRAD (the gradient
 // is not divided by the denominator), ALIGNED (rows of whole vectors), and BLOCKS, how many share a multiprocessor.
+// Before it `label_weights` finds the denominator, in one block; after it `scale_rows` multiplies by the upstream
+// gradient, and looks first whether that is one.
 // Idea: CUDA C++ programming guide, thread block clusters.
 #include "common.cuh"
 
@@ -131,6 +133,15 @@ struct Vector {
       if (Smooth && counts) stats.smooth += weight ? weight[c + j] * z : z;
     }
   }
+  INLINE void scale(float factor) {  // zeros stay zero
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      float v[2];
+      E::unpack(w[k], v);
+      for (int i = 0; i < PER; i++) v[i] = v[i] == 0.0f ? 0.0f : v[i] * factor;
+      w[k] = E::pack(v);
+    }
+  }
   INLINE void forget() {  // what was computed from the words, rather than spill it
     for (int k = 0; k < 4; k++) asm volatile("" : "+r"(w[k]));
   }
@@ -174,6 +185,37 @@ INLINE RowStats exchanged(const RowStats& mine, RowStats* parts, int rank) {  //
   return joined<PARTS>(parts);
 }
 
+// Over the threads of a block, each WARPS · 32, in one order; for its first warp.
+template <int WARPS>
+INLINE float block_sum(float part, float* warps) {  // shared [WARPS]
+  part = warp_sum(part);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
+  __syncthreads();
+  return warp_sum(threadIdx.x % 32 < WARPS ? warps[threadIdx.x % 32] : 0.0f);
+}
+
+// What the mean divides by, the sum of token_weight weight[target] of what is not ignored; and no row is done.
+constexpr int WEIGHING = 1024;  // threads
+extern "C" __global__ void __launch_bounds__(WEIGHING) label_weights(
+    const i64* target, const float* weight, const float* token_weight,  // [M], [V] or null, [M] or null
+    float* denominator, u32* done,  // [1] or null, [1] or null
+    int M, int V, int ignore_index) {
+  __shared__ float warps[WEIGHING / 32];
+  if (done && threadIdx.x == 0) *done = 0;
+  if (!denominator) return;
+  float total = 0.0f;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < M; i += WEIGHING) {
+    const i64 label = target[i];
+    float counts = label != ignore_index;
+    if (weight) counts *= weight[label < 0 ? 0 : label < V ? label : V - 1];
+    if (token_weight) counts *= token_weight[i];
+    total += counts;
+  }
+  total = block_sum<WEIGHING / 32>(total, warps);
+  if (threadIdx.x == 0) *denominator = total;
+}
+
 #if CLUSTER > 1
 #define SHAPE __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
 #else
@@ -184,12 +226,16 @@ extern "C" __global__ void SHAPE turnaround(
     const i64* target,  // [M]
     const float* weight, const float* token_weight, const float* all_weights,  // [V], [M], [1], or null
     const float* denominator, float* loss,  // [1] or null, [M]
-    int V, int inner,  // classes, I
+    float* total, u32* done,  // the losses' sum, and how many rows are done, 0 before; [1] each, or null
+    int M, int V, int inner,  // rows, classes, I
     int stride_o, int stride_i, int d_stride_o, int d_stride_i,  // of z and of dz, in elements
     int ignore_index, double label_smoothing, double logit_scale, double softcap, double z_loss) {
   typedef Vector<ELEMENT, SCORE, SMOOTH, ALIGNED> Vec;
   constexpr int WARPS = THREADS / 32;
   __shared__ RowStats warps[WARPS], parts[CLUSTER];
+  __shared__ float shares[WARPS];
+  __shared__ bool last;
+  if (threadIdx.x == 0) last = false;
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
   const Options o = {(float)label_smoothing, (float)logit_scale, (float)softcap, (float)z_loss};
   const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, step = THREADS * Vec::SIZE;
@@ -253,5 +299,42 @@ extern "C" __global__ void SHAPE turnaround(
     if (log_p > 0.0f) log_p = 0.0f;  // a rounding may put it above, by 1e-7
     loss[row] = inv_denominator * (smoothing_coef * w_sum * lse - smoothing_coef * stats.smooth - target_coef * log_p +
                                    o.z_loss * w_t * lse * lse);
-  } else if (!valid && rank == 0 && threadIdx.x == 0) loss[row] = ignored ? 0.0f : __int_as_float(0x7fc00000);
+  }
+  const bool no_target = !valid && rank == 0 && threadIdx.x == 0;
+  if (no_target) loss[row] = ignored ? 0.0f : not_a_number();
+  if (!total) return;
+  if (has_target || no_target) {
+    __threadfence();  // its loss is seen before it is counted
+    last = atomicAdd(done, 1u) == M - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  float share = 0.0f;
+#pragma unroll 16
+  for (int i = threadIdx.x; i < M; i += THREADS) share += __ldcg(loss + i);
+  share = block_sum<WARPS>(share, shares);
+  if (threadIdx.x == 0) *total = share;
+}
+
+// out = dz times the factor, over the denominator; nothing is done where that is dz.
+constexpr int SCALING = 256;  // threads
+extern "C" __global__ void __launch_bounds__(SCALING) scale_rows(
+    const ELEMENT::bits* dz, ELEMENT::bits* out,  // [O,I,V], [O,I,V] that may be dz
+    const float* factor, const float* denominator,  // [1], [1] or null
+    int M, int V, int inner, int stride_o, int stride_i, int o_stride_o, int o_stride_i) {
+  typedef Vector<ELEMENT, bare, false, ALIGNED> Vec;
+  const float divisor = denominator ? *denominator : 1.0f, by = *factor / (divisor == 0.0f ? 1.0f : divisor);
+  if (by == 1.0f && dz == out) return;
+  for (int row = blockIdx.x; row < M; row += gridDim.x) {
+    const ELEMENT::bits* from = dz + (i64)(row / inner) * stride_o + (i64)(row % inner) * stride_i;
+    ELEMENT::bits* to = out + (i64)(row / inner) * o_stride_o + (i64)(row % inner) * o_stride_i;
+    const int before = ALIGNED ? 0 : (u64)from % 16 / sizeof(*from);
+    for (int c = threadIdx.x * Vec::SIZE - before; c < V; c += SCALING * Vec::SIZE) {
+      Vec held;
+      held.load(from, c, V);
+      held.scale(by);
+      held.store(to, c, V);
+    }
+  }
 }

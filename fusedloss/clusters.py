@@ -7,14 +7,14 @@ __all__ = ['cross_entropy']
 
 # %% ../nbs/05_clusters.ipynb #42f72f76
 import functools
-from typing import NamedTuple, Optional, Unpack
+from typing import Callable, NamedTuple, Optional, Unpack
 
 import torch
 from torch import Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS)
-from fusedloss.core.cuda import cuda_kernel, ELEMENTS
+    acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS, once_for_alike)
+from fusedloss.core.cuda import Bound, cuda_kernel, ELEMENTS
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.operators import first_order, observed, transformed
 from fusedloss.core.options import (
@@ -242,6 +242,55 @@ def cluster_of(
     return None if capped and c.blocks > 1 else c
 
 # %% ../nbs/05_clusters.ipynb #deabc2a9
+class Launches(NamedTuple):
+    "The kernels of `cuda/turnaround.cu`, for tensors of one shape."
+    label_weights: Bound
+    turnaround: Bound
+    scale_rows: Bound
+
+# %% ../nbs/05_clusters.ipynb #5e701591
+def cluster_kernels(
+    dtype:torch.dtype, aligned:bool, o:LossOptions, c:Cluster, unscaled_grad:bool, device:int,
+) -> list[Optional[Callable]]:  # None where one cannot be had
+    "The kernels, compiled, in the order of `Launches`."
+    score = score_fn(o).__name__.removesuffix("_score")
+    return [cuda_kernel(name, device, ("turnaround",), ELEMENT=ELEMENTS[dtype], SCORE=score,
+                        SMOOTH=int(o.label_smoothing > 0), UNSCALED_GRAD=int(unscaled_grad), ALIGNED=int(aligned),
+                        CLUSTER=c.blocks, VECTORS=c.vectors, THREADS=c.threads, BLOCKS=c.together)
+            for name in Launches._fields]
+
+# %% ../nbs/05_clusters.ipynb #9f90d6eb
+@functools.lru_cache(maxsize=4096)
+def bound_launches(
+    dtype:torch.dtype, shape:tuple[int, ...], strides:tuple[int, ...], out_strides:tuple[int, ...],  # of z and out
+    aligned:bool, o:LossOptions, c:Cluster, unscaled_grad:bool, device:int,
+) -> Optional[Launches]:
+    "`cluster_launches` by numbers."
+    if max(out_strides) >= 2**31: return None  # 32-bit arguments of the kernel
+    (rows, inner, v), out_row = shape, out_strides[:2]
+    m, whole = rows * inner, aligned and v * dtype.itemsize % 16 == 0
+    kernels = cluster_kernels(dtype, whole, o, c, unscaled_grad, device)
+    if None in kernels: return None
+    weigh, turn, scale = kernels
+    return Launches(Bound(weigh, device, 1, 1024, 5, m, v, o.ignore_index),
+                    Bound(turn, device, m * c.blocks, c.threads, 10, m, v, inner, *strides[:2], *out_row, *o),
+                    Bound(scale, device, min(m, 8 * device_of(device).multiprocessors), 256, 4, m, v, inner,
+                          *out_row, *out_row))
+
+# %% ../nbs/05_clusters.ipynb #6b3d1530
+def cluster_launches(
+    z:Tensor, out:Tensor, o:LossOptions, c:Cluster, unscaled_grad:bool,  # [O,I,V] twice; `out` may be `z`
+) -> Optional[Launches]:  # None where the kernels cannot be had
+    "What launches the kernels on tensors like these; `scale_rows` changes `out`."
+    strides, aligned = (z.stride(), out.stride()), starts_on_vectors(z, out)
+    return bound_launches(z.dtype, z.shape, *strides, aligned, o, c, unscaled_grad, z.get_device())
+
+# %% ../nbs/05_clusters.ipynb #efc25554
+def in_float32(*tensors:Optional[Tensor]) -> list[Optional[Tensor]]:
+    "As the kernels read weights."
+    return [t if t is None else t.float() for t in tensors]
+
+# %% ../nbs/05_clusters.ipynb #b09c7556
 def launch_cluster(
     z:Tensor, out:Tensor,  # [O,I,V]; `out` may be `z`, and is written
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
@@ -249,20 +298,44 @@ def launch_cluster(
     o:LossOptions, c:Cluster, unscaled_grad:bool=False,  # leave the gradient undivided
 ) -> Optional[Tensor]:  # losses [M]; None where the kernel cannot be had
     "`launch_turnaround`, a row across a cluster."
-    if max(out.stride()) >= 2**31: return None  # 32-bit arguments of the kernel
-    m, v, losses = len(target), z.shape[-1], z.new_empty(len(target), dtype=torch.float32)
-    score = score_fn(o).__name__.removesuffix("_score")
-    aligned = starts_on_vectors(z, out) and v * z.element_size() % 16 == 0
-    w, w_t, total = [t if t is None else t.float() for t in (weight, token_weight, denominator)]
+    losses = z.new_empty(len(target), dtype=torch.float32)
     with on_device(z):
-        run = cuda_kernel("turnaround", z.get_device(), ELEMENT=ELEMENTS[z.dtype], SCORE=score,
-                          SMOOTH=int(o.label_smoothing > 0), UNSCALED_GRAD=int(unscaled_grad),
-                          ALIGNED=int(aligned), CLUSTER=c.blocks, VECTORS=c.vectors,
-                          THREADS=c.threads, BLOCKS=c.together)
-        if run is None: return None
-        run(m * c.blocks, c.threads, z, out, target, w, w_t, all_weights(weight), total, losses,
-            v, z.shape[1], *z.stride()[:2], *out.stride()[:2], *o)
+        launches = cluster_launches(z, out, o, c, unscaled_grad)
+        if launches is None: return None
+        weights = in_float32(weight, token_weight, all_weights(weight), denominator)
+        launches.turnaround(z, out, target, *weights, losses, None, None)
     return losses
+
+# %% ../nbs/05_clusters.ipynb #4b334e90
+SUMMED_ROWS = 16384  # the most whose losses one block adds up
+
+# %% ../nbs/05_clusters.ipynb #178ef875
+class Turned(NamedTuple):
+    "What a turnaround leaves beside the gradient."
+    loss: Tensor  # a scalar, or [M]
+    losses: Tensor  # [M or more]
+    denominator: Optional[Tensor]  # by which the gradient is not divided yet
+    scale: Optional[Bound] = None  # multiplies the gradient where it lies
+
+# %% ../nbs/05_clusters.ipynb #2c327cd8
+def launch_loss(
+    z:Tensor, out:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
+    o:LossOptions, c:Cluster, mean:bool, unscaled_grad:bool,
+) -> Optional[Turned]:  # None where the kernels cannot be had
+    "`launch_cluster`, and the losses' mean or sum."
+    m, dtype = len(target), torch.float32
+    losses = z.new_empty(m + 2, dtype=dtype)  # then the divisor, and a counter of rows
+    loss = z.new_empty((), dtype=dtype) if m <= SUMMED_ROWS else None
+    with on_device(z):
+        launches = cluster_launches(z, out, o, c, unscaled_grad)
+        if launches is None: return None
+        after = losses.data_ptr() + 4 * m
+        divisor, done = after if mean else None, after + 4
+        labels = target, *in_float32(weight, token_weight)
+        launches.label_weights(*labels, divisor, done)
+        launches.turnaround(z, out, *labels, all_weights(weight), divisor, losses, loss, done)
+    loss, late = losses[:m].sum() if loss is None else loss, losses[m] if mean and unscaled_grad else None
+    return Turned(loss, losses, late, launches.scale_rows)
 
 # %% ../nbs/05_clusters.ipynb #353a7937
 def turns_in_one_launch(
@@ -323,26 +396,49 @@ def scaled_rows(
     product = dz.to(factor.dtype) * factor.view(*dz.shape[:2], 1)
     return out.copy_(torch.where(dz == 0, 0.0, product))
 
+# %% ../nbs/05_clusters.ipynb #b31529a7
+def turned(
+    z:Tensor, out:Tensor, c:Optional[Cluster],  # [O,I,V] twice; of each row, if that is the way
+    given:tuple[Tensor, Optional[Tensor], Optional[Tensor]],  # target, weight, token_weight
+    o:LossOptions, reduction:str,
+) -> Turned:
+    "The loss of the logits, and its gradient in `out`, of fp16 undivided."
+    late, mean = z.dtype == torch.float16, reduction == "mean"  # divide after the upstream gradient
+    found = launch_loss(z, out, *given, o, c, mean, late) if c else None
+    if found: return found
+    denominator = total_weight(*given, o.ignore_index, acc_dtype(z.dtype)) if mean else None
+    losses = forward_and_grad(z, out, *given, denominator, o, late)
+    return Turned(reduce_rows(losses, reduction), losses, denominator if late else None)
+
+# %% ../nbs/05_clusters.ipynb #97eb3006
+def scaled_gradient(
+    dz:Tensor, g:Tensor,  # [O,I,V]; a scalar or [M], the upstream gradient
+    denominator:Optional[Tensor], scale:Optional[Bound], keep:bool,  # of `Turned`; leave `dz` as it is
+) -> Tensor:
+    "`dz`, times g, and divided by what it is not divided by yet."
+    if keep or scale is None: return scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), denominator, keep)
+    with on_device(dz): scale(dz, dz, g, denominator)
+    return dz
+
 # %% ../nbs/05_clusters.ipynb #7dcc3f51
 class _Turnaround(torch.autograd.Function):
     "The loss of logits, whose gradient is there before it is asked for."
     @staticmethod
-    def forward(ctx, input, z, out, target, weight, token_weight, denominator, o, reduction):
-        unscaled_grad = input.dtype == torch.float16  # divide after the upstream gradient
-        ctx.late, ctx.shape = denominator if unscaled_grad else None, input.shape
-        losses = forward_and_grad(z, out, target, weight, token_weight, denominator, o, unscaled_grad)
+    def forward(ctx, input, z, out, c, target, weight, token_weight, o, reduction):
+        done = turned(z, out, c, (target, weight, token_weight), o, reduction)
+        ctx.how, ctx.shape = (done.denominator, done.scale), input.shape
         if out is z: torch.autograd.graph.increment_version(input)
-        path = losses if reduction != "none" else losses.new_empty(0)  # for `first_order`
+        path = done.losses if reduction != "none" else done.losses.new_empty(0)  # for `first_order`
         ctx.save_for_backward(out.detach(), path)  # no input, no logits
         ctx.set_materialize_grads(False)
-        return reduce_rows(losses, reduction), path
+        return done.loss, path
 
     @staticmethod
     @first_order
     def backward(ctx, g, _):
         dz, _ = ctx.saved_tensors
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        dz = scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), ctx.late, keep)
+        dz = scaled_gradient(dz, g, *ctx.how, keep)
         return out_like(dz, ctx.shape), *[None] * 8
 
 # %% ../nbs/05_clusters.ipynb #9141c20e
@@ -369,18 +465,23 @@ def check_soft_target(input:Tensor, target:Tensor, reduction:str, ignore_index:i
            ignore_index)
 
 # %% ../nbs/05_clusters.ipynb #3a452499
+@once_for_alike
 def check_logits(
-    input:Tensor, target:Tensor, reduction:str, ignore_index:int,
+    input:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
+    o:LossOptions, reduction:str, inplace:bool, return_stats:bool,
 ):
-    "`ValueError` or `IndexError` for logits and labels that `cross_entropy` does not accept."
+    "`ValueError` for arguments that `cross_entropy` does not accept; numbers are not looked at."
     expect(isinstance(input, Tensor), "input", "a tensor", type(input).__name__)
     dim = min(1, input.dim() - 1)  # of the classes
     expect(dim >= 0 and input.dtype in FLOATS and input.shape[dim], "input",
            "floats of 16, 32 or 64 bits, of shape [V] or [N, V, ...] with at least one class",
            f"{input.dtype} {list(input.shape)}")
-    if is_soft(input, target): return check_soft_target(input, target, reduction, ignore_index)
-    check_target(target, input.shape[:dim] + input.shape[dim + 1:], input.device, reduction)
-    check_labels(target, input.shape[dim], ignore_index)
+    rows, soft = input.shape[:dim] + input.shape[dim + 1:], is_soft(input, target)
+    if soft: check_soft_target(input, target, reduction, o.ignore_index)
+    else: check_target(target, rows, input.device, reduction)
+    check_weights(input.shape[dim], input.device, weight, token_weight, rows)
+    check_flags(inplace=inplace, return_stats=return_stats)
+    expect(not (soft and (inplace or return_stats)), "target", "integers beside inplace or return_stats", "probabilities")
 
 # %% ../nbs/05_clusters.ipynb #d13744b8
 def check_overwrite(input:Tensor, return_stats:bool):
@@ -392,7 +493,8 @@ def check_overwrite(input:Tensor, return_stats:bool):
     expect(not (input.is_leaf or owner.is_leaf and owner.requires_grad), "inplace",
            "logits that an operation made", "a leaf that requires grad, or a view of one")
     apart = all(stride > 0 or size < 2 for size, stride in zip(input.shape, input.stride()))
-    expect(apart and rows_view(input).data_ptr() == input.data_ptr(), "inplace",
+    viewed = input.dim() < 3 or rows_view(input.detach()).data_ptr() == input.data_ptr()
+    expect(apart and viewed, "inplace",
            "logits of their own memory, whose rows strides can describe",
            f"strides {list(input.stride())}")
 
@@ -403,16 +505,10 @@ def run_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "`cross_entropy` of what has been checked."
     y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
-    denominator = (total_weight(*y, o.ignore_index, acc_dtype(input.dtype))
-                   if reduction == "mean" else None)
-    if inplace and gives_gradient(input):
-        z = rows_view(input.detach())
-        loss, _ = _Turnaround.apply(input, z, z, *y, denominator, o, reduction)
-    elif turns_early(input, weight, o, reduction, return_stats):
-        z = rows_view(input.detach())
-        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        loss, _ = _Turnaround.apply(input, z, out, *y, denominator, o, reduction)
+    place = gradient_place(input, weight, o, reduction, inplace, return_stats)
+    if place: loss, _ = _Turnaround.apply(input, *place, *y, o, reduction)
     else:
+        denominator = total_weight(*y, o.ignore_index, acc_dtype(input.dtype)) if reduction == "mean" else None
         losses, *rows = logits_loss(rows_view(input), *y, denominator, o, statistics_of(return_stats))
         loss = reduce_rows(losses, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
@@ -448,14 +544,9 @@ def cross_entropy(
     Of probabilities "mean" divides by the number of tokens, as torch does, or by their weights.
     """
     o = loss_options(options)
-    check_logits(input, target, reduction, o.ignore_index)
-    soft = is_soft(input, target)
-    dim = min(1, input.dim() - 1)  # of the classes
-    check_weights(input.shape[dim], input.device, weight, token_weight, input.shape[:dim] + input.shape[dim + 1:])
-    check_flags(inplace=inplace, return_stats=return_stats)
-    if soft:
-        expect(not (inplace or return_stats), "target", "integers beside inplace or return_stats", "probabilities")
-        return run_soft_cross_entropy(input, target, weight, token_weight, o, reduction)
+    check_logits(input, target, weight, token_weight, o, reduction, inplace, return_stats)
+    if is_soft(input, target): return run_soft_cross_entropy(input, target, weight, token_weight, o, reduction)
+    check_labels(target, input.shape[min(1, input.dim() - 1)], o.ignore_index)
     if inplace: check_overwrite(input, return_stats)
     return run_cross_entropy(input, target, weight, token_weight, o, reduction, inplace,
                              return_stats)
@@ -467,11 +558,18 @@ def gives_gradient(input:Tensor) -> bool:
     return input.requires_grad and torch.is_grad_enabled()
 
 # %% ../nbs/05_clusters.ipynb #2d3983d3
-def turns_early(
-    input:Tensor,
-    weight:Optional[Tensor], o:LossOptions, reduction:str, return_stats:bool,
-) -> bool:
-    "Whether the gradient is formed in forward, out of place."
+def turns_early(input:Tensor, reduction:str, return_stats:bool) -> bool:
+    "Whether the gradient may be formed in forward, out of place."
     if not (input.requires_grad and torch.is_grad_enabled()) or reduction == "none": return False
-    if return_stats or observed() or not has_kernel(input): return False
-    return row_cluster(rows_view(input.detach()), weight, o) is not None
+    return not (return_stats or observed()) and has_kernel(input)
+
+# %% ../nbs/05_clusters.ipynb #c241393a
+def gradient_place(
+    input:Tensor, weight:Optional[Tensor], o:LossOptions, reduction:str, inplace:bool, return_stats:bool,
+) -> Optional[tuple[Tensor, Tensor, Optional[Cluster]]]:  # logits and gradient [O,I,V]; the cluster for each row
+    "Where forward puts the gradient; None if backward forms it."
+    if not (gives_gradient(input) if inplace else turns_early(input, reduction, return_stats)): return None
+    z = rows_view(input.detach())
+    c = row_cluster(z, weight, o) if reduction != "none" and has_kernel(z) else None
+    if inplace: return z, z, c
+    return (z, z.new_empty(z.shape), c) if c else None

@@ -1,11 +1,13 @@
 """The kernel of `cuda/turnaround.cu`: it compiles everywhere, and on a GPU does what `reference_fwd` and `reference_bwd` do."""
 
+import threading
+
 import pytest
 import torch
 
 import fusedloss
 from fusedloss import clusters
-from fusedloss.clusters import Cluster, cluster_shape, launch_cluster, row_cluster
+from fusedloss.clusters import Cluster, cluster_shape, launch_cluster, row_cluster, SUMMED_ROWS
 from fusedloss.core.cuda import CompiledByCupy, CompiledByTorch, cuda_source
 from fusedloss.core.options import LossOptions
 from fusedloss.kernels import reference_bwd, reference_fwd
@@ -120,7 +122,68 @@ def test_out_of_place_the_gradient_waits_in_the_stead_of_the_logits(hopper):
     assert torch.equal(h, before) and torch.equal(once, last) and torch.equal(twice, -2 * once)
     assert (once - expected).abs().max() < 2**-7 * expected.abs().max()
     kept = saved_tensors(lambda: fusedloss.cross_entropy(h, y), h)
-    assert sorted(t.numel() for t in kept) == [len(y), h.numel()]  # losses, on which a refused second derivative hangs
+    assert sorted(t.numel() for t in kept) == [len(y) + 2, h.numel()]  # losses, on which a refused second derivative hangs, and what divided them
+
+
+def weighed(v: int, n: int, dtype: torch.dtype) -> dict:
+    "Weights of classes and tokens, and a label that counts nothing"
+    return {"weight": torch.rand(v, device="cuda").to(dtype), "token_weight": torch.rand(n, device="cuda"), "ignore_index": 7}
+
+
+@pytest.mark.parametrize("n", [140, 1025, SUMMED_ROWS, SUMMED_ROWS + 1])
+@pytest.mark.parametrize("more", [None, "weights"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_reduced_losses_and_scaled_gradients(dtype, reduction, more, n, hopper):
+    "in place and not, twice with the same bits, times factors that are one and others"
+    v = 4099 if n > 10000 else 9001
+    z, y = 2 * torch.randn(n, v, device="cuda", dtype=dtype), torch.randint(v, (n,), device="cuda")
+    y[3::5] = 7
+    given = weighed(v, n, f32) if more else {"ignore_index": 7}
+    token = given.get("token_weight", torch.ones(n, device="cuda")).double()
+    w = given.get("weight", torch.ones(v, device="cuda")).double()
+    part = torch.tensor(1.0, dtype=torch.float64, device="cuda") if reduction == "sum" else ((y != 7) * token * w[y]).sum()
+    p = z.double().softmax(1)
+    coef = ((y != 7) * token * w[y] / part)[:, None]
+    loss = -(coef[:, 0] * p.gather(1, y[:, None])[:, 0].log()).sum()
+    dz = coef * p.scatter_add_(1, y[:, None], -torch.ones(n, 1, dtype=torch.float64, device="cuda"))
+    for factor in (None, -2.0, 0.25):
+        found = []
+        for inplace in (False, True, True):
+            h = z.clone().requires_grad_() * 1
+            ours = fusedloss.cross_entropy(h, y, reduction=reduction, inplace=inplace, **given)
+            g, = torch.autograd.grad(ours, h, None if factor is None else torch.tensor(factor, device="cuda"))
+            assert torch.allclose(ours.double(), loss, rtol=2e-6)
+            exact = dz if factor is None else factor * dz
+            assert (g.double() - exact).abs().max() <= 2 * TOLERANCE[dtype] * exact.abs().max()
+            found.append((ours, g))
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+def test_labels_that_all_count_nothing(hopper):
+    z = torch.randn(140, 5000, device="cuda", dtype=bf16, requires_grad=True)
+    loss = fusedloss.cross_entropy(z, torch.full((140,), -100, device="cuda"))
+    loss.backward()
+    assert loss == 0 and not z.grad.any()
+
+
+def test_a_graph_and_a_fresh_thread(hopper):
+    "A captured step sees new labels; a thread that has asked CUDA for nothing launches"
+    z, y = torch.randn(140, 5000, device="cuda", dtype=bf16, requires_grad=True), torch.randint(5000, (140,), device="cuda")
+    step = lambda: torch.autograd.grad(fusedloss.cross_entropy(z, y), z)[0]
+    before = [step() for _ in range(2)][0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    y.copy_(y.roll(1))
+    graph.replay()
+    expected = step()
+    assert torch.equal(captured, expected) and not torch.equal(captured, before)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fusedloss.cross_entropy(z, y).detach()))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], fusedloss.cross_entropy(z, y).detach())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -139,7 +202,7 @@ def test_two_compilers_give_the_same_bits(hopper):
     seen = []
     for compiled in (CompiledByCupy, CompiledByTorch):
         run, losses = z.clone(), torch.empty(9, device="cuda")
-        compiled(source, "turnaround", options)(18, 128, run, run, y, None, None, None, None, losses, 6000, 1, *[6000] * 4,
+        compiled(source, "turnaround", options)(18, 128, run, run, y, None, None, None, None, losses, None, None, 9, 6000, 1, *[6000] * 4,
                                                 *LossOptions())
         seen.append((losses, run))
     assert all(torch.equal(a, b) for a, b in zip(*seen))

@@ -1,5 +1,6 @@
 """The loader of `cuda/*.cu`: one order of compilers for every kernel, and one neutral warning for a source that none compiles."""
 import ast
+import ctypes
 import sys
 import threading
 import time
@@ -57,12 +58,41 @@ def product():
 USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "product_sm90": product}  # by their source
 
 
+class Kernel:
+    "As CuPy and as PyTorch hand it out"
+    kernel, func = SimpleNamespace(ptr=11), SimpleNamespace(value=11)
+
+    def __call__(self, *given, **options):
+        pass
+
+    def set_shared_memory_config(self, size):
+        pass
+
+
+class Driver:
+    "Launches of a kernel of `addresses` addresses, three integers and a float, as it would read them; `errors` come first"
+    def __init__(self, addresses=0, errors=()):
+        self.addresses, self.errors, self.seen, self.asked = addresses, list(errors), [], []
+
+    def cuLaunchKernel(self, function, *rest):
+        *grid, shared, stream, places, extra = rest
+        if self.errors:
+            return self.errors.pop(0)
+        kinds = [ctypes.c_uint64] * self.addresses + [ctypes.c_int, ctypes.c_longlong, ctypes.c_int, ctypes.c_double][:len(places) - self.addresses]
+        self.seen.append((function.value, grid, shared, stream.value or 0, [kind.from_address(place).value for kind, place in zip(kinds, places)], extra))
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *given: self.asked.append(name)
+
+
 class Compilers:
     "Stand-ins for CuPy and for PyTorch's NVRTC; `failing` ones compile nothing but what holds `accepted`"
     def __init__(self, monkeypatch):
         self.patch, self.compiled = monkeypatch, []
         monkeypatch.setattr(torch.cuda, "_compile_kernel", self.by_torch("", RuntimeError("no GPU")), raising=False)
         everywhere(monkeypatch, cuda, "null_pointer", lambda: torch.empty(0))
+        everywhere(monkeypatch, cuda, "driver", Driver)
         everywhere(monkeypatch, cuda, "device_of", lambda index: GPUS["H200"])
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
@@ -72,7 +102,7 @@ class Compilers:
         if accepted not in source:
             raise error
         self.compiled.append((compiler, name))
-        return lambda *given, **options: None
+        return Kernel()
 
     def cupy(self, accepted, error=None):
         "None: CuPy is absent. Else it compiles sources that hold `accepted`"
@@ -108,9 +138,12 @@ class Compilers:
         return {compiler for compiler, name in self.compiled if name != "empty_kernel"}
 
 
+MADE = cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.clusters.bound_launches, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels
+
+
 def forget():
     "Nothing compiled, nothing warned of"
-    for cached in (cuda.compiler_failure, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels):
+    for cached in (cuda.compiler_failure, *MADE):
         cached.cache_clear()
     cuda.warned_sources.clear()
 
@@ -170,7 +203,7 @@ def test_one_warning_a_source_where_nothing_compiles(source, compilers):
     with pytest.warns(UserWarning, match=rf"cuda/{source}\.cu was not compiled.*CuPy: .*PyTorch: .*no GPU") as told:
         assert USERS[source]() is None
     assert len(told) == 1
-    for cached in (cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels):
+    for cached in MADE:
         cached.cache_clear()  # other constants and other kernels of the source
     with warnings.catch_warnings(action="error"):
         assert USERS[source]() is None
@@ -226,6 +259,41 @@ def test_handles_are_of_kernels_that_may_take_the_shared_memory(compilers, monke
     compilers.cupy(ANY), compilers.torch(ANY)
     for compiler, size in zip(cuda.COMPILERS.values(), (100000, 200000)):
         assert compiler(cuda.EMPTY_KERNEL, "empty_kernel", cuda.OPTIONS).handle(size) == 17 and made.max_dynamic_shared_size_bytes == size
+
+
+def bound(driver, monkeypatch, *numbers):
+    "A kernel of two addresses that the driver is asked to launch"
+    monkeypatch.setattr(cuda, "driver", lambda: driver)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    return cuda.Bound(SimpleNamespace(handle=lambda shared: 11), 2, 7, 128, 2, *numbers)
+
+
+def test_what_the_driver_reads_of_a_bound_kernel(monkeypatch):
+    "Addresses of each launch, numbers of all, also as narrower integers; the stream that is the current one then"
+    launch = bound(driver := Driver(2), monkeypatch, -100, 2**40, 5, 0.125)
+    launch(at := torch.zeros(3), None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 9)
+    launch(3, 2**63)
+    how = 11, [7, 1, 1, 128, 1, 1], 0
+    assert driver.seen == [(*how, 102, [at.data_ptr(), 0, -100, 2**40, 5, 0.125], None), (*how, 9, [3, 2**63, -100, 2**40, 5, 0.125], None)]
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    bound(driver := Driver(2, [201]), monkeypatch)(1, 2)
+    assert driver.asked == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"] and [seen[4] for seen in driver.seen] == [[1, 2]]
+
+
+@pytest.mark.parametrize("errors", [[1], [201, 700]])
+def test_an_error_of_the_driver_is_raised(errors, monkeypatch):
+    with pytest.raises(RuntimeError, match=f"cuLaunchKernel: the driver answers with error {errors[-1]}"):
+        bound(Driver(2, errors), monkeypatch)(1, 2)
+
+
+def test_threads_launch_with_their_own_addresses(monkeypatch):
+    launch = bound(driver := Driver(2), monkeypatch, 5)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: launch(n, n + 1), range(400)))
+    assert sorted(seen[4][:2] for seen in driver.seen) == [[n, n + 1] for n in range(400)]
 
 
 def test_every_source_has_a_user_above():

@@ -19,16 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fusedloss import losses
+from fusedloss import clusters, losses
 from fusedloss.core import cuda, devices, hopper, products, triton
 from helpers import everywhere, planted
 from offline import triton_kernels
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="needs Triton")
 H200 = devices.H200.model()._replace(multiprocessors=1)  # so that few rows fill it
-CALLS = {"auto": 78, "eager": 76, "chunks": 133}  # Python functions of the library, in a step of training
-OPERATORS = {"auto": 20, "eager": 20, "chunks": 33}  # of PyTorch; its own loss has 12
-TIMES = {"auto": 5, "eager": 5, "chunks": 7}  # as long as PyTorch's step, whose kernels do something
+LOGITS_CALLS = {False: 56, True: 63}  # of a step of `cross_entropy`, by whether it is in place
+LOGITS_OPERATORS = {False: 11, True: 10}  # of PyTorch; its own loss has 5
+LOGITS_TIMES = {False: 4.5, True: 4.5}  # as long as PyTorch's step, whose kernels do something
+CALLS = {"auto": 72, "eager": 70, "chunks": 131, "product": 284}  # Python functions of the library, in a step of training
+OPERATORS = {"auto": 16, "eager": 16, "chunks": 33, "product": 40}  # of PyTorch; its own loss has 12
+TIMES = {"auto": 5, "eager": 5, "chunks": 8, "product": 18}  # as long as PyTorch's step, whose kernels do something
 
 
 class Nothing:
@@ -36,6 +39,12 @@ class Nothing:
     def __getitem__(self, grid): return self
     def __call__(self, *args, **options): return 0
     def __getattr__(self, name): return self
+
+
+def forget() -> None:
+    "What was kept of launches and of matrices"
+    for kept in (clusters.bound_launches, hopper.form_failure, hopper.known_map):
+        kept.cache_clear()
 
 
 @pytest.fixture
@@ -55,9 +64,12 @@ def gpu(monkeypatch) -> None:
     everywhere(monkeypatch, triton, "triton_works", lambda: True)
     everywhere(monkeypatch, devices, "recognised", lambda backend, index: H200)
     everywhere(monkeypatch, cuda, "cuda_kernel", lambda *args, **constants: nothing)
-    everywhere(monkeypatch, hopper, "driver", lambda: nothing)
+    everywhere(monkeypatch, cuda, "driver", lambda: nothing)
     everywhere(monkeypatch, hopper, "form_handle", lambda *args: ctypes.c_void_p(1))
     everywhere(monkeypatch, products, "adds_in_float32", lambda device: False)
+    forget()
+    yield
+    forget()
 
 
 def step(method: str | None, module: ModuleType = losses, v: int = 4104) -> Callable[[], tuple]:
@@ -100,6 +112,10 @@ def operators_of(run: Callable[[], tuple]) -> list[str]:
     return [event.name for event in seen.events() if event.name.startswith("aten::") and not inner(event)]
 
 
+def does_more(run: Callable[[], tuple], other: Callable[[], tuple]) -> bool:
+    return len(calls_of(run)) > len(calls_of(other)) or len(operators_of(run)) > len(operators_of(other))
+
+
 @pytest.mark.parametrize("method", CALLS)
 def test_functions_of_a_step_are_few(method, gpu):
     found = calls_of(step(method))
@@ -132,6 +148,38 @@ def test_a_step_takes_no_longer_than_it_did(gpu):
     assert all(found[method] <= most * found[None] for method, most in TIMES.items()), {m: s / found[None] for m, s in found.items()}
 
 
+def logits_step(inplace: bool | None, module: ModuleType = clusters, v: int = 4104) -> Callable[[], tuple]:
+    "A step of the loss of logits that an operation made, by PyTorch's own loss if None"
+    made = torch.Generator().manual_seed(0)
+    z, y = torch.randn(8, v, generator=made).bfloat16().requires_grad_(), torch.randint(v, (8,), generator=made)
+    loss = F.cross_entropy if inplace is None else lambda h, y: module.cross_entropy(h, y, inplace=inplace)
+    def run():
+        h = z.view_as(z) if inplace is None else Made.apply(z)
+        return torch.autograd.grad(loss(h, y), h)
+    return run
+
+
+class Made(torch.autograd.Function):
+    "Hands its input on as if it had computed it"
+    forward = staticmethod(lambda ctx, z: z.detach())
+    backward = staticmethod(lambda ctx, g: g)
+
+
+@pytest.mark.parametrize("inplace", LOGITS_CALLS)
+def test_functions_and_operators_of_a_step_of_logits_are_few(inplace, gpu):
+    run = logits_step(inplace)
+    assert len(found := calls_of(run)) <= LOGITS_CALLS[inplace], found
+    assert len(found := operators_of(run)) <= LOGITS_OPERATORS[inplace], found
+
+
+def test_a_step_of_logits_takes_no_longer_than_it_did(gpu):
+    runs = {inplace: logits_step(inplace, v=4104 if inplace is not None else 16) for inplace in (None, *LOGITS_TIMES)}
+    for run in runs.values():
+        run()
+    found = times(runs)
+    assert all(found[inplace] <= most * found[None] for inplace, most in LOGITS_TIMES.items()), {m: s / found[None] for m, s in found.items()}
+
+
 CHECK = "check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)"
 BUGS = {
     "each call is checked anew": ("@once_for_alike\ndef check_call(", "def check_call("),
@@ -143,5 +191,18 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, gpu, tmp_path):
-    run = step("eager", planted(losses, tmp_path, *BUGS[bug]))
-    assert len(calls_of(run)) > CALLS["eager"] or len(operators_of(run)) > OPERATORS["eager"], "nothing noticed"
+    assert does_more(step("eager", planted(losses, tmp_path, *BUGS[bug])), step("eager")), "nothing noticed"
+
+
+LOGITS_BUGS = {
+    "each call is checked anew": ("@once_for_alike\ndef check_logits(", "def check_logits("),
+    "operators add up the losses": ("    loss, late = losses[:m].sum() if loss is None else loss,", "    loss, late = losses[:m].sum(),"),
+    "operators count the labels": ("    found = launch_loss(z, out, *given, o, c, mean, late) if c else None\n", "    found = None\n"),
+    "kernels are bound anew": ("@functools.lru_cache(maxsize=4096)\ndef bound_launches(", "def bound_launches("),
+    "the logits are looked at twice": ("    z = rows_view(input.detach())\n", "    z = rows_view(rows_view(input.detach()).view(input.shape))\n"),
+}
+
+
+@pytest.mark.parametrize("bug", LOGITS_BUGS)
+def test_a_planted_bug_of_logits_is_noticed(bug, gpu, tmp_path):
+    assert does_more(logits_step(False, planted(clusters, tmp_path, *LOGITS_BUGS[bug])), logits_step(False)), "nothing noticed"

@@ -124,7 +124,7 @@ def linear_ctc() -> None:
 
 
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
-    cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel turnaround",
+    cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
     exponentials: "score_statistics exponentials score_gradients rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     pairs: "divergence_kernel soft_kernel",
@@ -149,20 +149,27 @@ def launches() -> Iterator[set[str]]:
     def noted(compiled):
         def compile_noted(source, name, options):
             launch = compiled(source, name, options)
-            return lambda *args, **more: (seen.add(name), launch(*args, **more))
+            noted_launch = lambda *args, **more: (seen.add(name), launch(*args, **more))
+            noted_launch.function, noted_launch.name = getattr(launch, "function", None), name
+            return noted_launch
         return compile_noted
+
+    def seen_bound(self, *addresses):
+        seen.add(self.kernel.name)
+        return call_bound(self, *addresses)
 
     def seen_form(name, *args):
         seen.add(name)
         return launch_form(name, *args)
 
     launch_form, hopper.launch_form = hopper.launch_form, seen_form
+    call_bound, cuda.Bound.__call__ = cuda.Bound.__call__, seen_bound
     triton_kernel.run = seen_run
     cuda.COMPILERS.update({name: noted(compiled) for name, compiled in compilers.items()})
     try:
         yield seen
     finally:
-        triton_kernel.run, hopper.launch_form = run, launch_form
+        triton_kernel.run, hopper.launch_form, cuda.Bound.__call__ = run, launch_form, call_bound
         cuda.COMPILERS.update(compilers)
 
 

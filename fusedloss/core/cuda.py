@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/library/cuda.ipynb #e4b40542
-import functools, os, re, threading, warnings
+import ctypes, functools, os, re, struct, threading, warnings
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
@@ -159,3 +159,50 @@ def cuda_kernel(
 
 # %% ../../nbs/library/cuda.ipynb #c39e4770
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+# %% ../../nbs/library/cuda.ipynb #b7a0bbe7
+NO_CONTEXT = 201  # the driver's error
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    "The driver's library; `OSError` where there is none."
+    return ctypes.CDLL("libcuda.so.1")
+
+def ask_driver(name:str, *args:Any):
+    "Call a function of the driver; `RuntimeError` if it refuses."
+    failed = getattr(driver(), name)(*args)
+    if failed: raise RuntimeError(f"{name}: the driver answers with error {failed}")
+
+# %% ../../nbs/library/cuda.ipynb #765b4a10
+def enter_context(
+    device:int,  # the current one
+):
+    "Give this thread the context in which PyTorch works."
+    context = ctypes.c_void_p()
+    ask_driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    ask_driver("cuCtxSetCurrent", context)
+
+# %% ../../nbs/library/cuda.ipynb #c4aa5446
+class Bound:
+    "A kernel with its grid and its numbers: a launch takes the addresses, or tensors, with which its parameters begin."
+    def __init__(self, launch:Callable, device:int, blocks:int, threads:int, addresses:int, *numbers:int|float):
+        words = f"{addresses}Q" + "".join("d" if isinstance(n, float) else "q" for n in numbers)
+        self.room = ctypes.create_string_buffer(struct.pack(words, *[0] * addresses, *numbers))
+        begin, count = ctypes.addressof(self.room), addresses + len(numbers)
+        self.places = (ctypes.c_void_p * count)(*range(begin, begin + 8 * count, 8))
+        self.write, self.lock = struct.Struct(f"{addresses}Q").pack_into, threading.Lock()
+        self.kernel, self.device = launch, device  # the kernel lives as long as its handle
+        self.how = ctypes.c_void_p(launch.handle(0)), blocks, 1, 1, threads, 1, 1, 0
+        self.ask = driver().cuLaunchKernel
+
+    def __call__(self, *places:Tensor|int|None):
+        "Launch on the current stream of the device, which is the current one."
+        addresses = [p if type(p) is int else 0 if p is None else p.data_ptr() for p in places]
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.device))
+        with self.lock:  # another thread would write its addresses
+            self.write(self.room, 0, *addresses)
+            failed = self.ask(*self.how, stream, self.places, None)
+            if failed == NO_CONTEXT:
+                enter_context(self.device)
+                failed = self.ask(*self.how, stream, self.places, None)
+        if failed: raise RuntimeError(f"cuLaunchKernel: the driver answers with error {failed}")

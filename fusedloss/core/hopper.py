@@ -12,22 +12,11 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.cuda import ask_driver, cuda_kernel
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.options import LossOptions
 from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts, rescaled_moment
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
-
-# %% ../../nbs/library/hopper.ipynb #c281a377
-@functools.cache
-def driver() -> ctypes.CDLL:
-    "The driver's library; `OSError` where there is none."
-    return ctypes.CDLL("libcuda.so.1")
-
-def ask_driver(name:str, *args:Any):
-    "Call a function of the driver; `RuntimeError` if it refuses."
-    failed = getattr(driver(), name)(*args)
-    if failed: raise RuntimeError(f"{name}: the driver answers with error {failed}")
 
 # %% ../../nbs/library/hopper.ipynb #ef34208d
 ELEMENT = {torch.float16: 6, torch.bfloat16: 9}  # of the driver's header, as the next two
