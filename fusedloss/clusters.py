@@ -16,7 +16,7 @@ from fusedloss.core.checks import (
     acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS, once_for_alike)
 from fusedloss.core.cuda import Bound, cuda_kernel, ELEMENTS
 from fusedloss.core.devices import Device, device_of, Implementation
-from fusedloss.core.operators import first_order, observed, transformed
+from fusedloss.core.operators import applied, first_order, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     statistics_of)
@@ -210,16 +210,24 @@ def cluster_shape(
 
 # %% ../nbs/05_clusters.ipynb #c947e676
 def starts_on_vectors(
-    *tensors:Tensor,  # [O,I,V]
+    *tensors:Tensor,  # [N,V] or [O,I,V]
 ) -> bool:
     "Whether all rows start at multiples of 16 bytes."
     for t in tensors:
-        if t.data_ptr() % 16 or (t.stride(0) | t.stride(1)) * t.element_size() % 16: return False
+        outer, *inner, _ = t.stride()
+        if (t.data_ptr() | (outer | sum(inner)) * t.element_size()) % 16: return False
     return True
+
+# %% ../nbs/05_clusters.ipynb #d14d20b7
+def three(
+    shape:tuple[int, ...], strides:tuple[int, ...],  # of [N,V] or [O,I,V]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    "Those of [O,I,V]."
+    return (shape, strides) if len(shape) == 3 else ((shape[0], 1, shape[1]), (strides[0], 0, strides[1]))
 
 # %% ../nbs/05_clusters.ipynb #5150a9aa
 def row_cluster(
-    z:Tensor, weight:Optional[Tensor],  # [O,I,V], [V]
+    z:Tensor, weight:Optional[Tensor],  # [N,V] or [O,I,V]; [V]
     o:LossOptions,
 ) -> Optional[Cluster]:
     "The cluster for each row, where clusters exist and are the faster way."
@@ -233,7 +241,7 @@ def cluster_of(
     largest_label:int, capped:bool, d:Device,
 ) -> Optional[Cluster]:
     "`row_cluster` by numbers."
-    (rows, inner, v), (stride_o, stride_i, stride_v) = shape, strides
+    (rows, inner, v), (stride_o, stride_i, stride_v) = three(shape, strides)
     sizes = stride_o, stride_i, largest_label, rows * inner * 8
     if v <= 4096 or stride_v != 1 or max(sizes) >= 2**31 or ROW_CLUSTERS.lacks(d): return None
     room = 0 if aligned else 16 - element_size
@@ -267,19 +275,20 @@ def bound_launches(
 ) -> Optional[Launches]:
     "`cluster_launches` by numbers."
     if max(out_strides) >= 2**31: return None  # 32-bit arguments of the kernel
-    (rows, inner, v), out_row = shape, out_strides[:2]
+    (rows, inner, v), (*row, _) = three(shape, strides)
+    _, (*out_row, _) = three(shape, out_strides)
     m, whole = rows * inner, aligned and v * dtype.itemsize % 16 == 0
     kernels = cluster_kernels(dtype, whole, o, c, unscaled_grad, device)
     if None in kernels: return None
     weigh, turn, scale = kernels
     return Launches(Bound(weigh, device, 1, 1024, 5, m, v, o.ignore_index),
-                    Bound(turn, device, m * c.blocks, c.threads, 10, m, v, inner, *strides[:2], *out_row, *o),
+                    Bound(turn, device, m * c.blocks, c.threads, 10, m, v, inner, *row, *out_row, *o),
                     Bound(scale, device, min(m, 8 * device_of(device).multiprocessors), 256, 4, m, v, inner,
                           *out_row, *out_row))
 
 # %% ../nbs/05_clusters.ipynb #6b3d1530
 def cluster_launches(
-    z:Tensor, out:Tensor, o:LossOptions, c:Cluster, unscaled_grad:bool,  # [O,I,V] twice; `out` may be `z`
+    z:Tensor, out:Tensor, o:LossOptions, c:Cluster, unscaled_grad:bool,  # [N,V] or [O,I,V] twice; `out` may be `z`
 ) -> Optional[Launches]:  # None where the kernels cannot be had
     "What launches the kernels on tensors like these; `scale_rows` changes `out`."
     strides, aligned = (z.stride(), out.stride()), starts_on_vectors(z, out)
@@ -320,21 +329,19 @@ class Turned(NamedTuple):
 # %% ../nbs/05_clusters.ipynb #2c327cd8
 def launch_loss(
     z:Tensor, out:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],
-    o:LossOptions, c:Cluster, mean:bool, unscaled_grad:bool,
-) -> Optional[Turned]:  # None where the kernels cannot be had
-    "`launch_cluster`, and the losses' mean or sum."
-    m, dtype = len(target), torch.float32
+    launches:Launches, reduction:str,
+) -> Turned:
+    "The losses' mean or sum, and the gradient in `out`; of fp16 it is not divided."
+    m, dtype, mean = len(target), torch.float32, reduction == "mean"
     losses = z.new_empty(m + 2, dtype=dtype)  # then the divisor, and a counter of rows
     loss = z.new_empty((), dtype=dtype) if m <= SUMMED_ROWS else None
     with on_device(z):
-        launches = cluster_launches(z, out, o, c, unscaled_grad)
-        if launches is None: return None
         after = losses.data_ptr() + 4 * m
         divisor, done = after if mean else None, after + 4
         labels = target, *in_float32(weight, token_weight)
         launches.label_weights(*labels, divisor, done)
         launches.turnaround(z, out, *labels, all_weights(weight), divisor, losses, loss, done)
-    loss, late = losses[:m].sum() if loss is None else loss, losses[m] if mean and unscaled_grad else None
+    loss, late = losses[:m].sum() if loss is None else loss, losses[m] if mean and z.dtype == torch.float16 else None
     return Turned(loss, losses, late, launches.scale_rows)
 
 # %% ../nbs/05_clusters.ipynb #353a7937
@@ -397,26 +404,25 @@ def scaled_rows(
     return out.copy_(torch.where(dz == 0, 0.0, product))
 
 # %% ../nbs/05_clusters.ipynb #b31529a7
-def turned(
-    z:Tensor, out:Tensor, c:Optional[Cluster],  # [O,I,V] twice; of each row, if that is the way
-    given:tuple[Tensor, Optional[Tensor], Optional[Tensor]],  # target, weight, token_weight
+def plain_turn(
+    z:Tensor, out:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [O,I,V] twice
     o:LossOptions, reduction:str,
 ) -> Turned:
-    "The loss of the logits, and its gradient in `out`, of fp16 undivided."
-    late, mean = z.dtype == torch.float16, reduction == "mean"  # divide after the upstream gradient
-    found = launch_loss(z, out, *given, o, c, mean, late) if c else None
-    if found: return found
-    denominator = total_weight(*given, o.ignore_index, acc_dtype(z.dtype)) if mean else None
+    "`launch_loss` wherever rows have no cluster."
+    late, given = z.dtype == torch.float16, (target, weight, token_weight)  # divide after the upstream gradient
+    denominator = total_weight(*given, o.ignore_index, acc_dtype(z.dtype)) if reduction == "mean" else None
     losses = forward_and_grad(z, out, *given, denominator, o, late)
     return Turned(reduce_rows(losses, reduction), losses, denominator if late else None)
 
 # %% ../nbs/05_clusters.ipynb #97eb3006
 def scaled_gradient(
-    dz:Tensor, g:Tensor,  # [O,I,V]; a scalar or [M], the upstream gradient
+    dz:Tensor, g:Tensor,  # [N,V] or [O,I,V]; a scalar or [M], the upstream gradient
     denominator:Optional[Tensor], scale:Optional[Bound], keep:bool,  # of `Turned`; leave `dz` as it is
 ) -> Tensor:
-    "`dz`, times g, and divided by what it is not divided by yet."
-    if keep or scale is None: return scaled_rows(dz, g.expand(dz.shape[0] * dz.shape[1]), denominator, keep)
+    "`dz`, times g over the denominator."
+    if keep or scale is None:
+        rows = dz if dz.dim() == 3 else dz[:, None]
+        return scaled_rows(rows, g.expand(rows.shape[0] * rows.shape[1]), denominator, keep)
     with on_device(dz): scale(dz, dz, g, denominator)
     return dz
 
@@ -424,12 +430,14 @@ def scaled_gradient(
 class _Turnaround(torch.autograd.Function):
     "The loss of logits, whose gradient is there before it is asked for."
     @staticmethod
-    def forward(ctx, input, z, out, c, target, weight, token_weight, o, reduction):
-        done = turned(z, out, c, (target, weight, token_weight), o, reduction)
+    def forward(ctx, input, launches, inplace, target, weight, token_weight, o, reduction):
+        z, given = input if launches and input.dim() == 2 else rows_view(input), (target, weight, token_weight)
+        out = z if inplace else z.new_empty(z.shape)
+        done = launch_loss(z, out, *given, launches, reduction) if launches else plain_turn(z, out, *given, o, reduction)
         ctx.how, ctx.shape = (done.denominator, done.scale), input.shape
-        if out is z: torch.autograd.graph.increment_version(input)
+        if inplace: torch.autograd.graph.increment_version(input)
         path = done.losses if reduction != "none" else done.losses.new_empty(0)  # for `first_order`
-        ctx.save_for_backward(out.detach(), path)  # no input, no logits
+        ctx.save_for_backward(out.detach() if inplace else out, path)  # no input, no logits
         ctx.set_materialize_grads(False)
         return done.loss, path
 
@@ -439,14 +447,15 @@ class _Turnaround(torch.autograd.Function):
         dz, _ = ctx.saved_tensors
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         dz = scaled_gradient(dz, g, *ctx.how, keep)
-        return out_like(dz, ctx.shape), *[None] * 8
+        return out_like(dz, ctx.shape), *[None] * 7
 
 # %% ../nbs/05_clusters.ipynb #9141c20e
 def out_like(
-    rows:Tensor,  # [O,I,V]
+    rows:Tensor,  # [O,I,V], or as it was
     shape:torch.Size,  # of what `rows_view` took
 ) -> Tensor:
     "`rows_view` undone."
+    if rows.shape == shape and len(shape) == 2: return rows
     if len(shape) < 3: return rows.view(shape)
     return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
@@ -504,9 +513,11 @@ def run_cross_entropy(
     o:LossOptions, reduction:str, inplace:bool, return_stats:bool,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "`cross_entropy` of what has been checked."
-    y, rows = (flat(target.long()), flat(weight), flat(token_weight)), None
-    place = gradient_place(input, weight, o, reduction, inplace, return_stats)
-    if place: loss, _ = _Turnaround.apply(input, *place, *y, o, reduction)
+    labels = target if target.dtype == torch.int64 else target.long()
+    y, rows = (flat(labels), flat(weight), flat(token_weight)), None
+    early = gives_gradient(input) if inplace else turns_early(input, reduction, return_stats)
+    launches = turning_launches(input, weight, o, inplace) if early and reduction != "none" else None
+    if launches or early and inplace: loss, _ = applied(_Turnaround, input, launches, inplace, *y, o, reduction)
     else:
         denominator = total_weight(*y, o.ignore_index, acc_dtype(input.dtype)) if reduction == "mean" else None
         losses, *rows = logits_loss(rows_view(input), *y, denominator, o, statistics_of(return_stats))
@@ -561,15 +572,24 @@ def gives_gradient(input:Tensor) -> bool:
 def turns_early(input:Tensor, reduction:str, return_stats:bool) -> bool:
     "Whether the gradient may be formed in forward, out of place."
     if not (input.requires_grad and torch.is_grad_enabled()) or reduction == "none": return False
-    return not (return_stats or observed()) and has_kernel(input)
+    return not (return_stats or observed())
 
 # %% ../nbs/05_clusters.ipynb #c241393a
-def gradient_place(
-    input:Tensor, weight:Optional[Tensor], o:LossOptions, reduction:str, inplace:bool, return_stats:bool,
-) -> Optional[tuple[Tensor, Tensor, Optional[Cluster]]]:  # logits and gradient [O,I,V]; the cluster for each row
-    "Where forward puts the gradient; None if backward forms it."
-    if not (gives_gradient(input) if inplace else turns_early(input, reduction, return_stats)): return None
-    z = rows_view(input.detach())
-    c = row_cluster(z, weight, o) if reduction != "none" and has_kernel(z) else None
-    if inplace: return z, z, c
-    return (z, z.new_empty(z.shape), c) if c else None
+def turning_launches(input:Tensor, weight:Optional[Tensor], o:LossOptions, inplace:bool) -> Optional[Launches]:
+    "What forms the gradient of logits in forward; None where rows have no cluster."
+    if not has_kernel(input): return None
+    z = input if input.dim() == 2 else rows_view(input.detach())
+    return known_launches(z.dtype, z.data_ptr() % 16, z.shape, z.stride(), inplace, o, weight is not None, z.get_device())
+
+# %% ../nbs/05_clusters.ipynb #06951ff6
+@functools.lru_cache(maxsize=4096)
+def known_launches(
+    dtype:torch.dtype, offset:int,  # of the first logit, beyond a multiple of 16 bytes
+    shape:tuple[int, ...], strides:tuple[int, ...], inplace:bool, o:LossOptions, weighted:bool, device:int,
+) -> Optional[Launches]:
+    "`turning_launches` by numbers."
+    if o.label_smoothing and weighted: return None
+    aligned = not offset and not any(stride * dtype.itemsize % 16 for stride in strides[:-1])
+    c = cluster_of(shape, strides, dtype.itemsize, aligned, abs(o.ignore_index), o.softcap > 0, device_of(device))
+    new = torch.empty(shape, device="meta").stride()  # of a gradient of its own
+    return c and bound_launches(dtype, shape, strides, strides if inplace else new, aligned, o, c, dtype == torch.float16, device)

@@ -631,7 +631,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "a mean over all tokens": ("in place", "counted = target != ignore_index", "counted = target == target"),
     "0 / 0 of no weights": ("front door", "1 / torch.where(denominator == 0, 1.0, denominator)", "1 / denominator"),
     "0 / 0 of no weights, in a kernel": ("in place on kernels", "1 / tl.where(total == 0, 1.0, total)", "1 / total"),
-    "fp16 divides too early": ("in place", "late, mean = z.dtype == torch.float16,", "late, mean = False,"),
+    "fp16 divides too early": ("in place", "late, given = z.dtype == torch.float16,", "late, given = False,"),
     "fp16 divides twice": (
         "in place", "None if unscaled_grad else denominator)\n    out.copy_", "denominator)\n    out.copy_"),
     "a kept gradient is scaled again": (

@@ -90,6 +90,11 @@ def check_reverse(
     raise RuntimeError(f"{name}: expected backward() or torch.autograd.grad, got a transform of "
                        f"torch.func or forward-mode AD; use {instead}")
 
+# %% ../../nbs/library/operators.ipynb #ae8196f6
+def applied(function:type[torch.autograd.Function], *args:Any) -> Any:
+    "`function.apply(*args)` where no transform is at work: it looks for none, nor for tensors that one left behind."
+    return super(torch.autograd.Function, function).apply(*args)
+
 # %% ../../nbs/library/operators.ipynb #3fcbf359
 class Arguments:
     "What a function takes: by name, and as its schema has it, options field by field."
