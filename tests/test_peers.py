@@ -1,0 +1,67 @@
+"""Other libraries' losses are called as their users call them; one that cannot be imported is named, with a reason."""
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import fusedloss.core.peers
+from helpers import planted, unchanged
+
+QUACK, LIGER = "quack.linear_cross_entropy", "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+BUGS = {  # what is wrong: (text of the source, what stands in its place)
+    "only an ImportError is caught": ("except Exception as error: missing", "except ImportError as error: missing"),
+    "a reason holds a path": ('if "/" not in word', "if word"),
+    "a square chunk is taken": ("if min(4096, n) == h else 4096", "if n == h else 4096"),
+    "sizes that do not fit are passed on": ("if n % 8 or h % 8 or v % 8:", "if n % 8 or h % 8:"),
+    "kernels are tuned at each shape": ("quack_rows(n, h), tuned=False)", "quack_rows(n, h))"),
+    "Liger's loss for Hopper is its other one": ('"Liger, CuTe": _liger_cute', '"Liger, CuTe": _liger'),
+}
+
+
+def library(path: str, monkeypatch, **names) -> None:
+    "A module of that path which can be imported, and its parents"
+    parts = path.split(".")
+    for k in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:k]), ModuleType(".".join(parts[:k])))
+    vars(sys.modules[path]).update(names)
+
+
+def faults(peers: ModuleType, monkeypatch) -> list[str]:
+    "What is wrong with how libraries are found and called"
+    calls = []
+    library(QUACK, monkeypatch, chunked_linear_cross_entropy=lambda x, w, y, rows, tuned=True: calls.append((rows, tuned)))
+    library(LIGER, monkeypatch, liger_fused_linear_cross_entropy_sm90="the one for Hopper")
+    library("cut_cross_entropy", monkeypatch, __getattr__=lambda name: 1 / 0 if name == "linear_cross_entropy" else None)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    try:
+        found, missing = peers.every_linear_peer()
+    except ZeroDivisionError:
+        return ["an error of a library is not caught"]
+    wrong = [] if missing.get("CCE") == "ZeroDivisionError: division by zero" else ["CCE's error is not the reason"]
+    wrong += [] if found.get("Liger, CuTe") == "the one for Hopper" else ["Liger's loss for Hopper is not found"]
+    wrong += [] if missing.get("Liger", "").startswith("ModuleNotFoundError") else ["Liger is not missing"]
+    wrong += [] if peers.brief_error(OSError("no file /a/b here")) == "OSError: no file here" else ["a path is in a reason"]
+    call = lambda n, h, v: found["QuACK"](torch.empty(n, h), torch.empty(v, h), torch.empty(n))
+    for sizes in ((8192, 4096, 8), (2048, 2048, 8), (64, 16, 8)): call(*sizes)
+    wrong += [] if calls == [(2048, False), (1024, False), (4096, False)] else [f"QuACK is called with {calls}"]
+    for sizes in ((9, 16, 8), (8, 17, 8), (8, 16, 9)):
+        try:
+            call(*sizes)
+            wrong.append(f"{sizes} are not refused")
+        except ValueError as error:
+            wrong += [] if str(error).endswith(" × ".join(map(str, sizes))) else [f"{error} does not name {sizes}"]
+    return wrong
+
+
+def test_libraries_are_found_and_called_as_they_should(monkeypatch):
+    assert faults(fusedloss.core.peers, monkeypatch) == []
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_noticed(bug, tmp_path, monkeypatch):
+    assert faults(planted(fusedloss.core.peers, tmp_path, *BUGS[bug]), monkeypatch)
+
+
+def test_without_a_bug_nothing_is_noticed(tmp_path, monkeypatch):
+    assert faults(planted(fusedloss.core.peers, tmp_path, *unchanged(BUGS.values())), monkeypatch) == []
