@@ -24,7 +24,7 @@ from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.product import plan_product, product_obstacle, product_row
-from fusedloss.recompute import beside_dz, BUDGET, slab_tiles, TERMS
+from fusedloss.recompute import beside_dz, BUDGET, slab_slices, slab_tiles, TERMS
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
 class Call(NamedTuple):
@@ -273,15 +273,16 @@ def slab_forward_bytes(r:Call, machine:Machine) -> int:
     if takes_bare(r, machine.device) and by_product <= (r.memory_budget or BUDGET): return by_product + 44 * r.n
     return 4 * r.n * (numbers * -(-tiles // run) + 7 + 4 + 4 * bool(r.stats))
 
-def slab_size(r:Call, machine:Machine) -> tuple[int, int]:  # classes; bytes each of them takes
-    "A slab of stage 7's backward pass."
+def slab_size(r:Call, machine:Machine) -> tuple[int, int, int]:  # classes; bytes each of them takes; number of slabs
+    "A slab of stage 7's backward pass, where the budget has to hold it."
     busy = bool({"softcap", "label_smoothing"} & {*r.options}) or r.stats == "differentiable"
     (n, v, h), t = r.sizes, slab_tiling(r, machine, busy)
     tiles_n = -(-n // t.BN)
     beside = beside_dz(h, tiles_n, r.dtype, r.needs)
     tiles = slab_tiles(n, h, r.memory_budget or 0, tiles_n, -(-v // t.BV), t.BV,
                        machine.device.multiprocessors, beside=beside)
-    return min(v, t.BV * tiles), 2 * n + beside
+    free = h if takes_bare(r, machine.device) and r.needs[1] and r.dtype == torch.bfloat16 else 0  # fp16: scaled dw
+    return min(v, t.BV * tiles), 2 * n + beside, len(slab_slices(v, t.BV * tiles, t.BV, n, free))
 
 # %% ../nbs/10_plans.ipynb #3935f4e4
 def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int, tuple]:
@@ -290,8 +291,7 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     flops, forward = 2.0 * n * v * h, slab_forward_bytes(r, machine)
     costs = [Cost("lse", flops, size * h * (n + v), epilogue_share(r, "lse"))]
     if not any(r.needs): return costs, 6, HOST_SECONDS["recompute"], forward, ("nothing stored",)
-    slab, each = slab_size(r, machine)
-    slabs = -(-v // slab)
+    slab, each, slabs = slab_size(r, machine)
     costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue_share(r, "dz"))]
     reached = lambda name: rate_share_of_parts(r, name, slab)
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h), reached("padded_dw"))] * need_w

@@ -398,6 +398,19 @@ def take_grad_scale(
     terms[1:5] /= grad_scale
     return grad_scale
 
+# %% ../nbs/07_recompute.ipynb #88b0c3b3
+def slab_slices(
+    n_classes:int, slab:int, class_tile:int,  # V; classes that the budget holds; BV
+    n_tokens:int, n_features:int,  # N, H; 0 features: dz may not stand in dw
+) -> list[slice]:
+    "Slabs of classes: as many as the rows of dw after a slab have room for, or as the budget holds."
+    found, begin = [], 0
+    while begin < n_classes:
+        room = (n_classes - begin) * n_features // max(n_tokens + n_features, 1) // class_tile * class_tile
+        found.append(slice(begin, min(begin + max(slab, room), n_classes)))
+        begin = found[-1].stop
+    return found
+
 # %% ../nbs/07_recompute.ipynb #4aab2c30
 def launch_gradients(
     terms:Tensor, grad_scale:Optional[Tensor],  # [6,N]
@@ -406,15 +419,17 @@ def launch_gradients(
     temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
-    (n, _), v, (need_x, need_w, need_b) = x.shape, len(w), needs
+    (n, h), v, (need_x, need_w, need_b) = x.shape, len(w), needs
     part = lambda vector, j: None if vector is None else vector[j]
     dw, total = w.new_empty(w.shape if need_w else 0), None
     parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b else None
     db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
     bare = not need_b and temperature is None and takes_scores(x, w, bias, o)
-    for j in tile_slices(v, slab):
-        dz = buffer[:, :j.stop - j.start]
+    free = h if bare and need_w and grad_scale is None else 0
+    for j in slab_slices(v, slab, t.BV, n, free):
+        size = j.stop - j.start
+        dz = buffer[:, :size] if size <= slab else dw.view(-1)[j.stop * h:j.stop * h + n * size].view(n, size)
         db_parts = None if parts is None else parts[:, :dz.shape[1]]
         if bare: put_gradients(x, w[j], dz, target, terms, j.start, entropy)
         else: launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,

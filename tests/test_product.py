@@ -13,12 +13,14 @@ import torch
 
 import fusedloss.kernels as kernels_page
 import fusedloss.logprobs as logprobs
+from fusedloss import recompute
 from fusedloss.core import hopper
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.hopper import IN_TURN, Form, score_exponentials, score_gradients, score_statistics
+from fusedloss.core.options import LossOptions
 from fusedloss.measure import relative_error
 from grids import few
-from helpers import everywhere
+from helpers import everywhere, planted
 from on_cpu import check_nvcc, kernels_on_cpu
 
 CLASSES, KINDS = {0: 256, 1: 192}, {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -275,10 +277,11 @@ def held_log_probs(n: int, v: int, h: int, device: str, monkeypatch: pytest.Monk
 
 
 place = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1")
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 def test_log_probs_with_entropies_by_these_kernels(monkeypatch):
     on_cpu(monkeypatch)
@@ -286,6 +289,25 @@ def test_log_probs_with_entropies_by_these_kernels(monkeypatch):
     everywhere(monkeypatch, logprobs, "takes_kernel", lambda x: True)
     everywhere(monkeypatch, kernels_page, "has_kernel", lambda z: True)
     held_log_probs(150, 300, 72, "cpu", monkeypatch)
+
+
+def slabs_of(n: int, v: int, h: int, budget: int, module=recompute) -> tuple[torch.Tensor, torch.Tensor]:
+    "dx and dw of recomputed scores, within a budget"
+    x, w, _ = scored(n, v, h, scale=h ** -0.25)
+    y, g = targets_of(n, v), torch.linspace(-1, 2, n)
+    stored = (x.float() @ w.float().T).aminmax(dim=1).max * math.log2(math.e), torch.full((n,), 30.0)
+    return module.kernel_bwd((g, None, g), x, w, y, None, None, None, None, torch.stack(stored), torch.zeros(n), LossOptions(), budget, (True, True, False))[:2]
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("off", [None, ("dw.view(-1)[j.stop * h:j.stop * h + n * size]", "dw.view(-1)[j.start * h:j.start * h + n * size]")], ids=["as it is", "where its own dw is"])
+def test_slabs_that_stand_in_dw_change_none_of_its_bits(off, tmp_path, monkeypatch):
+    on_cpu(monkeypatch)
+    everywhere(monkeypatch, hopper, "takes_scores", lambda *_: True)
+    module = recompute if off is None else planted(recompute, tmp_path, *off)
+    (dx, dw), (whole_dx, whole_dw) = slabs_of(40, 900, 136, 1, module), slabs_of(40, 900, 136, 0)
+    assert (torch.equal(dw, whole_dw) and relative_error(dx, whole_dx) < 4e-3) == (off is None)
 
 
 @on_hopper

@@ -47,13 +47,15 @@ def linear_cross_entropy() -> None:
 
 
 def exponentials() -> None:
-    "Stage 9: on Hopper its method, and recompute by its kernels; elsewhere those of Triton alone"
+    "Stage 9: on Hopper its method, and recompute and entropies by its kernels; elsewhere those of Triton alone"
     if DEVICE == "cuda":
         for n, v, h in ((33, 515, 64), (300, 5003, 200)):
             x, w = leaf(n, h, dtype=torch.bfloat16), leaf(v, h, dtype=torch.bfloat16)
             w.data[5] *= 300  # far from what offsets are made of
             for method in ("product", "recompute"):
                 fl.linear_cross_entropy(x, w, labels(v, n), method=method).backward()
+            found = fl.linear_log_probs(x, w, labels(v, n), entropy=True)
+            (found.log_probs + found.entropy).sum().backward()
         return
     (x, w), y, o = (torch.randn(size, 16) for size in (9, 70)), labels(70, 9), LossOptions()
     k = stage_9.work_of(x, w, y, None, None, None, o, 9, None, None)
@@ -63,8 +65,9 @@ def exponentials() -> None:
     stage_9.launch_better_offsets(k, torch.zeros(1, 9, 2), rows.failed)
     stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w)
     stage_9.launch_targets(w, x, y, rows.at_target)
-    hopper.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), y, 70, 1.0)
-    hopper.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0)
+    stage_9.launch_offsets(torch.zeros(9, 70), y, 1.0, -100)
+    hopper.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), torch.zeros(1, 9), y, 70, 1.0)
+    hopper.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0, True)
 
 
 def pairs() -> None:
@@ -126,7 +129,7 @@ def linear_ctc() -> None:
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
-    exponentials: "score_statistics exponentials score_gradients rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
+    exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     pairs: "divergence_kernel soft_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
@@ -147,12 +150,15 @@ def launches() -> Iterator[set[str]]:
         return run(self, *args, **options)
 
     def noted(compiled):
-        def compile_noted(source, name, options):
-            launch = compiled(source, name, options)
-            noted_launch = lambda *args, **more: (seen.add(name), launch(*args, **more))
-            noted_launch.function, noted_launch.name = getattr(launch, "function", None), name
-            return noted_launch
-        return compile_noted
+        class Noted(compiled):
+            def __init__(self, source, name, *given):
+                super().__init__(source, name, *given)
+                self.name = name
+
+            def __call__(self, *args, **more):
+                seen.add(self.name)
+                super().__call__(*args, **more)
+        return Noted
 
     def seen_bound(self, *addresses):
         seen.add(self.kernel.name)

@@ -125,16 +125,17 @@ class OnHopper(Implementation):
 
 PRODUCT = OnHopper("exponentials that leave a product", "cuda/product_sm90.cu", ("nvidia", "tma", "clusters"), "chunks of logits")
 
-@functools.lru_cache(maxsize=256)
 def shapes_reason(dtype:torch.dtype, pitch:int, d:Device) -> str:  # elements from row to row
     "Why the kernels of a device cannot take such matrices; empty if they can, as far as sizes tell."
     if PRODUCT.lacks(d): return PRODUCT.lacks(d)
     if dtype not in ELEMENT: return f"{dtype}: bf16 or fp16 are multiplied"
     return "rows that do not begin at multiples of 16 bytes" if 2 * pitch % 16 else ""
 
+known_reason = functools.lru_cache(maxsize=256)(shapes_reason)  # a compiler takes the function itself
+
 def matrix_reason(matrix:Tensor) -> str:
     "Why the kernels cannot take a matrix; empty if they can."
-    why = shapes_reason(matrix.dtype, matrix.stride(0), device_of(matrix))
+    why = known_reason(matrix.dtype, matrix.stride(0), device_of(matrix))
     if why or not matrix.numel(): return why or "no elements"
     if matrix.stride(1) != 1 and matrix.shape[1] > 1: return "elements of a row that lie apart"
     return "a matrix that does not begin at a multiple of 16 bytes" if matrix.data_ptr() % 16 else ""
