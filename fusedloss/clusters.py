@@ -592,4 +592,5 @@ def known_launches(
     aligned = not offset and not any(stride * dtype.itemsize % 16 for stride in strides[:-1])
     c = cluster_of(shape, strides, dtype.itemsize, aligned, abs(o.ignore_index), o.softcap > 0, device_of(device))
     new = torch.empty(shape, device="meta").stride()  # of a gradient of its own
-    return c and bound_launches(dtype, shape, strides, strides if inplace else new, aligned, o, c, dtype == torch.float16, device)
+    with torch.cuda.device(device):  # where the kernels are compiled
+        return c and bound_launches(dtype, shape, strides, strides if inplace else new, aligned, o, c, dtype == torch.float16, device)
