@@ -92,7 +92,8 @@ template <class V> V exchange(V v, int from) {
 template <class V> V __shfl_up_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 - d); }
 template <class V> V __shfl_sync(unsigned, V v, int i) { return exchange(v, i); }
 template <class V> V __shfl_xor_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 ^ d); }
-template <class V> void atomicAdd(V* p, V v) { *p += v; }
+template <class V> V atomicAdd(V* p, V v) { const V old = *p; *p += v; return old; }
+static void __threadfence() {}
 inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }
 inline int __float_as_int(float v) { int r; memcpy(&r, &v, 4); return r; }
 inline int __float2int_rn(float v) { return (int)lrintf(v); }

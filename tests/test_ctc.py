@@ -664,7 +664,8 @@ def test_the_operators_are_what_they_declare(device):
     torch.library.opcheck(fusedloss.ctc.ctc_operator, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     strided = args[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     torch.library.opcheck(fusedloss.ctc.ctc_operator, (strided, *args[1:]), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(fusedloss.ctc.ctc_grad_operator, (torch.ones(2, device=device), z.to(device)), test_utils=("test_schema", "test_faketensor"))
+    for divided_by in (None, torch.tensor(lengths)):
+        torch.library.opcheck(fusedloss.ctc.ctc_grad_operator, (torch.ones(2, device=device), z.to(device), divided_by), test_utils=("test_schema", "test_faketensor"))
 
 
 # bad input
@@ -887,7 +888,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "zero_infinity is forgotten": ("if zero_infinity: loss = loss", "if False: loss = loss"),
     "the mean divides by N alone": ("lengths.clamp(min=1) * max", "lengths.clamp(max=1, min=1) * max"),
     "the mean divides by length 0": ("lengths.clamp(min=1) * max", "lengths.clamp(min=0) * max"),
-    "the upstream gradient is dropped": ("factor = g if inv_denominator", "factor = torch.ones_like(g) if inv_denominator"),
+    "the upstream gradient is dropped": ("factor = g if lengths", "factor = torch.ones_like(g) if lengths"),
     "rows of targets all start at the first label": ("lengths.clamp(min=0).cumsum(0) - lengths", "lengths * 0"),
     "the exact gradient is torch's": ('TORCH_GRADIENT if gradient == "torch" else EXACT_GRADIENT', "TORCH_GRADIENT"),
     "emissions are read from another sequence": (
