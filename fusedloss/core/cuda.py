@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/library/cuda.ipynb #e4b40542
-import functools, os, re, threading, warnings
+import ctypes, functools, os, re, struct, threading, warnings
+from array import array
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Callable, Optional
@@ -28,17 +29,53 @@ def cuda_source(name:str) -> str:
     text = lambda file: folder.joinpath(file).read_text(encoding="utf-8")
     return INCLUDE.sub(lambda found: text(found[1]), text(f"{name}.cu"))
 
+# %% ../../nbs/library/cuda.ipynb #a1e7e191
+def as_bits(value:Tensor|float|int|None) -> int:
+    "A kernel's argument in 64 bits: an address, a double, an integer."
+    if isinstance(value, Tensor): return value.data_ptr()
+    if isinstance(value, float): return struct.unpack("q", struct.pack("d", value))[0]
+    return int(value or 0)
+
+@functools.cache
+def driver_launch() -> Optional[Callable]:
+    "The driver's own launch of a kernel; None where its library is not found."
+    try: launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    except (OSError, AttributeError): return None
+    address, size = ctypes.c_void_p, ctypes.c_uint
+    launch.argtypes = [address, *[size] * 7, address, address, address]
+    return launch
+
+def driver_handle(kernel) -> Optional[int]:  # of CuPy
+    "A kernel as the driver knows it; None where it is not to be had."
+    return driver_launch() and getattr(getattr(kernel, "kernel", None), "ptr", None)
+
+# %% ../../nbs/library/cuda.ipynb #a6ba7180
+def launched(
+    function:int, grid:int, block:int, shared:int, stream:int,  # of `driver_handle`
+    values:list[int],  # of `as_bits`
+) -> bool:  # False, and nothing has happened: CuPy is to launch it, and says what is wrong
+    "Launch a kernel by the driver, which spares the objects that CuPy makes of numbers."
+    held = array("q", values)  # of a number of 32 bits the first four bytes are read
+    first = held.buffer_info()[0]
+    places = array("Q", range(first, first + 8 * len(held), 8))
+    return not driver_launch()(function, grid, 1, 1, block, 1, 1, shared, stream,
+                               places.buffer_info()[0], None)
+
 # %% ../../nbs/library/cuda.ipynb #9a3535e1
 def compiled_by_cupy(source:str, name:str, options:tuple[str, ...]) -> Callable:
-    "A launcher made by CuPy."
+    "A launcher made by CuPy, on the device that is the current one."
     from cupy import RawModule
     kernel = RawModule(code=source, options=options).get_function(name)
+    device, function = torch.cuda.current_device(), None
     def launch(grid, block, *args, shared=0):
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
+        nonlocal function
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        values = [a if type(a) is int else as_bits(a) for a in args]
+        if function and launched(function, grid, block, shared, stream, values): return
         if shared > 49152: kernel.max_dynamic_shared_size_bytes = shared
-        kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
+        kernel((grid,), (block,), tuple(values), shared_mem=shared,
                stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
+        if shared <= 49152: function = driver_handle(kernel)
     return launch
 
 # %% ../../nbs/library/cuda.ipynb #abb7bf09
