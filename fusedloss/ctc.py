@@ -179,6 +179,35 @@ def plain_loss(
     return finished_loss(lse, dz, log_likelihood(alphas, a.lengths), on, a.lengths, a.bad,
                          z.dtype, zero_infinity, score_kind, mean)
 
+# %% ../nbs/20_ctc.ipynb #f46bee37
+FEW, SMALL = 8, 512  # sequences; their states and classes
+
+def suits_torch(z:Tensor, p:Targets, blank:int) -> bool:  # [T,N,C]
+    "Whether PyTorch's own loss is quick, and right, for these lengths and labels."
+    (T, N, C), L = z.shape, p.y.shape[1]
+    if z.device.type != "cpu" or not 0 < N < FEW or N * (C + 2 * L + 1) > SMALL: return False
+    inside = torch.arange(L) < p.lengths[:, None]
+    labels = (p.y >= 0) & (p.y < C) & (p.y != blank) | ~inside
+    whole = [(t >= 1) & (t <= most) for t, most in ((p.frames, T), (p.lengths, p.width))]
+    return bool(labels.all() & whole[0].all() & whole[1].all())
+
+# %% ../nbs/20_ctc.ipynb #dcf0b799
+def torch_loss(
+    z:Tensor, p:Targets, blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
+) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `finished_loss`; None: take `scaled_loss`
+    "The loss of few sequences on a CPU, by PyTorch's own in float64."
+    if not suits_torch(z, p, blank): return None
+    x, aten = z.detach().double(), torch.ops.aten
+    if score_kind == LOGITS: x = x.log_softmax(-1)
+    if not x.isfinite().all(): return None
+    given = p.y, p.frames.tolist(), p.lengths.tolist()
+    loss, alpha = aten._ctc_loss(x, *given, blank)
+    on, dz = torch.arange(len(z))[:, None] < p.frames, None
+    if grad: dz = aten._ctc_loss_backward(torch.ones_like(loss), x, *given, loss, alpha, blank)
+    if grad and score_kind == EXACT_GRADIENT: dz.sub_(x.exp())
+    return finished_loss(0, dz, -loss, on, p.lengths, torch.zeros_like(on[0]), z.dtype,
+                         zero_infinity, score_kind, mean)
+
 # %% ../nbs/20_ctc.ipynb #be09c58c
 def scaled_loss(
     z:Tensor, p:Targets, blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
@@ -313,7 +342,7 @@ def ctc_forward(
         late = may_be_late and comes_late(z, s, mean, grad)
         out = launch_ctc(z, p, s, *options, summed, late)
         if out: return out
-    loss, dz = (scaled_loss(z, p, *options)
+    loss, dz = (torch_loss(z, p, *options) or scaled_loss(z, p, *options)
                 or plain_loss(z, make_lattice(z, p, blank), *options))
     return loss.sum() if summed else loss, dz
 

@@ -181,7 +181,9 @@ def use(kernels, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_kernels_left():
+def own_paths(monkeypatch):
+    "PyTorch's own loss takes few sequences on a CPU: its tests ask for it, all others are of the library's"
+    everywhere(monkeypatch, fusedloss.ctc, "torch_loss", lambda *args: None)
     yield
     fusedloss.ctc.kernels_for.cache_clear()
 
@@ -948,8 +950,88 @@ def test_loss_and_gradient_by_the_steps_of_long_rows(name, monkeypatch):
     assert (dz - truth[1]).abs().max() <= 1e-9
 
 
+OTHERS = ["another blank, and blanks among the labels", "a label that once cannot be", "T 0 and 1, infeasible", "empty targets"]
+
+
+def taken_by_torch(m, z, *rest, **options):
+    "Loss and gradient where PyTorch's own loss may take them; whether it did"
+    done, none = [], m.torch_loss
+
+    def noted(*args):
+        done.append(TORCH_LOSS[m](*args))
+        return done[-1]
+    try:
+        m.torch_loss = noted
+        return *graded(options.pop("loss", m.ctc_loss_with_logits), z, *rest, **options), done[0] is not None
+    finally:
+        m.torch_loss = none
+
+
+def torch_fault(m, names):
+    "The first case in which PyTorch's own loss is taken and differs from the library's, or is another than expected"
+    for name in names:
+        z, y, frames, lengths, blank = hard(name, f64)
+        own = not (name in OTHERS or (torch.tensor(lengths) == 0).any() or len(lengths) * (z.shape[2] + 2 * y.shape[1] + 1) > 512)
+        truth = reference(z, y, frames, lengths, blank)
+        loss, dz, taken = taken_by_torch(m, z, y, frames, lengths, blank, "none")
+        if not torch.allclose(loss, truth[0], atol=1e-9) or not torch.allclose(dz, truth[1], atol=1e-9):
+            return name
+        if taken and not own:
+            return f"{name}, taken"
+        row = torch.cat([labels[:n] for labels, n in zip(y, lengths)])
+        for reduction, zero, targets in itertools.product(("none", "sum", "mean"), (False, True), (y, row)):
+            for options in (dict(gradient="torch"), dict(gradient="exact"), dict(loss=m.ctc_loss_with_logits)):
+                g = torch.linspace(-1, 2, len(lengths), dtype=f64) if reduction == "none" else torch.tensor(-1.7, dtype=f64)
+                given = z.log_softmax(-1), targets, frames, lengths, blank, reduction, zero
+                want = graded(options.get("loss", m.ctc_loss), *given, g=g, **{k: v for k, v in options.items() if k != "loss"})
+                *found, _ = taken_by_torch(m, *given, g=g, **({"loss": m.ctc_loss} | options))
+                if not all(torch.allclose(a, b, atol=1e-9) for a, b in zip(found, want)):
+                    return f"{name}, {reduction}, {options}"
+
+
+TORCH_LOSS = {fusedloss.ctc: fusedloss.ctc.torch_loss}  # of the module and of its planted variants
+TORCH_MUTANTS = {
+    "labels may be the blank": ("& (p.y != blank) | ~inside", "| ~inside"),
+    "scores may be infinite": ("if not x.isfinite().all(): return None", ""),
+    "the exact gradient is PyTorch's": ("dz.sub_(x.exp())", "pass"),
+    "log-probabilities for logits": ("if score_kind == LOGITS: x = x.log_softmax(-1)", ""),
+    "lengths of zero": ("(t >= 1) & (t <= most)", "(t >= 0) & (t <= most)"),
+}
+
+
+def test_few_sequences_by_torchs_own_loss():
+    assert torch_fault(fusedloss.ctc, ["plain", "tight", "two equal labels in two frames", *OTHERS]) is None
+    z, y, frames, lengths, blank = hard("plain", f64)
+    assert taken_by_torch(fusedloss.ctc, z, y, frames, lengths, blank, "none")[2], "few sequences are not taken"
+    many = case(N=8, dtype=f64)
+    assert not taken_by_torch(fusedloss.ctc, *many, 0, "none")[2] and not taken_by_torch(fusedloss.ctc, *case(T=9, N=1, C=600, dtype=f64), 0, "none")[2]
+
+
+@pytest.mark.parametrize("dtype", [f32, torch.bfloat16, torch.float16])
+def test_the_gradient_of_few_sequences_has_the_digits_of_its_dtype(dtype):
+    "In float32 PyTorch's own has five less, at 1500 frames"
+    z, y, frames, lengths = case(T=400, N=2, L=30, dtype=dtype)
+    want = graded(fl.ctc_loss_with_logits, z.double(), y, frames, lengths, 0, "none")
+    loss, dz, taken = taken_by_torch(fusedloss.ctc, z, y, frames, lengths, 0, "none")
+    assert taken and loss.dtype == f32 and dz.dtype == dtype
+    same_losses(loss, want[0], 1e-6)
+    assert (dz.double() - want[1]).abs().max() <= {f32: 1e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+
+
+@pytest.mark.parametrize("bug", TORCH_MUTANTS)
+def test_a_bug_planted_in_the_use_of_torchs_loss_is_noticed(bug, tmp_path):
+    changed = planted(fusedloss.ctc, tmp_path, *TORCH_MUTANTS[bug])
+    TORCH_LOSS[changed] = changed.torch_loss
+    changed.torch_loss = lambda *args: None
+    try:
+        assert torch_fault(changed, ["two equal labels in two frames", *OTHERS]), f"no check notices that {bug}"
+    except (RuntimeError, IndexError):
+        pass  # PyTorch refuses
+
+
 def first_fault(m):
     "The first of a few checks that a version of the module does not pass"
+    m.torch_loss = lambda *args: None  # of this variant
     for name in ("ragged", "repeats", "T 0 and 1, infeasible", "empty targets", "another blank, and blanks among the labels", "longer than all frames",
                  "blocks of few frames", "a label that once cannot be", "emissions beyond a double", LONG_ROWS, "ragged", "blocks of few frames", "a label that once cannot be", PLAIN_LOOPS, "ragged", "repeats",
                  "T 0 and 1, infeasible"):
