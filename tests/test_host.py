@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fusedloss import losses
+from fusedloss import ctc, losses
 from fusedloss.core import cuda, devices, hopper, products, triton
 from helpers import everywhere, planted
 from offline import triton_kernels
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="needs Triton")
 H200 = devices.H200.model()._replace(multiprocessors=1)  # so that few rows fill it
-CALLS = {"auto": 78, "eager": 76, "chunks": 133}  # Python functions of the library, in a step of training
-OPERATORS = {"auto": 20, "eager": 20, "chunks": 33}  # of PyTorch; its own loss has 12
+CALLS = {"auto": 78, "eager": 76, "chunks": 133, "ctc": 77}  # Python functions of the library, in a step of training
+OPERATORS = {"auto": 20, "eager": 20, "chunks": 33, "ctc": 11}  # of PyTorch; its own loss has 12
 TIMES = {"auto": 5, "eager": 5, "chunks": 7}  # as long as PyTorch's step, whose kernels do something
 
 
@@ -69,6 +69,19 @@ def step(method: str | None, module: ModuleType = losses, v: int = 4104) -> Call
     return lambda: torch.autograd.grad(loss(), (x, w))
 
 
+def ctc_step(module: ModuleType = ctc, dtype: torch.dtype = torch.float32, C: int = 9) -> Callable[[], tuple]:
+    "A step of training by CTC, its lengths on the GPU"
+    made = torch.Generator().manual_seed(0)
+    z, y = torch.randn(20, 8, C, generator=made).to(dtype).requires_grad_(), torch.randint(1, C, (8, 4), generator=made)
+    lengths = torch.full((8,), 20), torch.full((8,), 4)
+    return lambda: torch.autograd.grad(module.ctc_loss_with_logits(z, y, *lengths), z)
+
+
+def step_of(name: str) -> Callable[[], tuple]:
+    "A step by a name in `CALLS`"
+    return ctc_step() if name == "ctc" else step(name)
+
+
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[str]]:
     "The functions of the library, or of a planted variant, that run meanwhile"
@@ -102,13 +115,13 @@ def operators_of(run: Callable[[], tuple]) -> list[str]:
 
 @pytest.mark.parametrize("method", CALLS)
 def test_functions_of_a_step_are_few(method, gpu):
-    found = calls_of(step(method))
+    found = calls_of(step_of(method))
     assert len(found) <= CALLS[method], found
 
 
 @pytest.mark.parametrize("method", OPERATORS)
 def test_operators_of_a_step_are_few(method, gpu):
-    found = operators_of(step(method))
+    found = operators_of(step_of(method))
     assert len(found) <= OPERATORS[method], found
 
 
@@ -145,3 +158,22 @@ BUGS = {
 def test_a_planted_bug_is_noticed(bug, gpu, tmp_path):
     run = step("eager", planted(losses, tmp_path, *BUGS[bug]))
     assert len(calls_of(run)) > CALLS["eager"] or len(operators_of(run)) > OPERATORS["eager"], "nothing noticed"
+
+
+@pytest.mark.parametrize("C", [9, 200])
+def test_half_precision_takes_the_host_no_longer(C, gpu):
+    assert len(operators_of(ctc_step(dtype=torch.float16, C=C))) <= OPERATORS["ctc"]
+    assert len(calls_of(ctc_step(dtype=torch.float16, C=C))) <= CALLS["ctc"] + 2
+
+
+CTC_BUGS = {
+    "each call is checked anew": ("@once_for_alike\ndef check_loss(", "def check_loss("),
+    "losses are added by PyTorch": ("_CTC.apply(grad, reduction != \"none\", options, *given)", "_CTC.apply(grad, False, options, *given).sum()"),
+    "factors are made of lengths by PyTorch": ("    if launch_ctc_scale(g, dz, out, lengths)", "    if launch_ctc_scale(g * 1, dz, out, lengths)"),
+}
+
+
+@pytest.mark.parametrize("bug", CTC_BUGS)
+def test_a_bug_planted_in_ctc_is_noticed(bug, gpu, tmp_path):
+    run = ctc_step(planted(ctc, tmp_path, *CTC_BUGS[bug]))
+    assert len(calls_of(run)) > CALLS["ctc"] or len(operators_of(run)) > OPERATORS["ctc"], "nothing noticed"
