@@ -527,7 +527,7 @@ INLINE float inv_denominator_of(const i64* lengths, int n, int N, int mean) {  /
   return mean ? 1.0f / ((float)(lengths[n] > 1 ? lengths[n] : 1) * (float)N) : 1.0f;
 }
 INLINE float probability(float z, float row_max) { return exp2_approx((z - row_max) * LOG2E); }
-INLINE float scaled(float v, float factor) { return v == 0.0f ? 0.0f : v * factor; }  // a zero stays, whatever the factor
+INLINE float scaled(float v, float factor) { return v == 0.0f ? 0.0f : v * factor; }  // zeros stay zero
 
 // The labels of a frame and their posteriors, added up by class: one slab of classes after another.
 struct Labels {

@@ -18,15 +18,17 @@ from fusedloss.core.checks import check_flags, expect, expect_tensor, once_for_a
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import (
-    active, interleave, may_end, may_skip, predecessors, scan_shape, ScanShape, strip_states,
-    update_active)
+    active, interleave, Lattice, make_lattice, may_end, may_skip, predecessors, scan_shape,
+    ScanShape, strip_states, update_active)
 from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
-from fusedloss.core.scaled import scaled_path_sums
+from fusedloss.core.scaled import (
+    divides_late, EXACT_GRADIENT, finished_loss, LOGITS, scaled_loss, scores_alone, TORCH_GRADIENT,
+    torch_loss)
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
-    softmax_and_lse, Span, spans_of, sum_per_class, Targets, to_device, unbatch)
+    Span, spans_of, sum_per_class, Targets, to_device, unbatch)
 from fusedloss.core.triton import on_device
 from fusedloss.scans import logz, Paths, sample, viterbi
 from fusedloss.semirings import Log
@@ -109,61 +111,6 @@ def log_likelihood(alphas:Tensor, lengths:Tensor) -> Tensor:
     "The sum over all paths [N]."
     return Log.reduce(last_row(alphas, lengths), -1)
 
-# %% ../nbs/20_ctc.ipynb #3a76ba67
-LOGITS, TORCH_GRADIENT, EXACT_GRADIENT = 0, 1, 2  # what z is, and which gradient is wanted
-
-# %% ../nbs/20_ctc.ipynb #0f9cce78
-class Lattice(NamedTuple):
-    "All that the loops know of a batch."
-    states: Tensor  # [N,S]
-    skip: Tensor  # [N,S] bool
-    emitted: Tensor  # [T,N,S] float64
-    frames: Tensor  # [N]
-    lengths: Tensor  # [N]
-    bad: Tensor  # [N] bool: targets or lengths that cannot be
-
-def make_lattice(z:Tensor, p:Targets, blank:int) -> Lattice:
-    "States and what they emit."
-    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
-    states = interleave(y, blank)
-    emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
-    return Lattice(states, may_skip(states), emitted, frames, lengths, bad)
-
-# %% ../nbs/20_ctc.ipynb #7e6bd94d
-def scores_alone(
-    z:Tensor, on:Tensor,  # [T,N,C], [T,N] the frames that count
-    score_kind:int, grad:bool,
-) -> tuple[Tensor|float, Optional[Tensor]]:  # [N] float64, 0 of log-probabilities; [T,N,C]
-    "The sum over frames of the log-sum-exp; the gradient, but for the posteriors to come off."
-    x = z.detach() if z.dtype == f64 else z.detach().float()
-    if score_kind == LOGITS:
-        p, of_rows = softmax_and_lse(x)
-        return torch.where(on, of_rows, 0).sum(0), p if grad else None
-    if not grad: return 0, None
-    return 0, x.exp() if score_kind == TORCH_GRADIENT else torch.zeros_like(x)
-
-# %% ../nbs/20_ctc.ipynb #0753eb23
-def divides_late(dtype:torch.dtype, mean:bool) -> bool:  # of the scores
-    "Whether the gradient waits for backward with the mean's division: fp16 cannot hold the quotient."
-    return mean and dtype == torch.float16
-
-# %% ../nbs/20_ctc.ipynb #3471ac21
-def finished_loss(
-    lse:Tensor|float, dz:Optional[Tensor], log_z:Tensor,  # of `scores_alone`; [N] float64
-    on:Tensor, lengths:Tensor, bad:Tensor,  # [T,N], [N], [N]
-    dtype:torch.dtype, zero_infinity:bool, score_kind:int, mean:bool,  # dtype: of the scores
-) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
-    "The loss from the sum over all paths; the gradient, 0 where nothing counts."
-    loss, inv_denominator = lse - log_z, inv_denominators(lengths, mean, f64)
-    if score_kind == LOGITS: loss = loss.clamp(min=0)  # a rounding may put it below
-    if zero_infinity: loss = loss.masked_fill(log_z == -torch.inf, 0)
-    loss = (loss * inv_denominator).masked_fill(bad, torch.nan).to(f64 if dtype == f64 else f32)
-    if dz is None: return loss, None
-    idle = ~on | (log_z == -torch.inf) | bad
-    if mean and not divides_late(dtype, mean): dz.mul_(inv_denominator.to(dz.dtype)[:, None])
-    if dz.device.type != "cpu" or idle.any(): dz.masked_fill_(idle[..., None], 0)
-    return loss, dz.to(dtype)
-
 # %% ../nbs/20_ctc.ipynb #8085ef85
 def plain_loss(
     z:Tensor, a:Lattice,  # [T,N,C]
@@ -178,48 +125,6 @@ def plain_loss(
         dz.sub_(sum_per_class(gammas, a.states, z.shape[2]))
     return finished_loss(lse, dz, log_likelihood(alphas, a.lengths), on, a.lengths, a.bad,
                          z.dtype, zero_infinity, score_kind, mean)
-
-# %% ../nbs/20_ctc.ipynb #f46bee37
-FEW, SMALL = 8, 512  # sequences; their states and classes
-
-def suits_torch(z:Tensor, p:Targets, blank:int) -> bool:  # [T,N,C]
-    "Whether PyTorch's own loss is quick, and right, for these lengths and labels."
-    (T, N, C), L = z.shape, p.y.shape[1]
-    if z.device.type != "cpu" or not 0 < N < FEW or N * (C + 2 * L + 1) > SMALL: return False
-    inside = torch.arange(L) < p.lengths[:, None]
-    labels = (p.y >= 0) & (p.y < C) & (p.y != blank) | ~inside
-    whole = [(t >= 1) & (t <= most) for t, most in ((p.frames, T), (p.lengths, p.width))]
-    return bool(labels.all() & whole[0].all() & whole[1].all())
-
-# %% ../nbs/20_ctc.ipynb #dcf0b799
-def torch_loss(
-    z:Tensor, p:Targets, blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
-) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `finished_loss`; None: take `scaled_loss`
-    "The loss of few sequences on a CPU, by PyTorch's own in float64."
-    if not suits_torch(z, p, blank): return None
-    x, aten = z.detach().double(), torch.ops.aten
-    if score_kind == LOGITS: x = x.log_softmax(-1)
-    if not x.isfinite().all(): return None
-    given = p.y, p.frames.tolist(), p.lengths.tolist()
-    loss, alpha = aten._ctc_loss(x, *given, blank)
-    on, dz = torch.arange(len(z))[:, None] < p.frames, None
-    if grad: dz = aten._ctc_loss_backward(torch.ones_like(loss), x, *given, loss, alpha, blank)
-    if grad and score_kind == EXACT_GRADIENT: dz.sub_(x.exp())
-    return finished_loss(0, dz, -loss, on, p.lengths, torch.zeros_like(on[0]), z.dtype,
-                         zero_infinity, score_kind, mean)
-
-# %% ../nbs/20_ctc.ipynb #be09c58c
-def scaled_loss(
-    z:Tensor, p:Targets, blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
-) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `finished_loss`; None: take `plain_loss`
-    "The loss by `scaled_path_sums`, on a CPU."
-    if z.device.type != "cpu" or z.numel() == 0: return None
-    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
-    on = torch.arange(len(z), device=z.device)[:, None] < frames
-    lse, dz = scores_alone(z, on, score_kind, grad)
-    log_z = scaled_path_sums(z.detach(), y, frames, lengths, blank, dz)
-    return None if log_z is None else finished_loss(lse, dz, log_z, on, lengths, bad, z.dtype,
-                                                    zero_infinity, score_kind, mean)
 
 # %% ../nbs/20_ctc.ipynb #3c41d493
 def ctc_kernel(
@@ -338,10 +243,9 @@ def ctc_forward(
 ) -> tuple[Tensor, Optional[Tensor|LateGradient]]:  # [N] or their sum, and the sum's gradient
     "Losses and gradient, by the kernels or without them; a mean in fp16 has a gradient not yet divided."
     s, options = kernel_shape(z, p), (blank, zero_infinity, score_kind, mean, grad)
-    if s:
-        late = may_be_late and comes_late(z, s, mean, grad)
-        out = launch_ctc(z, p, s, *options, summed, late)
-        if out: return out
+    late = s and may_be_late and comes_late(z, s, mean, grad)
+    out = s and launch_ctc(z, p, s, *options, summed, late)
+    if out: return out
     loss, dz = (torch_loss(z, p, *options) or scaled_loss(z, p, *options)
                 or plain_loss(z, make_lattice(z, p, blank), *options))
     return loss.sum() if summed else loss, dz

@@ -1089,7 +1089,8 @@ def first_fault(m):
                  "blocks of few frames", "a label that once cannot be", "emissions beyond a double", LONG_ROWS, "ragged", "blocks of few frames", "a label that once cannot be", PLAIN_LOOPS, "ragged", "repeats",
                  "T 0 and 1, infeasible"):
         if name == LONG_ROWS:
-            m.scaled_path_sums = of_long_rows(m.scaled_path_sums)
+            home = sys.modules[m.scaled_loss.__module__]
+            home.scaled_path_sums = of_long_rows(home.scaled_path_sums)
             continue
         if name == PLAIN_LOOPS:
             m.scaled_loss = lambda *args: None  # of this variant
