@@ -3,8 +3,9 @@
 //             beta (over their ends). They meet at the middle frame, cross, and on the way through the other's half
 //             turn its table into posteriors: T frames of latency for both. Of z it reads the blank and the targets.
 //   ctc_grad  one turn over z: softmax less the posteriors of each class; and each frame's log-sum-exp.
-//   ctc_loss  the sum of those over time, less log Z.
+//   ctc_loss  the sum of those over time, less log Z; and the sum of all sequences' losses.
 //   ctc_scale the gradient times the upstream gradient, where that is not 1.
+// ctc_grad may also come after ctc_loss, when the upstream gradient is known: then ctc_scale has nothing to do.
 // A value is m 2^e, a float and an int, one exponent a state: between states there is neither exp nor log, and zero is
 // exact. Grids: CLUSTER N blocks of THREADS; T N / (256 / ROWTHREADS) of 256; N of 256.
 // Fixed when compiled: ELEMENT (bf16, f16, f32); for the scan PAIRS (of a blank and a label, a lane), AHEAD (frames
@@ -456,12 +457,13 @@ INLINE State scan(const Problem& p, Shared& sh, int rank) {
 // infeasible.
 extern "C" __global__ void SHAPE ctc_scan(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [T,N,C], [N,width], [N], [N]
-    State* table,  // [N,T+1,2,PLANE] or, for a loss alone, [N,2,2,PLANE]; PAIRS more before it
-    float* post, State* log_z,  // [N,T,2,PLANE] or null, [N]
+    State* table,  // [N,T+1,2,PLANE] or, for a loss alone, [N,2,2,PLANE]; between 2 PAIRS more
+    float* post, State* log_z,  // [N,T,2,PLANE] or null, [N+1]: behind the last a count of losses, 0
     State* strips,  // [N, 2 STRIPS (T+1) + 4 PLANE], or null for one strip
     int stride_t, int stride_n, int T, int C, int width, int longest, int blank) {
   SHARED(Shared, sh);
   const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+  if (blockIdx.x == 0 && threadIdx.x == 0) log_z[gridDim.x / CLUSTER] = {0.0f, 0};
   const i64 t_n = frames[n], l_n = lengths[n];
   bool good = t_n >= 0 && t_n <= T && l_n >= 0 && l_n <= longest;
   if (good) {
@@ -475,7 +477,7 @@ extern "C" __global__ void SHAPE ctc_scan(
     return;
   }
   const Problem p = {z + (i64)n * stride_n, stride_t, blank, (int)t_n, (int)l_n, fminf(2e6f, 1.8e8f / t_n),
-                     y + (i64)n * width, table + (i64)n * (TABLES ? T + 1 : 2) * 2 * PLANE,
+                     y + (i64)n * width, table + 2 * PAIRS + (i64)n * (TABLES ? T + 1 : 2) * 2 * PLANE,
                      post + (i64)n * T * 2 * PLANE, strips + n * ((i64)2 * STRIPS * (T + 1) + 4 * PLANE), T + 1};
   State total;
   if (CLUSTER > 1 ? rank < DIR_BLOCKS : threadIdx.x < 32 * DIR_WARPS) total = scan<0>(p, sh, rank);
@@ -525,12 +527,37 @@ INLINE float inv_denominator_of(const i64* lengths, int n, int N, int mean) {  /
   return mean ? 1.0f / ((float)(lengths[n] > 1 ? lengths[n] : 1) * (float)N) : 1.0f;
 }
 INLINE float probability(float z, float row_max) { return exp2_approx((z - row_max) * LOG2E); }
+INLINE float scaled(float v, float factor) { return v == 0.0f ? 0.0f : v * factor; }  // zeros stay zero
 
-extern "C" __global__ void __launch_bounds__(256) ctc_grad(
+// The labels of a frame and their posteriors, added up by class: one slab of classes after another.
+struct Labels {
+  const i64* labels; const float* posteriors;  // [length] each
+  u32* sums;  // [SLAB] in shared memory; where a block has the row, of the labels' classes and the blank alone
+  int length, blank, thread, C;
+  static constexpr bool ALL = ROWTHREADS == 32;  // classes are few, and a class is looked up rather than a label
+  INLINE int in_slab(i64 c, int c0) const { return c >= c0 && c - c0 < SLAB ? (int)(c - c0) : -1; }
+  INLINE void clear(int c0) const {
+    if (ALL) for (int c = thread; c < SLAB && c0 + c < C; c += ROWTHREADS) sums[c] = 0;
+    else for (int k = thread; k <= length; k += ROWTHREADS) {
+      const int c = in_slab(k < length ? labels[k] : blank, c0);
+      if (c >= 0) sums[c] = 0;
+    }
+    sync_row();
+  }
+  INLINE void add(int c0) const {
+    for (int k = thread; k < length; k += ROWTHREADS) {
+      const int c = in_slab(labels[k], c0);
+      if (c >= 0) atomicAdd(&sums[c], to_fixed(posteriors[k]));
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(256, 4) ctc_grad(
     const bits* z, const i64* y, const i64* frames, const i64* lengths,  // [T,N,C], [N,width], [N], [N]
     const float* post, const State* log_z,  // [N,T,2,plane], [N], of the scan
-    bits* dz, float2* stats,  // [T,N,C] or null; [T,N] maximum of a frame, and sum relative to it
-    int stride_t, int stride_n, int d_stride_t, int d_stride_n,
+    const float* g,  // [N] upstream gradient, or null for 1
+    bits* dz, float2* stats,  // [T,N,C] or null; [T,N] maximum of a frame, and sum relative to it, or null
+    int g_stride, int stride_t, int stride_n, int d_stride_t, int d_stride_n,
     int T, int N, int C, int width, int plane, int blank, int mean) {
   SHARED(RowMemory, memory);
   const int group = threadIdx.x / ROWTHREADS, thread = threadIdx.x % ROWTHREADS;
@@ -547,15 +574,15 @@ extern "C" __global__ void __launch_bounds__(256) ctc_grad(
   }
   bits z_c[PER];
   UNROLL
-  for (int i = 0; i < PER; i++) if (i * ROWTHREADS + thread < C) z_c[i] = row_z[i * ROWTHREADS + thread];
-  const int length = (int)lengths[n];
+  for (int i = 0; i < PER; i++)
+    z_c[i] = i * ROWTHREADS + thread < C ? row_z[i * ROWTHREADS + thread] : ELEMENT::store(-infinity());
   const float* posteriors = post + ((i64)n * T + t) * 2 * plane;
-  const i64* labels = y + (i64)n * width;
   u32* class_posteriors = memory.class_posteriors[group];
+  const Labels all = {y + (i64)n * width, posteriors, class_posteriors, (int)lengths[n], blank, thread, C};
+  const int length = all.length;
   u32 blank_sum = 0, label_sum = 0;
   if (dz) {
-    for (int c = thread; c < SLAB && c < C; c += ROWTHREADS) class_posteriors[c] = 0;
-    sync_row();
+    all.clear(0);
     for (int k0 = thread; k0 <= length; k0 += AT_ONCE * ROWTHREADS) {
       float label_posteriors[AT_ONCE], blank_posteriors[AT_ONCE];
       i64 label[AT_ONCE];
@@ -564,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(256) ctc_grad(
         const int k = k0 + i * ROWTHREADS;
         label_posteriors[i] = k < length ? posteriors[k] : 0.0f;
         blank_posteriors[i] = k <= length ? posteriors[plane + k] : 0.0f;
-        label[i] = k < length ? labels[k] : SLAB;
+        label[i] = k < length ? all.labels[k] : SLAB;
       }
       UNROLL
       for (int i = 0; i < AT_ONCE; i++) {
@@ -574,73 +601,98 @@ extern "C" __global__ void __launch_bounds__(256) ctc_grad(
       }
     }
   }
-  float row_max = 0.0f, row_sum = 1.0f;
+  float row_max = 0.0f, row_sum = 1.0f, p_c[PER];  // scores, then probabilities times the row's sum
+  UNROLL
+  for (int i = 0; i < PER; i++) p_c[i] = ELEMENT::load(z_c[i]);
   if (NORMALISE) {
     float largest = -infinity();
-    row_sum = 0.0f;
     UNROLL
-    for (int i = 0; i < PER; i++) if (i * ROWTHREADS + thread < C) largest = fmaxf(largest, ELEMENT::load(z_c[i]));
+    for (int i = 0; i < PER; i++) largest = fmaxf(largest, p_c[i]);
     for (int c = SLAB + thread; c < C; c += ROWTHREADS) largest = fmaxf(largest, ELEMENT::load(row_z[c]));
     largest = reduce_row<Larger>(largest, memory.parts);
     row_max = zero_if_neg_inf(largest);
+  }
+  UNROLL
+  for (int i = 0; i < PER; i++) p_c[i] = probability(p_c[i], row_max);
+  if (NORMALISE) {
+    row_sum = 0.0f;
     UNROLL
-    for (int i = 0; i < PER; i++)
-      if (i * ROWTHREADS + thread < C) row_sum += probability(ELEMENT::load(z_c[i]), row_max);
+    for (int i = 0; i < PER; i++) row_sum += p_c[i];
     for (int c = SLAB + thread; c < C; c += ROWTHREADS) row_sum += probability(ELEMENT::load(row_z[c]), row_max);
     row_sum = reduce_row<Plus>(row_sum, memory.parts);
-    if (thread == 0) stats[row] = make_float2(row_max, row_sum);
+    if (stats && thread == 0) stats[row] = make_float2(row_max, row_sum);
   }
   if (!dz) return;
   blank_sum = reduce_row<Total>(blank_sum, memory.counts), label_sum = reduce_row<Total>(label_sum, memory.counts);
   // T roundings have moved the sum of a frame's posteriors from 1, by 1e-6
-  const float inv_denominator = inv_denominator_of(lengths, n, N, mean);
+  const float inv_denominator = inv_denominator_of(lengths, n, N, mean), factor = g ? g[(i64)n * g_stride] : 1.0f;
   const float softmax_coef = inv_denominator / row_sum, target_coef = inv_denominator / (float)(blank_sum + label_sum);
-  for (int c0 = 0; c0 < C; c0 += SLAB) {
-    if (c0) {
-      for (int c = thread; c < SLAB && c0 + c < C; c += ROWTHREADS) class_posteriors[c] = 0;
-      sync_row();
-      for (int k = thread; k < length; k += ROWTHREADS) {
-        const i64 c = labels[k] - c0;
-        if (c >= 0 && c < SLAB) atomicAdd(&class_posteriors[c], to_fixed(posteriors[k]));
-      }
+  const auto gradient = [&](float p, u32 posterior) {
+    return ELEMENT::store(scaled(fmaf(-target_coef, (float)posterior, SOFTMAX ? p * softmax_coef : 0.0f), factor));
+  };
+  const auto posterior = [&](int j, int c) { return class_posteriors[j] + (c == blank ? blank_sum : 0); };
+  const auto put_labels = [&](int c0) {  // the classes of labels and blank of a slab, where all others have none
+    if (!Labels::ALL) for (int k = thread; k <= length; k += ROWTHREADS) {
+      const int j = all.in_slab(k < length ? all.labels[k] : blank, c0), c = c0 + j;
+      if (j >= 0) row_dz[c] = gradient(probability(ELEMENT::load(row_z[c]), row_max), posterior(j, c));
     }
+  };
+  sync_row();
+  UNROLL
+  for (int i = 0; i < PER; i++) {
+    const int c = i * ROWTHREADS + thread;
+    const bits d = gradient(p_c[i], Labels::ALL ? posterior(c, c) : 0);
+    if (c < C) row_dz[c] = d;
+  }
+  sync_row();
+  put_labels(0);
+  for (int c0 = SLAB; c0 < C; c0 += SLAB) {
     sync_row();
-    UNROLL
-    for (int i = 0; i < PER; i++) {
-      const int j = i * ROWTHREADS + thread, c = c0 + j;
-      if (c >= C) break;
-      const float score = ELEMENT::load(c0 ? row_z[c] : z_c[i]);
-      const float p = SOFTMAX ? probability(score, row_max) * softmax_coef : 0.0f;
-      row_dz[c] = ELEMENT::store(fmaf(-target_coef, (float)(class_posteriors[j] + (c == blank ? blank_sum : 0)), p));
-    }
+    all.clear(c0), all.add(c0);
+    for (int c = c0 + thread; c < C && c < c0 + SLAB; c += ROWTHREADS)
+      row_dz[c] = gradient(probability(ELEMENT::load(row_z[c]), row_max), 0);
     sync_row();
+    put_labels(c0);
   }
 }
 
 // dz times each sequence's upstream gradient, in place or into `out`; nothing is read where there is nothing to do.
 extern "C" __global__ void __launch_bounds__(256) ctc_scale(
     const bits* dz, bits* out,  // [T,N,C], [T,N,C] that may be dz
-    const float* g, const float* inv_denominator,  // [N] upstream, [N] or null
+    const float* g, const i64* lengths,  // [N] upstream, [N]: then dz is also divided as a mean is; or null
     int g_stride, int d_stride_t, int d_stride_n, int stride_t, int stride_n, int T, int N, int C) {
   for (u32 row = blockIdx.x * ROWS + threadIdx.x / ROWTHREADS; row < (u32)T * N; row += gridDim.x * ROWS) {
     const int t = row / (u32)N, n = row - t * N;
-    const float grad_scale = g[(i64)n * g_stride] * (inv_denominator ? inv_denominator[n] : 1.0f);
-    if (grad_scale == 1.0f && dz == out) continue;
+    const float factor = g[(i64)n * g_stride] * (lengths ? inv_denominator_of(lengths, n, N, 1) : 1.0f);
+    if (factor == 1.0f && dz == out) continue;
     const bits* from = dz + (i64)t * d_stride_t + (i64)n * d_stride_n;
     bits* to = out + (i64)t * stride_t + (i64)n * stride_n;
-    for (int c = threadIdx.x % ROWTHREADS; c < C; c += ROWTHREADS) {
-      const float v = ELEMENT::load(from[c]);
-      to[c] = ELEMENT::store(v == 0.0f ? 0.0f : v * grad_scale);  // zeros stay zero, whatever they are multiplied by
+    for (int c0 = threadIdx.x % ROWTHREADS; c0 < C; c0 += SLAB) {
+      bits v[PER];  // all are on their way before the first is written
+      UNROLL
+      for (int i = 0; i < PER; i++) if (c0 + i * ROWTHREADS < C) v[i] = from[c0 + i * ROWTHREADS];
+      UNROLL
+      for (int i = 0; i < PER; i++)
+        if (c0 + i * ROWTHREADS < C) to[c0 + i * ROWTHREADS] = ELEMENT::store(scaled(ELEMENT::load(v[i]), factor));
     }
   }
 }
 
-struct LossMemory { double parts[256]; };
+struct LossMemory { double parts[256]; bool last; };
+INLINE double sum_of_block(double v, double* parts) {  // for all threads, in one order; parts [256]
+  parts[threadIdx.x] = v;
+  __syncthreads();
+  for (int o = 128; o; o >>= 1) {
+    if (threadIdx.x < o) parts[threadIdx.x] += parts[threadIdx.x + o];
+    __syncthreads();
+  }
+  return parts[0];
+}
 
-// The log-sum-exps of a sequence's frames, added in double, less log Z.
+// The log-sum-exps of a sequence's frames, added in double, less log Z. The block that is the last adds all losses.
 extern "C" __global__ void __launch_bounds__(256) ctc_loss(
-    const float2* stats, const State* log_z, const i64* frames, const i64* lengths,  // [T,N] or null, [N], [N], [N]
-    float* loss,  // [N]
+    const float2* stats, State* log_z, const i64* frames, const i64* lengths,  // [T,N] or null, [N+1], [N], [N]
+    float* loss, float* sum,  // [N]; [1] or null
     int N, int zero_infinity, int mean) {
   SHARED(LossMemory, memory);
   const int n = blockIdx.x;
@@ -651,18 +703,22 @@ extern "C" __global__ void __launch_bounds__(256) ctc_loss(
       const float2 v = stats[(i64)t * N + n];
       s += (double)v.x + (double)logf(v.y);
     }
-  memory.parts[threadIdx.x] = s;
-  __syncthreads();
-  for (int o = 128; o; o >>= 1) {
-    if (threadIdx.x < o) memory.parts[threadIdx.x] += memory.parts[threadIdx.x + o];
-    __syncthreads();
-  }
+  s = sum_of_block(s, memory.parts);
   if (threadIdx.x == 0) {
     const double log_total = (double)logf(z.m) + 0.6931471805599453 * z.e;
-    float l = (float)(memory.parts[0] - log_total);
+    float l = (float)(s - log_total);
     if (stats && l < 0.0f) l = 0.0f;  // a rounding may put it below
     if (!(z.m > 0.0f)) l = z.m != z.m ? z.m : zero_infinity ? 0.0f : infinity();
     loss[n] = l * inv_denominator_of(lengths, n, N, mean);
+    __threadfence();
+    memory.last = sum && atomicAdd((u32*)(log_z + N), 1u) == (u32)N - 1;
   }
+  __syncthreads();
+  if (!memory.last) return;
+  __threadfence();
+  s = 0.0;
+  for (int i = threadIdx.x; i < N; i += 256) s += ((volatile const float*)loss)[i];
+  s = sum_of_block(s, memory.parts);
+  if (threadIdx.x == 0) *sum = (float)s;
 }
 #endif

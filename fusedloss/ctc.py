@@ -14,19 +14,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.clusters import scaled_rows
-from fusedloss.core.checks import check_flags, expect, expect_tensor
+from fusedloss.core.checks import check_flags, expect, expect_tensor, once_for_alike
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import (
-    active, interleave, may_end, may_skip, predecessors, scan_shape, ScanShape, strip_states,
-    update_active)
+    active, interleave, Lattice, make_lattice, may_end, may_skip, predecessors, scan_shape,
+    ScanShape, strip_states, update_active)
 from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
-from fusedloss.core.scaled import scaled_path_sums
+from fusedloss.core.scaled import (
+    divides_late, EXACT_GRADIENT, finished_loss, LOGITS, scaled_loss, scores_alone, TORCH_GRADIENT,
+    torch_loss)
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
-    softmax_and_lse, Span, spans_of, sum_per_class, Targets, to_device, unbatch)
+    Span, spans_of, sum_per_class, Targets, to_device, unbatch)
 from fusedloss.core.triton import on_device
 from fusedloss.scans import logz, Paths, sample, viterbi
 from fusedloss.semirings import Log
@@ -109,56 +111,6 @@ def log_likelihood(alphas:Tensor, lengths:Tensor) -> Tensor:
     "The sum over all paths [N]."
     return Log.reduce(last_row(alphas, lengths), -1)
 
-# %% ../nbs/20_ctc.ipynb #3a76ba67
-LOGITS, TORCH_GRADIENT, EXACT_GRADIENT = 0, 1, 2  # what z is, and which gradient is wanted
-
-# %% ../nbs/20_ctc.ipynb #0f9cce78
-class Lattice(NamedTuple):
-    "All that the loops know of a batch."
-    states: Tensor  # [N,S]
-    skip: Tensor  # [N,S] bool
-    emitted: Tensor  # [T,N,S] float64
-    frames: Tensor  # [N]
-    lengths: Tensor  # [N]
-    bad: Tensor  # [N] bool: targets or lengths that cannot be
-
-def make_lattice(z:Tensor, p:Targets, blank:int) -> Lattice:
-    "States and what they emit."
-    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
-    states = interleave(y, blank)
-    emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
-    return Lattice(states, may_skip(states), emitted, frames, lengths, bad)
-
-# %% ../nbs/20_ctc.ipynb #7e6bd94d
-def scores_alone(
-    z:Tensor, on:Tensor,  # [T,N,C], [T,N] the frames that count
-    score_kind:int, grad:bool,
-) -> tuple[Tensor|float, Optional[Tensor]]:  # [N] float64, 0 of log-probabilities; [T,N,C]
-    "The sum over frames of the log-sum-exp; the gradient, but for the posteriors to come off."
-    x = z.detach() if z.dtype == f64 else z.detach().float()
-    if score_kind == LOGITS:
-        p, of_rows = softmax_and_lse(x)
-        return torch.where(on, of_rows, 0).sum(0), p if grad else None
-    if not grad: return 0, None
-    return 0, x.exp() if score_kind == TORCH_GRADIENT else torch.zeros_like(x)
-
-# %% ../nbs/20_ctc.ipynb #3471ac21
-def finished_loss(
-    lse:Tensor|float, dz:Optional[Tensor], log_z:Tensor,  # of `scores_alone`; [N] float64
-    on:Tensor, lengths:Tensor, bad:Tensor,  # [T,N], [N], [N]
-    dtype:torch.dtype, zero_infinity:bool, score_kind:int, mean:bool,  # dtype: of the scores
-) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
-    "The loss from the sum over all paths; the gradient, 0 where nothing counts."
-    loss, inv_denominator = lse - log_z, inv_denominators(lengths, mean, f64)
-    if score_kind == LOGITS: loss = loss.clamp(min=0)  # a rounding may put it below
-    if zero_infinity: loss = loss.masked_fill(log_z == -torch.inf, 0)
-    loss = (loss * inv_denominator).masked_fill(bad, torch.nan).to(f64 if dtype == f64 else f32)
-    if dz is None: return loss, None
-    idle = ~on | (log_z == -torch.inf) | bad
-    if mean: dz.mul_(inv_denominator.to(dz.dtype)[:, None])
-    if dz.device.type != "cpu" or idle.any(): dz.masked_fill_(idle[..., None], 0)
-    return loss, dz.to(dtype)
-
 # %% ../nbs/20_ctc.ipynb #8085ef85
 def plain_loss(
     z:Tensor, a:Lattice,  # [T,N,C]
@@ -173,19 +125,6 @@ def plain_loss(
         dz.sub_(sum_per_class(gammas, a.states, z.shape[2]))
     return finished_loss(lse, dz, log_likelihood(alphas, a.lengths), on, a.lengths, a.bad,
                          z.dtype, zero_infinity, score_kind, mean)
-
-# %% ../nbs/20_ctc.ipynb #be09c58c
-def scaled_loss(
-    z:Tensor, p:Targets, blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
-) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `finished_loss`; None: take `plain_loss`
-    "The loss by `scaled_path_sums`, on a CPU."
-    if z.device.type != "cpu" or z.numel() == 0: return None
-    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
-    on = torch.arange(len(z), device=z.device)[:, None] < frames
-    lse, dz = scores_alone(z, on, score_kind, grad)
-    log_z = scaled_path_sums(z.detach(), y, frames, lengths, blank, dz)
-    return None if log_z is None else finished_loss(lse, dz, log_z, on, lengths, bad, z.dtype,
-                                                    zero_infinity, score_kind, mean)
 
 # %% ../nbs/20_ctc.ipynb #3c41d493
 def ctc_kernel(
@@ -237,75 +176,130 @@ def kernels_for(
 def run_scan(
     z:Tensor, p:Targets, s:ScanShape, scan_kernel,  # [T,N,C]; scan: the launcher
     blank:int, tables:bool,  # False: for the loss alone
-) -> tuple[Tensor, Optional[Tensor]]:  # log Z as mantissa and exponent [N,2]; post
+) -> tuple[Tensor, Optional[Tensor]]:  # log Z as mantissa and exponent [N+1,2], the last a count; post
     "The scan; post [N,T,2,plane]: posteriors of labels, and of the blanks before them."
-    (T, N, C), new = z.shape, functools.partial(z.new_empty, dtype=f32)
-    # as the kernel crosses, it also looks at the pairs before the first
-    table = new((N * (T + 1 if tables else 2) * s.plane + 2 * s.pairs) * 4)[4 * s.pairs:]
-    post, log_z = new((N, T, 2, s.plane)) if tables else None, new((N, 2))
+    (T, N, C), plane, new = z.shape, s.plane, functools.partial(z.new_empty, dtype=f32)
+    # as the kernel crosses, it also looks at the pairs before the first and behind the last
+    table = new((N * (T + 1 if tables else 2) * plane + 2 * s.pairs) * 4)
+    post, log_z = new((N, T, 2, plane)) if tables else None, new((N + 1, 2))
     scan_kernel(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
          strip_states(z, N, T, s), *z.stride()[:2], T, C, p.y.shape[1], p.longest, blank)
     return log_z, post
+
+# %% ../nbs/20_ctc.ipynb #5d6439ec
+def launch_grad(
+    kernel, rows:int, z:Tensor, p:Targets,  # of `kernels_for`; [T,N,C]
+    post:Optional[Tensor], log_z:Tensor,  # of `run_scan`
+    g:Optional[Tensor], dz:Optional[Tensor], stats:Optional[Tensor],  # upstream; written
+    blank:int, mean:bool,
+):
+    "The turn over the scores: their gradient, and each frame's maximum and sum."
+    (T, N, C), plane = z.shape, 0 if post is None else post.shape[3]
+    kernel(-(-T * N // rows), 256, z, p.y, p.frames, p.lengths, post, log_z, g, dz, stats,
+           g.stride(0) if g is not None and g.dim() else 0, *z.stride()[:2],
+           *(z if dz is None else dz).stride()[:2], T, N, C, p.y.shape[1], plane, blank, int(mean))
+
+# %% ../nbs/20_ctc.ipynb #e161d89b
+class LateGradient(NamedTuple):
+    "What backward makes the gradient of, beside the scores."
+    y: Tensor  # as in `Targets`, with the next two
+    frames: Tensor
+    lengths: Tensor
+    post: Tensor  # of `run_scan`, with the next
+    log_z: Tensor
+
+def comes_late(z:Tensor, s:ScanShape, mean:bool, grad:bool) -> bool:  # [T,N,C]
+    "Whether an undivided gradient would be read and written again, and posteriors take less memory."
+    return grad and divides_late(z.dtype, mean) and 8 * s.plane <= z.element_size() * z.shape[2]
 
 # %% ../nbs/20_ctc.ipynb #fb07854b
 def launch_ctc(
     z:Tensor, p:Targets, s:ScanShape,  # [T,N,C]
     blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
-) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `plain_loss`; None: no kernel to be had
-    "Loss and gradient in three launches, the loss alone in two or three."
+    summed:bool=False, late:bool=False,  # one loss; no gradient, but what `late_gradient` takes
+) -> Optional[tuple[Tensor, Optional[Tensor|LateGradient]]]:  # None: no kernel to be had
+    "As `plain_loss`: loss and gradient in three launches, the loss alone in two or three."
     if z.stride(2) != 1: z = z.contiguous()
-    (T, N, C), dz = z.shape, torch.empty_like(z) if grad else None
+    (T, N, C), dz = z.shape, torch.empty_like(z) if grad and not late else None
     with on_device(z):
         kernels = kernels_for(z.get_device(), z.dtype, C, score_kind, s, grad)
         if kernels is None: return None
         scan_kernel, grad_kernel, loss_kernel, _, rows = kernels
         log_z, post = run_scan(z, p, s, scan_kernel, blank, grad)
-        loss, sizes = z.new_empty(N, dtype=f32), (p.y.shape[1], s.plane, blank, int(mean))
+        loss, total = z.new_empty(N, dtype=f32), z.new_empty((), dtype=f32) if summed else None
         stats = z.new_empty((T, N, 2), dtype=f32) if score_kind == LOGITS else None
-        if grad or score_kind == LOGITS:
-            grad_kernel(-(-T * N // rows), 256, z, p.y, p.frames, p.lengths, post, log_z, dz, stats,
-                 *z.stride()[:2], *(dz if grad else z).stride()[:2], T, N, C, *sizes)
-        loss_kernel(N, 256, stats, log_z, p.frames, p.lengths, loss, N, int(zero_infinity),
+        if dz is not None or stats is not None:
+            launch_grad(grad_kernel, rows, z, p, post, log_z, None, dz, stats, blank,
+                        mean and not divides_late(z.dtype, mean))
+        loss_kernel(N, 256, stats, log_z, p.frames, p.lengths, loss, total, N, int(zero_infinity),
                     int(mean))
-    return loss, dz
+    return loss if total is None else total, LateGradient(*p[:3], post, log_z) if late else dz
 
 # %% ../nbs/20_ctc.ipynb #2101c465
 def ctc_forward(
-    z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor,  # [T,N,C]; as they came
+    z:Tensor, p:Targets,  # [T,N,C]
     blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
-) -> tuple[Tensor, Tensor]:  # [N], and the gradient of their sum, or nothing
-    "Losses and gradient, by the kernels or without them."
-    p = prepare_targets(z, targets, frames, lengths)
+    summed:bool=False, may_be_late:bool=False,  # as for `launch_ctc`
+) -> tuple[Tensor, Optional[Tensor|LateGradient]]:  # [N] or their sum, and the sum's gradient
+    "Losses and gradient, by the kernels or without them; a mean in fp16 has a gradient not yet divided."
     s, options = kernel_shape(z, p), (blank, zero_infinity, score_kind, mean, grad)
-    out = launch_ctc(z, p, s, *options) if s else scaled_loss(z, p, *options)
-    loss, dz = out or plain_loss(z, make_lattice(z, p, blank), *options)
-    return loss, z.new_empty(0) if dz is None else dz
+    late = s and may_be_late and comes_late(z, s, mean, grad)
+    out = s and launch_ctc(z, p, s, *options, summed, late)
+    if out: return out
+    loss, dz = (torch_loss(z, p, *options) or scaled_loss(z, p, *options)
+                or plain_loss(z, make_lattice(z, p, blank), *options))
+    return loss.sum() if summed else loss, dz
 
 # %% ../nbs/20_ctc.ipynb #a233886b
+SCALE_BLOCKS = 1024  # that walk through all rows: mostly they find a factor of 1
+
 def launch_ctc_scale(
-    g:Tensor, dz:Tensor, out:Tensor, inv_denominator:Optional[Tensor],  # [N], [T,N,C] twice, [N]
+    g:Tensor, dz:Tensor, out:Tensor, lengths:Optional[Tensor],  # [N] or one, [T,N,C] twice, [N]
 ) -> bool:  # False where the kernel cannot be had
-    "`dz` times its factors to `out`, which may be `dz`."
+    "`dz` times its factors to `out`, which may be `dz`; divided by `lengths` as a mean is."
     if not runs_kernels(dz) or dz.stride(2) != 1: return False
-    (T, N, C), many = dz.shape, 8 * device_of(dz).multiprocessors
+    T, N, C = dz.shape
     with on_device(dz):
         kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS)
         if kernels is None: return False
         *_, scale, rows = kernels
-        scale(min(many, -(-T * N // rows)), 256, dz, out, g, inv_denominator, g.stride(0),
+        scale(min(SCALE_BLOCKS, -(-T * N // rows)), 256, dz, out, g, lengths, g.stride(0) if g.dim() else 0,
               *dz.stride()[:2], *out.stride()[:2], T, N, C)
     return True
 
 # %% ../nbs/20_ctc.ipynb #6708bb1d
-def ctc_backward(
-    g:Tensor, dz:Tensor, inv_denominator:Optional[Tensor],  # [N], [T,N,C], [N]
+def scaled_gradient(
+    g:Tensor, dz:Tensor, lengths:Optional[Tensor],  # [N] or one, [T,N,C], [N]: divided as a mean is
     keep:bool,  # leave `dz` as it is
 ) -> Tensor:  # [T,N,C]
     "Each sequence's gradient times its factor."
     out = torch.empty_like(dz) if keep else dz
-    if launch_ctc_scale(g, dz, out, inv_denominator): return out
-    factor = g if inv_denominator is None else g * inv_denominator
+    if launch_ctc_scale(g, dz, out, lengths): return out
+    factor = g if lengths is None else g * inv_denominators(lengths, True, g.dtype)
     return scaled_rows(dz, factor.expand(dz.shape[:2]).reshape(-1), None, keep)
+
+# %% ../nbs/20_ctc.ipynb #498ea30c
+def late_gradient(
+    g:Tensor, z:Tensor, made:LateGradient, blank:int, score_kind:int,  # [N] or one, [T,N,C]
+) -> Tensor:  # [T,N,C]
+    "The gradient of a mean, each sequence's with its factor before it is rounded."
+    if z.stride(2) != 1: z = z.contiguous()
+    dz = torch.empty_like(z)
+    with on_device(z):
+        kernel, *_, rows = kernels_for(z.get_device(), z.dtype, z.shape[2], score_kind)
+        launch_grad(kernel, rows, z, made, made.post, made.log_z, g, dz, None, blank, True)
+    return dz
+
+# %% ../nbs/20_ctc.ipynb #960cb416
+def ctc_backward(
+    g:Tensor, z:Tensor,  # [N] or one, [T,N,C]
+    made:tuple[Optional[Tensor], ...],  # a gradient and, of a mean not yet divided, lengths; or `LateGradient`
+    keep:bool,  # leave that gradient as it is
+    blank:int, zero_infinity:bool, score_kind:int, mean:bool,
+) -> Tensor:  # [T,N,C]
+    "What forward has made, times the upstream gradient."
+    if len(made) == 2: return scaled_gradient(g, *made, keep)
+    return late_gradient(g, z, LateGradient(*made), blank, score_kind)
 
 # %% ../nbs/20_ctc.ipynb #462ab247
 def differentiable_ctc(
@@ -328,10 +322,10 @@ def differentiable_ctc(
 class _CTCGrad(torch.autograd.Function):
     "The gradient, as a function of the upstream gradient and of the scores."
     @staticmethod
-    def forward(ctx, g, dz, inv_denominator, z, targets, frames, lengths, *options):
+    def forward(ctx, g, made, options, z, targets, frames, lengths):
         ctx.save_for_backward(g, z, targets, frames, lengths)
         ctx.options = options
-        return ctc_backward(g, dz, inv_denominator, True)
+        return ctc_backward(g, z, made, True, *options)
 
     @staticmethod
     def backward(ctx, gg):
@@ -344,30 +338,32 @@ class _CTCGrad(torch.autograd.Function):
             first, = torch.autograd.grad(loss, leaves[1], leaves[0].to(f64), create_graph=True)
             first = first + (torch_extra * leaves[0][:, None]).to(z.dtype)
             d_g, d_z = torch.autograd.grad(first, leaves, gg, create_graph=create_graph)
-        return d_g, None, None, d_z, *[None] * (3 + len(ctx.options))
+        return d_g, None, None, d_z, None, None, None
 
 # %% ../nbs/20_ctc.ipynb #3ae5da9e
 class _CTC(torch.autograd.Function):
     "The loss in eager mode: backward may scale dz in its place, and has a derivative."
     @staticmethod
-    def forward(ctx, needs_grad, z, targets, frames, lengths, *options):
-        unscaled_grad = options[3] and z.dtype == torch.float16
-        divided = (*options[:3], options[3] and not unscaled_grad)
-        loss, dz = ctc_forward(z, targets, frames, lengths, *divided, needs_grad)
-        inv_denominator = (inv_denominators(to_device(lengths, z.device), True, loss.dtype)
-                           if unscaled_grad else None)
-        ctx.save_for_backward(z, targets, frames, lengths, dz, inv_denominator)  # dz is all it adds
+    def forward(ctx, grad, summed, options, z, targets, frames, lengths):
+        p = prepare_targets(z, targets, frames, lengths)
+        loss, made = ctc_forward(z, p, *options, grad, summed, True)
+        if not grad: return loss
+        if not isinstance(made, LateGradient):
+            made = made, p.lengths if divides_late(z.dtype, options[3]) else None
+        ctx.save_for_backward(z, targets, frames, lengths, *made)  # dz is all it adds, or `LateGradient`
         ctx.options = options
-        return loss if inv_denominator is None else loss * inv_denominator
+        return loss
 
     @staticmethod
     def backward(ctx, g):
-        *given, dz, inv_denominator = ctx.saved_tensors
-        nothing = [None] * (3 + len(ctx.options))
+        saved = ctx.saved_tensors
+        z, made = saved[0], saved[4:]
         if torch.is_grad_enabled():
-            return None, _CTCGrad.apply(g, dz, inv_denominator, *given, *ctx.options), *nothing
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, ctc_backward(g, dz, inv_denominator, keep), *nothing
+            d_z = _CTCGrad.apply(g.expand(z.shape[1]), made, ctx.options, *saved[:4])
+        else:
+            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            d_z = ctc_backward(g, z, made, keep, *ctx.options)
+        return None, None, None, d_z, None, None, None
 
 # %% ../nbs/20_ctc.ipynb #1227a83d
 def ctc_with_strides(
@@ -375,10 +371,11 @@ def ctc_with_strides(
     blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
 ) -> tuple[Tensor, Tensor]:
     "`ctc_forward`; the gradient with the strides of z."
-    loss, dz = ctc_forward(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean,
-                           grad)
+    p = prepare_targets(z, targets, frames, lengths)
+    loss, dz = ctc_forward(z, p, blank, zero_infinity, score_kind, mean, grad)
+    if dz is None: return loss, z.new_empty(0)
     strides = torch.empty_like(z, device="meta").stride()
-    return loss, torch.empty_like(z).copy_(dz) if grad and dz.stride() != strides else dz
+    return loss, torch.empty_like(z).copy_(dz) if dz.stride() != strides else dz
 
 def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean, grad):
     "The shapes of `ctc_with_strides`'s results."
@@ -386,17 +383,19 @@ def fake_ctc(z, targets, frames, lengths, blank, zero_infinity, score_kind, mean
     return z.new_empty(z.shape[1], dtype=dtype), torch.empty_like(z) if grad else z.new_empty(0)
 
 # %% ../nbs/20_ctc.ipynb #778bd5f1
-def ctc_grad(g:Tensor, dz:Tensor) -> Tensor:
-    "`ctc_backward` into a tensor of its own."
-    return ctc_backward(g, dz, None, True)
+def ctc_grad(g:Tensor, dz:Tensor, lengths:Optional[Tensor]=None) -> Tensor:
+    "`scaled_gradient` into a tensor of its own."
+    if lengths is not None: lengths = to_device(lengths, dz.device)
+    return scaled_gradient(g, dz, lengths, True)
 
 ctc_grad_operator = operator("fusedloss::ctc_grad", ctc_grad,
-                             fake=lambda g, dz: torch.empty_like(dz))
+                             fake=lambda g, dz, lengths: torch.empty_like(dz))
 
 # %% ../nbs/20_ctc.ipynb #3cb8c7c2
 def save_dz(ctx, inputs, output):
-    "dz: an output that leads to z, where gradients are recorded."
-    ctx.save_for_backward(output[1])
+    "dz: an output that leads to z, where gradients are recorded; lengths that it is yet divided by."
+    late = divides_late(inputs.z.dtype, inputs.mean)
+    ctx.save_for_backward(output[1], inputs.lengths if late else None)
 
 def gradient_of_ctc(ctx, needs, g, _):
     "dz times the upstream gradient."
@@ -407,24 +406,25 @@ ctc_operator = operator("fusedloss::ctc", ctc_with_strides, fake=fake_ctc, save=
                         backward=gradient_of_ctc)
 
 # %% ../nbs/20_ctc.ipynb #8753093f
+@once_for_alike
+def check_loss(z, targets, blank, reduction, zero_infinity, name):
+    "What a loss can be told from its arguments' shapes."
+    check_ctc(z, targets, blank, reduction, name)
+    check_flags(zero_infinity=zero_infinity)
+
+# %% ../nbs/20_ctc.ipynb #a3f3a2e0
 def reduced_loss(z, targets, frames, lengths, blank, reduction, zero_infinity, score_kind, name):
     "All that the two functions below have in common."
     expect_tensor(name, z)
     unbatched = z.dim() == 2
     z, targets = add_batch_dim(z, targets, unbatched)
-    check_ctc(z, targets, blank, reduction, name)
-    check_flags(zero_infinity=zero_infinity)
-    frames, lengths = both_lengths(frames, lengths, z, targets)
+    check_loss(z, targets, blank, reduction, zero_infinity, name)
+    given = z, targets, *both_lengths(frames, lengths, z, targets)
     options = blank, zero_infinity, score_kind, reduction == "mean"
-    needs_grad = torch.is_grad_enabled() and z.requires_grad
-    if observed():
-        unscaled_grad = z.dtype == torch.float16 and reduction == "mean"
-        divided = options[3] and not unscaled_grad
-        losses, _ = ctc_operator(z, targets, frames, lengths, *options[:3], divided, needs_grad)
-        if unscaled_grad:
-            losses = losses * inv_denominators(to_device(lengths, z.device), True, losses.dtype)
-    else: losses = _CTC.apply(needs_grad, z, targets, frames, lengths, *options)
-    return losses[0] if unbatched and reduction == "none" else reduce_rows(losses, reduction)
+    grad = torch.is_grad_enabled() and z.requires_grad
+    if observed(): loss = reduce_rows(ctc_operator(*given, *options, grad)[0], reduction)
+    else: loss = _CTC.apply(grad, reduction != "none", options, *given)
+    return loss[0] if unbatched and reduction == "none" else loss
 
 # %% ../nbs/20_ctc.ipynb #71b802c5
 def ctc_loss(
@@ -570,6 +570,7 @@ def kernel_posteriors(
         kernels = kernels_for(z.get_device(), z.dtype, z.shape[2], EXACT_GRADIENT, s)
         if kernels is None: return None
         log_z, post = run_scan(z, p, s, kernels[0], blank, True)
+    log_z = log_z[:-1]
     pairs = post[..., :p.width + 1].permute(1, 0, 3, 2)  # [T,N,width+1,2]: a label, its blank
     gammas, m = pairs.flip(-1).flatten(2)[..., :2 * p.width + 1], log_z[:, :1].double()
     t = torch.arange(len(z), device=z.device)[:, None, None]

@@ -25,16 +25,16 @@ extern "C" void run_scan(int grid, int threads, int seed, const bits* z, const i
 }
 #else
 extern "C" void run_grad(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths, const float* post,
-                         const State* log_z, bits* dz, float2* stats, int st, int sn, int dt, int dn, int T, int N, int C, int width, int plane,
+                         const State* log_z, const float* g, bits* dz, float2* stats, int gs, int st, int sn, int dt, int dn, int T, int N, int C, int width, int plane,
                          int blank, int mean) {
-  launch(grid, threads, 1, [=] { ctc_grad(z, y, frames, lengths, post, log_z, dz, stats, st, sn, dt, dn, T, N, C, width, plane, blank, mean); }, seed);
+  launch(grid, threads, 1, [=] { ctc_grad(z, y, frames, lengths, post, log_z, g, dz, stats, gs, st, sn, dt, dn, T, N, C, width, plane, blank, mean); }, seed);
 }
-extern "C" void run_loss(int grid, int threads, int seed, const float2* stats, const State* log_z, const i64* frames, const i64* lengths,
-                         float* loss, int N, int zero_infinity, int mean) {
-  launch(grid, threads, 1, [=] { ctc_loss(stats, log_z, frames, lengths, loss, N, zero_infinity, mean); }, seed);
+extern "C" void run_loss(int grid, int threads, int seed, const float2* stats, State* log_z, const i64* frames, const i64* lengths,
+                         float* loss, float* sum, int N, int zero_infinity, int mean) {
+  launch(grid, threads, 1, [=] { ctc_loss(stats, log_z, frames, lengths, loss, sum, N, zero_infinity, mean); }, seed);
 }
-extern "C" void run_scale(int grid, int threads, int seed, const bits* dz, bits* out, const float* g, const float* inv_denominator, int g_stride,
+extern "C" void run_scale(int grid, int threads, int seed, const bits* dz, bits* out, const float* g, const i64* lengths, int g_stride,
                           int dt, int dn, int st, int sn, int T, int N, int C) {
-  launch(grid, threads, 1, [=] { ctc_scale(dz, out, g, inv_denominator, g_stride, dt, dn, st, sn, T, N, C); }, seed);
+  launch(grid, threads, 1, [=] { ctc_scale(dz, out, g, lengths, g_stride, dt, dn, st, sn, T, N, C); }, seed);
 }
 #endif

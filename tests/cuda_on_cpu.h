@@ -13,7 +13,7 @@
 #define UNROLL
 #define SHAPE
 #define __launch_bounds__(...)
-#define SHARED(type, name) type& name = *(type*)here().shared.data()  // one a kernel; full of NaN before it
+#define SHARED(type, name) type& name = *(type*)here().shared.data()  // one a kernel; full of NaN, and of large integers, before it
 using std::max, std::min;
 struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -92,7 +92,8 @@ template <class V> V exchange(V v, int from) {
 template <class V> V __shfl_up_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 - d); }
 template <class V> V __shfl_sync(unsigned, V v, int i) { return exchange(v, i); }
 template <class V> V __shfl_xor_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 ^ d); }
-template <class V> void atomicAdd(V* p, V v) { *p += v; }
+template <class V> V atomicAdd(V* p, V v) { const V old = *p; *p += v; return old; }
+static void __threadfence() {}
 inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }
 inline int __float_as_int(float v) { int r; memcpy(&r, &v, 4); return r; }
 inline int __float2int_rn(float v) { return (int)lrintf(v); }
@@ -105,7 +106,10 @@ static void launch(int grid, int threads, int cluster, std::function<void()> ker
   blockDim.x = threads, gridDim.x = grid, idle = 0, body = kernel, disorder = seed, hasty = seed == 2;
   for (first_block = 0; first_block < grid; first_block += cluster) {
     blocks.assign(cluster, Block()), cluster_meeting = Meeting(), fibers.assign(cluster * threads, Fiber());
-    for (auto& b : blocks) b.warps.resize((threads + 31) / 32), b.shared.assign(1 << 18, -1);
+    for (auto& b : blocks) {
+      b.warps.resize((threads + 31) / 32), b.shared.resize(1 << 18);
+      std::fill_n((unsigned*)b.shared.data(), 1 << 16, 0x7ffdeadbu);
+    }
     for (int i = 0; i < (int)fibers.size(); i++) {
       Fiber& f = fibers[i];
       f.block = i / threads, f.thread = i % threads, f.done = false, f.stack.resize(1 << 16);

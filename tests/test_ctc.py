@@ -181,7 +181,9 @@ def use(kernels, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_kernels_left():
+def own_paths(monkeypatch):
+    "PyTorch's own loss takes few sequences on a CPU: its tests ask for it, all others are of the library's"
+    everywhere(monkeypatch, fusedloss.ctc, "torch_loss", lambda *args: None)
     yield
     fusedloss.ctc.kernels_for.cache_clear()
 
@@ -263,6 +265,59 @@ def test_the_kernels_source_reduces_as_torch_does(reduction, dtype, with_kernels
         truth, exact = graded(fl.ctc_loss_with_logits, z.double(), y, frames, lengths, 0, reduction, zero_infinity, g=g.double())
         same_losses(loss, truth, 1e-6)
         assert (dz.double() - exact).abs().max() <= (1e-6 if dtype == f32 else 1e-3)
+
+
+def mean_fault(dtype=torch.float16, C=1100):
+    "What is wrong with the mean of a batch whose gradient backward makes, where posteriors are few"
+    z, y, frames, lengths = case(T=9, N=3, C=C, L=4, dtype=dtype, labels=[[3, C - 1, 3, 7], [1, 2, 2, 5], [4, 4, 4, 4]], frames=[9, 7, 3], lengths=[4, 3, 4])
+    for factor in (1.0, -3.0, 65536.0):
+        g = torch.tensor(factor)
+        loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, 0, "mean", True, g=g)
+        want, exact = graded(fl.ctc_loss_with_logits, z.double(), y, frames, lengths, 0, "mean", True, g=g.double())
+        if abs(loss - want) > 1e-6 * want:
+            return f"{factor}, the loss"
+        if not torch.allclose(dz.double(), exact, rtol=2e-3, atol=1e-7 * max(1.0, abs(factor))) or dz[7:, 1].any() or dz[:, 2].any():
+            return f"{factor}, the gradient"
+
+
+@pytest.mark.parametrize("C", [40, 1100])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_in_half_precision_is_rounded_once(dtype, C, with_kernels):
+    "In fp16 with its factor: the gradient of 1100 classes is made in backward"
+    if dtype == torch.float16:
+        assert mean_fault(dtype, C) is None
+    z, y, frames, lengths = case(T=9, N=3, C=C, L=4, dtype=dtype)
+    z.requires_grad_()
+    loss = fl.ctc_loss_with_logits(z, y, frames, lengths)
+    first, = torch.autograd.grad(loss, z, torch.tensor(512.0), retain_graph=True)
+    again, = torch.autograd.grad(loss, z, torch.tensor(512.0), retain_graph=True)
+    kept, = torch.autograd.grad(loss, z, torch.tensor(512.0), create_graph=True)
+    last, = torch.autograd.grad(loss, z, torch.tensor(512.0))
+    assert torch.equal(first, again) and torch.equal(first, last) and torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("C, late", [(40, False), (1100, True)])
+def test_what_waits_for_backward_takes_less_memory_than_the_gradient(C, late, with_kernels):
+    z, y, frames, lengths = case(T=9, N=3, C=C, L=4, dtype=torch.float16)
+    frames, lengths = torch.tensor(frames), torch.tensor(lengths)
+    saved = saved_tensors(lambda: fl.ctc_loss_with_logits(z.requires_grad_(), y, frames, lengths), z, y, frames, lengths)
+    assert (z.shape in [t.shape for t in saved]) != late
+    assert sum(t.numel() * t.element_size() for t in saved) <= z.numel() * z.element_size() + 32
+
+
+def test_compiled_kernels_give_the_mean_of_half_precision(with_kernels):
+    z, y, frames, lengths = case(T=9, N=3, C=40, L=4, dtype=torch.float16)
+    T, L = torch.tensor(frames), torch.tensor(lengths)
+    compiled_loss = torch.compile(lambda x: fl.ctc_loss_with_logits(x * 1, y, T, L), fullgraph=True, backend="aot_eager")
+    for a, b in zip(graded(compiled_loss, z, g=torch.tensor(1000.0)), graded(fl.ctc_loss_with_logits, z, y, T, L, g=torch.tensor(1000.0))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("N", [1, 3, 300])
+def test_losses_are_added_in_the_last_block(N, with_kernels):
+    z, y, frames, lengths = case(T=5, N=N, C=6, L=2)
+    losses = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
+    assert fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "sum") == losses.double().sum().float()
 
 
 def test_bad_input_of_the_kernels_source_is_nan_and_harms_nobody(with_kernels, monkeypatch):
@@ -664,7 +719,8 @@ def test_the_operators_are_what_they_declare(device):
     torch.library.opcheck(fusedloss.ctc.ctc_operator, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     strided = args[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     torch.library.opcheck(fusedloss.ctc.ctc_operator, (strided, *args[1:]), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(fusedloss.ctc.ctc_grad_operator, (torch.ones(2, device=device), z.to(device)), test_utils=("test_schema", "test_faketensor"))
+    for divided_by in (None, torch.tensor(lengths)):
+        torch.library.opcheck(fusedloss.ctc.ctc_grad_operator, (torch.ones(2, device=device), z.to(device), divided_by), test_utils=("test_schema", "test_faketensor"))
 
 
 # bad input
@@ -887,7 +943,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "zero_infinity is forgotten": ("if zero_infinity: loss = loss", "if False: loss = loss"),
     "the mean divides by N alone": ("lengths.clamp(min=1) * max", "lengths.clamp(max=1, min=1) * max"),
     "the mean divides by length 0": ("lengths.clamp(min=1) * max", "lengths.clamp(min=0) * max"),
-    "the upstream gradient is dropped": ("factor = g if inv_denominator", "factor = torch.ones_like(g) if inv_denominator"),
+    "the upstream gradient is dropped": ("factor = g if lengths", "factor = torch.ones_like(g) if lengths"),
     "rows of targets all start at the first label": ("lengths.clamp(min=0).cumsum(0) - lengths", "lengths * 0"),
     "the exact gradient is torch's": ('TORCH_GRADIENT if gradient == "torch" else EXACT_GRADIENT', "TORCH_GRADIENT"),
     "emissions are read from another sequence": (
@@ -947,13 +1003,94 @@ def test_loss_and_gradient_by_the_steps_of_long_rows(name, monkeypatch):
     assert (dz - truth[1]).abs().max() <= 1e-9
 
 
+OTHERS = ["another blank, and blanks among the labels", "a label that once cannot be", "T 0 and 1, infeasible", "empty targets"]
+
+
+def taken_by_torch(m, z, *rest, **options):
+    "Loss and gradient where PyTorch's own loss may take them; whether it did"
+    done, none = [], m.torch_loss
+
+    def noted(*args):
+        done.append(TORCH_LOSS[m](*args))
+        return done[-1]
+    try:
+        m.torch_loss = noted
+        return *graded(options.pop("loss", m.ctc_loss_with_logits), z, *rest, **options), done[0] is not None
+    finally:
+        m.torch_loss = none
+
+
+def torch_fault(m, names):
+    "The first case in which PyTorch's own loss is taken and differs from the library's, or is another than expected"
+    for name in names:
+        z, y, frames, lengths, blank = hard(name, f64)
+        own = not (name in OTHERS or (torch.tensor(lengths) == 0).any() or len(lengths) * (z.shape[2] + 2 * y.shape[1] + 1) > 512)
+        truth = reference(z, y, frames, lengths, blank)
+        loss, dz, taken = taken_by_torch(m, z, y, frames, lengths, blank, "none")
+        if not torch.allclose(loss, truth[0], atol=1e-9) or not torch.allclose(dz, truth[1], atol=1e-9):
+            return name
+        if taken and not own:
+            return f"{name}, taken"
+        row = torch.cat([labels[:n] for labels, n in zip(y, lengths)])
+        for reduction, zero, targets in itertools.product(("none", "sum", "mean"), (False, True), (y, row)):
+            for options in (dict(gradient="torch"), dict(gradient="exact"), dict(loss=m.ctc_loss_with_logits)):
+                g = torch.linspace(-1, 2, len(lengths), dtype=f64) if reduction == "none" else torch.tensor(-1.7, dtype=f64)
+                given = z.log_softmax(-1), targets, frames, lengths, blank, reduction, zero
+                want = graded(options.get("loss", m.ctc_loss), *given, g=g, **{k: v for k, v in options.items() if k != "loss"})
+                *found, _ = taken_by_torch(m, *given, g=g, **({"loss": m.ctc_loss} | options))
+                if not all(torch.allclose(a, b, atol=1e-9) for a, b in zip(found, want)):
+                    return f"{name}, {reduction}, {options}"
+
+
+TORCH_LOSS = {fusedloss.ctc: fusedloss.ctc.torch_loss}  # of the module and of its planted variants
+TORCH_MUTANTS = {
+    "labels may be the blank": ("& (p.y != blank) | ~inside", "| ~inside"),
+    "scores may be infinite": ("if not x.isfinite().all(): return None", ""),
+    "the exact gradient is PyTorch's": ("dz.sub_(x.exp())", "pass"),
+    "log-probabilities for logits": ("if score_kind == LOGITS: x = x.log_softmax(-1)", ""),
+    "lengths of zero": ("(t >= 1) & (t <= most)", "(t >= 0) & (t <= most)"),
+}
+
+
+def test_few_sequences_by_torchs_own_loss():
+    assert torch_fault(fusedloss.ctc, ["plain", "tight", "two equal labels in two frames", *OTHERS]) is None
+    z, y, frames, lengths, blank = hard("plain", f64)
+    assert taken_by_torch(fusedloss.ctc, z, y, frames, lengths, blank, "none")[2], "few sequences are not taken"
+    many = case(N=8, dtype=f64)
+    assert not taken_by_torch(fusedloss.ctc, *many, 0, "none")[2] and not taken_by_torch(fusedloss.ctc, *case(T=9, N=1, C=600, dtype=f64), 0, "none")[2]
+
+
+@pytest.mark.parametrize("dtype", [f32, torch.bfloat16, torch.float16])
+def test_the_gradient_of_few_sequences_has_the_digits_of_its_dtype(dtype):
+    "In float32 PyTorch's own has five less, at 1500 frames"
+    z, y, frames, lengths = case(T=400, N=2, L=30, dtype=dtype)
+    want = graded(fl.ctc_loss_with_logits, z.double(), y, frames, lengths, 0, "none")
+    loss, dz, taken = taken_by_torch(fusedloss.ctc, z, y, frames, lengths, 0, "none")
+    assert taken and loss.dtype == f32 and dz.dtype == dtype
+    same_losses(loss, want[0], 1e-6)
+    assert (dz.double() - want[1]).abs().max() <= {f32: 1e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+
+
+@pytest.mark.parametrize("bug", TORCH_MUTANTS)
+def test_a_bug_planted_in_the_use_of_torchs_loss_is_noticed(bug, tmp_path):
+    changed = planted(fusedloss.ctc, tmp_path, *TORCH_MUTANTS[bug])
+    TORCH_LOSS[changed] = changed.torch_loss
+    changed.torch_loss = lambda *args: None
+    try:
+        assert torch_fault(changed, ["two equal labels in two frames", *OTHERS]), f"no check notices that {bug}"
+    except (RuntimeError, IndexError):
+        pass  # PyTorch refuses
+
+
 def first_fault(m):
     "The first of a few checks that a version of the module does not pass"
+    m.torch_loss = lambda *args: None  # of this variant
     for name in ("ragged", "repeats", "T 0 and 1, infeasible", "empty targets", "another blank, and blanks among the labels", "longer than all frames",
                  "blocks of few frames", "a label that once cannot be", "emissions beyond a double", LONG_ROWS, "ragged", "blocks of few frames", "a label that once cannot be", PLAIN_LOOPS, "ragged", "repeats",
                  "T 0 and 1, infeasible"):
         if name == LONG_ROWS:
-            m.scaled_path_sums = of_long_rows(m.scaled_path_sums)
+            home = sys.modules[m.scaled_loss.__module__]
+            home.scaled_path_sums = of_long_rows(home.scaled_path_sums)
             continue
         if name == PLAIN_LOOPS:
             m.scaled_loss = lambda *args: None  # of this variant
@@ -1021,6 +1158,12 @@ KERNEL_MUTANTS = {  # what is wrong: (the case that notices it, text of cuda/ctc
     "frames beyond the end count": ("ragged", "for (int t = threadIdx.x; t < frames[n]; t += 256) {", "for (int t = threadIdx.x; t < frames[n] + 1; t += 256) {"),
     "infeasible targets have a gradient": ("T 0 and 1, infeasible", "if (t >= frames[n] || !(total.m > 0.0f)) {", "if (t >= frames[n] || total.m != total.m) {"),
     "labels out of range are read": ("ragged", "good = __syncthreads_and(inside);", "good = __syncthreads_and(inside) || true;"),
+    "a mean made in backward forgets the factor": ("the mean in fp16", "factor = g ? g[(i64)n * g_stride] : 1.0f;", "factor = 1.0f;"),
+    "a frame's labels are written before all classes": ("the mean in fp16", "  sync_row();\n  put_labels(0);\n", "", "  sync_row();\n  UNROLL\n", "  put_labels(0);\n  sync_row();\n  UNROLL\n"),
+    "the blank's sum is not cleared": ("the mean in fp16", "in_slab(k < length ? labels[k] : blank, c0);\n      if (c >= 0) sums[c] = 0;", "in_slab(labels[k], c0);\n      if (k < length && c >= 0) sums[c] = 0;"),
+    "the blank is not written again": ("the mean in fp16", "k <= length; k += ROWTHREADS) {\n      const int j", "k < length; k += ROWTHREADS) {\n      const int j"),
+    "the first block adds the losses": ("ragged", "== (u32)N - 1;", "== 0u;"),
+    "losses are not counted from 0": ("ragged", "log_z[gridDim.x / CLUSTER] = {0.0f, 0};", "log_z[gridDim.x / CLUSTER] = {1.0f, 1};"),
     "the mean forgets N": ("ragged", "(float)(lengths[n] > 1 ? lengths[n] : 1) * (float)N)", "(float)(lengths[n] > 1 ? lengths[n] : 1))"),
 }
 
@@ -1037,6 +1180,10 @@ def kernel_case(name):
 def kernel_fault(*cases):
     "The first of a few checks that the kernels at hand do not pass"
     for name in cases:
+        if name == "the mean in fp16":
+            if mean_fault():
+                return name
+            continue
         (z, y, frames, lengths, blank), fusedloss.ctc.ctc_kernel.seed = kernel_case(name)
         truth = reference(z, y, frames, lengths, blank)
         loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
@@ -1050,7 +1197,7 @@ def kernel_fault(*cases):
             return f"{name}, a bad label"
 
 
-CHECKED = few(["ragged", "repeats", "T 0 and 1, infeasible", "three warps", "long", "flat", "pairs apart"], "ragged", "three warps")
+CHECKED = few(["the mean in fp16", "ragged", "repeats", "T 0 and 1, infeasible", "three warps", "long", "flat", "pairs apart"], "the mean in fp16", "ragged", "three warps")
 
 
 def use_bugged(monkeypatch, *pairs):
@@ -1065,7 +1212,8 @@ def test_the_unchanged_kernels_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "the repeat rule is forgotten", "beta has its frame's emission", "a warp does not wait for the one before",
-                                    "the lap of a ring is not told", "equal labels are not added", "labels out of range are read", "the mean forgets N"))
+                                    "the lap of a ring is not told", "equal labels are not added", "labels out of range are read", "the mean forgets N", "a mean made in backward forgets the factor", "the blank's sum is not cleared",
+                                    "the first block adds the losses"))
 def test_a_bug_planted_in_the_kernels_is_noticed(bug, monkeypatch):
     case, *pairs = KERNEL_MUTANTS[bug]
     use_bugged(monkeypatch, *pairs)

@@ -6,6 +6,7 @@ the library and the operators of PyTorch; the clock is told little, and holds th
 """
 import contextlib
 import ctypes
+import gc
 import random
 import re
 import statistics
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fusedloss import clusters, losses
+from fusedloss import clusters, ctc, losses
 from fusedloss.core import cuda, devices, hopper, products, triton
 from helpers import everywhere, planted
 from offline import triton_kernels
@@ -29,9 +30,9 @@ H200 = devices.H200.model()._replace(multiprocessors=1)  # so that few rows fill
 LOGITS_CALLS = {False: 48, True: 56}  # of a step of `cross_entropy`, by whether it is in place
 LOGITS_OPERATORS = {False: 6, True: 6}  # of PyTorch; its own loss has 5
 LOGITS_TIMES = {False: 3.5, True: 3.5}  # as long as PyTorch's step, whose kernels do something
-CALLS = {"auto": 69, "eager": 67, "chunks": 131, "product": 284}  # Python functions of the library, in a step of training
-OPERATORS = {"auto": 12, "eager": 12, "chunks": 33, "product": 40}  # of PyTorch; its own loss has 12
-TIMES = {"auto": 5, "eager": 5, "chunks": 8, "product": 20}  # as long as PyTorch's step, whose kernels do something
+CALLS = {"auto": 69, "eager": 67, "chunks": 131, "product": 284, "ctc": 77}  # Python functions of the library, in a step of training
+OPERATORS = {"auto": 12, "eager": 12, "chunks": 33, "product": 40, "ctc": 11}  # of PyTorch; its own loss has 12
+TIMES = {"auto": 4.5, "eager": 4.5, "chunks": 7, "product": 12}  # as long as PyTorch's step, whose kernels do something
 
 
 class Nothing:
@@ -81,6 +82,19 @@ def step(method: str | None, module: ModuleType = losses, v: int = 4104) -> Call
     return lambda: torch.autograd.grad(loss(), (x, w))
 
 
+def ctc_step(module: ModuleType = ctc, dtype: torch.dtype = torch.float32, C: int = 9) -> Callable[[], tuple]:
+    "A step of training by CTC, its lengths on the GPU"
+    made = torch.Generator().manual_seed(0)
+    z, y = torch.randn(20, 8, C, generator=made).to(dtype).requires_grad_(), torch.randint(1, C, (8, 4), generator=made)
+    lengths = torch.full((8,), 20), torch.full((8,), 4)
+    return lambda: torch.autograd.grad(module.ctc_loss_with_logits(z, y, *lengths), z)
+
+
+def step_of(name: str) -> Callable[[], tuple]:
+    "A step by a name in `CALLS`"
+    return ctc_step() if name == "ctc" else step(name)
+
+
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[str]]:
     "The functions of the library, or of a planted variant, that run meanwhile"
@@ -118,18 +132,19 @@ def does_more(run: Callable[[], tuple], other: Callable[[], tuple]) -> bool:
 
 @pytest.mark.parametrize("method", CALLS)
 def test_functions_of_a_step_are_few(method, gpu):
-    found = calls_of(step(method))
+    found = calls_of(step_of(method))
     assert len(found) <= CALLS[method], found
 
 
 @pytest.mark.parametrize("method", OPERATORS)
 def test_operators_of_a_step_are_few(method, gpu):
-    found = operators_of(step(method))
+    found = operators_of(step_of(method))
     assert len(found) <= OPERATORS[method], found
 
 
 def times(runs: dict, rounds: int = 15, calls: int = 10) -> dict:
-    "Median seconds of each, in turn"
+    "Median seconds of each, in turn, while nothing is collected as garbage"
+    gc.disable()
     found = {name: [] for name in runs}
     for _ in range(rounds):
         for name in random.sample(list(runs), len(runs)):
@@ -137,6 +152,7 @@ def times(runs: dict, rounds: int = 15, calls: int = 10) -> dict:
             for _ in range(calls):
                 runs[name]()
             found[name].append((time.perf_counter() - begin) / calls)
+    gc.enable()
     return {name: statistics.median(each) for name, each in found.items()}
 
 
@@ -208,3 +224,21 @@ LOGITS_BUGS = {
 @pytest.mark.parametrize("bug", LOGITS_BUGS)
 def test_a_planted_bug_of_logits_is_noticed(bug, gpu, tmp_path):
     assert does_more(logits_step(False, planted(clusters, tmp_path, *LOGITS_BUGS[bug])), logits_step(False)), "nothing noticed"
+
+
+@pytest.mark.parametrize("C", [9, 200])
+def test_half_precision_takes_the_host_no_longer(C, gpu):
+    assert len(operators_of(ctc_step(dtype=torch.float16, C=C))) <= OPERATORS["ctc"]
+    assert len(calls_of(ctc_step(dtype=torch.float16, C=C))) <= CALLS["ctc"] + 2
+
+
+CTC_BUGS = {
+    "each call is checked anew": ("@once_for_alike\ndef check_loss(", "def check_loss("),
+    "losses are added by PyTorch": ("_CTC.apply(grad, reduction != \"none\", options, *given)", "_CTC.apply(grad, False, options, *given).sum()"),
+    "factors are made of lengths by PyTorch": ("    if launch_ctc_scale(g, dz, out, lengths)", "    if launch_ctc_scale(g * 1, dz, out, lengths)"),
+}
+
+
+@pytest.mark.parametrize("bug", CTC_BUGS)
+def test_a_bug_planted_in_ctc_is_noticed(bug, gpu, tmp_path):
+    assert does_more(ctc_step(planted(ctc, tmp_path, *CTC_BUGS[bug])), ctc_step()), "nothing noticed"

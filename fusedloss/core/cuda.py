@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/library/cuda.ipynb #e4b40542
 import ctypes, functools, os, re, struct, threading, warnings
+from array import array
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
@@ -28,6 +29,43 @@ def cuda_source(name:str) -> str:
     text = lambda file: folder.joinpath(file).read_text(encoding="utf-8")
     return INCLUDE.sub(lambda found: text(found[1]), text(f"{name}.cu"))
 
+# %% ../../nbs/library/cuda.ipynb #b7a0bbe7
+@functools.cache
+def driver() -> ctypes.CDLL:
+    "The driver's library; `OSError` where there is none."
+    return ctypes.CDLL("libcuda.so.1")
+
+def ask_driver(name:str, *args:Any):
+    "Call a function of the driver; `RuntimeError` if it refuses."
+    failed = getattr(driver(), name)(*args)
+    if failed: raise RuntimeError(f"{name}: the driver answers with error {failed}")
+
+# %% ../../nbs/library/cuda.ipynb #a1e7e191
+def as_bits(value:Tensor|float|int|None) -> int:
+    "A kernel's argument in 64 bits: an address, a double, an integer."
+    if isinstance(value, Tensor): return value.data_ptr()
+    if isinstance(value, float): return struct.unpack("q", struct.pack("d", value))[0]
+    return int(value or 0)
+
+def driver_handle(kernel) -> Optional[ctypes.c_void_p]:  # of CuPy
+    "A kernel as the driver knows it; None where either is not to be had."
+    try: driver()
+    except OSError: return None
+    address = getattr(getattr(kernel, "kernel", None), "ptr", None)
+    return address and ctypes.c_void_p(address)
+
+# %% ../../nbs/library/cuda.ipynb #a6ba7180
+def launched(
+    function:ctypes.c_void_p, grid:int, block:int, shared:int, stream:int,  # of `driver_handle`
+    values:list[int],  # of `as_bits`
+) -> bool:  # False, and nothing has happened: CuPy is to launch it, and says what is wrong
+    "Launch a kernel by the driver, which spares the objects that CuPy makes of numbers."
+    held = array("q", values)  # of a number of 32 bits the first four bytes are read
+    first = held.buffer_info()[0]
+    places = array("Q", range(first, first + 8 * len(held), 8))
+    return not driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared, ctypes.c_void_p(stream),
+                                       ctypes.c_void_p(places.buffer_info()[0]), None)
+
 # %% ../../nbs/library/cuda.ipynb #9a3535e1
 class CompiledByCupy:
     "A kernel made by CuPy."
@@ -35,13 +73,16 @@ class CompiledByCupy:
         from cupy import RawModule
         options = (*options, f"-arch=sm_{arch}") if arch else options
         self.kernel = RawModule(code=source, options=options).get_function(name)
+        self.function = None  # what the driver knows it by, once CuPy has launched it
 
     def __call__(self, grid:int, block:int, *args:Any, shared:int=0):
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        pointers = (a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args)
+        values = [a if type(a) is int else as_bits(a) for a in args]
+        if self.function and launched(self.function, grid, block, shared, stream, values): return
         if shared > 49152: self.kernel.max_dynamic_shared_size_bytes = shared
-        self.kernel((grid,), (block,), tuple(pointers), shared_mem=shared,
+        self.kernel((grid,), (block,), tuple(values), shared_mem=shared,
                     stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
+        if shared <= 49152: self.function = driver_handle(self.kernel)
 
     def handle(self, shared:int) -> int:  # bytes that a launch may ask for
         "What the driver knows it by."
@@ -160,20 +201,9 @@ def cuda_kernel(
 # %% ../../nbs/library/cuda.ipynb #c39e4770
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
-# %% ../../nbs/library/cuda.ipynb #b7a0bbe7
+# %% ../../nbs/library/cuda.ipynb #765b4a10
 NO_CONTEXT = 201  # the driver's error
 
-@functools.cache
-def driver() -> ctypes.CDLL:
-    "The driver's library; `OSError` where there is none."
-    return ctypes.CDLL("libcuda.so.1")
-
-def ask_driver(name:str, *args:Any):
-    "Call a function of the driver; `RuntimeError` if it refuses."
-    failed = getattr(driver(), name)(*args)
-    if failed: raise RuntimeError(f"{name}: the driver answers with error {failed}")
-
-# %% ../../nbs/library/cuda.ipynb #765b4a10
 def enter_context(
     device:int,  # the current one
 ):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusedloss.core.sequences import clamped_targets, Targets
+
 # %% ../../nbs/library/lattice.ipynb #3b0f9c15
 def active(
     lengths:Optional[Tensor],  # [N]
@@ -56,6 +58,23 @@ def predecessors(alpha, skip):
     "What arrives at each state [3,N,S]: from itself, from one before, from two before."
     one, two = (F.pad(alpha, (k, 0), value=-torch.inf)[:, :-k] for k in (1, 2))
     return torch.stack([alpha, one, two.masked_fill(~skip, -torch.inf)])
+
+# %% ../../nbs/library/lattice.ipynb #0f9cce78
+class Lattice(NamedTuple):
+    "All that the loops know of a batch."
+    states: Tensor  # [N,S]
+    skip: Tensor  # [N,S] bool
+    emitted: Tensor  # [T,N,S] float64
+    frames: Tensor  # [N]
+    lengths: Tensor  # [N]
+    bad: Tensor  # [N] bool: targets or lengths that cannot be
+
+def make_lattice(z:Tensor, p:Targets, blank:int) -> Lattice:
+    "States and what they emit."
+    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
+    states = interleave(y, blank)
+    emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
+    return Lattice(states, may_skip(states), emitted, frames, lengths, bad)
 
 # %% ../../nbs/library/lattice.ipynb #0aad9f22
 class ScanShape(NamedTuple):

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.core.lattice import interleave, may_skip
+from fusedloss.core.sequences import clamped_targets, inv_denominators, softmax_and_lse, Targets
 
-f64 = torch.float64
+f32, f64 = torch.float32, torch.float64
 
 # %% ../../nbs/library/scaled.ipynb #sc000005
 SHORT = 4096  # numbers of a row that NumPy's steps take
@@ -284,3 +285,83 @@ def scaled_path_sums(
         if dz is not None and not subtract_posteriors(a, *forward, dz): return None
     value, exponent = forward[1]
     return (value.log() + exponent * math.log(2))[:, 0] + a.top.sum(0)
+
+# %% ../../nbs/library/scaled.ipynb #3a76ba67
+LOGITS, TORCH_GRADIENT, EXACT_GRADIENT = 0, 1, 2  # what z is, and which gradient is wanted
+
+# %% ../../nbs/library/scaled.ipynb #7e6bd94d
+def scores_alone(
+    z:Tensor, on:Tensor,  # [T,N,C], [T,N] the frames that count
+    score_kind:int, grad:bool,
+) -> tuple[Tensor|float, Optional[Tensor]]:  # [N] float64, 0 of log-probabilities; [T,N,C]
+    "The sum over frames of the log-sum-exp; the gradient, but for the posteriors to come off."
+    x = z.detach() if z.dtype == f64 else z.detach().float()
+    if score_kind == LOGITS:
+        p, of_rows = softmax_and_lse(x)
+        return torch.where(on, of_rows, 0).sum(0), p if grad else None
+    if not grad: return 0, None
+    return 0, x.exp() if score_kind == TORCH_GRADIENT else torch.zeros_like(x)
+
+# %% ../../nbs/library/scaled.ipynb #0753eb23
+def divides_late(dtype:torch.dtype, mean:bool) -> bool:  # of the scores
+    "Whether the gradient waits for backward with the mean's division: fp16 cannot hold the quotient."
+    return mean and dtype == torch.float16
+
+# %% ../../nbs/library/scaled.ipynb #3471ac21
+def finished_loss(
+    lse:Tensor|float, dz:Optional[Tensor], log_z:Tensor,  # of `scores_alone`; [N] float64
+    on:Tensor, lengths:Tensor, bad:Tensor,  # [T,N], [N], [N]
+    dtype:torch.dtype, zero_infinity:bool, score_kind:int, mean:bool,  # dtype: of the scores
+) -> tuple[Tensor, Optional[Tensor]]:  # [N], and the gradient [T,N,C] of their sum
+    "The loss from the sum over all paths; the gradient, 0 where nothing counts."
+    loss, inv_denominator = lse - log_z, inv_denominators(lengths, mean, f64)
+    if score_kind == LOGITS: loss = loss.clamp(min=0)  # a rounding may put it below
+    if zero_infinity: loss = loss.masked_fill(log_z == -torch.inf, 0)
+    loss = (loss * inv_denominator).masked_fill(bad, torch.nan).to(f64 if dtype == f64 else f32)
+    if dz is None: return loss, None
+    idle = ~on | (log_z == -torch.inf) | bad
+    if mean and not divides_late(dtype, mean): dz.mul_(inv_denominator.to(dz.dtype)[:, None])
+    if dz.device.type != "cpu" or idle.any(): dz.masked_fill_(idle[..., None], 0)
+    return loss, dz.to(dtype)
+
+# %% ../../nbs/library/scaled.ipynb #be09c58c
+def scaled_loss(
+    z:Tensor, p:Targets, blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
+) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `finished_loss`; None: take `plain_loss`
+    "The loss by `scaled_path_sums`, on a CPU."
+    if z.device.type != "cpu" or z.numel() == 0: return None
+    y, frames, lengths, bad = clamped_targets(p, len(z), z.shape[2], blank)
+    on = torch.arange(len(z), device=z.device)[:, None] < frames
+    lse, dz = scores_alone(z, on, score_kind, grad)
+    log_z = scaled_path_sums(z.detach(), y, frames, lengths, blank, dz)
+    return None if log_z is None else finished_loss(lse, dz, log_z, on, lengths, bad, z.dtype,
+                                                    zero_infinity, score_kind, mean)
+
+# %% ../../nbs/library/scaled.ipynb #f46bee37
+FEW, SMALL = 8, 512  # sequences; their states and classes
+
+def suits_torch(z:Tensor, p:Targets, blank:int) -> bool:  # [T,N,C]
+    "Whether PyTorch's own loss is quick, and right, for these lengths and labels."
+    (T, N, C), L = z.shape, p.y.shape[1]
+    if z.device.type != "cpu" or not 0 < N < FEW or N * (C + 2 * L + 1) > SMALL: return False
+    inside = torch.arange(L) < p.lengths[:, None]
+    labels = (p.y >= 0) & (p.y < C) & (p.y != blank) | ~inside
+    whole = [(t >= 1) & (t <= most) for t, most in ((p.frames, T), (p.lengths, p.width))]
+    return bool(labels.all() & whole[0].all() & whole[1].all())
+
+# %% ../../nbs/library/scaled.ipynb #dcf0b799
+def torch_loss(
+    z:Tensor, p:Targets, blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
+) -> Optional[tuple[Tensor, Optional[Tensor]]]:  # as `finished_loss`; None: take `scaled_loss`
+    "The loss of few sequences on a CPU, by PyTorch's own in float64."
+    if not suits_torch(z, p, blank): return None
+    x, aten = z.detach().double(), torch.ops.aten
+    if score_kind == LOGITS: x = x.log_softmax(-1)
+    if not x.isfinite().all(): return None
+    given = p.y, p.frames.tolist(), p.lengths.tolist()
+    loss, alpha = aten._ctc_loss(x, *given, blank)
+    on, dz = torch.arange(len(z))[:, None] < p.frames, None
+    if grad: dz = aten._ctc_loss_backward(torch.ones_like(loss), x, *given, loss, alpha, blank)
+    if grad and score_kind == EXACT_GRADIENT: dz.sub_(x.exp())
+    return finished_loss(0, dz, -loss, on, p.lengths, torch.zeros_like(on[0]), z.dtype,
+                         zero_infinity, score_kind, mean)

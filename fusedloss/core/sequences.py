@@ -113,7 +113,7 @@ def to_device(t:Tensor, device) -> Tensor:
 # %% ../../nbs/library/sequences.ipynb #a40137d0
 def readable_on_host(t:Tensor) -> bool:
     "Whether looking at it costs nothing, or is asked for."
-    return t.device.type == "cpu" or os.environ.get("FUSEDLOSS_DEBUG") == "1"
+    return t.is_cpu or os.environ.get("FUSEDLOSS_DEBUG") == "1"
 
 # %% ../../nbs/library/sequences.ipynb #1f4b4a03
 def check_lengths(lengths:Tensor, name:str, most:int):
