@@ -31,9 +31,9 @@ from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.segments import (
-    CTCBatch, emissions, empty_boundaries, finish_shared_bytes, forward_sweep, frame_counts,
-    FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segments,
-    state_symbols, symbol_columns, table_size)
+    Boundaries, CTCBatch, emissions, empty_boundaries, finish_shared_bytes, forward_sweep, frame_counts,
+    FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segment_table, segments,
+    state_symbols, symbol_columns)
 
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
@@ -109,8 +109,8 @@ def linear_ctc_fwd(
     for s in segments(b, f.lse):
         parts = lse_parts(unpadded_rows(b.x[s.at], s), b.w, b.bias)
         for i, part in enumerate(parts): put_unpadded_rows(stats[s.at][..., i], part, s)
-    states = forward_sweep(b, f, keep_states)
-    return ctc_losses(b, stats, b.log_z, False, False), b.log_z, states
+    kept = forward_sweep(b, f, keep_states)
+    return ctc_losses(b, stats, b.log_z, False, False), b.log_z, kept.states
 
 # %% ../nbs/22_linear_ctc.ipynb #863bedbc
 class TiledSoftmax(NamedTuple):
@@ -221,37 +221,39 @@ class BackwardState(NamedTuple):
     "What the way back takes along."
     g: Tensor  # [N] upstream
     log_z: Tensor  # [N]
-    states: Tensor  # [segments,N,2,C] of `forward_sweep`
-    edge: Tensor  # [N,2,C] γ or β where a segment begins
+    kept: Boundaries  # of `forward_sweep`
+    edge: Optional[Tensor]  # [N,2,C] γ where a segment begins; kernels have β in `kept`
     stats: Tensor  # [T,N,2], is written
     post: Optional[Tensor]  # [N,K,2,plane] posteriors of a segment
     work: Optional[Tensor]  # [rows,V]: tables of a segment, then its dz, in the same memory
 
     @classmethod
-    def of(cls, b:CTCBatch, K:int, g:Tensor, log_z:Tensor, states:Tensor) -> "BackwardState":
+    def of(
+        cls, b:CTCBatch, K:int, g:Tensor, log_z:Tensor, kept:Boundaries,
+    ) -> "BackwardState":
         "At the end."
         N, V, post, work = len(b.symbols), len(b.w), None, None
         if b.kernels:
             post = b.target_weight.new_empty((N, K, 2, b.kernels.shape.plane), dtype=f32)
             if takes_kernel(b.x):
-                table = 4 * table_size(N, K + 1, b.kernels.shape)  # bytes
+                table = 4 * segment_table(N, K, kept.every, b.kernels.shape)  # bytes
                 work = aligned_rows(b.x, max(K * N, -(-table // (b.x.element_size() * V))), V)
-        return cls(g, log_z, states, empty_boundaries(1, b)[0], empty_stats(b), post, work)
+        edge = None if b.kernels else empty_boundaries(1, b)[0]
+        return cls(g, log_z, kept, edge, empty_stats(b), post, work)
 
 # %% ../nbs/22_linear_ctc.ipynb #5945c99e
 def make_dz(
-    b:CTCBatch, i:int, s:Segment, x:Tensor, t:Tiling,  # its number; [n,H] rows of x
+    b:CTCBatch, s:Segment, x:Tensor, t:Tiling,  # [n,H] rows of x
     back:BackwardState,
 ) -> Tensor:  # [n,V]
     "A segment's dz, from the product that also gives lse; γ first, its tables are gone then."
-    e, start = emissions(b, s.at), back.states[i - 1] if i else None
+    e = emissions(b, s.at)
     if b.kernels:
-        launch_segment(b, s.at, e, start, None, e.shape[1], back.edge, back.post, back.log_z,
-                       back.work)
+        launch_segment(b, s.at, e, back.kept, back.post, back.work)
         tiles = tiled_softmax(x, b.w, b.bias, t, back.work)
         launch_finish(b, s, tiles, e, back.post, back.g, back.log_z, back.stats)
     else:
-        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), back.edge)
+        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, back.kept.before(s.at)), back.edge)
         tiles = tiled_softmax(x, b.w, b.bias, t)
         plain_finish(b, s, tiles, e, gammas, back.g, back.log_z, back.stats)
     return tiles.p
@@ -290,7 +292,7 @@ def accumulate_grads(
 
 # %% ../nbs/22_linear_ctc.ipynb #ef5cd6e4
 def segment_gradients(
-    b:CTCBatch, K:int, g:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `forward_sweep`
+    b:CTCBatch, K:int, g:Tensor, log_z:Tensor, kept:Boundaries,  # [N]; of `forward_sweep`
     needs:tuple[bool, bool, bool],
 ) -> tuple[Gradients, Tensor]:  # and stats [T,N,2]
     "From the last segment to the first."
@@ -299,11 +301,11 @@ def segment_gradients(
         nowhere = log_z.view(f32)[::2] == 0 if b.kernels else log_z.view(f64) == -torch.inf
         grad_scale = grad_scale_of(torch.where(nowhere, 0, g))
         g = g / grad_scale
-    back = BackwardState.of(b, K, g, log_z, states)
-    for i, s in reversed([*enumerate(segments(b, K))]):
+    back = BackwardState.of(b, K, g, log_z, kept)
+    for s in reversed(segments(b, K)):
         x = unpadded_rows(b.x[s.at], s)
         t = t or tiling_of(x, b.w)
-        dz = make_dz(b, i, s, x, t, back)
+        dz = make_dz(b, s, x, t, back)
         accumulate_grads(sums, dz, x, b, s, grad_scale)
         del dz, x  # before the next ones
     for total in sums[1:]:  # dx has had its own
@@ -312,11 +314,12 @@ def segment_gradients(
 
 # %% ../nbs/22_linear_ctc.ipynb #d412681a
 def linear_ctc_bwd(
-    g:Tensor, b:CTCBatch, K:int, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
+    g:Tensor, b:CTCBatch, f:FrameCounts, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
     needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx, dw, db in the dtypes of x and w; empty if not needed
     "Gradients for an upstream gradient that was waited for."
-    sums, _ = segment_gradients(b, K, g.contiguous(), log_z, states, needs)
+    kept = Boundaries(states, f.segment // f.parts)
+    sums, _ = segment_gradients(b, f.segment, g.contiguous(), log_z, kept, needs)
     return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
 # %% ../nbs/22_linear_ctc.ipynb #72e6c012
@@ -334,8 +337,8 @@ def linear_ctc_all(
     mean = reduction == "mean"
     b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
     f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
-    states, g = forward_sweep(b, f, True), inv_denominators(b.lengths, mean, acc_dtype(x.dtype))
-    sums, stats = segment_gradients(b, f.segment, g, b.log_z, states, (need_x, need_w, need_b))
+    kept, g = forward_sweep(b, f, True), inv_denominators(b.lengths, mean, acc_dtype(x.dtype))
+    sums, stats = segment_gradients(b, f.segment, g, b.log_z, kept, (need_x, need_w, need_b))
     losses = ctc_losses(b, stats, b.log_z, mean, zero_infinity)
     dx, dw, db = (w.new_empty(0) if t is None else t for t in sums)
     return losses.sum(), dx, dw.to(w.dtype), db
@@ -363,10 +366,10 @@ def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, host_length
     "The shapes of `recompute_losses`'s results."
     T, N = x.shape[:2]
     C = symbol_columns(int(min(T, targets.shape[-1])))
-    segment = int(frame_counts(x, w, C, budget, True).segment)
-    n_edges = -(-T // segment) if keep_states else min(T, 1)
+    f = frame_counts(x, w, C, budget, True)
+    n_edges = -(-T // int(f.segment // f.parts if keep_states else f.sweep))
     new = functools.partial(x.new_empty, dtype=i64)
-    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((n_edges, N, 2, C))
+    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((2, n_edges, N, 2, C))
 
 # %% ../nbs/22_linear_ctc.ipynb #d34dde7b
 def recompute_gradients(
@@ -377,7 +380,7 @@ def recompute_gradients(
     "`linear_ctc_bwd`."
     b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
     f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
-    return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
+    return linear_ctc_bwd(g, b, f, log_z, states, (need_x, need_w, need_b))
 
 # %% ../nbs/22_linear_ctc.ipynb #dc10708a
 def fake_ctc_gradients(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget,

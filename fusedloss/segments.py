@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
-from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape, strip_states
 from fusedloss.core.products import multiplies_in_float32, takes_kernel, tile_slices, wide
 from fusedloss.core.sequences import (
@@ -44,7 +44,7 @@ class LatticeKernels(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
     staged: bool  # `finish` holds a row in shared memory
-    alpha_scan: object  # `ctc_segment` without tables
+    alpha_scan: object  # `ctc_segment` without tables, of β too
     both_scans: object  # and with them
     targets: object  # `ctc_targets`
     kept: object  # `ctc_kept`
@@ -70,8 +70,9 @@ class CTCBatch(NamedTuple):
 class FrameCounts(NamedTuple):
     "How many at a time."
     segment: int  # of the backward scan
-    sweep: int  # of a launch of α alone, whole segments
+    sweep: int  # of a launch from segment to segment, whole segments
     lse: int  # of a launch that makes lse
+    parts: int = 1  # of a segment, of equal length, that kernels walk side by side
 
 # %% ../nbs/21_segments.ipynb #6eb124d4
 def emissions(
@@ -176,6 +177,12 @@ def frame_budget(
     outside_segments = (acc - size) * V * H + size * N * symbol_columns(W) * H + 16 * T * N
     return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * outside_segments)) - outside_segments
 
+# %% ../nbs/21_segments.ipynb #52271f60
+def lattice_parts(K:int, T:int, N:int, C:int, d:Device) -> int:
+    "Into how many parts a segment is cut, so that two blocks a multiprocessor have work."
+    room = 2 * d.multiprocessors // (max(N, 1) * scan_shape(C - 1, d.clusters).cluster)
+    return 1 << max(0, min(room, K // 64, 16).bit_length() - 1)
+
 # %% ../nbs/21_segments.ipynb #b9d985cb
 def segment_frames(
     T:int, N:int, V:int, H:int, W:int, size:int, acc:int,  # as above
@@ -207,8 +214,11 @@ def frame_counts(
     K = segment_frames(*sizes, kernels, budget, copied + unscaled_dx)
     left = frame_budget(*sizes, budget)
     if not kernels: return FrameCounts(K, K, K)
+    parts = lattice_parts(K, T, N, C, device_of(x))
+    K = -(-K // parts) * parts  # beyond T, where there is one segment
     fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
-    return FrameCounts(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
+    sweep = fits(4 * C) if fits(4 * C) >= T else fits(8 * C)  # of two runs at a time
+    return FrameCounts(K, sweep, fits(copied + 8 * -(-len(w) // 128) + 64), parts)
 
 # %% ../nbs/21_segments.ipynb #7cb92ac6
 def empty_boundaries(
@@ -216,6 +226,25 @@ def empty_boundaries(
 ) -> Tensor:  # [n_edges,N,2,C] words
     "Room for states between segments."
     return b.classes.new_zeros((n_edges, len(b.symbols), 2, b.symbols.shape[1]))
+
+class Boundaries(NamedTuple):
+    "What is kept of α and β between segments, and within those that have parts."
+    states: Tensor  # [2,n,N,2,C] words: of α behind every so many frames, of β before them
+    every: int  # frames
+
+    @classmethod
+    def of(cls, b:CTCBatch, every:int) -> "Boundaries":
+        "Room for those of all frames."
+        n = -(-len(b.x) // every)
+        return cls(empty_boundaries(2 * n, b).unflatten(0, (2, n)), every)
+
+    def before(self, at:slice) -> Optional[Tensor]:  # [N,2,C]
+        "α before a run of frames; None where all sequences begin."
+        return self.states[0, at.start // self.every - 1] if at.start else None
+
+    def behind(self, at:slice) -> Tensor:  # [N,2,C]
+        "α behind it."
+        return self.states[0, (at.stop - 1) // self.every]
 
 # %% ../nbs/21_segments.ipynb #316376a2
 def boundary_row(edge:Tensor) -> Tensor:
@@ -231,10 +260,10 @@ def plain_forward(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor]) -> Ten
     return alpha_table(emitted, may_skip(states), frames_in(b, at), row)
 
 # %% ../nbs/21_segments.ipynb #2034c81a
-def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
+def plain_sweep(b:CTCBatch, at:slice, e:Tensor, kept:Boundaries):
     "From the states before a segment to those after it; log Z as far as it is known."
-    alphas = plain_forward(b, at, e, start)
-    boundary_row(end).copy_(alphas[-1])
+    alphas = plain_forward(b, at, e, kept.before(at))
+    boundary_row(kept.behind(at)).copy_(alphas[-1])
     so_far = log_likelihood(alphas, b.lengths)
     log_z = b.log_z.view(f64)
     log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
@@ -243,18 +272,17 @@ def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tens
 def forward_sweep(
     b:CTCBatch, f:FrameCounts,
     keep_states:bool,  # whether backward will want those between segments
-) -> Tensor:  # [segments,N,2,C] states
-    "The lattice from left to right; log Z goes where `b` has it."
-    K, T = f.segment if keep_states else f.sweep, len(b.x)
-    states = empty_boundaries(-(-T // K) if keep_states else min(T, 1), b)
-    last = T if b.host_frames is None else max(b.host_frames, default=0)
-    for at in tile_slices(last, f.sweep if b.kernels else K):
-        e, i = emissions(b, at), at.start // K if keep_states else 0
-        start = states[max(i - 1, 0)] if at.start else None
-        if b.kernels: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
-        else: plain_sweep(b, at, e, start, states[i])
+) -> Boundaries:
+    "The lattice from one end to the other; log Z goes where `b` has it."
+    kept = Boundaries.of(b, f.segment // f.parts if keep_states else f.sweep)
+    last = len(b.x) if b.host_frames is None else max(b.host_frames, default=0)
+    runs = tile_slices(last, f.sweep if b.kernels or not keep_states else f.segment)
+    for at, beta_at in zip(runs, reversed(runs)):
+        e = emissions(b, at)
+        if b.kernels: launch_sweep(b, at, e, beta_at if keep_states else None, kept)
+        else: plain_sweep(b, at, e, kept)
         del e  # before the next ones
-    return states
+    return kept
 
 # %% ../nbs/21_segments.ipynb #55a1a37c
 def launch_targets(
@@ -322,25 +350,51 @@ def kernels_for_batch(
     staged = packed and finish_shared_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # no tiles
     with on_device(x): return compile_kernels(x.get_device(), dtype, s, staged)
 
+# %% ../nbs/21_segments.ipynb #999af1b1
+def segment_table(N:int, K:int, every:int, s:ScanShape) -> int:
+    "Of all parts of a segment of K frames."
+    return table_size(-(-K // every) * N, every + 1, s)
+
 # %% ../nbs/21_segments.ipynb #9c139e42
 def table_size(N:int, frames:int, s:ScanShape) -> int:
     "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
     return (N * frames * s.plane + 2 * s.pairs) * 4
 
-# %% ../nbs/21_segments.ipynb #56d5f9c2
+# %% ../nbs/21_segments.ipynb #03565c18
+def launch_sweep(
+    b:CTCBatch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
+    beta_at:Optional[slice],  # the frames that β goes through meanwhile; None: no β
+    kept:Boundaries,  # is written, as is log Z
+):
+    "α through a run of frames, and β through the one that is as far from the end."
+    other = None if beta_at is None else e if beta_at == at else emissions(b, beta_at)
+    beta_at = beta_at or at
+    most = max(at.stop - at.start, beta_at.stop - beta_at.start)
+    with on_device(e):
+        launch_scan(b, b.kernels.alpha_scan, 1, at, e, beta_at, other, kept,
+                    e.new_empty(table_size(len(e), 2, b.kernels.shape)), None, most)
+
+# %% ../nbs/21_segments.ipynb #0871bd22
 def launch_segment(
     b:CTCBatch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
-    start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
-    ends:Optional[Tensor], every:int,  # [edges,N,2,C] of α after so many frames each; or None
-    beta:Optional[Tensor], post:Optional[Tensor],  # [N,2,C], [N,K,2,plane] posteriors: backward
-    log_z:Tensor,  # [N], is written in forward
-    table:Optional[Tensor]=None,  # memory for it, of `table_size`
+    kept:Boundaries, post:Tensor,  # [N,K,2,plane] posteriors, written
+    table:Optional[Tensor]=None,  # memory for it, of `segment_table`
+):
+    "Posteriors of a segment from what is kept of α and β, its parts side by side."
+    K, every = at.stop - at.start, kept.every
+    if table is None: table = e.new_empty(segment_table(len(e), K, every, b.kernels.shape))
+    with on_device(e):
+        launch_scan(b, b.kernels.both_scans, -(-K // every), at, e, at, e, kept, table, post, every)
+
+# %% ../nbs/21_segments.ipynb #56d5f9c2
+def launch_scan(
+    b:CTCBatch, run, parts:int,  # `alpha_scan` or `both_scans`; of the run
+    at:slice, e:Tensor, beta_at:slice, beta_e:Optional[Tensor],  # frames, `emissions`; those of β
+    kept:Boundaries, table:Tensor, post:Optional[Tensor], frames:int,  # of a part
 ):
     "A run of frames; states and log Z are a float and an int in a word of 64 bits."
-    (N, K, C), kernels, both = e.shape, b.kernels, beta is not None
-    shape, run = kernels.shape, kernels.both_scans if both else kernels.alpha_scan
-    if table is None: table = e.new_empty(table_size(N, K + 1 if both else 2, shape))
-    sizes = C, K * C, at.start, K, every, C, C
-    with on_device(e):
-        run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
-            beta, table, post, log_z, strip_states(e, N, K, shape), *sizes)
+    (N, _, C), shape = e.shape, b.kernels.shape
+    beta = kept.states[1] if beta_e is not None else None
+    run(parts * N * shape.cluster, shape.threads, e, beta_e, b.labels, b.frames, b.lengths,
+        kept.states, beta, table, post, b.log_z, strip_states(e, parts * N, frames, shape),
+        N, C, at.start, at.stop - at.start, beta_at.start, beta_at.stop - beta_at.start, kept.every)

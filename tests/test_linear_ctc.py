@@ -67,9 +67,14 @@ def no_kernels_left():
     compile_kernels.cache_clear()
 
 
+def parts_of(K):
+    "As many parts of a segment as divide it, up to three"
+    return next(parts for parts in (3, 2, 1) if K % parts == 0)
+
+
 def short_segments(monkeypatch, K, sweep=2):
     "K frames a segment, so many of them in a launch of α alone"
-    everywhere(monkeypatch, fusedloss.linear_ctc, "frame_counts", lambda *given: FrameCounts(K, sweep * K, 3 * K))
+    everywhere(monkeypatch, fusedloss.linear_ctc, "frame_counts", lambda *given: FrameCounts(K, sweep * K, 3 * K, parts_of(K)))
 
 
 WAYS = few(["loops", "lattice", "both", "GPU"], "loops", "both", "GPU")
@@ -658,12 +663,12 @@ def test_memory_beyond_the_gradients(budget):
 
 
 def test_what_is_saved(monkeypatch):
-    "log Z and a row of states for each segment; no logits, no table"
+    "log Z and two rows of states for each part of a segment; no logits, no table"
     short_segments(monkeypatch, 8)
     z, y, frames, lengths, _ = hard("ragged", f64)
     leaves = [t.requires_grad_() for t in layer(z)]
     saved = saved_tensors(lambda: linear_ctc_loss(*leaves[:2], y, frames, lengths, linear_bias=leaves[2], reduction="none"), *leaves, y)
-    assert sorted(t.numel() for t in saved) == sorted([6, 6, 6, 3 * 6 * 2 * 8])  # frames, lengths, log Z; states
+    assert sorted(t.numel() for t in saved) == sorted([6, 6, 6, 2 * 6 * 6 * 2 * 8])  # frames, lengths, log Z; states
     saved = saved_tensors(lambda: linear_ctc_loss(*leaves[:2], y, frames, lengths, linear_bias=leaves[2]), *leaves, y)
     assert sorted(t.numel() for t in saved if t.numel()) == sorted(t.numel() for t in leaves)  # the gradients, and nothing beside them
     assert not saved_tensors(lambda: linear_ctc_loss(*(t.detach() for t in leaves[:2]), y, frames, lengths), *leaves)
@@ -752,7 +757,7 @@ def suspects(module, cases=SUSPECTS):
             given[0][k:, n] = math.nan  # padding
         try:
             with pytest.MonkeyPatch.context() as patch:
-                everywhere(patch, module, "frame_counts", lambda *given: FrameCounts(K, 2 * K, 3 * K))
+                everywhere(patch, module, "frame_counts", lambda *given: FrameCounts(K, 2 * K, 3 * K, parts_of(K)))
                 got, d = run(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
                 same_losses(got, losses, 5e-6)
                 close(d, gradients, 1e-5)
@@ -769,7 +774,7 @@ BUGS = {
     "padding kept": ("if host_frames is None or min(host_frames, default=0) == last:", "if True:"),
     "no bias in the small scores": ("return e if b.target_bias is None else e.add_(b.target_bias)", "return e"),
     "every segment starts in the first blank": ("row = None if start is None else boundary_row(start)", "row = None"),
-    "the edge that is not there yet": ("start = states[max(i - 1, 0)]", "start = states[i]"),
+    "the edge that is not there yet": ("self.states[0, at.start // self.every - 1]", "self.states[0, at.start // self.every]"),
     "γ forgotten between segments": ("boundary_row(back).copy_(gamma)", "pass"),
     "ends one segment late": ("(b.frames > at.start) & (b.frames <= at.stop)", "(b.frames >= at.start) & (b.frames < at.stop)"),
     "p alone": ("p - unpadded_rows(gamma, s)", "p - 0 * unpadded_rows(gamma, s)"),
@@ -779,7 +784,7 @@ BUGS = {
     "subtracted from the softmax, not written over it": ("dz.scatter_(1, b.classes[n]", "dz.scatter_add_(1, b.classes[n]"),
     "upstream of another sequence": ("torch.where(on & path, g, 0)", "torch.where(on & path, g.roll(1), 0)"),
     "gradient where there is no path": ("torch.where(on & path, g, 0)", "torch.where(on, g, 0)"),
-    "the next segment's edge": ("k.states[i - 1] if i else None", "k.states[i] if i else None"),
+    "one edge for all": ("self.states[0, (at.stop - 1) // self.every]", "self.states[0, 0]"),
     "lse of padding counts": ("torch.where(on, lse, 0).sum(0)", "lse.sum(0)"),
     "the mean counts as a sum": ("inv_denominators(b.lengths, mean, acc_dtype(x.dtype))", "inv_denominators(b.lengths, False, acc_dtype(x.dtype))"),
     "rows where they are not": ("put_unpadded_rows(stats[s.at][..., 0], lse, s)", "put_unpadded_rows(stats[s.at][..., 0], lse.flip(0), s)"),
@@ -818,12 +823,17 @@ def test_bugs_in_the_triton_kernel(bug, tmp_path, monkeypatch):
 KERNEL_BUGS = {
     "no state comes from before": ("rank, edge.from, edge.pitch", "rank, nullptr, edge.pitch"),
     "nothing from the warp before": ("if (s.lane == 0 && s.warp > 0)", "if (false)"),
-    "beta is not handed on": ("if (works && edge.to) store_states", "if (works && edge.to && DIR == 0) store_states"),
-    "beta begins in every segment": ("beta && !last ? beta + at : nullptr", "nullptr"),
-    "segments one frame long": ("last ? t_n - begin : K, l_n", "last ? t_n - begin : K - 1, l_n"),
-    "one row of alpha for all segments": ("to += edge.step", "to += 0"),
+    "beta is not handed on": ("if (works && edge.to) sweep", "if (works && edge.to && DIR == 0) sweep"),
+    "beta begins in every segment": ("last || !beta ? nullptr : beta", "true ? nullptr : beta"),
+    "segments one frame long": ("last ? max(t_n - first, 0) : most, l_n", "last ? max(t_n - first, 0) : most - 1, l_n"),
+    "one row of alpha for all segments": ("edge.to + piece * edge.step", "edge.to"),
+    "all parts begin where the first one does": ("skipped = part * every;", "skipped = 0;"),
+    "pieces of beta from the front": ("const int piece = DIR ? pieces - 1 - i : i", "const int piece = i"),
+    "beta in the frames of alpha": ("(TABLES || forward ? begin : beta_begin) + skipped", "begin + skipped"),
+    "alpha from its own end": ("first ? alpha + edge - step : nullptr", "first ? alpha + edge : nullptr"),
+    "posteriors of the first part": ("((i64)n * K + skipped) * 2 * PLANE", "(i64)n * K * 2 * PLANE"),
     "Z from the first row": ("(p.frames - 1) / every * step", "0 * step"),
-    "Z without the last blank": ("State total = load_from_afar(end + pitch + l_n);", "State total = {0.0f, ZERO_EXPONENT};"),
+    "Z without the last blank": ("State total = load_from_afar(end + C + l_n);", "State total = {0.0f, ZERO_EXPONENT};"),
     "Z without the last label": ("if (l_n) total = sum", "if (false) total = sum"),
     "labels in the place of blanks": ("load_state(from + pitch + j)", "load_state(from + j)"),
     "labels numbered by position": ("while (labels[first++] != c) ;", "first = j;"),
