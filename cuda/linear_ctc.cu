@@ -7,7 +7,7 @@
 //                that is first at k.
 //   ctc_kept     the rows of segments that are no padding, in their order.
 //   ctc_finish   a row of tiles of the softmax, each relative to its own largest score, as the gradient of the loss.
-// Grids: CLUSTER N blocks of THREADS, times parts of a segment; N (C + 255) / 256 of 256; T N / 256 of 256; rows of up to 256.
+// Grids: CLUSTER N blocks of THREADS a part; N (C + 255) / 256 of 256; T N / 256 of 256; rows of up to 256.
 // Fixed when compiled, for the last three, beside ELEMENT (of the gradient): STAGED (1: shared memory holds all that a
 // row reads, and its pitch is in packs).
 
@@ -58,7 +58,7 @@ INLINE void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
 }
 
 extern "C" __global__ void SHAPE ctc_segment(
-    const bits* z, const bits* beta_z,  // [N,K,C] of the frames from `begin` on, [N,beta_K,C]; with tables one and the same
+    const bits* z, const bits* beta_z,  // [N,K,C] of the run of alpha, [N,beta_K,C]; with tables one and the same
     const i64* y,  // [N,C]
     const i64* frames, const i64* lengths,  // [N], [N] of the whole sequences
     State* alpha, State* beta,  // [edges,N,2,C], or null: alpha behind every so many frames, beta before them
@@ -75,8 +75,8 @@ extern "C" __global__ void SHAPE ctc_segment(
   const int most = TABLES ? min(every, K - skipped) : run, steps = (TABLES ? every : max(K, beta_K)) + 1;
   const bool last = t_n - first <= most;
   const i64 step = (i64)N * 2 * C, edge = first / every * step + (i64)n * 2 * C;
-  const Problem p = {(forward ? z : beta_z) + ((i64)n * run + skipped) * C, C, 0, last ? max(t_n - first, 0) : most, l_n,
-                     fminf(2e6f, 1.8e8f / t_n), y + (i64)n * C,
+  const Problem p = {(forward ? z : beta_z) + ((i64)n * run + skipped) * C, C, 0,
+                     last ? max(t_n - first, 0) : most, l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * C,
                      table + PAIRS + (i64)sequence * (TABLES ? steps : 2) * 2 * PLANE,
                      post + ((i64)n * K + skipped) * 2 * PLANE,
                      strips + sequence * ((i64)2 * STRIPS * steps + 4 * PLANE), steps};

@@ -32,8 +32,8 @@ from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.segments import (
     Boundaries, CTCBatch, emissions, empty_boundaries, finish_shared_bytes, forward_sweep, frame_counts,
-    FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segment_table, segments,
-    state_symbols, symbol_columns)
+    FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segments, state_symbols,
+    symbol_columns)
 
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
@@ -97,8 +97,9 @@ def ctc_losses(
 
 # %% ../nbs/22_linear_ctc.ipynb #8d7eb104
 def empty_stats(b:CTCBatch) -> Tensor:  # [T,N,2]
-    "Of frames that are not there."
-    return b.x.new_ones((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
+    "Of frames that are not there, where they are read."
+    new = b.x.new_empty if b.kernels else b.x.new_ones
+    return new((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
 
 # %% ../nbs/22_linear_ctc.ipynb #883c953a
 def linear_ctc_fwd(
@@ -236,7 +237,7 @@ class BackwardState(NamedTuple):
         if b.kernels:
             post = b.target_weight.new_empty((N, K, 2, b.kernels.shape.plane), dtype=f32)
             if takes_kernel(b.x):
-                table = 4 * segment_table(N, K, kept.every, b.kernels.shape)  # bytes
+                table = 4 * b.kernels.table_size(N, K, kept.every)  # bytes
                 work = aligned_rows(b.x, max(K * N, -(-table // (b.x.element_size() * V))), V)
         edge = None if b.kernels else empty_boundaries(1, b)[0]
         return cls(g, log_z, kept, edge, empty_stats(b), post, work)
@@ -369,7 +370,7 @@ def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, host_length
     f = frame_counts(x, w, C, budget, True)
     n_edges = -(-T // int(f.segment // f.parts if keep_states else f.sweep))
     new = functools.partial(x.new_empty, dtype=i64)
-    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((2, n_edges, N, 2, C))
+    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((1 + x.is_cuda, n_edges, N, 2, C))
 
 # %% ../nbs/22_linear_ctc.ipynb #d34dde7b
 def recompute_gradients(
@@ -492,7 +493,7 @@ def linear_ctc_loss(
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; a tenth of fp32 logits
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients; an eighth of stored logits'
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of a linear layer, whose logits are never stored."
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)

@@ -51,6 +51,10 @@ class LatticeKernels(NamedTuple):
     finish: object  # `ctc_finish`
     loss: object  # stage 20's `ctc_loss`
 
+    def table_size(self, N:int, K:int, every:int) -> int:
+        "Numbers in the tables of a segment of K frames, in parts of so many."
+        return table_size(-(-K // every) * N, every + 1, self.shape)
+
 class CTCBatch(NamedTuple):
     "What stays the same from segment to segment."
     x: Tensor  # [T,N,H]
@@ -166,7 +170,15 @@ def segments(b:CTCBatch, K:int) -> list[Segment]:
     return [Segment(at, part) for at, part in zip(cuts, parts)]
 
 # %% ../nbs/21_segments.ipynb #bc150222
-BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
+BUDGET = 2**26  # bytes beyond the gradients, at least
+
+def lane_pairs(W:int) -> int:
+    "Pairs of a label and a blank that the lanes hold."
+    return max(32, 1 << int(W).bit_length())
+
+def default_budget(T:int, N:int, V:int, H:int, W:int, size:int) -> int:  # as below; bytes
+    "An eighth of what stored logits hold: logits, their gradient and the lattice's tables, less the gradients."
+    return T * N * (2 * size * V + 24 * lane_pairs(W) - size * H) // 8 - size * V * H // 8
 
 def frame_budget(
     T:int, N:int, V:int, H:int, W:int,
@@ -174,8 +186,11 @@ def frame_budget(
     budget:int,  # bytes; 0 for our own choice
 ) -> int:  # bytes
     "What is left for frames."
-    outside_segments = (acc - size) * V * H + size * N * symbol_columns(W) * H + 16 * T * N
-    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * outside_segments)) - outside_segments
+    C = symbol_columns(W)
+    rows = 32 * N * C * -(-T // 128)  # of α and β that are kept
+    outside_segments = (acc - size) * V * H + size * N * C * H + 16 * T * N + rows
+    default = max(BUDGET, default_budget(T, N, V, H, W, size), 2 * outside_segments)
+    return (budget or default) - outside_segments
 
 # %% ../nbs/21_segments.ipynb #52271f60
 def lattice_parts(K:int, T:int, N:int, C:int, d:Device) -> int:
@@ -191,14 +206,14 @@ def segment_frames(
     copied:int=0,  # bytes of a row of x, and beside it, that are copies
 ) -> int:
     "Frames of a segment."
-    C, plane = symbol_columns(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
+    C, plane = symbol_columns(W), lane_pairs(W)
     lattice = 24 * plane + 4 * C if kernels else 128 * C
-    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 128)
+    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 192)
     held = 8 * plane + 4 * C if kernels else 2 * acc * C
-    row = max(lattice, held + dz + copied) + C  # a row of α is kept for 16 frames or more
+    row = max(lattice, held + dz + copied)
     most = max(16, frame_budget(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
     even = -(-T // max(1, -(-T // most)))  # of equal segments
-    return max(1, min(T, most - most % 16, -(-even // 16) * 16))
+    return max(1, min(T, most - most % 8, -(-even // 8) * 8))
 
 # %% ../nbs/21_segments.ipynb #2f4b9b5a
 def frame_counts(
@@ -229,14 +244,14 @@ def empty_boundaries(
 
 class Boundaries(NamedTuple):
     "What is kept of α and β between segments, and within those that have parts."
-    states: Tensor  # [2,n,N,2,C] words: of α behind every so many frames, of β before them
+    states: Tensor  # [1 or 2,n,N,2,C] words: of α behind every so many frames, of β before them
     every: int  # frames
 
     @classmethod
     def of(cls, b:CTCBatch, every:int) -> "Boundaries":
         "Room for those of all frames."
-        n = -(-len(b.x) // every)
-        return cls(empty_boundaries(2 * n, b).unflatten(0, (2, n)), every)
+        n, planes = -(-len(b.x) // every), 2 if b.kernels or b.x.is_cuda else 1  # loops keep α alone
+        return cls(empty_boundaries(planes * n, b).unflatten(0, (planes, n)), every)
 
     def before(self, at:slice) -> Optional[Tensor]:  # [N,2,C]
         "α before a run of frames; None where all sequences begin."
@@ -350,11 +365,6 @@ def kernels_for_batch(
     staged = packed and finish_shared_bytes(V * dtype.itemsize, C, 0, True) <= 45_000  # no tiles
     with on_device(x): return compile_kernels(x.get_device(), dtype, s, staged)
 
-# %% ../nbs/21_segments.ipynb #999af1b1
-def segment_table(N:int, K:int, every:int, s:ScanShape) -> int:
-    "Of all parts of a segment of K frames."
-    return table_size(-(-K // every) * N, every + 1, s)
-
 # %% ../nbs/21_segments.ipynb #9c139e42
 def table_size(N:int, frames:int, s:ScanShape) -> int:
     "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
@@ -378,11 +388,11 @@ def launch_sweep(
 def launch_segment(
     b:CTCBatch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
     kept:Boundaries, post:Tensor,  # [N,K,2,plane] posteriors, written
-    table:Optional[Tensor]=None,  # memory for it, of `segment_table`
+    table:Optional[Tensor]=None,  # memory for it, of `table_size` of the kernels
 ):
     "Posteriors of a segment from what is kept of α and β, its parts side by side."
     K, every = at.stop - at.start, kept.every
-    if table is None: table = e.new_empty(segment_table(len(e), K, every, b.kernels.shape))
+    if table is None: table = e.new_empty(b.kernels.table_size(len(e), K, every))
     with on_device(e):
         launch_scan(b, b.kernels.both_scans, -(-K // every), at, e, at, e, kept, table, post, every)
 
