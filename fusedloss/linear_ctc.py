@@ -228,6 +228,15 @@ class BackwardState(NamedTuple):
     post: Optional[Tensor]  # [N,K,2,plane] posteriors of a segment
     work: Optional[Tensor]  # [rows,V]: tables of a segment, then its dz, in the same memory
 
+    @property
+    def room(self) -> int:
+        "Bytes that are free when the segments are done."
+        return 0 if self.work is None else self.work.nbytes
+
+    def release(self):
+        "Free them."
+        self.work.untyped_storage().resize_(0)
+
     @classmethod
     def of(
         cls, b:CTCBatch, K:int, g:Tensor, log_z:Tensor, kept:Boundaries,
@@ -275,21 +284,61 @@ class Gradients(NamedTuple):
         return cls(new_dx(b.x.shape) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
+# %% ../nbs/22_linear_ctc.ipynb #32179945
+def packs_at_once(
+    b:CTCBatch, parts:list[Segment], room:int,  # bytes that are free before dx is made
+) -> bool:
+    "Whether all rows of x that are no padding can be copied beside each other, in the place of dx."
+    T, N, H = b.x.shape
+    whole = parts and parts[0].kept is not None and b.x.stride(0) == N * b.x.stride(1)
+    return whole and sum(b.host_frames) * H * b.x.element_size() <= room
+
+def rows_of_segments(b:CTCBatch, parts:list[Segment], x:Tensor) -> list[tuple[Segment, Tensor]]:
+    "Each segment with its rows of [R,H]."
+    return [*zip(parts, x.split([len(s.kept) for s in parts]))]
+
+# %% ../nbs/22_linear_ctc.ipynb #d38bae9e
+def segment_walk(
+    b:CTCBatch, parts:list[Segment], back:BackwardState, grad_scale:Optional[Tensor],
+    needs:tuple[bool, bool, bool],
+) -> Gradients:
+    "Rows of x are copied a segment at a time, where they are."
+    sums, t = Gradients.of(b, needs), None
+    for s in reversed(parts):
+        x = unpadded_rows(b.x[s.at], s)
+        t = t or tiling_of(x, b.w)
+        dz = make_dz(b, s, x, t, back)
+        accumulate_grads(sums, dz, x, b, s, grad_scale)
+        if needs[0] and s.kept is not None: put_unpadded_rows(sums.dx[s.at], x, s)
+        del dz, x  # before the next ones
+    return sums
+
+def packed_walk(b, parts, back, grad_scale, needs) -> Gradients:  # as above
+    "All at once, in two launches; dx is made when the segments' memory is free."
+    sums, kept = Gradients.of(b, (False, *needs[1:])), b.unpadded()
+    packed = b.x.flatten(0, 1).index_select(0, kept)
+    sums = sums._replace(dx=packed if needs[0] else None)
+    t = tiling_of(packed, b.w)
+    for s, x in reversed(rows_of_segments(b, parts, packed)):
+        accumulate_grads(sums, make_dz(b, s, x, t, back), x, b, s, grad_scale)
+    if not needs[0]: return sums
+    back.release()
+    dx = b.x.new_zeros(b.x.shape)
+    dx.flatten(0, 1).index_copy_(0, kept, packed)
+    return sums._replace(dx=dx)
+
 # %% ../nbs/22_linear_ctc.ipynb #2eb03f1d
 def accumulate_grads(
     sums:Gradients, dz:Tensor, x:Tensor,  # [n,V], [n,H]; x is written over where it is a copy
     b:CTCBatch, s:Segment, grad_scale:Optional[Tensor],
 ):
-    "A segment's dz into all gradients."
+    "A segment's dz into all gradients; dx of a copy takes its place."
     if sums.db is not None: sums.db.add_(dz.sum(0, dtype=sums.db.dtype))
     if sums.dw is not None: add_product(sums.dw, dz.T, x.to(dz.dtype))
     if sums.dx is None: return
-    to = sums.dx[s.at]
-    if dz.dtype != x.dtype: put_unpadded_rows(to, (dz @ wide(b.w)).to(x.dtype), s)
-    elif s.kept is None: write_product(to.flatten(0, 1), dz, b.w, grad_scale)
-    else:
-        write_product(x, dz, b.w, grad_scale)
-        put_unpadded_rows(to, x, s)
+    out = sums.dx[s.at].flatten(0, 1) if s.kept is None else x
+    if dz.dtype != x.dtype: out.copy_(dz @ wide(b.w))
+    else: write_product(out, dz, b.w, grad_scale)
 
 # %% ../nbs/22_linear_ctc.ipynb #ef5cd6e4
 def segment_gradients(
@@ -297,18 +346,14 @@ def segment_gradients(
     needs:tuple[bool, bool, bool],
 ) -> tuple[Gradients, Tensor]:  # and stats [T,N,2]
     "From the last segment to the first."
-    sums, t, grad_scale = Gradients.of(b, needs), None, None
+    grad_scale = None
     if b.x.dtype == torch.float16 and takes_kernel(b.x):
         nowhere = log_z.view(f32)[::2] == 0 if b.kernels else log_z.view(f64) == -torch.inf
         grad_scale = grad_scale_of(torch.where(nowhere, 0, g))
         g = g / grad_scale
-    back = BackwardState.of(b, K, g, log_z, kept)
-    for s in reversed(segments(b, K)):
-        x = unpadded_rows(b.x[s.at], s)
-        t = t or tiling_of(x, b.w)
-        dz = make_dz(b, s, x, t, back)
-        accumulate_grads(sums, dz, x, b, s, grad_scale)
-        del dz, x  # before the next ones
+    back, parts = BackwardState.of(b, K, g, log_z, kept), segments(b, K)
+    walk = packed_walk if packs_at_once(b, parts, back.room) else segment_walk
+    sums = walk(b, parts, back, grad_scale, needs)
     for total in sums[1:]:  # dx has had its own
         if total is not None and grad_scale is not None: total.mul_(grad_scale)
     return sums, back.stats

@@ -71,6 +71,11 @@ class CTCBatch(NamedTuple):
     target_weight: Tensor  # [N,H,C] rows of w: those of the classes
     target_bias: Optional[Tensor]  # [N,1,C] of the bias
 
+    def unpadded(self) -> Tensor:
+        "Rows of [T·N] that are no padding; the host knows the frames."
+        last = max(self.host_frames)
+        return unpadded_positions(self, last, last, sum(self.host_frames))
+
 class FrameCounts(NamedTuple):
     "How many at a time."
     segment: int  # of the backward scan

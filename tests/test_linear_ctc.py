@@ -869,6 +869,50 @@ def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
     assert any(suspects(fusedloss.linear_ctc, {name: cases[name] for name in few(cases, "ragged", "more classes")})) == (bug is not None)
 
 
+PACKED_BUGS = {
+    "dx where x was packed": ("dx.flatten(0, 1).index_copy_(0, kept, packed)", "dx.flatten(0, 1)[:len(packed)] = packed"),
+    "rows of other segments": ("x.split([len(s.kept) for s in parts])", "x.split([len(s.kept) for s in parts[::-1]])[::-1]"),
+    "padding keeps what is there": ("dx = b.x.new_zeros(b.x.shape)", "dx = b.x.new_full(b.x.shape, 9)"),
+}
+
+
+def packed(monkeypatch, lattice, module, K):
+    "Rows are packed all at once, three segments a run"
+    use_lattice(lattice, monkeypatch)
+    take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
+    everywhere(monkeypatch, module, "takes_kernel", lambda x: x.dtype == f32 and len(x) > 0)
+    everywhere(monkeypatch, module, "packs_at_once", lambda b, parts, room: bool(parts) and parts[0].kept is not None)
+    everywhere(monkeypatch, module, "frame_counts", lambda *given: FrameCounts(K, 3 * K, 3 * K, parts_of(K)))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.parametrize("bug", [None, *few(PACKED_BUGS, "dx where x was packed", "rows of other segments")])
+def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
+    changes = PACKED_BUGS.get(bug) or unchanged(PACKED_BUGS.values())
+    module = planted(fusedloss.linear_ctc, tmp_path, *changes)
+    packed(monkeypatch, lattice, module, 8)
+    z, y, frames, lengths, blank = hard("ragged", f64)
+    given = [t.float() for t in layer(z)]
+    loss, gradients = truth_of_all(*given, y, frames, lengths, blank)
+    got, d = run_all(*given, y, frames, lengths, blank, loss=module.linear_ctc_loss)
+    right = all(relative_error(a, e) < 1e-5 for a, e in zip((got, *d), (loss, *gradients)))
+    assert right == (bug is None)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+def test_packed_rows_give_what_is_asked_for(lattice, monkeypatch):
+    packed(monkeypatch, lattice, fusedloss.linear_ctc, 8)
+    z, y, frames, lengths, _ = hard("ragged", f64)
+    leaves = [t.float().requires_grad_() for t in layer(z)]
+    def loss(): return linear_ctc_loss(*leaves[:2], y, frames, lengths, linear_bias=leaves[2])
+    want = torch.autograd.grad(loss(), leaves)
+    for i, (leaf, e) in enumerate(zip(leaves, want)):
+        for k, other in enumerate(leaves):
+            other.requires_grad_(k == i)
+        assert torch.equal(torch.autograd.grad(loss(), leaf)[0], e)
+    assert not any(want[0][k:, n].any() for n, k in enumerate(frames))
+
+
 def test_lengths_left_out_are_all_there_is():
     z, y, *_ = case(N=3, T=11, L=4)
     w = torch.eye(9)
