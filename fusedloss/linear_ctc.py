@@ -293,6 +293,7 @@ def packs_at_once(
     whole = parts and parts[0].kept is not None and b.x.stride(0) == N * b.x.stride(1)
     return whole and sum(b.host_frames) * H * b.x.element_size() <= room
 
+# %% ../nbs/22_linear_ctc.ipynb #1b771770
 def rows_of_segments(b:CTCBatch, parts:list[Segment], x:Tensor) -> list[tuple[Segment, Tensor]]:
     "Each segment with its rows of [R,H]."
     return [*zip(parts, x.split([len(s.kept) for s in parts]))]
@@ -313,6 +314,7 @@ def segment_walk(
         del dz, x  # before the next ones
     return sums
 
+# %% ../nbs/22_linear_ctc.ipynb #0635b5af
 def packed_walk(b, parts, back, grad_scale, needs) -> Gradients:  # as above
     "All at once, in two launches; dx is made when the segments' memory is free."
     sums, kept = Gradients.of(b, (False, *needs[1:])), b.unpadded()
