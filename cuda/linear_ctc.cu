@@ -1,22 +1,34 @@
 // CTC over a segment of the frames, so that tables of a segment are enough. The text of ctc.cu stands before this one.
-//   ctc_segment  TABLES 0: alpha alone goes through the frames, and leaves its states behind every so many of them.
-//                TABLES 1: alpha begins at such states again, beta where the segment after it left off; they meet in
-//                the middle, cross and leave posteriors, and beta's states for the segment before.
+//   ctc_segment  TABLES 0: alpha goes through a run of frames from its first, beta through a run from its last, side by
+//                side; each leaves its states behind every so many of them.
+//                TABLES 1: parts of a segment, side by side: alpha and beta begin with such states, meet in the middle,
+//                cross and leave posteriors.
 //   ctc_targets  the targets as classes, and as symbols of a small alphabet of their own: 0 is the blank, k + 1 a label
 //                that is first at k.
 //   ctc_kept     the rows of segments that are no padding, in their order.
 //   ctc_finish   a row of tiles of the softmax, each relative to its own largest score, as the gradient of the loss.
-// Grids: CLUSTER N blocks of THREADS; N (C + 255) / 256 of 256; T N / 256 of 256; rows of up to 256.
+// Grids: CLUSTER N blocks of THREADS a part; N (C + 255) / 256 of 256; T N / 256 of 256; rows of up to 256.
 // Fixed when compiled, for the last three, beside ELEMENT (of the gradient): STAGED (1: shared memory holds all that a
 // row reads, and its pitch is in packs).
 
 #ifdef PAIRS
-struct Edge {  // of a segment; the forward scan leaves states every so many frames, `step` apart
-  const State* from;  // [2,pitch]; null where the sequence itself begins
-  State* to;  // [2,pitch] or, in the forward scan, the first of several
+struct Edge {  // of a run: where its states come from, and where they are left every so many frames, `step` apart
+  const State* from;  // [2,pitch]; null where the sequence itself begins, or ends
+  State* to;  // [2,pitch], of the first of these frames; or null
   int pitch, every;
   i64 step;
 };
+
+// Alpha leaves its states behind every so many frames, beta before them: at multiples of `every` both.
+template <int DIR>
+INLINE void sweep(Lane<DIR>& states, const Edge& edge, int frames) {
+  const int pieces = (frames + edge.every - 1) / edge.every;
+  for (int i = 0; i < pieces; i++) {
+    const int piece = DIR ? pieces - 1 - i : i, begin = piece * edge.every, end = min(begin + edge.every, frames);
+    states.template run<false>(DIR ? frames - end : begin, DIR ? frames - begin : end);
+    store_states(states, edge.to + piece * edge.step, edge.pitch);
+  }
+}
 
 template <int DIR>
 INLINE void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
@@ -27,16 +39,10 @@ INLINE void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
       if (DIR == 0) states.posteriors_at_meeting(middle - 1);
       states.template run<true>(states.half, p.frames);
     }
-    if (works && edge.to) store_states(states, edge.to, edge.pitch);
   };
   by_strips<DIR>(p, sh, rank, edge.from, edge.pitch, [&](Lane<DIR>& states, bool works, int middle) {
     if (!TABLES) {
-      State* to = edge.to;
-      if (works && DIR == 0)
-        for (int t = 0; t < p.frames; t += edge.every, to += edge.step) {
-          states.template run<false>(t, min(t + edge.every, p.frames));
-          store_states(states, to, edge.pitch);
-        }
+      if (works && edge.to) sweep(states, edge, p.frames);
       return;
     }
     if (works) states.template run<false>(0, states.half);
@@ -52,33 +58,37 @@ INLINE void segment(const Problem& p, const Edge& edge, Shared& sh, int rank) {
 }
 
 extern "C" __global__ void SHAPE ctc_segment(
-    const bits* z, const i64* y,  // [K,N,C], [N,width]
+    const bits* z, const bits* beta_z,  // [N,K,C] of the run of alpha, [N,beta_K,C]; with tables one and the same
+    const i64* y,  // [N,C]
     const i64* frames, const i64* lengths,  // [N], [N] of the whole sequences
-    const State* alpha_from, State* alpha_to,  // [N,2,pitch], [edges,N,2,pitch], or null
-    State* beta,  // [N,2,pitch] or null; up to a factor; is read, then written
-    State* table,  // PAIRS, then [N,K+1,2,PLANE] or, for a loss alone, [N,2,2,PLANE]
+    State* alpha, State* beta,  // [edges,N,2,C], or null: alpha behind every so many frames, beta before them
+    State* table,  // PAIRS, then [parts,N,every+1,2,PLANE] or, without tables, [N,2,2,PLANE]
     float* post, State* log_z,  // [N,K,2,PLANE] or null, [N]
-    State* strips,  // [N, 2 STRIPS (K+1) + 4 PLANE], or null for one strip
-    int stride_t, int stride_n, int begin, int K, int every, int width, int pitch) {
+    State* strips,  // [parts, N, 2 STRIPS (frames of a part or run + 1) + 4 PLANE], or null for one strip
+    int N, int C, int begin, int K, int beta_begin, int beta_K, int every) {
   SHARED(Shared, sh);
-  const int n = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
-  const int t_n = (int)frames[n], l_n = (int)min(lengths[n], (i64)t_n + 1);
-  if (t_n <= begin || l_n > t_n) return;  // over before, or infeasible
-  const bool last = t_n - begin <= K;
-  const i64 at = (i64)n * 2 * pitch, step = (i64)(gridDim.x / CLUSTER) * 2 * pitch;
-  const Problem p = {z + (i64)n * stride_n, stride_t, 0, last ? t_n - begin : K, l_n, fminf(2e6f, 1.8e8f / t_n),
-                     y + (i64)n * width, table + PAIRS + (i64)n * (TABLES ? K + 1 : 2) * 2 * PLANE,
-                     post + (i64)n * K * 2 * PLANE, strips + n * ((i64)2 * STRIPS * (K + 1) + 4 * PLANE), K + 1};
-  if (CLUSTER > 1 ? rank < DIR_BLOCKS : threadIdx.x < 32 * DIR_WARPS) {
-    const Edge edge = {alpha_from ? alpha_from + at : nullptr, alpha_to ? alpha_to + at : nullptr, pitch, every, step};
-    segment<0>(p, edge, sh, rank);
+  const int sequence = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, part = sequence / N, n = sequence - part * N;
+  const int t_n = (int)frames[n], l_n = (int)min(lengths[n], (i64)t_n + 1), skipped = part * every;
+  if (t_n <= (TABLES ? begin + skipped : 0) || l_n > t_n) return;  // over before, or infeasible
+  const bool forward = CLUSTER > 1 ? rank < DIR_BLOCKS : threadIdx.x < 32 * DIR_WARPS;
+  const int run = TABLES || forward ? K : beta_K, first = (TABLES || forward ? begin : beta_begin) + skipped;
+  const int most = TABLES ? min(every, K - skipped) : run, steps = (TABLES ? every : max(K, beta_K)) + 1;
+  const bool last = t_n - first <= most;
+  const i64 step = (i64)N * 2 * C, edge = first / every * step + (i64)n * 2 * C;
+  const Problem p = {(forward ? z : beta_z) + ((i64)n * run + skipped) * C, C, 0,
+                     last ? max(t_n - first, 0) : most, l_n, fminf(2e6f, 1.8e8f / t_n), y + (i64)n * C,
+                     table + PAIRS + (i64)sequence * (TABLES ? steps : 2) * 2 * PLANE,
+                     post + ((i64)n * K + skipped) * 2 * PLANE,
+                     strips + sequence * ((i64)2 * STRIPS * steps + 4 * PLANE), steps};
+  if (forward) {
+    segment<0>(p, {first ? alpha + edge - step : nullptr, alpha + edge, C, every, step}, sh, rank);
   } else {
-    const Edge edge = {beta && !last ? beta + at : nullptr, beta ? beta + at : nullptr, pitch, every, step};
-    segment<1>(p, edge, sh, rank);
+    const State* from = last || !beta ? nullptr : beta + (first + most) / every * step + (i64)n * 2 * C;
+    segment<1>(p, {from, beta ? beta + edge : nullptr, C, every, step}, sh, rank);
   }
-  if (!TABLES && last && rank == 0 && threadIdx.x == 0) {
-    const State* end = alpha_to + at + (p.frames - 1) / every * step;
-    State total = load_from_afar(end + pitch + l_n);
+  if (!TABLES && forward && last && p.frames && rank == 0 && threadIdx.x == 0) {
+    const State* end = alpha + edge + (p.frames - 1) / every * step;
+    State total = load_from_afar(end + C + l_n);
     if (l_n) total = sum(total, load_from_afar(end + l_n - 1));
     total = renormalised(total);
     log_z[n] = total.m == total.m ? total : State{not_a_number(), BAD_SCORE};

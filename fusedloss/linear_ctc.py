@@ -31,9 +31,9 @@ from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.recompute import check_recompute, launch_sums
 from fusedloss.segments import (
-    CTCBatch, emissions, empty_boundaries, finish_shared_bytes, forward_sweep, frame_counts,
-    FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segments,
-    state_symbols, symbol_columns, table_size)
+    Boundaries, CTCBatch, emissions, empty_boundaries, finish_shared_bytes, forward_sweep, frame_counts,
+    FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segments, state_symbols,
+    symbol_columns)
 
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
@@ -97,8 +97,9 @@ def ctc_losses(
 
 # %% ../nbs/22_linear_ctc.ipynb #8d7eb104
 def empty_stats(b:CTCBatch) -> Tensor:  # [T,N,2]
-    "Of frames that are not there."
-    return b.x.new_ones((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
+    "Of frames that are not there, where they are read."
+    new = b.x.new_empty if b.kernels else b.x.new_ones
+    return new((*b.x.shape[:2], 2), dtype=acc_dtype(b.x.dtype))
 
 # %% ../nbs/22_linear_ctc.ipynb #883c953a
 def linear_ctc_fwd(
@@ -109,8 +110,8 @@ def linear_ctc_fwd(
     for s in segments(b, f.lse):
         parts = lse_parts(unpadded_rows(b.x[s.at], s), b.w, b.bias)
         for i, part in enumerate(parts): put_unpadded_rows(stats[s.at][..., i], part, s)
-    states = forward_sweep(b, f, keep_states)
-    return ctc_losses(b, stats, b.log_z, False, False), b.log_z, states
+    kept = forward_sweep(b, f, keep_states)
+    return ctc_losses(b, stats, b.log_z, False, False), b.log_z, kept.states
 
 # %% ../nbs/22_linear_ctc.ipynb #863bedbc
 class TiledSoftmax(NamedTuple):
@@ -221,37 +222,48 @@ class BackwardState(NamedTuple):
     "What the way back takes along."
     g: Tensor  # [N] upstream
     log_z: Tensor  # [N]
-    states: Tensor  # [segments,N,2,C] of `forward_sweep`
-    edge: Tensor  # [N,2,C] γ or β where a segment begins
+    kept: Boundaries  # of `forward_sweep`
+    edge: Optional[Tensor]  # [N,2,C] γ where a segment begins; kernels have β in `kept`
     stats: Tensor  # [T,N,2], is written
     post: Optional[Tensor]  # [N,K,2,plane] posteriors of a segment
     work: Optional[Tensor]  # [rows,V]: tables of a segment, then its dz, in the same memory
 
+    @property
+    def room(self) -> int:
+        "Bytes that are free when the segments are done."
+        return 0 if self.work is None else self.work.nbytes
+
+    def release(self):
+        "Free them."
+        self.work.untyped_storage().resize_(0)
+
     @classmethod
-    def of(cls, b:CTCBatch, K:int, g:Tensor, log_z:Tensor, states:Tensor) -> "BackwardState":
+    def of(
+        cls, b:CTCBatch, K:int, g:Tensor, log_z:Tensor, kept:Boundaries,
+    ) -> "BackwardState":
         "At the end."
         N, V, post, work = len(b.symbols), len(b.w), None, None
         if b.kernels:
             post = b.target_weight.new_empty((N, K, 2, b.kernels.shape.plane), dtype=f32)
             if takes_kernel(b.x):
-                table = 4 * table_size(N, K + 1, b.kernels.shape)  # bytes
+                table = 4 * b.kernels.table_size(N, K, kept.every)  # bytes
                 work = aligned_rows(b.x, max(K * N, -(-table // (b.x.element_size() * V))), V)
-        return cls(g, log_z, states, empty_boundaries(1, b)[0], empty_stats(b), post, work)
+        edge = None if b.kernels else empty_boundaries(1, b)[0]
+        return cls(g, log_z, kept, edge, empty_stats(b), post, work)
 
 # %% ../nbs/22_linear_ctc.ipynb #5945c99e
 def make_dz(
-    b:CTCBatch, i:int, s:Segment, x:Tensor, t:Tiling,  # its number; [n,H] rows of x
+    b:CTCBatch, s:Segment, x:Tensor, t:Tiling,  # [n,H] rows of x
     back:BackwardState,
 ) -> Tensor:  # [n,V]
     "A segment's dz, from the product that also gives lse; γ first, its tables are gone then."
-    e, start = emissions(b, s.at), back.states[i - 1] if i else None
+    e = emissions(b, s.at)
     if b.kernels:
-        launch_segment(b, s.at, e, start, None, e.shape[1], back.edge, back.post, back.log_z,
-                       back.work)
+        launch_segment(b, s.at, e, back.kept, back.post, back.work)
         tiles = tiled_softmax(x, b.w, b.bias, t, back.work)
         launch_finish(b, s, tiles, e, back.post, back.g, back.log_z, back.stats)
     else:
-        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, start), back.edge)
+        gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, back.kept.before(s.at)), back.edge)
         tiles = tiled_softmax(x, b.w, b.bias, t)
         plain_finish(b, s, tiles, e, gammas, back.g, back.log_z, back.stats)
     return tiles.p
@@ -272,51 +284,90 @@ class Gradients(NamedTuple):
         return cls(new_dx(b.x.shape) if needs[0] else None,
                    new(b.w.shape) if needs[1] else None, new(len(b.w)) if needs[2] else None)
 
+# %% ../nbs/22_linear_ctc.ipynb #32179945
+def packs_at_once(
+    b:CTCBatch, parts:list[Segment], room:int,  # bytes that are free before dx is made
+) -> bool:
+    "Whether all rows of x that are no padding can be copied beside each other, in the place of dx."
+    T, N, H = b.x.shape
+    whole = parts and parts[0].kept is not None and b.x.stride(0) == N * b.x.stride(1)
+    return whole and sum(b.host_frames) * H * b.x.element_size() <= room
+
+# %% ../nbs/22_linear_ctc.ipynb #1b771770
+def rows_of_segments(b:CTCBatch, parts:list[Segment], x:Tensor) -> list[tuple[Segment, Tensor]]:
+    "Each segment with its rows of [R,H]."
+    return [*zip(parts, x.split([len(s.kept) for s in parts]))]
+
+# %% ../nbs/22_linear_ctc.ipynb #d38bae9e
+def segment_walk(
+    b:CTCBatch, parts:list[Segment], back:BackwardState, grad_scale:Optional[Tensor],
+    needs:tuple[bool, bool, bool],
+) -> Gradients:
+    "Rows of x are copied a segment at a time, where they are."
+    sums, t = Gradients.of(b, needs), None
+    for s in reversed(parts):
+        x = unpadded_rows(b.x[s.at], s)
+        t = t or tiling_of(x, b.w)
+        dz = make_dz(b, s, x, t, back)
+        accumulate_grads(sums, dz, x, b, s, grad_scale)
+        if needs[0] and s.kept is not None: put_unpadded_rows(sums.dx[s.at], x, s)
+        del dz, x  # before the next ones
+    return sums
+
+# %% ../nbs/22_linear_ctc.ipynb #0635b5af
+def packed_walk(b, parts, back, grad_scale, needs) -> Gradients:  # as above
+    "All at once, in two launches; dx is made when the segments' memory is free."
+    sums, kept = Gradients.of(b, (False, *needs[1:])), b.unpadded()
+    packed = b.x.flatten(0, 1).index_select(0, kept)
+    sums = sums._replace(dx=packed if needs[0] else None)
+    t = tiling_of(packed, b.w)
+    for s, x in reversed(rows_of_segments(b, parts, packed)):
+        accumulate_grads(sums, make_dz(b, s, x, t, back), x, b, s, grad_scale)
+    if not needs[0]: return sums
+    back.release()
+    dx = b.x.new_zeros(b.x.shape)
+    dx.flatten(0, 1).index_copy_(0, kept, packed)
+    return sums._replace(dx=dx)
+
 # %% ../nbs/22_linear_ctc.ipynb #2eb03f1d
 def accumulate_grads(
     sums:Gradients, dz:Tensor, x:Tensor,  # [n,V], [n,H]; x is written over where it is a copy
     b:CTCBatch, s:Segment, grad_scale:Optional[Tensor],
 ):
-    "A segment's dz into all gradients."
+    "A segment's dz into all gradients; dx of a copy takes its place."
     if sums.db is not None: sums.db.add_(dz.sum(0, dtype=sums.db.dtype))
     if sums.dw is not None: add_product(sums.dw, dz.T, x.to(dz.dtype))
     if sums.dx is None: return
-    to = sums.dx[s.at]
-    if dz.dtype != x.dtype: put_unpadded_rows(to, (dz @ wide(b.w)).to(x.dtype), s)
-    elif s.kept is None: write_product(to.flatten(0, 1), dz, b.w, grad_scale)
-    else:
-        write_product(x, dz, b.w, grad_scale)
-        put_unpadded_rows(to, x, s)
+    out = sums.dx[s.at].flatten(0, 1) if s.kept is None else x
+    if dz.dtype != x.dtype: out.copy_(dz @ wide(b.w))
+    else: write_product(out, dz, b.w, grad_scale)
 
 # %% ../nbs/22_linear_ctc.ipynb #ef5cd6e4
 def segment_gradients(
-    b:CTCBatch, K:int, g:Tensor, log_z:Tensor, states:Tensor,  # [N]; of `forward_sweep`
+    b:CTCBatch, K:int, g:Tensor, log_z:Tensor, kept:Boundaries,  # [N]; of `forward_sweep`
     needs:tuple[bool, bool, bool],
 ) -> tuple[Gradients, Tensor]:  # and stats [T,N,2]
     "From the last segment to the first."
-    sums, t, grad_scale = Gradients.of(b, needs), None, None
+    grad_scale = None
     if b.x.dtype == torch.float16 and takes_kernel(b.x):
         nowhere = log_z.view(f32)[::2] == 0 if b.kernels else log_z.view(f64) == -torch.inf
         grad_scale = grad_scale_of(torch.where(nowhere, 0, g))
         g = g / grad_scale
-    back = BackwardState.of(b, K, g, log_z, states)
-    for i, s in reversed([*enumerate(segments(b, K))]):
-        x = unpadded_rows(b.x[s.at], s)
-        t = t or tiling_of(x, b.w)
-        dz = make_dz(b, i, s, x, t, back)
-        accumulate_grads(sums, dz, x, b, s, grad_scale)
-        del dz, x  # before the next ones
+    back, parts = BackwardState.of(b, K, g, log_z, kept), segments(b, K)
+    walk = packed_walk if packs_at_once(b, parts, back.room) else segment_walk
+    sums = walk(b, parts, back, grad_scale, needs)
     for total in sums[1:]:  # dx has had its own
         if total is not None and grad_scale is not None: total.mul_(grad_scale)
     return sums, back.stats
 
 # %% ../nbs/22_linear_ctc.ipynb #d412681a
 def linear_ctc_bwd(
-    g:Tensor, b:CTCBatch, K:int, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
+    g:Tensor, b:CTCBatch, f:FrameCounts, log_z:Tensor, states:Tensor,  # [N]; of `linear_ctc_fwd`
     needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx, dw, db in the dtypes of x and w; empty if not needed
     "Gradients for an upstream gradient that was waited for."
-    sums, _ = segment_gradients(b, K, g.contiguous(), log_z, states, needs)
+    kept = Boundaries(states, f.segment // f.parts)
+    sums, _ = segment_gradients(b, f.segment, g.contiguous(), log_z, kept, needs)
     return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
 # %% ../nbs/22_linear_ctc.ipynb #72e6c012
@@ -334,8 +385,8 @@ def linear_ctc_all(
     mean = reduction == "mean"
     b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
     f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
-    states, g = forward_sweep(b, f, True), inv_denominators(b.lengths, mean, acc_dtype(x.dtype))
-    sums, stats = segment_gradients(b, f.segment, g, b.log_z, states, (need_x, need_w, need_b))
+    kept, g = forward_sweep(b, f, True), inv_denominators(b.lengths, mean, acc_dtype(x.dtype))
+    sums, stats = segment_gradients(b, f.segment, g, b.log_z, kept, (need_x, need_w, need_b))
     losses = ctc_losses(b, stats, b.log_z, mean, zero_infinity)
     dx, dw, db = (w.new_empty(0) if t is None else t for t in sums)
     return losses.sum(), dx, dw.to(w.dtype), db
@@ -363,10 +414,10 @@ def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, host_length
     "The shapes of `recompute_losses`'s results."
     T, N = x.shape[:2]
     C = symbol_columns(int(min(T, targets.shape[-1])))
-    segment = int(frame_counts(x, w, C, budget, True).segment)
-    n_edges = -(-T // segment) if keep_states else min(T, 1)
+    f = frame_counts(x, w, C, budget, True)
+    n_edges = -(-T // int(f.segment // f.parts if keep_states else f.sweep))
     new = functools.partial(x.new_empty, dtype=i64)
-    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((n_edges, N, 2, C))
+    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((1 + x.is_cuda, n_edges, N, 2, C))
 
 # %% ../nbs/22_linear_ctc.ipynb #d34dde7b
 def recompute_gradients(
@@ -377,7 +428,7 @@ def recompute_gradients(
     "`linear_ctc_bwd`."
     b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
     f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
-    return linear_ctc_bwd(g, b, f.segment, log_z, states, (need_x, need_w, need_b))
+    return linear_ctc_bwd(g, b, f, log_z, states, (need_x, need_w, need_b))
 
 # %% ../nbs/22_linear_ctc.ipynb #dc10708a
 def fake_ctc_gradients(g, x, w, bias, targets, frames, lengths, log_z, states, blank, budget,
@@ -489,7 +540,7 @@ def linear_ctc_loss(
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; a tenth of fp32 logits
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients; an eighth of stored logits'
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of a linear layer, whose logits are never stored."
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.cuda import cuda_kernel, ELEMENTS
-from fusedloss.core.devices import device_of, Implementation
+from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape, strip_states
 from fusedloss.core.products import multiplies_in_float32, takes_kernel, tile_slices, wide
 from fusedloss.core.sequences import (
@@ -44,12 +44,16 @@ class LatticeKernels(NamedTuple):
     "Kernels of the lattice."
     shape: ScanShape
     staged: bool  # `finish` holds a row in shared memory
-    alpha_scan: object  # `ctc_segment` without tables
+    alpha_scan: object  # `ctc_segment` without tables, of β too
     both_scans: object  # and with them
     targets: object  # `ctc_targets`
     kept: object  # `ctc_kept`
     finish: object  # `ctc_finish`
     loss: object  # stage 20's `ctc_loss`
+
+    def table_size(self, N:int, K:int, every:int) -> int:
+        "Numbers in the tables of a segment of K frames, in parts of so many."
+        return table_size(-(-K // every) * N, every + 1, self.shape)
 
 class CTCBatch(NamedTuple):
     "What stays the same from segment to segment."
@@ -67,11 +71,17 @@ class CTCBatch(NamedTuple):
     target_weight: Tensor  # [N,H,C] rows of w: those of the classes
     target_bias: Optional[Tensor]  # [N,1,C] of the bias
 
+    def unpadded(self) -> Tensor:
+        "Rows of [T·N] that are no padding; the host knows the frames."
+        last = max(self.host_frames)
+        return unpadded_positions(self, last, last, sum(self.host_frames))
+
 class FrameCounts(NamedTuple):
     "How many at a time."
     segment: int  # of the backward scan
-    sweep: int  # of a launch of α alone, whole segments
+    sweep: int  # of a launch from segment to segment, whole segments
     lse: int  # of a launch that makes lse
+    parts: int = 1  # of a segment, of equal length, that kernels walk side by side
 
 # %% ../nbs/21_segments.ipynb #6eb124d4
 def emissions(
@@ -165,7 +175,15 @@ def segments(b:CTCBatch, K:int) -> list[Segment]:
     return [Segment(at, part) for at, part in zip(cuts, parts)]
 
 # %% ../nbs/21_segments.ipynb #bc150222
-BUDGET = 2**26  # bytes beyond the gradients: this, or a tenth of fp32 logits where that is more
+BUDGET = 2**26  # bytes beyond the gradients, at least
+
+def lane_pairs(W:int) -> int:
+    "Pairs of a label and a blank that the lanes hold."
+    return max(32, 1 << int(W).bit_length())
+
+def default_budget(T:int, N:int, V:int, H:int, W:int, size:int) -> int:  # as below; bytes
+    "An eighth of what stored logits hold: logits, their gradient and the lattice's tables, less the gradients."
+    return T * N * (2 * size * V + 24 * lane_pairs(W) - size * H) // 8 - size * V * H // 8
 
 def frame_budget(
     T:int, N:int, V:int, H:int, W:int,
@@ -173,8 +191,17 @@ def frame_budget(
     budget:int,  # bytes; 0 for our own choice
 ) -> int:  # bytes
     "What is left for frames."
-    outside_segments = (acc - size) * V * H + size * N * symbol_columns(W) * H + 16 * T * N
-    return (budget or max(BUDGET, T * N * V * 4 // 10, 2 * outside_segments)) - outside_segments
+    C = symbol_columns(W)
+    rows = 32 * N * C * -(-T // 128)  # of α and β that are kept
+    outside_segments = (acc - size) * V * H + size * N * C * H + 16 * T * N + rows
+    default = max(BUDGET, default_budget(T, N, V, H, W, size), 2 * outside_segments)
+    return (budget or default) - outside_segments
+
+# %% ../nbs/21_segments.ipynb #52271f60
+def lattice_parts(K:int, T:int, N:int, C:int, d:Device) -> int:
+    "Into how many parts a segment is cut, so that two blocks a multiprocessor have work."
+    room = 2 * d.multiprocessors // (max(N, 1) * scan_shape(C - 1, d.clusters).cluster)
+    return 1 << max(0, min(room, K // 64, 16).bit_length() - 1)
 
 # %% ../nbs/21_segments.ipynb #b9d985cb
 def segment_frames(
@@ -184,14 +211,14 @@ def segment_frames(
     copied:int=0,  # bytes of a row of x, and beside it, that are copies
 ) -> int:
     "Frames of a segment."
-    C, plane = symbol_columns(W), max(32, 1 << int(W).bit_length())  # pairs that the lanes hold
+    C, plane = symbol_columns(W), lane_pairs(W)
     lattice = 24 * plane + 4 * C if kernels else 128 * C
-    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 128)
+    dz = size * (-(-V // 8) * 8 if kernels else 3 * V + 2 * H) + 8 * -(-V // 192)
     held = 8 * plane + 4 * C if kernels else 2 * acc * C
-    row = max(lattice, held + dz + copied) + C  # a row of α is kept for 16 frames or more
+    row = max(lattice, held + dz + copied)
     most = max(16, frame_budget(T, N, V, H, W, size, acc, budget) // (max(N, 1) * row))
     even = -(-T // max(1, -(-T // most)))  # of equal segments
-    return max(1, min(T, most - most % 16, -(-even // 16) * 16))
+    return max(1, min(T, most - most % 8, -(-even // 8) * 8))
 
 # %% ../nbs/21_segments.ipynb #2f4b9b5a
 def frame_counts(
@@ -207,8 +234,11 @@ def frame_counts(
     K = segment_frames(*sizes, kernels, budget, copied + unscaled_dx)
     left = frame_budget(*sizes, budget)
     if not kernels: return FrameCounts(K, K, K)
+    parts = lattice_parts(K, T, N, C, device_of(x))
+    K = -(-K // parts) * parts  # beyond T, where there is one segment
     fits = lambda row: max(1, left // (max(N, 1) * row * K)) * K
-    return FrameCounts(K, fits(4 * C), fits(copied + 8 * -(-len(w) // 128) + 64))
+    sweep = fits(4 * C) if fits(4 * C) >= T else fits(8 * C)  # of two runs at a time
+    return FrameCounts(K, sweep, fits(copied + 8 * -(-len(w) // 128) + 64), parts)
 
 # %% ../nbs/21_segments.ipynb #7cb92ac6
 def empty_boundaries(
@@ -216,6 +246,25 @@ def empty_boundaries(
 ) -> Tensor:  # [n_edges,N,2,C] words
     "Room for states between segments."
     return b.classes.new_zeros((n_edges, len(b.symbols), 2, b.symbols.shape[1]))
+
+class Boundaries(NamedTuple):
+    "What is kept of α and β between segments, and within those that have parts."
+    states: Tensor  # [1 or 2,n,N,2,C] words: of α behind every so many frames, of β before them
+    every: int  # frames
+
+    @classmethod
+    def of(cls, b:CTCBatch, every:int) -> "Boundaries":
+        "Room for those of all frames."
+        n, planes = -(-len(b.x) // every), 2 if b.kernels or b.x.is_cuda else 1  # loops keep α alone
+        return cls(empty_boundaries(planes * n, b).unflatten(0, (planes, n)), every)
+
+    def before(self, at:slice) -> Optional[Tensor]:  # [N,2,C]
+        "α before a run of frames; None where all sequences begin."
+        return self.states[0, at.start // self.every - 1] if at.start else None
+
+    def behind(self, at:slice) -> Tensor:  # [N,2,C]
+        "α behind it."
+        return self.states[0, (at.stop - 1) // self.every]
 
 # %% ../nbs/21_segments.ipynb #316376a2
 def boundary_row(edge:Tensor) -> Tensor:
@@ -231,10 +280,10 @@ def plain_forward(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor]) -> Ten
     return alpha_table(emitted, may_skip(states), frames_in(b, at), row)
 
 # %% ../nbs/21_segments.ipynb #2034c81a
-def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tensor):
+def plain_sweep(b:CTCBatch, at:slice, e:Tensor, kept:Boundaries):
     "From the states before a segment to those after it; log Z as far as it is known."
-    alphas = plain_forward(b, at, e, start)
-    boundary_row(end).copy_(alphas[-1])
+    alphas = plain_forward(b, at, e, kept.before(at))
+    boundary_row(kept.behind(at)).copy_(alphas[-1])
     so_far = log_likelihood(alphas, b.lengths)
     log_z = b.log_z.view(f64)
     log_z.copy_(torch.where(b.frames > at.start, so_far, log_z))
@@ -243,18 +292,17 @@ def plain_sweep(b:CTCBatch, at:slice, e:Tensor, start:Optional[Tensor], end:Tens
 def forward_sweep(
     b:CTCBatch, f:FrameCounts,
     keep_states:bool,  # whether backward will want those between segments
-) -> Tensor:  # [segments,N,2,C] states
-    "The lattice from left to right; log Z goes where `b` has it."
-    K, T = f.segment if keep_states else f.sweep, len(b.x)
-    states = empty_boundaries(-(-T // K) if keep_states else min(T, 1), b)
-    last = T if b.host_frames is None else max(b.host_frames, default=0)
-    for at in tile_slices(last, f.sweep if b.kernels else K):
-        e, i = emissions(b, at), at.start // K if keep_states else 0
-        start = states[max(i - 1, 0)] if at.start else None
-        if b.kernels: launch_segment(b, at, e, start, states[i:], K, None, None, b.log_z)
-        else: plain_sweep(b, at, e, start, states[i])
+) -> Boundaries:
+    "The lattice from one end to the other; log Z goes where `b` has it."
+    kept = Boundaries.of(b, f.segment // f.parts if keep_states else f.sweep)
+    last = len(b.x) if b.host_frames is None else max(b.host_frames, default=0)
+    runs = tile_slices(last, f.sweep if b.kernels or not keep_states else f.segment)
+    for at, beta_at in zip(runs, reversed(runs)):
+        e = emissions(b, at)
+        if b.kernels: launch_sweep(b, at, e, beta_at if keep_states else None, kept)
+        else: plain_sweep(b, at, e, kept)
         del e  # before the next ones
-    return states
+    return kept
 
 # %% ../nbs/21_segments.ipynb #55a1a37c
 def launch_targets(
@@ -327,20 +375,41 @@ def table_size(N:int, frames:int, s:ScanShape) -> int:
     "Of α and β; as the kernel crosses, it also looks at the pairs before the first."
     return (N * frames * s.plane + 2 * s.pairs) * 4
 
-# %% ../nbs/21_segments.ipynb #56d5f9c2
+# %% ../nbs/21_segments.ipynb #03565c18
+def launch_sweep(
+    b:CTCBatch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
+    beta_at:Optional[slice],  # the frames that β goes through meanwhile; None: no β
+    kept:Boundaries,  # is written, as is log Z
+):
+    "α through a run of frames, and β through the one that is as far from the end."
+    other = None if beta_at is None else e if beta_at == at else emissions(b, beta_at)
+    beta_at = beta_at or at
+    most = max(at.stop - at.start, beta_at.stop - beta_at.start)
+    with on_device(e):
+        launch_scan(b, b.kernels.alpha_scan, 1, at, e, beta_at, other, kept,
+                    e.new_empty(table_size(len(e), 2, b.kernels.shape)), None, most)
+
+# %% ../nbs/21_segments.ipynb #0871bd22
 def launch_segment(
     b:CTCBatch, at:slice, e:Tensor,  # [N,K,C] of `emissions`
-    start:Optional[Tensor],  # [N,2,C] of α before it; None where all begin
-    ends:Optional[Tensor], every:int,  # [edges,N,2,C] of α after so many frames each; or None
-    beta:Optional[Tensor], post:Optional[Tensor],  # [N,2,C], [N,K,2,plane] posteriors: backward
-    log_z:Tensor,  # [N], is written in forward
-    table:Optional[Tensor]=None,  # memory for it, of `table_size`
+    kept:Boundaries, post:Tensor,  # [N,K,2,plane] posteriors, written
+    table:Optional[Tensor]=None,  # memory for it, of `table_size` of the kernels
+):
+    "Posteriors of a segment from what is kept of α and β, its parts side by side."
+    K, every = at.stop - at.start, kept.every
+    if table is None: table = e.new_empty(b.kernels.table_size(len(e), K, every))
+    with on_device(e):
+        launch_scan(b, b.kernels.both_scans, -(-K // every), at, e, at, e, kept, table, post, every)
+
+# %% ../nbs/21_segments.ipynb #56d5f9c2
+def launch_scan(
+    b:CTCBatch, run, parts:int,  # `alpha_scan` or `both_scans`; of the run
+    at:slice, e:Tensor, beta_at:slice, beta_e:Optional[Tensor],  # frames, `emissions`; those of β
+    kept:Boundaries, table:Tensor, post:Optional[Tensor], frames:int,  # of a part
 ):
     "A run of frames; states and log Z are a float and an int in a word of 64 bits."
-    (N, K, C), kernels, both = e.shape, b.kernels, beta is not None
-    shape, run = kernels.shape, kernels.both_scans if both else kernels.alpha_scan
-    if table is None: table = e.new_empty(table_size(N, K + 1 if both else 2, shape))
-    sizes = C, K * C, at.start, K, every, C, C
-    with on_device(e):
-        run(N * shape.cluster, shape.threads, e, b.labels, b.frames, b.lengths, start, ends,
-            beta, table, post, log_z, strip_states(e, N, K, shape), *sizes)
+    (N, _, C), shape = e.shape, b.kernels.shape
+    beta = kept.states[1] if beta_e is not None else None
+    run(parts * N * shape.cluster, shape.threads, e, beta_e, b.labels, b.frames, b.lengths,
+        kept.states, beta, table, post, b.log_z, strip_states(e, parts * N, frames, shape),
+        N, C, at.start, at.stop - at.start, beta_at.start, beta_at.stop - beta_at.start, kept.every)

@@ -7,12 +7,11 @@ inline void wait_for_copies() {}
 #include "linear_ctc.cu"
 
 #ifdef PAIRS
-extern "C" void run_segment(int grid, int threads, int seed, const bits* z, const i64* y, const i64* frames, const i64* lengths,
-                            const State* alpha_from, State* alpha_to, State* beta, State* table, float* post, State* log_z, State* strips, int st, int sn,
-                            int begin, int K, int every, int width, int pitch) {
+extern "C" void run_segment(int grid, int threads, int seed, const bits* z, const bits* beta_z, const i64* y, const i64* frames, const i64* lengths,
+                            State* alpha, State* beta, State* table, float* post, State* log_z, State* strips, int N, int C, int begin, int K,
+                            int beta_begin, int beta_K, int every) {
   launch(grid, threads, CLUSTER,
-         [=] { ctc_segment(z, y, frames, lengths, alpha_from, alpha_to, beta, table, post, log_z, strips, st, sn, begin, K, every, width, pitch); },
-         seed);
+         [=] { ctc_segment(z, beta_z, y, frames, lengths, alpha, beta, table, post, log_z, strips, N, C, begin, K, beta_begin, beta_K, every); }, seed);
 }
 #else
 extern "C" void run_targets(int grid, int threads, int seed, const i64* y, const i64* frames, const i64* lengths, i64* classes, i64* symbols,

@@ -180,7 +180,7 @@ def clamped_targets(
 def inv_denominators(lengths:Tensor, mean:bool, dtype) -> Tensor:
     "How much each sequence counts in the loss [N]."
     if not mean: return torch.ones_like(lengths, dtype=dtype)
-    return 1 / (lengths.clamp(min=1) * max(len(lengths), 1)).to(dtype)
+    return (lengths.clamp(min=1) * max(len(lengths), 1)).to(dtype).reciprocal()
 
 # %% ../../nbs/library/sequences.ipynb #3e83dba5
 def check_scores(z:Tensor, blank:int, name:str):
