@@ -1,6 +1,6 @@
 """The loader of `cuda/*.cu`: one order of compilers for every kernel, and one neutral warning for a source that none compiles."""
-import ctypes
 import ast
+import ctypes
 import sys
 import threading
 import time
