@@ -86,7 +86,7 @@ def ctc_losses(
     if b.kernels:
         losses = stats.new_empty(N)
         with on_device(stats):
-            b.kernels.loss(N, 256, stats, log_z, b.frames, b.lengths, losses, N,
+            b.kernels.loss(N, 256, stats, log_z, b.frames, b.lengths, losses, None, N,
                         int(zero_infinity), int(mean))
         return losses
     on = torch.arange(len(stats), device=stats.device)[:, None] < b.frames

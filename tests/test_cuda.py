@@ -305,3 +305,28 @@ def test_no_other_module_compiles():
     for path in Path(fusedloss.__file__).parent.rglob("*.py"):
         names = {n.attr if isinstance(n, ast.Attribute) else n.module if isinstance(n, ast.ImportFrom) else None for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))}
         assert path.name == "cuda.py" or not names & {"cupy", "_compile_kernel"}, path
+
+
+@pytest.mark.parametrize("answer", [0, 201])  # done; a thread without a context
+def test_a_kernel_goes_to_the_driver_from_its_second_launch_on(answer, compilers, monkeypatch):
+    "With its arguments as a kernel reads them; what the driver refuses CuPy launches"
+    by_cupy, by_driver, t = [], [], torch.zeros(3)
+
+    class Kernel:
+        kernel = SimpleNamespace(ptr=1234)
+        def __call__(self, grid, block, args, **options): by_cupy.append((grid, block, args))
+
+    def driver(function, *given):
+        *sizes, shared, stream, places, extra = given
+        values = [(ctypes.c_void_p * 5).from_address(places.value)[i] for i in range(5)]
+        by_driver.append((function.value, sizes, ctypes.c_uint64.from_address(values[0]).value, ctypes.c_int.from_address(values[1]).value,
+                          ctypes.c_double.from_address(values[2]).value, ctypes.c_uint64.from_address(values[3]).value, ctypes.c_int64.from_address(values[4]).value))
+        return answer
+    everywhere(monkeypatch, cuda, "driver", lambda: SimpleNamespace(cuLaunchKernel=driver))
+    compilers.cupy(ANY)
+    sys.modules["cupy"].RawModule = lambda code, options: SimpleNamespace(get_function=lambda name: Kernel())
+    launch = cuda.CompiledByCupy("", "name", ())
+    for _ in range(2):
+        launch(7, 64, t, -5, 0.25, None, 2**40)
+    assert by_driver == [(1234, [7, 1, 1, 64, 1, 1], t.data_ptr(), -5, 0.25, 0, 2**40)]
+    assert len(by_cupy) == (1 if answer == 0 else 2) and by_cupy[0][:2] == ((7,), (64,))
