@@ -101,7 +101,7 @@ struct Vector {
   INLINE void load(const bits* row, int c, int V) {  // row [V]
     for (int k = 0; k < 4; k++) w[k] = E::LOWEST;
     if (whole(c, V)) {
-      uint4 v = __ldcs(reinterpret_cast<const uint4*>(row + c));
+      uint4 v = *reinterpret_cast<const uint4*>(row + c);
       w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
     } else if (!Aligned && c + SIZE > 0 && c < V) {
 #pragma unroll
