@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import fusedloss
 from fusedloss import kernels
-from fusedloss.core import devices, triton, tuning
+from fusedloss.core import devices, hopper, triton, tuning
 from helpers import everywhere
 from typed_launches import build_line
 
@@ -86,6 +86,7 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
         everywhere(patch, tuning.store, "update", lambda *entry: None)
         patch.setattr(torch.Tensor, "data_ptr", lambda t: 0)
         everywhere(patch, triton, "triton_works", lambda: True)
+        everywhere(patch, hopper, "product_reason", lambda *matrices: "no driver")
         for kind in {type(kernel) for kernel in triton_kernels().values()}:
             patch.setattr(kind, "run", lambda kernel, *args, grid, warmup=False, **options: launches.append((kernel, args, options)))
         yield launches

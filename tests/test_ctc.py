@@ -1,4 +1,5 @@
 """CTC: loss, gradient, alignments, by PyTorch and by the kernels, whose source also runs on a CPU; bugs planted in both."""
+import contextlib
 import itertools
 import math
 import sys
@@ -1084,13 +1085,19 @@ def test_a_bug_planted_in_the_use_of_torchs_loss_is_noticed(bug, tmp_path):
 
 def first_fault(m):
     "The first of a few checks that a version of the module does not pass"
+    with contextlib.ExitStack() as changes:
+        return fault_of_some(m, changes)
+
+
+def fault_of_some(m, changes):
+    "`first_fault`; what it changes beside the version is undone by `changes`"
     m.torch_loss = lambda *args: None  # of this variant
     for name in ("ragged", "repeats", "T 0 and 1, infeasible", "empty targets", "another blank, and blanks among the labels", "longer than all frames",
                  "blocks of few frames", "a label that once cannot be", "emissions beyond a double", LONG_ROWS, "ragged", "blocks of few frames", "a label that once cannot be", PLAIN_LOOPS, "ragged", "repeats",
                  "T 0 and 1, infeasible"):
         if name == LONG_ROWS:
             home = sys.modules[m.scaled_loss.__module__]
-            home.scaled_path_sums = of_long_rows(home.scaled_path_sums)
+            changes.enter_context(mock.patch.object(home, "scaled_path_sums", of_long_rows(home.scaled_path_sums)))
             continue
         if name == PLAIN_LOOPS:
             m.scaled_loss = lambda *args: None  # of this variant
