@@ -27,7 +27,7 @@ from fusedloss.core.rows import (
     row_start, row_weights)
 from fusedloss.core.softmax import (
     exp2_diff, exponentials, lane_grid, log2_scale, merge_lanes, online_softmax_step, score_fn)
-from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.kernels import (
     Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
     small_blocks)

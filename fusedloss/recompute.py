@@ -18,8 +18,9 @@ from fusedloss.core.hopper import IN_TURN, put_gradients, statistics_sums, takes
 from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
-    add_product, chunk_scores, grad_scale_of, program_tiles, run_tile, store_tile, swizzle_tile,
-    takes_kernel, tile_product, tile_scores, tile_slices, wide, wide_product, write_product)
+    add_product, chunk_scores, grad_scale_of, part, program_tiles, run_tile, store_tile,
+    swizzle_tile, takes_kernel, tile_product, tile_scores, tile_slices, wide, wide_product,
+    write_product)
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
 from fusedloss.core.softmax import (
     carried, cooled, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
@@ -420,7 +421,6 @@ def launch_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
     (n, h), v, (need_x, need_w, need_b) = x.shape, len(w), needs
-    part = lambda vector, j: None if vector is None else vector[j]
     dw, total = w.new_empty(w.shape if need_w else 0), None
     parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b else None
     db = terms.new_empty(v if need_b else 0)
@@ -457,7 +457,7 @@ def plain_fwd(
     stats:Statistics, budget:int, temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`launch_lse` by chunks of tokens."
-    w, part = wide(w), lambda vector, i: None if vector is None else vector[i]
+    w = wide(w)
     chunks = [rows_fwd(chunk_scores(x[i], w, bias), target[i], weight, part(token_weight, i),
                        denominator, o, stats, part(temperature, i)) for i in plain_chunks(x, w, budget)]
     return tuple(torch.cat(kind, -1) for kind in zip(*chunks))
@@ -479,7 +479,7 @@ def invariant_kernel_fwd(
     budget:int, temperature:Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`launch_lse` with runs of one tile, by slices of tokens whose partial sums fit."
-    x, part = aligned(x), lambda vector, i: None if vector is None else vector[i]
+    x = aligned(x)
     t = tiling_of(x, w, is_busy(o, stats.ranks)) if x.element_size() == 2 else WORDS
     row = 4 * run_numbers(o, stats) * -(-len(w) // t.BV)
     most = max(1, min(budget or 2**26, 2**26) // (row * t.BN)) * t.BN
@@ -494,7 +494,7 @@ def invariant_plain_fwd(
     budget:int, temperature:Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`plain_fwd`, each token by itself."
-    w, part = wide(w), lambda vector, i: None if vector is None else vector[i]
+    w = wide(w)
     row, z, found = w.new_empty(w.shape[1]), w.new_empty(1, 1, len(w)), []
     for i in tile_slices(len(x), 1):
         torch.mv(w, row.copy_(x[i][0]), out=z[0, 0])
@@ -523,7 +523,6 @@ def plain_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`launch_gradients` by chunks of tokens."
     (need_x, need_w, need_b), w_dtype, w = needs, w.dtype, wide(w)
-    part = lambda vector, i: None if vector is None else vector[i]
     dx, db = x.new_empty(x.shape if need_x else 0), w.new_zeros(len(w) if need_b else 0)
     dw = w.new_zeros(w.shape if need_w else 0)
     for i in plain_chunks(x, w, budget):

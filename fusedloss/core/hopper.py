@@ -12,7 +12,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.cuda import ask_driver, cuda_kernel
+from fusedloss.core.cuda import as_bits, ask_driver, cuda_kernel
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.options import LossOptions
 from fusedloss.core.softmax import exp2_diff, log2_scale, merge_parts, rescaled_moment
@@ -102,9 +102,8 @@ def map_failure(x:Tensor, w:Tensor, form:Form) -> str:  # [N,H], [V,H]
 # %% ../../nbs/library/hopper.ipynb #39fd3c5e
 def eight_bytes(value:Any) -> int:
     "A kernel's argument, a pointer, an integer or a float, in the first of eight bytes: the kernel reads as many as it takes."
-    if value is None: return 0
-    if isinstance(value, Tensor): return value.data_ptr()
-    return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value if isinstance(value, float) else value % 2**64
+    if isinstance(value, float): return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value
+    return as_bits(value) % 2**64
 
 def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
     "Launch a kernel on the current stream; its first arguments are the tensor maps of x and w."
