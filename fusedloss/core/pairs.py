@@ -16,10 +16,13 @@ from fusedloss.core.checks import acc_dtype
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import tile_slices
-from fusedloss.core.reference import plain_inv_denominator, score_and_slope
-from fusedloss.core.rows import class_weight, inv_denominator, load_block, row_start
+from fusedloss.core.reference import plain_inv_denominator, plain_row_coefs, row_terms, RowTerms, score_and_slope
+from fusedloss.core.rows import (
+    all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss, row_start,
+    row_weights)
 from fusedloss.core.softmax import (
-    LOG2E, exp2_diff, exponentials, lane_grid, merge_lanes, online_softmax_step, score_fn, zero_if_neg_inf)
+    LOG2E, exp2_diff, exponentials, lane_grid, log2_scale, merge_lanes, online_softmax_step, score_fn,
+    zero_if_neg_inf)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, log2, on_device, tl, triton
 
 # %% ../../nbs/library/pairs.ipynb #dv1kinds
@@ -372,3 +375,183 @@ soft_loss = operator(
     "fusedloss::soft_loss", soft_loss_fwd, save=save_soft_loss,
     fake=lambda input, *_: input.new_empty(input.shape[0] * input.shape[1], dtype=acc_dtype(input.dtype)),
     backward=lambda ctx, needs, g: {"input": soft_loss_grad(g, *ctx.saved_tensors, ctx.options)})
+
+# %% ../../nbs/library/pairs.ipynb #lb1terms
+def label_terms(
+    z:Tensor, target:Tensor, weight:Optional[Tensor], share:Optional[Tensor], o:LossOptions,  # [M,V]; [M,K], [V], [M,K]
+) -> RowTerms:  # [M,K] each, but of the classes [V]
+    "Labels and weights, as if each row stood once with each of its labels."
+    rows = z[:1].expand(target.numel(), -1)  # for its size and dtype
+    flat = row_terms(rows, target.reshape(-1), weight, None if share is None else share.reshape(-1), o)
+    return RowTerms(*(t.view(target.shape) for t in flat[:-1]), flat.w)
+
+# %% ../../nbs/library/pairs.ipynb #lb1plain
+def reference_labels(
+    raw:Tensor, target:Tensor, weight:Optional[Tensor], share:Optional[Tensor],  # [M,V]; [M,K], [V], [M,K]
+    denominator:Optional[Tensor], o:LossOptions, turn:bool, unscaled_grad:bool=False,
+) -> tuple[Tensor, Optional[Tensor]]:  # [M]; [M,V] where `turn`
+    "`launch_labels` in PyTorch."
+    z, slope = score_and_slope(raw, o)
+    lse, log_q, t = z.logsumexp(1, keepdim=True), z.log_softmax(1), label_terms(z, target, weight, share, o)
+    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
+    part, losses = plain_inv_denominator(denominator), -target_coef * log_q.gather(1, t.label)
+    if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
+    if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * lse - (z @ t.w)[:, None])
+    losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1) * part
+    if not turn: return losses, None
+    dz = log_q.exp_().mul_(softmax_coef.sum(1, keepdim=True))
+    if o.label_smoothing: dz -= smoothing_coef.sum(1, keepdim=True) * t.w
+    dz.scatter_add_(1, t.label, -target_coef).mul_(slope * (1.0 if unscaled_grad else part))
+    dead = t.ignored.all(1) | ~(t.ignored | t.valid).all(1)
+    return losses, dz.masked_fill_(dead[:, None], 0.0).to(raw.dtype)
+
+# %% ../../nbs/library/pairs.ipynb #lb2steps
+@jit
+def labels_scan(start, first, lanes, V, stored, row_max, s, total, weight_ptr, o, SCORE: tl.constexpr,
+                SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, EDGE: tl.constexpr):
+    "Maximum, sum and Σ w z of the lanes [BN,C], after a block of logits."
+    raw, inside = load_block(start, first, lanes, V, 1, stored, EDGE, "evict_last")
+    z, slope = SCORE(raw.to(tl.float32), o)
+    if EDGE:
+        z = tl.where(inside, z, -float("inf"))
+    row_max, s = online_softmax_step(row_max, s, z, LOG2_SCALE)
+    if SMOOTH:
+        total += tl.sum(tl.where(inside, z * class_weight(weight_ptr, first + lanes, inside), 0.0), 1)
+    return row_max, s, total
+
+@jit
+def labels_gradient(start, out, first, lanes, V, stored, live, row_max, softmax_coef, smoothing_coef, weight_ptr, o,
+                    SCORE: tl.constexpr, SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, EDGE: tl.constexpr):
+    "Write the gradient of a block, but for the labels; the coefficients [BN,1,1], the first is over s."
+    raw, inside = load_block(start, first, lanes, V, 1, stored, EDGE, "evict_first")
+    z, slope = SCORE(raw.to(tl.float32), o)
+    cols = first + lanes
+    dz = softmax_coef * exp2_diff(z * LOG2_SCALE, row_max, LOG2_SCALE)
+    if SMOOTH:
+        dz -= smoothing_coef * class_weight(weight_ptr, cols, inside)
+    dz = tl.where(live, dz * slope, 0.0).to(out.dtype.element_ty)
+    if EDGE:
+        tl.store(out + cols.to(tl.int64), dz, mask=inside)
+    else:
+        tl.store(out + cols.to(tl.int64), dz)
+
+# %% ../../nbs/library/pairs.ipynb #lb2kern
+@jit
+def labels_kernel(
+    z_ptr, dz_ptr, y_ptr,  # [M,V]: logits, and where the gradient goes, which may be z, or None; [M,K]
+    weight_ptr, share_ptr, all_weight_ptr, denominator_ptr, loss_ptr,  # [V], [M,K], [1], [1], each or None; [M]
+    M, V, K, z_stride, d_stride, o,  # `LossOptions`
+    SCORE: tl.constexpr, SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, UNSCALED_GRAD: tl.constexpr,
+    BN: tl.constexpr,  # 1 unless a row fits in a block
+    KP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,  # K, rounded up to a power of two
+):
+    B: tl.constexpr = R * C
+    lanes, rows, each = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, KP)[None, :]
+    keep, size, own = rows < M, tl.cast(M, tl.int64) * K, rows.to(tl.int64)[:, None] * K
+    at = tl.where(each < K, own + each, size)  # a place beyond all labels is ignored
+    y, ignored, valid = load_labels(y_ptr, at, size, V, o.ignore_index)
+    counts = (tl.max(valid.to(tl.int32), 1) > 0) & (tl.max((~ignored & ~valid).to(tl.int32), 1) == 0)
+    start = row_start(z_ptr, rows, 1, z_stride, 0)
+    raw_y = tl.load(start[:, None] + y.to(tl.int64), mask=valid, other=0.0)
+    z_y, slope_y = SCORE(raw_y.to(tl.float32), o)
+    edge = tl.cdiv(tl.maximum(V - B, 0), B) * B  # where the last block starts
+    busy = tl.max(counts.to(tl.int32), 0)  # nothing of an ignored row
+    start, stored, live = start[:, None, None], (keep & counts)[:, None, None], counts[:, None, None]
+    row_max = tl.full([BN, C], -float("inf"), tl.float32)
+    s = tl.zeros([BN, C], tl.float32)
+    total = s
+    for first in tl.range(0, edge * busy, B, num_stages=3):
+        row_max, s, total = labels_scan(start, first, lanes, V, stored, row_max, s, total, weight_ptr, o, SCORE,
+                                        SMOOTH, LOG2_SCALE, False)
+    row_max, s, total = labels_scan(start, edge, lanes, V, stored, row_max, s, total, weight_ptr, o, SCORE, SMOOTH,
+                                    LOG2_SCALE, True)
+    row_max, s = merge_lanes(row_max, s, LOG2_SCALE)
+    log_s = tl.log(s)
+    lse = (row_max / LOG2_SCALE + log_s)[:, None]
+    w_y, w_t, w_all = row_weights(weight_ptr, share_ptr, all_weight_ptr, y, valid, at, V)
+    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
+    log_p = (z_y * LOG2_SCALE - row_max[:, None]) / LOG2_SCALE - log_s[:, None]
+    part = inv_denominator(denominator_ptr)
+    losses = row_loss(lse, log_p, tl.sum(total, 1)[:, None], target_coef, smoothing_coef, w_t, w_all, o, ignored,
+                      valid)
+    tl.store(loss_ptr + rows, tl.sum(losses, 1) * part, mask=keep)
+    if dz_ptr is not None:
+        out, scale = row_start(dz_ptr, rows, 1, d_stride, 0), 1.0 if UNSCALED_GRAD else part
+        all_coef, all_smoothing = tl.sum(softmax_coef, 1) * scale / s, tl.sum(smoothing_coef, 1) * scale
+        top, wide, p_coef = row_max[:, None, None], out[:, None, None], all_coef[:, None, None]
+        u_coef, written = all_smoothing[:, None, None], keep[:, None, None]
+        tl.debug_barrier()  # no lane overwrites a label's score before all have read it
+        labels_gradient(start, wide, edge, lanes, V, written, live, top, p_coef, u_coef, weight_ptr, o, SCORE, SMOOTH,
+                        LOG2_SCALE, True)
+        for back in range(0, edge * busy, B):
+            labels_gradient(start, wide, edge - B - back, lanes, V, written, live, top, p_coef, u_coef, weight_ptr, o,
+                            SCORE, SMOOTH, LOG2_SCALE, False)
+        for blank in range(0, edge * (1 - busy), B):
+            tl.store(wide + (blank + lanes).to(tl.int64), tl.zeros([BN, R, C], dz_ptr.dtype.element_ty))
+        taken = tl.zeros([BN, KP], tl.float32)
+        for k in range(0, K):
+            at_k = own + k
+            y_k, ignored_k, valid_k = load_labels(y_ptr, at_k, size, V, o.ignore_index)
+            w_k, share_k, w_all = row_weights(weight_ptr, share_ptr, all_weight_ptr, y_k, valid_k, at_k, V)
+            taken += tl.where(y == y_k, (1 - o.label_smoothing) * w_k * share_k, 0.0)
+        dz_y = all_coef[:, None] * exp2_diff(z_y * LOG2_SCALE, row_max[:, None], LOG2_SCALE) - taken * scale
+        if SMOOTH:
+            dz_y -= all_smoothing[:, None] * class_weight(weight_ptr, y, valid)
+        tl.debug_barrier()  # the block's own stores come first
+        tl.store(out[:, None] + y.to(tl.int64), (dz_y * slope_y).to(dz_ptr.dtype.element_ty),
+                 mask=valid & counts[:, None])
+
+# %% ../../nbs/library/pairs.ipynb #lb3launch
+def label_blocks(n_classes:int) -> PairBlocks:
+    "Several short rows a program; the longer the row, the more threads for it, and the fewer rows at once."
+    if n_classes <= 1024: return pair_blocks(n_classes)
+    return PairBlocks(1, 4, 2048, 8) if n_classes <= 65536 else PairBlocks(1, 2, 8192, 32)
+
+def launch_labels(
+    z:Tensor, target:Tensor, dz:Optional[Tensor],  # [M,V], classes next to each other; [M,K]; dz is written, may be z
+    weight:Optional[Tensor], share:Optional[Tensor], denominator:Optional[Tensor],  # [V], [M,K], a scalar
+    o:LossOptions, unscaled_grad:bool=False, blocks:Optional[PairBlocks]=None,
+) -> Tensor:  # [M]
+    "Each row's loss, the sum over its labels, and the gradient in `dz`."
+    (m, v), k, b = z.shape, target.shape[1], blocks or label_blocks(z.shape[1])
+    losses = z.new_empty(m, dtype=torch.float32)
+    with on_device(z):
+        launch_kernel(labels_kernel, (-(-m // b.BN),), z, dz, target, weight, share, all_weights(weight), denominator,
+                      losses, m, v, k, z.stride(0), (z if dz is None else dz).stride(0), o, SCORE=score_fn(o),
+                      SMOOTH=o.label_smoothing > 0, LOG2_SCALE=log2_scale(z), UNSCALED_GRAD=unscaled_grad, BN=b.BN,
+                      KP=triton.next_power_of_2(max(k, 1)), R=b.R, C=b.C, num_warps=b.warps)
+    return losses
+
+def labels_rows(
+    z:Tensor, target:Tensor, dz:Optional[Tensor], weight:Optional[Tensor], share:Optional[Tensor],
+    denominator:Optional[Tensor], o:LossOptions, unscaled_grad:bool=False,
+) -> Tensor:  # [M]
+    "`launch_labels` by whatever runs here."
+    if has_kernel(z): return launch_labels(z, target, dz, weight, share, denominator, o, unscaled_grad)
+    losses, found = reference_labels(z, target, weight, share, denominator, o, dz is not None, unscaled_grad)
+    if dz is not None: dz.copy_(found)
+    return losses
+
+# %% ../../nbs/library/pairs.ipynb #lb4operator
+def labels_loss_fwd(
+    input:Tensor, target:Tensor, weight:Optional[Tensor], share:Optional[Tensor],  # [M,V], [M,K], [V], [M,K]
+    denominator:Optional[Tensor], o:LossOptions,
+) -> Tensor:  # [M]
+    "Losses of logits against several labels a row."
+    return labels_rows(input, target, None, weight, share, denominator, o)
+
+def labels_loss_bwd(
+    g:Tensor, input:Tensor, target:Tensor, weight:Optional[Tensor], share:Optional[Tensor],
+    denominator:Optional[Tensor], o:LossOptions,
+) -> Tensor:  # [M,V]
+    "The gradient of the logits, of upstream gradients `g [M]`."
+    dz, each = torch.empty_like(input), g[:, None].expand(target.shape) if share is None else g[:, None] * share
+    labels_rows(input, target, dz, weight, each.contiguous(), denominator, o)
+    return dz
+
+labels_loss_grad = operator("fusedloss::labels_loss_grad", labels_loss_bwd,
+                            fake=lambda g, input, *_: torch.empty_like(input))
+labels_loss = operator(
+    "fusedloss::labels_loss", labels_loss_fwd, save=save_soft_loss,
+    fake=lambda input, *_: input.new_empty(input.shape[0], dtype=acc_dtype(input.dtype)),
+    backward=lambda ctx, needs, g: {"input": labels_loss_grad(g, *ctx.saved_tensors, ctx.options)})
