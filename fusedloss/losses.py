@@ -96,10 +96,12 @@ def check_call(
     check_local("linear_weight", linear_weight, features)
     check_local("linear_bias", given["linear_bias"], features)
     check_linear(input, linear_weight)
-    check_target(target, input.shape[:-1], input.device, given["reduction"])
+    shape = input.shape[:-1]
+    several = target.shape[-1:] if has_several_targets(input, target) else ()
+    check_target(target, (*shape, *several), input.device, given["reduction"])
     check_filter(filter_eps, given["options"].label_smoothing)
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
-    check_weights(len(linear_weight), input.device, given["weight"], given["token_weight"], target.shape)
+    check_weights(len(linear_weight), input.device, given["weight"], given["token_weight"], shape)
     check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, max_valid,
                  given["return_stats"])
 
@@ -201,6 +203,7 @@ def total_of_rows(
     if not target.is_floating_point(): return total_weight(flat(target), weight, flat(token_weight), o.ignore_index, dtype)
     return target.new_full((), len(target), dtype=dtype) if token_weight is None else token_weight.sum(dtype=dtype)
 
+# %% ../nbs/11_losses.ipynb #c6274265
 def turn_rows(
     z:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [B,V]; as above
     total:Optional[Tensor], o:LossOptions, unscaled_grad:bool, wanted:bool,
@@ -271,7 +274,15 @@ def check_soft_call(
     least = input.shape[:-1].numel() * row if eager else row
     expect(memory_budget is None or memory_budget >= least, "memory_budget", f"at least {least} bytes here", memory_budget)
 
-# %% ../nbs/11_losses.ipynb #3ad43d9a
+# %% ../nbs/11_losses.ipynb #d2937fcd
+def shift_rows(
+    input:Tensor, target:Tensor, token_weight:Optional[Tensor], shift:int,  # [..., T, H], [..., T, K], [..., T]
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    "`shift_targets` of targets that are rows."
+    input, moved, token_weight = shift_targets(input, target.movedim(-1, 0), token_weight, shift)
+    return input, moved.movedim(0, -1), token_weight
+
+# %% ../nbs/11_losses.ipynb #524b0448
 def loss_by_chunks(
     x:Tensor, w:Tensor, b:Optional[Tensor], target:Tensor,  # [N,H], [V,H], [V], [N,V] or [N,K]
     weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,
@@ -283,13 +294,13 @@ def loss_by_chunks(
                  memory_budget, accumulate, *needs)
     return run_early(row_targets, None, arguments)[0]
 
+# %% ../nbs/11_losses.ipynb #3ad43d9a
 def soft_linear_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int, method:str,
     memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
 ) -> Tensor:
     "The loss against probabilities, of what has been checked."
-    input, moved, token_weight = shift_targets(input, target.movedim(-1, 0), given["token_weight"], shift)
-    target = moved.movedim(0, -1)
+    input, target, token_weight = shift_rows(input, target, given["token_weight"], shift)
     x, t = as_rows(input), as_rows(target)
     w, b, weight, reduction = linear_weight, given["linear_bias"], flat(given["weight"]), given["reduction"]
     if reduction == "none" or method == "eager":
@@ -304,20 +315,22 @@ def has_several_targets(input:Tensor, target:Tensor) -> bool:
     if not (isinstance(input, Tensor) and isinstance(target, Tensor)) or target.is_floating_point(): return False
     return 0 < target.dim() == input.dim() and target.shape[:-1] == input.shape[:-1]
 
-def sole_target(target:Tensor, given:dict) -> tuple[Tensor, dict]:  # [...], from [..., 1]
+# %% ../nbs/11_losses.ipynb #923bfc15
+def sole_target(target:Tensor, given:dict) -> tuple[bool, Tensor, dict]:  # whether there are several; [...] of [..., 1]
     "One target in a dimension of its own, as one without; its weight is then the token's."
+    if target.shape[-1] > 1: return True, target, given
     target, by, token_weight = target[..., 0], given.get("target_weight"), given["token_weight"]
     if by is not None: token_weight = by[0].expand(target.shape) if token_weight is None else token_weight * by[0]
-    return target, dict(given, token_weight=token_weight, target_weight=None)
+    return False, target, dict(given, token_weight=token_weight, target_weight=None)
 
 # %% ../nbs/11_losses.ipynb #5c8405d8
 @once_for_alike
 def check_several(
-    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, sharded:bool, max_valid:Optional[int],
-    filter_eps:Optional[float],
+    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, max_valid:Optional[int], filter_eps:Optional[float],
 ):
     "`ValueError` for several targets a token that cannot be, for their weights, and for what they lack."
     by, several = given.get("target_weight"), has_several_targets(input, target)
+    check_linear(input, linear_weight)
     expect(several, "target_weight", "None beside one target a token", type(by).__name__)
     k, shape = target.shape[-1], list(target.shape)
     expect(k > 0, "target", f"shape {shape[:-1]}, or at least one target a token", shape)
@@ -325,7 +338,7 @@ def check_several(
     expect(by is None or by.device == input.device, "target_weight", f"the input's device {input.device}",
            None if by is None else by.device)
     if k == 1: return
-    expect(not sharded, "target", f"shape {shape[:-1]} for classes over ranks", shape)
+    expect(not hasattr(linear_weight, "device_mesh"), "target", f"shape {shape[:-1]} for classes over ranks", shape)
     expect(k != len(linear_weight), "target", "fewer integers a token than classes, or probabilities as floats", shape)
     for name, value in (("return_stats", given["return_stats"]), ("max_valid", max_valid), ("filter_eps", filter_eps)):
         expect(value in (None, False), name, "nothing beside several targets a token", value)
@@ -340,6 +353,7 @@ def label_shares(
     share = by if token_weight is None else token_weight[:, None] * by
     return share.expand(target.shape).contiguous()
 
+# %% ../nbs/11_losses.ipynb #969611ac
 def several_targets_loss(
     input:Tensor, w:Tensor, target:Tensor, given:dict, r:Call, method:str,  # [..., H], [V,H], [..., K]
 ) -> Tensor:  # a scalar, or [...]
@@ -376,12 +390,11 @@ def planned_loss(
     "Check, shift, plan, take."
     linear_weight, bias = weight_and_bias(linear_weight, given["linear_bias"])
     given = dict(given, linear_bias=bias)
-    sharded = hasattr(linear_weight, "device_mesh")
     several = has_several_targets(input, target)
     if several or given.get("target_weight") is not None:
-        check_several(input, linear_weight, target, given, sharded, max_valid, filter_eps)
-    if several and target.shape[-1] == 1: several, (target, given) = False, sole_target(target, given)
-    if sharded:  # a DTensor: its classes lie on several ranks
+        check_several(input, linear_weight, target, given, max_valid, filter_eps)
+        several, target, given = sole_target(target, given)
+    if hasattr(linear_weight, "device_mesh"):  # a DTensor: its classes lie on several ranks
         from fusedloss.sharded import planned_shards
         return planned_shards(input, linear_weight, target, given, shift, method,
                               memory_budget, accumulate, filter_eps, chunk_size, max_valid,
@@ -390,19 +403,16 @@ def planned_loss(
     soft = is_soft_target(linear_weight, target)
     if soft: check_soft_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
     else:
-        one = target[..., 0] if several else target
-        check_call(input, linear_weight, one, given, method, *how, max_valid, filter_eps)
+        check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
         check_labels(target, len(linear_weight), given["options"].ignore_index)
     if backbone_reduction is not None:
         from fusedloss.sharded import check_reduction, shards_of
         check_reduction(backbone_reduction, input, shards_of(linear_weight))
     if soft: return soft_linear_loss(input, linear_weight, target, given, shift, method, *how)
-    shifted = target.movedim(-1, 0) if several else target
-    input, target, token_weight = shift_targets(input, shifted, given["token_weight"], shift)
-    if several: target = target.movedim(0, -1)
+    input, target, token_weight = (shift_rows if several else shift_targets)(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
-    r = call_of(input, linear_weight, dict(given, filter_eps=filter_eps, target_weight=several or None), *how,
-                   max_valid, monitored)
+    beside = dict(given, filter_eps=filter_eps, target_weight=several or None)
+    r = call_of(input, linear_weight, beside, *how, max_valid, monitored)
     compiling = torch.compiler.is_compiling()
     machine = machine_here(input.device) if r.gpu else CPU
     p, estimate = (planned_choice if compiling else known_choice)(r, machine, method)
