@@ -11,7 +11,7 @@ import fusedloss.losses as losses
 from fusedloss.core import pairs
 from fusedloss.core.options import LossOptions
 from fusedloss.core.versions import torch_version
-from fusedloss.measure import relative_error
+from fusedloss.measure import peak_memory, relative_error
 from fusedloss.plans import plan
 from grids import few, grid
 from helpers import TOLERANCE, first_fault_of, has_no_second_derivative, off, planted, replays, unchanged
@@ -163,6 +163,15 @@ def test_the_plan_says_what_several_targets_cost():
     one, several = (plan(8192, 128256, 4096, machine="H200", options=o) for o in ((), ("target_weight",)))
     assert several.method == "chunks" and several["recompute"].refusal == several["product"].refusal == "it has no target_weight"
     assert one["chunks"].seconds < several["chunks"].seconds < 1.05 * one["chunks"].seconds and one["chunks"].extra == several["chunks"].extra
+
+
+@pytest.mark.parametrize("dtype, how", [(f64, {}), (f32, dict(label_smoothing=0.1)), (bf16, {}), (f32, dict(reduction="none"))], ids=str)
+def test_predicted_bytes_are_those_counted(dtype, how):
+    x, w, _, y, _ = sample((512,), v=4000, h=16, dtype=dtype)
+    p = plan(512, 4000, 16, dtype, device="cpu", options=("target_weight", *[k for k in how if k != "reduction"]), reduction=how.get("reduction", "mean"))
+    run = lambda method: torch.autograd.grad(fl.linear_cross_entropy(x, w, y, method=method, **how).sum(), (x, w))
+    told = {way.method: (peak_memory(lambda: run(way.method)) - x.nbytes - w.nbytes) / way.extra for way in p.able}
+    assert told and all(0.9 < ratio < 1.1 for ratio in told.values()), told
 
 
 # --- the kernel ---
