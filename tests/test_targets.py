@@ -127,6 +127,13 @@ def test_compiled(method):
     assert has_no_second_derivative(call(x, w), x)
 
 
+def test_the_operator_takes_logits_of_any_strides(device):
+    z, y = torch.randn(75, 7, generator=torch.Generator().manual_seed(0)).to(device).T.requires_grad_(), sample((7,), v=75, device=device)[3]
+    found, exact = (pairs.labels_loss(a, y, None, None, None, LossOptions()) for a in (z, z.contiguous()))
+    assert_close(found, exact)
+    assert_close(torch.autograd.grad(found.sum(), z), torch.autograd.grad(exact.sum(), z))
+
+
 def test_the_module_takes_them():
     x, _, _, y, _ = sample(dtype=f32)
     layer = fl.LinearCrossEntropyLoss(5, 11)

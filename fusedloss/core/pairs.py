@@ -538,19 +538,19 @@ def labels_loss_fwd(
     denominator:Optional[Tensor], o:LossOptions,
 ) -> Tensor:  # [M]
     "Losses of logits against several labels a row."
-    return labels_rows(input, target, None, weight, share, denominator, o)
+    return labels_rows(input.contiguous(), target, None, weight, share, denominator, o)
 
 def labels_loss_bwd(
     g:Tensor, input:Tensor, target:Tensor, weight:Optional[Tensor], share:Optional[Tensor],
     denominator:Optional[Tensor], o:LossOptions,
 ) -> Tensor:  # [M,V]
     "The gradient of the logits, of upstream gradients `g [M]`."
-    dz, each = torch.empty_like(input), g[:, None].expand(target.shape) if share is None else g[:, None] * share
-    labels_rows(input, target, dz, weight, each.contiguous(), denominator, o)
+    dz, each = input.new_empty(input.shape), g[:, None].expand(target.shape) if share is None else g[:, None] * share
+    labels_rows(input.contiguous(), target, dz, weight, each.contiguous(), denominator, o)
     return dz
 
 labels_loss_grad = operator("fusedloss::labels_loss_grad", labels_loss_bwd,
-                            fake=lambda g, input, *_: torch.empty_like(input))
+                            fake=lambda g, input, *_: input.new_empty(input.shape))
 labels_loss = operator(
     "fusedloss::labels_loss", labels_loss_fwd, save=save_soft_loss,
     fake=lambda input, *_: input.new_empty(input.shape[0], dtype=acc_dtype(input.dtype)),
