@@ -19,14 +19,15 @@ from fusedloss.chunks import (
     save_gradients, scaled_gradients, sum_unit)
 from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cross_entropy
 from fusedloss.core.checks import (
-    acc_dtype, check_labels, check_linear, check_target, check_weights, expect, once_for_alike)
+    acc_dtype, check_labels, check_linear, check_target, check_weight, check_weights, expect, once_for_alike)
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     Accumulate, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
     LossOptions, Method, Reduction)
-from fusedloss.core.pairs import soft_rows
+from fusedloss.core.pairs import labels_loss, labels_rows, soft_rows
+from fusedloss.core.products import part
 from fusedloss.core.rates import CPU, Machine, machine_here
-from fusedloss.core.reference import as_rows, flat
+from fusedloss.core.reference import as_rows, flat, reduce_rows, total_weight
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import chosen_method
 from fusedloss.core.versions import torch_version
@@ -95,10 +96,12 @@ def check_call(
     check_local("linear_weight", linear_weight, features)
     check_local("linear_bias", given["linear_bias"], features)
     check_linear(input, linear_weight)
-    check_target(target, input.shape[:-1], input.device, given["reduction"])
+    shape = input.shape[:-1]
+    several = target.shape[-1:] if has_several_targets(input, target) else ()
+    check_target(target, (*shape, *several), input.device, given["reduction"])
     check_filter(filter_eps, given["options"].label_smoothing)
     check_recompute(input, linear_weight, given["linear_bias"], memory_budget)
-    check_weights(len(linear_weight), input.device, given["weight"], given["token_weight"], target.shape)
+    check_weights(len(linear_weight), input.device, given["weight"], given["token_weight"], shape)
     check_chunks(input, linear_weight, "sum", chunk_size, memory_budget, accumulate, max_valid,
                  given["return_stats"])
 
@@ -155,8 +158,8 @@ def call_of(
 ) -> Call:
     "The numbers of a call."
     v, h = linear_weight.shape
-    beside = "linear_bias", "weight", "token_weight", "filter_eps"
-    options = *(n for n in beside if given[n] is not None), *given["options"].changed()
+    beside = "linear_bias", "weight", "token_weight", "filter_eps", "target_weight"
+    options = *(n for n in beside if given.get(n) is not None), *given["options"].changed()
     # numbers, since PyTorch 2.11 multiplies no symbol by a bool
     graded = torch.is_grad_enabled()
     needs = tuple([int(graded and t is not None and t.requires_grad)
@@ -176,6 +179,8 @@ def dispatch(
     "The loss by the method that was chosen."
     o, reduction, stats = given["options"], given["reduction"], given["return_stats"]
     tensors = input, linear_weight, target, given["linear_bias"], given["weight"], given["token_weight"]
+    if "target_weight" in r.options:
+        return several_targets_loss(input, linear_weight, target, given, r, estimate.method)
     if estimate.method == "eager":
         return eager_linear_cross_entropy(*tensors, o, reduction, stats)
     if estimate.method == "recompute":
@@ -189,35 +194,53 @@ def dispatch(
     return run_tiled(*tensors[:3], reduction, o.ignore_index, 0.0, None, o.logit_scale, rows,
                      columns)
 
+# %% ../nbs/11_losses.ipynb #d0bc50da
+def total_of_rows(
+    target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [N,V], [V], [N]; or [N,K], [V], [N,K]
+    o:LossOptions, dtype:torch.dtype,
+) -> Tensor:  # a scalar
+    "What a mean divides by, against probabilities or several labels a row."
+    if not target.is_floating_point(): return total_weight(flat(target), weight, flat(token_weight), o.ignore_index, dtype)
+    return target.new_full((), len(target), dtype=dtype) if token_weight is None else token_weight.sum(dtype=dtype)
+
+# %% ../nbs/11_losses.ipynb #c6274265
+def turn_rows(
+    z:Tensor, target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [B,V]; as above
+    total:Optional[Tensor], o:LossOptions, unscaled_grad:bool, wanted:bool,
+) -> Tensor:  # [B]
+    "Losses against rows of probabilities or of labels; the gradient takes the place of the logits where wanted."
+    given = weight, token_weight, total, o, unscaled_grad
+    if not target.is_floating_point(): return labels_rows(z, target, z if wanted else None, *given)
+    return soft_rows(z[:, None], target[:, None], z[:, None] if wanted else None, *given)
+
 # %% ../nbs/11_losses.ipynb #1dac8146
-def soft_chunks_fwd(
-    x:Tensor, w:Tensor, b:Optional[Tensor], target:Tensor,  # [N,H], [V,H], [V], [N,V]
-    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions,  # [V], [N]
+def row_targets_fwd(
+    x:Tensor, w:Tensor, b:Optional[Tensor], target:Tensor,  # [N,H], [V,H], [V], [N,V] or [N,K]
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions,  # [V]; [N], or of K labels [N,K]
     dtype:torch.dtype, mean:bool, chunk_size:Optional[int], memory_budget:Optional[int],
     accumulate:str, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Loss, dx, dw, db, and factors [2 or 0] that these are still to be multiplied by."
     acc, w_k, b_k = acc_dtype(dtype), operand(w, dtype), operand(b, dtype)
-    total = x.new_full((), len(x), dtype=acc) if token_weight is None else token_weight.sum(dtype=acc)
-    total, late = total if mean else None, torch.float16 in (dtype, x.dtype, w.dtype)
+    total = total_of_rows(target, weight, token_weight, o, acc) if mean else None
+    late = torch.float16 in (dtype, x.dtype, w.dtype)
     unit, needs = sum_unit(len(x), w.dtype), (need_x, need_w, need_b)
     plan = plan_chunks(len(x), x.shape[1], len(w), w_k.dtype, w.dtype, need_w, chunk_size,
                        memory_budget, accumulate)
-    turn = lambda z, i, wanted: (soft_rows(z[:, None], target[i][:, None], z[:, None] if wanted else None, weight,
-                                           None if token_weight is None else token_weight[i], total, o, late),)
+    turn = lambda z, i, wanted: (turn_rows(z, target[i], weight, part(token_weight, i), total, o, late, wanted),)
     found, grads = gradients_of_chunks(x, w, w_k, b_k, None, dtype, plan, needs, w.dtype, unit, turn)
     loss = found[0].sum() if found else x.new_zeros((), dtype=acc)
     return loss, *grads, late_factors(loss, total, late, unit)
 
 # %% ../nbs/11_losses.ipynb #97b7a407
-def fake_soft_chunks(x, w, b, target, weight, token_weight, o, dtype, *others):
-    "The shapes of `soft_chunks_fwd`'s results."
+def fake_row_targets(x, w, b, target, weight, token_weight, o, dtype, *others):
+    "The shapes of `row_targets_fwd`'s results."
     need_x, need_w, need_b = others[-3:]
     late, new = torch.float16 in (dtype, x.dtype, w.dtype), lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
     return (new(), x.new_empty(x.shape if need_x else 0), torch.empty_like(w) if need_w else w.new_empty(0),
             x.new_empty(len(w) if need_b else 0, dtype=acc_dtype(x.dtype)), new(2 if late else 0))
 
-soft_chunks = operator("fusedloss::soft_chunks", soft_chunks_fwd, fake=fake_soft_chunks,
+row_targets = operator("fusedloss::row_targets", row_targets_fwd, fake=fake_row_targets,
                        save=save_gradients, backward=scaled_gradients,
                        flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
 
@@ -251,23 +274,98 @@ def check_soft_call(
     least = input.shape[:-1].numel() * row if eager else row
     expect(memory_budget is None or memory_budget >= least, "memory_budget", f"at least {least} bytes here", memory_budget)
 
+# %% ../nbs/11_losses.ipynb #d2937fcd
+def shift_rows(
+    input:Tensor, target:Tensor, token_weight:Optional[Tensor], shift:int,  # [..., T, H], [..., T, K], [..., T]
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    "`shift_targets` of targets that are rows."
+    input, moved, token_weight = shift_targets(input, target.movedim(-1, 0), token_weight, shift)
+    return input, moved.movedim(0, -1), token_weight
+
+# %% ../nbs/11_losses.ipynb #524b0448
+def loss_by_chunks(
+    x:Tensor, w:Tensor, b:Optional[Tensor], target:Tensor,  # [N,H], [V,H], [V], [N,V] or [N,K]
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,
+    chunk_size:Optional[int], memory_budget:Optional[int], accumulate:str,
+) -> Tensor:
+    "Sum or mean against targets that are rows, by chunks."
+    needs = [p is not None and p.requires_grad and torch.is_grad_enabled() for p in (x, w, b)]
+    arguments = (x, w, b, target, weight, token_weight, o, linear_dtype(x, w), reduction == "mean", chunk_size,
+                 memory_budget, accumulate, *needs)
+    return run_early(row_targets, None, arguments)[0]
+
 # %% ../nbs/11_losses.ipynb #3ad43d9a
 def soft_linear_loss(
     input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int, method:str,
     memory_budget:Optional[int], accumulate:str, chunk_size:Optional[int],
 ) -> Tensor:
     "The loss against probabilities, of what has been checked."
-    input, moved, token_weight = shift_targets(input, target.movedim(-1, 0), given["token_weight"], shift)
-    target = moved.movedim(0, -1)
+    input, target, token_weight = shift_rows(input, target, given["token_weight"], shift)
     x, t = as_rows(input), as_rows(target)
     w, b, weight, reduction = linear_weight, given["linear_bias"], flat(given["weight"]), given["reduction"]
     if reduction == "none" or method == "eager":
         loss = run_soft_cross_entropy(F.linear(x, w, b), t, weight, flat(token_weight), given["options"], reduction)
         return loss.view(input.shape[:-1]) if reduction == "none" else loss
-    needs = [p is not None and p.requires_grad and torch.is_grad_enabled() for p in (input, w, b)]
-    arguments = (x, w, b, t, weight, flat(token_weight), given["options"], linear_dtype(input, w),
-                 reduction == "mean", chunk_size, memory_budget, accumulate, *needs)
-    return run_early(soft_chunks, None, arguments)[0]
+    how = chunk_size, memory_budget, accumulate
+    return loss_by_chunks(x, w, b, t, weight, flat(token_weight), given["options"], reduction, *how)
+
+# %% ../nbs/11_losses.ipynb #40851ca3
+def has_several_targets(input:Tensor, target:Tensor) -> bool:
+    "Whether a target is integers [..., K] beside an input [..., H]."
+    if not (isinstance(input, Tensor) and isinstance(target, Tensor)) or target.is_floating_point(): return False
+    return 0 < target.dim() == input.dim() and target.shape[:-1] == input.shape[:-1]
+
+# %% ../nbs/11_losses.ipynb #923bfc15
+def sole_target(target:Tensor, given:dict) -> tuple[bool, Tensor, dict]:  # whether there are several; [...] of [..., 1]
+    "One target in a dimension of its own, as one without; its weight is then the token's."
+    if target.shape[-1] > 1: return True, target, given
+    target, by, token_weight = target[..., 0], given.get("target_weight"), given["token_weight"]
+    if by is not None: token_weight = by[0].expand(target.shape) if token_weight is None else token_weight * by[0]
+    return False, target, dict(given, token_weight=token_weight, target_weight=None)
+
+# %% ../nbs/11_losses.ipynb #5c8405d8
+@once_for_alike
+def check_several(
+    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, max_valid:Optional[int], filter_eps:Optional[float],
+):
+    "`ValueError` for several targets a token that cannot be, for their weights, and for what they lack."
+    by, several = given.get("target_weight"), has_several_targets(input, target)
+    check_linear(input, linear_weight)
+    expect(several, "target_weight", "None beside one target a token", type(by).__name__)
+    k, shape = target.shape[-1], list(target.shape)
+    expect(k > 0, "target", f"shape {shape[:-1]}, or at least one target a token", shape)
+    check_weight("target_weight", by, (k,))
+    expect(by is None or by.device == input.device, "target_weight", f"the input's device {input.device}",
+           None if by is None else by.device)
+    if k == 1: return
+    expect(not hasattr(linear_weight, "device_mesh"), "target", f"shape {shape[:-1]} for classes over ranks", shape)
+    expect(k != len(linear_weight), "target", "fewer integers a token than classes, or probabilities as floats", shape)
+    for name, value in (("return_stats", given["return_stats"]), ("max_valid", max_valid), ("filter_eps", filter_eps)):
+        expect(value in (None, False), name, "nothing beside several targets a token", value)
+
+# %% ../nbs/11_losses.ipynb #3ce1e0fa
+def label_shares(
+    target:Tensor, token_weight:Optional[Tensor], target_weight:Optional[Tensor],  # [N,K], [N], [K]
+) -> Optional[Tensor]:  # [N,K]
+    "What each of a token's targets weighs."
+    if token_weight is None and target_weight is None: return None
+    by = 1.0 if target_weight is None else target_weight
+    share = by if token_weight is None else token_weight[:, None] * by
+    return share.expand(target.shape).contiguous()
+
+# %% ../nbs/11_losses.ipynb #969611ac
+def several_targets_loss(
+    input:Tensor, w:Tensor, target:Tensor, given:dict, r:Call, method:str,  # [..., H], [V,H], [..., K]
+) -> Tensor:  # a scalar, or [...]
+    "The loss of K targets a token, with all logits or by chunks."
+    x, t, b, weight = as_rows(input), as_rows(target.long()).contiguous(), given["linear_bias"], flat(given["weight"])
+    share, o, reduction = label_shares(t, flat(given["token_weight"]), given.get("target_weight")), given["options"], given["reduction"]
+    if method == "chunks":
+        return loss_by_chunks(x, w, b, t, weight, share, o, reduction, r.chunk_size, chunks_budget(r), r.accumulate)
+    z = F.linear(x, w, b)
+    total = total_of_rows(t, weight, share, o, acc_dtype(z.dtype)) if reduction == "mean" else None
+    losses = labels_loss(z, t, weight, share, total, o)
+    return losses.view(input.shape[:-1]) if reduction == "none" else reduce_rows(losses, reduction)
 
 # %% ../nbs/11_losses.ipynb #a5942c13
 def for_compilers(
@@ -292,6 +390,10 @@ def planned_loss(
     "Check, shift, plan, take."
     linear_weight, bias = weight_and_bias(linear_weight, given["linear_bias"])
     given = dict(given, linear_bias=bias)
+    several = has_several_targets(input, target)
+    if several or given.get("target_weight") is not None:
+        check_several(input, linear_weight, target, given, max_valid, filter_eps)
+        several, target, given = sole_target(target, given)
     if hasattr(linear_weight, "device_mesh"):  # a DTensor: its classes lie on several ranks
         from fusedloss.sharded import planned_shards
         return planned_shards(input, linear_weight, target, given, shift, method,
@@ -307,10 +409,10 @@ def planned_loss(
         from fusedloss.sharded import check_reduction, shards_of
         check_reduction(backbone_reduction, input, shards_of(linear_weight))
     if soft: return soft_linear_loss(input, linear_weight, target, given, shift, method, *how)
-    input, target, token_weight = shift_targets(input, target, given["token_weight"], shift)
+    input, target, token_weight = (shift_rows if several else shift_targets)(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
-    r = call_of(input, linear_weight, dict(given, filter_eps=filter_eps), *how,
-                   max_valid, monitored)
+    beside = dict(given, filter_eps=filter_eps, target_weight=several or None)
+    r = call_of(input, linear_weight, beside, *how, max_valid, monitored)
     compiling = torch.compiler.is_compiling()
     machine = machine_here(input.device) if r.gpu else CPU
     p, estimate = (planned_choice if compiling else known_choice)(r, machine, method)
@@ -327,11 +429,12 @@ def planned_loss(
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
-    target:Tensor,  # [...], integers in [0, V), or `ignore_index`; or probabilities [..., V]
+    target:Tensor,  # [...] or [..., K], integers in [0, V), or `ignore_index`; or probabilities [..., V]
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
+    token_weight:Optional[Tensor]=None,  # [...]; without gradient
+    target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -346,6 +449,9 @@ def linear_cross_entropy(
 
     Against probabilities it is by chunks, or for each token with all logits; "mean" then divides by
     the number of tokens, or by their weights.
+    K targets count as if each token stood K times, once with each, weighed by `token_weight` times
+    `target_weight`: "none" adds up a token's, and "mean" divides by the weights of all that are not
+    ignored, class weights included. By eager or chunks; no statistics, `max_valid` or `filter_eps`.
     With a DTensor weight, Shard(0), classes lie over ranks and the loss is of all ranks' tokens.
     `backbone_reduction`: None, input is the same on all ranks; else it has each rank's own tokens,
     and gradients of what made it are averaged ("mean": FSDP2, DDP) or added ("sum") over ranks.
@@ -355,7 +461,7 @@ def linear_cross_entropy(
     """
     o = loss_options(options)
     given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
-                 token_weight=token_weight, return_stats=return_stats)
+                 token_weight=token_weight, target_weight=target_weight, return_stats=return_stats)
     return planned_loss(input, linear_weight, target, given, shift, method, memory_budget,
                         accumulate, filter_eps, max_valid=max_valid,
                         monitored=method == "chunks", backbone_reduction=backbone_reduction)

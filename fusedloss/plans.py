@@ -147,6 +147,10 @@ def cannot_filter(r:Call) -> str:
     "Why a method that keeps its logits refuses a filter; empty without one."
     return "it has no filter_eps" if "filter_eps" in r.options else ""
 
+def several_targets(r:Call) -> str:
+    "Why a method of one target a token refuses; empty if there is one."
+    return "it has no target_weight" if "target_weight" in r.options else ""
+
 # %% ../nbs/10_plans.ipynb #8bb17b20
 def gradient_bytes(r:Call) -> int:
     "Bytes of the gradients of x and w; until they are there, their memory is free for others."
@@ -156,7 +160,7 @@ def gradient_bytes(r:Call) -> int:
 def eager_estimate(r:Call, machine:Machine) -> Estimate:
     "All logits at once."
     graded, size = any(r.needs), r.n * r.v
-    kept = graded and (r.reduction == "none" or r.stats != "")
+    kept = graded and (r.reduction == "none" or r.stats != "" or several_targets(r) != "")
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, 1, 1, r.work)]
@@ -217,7 +221,8 @@ def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     n, v, h = r.sizes
     chunks = -(-n // c.rows)
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
-             sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats))), *summing_dw(r, c)]
+             sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats or several_targets(r)))),
+             *summing_dw(r, c)]
     refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
                "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
                else cannot_filter(r))
@@ -325,7 +330,7 @@ def recompute_estimate(r:Call, machine:Machine) -> Estimate:
     "No logits; backward makes them again."
     found = (slab_estimate if r.gpu and r.dtype.itemsize == 2 else plain_estimate)(r, machine)
     return make_estimate("recompute", r, machine, *found,
-                    "it has slabs, not chunks" if r.chunk_size else "")
+                    "it has slabs, not chunks" if r.chunk_size else several_targets(r))
 
 # %% ../nbs/10_plans.ipynb #327ea4ba
 def tiles_extra_bytes(r:Call, rows:int, columns:int) -> int:
@@ -477,7 +482,7 @@ def make_plan(r:Call, machine:Optional[Machine]=None) -> Plan:
 cached_plan = functools.lru_cache(maxsize=4096)(make_plan)
 
 # %% ../nbs/10_plans.ipynb #50a709f1
-OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps")
+OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps", "target_weight")
 
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."
@@ -512,7 +517,7 @@ def plan(
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     needs_grad:bool|tuple[bool, ...]=True,  # of input, weight and bias
     stats:Literal["", "detached", "differentiable"]="",  # those that are wanted
-    options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"
+    options:tuple[str, ...]=(),  # names of other arguments in use, such as "softcap"; "target_weight": several targets
     chunk_size:Optional[int]=None,  # rows
     grad_dtype:Optional[torch.dtype]=None,  # of the parameters; as `dtype` if None
     max_valid:Optional[int]=None,  # tokens that are not ignored, at most

@@ -74,6 +74,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_sources.py": 2,
     "test_store.py": 2,
     "test_target_rank.py": 5,
+    "test_targets.py": 17,
     "test_tiles.py": 10,
     "test_tour.py": 32,
     "test_triton.py": 4,

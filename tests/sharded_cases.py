@@ -1146,10 +1146,10 @@ def wrong_reductions_raise(meshes):
 def arguments(x, w, b, y, class_weight, token_weight):
     "Of each argument: values that give one process's loss, and values that raise an error that names it"
     return dict(
-        input=([x], [x.tolist(), x[:, :3], x.long()]), target=([y.int()], [y.tolist(), y[:3], y.double(), y == 1]),
+        input=([x], [x.tolist(), x[:, :3], x.long()]), target=([y.int(), y[:, None]], [y.tolist(), y[:3], y.double(), y == 1, y[:, None].repeat(1, 3)]),
         linear_weight=([w], [w[0], w.float(), w.long()]), linear_bias=([b, None], [b[:3], b.tolist(), b.float()]),
         weight=([class_weight, None], [class_weight[:3], class_weight.long(), class_weight.tolist()]),
-        token_weight=([token_weight, None], [token_weight[:3], token_weight.long(), token_weight.tolist()]),
+        token_weight=([token_weight, None], [token_weight[:3], token_weight.long(), token_weight.tolist()]), target_weight=([None], [class_weight[:3]]),
         reduction=(["mean", "sum", "none"], ["average", None]), ignore_index=([-100, 3], [None, 1.5]), shift=([0, 1], [-1, 1.5, None]),
         label_smoothing=([0.2], [2.0, -1.0, "much"]), logit_scale=([0.5], [0.0, -1.0, "much"]), softcap=([3.0, None], [0.0, "much"]),
         z_loss=([0.01], [-1.0, "much"]), method=(["auto", "recompute"], ["eager", "tiles", "chunks", "best", None]),

@@ -65,6 +65,15 @@ def against_probabilities(dtype, V, how):
             pairs.launch_soft(z, cuda(*z.shape), dz, w, w_t, cuda(), o, dtype == f16)
 
 
+def several_labels(dtype, V, how, labels=3):
+    "Cross entropy of logits [4096,V] against several labels a row; its gradient, too"
+    o, stats = OPTIONS[how]
+    w, share = (cuda(V), cuda(4096, labels)) if stats else (None, None)
+    z, y = cuda(4096, V + V % 8, dtype=dtype)[:, :V], cuda(4096, labels, dtype=i64)
+    for dz in (None, torch.empty_like(z), z):
+        pairs.launch_labels(z, y, dz, w, share, cuda(), o, dtype == f16)
+
+
 def linear(dtype, how, width, V=65536, bias=False):
     "The recomputed loss of x [8192,width], forward and backward"
     o, stats = OPTIONS[how]
@@ -159,6 +168,9 @@ CALLS |= {f"divergences {dtype} {V} {kind}": lambda dtype=dtype, V=V, kind=kind:
           for dtype, V, kind in ((bf16, 100, "forward_kl"), (f16, 1000, "jsd"), (f32, 32768, "reverse_kl"), (bf16, 128256, "jsd"))}
 CALLS |= {f"probabilities {dtype} {V} {how}": lambda dtype=dtype, V=V, how=how: against_probabilities(dtype, V, how)
           for dtype, V, how in ((bf16, 100, "plain"), (f16, 1000, "busy"), (f32, 32768, "scaled"), (bf16, 128256, "busy"))}
+CALLS |= {f"labels {dtype} {V} {how}": lambda dtype=dtype, V=V, how=how, labels=labels: several_labels(dtype, V, how, labels)
+          for dtype, V, how, labels in ((bf16, 100, "plain", 3), (f16, 1000, "busy", 40), (f32, 32768, "busy", 5), (bf16, 128256, "plain", 3),
+                                        (bf16, 50257, "busy", 2))}
 CALLS |= {f"optimizers {dtype}": lambda dtype=dtype: optimizers(dtype) for dtype in (bf16, f32)}
 CALLS |= {f"scan {dtype} {states}": lambda dtype=dtype, states=states: scan(dtype, states) for dtype, states in ((f32, 64), (f64, 1024))}
 

@@ -71,7 +71,7 @@ def exponentials() -> None:
 
 
 def pairs() -> None:
-    "Two rows side by side: a student and its teacher, by heads and by lists; logits and probabilities"
+    "Two rows side by side: a student and its teacher, by heads and by lists; logits and probabilities; logits and several labels"
     n, v, h, t_h = (33, 5003, 64, 96) if DEVICE == "cuda" else (9, 70, 16, 24)
     for kind, reduction in (("forward_kl", "mean"), ("reverse_kl", "none"), ("jsd", "sum")):
         x, w, t_x, t_w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), leaf(n, t_h, dtype=HALF), leaf(v, t_h, dtype=HALF)
@@ -82,6 +82,9 @@ def pairs() -> None:
     share = torch.rand(n, v, device=DEVICE)
     fl.linear_cross_entropy(x, w, share, label_smoothing=0.1).backward()
     fl.cross_entropy(leaf(n, v, dtype=HALF), share, weight=torch.rand(v, device=DEVICE), reduction="none").sum().backward()
+    several = torch.stack([labels(v, n), labels(v, n).flip(0), torch.full((n,), -100, device=DEVICE)], 1)
+    for method in ("eager", "chunks"):
+        fl.linear_cross_entropy(x, w, several, label_smoothing=0.1, method=method, weight=torch.rand(v, device=DEVICE)).backward()
 
 
 def partial_fc() -> None:
@@ -130,7 +133,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
-    pairs: "divergence_kernel soft_kernel",
+    pairs: "divergence_kernel soft_kernel labels_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
