@@ -31,46 +31,54 @@ def rectangles(programs:np.ndarray) -> list[tuple[int, int, int, int, int]]:
         above = runs
     return found
 
-# %% ../../nbs/library/puzzle_report.ipynb #6a37f6bd
+# %% ../../nbs/library/puzzle_report.ipynb #db31e3ba
 def color_of(program:int) -> str:
     "A program's colour; grey for several."
     return GREY if program == SEVERAL else stage_color(program % 7 + 1)
 
-def draw_array(ax, left:float, name:str, array:Array, programs:np.ndarray) -> None:
+def label_of(name:str, array:Array) -> str:
+    "An array's name, and below it its shape."
+    rows, columns = array.shape
+    return f"{name}\n{rows} × {columns}" if columns > 1 else f"{name}\n{rows}"
+
+def draw_array(
+    ax, left:float, label:str, array:Array, programs:np.ndarray,  # of each place
+    small:tuple[int, int],  # fewer rows or columns have no room for a number
+) -> None:
     "One array: its places in the colours of programs, the frames of its tiles, its name and shape."
     from matplotlib.patches import Rectangle
     (rows, columns), (high, wide) = array.shape, array.tile
     for i, j, h, w, program in rectangles(programs):
         if program == NOBODY: continue
         ax.add_patch(Rectangle((left + j, i), w, h, fc=color_of(program), alpha=0.35 if program == SEVERAL else 0.75, lw=0))
-        if program >= 0 and w >= 2: ax.text(left + j + w / 2, i + h / 2, program, ha="center", va="center", fontsize=7)
+        if program >= 0 and h >= small[0] and w >= small[1]: ax.text(left + j + w / 2, i + h / 2, program, ha="center", va="center", fontsize=7)
     for i in range(0, rows, high):
         for j in range(0, columns, wide):
             if (high, wide) != (1, 1): ax.add_patch(Rectangle((left + j, i), wide, high, fill=False, ec=GREY, lw=0.5, ls=":"))
     ax.add_patch(Rectangle((left, 0), columns, rows, fill=False, ec=INK, lw=1))
-    ax.text(left, -0.3, f"{name}\n{rows}" + (f" × {columns}" if columns > 1 else ""), va="bottom", fontsize=8)
+    ax.text(left, -0.3, label, va="bottom", fontsize=8)
 
-# %% ../../nbs/library/puzzle_report.ipynb #ef4aa4bd
-def room_of(name:str, array:Array) -> float:
-    "How wide an array is with its overhang and its label, in columns."
-    return max(-(-array.shape[1] // array.tile[1]) * array.tile[1], 4) + 3
+# %% ../../nbs/library/puzzle_report.ipynb #b9b61ab7
+def covered(array:Array) -> tuple[int, int]:
+    "Rows and columns of all its tiles, with what lies beyond it."
+    return tuple(-(-size // tile) * tile for size, tile in zip(array.shape, array.tile))
 
 def draw_arrays(case:Case, programs:dict[str, np.ndarray], missed:dict[str, list], alt:str, caption:str) -> Drawing:
     "All arrays of a launch side by side."
     from matplotlib.patches import Rectangle
     import matplotlib.pyplot as plt
-    width = sum(room_of(*item) for item in case.arrays.items())
-    height = max(-(-a.shape[0] // a.tile[0]) * a.tile[0] for a in case.arrays.values())
+    width, height = sum(covered(a)[1] + 2 for a in case.arrays.values()), max(covered(a)[0] for a in case.arrays.values())
     high = max(1.0, 0.14 * width / 8.2)  # a place's height in its widths: the number of a program has to fit
     inches = min(8.2 / width, 3.6 / (high * height))  # of a place's width
+    labels = {name: label_of(name, array) for name, array in case.arrays.items()}
+    rooms = [max(covered(a)[1] + 2, 0.07 * max(map(len, labels[name].split("\n"))) / inches + 1) for name, a in case.arrays.items()]
+    width, small = sum(rooms), (0.11 / (inches * high), 0.12 / inches)
     with drawing_style():
         fig, ax = plt.subplots(figsize=(inches * width, inches * high * height + 0.6))
-        left = 0.0
-        for name, array in case.arrays.items():
-            draw_array(ax, left, name, array, programs[name])
+        for left, (name, array) in zip(np.cumsum([0, *rooms]), case.arrays.items()):
+            draw_array(ax, left, labels[name], array, programs[name], small)
             for i, j in missed.get(name, []):
                 ax.add_patch(Rectangle((left + j + 0.1, i + 0.1), 0.8, 0.8, fill=False, ec="#d00000", lw=1.2))
-            left += room_of(name, array)
         ax.set(xlim=(-0.5, width), ylim=(height + 0.3, -1), aspect=high)
         ax.axis("off")
         return as_drawing(fig, alt, caption)

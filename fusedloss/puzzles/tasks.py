@@ -223,13 +223,13 @@ def merge_parts(which):
                  {"out": row_max.double().amax(1) + s.double().sum(1).log()}},
                 {"in the row whose parts are all empty": torch.arange(N) == 2})
 
-# %% ../../nbs/library/puzzle_tasks.ipynb #bfaaee05
+# %% ../../nbs/library/puzzle_tasks.ipynb #63eff850
 def layer(which:int, N:int, V:int, H:int) -> tuple[Tensor, Tensor, Tensor]:
     "Hidden states and weights in float16, and their scores in float64."
     x, w = normal(which, N, H).half(), normal(which + 9, V, H).half()
     return x, w, x.double() @ w.double().T
 
-@task("The scores that nobody stores")
+@task("A product and its log-sum-exp in one kernel")
 def linear_log_sum_exp(which):
     N, V, H, B = [(20, 40, 24, 16), (17, 25, 40, 16)][which]
     x, w, z = layer(which, N, V, H)
@@ -240,8 +240,8 @@ def linear_log_sum_exp(which):
                 {"Classes beyond V count with a score of 0. Their scores have to be −∞.": {"out": zeros.logsumexp(1)},
                  "The products of one tile of classes are still there when the next one begins: its sum must begin with 0.": {"out": kept}})
 
-# %% ../../nbs/library/puzzle_tasks.ipynb #682b5001
-@task("A tile made once more for its gradient")
+# %% ../../nbs/library/puzzle_tasks.ipynb #500dc27d
+@task("Scores recomputed for the gradient")
 def linear_grad(which):
     N, V, H, B = [(20, 40, 32, 16), (17, 25, 16, 16)][which]
     x, w, z = layer(which, N, V, H)
@@ -253,8 +253,8 @@ def linear_grad(which):
                 {"The one of the one-hot vector is not subtracted.": {"dx": p @ w.double()},
                  "The gradient has the wrong sign.": {"dx": -dx}})
 
-# %% ../../nbs/library/puzzle_tasks.ipynb #0e93c6b7
-@task("Tiles that are skipped")
+# %% ../../nbs/library/puzzle_tasks.ipynb #61f7bb3e
+@task("Skipped tiles")
 def filtered_grad(which):
     N, V, H, B = [(32, 64, 16, 16), (20, 40, 16, 16)][which]
     x, w, z = layer(which, N, V, H)
@@ -273,8 +273,8 @@ def filtered_grad(which):
                 {"No tile is skipped.": {"dx": dz @ w.double()},
                  "The tiles that should be kept are skipped.": {"dx": (dz * ~kept) @ w.double()}})
 
-# %% ../../nbs/library/puzzle_tasks.ipynb #a1878e99
-@task("Programs that stay")
+# %% ../../nbs/library/puzzle_tasks.ipynb #7711a9b3
+@task("A persistent loop")
 def softmax_tiles(which):
     N, V, BN, BV = [(14, 43, 4, 16), (10, 27, 4, 16)][which]
     z, programs = normal(which, N, V) * 3, 5
@@ -282,8 +282,8 @@ def softmax_tiles(which):
     return Case({"z": Array(z, tile=(BN, BV), owner=owner), "lse": Array(z.logsumexp(1), tile=(BN, 1), owner=anyone, times=tiles(V, BV)),
                  "out": Array(None, z.double().softmax(1), tile=(BN, BV), owner=owner)}, (programs,), dict(N=N, V=V, BN=BN, BV=BV))
 
-# %% ../../nbs/library/puzzle_tasks.ipynb #b7378fa4
-@task("A load that is on its way")
+# %% ../../nbs/library/puzzle_tasks.ipynb #05cb3735
+@task("A pipelined load")
 def pipelined_scores(which):
     N, V, H, B = [(20, 24, 72, 16), (16, 16, 56, 16)][which]
     x, w, z = layer(which, N, V, H)
@@ -324,7 +324,7 @@ def alpha_step(which):
                  "Paths go on by two states from blank to blank: a label is skipped.": wrong(torch.arange(S).expand(N, S) >= 2)},
                 {"in states that no path reaches": torch.isinf(step_of(alpha, log_probs, states, skips))})
 
-# %% ../../nbs/library/puzzle_tasks.ipynb #c6f83b0d
+# %% ../../nbs/library/puzzle_tasks.ipynb #dba02e7a
 def beta_of(stay:Tensor, enter:Tensor) -> Tensor:
     "beta[t] = log(e^(stay[t] + beta[t+1]) + e^enter[t]) from the last time step to the first, in float64."
     beta = [enter[:, -1].double()]
@@ -332,7 +332,7 @@ def beta_of(stay:Tensor, enter:Tensor) -> Tensor:
         beta.insert(0, torch.logaddexp(stay[:, t].double() + beta[0], enter[:, t].double()))
     return torch.stack(beta, 1)
 
-@task("beta by a scan")
+@task("Beta by a scan")
 def beta_scan(which):
     N, T, BT = [(3, 13, 16), (2, 7, 8)][which]
     stay, enter = normal(which, N, T) - 2, normal(which + 9, N, T) - 100
