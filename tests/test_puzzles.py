@@ -148,7 +148,7 @@ def test_a_solution_passes(number, tmp_path):
 def test_a_wrong_kernel_is_told_why(number, old, new, words, tmp_path):
     report = check(number, solution(number, tmp_path, (old, new)))
     assert not report.solved
-    assert words.lower() in " ".join(report.words).lower()
+    assert words.lower() in " ".join(report.words).lower() and len(report.words) <= 3
 
 
 def test_loads_that_run_too_far_ahead_are_named(tmp_path):
@@ -206,7 +206,7 @@ def test_a_report_counts_bytes_and_draws(tmp_path):
     loaded, stored = 2 * 2 * (20 + 24) * 72, 4 * 20 * 24  # each operand twice, by two tiles of the other
     assert moved_bytes(report.case, report.watch)[-1] == ("all", loaded, stored, loaded + stored)
     wrong = check(2, solution(2, tmp_path, (", mask=cols < V, other=-float(\"inf\")", "")))
-    assert near_misses(wrong.case.arrays["z"], wrong.watch, "z")[:3] == [(1, 0), (1, 1), (1, 2)]
+    assert near_misses(wrong.case.arrays["z"], wrong.watch, "z") == [(1, 0, 5, 5)]
     assert "#d00000" in wrong._repr_html_() and "<svg" in picture(14)._repr_html_()
 
 

@@ -58,7 +58,7 @@ def draw_array(
     ax.add_patch(Rectangle((left, 0), columns, rows, fill=False, ec=INK, lw=1))
     ax.text(left, -0.3, label, va="bottom", fontsize=8)
 
-# %% ../../nbs/library/puzzle_report.ipynb #b9b61ab7
+# %% ../../nbs/library/puzzle_report.ipynb #35d70083
 def covered(array:Array) -> tuple[int, int]:
     "Rows and columns of all its tiles, with what lies beyond it."
     return tuple(-(-size // tile) * tile for size, tile in zip(array.shape, array.tile))
@@ -77,9 +77,9 @@ def draw_arrays(case:Case, programs:dict[str, np.ndarray], missed:dict[str, list
         fig, ax = plt.subplots(figsize=(inches * width, inches * high * height + 0.6))
         for left, (name, array) in zip(np.cumsum([0, *rooms]), case.arrays.items()):
             draw_array(ax, left, labels[name], array, programs[name], small)
-            for i, j in missed.get(name, []):
-                ax.add_patch(Rectangle((left + j + 0.1, i + 0.1), 0.8, 0.8, fill=False, ec="#d00000", lw=1.2))
-        ax.set(xlim=(-0.5, width), ylim=(height + 0.3, -1), aspect=high)
+            for i, j, h, w in missed.get(name, []):
+                ax.add_patch(Rectangle((left + j + 0.05, i + 0.05), w - 0.1, h - 0.1, fill=False, ec="#d00000", lw=1.6, zorder=3))
+        ax.set(xlim=(-0.5, width), ylim=(height + 1.1, -1), aspect=high)
         ax.axis("off")
         return as_drawing(fig, alt, caption)
 
@@ -109,17 +109,17 @@ def touched_picture(case:Case, watch:Watch, title:str) -> Drawing:
     return draw_arrays(case, programs, missed, f"{title}: which program touched which place.",
                        "What each program loaded, or stored of an output. Grey: several programs. Red: what it must not touch.")
 
-# %% ../../nbs/library/puzzle_report.ipynb #c030b770
-def near_misses(array:Array, watch:Watch, name:str) -> list[tuple[int, int]]:
-    "Row and column of what was touched and must not be, as far as it lies near the array."
-    found = set()
+# %% ../../nbs/library/puzzle_report.ipynb #118c46ac
+def near_misses(array:Array, watch:Watch, name:str) -> list[tuple[int, int, int, int]]:
+    "Rectangles (row, column, rows, columns) of what was touched and must not be, as far as it lies near the array."
+    rows, columns = array.shape
+    wrong = np.full((rows + 2, columns + 10), NOBODY)  # from row -1 and column -2 on
     for a in watch.accesses:
         if a.name != name: continue
-        there = np.maximum(a.places, 0)
-        wrong = (a.places < 0) | ~array.may(a.program)[there]
-        found |= {row_and_column(array, int(offset)) for offset in a.offsets[wrong]}
-    rows, columns = array.shape
-    return sorted((i, j) for i, j in found if -1 <= i <= rows and -2 <= j < columns + 8)
+        lanes = (a.places < 0) | ~array.may(a.program)[np.maximum(a.places, 0)]
+        for i, j in {row_and_column(array, int(offset)) for offset in a.offsets[lanes]}:
+            if -1 <= i <= rows and -2 <= j < columns + 8: wrong[i + 1, j + 2] = 0
+    return [(i - 1, j - 2, h, w) for i, j, h, w, program in rectangles(wrong) if program != NOBODY]
 
 # %% ../../nbs/library/puzzle_report.ipynb #d11d84df
 def order_picture(case:Case, watch:Watch) -> Drawing:

@@ -157,7 +157,7 @@ def wrong_values(case:Case, watch:Watch) -> Words:
     for name, places in wrong.items():
         yield value_words(name, case, watch.memory.tensors[name], places)
 
-# %% ../../nbs/library/puzzle_verdicts.ipynb #89c98fb6
+# %% ../../nbs/library/puzzle_verdicts.ipynb #e94cbdb9
 def loaded_times(case:Case, watch:Watch, name:str) -> float:
     "Elements loaded of an array, in multiples of its size."
     array = case.arrays[name]
@@ -177,14 +177,14 @@ def loads_along(case:Case, watch:Watch) -> Iterator[tuple[int, int, int]]:
             yield a.program, int((a.places % case.arrays[name].shape[1]).min()) // case.others["BH"], a.product
 
 def waits(case:Case, watch:Watch) -> Words:
-    "Steps that are not loaded before the product of the step before, and steps that are loaded too early."
+    "The first step that is not loaded before the product of the step before, or is loaded too early."
     for program, step, made in loads_along(case, watch) if case.ahead else ():
         if step and made >= step:
-            yield (f"The result is right, but nothing is on its way: program {program} loads step {step} after {made} products, "
-                   f"so that product {step} waits for it. Load it before product {step - 1}.")
+            return (yield f"The result is right, but nothing is on its way: program {program} loads step {step} after {made} products, "
+                          f"so that product {step} waits for it. Load it before product {step - 1}.")
         if step - made > case.ahead:
-            yield (f"The result is right, but program {program} holds too many tiles: it loads step {step} after {made} products. "
-                   "Two buffers are enough, one for this step and one for the next.")
+            return (yield f"The result is right, but program {program} holds too many tiles: it loads step {step} after {made} products. "
+                          "Two buffers are enough, one for this step and one for the next.")
 
 RULES = wrong_accesses, atomics, races, unwritten, half_sums, wrong_values, loads_too_often, waits
 
