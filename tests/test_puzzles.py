@@ -1,6 +1,7 @@
 """The puzzles: solutions pass, and what is wrong with other kernels is said in the right words."""
 import importlib.util
 import json
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from fusedloss.puzzles.verdicts import faults
 from fusedloss.puzzles.watch import Array, Watch
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="puzzles run on Triton's interpreter")
 PAGES = sorted((ROOT / "nbs" / "puzzles").glob("*.ipynb"))
 ANSWERS = ROOT / "nbs" / "solutions" / "puzzles.ipynb"
 SOLVED = [cell["source"] for cell in read_notebook(ANSWERS)["cells"] if cell["source"].startswith("@jit")]
