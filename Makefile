@@ -1,6 +1,6 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
-.PHONY: help tour test test-all check-generated pages pytest house test-gpu test-gpu-many sanitize docs notebooks-gpu stamp lab clean
+.PHONY: help tour test test-all check-generated pages pytest house test-gpu test-gpu-many sanitize docs notebooks-gpu stamp lab puzzles clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
@@ -77,6 +77,10 @@ docs: $(READY)  ## README.md and docs/, from the notebooks
 
 lab: $(READY)  ## JupyterLab on the notebooks
 	$(PYTHON) -m jupyterlab nbs
+
+puzzles: export TRITON_INTERPRET = 1
+puzzles: $(READY)  ## JupyterLab on eighteen kernels to fill in; no GPU needed
+	$(PYTHON) -m jupyterlab nbs/puzzles
 
 clean:  ## remove what make made, docs/ aside
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .hypothesis _proc

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from check_workbook import SECTIONS, problems
-from workbook import FOLDED_KEY, METADATA_KEY, PROLOGUE, add_prologue, code_hash, left_out, read_notebook, reason
+from workbook import FOLDED_KEY, INTERPRETED, METADATA_KEY, PROLOGUE, add_prologue, code_hash, left_out, read_notebook, reason
 
 PATH = "/" + "tmp/x.py"  # in two parts, because this file is checked too
 
@@ -130,6 +130,7 @@ def test_a_page_begins_with_the_prologue(report, tmp_path):
     assert "first code cell is not the prologue" in report([*cells[:1], *cells[2:]])
     path = tmp_path / "nbs" / "02_tiles.ipynb"
     assert add_prologue(path) and not add_prologue(path)
+    assert "prologue" not in report([*cells[:1], cell(INTERPRETED), *cells[2:]])
     assert list(problems(tmp_path)) == []
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from package_code import PACKAGE, Package
 from workbook import ROOT, is_stage, notebooks, read_notebook
 
-DOORS = ("losses", "sharded", "tour", "integrations")  # and the package itself
+DOORS = ("losses", "sharded", "tour", "puzzles", "integrations")  # and the package itself
 MODULE_LINES = 600  # of a module
 NAMES_TAKEN = 15  # by a module outside of core from another one
 NAMES_LISTED = 150  # in the `__all__`s of all modules, the package's own aside

@@ -32,6 +32,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 from fusedloss.core.pages import prepare_page
 prepare_page()"""  # the first code cell of every notebook
+INTERPRETED = """\
+#| hide
+# Triton's interpreter runs the kernels of this page, with a GPU and without.
+import os
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton"""  # or this one, where a GPU has nothing to do
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp|home|Users|usr/local/lib)/\w[\w./-]*")
 
 
@@ -189,7 +194,7 @@ def output_text(output: dict) -> str:
 def has_prologue(nb: dict) -> bool:
     "Is the prologue the first code cell that holds code?"
     code = [cell["source"].strip() for cell in nb["cells"] if cell["cell_type"] == "code"]
-    return [source for source in code if not source.startswith("#| default_exp")][:1] == [PROLOGUE]
+    return next((source for source in code if not source.startswith("#| default_exp")), "") in (PROLOGUE, INTERPRETED)
 
 
 def add_prologue(path: Path) -> bool:

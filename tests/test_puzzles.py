@@ -1,0 +1,263 @@
+"""The puzzles: solutions pass, and what is wrong with other kernels is said in the right words."""
+import importlib.util
+import json
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from typed_launches import Lowerer, can_look, launch_types
+from workbook import ROOT, read_notebook
+
+from fusedloss.puzzles import check, picture, report
+from fusedloss.puzzles.report import check_arguments, moved_bytes, near_misses
+from fusedloss.puzzles.tasks import Case, TASKS, anyone, loss_of
+from fusedloss.puzzles.verdicts import faults
+from fusedloss.puzzles.watch import Array, Watch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="puzzles run on Triton's interpreter")
+PAGES = sorted((ROOT / "nbs" / "puzzles").glob("*.ipynb"))
+ANSWERS = ROOT / "nbs" / "solutions" / "puzzles.ipynb"
+SOLVED = [cell["source"] for cell in read_notebook(ANSWERS)["cells"] if cell["source"].startswith("@jit")]
+NAMES = {number: task.name for number, task in TASKS.items()}
+
+# of each puzzle: a piece of its solution, what a wrong kernel has there, and words that must be said
+WRONG = {
+    1: [("row * V + ", "", "program 1 loads z[0, 0…15], which belongs to program 0"),
+        ("tl.max(z, 0)", "tl.sum(z, 0)", "It is the sum of the row, not its maximum"),
+        ("out_ptr + row", "out_ptr", "program 1 stores out[0], which belongs to program 0"),
+        ("row = tl.program_id(0)", "row = tl.program_id(0) + 1", "program 0 loads z[1, 0…15], which belongs to program 1")],
+    2: [(", mask=cols < V, other=-float(\"inf\")", "", "Program 0 loads z[1, 0…4], which belongs to program 1. The block runs on"),
+        ("-float(\"inf\")", "0.0", "Of a maximum, −∞ is neutral"),
+        (", other=-float(\"inf\")", "", "has a mask and no `other=`"),
+        ("cols < V", "cols < V - 1", "Wrong values: out is wrong at")],
+    3: [("m + tl.log(tl.sum(tl.exp(z - m), 0))", "tl.log(tl.sum(tl.exp(z), 0))", "e¹⁰⁰ overflows"),
+        ("m + tl.log", "tl.log", "the maximum has to be added"),
+        ("tl.sum(tl.exp(z - m), 0)", "tl.sum(tl.exp(z - m).to(tl.float16), 0).to(tl.float32)",
+         "The dtype of a sum is wrong: `tl.sum` is done in float16"),
+        ("tl.sum(tl.exp(z - m), 0)", "tl.sum(tl.exp((z.to(tl.float16) - m.to(tl.float16)).to(tl.float32)), 0)",
+         "a subtraction is done in float16"),
+        ("other=-float(\"inf\")", "other=0.0", "The lanes beyond the row are counted as scores of 0")],
+    4: [("s * tl.exp(m - new_max)", "s", "The sum is not rescaled when the maximum rises"),
+        ("m, s = -float(\"inf\"), 0.0", "m, s = 0.0, 0.0", "The running maximum begins with 0"),
+        ("    new_max = tl", "    z = tl.load(z_ptr + row * V + cols, mask=cols < V, other=-float(\"inf\"))\n        new_max = tl",
+         "z is loaded 2 times; 1 is enough"),
+        ("range(0, V, BV)", "range(0, V - BV, BV)", "Wrong values: out is wrong at 4 of 4 places")],
+    5: [("mask=valid, other=0.0", "mask=True", "program 2 loads z[0, 50], which belongs to program 0"),
+        ("tl.where(valid, m + tl.log(s) - z_y, 0.0)", "m + tl.log(s) - z_y", "The row whose label is `ignore_index` has a loss"),
+        ("m + tl.log(s) - z_y", "z_y - m - tl.log(s)", "the loss is its negative"),
+        ("row * V + y", "y", "loads z[0,")],
+    6: [("cols == y", "tl.arange(0, BV) == y", "The label is compared with the place in the block"),
+        ("dz = tl.where(y != ignore_index, dz, 0.0)", "pass", "The row whose label is `ignore_index` has a gradient"),
+        ("dz, mask=cols < V)", "dz)", "Program 0 stores z[1, 0…4], which belongs to program 1. The block runs on"),
+        ("g * (", "(", "The gradient lacks the factor g")],
+    7: [("cols * stride_v", "cols", "Out of bounds: program 0 loads z[0, "),
+        ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)", "If both factors of an offset are int32, so is their product"),
+        ("row * stride_n", "row * V", "Out of bounds: program 1 loads z[0, ")],
+    8: [("cols[None, :] == y", "tl.arange(0, BV)[None, :] == y", "The label is compared with the place in the tile"),
+        ("total / V", "total / (tl.cdiv(V, BV) * BV)", "The mean is over the lanes of the blocks"),
+        (", mask=rows < N, other=-1", "", "Out of bounds: program 2 loads y[10…11], but y is 10"),
+        ("(rows < N)[:, None] & ", "", "Out of bounds: program 2 loads z[10, 0…15]"),
+        ("    z_y += tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1)", "    pass", "The target's score is missing"),
+        ("    tl.store(", "    z_y = tl.load(z_ptr + rows * V + y, mask=rows < N, other=0.0)\n    tl.store(",
+         "z is loaded 1.04 times; 1 is enough")],
+    9: [("total += tl.sum(dz.to(tl.float32), 0)",
+         "total = (total.to(tl.float16) + tl.sum(dz.to(tl.float32), 0).to(tl.float16)).to(tl.float32)",
+         "an addition is done in float16"),
+        ("dz.to(tl.float32)", "dz", "`tl.sum` is done in float16"),
+        ("tl.store(out_ptr + cols, total,", "tl.atomic_add(out_ptr + cols, total,",
+         "Not deterministic: program 0 adds to out by an atomic"),
+        ("total += tl", "total = tl", "It is the sum of the last rows only"),
+        ("(rows < N)[:, None] & ", "", "Out of bounds: program 0 loads dz[37, 0…15]")],
+    10: [("tl.where(m == -float(\"inf\"), 0.0, m)", "m", "only in the part that lies beyond the row"),
+         ("row * P + part, m)", "part * 4 + row, m)", "program 1 stores max[1, 0], which belongs to program 4"),
+         ("tl.exp(z - relative_to)", "tl.exp(z)", "The sum is not relative to the part's maximum"),
+         ("    tl.store(sum_ptr", "    if part == 0:\n        tl.store(sum_ptr", "Not stored: sum[0, 1…3] and 9 more, 12 of 16 places")],
+    11: [(" * tl.exp(part_max - relative_to)", "", "The sums are added as they are"),
+         ("tl.where(m == -float(\"inf\"), 0.0, m)", "m", "only in the row whose parts are all empty"),
+         ("mask=parts < P, other=0.0", "mask=parts < P", "has a mask and no `other=`")],
+    12: [("z = tl.where((cols < V)[None, :], z, -float(\"inf\"))", "pass", "Classes beyond V count with a score of 0"),
+         ("    for first in range(0, V, BV):\n        cols = first + tl.arange(0, BV)\n        z = tl.zeros([BN, BV], tl.float32)\n",
+          "    z = tl.zeros([BN, BV], tl.float32)\n    for first in range(0, V, BV):\n        cols = first + tl.arange(0, BV)\n",
+          "The products of one tile of classes are still there"),
+         ("real_x, real_w = real_rows & (at < H)", "real_x, real_w = real_rows",
+          "Program 0 loads x[16, 0…7], which belongs to program 1. The block runs on"),
+         ("(cols < V)[:, None] & (at < H)", "(at < H)", "Out of bounds: program 0 loads w[40, 0…15]")],
+    13: [("- tl.where(cols[None, :] == y[:, None], 1.0, 0.0)", "", "The one of the one-hot vector is not subtracted"),
+         ("dx, mask", "-dx, mask", "The gradient has the wrong sign"),
+         ("dx = tl.dot(", "w = tl.load(w_ptr + cols[:, None] * H + at, mask=(cols < V)[:, None], other=0.0)\n        dx = tl.dot(",
+          "w is loaded 4 times; 2 are enough"),
+         ("dx, mask=(rows < N)[:, None]", "dx", "Out of bounds: program 1 stores dx[20, 0…31]")],
+    14: [(">= eps", "< eps", "loads w["),
+         (">= eps", ">= 0.0", "which has to be skipped"),
+         ("tl.program_id(0) * T + tile", "tile", "program 1 loads bound[0, 0], which belongs to program 0")],
+    15: [("tl.num_programs(0))", "8 * tl.num_programs(0))", "Not stored: out["),
+         ("range(tl.program_id(0), tl.cdiv(N, BN) * across, tl.num_programs(0))", "range(3 * tl.program_id(0), 3 * tl.program_id(0) + 3)",
+          "program 0 loads z[0, 16…31] and 48 more, which belongs to program 1"),
+         ("(cols < V)[None, :]", "(cols < V + 1)[None, :]", "The block runs on into what follows")],
+    16: [("at = h + BH + tl", "at = h + tl", "Wrong values: out is wrong at"),
+         ("range(0, H, BH)", "range(0, H - BH, BH)", "The last step's product is missing"),
+         ("        z = tl.dot(x, tl.trans(w), z)\n        x, w = next_x, next_w",
+          "        if h == 0: z = tl.dot(x, tl.trans(w), z)\n        z = tl.dot(next_x, tl.trans(next_w), z)",
+          "nothing is on its way: program 0 loads step 2 after 2 products"),
+         ("    z = tl.zeros(", "    early = tl.load(w_ptr + cols * H + 2 * BH + at, mask=cols < V, other=0.0)\n    z = tl.zeros(", "w is loaded")],
+    17: [("& (state != before)", "", "the blank between them is skipped"),
+         ("tl.where(m == -float(\"inf\"), 0.0, m)", "m", "only in states that no path reaches"),
+         ("    total += tl.exp(by_two - relative_to)\n", "", "No path goes on by two states"),
+         ("(s >= 1) & (s < S)", "s < S", "loads alpha[-1, 10]")],
+    18: [("reverse=True", "reverse=False", "beta comes from the other end"),
+         ("next_stay + enter", "stay + enter", "only where two steps or more are combined"),
+         ("tl.where(m == -float(\"inf\"), 0.0, m)", "m", "NaN comes of −∞ − (−∞)")],
+}
+
+
+def module_of(source: str, folder):
+    "The kernels of a text: Triton reads their source from a file"
+    path = folder / "kernels.py"
+    path.write_text("from fusedloss.core.triton import jit, tl\n\n" + source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"kernels_{abs(hash(source))}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def sources(number: int) -> list[str]:
+    "The solution of a puzzle, and before it the functions that it calls"
+    names = ("log_add", "after", NAMES[number]) if number == 18 else (NAMES[number],)
+    return [next(source for source in SOLVED if f"def {name}(" in source) for name in names]
+
+def solution(number: int, folder, *changes: tuple[str, str]):
+    "A puzzle's kernel, with pieces of its source replaced"
+    source = "\n\n".join(sources(number))
+    for old, new in changes:
+        assert old in source, f"{old!r} is not in the solution"
+        source = source.replace(old, new)
+    return getattr(module_of(source, folder), NAMES[number])
+
+
+@pytest.mark.parametrize("number", TASKS)
+def test_a_solution_passes(number, tmp_path):
+    report = check(number, solution(number, tmp_path))
+    assert report.solved and not report.words, report
+
+
+@pytest.mark.parametrize("number, old, new, words", [(n, *wrong) for n, cases in WRONG.items() for wrong in cases])
+def test_a_wrong_kernel_is_told_why(number, old, new, words, tmp_path):
+    report = check(number, solution(number, tmp_path, (old, new)))
+    assert not report.solved
+    assert words.lower() in " ".join(report.words).lower() and len(report.words) <= 3
+
+
+def test_loads_that_run_too_far_ahead_are_named(tmp_path):
+    late = [("    for h in", "    soon_x, soon_w = next_x, next_w\n    for h in"),
+            ("    z = tl.zeros", "    next_x = tl.load(x_ptr + rows * H + BH + at, mask=rows < N, other=0.0)\n"
+             "    next_w = tl.load(w_ptr + cols * H + BH + at, mask=cols < V, other=0.0)\n    z = tl.zeros"),
+            ("at = h + BH", "at = h + 2 * BH"), ("x, w = next_x, next_w", "x, w, soon_x, soon_w = soon_x, soon_w, next_x, next_w")]
+    said = check(16, solution(16, tmp_path, *late)).words[0]
+    assert "holds too many tiles: it loads step 2 after 0 products" in said
+
+
+def test_a_second_launch_of_other_sizes_is_tried(tmp_path):
+    report = check(2, solution(2, tmp_path, ("cols < V", "cols < 27")))
+    assert report.words[0] == "A first launch is right. In a second one, of other sizes:"
+    assert report.words[1].startswith("Program 0 loads z[1, 0…7], which belongs to program 1")
+
+
+def test_a_kernel_that_two_programs_store_from_is_not_deterministic():
+    z = torch.ones(4)
+    case = Case({"out": Array(None, z.double(), owner=anyone)}, (2,), {})
+    watch = Watch(case.arrays, case.grid)
+    for program in (0, 1):
+        watch.program = program
+        pointers = np.array([watch.memory.tensors["out"].data_ptr()], np.uint64)
+        watch.note("stores", pointers, np.array([True]))
+    assert faults(case, watch)[0].startswith("Not deterministic: programs 0 and 1 both store out[0]")
+
+
+def test_the_shipped_stubs_are_told_that_nothing_is_stored():
+    pages = [json.loads(path.read_text(encoding="utf-8")) for path in PAGES]
+    shown = [str(output["data"]["text/plain"]) for page in pages for cell in page["cells"] if cell["cell_type"] == "code"
+             and "check(" in "".join(cell["source"]) for output in cell["outputs"]]
+    assert len(shown) == len(TASKS) and all("is not solved yet" in text and "It stores nothing so far." in text for text in shown)
+
+
+def test_pages_ask_for_every_puzzle_once_and_hint():
+    text = "\n".join(cell["source"] for path in PAGES for cell in read_notebook(path)["cells"])
+    for number, task in TASKS.items():
+        asked = f"## Puzzle {number}: {task.title}\n", f"\ncheck({number}, {task.name})", f"picture({number})"
+        assert [text.count(words) for words in asked] == [1, 1, 1]
+    assert text.count("<details><summary>Hint</summary>") == len(TASKS)
+
+
+@pytest.mark.parametrize("number", TASKS)
+def test_stubs_have_the_parameters_that_are_asked_for(number):
+    stub = next(cell["source"] for path in PAGES for cell in read_notebook(path)["cells"] if f"\ncheck({number}, " in cell["source"])
+    parameters = re.findall(r"(\w+)(?:: tl.constexpr)?[,)]", re.search(rf"def {NAMES[number]}(\(.*?\)):", stub, re.DOTALL)[1])
+    check_arguments(number, SimpleNamespace(arg_names=parameters))
+
+
+def test_a_report_counts_bytes_and_draws(tmp_path):
+    report = check(16, solution(16, tmp_path))
+    shown = report._repr_html_()
+    assert shown.count("<svg") == 2 and shown.count("<tr>") == 5 and "is solved" in shown
+    loaded, stored = 2 * 2 * (20 + 24) * 72, 4 * 20 * 24  # each operand twice, by two tiles of the other
+    assert moved_bytes(report.case, report.watch)[-1] == ("all", loaded, stored, loaded + stored)
+    wrong = check(2, solution(2, tmp_path, (", mask=cols < V, other=-float(\"inf\")", "")))
+    assert near_misses(wrong.case.arrays["z"], wrong.watch, "z") == [(1, 0, 5, 5)]
+    assert "#d00000" in wrong._repr_html_() and "<svg" in picture(14)._repr_html_()
+
+
+@pytest.mark.parametrize("number, kernel, words", [
+    (0, None, "number: expected an integer from 1 to 18, got 0"), ("3", None, "got '3'"), (True, None, "got True"),
+    (1, len, "kernel: expected a function under `@jit`, got builtin_function_or_method")])
+def test_bad_arguments_are_refused(number, kernel, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check(number, kernel)
+
+
+def test_other_parameters_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected the parameters z_ptr, out_ptr, V, BV, got z_ptr, out_ptr, V"):
+        check(2, solution(1, tmp_path))
+    with pytest.raises(ValueError, match="from 1 to 18, got 19"):
+        picture(19)
+
+
+def test_without_triton_a_puzzle_says_so_and_goes_on(monkeypatch):
+    monkeypatch.setattr(report, "triton", None)
+    said = check(3, lambda z_ptr: None)
+    assert not said.solved and said.words[0].startswith("Triton is not installed here, so the kernel was not run.")
+    assert "Triton is not installed here" in said._repr_html_() and "<svg" in picture(3)._repr_html_()
+
+
+def test_without_the_interpreter_a_puzzle_says_so_and_goes_on():
+    import triton
+    compiled = triton.JITFunction(loss_of)
+    compiled.arg_names = ["z_ptr", "out_ptr", "V"]
+    assert "TRITON_INTERPRET=1" in check(1, compiled).words[0]
+
+
+def test_a_kernel_that_raises_leaves_the_interpreter_as_it_was(tmp_path):
+    from triton.runtime import interpreter
+    before = dict(vars(interpreter.interpreter_builder)), interpreter.ReduceOps.sum
+    assert check(1, solution(1, tmp_path, ("tl.max(z, 0)", "tl.max(z, 3)"))).words[0].startswith("The kernel stops in program 0: ")
+    after = vars(interpreter.interpreter_builder)
+    assert interpreter.ReduceOps.sum is before[1] and not any(name.startswith("create_") for name in after)
+
+
+@pytest.mark.skipif(not can_look(), reason="launches are to be seen from Triton 3.5 on")
+def test_the_compiler_takes_every_solution(tmp_path, monkeypatch):
+    "What the interpreter runs must be Triton: each solution is lowered for a GPU"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "solved_puzzles.py").write_text("from fusedloss.core.triton import jit, tl\n\n" + "\n\n".join(SOLVED), encoding="utf-8")
+    kernels, lowerer = importlib.import_module("solved_puzzles"), Lowerer()
+    for number, task in TASKS.items():
+        case = task.case(0)
+        tensors = {f"{name}_ptr": tensor for name, tensor in Watch(case.arrays, case.grid).memory.tensors.items()}
+        line = launch_types(getattr(kernels, task.name), (), tensors | case.others)
+        assert not lowerer.complaint(line), f"puzzle {number}: {lowerer.complaint(line)}"
+    lowerer.process.kill()
