@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.chunks import equal_rows
-from fusedloss.core.checks import acc_dtype, check_matrix, expect, expect_tensor, FLOATS, is_number
+from fusedloss.core.checks import acc_dtype, expect, expect_tensor, FLOATS, is_number
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import autocasts, operator, products
 from fusedloss.core.options import Reduction
@@ -273,8 +273,9 @@ contrast = operator("fusedloss::contrast", contrast_fwd, save=save_contrast, bac
 # %% ../nbs/26_contrast.ipynb #ctchecks
 def check_features(x:Tensor, y:Tensor):
     "`ValueError` unless these are pairs of features."
-    check_matrix("x", x)
-    expect_tensor("y", y)
+    for name, t in (("x", x), ("y", y)): expect_tensor(name, t)
+    expect(x.dim() == 2, "x", "shape [N, H]", list(x.shape))
+    expect(x.dtype in FLOATS, "x", "a floating dtype of 16, 32 or 64 bits", x.dtype)
     expect(y.shape == x.shape, "y", f"x's shape {list(x.shape)}", list(y.shape))
     mixes = autocasts(x.device.type) and torch.float64 not in (x.dtype, y.dtype) and y.dtype in FLOATS
     expect(y.dtype == x.dtype or mixes, "y", f"x's dtype {x.dtype}", y.dtype)
