@@ -227,23 +227,31 @@ class PairGradients:
         return *found, dscale if self.need_scale else top.new_empty(0)
 
 # %% ../nbs/26_contrast.ipynb #ctbackward
+def summed_gradients(
+    x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
+    row_lse:Tensor, col_lse:Tensor, coef:Tensor,  # [N]; the last is the upstream gradients'
+    blocks:list[slice], needs:tuple[bool, bool, bool],  # of x, y and the scale
+) -> PairGradients:
+    "The sums of all blocks, from scores that are computed again."
+    kernel, rows, grads = takes_kernel(x), max((b.stop - b.start for b in blocks), default=0), PairGradients(x, y, needs)
+    dz = x.new_empty(rows, -(-rows // 8) * 8, dtype=x.dtype if kernel else row_lse.dtype)
+    put = launch_dz if kernel else plain_dz
+    for i in blocks:
+        for j in blocks:
+            d, terms = dz[:i.stop - i.start, :j.stop - j.start], ((row_lse[i], coef[i]), (col_lse[j], coef[j]))
+            grads.dscale.append(put(x[i], y[j], scale, *terms, i == j, needs[2], d))
+            grads.spend(d, x, y, i, j)
+    return grads
+
 def contrast_bwd(
     g:Tensor, x:Tensor, y:Tensor, scale:Tensor,  # [N], [N,H] twice, a scalar
     row_lse:Tensor, col_lse:Tensor,  # [N]
     memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dy [N,H] and the gradient of the scale; empty where not needed."
-    blocks, kernel, grads = blocks_of(x, memory_budget), takes_kernel(x), PairGradients(x, y, (need_x, need_y, need_scale))
-    rows = blocks[0].stop if blocks else 0
-    dz = x.new_empty(rows, -(-rows // 8) * 8, dtype=x.dtype if kernel else row_lse.dtype)
-    top = grad_scale_of(g) if blocks else torch.ones_like(scale)
-    coef, put = (g / top).contiguous(), launch_dz if kernel else plain_dz
-    for i in blocks:
-        for j in blocks:
-            d = dz[:i.stop - i.start, :j.stop - j.start]
-            terms = (row_lse[i], coef[i]), (col_lse[j], coef[j])
-            grads.dscale.append(put(x[i], y[j], scale.reshape(1), *terms, i == j, need_scale, d))
-            grads.spend(d, x, y, i, j)
+    top = grad_scale_of(g) if len(g) else torch.ones_like(scale)
+    grads = summed_gradients(x, y, scale.reshape(1), row_lse, col_lse, (g / top).contiguous(),
+                             blocks_of(x, memory_budget), (need_x, need_y, need_scale))
     return grads.rounded(x, y, scale * top / 2, top / 2)
 
 # %% ../nbs/26_contrast.ipynb #ctoperators
