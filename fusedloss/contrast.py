@@ -10,16 +10,19 @@ import math
 from typing import Any, Callable, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.chunks import equal_rows
 from fusedloss.core.checks import acc_dtype, expect, expect_tensor, FLOATS, is_number
 from fusedloss.core.devices import device_of
-from fusedloss.core.operators import autocasts, operator, products
-from fusedloss.core.options import Reduction
+from fusedloss.core.operators import autocasts, check_reverse, first_order, operator, products
+from fusedloss.core.options import BackboneReduction, Reduction
 from fusedloss.core.products import (
-    autocast_like_linear, grad_scale_of, put_product, store_tile, swizzle_tile, takes_kernel,
+    add_product, autocast_like_linear, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
     tile_product, tile_slices, wide, wide_product)
+from fusedloss.core.ranks import all_gather, all_reduce, check_mesh, Shards, shards_on
 from fusedloss.core.softmax import exp2_diff, merge_parts, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
@@ -189,32 +192,45 @@ def pair_scores(x:Tensor, y:Tensor, blocks:list[slice]) -> Tensor:  # [N,H] twic
     each = [torch.linalg.vecdot(wide(x[i]), wide(y[i])) for i in blocks]
     return torch.cat(each) if each else x.new_empty(0, dtype=acc_dtype(x.dtype))
 
+def pair_losses(
+    x:Tensor, y:Tensor, scale:Tensor, row_lse:Tensor, col_lse:Tensor, blocks:list[slice],  # as `contrast_fwd` has them
+) -> Tensor:  # [N]
+    "Means of a pair's two losses; a rounding does not put one below 0."
+    own = pair_scores(x, y, blocks) * scale
+    return ((row_lse - own).clamp(min=0) + (col_lse - own).clamp(min=0)) / 2
+
+def add_statistics(
+    x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
+    row_lse:Tensor, col_lse:Tensor, blocks:list[slice],  # [N]; added to
+):
+    "Add the scores of all blocks to the log-sum-exps of rows and columns."
+    add = launch_statistics if takes_kernel(x) else plain_statistics
+    for i in blocks:
+        for j in blocks: add(x[i], y[j], scale, row_lse[i], col_lse[j])
+
 def contrast_fwd(
     x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, a scalar in their `acc_dtype`
     memory_budget:Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Losses of the pairs, log-sum-exps of rows and of columns, [N] each."
-    blocks, scale = blocks_of(x, memory_budget), scale.reshape(1)
-    row_lse = scale.new_full((len(x),), -torch.inf)
-    col_lse, add = row_lse.clone(), launch_statistics if takes_kernel(x) else plain_statistics
-    for i in blocks:
-        for j in blocks: add(x[i], y[j], scale, row_lse[i], col_lse[j])
-    own = pair_scores(x, y, blocks) * scale
-    return ((row_lse - own).clamp(min=0) + (col_lse - own).clamp(min=0)) / 2, row_lse, col_lse
+    blocks, row_lse = blocks_of(x, memory_budget), scale.new_full((len(x),), -torch.inf)
+    col_lse = row_lse.clone()
+    add_statistics(x, y, scale.reshape(1), row_lse, col_lse, blocks)
+    return pair_losses(x, y, scale, row_lse, col_lse, blocks), row_lse, col_lse
 
 # %% ../nbs/26_contrast.ipynb #ctsums
 class PairGradients:
     "Sums over blocks of scores, in at least fp32: dx and dy but for a factor, and parts of the scale's; None where not needed."
     def __init__(self, x:Tensor, y:Tensor, needs:tuple[bool, bool, bool]):
-        wide_like = lambda t: torch.empty_like(t, dtype=acc_dtype(t.dtype), memory_format=torch.contiguous_format)
+        wide_like = lambda t: t.new_zeros(t.shape, dtype=acc_dtype(t.dtype))
         need_x, need_y, self.need_scale = needs
         self.dx, self.dy = wide_like(x) if need_x else None, wide_like(y) if need_y else None
         self.dscale = []
 
     def spend(self, dz:Tensor, x:Tensor, y:Tensor, i:slice, j:slice):  # [R,C], [N,H] twice
         "Add what the block of rows `i` and columns `j` brings."
-        if self.dx is not None: put_product(self.dx[i], dz, y[j].to(dz.dtype), j.start > 0)
-        if self.dy is not None: put_product(self.dy[j], dz.T, x[i].to(dz.dtype), i.start > 0)
+        if self.dx is not None: add_product(self.dx[i], dz, y[j].to(dz.dtype))
+        if self.dy is not None: add_product(self.dy[j], dz.T, x[i].to(dz.dtype))
 
     def rounded(self, x:Tensor, y:Tensor, factor:Tensor, top:Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "dx, dy, and the gradient of the scale; empty where not needed."
@@ -227,21 +243,20 @@ class PairGradients:
         return *found, dscale if self.need_scale else top.new_empty(0)
 
 # %% ../nbs/26_contrast.ipynb #ctbackward
-def summed_gradients(
-    x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
-    row_lse:Tensor, col_lse:Tensor, coef:Tensor,  # [N]; the last is the upstream gradients'
-    blocks:list[slice], needs:tuple[bool, bool, bool],  # of x, y and the scale
-) -> PairGradients:
-    "The sums of all blocks, from scores that are computed again."
-    kernel, rows, grads = takes_kernel(x), max((b.stop - b.start for b in blocks), default=0), PairGradients(x, y, needs)
-    dz = x.new_empty(rows, -(-rows // 8) * 8, dtype=x.dtype if kernel else row_lse.dtype)
+def spend_blocks(
+    grads:PairGradients, x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
+    row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # log-sum-exps and coefficients, [N] each
+    blocks:list[slice], paired:bool,  # whether row i and column i belong together
+):
+    "Add what all blocks bring, from scores that are computed again."
+    kernel, rows, part = takes_kernel(x), max((b.stop - b.start for b in blocks), default=0), lambda terms, i: tuple(t[i] for t in terms)
+    dz = x.new_empty(rows, -(-rows // 8) * 8, dtype=x.dtype if kernel else scale.dtype)
     put = launch_dz if kernel else plain_dz
     for i in blocks:
         for j in blocks:
-            d, terms = dz[:i.stop - i.start, :j.stop - j.start], ((row_lse[i], coef[i]), (col_lse[j], coef[j]))
-            grads.dscale.append(put(x[i], y[j], scale, *terms, i == j, needs[2], d))
+            d = dz[:i.stop - i.start, :j.stop - j.start]
+            grads.dscale.append(put(x[i], y[j], scale, part(row_terms, i), part(col_terms, j), paired and i == j, grads.need_scale, d))
             grads.spend(d, x, y, i, j)
-    return grads
 
 def contrast_bwd(
     g:Tensor, x:Tensor, y:Tensor, scale:Tensor,  # [N], [N,H] twice, a scalar
@@ -250,8 +265,8 @@ def contrast_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dy [N,H] and the gradient of the scale; empty where not needed."
     top = grad_scale_of(g) if len(g) else torch.ones_like(scale)
-    grads = summed_gradients(x, y, scale.reshape(1), row_lse, col_lse, (g / top).contiguous(),
-                             blocks_of(x, memory_budget), (need_x, need_y, need_scale))
+    grads, coef = PairGradients(x, y, (need_x, need_y, need_scale)), (g / top).contiguous()
+    spend_blocks(grads, x, y, scale.reshape(1), (row_lse, coef), (col_lse, coef), blocks_of(x, memory_budget), True)
     return grads.rounded(x, y, scale * top / 2, top / 2)
 
 # %% ../nbs/26_contrast.ipynb #ctoperators
@@ -278,6 +293,50 @@ contrast = operator("fusedloss::contrast", contrast_fwd, save=save_contrast, bac
                     fake=lambda x, y, scale, memory_budget: tuple(scale.new_empty(len(x)) for _ in range(3)),
                     flops=lambda i, out: products(i.x, i.y))
 
+# %% ../nbs/26_contrast.ipynb #ctring
+def pass_on(tensors:list[Tensor], s:Shards) -> list[Tensor]:
+    "These tensors to the rank before; in their place come those of the rank after."
+    if s.ranks == 1: return tensors
+    peer = lambda step: dist.get_global_rank(s.group, (s.rank + step) % s.ranks)
+    tensors = [t.contiguous() for t in tensors]
+    came = [torch.empty_like(t) for t in tensors]
+    sent = [dist.P2POp(dist.isend, t, peer(-1), s.group) for t in tensors]
+    for work in dist.batch_isend_irecv(sent + [dist.P2POp(dist.irecv, t, peer(1), s.group) for t in came]): work.wait()
+    return came
+
+def largest_on_ranks(t:Tensor, s:Shards) -> Tensor:  # a scalar
+    "The largest that any rank has."
+    return all_gather(t.reshape(1), s).amax()
+
+# %% ../nbs/26_contrast.ipynb #ctringloss
+class RingContrast(torch.autograd.Function):
+    "Losses of this rank's pairs among those of all ranks: y and what belongs to it go round, one rank's at a time."
+    @staticmethod
+    def forward(ctx, x, y, scale, s, memory_budget, factor):  # the last multiplies gradients
+        blocks, row_lse = blocks_of(x, memory_budget), scale.new_full((len(x),), -torch.inf)
+        ring = [y, row_lse.clone()]
+        for _ in range(s.ranks):
+            add_statistics(x, ring[0], scale.reshape(1), row_lse, ring[1], blocks)
+            ring = pass_on(ring, s)
+        ctx.how = s, blocks, factor
+        ctx.save_for_backward(x, y, scale, row_lse, ring[1])
+        return pair_losses(x, y, scale, row_lse, ring[1], blocks)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, g):
+        (x, y, scale, row_lse, col_lse), (s, blocks, factor) = ctx.saved_tensors, ctx.how
+        top = largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)
+        grads, coef = PairGradients(x, y, ctx.needs_input_grad[:3]), (g / top).contiguous()
+        ring = [y, col_lse, coef] + [grads.dy] * ctx.needs_input_grad[1]
+        for step in range(s.ranks):
+            if grads.dy is not None: grads.dy = ring[3]
+            spend_blocks(grads, x, ring[0], scale.reshape(1), (row_lse, coef), tuple(ring[1:3]), blocks, step == 0)
+            ring = pass_on(ring, s)
+        if grads.dy is not None: grads.dy = ring[3]
+        found = grads.rounded(x, y, scale * top * factor / 2, top * factor / 2)
+        return *(d if need else None for d, need in zip(found, ctx.needs_input_grad)), None, None, None
+
 # %% ../nbs/26_contrast.ipynb #ctchecks
 def check_features(x:Tensor, y:Tensor):
     "`ValueError` unless these are pairs of features."
@@ -303,11 +362,63 @@ def check_how(reduction:str, memory_budget:Optional[int]):
     expect(memory_budget is None or type(memory_budget) is int and memory_budget >= LEAST, "memory_budget",
            f"an integer of at least {LEAST} bytes, or None", memory_budget)
 
+# %% ../nbs/26_contrast.ipynb #ctringcheck
+def check_call(
+    x:Tensor, y:Tensor, logit_scale:float|Tensor, reduction:str, memory_budget:Optional[int],
+    backbone_reduction:Optional[str], ranks:int,
+):
+    "`ValueError` for what is wrong about a call, seen from one rank."
+    check_features(x, y)
+    check_scale(logit_scale, x.device)
+    check_how(reduction, memory_budget)
+    expect(backbone_reduction in (None, "mean", "sum"), "backbone_reduction", "'mean', 'sum' or None", repr(backbone_reduction))
+    wants = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, y, logit_scale))
+    expect(ranks == 1 or backbone_reduction or not wants, "backbone_reduction",
+           "'mean' where a wrapper averages gradients over ranks (DDP, FSDP2), 'sum' where they are added", None)
+
+def rank_facts(x:Tensor, y:Tensor, logit_scale:float|Tensor, reduction:str, memory_budget:Optional[int],
+               backbone_reduction:Optional[str]) -> dict[str, list[float]]:
+    "What has to be the same on all ranks, as numbers."
+    tensor, needs = isinstance(logit_scale, Tensor), [isinstance(t, Tensor) and t.requires_grad for t in (x, y, logit_scale)]
+    return {"shape of x": [*x.shape], "dtype of x": [x.element_size(), x.dtype == torch.bfloat16], "logit_scale": [tensor, 0 if tensor else logit_scale],
+            "reduction": [len(reduction)], "memory_budget": [memory_budget or 0],
+            "backbone_reduction": [len(backbone_reduction or "")], "requires_grad of x, y and logit_scale": needs}
+
+FACTS = 12  # numbers of them
+
+def check_ranks(given:tuple, mesh:DeviceMesh, s:Shards):  # arguments of `check_call`, but for the last
+    "`ValueError` on every rank if one was given what is wrong, or other than the others; one collective."
+    facts, error = dict(call=[-1.0] * FACTS), None
+    try: check_call(*given, s.ranks)
+    except ValueError as found: error = found
+    else: facts = rank_facts(*given)
+    numbers = torch.tensor([n for part in facts.values() for n in part], dtype=torch.float64, device=mesh.device_type)
+    seen, at = all_gather(numbers, s).tolist(), 0
+    if error: raise error
+    failed = [rank for rank, row in enumerate(seen) if row[0] < 0]
+    expect(not failed, "mesh", "ranks whose arguments are right", f"an error on ranks {failed}")
+    for name, part in facts.items():
+        each = [row[at:at + len(part)] for row in seen]
+        expect(each == each[:1] * s.ranks, name, "the same on all ranks", dict(enumerate(each)))
+        at += len(part)
+
 # %% ../nbs/26_contrast.ipynb #ctfront
 def as_scalar(logit_scale:float|Tensor, x:Tensor) -> Tensor:
     "The scale as a tensor beside `x`, in its `acc_dtype`."
     if isinstance(logit_scale, Tensor): return logit_scale.to(acc_dtype(x.dtype))
     return x.new_full((), logit_scale, dtype=acc_dtype(x.dtype))
+
+def ring_losses(
+    x:Tensor, y:Tensor, scale:Tensor, memory_budget:Optional[int], backbone_reduction:Optional[str], s:Shards,
+) -> Tensor:  # [N]
+    "Losses of this rank's pairs, by a ring."
+    check_reverse("contrastive_loss over ranks", "backward()")
+    expect(not torch.compiler.is_compiling(), "mesh", "None under torch.compile", "a mesh")
+    return RingContrast.apply(x, y, scale, s, memory_budget, s.ranks if backbone_reduction == "mean" else 1)
+
+def sum_over_ranks(total:Tensor, s:Shards) -> Tensor:
+    "The sum over ranks, whose gradient is that of this rank's part."
+    return total + (all_reduce(total.detach().clone(), s) - total.detach())
 
 # %% ../nbs/26_contrast.ipynb #ctloss
 def contrastive_loss(
@@ -316,17 +427,26 @@ def contrastive_loss(
     logit_scale:float|Tensor,  # multiplies the dot products; a 0-dim tensor may have a gradient
     *, reduction:Reduction="mean",  # "none", "mean" over pairs, or "sum"
     memory_budget:Optional[int]=None,  # bytes of the scores in memory at once
+    mesh:Optional[DeviceMesh]=None,  # of one dimension: its ranks have N pairs each, contrasted with those of all
+    backbone_reduction:Optional[BackboneReduction]=None,  # what a wrapper makes of the ranks' gradients
 ) -> Tensor:  # float32 (float64 for float64), a scalar, or [N]
     """Cross entropy of each x among all y and of each y among all x, halved and added: CLIP's loss.
 
-    The scores are logit_scale · x yᵀ, of which one block is in memory at a time, in backward only, and on
-    GPUs without rounding to 16 bits. Backward sums gradients in fp32. Of no pairs, mean and sum are 0.
-    Raises `ValueError` for features that are no pairs and for options that cannot be meant.
+    The scores are logit_scale · x yᵀ, of which one block is in memory at a time; by kernels, in backward alone.
+    Gradients are summed in fp32. Of no pairs, mean and sum are 0. Over ranks, mean and sum are those of all
+    pairs, "none" gives those of this rank, and y goes round a ring. A rank's gradients are its part of the
+    loss's, times the number of ranks if `backbone_reduction` is "mean". Raises `ValueError` for features that
+    are no pairs, for options that cannot be meant, and on every rank where ranks differ; the numbers in
+    tensors are not compared.
     """
-    check_features(x, y)
-    check_scale(logit_scale, x.device)
-    check_how(reduction, memory_budget)
+    check_mesh(mesh)
+    expect(mesh is not None or backbone_reduction is None, "backbone_reduction", "None without a mesh", repr(backbone_reduction))
+    given, s = (x, y, logit_scale, reduction, memory_budget, backbone_reduction), shards_on(mesh, 0)
+    check_call(*given, 1) if mesh is None else check_ranks(given, mesh, s)
     x, y = autocast_like_linear(x, y)
-    losses, _, _ = contrast(x, y, as_scalar(logit_scale, x), memory_budget)
+    scale = as_scalar(logit_scale, x)
+    if mesh is None: losses, _, _ = contrast(x, y, scale, memory_budget)
+    else: losses = ring_losses(x, y, scale, memory_budget, backbone_reduction, s)
     if reduction == "none": return losses
-    return losses.sum() / (max(len(x), 1) if reduction == "mean" else 1)
+    total = losses.sum() if mesh is None else sum_over_ranks(losses.sum(), s)
+    return total / (max(len(x) * s.ranks, 1) if reduction == "mean" else 1)
