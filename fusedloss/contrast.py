@@ -365,7 +365,7 @@ def check_how(reduction:str, memory_budget:Optional[int]):
 # %% ../nbs/26_contrast.ipynb #ctringcheck
 def check_call(
     x:Tensor, y:Tensor, logit_scale:float|Tensor, reduction:str, memory_budget:Optional[int],
-    backbone_reduction:Optional[str], ranks:int,
+    backbone_reduction:Optional[str], ranks:int, over_ranks:bool=True,  # whether there is a mesh
 ):
     "`ValueError` for what is wrong about a call, seen from one rank."
     check_features(x, y)
@@ -375,6 +375,8 @@ def check_call(
     wants = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, y, logit_scale))
     expect(ranks == 1 or backbone_reduction or not wants, "backbone_reduction",
            "'mean' where a wrapper averages gradients over ranks (DDP, FSDP2), 'sum' where they are added", None)
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    expect(backbone_reduction is None or over_ranks or not many, "backbone_reduction", "None without a mesh", repr(backbone_reduction))
 
 def rank_facts(x:Tensor, y:Tensor, logit_scale:float|Tensor, reduction:str, memory_budget:Optional[int],
                backbone_reduction:Optional[str]) -> dict[str, list[float]]:
@@ -440,9 +442,8 @@ def contrastive_loss(
     tensors are not compared.
     """
     check_mesh(mesh)
-    expect(mesh is not None or backbone_reduction is None, "backbone_reduction", "None without a mesh", repr(backbone_reduction))
     given, s = (x, y, logit_scale, reduction, memory_budget, backbone_reduction), shards_on(mesh, 0)
-    check_call(*given, 1) if mesh is None else check_ranks(given, mesh, s)
+    check_call(*given, 1, False) if mesh is None else check_ranks(given, mesh, s)
     x, y = autocast_like_linear(x, y)
     scale = as_scalar(logit_scale, x)
     if mesh is None: losses, _, _ = contrast(x, y, scale, memory_budget)

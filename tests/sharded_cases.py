@@ -416,6 +416,7 @@ def contrast_of_ranks_that_disagree(meshes):
         raises(ValueError, "requires_grad", lambda: call(x.clone().requires_grad_(last), backbone_reduction="sum"))
         raises(ValueError, "y: expected x's shape" if last else f"an error on ranks [{ranks - 1}]", lambda: call(x, y[last:]))
         raises(ValueError, "backbone_reduction: expected 'mean' where", lambda: call(x.clone().requires_grad_()))
+        raises(ValueError, "backbone_reduction: expected None without a mesh", lambda: fl.contrastive_loss(x, y, 2.0, backbone_reduction="mean"))
         assert call().isfinite(), "and ranks are in step again"
 
 
