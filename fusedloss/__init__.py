@@ -10,6 +10,7 @@ from fusedloss import integrations as integrations
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
 from fusedloss.chunks import chunked_linear_cross_entropy
 from fusedloss.clusters import cross_entropy
+from fusedloss.contrast import contrastive_loss
 from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
 from fusedloss.decode import ctc_decode
 from fusedloss.divergence import linear_divergence
@@ -33,7 +34,7 @@ from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entro
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
            "LogProbs", "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "ShardedPartialFC",
            "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "clip_grad_norm_",
-           "cross_entropy", "ctc_decode", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align",
+           "contrastive_loss", "cross_entropy", "ctc_decode", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align",
            "ignore_in_ddp", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "linear_divergence",
            "linear_log_probs", "load_insightface", "log_probs", "logz", "margin_cross_entropy", "margins",
            "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather", "sample", "save_insightface",

@@ -17,6 +17,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_check_workbook.py": 2,
     "test_chunks.py": 9,
     "test_cluster.py": 5,
+    "test_contrast.py": 8,
     "test_cosine.py": 7,
     "test_ctc.py": 60,
     "test_cuda.py": 5,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 import fusedloss as fl
+import fusedloss.contrast as contrast
 import fusedloss.sharded as sharded
 from fusedloss.core import ranks as core_ranks
 from fusedloss.core import tuning
@@ -35,7 +36,7 @@ DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
 CASES, ON_GPUS = {}, ("losses_and_gradients", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
                       "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "curves_do_not_know_the_ranks",
                       "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
-                      "sequence_parallel", "wrong_reductions_raise", "every_argument_works_or_raises", "planted_bugs_are_noticed")
+                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed")
 
 
 def case(fn):
@@ -332,6 +333,91 @@ def ranks_take_the_same_variants(meshes):
         assert launched[-4:] == [(2, 8)] * 4 * bool(len(weight.to_local())), launched
         assert launched[:2] == [(1 if rank else 2, 8)] * 2 * bool(launched), "at first, only one may ask the clock"
         assert kept == (0 if rank else 4), "two variants and two agreements"
+
+
+def pairs_of(n, h, rank=None, seed=0, dtype=f64):
+    "Features of two sides, of all ranks' pairs or of one rank's n"
+    g = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(4 * n, h, generator=g, dtype=f64).to(DEVICE, dtype) for _ in range(2))
+    return [(t if rank is None else t[rank * n:(rank + 1) * n]).clone().requires_grad_() for t in (x, y)]
+
+
+def ring_answers(module, mesh, n, how, reduction):
+    "Loss and gradients of this rank's pairs, and those of one process with all pairs; of 150 there are two blocks a side, the last not full"
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    x, y = (t.detach()[:ranks * n].requires_grad_() for t in pairs_of(n, 6))
+    own_x, own_y = pairs_of(n, 6, rank)
+    scales = [torch.tensor(3.0, dtype=f64, device=DEVICE, requires_grad=True) for _ in range(2)]
+    wanted = fl.contrastive_loss(x, y, scales[0], reduction=reduction)
+    got = module.contrastive_loss(own_x, own_y, scales[1], reduction=reduction, memory_budget=2**19, mesh=mesh, backbone_reduction=how)
+    part, factor = slice(rank * n, (rank + 1) * n), ranks if how == "mean" else 1
+    g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
+    of_mine = (lambda t: t[part]) if reduction == "none" else lambda t: t
+    dx, dy, dscale = torch.autograd.grad(wanted, (x, y, scales[0]), g)
+    *found, total = torch.autograd.grad(got, (own_x, own_y, scales[1]), of_mine(g))
+    dist.all_reduce(total, group=mesh.get_group())
+    return [got.detach(), *found, total], [of_mine(wanted.detach()), factor * dx[part], factor * dy[part], factor * dscale]
+
+
+@case
+def contrast_by_a_ring(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for how in ((3, "mean", "mean"), (150, "sum", "none"), (5, "sum", "sum")):
+            assert_close(*ring_answers(fl, mesh, *how))
+
+
+RING_BUGS = {  # of the contrast over ranks: what is wrong, the text of the source, what stands in its place
+    "each step has a diagonal": ("blocks, step == 0)", "blocks, True)"),
+    "a wrapper that averages is forgotten": ('s.ranks if backbone_reduction == "mean" else 1)', "1)"),
+    "dy stays where it is": ("grads.dy = ring[3]\n        found", "pass\n        found"),
+    "each rank has a unit of its own": ("largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)", "grad_scale_of(g)"),
+    "a mean over this rank's pairs": ("len(x) * s.ranks", "len(x)"),
+    "upstream gradients do not travel": ("tuple(ring[1:3])", "(ring[1], coef)"),
+    "sums of columns do not travel": ("ring = pass_on(ring, s)\n        ctx.how", "ring = pass_on(ring[:1], s) + ring[1:]\n        ctx.how"),
+}
+
+
+@case
+def bugs_planted_in_the_ring_are_noticed(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        for bug, pairs in {None: unchanged(RING_BUGS.values()), **RING_BUGS}.items():
+            with tempfile.TemporaryDirectory() as folder:
+                module, off = planted(contrast, Path(folder), *pairs), []
+                for how in ((5, "mean", "mean"), (4, "sum", "none")):
+                    off += [not torch.allclose(a, e) for a, e in zip(*ring_answers(module, mesh, *how))]
+            found = torch.tensor(float(any(off)), device=DEVICE)
+            dist.all_reduce(found, group=mesh.get_group())
+            assert bool(found) == (bug is not None), bug
+
+
+@case
+def contrast_in_half_precision(meshes):
+    "Features in fp16, and a loss without gradients, over ranks"
+    for ranks, mesh, rank in mine(meshes):
+        x, y = (t[:ranks * 5] for t in pairs_of(5, 6, dtype=torch.float16))
+        mine_x, mine_y = pairs_of(5, 6, rank, dtype=torch.float16)
+        with torch.no_grad(): assert_close(fl.contrastive_loss(mine_x, mine_y, 2.0, mesh=mesh), fl.contrastive_loss(x, y, 2.0))
+        fl.contrastive_loss(mine_x, mine_y.detach(), 2.0, mesh=mesh, backbone_reduction="mean").backward()
+        wanted, = torch.autograd.grad(fl.contrastive_loss(x, y, 2.0), x)
+        assert_close(mine_x.grad, ranks * wanted[rank * 5:][:5], rtol=1e-2, atol=1e-3)
+
+
+@case
+def contrast_of_ranks_that_disagree(meshes):
+    for ranks, mesh, rank in mine(meshes[1:]):
+        x, y = (t.detach() for t in pairs_of(6, 4, rank))
+        last = rank == ranks - 1
+        call = lambda x=x, y=y, scale=2.0, **how: fl.contrastive_loss(x, y, scale, mesh=mesh, **how)
+        raises(ValueError, "shape of x: expected the same on all ranks", lambda: call(x[last:], y[last:]))
+        raises(ValueError, "dtype of x: expected the same", lambda: call(*(t.float() if last else t for t in (x, y))))
+        raises(ValueError, "logit_scale: expected the same", lambda: call(scale=3.0 if last else 2.0))
+        raises(ValueError, "reduction: expected the same", lambda: call(reduction="sum" if last else "mean"))
+        raises(ValueError, "memory_budget: expected the same", lambda: call(memory_budget=2**20 if last else None))
+        raises(ValueError, "requires_grad", lambda: call(x.clone().requires_grad_(last), backbone_reduction="sum"))
+        raises(ValueError, "y: expected x's shape" if last else f"an error on ranks [{ranks - 1}]", lambda: call(x, y[last:]))
+        raises(ValueError, "backbone_reduction: expected 'mean' where", lambda: call(x.clone().requires_grad_()))
+        raises(ValueError, "backbone_reduction: expected None without a mesh", lambda: fl.contrastive_loss(x, y, 2.0, backbone_reduction="mean"))
+        assert call().isfinite(), "and ranks are in step again"
 
 
 @case

@@ -62,7 +62,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     "linear_log_probs": linear, "log_probs": dict(logits=z, target=y),
     "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
     **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
-    "plan": dict(n_tokens=4, n_classes=16, n_features=8),
+    "plan": dict(n_tokens=4, n_classes=16, n_features=8), "contrastive_loss": dict(x=x, y=torch.randn(N, H, generator=made), logit_scale=2.0),
     "linear_divergence": dict(input=x, linear_weight=w, teacher_input=torch.randn(N, 3, generator=made), teacher_weight=torch.randn(V, 3, generator=made)),
     **dict.fromkeys(("ctc_loss", "ctc_posteriors", "forced_align", "CTCLoss.forward"), paths),
     "ctc_loss_with_logits": {"logits": paths["log_probs"], **frames}, "ctc_decode": {k: paths[k] for k in ("log_probs", "input_lengths")},
@@ -149,7 +149,7 @@ INTEGERS = {  # outside of the range; a size unless named here
 PARTNERS = {  # the error of a shape or device that does not fit may name the argument that it does not fit
     **dict.fromkeys(("input", "features"), ("target", "targets", "linear_weight", "token_weight", "teacher_input")),
     "linear_weight": ("input", "teacher_weight"), "teacher_input": ("teacher_weight",), "teacher_weight": ("teacher_input",), "proj_weight": ("input", "linear_weight"),
-    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "class_weight": ("weight",),
+    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "class_weight": ("weight",),
 }
 FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
 FINE = {  # kinds that this argument takes, of one callable or of all
@@ -163,7 +163,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     "MemoryEfficientVocabOutput.eval_forward-input": {"more dimensions", "rows"}, "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"},
     "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
     **dict.fromkeys(("linear_divergence-linear_bias", "linear_divergence-teacher_bias"), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
-    "semirings.CountSemiring-dtype": {"int8"},
+    "semirings.CountSemiring-dtype": {"int8"}, "contrastive_loss-logit_scale": {"tensor", "0.0", "-1.0"},
 }
 NOT_FINE = {"linear_divergence-linear_weight": {"rows"}}  # which must have the teacher's classes
 WORDS = {"grad": "exact", "past_pi": "smooth"}  # annotated as any string
@@ -210,7 +210,7 @@ def bad_values(name: str, a: Argument, good: object) -> Iterator[tuple[str, obje
             yield from tensors(a.name, good)
         if any(get_origin(k) is collections.abc.Sequence for k in a.kinds):
             yield from sequences(a.name)
-    if of(float) and (a.name == "temperature" or not of(Tensor)):
+    if of(float) and (a.name == "temperature" or not isinstance(good, Tensor)):
         yield from {"str": "1", "bool": True, "list": [1.0], "None": None, "nan": float("nan"), "inf": float("inf"), "tensor": torch.tensor(0.5)}.items()
         yield from ((str(value), value) for value in NUMBERS[a.name])
         if name.startswith("margins."):

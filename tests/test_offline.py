@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import clusters, kernels, linear_ctc, product, recompute, row_sparse, scans
+from fusedloss import clusters, contrast, kernels, linear_ctc, product, recompute, row_sparse, scans
 from fusedloss.core import cosine, hopper, pairs, sampling
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
@@ -140,6 +140,14 @@ def optimizers(dtype, width=512, V=4096):
         row_sparse.launch_update(p, cuda(V, width), second, None, g, None, cuda(V, dtype=i64), u, None)
 
 
+def contrasts(dtype, width, N=8192):
+    "Blocks of scores of pairs: their sums, and their gradient on the diagonal and beside it"
+    x, y, s = matrix(N, width, dtype), matrix(N, width, dtype), cuda(1)
+    contrast.launch_statistics(x, y, s, cuda(N), cuda(N))
+    for paired, need_scale in ((True, True), (False, True), (False, False)):
+        contrast.launch_dz(x, y, s, (cuda(N), cuda(N)), (cuda(N), cuda(N)), paired, need_scale, matrix(N, N, dtype))
+
+
 def tiles_of_softmax(dtype, width, V=5000):
     "Linear CTC's product and softmax"
     x, w = matrix(8192, width, dtype), matrix(V, width, dtype)
@@ -159,6 +167,7 @@ CALLS |= {f"filtered {dtype} {how} {width}": lambda dtype=dtype, how=how, width=
           for dtype, how, width in ((bf16, "plain", 2048), (bf16, "busy", 2048), (f16, "plain", 1001))}
 CALLS |= {f"heads {dtype} {width} {conflict}": lambda dtype=dtype, width=width, conflict=conflict: heads(dtype, width, conflict=conflict)
           for dtype, width, conflict in ((bf16, 512, 2.0), (f16, 512, 0.5), (bf16, 511, 2.0))}
+CALLS |= {f"contrasts {dtype} {width}": lambda dtype=dtype, width=width: contrasts(dtype, width) for dtype, width in ((bf16, 512), (f16, 511))}
 CALLS |= {f"softmax tiles {dtype} {width}": lambda dtype=dtype, width=width: tiles_of_softmax(dtype, width)
           for dtype in (bf16, f16) for width in (1024, 1001)}
 CALLS |= {f"rows {V} {dtype} {how}": lambda V=V, dtype=dtype, how=how: rows(V, dtype, how)

@@ -71,6 +71,13 @@ def teachers() -> None:
     assert_type(fl.linear_divergence(x, w, teacher_top=(torch.zeros(4, 1).long(), torch.zeros(4, 1)), top_rest="drop"), Tensor)
 
 
+def pairs() -> None:
+    "Features of two sides, and a scale that is learned or not"
+    x, scale = torch.zeros(4, 8), torch.zeros(())
+    assert_type(fl.contrastive_loss(x, x, 20.0), Tensor)
+    assert_type(fl.contrastive_loss(x, x, scale.exp(), reduction="none", memory_budget=2**30), Tensor)
+
+
 def policies() -> None:
     "A temperature is a number or a tensor"
     hidden, layer, tokens = torch.zeros(3, 5), nn.Linear(5, 7), torch.zeros(3, dtype=torch.long)

@@ -87,6 +87,13 @@ def pairs() -> None:
         fl.linear_cross_entropy(x, w, several, label_smoothing=0.1, method=method, weight=torch.rand(v, device=DEVICE)).backward()
 
 
+def contrast() -> None:
+    "Stage 26: three blocks a side, the last not full"
+    for n, h in ((300, 64), (33, 67)) if DEVICE == "cuda" else ((9, 16),):
+        scale = torch.tensor(5.0, device=DEVICE, requires_grad=True)
+        fl.contrastive_loss(leaf(n, h, dtype=HALF), leaf(n, h, dtype=HALF), scale, memory_budget=2**19).backward()
+
+
 def partial_fc() -> None:
     "Stage 14: rows by index, one of them ignored, and the optimizer's"
     for v, n, h, rate in ((3000, 77, 64, 0.1), (777, 33, 64, 0.5)) if DEVICE == "cuda" else ((300, 9, 16, 0.2),):
@@ -134,6 +141,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     pairs: "divergence_kernel soft_kernel labels_kernel",
+    contrast: "contrast_fwd_kernel add_lse_kernel contrast_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",

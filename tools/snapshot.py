@@ -131,6 +131,13 @@ def divergence(size: tuple, dtype: torch.dtype, top: int = 0, **options):
     return fl.linear_divergence(x, w, teacher_top=(indices, log_probs), **options), [x, w]
 
 
+def contrast(size: tuple, dtype: torch.dtype, **options):
+    "Pairs of features, and a scale that is learned"
+    n, _, h = size
+    x, y, scale = leaf(n, h, dtype=dtype), leaf(n, h, dtype=dtype), torch.tensor(5.0, device=DEVICE, requires_grad=True)
+    return fl.contrastive_loss(x, y, scale, memory_budget=2**19, **options), [x, y, scale]
+
+
 def of_targets(size: tuple, dtype: torch.dtype, each: bool = False, over_logits: bool = False, **options):
     "Log-probabilities of the targets, and all that may be asked beside them; at temperatures of the tokens' own"
     n, v, h = size
@@ -338,6 +345,7 @@ def of_linear_layers() -> Iterator[tuple[str, Call]]:
         yield f"recompute_linear_cross_entropy {at}", partial(linear, fl.recompute_linear_cross_entropy, size, dtype, dict(TOGETHER, linear_bias=a_bias))
         yield f"recompute_linear_cross_entropy {at} filtered", partial(linear, fl.recompute_linear_cross_entropy, size, dtype, dict(filter_eps=0.02, linear_bias=a_bias))
         yield f"sharded_linear_cross_entropy {at}", partial(linear, fl.sharded_linear_cross_entropy, size, dtype, dict(TOGETHER, linear_bias=a_bias))
+        yield from ((f"contrastive_loss {at} {reduction}", partial(contrast, size, dtype, reduction=reduction)) for reduction in ("mean", "none"))
         for kind, reduction in product(("forward_kl", "reverse_kl", "jsd"), ("mean", "none")):
             yield from ((f"linear_divergence {at} {kind} {reduction} {top}", partial(divergence, size, dtype, top, kind=kind, reduction=reduction)) for top in (0, 8))
         for each in (False, True):

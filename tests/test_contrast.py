@@ -1,0 +1,349 @@
+"""Contrast of pairs in both directions: against open_clip's formula in float64, blocks, kernels, memory, what is refused, planted bugs."""
+import os
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedloss as fl
+import fusedloss.contrast as contrast
+from fusedloss.core.tiling import Tiling
+from fusedloss.measure import MemoryTrace, relative_error
+from grids import few, grid
+from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+LEAST = 2**19  # bytes of scores
+LIMITS = {f64: (1e-12, 1e-10), f32: (1e-5, 2e-5), bf16: (1e-5, 6e-3), f16: (1e-5, 1.5e-3)}  # of the loss, of gradients
+place = pytest.mark.skipif("not torch.cuda.is_available() and os.environ.get('TRITON_INTERPRET') != '1'", reason="no GPU, and TRITON_INTERPRET is not 1")
+
+
+def exact(x, y, logit_scale, *, reduction="mean"):
+    "As open_clip's ClipLoss: cross entropy of images among texts and of texts among images"
+    logits, labels = logit_scale * x @ y.T, torch.arange(len(x), device=x.device)
+    each = (F.cross_entropy(logits, labels, reduction="none") + F.cross_entropy(logits.T, labels, reduction="none")) / 2
+    return each if reduction == "none" else each.sum() / (len(x) if reduction == "mean" else 1)
+
+
+def sample(n, h, dtype, device="cpu", unit=True, seed=3):
+    "Features of pairs that are somewhat alike"
+    made = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, h, generator=made, dtype=f64)
+    y = x + 2 * torch.randn(n, h, generator=made, dtype=f64)
+    return [(F.normalize(t, dim=1) if unit else t).to(device, dtype) for t in (x, y)]
+
+
+def run(loss, x, y, scale, **options):
+    "Loss and gradients, the scale's last, for an uneven upstream gradient"
+    x, y, scale = leaves = [t.detach().requires_grad_() for t in (x, y, scale)]
+    out = loss(x, y, scale, **options)
+    g = torch.linspace(-1.5, 1, max(out.numel(), 1), dtype=f64, device=x.device).view(out.shape).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, leaves, g)
+
+
+def faults(loss, n, h, dtype, scale=14.0, device="cpu", **options) -> list[str]:
+    "What a loss gets wrong, in words"
+    x, y = sample(n, h, dtype, device)
+    s = torch.tensor(scale, dtype=f64 if dtype == f64 else f32, device=device)
+    got = run(loss, x, y, s, **options)
+    truth = run(exact, x.double(), y.double(), s.double(), **{k: v for k, v in options.items() if k == "reduction"})
+    wrong = []
+    for name, a, e, kind in zip(("loss", "dx", "dy", "dscale"), got, truth, (s.dtype, dtype, dtype, s.dtype)):
+        limit = LIMITS[dtype][name in ("dx", "dy")]
+        if a.dtype != kind or a.shape != e.shape: wrong.append(f"{name} is {a.dtype} {list(a.shape)}")
+        elif not (a.double() - e).norm() <= limit * max(e.norm(), 1e-3): wrong.append(f"{name} is off by {relative_error(a.cpu(), e.cpu()):.1e}")
+    return wrong
+
+
+# --- against the formula ---
+
+SIZES = (1, 1), (5, 3), (130, 24), (300, 7)  # the last two in 2 × 2 and 3 × 3 blocks, where memory is least
+
+
+@pytest.mark.parametrize("size, dtype, reduction, budget", grid(SIZES, (f64, f32, bf16, f16), ("mean", "sum", "none"), (None, LEAST)))
+def test_against_the_formula(size, dtype, reduction, budget, device):
+    assert faults(fl.contrastive_loss, *size, dtype, device=device, reduction=reduction, memory_budget=budget) == []
+
+
+@pytest.mark.parametrize("scale", [0.0, -3.0, 1e-3, 100.0, 1e4])
+def test_scales(scale):
+    assert faults(fl.contrastive_loss, 140, 8, f64, scale, memory_budget=LEAST) == []
+    x, y = sample(140, 8, f64)
+    assert torch.equal(fl.contrastive_loss(x, y, scale), fl.contrastive_loss(x, y, torch.tensor(scale, dtype=f64)))
+
+
+def test_the_scale_is_learned_through_its_logarithm():
+    x, y = sample(40, 6, f64)
+    for loss in (fl.contrastive_loss, exact):
+        log_scale = torch.tensor(2.0, dtype=f64, requires_grad=True)
+        loss(x, y, log_scale.exp()).backward()
+        if loss is fl.contrastive_loss: found = log_scale.grad
+    torch.testing.assert_close(found, log_scale.grad)
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16, f64])
+def test_a_scale_of_another_dtype(dtype):
+    x, y = sample(40, 6, f32)
+    scale = torch.tensor(8.0, dtype=dtype, requires_grad=True)
+    fl.contrastive_loss(x, y, scale).backward()
+    assert scale.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("wanted", ["x", "y", "scale", "xy", ""])
+def test_only_wanted_gradients(wanted):
+    x, y = (t.requires_grad_(name in wanted) for t, name in zip(sample(20, 4, f64), "xy"))
+    scale = torch.tensor(3.0, dtype=f64, requires_grad="scale" in wanted)
+    loss = fl.contrastive_loss(x, y, scale)
+    assert loss.requires_grad == bool(wanted)
+    if not wanted: return
+    loss.backward()
+    assert [t.grad is not None for t in (x, y, scale)] == ["x" in wanted, "y" in wanted, "scale" in wanted]
+
+
+def test_one_tensor_on_both_sides_has_both_gradients():
+    x = sample(30, 5, f64)[0].requires_grad_()
+    got, = torch.autograd.grad(fl.contrastive_loss(x, x, 5.0), x)
+    torch.testing.assert_close(got, torch.autograd.grad(exact(x, x, 5.0), x)[0])
+
+
+def test_strided_features():
+    x, y = torch.randn(9, 50, dtype=f64).T.requires_grad_(), torch.randn(50, 9, 3, dtype=f64)[:, :, 1].requires_grad_()
+    for a, e in zip(*(torch.autograd.grad(loss(x, y, 2.0), (x, y)) for loss in (fl.contrastive_loss, exact))): torch.testing.assert_close(a, e)
+
+
+def test_no_pairs_and_no_features():
+    for n, h in ((0, 4), (0, 0), (3, 0)):
+        x, y = torch.zeros(n, h, requires_grad=True), torch.zeros(n, h, requires_grad=True)
+        scale = torch.tensor(2.0, requires_grad=True)
+        for reduction in ("mean", "sum", "none"):
+            loss = fl.contrastive_loss(x, y, scale, reduction=reduction)
+            grads = torch.autograd.grad(loss.sum(), (x, y, scale))
+            assert loss.shape == ((n,) if reduction == "none" else ()) and all(g.shape == t.shape and not g.any() for g, t in zip(grads, (x, y, scale)))
+            torch.testing.assert_close(loss, torch.full_like(loss, torch.tensor(float(max(n, 1))).log().item() * (n if reduction == "sum" else 1)))
+
+
+def test_certain_pairs_have_no_negative_loss():
+    x = 30 * torch.eye(6)
+    assert fl.contrastive_loss(x, x, 1.0, reduction="none").tolist() == [0.0] * 6
+
+
+def test_one_row_far_above_and_one_column_far_below():
+    "Row 0 is certain of its own pair; column 1 has no better row than row 0: each direction has its own exponential"
+    z = torch.tensor([[120.0, 10.0], [0.0, 8.0]], dtype=f64)
+    for dtype in (f32, f64):
+        assert faults_of_scores(z, dtype) < 1e-5
+
+
+def faults_of_scores(z, dtype) -> float:
+    "Relative error of dy for features whose products are `z`"
+    grads = []
+    for loss, kind in ((fl.contrastive_loss, dtype), (exact, f64)):
+        x, y = z.to(kind).requires_grad_(), torch.eye(2, dtype=kind, requires_grad=True)
+        grads.append(torch.cat([g.flatten().double() for g in torch.autograd.grad(loss(x, y, 1.0), (x, y))]))
+    return relative_error(*grads)
+
+
+def test_a_nan_spoils_the_loss_and_an_inf_does():
+    for bad in (torch.nan, torch.inf):
+        x, y = sample(10, 4, f32)
+        x[3, 1] = bad
+        assert fl.contrastive_loss(x, y, 2.0).isnan()
+
+
+def test_small_upstream_gradients_survive_in_fp16():
+    x, y = (t.requires_grad_() for t in sample(64, 8, f16))
+    found = torch.autograd.grad(fl.contrastive_loss(x, y, 10.0), (x, y), torch.tensor(1e-3))
+    truth = torch.autograd.grad(exact(x.double(), y.double(), 10.0) * 1e-3, (x, y))
+    for a, e in zip(found, truth): assert relative_error(a, e) < 0.05
+
+
+# --- how it is called ---
+
+def test_autocast_is_that_of_a_linear_layer():
+    x, y = (t.requires_grad_() for t in sample(40, 6, f32))
+    with torch.autocast("cpu", bf16): loss = fl.contrastive_loss(x, y, 5.0)
+    expected = fl.contrastive_loss(x.to(bf16), y.to(bf16), 5.0)
+    assert loss.dtype == f32 and torch.equal(loss, expected) and torch.autograd.grad(loss, x)[0].dtype == f32
+    with torch.autocast("cpu", bf16): assert fl.contrastive_loss(x.double(), y.double(), 5.0).dtype == f64
+
+
+def test_second_derivatives_and_transforms_are_refused():
+    x, y = (t.requires_grad_() for t in sample(8, 3, f64))
+    scale = torch.tensor(2.0, dtype=f64, requires_grad=True)
+    assert has_no_second_derivative(fl.contrastive_loss(x, y, scale), x)
+    assert has_no_second_derivative(fl.contrastive_loss(x, y, scale), scale)
+    with pytest.raises(RuntimeError, match="not batched by torch.vmap"): torch.vmap(lambda a: fl.contrastive_loss(a, y, 2.0))(x[None])
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"): torch.func.jvp(lambda a: fl.contrastive_loss(a, y, 2.0), (x,), (x,))
+    found = torch.func.grad(lambda a: fl.contrastive_loss(a, y.detach(), 2.0))(x.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(exact(x, y, 2.0), x)[0])
+
+
+def test_compiled_whole():
+    x, y = (t.requires_grad_() for t in sample(20, 4, f64))
+    scale = torch.tensor(4.0, dtype=f64, requires_grad=True)
+    compiled = torch.compile(fl.contrastive_loss, fullgraph=True, backend="aot_eager")
+    for a, e in zip(*(torch.autograd.grad(loss(x, y, scale), (x, y, scale)) for loss in (compiled, exact))): torch.testing.assert_close(a, e)
+
+
+def test_operators_are_as_declared():
+    x, y = (t.requires_grad_() for t in sample(7, 3, f64))
+    torch.library.opcheck(torch.ops.fusedloss.contrast.default, (x, y, torch.tensor(2.0, dtype=f64, requires_grad=True), None),
+                          test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+REFUSED = {
+    "y": (lambda x, y: (x, y[1:], 1.0), {}, r"y: expected x's shape \[8, 3\], got \[7, 3\]"),
+    "y's dtype": (lambda x, y: (x, y.double(), 1.0), {}, "y: expected x's dtype torch.float32, got torch.float64"),
+    "x's dimensions": (lambda x, y: (x[0], y[0], 1.0), {}, r"x: expected shape \[N, H\], got \[3\]"),
+    "a list": (lambda x, y: (x, y.tolist(), 1.0), {}, "y: expected a tensor, got list"),
+    "a vector of scales": (lambda x, y: (x, y, torch.ones(1)), {}, r"logit_scale: expected a number or a 0-dim tensor, got shape \[1\]"),
+    "an integer's scale": (lambda x, y: (x, y, torch.tensor(1)), {}, "logit_scale: expected a floating dtype"),
+    "an infinite scale": (lambda x, y: (x, y, float("inf")), {}, "logit_scale: expected a finite number"),
+    "reduction": (lambda x, y: (x, y, 1.0), dict(reduction="avg"), "reduction: expected 'none', 'mean' or 'sum', got 'avg'"),
+    "memory": (lambda x, y: (x, y, 1.0), dict(memory_budget=1000), "memory_budget: expected an integer of at least 524288 bytes, or None, got 1000"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    given, options, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message): fl.contrastive_loss(*given(*sample(8, 3, f32)), **options)
+
+
+# --- memory, and bits ---
+
+def peak(n, h, budget, dtype=f32) -> int:
+    "Bytes of a step beyond the gradients"
+    x, y = (t.requires_grad_() for t in sample(n, h, dtype))
+    with MemoryTrace() as trace: grads = torch.autograd.grad(fl.contrastive_loss(x, y, 9.0, memory_budget=budget), (x, y))
+    return max(e.live for e in trace.events) - sum(g.nbytes for g in grads)
+
+
+def test_memory_is_that_of_a_block_and_linear():
+    found = [peak(n, 16, LEAST) for n in (512, 1024, 2048)]
+    assert found[0] < 1.5 * LEAST and found[2] - found[1] < 1024 * 100, "far below 4 bytes for each of 1024 × 1024 scores"
+
+
+def test_the_same_bits_again_and_in_blocks_of_other_sizes_the_same_numbers():
+    x, y = sample(300, 8, f32)
+    first, again, whole = (run(fl.contrastive_loss, x, y, torch.tensor(9.0), memory_budget=budget) for budget in (LEAST, LEAST, None))
+    assert all(map(torch.equal, first, again))
+    for a, e in zip(first, whole): torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
+
+
+# --- kernels, by the interpreter where there is no GPU ---
+
+SMALL = Tiling(False, 16, 32, 16, warps=4)
+
+
+def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0) -> list[str]:
+    "What the kernels of a module `k` get wrong of a block"
+    made = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(n, h, generator=made).to(device, dtype) for n in (r, c))
+    y[:, 0] += shift
+    s, wrong = torch.tensor([scale], device=device), []
+    sums = [[torch.linspace(-2, 3, n, device=device) for n in (r, c)] for _ in range(2)]
+    sums[0][0][0] = sums[1][0][0] = -torch.inf
+    k.launch_statistics(x, y, s, *sums[0], SMALL)
+    contrast.plain_statistics(x, y, s, *sums[1])
+    coefs, dz = [torch.linspace(-1, 2, n, device=device) for n in (r, c)], torch.full((r, c + 3), 7.0, device=device, dtype=dtype)
+    whole = torch.empty(r, c, device=device)
+    terms = tuple(zip(sums[1], coefs))
+    parts = k.launch_dz(x, y, s, *terms, paired, True, dz[:, :c], SMALL).sum(), contrast.plain_dz(x, y, s, *terms, paired, True, whole).sum()
+    limit = 1e-4 if dtype == f32 else 2e-3
+    for name, a, e, most in (("rows", sums[0][0], sums[1][0], 1e-5), ("columns", sums[0][1], sums[1][1], 1e-5), ("dz", dz[:, :c], whole, limit), ("scale", *parts, 1e-4)):
+        if not relative_error(a, e) <= most: wrong.append(f"{name} off by {relative_error(a, e):.1e}")
+    if (dz[:, c:] != 7).any(): wrong.append("written beyond the edge")
+    return wrong
+
+
+BLOCKS = {"small": (9, 9, 5, 0.0), "ragged": (40, 50, 20, 0.0), "far below": (17, 70, 33, -60.0)}
+
+
+@place
+@pytest.mark.parametrize("block, dtype, paired", grid(tuple(BLOCKS), (f32, f16), (False, True)))
+def test_kernels(block, dtype, paired, device):
+    r, c, h, shift = BLOCKS[block]
+    assert kernel_faults(contrast, r, r if paired else c, h, dtype, device, paired, shift=shift) == []
+
+
+@place
+def test_the_whole_loss_by_kernels(device, monkeypatch):
+    "Blocks of 128 rows and a rest, in fp16"
+    if device == "cpu": everywhere(monkeypatch, contrast, "takes_kernel", lambda x: x.dtype == f16)
+    monkeypatch.setattr(contrast, "blocks_of", lambda x, memory_budget: [slice(0, 32), slice(32, 64), slice(64, 70)])
+    assert faults(fl.contrastive_loss, 70, 24, f16, device=device, reduction="none") == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_a_graph_replays_on_a_gpu():
+    x, y = (t.requires_grad_() for t in sample(300, 64, bf16, "cuda"))
+    scale = torch.tensor(10.0, device="cuda", requires_grad=True)
+    assert replays(lambda: torch.autograd.grad(fl.contrastive_loss(x, y, scale, memory_budget=LEAST), (x, y, scale)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_a_gpu_by_descriptors_and_pointers(dtype):
+    for h in (64, 67):
+        assert faults(fl.contrastive_loss, 1500, h, dtype, 60.0, "cuda", reduction="none", memory_budget=LEAST) == []
+
+
+# --- planted bugs ---
+
+MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
+    "columns are rows": ("((row_lse, 1), (col_lse, 0))", "((row_lse, 1), (col_lse, 1 if len(x) == len(y) else 0))"),
+    "a block replaces what was summed": ("torch.logaddexp(lse, z.logsumexp(dim), out=lse)", "lse.copy_(z.logsumexp(dim))"),
+    "the columns' sums are those of the first block": ("add(x[i], y[j], scale, row_lse[i], col_lse[j])", "add(x[i], y[j], scale, row_lse[i], col_lse[:j.stop - j.start])"),
+    "each block has a diagonal": ("paired and i == j", "paired and d.shape[0] == d.shape[1]"),
+    "columns take their rows' upstream gradients": ("part(row_terms, i), part(col_terms, j), paired", "part(row_terms, i), (col_terms[0][j], col_terms[1][:j.stop - j.start]), paired"),
+    "the diagonal counts once": ("dz.diagonal().sub_(2 * row_coef)", "dz.diagonal().sub_(row_coef)"),
+    "dx of the last block alone": ("add_product(self.dx[i], dz,", "self.dx[i] = 0; add_product(self.dx[i], dz,"),
+    "dy begins with what was there": ("t.new_zeros(t.shape, dtype", "t.new_ones(t.shape, dtype"),
+    "the scale is forgotten in dx": ("grads.rounded(x, y, scale * top / 2, top / 2)", "grads.rounded(x, y, top / 2, top / 2)"),
+    "the scale's gradient is not halved": ("scale * top / 2, top / 2)", "scale * top / 2, top)"),
+    "the scale's gradient is of scores": ("product.mul_(dz).sum()", "product.mul_(scale).mul_(dz).sum()"),
+    "upstream gradients are dropped": ("need_scale)), (g / top).contiguous()", "need_scale)), torch.ones_like(g / top)"),
+    "the mean is a sum": ('(max(len(x) * s.ranks, 1) if reduction == "mean" else 1)', "1"),
+    "losses are not halved": ("(col_lse - own).clamp(min=0)) / 2", "(col_lse - own).clamp(min=0))"),
+    "pairs' scores without the scale": ("own = pair_scores(x, y, blocks) * scale", "own = pair_scores(x, y, blocks)"),
+}
+CHOSEN_BUGS = few(MUTANTS, "a block replaces what was summed", "each block has a diagonal", "columns take their rows' upstream gradients", "dx of the last block alone",
+                  "dy begins with what was there", "the scale's gradient is of scores", "the mean is a sum")
+
+
+def any_fault(module) -> list[str]:
+    "What two cases notice, or the error that they run into"
+    try: return [f for reduction in ("none", "mean") for f in faults(module.contrastive_loss, 256 if reduction == "none" else 130, 5, f64, reduction=reduction, memory_budget=LEAST)]
+    except (RuntimeError, ValueError, IndexError) as error: return [repr(error)]
+
+
+def test_the_unchanged_source_passes(tmp_path):
+    assert any_fault(planted(contrast, tmp_path, *unchanged(MUTANTS.values()))) == []
+
+
+@pytest.mark.parametrize("bug", CHOSEN_BUGS)
+def test_a_planted_bug_is_noticed(bug, tmp_path):
+    assert any_fault(planted(contrast, tmp_path, *MUTANTS[bug])), "nothing noticed"
+
+
+KERNEL_MUTANTS = {
+    "rows beyond the edge count in columns": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(inside[None, :], product * scale"),
+    "columns beyond the edge count in rows": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(keep[:, None], product * scale"),
+    "what was summed is forgotten": ('row_max = tl.load(lse_ptr + rows, mask=rows < N, other=-float("inf"))', 'row_max = tl.full([BN], -float("inf"), tl.float32)'),
+    "columns by the rows' sums": ("col_coef * exp2_diff(z, col_lse, 1.0)", "col_coef * exp2_diff(z, row_lse, 1.0)"),
+    "the diagonal counts once in the kernel": ("tl.where(rows[:, None] == cols[None, :], 2 * row_coef, 0.0)", "tl.where(rows[:, None] == cols[None, :], row_coef, 0.0)"),
+    "the scale's part of the last tile alone": ("dscale += tl.sum(d * product, 1)", "dscale = tl.sum(d * product, 1)"),
+    "a tile's maximum is not taken off": ("top = zero_if_neg_inf(tl.max(z, AXIS))", "top = tl.max(z, AXIS) * 0.0"),
+}
+
+
+@place
+@pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "rows beyond the edge count in columns", "what was summed is forgotten", "columns by the rows' sums"))
+def test_a_bug_planted_in_a_kernel_is_noticed(bug, tmp_path, device):
+    k = planted(contrast, tmp_path, *KERNEL_MUTANTS[bug])
+    check = partial(kernel_faults, k, dtype=f32, device=device)
+    assert check(40, 50, 20, paired=False) or check(17, 17, 33, paired=True, shift=-60.0) or check(40, 50, 20, paired=False, scale=60.0), "nothing noticed"
