@@ -599,11 +599,11 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "garbage", "tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B", "tl.maximum(V - HELD * C, 0) // B * B"),
     "the target's score is read after it is overwritten": (
         "3 x 7", "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n", "",
-        "    for blank in range(",
+        "    for blank in range(0, edge - live",
         "    overwritten = row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1)\n"
         "    overwritten = tl.load(overwritten, mask=valid, other=0.0)\n"
         "    loss += (1 - o.label_smoothing) * w_y * w_t * (z_y - overwritten)\n"
-        "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n    for blank in range("),
+        "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n    for blank in range(0, edge - live"),
     "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
     "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
     "the first row's factor is everyone's": ("scaling", "factor_ptr + rows.to(tl.int64) * factor_stride", "factor_ptr + rows * 0"),

@@ -132,6 +132,7 @@ WITH_OPTION = """
 import inspect, torch, fusedloss as fl
 from fusedloss import clusters
 from fusedloss.core.options import LossOptions
+from fusedloss.core.triton import triton
 assert fl.__file__.startswith({root!r})
 f64, y = torch.float64, torch.tensor([1, 8, 2, -100, 0, 4], device={device!r})
 x, w = (torch.randn(n, 5, dtype=f64, generator=torch.Generator().manual_seed(n)).to(y.device).requires_grad_() for n in (6, 9))
@@ -148,7 +149,7 @@ for softcap in (None, 3.0):
     if softcap: losses += [torch.compile(lambda x, w: fl.linear_cross_entropy(x, w, y, method="recompute", **o), fullgraph=True, backend="aot_eager")(x, w)]
     for loss in losses:
         torch.testing.assert_close([loss, *torch.autograd.grad(loss, [x, w])], exact)
-    if clusters.triton is not None:
+    if triton is not None:
         z = (x @ w.T).detach().float()[:, None].contiguous().requires_grad_()
         given = z.detach().clone(), y, None, None, torch.tensor(5.0, device=y.device), LossOptions(**{{**o, "softcap": softcap or 0.0}})
         found = clusters.launch_turnaround(*given)
