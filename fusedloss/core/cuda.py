@@ -77,7 +77,7 @@ class CompiledByCupy:
 
     def __call__(self, grid:int, block:int, *args:Any, shared:int=0):
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        values = [a if type(a) is int else as_bits(a) for a in args]
+        values = [a if type(a) is int else a.data_ptr() if type(a) is Tensor else as_bits(a) for a in args]
         if self.function and launched(self.function, grid, block, shared, stream, values): return
         if shared > 49152: self.kernel.max_dynamic_shared_size_bytes = shared
         self.kernel((grid,), (block,), tuple(values), shared_mem=shared,
