@@ -176,6 +176,7 @@ def plain_softmax(w:Tensor, bias:Optional[Tensor], x:Tensor) -> TiledSoftmax:  #
     p = z.sub_(lse[:, None]).exp_()
     return TiledSoftmax(p, torch.stack([lse, torch.ones_like(lse)])[:, None], len(w), 1.0)
 
+# %% ../nbs/22_linear_ctc.ipynb #8e3dedac
 def tiled_softmax(
     x:Tensor, w:Tensor, bias:Optional[Tensor],  # the first of the matrices; as above
     p:Optional[Tensor]=None,  # memory for the largest softmax; None: each has its own
@@ -183,7 +184,6 @@ def tiled_softmax(
     "Softmax and lse from one product."
     if not takes_kernel(x): return functools.partial(plain_softmax, w, bias)
     return SoftmaxLaunches(w, bias, tiling_of(x, w), p)
-
 
 # %% ../nbs/22_linear_ctc.ipynb #200d4ec3
 def scale_tiles(
@@ -323,13 +323,13 @@ def rows_of_segments(b:CTCBatch, parts:list[Segment], x:Tensor) -> list[tuple[Se
     "Each segment with its rows of [R,H]."
     return [*zip(parts, x.split([len(s.kept) for s in parts]))]
 
+# %% ../nbs/22_linear_ctc.ipynb #6f745e06
 def segment_views(parts:list[Segment], t:Tensor) -> list[Tensor]:  # [T,N,...] to [K·N,...]; [K,N,...] where rows lie apart
     "The part of each segment, padded."
     if not parts: return []
     t, K = part(t, slice(0, parts[-1].at.stop)), parts[0].at.stop
     joined = t.is_contiguous() or t.stride(0) == t.shape[1] * t.stride(1)
     return t.flatten(0, 1).split(K * t.shape[1]) if joined else t.split(K)
-
 
 # %% ../nbs/22_linear_ctc.ipynb #d38bae9e
 def segment_walk(b:CTCBatch, parts:list[Segment], back:BackwardState, grad_scale:Optional[Tensor],
