@@ -6,19 +6,19 @@
 __all__ = ['linear_ctc_loss']
 
 # %% ../nbs/22_linear_ctc.ipynb #c454b8b5
-import functools
-from typing import NamedTuple, Optional
+import functools, math
+from typing import Callable, NamedTuple, Optional
 
 import torch
 from torch import nn, Tensor
 
 from fusedloss.chunks import scaled, scaled_bias
-from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect
+from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect, once_for_alike
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
+    add_product, autocast_like_linear, chunk_scores, grad_scale_of, part, store_tile, swizzle_tile, takes_kernel,
     tile_product, tile_scores, wide, write_product)
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.sequences import (
@@ -117,7 +117,7 @@ def linear_ctc_fwd(
 class TiledSoftmax(NamedTuple):
     "Rows of a softmax, each tile relative to its own largest score."
     p: Tensor  # [n,V]
-    stats: Tensor  # [2,tiles,n]: that score, times `log2_scale`; the tile's sum
+    stats: Tensor  # [2,tiles,n], from kernels one after another: that score, times `log2_scale`; the tile's sum
     width: int  # classes of a tile
     log2_scale: float
 
@@ -127,38 +127,63 @@ def aligned_rows(x:Tensor, rows:int, V:int) -> Tensor:
     return x.new_empty(rows, -(-V // 8) * 8)[:, :V]
 
 # %% ../nbs/22_linear_ctc.ipynb #14fe1872
-def launch_tiled_softmax(
-    x:Tensor, w:Tensor, bias:Optional[Tensor],  # [n,H], [V,H], [V]
-    t:Tiling,
-    p:Tensor,  # [n or more,V] to be written
-) -> TiledSoftmax:
-    "By Triton."
-    (n, h), v, p = x.shape, len(w), p[:len(x)]
-    tiles_n, tiles_v = -(-n // t.BN), -(-v // t.BV)
-    stats = x.new_empty((2, tiles_v, n), dtype=f32)
-    grid = min(multiprocessors(x.device), tiles_n * tiles_v),
-    launch = lambda t, only_compile=False: launcher(tile_softmax_kernel, grid, only_compile)(
-        operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc),
-        operand(p, t.BN, t.BV // 2, t.desc), bias, stats, n, v, h, *x.stride(), *w.stride(),
-        p.stride(0), SCORE=score_fn(BARE_OPTIONS), LOG2_SCALE=log2_scale(x), DESC=t.desc,
-        GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
-    with on_device(x):
-        launch(fastest(tile_softmax_kernel, x, v, t, deeper(t, device_of(x), True), launch,
-                       BIAS=bias is not None))
-    return TiledSoftmax(p, stats, t.BV, log2_scale(x))
+class SoftmaxLaunches:
+    "Tiles of the softmax of one matrix after another, on the current device: what these share is prepared once."
+    def __init__(self, w:Tensor, bias:Optional[Tensor], t:Tiling, p:Optional[Tensor]):  # as `tiled_softmax`
+        self.w, self.bias, self.t, self.p, self.stats, self.variants = w, bias, t, p, None, {}
+        self.tiles, self.unit, self.programs = -(-len(w) // t.BV), log2_scale(w), multiprocessors(w.device)
+        self.w_tiles, self.p_tiles = operand(w, t.BV, t.BH, t.desc), None if p is None else self.tiles_of(p)
+        self.constants = dict(SCORE=score_fn(BARE_OPTIONS), LOG2_SCALE=self.unit, DESC=t.desc, BN=t.BN, BV=t.BV, BH=t.BH)
+
+    def tiles_of(self, p:Tensor):
+        "Half as wide as those of the product."
+        return operand(p, self.t.BN, self.t.BV // 2, self.t.desc)
+
+    def memory(self, x:Tensor) -> tuple:
+        "p, its tiles, and what `stats` is written to: for this matrix, or for the largest so far."
+        sizes = 2, self.tiles, len(x)
+        if self.p is None:
+            p = aligned_rows(x, len(x), len(self.w))
+            return p, self.tiles_of(p), p.new_empty(sizes, dtype=f32)
+        if self.stats is None or len(self.stats) < math.prod(sizes):
+            self.stats = None  # before the new one
+            self.stats = self.p.new_empty(math.prod(sizes), dtype=f32)
+        return self.p, self.p_tiles, self.stats
+
+    def launch(self, x:Tensor, p:Tensor, p_tiles, stats:Tensor, t:Tiling, only_compile:bool=False):
+        "By a variant of the tiling."
+        grid = min(self.programs, -(-len(x) // t.BN) * self.tiles),
+        launcher(tile_softmax_kernel, grid, only_compile)(
+            operand(x, t.BN, t.BH, t.desc), self.w_tiles, p_tiles, self.bias, stats, len(x), *self.w.shape, *x.stride(),
+            *self.w.stride(), p.stride(0), **self.constants, GROUP=t.group, num_warps=t.warps, num_stages=t.stages)
+
+    def __call__(self, x:Tensor) -> TiledSoftmax:  # [n,H]
+        "By Triton."
+        size, memory = (len(x) - 1).bit_length(), self.memory(x)
+        if size not in self.variants:
+            more, run = deeper(self.t, device_of(x), True), functools.partial(self.launch, x, *memory)
+            self.variants[size] = fastest(tile_softmax_kernel, x, len(self.w), self.t, more, run, BIAS=self.bias is not None)
+        self.launch(x, *memory, self.variants[size])
+        p, _, stats = memory
+        return TiledSoftmax(part(p, slice(0, len(x))), stats, self.t.BV, self.unit)
+
 
 # %% ../nbs/22_linear_ctc.ipynb #3e7930ae
-def tiled_softmax(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], t:Tiling, p:Optional[Tensor]=None,  # as above
-) -> TiledSoftmax:
-    "Softmax and lse from one product; by PyTorch a row is one tile."
-    if takes_kernel(x):
-        p = aligned_rows(x, len(x), len(w)) if p is None else p
-        return launch_tiled_softmax(x, w, bias, t, p)
+def plain_softmax(w:Tensor, bias:Optional[Tensor], x:Tensor) -> TiledSoftmax:  # as above
+    "By PyTorch; a row is one tile."
     z = chunk_scores(x, wide(w), bias)[:, 0]
-    lse = z.logsumexp(1)
+    lse = z.logsumexp(-1)
     p = z.sub_(lse[:, None]).exp_()
     return TiledSoftmax(p, torch.stack([lse, torch.ones_like(lse)])[:, None], len(w), 1.0)
+
+# %% ../nbs/22_linear_ctc.ipynb #8e3dedac
+def tiled_softmax(
+    x:Tensor, w:Tensor, bias:Optional[Tensor],  # the first of the matrices; as above
+    p:Optional[Tensor]=None,  # memory for the largest softmax; None: each has its own
+) -> Callable[[Tensor], TiledSoftmax]:  # of a matrix [n,H] like `x`
+    "Softmax and lse from one product."
+    if not takes_kernel(x): return functools.partial(plain_softmax, w, bias)
+    return SoftmaxLaunches(w, bias, tiling_of(x, w), p)
 
 # %% ../nbs/22_linear_ctc.ipynb #200d4ec3
 def scale_tiles(
@@ -208,14 +233,14 @@ def launch_finish(
     b:CTCBatch, s:Segment, tiles:TiledSoftmax, e:Tensor, post:Tensor,  # [N,K,C], [N,K,2,plane]
     g:Tensor, log_z:Tensor, stats:Tensor,  # as above
 ):
-    "The same in one launch."
-    (n, v), (N, K, C), count = tiles.p.shape, e.shape, tiles.stats.shape[1]
+    "The same in one launch, on the current device."
+    (n, v), (N, K, C) = tiles.p.shape, e.shape
+    count = -(-v // tiles.width)
     row, shift = v * tiles.p.element_size(), (tiles.width - 1).bit_length()
-    with on_device(e):
-        b.kernels.finish(n, finish_threads(row), tiles.p, tiles.stats, e, b.symbols, b.frames,
-                      b.lengths, post, log_z, g, s.kept, stats, n, v, tiles.p.stride(0),
-                      count, shift, s.at.start, K, N, C, b.kernels.shape.plane,
-                      shared=finish_shared_bytes(row, C, count, b.kernels.staged))
+    b.kernels.finish(n, finish_threads(row), tiles.p, tiles.stats, e, b.symbols, b.frames,
+                  b.lengths, post, log_z, g, s.kept, stats, n, v, tiles.p.stride(0),
+                  count, shift, s.at.start, K, N, C, b.kernels.shape.plane,
+                  shared=finish_shared_bytes(row, C, count, b.kernels.staged))
 
 # %% ../nbs/22_linear_ctc.ipynb #4e6c7a23
 class BackwardState(NamedTuple):
@@ -253,18 +278,18 @@ class BackwardState(NamedTuple):
 
 # %% ../nbs/22_linear_ctc.ipynb #5945c99e
 def make_dz(
-    b:CTCBatch, s:Segment, x:Tensor, t:Tiling,  # [n,H] rows of x
+    b:CTCBatch, s:Segment, x:Tensor, softmax:Callable,  # [n,H] rows of x; of `tiled_softmax`
     back:BackwardState,
 ) -> Tensor:  # [n,V]
     "A segment's dz, from the product that also gives lse; γ first, its tables are gone then."
     e = emissions(b, s.at)
     if b.kernels:
         launch_segment(b, s.at, e, back.kept, back.post, back.work)
-        tiles = tiled_softmax(x, b.w, b.bias, t, back.work)
+        tiles = softmax(x)
         launch_finish(b, s, tiles, e, back.post, back.g, back.log_z, back.stats)
     else:
         gammas = plain_backward(b, s.at, plain_forward(b, s.at, e, back.kept.before(s.at)), back.edge)
-        tiles = tiled_softmax(x, b.w, b.bias, t)
+        tiles = softmax(x)
         plain_finish(b, s, tiles, e, gammas, back.g, back.log_z, back.stats)
     return tiles.p
 
@@ -298,21 +323,30 @@ def rows_of_segments(b:CTCBatch, parts:list[Segment], x:Tensor) -> list[tuple[Se
     "Each segment with its rows of [R,H]."
     return [*zip(parts, x.split([len(s.kept) for s in parts]))]
 
+# %% ../nbs/22_linear_ctc.ipynb #6f745e06
+def segment_views(parts:list[Segment], t:Tensor) -> list[Tensor]:  # [T,N,...] to [K·N,...]; [K,N,...] where rows lie apart
+    "The part of each segment, padded."
+    if not parts: return []
+    t, K = part(t, slice(0, parts[-1].at.stop)), parts[0].at.stop
+    joined = t.is_contiguous() or t.stride(0) == t.shape[1] * t.stride(1)
+    return t.flatten(0, 1).split(K * t.shape[1]) if joined else t.split(K)
+
 # %% ../nbs/22_linear_ctc.ipynb #d38bae9e
-def segment_walk(
-    b:CTCBatch, parts:list[Segment], back:BackwardState, grad_scale:Optional[Tensor],
-    needs:tuple[bool, bool, bool],
-) -> Gradients:
+def segment_walk(b:CTCBatch, parts:list[Segment], back:BackwardState, grad_scale:Optional[Tensor],
+                 needs:tuple[bool, bool, bool]) -> Gradients:
     "Rows of x are copied a segment at a time, where they are."
-    sums, t = Gradients.of(b, needs), None
-    for s in reversed(parts):
-        x = unpadded_rows(b.x[s.at], s)
-        t = t or tiling_of(x, b.w)
-        dz = make_dz(b, s, x, t, back)
-        accumulate_grads(sums, dz, x, b, s, grad_scale)
-        if needs[0] and s.kept is not None: put_unpadded_rows(sums.dx[s.at], x, s)
+    sums, softmax, xs = Gradients.of(b, needs), None, segment_views(parts, b.x)
+    outs = segment_views(parts, sums.dx) if needs[0] else [None] * len(parts)
+    for s, x, out in zip(reversed(parts), reversed(xs), reversed(outs)):
+        if x.dim() > 2: x = x.flatten(0, 1)
+        if s.kept is not None: x = x.index_select(0, s.kept)
+        softmax = softmax or tiled_softmax(x, b.w, b.bias, back.work)
+        dz = make_dz(b, s, x, softmax, back)
+        accumulate_grads(sums, dz, x, b, grad_scale, out if s.kept is None else x)
+        if needs[0] and s.kept is not None: out.index_copy_(0, s.kept, x)
         del dz, x  # before the next ones
     return sums
+
 
 # %% ../nbs/22_linear_ctc.ipynb #0635b5af
 def packed_walk(b, parts, back, grad_scale, needs) -> Gradients:  # as above
@@ -320,9 +354,9 @@ def packed_walk(b, parts, back, grad_scale, needs) -> Gradients:  # as above
     sums, kept = Gradients.of(b, (False, *needs[1:])), b.unpadded()
     packed = b.x.flatten(0, 1).index_select(0, kept)
     sums = sums._replace(dx=packed if needs[0] else None)
-    t = tiling_of(packed, b.w)
+    softmax = tiled_softmax(packed, b.w, b.bias, back.work)
     for s, x in reversed(rows_of_segments(b, parts, packed)):
-        accumulate_grads(sums, make_dz(b, s, x, t, back), x, b, s, grad_scale)
+        accumulate_grads(sums, make_dz(b, s, x, softmax, back), x, b, grad_scale, x)
     if not needs[0]: return sums
     back.release()
     dx = b.x.new_zeros(b.x.shape)
@@ -331,16 +365,17 @@ def packed_walk(b, parts, back, grad_scale, needs) -> Gradients:  # as above
 
 # %% ../nbs/22_linear_ctc.ipynb #2eb03f1d
 def accumulate_grads(
-    sums:Gradients, dz:Tensor, x:Tensor,  # [n,V], [n,H]; x is written over where it is a copy
-    b:CTCBatch, s:Segment, grad_scale:Optional[Tensor],
+    sums:Gradients, dz:Tensor, x:Tensor,  # [n,V], [n,H]
+    b:CTCBatch, grad_scale:Optional[Tensor],
+    out:Tensor,  # [n,H] its dx; x itself where that is a copy
 ):
-    "A segment's dz into all gradients; dx of a copy takes its place."
+    "A segment's dz into all gradients."
     if sums.db is not None: sums.db.add_(dz.sum(0, dtype=sums.db.dtype))
-    if sums.dw is not None: add_product(sums.dw, dz.T, x.to(dz.dtype))
+    if sums.dw is not None: add_product(sums.dw, dz.T, x if x.dtype == dz.dtype else x.to(dz.dtype))
     if sums.dx is None: return
-    out = sums.dx[s.at].flatten(0, 1) if s.kept is None else x
     if dz.dtype != x.dtype: out.copy_(dz @ wide(b.w))
     else: write_product(out, dz, b.w, grad_scale)
+
 
 # %% ../nbs/22_linear_ctc.ipynb #ef5cd6e4
 def segment_gradients(
@@ -355,7 +390,7 @@ def segment_gradients(
         g = g / grad_scale
     back, parts = BackwardState.of(b, K, g, log_z, kept), segments(b, K)
     walk = packed_walk if packs_at_once(b, parts, back.room) else segment_walk
-    sums = walk(b, parts, back, grad_scale, needs)
+    with on_device(b.x): sums = walk(b, parts, back, grad_scale, needs)
     for total in sums[1:]:  # dx has had its own
         if total is not None and grad_scale is not None: total.mul_(grad_scale)
     return sums, back.stats
@@ -366,7 +401,7 @@ def linear_ctc_bwd(
     needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx, dw, db in the dtypes of x and w; empty if not needed
     "Gradients for an upstream gradient that was waited for."
-    kept = Boundaries(states, f.segment // f.parts)
+    kept = Boundaries.made_of(states, f.segment // f.parts)
     sums, _ = segment_gradients(b, f.segment, g.contiguous(), log_z, kept, needs)
     return tuple(b.w.new_empty(0) if t is None else t.to(b.w.dtype) for t in sums)
 
@@ -520,14 +555,17 @@ linear_ctc_all_operator = operator(
     flops=lambda i, out: ctc_flops(i.x, i.w, i.targets, 2, i.need_x, i.need_w))
 
 # %% ../nbs/22_linear_ctc.ipynb #04843b13
-def check_linear_ctc(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, blank:int, reduction:str,
-    memory_budget:Optional[int],
-):
-    "`ValueError` for shapes, dtypes and options that cannot be meant; x is [T,N,H]."
-    check_linear(x, w)
+@once_for_alike
+def check_linear_ctc(input:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tensor, blank:int, reduction:str,
+                     memory_budget:Optional[int], zero_infinity:bool):
+    "`ValueError` for shapes, dtypes and options that cannot be meant; input is [T,N,H] or [T,H]."
+    check_linear(input, w)
+    expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
+    x, targets = add_batch_dim(input, targets, input.dim() == 2)
     check_recompute(x, w, bias, memory_budget)
     check_ctc(x.new_empty(()).expand(*x.shape[:2], len(w)), targets, blank, reduction, "input")
+    check_flags(zero_infinity=zero_infinity)
+
 
 # %% ../nbs/22_linear_ctc.ipynb #5e865bfd
 def linear_ctc_loss(
@@ -544,11 +582,8 @@ def linear_ctc_loss(
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of a linear layer, whose logits are never stored."
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
-    check_linear(input, linear_weight)
-    expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
+    check_linear_ctc(input, linear_weight, linear_bias, targets, blank, reduction, memory_budget, zero_infinity)
     x, targets = add_batch_dim(input, targets, input.dim() == 2)
-    check_linear_ctc(x, linear_weight, linear_bias, targets, blank, reduction, memory_budget)
-    check_flags(zero_infinity=zero_infinity)
     frames, lengths = both_lengths(input_lengths, target_lengths, x, targets)
     x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else
                                                            [linear_bias.contiguous()]))

@@ -70,6 +70,7 @@ class CTCBatch(NamedTuple):
     log_z: Tensor  # [N] words of 64 bits: log Z′; at first that of no frames, NaN for invalid targets
     target_weight: Tensor  # [N,H,C] rows of w: those of the classes
     target_bias: Optional[Tensor]  # [N,1,C] of the bias
+    sequences: Tensor  # [N,T,H] x, a sequence after another
 
     def unpadded(self) -> Tensor:
         "Rows of [T·N] that are no padding; the host knows the frames."
@@ -88,7 +89,7 @@ def emissions(
     b:CTCBatch, at:slice,
 ) -> Tensor:  # [N,K,C] scores of the blank and of the target's classes
     "The small product, one for each sequence."
-    x = b.x[at].transpose(0, 1)
+    x = b.sequences[:, at]
     whole = x.element_size() == 2 and multiplies_in_float32(x.device)
     if whole: e = torch.bmm(x, b.target_weight, out_dtype=f32)
     else: e = wide(x) @ wide(b.target_weight)
@@ -147,7 +148,7 @@ def make_batch(
                                  if kernels else plain_targets(p, T, V, blank, C))
     target_bias = None if bias is None else bias[classes][:, None]
     return CTCBatch(x, w, bias, kernels, host_frames, classes, symbols, symbols.view(-1)[1:],
-                    *others, w[classes].mT, target_bias)
+                    *others, w[classes].mT, target_bias, x.transpose(0, 1))
 
 # %% ../nbs/21_segments.ipynb #42a227e4
 def unpadded_positions(
@@ -170,8 +171,9 @@ def segments(b:CTCBatch, K:int) -> list[Segment]:
     cuts = tile_slices(last, K)
     if host_frames is None or min(host_frames, default=0) == last:
         return [Segment(at, None) for at in cuts]
-    counts = [sum(min(k, at.stop) - min(k, at.start) for k in host_frames) for at in cuts]
-    parts = unpadded_positions(b, last, K, sum(host_frames)).split(counts)
+    rows = [0] + [sum([min(k, at.stop) for k in host_frames]) for at in cuts]  # up to each cut
+    counts = [end - begin for begin, end in zip(rows, rows[1:])]
+    parts = unpadded_positions(b, last, K, rows[-1]).split(counts)
     return [Segment(at, part) for at, part in zip(cuts, parts)]
 
 # %% ../nbs/21_segments.ipynb #bc150222
@@ -251,12 +253,18 @@ class Boundaries(NamedTuple):
     "What is kept of α and β between segments, and within those that have parts."
     states: Tensor  # [1 or 2,n,N,2,C] words: of α behind every so many frames, of β before them
     every: int  # frames
+    beta: Optional[Tensor]  # [n,N,2,C] those of β; None where only α is kept
+
+    @classmethod
+    def made_of(cls, states:Tensor, every:int) -> "Boundaries":
+        "Those of a sweep before."
+        return cls(states, every, states[1] if len(states) == 2 else None)
 
     @classmethod
     def of(cls, b:CTCBatch, every:int) -> "Boundaries":
         "Room for those of all frames."
         n, planes = -(-len(b.x) // every), 2 if b.kernels or b.x.is_cuda else 1  # loops keep α alone
-        return cls(empty_boundaries(planes * n, b).unflatten(0, (planes, n)), every)
+        return cls.made_of(empty_boundaries(planes * n, b).unflatten(0, (planes, n)), every)
 
     def before(self, at:slice) -> Optional[Tensor]:  # [N,2,C]
         "α before a run of frames; None where all sequences begin."
@@ -395,11 +403,10 @@ def launch_segment(
     kept:Boundaries, post:Tensor,  # [N,K,2,plane] posteriors, written
     table:Optional[Tensor]=None,  # memory for it, of `table_size` of the kernels
 ):
-    "Posteriors of a segment from what is kept of α and β, its parts side by side."
+    "Posteriors of a segment from what is kept of α and β, its parts side by side; on the current device."
     K, every = at.stop - at.start, kept.every
     if table is None: table = e.new_empty(b.kernels.table_size(len(e), K, every))
-    with on_device(e):
-        launch_scan(b, b.kernels.both_scans, -(-K // every), at, e, at, e, kept, table, post, every)
+    launch_scan(b, b.kernels.both_scans, -(-K // every), at, e, at, e, kept, table, post, every)
 
 # %% ../nbs/21_segments.ipynb #56d5f9c2
 def launch_scan(
@@ -409,7 +416,7 @@ def launch_scan(
 ):
     "A run of frames; states and log Z are a float and an int in a word of 64 bits."
     (N, _, C), shape = e.shape, b.kernels.shape
-    beta = kept.states[1] if beta_e is not None else None
+    beta = kept.beta if beta_e is not None else None
     run(parts * N * shape.cluster, shape.threads, e, beta_e, b.labels, b.frames, b.lengths,
         kept.states, beta, table, post, b.log_z, strip_states(e, parts * N, frames, shape),
         N, C, at.start, at.stop - at.start, beta_at.start, beta_at.stop - beta_at.start, kept.every)

@@ -1,6 +1,7 @@
 """The loader of `cuda/*.cu`: one order of compilers for every kernel, and one neutral warning for a source that none compiles."""
 import ast
 import ctypes
+import re
 import sys
 import threading
 import time
@@ -258,14 +259,14 @@ def test_handles_are_of_kernels_that_may_take_the_shared_memory(compilers, monke
     monkeypatch.setattr(compilers, "compile", lambda *_: made)
     compilers.cupy(ANY), compilers.torch(ANY)
     for compiler, size in zip(cuda.COMPILERS.values(), (100000, 200000)):
-        assert compiler(cuda.EMPTY_KERNEL, "empty_kernel", cuda.OPTIONS).handle(size) == 17 and made.max_dynamic_shared_size_bytes == size
+        assert compiler(cuda.EMPTY_KERNEL, "empty_kernel", cuda.OPTIONS).handle(size, 0) == 17 and made.max_dynamic_shared_size_bytes == size
 
 
 def bound(driver, monkeypatch, *numbers):
     "A kernel of two addresses that the driver is asked to launch"
     monkeypatch.setattr(cuda, "driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
-    return cuda.Bound(SimpleNamespace(handle=lambda shared: 11), 2, 7, 128, 2, *numbers)
+    return cuda.Bound(SimpleNamespace(handle=lambda shared, arguments: 11), 2, 7, 128, 2, *numbers)
 
 
 def test_what_the_driver_reads_of_a_bound_kernel(monkeypatch):
@@ -325,8 +326,42 @@ def test_a_kernel_goes_to_the_driver_from_its_second_launch_on(answer, compilers
     everywhere(monkeypatch, cuda, "driver", lambda: SimpleNamespace(cuLaunchKernel=driver))
     compilers.cupy(ANY)
     sys.modules["cupy"].RawModule = lambda code, options: SimpleNamespace(get_function=lambda name: Kernel())
-    launch = cuda.CompiledByCupy("", "name", ())
+    launch = cuda.CompiledByCupy("__global__ void name(float* at, int i, double d, void* none, long long n) {}", "name", ())
     for _ in range(2):
         launch(7, 64, t, -5, 0.25, None, 2**40)
     assert by_driver == [(1234, [7, 1, 1, 64, 1, 1], t.data_ptr(), -5, 0.25, 0, 2**40)]
     assert len(by_cupy) == (1 if answer == 0 else 2) and by_cupy[0][:2] == ((7,), (64,))
+
+
+KERNELS = [(path.stem, name) for path in sorted((Path(fusedloss.__file__).parents[1] / "cuda").glob("*.cu"))
+           for name in re.findall(r"__global__[^;{}]*?(\w+)\(\n", path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("compiler", cuda.COMPILERS)
+@pytest.mark.parametrize("file, name", KERNELS)
+def test_a_launch_with_other_than_all_arguments_raises_before_the_driver_reads_them(file, name, compiler, compilers, monkeypatch):
+    "By each way: a call, a bound launch, a handle"
+    compilers.cupy(ANY), compilers.torch(ANY)
+    launch = cuda.COMPILERS[compiler](cuda.cuda_source(file), name, cuda.OPTIONS, "90a" if file == "product_sm90" else "")
+    count = declared(file, name)
+    for wrong in (count - 1, count + 1):
+        message = rf"{name}: expected {count} arguments, got {wrong}"
+        with pytest.raises(ValueError, match=message):
+            launch(1, 32, *[0] * wrong)
+        with pytest.raises(ValueError, match=message):
+            cuda.Bound(launch, 0, 1, 32, 1, *[0] * (wrong - 1))
+    launch.check_arguments(count)
+
+
+def declared(file: str, name: str) -> int:
+    "The parameters of a kernel, each a type and a word, as its source lists them"
+    text = "\n".join(line.split("//")[0] for line in cuda.cuda_source(file).splitlines())
+    begin = text.index(f" {name}(\n") + len(name) + 2
+    return len(text[begin:text.index(") {", begin)].split(","))
+
+
+def test_a_kernel_that_the_source_does_not_have_is_named():
+    assert cuda.parameter_count("__global__ void f(int a, /* b, c */ int d) {} __global__ void g( ) {}", "f") == 2
+    assert cuda.parameter_count("__global__ void f(int a) {} __global__ void g( ) {}", "g") == 0
+    with pytest.raises(ValueError, match="expected a kernel h, got none"):
+        cuda.parameter_count("__global__ void f(int h) {}", "h")

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fusedloss import clusters, ctc, losses
-from fusedloss.core import cuda, devices, hopper, products, triton
+from fusedloss import clusters, ctc, linear_ctc, losses, segments
+from fusedloss.core import cuda, devices, hopper, products, sequences, triton
 from helpers import everywhere, planted
 from offline import triton_kernels
 
@@ -32,6 +32,7 @@ LOGITS_OPERATORS = {False: 6, True: 6}  # of PyTorch; its own loss has 5
 LOGITS_TIMES = {False: 5, True: 5}  # as long as PyTorch's step, whose kernels do something
 CALLS = {"auto": 69, "eager": 67, "chunks": 131, "product": 284, "ctc": 77}  # Python functions of the library, in a step of training
 OPERATORS = {"auto": 12, "eager": 12, "chunks": 33, "product": 40, "ctc": 11}  # of PyTorch; its own loss has 12
+LINEAR_CTC = {"GPU": (307, 80, 21, 5), "host": (332, 103, 24, 7)}  # lengths there: functions and operators of a step, and of each segment
 TIMES = {"auto": 6, "eager": 6, "chunks": 9, "product": 16}  # as long as PyTorch's step, whose kernels do something
 
 
@@ -242,3 +243,70 @@ CTC_BUGS = {
 @pytest.mark.parametrize("bug", CTC_BUGS)
 def test_a_bug_planted_in_ctc_is_noticed(bug, gpu, tmp_path):
     assert does_more(ctc_step(planted(ctc, tmp_path, *CTC_BUGS[bug])), ctc_step()), "nothing noticed"
+
+
+class Zeroing(Nothing):
+    "A kernel of linear CTC, which leaves zeros where others take indices from"
+    def __init__(self, name):
+        self.written = {"ctc_targets": 5, "ctc_kept": 3}.get(name)
+
+    def __call__(self, *args, **options):
+        if self.written:
+            ctypes.memset(args[self.written].data_ptr(), 0, args[self.written].nbytes)
+
+
+@pytest.fixture(params=LINEAR_CTC)
+def lengths_lie(request, gpu, monkeypatch) -> str:
+    "Where: sequences end early, which the GPU cannot tell the host; products sum in float32"
+    segments.compile_kernels.cache_clear()
+    real = torch.bmm
+    everywhere(monkeypatch, cuda, "cuda_kernel", lambda name, *args, **constants: Zeroing(name))
+    everywhere(monkeypatch, sequences, "readable_on_host", lambda t: request.param == "host" and t.dim() == 1)
+    for asked in ("multiplies_in_float32", "adds_in_float32"):
+        everywhere(monkeypatch, products, asked, lambda device: True)
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: real(a, b))
+    monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", lambda total, *given, **factors: total.add_(0))
+    yield request.param
+    segments.compile_kernels.cache_clear()
+
+
+def linear_ctc_step(patch: pytest.MonkeyPatch, module: ModuleType = linear_ctc, parts: int = 6) -> Callable[[], tuple]:
+    "A step of training by linear CTC, in so many segments"
+    made, K = torch.Generator().manual_seed(0), 8
+    x, w = (torch.randn(*size, generator=made).bfloat16().requires_grad_() for size in ((K * parts, 4, 16), (512, 16)))
+    y, frames, lengths = torch.randint(1, 512, (4, 3), generator=made), torch.linspace(K * parts, K * parts // 3, 4).long(), torch.full((4,), 3)
+    counts = segments.FrameCounts(K, K * parts, K * parts, 4)
+    def run():
+        with patch.context() as here:
+            everywhere(here, module, "frame_counts", lambda *given: counts)
+            return torch.autograd.grad(module.linear_ctc_loss(x, w, y, frames, lengths), (x, w))
+    return run
+
+
+def counts_of(patch: pytest.MonkeyPatch, module: ModuleType = linear_ctc) -> tuple[int, int, int, int]:
+    "Functions and operators of a step in six segments, and what each of these adds"
+    few, many = (linear_ctc_step(patch, module, parts) for parts in (2, 6))
+    more = [(len(count(many)), len(count(many)) - len(count(few))) for count in (calls_of, operators_of)]
+    return tuple(n for n, _ in more) + tuple(-(-difference // 4) for _, difference in more)
+
+
+def test_functions_and_operators_of_linear_ctc_are_few(lengths_lie, monkeypatch):
+    found = counts_of(monkeypatch)
+    assert all(n <= most for n, most in zip(found, LINEAR_CTC[lengths_lie])), found
+
+
+LINEAR_CTC_BUGS = {
+    "each call is checked anew": ("@once_for_alike\ndef check_linear_ctc(", "def check_linear_ctc("),
+    "the softmax is prepared for each segment": ("softmax = softmax or tiled_softmax(x,", "softmax = tiled_softmax(x,"),
+    "the variant is looked up for each segment": ("        if size not in self.variants:", "        if True:"),
+    "rows are cut out for each segment": ("    x = b.sequences[:, at]\n", "    x = b.x[at].transpose(0, 1)\n"),
+    "rows are converted": ("x if x.dtype == dz.dtype else x.to(dz.dtype)", "x.to(dz.dtype)"),
+    "states of β are selected": ("    beta = kept.beta if", "    beta = kept.states[1] if"),
+}
+
+
+@pytest.mark.parametrize("bug", LINEAR_CTC_BUGS)
+@pytest.mark.parametrize("lengths_lie", ["GPU"], indirect=True)
+def test_a_bug_planted_in_linear_ctc_is_noticed(bug, lengths_lie, tmp_path, monkeypatch):
+    more, usual = counts_of(monkeypatch, planted(linear_ctc, tmp_path, *LINEAR_CTC_BUGS[bug])), counts_of(monkeypatch)
+    assert any(n > most for n, most in zip(more, usual)), (more, usual)

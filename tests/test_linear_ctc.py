@@ -790,7 +790,7 @@ BUGS = {
     "lse of padding counts": ("torch.where(on, lse, 0).sum(0)", "lse.sum(0)"),
     "the mean counts as a sum": ("inv_denominators(b.lengths, mean, acc_dtype(x.dtype))", "inv_denominators(b.lengths, False, acc_dtype(x.dtype))"),
     "rows where they are not": ("put_unpadded_rows(stats[s.at][..., 0], lse, s)", "put_unpadded_rows(stats[s.at][..., 0], lse.flip(0), s)"),
-    "only the last dw": ("add_product(sums.dw, dz.T, x.to(dz.dtype))", "sums.dw.copy_(dz.T @ x.to(dz.dtype))"),
+    "only the last dw": ("add_product(sums.dw, dz.T, x if x.dtype == dz.dtype else x.to(dz.dtype))", "sums.dw.copy_(dz.T @ x.to(dz.dtype))"),
 }
 
 

@@ -151,8 +151,8 @@ def contrasts(dtype, width, N=8192):
 def tiles_of_softmax(dtype, width, V=5000):
     "Linear CTC's product and softmax"
     x, w = matrix(8192, width, dtype), matrix(V, width, dtype)
-    linear_ctc.launch_tiled_softmax(x, w, None, linear_ctc.tiling_of(x, w), linear_ctc.aligned_rows(x, len(x), V))
-    linear_ctc.launch_tiled_softmax(x, w, cuda(V, dtype=dtype), linear_ctc.tiling_of(x, w), linear_ctc.aligned_rows(x, len(x), V))
+    linear_ctc.tiled_softmax(x, w, None)(x)
+    linear_ctc.tiled_softmax(x, w, cuda(V, dtype=dtype))(x)
 
 
 def scan(dtype, states):

@@ -66,26 +66,46 @@ def launched(
     return not driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared, ctypes.c_void_p(stream),
                                        ctypes.c_void_p(places.buffer_info()[0]), None)
 
+# %% ../../nbs/library/cuda.ipynb #eac72918
+COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+def parameter_count(source:str, name:str) -> int:
+    "How many parameters a kernel has; `ValueError` if the source has no such kernel."
+    found = re.search(rf"__global__\s[^;{{}}]*?\b{name}\s*\(([^()]*)\)", COMMENTS.sub("", source))
+    if found is None: raise ValueError(f"source: expected a kernel {name}, got none")
+    return found[1].count(",") + 1 if found[1].strip() else 0
+
+class Compiled:
+    "A kernel that a compiler made."
+    def __init__(self, source:str, name:str): self.name, self.parameters = name, parameter_count(source, name)
+
+    def check_arguments(self, count:int):
+        "`ValueError` unless the kernel takes so many."
+        if count != self.parameters: raise ValueError(f"{self.name}: expected {self.parameters} arguments, got {count}")
+
 # %% ../../nbs/library/cuda.ipynb #9a3535e1
-class CompiledByCupy:
+class CompiledByCupy(Compiled):
     "A kernel made by CuPy."
     def __init__(self, source:str, name:str, options:tuple[str, ...], arch:str=""):
+        super().__init__(source, name)
         from cupy import RawModule
         options = (*options, f"-arch=sm_{arch}") if arch else options
         self.kernel = RawModule(code=source, options=options).get_function(name)
         self.function = None  # what the driver knows it by, once CuPy has launched it
 
     def __call__(self, grid:int, block:int, *args:Any, shared:int=0):
+        if len(args) != self.parameters: self.check_arguments(len(args))
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        values = [a if type(a) is int else as_bits(a) for a in args]
+        values = [a if type(a) is int else a.data_ptr() if type(a) is Tensor else as_bits(a) for a in args]
         if self.function and launched(self.function, grid, block, shared, stream, values): return
         if shared > 49152: self.kernel.max_dynamic_shared_size_bytes = shared
         self.kernel((grid,), (block,), tuple(values), shared_mem=shared,
                     stream=SimpleNamespace(ptr=stream))  # an object of PyTorch costs the host more
         if shared <= 49152: self.function = driver_handle(self.kernel)
 
-    def handle(self, shared:int) -> int:  # bytes that a launch may ask for
+    def handle(self, shared:int, arguments:int) -> int:  # bytes that a launch may ask for; their number
         "What the driver knows it by."
+        self.check_arguments(arguments)
         self.kernel.max_dynamic_shared_size_bytes = shared
         return self.kernel.kernel.ptr
 
@@ -96,19 +116,22 @@ def null_pointer() -> Tensor:
     return torch.empty(0, device="cuda")
 
 # %% ../../nbs/library/cuda.ipynb #f131f83b
-class CompiledByTorch:
+class CompiledByTorch(Compiled):
     "A kernel made by PyTorch's NVRTC."
     def __init__(self, source:str, name:str, options:tuple[str, ...], arch:str=""):
+        super().__init__(source, name)
         options = [*options, "-ftz=true"]  # as CuPy compiles: the same bits
         self.kernel = torch.cuda._compile_kernel(source, name, arch or None, nvcc_options=options)
 
     def __call__(self, grid:int, block:int, *args:Any, shared:int=0):
+        self.check_arguments(len(args))
         if shared >= 49152: self.kernel.set_shared_memory_config(shared)
         given = [null_pointer() if a is None else a for a in args]
         self.kernel((grid, 1, 1), (block, 1, 1), given, shared_mem=shared)
 
-    def handle(self, shared:int) -> int:  # bytes that a launch may ask for
+    def handle(self, shared:int, arguments:int) -> int:  # bytes that a launch may ask for; their number
         "What the driver knows it by."
+        self.check_arguments(arguments)
         self.kernel.set_shared_memory_config(shared)
         return self.kernel.func.value
 
@@ -222,7 +245,7 @@ class Bound:
         self.places = (ctypes.c_void_p * count)(*range(begin, begin + 8 * count, 8))
         self.write, self.lock = struct.Struct(f"{addresses}Q").pack_into, threading.Lock()
         self.kernel, self.device = launch, device  # the kernel lives as long as its handle
-        self.how = ctypes.c_void_p(launch.handle(0)), blocks, 1, 1, threads, 1, 1, 0
+        self.how = ctypes.c_void_p(launch.handle(0, count)), blocks, 1, 1, threads, 1, 1, 0
         self.ask = driver().cuLaunchKernel
 
     def __call__(self, *places:Tensor|int|None):

@@ -78,9 +78,9 @@ def form_kernel(name:str, form:Form, dtype:torch.dtype, device:int) -> Optional[
                        IN_TURN=int(form.in_turn), HALF=str(dtype == torch.float16).lower())
 
 @functools.cache
-def form_handle(name:str, form:Form, dtype:torch.dtype, device:int) -> ctypes.c_void_p:
+def form_handle(name:str, form:Form, dtype:torch.dtype, device:int, arguments:int) -> ctypes.c_void_p:
     "What the driver knows a kernel by that was compiled."
-    return ctypes.c_void_p(form_kernel(name, form, dtype, device).handle(form.shared))
+    return ctypes.c_void_p(form_kernel(name, form, dtype, device).handle(form.shared, arguments))
 
 @functools.cache
 def form_failure(form:Form, dtype:torch.dtype, device:int) -> str:
@@ -113,7 +113,8 @@ def launch_form(name:str, form:Form, x:Tensor, w:Tensor, *values:Any):
     blocks = form.blocks(len(x), len(w), device_of(x).multiprocessors)
     stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
     with on_device(x):
-        ask_driver("cuLaunchKernel", form_handle(name, form, x.dtype, device), blocks, 1, 1, 384, 1, 1, form.shared, stream,
+        handle = form_handle(name, form, x.dtype, device, len(addresses))
+        ask_driver("cuLaunchKernel", handle, blocks, 1, 1, 384, 1, 1, form.shared, stream,
                    (ctypes.c_void_p * len(addresses))(*addresses), None)
 
 # %% ../../nbs/library/hopper.ipynb #5dbd6afc

@@ -118,8 +118,10 @@ def readable_on_host(t:Tensor) -> bool:
 # %% ../../nbs/library/sequences.ipynb #1f4b4a03
 def check_lengths(lengths:Tensor, name:str, most:int):
     "`ValueError` with the index of the first length that is none."
-    for i in ((lengths < 0) | (lengths > most)).nonzero().flatten().tolist()[:1]:
-        raise ValueError(f"{name}[{i}] is {lengths[i].item()}: expected 0 ≤ length ≤ {most}")
+    values = lengths.tolist()
+    if not values or 0 <= min(values) and max(values) <= most: return
+    i = next(i for i, value in enumerate(values) if not 0 <= value <= most)
+    raise ValueError(f"{name}[{i}] is {values[i]}: expected 0 ≤ length ≤ {most}")
 
 # %% ../../nbs/library/sequences.ipynb #036dab7a
 def check_labels(y:Tensor, lengths:Tensor, C:int):
