@@ -25,6 +25,10 @@ def taken_rows(t:Tensor, rows:Optional[Tensor], dtype:torch.dtype) -> Tensor:  #
     if rows is None: return t.to(dtype).contiguous()
     return torch.where((rows >= 0)[:, None], t[rows.clamp(min=0)], 0).to(dtype)
 
+def taken_whole(w:Tensor, rows:Optional[Tensor], dtype:torch.dtype) -> bool:
+    "Whether `taken_rows` gives the matrix itself, which no operator may return."
+    return rows is None and w.dtype == dtype and w.is_contiguous()
+
 def add_rows(n:int, place:Tensor, values:Tensor) -> Tensor:  # [R]; [R,...]
     "n rows, each the sum of the values that belong there: the same bits every time."
     out = values.new_zeros(n, *values.shape[1:])
@@ -59,11 +63,12 @@ def dot_lse_fwd(
     ux, columns = taken_rows(x, x_rows, dtype), taken_rows(w, w_rows, dtype)
     biases, added = column_offsets(bias, w_rows, shift, n_shared, acc_dtype(x.dtype))
     none = ux.new_empty(0, dtype=acc_dtype(x.dtype))
-    if not len(x): return none, none.clone(), none.clone(), ux, columns, none.clone()
+    if not len(x): return none, none.clone(), none.clone(), ux, columns.clone(), none.clone()
     shared, inside = columns[:n_shared], torch.where(target_column < n_shared, target_column, -1)
     if kernel: lse, _, largest = launch_negatives_lse(ux, shared, inside, added, DOT)
     else: lse, _, largest = plain_negatives_lse(ux, shared, inside, added, DOT, tile_columns(ux, DOT))
     score = target_scores(ux, columns, biases, target_column)
+    if taken_whole(w, w_rows, dtype): columns = w.new_empty((0, w.shape[1]))
     return lse, score, largest, ux, columns, none if added is None else added.clone()
 
 # %% ../../nbs/library/dots.ipynb #5e5eba22
@@ -107,6 +112,7 @@ def dot_lse_bwd(
 def fake_dot_lse(x, w, bias, x_rows, w_rows, grad_index, target_column, shift, n_shared, dtype, kernel, sparse):
     "The shapes of `dot_lse_fwd`'s results."
     t, sums = len(w) if w_rows is None else len(w_rows), acc_dtype(x.dtype)
+    if len(x) and taken_whole(w, w_rows, dtype): t = 0
     lse, score, largest = (x.new_empty(len(x), dtype=sums) for _ in range(3))
     adds = len(x) and (bias is not None or shift is not None)
     return (lse, score, largest, x.new_empty(x.shape, dtype=dtype), x.new_empty((t, x.shape[1]), dtype=dtype),
@@ -138,9 +144,11 @@ def as_parameters(ctx, needs, index:Optional[Tensor], dx:Tensor, dw:Tensor, dbia
 
 # %% ../../nbs/library/dots.ipynb #30af9482
 def save_dot_lse(ctx, inputs, output):
-    "Rows, columns, what is added to scores, and lse; neither x nor w."
+    "Rows, columns, what is added to scores, and lse; w itself only where all of it is scored."
     lse, _, largest, *rows = output
-    ctx.save_for_backward(lse, *rows, inputs.target_column, inputs.grad_index)
+    ux, columns, added = rows
+    if taken_whole(inputs.w, inputs.w_rows, inputs.dtype): columns = inputs.w
+    ctx.save_for_backward(lse, ux, columns, added, inputs.target_column, inputs.grad_index)
     ctx.mark_non_differentiable(largest, *rows)
     save_numbers(ctx, inputs)
     ctx.how = inputs.n_shared, *ctx.dtypes, inputs.kernel
@@ -155,7 +163,8 @@ def dot_lse_gradients(ctx, needs, g_lse, g_score, *_) -> dict[str, Optional[Tens
 dot_lse_grad = operator("fusedloss::dot_lse_grad", dot_lse_bwd, fake=fake_dot_grad,
                         flops=lambda i, out: products(i.ux, i.columns[:i.n_shared], i.need_x, i.need_w))
 dot_lse = operator("fusedloss::dot_lse", dot_lse_fwd, fake=fake_dot_lse, save=save_dot_lse,
-                   backward=dot_lse_gradients, flops=lambda i, out: products(i.x, out[4][:i.n_shared]))
+                   backward=dot_lse_gradients,
+                   flops=lambda i, out: products(i.x, i.w if i.w_rows is None else i.w_rows[:i.n_shared]))
 
 # %% ../../nbs/library/dots.ipynb #3e57e8c3
 GATHERED = 2**26  # bytes of the rows that a block gathers
