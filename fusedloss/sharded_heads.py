@@ -193,6 +193,8 @@ class HeadOptions(TypedDict, total=False):
     conflict_mode: Literal["drop", "zero"]
     sparse: Optional[bool]
     eps: float
+    normalize: bool  # True
+    bias: bool  # False
     dtype: Optional[torch.dtype]
 
 # %% ../nbs/17_sharded_heads.ipynb #5bd9856e

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn, Tensor
 
-from fusedloss.core.checks import check_flags, expect, expect_tensor, is_integer
+from fusedloss.core.checks import check_flags, check_target, expect, expect_tensor, is_integer
 from fusedloss.core.sampling import (
     Columns, first_occurrence, live_index, own_columns, plain_add_word, plain_block_key, plain_labels)
 
@@ -46,6 +46,7 @@ def check_popularity(popularity:Tensor, num_samples:int, seed:int):
     expect(popularity.dim() == 1 and len(popularity) > 0, "popularity", "shape [V]", list(popularity.shape))
     kind = popularity.dtype
     expect(not kind.is_complex and kind != torch.bool, "popularity", "counts or probabilities", kind)
+    expect(not popularity.is_meta, "popularity", "a tensor with numbers", "one on meta")
     positive = bool(((popularity > 0) & popularity.isfinite()).all())
     expect(positive, "popularity", "finite numbers above 0 (counts + 1, where some are 0)",
            f"{popularity.amin().item():g} to {popularity.amax().item():g}")
@@ -92,6 +93,8 @@ class PopularitySampler(nn.Module):
         classes:Tensor,  # int64, any shape
     ) -> Tensor:  # float64, 0 for classes that are certain
         "The log of how often each class is drawn in a step."
+        expect_tensor("classes", classes)
+        check_target(classes, classes.shape, self.line.device, "mean", "classes")
         at = classes.clamp(min=0, max=self.num_classes - 1)
         length = self.line[at] - torch.where(at > 0, self.line[(at - 1).clamp(min=0)], 0)
         return torch.where(length > 0, (length.double() / UNIT).log(), 0.0)
