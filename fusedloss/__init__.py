@@ -16,6 +16,7 @@ from fusedloss.decode import ctc_decode
 from fusedloss.divergence import linear_divergence
 from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
 from fusedloss.core.options import CrossEntropyStats
+from fusedloss.core.popularity import PopularitySampler
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.logprobs import LogProbs, linear_log_probs, log_probs
@@ -32,7 +33,7 @@ from fusedloss.sharded_heads import (
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
-           "LogProbs", "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "RowSparse", "ShardedPartialFC",
+           "LogProbs", "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "PopularitySampler", "RowSparse", "ShardedPartialFC",
            "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "clip_grad_norm_",
            "contrastive_loss", "cross_entropy", "ctc_decode", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align",
            "ignore_in_ddp", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "linear_divergence",

@@ -4,6 +4,7 @@ from fusedloss import integrations as integrations, margins as margins, semiring
 from fusedloss.baseline import BaselineSoftmax as BaselineSoftmax, BaselineSoftmaxNllLoss as BaselineSoftmaxNllLoss, baseline_linear_cross_entropy as baseline_linear_cross_entropy
 from fusedloss.contrast import contrastive_loss as contrastive_loss
 from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, LossArguments, Method, Reduction
+from fusedloss.core.popularity import PopularitySampler as PopularitySampler
 from fusedloss.core.sampling import NegativeSampler as NegativeSampler
 from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_with_logits as ctc_loss_with_logits, ctc_posteriors as ctc_posteriors, forced_align as forced_align
 from fusedloss.decode import ctc_decode as ctc_decode
@@ -122,11 +123,12 @@ def cross_entropy(
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
-    target:Tensor,  # [...], integers in [0, V), or `ignore_index`; or probabilities [..., V]
+    target:Tensor,  # [...] or [..., K], integers in [0, V), or `ignore_index`; or probabilities [..., V]
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
+    token_weight:Optional[Tensor]=None,  # [...]; without gradient
+    target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -142,11 +144,12 @@ def linear_cross_entropy(
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
-    target:Tensor,  # [...], integers in [0, V), or `ignore_index`; or probabilities [..., V]
+    target:Tensor,  # [...] or [..., K], integers in [0, V), or `ignore_index`; or probabilities [..., V]
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
+    token_weight:Optional[Tensor]=None,  # [...]; without gradient
+    target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
@@ -162,11 +165,12 @@ def linear_cross_entropy(
 def linear_cross_entropy(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
-    target:Tensor,  # [...], integers in [0, V), or `ignore_index`; or probabilities [..., V]
+    target:Tensor,  # [...] or [..., K], integers in [0, V), or `ignore_index`; or probabilities [..., V]
     *, linear_bias:Optional[Tensor]=None,  # [V]
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
-    token_weight:Optional[Tensor]=None,  # of the labels' shape; without gradient
+    token_weight:Optional[Tensor]=None,  # [...]; without gradient
+    target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
     memory_budget:Optional[int]=None,  # bytes beyond the gradients

@@ -19,11 +19,14 @@ from fusedloss.core.checks import (
     expect_tensor, FLOATS, is_integer, is_number)
 from fusedloss.core.cosine import (
     AffineMargin, EPS, HeadConfig, reweighted_logits, scaled_cosines, unit_rows_of)
+from fusedloss.core.dots import DOT, dot_lse, row_lse
 from fusedloss.core.negatives import (
     affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
 from fusedloss.core.operators import check_reverse
 from fusedloss.core.options import HeadMethod
-from fusedloss.core.products import tile_slices
+from fusedloss.core.popularity import (
+    PopularitySampler, row_draws, RowDraws, shared_columns, target_shift)
+from fusedloss.core.products import tile_slices, wide_product
 from fusedloss.core.ranks import is_dtensor
 from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler
 from fusedloss.logprobs import flat_labels
@@ -32,8 +35,8 @@ from fusedloss.margins import CosFace, head_config, Margin
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
     "The statistics of a step; no gradients, and nothing waits for them."
-    cos: Tensor  # [N], of each row with its target, no margin; 0 without a label
-    rest: Tensor  # [N], log-sum-exp of the other scores
+    cos: Tensor  # [N], of each row with its target, no margin (or its dot product); 0 without a label
+    rest: Tensor  # [N], log-sum-exp of the other scores, as corrected
     accuracy: Tensor  # share of valid rows whose target leads the classes that were scored
     n_valid: Tensor  # rows with a label
     n_scored: Tensor  # classes that were scored
@@ -54,33 +57,75 @@ def weight_columns(head:nn.Module, columns:Columns) -> Columns:
     if head.centers > 1:
         rows = center_rows(columns.w_rows, head.centers)
         columns = columns._replace(w_rows=rows, grad_index=live_index(rows))
-    if head.sparse: head.weight.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
+    note_rows(head, columns)
     return columns
+
+def note_rows(head:nn.Module, columns:Columns|RowDraws):
+    "Tell the optimizer which rows a step's gradients have."
+    if not head.sparse: return
+    for p in head.parameters(recurse=False):
+        p.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
+
+# %% ../nbs/14_partial_fc.ipynb #8ea9ff11
+def step_stats(
+    head:nn.Module, columns:Columns|RowDraws, lse:Tensor, cos:Tensor, target_score:Tensor, largest:Tensor,
+    known:Tensor,
+) -> HeadStats:
+    "The statistics of a step, of what its rows' targets and their rivals score."
+    rows, n = columns.w_rows, known.sum()
+    scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
+    leads = (target_score > largest) & known
+    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
 
 def head_stats(
     head:nn.Module, columns:Columns, lse:Tensor, cos:Tensor, largest:Tensor,
     known:Optional[Tensor]=None,  # [N], rows with a class; else as the columns have it
 ) -> HeadStats:
-    "The statistics of a step."
+    "The statistics of a step of cosines."
     if known is None: known = columns.x_rows >= 0
-    o, rows, n = config_of(head), columns.w_rows, known.sum()
-    leads = (reweighted_logits(cos * o.tile_scale, o) > largest) & known
-    scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
-    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
+    o = config_of(head)
+    score = reweighted_logits(cos * o.tile_scale, o)
+    return step_stats(head, columns, lse, cos, score, largest, known)
 
 # %% ../nbs/14_partial_fc.ipynb #9051f4db
 def check_step_options(sampler, sample_rate, ignore_index, method):
     "`ValueError` for options of a step that no head can have."
     rate = sample_rate == "positives" or is_number(sample_rate) and 0 < sample_rate <= 1
     expect(rate, "sample_rate", "a number in (0, 1], or 'positives'", repr(sample_rate))
-    given = sampler is None or isinstance(sampler, NegativeSampler)
-    expect(given, "sampler", "a NegativeSampler or None", type(sampler).__name__)
+    given = sampler is None or isinstance(sampler, (NegativeSampler, PopularitySampler))
+    expect(given, "sampler", "a NegativeSampler, a PopularitySampler or None", type(sampler).__name__)
     expect(sampler is None or sample_rate == 1, "sample_rate", "nothing beside a sampler",
            sample_rate)
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
     expect(method in ("auto", "tiles", "recompute"), "method", "'auto', 'tiles' or 'recompute'",
            repr(method))
 
+def check_size(num_classes, embedding_size, device, dtype):
+    "`ValueError` for a weight that cannot be made."
+    for name, size in (("num_classes", num_classes), ("embedding_size", embedding_size)):
+        expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
+    check_factory(device, dtype)
+
+# %% ../nbs/14_partial_fc.ipynb #86de00cb
+def check_score_options(normalize, bias, sampler, margin, conflict, eps, method):
+    "`ValueError` for options that a cosine or a dot product cannot have."
+    check_flags(normalize=normalize, bias=bias)
+    popular = isinstance(sampler, PopularitySampler)
+    if normalize:
+        expect(not bias, "bias", "False, or normalize=False", bias)
+        return expect(not popular, "sampler", "a NegativeSampler, or normalize=False", type(sampler).__name__)
+    for name, given, default in (("margin", margin, None), ("conflict", conflict, None), ("eps", eps, EPS)):
+        expect(given == default, name, f"{default}, or normalize=True: it is of cosines", repr(given))
+    expect(not (popular and sampler.each_row and method == "recompute"), "method",
+           "'auto' or 'tiles' for negatives of each row", repr(method))
+
+def check_sampler(sampler:Optional[nn.Module], num_classes:int):
+    "`ValueError` for a sampler of another number of classes."
+    if not isinstance(sampler, PopularitySampler): return
+    expect(sampler.num_classes == num_classes, "sampler", f"popularity of {num_classes} classes",
+           sampler.num_classes)
+
+# %% ../nbs/14_partial_fc.ipynb #ff8df2f9
 def check_rows(head:nn.Module, features:Tensor):
     "`ValueError` for features that the head cannot take."
     expect_tensor("features", features)
@@ -121,33 +166,34 @@ def rebuilt_state(
     return {name: make(t) for name, t in held.items() if len(t) == len(p)}
 
 def rebuild_rows(
-    p:nn.Parameter, optimizers:tuple, make:Callable[[Tensor], Tensor],
-    begin:Callable[[Tensor], Tensor]=lambda new: new,  # first values of rows that p gains
+    params:Sequence[nn.Parameter], optimizers:tuple, make:Callable[[Tensor], Tensor],
+    begin:Callable[[Tensor], Tensor]=lambda new: new,  # first values of rows that the first gains
 ):
-    "Replace a parameter's rows, and those of its state, or raise and leave all as it was."
-    states = [rebuilt_state(p, optimizer, make) for optimizer in optimizers]
-    rows = make(p.data)
-    begin(rows[len(p):])
-    p.grad, other = None, torch.float32 if p.dtype == torch.float64 else torch.float64
-    p.data = p.data.new_empty(0, dtype=other)  # else a loss that lives on keeps the old shape
-    p.data = rows
-    for optimizer, made in zip(optimizers, states):
-        if made: optimizer.state[p].update(made)
+    "Replace parameters' rows, and those of their state, or raise and leave all as it was."
+    states = [[rebuilt_state(p, optimizer, make) for optimizer in optimizers] for p in params]
+    rows_of = [make(p.data) for p in params]
+    begin(rows_of[0][len(params[0]):])
+    for p, rows, states_of in zip(params, rows_of, states):
+        p.grad, other = None, torch.float32 if p.dtype == torch.float64 else torch.float64
+        p.data = p.data.new_empty(0, dtype=other)  # else a loss that lives on keeps the old shape
+        p.data = rows
+        for optimizer, made in zip(optimizers, states_of):
+            if made: optimizer.state[p].update(made)
 
 # %% ../nbs/14_partial_fc.ipynb #9ff6e558
 class ClassVectors(nn.Module):
-    "A weight with K rows a class, and classes that come and go."
-    def __init__(self, num_classes:int, embedding_size:int, centers:int, device, dtype):
+    "A weight with K rows a class, perhaps a bias, and classes that come and go."
+    def __init__(self, num_classes:int, embedding_size:int, centers:int, device, dtype, bias:bool=False):
         super().__init__()
-        for name, size in (("num_classes", num_classes), ("embedding_size", embedding_size)):
-            expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
-        check_factory(device, dtype)
+        check_size(num_classes, embedding_size, device, dtype)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.centers, shape = centers, (num_classes * centers, embedding_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty((num_classes, 1), device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None: nn.init.normal_(self.weight, std=0.01)
+    def reset_parameters(self) -> None:
+        for p, std in zip(self.parameters(recurse=False), (0.01, 0.0)): nn.init.normal_(p, std=std)
 
     @torch.no_grad()
     def extend(self,
@@ -157,7 +203,7 @@ class ClassVectors(nn.Module):
         "Add classes at the end, with random vectors; if it raises, nothing has changed."
         expect(type(n) is int and n > 0, "n", "a positive integer", repr(n))
         old, more = self.num_classes, n * self.centers
-        rebuild_rows(self.weight, optimizers,
+        rebuild_rows(list(self.parameters(recurse=False)), optimizers,
                      lambda t: torch.cat([t, t.new_zeros(more, *t.shape[1:])]),
                      lambda new: nn.init.normal_(new, std=0.01))
         self.num_classes = old + n
@@ -180,7 +226,7 @@ class ClassVectors(nn.Module):
         expect(bool(keep.any()), "classes", "not all of them", len(gone))
         rows, left = keep.repeat_interleave(self.centers), int(keep.sum())
         new = torch.where(keep, keep.cumsum(0) - 1, -1)
-        rebuild_rows(self.weight, optimizers, lambda t: t[rows])
+        rebuild_rows(list(self.parameters(recurse=False)), optimizers, lambda t: t[rows])
         self.num_classes = left
         return new
 
@@ -215,6 +261,7 @@ def partial_loss(
 ) -> tuple[Tensor, Optional[HeadStats]]:
     "The mean loss of the valid rows, and the statistics of the step, if asked."
     check_reverse("PartialFC", "margin_cross_entropy")
+    if not head.normalize: return dot_loss(head, x, y, sampler, with_stats)
     o, dtype, loss_dtype = config_of(head), head_dtype(x), acc_dtype(x.dtype)
     kernel = uses_kernels(head.method, x, dtype, o)
     columns = step_columns(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
@@ -222,6 +269,51 @@ def partial_loss(
     affine = kernel and type(head.margin) is CosFace
     loss, *numbers = cosface_loss(*step) if affine else margin_loss(*step, kernel)
     stats = head_stats(head, columns, *numbers) if with_stats else None
+    if sampler is not None: sampler.advance()  # not for a step that raised
+    return loss, stats
+
+# %% ../nbs/14_partial_fc.ipynb #6b9c98ce
+def shared_scores(
+    head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[nn.Module],  # [N,H], [N]
+) -> tuple[Columns, tuple[Tensor, Tensor, Tensor]]:  # lse, score, largest: [N]
+    "What rows score that share their negatives."
+    dtype, sums = head_dtype(x), acc_dtype(x.dtype)
+    kernel = uses_kernels(head.method, x, dtype, DOT)
+    if isinstance(sampler, PopularitySampler):
+        columns, n_shared = shared_columns(y, head.ignore_index, sampler, sums), sampler.num_samples
+    else:
+        columns = step_columns(y, head.ignore_index, head.num_classes, sampler, sums)
+        n_shared = head.num_classes if columns.w_rows is None else len(columns.w_rows)
+    if columns.w_rows is not None: note_rows(head, columns)
+    return columns, dot_lse(
+        x, head.weight, head.bias, columns.x_rows, columns.w_rows, columns.grad_index,
+        columns.target_column, columns.shift, n_shared, dtype, kernel, head.sparse)[:3]
+
+def own_scores(
+    head:nn.Module, x:Tensor, y:Tensor, sampler:PopularitySampler,  # [N,H], [N]
+) -> tuple[RowDraws, tuple[Tensor, Tensor, Tensor]]:  # lse, score, largest: [N]
+    "What rows score that have negatives of their own."
+    draws = row_draws(y, head.ignore_index, sampler, acc_dtype(x.dtype))
+    note_rows(head, draws)
+    return draws, row_lse(
+        x, head.weight, head.bias, draws.x_rows, draws.classes, draws.shift, draws.place,
+        draws.grad_index, head_dtype(x), head.sparse)
+
+# %% ../nbs/14_partial_fc.ipynb #a28823a8
+def dot_loss(
+    head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[nn.Module], with_stats:bool,
+) -> tuple[Tensor, Optional[HeadStats]]:
+    "`partial_loss` of dot products."
+    popular = isinstance(sampler, PopularitySampler)
+    check_sampler(sampler, head.num_classes)
+    scores = own_scores if popular and sampler.each_row else shared_scores
+    columns, (lse, score, largest) = scores(head, x, y, sampler)
+    target = score + target_shift(sampler, y, score.dtype) if popular else score
+    losses = F.softplus(lse - target, threshold=50)
+    loss, stats = torch.dot(losses, columns.loss_weight.to(losses.dtype)), None
+    if with_stats:
+        found = (t.detach() for t in (lse, score, target, largest))
+        stats = step_stats(head, columns, *found, columns.x_rows >= 0)
     if sampler is not None: sampler.advance()  # not for a step that raised
     return loss, stats
 
@@ -233,28 +325,33 @@ class TopK(NamedTuple):
     values: Tensor  # [..., k], scores
     indices: Tensor  # [..., k], int64, their classes
 
-def score_config(head:nn.Module) -> HeadConfig:
-    "A head's, of scores that no loss reweights."
-    return config_of(head)._replace(circle_margin=-1.0)
+def score_config(head:nn.Module) -> Optional[HeadConfig]:
+    "A head's, of scores that no loss reweights; None for dot products."
+    return config_of(head)._replace(circle_margin=-1.0) if head.normalize else None
 
 # %% ../nbs/14_partial_fc.ipynb #65c9c406
 def score_blocks(
-    x:Tensor, w:Tensor, o:HeadConfig, dtype:torch.dtype,  # [N,H], [V·K,H]; of products
+    x:Tensor, w:Tensor, o:Optional[HeadConfig], dtype:torch.dtype,  # [N,H], [V·K,H]; of products
+    bias:Optional[Tensor]=None,  # [V,1], beside dot products
 ) -> Iterator[tuple[slice, Tensor]]:
     "Block after block of classes: which they are, and their scores [N,block]."
     if not len(x): return
-    ux, _ = unit_rows_of(x, None, dtype, o.eps)
-    numbers_of_class = (len(x) + 3 * x.shape[1]) * o.centers  # scores, and rows in two dtypes
+    rows_of = lambda t: t.to(dtype) if o is None else unit_rows_of(t, None, dtype, o.eps)[0]
+    ux, k = rows_of(x), 1 if o is None else o.centers
+    numbers_of_class = (len(x) + 3 * x.shape[1]) * k  # scores, and rows in two dtypes
     block = max(1, BLOCK_BYTES // (numbers_of_class * acc_dtype(x.dtype).itemsize))
-    for j in tile_slices(len(w) // o.centers, block):
-        uw, _ = unit_rows_of(w[j.start * o.centers:j.stop * o.centers], None, dtype, o.eps)
-        yield j, scaled_cosines(ux, uw, o)[0]
+    for j in tile_slices(len(w) // k, block):
+        uw = rows_of(w[j.start * k:j.stop * k])
+        scores = wide_product(ux, uw.T) if o is None else scaled_cosines(ux, uw, o)[0]
+        yield j, scores if bias is None else scores.add_(bias[j, 0])
 
 # %% ../nbs/14_partial_fc.ipynb #970f5a20
-def class_scores(x:Tensor, w:Tensor, o:HeadConfig, dtype:torch.dtype) -> Tensor:  # [N,V]
+def class_scores(
+    x:Tensor, w:Tensor, o:Optional[HeadConfig], dtype:torch.dtype, bias:Optional[Tensor]=None,
+) -> Tensor:  # [N,V]
     "The scores of all classes, in `acc_dtype`."
-    z = x.new_empty((len(x), len(w) // o.centers), dtype=acc_dtype(x.dtype))
-    for j, scores in score_blocks(x, w, o, dtype): z[:, j] = scores
+    z = x.new_empty((len(x), len(w) // (1 if o is None else o.centers)), dtype=acc_dtype(x.dtype))
+    for j, scores in score_blocks(x, w, o, dtype, bias): z[:, j] = scores
     return z
 
 # %% ../nbs/14_partial_fc.ipynb #ef0bd390
@@ -265,11 +362,13 @@ def best_of(parts:Sequence[TopK], k:int) -> TopK:  # [N,·] each
     return TopK(values, indices.gather(1, at))
 
 # %% ../nbs/14_partial_fc.ipynb #c1c4f0a1
-def best_classes(x:Tensor, w:Tensor, o:HeadConfig, dtype:torch.dtype, k:int) -> TopK:
+def best_classes(
+    x:Tensor, w:Tensor, o:Optional[HeadConfig], dtype:torch.dtype, k:int, bias:Optional[Tensor]=None,
+) -> TopK:
     "The best k of w's classes for each row, or all if there are fewer."
     none = x.new_empty((len(x), 0), dtype=acc_dtype(x.dtype))
     best = TopK(none, none.long())
-    for j, scores in score_blocks(x, w, o, dtype):
+    for j, scores in score_blocks(x, w, o, dtype, bias):
         values, at = scores.topk(min(k, scores.shape[1]), 1)
         best = best_of([best, TopK(values, at + j.start)], k)
     return best
@@ -281,8 +380,10 @@ def check_k(k:int, n_classes:int):
 
 # %% ../nbs/14_partial_fc.ipynb #b1eccd2a
 def keep_missing(head:nn.Module, state_dict:dict, prefix:str):
-    "Beside a weight alone the head keeps the rest of its state; a warning names it."
-    rest = {prefix + name: t for name, t in head.state_dict().items() if name != "weight"}
+    "Beside weight and bias alone the head keeps the rest of its state; a warning names it."
+    bias = state_dict.get(prefix + "bias")
+    if isinstance(bias, Tensor) and bias.dim() == 1: state_dict[prefix + "bias"] = bias[:, None]
+    rest = {prefix + name: t for name, t in head.state_dict().items() if name not in ("weight", "bias")}
     if not rest or prefix + "weight" not in state_dict or rest.keys() & state_dict.keys(): return
     state_dict.update(rest)
     warnings.warn(f"the state dict has the weight alone: {', '.join(rest)} keep the values that "
@@ -333,10 +434,10 @@ class ClassScores(ClassVectors):
     def logits(self,
         features:Tensor,  # [..., H]
     ) -> Tensor:  # [..., V] float32 (float64 for float64)
-        "Scale times cosine with each class's nearest vector: no margin, no sample, no gradient."
+        "Scale times cosine with each class's nearest vector, or dot product and bias: no margin, no sample, no gradient."
         check_rows(self, features)
         x, o = features.reshape(-1, self.embedding_size), score_config(self)
-        z = class_scores(x, self.weight, o, head_dtype(features))
+        z = class_scores(x, self.weight, o, head_dtype(features), self.bias)
         return z.view(*features.shape[:-1], self.num_classes)
 
     @torch.no_grad()
@@ -348,34 +449,38 @@ class ClassScores(ClassVectors):
         check_rows(self, features)
         check_k(k, self.num_classes)
         x, o = features.reshape(-1, self.embedding_size), score_config(self)
-        best = best_classes(x, self.weight, o, head_dtype(features), k)
+        best = best_classes(x, self.weight, o, head_dtype(features), k, self.bias)
         return TopK(*(t.view(*features.shape[:-1], k) for t in best))
 
 # %% ../nbs/14_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassScores):
-    "A cosine head that scores a step's own classes and a sample of the others."
+    "A head of cosines, or dot products, that scores a step's own classes and a sample of the others."
     def __init__(self,
         num_classes:int,  # V
         embedding_size:int,  # H
         *, sample_rate:float|Literal["positives"]=1.0,  # of the classes, in (0, 1]
         margin:Optional[Margin]=None,  # CosFace() unless given
-        sampler:Optional[NegativeSampler]=None,  # in place of `sample_rate`
+        sampler:NegativeSampler|PopularitySampler|None=None,  # in place of `sample_rate`
         ignore_index:int=-1,  # rows with this label count nothing
         method:HeadMethod="auto",  # "recompute": the kernels; "tiles": PyTorch; "auto"
         conflict:Optional[float]=None,  # others with a cosine above this are no negatives
         conflict_mode:Literal["drop", "zero"]="drop",  # they leave the sum, or score 0 in it
         sparse:Optional[bool]=None,  # gradient as rows, for RowSparse; default: if it samples
         eps:float=EPS,  # shorter rows have no direction
+        normalize:bool=True,  # whether scores are cosines; else dot products, without a margin
+        bias:bool=False,  # of each class [V,1], beside dot products
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):
-        margin = CosFace() if margin is None else margin
-        head_config(margin, eps, conflict, conflict_mode)
         check_step_options(sampler, sample_rate, ignore_index, method)
+        check_score_options(normalize, bias, sampler, margin, conflict, eps, method)
+        if normalize: margin = CosFace() if margin is None else margin
+        if normalize: head_config(margin, eps, conflict, conflict_mode)
+        check_sampler(sampler, num_classes)
         if sparse is not None: check_flags(sparse=sparse)
-        super().__init__(num_classes, embedding_size, margin.centers, device, dtype)
+        super().__init__(num_classes, embedding_size, margin.centers if normalize else 1, device, dtype, bias)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)
         self.sampler = None if sampler is None else sampler.to(self.weight.device)
-        self.margin, self.ignore_index, self.eps = margin, ignore_index, eps
+        self.normalize, self.margin, self.ignore_index, self.eps = bool(normalize), margin, ignore_index, eps
         self.method, self.conflict, self.conflict_mode = method, conflict, conflict_mode
         self.sparse = (sampler is not None) if sparse is None else sparse
         if self.sparse: watch_optimizers()

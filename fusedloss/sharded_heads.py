@@ -193,6 +193,8 @@ class HeadOptions(TypedDict, total=False):
     conflict_mode: Literal["drop", "zero"]
     sparse: Optional[bool]
     eps: float
+    normalize: bool  # True
+    bias: bool  # False
     dtype: Optional[torch.dtype]
 
 # %% ../nbs/17_sharded_heads.ipynb #5bd9856e
@@ -281,6 +283,7 @@ class ShardedPartialFC(ShardedScores):
         sampler:Optional[NegativeSampler]=None,  # as in `PartialFC`, and all the others
         device:torch.types.Device=None, **options:Unpack[HeadOptions],
     ):
+        expect(options.get("normalize", True) is True, "normalize", "True: classes over ranks score cosines", options.get("normalize"))
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler), device="meta", **options)
         check_on_mesh(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
         self.device = device or ("cpu" if mesh is None else mesh.device_type)
@@ -463,6 +466,7 @@ def read_rank(path:Path) -> Tensor:  # [V_r,H], on the CPU
 def check_insightface(head:PartialFC, sizes:list[list[int]]):  # of each file's rows
     "`ValueError` for a head that the files of insightface cannot hold, or not these."
     expect(isinstance(head, PartialFC), "head", "a PartialFC", type(head).__name__)
+    expect(head.normalize, "head", "one of cosines, as insightface's", "normalize=False")
     expect(head.centers == 1, "head", "one vector a class, as in insightface's files", head.centers)
     ranges = [insightface_range(head.num_classes, len(sizes), r) for r in range(len(sizes))]
     wanted = [[len(classes), head.embedding_size] for classes in ranges]

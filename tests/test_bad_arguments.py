@@ -51,7 +51,7 @@ HEADS = {name: partial(getattr(fl, name), V, H, sample_rate=0.5) for name in ("P
 OPTIMIZERS = {name: partial(optimizer, getattr(fl, name)) for name in ("RowSparse", "ShardedRowSparse")}
 OBJECTS = {  # what methods are called on
     **HEADS, **OPTIMIZERS, "CTCLoss": fl.CTCLoss, "LinearCrossEntropyLoss": partial(fl.LinearCrossEntropyLoss, H, V),
-    "MemoryEfficientVocabOutput": lambda: fl.MemoryEfficientVocabOutput(nn.Parameter(w.clone())), "NegativeSampler": partial(fl.NegativeSampler, 0.5),
+    "MemoryEfficientVocabOutput": lambda: fl.MemoryEfficientVocabOutput(nn.Parameter(w.clone())), "NegativeSampler": partial(fl.NegativeSampler, 0.5), "PopularitySampler": partial(fl.PopularitySampler, torch.ones(V), 3),
     **{name: partial(lambda kind: kind(nn.Parameter(w.clone())), getattr(fl, name)) for name in ("BaselineSoftmax", "BaselineSoftmaxNllLoss")},
 }
 FILES = tempfile.TemporaryDirectory()
@@ -76,6 +76,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys((f"{head}.logits" for head in HEADS), dict(features=x)), **dict.fromkeys((f"{head}.topk" for head in HEADS), dict(features=x, k=2)),
     "ignore_in_ddp": dict(module=nn.Linear(2, 2)), "load_insightface": dict(head=fl.PartialFC(V, H), files=FILES.name),
     "save_insightface": dict(head=fl.PartialFC(V, H), folder=FILES.name, ranks=1, kind="weight"),
+    "PopularitySampler": dict(popularity=torch.ones(V), num_samples=3), "PopularitySampler.forward": dict(rows=2), "PopularitySampler.log_draws": dict(classes=y),
     "NegativeSampler": dict(rate=0.5), "NegativeSampler.forward": dict(stop=V), "NegativeSampler.find": dict(y=y),
     "LinearCrossEntropyLoss": dict(in_features=H, num_classes=V), "LinearCrossEntropyLoss.forward": dict(input=x, target=y), "CTCLoss": {},
     **dict.fromkeys(("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss"), dict(proj_weight=nn.Parameter(w))),
@@ -142,7 +143,7 @@ NUMBERS = {  # outside of the range
     "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "norm_type": (0.0, -1.0),
 }
 INTEGERS = {  # outside of the range; a size unless named here
-    "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "max_valid": (-1,),
+    "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "PopularitySampler-seed": (-1, 2**63), "rows": (-1,), "max_valid": (-1,),
     "n_tokens": (-1,), "n_features": (-1,), "in_features": (-1,), "start": (-1,), "stop": (-1,), "dim": (2, -3), "blank": (-1, 99),
     "BaselineSoftmax-tile_factor": (), "BaselineSoftmaxNllLoss-tile_factor": (),
 }
@@ -160,7 +161,8 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys(("input_lengths", "target_lengths", "lengths"), {"list"}),
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
     **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
-    "MemoryEfficientVocabOutput.eval_forward-input": {"more dimensions", "rows"}, "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"},
+    "MemoryEfficientVocabOutput.eval_forward-input": {"more dimensions", "rows"}, "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"}, "PopularitySampler.log_draws-classes": {"no dimension", "more dimensions", "size"},
+    "PopularitySampler-popularity": {"size", "float64", "int64"},
     "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
     **dict.fromkeys(("linear_divergence-linear_bias", "linear_divergence-teacher_bias"), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
     "semirings.CountSemiring-dtype": {"int8"}, "contrastive_loss-logit_scale": {"tensor", "0.0", "-1.0"},

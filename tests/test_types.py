@@ -27,7 +27,7 @@ GIVEN = {  # a call of each function or class that takes words; the others of it
     "margin_cross_entropy": (x, w, y), "logz": graph, "ctc_loss": paths, "ctc_loss_with_logits": paths,
     "linear_divergence": (x, w, x, w), "contrastive_loss": (x, x, 2.0), "linear_ctc_loss": (paths[0], torch.randn(7, 5), *paths[1:]), "CTCLoss": (), "LinearCrossEntropyLoss": (8, 16),
     "MemoryEfficientVocabOutput": (nn.Parameter(w),), "PartialFC": (16, 8), "ShardedPartialFC": (16, 8),
-    "NegativeSampler": (), "margins.Circle": (),
+    "NegativeSampler": (), "PopularitySampler": (torch.ones(16), 3), "margins.Circle": (),
     "save_insightface": (fl.PartialFC(16, 8), FILES.name, 1),
     **dict.fromkeys(("RowSparse", "ShardedRowSparse"), (torch.optim.SGD, [nn.Parameter(w)])),
 }

@@ -53,6 +53,7 @@ def modules() -> None:
     head = fl.PartialFC(16, 8, sample_rate="positives", margin=fl.margins.ArcFace(), method="tiles", conflict_mode="zero")
     fl.PartialFC(16, 8, margin=fl.margins.SubCenter(3, fl.margins.AdaFace()), device=torch.device("cpu"))
     fl.ShardedPartialFC(16, 8, backbone_reduction="sum", sampler=fl.NegativeSampler(0.1), method="tiles")
+    fl.PartialFC(16, 8, normalize=False, bias=True, sampler=fl.PopularitySampler(torch.ones(16), 4, each_row=True, log_q=False))
     optimizer = fl.RowSparse(torch.optim.AdamW, head.parameters(), lr=1e-3, mode="dense")
     assert_type(optimizer.step(), float | None)
     assert_type(optimizer.clip_grad_norm_(1.0), Tensor)

@@ -111,6 +111,7 @@ LOSSES = {
     "PartialFC": lambda dtype: sampled()(leaf(N, H), y),
     "LogProbs": lambda dtype: named(lambda dtype, **how: head(fl.linear_log_probs, batch_invariant=True, **how)(dtype), dtype),
     "NegativeSampler": drawn,
+    "PopularitySampler": lambda dtype: fl.PartialFC(V, H, normalize=False, bias=True, sampler=fl.PopularitySampler(torch.ones(V), 3))(leaf(N, H), y),
     "RowSparse": row_sparse(fl.RowSparse, sampled),
     "ShardedPartialFC": lambda dtype: fl.ShardedPartialFC(V, H, sample_rate=0.5)(leaf(N, H), y),
     "ShardedRowSparse": row_sparse(fl.ShardedRowSparse, lambda: fl.ShardedPartialFC(V, H, sample_rate=0.5)),

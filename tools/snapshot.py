@@ -256,6 +256,14 @@ def drawn(rate):
     return [*first, sampler(3000)], []
 
 
+def popular(each_row: bool, dtype: torch.dtype):
+    "Dot products with negatives by popularity, of two steps"
+    head = fl.PartialFC(60, 16, normalize=False, bias=True, device=DEVICE, dtype=f64 if dtype == f64 else f32,
+                        sampler=fl.PopularitySampler(1 / torch.arange(1.0, 61), 20, each_row=each_row, seed=3))
+    x, y = leaf(9, 16, dtype=dtype), labels(60, 9)
+    return [head.sampler(9), head(x, y, return_stats=True), head(x, y)], [x, head.weight, head.bias]
+
+
 def paths(find: Callable, size: tuple, dtype: torch.dtype, *args, differentiable: bool = True, **options):
     "Sums over paths, their best or a random one"
     T, N, C, nz = size
@@ -384,6 +392,7 @@ def of_heads() -> Iterator[tuple[str, Call]]:
                 for ranks, kind in ((1, "weight"), (7, "checkpoint")))
     yield "ignore_in_ddp", lambda: ([len(fl.ignore_in_ddp(fl.PartialFC(9, 4))._ddp_params_and_buffers_to_ignore)], [])
     yield from ((f"NegativeSampler {rate}", partial(drawn, rate)) for rate in (0.1, 0.9, "positives"))
+    yield from ((f"PopularitySampler {each_row} {dtype}", partial(popular, each_row, dtype)) for each_row, dtype in product((False, True), DTYPES))
     ways = {"SGD": dict(), "SGD momentum": dict(momentum=0.9, nesterov=True), "AdamW": dict(betas=(0.8, 0.9))}
     for (name, options), size, dtype, mode in product(ways.items(), HEADS, (f32, bf16), ("lazy", "dense")):
         optimizer, at = torch.optim.AdamW if name == "AdamW" else torch.optim.SGD, f"{name} {size} {dtype} {mode}"

@@ -248,20 +248,27 @@ def plain_labels(
     return torch.where(known, y, -1), torch.where(known, n, -1), loss_weight
 
 # %% ../../nbs/library/sampling.ipynb #590610f4
+def own_columns(
+    y:Tensor, drawn:Tensor, slot:Tensor,  # [N], -1 without a label; [K]; [N], y's place in it or -1
+) -> tuple[Tensor, Tensor]:  # w_rows, target_column of `Columns`
+    "Columns for what was drawn, then one for each row, used if its class has none."
+    n = torch.arange(len(y), device=y.device)
+    own_column = len(drawn) + first_occurrence(y)
+    target_column = torch.where(y >= 0, torch.where(slot >= 0, slot, own_column), -1)
+    w_rows = torch.cat([drawn, torch.where(target_column == len(drawn) + n, y, -1)])
+    return F.pad(w_rows, (0, -len(w_rows) % 8), value=-1), target_column
+
 def plain_columns(
     y:Tensor, seed:Tensor, step:Tensor, s:Strata,  # [N]
     start:int, stop:int,  # classes; what is returned counts from `start`
     ignore_index:int, drawn_shift:float,  # added to the scores of those that were drawn
     dtype:torch.dtype,  # of `shift` and `loss_weight`
 ) -> Columns:
-    "Columns for what was drawn, then one for each row, used if its class has none."
+    "Columns of a step, in PyTorch."
     y, x_rows, loss_weight = plain_labels(y, ignore_index, start, stop, dtype)
-    drawn, n = plain_draw(seed, step, s, start, stop), torch.arange(len(y), device=y.device)
+    drawn = plain_draw(seed, step, s, start, stop)
     slot = plain_find_slot(y.clamp(min=start), seed, step, s, start)
-    own_column = len(drawn) + first_occurrence(y)
-    target_column = torch.where(y >= 0, torch.where(slot >= 0, slot, own_column), -1)
-    w_rows = torch.cat([drawn, torch.where(target_column == len(drawn) + n, y, -1)])
-    w_rows = F.pad(w_rows, (0, -len(w_rows) % 8), value=-1)
+    w_rows, target_column = own_columns(y, drawn, slot)
     shift = w_rows.new_full(w_rows.shape, drawn_shift, dtype=dtype)
     shift.masked_fill_(w_rows < 0, -torch.inf)
     present = torch.zeros(len(w_rows) + 1, dtype=torch.bool, device=y.device)
