@@ -22,6 +22,7 @@ from smalldocs import api as smalldocs_api
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
+import build_widget
 import reference
 from glossary_links import link_stages
 from search_index import index_script, with_search
@@ -211,6 +212,7 @@ def build(out: Path) -> list[str]:
         site = Site(project, quiet=True)
         site.build()
         link_stages(site.out)
+        build_widget.fill_all(site.out)
         finish_all(site.out, address())
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(site.out, out)
