@@ -22,7 +22,6 @@ from smalldocs import api as smalldocs_api
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
-import build_widget
 import reference
 from glossary_links import link_stages
 from search_index import index_script, with_search
@@ -200,6 +199,7 @@ def footer(project: Project) -> dict[str, str]:
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
     sys.path.insert(0, str(ROOT))  # the package of this tree, not one that is installed
+    import build_widget  # which imports the package
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))

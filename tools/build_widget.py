@@ -7,21 +7,18 @@ same figures for other budgets or GPUs, they are kept once.
 import html
 import json
 import re
-import sys
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
 import torch
-
 from workbook import ROOT
 
-sys.path.insert(0, str(ROOT))  # the package of this tree, not one that is installed
-from fusedloss.core.drawing import si  # noqa: E402
-from fusedloss.core.rates import dtype_name, machines  # noqa: E402
-from fusedloss.core.records import load_results  # noqa: E402
-from fusedloss.plans import Plan, plan  # noqa: E402
+from fusedloss.core.drawing import si
+from fusedloss.core.rates import dtype_name, machines
+from fusedloss.core.records import load_results
+from fusedloss.plans import Plan, plan
 
 GRID, SCRIPT = "plan_grid.js", "plan_widget.js"  # beside the pages that use them
 ASSIGN = "globalThis.planGrid = "
@@ -229,7 +226,7 @@ def cell(metric: str, code: int, longest: float, limit: int, point: int | None) 
     if point is not None:
         marks.append(f'<i class="fl-point" style="left:{share(metric, point, longest)}"></i>')
     found = f'<span class="fl-measured">measured {figure_text(metric, point)}</span>' if point is not None else ""
-    return (f'<td role="cell" data-name="{METRICS[metric]}"><span class="fl-shown">{figure_text(metric, code)}</span>'
+    return (f'<td role="cell" data-name="{METRICS[metric].replace("the ", "")}"><span class="fl-shown">{figure_text(metric, code)}</span>'
             f'<span class="fl-bar" aria-hidden="true">{"".join(marks)}</span>{found}</td>')
 
 
