@@ -52,6 +52,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_package_code.py": 3,
     "test_partial_fc.py": 18,
     "test_peers.py": 2,
+    "test_plan_widget.py": 8,
     "test_plans.py": 5,
     "test_planted.py": 3,
     "test_product.py": 24,

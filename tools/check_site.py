@@ -16,7 +16,7 @@ from workbook import ROOT
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"),
           ("audio", "src"), ("embed", "src"), ("object", "data"), ("image", "href"), ("image", "xlink:href"), ("use", "href")}
 INLINE = "data:"  # a picture within the page: nothing is loaded
-LINKED = {("a", "href"), ("use", "xlink:href")}
+LINKED = {("a", "href"), ("use", "xlink:href"), ("div", "data-grid")}  # the last is loaded when it comes into view
 CSS_URL = re.compile(r"""url\(\s*['"]?([^'")]+)|@import\s+['"]([^'"]+)""")
 INDEX = "search.js"  # loaded by the search itself
 FIRST_LOAD, SITE = 300_000, 22_000_000  # bytes, at most
