@@ -39,14 +39,20 @@ def line_words(number:int, line:str) -> str:
     "A line of a kernel."
     return f"line {number}, `{line.strip()}`"
 
+def with_causes(error:BaseException) -> list[BaseException]:
+    "An error, its cause, the cause of that: the interpreter raises once more in each function that a kernel calls."
+    return [error, *(with_causes(error.__cause__) if error.__cause__ else ())]
+
 def stop_words(
     kernel:Any,
     error:BaseException,  # with its traceback
 ) -> str:
     "The kernel's line at which the interpreter stopped, and why."
-    message = in_words(str(error))
-    why = message if message != str(error) else f"{type(error).__name__}: {message}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == kernel.fn.__code__.co_filename]
+    first = with_causes(error)[-1]
+    message = in_words(str(first))
+    why = message if message != str(first) else f"{type(first).__name__}: {message}"
+    frames = [frame for each in with_causes(error) for frame in traceback.extract_tb(each.__traceback__)]
+    frames = [frame for frame in frames if frame.filename == kernel.fn.__code__.co_filename]
     return f", {line_words(frames[-1].lineno, frames[-1].line)}: {why}" if frames else f": {why}"
 
 # %% ../../nbs/library/puzzle_refusals.ipynb #e2450d39

@@ -13,7 +13,7 @@ import numpy as np
 
 from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, INK, si, stage_color
 from fusedloss.core.triton import tl, triton
-from fusedloss.puzzles.refusals import refusal, stop_words
+from fusedloss.puzzles.refusals import refusal, stop_words, with_causes
 from fusedloss.puzzles.tasks import Case, TASKS
 from fusedloss.puzzles.verdicts import faults, loads_along, row_and_column, size_words, wrong_accesses
 from fusedloss.puzzles.watch import ANYONE, Array, called, Endless, Watch, watch_kernel
@@ -52,7 +52,7 @@ def draw_array(
         if program == NOBODY: continue
         ax.add_patch(Rectangle((left + j, i), w, h, fc=color_of(program), alpha=0.35 if program == SEVERAL else 0.75, lw=0))
         number = called(program, grid) if program >= 0 else ""
-        if number and h >= small[0] and w >= small[1] * max(1, len(number) / 2):
+        if number and h >= small[0] and w >= small[1] * max(1, len(number) / 2.5):
             ax.text(left + j + w / 2, i + h / 2, number, ha="center", va="center", fontsize=7)
     for i in range(0, rows, high):
         for j in range(0, columns, wide):
@@ -227,17 +227,21 @@ def second_words(case:Optional[Case]) -> str:
     sizes = f" ({launch_words(case)})" if case else ""
     return f"A first launch is right. In a second one, of other sizes{sizes}:"
 
+def is_endless(reason:Optional[BaseException]) -> bool:
+    "Was a program stopped because it did too much?"
+    return reason is not None and isinstance(with_causes(reason)[-1], Endless)
+
 def stopped(kernel:Any, reason:BaseException, program:str) -> str:
     "Why a kernel did not come to its end."
-    if isinstance(reason, Endless): return f"Program {program} does not come to an end: does what its loop asks for change in the loop?"
+    if is_endless(reason): return f"Program {program} does not come to an end: the condition of its loop stays true."
     return f"The kernel stops in program {program}{stop_words(kernel, reason)}"
 
 def run_case(number:int, kernel:Any, case:Case) -> Report:
     "One launch of a kernel, judged."
     watch, reason = Watch(case.arrays, case.grid), None
     try: watch_kernel(watch, kernel, case.others)
-    except Exception as error: reason = error.__cause__ or error  # whatever a kernel raises, the interpreter passes on
-    found = [] if isinstance(reason, Endless) else faults(case, watch)
+    except Exception as error: reason = error  # whatever a kernel raises, the interpreter passes on
+    found = [] if is_endless(reason) else faults(case, watch)
     if reason is not None and not any(wrong_accesses(case, watch)):
         found = [stopped(kernel, reason, called(watch.program, case.grid))]
     elif all(a.kind == "loads" and (a.places >= 0).all() for a in watch.accesses):
