@@ -6,16 +6,17 @@
 __all__ = ['check', 'picture']
 
 # %% ../../nbs/library/puzzle_report.ipynb #81e4384d
-import html
+import html, re
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, INK, si, stage_color
 from fusedloss.core.triton import tl, triton
+from fusedloss.puzzles.refusals import refusal, stop_words, with_causes
 from fusedloss.puzzles.tasks import Case, TASKS
-from fusedloss.puzzles.verdicts import faults, loads_along, row_and_column, wrong_accesses
-from fusedloss.puzzles.watch import ANYONE, Array, Watch, watch_kernel
+from fusedloss.puzzles.verdicts import faults, loads_along, row_and_column, size_words, wrong_accesses
+from fusedloss.puzzles.watch import ANYONE, Array, called, Endless, Watch, watch_kernel
 
 # %% ../../nbs/library/puzzle_report.ipynb #de2604dd
 NOBODY, SEVERAL = -2, ANYONE
@@ -38,12 +39,11 @@ def color_of(program:int) -> str:
 
 def label_of(name:str, array:Array) -> str:
     "An array's name, and below it its shape."
-    rows, columns = array.shape
-    return f"{name}\n{rows} × {columns}" if columns > 1 else f"{name}\n{rows}"
+    return f"{name}\n{size_words(array)}"
 
 def draw_array(
     ax, left:float, label:str, array:Array, programs:np.ndarray,  # of each place
-    small:tuple[int, int],  # fewer rows or columns have no room for a number
+    grid:tuple[int, ...], small:tuple[float, float],  # fewer rows or columns have no room for a number of two digits
 ) -> None:
     "One array: its places in the colours of programs, the frames of its tiles, its name and shape."
     from matplotlib.patches import Rectangle
@@ -51,7 +51,9 @@ def draw_array(
     for i, j, h, w, program in rectangles(programs):
         if program == NOBODY: continue
         ax.add_patch(Rectangle((left + j, i), w, h, fc=color_of(program), alpha=0.35 if program == SEVERAL else 0.75, lw=0))
-        if program >= 0 and h >= small[0] and w >= small[1]: ax.text(left + j + w / 2, i + h / 2, program, ha="center", va="center", fontsize=7)
+        number = called(program, grid) if program >= 0 else ""
+        if number and h >= small[0] and w >= small[1] * max(1, len(number) / 2.5):
+            ax.text(left + j + w / 2, i + h / 2, number, ha="center", va="center", fontsize=7)
     for i in range(0, rows, high):
         for j in range(0, columns, wide):
             if (high, wide) != (1, 1): ax.add_patch(Rectangle((left + j, i), wide, high, fill=False, ec=GREY, lw=0.5, ls=":"))
@@ -76,7 +78,7 @@ def draw_arrays(case:Case, programs:dict[str, np.ndarray], missed:dict[str, list
     with drawing_style():
         fig, ax = plt.subplots(figsize=(inches * width, inches * high * height + 0.6))
         for left, (name, array) in zip(np.cumsum([0, *rooms]), case.arrays.items()):
-            draw_array(ax, left, labels[name], array, programs[name], small)
+            draw_array(ax, left, labels[name], array, programs[name], case.grid, small)
             for i, j, h, w in missed.get(name, []):
                 ax.add_patch(Rectangle((left + j + 0.05, i + 0.05), w - 0.1, h - 0.1, fill=False, ec="#d00000", lw=1.6, zorder=3))
         ax.set(xlim=(-0.5, width), ylim=(height + 1.1, -1), aspect=high)
@@ -84,13 +86,20 @@ def draw_arrays(case:Case, programs:dict[str, np.ndarray], missed:dict[str, list
         return as_drawing(fig, alt, caption)
 
 # %% ../../nbs/library/puzzle_report.ipynb #18dc8518
+def launch_words(case:Case) -> str:
+    "The grid of a launch, its sizes and its constants."
+    sizes = [f"{name} {value}".replace("-", "−") for name, value in case.others.items()]
+    return ", ".join([f"{' × '.join(map(str, case.grid))} programs", *sizes])
+
 def question_picture(case:Case, title:str) -> Drawing:
     "What belongs to which program."
     programs = {name: array.owners for name, array in case.arrays.items()}
     for name, array in case.arrays.items():
         if array.allowed is not None: programs[name] = sole_programs(array.allowed, array)
+
     return draw_arrays(case, programs, {}, f"{title}: the arrays of a launch, their tiles and the programs to which they belong.",
-                       "Colours and numbers: the program that a tile belongs to. Grey: for all programs. Dotted: tiles.")
+                       "Colours and numbers: the program that a tile belongs to. Grey: for all programs. Dotted: tiles. "
+                       f"{launch_words(case)}.")
 
 def sole_programs(touched:np.ndarray, array:Array) -> np.ndarray:
     "The program of each place from [programs, places]; several and nobody apart."
@@ -141,17 +150,21 @@ def order_picture(case:Case, watch:Watch) -> Drawing:
 
 # %% ../../nbs/library/puzzle_report.ipynb #98152949
 def moved_bytes(case:Case, watch:Watch) -> list[tuple[str, int, int, int]]:
-    "Of each array: its name, bytes loaded, bytes stored, and the least."
+    "Of each array: its name, bytes loaded, bytes stored, and how many of both together are enough."
     rows = []
     for name, array in case.arrays.items():
         size, places = array.dtype.itemsize, array.shape[0] * array.shape[1]
         loaded, stored = (sum(len(np.unique(a.places)) for a in watch.accesses if a.name == name and (a.kind == "loads") == is_load)
                           for is_load in (True, False))
-        least = (array.start is not None) * round(array.times * places) + (array.expected is not None) * places
-        rows.append((name, loaded * size, stored * size, least * size))
+        enough = (array.start is not None) * round(array.times * places) + (array.expected is not None) * places
+        rows.append((name, loaded * size, stored * size, enough * size))
     return [*rows, ("all", *(sum(row[k] for row in rows) for k in (1, 2, 3)))]
 
 # %% ../../nbs/library/puzzle_report.ipynb #99c259fe
+def as_html(words:str) -> str:
+    "Words of a report, with what stands in backticks as code."
+    return re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(words, quote=False))
+
 class Report(NamedTuple):
     "What `check` found."
     number: int
@@ -172,16 +185,17 @@ class Report(NamedTuple):
 
     def __repr__(self) -> str:
         moved = moved_bytes(self.case, self.watch)[-1:] if self.watch else []
-        total = [f"{si(loaded, 'B')} loaded, {si(stored, 'B')} stored; the least is {si(least, 'B')}."
-                 for _, loaded, stored, least in moved]
+        total = [f"{si(loaded + stored, 'B')} moved ({si(loaded, 'B')} loaded, {si(stored, 'B')} stored); {si(enough, 'B')} are enough."
+                 for _, loaded, stored, enough in moved]
         return "\n".join([self.verdict(), *self.words, *total])
 
     def _repr_html_(self) -> str:
         cells = lambda row, tag: f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in row)}</tr>"
         moved = moved_bytes(self.case, self.watch) if self.watch else []
-        rows = [cells((name, *(si(n, "B") for n in numbers)), "td") for name, *numbers in moved]
-        table = ["<table>", cells(("", "loaded", "stored", "the least"), "th"), *rows, "</table>"] if rows else []
-        said = [f"<p>{html.escape(words)}</p>" for words in self.words]
+        rows = [cells((name, *(si(n, "B") for n in (loaded, stored, loaded + stored, enough))), "td")
+                for name, loaded, stored, enough in moved]
+        table = ["<table>", cells(("", "loaded", "stored", "both", "enough"), "th"), *rows, "</table>"] if rows else []
+        said = [f"<p>{as_html(words)}</p>" for words in self.words]
         pictures = [picture._repr_html_() for picture in self.pictures()]
         return "\n".join([f"<p><strong>{html.escape(self.verdict())}</strong></p>", *said, *table, *pictures])
 
@@ -208,14 +222,28 @@ def check_arguments(number:int, kernel:Any) -> None:
         raise ValueError(f"kernel: expected the parameters {', '.join(expected)}, got {', '.join(kernel.arg_names)}")
 
 # %% ../../nbs/library/puzzle_report.ipynb #59f75ab8
+def second_words(case:Optional[Case]) -> str:
+    "What a second launch is."
+    sizes = f" ({launch_words(case)})" if case else ""
+    return f"A first launch is right. In a second one, of other sizes{sizes}:"
+
+def is_endless(reason:Optional[BaseException]) -> bool:
+    "Was a program stopped because it did too much?"
+    return reason is not None and isinstance(with_causes(reason)[-1], Endless)
+
+def stopped(kernel:Any, reason:BaseException, program:str) -> str:
+    "Why a kernel did not come to its end."
+    if is_endless(reason): return f"Program {program} does not come to an end: the condition of its loop stays true."
+    return f"The kernel stops in program {program}{stop_words(kernel, reason)}"
+
 def run_case(number:int, kernel:Any, case:Case) -> Report:
     "One launch of a kernel, judged."
     watch, reason = Watch(case.arrays, case.grid), None
     try: watch_kernel(watch, kernel, case.others)
-    except Exception as error: reason = error.__cause__ or error  # whatever a kernel raises, the interpreter passes on
-    found = faults(case, watch)
+    except Exception as error: reason = error  # whatever a kernel raises, the interpreter passes on
+    found = [] if is_endless(reason) else faults(case, watch)
     if reason is not None and not any(wrong_accesses(case, watch)):
-        found = [f"The kernel stops in program {watch.program}: {type(reason).__name__}: {reason}"]
+        found = [stopped(kernel, reason, called(watch.program, case.grid))]
     elif all(a.kind == "loads" and (a.places >= 0).all() for a in watch.accesses):
         found = ["It stores nothing so far."]
     return Report(number, not found, found, *((case, watch) if watch.accesses else ()))
@@ -225,13 +253,16 @@ def check(
     number:int,  # of the puzzle, from 1
     kernel:Any,  # a function under `@jit` with the parameters of the puzzle's stub
 ) -> Report:
-    "Run a kernel on Triton's interpreter, with two sizes, and say whether it solves the puzzle; if not, what is wrong."
+    "Run a kernel on Triton's interpreter, with two sizes, and compile it, and say whether it solves the puzzle; if not, what is wrong."
     check_arguments(number, kernel)
     if reason := cannot_run(kernel): return Report(number, False, [reason])
     first = run_case(number, kernel, TASKS[number].case(0))
     if not first.solved: return first
     second = run_case(number, kernel, TASKS[number].case(1))
-    return first if second.solved else second._replace(words=["A first launch is right. In a second one, of other sizes:", *second.words])
+    if not second.solved: return second._replace(words=[second_words(second.case), *second.words])
+    pointers = {f"{name}_ptr": tensor for name, tensor in first.watch.memory.tensors.items()}
+    words = refusal(kernel, pointers | first.case.others)
+    return first._replace(solved=False, words=[words]) if words else first
 
 # %% ../../nbs/library/puzzle_report.ipynb #137bf62b
 def picture(

@@ -23,6 +23,7 @@ class Case(NamedTuple):
     others: dict[str, Any]  # sizes and constants, by name
     mistakes: dict[str, dict[str, Tensor]] = {}  # in words: what outputs it leads to
     regions: dict[str, Tensor] = {}  # in words: a part of the outputs of this shape
+    strays: dict[tuple[str, int], str] = {}  # of an array and a program: why one element may be touched in error
     ahead: int = 0  # how many steps have to be loaded before their product; 0 if nobody asks
 
 class Task(NamedTuple):
@@ -45,11 +46,11 @@ def normal(seed:int, *shape:int) -> Tensor:
     "Normal numbers in float32."
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
-def labels(seed:int, rows:int, classes:int, ignored:int=-1) -> Tensor:
-    "Random labels, the last row's in the last class; one row may have -100."
+def labels(seed:int, rows:int, classes:int, ignored:int=-1, ignore_index:int=-100) -> Tensor:
+    "Random labels, the last row's in the last class; one row may have `ignore_index`."
     y = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(seed))
     y[-1] = classes - 1
-    if ignored >= 0: y[ignored] = -100
+    if ignored >= 0: y[ignored] = ignore_index
     return y
 
 def tiles(size:int, tile:int) -> int:
@@ -74,7 +75,8 @@ def row_max(which):
     N, V = [(5, 16), (3, 32)][which]
     z = normal(which, N, V)
     return Case({"z": Array(z, tile=(1, V)), "out": Array(None, z.double().amax(1))}, (N,), dict(V=V),
-                {"It is the sum of the row, not its maximum.": {"out": z.double().sum(1)}})
+                {"It is the sum of the row, not its maximum.": {"out": z.double().sum(1)},
+                 "It is the minimum of the row, not its maximum.": {"out": z.double().amin(1)}})
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #484a294d
 @task("A row that does not fill its block")
@@ -121,37 +123,43 @@ def online_log_sum_exp(which):
                  {"out": torch.where(torch.arange(N) == 1, -torch.inf, expected)}})
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #98c3be34
-def loss_of(z:Tensor, y:Tensor) -> Tensor:
-    "Cross entropy of each row in float64; 0 where the label is -100."
-    return torch.nn.functional.cross_entropy(z.double(), y, reduction="none")
+IGNORED = [-100, 255]  # `ignore_index` of the first launch and of the second, where it is no negative number
+
+def loss_of(z:Tensor, y:Tensor, ignore_index:int=-100) -> Tensor:
+    "Cross entropy of each row in float64; 0 where the label is `ignore_index`."
+    return torch.nn.functional.cross_entropy(z.double(), y, reduction="none", ignore_index=ignore_index)
 
 @task("The loss of a label")
 def label_loss(which):
     N, V = [(5, 75), (4, 50)][which]
-    z, y = normal(which, N, V) * 3, labels(which, N, V, ignored=2)
-    loss, ignored = loss_of(z, y), (y < 0)
-    lse = z.double().logsumexp(1)
-    return Case({"z": Array(z, tile=(1, 32), times=1 + 1 / V), "y": Array(y), "out": Array(None, loss)}, (N,),
-                dict(V=V, ignore_index=-100, BV=32),
+    ignore_index = IGNORED[which]
+    z, y = normal(which, N, V) * 3, labels(which, N, V, 2, ignore_index)
+    loss, ignored = loss_of(z, y, ignore_index), (y == ignore_index)
+    lse, spare = z.double().logsumexp(1), ignored[:, None].expand(N, V)
+    return Case({"z": Array(z, tile=(1, 32), owner=by_row, times=1 + 1 / V, spare=spare), "y": Array(y), "out": Array(None, loss)}, (N,),
+                dict(V=V, ignore_index=ignore_index, BV=32),
                 {"It is the log-probability of the label; the loss is its negative.": {"out": -loss},
                  "The row whose label is `ignore_index` has a loss: it must be 0.": {"out": torch.where(ignored, lse, loss)}},
-                {"in the row whose label is `ignore_index`": ignored})
+                {"in the row whose label is `ignore_index`": ignored},
+                {("z", 2): f"Row 2's label is `ignore_index`: z[{ignore_index}] is no score, and must not be loaded."})
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #4fbfc275
-def score_grad(z:Tensor, y:Tensor) -> Tensor:
+def score_grad(z:Tensor, y:Tensor, ignore_index:int=-100) -> Tensor:
     "Softmax minus one-hot in float64; 0 in ignored rows."
     z = z.double().requires_grad_()
-    return torch.autograd.grad(loss_of(z, y).sum(), z)[0]
+    return torch.autograd.grad(loss_of(z, y, ignore_index).sum(), z)[0]
 
 @task("The gradient in the place of the scores")
 def grad_in_place(which):
     N, V, g = [(4, 43, 0.5), (3, 27, -2.0)][which]
-    z, y = normal(which, N, V) * 3, labels(which, N, V, ignored=1)
-    p, dz = z.double().softmax(1), score_grad(z, y)
-    ignored = (y < 0)[:, None]
+    ignore_index = IGNORED[which]
+    z, y = normal(which, N, V) * 3, labels(which, N, V, 1, ignore_index)
+    p, dz = z.double().softmax(1), score_grad(z, y, ignore_index)
+    ignored = (y == ignore_index)[:, None]
     local = torch.where(torch.arange(V) % 16 == y[:, None], p - 1, p).masked_fill(ignored, 0)
-    return Case({"z": Array(z, g * dz, tile=(1, 16)), "y": Array(y), "lse": Array(z.logsumexp(1))}, (N,),
-                dict(V=V, g=g, ignore_index=-100, BV=16),
+    arrays = {"z": Array(z, g * dz, tile=(1, 16), owner=by_row, spare=ignored.expand(N, V)), "y": Array(y),
+              "lse": Array(z.logsumexp(1), spare=ignored)}
+    return Case(arrays, (N,), dict(V=V, g=g, ignore_index=ignore_index, BV=16),
                 {"The gradient lacks the factor g.": {"z": dz},
                  "The one of the one-hot vector is not subtracted: this is the softmax.": {"z": g * p.masked_fill(ignored, 0)},
                  "The label is compared with the place in the block: each block subtracts a one. Compare it with the class.":
@@ -179,6 +187,7 @@ def target_minus_mean(which):
     return Case({"z": Array(z, tile=(BN, BV)), "y": Array(y, tile=(BN, 1)), "out": Array(None, z_y - mean, tile=(BN, 1))},
                 (tiles(N, BN),), dict(N=N, V=V, BN=BN, BV=BV),
                 {"The mean is over the lanes of the blocks, not over the V classes.": {"out": z_y - mean * V / (tiles(V, BV) * BV)},
+                 "The sum is divided by the BV lanes of one block, not by the V classes.": {"out": z_y - mean * V / BV},
                  "The label is compared with the place in the tile. Compare it with the class.": {"out": local - mean},
                  "The target's score is missing.": {"out": -mean},
                  "It is the target's score alone: the mean of the row is missing.": {"out": z_y}})
@@ -229,55 +238,67 @@ def layer(which:int, N:int, V:int, H:int) -> tuple[Tensor, Tensor, Tensor]:
     x, w = normal(which, N, H).half(), normal(which + 9, V, H).half()
     return x, w, x.double() @ w.double().T
 
+DROPPED = "All scores are 0: `tl.dot` returns its result, and leaves its operands as they are."
+
 @task("A product and its log-sum-exp in one kernel")
 def linear_log_sum_exp(which):
     N, V, H, B = [(20, 40, 24, 16), (17, 25, 40, 16)][which]
     x, w, z = layer(which, N, V, H)
     zeros = torch.nn.functional.pad(z, (0, tiles(V, B) * B - V))  # of whole tiles
     kept = zeros.view(N, -1, B).cumsum(1).view(N, -1)[:, :V].logsumexp(1)
+    dropped = (0 * z).logsumexp(1)
     return Case({"x": Array(x, tile=(B, B), times=tiles(V, B)), "w": Array(w, tile=(B, B), owner=anyone, times=tiles(N, B)),
                  "out": Array(None, z.logsumexp(1), tile=(B, 1), tolerance=1e-4)}, (tiles(N, B),), dict(N=N, V=V, H=H, BN=B, BV=B, BH=B),
                 {"Classes beyond V count with a score of 0. Their scores have to be −∞.": {"out": zeros.logsumexp(1)},
-                 "The products of one tile of classes are still there when the next one begins: its sum must begin with 0.": {"out": kept}})
+                 "The products of one tile of classes are still there when the next one begins: its sum must begin with 0.": {"out": kept},
+                 DROPPED: {"out": dropped}})
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #500dc27d
+NOT_ADDED = "dx is 0: `tl.dot` returns its sum, which has to be kept."
+
 @task("Scores recomputed for the gradient")
 def linear_grad(which):
     N, V, H, B = [(20, 40, 32, 16), (17, 25, 16, 16)][which]
     x, w, z = layer(which, N, V, H)
     y = labels(which, N, V)
-    dx, p = score_grad(z, y) @ w.double(), z.softmax(1)
+    lse, dx, p = z.logsumexp(1), score_grad(z, y) @ w.double(), z.softmax(1)
+    dropped = torch.exp(-lse)[:, None] - torch.nn.functional.one_hot(y, V)
     return Case({"x": Array(x, tile=(B, H)), "w": Array(w, tile=(B, H), owner=anyone, times=tiles(N, B)), "y": Array(y, tile=(B, 1)),
-                 "lse": Array(z.logsumexp(1).float(), tile=(B, 1)), "dx": Array(None, dx, tile=(B, H), tolerance=3e-3)},
+                 "lse": Array(lse.float(), tile=(B, 1)), "dx": Array(None, dx, tile=(B, H), tolerance=3e-3)},
                 (tiles(N, B),), dict(N=N, V=V, H=H, BN=B, BV=B),
                 {"The one of the one-hot vector is not subtracted.": {"dx": p @ w.double()},
-                 "The gradient has the wrong sign.": {"dx": -dx}})
+                 "The gradient has the wrong sign.": {"dx": -dx}, DROPPED: {"dx": dropped @ w.double()}, NOT_ADDED: {"dx": 0 * dx}})
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #61f7bb3e
 @task("Skipped tiles")
 def filtered_grad(which):
     N, V, H, B = [(32, 64, 16, 16), (20, 40, 16, 16)][which]
     x, w, z = layer(which, N, V, H)
-    y, eps = labels(which, N, V), 0.05
+    y, eps = labels(which, N, V), 0.0625
     dz = score_grad(z, y)
     full = torch.nn.functional.pad(dz, (0, tiles(V, B) * B - V, 0, tiles(N, B) * B - N))
     bound = torch.stack([torch.stack([t.abs().amax() for t in rows.split(B, 1)]) for rows in full.split(B)])
     order = torch.arange(bound.numel()).view_as(bound)
     bound = torch.where((order + which) % 3 == 1, bound * 0.01, bound.clamp(min=eps)).float()
-    kept = (bound >= eps).repeat_interleave(B, 0).repeat_interleave(B, 1)[:N, :V]
+    bound[0, 2] = eps  # exactly
+    places = lambda of_tiles: of_tiles.repeat_interleave(B, 0).repeat_interleave(B, 1)[:N, :V]
+    kept = places(bound >= eps)
     allowed = (bound >= eps).repeat_interleave(B, 1)[:, :V].repeat_interleave(H, 1).numpy()
     return Case({"x": Array(x, tile=(B, H)), "w": Array(w, tile=(B, H), owner=anyone, times=allowed.sum() / (V * H), allowed=allowed),
                  "y": Array(y, tile=(B, 1)), "lse": Array(z.logsumexp(1).float(), tile=(B, 1)), "bound": Array(bound, tile=(1, 1)),
                  "dx": Array(None, (dz * kept) @ w.double(), tile=(B, H), tolerance=3e-3)},
                 (tiles(N, B),), dict(N=N, V=V, H=H, T=tiles(V, B), eps=eps, BN=B, BV=B),
                 {"No tile is skipped.": {"dx": dz @ w.double()},
-                 "The tiles that should be kept are skipped.": {"dx": (dz * ~kept) @ w.double()}})
+                 "The tiles that should be kept are skipped.": {"dx": (dz * ~kept) @ w.double()},
+                 "A tile whose bound is eps is skipped; only those below eps may be.": {"dx": (dz * places(bound > eps)) @ w.double()},
+                 "The first tile that is skipped ends the loop: those after it count.":
+                 {"dx": (dz * places((bound >= eps).int().cummin(1).values.bool())) @ w.double()}, NOT_ADDED: {"dx": 0 * dz @ w.double()}})
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #7711a9b3
 @task("A persistent loop")
 def softmax_tiles(which):
     N, V, BN, BV = [(14, 43, 4, 16), (10, 27, 4, 16)][which]
-    z, programs = normal(which, N, V) * 3, 5
+    z, programs = normal(which, N, V) * 3, [5, 3][which]
     owner = lambda row, column: (row * tiles(V, BV) + column) % programs
     return Case({"z": Array(z, tile=(BN, BV), owner=owner), "lse": Array(z.logsumexp(1), tile=(BN, 1), owner=anyone, times=tiles(V, BV)),
                  "out": Array(None, z.double().softmax(1), tile=(BN, BV), owner=owner)}, (programs,), dict(N=N, V=V, BN=BN, BV=BV))
@@ -291,7 +312,8 @@ def pipelined_scores(which):
     return Case({"x": Array(x, tile=(B, B), owner=anyone, times=across), "w": Array(w, tile=(B, B), owner=anyone, times=tiles(N, B)),
                  "out": Array(None, z, tile=(B, B), owner=lambda row, column: row * across + column, tolerance=1e-4)},
                 (tiles(N, B), across), dict(N=N, V=V, H=H, BN=B, BV=B, BH=B),
-                {"The last step's product is missing.": {"out": x[:, :last].double() @ w[:, :last].double().T}}, ahead=1)
+                {"The last step's product is missing.": {"out": x[:, :last].double() @ w[:, :last].double().T},
+                 DROPPED: {"out": 0 * z}}, ahead=1)
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #44642e18
 def lattice(seed:int, N:int, L:int, C:int) -> Tensor:
@@ -316,7 +338,8 @@ def alpha_step(which):
     label = (states != 0) & (torch.arange(S) >= 2)
     skips = label & (states != states.roll(2, 1))
     wrong = lambda skips: {"out": step_of(alpha, log_probs, states, skips)}
-    return Case({"alpha": Array(alpha, tile=(1, 16), times=3), "log_prob": Array(log_probs, tile=(1, C), times=S / C),
+    log_prob = Array(log_probs, tile=(1, C), times=S / C, spare=torch.ones(N, C, dtype=torch.bool))
+    return Case({"alpha": Array(alpha, tile=(1, 16), times=3), "log_prob": log_prob,
                  "state": Array(states, tile=(1, 16), times=2), "out": Array(None, step_of(alpha, log_probs, states, skips), tile=(1, 16))},
                 (N,), dict(S=S, C=C, BS=16),
                 {"No path goes on by two states.": wrong(skips & False),
@@ -325,21 +348,33 @@ def alpha_step(which):
                 {"in states that no path reaches": torch.isinf(step_of(alpha, log_probs, states, skips))})
 
 # %% ../../nbs/library/puzzle_tasks.ipynb #dba02e7a
-def beta_of(stay:Tensor, enter:Tensor) -> Tensor:
-    "beta[t] = log(e^(stay[t] + beta[t+1]) + e^enter[t]) from the last time step to the first, in float64."
-    beta = [enter[:, -1].double()]
-    for t in range(enter.shape[1] - 2, -1, -1):
-        beta.insert(0, torch.logaddexp(stay[:, t].double() + beta[0], enter[:, t].double()))
-    return torch.stack(beta, 1)
+def scanned(stay:Tensor, enter:Tensor, after:Callable) -> Tensor:
+    "A scan from the last time step to the first, in float64; what it combined to enters."
+    steps = list(zip(stay.double().unbind(1), enter.double().unbind(1)))
+    combined = [steps.pop()]
+    while steps: combined.append(after(*combined[-1], *steps.pop()))
+    return torch.stack([enter for _, enter in reversed(combined)], 1)
+
+def later_first(late_stay:Tensor, late_enter:Tensor, stay:Tensor, enter:Tensor) -> tuple[Tensor, Tensor]:
+    "Two stretches of time as one, the later one given first."
+    return late_stay + stay, torch.logaddexp(stay + late_enter, enter)
+
+def later_last(stay:Tensor, enter:Tensor, late_stay:Tensor, late_enter:Tensor) -> tuple[Tensor, Tensor]:
+    "The same with the pairs exchanged."
+    return later_first(late_stay, late_enter, stay, enter)
 
 @task("Beta by a scan")
 def beta_scan(which):
     N, T, BT = [(3, 13, 16), (2, 7, 8)][which]
     stay, enter = normal(which, N, T) - 2, normal(which + 9, N, T) - 100
     enter[:, -3] = -torch.inf
-    flipped = beta_of(stay.flip(1), enter.flip(1)).flip(1)
+    beta, flipped = scanned(stay, enter, later_first), scanned(stay.flip(1), enter.flip(1), later_first).flip(1)
+    padded = [torch.nn.functional.pad(t, (0, BT - T)) for t in (stay, enter)]
     return Case({name: Array(t, tile=(1, BT)) for name, t in (("stay", stay), ("enter", enter))}
-                | {"out": Array(None, beta_of(stay, enter), tile=(1, BT), tolerance=1e-5)}, (N,), dict(T=T, BT=BT),
+                | {"out": Array(None, beta, tile=(1, BT), tolerance=1e-5)}, (N,), dict(T=T, BT=BT),
                 {"The scan runs from the first time step to the last; beta comes from the other end.": {"out": flipped},
+                 "`after` has its pairs the wrong way round: the first is the later in time.": {"out": scanned(stay, enter, later_last)},
+                 "The lanes beyond T are combined as time steps. They have to change nothing: stay = 0 and enter = −∞.":
+                 {"out": scanned(*padded, later_first)[:, :T]},
                  "It is what enters at each step alone, without what stays.": {"out": enter.double()}},
                 {"where two steps or more are combined: look at `after`": (torch.arange(T) < T - 1).expand(N, T)})

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/library/puzzle_watch.ipynb #acb89aad
-import warnings
+import math, warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, NamedTuple, Optional
@@ -31,6 +31,7 @@ class Array:
     times: float = 1.0  # how often all programs together have to load it
     tolerance: float = 2e-5  # relative to the larger of 1 and the value
     allowed: Optional[np.ndarray] = None  # [programs, places]: where it does not follow from `owner`
+    spare: Optional[Tensor] = None  # of its shape: what nobody has to load
 
     def __post_init__(self):
         values = self.expected if self.start is None else self.start
@@ -48,6 +49,12 @@ class Array:
         "Which of its places a program may touch, [places]."
         if self.allowed is not None: return self.allowed[program]
         return np.isin(self.owners.ravel(), (ANYONE, program))
+
+    @property
+    def needed(self) -> np.ndarray:
+        "Which places some program has to load, [places]."
+        if self.allowed is not None: return self.allowed.any(0)
+        return np.full(math.prod(self.shape), True) if self.spare is None else ~self.spare.numpy().ravel()
 
 # %% ../../nbs/library/puzzle_watch.ipynb #0335a5cc
 def places_of(array:Array, offsets:np.ndarray) -> np.ndarray:
@@ -113,6 +120,10 @@ class Access(NamedTuple):
     places: np.ndarray  # -1: outside of the array
     product: int  # how many products this program had made
 
+def called(program:int, grid:tuple[int, ...]) -> str:
+    "A program's number on its grid; of a grid with several axes, its numbers."
+    return str(program) if len(grid) == 1 else "({})".format(", ".join(map(str, np.unravel_index(program, grid))))
+
 class Watch:
     "All that the programs of one launch did."
     def __init__(self, arrays:dict[str, Array], grid:tuple[int, ...]):
@@ -120,7 +131,9 @@ class Watch:
         self.accesses: list[Access] = []
         self.undefined: set[str] = set()  # arrays loaded with a mask and without `other=`
         self.narrow: set[str] = set()  # what was done in half precision
-        self.products = [0] * int(np.prod(grid))
+        self.not_associative: set[str] = set()  # functions of a scan
+        self.products = [0] * math.prod(grid)
+        self.operations = 0  # of the present program
 
     def note(self, kind:str, pointers:np.ndarray, mask:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         "Write an access down; where each lane truly lies, and which lanes are both wanted and there."
@@ -202,29 +215,65 @@ def watched_place(watch:Watch, move:Callable) -> Callable:
     "The builder's step to the next program, whose number is kept."
     def moved(*place):
         watch.program = int(np.ravel_multi_index(place[:len(watch.grid)], watch.grid))
+        watch.operations = 0
         return move(*place)
     return moved
+
+# %% ../../nbs/library/puzzle_watch.ipynb #36b08788
+def brackets_agree(join:Callable, a:tuple, b:tuple, c:tuple) -> bool:
+    "Whether three steps, combined from the left and from the right, give one result."
+    tupled = lambda result: result if isinstance(result, tuple) else (result,)
+    pairs = zip(tupled(join(*tupled(join(*a, *b)), *c)), tupled(join(*a, *tupled(join(*b, *c)))))
+    numbers = lambda value: value.handle.data if isinstance(value, tl.tensor) else value
+    return all(np.allclose(numbers(left), numbers(right), rtol=1e-3, equal_nan=True) for left, right in pairs)
+
+def watched_scan(watch:Watch, scan:Callable) -> Callable:
+    "A scan, of which three steps in the middle are combined both ways first."
+    def scanned(self, values):
+        middle = values[0].handle.data.size // 2
+        if values[0].handle.data.ndim == 1 and middle > 1:
+            steps = [tuple(self.to_tensor(v.handle.data[at], v.dtype) for v in values) for at in (middle - 1, middle, middle + 1)]
+            if not brackets_agree(self.combine_fn.fn, *steps): watch.not_associative.add(self.combine_fn.fn.__name__)
+        return scan(self, values)
+    return scanned
+
+# %% ../../nbs/library/puzzle_watch.ipynb #6d22d807
+OPERATIONS = 30_000  # of one program, after which it is taken to be endless
+
+class Endless(Exception): "A program that does not come to an end."
+
+def every_operation(watch:Watch, builder:Any) -> dict[str, Callable]:
+    "All operations of the builder, by name: counted, and comparisons given the type that they have on a GPU."
+    def counted(name:str, operation:Callable) -> Callable:
+        def operate(*operands):
+            watch.operations += 1
+            if watch.operations > OPERATIONS: raise Endless
+            result = operation(*operands)
+            return type(result)(result.data, tl.int1) if "cmp" in name else result
+        return operate
+    return {name: counted(name, getattr(builder, name)) for name in dir(builder) if name.startswith("create_")}
 
 # %% ../../nbs/library/puzzle_watch.ipynb #e7961a4c
 @contextmanager
 def watching(watch:Watch):
     "Within it, the interpreter tells what its programs do."
     from triton.runtime import interpreter
-    builder, reductions = interpreter.interpreter_builder, interpreter.ReduceOps
+    builder, reductions, scans = interpreter.interpreter_builder, interpreter.ReduceOps, interpreter.ScanOps
     ours = dict(create_masked_load=watched_load, create_masked_store=watched_store, create_atomic_rmw=watched_atomic,
                 create_dot=watched_dot, set_grid_idx=watched_place)
-    replaced = {name: wrap(watch, getattr(builder, name)) for name, wrap in ours.items()}
+    replaced = every_operation(watch, builder)
+    replaced |= {name: wrap(watch, replaced.get(name, getattr(builder, name))) for name, wrap in ours.items()}
     for name, what in (("create_fadd", "an addition"), ("create_fsub", "a subtraction")):
-        replaced[name] = watched_sum(watch, what, getattr(builder, name))
-    usual_sum = reductions.sum
+        replaced[name] = watched_sum(watch, what, replaced[name])
+    usual_sum, usual_scan = reductions.sum, scans.generic_scan
     try:
         vars(builder).update(replaced)
-        reductions.sum = watched_reduction(watch, usual_sum)
+        reductions.sum, scans.generic_scan = watched_reduction(watch, usual_sum), watched_scan(watch, usual_scan)
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
     finally:
-        reductions.sum = usual_sum
+        reductions.sum, scans.generic_scan = usual_sum, usual_scan
         for name in replaced: vars(builder).pop(name, None)
 
 # %% ../../nbs/library/puzzle_watch.ipynb #2dcb6143
