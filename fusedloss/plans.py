@@ -72,15 +72,14 @@ class Estimate(NamedTuple):
 
 # %% ../nbs/10_plans.ipynb #0e8853d7
 LAUNCH_SECONDS = 3e-6  # seconds of a launch that nothing hides
-HOST_SECONDS = {"eager": 0.75e-3, "chunks": 0.85e-3, "chunk": 0.127e-3, "product": 0.79e-3, "product chunk": 0.41e-3, "recompute": 1.27e-3,
-        "slab": 0.14e-3, "plain": 0.91e-3, "plain chunk": 0.41e-3, "tiles": 1.88e-3,
+HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product": 0.95e-3, "product chunk": 0.41e-3, "recompute": 1.92e-3,
+        "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
         "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 
 # %% ../nbs/10_plans.ipynb #25f696cd
 UNALIGNED = dict(z=(0.35, 0.135), dx=(0.34, 0.18), dw=(0.35, 0.2), padded_dw=(0.62, 0.65))
 # shares of the rate where the classes are no multiple of eight, and where they are odd
-EPILOGUE = dict(z=100, exponentials=100, lse=165, dz=330, score_statistics=0, score_gradients=66)
-# features whose products take as long as what follows them
+EPILOGUE = dict(z=100, exponentials=190, lse=165, dz=330)  # features whose products take as long as what follows them
 
 # %% ../nbs/10_plans.ipynb #5bf8f9c7
 def rate_share(
@@ -295,11 +294,10 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     "Costs, launches, seconds of the host, extra bytes and cut of stage 7's kernels."
     (n, v, h), (need_x, need_w, _), size = r.sizes, r.needs, r.work.itemsize
     flops, forward = 2.0 * n * v * h, slab_forward_bytes(r, machine)
-    lse, dz = ("score_statistics", "score_gradients") if takes_bare(r, machine.device) else ("lse", "dz")
-    costs = [Cost("lse", flops, size * h * (n + v), epilogue_share(r, lse))]
+    costs = [Cost("lse", flops, size * h * (n + v), epilogue_share(r, "lse"))]
     if not any(r.needs): return costs, 6, HOST_SECONDS["recompute"], forward, ("nothing stored",)
     slab, each, slabs = slab_size(r, machine)
-    costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue_share(r, dz))]
+    costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue_share(r, "dz"))]
     reached = lambda name: rate_share_of_parts(r, name, slab)
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h), reached("padded_dw"))] * need_w
     costs += [Cost("dx", flops, size * (n + h) * v + (2 * slabs - 1) * 4 * n * h, reached("dx"))] * need_x
