@@ -6,8 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/library/puzzle_refusals.ipynb #5235524f
-import inspect, json, linecache, os, re, subprocess, sys, textwrap, traceback
+import inspect, json, os, re, runpy, subprocess, sys, tempfile, textwrap, traceback
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 
@@ -89,19 +90,24 @@ def text_of(kernel:Any) -> str:
     return "\n\n".join(["import triton", "from math import inf, nan", *functions_last])
 
 # %% ../../nbs/library/puzzle_refusals.ipynb #f3f8efdc
+def module_of(text:str) -> dict[str, Any]:
+    "The names that a text defines, from a file, as Triton reads a kernel's source."
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.py"
+        path.write_text(text, encoding="utf-8")
+        return runpy.run_path(str(path))
+
 def lower(text:str, name:str, signature:dict[str, str], constants:dict[str, Any]) -> Optional[tuple[str, str]]:
     "Compile the kernel `name` of a text to Triton's intermediate representation; the line and the message if Triton refuses."
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, CompilationError
     from triton.compiler.compiler import make_backend
-    file, target, context, made = f"<{name}>", GPUTarget("cuda", 90, 32), ir.context(), {"__name__": "kernels"}
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # Triton reads a kernel's source
-    exec(compile(text, file, "exec"), made)
+    target, context = GPUTarget("cuda", 90, 32), ir.context()
     backend = make_backend(target)
     ir.load_dialects(context)
     backend.load_dialects(context)
-    source, options = ASTSource(made[name], signature, constants), backend.parse_options({})
+    source, options = ASTSource(module_of(text)[name], signature, constants), backend.parse_options({})
     try: source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
     except CompilationError as error: return refused_line(error), reason_of(error)
     return None
