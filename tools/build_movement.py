@@ -115,8 +115,8 @@ def walk_panel(name: str, group: int, title: str) -> Panel:
 def walk() -> Scene:
     "One order beside the other"
     return Scene([walk_panel("fl-rows-", 1, "Row by row"), walk_panel("fl-groups-", 4, "In groups of four rows")],
-                 f"{PROGRAMS} tiles at a time, pale when they are done. Beside them the rows of x and w that they need, in panels: red when read from memory, filled "
-                 f"while L2, here of {CACHE} panels, holds them.")
+                 f"{PROGRAMS} tiles at a time, faint when done. Beside them panels, the rows of x and w that they need: red when read from memory, filled while L2 "
+                 f"({CACHE} panels) holds them.")
 
 
 # The online softmax by lanes, of page 4
@@ -145,24 +145,25 @@ def score_panel(scores: list[int], steps: int, parts: list[str]) -> Panel:
     return p
 
 
-def lane_panel(name: str, column: list[tuple[str, list[list[str]]]], steps: int, seconds: float, answer: str, alt: str) -> Panel:
+def lane_panel(name: str, held: list[movement.Lanes], answer: str, alt: str) -> Panel:
     "The lanes' numbers in columns, and the row's log-sum-exp"
-    p = Panel(name, steps, seconds, steps - 1, 150, "What the lanes hold", alt)
+    steps = len(held)
+    p = Panel(name, steps, 1.2 * steps, steps - 1, 150, "What the lanes hold", alt)
+    for k, (head, column) in enumerate(zip(("m", "factor", "s"), zip(*held))):
+        p.text(112 + 104 * k, 38, head, anchor="end")
+        for c in range(C):
+            p.text(112 + 104 * k, 58 + 19 * c, ["" if math.isnan(row[c]) else number(row[c]) for row in column], anchor="end")
     for c in range(C):
         p.text(0, 58 + 19 * c, f"lane {c}")
-        for k, (_, values) in enumerate(column):
-            p.text(112 + 104 * k, 58 + 19 * c, values[c], anchor="end")
-    for k, (head, _) in enumerate(column):
-        p.text(112 + 104 * k, 38, head, anchor="end")
     p.line(f"M0 43H{WIDTH}")
     p.text(0, 142, [""] * (steps - 2) + [answer] * 2)
     return p
 
 
-def lane_steps(scores: list[int]) -> tuple[list[str], list[tuple[float, ...]], list[tuple[str, list[list[str]]]]]:
-    "For each step what is done; the lanes' maxima, factors and sums, as they are shown"
+def lane_steps(scores: list[int]) -> tuple[list[str], list[movement.Lanes]]:
+    "For each step what is done, and what the lanes hold; a factor is not a number where none is taken"
     done, high, factor, total = [], [], [], []
-    m, s = (-math.inf,) * C, (0.0,) * C
+    m, s = [-math.inf] * C, [0.0] * C
     for b, lanes in enumerate(movement.online_softmax(scores, R, C)):
         done += [f"Block {b}: each lane's maximum", "The sums take the factor exp(old m − new m)", "The block's exp(score − m) are added"]
         high += [lanes.high] * PHASES
@@ -170,21 +171,21 @@ def lane_steps(scores: list[int]) -> tuple[list[str], list[tuple[float, ...]], l
         total += [s, [a * f for a, f in zip(s, lanes.factor)], lanes.total]
         m, s = lanes.high, lanes.total
     met = movement.together(movement.Lanes(m, [], s))
-    done += ["The lanes meet: the row's maximum", "Their sums take the factor once more", "and are added", "and are added"]
+    done += ["The lanes meet: the row's maximum", "Their sums take the factor exp(lane's m − m)", *["All sums together give the log-sum-exp"] * 2]
     high += [met.high] * 4
     factor += [[math.nan] * C, *[met.factor] * 3]
     total += [s, *[met.total] * 3]
-    return done, [sum(met.total), max(met.high)], list(zip(("m", "factor", "s"), (high, factor, total)))
+    return done, list(map(movement.Lanes, high, factor, total))
 
 
 def lanes() -> Scene:
     "A row that is read once"
     scores = movement.row_of_scores(BLOCKS, R, C)
-    done, (total, top), columns = lane_steps(scores)
-    shown = [(head, [["" if math.isnan(v) else number(v) for v in (row[c] for row in rows)] for c in range(C)]) for head, rows in columns]
+    done, held = lane_steps(scores)
+    top, total = max(held[-1].high), sum(held[-1].total)
     lse = f"lse = {number(top)} + ln {number(total)} = {number(top + math.log(total))}"
     steps = len(done)
-    right = lane_panel("fl-lanes-", shown, steps, 1.2 * steps, lse, f"Each lane's maximum, factor and sum after every block. In the end {lse}.")
+    right = lane_panel("fl-lanes-", held, lse, f"Each lane's maximum, factor and sum after every block. In the end {lse}.")
     return Scene([score_panel(scores, steps, done), right], "Each column of a block belongs to a lane. Where a lane's maximum rises, its sum shrinks by a factor; "
                  "no score is read twice.")
 
@@ -248,7 +249,7 @@ def pipeline() -> Scene:
     last = movement.pipeline(found["RUNGS"]["7 clusters of 2"], found["simulate"], FEATURES, TILES).epilogues[-1].end
     panels = [pipeline_panel("fl-shared-", "7 clusters of 2", "Rung 7: two groups share a tile", last, found),
               pipeline_panel("fl-turn-", "8 in turn", "Rung 8: two groups with a tile each, in turn", last, found)]
-    return Scene(panels, f"The simulation at {FEATURES} features, during {last:.0f} clocks; tiles in two colours by turns. A stage is on its way (pale), has arrived, or is "
+    return Scene(panels, f"The simulation at {FEATURES} features, during {last:.0f} clocks; tiles in two colours by turns. A stage is on its way (faint), has arrived, or is "
                  "multiplied (full colour).")
 
 
@@ -311,13 +312,14 @@ def meeting() -> Scene:
         over = [n >= FRAMES for n in range(len(ends))]
         dots(left, t, lambda s, n: fill(ALPHA, 0) if over[n] else side(found, t, s, ends[n]))
         dots(right, t, lambda s, n: fill(GAMMA, shade(found.gamma[t], s) if FRAMES - 1 - ends[n] <= t <= ends[n] else 0))
-    left.text(14, 202, [f"α at frame {k}, β at frame {FRAMES - 1 - k}: " + ("stored" if k < FRAMES // 2 else "times what is stored") for k in ends])
+    left.text(14, 202, [f"α at frame {k}, β at frame {FRAMES - 1 - k}: " + ("stored" if k < FRAMES // 2 else "times what is stored") for k in range(FRAMES)]
+              + ["every row is multiplied"] * (len(ends) - FRAMES))
     right.text(14, 202, [met if k >= FRAMES // 2 else "" for k in ends])
     return Scene([left, right], f"States of “{WORD}” over {FRAMES} frames; · is the blank. The fuller a square, the larger its share of the frame.")
 
 
 SCENES: dict[str, Callable[[], Scene]] = {"walk": walk, "lanes": lanes, "pipeline": pipeline, "meeting": meeting}
-MADE = "The cell above draws the still of a notebook."
+MADE = "In a notebook the cell above draws a still."
 
 
 def movement_of(name: str) -> str:
