@@ -43,6 +43,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_margins.py": 10,
     "test_measure.py": 6,
     "test_memory.py": 14,
+    "test_movement.py": 8,
     "test_mutations.py": 2,
     "test_notebooks.py": 60,
     "test_nvrtc.py": 8,

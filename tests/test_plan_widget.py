@@ -151,7 +151,7 @@ READ = """
 class Keys:
     "A browser on a page, whose keys a test presses"
 
-    def __init__(self, page: Path):
+    def __init__(self, page: Path, ready: str = "return document.querySelector('.fl-sliders')?.hidden === false"):
         (theirs, to), (back, ours) = os.pipe(), os.pipe()
         command = " ".join([browser(), *QUIET, "--remote-debugging-pipe", f"3<&{theirs}", f"4>&{ours}"])
         self.process = subprocess.Popen(["bash", "-c", f"exec {command}"], pass_fds=(theirs, ours), stderr=subprocess.DEVNULL)
@@ -160,7 +160,7 @@ class Keys:
         tab = self.ask("Target.createTarget", url=f"file://{page}")["targetId"]
         self.session = {"sessionId": self.ask("Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]}
         for _ in range(100):
-            if self.find("return document.querySelector('.fl-sliders')?.hidden") is False:
+            if self.find(ready):
                 break
             time.sleep(0.1)
 
@@ -188,7 +188,7 @@ class Keys:
 
 @pytest.fixture(scope="module")
 def keys(site) -> Iterator[Keys]:
-    "Waits until the page has its sliders"
+    "A browser that shows the sliders"
     pressed = Keys(site)
     yield pressed
     pressed.process.terminate()

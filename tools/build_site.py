@@ -199,7 +199,8 @@ def footer(project: Project) -> dict[str, str]:
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
     sys.path.insert(0, str(ROOT))  # the package of this tree, not one that is installed
-    import build_widget  # which imports the package
+    import build_movement  # which imports the package, as
+    import build_widget  # does
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))
@@ -213,6 +214,7 @@ def build(out: Path) -> list[str]:
         site.build()
         link_stages(site.out)
         build_widget.fill_all(site.out)
+        build_movement.fill_all(site.out)
         finish_all(site.out, address())
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(site.out, out)
