@@ -2,8 +2,11 @@
 import ast
 import math
 import random
+import runpy
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbook import ROOT, read_notebook
@@ -81,10 +84,12 @@ def bound(node: ast.stmt) -> set[str]:
 
 def of_page(page: str, given: dict[str, Any], *names: str) -> dict[str, Any]:
     "What a page binds to these names, by the statements that bind them and no others"
-    found = dict(given)
-    for cell in read_notebook(ROOT / "nbs" / f"{page}.ipynb")["cells"]:
-        kept = [node for node in ast.parse(cell["source"]).body if bound(node) & set(names)] if cell["cell_type"] == "code" else []
-        exec(compile(ast.Module(kept, []), page, "exec"), found)
+    cells = [cell["source"] for cell in read_notebook(ROOT / "nbs" / f"{page}.ipynb")["cells"] if cell["cell_type"] == "code"]
+    kept = [node for source in cells for node in ast.parse(source).body if bound(node) & set(names)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "statements.py")
+        path.write_text(ast.unparse(ast.Module(kept, [])))
+        found = runpy.run_path(str(path), given)
     return {name: found[name] for name in names}
 
 
