@@ -53,12 +53,12 @@ def draw_array(
         ax.add_patch(Rectangle((left + j, i), w, h, fc=color_of(program), alpha=0.35 if program == SEVERAL else 0.75, lw=0))
         number = called(program, grid) if program >= 0 else ""
         if number and h >= small[0] and w >= small[1] * max(1, len(number) / 2.5):
-            ax.text(left + j + w / 2, i + h / 2, number, ha="center", va="center", fontsize=7)
+            ax.text(left + j + w / 2, i + h / 2, number, ha="center", va="center", fontsize=8.5)
     for i in range(0, rows, high):
         for j in range(0, columns, wide):
             if (high, wide) != (1, 1): ax.add_patch(Rectangle((left + j, i), wide, high, fill=False, ec=GREY, lw=0.5, ls=":"))
     ax.add_patch(Rectangle((left, 0), columns, rows, fill=False, ec=INK, lw=1))
-    ax.text(left, -0.3, label, va="bottom", fontsize=8)
+    ax.text(left, -0.3, label, va="bottom", fontsize=8.5)
 
 # %% ../../nbs/library/puzzle_report.ipynb #35d70083
 def covered(array:Array) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def order_picture(case:Case, watch:Watch) -> Drawing:
         fig, ax = plt.subplots(figsize=(6.4, 1.7))
         for at, (_, row, step) in enumerate(events):
             ax.add_patch(Rectangle((at, row + 0.1), 0.9, 0.8, fc=color_of(step), alpha=0.75))
-            ax.text(at + 0.45, row + 0.5, step, ha="center", va="center", fontsize=8)
+            ax.text(at + 0.45, row + 0.5, step, ha="center", va="center", fontsize=8.5)
         ax.set(xlim=(0, len(events)), ylim=(2, 0), xticks=[], yticks=[0.5, 1.5], yticklabels=["loads", "products"],
                xlabel="order of what program 0 does →")
         for side in ax.spines.values(): side.set_visible(False)
