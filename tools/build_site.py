@@ -199,8 +199,8 @@ def footer(project: Project) -> dict[str, str]:
 def build(out: Path) -> list[str]:
     "Write the site to `out`; return the renderer's complaints"
     sys.path.insert(0, str(ROOT))  # the package of this tree, not one that is installed
-    import build_movement  # which imports the package, as
-    import build_widget  # does
+    import build_movement  # both import the package
+    import build_widget
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))

@@ -88,7 +88,7 @@ def of_page(page: str, given: dict[str, Any], *names: str) -> dict[str, Any]:
     kept = [node for source in cells for node in ast.parse(source).body if bound(node) & set(names)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "statements.py")
-        path.write_text(ast.unparse(ast.Module(kept, [])))
+        path.write_text(ast.unparse(ast.Module(kept, [])), encoding="utf-8")
         found = runpy.run_path(str(path), given)
     return {name: found[name] for name in names}
 
