@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import movement
+from site_pages import fill_places
 
 from fusedloss.core.drawing import stage_color
 from fusedloss.core.rates import H200
@@ -343,7 +344,4 @@ def filled(page: str) -> str:
 
 def fill_all(out: Path) -> None:
     "Put the moving drawings into the pages of a site that have a place for them"
-    for path in sorted(out.glob("*.html")):
-        page = path.read_text(encoding="utf-8")
-        if PLACE.search(page):
-            path.write_text(filled(page), encoding="utf-8")
+    fill_places(out, PLACE, filled)

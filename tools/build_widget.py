@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
 import torch
+from site_pages import fill_places
 from workbook import ROOT
 
 from fusedloss.core.drawing import si
@@ -308,9 +309,6 @@ def fill(page: str) -> str:
 
 def fill_all(out: Path) -> None:
     "Put the widget into the pages of a site that have a place for it, and beside them what it needs"
-    for path in sorted(out.glob("*.html")):
-        page = path.read_text(encoding="utf-8")
-        if PLACE.search(page):
-            path.write_text(fill(page), encoding="utf-8")
+    fill_places(out, PLACE, fill)
     (out / GRID).write_text(grid_script(make_grid()), encoding="utf-8")
     (out / SCRIPT).write_text(Path(__file__).with_name(SCRIPT).read_text(encoding="utf-8"), encoding="utf-8")

@@ -2,6 +2,7 @@
 import html
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from workbook import METADATA_KEY, directives, read_notebook
@@ -74,6 +75,14 @@ def finish(page: str, url: str, site: str = "") -> str:
     for begin, label in NAVIGATION.items():
         page = page.replace(f"<nav {begin}", f'<nav aria-label="{label}" {begin}')
     return page
+
+
+def fill_places(out: Path, place: re.Pattern[str], filled: Callable[[str], str]) -> None:
+    "Rewrite the pages of a site that have a place for something"
+    for path in sorted(out.glob("*.html")):
+        page = path.read_text(encoding="utf-8")
+        if place.search(page):
+            path.write_text(filled(page), encoding="utf-8")
 
 
 def finish_all(out: Path, address: str) -> None:
