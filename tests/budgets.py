@@ -87,6 +87,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_typed_launches.py": 8,
     "test_transformers.py": 24,
     "test_trl.py": 70,  # where TRL is installed; else none
+    "test_tutorials_language_model.py": 3,
     "test_types.py": 9,
     "test_weights.py": 4,
 }
