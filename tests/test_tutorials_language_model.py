@@ -27,10 +27,10 @@ def files_are_read(module, folder):
 
 
 def library_is_found(module, folder):
-    "The library's own files, and none that was installed beside it"
+    "The library's own files, and none that was installed beside it or tests it"
     found = module.library_files()
     assert len(found) > 100 and any(path.name == "ast.py" for path in found)
-    assert not any("site-packages" in path.parts for path in found)
+    assert not any({"site-packages", "test"} & set(path.parts) for path in found)
 
 
 def texts_come_back(module, folder):
@@ -81,16 +81,16 @@ def loop_trains(module, folder):
     x, model, seen = torch.randn(64, 3), nn.Linear(3, 1), []
     model.weight.data.fill_(5.0)
     loss, run = (lambda model, x: (model(x)[:, 0] - x.sum(1)).square().mean()), Run("toy", folder)
-    module.train(run, **module.trained_by_adamw(model, 0.3, 60), loss=loss, batch=partial(module.draw_batch, x, 16), steps=60,
+    module.train(run, **module.trained_by_adamw(model, 0.3, 40), loss=loss, batch=partial(module.draw_batch, x, 16), steps=40,
                  after=lambda step: seen.append((step, model.weight.grad.norm())))
-    assert [step for step, _ in seen] == [*range(1, 61)] and loss(model, x) < 0.05
-    assert [step for step, _ in run.curve["loss"]] == [*range(60)] and run.curve["loss"][0][1] > 20
+    assert [step for step, _ in seen] == [*range(1, 41)] and loss(model, x) < 0.05
+    assert [step for step, _ in run.curve["loss"]] == [*range(40)] and run.curve["loss"][0][1] > 20
     assert seen[0][1] > 0.5 and all(norm < 1.01 for _, norm in seen), "clipped"
     assert seen[-1][1] < 0.5, "not added up"
 
 
-CHECKS = (files_are_read, library_is_found, texts_come_back, windows_follow_each_other, batches_are_by_step, held_out_loss_is_a_mean,
-          rate_rises_and_falls, loop_trains)
+CHECKS = (files_are_read, texts_come_back, windows_follow_each_other, batches_are_by_step, held_out_loss_is_a_mean, rate_rises_and_falls,
+          loop_trains, library_is_found)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -101,16 +101,14 @@ def test_tutorials_share(check, tmp_path):
 BUGS = {
     "held out and trained on": ("for i, text in enumerate(found) if i % every]", "for i, text in enumerate(found)]"),
     "one bad file stops all": ("except (OSError, UnicodeDecodeError)", "except OSError"),
-    "what was installed is read": ("if not installed &", "if installed or installed &"),
+    "what was installed is read": ("if not others &", "if others or others &"),
     "spaces before a text": ("add_prefix_space=False", "add_prefix_space=True"),
     "unknown characters are lost": ("initial_alphabet=by_bytes.alphabet(), ", ""),
     "files run together": ("(0, *text.ids)", "text.ids"),
     "one batch for all steps": ("manual_seed(step)", "manual_seed(0)"),
-    "batches by PyTorch's own generator": (", generator=torch.Generator().manual_seed(step)", ""),
     "parts weigh the same": (".item() * len(part)", ".item() * size"),
     "no warm-up": ("min((step + 1) / warm, ", "min(1.0, "),
     "gradients add up": ("        optimizer.zero_grad()\n", ""),
-    "no step": ("        optimizer.step()\n", ""),
     "no schedule": ("        schedule.step()\n", ""),
     "no clipping": ("        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", ""),
 }
@@ -132,6 +130,5 @@ def test_the_unchanged_source_passes(tmp_path):
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert first_fault(planted(language_model, tmp_path, *BUGS[bug]), tmp_path), f"no check notices that {bug}"
