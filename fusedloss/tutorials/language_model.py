@@ -27,11 +27,11 @@ def library_files() -> list[Path]:
     root, others = Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     return [path for path in sorted(root.rglob("*.py")) if not others & set(path.relative_to(root).parts)]
 
-# %% ../../nbs/tutorials/1_language_model.ipynb #5c40808f
+# %% ../../nbs/tutorials/1_language_model.ipynb #67f6201b
 def read_texts(
     files:Iterable[Path],
     characters:int,  # no further file is read after so many
-    every:int=20,  # each file of this number is held out
+    every:int=10,  # each file of this number is held out
     seed:int=0,
 ) -> tuple[list[str], list[str]]:  # to train on, and held out
     "Texts of files in a random order; one that cannot be read, or is not UTF-8, is left out."
@@ -53,12 +53,13 @@ def train_tokenizer(texts:Iterable[str], vocabulary:int):
         vocab_size=vocabulary, special_tokens=["<file>"], initial_alphabet=by_bytes.alphabet(), show_progress=False))
     return tokenizer
 
-# %% ../../nbs/tutorials/1_language_model.ipynb #89b1c2d0
+# %% ../../nbs/tutorials/1_language_model.ipynb #fc28a08e
 def windows(tokenizer, texts:Iterable[str], length:int) -> Tensor:  # [windows, length]
     "The texts as tokens, each after a 0, one after the other; what is left over at the end is dropped."
     ids = torch.tensor([i for text in tokenizer.encode_batch_fast(list(texts)) for i in (0, *text.ids)])
     return ids[:len(ids) // length * length].view(-1, length)
 
+# %% ../../nbs/tutorials/1_language_model.ipynb #459f632c
 def draw_batch(data:Tensor, size:int, step:int) -> Tensor:  # [size, length]
     "Windows of `data` [windows, length] at random, the same ones for the same step."
     rows = torch.randint(len(data), (size,), generator=torch.Generator().manual_seed(step))
@@ -74,7 +75,7 @@ def small_llama(vocabulary:int, hidden:int, layers:int, seed:int=0):
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0))
 
-# %% ../../nbs/tutorials/1_language_model.ipynb #2480242b
+# %% ../../nbs/tutorials/1_language_model.ipynb #dc89124f
 def flow_picture(
     boxes:list[tuple[int, int, str, str]],  # column, row, text and colour; a grey text in brackets is what is not made
     arrows:list[tuple[tuple, tuple]],  # from (column, row) to (column, row)
@@ -91,7 +92,8 @@ def flow_picture(
             ax.add_patch(FancyBboxPatch((x + 0.08, y + 0.17), 0.84, 0.66, boxstyle="round,pad=0.02", ec=color, **fill))
             ax.text(x + 0.5, y + 0.5, text.strip("()"), ha="center", va="center", fontsize=9)
         for (a, b), (c, d) in arrows:
-            ax.annotate("", (c + 0.05, d + 0.5 - 0.3 * (d > b) + 0.3 * (d < b)), (a + 0.95, b + 0.5), arrowprops=dict(arrowstyle="->", color=INK))
+            end = c + 0.05, d + 0.5 - 0.3 * (d > b) + 0.3 * (d < b)
+            ax.annotate("", end, (a + 0.95, b + 0.5), arrowprops=dict(arrowstyle="->", color=INK))
         ax.set(xlim=(0, columns), ylim=(0, rows)); ax.axis("off")
         return as_drawing(fig, alt)
 
