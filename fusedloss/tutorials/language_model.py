@@ -16,10 +16,10 @@ from torch import nn, Tensor
 from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, INK
 from fusedloss.core.runs import Run
 
-# %% ../../nbs/tutorials/1_language_model.ipynb #5779e8a6
+# %% ../../nbs/tutorials/1_language_model.ipynb #3dcc4dc6
 SIZES = {
     "cuda": dict(characters=40_000_000, vocabulary=32768, hidden=512, layers=6, length=512, batch=64, rate=1e-3, steps=400),
-    "cpu": dict(characters=1_500_000, vocabulary=4096, hidden=128, layers=3, length=128, batch=4, rate=3e-3, steps=400)}
+    "cpu": dict(characters=1_500_000, vocabulary=4096, hidden=128, layers=3, length=64, batch=4, rate=3e-3, steps=700)}
 
 # %% ../../nbs/tutorials/1_language_model.ipynb #de300cee
 def library_files() -> list[Path]:
@@ -65,7 +65,7 @@ def draw_batch(data:Tensor, size:int, step:int) -> Tensor:  # [size, length]
     rows = torch.randint(len(data), (size,), generator=torch.Generator().manual_seed(step))
     return data[rows.to(data.device)]
 
-# %% ../../nbs/tutorials/1_language_model.ipynb #9368d689
+# %% ../../nbs/tutorials/1_language_model.ipynb #d2448ac1
 def small_llama(vocabulary:int, hidden:int, layers:int, seed:int=0):
     "A random Llama whose output layer is its embedding."
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -73,7 +73,8 @@ def small_llama(vocabulary:int, hidden:int, layers:int, seed:int=0):
     heads = max(2, hidden // 64)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0))
+        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        initializer_range=0.5 * hidden**-0.5))
 
 # %% ../../nbs/tutorials/1_language_model.ipynb #dc89124f
 def flow_picture(
