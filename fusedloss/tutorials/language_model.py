@@ -21,10 +21,11 @@ SIZES = {
     "cuda": dict(characters=40_000_000, vocabulary=32768, hidden=512, layers=6, length=512, batch=64, rate=1e-3, steps=400),
     "cpu": dict(characters=1_500_000, vocabulary=4096, hidden=128, layers=3, length=64, batch=4, rate=3e-3, steps=700)}
 
-# %% ../../nbs/tutorials/1_language_model.ipynb #de300cee
+# %% ../../nbs/tutorials/1_language_model.ipynb #bd1bf4ce
 def library_files() -> list[Path]:
-    "The sources of Python's standard library, without its tests and what was installed beside it."
-    root, others = Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    "The sources of Python's standard library, without its tests, its tables of characters and what was installed beside it."
+    root = Path(sysconfig.get_paths()["stdlib"])
+    others = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
     return [path for path in sorted(root.rglob("*.py")) if not others & set(path.relative_to(root).parts)]
 
 # %% ../../nbs/tutorials/1_language_model.ipynb #67f6201b
