@@ -13,13 +13,13 @@ PAGE = ROOT / "nbs" / "tutorials" / "4_identities.ipynb"
 CELLS = [cell["source"] for cell in read_notebook(PAGE)["cells"]
          if cell["cell_type"] == "code" and not {"slow", "cuda"} & directives(cell["source"])]
 FAULTS = {  # a cell that has this, what it says instead, and a word of the cell whose check must fail
-    "equal scores are accepted": ("same > t", "same >= t", "def accepted"),
-    "a threshold one pair too low": ("(rates * len(other)).long()", "(rates * len(other)).long() + 1", "def accepted"),
+    "equal scores are accepted": ("same > t", "same >= t", "test_eq(accepted("),
+    "a threshold one pair too low": ("(rates * len(other)).long()", "(rates * len(other)).long() + 1", "test_eq(accepted("),
     "the farthest is taken": (".argmax(1)", ".argmin(1)", "test_eq(rank_one"),
-    "each code point is a class": ("alike.setdefault(picture.numpy().tobytes()", "alike.setdefault(code", "drawings ="),
-    "strangers are trained on": ("if code not in set(strangers)", "", "strangers ="),
+    "each code point is a class": ("alike.setdefault(picture.numpy().tobytes()", "alike.setdefault(code", "assert [ord("),
+    "strangers are trained on": ("if code not in set(strangers)", "", "assert not set(classes)"),
     "unseen fonts are trained on": ("rows_of(is_class & is_known), rows_of(is_class & ~is_known)",
-                                    "rows_of(is_class), rows_of(is_class & ~is_known)", "learn, ask_classes"),
+                                    "rows_of(is_class), rows_of(is_class & ~is_known)", "test_eq(len(learn)"),
 }
 
 
