@@ -83,6 +83,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_tiles.py": 10,
     "test_tour.py": 32,
     "test_triton.py": 4,
+    "test_tutorials_identities.py": 3,
     "test_tuning.py": 8,
     "test_tutorials_reading.py": 3,
     "test_typed_launches.py": 8,
