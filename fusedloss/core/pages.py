@@ -7,6 +7,7 @@ __all__ = ['prepare_page', 'show_source', 'lesson_box']
 
 # %% ../../nbs/library/pages.ipynb #861a1d74
 import inspect, json, re, warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Callable
 
@@ -72,6 +73,12 @@ def prepare_page(
     transformers[:] = [*others, replayed.transform]
     shell.register_magic_function(replayed.saved_output, "line", "saved_output")
     print("No GPU: Triton's interpreter runs the kernels, and cells marked `#| cuda` show their saved outputs.")
+
+# %% ../../nbs/library/pages.ipynb #69008af3
+def needs_packages(*names:str):
+    "`ImportError` that says what to install, unless this Python has all of `names`."
+    missing = [name for name in names if find_spec(name) is None]
+    if missing: raise ImportError(f"this page needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 # %% ../../nbs/library/pages.ipynb #a6d87a16
 def source_text(*functions:Callable) -> str:
