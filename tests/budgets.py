@@ -84,6 +84,7 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_tour.py": 32,
     "test_triton.py": 4,
     "test_tuning.py": 8,
+    "test_tutorials_policy.py": 3,
     "test_typed_launches.py": 8,
     "test_transformers.py": 24,
     "test_trl.py": 70,  # where TRL is installed; else none
