@@ -8,7 +8,7 @@ import torch
 from workbook import read_notebook, ROOT
 
 PAGE = ROOT / "nbs" / "tutorials" / "2_policy.ipynb"
-QUICK = ("po-imports", "po-sizes", "po-pupil", "po-reward", "po-check-data", "po-split", "po-encode", "po-check-encode",
+QUICK = ("po-imports", "po-sizes", "po-pupil", "po-reward", "po-check-data", "po-split", "po-floor", "po-floor-value", "po-encode", "po-check-encode",
          "po-write", "po-advantages", "po-check-advantages")
 BUGS = {
     "digits in the order of reading": ("int(answer[-2::-1])", "int(answer[:-1])"),
