@@ -83,13 +83,14 @@ ALLOWED = {  # core-seconds of each file under `make test`
     "test_tiles.py": 10,
     "test_tour.py": 32,
     "test_triton.py": 4,
-    "test_tutorials_identities.py": 3,
     "test_tuning.py": 8,
+    "test_tutorials_identities.py": 3,
+    "test_tutorials_language_model.py": 3,
+    "test_tutorials_policy.py": 4,
     "test_tutorials_reading.py": 3,
     "test_typed_launches.py": 8,
     "test_transformers.py": 24,
     "test_trl.py": 70,  # where TRL is installed; else none
-    "test_tutorials_language_model.py": 3,
     "test_types.py": 9,
     "test_weights.py": 4,
 }
