@@ -71,6 +71,15 @@ def test_a_page_is_finished():
     assert page.count('<th scope="col">') == 1 and '<th scope="row">' in page and "<thead>" in page
 
 
+def test_an_entry_of_the_sidebar_has_no_wrappers():
+    entry = '<li class="sidebar-item"><div class="sidebar-item-container"><a href="{}" class="sidebar-item-text sidebar-link{}><span class="menu-text">{}</span></a></div></li>'
+    page = finish("<ul>" + entry.format("a.html", '"', "A") + entry.format("b.html", ' active" aria-current="page"', "B &amp; b") + "</ul>", "https://example.org/a")
+    for link in ('<a href="a.html" class="sidebar-link">A</a>', '<a href="b.html" class="sidebar-link active" aria-current="page">B &amp; b</a>'):
+        assert f'<li class="sidebar-item">{link}</li>' in page
+    section = '<div class="sidebar-item-container"><a class="sidebar-item-text sidebar-link"><span class="menu-text">S</span></a><a href="#s"></a></div>'
+    assert section in finish(section, "https://example.org/a")
+
+
 def test_a_page_that_others_link_to_has_a_card():
     head = '<html><head><title>A &amp; B</title><meta name="description" content="About."></head><body></body></html>'
     page = finish(head, "https://example.org/s/a.html", "https://example.org/s")

@@ -15,6 +15,7 @@ NAVIGATION = {'class="navbar ': "Site", 'class="quarto-secondary-nav': "Place on
 SCROLLED = """<script>
 for (const box of document.querySelectorAll("pre, math[display=block], .sd-table, .fl-figure")) if (box.localName == "math" || box.scrollWidth > box.clientWidth) box.tabIndex = 0;
 </script>"""  # a keyboard reaches what scrolls
+ENTRY = re.compile(r'<div class="sidebar-item-container">(<a href="[^"]*" class=")sidebar-item-text (sidebar-link[^>]*>)<span class="menu-text">([^<]*)</span></a></div>')
 SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
 
 
@@ -70,6 +71,7 @@ def finish(page: str, url: str, site: str = "") -> str:
         page = page.replace("<head>", f'<head><base href="{html.escape(site)}/">', 1)
     page = re.sub(r"<th(?=[ >])(?![^>]*\bscope=)", '<th scope="col"', page)
     page = re.sub(r'<th scope="col"([^>]*)></th>', r"<td\1></td>", page)  # a corner heads no column
+    page = ENTRY.sub(r"\1\2\3</a>", page)  # every page lists every page: what only wraps a link is a fifth of the site
     page = page.replace("</body>", f"{SCROLLED}</body>", 1)
     page = re.sub(r'data-bs-target="(#[\w-]+)" role="navigation"', r'data-bs-target="\1" href="\1" role="button"', page)
     for begin, label in NAVIGATION.items():
