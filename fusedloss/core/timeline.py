@@ -33,18 +33,20 @@ class Timeline(NamedTuple):
 
 # %% ../../nbs/library/timeline.ipynb #79784905
 def read_trace(events:list[dict]) -> Timeline:  # `traceEvents` of Chrome's format
-    "The step of a trace. `ValueError` where the trace has none, or the step ran nothing on a GPU."
+    "The step of a trace. `ValueError` where the trace has none, the step ran nothing on a GPU, or a kernel's call is missing."
     events = [e for e in events if e.get("ph") == "X"]
     steps = [e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"]
     if len(steps) != 1: raise ValueError(f"trace: expected one step, got {len(steps)}")
     began, ended = steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]
     calls = [e for e in events if e.get("cat") in CALLS and began <= e["ts"] <= ended]
     issued = {e["args"]["correlation"]: e["ts"] for e in calls if "correlation" in e.get("args", {})}
+    ran = sorted((e for e in events if e.get("cat") in ON_GPU and e["ts"] >= began), key=lambda e: e["ts"])
+    if not ran: raise ValueError("trace: expected work on a GPU, got none")
+    if lost := [e["name"] for e in ran if e["args"].get("correlation") not in issued]:
+        raise ValueError(f"trace: expected the call of each kernel, got none for {lost}")
     seconds = lambda t: (t - began) * 1e-6
-    work = sorted((Work(e["name"], seconds(issued[e["args"]["correlation"]]), seconds(e["ts"]), seconds(e["ts"] + e["dur"]))
-                   for e in events if e.get("cat") in ON_GPU and e["args"].get("correlation") in issued), key=lambda w: w.start)
-    if not work: raise ValueError("trace: expected work on a GPU, got none")
-    blocked = [(seconds(e["ts"]), seconds(e["ts"] + e["dur"])) for e in calls if "Synchronize" in e["name"]]
+    work = [Work(e["name"], seconds(issued[e["args"]["correlation"]]), seconds(e["ts"]), seconds(e["ts"] + e["dur"])) for e in ran]
+    blocked = [(seconds(e["ts"]), seconds(e["ts"] + e["dur"])) for e in calls if re.search("Synchronize|Memcpy", e["name"])]
     return Timeline(work, blocked, seconds(ended))
 
 # %% ../../nbs/library/timeline.ipynb #c78e9f44
