@@ -183,7 +183,7 @@ def timeline_plot(
         for ax, (name, timeline) in zip(axes[:, 0], steps.items()):
             draw_step(ax, timeline, end / 600)
             ax.set(xlim=(0, end * 1e3), ylim=(0, 3))
-            ax.set_title(f"{name}: {summary(timeline)}", fontsize=9.5, fontweight="normal", pad=4)
+            ax.set_title(f"{name}: {summary(timeline)}", fontsize=9, fontweight="normal", pad=4)
         axes[-1, 0].set_xlabel("ms since the step began")
         fig.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         legend_of(fig, list(steps.values()))
