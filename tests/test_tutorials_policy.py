@@ -8,7 +8,7 @@ import torch
 from workbook import read_notebook, ROOT
 
 PAGE = ROOT / "nbs" / "tutorials" / "2_policy.ipynb"
-QUICK = ("po-imports", "po-sizes", "po-pupil", "po-reward", "po-check-data", "po-split", "po-floor", "po-floor-value", "po-encode", "po-check-encode",
+QUICK = ("po-imports", "po-sizes", "po-pupil", "po-reward", "po-check-data", "po-split", "po-check-split", "po-floor", "po-floor-value", "po-encode", "po-check-encode",
          "po-write", "po-advantages", "po-check-advantages")
 BUGS = {
     "digits in the order of reading": ("int(answer[-2::-1])", "int(answer[:-1])"),
@@ -16,7 +16,9 @@ BUGS = {
     "a carry too few": ("int(total > 9", "int(total > 12"),
     "a pupil who never forgets": ("chance.random() >= forgets", "True"),
     "carries of other digits": ("- digits(a + b)) // 9", "- digits(a)) // 9"),
-    "what is held out is trained on": ("questions[:sizes.held], questions[sizes.held:]", "questions[:sizes.held], questions"),
+    "what is held out is trained on": ("both_orders(pairs[sizes.held // 2:])", "both_orders(pairs)"),
+    "the other order of what is held out is trained on": ("for b in numbers if a <= b]", "for b in numbers]"),
+    "one order of each pair": ("sorted({pair, pair[::-1]})", "[pair]"),
     "rewards as they are": ("return (rewards - mean) / (std + 1e-4)", "return rewards"),
     "padding that is a class": ("[IGNORED] * (longest", "[0] * (longest"),
 }
