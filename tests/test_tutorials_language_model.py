@@ -41,6 +41,15 @@ def texts_come_back(module, folder):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+def bytes_are_counted(module, folder):
+    "The tokens of a text stand for its bytes, characters of several bytes included, and `<file>` for none"
+    tokenizer = module.train_tokenizer(TEXTS, 300)
+    sizes = module.bytes_of_tokens(tokenizer)
+    assert sizes.shape == (300,) and sizes[0] == 0 and sizes.max() > 4
+    for text in (*TEXTS, "\t a  b\n\n漢字"):
+        assert sizes[tokenizer.encode(text).ids].sum() == len(text.encode())
+
+
 def windows_follow_each_other(module, folder):
     "Each file begins with a 0; all tokens stand in the windows, in order, but those left over"
     tokenizer = module.train_tokenizer(TEXTS, 300)
@@ -89,8 +98,8 @@ def loop_trains(module, folder):
     assert seen[-1][1] < 0.5, "not added up"
 
 
-CHECKS = (files_are_read, texts_come_back, windows_follow_each_other, batches_are_by_step, held_out_loss_is_a_mean, rate_rises_and_falls,
-          loop_trains, library_is_found)
+CHECKS = (files_are_read, texts_come_back, bytes_are_counted, windows_follow_each_other, batches_are_by_step, held_out_loss_is_a_mean,
+          rate_rises_and_falls, loop_trains, library_is_found)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -104,6 +113,8 @@ BUGS = {
     "what was installed is read": ("if not others &", "if others or others &"),
     "spaces before a text": ("add_prefix_space=False", "add_prefix_space=True"),
     "unknown characters are lost": ("initial_alphabet=by_bytes.alphabet(), ", ""),
+    "a file's beginning has bytes": ("torch.tensor([0, *map(len, texts)])", "torch.tensor([6, *map(len, texts)])"),
+    "bytes of the next token": ("(tokenizer.id_to_token(i) for i in range(1, ", "(tokenizer.id_to_token(i - 1) for i in range(1, "),
     "files run together": ("(0, *text.ids)", "text.ids"),
     "one batch for all steps": ("manual_seed(step)", "manual_seed(0)"),
     "parts weigh the same": (".item() * len(part)", ".item() * size"),
