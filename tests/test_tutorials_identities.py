@@ -14,7 +14,7 @@ CELLS = [cell["source"] for cell in read_notebook(PAGE)["cells"]
          if cell["cell_type"] == "code" and not {"slow", "cuda"} & directives(cell["source"])]
 FAULTS = {  # a cell that has this, what it says instead, and a word of the cell whose check must fail
     "equal scores are accepted": ("same > t", "same >= t", "test_eq(accepted("),
-    "a threshold one pair too low": ("(rates * len(other)).long()", "(rates * len(other)).long() + 1", "test_eq(accepted("),
+    "a threshold one pair too low": ("(false_accepts * len(other)).long()", "(false_accepts * len(other)).long() + 1", "test_eq(accepted("),
     "the farthest is taken": (".argmax(1)", ".argmin(1)", "test_eq(rank_one"),
     "each code point is a class": ("alike.setdefault(picture.numpy().tobytes()", "alike.setdefault(code", "assert [ord("),
     "strangers are trained on": ("if code not in set(strangers)", "", "assert not set(classes)"),
