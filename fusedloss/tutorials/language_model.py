@@ -35,14 +35,16 @@ def read_texts(
     every:int=10,  # each file of this number is held out
     seed:int=0,
 ) -> tuple[list[str], list[str]]:  # to train on, and held out
-    "Texts of files in a random order; one that cannot be read, or is not UTF-8, is left out."
-    files, found, total = list(files), [], 0
+    "Different texts of files in a random order; one that cannot be read, or is not UTF-8, is left out."
+    files, found, total = list(files), {}, 0
     for path in random.Random(seed).sample(files, len(files)):
         if total >= characters: break
-        try: found.append(path.read_text("utf-8"))
+        try: text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError): continue
-        total += len(found[-1])
-    return [text for i, text in enumerate(found) if i % every], found[::every]
+        total += len(text) if text not in found else 0
+        found[text] = None
+    texts = list(found)
+    return [text for i, text in enumerate(texts) if i % every], texts[::every]
 
 # %% ../../nbs/tutorials/1_language_model.ipynb #132bf690
 def train_tokenizer(texts:Iterable[str], vocabulary:int):
