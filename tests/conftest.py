@@ -21,11 +21,6 @@ def pytest_configure(config):
     config.pluginmanager.register(CoreSeconds(config), "core_seconds")
 
 
-def pytest_collection_modifyitems(items):
-    "Tests that wait for other processes come first, where other work fills the cores; at the end both workers would wait"
-    items.sort(key=lambda item: item.path.name not in ("test_sharded.py", "test_browse.py"))
-
-
 # `make test-gpu` leaves out what needs no GPU: `make test` has run it
 DEVICES = os.environ.get("FUSEDLOSS_DEVICES", "cpu cuda").split() if torch.cuda.is_available() else ["cpu"]
 
