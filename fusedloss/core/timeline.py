@@ -7,6 +7,7 @@ __all__ = ['record_timeline', 'run_profiled', 'timeline_plot']
 
 # %% ../../nbs/library/timeline.ipynb #ec99cb3b
 import json, re, tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -52,7 +53,8 @@ def read_trace(events:list[dict]) -> Timeline:  # `traceEvents` of Chrome's form
     calls = {number_of(e): e for e in events if e.get("cat") in CALLS and began <= e["ts"] <= ended}
     ran = sorted((e for e in events if e.get("cat") in ON_GPU and e["ts"] >= began), key=lambda e: e["ts"])
     if not ran: raise ValueError("trace: expected work on a GPU, got none (may this process use the GPU's profiler?)")
-    of_call = {number: [e for e in ran if number_of(e) == number] for number in calls}
+    of_call = defaultdict(list)
+    for e in ran: of_call[number_of(e)].append(e)
     lost = [call["name"] for number, call in calls.items() if re.search("LaunchKernel|GraphLaunch", call["name"]) and not of_call[number]]
     if lost: raise ValueError(f"trace: expected a kernel of each launch, got none of {len(lost)}: {lost[:3]}")
     seconds = lambda t: (t - began) * 1e-6
@@ -77,19 +79,21 @@ def pauses(timeline:Timeline) -> list[Pause]:
     return found
 
 # %% ../../nbs/library/timeline.ipynb #ff87d76a
-def union(spans:list[tuple[float, float]], end:float) -> float:
-    "The length of what the spans cover until `end`."
-    total, until = 0.0, 0.0
-    for start, stop in sorted(spans):
-        total += max(0.0, min(stop, end) - max(start, until))
-        until = max(until, min(stop, end))
-    return total
+def joined(spans:list[tuple[float, float]], least:float) -> list[tuple[float, float]]:
+    "Spans from start to stop in the order of their starts, each at least `least` long, those in one that are less than `least` apart."
+    found = []
+    for start, stop in spans:
+        stop = max(stop, start + least)
+        if found and start - found[-1][1] < least: found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else: found.append((start, stop))
+    return found
 
 def shares(timeline:Timeline) -> dict[str, float]:
     "Parts of the time from the step's begin to the end of its last work: the first three add up to 1; `blocked` is the host's."
     end, found = max(w.stop for w in timeline.work), pauses(timeline)
     length = lambda for_host: sum(p.stop - p.start for p in found if p.for_host == for_host) / end
-    return dict(busy=1 - length(True) - length(False), for_host=length(True), between=length(False), blocked=union(timeline.blocked, end) / end)
+    blocked = sum(min(stop, end) - min(start, end) for start, stop in joined(sorted(timeline.blocked), 0.0)) / end
+    return dict(busy=1 - length(True) - length(False), for_host=length(True), between=length(False), blocked=blocked)
 
 # %% ../../nbs/library/timeline.ipynb #6a232eff
 def record_timeline(
@@ -124,15 +128,6 @@ KIND_COLORS = dict(zip(KINDS, (STAGE_COLORS[0], GREY, STAGE_COLORS[1], STAGE_COL
 def kind_of(name:str) -> str:
     "Which of `KINDS` a kernel is."
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))
-
-def joined(spans:list[tuple[float, float]], least:float) -> list[tuple[float, float]]:
-    "Spans from start to stop in the order of their starts, each at least `least` long, those in one that are less than `least` apart."
-    found = []
-    for start, stop in spans:
-        stop = max(stop, start + least)
-        if found and start - found[-1][1] < least: found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else: found.append((start, stop))
-    return found
 
 # %% ../../nbs/library/timeline.ipynb #5993aa17
 FOR_HOST, FOR_GPU = "the GPU waits for the host", "the host waits for the GPU"
