@@ -1,6 +1,6 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
-.PHONY: help tour test test-all check-generated pages pytest house test-gpu test-gpu-many sanitize docs notebooks-gpu stamp lab puzzles clean
+.PHONY: help tour test test-all check-generated pages pytest house test-gpu test-gpu-many sanitize docs notebooks-gpu records-gpu stamp lab puzzles clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
@@ -65,6 +65,11 @@ sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
 
 notebooks-gpu: $(READY)  ## run the notebooks on the GPUs at hand, JOBS at a time; save their outputs and nbs/results
 	$(PYTHON) tools/run_notebooks.py --jobs $(or $(JOBS),1) $(NOTEBOOKS)
+
+records-gpu: export PYTHONPATH = $(CURDIR)
+records-gpu: $(READY)  ## whole models and first calls, on the GPU at hand: records that no notebook makes
+	$(PYTHON) examples/whole_models.py
+	$(PYTHON) examples/first_calls.py
 
 stamp: $(READY)  ## write .commit: what a copy of the project without its history is a copy of
 	$(PYTHON) tools/workbook.py stamp

@@ -119,8 +119,8 @@ def main():
         try:
             error = distance(trained(wrap(copy.deepcopy(start)), own), one)
             line = f"{error:.0e} from one process, {si(peak_of(wrap(copy.deepcopy(start).float())), 'B')} at the peak"
-        except RuntimeError as error:
-            line = f"RuntimeError: {error}"
+        except ValueError as error:
+            line = f"ValueError: {error}"
         if dist.get_rank() == 0:
             print(f"{wrap.__name__}: {line}", flush=True)
     dist.barrier()

@@ -2,87 +2,138 @@
 
     torchrun --nproc-per-node 4 examples/many_gpus.py [CASE ...]
 
-Results go to nbs/results/16_many_gpus.json, which the pages on losses and on heads over ranks show.
+Each shape of a language model is one run of rounds, in which the first GPU also takes the step alone, and peers take theirs over
+all GPUs. That GPU holds all classes beside its own during the rounds; peaks count what a step adds. Results go to
+nbs/results/16_many_gpus.json, which the pages on losses and on heads over ranks show. Without names all cases run; "large" needs
+GPUs of 110 GB, the others fit 80 GB.
 """
+import functools
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import fusedloss as fl
-from fusedloss.core.drawing import si
-from fusedloss.core.records import machine_line, record
-from fusedloss.core.tuning import event_seconds
+from fusedloss.core.peers import peers_over_ranks
+from fusedloss.core.ranks import dtensor_of_rows, shard_range
+from fusedloss.core.records import load_results, machine_line, record
+from fusedloss.measure import SHAPES
+from in_turn import line, measured, Method
 
 RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "16_many_gpus.json"
-LANGUAGE_MODEL = dict(N=8192, H=4096, V=128256)
 bf16 = torch.bfloat16
 
 
-def timed(step, runs, rounds):
-    "Seconds of a step among `runs` that follow one another, of the slowest rank: the median of some rounds"
-    times = []
-    for _ in range(rounds):
-        dist.barrier()  # every rank makes as many steps, or they would wait for each other for ever
-        times += event_seconds(step, calls=runs)
-    slowest = torch.tensor(sorted(times)[rounds // 2], device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+class Head(NamedTuple):
+    "What a loss is made of"
+    x: Tensor; y: Tensor  # [N,H], [N], the same on all ranks
+    w: DTensor  # [V,H], Shard(0)
+    whole: Optional[Tensor]  # [V,H], on the first rank alone
 
 
-def peak_of(step):
-    "Bytes above what was there, of this rank"
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+def class_weights(mesh, shape, dtype, rank, seed):
+    "The classes of a rank, the same whoever draws them"
+    torch.manual_seed(seed + rank)
+    rows = len(shard_range(shape.V, mesh.size(), rank))
+    return (torch.randn(rows, shape.H, device=mesh.device_type) * shape.H**-0.5).to(dtype)
 
 
-def measured(name, shape, step, **more):
-    "Time a step in a row of steps, and one by one; print and record, on the first rank"
-    for _ in range(3):
-        step()
-    peak, ranks, state = peak_of(step), dist.get_world_size(), torch.cuda.memory_allocated()  # state: with the last gradient
-    for name, runs, rounds in ((name, 10, 3), (f"{name}, one by one", 1, 10)):
-        seconds = timed(step, runs, rounds)
-        if dist.get_rank() == 0:
-            print(f"{name}, {ranks} GPUs: {si(seconds, 's')}, {si(peak, 'B')} at the peak", flush=True)
-            record(RESULTS, name, dict(shape, R=ranks), bf16, "cuda", seconds=seconds, peak=peak, state=state,
-                   samples_per_second=shape["N"] / seconds, **more)
+def drawn(mesh, shape, dtype, seed=0):
+    "A head's tokens and classes, with gradients"
+    rank, leaf = mesh.get_local_rank(), lambda t: t.requires_grad_()
+    w = dtensor_of_rows(class_weights(mesh, shape, dtype, rank, seed), mesh, torch.Size((shape.V, shape.H)))
+    whole = torch.cat([class_weights(mesh, shape, dtype, r, seed) for r in range(mesh.size())]) if rank == 0 else None
+    torch.manual_seed(seed + mesh.size())
+    x, y = torch.randn(shape.N, shape.H, device=mesh.device_type).to(dtype), torch.randint(shape.V, (shape.N,), device=mesh.device_type)
+    return Head(leaf(x), y, leaf(w), None if whole is None else leaf(whole))
 
 
-def language_model(mesh, tokens_spread):
-    "A vocabulary over the GPUs; the tokens on all of them, or spread too"
-    (n, h, v), ranks = LANGUAGE_MODEL.values(), mesh.size()
-    torch.manual_seed(0)  # the same tokens on every rank
-    x, y = torch.randn(n, h, device="cuda").to(bf16), torch.randint(v, (n,), device="cuda")
-    rows = len(torch.arange(v).chunk(ranks)[mesh.get_local_rank()])
-    torch.manual_seed(1 + dist.get_rank())
-    w = (torch.randn(rows, h, device="cuda") * h**-0.5).to(bf16)
-    w = DTensor.from_local(w, mesh, [Shard(0)], run_check=False, shape=torch.Size((v, h)), stride=(h, 1)).requires_grad_()
-    if tokens_spread:
-        x = DTensor.from_local(x.chunk(ranks)[mesh.get_local_rank()], mesh, [Shard(0)], run_check=False)
-        y = y.chunk(ranks)[mesh.get_local_rank()]
-    x.requires_grad_()
-    step = lambda: torch.autograd.grad(fl.linear_cross_entropy(x, w, y, backbone_reduction="sum" if tokens_spread else None), [x, w])
-    measured("tokens spread" if tokens_spread else "tokens on all", LANGUAGE_MODEL, step)
+def spread(t, mesh):
+    "A DTensor of the rows of each rank, from what all ranks have"
+    mine = shard_range(len(t), mesh.size(), mesh.get_local_rank())
+    rows = t.detach()[mine.start:mine.stop].clone()
+    return dtensor_of_rows(rows, mesh, t.shape).requires_grad_(t.requires_grad)
 
 
-def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512):
+def step_of(loss, x, w, *rest):
+    "Loss and gradients; None where the classes are missing"
+    def step():
+        found = loss(x, w, *rest)
+        return found.detach(), *torch.autograd.grad(found, [x, w])
+    return None if w is None else step
+
+
+def cross_entropies(mesh, head):
+    "Methods of the cross entropy: alone on one GPU, and over ranks with the tokens on all of them and spread"
+    loss = lambda method, reduction=None: lambda x, w, y: fl.linear_cross_entropy(x, w, y, method=method, backbone_reduction=reduction)
+    found = {"one GPU": Method(step_of(loss("auto"), head.x, head.whole, head.y))}
+    own = spread(head.x, mesh), head.w, spread(head.y, mesh)
+    for method, name in (("recompute", ""), ("product", ", product")):
+        found[f"tokens on all{name}"] = Method(step_of(loss(method), head.x, head.w, head.y), "one GPU")
+        found[f"tokens spread{name}"] = Method(step_of(loss(method, "sum"), *own), "one GPU")
+    return found
+
+
+def log_probs(mesh, head):
+    "Log-probabilities with the entropy, both differentiated, likewise"
+    one, mean = "log-probs, one GPU", lambda found: (found.entropy - found.log_probs).mean()
+    loss = lambda reduction=None: lambda x, w, y: mean(fl.sharded_linear_log_probs(x, w, y, entropy=True, backbone_reduction=reduction))
+    alone = step_of(lambda x, w, y: mean(fl.linear_log_probs(x, w, y, entropy=True)), head.x, head.whole, head.y)
+    return {one: Method(alone), "log-probs, tokens on all": Method(step_of(loss(), head.x, head.w, head.y), one),
+            "log-probs, tokens spread": Method(step_of(loss("sum"), spread(head.x, mesh), head.w, spread(head.y, mesh)), one)}
+
+
+def divergences(mesh, head, teacher):
+    "A student's forward divergence from a teacher of its size, likewise"
+    one, x, t = "divergence, one GPU", spread(head.x, mesh), spread(teacher.x, mesh)
+    loss = lambda reduction=None: lambda x, w, *rest: fl.sharded_linear_divergence(x, w, *rest, backbone_reduction=reduction)
+    return {one: Method(step_of(fl.linear_divergence, head.x, head.whole, teacher.x, teacher.whole)),
+            "divergence, tokens on all": Method(step_of(loss(), head.x, head.w, teacher.x, teacher.w), one),
+            "divergence, tokens spread": Method(step_of(loss("sum"), x, head.w, t, teacher.w), one)}
+
+
+def of_peers(peers, head):
+    "Steps of other libraries, with the tokens on all ranks; those of log-probabilities are compared with ours of them"
+    alone = lambda name: "log-probs, one GPU" if name.endswith("log-probs") else "one GPU"
+    return {name: Method(functools.partial(step, head.x, head.w, head.y), alone(name)) for name, step in peers.items()}
+
+
+def keep(found, mesh, shape, dtype, **more):
+    "Print and record, on the first rank"
+    for name, figures in found.items() if mesh.get_local_rank() == 0 else ():
+        print(line(name, figures, mesh.size()), flush=True)
+        record(RESULTS, name, dict(shape, R=mesh.size()), dtype, mesh.device_type, **figures, **more)
+
+
+def language_model(mesh, shape, dtype=bf16, **how):
+    "Every method of one shape, in the same rounds"
+    (peers, missing), head, teacher = peers_over_ranks(mesh), drawn(mesh, shape, dtype), drawn(mesh, shape, dtype, seed=1000)
+    methods = cross_entropies(mesh, head) | log_probs(mesh, head) | divergences(mesh, head, teacher) | of_peers(peers, head)
+    found = measured(methods, mesh, **how)
+    keep(found | {name: dict(reason=why) for name, why in missing.items()}, mesh, shape._asdict(), dtype)
+
+
+def weak_scaling(records, name, ranks):
+    "Seconds on one GPU divided by those on R, each with as many classes, on the machine of the last record; None where one is missing"
+    mine = [r for r in records if r["name"] == name]
+    seconds = {r["shape"]["R"]: r["figures"]["seconds"] for r in mine if r["machine"] == mine[-1]["machine"]}
+    return seconds[1] / seconds[ranks] if {1, ranks} <= seconds.keys() else None
+
+
+def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512, dtype=bf16, **how):
     "One training step of a head: forward, backward, SGD with momentum; `rows` of all GPUs together"
-    ranks = mesh.size()
-    rows_per_gpu = rows // ranks
+    ranks, device = mesh.size(), mesh.device_type
     head = fl.ShardedPartialFC(per_gpu * ranks, h, mesh=mesh, sample_rate=rate, margin=fl.margins.CosFace(0.4, 64.0), equal_batch=True)
     optimizer = fl.ShardedRowSparse(torch.optim.SGD, head.parameters(), lr=0.1, momentum=0.9)
-    x = torch.randn(rows_per_gpu, h, device="cuda").to(bf16).requires_grad_()
-    y = torch.randint(per_gpu * ranks, (rows_per_gpu,), device="cuda")
+    x = torch.randn(rows // ranks, h, device=device).to(dtype).requires_grad_()
+    y = torch.randint(per_gpu * ranks, (rows // ranks,), device=device)
 
     def step():
         optimizer.zero_grad()
@@ -90,14 +141,20 @@ def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512):
         head(x, y).backward()
         optimizer.step()
 
-    measured(name, dict(N=rows, H=h, V=per_gpu * ranks), step, rate=rate)
+    found = measured({name: Method(step)}, mesh, **how)
+    if "reason" in found[name]:
+        raise RuntimeError(f"{name}: {found[name]['reason']}")
+    state = dict(state=torch.cuda.memory_allocated()) if device == "cuda" else {}  # with the last gradient
+    keep(found, mesh, dict(N=rows, H=h, V=per_gpu * ranks), dtype, rate=rate, **state)
+    if mesh.get_local_rank() == 0 and (scaling := weak_scaling(load_results(RESULTS), name, ranks)):
+        print(f"{name}, {ranks} ranks: {scaling:.3f} of weak scaling", flush=True)
 
 
 def same_answer(mesh):
     "A head in float64 whose loss is the same on any number of GPUs: its last digits are printed, to be compared"
     head = fl.ShardedPartialFC(100_003, 64, mesh=mesh, sample_rate=0.1, dtype=torch.float64, margin=fl.margins.ArcFace(0.3, 16.0))
     torch.manual_seed(0)
-    x, y = torch.randn(24, 64, dtype=torch.float64, device="cuda"), torch.randint(100_003, (24,), device="cuda")
+    x, y = torch.randn(24, 64, dtype=torch.float64, device=mesh.device_type), torch.randint(100_003, (24,), device=mesh.device_type)
     ranks, rank = mesh.size(), mesh.get_local_rank()
     loss = head(x.chunk(ranks)[rank], y.chunk(ranks)[rank])
     if rank == 0:
@@ -105,14 +162,16 @@ def same_answer(mesh):
 
 
 CASES = {"same": same_answer,
-         "all": lambda mesh: language_model(mesh, False),
-         "spread": lambda mesh: language_model(mesh, True),
+         "A": lambda mesh: language_model(mesh, SHAPES[0]),
+         "B": lambda mesh: language_model(mesh, SHAPES[1]),
+         "C": lambda mesh: language_model(mesh, SHAPES[2]),
          "weak": lambda mesh: class_head(mesh, 5_000_000, 1024, "5 M classes a GPU"),
          "large": lambda mesh: class_head(mesh, 25_000_000, 4096, "25 M classes a GPU")}
 
 
 def main(names):
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=5))  # ranks compare their calls on the host
     mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))
     if dist.get_rank() == 0:
         print(machine_line("cuda"), flush=True)

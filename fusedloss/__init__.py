@@ -27,7 +27,7 @@ from fusedloss.partial_fc import PartialFC
 from fusedloss.plans import plan
 from fusedloss.row_sparse import RowSparse, clip_grad_norm_
 from fusedloss.scans import logz, sample, viterbi
-from fusedloss.sharded import sharded_linear_cross_entropy
+from fusedloss.sharded import sharded_linear_cross_entropy, sharded_linear_divergence, sharded_linear_log_probs
 from fusedloss.sharded_heads import (
     ShardedPartialFC, ShardedRowSparse, ignore_in_ddp, load_insightface, save_insightface)
 from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
@@ -39,4 +39,4 @@ __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropy
            "ignore_in_ddp", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "linear_divergence",
            "linear_log_probs", "load_insightface", "log_probs", "logz", "margin_cross_entropy", "margins",
            "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather", "sample", "save_insightface",
-           "semirings", "sharded_linear_cross_entropy", "tiled_linear_cross_entropy", "viterbi"]
+           "semirings", "sharded_linear_cross_entropy", "sharded_linear_divergence", "sharded_linear_log_probs", "tiled_linear_cross_entropy", "viterbi"]

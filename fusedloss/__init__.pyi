@@ -3,7 +3,7 @@
 from fusedloss import integrations as integrations, margins as margins, semirings as semirings
 from fusedloss.baseline import BaselineSoftmax as BaselineSoftmax, BaselineSoftmaxNllLoss as BaselineSoftmaxNllLoss, baseline_linear_cross_entropy as baseline_linear_cross_entropy
 from fusedloss.contrast import contrastive_loss as contrastive_loss
-from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, LossArguments, Method, Reduction
+from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, LossArguments, Method, Reduction, ShardedMethod
 from fusedloss.core.popularity import PopularitySampler as PopularitySampler
 from fusedloss.core.sampling import NegativeSampler as NegativeSampler
 from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_with_logits as ctc_loss_with_logits, ctc_posteriors as ctc_posteriors, forced_align as forced_align
@@ -18,6 +18,7 @@ from fusedloss.partial_fc import PartialFC as PartialFC
 from fusedloss.plans import plan as plan
 from fusedloss.row_sparse import RowSparse as RowSparse, clip_grad_norm_ as clip_grad_norm_
 from fusedloss.scans import logz as logz, sample as sample, viterbi as viterbi
+from fusedloss.sharded import sharded_linear_divergence as sharded_linear_divergence, sharded_linear_log_probs as sharded_linear_log_probs
 from fusedloss.sharded_heads import ShardedPartialFC as ShardedPartialFC, ShardedRowSparse as ShardedRowSparse, ignore_in_ddp as ignore_in_ddp, load_insightface as load_insightface, save_insightface as save_insightface
 from fusedloss.tiles import MemoryEfficientVocabOutput as MemoryEfficientVocabOutput, tiled_linear_cross_entropy as tiled_linear_cross_entropy
 from torch import Tensor, nn
@@ -239,6 +240,7 @@ def sharded_linear_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
+    method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`
@@ -257,6 +259,7 @@ def sharded_linear_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
+    method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`
@@ -275,6 +278,7 @@ def sharded_linear_cross_entropy(
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
+    method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`

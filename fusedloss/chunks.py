@@ -18,6 +18,7 @@ from fusedloss.clusters import scaled_rows, forward_and_grad
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_inputs, check_linear, check_weight, check_weights,
     expect, FLOATS, is_integer, may_look)
+from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
     autocasts, first_order, observed, operator, Operator, products)
 from fusedloss.core.options import (
@@ -254,10 +255,12 @@ def gradients_of_chunks(
     x:Tensor, w:Tensor, w_k:Tensor, b_k:Optional[Tensor],  # [N,H], [V,H]; the latter as multiplied
     order:Optional[Tensor], dtype:torch.dtype,  # the tokens that enter, and what they are rounded to
     plan:Chunks, needs:tuple[bool, bool, bool], grad_dtype:torch.dtype, unit:float, turn:Callable,
+    dx_dtype:Optional[torch.dtype]=None,  # x's, or that of a sum over ranks
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # as `run_chunks`; dx, dw, db
     "What `turn` makes of each chunk of a linear layer's logits, and the gradients."
     x_k = x if order is None else x[order]
     grads = Gradients(x_k, w, needs, grad_dtype, plan.wide, unit)
+    if needs[0] and dx_dtype: grads.dx = torch.empty_like(grads.dx, dtype=dx_dtype)
     found = run_chunks(x_k.to(dtype), w_k, b_k, plan.rows, grads, turn)
     return found, final_gradients(grads, x, order)
 
@@ -462,8 +465,10 @@ def chunked_linear_cross_entropy(
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64), a scalar
     "A linear layer's cross entropy, gradients formed in forward; raises as the checks above."
+    scale = take_scale(options)
     o = loss_options(options)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
+    input, linear_bias = fold_scale(scale, input, linear_bias)
     check_linear(input, linear_weight)
     check_chunks(input, linear_weight, reduction, chunk_size, memory_budget, accumulate,
                  max_valid, return_stats)
@@ -560,6 +565,7 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         check_weight("class_weight", class_weight, (num_classes,))
         check_flags(monitoring=monitoring)
         self.register_buffer("class_weight", class_weight)
+        keep_scale(self, take_scale(options))
         self.options = dict(options=loss_options(options), reduction=reduction,
                             chunk_size=chunk_size, memory_budget=memory_budget,
                             accumulate=accumulate)
@@ -571,9 +577,10 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         token_weight:Optional[Tensor]=None,  # [...]
         max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     ) -> Tensor:  # float32 (float64 for float64)
+        scale = {} if self.logit_scale is None else dict(logit_scale=self.logit_scale)
         result = self.compute(input, target, linear_bias=self.bias, weight=self.class_weight,
                               token_weight=token_weight, max_valid=max_valid,
-                              return_stats=self.monitoring, **self.options)
+                              return_stats=self.monitoring, **self.options, **scale)
         if not self.monitoring: return result
         loss, self.metrics = result[0], summary(result[1])
         return loss

@@ -16,6 +16,7 @@ from fusedloss.core.checks import (
     acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS, once_for_alike)
 from fusedloss.core.cuda import Bound, cuda_kernel, ELEMENTS
 from fusedloss.core.devices import Device, device_of, Implementation
+from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import applied, first_order, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
@@ -553,9 +554,12 @@ def cross_entropy(
     """Cross entropy of logits; raises `ValueError`, `IndexError` as the checks above say.
 
     Of probabilities "mean" divides by the number of tokens, as torch does, or by their weights.
+    A tensor as `logit_scale` costs a pass over the logits each way, and a copy that `inplace` uses.
     """
+    scale = take_scale(options)
     o = loss_options(options)
     check_logits(input, target, weight, token_weight, o, reduction, inplace, return_stats)
+    input, = fold_scale(scale, input)
     if is_soft(input, target): return run_soft_cross_entropy(input, target, weight, token_weight, o, reduction)
     check_labels(target, input.shape[min(1, input.dim() - 1)], o.ignore_index)
     if inplace: check_overwrite(input, return_stats)

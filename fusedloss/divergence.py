@@ -17,10 +17,13 @@ from fusedloss.chunks import (
     scaled_gradients, sum_unit)
 from fusedloss.core.checks import (
     acc_dtype, check_linear, check_weight, expect, expect_tensor, FLOATS, in_range, is_number)
-from fusedloss.core.operators import operator, products
+from fusedloss.core.operators import first_order, operator, products
 from fusedloss.core.options import LossOptions, Reduction
-from fusedloss.core.pairs import divergence_rows, divergence_terms, DivergenceOptions, weigh_rows
-from fusedloss.core.reference import score_and_slope
+from fusedloss.core.pairs import (
+    divergence_rows, divergence_terms, DivergenceOptions, pair_parts, put_pair_gradient, weigh_rows)
+from fusedloss.core.products import part
+from fusedloss.core.ranks import all_gather, gather_rows, RankTokens, reduce_scatter_rows, Shards
+from fusedloss.core.reference import score_and_slope, sub_max
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
@@ -129,8 +132,19 @@ class Teacher(NamedTuple):
         return 0 if self.w is None else logits_row(n_classes, self.dtype)
 
 # %% ../nbs/24_divergence.ipynb #dv5turn
+def teacher_logits(teacher:Teacher, rows:int) -> Callable[[slice], Tensor]:  # that a chunk has
+    "What makes the teacher's logits [B,V] of a chunk of tokens, each chunk's in the place of the one before."
+    w, b = operand(teacher.w, teacher.dtype), operand(teacher.b, teacher.dtype)
+    width = logits_row(len(w), w.dtype) // w.dtype.itemsize
+    buffer = w.new_empty(min(rows, len(teacher.x)), width)[:, :len(w)]
+    def make(i):
+        z = buffer[:i.stop - i.start]
+        make_logits(z, teacher.x[i].to(teacher.dtype).to(w.dtype), w, b)
+        return z
+    return make
+
 def turn_of(
-    teacher:Teacher, rows:int, n_classes:int,  # that a chunk has
+    teacher:Teacher, rows:int,  # that a chunk has
     token_weight:Optional[Tensor], *given,  # [N]; denominator and options of `divergence_rows`
     unscaled_grad:bool,
 ) -> Callable:
@@ -139,13 +153,8 @@ def turn_of(
     if teacher.w is None:
         return lambda z, i, wanted: (top_rows(z, teacher.indices[i], teacher.log_probs[i], weights(i),
                                               *given, wanted, unscaled_grad),)
-    w, b = operand(teacher.w, teacher.dtype), operand(teacher.b, teacher.dtype)
-    width = logits_row(n_classes, w.dtype) // w.dtype.itemsize
-    buffer = w.new_empty(min(rows, len(teacher.x)), width)[:, :n_classes]
-    def turn(z, i, wanted):
-        make_logits(buffer[:len(z)], teacher.x[i].to(teacher.dtype).to(w.dtype), w, b)
-        return divergence_rows(z, buffer[:len(z)], weights(i), *given, wanted, unscaled_grad),
-    return turn
+    make = teacher_logits(teacher, rows)
+    return lambda z, i, wanted: (divergence_rows(z, make(i), weights(i), *given, wanted, unscaled_grad),)
 
 # %% ../nbs/24_divergence.ipynb #dv5run
 def weight_labels(token_weight:Optional[Tensor]) -> Optional[Tensor]:
@@ -163,10 +172,10 @@ def run_divergence(
     order = None if labels is None else packed_rows(labels, -1, max_valid)
     n = len(x) if order is None else len(order)
     w_k, b_k, teacher = operand(w, dtype), operand(b, dtype), teacher.rows(order)
-    part = token_weight if order is None else token_weight[order]
+    weights = token_weight if order is None else token_weight[order]
     budget = memory_budget and memory_budget * row // (row + teacher.row_bytes(v))
     plan = plan_chunks(n, x.shape[1], v, w_k.dtype, w.dtype, needs[1], None, budget)
-    turn = turn_of(teacher, plan.rows, v, part, denominator, o, unscaled_grad=unscaled_grad)
+    turn = turn_of(teacher, plan.rows, weights, denominator, o, unscaled_grad=unscaled_grad)
     found, grads = gradients_of_chunks(x, w, w_k, b_k, order, dtype, plan, needs, w.dtype, unit, turn)
     losses = found[0] if found else x.new_empty(0, dtype=acc_dtype(dtype))
     return put_back(losses, order, len(x)), grads
@@ -302,7 +311,6 @@ def check_heads(
     "The dtypes that the products of each head see; `ValueError` for heads that cannot be multiplied."
     input, weight, bias = student
     check_linear(input, weight)
-    expect(len(weight) > 0, "linear_weight", "at least one class", list(weight.shape))
     check_bias("linear_bias", bias, weight)
     if teacher_top is None:
         check_teacher(input, weight, *teacher[:2])
@@ -421,6 +429,7 @@ def linear_divergence(
     student = input, *weight_and_bias(linear_weight, linear_bias)
     teacher = teacher_input, *weight_and_bias(teacher_weight, teacher_bias, "teacher_weight")
     dtypes = check_heads(student, teacher, teacher_top)
+    expect(len(student[1]) > 0, "linear_weight", "at least one class", list(student[1].shape))
     check_divergence(input, token_weight, reduction, memory_budget, max_valid,
                      sum(logits_row(len(student[1]), d) for d in dtypes))
     if teacher_top is not None: check_top(input, len(student[1]), teacher_top, token_weight)
@@ -430,3 +439,138 @@ def linear_divergence(
     loss = reduced_divergence(tensors, (o, dtypes[0], dtypes[-1]), reduction, memory_budget, max_valid)
     if reduction == "none": loss = loss.view(input.shape[:-1])
     return loss if labels is None else hold_promise(loss, labels, -1, max_valid)
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk1
+def pair_numbers(z:Tensor, o:LossOptions) -> Tensor:  # [M,V] to [2,M]
+    "Each row's largest score, and the sum of exponentials from it; -inf and 0 without classes."
+    score = score_and_slope(z, o)[0]
+    row_max = score.amax(1) if z.shape[1] else score.new_full((len(z),), -torch.inf)
+    return torch.stack([row_max, sub_max(score, row_max).exp().sum(1)])
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk1q
+def joined_numbers(parts:Tensor) -> Tensor:  # [R,2,M] to [2,M]
+    "The largest score of all ranks' classes, and the logarithm of the sum of exponentials from it."
+    row_max = parts[:, 0].amax(0)
+    share = sub_max(parts[:, 0].T, row_max).exp().T
+    return torch.stack([row_max, (share * parts[:, 1]).sum(0).log()])
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk3
+class RankPair(NamedTuple):
+    "A chunk's logits of both models on a rank, and their numbers over all ranks."
+    z: Tensor; teacher_z: Tensor; at: Tensor  # [M,V] twice, [4,M]
+
+    def of(self, i:slice) -> "RankPair":
+        return RankPair(self.z[i], self.teacher_z[i], self.at[:, i])
+
+    def log_probs(self, o:DivergenceOptions) -> tuple[Tensor, Tensor, Tensor|float]:
+        "log q and log p [M,V], and the slopes of the student's scores."
+        (z, slope), t = score_and_slope(self.z, o.student), score_and_slope(self.teacher_z, o.teacher)[0]
+        q_max, q_log_s, p_max, p_log_s = self.at[:, :, None]
+        return z - q_max - q_log_s, (t.to(z.dtype) - p_max - p_log_s), slope
+
+    def sums(self, o:DivergenceOptions) -> Tensor:  # [2,M]
+        "Of the classes here, the terms of the divergence, and u."
+        log_q, log_p, _ = self.log_probs(o)
+        return torch.stack([t.sum(1) for t in divergence_terms(log_q, log_p, o)])
+
+    def turn(self, total:Tensor, scale:Tensor, o:DivergenceOptions):  # [M] twice
+        "Put the gradient in the place of the student's logits."
+        log_q, log_p, slope = self.log_probs(o)
+        put_pair_gradient(self.z, log_q, divergence_terms(log_q, log_p, o)[1], total, slope, scale)
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk4
+class RankCall(NamedTuple):
+    "What is asked of all ranks."
+    o: DivergenceOptions; s: Shards; b: RankTokens
+    memory_budget: Optional[int]
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk4q
+class RankRows(NamedTuple):
+    "The tokens of all ranks, their teacher, and weights."
+    x: Tensor; teacher: Teacher; weight: Optional[Tensor]  # [N,H]; [N]
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk4r
+def rows_of_ranks(x:Tensor, teacher:Teacher, token_weight:Optional[Tensor], c:RankCall) -> RankRows:
+    "Tokens that are scored; those without weight, and rows that pad, are zeros."
+    if token_weight is None and c.b.shared: return RankRows(x, teacher, None)
+    labels = x.new_zeros(len(x), dtype=torch.int64) if token_weight is None else weight_labels(token_weight)
+    x, y, weight = gather_rows(x, labels, token_weight, c.b, c.s, -1)
+    t = gather_rows(teacher.x, labels, None, c.b, c.s, -1)[0]
+    weight = torch.ones_like(y, dtype=acc_dtype(x.dtype)) if weight is None else weight
+    blank = lambda rows: rows.masked_fill(y[:, None] < 0, 0.0)
+    return RankRows(blank(x), teacher._replace(x=blank(t)), weight.masked_fill(y < 0, 0.0))
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk5
+def turn_over_ranks(
+    rows:RankRows, weight:Optional[Tensor], denominator:Optional[Tensor], most:int, c:RankCall,  # rows of a chunk
+) -> Callable:
+    "What a chunk of the student's logits goes through, as `run_chunks` takes it; two exchanges."
+    make = teacher_logits(rows.teacher, most)
+    def turn(z, i, wanted):
+        t, parts, acc = make(i), pair_parts(z), acc_dtype(z.dtype)
+        numbers = [torch.cat([pair_numbers(z[j], c.o.student), pair_numbers(t[j], c.o.teacher).to(acc)])
+                   for j in parts]
+        every = all_gather(torch.cat(numbers, 1), c.s)
+        pair = RankPair(z, t, torch.cat([joined_numbers(every[:, :2]), joined_numbers(every[:, 2:])]))
+        divergence, total = all_gather(torch.cat([pair.of(j).sums(c.o) for j in parts], 1), c.s).sum(0)
+        losses, scale = weigh_rows(divergence.clamp(min=0), part(weight, i), denominator, c.o, False)
+        for j in parts if wanted else (): pair.of(j).turn(total[j], scale[j], c.o)
+        return losses,
+    return turn
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk6
+def divergence_over_ranks(
+    rows:RankRows, w:Tensor, b:Optional[Tensor],  # [V,H] and [V] of this rank
+    weight:Optional[Tensor], denominator:Optional[Tensor], c:RankCall, needs:tuple[bool, bool, bool],  # [N]
+) -> tuple[Tensor, tuple[Optional[Tensor], ...]]:  # [N]; dx of this rank's tokens, dw, db
+    "Losses of all tokens, and the gradients of their sum; None where not wanted."
+    x, w_k, most = rows.x, operand(w, w.dtype), -(-c.s.n_classes // c.s.ranks)  # alike on all ranks
+    row = logits_row(most, w_k.dtype)
+    budget = c.memory_budget and c.memory_budget * row // (row + logits_row(most, rows.teacher.dtype))
+    plan = plan_chunks(len(x), x.shape[1], most, w_k.dtype, w.dtype, needs[1], None, budget)
+    turn = turn_over_ranks(rows, weight, denominator, plan.rows, c)
+    found, grads = gradients_of_chunks(x, w, w_k, operand(b, w.dtype), None, w.dtype, plan, needs, w.dtype, 1.0, turn,
+                                       acc_dtype(x.dtype))
+    dx, dw, db = (d if need else None for d, need in zip(grads, needs))
+    home = None if dx is None else reduce_scatter_rows(dx, c.b, c.s)()
+    losses = found[0] if found else x.new_empty(0, dtype=acc_dtype(x.dtype))
+    return losses, (None if home is None else home.to(x.dtype), dw, db)
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk8
+class _RankLosses(torch.autograd.Function):
+    "Losses of tokens over ranks; backward makes the scores again."
+    @staticmethod
+    def forward(ctx, x, w, b, teacher, token_weight, c):
+        rows = rows_of_ranks(x, teacher, token_weight, c)
+        losses, _ = divergence_over_ranks(rows, w, b, rows.weight, None, c, (False, False, False))
+        ctx.call, ctx.dtype = c, teacher.dtype
+        ctx.save_for_backward(rows.x, w, b, rows.weight, *rows.teacher[:3], losses)  # losses for `first_order`
+        return losses
+
+    @staticmethod
+    @first_order
+    def backward(ctx, g):
+        x, w, b, weight, *teacher, _ = ctx.saved_tensors
+        each = g if weight is None else torch.where(weight == 0, 0.0, g * weight)
+        rows = RankRows(x, Teacher(*teacher, None, None, ctx.dtype), None)
+        _, (dx, dw, db) = divergence_over_ranks(rows, w, b, each, None, ctx.call, ctx.needs_input_grad[:3])
+        return dx, dw, None if db is None else db.to(b.dtype), *[None] * 3
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk8q
+def losses_over_ranks(
+    x:Tensor, w:Tensor, b:Optional[Tensor], teacher:Teacher, token_weight:Optional[Tensor], c:RankCall,
+) -> Tensor:  # [N]
+    "The loss of each token, of all ranks' tokens."
+    return _RankLosses.apply(x, w, b, teacher, token_weight, c)
+
+# %% ../nbs/24_divergence.ipynb #dvsrnk7
+def sum_over_ranks(
+    x:Tensor, w:Tensor, b:Optional[Tensor], teacher:Teacher, token_weight:Optional[Tensor],  # of this rank
+    c:RankCall, mean:bool, needs:tuple[bool, bool, bool],
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    "The loss of all ranks' tokens, dx of this rank's, dw and db of its classes."
+    rows = rows_of_ranks(x, teacher, token_weight, c)
+    count = x.new_full((), len(rows.x), dtype=acc_dtype(x.dtype))
+    total = count if rows.weight is None else rows.weight.sum(dtype=count.dtype)
+    losses, grads = divergence_over_ranks(rows, w, b, rows.weight, total if mean else None, c, needs)
+    return losses.sum(), *grads

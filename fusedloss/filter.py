@@ -16,6 +16,7 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     acc_dtype, check_flags, check_inputs, check_weights, expect, is_number)
 from fusedloss.core.devices import device_of
+from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
@@ -523,8 +524,10 @@ def recompute_linear_cross_entropy(
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     "A linear layer's cross entropy by recomputation; raises as the checks above say."
+    scale = take_scale(options)
     o = loss_options(options)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
+    input, linear_bias = fold_scale(scale, input, linear_bias)
     check_inputs(input, linear_weight, target, reduction, o.ignore_index)
     check_recompute(input, linear_weight, linear_bias, memory_budget)
     check_filter(filter_eps, o.label_smoothing)

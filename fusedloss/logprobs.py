@@ -14,6 +14,7 @@ from torch import nn, Tensor
 from fusedloss.chunks import check_promise, packed_rows, put_back
 from fusedloss.core.checks import (
     acc_dtype, check_flags, check_inputs, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
+from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import loss_options, LossOptions, Statistics
 from fusedloss.core.products import autocast_like_linear, takes_kernel
@@ -64,12 +65,14 @@ def check_max_valid(target:Tensor, ignore_index:int, max_valid:Optional[int]):
 
 # %% ../nbs/12_logprobs.ipynb #0bed0f32
 def temperature_options(
-    temperature:float|Tensor, logit_scale:float, softcap:Optional[float], ignore_index:int,
-) -> tuple[LossOptions, Optional[Tensor]]:  # the latter [N]
-    "Options that hold a temperature of all tokens; or those without it, and one of each token."
-    o = loss_options(dict(logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index))
-    if isinstance(temperature, Tensor): return o, temperature.reshape(-1).contiguous()
-    return o._replace(logit_scale=o.logit_scale / temperature, softcap=o.softcap / temperature), None
+    temperature:float|Tensor, logit_scale:float|Tensor, softcap:Optional[float], ignore_index:int,
+) -> tuple[LossOptions, Optional[Tensor], Optional[Tensor]]:  # the second [N]
+    "Options that hold a temperature of all tokens; or those without it, and one of each token. And a learned scale."
+    given = dict(logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index)
+    scale = take_scale(given)
+    o = loss_options(given)
+    if isinstance(temperature, Tensor): return o, temperature.reshape(-1).contiguous(), scale
+    return o._replace(logit_scale=o.logit_scale / temperature, softcap=o.softcap / temperature), None, scale
 
 # %% ../nbs/12_logprobs.ipynb #38776225
 def flat_labels(target:Tensor) -> Tensor:
@@ -183,7 +186,7 @@ def linear_log_probs(
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
-    logit_scale:float=1.0,  # multiplies the logits, bias and all
+    logit_scale:float|Tensor=1.0,  # multiplies the logits, bias and all; a 0-dim tensor gets a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
     entropy:bool=False,  # also the entropy of each token's softmax
     mean_logits:bool=False,  # also the mean of each token's scores
@@ -204,7 +207,8 @@ def linear_log_probs(
     check_recompute(input, linear_weight, linear_bias, memory_budget)
     check_asked(target, temperature, entropy, mean_logits, target_rank, batch_invariant)
     check_max_valid(target, ignore_index, max_valid)
-    o, each = temperature_options(temperature, logit_scale, softcap, ignore_index)
+    o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)
+    input, linear_bias = fold_scale(scale, input, linear_bias)
     x, w, *bias = autocast_like_linear(input.reshape(target.numel(), input.shape[-1]), linear_weight,
                                        *([] if linear_bias is None else [linear_bias]))
     stats = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
@@ -217,7 +221,7 @@ def log_probs(
     logits:Tensor,  # [..., V], classes last
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
-    logit_scale:float=1.0,  # multiplies the logits
+    logit_scale:float|Tensor=1.0,  # multiplies the logits; a 0-dim tensor gets a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
     entropy:bool=False,  # also the entropy of each token's softmax
     mean_logits:bool=False,  # also the mean of each token's scores
@@ -231,7 +235,8 @@ def log_probs(
     """
     check_scores(logits, target, ignore_index)
     check_asked(target, temperature, entropy, mean_logits, target_rank)
-    o, each = temperature_options(temperature, logit_scale, softcap, ignore_index)
+    o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)
+    logits, = fold_scale(scale, logits)
     z = logits if logits.dim() == 3 else logits.reshape(-1, 1, logits.shape[-1])
     stats = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
     losses, _, *found = logits_loss(z, flat_labels(target), None, None, None, o, stats, each)

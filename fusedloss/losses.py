@@ -20,6 +20,7 @@ from fusedloss.chunks import (
 from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cross_entropy
 from fusedloss.core.checks import (
     acc_dtype, check_labels, check_linear, check_target, check_weight, check_weights, expect, once_for_alike)
+from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     Accumulate, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
@@ -377,6 +378,21 @@ def for_compilers(
         fn, reason="linear_cross_entropy: expected PyTorch 2.9 or later under torch.compile("
                    "fullgraph=True), got %d.%d: without fullgraph it runs uncompiled" % version)
 
+# %% ../nbs/11_losses.ipynb #lo30aa5c
+def check_planned(
+    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, method:str, how:tuple,
+    max_valid:Optional[int], filter_eps:Optional[float], backbone_reduction:Optional[str], soft:bool,
+):
+    "`ValueError`, `IndexError` for what no method accepts, with all classes in one process."
+    if soft: check_soft_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
+    else:
+        check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
+        check_labels(target, len(linear_weight), given["options"].ignore_index)
+    if backbone_reduction is not None:
+        from fusedloss.core.placement import check_reduction
+        from fusedloss.core.ranks import shards_of
+        check_reduction(backbone_reduction, input, shards_of(linear_weight))
+
 # %% ../nbs/11_losses.ipynb #30aa5cc8
 @for_compilers
 def planned_loss(
@@ -386,28 +402,25 @@ def planned_loss(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     monitored:bool=False,  # statistics need no gradient
     backbone_reduction:Optional[str]=None,
+    scale:Optional[Tensor]=None,  # a `logit_scale` with a gradient
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Check, shift, plan, take."
     linear_weight, bias = weight_and_bias(linear_weight, given["linear_bias"])
+    over_ranks = hasattr(linear_weight, "device_mesh")  # a DTensor: its classes lie on several ranks
+    if not over_ranks: input, bias = fold_scale(scale, input, bias)
     given = dict(given, linear_bias=bias)
     several = has_several_targets(input, target)
     if several or given.get("target_weight") is not None:
         check_several(input, linear_weight, target, given, max_valid, filter_eps)
         several, target, given = sole_target(target, given)
-    if hasattr(linear_weight, "device_mesh"):  # a DTensor: its classes lie on several ranks
+    if over_ranks:
         from fusedloss.sharded import planned_shards
         return planned_shards(input, linear_weight, target, given, shift, method,
                               memory_budget, accumulate, filter_eps, chunk_size, max_valid,
-                              backbone_reduction)
+                              backbone_reduction, scale)
     how = memory_budget, accumulate, chunk_size
     soft = is_soft_target(linear_weight, target)
-    if soft: check_soft_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
-    else:
-        check_call(input, linear_weight, target, given, method, *how, max_valid, filter_eps)
-        check_labels(target, len(linear_weight), given["options"].ignore_index)
-    if backbone_reduction is not None:
-        from fusedloss.sharded import check_reduction, shards_of
-        check_reduction(backbone_reduction, input, shards_of(linear_weight))
+    check_planned(input, linear_weight, target, given, method, how, max_valid, filter_eps, backbone_reduction, soft)
     if soft: return soft_linear_loss(input, linear_weight, target, given, shift, method, *how)
     input, target, token_weight = (shift_rows if several else shift_targets)(input, target, given["token_weight"], shift)
     given = dict(given, token_weight=token_weight)
@@ -423,6 +436,14 @@ def planned_loss(
     result = dispatch(estimate, r, input, linear_weight, target, given, max_valid, filter_eps)
     if estimate.method in ("chunks", "product"): return result  # which hold the promise themselves
     return hold_promise(result, target, given["options"].ignore_index, max_valid)
+
+# %% ../nbs/11_losses.ipynb #lotold00
+def tell_ranks(error:Exception, linear_weight:Tensor|nn.Module):
+    "An error of a call whose classes lie over ranks, told to all unless they know."
+    weight = getattr(linear_weight, "weight", linear_weight)
+    if not hasattr(weight, "device_mesh"): return
+    from fusedloss.core.ranks import tell_error
+    tell_error(error, weight.device_mesh)
 
 # %% ../nbs/11_losses.ipynb #6e54c712
 @lists_options
@@ -458,13 +479,19 @@ def linear_cross_entropy(
     With a plain weight the loss is of this rank's tokens, as in a module that FSDP2 or DDP wraps
     with its weight; call it in that wrapper's forward, which reduces gradients. Beside a plain
     weight `backbone_reduction` changes nothing in a single process, and raises in several.
+    A `logit_scale` that is a tensor multiplies `input` and bias before the product: a pass over
+    them and a copy beside `memory_budget`. Over ranks it is the same on all, and the wrapper that
+    reduces the gradients of what made `input` reduces its gradient too.
     """
-    o = loss_options(options)
-    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
-                 token_weight=token_weight, target_weight=target_weight, return_stats=return_stats)
-    return planned_loss(input, linear_weight, target, given, shift, method, memory_budget,
-                        accumulate, filter_eps, max_valid=max_valid,
-                        monitored=method == "chunks", backbone_reduction=backbone_reduction)
+    try:
+        scale, o = take_scale(options), loss_options(options)
+        given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
+                     token_weight=token_weight, target_weight=target_weight, return_stats=return_stats)
+        return planned_loss(input, linear_weight, target, given, shift, method, memory_budget, accumulate, filter_eps,
+                            max_valid=max_valid, monitored=method == "chunks", backbone_reduction=backbone_reduction, scale=scale)
+    except Exception as error:
+        tell_ranks(error, linear_weight)
+        raise
 
 # %% ../nbs/11_losses.ipynb #3dd3056c
 class ModuleOptions(LossArguments, total=False):
@@ -501,5 +528,10 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
     def compute(
         self, input:Tensor, target:Tensor, *, max_valid:Optional[int]=None, **given:Any,
     ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
-        return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
-                            monitored=True, **self.how)
+        try:
+            scale = take_scale(given)
+            return planned_loss(input, self.linear_weight, target, given, max_valid=max_valid,
+                                monitored=True, scale=scale, **self.how)
+        except Exception as error:
+            tell_ranks(error, self.linear_weight)
+            raise

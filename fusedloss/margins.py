@@ -16,7 +16,7 @@ from torch import nn, Tensor
 
 from fusedloss.baseline import reduce_loss
 from fusedloss.core.checks import (
-    acc_dtype, check_labels, check_linear, check_target, expect, is_number)
+    acc_dtype, check_labels, check_linear, check_scale, check_target, expect, is_number)
 from fusedloss.core.cosine import (
     EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
     positive_infinity, target_cosines, to_tangent)
@@ -56,7 +56,7 @@ def normalize(
 # %% ../nbs/13_margins.ipynb #85b85e5b
 class Margin:
     "What a head asks of a margin; calling one is calling `target_score`."
-    scale: float  # of every score
+    scale: float | Tensor  # of every score; a 0-dim tensor gets a gradient
     centers: int = 1  # vectors a class has
     pace: Optional[float] = None  # Circle's margin, which reweights the other classes' scores
     paced: bool = False  # whether the gradient takes these weights for constants
@@ -78,18 +78,20 @@ class Margin:
 
 # %% ../nbs/13_margins.ipynb #0f87db15
 def check_numbers(m:Margin, *names:str):
-    "`ValueError` unless these fields are finite numbers, none below 0, and the scale above it."
+    "`ValueError` unless these fields are finite numbers, none below 0; the scale above it, or a scalar tensor where there is no pace."
     for name in names:
         value = getattr(m, name)
         expect(is_number(value) and value >= 0, name, "a finite number, 0 or more", value)
-    expect(is_number(m.scale) and m.scale > 0, "scale", "a positive number", m.scale)
+    learns, number = m.pace is None, "a positive number"
+    if learns and isinstance(m.scale, Tensor): return check_scale(m.scale, m.scale.device, "input", "scale")
+    expect(is_number(m.scale) and m.scale > 0, "scale", number + learns * " or a 0-dim tensor", m.scale)
 
 # %% ../nbs/13_margins.ipynb #3422cc21
 @dataclass(frozen=True)
 class CosFace(Margin):
     "scale · (cos θ − margin): LMCL, arXiv 1801.09414."
     margin: float = 0.35  # 0 to 1; 0 is a plain cosine head
-    scale: float = 64.0
+    scale: float | Tensor = 64.0
 
     def __post_init__(self): check_numbers(self, "margin")
 
@@ -151,7 +153,7 @@ def check_angular(margin:Margin):
 class ArcFace(Margin):
     "scale · cos(θ + margin): arXiv 1801.07698."
     margin: float = 0.5  # radians, 0 to π
-    scale: float = 64.0
+    scale: float | Tensor = 64.0
     grad: str = "exact"  # or "straight_through": slope `scale`, as many models were trained
     past_pi: str = "smooth"  # or "linear": cos θ − m sin m; or "none": it rises again
 
@@ -167,7 +169,7 @@ class Combined(Margin):
     m1: float = 1.0  # above 0; 1 to 4 are usual
     m2: float = 0.5  # radians
     m3: float = 0.0  # taken off the cosine
-    scale: float = 64.0
+    scale: float | Tensor = 64.0
     grad: str = "exact"  # as in `margins.ArcFace`
     past_pi: str = "smooth"  # or "linear", where m1 is 1: cos θ − m sin m; or "none": it rises again
 
@@ -181,7 +183,7 @@ class Combined(Margin):
         return angular_score(cos, self.m1, self.m2, self.m3, self.scale, self.grad,
                              self.past_pi)
 
-# %% ../nbs/13_margins.ipynb #913803b1
+# %% ../nbs/13_margins.ipynb #ma913803
 def batch_sums(
     norm:Tensor, valid:Tensor, near:Tensor,  # [N], [N], [] a number near the mean
 ) -> Tensor:  # [3], float64
@@ -189,6 +191,7 @@ def batch_sums(
     gap = torch.where(valid, norm.double() - near.double(), 0.0)
     return torch.stack([valid.sum().double(), gap.sum(), (gap * gap).sum()])
 
+# %% ../nbs/13_margins.ipynb #913803b1
 def mean_and_std(
     sums:Tensor, near:Tensor, std:Tensor,  # [3], and what stands where a batch has none
 ) -> tuple[Tensor, Tensor]:
@@ -219,7 +222,7 @@ class AdaFace(WideBuffers, Margin):
     "scale · (cos(θ − mẑ) − mẑ − m), ẑ the length of a row among others': arXiv 2204.00964."
     def __init__(self,
         margin:float=0.4,  # m of the formula above
-        scale:float=64.0,  # of every score
+        scale:float|Tensor=64.0,  # of every score; a 0-dim tensor gets a gradient
         h:float=0.333,  # ẑ is ±1 at a distance of σ / h from the mean
         momentum:float=0.01,  # share of a new batch in the running statistics
         reduce:Optional[Callable[[Tensor], Tensor]]=None,  # [3] of a rank to [3] of all ranks
@@ -314,7 +317,8 @@ class CosineTiles:
         self.x, self.w, self.y, self.o, self.dtype = x, w, y, o, product_dtype(x)
         self.tokens = tile_slices(len(x), token_tile)
         self.classes = tile_slices(len(w) // o.centers, class_tile)
-        self.rows = o.tile_scale / lengths(x, o.eps)
+        x_lengths = lengths(x, o.eps)
+        self.rows = o.tile_scale / (torch.ones_like(x_lengths) if o.as_given else x_lengths)
         inverses = (1 / lengths(w[self.part(j)], o.eps) for j in self.classes)
         self.columns = torch.cat([self.rows.new_empty(0), *inverses])
 
@@ -329,12 +333,13 @@ class CosineTiles:
         z.mul_(self.rows[i, None]).mul_(self.columns[part])
         return nearest_centers(z, self.o)
 
-# %% ../nbs/13_margins.ipynb #0ace49e2
+# %% ../nbs/13_margins.ipynb #ma0ace49
 def directions(inverse:Tensor, eps:float) -> Tensor:  # [R] 1 / `lengths`
     "1 for a row that has a direction, -1 for one of at most `eps`."
     shortest = torch.full_like(inverse[:1], eps).reciprocal_()
     return torch.where(inverse < shortest, 1.0, -1.0).to(inverse.dtype)
 
+# %% ../nbs/13_margins.ipynb #0ace49e2
 def take_off_radial(
     d:Tensor, t:Tensor, inverse:Tensor, direction:Tensor,  # [R,H], overwritten; [R,H]; [R] each
     factor:Tensor, out:Tensor,  # a scalar; [R,H] to be written, may be d
@@ -383,17 +388,18 @@ def cosine_lse_bwd(
     if not need_x: return x.new_empty(0), dw
     out = dx if x.dtype == dx.dtype else torch.empty_like(dx, dtype=x.dtype)
     inverse = tiles.rows / o.tile_scale
-    direction = directions(inverse, o.eps)
+    direction = -torch.ones_like(inverse) if o.as_given else directions(inverse, o.eps)
     for i in tiles.tokens:
         take_off_radial(dx[i], x[i], inverse[i], direction[i], grad_scale, out[i])
     return out, dw
 
-# %% ../nbs/13_margins.ipynb #e98c6880
+# %% ../nbs/13_margins.ipynb #mae98c68
 def save_head(ctx, inputs, output):
     "x, w, y, and one number a row."
     x, w, y, *ctx.options = inputs
     ctx.save_for_backward(x, w, y, output[0])
 
+# %% ../nbs/13_margins.ipynb #e98c6880
 def head_gradients(
     ctx, needs, g_lse:Optional[Tensor], g_cos:Optional[Tensor],
 ) -> dict[str, Optional[Tensor]]:
@@ -417,7 +423,22 @@ cosine_lse_grad = operator("fusedloss::cosine_lse_grad", cosine_lse_bwd, fake=fa
 cosine_lse = operator("fusedloss::cosine_lse", cosine_lse_fwd, fake=fake_head, save=save_head,
                       backward=head_gradients, flops=lambda i, out: products(i.x, i.w))
 
-# %% ../nbs/13_margins.ipynb #ee55bbb1
+# %% ../nbs/13_margins.ipynb #ma55bbb0
+def learned_scale(margin:Margin) -> Optional[Tensor]:
+    "A margin's scale if it is a tensor."
+    return margin.scale if isinstance(margin.scale, Tensor) else None
+
+# %% ../nbs/13_margins.ipynb #ma55bbb1
+def scaled_rows(
+    x:Tensor, scale:Tensor, known:Tensor, eps:float,  # [N,H], a scalar, [N] rows with a label
+) -> Tensor:  # [N,H] in `acc_dtype`
+    "Rows whose length is a learned scale; zeros for rows without a label, whatever they hold."
+    check_scale(scale, x.device, "input", "scale")
+    x = torch.where(known[:, None], x, 0.0)
+    length = lengths(x, eps)
+    return x * (scale.to(length.dtype) / length)[:, None]
+
+# %% ../nbs/13_margins.ipynb #ma55bbb2
 def head_config(
     margin:Margin, eps:float, conflict:Optional[float]=None, conflict_mode:str="drop",
 ) -> HeadConfig:
@@ -429,11 +450,15 @@ def head_config(
     expect(conflict_mode in ("drop", "zero"), "conflict_mode", "'drop' or 'zero'",
            repr(conflict_mode))
     expect(is_number(eps) and eps > 0, "eps", "a positive number", eps)
+    learned = learned_scale(margin) is not None
+    expect(not learned or margin.pace is None, "scale", "a number for a margin with a pace", "a tensor")
+    expect(not learned or conflict is None, "conflict", "None beside a scale that is a tensor", conflict)
     return HeadConfig(
-        margin.centers, float(margin.scale), -1.0 if margin.pace is None else margin.pace,
+        margin.centers, 1.0 if learned else float(margin.scale), -1.0 if margin.pace is None else margin.pace,
         margin.paced, eps, 2.0 if conflict is None else conflict,
-        0.0 if conflict_mode == "zero" else -math.inf)
+        0.0 if conflict_mode == "zero" else -math.inf, learned)
 
+# %% ../nbs/13_margins.ipynb #ee55bbb1
 def check_head(
     input:Tensor, linear_weight:Tensor, target:Tensor, centers:int, reduction:str,
     ignore_index:int, method:str, token_tile:int, class_tile:int,
@@ -472,9 +497,12 @@ def margin_cross_entropy(
                            method, token_tile, class_tile)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(y.numel(), input.shape[-1]), linear_weight)
-    negatives_lse, cos = all_classes_lse(x, w, y.reshape(-1), o, method) or cosine_lse(
-        x, w, y.reshape(-1), o, token_tile, max(1, class_tile // o.centers))
+    scale, known = learned_scale(margin), y.reshape(-1) != ignore_index
+    rows = x if scale is None else scaled_rows(x, scale, known, eps).to(x.dtype)
+    negatives_lse, cos = all_classes_lse(rows, w, y.reshape(-1), o, method) or cosine_lse(
+        rows, w, y.reshape(-1), o, token_tile, max(1, class_tile // o.centers))
+    if scale is not None: cos = cos / scale
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
-    margin.observe(norm, y.reshape(-1) != ignore_index)
+    margin.observe(norm, known)
     losses = F.softplus(negatives_lse - margin.target_score(cos, norm), threshold=50)
     return reduce_loss(losses.view(y.shape), y, n_classes, ignore_index, reduction)

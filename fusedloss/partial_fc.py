@@ -30,7 +30,7 @@ from fusedloss.core.products import tile_slices, wide_product
 from fusedloss.core.ranks import is_dtensor
 from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler
 from fusedloss.logprobs import flat_labels
-from fusedloss.margins import CosFace, head_config, Margin
+from fusedloss.margins import CosFace, head_config, learned_scale, Margin, scaled_rows
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
@@ -83,8 +83,8 @@ def head_stats(
 ) -> HeadStats:
     "The statistics of a step of cosines."
     if known is None: known = columns.x_rows >= 0
-    o = config_of(head)
-    score = reweighted_logits(cos * o.tile_scale, o)
+    o, scale = config_of(head), learned_scale(head.margin)
+    score = reweighted_logits(cos * (o.tile_scale if scale is None else scale.detach()), o)
     return step_stats(head, columns, lse, cos, score, largest, known)
 
 # %% ../nbs/14_partial_fc.ipynb #9051f4db
@@ -235,9 +235,12 @@ def margin_loss(
     head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; lse, cos, largest negative score: [N]
     "The mean loss for any margin, which works on the cosines in PyTorch."
+    scale = learned_scale(head.margin)
     lse, cos, largest = partial_lse(
-        x, head.weight, columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column,
-        columns.shift, o, dtype, kernel, head.sparse)[:3]
+        x if scale is None else scaled_rows(x, scale, columns.x_rows >= 0, o.eps), head.weight,
+        columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column, columns.shift, o,
+        dtype, kernel, head.sparse)[:3]
+    if scale is not None: cos = cos / scale
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
     head.margin.observe(norm, columns.x_rows >= 0)
     norm = norm.nan_to_num()
@@ -266,7 +269,7 @@ def partial_loss(
     kernel = uses_kernels(head.method, x, dtype, o)
     columns = step_columns(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
     step = head, x, weight_columns(head, columns), o, dtype
-    affine = kernel and type(head.margin) is CosFace
+    affine = kernel and type(head.margin) is CosFace and learned_scale(head.margin) is None
     loss, *numbers = cosface_loss(*step) if affine else margin_loss(*step, kernel)
     stats = head_stats(head, columns, *numbers) if with_stats else None
     if sampler is not None: sampler.advance()  # not for a step that raised
@@ -326,8 +329,10 @@ class TopK(NamedTuple):
     indices: Tensor  # [..., k], int64, their classes
 
 def score_config(head:nn.Module) -> Optional[HeadConfig]:
-    "A head's, of scores that no loss reweights; None for dot products."
-    return config_of(head)._replace(circle_margin=-1.0) if head.normalize else None
+    "A head's, of scores that no loss reweights; None for dot products. A learned scale is read here, on the host."
+    if not head.normalize: return None
+    o, scale = config_of(head)._replace(circle_margin=-1.0), learned_scale(head.margin)
+    return o if scale is None else o._replace(scale=scale.item(), as_given=False)
 
 # %% ../nbs/14_partial_fc.ipynb #65c9c406
 def score_blocks(
@@ -452,6 +457,21 @@ class ClassScores(ClassVectors):
         best = best_classes(x, self.weight, o, head_dtype(features), k, self.bias)
         return TopK(*(t.view(*features.shape[:-1], k) for t in best))
 
+# %% ../nbs/14_partial_fc.ipynb #pf5ca1e0
+def head_margin(
+    margin:Optional[Margin], eps:float, conflict:Optional[float], conflict_mode:str,
+) -> Margin:  # CosFace unless given
+    "The margin of a head of cosines; `ValueError` for options that it cannot have."
+    margin = CosFace() if margin is None else margin
+    head_config(margin, eps, conflict, conflict_mode)
+    return margin
+
+# %% ../nbs/14_partial_fc.ipynb #pf5ca1e1
+def hold_scale(head:nn.Module):
+    "Have a margin's learned scale among the head's parameters, if the margin is no module that has it."
+    scale = None if head.margin is None else learned_scale(head.margin)
+    if isinstance(scale, nn.Parameter) and not isinstance(head.margin, nn.Module): head.scales = nn.ParameterList([scale])
+
 # %% ../nbs/14_partial_fc.ipynb #4d65cf07
 class PartialFC(ClassScores):
     "A head of cosines, or dot products, that scores a step's own classes and a sample of the others."
@@ -473,8 +493,7 @@ class PartialFC(ClassScores):
     ):
         check_step_options(sampler, sample_rate, ignore_index, method)
         check_score_options(normalize, bias, sampler, margin, conflict, eps, method)
-        if normalize: margin = CosFace() if margin is None else margin
-        if normalize: head_config(margin, eps, conflict, conflict_mode)
+        if normalize: margin = head_margin(margin, eps, conflict, conflict_mode)
         check_sampler(sampler, num_classes)
         if sparse is not None: check_flags(sparse=sparse)
         super().__init__(num_classes, embedding_size, margin.centers if normalize else 1, device, dtype, bias)
@@ -482,6 +501,7 @@ class PartialFC(ClassScores):
         self.sampler = None if sampler is None else sampler.to(self.weight.device)
         self.normalize, self.margin, self.ignore_index, self.eps = bool(normalize), margin, ignore_index, eps
         self.method, self.conflict, self.conflict_mode = method, conflict, conflict_mode
+        hold_scale(self)
         self.sparse = (sampler is not None) if sparse is None else sparse
         if self.sparse: watch_optimizers()
 

@@ -72,7 +72,7 @@ class Estimate(NamedTuple):
 
 # %% ../nbs/10_plans.ipynb #0e8853d7
 LAUNCH_SECONDS = 3e-6  # seconds of a launch that nothing hides
-HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product": 0.95e-3, "product chunk": 0.41e-3, "recompute": 1.92e-3,
+HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product": 1.1e-3, "product chunk": 0.7e-3, "recompute": 1.92e-3,
         "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
         "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 

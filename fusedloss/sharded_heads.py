@@ -8,7 +8,7 @@ __all__ = ['ShardedPartialFC', 'ShardedRowSparse', 'ignore_in_ddp', 'load_insigh
 # %% ../nbs/17_sharded_heads.ipynb #e751654a
 import copy, functools, os, zipfile
 from pathlib import Path
-from typing import Callable, Literal, Optional, Sequence, TypedDict, Unpack
+from typing import Any, Callable, Literal, Optional, Sequence, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,19 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
-    acc_dtype, check_factory, check_flags, check_labels, expect, is_integer)
+    acc_dtype, check_factory, check_flags, check_labels, expect, is_debugged, is_integer)
+from fusedloss.core.learned import gathered_scale
 from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gradient, uses_kernels
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import BackboneReduction, HeadMethod
 from fusedloss.core.ranks import (
-    all_gather, all_reduce, check_mesh, check_same_on_ranks, dtensor_like, dtensor_of_rows,
-    gather_rows, is_dtensor, most_rows, RankTokens, reduce_scatter_rows, shard_range, Shards,
-    shards_on, tuning_agreement)
+    agreed_facts, all_gather, all_reduce, check_mesh, dtensor_like, dtensor_of_rows, gather_rows,
+    is_dtensor, RankTokens, reduce_scatter_rows, shard_range, Shards,
+    shards_on, tells_ranks, tuning_agreement)
 from fusedloss.core.sampling import Columns, live_index, NegativeSampler, plain_labels, step_columns
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.logprobs import flat_labels
-from fusedloss.margins import Margin
+from fusedloss.margins import learned_scale, Margin, scaled_rows
 from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
     head_stats, HeadStats, PartialFC, score_config, scores_in_eval, TopK)
@@ -145,10 +146,13 @@ def sharded_head_loss(
     _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
     columns = step_columns(y, ignore, s.stop - s.start, sampler, sums, s.start)  # of those here
     w = _LocalRows.apply(head.weight) if is_dtensor(head.weight) else head.weight
+    known, rows, scale = x_rows >= 0, x, learned_scale(head.margin)
+    if scale is not None: rows = scaled_rows(x, gathered_scale(scale, lambda g: all_reduce(g.clone(), s)), known, head.eps)
     with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
-        parts = local_statistics(head, x, w, x_rows, columns, s, dtype)
+        parts = local_statistics(head, rows, w, x_rows, columns, s, dtype)
     lse, cos, largest = _JoinLse.apply(*parts, s)
-    known, norm = x_rows >= 0, torch.linalg.vector_norm(x.detach(), dim=-1)
+    if scale is not None: cos = cos / scale
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
     losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
     if sampler is not None: sampler.advance()  # not for a step that raised
@@ -241,11 +245,17 @@ def spread_whole(weight:Tensor, state_dict:dict, name:str):
     state_dict[name] = dtensor_of_rows(rows, mesh, whole.shape)
 
 # %% ../nbs/17_sharded_heads.ipynb #06e8b780
+def mesh_that_talks(args:tuple, given:dict) -> Optional[DeviceMesh]:  # of a head's method: its arguments
+    "The ranks that wait to hear of a call."
+    head, = args[:1]
+    return None if head.equal_batch and not is_debugged() else head.mesh
+
 class ShardedScores(PartialFC):
     "`PartialFC` whose weight may be a DTensor: its scores, and a whole weight that is loaded."
     @property
     def shards(self) -> Shards: return shards_on(self.mesh, self.num_classes)
 
+    @tells_ranks(mesh_that_talks)
     @torch.no_grad()
     def logits(self,
         features:Tensor,  # [..., H], this rank's rows; every rank calls
@@ -255,6 +265,7 @@ class ShardedScores(PartialFC):
         z = class_scores(x, w, score_config(self), head_dtype(features))
         return scores_of_own(z, b, s).view(*features.shape[:-1], self.num_classes)
 
+    @tells_ranks(mesh_that_talks)
     @torch.no_grad()
     def topk(self,
         features:Tensor,  # [..., H], this rank's rows; every rank calls
@@ -304,6 +315,7 @@ class ShardedPartialFC(ShardedScores):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta: self.weight.copy_(self.new_rows())
 
+    @tells_ranks(mesh_that_talks)
     def forward(self,
         features:Tensor,  # [..., H], this rank's rows
         target:Optional[Tensor]=None,  # [...], their classes, or `ignore_index`; as in `PartialFC`
@@ -313,7 +325,6 @@ class ShardedPartialFC(ShardedScores):
         s, b, x, y = gathered_batch(self, features, target, return_stats)
         sampler = self.sampler if self.training else None  # to evaluate, all classes
         loss, terms = sharded_head_loss(self, x, y, s, sampler, head_dtype(features))
-        check_same_on_ranks("loss", loss, s)
         return (loss, sharded_head_stats(self, terms, b, s)) if return_stats else loss
 
     def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:
@@ -322,18 +333,37 @@ class ShardedPartialFC(ShardedScores):
     def remove(self, classes:Tensor|Sequence[int], *optimizers:torch.optim.Optimizer) -> Tensor:
         return without_mesh(self, super().remove, (classes, *optimizers))
 
+# %% ../nbs/17_sharded_heads.ipynb #hdfacts0
+def head_facts(head:nn.Module, features:Tensor) -> dict[str, Any]:
+    "What has to be the same on all ranks, and how many rows are here."
+    leaves = features, head.weight, learned_scale(head.margin)
+    return {"margin": str(head.margin), "num_classes": head.num_classes, "ignore_index": head.ignore_index,
+            "sampler's rate": head.sampler and head.sampler.rate, "training": head.training,
+            "dtype of features": str(features.dtype), "gradients": torch.is_grad_enabled(),
+            "requires_grad of features, weight and scale": [t is not None and t.requires_grad for t in leaves],
+            "rows": features.numel() // head.embedding_size}
+
+# %% ../nbs/17_sharded_heads.ipynb #hdfacts
+def rows_of_ranks(
+    head:nn.Module, features:Tensor, target:Tensor, return_stats:bool,
+) -> int:  # of the rank with most
+    "Check the call, on all ranks at once but where `equal_batch` promises that they have as many rows."
+    def facts():
+        check_features(head, features, target, return_stats)  # what labels say, later
+        return head_facts(head, features) | dict(return_stats=return_stats)
+    if head.equal_batch and not is_debugged(): return facts()["rows"]
+    agreed = agreed_facts(facts, head.shards, head.weight.device, () if head.equal_batch else ("rows",))
+    return max(call["rows"] for call in agreed.calls)
+
 # %% ../nbs/17_sharded_heads.ipynb #1f0c0c4d
 def gathered_batch(
     head:nn.Module, features:Tensor, target:Tensor, return_stats:bool,
 ) -> tuple[Shards, RankTokens, Tensor, Tensor]:  # all ranks' features and labels
     "Check what is here, and fetch the rest."
-    check_features(head, features, target, return_stats)  # what labels say, later, on all ranks at once
-    x, y = features.reshape(-1, head.embedding_size), flat_labels(target)
     check_reverse("ShardedPartialFC", "margin_cross_entropy")
-    s, n = head.shards, len(x)
-    if head.equal_batch: check_same_on_ranks("rows", torch.ones(n, device=x.device), s)
-    rows = n if head.equal_batch else most_rows(n, s, x.device)
-    b = RankTokens(s.group is None, n, rows, head.factor)
+    s, rows = head.shards, rows_of_ranks(head, features, target, return_stats)
+    x, y = features.reshape(-1, head.embedding_size), flat_labels(target)
+    b = RankTokens(s.group is None, len(x), rows, head.factor)
     return s, b, *_GatherRows.apply(x, y, b, s, head.ignore_index)
 
 # %% ../nbs/17_sharded_heads.ipynb #10ef48e2

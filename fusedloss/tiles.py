@@ -16,6 +16,7 @@ from fusedloss.baseline import reduce_loss, row_norms
 from fusedloss.core.checks import (
     acc_dtype, check_inputs, check_linear, check_matrix, expect, expect_tensor, is_number)
 from fusedloss.core.cosine import locate, Target
+from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Reduction
 from fusedloss.core.products import (
@@ -223,15 +224,18 @@ def tiled_linear_cross_entropy(
     ignore_index:int=-100,  # tokens with this target count nothing
     margin:float=0.35,  # LMCL (arXiv 1801.09414): taken off the target's cosine
     scale:float|None=None,  # LMCL where given: what cosines are multiplied by
-    logit_scale:float=1.0,  # multiplies the scores, in fp32
+    logit_scale:float|Tensor=1.0,  # multiplies the scores, in fp32; a 0-dim tensor gets a gradient
     token_tile:int=4096,  # BN, rows of scores in memory at once
     class_tile:int=2048,  # BV, columns of scores in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
     "A linear layer's tiled cross entropy; raises `ValueError`, `IndexError` as `check_inputs`."
     linear_weight = weight_alone(linear_weight)
     check_inputs(input, linear_weight, target, reduction, ignore_index, margin, scale)
-    expect(is_number(logit_scale) and logit_scale > 0, "logit_scale", "a positive number",
-           logit_scale)
+    if isinstance(logit_scale, Tensor):
+        expect(scale is None, "logit_scale", "a number beside LMCL, whose cosines have no length", "a tensor")
+        (input,), logit_scale = fold_scale(logit_scale, input), 1.0
+    expect(is_number(logit_scale) and logit_scale > 0, "logit_scale",
+           "a positive number", logit_scale)
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
         _check_tile(name, size)
     return run_tiled(input, linear_weight, target, reduction, ignore_index, margin, scale,

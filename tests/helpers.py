@@ -1,5 +1,6 @@
 """The cases every linear cross entropy must pass, and one check that says what a method got wrong."""
 import gc
+import importlib
 import importlib.util
 import re
 import sys
@@ -247,6 +248,15 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
         sys.modules[called] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
         spec.loader.exec_module(sys.modules[called])
     return sys.modules[variants[top]]
+
+
+def example_module(name: str) -> ModuleType:
+    "A program of examples/, imported beside those that it imports from there"
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 def unchanged(bugs: Iterable[Iterable[str]]) -> list[str]:

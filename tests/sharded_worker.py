@@ -19,6 +19,7 @@ BACKEND = os.environ.get("SHARDED_BACKEND", "gloo")
 START = multiprocessing.get_context("spawn" if BACKEND == "nccl" else "fork")  # CUDA is not to be forked
 TIMEOUT = timedelta(seconds=120)  # of a collective whose ranks all do their part
 HANGS = timedelta(seconds=5)  # of one that a rank never joins
+FALLS = timedelta(seconds=20) if BACKEND == "nccl" else TIMEOUT  # NCCL does not notice that a rank has died; its timeout ends the others
 GRACE = 60  # seconds that ranks have to notice that another has failed; who notices ends at once
 
 
@@ -58,14 +59,14 @@ def fault(path, mode):
 
 def fall(path, mode):
     "Two ranks train; the second falls in its fourth step, the first must not wait for ever"
-    head = ShardedPartialFC(10, 4, mesh=DeviceMesh("cpu", [0, 1]))
+    head = ShardedPartialFC(10, 4, mesh=DeviceMesh(cases.DEVICE, [0, 1]))
     try:
         for step in range(4):
             if step == 3 and mode == "hang":  # steps before have the time they need on a busy machine
                 head.mesh = DeviceMesh.from_group(dist.new_group(timeout=HANGS), "cpu")
             if step == 3 and dist.get_rank() == 1:
                 fault(path, mode)
-            head(torch.randn(3, 4, requires_grad=True), torch.arange(3)).backward()
+            head(torch.randn(3, 4, device=cases.DEVICE, requires_grad=True), torch.arange(3, device=cases.DEVICE)).backward()
     except Exception as error:
         write(path, [type(error).__name__, str(error), step])
         raise
@@ -77,7 +78,7 @@ def run_rank(mode, path, names=(), rendezvous=None, rank=None, ranks=None):
     if BACKEND == "nccl":
         torch.cuda.set_device(int(rank if rank is not None else os.environ["LOCAL_RANK"]))
     group = dict(init_method=f"file://{rendezvous}", rank=rank, world_size=ranks) if rendezvous else {}
-    dist.init_process_group(BACKEND, timeout=TIMEOUT, **group)
+    dist.init_process_group(BACKEND, timeout=TIMEOUT if mode == "cases" else FALLS, **group)
     path = f"{path}.{dist.get_rank()}"
     run_cases(path, names) if mode == "cases" else fall(path, mode)
     dist.barrier()
@@ -120,7 +121,7 @@ def run_ranks(folder, ranks, mode, names=(), end=float("inf")):
     for process in processes:
         process.start()
     codes = wait_for(processes, end)
-    errors = [log.read_text(errors="replace")[-3000:] for log in logs]
+    errors = [log.read_text(errors="replace")[-20000:] for log in logs]
     written = [json.loads(p.read_text()) if (p := folder / f"result.{rank}").exists() else {} for rank in range(ranks)]
     return written, codes, errors
 

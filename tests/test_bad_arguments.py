@@ -59,11 +59,12 @@ torch.save(w, f"{FILES.name}/rank_0_softmax_weight.pt")
 GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys(("baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "linear_cross_entropy", "recompute_linear_cross_entropy",
                      "sharded_linear_cross_entropy", "tiled_linear_cross_entropy"), linear),
-    "linear_log_probs": linear, "log_probs": dict(logits=z, target=y),
+    **dict.fromkeys(("linear_log_probs", "sharded_linear_log_probs"), linear), "log_probs": dict(logits=z, target=y),
     "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
     **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
     "plan": dict(n_tokens=4, n_classes=16, n_features=8), "contrastive_loss": dict(x=x, y=torch.randn(N, H, generator=made), logit_scale=2.0),
-    "linear_divergence": dict(input=x, linear_weight=w, teacher_input=torch.randn(N, 3, generator=made), teacher_weight=torch.randn(V, 3, generator=made)),
+    **dict.fromkeys(("linear_divergence", "sharded_linear_divergence"), dict(input=x, linear_weight=w, teacher_input=torch.randn(N, 3, generator=made),
+                                                                             teacher_weight=torch.randn(V, 3, generator=made))),
     **dict.fromkeys(("ctc_loss", "ctc_posteriors", "forced_align", "CTCLoss.forward"), paths),
     "ctc_loss_with_logits": {"logits": paths["log_probs"], **frames}, "ctc_decode": {k: paths[k] for k in ("log_probs", "input_lengths")},
     "linear_ctc_loss": {"input": torch.randn(5, 2, H, generator=made), "linear_weight": w, **frames},
@@ -160,14 +161,15 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys(("log_probs", "ctc_loss_with_logits-logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
     **dict.fromkeys(("input_lengths", "target_lengths", "lengths"), {"list"}),
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
-    **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
+    **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature", "sharded_linear_log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
     "MemoryEfficientVocabOutput.eval_forward-input": {"more dimensions", "rows"}, "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"}, "PopularitySampler.log_draws-classes": {"no dimension", "more dimensions", "size"},
     "PopularitySampler-popularity": {"size", "float64", "int64"},
     "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
-    **dict.fromkeys(("linear_divergence-linear_bias", "linear_divergence-teacher_bias"), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
-    "semirings.CountSemiring-dtype": {"int8"}, "contrastive_loss-logit_scale": {"tensor", "0.0", "-1.0"},
+    **dict.fromkeys((f"{name}linear_divergence-{bias}_bias" for name in ("", "sharded_") for bias in ("linear", "teacher")), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
+    "semirings.CountSemiring-dtype": {"int8"}, "contrastive_loss-logit_scale": {"0.0", "-1.0"}, "logit_scale": {"tensor"},
+    **dict.fromkeys((f"margins.{kind}-scale" for kind in ("AdaFace", "ArcFace", "Combined", "CosFace")), {"tensor"}),
 }
-NOT_FINE = {"linear_divergence-linear_weight": {"rows"}}  # which must have the teacher's classes
+NOT_FINE = dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
 WORDS = {"grad": "exact", "past_pi": "smooth"}  # annotated as any string
 
 

@@ -1,6 +1,7 @@
 """Every test file has a budget of core-seconds, and a run that exceeds one fails."""
 from types import SimpleNamespace
 
+import conftest
 import pytest
 from budgets import ALLOWED, FACTOR, CoreSeconds, core_seconds, too_slow
 from workbook import ROOT
@@ -53,3 +54,13 @@ def test_work_of_a_test_is_counted(counter):
     with pytest.raises(StopIteration):
         protocol.send(None)
     assert 0.02 <= main.used["tests/test_site.py::test_a"] < 1
+
+
+@pytest.mark.parametrize("minutes, late", [(0.0, True), (float("inf"), False)])
+def test_a_test_whose_turn_comes_too_late_says_so(minutes, late):
+    item = SimpleNamespace(config=SimpleNamespace(getoption={"--minutes": minutes}.get))
+    if late:
+        with pytest.raises(pytest.skip.Exception, match="its turn came after 0 minutes"):
+            conftest.pytest_runtest_setup(item)
+    else:
+        conftest.pytest_runtest_setup(item)

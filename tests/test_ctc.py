@@ -25,12 +25,12 @@ from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, fo
 from fusedloss.measure import saved_tensors
 from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
-from grids import few
+from grids import FULL, few
 from helpers import everywhere, fault_of, planted, replaced, replays, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
 
 INF = math.inf
-on_any = settings(max_examples=60, deadline=None, derandomize=True)
+on_any = settings(max_examples=60 if FULL else 20, deadline=None, derandomize=True)
 f32, f64 = torch.float32, torch.float64
 
 
@@ -211,7 +211,7 @@ def test_the_kernels_source(name, with_kernels):
 SHAPES = [(1, 8, 1, 4), (1, 8, 4, 2), (2, 4, 2, 2), (2, 8, 1, 2), (4, 4, 2, 1), (1, 4, 8, 1), (1, 8, 1, 1, 4), (1, 4, 1, 2, 2), (2, 8, 1, 1, 2)]
 
 
-@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[1], 1), (SHAPES[2], 0), (SHAPES[4], 1), (SHAPES[6], 1)), ids=str)
+@pytest.mark.parametrize("shape, seed", few([(shape, seed) for shape in SHAPES for seed in (0, 1)], (SHAPES[2], 0), (SHAPES[6], 1)), ids=str)
 def test_the_scan_in_other_shapes_and_orders(shape, seed, with_kernels, monkeypatch):
     shape = ScanShape(*shape)
     everywhere(monkeypatch, fusedloss.ctc, "kernel_shape", partial(shape_on_cpu, shape=shape))
@@ -577,8 +577,9 @@ def test_gradients_against_differences(device):
               lambda x: fl.ctc_loss(x, y, frames, lengths, 0, "none", gradient="exact"), lambda x: fl.ctc_loss(x.log_softmax(-1), y, frames, lengths, 0, "sum")):
         assert torch.autograd.gradcheck(f, z)
     order = 1e-12 if device == "cuda" else 0.0  # a second derivative gathers; on a GPU the derivative of that adds in any order
-    for f in (lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths), lambda x: fl.ctc_loss(x, y, frames, lengths, 0, "none", gradient="exact")):
-        assert torch.autograd.gradgradcheck(f, z, nondet_tol=order)
+    twice = {"logits": lambda x: fl.ctc_loss_with_logits(x, y, frames, lengths), "each": lambda x: fl.ctc_loss(x, y, frames, lengths, 0, "none", gradient="exact")}
+    for name in few(twice, "each"):
+        assert torch.autograd.gradgradcheck(twice[name], z, nondet_tol=order)
 
 
 def test_the_second_derivative_of_torchs_gradient():

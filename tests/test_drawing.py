@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from fusedloss.core.drawing import GREY, INK, STAGE_COLORS, Table, si, stage_color, tile_picture
+from fusedloss.core.drawing import GREY, INK, STAGE_COLORS, Table, least_in_bold, si, stage_color, tile_picture
 from fusedloss.core.rates import H200, Machine
 from fusedloss.core.records import Check, predicted_against_measured, trade_off
 from fusedloss.measure import Cost, memory_timeline, product_cost, roofline, sweep_cost, trace_memory
@@ -25,6 +25,13 @@ HOSTILE = 'a <b> & "c" ]]> <script>alert(1)</script> $x$'
 ])
 def test_si_gives_figures_and_a_prefix(value, unit, text):
     assert si(value, unit) == text
+
+
+@pytest.mark.parametrize("values, texts", [
+    ([1.0, 2.0], ["**1.0**", "2.0"]), ([None, 2.0, 1.0, None], ["–", "2.0", "**1.0**", "–"]), ([2.0, None], ["2.0", "–"]), ([], []),
+    ([1.04, 1.0401, 1.1], ["**1.0**", "**1.0**", "1.1"]), ([-3.0, -5.0], ["-3.0", "**-5.0**"])])
+def test_least_is_bold_and_what_reads_the_same(values, texts):
+    assert least_in_bold(values, lambda v: f"{v:.1f}") == texts
 
 
 def test_table_aligns_numbers_right_and_escapes_bars():

@@ -46,6 +46,11 @@ def test_a_link_tells_the_meaning():
     assert page == ('<main><p>The <a class="fl-term" href="glossary.html#tile-factor" title="How many &amp; why.">tile factor</a>.</p></main>')
 
 
+def test_terms_of_sequences_stay_on_their_pages():
+    group = '<section id="ctc-and-semirings" class="level2"><h3 id="edge">edge</h3><p>A step. <a href="scans.html">Scans</a></p></section>'
+    assert [(term.name, term.pages) for term in terms(f"<main>{group}{GLOSSARY}</main>")][:2] == [("edge", {"scans.html"}), ("tile", None)]
+
+
 def entries() -> dict[str, tuple[str, str]]:
     "Of every term and symbol of the saved page: its sentence and its number"
     shown = "\n\n".join(output_text(output) for cell in read_notebook(ROOT / "nbs" / "glossary.ipynb")["cells"] for output in cell.get("outputs", ()))

@@ -857,7 +857,7 @@ BAD_ARGUMENTS = {
     "label_smoothing is NaN": ((Z, Y), dict(label_smoothing=float("nan")), r"label_smoothing: expected .*got nan"),
     "logit_scale is zero": ((Z, Y), dict(logit_scale=0), r"logit_scale: expected a positive number, got 0"),
     "logit_scale is a tensor": (
-        (Z, Y), dict(logit_scale=torch.ones(())), r"logit_scale: expected a positive number, got"),
+        (Z, Y), dict(logit_scale=torch.ones(1)), r"logit_scale: expected a number or a 0-dim tensor, got shape \[1\]"),
     "logit_scale is infinite": ((Z, Y), dict(logit_scale=float("inf")), r"logit_scale: expected .*got inf"),
     "logit_scale is None": ((Z, Y), dict(logit_scale=None), r"logit_scale: expected .*got None"),
     "softcap is zero": ((Z, Y), dict(softcap=0.0), r"softcap: expected a positive number or None, got 0.0"),

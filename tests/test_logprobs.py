@@ -525,7 +525,7 @@ def test_compiled_whole(temperature, device):
 def test_operators_keep_their_contract(temperature, device):
     x, w, b, y, options = Case((5, 4, 7)).tensors(device)
     each = TEMPERATURES["each"](5).to(device) if temperature == "each" else None
-    o, _ = logprobs.temperature_options(0.7, 1.5, 2.0, -100)
+    o, _, _ = logprobs.temperature_options(0.7, 1.5, 2.0, -100)
     stats = Statistics(entropy=True, mean=True)
     torch.library.opcheck(logprobs.log_probs_of_rows, (x, w, y, b, each, *o, *stats, 0, None, False))
     found = logprobs.log_probs_of_rows(*(t.detach() for t in (x, w, y, b)), each, o, stats, 0, None, False)

@@ -597,7 +597,7 @@ MUTANTS = {
     "evaluation observes": ("if not self.training: return", "pass"),
     "long rows are the poor ones": ("norm.detach().clamp(*self.clip) - self.mean", "self.mean - norm.detach().clamp(*self.clip)"),
     "quality adds no margin": ("torch.cos(phi) - push - self.margin", "torch.cos(phi) - self.margin"),
-    "ignored rows are observed": ("margin.observe(norm, y.reshape(-1) != ignore_index)", "margin.observe(norm, y.reshape(-1) > -200)"),
+    "ignored rows are observed": ("margin.observe(norm, known)", "margin.observe(norm, y.reshape(-1) > -200)"),
 }
 
 

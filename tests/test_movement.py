@@ -196,9 +196,15 @@ def site(tmp_path_factory) -> Path:
     return path
 
 
+MOVING = """
+  const figures = [...document.querySelectorAll("figure")], moves = document.getAnimations();
+  return document.readyState == "complete" && figures.length > 0 && figures.every(figure => moves.some(a => figure.contains(a.effect.target)));
+"""
+
+
 @pytest.fixture(scope="module")
 def keys(site) -> Iterator[Keys]:
-    pressed = Keys(site, "return document.getAnimations().length")
+    pressed = Keys(site, MOVING)
     yield pressed
     pressed.process.terminate()
     pressed.process.wait()

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import clusters, contrast, kernels, linear_ctc, product, recompute, row_sparse, scans
+from fusedloss import clusters, contrast, kernels, linear_ctc, product, recompute, row_sparse, scans, sharded_product
 from fusedloss.core import cosine, hopper, pairs, sampling
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
@@ -100,6 +100,18 @@ def exponentials(width, V=65536, B=4096):
     hopper.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0, True)
 
 
+def over_ranks(ranks, V=16384, B=4096):
+    "What Triton does of a chunk of tokens whose classes are over ranks, with and without weights"
+    x, w, y = matrix(B, 2048, bf16), matrix(V, 2048, bf16), cuda(B, dtype=i64)
+    k = product.work_of(x, w, y, None, None, None, OPTIONS["plain"][0], B, None, product.IN_TURN)
+    k = k._replace(room=k.room._replace(sums=cuda(k.tiles, B)))
+    for wanted in (None, cuda(dtype=torch.int32)):
+        sharded_product.launch_numbers(cuda(3, B), cuda(dtype=torch.int32), k, wanted)
+    out = sharded_product.Merged(cuda(B), cuda(B), cuda(B))
+    for weights in ((None, None, None), (cuda(ranks * V), cuda(B), cuda())):
+        sharded_product.launch_merge(out, cuda(ranks, 3, B), 0, sharded_product.Tokens(x, y, y, *weights, OPTIONS["plain"][0], ranks * V))
+
+
 def filtered(dtype, how, width, V=65536):
     "The same with a filter"
     o, stats = OPTIONS[how]
@@ -163,6 +175,7 @@ def scan(dtype, states):
 CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)
          for dtype in (bf16, f16) for how in OPTIONS for width in (2048, 1001)}
 CALLS |= {f"exponentials {width}": lambda width=width: exponentials(width) for width in (2048, 1000)}
+CALLS |= {f"classes over {ranks} ranks": lambda ranks=ranks: over_ranks(ranks) for ranks in (2, 8)}
 CALLS |= {f"filtered {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: filtered(dtype, how, width)
           for dtype, how, width in ((bf16, "plain", 2048), (bf16, "busy", 2048), (f16, "plain", 1001))}
 CALLS |= {f"heads {dtype} {width} {conflict}": lambda dtype=dtype, width=width, conflict=conflict: heads(dtype, width, conflict=conflict)

@@ -14,9 +14,6 @@ import fusedloss as fl
 from fusedloss import chunks, kernels, linear_ctc, tiles
 from fusedloss.core import operators
 from fusedloss.core.operators import operator
-from fusedloss.core.options import LossOptions
-from fusedloss.core.ranks import RankTokens, Shards
-from fusedloss.sharded import sharded_loss
 
 
 def define(factor: float):
@@ -174,8 +171,9 @@ ONCE = {
     "PartialFC": head(),
     "linear CTC": of_paths(fl.linear_ctc_loss),
     "linear CTC, each row": of_paths(fl.linear_ctc_loss, reduction="none"),
-    "classes over ranks": lambda x, w, y: sharded_loss(x, w, None, y, None, None, LossOptions(-100, 0.0, 1.0, 0.0, 0.0), Shards(9, 0, 9),
-                                                       RankTokens(True, 6, 6), "mean", False, 2**20)[0],
+    **{f"classes over ranks, {m}": lambda x, w, y, m=m: fl.sharded_linear_cross_entropy(x, w, y, method=m) for m in ("recompute", "product")},
+    "log-probabilities over ranks": lambda x, w, y: fl.sharded_linear_log_probs(x, w, y).log_probs.sum(),
+    "divergence over ranks": lambda x, w, y: fl.sharded_linear_divergence(x, w, torch.ones_like(x), w.detach()),
     "head over ranks": head(kind=fl.ShardedPartialFC),
 }
 TWICE = {"CTC": of_paths(CTC), "log_softmax": lambda x, w, y: torch.nn.functional.cross_entropy(x @ w.T, y)}
@@ -251,7 +249,7 @@ def test_a_hessian_raises():
 
 
 # by name: losses that `torch.func.grad` takes, and those that say what to use
-FUNCTIONAL = [name for name in ONCE if name not in ("iota", "PartialFC", "classes over ranks", "head over ranks")]
+FUNCTIONAL = [name for name in ONCE if name not in ("iota", "PartialFC") and "over ranks" not in name]
 
 
 def test_func_grad():

@@ -1,6 +1,6 @@
 """Other libraries' losses are called as their users call them; one that cannot be imported is named, with a reason."""
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -65,3 +65,28 @@ def test_a_bug_is_noticed(bug, tmp_path, monkeypatch):
 
 def test_without_a_bug_nothing_is_noticed(tmp_path, monkeypatch):
     assert faults(planted(fusedloss.core.peers, tmp_path, *unchanged(BUGS.values())), monkeypatch) == []
+
+
+def scaled(x, w, y, group, return_entropy=False):
+    "As Liger's loss over ranks is called, on one"
+    log_p = (x @ w.T).log_softmax(1)
+    nll, entropy = -log_p[range(len(y)), y], -(log_p.exp() * log_p).sum(1)
+    return (nll, entropy) if return_entropy else nll
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_ligers_loss_over_ranks_has_the_name_of_what_runs(native, monkeypatch):
+    calls, peers = [], fusedloss.core.peers
+    library("liger_kernel.transformers.functional", monkeypatch, liger_fused_linear_scaled_cross_entropy_tp=scaled)
+    library("liger_cute_kernels", monkeypatch, tvm_ffi=SimpleNamespace(nvshmem_is_initialized=lambda: "init" in calls),
+            nvshmem=SimpleNamespace(init_from_pg=lambda: calls.append("init"), resolve_team=calls.append))
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: native and name == "liger_cute_kernels")
+    steps = [peers._liger_over_ranks(SimpleNamespace(get_group=lambda: "all")) for _ in range(2)][1]
+    assert calls == (["init", "all", "all"] if native else [])
+    name = "Liger, NVSHMEM" if native else "Liger, chunks"
+    assert [*steps] == [name, f"{name}, log-probs"]
+    x, w, y = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True), torch.tensor([0, 4, 2, 2])
+    w.to_local = lambda: w
+    nll, entropy = scaled(x, w, y, None, True)
+    for key, expected in ((name, nll.mean()), (f"{name}, log-probs", (nll + entropy).mean())):
+        torch.testing.assert_close(steps[key](x, w, y), (expected.detach(), *torch.autograd.grad(expected, [x, w], retain_graph=True)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedloss.core.records import (Check, caption, linear_losses, load_results, logits_losses, machine_line, machine_name, prediction_table, record,
-                                    results_table)
+                                    results_table, source_line)
 
 RECORD = dict(name="tiles", shape=dict(N=2, H=3, V=4), dtype="float32", machine="toy", versions={}, commit="abc", date="2026-11-21",
               figures=dict(ratio=1.5, seconds=0.1, extra=2**20), stage="02_tiles")
@@ -62,6 +62,12 @@ def test_results_table_skips_records_without_a_ratio():
     other = dict(RECORD, figures=dict(rate=1.0))
     assert results_table([other, RECORD]).rows == [["02_tiles", "tiles", "100 ms", "×1.50", "1 MiB"]]
     assert results_table([]).rows == []
+
+
+def test_line_under_a_table_names_each_run_once():
+    runs = [RECORD, dict(RECORD, name="b", figures={}), dict(RECORD, commit="abd"), dict(RECORD, machine="other")]
+    assert source_line(runs, "make x") == "other, 2026-11-21, commit abc; toy, 2026-11-21, commit abc; toy, 2026-11-21, commit abd; reproduce with `make x`"
+    assert "`make x`" in source_line([], "make x") and "commit" not in source_line([], "make x")
 
 
 def test_miss_without_a_cause_is_unexplained():

@@ -19,7 +19,7 @@ INF = math.inf
 SEMIRINGS = {str(S): S for S in (Log, Max, Real, Count, Entropy, KBest(1), KBest(2), KBest(5), Sample())} | {"Count, float64": CountSemiring(torch.float64)}
 LOGARITHMIC = ("Log", "Max", "Entropy", "KBest(1)", "KBest(2)", "KBest(5)", "Sample")
 DIFFERENTIABLE = ("Log", "Max", "Real", "Entropy", "KBest(3)")
-on_any = settings(max_examples=100 if FULL else 40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+on_any = settings(max_examples=100 if FULL else 25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def semiring(name):
@@ -262,7 +262,7 @@ def expected_value(S, scores):
 
 
 @pytest.mark.parametrize("program", [path_sum, brute_force])
-@settings(on_any, max_examples=40)
+@settings(on_any, max_examples=40 if FULL else 20)
 @given(graph=graphs())
 def test_both_programs_are_the_definition(program, graph):
     Ms, idx, v0, vT = graph
@@ -285,7 +285,7 @@ def edge_gradient(program, graph, S, component=-1):
     return [torch.zeros_like(t) if f is None else f for t, f in zip(inputs, found)]
 
 
-@settings(on_any, max_examples=60)
+@settings(on_any, max_examples=60 if FULL else 25)
 @given(graph=graphs())
 def test_gradients_agree_and_have_no_nan(graph):
     for name in DIFFERENTIABLE:
@@ -333,7 +333,7 @@ def assert_is_path(marks, start, end, idx, exists=True):
     assert end[state] == 1
 
 
-@settings(on_any, max_examples=50)
+@settings(on_any, max_examples=50 if FULL else 25)
 @given(graph=graphs(), seed=st.integers(0, 1000))
 def test_a_sample_is_a_path_of_positive_weight(graph, seed):
     Ms, idx, *_ = graph

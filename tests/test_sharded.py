@@ -1,10 +1,13 @@
 """Sharded: cases on one to four processes, ranks played by one process, what happens when a rank falls, planted bugs."""
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.testing import assert_close
 
 import fusedloss as fl
 import fusedloss.sharded as sharded
+from fusedloss.core import placement
 from fusedloss.core import ranks as core_ranks
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
@@ -116,6 +120,25 @@ def test_on_several_gpus(gpus, name):
     judge(gpus, name)
 
 
+def test_on_several_gpus_the_survivor_of_a_rank_that_dies_ends(tmp_path):
+    "NCCL waits for its timeout; then the survivor ends by itself, with an error or by NCCL's watchdog, before it would be killed"
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    _, codes, errors = run_session(tmp_path, dict(die=dict(ranks=2, mode="die")), SHARDED_BACKEND="nccl")["die"]
+    assert codes[0] in (1, -signal.SIGABRT) and codes[1] == 9, (codes, errors[0])
+    assert "imed out" in errors[0] or "imeout" in errors[0], errors[0]
+
+
+def test_while_a_graph_is_captured_nobody_waits_for_a_gpu(monkeypatch):
+    "Without a backend for CPUs a rank looks at its own call, and plain tokens of its own, whose numbers it would have to ask for, are refused"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group, x = mock.Mock(_get_backend=mock.Mock(side_effect=RuntimeError)), mock.Mock(is_cuda=True, device="cuda")
+    call = functools.partial(placement.agreed_calls, lambda: dict(rows=3), x, core_ranks.Shards(10, 0, 5, group))
+    assert call(True).calls == [dict(rows=3)]
+    with pytest.raises(ValueError, match="input: expected a DTensor, or process groups with a backend for CPUs, while"):
+        call(False)
+
+
 def test_cases_after_one_that_fails_are_run(session, request):
     written, errors = session[request.node.name]
     first, fails, last = FALLS[request.node.name]["cases"]
@@ -155,9 +178,15 @@ def test_torchrun_shows_the_error_of_a_rank(tmp_path):
 
 # --- ranks played by one process ---
 
+def spans_of(n, ranks, module=sharded):
+    "Rows of each rank, as a module's own `core.ranks` deals them"
+    deal = sys.modules[module.Shards.__module__].shard_range
+    return [deal(n, ranks, k) for k in range(ranks)]
+
+
 def split(t, ranks, module=sharded):
     "Rows of each rank"
-    return [t[(r := module.shard_range(len(t), ranks, k)).start:r.stop] for k in range(ranks)]
+    return [t[r.start:r.stop] for r in spans_of(len(t), ranks, module)]
 
 
 def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
@@ -173,8 +202,7 @@ def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
     if not o.label_smoothing:
         up[2] = 0
     wanted = torch.autograd.grad((exact * up).sum(), leaves)
-    spans = [module.shard_range(v, ranks, k) for k in range(ranks)]
-    mine = [module.Shards(v, s.start, s.stop).local_labels(y, -100) for s in spans]
+    mine = [module.Shards(v, s.start, s.stop).local_labels(y, -100) for s in spans_of(v, ranks, module)]
     rival = exact[0].detach() - exact[1].detach()
     parts = [split(t, ranks, module) for t in (w, b, weight)]
     sums = module.merge_sums(torch.stack([module.shard_sums(x, p, m, q, c, o, lambda own: rival) for p, q, c, m in zip(*parts, mine)]))

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 import fusedloss as fl
 import fusedloss.integrations.transformers as adapter
 from fusedloss.integrations.transformers import causal_lm_loss, patch, unpatch
-from grids import FULL
+from grids import FULL, few
 
 hf = pytest.importorskip("transformers", reason="transformers is not installed")
 HERE = Path(__file__).parent
@@ -448,7 +448,7 @@ def trained(model: nn.Module, folder: Path, **options) -> tuple[list[float], dic
     return [*losses, trainer.evaluate()["eval_loss"]], model.state_dict()
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", few(TRAININGS, "accumulation", "autocast"))
 def test_trainer(name, tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     plain, patched = pair()

@@ -24,7 +24,8 @@ def losses(asked: bool) -> None:
     assert_type(fl.linear_cross_entropy(x, nn.Linear(8, 16), y, return_stats=True), Pair)
     assert_type(fl.chunked_linear_cross_entropy(x, w, y, accumulate="native", return_stats=True), Pair)
     assert_type(fl.recompute_linear_cross_entropy(x, w, y, filter_eps=2.0**-12), Tensor)
-    assert_type(fl.sharded_linear_cross_entropy(x, w, y, backbone_reduction="mean"), Tensor)
+    assert_type(fl.sharded_linear_cross_entropy(x, w, y, backbone_reduction="mean", method="product"), Tensor)
+    assert_type(fl.sharded_linear_log_probs(x, w, y, temperature=0.7, entropy=True), fl.LogProbs)
     assert_type(fl.tiled_linear_cross_entropy(x, w, y, reduction="none"), Tensor)
     assert_type(fl.linear_cross_entropy(x, w, y, return_stats=True)[1].entropy, Tensor)
 
@@ -70,6 +71,7 @@ def teachers() -> None:
     x, w = torch.zeros(4, 8), torch.zeros(16, 8)
     assert_type(fl.linear_divergence(x, nn.Linear(8, 16), x, w, kind="jsd", beta=0.1, reduction="none"), Tensor)
     assert_type(fl.linear_divergence(x, w, teacher_top=(torch.zeros(4, 1).long(), torch.zeros(4, 1)), top_rest="drop"), Tensor)
+    assert_type(fl.sharded_linear_divergence(x, w, x, nn.Linear(8, 16), kind="reverse_kl", backbone_reduction="sum"), Tensor)
 
 
 def pairs() -> None:

@@ -142,6 +142,8 @@ LOSSES = {
     "sample": paths(fl.sample),
     "save_insightface": through_files,
     "sharded_linear_cross_entropy": head(fl.sharded_linear_cross_entropy),
+    "sharded_linear_divergence": head(lambda x, w, y: fl.sharded_linear_divergence(x, w, x.detach() + 1, w.detach(), kind="jsd")),
+    "sharded_linear_log_probs": head(lambda x, w, y: fl.sharded_linear_log_probs(x, w, y).log_probs.sum()),
     "tiled_linear_cross_entropy": head(fl.tiled_linear_cross_entropy),
     "viterbi": paths(fl.viterbi),
 }

@@ -19,6 +19,7 @@ from nbdev.processors import FilterDefaults
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve_drv import exec_nb
 from smalldocs import api as smalldocs_api
+from smalldocs import highlight as smalldocs_highlight
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
@@ -202,6 +203,7 @@ def build(out: Path) -> list[str]:
     import build_movement  # both import the package
     import build_widget
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
+    smalldocs_highlight.css_class = cache(smalldocs_highlight.css_class)  # most tokens are there many times
     with tempfile.TemporaryDirectory() as folder:
         project = load(process(Path(folder).resolve()))
         project.config["project"]["output-dir"] = "../site"

@@ -6,6 +6,7 @@ import gzip
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -64,10 +65,22 @@ def is_outside(url: str) -> bool:
     return bool(urlsplit(url).scheme or urlsplit(url).netloc)
 
 
+@cache
+def target_of(folder: Path, url: str) -> Path:
+    "The file that an internal link of a file in `folder` leads to; every page has nearly the same links"
+    return (folder / unquote(urlsplit(url).path)).resolve()
+
+
+@cache
+def weight_of(file: Path) -> int:
+    "Bytes of a file as a server sends it, compressed; pages share most of what they load"
+    return len(gzip.compress(file.read_bytes(), mtime=0))
+
+
 def missing(url: str, base: Path, pages: dict[Path, Page]) -> str:
     "What is wrong with an internal link of the page or stylesheet `base`, or an empty string"
     parts = urlsplit(url)
-    target = (base.parent / unquote(parts.path)).resolve() if parts.path else base
+    target = target_of(base.parent, url) if parts.path else base
     target = target / "index.html" if target.is_dir() else target
     if target in pages and not parts.fragment:
         return ""
@@ -96,7 +109,7 @@ def unused(site: Path, pages: dict[Path, Page]) -> Problems:
     "Assets that no page and no stylesheet names"
     named = [(path, url) for path, page in pages.items() for url in page.loads + page.links]
     named += [(path, url) for path in site.rglob("*.css") for url in css_urls(path.read_text(encoding="utf-8"))]
-    reached = {(path.parent / unquote(urlsplit(url).path)).resolve() for path, url in named if not is_outside(url)}
+    reached = {target_of(path.parent, url) for path, url in named if not is_outside(url)}
     reached |= {site / name for page in pages.values() for name in page.cards}
     for path in site.rglob("*"):
         if path.is_file() and path.suffix in {".css", ".js", ".woff", ".woff2", ".svg", ".png"} and path.resolve() not in reached and path != site / INDEX:
@@ -114,10 +127,10 @@ def unlicensed(site: Path) -> Problems:
 
 def first_load(path: Path, page: Page) -> int:
     "Bytes that a browser fetches to show a page, compressed: the page, what it loads and what its styles load"
-    loaded = {(path.parent / unquote(urlsplit(url).path)).resolve() for url in page.loads if not is_outside(url)}
-    fonts = {(css.parent / unquote(urlsplit(url).path)).resolve() for css in loaded if css.suffix == ".css" and css.is_file()
+    loaded = {target_of(path.parent, url) for url in page.loads if not is_outside(url)}
+    fonts = {target_of(css.parent, url) for css in loaded if css.suffix == ".css" and css.is_file()
              for url in css_urls(css.read_text(encoding="utf-8")) if not url.startswith("#")}
-    return sum(len(gzip.compress(file.read_bytes(), mtime=0)) for file in {path} | loaded | fonts if file.is_file())
+    return sum(weight_of(file) for file in {path} | loaded | fonts if file.is_file())
 
 
 def overweight(site: Path, pages: dict[Path, Page]) -> Problems:

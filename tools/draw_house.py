@@ -10,8 +10,8 @@ from workbook import ROOT
 
 from fusedloss.core.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
 
-ROW, COLUMN, LEFT = 0.34, 0.28, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
-LETTER, LINE = 0.08, 0.19  # inches, of a line of names
+ROW, COLUMN, LEFT = 0.34, 0.25, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
+LETTER, LINE = 0.082, 0.19  # inches, of a line of names
 
 
 def stages_and_imports(house: House) -> dict[str, list[str]]:
@@ -35,7 +35,7 @@ def floor(ax, bottom: float, width: float, title: str, names: list[str]) -> floa
     ax.add_patch(FancyBboxPatch((0.05, bottom), width - 0.1, top - bottom, boxstyle="round,pad=0,rounding_size=0.06", fc=GREY, ec="none", alpha=0.18))
     ax.text(0.15, top - 0.08, title, va="top", weight="bold", fontsize=9)
     for number, line in enumerate(lines, 1):
-        ax.text(0.15, top - 0.09 - LINE * number, line, va="top", fontsize=8.7)
+        ax.text(0.15, top - 0.09 - LINE * number, line, va="top", fontsize=9)
     return top
 
 

@@ -7,9 +7,10 @@ from typing import Iterator, NamedTuple
 GLOSSARY = "glossary.html"
 ENTRY = re.compile(r'<h3[^>]* id="([^"]+)"[^>]*>(.*?)</h3>\s*<p>(.*?)</p>', re.DOTALL)
 CLOSED = frozenset("a abbr button code figure h1 h2 h3 h4 h5 h6 header math nav pre script style summary svg th".split())  # no links in these
-EVERYDAY = frozenset("""accumulate bound budget chain class column conflict counter decay error feature filter floor gap gather head in-turn in-place mean part
+EVERYDAY = frozenset("""accumulate block bound budget chain class column conflict counter decay error feature filter floor gap gather head in-turn in-place mean part
     flop path place plan positives product rank record row run sample score shift start state step storage stream support table time token turn wrapper
     """.split())  # words that a page also uses in their everyday sense, spaces as hyphens
+SEQUENCES = "ctc-and-semirings"  # a group of terms such as pair and edge: on pages that it does not name they mean something else
 TAG = re.compile(r"(<[^>]*>)")
 
 
@@ -18,6 +19,7 @@ class Term(NamedTuple):
     name: str
     anchor: str
     meaning: str
+    pages: frozenset[str] | None = None  # where it is linked; None: on all
 
 
 def text_of(markup: str) -> str:
@@ -25,11 +27,17 @@ def text_of(markup: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", markup)).split())
 
 
+def entries(group: str, pages: frozenset[str] | None) -> list[Term]:
+    "The entries of a group that are linked"
+    found = [Term(text_of(name), anchor, re.split(r"(?<=[.:]) ", text_of(meaning))[0], pages) for anchor, name, meaning in ENTRY.findall(group)]
+    return [term for term in found if term.name.lower().replace(" ", "-") not in EVERYDAY and len(term.name) > 2]
+
+
 def terms(glossary: str) -> list[Term]:
     "The entries of the rendered glossary that are linked, symbols aside"
-    entries = ENTRY.findall(glossary.partition('<section id="symbols"')[0])
-    found = [Term(text_of(name), anchor, re.split(r"(?<=[.:]) ", text_of(meaning))[0]) for anchor, name, meaning in entries]
-    return [term for term in found if term.name.lower().replace(" ", "-") not in EVERYDAY and len(term.name) > 2]
+    groups = re.split(r'(?=<section id="[^"]+" class="level2")', glossary.partition('<section id="symbols"')[0])
+    named = lambda group: frozenset(re.findall(r'href="(?:\./)?(\w+\.html)', group)) if f'id="{SEQUENCES}"' in group else None
+    return [term for group in groups for term in entries(group, named(group))]
 
 
 def pattern(known: list[Term]) -> re.Pattern:
@@ -70,4 +78,4 @@ def link_stages(out: Path) -> None:
     for path in sorted(out.glob("*.html")):
         page = path.read_text(encoding="utf-8")
         if 'id="in-the-library"' in page:
-            path.write_text(linked(page, known), encoding="utf-8")
+            path.write_text(linked(page, [term for term in known if term.pages is None or path.name in term.pages]), encoding="utf-8")

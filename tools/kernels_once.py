@@ -10,9 +10,10 @@ from typing import Iterator
 import torch
 
 import fusedloss as fl
-from fusedloss import kernels, product as stage_9
+from fusedloss import kernels, product as stage_9, sharded_product as stage_28
 from fusedloss.core import cuda, hopper
 from fusedloss.core.options import LossOptions
+from fusedloss.core.ranks import Shards
 from fusedloss.scans import scan_fwd_triton
 from fusedloss.semirings import Log, Max
 
@@ -68,6 +69,21 @@ def exponentials() -> None:
     stage_9.launch_offsets(torch.zeros(9, 70), y, 1.0, -100)
     hopper.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), torch.zeros(1, 9), y, 70, 1.0)
     hopper.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0, True)
+
+
+def product_over_ranks() -> None:
+    "Stage 28: on Hopper its method, on one rank; elsewhere those kernels of Triton that no other stage has"
+    if DEVICE == "cuda":
+        x, w = leaf(300, 200, dtype=torch.bfloat16), leaf(5003, 200, dtype=torch.bfloat16)
+        fl.sharded_linear_cross_entropy(x, w, labels(5003, 300), method="product").backward()
+        return
+    (x, w), y = (torch.randn(size, 16) for size in (9, 70)), labels(70, 9)
+    t = stage_28.Tokens(x, y, stage_28.labels_here(y, Shards(70, 0, 70), -100), None, None, None, LossOptions(), 70)
+    k = stage_28.rooms_of(t, w, 9, None)[0].of(slice(0, 9), None)
+    stage_9.reference_exponentials(k.room, x, w, y, k.offsets, k.log2_scale)
+    numbers = torch.empty(3, 9)
+    stage_28.launch_numbers(numbers, torch.zeros((), dtype=torch.int32), k)
+    stage_28.launch_merge(stage_28.Merged(*torch.empty(3, 9)), numbers[None], 0, t)
 
 
 def pairs() -> None:
@@ -140,6 +156,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
+    product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel soft_kernel labels_kernel",
     contrast: "contrast_fwd_kernel add_lse_kernel contrast_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",

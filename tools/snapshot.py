@@ -122,11 +122,11 @@ def linear(loss: Callable, size: tuple, dtype: torch.dtype, options: dict, needs
         return loss(x, w, y, **given), wanted(x, w, *given.values())
 
 
-def divergence(size: tuple, dtype: torch.dtype, top: int = 0, **options):
+def divergence(size: tuple, dtype: torch.dtype, top: int = 0, loss: Callable = fl.linear_divergence, **options):
     "A student's divergence from a teacher's head of half its width, or from lists"
     n, v, h = size
     x, w, given = leaf(n, h, dtype=dtype), leaf(v, h, dtype=dtype, std=2 * h**-0.5), (leaf(n, h // 2, dtype=dtype), leaf(v, h // 2, dtype=dtype))
-    if not top: return fl.linear_divergence(x, w, *given, **options), [x, w]
+    if not top: return loss(x, w, *given, **options), [x, w]
     log_probs, indices = (given[0] @ given[1].T).detach().float().log_softmax(1).topk(top)
     return fl.linear_divergence(x, w, teacher_top=(indices, log_probs), **options), [x, w]
 
@@ -138,13 +138,13 @@ def contrast(size: tuple, dtype: torch.dtype, **options):
     return fl.contrastive_loss(x, y, scale, memory_budget=2**19, **options), [x, y, scale]
 
 
-def of_targets(size: tuple, dtype: torch.dtype, each: bool = False, over_logits: bool = False, **options):
+def of_targets(size: tuple, dtype: torch.dtype, each: bool = False, over_logits: bool = False, loss: Callable = fl.linear_log_probs, **options):
     "Log-probabilities of the targets, and all that may be asked beside them; at temperatures of the tokens' own"
     n, v, h = size
     x, w, b, y = leaf(n, h, dtype=dtype), leaf(v, h, dtype=dtype, std=2 * h**-0.5), leaf(v, dtype=dtype), labels(v, n)
     given = dict(temperature=torch.rand(n, device=DEVICE) + 0.5 if each else 0.7, ignore_index=3, entropy=True, mean_logits=True, target_rank=True, **options)
     if over_logits: return fl.log_probs(x @ w.T, y, **given), [x, w]
-    return fl.linear_log_probs(x, w, y, linear_bias=b, **given), [x, w, b]
+    return loss(x, w, y, linear_bias=b, **given), [x, w, b]
 
 
 def in_sequences(size: tuple, dtype: torch.dtype, **options):
@@ -361,6 +361,8 @@ def of_linear_layers() -> Iterator[tuple[str, Call]]:
             yield f"log_probs {at} {each}", partial(of_targets, size, dtype, each, True)
         yield f"linear_log_probs {at} batch_invariant", partial(of_targets, size, dtype, softcap=5.0, batch_invariant=True)
         yield f"sharded_linear_cross_entropy {at} stats", partial(linear, fl.sharded_linear_cross_entropy, size, dtype, dict(return_stats=True))
+        yield f"sharded_linear_log_probs {at}", partial(of_targets, size, dtype, loss=fl.sharded_linear_log_probs)
+        yield f"sharded_linear_divergence {at}", partial(divergence, size, dtype, loss=fl.sharded_linear_divergence, kind="jsd")
 
 
 def of_modules() -> Iterator[tuple[str, Call]]:

@@ -85,9 +85,14 @@ def check_linear(
            f"the input's device {input.device}", linear_weight.device)
 
 # %% ../../nbs/library/checks.ipynb #adc37378
+def is_debugged() -> bool:
+    "Whether checks may wait for a GPU."
+    return os.environ.get("FUSEDLOSS_DEBUG") == "1"
+
 def may_look(t:Tensor) -> bool:
     "Whether checks look at the numbers of a tensor: on a GPU that waits for it, and is done if FUSEDLOSS_DEBUG=1."
-    return (t.is_cpu or os.environ.get("FUSEDLOSS_DEBUG") == "1") and not torch.compiler.is_compiling()
+    debugged = os.environ.get("FUSEDLOSS_DEBUG") == "1"  # no call: each step asks
+    return (t.is_cpu or debugged) and not torch.compiler.is_compiling()
 
 def check_labels(
     target:Tensor,  # any shape, integers
@@ -147,6 +152,20 @@ def check_inputs(
 def acc_dtype(dtype:torch.dtype) -> torch.dtype:
     "float64 for float64, else float32: what losses, statistics and sums are kept in."
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+# %% ../../nbs/library/checks.ipynb #ch5ca1e1
+def check_scale(
+    logit_scale:float|Tensor, device:torch.device, beside:str,  # the argument that is on the device
+    name:str="logit_scale",
+):
+    "`ValueError` unless it is a finite number, or a tensor that holds one."
+    expected = "a finite number or a 0-dim tensor"
+    if not isinstance(logit_scale, Tensor):
+        return expect(is_number(logit_scale), name, expected, repr(logit_scale))
+    expect(not hasattr(logit_scale, "full_tensor"), name, "a plain tensor", "a DTensor")
+    expect(logit_scale.dim() == 0, name, "a number or a 0-dim tensor", f"shape {list(logit_scale.shape)}")
+    expect(logit_scale.dtype in FLOATS, name, "a floating dtype of 16, 32 or 64 bits", logit_scale.dtype)
+    expect(logit_scale.device == device, name, f"{beside}'s device {device}", logit_scale.device)
 
 # %% ../../nbs/library/checks.ipynb #ba6277d1
 def in_range(value, low, high=math.inf) -> bool:

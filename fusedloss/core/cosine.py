@@ -58,6 +58,7 @@ class HeadConfig(NamedTuple):
     eps: float = EPS  # of `lengths`
     conflict: float = 2.0  # cosines above it are no negatives; 2: all are
     conflict_score: float = -torch.inf  # theirs: -inf, or 0
+    as_given: bool = False  # whether rows of the input count as they are: unit rows times a learned scale
 
     @property
     def tile_scale(self) -> float:  # what a tile of scores holds, over cosines
@@ -148,11 +149,19 @@ def unit_rows_of(
     return unit, torch.where(norm > eps, 1, -1) / length
 
 # %% ../../nbs/library/cosine.ipynb #13a1676c
+def rows_as_given(
+    x:Tensor, x_rows:Tensor, dtype:torch.dtype,  # [N,H], [N]
+) -> tuple[Tensor, Tensor]:  # [N,H] in `dtype`; [N], -1: gradients keep what is along a row
+    "`unit_rows_of` of rows that need no division."
+    rows = torch.where((x_rows >= 0)[:, None], x, 0).to(dtype).contiguous()
+    return rows, rows.new_full((len(x),), -1.0, dtype=acc_dtype(x.dtype))
+
 def unit_rows_of_two(
     x:Tensor, x_rows:Tensor, w:Tensor, w_rows:Optional[Tensor],  # [N,H], [N]; [V,H], [T] or all
-    dtype:torch.dtype, eps:float,
+    dtype:torch.dtype, eps:float, as_given:bool=False,  # whether rows of x stay as they are
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N,H], [N], [T,H], [T]
     "`unit_rows_of` of two matrices, by one kernel where there is one."
+    if as_given: return *rows_as_given(x, x_rows, dtype), *unit_rows_of_two(x[:0], x_rows[:0], w, w_rows, dtype, eps)[2:]
     if not has_kernel(x) or torch.float64 in (x.dtype, w.dtype):
         return *unit_rows_of(x, x_rows, dtype, eps), *unit_rows_of(w, w_rows, dtype, eps)
     (n, h), t = x.shape, len(w) if w_rows is None else len(w_rows)

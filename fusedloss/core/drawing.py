@@ -9,7 +9,7 @@ __all__ = ['Table', 'si', 'stage_color', 'Drawing', 'drawing_style', 'as_drawing
 import functools, html, io, math, re
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable, Optional
 
 # %% ../../nbs/library/drawing.ipynb #90dae260
 class Table:
@@ -45,6 +45,17 @@ def si(
     value = float(f"{value:.3g}")
     power = max(-4, min(math.floor(math.log10(abs(value)) / 3 + 1e-9), 5))
     return f"{value / 1000**power:.3g} {'pnµm kMGTP'[power + 4].strip()}{unit}".rstrip()
+
+# %% ../../nbs/library/drawing.ipynb #dr-least
+def least_in_bold(
+    values:list[Optional[float]],  # None: not measured
+    show:Callable[[float], str]=str,
+) -> list[str]:  # a dash for None
+    "Numbers as texts of a row, the least in bold where there are two or more."
+    texts = ["–" if v is None else show(v) for v in values]
+    known = [v for v in values if v is not None]
+    least = show(min(known)) if len(known) > 1 else None
+    return [f"**{text}**" if text == least else text for text in texts]
 
 # %% ../../nbs/library/drawing.ipynb #31a1681e
 GREY = "#8c8c8c"  # baselines

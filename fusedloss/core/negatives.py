@@ -94,7 +94,7 @@ def partial_lse_fwd(
     o:HeadConfig, dtype:torch.dtype, kernel:bool, sparse:bool,  # dtype of the unit rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "lse, cos, largest [N]; unit rows and inverse lengths of x and of the columns."
-    ux, x_inverse, uw, w_inverse = unit_rows_of_two(x, x_rows, w, w_rows, dtype, o.eps)
+    ux, x_inverse, uw, w_inverse = unit_rows_of_two(x, x_rows, w, w_rows, dtype, o.eps, o.as_given)
     if not len(x): out = tuple(x_inverse.new_empty(0) for _ in range(3))
     elif kernel: out = launch_negatives_lse(ux, uw, target_column, shift, o)
     else: out = plain_negatives_lse(ux, uw, target_column, shift, o, tile_columns(ux, o))

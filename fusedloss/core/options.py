@@ -30,6 +30,9 @@ Method = Literal["auto", "eager", "tiles", "chunks", "recompute", "product"]  # 
 # %% ../../nbs/library/options.ipynb #f408e6a2
 HeadMethod = Literal["auto", "tiles", "recompute"]  # of a cosine head
 
+# %% ../../nbs/library/options.ipynb #shmethod
+ShardedMethod = Literal["auto", "product", "recompute"]  # of a linear layer's loss whose classes are over ranks
+
 # %% ../../nbs/library/options.ipynb #4f1fcdb9
 Lengths = Union[Tensor, Sequence[int]]  # [N], frames or labels of each sequence
 
@@ -51,7 +54,7 @@ class LossOptions(NamedTuple):
     ignore_index: Annotated[int, Check("an integer", is_integer)] = -100
     # share of the target spread over all classes
     label_smoothing: Annotated[float, Check("a number from 0 to 1", SHARE)] = 0.0
-    # multiplies the logits, bias and all
+    # multiplies the logits, bias and all; a 0-dim tensor, of any sign, gets a gradient
     logit_scale: Annotated[float, Check("a positive number", POSITIVE)] = 1.0
     # c: scores are c · tanh(scaled logits / c), undivided by a temperature T: that is s/T, c/T
     softcap: Annotated[float, Check("a positive number or None", POSITIVE, True)] = 0.0
@@ -100,9 +103,11 @@ class LossArguments(TypedDict, total=False):
     "The options as a type checker knows them."
     ignore_index: int
     label_smoothing: float
-    logit_scale: float
+    logit_scale: float | Tensor
     softcap: Optional[float]
     z_loss: float
+
+LEARNED = {"logit_scale"}  # options that may also be a 0-dim tensor, which a loss takes out (`core.learned`)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,7 +119,7 @@ def lists_options(
     listed = []
     for name, (kind, check) in KINDS.items():
         default = None if check.optional else LossOptions._field_defaults[name]
-        kinds[name] = Optional[kind] if check.optional else kind
+        kinds[name] = Optional[kind] if check.optional else kind | Tensor if name in LEARNED else kind
         listed.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,
                                         annotation=kinds[name]))
     own = [p for p in signature.parameters.values() if p.name != "options"]

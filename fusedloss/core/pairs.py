@@ -73,6 +73,14 @@ def weigh_rows(
     flat = (divergence == torch.inf) & (o.kind == "reverse_kl")  # infinite all around: no slope
     return losses, torch.where(flat, 0.0, w_t * (1.0 if unscaled_grad else part))
 
+def put_pair_gradient(
+    raw:Tensor, log_q:Tensor, u:Tensor,  # [M,V]; `raw` is overwritten
+    total:Tensor, slope:Tensor|float, scale:Tensor,  # [M], the sum of u over all classes; [M,V]; [M]
+):
+    "The gradient of the logits; 0 where `scale` is."
+    dz = (u - log_q.exp() * total[:, None]) * slope * scale[:, None]
+    raw.copy_(dz.masked_fill_(scale[:, None] == 0, 0.0))
+
 def reference_divergence(
     raw:Tensor, teacher_raw:Tensor,  # [M,V]; `raw` is overwritten where `turn`
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:DivergenceOptions,
@@ -84,9 +92,7 @@ def reference_divergence(
     log_p = score_and_slope(teacher_raw, o.teacher)[0].log_softmax(1).to(log_q.dtype)
     terms, u = divergence_terms(log_q, log_p, o)
     losses, scale = weigh_rows(terms.sum(1).clamp(min=0), token_weight, denominator, o, unscaled_grad)
-    if turn:
-        dz = (u - log_q.exp() * u.sum(1, keepdim=True)) * slope * scale[:, None]
-        raw.copy_(dz.masked_fill_(scale[:, None] == 0, 0.0))
+    if turn: put_pair_gradient(raw, log_q, u, u.sum(1), slope, scale)
     return losses
 
 # %% ../../nbs/library/pairs.ipynb #dv3steps
@@ -229,12 +235,16 @@ def launch_divergence(
                       UNSCALED_GRAD=unscaled_grad, BN=b.BN, R=b.R, C=b.C, num_warps=b.warps)
     return losses
 
+def pair_parts(z:Tensor) -> list[slice]:  # [M,V]
+    "Rows of which some ten matrices are made at once in PyTorch."
+    return tile_slices(len(z), max(1, 2**(18 if z.is_cpu else 24) // max(1, z.shape[1])))
+
 def divergence_rows(z:Tensor, teacher_z:Tensor, *given) -> Tensor:  # [M], of at least one row
     "`launch_divergence` by whatever runs here."
     if has_kernel(z) and has_kernel(teacher_z): return launch_divergence(z, teacher_z, *given)
     weights, *given = given
     parts = [reference_divergence(z[i], teacher_z[i], None if weights is None else weights[i], *given)
-             for i in tile_slices(len(z), max(1, 2**(18 if z.is_cpu else 24) // z.shape[1]))]  # some ten matrices each
+             for i in pair_parts(z)]
     return torch.cat(parts)
 
 # %% ../../nbs/library/pairs.ipynb #pr5plain

@@ -7,7 +7,7 @@ __all__ = ['eager_logits', 'eager_fp32_logits', 'eager_fp32_softmax', 'linear_pe
            'torch_ctc', 'torch_linear_ctc']
 
 # %% ../../nbs/library/peers.ipynb #13a6f507
-import functools
+import functools, importlib.util
 from typing import Callable
 
 import torch
@@ -154,6 +154,63 @@ def log_probs_peers(
 ) -> dict[str, Callable]:  # by name, each called with x, w, y, and whether the entropy is asked for
     "Log-probabilities of a linear layer, PyTorch's and those of libraries that can be imported."
     return _peers(eager_log_probs, (_checkpointed, _liger_scaled), left_out)
+
+# %% ../../nbs/library/peers.ipynb #peersover1
+def _step(loss:Callable) -> Callable:  # called with x, w (a DTensor), y
+    "A step of a loss that takes each rank's own classes."
+    def step(x, w, y):
+        found = loss(x, w.to_local(), y)
+        return found.detach(), *torch.autograd.grad(found, [x, w])
+    return step
+
+# %% ../../nbs/library/peers.ipynb #peersover2
+def _loss_parallel(mesh) -> dict[str, Callable]:
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import loss_parallel
+    def step(x, w, y):
+        with loss_parallel():
+            z = F.linear(DTensor.from_local(x, mesh, [Replicate()], run_check=False), w)
+            loss = F.cross_entropy(z if z.dtype == torch.float64 else z.float(), y)
+            return loss.detach().to_local(), *torch.autograd.grad(loss, [x, w])
+    return {"PyTorch, loss_parallel": step}
+
+# %% ../../nbs/library/peers.ipynb #peersover3
+def _megatron(mesh) -> dict[str, Callable]:
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy as fused
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as plain
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as linear
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(mesh.size(), create_gloo_process_groups=False)
+    group = mesh.get_group()
+    logits = lambda x, w: linear(x, w, None, False, True, False, tp_group=group)  # no bias; dx is reduced
+    return {"Megatron": _step(lambda x, w, y: plain(logits(x, w), y).mean()),
+            "Megatron, compiled": _step(lambda x, w, y: fused(logits(x, w), y, group).mean())}
+
+# %% ../../nbs/library/peers.ipynb #peersover4
+def _liger_over_ranks(mesh) -> dict[str, Callable]:
+    from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp as scaled
+    name, group = "Liger, chunks", mesh.get_group()
+    if importlib.util.find_spec("liger_cute_kernels"):
+        from liger_cute_kernels import nvshmem, tvm_ffi
+        if not tvm_ffi.nvshmem_is_initialized(): nvshmem.init_from_pg()
+        nvshmem.resolve_team(group)
+        name = "Liger, NVSHMEM"
+    def both(x, w, y):
+        nll, entropy = scaled(x, w, y, group, return_entropy=True)
+        return (entropy + nll).mean()
+    return {name: _step(lambda x, w, y: scaled(x, w, y, group).mean()), f"{name}, log-probs": _step(both)}
+
+# %% ../../nbs/library/peers.ipynb #peersover5
+def peers_over_ranks(
+    mesh,  # of all ranks, in one dimension
+) -> tuple[dict[str, Callable], dict[str, str]]:  # by name, each called with x, w, y: loss, dx, dw; why a library is missing
+    "Steps of the cross entropies over ranks that can be imported; a name that ends in log-probs adds the entropy to the loss."
+    found, missing = {}, {}
+    for name, library in {"PyTorch, loss_parallel": _loss_parallel, "Megatron": _megatron, "Liger, chunks": _liger_over_ranks}.items():
+        try: found |= library(mesh)
+        except Exception as obstacle: missing[name] = brief_error(obstacle)
+    return found, missing
 
 # %% ../../nbs/library/peers.ipynb #8088bc8d
 def eager_cosface(

@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/library/ranks.ipynb #5ee756d0
-import functools, os
-from typing import Callable, NamedTuple, Optional
+import functools, json, threading, weakref
+from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.core.checks import acc_dtype, expect
+from fusedloss.core.checks import acc_dtype, expect, is_debugged
 from fusedloss.core.tiling import is_timed
-from fusedloss.core.tuning import rank_agreement
+from fusedloss.core.tuning import is_capturing, rank_agreement
 
 # %% ../../nbs/library/ranks.ipynb #6079070b
 def shard_range(
@@ -56,6 +56,12 @@ def is_row_sharded(t:Tensor) -> bool:
     "Whether a DTensor has its rows over a mesh of one dimension."
     return t.device_mesh.ndim == 1 and t.placements[0].is_shard(0)
 
+# %% ../../nbs/library/ranks.ipynb #df4cd069
+def check_mesh(mesh):
+    "`ValueError` for what is neither a mesh nor None."
+    expect(mesh is None or isinstance(mesh, DeviceMesh), "mesh", "a DeviceMesh or None",
+           type(mesh).__name__)
+
 # %% ../../nbs/library/ranks.ipynb #49ba88c9
 def shards_on(
     mesh,  # a DeviceMesh of one dimension, or None
@@ -73,6 +79,7 @@ def shards_of(
     n_classes:Optional[int]=None,  # V, likewise
 ) -> Shards:
     "Where a weight's rows are; `ValueError` if they are elsewhere than `Shard(0)` says."
+    check_mesh(mesh)
     if is_dtensor(weight):
         expect(is_row_sharded(weight), "linear_weight", "[Shard(0)] on a mesh of one dimension",
                f"{list(weight.placements)} on {weight.device_mesh.ndim}")
@@ -143,28 +150,29 @@ def collective(*names:str) -> Callable:
     "The first of PyTorch's collectives that this version has; it gave two of them new names."
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
-def all_gather(
+def start_gather(
     t:Tensor,  # of one shape on all ranks
     s:Shards,
-) -> Tensor:  # [R, *t.shape]
+    aside:bool=True,  # while other work goes on; else in its turn
+) -> Callable[[], Tensor]:  # returns [R, *t.shape]
+    "Start an exchange; what is returned waits for it, and gives what every rank has, in order."
+    if s.group is None or not t.numel(): return lambda: t.expand(s.ranks, *t.shape)
+    out, gather = t.new_empty((s.ranks, *t.shape)), collective("all_gather_single", "all_gather_into_tensor")
+    work = gather(out.flatten(0, 1), t.contiguous(), group=s.group, async_op=aside)
+    def arrive():
+        if aside: work.wait()
+        return out
+    return arrive
+
+def all_gather(t:Tensor, s:Shards) -> Tensor:  # [R, *t.shape]
     "What every rank has, in order."
-    if s.group is None: return t[None]
-    gather = collective("all_gather_single", "all_gather_into_tensor")
-    out = t.new_empty((s.ranks, *t.shape))
-    if t.numel(): gather(out.flatten(0, 1), t.contiguous(), group=s.group)
-    return out
+    return start_gather(t, s, aside=False)()
 
 # %% ../../nbs/library/ranks.ipynb #f66368fc
 def all_reduce(t:Tensor, s:Shards) -> Tensor:
     "The sum over ranks, in place."
     if s.group is not None: dist.all_reduce(t, group=s.group)
     return t
-
-# %% ../../nbs/library/ranks.ipynb #069fd366
-def most_rows(n:int, s:Shards, device:torch.device) -> int:
-    "Rows of the rank with most."
-    if s.group is None: return n
-    return int(all_gather(torch.tensor([n], device=device), s).max())
 
 # %% ../../nbs/library/ranks.ipynb #99b079ef
 class RankTokens(NamedTuple):
@@ -188,7 +196,7 @@ def gather_rows(
     gathered = all_gather(pack(x, y, token_weight, b.rows, ignore_index), s).flatten(0, 1)
     p = unpack(gathered, x.shape[1], x.dtype)
     weights = None if token_weight is None else p.weights.to(acc_dtype(x.dtype))
-    return p.features, p.labels, weights
+    return p.features, p.labels.contiguous(), weights  # kernels read labels one after the other
 
 # %% ../../nbs/library/ranks.ipynb #eeef2989
 def reduce_scatter_rows(
@@ -209,20 +217,33 @@ def reduce_scatter_rows(
         return out[:b.own] if b.factor == 1 else out[:b.own].mul_(b.factor)
     return arrive
 
-# %% ../../nbs/library/ranks.ipynb #9d4b2c4a
-def gather_sums(
-    sums:Tensor, y:Tensor,  # [K,N], [N]
-    b:RankTokens, s:Shards,
-) -> Tensor:  # [R,K,N]
-    "Every rank's sums; NaN where shared tokens are not the same."
-    if not b.shared or s.group is None: return all_gather(sums, s)
-    gathered = all_gather(torch.cat([sums, y[None].to(sums.dtype)]), s)
-    apart = (gathered[:, -1] != gathered[0, -1]).any(0)
-    if not y.is_cuda and apart.any():
-        raise RuntimeError("target: expected the same on all ranks, got others; for tokens of "
-                           "each rank's own give backbone_reduction: 'mean' where input's "
-                           "wrapper averages gradients over ranks (FSDP2, DDP), else 'sum'")
-    return gathered[:, :-1].masked_fill(apart, torch.nan)
+# %% ../../nbs/library/ranks.ipynb #a6a9f4ff
+def shifted_ahead(
+    t:Tensor, k:int, fill:float,  # [..., T]; past the end
+    each:int, s:Shards,  # tokens of the first rank; 0 where the sequence is not shared
+) -> Tensor:  # [..., T]
+    "What stands k positions ahead of each token."
+    here, start = t.shape[-1], s.rank * each
+    if each:
+        padded = F.pad(t, (0, each - here), value=fill)
+        t = all_gather(padded, s).movedim(0, -2).flatten(-2)
+    t = F.pad(t[..., k:], (0, min(k, t.shape[-1])), value=fill)
+    return t[..., start:start + here]
+
+def within(
+    size:int, k:int, each:int, here:int, s:Shards,  # T of all ranks, shift; as above, T here
+) -> int:
+    "How many of this rank's tokens have a target k ahead."
+    return min(max(size - k - s.rank * each, 0), here)
+
+# %% ../../nbs/library/ranks.ipynb #shiftall
+def shift_targets_of_ranks(
+    y:Tensor, token_weight:Optional[Tensor],  # [..., T] here, of this rank's tokens
+    k:int, size:int, ignore_index:int, each:int, s:Shards,  # T of all ranks; as `shifted_ahead`
+) -> tuple[Tensor, Optional[Tensor], int]:
+    "Labels and weights k ahead, and how many of this rank's tokens have a label there."
+    weight = None if token_weight is None else shifted_ahead(token_weight, k, 0.0, each, s)
+    return shifted_ahead(y, k, ignore_index, each, s), weight, within(size, k, each, y.shape[-1], s)
 
 # %% ../../nbs/library/ranks.ipynb #e46202d7
 def tuning_agreement(
@@ -232,6 +253,20 @@ def tuning_agreement(
     "What ranks agree on where variants of kernels are timed; None elsewhere."
     if isinstance(x, FakeTensor) or not is_timed(x, dtype, -(-s.n_classes // s.ranks)): return None
     return rank_agreement(s.group, x.device, x.shape[1], s.n_classes, dtype, *kind)
+
+# %% ../../nbs/library/ranks.ipynb #allsay01
+_said = weakref.WeakKeyDictionary()  # by process group, then by kind of call
+
+def all_say(
+    flag:bool, s:Shards, device:torch.device,  # of the group's tensors
+    *kind,  # of the question: words and numbers that are the same on all ranks
+) -> bool:
+    "Whether all ranks say so; a collective where a kind is asked for the first time."
+    if s.group is None: return flag
+    said = _said.setdefault(s.group, {})
+    if kind in said or is_capturing(): return said.get(kind, False)
+    said[kind] = bool(all_gather(torch.tensor([int(flag)], device=device), s).min())
+    return said[kind]
 
 # %% ../../nbs/library/ranks.ipynb #45955753
 def fingerprint(t:Tensor) -> Tensor:  # [2], float64
@@ -243,14 +278,130 @@ def fingerprint(t:Tensor) -> Tensor:  # [2], float64
 # %% ../../nbs/library/ranks.ipynb #ef9e17f8
 def check_same_on_ranks(what:str, t:Tensor, s:Shards):
     "`RuntimeError` on every rank if `t` is not the same on all; one collective."
-    if s.group is None or os.environ.get("FUSEDLOSS_DEBUG") != "1": return
+    if s.group is None or not is_debugged(): return
     seen = all_gather(fingerprint(t), s)
     others = (seen != seen[0]).any(1).nonzero().flatten().tolist()
     if not others: return
     raise RuntimeError(f"{what}: ranks {others} of {s.ranks} have another than rank 0")
 
-# %% ../../nbs/library/ranks.ipynb #df4cd069
-def check_mesh(mesh):
-    "`ValueError` for what is neither a mesh nor None."
-    expect(mesh is None or isinstance(mesh, DeviceMesh), "mesh", "a DeviceMesh or None",
-           type(mesh).__name__)
+# %% ../../nbs/library/ranks.ipynb #rkwritten
+FACTS_BYTES = 4096  # of what a rank says of its call
+
+def written(facts:dict[str, Any], device:torch.device|str) -> Tensor:  # uint8 [FACTS_BYTES]
+    "Facts as bytes, of one length whatever they are."
+    text = json.dumps(facts, default=str, ensure_ascii=False).encode()
+    assert len(text) <= FACTS_BYTES, f"{len(text)} bytes of facts, more than {FACTS_BYTES}"
+    return torch.frombuffer(bytearray(text.ljust(FACTS_BYTES)), dtype=torch.uint8).to(device)
+
+# %% ../../nbs/library/ranks.ipynb #rkagreed
+def error_facts(error:Exception) -> dict[str, Any]: return dict(error=str(error)[:1000])
+
+def found_facts(
+    look:Callable[[], dict[str, Any]],  # checks a call; what ranks have to know of it
+) -> tuple[dict[str, Any], Optional[Exception]]:
+    "The facts of a call; or an error, and that there was one."
+    try: return look(), None
+    except Exception as error: return error_facts(error), error
+
+def facts_device(s:Shards, device:torch.device|str) -> torch.device|str:
+    "Where facts travel: on the host, if the group has a backend for it."
+    try: s.group._get_backend(torch.device("cpu"))
+    except RuntimeError: return device
+    return "cpu"
+
+def is_compared_later(fact:Any) -> bool:
+    "Whether it is a tensor on a GPU, which nobody waits for."
+    return isinstance(fact, Tensor) and fact.is_cuda and not is_debugged()
+
+# %% ../../nbs/library/ranks.ipynb #rkagree1
+def told_facts(facts:dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+    "Facts in words and numbers, and the tensors that are compared later."
+    later = [fact for fact in facts.values() if is_compared_later(fact)]
+    number = lambda fact: dict(sums=fingerprint(fact).tolist()) if isinstance(fact, Tensor) else fact
+    return {name: "a tensor on a GPU" if is_compared_later(fact) else number(fact) for name, fact in facts.items()}, later
+
+def one_or_nan(tensors:list[Tensor], s:Shards) -> Tensor:  # a scalar
+    "1 if all ranks have the same tensors, else NaN; without waiting for their GPU."
+    seen = all_gather(torch.cat([fingerprint(t) for t in tensors]), s)
+    return torch.where((seen == seen[0]).all(), 1.0, torch.nan)
+
+# %% ../../nbs/library/ranks.ipynb #rkagree2
+class Agreement(NamedTuple):
+    "What ranks know of a call."
+    calls: list[dict[str, Any]]  # the facts of each rank
+    factor: Optional[Tensor] = None  # of the loss: 1, or NaN where tensors differ; None where all were compared
+
+    def of(self, loss:Tensor) -> Tensor:
+        "The loss, NaN where ranks were given other tensors."
+        return loss if self.factor is None else loss * self.factor.to(loss.dtype)
+
+def in_words(said:list) -> str:
+    "What each rank says of one fact; of tensors, whose differs."
+    if not all(isinstance(fact, dict) and "sums" in fact for fact in said): return str(dict(enumerate(said)))
+    return f"another on ranks {[rank for rank, fact in enumerate(said) if fact != said[0]]} than on rank 0"
+
+def check_calls(
+    calls:list[dict[str, Any]], own:tuple[str, ...], hints:dict[str, str],
+):
+    "`ValueError` that names the first error of a rank, or the first fact that is not the same on all."
+    for rank, facts in enumerate(calls):
+        expect("error" not in facts, "mesh", "ranks whose arguments are right", f"an error on rank {rank}: {facts.get('error')}")
+    for name in [name for name in calls[0] if name not in own]:  # in one order, so that all name the same
+        said = [facts.get(name) for facts in calls]
+        expect(said == said[:1] * len(said), name, "the same on all ranks" + hints.get(name, ""), in_words(said))
+
+# %% ../../nbs/library/ranks.ipynb #rktells0
+class _Talks(threading.local):
+    "How often ranks have talked of a call of this thread."
+    count = 0
+
+_talks = _Talks()
+
+def mesh_of_call(args:tuple, given:dict) -> Optional[DeviceMesh]:  # of a loss: its arguments
+    "The ranks over which a call's classes lie."
+    weight = given.get("linear_weight", args[1] if len(args) > 1 else None)
+    weight = getattr(weight, "weight", weight)  # of a module
+    return weight.device_mesh if is_dtensor(weight) else given.get("mesh")
+
+def tell_error(error:Exception, mesh:Any):
+    "Let ranks know that wait to hear of a call; nothing where none can, or all know."
+    none = not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or is_capturing()
+    if none or getattr(error, "ranks_know", False): return
+    s = shards_on(mesh, 0)
+    all_gather(written(error_facts(error), facts_device(s, mesh.device_type)), s)
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+def tells_ranks(
+    mesh_of:Callable[[tuple, dict], Any],  # takes a call's arguments
+) -> Callable[[Call], Call]:
+    "Decorates a call over ranks: an error before they have talked of it is told to all."
+    def decorated(call):
+        @functools.wraps(call)
+        def told(*args, **given):
+            before = _talks.count
+            try: return call(*args, **given)
+            except Exception as error:
+                if _talks.count == before: tell_error(error, mesh_of(args, given))
+                error.ranks_know = True
+                raise
+        return told
+    return decorated
+
+# %% ../../nbs/library/ranks.ipynb #rkagree3
+def agreed_facts(
+    look:Callable[[], dict[str, Any]],  # checks a call; what ranks have to know of it
+    s:Shards, device:torch.device|str,
+    own:tuple[str, ...]=(),  # names of facts that may be others on each rank
+    hints:dict[str, str]={},  # what to do, by the name of a fact
+) -> Agreement:
+    "What ranks say of a call, in one collective; all raise where one found an error, or was given other facts."
+    if s.group is None: return Agreement([look()])
+    found, error = found_facts(look)
+    facts, later = told_facts(found)
+    _talks.count += 1
+    rows = all_gather(written(facts, facts_device(s, device)), s).cpu().numpy()
+    if error: raise error
+    calls = [json.loads(row.tobytes()) for row in rows]
+    check_calls(calls, own, hints)
+    return Agreement(calls, one_or_nan(later, s) if later else None)

@@ -95,12 +95,37 @@ def figures_of(
     "The figures in `path` by the record's name, of one dtype and the sizes given; of equal names the last."
     return {name: r["figures"] for name, r in records_by_name(path, dtype, **sizes).items()}
 
+# %% ../../nbs/library/records.ipynb #recranks1
+def records_over_ranks(
+    path:str|Path,  # one JSON file, whose shapes have an R
+    dtype:str="bfloat16",
+    **sizes:int,  # such as `N=8192`; a record has all of them
+) -> dict[tuple[str, int], dict]:  # by name and R
+    "Records by number of ranks: of each name one machine's, the last that has one rank and several, else the last."
+    found = {}
+    for r in load_results(path):
+        if r["dtype"] == dtype and sizes.items() <= r["shape"].items():
+            machines = found.setdefault(r["name"], {})
+            machines[r["machine"]] = machines.pop(r["machine"], {}) | {r["shape"]["R"]: r}
+    whole = lambda machines: [m for m in machines if 1 in m and len(m) > 1] or machines
+    return {(name, ranks): r for name, machines in found.items() for ranks, r in whole([*machines.values()])[-1].items()}
+
 # %% ../../nbs/library/records.ipynb #85d4f5c4
 def caption(entry:dict) -> str:
     "A figure's caption from a record: machine, dtype, shape, date, commit."
     shape = " × ".join(f"{k} {v}" for k, v in entry["shape"].items())
     return (f"{entry['machine']}, {entry['dtype']}, {shape}, {entry['date']}, "
             f"commit {entry['commit']}")
+
+# %% ../../nbs/library/records.ipynb #rc-source
+def source_line(
+    records:list[dict],  # those that a table shows
+    command:str,  # that makes them
+) -> str:  # Markdown
+    "The line under a table: machine, date and commit of its records, and the command that reproduces them."
+    runs = sorted({f"{r['machine']}, {r['date']}, commit {r['commit']}" for r in records})
+    if not runs: return f"Not measured yet: on a machine with a GPU, `{command}` makes these figures."
+    return f"{'; '.join(runs)}; reproduce with `{command}`"
 
 # %% ../../nbs/library/records.ipynb #c03c3ae6
 def linear_losses(records:list[dict]) -> list[dict]:
