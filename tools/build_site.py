@@ -1,6 +1,6 @@
-"""Render the notebooks and the API reference to docs/; the same sources give the same bytes.
+"""Render the notebooks and the API reference to docs/, or to another folder.
 
-    python tools/build_site.py
+    python tools/build_site.py [FOLDER]
 """
 import ast
 import logging
@@ -225,6 +225,6 @@ def build(out: Path) -> list[str]:
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    complaints = build(ROOT / "docs")
-    print("\n".join(complaints) or "docs/ is built")
+    complaints = build(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "docs")
+    print("\n".join(complaints) or "The site is built.")
     sys.exit(bool(complaints))
