@@ -49,7 +49,7 @@ def counts_of(head, y):
     elif hasattr(sampler, "num_samples"):
         drawn = sampler(n if sampler.each_row else 1).expand(n, -1).cpu()
         counts = F.one_hot(drawn + 1, v + 1).sum(1)[:, 1:]
-        log_q = sampler.log_draws(torch.arange(v, device=y.device)) * sampler.log_q
+        log_q = sampler.log_draws(torch.arange(v, device=sampler.line.device)) * sampler.log_q
         if sampler.num_samples == v:
             counts, log_q = torch.ones(n, v), torch.zeros(v)
     else:
@@ -276,6 +276,16 @@ def test_extend_and_remove(each_row):
     assert head.sampler.step == 1
     head.sampler = PopularitySampler(POPULARITY[1:], 4, each_row=each_row)
     assert head(x, y.clamp(max=30)).isfinite()
+
+
+@pytest.mark.parametrize("each_row", [False, True])
+def test_a_sampler_follows_its_head(each_row, device):
+    "One that the head is given, and one that takes its place later"
+    head = make_head(each_row=each_row).to(device)
+    x, y = batch(device=device)
+    for _ in range(2):
+        assert head(x, y).isfinite() and head.sampler.line.device == head.weight.device
+        head.sampler = PopularitySampler(POPULARITY, 4, each_row=each_row)
 
 
 def test_a_change_that_fails_has_changed_nothing():
