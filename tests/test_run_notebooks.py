@@ -72,6 +72,12 @@ def test_records_are_made_anew(run, tmp_path):
     assert stale.read_text() == "new"
 
 
+def test_a_run_without_the_cells_for_a_gpu_keeps_its_records(run, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "00_try.json").write_text("measured")
+    assert run("from pathlib import Path; Path('results/00_try.json').read_text()", flags="")["cells"][0]["outputs"][0]["data"]["text/plain"] == ["'measured'"]
+
+
 def test_failed_run_keeps_the_old_records(run, tmp_path):
     (tmp_path / "results").mkdir()
     old = tmp_path / "results" / "00_try.json"

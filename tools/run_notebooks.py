@@ -110,12 +110,11 @@ class Records:
 
 
 @contextmanager
-def fresh_results(path: Path):
-    "Begin with no records of this notebook; a run that fails puts the old ones back"
+def kept_results(path: Path):
+    "The records of a notebook; a run that fails puts them back"
     records = Records(path)
-    records.path.unlink(missing_ok=True)
     try:
-        yield
+        yield records
     except BaseException:
         records.put_back()
         raise
@@ -144,7 +143,9 @@ def run_here(path: Path, flags: set[str]) -> None:
 
     made_from = commit(path.parent)
     nb = NBProcessor(path, rm_directives=False).nb
-    with fresh_results(path):
+    with kept_results(path) as records:
+        if "cuda" in flags:
+            records.path.unlink(missing_ok=True)  # those of a GPU stay where its cells are left out
         execute(nb, path, flags)
         drop_stderr(nb)
         thin_drawings(nb)
