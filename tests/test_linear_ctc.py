@@ -537,7 +537,7 @@ def test_gradients_are_there_where_they_are_asked_for(requires, device, monkeypa
     if any(requires):
         loss.backward()
     for t, r, e in zip(leaves, requires, want):
-        assert (t.grad is not None) == r and (not r or torch.equal(t.grad, e))
+        torch.testing.assert_close(t.grad, e if r else None)
 
 
 def test_finite_differences(device, monkeypatch):
@@ -910,7 +910,7 @@ def test_packed_rows_give_what_is_asked_for(lattice, monkeypatch):
     for i, (leaf, e) in enumerate(zip(leaves, want)):
         for k, other in enumerate(leaves):
             other.requires_grad_(k == i)
-        assert torch.equal(torch.autograd.grad(loss(), leaf)[0], e)
+        assert relative_error(torch.autograd.grad(loss(), leaf)[0], e) < 1e-6
     assert not any(want[0][k:, n].any() for n, k in enumerate(frames))
 
 

@@ -233,8 +233,15 @@ def test_an_ignored_token_is_zero_and_not_negative(way):
             assert not t[1::4].any() and not t[1::4].signbit().any()
         dx, = torch.autograd.grad((found.log_probs + found.entropy).sum(), x, retain_graph=True)
         assert not dx[1::4].any() and dx[::4].any()
-    alone = linear_log_probs(x, w[:1], torch.zeros_like(y), entropy=True)
-    assert not alone.log_probs.any() and not alone.log_probs.signbit().any() and not alone.entropy.any()
+
+
+def test_of_one_class(way):
+    x, w, b, y, _ = Case(ignored="some").tensors(way)
+    whole = [(4 * t.detach()).round() / 4 for t in (x, w)]  # a score is the same number in whatever order it is added
+    for x, w in ((x, w), whole):
+        alone = linear_log_probs(x, w[:1], torch.zeros_like(y), entropy=True)
+        assert (alone.log_probs <= 0).all() and (alone.log_probs > -roundings(x, w)["loss"]).all() and not alone.entropy.any()
+    assert not alone.log_probs.any() and not alone.log_probs.signbit().any()
 
 
 def test_temperature_comes_after_the_soft_cap(device):
