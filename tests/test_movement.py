@@ -162,10 +162,9 @@ def test_the_walks_cross():
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_a_drawing_is_small_and_the_same_each_time(name):
+def test_a_drawing_is_the_same_each_time_and_has_no_script(name):
     drawn = movement_of(name)
-    assert drawn == movement_of(name) and len(drawn.encode()) <= 40_000 and "<script" not in drawn
-    assert all(panel.height <= 210 for panel in SCENES[name]().panels)
+    assert drawn == movement_of(name) and "<script" not in drawn
 
 
 def test_each_has_one_place_below_a_drawing():

@@ -22,7 +22,7 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
-from grids import few, FULL
+from grids import few
 from helpers import everywhere, planted, unchanged
 from sharded_cases import CASES, ON_GPUS
 
@@ -168,7 +168,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_error(session, request):
     assert written[1] == ["KeyError", "\"a rank's own fault\"", 3] and "RuntimeError" in written[0][0]
 
 
-@pytest.mark.skipif(not FULL, reason="three processes that import for themselves: FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 def test_torchrun_shows_the_error_of_a_rank(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "sharded_worker.py"), "raise"]
     done = subprocess.run([*command, str(tmp_path / "result")], env=environment(), capture_output=True, text=True, timeout=LIMIT)

@@ -1,14 +1,12 @@
 """The site's checker finds each kind of fault; mathematics needs no script; search finds names and stages first."""
 import json
 import re
-import secrets
 import shutil
 import subprocess
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 
 import pytest
-from card import CARD, words
 from check_site import INDEX, problems, unlicensed
 from search_index import addresses, index_script, with_search
 from site_pages import GUIDE, finish, finish_all, prepare, source_links
@@ -94,15 +92,6 @@ def test_the_lost_page_works_at_any_address():
 
 def test_a_missing_card_is_named(report):
     assert "index.html: the card gone.png is missing" in report("index.html", '<meta property="og:image" content="https://example.org/s/gone.png">')
-
-
-def test_the_card_shows_the_records():
-    assert "; ".join(words()).encode() in CARD.read_bytes()
-
-
-def test_a_heavy_page_is_named(report):
-    heavy = "<p>" + secrets.token_hex(301_000)  # which no compression halves twice
-    assert "index.html: expected a first load of at most 300000 bytes, got" in report("index.html", heavy)
 
 
 def test_a_page_leads_to_its_notebook():

@@ -5,11 +5,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from grids import few, FULL
+from grids import few
 from torch.nn import functional as F
 from workbook import ROOT
 
@@ -158,7 +157,7 @@ def test_failing_baseline_is_named(run, monkeypatch):
     assert code == 1 and "baseline: RuntimeError: no such tile" in err and not re.search("^tiles:", err, re.MULTILINE)
 
 
-@pytest.mark.skipif(not FULL, reason="two stages more, twenty steps: FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 def test_another_order_of_rounding_passes(device, run, monkeypatch):
     exact = tour.Stage("exact", 9, lambda x, w, y: baseline(x.double(), w.double(), y).float())
     reverse = tour.Stage("reverse", 10, lambda x, w, y: baseline(x.flip(0), w, y.flip(0)))
@@ -249,7 +248,7 @@ def test_python_without_help_texts(run, monkeypatch):
     assert code == 2 and "pydoc_data.topics" in err
 
 
-@pytest.mark.skipif(not FULL, reason="an installation: FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 def test_plain_install_elsewhere(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
@@ -269,16 +268,6 @@ def test_same_report_same_picture():
     pictures = [tour.tour_plot(report) for _ in range(2)]
     assert pictures[0].svg == pictures[1].svg
     assert all(f"{s['name']} ×{s['memory_fraction']:.2f}" in pictures[0].alt for s in report["stages"])
-
-
-@pytest.mark.skipif(not FULL, reason="at full size: FUSEDLOSS_GRIDS=full")
-def test_time_of_all_stages(record_property, monkeypatch):
-    "At full size, in core-seconds, since other tests may be running on the same cores; five times the budget is allowed"
-    start = time.process_time()
-    report = tour.run_tour(sizes=tour.Sizes(1024, 128, 4, steps=2))
-    expected = 15 * 100 * (time.process_time() - start) / (2 * len(report["stages"]))
-    record_property("seconds_of_15_stages", round(expected))
-    assert expected < 5 * 180
 
 
 def forgets_letter(x, w, y):

@@ -506,7 +506,7 @@ def test_the_loss_alone_is_that_of_transformers(given, bias):
     assert causal_lm_loss.can_torch_compile
 
 
-@pytest.mark.skipif(not FULL, reason="a compilation; with FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [None, torch.tensor(7)])
 def test_the_loss_alone_is_compiled_whole(n):
     x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)

@@ -16,7 +16,6 @@ from torch.testing import assert_close
 import fusedloss as fl
 import fusedloss.integrations.trl as adapter
 from fusedloss.integrations.trl import patch, unpatch
-from grids import FULL
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 import datasets  # noqa: E402
@@ -157,7 +156,7 @@ def test_no_token_leads_where_the_scores_are_no_numbers():
     assert not model(input_ids=torch.tensor([[3, 5, 7]]), labels=torch.tensor([[3, 5, 7]]), fused_lm_head=True).is_top1.any()
 
 
-@pytest.mark.skipif(not FULL, reason="a compilation; with FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 def test_compiled():
     model = made()
     utils.add_fused_lm_head(model, outputs=OUTPUTS)
