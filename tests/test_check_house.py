@@ -4,6 +4,7 @@ import json
 import check_house
 import pytest
 from check_house import House, faults
+from helpers import need_fonts
 
 SOUND = {
     "__init__": "from fusedloss import second\nfrom fusedloss.losses import loss\n__all__ = ['loss', 'second']",
@@ -81,7 +82,7 @@ def test_a_private_name_that_another_module_takes(found):
 
 
 def test_the_picture_has_every_module_and_the_imports_between_stages(found, tmp_path):
-    pytest.importorskip("matplotlib")
+    need_fonts("DejaVuSans")
     from draw_house import picture
     assert found(sharded="", first="from fusedloss.second import two") != []
     drawn = picture(House(tmp_path))

@@ -111,6 +111,7 @@ def test_losses_of_whole_models_are_held_to_each_other(monkeypatch, tmp_path):
     assert faults(script("whole_models", tmp_path), monkeypatch) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
 def test_planted_bug_in_whole_models_is_noticed(bug, monkeypatch, tmp_path):
     assert faults(script("whole_models", tmp_path, *bug), monkeypatch)
@@ -154,6 +155,7 @@ def test_caches_lie_in_the_folder(tmp_path, monkeypatch):
     assert cache_faults(script("first_calls", tmp_path), tmp_path / "caches", monkeypatch) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", CACHE_BUGS.values(), ids=CACHE_BUGS)
 def test_planted_bug_in_caches_is_noticed(bug, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")

@@ -753,6 +753,7 @@ def test_the_unchanged_source_passes(variant):
     assert first_fault(variant(*unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, variant):
     assert first_fault(variant(*MUTANTS[bug])), f"nothing notices that {bug}"

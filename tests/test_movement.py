@@ -23,6 +23,7 @@ from fusedloss.core.products import swizzle_tile
 from fusedloss.ctc import alpha_table, posterior_table
 from fusedloss.measure import Shape
 
+pytestmark = pytest.mark.thorough
 DRAWING, HOLE = '<figure class="fl-figure"><svg></svg></figure>', '<p class="fl-movement fl-%s"><a href="x">x</a></p>'
 
 

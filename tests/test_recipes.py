@@ -387,18 +387,21 @@ FAULTS = {  # of which each must be noticed by what the page on other losses com
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 def test_coming_from_notices(fault):
     with pytest.raises(AssertionError):
         run_page("coming_from", wrong(*FAULTS[fault]))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_on_lightning_notices_another_token():
     with pytest.raises(AssertionError):
         run_page("lightning", wrong("LinearCrossEntropyLoss", lambda f: lambda *a, shift: f(*a, shift=shift + 1)))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, how", [
     ("linear_divergence", lambda f: lambda *a, **k: 1.01 * f(*a, **k)),

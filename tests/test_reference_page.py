@@ -10,6 +10,8 @@ from workbook import ROOT, read_notebook
 
 import fusedloss
 
+pytestmark = pytest.mark.thorough
+
 
 def described(
     x: Tensor,  # [N,H], rows
