@@ -1,37 +1,16 @@
 """What every test file may ask for by name."""
 import fcntl
-import math
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from budgets import CoreSeconds
 from typed_launches import check_launches
 
 # the tensors are small, and pytest-xdist fills the cores; two threads add in another order, as another processor does
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
-
-
-def pytest_addoption(parser):
-    parser.addoption("--budgets", action="store_true", help="a file that uses more core-seconds than tests/budgets.py allows fails the run")
-    parser.addoption("--minutes", type=float, default=math.inf, help="tests whose turn comes later are skipped, and say so")
-
-
-def pytest_configure(config):
-    config.pluginmanager.register(CoreSeconds(config), "core_seconds")
-
-
-STARTED = time.monotonic()
-
-
-def pytest_runtest_setup(item):
-    minutes = item.config.getoption("--minutes")
-    if time.monotonic() - STARTED > 60 * minutes:
-        pytest.skip(f"its turn came after {minutes:g} minutes")
 
 
 # `make test-gpu` leaves out what needs no GPU: `make test` has run it

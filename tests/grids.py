@@ -1,7 +1,9 @@
 """How much of a grid of parameters a run tries: every pair of values once, or with `FUSEDLOSS_GRIDS=full` all of it."""
 import os
 from itertools import combinations, product
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
+
+import pytest
 
 FULL = os.environ.get("FUSEDLOSS_GRIDS") == "full"
 
@@ -27,3 +29,11 @@ def few(cases: Sequence | Mapping[str, Any], *chosen: Any) -> list:
     missing = [case for case in chosen if case not in cases]
     assert not missing, f"expected cases among {list(cases)}, got {missing}"
     return list(cases) if FULL else list(chosen)
+
+
+def thorough_but(cases: Iterable, *kept: Any) -> list:
+    "All cases, of which those that are not kept are marked `thorough`; each kept one must be a case"
+    cases = list(cases)
+    missing = [case for case in kept if case not in cases]
+    assert not missing, f"expected cases among {cases}, got {missing}"
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases]

@@ -250,6 +250,13 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     return sys.modules[variants[top]]
 
 
+def need_fonts(*names: str) -> None:
+    "Skip where matplotlib is missing, or one of the fonts that it usually brings: some systems package them apart"
+    folder = Path(pytest.importorskip("matplotlib", reason="matplotlib is not installed").get_data_path(), "fonts", "ttf")
+    if missing := [name for name in names if not (folder / f"{name}.ttf").is_file()]:
+        pytest.skip(f"matplotlib has no {', '.join(missing)} here")
+
+
 def example_module(name: str) -> ModuleType:
     "A program of examples/, imported beside those that it imports from there"
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

@@ -530,6 +530,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(partial_fc, tmp_path, *unchanged(BUGS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, partial_fc, tmp_path, *BUGS[bug]), f"no case notices that {bug}"

@@ -4,6 +4,7 @@ import json
 import check_house
 import pytest
 from check_house import House, faults
+from helpers import need_fonts
 
 SOUND = {
     "__init__": "from fusedloss import second\nfrom fusedloss.losses import loss\n__all__ = ['loss', 'second']",
@@ -38,14 +39,14 @@ def found(tmp_path):
     return write
 
 
-def test_a_sound_package_has_no_fault(found, tmp_path, capsys):
+def test_a_sound_package_has_no_fault(found, tmp_path):
     assert found() == [] and House(tmp_path).stages == {"first": 1, "second": 2, "losses": 3, "sharded": 4}
-    assert check_house.main([str(tmp_path)]) == 0 and capsys.readouterr().out == "The structure keeps its limits.\n"
+    assert check_house.main([str(tmp_path)]) == 0
 
 
 def test_a_fault_is_printed_and_fails(found, tmp_path, capsys):
-    found(first="\n" * 600)
-    assert check_house.main([str(tmp_path)]) == 1 and capsys.readouterr().out == "first: 605 lines, at most 600\n"
+    found(second="from .first import _HIDDEN")
+    assert check_house.main([str(tmp_path)]) == 1 and capsys.readouterr().out == "second takes the private name _HIDDEN of first\n"
 
 
 @pytest.mark.parametrize("line", ("from fusedloss.second import two", "from fusedloss import second", "from . import second", "from .second import two",
@@ -80,29 +81,10 @@ def test_a_private_name_that_another_module_takes(found):
     assert found(second="from .first import _HIDDEN as known") == ["second takes the private name _HIDDEN of first"]
 
 
-def test_more_names_than_a_seam_may_have(found):
-    names = ", ".join(f"name{i}" for i in range(15))
-    assert found(second=f"from fusedloss.first import {names}") == ["second takes 16 names of first, at most 15"]
-    assert found(second=f"from fusedloss.first import {names.partition(', ')[2]}") == []
-
-
-def test_more_names_than_modules_may_list(found):
-    listed = [f"name{i}" for i in range(149)]
-    assert found(second=f"__all__ = {listed}") == ["151 names in the __all__ of modules, at most 150"]
-    assert found(second=f"__all__ = {listed[1:]}", __init__="__all__ = ['one', 'two', 'three']") == []
-
-
 def test_the_picture_has_every_module_and_the_imports_between_stages(found, tmp_path):
-    pytest.importorskip("matplotlib")
+    need_fonts("DejaVuSans")
     from draw_house import picture
     assert found(sharded="", first="from fusedloss.second import two") != []
     drawn = picture(House(tmp_path))
     assert all(f">{text}</text>" in drawn.svg for text in ("1 · first", "2 · second", "rates   words", "fusedloss   integrations   integrations.trainer   losses   sharded"))
     assert "staircase from first to second" in drawn.alt and "imports: second imports first. On top the doors: fusedloss, " in drawn.alt
-
-
-def test_a_wide_line_of_a_cuda_source(found, tmp_path):
-    (tmp_path / "cuda").mkdir()
-    for name in ("kernel.cu", "shared.cuh"):
-        (tmp_path / "cuda" / name).write_text(f"int a;\n// {'x' * 117}\n// {'x' * 118}\n", encoding="utf-8")
-    assert found() == [f"cuda/{name}:3: 121 columns, at most 120" for name in ("kernel.cu", "shared.cuh")]

@@ -325,6 +325,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert any_fault(planted(contrast, tmp_path, *unchanged(MUTANTS.values()))) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert any_fault(planted(contrast, tmp_path, *MUTANTS[bug])), "nothing noticed"
@@ -341,6 +342,7 @@ KERNEL_MUTANTS = {
 }
 
 
+@pytest.mark.thorough
 @place
 @pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "rows beyond the edge count in columns", "what was summed is forgotten", "columns by the rows' sums"))
 def test_a_bug_planted_in_a_kernel_is_noticed(bug, tmp_path, device):

@@ -173,6 +173,7 @@ def test_the_unchanged_kernels_pass(look, tmp_path, place):
     assert not look(m, place, torch.Generator().manual_seed(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", KERNEL_BUGS)
 def test_a_bug_in_a_kernel_is_noticed(bug, tmp_path, place):
     look, pair = KERNEL_BUGS[bug]

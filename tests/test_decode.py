@@ -124,6 +124,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(fusedloss.decode, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(MUTANTS, "repeats are said", "a repeat needs no blank", "equal prefixes stay apart", "a prefix that comes back begins nothing", "too few labels are tried"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, fusedloss.decode, tmp_path, *MUTANTS[bug]), f"no check notices that {bug}"

@@ -563,6 +563,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert any_fault(planted(divergence, tmp_path, *unchanged(MUTANTS.values()))) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert any_fault(planted(divergence, tmp_path, *MUTANTS[bug])), "nothing noticed"
@@ -601,6 +602,7 @@ KERNEL_MUTANTS = {
 }
 
 
+@pytest.mark.thorough
 @place
 @pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "an old sum is not rescaled", "0 · inf"))
 def test_a_bug_planted_in_the_kernel_is_noticed(bug, tmp_path, device):

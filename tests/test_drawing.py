@@ -10,6 +10,7 @@ from fusedloss.core.rates import H200, Machine
 from fusedloss.core.records import Check, predicted_against_measured, trade_off
 from fusedloss.measure import Cost, memory_timeline, product_cost, roofline, sweep_cost, trace_memory
 from grids import few
+from helpers import need_fonts
 from test_records import RECORD
 
 TOY = Machine("toy", 100.0, dict(float32=1000.0, bfloat16=2000.0))
@@ -69,7 +70,9 @@ FIGURES = {
 
 @pytest.fixture
 def draw():
-    pytest.importorskip("matplotlib").use("svg")
+    need_fonts("DejaVuSans")
+    import matplotlib
+    matplotlib.use("svg")
     return lambda name, *text: FIGURES[name](*text)
 
 

@@ -242,6 +242,7 @@ def test_the_unchanged_kernels_pass(tmp_path, device):
     assert kernel_faults(planted(product, tmp_path, *unchanged(MUTANTS.values())), device) == []
 
 
+@pytest.mark.thorough
 @place
 @pytest.mark.parametrize("bug", few(MUTANTS, "a label outside counts", "each token of a target adds all", "0 times NaN"))
 def test_a_planted_bug_is_noticed(bug, tmp_path, device):

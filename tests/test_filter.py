@@ -350,7 +350,7 @@ def test_operators_keep_their_contract(device):
             -100, 0.0, 1.0, 0.0, 0.0, 0, True, True, True))
 
 
-@pytest.mark.skipif(not FULL, reason="as page 7's operators, which are compiled: FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 def test_compiled_whole(device):
     x, w, b, y = skewed(40, 7, 90, dtype=f32, device=device)
     run = lambda x, w, b, y: loss_of(x * 1, w, y, linear_bias=b, filter_eps=EPS, softcap=9.0)
@@ -497,6 +497,7 @@ def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):

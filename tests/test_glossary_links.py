@@ -1,10 +1,8 @@
 "Terms of the glossary are linked where they first stand, and nowhere that a link would hurt."
-import re
-
 import pytest
 from glossary_links import linked, terms
-from workbook import ROOT, output_text, read_notebook
 
+pytestmark = pytest.mark.thorough
 GLOSSARY = """<main><section id="group" class="level2"><h2>Group</h2>
 <h3 class="anchored" id="tile">tile</h3><p>Scores that exist <em>at once</em>. More.</p>
 <h3 class="anchored" id="tile-factor">tile factor</h3><p>How many &amp; why.</p>
@@ -49,26 +47,3 @@ def test_a_link_tells_the_meaning():
 def test_terms_of_sequences_stay_on_their_pages():
     group = '<section id="ctc-and-semirings" class="level2"><h3 id="edge">edge</h3><p>A step. <a href="scans.html">Scans</a></p></section>'
     assert [(term.name, term.pages) for term in terms(f"<main>{group}{GLOSSARY}</main>")][:2] == [("edge", {"scans.html"}), ("tile", None)]
-
-
-def entries() -> dict[str, tuple[str, str]]:
-    "Of every term and symbol of the saved page: its sentence and its number"
-    shown = "\n\n".join(output_text(output) for cell in read_notebook(ROOT / "nbs" / "glossary.ipynb")["cells"] for output in cell.get("outputs", ()))
-    symbols = re.search(r"^\| symbol \| meaning \| number .*\n.*\n((?:\|.*\n?)+)", shown, re.MULTILINE)[1]
-    rows = [re.split(r"(?<!\\)\|", row)[1:4] for row in symbols.splitlines()]
-    return {name: (sentence, number) for name, sentence, number in re.findall(r"^### (.+)\n\n(.+)\n\n(.*)$", shown, re.MULTILINE) + rows}
-
-
-def has_number(text: str) -> bool:
-    "Is there a digit that is no part of a name, as in fp32?"
-    return bool(re.search(r"\d", re.sub(r"[^\W\d]\w*", "", text)))
-
-
-def test_every_term_and_symbol_has_a_number():
-    assert has_number("×1.28 in bf16") and not has_number("in fp32 on an H200")
-    assert len(entries()) > 250
-    assert {name for name, (_, number) in entries().items() if not has_number(number)} == set()
-
-
-def test_every_term_names_its_page():
-    assert [name for name, (sentence, _) in list(entries().items())[:200] if ".ipynb" not in sentence] == []

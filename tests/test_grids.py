@@ -3,7 +3,7 @@ from itertools import combinations, product
 
 import pytest
 
-from grids import few, pairs
+from grids import few, pairs, thorough_but
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 3, 3), (2, 5, 4, 3), (4, 4, 4, 4, 2)])
@@ -15,6 +15,12 @@ def test_every_pair_of_values_is_there(sizes):
     assert len(kept) <= 2 * max(a * b for a, b in combinations(sizes, 2))
 
 
-def test_a_case_that_is_gone_cannot_be_chosen():
+@pytest.mark.parametrize("choose", [few, thorough_but])
+def test_a_case_that_is_gone_cannot_be_chosen(choose):
     with pytest.raises(AssertionError, match="got \\['c'\\]"):
-        few({"a": 1, "b": 2}, "a", "c")
+        choose({"a": 1, "b": 2}, "a", "c")
+
+
+def test_all_cases_are_there_and_those_not_kept_are_thorough():
+    first, second = thorough_but({"a": 1, "b": 2}, "b")
+    assert second == "b" and first.values == ("a",) and [mark.name for mark in first.marks] == ["thorough"]

@@ -12,7 +12,7 @@ import fusedloss.iota
 from fusedloss.iota import (IotaCrossEntropy, backend, eager_backend, gather_cross_entropy_fwd, inductor_pass,
                             iota_cross_entropy, iota_cross_entropy_fwd, make_backend, onehot_select, rewrite_gather, target_mask)
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from grids import FULL, few
+from grids import few
 from helpers import everywhere, has_no_second_derivative, off, planted, unchanged
 
 aten = torch.ops.aten
@@ -20,7 +20,6 @@ aten = torch.ops.aten
 # gradients of 16 bits are rounded twice: when they are formed, and after the upstream gradient
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 INF, NAN = float("inf"), float("nan")
-full_only = pytest.mark.skipif(not FULL, reason="Inductor takes long to start: `make test-all`")
 
 
 @pytest.fixture
@@ -580,7 +579,7 @@ def test_whole_models_through_inductor(name, device, fired):
     assert [n for n in fired if n] == [2], "both rules in the joint graph, and in no other"
 
 
-@full_only
+@pytest.mark.thorough
 @pytest.mark.usefixtures("inductor")
 def test_inductor_does_not_confuse_its_stored_graphs(device, fired, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -593,7 +592,7 @@ def test_inductor_does_not_confuse_its_stored_graphs(device, fired, tmp_path, mo
     assert inductor_pass().uuid() != inductor_pass(fusedloss.iota.SCATTERS).uuid()
 
 
-@full_only
+@pytest.mark.thorough
 @pytest.mark.usefixtures("inductor")
 def test_rules_can_be_chosen(device, fired):
     model = ByGather().to(device)
@@ -612,7 +611,7 @@ def test_dynamic_sizes(device, fired):
     assert fired == [1, 1], "compiled once, for any size"
 
 
-@full_only
+@pytest.mark.thorough
 @pytest.mark.usefixtures("inductor")
 def test_dynamic_sizes_through_inductor(device):
     torch._dynamo.reset()
@@ -642,7 +641,7 @@ def test_the_loss_itself_compiles_without_a_break(dtype, device):
     assert faults(compiled, z, y, 2 * TOLERANCE[dtype], reduction="none") == []
 
 
-@full_only
+@pytest.mark.thorough
 @pytest.mark.usefixtures("inductor")
 def test_compiled_without_a_gradient(device):
     torch._dynamo.reset()
@@ -755,6 +754,7 @@ def test_the_unchanged_source_passes(variant):
     assert first_fault(variant(*unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, variant):
     assert first_fault(variant(*MUTANTS[bug])), f"nothing notices that {bug}"

@@ -431,6 +431,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert any_fault(planted(learned, tmp_path, *unchanged([bug for name, bug in BUGS.items() if name in ("no bias", "a scale in the features' dtype", "the gradient is not scaled")]))) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert any_fault(planted(learned, tmp_path, *BUGS[bug])), "nothing noticed"

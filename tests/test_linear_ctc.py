@@ -20,7 +20,7 @@ from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits
 from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.segments import compile_kernels, default_budget, FrameCounts, label_symbols, segment_frames
-from grids import FULL, few
+from grids import FULL, few, thorough_but
 from helpers import everywhere, has_no_second_derivative, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
 from test_ctc import HARD, case, collapsed, hard, reference, same_losses, ways
@@ -794,6 +794,7 @@ BUGS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(BUGS, "labels numbered by position", "padding kept", "γ forgotten between segments", "upstream of another sequence", "only the last dw"))
 def test_planted_bugs_are_found(bug, tmp_path):
     assert any(suspects(planted(fusedloss.linear_ctc, tmp_path, *BUGS[bug])))
@@ -814,7 +815,7 @@ TRITON_BUGS = {
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-@pytest.mark.parametrize("bug", [None, *few(TRITON_BUGS, "classes that are not there", "the last tile's largest for the first")])
+@pytest.mark.parametrize("bug", thorough_but([None, *few(TRITON_BUGS, "classes that are not there", "the last tile's largest for the first")], None))
 def test_bugs_in_the_triton_kernel(bug, tmp_path, monkeypatch):
     changes = TRITON_BUGS.get(bug) or unchanged(TRITON_BUGS.values())
     module = planted(fusedloss.linear_ctc, tmp_path, *changes)
@@ -858,8 +859,8 @@ KERNEL_BUGS = {
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-@pytest.mark.parametrize("bug", [None, *few(KERNEL_BUGS, "beta is not handed on", "Z without the last label", "labels that repeat",
-                                            "rows of the compacted")])
+@pytest.mark.parametrize("bug", thorough_but([None, *few(KERNEL_BUGS, "beta is not handed on", "Z without the last label", "labels that repeat",
+                                                         "rows of the compacted")], None))
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
     rest = lattice if bug is None else lattice_on_cpu(*KERNEL_BUGS[bug])
     use_lattice(rest, monkeypatch, ScanShape(1, 8, 2, 4))
@@ -887,7 +888,7 @@ def packed(monkeypatch, lattice, module, K):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
-@pytest.mark.parametrize("bug", [None, *few(PACKED_BUGS, "dx where x was packed", "rows of other segments")])
+@pytest.mark.parametrize("bug", thorough_but([None, *few(PACKED_BUGS, "dx where x was packed", "rows of other segments")], None))
 def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
     changes = PACKED_BUGS.get(bug) or unchanged(PACKED_BUGS.values())
     module = planted(fusedloss.linear_ctc, tmp_path, *changes)

@@ -677,6 +677,7 @@ def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @interpreted
 @pytest.mark.parametrize("bug", few(MUTANTS, "the moment is not carried on", "the target of logits is not cooled"))
 def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):

@@ -604,6 +604,7 @@ def test_the_unchanged_source_passes(variant):
     assert not any_fault(variant(*unchanged(MUTANTS.values())))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, variant):
     try:

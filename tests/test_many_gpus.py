@@ -7,6 +7,7 @@ import torch
 
 from helpers import example_module, planted, unchanged
 
+pytestmark = pytest.mark.thorough
 MESH = SimpleNamespace(size=lambda: 2, device_type="cpu", get_group=lambda: None)
 BUGS = {  # what is wrong: (text of the source, what stands in its place)
     "one order for all rounds": ("return [order.sample(names, len(names)) for _ in range(rounds)]", "return [order.sample(names, len(names))] * rounds"),

@@ -644,6 +644,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(margins, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", MUTANTS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, margins, tmp_path, *MUTANTS[bug]), f"no case notices that {bug}"

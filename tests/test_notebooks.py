@@ -10,6 +10,7 @@ import torch
 from grids import few
 from workbook import ROOT, directives, notebooks, output_text
 
+pytestmark = pytest.mark.thorough
 NAMES = [path.relative_to(ROOT).as_posix() for path in notebooks()]
 CHOSEN = ["nbs/library/versions.ipynb"]  # of these, `make test` runs all cells in a kernel
 NBDEV = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path=sys.argv[1], n_workers=0)"

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from grids import FULL
 from helpers import everywhere, planted
 from torch import Tensor
 from workbook import ROOT
@@ -47,7 +46,7 @@ def test_another_schema_leaves_the_first_operator_as_it_is():
     assert define(4.0) is first and first(torch.ones(())) == 4 and other(torch.ones(()), 3.0) == 3
 
 
-@pytest.mark.skipif(not FULL, reason="imports in a process of its own: FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 def test_a_reload_and_a_fresh_import_keep_the_operators():
     "In a process of its own: classes of the library are made anew"
     code = """if True:

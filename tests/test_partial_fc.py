@@ -945,6 +945,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(partial_fc, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", MUTANTS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, partial_fc, tmp_path, *MUTANTS[bug]), f"no case notices that {bug}"
@@ -964,6 +965,7 @@ def test_unchanged_scores_pass(tmp_path):
     assert scores_fault(planted(partial_fc, tmp_path, *unchanged(SCORE_BUGS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", SCORE_BUGS)
 def test_a_bug_in_scores_is_noticed(bug, tmp_path):
     assert fault_of(scores_fault, partial_fc, tmp_path, *SCORE_BUGS[bug]), f"no case notices that {bug}"

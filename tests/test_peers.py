@@ -8,6 +8,7 @@ import torch
 import fusedloss.core.peers
 from helpers import planted, unchanged
 
+pytestmark = pytest.mark.thorough
 QUACK, LIGER = "quack.linear_cross_entropy", "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 BUGS = {  # what is wrong: (text of the source, what stands in its place)
     "only an ImportError is caught": ("except Exception as error: missing", "except ImportError as error: missing"),

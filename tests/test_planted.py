@@ -14,6 +14,7 @@ import fusedloss.losses
 from fusedloss.core.checks import acc_dtype
 from helpers import everywhere, planted, unchanged
 
+pytestmark = pytest.mark.thorough
 SOURCES = {  # of a package `name`, whose module `top` imports the others in every way
     "__init__": "",
     "words": "greeting = 'hello'\n",

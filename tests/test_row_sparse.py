@@ -555,6 +555,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(row_sparse, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", MUTANTS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, row_sparse, tmp_path, *MUTANTS[bug]), f"no case notices that {bug}"
@@ -607,6 +608,7 @@ def test_the_unchanged_kernels_pass(tmp_path, place):
     assert not update_fault(m, place, torch.Generator().manual_seed(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", KERNEL_BUGS)
 def test_a_bug_in_a_kernel_is_noticed(bug, tmp_path, place):
     find = partial(update_fault, place=place, g=torch.Generator().manual_seed(0))

@@ -1,6 +1,8 @@
 """What tools/sanitize.py makes of compute-sanitizer's output."""
+import pytest
 import sanitize
 
+pytestmark = pytest.mark.thorough
 SOURCE = ["first", "  put(p, v);", "  v = get(p);"]
 RACES = """kernels: ctc; launched: ctc_scan
 ========= COMPUTE-SANITIZER

@@ -828,6 +828,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(fusedloss.scans, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(MUTANTS, "edges are cut into rows of nz", "γ goes on where a sequence is over", "the upstream gradient is dropped", "a path goes on beyond its length"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, fusedloss.scans, tmp_path, *MUTANTS[bug]), f"no check notices that {bug}"

@@ -569,6 +569,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(fusedloss.semirings, tmp_path, *unchanged(MUTANTS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(MUTANTS, "an unreachable row is 0/0", "Max marks the last of equals", "the choice has no surprise", "absent edges are there"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, fusedloss.semirings, tmp_path, *MUTANTS[bug]), f"no check notices that {bug}"

@@ -22,7 +22,7 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
-from grids import few, FULL
+from grids import few, thorough_but
 from helpers import everywhere, planted, unchanged
 from sharded_cases import CASES, ON_GPUS
 
@@ -101,7 +101,15 @@ def judge(results, name):
     assert not any(faults), (own or faults)[0] + (errors[0] if not written[0] else "")
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("checkpoints_reshard", "curves_do_not_know_the_ranks", "scores_do_not_know_the_ranks", "product_sends_three_numbers_a_chunk",
+        "clipping_by_any_norm", "a_run_goes_on_after_resharding")
+ABOUT_THE_PROJECT = ("planted_bugs_are_noticed", "bugs_planted_in_a_divergence_are_noticed", "bugs_planted_in_the_ring_are_noticed",
+                     "the_example_measures_in_turn", "collectives_are_counted", "memory_has_no_scores", "peers_over_ranks_say_what_pytorch_says")
+THOROUGH = {*LONG, *ABOUT_THE_PROJECT}
+assert THOROUGH < CASES.keys()
+
+
+@pytest.mark.parametrize("name", thorough_but(CASES, *CASES.keys() - THOROUGH))
 def test_on_four_processes(session, name):
     judge(session["test_on_four_processes"], name)
 
@@ -168,7 +176,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_error(session, request):
     assert written[1] == ["KeyError", "\"a rank's own fault\"", 3] and "RuntimeError" in written[0][0]
 
 
-@pytest.mark.skipif(not FULL, reason="three processes that import for themselves: FUSEDLOSS_GRIDS=full")
+@pytest.mark.thorough
 def test_torchrun_shows_the_error_of_a_rank(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "sharded_worker.py"), "raise"]
     done = subprocess.run([*command, str(tmp_path / "result")], env=environment(), capture_output=True, text=True, timeout=LIMIT)
@@ -240,7 +248,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", thorough_but(BUGS, "every rank has a target"))
 def test_planted_bugs_are_seen(bug, tmp_path, monkeypatch):
     module = planted(sharded, tmp_path, *BUGS[bug])
     if "chunk" in bug:

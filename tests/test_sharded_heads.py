@@ -114,6 +114,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(sharded_heads, tmp_path, *unchanged(BUGS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, sharded_heads, tmp_path, *BUGS[bug]), f"no case notices that {bug}"
@@ -231,6 +232,7 @@ def test_the_unchanged_files_pass(tmp_path):
     assert files_fault(planted(sharded_heads, tmp_path, *unchanged(FILE_BUGS.values())), tmp_path) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", FILE_BUGS)
 def test_a_planted_bug_in_files_is_noticed(bug, tmp_path):
     assert fault_of(lambda m: files_fault(m, tmp_path), sharded_heads, tmp_path, *FILE_BUGS[bug]), f"no case notices that {bug}"
@@ -270,6 +272,7 @@ def trained_by_lightning(lightning, folder, clip: float | None):
     return model, loader, trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_lightning_module_with_a_head(tmp_path):
     lightning = pytest.importorskip("lightning", reason="Lightning is not installed")

@@ -432,6 +432,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert faults(planted(sharded_product, tmp_path, *unchanged(MUTANTS.values()))) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(MUTANTS, "an infinite score is lost by the kernel", "sums added at different heights", "the room of the chunk before", "dx sent before its last chunk", "every rank adds the target",
                                     "the kernel's own part is the first rank's", "a rank of no scores counts"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):

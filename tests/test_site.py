@@ -7,7 +7,6 @@ from pathlib import PurePosixPath
 from types import SimpleNamespace
 
 import pytest
-from card import CARD, words
 from check_site import INDEX, problems, unlicensed, unused
 from search_index import addresses, index_script, with_search
 from site_pages import GUIDE, finish, finish_all, prepare, source_links
@@ -91,10 +90,6 @@ def test_the_lost_page_works_at_any_address():
 
 def test_a_missing_card_is_named(report):
     assert "index.html: the card gone.png is missing" in report("index.html", '<meta property="og:image" content="https://example.org/s/gone.png">')
-
-
-def test_the_card_shows_the_records():
-    assert "; ".join(words()).encode() in CARD.read_bytes()
 
 
 def test_an_unused_asset_and_one_without_a_licence_are_named(report, tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 import fusedloss as fl
 
+pytestmark = pytest.mark.thorough
 REFUSED = "sample softcap"
 
 

@@ -253,6 +253,7 @@ def noticed(k) -> list[str] | None:
     return first_fault_of([partial(kernel_faults, k, how, BLOCKS[blocks], dtype) for how, blocks, dtype in KERNEL_WAYS])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", few(KERNEL_BUGS, "the first of equal labels alone", "equal labels once each", "an ignored row keeps its logits"))
 def test_a_bug_in_the_kernel_is_noticed(bug, tmp_path):
@@ -279,6 +280,7 @@ def test_the_unchanged_source_passes(tmp_path):
     assert loss_faults(planted(losses, tmp_path, *unchanged(LOSS_BUGS.values()))) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(LOSS_BUGS, "targets weigh the same", "a mean over tokens"))
 def test_a_bug_in_the_loss_is_noticed(bug, tmp_path):
     assert loss_faults(planted(losses, tmp_path, *LOSS_BUGS[bug])), "nothing noticed"

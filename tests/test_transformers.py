@@ -23,6 +23,7 @@ from fusedloss.integrations.transformers import causal_lm_loss, patch, unpatch
 from grids import FULL, few
 
 hf = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.thorough  # one step of a model is in test_integrations.py
 HERE = Path(__file__).parent
 V = 96
 SIZES = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
@@ -506,7 +507,6 @@ def test_the_loss_alone_is_that_of_transformers(given, bias):
     assert causal_lm_loss.can_torch_compile
 
 
-@pytest.mark.skipif(not FULL, reason="a compilation; with FUSEDLOSS_GRIDS=full")
 @pytest.mark.parametrize("n", [None, torch.tensor(7)])
 def test_the_loss_alone_is_compiled_whole(n):
     x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)

@@ -16,7 +16,6 @@ from torch.testing import assert_close
 import fusedloss as fl
 import fusedloss.integrations.trl as adapter
 from fusedloss.integrations.trl import patch, unpatch
-from grids import FULL
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 import datasets  # noqa: E402
@@ -24,6 +23,7 @@ import tokenizers  # noqa: E402
 import transformers as hf  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
+pytestmark = pytest.mark.thorough  # one head is in test_integrations.py
 V, NAMES = 96, ("_ChunkedLogProbFunction", "selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy",
                  "ChunkedDivergenceFunction", "GKDTrainer.compute_loss", "GKDTrainer.generalized_jsd_loss")
 SIZES = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
@@ -160,7 +160,6 @@ def test_no_token_leads_where_the_scores_are_no_numbers():
     assert not model(input_ids=torch.tensor([[3, 5, 7]]), labels=torch.tensor([[3, 5, 7]]), fused_lm_head=True).is_top1.any()
 
 
-@pytest.mark.skipif(not FULL, reason="a compilation; with FUSEDLOSS_GRIDS=full")
 def test_compiled():
     model = made()
     utils.add_fused_lm_head(model, outputs=OUTPUTS)

@@ -14,7 +14,6 @@ import torch
 
 import fusedloss as fl
 from fusedloss.core import store, tuning
-from grids import FULL
 from helpers import everywhere
 from workbook import ROOT
 
@@ -495,7 +494,7 @@ assert max(threads) > 1, threads
 """
 
 
-@pytest.mark.skipif(not FULL, reason="a process that compiles, for make test-all")
+@pytest.mark.thorough
 def test_variants_compile_side_by_side_and_one_that_fails_stops_none(tmp_path):
     pytest.importorskip("triton")
     (tmp_path / "side.py").write_text(SIDE_BY_SIDE)

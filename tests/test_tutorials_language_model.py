@@ -138,10 +138,12 @@ def first_fault(module, folder):
             return f"{check.__name__}: {error!r}"
 
 
+@pytest.mark.thorough
 def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(language_model, tmp_path, *unchanged(BUGS.values())), tmp_path) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert first_fault(planted(language_model, tmp_path, *BUGS[bug]), tmp_path), f"no check notices that {bug}"

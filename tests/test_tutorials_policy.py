@@ -42,6 +42,7 @@ def test_the_checks_hold(cells):
     run(cells, QUICK)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_fault_is_noticed(cells, bug):
     old, new = BUGS[bug]

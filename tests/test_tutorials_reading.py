@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import need_fonts
 from torch.nn import functional as F
 from workbook import ROOT, directives, read_notebook
 
@@ -123,6 +124,7 @@ BUGS = [(edits_fault, "above[j - 1] + (c != d)", "above[j - 1] + 1"),
 @pytest.fixture(scope="module")
 def whole():
     "The page's functions as they are"
+    need_fonts("DejaVuSans", "STIXGeneral", "cmr10")
     return page()
 
 
@@ -131,6 +133,8 @@ def test_functions(whole, fault):
     assert fault(whole) is None
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("fault, old, new", BUGS)
 def test_planted(fault, old, new):
     assert fault(page(old, new)) is not None
@@ -140,7 +144,9 @@ def test_missing_fonts_are_named(whole, tmp_path, capsys):
     (tmp_path / "cmr10.ttf").touch()
     assert whole.fonts_there(["cmb10", "cmr10", "cmss10"], Path(tmp_path)) == ["cmr10"]
     assert capsys.readouterr().out == "matplotlib has no cmb10, cmss10 here: we go on without.\n"
-    assert whole.fonts_there(whole.FONTS) == whole.FONTS and not capsys.readouterr().out
+    for name in whole.FONTS:
+        (tmp_path / f"{name}.ttf").touch()
+    assert whole.fonts_there(whole.FONTS, Path(tmp_path)) == whole.FONTS and not capsys.readouterr().out
 
 
 def test_without_tokenizers_the_page_goes_on(capsys):

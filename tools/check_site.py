@@ -1,9 +1,12 @@
-"""Check the built site: every internal link, anchor and asset is there, and nothing is loaded from outside.
+"""Check a site: every internal link, anchor and asset is there, and nothing is loaded from outside.
 
-    python tools/check_site.py [FOLDER]
+    python tools/check_site.py          the pages, rendered anew in a temporary folder
+    python tools/check_site.py FOLDER   a site that is built
 """
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
@@ -11,7 +14,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from search_index import addresses
-from workbook import ROOT
 
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"),
           ("audio", "src"), ("embed", "src"), ("object", "data"), ("image", "href"), ("image", "xlink:href"), ("use", "href")}
@@ -141,7 +143,15 @@ def problems(site: Path) -> Problems:
         yield "index.html: the site has no home page"
 
 
+def rendered_problems() -> list[str]:
+    "What the renderer complains of, and every problem of the pages that it makes"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    from build_site import render
+    with tempfile.TemporaryDirectory() as folder:
+        return [*render(Path(folder) / "site"), *problems(Path(folder) / "site")]
+
+
 if __name__ == "__main__":
-    found = list(problems(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"))
+    found = list(problems(Path(sys.argv[1]))) if len(sys.argv) > 1 else rendered_problems()
     print("\n".join(found) if found else "Every link, anchor and asset of the site resolves.")
     sys.exit(bool(found))
