@@ -37,6 +37,7 @@ check-generated: $(READY)
 	$(PYTHON) tools/check_generated.py
 	$(PYTHON) tools/check_workbook.py
 	$(PYTHON) tools/check_house.py
+	$(PYTHON) -m ruff check
 
 # rendered anew, elsewhere: docs/ itself is renewed by `make docs`
 check-site: $(READY)

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import fusedloss
-from fusedloss import kernels
 from fusedloss.core import devices, hopper, triton, tuning
 from helpers import everywhere
 from typed_launches import build_line

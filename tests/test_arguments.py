@@ -9,8 +9,7 @@ import fusedloss as fl
 from fusedloss.baseline import sample_data
 from fusedloss.losses import METHODS, linear_cross_entropy
 from fusedloss.measure import relative_error
-from fusedloss.plans import plan
-from head_cases import place
+from head_cases import place  # noqa: F401 (fixtures)
 from helpers import broken, everywhere
 from kernels_once import forced_kernels
 

@@ -15,7 +15,7 @@ from fusedloss.core.popularity import PopularitySampler, expected_draws
 from fusedloss.measure import relative_error, saved_tensors
 from fusedloss.row_sparse import RowSparse
 from grids import FULL, few
-from head_cases import ADAMW, SGD, bf16, f16, f32, f64, kernels_for_all, place
+from head_cases import ADAMW, SGD, bf16, f16, f32, f64, kernels_for_all, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, has_no_second_derivative, planted, unchanged
 
 V, H, N = 41, 6, 13

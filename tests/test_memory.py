@@ -1,13 +1,11 @@
 """Whether plans count what is held, and what is held is bounded: kernels on meta tensors of any size, plain paths on the CPU."""
 import contextlib
-import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fusedloss.chunks as chunks
-import fusedloss.losses as losses
 import fusedloss.recompute as recompute
 import fusedloss.sharded as sharded
 import fusedloss.tiles as tiles

@@ -23,7 +23,7 @@ from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse
 from grids import few, grid
 from head_cases import (
-    ADAMW, CASES, COUNT, SGD, Failing, bf16, f16, f32, f64, failure_fault, faults, kernels_for_all, make_head, one_step, place, sample,
+    ADAMW, CASES, COUNT, SGD, Failing, bf16, f16, f32, f64, failure_fault, faults, kernels_for_all, make_head, one_step, place, sample,  # noqa: F401 (fixtures)
     scored_classes, state_fault)
 from helpers import everywhere, fault_of, has_no_second_derivative, planted, unchanged
 from test_margins import FORMULAS

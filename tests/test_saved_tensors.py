@@ -1,5 +1,4 @@
 """Saved-tensor hooks see every large tensor that backward waits for: offloading, checkpoints and counters of memory rely on it."""
-import os
 
 import pytest
 import torch
