@@ -308,8 +308,9 @@ def test_matrices_of_any_strides(name, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     a, c = layout(x.detach()).requires_grad_(), layout(w.detach()).requires_grad_()
     plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
-    for g, e in zip(step(with_filter, a, c, b, y, EPS), step(with_filter, *plain, b, y, EPS)):
-        assert relative_error(g, e) < TOLERANCE[f32]
+    floors = roundings(a, c, b, rows=len(y))  # of equal classes the gradients are nothing
+    for name, g, e in zip(("loss", "dx", "dw", "db"), step(with_filter, a, c, b, y, EPS), step(with_filter, *plain, b, y, EPS)):
+        assert off(name, g, e, TOLERANCE[f32], floors[name]) == []
 
 
 def test_nothing_of_the_caller_changes(way):

@@ -419,7 +419,8 @@ def test_matrices_of_any_strides(name, way):
         plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
         runs = [linear_log_probs(*pair, y, entropy=True) for pair in ((a, c), plain)]
         got, want = (torch.autograd.grad((f.log_probs - f.entropy).sum(), pair) for f, pair in zip(runs, ((a, c), plain)))
-        assert all(relative_error(g, e) < TOLERANCE[f32] for g, e in zip(got, want))
+        floors = roundings(a, c, rows=len(y))  # of equal classes the gradients are nothing
+        assert [off(name, g, e, TOLERANCE[f32], floors[name]) for name, g, e in zip(("dx", "dw"), got, want)] == [[], []]
 
 
 @pytest.mark.parametrize("name", few(LAYOUTS, "transposed", "part of a wider tensor"))

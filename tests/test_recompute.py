@@ -402,8 +402,9 @@ def test_matrices_of_any_strides(name, way):
         a, c = a.requires_grad_(), c.requires_grad_()
         plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
         got = torch.autograd.grad(loss_of(a, c, y), [a, c])
-        for g, e in zip(got, torch.autograd.grad(loss_of(*plain, y), plain)):
-            assert relative_error(g, e) < TOLERANCE[f32]
+        floors = roundings(a, c)  # of equal classes the gradients are nothing
+        for name, g, e in zip(("dx", "dw"), got, torch.autograd.grad(loss_of(*plain, y), plain)):
+            assert off(name, g, e, TOLERANCE[f32], floors[name]) == []
 
 
 @pytest.mark.parametrize("name", few(LABELS, "unaligned", "strided int32"))
