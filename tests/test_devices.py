@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import clusters, ctc, kernels, linear_ctc, recompute, scans, segments, tiles
+from fusedloss import clusters, ctc, kernels, recompute, scans, segments, tiles
 from fusedloss.core import cuda, devices, negatives, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
 from fusedloss.filter import filter_tiling

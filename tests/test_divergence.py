@@ -2,7 +2,6 @@
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 import torch
