@@ -32,8 +32,9 @@ def few(cases: Sequence | Mapping[str, Any], *chosen: Any) -> list:
 
 
 def thorough_but(cases: Iterable, *kept: Any) -> list:
-    "All cases, of which those that are not kept are marked `thorough`; each kept one must be a case"
+    "All cases, of which those that are not kept are marked `thorough`; each kept one must be a case. A tuple is a row of several parameters"
     cases = list(cases)
     missing = [case for case in kept if case not in cases]
     assert not missing, f"expected cases among {cases}, got {missing}"
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+    values = lambda case: case if isinstance(case, tuple) else (case,)
+    return [pytest.param(*values(case), marks=[] if case in kept else pytest.mark.thorough) for case in cases]

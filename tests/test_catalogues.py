@@ -14,7 +14,7 @@ from fusedloss.core import dots, operators, popularity
 from fusedloss.core.popularity import PopularitySampler, expected_draws
 from fusedloss.measure import relative_error, saved_tensors
 from fusedloss.row_sparse import RowSparse
-from grids import FULL, few
+from grids import FULL, few, thorough_but
 from head_cases import ADAMW, SGD, bf16, f16, f32, f64, kernels_for_all, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, has_no_second_derivative, planted, unchanged
 
@@ -185,7 +185,7 @@ def test_steps_rows_and_seeds_draw_others():
 STEPS = 1500 if FULL else 500
 
 
-@pytest.mark.parametrize("each_row", [False, True])
+@pytest.mark.parametrize("each_row", thorough_but([False, True], True))
 def test_the_sum_of_the_other_classes_is_unbiased(each_row):
     "The mean over steps of what a step tells as `rest`, exponentiated, is the sum over all classes: within four standard errors"
     x, y = batch(16)

@@ -314,7 +314,7 @@ def test_compiled_kernels_give_the_mean_of_half_precision(with_kernels):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("N", [1, 3, 300])
+@pytest.mark.parametrize("N", thorough_but([1, 3, 300], 1, 3))
 def test_losses_are_added_in_the_last_block(N, with_kernels):
     z, y, frames, lengths = case(T=5, N=N, C=6, L=2)
     losses = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
@@ -1142,6 +1142,7 @@ def fault_of_some(m, changes):
         return "the second derivative"
 
 
+@pytest.mark.thorough
 def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(fusedloss.ctc, tmp_path, *unchanged(MUTANTS.values()))) is None
 

@@ -120,6 +120,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
 }
 
 
+@pytest.mark.thorough
 def test_the_unchanged_source_passes(tmp_path):
     assert first_fault(planted(fusedloss.decode, tmp_path, *unchanged(MUTANTS.values()))) is None
 

@@ -9,7 +9,7 @@ from fusedloss.core.drawing import GREY, INK, STAGE_COLORS, Table, least_in_bold
 from fusedloss.core.rates import H200, Machine
 from fusedloss.core.records import Check, predicted_against_measured, trade_off
 from fusedloss.measure import Cost, memory_timeline, product_cost, roofline, sweep_cost, trace_memory
-from grids import few
+from grids import few, thorough_but
 from helpers import need_fonts
 from test_records import RECORD
 
@@ -74,6 +74,9 @@ FIGURES = {
 }
 
 
+KINDS = "tiles", "timeline", "roofline", "predicted", "trade-off"  # one figure of each
+
+
 @pytest.fixture
 def draw():
     need_fonts("DejaVuSans")
@@ -82,7 +85,7 @@ def draw():
     return lambda name, *text: FIGURES[name](*text)
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", thorough_but(FIGURES, *KINDS))
 @pytest.mark.parametrize("text", few(["a title", HOSTILE, ""], HOSTILE), ids=lambda text: "hostile" if text == HOSTILE else None)
 def test_figure_is_well_formed_and_says_its_alternative_text(name, text, draw):
     drawing = draw(name, text)
@@ -92,7 +95,7 @@ def test_figure_is_well_formed_and_says_its_alternative_text(name, text, draw):
     assert not root.findall(".//{*}script") and "viewBox" in root.attrib
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", thorough_but(FIGURES, *KINDS))
 def test_figure_is_the_same_byte_for_byte_and_stands_alone(name, draw):
     from matplotlib import pyplot
     before = dict(pyplot.rcParams), pyplot.get_fignums()

@@ -117,6 +117,7 @@ def test_planted_bug_in_whole_models_is_noticed(bug, monkeypatch, tmp_path):
     assert faults(script("whole_models", tmp_path, *bug), monkeypatch)
 
 
+@pytest.mark.thorough
 def test_small_model_trains_with_each_loss(tmp_path, capsys):
     pytest.importorskip("transformers")
     script("whole_models", tmp_path).main(["--small"])
@@ -162,6 +163,7 @@ def test_planted_bug_in_caches_is_noticed(bug, tmp_path, monkeypatch):
     assert cache_faults(script("first_calls", tmp_path, *bug), tmp_path / "caches", monkeypatch)
 
 
+@pytest.mark.thorough
 def test_every_first_call_ends(tmp_path):
     module = script("first_calls", tmp_path)
     for name in [name for name in module.LOSSES if name != "torch.compile"]:
@@ -169,6 +171,7 @@ def test_every_first_call_ends(tmp_path):
         assert found.keys() == {"imports", "seconds", "again"} and min(found.values()) > 0
 
 
+@pytest.mark.thorough
 def test_first_calls_are_those_of_fresh_processes(tmp_path, monkeypatch, capsys):
     module = script("first_calls", tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

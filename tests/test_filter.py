@@ -12,7 +12,7 @@ import fusedloss.filter as with_filter
 from fusedloss.core.options import LossOptions, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from grids import FULL, few
+from grids import FULL, few, thorough_but
 from helpers import TOLERANCE, everywhere, first_fault_of, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import OPTIONS, REDUCTIONS, exact
 from test_recompute import INTERPRETED, LAYOUTS, cuda_only, short_runs, way  # noqa: F401 (a fixture)
@@ -302,7 +302,7 @@ def test_upstream_gradients_are_linear_and_may_come_twice(way):
         assert relative_error(a, e) < TOLERANCE[f32]
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, "transposed", "part of a wider tensor"))
+@pytest.mark.parametrize("name", thorough_but(few(LAYOUTS, "transposed", "part of a wider tensor"), "transposed"))
 def test_matrices_of_any_strides(name, way):
     layout = LAYOUTS[name]
     x, w, b, y = skewed(dtype=f32, device=way)
@@ -493,6 +493,7 @@ def variant(tmp_path, monkeypatch, *pairs):
     return module
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None

@@ -182,6 +182,7 @@ def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatc
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[1], SHORT[3]), ("tight", 3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (64, False, False)))
 def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
@@ -196,7 +197,7 @@ def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     short_cases_are_right(monkeypatch, *few(SHORT, SHORT[0]), ("more classes", 9))
 
 
-@pytest.mark.parametrize("K", few([1, 2, 3, 8, 9, 22, 23, 24], 1, 8, 22))
+@pytest.mark.parametrize("K", thorough_but(few([1, 2, 3, 8, 9, 22, 23, 24], 1, 8, 22), 8))
 def test_segments_change_nothing(K, way, monkeypatch):
     z, y, frames, lengths, _ = hard("ragged", f64)
     given = [t.float() for t in layer(z)]
@@ -287,8 +288,7 @@ def test_all_in_forward_in_other_shapes(shape, lattice, monkeypatch):
         close(d, gradients, 1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("zero_infinity", [False, True])
+@pytest.mark.parametrize("reduction, zero_infinity", thorough_but([*itertools.product(("mean", "sum"), (False, True))], ("mean", False), ("sum", True)))
 def test_both_ways_agree(reduction, zero_infinity, way, monkeypatch):
     "Gradients in forward, and recomputed from the losses that `reduction=\"none\"` returns"
     short_segments(monkeypatch, 7)
@@ -643,6 +643,7 @@ def test_masked_classes(zero_infinity, way, monkeypatch):
 
 # memory
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", few([None, 2**21], None))
 def test_memory_beyond_the_gradients(budget):
     "On a CPU, every byte counted: an eighth of what stored logits hold, or what was asked for"

@@ -13,7 +13,7 @@ import fusedloss.logprobs as logprobs
 from fusedloss import linear_log_probs, log_probs
 from fusedloss.core.options import Statistics
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
-from grids import few, grid
+from grids import few, grid, thorough_but
 from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, hidden_from_hooks, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import LABELS
 
@@ -394,7 +394,10 @@ def test_invariant_values_are_the_definition(score, ignored, way):
 # Precisions and layouts
 
 
-@pytest.mark.parametrize("name", few(CASES, *[*CASES][2:len(GRID):12], "two runs"))
+HALVES = few(CASES, *[*CASES][2:len(GRID):12], "two runs")
+
+
+@pytest.mark.parametrize("name", thorough_but(HALVES, HALVES[0], "two runs"))
 def test_half_precision_by_the_kernels(name, device, monkeypatch):
     if device == "cpu" and not INTERPRETED:
         pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
@@ -673,6 +676,7 @@ def first_fault(module):
     return first_fault_of(partial(of, module, case, "cpu") for case in NOTICING for of in (faults, faults_of_logits))
 
 
+@pytest.mark.thorough
 @interpreted
 def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None

@@ -626,6 +626,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_captures_it(method):
     assert replays(step)
 
 
+@pytest.mark.thorough
 def test_importing_needs_no_gpu_and_no_triton():
     code = ("import sys; sys.modules['triton'] = None; import torch; from fusedloss import linear_cross_entropy as f, plan; "
             "print(f(torch.ones(2, 3), torch.eye(3), torch.tensor([0, 1])).item(), plan(8192, 128256, 4096).method)")

@@ -17,6 +17,7 @@ from fusedloss.core.tiling import Tiling
 from fusedloss.losses import linear_cross_entropy
 from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
 from fusedloss.plans import plan
+from grids import grid
 from helpers import everywhere
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -76,11 +77,9 @@ def gradients(sizes, needs, itemsize=2):
     return itemsize * h * (n * needs[0] + v * needs[1]) + 4 * v * needs[2]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("stats, smoothing", [(False, 0.0), (True, 0.0), (False, 0.1)])
-@pytest.mark.parametrize("budget", [0, 2**25])
-def test_a_forward_pass_holds_what_its_plan_says(sizes, stats, smoothing, budget, silent):
-    n, h, v = sizes
+@pytest.mark.parametrize("sizes, how, budget", grid(SIZES, [(False, 0.0), (True, 0.0), (False, 0.1)], [0, 2**25]), ids=str)
+def test_a_forward_pass_holds_what_its_plan_says(sizes, how, budget, silent):
+    (n, h, v), (stats, smoothing) = sizes, how
     found = forward_bytes(sizes, bf16, LossOptions(label_smoothing=smoothing, logit_scale=0.5), stats, budget)  # bare scores go by stage 9's kernels
     options = ("logit_scale",) + ("label_smoothing",) * (smoothing > 0)
     p = plan(n, v, h, needs_grad=False, stats="detached" if stats else "", options=options, memory_budget=budget or None, machine="H200")
@@ -89,10 +88,10 @@ def test_a_forward_pass_holds_what_its_plan_says(sizes, stats, smoothing, budget
     assert found <= max(1.25 * (budget or 2**26), 60 * n)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("needs", [(True, True, False), (True, True, True), (False, True, True), (True, False, True)], ids=str)
-@pytest.mark.parametrize("dtype", [bf16, f16])
-@pytest.mark.parametrize("budget", [0, 2**29])
+NEEDS = [(True, True, False), (True, True, True), (False, True, True), (True, False, True)]
+
+
+@pytest.mark.parametrize("sizes, needs, dtype, budget", grid(SIZES, NEEDS, [bf16, f16], [0, 2**29]), ids=str)
 def test_a_backward_pass_holds_what_its_plan_says(sizes, needs, dtype, budget, silent):
     n, h, v = sizes
     found = backward_bytes(sizes, dtype, LossOptions(), needs, False, budget) - gradients(sizes, needs)

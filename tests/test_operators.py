@@ -76,6 +76,7 @@ def test_a_reload_and_a_fresh_import_keep_the_operators():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_first_call_does_not_import_dynamo_and_later_ones_are_guarded_from_it():
     "The import takes seconds of a first call; once it is there, it must not look into kernels, whose names would break a graph"
     code = """if True:

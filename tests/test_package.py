@@ -94,11 +94,13 @@ def test_wheel_holds_modules_and_kernels(source, wheel):
     assert expected == {name for name in wheel.namelist() if name.startswith("fusedloss/")}
 
 
+@pytest.mark.thorough
 def test_source_distribution_makes_the_same_wheel(unpacked, wheel):
     pip("wheel", ".", "--wheel-dir", "wheels", cwd=unpacked)
     assert contents(zipfile.ZipFile(next((unpacked / "wheels").glob("*.whl")))) == contents(wheel)
 
 
+@pytest.mark.thorough
 def test_source_distribution_holds_the_sources(source, unpacked):
     folders = ("cuda", "examples", "fusedloss", "nbs", "tests", "tools")
     tracked = {p.relative_to(source) for p in project_files(source) if p.relative_to(source).parts[0] in folders}
@@ -161,6 +163,7 @@ def test_workflow_runs_every_version(settings):
     assert [tested, *later] == versions and smoke == [versions[0], versions[-1]]
 
 
+@pytest.mark.thorough
 def test_editable_install_finds_kernels(source, tmp_path):
     pip("install", "--editable", ".", "--target", str(tmp_path), cwd=source)
     # -S -E: this tree may be installed in editable mode or named by PYTHONPATH itself, and would be found first

@@ -444,6 +444,7 @@ def fault(source: str) -> str | None:
     return None
 
 
+@pytest.mark.thorough
 def test_the_unchanged_source_passes():
     assert fault(SOURCE) is None
 
@@ -461,6 +462,7 @@ def test_it_compiles_for_hopper(cluster, half, in_turn):
     check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half, IN_TURN=in_turn))
 
 
+@pytest.mark.thorough
 def test_its_registers_suffice(tmp_path):
     "128 sums a thread, and products that the compiler does not put in a row because it cannot see that they are independent"
     if not shutil.which("nvcc"):

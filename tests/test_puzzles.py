@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from grids import thorough_but
 from typed_launches import Lowerer, can_look, launch_types
 from workbook import ROOT, read_notebook
 
@@ -179,19 +180,20 @@ def solution(number: int, folder, *changes: tuple[str, str]):
     return getattr(module_of(source, folder), NAMES[number])
 
 
-@pytest.mark.parametrize("number", TASKS)
+@pytest.mark.parametrize("number", thorough_but(TASKS, 1, 16))
 def test_a_solution_passes(number, tmp_path):
     report = check(number, solution(number, tmp_path))
     assert report.solved and not report.words, report
 
 
-@pytest.mark.parametrize("number, old, new, words", [(n, *wrong) for n, cases in WRONG.items() for wrong in cases])
+@pytest.mark.parametrize("number, old, new, words", thorough_but([(n, *wrong) for n, cases in WRONG.items() for wrong in cases], (1, *WRONG[1][0])))
 def test_a_wrong_kernel_is_told_why(number, old, new, words, tmp_path):
     report = check(number, solution(number, tmp_path, (old, new)))
     assert not report.solved
     assert words.lower() in " ".join(report.words).lower() and len(report.words) <= 3
 
 
+@pytest.mark.thorough
 def test_loads_that_run_too_far_ahead_are_named(tmp_path):
     late = [("    for h in", "    soon_x, soon_w = next_x, next_w\n    for h in"),
             ("    z = tl.zeros", "    next_x = tl.load(x_ptr + rows * H + BH + at, mask=rows < N, other=0.0)\n"
@@ -201,12 +203,14 @@ def test_loads_that_run_too_far_ahead_are_named(tmp_path):
     assert "holds too many tiles: it loads step 2 after 0 products" in said
 
 
+@pytest.mark.thorough
 def test_one_product_is_no_products(tmp_path):
     product = "        z = tl.dot(x, tl.trans(w), z)\n"
     late = (product, ""), ("        next_x = tl.load(", f"{product}        next_x = tl.load(")
     assert "loads step 1 after 1 product, so" in check(16, solution(16, tmp_path, *late)).words[0]
 
 
+@pytest.mark.thorough
 def test_loads_without_other_are_named_as_in_a_sentence(tmp_path):
     masks = [("(cols < V)[:, None], other=0.0", "(cols < V)[:, None]"), ("rows < N, other=0.0", "rows < N"),
              ("rows < N, other=-1", "rows < N")]
@@ -214,6 +218,7 @@ def test_loads_without_other_are_named_as_in_a_sentence(tmp_path):
     assert ": loads of lse, w and y have a mask and no `other=`" in said
 
 
+@pytest.mark.thorough
 def test_a_scalar_comparison_may_join_a_mask(tmp_path):
     masked = [(">= eps:", ">= eps\n        if tile >= 0:"), ("if tl.load(", "keep = tl.load("),
               ("mask=(cols < V)[:, None]", "mask=(cols < V)[:, None] & keep")]
@@ -221,6 +226,7 @@ def test_a_scalar_comparison_may_join_a_mask(tmp_path):
     assert report.solved, report
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_names_constants_and_functions_is_compiled(tmp_path):
     helper = "least = tl.constexpr(-float(\"inf\"))\n\n@jit\ndef lowest(z):\n    return tl.where(z > 0, z, least)\n\n"
     wrong = "for part in range(0, V):\n        if part == 1:\n            continue\n    tl.store("
@@ -230,12 +236,14 @@ def test_a_kernel_that_names_constants_and_functions_is_compiled(tmp_path):
     assert "there is no `continue`" in check(2, module_of(source.replace("tl.store(", wrong), tmp_path).masked_max).words[0]
 
 
+@pytest.mark.thorough
 def test_what_has_no_text_is_not_compiled(tmp_path, monkeypatch):
     kernel = solution(1, tmp_path)
     kernel.fn.__globals__["program_id"] = object()
     assert refusal(kernel, {"z_ptr": torch.zeros(4), "out_ptr": torch.zeros(4), "V": 4}) is None
 
 
+@pytest.mark.thorough
 def test_pictures_and_reports_say_sizes(tmp_path):
     drawn = picture(10)._repr_html_()
     assert "Dotted: tiles. 4 × 4 programs, V 75, P 4, PART 32." in drawn
@@ -244,12 +252,14 @@ def test_pictures_and_reports_say_sizes(tmp_path):
     assert "a missing <code>[:, None]</code>?" in check(8, solution(8, tmp_path, ("tl.sum(z, 1)", "tl.sum(z, 0)")))._repr_html_()
 
 
+@pytest.mark.thorough
 def test_a_second_launch_of_other_sizes_is_tried(tmp_path):
     report = check(2, solution(2, tmp_path, ("cols < V", "cols < 27")))
     assert report.words[0] == "A first launch is right. In a second one, of other sizes (4 programs, V 19, BV 32):"
     assert report.words[1].startswith("Program 0 loads z[1, 0…7], which belongs to program 1")
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_two_programs_store_from_is_not_deterministic():
     z = torch.ones(4)
     case = Case({"out": Array(None, z.double(), owner=anyone)}, (2,), {})
@@ -268,6 +278,7 @@ def test_the_shipped_stubs_are_told_that_nothing_is_stored():
     assert len(shown) == len(TASKS) and all("is not solved yet" in text and "It stores nothing so far." in text for text in shown)
 
 
+@pytest.mark.thorough
 def test_pages_ask_for_every_puzzle_once_and_hint():
     text = "\n".join(cell["source"] for path in PAGES for cell in read_notebook(path)["cells"])
     for number, task in TASKS.items():
@@ -276,6 +287,7 @@ def test_pages_ask_for_every_puzzle_once_and_hint():
     assert text.count("<details><summary>Hint</summary>") == len(TASKS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", TASKS)
 def test_stubs_have_the_parameters_that_are_asked_for(number):
     stub = next(cell["source"] for path in PAGES for cell in read_notebook(path)["cells"] if f"\ncheck({number}, " in cell["source"])
@@ -283,6 +295,7 @@ def test_stubs_have_the_parameters_that_are_asked_for(number):
     check_arguments(number, SimpleNamespace(arg_names=parameters))
 
 
+@pytest.mark.thorough
 def test_a_report_counts_bytes_and_draws(tmp_path):
     report = check(16, solution(16, tmp_path))
     shown = report._repr_html_()
@@ -323,6 +336,7 @@ def test_without_the_interpreter_a_puzzle_says_so_and_goes_on():
     assert "TRITON_INTERPRET=1" in check(1, compiled).words[0]
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_raises_leaves_the_interpreter_as_it_was(tmp_path):
     from triton.runtime import interpreter
     before = dict(vars(interpreter.interpreter_builder)), interpreter.ReduceOps.sum, interpreter.ScanOps.generic_scan
@@ -332,6 +346,7 @@ def test_a_kernel_that_raises_leaves_the_interpreter_as_it_was(tmp_path):
     assert not any(name.startswith("create_") for name in after)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not can_look(), reason="launches are to be seen from Triton 3.5 on")
 def test_the_compiler_takes_every_solution(tmp_path, monkeypatch):
     "What the interpreter runs must be Triton: each solution is lowered for a GPU"

@@ -15,7 +15,7 @@ from fusedloss.core.hopper import IN_TURN
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import RankTokens, shard_range, Shards
 from fusedloss.measure import peak_memory, relative_error
-from grids import few
+from grids import few, thorough_but
 from helpers import everywhere, has_no_second_derivative, planted, unchanged
 from test_product import launch_on_cpu
 
@@ -256,7 +256,7 @@ LAUNCHED = {"two ranks": dict(ranks=2), "a rank without classes": dict(ranks=4, 
 
 
 @interpreted
-@pytest.mark.parametrize("case", few(LAUNCHED, "two ranks", "a rank without classes"))
+@pytest.mark.parametrize("case", thorough_but(few(LAUNCHED, "two ranks", "a rank without classes"), "two ranks"))
 def test_the_launched_form(case, monkeypatch):
     how = {"v": 300, "rows": 16, **LAUNCHED[case]}
     data, o = sample(bf16, n=20, v=how.pop("v"), h=64), LossOptions(logit_scale=0.2, z_loss=0.03)
@@ -272,7 +272,7 @@ def test_the_launched_form_of_infinite_scores(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("at", [31, 290])
+@pytest.mark.parametrize("at", thorough_but([31, 290], 290))
 def test_the_launched_form_makes_an_offset_again(at, monkeypatch):
     data, o = far_scores(300.0, at, bf16, n=20, v=300, h=64), LossOptions(logit_scale=0.5)
     monkeypatch.setattr(product, "SAMPLED", 2)

@@ -13,7 +13,7 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.versions import torch_version
 from fusedloss.measure import peak_memory, relative_error
 from fusedloss.plans import plan
-from grids import few, grid
+from grids import few, grid, thorough_but
 from helpers import TOLERANCE, first_fault_of, has_no_second_derivative, off, planted, replays, unchanged
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -214,7 +214,10 @@ def kernel_faults(k, how, blocks, dtype, labels=3, device="cpu") -> list[str]:
     return right + ["it writes outside"] * (not wide[around].isnan().all())
 
 
-@pytest.mark.parametrize("how, blocks, dtype", grid(few(OPTIONS, "plain", "z-loss", "all"), BLOCKS, (f32, bf16)))
+KERNEL_GRID = grid(few(OPTIONS, "plain", "z-loss", "all"), BLOCKS, (f32, bf16))
+
+
+@pytest.mark.parametrize("how, blocks, dtype", thorough_but(KERNEL_GRID, *KERNEL_GRID[::2]))
 def test_the_kernel(how, blocks, dtype, place):
     assert kernel_faults(pairs, how, BLOCKS[blocks], dtype, device=place) == []
 

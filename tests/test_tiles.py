@@ -11,7 +11,7 @@ from fusedloss.baseline import Sample, baseline_linear_cross_entropy, sample_dat
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.tiles import MemoryEfficientVocabOutput, remove_radial, square_tile, tiled_linear_cross_entropy, tiled_lse, tiled_lse_grad
 from fusedloss.core.products import tile_slices, grad_scale_of
-from grids import FULL, grid
+from grids import FULL, grid, thorough_but
 from helpers import CASES, TOLERANCE, Case, faults, gradients, has_no_second_derivative, off, reference, roundings, upstream
 
 small = partial(tiled_linear_cross_entropy, token_tile=3, class_tile=4)
@@ -381,8 +381,10 @@ def test_the_reduction_saves_no_more_than_masks(reduction, device):
     assert sum(t.nbytes for t in saved) <= 40 * (4 + 2) + 8
 
 
-@pytest.mark.parametrize("scale, dtype, sizes", grid(
-    [None, 8.0], [torch.float32, torch.bfloat16], [(64, 8, 2048), (2048, 8, 64), (300, 8, 300), (600, 8, 600), (72, 64, 1500)]))
+MEASURED = grid([None, 8.0], [torch.float32, torch.bfloat16], [(64, 8, 2048), (2048, 8, 64), (300, 8, 300), (600, 8, 600), (72, 64, 1500)])
+
+
+@pytest.mark.parametrize("scale, dtype, sizes", thorough_but(MEASURED, *MEASURED[::3]))
 def test_memory_is_a_few_tiles_whatever_n_times_v(sizes, dtype, scale, device):
     (n, h, v), (bn, bv) = sizes, (32, 64)
     s = sample_data(*sizes, dtype, device)
