@@ -67,7 +67,7 @@ test-gpu: $(READY)  ## what needs a GPU, on the one at hand, in parallel; notebo
 
 test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
 	$(PYTHON) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(f'expected two GPUs or more, got {n}' if n < 2 else 0)"
-	$(PYTHON) -m pytest tests/test_sharded.py -k test_on_several_gpus
+	$(PYTHON) -m pytest tests/test_sharded.py tests/test_kernels.py tests/test_scans.py -k "several_gpus or second_device or not_the_current"
 
 sanitize: export PYTHONPATH = $(CURDIR)
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand

@@ -232,7 +232,7 @@ def test_a_rest_far_below_the_list_keeps_its_digits():
 
 # --- rows by the kernel ---
 
-place = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
+place = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 BLOCKS = {"own": None, "small": PairBlocks(2, 2, 16, 1), "one row": PairBlocks(1, 4, 16, 1)}
 
 

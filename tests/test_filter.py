@@ -494,13 +494,13 @@ def variant(tmp_path, monkeypatch, *pairs):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *MUTANTS[bug])), f"no case notices that {bug}"

@@ -569,7 +569,7 @@ def test_whole_models_rewritten_and_run_eagerly(name, device, fired):
 
 
 @pytest.mark.usefixtures("inductor")
-@pytest.mark.parametrize("name", few(MODELS))
+@pytest.mark.parametrize("name", thorough_but(MODELS))
 def test_whole_models_through_inductor(name, device, fired):
     torch.manual_seed(0)
     model = MODELS[name]().to(device)

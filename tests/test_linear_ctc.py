@@ -91,7 +91,7 @@ def way(request, monkeypatch):
         return "cuda"
     if request.param == "both":
         if not INTERPRETED:
-            pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+            pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
         take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
     if request.param in ("lattice", "both"):
         use_lattice(request.getfixturevalue("lattice"), monkeypatch)
@@ -187,7 +187,7 @@ def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatc
 def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
     if packed and not INTERPRETED:
-        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     use_lattice(lattice, monkeypatch)
     everywhere(monkeypatch, fusedloss.linear_ctc, "finish_threads", lambda row: threads)
     take_rows(monkeypatch, lambda x: packed and len(x) > 0)
@@ -815,7 +815,7 @@ TRITON_BUGS = {
 }
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", thorough_but([None, *few(TRITON_BUGS, "classes that are not there", "the last tile's largest for the first")], None))
 def test_bugs_in_the_triton_kernel(bug, tmp_path, monkeypatch):
     changes = TRITON_BUGS.get(bug) or unchanged(TRITON_BUGS.values())
@@ -859,7 +859,7 @@ KERNEL_BUGS = {
 }
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", thorough_but([None, *few(KERNEL_BUGS, "beta is not handed on", "Z without the last label", "labels that repeat",
                                                          "rows of the compacted")], None))
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
@@ -888,7 +888,7 @@ def packed(monkeypatch, lattice, module, K):
     everywhere(monkeypatch, module, "frame_counts", lambda *given: FrameCounts(K, 3 * K, 3 * K, parts_of(K)))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", thorough_but([None, *few(PACKED_BUGS, "dx where x was packed", "rows of other segments")], None))
 def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
     changes = PACKED_BUGS.get(bug) or unchanged(PACKED_BUGS.values())
@@ -902,7 +902,7 @@ def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
     assert right == (bug is None)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 def test_packed_rows_give_what_is_asked_for(lattice, monkeypatch):
     packed(monkeypatch, lattice, fusedloss.linear_ctc, 8)
     z, y, frames, lengths, _ = hard("ragged", f64)

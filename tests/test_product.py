@@ -276,8 +276,8 @@ def held_log_probs(n: int, v: int, h: int, device: str, monkeypatch: pytest.Monk
     assert all(a < b for a, b in zip(found, (1e-5, 1e-5, 6e-3, 6e-3))) and {*launched} == {"score_moments", "entropy_gradients"}, (found, launched)
 
 
-place = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1")
+place = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
 
 

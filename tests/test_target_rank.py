@@ -58,7 +58,7 @@ def test_of_logits(lead):
     torch.testing.assert_close(found.mean_logits, means.view(lead), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 def test_of_the_kernels():
     x, w, y, temperature = drawn()
