@@ -297,7 +297,7 @@ def test_compiles_without_a_graph_break(scale, backend, device):
     torch._dynamo.reset()
     s = sample_data(7, 3, 10, device=device)
     compiled = torch.compile(partial(small, scale=scale), backend=backend, fullgraph=True)
-    assert exactly(gradients(compiled, s), gradients(small, s, scale=scale))
+    assert_near(gradients(compiled, s), gradients(small, s, scale=scale), 1e-6)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
