@@ -3,6 +3,7 @@ import os
 
 import pytest
 import torch
+import typed_launches
 from typed_launches import can_look, launch_types, lowerer
 
 triton = pytest.importorskip("triton")
@@ -46,9 +47,26 @@ def test_a_loop_keeps_the_types_of_its_variables():
 def test_a_launch_of_the_library_is_looked_at(monkeypatch):
     from fusedloss.kernels import launch_scan
     from fusedloss.core.options import LossOptions
-    seen = []
-    monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "no")
+    monkeypatch.setattr(typed_launches, "LOWERED", set())
+    monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: "no")
     z, y = torch.randn(3, 1, 7), torch.tensor([0, 3, -100])
-    with pytest.raises(AssertionError, match="the compiler refuses"):
-        launch_scan(z, y, None, None, LossOptions())
-    assert seen
+    for _ in range(2):  # what was refused is refused again
+        with pytest.raises(AssertionError, match="the compiler refuses"):
+            launch_scan(z, y, None, None, LossOptions())
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_launches_of_a_kind_are_looked_at_once_or_each(each, monkeypatch):
+    "Numbers make no kind of their own; dtypes and what is None do"
+    from fusedloss.kernels import launch_scan
+    from fusedloss.core.options import LossOptions
+    seen = []
+    monkeypatch.setattr(typed_launches, "LOWERED", set())
+    monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "")
+    with monkeypatch.context() as patch:
+        typed_launches.check_launches(patch, each)
+        z, y, w = torch.randn(3, 1, 7), torch.tensor([0, 3, -100]), torch.ones(7)
+        for logits, weight, kinds in ((z, None, 1), (z[:, :, :1], None, 1), (z.double(), None, 2), (z, w, 3)):
+            launch_scan(logits, y.clamp(max=logits.shape[2] - 1), weight, None, LossOptions())
+            assert len({*map(typed_launches.kind_of, seen)}) == kinds
+    assert (len(seen) == 3) != each
