@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 import typed_launches
-from typed_launches import can_look, launch_types, lowerer
+from typed_launches import can_look, kind_of, launch_types, lowerer
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -55,18 +55,8 @@ def test_a_launch_of_the_library_is_looked_at(monkeypatch):
             launch_scan(z, y, None, None, LossOptions())
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_launches_of_a_kind_are_looked_at_once_or_each(each, monkeypatch):
-    "Numbers make no kind of their own; dtypes and what is None do"
-    from fusedloss.kernels import launch_scan
-    from fusedloss.core.options import LossOptions
-    seen = []
-    monkeypatch.setattr(typed_launches, "LOWERED", set())
-    monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "")
-    with monkeypatch.context() as patch:
-        typed_launches.check_launches(patch, each)
-        z, y, w = torch.randn(3, 1, 7), torch.tensor([0, 3, -100]), torch.ones(7)
-        for logits, weight, kinds in ((z, None, 1), (z[:, :, :1], None, 1), (z.double(), None, 2), (z, w, 3)):
-            launch_scan(logits, y.clamp(max=logits.shape[2] - 1), weight, None, LossOptions())
-            assert len({*map(typed_launches.kind_of, seen)}) == kinds
-    assert (len(seen) == 3) != each
+def test_numbers_make_no_kind_of_launch_and_dtypes_and_what_is_none_do():
+    kind = lambda *args, **options: kind_of(launch_types(mixed_kernel, args, options))
+    x = torch.zeros(1)
+    assert kind(x, x, WIDE=False) == kind(torch.zeros(5), x, WIDE=True)
+    assert len({kind(x, x, WIDE=False), kind(x, x.double(), WIDE=False), kind(x, None, WIDE=False)}) == 3
