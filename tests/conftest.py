@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import FULL
 from typed_launches import check_launches
 
 # the tensors are small, and pytest-xdist fills the cores; two threads add in another order, as another processor does
@@ -41,4 +42,4 @@ def gpu_memory(request) -> Iterator[None]:
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1")
 def lowered(monkeypatch) -> None:
     "What the interpreter runs, the compiler must accept"
-    check_launches(monkeypatch)
+    check_launches(monkeypatch, each=FULL)

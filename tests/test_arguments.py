@@ -9,6 +9,7 @@ import fusedloss as fl
 from fusedloss.baseline import sample_data
 from fusedloss.losses import METHODS, linear_cross_entropy
 from fusedloss.measure import relative_error
+from grids import thorough_but
 from head_cases import place  # noqa: F401 (fixtures)
 from helpers import broken, everywhere
 from kernels_once import forced_kernels
@@ -68,7 +69,7 @@ APART = LINEAR | LOGITS | {f"{cls.__name__} {rate}": head(cls, rate) for cls in 
     "filtered": lambda x, w, y: fl.recompute_linear_cross_entropy(x, w, y, filter_eps=1e-6)}
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", thorough_but(APART, *[*APART][::3]))
 def test_labels_may_lie_apart(name, place):
     "What a kernel reads as labels next to each other is a copy that has them so"
     x, w, _ = sample_data(N, H, V, f32 if place == "cpu" else torch.bfloat16, place)

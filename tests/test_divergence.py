@@ -14,7 +14,7 @@ from fusedloss.core import pairs
 from fusedloss.core.pairs import DivergenceOptions, PairBlocks, launch_divergence, reference_divergence
 from fusedloss.core.triton import jit, tl
 from fusedloss.measure import MemoryTrace, relative_error
-from grids import few, grid
+from grids import few, grid, thorough_but
 from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -260,8 +260,11 @@ def row_faults(k, kind, shape, options, blocks, dtype, device, weights=True, lat
                                      ("outside", bool(frame[~inside].isnan().all()))) if not right]
 
 
+KERNEL_GRID = grid(KINDS, few(BLOCKS, "own", "small"), ("plain", "cool and capped"), few((f32, bf16, f16), f32, bf16))
+
+
 @place
-@pytest.mark.parametrize("kind, blocks, how, dtype", grid(KINDS, few(BLOCKS, "own", "small"), ("plain", "cool and capped"), few((f32, bf16, f16), f32, bf16)))
+@pytest.mark.parametrize("kind, blocks, how, dtype", thorough_but(KERNEL_GRID, *KERNEL_GRID[::2]))
 def test_the_kernel(kind, blocks, how, dtype, device):
     options = dict(inv_temperature=0.5, softcap=3.0, teacher_softcap=2.0) if how != "plain" else {}
     assert row_faults(pairs, kind, (5, 75), options, BLOCKS[blocks], dtype, device) == []

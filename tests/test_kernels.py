@@ -14,7 +14,7 @@ from fusedloss.clusters import cross_entropy
 from fusedloss.core.options import CrossEntropyStats, LossOptions, statistics_of
 from fusedloss.kernels import rows_view
 from fusedloss.measure import relative_error, saved_tensors
-from grids import FULL, few, grid
+from grids import FULL, few, grid, thorough_but
 from helpers import TOLERANCE, everywhere, has_no_second_derivative, upstream
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -906,7 +906,7 @@ def fresh_compiler():
 COMPILED = {"plain": {}, "inplace": dict(inplace=True), "everything": OPTIONS["everything"]}
 
 
-@pytest.mark.parametrize("name", few(COMPILED, "inplace", "everything"))
+@pytest.mark.parametrize("name", thorough_but(few(COMPILED, "inplace", "everything"), "everything"))
 def test_compiled_without_a_graph_break(name, device, fresh_compiler):
     "Also for more tokens than at first, without compiling again for each count; logits stay as they are"
     doubled = lambda z, *args, **options: cross_entropy(z * 2, *args, **options)

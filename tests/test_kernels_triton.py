@@ -2,6 +2,7 @@
 import os
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -209,8 +210,10 @@ def test_launchers_are_the_definition(name, place):
     assert launcher_faults(clusters, CASES[name], place) == []
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("shape", [(3, 1, 1), (7, 2, 70), (3, 1, 5000)], ids=str)
+SCALED = [*product([(3, 1, 1), (7, 2, 70), (3, 1, 5000)], (False, True))]
+
+
+@pytest.mark.parametrize("shape, inside", thorough_but(SCALED, *SCALED[::3]), ids=str)
 def test_rows_are_scaled(shape, inside, place):
     assert scale_faults(clusters, place, shape, inside) == []
 
@@ -253,7 +256,7 @@ def test_any_cut_is_the_definition(case):
     assert launcher_faults(clusters, case, "cpu") == []
 
 
-@pytest.mark.parametrize("parts", few([1, 2, 3, 7, 100], 3, 100))
+@pytest.mark.parametrize("parts", thorough_but(few([1, 2, 3, 7, 100], 3, 100), 3))
 def test_result_does_not_depend_on_the_cut(parts, place):
     z, y, w, t, options = Case((3, 1, 70), OPTIONS["everything"]).rows(place)
     o = row_options(clusters, options)
@@ -263,7 +266,7 @@ def test_result_does_not_depend_on_the_cut(parts, place):
             assert torch.allclose(a, b, rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("blocks", [None, Blocks(1, 2, 8, 1)])
+@pytest.mark.parametrize("blocks", [None, pytest.param(Blocks(1, 2, 8, 1), marks=pytest.mark.thorough)])
 def test_a_row_does_not_depend_on_the_others(blocks, place):
     z, y, w, t, options = Case((9, 1, 35), OPTIONS["everything"]).rows(place)
     o, other = row_options(clusters, options), sample((9, 35), place, seed=1)[0].view(9, 1, 35)

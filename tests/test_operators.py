@@ -24,6 +24,7 @@ def define(factor: float):
     return again
 
 
+@pytest.mark.thorough
 def test_defining_again_replaces_the_functions_behind_every_handle():
     first, x = define(0.0), torch.ones(3, requires_grad=True)
     call = torch.compile(lambda x: first(x), fullgraph=True, backend="aot_eager")

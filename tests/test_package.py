@@ -110,6 +110,7 @@ def test_source_distribution_holds_the_sources(source, unpacked):
     assert sorted(path for path in expected if not (unpacked / path).is_file()) == []
 
 
+@pytest.mark.thorough
 def test_installed_wheel_needs_no_checkout(source, wheel, tmp_path):
     pip("install", wheel.filename, "--target", str(tmp_path / "site"), cwd=source)
     (tmp_path / "empty").mkdir()

@@ -21,7 +21,7 @@ from fusedloss.margins import AdaFace, ArcFace, CosFace, margin_cross_entropy, n
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse
-from grids import few, grid
+from grids import few, grid, thorough_but
 from head_cases import (
     ADAMW, CASES, COUNT, SGD, Failing, bf16, f16, f32, f64, failure_fault, faults, kernels_for_all, make_head, one_step, place, sample,  # noqa: F401 (fixtures)
     scored_classes, state_fault)
@@ -629,8 +629,8 @@ def test_margin_cross_entropy_names_its_ways():
             margin_cross_entropy(x, w, y, margin=ArcFace(), method=method)
 
 
-@pytest.mark.parametrize("case", few([c for c in CASES if "SubCenter" not in c and "Circle" not in c],
-                                     "log q", "conflict zero", "AdaFace", "few classes"))
+@pytest.mark.parametrize("case", thorough_but(few([c for c in CASES if "SubCenter" not in c and "Circle" not in c],
+                                                  "log q", "conflict zero", "AdaFace", "few classes"), "log q", "conflict zero"))
 def test_definition_by_kernels(case, kernels_for_all):
     assert not faults(**CASES[case], dtype=f32, tolerance=1e-4)
 

@@ -394,7 +394,7 @@ def test_memory_of_the_kernels(budget):
 # Kinds of tensors
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, "transposed", "part of a wider tensor", "rows expanded"))
+@pytest.mark.parametrize("name", thorough_but(few(LAYOUTS, "transposed", "part of a wider tensor", "rows expanded"), "transposed"))
 def test_matrices_of_any_strides(name, way):
     layout = LAYOUTS[name]
     x, w, _, y, _ = Case((9, 7, 40)).tensors(way)

@@ -322,6 +322,7 @@ def test_bf16_weights_arrive_where_fp32_weights_do(device):
     assert torch.equal(train(bf16, True), train(bf16, True))
 
 
+@pytest.mark.thorough
 def test_bf16_heads_learn():
     g = torch.Generator().manual_seed(0)
     centres = torch.randn(100, 16, generator=g)

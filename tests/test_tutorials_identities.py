@@ -8,6 +8,7 @@ import torch
 from helpers import need_fonts
 from workbook import ROOT, directives, read_notebook
 
+pytestmark = pytest.mark.thorough
 PAGE = ROOT / "nbs" / "tutorials" / "4_identities.ipynb"
 CELLS = [cell["source"] for cell in read_notebook(PAGE)["cells"]
          if cell["cell_type"] == "code" and not {"slow", "cuda"} & directives(cell["source"])]
@@ -54,7 +55,6 @@ def again(page, old, new, check):
             exec(cell_with(check), names)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 def test_page_notices(page, fault):
     old, new, check = FAULTS[fault]

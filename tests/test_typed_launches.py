@@ -3,7 +3,8 @@ import os
 
 import pytest
 import torch
-from typed_launches import can_look, launch_types, lowerer
+import typed_launches
+from typed_launches import can_look, kind_of, launch_types, lowerer
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -46,9 +47,16 @@ def test_a_loop_keeps_the_types_of_its_variables():
 def test_a_launch_of_the_library_is_looked_at(monkeypatch):
     from fusedloss.kernels import launch_scan
     from fusedloss.core.options import LossOptions
-    seen = []
-    monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: seen.append(line) or "no")
+    monkeypatch.setattr(typed_launches, "LOWERED", set())
+    monkeypatch.setattr(type(lowerer()), "complaint", lambda self, line: "no")
     z, y = torch.randn(3, 1, 7), torch.tensor([0, 3, -100])
-    with pytest.raises(AssertionError, match="the compiler refuses"):
-        launch_scan(z, y, None, None, LossOptions())
-    assert seen
+    for _ in range(2):  # what was refused is refused again
+        with pytest.raises(AssertionError, match="the compiler refuses"):
+            launch_scan(z, y, None, None, LossOptions())
+
+
+def test_numbers_make_no_kind_of_launch_and_dtypes_and_what_is_none_do():
+    kind = lambda *args, **options: kind_of(launch_types(mixed_kernel, args, options))
+    x = torch.zeros(1)
+    assert kind(x, x, WIDE=False) == kind(torch.zeros(5), x, WIDE=True)
+    assert len({kind(x, x, WIDE=False), kind(x, x.double(), WIDE=False), kind(x, None, WIDE=False)}) == 3
