@@ -119,14 +119,14 @@ def test_built_pages_say_how_they_are_opened(name, up):
 def test_outputs_say_where_they_were_made(tmp_path):
     out = {"output_type": "stream", "name": "stdout", "text": ["1"]}
     cells = [{"cell_type": "code", "id": name, "source": [source], "outputs": [out] * n}
-             for name, source, n in (("a", "#| cuda\nf()", 1), ("b", "f()", 1), ("c", "#| cuda\nx = 1", 0), ("d", "#| cuda\ng()", 0))]
+             for name, source, n in (("a", "#| cuda\nf()", 1), ("b", "f()", 1), ("c", "#| cuda\nx = 1", 0), ("e", "#| cuda\nh()", 0), ("d", "#| cuda\ng()", 0))]
     made = {"machine": "NVIDIA H200 · python 3", "date": "2026-11-24", "commit": "abc"}
     path = tmp_path / "a.ipynb"
     path.write_text(json.dumps({"cells": cells, "metadata": {"fusedloss": {"page": made, "gpu": made | {"cells": ["a", "c"]}}}}), encoding="utf-8")
     prepare(path)
     *found, last = json.loads(path.read_text(encoding="utf-8"))["cells"]
     notes = [[*output.get("data", {}).values()][0][0] for cell in found for output in cell["outputs"] if "data" in output]
-    assert [len(cell["outputs"]) for cell in found] == [2, 1, 0, 1]
+    assert [len(cell["outputs"]) for cell in found] == [2, 1, 0, 0, 1]
     assert notes == ['<p class="fl-made">NVIDIA H200, 2026-11-24, commit abc</p>', '<p class="fl-made">This cell needs a GPU and has not been run on one.</p>']
     assert last["source"] == '<p class="fl-made">Outputs: NVIDIA H200, 2026-11-24, commit abc</p>'
 

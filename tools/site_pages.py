@@ -7,7 +7,7 @@ from pathlib import Path
 
 from workbook import METADATA_KEY, read_notebook
 
-from fusedloss.core.pages import gpu_note, made_line, needs_gpu
+from fusedloss.core.pages import NOT_RUN, gpu_note, made_line, needs_gpu
 
 CARD, LOST = "card.png", "404.html"
 GUIDE = "guide.ipynb#open-a-page-in-jupyter"
@@ -27,10 +27,11 @@ def small_print(text: str) -> dict:
 
 
 def say_where_made(nb: dict) -> None:
-    "Say beneath each cell for a GPU where its outputs were made, or that it has not run; and at the page's end the same of all other cells"
+    "Say beneath each cell for a GPU where its outputs were made, or that it has not run, once for several; and at the page's end the same of all others"
     code = [cell for cell in nb["cells"] if cell["cell_type"] == "code"]
-    for cell in code:
-        if needs_gpu(cell["source"]) and (note := gpu_note(nb, cell)):
+    notes = [gpu_note(nb, cell) if cell in code and needs_gpu(cell["source"]) else "" for cell in nb["cells"]]
+    for cell, note, following in zip(nb["cells"], notes, [*notes[1:], ""]):
+        if note and not note == following == NOT_RUN:
             cell["outputs"].append(small_print(note))
     made = nb["metadata"].get(METADATA_KEY, {}).get("page")
     if made and any(cell["outputs"] and not needs_gpu(cell["source"]) for cell in code):

@@ -27,7 +27,8 @@ def machine_name(device:str|torch.device="cpu") -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 # %% ../../nbs/library/records.ipynb #b62ba96d
 def versions() -> dict[str, str]:
