@@ -61,7 +61,7 @@ def environment(**more):
     if "SHARDED_BACKEND" not in more:
         env["CUDA_VISIBLE_DEVICES"] = ""  # ranks are forks, and CUDA does not survive a fork
     else:
-        env["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # which may take longer than a survivor has to end by itself
+        env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # after a timeout NCCL's watchdog sleeps four times as long before it ends its process
     return env
 
 
