@@ -258,6 +258,12 @@ def cosface_loss(
         o, dtype, head.sparse)
     return loss, lse, cos, largest
 
+def step_sampler(head:nn.Module) -> Optional[nn.Module]:
+    "The sampler of a training step, moved to the head's device; None to evaluate, with all classes."
+    sampler = head.sampler if head.training else None
+    if sampler is not None and sampler.step.device != head.weight.device: sampler.to(head.weight.device)
+    return sampler
+
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
     with_stats:bool,
@@ -514,8 +520,7 @@ class PartialFC(ClassScores):
         check_features(self, features, target, return_stats)
         check_labels(target, self.num_classes, self.ignore_index)
         x, y = features.reshape(-1, self.embedding_size), flat_labels(target)
-        sampler = self.sampler if self.training else None  # to evaluate, all classes
-        loss, stats = partial_loss(self, x, y, sampler, return_stats)
+        loss, stats = partial_loss(self, x, y, step_sampler(self), return_stats)
         return (loss, stats) if return_stats else loss
 
     def extra_repr(self) -> str:

@@ -32,7 +32,7 @@ from fusedloss.logprobs import flat_labels
 from fusedloss.margins import learned_scale, Margin, scaled_rows
 from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
-    head_stats, HeadStats, PartialFC, score_config, scores_in_eval, TopK)
+    head_stats, HeadStats, PartialFC, score_config, scores_in_eval, step_sampler, TopK)
 from fusedloss.row_sparse import (
     apply_update, as_rows, live_rows, RowSparse, update_of)
 
@@ -323,8 +323,7 @@ class ShardedPartialFC(ShardedScores):
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over all ranks' valid rows
         if target is None: return scores_in_eval(self, features, return_stats)
         s, b, x, y = gathered_batch(self, features, target, return_stats)
-        sampler = self.sampler if self.training else None  # to evaluate, all classes
-        loss, terms = sharded_head_loss(self, x, y, s, sampler, head_dtype(features))
+        loss, terms = sharded_head_loss(self, x, y, s, step_sampler(self), head_dtype(features))
         return (loss, sharded_head_stats(self, terms, b, s)) if return_stats else loss
 
     def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:

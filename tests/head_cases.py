@@ -30,7 +30,7 @@ def place(device):
     "A device on which kernels run"
     pytest.importorskip("triton", reason="Triton is not installed")
     if device == "cpu" and not INTERPRETED:
-        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     return device
 
 
@@ -183,7 +183,7 @@ def guarded(*shape, dtype=f32, device="cpu", values=None):
 def kernels_for_all(place, monkeypatch):
     "The kernels take fp32, interpreted"
     if place != "cpu":
-        pytest.skip("a GPU has its kernels without asking")
+        pytest.skip("the kernels take fp32 in the interpreter alone")
     everywhere(monkeypatch, cosine, "has_kernel", lambda t: t.dtype != f64 and t.numel() > 0)
     everywhere(monkeypatch, negatives, "fits_kernels", lambda x, o: len(x) > 0 and o.centers == 1 and o.circle_margin < 0)
     return place

@@ -1048,7 +1048,7 @@ def of_all_ranks(head):
 def ddp_around_backbone_and_head(meshes):
     from torch.nn.parallel import DistributedDataParallel
     for ranks, mesh, rank in mine(meshes[1:2]):
-        sizes, wanted, losses = [7, 5], None, []
+        sizes, wanted = [7, 5], None
         for rate in (1.0, 0.5):
             one, many = two_heads(11, mesh, sample_rate=rate)
             alone, x, y = Identities(one), *batch_of(sizes, 11)
@@ -1491,7 +1491,7 @@ def fsdp_at_the_root(meshes):
     from torch.distributed.fsdp import fully_shard
     for ranks, mesh, rank in mine(meshes[1:2]):
         together, own = shared_batch(mesh)
-        (x, y), count = together, (together[1] >= 0).sum()
+        count = (together[1] >= 0).sum()
         each = [[part_of(t, [3, 7], r) for t in together] for r in range(2)]
         model = fully_shard(Model(), mesh=mesh)
         model(*own).backward()  # a mean of each rank's mean
@@ -1580,7 +1580,7 @@ def wrong_reductions_raise(meshes):
     from torch.distributed.fsdp import fully_shard
     for ranks, mesh, rank in mine(meshes[1:2]):
         (x, y), own = shared_batch(mesh)
-        w, b = Model().head.weight.detach(), Model().head.bias.detach()
+        w = Model().head.weight.detach()
         weight, tokens = spread(w, mesh).requires_grad_(), spread(x, mesh).requires_grad_()
         ask = lambda x, w, how, y=y: lambda: fl.linear_cross_entropy(x, w, y, backbone_reduction=how)
         same = DTensor.from_local(x, mesh, [Replicate()])

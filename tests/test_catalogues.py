@@ -15,7 +15,7 @@ from fusedloss.core.popularity import PopularitySampler, expected_draws
 from fusedloss.measure import relative_error, saved_tensors
 from fusedloss.row_sparse import RowSparse
 from grids import FULL, few, thorough_but
-from head_cases import ADAMW, SGD, bf16, f16, f32, f64, kernels_for_all, place
+from head_cases import ADAMW, SGD, bf16, f16, f32, f64, kernels_for_all, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, has_no_second_derivative, planted, unchanged
 
 V, H, N = 41, 6, 13
@@ -49,7 +49,7 @@ def counts_of(head, y):
     elif hasattr(sampler, "num_samples"):
         drawn = sampler(n if sampler.each_row else 1).expand(n, -1).cpu()
         counts = F.one_hot(drawn + 1, v + 1).sum(1)[:, 1:]
-        log_q = sampler.log_draws(torch.arange(v, device=y.device)) * sampler.log_q
+        log_q = sampler.log_draws(torch.arange(v, device=sampler.line.device)) * sampler.log_q
         if sampler.num_samples == v:
             counts, log_q = torch.ones(n, v), torch.zeros(v)
     else:
@@ -278,6 +278,16 @@ def test_extend_and_remove(each_row):
     assert head(x, y.clamp(max=30)).isfinite()
 
 
+@pytest.mark.parametrize("each_row", [False, True])
+def test_a_sampler_follows_its_head(each_row, device):
+    "One that the head is given, and one that takes its place later"
+    head = make_head(each_row=each_row).to(device)
+    x, y = batch(device=device)
+    for _ in range(2):
+        assert head(x, y).isfinite() and head.sampler.line.device == head.weight.device
+        head.sampler = PopularitySampler(POPULARITY, 4, each_row=each_row)
+
+
 def test_a_change_that_fails_has_changed_nothing():
     head = make_head()
     of_weight, before = torch.optim.AdamW([head.weight], lr=0.1), copy.deepcopy(head.state_dict())
@@ -296,7 +306,7 @@ def test_a_linear_layer_is_loaded():
     torch.testing.assert_close(head.eval()(x), layer(x))
     best = head.topk(x, 4)
     torch.testing.assert_close(best.values, layer(x).topk(4).values)
-    assert torch.equal(best.indices, layer(x).topk(4).indices)
+    torch.testing.assert_close(layer(x).gather(-1, best.indices), best.values)
     with pytest.raises(RuntimeError, match="bias"):
         head.load_state_dict({"weight": layer.weight})
     cosines = fl.PartialFC(V, H, sample_rate=0.5)

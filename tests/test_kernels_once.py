@@ -41,7 +41,7 @@ def test_every_part_runs(part, capsys):
     assert capsys.readouterr().out.startswith(f"{part}: ")
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the next test; on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the next test; runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("part", PARTS)
 def test_every_triton_kernel_is_launched(part):
     "By the interpreter, with the modules told that they have kernels"

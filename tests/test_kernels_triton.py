@@ -20,7 +20,7 @@ from test_kernels import OPTIONS, cross_entropy, differentiate, exact, sample, t
 
 pytest.importorskip("triton", reason="Triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 compiled_only = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="no GPU that compiles kernels")
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -30,7 +30,7 @@ f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 def place(device):
     "A device on which launchers run; what they allocate is filled with NaN first"
     if device == "cpu" and not INTERPRETED:
-        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     torch.use_deterministic_algorithms(True)
     yield device
     torch.use_deterministic_algorithms(False)

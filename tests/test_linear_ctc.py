@@ -91,7 +91,7 @@ def way(request, monkeypatch):
         return "cuda"
     if request.param == "both":
         if not INTERPRETED:
-            pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+            pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
         take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
     if request.param in ("lattice", "both"):
         use_lattice(request.getfixturevalue("lattice"), monkeypatch)
@@ -188,7 +188,7 @@ def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatc
 def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
     if packed and not INTERPRETED:
-        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     use_lattice(lattice, monkeypatch)
     everywhere(monkeypatch, fusedloss.linear_ctc, "finish_threads", lambda row: threads)
     take_rows(monkeypatch, lambda x: packed and len(x) > 0)
@@ -538,7 +538,7 @@ def test_gradients_are_there_where_they_are_asked_for(requires, device, monkeypa
     if any(requires):
         loss.backward()
     for t, r, e in zip(leaves, requires, want):
-        assert (t.grad is not None) == r and (not r or torch.equal(t.grad, e))
+        torch.testing.assert_close(t.grad, e if r else None)
 
 
 def test_finite_differences(device, monkeypatch):
@@ -817,7 +817,7 @@ TRITON_BUGS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", [None, *few(TRITON_BUGS, "classes that are not there", "the last tile's largest for the first")])
 def test_bugs_in_the_triton_kernel(bug, tmp_path, monkeypatch):
     changes = TRITON_BUGS.get(bug) or unchanged(TRITON_BUGS.values())
@@ -862,7 +862,7 @@ KERNEL_BUGS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", [None, *few(KERNEL_BUGS, "beta is not handed on", "Z without the last label", "labels that repeat",
                                             "rows of the compacted")])
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
@@ -891,7 +891,7 @@ def packed(monkeypatch, lattice, module, K):
     everywhere(monkeypatch, module, "frame_counts", lambda *given: FrameCounts(K, 3 * K, 3 * K, parts_of(K)))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", thorough_but([None, *few(PACKED_BUGS, "dx where x was packed", "rows of other segments")], None))
 def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
     changes = PACKED_BUGS.get(bug) or unchanged(PACKED_BUGS.values())
@@ -905,7 +905,7 @@ def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
     assert right == (bug is None)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 def test_packed_rows_give_what_is_asked_for(lattice, monkeypatch):
     packed(monkeypatch, lattice, fusedloss.linear_ctc, 8)
     z, y, frames, lengths, _ = hard("ragged", f64)
@@ -915,7 +915,7 @@ def test_packed_rows_give_what_is_asked_for(lattice, monkeypatch):
     for i, (leaf, e) in enumerate(zip(leaves, want)):
         for k, other in enumerate(leaves):
             other.requires_grad_(k == i)
-        assert torch.equal(torch.autograd.grad(loss(), leaf)[0], e)
+        assert relative_error(torch.autograd.grad(loss(), leaf)[0], e) < 1e-6
     assert not any(want[0][k:, n].any() for n, k in enumerate(frames))
 
 

@@ -23,7 +23,7 @@ from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, shift_targets
 from fusedloss.measure import peak_memory, relative_error
 from fusedloss.plans import Call, cached_plan
-from grids import FULL, few, grid
+from grids import FULL, few, grid, thorough_but
 from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference
 
@@ -339,7 +339,7 @@ def fresh_compiler():
 
 
 @follows_plans
-@pytest.mark.parametrize("method", few(METHODS))
+@pytest.mark.parametrize("method", thorough_but(METHODS))
 def test_compiled_without_a_graph_break(method, device, fresh_compiler):
     x, w, _, y = sample((2, 6), device=device)
     x.requires_grad_(), w.requires_grad_()
@@ -352,7 +352,7 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
 
 
 @follows_plans
-@pytest.mark.parametrize("method, dtype", few(grid(METHODS, [f32, bf16])))
+@pytest.mark.parametrize("method, dtype", thorough_but(grid(METHODS, [f32, bf16])))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
     on_cpu = losses.call_of
     everywhere(monkeypatch, losses, "call_of", lambda *given: Call(*(r := on_cpu(*given))[:5], True, *r[6:]))
@@ -363,7 +363,7 @@ def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler,
 
 
 @follows_plans
-@pytest.mark.parametrize("method", few(METHODS))
+@pytest.mark.parametrize("method", thorough_but(METHODS, "auto"))
 def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
     w, seen = torch.randn(50, 8, requires_grad=True), CompileCounter()
     fn = torch.compile(lambda x, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend=seen, dynamic=True)

@@ -36,7 +36,7 @@ def way(request, device, monkeypatch):
     if request.param == "plain":
         everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: False)
     elif device == "cpu" and not INTERPRETED:
-        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     else:
         everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
         everywhere(monkeypatch, recompute, "run_length", short_runs)
@@ -159,7 +159,7 @@ def test_float64(case, device):
 
 def test_runs_of_any_length(device, monkeypatch):
     if device == "cpu" and not INTERPRETED:
-        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     x, w, b, y, _ = Case((9, 7, 300)).tensors(device)
     args = x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.LossOptions(), ALL_STATISTICS
     whole = recompute.launch_lse(*args)
@@ -402,8 +402,9 @@ def test_matrices_of_any_strides(name, way):
         a, c = a.requires_grad_(), c.requires_grad_()
         plain = [t.detach().contiguous().requires_grad_() for t in (a, c)]
         got = torch.autograd.grad(loss_of(a, c, y), [a, c])
-        for g, e in zip(got, torch.autograd.grad(loss_of(*plain, y), plain)):
-            assert relative_error(g, e) < TOLERANCE[f32]
+        floors = roundings(a, c)  # of equal classes the gradients are nothing
+        for name, g, e in zip(("dx", "dw"), got, torch.autograd.grad(loss_of(*plain, y), plain)):
+            assert off(name, g, e, TOLERANCE[f32], floors[name]) == []
 
 
 @pytest.mark.parametrize("name", few(LABELS, "unaligned", "strided int32"))
@@ -602,13 +603,13 @@ def first_fault(module):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *MUTANTS[bug])), f"no case notices that {bug}"

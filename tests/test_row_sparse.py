@@ -16,7 +16,7 @@ from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse, Update, launch_update, plain_update
 from grids import FULL, few, grid, pairs
 from head_cases import (
-    ADAMW, COUNT, SGD, bf16, f32, f64, failure_fault, given_rows, kernels_for_all, make_head, place, row_by_row, sample, sparse_gradients,
+    ADAMW, COUNT, SGD, bf16, f32, f64, failure_fault, given_rows, kernels_for_all, make_head, place, row_by_row, sample, sparse_gradients,  # noqa: F401 (fixtures)
     state_fault)
 from helpers import fault_of, planted, unchanged
 

@@ -1,14 +1,14 @@
-"""Running notebooks in place: outputs and hash are saved together, or nothing is."""
+"""Running notebooks in place: outputs and where they were made are saved together, or nothing is."""
 import json
 import os
 import re
 import sys
 
 import pytest
-from workbook import METADATA_KEY, code_hash, read_notebook
+from workbook import METADATA_KEY, read_notebook
 
 pytest.importorskip("execnb")
-from run_notebooks import environment, lean, run_all, run_here, waits_for  # noqa: E402
+from run_notebooks import environment, lean, made_now, run_all, run_here, waits_for  # noqa: E402
 
 PATH = "/" + "tmp/x.py"
 
@@ -16,14 +16,14 @@ PATH = "/" + "tmp/x.py"
 @pytest.fixture
 def run(tmp_path):
     "Run a notebook of these cells in place; read it again"
-    def write_and_run(*sources: str) -> dict:
+    def write_and_run(*sources: str, flags: str = "cuda") -> dict:
         path = tmp_path / "00_try.ipynb"
         empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
         cells = [{**empty, "id": f"c{number}", "source": source} for number, source in enumerate(sources)]
         path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
         before = path.read_bytes()
         try:
-            run_here(path, {"cuda"})
+            run_here(path, set(flags.split()))
         except RuntimeError:
             assert path.read_bytes() == before, "a failed run changed the notebook"
             raise
@@ -31,16 +31,24 @@ def run(tmp_path):
     return write_and_run
 
 
-def test_outputs_and_hash_are_saved(run):
+def test_outputs_are_saved_with_where_they_were_made(run):
     loud = "#| cuda\nprint('out')\nimport sys; print('progress', file=sys.stderr)"
     nb = run(loud, "#| eval: false\n1/0", "#| distributed\n1/0", "2 + 2")
     outputs = [cell["outputs"] for cell in nb["cells"]]
     assert [o["text"] for o in outputs[0]] == [["out\n"]]
     assert outputs[1] == outputs[2] == []
     assert outputs[3][0]["data"]["text/plain"] == ["4"]
-    assert nb["metadata"][METADATA_KEY]["code"] == code_hash(nb) and "torch" in nb["metadata"][METADATA_KEY]["machine"]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", nb["metadata"][METADATA_KEY]["date"])
+    made = nb["metadata"][METADATA_KEY]["page"]
+    assert "torch" in made["machine"] and made["commit"] and re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"])
+    assert nb["metadata"][METADATA_KEY]["gpu"] == made | {"cells": ["c0"]}
     assert "#| cuda" in nb["cells"][0]["source"]
+
+
+def test_a_run_without_the_cells_for_a_gpu_leaves_their_outputs_and_where_they_were_made(run):
+    nb = run("#| cuda\n1/0", "2 + 2", flags="")
+    assert nb["metadata"][METADATA_KEY].keys() == {"page"}
+    earlier = {"gpu": {"machine": "NVIDIA H200", "commit": "0123abc", "cells": ["c0"]}}
+    assert made_now(None, set(), earlier, "4567def")["gpu"] == earlier["gpu"]
 
 
 def test_error_names_the_cell(run):
@@ -62,6 +70,12 @@ def test_records_are_made_anew(run, tmp_path):
     stale.write_text("stale")
     run("assert not __import__('pathlib').Path('results/00_try.json').exists()", RECORD.format("new"))
     assert stale.read_text() == "new"
+
+
+def test_a_run_without_the_cells_for_a_gpu_keeps_its_records(run, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "00_try.json").write_text("measured")
+    assert run("from pathlib import Path; Path('results/00_try.json').read_text()", flags="")["cells"][0]["outputs"][0]["data"]["text/plain"] == ["'measured'"]
 
 
 def test_failed_run_keeps_the_old_records(run, tmp_path):

@@ -9,9 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from fusedloss.core import sampling
 from fusedloss.core.sampling import NegativeSampler, plain_block_key, step_columns, draw, plain_draw, first_occurrence, shuffle, plain_find_slot, strata_of
-from fusedloss.partial_fc import PartialFC
 from grids import FULL, few
-from head_cases import f32, f64, place
+from head_cases import f32, f64, place  # noqa: F401 (fixtures)
 from helpers import fault_of, planted, unchanged
 
 

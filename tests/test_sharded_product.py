@@ -22,7 +22,7 @@ from test_product import launch_on_cpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 HOW = {"plain": {}, "scaled": dict(logit_scale=0.5), "z-loss": dict(z_loss=0.1), "both": dict(logit_scale=1.5, z_loss=0.03)}
 
 
@@ -437,7 +437,7 @@ def test_the_unchanged_source_passes(tmp_path):
                                     "the kernel's own part is the first rank's", "a rank of no scores counts"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     if "kernel" in bug and not INTERPRETED:
-        pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     try:
         assert faults(planted(sharded_product, tmp_path, *MUTANTS[bug])), "nothing noticed"
     except (RuntimeError, TypeError):

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from types import SimpleNamespace
 
 import pytest
-from check_site import INDEX, problems, unlicensed
+from check_site import INDEX, problems, unlicensed, unused
 from search_index import addresses, index_script, with_search
 from site_pages import GUIDE, finish, finish_all, prepare, source_links
 from workbook import ROOT, is_stage, notebooks
@@ -26,8 +26,6 @@ FAULTS = {
     "font from outside": ("a.css", "@font-face { src: url(//example.org/x.woff) }", "a.css: //example.org/x.woff is loaded from outside"),
     "dead image": ("index.html", '<img src="gone.png">', "index.html: gone.png leads nowhere"),
     "dead search": (INDEX, 'globalThis.searchIndex = [["index.html","Home",[["gone","Here","b"]]]];\n', f"{INDEX}: index.html#gone has no such anchor"),
-    "unused asset": ("b.js", "1", "b.js: no page uses it"),
-    "no licence": ("site_libs/b.js", "1", "site_libs/b.js: no licence lies beside it"),
 }
 
 
@@ -94,6 +92,18 @@ def test_a_missing_card_is_named(report):
     assert "index.html: the card gone.png is missing" in report("index.html", '<meta property="og:image" content="https://example.org/s/gone.png">')
 
 
+def test_an_unused_asset_and_one_without_a_licence_are_named(report, tmp_path):
+    report("site_libs/b.js", "1")
+    assert list(unused(tmp_path)) == ["site_libs/b.js: no page uses it"]
+    assert list(unlicensed(tmp_path)) == ["site_libs/b.js: no licence lies beside it"]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="docs/ is not built")
+def test_the_built_site_serves_what_it_uses_with_its_licences():
+    assert [*unused(ROOT / "docs"), *unlicensed(ROOT / "docs")] == []
+
+
 def test_a_page_leads_to_its_notebook():
     repository, source, jupyter = source_links("library/b.ipynb", "https://example.org/r")
     assert source["href"] == "https://example.org/r/blob/main/nbs/library/b.ipynb" and jupyter["href"] == f"/{GUIDE}"
@@ -106,16 +116,19 @@ def test_built_pages_say_how_they_are_opened(name, up):
     assert f'href="{up}guide.html#open-a-page-in-jupyter"' in page and "/blob/main/nbs/" in page
 
 
-def test_gpu_outputs_say_where_they_were_made(tmp_path):
-    made = {"output_type": "stream", "name": "stdout", "text": ["1"]}
-    cells = [{"cell_type": "code", "source": [source], "outputs": [made] * n} for source, n in (("#| cuda\nf()", 1), ("f()", 1), ("#| cuda\nx = 1", 0))]
+def test_outputs_say_where_they_were_made(tmp_path):
+    out = {"output_type": "stream", "name": "stdout", "text": ["1"]}
+    cells = [{"cell_type": "code", "id": name, "source": [source], "outputs": [out] * n}
+             for name, source, n in (("a", "#| cuda\nf()", 1), ("b", "f()", 1), ("c", "#| cuda\nx = 1", 0), ("d", "#| cuda\ng()", 0))]
+    made = {"machine": "NVIDIA H200 · python 3", "date": "2026-11-24", "commit": "abc"}
     path = tmp_path / "a.ipynb"
-    for metadata, expected in (({"fusedloss": {"machine": "NVIDIA H200 · python 3", "commit": "abc+"}}, [2, 1, 0]), ({}, [1, 1, 0])):
-        path.write_text(json.dumps({"cells": cells, "metadata": metadata}), encoding="utf-8")
-        prepare(path)
-        found = [cell["outputs"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
-        assert [len(outputs) for outputs in found] == expected
-        assert not metadata or found[0][0]["data"]["text/html"] == ['<p class="fl-gpu">NVIDIA H200, commit abc</p>']
+    path.write_text(json.dumps({"cells": cells, "metadata": {"fusedloss": {"page": made, "gpu": made | {"cells": ["a", "c"]}}}}), encoding="utf-8")
+    prepare(path)
+    *found, last = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    notes = [[*output.get("data", {}).values()][0][0] for cell in found for output in cell["outputs"] if "data" in output]
+    assert [len(cell["outputs"]) for cell in found] == [2, 1, 0, 1]
+    assert notes == ['<p class="fl-made">NVIDIA H200, 2026-11-24, commit abc</p>', '<p class="fl-made">This cell needs a GPU and has not been run on one.</p>']
+    assert last["source"] == '<p class="fl-made">Outputs: NVIDIA H200, 2026-11-24, commit abc</p>'
 
 
 def test_a_folded_cell_says_what_is_inside(tmp_path):
@@ -165,7 +178,7 @@ def test_everything_others_made_is_in_the_notices():
 
 
 def test_tex_becomes_mathml():
-    pytest.importorskip("smalldocs", reason="the site is built on Python 3.11 and later")
+    pytest.importorskip("smalldocs", reason="smalldocs is not installed")
     from build_site import to_mathml
     page = to_mathml(r'<span class="math display">\[\sum_{v=1}^V e^{z_v} &lt; 1\]</span>')
     assert page.startswith('<math xmlns') and 'display="block"' in page and "\\" not in page

@@ -12,9 +12,11 @@ N, V, H = 9, 50, 16
 
 
 def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    "Hidden states, a weight whose classes 2 and 3 are equal, labels of which one is ignored, and a temperature of each token"
+    """Hidden states, a weight whose classes 2 and 3 are equal, labels of which one is ignored, and a temperature of each token.
+    Multiples of 1/64: a score is the same number in whatever order its products are added, and a tie is one"""
     torch.manual_seed(0)
-    x, w, y, temperature = torch.randn(N, H), torch.randn(V, H), torch.randint(4, V, (N,)), 0.5 + torch.rand(N)
+    x, w = (torch.randn(n, H).mul(64).round() / 64 for n in (N, V))
+    y, temperature = torch.randint(4, V, (N,)), 0.5 + torch.rand(N)
     w[3] = w[2]
     x[:2] = 2 * w[2]  # it leads there
     x[2] = x[3]
@@ -56,7 +58,7 @@ def test_of_logits(lead):
     torch.testing.assert_close(found.mean_logits, means.view(lead), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 def test_of_the_kernels():
     x, w, y, temperature = drawn()

@@ -190,7 +190,7 @@ BLOCKS = {"own": None, "small": pairs.PairBlocks(1, 2, 16, 1), "two": pairs.Pair
 def place(device):
     "A device on which launchers run"
     pytest.importorskip("triton", reason="Triton is not installed")
-    if device == "cpu" and not INTERPRETED: pytest.skip("on a CPU Triton wants TRITON_INTERPRET=1")
+    if device == "cpu" and not INTERPRETED: pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     return device
 
 
@@ -257,7 +257,7 @@ def noticed(k) -> list[str] | None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton wants TRITON_INTERPRET=1")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 @pytest.mark.parametrize("bug", few(KERNEL_BUGS, "the first of equal labels alone", "equal labels once each", "an ignored row keeps its logits"))
 def test_a_bug_in_the_kernel_is_noticed(bug, tmp_path):
     assert noticed(planted(pairs, tmp_path, *KERNEL_BUGS[bug])), "nothing noticed"

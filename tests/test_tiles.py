@@ -12,7 +12,7 @@ from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.tiles import MemoryEfficientVocabOutput, remove_radial, square_tile, tiled_linear_cross_entropy, tiled_lse, tiled_lse_grad
 from fusedloss.core.products import tile_slices, grad_scale_of
 from grids import FULL, grid, thorough_but
-from helpers import CASES, TOLERANCE, Case, faults, gradients, has_no_second_derivative, reference, upstream
+from helpers import CASES, TOLERANCE, Case, faults, gradients, has_no_second_derivative, off, reference, roundings, upstream
 
 small = partial(tiled_linear_cross_entropy, token_tile=3, class_tile=4)
 
@@ -120,8 +120,9 @@ def test_scores_far_below_the_maximum_keep_their_loss(spread, label, device):
 def test_random_scores_of_any_spread_match_float64(spread, device):
     x, w, y = sample_data(47, 8, 123, torch.float32, device, requires_grad=False)
     s = Sample((x * spread).requires_grad_(), w.requires_grad_(), y)
-    # a score's rounding, 6e-8 of its size, is a relative error of its probability
-    assert_near(gradients(small, s), gradients(reference, s), 2e-6 + 3e-7 * spread)
+    floors = roundings(*s[:2])  # a score's rounding, 6e-8 of its terms, is a relative error of its probability
+    for name, got, exact in zip(("loss", "dx", "dw"), gradients(small, s), gradients(reference, s)):
+        assert off(name, got, exact, 2e-6, floors[name]) == []
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
@@ -179,7 +180,7 @@ def test_half_precision_scores_are_not_rounded(dtype, scale, device):
 
 def test_half_precision_error_of_dw_does_not_grow_with_the_tiles(device):
     s = sample_data(256, 32, 200, torch.bfloat16, device)
-    exact = gradients(reference, s)[2]
+    exact = gradients(reference, Sample(*(t.detach().double().requires_grad_() for t in s[:2]), s.target))[2]
     errors = [relative_error(gradients(partial(tiled_linear_cross_entropy, token_tile=t), s)[2], exact) for t in (256, 16, 1)]
     assert max(errors) <= 1.2 * errors[0]
 
@@ -296,7 +297,7 @@ def test_compiles_without_a_graph_break(scale, backend, device):
     torch._dynamo.reset()
     s = sample_data(7, 3, 10, device=device)
     compiled = torch.compile(partial(small, scale=scale), backend=backend, fullgraph=True)
-    assert exactly(gradients(compiled, s), gradients(small, s, scale=scale))
+    assert_near(gradients(compiled, s), gradients(small, s, scale=scale), 1e-6)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

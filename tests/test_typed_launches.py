@@ -8,7 +8,7 @@ from typed_launches import can_look, kind_of, launch_types, lowerer
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-pytestmark = [pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a CPU Triton wants TRITON_INTERPRET=1"),
+pytestmark = [pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1"),
               pytest.mark.skipif(not can_look(), reason="in this Triton launches are not to be seen")]
 
 

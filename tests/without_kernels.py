@@ -8,12 +8,15 @@ import torch
 ABSENT = {"triton", "cupy", "cuda", "fcntl", "resource", "pwd", "grp", "termios"}
 
 
-class Absent:
+class Hiding:
+    "A finder of modules that does not find these"
+    def __init__(self, finder): self.finder = finder
+    def __getattr__(self, name): return getattr(self.finder, name)
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ABSENT: raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None if name.partition(".")[0] in ABSENT else self.finder.find_spec(name, path, target)
 
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[:] = map(Hiding, sys.meta_path)
 for loaded in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
     del sys.modules[loaded]
 os.environ["PATH"] = ""  # no compiler

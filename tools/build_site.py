@@ -1,6 +1,6 @@
-"""Render the notebooks and the API reference to docs/; the same sources give the same bytes.
+"""Render the notebooks and the API reference to docs/, or to another folder.
 
-    python tools/build_site.py
+    python tools/build_site.py [FOLDER]
 """
 import ast
 import logging
@@ -198,10 +198,17 @@ def footer(project: Project) -> dict[str, str]:
 
 
 def build(out: Path) -> list[str]:
-    "Write the site to `out`; return the renderer's complaints"
-    sys.path.insert(0, str(ROOT))  # the package of this tree, not one that is installed
-    import build_movement  # both import the package
+    "Write the whole site to `out`: its pages, and the plans behind the slider; return the renderer's complaints"
+    complaints = render(out)
     import build_widget
+    build_widget.fill_all(out)
+    return complaints
+
+
+def render(out: Path) -> list[str]:
+    "Write the pages to `out`; return the renderer's complaints"
+    sys.path.insert(0, str(ROOT))  # the package of this tree, not one that is installed
+    import build_movement
     smalldocs_api.line_of = cache(smalldocs_api.line_of)  # else every class has its module parsed anew, often
     smalldocs_highlight.css_class = cache(smalldocs_highlight.css_class)  # most tokens are there many times
     with tempfile.TemporaryDirectory() as folder:
@@ -215,7 +222,6 @@ def build(out: Path) -> list[str]:
         site = Site(project, quiet=True)
         site.build()
         link_stages(site.out)
-        build_widget.fill_all(site.out)
         build_movement.fill_all(site.out)
         finish_all(site.out, address())
         shutil.rmtree(out, ignore_errors=True)
@@ -225,6 +231,6 @@ def build(out: Path) -> list[str]:
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    complaints = build(ROOT / "docs")
-    print("\n".join(complaints) or "docs/ is built")
+    complaints = build(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "docs")
+    print("\n".join(complaints) or "The site is built.")
     sys.exit(bool(complaints))

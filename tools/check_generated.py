@@ -1,6 +1,6 @@
 """Make again, in a copy, what is generated and committed; fail where the tree differs from it.
 
-    python tools/check_generated.py [modules types notebooks readme site]
+    python tools/check_generated.py [modules types notebooks]
 """
 import difflib
 import subprocess
@@ -16,8 +16,6 @@ GENERATED = {
                 ["fusedloss"], "nbdev_export"),
     "types": (["tools/build_types.py"], ["fusedloss/__init__.pyi"], "python tools/build_types.py"),
     "notebooks": (["-c", "from nbdev.clean import nbdev_clean; nbdev_clean.__wrapped__()"], ["nbs"], "nbdev_clean"),
-    "readme": (["tools/build_readme.py"], ["README.md", "nbs/images"], "make docs"),
-    "site": (["tools/build_site.py"], ["docs"], "make docs"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The structure of the package held to limits: a line for each fault.
+"""The imports of the package: circles, wrong directions and private names, a line for each.
 
     python tools/check_house.py
 
@@ -6,20 +6,14 @@ Core is what several stages share, in `fusedloss.core`. A stage is a module that
 Doors are what users import: the package, the modules that choose among stages, and adapters to frameworks.
 """
 import ast
-import re
 import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from package_code import PACKAGE, Package
-from workbook import ROOT, is_stage, notebooks, read_notebook
+from workbook import PACKAGE, ROOT, default_module, is_stage, notebooks, read_notebook
 
 DOORS = ("losses", "sharded", "tour", "puzzles", "integrations")  # and the package itself
-MODULE_LINES = 600  # of a module
-NAMES_TAKEN = 15  # by a module outside of core from another one
-NAMES_LISTED = 150  # in the `__all__`s of all modules, the package's own aside
-CUDA_COLUMNS = 120  # of a line of `cuda/`
 Faults = Iterator[str]
 
 
@@ -38,26 +32,35 @@ def is_door(module: str) -> bool:
     return module == PACKAGE or any(below(module, door) for door in DOORS)
 
 
-def exported_module(path: Path) -> str | None:
-    "The module that a page is exported to"
-    found = (re.search(r"^#\|\s*default_exp\s+(\S+)", cell["source"], re.MULTILINE) for cell in read_notebook(path)["cells"])
-    return next((match[1] for match in found if match), None)
+def imports_of(path: Path, module: str, files: dict[str, Path]) -> set[tuple[str, str]]:
+    "What a file imports of the package, anywhere in it: modules with the names taken, an empty one for a whole module"
+    found = set()
+    above = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name if alias.asname else PACKAGE, "") for alias in node.names if below(alias.name, PACKAGE)}
+        elif isinstance(node, ast.ImportFrom):
+            parents = above[:len(above) - node.level + 1] if node.level else []
+            source = ".".join(filter(None, [*parents, node.module]))
+            inside = {alias.name: f"{source}.{alias.name}" for alias in node.names} if source in files else {}
+            found |= {(submodule, "") if submodule in files else (source, name) for name, submodule in inside.items()}
+    return found
 
 
 class House:
     "The modules under `root`, by name without the package's: what each takes of which other, and the number of each stage."
 
     def __init__(self, root: Path):
-        self.root = root
-        package = Package(root)
-        self.files = {self.short(name): path for name, path in package.files.items()}
+        paths = sorted(path for path in (root / PACKAGE).rglob("*.py") if path.name != "_modidx.py")
+        files = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+        self.files = {self.short(name): path for name, path in files.items()}
         self.stages: dict[str, int] = {}  # in order; of several pages the first one's number
         for path in filter(is_stage, notebooks(root)):
-            if module := exported_module(path):
-                self.stages.setdefault(module, int(path.name[:2]))
+            if module := default_module(read_notebook(path)):
+                self.stages.setdefault(self.short(module), int(path.name[:2]))
         self.taken: dict[str, dict[str, set[str]]] = {name: {} for name in self.files}  # module, other one, names; no name: all of it
-        for name, module in package.modules.items():
-            for source, taken in sorted(set().union(*module.imported.values())):
+        for name, path in files.items():
+            for source, taken in sorted(imports_of(path, name, files)):
                 if source != name:
                     self.taken[self.short(name)].setdefault(self.short(source), set()).add(taken)
 
@@ -69,14 +72,6 @@ class House:
     def arrows(self) -> list[tuple[str, str]]:
         "Every module with each that it imports; the package, which imports them all, aside"
         return [(module, other) for module, others in sorted(self.taken.items()) for other in sorted(others) if module != PACKAGE]
-
-
-def long_modules(house: House) -> Faults:
-    "Modules of too many lines"
-    for module, path in sorted(house.files.items()):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MODULE_LINES:
-            yield f"{module}: {lines} lines, at most {MODULE_LINES}"
 
 
 def wrong_arrows(house: House) -> Faults:
@@ -115,42 +110,11 @@ def private_names(house: House) -> Faults:
         yield from (f"{module} takes the private name {name} of {other}" for name in sorted(house.taken[module][other]) if name.startswith("_"))
 
 
-def wide_seams(house: House) -> Faults:
-    "Modules outside of core that take too many names of one other"
-    for module, other in house.arrows:
-        count = len(house.taken[module][other])
-        if count > NAMES_TAKEN and not in_core(module):
-            yield f"{module} takes {count} names of {other}, at most {NAMES_TAKEN}"
-
-
-def listed_names(path: Path) -> int:
-    "How many names a module's `__all__` has"
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "__all__":
-            return len(ast.literal_eval(statement.value))
-    return 0
-
-
-def many_names(house: House) -> Faults:
-    "Too many names that modules offer"
-    count = sum(listed_names(path) for module, path in house.files.items() if module != PACKAGE and not below(module, "integrations"))
-    if count > NAMES_LISTED:
-        yield f"{count} names in the __all__ of modules, at most {NAMES_LISTED}"
-
-
-def wide_lines(house: House) -> Faults:
-    "Lines of CUDA sources that are too wide"
-    for path in sorted((house.root / "cuda").glob("*.cu*")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if len(line) > CUDA_COLUMNS:
-                yield f"cuda/{path.name}:{number}: {len(line)} columns, at most {CUDA_COLUMNS}"
-
-
-RULES = long_modules, wrong_arrows, circles, private_names, wide_seams, many_names, wide_lines
+RULES = wrong_arrows, circles, private_names
 
 
 def faults(root: Path = ROOT) -> list[str]:
-    "What breaks a limit, in words"
+    "What breaks a rule, in words"
     house = House(root)
     return [fault for rule in RULES for fault in rule(house)]
 
@@ -158,7 +122,7 @@ def faults(root: Path = ROOT) -> list[str]:
 def main(argv: list[str]) -> int:
     "Print the faults; 0 if there are none"
     found = faults(Path(argv[0]).resolve() if argv else ROOT)
-    print("\n".join(found) if found else "The structure keeps its limits.")
+    print("\n".join(found) if found else "Imports go one way.")
     return int(bool(found))
 
 

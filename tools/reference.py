@@ -19,8 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
-from package_code import PACKAGE
-from workbook import ROOT, SETTINGS, default_module, notebooks, output_text, read_notebook
+from workbook import PACKAGE, ROOT, SETTINGS, default_module, notebooks, output_text, read_notebook
 
 PAGE = "reference.ipynb"
 COLUMNS = 90  # of a signature

@@ -3,7 +3,7 @@
     python tools/run_notebooks.py [--jobs N] [--limit SECONDS] [--flags "cuda slow distributed"] [NOTEBOOK ...]
 
 One process and one run a notebook; a notebook that fails or takes too long is left as it was, and so are its records.
-Sources have to be those of a commit. With `--jobs`, notebooks run side by side, each on a GPU of its own; one that reads
+With the outputs the machine, the date and the commit are saved. With `--jobs`, notebooks run side by side, each on a GPU of its own; one that reads
 the records of others waits for them, and one with `#| distributed` cells has all GPUs for itself.
 """
 import argparse
@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
-from workbook import (FOLDED_KEY, MACHINE_PATH, METADATA_KEY, ROOT, code_hash, directives, is_stage, notebook_from, notebooks, output_text,
-                      read_notebook)
+from workbook import FOLDED_KEY, MACHINE_PATH, METADATA_KEY, ROOT, directives, is_stage, notebooks, output_text, read_notebook
 
 
 def skips(cell, flags: set[str], skip_flags: set[str]) -> bool:
@@ -111,15 +110,26 @@ class Records:
 
 
 @contextmanager
-def fresh_results(path: Path):
-    "Begin with no records of this notebook; a run that fails puts the old ones back"
+def kept_results(path: Path):
+    "The records of a notebook; a run that fails puts them back"
     records = Records(path)
-    records.path.unlink(missing_ok=True)
     try:
-        yield
+        yield records
     except BaseException:
         records.put_back()
         raise
+
+
+def made_now(nb, flags: set[str], earlier: dict, commit: str) -> dict:
+    "Where this run's outputs were made: those of plain cells, and of cells for a GPU if it ran them, else as `earlier`"
+    from fusedloss.core.pages import needs_gpu
+
+    made = {"machine": machine(), "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit}
+    if not {"cuda", "distributed"} & flags:
+        return earlier | {"page": made}
+    left = {"cuda", "distributed"} - flags
+    ran = [cell.id for cell in nb.cells if cell.cell_type == "code" and needs_gpu(cell.source) and not left & directives(cell.source)]
+    return {"page": made} | ({"gpu": made | {"cells": ran}} if ran else {})
 
 
 def run_here(path: Path, flags: set[str]) -> None:
@@ -133,16 +143,15 @@ def run_here(path: Path, flags: set[str]) -> None:
 
     made_from = commit(path.parent)
     nb = NBProcessor(path, rm_directives=False).nb
-    with fresh_results(path):
+    with kept_results(path) as records:
+        if "cuda" in flags:
+            records.path.unlink(missing_ok=True)  # those of a GPU stay where its cells are left out
         execute(nb, path, flags)
-        if (now := commit(path.parent)) != made_from:
-            raise RuntimeError(f"{path.name}: expected the sources of {made_from}, got {now} after the run; not saved")
         drop_stderr(nb)
         thin_drawings(nb)
         refuse_paths(nb, path)
     clean_nb(nb, allowed_metadata_keys=[METADATA_KEY], allowed_cell_metadata_keys=[FOLDED_KEY])
-    nb.metadata[METADATA_KEY] = {"code": code_hash(notebook_from(nb2str(nb))), "commit": made_from.commit, "machine": machine(),
-                                 "date": datetime.now(timezone.utc).date().isoformat()}
+    nb.metadata[METADATA_KEY] = made_now(nb, flags, nb.metadata.get(METADATA_KEY, {}), made_from)
     draft = path.with_suffix(".tmp")
     draft.write_text(nb2str(nb), encoding="utf-8")
     os.replace(draft, path)
@@ -256,22 +265,6 @@ def run_all(paths: list[Path], flags: str, jobs: int = 1, limit: float = float("
     return len(failed)
 
 
-def check_sources() -> None:
-    "`SystemExit` where it cannot be said which commit the sources are of"
-    sys.path.insert(0, str(ROOT))
-    from fusedloss.core.sources import STAMP, commit
-
-    if (ROOT / ".git").exists():  # the history is here: a stamp would speak of the commit at which it was made
-        (ROOT / STAMP).unlink(missing_ok=True)
-    try:
-        found = commit(ROOT)
-    except RuntimeError as error:
-        raise SystemExit(str(error)) from None
-    if found.commit == "unknown":
-        raise SystemExit("sources: expected a repository, or a stamp by `python tools/workbook.py stamp`, got neither")
-    print(f"commit {found.commit}, sources {found.sources}", flush=True)
-
-
 def main() -> int:
     "Read the command line and run"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -285,7 +278,6 @@ def main() -> int:
     if args.here:
         run_here(paths[0], set(args.flags.split()))
         return 0
-    check_sources()
     if args.jobs > (count := len(gpus()) or args.jobs):
         parser.error(f"--jobs: expected at most {count}, the number of GPUs, got {args.jobs}")
     return run_all(paths, args.flags, args.jobs, args.limit)

@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from workbook import METADATA_KEY, directives, read_notebook
+from workbook import METADATA_KEY, read_notebook
+
+from fusedloss.core.pages import gpu_note, made_line, needs_gpu
 
 CARD, LOST = "card.png", "404.html"
 GUIDE = "guide.ipynb#open-a-page-in-jupyter"
@@ -19,17 +21,20 @@ ENTRY = re.compile(r'<div class="sidebar-item-container">(<a href="[^"]*" class=
 SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
 
 
-def provenance(nb: dict) -> str:
-    "The machine, the date and the commit of a notebook's saved outputs"
-    saved = nb["metadata"][METADATA_KEY]
-    return ", ".join(filter(None, [saved["machine"].split(" · ")[0], saved.get("date"), f"commit {saved['commit'].removesuffix('+')}"]))
+def small_print(text: str) -> dict:
+    "An output of one line in small print"
+    return {"output_type": "display_data", "metadata": {}, "data": {"text/html": [f'<p class="fl-made">{html.escape(text)}</p>']}}
 
 
-def mark_gpu_output(cell: dict, made: str) -> None:
-    "Say above what a `#| cuda` cell shows where it was made"
-    if cell["outputs"] and "cuda" in directives(cell["source"]):
-        line = f'<p class="fl-gpu">{html.escape(made)}</p>'
-        cell["outputs"].insert(0, {"output_type": "display_data", "metadata": {}, "data": {"text/html": [line]}})
+def say_where_made(nb: dict) -> None:
+    "Say beneath each cell for a GPU where its outputs were made, or that it has not run; and at the page's end the same of all other cells"
+    code = [cell for cell in nb["cells"] if cell["cell_type"] == "code"]
+    for cell in code:
+        if needs_gpu(cell["source"]) and (note := gpu_note(nb, cell)):
+            cell["outputs"].append(small_print(note))
+    made = nb["metadata"].get(METADATA_KEY, {}).get("page")
+    if made and any(cell["outputs"] and not needs_gpu(cell["source"]) for cell in code):
+        nb["cells"].append({"cell_type": "markdown", "metadata": {}, "source": f'<p class="fl-made">Outputs: {html.escape(made_line(made))}</p>'})
 
 
 def folded(source: str) -> str:
@@ -41,9 +46,8 @@ def folded(source: str) -> str:
 def prepare(path: Path) -> None:
     "A copy of a notebook, made ready for the renderer"
     nb = read_notebook(path)
+    say_where_made(nb)
     for cell in (c for c in nb["cells"] if c["cell_type"] == "code"):
-        if METADATA_KEY in nb["metadata"]:
-            mark_gpu_output(cell, provenance(nb))
         cell["source"] = folded(cell["source"])
     path.write_text(json.dumps(nb), encoding="utf-8")
 

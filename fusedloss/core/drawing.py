@@ -13,19 +13,22 @@ from typing import Any, Callable, Iterable, Optional
 
 # %% ../../nbs/library/drawing.ipynb #90dae260
 class Table:
-    "Rows under a header; numbers are aligned right."
+    "Rows under a header, those of nothing but dashes left out; numbers are aligned right. Without rows it shows nothing."
     def __init__(self, header:list[str], rows:Iterable[Iterable[Any]]):
-        self.header, self.rows = [str(h) for h in header], [[str(c) for c in r] for r in rows]
+        self.header, rows = [str(h) for h in header], [[str(c) for c in r] for r in rows]
+        self.rows = [row for row in rows if len(row) < 2 or {*row[1:]} != {"–"}]
         number = lambda cell: re.match(r"[×−+-]?\d[\d.]*([ e%]|$)|–?$", cell)
         self.right = ([all(map(number, column)) and any(column) for column in zip(*self.rows)]
                       or [False] * len(header))
 
     def _repr_markdown_(self) -> str:
+        if not self.rows: return ""
         lines = [self.header, ["--:" if right else ":--" for right in self.right], *self.rows]
         row = lambda line: "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |"
         return "\n".join(map(row, lines))
 
     def __repr__(self) -> str:
+        if not self.rows: return ""
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows)]
         pad = lambda line: "  ".join(
             c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, self.right))

@@ -19,15 +19,28 @@ def needs_gpu(source:str) -> bool:
     return bool(re.search(r"^#\|\s*(cuda|distributed)\b", source, re.MULTILINE))
 
 # %% ../../nbs/library/pages.ipynb #e98eca2f
-def saved_cells(folder:str|Path=".") -> dict[str, list[dict]]:
-    "Outputs of the cells for a GPU in the notebooks of `folder`, by the cell's source."
+METADATA = "fusedloss"  # the key in a notebook's metadata
+NOT_RUN = "This cell needs a GPU and has not been run on one."
+
+def made_line(made:dict) -> str:
+    "Machine, date and commit of saved outputs, in one line."
+    return ", ".join([made["machine"].split(" · ")[0], *([made["date"]] if made.get("date") else []), f"commit {made['commit']}"])
+
+def gpu_note(nb:dict, cell:dict) -> str:
+    "The small print beneath a cell for a GPU: where its outputs were made, or that it has not run; empty if it ran and shows nothing."
+    made = nb["metadata"].get(METADATA, {}).get("gpu")
+    if made is None or cell.get("id") not in made["cells"]: return NOT_RUN
+    return made_line(made) if cell["outputs"] else ""
+
+def saved_cells(folder:str|Path=".") -> dict[str, tuple[list[dict], str]]:
+    "Outputs and small print of the cells for a GPU in the notebooks of `folder`, by the cell's source."
     found = {}
     for path in sorted(Path(folder).glob("*.ipynb")):
         nb = json.loads(path.read_text(encoding="utf-8"))
         for cell in nb["cells"]:
             source = "".join(cell["source"]).strip()
             if cell["cell_type"] == "code" and needs_gpu(source):
-                found.setdefault(source, cell["outputs"])
+                found.setdefault(source, (cell["outputs"], gpu_note(nb, cell)))
     return found
 
 # %% ../../nbs/library/pages.ipynb #361a3254
@@ -56,7 +69,9 @@ class ReplayedCells:
     def saved_output(self, line:str) -> None:
         "The magic: show the outputs of cell number `line`."
         if int(line) < 0: return print("This cell needs a GPU, and no notebook here holds an output of it.")
-        for output in self.saved[self.sources[int(line)]]: show_output(output)
+        outputs, note = self.saved[self.sources[int(line)]]
+        for output in outputs: show_output(output)
+        if note: print(note)
 
 # %% ../../nbs/library/pages.ipynb #08ffe79e
 def prepare_page(

@@ -51,10 +51,10 @@ def record(
     device:str|torch.device="cpu",
     **figures:float,  # in seconds, bytes, or ratios: the key says which
 ) -> dict:
-    "Append one measurement to `path`, in place of the same one made earlier; only from committed sources."
+    "Append one measurement to `path`, in place of the same one made earlier, with its machine, versions, commit and date."
     path = Path(path)
     entry = dict(name=name, shape=dict(shape), dtype=dtype_name(dtype),
-                 machine=machine_name(device), versions=versions(), **commit(path.parent)._asdict(),
+                 machine=machine_name(device), versions=versions(), commit=commit(path.parent),
                  date=datetime.now(timezone.utc).date().isoformat(), figures=figures)
     path.parent.mkdir(parents=True, exist_ok=True)
     key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
