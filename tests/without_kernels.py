@@ -1,24 +1,12 @@
 """Each public function once, forward and backward, where there is no Triton, no CuPy, no compiler and nothing of POSIX: as on Windows."""
 import os
-import sys
 import tempfile
 
 import torch
 
-ABSENT = {"triton", "cupy", "cuda", "fcntl", "resource", "pwd", "grp", "termios"}
+from hidden_modules import hide
 
-
-class Hiding:
-    "A finder of modules that does not find these"
-    def __init__(self, finder): self.finder = finder
-    def __getattr__(self, name): return getattr(self.finder, name)
-    def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in ABSENT else self.finder.find_spec(name, path, target)
-
-
-sys.meta_path[:] = map(Hiding, sys.meta_path)
-for loaded in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
-    del sys.modules[loaded]
+hide({"triton", "cupy", "cuda", "fcntl", "resource", "pwd", "grp", "termios"})
 os.environ["PATH"] = ""  # no compiler
 os.environ["USERNAME"] = "somebody"  # as Windows has it, where PyTorch asks for one
 
