@@ -16,10 +16,9 @@ from fusedloss.core.sampling import live_index
 from fusedloss.margins import ArcFace
 from fusedloss.measure import relative_error
 from fusedloss.row_sparse import RowSparse
-from helpers import TOLERANCE, everywhere
+from helpers import TOLERANCE, everywhere, need_kernels
 from test_margins import FORMULAS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 COUNT = 300  # classes of most heads here
@@ -28,9 +27,7 @@ COUNT = 300  # classes of most heads here
 @pytest.fixture
 def place(device):
     "A device on which kernels run"
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    need_kernels(device)
     return device
 
 

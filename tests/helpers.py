@@ -2,11 +2,12 @@
 import gc
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import resolve_name
+from importlib.util import find_spec, resolve_name
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -29,6 +30,11 @@ from fusedloss.measure import relative_error
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
+INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = find_spec("triton") is not None and torch.cuda.is_available()
+NOT_INTERPRETED = "runs in Triton's interpreter alone: Triton and TRITON_INTERPRET=1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason=NOT_INTERPRETED)
+where_kernels_run = pytest.mark.skipif(not INTERPRETED and not COMPILED, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
 follows_plans = pytest.mark.skipif(torch_version() < (2, 9), reason="torch.compile of PyTorch 2.8 leaves a plan uncompiled")
 
 
@@ -248,6 +254,13 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
         sys.modules[called] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
         spec.loader.exec_module(sys.modules[called])
     return sys.modules[variants[top]]
+
+
+def need_kernels(device: str) -> None:
+    "Skip where Triton's kernels do not run on a device"
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip(NOT_INTERPRETED)
 
 
 def need_fonts(*names: str) -> None:

@@ -1,5 +1,4 @@
 """Contrast of pairs in both directions: against open_clip's formula in float64, blocks, kernels, memory, what is refused, planted bugs."""
-import os
 from functools import partial
 
 import pytest
@@ -11,14 +10,12 @@ import fusedloss.contrast as contrast
 from fusedloss.core.tiling import Tiling
 from fusedloss.measure import MemoryTrace, relative_error
 from grids import few, grid
-from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged
+from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged, where_kernels_run
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 LEAST = 2**19  # bytes of scores
 LIMITS = {f64: (1e-12, 1e-10), f32: (1e-5, 2e-5), bf16: (1e-5, 6e-3), f16: (1e-5, 1.5e-3)}  # of the loss, of gradients
-place = pytest.mark.skipif("not torch.cuda.is_available() and os.environ.get('TRITON_INTERPRET') != '1'", reason="no GPU, and TRITON_INTERPRET is not 1")
 
 
 def exact(x, y, logit_scale, *, reduction="mean"):
@@ -263,14 +260,14 @@ def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0) -> li
 BLOCKS = {"small": (9, 9, 5, 0.0), "ragged": (40, 50, 20, 0.0), "far below": (17, 70, 33, -60.0)}
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("block, dtype, paired", grid(tuple(BLOCKS), (f32, f16), (False, True)))
 def test_kernels(block, dtype, paired, device):
     r, c, h, shift = BLOCKS[block]
     assert kernel_faults(contrast, r, r if paired else c, h, dtype, device, paired, shift=shift) == []
 
 
-@place
+@where_kernels_run
 def test_the_whole_loss_by_kernels(device, monkeypatch):
     "Blocks of 128 rows and a rest, in fp16"
     if device == "cpu": everywhere(monkeypatch, contrast, "takes_kernel", lambda x: x.dtype == f16)
@@ -343,7 +340,7 @@ KERNEL_MUTANTS = {
 
 
 @pytest.mark.thorough
-@place
+@where_kernels_run
 @pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "rows beyond the edge count in columns", "what was summed is forgotten", "columns by the rows' sums"))
 def test_a_bug_planted_in_a_kernel_is_noticed(bug, tmp_path, device):
     k = planted(contrast, tmp_path, *KERNEL_MUTANTS[bug])

@@ -1,5 +1,4 @@
 """A student's divergence from its teacher: every kind against its formula in float64, from heads and from lists; kernels, memory, planted bugs."""
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -15,10 +14,9 @@ from fusedloss.core.pairs import DivergenceOptions, PairBlocks, launch_divergenc
 from fusedloss.core.triton import jit, tl
 from fusedloss.measure import MemoryTrace, relative_error
 from grids import few, grid, thorough_but
-from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged
+from helpers import INTERPRETED, everywhere, has_no_second_derivative, planted, replays, unchanged, where_kernels_run
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 KINDS = "forward_kl", "reverse_kl", "jsd"
 N, H, T_H, V, K = 13, 5, 3, 11, 4
@@ -232,7 +230,6 @@ def test_a_rest_far_below_the_list_keeps_its_digits():
 
 # --- rows by the kernel ---
 
-place = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 BLOCKS = {"own": None, "small": PairBlocks(2, 2, 16, 1), "one row": PairBlocks(1, 4, 16, 1)}
 
 
@@ -263,14 +260,14 @@ def row_faults(k, kind, shape, options, blocks, dtype, device, weights=True, lat
 KERNEL_GRID = grid(KINDS, few(BLOCKS, "own", "small"), ("plain", "cool and capped"), few((f32, bf16, f16), f32, bf16))
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("kind, blocks, how, dtype", thorough_but(KERNEL_GRID, *KERNEL_GRID[::2]))
 def test_the_kernel(kind, blocks, how, dtype, device):
     options = dict(inv_temperature=0.5, softcap=3.0, teacher_softcap=2.0) if how != "plain" else {}
     assert row_faults(pairs, kind, (5, 75), options, BLOCKS[blocks], dtype, device) == []
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_of_hostile_rows(kind, device):
     made = torch.Generator().manual_seed(2)
@@ -283,7 +280,7 @@ def test_the_kernel_of_hostile_rows(kind, device):
     assert found.isnan().all()
 
 
-@place
+@where_kernels_run
 def test_the_kernel_reads_nothing_of_tokens_without_weight(device):
     z, t = torch.randn(3, 20, device=device), torch.randn(3, 20, device=device)
     z[1] = t[1] = torch.nan
@@ -291,7 +288,7 @@ def test_the_kernel_reads_nothing_of_tokens_without_weight(device):
     assert losses[1] == 0 and (z[1] == 0).all() and z.isfinite().all() and losses.isfinite().all()
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("kind, top, how, reduction", [("forward_kl", 0, "cool", "none"), ("reverse_kl", K, "capped", "mean"), ("jsd", K, "plain", "none")])
 def test_calls_by_kernels(kind, top, how, reduction, device, monkeypatch):
     "As on a GPU, where logits, lists and gradients go through kernels"
@@ -579,7 +576,7 @@ def flush_small_numbers(monkeypatch) -> None:
     monkeypatch.setattr(pairs, "log2", flushing)
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("beta", [1e-6, 0.5, 1 - 1e-6])
 def test_probabilities_of_nearly_nothing(beta, device, monkeypatch):
     if INTERPRETED: flush_small_numbers(monkeypatch)
@@ -605,7 +602,7 @@ KERNEL_MUTANTS = {
 
 
 @pytest.mark.thorough
-@place
+@where_kernels_run
 @pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "an old sum is not rescaled", "0 · inf"))
 def test_a_bug_planted_in_the_kernel_is_noticed(bug, tmp_path, device):
     k = planted(pairs, tmp_path, *KERNEL_MUTANTS[bug])

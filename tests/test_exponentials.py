@@ -1,7 +1,6 @@
 """A loss whose product leaves exponentials: against float64, kernels against their references, the method among the others, planted bugs."""
 import logging
 import math
-import os
 
 import pytest
 import torch
@@ -14,15 +13,13 @@ from fusedloss.core.checks import acc_dtype
 from fusedloss.core.options import LossOptions
 from fusedloss.measure import relative_error
 from grids import few, grid
-from helpers import planted, unchanged
+from helpers import planted, unchanged, where_kernels_run
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 N, V, H = 37, 71, 16
 HOW = {"plain": {}, "scaled": dict(logit_scale=0.5), "z-loss": dict(z_loss=0.1), "both": dict(logit_scale=1.5, z_loss=0.03)}
-place = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 on_hopper = pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")
 
 
@@ -139,14 +136,14 @@ def row_faults(how, blocks, device, module=product):
     return [name for name, a, b in zip(out._fields, out, product.reference_rows(k.room, *k.labels)) if off(a, b)]
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("blocks", [(32, 16), (4, 2)])
 def test_rows_by_the_kernel(how, blocks, device):
     assert row_faults(how, blocks, device) == []
 
 
-@place
+@where_kernels_run
 def test_what_is_not_wanted_is_not_written(device):
     k, out, none = work(device, LossOptions()), empty_rows(device), torch.zeros((), dtype=torch.int32, device=device)
     product.launch_rows(out, k.room, *k.labels, none)
@@ -156,7 +153,7 @@ def test_what_is_not_wanted_is_not_written(device):
 
 
 @pytest.mark.parametrize("away", [-200.0, 200.0])
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=place)])
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=where_kernels_run)])
 def test_an_offset_that_is_no_good_is_told(away, launched, device):
     k, out = work(device, LossOptions()), empty_rows(device)
     k.offsets[3] += away
@@ -180,7 +177,7 @@ def scaled_faults(dtype, device, module=product, size=(4, 8)):
     return found
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
 def test_scaled_rows_by_the_kernel(dtype, device):
     assert scaled_faults(dtype, device) == []
@@ -199,7 +196,7 @@ def target_faults(dtype, device, module=product, size=(4, 8)):
     return ["sum"] * off(dw, wanted, 1e-5 if dtype == f32 else 1e-2) + ["bits"] * (not torch.equal(dw, again))
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
 def test_targets_by_the_kernel(dtype, device):
     assert target_faults(dtype, device) == []
@@ -214,7 +211,7 @@ def offset_faults(dtype, device, module=product):
     return ["offsets"] * (not torch.equal(found, wanted))
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
 def test_offsets_by_the_kernel(dtype, device):
     assert offset_faults(dtype, device) == []
@@ -237,13 +234,13 @@ def kernel_faults(module, device="cpu"):
     return (row_faults("both", (4, 2), device, module) or offset_faults(f32, device, module) or scaled_faults(f32, device, module) or target_faults(f32, device, module))
 
 
-@place
+@where_kernels_run
 def test_the_unchanged_kernels_pass(tmp_path, device):
     assert kernel_faults(planted(product, tmp_path, *unchanged(MUTANTS.values())), device) == []
 
 
 @pytest.mark.thorough
-@place
+@where_kernels_run
 @pytest.mark.parametrize("bug", few(MUTANTS, "a label outside counts", "each token of a target adds all", "0 times NaN"))
 def test_a_planted_bug_is_noticed(bug, tmp_path, device):
     assert kernel_faults(planted(product, tmp_path, *MUTANTS[bug]), device), "nothing noticed"

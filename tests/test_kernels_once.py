@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import fusedloss
+from helpers import interpreted
 
+pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(fusedloss.__file__).parents[1]
 PARTS = {part.__name__: part for part in kernels_once.PARTS}
 
@@ -41,7 +43,8 @@ def test_every_part_runs(part, capsys):
     assert capsys.readouterr().out.startswith(f"{part}: ")
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the next test; runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the next test")
 @pytest.mark.parametrize("part", PARTS)
 def test_every_triton_kernel_is_launched(part):
     "By the interpreter, with the modules told that they have kernels"

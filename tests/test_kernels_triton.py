@@ -1,5 +1,4 @@
 """The Triton kernels by their launchers: interpreted on a CPU, as they are on a GPU; and bugs planted in them."""
-import os
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -15,12 +14,10 @@ from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.kernels import Blocks
 from fusedloss.measure import relative_error
 from grids import FULL, few, grid, thorough_but
-from helpers import TOLERANCE, everywhere, first_fault_of, planted, unchanged, upstream
+from helpers import INTERPRETED, TOLERANCE, everywhere, first_fault_of, interpreted, need_kernels, planted, unchanged, upstream
 from test_kernels import OPTIONS, cross_entropy, differentiate, exact, sample, truth, weights, wrong
 
 pytest.importorskip("triton", reason="Triton is not installed")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 compiled_only = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="no GPU that compiles kernels")
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -29,8 +26,7 @@ f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 @pytest.fixture
 def place(device):
     "A device on which launchers run; what they allocate is filled with NaN first"
-    if device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    need_kernels(device)
     torch.use_deterministic_algorithms(True)
     yield device
     torch.use_deterministic_algorithms(False)
@@ -249,7 +245,7 @@ def cuts(draw):
                 0.0 if "softcap" in options else draw(st.sampled_from([0.0, -30.0])))  # at the cap all are one
 
 
-@needs_interpreter
+@interpreted
 @settings(max_examples=10 if FULL else 4, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(cuts())
 def test_any_cut_is_the_definition(case):
@@ -367,7 +363,7 @@ def test_expanded_and_strided_upstream_gradients(place):
     assert got[0].isfinite().all() and torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
 
 
-@needs_interpreter
+@interpreted
 def test_numbers_of_half_a_billion_rows_lie_beyond_32_bits(tmp_path):
     "Of such a table's rows only the first are written, in files that take no room"
     V, flags = 4, dict(TOTAL=False, ENTROPY=True, RANKS=True, LOG2_SCALE=kernels.log2_scale(torch.empty(0)))
@@ -399,7 +395,7 @@ def on_kernels(monkeypatch):
     everywhere(monkeypatch, kernels, "has_kernel", lambda z: z.dtype != f64)
 
 
-@needs_interpreter
+@interpreted
 @pytest.mark.parametrize("inplace, shape, options", grid([False, True], [(7,), (5, 70), (3, 9, 4), (0, 7), (2, 1100)], ["plain", "everything"]))
 def test_the_front_door_on_kernels(shape, inplace, options, on_kernels):
     for dtype, reduction in few(((f32, "none"), (f32, "mean"), (f16, "mean")), (f32, "none"), (f16, "mean")):
@@ -411,7 +407,7 @@ def test_the_front_door_on_kernels(shape, inplace, options, on_kernels):
         assert wrong(z, y, w, reduction=reduction, inplace=inplace, **more) == []
 
 
-@needs_interpreter
+@interpreted
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [f32, f16])
 def test_backward_twice_on_kernels(inplace, dtype, on_kernels):
@@ -423,7 +419,7 @@ def test_backward_twice_on_kernels(inplace, dtype, on_kernels):
         assert off("gradient", dz, truth(z, y, reduction="none", g=g)[1], TOLERANCE[dtype]) == []
 
 
-@needs_interpreter
+@interpreted
 def test_statistics_on_kernels(on_kernels):
     z, y = sample((5, 70), "cpu")
     def penalised(z, y):
@@ -657,13 +653,13 @@ def variant(tmp_path):
     return partial(planted, clusters, tmp_path)
 
 
-@needs_interpreter
+@interpreted
 @pytest.mark.parametrize("check", ["front door", "in place", "in place on kernels", "scaling"])
 def test_the_unchanged_source_passes(check, variant):
     assert CHECKS[check](variant(*unchanged(pairs for _, *pairs in MUTANTS.values()))) == []
 
 
-@needs_interpreter
+@interpreted
 @pytest.mark.parametrize("bug", thorough_but(CHOSEN_BUGS, "sums are not rescaled"))
 def test_a_planted_bug_is_noticed(bug, variant):
     check, *pairs = MUTANTS[bug]

@@ -1,7 +1,6 @@
 """CTC of a linear layer: loss and gradients by loops, by Triton and by the lattice's kernel run on a CPU; bugs planted in all."""
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -21,12 +20,11 @@ from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.segments import compile_kernels, default_budget, FrameCounts, label_symbols, segment_frames
 from grids import FULL, few, thorough_but
-from helpers import everywhere, has_no_second_derivative, planted, replaced, unchanged
+from helpers import everywhere, has_no_second_derivative, interpreted, need_kernels, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
 from test_ctc import HARD, case, collapsed, hard, reference, same_losses, ways
 
 INF = math.inf
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 
@@ -90,8 +88,7 @@ def way(request, monkeypatch):
             pytest.skip("no GPU on this machine")
         return "cuda"
     if request.param == "both":
-        if not INTERPRETED:
-            pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+        need_kernels("cpu")
         take_rows(monkeypatch, lambda x: x.dtype == f32 and len(x) > 0)
     if request.param in ("lattice", "both"):
         use_lattice(request.getfixturevalue("lattice"), monkeypatch)
@@ -187,8 +184,8 @@ def test_the_lattice_in_other_shapes_and_orders(shape, seed, lattice, monkeypatc
 @pytest.mark.parametrize("threads, near, packed", few([(t, *how) for t in (64, 256) for how in ((True, True), (False, True), (False, False))], (64, False, False)))
 def test_warps_that_share_a_row(threads, near, packed, lattice, monkeypatch):
     "Rows of the cases above are short enough for one warp, and for shared memory"
-    if packed and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    if packed:
+        need_kernels("cpu")
     use_lattice(lattice, monkeypatch)
     everywhere(monkeypatch, fusedloss.linear_ctc, "finish_threads", lambda row: threads)
     take_rows(monkeypatch, lambda x: packed and len(x) > 0)
@@ -817,7 +814,7 @@ TRITON_BUGS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.parametrize("bug", [None, *few(TRITON_BUGS, "classes that are not there", "the last tile's largest for the first")])
 def test_bugs_in_the_triton_kernel(bug, tmp_path, monkeypatch):
     changes = TRITON_BUGS.get(bug) or unchanged(TRITON_BUGS.values())
@@ -862,7 +859,7 @@ KERNEL_BUGS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.parametrize("bug", [None, *few(KERNEL_BUGS, "beta is not handed on", "Z without the last label", "labels that repeat",
                                             "rows of the compacted")])
 def test_bugs_in_the_lattice_kernel(bug, lattice, monkeypatch):
@@ -891,7 +888,7 @@ def packed(monkeypatch, lattice, module, K):
     everywhere(monkeypatch, module, "frame_counts", lambda *given: FrameCounts(K, 3 * K, 3 * K, parts_of(K)))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.parametrize("bug", thorough_but([None, *few(PACKED_BUGS, "dx where x was packed", "rows of other segments")], None))
 def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
     changes = PACKED_BUGS.get(bug) or unchanged(PACKED_BUGS.values())
@@ -905,7 +902,7 @@ def test_rows_packed_all_at_once(bug, lattice, tmp_path, monkeypatch):
     assert right == (bug is None)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 def test_packed_rows_give_what_is_asked_for(lattice, monkeypatch):
     packed(monkeypatch, lattice, fusedloss.linear_ctc, 8)
     z, y, frames, lengths, _ = hard("ragged", f64)

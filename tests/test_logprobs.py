@@ -1,6 +1,5 @@
 """Log-probabilities, entropy and mean score of hidden states and of logits: every option against float64, both ways, batches, promises, planted bugs."""
 import itertools
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +13,10 @@ from fusedloss import linear_log_probs, log_probs
 from fusedloss.core.options import Statistics
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid, thorough_but
-from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, hidden_from_hooks, off, planted, replays, roundings, same_gradients_compiled, unchanged
+from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, hidden_from_hooks, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import LABELS
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 
@@ -33,8 +30,8 @@ def take_kernels(monkeypatch, module, taken):
 @pytest.fixture(params=["plain", "kernels"])
 def way(request, device, monkeypatch):
     "The device, on which either PyTorch or the kernels take everything they can"
-    if request.param == "kernels" and device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    if request.param == "kernels":
+        need_kernels(device)
     take_kernels(monkeypatch, logprobs, request.param == "kernels")
     return device
 
@@ -362,8 +359,8 @@ INVARIANT = few([("plain", f32), ("plain", f64), ("kernels", f16), ("kernels", f
 @pytest.mark.parametrize("path, dtype", INVARIANT, ids=str)
 def test_a_token_has_the_same_bits_in_every_batch(path, dtype, device, monkeypatch):
     "In batches of other sizes, at other places, beside other and ignored neighbours, in other memory"
-    if path == "kernels" and device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    if path == "kernels":
+        need_kernels(device)
     take_kernels(monkeypatch, logprobs, path == "kernels")
     x, w, b, y, options = Case((130, 9, 75), "each", "both", ignored="none", dtype=dtype).tensors(device)
     t = options.pop("temperature")
@@ -399,8 +396,7 @@ HALVES = few(CASES, *[*CASES][2:len(GRID):12], "two runs")
 
 @pytest.mark.parametrize("name", thorough_but(HALVES, HALVES[0], "two runs"))
 def test_half_precision_by_the_kernels(name, device, monkeypatch):
-    if device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    need_kernels(device)
     take_kernels(monkeypatch, logprobs, True)
     for dtype in (f16,) if device == "cpu" else (f16, bf16):  # bf16 is wrong in the interpreter
         case = replace(CASES[name], dtype=dtype)

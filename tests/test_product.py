@@ -1,7 +1,6 @@
 """The product by hand, on a CPU: thread by thread, with copies that land late and products that are computed when they are waited for."""
 import ctypes
 import math
-import os
 import shutil
 import subprocess
 from functools import partial
@@ -20,7 +19,7 @@ from fusedloss.core.hopper import IN_TURN, Form, score_exponentials, score_gradi
 from fusedloss.core.options import LossOptions
 from fusedloss.measure import relative_error
 from grids import few
-from helpers import everywhere, planted
+from helpers import everywhere, interpreted, planted, where_kernels_run
 from on_cpu import check_nvcc, kernels_on_cpu
 
 CLASSES, KINDS = {0: 256, 1: 192}, {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -276,8 +275,6 @@ def held_log_probs(n: int, v: int, h: int, device: str, monkeypatch: pytest.Monk
     assert all(a < b for a, b in zip(found, (1e-5, 1e-5, 6e-3, 6e-3))) and {*launched} == {"score_moments", "entropy_gradients"}, (found, launched)
 
 
-place = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
 
 
@@ -477,7 +474,7 @@ def test_its_registers_suffice(tmp_path):
 # --- what recompute makes of them, by Triton ---
 
 
-@place
+@where_kernels_run
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("scale", [1.0, math.log2(math.e)])
@@ -499,7 +496,7 @@ def test_statistics_of_tiles_become_those_of_rows(scale, entropy, device):
     assert torch.allclose(sums[1].cpu(), (scores - top.clamp(min=-1e300)[:, None]).exp().sum(1).float(), rtol=1e-5)
 
 
-@place
+@where_kernels_run
 @pytest.mark.parametrize("entropy", [False, True])
 def test_targets_are_put_into_their_slab(entropy, device):
     made = torch.Generator().manual_seed(0)

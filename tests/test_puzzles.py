@@ -1,7 +1,6 @@
 """The puzzles: solutions pass, and what is wrong with other kernels is said in the right words."""
 import importlib.util
 import json
-import os
 import re
 import sys
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from grids import thorough_but
+from helpers import interpreted
 from typed_launches import Lowerer, can_look, launch_types
 from workbook import ROOT, read_notebook
 
@@ -21,7 +21,7 @@ from fusedloss.puzzles.verdicts import faults
 from fusedloss.puzzles.watch import Array, Watch
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="puzzles run on Triton's interpreter")
+pytestmark = interpreted
 PAGES = sorted((ROOT / "nbs" / "puzzles").glob("*.ipynb"))
 ANSWERS = ROOT / "nbs" / "solutions" / "puzzles.ipynb"
 SOLVED = [cell["source"] for cell in read_notebook(ANSWERS)["cells"] if cell["source"].startswith("@jit")]

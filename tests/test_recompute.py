@@ -1,6 +1,5 @@
 """Linear cross entropy by recomputation: every option against float64, both its ways, bugs planted in the kernels."""
 import itertools
-import os
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,11 +15,10 @@ from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few, thorough_but
-from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
+from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 
@@ -35,9 +33,8 @@ def way(request, device, monkeypatch):
     "The device, on which either the plain path or the kernels take everything they can"
     if request.param == "plain":
         everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: False)
-    elif device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
     else:
+        need_kernels(device)
         everywhere(monkeypatch, with_filter, "takes_kernel", lambda x: x.dtype != f64 and len(x) > 0)
         everywhere(monkeypatch, recompute, "run_length", short_runs)
     return device
@@ -158,8 +155,7 @@ def test_float64(case, device):
 
 
 def test_runs_of_any_length(device, monkeypatch):
-    if device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    need_kernels(device)
     x, w, b, y, _ = Case((9, 7, 300)).tensors(device)
     args = x.detach(), w.detach(), y, b.detach(), None, None, None, recompute.LossOptions(), ALL_STATISTICS
     whole = recompute.launch_lse(*args)
@@ -603,13 +599,13 @@ def first_fault(module):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 def test_the_unchanged_source_passes(tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *unchanged(MUTANTS.values()))) is None
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.parametrize("bug", CHOSEN_BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path, monkeypatch):
     assert first_fault(variant(tmp_path, monkeypatch, *MUTANTS[bug])), f"no case notices that {bug}"

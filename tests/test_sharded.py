@@ -23,11 +23,10 @@ from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
 from grids import few, thorough_but
-from helpers import everywhere, planted, unchanged
+from helpers import everywhere, need_kernels, planted, unchanged
 from sharded_cases import CASES, ON_GPUS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch was built without torch.distributed")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = Path(__file__).parent
 LIMIT = 900  # seconds for a session of processes, a backstop: a case that hangs is ended by its collectives' timeout
 f32, f64, inf = torch.float32, torch.float64, float("inf")
@@ -291,9 +290,7 @@ KERNEL_CALLS = {"plain": (ROWS[0], False), "smooth": (ROWS[1], False), "capped":
 @pytest.mark.parametrize("call", few(KERNEL_CALLS, "plain", "capped, statistics"))
 def test_kernels_say_what_pytorch_says(call, device):
     o, stats = KERNEL_CALLS[call]
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if device == "cpu" and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    need_kernels(device)
     g = torch.Generator().manual_seed(0)
     x, w, b, weight = (t.to(device) for t in (torch.randn(37, 24, generator=g), torch.randn(75, 24, generator=g), torch.randn(75, generator=g),
                                               torch.rand(75, generator=g)))

@@ -1,6 +1,5 @@
 """Classes over ranks by product: ranks played by one process in both forms, offsets that fail on one of them, the choice of the method, planted bugs."""
 import math
-import os
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import RankTokens, shard_range, Shards
 from fusedloss.measure import peak_memory, relative_error
 from grids import few, thorough_but
-from helpers import everywhere, has_no_second_derivative, planted, unchanged
+from helpers import INTERPRETED, everywhere, has_no_second_derivative, interpreted, need_kernels, planted, unchanged
 from test_product import launch_on_cpu
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
 HOW = {"plain": {}, "scaled": dict(logit_scale=0.5), "z-loss": dict(z_loss=0.1), "both": dict(logit_scale=1.5, z_loss=0.03)}
 
 
@@ -436,8 +433,8 @@ def test_the_unchanged_source_passes(tmp_path):
 @pytest.mark.parametrize("bug", few(MUTANTS, "an infinite score is lost by the kernel", "sums added at different heights", "the room of the chunk before", "dx sent before its last chunk", "every rank adds the target",
                                     "the kernel's own part is the first rank's", "a rank of no scores counts"))
 def test_a_planted_bug_is_noticed(bug, tmp_path):
-    if "kernel" in bug and not INTERPRETED:
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    if "kernel" in bug:
+        need_kernels("cpu")
     try:
         assert faults(planted(sharded_product, tmp_path, *MUTANTS[bug])), "nothing noticed"
     except (RuntimeError, TypeError):

@@ -1,12 +1,11 @@
 """The rank that log-probabilities tell of each target: beside its definition, with ties, ignored tokens and promises, from logits and hidden states."""
-import os
-
 import pytest
 import torch
 
 import fusedloss as fl
 from fusedloss.core.options import Statistics, loss_options
 from fusedloss.recompute import launch_lse
+from helpers import interpreted
 
 N, V, H = 9, 50, 16
 
@@ -58,7 +57,7 @@ def test_of_logits(lead):
     torch.testing.assert_close(found.mean_logits, means.view(lead), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 def test_of_the_kernels():
     x, w, y, temperature = drawn()

@@ -1,5 +1,4 @@
 """Several targets a token: the loss and its gradients against their definition in float64, the kernel, what is refused, planted bugs."""
-import os
 from functools import partial
 
 import pytest
@@ -14,10 +13,9 @@ from fusedloss.core.versions import torch_version
 from fusedloss.measure import peak_memory, relative_error
 from fusedloss.plans import plan
 from grids import few, grid, thorough_but
-from helpers import TOLERANCE, first_fault_of, has_no_second_derivative, off, planted, replays, unchanged
+from helpers import TOLERANCE, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, unchanged
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 OPTIONS = {"plain": {}, "classes": dict(weight=True, label_smoothing=0.2), "scores": dict(softcap=3.0, logit_scale=0.5),
            "z-loss": dict(z_loss=0.1, token_weight=True), "targets": dict(target_weight=True),
@@ -189,8 +187,7 @@ BLOCKS = {"own": None, "small": pairs.PairBlocks(1, 2, 16, 1), "two": pairs.Pair
 @pytest.fixture
 def place(device):
     "A device on which launchers run"
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if device == "cpu" and not INTERPRETED: pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    need_kernels(device)
     return device
 
 
@@ -257,7 +254,7 @@ def noticed(k) -> list[str] | None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+@interpreted
 @pytest.mark.parametrize("bug", few(KERNEL_BUGS, "the first of equal labels alone", "equal labels once each", "an ignored row keeps its logits"))
 def test_a_bug_in_the_kernel_is_noticed(bug, tmp_path):
     assert noticed(planted(pairs, tmp_path, *KERNEL_BUGS[bug])), "nothing noticed"

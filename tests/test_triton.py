@@ -7,6 +7,7 @@ import torch
 from fusedloss.core import triton as core
 from fusedloss.core.options import LossOptions
 from fusedloss.core.triton import jit, launch_kernel, tl, triton
+from helpers import need_kernels
 
 pytestmark = pytest.mark.skipif(triton is None, reason="needs Triton")
 
@@ -40,8 +41,7 @@ CALLS = {"plain": {}, "unaligned": {}, "half": dict(x=X.half()), "a pointer more
 
 
 def test_each_launch_gets_its_own_kernel(device):
-    if device == "cpu" and isinstance(probe_kernel, triton.JITFunction):
-        pytest.skip("runs in Triton's interpreter alone: TRITON_INTERPRET=1")
+    need_kernels(device)
     plain = dict(x=X, more=None, n=5, stride=1, factor=1.5, o=LossOptions(), sign=1)
     for _ in range(2):  # compiled, then remembered
         for name, changes in CALLS.items():

@@ -1,15 +1,13 @@
 """The compiler's eye on interpreted launches: what it must refuse it does, and it looks at every launch."""
-import os
-
 import pytest
 import torch
 import typed_launches
+from helpers import interpreted
 from typed_launches import can_look, kind_of, launch_types, lowerer
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-pytestmark = [pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1"),
-              pytest.mark.skipif(not can_look(), reason="in this Triton launches are not to be seen")]
+pytestmark = [interpreted, pytest.mark.skipif(not can_look(), reason="in this Triton launches are not to be seen")]
 
 
 @triton.jit
