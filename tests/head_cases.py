@@ -1,7 +1,6 @@
 """Heads, and what their steps, their optimizers and their kernels are tested with."""
 import copy
 import math
-import os
 import sys
 
 import pytest
