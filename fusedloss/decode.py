@@ -34,7 +34,7 @@ def best_path(
     "What the most probable class of each frame says; of equal ones the first."
     on = torch.arange(len(z), device=z.device)[:, None] < frames  # [T,N]
     scores, path = z.max(2)
-    before = F.pad(path, (0, 0, 1, 0), value=blank)[:-1]
+    before = torch.cat([path.new_full((1, path.shape[1]), blank), path])[:-1]
     says = on & (path != blank) & (path != before)
     place = torch.where(says, says.cumsum(0) - 1, len(z))  # column T is dropped
     labels = path.new_full((z.shape[1], len(z) + 1), -1)

@@ -62,8 +62,7 @@ def check_select(
     expect(z.dim() > 0, "z", "shape [..., V, ...]", list(z.shape))
     inside = is_integer(dim) and -z.dim() <= dim < z.dim()
     expect(inside, "dim", f"a dimension of {list(z.shape)}", repr(dim))
-    shape = list(z.shape)
-    del shape[dim]
+    shape = [size for i, size in enumerate(z.shape) if i != dim % z.dim()]
     integer = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
     expect(integer and list(y.shape) == shape, "y", f"integers of shape {shape}",
            f"{y.dtype} {list(y.shape)}")

@@ -47,8 +47,8 @@ def check_temperature(
     expect(t.device == target.device, "temperature", f"the target's device {target.device}", t.device)
     expect(not t.requires_grad, "temperature", "a tensor without gradient", "requires_grad=True")
     if t.device.type != "cpu" or torch.compiler.is_compiling(): return
-    wrong = t[~((t > 0) & t.isfinite())]
-    expect(not len(wrong), "temperature", "positive, finite numbers", wrong[:1].tolist())
+    right = (t > 0) & t.isfinite()
+    if not right.all(): expect(False, "temperature", "positive, finite numbers", t[~right][:1].tolist())
 
 # %% ../nbs/12_logprobs.ipynb #b5294d6c
 def check_asked(target:Tensor, temperature:float|Tensor, *flags:bool):

@@ -10,7 +10,6 @@ import functools
 from typing import Any, Callable, get_args, Optional, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -260,7 +259,8 @@ class _ShardScores(torch.autograd.Function):
         with keep_agreement(tuning_agreement(x_all, x.dtype, s, "loss", *compiled_for(o), stats, mean, temperature is not None)):
             sums = shard_sums(x_all, w, mine, bias, part_weight, o, agree, budget, temperature, mean)
         rows = 7 if stats else 4 if o.label_smoothing else 3
-        sums = F.pad(all_gather(sums[:rows], s), (0, 0, 0, 7 - rows))
+        sums = all_gather(sums[:rows], s)
+        sums = torch.cat([sums, sums.new_zeros(*sums.shape[:-2], 7 - rows, sums.shape[-1])], -2)
         sums = merge_sums(sums, log2_scale)
         ctx.set_materialize_grads(False)
         log_s, row_max = sums[SUM].log(), sums[ROW_MAX] / log2_scale

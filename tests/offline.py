@@ -8,6 +8,7 @@ import pkgutil
 from contextlib import contextmanager
 from typing import Callable, Iterator
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -88,6 +89,8 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
         everywhere(patch, products, "adds_in_float32", lambda device: False)  # PyTorch 2.11 has no such product of tensors without memory
         everywhere(patch, hopper, "product_reason", lambda *matrices: "no driver")
         for kind in {type(kernel) for kernel in triton_kernels().values()}:
+            if not hasattr(kind, "run"):
+                pytest.skip("the interpreter of this Triton has no method that launches")
             patch.setattr(kind, "run", lambda kernel, *args, grid, warmup=False, **options: launches.append((kernel, args, options)))
         yield launches
 

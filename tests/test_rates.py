@@ -11,7 +11,7 @@ from fusedloss.core.devices import Device
 from fusedloss.core.tiling import cut
 from fusedloss.core.rates import CPU, H200, Machine, boards, by_dtype, guessed_machine, stored_machine, listed_machine, machine_here, machine_of, machines
 from grids import thorough_but
-from helpers import everywhere
+from helpers import everywhere, follows_plans
 
 ODD = Device("NVIDIA H20", "nvidia", (9, 0), 78, 2**17, True, True)  # that no table lists
 SAME = Device("NVIDIA H200", "nvidia", (9, 0), 132, 2**17, True, True)
@@ -199,6 +199,7 @@ def test_slabs_follow_the_multiprocessors():
     assert len(set(cuts.values())) > 1 and all(v % cut(machines()[name].device, machines()[name].device.tma, False).BV == 0 for name, (_, v) in cuts.items())
 
 
+@follows_plans
 @pytest.mark.parametrize("known", thorough_but(["table", "disk", "guessed_machine"], "table"))
 def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
     "The machine is a constant of the graph: nothing is measured, and no graph breaks"

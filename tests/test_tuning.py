@@ -14,7 +14,7 @@ import torch
 
 import fusedloss as fl
 from fusedloss.core import store, tuning
-from helpers import everywhere
+from helpers import everywhere, follows_plans
 from workbook import ROOT
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
@@ -298,6 +298,7 @@ def test_choices_that_do_not_exist_are_an_error_that_names_them(kind, call, valu
         call()
 
 
+@follows_plans
 def test_a_compiled_loss_asks_no_file_and_no_clock(clock, monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDLOSS_CHOICES", str(tmp_path / "none.json"))
     torch._dynamo.reset()

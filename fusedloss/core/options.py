@@ -88,7 +88,7 @@ def loss_options(
     "The options in one; `ValueError` for one that is not what it can be."
     if not given: return DEFAULTS
     if "options" in given: return given["options"]
-    unknown = given.keys() - KINDS.keys()
+    unknown = [name for name in given if name not in KINDS]
     if unknown: raise TypeError(f"expected options among {', '.join(KINDS)}, got {min(unknown)}")
     made = {}
     for name, value in given.items():
