@@ -1,9 +1,13 @@
 """What every test file may ask for by name."""
 import fcntl
 import os
+import sys
 import tempfile
+import unittest
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +41,13 @@ def gpu_memory(request) -> Iterator[None]:
         yield
         if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
             torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def torchs_samples(monkeypatch) -> None:
+    "PyTorch's samples can be imported: its tests inherit from a package that need not be installed, and its samples do not need it"
+    if "expecttest" not in sys.modules and find_spec("expecttest") is None:
+        monkeypatch.setitem(sys.modules, "expecttest", SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1")

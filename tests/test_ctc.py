@@ -3,10 +3,8 @@ import contextlib
 import itertools
 import math
 import sys
-import unittest
 import warnings
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
 
@@ -539,9 +537,7 @@ def test_defaults_and_names_are_those_of_torch():
     assert repr(fl.CTCLoss(3, "sum", True)) == "CTCLoss(blank=3, reduction='sum', zero_infinity=True, logits=False)"
 
 
-def test_the_samples_that_torch_ships(device, monkeypatch):
-    if find_spec("expecttest") is None:  # torch's tests inherit from it; its samples do not need it
-        monkeypatch.setitem(sys.modules, "expecttest", SimpleNamespace(TestCase=unittest.TestCase))
+def test_the_samples_that_torch_ships(device, torchs_samples):
     from torch.testing._internal.common_methods_invocations import op_db
     op = next(op for op in op_db if op.name == "nn.functional.ctc_loss")
     count = 0
