@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from grids import thorough_but
-from helpers import interpreted
+from helpers import interpreted, need_fonts
 from typed_launches import Lowerer, can_look, launch_types
 from workbook import ROOT, read_notebook
 
@@ -245,6 +245,7 @@ def test_what_has_no_text_is_not_compiled(tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 def test_pictures_and_reports_say_sizes(tmp_path):
+    need_fonts("DejaVuSans")
     drawn = picture(10)._repr_html_()
     assert "Dotted: tiles. 4 × 4 programs, V 75, P 4, PART 32." in drawn
     shown = check(5, solution(5, tmp_path, ("    for first", "    if y == ignore_index:\n        V = 0\n    for first")))
@@ -297,6 +298,7 @@ def test_stubs_have_the_parameters_that_are_asked_for(number):
 
 @pytest.mark.thorough
 def test_a_report_counts_bytes_and_draws(tmp_path):
+    need_fonts("DejaVuSans")
     report = check(16, solution(16, tmp_path))
     shown = report._repr_html_()
     assert shown.count("<svg") == 2 and shown.count("<tr>") == 5 and "is solved" in shown
@@ -323,6 +325,7 @@ def test_other_parameters_are_refused(tmp_path):
 
 
 def test_without_triton_a_puzzle_says_so_and_goes_on(monkeypatch):
+    need_fonts("DejaVuSans")
     monkeypatch.setattr(report, "triton", None)
     said = check(3, lambda z_ptr: None)
     assert not said.solved and said.words[0].startswith("Triton is not installed here, so the kernel was not run.")

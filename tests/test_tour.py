@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def small(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    "Run the command; the exit code, standard output, standard error"
+    "Run the command; the exit code, standard output, standard error. Without matplotlib it draws nothing, with it it needs fonts"
+    if find_spec("matplotlib"):
+        need_fonts("DejaVuSerif", "DejaVuSans")
     def run(*argv: str):
         try:
             code = tour.main(["tour", *argv])
@@ -159,6 +162,7 @@ def test_failing_baseline_is_named(run, monkeypatch):
 
 @pytest.mark.thorough
 def test_another_order_of_rounding_passes(device, run, monkeypatch):
+    need_fonts("DejaVuSerif", "DejaVuSans")
     exact = tour.Stage("exact", 9, lambda x, w, y: baseline(x.double(), w.double(), y).float())
     reverse = tour.Stage("reverse", 10, lambda x, w, y: baseline(x.flip(0), w, y.flip(0)))
     monkeypatch.setattr(tour, "STAGES", (*tour.STAGES, exact, reverse))

@@ -27,6 +27,7 @@ BUGS = {
 @pytest.fixture
 def cells():
     "Sources of the page's code, by cell"
+    pytest.importorskip("fastcore", reason="fastcore is not installed")
     return {cell["id"]: cell["source"] for cell in read_notebook(PAGE)["cells"] if cell["cell_type"] == "code"}
 
 
