@@ -523,6 +523,7 @@ def save_report(
     lines, reading = [f"figures: {folder / 'tour.json'}"], report.get("reading")
     try: tour_plot(report).save(folder / "tour.svg")
     except ImportError: return ["no plot: it needs matplotlib (pip install matplotlib)", *lines]
+    except FileNotFoundError: return ["no plot: matplotlib finds no font here", *lines]
     if reading and any(s["shown"] for s in reading["stages"]):
         alignment_plot(reading).save(folder / "reading.svg")
         lines = [f"plot: {folder / 'reading.svg'}", *lines]
@@ -559,7 +560,7 @@ def _readers(args:argparse.Namespace) -> tuple[Stage, ...]:
     readers = _chosen(READERS, args.stage)
     if len(readers) == 1: return ()
     try: letter_pictures()
-    except ImportError:
+    except (ImportError, FileNotFoundError):
         if args.stage: args.fail("reading needs a font of matplotlib's (pip install matplotlib)")
         print("no reading: it needs a font of matplotlib's (pip install matplotlib)\n", file=sys.stderr, flush=True)
         return ()

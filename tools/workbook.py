@@ -48,7 +48,7 @@ def is_stage(path: Path) -> bool:
 def project_files(root: Path = ROOT) -> list[Path]:
     "The files that git tracks or would track; where there is no repository, all but caches"
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True) if (root / ".git").exists() else None
+    listed = subprocess.run(command, capture_output=True, text=True) if (root / ".git").exists() and shutil.which("git") else None
     paths = [root / name for name in listed.stdout.split("\0")] if listed and listed.returncode == 0 else root.rglob("*")
     return sorted({p for p in paths if p.is_file() and not {"__pycache__", ".venv", ".pytest_cache", ".mypy_cache"} & set(p.parts)})
 
