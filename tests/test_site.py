@@ -127,8 +127,8 @@ def test_outputs_say_where_they_were_made(tmp_path):
     *found, last = json.loads(path.read_text(encoding="utf-8"))["cells"]
     notes = [[*output.get("data", {}).values()][0][0] for cell in found for output in cell["outputs"] if "data" in output]
     assert [len(cell["outputs"]) for cell in found] == [2, 1, 0, 0, 1]
-    assert notes == ['<p class="fl-made">NVIDIA H200, 2026-11-24, commit abc</p>', '<p class="fl-made">This cell needs a GPU and has not been run on one.</p>']
-    assert last["source"] == '<p class="fl-made">Outputs: NVIDIA H200, 2026-11-24, commit abc</p>'
+    assert notes == ['<p class="fl-small">NVIDIA H200, 2026-11-24, commit abc</p>', '<p class="fl-small">This cell needs a GPU and has not been run on one.</p>']
+    assert last["source"] == '<p class="fl-small">Outputs: NVIDIA H200, 2026-11-24, commit abc</p>'
 
 
 def test_a_folded_cell_says_what_is_inside(tmp_path):

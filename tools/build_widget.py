@@ -297,7 +297,7 @@ WIDGET = """<div class="fl-plans" data-grid="{grid}"><div class="fl-sliders" hid
 <p class="fl-verdict" aria-live="polite">{verdict}</p>
 <table role="table"><caption>{caption}</caption><thead role="rowgroup"><tr role="row">{heads}</tr></thead>
 <tbody role="rowgroup">{rows}</tbody></table>
-<p class="fl-made">Loss and gradients of x and w, as <code>plan</code> predicts them; computed when this site was built. Bars begin at zero, and the longest of a
+<p class="fl-small">Loss and gradients of x and w, as <code>plan</code> predicts them; computed when this site was built. Bars begin at zero, and the longest of a
 column fills it. Moved: bytes read and written. A line across a bar is the limit; a ring is what we measured.<span class="fl-made">{made}</span></p></div>
 <script src="{script}" defer></script>"""
 

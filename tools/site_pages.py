@@ -23,7 +23,7 @@ SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
 
 def small_print(text: str) -> dict:
     "An output of one line in small print"
-    return {"output_type": "display_data", "metadata": {}, "data": {"text/html": [f'<p class="fl-made">{html.escape(text)}</p>']}}
+    return {"output_type": "display_data", "metadata": {}, "data": {"text/html": [f'<p class="fl-small">{html.escape(text)}</p>']}}
 
 
 def say_where_made(nb: dict) -> None:
@@ -35,7 +35,7 @@ def say_where_made(nb: dict) -> None:
             cell["outputs"].append(small_print(note))
     made = nb["metadata"].get(METADATA_KEY, {}).get("page")
     if made and any(cell["outputs"] and not needs_gpu(cell["source"]) for cell in code):
-        nb["cells"].append({"cell_type": "markdown", "metadata": {}, "source": f'<p class="fl-made">Outputs: {html.escape(made_line(made))}</p>'})
+        nb["cells"].append({"cell_type": "markdown", "metadata": {}, "source": f'<p class="fl-small">Outputs: {html.escape(made_line(made))}</p>'})
 
 
 def folded(source: str) -> str:
