@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
-    acc_dtype, check_factory, check_flags, check_labels, expect, is_debugged, is_integer)
+    acc_dtype, check_factory, check_flags, check_labels, expect, FLOATS, is_debugged, is_integer)
 from fusedloss.core.learned import gathered_scale
 from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gradient, uses_kernels
 from fusedloss.core.operators import check_reverse, first_order
@@ -34,7 +34,7 @@ from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
     head_stats, HeadStats, PartialFC, score_config, scores_in_eval, step_sampler, TopK)
 from fusedloss.row_sparse import (
-    apply_update, as_rows, live_rows, RowSparse, update_of)
+    as_rows, live_rows, missing_state, RowSparse, state_tensors, Update, update_of)
 
 # %% ../nbs/17_sharded_heads.ipynb #ae0cea6c
 class _JoinLse(torch.autograd.Function):
@@ -373,20 +373,16 @@ def without_mesh(head:nn.Module, change:Callable, args:tuple):
     return change(*args)
 
 # %% ../nbs/17_sharded_heads.ipynb #a7916ca4
-def local_state(p:Tensor, state:dict, names:tuple, counts:bool) -> tuple:
-    "`row_state` of a DTensor; what is missing is made on every rank, rows or none."
-    here, steps = p.to_local(), int(state.setdefault("step", torch.tensor(0)))
-    for name in names:
-        if state.get(name) is None: state[name] = torch.zeros_like(p, dtype=acc_dtype(p.dtype))
-        expect(state[name].shape == p.shape, "state", f"{list(p.shape)}, as the weight",
-               list(state[name].shape))
-    if counts and "row_steps" not in state:
-        rows = torch.full((len(here) if p.dim() > 1 else 1,), steps, dtype=torch.int32,
-                          device=here.device)
-        state["row_steps"] = dtensor_like(rows, p) if p.dim() > 1 else rows
-    rows = [as_rows(state[name].to_local()) for name in names if here.numel()]
-    times = state["row_steps"] if counts else None
-    return *rows, *[None] * (2 - len(rows)), times.to_local() if is_dtensor(times) else times
+def is_of_all(p:Tensor, name:str) -> bool:
+    "Whether a tensor of a DTensor's state is whole on every rank."
+    return name == "step" or name == "row_steps" and p.dim() < 2
+
+def local_state(p:Tensor, state:dict, names:tuple, u:Update, lazy:bool) -> dict[str, Tensor]:
+    "A rank's part of a DTensor's state; what is missing is made on every rank, rows or none."
+    local = {name: t.to_local() if is_dtensor(t) else t for name, t in state.items()}
+    made = missing_state(local, p.to_local(), names, u, lazy)
+    state.update({n: t if is_of_all(p, n) else dtensor_like(t, p) for n, t in made.items()})
+    return local | made
 
 # %% ../nbs/17_sharded_heads.ipynb #db34dc7b
 def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or None, values
@@ -401,17 +397,26 @@ def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or
 # %% ../nbs/17_sharded_heads.ipynb #ba0e0940
 class ShardedRowSparse(RowSparse):
     "`RowSparse` whose parameters may be DTensors, Shard(0)."
+    def fits(self, p:Tensor) -> bool:
+        "Whether it can step a parameter; a vector's mean square would be of all ranks."
+        return p.dtype in FLOATS and not (self.rowwise and is_dtensor(p) and p.dim() < 2)
+
+    def placed(self, p:Tensor, name:str, t:Tensor) -> Tensor:
+        "A copy of a tensor of p's state, where p is; of a whole one this rank's rows."
+        if not is_dtensor(p) or is_dtensor(t) or is_of_all(p, name): return super().placed(p, name, t)
+        mesh, rows = p.device_mesh, t.detach()
+        if p.placements[0].is_shard():
+            here = shard_range(len(t), mesh.size(), mesh.get_local_rank())
+            rows = rows[here.start:here.stop]
+        return dtensor_like(rows.to(p.device, copy=True), p)
+
     def update(self, p:Tensor, group:dict) -> None:
         if not is_dtensor(p): return super().update(p, group)
-        u, state, here = update_of(group, self.adam), self.state[p], p.to_local()
-        names = self.names if u.adam or u.beta1 else ()
-        held = local_state(p, state, names, u.adam or bool(u.beta1 and u.beta2))
-        state["step"] += 1
-        noisy = p.dtype == torch.bfloat16 and self.stochastic_rounding
-        seed = (self.seed * 1000003 + int(state["step"])) % 2**23 << 40 if noisy else None
-        if not here.numel(): return
-        rows, g = local_gradient(p)
-        apply_update(as_rows(here), held, rows, g, u, seed, self.mode == "dense")
+        u, here = update_of(group, self.optimizer_class, self.rowwise), p.to_local()
+        names, state = self.used(group), self.state[p]
+        local = local_state(p, state, names, u, self.mode == "lazy")
+        rows, g = local_gradient(p) if here.numel() else (None, as_rows(here))
+        self.move(as_rows(here), state, state_tensors(local, names, u), rows, g, u)
 
 # %% ../nbs/17_sharded_heads.ipynb #b9e88ec5
 def ignore_in_ddp(

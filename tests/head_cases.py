@@ -19,7 +19,7 @@ from helpers import TOLERANCE, everywhere, need_kernels
 from test_margins import FORMULAS
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+SGD, ADAMW, ADAGRAD = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad
 COUNT = 300  # classes of most heads here
 
 

@@ -3,6 +3,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import math
 import os
 import random
@@ -889,6 +890,7 @@ OPTIMIZERS = {"sgd": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, mome
               "dense": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, momentum=0.9, mode="dense"),
               "damped": lambda p: ShardedRowSparse(torch.optim.SGD, p, lr=0.1, momentum=0.9, dampening=0.5),
               "adamw": lambda p: ShardedRowSparse(torch.optim.AdamW, p, lr=0.05),
+              "row-wise adagrad": lambda p: ShardedRowSparse(torch.optim.Adagrad, p, rowwise=True, lr=0.1, lr_decay=0.1, weight_decay=1e-3),
               "torch sgd": lambda p: torch.optim.SGD(apart(p), lr=0.1, momentum=0.9),
               "torch adamw": lambda p: torch.optim.AdamW(apart(p), lr=0.05)}
 
@@ -1156,6 +1158,33 @@ def foreign_optimizers_say_who_takes_rows(meshes):
             if ranks > 1 or kind is torch.optim.AdamW:
                 raises(ValueError, "fl.ShardedRowSparse over ranks", kind(head.parameters(), lr=0.1).step)
         assert torch.equal(whole(head.weight), before)
+
+
+@case
+def a_whole_state_goes_on_over_ranks(meshes):
+    "PyTorch's state of one process, and this library's, each loaded over ranks: each rank takes its rows"
+    from fusedloss.row_sparse import RowSparse
+    kinds = (torch.optim.SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (torch.optim.AdamW, dict(lr=0.05)), (torch.optim.Adagrad, dict(lr=0.1, rowwise=True))
+    for (kind, options), (ranks, mesh, rank), begins in itertools.product(kinds, mine(meshes), ("theirs", "ours")):
+        if begins == "theirs" and "rowwise" in options:
+            continue
+        grads = [torch.randn(11, 3, generator=torch.Generator().manual_seed(k), dtype=f64).to(DEVICE) for k in range(5)]
+        one = nn.Parameter(torch.ones(11, 3, dtype=f64, device=DEVICE))
+        alone = kind([one], **options) if begins == "theirs" else RowSparse(kind, [one], **options)
+        def go_on(p, optimizer, steps):
+            for g in steps:
+                p.grad = spread(g, mesh) if isinstance(p, DTensor) else g.clone()
+                optimizer.step()
+        go_on(one, alone, grads[:2])
+        p = nn.Parameter(spread(one.detach(), mesh))
+        optimizer = ShardedRowSparse(kind, [p], **options)
+        state = alone.state_dict()
+        optimizer.load_state_dict(state)
+        go_on(one, alone, grads[2:]), go_on(p, optimizer, grads[2:])
+        assert_close(whole(p).detach(), one.detach())
+        if ranks > 1:
+            raises(ValueError, "plain tensors, as the parameter", lambda: alone.load_state_dict(optimizer.state_dict())) if begins == "ours" else None
+            raises(ValueError, "params: expected", lambda: RowSparse(kind, [p], **options))
 
 
 # --- checkpoints ---

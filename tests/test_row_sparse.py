@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fusedloss as fl
 from fusedloss import partial_fc, row_sparse
@@ -16,7 +17,7 @@ from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse, Update, launch_update, plain_update
 from grids import FULL, few, grid, pairs
 from head_cases import (
-    ADAMW, COUNT, SGD, bf16, f32, f64, failure_fault, given_rows, kernels_for_all, make_head, place, row_by_row, sample, sparse_gradients,  # noqa: F401 (fixtures)
+    ADAGRAD, ADAMW, COUNT, SGD, bf16, f32, f64, failure_fault, given_rows, kernels_for_all, make_head, place, row_by_row, sample, sparse_gradients,  # noqa: F401 (fixtures)
     state_fault)
 from helpers import fault_of, planted, unchanged
 
@@ -28,6 +29,8 @@ SETTINGS = [(SGD, dict(lr=0.1, momentum=m, dampening=d, weight_decay=wd, nestero
             for m, d, wd, nest, up in (OF_SGD if FULL else pairs(OF_SGD))]
 SETTINGS += [(ADAMW, dict(lr=0.01, weight_decay=wd, betas=b, maximize=up))
              for wd, b, up in grid((0.0, 0.1), ((0.9, 0.999), (0.5, 0.6)), (False, True))]
+SETTINGS += [(ADAGRAD, dict(lr=0.1, lr_decay=ld, weight_decay=wd, initial_accumulator_value=start, maximize=up))
+             for ld, wd, start, up in grid((0.0, 0.3), (0.0, 0.1), (0.0, 0.5), (False, True))]
 
 
 @pytest.mark.parametrize("kind,options", SETTINGS)
@@ -120,7 +123,7 @@ def test_two_forwards_then_their_backwards(device):
     del two
 
 
-@pytest.mark.parametrize("kind,options", [(SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (ADAMW, dict(lr=0.01))])
+@pytest.mark.parametrize("kind,options", [(SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (ADAMW, dict(lr=0.01)), (ADAGRAD, dict(lr=0.1, lr_decay=0.1, rowwise=True))])
 def test_resume_bit_for_bit(kind, options, device):
     def make():
         torch.manual_seed(1)
@@ -160,22 +163,241 @@ def test_state_keeps_its_dtypes():
     assert other.state[p]["exp_avg"].dtype == f32 and other.state[p]["row_steps"].dtype == torch.int32
 
 
-@pytest.mark.parametrize("kind,options", [(SGD, dict(lr=0.1, momentum=0.9)), (ADAMW, dict(lr=0.01))])
-def test_goes_on_from_pytorchs_state(kind, options):
-    w = torch.randn(8, 3, dtype=f64)
-    p, q = torch.nn.Parameter(w.clone()), torch.nn.Parameter(w.clone())
-    theirs = kind([q], **options)
-    for _ in range(3):
-        q.grad = torch.randn(8, 3, dtype=f64)
-        theirs.step()
-    p.data.copy_(q.data)
-    ours = RowSparse(kind, [p], mode="dense", **options)
-    ours.load_state_dict(theirs.state_dict())
-    for rows, values in sparse_gradients(w.shape, 3, f64):
+# --- states of other optimizers, and of this one ---
+
+def stepped(optimizer, p, count, seed):
+    "Dense gradients for all rows, the same for each optimizer with this seed"
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        p.grad = torch.randn(p.shape, generator=g, dtype=f64).to(p)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("flags", [{}, dict(foreach=True), dict(fused=True)], ids=str)
+@pytest.mark.parametrize("mode", ["lazy", "dense"])
+def test_goes_on_from_pytorchs_state(mode, flags):
+    for kind, options in SETTINGS:
+        q = torch.nn.Parameter(torch.randn(8, 3, dtype=f64, generator=torch.Generator().manual_seed(1)))
+        theirs = kind([q], **options, **flags)
+        stepped(theirs, q, 3, 0)
+        p, bare = torch.nn.Parameter(q.detach().clone()), 1e9 * torch.ones(())
+        ours = RowSparse(kind, [p], mode=mode, **options | dict(lr=bare.item()))  # the state dict's numbers hold
+        state = theirs.state_dict()
+        for group in state["param_groups"]:
+            group.update({n: True for n in ("capturable", "differentiable") if n in group})  # how it was run, which says nothing of what comes out
+        ours.load_state_dict(state)
+        assert not any(ours.param_groups[0].get(n) for n in ("capturable", "differentiable"))
+        stepped(theirs, q, 3, 9), stepped(ours, p, 3, 9)
+        torch.testing.assert_close(p, q, msg=f"{kind.__name__} {options}")
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_momentum_that_begins_later_begins_as_pytorchs(dampening):
+    "Momentum from step 3 on, in a run of ours and in one that PyTorch began"
+    ends = []
+    for begun, goes_on in itertools.product(("ours", "theirs"), ("ours", "theirs")):
+        p = torch.nn.Parameter(torch.ones(4, 3, dtype=f64))
+        make = dict(ours=partial(RowSparse, SGD), theirs=SGD)
+        first, then = (make[name]([p], lr=0.1, dampening=dampening) for name in (begun, goes_on))
+        stepped(first, p, 2, 0)
+        then.load_state_dict(first.state_dict())
+        then.param_groups[0]["momentum"] = 0.9
+        stepped(then, p, 3, 1)
+        ends.append(p.detach())
+    for end in ends:
+        torch.testing.assert_close(end, ends[-1])
+
+
+def test_dampening_that_begins_later_spares_rows_that_had_no_step():
+    p, grads = torch.nn.Parameter(torch.zeros(3, 2, dtype=f64)), torch.ones(1, 2, dtype=f64)
+    optimizer = RowSparse(SGD, [p], lr=1.0, momentum=0.9)
+    for row in (0, 0, 2, 0):
+        given_rows(p, torch.tensor([row]), grads)
+        optimizer.step()
+        optimizer.param_groups[0]["dampening"] = 0.25 if row == 2 else optimizer.param_groups[0]["dampening"]
+    given_rows(p, torch.tensor([1, 2]), grads.repeat(2, 1))
+    optimizer.step()
+    assert p[1, 0] == -1  # its first gradient, whole
+    torch.testing.assert_close(p[2, 0].item(), -1 - (0.9 + 0.75))  # its second one, damped
+
+
+def test_what_cannot_be_loaded_raises_and_changes_nothing():
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    def state_of(optimizer):
+        stepped(optimizer, p, 1, 0)
+        return optimizer.state_dict()
+    adamw, sgd = state_of(ADAMW([p], lr=0.1)), state_of(SGD([p], lr=0.1, momentum=0.9))
+    short = copy.deepcopy(adamw)
+    short["state"][0]["exp_avg"] = torch.zeros(2, 2)
+    half = copy.deepcopy(adamw)
+    del half["state"][0]["exp_avg_sq"]
+    for kind, bad, words in ((ADAMW, state_of(ADAMW([p], amsgrad=True)), "amsgrad: expected False, got True"), (ADAMW, sgd, "state_dict: expected one of AdamW.*without.*betas"),
+                             (SGD, adamw, "state_dict: expected one of SGD.*without momentum"), (ADAMW, short, r"state: expected exp_avg of \[3, 2\]"), (ADAMW, half, "state_dict: expected a state with exp_avg, exp_avg_sq")):
+        ours = RowSparse(kind, [p], lr=0.5)
+        stepped(ours, p, 1, 0)
+        before = copy.deepcopy(ours.state_dict())
+        with pytest.raises(ValueError, match=words):
+            ours.load_state_dict(bad)
+        torch.testing.assert_close(ours.state_dict(), before)
+        assert not ours._optimizer_load_state_dict_pre_hooks and not ours._optimizer_load_state_dict_post_hooks
+
+
+def test_a_state_dict_from_before_an_option_was_there_loads():
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    for kind in (SGD, ADAMW, ADAGRAD):
+        theirs = kind([p], lr=0.1)
+        stepped(theirs, p, 1, 0)
+        state = theirs.state_dict()
+        state["param_groups"] = [{n: v for n, v in g.items() if v is not None and not isinstance(v, bool)} for g in state["param_groups"]]
+        if "step" in state["state"].get(0, {}):
+            state["state"][0]["step"] = 1  # a number, as it was once
+        ours = RowSparse(kind, [p], lr=0.5, maximize=True)
+        ours.load_state_dict(state)
+        assert ours.param_groups[0]["lr"] == 0.1 and not ours.param_groups[0]["maximize"]
+        stepped(ours, p, 1, 1)
+
+
+@pytest.mark.parametrize("kind", [SGD, ADAMW, ADAGRAD])
+@pytest.mark.parametrize("make", [RowSparse, fl.ShardedRowSparse])
+def test_hooks_are_pytorchs(make, kind):
+    "Which run, in which order, how often, and what becomes of what they change"
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    other = kind([p], lr=0.1)
+    stepped(other, p, 1, 0)
+    seen = {}
+    for maker in (partial(make, kind), kind):
+        optimizer, order = maker([p], lr=0.1), seen.setdefault(maker is kind, [])
+        note = lambda name, *changed: lambda o, *a: (order.append(name), changed[0](o, *a) if changed else None)[1]
+        halved = lambda o, state: {**state, "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]],
+                                   "state": {i: {n: t + 1 if isinstance(t, torch.Tensor) else t for n, t in held.items()} for i, held in state["state"].items()}}
+        def afterwards(o):
+            order.append(("after", o.param_groups[0]["lr"], sorted((n, float(t.sum())) for n, t in o.state[p].items() if isinstance(t, torch.Tensor))))
+            o.state[p] = {n: torch.full_like(t, 7) for n, t in o.state[p].items() if isinstance(t, torch.Tensor)}
+        optimizer.register_load_state_dict_pre_hook(note("load 2", halved))
+        optimizer.register_load_state_dict_pre_hook(note("load 1", lambda o, state: state.update(extra=1)), prepend=True)
+        optimizer.register_load_state_dict_post_hook(afterwards)
+        optimizer.register_state_dict_pre_hook(note("save"))
+        optimizer.register_state_dict_post_hook(note("saved", lambda o, state: {**state, "mine": 1}))
+        optimizer.register_step_pre_hook(note("step"))
+        optimizer.register_step_post_hook(note("stepped"))
+        everyones = [register_optimizer_step_pre_hook(note("any step")), register_optimizer_step_post_hook(note("any stepped"))]
+        optimizer.load_state_dict(other.state_dict())
+        order.append(sorted((n, float(t.sum())) for n, t in optimizer.state[p].items()))
+        for schedule in (torch.optim.lr_scheduler.StepLR(optimizer, 1),):
+            stepped(optimizer, p, 2, 0)
+            schedule.step()
+        assert optimizer.state_dict()["mine"] == 1
+        for handle in everyones:
+            handle.remove()
+    assert seen[False] == seen[True] and seen[True].count("stepped") == seen[True].count("any stepped") == 2
+
+
+def test_a_scaler_skips_steps_and_unscales_rows():
+    "PyTorch's GradScaler: a gradient of infinity steps nothing and runs no hook"
+    ends = []
+    for sparse in (True, False):
+        e = torch.nn.Embedding(6, 2, sparse=sparse)
+        with torch.no_grad():
+            e.weight.copy_(torch.arange(12.0).view(6, 2))
+        optimizer, scaler, steps = RowSparse(SGD, e.parameters(), lr=0.1, momentum=0.9), torch.amp.GradScaler("cpu", init_scale=8.0), []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(e(torch.tensor([1, 1, 4])).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert len(steps) == 2 and scaler.get_scale() == 4.0
+        ends.append(e.weight.detach())
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("kind,options", [(SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (ADAMW, dict(lr=0.01)), (ADAGRAD, dict(lr=0.1, rowwise=True))])
+def test_a_copy_goes_on_as_its_original(kind, options):
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = RowSparse(kind, [p], mode="dense", seed=3, **options)
+    stepped(optimizer, p, 2, 0)
+    again = copy.deepcopy(optimizer), torch.load(io.BytesIO(file.getvalue()), weights_only=False) if torch.save(optimizer, file := io.BytesIO()) is None else None
+    stepped(optimizer, p, 2, 1)
+    for other in again:
+        q = other.param_groups[0]["params"][0]
+        stepped(other, q, 2, 1)
+        assert torch.equal(p, q)
+
+
+def test_groups_and_parameters_that_cannot_be_stepped_are_refused_when_they_come():
+    p, q = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    optimizer = RowSparse(ADAMW, [p], lr=0.1)
+    for group, words in ((dict(params=[torch.nn.Parameter(torch.ones(2))], amsgrad=True), "amsgrad: expected False"), (dict(params=iter([q])), "params: expected tensors of a floating dtype.*complex64")):
+        with pytest.raises(ValueError, match=words):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+        with pytest.raises(ValueError, match=words):
+            RowSparse(ADAMW, [dict(group, params=[q] if "amsgrad" not in group else group["params"])])
+    optimizer.add_param_group(dict(params=iter([torch.nn.Parameter(torch.ones(2))]), lr=0.5))
+    assert len(optimizer.param_groups[1]["params"]) == 1
+
+
+# --- row-wise Adagrad ---
+
+def rowwise_adagrad(w, grads, lr, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, maximize=False, touched=None):
+    "By its definition, every row in every step, or those that are touched"
+    w, total = w.clone(), torch.full((len(w),), initial_accumulator_value, dtype=w.dtype)
+    steps = torch.zeros(len(w), dtype=w.dtype)
+    for k, g in enumerate(grads):
+        moved = torch.ones(len(w), dtype=torch.bool) if touched is None else touched[k]
+        g = (-g if maximize else g) + weight_decay * w
+        total = torch.where(moved, total + g.square().mean(1), total)
+        rate = lr / (1 + steps * lr_decay)
+        w = torch.where(moved[:, None], w - (rate / (total.sqrt() + eps))[:, None] * g, w)
+        steps += moved
+    return w, total
+
+
+@pytest.mark.parametrize("options", [options for kind, options in SETTINGS if kind is ADAGRAD], ids=str)
+@pytest.mark.parametrize("mode", ["lazy", "dense"])
+def test_rowwise_adagrad_is_its_definition(mode, options, device):
+    w = torch.randn(12, 5, dtype=f64)
+    p, gradients = torch.nn.Parameter(w.clone().to(device)), list(sparse_gradients(w.shape, 9, f64))
+    optimizer = RowSparse(ADAGRAD, [p], rowwise=True, mode=mode, **options)
+    for rows, values in gradients:
         given_rows(p, rows, values)
-        q.grad = p.grad.to_dense()
-        ours.step(), theirs.step()
-    torch.testing.assert_close(p, q)
+        optimizer.step()
+    dense = [torch.zeros_like(w).index_copy(0, rows, values) for rows, values in gradients]
+    touched = [torch.isin(torch.arange(12), rows) for rows, _ in gradients] if mode == "lazy" else None
+    exact, total = rowwise_adagrad(w, dense, touched=touched, **options)
+    torch.testing.assert_close(p.detach().cpu(), exact)
+    torch.testing.assert_close(optimizer.state[p]["sum"].cpu(), total)
+    assert optimizer.state[p]["sum"].shape == (12,)
+
+
+def test_rowwise_adagrad_of_other_shapes_and_with_extended_rows():
+    for shape in ((4, 3, 2), (7,), (3, 0), ()):
+        w = torch.randn(shape, dtype=f64)
+        p, rows = torch.nn.Parameter(w.clone()), w.reshape(1 if w.dim() < 2 else len(w), -1)
+        optimizer = RowSparse(ADAGRAD, [p], rowwise=True, lr=0.1)
+        grads = [torch.randn(shape, dtype=f64) for _ in range(3)]
+        for p.grad in grads:
+            optimizer.step()
+        if w.numel():
+            torch.testing.assert_close(p.detach().view(rows.shape), rowwise_adagrad(rows, [g.view(rows.shape) for g in grads], 0.1)[0])
+    head = PartialFC(9, 3, sample_rate=0.5)
+    optimizer = RowSparse(ADAGRAD, head.parameters(), rowwise=True, lr=0.1, initial_accumulator_value=0.5)
+    def step():
+        optimizer.zero_grad()
+        head(torch.randn(4, 3), torch.arange(4)).backward()
+        optimizer.step()
+    step()
+    kept = optimizer.state[head.weight]["sum"][2:].clone()
+    head.extend(3, optimizer)
+    step()
+    head.remove([0, 1], optimizer)
+    assert len(optimizer.state[head.weight]["sum"]) == 10
+    assert (optimizer.state[head.weight]["sum"][2:7] >= kept[2:7]).all()
+    with pytest.raises(ValueError, match=r"state: expected sum of \[10\]"):
+        theirs = ADAGRAD([torch.nn.Parameter(torch.ones(10, 3))])
+        optimizer.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match="rowwise: expected torch.optim.Adagrad, got SGD"):
+        RowSparse(SGD, head.parameters(), rowwise=True, lr=0.1)
 
 
 def test_schedules_groups_and_closures():
@@ -194,7 +416,7 @@ def test_schedules_groups_and_closures():
 
 
 @pytest.mark.parametrize("kind,options,match", [
-    (torch.optim.Adagrad, dict(lr=0.1), "optimizer_class"), ("sgd", {}, "optimizer_class"), (SGD, dict(lr=0.1, mode="eager"), "mode"),
+    (torch.optim.Adam, dict(lr=0.1), "optimizer_class"), ("sgd", {}, "optimizer_class"), (SGD, dict(lr=0.1, mode="eager"), "mode"),
     (SGD, dict(lr=-1.0), "learning rate"), (ADAMW, dict(amsgrad=True), "amsgrad"), (SGD, dict(lr=0.1, nesterov=True), "Nesterov")])
 def test_optimizers_that_cannot_be(kind, options, match):
     with pytest.raises(ValueError, match=match):
@@ -344,7 +566,14 @@ def test_bf16_heads_learn():
 
 UPDATES = {"SGD": Update(False, 0.1, 0.0, 0.0, 0.0, 0.0, False, 1.0), "momentum": Update(False, 0.1, 0.01, 0.9, 0.0, 0.0, False, 1.0),
            "dampening": Update(False, 0.1, 0.01, 0.9, 0.3, 0.0, False, 1.0), "Nesterov": Update(False, 0.1, 0.01, 0.9, 0.0, 0.0, True, -1.0),
-           "AdamW": Update(True, 0.1, 0.01, 0.9, 0.999, 1e-8, False, 1.0)}
+           "AdamW": Update(True, 0.1, 0.01, 0.9, 0.999, 1e-8, False, 1.0), "Adagrad": Update(False, 0.1, 0.01, 0.2, 0.0, 1e-8, False, 1.0, True),
+           "row-wise Adagrad": Update(False, 0.1, 0.01, 0.2, 0.0, 1e-8, False, -1.0, True, True)}
+
+
+def state_for(u, dtype, times, v, h, g):
+    "A weight and the state that an update of it needs"
+    made = torch.randn(v, h, generator=g).to(dtype), torch.rand(v, *[h] * (not u.rowwise), generator=g), torch.rand(v, h, generator=g), times
+    return [t if keep else None for t, keep in zip(made, (True, u.beta1 > 0, u.adam, u.counts))]
 
 
 @pytest.mark.parametrize("name,mode,dtype", grid(list(UPDATES), ["rows", "all", "slots"], [f32, bf16]))
@@ -355,10 +584,9 @@ def test_update_kernel(name, mode, dtype, place):
     times = torch.randint(40, (v,), generator=g, dtype=torch.int32)
     times[:9] = 0
     values = torch.randn(v if mode == "all" else t, h, generator=g)
-    def state():
-        made = [torch.randn(v, h, generator=g.manual_seed(1)).to(dtype), torch.rand(v, h, generator=g), torch.rand(v, h, generator=g), times]
-        return [m.clone().to(place) if keep else None for m, keep in zip(made, (True, u.beta1 > 0, u.adam, u.adam or u.beta2 > 0))]
-    ours, exact, seed = state(), [None if s is None else s.cpu() for s in state()], None if dtype == f32 else 5 << 40
+    made = state_for(u, dtype, times, v, h, g.manual_seed(1))
+    ours, exact = ([None if t is None else t.clone().to(d) for t in made] for d in (place, "cpu"))
+    seed = None if dtype == f32 else 5 << 40
     spare, slots, some, used = torch.where(rows < 0, v, rows), None, rows.to(place), values
     keep = rows >= 0
     if mode == "slots":
@@ -478,8 +706,10 @@ MUTANTS = {
     "any gradient is taken for a known one": ("known.index.data_ptr() == g._indices().data_ptr()", "True"),
     "it always minimises": ('-1.0 if group["maximize"] else 1.0', "1.0"),
     "both moments are corrected alike": ("for x in (u.beta1, u.beta2))", "for x in (u.beta1, u.beta1))"),
-    "a resumed row starts anew": ('int(state["step"]), dtype=torch.int32', "0, dtype=torch.int32"),
-    "a loaded state has the weight's dtype": ("for (p, name, _), t in zip(tensors, made): self.state[p][name] = t", "pass"),
+    "a resumed row starts anew": ('int(state.get("step", 0)), dtype=torch.int32', "0, dtype=torch.int32"),
+    "a loaded state has the weight's dtype": ("for p, name, t in loaded: self.state[p][name] = t", "for p, name, t in loaded: self.state[p][name] = t.to(p.dtype)"),
+    "Adagrad forgets": ("m = m + (g.square()", "m = m * 0 + (g.square()"),
+    "a row's squares add up": ("/ max(1, g[:1].numel()) if", "* 1 if"),
     "short gradients grow": ("(norm + 1e-6)).clamp(max=1)", "(norm + 1e-6))"),
     "every norm is the Euclidean one": ("torch.linalg.vector_norm(values, norm_type, dtype=dtype)", "torch.linalg.vector_norm(values, dtype=dtype)"),
     "norms add up": ("norm = norm_of(torch.stack(found), norm_type)", "norm = torch.stack(found).sum()"),
@@ -489,7 +719,8 @@ MUTANTS = {
     "memory may be shared": ("if stride <= reach: return True", "if stride < reach: return True"),
 }
 PROBED = [(SGD, dict(lr=0.1, maximize=True)), (SGD, dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
-          (SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (ADAMW, dict(lr=0.01, weight_decay=0.1, betas=(0.5, 0.6)))]
+          (SGD, dict(lr=0.1, momentum=0.9, dampening=0.5)), (ADAMW, dict(lr=0.01, weight_decay=0.1, betas=(0.5, 0.6))),
+          (ADAGRAD, dict(lr=0.1, lr_decay=0.2, weight_decay=0.1))]
 
 
 def optimizer_fault(m):
@@ -509,6 +740,12 @@ def optimizer_fault(m):
             return f"lazy {kind.__name__} {options}"
         if not torch.allclose(q, e):
             return f"dense {kind.__name__} {options}"
+    p = torch.nn.Parameter(w.clone())
+    rowwise, grads = m.RowSparse(ADAGRAD, [p], rowwise=True, lr=0.1), [torch.ones_like(w), 2 * w]
+    for p.grad in grads:
+        rowwise.step()
+    if not torch.allclose(p, rowwise_adagrad(w, grads, 0.1)[0]):
+        return "row-wise Adagrad"
 
 
 def resumed_fault(m):
@@ -570,6 +807,9 @@ KERNEL_BUGS = {
     "counts are those before": ("steps = tl.load(row_steps_ptr + row, mask=alive, other=2).to(tl.float32)", "steps = tl.load(row_steps_ptr + row, mask=alive, other=2).to(tl.float32) - 1"),
     "AdamW forgets to correct": ("p -= lr / correction1[:, None] * m", "p -= lr * m"),
     "AdamW forgets to decay": ("p -= lr * weight_decay * p", "p -= 0 * p"),
+    "a row's squares add up": ("return total / H", "return total"),
+    "a row's squares forget": ("squares += tl.atomic_add(moment1_ptr + row * moment1_row, squares, mask=alive)", "tl.atomic_add(moment1_ptr + row * moment1_row, squares, mask=alive)"),
+    "the decay has no part in a row's squares": ("g_row, g_col, H, sign * weight_decay, BR, BH)", "g_row, g_col, H, 0.0, BR, BH)"),
     "noise is the same everywhere": ("add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number ^ seed)", "add_word(tl.full([BR, BH], 0x9E3779B9, tl.uint32), number * 0 + seed)"),
     "rows of the weight touch each other": ("here = (row * p_row)[:, None] + cols * p_col", "here = (row * H)[:, None] + cols"),
     "momentum lies as the weight": ("in_moment1 = (row * moment1_row)[:, None] + cols * moment1_col", "in_moment1 = here"),
@@ -585,8 +825,7 @@ def update_fault(m, place, g):
         rows[2] = -1
         times = torch.randint(40, (30,), generator=g, dtype=torch.int32)
         times[:9] = 0
-        made = [torch.randn(30, 20, generator=g).to(dtype), torch.rand(30, 20, generator=g), torch.rand(30, 20, generator=g), times]
-        made = [t if keep else None for t, keep in zip(made, (True, u.beta1 > 0, u.adam, u.adam or u.beta2 > 0))]
+        made = state_for(u, dtype, times, 30, 20, g)
         ours, exact = ([None if t is None else t.clone().to(d) for t in made] for d in (place, "cpu"))
         spare = torch.where(rows < 0, 30, rows)
         slots = torch.full((31,), -1, dtype=torch.int32).index_copy_(0, spare, torch.arange(12, dtype=torch.int32)).to(place)
