@@ -261,10 +261,10 @@ def may_overlap(t:Tensor) -> bool:
     return False
 
 # %% ../nbs/15_row_sparse.ipynb #7f793891
-def state_shapes(p:Tensor, names:tuple[str, ...], rowwise:bool) -> dict[str, torch.Size]:
-    "The shapes of p's state."
-    rows = torch.Size([p.shape[0] if p.dim() > 1 else 1])
-    return {name: rows if rowwise else p.shape for name in names} | {"row_steps": rows}
+def state_shape(p:Tensor, name:str, rowwise:bool) -> tuple[int, ...]:
+    "The shape of a tensor of p's state."
+    if name != "row_steps" and not rowwise: return p.shape
+    return (p.shape[0] if p.dim() > 1 else 1,)
 
 def counted_before(state:dict, name:str, rows:Tensor, u:Update, lazy:bool) -> Tensor:  # of one [V,...]
     "How many steps each row of a state without counts has taken; of SGD, whether any."
@@ -279,10 +279,11 @@ def missing_state(
     state:dict, p:Tensor, names:tuple[str, ...], u:Update, lazy:bool,  # all of this rank
 ) -> dict[str, Tensor]:
     "What a step needs and p's state lacks."
-    shapes, dtype = state_shapes(p, names, u.rowwise), acc_dtype(p.dtype)
-    made = {name: torch.full_like(p, u.start, dtype=dtype) if shapes[name] == p.shape
-            else p.new_full(shapes[name], u.start, dtype=dtype)
-            for name in names if state.get(name) is None}
+    made = {}
+    for name in names:
+        if state.get(name) is not None: continue
+        like = p.new_empty(state_shape(p, name, True)) if u.rowwise else p
+        made[name] = torch.full_like(like, u.start, dtype=acc_dtype(p.dtype))
     if u.counts and "row_steps" not in state:
         made["row_steps"] = counted_before(state, names[0], as_rows(p), u, lazy)
     return made
@@ -295,15 +296,15 @@ def state_tensors(
     return *tensors, *[None] * (2 - len(names)), state["row_steps"] if u.counts else None
 
 # %% ../nbs/15_row_sparse.ipynb #67f77172
-def check_shapes(state:dict, shapes:dict[str, torch.Size]):
+def check_shapes(p:Tensor, state:dict, names:tuple[str, ...], rowwise:bool):  # state of p
     "`ValueError` for a state of other shapes than a parameter's."
-    for name, shape in shapes.items():
-        held = state.get(name)
-        expect(held is None or held.shape == shape, "state", f"{name} of {list(shape)}, as the "
-               "weight: give extend and remove the optimizer", None if held is None else
-               list(held.shape))
+    for name in (*names, "row_steps"):
+        held, shape = state.get(name), state_shape(p, name, rowwise)
+        if held is None or held.shape == shape: continue
+        expect(False, "state", f"{name} of {list(shape)}, as the weight: give extend and remove the "
+               "optimizer", list(held.shape))
 
-def check_step(p:Tensor, state:dict, shapes:dict[str, torch.Size]):  # state of p
+def check_step(p:Tensor, state:dict, names:tuple[str, ...], rowwise:bool):  # state of p
     "`ValueError` for a parameter with a gradient or a state that no step can take."
     expect(not may_overlap(p), "params", "elements that share no memory",
            f"shape {list(p.shape)} of strides {list(p.stride())}")
@@ -313,7 +314,7 @@ def check_step(p:Tensor, state:dict, shapes:dict[str, torch.Size]):  # state of 
            f"{list(g.shape)}")
     expect(g.shape == p.shape, "grad", f"shape {list(p.shape)}, as the weight: backward of a loss "
            "from before extend or remove made another", list(g.shape))
-    check_shapes(state, shapes)
+    check_shapes(p, state, names, rowwise)
 
 # %% ../nbs/15_row_sparse.ipynb #a9809153
 def apply_update(
@@ -574,7 +575,7 @@ class RowSparse(RowOptimizer):
         numbers = [i for g in given["param_groups"] for i in g["params"]]
         for i, p in zip(numbers, (p for g in self.param_groups for p in g["params"])):
             state = given["state"].get(i, {})
-            check_shapes(state, state_shapes(p, self.names, self.rowwise))
+            check_shapes(p, state, self.names, self.rowwise)
             lacks = [name for name in self.names if state.get(name) is None]
             whole = not (state and lacks) or self.optimizer_class is torch.optim.SGD
             expect(whole, "state_dict", f"a state with {', '.join(self.names)}", sorted(state))
@@ -589,22 +590,19 @@ class RowSparse(RowOptimizer):
                repr(closure))
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        given = [(p, group) for group in self.param_groups for p in group["params"]
-                 if p.grad is not None]
-        for p, group in given:  # all of them, before any has moved
-            shapes = state_shapes(p, self.used(group), self.rowwise)
-            check_step(p, self.state.get(p, {}), shapes)
-        for p, group in given: self.update(p, group)
+        given = []
+        for group in self.param_groups:
+            u = update_of(group, self.optimizer_class, self.rowwise)
+            names = self.names if group.get("momentum", True) else ()
+            given += [(p, u, names) for p in group["params"] if p.grad is not None]
+        for p, _, names in given:  # all of them, before any has moved
+            check_step(p, self.state.get(p, {}), names, self.rowwise)
+        for p, u, names in given: self.update(p, u, names)
         return loss
 
-    def used(self, group:dict) -> tuple[str, ...]:
-        "The names of the tensors that a step of a group uses."
-        return self.names if group.get("momentum", True) else ()
-
-    def update(self, p:Tensor, group:dict) -> None:
-        "One parameter's step."
-        u, state = update_of(group, self.optimizer_class, self.rowwise), self.state[p]
-        names = self.used(group)
+    def update(self, p:Tensor, u:Update, names:tuple[str, ...]) -> None:
+        "One parameter's step, with these tensors of its state."
+        state = self.state[p]
         state.update(missing_state(state, p, names, u, self.mode == "lazy"))
         rows, g = live_rows(p, p.grad) if p.grad.is_sparse else (None, as_rows(p.grad))
         self.move(as_rows(p), state, state_tensors(state, names, u), rows, g, u)

@@ -34,7 +34,7 @@ from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
     head_stats, HeadStats, PartialFC, score_config, scores_in_eval, step_sampler, TopK)
 from fusedloss.row_sparse import (
-    as_rows, live_rows, missing_state, RowSparse, state_tensors, Update, update_of)
+    as_rows, live_rows, missing_state, RowSparse, state_tensors, Update)
 
 # %% ../nbs/17_sharded_heads.ipynb #ae0cea6c
 class _JoinLse(torch.autograd.Function):
@@ -410,10 +410,9 @@ class ShardedRowSparse(RowSparse):
             rows = rows[here.start:here.stop]
         return dtensor_like(rows.to(p.device, copy=True), p)
 
-    def update(self, p:Tensor, group:dict) -> None:
-        if not is_dtensor(p): return super().update(p, group)
-        u, here = update_of(group, self.optimizer_class, self.rowwise), p.to_local()
-        names, state = self.used(group), self.state[p]
+    def update(self, p:Tensor, u:Update, names:tuple[str, ...]) -> None:
+        if not is_dtensor(p): return super().update(p, u, names)
+        here, state = p.to_local(), self.state[p]
         local = local_state(p, state, names, u, self.mode == "lazy")
         rows, g = local_gradient(p) if here.numel() else (None, as_rows(here))
         self.move(as_rows(here), state, state_tensors(local, names, u), rows, g, u)
