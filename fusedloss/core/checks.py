@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/library/checks.ipynb #c0536ccf
 import functools, math, os
-from typing import Any, Callable, Hashable, Iterable, Optional
+from typing import Any, Callable, Collection, Hashable, Iterable, Optional
 
 import torch
 from torch import Tensor
@@ -32,6 +32,21 @@ def expect(ok:bool, name:str, expected, got):
 def expect_tensor(name:str, value):
     "`ValueError` unless `value` is a tensor."
     expect(isinstance(value, Tensor), name, "a tensor", type(value).__name__)
+
+def did_you_mean(got:Any, known:Iterable[str]) -> str:
+    "The end of a sentence about a word that is not known, if one of those known is nearly the same."
+    from difflib import get_close_matches  # needed by errors alone
+    near = get_close_matches(got, known, 1) if isinstance(got, str) else ()
+    return f"; did you mean {near[0]}?" if near else ""
+
+def expect_word(
+    name:str, value:Any, words:Collection[str],  # all that may be given
+):
+    "`ValueError` unless `value` is one of `words`; it names the one that was nearly given."
+    if isinstance(value, str) and value in words: return
+    *first, last = map(repr, words)
+    listed = f"{', '.join(first)} or {last}" if first else last
+    expect(False, name, listed, f"{value!r}{did_you_mean(value, words)}")
 
 def check_flags(**flags:bool):
     "`ValueError` naming the first that is neither True nor False."
@@ -126,8 +141,7 @@ def check_target(
                    or target.dtype == torch.bool)
     expect(integer, name, "an integer dtype", target.dtype)
     expect(target.device == device, name, f"the input's device {device}", target.device)
-    expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'",
-           repr(reduction))
+    expect_word("reduction", reduction, ("none", "mean", "sum"))
 
 # %% ../../nbs/library/checks.ipynb #0c45ad09
 def check_margin(margin:float, scale:float|None):
