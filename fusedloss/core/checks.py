@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/library/checks.ipynb #c0536ccf
-import functools, math, os
-from typing import Any, Callable, Collection, Hashable, Iterable, Optional
+import functools, math, os, re
+from typing import Any, Callable, Hashable, Iterable, Optional
 
 import torch
 from torch import Tensor
@@ -25,28 +25,23 @@ def is_integer(value) -> bool:
     return type(value) is int or (hasattr(value, "__index__")
                                   and not isinstance(value, (bool, Tensor)))
 
+def did_you_mean(got:str, known:Iterable[str]) -> str:
+    "The end of a sentence that refuses a word: the one of those known that is nearly the same, or has it as a part."
+    from difflib import get_close_matches  # errors alone need it
+    words = {word.lower(): word for word in known}
+    near = get_close_matches(got.lower(), words, 1) or [w for w in words if got.lower() in w.split("_")]
+    return f"; did you mean {words[near[0]]}?" if near else ""
+
 def expect(ok:bool, name:str, expected, got):
-    "`ValueError` that says what was expected and what came, unless `ok`."
-    if not ok: raise ValueError(f"{name}: expected {expected}, got {got}")
+    "`ValueError` that says what was expected and what came, unless `ok`; of words in quotation marks also the one that was nearly given."
+    if ok: return
+    word = re.fullmatch("'(.*)'", str(got))
+    near = did_you_mean(word[1], re.findall("'([^']*)'", str(expected))) if word else ""
+    raise ValueError(f"{name}: expected {expected}, got {got}{near}")
 
 def expect_tensor(name:str, value):
     "`ValueError` unless `value` is a tensor."
     expect(isinstance(value, Tensor), name, "a tensor", type(value).__name__)
-
-def did_you_mean(got:Any, known:Iterable[str]) -> str:
-    "The end of a sentence about a word that is not known, if one of those known is nearly the same."
-    from difflib import get_close_matches  # needed by errors alone
-    near = get_close_matches(got, known, 1) if isinstance(got, str) else ()
-    return f"; did you mean {near[0]}?" if near else ""
-
-def expect_word(
-    name:str, value:Any, words:Collection[str],  # all that may be given
-):
-    "`ValueError` unless `value` is one of `words`; it names the one that was nearly given."
-    if isinstance(value, str) and value in words: return
-    *first, last = map(repr, words)
-    listed = f"{', '.join(first)} or {last}" if first else last
-    expect(False, name, listed, f"{value!r}{did_you_mean(value, words)}")
 
 def check_flags(**flags:bool):
     "`ValueError` naming the first that is neither True nor False."
@@ -141,7 +136,8 @@ def check_target(
                    or target.dtype == torch.bool)
     expect(integer, name, "an integer dtype", target.dtype)
     expect(target.device == device, name, f"the input's device {device}", target.device)
-    expect_word("reduction", reduction, ("none", "mean", "sum"))
+    expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'",
+           repr(reduction))
 
 # %% ../../nbs/library/checks.ipynb #0c45ad09
 def check_margin(margin:float, scale:float|None):
