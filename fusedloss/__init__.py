@@ -1,42 +1,76 @@
 "Memory- and time-efficient losses over many classes, in PyTorch, Triton and CUDA."
 __version__ = "0.1.0"
 
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
 from fusedloss.core.versions import check_torch
 
 check_torch()  # before names that an older one lacks
 
-from fusedloss import margins, semirings
-from fusedloss import integrations as integrations
-from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, baseline_linear_cross_entropy
-from fusedloss.chunks import chunked_linear_cross_entropy
-from fusedloss.clusters import cross_entropy
-from fusedloss.contrast import contrastive_loss
-from fusedloss.ctc import CTCLoss, ctc_loss, ctc_loss_with_logits, ctc_posteriors, forced_align
-from fusedloss.decode import ctc_decode
-from fusedloss.divergence import linear_divergence
-from fusedloss.iota import iota_cross_entropy, onehot_select, rewrite_gather
-from fusedloss.core.options import CrossEntropyStats
-from fusedloss.core.popularity import PopularitySampler
-from fusedloss.core.sampling import NegativeSampler
-from fusedloss.linear_ctc import linear_ctc_loss
-from fusedloss.logprobs import LogProbs, linear_log_probs, log_probs
-from fusedloss.losses import LinearCrossEntropyLoss, linear_cross_entropy
-from fusedloss.margins import margin_cross_entropy
-from fusedloss.filter import recompute_linear_cross_entropy
-from fusedloss.partial_fc import PartialFC
-from fusedloss.plans import plan
-from fusedloss.row_sparse import RowSparse, clip_grad_norm_
-from fusedloss.scans import logz, sample, viterbi
-from fusedloss.sharded import sharded_linear_cross_entropy, sharded_linear_divergence, sharded_linear_log_probs
-from fusedloss.sharded_heads import (
-    ShardedPartialFC, ShardedRowSparse, ignore_in_ddp, load_insightface, save_insightface)
-from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entropy
+from fusedloss.core.operators import is_operator
 
-__all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
-           "LogProbs", "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "PopularitySampler", "RowSparse", "ShardedPartialFC",
-           "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "clip_grad_norm_",
-           "contrastive_loss", "cross_entropy", "ctc_decode", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align",
-           "ignore_in_ddp", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "linear_divergence",
-           "linear_log_probs", "load_insightface", "log_probs", "logz", "margin_cross_entropy", "margins",
-           "onehot_select", "plan", "recompute_linear_cross_entropy", "rewrite_gather", "sample", "save_insightface",
-           "semirings", "sharded_linear_cross_entropy", "sharded_linear_divergence", "sharded_linear_log_probs", "tiled_linear_cross_entropy", "viterbi"]
+_NAMES = {  # the public names of each module, which is imported when one of them is first used
+    "baseline": ("BaselineSoftmax", "BaselineSoftmaxNllLoss", "baseline_linear_cross_entropy"),
+    "chunks": ("chunked_linear_cross_entropy",),
+    "clusters": ("cross_entropy",),
+    "contrast": ("contrastive_loss",),
+    "core.options": ("CrossEntropyStats",),
+    "core.popularity": ("PopularitySampler",),
+    "core.sampling": ("NegativeSampler",),
+    "ctc": ("CTCLoss", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align"),
+    "decode": ("ctc_decode",),
+    "divergence": ("linear_divergence",),
+    "iota": ("iota_cross_entropy", "onehot_select", "rewrite_gather"),
+    "linear_ctc": ("linear_ctc_loss",),
+    "logprobs": ("LogProbs", "linear_log_probs", "log_probs"),
+    "losses": ("LinearCrossEntropyLoss", "linear_cross_entropy"),
+    "margins": ("margin_cross_entropy",),
+    "filter": ("recompute_linear_cross_entropy",),
+    "partial_fc": ("PartialFC",),
+    "plans": ("plan",),
+    "row_sparse": ("RowSparse", "clip_grad_norm_"),
+    "scans": ("logz", "sample", "viterbi"),
+    "sharded": ("sharded_linear_cross_entropy", "sharded_linear_divergence", "sharded_linear_log_probs"),
+    "sharded_heads": ("ShardedPartialFC", "ShardedRowSparse", "ignore_in_ddp", "load_insightface", "save_insightface"),
+    "tiles": ("MemoryEfficientVocabOutput", "tiled_linear_cross_entropy"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_SPACES = ("integrations", "margins", "semirings")  # public modules
+__all__ = sorted([*_HOMES, "margins", "semirings"])  # `import *` leaves `integrations` out
+
+
+def __getattr__(name: str):
+    "A public name, or a module of the package: imported here, and found without this function from then on."
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
+    from fusedloss.core.checks import did_you_mean
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, [*_HOMES, *_SPACES])}", name=name)
+
+
+def __dir__() -> list[str]:
+    "What is here, and what is imported when it is used."
+    return sorted({*globals(), *_HOMES, *_SPACES})
+
+
+class _Operators(type(torch.ops.aten)):
+    "`torch.ops.fusedloss`: an exported program finds the operators in it though no loss has been called."
+    __module__ = type(torch.ops.aten).__module__  # which the names of operators in a file begin with
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or is_operator(f"{self.name}::{name}"):
+                raise
+        for module in _NAMES:
+            import_module(f"{__package__}.{module}")
+        return super().__getattr__(name)
+
+
+torch.ops.fusedloss.__class__ = _Operators

@@ -466,7 +466,7 @@ def chunked_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64), a scalar
     "A linear layer's cross entropy, gradients formed in forward; raises as the checks above."
     scale = take_scale(options)
-    o = loss_options(options)
+    o = loss_options(options, chunked_linear_cross_entropy)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     check_linear(input, linear_weight)
@@ -566,7 +566,7 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         check_flags(monitoring=monitoring)
         self.register_buffer("class_weight", class_weight)
         keep_scale(self, take_scale(options))
-        self.options = dict(options=loss_options(options), reduction=reduction,
+        self.options = dict(options=loss_options(options, type(self)), reduction=reduction,
                             chunk_size=chunk_size, memory_budget=memory_budget,
                             accumulate=accumulate)
         self.monitoring, self.metrics = monitoring, {}

@@ -557,7 +557,7 @@ def cross_entropy(
     A tensor as `logit_scale` costs a pass over the logits each way, and a copy that `inplace` uses.
     """
     scale = take_scale(options)
-    o = loss_options(options)
+    o = loss_options(options, cross_entropy)
     check_logits(input, target, weight, token_weight, o, reduction, inplace, return_stats)
     input, = fold_scale(scale, input)
     if is_soft(input, target): return run_soft_cross_entropy(input, target, weight, token_weight, o, reduction)

@@ -438,7 +438,7 @@ def ctc_loss(
     *, gradient:Literal["torch", "exact"]="torch",  # exp(log_probs) − γ, or the derivative, −γ
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "`torch.nn.functional.ctc_loss`, in its place."
-    expect(gradient in ("torch", "exact"), "gradient", "torch or exact", gradient)
+    expect(gradient in ("torch", "exact"), "gradient", "'torch' or 'exact'", repr(gradient))
     return reduced_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction,
                        zero_infinity,
                        TORCH_GRADIENT if gradient == "torch" else EXACT_GRADIENT, "log_probs")

@@ -525,7 +525,7 @@ def recompute_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
     "A linear layer's cross entropy by recomputation; raises as the checks above say."
     scale = take_scale(options)
-    o = loss_options(options)
+    o = loss_options(options, recompute_linear_cross_entropy)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     check_inputs(input, linear_weight, target, reduction, o.ignore_index)

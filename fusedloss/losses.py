@@ -114,9 +114,10 @@ def refusal_message(p:Plan, estimate:Optional[Estimate], method:str) -> str:
     if estimate and estimate.refusal:
         return f"method: expected {names(p.able)} for this call, got {method!r}: {estimate.refusal}"
     small = least(p.able, "extra")
-    others = (f"{names(p.fits)} within it" if p.fits else
-              f"{small.extra} bytes, for {small.method!r}")
-    wanted = f"{estimate.extra} bytes for {method!r}, or {others}" if estimate else f"at least {others}"
+    others = f"{names(p.fits)} within it" if p.fits else f"{small.extra} bytes for {small.method!r}"
+    if estimate is None: wanted = f"at least {others}"
+    elif p.fits or estimate.extra > small.extra: wanted = f"{estimate.extra} bytes for {method!r}, or {others}"
+    else: wanted = f"at least {estimate.extra} bytes for {method!r}"
     return f"memory_budget: expected {wanted}, got {p.budget} bytes"
 
 # %% ../nbs/11_losses.ipynb #09205162
@@ -484,7 +485,7 @@ def linear_cross_entropy(
     reduces the gradients of what made `input` reduces its gradient too.
     """
     try:
-        scale, o = take_scale(options), loss_options(options)
+        scale, o = take_scale(options), loss_options(options, linear_cross_entropy)
         given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
                      token_weight=token_weight, target_weight=target_weight, return_stats=return_stats)
         return planned_loss(input, linear_weight, target, given, shift, method, memory_budget, accumulate, filter_eps,

@@ -472,7 +472,7 @@ def check_head(
     expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
         expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
-    expect(method in ("auto", "tiles", "recompute"), "method", "auto, tiles or recompute",
+    expect(method in ("auto", "tiles", "recompute"), "method", "'auto', 'tiles' or 'recompute'",
            repr(method))
     check_labels(target, rows // centers, ignore_index)
     return rows // centers

@@ -435,7 +435,7 @@ def choose_rung(method, Ms, S):
     scans = additive(S) and Ms.dtype in REALS
     shape = shape_for(Ms, S) if scans and method in ("auto", "fused") else None
     if shape and fused_compiles(shape, S, Ms): return Fused(shape)
-    expect(method in METHODS, "method", f"one of {METHODS}", repr(method))
+    expect(method in METHODS, "method", ", ".join(map(repr, METHODS)), repr(method))
     fit = dict(auto=True, autograd=True, loop=scans, scan=runs_kernel(Ms, S), fused=False)
     expect(fit[method], "method", "auto, which takes one that can", repr(method))
     return None if method == "autograd" or not scans else Scan(method != "loop")

@@ -395,7 +395,7 @@ def sharded_linear_cross_entropy(
     `backbone_reduction` and a `logit_scale` that is a tensor as in `linear_cross_entropy`.
     """
     scale = take_scale(options)
-    o = loss_options(options)
+    o = loss_options(options, sharded_linear_cross_entropy)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
                  token_weight=token_weight, return_stats=return_stats)

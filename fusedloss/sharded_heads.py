@@ -21,7 +21,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.learned import gathered_scale
 from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gradient, uses_kernels
 from fusedloss.core.operators import check_reverse, first_order
-from fusedloss.core.options import BackboneReduction, HeadMethod
+from fusedloss.core.options import BackboneReduction, check_names, HeadMethod
 from fusedloss.core.ranks import (
     agreed_facts, all_gather, all_reduce, check_mesh, dtensor_like, dtensor_of_rows, gather_rows,
     is_dtensor, RankTokens, reduce_scatter_rows, shard_range, Shards,
@@ -294,6 +294,7 @@ class ShardedPartialFC(ShardedScores):
         sampler:Optional[NegativeSampler]=None,  # as in `PartialFC`, and all the others
         device:torch.types.Device=None, **options:Unpack[HeadOptions],
     ):
+        check_names([name for name in options if name not in HeadOptions.__annotations__], type(self))
         expect(options.get("normalize", True) is True, "normalize", "True: classes over ranks score cosines", options.get("normalize"))
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler), device="meta", **options)
         check_on_mesh(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)

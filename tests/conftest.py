@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import fusedloss
 import pytest
 import torch
 from grids import FULL
@@ -16,6 +17,9 @@ from typed_launches import check_launches
 
 # the tensors are small, and pytest-xdist fills the cores; two threads add in another order, as another processor does
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
+
+for name in fusedloss.__all__:  # a name that is fetched for the first time while a test has replaced it would stay replaced
+    getattr(fusedloss, name)
 
 
 # `make test-gpu` leaves out what needs no GPU: `make test` has run it

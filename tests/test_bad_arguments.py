@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 import fusedloss as fl
+from fusedloss.core.options import argument_names
 from fusedloss.core.rates import Machine
 from test_types import functions, public, words_of
 
@@ -315,3 +316,48 @@ def test_a_bad_argument_is_named(name, argument):
         if text != "nothing" if kind in fine else not is_sentence(text, names):
             wrong.append(f"{kind}: {text}")
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+TAKES_OPTIONS = {name: argument_names(found(name)) for name in sorted(GOOD) if any(  # a list of options in the signature, or behind `**options`
+    p.name == "label_smoothing" or p.kind is p.VAR_KEYWORD and p.annotation is not Any for p in inspect.signature(found(name)).parameters.values())}
+
+
+@pytest.mark.parametrize("name", TAKES_OPTIONS)
+def test_a_name_nearly_right_is_answered_with_the_right_one(name):
+    "Of each argument, and all that there are"
+    own = set(inspect.signature(found(name)).parameters) - {"options"}
+    assert own <= {*TAKES_OPTIONS[name]} and "ignore_index" in TAKES_OPTIONS[name]
+    for known in TAKES_OPTIONS[name]:
+        with pytest.raises(TypeError) as raised:
+            invoke(name, GOOD[name] | {f"{known}_": 1})
+        start, _, listed = str(raised.value).partition(" (expected ")
+        assert start == f"{found(name).__name__}() got an unexpected keyword argument '{known}_'; did you mean {known}?"
+        assert listed.removesuffix(")").split(", ") == TAKES_OPTIONS[name]
+
+
+def test_a_part_of_a_name_is_answered_with_it():
+    for part, whole in dict(bias="linear_bias", smoothing="label_smoothing", Ignore_Index="ignore_index").items():
+        with pytest.raises(TypeError, match=rf"'{part}'; did you mean {whole}\? "):
+            fl.linear_cross_entropy(**linear, **{part: 1})
+    with pytest.raises(TypeError, match=r"'something_else' \(expected input, "):
+        fl.linear_cross_entropy(**linear, something_else=1)
+
+
+WORDS_OF = [pytest.param(case.values[0], case.values[1], id=case.id) for case in CASES if case.values[1].words]
+
+
+@pytest.mark.parametrize("name, argument", WORDS_OF)
+def test_a_word_nearly_right_is_answered_with_the_right_one(name, argument):
+    objects = {owner: OBJECTS[owner]() for owner in [name.rpartition(".")[0]] if owner in OBJECTS}
+    for word in filter(None, argument.words):
+        answers = {said(name, GOOD[name] | {argument.name: wrong}, objects).rpartition("; did you mean ")[2] for wrong in (f"{word}_", word.upper())}
+        refused = said(name, GOOD[name] | {argument.name: "a word of its own"}, objects)
+        assert answers == {f"{word}?"} and repr(word) in refused and "did you mean" not in refused, f"{word}: {answers}"
+
+
+@pytest.mark.parametrize("method", ("auto", "eager", "tiles", "chunks", "recompute", "product"))
+def test_a_budget_too_small_is_told_each_number_once(method):
+    "What the method takes, and what another one takes where that is less"
+    text = said("linear_cross_entropy", linear | dict(method=method, memory_budget=1), {})
+    numbers = re.findall(r"\d+ bytes", text)
+    assert len(numbers) == len(set(numbers)) <= 3 and numbers[-1] == "1 bytes" and (method == "auto" or f"for {method!r}" in text), text

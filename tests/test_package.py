@@ -8,7 +8,9 @@ from configparser import ConfigParser
 from email.parser import Parser
 from pathlib import Path
 
+import fusedloss
 import pytest
+import torch
 
 from fusedloss.core.versions import OLDEST
 from workbook import ROOT, copy_tree, project_files
@@ -29,6 +31,51 @@ assert not torch.cuda.is_initialized(), 'CUDA was touched'
 assert 'torch._dynamo' not in sys.modules or torch.__version__.startswith('2.8.'), 'a second and more for the compiler'
 assert fusedloss.integrations.transformers.patch and fusedloss.integrations.trl.patch, 'an adapter imports its framework'
 print(fusedloss.__version__)
+"""
+
+LAZY = """
+import pickle, sys, torch
+before = {name.partition('.')[0] for name in sys.modules}
+import fusedloss as fl
+loaded = {name.partition('.')[0] for name in sys.modules} - before
+assert not loaded & {'triton', 'transformers', 'matplotlib', 'scipy', 'cupy', 'IPython'}, loaded
+assert not [name for name in sys.modules if name.startswith('fusedloss.') and not name.startswith('fusedloss.core')]
+assert {*fl.__all__, 'integrations', '__version__'} <= {*dir(fl)} and not hasattr(fl, '__wrapped__')
+for typed, meant in dict(linear_cross_entrpy='linear_cross_entropy', PartialFc='PartialFC', margin='margins', viterby='viterbi').items():
+    try: getattr(fl, typed)
+    except AttributeError as error: assert str(error) == f"module 'fusedloss' has no attribute '{typed}'; did you mean {meant}?", error
+    else: assert False, typed
+assert not hasattr(torch.ops.fusedloss, 'no_such_operator') and hasattr(torch.ops.fusedloss, 'recompute_loss')
+import fusedloss.margins, fusedloss.core.options
+from fusedloss import PartialFC, losses
+assert fl.margins is fusedloss.margins and fl.PartialFC is PartialFC is vars(fl)['PartialFC'] and fl.partial_fc.PartialFC is PartialFC
+assert fl.losses.linear_cross_entropy is losses.linear_cross_entropy is fl.linear_cross_entropy
+head = pickle.loads(pickle.dumps(PartialFC(9, 4, margin=fl.margins.ArcFace())))
+assert type(head) is fl.PartialFC
+names = {}
+exec('from fusedloss import *', names)
+assert {*names} - {'__builtins__'} == {*fl.__all__}
+print('done')
+"""
+TRACED = """
+import sys, torch, fusedloss as fl
+graphs = []
+def count(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+def loss(z, x, w, y): return fl.cross_entropy(z, y) + fl.linear_divergence(x, w, 2 * x, w) + fl.margin_cross_entropy(x, w, y, margin=fl.margins.CosFace())
+z, x, w, y = torch.randn(3, 16), torch.randn(3, 4), torch.randn(16, 4), torch.arange(3)
+assert not [name for name in sys.modules if name.startswith('fusedloss.') and not name.startswith('fusedloss.core')]
+compiled = torch.compile(loss, fullgraph=True, backend=count)
+first, second, plain = compiled(z, x, w, y), compiled(z, x, w, y), loss(z, x, w, y)
+torch.testing.assert_close([first, second], [plain, plain])
+assert len(graphs) == 1, len(graphs)
+print('done')
+"""
+EXPORTED = """
+import sys, torch, fusedloss
+x, w, y = torch.load(sys.argv[1] + ".pt")
+print(torch.export.load(sys.argv[1]).module()(x, w, y).item())
 """
 
 
@@ -176,3 +223,23 @@ def test_editable_install_finds_kernels(source, tmp_path):
 
 def test_import_needs_torch_alone(settings):
     assert python(IMPORT, cwd=ROOT) == settings["version"]
+
+
+def test_import_loads_no_framework_and_every_name_is_there():
+    assert python(LAZY, cwd=ROOT) == "done"
+
+
+def test_a_name_may_be_fetched_first_while_it_is_traced():
+    assert python(TRACED, cwd=ROOT) == "done"
+
+
+def test_an_exported_program_finds_its_operators(tmp_path):
+    "In a process that imports the package and calls none of its functions"
+    given, path = (torch.randn(3, 4), torch.randn(9, 4), torch.arange(3)), tmp_path / "loss.pt2"
+
+    class Loss(torch.nn.Module):
+        def forward(self, x, w, y):
+            return fusedloss.linear_cross_entropy(x, w, y, method="recompute")
+    torch.export.save(torch.export.export(Loss(), given), path)
+    torch.save(given, f"{path}.pt")
+    assert float(python(EXPORTED.replace("sys.argv[1]", repr(str(path))), cwd=ROOT)) == pytest.approx(Loss()(*given).item(), rel=1e-5)

@@ -133,7 +133,7 @@ def test_types_of_typical_calls():
 def test_a_function_without_the_flag_written_as_expected_is_named(tmp_path):
     package = tmp_path / "fusedloss"
     package.mkdir()
-    (package / "__init__.py").write_text("from fusedloss.a import f\n__all__ = ['f']\n", encoding="utf-8")
+    (package / "__init__.py").write_text("_NAMES = {'a': ('f',)}\n_SPACES = ()\n", encoding="utf-8")
     text = "def f(x:int, *, return_stats: bool=False) -> int | str:\n    return x\n"
     (package / "a.py").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="^f: expected 'return_stats:bool=False' once"):

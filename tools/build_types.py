@@ -53,12 +53,12 @@ def names_in(node: ast.FunctionDef) -> set[str]:
 
 
 def public_names(root: Path) -> Iterator[tuple[str, str]]:
-    "Module and name of what `__init__.py` imports for everybody: what is listed, and what it imports `as` itself"
+    "Module and name of what `__init__.py` lists for everybody, its public modules among them"
     tree = ast.parse(module_path(root, "fusedloss.__init__").read_text(encoding="utf-8"))
-    listed = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            yield from ((node.module, alias.name) for alias in node.names if alias.name in listed or alias.name == alias.asname)
+    names, spaces = (next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == table)
+                     for table in ("_NAMES", "_SPACES"))
+    yield from ((f"fusedloss.{module}", name) for module, listed in names.items() for name in listed)
+    yield from (("fusedloss", name) for name in spaces)
 
 
 def statements(names: dict[str, str], public: set[str]) -> str:

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/library/checks.ipynb #c0536ccf
-import functools, math, os
+import functools, math, os, re
 from typing import Any, Callable, Hashable, Iterable, Optional
 
 import torch
@@ -25,9 +25,19 @@ def is_integer(value) -> bool:
     return type(value) is int or (hasattr(value, "__index__")
                                   and not isinstance(value, (bool, Tensor)))
 
+def did_you_mean(got:str, known:Iterable[str]) -> str:
+    "The end of a sentence that refuses a word: the one of those known that is nearly the same, or has it as a part."
+    from difflib import get_close_matches  # errors alone need it
+    words = {word.lower(): word for word in known}
+    near = get_close_matches(got.lower(), words, 1) or [w for w in words if got.lower() in w.split("_")]
+    return f"; did you mean {words[near[0]]}?" if near else ""
+
 def expect(ok:bool, name:str, expected, got):
-    "`ValueError` that says what was expected and what came, unless `ok`."
-    if not ok: raise ValueError(f"{name}: expected {expected}, got {got}")
+    "`ValueError` that says what was expected and what came, unless `ok`; of words in quotation marks also the one that was nearly given."
+    if ok: return
+    word = re.fullmatch("'(.*)'", str(got))
+    near = did_you_mean(word[1], re.findall("'([^']*)'", str(expected))) if word else ""
+    raise ValueError(f"{name}: expected {expected}, got {got}{near}")
 
 def expect_tensor(name:str, value):
     "`ValueError` unless `value` is a tensor."

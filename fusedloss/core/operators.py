@@ -274,6 +274,12 @@ def _registered() -> dict[str, dict[str, Operator]]:
     "The process's operators, by name and schema."
     return vars(torch.library).setdefault("_fusedloss_operators", {})
 
+def is_operator(
+    name:str,  # "namespace::name", with the number of a schema or without
+) -> bool:
+    "Whether it is there, or about to be."
+    return not _registered().keys().isdisjoint({name, name.rstrip("0123456789").removesuffix("_")})
+
 # %% ../../nbs/library/operators.ipynb #7f09abba
 def registered(name:str, signature:inspect.Signature) -> Operator:
     "The operator of this name and signature, made where there is none."

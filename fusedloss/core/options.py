@@ -8,12 +8,12 @@ __all__ = ['CrossEntropyStats']
 # %% ../../nbs/library/options.ipynb #18e36f98
 import inspect
 from typing import (
-    Annotated, Any, Callable, get_args, get_type_hints, Literal, NamedTuple, Optional, Sequence,
+    Annotated, Any, Callable, get_args, get_type_hints, Iterable, Literal, NamedTuple, Optional, Sequence,
     TypedDict, TypeVar, Union)
 
 from torch import Tensor
 
-from fusedloss.core.checks import expect, in_range, is_integer
+from fusedloss.core.checks import did_you_mean, expect, in_range, is_integer
 
 # %% ../../nbs/library/options.ipynb #7342dc8e
 Reduction = Literal["none", "mean", "sum"]  # of the losses of tokens, rows or sequences
@@ -82,14 +82,36 @@ def _checks() -> dict[str, tuple[type, Check]]:
 
 KINDS = _checks()
 
+def argument_names(
+    fn:Callable,  # a function or a class
+) -> list[str]:
+    "What may be given by name, each option of `**options` too."
+    names = []
+    for f in [c for c in fn.__mro__ if {"__init__", "__new__"} & {*vars(c)}] if inspect.isclass(fn) else [fn]:
+        parameters = inspect.signature(f).parameters.values()
+        names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        rest = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
+        if not rest: break
+        names += getattr(next(iter(get_args(rest[0])), None), "__annotations__", ())
+    return list(dict.fromkeys(names))
+
+def check_names(
+    names:Iterable[str], fn:Callable,  # keywords that nobody knows, a function or a class
+):
+    "`TypeError` as Python's for the first; it names the argument that was meant, and all that there are."
+    for name in names:
+        known = argument_names(fn)
+        raise TypeError(f"{fn.__name__}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
+                        f" (expected {', '.join(known)})")
+
 def loss_options(
     given:dict[str, Any],  # options by name, as a caller gave them; or all in one, as `options`
+    fn:Callable=LossOptions,  # the function or class to which they were given
 ) -> LossOptions:
-    "The options in one; `ValueError` for one that is not what it can be."
+    "The options in one; `ValueError` for one that is not what it can be, `TypeError` for one that is none."
     if not given: return DEFAULTS
     if "options" in given: return given["options"]
-    unknown = [name for name in given if name not in KINDS]
-    if unknown: raise TypeError(f"expected options among {', '.join(KINDS)}, got {min(unknown)}")
+    check_names([name for name in given if name not in KINDS], fn)
     made = {}
     for name, value in given.items():
         kind, check = KINDS[name]

@@ -13,6 +13,7 @@ from typing import Callable, Optional
 import torch
 
 from fusedloss.core import devices, store
+from fusedloss.core.checks import expect
 from fusedloss.core.devices import Board, Device, device_of, DeviceKind, gpu_index, KINDS, Rates
 from fusedloss.core.operators import observed
 from fusedloss.core.tuning import event_seconds
@@ -83,8 +84,7 @@ def machine_of(
     machine:Machine|str,  # one of `machines()` by its name, or itself
 ) -> Machine:
     "The machine of that name; `ValueError` names those there are."
-    if isinstance(machine, str) and machine not in boards():
-        raise ValueError(f"machine: expected one of {sorted(boards())}, got {machine!r}")
+    expect(not isinstance(machine, str) or machine in boards(), "machine", f"one of {sorted(boards())}", repr(machine))
     return machines()[machine] if isinstance(machine, str) else machine
 
 # %% ../../nbs/library/rates.ipynb #d2fcf162

@@ -202,7 +202,7 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
            f"[{z.shape[1]}, L] or [sum of target_lengths]",
            f"{list(targets.shape)}{transposed_hint(targets.shape[:1].numel(), z)}")
     expect(not targets.is_meta or z.is_meta, "targets", f"labels on {z.device} or a CPU", "meta")
-    expect(reduction in ("none", "mean", "sum"), "reduction", "none, mean or sum", reduction)
+    expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
 
 # %% ../../nbs/library/sequences.ipynb #ec7f66d9
 def add_batch_dim(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Tensor]:
