@@ -6,9 +6,9 @@
 __all__ = ['patch', 'unpatch', 'causal_lm_loss']
 
 # %% ../../nbs/integrations/transformers.ipynb #f9b84680
-import contextlib, copy, functools, inspect, math
+import contextlib, copy, functools, inspect, math, threading
 from types import MethodType
-from typing import Any, Callable, Iterator, NamedTuple, Optional, TypeVar
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,36 +17,71 @@ from torch import nn, Tensor
 from fusedloss.clusters import cross_entropy
 from fusedloss.core.checks import expect, is_number
 from fusedloss.core.options import Accumulate, Method
-from fusedloss.core.weights import more_than_product
+from fusedloss.core.weights import has_hooks, more_than_product
+from fusedloss.linear_ctc import linear_ctc_loss
 from fusedloss.losses import linear_cross_entropy
 
 # %% ../../nbs/integrations/transformers.ipynb #e5dc9f2e
 class Term(NamedTuple):
     "A product that is not computed."
-    linear: nn.Linear  # W [V,H] and b [V]
+    layer: nn.Module  # W [V,H] and b [V], by `product_of`
     input: Tensor  # x [...,H]
     factor: float = 1.0  # f
+    bias: Optional[Tensor] = None  # [V], beside the layer's own
+
+def product_of(
+    layer:nn.Module,  # an `nn.Linear`, an `nn.Conv1d` of width 1, or PEFT's layer of trainable tokens
+) -> tuple[Tensor, Optional[Tensor]]:  # [V,H], [V]
+    "Weight and bias whose product with the input is a layer's output."
+    if isinstance(layer, nn.Linear): return layer.weight, layer.bias
+    if isinstance(layer, nn.Conv1d): return layer.weight.squeeze(-1), layer.bias
+    return layer.get_merged_weights(layer.active_adapters), None
+
+def classes_of(layer:nn.Module) -> int:
+    "V."
+    return layer.out_channels if isinstance(layer, nn.Conv1d) else layer.out_features
+
+def with_bias(
+    w:Tensor, own:Optional[Tensor], more:Optional[Tensor],  # [V,H]; [V] both
+) -> Optional[Tensor]:  # [V], on the weight's device and of its dtype
+    "The sum of two biases."
+    if more is None: return own
+    return more.to(w) if own is None else own + more.to(own)
 
 # %% ../../nbs/integrations/transformers.ipynb #93cf168b
-KNOWN = ("numbers as factors, a soft cap, views, slices of tokens and a cross entropy between "
-         "the output layer and the loss")
+KNOWN = ("numbers as factors, a bias [V], a soft cap, views, slices of tokens and a cross entropy "
+         "or CTC between the output layer and the loss")
 
-def refuse(operation:str):
-    "`ValueError` for what a model does to logits that are not computed."
-    raise ValueError(f"model: expected {KNOWN}, got {operation}: unpatch(model) computes logits")
+class Unknown(ValueError):
+    "What a model does to logits that are not computed."
+    def __init__(self, operation:str):
+        super().__init__(f"model: expected {KNOWN}, got {operation}: unpatch(model) computes logits")
+        self.operation = operation
+
+def refuse(operation:str): raise Unknown(operation)
 
 # %% ../../nbs/integrations/transformers.ipynb #1995e6f1
 def joined(
     terms:tuple[Term, ...],  # K of them, of one V
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [...,H0+...], [V,H0+...], [V]
     "Input, weight and bias of the one product that is the sum of all, divided by the first factor."
-    dtype, first = terms[0].linear.weight.dtype, terms[0].factor
-    inputs = [t.input if t is terms[0] else t.input.to(terms[0].input.dtype) * (t.factor / first)
-              for t in terms]
-    biases = [t.linear.bias.to(dtype) * (t.factor / first) for t in terms
-              if t.linear.bias is not None]
-    weight = torch.cat([t.linear.weight.to(dtype) for t in terms], 1)
+    first, products = terms[0], [product_of(t.layer) for t in terms]
+    shares, dtype = [t.factor / first.factor for t in terms], products[0][0].dtype
+    inputs = [t.input if t is first else t.input.to(first.input.dtype) * share
+              for t, share in zip(terms, shares)]
+    biases = [with_bias(w, b, t.bias) for t, (w, b) in zip(terms, products)]
+    biases = [b.to(dtype) * share for b, share in zip(biases, shares) if b is not None]
+    weight = torch.cat([w.to(dtype) for w, _ in products], 1)
     return torch.cat(inputs, -1), weight, sum(biases[1:], biases[0]) if biases else None
+
+def with_product(
+    logits:"LazyLogits", loss:Callable, target:Tensor,
+) -> Any:
+    "What `loss` makes of input, weight, target and bias; a single layer is called for its weight."
+    layer, input, _, bias = logits.terms[0]
+    if len(logits.terms) == 1: return layer(input, loss, target, bias)
+    x, w, b = joined(logits.terms)
+    return loss(x, w, target, linear_bias=b)
 
 # %% ../../nbs/integrations/transformers.ipynb #1f70ef23
 def keeps_classes(
@@ -60,13 +95,32 @@ def keeps_classes(
     return taken < dims and not any(p is None or p is ... for p in parts)
 
 # %% ../../nbs/integrations/transformers.ipynb #ac530614
-class LazyLogits:
+class Lazy:
+    "What takes the place of a tensor and refuses what it does not know."
+    known: dict[Callable, Callable] = {}  # functions of PyTorch and what computes them
+
+    def other(self, *args): refuse("another operator")
+    __add__ = __mul__ = __truediv__ = __getitem__ = other
+    __radd__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = __iter__ = other
+    __rtruediv__ = __setitem__ = __lt__ = __gt__ = __le__ = __ge__ = other
+
+    def __getattr__(self, name):
+        if name.startswith("__"): raise AttributeError(name)
+        refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function not in cls.known or not isinstance(args[0] if args else None, cls):
+            refuse(getattr(function, "__name__", str(function)))
+        return cls.known[function](*args, **(kwargs or {}))
+
+class LazyLogits(Lazy):
     "Logits [..., V] as the products that would give them, until their loss is asked for."
     def __init__(self, terms:tuple[Term, ...], cap:Optional[float]=None):
         self.terms, self.cap = terms, cap  # the number that multiplies a tanh; None before one
 
     @property
-    def shape(self): return (*self.terms[0].input.shape[:-1], self.terms[0].linear.out_features)
+    def shape(self): return (*self.terms[0].input.shape[:-1], classes_of(self.terms[0].layer))
     @property
     def device(self): return self.terms[0].input.device
     @property
@@ -102,29 +156,31 @@ class LazyLogits:
         return self * (1 / divisor)
 
     def __add__(self, other):
-        if not isinstance(other, LazyLogits) or self.cap or other.cap: refuse("a sum")
-        return LazyLogits(self.terms + other.terms)
+        if self.cap is not None or getattr(other, "cap", None) is not None: refuse("a sum")
+        if isinstance(other, LazyLogits): return LazyLogits(self.terms + other.terms)
+        classes = self.shape[-1]
+        of_classes = isinstance(other, Tensor) and other.dim() and other.shape[-1] == classes
+        if not of_classes or other.numel() != classes: refuse("a sum")
+        (layer, input, factor, before), *rest = self.terms
+        bias = other.reshape(classes) / factor
+        bias = bias if before is None else before + bias
+        return LazyLogits((Term(layer, input, factor, bias), *rest))
 
     def tanh(self):
         if self.cap is not None: refuse("a second tanh")
         return LazyLogits(self.terms, 1.0)
 
-    def other(self, *args): refuse("another operator")
-    __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = __iter__ = other
-    __rtruediv__ = __setitem__ = __lt__ = __gt__ = __le__ = __ge__ = other
-
-    def __getattr__(self, name):
-        if name.startswith("__"): raise AttributeError(name)
-        refuse(name)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        known = {torch.tanh: cls.tanh, F.cross_entropy: lazy_cross_entropy}
-        if function not in known or not isinstance(args[0] if args else None, cls):
-            refuse(getattr(function, "__name__", str(function)))
-        return known[function](*args, **(kwargs or {}))
 
 # %% ../../nbs/integrations/transformers.ipynb #ed0240b1
+def scale_of(logits:LazyLogits) -> float:
+    "The number between product and logits, or between product and soft cap."
+    scale = logits.terms[0].factor * (logits.cap or 1.0)
+    return 1.0 if math.isclose(scale, 1.0) else scale  # a cap divides and multiplies
+
+def options_of(logits:LazyLogits) -> dict[str, Any]:
+    "What `patch` was given."
+    return getattr(logits.terms[0].layer.forward, "options", {})
+
 def lazy_cross_entropy(
     logits:LazyLogits,  # [N,V]
     target:Tensor,  # [N]
@@ -134,32 +190,69 @@ def lazy_cross_entropy(
     "`F.cross_entropy` of logits that stay uncomputed."
     if logits.dim() != 2: refuse(f"a cross entropy of logits {list(logits.shape)}, not [N, V]")
     if size_average is not None or reduce is not None: refuse("size_average or reduce")
-    first = logits.terms[0]
-    scale = first.factor * (logits.cap or 1.0)
-    scale = 1.0 if math.isclose(scale, 1.0) else scale  # a cap divides and multiplies
-    how = getattr(first.linear.forward, "options", {})
-    loss = functools.partial(
-        linear_cross_entropy, **how, weight=weight, ignore_index=ignore_index, reduction=reduction,
-        label_smoothing=label_smoothing, logit_scale=scale, softcap=logits.cap)
-    if len(logits.terms) == 1: return first.linear(first.input, loss, target)
-    x, w, b = joined(logits.terms)
-    return loss(x, w, target, linear_bias=b)
+    return with_product(logits, functools.partial(
+        linear_cross_entropy, **options_of(logits), weight=weight, ignore_index=ignore_index,
+        reduction=reduction, label_smoothing=label_smoothing, logit_scale=scale_of(logits),
+        softcap=logits.cap), target)
+
+# %% ../../nbs/integrations/transformers.ipynb #c7c10e02
+class LazyLogProbs(Lazy):
+    "Log-probabilities of CTC, [B,T,V] or [T,B,V], until their loss is asked for."
+    def __init__(self, logits:LazyLogits):
+        self.logits, self.shape, self.device = logits, logits.shape, logits.device
+
+    def dim(self): return len(self.shape)
+
+    def transpose(self, first, second):
+        if self.dim() != 3 or {first, second} != {0, 1}: refuse("a transpose of classes")
+        return LazyLogProbs(self.logits.each(input=lambda t: t.input.transpose(0, 1)))
+
+def lazy_log_softmax(
+    logits:LazyLogits, dim:Optional[int]=None, _stacklevel:int=3, dtype:Optional[torch.dtype]=None,
+) -> LazyLogProbs:
+    "`F.log_softmax` of logits that stay uncomputed."
+    if dim not in (-1, logits.dim() - 1): refuse(f"a log_softmax over dimension {dim}")
+    return LazyLogProbs(logits)
+
+def lazy_ctc_loss(
+    log_probs:LazyLogProbs,  # [T,N,V]
+    targets:Tensor, input_lengths:Tensor, target_lengths:Tensor,  # as `F.ctc_loss` takes them
+    blank:int=0, reduction:str="mean", zero_infinity:bool=False,
+) -> Tensor:
+    "`F.ctc_loss` of logits that stay uncomputed."
+    how = options_of(log_probs.logits)
+    for name in ("method", "accumulate"):
+        expect(how.get(name, "auto") == "auto", name, "auto for a model that computes CTC", how.get(name))
+    if scale_of(log_probs.logits) != 1 or log_probs.logits.cap is not None:
+        refuse("a scale or a soft cap before CTC")
+    return with_product(log_probs.logits, functools.partial(
+        linear_ctc_loss, input_lengths=input_lengths, target_lengths=target_lengths, blank=blank,
+        reduction=reduction, zero_infinity=zero_infinity,
+        memory_budget=how.get("memory_budget")), targets)
+
+LazyLogits.known = {torch.tanh: LazyLogits.tanh, F.cross_entropy: lazy_cross_entropy,
+                    F.log_softmax: lazy_log_softmax}
+LazyLogProbs.known = {F.ctc_loss: lazy_ctc_loss}
 
 # %% ../../nbs/integrations/transformers.ipynb #3eeb07d1
 class ReplacedForward:
     "What a module calls in place of its forward."
     def __init__(self, module:nn.Module):
         self.module, self.before = module, vars(module).get("forward")  # accelerate puts one there
-        module.forward = self
-        module._replicate_for_data_parallel = functools.partial(replicate, module)
+        self.install()
+
+    def install(self):
+        self.module.forward = self
+        self.module._replicate_for_data_parallel = functools.partial(replicate, self.module)
 
     def original(self, *args, **kwargs):
         if self.before is not None: return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def remove(self):
-        for name in ("forward", "_replicate_for_data_parallel"): vars(self.module).pop(name)
+        vars(self.module).pop("_replicate_for_data_parallel")
         if self.before is not None: self.module.forward = self.before
+        else: vars(self.module).pop("forward")
 
 # %% ../../nbs/integrations/transformers.ipynb #0a450cb4
 def replicate(module:nn.Module) -> nn.Module:
@@ -170,50 +263,136 @@ def replicate(module:nn.Module) -> nn.Module:
     return replica
 
 # %% ../../nbs/integrations/transformers.ipynb #c4515602
+class Waiting(threading.local):
+    "The output layers' forwards that return `LazyLogits` in this thread."
+    losses: tuple = ()  # of the model that is computing its loss
+    asked: tuple = ()  # of models whose caller takes `LazyLogits`
+
+WAITING = Waiting()
+
 class LinearForward(ReplacedForward):
     "Logits as before, logits to be, or their loss."
-    lazy = False  # while the model computes a loss
-
-    def __init__(self, module:nn.Linear, options:dict[str, Any]):
+    def __init__(self, module:nn.Module, options:dict[str, Any]):
         super().__init__(module)
         self.options = options  # of `linear_cross_entropy`, as `patch` takes them
+        self.borrowers: Optional[int] = None  # calls of `lazy_logits`; None if `patch` put it there
 
-    def __call__(self, input:Tensor, loss:Optional[Callable]=None, target:Optional[Tensor]=None):
-        linear = self.module
+    def waits(self) -> bool:
+        "Whether this call returns `LazyLogits`; trainable tokens that are off leave it to their base."
+        if not any(f is self for f in WAITING.losses + WAITING.asked): return False
+        layer = self.module
+        if not is_of_tokens(layer): return True
+        return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
+
+    def __call__(self, input:Tensor, loss:Optional[Callable]=None, target:Optional[Tensor]=None,
+                 bias:Optional[Tensor]=None):
         if loss is not None:
-            place = linear.weight.device
-            expect(place.type != "meta" or input.is_meta, "model", "an output layer with a weight",
+            w, own = product_of(self.module)
+            expect(w.device.type != "meta" or input.is_meta, "model", "an output layer with a weight",
                    "one whose weight is kept on another device")
-            return loss(input.to(place), linear.weight, target.to(place), linear_bias=linear.bias)
-        return LazyLogits((Term(linear, input),)) if self.lazy else self.original(input)
+            return loss(input.to(w.device), w, target.to(w.device),
+                        linear_bias=with_bias(w, own, bias))
+        return LazyLogits((Term(self.module, input),)) if self.waits() else self.original(input)
 
 # %% ../../nbs/integrations/transformers.ipynb #4dd3fa9f
+def is_of_tokens(layer:nn.Module) -> bool:
+    "Whether this is PEFT's layer of trainable tokens."
+    return hasattr(type(layer), "get_merged_weights")
+
 def unlike_product(
-    linear:nn.Linear,
+    layer:nn.Module,
 ) -> str:
     "What makes a layer's logits something else than a product; empty if nothing."
-    hook = vars(linear).get("_hf_hook")  # of accelerate: it moves tensors, and may keep weights away
+    hook = vars(layer).get("_hf_hook")  # of accelerate: it moves tensors, and may keep weights away
     if any(getattr(h, "offload", False) for h in (hook, *getattr(hook, "hooks", ()))):
         return "whose weight is kept on another device"
-    if hook is None: return more_than_product(linear)
-    unhooked = copy.copy(linear)
-    vars(unhooked).pop("forward", None)
-    return more_than_product(unhooked)
+    if not isinstance(layer, nn.Linear): return "which has hooks" if has_hooks(layer) else ""
+    forward = vars(layer).get("forward")
+    if isinstance(forward, LinearForward): forward = forward.before
+    if forward is not None and hook is None: return more_than_product(layer)
+    bare = object.__new__(type(layer))  # the same layer without a forward that may be there
+    vars(bare).update({name: value for name, value in vars(layer).items() if name != "forward"})
+    return more_than_product(bare)
 
 # %% ../../nbs/integrations/transformers.ipynb #7719f889
-def linears_of(
+def layers_of(
     head:nn.Module,  # the output layer
-) -> list[nn.Linear]:
-    "The layers in it whose outputs are the classes; `ValueError` for one that does more."
-    found = [m for m in head.modules() if isinstance(m, nn.Linear)]
-    classes = max((m.out_features for m in found), default=0)
-    found = [m for m in found if m.out_features == classes]
-    expect(bool(found), "model", "an output layer that is an nn.Linear", type(head).__name__)
-    for linear in found:
-        more = unlike_product(linear)
+) -> list[nn.Module]:
+    "The layers in it whose outputs are the classes."
+    found = [m for m in head.modules() if isinstance(m, nn.Linear) or is_of_tokens(m)
+             or isinstance(m, nn.Conv1d) and m.kernel_size == (1,)]
+    most = max([0, *map(classes_of, found)])
+    return [m for m in found if classes_of(m) == most]
+
+def products_of(
+    head:nn.Module,
+) -> list[nn.Module]:
+    "The same; `ValueError` for one that does more than its product."
+    layers = layers_of(head)
+    expect(bool(layers), "model", "an output layer that is an nn.Linear", type(head).__name__)
+    for layer in layers:
+        more = unlike_product(layer)
         expect(not more, "model", "an output layer that is a product with its weight alone",
-               f"{type(linear).__name__}, {more}")
+               f"{type(layer).__name__}, {more}")
+    return layers
+
+def forwards_of(
+    head:nn.Module,
+) -> tuple[LinearForward, ...]:
+    "The forwards that `patch` has replaced; `ValueError` if a layer came after it."
+    found = tuple(m.forward for m in layers_of(head))
+    expect(all(isinstance(f, LinearForward) for f in found) and found, "model",
+           "the output layer that patch has found",
+           f"a {type(head).__name__} that came later: patch(model) again after a change of it")
     return found
+
+# %% ../../nbs/integrations/transformers.ipynb #c7c10e05
+def of_hidden_dtype(
+    hidden:Tensor, *tensors:Optional[Tensor],
+) -> tuple[Optional[Tensor], ...]:
+    "Weight and bias in the dtype of the product; autocast chooses that itself."
+    if torch.is_autocast_enabled(hidden.device.type): return tensors
+    return tuple(None if t is None else t.to(hidden.dtype) for t in tensors)
+
+def computed(
+    logits:LazyLogits,  # [...,V]
+) -> Tensor:  # [...,V]
+    "Logits as the model would have made them."
+    of_layer = lambda x, w, _, linear_bias: F.linear(x, *of_hidden_dtype(x, w, linear_bias))
+    z = with_product(logits, of_layer, torch.empty(0))
+    factor = logits.terms[0].factor
+    z = z if factor == 1 else z * factor
+    return z if logits.cap is None else logits.cap * torch.tanh(z)
+
+def is_partitioned(
+    weight:Tensor,
+) -> bool:
+    "Whether ZeRO-3 of DeepSpeed or FSDP2 keeps a parameter in parts, and gathers it for a while."
+    return hasattr(weight, "ds_id") or hasattr(weight, "full_tensor")
+
+@torch.no_grad()
+def check_products(
+    head:nn.Module, forwards:Sequence[LinearForward],  # that are in it
+):
+    "`ValueError` for an output layer of several modules that does more than add their products."
+    weights = list(head.parameters())
+    if isinstance(head, nn.Linear) or any(w.is_meta or is_partitioned(w) for w in weights): return
+    w = next(m for m in head.modules() if isinstance(m, (nn.Linear, nn.Conv1d))).weight
+    x = torch.linspace(-1, 1, 2 * w.shape[1], device=w.device).view(1, 2, -1).to(w.dtype)
+    before, drawn = WAITING.asked, functools.partial(torch.random.fork_rng, [w.device] * w.is_cuda)
+    try:
+        with drawn(): expected = head.forward(x)
+        WAITING.asked = before + tuple(forwards)
+        with drawn(): lazy = head.forward(x)  # dropout draws the same
+        size = expected.abs().max()
+        same = isinstance(lazy, LazyLogits) and torch.allclose(
+            computed(lazy).to(expected), expected, rtol=0.03, atol=0.03 * size)
+        more = "" if same else "whose output is another one"
+    except Unknown as error: more = f"which does more: {error.operation}"
+    except (NotImplementedError, TypeError) as error: more = f"whose forward raises: {error}"
+    finally: WAITING.asked = before
+    expect(not more, "model", "an output layer that adds products with its weights",
+           f"{type(head).__module__}.{type(head).__name__}, {more}")
 
 # %% ../../nbs/integrations/transformers.ipynb #aa2611bd
 def without_logits(
@@ -227,8 +406,7 @@ def without_logits(
     else:
         rest, loss = {k: v for k, v in output.items() if not lazy(v)}, output.get("loss")
         found, rest = len(rest) < len(output), type(output)(**rest)
-    expect(found, "model", "the output layer that patch has found",
-           "logits of another one: unpatch, and patch again after a change of it")
+    expect(found, "model", "logits of the output layer that patch has found", "other logits")
     expect(isinstance(loss, Tensor), "model", "a loss beside its logits", type(loss).__name__)
     return rest
 
@@ -247,12 +425,12 @@ class ModelForward(ReplacedForward):
 
     def __call__(self, *args, **kwargs):
         labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
-        if labels is None: return self.original(*args, **kwargs)
-        forwards = replaced(self.module.get_output_embeddings(), LinearForward)
-        for forward in forwards: forward.lazy = True
-        try: return without_logits(self.original(*args, **kwargs))
-        finally:
-            for forward in forwards: forward.lazy = False
+        before = WAITING.losses
+        if labels is None and not before: return self.original(*args, **kwargs)
+        WAITING.losses = () if labels is None else forwards_of(output_layer(self.module))
+        try: output = self.original(*args, **kwargs)
+        finally: WAITING.losses = before
+        return output if labels is None else without_logits(output)
 
 # %% ../../nbs/integrations/transformers.ipynb #ded02df1
 def replaced(
@@ -262,6 +440,14 @@ def replaced(
     return [m.forward for m in module.modules() if isinstance(getattr(m, "forward", None), kind)]
 
 # %% ../../nbs/integrations/transformers.ipynb #ff7e1f6b
+def output_layer(
+    model:nn.Module,  # of transformers
+) -> Optional[nn.Module]:
+    "The layer that makes logits: models for CTC have one, and do not say which."
+    head = model.get_output_embeddings()
+    if head is not None: return head
+    return next((m for name, m in model.named_children() if name in ("lm_head", "ctc_head")), None)
+
 def inner_model(
     model:nn.Module,  # of transformers, or of PEFT around one
 ) -> nn.Module:
@@ -269,40 +455,64 @@ def inner_model(
     inner = model.get_base_model() if hasattr(type(model), "get_base_model") else model
     expected = "a causal language model of transformers, not wrapped but by PEFT"
     expect(hasattr(type(inner), "get_output_embeddings"), "model", expected, type(model).__name__)
-    expect(inner.get_output_embeddings() is not None, "model", "a model with an output layer",
+    expect(output_layer(inner) is not None, "model", "a model with an output layer",
            type(inner).__name__)
     return inner
 
 # %% ../../nbs/integrations/transformers.ipynb #4197dd59
+LOCK = threading.Lock()
+
+def borrow(head:nn.Module) -> tuple[LinearForward, ...]:
+    "The forwards of an output layer, put there unless `patch` or another thread has done so."
+    with LOCK:
+        if not replaced(head, LinearForward):
+            for layer in products_of(head): LinearForward(layer, {}).borrowers = 0
+        forwards = forwards_of(head)
+        for f in forwards: f.borrowers = None if f.borrowers is None else f.borrowers + 1
+    return forwards
+
+def give_back(forwards:Sequence[LinearForward]):
+    "Remove forwards that nobody else has borrowed."
+    with LOCK:
+        for f in forwards:
+            if f.borrowers is None: continue
+            f.borrowers -= 1
+            if not f.borrowers: f.remove()
+
 @contextlib.contextmanager
 def lazy_logits(
     model:nn.Module,  # of transformers, or of PEFT around one; patched or not
 ) -> Iterator[None]:
     "Let a model's logits be `LazyLogits`. `ValueError` for an output layer that is not understood."
-    head = inner_model(model).get_output_embeddings()
-    patched = replaced(head, LinearForward)
-    added = [] if patched else [LinearForward(linear, {}) for linear in linears_of(head)]
-    for forward in patched + added: forward.lazy = True
-    try: yield
+    head, before = output_layer(inner_model(model)), WAITING.asked
+    forwards = borrow(head)
+    try:
+        check_products(head, forwards)
+        WAITING.asked = before + forwards
+        yield
     finally:
-        for forward in patched: forward.lazy = False
-        for forward in added: forward.remove()
-
-def with_product(
-    logits:LazyLogits, loss:Callable, target:Tensor,
-) -> Any:
-    "What `loss` makes of input, weight, target and bias; a single layer is called for its weight."
-    linear, input, _ = logits.terms[0]
-    if len(logits.terms) == 1: return linear(input, loss, target)
-    x, w, b = joined(logits.terms)
-    return loss(x, w, target, linear_bias=b)
+        WAITING.asked = before
+        give_back(forwards)
 
 def is_scaled(logits:LazyLogits) -> bool:
     "Whether more than a soft cap lies between product and logits."
-    return not math.isclose(logits.terms[0].factor * (logits.cap or 1.0), 1.0)
+    return scale_of(logits) != 1
 
 # %% ../../nbs/integrations/transformers.ipynb #ff91b476
 Model = TypeVar("Model", bound=nn.Module)
+
+# %% ../../nbs/integrations/transformers.ipynb #c7c10e06
+def patched_forwards(
+    inner:nn.Module,
+) -> list[ReplacedForward]:
+    "What `patch` has put there; `ValueError` if something was put around it, or a part is patched."
+    forwards = replaced(inner)
+    models = [f.module for f in forwards if isinstance(f, ModelForward)]
+    hidden = bool(forwards) and not isinstance(inner.forward, ModelForward)
+    expect(not hidden, "model", "the forward that patch has set, outermost",
+           f"another one around that of {', '.join(type(m).__name__ for m in models) or 'a layer'}: "
+           "remove that first")
+    return forwards
 
 # %% ../../nbs/integrations/transformers.ipynb #931d1b8e
 def patch(
@@ -316,27 +526,29 @@ def patch(
     Its forward stays its own; `output.logits` is None, and left out of a tuple. Without labels it
     gives logits as before. `ValueError`, and nothing has changed, for an output layer that is not
     understood; at the first loss, for a model that does something else to its logits than scale
-    them, cap them and take their cross entropy. Patch before wrappers such as DDP and FSDP2.
+    them, add a bias, cap them and take their cross entropy or CTC. A second call finds the output
+    layer anew, and its options hold. Patch before wrappers such as DDP and FSDP2.
     """
     inner = inner_model(model)
-    expect(not replaced(inner), "model", "one that is not patched", "a patched one")
-    linears = linears_of(inner.get_output_embeddings())
-    ModelForward(inner)
+    head, old = output_layer(inner), patched_forwards(inner)
+    layers = products_of(head)
+    for forward in old: forward.remove()
+    new = [ModelForward(inner)]
     how = dict(method=method, memory_budget=memory_budget, accumulate=accumulate)
-    for linear in linears: LinearForward(linear, how)
+    new += [LinearForward(layer, how) for layer in layers]
+    try: check_products(head, new[1:])
+    except ValueError:
+        for forward in new: forward.remove()
+        for forward in old: forward.install()
+        raise
     return model
 
 # %% ../../nbs/integrations/transformers.ipynb #ed46a6c5
 def unpatch(
-    model:Model,  # that `patch` has changed
+    model:Model,  # that `patch` has changed, or not
 ) -> Model:  # the same model
-    "Undo `patch`. `ValueError` for a model that is not patched, or whose forward was replaced since."
-    inner = inner_model(model)
-    forwards = replaced(inner)
-    expect(bool(forwards), "model", "a patched one", "one that is not patched")
-    expect(isinstance(inner.forward, ModelForward), "model", "the forward that patch has set",
-           "another one around it: remove that first")
-    for forward in forwards: forward.remove()
+    "Undo `patch`; without one, nothing. `ValueError` for a forward that was replaced since."
+    for forward in patched_forwards(inner_model(model)): forward.remove()
     return model
 
 # %% ../../nbs/integrations/transformers.ipynb #3273eaf8

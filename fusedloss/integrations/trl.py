@@ -17,23 +17,9 @@ from torch import nn, Tensor
 from fusedloss.core.checks import expect
 from fusedloss.divergence import linear_divergence
 from fusedloss.integrations.transformers import (
-    inner_model, is_scaled, lazy_logits, LazyLogits, LinearForward, linears_of, replaced, with_product)
+    computed, inner_model, is_partitioned, is_scaled, lazy_logits, LazyLogits, of_hidden_dtype, output_layer,
+    with_product)
 from fusedloss.logprobs import linear_log_probs, log_probs
-
-# %% ../../nbs/integrations/trl.ipynb #7fb71887
-def is_partitioned(
-    weight:Tensor,
-) -> bool:
-    "Whether ZeRO-3 of DeepSpeed or FSDP2 keeps a parameter in parts, and gathers it for a while."
-    return hasattr(weight, "ds_id") or hasattr(weight, "full_tensor")
-
-# %% ../../nbs/integrations/trl.ipynb #43446404
-def of_hidden_dtype(
-    hidden:Tensor, *tensors:Optional[Tensor],
-) -> tuple[Optional[Tensor], ...]:
-    "Weight and bias in the dtype of the product; autocast chooses that itself."
-    if torch.is_autocast_enabled(hidden.device.type): return tensors
-    return tuple(None if t is None else t.to(hidden.dtype) for t in tensors)
 
 # %% ../../nbs/integrations/trl.ipynb #9c8b540d
 def head_log_probs(
@@ -110,17 +96,6 @@ def sum_of_divergences(
             teacher_softcap=teacher.cap, reduction="sum", linear_bias=b, teacher_bias=tb)
     return with_product(teacher, of_both, torch.empty(0))
 
-# %% ../../nbs/integrations/trl.ipynb #d4a88160
-def computed(
-    logits:LazyLogits,  # [...,V]
-) -> Tensor:  # [...,V]
-    "Logits as the model would have made them."
-    of_layer = lambda x, w, _, linear_bias: F.linear(x, *of_hidden_dtype(x, w, linear_bias))
-    z = with_product(logits, of_layer, torch.empty(0))
-    factor = logits.terms[0].factor
-    z = z if factor == 1 else z * factor
-    return z if logits.cap is None else logits.cap * torch.tanh(z)
-
 # %% ../../nbs/integrations/trl.ipynb #0c7b4789
 def logits_divergence(
     original:Callable,  # TRL's function
@@ -150,10 +125,9 @@ def can_wait(
     ddp = isinstance(model, nn.parallel.DistributedDataParallel) and not model.find_unused_parameters
     if not (model is inner or ddp): return False
     try:
-        head = inner_model(inner).get_output_embeddings()
-        linears = [f.module for f in replaced(head, LinearForward)] or linears_of(head)
+        with lazy_logits(inner): head = output_layer(inner_model(inner))
     except ValueError: return False
-    return not any(is_partitioned(linear.weight) for linear in linears)
+    return not any(map(is_partitioned, head.parameters()))
 
 # %% ../../nbs/integrations/trl.ipynb #f30e816f
 def gkd_loss(
