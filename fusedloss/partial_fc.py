@@ -165,6 +165,16 @@ def rebuilt_state(
                "weight: give extend and remove every optimizer", f"{name} of {list(t.shape)}")
     return {name: make(t) for name, t in held.items() if len(t) == len(p)}
 
+def replace_rows(p:nn.Parameter, rows:Tensor, grad:Optional[Tensor], optimizers:tuple, states:list[dict[str, Tensor]]):
+    "Give a parameter its rows, of another number, and optimizers their state of them."
+    other = torch.float32 if p.dtype == torch.float64 else torch.float64
+    p.grad = None
+    p.data = p.data.new_empty(0, dtype=other)  # else a loss that lives on keeps the old shape
+    p.data = rows
+    p.grad = grad
+    for optimizer, made in zip(optimizers, states):
+        if made: optimizer.state[p].update(made)
+
 def rebuild_rows(
     params:Sequence[nn.Parameter], optimizers:tuple, make:Callable[[Tensor], Tensor],
     begin:Callable[[Tensor], Tensor]=lambda new: new,  # first values of rows that the first gains
@@ -173,12 +183,12 @@ def rebuild_rows(
     states = [[rebuilt_state(p, optimizer, make) for optimizer in optimizers] for p in params]
     rows_of = [make(p.data) for p in params]
     begin(rows_of[0][len(params[0]):])
-    for p, rows, states_of in zip(params, rows_of, states):
-        p.grad, other = None, torch.float32 if p.dtype == torch.float64 else torch.float64
-        p.data = p.data.new_empty(0, dtype=other)  # else a loss that lives on keeps the old shape
-        p.data = rows
-        for optimizer, made in zip(optimizers, states_of):
-            if made: optimizer.state[p].update(made)
+    before = [(p.data, p.grad, [dict(optimizer.state.get(p, {})) for optimizer in optimizers]) for p in params]
+    try:
+        for p, rows, states_of in zip(params, rows_of, states): replace_rows(p, rows, None, optimizers, states_of)
+    except BaseException:  # an interruption comes anywhere
+        for p, held in zip(params, before): replace_rows(p, *held[:2], optimizers, held[2])
+        raise
 
 # %% ../nbs/14_partial_fc.ipynb #9ff6e558
 class ClassVectors(nn.Module):
@@ -186,14 +196,23 @@ class ClassVectors(nn.Module):
     def __init__(self, num_classes:int, embedding_size:int, centers:int, device, dtype, bias:bool=False):
         super().__init__()
         check_size(num_classes, embedding_size, device, dtype)
-        self.num_classes, self.embedding_size = num_classes, embedding_size
-        self.centers, shape = centers, (num_classes * centers, embedding_size)
+        self.embedding_size, self.centers, shape = embedding_size, centers, (num_classes * centers, embedding_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty((num_classes, 1), device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    @property
+    def num_classes(self) -> int: return len(self.weight) // self.centers
+
+    def begin_rows(self):
+        "First values of the weight, and of the bias."
         for p, std in zip(self.parameters(recurse=False), (0.01, 0.0)): nn.init.normal_(p, std=std)
+
+    def reset_parameters(self) -> None:
+        "First values of all that the head holds: after `to_empty`, or to begin anew."
+        self.begin_rows()
+        for part in self.children():  # sampler and margin
+            if hasattr(part, "reset_parameters"): part.reset_parameters()
 
     @torch.no_grad()
     def extend(self,
@@ -206,7 +225,6 @@ class ClassVectors(nn.Module):
         rebuild_rows(list(self.parameters(recurse=False)), optimizers,
                      lambda t: torch.cat([t, t.new_zeros(more, *t.shape[1:])]),
                      lambda new: nn.init.normal_(new, std=0.01))
-        self.num_classes = old + n
         return range(old, old + n)
 
     @torch.no_grad()
@@ -224,10 +242,9 @@ class ClassVectors(nn.Module):
         keep = torch.ones(self.num_classes, dtype=torch.bool, device=gone.device)
         keep[gone] = False
         expect(bool(keep.any()), "classes", "not all of them", len(gone))
-        rows, left = keep.repeat_interleave(self.centers), int(keep.sum())
+        rows = keep.repeat_interleave(self.centers)
         new = torch.where(keep, keep.cumsum(0) - 1, -1)
         rebuild_rows(list(self.parameters(recurse=False)), optimizers, lambda t: t[rows])
-        self.num_classes = left
         return new
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
@@ -261,8 +278,9 @@ def cosface_loss(
 def step_sampler(head:nn.Module) -> Optional[nn.Module]:
     "The sampler of a training step, moved to the head's device; None to evaluate, with all classes."
     sampler = head.sampler if head.training else None
-    if sampler is not None and sampler.step.device != head.weight.device: sampler.to(head.weight.device)
-    return sampler
+    if sampler is None or sampler.step.device == head.weight.device: return sampler
+    expect(not sampler.step.is_meta, "sampler", "one with a state: reset_parameters() or load_state_dict()", "one on meta")
+    return sampler.to(head.weight.device)
 
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
@@ -278,7 +296,7 @@ def partial_loss(
     affine = kernel and type(head.margin) is CosFace and learned_scale(head.margin) is None
     loss, *numbers = cosface_loss(*step) if affine else margin_loss(*step, kernel)
     stats = head_stats(head, columns, *numbers) if with_stats else None
-    if sampler is not None: sampler.advance()  # not for a step that raised
+    if sampler is not None: sampler.note_use()  # not for a step that raised
     return loss, stats
 
 # %% ../nbs/14_partial_fc.ipynb #6b9c98ce
@@ -323,7 +341,7 @@ def dot_loss(
     if with_stats:
         found = (t.detach() for t in (lse, score, target, largest))
         stats = step_stats(head, columns, *found, columns.x_rows >= 0)
-    if sampler is not None: sampler.advance()  # not for a step that raised
+    if sampler is not None: sampler.note_use()  # not for a step that raised
     return loss, stats
 
 # %% ../nbs/14_partial_fc.ipynb #8b4bb649
@@ -403,7 +421,7 @@ def keep_missing(head:nn.Module, state_dict:dict, prefix:str):
 # %% ../nbs/14_partial_fc.ipynb #d3cb05ec
 def has_rows(p:Tensor) -> bool:
     "Whether a parameter's gradient is one that a head made of rows."
-    return hasattr(p, "grad_rows") and p.grad is not None and p.grad.is_sparse
+    return bool(getattr(p, "grad_rows", None)) and p.grad is not None and p.grad.is_sparse
 
 def is_pytorchs(optimizer:torch.optim.Optimizer) -> bool:
     "Whether an optimizer is one of PyTorch's, or made of one."

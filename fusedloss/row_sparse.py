@@ -236,7 +236,7 @@ def launch_update(
 def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradient
     "Rows of a sparse gradient, -1 or all different, and their values."
     known = getattr(p, "grad_rows", None)
-    if known is not None and known.index.data_ptr() == g._indices().data_ptr() \
+    if known and known.index.data_ptr() == g._indices().data_ptr() \
             and len(known.index) == g._indices().shape[1]:
         return known.rows, g._values()
     g = g.coalesce()  # sums what was accumulated: a sort, and a wait for it
@@ -346,7 +346,7 @@ def distinct_values(p:Tensor) -> Tensor:
     if not p.grad.is_sparse: return p.grad
     rows, _ = live_rows(p, p.grad)
     known = getattr(p, "grad_rows", None)
-    if known is None or rows is not known.rows: p.grad = p.grad.coalesce()
+    if not known or rows is not known.rows: p.grad = p.grad.coalesce()
     return p.grad._values()
 
 # %% ../nbs/15_row_sparse.ipynb #9911b242

@@ -96,7 +96,9 @@ def initial_rows(
 ) -> Tensor:  # [rows,H]
     "Normal rows that depend on seed and row, not on who owns them."
     new = functools.partial(torch.empty, device=device, dtype=dtype)
-    out, generator = new(len(rows), h), torch.Generator(device)
+    out = new(len(rows), h)
+    if out.is_meta: return out
+    generator = torch.Generator(device)
     for block in range(rows.start // BLOCK, -(-rows.stop // BLOCK) if len(rows) else 0):
         generator.manual_seed(seed * 1_000_003 + block)
         made = new(BLOCK, h).normal_(0, std, generator=generator)
@@ -155,7 +157,7 @@ def sharded_head_loss(
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
     losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
-    if sampler is not None: sampler.advance()  # not for a step that raised
+    if sampler is not None: sampler.note_use()  # not for a step that raised
     terms = columns, lse.detach(), cos.detach(), largest, known
     return torch.dot(losses, loss_weight), terms
 
@@ -298,23 +300,24 @@ class ShardedPartialFC(ShardedScores):
         expect(options.get("normalize", True) is True, "normalize", "True: classes over ranks score cosines", options.get("normalize"))
         super().__init__(num_classes, embedding_size, sampler=copy.deepcopy(sampler), device="meta", **options)
         check_on_mesh(self.margin, num_classes, mesh, backbone_reduction, device, equal_batch, seed)
-        self.device = device or ("cpu" if mesh is None else mesh.device_type)
+        default = torch.get_default_device()
+        device = device or (default if mesh is None or default.type == "meta" else mesh.device_type)
         if sampler is None and self.sampler is not None:
             sampler = NegativeSampler(self.sampler.rate or "positives")
-        self.sampler = None if sampler is None else sampler.to(self.device)
+        self.sampler = None if sampler is None else sampler.to(device)
         self.mesh, self.seed, self.equal_batch = mesh, seed, equal_batch
         self.factor = self.shards.ranks if backbone_reduction == "mean" else 1
-        self.weight = nn.Parameter(self.new_rows())
+        self.weight = nn.Parameter(self.new_rows(device))
 
-    def new_rows(self) -> Tensor:
+    def new_rows(self, device:torch.types.Device) -> Tensor:
         "A first weight."
         s, k, (v, h) = self.shards, self.centers, self.weight.shape
-        rows = initial_rows(range(s.start * k, s.stop * k), h, self.seed, self.device, self.weight.dtype)
+        rows = initial_rows(range(s.start * k, s.stop * k), h, self.seed, device, self.weight.dtype)
         return dtensor_of_rows(rows, self.mesh, torch.Size((v, h)))
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta: self.weight.copy_(self.new_rows())
+    def begin_rows(self):
+        if not self.weight.is_meta: self.weight.copy_(self.new_rows(self.weight.device))
 
     @tells_ranks(mesh_that_talks)
     def forward(self,
@@ -391,7 +394,7 @@ def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or
     if not p.grad.is_sparse: return None, as_rows(p.grad.to_local())
     rows, g = live_rows(p, p.grad)
     known = getattr(p, "grad_rows", None)
-    if known is not None and rows is known.rows: return rows, g
+    if known and rows is known.rows: return rows, g
     mesh = p.device_mesh
     return rows - shard_range(p.shape[0], mesh.size(), mesh.get_local_rank()).start, g
 

@@ -92,18 +92,18 @@ def test_best_paths():
 @pytest.mark.parametrize("margin", [fl.margins.CosFace(), fl.margins.ArcFace()], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("rate", [1.0, 0.1, "positives"])
 def test_partial_fc(rate, margin):
-    "The sampler's step is an input like others; each replay draws for the step after it"
+    "The sampler's step is an input like others; each replay draws for it and notes that it has"
     head = fl.PartialFC(5000, 64, sample_rate=rate, margin=margin, device="cuda", dtype=bf16)
     x = torch.randn(200, 64, device="cuda", dtype=bf16).requires_grad_()
     y = torch.randint(-1, 5000, (200,), device="cuda")
     inputs, others = [x, y, head.weight], [torch.randn_like(x), torch.randint(-1, 5000, (200,), device="cuda"), torch.randn_like(head.weight)]
     if rate != 1:
-        inputs, others = [*inputs, head.sampler.step], [*others, torch.tensor(41, device="cuda")]
+        inputs, others = [*inputs, head.sampler.step, head.sampler.used], [*others, torch.tensor(41, device="cuda"), torch.tensor(0, device="cuda")]
 
     def step():
         loss = head(x, y)
         dx, dw = torch.autograd.grad(loss, [x, head.weight])
-        return loss, dx, *((dw._indices(), dw._values()) if dw.is_sparse else (dw,)), *([head.sampler.step.clone()] if rate != 1 else [])
+        return loss, dx, *((dw._indices(), dw._values()) if dw.is_sparse else (dw,)), *([head.sampler.used.clone()] if rate != 1 else [])
     assert follows(step, inputs, others)
 
 

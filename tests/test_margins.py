@@ -168,6 +168,8 @@ def test_statistics_are_of_the_valid_rows_and_move_by_the_momentum():
     ada, norm = AdaFace(momentum=0.25), torch.tensor([18.0, 20.0, 25.0, 3.0])
     valid = torch.tensor([True, True, True, False])
     ada.observe(norm, valid)
+    assert (ada.mean, ada.std) == (20, 100)  # until an optimizer has stepped
+    ada.advance()
     torch.testing.assert_close(ada.mean, 0.75 * torch.tensor(20.0) + 0.25 * norm[:3].mean())
     torch.testing.assert_close(ada.std, 0.75 * torch.tensor(100.0) + 0.25 * norm[:3].std())
     assert set(ada.state_dict()) == {"mean", "std"}
@@ -177,12 +179,14 @@ def test_statistics_are_of_the_valid_rows_and_move_by_the_momentum():
 def test_a_batch_without_a_deviation_keeps_the_old_one(count):
     ada = AdaFace(momentum=0.5)
     ada.observe(torch.full((3,), 30.0), torch.arange(3) < count)
+    ada.advance()
     assert ada.std == 100 and ada.mean == (25 if count else 20)
 
 
 def test_evaluation_observes_nothing():
     ada = AdaFace().eval()
     margin_cross_entropy(*sample(dtype=f32)[:2], sample()[2], margin=ada)
+    ada.advance()
     assert (ada.mean, ada.std) == (20, 100)
 
 
@@ -193,6 +197,7 @@ def test_ranks_that_add_their_sums_see_the_whole_batch():
     torch.testing.assert_close(mean_and_std(halves, near, std), mean_and_std(batch_sums(norm, valid, near), near, std))
     ada, whole = AdaFace(reduce=lambda sums: sums + batch_sums(norm[2:], valid[2:], near)), AdaFace()
     ada.observe(norm[:2], valid[:2]), whole.observe(norm, valid)
+    ada.advance(), whole.advance()
     torch.testing.assert_close((ada.mean, ada.std), (whole.mean, whole.std))
 
 
@@ -206,12 +211,14 @@ def test_statistics_keep_their_digits_whatever_the_dtype(cast):
     "A hundredth of a difference is less than half a unit of bf16's last place"
     ada = AdaFace(momentum=1.0)
     ada.observe(torch.tensor([1.0, 2.001, 3.0]), torch.tensor([True] * 3))
+    ada.advance()
     before, ada.momentum = {k: t.clone() for k, t in ada.state_dict().items()}, 0.01
     cast_, norm = CASTS[cast](ada), torch.tensor([1.0, 2.0, 3.3]).bfloat16()
-    assert cast_ is ada and ada.mean.dtype == ada.std.dtype == f32 and dict(ada.named_buffers()).keys() == {"mean", "std"}
+    assert cast_ is ada and ada.mean.dtype == ada.std.dtype == f32 and ada.state_dict().keys() == {"mean", "std"}
     torch.testing.assert_close(dict(ada.state_dict()), before, rtol=0, atol=0)
     for _ in range(1000):
         ada.observe(norm, torch.tensor([True] * 3))
+        ada.advance()
     torch.testing.assert_close((ada.mean, ada.std), (norm.float().mean(), norm.float().std()), rtol=1e-4, atol=0)
 
 
@@ -228,6 +235,7 @@ def test_statistics_of_16_bits_are_loaded_into_more():
 def test_a_row_that_overflowed_is_not_observed():
     ada, norm = AdaFace(momentum=1.0), torch.tensor([18.0, 20.0, math.nan, math.inf])
     ada.observe(norm, torch.tensor([True] * 4))
+    ada.advance()
     torch.testing.assert_close((ada.mean, ada.std), (norm[:2].mean(), norm[:2].std()))
 
 
@@ -235,6 +243,7 @@ def test_one_row_trains_with_adaface():
     ada, (x, w, y) = AdaFace(), sample_data(1, 6, 9)
     for _ in range(2):
         margin_cross_entropy(x, w, y, margin=ada).backward()
+        ada.advance()
     assert ada.std.isfinite() and x.grad.isfinite().all()
 
 
@@ -324,6 +333,7 @@ def test_statistics_are_state_wherever_they_stand():
     assert set(head.state_dict()) == {"margin.margin.mean", "margin.margin.std"}
     before = head["margin"].margin.mean.clone()
     margin_cross_entropy(*sample_data(6, 4, 8)[:2], torch.arange(6) % 4, margin=head["margin"])
+    head["margin"].margin.advance()
     assert head["margin"].margin.mean != before
     assert head.eval() and not head["margin"].margin.training
 
@@ -593,9 +603,9 @@ MUTANTS = {
     "statistics are cast": ("if t is None or t.dtype == held[name].dtype: continue", "continue"),
     "rows that overflowed are observed": ("valid & norm.isfinite()", "valid"),
     "the deviation is that of all there is": ("(n - 1).clamp(min=1)", "n.clamp(min=1)"),
-    "older batches are forgotten": ("held.lerp_(new, self.momentum)", "held.copy_(new)"),
+    "older batches are forgotten": ("std - self.std]) * self.momentum", "std - self.std])"),
     "evaluation observes": ("if not self.training: return", "pass"),
-    "long rows are the poor ones": ("norm.detach().clamp(*self.clip) - self.mean", "self.mean - norm.detach().clamp(*self.clip)"),
+    "long rows are the poor ones": ("norm.detach().clamp(*self.clip) - mean", "mean - norm.detach().clamp(*self.clip)"),
     "quality adds no margin": ("torch.cos(phi) - push - self.margin", "torch.cos(phi) - self.margin"),
     "ignored rows are observed": ("margin.observe(norm, known)", "margin.observe(norm, y.reshape(-1) > -200)"),
 }
@@ -605,7 +615,9 @@ def statistics_fault(m) -> str | None:
     "A word on what AdaFace does wrong"
     ada, valid = m.AdaFace(momentum=0.25).bfloat16(), torch.tensor([True, True, False, True])
     ada.observe(torch.tensor([3.0, 5.0, 90.0, math.inf]), valid)
+    ada.advance()
     ada.eval().observe(torch.tensor([30.0, 50.0, 90.0, 1.0]), valid)
+    ada.advance()
     if not torch.allclose(torch.stack([ada.mean, ada.std]), torch.tensor([16.0, 75 + 0.25 * 2**0.5])):
         return "statistics"
     ada.double().mean.fill_(2.0), ada.std.fill_(1.0)
@@ -637,6 +649,7 @@ def first_fault(m) -> str | None:
         return "few digits"
     ada = m.AdaFace(momentum=1.0)
     m.margin_cross_entropy(torch.tensor([[3.0, 0], [0, 5.0], [90, 0]]), w.float(), torch.tensor([0, 1, -100]), margin=ada)
+    ada.advance()
     return None if ada.mean == 4 else "ignored rows count"
 
 

@@ -51,7 +51,7 @@ def played(module: ModuleType, ranks: int, kind: str, v: int) -> tuple[list, lis
                 dw = torch.zeros_like(w).index_add_(0, dw._indices()[0], dw._values())[span.start * k:span.stop * k]
             parts.append((loss.detach(), dx, dw, head))
     losses, dxs, dws, heads = zip(*parts)
-    state = lambda head: [head.margin.mean if kind == "AdaFace" else torch.zeros(()), torch.tensor(0) if head.sampler is None else head.sampler.step]
+    state = lambda head: [head.margin.mean + head.margin.moves[0] if kind == "AdaFace" else torch.zeros(()), torch.tensor(0) if head.sampler is None else head.sampler.used]
     return [max(losses), sum(dxs), torch.cat(dws), *state(heads[-1])], [*exact, *state(one)]
 
 
@@ -86,7 +86,7 @@ BUGS = {
     "no classes, and yet a score": ("lse, largest = x.new_full((2, len(x)), -torch.inf)", "lse, largest = x.new_zeros(2, len(x))"),
     "labels of this rank alone": ("plain_labels(y, ignore, 0, head.num_classes, sums)", "plain_labels(y, ignore, s.start, s.stop, sums)"),
     "rows without a label are observed": ("head.margin.observe(norm, known)", "head.margin.observe(norm, known | True)"),
-    "the sample stands still": ("if sampler is not None: sampler.advance()  # not for a step that raised\n    terms =", "terms ="),
+    "the sample stands still": ("if sampler is not None: sampler.note_use()  # not for a step that raised\n    terms =", "terms ="),
     "blocks of a first weight repeat": ("generator.manual_seed(seed * 1_000_003 + block)", "generator.manual_seed(seed)"),
     "a first weight depends on its owner": ("out[first - rows.start:last - rows.start] = made[first - block * BLOCK:", "out[first - rows.start:last - rows.start] = made[:last - first] if first == rows.start else made[first - block * BLOCK:"),
 }
@@ -97,7 +97,7 @@ def test_a_step_that_raises_has_drawn_nothing(monkeypatch):
     everywhere(monkeypatch, sharded_heads, "local_statistics", None)
     with pytest.raises(TypeError):
         head(torch.randn(3, 4), torch.tensor([0, 1, 2]))
-    assert head.sampler.step == 0
+    assert head.sampler.used == 0
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -107,6 +107,8 @@ def test_a_row_that_overflowed_does_not_count_in_the_statistics(bad):
     spoilt = x.clone()
     spoilt[1, 0] = bad
     heads[0](spoilt, y), heads[1](x, torch.tensor([0, -1, 2, 3]))
+    for head in heads:
+        head.margin.advance()
     assert heads[0].margin.state_dict() == heads[1].margin.state_dict()
 
 

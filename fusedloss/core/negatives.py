@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/library/negatives.ipynb #a740ab77
+from collections import OrderedDict
 from typing import Callable, Iterator, NamedTuple, Optional
 
 import torch
@@ -180,6 +181,10 @@ class RowIndex(NamedTuple):
     "Which rows of a weight a gradient holds."
     index: Tensor  # [T], none outside the weight: dead columns name a live row, with zeros
     rows: Tensor  # [T], -1 for dead columns; else all different
+
+    def __reduce__(self) -> tuple:
+        "Nothing: it hangs on a parameter, whose pickle carries it, and `torch.load` is to know all that is there."
+        return OrderedDict, ()
 
 # %% ../../nbs/library/negatives.ipynb #b8efda13
 def save_numbers(ctx, inputs, kernel:bool):

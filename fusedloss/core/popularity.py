@@ -10,11 +10,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor
 
 from fusedloss.core.checks import check_flags, check_target, expect, expect_tensor, is_integer
 from fusedloss.core.sampling import (
     Columns, first_occurrence, live_index, own_columns, plain_add_word, plain_block_key, plain_labels)
+from fusedloss.core.steps import SeedAndStep
 
 # %% ../../nbs/library/popularity.ipynb #6e471f80
 def expected_draws(
@@ -55,7 +56,7 @@ def check_popularity(popularity:Tensor, num_samples:int, seed:int):
     expect(type(seed) is int and 0 <= seed < 2**63, "seed", "0 to 2⁶³ − 1", repr(seed))
 
 # %% ../../nbs/library/popularity.ipynb #585b3d8c
-class PopularitySampler(nn.Module):
+class PopularitySampler(SeedAndStep):
     "Negatives by popularity, for a batch or for each row: a function of seed, step and row."
     def __init__(self,
         popularity:Tensor,  # [V], counts or probabilities, above 0; equal numbers: uniform
@@ -64,18 +65,32 @@ class PopularitySampler(nn.Module):
         log_q:bool=True,  # subtract from scores the log of how often their class is drawn
         seed:int=0,  # of the draws
     ):
-        super().__init__()
         check_popularity(popularity, num_samples, seed)
         check_flags(each_row=each_row, log_q=log_q)
+        super().__init__(seed)
         self.num_classes, self.num_samples = len(popularity), num_samples
         self.each_row, self.log_q = bool(each_row), bool(log_q)
-        draws = expected_draws(popularity.detach().double().cpu(), num_samples)
-        certain = (draws >= 1).nonzero()[:, 0]
-        self.pieces = num_samples - len(certain)
-        self.register_buffer("certain", certain, persistent=False)
-        self.register_buffer("line", line_of(draws, self.pieces), persistent=False)
-        self.register_buffer("seed", torch.tensor(seed))
-        self.register_buffer("step", torch.tensor(0))
+        with torch.device("cpu"):  # whatever the default device is
+            draws = expected_draws(popularity.detach().double().cpu(), num_samples)
+            certain = (draws >= 1).nonzero()[:, 0]
+            self.pieces = num_samples - len(certain)
+            self.tables = {"certain": certain, "line": line_of(draws, self.pieces)}
+        for name in self.tables: self.register_buffer(name, None, persistent=False)
+        self.place_tables()
+
+    def place_tables(self):
+        "Have the tables, which no checkpoint has, where seed and step are."
+        for name, table in self.tables.items(): self._buffers[name] = table.to(self.step.device)
+
+    def _apply(self, *args, **options):
+        super()._apply(*args, **options)
+        self.place_tables()  # `to_empty` leaves anything
+        return self
+
+    def _load_from_state_dict(self, *args):
+        was_deferred = self.line.is_meta
+        super()._load_from_state_dict(*args)
+        if was_deferred: self.place_tables()  # with `assign`, seed and step are on meta no more
 
     def forward(self,
         rows:int=1,  # of the batch; 1 for a sample that all share
@@ -99,7 +114,6 @@ class PopularitySampler(nn.Module):
         length = self.line[at] - torch.where(at > 0, self.line[(at - 1).clamp(min=0)], 0)
         return torch.where(length > 0, (length.double() / UNIT).log(), 0.0)
 
-    def advance(self) -> None: self.step.add_(1)
     def extra_repr(self) -> str:
         return f"num_samples={self.num_samples}, each_row={self.each_row}, log_q={self.log_q}"
 

@@ -11,11 +11,12 @@ from typing import Literal, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
-from torch import nn, Tensor
+from torch import Tensor
 
 from fusedloss.core.checks import (
     check_flags, check_target, expect, expect_tensor, is_integer, is_number)
 from fusedloss.core.operators import operator
+from fusedloss.core.steps import SeedAndStep
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 
 # %% ../../nbs/library/sampling.ipynb #2fca258a
@@ -173,23 +174,21 @@ def check_bounds(**bounds:int):
     for name, at in bounds.items():
         expect(is_integer(at) and at >= 0, name, "an integer not below 0", repr(at))
 
-class NegativeSampler(nn.Module):
+class NegativeSampler(SeedAndStep):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
     def __init__(self,
         rate:float|Literal["positives"],  # of the classes, in (0, 1]; or the batch's alone
         seed:int=0,  # of the draws
         log_q:bool=False,  # correct the sum for the classes that were not drawn
     ):
-        super().__init__()
         named = rate == "positives"
         expect(named or is_number(rate) and 0 < rate <= 1, "rate",
                "a number in (0, 1], or 'positives'", repr(rate))
         expect(type(seed) is int and 0 <= seed < 2**63, "seed", "0 to 2⁶³ − 1", repr(seed))
         check_flags(log_q=log_q)
+        super().__init__(seed)
         self.rate, self.log_q = 0.0 if named else float(rate), bool(log_q)
         self.strata = Strata(0, 0, 0) if named else strata_of(self.rate)
-        self.register_buffer("seed", torch.tensor(seed))
-        self.register_buffer("step", torch.tensor(0))
 
     def forward(self,
         stop:int,  # the class after the last
@@ -209,7 +208,6 @@ class NegativeSampler(nn.Module):
         check_target(y, y.shape, self.seed.device, "mean", "y")
         return plain_find_slot(y, self.seed, self.step, self.strata, start)
 
-    def advance(self) -> None: self.step.add_(1)
     def extra_repr(self) -> str: return f"rate={self.rate:g}, log_q={self.log_q}"
 
 # %% ../../nbs/library/sampling.ipynb #4916ac5e
