@@ -30,7 +30,7 @@ from fusedloss.core.products import tile_slices, wide_product
 from fusedloss.core.ranks import is_dtensor
 from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler
 from fusedloss.logprobs import flat_labels
-from fusedloss.margins import CosFace, head_config, learned_scale, Margin, scaled_rows
+from fusedloss.margins import CosFace, head_config, learned_scale, Margin, scaled_rows, target_scores
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
@@ -249,19 +249,19 @@ class ClassVectors(nn.Module):
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
 def margin_loss(
-    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool,
+    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool, y:Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; lse, cos, largest negative score: [N]
     "The mean loss for any margin, which works on the cosines in PyTorch."
-    scale = learned_scale(head.margin)
+    scale, known = learned_scale(head.margin), columns.x_rows >= 0
     lse, cos, largest = partial_lse(
-        x if scale is None else scaled_rows(x, scale, columns.x_rows >= 0, o.eps), head.weight,
+        x if scale is None else scaled_rows(x, scale, known, o.eps), head.weight,
         columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column, columns.shift, o,
         dtype, kernel, head.sparse)[:3]
     if scale is not None: cos = cos / scale
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
-    head.margin.observe(norm, columns.x_rows >= 0)
-    norm = norm.nan_to_num()
-    losses = F.softplus(lse - head.margin.target_score(cos, norm), threshold=50)
+    head.margin.observe(norm, known)
+    score = target_scores(head.margin, cos, x, norm.nan_to_num(), y, known, head.num_classes)
+    losses = F.softplus(lse - score, threshold=50)
     loss = torch.dot(losses, columns.loss_weight.to(losses.dtype))
     return loss, lse.detach(), cos.detach(), largest
 
@@ -294,7 +294,7 @@ def partial_loss(
     columns = step_columns(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
     step = head, x, weight_columns(head, columns), o, dtype
     affine = kernel and type(head.margin) is CosFace and learned_scale(head.margin) is None
-    loss, *numbers = cosface_loss(*step) if affine else margin_loss(*step, kernel)
+    loss, *numbers = cosface_loss(*step) if affine else margin_loss(*step, kernel, y)
     stats = head_stats(head, columns, *numbers) if with_stats else None
     if sampler is not None: sampler.note_use()  # not for a step that raised
     return loss, stats

@@ -29,7 +29,7 @@ from fusedloss.core.ranks import (
 from fusedloss.core.sampling import Columns, live_index, NegativeSampler, plain_labels, step_columns
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.logprobs import flat_labels
-from fusedloss.margins import learned_scale, Margin, scaled_rows
+from fusedloss.margins import learned_scale, Margin, scaled_rows, target_scores
 from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
     head_stats, HeadStats, PartialFC, score_config, scores_in_eval, step_sampler, TopK)
@@ -156,7 +156,8 @@ def sharded_head_loss(
     if scale is not None: cos = cos / scale
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
-    losses = F.softplus(lse - head.margin.target_score(cos, norm.nan_to_num()), threshold=50)
+    score = target_scores(head.margin, cos, x, norm.nan_to_num(), y, known, head.num_classes, columns.x_rows >= 0)
+    losses = F.softplus(lse - score, threshold=50)
     if sampler is not None: sampler.note_use()  # not for a step that raised
     terms = columns, lse.detach(), cos.detach(), largest, known
     return torch.dot(losses, loss_weight), terms

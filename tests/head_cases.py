@@ -95,6 +95,7 @@ CASES = {
     "conflict zero": dict(conflict=0.2, mode="zero"), "conflict and log q": dict(rate=0.4, conflict=0.3, mode="zero", log_q=True),
     "ArcFace": dict(rate=0.3, name="ArcFace"), "SphereFace": dict(rate=0.3, name="SphereFace"), "Circle": dict(rate=0.3, name="Circle"),
     "Circle, conflict": dict(rate=0.3, name="Circle", conflict=0.3), "AdaFace": dict(rate=0.3, name="AdaFace"),
+    "MagFace": dict(rate=0.3, name="MagFace"), "MagFace, SubCenter": dict(k=2, name="MagFace"),
     "SubCenter": dict(rate=0.3, k=3), "SubCenter, all": dict(k=2), "SubCenter, Circle": dict(rate=0.3, k=2, name="Circle"),
     "SubCenter, log q": dict(rate=0.3, k=2, log_q=True), "few classes": dict(v=3, rate=0.5), "fewer than rows": dict(v=7, rate=0.9),
     "many rows": dict(n=70, rate=0.05), "dense gradient": dict(rate=0.3, sparse=False),

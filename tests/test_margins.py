@@ -28,6 +28,25 @@ def adaface(mean=2.0, std=1.0, **options):
     return ada
 
 
+class MagFace(Margin):
+    "A user's margin: the longer the row, the larger its angle's margin (arXiv 2103.06627)"
+    scale = 24.0
+
+    def target_score(self, cos, norm):
+        return self.scale * torch.cos(angle(cos) + 0.1 + 0.1 * norm.clamp(1, 4))
+
+
+class PerClass(Margin):
+    "A user's margin: of each class another, as LDAM's"
+    scale = 24.0
+
+    def __init__(self, margins):
+        self.margins = margins
+
+    def target_score(self, cos, norm=None, labels=None):
+        return self.scale * (cos - self.margins[labels])
+
+
 # Each margin, and the target's score by its published formula: of cosine, angle and length of the row.
 FORMULAS = {
     "CosFace": (CosFace(), lambda c, a, n: 64 * (c - 0.35)),
@@ -39,6 +58,7 @@ FORMULAS = {
     "Combined": (Combined(1.0, 0.3, 0.2, past_pi="none"), lambda c, a, n: 64 * (torch.cos(a + 0.3) - 0.2)),
     "SphereFace": (Combined(2.0, 0, 0, 30), lambda c, a, n: 30 * torch.where(a <= math.pi / 2, 2 * c**2 - 1, -1 - 2 * c**2)),
     "Circle": (Circle(grad="exact"), lambda c, a, n: 256 * (1.25 - c).clamp(min=0) * (c - 0.75)),
+    "MagFace": (MagFace(), lambda c, a, n: 24 * torch.cos(a + 0.1 + 0.1 * n.clamp(1, 4))),
     "AdaFace": (adaface(), lambda c, a, n: 64 * (
         torch.cos((a - 0.4 * zhat(n)).clamp(0, math.pi)) - 0.4 * zhat(n) - 0.4)),
 }
@@ -113,7 +133,7 @@ def test_gradcheck_twice(name):
     assert gradcheck(run, c) and gradgradcheck(run, c)
 
 
-@pytest.mark.parametrize("name", [n for n in FORMULAS if "none" not in n and n != "Combined"])
+@pytest.mark.parametrize("name", [n for n in FORMULAS if "none" not in n and n not in ("Combined", "MagFace")])
 @pytest.mark.parametrize("dtype", [f32, f64])
 def test_a_better_cosine_never_scores_worse(name, dtype):
     c = torch.linspace(-1, 1, 4001, dtype=dtype)
@@ -263,7 +283,7 @@ def test_ragged_shapes(n, v, tiles, device):
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16, f16])
-@pytest.mark.parametrize("name", ["CosFace", "ArcFace", "Circle"])
+@pytest.mark.parametrize("name", ["CosFace", "ArcFace", "Circle", "MagFace"])
 def test_dtypes(name, dtype, device):
     gap = 3e-5 if dtype == f32 else 8 * TOLERANCE[dtype]  # scores up to 256: rounding 1.5e-5; dz and dx in 8 or 11 bits
     assert not wrong(name, *sample(47, 16, 123, dtype=dtype, device=device), tolerance=gap)
@@ -315,10 +335,10 @@ def test_lengths_do_not_count():
     torch.testing.assert_close(scaled, margin_cross_entropy(x, w, y, margin=ArcFace()))
 
 
-COMPILED = {type(m).__name__: m for m in (ArcFace(), Circle(), SubCenter(3), adaface())}
+COMPILED = {type(m).__name__: m for m in (ArcFace(), Circle(), SubCenter(3), adaface(), SubCenter(3, MagFace()), PerClass(torch.linspace(0, 0.5, 3, dtype=f64)))}
 
 
-@pytest.mark.parametrize("name", few(COMPILED, "AdaFace"))
+@pytest.mark.parametrize("name", few(COMPILED, "AdaFace", "SubCenter"))
 def test_compiles_to_one_graph(name):
     margin = COMPILED[name]
     x, w, y = sample_data(6, 4, 9, f64)
@@ -542,6 +562,59 @@ def test_a_margin_of_ones_own():
     z = 10 * normalize(x) @ normalize(w).T
     expected = F.cross_entropy(z * (1 - 0.5 * F.one_hot(y, 7)), y)
     torch.testing.assert_close(margin_cross_entropy(x, w, y, margin=Half()), expected)
+
+
+# --- margins that see lengths and labels ---
+
+def plain_loss(x, w, y, margin, **labels):
+    "The mean cross entropy of a margin's scores, all of them in PyTorch's own autograd"
+    cos = F.normalize(x, dim=-1) @ F.normalize(w, dim=-1).T
+    at, known = y.clamp(min=0)[:, None], y != -100
+    score = margin.target_score(cos.gather(1, at)[:, 0], x.norm(dim=-1), **labels)
+    return F.cross_entropy((margin.scale * cos).scatter(1, at, score[:, None])[known], y[known])
+
+
+@pytest.mark.parametrize("make", [MagFace, lambda: SubCenter(1, MagFace()), lambda: type("Learned", (MagFace,), {"scale": torch.tensor(24.0, dtype=f64)})()])
+def test_a_gradient_through_the_length(make):
+    "Rows of zeros, and rows without a label that hold no numbers"
+    (x, w, y), margin = sample(12), make()
+    x[0] = 0
+    spoilt = x.masked_fill((y < 0)[:, None], math.nan).requires_grad_()
+    ours, = torch.autograd.grad(margin_cross_entropy(torch.where(y[:, None] < 0, spoilt.nan_to_num(), spoilt), w, y, margin=margin), spoilt)
+    exact, = torch.autograd.grad(plain_loss(x.requires_grad_(), w, y, margin), x)
+    torch.testing.assert_close(ours[1:], exact[1:])
+    assert ours.isfinite().all() and ((ours * x).sum(1).abs() > 1e-4)[2:][y[2:] >= 0].any()
+
+
+@pytest.mark.parametrize("base", [Margin, CosFace, AdaFace, lambda: SubCenter(1, CosFace())], ids=["Margin", "CosFace", "AdaFace", "SubCenter"])
+def test_a_margin_made_of_another_has_a_gradient_by_the_length_too(base):
+    "Unless it says that it has none; built-in ones have no node in the graph"
+    made = base() if isinstance(base, type) else base()
+    class Own(type(made)):
+        scale = 16.0
+        def target_score(self, cos, norm): return 16.0 * cos - norm
+    own = Own(1, CosFace()) if isinstance(made, SubCenter) else Own()
+    x, w, y = sample_data(5, 4, 7, f64)
+    dx, = torch.autograd.grad(margin_cross_entropy(x, w, y, margin=own), x)
+    assert (dx * x).sum().abs() > 1e-3
+    Own.norm_gradient, own.__dict__["norm_gradient"] = False, False
+    dx, = torch.autograd.grad(margin_cross_entropy(x, w, y, margin=own), x)
+    assert (dx * x).sum().abs() < 1e-12
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_margin_for_each_class(k):
+    (x, w, y), margins = sample(v=31), torch.linspace(0, 0.6, 31, dtype=f64)
+    margin = PerClass(margins) if k == 1 else SubCenter(k, PerClass(margins))
+    got = torch.autograd.grad(margin_cross_entropy(x.requires_grad_(), w.repeat_interleave(k, 0).requires_grad_(), y, margin=margin), x)
+    exact = torch.autograd.grad(plain_loss(x, w, y, PerClass(margins), labels=y.clamp(min=0)), x)
+    torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize("score", [lambda self, cos: cos, lambda self, cos, norm, classes: cos, lambda self, cos, norm, other, labels: cos])
+def test_a_margin_that_no_head_can_call_is_refused_where_it_is_defined(score):
+    with pytest.raises(ValueError, match="target_score: expected .*labels.*, got"):
+        type("Wrong", (Margin,), {"target_score": score})
 
 
 # --- memory ---

@@ -633,7 +633,7 @@ def test_margin_cross_entropy_names_its_ways():
 
 
 @pytest.mark.parametrize("case", thorough_but(few([c for c in CASES if "SubCenter" not in c and "Circle" not in c],
-                                                  "log q", "conflict zero", "AdaFace", "few classes"), "log q", "conflict zero"))
+                                                  "log q", "conflict zero", "AdaFace", "MagFace", "few classes"), "MagFace", "log q", "conflict zero"))
 def test_definition_by_kernels(case, kernels_for_all):
     assert not faults(**CASES[case], dtype=f32, tolerance=1e-4)
 
