@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedloss.core.checks import as_integers, expect
+from fusedloss.core.checks import acc_dtype, as_integers, expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import active, update_active
-from fusedloss.core.operators import transformed
+from fusedloss.core.operators import first_order, observed, operator, transformed
 from fusedloss.core.sequences import check_integers, check_lengths, readable_on_host
 from fusedloss.core.softmax import zero_if_neg_inf
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
-from fusedloss.semirings import check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring
+from fusedloss.semirings import (
+    check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring, widened)
 
 # %% ../nbs/19_scans.ipynb #e938bec6
 def arriving(alpha, scores, idx, go):
@@ -87,7 +88,8 @@ def scan_fwd_triton(
     warps:int=4,  # a program
 ) -> Tensor:  # [T+1,N,C]; what lies beyond a sequence's length is not to be used
     "`scan_fwd` for Log, by one Triton program a sequence."
-    (steps, n, c, nz), alphas = Ms.shape, Ms.new_empty(len(Ms) + 1, *v0.shape)
+    steps, n, c, nz = Ms.shape
+    alphas = Ms.new_empty(steps + 1, *v0.shape, dtype=acc_dtype(Ms.dtype))
     alphas[0] = v0
     with on_device(Ms):
         launch_kernel(scan_fwd_kernel, (n,), Ms.contiguous(), idx.to(torch.int32).contiguous(),
@@ -125,6 +127,7 @@ def logz_autograd(
     "Rung 1: a loop and autograd; differentiable as often as `S` is."
     if lengths is None: return path_sum(Ms, idx, v0, vT, S)
     check_graph(Ms, idx, v0, vT, S)
+    Ms, v0, vT = widened(Ms, v0, vT)
     lengths = lengths_like(lengths, Ms)
     absent, source = idx < 0, idx.clamp(min=0)
     v = S.lift(v0)
@@ -135,14 +138,20 @@ def logz_autograd(
     return S.sum(S.mul(v, S.lift(vT)))
 
 # %% ../nbs/19_scans.ipynb #19fcea04
+def integer_lengths(lengths, Ms:Tensor) -> Optional[Tensor]:  # as below; wherever they were
+    "`ValueError` unless these are N integers, or None."
+    if lengths is None: return None
+    lengths = as_integers("lengths", lengths)
+    check_integers(lengths, "lengths", Ms)
+    return lengths
+
 def lengths_like(
     lengths,  # [N] integers, or None
     Ms:Tensor,  # [T,N,C,nz]
 ) -> Optional[Tensor]:  # int64, on the device of the scores
     "`ValueError` for what is no length, with the sequence's index where the CPU can see it."
+    lengths = integer_lengths(lengths, Ms)
     if lengths is None: return None
-    lengths = as_integers("lengths", lengths)
-    check_integers(lengths, "lengths", Ms)
     if readable_on_host(lengths): check_lengths(lengths, "lengths", len(Ms))
     return lengths.to(Ms.device, torch.int64).contiguous()
 
@@ -440,6 +449,63 @@ def choose_rung(method, Ms, S):
     expect(fit[method], "method", "auto, which takes one that can", repr(method))
     return None if method == "autograd" or not scans else Scan(method != "loop")
 
+# %% ../nbs/19_scans.ipynb #7a31c0d0
+def traced() -> bool:
+    "Whether a compiler or a dispatch mode wants operators, and no transform is at work."
+    return observed() and not transformed()
+
+def nan_if_bad(z:Tensor, lengths:Tensor, T:int) -> Tensor:  # z [*components, N]
+    "NaN for lengths that cannot be, where the host has not looked."
+    if not (z.is_cuda and z.is_floating_point()): return z
+    return z.masked_fill((lengths < 0) | (lengths > T), torch.nan)
+
+def checked(run):
+    "`run` for an operator: what a compiler cannot look at is looked at when its graph runs."
+    @functools.wraps(run)
+    def looks_first(Ms, idx, v0, vT, *others):
+        check_graph(Ms, idx, v0, vT)
+        return run(Ms, idx, v0, vT, *others)
+    return looks_first
+
+# %% ../nbs/19_scans.ipynb #7a31c0d1
+def logz_and_gradients(
+    Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor, lengths:Optional[Tensor],  # as for `logz`
+    best:bool, method:str, grad:bool,  # Max, not Log; and whether gradients are wanted
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N]; gradients of their sum, or empty
+    "`logz` and its gradients by Ms, v0 and vT."
+    S = Max if best else Log
+    lengths = lengths_like(lengths, Ms)
+    rung = choose_rung(method, Ms, S) or Scan(False)
+    z, *kept = rung.forward(S, Ms, idx, v0, vT, lengths, grad)
+    found = (rung.backward(S, torch.ones_like(z), Ms, idx, v0, vT, lengths, *kept) if grad else
+             Ms.new_empty(3, 0).unbind())
+    if lengths is not None: z = nan_if_bad(z, lengths, len(Ms))
+    return z, *(d.contiguous() if grad else d.clone() for d in found)
+
+def fake_logz(Ms, idx, v0, vT, lengths, best, method, grad):
+    "The shapes of `logz_and_gradients`'s results."
+    return Ms.new_empty(Ms.shape[1]), *(t.new_empty(t.shape if grad else 0) for t in (Ms, v0, vT))
+
+def save_gradients(ctx, inputs, output):
+    "The gradients of the sum."
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[2:])  # not that of Ms: `first_order`
+
+@first_order
+def scaled_gradients(ctx, g):
+    "The gradients, each sequence's times its factor."
+    d_Ms, *ends = ctx.saved_tensors
+    return d_Ms * g[:, None, None], *(d * g[:, None] for d in ends)
+
+def gradients_of_logz(ctx, needs, g, *_):
+    "The same by name."
+    if g is None: return {}
+    found = zip(("Ms", "v0", "vT"), scaled_gradients(ctx, g))
+    return {name: d for name, d in found if getattr(needs, name)}
+
+logz_operator = operator("fusedloss::logz", checked(logz_and_gradients), fake=fake_logz,
+                         save=save_gradients, backward=gradients_of_logz)
+
 # %% ../nbs/19_scans.ipynb #db9aae0f
 def logz(
     Ms:Tensor,  # [T,N,C,nz] scores of edges
@@ -448,21 +514,24 @@ def logz(
     S:Semiring=Log,
     lengths:Optional[Tensor]=None,  # [N] steps of each sequence; None: T
     *, method:Literal["auto", "autograd", "loop", "scan", "fused"]="auto",  # or a rung
-) -> Tensor:  # [*components, N]
+) -> Tensor:  # [*components, N], of scores of 16 bits in float32
     "The sum over all paths; for Log, Max and Sample with the gradient by hand."
     check_graph(Ms, idx, v0, vT, S)
+    Ms, v0, vT = widened(Ms, v0, vT)
+    if traced() and method != "autograd" and (S is Log or S is Max):
+        grad = torch.is_grad_enabled() and (Ms.requires_grad or v0.requires_grad or vT.requires_grad)
+        return logz_operator(Ms, idx, v0, vT, integer_lengths(lengths, Ms), S is Max, method, grad)[0]
     lengths = lengths_like(lengths, Ms)
     rung = choose_rung(method, Ms, S)
     if transformed(): rung = None  # which take the loop of differentiable steps
     z = (_Logz.apply(rung, S, Ms, idx, v0, vT, lengths) if rung else
          logz_autograd(Ms, idx, v0, vT, S, lengths))
-    if lengths is None or not (z.is_cuda and z.is_floating_point()): return z
-    return z.masked_fill((lengths < 0) | (lengths > len(Ms)), torch.nan)
+    return z if lengths is None else nan_if_bad(z, lengths, len(Ms))
 
 # %% ../nbs/19_scans.ipynb #52d2593f
 class Paths(NamedTuple):
     "One path a sequence; −1 beyond its length, and throughout where no path exists."
-    score: Tensor  # [N] its own score
+    score: Tensor  # [N] its own score, at least float32
     states: Tensor  # [N,T+1] int64
     edges: Tensor  # [N,T] int64: j of the edge that is taken at each step
 
@@ -488,8 +557,7 @@ def backtrack(Ms, idx, alphas, vT, S, lengths):
 @torch.no_grad()
 def chosen_path(Ms, idx, v0, vT, S, lengths):
     "α, and the path that `S` chooses, −1 beyond each length."
-    check_graph(Ms, idx, v0, vT)
-    expect(idx.numel() > 0, "idx", "a state and an edge", str(list(idx.shape)))
+    expect(idx.numel() > 0, "idx", "a state and an edge", list(idx.shape))
     lengths = lengths_like(lengths, Ms)
     forward = Log if isinstance(S, LogSemiring) else S  # draws are made on the way back only
     alphas = scan_fwd(Ms, idx, v0, forward, lengths)
@@ -499,6 +567,50 @@ def chosen_path(Ms, idx, v0, vT, S, lengths):
         states = states.masked_fill(at > lengths[:, None], -1)
     return final_alphas(alphas, lengths) + vT, states, edges
 
+# %% ../nbs/19_scans.ipynb #7a31c0d2
+def best_path(
+    Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor, lengths:Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # as `Paths`
+    "`viterbi`."
+    rung = choose_rung("auto", Ms, Max)
+    if isinstance(rung, Fused): return tuple(rung.path(Ms, idx, v0, vT, lengths))
+    end, states, edges = chosen_path(Ms, idx, v0, vT, Max, lengths)
+    return Max.reduce(end, -1), states, edges
+
+def fake_path(Ms, idx, *others):
+    "The shapes of states and edges."
+    T, N = Ms.shape[:2]
+    return tuple(idx.new_empty((N, n), dtype=torch.int64) for n in (T + 1, T))
+
+viterbi_operator = operator(
+    "fusedloss::viterbi", checked(best_path),
+    fake=lambda Ms, *others: (Ms.new_empty(Ms.shape[1]), *fake_path(Ms, *others)))
+
+# %% ../nbs/19_scans.ipynb #7a31c0d3
+class Timed(Sample):
+    "A sample whose clocks are set before: those of the end, then of each step, the last one first."
+    def __init__(self, clocks:list[Tensor]): self.set = iter(clocks)
+
+    def clocks(self, x:Tensor) -> Tensor: return next(self.set)
+
+def drawn_path(
+    Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor, lengths:Optional[Tensor],
+    at_end:Tensor, at_steps:Tensor,  # [N,C], [T,N,nz] from an exponential distribution
+) -> tuple[Tensor, Tensor]:  # states and edges
+    "`sample`, by numbers that are drawn."
+    return chosen_path(Ms, idx, v0, vT, Timed([at_end, *at_steps.flip(0)]), lengths)[1:]
+
+sample_operator = operator("fusedloss::sample", checked(drawn_path), fake=fake_path)
+
+def drawn(t:Tensor, *size:int) -> Tensor:
+    "What `sample_operator` draws by, in the dtype of t: outside of it, where a compiler sees that each call draws anew."
+    return t.new_empty(size).exponential_()
+
+def check_generator(generator:Optional[torch.Generator]):
+    "`ValueError` for one that a compiler cannot hand on."
+    expect(generator is None, "generator", "None in a compiled or exported function, which takes "
+           "no generator: seed the default one by torch.manual_seed", "a torch.Generator")
+
 # %% ../nbs/19_scans.ipynb #12c844a0
 def viterbi(
     Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor,  # as for `logz`
@@ -506,20 +618,21 @@ def viterbi(
 ) -> Paths:
     "The best path of each sequence, of equals always the same one, and its score."
     check_graph(Ms, idx, v0, vT)
-    rung = choose_rung("auto", Ms, Max)
-    if isinstance(rung, Fused): return rung.path(Ms, idx, v0, vT, lengths)
-    end, states, edges = chosen_path(Ms, idx, v0, vT, Max, lengths)
-    return Paths(Max.reduce(end, -1), states, edges)
+    Ms, v0, vT = widened(Ms, v0, vT)
+    if not traced(): return Paths(*best_path(Ms, idx, v0, vT, lengths))
+    return Paths(*viterbi_operator(Ms.detach(), idx, v0.detach(), vT.detach(),
+                                   integer_lengths(lengths, Ms)))
 
 # %% ../nbs/19_scans.ipynb #4022e269
 def path_score(
     Ms:Tensor, v0:Tensor, vT:Tensor,  # as for `logz`
     states:Tensor, edges:Tensor,  # [N,T+1] and [N,T], −1 beyond a path's end
-) -> Tensor:  # [N]; −∞ where there is no path
+) -> Tensor:  # [N], at least float32; −∞ where there is no path
     "The score of one path a sequence, differentiable."
-    n, at = torch.arange(len(states), device=Ms.device), states.clamp(min=0)
-    t = torch.arange(len(Ms), device=Ms.device)
+    n, at = torch.arange(states.shape[0], device=Ms.device), states.clamp(min=0)
+    t = torch.arange(Ms.shape[0], device=Ms.device)
     along = Ms[t, n[:, None], at[:, 1:], edges.clamp(min=0)].masked_fill(edges < 0, 0.0)
+    along, v0, vT = widened(along, v0, vT)
     end = at.gather(1, (states >= 0).sum(1, keepdim=True).clamp(min=1) - 1)[:, 0]
     score = v0[n, at[:, 0]] + along.sum(1) + vT[n, end]
     return score.masked_fill(states[:, 0] < 0, -torch.inf)
@@ -531,12 +644,20 @@ def sample(
     lengths:Optional[Tensor]=None,  # [N]
 ) -> Paths:
     "A random path of each sequence, drawn with its probability, and its score."
-    _, states, edges = chosen_path(Ms, idx, v0, vT, Sample(generator), lengths)
+    check_graph(Ms, idx, v0, vT)
+    Ms, v0, vT = widened(Ms, v0, vT)
+    if traced():
+        check_generator(generator)
+        T, N, C, nz = Ms.shape
+        states, edges = sample_operator(
+            Ms.detach(), idx, v0.detach(), vT.detach(), integer_lengths(lengths, Ms),
+            drawn(Ms, N, C), drawn(Ms, T, N, nz))
+    else: _, states, edges = chosen_path(Ms, idx, v0, vT, Sample(generator), lengths)
     return Paths(path_score(Ms, v0, vT, states, edges), states, edges)
 
 # %% ../nbs/19_scans.ipynb #709db812
 class Posteriors(NamedTuple):
-    "Probabilities; 0 throughout where no path exists, and beyond a sequence's length."
+    "Probabilities, at least float32; 0 throughout where no path exists, and beyond a sequence's length."
     states: Tensor  # [T+1,N,C] that the path is in a state at a time
     edges: Tensor  # [T,N,C,nz] that it takes an edge at a step
 
@@ -548,8 +669,7 @@ def posteriors(
 ) -> Posteriors:
     "Where the paths are: the gradient of `logz`, and its sums over arriving edges."
     check_graph(Ms, idx, v0, vT)
-    lengths = lengths_like(lengths, Ms)
-    rung = choose_rung("auto", Ms, Log) or Scan(False)
-    _, *kept = rung.forward(Log, Ms, idx, v0, vT, lengths, True)
-    edges, start, _ = rung.backward(Log, Ms.new_ones(len(v0)), Ms, idx, v0, vT, lengths, *kept)
+    scores, lengths = widened(Ms, v0, vT), integer_lengths(lengths, Ms)
+    run = logz_operator if traced() else logz_and_gradients
+    _, edges, start, _ = run(scores[0], idx, *scores[1:], lengths, False, "auto", True)
     return Posteriors(torch.cat([start[None], edges.sum(-1)]), edges)

@@ -13,7 +13,7 @@ from typing import ClassVar, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import expect, expect_tensor
+from fusedloss.core.checks import acc_dtype, expect, expect_tensor
 
 # %% ../nbs/18_semirings.ipynb #bd68ebd7
 class _Sum(torch.autograd.Function):
@@ -127,6 +127,12 @@ def check_graph(
     for at in ((idx < -1) | (idx >= c)).nonzero().tolist()[:1]:
         raise IndexError(f"idx{at} is {idx[tuple(at)].item()}: expected 0 ≤ state < {c}, or −1")
 
+# %% ../nbs/18_semirings.ipynb #5c1e9f32
+def widened(Ms:Tensor, v0:Tensor, vT:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    "Scores of a graph in `acc_dtype`: sums of 16-bit numbers stop growing after a few hundred terms."
+    dtype = acc_dtype(Ms.dtype)
+    return (Ms, v0, vT) if Ms.dtype == dtype else (Ms.to(dtype), v0.to(dtype), vT.to(dtype))
+
 # %% ../nbs/18_semirings.ipynb #7160aa6d
 def path_sum(
     Ms:Tensor,  # [T,N,C,nz] scores of edges
@@ -136,6 +142,7 @@ def path_sum(
 ) -> Tensor:  # [*components, N]
     "The sum over all paths of the product along each, one step of time after another."
     check_graph(Ms, idx, v0, vT, S)
+    Ms, v0, vT = widened(Ms, v0, vT)
     absent, source = idx < 0, idx.clamp(min=0)
     v = S.lift(v0)
     for scores in Ms:
@@ -164,6 +171,7 @@ def brute_force(
 ) -> Tensor:  # [*components, N]
     "`path_sum` by its definition: all paths, one by one."
     check_graph(Ms, idx, v0, vT, S)
+    Ms, v0, vT = widened(Ms, v0, vT)
     states, edges = all_paths(idx, len(Ms))
     value = S.lift(v0[:, states[:, 0]])  # [*components,N,P]
     for t, scores in enumerate(Ms):
@@ -260,8 +268,12 @@ class Sample(LogSemiring):
                "a torch.Generator or None", type(generator).__name__)
         self.generator = generator
 
+    def clocks(self, x:Tensor) -> Tensor:
+        "When each entry's clock would ring, were all equally probable."
+        return torch.empty_like(x).exponential_(generator=self.generator)
+
     def dsum(self, x:Tensor, dim:int=-1) -> Tensor:
         "One-hot of an entry drawn with the probabilities of the softmax; anew at every call."
-        clocks = torch.empty_like(x).exponential_(generator=self.generator)
+        clocks = self.clocks(x)
         clocks = clocks.clamp(min=torch.finfo(x.dtype).tiny)  # log(0) would win against all
         return Max.dsum(Log.dsum(x, dim).log() - clocks.log(), dim)

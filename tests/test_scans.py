@@ -187,10 +187,73 @@ def test_a_relative_of_log_with_a_product_of_its_own_takes_the_loop():
     assert logz(*graph, S).item() == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precisions_take_the_loop(dtype):
-    graph = torch.ones(2, 1, 1, 1, dtype=dtype), torch.zeros(1, 1).long(), *torch.zeros(2, 1, 1, dtype=dtype)
-    assert logz(*graph).item() == 2 and logz(*graph).dtype == dtype
+def half_graph(dtype, device="cpu", T=120, N=2, C=4, nz=3):
+    "Scores of 16 bits whose sums over paths are in the hundreds, and the same numbers in float64"
+    g = torch.Generator().manual_seed(3)
+    graph = [torch.randn(T, N, C, nz, generator=g).add(1).to(dtype), torch.randint(-1, C, (C, nz), generator=g), *torch.randn(2, N, C, generator=g).to(dtype)]
+    graph[1][:, 0] = torch.arange(C)  # each state has a path
+    graph = [t.to(device) for t in graph]
+    return graph, [t.double() if t.is_floating_point() else t for t in graph]
+
+
+def off_in_float32(got, exact, T):
+    "The largest error, as a share of what T steps in float32 may lose"
+    got, exact = got.double(), exact.double()
+    return ((got - exact).abs() / exact.abs().clamp(min=1)).max().item() / (2 * T * 2**-24)
+
+
+class Loudest(type(Max)):
+    "A semiring of a user, with values of its own"
+    additive = False
+    def sum(self, x, dim=-1): return x.amax(dim)
+
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@HALF
+@pytest.mark.parametrize("method", ["auto", "autograd", "loop"])
+def test_sums_of_half_precisions_are_those_of_float32(dtype, method, device):
+    for lengths in (None, torch.tensor([120, 91])):
+        graph, exact = half_graph(dtype, device)
+        for S in (Log, Max):
+            z, *slopes = graded(partial(logz, method=method), graph, S, lengths=lengths)
+            truth, *want = graded(logz, exact, S, lengths=lengths)
+            assert z.dtype == torch.float32 and off_in_float32(z, truth, 120) < 1
+            for a, b in zip(slopes, want):  # a probability: e to a sum's error; and the last rounding to 16 bits
+                assert a.dtype == dtype
+                assert (a.double() - b).abs().max() < 1.5 * torch.finfo(dtype).eps + 4 * 120 * 2**-24 * truth.abs().max()
+    ones = torch.ones(2500, 1, 1, 1, dtype=dtype, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device), *torch.zeros(2, 1, 1, dtype=dtype, device=device)
+    assert logz(*ones, method=method).item() == 2500
+
+
+@HALF
+@pytest.mark.parametrize("S", [Log, Max, Entropy, KBest(2), Loudest()], ids=repr)
+def test_every_semiring_sums_half_precisions_in_float32(dtype, S, device):
+    graph, exact = half_graph(dtype, device)
+    for program in (path_sum, logz, partial(logz, lengths=torch.tensor([120, 70]))):
+        got, want = program(*graph, S=S), program(*exact, S=S)
+        assert got.dtype == torch.float32 and off_in_float32(got, want, 120) < 2
+    short, exact = half_graph(dtype, device, T=3)
+    for S in (S, Real):
+        assert off_in_float32(path_sum(*short, S), brute_force(*exact, S), 20) < 1
+        assert off_in_float32(brute_force(*short, S), brute_force(*exact, S), 20) < 1
+    assert logz(*short, Count).dtype == torch.int64 and torch.equal(logz(*short, Count), logz(*exact, Count))
+
+
+@HALF
+def test_paths_and_posteriors_of_half_precisions_are_those_of_float32(dtype, device):
+    for lengths in (None, torch.tensor([120, 91])):
+        graph, exact = half_graph(dtype, device)
+        best, drawn = viterbi(*graph, lengths), sample(*graph, lengths=lengths)
+        for path, truth in ((best, viterbi(*exact, lengths).score), (drawn, path_score(exact[0], *exact[2:], drawn.states, drawn.edges))):
+            assert path.score.dtype == torch.float32 and off_in_float32(path.score, truth, 120) < 1
+            assert off_in_float32(path.score, path_score(exact[0], *exact[2:], path.states, path.edges), 120) < 1
+        found, want = posteriors(*graph, lengths), posteriors(*exact, lengths)
+        for a, b in zip(found, want):
+            assert a.dtype == torch.float32 and (a.double() - b).abs().max() < 120 * 2**-24 * 1000
+        steps = found.states[:92].sum(-1)
+        assert (steps - 1).abs().max() < 120 * 2**-24 * 1000
 
 
 def test_strided_and_expanded_inputs(device):
@@ -752,6 +815,8 @@ def test_a_scan_by_triton_is_the_loop(device):
             for n in range(N):
                 stop = (T if cut is None else int(cut[n])) + 1
                 torch.testing.assert_close(ours[:stop, n], truth[:stop, n])
+        half, start = Ms.bfloat16(), v0.bfloat16()  # whose sums are float32 too
+        torch.testing.assert_close(scan_fwd_triton(half, idx, start), scan_fwd(half.float(), idx, start.float()))
 
 
 def test_the_source_of_the_kernel_reads_no_state_that_is_not_there(with_kernel):

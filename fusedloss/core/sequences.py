@@ -63,8 +63,9 @@ def check_integers(lengths:Tensor, name:str, z:Tensor):
     n = z.shape[1]
     whole = not (lengths.is_floating_point() or lengths.is_complex() or
                  lengths.dtype == torch.bool)
-    expect(lengths.shape == (n,) and (whole or n == 0), name, f"{n} integers",
-           f"{lengths.dtype} {list(lengths.shape)}{transposed_hint(lengths.numel(), z)}")
+    if not (lengths.shape == (n,) and (whole or n == 0)):  # a compiler takes sizes in a text for fixed
+        got = f"{lengths.dtype} {list(lengths.shape)}{transposed_hint(lengths.numel(), z)}"
+        raise ValueError(f"{name}: expected {n} integers, got {got}")
     expect(not lengths.is_meta or z.is_meta, name, f"integers on {z.device} or a CPU", "meta")
 
 def as_lengths(
@@ -82,15 +83,15 @@ def full_lengths(length:int, z:Tensor) -> Tensor:  # [N] int64, on the host
     return torch.full((z.shape[1],), length, device="cpu")
 
 def both_lengths(
-    input_lengths, target_lengths,  # as `as_lengths` takes them; None: all that there is
+    input_lengths, target_lengths,  # as `as_lengths` takes them; None: all frames, all labels that are no padding
     z:Tensor, targets:Tensor,  # [T,N,C]; [N,L] or [sum of target_lengths]
 ) -> tuple[Tensor, Tensor]:  # frames and labels of each sequence, [N] int64
     "The lengths of a loss, under the names that its caller knows."
-    if input_lengths is None: input_lengths = full_lengths(len(z), z)
+    if input_lengths is None: input_lengths = full_lengths(z.shape[0], z)
     if target_lengths is None:
         expect(targets.dim() == 2, "target_lengths", "the length of each target, as targets is "
                "not [N, L] but one row", None)
-        target_lengths = full_lengths(targets.shape[1], z)
+        target_lengths = (targets >= 0).sum(1)  # a negative label before others is within: an error
     named = (input_lengths, "input_lengths"), (target_lengths, "target_lengths")
     frames, lengths = (as_lengths(t, name, z) for t, name in named)
     return frames, lengths
@@ -182,15 +183,15 @@ def clamped_targets(
 def inv_denominators(lengths:Tensor, mean:bool, dtype) -> Tensor:
     "How much each sequence counts in the loss [N]."
     if not mean: return torch.ones_like(lengths, dtype=dtype)
-    return (lengths.clamp(min=1) * max(len(lengths), 1)).to(dtype).reciprocal()
+    return (lengths.clamp(min=1) * torch.sym_max(lengths.shape[0], 1)).to(dtype).reciprocal()
 
 # %% ../../nbs/library/sequences.ipynb #3e83dba5
 def check_scores(z:Tensor, blank:int, name:str):
     "`ValueError` unless these are scores [T,N,C] of classes with a blank."
     expect(z.dim() == 3 and z.is_floating_point(), name, "floating point [T, N, C] or [T, C]",
            f"{z.dtype} {list(z.shape)}")
-    expect(type(blank) is int and 0 <= blank < z.shape[2], "blank",
-           f"a class below {z.shape[2]}", blank)
+    if not (type(blank) is int and 0 <= blank < z.shape[2]):
+        raise ValueError(f"blank: expected a class below {z.shape[2]}, got {blank}")
 
 def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
     "`ValueError` for shapes, dtypes and options that cannot be meant."
@@ -198,9 +199,9 @@ def check_ctc(z:Tensor, targets:Tensor, blank:int, reduction:str, name:str):
     whole = targets.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     expect(whole, "targets", "integers", targets.dtype)
     padded_shape = targets.dim() == 2 and targets.shape[0] == z.shape[1]
-    expect(targets.dim() == 1 or padded_shape, "targets",
-           f"[{z.shape[1]}, L] or [sum of target_lengths]",
-           f"{list(targets.shape)}{transposed_hint(targets.shape[:1].numel(), z)}")
+    if not (targets.dim() == 1 or padded_shape):
+        got = f"{list(targets.shape)}{transposed_hint(targets.shape[:1].numel(), z)}"
+        raise ValueError(f"targets: expected [{z.shape[1]}, L] or [sum of target_lengths], got {got}")
     expect(not targets.is_meta or z.is_meta, "targets", f"labels on {z.device} or a CPU", "meta")
     expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
 
