@@ -73,7 +73,7 @@ struct capped {  // from e^(-2|x|): neither tanh nor its slope loses digits wher
   }
 };
 
-struct RowStats { float m, s, smooth; };  // maximum, sum of e^(z - m), sum of w z
+struct RowStats { float m, s, smooth; };  // maximum, sum of e^(z - m), sum of w (z - z_y)
 struct RowGrad {  // what a row's gradient is made of
   RowMax row_max;
   float softmax_coef, smoothing_coef;
@@ -120,7 +120,7 @@ struct Vector {
         if (within(c + j, V)) row[c + j] = w[j / PER] >> 16 * (j % PER);
   }
   INLINE void add(
-      RowStats& stats, const RowMax& row_max, int c, int V,
+      RowStats& stats, const RowMax& row_max, float near, int c, int V,  // scores may share an offset, as `near` has it
       const float* weight, Options o) const {  // weight [V] or null
     constexpr bool ASK = Smooth || Score::BOUNDED;  // else what is no class adds e^-inf
 #pragma unroll
@@ -130,7 +130,7 @@ struct Vector {
       float z = Score::score(v[j % PER], o, slope);
       bool counts = !ASK || within(c + j, V);
       stats.s += counts ? row_max.exp2_diff(z) : 0.0f;
-      if (Smooth && counts) stats.smooth += weight ? weight[c + j] * z : z;
+      if (Smooth && counts) stats.smooth += weight ? weight[c + j] * (z - near) : z - near;
     }
   }
   INLINE void scale(float factor) {  // zeros stay zero
@@ -247,7 +247,7 @@ extern "C" __global__ void SHAPE turnaround(
 
   const i64 label = target[row];
   const bool ignored = label == ignore_index, valid = !ignored && label >= 0 && label < V;
-  const float divisor = denominator ? *denominator : 1.0f;
+  const float total_weight = denominator ? *denominator : 1.0f, divisor = total_weight == 0.0f ? 1.0f : total_weight;
   Vec vectors[VECTORS];
 #pragma unroll
   for (int k = 0; k < VECTORS; k++) vectors[k].load(row_z, first + k * step, V);
@@ -265,8 +265,15 @@ extern "C" __global__ void SHAPE turnaround(
   ELEMENT::unpack(largest, pair);
   RowStats stats = {SCORE::score(warp_max(fmaxf(pair[0], pair[Vec::PER - 1])), o, slope), 0.0f, 0.0f};
   const RowMax own(stats.m);
+  float near = 0.0f;  // the target's score
+  if (SMOOTH && valid) {
+    float pair_y[2];
+    ELEMENT::unpack(row_z[label], pair_y);
+    near = SCORE::score(pair_y[0], o, slope);
+    if (near == -infinity()) near = 0.0f;
+  }
 #pragma unroll
-  for (int k = 0; k < VECTORS; k++) vectors[k].add(stats, own, first + k * step, V, weight, o);
+  for (int k = 0; k < VECTORS; k++) vectors[k].add(stats, own, near, first + k * step, V, weight, o);
   stats.s = warp_sum(stats.s);
   if (SMOOTH) stats.smooth = warp_sum(stats.smooth);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = stats;
@@ -275,13 +282,12 @@ extern "C" __global__ void SHAPE turnaround(
 
   const RowMax row_max(stats.m);
   const float log_s = logf(stats.s), lse = row_max.scaled / row_max.log2_scale + log_s;
-  const float inv_denominator = 1.0f / (divisor == 0.0f ? 1.0f : divisor);
   const float w_t = token_weight ? token_weight[row] : 1.0f, w_sum = all_weights ? *all_weights : V;
   const float target_coef = (1.0f - o.label_smoothing) * (weight && valid ? weight[label] : 1.0f) * w_t;
   const float smoothing_coef = o.label_smoothing / V * w_t;
   const float softmax_coef = target_coef + smoothing_coef * w_sum + 2 * o.z_loss * w_t * lse;
-  const float grad_scale = UNSCALED_GRAD ? 1.0f : inv_denominator;
-  const RowGrad r = {row_max, softmax_coef * grad_scale / stats.s, smoothing_coef * grad_scale};
+  const float grad_divisor = UNSCALED_GRAD ? 1.0f : divisor;  // whose inverse may overflow
+  const RowGrad r = {row_max, softmax_coef / grad_divisor / stats.s, smoothing_coef / grad_divisor};
 #pragma unroll
   for (int k = 0; k < VECTORS; k++) {
     const int c = first + k * step;
@@ -292,13 +298,13 @@ extern "C" __global__ void SHAPE turnaround(
     vectors[k].store(row_dz, c, V);
   }
   if (has_target) {
-    float d[2] = {r.gradient<SCORE, SMOOTH>(logit_y[0], (int)label, V, weight, o, target_coef * grad_scale), 0.0f};
+    float d[2] = {r.gradient<SCORE, SMOOTH>(logit_y[0], (int)label, V, weight, o, target_coef / grad_divisor), 0.0f};
     row_dz[label] = ELEMENT::pack(d);
     const float score_y = SCORE::score(logit_y[0], o, slope);
     float log_p = fmaf(score_y, row_max.log2_scale, -row_max.scaled) / row_max.log2_scale - log_s;
     if (log_p > 0.0f) log_p = 0.0f;  // a rounding may put it above, by 1e-7
-    loss[row] = inv_denominator * (smoothing_coef * w_sum * lse - smoothing_coef * stats.smooth - target_coef * log_p +
-                                   o.z_loss * w_t * lse * lse);
+    loss[row] = (o.z_loss * w_t * lse * lse - (smoothing_coef * w_sum + target_coef) * log_p -
+                 smoothing_coef * stats.smooth) / divisor;
   }
   const bool no_target = !valid && rank == 0 && threadIdx.x == 0;
   if (no_target) loss[row] = ignored ? 0.0f : not_a_number();

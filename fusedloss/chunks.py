@@ -25,7 +25,7 @@ from fusedloss.core.options import (
     Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
 from fusedloss.core.products import part, product_dtype, put_product, tile_slices
-from fusedloss.core.reference import as_rows, flat, plain_inv_denominator, row_stats, total_weight
+from fusedloss.core.reference import as_rows, flat, plain_divisor, row_stats, total_weight
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd
@@ -226,7 +226,7 @@ def late_factors(
 ) -> Tensor:  # [2]; [0] where nothing is late
     "What dx and dw are still to be multiplied by."
     if not unscaled_grad: return loss.detach().new_empty(0)
-    part = loss.detach().new_ones(2) * plain_inv_denominator(total)
+    part = loss.detach().new_ones(2) / plain_divisor(total)
     part[1:] /= unit
     return part
 

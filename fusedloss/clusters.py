@@ -22,12 +22,12 @@ from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     statistics_of)
 from fusedloss.core.pairs import soft_loss
-from fusedloss.core.reference import flat, plain_inv_denominator, reduce_rows, row_stats, total_weight
+from fusedloss.core.reference import flat, plain_divisor, reduce_rows, row_stats, total_weight
 from fusedloss.core.rows import (
-    all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss,
+    all_weights, class_weight, divisor_of, load_block, load_labels, row_coefs, row_loss,
     row_start, row_weights)
 from fusedloss.core.softmax import (
-    exp2_diff, exponentials, lane_grid, log2_scale, merge_lanes, online_softmax_step, score_fn)
+    exp2_diff, exponentials, lane_grid, log2_scale, merge_lanes, online_softmax_step, score_fn, zero_if_neg_inf)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.kernels import (
     Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
@@ -70,14 +70,15 @@ def turnaround_kernel(
 ):
     B: tl.constexpr = R * C
     lanes, wide = lane_grid(R, C), lane_grid(HELD, C)
-    part = inv_denominator(denominator_ptr)
-    scale = 1.0 if UNSCALED_GRAD else part
+    divisor = divisor_of(denominator_ptr)
+    grad_divisor = 1.0 if UNSCALED_GRAD else divisor
     edge = tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B  # where the held block starts
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, ignored, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
     start = row_start(z_ptr, rows, inner, stride_o, stride_i)
     raw_y = tl.load(start + y.to(tl.int64) * stride_v, mask=valid, other=0.0)
     z_y, slope_y = SCORE(raw_y.to(tl.float32), o)
+    near = zero_if_neg_inf(z_y)[:, None, None]  # where scores may share an offset
     start, stored, known = start[:, None, None], (rows < M)[:, None, None], valid[:, None, None]
     held, inside = load_block(start, edge, wide, V, stride_v, stored, True, "evict_first")
     z, slope = SCORE(held.to(tl.float32), o)
@@ -87,14 +88,14 @@ def turnaround_kernel(
     total = tl.zeros_like(s)
     if SMOOTH:
         w = class_weight(weight_ptr, edge + wide, inside)
-        total += tl.sum(tl.where(inside, z * w, 0.0), 1)
+        total += tl.sum(tl.where(inside, (z - near) * w, 0.0), 1)
     live = edge * tl.max(valid.to(tl.int32), 0)  # nothing of an ignored row
     for first in range(0, live, B):
         raw, here = load_block(start, first, lanes, V, stride_v, stored, False, "evict_last")
         z_k, slope_k = SCORE(raw.to(tl.float32), o)
         row_max, s = online_softmax_step(row_max, s, z_k, LOG2_SCALE)
         if SMOOTH:
-            total += tl.sum(z_k * class_weight(weight_ptr, first + lanes, here), 1)
+            total += tl.sum((z_k - near) * class_weight(weight_ptr, first + lanes, here), 1)
     row_max, s = merge_lanes(row_max, s, LOG2_SCALE)
     log_s = tl.log(s)
     lse = row_max / LOG2_SCALE + log_s
@@ -104,11 +105,11 @@ def turnaround_kernel(
     log_p = (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s
     loss = row_loss(lse, log_p, tl.sum(total, 1), target_coef, smoothing_coef,
                     w_t, w_all, o, ignored, valid)
-    tl.store(loss_ptr + rows, loss * part, mask=rows < M)
+    tl.store(loss_ptr + rows, loss / divisor, mask=rows < M)
     tl.debug_barrier()  # no lane overwrites the target's score before all have read it
     y, row_max = y[:, None, None], row_max[:, None, None]
-    softmax_coef, target_coef = (softmax_coef * scale / s)[:, None, None], (target_coef * scale)[:, None, None]
-    smoothing_coef = (smoothing_coef * scale)[:, None, None]
+    softmax_coef = (softmax_coef / grad_divisor / s)[:, None, None]
+    target_coef, smoothing_coef = (target_coef / grad_divisor)[:, None, None], (smoothing_coef / grad_divisor)[:, None, None]
     store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, row_max, softmax_coef,
                    target_coef, smoothing_coef, weight_ptr, o, SCORE, SMOOTH, LOG2_SCALE, True)
     for back in range(0, live, B):
@@ -133,7 +134,7 @@ def scale_kernel(
     keep = rows < M
     its = factor_ptr + rows.to(tl.int64) * factor_stride
     factor = tl.load(its, mask=keep, other=1.0).to(tl.float32)
-    factor *= inv_denominator(denominator_ptr)
+    factor /= divisor_of(denominator_ptr)
     busy = COPY | (tl.max((factor != 1.0).to(tl.int32), 0) > 0)
     start = row_start(dz_ptr, rows, inner, stride_o, stride_i)[:, None]
     out = row_start(out_ptr, rows, inner, o_stride_o, o_stride_i)[:, None]
@@ -400,7 +401,7 @@ def scaled_rows(
     if has_kernel(dz):
         launch_scale(dz, out, factor, denominator)
         return out
-    factor = factor * plain_inv_denominator(denominator)
+    factor = factor / plain_divisor(denominator)
     product = dz.to(factor.dtype) * factor.view(*dz.shape[:2], 1)
     return out.copy_(torch.where(dz == 0, 0.0, product))
 

@@ -22,6 +22,7 @@ from fusedloss.core.options import BackboneReduction, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
     tile_product, tile_slices, wide, wide_product)
+from fusedloss.core.reference import online_sums
 from fusedloss.core.ranks import agreed_facts, Agreement, all_gather, all_reduce, check_mesh, Shards, shards_on
 from fusedloss.core.softmax import exp2_diff, merge_parts, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
@@ -30,18 +31,17 @@ from fusedloss.core.tuning import launcher
 
 # %% ../nbs/26_contrast.ipynb #cttilelse
 @jit
-def tile_lse(z, AXIS: tl.constexpr):
-    "Log-sum-exp of a tile's rows (AXIS 1) or columns (AXIS 0); -inf where all scores are."
-    top = zero_if_neg_inf(tl.max(z, AXIS))
-    s = tl.sum(exp2_diff(z, tl.expand_dims(top, AXIS), 1.0), AXIS)
-    return top + tl.log(s)
+def tile_sums(z, AXIS: tl.constexpr):
+    "Maximum m of a tile's rows (AXIS 1) or columns (AXIS 0), and Σ e^(z - m)."
+    top = tl.max(z, AXIS)
+    return top, tl.sum(exp2_diff(z, tl.expand_dims(zero_if_neg_inf(top), AXIS), 1.0), AXIS)
 
 # %% ../nbs/26_contrast.ipynb #ctfwdkernel
 @jit
 def contrast_fwd_kernel(
     x, y,  # [R,H], [C,H]: descriptors or pointers
     scale_ptr,  # [1]
-    row_parts_ptr, col_parts_ptr,  # [tiles_c,R], [tiles_r,C]
+    row_parts_ptr, col_parts_ptr,  # [2,tiles_c,R], [2,tiles_r,C]: maxima, and sums of exponentials from them
     R, C, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h,
     DESC: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
@@ -52,31 +52,37 @@ def contrast_fwd_kernel(
                                            y_stride_n, y_stride_h, BN, BV, BH, DESC)  # [BN,BV], [BN], [BV]
         keep, inside = rows < R, cols < C
         z = tl.where(keep[:, None] & inside[None, :], product * scale, -float("inf"))  # ② [BN,BV]
-        tl.store(row_parts_ptr + tc * R + rows, tile_lse(z, 1), mask=keep)  # ③ [BN]
-        tl.store(col_parts_ptr + tr * C + cols, tile_lse(z, 0), mask=inside)  # ④ [BV]
+        row_max, row_s = tile_sums(z, 1)  # ③ [BN]
+        tl.store(row_parts_ptr + tc * R + rows, row_max, mask=keep)
+        tl.store(row_parts_ptr + (tiles_c + tc) * R + rows, row_s, mask=keep)
+        col_max, col_s = tile_sums(z, 0)  # ④ [BV]
+        tl.store(col_parts_ptr + tr * C + cols, col_max, mask=inside)
+        tl.store(col_parts_ptr + (tiles_r + tr) * C + cols, col_s, mask=inside)
 
 # %% ../nbs/26_contrast.ipynb #ctmerge
 @jit
-def add_lse_kernel(
-    parts_ptr, lse_ptr,  # [parts,N], [N]; the latter is added to
+def add_sums_kernel(
+    parts_ptr, max_ptr, sum_ptr,  # [2,parts,N], [N] twice; the latter two are added to
     N, parts, BN: tl.constexpr, BP: tl.constexpr,
 ):
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    row_max = tl.load(lse_ptr + rows, mask=rows < N, other=-float("inf"))
-    s = tl.full([BN], 1.0, tl.float32)
+    row_max = tl.load(max_ptr + rows, mask=rows < N, other=-float("inf"))
+    s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)
     for first in range(0, parts, BP):
         part = first + tl.arange(0, BP)[:, None]
-        there = (part < parts) & (rows < N)[None, :]
-        lse = tl.load(parts_ptr + part * N + rows[None, :], mask=there, other=-float("inf"))  # [BP,BN]
-        row_max, s = merge_parts(row_max, s, lse, tl.where(there, 1.0, 0.0), 1.0)
-    tl.store(lse_ptr + rows, zero_if_neg_inf(row_max) + tl.log(s), mask=rows < N)
+        at, there = parts_ptr + part * N + rows[None, :], (part < parts) & (rows < N)[None, :]
+        part_max = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
+        part_s = tl.load(at + parts * N, mask=there, other=0.0)
+        row_max, s = merge_parts(row_max, s, part_max, part_s, 1.0)
+    tl.store(max_ptr + rows, row_max, mask=rows < N)
+    tl.store(sum_ptr + rows, s, mask=rows < N)
 
 # %% ../nbs/26_contrast.ipynb #ctbwdkernel
 @jit
 def contrast_bwd_kernel(
     x, y, dz,  # [R,H], [C,H], [R,C]: descriptors or pointers
     dz_stride_n, scale_ptr,  # the latter [1]
-    row_lse_ptr, col_lse_ptr, row_coef_ptr, col_coef_ptr,  # [R], [C], [R], [C]
+    row_max_ptr, row_s_ptr, row_coef_ptr, col_max_ptr, col_s_ptr, col_coef_ptr,  # [R] three times, [C] three times
     dscale_ptr,  # [programs], or None
     R, C, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h,
     PAIRED: tl.constexpr,  # row i and column i belong together
@@ -89,14 +95,16 @@ def contrast_bwd_kernel(
         product, rows, cols = tile_product(x, y, tr, tc, R, C, H, x_stride_n, x_stride_h,
                                            y_stride_n, y_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < R, cols < C
-        row_lse = tl.load(row_lse_ptr + rows, mask=keep, other=float("inf"))[:, None]
-        col_lse = tl.load(col_lse_ptr + cols, mask=inside, other=float("inf"))[None, :]
-        row_coef = tl.load(row_coef_ptr + rows, mask=keep, other=0.0)[:, None]
+        row_max = tl.load(row_max_ptr + rows, mask=keep, other=float("inf"))[:, None]
+        col_max = tl.load(col_max_ptr + cols, mask=inside, other=float("inf"))[None, :]
+        own_coef = tl.load(row_coef_ptr + rows, mask=keep, other=0.0)[:, None]
+        row_coef = own_coef / tl.load(row_s_ptr + rows, mask=keep, other=1.0)[:, None]
         col_coef = tl.load(col_coef_ptr + cols, mask=inside, other=0.0)[None, :]
+        col_coef /= tl.load(col_s_ptr + cols, mask=inside, other=1.0)[None, :]
         z = product * scale
-        d = row_coef * exp2_diff(z, row_lse, 1.0) + col_coef * exp2_diff(z, col_lse, 1.0)
+        d = row_coef * exp2_diff(z, row_max, 1.0) + col_coef * exp2_diff(z, col_max, 1.0)
         if PAIRED:
-            d -= tl.where(rows[:, None] == cols[None, :], 2 * row_coef, 0.0)
+            d -= tl.where(rows[:, None] == cols[None, :], 2 * own_coef, 0.0)
         if dscale_ptr is not None:
             dscale += tl.sum(d * product, 1)
         store_tile(dz, d, tr, tc, keep, inside, dz_stride_n, BN, BV, DESC)
@@ -120,27 +128,28 @@ def launch_tiles(
 
 def launch_statistics(
     x:Tensor, y:Tensor, scale:Tensor,  # [R,H], [C,H], [1]
-    row_lse:Tensor, col_lse:Tensor,  # [R], [C]; added to
+    row_sums:Tensor, col_sums:Tensor,  # [2,R], [2,C], maxima and sums; added to
     tiling:Optional[Tiling]=None,
 ):
-    "Add a block of scores to the log-sum-exps of its rows and columns."
+    "Add a block of scores to the sums of its rows and columns."
     t = tiling or tiling_of(x, y, True)
-    row_parts = row_lse.new_empty(-(-len(y) // t.BV), len(x))
-    col_parts = row_lse.new_empty(-(-len(x) // t.BN), len(y))
+    row_parts = row_sums.new_empty(2, -(-len(y) // t.BV), len(x))
+    col_parts = row_sums.new_empty(2, -(-len(x) // t.BN), len(y))
     with on_device(x):
         launch_tiles(contrast_fwd_kernel, x, y, t, lambda t: (scale, row_parts, col_parts), False)
-        for parts, lse in ((row_parts, row_lse), (col_parts, col_lse)):
-            launch_kernel(add_lse_kernel, (-(-len(lse) // 32),), parts, lse, len(lse), len(parts), BN=32, BP=32)
+        for parts, sums in ((row_parts, row_sums), (col_parts, col_sums)):
+            _, count, n = parts.shape
+            launch_kernel(add_sums_kernel, (-(-n // 32),), parts, *sums, n, count, BN=32, BP=32)
 
 # %% ../nbs/26_contrast.ipynb #ctlaunchdz
 def launch_dz(
     x:Tensor, y:Tensor, scale:Tensor,  # [R,H], [C,H], [1]
-    row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # log-sum-exps and coefficients
+    row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # maxima and sums [2,R], coefficients [R]; of columns
     paired:bool, need_scale:bool, dz:Tensor,  # [R,C], written
     tiling:Optional[Tiling]=None,
 ) -> Tensor:  # parts of what is the gradient of the scale, when added; empty unless it is needed
     "A block of scores, computed again, as their gradient by scale · scores."
-    t, terms = tiling or tiling_of(x, y, True), [s for pair in zip(row_terms, col_terms) for s in pair]
+    t, terms = tiling or tiling_of(x, y, True), [*row_terms[0], row_terms[1], *col_terms[0], col_terms[1]]
     parts = scale.new_zeros(multiprocessors(x.device) if need_scale else 0)
     given = lambda t: (operand(dz, t.BN, t.BV // 2, t.desc), dz.stride(0), scale, *terms,
                        parts if need_scale else None)
@@ -149,12 +158,11 @@ def launch_dz(
 
 # %% ../nbs/26_contrast.ipynb #ctplain
 def plain_statistics(
-    x:Tensor, y:Tensor, scale:Tensor, row_lse:Tensor, col_lse:Tensor,  # as `launch_statistics`
+    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor,  # as `launch_statistics`
 ):
     "`launch_statistics` in PyTorch."
     z = wide_product(x, y.T).mul_(scale)
-    for lse, dim in ((row_lse, 1), (col_lse, 0)):
-        torch.logaddexp(lse, z.logsumexp(dim), out=lse)
+    for sums, scores in ((row_sums, z), (col_sums, z.T)): sums.copy_(torch.stack(online_sums(*sums, scores)))
 
 def plain_dz(
     x:Tensor, y:Tensor, scale:Tensor,  # as `launch_dz`
@@ -162,10 +170,10 @@ def plain_dz(
     paired:bool, need_scale:bool, dz:Tensor,
 ) -> Tensor:  # [1 or 0]
     "`launch_dz` in PyTorch."
-    product, (row_lse, row_coef), (col_lse, col_coef) = wide_product(x, y.T), row_terms, col_terms
+    product, ((row_max, row_s), row_coef), ((col_max, col_s), col_coef) = wide_product(x, y.T), row_terms, col_terms
     z = product * scale
-    torch.sub(z, row_lse[:, None], out=dz).exp_().mul_(row_coef[:, None])
-    dz += z.sub_(col_lse).exp_().mul_(col_coef)
+    torch.sub(z, row_max[:, None], out=dz).exp_().mul_((row_coef / row_s)[:, None])
+    dz += z.sub_(col_max).exp_().mul_(col_coef / col_s)
     if paired: dz.diagonal().sub_(2 * row_coef)
     return product.mul_(dz).sum().reshape(1) if need_scale else scale.new_empty(0)
 
@@ -193,30 +201,36 @@ def pair_scores(x:Tensor, y:Tensor, blocks:list[slice]) -> Tensor:  # [N,H] twic
     return torch.cat(each) if each else x.new_empty(0, dtype=acc_dtype(x.dtype))
 
 def pair_losses(
-    x:Tensor, y:Tensor, scale:Tensor, row_lse:Tensor, col_lse:Tensor, blocks:list[slice],  # as `contrast_fwd` has them
+    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, blocks:list[slice],  # as `contrast_fwd` has them
 ) -> Tensor:  # [N]
     "Means of a pair's two losses; a rounding does not put one below 0."
     own = pair_scores(x, y, blocks) * scale
-    return ((row_lse - own).clamp(min=0) + (col_lse - own).clamp(min=0)) / 2
+    row_loss, col_loss = ((s.log() - (own - top)).clamp(min=0) for top, s in (row_sums, col_sums))
+    return (row_loss + col_loss) / 2
 
 def add_statistics(
     x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
-    row_lse:Tensor, col_lse:Tensor, blocks:list[slice],  # [N]; added to
+    row_sums:Tensor, col_sums:Tensor, blocks:list[slice],  # [2,N]; added to
 ):
-    "Add the scores of all blocks to the log-sum-exps of rows and columns."
+    "Add the scores of all blocks to the sums of rows and columns."
     add = launch_statistics if takes_kernel(x) else plain_statistics
     for i in blocks:
-        for j in blocks: add(x[i], y[j], scale, row_lse[i], col_lse[j])
+        for j in blocks: add(x[i], y[j], scale, row_sums[:, i], col_sums[:, j])
+
+def no_sums(n:int, scale:Tensor) -> Tensor:  # [2,n], in the scale's dtype
+    "Maxima and sums of exponentials of no scores."
+    sums = scale.new_zeros(2, n)
+    sums[0] = -torch.inf
+    return sums
 
 def contrast_fwd(
     x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, a scalar in their `acc_dtype`
     memory_budget:Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    "Losses of the pairs, log-sum-exps of rows and of columns, [N] each."
-    blocks, row_lse = blocks_of(x, memory_budget), scale.new_full((len(x),), -torch.inf)
-    col_lse = row_lse.clone()
-    add_statistics(x, y, scale.reshape(1), row_lse, col_lse, blocks)
-    return pair_losses(x, y, scale, row_lse, col_lse, blocks), row_lse, col_lse
+    "Losses of the pairs [N]; maxima of rows and of columns, and sums of exponentials from them, [2,N] each."
+    blocks, row_sums, col_sums = blocks_of(x, memory_budget), no_sums(len(x), scale), no_sums(len(x), scale)
+    add_statistics(x, y, scale.reshape(1), row_sums, col_sums, blocks)
+    return pair_losses(x, y, scale, row_sums, col_sums, blocks), row_sums, col_sums
 
 # %% ../nbs/26_contrast.ipynb #ctsums
 class PairGradients:
@@ -245,11 +259,11 @@ class PairGradients:
 # %% ../nbs/26_contrast.ipynb #ctbackward
 def spend_blocks(
     grads:PairGradients, x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
-    row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # log-sum-exps and coefficients, [N] each
+    row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # sums [2,N] and coefficients [N]
     blocks:list[slice], paired:bool,  # whether row i and column i belong together
 ):
     "Add what all blocks bring, from scores that are computed again."
-    kernel, rows, part = takes_kernel(x), max((b.stop - b.start for b in blocks), default=0), lambda terms, i: tuple(t[i] for t in terms)
+    kernel, rows, part = takes_kernel(x), max((b.stop - b.start for b in blocks), default=0), lambda terms, i: tuple(t[..., i] for t in terms)
     dz = x.new_empty(rows, -(-rows // 8) * 8, dtype=x.dtype if kernel else scale.dtype)
     put = launch_dz if kernel else plain_dz
     for i in blocks:
@@ -260,18 +274,18 @@ def spend_blocks(
 
 def contrast_bwd(
     g:Tensor, x:Tensor, y:Tensor, scale:Tensor,  # [N], [N,H] twice, a scalar
-    row_lse:Tensor, col_lse:Tensor,  # [N]
+    row_sums:Tensor, col_sums:Tensor,  # [2,N]
     memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dy [N,H] and the gradient of the scale; empty where not needed."
     top = grad_scale_of(g) if len(g) else torch.ones_like(scale)
     grads, coef = PairGradients(x, y, (need_x, need_y, need_scale)), (g / top).contiguous()
-    spend_blocks(grads, x, y, scale.reshape(1), (row_lse, coef), (col_lse, coef), blocks_of(x, memory_budget), True)
+    spend_blocks(grads, x, y, scale.reshape(1), (row_sums, coef), (col_sums, coef), blocks_of(x, memory_budget), True)
     return grads.rounded(x, y, scale * top / 2, top / 2)
 
 # %% ../nbs/26_contrast.ipynb #ctoperators
 def save_contrast(ctx, inputs, output):
-    "The features, the scale, and the log-sum-exps."
+    "The features, the scale, and two numbers of each row and column."
     ctx.save_for_backward(*inputs[:3], *output[1:])
     ctx.memory_budget = inputs.memory_budget
     ctx.mark_non_differentiable(*output[1:])
@@ -282,7 +296,7 @@ def gradient_of_contrast(ctx, needs, g, *_):
     found = contrast_grad(g, *ctx.saved_tensors, ctx.memory_budget, *wanted.values())
     return {name: d for (name, need), d in zip(wanted.items(), found) if need}
 
-def fake_contrast_grad(g, x, y, scale, row_lse, col_lse, memory_budget, need_x, need_y, need_scale):
+def fake_contrast_grad(g, x, y, scale, row_sums, col_sums, memory_budget, need_x, need_y, need_scale):
     "The shapes of `contrast_bwd`'s results."
     like = lambda t, need: t.new_empty(t.shape if need else 0)
     return like(x, need_x), like(y, need_y), like(scale, need_scale)
@@ -290,7 +304,7 @@ def fake_contrast_grad(g, x, y, scale, row_lse, col_lse, memory_budget, need_x, 
 contrast_grad = operator("fusedloss::contrast_grad", contrast_bwd, fake=fake_contrast_grad,
                          flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
 contrast = operator("fusedloss::contrast", contrast_fwd, save=save_contrast, backward=gradient_of_contrast,
-                    fake=lambda x, y, scale, memory_budget: tuple(scale.new_empty(len(x)) for _ in range(3)),
+                    fake=lambda x, y, scale, memory_budget: tuple(scale.new_empty(*lead, x.shape[0]) for lead in ((), (2,), (2,))),
                     flops=lambda i, out: products(i.x, i.y))
 
 # %% ../nbs/26_contrast.ipynb #ctring
@@ -313,25 +327,25 @@ class RingContrast(torch.autograd.Function):
     "Losses of this rank's pairs among those of all ranks: y and what belongs to it go round, one rank's at a time."
     @staticmethod
     def forward(ctx, x, y, scale, s, memory_budget, factor):  # the last multiplies gradients
-        blocks, row_lse = blocks_of(x, memory_budget), scale.new_full((len(x),), -torch.inf)
-        ring = [y, row_lse.clone()]
+        blocks, row_sums = blocks_of(x, memory_budget), no_sums(len(x), scale)
+        ring = [y, row_sums.clone()]
         for _ in range(s.ranks):
-            add_statistics(x, ring[0], scale.reshape(1), row_lse, ring[1], blocks)
+            add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], blocks)
             ring = pass_on(ring, s)
         ctx.how = s, blocks, factor
-        ctx.save_for_backward(x, y, scale, row_lse, ring[1])
-        return pair_losses(x, y, scale, row_lse, ring[1], blocks)
+        ctx.save_for_backward(x, y, scale, row_sums, ring[1])
+        return pair_losses(x, y, scale, row_sums, ring[1], blocks)
 
     @staticmethod
     @first_order
     def backward(ctx, g):
-        (x, y, scale, row_lse, col_lse), (s, blocks, factor) = ctx.saved_tensors, ctx.how
+        (x, y, scale, row_sums, col_sums), (s, blocks, factor) = ctx.saved_tensors, ctx.how
         top = largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)
         grads, coef = PairGradients(x, y, ctx.needs_input_grad[:3]), (g / top).contiguous()
-        ring = [y, col_lse, coef] + [grads.dy] * ctx.needs_input_grad[1]
+        ring = [y, col_sums, coef] + [grads.dy] * ctx.needs_input_grad[1]
         for step in range(s.ranks):
             if grads.dy is not None: grads.dy = ring[3]
-            spend_blocks(grads, x, ring[0], scale.reshape(1), (row_lse, coef), tuple(ring[1:3]), blocks, step == 0)
+            spend_blocks(grads, x, ring[0], scale.reshape(1), (row_sums, coef), tuple(ring[1:3]), blocks, step == 0)
             ring = pass_on(ring, s)
         if grads.dy is not None: grads.dy = ring[3]
         found = grads.rounded(x, y, scale * top * factor / 2, top * factor / 2)

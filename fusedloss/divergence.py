@@ -53,23 +53,26 @@ def divergence_options(
                              cool(teacher_softcap), top_rest == "drop")
 
 # %% ../nbs/24_divergence.ipynb #dv4rest
-def rest_lse(
+def rest_sums(
     z:Tensor, label:Tensor, o:LossOptions,  # [M,V], of which some are set to -inf; [M]
     n_taken:int,  # how many
-) -> Tensor:  # [M]
-    "Log-sum-exp of the scores that are left."
-    if n_taken == z.shape[1]: return z.new_full((len(z),), -torch.inf, dtype=acc_dtype(z.dtype))
-    _, lse, _, _ = rows_fwd(z[:, None], label, None, None, None, o)
-    if not o.softcap: return lse
-    return lse + torch.log1p(-(n_taken * torch.exp(-o.softcap - lse)).clamp(max=1))
+) -> tuple[Tensor, Tensor]:  # [M] twice
+    "The largest of the scores that are left, and the log-sum-exp of all of them less that."
+    if n_taken == z.shape[1]: return 2 * (z.new_full((len(z),), -torch.inf, dtype=acc_dtype(z.dtype)),)
+    _, _, _, (row_max, s) = rows_fwd(z[:, None], label, None, None, None, o)
+    row_max, log_s = row_max / softmax_scale(z), s.log()
+    if not o.softcap: return row_max, log_s
+    return row_max, log_s + torch.log1p(-(n_taken * torch.exp(-o.softcap - row_max - log_s)).clamp(max=1))
 
-def put_softmax(z:Tensor, label:Tensor, lse:Tensor, coef:Tensor, o:LossOptions):
-    "`z [M,V] = coef · slope · e^(score - lse)`, in place; 0 where the label is ignored."
-    by_kernel = has_kernel(z)
-    rows = torch.stack([lse * (log2_scale(z) if by_kernel else 1.0), torch.ones_like(lse)])
-    given = z[:, None], label, None, None
-    if by_kernel: launch_bwd(None, coef, None, z[:, None], *given, rows, lse, o)
-    else: z.copy_(rows_bwd(None, coef, None, *given, None, rows, lse, o)[:, 0])
+def softmax_scale(z:Tensor) -> float:
+    "What the maxima that `rows_fwd` returns are multiplied by."
+    return log2_scale(z) if has_kernel(z) else 1.0
+
+def put_softmax(z:Tensor, label:Tensor, row_max:Tensor, s:Tensor, coef:Tensor, o:LossOptions):
+    "`z [M,V] = coef · slope · e^(score - row_max) / s`, in place; 0 where the label is ignored."
+    rows, given = torch.stack([row_max * softmax_scale(z), s]), (z[:, None], label, None, None)
+    if has_kernel(z): launch_bwd(None, coef, None, z[:, None], *given, rows, s, o)
+    else: z.copy_(rows_bwd(None, coef, None, *given, None, rows, s, o)[:, 0])
 
 # %% ../nbs/24_divergence.ipynb #dv4bad
 def bad_lists(
@@ -97,8 +100,10 @@ def top_rows(
     score, slope = score_and_slope(z.gather(1, at), o.student)
     label = torch.zeros_like(at[:, 0])
     log_p = log_p.to(score.dtype)
-    left = rest_lse(z.scatter_(1, at, -torch.inf), label, o.student, k)
-    lse = torch.logaddexp(left, score.logsumexp(1))
+    rest_max, left = rest_sums(z.scatter_(1, at, -torch.inf), label, o.student, k)
+    row_max = torch.maximum(rest_max, score.amax(1))
+    left, score = left + (rest_max - row_max), score - row_max[:, None]
+    lse = torch.logaddexp(left, score.logsumexp(1))  # these are less the row's maximum
     log_q = score - lse[:, None]
     if not alone: log_q, log_p = with_rest(log_q, log_p, left - lse)
     terms, u = divergence_terms(log_q, log_p, o)
@@ -109,7 +114,7 @@ def top_rows(
     if not turn: return losses
     coef = -total if alone else torch.where(q[:, k] > 0, u[:, k] / q[:, k], 0.0) - total
     none = bad | (scale == 0)
-    put_softmax(z, label.masked_fill(none, -100), lse, coef * scale, o.student)
+    put_softmax(z, label.masked_fill(none, -100), row_max, lse.exp(), coef * scale, o.student)
     dz = ((u - q * total[:, None])[:, :k] * scale[:, None] * slope).masked_fill_(none[:, None], 0.0)
     z.scatter_(1, at, dz.to(z.dtype))
     return losses

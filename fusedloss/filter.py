@@ -25,7 +25,7 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel,
     tile_slices, wide, wide_product)
 from fusedloss.core.reference import (
-    flat, plain_inv_denominator, plain_row_coefs, reduce_rows, row_stats, row_terms,
+    flat, plain_divisor, plain_row_coefs, reduce_rows, row_stats, row_terms,
     scores_in_place, total_weight)
 from fusedloss.core.rows import load_labels
 from fusedloss.core.softmax import log2_scale
@@ -72,7 +72,8 @@ def likely_classes(
     at = torch.arange(k, device=x.device) * len(x) // k
     z = wide_product(x[at], w.T) if x.is_cuda else wide(x[at]) @ wide(w).T
     z = scores_in_place(z if bias is None else z.add_(bias), o)
-    p = z.sub_(z.logsumexp(1, keepdim=True)).exp_()
+    p = z.sub_(z.amax(1, keepdim=True)).exp_()
+    p.div_(p.sum(1, keepdim=True))
     return p.masked_fill_((target[at] == o.ignore_index)[:, None], 0.0).sum(0)
 
 def order_tiles(
@@ -87,19 +88,20 @@ def order_tiles(
 # %% ../nbs/08_filter.ipynb #feced9c4
 @jit
 def flag_kernel(
-    parts_ptr, lse_ptr, y_ptr,  # [.., runs, N], bases and sums first; [N]; [N], places
-    flags_ptr, means_ptr,  # [runs, tiles_n], 1 where kept; [runs, N], -inf where kept
+    parts_ptr, rows_ptr, y_ptr,  # [.., runs, N], bases and sums first, as of rows [.., N]; [N], places
+    flags_ptr, means_ptr,  # [runs, tiles_n], 1 where kept; [runs, N] less the rows' maxima, -inf where kept
     N, V, runs, ignore_index, log_eps, LOG2_SCALE: tl.constexpr,
     BN: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,  # classes of a run, runs at once
 ):
     tn, run = tl.program_id(0), (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
     rows, there = tn * BN + tl.arange(0, BN), run < runs
     y, _, valid = load_labels(y_ptr, rows, N, V, ignore_index)
-    lse = tl.load(lse_ptr + rows, mask=valid, other=float("inf"))
+    row_max = tl.load(rows_ptr + rows, mask=valid, other=float("inf"))
+    log_s = tl.log(tl.load(rows_ptr + N + rows, mask=valid, other=1.0))
     at, seen = parts_ptr + run[:, None] * N + rows[None, :], there[:, None] & valid[None, :]
-    top = tl.load(at, mask=seen, other=-float("inf")) / LOG2_SCALE  # [BT,BN]
+    top = (tl.load(at, mask=seen, other=-float("inf")) - row_max[None, :]) / LOG2_SCALE  # [BT,BN]
     s = tl.load(at + runs * N, mask=seen, other=0.0)
-    small = top - lse[None, :] < log_eps
+    small = top - log_s[None, :] < log_eps
     own = y[None, :] // BR == run[:, None]
     kept = tl.max(tl.where(valid[None, :] & (own | (small == 0)), 1, 0), 1)
     tl.store(flags_ptr + run * tl.num_programs(0) + tn, kept, mask=there)
@@ -131,7 +133,7 @@ def launch_flagged(
     flags = torch.empty(runs, tiles_n, dtype=torch.int32, device=x.device)
     means = parts.new_empty(runs, n)
     with on_device(x):
-        launch_kernel(flag_kernel, (tiles_n, -(-runs // 16)), parts, out[1], target, flags, means,
+        launch_kernel(flag_kernel, (tiles_n, -(-runs // 16)), parts, out[3], target, flags, means,
                       n, v, runs, o.ignore_index, math.log(eps), LOG2_SCALE=log2_scale(x), BN=t.BN,
                       BR=run * t.BV, BT=16)
     return out, flags.repeat_interleave(run, 0)[:tiles_v], means, tile_sums(w, run * t.BV)
@@ -149,9 +151,10 @@ def plain_flagged(
     for i in plain_chunks(x, w, budget):
         parts = scores_in_place(chunk_scores(x[i], wide_w, bias)[:, 0], o).split(t.BV, 1)
         for tile, z in enumerate(parts):
+            z.sub_(out[3][0, i, None])
             tops[tile, i], means[tile, i] = z.amax(1), z.logsumexp(1) - math.log(z.shape[1])
     own = target // t.BV == torch.arange(len(tops), device=x.device)[:, None]
-    kept = (target < v) & (own | ~(tops - out[1] < math.log(eps)))
+    kept = (target < v) & (own | ~(tops - out[3][1].log() < math.log(eps)))
     kept = F.pad(kept, (0, -n % t.BN)).view(len(tops), -(-n // t.BN), t.BN).any(2)
     means[kept.repeat_interleave(t.BN, 1)[:, :n]] = -torch.inf
     return out, kept.int(), means, x.new_empty(0)
@@ -278,17 +281,16 @@ def launch_spend(
 
 # %% ../nbs/08_filter.ipynb #8d256970
 def dropped_grad(
-    means:Tensor, terms:Tensor,  # [runs,N], scores of the means, -inf where kept; [6,N]
+    means:Tensor, terms:Tensor,  # [runs,N], scores of the means less the rows' maxima, -inf where kept; [6,N]
     log2_scale:float, o:LossOptions, entropy:bool,
 ) -> Tensor:  # [runs,N]
     "The gradient of one score of each dropped run, if they are all equal."
     row_max, softmax_coef, _, _, g_entropy, mean = terms
-    below = means - row_max / log2_scale
-    p = below.exp()  # times s
-    entropy_grad = torch.where(p > 0, g_entropy * p * (below - mean), 0.0) if entropy else 0.0
+    p = means.exp()  # times s
+    entropy_grad = torch.where(p > 0, g_entropy * p * (means - mean), 0.0) if entropy else 0.0
     dz = p.mul_(softmax_coef).sub_(entropy_grad).mul_(o.logit_scale)
     c = o.softcap
-    return dz.mul_(1 - (means.clamp(-c, c) / c).square_()) if c else dz
+    return dz.mul_(1 - ((means + row_max / log2_scale).clamp(-c, c) / c).square_()) if c else dz
 
 # %% ../nbs/08_filter.ipynb #9d7e48e4
 def launch_kept(
@@ -357,11 +359,11 @@ def plain_terms(
     lse, none = row_max + s.log(), torch.zeros_like(row_max)
     t = row_terms(row_max[:, None].expand(-1, n_classes), target, weight, token_weight, o)
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
-    g = none if g_loss is None else g_loss * plain_inv_denominator(denominator)
-    softmax_coef = g * softmax_coef + (none if g_lse is None else g_lse)
+    g, divisor = none if g_loss is None else g_loss, plain_divisor(denominator)
+    softmax_coef = softmax_coef / divisor * g + (none if g_lse is None else g_lse)
     mean = s.log() - entropy if len(entropy) else none
     entropy_grad = none if g_entropy is None else g_entropy / s
-    terms = torch.stack([row_max, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad,
+    terms = torch.stack([row_max, softmax_coef / s, target_coef / divisor * g, smoothing_coef / divisor * g, entropy_grad,
                          mean])
     terms[0].masked_fill_(~t.valid, torch.inf)
     terms[1:].masked_fill_(~t.valid, 0.0)

@@ -47,9 +47,11 @@ def iota_cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor]:  # losses in `acc_dtype`; dz in z's shape and dtype
     "Loss of each token and its gradient, softmax minus one-hot, in one turn."
     wide = z.to(acc_dtype(z.dtype))
-    lse = wide.logsumexp(dim, keepdim=True)
-    losses = lse.squeeze(dim) - onehot_select(wide, y, dim)
-    p = (wide - lse).exp()
+    row_max = wide.amax(dim, keepdim=True)
+    e = (wide - torch.where(row_max == -torch.inf, 0.0, row_max)).exp()
+    s = e.sum(dim, keepdim=True)
+    losses = s.log().squeeze(dim) - (onehot_select(wide, y, dim) - row_max.squeeze(dim))
+    p = e / s
     return losses, torch.where(target_mask(z, y, dim), p - 1, p).to(z.dtype)
 
 # %% ../nbs/03_iota.ipynb #dd7efa72

@@ -17,19 +17,19 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.reference import (
-    plain_inv_denominator, plain_row_coefs, row_terms, RowTerms, score_and_slope, sub_max)
+    plain_divisor, plain_row_coefs, row_terms, RowTerms, score_and_slope, sub_max)
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (
     cooled, exp2_diff, inverse_temperature, lane_grid, log2_scale, merge_lanes, moment_step,
-    online_softmax_step, outranks, rank_step, rescaled_moment, score_fn)
+    online_softmax_step, outranks, rank_step, rescaled_moment, score_fn, zero_if_neg_inf)
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/04_kernels.ipynb #63cbc3b7
 @jit
 def scan_kernel(
     z_ptr, y_ptr, weight_ptr, temperature_ptr,  # [O,I,V], [M]; [V], [M], each or None
-    sums_ptr,  # [7, M * parts]: row_max, s, z_y, Σ w z, moment, ahead, Σ z²
+    sums_ptr,  # [7, M * parts]: row_max, s, z_y, Σ w (z - z_y), moment, ahead, Σ z²
     M, V, part_size, parts,  # rows, classes, classes a part, parts a row
     inner, stride_o, stride_i, stride_v,  # I, and strides of z in elements
     o,  # `LossOptions`
@@ -46,6 +46,7 @@ def scan_kernel(
     if temperature_ptr is not None:
         by = inverse_temperature(temperature_ptr, rows, rows < M)
         z_y *= by
+    near = zero_if_neg_inf(z_y)[:, None, None]  # where scores may share an offset
     begin = part * part_size
     size = tl.minimum(part_size, V - begin)
     start = (start + begin.to(tl.int64) * stride_v)[:, None, None]
@@ -64,7 +65,7 @@ def scan_kernel(
         row_max, s = online_softmax_step(row_max, s, z, LOG2_SCALE)
         if TOTAL:
             w = class_weight(weight_ptr, begin + first + lanes, inside)
-            total += tl.sum(tl.where(inside, z * w, 0.0), 1)
+            total += tl.sum(tl.where(inside, (z - near) * w, 0.0), 1)
         if ENTROPY:
             moment = moment_step(moment, old_max, old_s, row_max, z, LOG2_SCALE)
         if RANKS:
@@ -117,8 +118,8 @@ def bwd_kernel(
         at_h = g_entropy_ptr + rows.to(tl.int64) * g_entropy_stride
         g_h = tl.load(at_h, mask=valid, other=0.0)
         entropy = tl.load(entropy_ptr + rows, mask=valid, other=0.0)
-        mean = row_max / LOG2_SCALE + tl.log(s) - entropy  # Σ p z
-        dz -= tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)
+        below, mean = z * LOG2_SCALE - row_max[:, None], tl.log(s) - entropy  # Σ p z, less the maximum
+        dz -= tl.where(p > 0, g_h[:, None] * p * (below / LOG2_SCALE - mean[:, None]), 0.0)
     dz = tl.where(valid[:, None], dz * slope, 0.0).to(dz_ptr.dtype.element_ty)
     out = row_start(dz_ptr, rows, inner, d_stride_o, d_stride_i)[:, None]
     tl.store(out + cols.to(tl.int64) * d_stride_v, dz, mask=(rows < M)[:, None] & (cols < V))
@@ -228,14 +229,16 @@ def reference_fwd(
     z, _ = score_and_slope(raw, o, temperature)
     t = row_terms(z, target, weight, token_weight, o)
     row_max = z.amax(1)
-    s = sub_max(z, row_max).exp_().sum(1)
+    below = sub_max(z, row_max)
+    total = below @ t.w if o.label_smoothing else None
+    s = below.exp_().sum(1)
     lse, z_y = row_max + s.log(), z.gather(1, t.label[:, None])
     _, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
     losses = -target_coef * ((z_y[:, 0] - row_max) - s.log())
     if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
-    if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * lse - z @ t.w)
+    if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * s.log() - total)
     losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
-    losses = losses * plain_inv_denominator(denominator)
+    losses = losses / plain_divisor(denominator)
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([row_max, s])
     return losses, lse, *reference_stats(z, z_y, rows, t, stats)
 
@@ -274,14 +277,15 @@ def reference_bwd(
     t, (row_max, s) = row_terms(z, target, weight, token_weight, o), rows[:2]
     lse = row_max + s.log()
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
-    g = torch.zeros_like(lse) if g_loss is None else g_loss * plain_inv_denominator(denominator)
-    softmax_coef = g * softmax_coef if g_lse is None else g * softmax_coef + g_lse
+    g, divisor = torch.zeros_like(lse) if g_loss is None else g_loss, plain_divisor(denominator)
+    softmax_coef = softmax_coef / divisor * g
+    if g_lse is not None: softmax_coef = softmax_coef + g_lse
     p = (z - row_max[:, None]).exp_().div_(s[:, None])
     entropy_grad = 0.0 if g_entropy is None else torch.where(
-        p > 0, g_entropy[:, None] * p * (z - (lse - entropy)[:, None]), 0.0)
+        p > 0, g_entropy[:, None] * p * ((z - row_max[:, None]) - (s.log() - entropy)[:, None]), 0.0)
     dz = p.mul_(softmax_coef[:, None])  # in the memory of p
-    if o.label_smoothing: dz -= (smoothing_coef * g)[:, None] * t.w
-    dz.scatter_add_(1, t.label[:, None], -(target_coef * g)[:, None])
+    if o.label_smoothing: dz -= (smoothing_coef / divisor * g)[:, None] * t.w
+    dz.scatter_add_(1, t.label[:, None], -(target_coef / divisor * g)[:, None])
     dz -= entropy_grad
     dz *= slope
     return dz.masked_fill_(~t.valid[:, None], 0.0).to(raw.dtype)

@@ -23,8 +23,8 @@ from fusedloss.core.hopper import (
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import part, put_product, tile_slices
-from fusedloss.core.reference import as_rows, flat, plain_inv_denominator, total_weight
-from fusedloss.core.rows import inv_denominator, label_weights, load_labels
+from fusedloss.core.reference import as_rows, flat, plain_divisor, total_weight
+from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/09_product.ipynb #5a54616f
@@ -110,12 +110,13 @@ def reference_rows(
     whole = s + exponent.exp2()
     lse = (whole.log2() + offsets) * math.log(2)
     w_y = 1.0 if weight is None else weight.to(s.dtype)[y.clamp(0, V - 1)]
-    w_t = (1.0 if token_weight is None else token_weight.to(s.dtype)) * plain_inv_denominator(denominator)
-    rise = 2 * o.z_loss * lse if o.z_loss else torch.zeros_like(lse)
-    losses = w_y * (whole.log2() - exponent) * math.log(2) + (o.z_loss * lse**2 if o.z_loss else 0.0)
-    scale, good = o.logit_scale * w_t / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
+    w_t, divisor = torch.ones_like(s) if token_weight is None else token_weight.to(s.dtype), plain_divisor(denominator)
+    by_class, by_token = w_y * w_t / divisor, o.z_loss * w_t / divisor
+    rise = 2 * by_token * lse if o.z_loss else torch.zeros_like(lse)
+    losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if o.z_loss else 0.0)
+    scale, good = o.logit_scale / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
     of = lambda v: torch.where(counts, v, 0.0)
-    return Rows(of(losses * w_t), of(scale * (w_y + rise)), of(scale * (rise * exponent.exp2() - w_y * s)),
+    return Rows(of(losses), of(scale * (by_class + rise)), of(scale * (rise * exponent.exp2() - by_class * s)),
                 (counts & known & ~good).any().int())
 
 # %% ../nbs/09_product.ipynb #11e64e7c
@@ -146,13 +147,14 @@ def rows_kernel(
     log_whole = tl.log2(whole)
     lse = (log_whole + offset) * LN2
     w_y, w_t = label_weights(weight_ptr, token_weight_ptr, y, known, rows)
-    w_t *= inv_denominator(denominator_ptr)
-    rise = tl.where(o.z_loss == 0, 0.0, 2 * o.z_loss * lse)
-    loss = w_y * (log_whole - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, o.z_loss * lse * lse)
-    scale = o.logit_scale * w_t / whole
-    tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss * w_t), mask=keep)
-    tl.store(coef_ptr + rows, tl.where(ignored, 0.0, scale * (w_y + rise)), mask=keep)
-    tl.store(at_target_ptr + rows, tl.where(ignored, 0.0, scale * (rise * e_t - w_y * s)), mask=keep)
+    divisor = divisor_of(denominator_ptr)
+    by_class, by_token = w_y * w_t / divisor, o.z_loss * w_t / divisor
+    rise = tl.where(o.z_loss == 0, 0.0, 2 * by_token * lse)
+    loss = by_class * (log_whole - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, by_token * lse * lse)
+    scale = o.logit_scale / whole
+    tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=keep)
+    tl.store(coef_ptr + rows, tl.where(ignored, 0.0, scale * (by_class + rise)), mask=keep)
+    tl.store(at_target_ptr + rows, tl.where(ignored, 0.0, scale * (rise * e_t - by_class * s)), mask=keep)
     good = (whole > LEAST_SUM) & (whole < MOST_SUM)
     failed = tl.sum(tl.where(known & (good == 0), 1, 0), 0)
     if failed > 0:

@@ -24,7 +24,7 @@ from fusedloss.core.products import (
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
 from fusedloss.core.softmax import (
     carried, cooled, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
-    online_softmax_step, outranks, rank_step, rescaled_moment, score_fn)
+    online_softmax_step, outranks, rank_step, rescaled_moment, score_fn, zero_if_neg_inf)
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
 from fusedloss.core.triton import (
@@ -45,16 +45,17 @@ def target_kernel(
     rows = tl.program_id(0) * BN + lanes
     y, _, valid = load_labels(y_ptr, rows, N, V, o.ignore_index)
     x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride_n
-    w_at = w_ptr + tl.where(valid, y, 0).to(tl.int64)[:, None] * w_stride_v
+    at = tl.where(valid, y, 0)  # another token's sums are about the first class
+    w_at = w_ptr + at.to(tl.int64)[:, None] * w_stride_v
     product = tl.zeros([BN, BN], tl.float32)
     for k in range(0, H, BH):
         cols = (k + tl.arange(0, BH))[None, :].to(tl.int64)
         a = tl.load(x_at + cols * x_stride_h, mask=(rows < N)[:, None] & (cols < H), other=0.0)
-        b = tl.load(w_at + cols * w_stride_h, mask=valid[:, None] & (cols < H), other=0.0)
+        b = tl.load(w_at + cols * w_stride_h, mask=(rows < N)[:, None] & (cols < H), other=0.0)
         product = tl.dot(a, b.T, product, input_precision="ieee")
     raw = tl.sum(tl.where(lanes[:, None] == lanes[None, :], product, 0.0), 1)
     if bias_ptr is not None:
-        raw += tl.load(bias_ptr + y, mask=valid, other=0.0).to(tl.float32)
+        raw += tl.load(bias_ptr + at).to(tl.float32)
     z, slope = SCORE(raw, o)
     if temperature_ptr is not None:
         z *= inverse_temperature(temperature_ptr, rows, rows < N)
@@ -66,7 +67,7 @@ def lse_kernel(
     x, w,  # [N,H], [V,H]: descriptors or pointers
     y_ptr, bias_ptr, weight_ptr, temperature_ptr,  # [N]; [V], [V], [N], each or None
     sums_ptr,  # [7,N] as `finish_kernel` takes it; here the target's score, row 2
-    parts_ptr,  # [2 to 7, runs, N]: row_max, s; Σ w z, moment, ahead, Σ z² from 3 on
+    parts_ptr,  # [2 to 7, runs, N]: row_max, s; Σ w (z - z_y), moment, ahead, Σ z² from 3 on
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
     o,  # `LossOptions`
     SCORE: tl.constexpr, TOTAL: tl.constexpr, ENTROPY: tl.constexpr, RANKS: tl.constexpr,
@@ -93,9 +94,12 @@ def lse_kernel(
         at, step = parts_ptr + run * N + rows, runs * N
         tl.store(at, row_max, mask=keep)
         tl.store(at + step, s, mask=keep)
+        if TOTAL or RANKS:
+            z_y = tl.load(sums_ptr + 2 * N + rows, mask=keep, other=0.0)
         if TOTAL:
             weights = class_weight(weight_ptr, cols[None, :], inside)
-            total = tl.where(continues, total, 0.0) + tl.sum(tl.where(inside, z * weights, 0.0), 1)
+            more = (z - zero_if_neg_inf(z_y)[:, None]) * weights
+            total = tl.where(continues, total, 0.0) + tl.sum(tl.where(inside, more, 0.0), 1)
             tl.store(at + 3 * step, total, mask=keep)
         if ENTROPY:
             moment = moment_step(tl.where(continues, moment, 0.0), old_max, old_s, row_max, z,
@@ -103,7 +107,6 @@ def lse_kernel(
             tl.store(at + 4 * step, moment, mask=keep)
         if RANKS:
             y, _, _ = load_labels(y_ptr, rows, N, V, o.ignore_index)
-            z_y = tl.load(sums_ptr + 2 * N + rows, mask=keep, other=0.0)
             leads = outranks(z, z_y[:, None], cols[None, :] < y[:, None])
             leads &= inside & (cols[None, :] != y[:, None])
             ahead, squares = rank_step(tl.where(continues, ahead, 0.0),
@@ -159,7 +162,7 @@ def launch_sums(
     x:Tensor, w:Tensor, target:Tensor,  # [N,H], [V,H], [N]
     bias:Optional[Tensor], weight:Optional[Tensor],  # [V], [V]
     o:LossOptions, stats:Statistics=NO_STATISTICS, tiling:Optional[Tiling]=None,
-    agree:Optional[Callable]=None,  # from the targets' scores to those that statistics take
+    agree:Optional[Callable]=None,  # from the targets' scores, or the first class's, to those that sums and ranks are about
     budget:int=0,  # bytes; 0 for our own choice
     temperature:Optional[Tensor]=None,  # [N]
     run:int=0,  # tiles whose numbers one program leaves together; 0 for our own choice
@@ -183,13 +186,11 @@ def launch_sums(
     with on_device(x):
         launch_kernel(target_kernel, (-(-n // 64),), x, w, target, bias, temperature, sums,
                       *sizes, o, SCORE=score_of, BN=64, BH=t.BH)
-        own = None if agree is None else sums[2].clone()
-        if agree: sums[2] = agree(own)
+        if agree: sums[2] = agree(sums[2].clone())
         launch(fastest(lse_kernel, x, v, t, deeper(t, device_of(x), False), launch,
                        SCORE=score_of, **flags, **lengths, BIAS=bias is not None,
                        WEIGHT=weight is not None, COOL=temperature is not None))
         launch_kernel(merge_kernel, (-(-n // 32),), parts, sums, n, runs, **flags, BN=32, BP=32)
-    if agree: sums[2] = own
     return sums, parts
 
 # %% ../nbs/07_recompute.ipynb #34e3ed97

@@ -10,6 +10,7 @@ import functools
 from typing import Any, Callable, get_args, Optional, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +29,7 @@ from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
     reduce_scatter_rows, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement)
 from fusedloss.core.reference import (
-    flat, plain_inv_denominator, row_stats, score_and_slope, sub_max, total_weight)
+    flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight)
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
 from fusedloss.core.tuning import keep_agreement
@@ -56,7 +57,7 @@ def sums_of(
     e = gap.exp()
     target = torch.where(y >= 0, z.gather(1, at)[:, 0], 0.0)
     out[ROW_MAX], out[SUM], out[TARGET] = row_max, e.sum(1), target
-    out[WEIGHED] = z.sum(1) if weight is None else z @ weight.to(z.dtype)
+    out[WEIGHED] = gap.sum(1) if weight is None else gap @ weight.to(z.dtype)
     if rival is None: return out
     out[MOMENT] = torch.where(z > -torch.inf, e * gap, 0.0).sum(1)
     column = torch.arange(z.shape[1], device=z.device)
@@ -66,9 +67,18 @@ def sums_of(
     return out
 
 # %% ../nbs/16_sharded.ipynb #9d776f66
+def class_masses(
+    weight:Optional[Tensor], n_classes:int, ranks:int, like:Tensor,  # [V]; V, R; of a dtype and device
+) -> Tensor:  # [R]
+    "Σ ω of each rank's classes."
+    weight = like.new_ones(n_classes) if weight is None else weight.to(like.dtype)
+    each = -(-n_classes // ranks)
+    return F.pad(weight, (0, each * ranks - n_classes)).view(ranks, each).sum(1)
+
 def merge_sums(
     sums:Tensor,  # [R,7,N]
     log2_scale:float=1.0,  # `sums_log2_scale`
+    masses:Optional[Tensor]=None,  # [R], of `class_masses`; None where no Σ ω z is asked for
 ) -> Tensor:  # [7,N]
     "What all shards know together."
     row_max, out = sums[:, ROW_MAX], sums.sum(0)
@@ -78,6 +88,8 @@ def merge_sums(
     grown = rise.exp()
     out[SUM] = (grown * sums[:, SUM]).sum(0)
     moved = grown * (sums[:, MOMENT] + rise * sums[:, SUM])
+    if masses is not None:
+        out[WEIGHED] += torch.where(rise > -torch.inf, rise * masses[:, None], 0.0).sum(0)
     out[MOMENT] = torch.where(rise > -1e4, moved, 0.0).sum(0)  # 0 · -inf is no number
     return out
 
@@ -112,7 +124,17 @@ def kernel_sums(
 ) -> Tensor:  # [7,N]
     "`plain_sums` by the kernels of stage 7."
     o, stats = o._replace(ignore_index=-1), statistics_of(agree is not None)._replace(mean=mean)
-    return launch_sums(x, w, y, bias, weight, o, stats, agree=agree, temperature=temperature)[0]
+    own = None
+    def near(score):  # of the targets that are here, of the first class for the others
+        nonlocal own
+        own = torch.where(y >= 0, score, 0.0)
+        return score if agree is None else agree(own)
+    sums, _ = launch_sums(x, w, y, bias, weight, o, stats, agree=near, temperature=temperature)
+    if stats.mean or o.label_smoothing:  # from there to the maxima
+        mass = len(w) if weight is None else weight.sum(dtype=sums.dtype)
+        sums[WEIGHED] += (sums[TARGET] - sums[ROW_MAX] / log2_scale(x)) * mass
+    sums[TARGET] = own
+    return sums
 
 def sums_log2_scale(x:Tensor) -> float:
     "What the maxima of `shard_sums` are multiplied by."
@@ -246,7 +268,7 @@ def global_target_logits(
 
 # %% ../nbs/16_sharded.ipynb #18b0eb58
 class _ShardScores(torch.autograd.Function):
-    "lse, gap, total, mean [N] with gradients; rows [3,N], labels and token weights without."
+    "log s, gap, Σ ω z, Σ p z [N] with gradients, less the maximum but for the gap; rows [3,N], labels and token weights without."
     @staticmethod
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget, temperature=None, mean=False):
         ctx.how = o, s, b, budget
@@ -261,7 +283,8 @@ class _ShardScores(torch.autograd.Function):
         rows = 7 if stats else 4 if o.label_smoothing else 3
         sums = all_gather(sums[:rows], s)
         sums = torch.cat([sums, sums.new_zeros(*sums.shape[:-2], 7 - rows, sums.shape[-1])], -2)
-        sums = merge_sums(sums, log2_scale)
+        masses = class_masses(weight, s.n_classes, s.ranks, sums) if o.label_smoothing or mean else None
+        sums = merge_sums(sums, log2_scale, masses)
         ctx.set_materialize_grads(False)
         log_s, row_max = sums[SUM].log(), sums[ROW_MAX] / log2_scale
         more = torch.stack([sums[AHEAD], row_max, sums[SQUARES].sqrt()])
@@ -269,16 +292,16 @@ class _ShardScores(torch.autograd.Function):
         ctx.mark_non_differentiable(*kept)
         gap = log_s - (sums[TARGET] * log2_scale - sums[ROW_MAX]) / log2_scale
         ctx.save_for_backward(x_all, w, bias, mine, part_weight, temperature, sums, gap)  # gap for `first_order`
-        return row_max + log_s, gap, sums[WEIGHED].clone(), row_max + sums[MOMENT] / sums[SUM], *kept
+        return log_s, gap, sums[WEIGHED].clone(), sums[MOMENT] / sums[SUM], *kept
 
     @staticmethod
     @first_order
-    def backward(ctx, g_lse, g_gap, g_total, g_mean, *_):
+    def backward(ctx, g_log_s, g_gap, g_total, g_mean, *_):
         x, w, bias, y, weight, temperature, sums, _ = ctx.saved_tensors
         o, s, b, budget = ctx.how
         needs = ctx.needs_input_grad[:3]
         if not any(needs): return (None,) * len(ctx.needs_input_grad)
-        terms = make_terms(sums, g_lse, g_gap, g_total, g_mean)
+        terms = make_terms(sums, g_log_s, g_gap, g_total, g_mean)
         kind = "gradients", *compiled_for(o), g_mean is not None, temperature is not None
         with keep_agreement(tuning_agreement(x, x.dtype, s, *kind)):
             home, dw, db = shard_gradients(terms, sums, x, w, y, bias, weight, o,
@@ -289,7 +312,7 @@ class _ShardScores(torch.autograd.Function):
 
 # %% ../nbs/16_sharded.ipynb #6afe52bd
 def token_losses(
-    lse:Tensor, gap:Tensor, total:Tensor,  # [N], zeros where not valid
+    row_max:Tensor, log_s:Tensor, gap:Tensor, total:Tensor,  # [N], zeros where not valid
     y:Tensor, valid:Tensor,  # [N]
     weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V], [N] or None
     o:LossOptions, n_classes:int,
@@ -300,8 +323,8 @@ def token_losses(
     w_all = float(n_classes) if weight is None else weight.sum(dtype=gap.dtype)
     gap = gap + (numbers.clamp(min=0) - numbers)  # a rounding may put p above 1, by 1e-7
     losses = (1 - o.label_smoothing) * w_y * gap
-    if o.label_smoothing: losses += o.label_smoothing / n_classes * (w_all * lse - total)
-    if o.z_loss: losses += o.z_loss * lse * lse
+    if o.label_smoothing: losses += o.label_smoothing / n_classes * (w_all * log_s - total)
+    if o.z_loss: losses += o.z_loss * (row_max + log_s).square()
     if token_weight is not None: losses = losses * token_weight.to(gap.dtype)
     return torch.where(y == o.ignore_index, 0.0, torch.where(valid, losses, torch.nan))
 
@@ -312,20 +335,20 @@ def sharded_loss(
     o:LossOptions, s:Shards, b:RankTokens, reduction:str, stats:bool, budget:int,
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar or [n]; of this rank's rows
     "The loss of all ranks' tokens over all ranks' classes."
-    lse, gap, total, mean, rows, y, weights = _ShardScores.apply(
+    log_s, gap, total, mean, rows, y, weights = _ShardScores.apply(
         x, w, bias, y, token_weight, weight, o, s, b, stats, budget)
     check_labels(y, s.n_classes, o.ignore_index)  # of all ranks: all raise, or none
     valid = (y != o.ignore_index) & (y >= 0) & (y < s.n_classes)
-    lse, gap, total, mean = (torch.where(valid, t, 0.0) for t in (lse, gap, total, mean))
+    row_max, log_s, gap, total, mean = (torch.where(valid, t, 0.0) for t in (rows[1], log_s, gap, total, mean))
     weights = weights if len(weights) else None
-    losses = token_losses(lse, gap, total, y, valid, weight, weights, o, s.n_classes)
+    losses = token_losses(row_max, log_s, gap, total, y, valid, weight, weights, o, s.n_classes)
     if reduction == "mean":
         divisor = total_weight(y, weight, weights, o.ignore_index, losses.dtype)
-        losses = losses * plain_inv_denominator(divisor)
+        losses = losses / plain_divisor(divisor)
     loss = own_rows(losses, b, s) if reduction == "none" else losses.sum()
     if not stats: return loss, None
     rank, others = torch.where(valid, rows[:1], -1.0), torch.where(valid, rows[1:], 0.0)
-    told = row_stats(lse, lse - mean, torch.cat([others, rank, others]), y, weights, o.z_loss)
+    told = row_stats(row_max + log_s, log_s - mean, torch.cat([others, rank, others]), y, weights, o.z_loss)
     return loss, CrossEntropyStats(*(own_rows(t, b, s) if t.requires_grad else t if not t.dim()
                                      else t[b.token_slice(s)] for t in told))
 
@@ -427,13 +450,13 @@ def log_probs_over_ranks(
     temperature:Optional[Tensor], o:LossOptions, s:Shards, b:RankTokens, asked:Statistics, budget:int,  # [n]
 ) -> LogProbs:  # [n] each
     "As `linear_log_probs` has them: 0 where a token is ignored, NaN for a label that is no class."
-    lse, gap, total, mean, rows, y, _ = _ShardScores.apply(
+    log_s, gap, total, mean, rows, y, _ = _ShardScores.apply(
         x, w, bias, y, None, None, o, s, b, any(asked), budget, temperature, asked.mean)
     check_labels(y, s.n_classes, o.ignore_index)  # of all ranks: all raise, or none
     counts, known, here = y != o.ignore_index, (y >= 0) & (y < s.n_classes), b.token_slice(s)
     of = lambda t: torch.where(counts, torch.where(known, t, torch.nan), 0.0)
-    entropy = own_rows(of(lse - mean), b, s) if asked.entropy else None
-    average = of(total.detach() / s.n_classes)[here] if asked.mean else None
+    entropy = own_rows(of(log_s - mean), b, s) if asked.entropy else None
+    average = of(rows[1] + total.detach() / s.n_classes)[here] if asked.mean else None
     rank = torch.where(counts, rows[0], -1).long()[here] if asked.ranks else None
     return LogProbs(own_rows(of(-gap), b, s), entropy, average, rank)
 

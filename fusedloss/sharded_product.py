@@ -22,8 +22,8 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.products import part, put_product, tile_slices
 from fusedloss.core.ranks import (
     all_say, gather_rows, RankTokens, reduce_scatter_rows, Shards, start_gather)
-from fusedloss.core.reference import plain_inv_denominator, total_weight
-from fusedloss.core.rows import inv_denominator, label_weights, load_labels
+from fusedloss.core.reference import plain_divisor, total_weight
+from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.plans import MOST_WITHOUT_TARGETS
 from fusedloss.product import (
@@ -58,13 +58,14 @@ def merge_ranks_kernel(
     whole = s + e_t                                                       # of all classes
     lse = (tl.log2(whole) + offset) * LN2
     w_y, w_t = label_weights(weight_ptr, token_weight_ptr, y, known, rows)
-    w_t *= inv_denominator(denominator_ptr)
-    rise = tl.where(o.z_loss == 0, 0.0, 2 * o.z_loss * lse)
-    loss = w_y * (tl.log2(whole) - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, o.z_loss * lse * lse)
-    scale = o.logit_scale * w_t / whole
-    at_target = tl.where(here, scale * (rise * e_t - w_y * s), 0.0)
-    tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss * w_t), mask=keep)
-    tl.store(coef_ptr + rows, tl.where(ignored, 0.0, scale * (w_y + rise) * own), mask=keep)
+    divisor = divisor_of(denominator_ptr)
+    by_class, by_token = w_y * w_t / divisor, o.z_loss * w_t / divisor
+    rise = tl.where(o.z_loss == 0, 0.0, 2 * by_token * lse)
+    loss = by_class * (tl.log2(whole) - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, by_token * lse * lse)
+    scale = o.logit_scale / whole
+    at_target = tl.where(here, scale * (rise * e_t - by_class * s), 0.0)
+    tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=keep)
+    tl.store(coef_ptr + rows, tl.where(ignored, 0.0, scale * (by_class + rise) * own), mask=keep)
     tl.store(at_target_ptr + rows, tl.where(ignored, 0.0, at_target), mask=keep)
 
 # %% ../nbs/28_sharded_product.ipynb #splabels
@@ -186,13 +187,14 @@ def reference_merge(out:Merged, parts:Tensor, rank:int, t:Tokens):  # written; [
     whole = s + e_t
     lse = (whole.log2() + offset) * math.log(2)
     w_y = 1.0 if t.weight is None else t.weight.to(s.dtype)[t.y.clamp(0, t.n_classes - 1)]
-    w_t = (1.0 if t.token_weight is None else t.token_weight.to(s.dtype)) * plain_inv_denominator(t.denominator)
-    rise = 2 * t.o.z_loss * lse if t.o.z_loss else torch.zeros_like(lse)
-    losses = w_y * (whole.log2() - exponent) * math.log(2) + (t.o.z_loss * lse**2 if t.o.z_loss else 0.0)
-    scale, of = t.o.logit_scale * w_t / whole, lambda v: torch.where(counts, v, 0.0)
-    out.losses.copy_(of(losses * w_t))
-    out.coefs.copy_(of(scale * (w_y + rise) * share[rank]))
-    out.at_target.copy_(torch.where(t.here >= 0, of(scale * (rise * e_t - w_y * s)), 0.0))
+    w_t, divisor = torch.ones_like(s) if t.token_weight is None else t.token_weight.to(s.dtype), plain_divisor(t.denominator)
+    by_class, by_token = w_y * w_t / divisor, t.o.z_loss * w_t / divisor
+    rise = 2 * by_token * lse if t.o.z_loss else torch.zeros_like(lse)
+    losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if t.o.z_loss else 0.0)
+    scale, of = t.o.logit_scale / whole, lambda v: torch.where(counts, v, 0.0)
+    out.losses.copy_(of(losses))
+    out.coefs.copy_(of(scale * (by_class + rise) * share[rank]))
+    out.at_target.copy_(torch.where(t.here >= 0, of(scale * (rise * e_t - by_class * s)), 0.0))
 
 # %% ../nbs/28_sharded_product.ipynb #splaunch3
 def launch_merge(out:Merged, parts:Tensor, rank:int, t:Tokens, BN:int=64):  # written; fp32 [R,3,B]

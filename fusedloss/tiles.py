@@ -21,6 +21,7 @@ from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
+from fusedloss.core.reference import online_sums
 from fusedloss.core.weights import weight_alone
 
 # %% ../nbs/02_tiles.ipynb #59179805
@@ -59,32 +60,32 @@ def tiled_lse_fwd(
     margin:float, scale:Optional[float],
     token_tile:int, class_tile:int,  # BN, BV
     logit_scale:float=1.0,
-) -> tuple[Tensor, Tensor]:  # lse [N], target score [N], in `acc_dtype`
-    "Log-sum-exp of each row of scores and the score of its target, one tile at a time."
+) -> tuple[Tensor, Tensor, Tensor]:  # [N] each, in `acc_dtype`
+    "Log-sum-exp of each row of scores and its target's score, both less the row's maximum, and that; one tile at a time."
     tiles = Tiles(x, w, y, margin, scale, token_tile, class_tile, logit_scale)
-    lse = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
-    score = torch.zeros_like(lse)
+    row_max = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
+    s, score = torch.zeros_like(row_max), torch.zeros_like(row_max)
     for j in tiles.classes:
         for i in tiles.tokens:
             z, target = tiles.scores(i, j)
             score[i] += torch.where(target.inside, z.gather(1, target.column), 0.0)[:, 0]
-            lse[i] = torch.logaddexp(lse[i], torch.logsumexp(z, 1))
-    return lse, score
+            row_max[i], s[i] = online_sums(row_max[i], s[i], z)
+    return s.log(), score - row_max, row_max
 
 # %% ../nbs/02_tiles.ipynb #9ab153aa
 def dz_tile(
     z:Tensor,  # [BN,BV] scores, overwritten
     target:Target,  # from `locate`
-    lse:Tensor, g_lse:Tensor, g_score:Tensor,  # [BN]
+    row_max:Tensor, g_sum:Tensor, g_score:Tensor,  # [BN]; the second is g_lse over the row's sum
     columns:Tensor|None,  # [BV] LMCL's factors, or None
     dtype:torch.dtype,  # of the products that follow
 ) -> Tensor:  # [BN,BV] in `dtype`
     "Gradient of a tile's scores."
-    z.sub_(lse[:, None]).exp_()
+    z.sub_(row_max[:, None]).exp_()
     g_target = torch.where(target.inside, g_score[:, None], 0.0)
     if columns is not None: z.mul_(columns); g_target = g_target * columns[target.column]
-    at_target = z.gather(1, target.column) * g_lse[:, None] + g_target
-    dz = torch.mul(z, g_lse[:, None],
+    at_target = z.gather(1, target.column) * g_sum[:, None] + g_target
+    dz = torch.mul(z, g_sum[:, None],
                    out=z if dtype == z.dtype else torch.empty_like(z, dtype=dtype))
     return dz.scatter_(1, target.column, at_target.to(dtype))
 
@@ -101,31 +102,31 @@ def remove_radial(
 def add_tile(
     dx:Tensor|None, dw:Tensor|None,  # [BN,H], [BV,H] sums in `acc_dtype`; None: not wanted
     tiles:Tiles, i:slice, j:slice,
-    lse:Tensor, g_lse:Tensor, g_score:Tensor,  # [BN]
+    row_max:Tensor, g_sum:Tensor, g_score:Tensor,  # [BN]
 ):
     "Backward of one tile: recompute its scores, form their gradient, add to dx and dw."
     z, target = tiles.scores(i, j)
     columns = None if tiles.columns is None else tiles.columns[j]
-    dz = dz_tile(z, target, lse, g_lse, g_score, columns, tiles.dtype)
+    dz = dz_tile(z, target, row_max, g_sum, g_score, columns, tiles.dtype)
     if dx is not None: add_product(dx, dz, tiles.w[j].to(tiles.dtype))
     if dw is not None: add_product(dw, dz.T, tiles.x[i].to(tiles.dtype))
 
 def class_slice_bwd(
     dx:Tensor|None,  # [N,H], added to
     tiles:Tiles, j:slice,
-    lse:Tensor, g_lse:Tensor, g_score:Tensor,  # [N]
+    row_max:Tensor, g_sum:Tensor, g_score:Tensor,  # [N]
     need_w:bool,
 ) -> Tensor|None:  # [BV,H] in `acc_dtype`, before `unit` is multiplied back
     "Backward of all tokens for the classes `j`: adds to dx, returns their slice of dw."
-    dw = lse.new_zeros(tiles.w[j].shape) if need_w else None
+    dw = row_max.new_zeros(tiles.w[j].shape) if need_w else None
     for i in tiles.tokens:
-        add_tile(None if dx is None else dx[i], dw, tiles, i, j, lse[i], g_lse[i], g_score[i])
+        add_tile(None if dx is None else dx[i], dw, tiles, i, j, row_max[i], g_sum[i], g_score[i])
     return dw if tiles.rows is None or dw is None else remove_radial(dw, tiles.w[j])
 
 # %% ../nbs/02_tiles.ipynb #23187891
 def tiled_lse_bwd(
     g_lse:Tensor, g_score:Tensor,  # [N] upstream gradients
-    x:Tensor, w:Tensor, y:Tensor, lse:Tensor,  # saved by forward: inputs, one number a token
+    x:Tensor, w:Tensor, y:Tensor, lse:Tensor, row_max:Tensor,  # saved by forward: inputs, two numbers a token
     margin:float, scale:Optional[float], token_tile:int, class_tile:int,
     need_x:bool, need_w:bool,  # which gradients to form; the other is returned empty
     logit_scale:float=1.0,
@@ -139,9 +140,9 @@ def tiled_lse_bwd(
     g_lse, g_score = g_lse * logit_scale, g_score * logit_scale
     if scale is not None: g_lse, g_score = g_lse * tiles.rows, g_score * tiles.rows
     unit = grad_scale_of(torch.maximum(g_lse.abs(), g_score.abs()), *factors)
-    g_lse, g_score = g_lse / unit, g_score / unit
+    g_sum, g_score = g_lse / unit * (-lse).exp(), g_score / unit
     for j in tiles.classes:
-        slice_of_dw = class_slice_bwd(dx, tiles, j, lse, g_lse, g_score, need_w)
+        slice_of_dw = class_slice_bwd(dx, tiles, j, row_max, g_sum, g_score, need_w)
         if need_w: dw[j] = slice_of_dw.mul_(unit)
         del slice_of_dw  # else it lives on beside the next one
     if not need_x: return x.new_empty(0), dw
@@ -152,27 +153,29 @@ def tiled_lse_bwd(
 # %% ../nbs/02_tiles.ipynb #8a108d98
 def fake_lse(x, w, y, *_):
     "The shapes of `tiled_lse_fwd`'s results."
-    return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(2))
+    return tuple(x.new_empty(x.shape[:1], dtype=acc_dtype(x.dtype)) for _ in range(3))
 
 # %% ../nbs/02_tiles.ipynb #8a108d90
-def fake_grad(g_lse, g_score, x, w, y, lse, *options):
+def fake_grad(g_lse, g_score, x, w, y, lse, row_max, *options):
     "The shapes of `tiled_lse_bwd`'s results."
     need_x, need_w = options[-3:-1]
     return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
 
 # %% ../nbs/02_tiles.ipynb #8a108d91
 def save_lse(ctx, inputs, output):
-    "The inputs, and one number a row."
+    "The inputs, and two numbers a row."
     x, w, y, *ctx.options = inputs
-    ctx.save_for_backward(x, w, y, output[0])
+    lse, _, row_max = output
+    ctx.save_for_backward(x, w, y, lse, row_max)
+    ctx.mark_non_differentiable(row_max)
 
 # %% ../nbs/02_tiles.ipynb #8a108d92
-def gradient_of_lse(ctx, needs, *g):
+def gradient_of_lse(ctx, needs, g_lse, g_score, _):
     "dx and dw, where they are needed."
-    x, w, y, lse = ctx.saved_tensors
+    x, w, y, lse, row_max = ctx.saved_tensors
     upstream, (*options, logit_scale) = (
-        [torch.zeros_like(lse) if t is None else t for t in g], ctx.options)
-    dx, dw = tiled_lse_grad(*upstream, x, w, y, lse, *options, needs.x, needs.w, logit_scale)
+        [torch.zeros_like(lse) if t is None else t for t in (g_lse, g_score)], ctx.options)
+    dx, dw = tiled_lse_grad(*upstream, x, w, y, lse, row_max, *options, needs.x, needs.w, logit_scale)
     return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
 # %% ../nbs/02_tiles.ipynb #f4cc9085
@@ -210,8 +213,8 @@ def run_tiled(
     target = target.long()
     x, w = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
                                 linear_weight)
-    lse, score = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile,
-                           logit_scale)
+    lse, score, _ = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile,
+                              logit_scale)
     return reduce_loss((lse - score).view(target.shape), target, len(linear_weight),
                        ignore_index, reduction)
 

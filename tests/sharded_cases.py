@@ -1676,7 +1676,7 @@ BUGS = {
     "upstream gradients of this rank alone": ("return all_gather(padded, s).flatten(), None, None", "return padded.repeat(s.ranks), None, None"),
     "rows that pad are tokens": (".labels[len(x):] = ignore_index", ".labels[len(x):] = 0"),
     "input's gradient by this rank's classes": ("if s.group is None or not total.numel()", "if b.shared or s.group is None or not total.numel()"),
-    "maxima merged in another unit": ("sums = merge_sums(sums, log2_scale)", "sums = merge_sums(sums)"),
+    "maxima merged in another unit": ("merge_sums(sums, log2_scale, masses)", "merge_sums(sums, 1.0, masses)"),
     "a unit of this rank's tokens": ("sums_log2_scale(x_all)  #", "sums_log2_scale(x)  #"),
     "a scale by this rank's biases": ("all_reduce(g.clone(), s) if b.shared else g * b.factor", "g * b.factor"),
     "a scale of biases that a wrapper divides": ("all_reduce(g.clone(), s) if b.shared else g * b.factor", "all_reduce(g.clone(), s) if b.shared else g"),

@@ -543,7 +543,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "upstream gradients of tokens are dropped": ("torch.where(token_weight == 0, 0.0, g * token_weight)", "token_weight"),
     "a list without its rest's gradient": ("u[:, k] / q[:, k], 0.0) - total", "0.0, 0.0) - total"),
     "a list's places keep their zeros": ("z.scatter_(1, at, dz.to(z.dtype))", "pass"),
-    "a cap's share stays in the rest": ("if not o.softcap: return lse", "if True: return lse"),
+    "a cap's share stays in the rest": ("if not o.softcap: return row_max, log_s", "if True: return row_max, log_s"),
 }
 CHOSEN_BUGS = few(MUTANTS, "p and q change places", "reverse KL without its one", "the teacher is not cooled", "the first teacher's rows for all",
                   "teacher's rows are not packed", "a list without its rest's gradient", "a cap's share stays in the rest")
@@ -590,14 +590,15 @@ def test_probabilities_of_nearly_nothing(beta, device, monkeypatch):
 
 
 KERNEL_MUTANTS = {
-    "an old sum is not rescaled": ("tl.where(factor > 0, cross * factor, 0.0)", "tl.where(factor > 0, cross, 0.0)"),
-    "lse of the teacher is added": ("- (p_top - q_top) - (p_log_s - q_log_s)", "+ (p_top - q_top) - (p_log_s - q_log_s)"),
-    "reverse KL's gradient has no mean": ("q * ((z_q - z_p) - slant)", "q * (z_q - z_p)"),
-    "reverse KL's mean has the other sign": ("q * ((z_q - z_p) - slant)", "q * ((z_q - z_p) + slant)"),
+    "an old sum is not rescaled": ("tl.where(factor > 0, (cross + rise * s) * factor, 0.0)", "tl.where(factor > 0, cross + rise * s, 0.0)"),
+    "an old sum keeps its maxima": ("(cross + rise * s) * factor", "cross * factor"),
+    "lse of the teacher is added": ("- (p_log_s - q_log_s)", "+ (p_log_s - q_log_s)"),
+    "reverse KL's gradient has no mean": ("p_top[:, None]) - slant)", "p_top[:, None]))"),
+    "reverse KL's mean has the other sign": ("p_top[:, None]) - slant)", "p_top[:, None]) + slant)"),
     "the mixture's gradient has no mean": ("(1 - beta) * q * LN2 * ((log_q - log_m) - slant)", "(1 - beta) * q * LN2 * (log_q - log_m)"),
     "the mixture's value is one of base 2": ("+ (1 - beta) * slant) * LN2", "+ (1 - beta) * slant)"),
     "the cap has no slope": ("tl.where(live, dz * scale * slope, 0.0).to(q_ptr", "tl.where(live, dz * scale, 0.0).to(q_ptr"),
-    "0 · inf": ("tl.where(e > 0, e * (z - other), 0.0)", "e * (z - other)"),
+    "0 · inf": ("tl.where(e > 0, e * gap_of(z, new_max, other, new_other), 0.0)", "e * gap_of(z, new_max, other, new_other)"),
 }
 
 

@@ -220,8 +220,8 @@ def test_offsets_by_the_kernel(dtype, device):
 MUTANTS = {
     "a token that does not count has an offset": ("tl.where(y == ignore_index, float(\"inf\"), most)", "most"),
     "a row's parts are not all added": ("(tile < tiles) & keep[None], other=0.0)\n    s", "(tile < tiles - 1) & keep[None], other=0.0)\n    s"),
-    "the z-loss is not in the slope": ("tl.where(ignored, 0.0, scale * (w_y + rise))", "tl.where(ignored, 0.0, scale * w_y)"),
-    "the target forgets its class weight": ("scale * (rise * e_t - w_y * s)", "scale * (rise * e_t - s)"),
+    "the z-loss is not in the slope": ("tl.where(ignored, 0.0, scale * (by_class + rise))", "tl.where(ignored, 0.0, scale * by_class)"),
+    "the target forgets its class weight": ("scale * (rise * e_t - by_class * s)", "scale * (rise * e_t - s)"),
     "a label outside counts": ("target_z = tl.load(target_z_ptr + rows, mask=known, other=float(\"nan\"))", "target_z = tl.load(target_z_ptr + rows, mask=known, other=0.0)"),
     "the first of a target's tokens counts twice": ("total, place, more = own * x.to(tl.float32), first + 1, 1", "total, place, more = own * x.to(tl.float32), first, 1"),
     "0 times NaN": ("mask=(c != 0)[:, None] & (cols < H), other=0.0)", "mask=keep[:, None] & (cols < H), other=0.0)"),

@@ -411,14 +411,14 @@ def test_nothing_waits_for_the_gpu_and_a_graph_captures_it():
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the target's tile is not kept": ("valid[None, :] & (own | (small == 0))", "valid[None, :] & (small == 0)"),
-    "ignored tokens keep tiles": ("    lse = tl.load(lse_ptr + rows, mask=valid, other=float(\"inf\"))", "    valid = rows < N\n    lse = tl.load(lse_ptr + rows, mask=valid, other=float(\"inf\"))"),
+    "ignored tokens keep tiles": ("    row_max = tl.load(rows_ptr + rows, mask=valid, other=float(\"inf\"))", "    valid = rows < N\n    row_max = tl.load(rows_ptr + rows, mask=valid, other=float(\"inf\"))"),
     "the threshold is not a logarithm": ("o.ignore_index, math.log(eps),", "o.ignore_index, eps,"),
     "the flags of one row count": ("kept = tl.max(tl.where(", "kept = tl.min(tl.where("),
     "a run is a tile": ("BR=run * t.BV", "BR=t.BV"),
     "nothing stands for a dropped tile": (".mul_(size).to(x.dtype)", ".mul_(0).to(x.dtype)"),
     "a short tile counts as a whole one": ("tl.minimum(V - run * BR, BR)", "tl.minimum(run * 0 + BR, BR)"),
     "the largest stands for the mean": ("mean = top + tl.log(s) - tl.log", "mean = top - tl.log"),
-    "the mean's slope is 1": ("dz.mul_(1 - (means.clamp(-c, c) / c).square_()) if c else dz", "dz"),
+    "the mean's slope is 1": ("dz.mul_(1 - ((means + row_max / log2_scale).clamp(-c, c) / c).square_()) if c else dz", "dz"),
     "the mean has no scale": (".mul_(o.logit_scale)\n    c = o.softcap", "\n    c = o.softcap"),
     "each slab is lifted as the first": ("lift[j.start // t.BV:]", "lift"),
     "stand-ins stay sorted": ("take(each, inverse(order.tokens), 1).T", "each.T"),

@@ -542,7 +542,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "half the z-loss gradient": ("classes inside", "+ 2 * o.z_loss * w_t * lse", "+ o.z_loss * w_t * lse"),
     "z-loss is linear": ("classes inside", "o.z_loss * w_t * lse * lse", "o.z_loss * w_t * lse"),
     "scores are smoothed where there are none": (
-        "ignore_index is a class", "tl.where(inside, z * w, 0.0), 1)\n        if ENTROPY", "z * w, 1)\n        if ENTROPY"),
+        "ignore_index is a class", "tl.where(inside, (z - near) * w, 0.0), 1)\n        if ENTROPY", "(z - near) * w, 1)\n        if ENTROPY"),
     "the cap has the slope of a line": (
         "classes inside", "return o.softcap * tanh, o.logit_scale * 4 * e * r * r",
         "return o.softcap * tanh, o.logit_scale"),
@@ -556,28 +556,28 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "3 x 7", "tl.maximum(below, -1e4)", "below"),
     "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
     "the loss forgets the sum": ("3 x 7", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, smoothed", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE, smoothed"),
-    "the upstream gradient misses the pull": ("3 x 7", "softmax_coef *= g", "softmax_coef *= 1.0"),
-    "the upstream gradient misses the target": ("3 x 7", "softmax_coef, target_coef * g, smoothing_coef * g", "softmax_coef, target_coef, smoothing_coef * g"),
+    "the upstream gradient misses the pull": ("3 x 7", "softmax_coef = softmax_coef / divisor * g", "softmax_coef = softmax_coef / divisor"),
+    "the upstream gradient misses the target": ("3 x 7", "softmax_coef, target_coef / divisor * g,", "softmax_coef, target_coef / divisor,"),
     "the gradient of lse is lost": (
         "3 x 7", "softmax_coef += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)", "softmax_coef += 0.0"),
-    "the entropy's gradient has no mean": ("3 x 7", "(z - mean[:, None])", "z"),
+    "the entropy's gradient has no mean": ("3 x 7", "(below / LOG2_SCALE - mean[:, None])", "below / LOG2_SCALE"),
     "0 · -inf is in the entropy's gradient": (
-        "the first block masked", "tl.where(p > 0, g_h[:, None] * p * (z - mean[:, None]), 0.0)",
-        "g_h[:, None] * p * (z - mean[:, None])"),
+        "the first block masked", "tl.where(p > 0, g_h[:, None] * p * (below / LOG2_SCALE - mean[:, None]), 0.0)",
+        "g_h[:, None] * p * (below / LOG2_SCALE - mean[:, None])"),
     "ignored rows leave their gradient as it was": (
         "3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=valid[:, None] & (cols < V))"),
     "gradients of rows that are not": ("3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=cols < V)"),
     "gradients of classes that are not": (
         "3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=(rows < M)[:, None] & (cols >= 0))"),
     "the target's column is not moved": ("deep", "lanes == y - first", "lanes == y"),
-    "the target is not divided": ("3 x 7", "(target_coef * scale)[:, None, None]", "target_coef[:, None, None]"),
-    "the softmax is not divided": ("3 x 7", "(softmax_coef * scale / s)", "(softmax_coef / s)"),
-    "smoothing is not divided": ("ignore_index is a class", "(smoothing_coef * scale)[:, None, None]", "smoothing_coef[:, None, None]"),
-    "the loss is not divided": ("3 x 7", "loss * inv_denominator(denominator_ptr)", "loss"),
-    "the gradient is not divided": ("3 x 7", "g *= inv_denominator(denominator_ptr)", "g *= 1.0"),
-    "the turned loss is not divided": ("3 x 7", "loss * part", "loss"),
-    "late is never": ("two classes", "scale = 1.0 if UNSCALED_GRAD else part", "scale = part"),
-    "early is never": ("3 x 7", "scale = 1.0 if UNSCALED_GRAD else part", "scale = 1.0"),
+    "the target is not divided": ("3 x 7", "(target_coef / grad_divisor)[:, None, None]", "target_coef[:, None, None]"),
+    "the softmax is not divided": ("3 x 7", "(softmax_coef / grad_divisor / s)", "(softmax_coef / s)"),
+    "smoothing is not divided": ("ignore_index is a class", "(smoothing_coef / grad_divisor)[:, None, None]", "smoothing_coef[:, None, None]"),
+    "the loss is not divided": ("3 x 7", "loss / divisor_of(denominator_ptr)", "loss"),
+    "the gradient is not divided": ("3 x 7", "tl.zeros_like(softmax_coef), divisor_of(denominator_ptr)", "tl.zeros_like(softmax_coef), 1.0"),
+    "the turned loss is not divided": ("3 x 7", "loss / divisor, mask=rows < M", "loss, mask=rows < M"),
+    "late is never": ("two classes", "    grad_divisor = 1.0 if UNSCALED_GRAD else divisor", "    grad_divisor = divisor"),
+    "early is never": ("3 x 7", "    grad_divisor = 1.0 if UNSCALED_GRAD else divisor", "    grad_divisor = 1.0"),
     "the turnaround has no slope": ("classes inside", "dz *= slope\n    at = start", "at = start"),
     "the turnaround writes rows that are not": (
         "3 x 7", "tl.where(valid, dz, 0.0).to(raw.dtype), mask=stored & (cols < size))",
@@ -597,16 +597,16 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "the held block starts too early": (
         "garbage", "tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B", "tl.maximum(V - HELD * C, 0) // B * B"),
     "the target's score is read after it is overwritten": (
-        "3 x 7", "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n", "",
+        "3 x 7", "    tl.store(loss_ptr + rows, loss / divisor, mask=rows < M)\n", "",
         "    for blank in range(0, edge - live",
         "    overwritten = row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1)\n"
         "    overwritten = tl.load(overwritten, mask=valid, other=0.0)\n"
         "    loss += (1 - o.label_smoothing) * w_y * w_t * (z_y - overwritten)\n"
-        "    tl.store(loss_ptr + rows, loss * part, mask=rows < M)\n    for blank in range(0, edge - live"),
+        "    tl.store(loss_ptr + rows, loss / divisor, mask=rows < M)\n    for blank in range(0, edge - live"),
     "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
     "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
     "the first row's factor is everyone's": ("scaling", "factor_ptr + rows.to(tl.int64) * factor_stride", "factor_ptr + rows * 0"),
-    "factors are not divided": ("scaling", "factor *= inv_denominator(denominator_ptr)", "factor *= 1.0"),
+    "factors are not divided": ("scaling", "factor /= divisor_of(denominator_ptr)", "factor /= 1.0"),
     "scaling writes classes that are not": (
         "scaling", "dz.to(out_ptr.dtype.element_ty), mask=inside)",
         "dz.to(out_ptr.dtype.element_ty), mask=keep[:, None])"),
@@ -621,15 +621,15 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "PyTorch: a cap without slope": (
         "front door", "o.logit_scale * 4 * e / (1 + e) ** 2", "o.logit_scale"),
     "PyTorch: ties lose": ("front door", "| (before & (z == z_y))).sum(1)", "| (z == z_y)).sum(1)"),
-    "PyTorch: the target is not held": ("in place", "-(target_coef * g)[:, None])", "-(target_coef * 0)[:, None])"),
+    "PyTorch: the target is not held": ("in place", "-(target_coef / divisor * g)[:, None])", "-(target_coef * 0)[:, None])"),
     "classes stay in the second dimension": (
         "front door", "last = input.movedim(1, -1)", "last = input.reshape(len(input), -1, input.shape[1])"),
     "a mean without class weights": ("front door", "counted = counted * weight[", "counted = counted + 0 * weight["),
     "a mean without token weights": (
         "front door", "counted = counted * token_weight", "counted = counted + 0 * token_weight"),
     "a mean over all tokens": ("in place", "counted = target != ignore_index", "counted = target == target"),
-    "0 / 0 of no weights": ("front door", "1 / torch.where(denominator == 0, 1.0, denominator)", "1 / denominator"),
-    "0 / 0 of no weights, in a kernel": ("in place on kernels", "1 / tl.where(total == 0, 1.0, total)", "1 / total"),
+    "0 / 0 of no weights": ("front door", "torch.where(denominator == 0, 1.0, denominator)", "denominator"),
+    "0 / 0 of no weights, in a kernel": ("in place on kernels", "return tl.where(total == 0, 1.0, total)", "return total"),
     "fp16 divides too early": ("in place", "late, given = z.dtype == torch.float16,", "late, given = False,"),
     "fp16 divides twice": (
         "in place", "None if unscaled_grad else denominator)\n    out.copy_", "denominator)\n    out.copy_"),
@@ -700,8 +700,8 @@ def test_rows_against_probabilities(how, blocks, inside, dtype, place):
 
 
 SOFT_BUGS = {
-    "an old maximum": ("below += (old - new) * share + ", "below += "),
-    "the lanes' maxima": ("tl.sum(below + (zero_if_neg_inf(row_max) - zero_if_neg_inf(top)[:, None]) * share, 1)", "tl.sum(below, 1)"),
+    "an old maximum": ("below += (old - new) * mass + ", "below += "),
+    "the lanes' maxima": ("tl.sum(below + (zero_if_neg_inf(row_max) - zero_if_neg_inf(top)[:, None]) * mass, 1)", "tl.sum(below, 1)"),
     "one for the sum of targets": ("coef, at = (total + 2", "coef, at = (1 + 2"),
     "0 · inf": ("tl.where(a != 0, a * (z - new[:, None, :]), 0.0)", "a * (z - new[:, None, :])"),
 }

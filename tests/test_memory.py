@@ -130,7 +130,7 @@ def test_tiles_hold_what_their_plan_says(sizes, dtype, budget, silent, monkeypat
     way = plan(n, v, h, dtype, memory_budget=budget, machine="H200")["tiles"]
     sides, one = way.cut[1:], torch.empty(n, device="meta")
     forward = held(lambda: tiles.tiled_lse_fwd(x, w, y, 0.0, None, *sides))
-    backward = held(lambda: tiles.tiled_lse_bwd(one, one, x, w, y, one, 0.0, None, *sides, True, True))
+    backward = held(lambda: tiles.tiled_lse_bwd(one, one, x, w, y, one, one, 0.0, None, *sides, True, True))
     assert way.extra == pytest.approx(max(forward, backward) - gradients(sizes, (1, 1, 0), dtype.itemsize), rel=0.05)
 
 

@@ -10,7 +10,7 @@ from helpers import CASES, faults, planted, unchanged
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the last class is left out": ("min(start + tile, size)", "min(start + tile, max(size - 1, 1))"),
-    "only the last tile counts": ("torch.logaddexp(lse[i], torch.logsumexp(z, 1))", "torch.logsumexp(z, 1)"),
+    "only the last tile counts": ("online_sums(row_max[i], s[i], z)", "online_sums(row_max[i], 0 * s[i], z)"),
     "a later tile erases the target's score": ("score[i] += ", "score[i] = "),
     "the target's score is added in every tile": ("score[i] += torch.where(target.inside, z.gather(1, target.column), 0.0)", "score[i] += z.gather(1, target.column)"),
     "targets are sought from the first class": ("(y - j.start)[:, None]", "y[:, None]"),
@@ -20,7 +20,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "zero vectors are divided by zero": ("self.rows = scale / row_norms(x)", "self.rows = scale / x.norm(dim=-1)"),
     "columns are not normalised in backward": ("z.mul_(columns); g_target", "g_target"),
     "the target's gradient is dropped": ("torch.where(target.inside, g_score[:, None], 0.0)", "0.0 * g_score[:, None]"),
-    "the upstream gradient is dropped": ("torch.mul(z, g_lse[:, None],", "torch.mul(z, g_lse.mean(),"),
+    "the upstream gradient is dropped": ("torch.mul(z, g_sum[:, None],", "torch.mul(z, g_sum.mean(),"),
     "dw is left in its unit": ("slice_of_dw.mul_(unit)", "slice_of_dw"),
     "dx is left in its unit": ("dx.mul_(unit)", "dx"),
     "dw keeps its radial part": ("else remove_radial(dw, tiles.w[j])", "else dw"),

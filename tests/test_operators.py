@@ -211,9 +211,9 @@ def test_a_gradient_is_recorded_under_checkpointing(name):
 def test_an_operator_takes_arguments_by_name():
     x, w, y = (t.detach() for t in sample())
     given = dict(margin=0.0, scale=None, token_tile=4, class_tile=4, logit_scale=2.0)
-    lse, score = tiles.tiled_lse(x, w, y, *given.values())
+    lse, score, row_max = tiles.tiled_lse(x, w, y, *given.values())
     for call in (tiles.tiled_lse, torch.compile(lambda *t, **k: tiles.tiled_lse(*t, **k), fullgraph=True, backend="aot_eager")):
-        torch.testing.assert_close(call(x, w, y, **given), (lse, score))
+        torch.testing.assert_close(call(x, w, y, **given), (lse, score, row_max))
     _, total = torch.func.grad_and_value(lambda x: tiles.tiled_lse(x, w, y, **given)[0].sum())(x)
     torch.testing.assert_close(total, lse.sum())
     with pytest.raises(TypeError, match="tile_of_tokens"):

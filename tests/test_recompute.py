@@ -557,7 +557,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "classes beyond the last are summed": ("EVEN=v % (t.BV * run) == 0", "EVEN=True"),
     "the sum is not rescaled": ("    s = rescaled(s, row_max, new_max, LOG2_SCALE)\n    return new_max, s + tl.sum(exponentials(", "    return new_max, s + tl.sum(exponentials("),
     "a run begins where the last one ended": ('tl.where(continues, row_max, -float("inf"))', "row_max"),
-    "the target is a neighbour": ("tl.where(valid, y, 0).to(tl.int64)[:, None] * w_stride_v", "(tl.where(valid, y, 0) ^ 1).to(tl.int64)[:, None] * w_stride_v"),
+    "the target is a neighbour": ("w_at = w_ptr + at.to(tl.int64)[:, None] * w_stride_v", "w_at = w_ptr + (at ^ 1).to(tl.int64)[:, None] * w_stride_v"),
     "the diagonal is the first column": ("lanes[:, None] == lanes[None, :]", "(lanes[:, None] * 0) == lanes[None, :]"),
     "runs are merged without their maxima": ("tl.sum(rescaled(part_s, part_max, new_max[None, :], LOG2_SCALE), 0)", "tl.sum(part_s, 0)"),
     "the bias is forgotten": ("product += bias[None, :]", "product += 0 * bias[None, :]"),

@@ -214,8 +214,10 @@ def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
     mine = [module.Shards(v, s.start, s.stop).local_labels(y, -100) for s in spans_of(v, ranks, module)]
     rival = exact[0].detach() - exact[1].detach()
     parts = [split(t, ranks, module) for t in (w, b, weight)]
-    sums = module.merge_sums(torch.stack([module.shard_sums(x, p, m, q, c, o, lambda own: rival) for p, q, c, m in zip(*parts, mine)]))
-    got = torch.stack([sums[0] + sums[1].log(), sums[1].log() - (sums[2] - sums[0]), sums[3], sums[0] + sums[4] / sums[1]])
+    sums = torch.stack([module.shard_sums(x, p, m, q, c, o, lambda own: rival) for p, q, c, m in zip(*parts, mine)])
+    sums = module.merge_sums(sums, 1.0, module.class_masses(weight, v, ranks, x))
+    total = sums[3] + sums[0] * weight.sum()  # of the scores themselves
+    got = torch.stack([sums[0] + sums[1].log(), sums[1].log() - (sums[2] - sums[0]), total, sums[0] + sums[4] / sums[1]])
     terms, dx, rest = module.make_terms(sums, *up), torch.zeros_like(x), []
     for p, q, c, m in zip(*parts, mine):
         home, dw, db = module.shard_gradients(terms, sums, x, p, m, q, c, o, True, 0, (True,) * 3, lambda t: lambda: t)

@@ -16,10 +16,9 @@ from fusedloss.core.checks import acc_dtype
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import tile_slices
-from fusedloss.core.reference import plain_inv_denominator, plain_row_coefs, row_terms, RowTerms, score_and_slope
+from fusedloss.core.reference import plain_divisor, plain_row_coefs, row_terms, RowTerms, score_and_slope
 from fusedloss.core.rows import (
-    all_weights, class_weight, inv_denominator, load_block, load_labels, row_coefs, row_loss, row_start,
-    row_weights)
+    all_weights, class_weight, divisor_of, load_block, load_labels, row_coefs, row_loss, row_start, row_weights)
 from fusedloss.core.softmax import (
     LOG2E, exp2_diff, exponentials, lane_grid, log2_scale, merge_lanes, online_softmax_step, score_fn,
     zero_if_neg_inf)
@@ -68,10 +67,10 @@ def weigh_rows(
 ) -> tuple[Tensor, Tensor]:  # [M] each
     "Losses, and what multiplies each row's gradient: 0 for a token without weight."
     w_t = torch.ones_like(divergence) if token_weight is None else token_weight.to(divergence.dtype)
-    part = plain_inv_denominator(denominator)
-    losses = torch.where(w_t == 0, 0.0, divergence * w_t * part)
+    share = w_t / plain_divisor(denominator)
+    losses = torch.where(w_t == 0, 0.0, divergence * share)
     flat = (divergence == torch.inf) & (o.kind == "reverse_kl")  # infinite all around: no slope
-    return losses, torch.where(flat, 0.0, w_t * (1.0 if unscaled_grad else part))
+    return losses, torch.where(flat, 0.0, w_t if unscaled_grad else share)
 
 def put_pair_gradient(
     raw:Tensor, log_q:Tensor, u:Tensor,  # [M,V]; `raw` is overwritten
@@ -97,16 +96,23 @@ def reference_divergence(
 
 # %% ../../nbs/library/pairs.ipynb #dv3steps
 @jit
-def rescaled_cross(cross, old_max, new_max):
-    "Σ e^(z - m) (z - other) after its maximum has risen."
+def rescaled_cross(cross, s, old_max, new_max, old_other, new_other):
+    "Σ e^(z - m) ((z - m) - (other - m')) after the maxima m and m' have risen; s is Σ e^(z - m) from before."
     factor = exp2_diff(old_max, zero_if_neg_inf(new_max), 1.0)
-    return tl.where(factor > 0, cross * factor, 0.0)  # 0 · inf is no number
+    rise = (old_max - new_max) - (zero_if_neg_inf(old_other) - zero_if_neg_inf(new_other))
+    return tl.where(factor > 0, (cross + rise * s) * factor, 0.0)  # 0 · inf is no number
 
 @jit
-def cross_step(cross, old_max, new_max, z, other):
-    "Σ e^(z - m) (z - other) of the lanes [BN,C], after the scores z, other [BN,R,C]."
+def gap_of(z, row_max, other, other_max):
+    "(z - m) - (other - m') of scores [BN,R,C] and maxima [BN,C] or [BN,1]: offsets go before anything cancels."
+    return (z - tl.expand_dims(row_max, 1)) - (other - tl.expand_dims(zero_if_neg_inf(other_max), 1))
+
+@jit
+def cross_step(cross, s, old_max, new_max, old_other, new_other, z, other):
+    "`rescaled_cross` of the lanes [BN,C], after the scores z, other [BN,R,C]."
     e = exponentials(z, new_max, 1.0)
-    return rescaled_cross(cross, old_max, new_max) + tl.sum(tl.where(e > 0, e * (z - other), 0.0), 1)
+    more = tl.sum(tl.where(e > 0, e * gap_of(z, new_max, other, new_other), 0.0), 1)
+    return rescaled_cross(cross, s, old_max, new_max, old_other, new_other) + more
 
 LN2 = tl.constexpr(math.log(2)) if triton else math.log(2)
 
@@ -156,25 +162,26 @@ def divergence_kernel(
     p_max, p_s, cross, mean = q_max, q_s, q_s, q_s
     for first in tl.range(0, bound, B, num_stages=3):
         z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
-        old_q, old_p = q_max, p_max
+        old_q, old_p, old_q_s, old_p_s = q_max, p_max, q_s, p_s
         q_max, q_s = online_softmax_step(q_max, q_s, z_q, 1.0)
         p_max, p_s = online_softmax_step(p_max, p_s, z_p, 1.0)
         if KIND == "forward_kl":
-            cross = cross_step(cross, old_p, p_max, z_p, z_q)
+            cross = cross_step(cross, old_p_s, old_p, p_max, old_q, q_max, z_p, z_q)
         elif KIND == "reverse_kl":
-            cross = cross_step(cross, old_q, q_max, z_q, z_p)
+            cross = cross_step(cross, old_q_s, old_q, q_max, old_p, p_max, z_q, z_p)
     q_top, q_sum = merge_lanes(q_max, q_s, 1.0)
     p_top, p_sum = merge_lanes(p_max, p_s, 1.0)
     q_log_s, p_log_s = tl.log(q_sum), tl.log(p_sum)
     q_at, q_less = q_top[:, None, None], (q_log_s * LOG2E)[:, None, None]
     p_at, p_less = p_top[:, None, None], (p_log_s * LOG2E)[:, None, None]
     if KIND == "forward_kl":
-        total = tl.sum(rescaled_cross(cross, p_max, p_top[:, None]), 1)
-        divergence = total / p_sum - (p_top - q_top) - (p_log_s - q_log_s)
+        cross = rescaled_cross(cross, p_s, p_max, p_top[:, None], q_max, q_top[:, None])
+        divergence = tl.sum(cross, 1) / p_sum - (p_log_s - q_log_s)
         slant = divergence
     elif KIND == "reverse_kl":
-        slant = tl.sum(rescaled_cross(cross, q_max, q_top[:, None]), 1) / q_sum  # the mean of z_q - z_p
-        divergence = slant - (q_top - p_top) - (q_log_s - p_log_s)
+        cross = rescaled_cross(cross, q_s, q_max, q_top[:, None], p_max, p_top[:, None])
+        slant = tl.sum(cross, 1) / q_sum  # the mean of (z_q - q_top) - (z_p - p_top)
+        divergence = slant - (q_log_s - p_log_s)
     else:
         for first in tl.range(0, bound, B, num_stages=3):
             z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
@@ -186,11 +193,11 @@ def divergence_kernel(
         slant = tl.sum(mean, 1)
         divergence = (beta * tl.sum(cross, 1) + (1 - beta) * slant) * LN2
     divergence += q_log_s * 0 + p_log_s * 0  # a row without any probability is no number
-    part = inv_denominator(denominator_ptr)
-    loss = tl.where(divergence < 0, 0.0, divergence) * w_t * part
+    share = w_t / divisor_of(denominator_ptr)
+    loss = tl.where(divergence < 0, 0.0, divergence) * share
     tl.store(loss_ptr + rows, tl.where(weighs, loss, 0.0), mask=keep)
     if GRAD:
-        scale = (w_t if UNSCALED_GRAD else w_t * part)[:, None, None]
+        scale = (w_t if UNSCALED_GRAD else share)[:, None, None]
         slant, finite = slant[:, None, None], (divergence != float("inf"))[:, None, None]
         last = (tl.cdiv(V, B) - 1) * B
         for back in range(0, V, B):
@@ -201,7 +208,7 @@ def divergence_kernel(
             if KIND == "forward_kl":
                 dz = q - tl.exp2(log_p)
             elif KIND == "reverse_kl":
-                dz = tl.where((q != 0) & finite, q * ((z_q - z_p) - slant), 0.0)
+                dz = tl.where((q != 0) & finite, q * (gap_of(z_q, q_top[:, None], z_p, p_top[:, None]) - slant), 0.0)
             else:
                 log_m = log2_mixture(tl.exp2(log_p), q, beta)
                 dz = tl.where(q != 0, (1 - beta) * q * LN2 * ((log_q - log_m) - slant), 0.0)
@@ -261,11 +268,11 @@ def reference_soft(
     z, slope = score_and_slope(raw, o)
     a, lse, log_q = soft_coefs(target, weight, o, z.dtype), z.logsumexp(1), z.log_softmax(1)
     w_t = torch.ones_like(lse) if token_weight is None else token_weight.to(z.dtype)
-    part, live = plain_inv_denominator(denominator), (w_t != 0)[:, None]
+    share, live = w_t / plain_divisor(denominator), (w_t != 0)[:, None]
     losses = -torch.where(a == 0, 0.0, a * log_q).sum(1) + (o.z_loss * lse**2 if o.z_loss else 0.0)
-    losses = torch.where(live[:, 0], losses * w_t * part, 0.0)
+    losses = torch.where(live[:, 0], losses * share, 0.0)
     if not turn: return losses, None
-    scale = w_t * (1.0 if unscaled_grad else part)
+    scale = w_t if unscaled_grad else share
     coef = a.sum(1) + 2 * o.z_loss * lse if o.z_loss else a.sum(1)
     dz = (log_q.exp() * coef[:, None] - a) * slope * scale[:, None]
     return losses, torch.where(live, dz, 0.0).to(raw.dtype)
@@ -292,7 +299,7 @@ def soft_kernel(
     t_start = row_start(t_ptr, rows, inner, t_stride_o, t_stride_i)[:, None, None]
     row_max = tl.full([BN, C], -float("inf"), tl.float32)
     s = tl.zeros([BN, C], tl.float32)
-    share, below = s, s  # Σ a, Σ a (z - row_max)
+    mass, below = s, s  # Σ a, Σ a (z - row_max)
     for first in tl.range(0, bound, B, num_stages=3):
         raw, inside = load_block(z_start, first, lanes, V, z_stride_v, live, True, "")
         t, there = load_block(t_start, first, lanes, V, t_stride_v, live, True, "")
@@ -303,18 +310,18 @@ def soft_kernel(
         old = zero_if_neg_inf(row_max)
         row_max, s = online_softmax_step(row_max, s, z, 1.0)
         new = zero_if_neg_inf(row_max)
-        below += (old - new) * share + tl.sum(tl.where(a != 0, a * (z - new[:, None, :]), 0.0), 1)
-        share += tl.sum(a, 1)
+        below += (old - new) * mass + tl.sum(tl.where(a != 0, a * (z - new[:, None, :]), 0.0), 1)
+        mass += tl.sum(a, 1)
     top, whole = merge_lanes(row_max, s, 1.0)
-    below = tl.sum(below + (zero_if_neg_inf(row_max) - zero_if_neg_inf(top)[:, None]) * share, 1)
-    total, log_s = tl.sum(share, 1), tl.log(whole)
+    below = tl.sum(below + (zero_if_neg_inf(row_max) - zero_if_neg_inf(top)[:, None]) * mass, 1)
+    total, log_s = tl.sum(mass, 1), tl.log(whole)
     lse = top + log_s
-    part = inv_denominator(denominator_ptr)
+    share = w_t / divisor_of(denominator_ptr)
     loss = tl.where(total == 0, 0.0, total * log_s) - below + o.z_loss * lse * lse
-    tl.store(loss_ptr + rows, tl.where(weighs, loss * w_t * part, 0.0), mask=keep)
+    tl.store(loss_ptr + rows, tl.where(weighs, loss * share, 0.0), mask=keep)
     if dz_ptr is not None:
         d_start = row_start(dz_ptr, rows, inner, d_stride_o, d_stride_i)[:, None, None]
-        scale = (w_t if UNSCALED_GRAD else w_t * part)[:, None, None]
+        scale = (w_t if UNSCALED_GRAD else share)[:, None, None]
         coef, at = (total + 2 * o.z_loss * lse)[:, None, None], top[:, None, None]
         inv_s, last = (1 / whole)[:, None, None], (tl.cdiv(V, B) - 1) * B
         for back in range(0, V, B):
@@ -404,29 +411,30 @@ def reference_labels(
     z, slope = score_and_slope(raw, o)
     lse, log_q, t = z.logsumexp(1, keepdim=True), z.log_softmax(1), label_terms(z, target, weight, share, o)
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
-    part, losses = plain_inv_denominator(denominator), -target_coef * log_q.gather(1, t.label)
+    divisor, losses = plain_divisor(denominator), -target_coef * log_q.gather(1, t.label)
     if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
-    if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * lse - (z @ t.w)[:, None])
-    losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1) * part
+    if o.label_smoothing: losses = losses - smoothing_coef * (log_q @ t.w)[:, None]
+    losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1) / divisor
     if not turn: return losses, None
-    dz = log_q.exp_().mul_(softmax_coef.sum(1, keepdim=True))
-    if o.label_smoothing: dz -= smoothing_coef.sum(1, keepdim=True) * t.w
-    dz.scatter_add_(1, t.label, -target_coef).mul_(slope * (1.0 if unscaled_grad else part))
+    scaled = lambda coef: coef if unscaled_grad else coef / divisor
+    dz = log_q.exp_().mul_(scaled(softmax_coef.sum(1, keepdim=True)))
+    if o.label_smoothing: dz -= scaled(smoothing_coef.sum(1, keepdim=True)) * t.w
+    dz.scatter_add_(1, t.label, scaled(-target_coef)).mul_(slope)
     dead = t.ignored.all(1) | ~(t.ignored | t.valid).all(1)
     return losses, dz.masked_fill_(dead[:, None], 0.0).to(raw.dtype)
 
 # %% ../../nbs/library/pairs.ipynb #lb2steps
 @jit
-def labels_scan(start, first, lanes, V, stored, row_max, s, total, weight_ptr, o, SCORE: tl.constexpr,
+def labels_scan(start, first, lanes, V, stored, row_max, s, total, near, weight_ptr, o, SCORE: tl.constexpr,
                 SMOOTH: tl.constexpr, LOG2_SCALE: tl.constexpr, EDGE: tl.constexpr):
-    "Maximum, sum and Σ w z of the lanes [BN,C], after a block of logits."
+    "Maximum, sum and Σ w (z - near) of the lanes [BN,C], after a block of logits; `near` is [BN,1,1]."
     raw, inside = load_block(start, first, lanes, V, 1, stored, EDGE, "evict_last")
     z, slope = SCORE(raw.to(tl.float32), o)
     if EDGE:
         z = tl.where(inside, z, -float("inf"))
     row_max, s = online_softmax_step(row_max, s, z, LOG2_SCALE)
     if SMOOTH:
-        total += tl.sum(tl.where(inside, z * class_weight(weight_ptr, first + lanes, inside), 0.0), 1)
+        total += tl.sum(tl.where(inside, (z - near) * class_weight(weight_ptr, first + lanes, inside), 0.0), 1)
     return row_max, s, total
 
 @jit
@@ -464,16 +472,18 @@ def labels_kernel(
     start = row_start(z_ptr, rows, 1, z_stride, 0)
     raw_y = tl.load(start[:, None] + y.to(tl.int64), mask=valid, other=0.0)
     z_y, slope_y = SCORE(raw_y.to(tl.float32), o)
+    near = zero_if_neg_inf(tl.max(tl.where(valid, z_y, -float("inf")), 1))  # where scores may share an offset
     edge = tl.cdiv(tl.maximum(V - B, 0), B) * B  # where the last block starts
     busy = tl.max(counts.to(tl.int32), 0)  # nothing of an ignored row
     start, stored, live = start[:, None, None], (keep & counts)[:, None, None], counts[:, None, None]
+    about = near[:, None, None]
     row_max = tl.full([BN, C], -float("inf"), tl.float32)
     s = tl.zeros([BN, C], tl.float32)
     total = s
     for first in tl.range(0, edge * busy, B, num_stages=3):
-        row_max, s, total = labels_scan(start, first, lanes, V, stored, row_max, s, total, weight_ptr, o, SCORE,
+        row_max, s, total = labels_scan(start, first, lanes, V, stored, row_max, s, total, about, weight_ptr, o, SCORE,
                                         SMOOTH, LOG2_SCALE, False)
-    row_max, s, total = labels_scan(start, edge, lanes, V, stored, row_max, s, total, weight_ptr, o, SCORE, SMOOTH,
+    row_max, s, total = labels_scan(start, edge, lanes, V, stored, row_max, s, total, about, weight_ptr, o, SCORE, SMOOTH,
                                     LOG2_SCALE, True)
     row_max, s = merge_lanes(row_max, s, LOG2_SCALE)
     log_s = tl.log(s)
@@ -481,13 +491,14 @@ def labels_kernel(
     w_y, w_t, w_all = row_weights(weight_ptr, share_ptr, all_weight_ptr, y, valid, at, V)
     softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
     log_p = (z_y * LOG2_SCALE - row_max[:, None]) / LOG2_SCALE - log_s[:, None]
-    part = inv_denominator(denominator_ptr)
-    losses = row_loss(lse, log_p, tl.sum(total, 1)[:, None], target_coef, smoothing_coef, w_t, w_all, o, ignored,
+    divisor = divisor_of(denominator_ptr)
+    total = tl.sum(total, 1)[:, None] + (near[:, None] - zero_if_neg_inf(z_y)) * w_all  # Σ w (z - z_y)
+    losses = row_loss(lse, log_p, total, target_coef, smoothing_coef, w_t, w_all, o, ignored,
                       valid)
-    tl.store(loss_ptr + rows, tl.sum(losses, 1) * part, mask=keep)
+    tl.store(loss_ptr + rows, tl.sum(losses, 1) / divisor, mask=keep)
     if dz_ptr is not None:
-        out, scale = row_start(dz_ptr, rows, 1, d_stride, 0), 1.0 if UNSCALED_GRAD else part
-        all_coef, all_smoothing = tl.sum(softmax_coef, 1) * scale / s, tl.sum(smoothing_coef, 1) * scale
+        out, grad_divisor = row_start(dz_ptr, rows, 1, d_stride, 0), 1.0 if UNSCALED_GRAD else divisor
+        all_coef, all_smoothing = tl.sum(softmax_coef, 1) / grad_divisor / s, tl.sum(smoothing_coef, 1) / grad_divisor
         top, wide, p_coef = row_max[:, None, None], out[:, None, None], all_coef[:, None, None]
         u_coef, written = all_smoothing[:, None, None], keep[:, None, None]
         tl.debug_barrier()  # no lane overwrites a label's score before all have read it
@@ -504,7 +515,7 @@ def labels_kernel(
             y_k, ignored_k, valid_k = load_labels(y_ptr, at_k, size, V, o.ignore_index)
             w_k, share_k, w_all = row_weights(weight_ptr, share_ptr, all_weight_ptr, y_k, valid_k, at_k, V)
             taken += tl.where(y == y_k, (1 - o.label_smoothing) * w_k * share_k, 0.0)
-        dz_y = all_coef[:, None] * exp2_diff(z_y * LOG2_SCALE, row_max[:, None], LOG2_SCALE) - taken * scale
+        dz_y = all_coef[:, None] * exp2_diff(z_y * LOG2_SCALE, row_max[:, None], LOG2_SCALE) - taken / grad_divisor
         if SMOOTH:
             dz_y -= all_smoothing[:, None] * class_weight(weight_ptr, y, valid)
         tl.debug_barrier()  # the block's own stores come first

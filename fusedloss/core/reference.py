@@ -79,14 +79,19 @@ def plain_row_coefs(
     return target_coef + smoothing_coef * t.w.sum() + 2 * o.z_loss * t.w_t * lse, target_coef, smoothing_coef
 
 # %% ../../nbs/library/reference.ipynb #80034f00
-def plain_inv_denominator(denominator:Optional[Tensor]) -> Tensor | float:
-    "`share` in PyTorch."
-    return 1.0 if denominator is None else 1 / torch.where(denominator == 0, 1.0, denominator)
+def plain_divisor(denominator:Optional[Tensor]) -> Tensor | float:
+    "`divisor_of` in PyTorch."
+    return 1.0 if denominator is None else torch.where(denominator == 0, 1.0, denominator)
 
 # %% ../../nbs/library/reference.ipynb #eeef3a21
 def sub_max(z:Tensor, row_max:Tensor) -> Tensor:
     "z [M,V] less the rows' maxima [M]; less nothing where all is -inf."
     return z - torch.where(row_max == -torch.inf, 0.0, row_max)[:, None]
+
+def online_sums(row_max:Tensor, s:Tensor, z:Tensor) -> tuple[Tensor, Tensor]:  # [M] twice, [M,C]
+    "Rows' maxima, and their sums of exponentials relative to these, after more scores."
+    higher = torch.maximum(row_max, z.amax(1))
+    return higher, s * sub_max(row_max[:, None], higher)[:, 0].exp() + sub_max(z, higher).exp_().sum(1)
 
 # %% ../../nbs/library/reference.ipynb #0e6a5038
 def reduce_rows(

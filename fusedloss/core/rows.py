@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.softmax import rescaled, rescaled_moment
+from fusedloss.core.softmax import rescaled, rescaled_moment, zero_if_neg_inf
 from fusedloss.core.triton import jit, tl
 
 # %% ../../nbs/library/rows.ipynb #8b87df03
@@ -53,20 +53,20 @@ def row_coefs(lse, w_y, w_t, w_all, o, V):
 # %% ../../nbs/library/rows.ipynb #1e9803c1
 @jit
 def row_loss(lse, log_p, total, target_coef, smoothing_coef, w_t, w_all, o, ignored, valid):
-    "The loss [BN] from the target's log-probability and Σ w z; NaN for labels out of range."
+    "The loss [BN] from the target's log-probability and Σ w (z - z_y); NaN for labels out of range."
     log_p = tl.where(log_p > 0, 0.0, log_p)  # a rounding may put it above, by 1e-7
-    loss = smoothing_coef * w_all * lse - smoothing_coef * total - target_coef * log_p + o.z_loss * w_t * lse * lse
+    loss = -(smoothing_coef * w_all + target_coef) * log_p - smoothing_coef * total + o.z_loss * w_t * lse * lse
     return tl.where(valid, loss, tl.where(ignored, 0.0, float("nan")))
 
 # %% ../../nbs/library/rows.ipynb #211a460a
 @jit
-def inv_denominator(denominator_ptr):
-    "What a loss is multiplied by: one over the denominator, or one without it."
+def divisor_of(denominator_ptr):
+    "What a loss is divided by: the denominator, or one without it or where it is 0. Its inverse may overflow."
     if denominator_ptr is None:
         return 1.0
     else:
         total = tl.load(denominator_ptr).to(tl.float32)
-        return 1 / tl.where(total == 0, 1.0, total)
+        return tl.where(total == 0, 1.0, total)
 
 # %% ../../nbs/library/rows.ipynb #490d6a63
 @jit
@@ -149,7 +149,7 @@ def finish_kernel(
     smoothed = tl.where(o.label_smoothing > 0, total, 0.0)  # 0 · -inf is no number
     loss = row_loss(lse, (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, smoothed, target_coef,
                     smoothing_coef, w_t, w_all, o, ignored, valid)
-    tl.store(loss_ptr + rows, loss * inv_denominator(denominator_ptr), mask=keep)
+    tl.store(loss_ptr + rows, loss / divisor_of(denominator_ptr), mask=keep)
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
     tl.store(rows_ptr + rows, row_max, mask=keep)
     tl.store(rows_ptr + M + rows, s, mask=keep)
@@ -161,7 +161,7 @@ def finish_kernel(
         tl.store(rows_ptr + 4 * size + rows, tl.where(valid, tl.sqrt(squares), 0.0), mask=keep)
     if MEAN:
         at_mean = rows_ptr + (2 + 3 * RANKS) * size + rows
-        tl.store(at_mean, tl.where(valid, total / V, 0.0), mask=keep)
+        tl.store(at_mean, tl.where(valid, zero_if_neg_inf(z_y) + total / V, 0.0), mask=keep)
 
 # %% ../../nbs/library/rows.ipynb #fa8fc4aa
 @jit
@@ -177,11 +177,10 @@ def row_gradient(
     s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
     lse = row_max / LOG2_SCALE + tl.log(s)
     softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    g = tl.zeros_like(softmax_coef)
+    g, divisor = tl.zeros_like(softmax_coef), divisor_of(denominator_ptr)
     if g_loss_ptr is not None:
         g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)
-    g *= inv_denominator(denominator_ptr)
-    softmax_coef *= g
+    softmax_coef = softmax_coef / divisor * g
     if g_lse_ptr is not None:
         softmax_coef += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)
-    return row_max, s, softmax_coef, target_coef * g, smoothing_coef * g
+    return row_max, s, softmax_coef, target_coef / divisor * g, smoothing_coef / divisor * g
