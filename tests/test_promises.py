@@ -1,0 +1,261 @@
+"""What each loss promises under `torch.compile` and `torch.export`: a table, loss × promise. Run as a script it prints the table of graphs as Markdown.
+
+A row is a `Case`. A size is of its rows, which are all tensors that `rows` makes; what `fixed` makes is the same for every size."""
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fusedloss as fl
+from fusedloss import margins
+
+V, H = 11, 8
+
+
+class Case(NamedTuple):
+    "A loss to be called as `call(*rows(n), *fixed(), **numbers)`"
+    call: Callable[..., Any]  # or a module; what it returns is added up
+    rows: Callable[[int], tuple[Tensor, ...]]  # of a number of tokens, pairs or sequences
+    fixed: Callable[[], tuple[Tensor, ...]] = lambda: ()
+    numbers: dict[str, Callable[[float], Any]] = {}  # options that may change from call to call, made of numbers between 0 and 1
+
+
+def floats(*size: int) -> Tensor:
+    return torch.randn(size).requires_grad_()
+
+
+def labels(n: int) -> Tensor:
+    return torch.arange(n) % V
+
+
+def of_logits(call: Callable, target: Callable[[int], Tensor] = labels, **numbers) -> Case:
+    return Case(call, lambda n: (floats(n, V), target(n)), numbers=numbers)
+
+
+def of_features(call: Callable, target: Callable[[int], Tensor] = labels, **numbers) -> Case:
+    return Case(call, lambda n: (floats(n, H), target(n)), lambda: (floats(V, H),), numbers)
+
+
+def linear(loss: Callable, **options) -> Callable:
+    return lambda x, y, w, **numbers: loss(x, w, y, **options, **numbers)
+
+
+def probabilities(n: int) -> Tensor:
+    return torch.randn(n, V).softmax(-1)
+
+
+def several(n: int) -> Tensor:
+    return torch.arange(2 * n).view(n, 2) % V
+
+
+def itself(value: float) -> float:
+    return value
+
+
+def above_1(value: float) -> float:
+    return 1 + value
+
+
+def of_teacher(**options) -> Callable:
+    return lambda x, t, w, u, **numbers: fl.linear_divergence(x, w, t, u, **options, **numbers)
+
+
+def of_list(x: Tensor, indices: Tensor, log_p: Tensor, w: Tensor, **numbers) -> Tensor:
+    return fl.linear_divergence(x, w, teacher_top=(indices, log_p), **numbers)
+
+
+def head(**options) -> Case:
+    "A `PartialFC`, whose weight is its own"
+    return of_head(fl.PartialFC(V, H, **options))
+
+
+def of_head(module: nn.Module) -> Case:
+    return Case(module, lambda n: (floats(n, H), labels(n)))
+
+
+class MarginLoss(nn.Module):
+    "A margin's loss, and what the margin remembers"
+    def __init__(self, m: margins.Margin):
+        super().__init__()
+        self.margin = m
+
+    def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor: return fl.margin_cross_entropy(x, w, y, margin=self.margin)
+
+
+def margin(m: margins.Margin) -> Case:
+    return Case(MarginLoss(m), lambda n: (floats(n, H), labels(n)), lambda: (floats(V * m.centers, H),))
+
+
+SCORES = dict(logit_scale=above_1, softcap=above_1)
+LOGITS = dict(**SCORES, label_smoothing=itself, z_loss=itself)
+TEACHER = dict(temperature=above_1, softcap=above_1, teacher_softcap=above_1)
+
+CASES = {
+    "cross_entropy": of_logits(fl.cross_entropy, **LOGITS),
+    "cross_entropy, each token": of_logits(lambda z, y, **numbers: fl.cross_entropy(z, y, reduction="none", **numbers), **LOGITS),
+    "cross_entropy, statistics": of_logits(lambda z, y, **numbers: fl.cross_entropy(z, y, return_stats=True, **numbers)[0], **LOGITS),
+    "cross_entropy, probabilities": of_logits(fl.cross_entropy, probabilities, **LOGITS),
+    "iota_cross_entropy": of_logits(fl.iota_cross_entropy),
+    "log_probs": of_logits(lambda z, y, **numbers: fl.log_probs(z, y, entropy=True, **numbers)[:2], temperature=above_1, **SCORES),
+    "linear_log_probs": of_features(linear(lambda *a, **k: fl.linear_log_probs(*a, entropy=True, **k)[:2]), temperature=above_1, **SCORES),
+    "baseline_linear_cross_entropy": of_features(linear(fl.baseline_linear_cross_entropy)),
+    "tiled_linear_cross_entropy": of_features(linear(fl.tiled_linear_cross_entropy), logit_scale=above_1),
+    "tiled_linear_cross_entropy, LMCL": of_features(linear(fl.tiled_linear_cross_entropy), scale=above_1, margin=itself),
+    "chunked_linear_cross_entropy": of_features(linear(fl.chunked_linear_cross_entropy), **LOGITS),
+    "recompute_linear_cross_entropy": of_features(linear(fl.recompute_linear_cross_entropy), **LOGITS),
+    "recompute_linear_cross_entropy, filtered": of_features(linear(fl.recompute_linear_cross_entropy), filter_eps=lambda v: v / 100, **SCORES),
+    "MemoryEfficientVocabOutput": of_head(fl.MemoryEfficientVocabOutput(nn.Parameter(torch.randn(V, H)))),
+    "linear_divergence": Case(of_teacher(), lambda n: (floats(n, H), torch.randn(n, H)), lambda: (floats(V, H), torch.randn(V, H)), TEACHER),
+    "linear_divergence, jsd of each token": Case(of_teacher(kind="jsd", reduction="none"), lambda n: (floats(n, H), torch.randn(n, H)),
+                                                 lambda: (floats(V, H), torch.randn(V, H)), dict(beta=itself, **TEACHER)),
+    "linear_divergence, lists": Case(of_list, lambda n: (floats(n, H), torch.arange(3).repeat(n, 1), torch.full((n, 3), -2.0)),
+                                     lambda: (floats(V, H),), dict(temperature=above_1)),
+    "contrastive_loss": Case(fl.contrastive_loss, lambda n: (floats(n, H), floats(n, H)), numbers=dict(logit_scale=above_1)),
+    **{f"margin_cross_entropy, {type(m).__name__}": margin(m)
+       for m in (margins.CosFace(), margins.ArcFace(), margins.Combined(), margins.AdaFace(), margins.Circle(), margins.SubCenter(2))},
+    "PartialFC": head(),
+    "PartialFC, ArcFace": head(margin=margins.ArcFace()),
+    "PartialFC, sampled": head(sample_rate=0.3),
+    "PartialFC, dot products": head(normalize=False, bias=True),
+    "PartialFC, dot products sampled": head(normalize=False, sample_rate=0.3),
+}
+# numbers where sizes change: a scale has no default, and a filter is off by default
+GIVEN = {"contrastive_loss": dict(logit_scale=2.0), "recompute_linear_cross_entropy, filtered": dict(filter_eps=0.01)}
+
+SIZES = (4, 5, 6, 7, 9)
+VALUES = (0.25, 0.5, 0.125, 0.375, 0.75)
+backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.thorough)])
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+def added(result: Any) -> Tensor:
+    return result.sum() if isinstance(result, Tensor) else sum(added(t) for t in result)
+
+
+class Pair:
+    "A loss and the same compiled; what they return is compared, and their gradients"
+    def __init__(self, case: Case, backend: str, run: Callable | None = None):
+        torch._dynamo.reset()
+        self.case, self.count = case, CompileCounterWithBackend(backend)
+        self.run = run or (lambda call, *tensors, **numbers: added(call(*tensors, **numbers)))
+        self.calls = case.call, copy.deepcopy(case.call)
+        self.compiled = torch.compile(self.run, fullgraph=True, backend=self.count)
+
+    def values(self, run: Callable, call: Callable, tensors: list[Tensor], numbers: dict) -> list[Tensor]:
+        loss = run(call, *tensors, **numbers)
+        if not loss.requires_grad: return [loss]
+        leaves = [t for t in tensors if t.requires_grad] + (list(call.parameters()) if isinstance(call, nn.Module) else [])
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    def same(self, n: int, **numbers):
+        tensors = [*self.case.rows(n), *self.case.fixed()]
+        expected, got = (self.values(run, call, tensors, numbers) for run, call in zip((self.run, self.compiled), self.calls))
+        for a, b in zip(got, expected, strict=True): torch.testing.assert_close(a.to_dense(), b.to_dense())
+
+
+def graphs_of_sizes(name: str, backend: str) -> tuple[int, int]:
+    "Graphs of training, and with evaluations in between"
+    pair, given = Pair(CASES[name], backend), GIVEN.get(name, {})
+    for n in SIZES: pair.same(n, **given)
+    alone = pair.count.frame_count
+    for n in SIZES:
+        with torch.no_grad(): pair.same(n, **given)
+        pair.same(n + 6, **given)
+    return alone, pair.count.frame_count
+
+
+def graphs_of_numbers(name: str, backend: str) -> int:
+    "Graphs where every number changes at each call"
+    pair = Pair(CASES[name], backend)
+    for value in VALUES: pair.same(SIZES[0], **{key: make(value) for key, make in CASES[name].numbers.items()})
+    return pair.count.frame_count
+
+
+def kept(case: Case) -> Callable:
+    "The loss of those rows that a mask names"
+    def run(call: Callable, mask: Tensor, *tensors: Tensor, **numbers) -> Tensor:
+        rows = len(tensors) - len(case.fixed())
+        return added(call(*(t[mask] for t in tensors[:rows]), *tensors[rows:], **numbers))
+    return run
+
+
+def graphs_of_masks(name: str, backend: str) -> int:
+    "Graphs of x[mask], whose size no compiler knows"
+    case = CASES[name]
+    masked = case._replace(rows=lambda n: (torch.arange(9) < n, *case.rows(9)))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        pair = Pair(masked, backend, kept(case))
+        for n in SIZES: pair.same(n, **GIVEN.get(name, {}))
+    return pair.count.frame_count
+
+
+class Exported(nn.Module):
+    "A loss as a module"
+    def __init__(self, call: Callable, numbers: dict):
+        super().__init__()
+        self.call, self.numbers = call, numbers
+
+    def forward(self, *tensors: Tensor) -> Tensor: return added(self.call(*tensors, **self.numbers))
+
+
+def export(name: str, strict: bool):
+    "Export with any number of rows, and compare at other numbers"
+    case, n = CASES[name], torch.export.Dim("n", min=2, max=4096)
+    call, own = (Exported(copy.deepcopy(case.call), GIVEN.get(name, {})) for _ in range(2))
+    rows, fixed = case.rows(6), case.fixed()
+    program = torch.export.export(call, (*rows, *fixed), strict=strict, dynamic_shapes={"tensors": (*({0: n} for _ in rows), *({} for _ in fixed))})
+    for size in (3, 6, 12):
+        tensors = *case.rows(size), *fixed
+        torch.testing.assert_close(program.module()(*tensors), own(*tensors))
+
+
+@backends
+@each_case
+def test_two_graphs_a_grad_mode_for_any_sizes(name, backend):
+    alone, with_evaluations = graphs_of_sizes(name, backend)
+    assert alone <= 2 and with_evaluations <= 4
+
+
+@backends
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.numbers])
+def test_numbers_that_change_make_no_graphs(name, backend):
+    assert graphs_of_numbers(name, backend) <= 2
+
+
+@backends
+@each_case
+def test_sizes_that_no_compiler_knows(name, backend):
+    assert graphs_of_masks(name, backend) <= 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@each_case
+def test_export_of_any_size(name, strict):
+    export(name, strict)
+
+
+def table() -> str:
+    "Each promise's graphs, or the error's kind, by loss"
+    def of(promise: Callable, *args) -> str:
+        try: found = promise(*args)
+        except Exception as error:
+            print(args, type(error).__name__, str(error)[:400], file=sys.stderr)
+            return type(error).__name__
+        return "yes" if found is None else "; ".join(map(str, found)) if isinstance(found, tuple) else str(found)
+
+    lines = [f"PyTorch {torch.__version__}", "", "| loss | graphs; with evaluations | numbers | `x[mask]` | exported strict | not |", "|:--|--:|--:|--:|:--|:--|"]
+    for name in [n for n in CASES if not sys.argv[1:] or any(a in n for a in sys.argv[1:])]:
+        cells = [of(graphs_of_sizes, name, "aot_eager"), of(graphs_of_numbers, name, "aot_eager") if CASES[name].numbers else "–",
+                 of(graphs_of_masks, name, "aot_eager"), of(export, name, True), of(export, name, False)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
