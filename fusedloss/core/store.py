@@ -217,6 +217,8 @@ def update(
         fits = _is_storable(value) and len(text) < LARGEST // 2
         if not fits: raise ValueError("expected integers of at most 1024 bits, nested at most 64 deep, in 32 MiB")
     except (ValueError, TypeError, RecursionError) as reason: return _warn_once(path, f"not written: {reason!r}")
-    _watch_forks(), _at_end(os.getpid())
+    _watch_forks()
     with _guard: _waiting.setdefault(path, {})[key] = value
-    _write(path)
+    try: _write(path)
+    finally:
+        if _waiting_for(path): _at_end(os.getpid())
