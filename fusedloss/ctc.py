@@ -155,7 +155,7 @@ def kernel_shape(
     return None if not runs_kernels(z) else scan_shape(p.width, device_of(z).clusters)
 
 # %% ../nbs/20_ctc.ipynb #1186b1d5
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def kernels_for(
     device:int, dtype:torch.dtype, C:int, score_kind:int,
     s:Optional[ScanShape]=None,  # None: for backward alone

@@ -322,7 +322,7 @@ class FusedShape(NamedTuple):
         return (c * nz + most + 2) // 2 * 8 + most * c * real
 
 # %% ../nbs/19_scans.ipynb #70e5395c
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def fused_shape(
     c:int, nz:int, S:Semiring, real:int,  # states, edges a state, Log or Max, bytes a number
     limit:int,  # bytes of shared memory that a block may have

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -21,6 +22,7 @@ def place(tmp_path, monkeypatch) -> Path:
     "A folder of its own, not made yet; no warning has been given"
     monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path / "store"))
     monkeypatch.setattr(store, "_warned", set())
+    monkeypatch.setattr(store, "_waiting", {})
     return tmp_path / "store"
 
 
@@ -55,7 +57,7 @@ def test_what_is_written_is_read_and_nobody_else_may_read_it(place):
     assert store.read("x") == {}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\0\xff", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\0\xff", "[" * 100_000, "[" * 700 + "]" * 700, '{"a": ' + "[" * 100_000])
 def test_a_damaged_file_costs_one_warning_that_names_it_and_is_replaced(place, text):
     place.mkdir()
     (place / "x.json").write_bytes(text.encode("latin-1"))
@@ -64,6 +66,86 @@ def test_a_damaged_file_costs_one_warning_that_names_it_and_is_replaced(place, t
         store.update("x", "a", 1)
     assert len(seen) == 1
     assert store.read("x") == {"a": 1}
+
+
+@pytest.mark.parametrize("bad", ["NaN", "-Infinity", "1e999", '[{"c": [Infinity]}]', "[" * 70 + "]" * 70, '{"c":' * 500 + "1" + "}" * 500, "9" * 1000])
+def test_an_entry_that_no_update_would_write_is_passed_over_and_the_others_stay(place, bad):
+    place.mkdir()
+    (place / "x.json").write_text(f'{{"a": {bad}, "b": [1.5, null]}}')
+    with pytest.warns(UserWarning, match=r"x\.json: entries passed over") as seen:
+        assert store.read("x") == {"b": [1.5, None]}
+        store.update("x", "c", 1)
+    assert len(seen) == 1 and json.loads((place / "x.json").read_text()) == store.read("x") == {"b": [1.5, None], "c": 1}
+
+
+def test_what_is_written_is_what_is_read(place):
+    "Tuples become lists, and numbers that are keys become words; the same value once more writes nothing"
+    for value in ((1, 2), {1: {2: (None,)}}, [[[1]]], "\ud800", 2**64, True):
+        store.update("x", "a", value)
+        before = (place / "x.json").stat().st_ino
+        store.update("x", "a", value)
+        assert (place / "x.json").stat().st_ino == before and json.loads((place / "x.json").read_text()) == store.read("x")
+    deep = []
+    for _ in range(70):
+        deep = [deep]
+    for key, value in (("deep", deep), ("large", 10**400), ("endless", [float("inf")])):
+        with pytest.warns(UserWarning, match="not written"):
+            store.update(key, "a", value)
+        assert store.read(key) == {}
+
+
+def test_a_file_larger_than_any_is_not_read(place, monkeypatch):
+    monkeypatch.setattr(store, "LARGEST", 200)
+    place.mkdir()
+    (place / "x.json").write_text('{"a": 1' + " " * 300 + "}")
+    with pytest.warns(UserWarning, match="expected a JSON object, got more than 200 bytes"):
+        assert store.read("x") == {}
+    store.update("x", "b", 2)
+    with pytest.warns(UserWarning, match="y.json: not written"):
+        store.update("y", "b", "b" * 200)
+    assert store.read("x") == {"b": 2} and store.read("y") == {}
+
+
+@POSIX
+@pytest.mark.parametrize("inside", [(), ("kept", "x.json")], ids=["empty", "full"])
+def test_a_folder_in_the_place_of_a_file_is_replaced_and_what_is_in_it_stays(place, inside):
+    (place / "x.json").mkdir(parents=True)
+    for name in inside:
+        (place / "x.json" / name).write_text(name)
+    with pytest.warns(UserWarning, match="regular file"):
+        store.update("x", "a", 1)
+    assert store.read("x") == {"a": 1}
+    assert {p.name: p.read_text() for p in place.glob("x.json-*/*")} == {name: name for name in inside}
+
+
+@POSIX
+def test_what_cannot_be_opened_is_replaced(place, monkeypatch):
+    (place).mkdir()
+    (place / "x.json").symlink_to("x.json")  # an endless way
+    (place / "x.lock").mkdir()  # and no lock
+    with pytest.warns(UserWarning, match="x.json: replaced at the next update"):
+        assert store.read("x") == {}
+    store.update("x", "a", 1)
+    assert store.read("x") == {"a": 1} and not (place / "x.json").is_symlink()
+    opened = os.open
+    def refuse(path, flags, *mode):  # as for a file without permissions, which root may read
+        if Path(path) == place / "x.json": raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *mode)
+    with monkeypatch.context() as m:
+        m.setattr(os, "open", refuse)
+        store.update("x", "b", 2)
+    assert store.read("x") == {"b": 2}
+
+
+@POSIX
+def test_a_file_that_fails_to_be_read_for_once_loses_nothing(place, monkeypatch):
+    store.update("x", "a", 1)
+    def fail(*_): raise OSError(5, "Input/output error")
+    with monkeypatch.context() as m, pytest.warns(UserWarning, match="not written"):
+        m.setattr(os, "fstat", fail)
+        store.update("x", "b", 2)
+    store.update("x", "c", 3)
+    assert store.read("x") == {"a": 1, "b": 2, "c": 3}
 
 
 @POSIX
@@ -137,7 +219,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(place, monkeypatch)
     with monkeypatch.context() as m, pytest.warns(UserWarning, match="No space left"):
         m.setattr(os, "replace", full)
         store.update("x", "b", 2)
-    assert store.read("x") == {"a": 1} and {p.suffix for p in place.iterdir()} == {".json", ".lock"}
+    assert json.loads((place / "x.json").read_text()) == {"a": 1} and {p.suffix for p in place.iterdir()} == {".json", ".lock"}
+    store.update("x", "c", 3)  # writes both
+    assert json.loads((place / "x.json").read_text()) == {"a": 1, "b": 2, "c": 3}
 
 
 # without PyTorch: the store alone, under its own name
@@ -167,16 +251,81 @@ def test_updates_of_threads_are_all_kept():
 
 
 @POSIX
-def test_a_lock_that_is_never_released_is_not_waited_for(place, monkeypatch):
+def test_a_lock_that_is_never_released_is_not_waited_for_and_costs_no_update(place, monkeypatch):
     import fcntl
     store.update("x", "a", 1)
     monkeypatch.setattr(store, "WAIT", 0.05)
+    monkeypatch.setattr(store, "LAST_WAIT", 0.05)
+    written = lambda: json.loads((place / "x.json").read_text())
     with (place / "x.lock").open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         start = time.monotonic()
         store.update("x", "b", 2)
         assert time.monotonic() - start < 5
-    assert store.read("x") == {"a": 1, "b": 2}
+        store.update("x", "b", 3)
+        assert store.read("x") == {"a": 1, "b": 3} and written() == {"a": 1}
+        with pytest.warns(UserWarning, match="x.lock: 1 updates not written"):
+            store._write_last()  # as the process ends
+    store.update("x", "c", 4)
+    assert written() == store.read("x") == {"a": 1, "b": 3, "c": 4} and not store._waiting[place / "x.json"]
+
+
+LAST = """
+import importlib.util, multiprocessing, sys
+spec = importlib.util.spec_from_file_location("store", sys.argv[1])
+store = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(store)
+store.WAIT = 0.01
+def late(key):
+    store.update("x", key, 1)
+    print("waits", flush=True)
+if sys.argv[2] == "fork":
+    worker = multiprocessing.get_context("fork").Process(target=late, args=("fork",))
+    worker.start(), worker.join()
+else: late("alone")
+"""
+
+
+@POSIX
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_the_end_of_a_process_writes_what_waits(place, how):
+    import fcntl
+    store.update("x", "a", 1)
+    with (place / "x.lock").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        late = subprocess.Popen([sys.executable, "-S", "-W", "error", "-c", LAST, store.__file__, how], stdout=subprocess.PIPE, text=True)
+        assert late.stdout.readline() == "waits\n" and store.read("x") == {"a": 1}
+    assert late.wait(60) == 0 and store.read("x") == {"a": 1, how: 1}
+
+
+@POSIX
+def test_what_a_killed_writer_leaves_is_removed(place):
+    kill = "import os; os.replace = lambda *_: os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-S", "-c", f"{kill}\n{WRITER}", store.__file__, "0"]).returncode == -9
+    left, = place.glob(".x-*.tmp")
+    store.update("x", "a", 1)
+    assert left.exists()  # it may be at work
+    os.utime(left, (0, 0))
+    store.update("x", "b", 2)
+    assert not left.exists() and {p.suffix for p in place.iterdir()} == {".json", ".lock"} and store.read("x") == {"a": 1, "b": 2}
+
+
+@POSIX
+@pytest.mark.parametrize("where", [(os, "replace"), (os, "open"), (json, "dumps"), (json, "loads"), (tempfile, "mkstemp"), (time, "monotonic")], ids=lambda w: w[1])
+def test_an_interruption_leaves_no_file_and_no_lock(place, monkeypatch, where):
+    store.update("x", "a", 1)
+    calls = []
+    def interrupted(*args, own=getattr(*where), **options):
+        calls.append(1)
+        if len(calls) == (2 if where[0] is json else 1): raise KeyboardInterrupt  # json has a part before any file has
+        return own(*args, **options)
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(*where, interrupted)
+        store.update("x", "b", 2)
+    assert {p.suffix for p in place.iterdir()} == {".json", ".lock"}
+    start = time.monotonic()
+    store.update("x", "c", 3)
+    assert time.monotonic() - start < store.WAIT / 2 and store.read("x") == {"a": 1, "b": 2, "c": 3}
 
 
 @POSIX

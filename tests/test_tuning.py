@@ -1,7 +1,11 @@
 """Tuning: found once, remembered on disk, imposed by a file, one for all ranks; threads and forks. Clocks are made up."""
+import functools
+import importlib
+import inspect
 import json
 import multiprocessing
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -296,6 +300,31 @@ def test_choices_that_do_not_exist_are_an_error_that_names_them(kind, call, valu
     forget(monkeypatch)
     with pytest.raises(ValueError, match="FUSEDLOSS_CHOICES=.*expected one of .*got"):
         call()
+
+
+def test_of_many_token_counts_the_last_are_kept(monkeypatch):
+    monkeypatch.setattr(tuning, "MOST", 8)
+    w = torch.ones(7, 3, requires_grad=True)
+    for n in [*range(1, 30), 3]:
+        fl.linear_cross_entropy(torch.ones(n, 3), w, torch.zeros(n, dtype=torch.int64)).backward()
+    kept = tuning.choices()["methods"]
+    asked = [fl.plan(n, 7, 3, torch.float32, device="cpu").call.n for n in (3, *range(23, 30))]
+    assert len(kept) == 8 and all(any(f"n={n}," in request for request in kept) for n in asked)
+
+
+FEW = {"device", "backend", "index", "path", "compiler", "kind", "board",  # what a machine has
+       "name", "sources", "arch", "constants", "form", "dtype", "arguments", "s", "staged"}  # what kernels are compiled for
+
+
+def test_every_table_has_a_bound_or_few_keys():
+    "Sizes, numbers and tensors vary without end; what is kept by them is kept for the last thousands"
+    for module in pkgutil.walk_packages(fl.__path__, "fusedloss."):
+        if "integrations" not in module.name:
+            importlib.import_module(module.name)
+    tables = {found for name, module in sys.modules.items() if name.partition(".")[0] == "fusedloss" for found in vars(module).values()
+              if isinstance(found, functools._lru_cache_wrapper)}
+    unbound = {f"{t.__module__}.{t.__name__}": set(inspect.signature(t).parameters) - FEW for t in tables if t.cache_parameters()["maxsize"] is None}
+    assert len(tables) > 20 and not {name: more for name, more in unbound.items() if more}
 
 
 @follows_plans

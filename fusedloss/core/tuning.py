@@ -174,7 +174,7 @@ def _variant_with(variants:list[tuple], fields:Any) -> Optional[tuple]:
 
 # %% ../../nbs/library/tuning.ipynb #a482173e
 def choices() -> dict[str, dict]:
-    "What this process has chosen so far: variants by key, methods of `auto` by request."
+    "What this process has chosen so far: variants by key, methods of the last 4096 requests of `auto`."
     with _lock():
         return {"variants": {key: list(v) for key, v in sorted(_chosen.used.items())},
                 "methods": dict(sorted((repr(r), m) for r, m in _chosen.methods.items()))}
@@ -326,6 +326,8 @@ def fastest_variant(
     return found
 
 # %% ../../nbs/library/tuning.ipynb #e8b1b1ed
+MOST = 4096  # requests whose methods are kept, as by the tables of plans
+
 def chosen_method(
     request:Hashable,  # all that the choice depends on; its `repr` is the key in a file
     planned:str, able:Callable[[], list[str]],  # what the plan takes; what it could take
@@ -334,5 +336,7 @@ def chosen_method(
     if _chosen.methods.get(request) == planned: return planned
     found = _from_file("methods", repr(request))
     if found is not None and found not in able(): raise _invalid_choice(repr(request), able(), found)
-    with _lock(): _chosen.methods[request] = found or planned
+    with _lock():
+        _chosen.methods[request] = found or planned
+        if len(_chosen.methods) > MOST: del _chosen.methods[next(iter(_chosen.methods))]  # the oldest
     return found or planned
