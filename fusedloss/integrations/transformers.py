@@ -315,6 +315,10 @@ def unlike_product(
     return more_than_product(bare)
 
 # %% ../../nbs/integrations/transformers.ipynb #7719f889
+def kind_of(head:nn.Module) -> str:
+    "The whole name of a class: PEFT has many a `Linear`."
+    return f"{type(head).__module__}.{type(head).__name__}"
+
 def layers_of(
     head:nn.Module,  # the output layer
 ) -> list[nn.Module]:
@@ -343,7 +347,7 @@ def forwards_of(
     found = tuple(m.forward for m in layers_of(head))
     expect(all(isinstance(f, LinearForward) for f in found) and found, "model",
            "the output layer that patch has found",
-           f"a {type(head).__name__} that came later: patch(model) again after a change of it")
+           f"{kind_of(head)} with a layer that came later: patch(model) again after a change of it")
     return found
 
 # %% ../../nbs/integrations/transformers.ipynb #c7c10e05
@@ -392,7 +396,7 @@ def check_products(
     except (NotImplementedError, TypeError) as error: more = f"whose forward raises: {error}"
     finally: WAITING.asked = before
     expect(not more, "model", "an output layer that adds products with its weights",
-           f"{type(head).__module__}.{type(head).__name__}, {more}")
+           f"{kind_of(head)}, {more}")
 
 # %% ../../nbs/integrations/transformers.ipynb #aa2611bd
 def without_logits(
@@ -406,7 +410,8 @@ def without_logits(
     else:
         rest, loss = {k: v for k, v in output.items() if not lazy(v)}, output.get("loss")
         found, rest = len(rest) < len(output), type(output)(**rest)
-    expect(found, "model", "logits of the output layer that patch has found", "other logits")
+    expect(found, "model", "logits of the output layer that patch has found",
+           "other logits: unpatch(model) computes them")
     expect(isinstance(loss, Tensor), "model", "a loss beside its logits", type(loss).__name__)
     return rest
 
@@ -443,8 +448,12 @@ def replaced(
 def output_layer(
     model:nn.Module,  # of transformers
 ) -> Optional[nn.Module]:
-    "The layer that makes logits: models for CTC have one, and do not say which."
+    "The layer that makes logits, also of models that name an embedding (FSMT) or none (CTC)."
     head = model.get_output_embeddings()
+    if isinstance(head, nn.Embedding):
+        like = [m for m in model.modules() if isinstance(m, nn.Linear) and
+                m.weight.shape == head.weight.shape]
+        return like[0] if len(like) == 1 else head
     if head is not None: return head
     return next((m for name, m in model.named_children() if name in ("lm_head", "ctc_head")), None)
 
