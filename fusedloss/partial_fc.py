@@ -60,10 +60,14 @@ def weight_columns(head:nn.Module, columns:Columns) -> Columns:
     note_rows(head, columns)
     return columns
 
+def has_rows_alone(head:nn.Module) -> bool:
+    "Whether gradients hold rows alone: what a weight is computed from gets a dense one."
+    return head.sparse and head.weight.is_leaf and (head.bias is None or head.bias.is_leaf)
+
 def note_rows(head:nn.Module, columns:Columns|RowDraws):
     "Tell the optimizer which rows a step's gradients have."
-    if not head.sparse: return
-    for p in head.parameters(recurse=False):
+    if not has_rows_alone(head): return
+    for p in (head.weight,) if head.bias is None else (head.weight, head.bias):
         p.grad_rows = RowIndex(columns.grad_index, columns.w_rows)
 
 # %% ../nbs/14_partial_fc.ipynb #8ea9ff11
@@ -204,9 +208,15 @@ class ClassVectors(nn.Module):
     @property
     def num_classes(self) -> int: return len(self.weight) // self.centers
 
+    def own_parameters(self) -> list[nn.Parameter]:
+        "Weight and bias; `ValueError` where one is computed, whose rows nothing can replace."
+        held = [("weight", self.weight)] + ([] if self.bias is None else [("bias", self.bias)])
+        for name, t in held: expect(isinstance(t, nn.Parameter), name, "a parameter", "a tensor that is computed")
+        return [t for _, t in held]
+
     def begin_rows(self):
         "First values of the weight, and of the bias."
-        for p, std in zip(self.parameters(recurse=False), (0.01, 0.0)): nn.init.normal_(p, std=std)
+        for p, std in zip(self.own_parameters(), (0.01, 0.0)): nn.init.normal_(p, std=std)
 
     def reset_parameters(self) -> None:
         "First values of all that the head holds: after `to_empty`, or to begin anew."
@@ -222,7 +232,7 @@ class ClassVectors(nn.Module):
         "Add classes at the end, with random vectors; if it raises, nothing has changed."
         expect(type(n) is int and n > 0, "n", "a positive integer", repr(n))
         old, more = self.num_classes, n * self.centers
-        rebuild_rows(list(self.parameters(recurse=False)), optimizers,
+        rebuild_rows(self.own_parameters(), optimizers,
                      lambda t: torch.cat([t, t.new_zeros(more, *t.shape[1:])]),
                      lambda new: nn.init.normal_(new, std=0.01))
         return range(old, old + n)
@@ -244,7 +254,7 @@ class ClassVectors(nn.Module):
         expect(bool(keep.any()), "classes", "not all of them", len(gone))
         rows = keep.repeat_interleave(self.centers)
         new = torch.where(keep, keep.cumsum(0) - 1, -1)
-        rebuild_rows(list(self.parameters(recurse=False)), optimizers, lambda t: t[rows])
+        rebuild_rows(self.own_parameters(), optimizers, lambda t: t[rows])
         return new
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
@@ -256,7 +266,7 @@ def margin_loss(
     lse, cos, largest = partial_lse(
         x if scale is None else scaled_rows(x, scale, known, o.eps), head.weight,
         columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column, columns.shift, o,
-        dtype, kernel, head.sparse)[:3]
+        dtype, kernel, has_rows_alone(head))[:3]
     if scale is not None: cos = cos / scale
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
     head.margin.observe(norm, known)
@@ -272,7 +282,7 @@ def cosface_loss(
     loss, _, lse, cos, largest, *_ = affine_margin_loss(
         x, head.weight, columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column,
         columns.shift, columns.loss_weight, AffineMargin(o.scale, -o.scale * head.margin.margin),
-        o, dtype, head.sparse)
+        o, dtype, has_rows_alone(head))
     return loss, lse, cos, largest
 
 def step_sampler(head:nn.Module) -> Optional[nn.Module]:
@@ -314,7 +324,7 @@ def shared_scores(
     if columns.w_rows is not None: note_rows(head, columns)
     return columns, dot_lse(
         x, head.weight, head.bias, columns.x_rows, columns.w_rows, columns.grad_index,
-        columns.target_column, columns.shift, n_shared, dtype, kernel, head.sparse)[:3]
+        columns.target_column, columns.shift, n_shared, dtype, kernel, has_rows_alone(head))[:3]
 
 def own_scores(
     head:nn.Module, x:Tensor, y:Tensor, sampler:PopularitySampler,  # [N,H], [N]
@@ -324,7 +334,7 @@ def own_scores(
     note_rows(head, draws)
     return draws, row_lse(
         x, head.weight, head.bias, draws.x_rows, draws.classes, draws.shift, draws.place,
-        draws.grad_index, head_dtype(x), head.sparse)
+        draws.grad_index, head_dtype(x), has_rows_alone(head))
 
 # %% ../nbs/14_partial_fc.ipynb #a28823a8
 def dot_loss(

@@ -6,9 +6,9 @@
 __all__ = ['ShardedPartialFC', 'ShardedRowSparse', 'ignore_in_ddp', 'load_insightface', 'save_insightface']
 
 # %% ../nbs/17_sharded_heads.ipynb #e751654a
-import copy, functools, os, zipfile
+import contextlib, copy, functools, os, tempfile, zipfile
 from pathlib import Path
-from typing import Any, Callable, Literal, Optional, Sequence, TypedDict, Unpack
+from typing import Any, Callable, Iterable, Literal, Optional, Sequence, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from fusedloss.logprobs import flat_labels
 from fusedloss.margins import learned_scale, Margin, scaled_rows, target_scores
 from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
-    head_stats, HeadStats, PartialFC, score_config, scores_in_eval, step_sampler, TopK)
+    has_rows_alone, head_stats, HeadStats, PartialFC, score_config, scores_in_eval, step_sampler, TopK)
 from fusedloss.row_sparse import (
     as_rows, live_rows, missing_state, RowSparse, state_tensors, Update)
 
@@ -130,12 +130,13 @@ def local_statistics(
     o, rows = config_of(head), center_rows(columns.w_rows, head.centers)
     index = columns.grad_index
     if rows is not None and o.centers > 1: index = live_index(rows)
-    if rows is not None and head.sparse:
+    sparse = has_rows_alone(head)
+    if rows is not None and sparse:
         index = index + s.start * o.centers  # as the whole weight counts
         head.weight.grad_rows = RowIndex(index, rows)
     kernel = uses_kernels(head.method, x, dtype, o)
     return partial_lse(x, w, x_rows, rows, index, columns.target_column, columns.shift, o, dtype,
-                       kernel, head.sparse)[:3]
+                       kernel, sparse)[:3]
 
 # %% ../nbs/17_sharded_heads.ipynb #94fddf48
 def sharded_head_loss(
@@ -430,7 +431,7 @@ def ignore_in_ddp(
     expect(isinstance(module, nn.Module), "module", "a module", type(module).__name__)
     heads = [(name, m) for name, m in module.named_modules() if isinstance(m, PartialFC)]
     for name, head in heads:
-        fits = is_dtensor(head.weight) or not head.sparse
+        fits = is_dtensor(head.weight) or not has_rows_alone(head)
         expect(fits, "module", "heads over ranks (ShardedPartialFC with a mesh), or with "
                "sparse=False: DDP averages no gradient of rows", f"{type(head).__name__} {name!r}")
     rows = [f"{name}.weight".lstrip(".") for name, head in heads if is_dtensor(head.weight)]
@@ -486,29 +487,44 @@ def rank_files(files:str|os.PathLike|Sequence[str|os.PathLike]) -> list[Path]:
 # %% ../nbs/17_sharded_heads.ipynb #e25a351f
 def read_rank(path:Path) -> Tensor:  # [V_r,H], on the CPU
     "The class vectors of a rank's file, which the disk still holds where the file can be mapped."
-    mapped = zipfile.is_zipfile(path)
-    try: held = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except OSError: raise
+    try: held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
+        if getattr(error, "filename", None): raise  # a file that cannot be opened
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"files: expected what torch.load(weights_only=True) reads, got "
                          f"{path.name}: {reason}") from error
     for key in ("state_dict_softmax_fc", "weight"):
         if isinstance(held, dict): held = held.get(key, held)
-    expect(isinstance(held, Tensor) and held.dim() == 2 and held.is_floating_point(), "files",
-           "a matrix of class vectors, alone or as state_dict_softmax_fc's weight",
-           f"{path.name} with {sorted(held) if isinstance(held, dict) else type(held).__name__}")
+    is_matrix = type(held) in (Tensor, nn.Parameter) and held.dim() == 2 and held.is_floating_point()
+    stored = is_matrix and held.layout == torch.strided and not held.is_meta
+    got = sorted(map(str, held)) if isinstance(held, dict) else type(held).__name__
+    if is_matrix: got = f"one on {held.device} as {held.layout}"
+    expect(stored, "files", "a matrix of class vectors, alone or as state_dict_softmax_fc's weight", f"{path.name} with {got}")
     return held
 
 # %% ../nbs/17_sharded_heads.ipynb #6829f424
 def check_insightface(head:PartialFC, sizes:list[list[int]]):  # of each file's rows
     "`ValueError` for a head that the files of insightface cannot hold, or not these."
-    expect(isinstance(head, PartialFC), "head", "a PartialFC", type(head).__name__)
     expect(head.normalize, "head", "one of cosines, as insightface's", "normalize=False")
     expect(head.centers == 1, "head", "one vector a class, as in insightface's files", head.centers)
+    expect(not head.weight.is_meta, "head", "class vectors in memory", "a weight on meta")
     ranges = [insightface_range(head.num_classes, len(sizes), r) for r in range(len(sizes))]
     wanted = [[len(classes), head.embedding_size] for classes in ranges]
     expect(sizes == wanted, "files", f"rows of {wanted}, as insightface splits these classes", sizes)
+
+def shards_of(head:PartialFC) -> Shards:
+    "Which classes of a head are here."
+    expect(isinstance(head, PartialFC), "head", "a PartialFC", type(head).__name__)
+    return head.shards if isinstance(head, ShardedPartialFC) else shards_on(None, head.num_classes)
+
+def write_parts(parts:Iterable[tuple[Path, Any]], staging:list[str]) -> Optional[Exception]:
+    "Save parts in the folder, if there is one, to the end or the first error; the others are made all the same, for ranks make them together."
+    error = None
+    for path, part in parts:
+        if error or not staging: continue
+        try: torch.save(part, Path(*staging, path.name))
+        except Exception as failed: error = failed
+    return error
 
 def classes_of_all(head:PartialFC, classes:range, s:Shards) -> Tensor:  # [classes,H]
     "Vectors of some classes, whichever ranks have them, on every rank."
@@ -526,11 +542,15 @@ def load_insightface(
     files:str|os.PathLike|Sequence[str|os.PathLike],  # their folder, or paths in the order of ranks
 ) -> None:
     "Fill a head with the class vectors that insightface's ranks have saved, of any number of ranks."
-    check_insightface(head, [])
-    parts = [read_rank(path) for path in rank_files(files)]
-    check_insightface(head, [list(rows.shape) for rows in parts])
-    first = head.shards.start if isinstance(head, ShardedPartialFC) else 0
-    here = rows_here(head.weight)
+    s, parts, here = shards_of(head), [], rows_here(head.weight)
+    def look() -> dict[str, int]:
+        head.own_parameters()
+        check_insightface(head, [])
+        parts.extend(map(read_rank, rank_files(files)))
+        check_insightface(head, [list(rows.shape) for rows in parts])
+        return {"files": len(parts)}
+    agreed_facts(look, s, head.weight.device)  # no rank has changed a row
+    first = s.start
     for rank, rows in enumerate(parts):
         theirs = insightface_range(head.num_classes, len(parts), rank)
         start, stop = max(first, theirs.start), min(first + len(here), theirs.stop)
@@ -545,16 +565,25 @@ def save_insightface(
     *, kind:Literal["checkpoint", "weight"]="checkpoint",  # state_dict_softmax_fc, or a tensor
 ) -> list[Path]:  # the files
     "Write a head's class vectors as insightface's ranks would, for any number of ranks."
-    check_insightface(head, [])
-    expect(is_path(folder), "folder", "a path", repr(folder))
-    expect(is_integer(ranks) and 1 <= ranks, "ranks", "a positive integer", repr(ranks))
-    expect(kind in list(RANK_FILES), "kind", "'checkpoint' or 'weight'", repr(kind))
-    s = head.shards if isinstance(head, ShardedPartialFC) else shards_on(None, head.num_classes)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    paths = [Path(folder) / RANK_FILES[kind].format(r) for r in range(ranks)]
-    for rank, path in enumerate(paths):
-        rows = classes_of_all(head, insightface_range(head.num_classes, ranks, rank), s)
-        held = rows if kind == "weight" else {"state_dict_softmax_fc": {"weight": rows}}
-        if s.rank == 0: torch.save(held, path)
-    if s.group is not None: dist.barrier(s.group)  # now all of them may read
+    s = shards_of(head)
+    with contextlib.ExitStack() as undo:
+        staging = []
+        def look() -> dict[str, Any]:
+            check_insightface(head, [])
+            expect(is_path(folder), "folder", "a path", repr(folder))
+            expect(is_integer(ranks) and 1 <= ranks, "ranks", "a positive integer", repr(ranks))
+            expect(kind in list(RANK_FILES), "kind", "'checkpoint' or 'weight'", repr(kind))
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            if s.rank == 0: staging.append(undo.enter_context(tempfile.TemporaryDirectory(prefix=".unfinished", dir=folder)))
+            return {"ranks": ranks, "kind": kind}
+        agreed_facts(look, s, head.weight.device)
+        paths = [Path(folder) / RANK_FILES[kind].format(r) for r in range(ranks)]
+        parts = (classes_of_all(head, insightface_range(head.num_classes, ranks, r), s) for r in range(ranks))
+        held = (rows if kind == "weight" else {"state_dict_softmax_fc": {"weight": rows}} for rows in parts)
+        error = write_parts(zip(paths, held), staging)
+        def publish() -> dict[str, Any]:
+            if error: raise error
+            for path in paths if staging else (): os.replace(Path(*staging, path.name), path)
+            return {}
+        agreed_facts(publish, s, head.weight.device)  # then all of them may read
     return paths

@@ -264,11 +264,11 @@ def test_f14_a_skipped_step_skips_the_head(device):
             layer.weight.grad[0, 0] = math.inf
         scaler.step(optimizer)
         scaler.update()
+    plain = make_head(w, sample_rate=0.3)
+    one_step(plain, layer(x).detach(), y, momentum=0.9)
     before = head.weight.detach().clone()
     step(True)
     assert torch.equal(before, head.weight) and scaler.get_scale() == 512 and head.sampler.step == 0
-    plain = make_head(w, sample_rate=0.3)
-    one_step(plain, layer(x).detach(), y, momentum=0.9)
     step(False)
     torch.testing.assert_close(head.weight, plain.weight)  # unscaled before it was used
 

@@ -713,7 +713,7 @@ MUTANTS = {
     "every norm is the Euclidean one": ("torch.linalg.vector_norm(values, norm_type, dtype=dtype)", "torch.linalg.vector_norm(values, dtype=dtype)"),
     "norms add up": ("norm = norm_of(torch.stack(found), norm_type)", "norm = torch.stack(found).sum()"),
     "the last gradient alone is scaled": ("for v in values: v.mul_(factor", "for v in values[-1:]: v.mul_(factor"),
-    "the norm forgets duplicates": ("if known is None or rows is not known.rows: p.grad = p.grad.coalesce()", "pass"),
+    "the norm forgets duplicates": ("if not known or rows is not known.rows: p.grad = p.grad.coalesce()", "pass"),
     "the first parameter alone is checked": ("for p, _, names in given:  # all of them", "for p, _, names in given[:1]:  # all of them"),
     "memory may be shared": ("if stride <= reach: return True", "if stride < reach: return True"),
 }

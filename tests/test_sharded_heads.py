@@ -39,7 +39,7 @@ def played(module: ModuleType, ranks: int, kind: str, v: int) -> tuple[list, lis
         parts.clear()
         for rank in range(ranks):
             span = module.shard_range(v, ranks, rank)
-            head = module.ShardedPartialFC(v, 4, **options())
+            head = type("Rank", (module.ShardedPartialFC,), dict(num_classes=v))(v, 4, **options())  # whose weight is a part of all
             head.weight = torch.nn.Parameter(w[span.start * k:span.stop * k])
             def all_gather(t, s, rank=rank):
                 said[rank] = t
@@ -158,7 +158,7 @@ def files_fault(m: ModuleType, folder) -> str | None:
                 return f"{name} has other rows"
     class Second(m.ShardedPartialFC):
         "A rank's head, without the others"
-        shards = property(lambda self: m.Shards(23, 9, 14))
+        num_classes, shards = 23, property(lambda self: m.Shards(23, 9, 14))
 
     part = Second(23, 3)
     m.load_insightface(part, theirs)
@@ -219,6 +219,43 @@ def test_insightface_files_that_cannot_be(tmp_path, capsys):
     with pytest.raises(ValueError, match="files: expected rows of"):
         fl.load_insightface(PartialFC(7, 4), good)
     assert torch.equal(head.weight, before) and "has run" not in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_change_no_row(tmp_path):
+    "The last of them cannot be taken: rows of the others are in no head, and the error names the file"
+    w = torch.randn(6, 3)
+    good, head = insightface_files(tmp_path, w, 2, "weight"), PartialFC(6, 3)
+    before, bad = head.weight.detach().clone(), good[1]
+    for held in (w[3:].to_sparse(), w[3:].to("meta"), torch.zeros(3, 3, dtype=torch.int64), {1: w[3:], "a": w}, {"weight": [1.0]}):
+        torch.save(held, bad)
+        with pytest.raises(ValueError, match=bad.name):
+            fl.load_insightface(head, good)
+    for content in (b"PK\x05\x06" + bytes(18), b"PK\x03\x04", bad.read_bytes()[:-30], b"\x80"):
+        bad.write_bytes(content)
+        with pytest.raises(ValueError, match=bad.name):
+            fl.load_insightface(head, good)
+    assert torch.equal(head.weight, before)
+    insightface_files(tmp_path, w, 2, "weight")
+    with pytest.raises(ValueError, match="head: expected class vectors in memory"):
+        fl.load_insightface(PartialFC(6, 3, device="meta"), good)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_file_that_cannot_be_written_leaves_the_earlier_ones(error, tmp_path, monkeypatch):
+    "The second of three cannot: all hold what they held, and nothing else is in the folder"
+    head, written = PartialFC(6, 3), []
+    paths = fl.save_insightface(head, tmp_path, 3)
+    before = {p: p.read_bytes() for p in sorted(tmp_path.iterdir())}
+    save = torch.save
+    def save_one(held, path):
+        written.append(path)
+        save(held, path)
+        if len(written) == 2:
+            raise error("no space left")
+    monkeypatch.setattr(torch, "save", save_one)
+    with pytest.raises(error, match="no space left"):
+        fl.save_insightface(PartialFC(6, 3), tmp_path, 3)
+    assert {p: p.read_bytes() for p in sorted(tmp_path.iterdir())} == before and sorted(before) == paths
 
 
 FILE_BUGS = {

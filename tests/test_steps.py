@@ -297,6 +297,26 @@ def test_a_weight_is_saved_without_what_hangs_on_it(name):
     assert not torch.equal(before, head.weight)
 
 
+# --- a weight that is computed ---
+
+@pytest.mark.parametrize("name", ["a share", "ArcFace", "dot products", "popular", "popular, each row"])
+def test_a_weight_that_is_computed_gets_a_dense_gradient(name):
+    "Of an item tower: as a head whose gradient is dense, through the tower by the chain rule"
+    head, exact = made(name)[1], made(name)[1]
+    (x, y), tower, items = batches(1)[0], nn.Linear(H, H), torch.randn(V, H)
+    exact.weight.data, exact.sparse = tower(items).detach(), False
+    del head.weight
+    head.weight = tower(items)
+    losses = head(x, y), exact(x, y)
+    assert torch.equal(*losses)
+    dw, = torch.autograd.grad(losses[1], exact.weight)
+    torch.testing.assert_close(torch.autograd.grad(losses[0], tower.weight)[0], dw.T @ items)
+    for change in (lambda: head.extend(1), lambda: head.remove([0]), head.reset_parameters):
+        with pytest.raises(ValueError, match="weight: expected a parameter, got a tensor that is computed"):
+            change()
+    assert head.num_classes == V
+
+
 # --- classes that come and go ---
 
 def interrupted(change, at):
