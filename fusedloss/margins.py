@@ -21,7 +21,7 @@ from fusedloss.core.cosine import (
     EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
     positive_infinity, target_cosines, to_tangent)
 from fusedloss.core.negatives import all_classes_lse
-from fusedloss.core.operators import operator, products
+from fusedloss.core.operators import applied, check_reverse, observed, operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, product_dtype, tile_slices, wide_product)
@@ -120,22 +120,29 @@ LEAST_SINE = 1e-3  # a slope is divided by no less
 
 class _Angle(torch.autograd.Function):
     "acos with a bounded slope; cosines beyond ±1, which rounding makes, count as ±1."
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(cos): return torch.acos(cos.clamp(-1, 1))
 
     @staticmethod
-    def setup_context(ctx, inputs, output): ctx.save_for_backward(*inputs)
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx, g):
         cos, = ctx.saved_tensors
         return -g / ((1 - cos) * (1 + cos)).clamp(min=LEAST_SINE**2).sqrt()
 
+    @staticmethod
+    def jvp(ctx, tangent): return _Angle.backward(ctx, tangent)
+
 def angle(
     cos:Tensor,  # any shape
 ) -> Tensor:  # radians, 0 to π
     "The angle of a cosine; differentiable twice, with slopes of at most 1 / `LEAST_SINE`."
-    return _Angle.apply(cos)
+    return _Angle.apply(cos) if observed() else applied(_Angle, cos)
 
 # %% ../nbs/13_margins.ipynb #fbf630bb
 def falling_cosine(
@@ -267,6 +274,7 @@ class AdaFace(WideBuffers, Margin):
     def observe(self, norm:Tensor, valid:Tensor) -> None:
         "Let the running mean and deviation take in a batch's valid lengths, in training."
         if not self.training: return
+        check_reverse("AdaFace in training", "eval(), where no statistics move")
         known = valid & norm.isfinite()  # a row that overflowed says nothing of the others
         sums = batch_sums(norm.clamp(*self.clip), known, self.mean)
         if self.reduce is not None: sums = self.reduce(sums)
@@ -484,7 +492,9 @@ def target_scores(
     here:Optional[Tensor]=None,  # [N], rows whose length gets its gradient here; `known` unless given
 ) -> Tensor:  # [N]
     "What a margin makes of the targets' cosines, of lengths and labels too if it asks for them."
-    if margin.norm_gradient: norm = _Length.apply(x, torch.where(known, norm, 1.0), known if here is None else here)
+    if margin.norm_gradient:
+        given = x, torch.where(known, norm, 1.0), known if here is None else here
+        norm = _Length.apply(*given) if observed() else applied(_Length, *given)
     if not margin.takes_labels: return margin.target_score(cos, norm)
     return margin.target_score(cos, norm, labels=y.clamp(0, n_classes - 1))
 
