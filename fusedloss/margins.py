@@ -16,7 +16,7 @@ from torch import nn, Tensor
 
 from fusedloss.baseline import reduce_loss
 from fusedloss.core.checks import (
-    acc_dtype, check_labels, check_linear, check_scale, check_target, expect, is_number)
+    acc_dtype, check_labels, check_linear, check_scale, check_target, check_weights, expect, is_number)
 from fusedloss.core.cosine import (
     EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
     positive_infinity, target_cosines, to_tangent)
@@ -126,17 +126,12 @@ class _Angle(torch.autograd.Function):
     def forward(cos): return torch.acos(cos.clamp(-1, 1))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    def setup_context(ctx, inputs, output): ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, g):
         cos, = ctx.saved_tensors
         return -g / ((1 - cos) * (1 + cos)).clamp(min=LEAST_SINE**2).sqrt()
-
-    @staticmethod
-    def jvp(ctx, tangent): return _Angle.backward(ctx, tangent)
 
 def angle(
     cos:Tensor,  # any shape
@@ -499,6 +494,22 @@ def target_scores(
     return margin.target_score(cos, norm, labels=y.clamp(0, n_classes - 1))
 
 
+# %% ../nbs/13_margins.ipynb #ma55bbb5
+def row_weights(
+    counted:Tensor, y:Tensor,  # [N], above 0 with a label, 0 without, NaN if it is no class; [N]
+    weight:Optional[Tensor], token_weight:Optional[Tensor], reduction:str,  # [V], [N]
+) -> Tensor:  # [N]
+    "Weight of class and row, over their sum for a mean; 0 without a label, NaN if that is no class."
+    known = counted > 0
+    factor = torch.ones_like(counted)
+    if weight is not None: factor = weight.to(factor.dtype)[y.clamp(0, len(weight) - 1)]
+    if token_weight is not None: factor = factor * token_weight.to(factor.dtype)
+    factor = torch.where(known, factor, counted)
+    if reduction != "mean": return factor
+    total = torch.where(known, factor, 0.0).sum()
+    return factor / torch.where(total == 0, 1.0, total)
+
+
 # %% ../nbs/13_margins.ipynb #ma55bbb2
 def head_config(
     margin:Margin, eps:float, conflict:Optional[float]=None, conflict_mode:str="drop",
@@ -544,7 +555,9 @@ def margin_cross_entropy(
     linear_weight:Tensor|nn.Module,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, margin:Margin,  # CosFace(), ArcFace(), ...
-    reduction:Reduction="mean",  # "none", "mean" over valid rows, or "sum"
+    weight:Optional[Tensor]=None,  # [V], of classes; without gradient
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid rows, or "sum"
+    token_weight:Optional[Tensor]=None,  # [...], of rows; without gradient
     ignore_index:int=-100,  # rows with this target count nothing
     eps:float=EPS,  # rows shorter than this have no direction
     method:HeadMethod="auto",  # "tiles"; "recompute": stage 14's kernels; "auto": where they run
@@ -556,6 +569,7 @@ def margin_cross_entropy(
     o = head_config(margin, eps)
     n_classes = check_head(input, linear_weight, target, o.centers, reduction, ignore_index,
                            method, token_tile, class_tile)
+    check_weights(n_classes, input.device, weight, token_weight, target.shape)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(y.numel(), input.shape[-1]), linear_weight)
     scale, known = learned_scale(margin), y.reshape(-1) != ignore_index
@@ -567,4 +581,8 @@ def margin_cross_entropy(
     margin.observe(norm, known)
     score = target_scores(margin, cos, x, norm, y.reshape(-1), known, n_classes)
     losses = F.softplus(negatives_lse - score, threshold=50)
+    if weight is not None or token_weight is not None:
+        token_weight = None if token_weight is None else token_weight.reshape(-1)
+        losses = losses * row_weights(known.to(losses.dtype), y.reshape(-1), weight, token_weight, reduction)
+        reduction = "none" if reduction == "none" else "sum"
     return reduce_loss(losses.view(y.shape), y, n_classes, ignore_index, reduction)

@@ -27,17 +27,11 @@ class _Sum(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         x, ctx.S, ctx.dim = inputs
         ctx.save_for_backward(x)  # alone: `dsum` makes all else from it
-        ctx.save_for_forward(x)
 
     @staticmethod
     def backward(ctx, g):
         x, = ctx.saved_tensors
         return g.unsqueeze(ctx.dim) * ctx.S.dsum(x, ctx.dim), None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):
-        x, = ctx.saved_tensors
-        return (tangent * ctx.S.dsum(x, ctx.dim)).sum(ctx.dim)
 
 # %% ../nbs/18_semirings.ipynb #ca8f0cb2
 class Semiring:
