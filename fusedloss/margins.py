@@ -17,12 +17,12 @@ from torch import nn, Tensor
 
 from fusedloss.baseline import reduce_loss
 from fusedloss.core.checks import (
-    acc_dtype, check_labels, check_linear, check_scale, check_target, expect, is_number)
+    acc_dtype, check_labels, check_linear, check_scale, check_target, check_weights, expect, is_number)
 from fusedloss.core.cosine import (
     EPS, HeadConfig, lengths, locate, nearest_centers, plain_cosine_dz, plain_negative_scores,
     positive_infinity, target_cosines, to_tangent)
 from fusedloss.core.negatives import all_classes_lse
-from fusedloss.core.operators import operator, products
+from fusedloss.core.operators import applied, check_reverse, observed, operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, product_dtype, tile_slices, wide_product)
@@ -122,6 +122,8 @@ LEAST_SINE = 1e-3  # a slope is divided by no less
 
 class _Angle(torch.autograd.Function):
     "acos with a bounded slope; cosines beyond ±1, which rounding makes, count as ±1."
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(cos): return torch.acos(cos.clamp(-1, 1))
 
@@ -137,7 +139,7 @@ def angle(
     cos:Tensor,  # any shape
 ) -> Tensor:  # radians, 0 to π
     "The angle of a cosine; differentiable twice, with slopes of at most 1 / `LEAST_SINE`."
-    return _Angle.apply(cos)
+    return _Angle.apply(cos) if observed() else applied(_Angle, cos)
 
 # %% ../nbs/13_margins.ipynb #fbf630bb
 def falling_cosine(
@@ -276,6 +278,7 @@ class AdaFace(WideBuffers, MovesWithSteps, Margin):
     def observe(self, norm:Tensor, valid:Tensor) -> None:
         "In training, score with statistics that have taken in a batch's valid lengths; an optimizer's step keeps them."
         if not self.training: return
+        check_reverse("AdaFace in training", "eval(), where no statistics move")
         known = valid & norm.isfinite()  # a row that overflowed says nothing of the others
         sums = batch_sums(norm.clamp(*self.clip), known, self.mean)
         if self.reduce is not None: sums = self.reduce(sums)
@@ -522,9 +525,27 @@ def target_scores(
     here:Optional[Tensor]=None,  # [N], rows whose length gets its gradient here; `known` unless given
 ) -> Tensor:  # [N]
     "What a margin makes of the targets' cosines, of lengths and labels too if it asks for them."
-    if margin.norm_gradient: norm = _Length.apply(x, torch.where(known, norm, 1.0), known if here is None else here)
+    if margin.norm_gradient:
+        given = x, torch.where(known, norm, 1.0), known if here is None else here
+        norm = _Length.apply(*given) if observed() else applied(_Length, *given)
     if not margin.takes_labels: return margin.target_score(cos, norm)
     return margin.target_score(cos, norm, labels=y.clamp(0, n_classes - 1))
+
+
+# %% ../nbs/13_margins.ipynb #ma55bbb5
+def row_weights(
+    counted:Tensor, y:Tensor,  # [N], above 0 with a label, 0 without, NaN if it is no class; [N]
+    weight:Optional[Tensor], token_weight:Optional[Tensor], reduction:str,  # [V], [N]
+) -> Tensor:  # [N]
+    "Weight of class and row, over their sum for a mean; 0 without a label, NaN if that is no class."
+    known = counted > 0
+    factor = torch.ones_like(counted)
+    if weight is not None: factor = weight.to(factor.dtype)[y.clamp(0, len(weight) - 1)]
+    if token_weight is not None: factor = factor * token_weight.to(factor.dtype)
+    factor = torch.where(known, factor, counted)
+    if reduction != "mean": return factor
+    total = torch.where(known, factor, 0.0).sum()
+    return factor / torch.where(total == 0, 1.0, total)
 
 
 # %% ../nbs/13_margins.ipynb #ma55bbb2
@@ -572,7 +593,9 @@ def margin_cross_entropy(
     linear_weight:Tensor|nn.Module,  # [V,H] class vectors of any length; [V·K,H] with sub-centres
     target:Tensor,  # [...], integers in [0, V), or `ignore_index`
     *, margin:Margin,  # CosFace(), ArcFace(), ...
-    reduction:Reduction="mean",  # "none", "mean" over valid rows, or "sum"
+    weight:Optional[Tensor]=None,  # [V], of classes; without gradient
+    reduction:Reduction="mean",  # "none", "mean" over the weights of valid rows, or "sum"
+    token_weight:Optional[Tensor]=None,  # [...], of rows; without gradient
     ignore_index:int=-100,  # rows with this target count nothing
     eps:float=EPS,  # rows shorter than this have no direction
     method:HeadMethod="auto",  # "tiles"; "recompute": stage 14's kernels; "auto": where they run
@@ -584,6 +607,7 @@ def margin_cross_entropy(
     o = head_config(margin, eps)
     n_classes = check_head(input, linear_weight, target, o.centers, reduction, ignore_index,
                            method, token_tile, class_tile)
+    check_weights(n_classes, input.device, weight, token_weight, target.shape)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(y.numel(), input.shape[-1]), linear_weight)
     scale, known = learned_scale(margin), y.reshape(-1) != ignore_index
@@ -595,4 +619,8 @@ def margin_cross_entropy(
     margin.observe(norm, known)
     score = target_scores(margin, cos, x, norm, y.reshape(-1), known, n_classes)
     losses = F.softplus(negatives_lse - score, threshold=50)
+    if weight is not None or token_weight is not None:
+        token_weight = None if token_weight is None else token_weight.reshape(-1)
+        losses = losses * row_weights(known.to(losses.dtype), y.reshape(-1), weight, token_weight, reduction)
+        reduction = "none" if reduction == "none" else "sum"
     return reduce_loss(losses.view(y.shape), y, n_classes, ignore_index, reduction)

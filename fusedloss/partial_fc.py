@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedloss.core.checks import (
-    acc_dtype, as_integers, check_factory, check_flags, check_labels, check_target, expect,
+    acc_dtype, as_integers, check_factory, check_flags, check_labels, check_target, check_weight, check_weights, expect,
     expect_tensor, FLOATS, is_integer, is_number)
 from fusedloss.core.cosine import (
     AffineMargin, EPS, HeadConfig, reweighted_logits, scaled_cosines, unit_rows_of)
@@ -23,14 +23,15 @@ from fusedloss.core.dots import DOT, dot_lse, row_lse
 from fusedloss.core.negatives import (
     affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
 from fusedloss.core.operators import check_reverse
-from fusedloss.core.options import HeadMethod
+from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.popularity import (
     PopularitySampler, row_draws, RowDraws, shared_columns, target_shift)
 from fusedloss.core.products import tile_slices, wide_product
 from fusedloss.core.ranks import is_dtensor
 from fusedloss.core.sampling import Columns, step_columns, live_index, NegativeSampler
 from fusedloss.logprobs import flat_labels
-from fusedloss.margins import CosFace, head_config, learned_scale, Margin, scaled_rows, target_scores
+from fusedloss.margins import (
+    CosFace, head_config, learned_scale, Margin, row_weights, scaled_rows, target_scores)
 
 # %% ../nbs/14_partial_fc.ipynb #e4d0d12c
 class HeadStats(NamedTuple):
@@ -141,16 +142,20 @@ def check_rows(head:nn.Module, features:Tensor):
     expect(features.device == w.device, "features", f"the weight's device {w.device}",
            features.device)
 
-def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:bool):
-    "`ValueError` for features, targets or a flag that the head cannot take, whatever the labels."
+def check_features(head:nn.Module, features:Tensor, target:Tensor, return_stats:bool, token_weight:Optional[Tensor]):
+    "`ValueError` for features, targets, a flag or weights that the head cannot take, whatever the labels."
     check_rows(head, features)
-    check_target(target, features.shape[:-1], features.device, "mean")
+    check_target(target, features.shape[:-1], features.device, head.reduction)
     check_flags(return_stats=return_stats)
+    if token_weight is not None: check_weights(0, features.device, None, token_weight, target.shape)
 
-def scores_in_eval(head:nn.Module, features:Tensor, return_stats:bool) -> Tensor:  # [..., V]
+def scores_in_eval(
+    head:nn.Module, features:Tensor, return_stats:bool, token_weight:Optional[Tensor],
+) -> Tensor:  # [..., V]
     "What a call without target returns; `ValueError` where it can have no answer."
     expect(not head.training, "target", "each row's class, or eval() for scores without one", None)
     expect(return_stats is False, "return_stats", "False without a target", repr(return_stats))
+    expect(token_weight is None, "token_weight", "None without a target", type(token_weight).__name__)
     return head.logits(features)
 
 # %% ../nbs/14_partial_fc.ipynb #d2cafd24
@@ -258,10 +263,27 @@ class ClassVectors(nn.Module):
         return new
 
 # %% ../nbs/14_partial_fc.ipynb #b42ab7c6
+def loss_weights(
+    head:nn.Module, weights:Tensor, y:Tensor, token_weight:Optional[Tensor],  # [N] each, the first of `Columns`
+) -> Tensor:  # [N]
+    "What rows count by the head's reduction and weights."
+    w = head.class_weight
+    if w is None and token_weight is None and head.reduction == "mean": return weights
+    if w is not None:
+        expect(len(w) == head.num_classes, "class_weight", f"{head.num_classes} numbers, as there are classes", len(w))
+        w = head.class_weight = w.to(y.device)
+    return row_weights(weights, y, w, token_weight, head.reduction)
+
+def reduced(head:nn.Module, losses:Tensor, weights:Tensor) -> Tensor:  # [N] each to a scalar, or [N]
+    "What a step's losses come to, each with its weight."
+    weights = weights.to(losses.dtype)
+    return losses * weights if head.reduction == "none" else torch.dot(losses, weights)
+
 def margin_loss(
-    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype, kernel:bool, y:Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar; lse, cos, largest negative score: [N]
-    "The mean loss for any margin, which works on the cosines in PyTorch."
+    head:nn.Module, x:Tensor, columns:Columns, weights:Tensor, o:HeadConfig, dtype:torch.dtype,
+    kernel:bool, y:Tensor,  # [N]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # a scalar or [N]; lse, cos, largest negative score: [N]
+    "The loss for any margin, which works on the cosines in PyTorch."
     scale, known = learned_scale(head.margin), columns.x_rows >= 0
     lse, cos, largest = partial_lse(
         x if scale is None else scaled_rows(x, scale, known, o.eps), head.weight,
@@ -272,16 +294,15 @@ def margin_loss(
     head.margin.observe(norm, known)
     score = target_scores(head.margin, cos, x, norm.nan_to_num(), y, known, head.num_classes)
     losses = F.softplus(lse - score, threshold=50)
-    loss = torch.dot(losses, columns.loss_weight.to(losses.dtype))
-    return loss, lse.detach(), cos.detach(), largest
+    return reduced(head, losses, weights), lse.detach(), cos.detach(), largest
 
 def cosface_loss(
-    head:nn.Module, x:Tensor, columns:Columns, o:HeadConfig, dtype:torch.dtype,
+    head:nn.Module, x:Tensor, columns:Columns, weights:Tensor, o:HeadConfig, dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`margin_loss` of CosFace, by the kernels."
     loss, _, lse, cos, largest, *_ = affine_margin_loss(
         x, head.weight, columns.x_rows, columns.w_rows, columns.grad_index, columns.target_column,
-        columns.shift, columns.loss_weight, AffineMargin(o.scale, -o.scale * head.margin.margin),
+        columns.shift, weights, AffineMargin(o.scale, -o.scale * head.margin.margin),
         o, dtype, has_rows_alone(head))
     return loss, lse, cos, largest
 
@@ -294,16 +315,17 @@ def step_sampler(head:nn.Module) -> Optional[nn.Module]:
 
 def partial_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[NegativeSampler],  # [N,H], [N]
-    with_stats:bool,
+    with_stats:bool, token_weight:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Optional[HeadStats]]:
-    "The mean loss of the valid rows, and the statistics of the step, if asked."
+    "The loss of the valid rows, and the statistics of the step, if asked."
     check_reverse("PartialFC", "margin_cross_entropy")
-    if not head.normalize: return dot_loss(head, x, y, sampler, with_stats)
+    if not head.normalize: return dot_loss(head, x, y, sampler, with_stats, token_weight)
     o, dtype, loss_dtype = config_of(head), head_dtype(x), acc_dtype(x.dtype)
     kernel = uses_kernels(head.method, x, dtype, o)
     columns = step_columns(y, head.ignore_index, head.num_classes, sampler, loss_dtype)
-    step = head, x, weight_columns(head, columns), o, dtype
-    affine = kernel and type(head.margin) is CosFace and learned_scale(head.margin) is None
+    weights = loss_weights(head, columns.loss_weight, y, token_weight)
+    step = head, x, weight_columns(head, columns), weights, o, dtype
+    affine = kernel and type(head.margin) is CosFace and learned_scale(head.margin) is None and head.reduction != "none"
     loss, *numbers = cosface_loss(*step) if affine else margin_loss(*step, kernel, y)
     stats = head_stats(head, columns, *numbers) if with_stats else None
     if sampler is not None: sampler.note_use()  # not for a step that raised
@@ -339,6 +361,7 @@ def own_scores(
 # %% ../nbs/14_partial_fc.ipynb #a28823a8
 def dot_loss(
     head:nn.Module, x:Tensor, y:Tensor, sampler:Optional[nn.Module], with_stats:bool,
+    token_weight:Optional[Tensor],
 ) -> tuple[Tensor, Optional[HeadStats]]:
     "`partial_loss` of dot products."
     popular = isinstance(sampler, PopularitySampler)
@@ -347,7 +370,7 @@ def dot_loss(
     columns, (lse, score, largest) = scores(head, x, y, sampler)
     target = score + target_shift(sampler, y, score.dtype) if popular else score
     losses = F.softplus(lse - target, threshold=50)
-    loss, stats = torch.dot(losses, columns.loss_weight.to(losses.dtype)), None
+    loss, stats = reduced(head, losses, loss_weights(head, columns.loss_weight, y, token_weight)), None
     if with_stats:
         found = (t.detach() for t in (lse, score, target, largest))
         stats = step_stats(head, columns, *found, columns.x_rows >= 0)
@@ -523,6 +546,8 @@ class PartialFC(ClassScores):
         eps:float=EPS,  # shorter rows have no direction
         normalize:bool=True,  # whether scores are cosines; else dot products, without a margin
         bias:bool=False,  # of each class [V,1], beside dot products
+        class_weight:Optional[Tensor]=None,  # [V], of each class's rows in the loss; without gradient
+        reduction:Reduction="mean",  # "none", "mean" over the weights of valid rows, or "sum"
         device:torch.types.Device=None, dtype:Optional[torch.dtype]=None,  # of the weight
     ):
         check_step_options(sampler, sample_rate, ignore_index, method)
@@ -530,11 +555,14 @@ class PartialFC(ClassScores):
         if normalize: margin = head_margin(margin, eps, conflict, conflict_mode)
         check_sampler(sampler, num_classes)
         if sparse is not None: check_flags(sparse=sparse)
+        check_weight("class_weight", class_weight, (num_classes,))
+        expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
         super().__init__(num_classes, embedding_size, margin.centers if normalize else 1, device, dtype, bias)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)
         self.sampler = None if sampler is None else sampler.to(self.weight.device)
         self.normalize, self.margin, self.ignore_index, self.eps = bool(normalize), margin, ignore_index, eps
         self.method, self.conflict, self.conflict_mode = method, conflict, conflict_mode
+        self.class_weight, self.reduction = class_weight, reduction
         hold_scale(self)
         self.sparse = (sampler is not None) if sparse is None else sparse
         if self.sparse: watch_optimizers()
@@ -543,13 +571,26 @@ class PartialFC(ClassScores):
         features:Tensor,  # [..., H]
         target:Optional[Tensor]=None,  # [...], in [0, V), or `ignore_index`; None in eval: `logits`
         return_stats:bool=False,  # `(loss, HeadStats)` instead of the loss
-    ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over valid rows
-        if target is None: return scores_in_eval(self, features, return_stats)
-        check_features(self, features, target, return_stats)
+        *, token_weight:Optional[Tensor]=None,  # [...], of rows; without gradient
+    ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, or [...] for "none"
+        if target is None: return scores_in_eval(self, features, return_stats, token_weight)
+        check_features(self, features, target, return_stats, token_weight)
         check_labels(target, self.num_classes, self.ignore_index)
         x, y = features.reshape(-1, self.embedding_size), flat_labels(target)
-        loss, stats = partial_loss(self, x, y, step_sampler(self), return_stats)
+        if token_weight is not None: token_weight = token_weight.reshape(-1)
+        loss, stats = partial_loss(self, x, y, step_sampler(self), return_stats, token_weight)
+        if self.reduction == "none": loss = loss.view(target.shape)
         return (loss, stats) if return_stats else loss
+
+    def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:
+        new = super().extend(n, *optimizers)
+        if self.class_weight is not None: self.class_weight = F.pad(self.class_weight, (0, n), value=1.0)
+        return new
+
+    def remove(self, classes:Tensor|Sequence[int], *optimizers:torch.optim.Optimizer) -> Tensor:
+        new = super().remove(classes, *optimizers)
+        if self.class_weight is not None: self.class_weight = self.class_weight[new.to(self.class_weight.device) >= 0]
+        return new
 
     def extra_repr(self) -> str:
         return f"{self.num_classes}, {self.embedding_size}, ignore_index={self.ignore_index}"

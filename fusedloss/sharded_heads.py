@@ -21,7 +21,8 @@ from fusedloss.core.checks import (
 from fusedloss.core.learned import gathered_scale
 from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gradient, uses_kernels
 from fusedloss.core.operators import check_reverse, first_order
-from fusedloss.core.options import BackboneReduction, check_names, HeadMethod
+from fusedloss.core.options import BackboneReduction, check_names, HeadMethod, Reduction
+from fusedloss.core.placement import own_rows
 from fusedloss.core.ranks import (
     agreed_facts, all_gather, all_reduce, check_mesh, dtensor_like, dtensor_of_rows, gather_rows,
     is_dtensor, RankTokens, reduce_scatter_rows, shard_range, Shards,
@@ -32,7 +33,8 @@ from fusedloss.logprobs import flat_labels
 from fusedloss.margins import learned_scale, Margin, scaled_rows, target_scores
 from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
-    has_rows_alone, head_stats, HeadStats, PartialFC, score_config, scores_in_eval, step_sampler, TopK)
+    has_rows_alone, head_stats, HeadStats, loss_weights, PartialFC, reduced, score_config, scores_in_eval,
+    step_sampler, TopK)
 from fusedloss.row_sparse import (
     as_rows, live_rows, missing_state, RowSparse, state_tensors, Update)
 
@@ -58,20 +60,21 @@ class _JoinLse(torch.autograd.Function):
 
 # %% ../nbs/17_sharded_heads.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):
-    "All ranks' features in `acc_dtype`, and their labels; gradients go home."
+    "All ranks' features in `acc_dtype`, their labels and weights; gradients go home."
     @staticmethod
-    def forward(ctx, x, y, b, s, ignore_index):
+    def forward(ctx, x, y, token_weight, b, s, ignore_index):
         ctx.how, ctx.dtype = (b, s), x.dtype
-        x_all, y_all, _ = gather_rows(x, y, None, b, s, ignore_index)
+        x_all, y_all, weights = gather_rows(x, y, token_weight, b, s, ignore_index)
         y_all = y_all.clone()
-        ctx.mark_non_differentiable(y_all)
+        if weights is not None: weights = weights.clone()
+        ctx.mark_non_differentiable(*(t for t in (y_all, weights) if t is not None))
         ctx.set_materialize_grads(False)
-        return x_all.to(acc_dtype(x.dtype), copy=True), y_all
+        return x_all.to(acc_dtype(x.dtype), copy=True), y_all, weights
 
     @staticmethod
     @first_order
-    def backward(ctx, g, _):
-        return reduce_scatter_rows(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 4
+    def backward(ctx, g, *_):
+        return reduce_scatter_rows(g, *ctx.how, aside=False)().to(ctx.dtype), *[None] * 5
 
 # %% ../nbs/17_sharded_heads.ipynb #afc0c043
 class _LocalRows(torch.autograd.Function):
@@ -142,8 +145,9 @@ def local_statistics(
 def sharded_head_loss(
     head:nn.Module, x:Tensor, y:Tensor, s:Shards, sampler:Optional[NegativeSampler],
     dtype:torch.dtype,  # of products; x [N,H], y [N] are all ranks'
+    token_weight:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, tuple]:
-    "The mean loss of all ranks' valid rows; and what statistics are made of."
+    "The loss of all ranks' valid rows; and what statistics are made of."
     check_labels(y, head.num_classes, head.ignore_index)  # all ranks raise, or none
     ignore, sums = head.ignore_index, acc_dtype(x.dtype)
     _, x_rows, loss_weight = plain_labels(y, ignore, 0, head.num_classes, sums)  # of all classes
@@ -161,7 +165,7 @@ def sharded_head_loss(
     losses = F.softplus(lse - score, threshold=50)
     if sampler is not None: sampler.note_use()  # not for a step that raised
     terms = columns, lse.detach(), cos.detach(), largest, known
-    return torch.dot(losses, loss_weight), terms
+    return reduced(head, losses, loss_weights(head, loss_weight, y, token_weight)), terms
 
 # %% ../nbs/17_sharded_heads.ipynb #acf9b577
 def sharded_head_stats(head:nn.Module, terms:tuple, b:RankTokens, s:Shards) -> HeadStats:
@@ -203,6 +207,8 @@ class HeadOptions(TypedDict, total=False):
     eps: float
     normalize: bool  # True
     bias: bool  # False
+    class_weight: Optional[Tensor]
+    reduction: Reduction
     dtype: Optional[torch.dtype]
 
 # %% ../nbs/17_sharded_heads.ipynb #5bd9856e
@@ -217,7 +223,7 @@ def rows_to_score(
     "Check what is here, and fetch the rest."
     check_rows(head, features)
     none = features.new_full(features.shape[:-1], head.ignore_index, dtype=torch.long)
-    s, b, x, _ = gathered_batch(head, features, none, False)
+    s, b, x, *_ = gathered_batch(head, features, none, False)
     return s, b, x, rows_here(head.weight)
 
 # %% ../nbs/17_sharded_heads.ipynb #96ee72b7
@@ -326,10 +332,12 @@ class ShardedPartialFC(ShardedScores):
         features:Tensor,  # [..., H], this rank's rows
         target:Optional[Tensor]=None,  # [...], their classes, or `ignore_index`; as in `PartialFC`
         return_stats:bool=False,  # `(loss, HeadStats)` instead of the loss
-    ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over all ranks' valid rows
-        if target is None: return scores_in_eval(self, features, return_stats)
-        s, b, x, y = gathered_batch(self, features, target, return_stats)
-        loss, terms = sharded_head_loss(self, x, y, s, step_sampler(self), head_dtype(features))
+        *, token_weight:Optional[Tensor]=None,  # [...], of rows; without gradient; on every rank or none
+    ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, over all ranks' valid rows; for "none" [...], of this rank's
+        if target is None: return scores_in_eval(self, features, return_stats, token_weight)
+        s, b, x, y, weights = gathered_batch(self, features, target, return_stats, token_weight)
+        loss, terms = sharded_head_loss(self, x, y, s, step_sampler(self), head_dtype(features), weights)
+        if self.reduction == "none": loss = own_rows(loss, b, s).view(target.shape)
         return (loss, sharded_head_stats(self, terms, b, s)) if return_stats else loss
 
     def extend(self, n:int, *optimizers:torch.optim.Optimizer) -> range:
@@ -342,7 +350,8 @@ class ShardedPartialFC(ShardedScores):
 def head_facts(head:nn.Module, features:Tensor) -> dict[str, Any]:
     "What has to be the same on all ranks, and how many rows are here."
     leaves = features, head.weight, learned_scale(head.margin)
-    return {"margin": str(head.margin), "num_classes": head.num_classes, "ignore_index": head.ignore_index,
+    return {"margin": str(head.margin), "num_classes": head.num_classes, "ignore_index": head.ignore_index, "reduction": head.reduction,
+            "class_weight given": head.class_weight is not None,
             "sampler's rate": head.sampler and head.sampler.rate, "training": head.training,
             "dtype of features": str(features.dtype), "gradients": torch.is_grad_enabled(),
             "requires_grad of features, weight and scale": [t is not None and t.requires_grad for t in leaves],
@@ -350,26 +359,27 @@ def head_facts(head:nn.Module, features:Tensor) -> dict[str, Any]:
 
 # %% ../nbs/17_sharded_heads.ipynb #hdfacts
 def rows_of_ranks(
-    head:nn.Module, features:Tensor, target:Tensor, return_stats:bool,
+    head:nn.Module, features:Tensor, target:Tensor, return_stats:bool, token_weight:Optional[Tensor],
 ) -> int:  # of the rank with most
     "Check the call, on all ranks at once but where `equal_batch` promises that they have as many rows."
     def facts():
-        check_features(head, features, target, return_stats)  # what labels say, later
-        return head_facts(head, features) | dict(return_stats=return_stats)
+        check_features(head, features, target, return_stats, token_weight)  # what labels say, later
+        return head_facts(head, features) | {"return_stats": return_stats, "token_weight given": token_weight is not None}
     if head.equal_batch and not is_debugged(): return facts()["rows"]
     agreed = agreed_facts(facts, head.shards, head.weight.device, () if head.equal_batch else ("rows",))
     return max(call["rows"] for call in agreed.calls)
 
 # %% ../nbs/17_sharded_heads.ipynb #1f0c0c4d
 def gathered_batch(
-    head:nn.Module, features:Tensor, target:Tensor, return_stats:bool,
-) -> tuple[Shards, RankTokens, Tensor, Tensor]:  # all ranks' features and labels
+    head:nn.Module, features:Tensor, target:Tensor, return_stats:bool, token_weight:Optional[Tensor]=None,
+) -> tuple[Shards, RankTokens, Tensor, Tensor, Optional[Tensor]]:  # all ranks' features, labels and weights
     "Check what is here, and fetch the rest."
     check_reverse("ShardedPartialFC", "margin_cross_entropy")
-    s, rows = head.shards, rows_of_ranks(head, features, target, return_stats)
+    s, rows = head.shards, rows_of_ranks(head, features, target, return_stats, token_weight)
+    if token_weight is not None: token_weight = token_weight.reshape(-1)
     x, y = features.reshape(-1, head.embedding_size), flat_labels(target)
     b = RankTokens(s.group is None, len(x), rows, head.factor)
-    return s, b, *_GatherRows.apply(x, y, b, s, head.ignore_index)
+    return s, b, *_GatherRows.apply(x, y, token_weight, b, s, head.ignore_index)
 
 # %% ../nbs/17_sharded_heads.ipynb #10ef48e2
 def without_mesh(head:nn.Module, change:Callable, args:tuple):

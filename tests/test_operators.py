@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from helpers import everywhere, planted
+from test_margins import MagFace
 from torch import Tensor
 from workbook import ROOT
 
@@ -168,7 +169,8 @@ ONCE = {
     "cross entropy, in place": of_logits(fl.cross_entropy, inplace=True),
     "cross entropy, each row in place": of_logits(fl.cross_entropy, inplace=True, reduction="none"),
     "iota": of_logits(fl.iota_cross_entropy),
-    "CosFace": lambda x, w, y: fl.margin_cross_entropy(x, w, y, margin=fl.margins.CosFace()),
+    **{type(m).__name__: lambda x, w, y, m=m: fl.margin_cross_entropy(x, w, y, margin=m) for m in (
+        fl.margins.CosFace(), fl.margins.ArcFace(), fl.margins.AdaFace().double().eval(), fl.margins.SubCenter(1, fl.margins.Combined()), MagFace())},
     "PartialFC": head(),
     "linear CTC": of_paths(fl.linear_ctc_loss),
     "linear CTC, each row": of_paths(fl.linear_ctc_loss, reduction="none"),
@@ -280,6 +282,20 @@ def test_func_grad_of_a_model_as_torchs():
     def loss(parameters, by): return by(torch.func.functional_call(model, parameters, (x,)), y, label_smoothing=0.1)
     got, expected = (torch.func.grad(loss)(parameters, by) for by in (fl.cross_entropy, torch.nn.functional.cross_entropy))
     for key, e in expected.items(): torch.testing.assert_close(got[key], e)
+
+
+def test_statistics_do_not_move_under_a_transform():
+    x, w, y = (t.detach() for t in sample())
+    with pytest.raises(RuntimeError, match="AdaFace in training: .*; use eval"):
+        torch.func.grad(lambda x: fl.margin_cross_entropy(x, w, y, margin=fl.margins.AdaFace().double()))(x)
+
+
+def test_a_margin_alone_is_batched_and_differentiated():
+    x = torch.linspace(-0.8, 0.9, 6).double().view(2, 3)
+    score = fl.margins.ArcFace()
+    torch.testing.assert_close(torch.vmap(score)(x), score(x))
+    slope = torch.vmap(torch.vmap(torch.func.grad(score)))(x)
+    torch.testing.assert_close(slope, torch.autograd.functional.jacobian(lambda x: score(x).sum(), x))
 
 
 def test_what_takes_no_transform_says_what_to_use():
