@@ -30,7 +30,7 @@ from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, clamped_targets, inv_denominators, prepare_targets,
     Span, spans_of, sum_per_class, Targets, to_device, unbatch)
 from fusedloss.core.triton import on_device
-from fusedloss.scans import logz, Paths, sample, viterbi
+from fusedloss.scans import check_generator, drawn_path, exponential, logz, sample, viterbi
 from fusedloss.semirings import Log
 
 f32, f64 = torch.float32, torch.float64
@@ -431,7 +431,7 @@ def ctc_loss(
     log_probs:Tensor,  # [T,N,C] or [T,C] log-probabilities; fp16, bf16, fp32, fp64
     targets:Tensor,  # [N,L], or [sum of target_lengths] one after another
     input_lengths:Optional[Lengths]=None,  # [N] frames: a tensor, a tuple or a list; None: all
-    target_lengths:Optional[Lengths]=None,  # [N] labels; None: all L of each
+    target_lengths:Optional[Lengths]=None,  # [N] labels; None: of each all but negative ones at its end
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
@@ -495,43 +495,76 @@ class Alignment(NamedTuple):
 
 # %% ../nbs/20_ctc.ipynb #f2fe42ac
 def prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank):
-    "The arguments of `ctc_loss` as a batch and a `Targets`; whether it was a single sequence."
+    "The arguments of `ctc_loss` as a batch, which was a single sequence if log_probs has two axes."
     expect_tensor("log_probs", log_probs)
     z, targets = add_batch_dim(log_probs.detach(), targets, log_probs.dim() == 2)
     check_ctc(z, targets, blank, "none", "log_probs")
-    frames, lengths = both_lengths(input_lengths, target_lengths, z, targets)
-    return z, prepare_targets(z, targets, frames, lengths), log_probs.dim() == 2
+    return z, targets, *both_lengths(input_lengths, target_lengths, z, targets), blank
 
 # %% ../nbs/20_ctc.ipynb #333f2d2f
 def aligned(
-    a:Lattice, path:Paths,  # of `lattice_graph`
+    a:Lattice, states:Tensor,  # [N,T+1] of a path through `lattice_graph`
     dtype:torch.dtype,
-) -> Alignment:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # as `Alignment`
     "What a path says of frames and labels."
-    states = path.states.masked_fill(a.bad[:, None], -1)
-    exists, states = states[:, 0] >= 0, states[:, 1:]
+    states = states.masked_fill(a.bad[:, None], -1)
+    exists, states = states[:, 0] >= 0, states[:, 1:].contiguous()
     at, on = states.clamp(min=0), states >= 0
     labels = torch.where(on, a.states.gather(1, at), -1)
     scores = torch.where(on, a.emitted.transpose(0, 1).gather(2, at[..., None])[..., 0], 0)
     total = torch.where(exists, scores.sum(1), torch.where(a.bad, torch.nan, -torch.inf))
-    return Alignment(total.to(dtype), labels, states, scores.to(dtype))
+    return total.to(dtype), labels, states, scores.to(dtype)
 
 # %% ../nbs/20_ctc.ipynb #b8f86189
 def out_dtype(t:Tensor): return f64 if t.dtype == f64 else f32
 
+# %% ../nbs/20_ctc.ipynb #7a31c0d4
+def best_alignment(
+    z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor, blank:int,  # [T,N,C]; of `prepare_log_probs`
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # as `Alignment`
+    "`forced_align` of a batch."
+    a = make_lattice(z, prepare_targets(z, targets, frames, lengths), blank)
+    path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)
+    return aligned(a, path.states, out_dtype(z))
+
+def fake_alignment(z, *others):
+    "The shapes of its results."
+    (T, N, _), new = z.shape, functools.partial(z.new_empty, dtype=out_dtype(z))
+    labels, states = (z.new_empty((N, T), dtype=torch.int64) for _ in range(2))
+    return new(N), labels, states, new((N, T))
+
+align_operator = operator("fusedloss::forced_align", best_alignment, fake=fake_alignment)
+
 # %% ../nbs/20_ctc.ipynb #4b0ce625
+@torch.no_grad()
 def forced_align(
     log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
     input_lengths:Optional[Lengths]=None, target_lengths:Optional[Lengths]=None,
     blank:int=0,
 ) -> Alignment:
     "The best path of each sequence; of equals always the same one."
-    z, p, unbatched = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
-    a = make_lattice(z, p, blank)
-    path = viterbi(*lattice_graph(a.emitted, a.skip, a.lengths), a.frames)
-    return unbatch(aligned(a, path, out_dtype(log_probs)), unbatched)
+    given = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    return unbatch(Alignment(*align_operator(*given)), log_probs.dim() == 2)
+
+# %% ../nbs/20_ctc.ipynb #7a31c0d5
+def drawn_alignment(
+    z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor, blank:int,  # as above
+    at_end:Tensor, at_steps:Tensor,  # as for `drawn_path`, of all states that shapes allow
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # as `Alignment`
+    "`ctc_sample` of a batch, by numbers that are drawn."
+    a = make_lattice(z, prepare_targets(z, targets, frames, lengths), blank)
+    graph = lattice_graph(a.emitted, a.skip, a.lengths)
+    states, _ = drawn_path(*graph, a.frames, at_end[:, :a.states.shape[1]], at_steps)
+    return aligned(a, states, out_dtype(z))
+
+ctc_sample_operator = operator("fusedloss::ctc_sample", drawn_alignment, fake=fake_alignment)
+
+def most_states(z:Tensor, targets:Tensor) -> int:
+    "Of any feasible target, by its shape."
+    return 2 * torch.sym_min(z.shape[0], targets.shape[-1]) + 1
 
 # %% ../nbs/20_ctc.ipynb #61929b6e
+@torch.no_grad()
 def ctc_sample(
     log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
     input_lengths:Optional[Lengths]=None, target_lengths:Optional[Lengths]=None,
@@ -539,15 +572,22 @@ def ctc_sample(
     generator:Optional[torch.Generator]=None,  # on the device of the log-probabilities
 ) -> Alignment:
     "A random path of each sequence, drawn with its probability."
-    z, p, unbatched = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
-    a = make_lattice(z, p, blank)
-    path = sample(*lattice_graph(a.emitted, a.skip, a.lengths), generator, a.frames)
-    return unbatch(aligned(a, path, out_dtype(log_probs)), unbatched)
+    given = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    if observed():
+        check_generator(generator)
+        z, (T, N, _) = given[0].double(), given[0].shape
+        clocks = exponential(z, N, most_states(*given[:2])), exponential(z, T, N, 3)
+        path = ctc_sample_operator(*given, *clocks)
+    else:
+        a = make_lattice(given[0], prepare_targets(*given[:-1]), blank)
+        drawn = sample(*lattice_graph(a.emitted, a.skip, a.lengths), generator, a.frames)
+        path = aligned(a, drawn.states, out_dtype(log_probs))
+    return unbatch(Alignment(*path), log_probs.dim() == 2)
 
 # %% ../nbs/20_ctc.ipynb #14b9df82
 class CTCPosteriors(NamedTuple):
     "What is known of all paths; 0 beyond a sequence's frames, and where no path exists."
-    states: Tensor  # [N,T,S] probability that the path is in a state
+    states: Tensor  # [N,T,S] that the path is in a state; S = 2·longest target + 1, compiled 2·min(T, L) + 1
     log_likelihood: Tensor  # [N] log of the sum over all paths; −∞ where there is none
     entropy: Tensor  # [N] of the path, in nats
 
@@ -580,6 +620,35 @@ def kernel_posteriors(
     gammas = gammas / gammas.sum(-1, keepdim=True).where(on[..., :1], 1)
     return gammas, (m.log() + log_z[:, 1:].view(torch.int32) * math.log(2))[:, 0]
 
+# %% ../nbs/20_ctc.ipynb #7a31c0d6
+def posteriors_of(
+    z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor, blank:int,  # as above
+) -> tuple[Tensor, Tensor, Tensor]:  # as `CTCPosteriors`
+    "`ctc_posteriors` of a batch."
+    p = prepare_targets(z, targets, frames, lengths)
+    s = kernel_shape(z, p)
+    by_kernels = kernel_posteriors(z, p, s, blank) if s else None
+    gammas, log_z = by_kernels or plain_posteriors(z, p, blank)
+    states = interleave(clamped_targets(p, *z.shape[::2], blank)[0], blank)
+    emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
+    mean = torch.where(gammas > 0, gammas * emitted, 0).sum((0, 2))
+    entropy = torch.where(log_z == -torch.inf, 0, log_z - mean).clamp(min=0)
+    return tuple(t.to(out_dtype(z)) for t in (gammas.transpose(0, 1), log_z, entropy))
+
+def padded_posteriors(
+    z:Tensor, targets:Tensor, frames:Tensor, lengths:Tensor, blank:int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    "The same with `most_states`, where a compiler has to know how many there are."
+    states, *others = posteriors_of(z, targets, frames, lengths, blank)
+    return F.pad(states, (0, most_states(z, targets) - states.shape[2])).contiguous(), *others
+
+def fake_posteriors(z, targets, *others):
+    "The shapes of its results."
+    (T, N, _), new = z.shape, functools.partial(z.new_empty, dtype=out_dtype(z))
+    return new((N, T, most_states(z, targets))), new(N), new(N)
+
+posteriors_operator = operator("fusedloss::ctc_posteriors", padded_posteriors, fake=fake_posteriors)
+
 # %% ../nbs/20_ctc.ipynb #71cd4cab
 @torch.no_grad()
 def ctc_posteriors(
@@ -588,13 +657,6 @@ def ctc_posteriors(
     blank:int=0,
 ) -> CTCPosteriors:
     "Where the paths are, and how far they agree."
-    z, p, unbatched = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
-    s = kernel_shape(z, p)
-    by_kernels = kernel_posteriors(z, p, s, blank) if s else None
-    gammas, log_z = by_kernels or plain_posteriors(z, p, blank)
-    states = interleave(clamped_targets(p, *z.shape[::2], blank)[0], blank)
-    emitted = z.gather(2, states.expand(len(z), -1, -1)).double()
-    mean = torch.where(gammas > 0, gammas * emitted, 0).sum((0, 2))
-    entropy = torch.where(log_z == -torch.inf, 0, log_z - mean).clamp(min=0)
-    results = gammas.transpose(0, 1), log_z, entropy
-    return unbatch(CTCPosteriors(*(t.to(out_dtype(log_probs)) for t in results)), unbatched)
+    given = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
+    results = (posteriors_operator if observed() else posteriors_of)(*given)
+    return unbatch(CTCPosteriors(*results), log_probs.dim() == 2)

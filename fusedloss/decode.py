@@ -6,16 +6,19 @@
 __all__ = ['ctc_decode']
 
 # %% ../nbs/23_decode.ipynb #de230005
+import functools
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusedloss.core.checks import expect, expect_tensor, is_integer
+from fusedloss.core.checks import acc_dtype, check_flags, expect, expect_tensor, is_integer
+from fusedloss.core.operators import operator
 from fusedloss.core.options import Lengths
 from fusedloss.core.sequences import (
     as_lengths, check_lengths, check_scores, full_lengths, readable_on_host, to_device, unbatch)
+from fusedloss.ctc import best_alignment
 
 f32, f64 = torch.float32, torch.float64
 
@@ -25,6 +28,7 @@ class Hypotheses(NamedTuple):
     labels: Tensor  # [N,k,T] classes; −1 beyond a length
     lengths: Tensor  # [N,k] int64, of the label sequences
     log_probs: Tensor  # [N,k] of the best path, or of all paths that a beam found
+    timesteps: Optional[Tensor] = None  # [N,k,T] first frame of each label, if asked; −1 beyond a length
 
 # %% ../nbs/23_decode.ipynb #de230018
 def best_path(
@@ -148,33 +152,64 @@ def ctc_decode(
     *, blank:int=0,
     beam:int=1,  # prefixes that are kept; 1: the best path alone
     k:int=1,  # label sequences to return, at most `beam`
+    timesteps:bool=False,  # whether to return the frame of each label
 ) -> Hypotheses:  # [N,k,...]; [k,...] without a batch
     """The most probable label sequences, best first.
     `beam=1` is greedy: the labels of the best path, with the log-probability of that path. A wider
     beam is a prefix search: `log_probs` adds up the paths whose prefixes were kept, all of them if
     the beam is wide enough; of equal sequences the one first found is first. As `ctc_decoder` of
     torchaudio without a lexicon and with `log_add=True`, for a batch and with neither a language
-    model nor thresholds. Nothing is differentiable. A NaN or +∞ gives NaN and length 0."""
+    model nor thresholds. `timesteps` are
+    the frames in which the best path that says the labels enters each of them. Nothing is differentiable. A NaN or +∞ gives NaN and length 0."""
     expect_tensor("log_probs", log_probs)
     z = log_probs[:, None] if log_probs.dim() == 2 else log_probs
     check_scores(z, blank, "log_probs")
     expect(is_integer(beam) and beam >= 1, "beam", "a positive integer", repr(beam))
     expect(is_integer(k) and 1 <= k <= beam, "k", f"an integer from 1 to beam, {beam}", repr(k))
-    frames, bad = usable_frames(z, input_lengths)
-    found = best_path(z, frames, blank) if beam == 1 else beam_search(z, frames, blank, beam)
-    scores = found.log_probs.masked_fill(bad[:, None], torch.nan).to(f64 if z.dtype == f64 else f32)
-    found = Hypotheses(found.labels[:, :k], found.lengths[:, :k], scores[:, :k])
-    return unbatch(found, log_probs.dim() == 2)
+    check_flags(timesteps=timesteps)
+    frames = full_lengths(z.shape[0], z) if input_lengths is None else input_lengths
+    frames = as_lengths(frames, "input_lengths", z)
+    *found, at = decode_operator(z, frames, blank, beam, k, timesteps)
+    return unbatch(Hypotheses(*found, at if timesteps else None), log_probs.dim() == 2)
 
 # %% ../nbs/23_decode.ipynb #de230052
 def usable_frames(
-    z:Tensor, input_lengths:Optional[Lengths],  # [T,N,C]; None: all
+    z:Tensor, frames:Tensor,  # [T,N,C], [N]
 ) -> tuple[Tensor, Tensor]:  # [N] frames, 0 where bad; [N] bool
     "Lengths on the device of the scores, and which sequences cannot be decoded."
-    frames = full_lengths(len(z), z) if input_lengths is None else input_lengths
-    frames = as_lengths(frames, "input_lengths", z)
     if readable_on_host(frames): check_lengths(frames, "input_lengths", len(z))
     frames = to_device(frames, z.device)
     on = torch.arange(len(z), device=z.device)[:, None] < frames
     bad = (on & ~(z.amax(2) < torch.inf)).any(0) | (frames < 0) | (frames > len(z))
     return frames.masked_fill(bad, 0), bad
+
+# %% ../nbs/23_decode.ipynb #7a31c0d7
+def first_frames(states:Tensor) -> Tensor:  # [N,T] of an alignment; to [N,T]
+    "The frame in which the path enters each label; −1 beyond the labels."
+    (N, T), before = states.shape, F.pad(states, (1, 0), value=-1)[:, :-1]
+    enters = (states > 0) & (states % 2 == 1) & (states != before)
+    place = torch.where(enters, states // 2, T)  # column T is dropped
+    t = torch.arange(T, device=states.device).expand(N, T)
+    return states.new_full((N, T + 1), -1).scatter_(1, place, torch.where(enters, t, -1))[:, :-1]
+
+def decoded(
+    z:Tensor, frames:Tensor, blank:int, beam:int, k:int, timesteps:bool,  # [T,N,C], [N]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # as `Hypotheses`; frames are empty if not asked
+    "`ctc_decode` of a batch."
+    frames, bad = usable_frames(z, frames)
+    found = best_path(z, frames, blank) if beam == 1 else beam_search(z, frames, blank, beam)
+    scores = found.log_probs.masked_fill(bad[:, None], torch.nan).to(acc_dtype(z.dtype))
+    labels, lengths, at = found.labels[:, :k].contiguous(), found.lengths[:, :k].contiguous(), []
+    for nth in range(k if timesteps else 0):
+        states = best_alignment(z, labels[:, nth], frames, lengths[:, nth], blank)[2]
+        at.append(first_frames(states))
+    return (labels, lengths, scores[:, :k].contiguous(),
+            torch.stack(at, 1) if at else labels.new_empty(0))
+
+def fake_decoded(z, frames, blank, beam, k, timesteps):
+    "The shapes of its results."
+    (T, N, _), new = z.shape, functools.partial(z.new_empty, dtype=torch.int64)
+    return (new((N, k, T)), new((N, k)), z.new_empty((N, k), dtype=acc_dtype(z.dtype)),
+            new((N, k, T) if timesteps else 0))
+
+decode_operator = operator("fusedloss::ctc_decode", decoded, fake=fake_decoded)

@@ -442,17 +442,21 @@ def recompute_losses(
     "`linear_ctc_fwd`."
     b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
     f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
-    return linear_ctc_fwd(b, f, keep_states)
+    losses, log_z, states = linear_ctc_fwd(b, f, keep_states)
+    return losses, log_z, states.flatten() if keep_states else states.new_empty(0)
 
 # %% ../nbs/22_linear_ctc.ipynb #01aca211
 def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, host_lengths, keep_states):
     "The shapes of `recompute_losses`'s results."
-    T, N = x.shape[:2]
-    C = symbol_columns(int(min(T, targets.shape[-1])))
-    f = frame_counts(x, w, C, budget, True)
-    n_edges = -(-T // int(f.segment // f.parts if keep_states else f.sweep))
-    new = functools.partial(x.new_empty, dtype=i64)
-    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new((1 + x.is_cuda, n_edges, N, 2, C))
+    T, N, count, new = *x.shape[:2], 0, functools.partial(x.new_empty, dtype=i64)
+    sizes = *x.shape, *w.shape, targets.shape[-1]
+    if keep_states and not all(isinstance(n, int) for n in sizes):
+        count = torch.library.get_ctx().new_dynamic_size()  # the plan, which makes it, leaves no guard
+    elif keep_states:
+        C = symbol_columns(min(T, targets.shape[-1]))
+        f = frame_counts(x, w, C, budget, True)
+        count = (1 + x.is_cuda) * -(-T // (f.segment // f.parts)) * N * 2 * C
+    return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new(count)
 
 # %% ../nbs/22_linear_ctc.ipynb #d34dde7b
 def recompute_gradients(
@@ -463,6 +467,7 @@ def recompute_gradients(
     "`linear_ctc_bwd`."
     b = make_batch(x, w, bias, targets, frames, lengths, blank, host_lengths)
     f = frame_counts(x, w, b.symbols.shape[1], budget, is_padded(b, host_lengths))
+    states = states.view(Boundaries.shape(b, f.segment // f.parts))
     return linear_ctc_bwd(g, b, f, log_z, states, (need_x, need_w, need_b))
 
 # %% ../nbs/22_linear_ctc.ipynb #dc10708a
@@ -573,7 +578,7 @@ def linear_ctc_loss(
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
     targets:Tensor,  # [N,L], or [sum of target_lengths] one after another
     input_lengths:Optional[Lengths]=None,  # [N] frames: a tensor, a tuple or a list; None: all
-    target_lengths:Optional[Lengths]=None,  # [N] labels; None: all L of each
+    target_lengths:Optional[Lengths]=None,  # [N] labels; None: of each all but negative ones at its end
     *, linear_bias:Optional[Tensor]=None,  # [V]
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length

@@ -568,7 +568,7 @@ def chosen_path(Ms, idx, v0, vT, S, lengths):
     return final_alphas(alphas, lengths) + vT, states, edges
 
 # %% ../nbs/19_scans.ipynb #7a31c0d2
-def best_path(
+def viterbi_path(
     Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor, lengths:Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `Paths`
     "`viterbi`."
@@ -583,7 +583,7 @@ def fake_path(Ms, idx, *others):
     return tuple(idx.new_empty((N, n), dtype=torch.int64) for n in (T + 1, T))
 
 viterbi_operator = operator(
-    "fusedloss::viterbi", checked(best_path),
+    "fusedloss::viterbi", checked(viterbi_path),
     fake=lambda Ms, *others: (Ms.new_empty(Ms.shape[1]), *fake_path(Ms, *others)))
 
 # %% ../nbs/19_scans.ipynb #7a31c0d3
@@ -602,7 +602,7 @@ def drawn_path(
 
 sample_operator = operator("fusedloss::sample", checked(drawn_path), fake=fake_path)
 
-def drawn(t:Tensor, *size:int) -> Tensor:
+def exponential(t:Tensor, *size:int) -> Tensor:
     "What `sample_operator` draws by, in the dtype of t: outside of it, where a compiler sees that each call draws anew."
     return t.new_empty(size).exponential_()
 
@@ -619,7 +619,7 @@ def viterbi(
     "The best path of each sequence, of equals always the same one, and its score."
     check_graph(Ms, idx, v0, vT)
     Ms, v0, vT = widened(Ms, v0, vT)
-    if not traced(): return Paths(*best_path(Ms, idx, v0, vT, lengths))
+    if not traced(): return Paths(*viterbi_path(Ms, idx, v0, vT, lengths))
     return Paths(*viterbi_operator(Ms.detach(), idx, v0.detach(), vT.detach(),
                                    integer_lengths(lengths, Ms)))
 
@@ -651,7 +651,7 @@ def sample(
         T, N, C, nz = Ms.shape
         states, edges = sample_operator(
             Ms.detach(), idx, v0.detach(), vT.detach(), integer_lengths(lengths, Ms),
-            drawn(Ms, N, C), drawn(Ms, T, N, nz))
+            exponential(Ms, N, C), exponential(Ms, T, N, nz))
     else: _, states, edges = chosen_path(Ms, idx, v0, vT, Sample(generator), lengths)
     return Paths(path_score(Ms, v0, vT, states, edges), states, edges)
 

@@ -260,10 +260,16 @@ class Boundaries(NamedTuple):
         "Those of a sweep before."
         return cls(states, every, states[1] if len(states) == 2 else None)
 
+    @staticmethod
+    def shape(b:CTCBatch, every:int) -> tuple[int, ...]:
+        "Of the states."
+        n, planes = -(-len(b.x) // every), 2 if b.kernels or b.x.is_cuda else 1  # loops keep α alone
+        return planes, n, len(b.symbols), 2, b.symbols.shape[1]
+
     @classmethod
     def of(cls, b:CTCBatch, every:int) -> "Boundaries":
         "Room for those of all frames."
-        n, planes = -(-len(b.x) // every), 2 if b.kernels or b.x.is_cuda else 1  # loops keep α alone
+        planes, n, *_ = cls.shape(b, every)
         return cls.made_of(empty_boundaries(planes * n, b).unflatten(0, (planes, n)), every)
 
     def before(self, at:slice) -> Optional[Tensor]:  # [N,2,C]

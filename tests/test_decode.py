@@ -138,7 +138,7 @@ def test_dtypes_lengths_and_single_sequences(dtype, beam, given, device):
     lengths = {"tensor": torch.tensor(frames, device=device), "list": frames, "none": None}[given]
     d = fl.ctc_decode(z, lengths, beam=beam, k=beam)
     assert d.labels.shape == (3, beam, 9) and d.labels.dtype == d.lengths.dtype == torch.int64 and d.log_probs.shape == (3, beam)
-    assert d.log_probs.dtype == (f64 if dtype == f64 else f32) and {t.device.type for t in d} == {torch.device(device).type}
+    assert d.log_probs.dtype == (f64 if dtype == f64 else f32) and {t.device.type for t in d[:3]} == {torch.device(device).type}
     for n, steps in enumerate(frames if lengths is not None else [9] * 3):
         alone = fl.ctc_decode(z[:steps, n], beam=beam, k=beam)
         assert torch.equal(alone.labels, d.labels[n, :, :steps]) and torch.equal(alone.lengths, d.lengths[n])
@@ -172,7 +172,7 @@ def test_nothing_to_decode():
 def test_ties_and_impossible_scores():
     flat = torch.full((4, 1, 3), -math.log(3), dtype=f64)
     assert fl.ctc_decode(flat).lengths.item() == 0, "of equal classes the first"
-    once, again = (fl.ctc_decode(flat, beam=6, k=6) for _ in range(2))
+    once, again = (fl.ctc_decode(flat, beam=6, k=6, timesteps=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again))
     z = scores(6, 3, 4)
     good = fl.ctc_decode(z, beam=5, k=5)
@@ -180,8 +180,39 @@ def test_ties_and_impossible_scores():
     for beam in (1, 5):
         d = fl.ctc_decode(z, beam=beam, k=beam)
         assert d.log_probs[1:].isnan().all() and not d.lengths[1:].any() and (d.labels[1:] == -1).all()
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(d, good))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(d[:3], good))
     assert not fl.ctc_decode(z, [6, 5, 0], beam=5).log_probs.isnan().any(), "beyond a length nothing is looked at"
+
+
+def entered(z, y, blank):
+    "The frames in which the best path of z [T,C] that says y enters its labels: of all paths, one by one"
+    paths = [p for p in itertools.product(range(z.shape[1]), repeat=len(z)) if said(p, blank) == y]
+    best = max(paths, key=lambda p: sum(z[t, c].item() for t, c in enumerate(p)))
+    return [t for t, c in enumerate(best) if c != blank and (t == 0 or best[t - 1] != c)]
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_timesteps_are_the_first_frames_of_the_best_path(beam, device):
+    z, frames = scores(6, 4, 3, seed=beam), [6, 5, 3, 0]
+    d = fl.ctc_decode(z.to(device), frames, blank=1, beam=beam, k=beam, timesteps=True)
+    assert d.timesteps.shape == d.labels.shape and d.timesteps.dtype == torch.int64
+    plain = fl.ctc_decode(z.to(device), frames, blank=1, beam=beam, k=beam)
+    assert plain.timesteps is None and all(torch.equal(a, b) for a, b in zip(plain[:3], d))
+    for n, steps in enumerate(frames):
+        for labels, at, m, p in zip(*(t[n].tolist() for t in (d.labels, d.timesteps, d.lengths, d.log_probs))):
+            assert at[m:] == [-1] * (6 - m)
+            assert p == -INF or at[:m] == entered(z[:steps, n], tuple(labels[:m]), 1)
+    alone = fl.ctc_decode(z[:, 0].to(device), blank=1, beam=beam, k=beam, timesteps=True)
+    assert torch.equal(alone.timesteps, d.timesteps[0])
+    z[2, 0, 0] = math.nan
+    assert (fl.ctc_decode(z.to(device), beam=beam, timesteps=True).timesteps[0] == -1).all()
+
+
+def test_timesteps_of_nothing():
+    for T, N in ((0, 2), (4, 0), (0, 0)):
+        assert fl.ctc_decode(torch.zeros(T, N, 3), beam=2, k=2, timesteps=True).timesteps.shape == (N, 2, T)
+    with pytest.raises(ValueError, match="timesteps: expected True or False, got 'yes'"):
+        fl.ctc_decode(torch.zeros(2, 2, 3), timesteps="yes")
 
 
 def test_a_found_sequence_has_its_likelihood():
@@ -189,6 +220,7 @@ def test_a_found_sequence_has_its_likelihood():
     d = fl.ctc_decode(z, [10, 9, 7, 3], beam=400, k=3)
     for i in range(3):
         loss = fl.ctc_loss(z, d.labels[:, i], [10, 9, 7, 3], d.lengths[:, i], reduction="none")
+        assert torch.equal(loss, fl.ctc_loss(z, d.labels[:, i], [10, 9, 7, 3], reduction="none")), "−1 is padding"
         assert ((loss + d.log_probs[:, i]).abs() < 1e-3).all() and (loss <= -d.log_probs[:, i] + 1e-12).all()
 
 

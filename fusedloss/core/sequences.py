@@ -214,7 +214,7 @@ def add_batch_dim(z:Tensor, targets:Tensor, unbatched:bool) -> tuple[Tensor, Ten
 
 def unbatch(results:tuple, unbatched:bool) -> tuple:
     "The first of each where there was no batch."
-    return type(results)(*(t[0] for t in results)) if unbatched else results
+    return type(results)(*(t if t is None else t[0] for t in results)) if unbatched else results
 
 # %% ../../nbs/library/sequences.ipynb #5a1d70c2
 class Span(NamedTuple):
