@@ -74,6 +74,16 @@ struct capped {  // from e^(-2|x|): neither tanh nor its slope loses digits wher
 };
 
 struct RowStats { float m, s, smooth; };  // maximum, sum of e^(z - m), sum of w (z - z_y)
+struct RowCoefs {  // what multiplies p, the one-hot and the class weights in a row's gradient, and lse² in its loss
+  float target, smoothing, z, softmax;
+  INLINE RowCoefs(float w_y, float w_t, float w_sum, float lse, int V, Options o, float divisor) {
+    const float each = w_t / divisor;  // infinite if class weights alone are tiny
+    target = (1.0f - o.label_smoothing) * (w_y * w_t / divisor);
+    smoothing = o.label_smoothing > 0.0f ? o.label_smoothing / V * each : 0.0f;
+    z = o.z_loss > 0.0f ? o.z_loss * each : 0.0f;
+    softmax = target + smoothing * w_sum + 2 * z * lse;
+  }
+};
 struct RowGrad {  // what a row's gradient is made of
   RowMax row_max;
   float softmax_coef, smoothing_coef;
@@ -283,11 +293,9 @@ extern "C" __global__ void SHAPE turnaround(
   const RowMax row_max(stats.m);
   const float log_s = logf(stats.s), lse = row_max.scaled / row_max.log2_scale + log_s;
   const float w_t = token_weight ? token_weight[row] : 1.0f, w_sum = all_weights ? *all_weights : V;
-  const float target_coef = (1.0f - o.label_smoothing) * (weight && valid ? weight[label] : 1.0f) * w_t;
-  const float smoothing_coef = o.label_smoothing / V * w_t;
-  const float softmax_coef = target_coef + smoothing_coef * w_sum + 2 * o.z_loss * w_t * lse;
-  const float grad_divisor = UNSCALED_GRAD ? 1.0f : divisor;  // whose inverse may overflow
-  const RowGrad r = {row_max, softmax_coef / grad_divisor / stats.s, smoothing_coef / grad_divisor};
+  const float w_y = weight && valid ? weight[label] : 1.0f;
+  const RowCoefs coefs(w_y, w_t, w_sum, lse, V, o, divisor), grad(w_y, w_t, w_sum, lse, V, o, UNSCALED_GRAD ? 1.0f : divisor);
+  const RowGrad r = {row_max, grad.softmax / stats.s, grad.smoothing};
 #pragma unroll
   for (int k = 0; k < VECTORS; k++) {
     const int c = first + k * step;
@@ -298,13 +306,12 @@ extern "C" __global__ void SHAPE turnaround(
     vectors[k].store(row_dz, c, V);
   }
   if (has_target) {
-    float d[2] = {r.gradient<SCORE, SMOOTH>(logit_y[0], (int)label, V, weight, o, target_coef / grad_divisor), 0.0f};
+    float d[2] = {r.gradient<SCORE, SMOOTH>(logit_y[0], (int)label, V, weight, o, grad.target), 0.0f};
     row_dz[label] = ELEMENT::pack(d);
     const float score_y = SCORE::score(logit_y[0], o, slope);
     float log_p = fmaf(score_y, row_max.log2_scale, -row_max.scaled) / row_max.log2_scale - log_s;
     if (log_p > 0.0f) log_p = 0.0f;  // a rounding may put it above, by 1e-7
-    loss[row] = (o.z_loss * w_t * lse * lse - (smoothing_coef * w_sum + target_coef) * log_p -
-                 smoothing_coef * stats.smooth) / divisor;
+    loss[row] = coefs.z * lse * lse - (coefs.smoothing * w_sum + coefs.target) * log_p - coefs.smoothing * stats.smooth;
   }
   const bool no_target = !valid && rank == 0 && threadIdx.x == 0;
   if (no_target) loss[row] = ignored ? 0.0f : not_a_number();

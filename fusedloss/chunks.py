@@ -124,21 +124,29 @@ class Gradients:
         needs:tuple[bool, bool, bool],  # of x, w and the bias
         grad_dtype:torch.dtype,  # of dw in the end
         wide:bool, unit:float,  # sum dw in fp32; what multiplies it
+        counts:Optional[Tensor]=None,  # bool [N], False for tokens whose features may be NaN; None: all count
     ):
         total = torch.float32 if wide else grad_dtype
         acc, need_x, need_w, need_b = acc_dtype(x.dtype), *needs
         self.grad_dtype, self.unit, self.begun = grad_dtype, 1.0 if wide else unit, False
         self.last = unit / self.unit  # what is still to be multiplied by
+        self.counts = counts
         self.dx = x.new_empty(x.shape) if need_x else None
         self.dw = torch.empty_like(w, dtype=total) if need_w else None
         self.db = w.new_zeros(len(w), dtype=acc) if need_b else None
 
     def spend(self, dz:Tensor, x:Tensor, w:Tensor, i:slice):  # [B,V], [B,H], [V,H]
         "Add the chunk of tokens `i`."
+        if self.dw is not None: put_product(self.dw, dz.T, self.counted(x, i), self.begun, self.unit)
         if self.dx is not None: put_product(part(self.dx, i), dz, w)
-        if self.dw is not None: put_product(self.dw, dz.T, x, self.begun, self.unit)
         if self.db is not None: self.db += dz.sum(0, dtype=self.db.dtype)
         self.begun = True
+
+    def counted(self, x:Tensor, i:slice) -> Tensor:  # [B,H]
+        "`x` with zeros for tokens that do not count, whose NaN times 0 would be NaN: where their dx will be, if it has the dtype."
+        if self.counts is None: return x
+        room = None if self.dx is None or self.dx.dtype != x.dtype else part(self.dx, i)
+        return torch.where(part(self.counts, i)[:, None], x, x.new_zeros(()), out=room)
 
     def rounded_dw(self) -> Optional[Tensor]:
         "dw in its own dtype; zeros if nothing was spent."
@@ -256,10 +264,11 @@ def gradients_of_chunks(
     order:Optional[Tensor], dtype:torch.dtype,  # the tokens that enter, and what they are rounded to
     plan:Chunks, needs:tuple[bool, bool, bool], grad_dtype:torch.dtype, unit:float, turn:Callable,
     dx_dtype:Optional[torch.dtype]=None,  # x's, or that of a sum over ranks
+    counts:Optional[Tensor]=None,  # bool, of the tokens that enter, as `Gradients` has it
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # as `run_chunks`; dx, dw, db
     "What `turn` makes of each chunk of a linear layer's logits, and the gradients."
     x_k = x if order is None else x[order]
-    grads = Gradients(x_k, w, needs, grad_dtype, plan.wide, unit)
+    grads = Gradients(x_k, w, needs, grad_dtype, plan.wide, unit, counts)
     if needs[0] and dx_dtype: grads.dx = torch.empty_like(grads.dx, dtype=dx_dtype)
     found = run_chunks(x_k.to(dtype), w_k, b_k, plan.rows, grads, turn)
     return found, final_gradients(grads, x, order)
@@ -284,7 +293,8 @@ def chunked_loss_fwd(
     turn = lambda z, i, wanted: chunk_loss(z.unsqueeze(1), part(y_k, i), weight, part(t_k, i), total, o,
                                            unscaled_grad, wanted, stats)
     found, grads = gradients_of_chunks(x, w, w_k, b_k, order, dtype, plan,
-                                       (need_x, need_w, need_b), grad_dtype, unit, turn)
+                                       (need_x, need_w, need_b), grad_dtype, unit, turn,
+                                       counts=None if y.is_cpu else y_k != o.ignore_index)  # a CPU has packed them
     found = found or (empty(0), empty(0), empty(0), empty(5, 0))
     loss = found[0].sum()
     row_values = stats_of_all(found, order, len(x)) if stats else tuple(empty(0) for _ in range(3))

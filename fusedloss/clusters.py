@@ -71,7 +71,6 @@ def turnaround_kernel(
     B: tl.constexpr = R * C
     lanes, wide = lane_grid(R, C), lane_grid(HELD, C)
     divisor = divisor_of(denominator_ptr)
-    grad_divisor = 1.0 if UNSCALED_GRAD else divisor
     edge = tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B  # where the held block starts
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     y, ignored, valid = load_labels(y_ptr, rows, M, V, o.ignore_index)
@@ -101,15 +100,17 @@ def turnaround_kernel(
     lse = row_max / LOG2_SCALE + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
-    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
+    softmax_coef, target_coef, smoothing_coef, z_coef = row_coefs(lse, w_y, w_t, w_all, o, V, divisor)
     log_p = (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s
     loss = row_loss(lse, log_p, tl.sum(total, 1), target_coef, smoothing_coef,
-                    w_t, w_all, o, ignored, valid)
-    tl.store(loss_ptr + rows, loss / divisor, mask=rows < M)
+                    z_coef, w_all, ignored, valid)
+    tl.store(loss_ptr + rows, loss, mask=rows < M)
+    if UNSCALED_GRAD:
+        softmax_coef, target_coef, smoothing_coef, z_coef = row_coefs(lse, w_y, w_t, w_all, o, V, 1.0)
     tl.debug_barrier()  # no lane overwrites the target's score before all have read it
     y, row_max = y[:, None, None], row_max[:, None, None]
-    softmax_coef = (softmax_coef / grad_divisor / s)[:, None, None]
-    target_coef, smoothing_coef = (target_coef / grad_divisor)[:, None, None], (smoothing_coef / grad_divisor)[:, None, None]
+    softmax_coef, target_coef = (softmax_coef / s)[:, None, None], target_coef[:, None, None]
+    smoothing_coef = smoothing_coef[:, None, None]
     store_gradient(start, edge, wide, V, stride_v, held, stored, known, y, row_max, softmax_coef,
                    target_coef, smoothing_coef, weight_ptr, o, SCORE, SMOOTH, LOG2_SCALE, True)
     for back in range(0, live, B):

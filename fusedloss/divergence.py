@@ -181,7 +181,8 @@ def run_divergence(
     budget = memory_budget and memory_budget * row // (row + teacher.row_bytes(v))
     plan = plan_chunks(n, x.shape[1], v, w_k.dtype, w.dtype, needs[1], None, budget)
     turn = turn_of(teacher, plan.rows, weights, denominator, o, unscaled_grad=unscaled_grad)
-    found, grads = gradients_of_chunks(x, w, w_k, b_k, order, dtype, plan, needs, w.dtype, unit, turn)
+    counts = None if weights is None or weights.is_cpu else weights != 0  # a CPU has packed them
+    found, grads = gradients_of_chunks(x, w, w_k, b_k, order, dtype, plan, needs, w.dtype, unit, turn, counts=counts)
     losses = found[0] if found else x.new_empty(0, dtype=acc_dtype(dtype))
     return put_back(losses, order, len(x)), grads
 

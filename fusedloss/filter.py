@@ -157,6 +157,7 @@ def plain_flagged(
     kept = (target < v) & (own | ~(tops - out[3][1].log() < math.log(eps)))
     kept = F.pad(kept, (0, -n % t.BN)).view(len(tops), -(-n // t.BN), t.BN).any(2)
     means[kept.repeat_interleave(t.BN, 1)[:, :n]] = -torch.inf
+    means[:, target >= v] = -torch.inf
     return out, kept.int(), means, x.new_empty(0)
 
 # %% ../nbs/08_filter.ipynb #de5407f3
@@ -331,7 +332,9 @@ def filtered_kernel_bwd(
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)
     grad_scale = take_grad_scale(terms, rows, uneven) if x.dtype == torch.float16 else None
-    x, terms = take(x, order.tokens), take(terms, order.tokens, 1)
+    places = take(label_places(target, order.classes, o.ignore_index), order.tokens)
+    x = take(x, order.tokens).masked_fill_((places > len(w))[:, None], 0.0)  # else 0 · NaN of ignored tokens
+    terms = take(terms, order.tokens, 1)
     run = run_length(len(x), len(flags), run_numbers(o, stats), budget)
     size = run * t.BV
     each = dropped_grad(means, terms, log2_scale(x), o, uneven).mul_(size).to(x.dtype)
@@ -341,7 +344,6 @@ def filtered_kernel_bwd(
     beside += beside_dz(x.shape[1], flags.shape[1], x.dtype, (False, False, needs[2]))
     slab = t.BV * slab_tiles(*x.shape, budget, *flags.shape[::-1], t.BV,
                              multiprocessors(x.device), held, beside)
-    places = take(label_places(target, order.classes, o.ignore_index), order.tokens)
     dx, dw, db = launch_kept(terms, grad_scale, x, w, places, bias, o, uneven, order, flags, lift,
                              slab, t, needs)
     if needs[0]: add_product(dx, take(each, inverse(order.tokens), 1).T, centers)
@@ -358,12 +360,12 @@ def plain_terms(
     row_max, s = rows[:2]
     lse, none = row_max + s.log(), torch.zeros_like(row_max)
     t = row_terms(row_max[:, None].expand(-1, n_classes), target, weight, token_weight, o)
-    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
-    g, divisor = none if g_loss is None else g_loss, plain_divisor(denominator)
-    softmax_coef = softmax_coef / divisor * g + (none if g_lse is None else g_lse)
+    softmax_coef, target_coef, smoothing_coef, _ = plain_row_coefs(lse, t, o, plain_divisor(denominator))
+    g = none if g_loss is None else g_loss
+    softmax_coef = g * softmax_coef + (none if g_lse is None else g_lse)
     mean = s.log() - entropy if len(entropy) else none
     entropy_grad = none if g_entropy is None else g_entropy / s
-    terms = torch.stack([row_max, softmax_coef / s, target_coef / divisor * g, smoothing_coef / divisor * g, entropy_grad,
+    terms = torch.stack([row_max, softmax_coef / s, target_coef * g, smoothing_coef * g, entropy_grad,
                          mean])
     terms[0].masked_fill_(~t.valid, torch.inf)
     terms[1:].masked_fill_(~t.valid, 0.0)

@@ -233,12 +233,11 @@ def reference_fwd(
     total = below @ t.w if o.label_smoothing else None
     s = below.exp_().sum(1)
     lse, z_y = row_max + s.log(), z.gather(1, t.label[:, None])
-    _, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
+    _, target_coef, smoothing_coef, z_coef = plain_row_coefs(lse, t, o, plain_divisor(denominator))
     losses = -target_coef * ((z_y[:, 0] - row_max) - s.log())
-    if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
+    if o.z_loss: losses = losses + z_coef * lse**2
     if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * s.log() - total)
     losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
-    losses = losses / plain_divisor(denominator)
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([row_max, s])
     return losses, lse, *reference_stats(z, z_y, rows, t, stats)
 
@@ -276,16 +275,15 @@ def reference_bwd(
     z, slope = score_and_slope(raw, o, temperature)
     t, (row_max, s) = row_terms(z, target, weight, token_weight, o), rows[:2]
     lse = row_max + s.log()
-    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
-    g, divisor = torch.zeros_like(lse) if g_loss is None else g_loss, plain_divisor(denominator)
-    softmax_coef = softmax_coef / divisor * g
-    if g_lse is not None: softmax_coef = softmax_coef + g_lse
+    softmax_coef, target_coef, smoothing_coef, _ = plain_row_coefs(lse, t, o, plain_divisor(denominator))
+    g = torch.zeros_like(lse) if g_loss is None else g_loss
+    softmax_coef = g * softmax_coef if g_lse is None else g * softmax_coef + g_lse
     p = (z - row_max[:, None]).exp_().div_(s[:, None])
     entropy_grad = 0.0 if g_entropy is None else torch.where(
         p > 0, g_entropy[:, None] * p * ((z - row_max[:, None]) - (s.log() - entropy)[:, None]), 0.0)
     dz = p.mul_(softmax_coef[:, None])  # in the memory of p
-    if o.label_smoothing: dz -= (smoothing_coef / divisor * g)[:, None] * t.w
-    dz.scatter_add_(1, t.label[:, None], -(target_coef / divisor * g)[:, None])
+    if o.label_smoothing: dz -= (smoothing_coef * g)[:, None] * t.w
+    dz.scatter_add_(1, t.label[:, None], -(target_coef * g)[:, None])
     dz -= entropy_grad
     dz *= slope
     return dz.masked_fill_(~t.valid[:, None], 0.0).to(raw.dtype)

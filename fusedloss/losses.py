@@ -28,7 +28,7 @@ from fusedloss.core.options import (
 from fusedloss.core.pairs import labels_loss, labels_rows, soft_rows
 from fusedloss.core.products import part
 from fusedloss.core.rates import CPU, Machine, machine_here
-from fusedloss.core.reference import as_rows, flat, reduce_rows, total_weight
+from fusedloss.core.reference import as_rows, counted_rows, flat, reduce_rows, total_weight
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import chosen_method
 from fusedloss.core.versions import torch_version
@@ -64,7 +64,9 @@ def eager_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "A linear layer's cross entropy with all logits, which become their own gradient."
-    z = F.linear(as_rows(input), linear_weight, linear_bias)  # one product that adds the bias, not a batch
+    x = as_rows(input)
+    if linear_weight.requires_grad: x = counted_rows(x, target.reshape(-1), o.ignore_index)
+    z = F.linear(x, linear_weight, linear_bias)  # one product that adds the bias, not a batch
     return run_cross_entropy(z, target, weight, token_weight, o, reduction, reduction != "none" and not return_stats,
                              return_stats)
 
@@ -230,7 +232,8 @@ def row_targets_fwd(
     plan = plan_chunks(len(x), x.shape[1], len(w), w_k.dtype, w.dtype, need_w, chunk_size,
                        memory_budget, accumulate)
     turn = lambda z, i, wanted: (turn_rows(z, target[i], weight, part(token_weight, i), total, o, late, wanted),)
-    found, grads = gradients_of_chunks(x, w, w_k, b_k, None, dtype, plan, needs, w.dtype, unit, turn)
+    counts = None if target.is_floating_point() else (target != o.ignore_index).any(1)
+    found, grads = gradients_of_chunks(x, w, w_k, b_k, None, dtype, plan, needs, w.dtype, unit, turn, counts=counts)
     loss = found[0].sum() if found else x.new_zeros((), dtype=acc)
     return loss, *grads, late_factors(loss, total, late, unit)
 
@@ -364,6 +367,7 @@ def several_targets_loss(
     share, o, reduction = label_shares(t, flat(given["token_weight"]), given.get("target_weight")), given["options"], given["reduction"]
     if method == "chunks":
         return loss_by_chunks(x, w, b, t, weight, share, o, reduction, r.chunk_size, chunks_budget(r), r.accumulate)
+    if w.requires_grad: x = counted_rows(x, t.ne(o.ignore_index).any(1), False)
     z = F.linear(x, w, b)
     total = total_of_rows(t, weight, share, o, acc_dtype(z.dtype)) if reduction == "mean" else None
     losses = labels_loss(z, t, weight, share, total, o)

@@ -111,7 +111,7 @@ def reference_rows(
     lse = (whole.log2() + offsets) * math.log(2)
     w_y = 1.0 if weight is None else weight.to(s.dtype)[y.clamp(0, V - 1)]
     w_t, divisor = torch.ones_like(s) if token_weight is None else token_weight.to(s.dtype), plain_divisor(denominator)
-    by_class, by_token = w_y * w_t / divisor, o.z_loss * w_t / divisor
+    by_class, by_token = w_y * w_t / divisor, o.z_loss * (w_t / divisor)
     rise = 2 * by_token * lse if o.z_loss else torch.zeros_like(lse)
     losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if o.z_loss else 0.0)
     scale, good = o.logit_scale / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
@@ -148,7 +148,7 @@ def rows_kernel(
     lse = (log_whole + offset) * LN2
     w_y, w_t = label_weights(weight_ptr, token_weight_ptr, y, known, rows)
     divisor = divisor_of(denominator_ptr)
-    by_class, by_token = w_y * w_t / divisor, o.z_loss * w_t / divisor
+    by_class, by_token = w_y * w_t / divisor, o.z_loss * (w_t / divisor)
     rise = tl.where(o.z_loss == 0, 0.0, 2 * by_token * lse)
     loss = by_class * (log_whole - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, by_token * lse * lse)
     scale = o.logit_scale / whole

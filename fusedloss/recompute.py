@@ -21,6 +21,7 @@ from fusedloss.core.products import (
     add_product, chunk_scores, grad_scale_of, part, program_tiles, run_tile, store_tile,
     swizzle_tile, takes_kernel, tile_product, tile_scores, tile_slices, wide, wide_product,
     write_product)
+from fusedloss.core.reference import counted_rows
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
 from fusedloss.core.softmax import (
     carried, cooled, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
@@ -371,7 +372,7 @@ def slab_tiles(
     beside:int=0,  # bytes of each class of it beside dz
 ) -> int:  # tiles
     "Tiles of a slab: what the budget holds, at least two, cut where a round of programs ends."
-    held += n_tokens * (TERMS + 2 * n_features)  # dx: a float32 where 16 bits will be
+    held += n_tokens * (TERMS + 4 * n_features)  # x without ignored tokens; dx: a float32 where 16 bits will be
     each = 2 * max(n_tokens, 1) + beside
     fit = ((budget or BUDGET) - held) // (each * class_tile)
     most = min(tiles_v, max(2 if budget else 16, fit))
@@ -533,7 +534,7 @@ def plain_bwd(
         if need_b: db += dz.sum(0)
         if seen is not None: dz = seen(i, dz)
         if need_x: dx[i] = dz @ w
-        if need_w: dw.addmm_(dz.T, x[i].to(w.dtype))
+        if need_w: dw.addmm_(dz.T, counted_rows(x[i], target[i], o.ignore_index).to(w.dtype))
     return dx, dw.to(w_dtype), db
 
 # %% ../nbs/07_recompute.ipynb #fa6623ee
@@ -545,7 +546,7 @@ def kernel_bwd(
     temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients by the kernels, slab by slab."
-    uneven = upstream[2] is not None
+    uneven, x = upstream[2] is not None, counted_rows(x, target, o.ignore_index)
     t = tiling or tiling_of(x, w, is_busy(o, False))
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)

@@ -27,9 +27,9 @@ from fusedloss.core.products import (
     write_product)
 from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
-    reduce_scatter_rows, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement)
+    reduce_scatter_rows, shard_range, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement)
 from fusedloss.core.reference import (
-    flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight)
+    counted_rows, flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight)
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
 from fusedloss.core.tuning import keep_agreement
@@ -72,8 +72,8 @@ def class_masses(
 ) -> Tensor:  # [R]
     "Σ ω of each rank's classes."
     weight = like.new_ones(n_classes) if weight is None else weight.to(like.dtype)
-    each = -(-n_classes // ranks)
-    return F.pad(weight, (0, each * ranks - n_classes)).view(ranks, each).sum(1)
+    most = len(shard_range(n_classes, ranks, 0))
+    return F.pad(weight, (0, most * ranks - n_classes)).view(ranks, most).sum(1)
 
 def merge_sums(
     sums:Tensor,  # [R,7,N]
@@ -273,6 +273,7 @@ class _ShardScores(torch.autograd.Function):
     def forward(ctx, x, w, bias, y, token_weight, weight, o, s, b, stats, budget, temperature=None, mean=False):
         ctx.how = o, s, b, budget
         x_all, y_all, numbers = gather_rows(x, y, token_weight if temperature is None else temperature, b, s, o.ignore_index)
+        x_all = counted_rows(x_all, y_all, o.ignore_index)
         if temperature is not None: temperature, numbers = numbers.masked_fill(y_all == o.ignore_index, 1.0), None
         mine = s.local_labels(y_all, o.ignore_index)
         log2_scale = sums_log2_scale(x_all)  # x may have no rows here

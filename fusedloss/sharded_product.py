@@ -59,7 +59,7 @@ def merge_ranks_kernel(
     lse = (tl.log2(whole) + offset) * LN2
     w_y, w_t = label_weights(weight_ptr, token_weight_ptr, y, known, rows)
     divisor = divisor_of(denominator_ptr)
-    by_class, by_token = w_y * w_t / divisor, o.z_loss * w_t / divisor
+    by_class, by_token = w_y * w_t / divisor, o.z_loss * (w_t / divisor)
     rise = tl.where(o.z_loss == 0, 0.0, 2 * by_token * lse)
     loss = by_class * (tl.log2(whole) - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, by_token * lse * lse)
     scale = o.logit_scale / whole
@@ -188,7 +188,7 @@ def reference_merge(out:Merged, parts:Tensor, rank:int, t:Tokens):  # written; [
     lse = (whole.log2() + offset) * math.log(2)
     w_y = 1.0 if t.weight is None else t.weight.to(s.dtype)[t.y.clamp(0, t.n_classes - 1)]
     w_t, divisor = torch.ones_like(s) if t.token_weight is None else t.token_weight.to(s.dtype), plain_divisor(t.denominator)
-    by_class, by_token = w_y * w_t / divisor, t.o.z_loss * w_t / divisor
+    by_class, by_token = w_y * w_t / divisor, t.o.z_loss * (w_t / divisor)
     rise = 2 * by_token * lse if t.o.z_loss else torch.zeros_like(lse)
     losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if t.o.z_loss else 0.0)
     scale, of = t.o.logit_scale / whole, lambda v: torch.where(counts, v, 0.0)

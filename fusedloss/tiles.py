@@ -21,7 +21,7 @@ from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
-from fusedloss.core.reference import online_sums
+from fusedloss.core.reference import counted_rows, online_sums
 from fusedloss.core.weights import weight_alone
 
 # %% ../nbs/02_tiles.ipynb #59179805
@@ -213,6 +213,7 @@ def run_tiled(
     target = target.long()
     x, w = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
                                 linear_weight)
+    x = counted_rows(x, target.reshape(-1), ignore_index)
     lse, score, _ = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile,
                               logit_scale)
     return reduce_loss((lse - score).view(target.shape), target, len(linear_weight),

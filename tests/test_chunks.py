@@ -742,8 +742,8 @@ def test_more_than_two_to_the_31_elements(shape):
 # --- planted bugs ---
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
-    "dw forgets the chunks before": ("dz.T, x, self.begun,", "dz.T, x, False,"),
-    "dw adds to what memory held": ("dz.T, x, self.begun,", "dz.T, x, True,"),
+    "dw forgets the chunks before": ("dz.T, self.counted(x, i), self.begun,", "dz.T, self.counted(x, i), False,"),
+    "dw adds to what memory held": ("dz.T, self.counted(x, i), self.begun,", "dz.T, self.counted(x, i), True,"),
     "dx takes the first rows for all": ("put_product(part(self.dx, i), dz, w)", "put_product(self.dx[:len(dz)], dz, w)"),
     "db is the last chunk's": ("self.db += dz.sum", "self.db = dz.sum"),
     "labels of the first chunk for all": ("part(y_k, i), weight", "y_k[:len(z)], weight"),

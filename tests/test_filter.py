@@ -435,7 +435,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "db is that of kept tiles": ("(parts[:, :len(of)], None) if need_b else (None, kept[0])", "(parts[:, :len(of)] if need_b else None), kept[0]"),
     "db stays sorted": ("return dx, dw, take(db, inverse(order.classes))", "return dx, dw, db"),
     "the slab takes the first classes": ("torch.index_select(w, 0, of, out=rows)", "torch.index_select(w, 0, order.classes[:len(of)], out=rows)"),
-    "terms stay in the caller's order": ("take(x, order.tokens), take(terms, order.tokens, 1)", "take(x, order.tokens), terms"),
+    "terms stay in the caller's order": ("    terms = take(terms, order.tokens, 1)\n", ""),
     "losses stay sorted": ("return *(take(t, back, -1) for t in out)", "return *out"),
     "weights of classes stay in their order": ("take(bias, order.classes), take(weight, order.classes),", "take(bias, order.classes), weight,"),
     "weights of tokens stay in their order": ("take(token_weight, order.tokens), denominator,\n                     o._replace", "token_weight, denominator,\n                     o._replace"),

@@ -537,10 +537,10 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "smoothing without class weights": (
         "deep, one block", "return target_coef + smoothing_coef * w_all +", "return target_coef + smoothing_coef * V +"),
     "smoothing keeps the whole target": (
-        "ignore_index is a class", "target_coef, smoothing_coef = (1 - o.label_smoothing) * w_y * w_t, ", "target_coef, smoothing_coef = w_y * w_t, "),
-    "smoothing forgets the token's weight": ("classes inside", "o.label_smoothing / V * w_t", "o.label_smoothing / V + 0 * w_t"),
-    "half the z-loss gradient": ("classes inside", "+ 2 * o.z_loss * w_t * lse", "+ o.z_loss * w_t * lse"),
-    "z-loss is linear": ("classes inside", "o.z_loss * w_t * lse * lse", "o.z_loss * w_t * lse"),
+        "ignore_index is a class", "(1 - o.label_smoothing) * (w_y * w_t / divisor)", "w_y * w_t / divisor"),
+    "smoothing forgets the token's weight": ("classes inside", "o.label_smoothing / V * each", "o.label_smoothing / V / divisor + 0 * each"),
+    "half the z-loss gradient": ("classes inside", "smoothing_coef * w_all + 2 * z_coef * lse", "smoothing_coef * w_all + z_coef * lse"),
+    "z-loss is linear": ("classes inside", "z_coef * lse * lse", "z_coef * lse"),
     "scores are smoothed where there are none": (
         "ignore_index is a class", "tl.where(inside, (z - near) * w, 0.0), 1)\n        if ENTROPY", "(z - near) * w, 1)\n        if ENTROPY"),
     "the cap has the slope of a line": (
@@ -556,8 +556,8 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "3 x 7", "tl.maximum(below, -1e4)", "below"),
     "entropy of ignored rows": ("3 x 7", "tl.where(valid, log_s - moment / s, 0.0)", "log_s - moment / s"),
     "the loss forgets the sum": ("3 x 7", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, smoothed", "(z_y * LOG2_SCALE - row_max) / LOG2_SCALE, smoothed"),
-    "the upstream gradient misses the pull": ("3 x 7", "softmax_coef = softmax_coef / divisor * g", "softmax_coef = softmax_coef / divisor"),
-    "the upstream gradient misses the target": ("3 x 7", "softmax_coef, target_coef / divisor * g,", "softmax_coef, target_coef / divisor,"),
+    "the upstream gradient misses the pull": ("3 x 7", "softmax_coef *= g", "softmax_coef *= 1.0"),
+    "the upstream gradient misses the target": ("3 x 7", "softmax_coef, target_coef * g, smoothing_coef * g", "softmax_coef, target_coef, smoothing_coef * g"),
     "the gradient of lse is lost": (
         "3 x 7", "softmax_coef += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)", "softmax_coef += 0.0"),
     "the entropy's gradient has no mean": ("3 x 7", "(below / LOG2_SCALE - mean[:, None])", "below / LOG2_SCALE"),
@@ -570,14 +570,14 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "gradients of classes that are not": (
         "3 x 7", "mask=(rows < M)[:, None] & (cols < V))", "mask=(rows < M)[:, None] & (cols >= 0))"),
     "the target's column is not moved": ("deep", "lanes == y - first", "lanes == y"),
-    "the target is not divided": ("3 x 7", "(target_coef / grad_divisor)[:, None, None]", "target_coef[:, None, None]"),
-    "the softmax is not divided": ("3 x 7", "(softmax_coef / grad_divisor / s)", "(softmax_coef / s)"),
-    "smoothing is not divided": ("ignore_index is a class", "(smoothing_coef / grad_divisor)[:, None, None]", "smoothing_coef[:, None, None]"),
-    "the loss is not divided": ("3 x 7", "loss / divisor_of(denominator_ptr)", "loss"),
-    "the gradient is not divided": ("3 x 7", "tl.zeros_like(softmax_coef), divisor_of(denominator_ptr)", "tl.zeros_like(softmax_coef), 1.0"),
-    "the turned loss is not divided": ("3 x 7", "loss / divisor, mask=rows < M", "loss, mask=rows < M"),
-    "late is never": ("two classes", "    grad_divisor = 1.0 if UNSCALED_GRAD else divisor", "    grad_divisor = divisor"),
-    "early is never": ("3 x 7", "    grad_divisor = 1.0 if UNSCALED_GRAD else divisor", "    grad_divisor = 1.0"),
+    "the target is not divided": ("3 x 7", "(w_y * w_t / divisor)", "(w_y * w_t)"),
+    "the softmax is no share": ("3 x 7", "(softmax_coef / s)[:, None, None], target_coef", "softmax_coef[:, None, None], target_coef"),
+    "smoothing is not divided": ("ignore_index is a class", "each = w_t / divisor", "each = w_t"),
+    "the loss is not divided": ("3 x 7", "w_all, o, V, divisor_of(denominator_ptr))\n    smoothed", "w_all, o, V, 1.0)\n    smoothed"),
+    "the gradient is not divided": ("3 x 7", "w_all, o, V, divisor_of(denominator_ptr))\n    g =", "w_all, o, V, 1.0)\n    g ="),
+    "the turned loss is not divided": ("3 x 7", "w_all, o, V, divisor)\n    log_p = (z_y * LOG2_SCALE - row_max) /", "w_all, o, V, 1.0)\n    log_p = (z_y * LOG2_SCALE - row_max) /"),
+    "late is never": ("two classes", "    if UNSCALED_GRAD:\n        softmax_coef", "    if False:\n        softmax_coef"),
+    "early is never": ("3 x 7", "    if UNSCALED_GRAD:\n        softmax_coef", "    if True:\n        softmax_coef"),
     "the turnaround has no slope": ("classes inside", "dz *= slope\n    at = start", "at = start"),
     "the turnaround writes rows that are not": (
         "3 x 7", "tl.where(valid, dz, 0.0).to(raw.dtype), mask=stored & (cols < size))",
@@ -597,12 +597,12 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "the held block starts too early": (
         "garbage", "tl.cdiv(tl.maximum(V - HELD * C, 0), B) * B", "tl.maximum(V - HELD * C, 0) // B * B"),
     "the target's score is read after it is overwritten": (
-        "3 x 7", "    tl.store(loss_ptr + rows, loss / divisor, mask=rows < M)\n", "",
+        "3 x 7", "    tl.store(loss_ptr + rows, loss, mask=rows < M)\n", "",
         "    for blank in range(0, edge - live",
         "    overwritten = row_start(z_ptr, rows, inner, stride_o, stride_i) + tl.max(tl.max(y, 2), 1)\n"
         "    overwritten = tl.load(overwritten, mask=valid, other=0.0)\n"
         "    loss += (1 - o.label_smoothing) * w_y * w_t * (z_y - overwritten)\n"
-        "    tl.store(loss_ptr + rows, loss / divisor, mask=rows < M)\n    for blank in range(0, edge - live"),
+        "    tl.store(loss_ptr + rows, loss, mask=rows < M)\n    for blank in range(0, edge - live"),
     "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
     "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
     "the first row's factor is everyone's": ("scaling", "factor_ptr + rows.to(tl.int64) * factor_stride", "factor_ptr + rows * 0"),
@@ -621,7 +621,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "PyTorch: a cap without slope": (
         "front door", "o.logit_scale * 4 * e / (1 + e) ** 2", "o.logit_scale"),
     "PyTorch: ties lose": ("front door", "| (before & (z == z_y))).sum(1)", "| (z == z_y)).sum(1)"),
-    "PyTorch: the target is not held": ("in place", "-(target_coef / divisor * g)[:, None])", "-(target_coef * 0)[:, None])"),
+    "PyTorch: the target is not held": ("in place", "-(target_coef * g)[:, None])", "-(target_coef * 0)[:, None])"),
     "classes stay in the second dimension": (
         "front door", "last = input.movedim(1, -1)", "last = input.reshape(len(input), -1, input.shape[1])"),
     "a mean without class weights": ("front door", "counted = counted * weight[", "counted = counted + 0 * weight["),

@@ -543,7 +543,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
     "tiles forget the scale": ("None, o.logit_scale, rows", "None, 1.0, rows"),
     "tiles forget the ignored": ("reduction, o.ignore_index, 0.0", "reduction, -100, 0.0"),
-    "eager forgets the bias": ("F.linear(as_rows(input), linear_weight, linear_bias)", "F.linear(as_rows(input), linear_weight)"),
+    "eager forgets the bias": ("z = F.linear(x, linear_weight, linear_bias)", "z = F.linear(x, linear_weight)"),
     "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
     "a broken promise passes": ('check_promise(target, given["options"].ignore_index, max_valid)', "pass"),
     "eager forgets the class weights": ("run_cross_entropy(z, target, weight, token_weight,", "run_cross_entropy(z, target, None, token_weight,"),

@@ -243,7 +243,7 @@ KERNEL_BUGS = {
     "a label forgets its slope": ("(dz_y * slope_y)", "(dz_y * 1.0)"),
     "a label forgets smoothing": ("dz_y -= all_smoothing[:, None]", "dz_y -= 0 * all_smoothing[:, None]"),
     "the next row's labels": ("at = tl.where(each < K, own + each, size)", "at = own + each"),
-    "a mean of one label": ("tl.sum(softmax_coef, 1) / grad_divisor", "tl.max(softmax_coef, 1) / grad_divisor"),
+    "a mean of one label": ("tl.sum(softmax_coef, 1) / s", "tl.max(softmax_coef, 1) / s"),
     "an ignored row keeps its logits": ("range(0, edge * (1 - busy), B)", "range(0, 0, B)"),
 }
 KERNEL_WAYS = [("classes", "small", f32), ("scores", "two", f32), ("plain", "small", f32)]
@@ -265,9 +265,9 @@ LOSS_BUGS = {
     "tokens weigh the same": ("share = by if token_weight is None else token_weight[:, None] * by", "share = by"),
     "a mean over tokens": ("return total_weight(flat(target), weight, flat(token_weight),", "return total_weight(target[:, 0], weight, None,"),
     "smoothing without class weights": ("smoothing_coef * (log_q @ t.w)[:, None]", "smoothing_coef * log_q.sum(1, keepdim=True)"),
-    "smoothing once a token": ("scaled(smoothing_coef.sum(1, keepdim=True)) * t.w", "scaled(smoothing_coef[:, :1]) * t.w"),
+    "smoothing once a token": ("dz -= smoothing_coef.sum(1, keepdim=True) * t.w", "dz -= smoothing_coef[:, :1] * t.w"),
     "an ignored target counts": ("losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1)", "losses = losses.sum(1) + t.ignored.sum(1)"),
-    "one label takes all": ("dz.scatter_add_(1, t.label, scaled(-target_coef))", "dz.scatter_add_(1, t.label, scaled(-target_coef.sum(1, keepdim=True) * (torch.arange(3) == 0)))"),
+    "one label takes all": ("dz.scatter_add_(1, t.label, -target_coef).mul_", "dz.scatter_add_(1, t.label, -target_coef.sum(1, keepdim=True) * (torch.arange(3) == 0)).mul_"),
 }
 
 

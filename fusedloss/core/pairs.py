@@ -410,16 +410,17 @@ def reference_labels(
     "`launch_labels` in PyTorch."
     z, slope = score_and_slope(raw, o)
     lse, log_q, t = z.logsumexp(1, keepdim=True), z.log_softmax(1), label_terms(z, target, weight, share, o)
-    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o)
-    divisor, losses = plain_divisor(denominator), -target_coef * log_q.gather(1, t.label)
-    if o.z_loss: losses = losses + o.z_loss * t.w_t * lse**2
+    coefs = lambda divisor: plain_row_coefs(lse, t, o, divisor)
+    _, target_coef, smoothing_coef, z_coef = coefs(plain_divisor(denominator))
+    losses = -target_coef * log_q.gather(1, t.label)
+    if o.z_loss: losses = losses + z_coef * lse**2
     if o.label_smoothing: losses = losses - smoothing_coef * (log_q @ t.w)[:, None]
-    losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1) / divisor
+    losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1)
     if not turn: return losses, None
-    scaled = lambda coef: coef if unscaled_grad else coef / divisor
-    dz = log_q.exp_().mul_(scaled(softmax_coef.sum(1, keepdim=True)))
-    if o.label_smoothing: dz -= scaled(smoothing_coef.sum(1, keepdim=True)) * t.w
-    dz.scatter_add_(1, t.label, scaled(-target_coef)).mul_(slope)
+    softmax_coef, target_coef, smoothing_coef, _ = coefs(1.0 if unscaled_grad else plain_divisor(denominator))
+    dz = log_q.exp_().mul_(softmax_coef.sum(1, keepdim=True))
+    if o.label_smoothing: dz -= smoothing_coef.sum(1, keepdim=True) * t.w
+    dz.scatter_add_(1, t.label, -target_coef).mul_(slope)
     dead = t.ignored.all(1) | ~(t.ignored | t.valid).all(1)
     return losses, dz.masked_fill_(dead[:, None], 0.0).to(raw.dtype)
 
@@ -489,16 +490,18 @@ def labels_kernel(
     log_s = tl.log(s)
     lse = (row_max / LOG2_SCALE + log_s)[:, None]
     w_y, w_t, w_all = row_weights(weight_ptr, share_ptr, all_weight_ptr, y, valid, at, V)
-    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    log_p = (z_y * LOG2_SCALE - row_max[:, None]) / LOG2_SCALE - log_s[:, None]
     divisor = divisor_of(denominator_ptr)
+    softmax_coef, target_coef, smoothing_coef, z_coef = row_coefs(lse, w_y, w_t, w_all, o, V, divisor)
+    log_p = (z_y * LOG2_SCALE - row_max[:, None]) / LOG2_SCALE - log_s[:, None]
     total = tl.sum(total, 1)[:, None] + (near[:, None] - zero_if_neg_inf(z_y)) * w_all  # Σ w (z - z_y)
-    losses = row_loss(lse, log_p, total, target_coef, smoothing_coef, w_t, w_all, o, ignored,
-                      valid)
-    tl.store(loss_ptr + rows, tl.sum(losses, 1) / divisor, mask=keep)
+    losses = row_loss(lse, log_p, total, target_coef, smoothing_coef, z_coef, w_all, ignored, valid)
+    tl.store(loss_ptr + rows, tl.sum(losses, 1), mask=keep)
     if dz_ptr is not None:
-        out, grad_divisor = row_start(dz_ptr, rows, 1, d_stride, 0), 1.0 if UNSCALED_GRAD else divisor
-        all_coef, all_smoothing = tl.sum(softmax_coef, 1) / grad_divisor / s, tl.sum(smoothing_coef, 1) / grad_divisor
+        out = row_start(dz_ptr, rows, 1, d_stride, 0)
+        if UNSCALED_GRAD:
+            divisor = 1.0
+            softmax_coef, target_coef, smoothing_coef, z_coef = row_coefs(lse, w_y, w_t, w_all, o, V, divisor)
+        all_coef, all_smoothing = tl.sum(softmax_coef, 1) / s, tl.sum(smoothing_coef, 1)
         top, wide, p_coef = row_max[:, None, None], out[:, None, None], all_coef[:, None, None]
         u_coef, written = all_smoothing[:, None, None], keep[:, None, None]
         tl.debug_barrier()  # no lane overwrites a label's score before all have read it
@@ -514,8 +517,8 @@ def labels_kernel(
             at_k = own + k
             y_k, ignored_k, valid_k = load_labels(y_ptr, at_k, size, V, o.ignore_index)
             w_k, share_k, w_all = row_weights(weight_ptr, share_ptr, all_weight_ptr, y_k, valid_k, at_k, V)
-            taken += tl.where(y == y_k, (1 - o.label_smoothing) * w_k * share_k, 0.0)
-        dz_y = all_coef[:, None] * exp2_diff(z_y * LOG2_SCALE, row_max[:, None], LOG2_SCALE) - taken / grad_divisor
+            taken += tl.where(y == y_k, (1 - o.label_smoothing) * (w_k * share_k / divisor), 0.0)
+        dz_y = all_coef[:, None] * exp2_diff(z_y * LOG2_SCALE, row_max[:, None], LOG2_SCALE) - taken
         if SMOOTH:
             dz_y -= all_smoothing[:, None] * class_weight(weight_ptr, y, valid)
         tl.debug_barrier()  # the block's own stores come first

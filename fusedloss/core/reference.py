@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, bad_labels
+from fusedloss.core.operators import observed
 from fusedloss.core.options import CrossEntropyStats, LossOptions
 
 # %% ../../nbs/library/reference.ipynb #0447ecea
@@ -71,12 +72,14 @@ def score_and_slope(
 
 # %% ../../nbs/library/reference.ipynb #3b79a770
 def plain_row_coefs(
-    lse:Tensor, t:RowTerms, o:LossOptions,
-) -> tuple[Tensor, Tensor, Tensor]:  # [M] each
-    "`row_factors` in PyTorch."
-    target_coef = (1 - o.label_smoothing) * t.w_y * t.w_t
-    smoothing_coef = o.label_smoothing / len(t.w) * t.w_t
-    return target_coef + smoothing_coef * t.w.sum() + 2 * o.z_loss * t.w_t * lse, target_coef, smoothing_coef
+    lse:Tensor, t:RowTerms, o:LossOptions, divisor:Tensor|float=1.0,  # of `plain_divisor`
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M] each
+    "`row_coefs` in PyTorch."
+    each, none = t.w_t / divisor, torch.zeros_like(t.w_t)
+    target_coef = (1 - o.label_smoothing) * (t.w_y * t.w_t / divisor)
+    smoothing_coef = o.label_smoothing / len(t.w) * each if o.label_smoothing else none
+    z_coef = o.z_loss * each if o.z_loss else none
+    return target_coef + smoothing_coef * t.w.sum() + 2 * z_coef * lse, target_coef, smoothing_coef, z_coef
 
 # %% ../../nbs/library/reference.ipynb #80034f00
 def plain_divisor(denominator:Optional[Tensor]) -> Tensor | float:
@@ -120,6 +123,12 @@ def total_weight(
         counted = counted * weight[target.clamp(0, len(weight) - 1)].to(dtype)
     if token_weight is not None: counted = counted * token_weight.to(dtype)
     return counted.sum(dtype=dtype)
+
+def counted_rows(x:Tensor, y:Tensor, ignore_index:int) -> Tensor:  # [N,H], [N]
+    "`x` with zeros for ignored tokens: 0 · NaN in a product with their gradient would be NaN. Itself where a CPU sees none."
+    ignored = y == ignore_index
+    if y.is_cpu and not observed() and not ignored.any(): return x
+    return torch.where(ignored[:, None], 0.0, x)
 
 # %% ../../nbs/library/reference.ipynb #dd63df8f
 def row_stats(

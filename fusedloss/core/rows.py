@@ -45,17 +45,20 @@ def row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows, V)
 
 # %% ../../nbs/library/rows.ipynb #41a7f152
 @jit
-def row_coefs(lse, w_y, w_t, w_all, o, V):
-    "What multiplies p, the one-hot, and the class weights in the gradient of a row: [BN] each."
-    target_coef, smoothing_coef = (1 - o.label_smoothing) * w_y * w_t, o.label_smoothing / V * w_t
-    return target_coef + smoothing_coef * w_all + 2 * o.z_loss * w_t * lse, target_coef, smoothing_coef
+def row_coefs(lse, w_y, w_t, w_all, o, V, divisor):
+    "What multiplies p, the one-hot, and the class weights in the gradient of a row, and lse² in its loss: [BN] each."
+    each = w_t / divisor  # infinite if class weights alone are tiny
+    target_coef = (1 - o.label_smoothing) * (w_y * w_t / divisor)
+    smoothing_coef = tl.where(o.label_smoothing > 0, o.label_smoothing / V * each, 0.0)
+    z_coef = tl.where(o.z_loss > 0, o.z_loss * each, 0.0)
+    return target_coef + smoothing_coef * w_all + 2 * z_coef * lse, target_coef, smoothing_coef, z_coef
 
 # %% ../../nbs/library/rows.ipynb #1e9803c1
 @jit
-def row_loss(lse, log_p, total, target_coef, smoothing_coef, w_t, w_all, o, ignored, valid):
+def row_loss(lse, log_p, total, target_coef, smoothing_coef, z_coef, w_all, ignored, valid):
     "The loss [BN] from the target's log-probability and Σ w (z - z_y); NaN for labels out of range."
     log_p = tl.where(log_p > 0, 0.0, log_p)  # a rounding may put it above, by 1e-7
-    loss = -(smoothing_coef * w_all + target_coef) * log_p - smoothing_coef * total + o.z_loss * w_t * lse * lse
+    loss = -(smoothing_coef * w_all + target_coef) * log_p - smoothing_coef * total + z_coef * lse * lse
     return tl.where(valid, loss, tl.where(ignored, 0.0, float("nan")))
 
 # %% ../../nbs/library/rows.ipynb #211a460a
@@ -145,11 +148,11 @@ def finish_kernel(
     lse = row_max / LOG2_SCALE + log_s
     w_y, w_t, w_all = row_weights(weight_ptr, token_weight_ptr, all_weight_ptr, y, valid, rows,
                                   V)
-    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
+    softmax_coef, target_coef, smoothing_coef, z_coef = row_coefs(lse, w_y, w_t, w_all, o, V, divisor_of(denominator_ptr))
     smoothed = tl.where(o.label_smoothing > 0, total, 0.0)  # 0 · -inf is no number
     loss = row_loss(lse, (z_y * LOG2_SCALE - row_max) / LOG2_SCALE - log_s, smoothed, target_coef,
-                    smoothing_coef, w_t, w_all, o, ignored, valid)
-    tl.store(loss_ptr + rows, loss / divisor_of(denominator_ptr), mask=keep)
+                    smoothing_coef, z_coef, w_all, ignored, valid)
+    tl.store(loss_ptr + rows, loss, mask=keep)
     tl.store(lse_ptr + rows, tl.where(valid, lse, 0.0), mask=keep)
     tl.store(rows_ptr + rows, row_max, mask=keep)
     tl.store(rows_ptr + M + rows, s, mask=keep)
@@ -176,11 +179,11 @@ def row_gradient(
     row_max = tl.load(rows_ptr + rows, mask=valid, other=0.0)
     s = tl.load(rows_ptr + M + rows, mask=valid, other=1.0)
     lse = row_max / LOG2_SCALE + tl.log(s)
-    softmax_coef, target_coef, smoothing_coef = row_coefs(lse, w_y, w_t, w_all, o, V)
-    g, divisor = tl.zeros_like(softmax_coef), divisor_of(denominator_ptr)
+    softmax_coef, target_coef, smoothing_coef, _ = row_coefs(lse, w_y, w_t, w_all, o, V, divisor_of(denominator_ptr))
+    g = tl.zeros_like(softmax_coef)
     if g_loss_ptr is not None:
         g += tl.load(g_loss_ptr + rows.to(tl.int64) * g_loss_stride, mask=valid, other=0.0)
-    softmax_coef = softmax_coef / divisor * g
+    softmax_coef *= g
     if g_lse_ptr is not None:
         softmax_coef += tl.load(g_lse_ptr + rows.to(tl.int64) * g_lse_stride, mask=valid, other=0.0)
-    return row_max, s, softmax_coef, target_coef / divisor * g, smoothing_coef / divisor * g
+    return row_max, s, softmax_coef, target_coef * g, smoothing_coef * g
