@@ -40,6 +40,16 @@ def onehot_select(
     return torch.where(target_mask(z, y, dim), z, 0).sum(dim, dtype=z.dtype)
 
 # %% ../nbs/03_iota.ipynb #420f89fe
+def log_sum_exp(
+    z:Tensor,  # [..., V, ...]
+    dim:int=-1,  # the classes' dimension
+) -> Tensor:  # 1 along `dim`
+    "`z.logsumexp(dim, keepdim=True)`, of which PyTorch cannot compile a size that depends on data."
+    if not z.shape[dim]: return z.logsumexp(dim, keepdim=True)
+    top = z.detach().amax(dim, keepdim=True)
+    top = torch.where(top.isinf(), 0.0, top)
+    return top + (z - top).exp().sum(dim, keepdim=True).log()
+
 def iota_cross_entropy_fwd(
     z:Tensor,  # [..., V, ...] scores
     y:Tensor,  # int64 targets, z's shape without `dim`
@@ -47,7 +57,7 @@ def iota_cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor]:  # losses in `acc_dtype`; dz in z's shape and dtype
     "Loss of each token and its gradient, softmax minus one-hot, in one turn."
     wide = z.to(acc_dtype(z.dtype))
-    lse = wide.logsumexp(dim, keepdim=True)
+    lse = log_sum_exp(wide, dim)
     losses = lse.squeeze(dim) - onehot_select(wide, y, dim)
     p = (wide - lse).exp()
     return losses, torch.where(target_mask(z, y, dim), p - 1, p).to(z.dtype)
