@@ -95,9 +95,9 @@ def baseline_linear_cross_entropy(
     check_inputs(input, linear_weight, target, reduction, ignore_index, margin, scale)
     target = target.long()
     logp = F.log_softmax(linear_scores(input, linear_weight, target, margin, scale), dim=-1)
-    n_classes = len(linear_weight)
+    n_classes = linear_weight.shape[0]
     known = torch.where((target >= 0) & (target < n_classes), target, -100).flatten()
-    losses = F.nll_loss(logp.reshape(len(known), n_classes), known, reduction="none")
+    losses = F.nll_loss(logp.reshape(known.shape[0], n_classes), known, reduction="none")
     return reduce_loss(losses.view(target.shape), target, n_classes, ignore_index, reduction)
 
 # %% ../nbs/01_baseline.ipynb #2016141f

@@ -351,7 +351,7 @@ def fake_chunks(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, *others)
     n, dw = x.shape[0], torch.empty_like(w, dtype=grad_dtype)
     unscaled_grad = torch.float16 in (dtype, x.dtype, grad_dtype)
     return (new(), x.new_empty(x.shape if need_x else 0),
-            dw if need_w else w.new_empty(0, dtype=grad_dtype), new(len(w) if need_b else 0),
+            dw if need_w else w.new_empty(0, dtype=grad_dtype), new(w.shape[0] if need_b else 0),
             new(2 if unscaled_grad else 0), new(n if stats else 0), new(n if stats else 0),
             new(5, n) if stats else new(0))
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedloss.chunks import equal_rows
 from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS
 from fusedloss.core.devices import device_of
-from fusedloss.core.operators import autocasts, check_reverse, first_order, operator, products
+from fusedloss.core.operators import autocasts, check_reverse, first_order, is_later, operator, products
 from fusedloss.core.options import BackboneReduction, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
@@ -403,6 +403,7 @@ def check_ranks(given:tuple, mesh:DeviceMesh, s:Shards) -> Agreement:  # argumen
 def as_scalar(logit_scale:float|Tensor, x:Tensor) -> Tensor:
     "The scale as a tensor beside `x`, in its `acc_dtype`."
     if isinstance(logit_scale, Tensor): return logit_scale.to(acc_dtype(x.dtype))
+    if is_later(logit_scale): return x.new_ones((), dtype=acc_dtype(x.dtype)) * logit_scale
     return x.new_full((), logit_scale, dtype=acc_dtype(x.dtype))
 
 def ring_losses(
@@ -446,4 +447,4 @@ def contrastive_loss(
     else: losses = agreed.of(ring_losses(x, y, scale, memory_budget, backbone_reduction, s))
     if reduction == "none": return losses
     total = losses.sum() if mesh is None else sum_over_ranks(losses.sum(), s)
-    return total / (max(len(x) * s.ranks, 1) if reduction == "mean" else 1)
+    return total / (max(x.shape[0] * s.ranks, 1) if reduction == "mean" else 1)

@@ -6,6 +6,7 @@
 __all__ = ['linear_divergence']
 
 # %% ../nbs/24_divergence.ipynb #dv0imports
+import math
 from typing import Callable, Literal, NamedTuple, Optional
 
 import torch
@@ -210,7 +211,7 @@ def fake_divergence(x, w, b, teacher_x, teacher_w, teacher_b, indices, log_probs
     new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
     late = torch.float16 in (dtype, x.dtype, w.dtype)
     return (new(), x.new_empty(x.shape if need_x else 0), torch.empty_like(w) if need_w else w.new_empty(0),
-            x.new_empty(len(w) if need_b else 0, dtype=acc_dtype(x.dtype)), new(2 if late else 0))
+            x.new_empty(w.shape[0] if need_b else 0, dtype=acc_dtype(x.dtype)), new(2 if late else 0))
 
 # %% ../nbs/24_divergence.ipynb #dv5each
 def token_divergence_fwd(
@@ -254,7 +255,7 @@ def largest_unless_wide(each:Tensor, dtype:torch.dtype, *others:Tensor) -> Tenso
 def fake_token_divergence_grad(g, x, w, b, *others):
     "The shapes of `token_divergence_bwd`'s results."
     need_x, need_w, need_b = others[-3:]
-    db = x.new_empty(len(w) if need_b else 0, dtype=acc_dtype(x.dtype) if b is None else b.dtype)
+    db = x.new_empty(w.shape[0] if need_b else 0, dtype=acc_dtype(x.dtype) if b is None else b.dtype)
     return (x.new_empty(x.shape if need_x else 0), torch.empty_like(w) if need_w else w.new_empty(0), db)
 
 def save_token_divergence(ctx, inputs, output):
@@ -303,8 +304,8 @@ def check_teacher(input:Tensor, linear_weight:Tensor, teacher_input:Tensor, teac
     except ValueError as error: wrong = str(error)
     names = lambda text: text.replace("linear_weight", "teacher_weight").replace("input", "teacher_input")
     if wrong: raise ValueError(names(wrong))
-    expect(len(teacher_weight) == len(linear_weight), "teacher_weight",
-           f"the student's {len(linear_weight)} classes", f"{len(teacher_weight)} classes")
+    expect(teacher_weight.shape[0] == linear_weight.shape[0], "teacher_weight",
+           lambda: f"the student's {len(linear_weight)} classes", lambda: f"{len(teacher_weight)} classes")
     expect(teacher_input.shape[:-1] == input.shape[:-1], "teacher_input",
            f"shape {[*input.shape[:-1], teacher_input.shape[-1]]}", list(teacher_input.shape))
     expect(teacher_input.device == input.device, "teacher_input", f"the input's device {input.device}",
@@ -337,11 +338,11 @@ def check_top(
         expect_tensor(name, t)
         expect(t.dtype in dtypes, name, " or ".join(map(str, dtypes)), t.dtype)
         expect(t.dim() and t.shape[:-1] == input.shape[:-1] and 1 <= t.shape[-1] <= n_classes, name,
-               f"shape {[*input.shape[:-1], 'K']}, 1 ≤ K ≤ {n_classes}", list(t.shape))
+               lambda: f"shape {[*input.shape[:-1], 'K']}, 1 ≤ K ≤ {n_classes}", list(t.shape))
         expect(t.device == input.device, name, f"the input's device {input.device}", t.device)
     indices, log_probs = teacher_top
     expect(indices.shape == log_probs.shape, "teacher_top", "as many indices as log-probabilities",
-           f"{indices.shape[-1]} and {log_probs.shape[-1]}")
+           lambda: f"{indices.shape[-1]} and {log_probs.shape[-1]}")
     if input.device.type == "cpu" and not torch.compiler.is_compiling():
         check_lists(indices, log_probs, n_classes, token_weight)
 
@@ -374,9 +375,9 @@ def check_divergence(
            "an integer not below 0, or None", max_valid)
     expect(memory_budget is None or type(memory_budget) is int and memory_budget >= least, "memory_budget",
            f"an integer of at least {least} bytes here, or None", memory_budget)
+    if token_weight is not None or max_valid is None or torch.compiler.is_compiling(): return
     tokens = input.shape[:-1].numel()
-    expect(token_weight is not None or max_valid is None or max_valid >= tokens, "max_valid",
-           f"at least the {tokens} tokens that have a weight", max_valid)
+    expect(max_valid >= tokens, "max_valid", f"at least the {tokens} tokens that have a weight", max_valid)
 
 # %% ../nbs/24_divergence.ipynb #dv6run
 def flat_tensors(
@@ -384,7 +385,7 @@ def flat_tensors(
     teacher_top:Optional[tuple[Tensor, Tensor]], token_weight:Optional[Tensor],
 ) -> tuple[Optional[Tensor], ...]:
     "The tensors as operators take them: tokens in one dimension, the teacher's without gradient."
-    rows = lambda t: None if t is None else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    rows = lambda t: None if t is None else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
     constant = lambda t: None if t is None else t.detach()
     x, *head = teacher
     indices, log_probs = teacher_top or (None, None)
@@ -435,10 +436,11 @@ def linear_divergence(
     student = input, *weight_and_bias(linear_weight, linear_bias)
     teacher = teacher_input, *weight_and_bias(teacher_weight, teacher_bias, "teacher_weight")
     dtypes = check_heads(student, teacher, teacher_top)
-    expect(len(student[1]) > 0, "linear_weight", "at least one class", list(student[1].shape))
+    n_classes = student[1].shape[0]
+    expect(n_classes > 0, "linear_weight", "at least one class", list(student[1].shape))
     check_divergence(input, token_weight, reduction, memory_budget, max_valid,
-                     sum(logits_row(len(student[1]), d) for d in dtypes))
-    if teacher_top is not None: check_top(input, len(student[1]), teacher_top, token_weight)
+                     sum(logits_row(n_classes, d) for d in dtypes))
+    if teacher_top is not None: check_top(input, n_classes, teacher_top, token_weight)
     labels = weight_labels(token_weight)
     if labels is not None: check_promise(labels, -1, max_valid)
     tensors = flat_tensors(student, teacher, teacher_top, token_weight)

@@ -445,12 +445,13 @@ def fake_recompute(x, w, target, bias, weight, token_weight, denominator, o, sta
     sizes = [(0,)] * 5
     if filter_eps:
         t = filter_tiling(x, o, stats.ranks)
-        tiles_n, tiles_v = -(-n // t.BN), -(-w.shape[0] // t.BV)
-        sizes[:3] = (w.shape[0],), (n,), (tiles_v, tiles_n)
+        tiles_v = runs = -(-w.shape[0] // t.BV)
+        tiles_n = -(-n // t.BN) if isinstance(n, int) else torch.library.get_ctx().new_dynamic_size()
         if takes_kernel(x):
-            runs = -(-tiles_v // run_length(n, tiles_v, run_numbers(o, stats), budget))
-            sizes[3:] = (runs, n), (runs, x.shape[1])
-        else: sizes[3] = tiles_v, n
+            runs = (-(-tiles_v // run_length(n, tiles_v, run_numbers(o, stats), budget)) if isinstance(n, int)
+                    else torch.library.get_ctx().new_dynamic_size())
+            sizes[4] = runs, x.shape[1]
+        sizes[:4] = (w.shape[0],), (n,), (tiles_v, tiles_n), (runs, n)
     kept = [x.new_empty(size, dtype=d) for size, d in zip(sizes, filter_dtypes(x))]
     return new(n), new(n), new(n if stats.entropy else 0), new(row_numbers(stats), n), *kept
 

@@ -40,7 +40,7 @@ def check_temperature(
     expected = f"a positive number, or a float tensor of the target's shape {list(target.shape)}"
     if not isinstance(temperature, Tensor):
         right = is_number(temperature) and temperature > 0
-        return expect(right, "temperature", expected, repr(temperature))
+        return expect(right, "temperature", expected, lambda: repr(temperature))
     t = temperature
     expect(t.is_floating_point() and t.shape == target.shape, "temperature", expected,
            f"{t.dtype} {list(t.shape)}")

@@ -47,11 +47,11 @@ def shift_targets(
     shift:int,  # k
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [..., T-k, H], [..., T-k] twice
     "Pair each token with the target k positions ahead of it, in its own sequence."
-    expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
+    expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", lambda: repr(shift))
     if not shift: return input, target, token_weight
     expect(input.dim() >= 2, "shift", "0 where the input has no token dimension", shift)
     later = lambda t: None if t is None else t[..., shift:]
-    return input[..., :max(0, input.shape[-2] - shift), :], later(target), later(token_weight)
+    return input[..., :-shift, :], later(target), later(token_weight)
 
 # %% ../nbs/11_losses.ipynb #eb1b1140
 def eager_linear_cross_entropy(
@@ -243,7 +243,7 @@ def fake_row_targets(x, w, b, target, weight, token_weight, o, dtype, *others):
     need_x, need_w, need_b = others[-3:]
     late, new = torch.float16 in (dtype, x.dtype, w.dtype), lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
     return (new(), x.new_empty(x.shape if need_x else 0), torch.empty_like(w) if need_w else w.new_empty(0),
-            x.new_empty(len(w) if need_b else 0, dtype=acc_dtype(x.dtype)), new(2 if late else 0))
+            x.new_empty(w.shape[0] if need_b else 0, dtype=acc_dtype(x.dtype)), new(2 if late else 0))
 
 row_targets = operator("fusedloss::row_targets", row_targets_fwd, fake=fake_row_targets,
                        save=save_gradients, backward=scaled_gradients,

@@ -576,12 +576,12 @@ def check_head(
     "The number of classes; `ValueError`, `IndexError` for what no margin's loss accepts."
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
-    rows = len(linear_weight)
+    rows = linear_weight.shape[0]
     expect(rows and rows % centers == 0, "linear_weight", f"a positive multiple of {centers} rows",
            rows)
-    expect(type(ignore_index) is int, "ignore_index", "an integer", repr(ignore_index))
+    expect(type(ignore_index) is int, "ignore_index", "an integer", lambda: repr(ignore_index))
     for name, size in (("token_tile", token_tile), ("class_tile", class_tile)):
-        expect(type(size) is int and size > 0, name, "a positive integer", repr(size))
+        expect(type(size) is int and size > 0, name, "a positive integer", lambda: repr(size))
     expect(method in ("auto", "tiles", "recompute"), "method", "'auto', 'tiles' or 'recompute'",
            repr(method))
     check_labels(target, rows // centers, ignore_index)

@@ -136,7 +136,7 @@ def check_rows(head:nn.Module, features:Tensor):
     expect_tensor("features", features)
     w, (h, d) = head.weight, (features.shape[-1:], features.dtype)
     expect(features.dim() >= 1 and h == w.shape[1:], "features",
-           f"shape [..., {w.shape[1]}]", list(features.shape))
+           lambda: f"shape [..., {w.shape[1]}]", list(features.shape))
     expect(d in FLOATS and (d == torch.float64) == (w.dtype == torch.float64), "features",
            "float64 beside a weight in float64, 16 or 32 bits beside another", d)
     expect(features.device == w.device, "features", f"the weight's device {w.device}",
@@ -342,7 +342,7 @@ def shared_scores(
         columns, n_shared = shared_columns(y, head.ignore_index, sampler, sums), sampler.num_samples
     else:
         columns = step_columns(y, head.ignore_index, head.num_classes, sampler, sums)
-        n_shared = head.num_classes if columns.w_rows is None else len(columns.w_rows)
+        n_shared = head.num_classes if columns.w_rows is None else columns.w_rows.shape[0]
     if columns.w_rows is not None: note_rows(head, columns)
     return columns, dot_lse(
         x, head.weight, head.bias, columns.x_rows, columns.w_rows, columns.grad_index,

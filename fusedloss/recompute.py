@@ -570,7 +570,7 @@ def check_recompute(
         mixes = autocasts(device.type) and b.is_floating_point()
         dtype = linear_weight.dtype
         expect(b.shape == (classes,) and (mixes or b.dtype == dtype), "linear_bias",
-               f"{dtype} [{classes}]", f"{b.dtype} {list(b.shape)}")
+               lambda: f"{dtype} [{classes}]", f"{b.dtype} {list(b.shape)}")
         expect(b.device == device, "linear_bias", f"the input's device {device}", b.device)
     m = memory_budget
     expect(m is None or type(m) is int and m > 0, "memory_budget",

@@ -14,7 +14,7 @@ from torch import nn, Tensor
 
 from fusedloss.baseline import reduce_loss, row_norms
 from fusedloss.core.checks import (
-    acc_dtype, check_inputs, check_linear, check_matrix, expect, expect_tensor, is_number)
+    acc_dtype, check_inputs, check_linear, check_matrix, expect, is_number)
 from fusedloss.core.cosine import locate, Target
 from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
@@ -59,9 +59,10 @@ def tiled_lse_fwd(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
     margin:float, scale:Optional[float],
     token_tile:int, class_tile:int,  # BN, BV
-    logit_scale:float=1.0,
+    logit_scale:float=1.0, tile_factor:int=0,  # the latter not 0: a tile holds 1 / tile_factor² of the scores
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N] each, in `acc_dtype`
     "Log-sum-exp of each row of scores and its target's score, both less the row's maximum, and that; one tile at a time."
+    if tile_factor: token_tile, class_tile = square_tile(len(x), len(w), tile_factor)
     tiles = Tiles(x, w, y, margin, scale, token_tile, class_tile, logit_scale)
     row_max = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
     s, score = torch.zeros_like(row_max), torch.zeros_like(row_max)
@@ -129,12 +130,13 @@ def tiled_lse_bwd(
     x:Tensor, w:Tensor, y:Tensor, lse:Tensor, row_max:Tensor,  # saved by forward: inputs, two numbers a token
     margin:float, scale:Optional[float], token_tile:int, class_tile:int,
     need_x:bool, need_w:bool,  # which gradients to form; the other is returned empty
-    logit_scale:float=1.0,
+    logit_scale:float=1.0, tile_factor:int=0,
 ) -> tuple[Tensor, Tensor]:  # dx [N,H], dw [V,H], in the dtypes of x and w
     "Gradients of `tiled_lse_fwd`, every tile recomputed."
     dx = lse.new_zeros(x.shape) if need_x else None
     dw = torch.zeros(w.shape if need_w else 0, dtype=w.dtype, device=w.device)
     if not x.shape[0] or not w.shape[0]: return x.new_zeros(x.shape if need_x else 0), dw
+    if tile_factor: token_tile, class_tile = square_tile(len(x), len(w), tile_factor)
     tiles = Tiles(x, w, y, margin, scale, token_tile, class_tile, logit_scale)
     factors = [] if scale is None else [tiles.columns]
     g_lse, g_score = g_lse * logit_scale, g_score * logit_scale
@@ -158,7 +160,7 @@ def fake_lse(x, w, y, *_):
 # %% ../nbs/02_tiles.ipynb #8a108d90
 def fake_grad(g_lse, g_score, x, w, y, lse, row_max, *options):
     "The shapes of `tiled_lse_bwd`'s results."
-    need_x, need_w = options[-3:-1]
+    need_x, need_w = options[-4:-2]
     return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
 
 # %% ../nbs/02_tiles.ipynb #8a108d91
@@ -173,9 +175,9 @@ def save_lse(ctx, inputs, output):
 def gradient_of_lse(ctx, needs, g_lse, g_score, _):
     "dx and dw, where they are needed."
     x, w, y, lse, row_max = ctx.saved_tensors
-    upstream, (*options, logit_scale) = (
+    upstream, (*options, logit_scale, tile_factor) = (
         [torch.zeros_like(lse) if t is None else t for t in (g_lse, g_score)], ctx.options)
-    dx, dw = tiled_lse_grad(*upstream, x, w, y, lse, row_max, *options, needs.x, needs.w, logit_scale)
+    dx, dw = tiled_lse_grad(*upstream, x, w, y, lse, row_max, *options, needs.x, needs.w, logit_scale, tile_factor)
     return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
 # %% ../nbs/02_tiles.ipynb #f4cc9085
@@ -208,6 +210,7 @@ def _check_tile(name:str, size:int):
 def run_tiled(
     input:Tensor, linear_weight:Tensor, target:Tensor, reduction:str, ignore_index:int,
     margin:float, scale:Optional[float], logit_scale:float, token_tile:int, class_tile:int,
+    tile_factor:int=0,  # not 0: a tile holds 1 / tile_factor² of the scores
 ) -> Tensor:
     "`tiled_linear_cross_entropy` of what has been checked."
     target = target.long()
@@ -215,8 +218,8 @@ def run_tiled(
                                 linear_weight)
     x = counted_rows(x, target.reshape(-1), ignore_index)
     lse, score, _ = tiled_lse(x, w, target.reshape(-1), margin, scale, token_tile, class_tile,
-                              logit_scale)
-    return reduce_loss((lse - score).view(target.shape), target, len(linear_weight),
+                              logit_scale, tile_factor)
+    return reduce_loss((lse - score).view(target.shape), target, linear_weight.shape[0],
                        ignore_index, reduction)
 
 # %% ../nbs/02_tiles.ipynb #3662a37d
@@ -269,12 +272,9 @@ class MemoryEfficientVocabOutput(nn.Module):
         if target is None and not self.training: return self.eval_forward(input)
         if target is None:
             raise ValueError("target: expected class indices in training mode, got None")
-        expect_tensor("target", target)
-        token_tile, class_tile = square_tile(target.numel(), len(self.proj_weight),
-                                             self.tile_factor)
-        return tiled_linear_cross_entropy(
-            input, self.proj_weight, target, reduction=self.reduction, margin=self.margin,
-            scale=self.scale, token_tile=token_tile, class_tile=class_tile)
+        check_inputs(input, self.proj_weight, target, self.reduction, -100, self.margin, self.scale)
+        return run_tiled(input, self.proj_weight, target, self.reduction, -100, self.margin,
+                         self.scale, 1.0, 0, 0, self.tile_factor)
 
     def eval_forward(self,
         input:Tensor,  # [N,H] or [B,S,H]

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/library/checks.ipynb #c0536ccf
 import functools, math, os, re
+from types import FunctionType
 from typing import Any, Callable, Hashable, Iterable, Optional
 
 import torch
@@ -32,11 +33,16 @@ def did_you_mean(got:str, known:Iterable[str]) -> str:
     near = get_close_matches(got.lower(), words, 1) or [w for w in words if got.lower() in w.split("_")]
     return f"; did you mean {words[near[0]]}?" if near else ""
 
+def in_words(value) -> str:
+    "A value as a message has it; a function is called for it."
+    return str(value() if isinstance(value, FunctionType) else value)
+
 def expect(ok:bool, name:str, expected, got):
-    "`ValueError` that says what was expected and what came, unless `ok`; of words in quotation marks also the one that was nearly given."
+    "`ValueError` that says what was expected and what came, unless `ok`, and which word was nearly given; in functions, words of sizes and numbers, of which a compiler makes constants."
     if ok: return
-    word = re.fullmatch("'(.*)'", str(got))
-    near = did_you_mean(word[1], re.findall("'([^']*)'", str(expected))) if word else ""
+    expected, got = in_words(expected), in_words(got)
+    word = re.fullmatch("'(.*)'", got)
+    near = did_you_mean(word[1], re.findall("'([^']*)'", expected)) if word else ""
     raise ValueError(f"{name}: expected {expected}, got {got}{near}")
 
 def expect_tensor(name:str, value):
@@ -85,7 +91,7 @@ def check_linear(
     expect_tensor("input", input)
     check_matrix("linear_weight", linear_weight)
     expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input",
-           f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
+           lambda: f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
     expect(input.dtype in FLOATS, "input", "a floating dtype of 16, 32 or 64 bits", input.dtype)
     mixes = (autocasts(input.device.type)
              and torch.float64 not in (input.dtype, linear_weight.dtype))
@@ -95,6 +101,12 @@ def check_linear(
            f"the input's device {input.device}", linear_weight.device)
 
 # %% ../../nbs/library/checks.ipynb #adc37378
+def is_empty(t:Tensor) -> bool:
+    "Whether it has no rows; a number of rows that a compiler does not know is not 0."
+    if not torch.compiler.is_compiling(): return t.shape[0] == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    return statically_known_true(t.shape[0] == 0)
+
 def is_debugged() -> bool:
     "Whether checks may wait for a GPU."
     return os.environ.get("FUSEDLOSS_DEBUG") == "1"
@@ -156,7 +168,7 @@ def check_inputs(
     check_linear(input, linear_weight)
     check_target(target, input.shape[:-1], input.device, reduction)
     check_margin(margin, scale)
-    check_labels(target, len(linear_weight), ignore_index)
+    check_labels(target, linear_weight.shape[0], ignore_index)
 
 # %% ../../nbs/library/checks.ipynb #86b238ef
 def acc_dtype(dtype:torch.dtype) -> torch.dtype:
@@ -171,7 +183,7 @@ def check_scale(
     "`ValueError` unless it is a finite number, or a tensor that holds one."
     expected = "a finite number or a 0-dim tensor"
     if not isinstance(logit_scale, Tensor):
-        return expect(is_number(logit_scale), name, expected, repr(logit_scale))
+        return expect(is_number(logit_scale), name, expected, lambda: repr(logit_scale))
     expect(not hasattr(logit_scale, "full_tensor"), name, "a plain tensor", "a DTensor")
     expect(logit_scale.dim() == 0, name, "a number or a 0-dim tensor", f"shape {list(logit_scale.shape)}")
     expect(logit_scale.dtype in FLOATS, name, "a floating dtype of 16, 32 or 64 bits", logit_scale.dtype)

@@ -63,13 +63,14 @@ def dot_lse_fwd(
     ux, columns = taken_rows(x, x_rows, dtype), taken_rows(w, w_rows, dtype)
     biases, added = column_offsets(bias, w_rows, shift, n_shared, acc_dtype(x.dtype))
     none = ux.new_empty(0, dtype=acc_dtype(x.dtype))
-    if not len(x): return none, none.clone(), none.clone(), ux, columns.clone(), none.clone()
+    kept = w.new_empty((0, w.shape[1])) if taken_whole(w, w_rows, dtype) else columns
+    scores = ux, kept, none if added is None else added.clone()
+    if not len(x): return none, none.clone(), none.clone(), *scores
     shared, inside = columns[:n_shared], torch.where(target_column < n_shared, target_column, -1)
     if kernel: lse, _, largest = launch_negatives_lse(ux, shared, inside, added, DOT)
     else: lse, _, largest = plain_negatives_lse(ux, shared, inside, added, DOT, tile_columns(ux, DOT))
     score = target_scores(ux, columns, biases, target_column)
-    if taken_whole(w, w_rows, dtype): columns = w.new_empty((0, w.shape[1]))
-    return lse, score, largest, ux, columns, none if added is None else added.clone()
+    return lse, score, largest, *scores
 
 # %% ../../nbs/library/dots.ipynb #5e5eba22
 def own_gradients(
@@ -92,7 +93,7 @@ def dot_lse_bwd(
     "dx [N,H], gradients of the columns' rows [T,H] and biases [T,1]; empty where not needed."
     values = ux.new_empty(columns.shape if need_w else 0, dtype=w_dtype)
     biases = lse.new_zeros(len(columns) if need_bias else 0)
-    if not len(ux): return torch.zeros_like(ux, dtype=x_dtype), values.zero_(), biases[:, None].to(bias_dtype)
+    if not len(ux): return ux.new_empty(ux.shape if need_x else 0, dtype=x_dtype), values.zero_(), biases[:, None].to(bias_dtype)
     g_score = torch.where(target_column >= 0, g_score, 0.0)
     g_lse, g_score, factor = within_range(g_lse.contiguous(), g_score, None, 1.0, ux.dtype)
     inside = target_column < n_shared
@@ -111,19 +112,19 @@ def dot_lse_bwd(
 # %% ../../nbs/library/dots.ipynb #5cd89dbc
 def fake_dot_lse(x, w, bias, x_rows, w_rows, grad_index, target_column, shift, n_shared, dtype, kernel, sparse):
     "The shapes of `dot_lse_fwd`'s results."
-    t, sums = len(w) if w_rows is None else len(w_rows), acc_dtype(x.dtype)
-    if len(x) and taken_whole(w, w_rows, dtype): t = 0
-    lse, score, largest = (x.new_empty(len(x), dtype=sums) for _ in range(3))
-    adds = len(x) and (bias is not None or shift is not None)
+    t, sums = (w if w_rows is None else w_rows).shape[0], acc_dtype(x.dtype)
+    if taken_whole(w, w_rows, dtype): t = 0
+    lse, score, largest = (x.new_empty(x.shape[0], dtype=sums) for _ in range(3))
+    adds = bias is not None or shift is not None
     return (lse, score, largest, x.new_empty(x.shape, dtype=dtype), x.new_empty((t, x.shape[1]), dtype=dtype),
             x.new_empty(n_shared if adds else 0, dtype=sums))
 
 def fake_dot_grad(g_lse, g_score, lse, ux, columns, added, target_column, n_shared, x_dtype, w_dtype,
                   bias_dtype, kernel, need_x, need_w, need_bias):
     "The shapes of `dot_lse_bwd`'s results."
-    return (ux.new_empty(ux.shape if need_x or not len(ux) else 0, dtype=x_dtype),
+    return (ux.new_empty(ux.shape if need_x else 0, dtype=x_dtype),
             ux.new_empty(columns.shape if need_w else 0, dtype=w_dtype),
-            ux.new_empty((len(columns) if need_bias else 0, 1), dtype=bias_dtype))
+            ux.new_empty((columns.shape[0] if need_bias else 0, 1), dtype=bias_dtype))
 
 def save_numbers(ctx, inputs):
     "What a backward pass has to know, tensors aside."
@@ -248,11 +249,11 @@ def row_lse_gradients(ctx, needs, g_lse, g_score, *_) -> dict[str, Optional[Tens
     "dx, dw and the bias's gradient, from those of lse and score."
     *tensors, index = ctx.saved_tensors
     g = both_or_zero(tensors[0], g_lse, g_score)
-    found = row_lse_grad(*g, *tensors, len(index), ctx.dtype, needs.x, needs.w, needs.bias)
+    found = row_lse_grad(*g, *tensors, index.shape[0], ctx.dtype, needs.x, needs.w, needs.bias)
     return as_parameters(ctx, needs, index, *found)
 
 row_lse_grad = operator("fusedloss::row_lse_grad", row_lse_bwd, fake=fake_row_grad,
                         flops=lambda i, out: 2 * i.classes.numel() * i.x.shape[1] * (1 + i.need_x + i.need_w))
 row_lse = operator("fusedloss::row_lse", row_lse_fwd, save=save_row_lse, backward=row_lse_gradients,
-                   fake=lambda x, *_: tuple(x.new_empty(len(x), dtype=acc_dtype(x.dtype)) for _ in range(3)),
+                   fake=lambda x, *_: tuple(x.new_empty(x.shape[0], dtype=acc_dtype(x.dtype)) for _ in range(3)),
                    flops=lambda i, out: 2 * i.classes.numel() * i.x.shape[1])

@@ -12,7 +12,7 @@ from typing import Callable, Iterator, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import acc_dtype, expect
+from fusedloss.core.checks import acc_dtype, expect, is_empty
 from fusedloss.core.cosine import (
     AffineMargin, HeadConfig, launch_cosine_dz, launch_negatives_lse, locate, plain_cosine_dz,
     plain_negatives_lse, positive_infinity, scaled_cosines, to_tangent, unit_rows_of_two)
@@ -80,7 +80,7 @@ def slab_products(
 # %% ../../nbs/library/negatives.ipynb #c640edb4
 def fits_kernels(x:Tensor, o:HeadConfig) -> bool:
     "Whether the kernels take these unit rows and this head."
-    in_16_bits = has_kernel(x) and x.element_size() == 2 and len(x) > 0
+    in_16_bits = has_kernel(x) and x.element_size() == 2
     return in_16_bits and o.centers == 1 and o.circle_margin < 0
 
 # %% ../../nbs/library/negatives.ipynb #7b915657
@@ -121,7 +121,7 @@ def partial_lse_bwd(
 ) -> tuple[Tensor, Tensor]:
     "dx [N,H], gradient of the columns' rows [T·K,H], times factor; empty where not needed."
     values = uw.new_empty(uw.shape if need_w else 0, dtype=w_dtype)
-    if not len(ux): return torch.zeros_like(ux, dtype=x_dtype), values.zero_()
+    if not len(ux): return ux.new_empty(ux.shape if need_x else 0, dtype=x_dtype), values.zero_()
     g_lse, g_cos, factor = within_range(g_lse.contiguous(), g_cos.contiguous(), factor, o.scale,
                                         ux.dtype)
     def accumulate_grads(rows:slice, dz:Tensor):
@@ -138,8 +138,8 @@ def partial_lse_bwd(
 # %% ../../nbs/library/negatives.ipynb #83e2f4cd
 def uses_kernels(method:str, x:Tensor, dtype:torch.dtype, o:HeadConfig) -> bool:
     "Whether `method` means the kernels here; `ValueError` if they cannot do what was asked."
-    able = fits_kernels(x.new_empty(min(len(x), 1), 1, dtype=dtype), o)
-    expect(method != "recompute" or able or not len(x), "method", "'tiles' for what is no "
+    able = fits_kernels(x.new_empty(1, 1, dtype=dtype), o)
+    expect(method != "recompute" or able or is_empty(x), "method", "'tiles' for what is no "
            "product in 16 bits on a GPU with one centre a class and no pace", "'recompute'")
     return able and method != "tiles"
 
@@ -154,13 +154,13 @@ def fake_unit_rows(
     x:Tensor, w:Tensor, w_rows:Optional[Tensor], dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "The shapes of `unit_rows_of_two`'s results."
-    t, numbers = len(w) if w_rows is None else len(w_rows), acc_dtype(x.dtype)
-    return (x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=numbers),
+    t, numbers = (w if w_rows is None else w_rows).shape[0], acc_dtype(x.dtype)
+    return (x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=numbers),
             x.new_empty((t, x.shape[1]), dtype=dtype), x.new_empty(t, dtype=numbers))
 
 def fake_lse(x, w, x_rows, w_rows, grad_index, target_column, shift, o, dtype, kernel, sparse):
     "The shapes of `partial_lse_fwd`'s results."
-    lse, cos, largest = (x.new_empty(len(x), dtype=acc_dtype(x.dtype)) for _ in range(3))
+    lse, cos, largest = (x.new_empty(x.shape[0], dtype=acc_dtype(x.dtype)) for _ in range(3))
     return lse, cos, largest, *fake_unit_rows(x, w, w_rows, dtype)
 
 def fake_lse_grad(g_lse, g_cos, factor, lse, ux, x_inverse, uw, w_inverse, *others):
@@ -231,7 +231,8 @@ def affine_loss_fwd(
     margin:AffineMargin, o:HeadConfig, dtype:torch.dtype, sparse:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "The weighted sum of losses; losses, lse, cos, largest, g_lse, g_cos [N]; unit rows."
-    unit_rows = ux, _, uw, _ = unit_rows_of_two(x, x_rows, w, w_rows, dtype, o.eps)
+    unit_rows = ux, x_inverse, uw, _ = unit_rows_of_two(x, x_rows, w, w_rows, dtype, o.eps)
+    if not len(x): return x_inverse.sum(), *(x_inverse.new_empty(0) for _ in range(6)), *unit_rows
     lse, cos, largest, losses, g_lse, g_cos = launch_negatives_lse(
         ux, uw, target_column, shift, o, margin=margin, loss_weight=loss_weight)
     return losses.sum(), losses, lse, cos, largest, g_lse, g_cos, *unit_rows
@@ -239,7 +240,7 @@ def affine_loss_fwd(
 def fake_affine_loss(x, w, x_rows, w_rows, grad_index, target_column, shift, loss_weight, margin,
                      o, dtype, sparse):
     "The shapes of `affine_loss_fwd`'s results."
-    rows = (x.new_empty(len(x), dtype=acc_dtype(x.dtype)) for _ in range(6))
+    rows = (x.new_empty(x.shape[0], dtype=acc_dtype(x.dtype)) for _ in range(6))
     return x.new_empty((), dtype=acc_dtype(x.dtype)), *rows, *fake_unit_rows(x, w, w_rows, dtype)
 
 # %% ../../nbs/library/negatives.ipynb #74284149
@@ -271,6 +272,6 @@ def all_classes_lse(
     "The two numbers of stage 13's `margin_cross_entropy`: all classes are columns."
     dtype = head_dtype(x)
     if not uses_kernels(method, x, dtype, o): return None
-    c = step_columns(y, -1, len(w), None, acc_dtype(x.dtype))
+    c = step_columns(y, -1, w.shape[0], None, acc_dtype(x.dtype))
     return partial_lse(x, w, c.x_rows, None, None, c.target_column, None, o, dtype, True,
                        False)[:2]

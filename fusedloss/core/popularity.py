@@ -96,7 +96,7 @@ class PopularitySampler(SeedAndStep):
         rows:int=1,  # of the batch; 1 for a sample that all share
     ) -> Tensor:  # [rows, num_samples] int64, -1 in the place of a class that was missed
         "This step's classes."
-        expect(is_integer(rows) and rows >= 0, "rows", "an integer not below 0", repr(rows))
+        expect(is_integer(rows) and rows >= 0, "rows", "an integer not below 0", lambda: repr(rows))
         row = torch.arange(rows, device=self.line.device)[:, None]
         piece = torch.arange(self.pieces, device=row.device)
         point = (piece << 32) + plain_add_word(plain_block_key(self.seed, self.step, row), piece)
@@ -132,7 +132,7 @@ def target_shift(sampler:PopularitySampler, y:Tensor, dtype:torch.dtype) -> Tens
 def find_in(y:Tensor, drawn:Tensor) -> Tensor:  # [N], [K]
     "Where each class of y stands among those that were drawn, or -1."
     ordered, order = drawn.sort()
-    at = torch.searchsorted(ordered, y).clamp(max=len(drawn) - 1)
+    at = torch.searchsorted(ordered, y).clamp(max=drawn.shape[0] - 1)
     return torch.where((ordered[at] == y) & (y >= 0), order[at], -1)
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def shared_columns(
     "Columns of a step whose rows share their negatives, the first `num_samples` columns."
     y, x_rows, loss_weight = plain_labels(y, ignore_index, 0, sampler.num_classes, dtype)
     drawn = sampler()[0]
-    twice = (drawn == drawn.roll(1)) & (drawn >= 0) & (torch.arange(len(drawn), device=y.device) > 0)
+    twice = (drawn == drawn.roll(1)) & (drawn >= 0) & (torch.arange(drawn.shape[0], device=y.device) > 0)
     shift = drawn_shift(sampler, drawn, dtype) + math.log(2) * twice.roll(-1)
     drawn, shift = drawn.masked_fill(twice, -1), shift.masked_fill(twice, -torch.inf)
     w_rows, target_column = own_columns(y, drawn, find_in(y, drawn))
@@ -165,8 +165,8 @@ def distinct(classes:Tensor, num_classes:int) -> tuple[Tensor, Tensor]:  # [T], 
     fresh = (ordered != ordered.roll(1)) & (ordered >= 0)
     fresh[:1] = ordered[:1] >= 0
     rank = (fresh.cumsum(0) - 1).clamp(min=0)
-    rows = ordered.new_full((min(len(ordered), num_classes) + 1,), -1)
-    rows[torch.where(fresh, rank, len(rows) - 1)] = torch.where(fresh, ordered, -1)
+    rows = ordered.new_full((torch.sym_min(ordered.shape[0], num_classes) + 1,), -1)
+    rows[torch.where(fresh, rank, rows.shape[0] - 1)] = torch.where(fresh, ordered, -1)
     return rows[:-1], torch.empty_like(rank).scatter_(0, order, rank).view(classes.shape)
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def row_draws(
 ) -> RowDraws:
     "What a step scores whose rows have negatives of their own; a row's own class is none."
     y, x_rows, loss_weight = plain_labels(y, ignore_index, 0, sampler.num_classes, dtype)
-    drawn = sampler(len(y))
+    drawn = sampler(y.shape[0])
     drawn = torch.where((drawn == y[:, None]) | (y < 0)[:, None], -1, drawn)
     classes = torch.cat([drawn, y[:, None]], 1)
     w_rows, place = distinct(classes, sampler.num_classes)

@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import acc_dtype
+from fusedloss.core.checks import acc_dtype, is_empty
 from fusedloss.core.operators import autocasts
 from fusedloss.core.triton import has_kernel, jit, tl
 
@@ -104,7 +104,7 @@ def write_product(
 # %% ../../nbs/library/products.ipynb #c862c214
 def takes_kernel(x:Tensor) -> bool:
     "Whether the kernels of this page take this input."
-    return has_kernel(x) and x.element_size() == 2 and len(x) > 0
+    return has_kernel(x) and x.element_size() == 2 and not is_empty(x)
 
 def wide(t:Tensor) -> Tensor:
     "`t` in `acc_dtype`."

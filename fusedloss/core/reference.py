@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/library/reference.ipynb #fd72861c
+import math
 from typing import NamedTuple, Optional
 
 import torch
@@ -111,7 +112,7 @@ def flat(t:Optional[Tensor]) -> Optional[Tensor]:  # [M]
 
 def as_rows(t:Tensor) -> Tensor:  # [N,H]
     "A tensor [...,H] as a matrix; itself where it is one."
-    return t if t.dim() == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 def total_weight(
     target:Tensor, weight:Optional[Tensor], token_weight:Optional[Tensor],  # [M], [V], [M]
@@ -120,7 +121,7 @@ def total_weight(
     "What the mean divides by: Σ token_weight · weight[target] of valid tokens."
     counted = target != ignore_index
     if weight is not None:
-        counted = counted * weight[target.clamp(0, len(weight) - 1)].to(dtype)
+        counted = counted * weight[target.clamp(0, weight.shape[0] - 1)].to(dtype)
     if token_weight is not None: counted = counted * token_weight.to(dtype)
     return counted.sum(dtype=dtype)
 

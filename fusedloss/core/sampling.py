@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedloss.core.checks import (
-    check_flags, check_target, expect, expect_tensor, is_integer, is_number)
+    check_flags, check_target, expect, expect_tensor, is_empty, is_integer, is_number)
 from fusedloss.core.operators import operator
 from fusedloss.core.steps import SeedAndStep
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
@@ -172,7 +172,7 @@ def draw(seed:Tensor, step:Tensor, s:Strata, start:int, stop:int) -> Tensor:
 def check_bounds(**bounds:int):
     "`ValueError` naming the first that is no number of classes."
     for name, at in bounds.items():
-        expect(is_integer(at) and at >= 0, name, "an integer not below 0", repr(at))
+        expect(is_integer(at) and at >= 0, name, "an integer not below 0", lambda: repr(at))
 
 class NegativeSampler(SeedAndStep):
     "Which classes are scored beside the batch's own: a function of seed, step and class."
@@ -214,9 +214,9 @@ class NegativeSampler(SeedAndStep):
 def first_occurrence(y:Tensor) -> Tensor:  # [N], int64
     "For each row the first row with the same label."
     order = y.argsort(stable=True)
-    ordered, n = y[order], torch.arange(len(y), device=y.device)
+    ordered, n = y[order], torch.arange(y.shape[0], device=y.device)
     fresh = ordered != ordered.roll(1)
-    start = torch.where(fresh | (n == 0), n, 0).cummax(0).values if len(y) else n
+    start = torch.where(fresh | (n == 0), n, 0).cummax(0).values
     return torch.empty_like(y).scatter_(0, order, order[start])
 
 # %% ../../nbs/library/sampling.ipynb #8b64fe5f
@@ -231,7 +231,7 @@ class Columns(NamedTuple):
 
 def live_index(rows:Tensor) -> Tensor:  # [T]
     "Rows, where the dead name one that lives; 0 if none does."
-    if not len(rows): return rows.clone()
+    if is_empty(rows): return rows.clone()
     return torch.where(rows < 0, rows.amax().clamp(min=0), rows)
 
 # %% ../../nbs/library/sampling.ipynb #ad570367
@@ -239,7 +239,7 @@ def plain_labels(
     y:Tensor, ignore_index:int, start:int, stop:int, dtype:torch.dtype,  # [N]; classes
 ) -> tuple[Tensor, Tensor, Tensor]:  # y or -1, x_rows, loss_weight: [N] each
     "What labels say of their rows."
-    wanted, n = y != ignore_index, torch.arange(len(y), device=y.device)
+    wanted, n = y != ignore_index, torch.arange(y.shape[0], device=y.device)
     known = wanted & (y >= start) & (y < stop)
     loss_weight = torch.where(known, 1.0, torch.where(wanted, torch.nan, 0.0)).to(dtype)
     loss_weight = loss_weight / wanted.sum().clamp(min=1)
@@ -250,11 +250,11 @@ def own_columns(
     y:Tensor, drawn:Tensor, slot:Tensor,  # [N], -1 without a label; [K]; [N], y's place in it or -1
 ) -> tuple[Tensor, Tensor]:  # w_rows, target_column of `Columns`
     "Columns for what was drawn, then one for each row, used if its class has none."
-    n = torch.arange(len(y), device=y.device)
-    own_column = len(drawn) + first_occurrence(y)
+    n, k = torch.arange(y.shape[0], device=y.device), drawn.shape[0]
+    own_column = k + first_occurrence(y)
     target_column = torch.where(y >= 0, torch.where(slot >= 0, slot, own_column), -1)
-    w_rows = torch.cat([drawn, torch.where(target_column == len(drawn) + n, y, -1)])
-    return F.pad(w_rows, (0, -len(w_rows) % 8), value=-1), target_column
+    w_rows = torch.cat([drawn, torch.where(target_column == k + n, y, -1)])
+    return F.pad(w_rows, (0, -w_rows.shape[0] % 8), value=-1), target_column
 
 def plain_columns(
     y:Tensor, seed:Tensor, step:Tensor, s:Strata,  # [N]
@@ -392,7 +392,7 @@ def sample_columns(
 def fake_columns(y, seed, step, s, start, stop, ignore_index, drawn_shift, dtype):
     "The shapes of `sample_columns`'s results."
     blocks = -(-stop >> s.bits) - (start >> s.bits)
-    n, new = len(y), y.new_empty
+    n, new = y.shape[0], y.new_empty
     t = (blocks * s.slots + n + 7) // 8 * 8
     return new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype)
 

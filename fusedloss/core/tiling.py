@@ -92,7 +92,7 @@ def tiling_of(
 
 def is_busy(o:LossOptions, extra:bool) -> bool:
     "Whether scores need more than an exponential each."
-    return extra or o.softcap > 0 or o.label_smoothing > 0
+    return extra or o.softcap != 0 or o.label_smoothing > 0  # NaN is a cap that a compiler does not know
 
 # %% ../../nbs/library/tiling.ipynb #1c400b94
 def multiprocessors(device:torch.device) -> int:
