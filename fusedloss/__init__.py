@@ -25,7 +25,7 @@ from fusedloss.margins import margin_cross_entropy
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.partial_fc import PartialFC
 from fusedloss.plans import plan
-from fusedloss.row_sparse import RowSparse, clip_grad_norm_
+from fusedloss.row_sparse import RowSparse, clip_grad_norm_, clip_grad_value_
 from fusedloss.scans import logz, sample, viterbi
 from fusedloss.sharded import sharded_linear_cross_entropy, sharded_linear_divergence, sharded_linear_log_probs
 from fusedloss.sharded_heads import (
@@ -34,7 +34,7 @@ from fusedloss.tiles import MemoryEfficientVocabOutput, tiled_linear_cross_entro
 
 __all__ = ["BaselineSoftmax", "BaselineSoftmaxNllLoss", "CTCLoss", "CrossEntropyStats", "LinearCrossEntropyLoss",
            "LogProbs", "MemoryEfficientVocabOutput", "NegativeSampler", "PartialFC", "PopularitySampler", "RowSparse", "ShardedPartialFC",
-           "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "clip_grad_norm_",
+           "ShardedRowSparse", "baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "clip_grad_norm_", "clip_grad_value_",
            "contrastive_loss", "cross_entropy", "ctc_decode", "ctc_loss", "ctc_loss_with_logits", "ctc_posteriors", "forced_align",
            "ignore_in_ddp", "iota_cross_entropy", "linear_cross_entropy", "linear_ctc_loss", "linear_divergence",
            "linear_log_probs", "load_insightface", "log_probs", "logz", "margin_cross_entropy", "margins",
