@@ -31,7 +31,7 @@ _NAMES = {  # the public names of each module, which is imported when one of the
     "filter": ("recompute_linear_cross_entropy",),
     "partial_fc": ("PartialFC",),
     "plans": ("plan",),
-    "row_sparse": ("RowSparse", "clip_grad_norm_"),
+    "row_sparse": ("RowSparse", "clip_grad_norm_", "clip_grad_value_"),
     "scans": ("logz", "sample", "viterbi"),
     "sharded": ("sharded_linear_cross_entropy", "sharded_linear_divergence", "sharded_linear_log_probs"),
     "sharded_heads": ("ShardedPartialFC", "ShardedRowSparse", "ignore_in_ddp", "load_insightface", "save_insightface"),

@@ -164,15 +164,19 @@ def rebuilt_state(
 ) -> dict[str, Tensor]:
     "An optimizer's state of p, row by row as `make` has it; `ValueError` if it fits no more."
     groups = getattr(optimizer, "param_groups", ())
-    expect(any(p is q for g in groups for q in g["params"]), "optimizers",
-           "ones that hold the head's weight", type(optimizer).__name__)
+    group = next((g for g in groups if any(p is q for q in g["params"])), None)
+    expect(group is not None, "optimizers", "ones that hold the head's weight",
+           type(optimizer).__name__)
     held = {name: t for name, t in optimizer.state.get(p, {}).items()
             if isinstance(t, Tensor) and t.dim()}
     for name, t in held.items():
         rows = name == "row_steps" or len(t) > 1 and t.shape[1:] == p.shape[1:]
         expect(not rows or len(t) == len(p), "optimizers", f"state of {len(p)} rows, as the "
                "weight: give extend and remove every optimizer", f"{name} of {list(t.shape)}")
-    return {name: make(t) for name, t in held.items() if len(t) == len(p)}
+    made = {name: make(t) for name, t in held.items() if len(t) == len(p)}
+    start = group.get("initial_accumulator_value")
+    if start and "sum" in made: made["sum"][len(p):] = start  # Adagrad's, of rows that are new
+    return made
 
 def replace_rows(p:nn.Parameter, rows:Tensor, grad:Optional[Tensor], optimizers:tuple, states:list[dict[str, Tensor]]):
     "Give a parameter its rows, of another number, and optimizers their state of them."

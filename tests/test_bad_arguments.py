@@ -75,6 +75,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys((f"{head}.remove" for head in HEADS), dict(classes=[1, 2])),
     **dict.fromkeys(OPTIMIZERS, dict(optimizer_class=torch.optim.SGD, params=[nn.Parameter(w)])), **dict.fromkeys((f"{o}.step" for o in OPTIMIZERS), {}),
     **dict.fromkeys((f"{o}.clip_grad_norm_" for o in OPTIMIZERS), dict(max_norm=1.0)), "clip_grad_norm_": dict(parameters=w.clone(), max_norm=1.0),
+    **dict.fromkeys((f"{o}.clip_grad_value_" for o in OPTIMIZERS), dict(clip_value=1.0)), "clip_grad_value_": dict(parameters=w.clone(), clip_value=1.0),
     **dict.fromkeys((f"{head}.logits" for head in HEADS), dict(features=x)), **dict.fromkeys((f"{head}.topk" for head in HEADS), dict(features=x, k=2)),
     "ignore_in_ddp": dict(module=nn.Linear(2, 2)), "load_insightface": dict(head=fl.PartialFC(V, H), files=FILES.name),
     "save_insightface": dict(head=fl.PartialFC(V, H), folder=FILES.name, ranks=1, kind="weight"),
@@ -156,9 +157,9 @@ PARTNERS = {  # the error of a shape or device that does not fit may name the ar
 }
 FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
 FINE = {  # kinds that this argument takes, of one callable or of all
-    "linear_weight": {"rows"}, "proj_weight": {"rows"}, "targets": {"size"}, "Ms": {"rows"}, "classes": {"nested"}, "max_norm": {"inf"}, "norm_type": {"inf"},
+    "linear_weight": {"rows"}, "proj_weight": {"rows"}, "targets": {"size"}, "Ms": {"rows"}, "classes": {"nested"}, "max_norm": {"inf"}, "clip_value": {"inf"}, "norm_type": {"inf"},
     **dict.fromkeys((f"{head}.{scores}-features" for head in HEADS for scores in ("logits", "topk")), {"more dimensions", "rows"}), "ignore_in_ddp-module": {"adapter", "hook", "module"},
-    "clip_grad_norm_-parameters": {"no dimension", "more dimensions", "size", "rows", "float64", "int64", "bool", "complex64", "meta"},  # tensors without a gradient
+    **dict.fromkeys(("clip_grad_norm_-parameters", "clip_grad_value_-parameters"), {"no dimension", "more dimensions", "size", "rows", "float64", "int64", "bool", "complex64", "meta"}),  # tensors without a gradient
     **dict.fromkeys(("log_probs", "ctc_loss_with_logits-logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
     **dict.fromkeys(("input_lengths", "target_lengths", "lengths"), {"list"}),
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},

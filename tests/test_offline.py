@@ -150,6 +150,10 @@ def optimizers(dtype, width=512, V=4096):
         second = cuda(V, width) if adam else None
         row_sparse.launch_update(p, cuda(V, width), second, times, g, rows, None, u, 1 if dtype == bf16 else None)
         row_sparse.launch_update(p, cuda(V, width), second, None, g, None, cuda(V, dtype=i64), u, None)
+    for rowwise in (False, True):
+        u = row_sparse.Update(False, 0.1, 0.01, 0.1, 0.0, 1e-8, False, 1.0, True, rowwise)
+        row_sparse.launch_update(p, cuda(V) if rowwise else cuda(V, width), None, times, g, rows, None, u, 1 if dtype == bf16 else None)
+        row_sparse.launch_update(p, cuda(V) if rowwise else cuda(V, width), None, None, g, None, cuda(V, dtype=i64), u, None)
 
 
 def contrasts(dtype, width, N=8192):

@@ -58,6 +58,8 @@ def modules() -> None:
     optimizer = fl.RowSparse(torch.optim.AdamW, head.parameters(), lr=1e-3, mode="dense")
     assert_type(optimizer.step(), float | None)
     assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
+    optimizer.clip_grad_value_(1.0), fl.clip_grad_value_(head.parameters(), 1.0, foreach=True)
+    fl.RowSparse(torch.optim.Adagrad, head.parameters(), lr=0.1, rowwise=True)
     assert_type(head.remove([3, 5], optimizer), Tensor)
     assert_type(head.logits(x), Tensor)
     assert_type(head.topk(x, 3).indices, Tensor)

@@ -72,6 +72,7 @@ def clipped(dtype):
     "Gradients of rows beside others"
     layer, rows = torch.nn.Linear(H, H), sampled()
     rows(layer(leaf(N, H)), y).backward()
+    fl.clip_grad_value_([*layer.parameters(), *rows.parameters()], 0.2)
     return fl.clip_grad_norm_([*layer.parameters(), *rows.parameters()], 0.1) + leaf()
 
 
@@ -109,6 +110,7 @@ LOSSES = {
     "baseline_linear_cross_entropy": head(fl.baseline_linear_cross_entropy),
     "chunked_linear_cross_entropy": head(fl.chunked_linear_cross_entropy, chunk_size=4),
     "clip_grad_norm_": clipped,
+    "clip_grad_value_": clipped,
     "ctc_decode": decoded,
     "cross_entropy": lambda dtype: fl.cross_entropy(leaf(N, V, dtype=dtype), y) + fl.cross_entropy(1 * leaf(N, V), y, inplace=True),
     "ctc_loss": lambda dtype: fl.ctc_loss(leaf(T, N, V).log_softmax(-1), *ctc),
