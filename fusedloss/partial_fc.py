@@ -516,6 +516,7 @@ class PartialFC(ClassScores):
         target:Optional[Tensor]=None,  # [...], in [0, V), or `ignore_index`; None in eval: `logits`
         return_stats:bool=False,  # `(loss, HeadStats)` instead of the loss
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, the mean over valid rows
+        "The loss of a batch of rows, over the classes of a step's sample."
         if target is None: return scores_in_eval(self, features, return_stats)
         check_features(self, features, target, return_stats)
         check_labels(target, self.num_classes, self.ignore_index)
