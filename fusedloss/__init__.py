@@ -1,8 +1,12 @@
 "Memory- and time-efficient losses over many classes, in PyTorch, Triton and CUDA."
 __version__ = "0.1.0"
 
+import sys
+from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import cleandoc
+from types import ModuleType
 
 import torch
 
@@ -10,6 +14,7 @@ from fusedloss.core.versions import check_torch
 
 check_torch()  # before names that an older one lacks
 
+from fusedloss._arguments import SECTIONS
 from fusedloss.core.operators import is_operator
 
 _NAMES = {  # the public names of each module, which is imported when one of them is first used
@@ -46,6 +51,7 @@ def __getattr__(name: str):
     "A public name, or a module of the package: imported here, and found without this function from then on."
     if name in _HOMES:
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        _describe()
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
@@ -56,6 +62,30 @@ def __getattr__(name: str):
 def __dir__() -> list[str]:
     "What is here, and what is imported when it is used."
     return sorted({*globals(), *_HOMES, *_SPACES})
+
+
+def _describe():
+    "Add the sections on arguments and results to the docstrings of what has been imported by now."
+    for key, text in [*SECTIONS.items()]:
+        module, path = key.split()
+        *owners, name = path.split(".")
+        try:
+            found = vars(reduce(getattr, owners, sys.modules[module]))[name]
+        except (KeyError, AttributeError):  # not imported, or not to its end
+            continue
+        if SECTIONS.pop(key, None) and sys.flags.optimize < 2:
+            found.__doc__ = f"{cleandoc(found.__doc__)}\n\n{text}" if found.__doc__ else text
+
+
+class _Package(ModuleType):
+    "The package, told of each of its modules when Python has imported it, whoever asked for it."
+    def __setattr__(self, name: str, value):
+        super().__setattr__(name, value)
+        if isinstance(value, ModuleType):
+            _describe()
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 class _Operators(type(torch.ops.aten)):

@@ -122,6 +122,7 @@ class BaselineSoftmax(nn.Module):
         input:Tensor,  # [N,H] or [B,S,H]
         target:Tensor|None=None,  # [N] or [B,S]; only LMCL's margin needs it
     ) -> Tensor:  # [N,V] or [B,S,V], float32 (float64 for float64)
+        "Probabilities of all classes, or their logarithms."
         check_linear(input, self.proj_weight)
         if target is not None: check_inputs(input, self.proj_weight, target, scale=self.scale)
         z = linear_scores(input, self.proj_weight, target, self.margin, self.scale)
@@ -134,6 +135,7 @@ class BaselineSoftmaxNllLoss(BaselineSoftmax):
         input:Tensor,  # [N,H] or [B,S,H]
         target:Tensor,  # [N] or [B,S]
     ) -> Tensor:  # scalar, float32 (float64 for float64)
+        "The sum of the tokens' losses."
         return baseline_linear_cross_entropy(
             input, self.proj_weight, target, reduction="sum",
             margin=self.margin, scale=self.scale)

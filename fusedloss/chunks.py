@@ -474,7 +474,7 @@ def chunked_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`, all of it without gradient
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64), a scalar
-    "A linear layer's cross entropy, gradients formed in forward; raises as the checks above."
+    "A linear layer's cross entropy, gradients formed in forward."
     scale = take_scale(options)
     o = loss_options(options, chunked_linear_cross_entropy)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
@@ -587,6 +587,7 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         token_weight:Optional[Tensor]=None,  # [...]
         max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     ) -> Tensor:  # float32 (float64 for float64)
+        "The loss of a batch of tokens; with `monitoring` its statistics are in `metrics`."
         scale = {} if self.logit_scale is None else dict(logit_scale=self.logit_scale)
         result = self.compute(input, target, linear_bias=self.bias, weight=self.class_weight,
                               token_weight=token_weight, max_valid=max_valid,

@@ -553,7 +553,7 @@ def cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
-    """Cross entropy of logits; raises `ValueError`, `IndexError` as the checks above say.
+    """Cross entropy of logits.
 
     Of probabilities "mean" divides by the number of tokens, as torch does, or by their weights.
     A tensor as `logit_scale` costs a pass over the logits each way, and a copy that `inplace` uses.

@@ -469,7 +469,8 @@ class CTCLoss(torch.nn.Module):
     def forward(self,
         log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
         input_lengths:Optional[Lengths]=None, target_lengths:Optional[Lengths]=None,
-    ) -> Tensor:
+    ) -> Tensor:  # [N] with "none", else a scalar
+        "The loss of a batch of sequences."
         loss = ctc_loss_with_logits if self.logits else ctc_loss
         return loss(log_probs, targets, input_lengths, target_lengths, self.blank,
                     self.reduction, self.zero_infinity)

@@ -528,7 +528,7 @@ def recompute_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # float32 (float64 for float64)
-    "A linear layer's cross entropy by recomputation; raises as the checks above say."
+    "A linear layer's cross entropy by recomputation."
     scale = take_scale(options)
     o = loss_options(options, recompute_linear_cross_entropy)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)

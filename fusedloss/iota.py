@@ -136,7 +136,7 @@ def iota_cross_entropy(
     ignore_index:int=-100,  # tokens with this target count nothing
     dim:int=-1,  # the classes' dimension
 ) -> Tensor:  # float32 (float64 for float64), a scalar or target's shape
-    "Cross entropy of scores, its gradient formed in forward; raises as `check_scores`."
+    "Cross entropy of scores, its gradient formed in forward."
     check_reverse("iota_cross_entropy", "cross_entropy")
     dim, target = check_scores(input, target, reduction, ignore_index, dim), target.long()
     scores = input if torch.is_grad_enabled() else input.detach()  # else dz would be saved

@@ -602,7 +602,7 @@ def margin_cross_entropy(
     token_tile:int=4096,  # BN, rows of cosines in memory at once
     class_tile:int=2048,  # BV·K, columns of cosines in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-    "Cross entropy of a cosine head with a margin; raises as `head_config` and `check_head` say."
+    "Cross entropy of a cosine head with a margin."
     linear_weight = weight_alone(linear_weight)
     o = head_config(margin, eps)
     n_classes = check_head(input, linear_weight, target, o.centers, reduction, ignore_index,

@@ -577,6 +577,7 @@ class PartialFC(ClassScores):
         return_stats:bool=False,  # `(loss, HeadStats)` instead of the loss
         *, token_weight:Optional[Tensor]=None,  # [...], of rows; without gradient
     ) -> Tensor|tuple[Tensor, HeadStats]:  # a scalar, or [...] for "none"
+        "The loss of a batch of rows, over the classes of a step's sample."
         if target is None: return scores_in_eval(self, features, return_stats, token_weight)
         check_features(self, features, target, return_stats, token_weight)
         check_labels(target, self.num_classes, self.ignore_index)

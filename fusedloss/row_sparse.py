@@ -584,7 +584,8 @@ class RowSparse(RowOptimizer):
     @torch.no_grad()
     def step(self,
         closure:Optional[Callable[[], float]]=None,  # makes the loss anew, as for any optimizer
-    ) -> Optional[float]:
+    ) -> Optional[float]:  # what `closure` returned
+        "One step of each parameter, of the rows that have a gradient."
         loss = None
         expect(closure is None or callable(closure), "closure", "a function or None",
                repr(closure))

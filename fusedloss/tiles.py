@@ -235,7 +235,7 @@ def tiled_linear_cross_entropy(
     token_tile:int=4096,  # BN, rows of scores in memory at once
     class_tile:int=2048,  # BV, columns of scores in memory at once
 ) -> Tensor:  # float32 (float64 for float64), a scalar or [...]
-    "A linear layer's tiled cross entropy; raises `ValueError`, `IndexError` as `check_inputs`."
+    "A linear layer's tiled cross entropy."
     linear_weight = weight_alone(linear_weight)
     check_inputs(input, linear_weight, target, reduction, ignore_index, margin, scale)
     if isinstance(logit_scale, Tensor):
@@ -269,6 +269,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         input:Tensor,  # [N,H] or [B,S,H]
         target:Tensor|None,  # [N] or [B,S]; None in eval mode for plain scores
     ) -> Tensor:  # the loss, float32 (float64 for float64); or scores
+        "The loss of a batch of tokens."
         if target is None and not self.training: return self.eval_forward(input)
         if target is None:
             raise ValueError("target: expected class indices in training mode, got None")

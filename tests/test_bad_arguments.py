@@ -362,3 +362,17 @@ def test_a_budget_too_small_is_told_each_number_once(method):
     text = said("linear_cross_entropy", linear | dict(method=method, memory_budget=1), {})
     numbers = re.findall(r"\d+ bytes", text)
     assert len(numbers) == len(set(numbers)) <= 3 and numbers[-1] == "1 bytes" and (method == "auto" or f"for {method!r}" in text), text
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_help_says_what_each_argument_means(name):
+    "Once, with its type and a meaning; the result too, and nothing of PyTorch's"
+    text, of = inspect.getdoc(found(name)), inspect.signature(found(name))
+    said_of = re.search(r"^Args:\n(.*?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    entries = re.findall(r"^    (\*{0,2}\w+)(?: \(.*?\))?: \S", said_of, re.MULTILINE)
+    assert len(re.findall("^Args:$", text, re.MULTILINE)) == 1 and len(entries) == len(set(entries))
+    wanted = {p.name for p in of.parameters.values() if p.name not in ("self", "options")}
+    assert wanted <= {e.lstrip("*") for e in entries}, wanted - {e.lstrip("*") for e in entries}
+    returns = inspect.isfunction(found(name)) and of.return_annotation not in (None, of.empty)
+    assert len(re.findall("^Returns:$", text, re.MULTILINE)) == returns
+    assert text.partition("\n")[0][-1] in ".:" and "raises as" not in text and "Should be overridden" not in text

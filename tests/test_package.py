@@ -39,7 +39,7 @@ before = {name.partition('.')[0] for name in sys.modules}
 import fusedloss as fl
 loaded = {name.partition('.')[0] for name in sys.modules} - before
 assert not loaded & {'triton', 'transformers', 'matplotlib', 'scipy', 'cupy', 'IPython'}, loaded
-assert not [name for name in sys.modules if name.startswith('fusedloss.') and not name.startswith('fusedloss.core')]
+assert not [name for name in sys.modules if name.startswith('fusedloss.') and not name.startswith(('fusedloss.core', 'fusedloss._'))]
 assert {*fl.__all__, 'integrations', '__version__'} <= {*dir(fl)} and not hasattr(fl, '__wrapped__')
 for typed, meant in dict(linear_cross_entrpy='linear_cross_entropy', PartialFc='PartialFC', margin='margins', viterby='viterbi').items():
     try: getattr(fl, typed)
@@ -65,7 +65,7 @@ def count(graph, inputs):
     return graph.forward
 def loss(z, x, w, y): return fl.cross_entropy(z, y) + fl.linear_divergence(x, w, 2 * x, w) + fl.margin_cross_entropy(x, w, y, margin=fl.margins.CosFace())
 z, x, w, y = torch.randn(3, 16), torch.randn(3, 4), torch.randn(16, 4), torch.arange(3)
-assert not [name for name in sys.modules if name.startswith('fusedloss.') and not name.startswith('fusedloss.core')]
+assert not [name for name in sys.modules if name.startswith('fusedloss.') and not name.startswith(('fusedloss.core', 'fusedloss._'))]
 compiled = torch.compile(loss, fullgraph=True, backend=count)
 first, second, plain = compiled(z, x, w, y), compiled(z, x, w, y), loss(z, x, w, y)
 torch.testing.assert_close([first, second], [plain, plain])

@@ -1,6 +1,6 @@
 """Make again, in a copy, what is generated and committed; fail where the tree differs from it.
 
-    python tools/check_generated.py [modules types notebooks]
+    python tools/check_generated.py [modules types arguments notebooks]
 """
 import difflib
 import subprocess
@@ -15,6 +15,7 @@ GENERATED = {
     "modules": (["-c", "from nbdev.doclinks import nbdev_export; nbdev_export.__wrapped__()"],
                 ["fusedloss"], "nbdev_export"),
     "types": (["tools/build_types.py"], ["fusedloss/__init__.pyi"], "python tools/build_types.py"),
+    "arguments": (["tools/build_arguments.py"], ["fusedloss/_arguments.py"], "python tools/build_arguments.py"),
     "notebooks": (["-c", "from nbdev.clean import nbdev_clean; nbdev_clean.__wrapped__()"], ["nbs"], "nbdev_clean"),
 }
 

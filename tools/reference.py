@@ -331,9 +331,9 @@ def field_table(klass: type) -> str:
 
 
 def sentence(obj: Any) -> tuple[str, str]:
-    "The first line of a docstring, less what it says of checks beside the function, and the lines after it"
-    first, _, rest = inspect.cleandoc(obj.__doc__ or "").partition("\n")
-    return re.sub(r"; raises .*", ".", first), rest.strip()
+    "The first line of a docstring, and the lines after it up to the sections that `help` adds"
+    first, _, rest = re.split(r"(?m)^(?:Args|Returns):$", inspect.cleandoc(obj.__doc__ or ""))[0].partition("\n")
+    return first, rest.strip()
 
 
 def returned(result: Any, text: str) -> str:
