@@ -537,7 +537,6 @@ def fake_alignment(z, *others):
 align_operator = operator("fusedloss::forced_align", best_alignment, fake=fake_alignment)
 
 # %% ../nbs/20_ctc.ipynb #4b0ce625
-@torch.no_grad()
 def forced_align(
     log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
     input_lengths:Optional[Lengths]=None, target_lengths:Optional[Lengths]=None,
@@ -545,7 +544,7 @@ def forced_align(
 ) -> Alignment:
     "The best path of each sequence; of equals always the same one."
     given = prepare_log_probs(log_probs, targets, input_lengths, target_lengths, blank)
-    return unbatch(Alignment(*align_operator(*given)), log_probs.dim() == 2)
+    return unbatch(Alignment(*(align_operator if observed() else best_alignment)(*given)), log_probs.dim() == 2)
 
 # %% ../nbs/20_ctc.ipynb #7a31c0d5
 def drawn_alignment(
@@ -565,7 +564,6 @@ def most_states(z:Tensor, targets:Tensor) -> int:
     return 2 * torch.sym_min(z.shape[0], targets.shape[-1]) + 1
 
 # %% ../nbs/20_ctc.ipynb #61929b6e
-@torch.no_grad()
 def ctc_sample(
     log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
     input_lengths:Optional[Lengths]=None, target_lengths:Optional[Lengths]=None,
@@ -651,7 +649,6 @@ def fake_posteriors(z, targets, *others):
 posteriors_operator = operator("fusedloss::ctc_posteriors", padded_posteriors, fake=fake_posteriors)
 
 # %% ../nbs/20_ctc.ipynb #71cd4cab
-@torch.no_grad()
 def ctc_posteriors(
     log_probs:Tensor, targets:Tensor,  # as for `ctc_loss`, lengths too
     input_lengths:Optional[Lengths]=None, target_lengths:Optional[Lengths]=None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.core.checks import acc_dtype, check_flags, expect, expect_tensor, is_integer
-from fusedloss.core.operators import operator
+from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths
 from fusedloss.core.sequences import (
     as_lengths, check_lengths, check_scores, full_lengths, readable_on_host, to_device, unbatch)
@@ -145,7 +145,6 @@ def beam_search(
     return Hypotheses(b.labels, b.lengths, torch.logaddexp(b.p_blank, b.p_label))
 
 # %% ../nbs/23_decode.ipynb #de230051
-@torch.no_grad()
 def ctc_decode(
     log_probs:Tensor,  # [T,N,C] or [T,C] log-probabilities; fp16, bf16, fp32, fp64
     input_lengths:Optional[Lengths]=None,  # [N] frames: a tensor, a tuple or a list; None: all
@@ -162,14 +161,16 @@ def ctc_decode(
     model nor thresholds. `timesteps` are
     the frames in which the best path that says the labels enters each of them. Nothing is differentiable. A NaN or +∞ gives NaN and length 0."""
     expect_tensor("log_probs", log_probs)
-    z = log_probs[:, None] if log_probs.dim() == 2 else log_probs
+    z = log_probs.detach()  # no `no_grad`: a compiled graph that raises would leave it on
+    if z.dim() == 2: z = z[:, None]
     check_scores(z, blank, "log_probs")
     expect(is_integer(beam) and beam >= 1, "beam", "a positive integer", repr(beam))
     expect(is_integer(k) and 1 <= k <= beam, "k", f"an integer from 1 to beam, {beam}", repr(k))
     check_flags(timesteps=timesteps)
     frames = full_lengths(z.shape[0], z) if input_lengths is None else input_lengths
     frames = as_lengths(frames, "input_lengths", z)
-    *found, at = decode_operator(z, frames, blank, beam, k, timesteps)
+    run = decode_operator if observed() else decoded
+    *found, at = run(z, frames, blank, beam, k, timesteps)
     return unbatch(Hypotheses(*found, at if timesteps else None), log_probs.dim() == 2)
 
 # %% ../nbs/23_decode.ipynb #de230052

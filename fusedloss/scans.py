@@ -662,14 +662,13 @@ class Posteriors(NamedTuple):
     edges: Tensor  # [T,N,C,nz] that it takes an edge at a step
 
 # %% ../nbs/19_scans.ipynb #38520f2f
-@torch.no_grad()
 def posteriors(
     Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor,  # as for `logz`
     lengths:Optional[Tensor]=None,  # [N]
 ) -> Posteriors:
     "Where the paths are: the gradient of `logz`, and its sums over arriving edges."
     check_graph(Ms, idx, v0, vT)
-    scores, lengths = widened(Ms, v0, vT), integer_lengths(lengths, Ms)
+    Ms, v0, vT = widened(Ms.detach(), v0.detach(), vT.detach())
     run = logz_operator if traced() else logz_and_gradients
-    _, edges, start, _ = run(scores[0], idx, *scores[1:], lengths, False, "auto", True)
+    _, edges, start, _ = run(Ms, idx, v0, vT, integer_lengths(lengths, Ms), False, "auto", True)
     return Posteriors(torch.cat([start[None], edges.sum(-1)]), edges)
