@@ -1,10 +1,8 @@
 """What must not spoil a loss: weights so small that one over their sum overflows, and NaN in tokens that are ignored."""
 import sys
-from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fusedloss as fl
 from fusedloss import chunks, filter as with_filter
