@@ -20,7 +20,7 @@ from fusedloss.core.checks import (
     expect, FLOATS, is_integer, may_look)
 from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
-    autocasts, first_order, observed, operator, Operator, products)
+    autocasts, BATCHED, first_order, is_repeated, keeps_graph, observed, operator, Operator, products)
 from fusedloss.core.options import (
     Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
@@ -335,7 +335,8 @@ class EarlyGradients(torch.autograd.Function):
     @first_order
     def backward(ctx, g, *_):
         (dx, dw, db, factors), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
+        if ctx.buffer is not None and is_repeated(): raise RuntimeError(BATCHED)
         gx, gw = last_factors(g, factors)
         dx = scaled(dx, gx, keep) if need_x else None
         if need_w and ctx.buffer is not None: dw = ctx.buffer.addcmul_(dw, gw)

@@ -17,7 +17,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.cuda import Bound, cuda_kernel, ELEMENTS
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.learned import fold_scale, take_scale
-from fusedloss.core.operators import applied, first_order, observed, transformed
+from fusedloss.core.operators import applied, first_order, keeps_graph, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     statistics_of)
@@ -448,7 +448,7 @@ class _Turnaround(torch.autograd.Function):
     @first_order
     def backward(ctx, g, _):
         dz, _ = ctx.saved_tensors
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         dz = scaled_gradient(dz, g, *ctx.how, keep)
         return out_like(dz, ctx.shape), *[None] * 7
 

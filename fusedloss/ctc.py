@@ -20,7 +20,7 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import (
     active, interleave, Lattice, make_lattice, may_end, may_skip, predecessors, scan_shape,
     ScanShape, strip_states, update_active)
-from fusedloss.core.operators import observed, operator
+from fusedloss.core.operators import each_upstream, keeps_graph, observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.scaled import (
@@ -355,13 +355,14 @@ class _CTC(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @each_upstream
     def backward(ctx, g):
         saved = ctx.saved_tensors
         z, made = saved[0], saved[4:]
         if torch.is_grad_enabled():
             d_z = _CTCGrad.apply(g.expand(z.shape[1]), made, ctx.options, *saved[:4])
         else:
-            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            keep = keeps_graph()
             d_z = ctc_backward(g, z, made, keep, *ctx.options)
         return None, None, None, d_z, None, None, None
 

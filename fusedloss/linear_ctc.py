@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect, once_for_alike
 from fusedloss.core.devices import device_of
-from fusedloss.core.operators import first_order, observed, operator, products
+from fusedloss.core.operators import first_order, keeps_graph, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, grad_scale_of, part, store_tile, swizzle_tile, takes_kernel,
@@ -520,7 +520,7 @@ class _AllInForward(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g, _):
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         (dx, dw, db, _), (need_x, need_w, need_b) = ctx.saved_tensors, ctx.needs
         return (scaled(dx.flatten(0, 1), g, keep).view_as(dx) if need_x else None,
                 scaled(dw, g, keep) if need_w else None,

@@ -17,7 +17,7 @@ from fusedloss.core.checks import acc_dtype, as_integers, expect
 from fusedloss.core.cuda import cuda_kernel, large_shared_memory
 from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import active, update_active
-from fusedloss.core.operators import first_order, observed, operator, transformed
+from fusedloss.core.operators import each_upstream, first_order, keeps_graph, observed, operator, transformed
 from fusedloss.core.sequences import check_integers, check_lengths, readable_on_host
 from fusedloss.core.softmax import zero_if_neg_inf
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
@@ -262,9 +262,10 @@ class _Logz(torch.autograd.Function):
         return z
 
     @staticmethod
+    @each_upstream
     def backward(ctx, g):
         *given, = ctx.saved_tensors
-        if ctx.rung.reuses_kept and torch._C._autograd._get_current_graph_task_keep_graph():
+        if ctx.rung.reuses_kept and keeps_graph():
             given[5] = given[5].clone()  # what is kept is asked for again
         d_Ms, d_v0, d_vT = _LogzGrad.apply(ctx.rung, ctx.S, g, *given)
         return None, None, d_Ms, None, d_v0, d_vT, None

@@ -17,7 +17,7 @@ from fusedloss.chunks import operand, scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_labels, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.hopper import Form, form_failure, IN_TURN, score_exponentials, score_statistics
-from fusedloss.core.operators import first_order
+from fusedloss.core.operators import first_order, keeps_graph
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import part, put_product, tile_slices
 from fusedloss.core.ranks import (
@@ -380,7 +380,7 @@ class _EarlyOverRanks(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g):
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         *others, db = ctx.saved_tensors[:3]
         dx, dw = (d if d is None or not d.numel() else scaled(d, g, keep) for d in others)
         return (None, dx, dw, None if db is None else scaled_bias(db, g, ctx.bias_dtype), *[None] * ctx.unused)

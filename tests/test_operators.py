@@ -339,6 +339,45 @@ def test_vmap_raises():
             torch.func.vmap(split(lambda x, y: fl.linear_cross_entropy(x, w, y)), (None, 0))(x, torch.stack([y, y]))
 
 
+def divergence(x, w, y):
+    return fl.linear_divergence(x, w, torch.ones_like(x), w.detach() + 1)
+
+
+# by name: losses of which a backward pass changes what it has saved, or asks other operators
+BATCHED = {**ONCE, **TWICE, "contrast": lambda x, w, y: fl.contrastive_loss(x, w[:6], 2.0), "divergence": divergence,
+           "divergence of each token": lambda x, w, y: fl.linear_divergence(x, w, torch.ones_like(x), w.detach() + 1, reduction="none").sum(),
+           "log-probabilities": lambda x, w, y: fl.linear_log_probs(x, w, y, entropy=True).entropy.sum(),
+           "probabilities": lambda x, w, y: fl.cross_entropy(x @ w.T, torch.full((6, 9), 1 / 9, dtype=x.dtype)),
+           "several targets": lambda x, w, y: fl.linear_cross_entropy(x, w, torch.arange(12).view(6, 2) % 9),
+           "paths of a graph": lambda x, w, y: fl.logz(x.view(6, 1, 1, 3), torch.zeros(1, 3, dtype=torch.long), *x.new_zeros(2, 1, 1)).sum() + 0 * w.sum()}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_batch_of_upstream_gradients(name):
+    loss, (x, w, y) = BATCHED[name], sample()
+    l, g = loss(x, w, y), torch.tensor([2.0, -3.0, 0.5]).double()
+    made = torch.autograd.grad(l, (x, w), g, is_grads_batched=True)  # of what backward may overwrite
+    expected = torch.autograd.grad(loss(x, w, y), (x, w))
+    for a, e in zip(made, expected): torch.testing.assert_close(a, g[:, None, None] * e)
+    rows = torch.autograd.functional.jacobian(lambda x: loss(x, w, y) * g, x, vectorize=True)
+    torch.testing.assert_close(rows, g[:, None, None] * expected[0])
+
+
+def test_a_batch_of_upstream_gradients_by_torch_func():
+    for name in [n for n in FUNCTIONAL if n in BATCHED]:
+        loss, (x, w, y) = BATCHED[name], sample()
+        expected, = torch.autograd.grad(loss(x, w, y), x)
+        rows = torch.func.jacrev(lambda x: torch.stack([loss(x, w.detach(), y), loss(x, w.detach(), y) * 2]))(x.detach())
+        torch.testing.assert_close(rows, torch.stack([expected, 2 * expected]), msg=lambda m: f"{name}: {m}")
+
+
+def test_a_batch_of_sparse_gradients_raises():
+    x, _, y = sample()
+    sparse = fl.PartialFC(9, 3, dtype=x.dtype, ignore_index=-100, sample_rate=0.5)
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        torch.autograd.grad(sparse(x, y), (x, sparse.weight), x.new_ones(2), is_grads_batched=True)
+
+
 def counted(run) -> int:
     from torch.utils.flop_counter import FlopCounterMode
     added = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}  # which PyTorch leaves out
