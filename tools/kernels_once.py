@@ -158,7 +158,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel soft_kernel labels_kernel",
-    contrast: "contrast_fwd_kernel add_lse_kernel contrast_bwd_kernel",
+    contrast: "contrast_fwd_kernel add_sums_kernel contrast_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
