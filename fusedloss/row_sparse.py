@@ -442,7 +442,7 @@ def clip_grad_value_(
     expect(number and clip_value >= 0, "clip_value", "a number not below 0", repr(clip_value))
     if foreach is not None: check_flags(foreach=foreach)
     held = [p for p in tensor_list(parameters) if p.grad is not None]
-    if not any(p.grad.is_sparse or is_dtensor(p) for p in held):
+    if held and not any(p.grad.is_sparse or is_dtensor(p) for p in held):
         return torch.nn.utils.clip_grad_value_(held, clip_value, foreach)
     for values in [values_here(p) for p in held]: values.clamp_(-clip_value, clip_value)
 
@@ -485,7 +485,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict:dict) -> None:
         loaded = []
         def take(_, given:dict) -> dict:  # after the caller's hooks, before PyTorch's casts
-            given, found = self.adopt(given)
+            given, found = self._adopt(given)
             loaded.extend(found)
             return given
         def put(_):  # before the caller's hooks
@@ -496,17 +496,17 @@ class RowOptimizer(torch.optim.Optimizer):
         finally:
             for handle in handles: handle.remove()
 
-    def adopt(self, given:dict) -> tuple[dict, list[tuple[Tensor, str, Tensor]]]:
+    def _adopt(self, given:dict) -> tuple[dict, list[tuple[Tensor, str, Tensor]]]:
         "A state dict without the tensors of its state, and copies of these in their own dtypes."
         numbers = [i for g in given["param_groups"] for i in g["params"]]
         held = dict(zip(numbers, (p for g in self.param_groups for p in g["params"])))
         rest = {i: {n: v for n, v in state.items() if not isinstance(v, Tensor)} if i in held else state
                 for i, state in given["state"].items()}
-        copies = [(p, name, self.placed(p, name, t)) for i, p in held.items()
+        copies = [(p, name, self._placed(p, name, t)) for i, p in held.items()
                   for name, t in given["state"].get(i, {}).items() if isinstance(t, Tensor)]
         return {**given, "state": rest}, copies
 
-    def placed(self, p:Tensor, name:str, t:Tensor) -> Tensor:
+    def _placed(self, p:Tensor, name:str, t:Tensor) -> Tensor:
         "A copy of a tensor of p's state, where p is."
         expect(not is_dtensor(t) or is_dtensor(p), "state_dict", "plain tensors, as the parameter: "
                "full_tensor() makes one", f"{name}, a DTensor")
@@ -541,14 +541,14 @@ class RowSparse(RowOptimizer):
         self.optimizer_class, self.mode, self.rowwise = optimizer_class, mode, rowwise
         self.names, self.seed = SPARSE_OF[optimizer_class], seed
         self.stochastic_rounding = stochastic_rounding
-        check_group(pattern.defaults | {"params": ()}, "", self.fits)
+        check_group(pattern.defaults | {"params": ()}, "", self._fits)
         super().__init__(param_list(params), pattern.defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("optimizer_class", "mode", "rowwise", "names", "seed", "stochastic_rounding")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
-    def fits(self, p:Tensor) -> bool:
+    def _fits(self, p:Tensor) -> bool:
         "Whether it can step a parameter."
         return p.dtype in FLOATS and not is_dtensor(p)
 
@@ -557,10 +557,10 @@ class RowSparse(RowOptimizer):
             if not isinstance(param_group["params"], Tensor):  # a generator is looked at once
                 param_group = param_group | {"params": [*param_group["params"]]}
             check_group(param_group, "tensors of a floating dtype of 16, 32 or 64 bits, and DTensors "
-                        "with fl.ShardedRowSparse alone", self.fits)
+                        "with fl.ShardedRowSparse alone", self._fits)
         super().add_param_group(param_group)
 
-    def adopt(self, given:dict) -> tuple[dict, list]:
+    def _adopt(self, given:dict) -> tuple[dict, list]:
         "As any state dict, of PyTorch's optimizer too; `ValueError` for another optimizer's."
         plain = self.optimizer_class([torch.zeros(1)]).defaults
         flags = {name: v for name, v in plain.items() if v is None or isinstance(v, bool)}
@@ -579,7 +579,7 @@ class RowSparse(RowOptimizer):
             lacks = [name for name in self.names if state.get(name) is None]
             whole = not (state and lacks) or self.optimizer_class is torch.optim.SGD
             expect(whole, "state_dict", f"a state with {', '.join(self.names)}", sorted(state))
-        return super().adopt(given)
+        return super()._adopt(given)
 
     @torch.no_grad()
     def step(self,
@@ -606,9 +606,9 @@ class RowSparse(RowOptimizer):
         state = self.state[p]
         state.update(missing_state(state, p, names, u, self.mode == "lazy"))
         rows, g = live_rows(p, p.grad) if p.grad.is_sparse else (None, as_rows(p.grad))
-        self.move(as_rows(p), state, state_tensors(state, names, u), rows, g, u)
+        self._move(as_rows(p), state, state_tensors(state, names, u), rows, g, u)
 
-    def move(self,
+    def _move(self,
         p:Tensor, state:dict, tensors:tuple, rows:Optional[Tensor], g:Tensor, u:Update,
     ) -> None:
         "Count the step in `state`, and take it with its `tensors`."

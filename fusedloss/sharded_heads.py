@@ -413,13 +413,13 @@ def local_gradient(p:Tensor) -> tuple[Optional[Tensor], Tensor]:  # rows here or
 # %% ../nbs/17_sharded_heads.ipynb #ba0e0940
 class ShardedRowSparse(RowSparse):
     "`RowSparse` whose parameters may be DTensors, Shard(0)."
-    def fits(self, p:Tensor) -> bool:
+    def _fits(self, p:Tensor) -> bool:
         "Whether it can step a parameter; a vector's mean square would be of all ranks."
         return p.dtype in FLOATS and not (self.rowwise and is_dtensor(p) and p.dim() < 2)
 
-    def placed(self, p:Tensor, name:str, t:Tensor) -> Tensor:
+    def _placed(self, p:Tensor, name:str, t:Tensor) -> Tensor:
         "A copy of a tensor of p's state, where p is; of a whole one this rank's rows."
-        if not is_dtensor(p) or is_dtensor(t) or is_of_all(p, name): return super().placed(p, name, t)
+        if not is_dtensor(p) or is_dtensor(t) or is_of_all(p, name): return super()._placed(p, name, t)
         mesh, rows = p.device_mesh, t.detach()
         if p.placements[0].is_shard():
             here = shard_range(len(t), mesh.size(), mesh.get_local_rank())
@@ -431,7 +431,7 @@ class ShardedRowSparse(RowSparse):
         here, state = p.to_local(), self.state[p]
         local = local_state(p, state, names, u, self.mode == "lazy")
         rows, g = local_gradient(p) if here.numel() else (None, as_rows(here))
-        self.move(as_rows(here), state, state_tensors(local, names, u), rows, g, u)
+        self._move(as_rows(here), state, state_tensors(local, names, u), rows, g, u)
 
 # %% ../nbs/17_sharded_heads.ipynb #b9e88ec5
 def ignore_in_ddp(

@@ -94,7 +94,7 @@ THEN = {  # the call that some constructors leave the checks to
 EXAMPLES = {**dict.fromkeys(("linear_bias", "teacher_bias"), torch.randn(V, generator=made)), "target_weight": torch.rand(3, generator=made), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
             "token_weight": torch.rand(N, generator=made), "temperature": 0.5 + torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
 INSIDE = re.compile(  # results, and what the library calls with what it made itself
-    r"CrossEntropyStats|LogProbs|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict)|.*\.(observe|target_score|quality|lift|sum|mul|reduce|dsum|best"
+    r"CrossEntropyStats|LogProbs|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict|add_param_group)|.*\.(observe|target_score|quality|lift|sum|mul|reduce|dsum|best"
     r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|CosineTiles)(\..*)?|margins\.\w+\.forward")
 
 
@@ -143,7 +143,7 @@ def called() -> list[str]:
 NUMBERS = {  # outside of the range
     "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
     "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
-    "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "norm_type": (0.0, -1.0),
+    "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0),
 }
 INTEGERS = {  # outside of the range; a size unless named here
     "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "PopularitySampler-seed": (-1, 2**63), "rows": (-1,), "max_valid": (-1,),

@@ -681,6 +681,7 @@ def test_clipping_by_value_is_pytorchs(limit):
     plain = [clipped_pair()[1] for _ in "ab"]
     fl.clip_grad_value_(plain[0], 0.1, foreach=True), torch.nn.utils.clip_grad_value_(plain[1], 0.1)
     assert all(p.grad is None and q.grad is None or torch.equal(p.grad, q.grad) for p, q in zip(*plain))
+    assert fl.clip_grad_value_([], 1.0) is None and fl.clip_grad_value_(params[3], 1.0) is None  # no gradient
     for bad in (-1.0, "1", math.nan, True):
         before = [p.grad.to_dense().clone() for p in params[:3]]
         with pytest.raises(ValueError, match="clip_value: expected a number not below 0"):

@@ -239,6 +239,15 @@ def clipped(norm_type: float, dtype: torch.dtype):
     return [fl.clip_grad_norm_(params, 0.1, norm_type), *(p.grad.to_dense() for p in params)], []
 
 
+def clipped_values(dtype: torch.dtype):
+    "Gradients of rows beside dense ones, number by number"
+    layer, rows = torch.nn.Linear(16, 16).to(DEVICE, dtype), fl.PartialFC(60, 16, sample_rate=0.3, device=DEVICE, dtype=dtype)
+    rows(layer(leaf(9, 16, dtype=dtype)), labels(60, 9)).backward()
+    params = [*layer.parameters(), *rows.parameters()]
+    fl.clip_grad_value_(params, 0.01)
+    return [p.grad.to_dense() for p in params], []
+
+
 def through_files(ranks: int, kind: str):
     "A head's weight, written as insightface's ranks do, and read"
     ours, theirs = (fl.PartialFC(60, 16, device=DEVICE) for _ in "ab")
@@ -390,6 +399,7 @@ def of_heads() -> Iterator[tuple[str, Call]]:
     for cls, (size, dtype, name, options) in product((fl.PartialFC, fl.ShardedPartialFC), grid(HEADS, {n: HEAD_OPTIONS[n] for n in ("", "Circle 1.0", "SubCenter 1.0")})):
         yield f"{cls.__name__} {size} {dtype} {name} scores", partial(scored, cls, size, dtype, options)
     yield from ((f"clip_grad_norm_ {norm_type} {dtype}", partial(clipped, norm_type, dtype)) for norm_type, dtype in product((1.0, 2.0, math.inf), (f32, f64)))
+    yield from ((f"clip_grad_value_ {dtype}", partial(clipped_values, dtype)) for dtype in (f32, f64))
     yield from ((f"{name} {ranks} {kind}", partial(through_files, ranks, kind)) for name in ("load_insightface", "save_insightface")
                 for ranks, kind in ((1, "weight"), (7, "checkpoint")))
     yield "ignore_in_ddp", lambda: ([len(fl.ignore_in_ddp(fl.PartialFC(9, 4))._ddp_params_and_buffers_to_ignore)], [])
