@@ -91,10 +91,11 @@ def check_matrix(name:str, t:Tensor, over_ranks:bool=False):  # [V,H]
 def check_linear(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
+    over_ranks:bool=False,  # either may be a DTensor
 ):
     "`ValueError` unless `input` and `linear_weight` can be multiplied, or will be by autocast."
-    expect_tensor("input", input)
-    check_matrix("linear_weight", linear_weight)
+    expect_tensor("input", input, over_ranks=over_ranks)
+    check_matrix("linear_weight", linear_weight, over_ranks)
     expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input",
            f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
     expect(input.dtype in FLOATS, "input", "a floating dtype of 16, 32 or 64 bits", input.dtype)
