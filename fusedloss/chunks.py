@@ -17,7 +17,7 @@ from torch import nn, Tensor
 from fusedloss.clusters import scaled_rows, forward_and_grad
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_inputs, check_linear, check_weight, check_weights,
-    expect, FLOATS, is_integer, may_look)
+    expect, expect_tensor, FLOATS, is_integer, may_look)
 from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
     autocasts, BATCHED, first_order, is_repeated, keeps_graph, observed, operator, Operator, products)
@@ -404,7 +404,7 @@ def linear_dtype(input:Tensor, linear_weight:Tensor) -> torch.dtype:
 # %% ../nbs/06_chunks.ipynb #f6580a63
 def _check_tensor(name:str, t:Optional[Tensor], like:Tensor, shape:list[int], dtypes):
     if t is None: return
-    expect(isinstance(t, Tensor), name, "a tensor or None", type(t).__name__)
+    expect_tensor(name, t, "a tensor or None")
     names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     expect(list(t.shape) == shape and t.dtype in dtypes, name, f"{names} of shape {shape}",
             f"{t.dtype} {list(t.shape)}")

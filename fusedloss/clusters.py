@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_flags, check_labels, check_target, check_weights, expect, FLOATS, once_for_alike)
+    acc_dtype, check_flags, check_labels, check_target, check_weights, expect, expect_tensor, FLOATS, once_for_alike)
 from fusedloss.core.cuda import Bound, cuda_kernel, ELEMENTS
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.learned import fold_scale, take_scale
@@ -483,7 +483,7 @@ def check_logits(
     o:LossOptions, reduction:str, inplace:bool, return_stats:bool,
 ):
     "`ValueError` for arguments that `cross_entropy` does not accept; numbers are not looked at."
-    expect(isinstance(input, Tensor), "input", "a tensor", type(input).__name__)
+    expect_tensor("input", input)
     dim = min(1, input.dim() - 1)  # of the classes
     expect(dim >= 0 and input.dtype in FLOATS and input.shape[dim], "input",
            "floats of 16, 32 or 64 bits, of shape [V] or [N, V, ...] with at least one class",

@@ -59,8 +59,9 @@ def check_select(
     z:Tensor, y:Tensor, dim:int,  # as for `onehot_select`
 ):
     "`ValueError` for what has no element of each row to pick."
-    expect_tensor("z", z)
-    expect_tensor("y", y)
+    for name, t in (("z", z), ("y", y)): expect_tensor(name, t, over_ranks=True)
+    mixed = hasattr(z, "full_tensor") != hasattr(y, "full_tensor")
+    expect(not mixed, "y", "a DTensor beside a DTensor, a plain tensor beside another", type(y).__name__)
     expect(z.dim() > 0, "z", "shape [..., V, ...]", list(z.shape))
     inside = is_integer(dim) and -z.dim() <= dim < z.dim()
     expect(inside, "dim", f"a dimension of {list(z.shape)}", repr(dim))

@@ -42,6 +42,7 @@ def check_temperature(
         right = is_number(temperature) and temperature > 0
         return expect(right, "temperature", expected, lambda: repr(temperature))
     t = temperature
+    expect_tensor("temperature", t)
     expect(t.is_floating_point() and t.shape == target.shape, "temperature", expected,
            f"{t.dtype} {list(t.shape)}")
     expect(t.device == target.device, "temperature", f"the target's device {target.device}", t.device)

@@ -335,7 +335,7 @@ def check_several(
 ):
     "`ValueError` for several targets a token that cannot be, for their weights, and for what they lack."
     by, several = given.get("target_weight"), has_several_targets(input, target)
-    check_linear(input, linear_weight)
+    check_linear(input, linear_weight, over_ranks=True)
     expect(several, "target_weight", "None beside one target a token", type(by).__name__)
     k, shape = target.shape[-1], list(target.shape)
     expect(k > 0, "target", f"shape {shape[:-1]}, or at least one target a token", shape)

@@ -12,7 +12,7 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import acc_dtype, expect
+from fusedloss.core.checks import acc_dtype, expect, expect_tensor
 from fusedloss.core.devices import device_of
 from fusedloss.core.hopper import IN_TURN, put_gradients, statistics_sums, takes_scores
 from fusedloss.core.operators import autocasts
@@ -566,7 +566,7 @@ def check_recompute(
     classes, b, device = len(linear_weight), linear_bias, input.device
     expect(classes > 0, "linear_weight", "at least one class", list(linear_weight.shape))
     if b is not None:
-        expect(isinstance(b, Tensor), "linear_bias", "a tensor or None", type(b).__name__)
+        expect_tensor("linear_bias", b, "a tensor or None")
         mixes = autocasts(device.type) and b.is_floating_point()
         dtype = linear_weight.dtype
         expect(b.shape == (classes,) and (mixes or b.dtype == dtype), "linear_bias",

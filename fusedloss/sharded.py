@@ -481,7 +481,7 @@ def sharded_linear_log_probs(
     num_classes:Optional[int]=None,  # V, likewise
 ) -> LogProbs:  # of this rank's tokens, float32 (float64 for float64)
     "`linear_log_probs` of a layer whose classes are over ranks; no rank makes another's scores."
-    expect_tensor("target", target)
+    expect_tensor("target", target, over_ranks=True)
     each = temperature if isinstance(temperature, Tensor) else None
     if each is None: check_temperature(temperature, target)
     o, _, scale = temperature_options(temperature if each is None else 1.0, logit_scale, softcap, ignore_index)
@@ -503,7 +503,7 @@ def sharded_linear_log_probs(
 def check_two_heads(student:tuple, teacher:tuple, s:Shards):  # input, weight, bias each, as they are given
     "`ValueError` for heads that cannot be over the same ranks."
     (x, w, _), (teacher_x, teacher_w, _) = student, teacher
-    for name, t in dict(teacher_input=teacher_x, teacher_weight=teacher_w).items(): expect_tensor(name, t)
+    for name, t in dict(teacher_input=teacher_x, teacher_weight=teacher_w).items(): expect_tensor(name, t, over_ranks=True)
     expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
     alike = not is_dtensor(teacher_w) or teacher_w.shape[0] == s.n_classes
     expect(alike, "teacher_weight", f"the student's {s.n_classes} classes", teacher_w.shape)
@@ -562,7 +562,7 @@ def sharded_linear_divergence(
     student = input, *weight_and_bias(linear_weight, linear_bias)
     teacher = teacher_input, *weight_and_bias(teacher_weight, teacher_bias, "teacher_weight")
     check_reverse("sharded_linear_divergence", "linear_divergence")
-    expect_tensor("input", input)
+    expect_tensor("input", input, over_ranks=True)
     s = asked_shards(student[1], mesh, num_classes)
     check_two_heads(student, teacher, s)
     heads = student, teacher, token_weight = heads_here(student, teacher, token_weight, mesh)

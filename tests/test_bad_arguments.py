@@ -10,8 +10,10 @@ from typing import Any, Iterator, NamedTuple, Union, get_args, get_origin, get_t
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import ParamsT
 
 import fusedloss as fl
@@ -376,3 +378,45 @@ def test_help_says_what_each_argument_means(name):
     returns = inspect.isfunction(found(name)) and of.return_annotation not in (None, of.empty)
     assert len(re.findall("^Returns:$", text, re.MULTILINE)) == returns
     assert text.partition("\n")[0][-1] in ".:" and "raises as" not in text and "Should be overridden" not in text
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    "Of this process alone"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+OVER_RANKS = {"linear_cross_entropy-linear_weight", "sharded_linear_cross_entropy-linear_weight", "sharded_linear_cross_entropy-weight",  # which may be DTensors
+              "sharded_linear_divergence-linear_weight", "sharded_linear_log_probs-linear_weight", "clip_grad_norm_-parameters"}
+SPREAD = [pytest.param(*case.values, id=case.id) for case in CASES
+          if isinstance(GOOD[case.values[0]].get(case.values[1].name, EXAMPLES.get(case.values[1].name)), Tensor)
+          and {Tensor, nn.Parameter} & {*case.values[1].kinds}]
+
+
+@pytest.mark.parametrize("name, argument", SPREAD)
+def test_a_dtensor_is_taken_or_answered_with_what_to_do(name, argument, mesh):
+    "Never with what PyTorch says of tensors that are mixed"
+    good, owner = GOOD[name].get(argument.name, EXAMPLES.get(argument.name)), name.rpartition(".")[0]
+    objects = {owner: OBJECTS[owner]()} if owner in OBJECTS else {}
+    for placement in (Replicate(), Shard(0))[:1 + bool(good.dim())]:
+        spread = distribute_tensor(good.detach(), mesh, [placement])
+        spread = nn.Parameter(spread) if isinstance(good, nn.Parameter) else spread
+        try:
+            invoke(name, GOOD[name] | {argument.name: spread}, objects)
+            text = "nothing"
+        except ValueError as error:
+            text = str(error)
+        may, must = f"{name}-{argument.name}" in OVER_RANKS, placement != Replicate()
+        assert may and text == "nothing" or not (may and must) and is_sentence(text, (argument.name, "y")), text
+
+
+@pytest.mark.parametrize("name", ["linear_log_probs", "linear_divergence"])
+def test_a_weight_over_ranks_is_answered_with_the_function_that_takes_it(name, mesh):
+    "Whose loss is that of the whole weight"
+    given = GOOD[name]
+    spread = given | {key: distribute_tensor(given[key], mesh, [Shard(0)]) for key in ("linear_weight", "teacher_weight") if key in given}
+    with pytest.raises(ValueError, match=rf"^linear_weight: expected .*fl\.sharded_{name}.*, got a DTensor$"):
+        getattr(fl, name)(**spread)
+    torch.testing.assert_close(getattr(fl, f"sharded_{name}")(**spread), getattr(fl, name)(**given))

@@ -45,9 +45,18 @@ def expect(ok:bool, name:str, expected, got):
     near = did_you_mean(word[1], re.findall("'([^']*)'", expected)) if word else ""
     raise ValueError(f"{name}: expected {expected}, got {got}{near}")
 
-def expect_tensor(name:str, value):
+PLAIN_TENSORS = Tensor, torch.nn.Parameter
+ONE_PROCESS = ("a plain tensor, such as .full_tensor(); a weight whose classes are over ranks is for fl.linear_cross_entropy, "
+               "fl.sharded_linear_log_probs, fl.sharded_linear_divergence or fl.ShardedPartialFC")
+
+def expect_tensor(
+    name:str, value, expected:str="a tensor",
+    over_ranks:bool=False,  # a DTensor may be given
+):
     "`ValueError` unless `value` is a tensor."
-    expect(isinstance(value, Tensor), name, "a tensor", type(value).__name__)
+    if type(value) in PLAIN_TENSORS: return
+    expect(isinstance(value, Tensor), name, expected, type(value).__name__)
+    expect(over_ranks or not hasattr(value, "full_tensor"), name, ONE_PROCESS, "a DTensor")
 
 def check_flags(**flags:bool):
     "`ValueError` naming the first that is neither True nor False."
@@ -56,7 +65,9 @@ def check_flags(**flags:bool):
 
 def as_integers(name:str, value) -> Tensor:  # a tensor stays where it is
     "A tensor of what PyTorch makes one of; `ValueError` for anything else."
-    if isinstance(value, Tensor): return value
+    if isinstance(value, Tensor):
+        expect_tensor(name, value)
+        return value
     try: return torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError): made = None
     expect(made is not None, name, "integers, as a tensor or a list", repr(value))
@@ -77,19 +88,20 @@ def check_factory(device:torch.types.Device, dtype:torch.dtype|None):
     expect(dtype is None or dtype in FLOATS, "dtype",
            "a floating dtype of 16, 32 or 64 bits, or None", repr(dtype))
 
-def check_matrix(name:str, t:Tensor):  # [V,H]
+def check_matrix(name:str, t:Tensor, over_ranks:bool=False):  # [V,H]
     "`ValueError` unless it is a matrix of floats."
-    expect_tensor(name, t)
+    expect_tensor(name, t, over_ranks=over_ranks)
     expect(t.dim() == 2, name, "shape [V, H]", list(t.shape))
     expect(t.dtype in FLOATS, name, "a floating dtype of 16, 32 or 64 bits", t.dtype)
 
 def check_linear(
     input:Tensor,  # [..., H]
     linear_weight:Tensor,  # [V,H]
+    over_ranks:bool=False,  # either may be a DTensor
 ):
     "`ValueError` unless `input` and `linear_weight` can be multiplied, or will be by autocast."
-    expect_tensor("input", input)
-    check_matrix("linear_weight", linear_weight)
+    expect_tensor("input", input, over_ranks=over_ranks)
+    check_matrix("linear_weight", linear_weight, over_ranks)
     expect(input.dim() >= 1 and input.shape[-1] == linear_weight.shape[1], "input",
            lambda: f"shape [..., {linear_weight.shape[1]}]", list(input.shape))
     expect(input.dtype in FLOATS, "input", "a floating dtype of 16, 32 or 64 bits", input.dtype)
@@ -198,7 +210,7 @@ def in_range(value, low, high=math.inf) -> bool:
 def check_weight(name:str, t:Optional[Tensor], shape:tuple[int, ...]):
     "`ValueError` for weights of another shape or dtype, or that want a gradient."
     if t is None: return
-    expect(isinstance(t, Tensor), name, "a tensor or None", type(t).__name__)
+    expect_tensor(name, t, "a tensor or None")
     expect(t.is_floating_point() and t.shape == tuple(shape), name,
            f"floats of shape {list(shape)}", f"{t.dtype} {list(t.shape)}")
     expect(not t.requires_grad, name, "a tensor without gradient", "requires_grad=True")
@@ -214,8 +226,6 @@ def check_weights(
         expect(t is None or t.device == device, name, f"the input's device {device}", None if t is None else t.device)
 
 # %% ../../nbs/library/checks.ipynb #4d4381ee
-PLAIN_TENSORS = Tensor, torch.nn.Parameter
-
 def traits(value:Any) -> Hashable:
     "What a check may look at of an argument; `TypeError` where that cannot be looked up."
     if type(value) in PLAIN_TENSORS:

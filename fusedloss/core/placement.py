@@ -74,7 +74,7 @@ def asked_shards(
     linear_weight:Tensor, mesh, num_classes:Optional[int],  # as a caller gives them
 ) -> Shards:
     "Where the classes are; `ValueError` for a number of classes that is none."
-    check_matrix("linear_weight", linear_weight)
+    check_matrix("linear_weight", linear_weight, over_ranks=True)
     expect(num_classes is None or is_integer(num_classes) and num_classes > 0, "num_classes",
            "a positive integer or None", repr(num_classes))
     return shards_of(linear_weight, mesh, num_classes)
@@ -83,7 +83,7 @@ def asked_shards(
 def check_bias(bias:Optional[Tensor], x:Tensor, w:Tensor):
     "`ValueError` for a bias that does not go with this rank's classes."
     if bias is None: return
-    expect(isinstance(bias, Tensor), "linear_bias", "a tensor or None", type(bias).__name__)
+    expect_tensor("linear_bias", bias, "a tensor or None")
     mixes = autocasts(x.device.type) and bias.is_floating_point()
     expect(bias.shape == w.shape[:1] and (mixes or bias.dtype == w.dtype), "linear_bias",
            f"{w.dtype} [{len(w)}], of this rank's classes", f"{bias.dtype} {list(bias.shape)}")
@@ -198,7 +198,7 @@ def placed(
 ) -> tuple[Here, Shards]:
     "What lies on this rank, checked, on all ranks at once."
     for name, t in dict(input=input, linear_weight=linear_weight, target=target).items():
-        expect_tensor(name, t)
+        expect_tensor(name, t, over_ranks=True)
     s = asked_shards(linear_weight, mesh, num_classes)
     here = seen_here(input, linear_weight, target, given, s, mesh, backbone_reduction)
     def look():
