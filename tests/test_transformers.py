@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -38,6 +39,20 @@ MODELS = {  # class, and what its config has besides
     "qwen3 moe": ("Qwen3Moe", dict(EXPERTS, head_dim=16)), "roberta, bias": ("Roberta", dict(is_decoder=True)),
     "bart": ("Bart", dict(d_model=32, decoder_ffn_dim=48, decoder_layers=1, decoder_attention_heads=2)),
 }
+SEQ2SEQ = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
+               decoder_start_token_id=1)
+ENCODER_DECODERS = {  # class, and what its config has besides; the first eleven add `final_logits_bias` to their logits, or have one
+    **{name: SEQ2SEQ for name in ("Bart", "Marian", "Pegasus", "MBart", "Blenderbot", "BlenderbotSmall", "PLBart", "Mvp", "BigBirdPegasus")},
+    "LED": dict(SEQ2SEQ, attention_window=4), "FSMT": dict(SEQ2SEQ, src_vocab_size=V, tgt_vocab_size=V, langs=["en", "de"]),
+    "T5": dict(d_model=32, d_ff=48, d_kv=16, num_layers=1, num_heads=2, decoder_start_token_id=1)}
+SPEECH = dict(vocab_size=24, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, conv_dim=(32,), conv_stride=(4,), conv_kernel=(8,),
+              num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, pad_token_id=3, mask_time_prob=0.0, layerdrop=0.0)
+SPEECH_ENCODER = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48, num_mel_bins=16,
+                      subsampling_conv_channels=8, layerdrop=0.0)
+SPEECH_MODELS = {  # class, and what its config has besides
+    **{name: {} for name in ("Wav2Vec2", "Hubert", "WavLM", "Data2VecAudio", "UniSpeech", "UniSpeechSat", "Wav2Vec2Conformer")},
+    "SEW": dict(squeeze_factor=1), "SEWD": dict(squeeze_factor=1, max_position_embeddings=64, position_buckets=8),
+    "Wav2Vec2Bert": dict(feature_projection_input_dim=16), "Parakeet": SPEECH_ENCODER, "Lasr": SPEECH_ENCODER}
 SCORES = {"gemma2": (1.0, 2.0), "gemma3": (1.0, 0.7), "cohere": (0.25, None), "granite": (1 / 7, None), "llama": (1.0, None)}  # scale, cap
 
 
@@ -51,6 +66,39 @@ def made(name: str) -> nn.Module:
     for p in model.parameters():
         p.data.add_(0.05 * torch.randn_like(p))  # biases are zeros otherwise, and losses those of chance
     return model
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    "A model whose biases are no zeros, the one of its logits included"
+    for p in [*model.parameters(), *(b for name, b in model.named_buffers() if name == "final_logits_bias")]:
+        p.data.add_(0.05 * torch.randn_like(p) if p.requires_grad else torch.randn_like(p))
+    return model.eval()
+
+
+@cache
+def encoder_decoder(name: str) -> nn.Module:
+    "A small encoder and decoder with random weights"
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=V, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return shaken(getattr(hf, "MarianMTModel" if name == "Marian" else f"{name}ForConditionalGeneration")(getattr(hf, f"{name}Config")(**sizes | ENCODER_DECODERS[name])))
+
+
+def speech(name: str, **more) -> tuple[nn.Module, dict]:
+    "A small model for CTC with random weights, and three recordings with labels, of unlike lengths and one without any"
+    more = SPEECH_MODELS[name] | more
+    config = getattr(hf, f"{name}Config", None) or getattr(hf, f"{name}CTCConfig")
+    if name in ("Parakeet", "Lasr"):
+        encoder = type(config().encoder_config)(**{k: more.pop(k) for k in SPEECH_ENCODER if k in more})
+        more["encoder_config"] = encoder.to_dict()
+        config = config(vocab_size=24, pad_token_id=3, **more)
+    else:
+        config = config(**SPEECH | more)
+    torch.manual_seed(0)
+    shape, name_of_input = ((3, 200), "input_values") if name not in ("Parakeet", "Lasr", "Wav2Vec2Bert") else ((3, 130, 16), "input_features")
+    frames = torch.tensor([[shape[1]], [shape[1] - 30], [shape[1] - 50]])
+    labels = torch.tensor([[5, 6, 6, 7], [9, 3, 10, -100], [-100] * 4])  # 3 is the blank, and counts as no label
+    given = {name_of_input: torch.randn(shape), "attention_mask": (torch.arange(shape[1]) < frames).long(), "labels": labels}
+    return shaken(getattr(hf, f"{name}ForCTC")(config)), given
 
 
 def pair(name: str = "llama") -> tuple[nn.Module, nn.Module]:
@@ -93,6 +141,24 @@ def step(model: nn.Module, **given) -> tuple[object, list[torch.Tensor]]:
     return output, [p.grad for p in model.parameters()]
 
 
+def same_losses(plain: nn.Module, patched: nn.Module, given: dict) -> None:
+    "Loss and gradients of two models; some gradients are sums that cancel, so the largest tells how exact they are"
+    steps = []
+    for model in (plain, patched):
+        model.zero_grad()
+        output = model(**given)
+        output.loss.backward()
+        steps.append((output, [p.grad for p in model.parameters()]))
+    (theirs, grads), (ours, found) = steps
+    assert ours.logits is None and theirs.logits is not None
+    assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
+    size = max(g.abs().max() for g in grads if g is not None).item()
+    for d, e in zip(found, grads, strict=True):
+        assert (d is None) == (e is None)
+        if e is not None:
+            assert_close(d, e, rtol=1e-4, atol=1e-5 * size)
+
+
 def same_step(plain: nn.Module, patched: nn.Module, **given) -> object:
     "The loss and every gradient are the unpatched model's, and there are no logits; what the patched one returns"
     (expected, grads), (got, ours) = step(plain, **given), step(patched, **given)
@@ -129,6 +195,46 @@ def test_how_the_loss_is_computed_is_the_callers_choice():
     assert how.items() <= loss.call_args.kwargs.items()
     with pytest.raises(ValueError, match="memory_budget: expected"):
         patch(copy.deepcopy(made("gemma3")), memory_budget=1)(**tokens())
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_encoders_with_decoders(name):
+    plain = encoder_decoder(name)
+    patched = patch(copy.deepcopy(plain))
+    same_step(plain, patched)
+    without = {k: v for k, v in tokens().items() if k != "labels"} | dict(decoder_input_ids=tokens()["input_ids"])
+    assert torch.equal(patched(**without).logits, plain(**without).logits)
+
+
+CTC = {"mean": {}, "sum": dict(ctc_loss_reduction="sum"), "infinite": dict(ctc_loss_reduction="sum", ctc_zero_infinity=True)}
+
+
+@pytest.mark.parametrize("name", SPEECH_MODELS)
+def test_models_for_ctc(name):
+    for how in CTC if FULL or name == "Wav2Vec2" else ("mean",):
+        plain, given = speech(name, **CTC[how])
+        if how == "infinite":  # more labels than frames
+            given["labels"] = torch.arange(4, 24).repeat(3, 5)
+        same_losses(plain, patch(copy.deepcopy(plain)), given)
+
+
+def test_a_budget_is_that_of_ctc_and_a_method_is_refused():
+    plain, given = speech("Wav2Vec2")
+    with mock.patch.object(adapter, "linear_ctc_loss", wraps=adapter.linear_ctc_loss) as loss:
+        patch(copy.deepcopy(plain), memory_budget=2**20)(**given)
+    assert loss.call_args.kwargs["memory_budget"] == 2**20
+    for name, value in dict(method="chunks", accumulate="float32").items():
+        with pytest.raises(ValueError, match=f"{name}: expected auto for a model that computes CTC, got {value}"):
+            patch(copy.deepcopy(plain), **{name: value})(**given)
+
+
+def test_a_convolution_that_does_more_is_refused():
+    plain, _ = speech("Parakeet")
+    plain.ctc_head.__class__ = type("Scaled", (nn.Conv1d,), dict(forward=lambda self, x: 2 * nn.Conv1d.forward(self, x.mT).mT))
+    before = state(plain)
+    with pytest.raises(ValueError, match="model: expected an output layer that adds products with its weights, got .*Scaled, whose output is another one"):
+        patch(plain)
+    assert state(plain) == before
 
 
 def test_without_labels_there_are_logits_as_before():
@@ -278,6 +384,147 @@ def test_replicas_use_their_own_weights():
     assert_close(patched(**tokens()).loss, made("llama")(**tokens()).loss)
 
 
+def at_once(*calls, rounds: int = 40) -> None:
+    "Each call again and again in a thread of its own, which may be interrupted anywhere; what one of them raises"
+    errors, before = [], sys.getswitchinterval()
+
+    def repeated(call):
+        try:
+            for _ in range(rounds):
+                call()
+        except Exception as error:
+            errors.append(error)
+    threads = [threading.Thread(target=repeated, args=(call,)) for call in calls]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    if errors:
+        raise errors[0]
+
+
+def serves_threads(model: nn.Module, rounds: int = 40) -> None:
+    "A patched model in threads with labels, without, and for its lazy logits, says what it says alone"
+    without = {k: v for k, v in tokens().items() if k != "labels"}
+    loss, logits = model(**tokens()).loss.detach(), model(**without).logits.detach()
+
+    def with_labels():
+        output = model(**tokens())
+        assert output.logits is None and torch.equal(output.loss, loss)
+
+    def with_logits():
+        output = model(**without).logits
+        assert isinstance(output, torch.Tensor) and torch.equal(output, logits)
+
+    def with_lazy_logits():
+        with adapter.lazy_logits(model):
+            assert isinstance(model(**without).logits, adapter.LazyLogits)
+    at_once(with_labels, with_logits, with_labels, with_logits, with_lazy_logits, rounds=rounds)
+
+
+def test_one_model_in_many_threads():
+    serves_threads(pair("gemma2")[1])
+    serves_threads(patch(adapted(**ADAPTERS["on the output layer"])[1].eval()), rounds=15)
+
+
+def test_replicas_in_threads_of_their_own():
+    _, patched = pair()
+    without, calls = {k: v for k, v in tokens().items() if k != "labels"}, []
+    for factor in (1, -2):
+        replica = patched._replicate_for_data_parallel()
+        replica._modules["lm_head"] = head = patched.lm_head._replicate_for_data_parallel()
+        head.weight, head.bias = factor * patched.lm_head.weight.detach(), None
+        plain = copy.deepcopy(made("llama"))
+        plain.lm_head.weight.data.mul_(factor)
+        loss, logits = plain(**tokens()).loss, plain(**without).logits
+        calls += [lambda m=replica, e=loss: assert_close(m(**tokens()).loss, e), lambda m=replica, e=logits: assert_close(m(**without).logits, e)]
+    at_once(*calls, rounds=15)
+
+
+def test_a_model_that_nobody_has_patched_lends_its_logits_to_many_threads():
+    model = copy.deepcopy(made("llama"))
+    before, without = state(model), {k: v for k, v in tokens().items() if k != "labels"}
+    logits = model(**without).logits.detach()
+
+    def lazy():
+        with adapter.lazy_logits(model):
+            assert_close(adapter.computed(model(**without).logits), logits)
+    at_once(lazy, lazy, lambda: assert_close(model(**without).logits, logits))
+    assert state(model) == before
+
+
+def test_calls_within_a_call():
+    plain, patched = pair()
+
+    def distilled(logits, labels, vocab_size, model=patched, **kwargs):
+        "A loss that asks the same model for logits, and generates"
+        ids = tokens()["input_ids"]
+        teacher = model(input_ids=ids).logits
+        model.generate(ids[:1], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        return F.cross_entropy(logits.view(-1, V).float(), labels.view(-1)) + teacher.square().mean()
+    patched.loss_function, plain.loss_function = distilled, lambda *args, **kwargs: distilled(*args, model=plain, **kwargs)
+    same_step(plain, patched)
+
+
+def test_an_exception_in_a_call_leaves_nothing_behind():
+    plain, patched = pair()
+    for error in (KeyboardInterrupt, RuntimeError):
+        patched.loss_function = mock.Mock(side_effect=error)
+        with pytest.raises(error):
+            patched(**tokens())
+        assert torch.equal(logits_of(patched), logits_of(plain))
+        with pytest.raises(error), adapter.lazy_logits(patched):
+            raise error
+        assert adapter.WAITING.losses == adapter.WAITING.asked == () and torch.equal(logits_of(patched), logits_of(plain))
+    patched.loss_function = plain.loss_function
+    same_step(plain, patched)
+
+
+def test_a_copy_made_during_a_call_waits_for_nothing():
+    _, patched = pair()
+    copies = []
+    own = patched.loss_function
+    patched.loss_function = lambda *args, **kwargs: copies.append(copy.deepcopy(patched)) or own(*args, **kwargs)
+    patched(**tokens())
+    assert torch.equal(logits_of(copies[0]), logits_of(patched))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    plain, patched = pair()
+    for model in (plain, patched):
+        model.train().gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    same_step(plain, patched, use_cache=False)
+    whole = torch.utils.checkpoint.checkpoint(lambda ids: patched(input_ids=ids, labels=ids, use_cache=False).loss, tokens()["input_ids"], use_reentrant=False)
+    patched.zero_grad()
+    whole.backward()
+    plain.zero_grad()
+    plain(input_ids=tokens()["input_ids"], labels=tokens()["input_ids"], use_cache=False).loss.backward()
+    assert_close([p.grad for p in patched.parameters()], [p.grad for p in plain.parameters()], rtol=1e-4, atol=1e-6)
+
+
+def graphs(model: nn.Module) -> int:
+    "How many graphs a compiled model makes of batches of many lengths, with labels and without"
+    torch._dynamo.reset()
+    found = []
+    compiled = torch.compile(model, backend=lambda graph, inputs: found.append(graph) or graph.forward)
+    for length in (12, 9, 17):
+        ids = torch.randint(3, V, (2, length), generator=torch.Generator().manual_seed(length))
+        compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        with torch.no_grad():
+            compiled(input_ids=ids, use_cache=False)
+    return len(found)
+
+
+def test_as_many_graphs_as_the_model_alone():
+    plain, patched = pair()
+    assert graphs(patched) <= graphs(plain)
+
+
 class Scaled(nn.Linear):
     "What a layer of quantised weights is: a linear layer with a forward of its own."
     def forward(self, input):
@@ -377,6 +624,85 @@ def test_adapters(where):
         assert_close(patched(**tokens()).loss, plain(**tokens()).loss)
     assert torch.equal(logits_of(patched.eval()), logits_of(plain.eval()))
     assert unpatch(patched)(**tokens()).logits is not None
+
+
+TOKENS = {  # model, and where its rows are trained
+    "tied": ("llama tied", dict(trainable_token_indices=[1, 5, 20])),
+    "tied, ensured": ("llama tied", dict(trainable_token_indices=[1, 5, 20], ensure_weight_tying=True)),
+    "embedding": ("llama", dict(trainable_token_indices=[1, 5, 20])),
+    "each its own": ("llama", dict(trainable_token_indices={"embed_tokens": [1, 5], "lm_head": [2, 6]}))}
+
+
+@pytest.mark.parametrize("where", TOKENS)
+@pytest.mark.parametrize("first", ["adapter", "patch"])
+def test_trainable_tokens(where, first):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    name, rows = TOKENS[where]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **rows)
+    plain, model = (peft.get_peft_model(m, config) for m in (copy.deepcopy(made(name)), (pair(name)[1] if first == "patch" else copy.deepcopy(made(name)))))
+    torch.manual_seed(4)
+    for p, twin in zip(plain.parameters(), model.parameters(), strict=True):
+        p.data.add_(0.3 * torch.randn_like(p) * p.requires_grad)
+        twin.data.copy_(p)
+    if first == "patch" and where != "embedding":
+        with pytest.raises(ValueError, match=r"TrainableTokensWrapper with a layer that came later: patch\(model\) again"):
+            model(**tokens())
+    same_step(plain, patch(model))
+    rows = [p.grad for key, p in model.named_parameters() if "trainable_tokens_delta" in key]
+    assert rows and all(g.abs().sum() > 0 for g in rows)
+    with plain.disable_adapter(), model.disable_adapter():
+        assert_close(model(**tokens()).loss, plain(**tokens()).loss)
+    assert torch.equal(logits_of(model), logits_of(plain))
+
+
+OTHER_ADAPTERS = {  # that do more to logits than add products
+    "IA3": dict(target_modules=["lm_head"], feedforward_modules=[], init_ia3_weights=False), "LoHa": dict(target_modules=["lm_head"], init_weights=False),
+    "Vera": dict(target_modules=["lm_head"]), "Shira": dict(target_modules=["lm_head"], r=1), "AdaLora": dict(target_modules=["lm_head"], total_step=9),
+    "Lora": dict(target_parameters=["lm_head.weight"], init_lora_weights=False)}
+
+
+@pytest.mark.parametrize("name", OTHER_ADAPTERS)
+def test_adapters_of_other_kinds_are_refused_and_nothing_changes(name):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.get_peft_model(copy.deepcopy(made("llama")), getattr(peft, f"{name}Config")(**OTHER_ADAPTERS[name]))
+    before = state(model)
+    with pytest.raises(ValueError, match="model: expected an output layer that adds products with its weights, got peft"):
+        patch(model)
+    assert state(model) == before
+    with pytest.raises(ValueError, match="model: expected an output layer that adds products with its weights, got peft"), adapter.lazy_logits(model):
+        pass
+    assert state(model) == before
+
+
+def test_a_refusal_leaves_an_earlier_patch():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    _, patched = pair()
+    patched.set_output_embeddings(peft.tuners.lora.Linear(patched.lm_head, "default", peft.LoraConfig(r=2, use_dora=True), r=2, use_dora=True))
+    before = {name: vars(m).get("forward") for name, m in patched.named_modules()}
+    with pytest.raises(ValueError, match="got peft.*which does more"):
+        patch(patched)
+    assert {name: vars(m).get("forward") for name, m in patched.named_modules()} == before
+
+
+@pytest.mark.parametrize("name", ["PromptTuning", "PrefixTuning"])
+def test_virtual_tokens(name):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    plain = peft.get_peft_model(copy.deepcopy(made("llama")), getattr(peft, f"{name}Config")(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    same_step(plain, patch(copy.deepcopy(plain)))
+
+
+def test_patched_again_with_other_options():
+    plain, patched = pair()
+    patch(patched, method="chunks")
+    assert patch(patched, memory_budget=2**20) is patched
+    with mock.patch.object(adapter, "linear_cross_entropy", wraps=adapter.linear_cross_entropy) as loss:
+        same_step(plain, patched)
+    assert loss.call_args.kwargs["method"] == "auto" and loss.call_args.kwargs["memory_budget"] == 2**20
+    assert state(unpatch(patched)) == state(plain)
+    patched.forward = lambda *args, own=patch(patched).forward, **kwargs: own(*args, **kwargs)
+    for function in (patch, unpatch):
+        with pytest.raises(ValueError, match="model: expected the forward that patch has set, outermost, got another one around"):
+            function(patched)
 
 
 def test_an_adapter_in_float32_on_a_layer_in_bf16():

@@ -101,8 +101,9 @@ class Lazy:
 
     def other(self, *args): refuse("another operator")
     __add__ = __mul__ = __truediv__ = __getitem__ = other
-    __radd__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = __iter__ = other
+    __radd__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = other
     __rtruediv__ = __setitem__ = __lt__ = __gt__ = __le__ = __ge__ = other
+    __iter__ = None  # outputs of transformers try whether a field can be iterated
 
     def __getattr__(self, name):
         if name.startswith("__"): raise AttributeError(name)
@@ -265,8 +266,9 @@ def replicate(module:nn.Module) -> nn.Module:
 # %% ../../nbs/integrations/transformers.ipynb #c4515602
 class Waiting(threading.local):
     "The output layers' forwards that return `LazyLogits` in this thread."
-    losses: tuple = ()  # of the model that is computing its loss
-    asked: tuple = ()  # of models whose caller takes `LazyLogits`
+    def __init__(self):  # once in each thread
+        self.losses: tuple[LinearForward, ...] = ()  # of the model that is computing its loss
+        self.asked: tuple[LinearForward, ...] = ()  # of models whose caller takes `LazyLogits`
 
 WAITING = Waiting()
 
