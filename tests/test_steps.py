@@ -133,6 +133,34 @@ def test_evaluation_and_a_step_that_is_skipped_move_nothing():
     torch.testing.assert_close(state_of(head), before, rtol=0, atol=0)  # as a scaler that has met an overflow leaves it
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["popular", "AdaFace", "all, AdaFace", "over ranks"])
+def test_a_recomputation_after_the_state_has_moved_raises(name, use_reentrant):
+    "Another model's optimizer steps between a loss and its backward pass"
+    _, head = made(name)
+    (x, y), optimizer = batches(1)[0], SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    loss = checkpoint(head, x.requires_grad_(), y, use_reentrant=use_reentrant)
+    optimizer.step()
+    with pytest.raises(ValueError, match="backward: expected a backward pass before any optimizer's step"):
+        loss.backward()
+    head(x, y).backward()
+
+
+def test_optimizers_that_step_within_the_backward_pass():
+    "Each parameter's own, as soon as it has its gradient: what is recomputed later still has the state of its forward pass"
+    found = []
+    for call in (recomputed(False), lambda f, *args: f(*args)):
+        torch.manual_seed(0)
+        heads = [fl.PartialFC(V, H, sample_rate=0.3, sparse=False, margin=AdaFace(momentum=0.5)) for _ in range(3)]
+        for p in (p for head in heads for p in head.parameters()):
+            p.register_post_accumulate_grad_hook(lambda p, optimizer=SGD([p], lr=0.1): optimizer.step() or optimizer.zero_grad())
+        for x, y in batches(3):
+            sum(call(head, x.requires_grad_(), y) for head in heads).backward()
+        found.append([head.state_dict() for head in heads])
+        assert all(head.sampler.step == 3 for head in heads)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_statistics_are_the_published_ones():
     "One forward pass a step: each batch is scored with statistics that have taken it in, by the momentum"
     ada, mean, std = AdaFace(momentum=0.25), 20.0, 100.0
