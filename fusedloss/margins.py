@@ -25,7 +25,7 @@ from fusedloss.core.operators import operator, products
 from fusedloss.core.options import HeadMethod, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, product_dtype, tile_slices, wide_product)
-from fusedloss.core.steps import in_backward, MovesWithSteps
+from fusedloss.core.steps import add_if_first, MovesWithSteps
 from fusedloss.core.weights import weight_alone
 
 # %% ../nbs/13_margins.ipynb #ccf4fcb4
@@ -254,7 +254,7 @@ class AdaFace(WideBuffers, MovesWithSteps, Margin):
         sums = batch_sums(norm.clamp(*self.clip), known, self.mean)
         if self.reduce is not None: sums = self.reduce(sums)
         self.moves.copy_(self.moves_by(sums))
-        if not in_backward(): self.pending.add_(sums)
+        add_if_first(self.pending, sums)
 
     def moves_by(self, sums:Tensor) -> Tensor:  # [3] to [2]
         "How far mean and deviation move for a batch."

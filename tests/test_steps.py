@@ -22,7 +22,7 @@ POPULARITY = 1 / torch.arange(1.0, V + 1)
 HEADS = {
     "a share": lambda: fl.PartialFC(V, H, sample_rate=0.3), "log q": lambda: fl.PartialFC(V, H, sampler=fl.NegativeSampler(0.3, log_q=True), sparse=False),
     "ArcFace": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=ArcFace()), "AdaFace": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=AdaFace(momentum=0.5)),
-    "sub-centres": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=SubCenter(2, AdaFace(momentum=0.5))), "all, AdaFace": lambda: fl.PartialFC(V, H, margin=AdaFace(momentum=0.5)),
+    "AdaFace, dense": lambda: fl.PartialFC(V, H, sample_rate=0.3, sparse=False, margin=AdaFace(momentum=0.5)), "sub-centres": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=SubCenter(2, AdaFace(momentum=0.5))), "all, AdaFace": lambda: fl.PartialFC(V, H, margin=AdaFace(momentum=0.5)),
     "dot products": lambda: fl.PartialFC(V, H, sample_rate=0.3, normalize=False, bias=True),
     "popular": lambda: fl.PartialFC(V, H, normalize=False, sampler=fl.PopularitySampler(POPULARITY, 9)),
     "popular, each row": lambda: fl.PartialFC(V, H, normalize=False, bias=True, sampler=fl.PopularitySampler(POPULARITY, 9, each_row=True)),
@@ -84,6 +84,21 @@ def test_the_loss_of_a_matrix_is_recomputed_too(use_reentrant):
         found.append([*losses, w.grad, ada.mean, ada.std])
     torch.testing.assert_close(*found, rtol=0, atol=0)
     assert found[0][3] != 20
+
+
+@pytest.mark.parametrize("where", thorough_but(["within", "around"], "around"))
+def test_compiled_and_recomputed(where):
+    "One graph, whole, whose forward pass runs twice or is recomputed by the compiler"
+    def call(f, *args):
+        if "call" not in made_once:
+            inner = f if where == "around" else recomputed(False)
+            compiled = torch.compile(f if where == "around" else lambda *args: inner(f, *args), backend="aot_eager", fullgraph=True)
+            made_once["call"] = (lambda *args: checkpoint(compiled, *args, use_reentrant=False)) if where == "around" else compiled
+        return made_once["call"](*args)
+    torch._dynamo.reset()
+    made_once = {}
+    got = trained("AdaFace, dense", call)
+    torch.testing.assert_close(got, trained("AdaFace, dense", lambda f, *args: f(*args)))
 
 
 # --- when the state moves ---

@@ -10,7 +10,7 @@ import functools, threading, weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -29,6 +29,15 @@ def is_writable(module:nn.Module) -> bool:
 def in_backward() -> bool:
     "Whether a backward pass is at work, which recomputes a forward pass that begins now; a compiler sees none."
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+@torch.library.custom_op("fusedloss::add_if_first", mutates_args=("held",))
+def _add_if_first(held:Tensor, more:Tensor) -> None:
+    if torch._C._current_graph_task_id() == -1: held.add_(more)
+
+def add_if_first(held:Tensor, more:Tensor):
+    "Add to `held`, unless a backward pass recomputes: a graph that is compiled finds out when it runs."
+    if torch.compiler.is_compiling(): _add_if_first(held, more)
+    elif not in_backward(): held.add_(more)
 
 @torch.no_grad()
 def move_all():
