@@ -313,6 +313,7 @@ def cosface_loss(
 def step_sampler(head:nn.Module) -> Optional[nn.Module]:
     "The sampler of a training step, moved to the head's device; None to evaluate, with all classes."
     sampler = head.sampler if head.training else None
+    if sampler is not None: sampler.begin_use()
     if sampler is None or sampler.step.device == head.weight.device: return sampler
     expect(not sampler.step.is_meta, "sampler", "one with a state: reset_parameters() or load_state_dict()", "one on meta")
     return sampler.to(head.weight.device)

@@ -870,6 +870,47 @@ def sub_centres_and_adaface(meshes):
 
 
 @case
+def a_head_that_is_recomputed(meshes):
+    "By activation checkpointing, with two micro-batches before both go back: bit for bit what it is without, and one step of state"
+    from torch.utils.checkpoint import checkpoint
+    for ranks, mesh, rank in mine(meshes[1:3]):
+        for equal_batch, use_reentrant in ((False, False), (True, True)):
+            found = []
+            for call in (lambda f, *args: checkpoint(f, *args, use_reentrant=use_reentrant), lambda f, *args: f(*args)):
+                torch.manual_seed(rank)
+                head = ShardedPartialFC(12, 4, mesh=mesh, sample_rate=0.4, margin=AdaFace(momentum=0.5), equal_batch=equal_batch)
+                optimizer, told = ShardedRowSparse(torch.optim.SGD, head.parameters(), lr=0.1), []
+                for _ in range(2):
+                    xs = [torch.randn(3, 4).requires_grad_() for _ in range(2)]
+                    losses = [call(head, x, torch.arange(3) + 3 * rank) for x in xs]
+                    for loss in losses:
+                        loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    told += [*losses, *(x.grad for x in xs), whole(head.weight).clone(), *(t.clone() for t in head.buffers())]
+                assert head.sampler.step == 2
+                found.append(told)
+            assert_close(*found, rtol=0, atol=0)
+
+
+@case
+def a_head_that_is_deferred(meshes):
+    "To meta, by the device or the default one; its rows are those of its seed"
+    for ranks, mesh, rank in mine(meshes):
+        exact = ShardedPartialFC(11, 6, mesh=mesh, seed=3, sample_rate=0.5, margin=AdaFace())
+        for device in ("meta", None):
+            with torch.device("cpu" if device else "meta"):
+                head = ShardedPartialFC(11, 6, mesh=mesh, seed=3, sample_rate=0.5, margin=AdaFace(), device=device)
+            assert head.weight.is_meta and head.sampler.step.is_meta
+            head.to_empty(device=DEVICE)
+            for module in head.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            same = [torch.equal(whole(t), whole(exact.state_dict()[name])) for name, t in head.state_dict().items()]
+            assert all(same) and len(same) == 5, same
+
+
+@case
 def nan_features_of_ignored_rows(meshes):
     for ranks, mesh, rank in mine(meshes):
         head = ShardedPartialFC(10, 4, mesh=mesh)
@@ -1133,6 +1174,34 @@ def files_of_insightface_on_other_ranks(meshes):
                     head = ShardedPartialFC(v, 6, mesh=mesh, seed=8)
                     fl.load_insightface(head, f"{shared[0]}/{v} {files}")
                     assert torch.equal(whole(head.weight), exact.weight)
+        dist.barrier()
+
+
+@case
+def files_that_one_rank_cannot_take(meshes):
+    "An error of one rank is every rank's, at once; no row has changed, and no file"
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        for ranks, mesh, rank in mine(meshes[2:3]):
+            head, folder = ShardedPartialFC(11, 6, mesh=mesh, seed=3), Path(shared[0])
+            paths = fl.save_insightface(head, folder, 2)
+            before, held = [p.read_bytes() for p in paths], whole(head.weight).clone()
+            error = "files: expected" if rank == 1 else "error on rank 1"
+            raises(ValueError, error, lambda: fl.load_insightface(ShardedPartialFC(11, 6, mesh=mesh), paths[:2 - (rank == 1)]))
+            save = torch.save
+            def full(*args):
+                raise OSError("no space left")
+            torch.save = full if rank == 0 else save
+            try:
+                raises(OSError if rank == 0 else ValueError, "no space left", lambda: fl.save_insightface(head, folder, 2))
+            finally:
+                torch.save = save
+            raises(ValueError, "folder: expected" if rank == 2 else "error on rank 2", lambda: fl.save_insightface(head, 3 if rank == 2 else folder, 2))
+            dist.barrier(mesh.get_group())
+            assert [p.read_bytes() for p in paths] == before and sorted(folder.iterdir()) == paths
+            fl.load_insightface(head, folder)
+            assert torch.equal(whole(head.weight), held)
         dist.barrier()
 
 

@@ -22,7 +22,7 @@ POPULARITY = 1 / torch.arange(1.0, V + 1)
 HEADS = {
     "a share": lambda: fl.PartialFC(V, H, sample_rate=0.3), "log q": lambda: fl.PartialFC(V, H, sampler=fl.NegativeSampler(0.3, log_q=True), sparse=False),
     "ArcFace": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=ArcFace()), "AdaFace": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=AdaFace(momentum=0.5)),
-    "sub-centres": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=SubCenter(2, AdaFace(momentum=0.5))), "all, AdaFace": lambda: fl.PartialFC(V, H, margin=AdaFace(momentum=0.5)),
+    "AdaFace, dense": lambda: fl.PartialFC(V, H, sample_rate=0.3, sparse=False, margin=AdaFace(momentum=0.5)), "sub-centres": lambda: fl.PartialFC(V, H, sample_rate=0.3, margin=SubCenter(2, AdaFace(momentum=0.5))), "all, AdaFace": lambda: fl.PartialFC(V, H, margin=AdaFace(momentum=0.5)),
     "dot products": lambda: fl.PartialFC(V, H, sample_rate=0.3, normalize=False, bias=True),
     "popular": lambda: fl.PartialFC(V, H, normalize=False, sampler=fl.PopularitySampler(POPULARITY, 9)),
     "popular, each row": lambda: fl.PartialFC(V, H, normalize=False, bias=True, sampler=fl.PopularitySampler(POPULARITY, 9, each_row=True)),
@@ -86,6 +86,21 @@ def test_the_loss_of_a_matrix_is_recomputed_too(use_reentrant):
     assert found[0][3] != 20
 
 
+@pytest.mark.parametrize("where", thorough_but(["within", "around"], "around"))
+def test_compiled_and_recomputed(where):
+    "One graph, whole, whose forward pass runs twice or is recomputed by the compiler"
+    def call(f, *args):
+        if "call" not in made_once:
+            inner = f if where == "around" else recomputed(False)
+            compiled = torch.compile(f if where == "around" else lambda *args: inner(f, *args), backend="aot_eager", fullgraph=True)
+            made_once["call"] = (lambda *args: checkpoint(compiled, *args, use_reentrant=False)) if where == "around" else compiled
+        return made_once["call"](*args)
+    torch._dynamo.reset()
+    made_once = {}
+    got = trained("AdaFace, dense", call)
+    torch.testing.assert_close(got, trained("AdaFace, dense", lambda f, *args: f(*args)))
+
+
 # --- when the state moves ---
 
 ORDERS = {
@@ -131,6 +146,34 @@ def test_evaluation_and_a_step_that_is_skipped_move_nothing():
     head.eval()(x, y), optimizer.step()
     head.train()(x, y)
     torch.testing.assert_close(state_of(head), before, rtol=0, atol=0)  # as a scaler that has met an overflow leaves it
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["popular", "AdaFace", "all, AdaFace", "over ranks"])
+def test_a_recomputation_after_the_state_has_moved_raises(name, use_reentrant):
+    "Another model's optimizer steps between a loss and its backward pass"
+    _, head = made(name)
+    (x, y), optimizer = batches(1)[0], SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    loss = checkpoint(head, x.requires_grad_(), y, use_reentrant=use_reentrant)
+    optimizer.step()
+    with pytest.raises(ValueError, match="backward: expected a backward pass before any optimizer's step"):
+        loss.backward()
+    head(x, y).backward()
+
+
+def test_optimizers_that_step_within_the_backward_pass():
+    "Each parameter's own, as soon as it has its gradient: what is recomputed later still has the state of its forward pass"
+    found = []
+    for call in (recomputed(False), lambda f, *args: f(*args)):
+        torch.manual_seed(0)
+        heads = [fl.PartialFC(V, H, sample_rate=0.3, sparse=False, margin=AdaFace(momentum=0.5)) for _ in range(3)]
+        for p in (p for head in heads for p in head.parameters()):
+            p.register_post_accumulate_grad_hook(lambda p, optimizer=SGD([p], lr=0.1): optimizer.step() or optimizer.zero_grad())
+        for x, y in batches(3):
+            sum(call(head, x.requires_grad_(), y) for head in heads).backward()
+        found.append([head.state_dict() for head in heads])
+        assert all(head.sampler.step == 3 for head in heads)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_statistics_are_the_published_ones():

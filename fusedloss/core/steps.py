@@ -10,9 +10,11 @@ import functools, threading, weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fusedloss.core.checks import expect
 
 # %% ../../nbs/library/steps.ipynb #st000006
 _known, _lock = weakref.WeakSet(), threading.Lock()
@@ -24,23 +26,44 @@ def is_writable(module:nn.Module) -> bool:
     return not any(t.is_inference() and not torch.is_inference_mode_enabled()
                    or fakes and not isinstance(t, FakeTensor) for t in held)
 
-@torch.compiler.disable
+def in_backward() -> bool:
+    "Whether a backward pass is at work, which recomputes a forward pass that begins now; a compiler sees none."
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+@torch.library.custom_op("fusedloss::add_if_first", mutates_args=("held",))
+def _add_if_first(held:Tensor, more:Tensor) -> None:
+    if torch._C._current_graph_task_id() == -1: held.add_(more)
+
+def add_if_first(held:Tensor, more:Tensor):
+    "Add to `held`, unless a backward pass recomputes: a graph that is compiled finds out when it runs."
+    if torch.compiler.is_compiling(): _add_if_first(held, more)
+    elif not in_backward(): held.add_(more)
+
 @torch.no_grad()
-def move_all(*_:Any):
+def move_all():
     "Move what has been used since an optimizer's last step."
     with _lock: modules = list(_known)
     for module in modules:
-        if module.is_made and is_writable(module): module.move_if_used()
+        if not (module.is_made and is_writable(module)): continue
+        module.is_noted = False
+        module.move_if_used()
+
+@torch.compiler.disable
+def after_step(*_:Any):
+    "Move all; for an optimizer that steps within a backward pass, at its end, for the pass may still recompute."
+    if in_backward(): torch.autograd.Variable._execution_engine.queue_callback(move_all)
+    else: move_all()
 
 @functools.cache
 def watch_steps():
-    "Have every optimizer's step end with `move_all`; from the first module with such a state on."
-    register_optimizer_step_post_hook(move_all)
+    "Have every optimizer's step end with `after_step`; from the first module with such a state on."
+    register_optimizer_step_post_hook(after_step)
 
 # %% ../../nbs/library/steps.ipynb #st000007
 class MovesWithSteps(nn.Module):
     "A module whose state moves after an optimizer's step, if a forward pass in training has used it."
     is_made: bool = False  # an `__init__` that raised leaves half a module
+    is_noted: bool = False  # on the host: a forward pass has used the state since it moved
 
     def __new__(cls, *args, **options):  # of copies and of what is unpickled too
         module = super().__new__(cls)
@@ -48,7 +71,15 @@ class MovesWithSteps(nn.Module):
         with _lock: _known.add(module)
         return module
 
+    def begin_use(self):
+        "`ValueError` for a forward pass that is recomputed after the state that it had has moved."
+        if torch.compiler.is_compiling(): return
+        expect(self.is_noted or not in_backward(), "backward", "a backward pass before any optimizer's step, where it "
+               "recomputes a forward pass that samples", "one after it")
+        self.__dict__["is_noted"] = True  # `nn.Module` would look for what it is
+
     def move_if_used(self) -> None: raise NotImplementedError
+    def reset_use(self) -> None: raise NotImplementedError
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
