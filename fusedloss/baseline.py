@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     acc_dtype, bad_labels, check_flags, check_inputs, check_linear, check_margin, check_matrix,
     expect, is_integer)
-from fusedloss.core.options import Reduction
+from fusedloss.core.options import configured, Reduction
 
 # %% ../nbs/01_baseline.ipynb #7dd62ea3
 class Sample(NamedTuple):
@@ -126,6 +126,8 @@ class BaselineSoftmax(nn.Module):
         if target is not None: check_inputs(input, self.proj_weight, target, scale=self.scale)
         z = linear_scores(input, self.proj_weight, target, self.margin, self.scale)
         return F.log_softmax(z, dim=-1) if self.log_softmax else F.softmax(z, dim=-1)
+
+    def extra_repr(self) -> str: return ", ".join(configured(self))
 
 # %% ../nbs/01_baseline.ipynb #32cec0e5
 class BaselineSoftmaxNllLoss(BaselineSoftmax):

@@ -22,7 +22,7 @@ from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
     autocasts, first_order, observed, operator, Operator, products)
 from fusedloss.core.options import (
-    Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
+    configured, Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
 from fusedloss.core.products import part, product_dtype, put_product, tile_slices
 from fusedloss.core.reference import as_rows, flat, plain_inv_denominator, row_stats, total_weight
@@ -589,3 +589,11 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         self, input:Tensor, target:Tensor, **given:Any,
     ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return chunked_linear_cross_entropy(input, self.linear_weight, target, **given)
+
+    def settings(self) -> dict[str, Any]:
+        "Options by name, as the constructor takes them."
+        given = self.options["options"]._asdict()
+        learned = {} if self.logit_scale is None else dict(logit_scale=self.logit_scale)
+        return given | self.options | learned | dict(softcap=given["softcap"] or None, bias=False)  # the layer shows its bias
+
+    def extra_repr(self) -> str: return ", ".join([super().extra_repr(), *configured(self, **self.settings())])

@@ -23,7 +23,7 @@ from fusedloss.core.dots import DOT, dot_lse, row_lse
 from fusedloss.core.negatives import (
     affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
 from fusedloss.core.operators import check_reverse
-from fusedloss.core.options import HeadMethod, Reduction
+from fusedloss.core.options import configured, HeadMethod, Reduction
 from fusedloss.core.popularity import (
     PopularitySampler, row_draws, RowDraws, shared_columns, target_shift)
 from fusedloss.core.products import tile_slices, wide_product
@@ -528,6 +528,7 @@ class PartialFC(ClassScores):
         check_sampler(sampler, num_classes)
         if sparse is not None: check_flags(sparse=sparse)
         check_weight("class_weight", class_weight, (num_classes,))
+        expect(class_weight is None or not class_weight.is_meta, "class_weight", "numbers, or None", "a tensor on meta")
         expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
         super().__init__(num_classes, embedding_size, margin.centers if normalize else 1, device, dtype, bias)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)
@@ -565,4 +566,5 @@ class PartialFC(ClassScores):
         return new
 
     def extra_repr(self) -> str:
-        return f"{self.num_classes}, {self.embedding_size}, ignore_index={self.ignore_index}"
+        usual = f"sparse={self.sampler is not None}"
+        return ", ".join(part for part in configured(self, bias=self.bias is not None) if part != usual)

@@ -18,7 +18,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.cosine import locate, Target
 from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
-from fusedloss.core.options import Reduction
+from fusedloss.core.options import configured, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
 from fusedloss.core.weights import weight_alone
@@ -278,3 +278,5 @@ class MemoryEfficientVocabOutput(nn.Module):
         "Plain scores x wᵀ, all of them."
         check_linear(input, self.proj_weight)
         return nn.functional.linear(input, self.proj_weight)
+
+    def extra_repr(self) -> str: return ", ".join(configured(self))

@@ -17,7 +17,7 @@ from fusedloss.baseline import sample_data
 from fusedloss.core import cosine, negatives, operators, sampling
 from fusedloss.core.cosine import EPS, HeadConfig, plain_negatives_lse, unit_rows_of
 from fusedloss.core.sampling import NegativeSampler
-from fusedloss.margins import AdaFace, ArcFace, CosFace, margin_cross_entropy, normalize
+from fusedloss.margins import AdaFace, ArcFace, CosFace, SubCenter, margin_cross_entropy, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse
@@ -899,6 +899,101 @@ def test_a_loss_that_lives_on_does_not_keep_the_shape(change, rate, dtype):
         alive.backward()
         optimizer.step()
     assert torch.equal(weight, before), count
+
+
+# --- weights and reductions ---
+
+WEIGHTED = {
+    "cosines": {}, "a sample": dict(sample_rate=0.3), "ArcFace": dict(margin=ArcFace()), "AdaFace": dict(margin=AdaFace().eval()),
+    "sub-centres": dict(margin=SubCenter(2)), "dot products": dict(normalize=False, bias=True),
+    "popular": dict(normalize=False, sampler=fl.PopularitySampler(torch.ones(COUNT), 16)),
+    "of each row": dict(normalize=False, sampler=fl.PopularitySampler(torch.ones(COUNT), 16, each_row=True)),
+}
+
+
+def weighted_loss(options, x, y, weight, reduction, class_weight=None, token_weight=None):
+    "A head's loss, and the gradients of x and its weight"
+    head = PartialFC(COUNT, 6, **copy.deepcopy(options), dtype=x.dtype, device=x.device, reduction=reduction, class_weight=class_weight)
+    head.weight.data.copy_(weight)
+    if isinstance(head.margin, AdaFace):
+        head.margin.eval()
+    x = x.clone().requires_grad_()
+    loss = head(x, y, token_weight=token_weight)
+    def gradients(total): return [g.to_dense() for g in torch.autograd.grad(total, [x, head.weight], retain_graph=True)]
+    return loss, gradients
+
+
+def weighting_faults(options, dtype=f64, device="cpu", given=tuple(itertools.product((False, True), repeat=2)), **tolerance):
+    "Weighted heads against the losses of each row, and these against the mean that other tests know"
+    x, weight, y = sample(k=2 if isinstance(options.get("margin"), SubCenter) else 1, dtype=dtype, device=device)
+    g = torch.Generator().manual_seed(2)
+    of_class, of_row = torch.rand(COUNT, generator=g).to(device, dtype), torch.rand(len(y), generator=g).to(device, dtype)
+    valid, of_row = y >= 0, of_row.masked_fill(y < 0, math.nan)
+    each, gradients = weighted_loss(options, x, y, weight, "none")
+    assert each.shape == y.shape and not each[~valid].any()
+    for classes, rows in ((of_class if a else None, of_row if b else None) for a, b in given):
+        w = torch.ones_like(each)
+        if classes is not None: w = w * classes[y.clamp(min=0)]
+        if rows is not None: w = w * rows.nan_to_num()
+        w = w * valid
+        for reduction, expected in (("none", each * w), ("sum", (each * w).sum()), ("mean", (each * w).sum() / w.sum())):
+            got, own = weighted_loss(options, x, y, weight, reduction, classes, rows)
+            up = torch.linspace(0.5, 2, got.numel(), dtype=got.dtype, device=device).view(got.shape)
+            torch.testing.assert_close(got, expected, **tolerance)
+            for a, e in zip(own((got * up).sum()), gradients((expected * up).sum())):
+                torch.testing.assert_close(a, e, **tolerance)
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_weights_and_reductions(kind, device):
+    weighting_faults(WEIGHTED[kind], device=device)
+
+
+def test_weights_and_reductions_by_kernels(kernels_for_all):
+    weighting_faults(dict(sample_rate="positives"), f32, kernels_for_all, [(True, True)], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("margin", [CosFace(), ArcFace(), SubCenter(1, CosFace())], ids=["CosFace", "ArcFace", "SubCenter"])
+def test_weights_of_margin_cross_entropy(margin):
+    "As those of `linear_cross_entropy`, and of a head"
+    x, w, y = sample()
+    x[y < 0] = math.nan
+    of_class, of_row = torch.rand(COUNT, dtype=f64), torch.rand(len(y), dtype=f64).masked_fill(y < 0, math.nan)
+    for reduction in ("none", "sum", "mean"):
+        head = PartialFC(COUNT, 6, margin=margin, dtype=f64, reduction=reduction, class_weight=of_class)
+        head.weight.data.copy_(w)
+        shaped = [t.unsqueeze(0) for t in (x, y, of_row)]
+        ours = margin_cross_entropy(shaped[0], head.weight, shaped[1], margin=margin, ignore_index=-1, weight=of_class, reduction=reduction, token_weight=shaped[2])
+        torch.testing.assert_close(ours, head(shaped[0], shaped[1], token_weight=shaped[2]))
+    plain = CosFace(0.0, 5.0)
+    x = x.nan_to_num()
+    given = dict(weight=of_class, token_weight=of_row.nan_to_num(), ignore_index=-1)
+    torch.testing.assert_close(margin_cross_entropy(x, w, y, margin=plain, **given),
+                               fl.linear_cross_entropy(normalize(x), normalize(w), y, logit_scale=5.0, **given))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_nothing_that_weighs_anything(normalize):
+    "No label, or weights of 0: the loss and its gradients are 0"
+    x, w, y = sample()
+    nothing = torch.zeros(len(y))
+    for labels, rows in ((torch.full_like(y, -1), torch.ones(len(y))), (y, nothing)):
+        for reduction in ("none", "sum", "mean"):
+            loss, gradients = weighted_loss(dict(normalize=normalize), x, labels, w, reduction, token_weight=rows)
+            assert not loss.any() and not any(g.any() for g in gradients(loss.sum()))
+
+
+def test_weights_follow_the_classes():
+    head = PartialFC(5, 3, class_weight=torch.arange(5.0) + 2)
+    head.extend(2)
+    assert head.class_weight.tolist() == [2, 3, 4, 5, 6, 1, 1]
+    head.remove([0, 5])
+    assert head.class_weight.tolist() == [3, 4, 5, 6, 1]
+    head.class_weight = head.class_weight[:3]
+    with pytest.raises(ValueError, match="class_weight: expected 5 numbers"):
+        head(torch.randn(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="token_weight: expected None without a target"):
+        head.eval()(torch.randn(2, 3), token_weight=torch.ones(2))
 
 
 # --- planted bugs ---
