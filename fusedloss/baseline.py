@@ -6,7 +6,7 @@
 __all__ = ['Sample', 'sample_data', 'baseline_linear_cross_entropy', 'BaselineSoftmax', 'BaselineSoftmaxNllLoss']
 
 # %% ../nbs/01_baseline.ipynb #f85041a9
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +129,8 @@ class BaselineSoftmax(nn.Module):
 
     def extra_repr(self) -> str: return ", ".join(configured(self))
 
+    if TYPE_CHECKING: __call__ = forward
+
 # %% ../nbs/01_baseline.ipynb #32cec0e5
 class BaselineSoftmaxNllLoss(BaselineSoftmax):
     "Sum of the negative log likelihood of a linear layer, all N×V scores in memory."
@@ -139,3 +141,5 @@ class BaselineSoftmaxNllLoss(BaselineSoftmax):
         return baseline_linear_cross_entropy(
             input, self.proj_weight, target, reduction="sum",
             margin=self.margin, scale=self.scale)
+
+    if TYPE_CHECKING: __call__ = forward

@@ -9,7 +9,7 @@ __all__ = ['chunked_linear_cross_entropy', 'ChunkedLinearCrossEntropyLoss']
 import math
 
 # %% ../nbs/06_chunks.ipynb #bd73b366
-from typing import Any, Callable, Literal, NamedTuple, Optional, Unpack
+from typing import Any, Callable, Literal, NamedTuple, Optional, TYPE_CHECKING, Unpack
 
 import torch
 from torch import nn, Tensor
@@ -597,3 +597,5 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         return given | self.options | learned | dict(softcap=given["softcap"] or None, bias=False)  # the layer shows its bias
 
     def extra_repr(self) -> str: return ", ".join([super().extra_repr(), *configured(self, **self.settings())])
+
+    if TYPE_CHECKING: __call__ = forward

@@ -8,7 +8,7 @@ __all__ = ['has_labels', 'Margin', 'CosFace', 'ArcFace', 'Combined', 'AdaFace', 
 # %% ../nbs/13_margins.ipynb #acbdbc8c
 import inspect, math
 from dataclasses import dataclass
-from typing import Any, Callable, Literal, Optional
+from typing import Any, Callable, Literal, Optional, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -294,6 +294,8 @@ class AdaFace(WideBuffers, Margin):
     def forward(self, cos:Tensor, norm:Tensor) -> Tensor: return self.target_score(cos, norm)
     def extra_repr(self) -> str: return ", ".join(configured(self))
 
+    if TYPE_CHECKING: __call__ = forward
+
 # %% ../nbs/13_margins.ipynb #dc9cbe8d
 @dataclass(frozen=True)
 class Circle(Margin):
@@ -342,6 +344,8 @@ class SubCenter(nn.Module, Margin):
         return f"{self.centers}" + ("" if isinstance(self.margin, nn.Module) else f", {self.margin}")
 
     def forward(self, *args:Any, **labels:Tensor) -> Tensor: return self.target_score(*args, **labels)
+
+    if TYPE_CHECKING: __call__ = forward
 
 # %% ../nbs/13_margins.ipynb #b20867bf
 class CosineTiles:

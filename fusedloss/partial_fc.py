@@ -7,7 +7,7 @@ __all__ = ['PartialFC']
 
 # %% ../nbs/14_partial_fc.ipynb #275f2e99
 import functools, warnings
-from typing import Callable, Iterator, Literal, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterator, Literal, NamedTuple, Optional, overload, Sequence, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +76,7 @@ def step_stats(
     rows, n = columns.w_rows, known.sum()
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
     leads = (target_score > largest) & known
-    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
+    return HeadStats(cos, lse, leads.sum(dtype=lse.dtype) / n.clamp(min=1), n, scored)
 
 def head_stats(
     head:nn.Module, columns:Columns, lse:Tensor, cos:Tensor, largest:Tensor,
@@ -568,3 +568,21 @@ class PartialFC(ClassScores):
     def extra_repr(self) -> str:
         usual = f"sparse={self.sampler is not None}"
         return ", ".join(part for part in configured(self, bias=self.bias is not None) if part != usual)
+
+    if TYPE_CHECKING:
+        @overload
+        def __call__(
+            self, features:Tensor, target:Optional[Tensor]=None, return_stats:Literal[False]=False,
+            *, token_weight:Optional[Tensor]=None,
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, features:Tensor, target:Tensor, return_stats:Literal[True],
+            *, token_weight:Optional[Tensor]=None,
+        ) -> tuple[Tensor, HeadStats]: ...
+        @overload
+        def __call__(
+            self, features:Tensor, target:Optional[Tensor]=None, return_stats:bool=False,
+            *, token_weight:Optional[Tensor]=None,
+        ) -> Tensor|tuple[Tensor, HeadStats]: ...
+        def __call__(self, *args:Any, **given:Any) -> Any: ...

@@ -7,7 +7,7 @@ __all__ = ['tiled_linear_cross_entropy', 'MemoryEfficientVocabOutput']
 
 # %% ../nbs/02_tiles.ipynb #beb07590
 import math
-from typing import Optional
+from typing import Optional, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
@@ -280,3 +280,5 @@ class MemoryEfficientVocabOutput(nn.Module):
         return nn.functional.linear(input, self.proj_weight)
 
     def extra_repr(self) -> str: return ", ".join(configured(self))
+
+    if TYPE_CHECKING: __call__ = forward

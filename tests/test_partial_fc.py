@@ -901,6 +901,50 @@ def test_a_loss_that_lives_on_does_not_keep_the_shape(change, rate, dtype):
     assert torch.equal(weight, before), count
 
 
+# --- what a head says ---
+
+def test_a_repr_shows_what_was_configured():
+    assert repr(PartialFC(9, 4)) == "PartialFC(9, 4, margin=CosFace(margin=0.35, scale=64.0))"
+    said = repr(PartialFC(9, 4, sample_rate=0.5, margin=ArcFace(0.3), method="tiles", reduction="sum", conflict=0.4, ignore_index=7, sparse=False, class_weight=torch.ones(9)))
+    for part in ("rate=0.5", "ArcFace(margin=0.3", "method='tiles'", "reduction='sum'", "conflict=0.4", "ignore_index=7", "sparse=False", "class_weight=[9]"):
+        assert part in said
+    said = repr(fl.ShardedPartialFC(9, 4, margin=SubCenter(2, AdaFace(0.3)), backbone_reduction="sum", seed=3, method="tiles"))
+    for part in ("AdaFace(margin=0.3)", "backbone_reduction='sum'", "seed=3", "method='tiles'", "2\n"):
+        assert part in said
+    said = repr(fl.LinearCrossEntropyLoss(4, 9, method="chunks", label_smoothing=0.1, softcap=3.0, reduction="sum"))
+    assert all(part in said for part in ("method='chunks'", "label_smoothing=0.1", "softcap=3.0", "reduction='sum'")) and "z_loss" not in said
+    assert repr(fl.MemoryEfficientVocabOutput(torch.nn.Parameter(torch.ones(9, 4)), reduction="mean")) == "MemoryEfficientVocabOutput(proj_weight=[9, 4], reduction='mean')"
+    class Own(fl.margins.Margin):
+        scale = 2.0
+        def __init__(self): self.shape, self.classes = 3, torch.ones(4)
+    assert repr(Own()) == "Own(shape=3, classes=[4])"  # the same on every rank
+
+
+@pytest.mark.parametrize("default", [f64, bf16])
+def test_no_result_follows_the_default_dtype(default):
+    paths = torch.randn(9, 2, 5).log_softmax(-1), torch.tensor([[1, 2], [3, 4]]), (9, 9), (2, 2)
+    x, w, y = sample(n=6, h=6, v=9, dtype=f32)
+    graph = torch.randn(3, 2, 2, 2), torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, 2), torch.zeros(2, 2)
+    heads = [dict(), dict(sample_rate=0.5, margin=ArcFace()), dict(sampler=NegativeSampler(0.5, log_q=True), margin=AdaFace()), dict(normalize=False, bias=True),
+             *(dict(normalize=False, sampler=fl.PopularitySampler(torch.arange(1, 10), 3, each_row=each)) for each in (True, False))]
+    def results():
+        made = [PartialFC(9, 6, dtype=f32, **copy.deepcopy(options)) for options in heads]
+        for head in made:
+            head.weight.data.copy_(w)
+            if head.bias is not None: head.bias.data.zero_()
+        known = y.clamp(min=0)
+        found = [head(x, y, return_stats=True) for head in made], [head.topk(x, 2) for head in made], fl.cross_entropy(x @ w.T, y, ignore_index=-1, return_stats=True)
+        found += fl.linear_cross_entropy(x, w, known, return_stats=True), fl.linear_log_probs(x, w, known, entropy=True), fl.linear_divergence(x, w, 2 * x, w)
+        found += fl.contrastive_loss(x, x, 2.0), fl.ctc_loss(*paths), fl.ctc_posteriors(*paths), fl.forced_align(*paths), fl.logz(*graph), fl.viterbi(*graph)
+        return [t.detach() for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+    expected = results()
+    torch.set_default_dtype(default)
+    try:
+        torch.testing.assert_close(results(), expected)
+    finally:
+        torch.set_default_dtype(f32)
+
+
 # --- weights and reductions ---
 
 WEIGHTED = {
