@@ -6,7 +6,7 @@
 __all__ = ['Sample', 'sample_data', 'baseline_linear_cross_entropy', 'BaselineSoftmax', 'BaselineSoftmaxNllLoss']
 
 # %% ../nbs/01_baseline.ipynb #f85041a9
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from fusedloss.core.checks import (
     acc_dtype, bad_labels, check_flags, check_inputs, check_linear, check_margin, check_matrix,
     expect, is_integer)
-from fusedloss.core.options import Reduction
+from fusedloss.core.options import configured, Reduction
 
 # %% ../nbs/01_baseline.ipynb #7dd62ea3
 class Sample(NamedTuple):
@@ -128,6 +128,10 @@ class BaselineSoftmax(nn.Module):
         z = linear_scores(input, self.proj_weight, target, self.margin, self.scale)
         return F.log_softmax(z, dim=-1) if self.log_softmax else F.softmax(z, dim=-1)
 
+    def extra_repr(self) -> str: return ", ".join(configured(self))
+
+    if TYPE_CHECKING: __call__ = forward
+
 # %% ../nbs/01_baseline.ipynb #32cec0e5
 class BaselineSoftmaxNllLoss(BaselineSoftmax):
     "Sum of the negative log likelihood of a linear layer, all N×V scores in memory."
@@ -139,3 +143,5 @@ class BaselineSoftmaxNllLoss(BaselineSoftmax):
         return baseline_linear_cross_entropy(
             input, self.proj_weight, target, reduction="sum",
             margin=self.margin, scale=self.scale)
+
+    if TYPE_CHECKING: __call__ = forward

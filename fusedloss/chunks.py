@@ -9,7 +9,7 @@ __all__ = ['chunked_linear_cross_entropy', 'ChunkedLinearCrossEntropyLoss']
 import math
 
 # %% ../nbs/06_chunks.ipynb #bd73b366
-from typing import Any, Callable, Literal, NamedTuple, Optional, Unpack
+from typing import Any, Callable, Literal, NamedTuple, Optional, TYPE_CHECKING, Unpack
 
 import torch
 from torch import nn, Tensor
@@ -22,7 +22,7 @@ from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
     autocasts, BATCHED, first_order, is_repeated, keeps_graph, observed, operator, Operator, products)
 from fusedloss.core.options import (
-    Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
+    configured, Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
 from fusedloss.core.products import part, product_dtype, put_product, tile_slices
 from fusedloss.core.reference import as_rows, flat, plain_divisor, row_stats, total_weight
@@ -601,3 +601,13 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         self, input:Tensor, target:Tensor, **given:Any,
     ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
         return chunked_linear_cross_entropy(input, self.linear_weight, target, **given)
+
+    def settings(self) -> dict[str, Any]:
+        "Options by name, as the constructor takes them."
+        given = self.options["options"]._asdict()
+        learned = {} if self.logit_scale is None else dict(logit_scale=self.logit_scale)
+        return given | self.options | learned | dict(softcap=given["softcap"] or None, bias=False)  # the layer shows its bias
+
+    def extra_repr(self) -> str: return ", ".join([super().extra_repr(), *configured(self, **self.settings())])
+
+    if TYPE_CHECKING: __call__ = forward

@@ -7,7 +7,7 @@ __all__ = ['ctc_loss', 'ctc_loss_with_logits', 'CTCLoss', 'Alignment', 'forced_a
 
 # %% ../nbs/20_ctc.ipynb #8fd56191
 import functools, math
-from typing import Literal, NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -479,6 +479,8 @@ class CTCLoss(torch.nn.Module):
     def extra_repr(self) -> str:
         return (f"blank={self.blank}, reduction={self.reduction!r}, "
                 f"zero_infinity={self.zero_infinity}, logits={self.logits}")
+
+    if TYPE_CHECKING: __call__ = forward
 
 # %% ../nbs/20_ctc.ipynb #23e2ae95
 class Alignment(NamedTuple):

@@ -530,6 +530,8 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
                         backbone_reduction=backbone_reduction)
 
+    def settings(self) -> dict[str, Any]: return super().settings() | self.how
+
     def compute(
         self, input:Tensor, target:Tensor, *, max_valid:Optional[int]=None, **given:Any,
     ) -> Tensor | tuple[Tensor, CrossEntropyStats]:

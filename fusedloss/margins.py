@@ -8,7 +8,7 @@ __all__ = ['has_labels', 'Margin', 'CosFace', 'ArcFace', 'Combined', 'AdaFace', 
 # %% ../nbs/13_margins.ipynb #acbdbc8c
 import inspect, math
 from dataclasses import dataclass
-from typing import Any, Callable, Literal, Optional
+from typing import Any, Callable, Literal, Optional, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from fusedloss.core.cosine import (
     positive_infinity, target_cosines, to_tangent)
 from fusedloss.core.negatives import all_classes_lse
 from fusedloss.core.operators import applied, check_reverse, observed, operator, products
-from fusedloss.core.options import HeadMethod, Reduction
+from fusedloss.core.options import configured, HeadMethod, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, product_dtype, tile_slices, wide_product)
 from fusedloss.core.steps import add_if_first, MovesWithSteps
@@ -90,6 +90,10 @@ class Margin:
         valid:Tensor,  # [N], rows with a label
     ) -> None:
         "Learn from a batch's lengths [N]; most do not."
+
+    def __repr__(self) -> str:
+        parts = (f"{name}={list(value.shape) if isinstance(value, Tensor) else value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def __call__(self, *args:Any, **labels:Tensor) -> Tensor: return self.target_score(*args, **labels)
 
@@ -319,6 +323,9 @@ class AdaFace(WideBuffers, MovesWithSteps, Margin):
         return self.scale * (torch.cos(phi) - push - self.margin)
 
     def forward(self, cos:Tensor, norm:Tensor) -> Tensor: return self.target_score(cos, norm)
+    def extra_repr(self) -> str: return ", ".join(configured(self))
+
+    if TYPE_CHECKING: __call__ = forward
 
 # %% ../nbs/13_margins.ipynb #dc9cbe8d
 @dataclass(frozen=True)
@@ -367,7 +374,12 @@ class SubCenter(nn.Module, Margin):
     def target_score(self, cos:Tensor, norm:Optional[Tensor]=None, **labels:Tensor) -> Tensor:
         return self.margin.target_score(cos, norm, **labels)
 
+    def extra_repr(self) -> str:
+        return f"{self.centers}" + ("" if isinstance(self.margin, nn.Module) else f", {self.margin}")
+
     def forward(self, *args:Any, **labels:Tensor) -> Tensor: return self.target_score(*args, **labels)
+
+    if TYPE_CHECKING: __call__ = forward
 
 # %% ../nbs/13_margins.ipynb #b20867bf
 class CosineTiles:

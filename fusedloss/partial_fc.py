@@ -7,7 +7,7 @@ __all__ = ['PartialFC']
 
 # %% ../nbs/14_partial_fc.ipynb #275f2e99
 import functools, warnings
-from typing import Callable, Iterator, Literal, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterator, Literal, NamedTuple, Optional, overload, Sequence, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from fusedloss.core.dots import DOT, dot_lse, row_lse
 from fusedloss.core.negatives import (
     affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
 from fusedloss.core.operators import check_reverse
-from fusedloss.core.options import HeadMethod, Reduction
+from fusedloss.core.options import configured, HeadMethod, Reduction
 from fusedloss.core.popularity import (
     PopularitySampler, row_draws, RowDraws, shared_columns, target_shift)
 from fusedloss.core.products import tile_slices, wide_product
@@ -80,7 +80,7 @@ def step_stats(
     rows, n = columns.w_rows, known.sum()
     scored = torch.full_like(n, head.num_classes) if rows is None else (rows >= 0).sum()
     leads = (target_score > largest) & known
-    return HeadStats(cos, lse, leads.sum() / n.clamp(min=1), n, scored)
+    return HeadStats(cos, lse, leads.sum(dtype=lse.dtype) / n.clamp(min=1), n, scored)
 
 def head_stats(
     head:nn.Module, columns:Columns, lse:Tensor, cos:Tensor, largest:Tensor,
@@ -561,6 +561,7 @@ class PartialFC(ClassScores):
         check_sampler(sampler, num_classes)
         if sparse is not None: check_flags(sparse=sparse)
         check_weight("class_weight", class_weight, (num_classes,))
+        expect(class_weight is None or not class_weight.is_meta, "class_weight", "numbers, or None", "a tensor on meta")
         expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
         super().__init__(num_classes, embedding_size, margin.centers if normalize else 1, device, dtype, bias)
         if sample_rate != 1: sampler = NegativeSampler(sample_rate)
@@ -599,4 +600,23 @@ class PartialFC(ClassScores):
         return new
 
     def extra_repr(self) -> str:
-        return f"{self.num_classes}, {self.embedding_size}, ignore_index={self.ignore_index}"
+        usual = f"sparse={self.sampler is not None}"
+        return ", ".join(part for part in configured(self, bias=self.bias is not None) if part != usual)
+
+    if TYPE_CHECKING:
+        @overload
+        def __call__(
+            self, features:Tensor, target:Optional[Tensor]=None, return_stats:Literal[False]=False,
+            *, token_weight:Optional[Tensor]=None,
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, features:Tensor, target:Tensor, return_stats:Literal[True],
+            *, token_weight:Optional[Tensor]=None,
+        ) -> tuple[Tensor, HeadStats]: ...
+        @overload
+        def __call__(
+            self, features:Tensor, target:Optional[Tensor]=None, return_stats:bool=False,
+            *, token_weight:Optional[Tensor]=None,
+        ) -> Tensor|tuple[Tensor, HeadStats]: ...
+        def __call__(self, *args:Any, **given:Any) -> Any: ...

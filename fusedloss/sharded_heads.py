@@ -313,7 +313,7 @@ class ShardedPartialFC(ShardedScores):
         if sampler is None and self.sampler is not None:
             sampler = NegativeSampler(self.sampler.rate or "positives")
         self.sampler = None if sampler is None else sampler.to(device)
-        self.mesh, self.seed, self.equal_batch = mesh, seed, equal_batch
+        self.mesh, self.seed, self.equal_batch, self.backbone_reduction = mesh, seed, equal_batch, backbone_reduction
         self.factor = self.shards.ranks if backbone_reduction == "mean" else 1
         self.weight = nn.Parameter(self.new_rows(device))
 

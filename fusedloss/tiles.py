@@ -7,7 +7,7 @@ __all__ = ['tiled_linear_cross_entropy', 'MemoryEfficientVocabOutput']
 
 # %% ../nbs/02_tiles.ipynb #beb07590
 import math
-from typing import Optional
+from typing import Optional, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
@@ -18,7 +18,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.cosine import locate, Target
 from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
-from fusedloss.core.options import Reduction
+from fusedloss.core.options import configured, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, product_dtype, tile_slices, grad_scale_of, wide_product)
 from fusedloss.core.reference import counted_rows, online_sums
@@ -283,3 +283,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         "Plain scores x wᵀ, all of them."
         check_linear(input, self.proj_weight)
         return nn.functional.linear(input, self.proj_weight)
+
+    def extra_repr(self) -> str: return ", ".join(configured(self))
+
+    if TYPE_CHECKING: __call__ = forward

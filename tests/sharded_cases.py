@@ -34,6 +34,7 @@ from fusedloss.sharded import sharded_linear_cross_entropy
 from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
 from grids import FULL
 from helpers import everywhere, example_module, planted, unchanged
+from test_margins import MagFace
 
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
@@ -851,6 +852,28 @@ def heads_whose_scale_is_learned(meshes):
                 assert_close(found[0], (ranks if how == "mean" else 1) * part_of(exact[0], sizes, rank))
                 assert_close(found[1], exact[1], msg=lambda m: f"each rank's is that of all rows: {m}")
                 assert_close(whole(found[2]), exact[2])
+
+
+@case
+def heads_with_weights_and_lengths(meshes):
+    "Weights of all ranks count in the mean, the losses of each row stay at home, and a length's gradient is there once"
+    for ranks, mesh, rank in mine(meshes[1::2]):
+        sizes = SIZES[ranks][0]
+        x, y = batch_of(sizes, 11)
+        of_class, of_row = torch.linspace(0.2, 1, 11, dtype=f64, device=DEVICE), torch.linspace(0, 2, len(y), dtype=f64, device=DEVICE)
+        for reduction in ("mean", "sum", "none"):
+            one, many = two_heads(11, mesh, margin=MagFace(), sample_rate=0.5, reduction=reduction, class_weight=of_class)
+            leaf, own = x.clone().requires_grad_(), part_of(x, sizes, rank).clone().requires_grad_()
+            wanted, got = one(leaf, y, token_weight=of_row), many(own, part_of(y, sizes, rank), token_weight=part_of(of_row, sizes, rank))
+            each = reduction == "none"
+            assert_close(got, part_of(wanted, sizes, rank) if each else wanted)
+            up = 1 + of_row if each else torch.tensor(1.5, dtype=f64, device=DEVICE)
+            exact = torch.autograd.grad(wanted, [leaf, one.weight], up)
+            dx, dw = torch.autograd.grad(got, [own, many.weight], part_of(up, sizes, rank) if each else up)
+            assert_close(dx, ranks * part_of(exact[0], sizes, rank))
+            rows = shard_range(11, ranks, rank)
+            assert_close(dw.to_dense()[rows.start:rows.stop], exact[1].to_dense()[rows.start:rows.stop])
+        raises(ValueError, "token_weight given", lambda: many(own, part_of(y, sizes, rank), token_weight=None if rank else part_of(of_row, sizes, rank)))
 
 
 @case

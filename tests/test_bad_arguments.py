@@ -286,6 +286,8 @@ def said(name: str, given: dict, objects: dict) -> str:
         text = str(error)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
+    if text == "nothing":  # a head's step counts
+        before = before[len(before) - sum(isinstance(t, Tensor) for t in given.values()):]
     for t, version, bits in before:
         if t._version != version or bits is not None and not torch.equal(t.nan_to_num(), bits.nan_to_num()):
             return f"a tensor has changed; {text}"

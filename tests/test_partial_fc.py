@@ -17,7 +17,7 @@ from fusedloss.baseline import sample_data
 from fusedloss.core import cosine, negatives, operators, sampling
 from fusedloss.core.cosine import EPS, HeadConfig, plain_negatives_lse, unit_rows_of
 from fusedloss.core.sampling import NegativeSampler
-from fusedloss.margins import AdaFace, ArcFace, CosFace, margin_cross_entropy, normalize
+from fusedloss.margins import AdaFace, ArcFace, CosFace, SubCenter, margin_cross_entropy, normalize
 from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse
@@ -902,6 +902,145 @@ def test_a_loss_that_lives_on_does_not_keep_the_shape(change, rate, dtype):
         alive.backward()
         optimizer.step()
     assert torch.equal(weight, before), count
+
+
+# --- what a head says ---
+
+def test_a_repr_shows_what_was_configured():
+    assert repr(PartialFC(9, 4)) == "PartialFC(9, 4, margin=CosFace(margin=0.35, scale=64.0))"
+    said = repr(PartialFC(9, 4, sample_rate=0.5, margin=ArcFace(0.3), method="tiles", reduction="sum", conflict=0.4, ignore_index=7, sparse=False, class_weight=torch.ones(9)))
+    for part in ("rate=0.5", "ArcFace(margin=0.3", "method='tiles'", "reduction='sum'", "conflict=0.4", "ignore_index=7", "sparse=False", "class_weight=[9]"):
+        assert part in said
+    said = repr(fl.ShardedPartialFC(9, 4, margin=SubCenter(2, AdaFace(0.3)), backbone_reduction="sum", seed=3, method="tiles"))
+    for part in ("AdaFace(margin=0.3)", "backbone_reduction='sum'", "seed=3", "method='tiles'", "2\n"):
+        assert part in said
+    said = repr(fl.LinearCrossEntropyLoss(4, 9, method="chunks", label_smoothing=0.1, softcap=3.0, reduction="sum"))
+    assert all(part in said for part in ("method='chunks'", "label_smoothing=0.1", "softcap=3.0", "reduction='sum'")) and "z_loss" not in said
+    assert repr(fl.MemoryEfficientVocabOutput(torch.nn.Parameter(torch.ones(9, 4)), reduction="mean")) == "MemoryEfficientVocabOutput(proj_weight=[9, 4], reduction='mean')"
+    class Own(fl.margins.Margin):
+        scale = 2.0
+        def __init__(self): self.shape, self.classes = 3, torch.ones(4)
+    assert repr(Own()) == "Own(shape=3, classes=[4])"  # the same on every rank
+
+
+@pytest.mark.parametrize("default", [f64, bf16])
+def test_no_result_follows_the_default_dtype(default):
+    paths = torch.randn(9, 2, 5).log_softmax(-1), torch.tensor([[1, 2], [3, 4]]), (9, 9), (2, 2)
+    x, w, y = sample(n=6, h=6, v=9, dtype=f32)
+    graph = torch.randn(3, 2, 2, 2), torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, 2), torch.zeros(2, 2)
+    heads = [dict(), dict(sample_rate=0.5, margin=ArcFace()), dict(sampler=NegativeSampler(0.5, log_q=True), margin=AdaFace()), dict(normalize=False, bias=True),
+             *(dict(normalize=False, sampler=fl.PopularitySampler(torch.arange(1, 10), 3, each_row=each)) for each in (True, False))]
+    def results():
+        made = [PartialFC(9, 6, dtype=f32, **copy.deepcopy(options)) for options in heads]
+        for head in made:
+            head.weight.data.copy_(w)
+            if head.bias is not None: head.bias.data.zero_()
+        known = y.clamp(min=0)
+        found = [head(x, y, return_stats=True) for head in made], [head.topk(x, 2) for head in made], fl.cross_entropy(x @ w.T, y, ignore_index=-1, return_stats=True)
+        found += fl.linear_cross_entropy(x, w, known, return_stats=True), fl.linear_log_probs(x, w, known, entropy=True), fl.linear_divergence(x, w, 2 * x, w)
+        found += fl.contrastive_loss(x, x, 2.0), fl.ctc_loss(*paths), fl.ctc_posteriors(*paths), fl.forced_align(*paths), fl.logz(*graph), fl.viterbi(*graph)
+        return [t.detach() for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+    expected = results()
+    torch.set_default_dtype(default)
+    try:
+        torch.testing.assert_close(results(), expected)
+    finally:
+        torch.set_default_dtype(f32)
+
+
+# --- weights and reductions ---
+
+WEIGHTED = {
+    "cosines": {}, "a sample": dict(sample_rate=0.3), "ArcFace": dict(margin=ArcFace()), "AdaFace": dict(margin=AdaFace().eval()),
+    "sub-centres": dict(margin=SubCenter(2)), "dot products": dict(normalize=False, bias=True),
+    "popular": dict(normalize=False, sampler=fl.PopularitySampler(torch.ones(COUNT), 16)),
+    "of each row": dict(normalize=False, sampler=fl.PopularitySampler(torch.ones(COUNT), 16, each_row=True)),
+}
+
+
+def weighted_loss(options, x, y, weight, reduction, class_weight=None, token_weight=None):
+    "A head's loss, and the gradients of x and its weight"
+    head = PartialFC(COUNT, 6, **copy.deepcopy(options), dtype=x.dtype, device=x.device, reduction=reduction, class_weight=class_weight)
+    head.weight.data.copy_(weight)
+    if isinstance(head.margin, AdaFace):
+        head.margin.eval()
+    x = x.clone().requires_grad_()
+    loss = head(x, y, token_weight=token_weight)
+    def gradients(total): return [g.to_dense() for g in torch.autograd.grad(total, [x, head.weight], retain_graph=True)]
+    return loss, gradients
+
+
+def weighting_faults(options, dtype=f64, device="cpu", given=tuple(itertools.product((False, True), repeat=2)), **tolerance):
+    "Weighted heads against the losses of each row, and these against the mean that other tests know"
+    x, weight, y = sample(k=2 if isinstance(options.get("margin"), SubCenter) else 1, dtype=dtype, device=device)
+    g = torch.Generator().manual_seed(2)
+    of_class, of_row = torch.rand(COUNT, generator=g).to(device, dtype), torch.rand(len(y), generator=g).to(device, dtype)
+    valid, of_row = y >= 0, of_row.masked_fill(y < 0, math.nan)
+    each, gradients = weighted_loss(options, x, y, weight, "none")
+    assert each.shape == y.shape and not each[~valid].any()
+    for classes, rows in ((of_class if a else None, of_row if b else None) for a, b in given):
+        w = torch.ones_like(each)
+        if classes is not None: w = w * classes[y.clamp(min=0)]
+        if rows is not None: w = w * rows.nan_to_num()
+        w = w * valid
+        for reduction, expected in (("none", each * w), ("sum", (each * w).sum()), ("mean", (each * w).sum() / w.sum())):
+            got, own = weighted_loss(options, x, y, weight, reduction, classes, rows)
+            up = torch.linspace(0.5, 2, got.numel(), dtype=got.dtype, device=device).view(got.shape)
+            torch.testing.assert_close(got, expected, **tolerance)
+            for a, e in zip(own((got * up).sum()), gradients((expected * up).sum())):
+                torch.testing.assert_close(a, e, **tolerance)
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_weights_and_reductions(kind, device):
+    weighting_faults(WEIGHTED[kind], device=device)
+
+
+def test_weights_and_reductions_by_kernels(kernels_for_all):
+    weighting_faults(dict(sample_rate="positives"), f32, kernels_for_all, [(True, True)], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("margin", [CosFace(), ArcFace(), SubCenter(1, CosFace())], ids=["CosFace", "ArcFace", "SubCenter"])
+def test_weights_of_margin_cross_entropy(margin):
+    "As those of `linear_cross_entropy`, and of a head"
+    x, w, y = sample()
+    x[y < 0] = math.nan
+    of_class, of_row = torch.rand(COUNT, dtype=f64), torch.rand(len(y), dtype=f64).masked_fill(y < 0, math.nan)
+    for reduction in ("none", "sum", "mean"):
+        head = PartialFC(COUNT, 6, margin=margin, dtype=f64, reduction=reduction, class_weight=of_class)
+        head.weight.data.copy_(w)
+        shaped = [t.unsqueeze(0) for t in (x, y, of_row)]
+        ours = margin_cross_entropy(shaped[0], head.weight, shaped[1], margin=margin, ignore_index=-1, weight=of_class, reduction=reduction, token_weight=shaped[2])
+        torch.testing.assert_close(ours, head(shaped[0], shaped[1], token_weight=shaped[2]))
+    plain = CosFace(0.0, 5.0)
+    x = x.nan_to_num()
+    given = dict(weight=of_class, token_weight=of_row.nan_to_num(), ignore_index=-1)
+    torch.testing.assert_close(margin_cross_entropy(x, w, y, margin=plain, **given),
+                               fl.linear_cross_entropy(normalize(x), normalize(w), y, logit_scale=5.0, **given))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_nothing_that_weighs_anything(normalize):
+    "No label, or weights of 0: the loss and its gradients are 0"
+    x, w, y = sample()
+    nothing = torch.zeros(len(y))
+    for labels, rows in ((torch.full_like(y, -1), torch.ones(len(y))), (y, nothing)):
+        for reduction in ("none", "sum", "mean"):
+            loss, gradients = weighted_loss(dict(normalize=normalize), x, labels, w, reduction, token_weight=rows)
+            assert not loss.any() and not any(g.any() for g in gradients(loss.sum()))
+
+
+def test_weights_follow_the_classes():
+    head = PartialFC(5, 3, class_weight=torch.arange(5.0) + 2)
+    head.extend(2)
+    assert head.class_weight.tolist() == [2, 3, 4, 5, 6, 1, 1]
+    head.remove([0, 5])
+    assert head.class_weight.tolist() == [3, 4, 5, 6, 1]
+    head.class_weight = head.class_weight[:3]
+    with pytest.raises(ValueError, match="class_weight: expected 5 numbers"):
+        head(torch.randn(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="token_weight: expected None without a target"):
+        head.eval()(torch.randn(2, 3), token_weight=torch.ones(2))
 
 
 # --- planted bugs ---

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import fusedloss as fl
 from fusedloss.ctc import Alignment, CTCPosteriors
 from fusedloss.decode import Hypotheses
+from fusedloss.partial_fc import HeadStats
 from fusedloss.plans import Plan
 from fusedloss.scans import Paths
 
@@ -69,6 +70,28 @@ def modules() -> None:
     fl.ignore_in_ddp(nn.Sequential(head))
 
 
+def calls_of_modules(asked: bool) -> None:
+    "A module's call has the type of its forward; a head's depends on `return_stats`"
+    head, over_ranks = fl.PartialFC(16, 8, class_weight=torch.ones(16), reduction="none"), fl.ShardedPartialFC(16, 8, reduction="sum")
+    for called in (head, over_ranks):
+        assert_type(called(x, y), Tensor)
+        assert_type(called(x, y, token_weight=torch.ones(4)), Tensor)
+        assert_type(called(x), Tensor)
+        assert_type(called(x, y, True), tuple[Tensor, HeadStats])
+        assert_type(called(x, y, return_stats=True)[1].accuracy, Tensor)
+        assert_type(called(x, y, return_stats=asked), Tensor | tuple[Tensor, HeadStats])
+    assert_type(fl.LinearCrossEntropyLoss(8, 16)(x, y, token_weight=torch.ones(4)), Tensor)
+    assert_type(fl.MemoryEfficientVocabOutput(nn.Parameter(w))(x, y), Tensor)
+    assert_type(fl.BaselineSoftmax(nn.Parameter(w))(x), Tensor)
+    assert_type(fl.BaselineSoftmaxNllLoss(nn.Parameter(w))(x, y), Tensor)
+    assert_type(fl.CTCLoss()(x[:, None], y[None]), Tensor)
+    assert_type(fl.NegativeSampler(0.5)(16), Tensor)
+    assert_type(fl.PopularitySampler(torch.ones(16), 4)(2), Tensor)
+    assert_type(fl.margins.ArcFace()(x[:, 0]), Tensor)
+    assert_type(fl.margins.AdaFace()(x[:, 0], x[:, 1]), Tensor)
+    assert_type(fl.margins.SubCenter(2)(x[:, 0]), Tensor)
+
+
 def teachers() -> None:
     "A teacher's head, or lists of its classes"
     x, w = torch.zeros(4, 8), torch.zeros(16, 8)
@@ -115,4 +138,12 @@ class Steep(fl.margins.Margin):
         return self.scale * (cos - 0.5)
 
 
-assert_type(fl.margin_cross_entropy(x, w, y, margin=Steep()), Tensor)
+class PerClass(Steep):
+    "A margin for each class"
+    def target_score(self, cos: Tensor, norm: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        return self.scale * (cos - 0.1 * labels)
+
+
+assert_type(fl.margin_cross_entropy(x, w, y, margin=Steep(), weight=torch.ones(16), token_weight=torch.ones(4)), Tensor)
+assert_type(fl.PartialFC(16, 8, margin=PerClass())(x, y), Tensor)

@@ -29,6 +29,11 @@ fl.margin_cross_entropy(x, w, y, margin=fl.margins.CosFace(), method="chunks")  
 fl.margins.Circle(grad="fast")  # rejected
 fl.PartialFC(16, 8, sample_rate="all")  # rejected
 fl.PartialFC(16, 8, conflict_mode="keep")  # rejected
+fl.PartialFC(16, 8, reduction="avg")  # rejected
+fl.PartialFC(16, 8)(x, y, return_stats=True).sum()  # rejected
+fl.PartialFC(16, 8)(x, y, weight=x)  # rejected
+fl.CTCLoss()(x[None], [1, 2])  # rejected
+fl.LinearCrossEntropyLoss(8, 16)(x)  # rejected
 fl.ShardedPartialFC(16, 8, mesh=2)  # rejected
 fl.ShardedPartialFC(16, 8, conflict_mode="keep")  # rejected
 fl.RowSparse(torch.optim.SGD, [w], mode="eager", lr=0.1)  # rejected

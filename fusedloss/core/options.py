@@ -8,9 +8,11 @@ __all__ = ['CrossEntropyStats']
 # %% ../../nbs/library/options.ipynb #18e36f98
 import inspect
 from typing import (
-    Annotated, Any, Callable, get_args, get_type_hints, Iterable, Literal, NamedTuple, Optional, Sequence,
+    Annotated, Any, Callable, get_args, get_type_hints, Iterable, Iterator, Literal, NamedTuple, Optional,
+    Sequence,
     TypedDict, TypeVar, Union)
 
+import torch
 from torch import Tensor
 
 from fusedloss.core.checks import did_you_mean, expect, in_range, is_integer
@@ -161,6 +163,22 @@ class CrossEntropyStats(NamedTuple):
     logit_norm: Tensor  # of the target's shape
     z_loss: Tensor  # of the target's shape, this term's share of the loss
     n_valid: Tensor  # scalar, int64
+
+# %% ../../nbs/library/options.ipynb #cfgd0001
+def configured(
+    module:Any, **held:Any,  # by name, what it keeps elsewhere than in attributes
+) -> Iterator[str]:
+    "Arguments of a module's constructor, and of its bases', that it holds and that are no defaults: for its `repr`."
+    own, *bases = (inspect.signature(c.__init__).parameters for c in type(module).__mro__ if "__init__" in vars(c))
+    known = {name: p.default for name, p in own.items() if p.kind is not p.VAR_KEYWORD}
+    for base in bases: known = known | {name: p.default for name, p in base.items() if name not in known and p.default is not p.empty}
+    for name, default in known.items():
+        value = held.get(name, getattr(module, name, default))
+        if name == "device" or value is default or isinstance(value, torch.nn.Module): continue
+        if isinstance(value, Tensor): yield f"{name}={list(value.shape)}"
+        elif default is inspect.Parameter.empty: yield f"{value!r}"
+        elif value != default: yield f"{name}={value!r}"
+
 
 # %% ../../nbs/library/options.ipynb #62c765a3
 class Statistics(NamedTuple):

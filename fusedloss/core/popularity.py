@@ -7,7 +7,7 @@ __all__ = ['PopularitySampler']
 
 # %% ../../nbs/library/popularity.ipynb #d052e277
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -116,6 +116,8 @@ class PopularitySampler(SeedAndStep):
 
     def extra_repr(self) -> str:
         return f"num_samples={self.num_samples}, each_row={self.each_row}, log_q={self.log_q}"
+
+    if TYPE_CHECKING: __call__ = forward
 
 # %% ../../nbs/library/popularity.ipynb #9708f37b
 def drawn_shift(sampler:PopularitySampler, drawn:Tensor, dtype:torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/library/sampling.ipynb #85c9b5ab
 import math
-from typing import Literal, NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional, TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -209,6 +209,8 @@ class NegativeSampler(SeedAndStep):
         return plain_find_slot(y, self.seed, self.step, self.strata, start)
 
     def extra_repr(self) -> str: return f"rate={self.rate:g}, log_q={self.log_q}"
+
+    if TYPE_CHECKING: __call__ = forward
 
 # %% ../../nbs/library/sampling.ipynb #4916ac5e
 def first_occurrence(y:Tensor) -> Tensor:  # [N], int64
