@@ -185,7 +185,7 @@ def usable_frames(
     return frames.masked_fill(bad, 0), bad
 
 # %% ../nbs/23_decode.ipynb #7a31c0d7
-def first_frames(states:Tensor) -> Tensor:  # [N,T] of an alignment; to [N,T]
+def entry_frames(states:Tensor) -> Tensor:  # [N,T] of an alignment; to [N,T]
     "The frame in which the path enters each label; −1 beyond the labels."
     (N, T), before = states.shape, F.pad(states, (1, 0), value=-1)[:, :-1]
     enters = (states > 0) & (states % 2 == 1) & (states != before)
@@ -203,7 +203,7 @@ def decoded(
     labels, lengths, at = found.labels[:, :k].contiguous(), found.lengths[:, :k].contiguous(), []
     for nth in range(k if timesteps else 0):
         states = best_alignment(z, labels[:, nth], frames, lengths[:, nth], blank)[2]
-        at.append(first_frames(states))
+        at.append(entry_frames(states))
     return (labels, lengths, scores[:, :k].contiguous(),
             torch.stack(at, 1) if at else labels.new_empty(0))
 

@@ -926,6 +926,30 @@ def test_lengths_left_out_are_all_there_is(targets):
                 call(z, y.flatten())
 
 
+@pytest.mark.parametrize("pad", [-100, -1])
+def test_negative_labels_at_the_end_are_padding(pad, device):
+    z, y, _, lengths = case(N=4, T=17, L=4, lengths=[4, 2, 0, 3])
+    z, y = z.log_softmax(-1).to(device), y.to(device)
+    padded = y.masked_fill(torch.arange(4, device=device) >= torch.tensor(lengths, device=device)[:, None], pad)
+    w = torch.randn(9, 9, generator=torch.Generator().manual_seed(1)).to(device)
+    calls = {call.__name__: call for call in (fl.ctc_loss, fl.ctc_loss_with_logits, forced_align, ctc_posteriors)}
+    calls |= {"CTCLoss": fl.CTCLoss(reduction="none"), "linear_ctc_loss": lambda z, *a: fl.linear_ctc_loss(z, w, *a),
+              "ctc_sample": lambda *a: fusedloss.ctc.ctc_sample(*a, generator=torch.Generator(device).manual_seed(0))}
+    for name, call in calls.items():
+        for labels in (padded, padded.int(), padded.cpu()):
+            got, want = call(z, labels), call(z, labels, None, torch.tensor(lengths, device=device))
+            got, want = (t if isinstance(t, tuple) else (t,) for t in (got, want))
+            assert all(map(torch.equal, got, want)), name
+        alone, want = call(z[:, 1], padded[1]), call(z[:, 1], y[1, :2])
+        assert all(map(torch.equal, *(t if isinstance(t, tuple) else (t[None],) for t in (alone, want)))) or name == "ctc_posteriors" and device != "cpu", name
+        within = padded.clone()
+        within[0, 1] = pad  # before other labels it is none of them, and no padding
+        if device == "cpu":
+            with pytest.raises(IndexError, match=rf"label 1 of sequence 0 is {pad}"): call(z, within)
+        elif name == "CTCLoss":
+            assert call(z, within).isnan().tolist() == [True, False, False, False]
+
+
 # planted bugs
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
