@@ -290,8 +290,9 @@ def dropped_grad(
     p = means.exp()  # times s
     entropy_grad = torch.where(p > 0, g_entropy * p * (means - mean), 0.0) if entropy else 0.0
     dz = p.mul_(softmax_coef).sub_(entropy_grad).mul_(o.logit_scale)
-    c = o.softcap
-    return dz.mul_(1 - ((means + row_max / log2_scale).clamp(-c, c) / c).square_()) if c else dz
+    if not o.softcap: return dz
+    score = torch.where(means > -torch.inf, means + row_max / log2_scale, 0.0)  # an ignored token's maximum is inf
+    return dz.mul_(1 - (score.clamp(-o.softcap, o.softcap) / o.softcap).square_())
 
 # %% ../nbs/08_filter.ipynb #9d7e48e4
 def launch_kept(

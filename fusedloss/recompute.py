@@ -422,8 +422,8 @@ def launch_gradients(
     temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
-    (n, h), v, (need_x, need_w, need_b) = x.shape, len(w), needs
-    dw, total = w.new_empty(w.shape if need_w else 0), None
+    (n, h), v, (need_x, need_w, need_b), dtype = x.shape, len(w), needs, x.dtype
+    x, dw, total = counted_rows(x, target, o.ignore_index), w.new_empty(w.shape if need_w else 0), None
     parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b else None
     db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
@@ -440,10 +440,10 @@ def launch_gradients(
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
         if need_x and total is None: total = wide_product(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
-    del buffer, dz  # before dx is rounded
+    del buffer, dz, x  # before dx is rounded
     if total is not None and grad_scale is not None: total.mul_(grad_scale)
-    dx = x.new_empty(0) if total is None else total
-    return dx.to(x.dtype), dw, db if grad_scale is None else db.mul_(grad_scale)
+    dx = terms.new_empty(0) if total is None else total
+    return dx.to(dtype), dw, db if grad_scale is None else db.mul_(grad_scale)
 
 # %% ../nbs/07_recompute.ipynb #c22f99a5
 def plain_chunks(x:Tensor, w:Tensor, budget:int) -> list[slice]:
@@ -546,7 +546,7 @@ def kernel_bwd(
     temperature:Optional[Tensor]=None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients by the kernels, slab by slab."
-    uneven, x = upstream[2] is not None, counted_rows(x, target, o.ignore_index)
+    uneven = upstream[2] is not None
     t = tiling or tiling_of(x, w, is_busy(o, False))
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)

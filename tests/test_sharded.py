@@ -23,7 +23,7 @@ from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
 from grids import few, thorough_but
-from helpers import everywhere, need_kernels, planted, unchanged
+from helpers import everywhere, need_kernels, planted, unchanged, where_kernels_run
 from sharded_cases import CASES, ON_GPUS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch was built without torch.distributed")
@@ -224,6 +224,23 @@ def play(ranks, o=LossOptions(), module=sharded, n=9, v=11, seed=0):
         dx += home()
         rest.append((dw, db))
     return (got, dx, *map(torch.cat, zip(*rest))), (exact.detach(), *wanted)
+
+
+@pytest.mark.parametrize("by_kernel", [False, pytest.param(True, marks=where_kernels_run)], ids=["plain", "kernels"])
+def test_an_offset_of_all_scores_costs_no_digits(by_kernel, device):
+    "Shares of the smoothed loss on ranks with and without the target, which are exact in fp32 but for the exponentials"
+    g, o = torch.Generator().manual_seed(0), LossOptions(label_smoothing=0.2)
+    x, w = (torch.randint(-4, 5, (n, 16), generator=g).to(device, f32) / 4 for n in (5, 14))
+    y, weight, b = torch.randint(14, (5,), generator=g).to(device), torch.linspace(0.5, 1.5, 14, device=device), torch.full((14,), 1e6, device=device)
+    sums_by = (lambda *args: kernel_sums(*args, None)) if by_kernel else (lambda *args: plain_sums(*args, None, 0))
+    parts = [split(t, 3, sharded) for t in (w, b, weight)]
+    mine = [sharded.Shards(14, s.start, s.stop).local_labels(y, -100) for s in spans_of(14, 3, sharded)]
+    scale = sharded.log2_scale(x) if by_kernel else 1.0
+    sums = sharded.merge_sums(torch.stack([sums_by(x, p, m, q, c, o) for p, q, c, m in zip(*parts, mine)]), scale, sharded.class_masses(weight, 14, 3, x))
+    log_s = sums[1].log()
+    losses = sharded.token_losses(sums[0] / scale, log_s, log_s - (sums[2] - sums[0] / scale), sums[3], y, y >= 0, weight, None, o, 14)
+    exact = F.cross_entropy(x.double() @ w.double().T + 1e6, y, weight.double(), reduction="none", label_smoothing=0.2)
+    assert_close(losses.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 ROWS = [LossOptions(), LossOptions(label_smoothing=0.1), LossOptions(softcap=2.0, logit_scale=1.5, label_smoothing=0.2)]
