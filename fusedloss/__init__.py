@@ -88,6 +88,11 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _is_importing() -> bool:
+    "Whether a module of the package is being imported, which may define the operator that is looked for."
+    return any(m.__spec__._initializing for name, m in [*sys.modules.items()] if name.startswith(__package__) and m.__spec__)
+
+
 class _Operators(type(torch.ops.aten)):
     "`torch.ops.fusedloss`: an exported program finds the operators in it though no loss has been called."
     __module__ = type(torch.ops.aten).__module__  # which the names of operators in a file begin with
@@ -96,7 +101,7 @@ class _Operators(type(torch.ops.aten)):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or is_operator(f"{self.name}::{name}"):
+            if name.startswith("_") or is_operator(f"{self.name}::{name}") or _is_importing():
                 raise
         for module in _NAMES:
             import_module(f"{__package__}.{module}")
