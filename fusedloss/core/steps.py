@@ -7,11 +7,10 @@ __all__ = []
 
 # %% ../../nbs/library/steps.ipynb #st000003
 import functools, sys, threading, weakref
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn, Tensor
-from torch._C._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -49,19 +48,13 @@ def move_all():
         module.is_noted = False
         module.move_if_used()
 
-@functools.cache
-def move_all_unseen() -> Callable[[], None]:
-    "`move_all`, which Dynamo leaves alone."
-    return torch.compiler.disable(move_all)
-
 def after_step(*_:Any):
     "Move all; for an optimizer that steps within a backward pass, at its end, for the pass may still recompute."
-    move = move_all_unseen() if "torch._dynamo" in sys.modules else move_all
+    move = torch.compiler.disable(move_all) if "torch._dynamo" in sys.modules else move_all
     if in_backward(): torch.autograd.Variable._execution_engine.queue_callback(move)
     else: move()
 
 after_step._torchdynamo_disable = True  # as `torch.compiler.disable` marks a function, but would import Dynamo, for seconds
-skip_code(after_step.__code__)
 
 @functools.cache
 def watch_steps():
