@@ -25,6 +25,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(rates, "found_machines", {})
     monkeypatch.setattr(rates, "guessed_machines", {})
     monkeypatch.setattr(store, "_warned", set())
+    monkeypatch.setattr(store, "_waiting", {})
     return tmp_path / "rates.json"
 
 

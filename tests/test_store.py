@@ -186,6 +186,10 @@ def test_a_working_directory_that_was_removed_costs_a_warning(tmp_path, monkeypa
     assert store.read("x") == {}
     with pytest.warns(UserWarning, match="not written"):
         store.update("x", "a", 1)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    store._write_last()  # nothing waits for a place that is another one now
+    assert not [*(tmp_path / "other").iterdir()]
 
 
 @POSIX

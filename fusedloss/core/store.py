@@ -211,6 +211,8 @@ def update(
 ) -> None:
     "Keep a value; other keys stay, whoever wrote them. Never raises."
     path = folder() / f"{name}.json"
+    if not path.is_absolute():  # it would be another place later
+        return _warn_once(path.parent, "not written: expected a working directory, got one that was removed")
     try:
         text = json.dumps({key: value}, allow_nan=False)
         (key, value), = json.loads(text).items()  # as they will be read
