@@ -96,7 +96,7 @@ THEN = {  # the call that some constructors leave the checks to
 EXAMPLES = {**dict.fromkeys(("linear_bias", "teacher_bias"), torch.randn(V, generator=made)), "target_weight": torch.rand(3, generator=made), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
             "token_weight": torch.rand(N, generator=made), "temperature": 0.5 + torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
 INSIDE = re.compile(  # results, and what the library calls with what it made itself
-    r"CrossEntropyStats|LogProbs|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict|add_param_group)|.*\.(observe|target_score|quality|lift|sum|mul|reduce|dsum|best"
+    r"CrossEntropyStats|LogProbs|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict|add_param_group)|.*\.(observe|moves_by|new_rows|target_score|quality|lift|sum|mul|reduce|dsum|best"
     r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|CosineTiles)(\..*)?|margins\.\w+\.forward")
 
 
