@@ -615,7 +615,8 @@ def margin_cross_entropy(
     o = head_config(margin, eps)
     n_classes = check_head(input, linear_weight, target, o.centers, reduction, ignore_index,
                            method, token_tile, class_tile)
-    check_weights(n_classes, input.device, weight, token_weight, target.shape)
+    is_weighted = weight is not None or token_weight is not None
+    if is_weighted: check_weights(n_classes, input.device, weight, token_weight, target.shape)
     y = target.long()
     x, w = autocast_like_linear(input.reshape(y.numel(), input.shape[-1]), linear_weight)
     scale, known = learned_scale(margin), y.reshape(-1) != ignore_index
@@ -627,7 +628,7 @@ def margin_cross_entropy(
     margin.observe(norm, known)
     score = target_scores(margin, cos, x, norm, y.reshape(-1), known, n_classes)
     losses = F.softplus(negatives_lse - score, threshold=50)
-    if weight is not None or token_weight is not None:
+    if is_weighted:
         token_weight = None if token_weight is None else token_weight.reshape(-1)
         losses = losses * row_weights(known.to(losses.dtype), y.reshape(-1), weight, token_weight, reduction)
         reduction = "none" if reduction == "none" else "sum"

@@ -101,7 +101,7 @@ def test_statistics():
     c = cos.gather(1, y.clamp(min=0)[:, None])[:, 0]
     torch.testing.assert_close(told.cos, torch.where(valid, c, 0.0))
     torch.testing.assert_close(told.rest[valid], (64 * others).logsumexp(1)[valid])
-    assert told.accuracy == ((c > others.amax(1)) & valid).sum() / valid.sum()
+    assert told.accuracy == ((c > others.amax(1)) & valid).double().sum() / valid.sum()
     assert told.n_valid == valid.sum() and told.n_scored == mask.sum() and not told.cos.requires_grad
 
 

@@ -6,7 +6,7 @@
 __all__ = ['CrossEntropyStats']
 
 # %% ../../nbs/library/options.ipynb #18e36f98
-import inspect
+import functools, inspect
 from typing import (
     Annotated, Any, Callable, get_args, get_type_hints, Iterable, Iterator, Literal, NamedTuple, Optional,
     Sequence,
@@ -165,16 +165,21 @@ class CrossEntropyStats(NamedTuple):
     n_valid: Tensor  # scalar, int64
 
 # %% ../../nbs/library/options.ipynb #cfgd0001
+@functools.cache
+def constructor_defaults(kind:type) -> dict[str, Any]:
+    "Arguments of a class's constructor and their defaults, then its bases' that have one."
+    own, *bases = (inspect.signature(c.__init__).parameters for c in kind.__mro__ if "__init__" in vars(c))
+    known = {name: p.default for name, p in own.items() if p.kind is not p.VAR_KEYWORD and name != "device"}
+    for base in bases: known = {name: p.default for name, p in base.items() if p.default is not p.empty and name != "device"} | known
+    return {name: known[name] for name in sorted(known, key=lambda name: name not in own)}
+
 def configured(
     module:Any, **held:Any,  # by name, what it keeps elsewhere than in attributes
 ) -> Iterator[str]:
     "Arguments of a module's constructor, and of its bases', that it holds and that are no defaults: for its `repr`."
-    own, *bases = (inspect.signature(c.__init__).parameters for c in type(module).__mro__ if "__init__" in vars(c))
-    known = {name: p.default for name, p in own.items() if p.kind is not p.VAR_KEYWORD}
-    for base in bases: known = known | {name: p.default for name, p in base.items() if name not in known and p.default is not p.empty}
-    for name, default in known.items():
+    for name, default in constructor_defaults(type(module)).items():
         value = held.get(name, getattr(module, name, default))
-        if name == "device" or value is default or isinstance(value, torch.nn.Module): continue
+        if value is default or isinstance(value, torch.nn.Module): continue
         if isinstance(value, Tensor): yield f"{name}={list(value.shape)}"
         elif default is inspect.Parameter.empty: yield f"{value!r}"
         elif value != default: yield f"{name}={value!r}"
