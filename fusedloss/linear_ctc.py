@@ -11,6 +11,7 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 from torch import nn, Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect, once_for_alike
@@ -451,11 +452,13 @@ def fake_losses(x, w, bias, targets, frames, lengths, blank, budget, host_length
     T, N, count, new = *x.shape[:2], 0, functools.partial(x.new_empty, dtype=i64)
     sizes = *x.shape, *w.shape, targets.shape[-1]
     if keep_states and not all(isinstance(n, int) for n in sizes):
-        count = torch.library.get_ctx().new_dynamic_size()  # the plan, which makes it, leaves no guard
-    elif keep_states:
-        C = symbol_columns(min(T, targets.shape[-1]))
+        # the plan, which makes the number, leaves no guard; before PyTorch 2.9 a compiler may refuse
+        try: count = torch.library.get_ctx().new_dynamic_size()
+        except DynamicOutputShapeException: pass
+    if keep_states and isinstance(count, int):
+        C = symbol_columns(int(min(T, targets.shape[-1])))
         f = frame_counts(x, w, C, budget, True)
-        count = (1 + x.is_cuda) * -(-T // (f.segment // f.parts)) * N * 2 * C
+        count = (1 + x.is_cuda) * -(-T // int(f.segment // f.parts)) * N * 2 * C
     return x.new_empty(N, dtype=acc_dtype(x.dtype)), new(N), new(count)
 
 # %% ../nbs/22_linear_ctc.ipynb #d34dde7b

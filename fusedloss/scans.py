@@ -22,7 +22,7 @@ from fusedloss.core.sequences import check_integers, check_lengths, readable_on_
 from fusedloss.core.softmax import zero_if_neg_inf
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.semirings import (
-    check_graph, Log, LogSemiring, Max, path_sum, Sample, Semiring, widened)
+    check_graph, Log, LogSemiring, Max, path_sum, raced, Sample, Semiring, widened)
 
 # %% ../nbs/19_scans.ipynb #e938bec6
 def arriving(alpha, scores, idx, go):
@@ -592,7 +592,7 @@ class Timed(Sample):
     "A sample whose clocks are set before: those of the end, then of each step, the last one first."
     def __init__(self, clocks:list[Tensor]): self.set = iter(clocks)
 
-    def clocks(self, x:Tensor) -> Tensor: return next(self.set)
+    def dsum(self, x:Tensor, dim:int=-1) -> Tensor: return raced(x, next(self.set), dim)
 
 def drawn_path(
     Ms:Tensor, idx:Tensor, v0:Tensor, vT:Tensor, lengths:Optional[Tensor],

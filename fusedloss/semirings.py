@@ -258,6 +258,15 @@ class KBest(Semiring):
 
     def __repr__(self): return f"KBest({self.components[0]})"
 
+# %% ../nbs/18_semirings.ipynb #5c1e9f33
+def raced(
+    x:Tensor, clocks:Tensor,  # of one shape; from an exponential distribution
+    dim:int,
+) -> Tensor:
+    "One-hot of the entry whose clock rings first, at a rate of its probability."
+    clocks = clocks.clamp(min=torch.finfo(x.dtype).tiny)  # log(0) would win against all
+    return Max.dsum(Log.dsum(x, dim).log() - clocks.log(), dim)
+
 # %% ../nbs/18_semirings.ipynb #5e2e7b5b
 class Sample(LogSemiring):
     "Log's sums, whose gradient marks one path drawn at random by its probability."
@@ -268,12 +277,6 @@ class Sample(LogSemiring):
                "a torch.Generator or None", type(generator).__name__)
         self.generator = generator
 
-    def clocks(self, x:Tensor) -> Tensor:
-        "When each entry's clock would ring, were all equally probable."
-        return torch.empty_like(x).exponential_(generator=self.generator)
-
     def dsum(self, x:Tensor, dim:int=-1) -> Tensor:
         "One-hot of an entry drawn with the probabilities of the softmax; anew at every call."
-        clocks = self.clocks(x)
-        clocks = clocks.clamp(min=torch.finfo(x.dtype).tiny)  # log(0) would win against all
-        return Max.dsum(Log.dsum(x, dim).log() - clocks.log(), dim)
+        return raced(x, torch.empty_like(x).exponential_(generator=self.generator), dim)

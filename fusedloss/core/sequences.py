@@ -183,7 +183,7 @@ def clamped_targets(
 def inv_denominators(lengths:Tensor, mean:bool, dtype) -> Tensor:
     "How much each sequence counts in the loss [N]."
     if not mean: return torch.ones_like(lengths, dtype=dtype)
-    return (lengths.clamp(min=1) * torch.sym_max(lengths.shape[0], 1)).to(dtype).reciprocal()
+    return (lengths.clamp(min=1) * lengths.shape[0]).to(dtype).reciprocal()
 
 # %% ../../nbs/library/sequences.ipynb #3e83dba5
 def check_scores(z:Tensor, blank:int, name:str):
