@@ -304,7 +304,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the scale's gradient is not halved": ("scale * top / 2, top / 2)", "scale * top / 2, top)"),
     "the scale's gradient is of scores": ("product.mul_(dz).sum()", "product.mul_(scale).mul_(dz).sum()"),
     "upstream gradients are dropped": ("need_scale)), (g / top).contiguous()", "need_scale)), torch.ones_like(g / top)"),
-    "the mean is a sum": ('(max(len(x) * s.ranks, 1) if reduction == "mean" else 1)', "1"),
+    "the mean is a sum": ('(max(x.shape[0] * s.ranks, 1) if reduction == "mean" else 1)', "1"),
     "losses are not halved": ("(col_lse - own).clamp(min=0)) / 2", "(col_lse - own).clamp(min=0))"),
     "pairs' scores without the scale": ("own = pair_scores(x, y, blocks) * scale", "own = pair_scores(x, y, blocks)"),
 }
