@@ -8,6 +8,9 @@ SECTIONS = {
         "    log_softmax (bool): log-probabilities, else probabilities\n"
         "    margin (float): LMCL: taken off the target's cosine\n"
         "    scale (float | None): LMCL where given: what cosines are multiplied by"),
+    "fusedloss.baseline BaselineSoftmax.extra_repr": (
+        "Returns:\n"
+        "    str"),
     "fusedloss.baseline BaselineSoftmax.forward": (
         "Args:\n"
         "    input (Tensor): [N,H] or [B,S,H]\n"
@@ -41,6 +44,9 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: float32 (float64 for float64), a scalar or [...]"),
+    "fusedloss.chunks ChunkedLinearCrossEntropyLoss.extra_repr": (
+        "Returns:\n"
+        "    str"),
     "fusedloss.chunks ChunkedLinearCrossEntropyLoss.forward": (
         "Args:\n"
         "    input (Tensor): what the linear layer multiplies, [..., H]\n"
@@ -50,9 +56,6 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: float32 (float64 for float64)"),
-    "fusedloss.chunks LinearHead.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.chunks chunked_linear_cross_entropy": (
         "Args:\n"
         "    input (Tensor): what the linear layer multiplies, [..., H]\n"
@@ -204,13 +207,15 @@ SECTIONS = {
         "    targets (Tensor): [N,L], or [sum of target_lengths] one after another\n"
         "    input_lengths (Tensor | Sequence[int] | None): [N] frames: a tensor, a tuple or a list; None:\n"
         "        all\n"
-        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: all L of each\n"
+        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: of each all but negative ones\n"
+        "        at its end\n"
         "\n"
         "Returns:\n"
         "    Tensor: [N] with \"none\", else a scalar"),
     "fusedloss.ctc CTCPosteriors": (
         "Args:\n"
-        "    states (Tensor): [N,T,S] probability that the path is in a state\n"
+        "    states (Tensor): [N,T,S] that the path is in a state; S = 2·longest target + 1, compiled\n"
+        "        2·min(T, L) + 1\n"
         "    log_likelihood (Tensor): [N] log of the sum over all paths; −∞ where there is none\n"
         "    entropy (Tensor): [N] of the path, in nats"),
     "fusedloss.ctc ctc_loss": (
@@ -219,7 +224,8 @@ SECTIONS = {
         "    targets (Tensor): [N,L], or [sum of target_lengths] one after another\n"
         "    input_lengths (Tensor | Sequence[int] | None): [N] frames: a tensor, a tuple or a list; None:\n"
         "        all\n"
-        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: all L of each\n"
+        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: of each all but negative ones\n"
+        "        at its end\n"
         "    blank (int): the class that stands for no label\n"
         "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\"; \"sum\"; \"mean\" of losses over their target's\n"
         "        length\n"
@@ -234,7 +240,8 @@ SECTIONS = {
         "    targets (Tensor): [N,L], or [sum of target_lengths] one after another\n"
         "    input_lengths (Tensor | Sequence[int] | None): [N] frames: a tensor, a tuple or a list; None:\n"
         "        all\n"
-        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: all L of each\n"
+        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: of each all but negative ones\n"
+        "        at its end\n"
         "    blank (int): the class that stands for no label\n"
         "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\"; \"sum\"; \"mean\" of losses over their target's\n"
         "        length\n"
@@ -248,7 +255,8 @@ SECTIONS = {
         "    targets (Tensor): [N,L], or [sum of target_lengths] one after another\n"
         "    input_lengths (Tensor | Sequence[int] | None): [N] frames: a tensor, a tuple or a list; None:\n"
         "        all\n"
-        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: all L of each\n"
+        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: of each all but negative ones\n"
+        "        at its end\n"
         "    blank (int): the class that stands for no label\n"
         "\n"
         "Returns:\n"
@@ -259,7 +267,8 @@ SECTIONS = {
         "    targets (Tensor): [N,L], or [sum of target_lengths] one after another\n"
         "    input_lengths (Tensor | Sequence[int] | None): [N] frames: a tensor, a tuple or a list; None:\n"
         "        all\n"
-        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: all L of each\n"
+        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: of each all but negative ones\n"
+        "        at its end\n"
         "    blank (int): the class that stands for no label\n"
         "\n"
         "Returns:\n"
@@ -268,7 +277,8 @@ SECTIONS = {
         "Args:\n"
         "    labels (Tensor): [N,k,T] classes; −1 beyond a length\n"
         "    lengths (Tensor): [N,k] int64, of the label sequences\n"
-        "    log_probs (Tensor): [N,k] of the best path, or of all paths that a beam found"),
+        "    log_probs (Tensor): [N,k] of the best path, or of all paths that a beam found\n"
+        "    timesteps (Tensor | None): [N,k,T] first frame of each label, if asked; −1 beyond a length"),
     "fusedloss.decode ctc_decode": (
         "Args:\n"
         "    log_probs (Tensor): [T,N,C] or [T,C] log-probabilities; fp16, bf16, fp32, fp64\n"
@@ -277,6 +287,7 @@ SECTIONS = {
         "    blank (int): the class that stands for no label\n"
         "    beam (int): prefixes that are kept; 1: the best path alone\n"
         "    k (int): label sequences to return, at most `beam`\n"
+        "    timesteps (bool): whether to return the frame of each label\n"
         "\n"
         "Returns:\n"
         "    Hypotheses: [N,k,...]; [k,...] without a batch"),
@@ -356,7 +367,7 @@ SECTIONS = {
         "    nn.Module: the same model"),
     "fusedloss.integrations.transformers unpatch": (
         "Args:\n"
-        "    model (nn.Module): that `patch` has changed\n"
+        "    model (nn.Module): that `patch` has changed, or not\n"
         "\n"
         "Returns:\n"
         "    nn.Module: the same model"),
@@ -397,7 +408,8 @@ SECTIONS = {
         "    targets (Tensor): [N,L], or [sum of target_lengths] one after another\n"
         "    input_lengths (Tensor | Sequence[int] | None): [N] frames: a tensor, a tuple or a list; None:\n"
         "        all\n"
-        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: all L of each\n"
+        "    target_lengths (Tensor | Sequence[int] | None): [N] labels; None: of each all but negative ones\n"
+        "        at its end\n"
         "    linear_bias (Tensor | None): of the linear layer, [V]\n"
         "    blank (int): the class that stands for no label\n"
         "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\"; \"sum\"; \"mean\" of losses over their target's\n"
@@ -484,6 +496,9 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor | tuple[Tensor, CrossEntropyStats]"),
+    "fusedloss.losses LinearCrossEntropyLoss.settings": (
+        "Returns:\n"
+        "    dict[str, Any]"),
     "fusedloss.losses linear_cross_entropy": (
         "Args:\n"
         "    input (Tensor): what the linear layer multiplies, [..., H]\n"
@@ -524,27 +539,36 @@ SECTIONS = {
         "    momentum (float): share of a new batch in the running statistics\n"
         "    reduce (Callable[[Tensor], Tensor] | None): [3] of a rank to [3] of all ranks\n"
         "    clip (tuple[float, float]): lengths outside count as these"),
+    "fusedloss.margins AdaFace.extra_repr": (
+        "Returns:\n"
+        "    str"),
     "fusedloss.margins AdaFace.forward": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor): [N], lengths of the rows\n"
+        "    norm (Tensor): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
+    "fusedloss.margins AdaFace.moves_by": (
+        "Args:\n"
+        "    sums (Tensor)\n"
+        "\n"
+        "Returns:\n"
+        "    Tensor: [3] to [2]"),
     "fusedloss.margins AdaFace.observe": (
         "Args:\n"
         "    norm (Tensor): [N], lengths of the rows\n"
         "    valid (Tensor): [N], rows with a label"),
     "fusedloss.margins AdaFace.quality": (
         "Args:\n"
-        "    norm (Tensor): [N], lengths of the rows\n"
+        "    norm (Tensor): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
     "fusedloss.margins AdaFace.target_score": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor): [N], lengths of the rows\n"
+        "    norm (Tensor): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
@@ -557,7 +581,7 @@ SECTIONS = {
     "fusedloss.margins ArcFace.target_score": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows\n"
+        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
@@ -569,7 +593,7 @@ SECTIONS = {
     "fusedloss.margins Circle.target_score": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows\n"
+        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
@@ -584,7 +608,7 @@ SECTIONS = {
     "fusedloss.margins Combined.target_score": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows\n"
+        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
@@ -595,7 +619,7 @@ SECTIONS = {
     "fusedloss.margins CosFace.target_score": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows\n"
+        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
@@ -606,7 +630,7 @@ SECTIONS = {
     "fusedloss.margins Margin.target_score": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows\n"
+        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
         "\n"
         "Returns:\n"
         "    Tensor: [N]"),
@@ -614,9 +638,13 @@ SECTIONS = {
         "Args:\n"
         "    k (int): rows of the weight for each class\n"
         "    margin (Margin): on the nearest one's cosine"),
+    "fusedloss.margins SubCenter.extra_repr": (
+        "Returns:\n"
+        "    str"),
     "fusedloss.margins SubCenter.forward": (
         "Args:\n"
         "    *args (Any)\n"
+        "    **labels (Tensor)\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
@@ -627,17 +655,27 @@ SECTIONS = {
     "fusedloss.margins SubCenter.target_score": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows\n"
+        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
+        "    **labels (Tensor)\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
+    "fusedloss.margins has_labels": (
+        "Args:\n"
+        "    target_score (Callable[..., Tensor])\n"
+        "\n"
+        "Returns:\n"
+        "    bool"),
     "fusedloss.margins margin_cross_entropy": (
         "Args:\n"
         "    input (Tensor): [..., H], features of any length\n"
         "    linear_weight (Tensor | nn.Module): [V,H] class vectors of any length; [V·K,H] with sub-centres\n"
         "    target (Tensor): [...], integers in [0, V), or `ignore_index`\n"
         "    margin (Margin): CosFace(), ArcFace(), ...\n"
-        "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\", \"mean\" over valid rows, or \"sum\"\n"
+        "    weight (Tensor | None): [V], of classes; without gradient\n"
+        "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\", \"mean\" over the weights of valid rows, or\n"
+        "        \"sum\"\n"
+        "    token_weight (Tensor | None): [...], of rows; without gradient\n"
         "    ignore_index (int): rows with this target count nothing\n"
         "    eps (float): rows shorter than this have no direction\n"
         "    method (Literal[\"auto\", \"tiles\", \"recompute\"]): \"tiles\"; \"recompute\": stage 14's kernels;\n"
@@ -660,20 +698,9 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    TopK: of the best classes, the best first"),
-    "fusedloss.partial_fc ClassVectors.extend": (
-        "Args:\n"
-        "    n (int): classes more\n"
-        "    *optimizers (Optimizer): whose state of the weight grows with it\n"
-        "\n"
+    "fusedloss.partial_fc ClassVectors.own_parameters": (
         "Returns:\n"
-        "    range: the new classes"),
-    "fusedloss.partial_fc ClassVectors.remove": (
-        "Args:\n"
-        "    classes (Tensor | Sequence[int]): the numbers of those to take out\n"
-        "    *optimizers (Optimizer): whose state of the weight shrinks with it\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor: [V], each old class's new number, -1 if removed"),
+        "    list[nn.Parameter]"),
     "fusedloss.partial_fc HeadStats": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target, no margin (or its dot product); 0 without a\n"
@@ -698,8 +725,18 @@ SECTIONS = {
         "    eps (float): shorter rows have no direction\n"
         "    normalize (bool): whether scores are cosines; else dot products, without a margin\n"
         "    bias (bool): of each class [V,1], beside dot products\n"
+        "    class_weight (Tensor | None): [V], of each class's rows in the loss; without gradient\n"
+        "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\", \"mean\" over the weights of valid rows, or\n"
+        "        \"sum\"\n"
         "    device (torch.device | str | int | None): of the weight\n"
         "    dtype (torch.dtype | None): of the weight"),
+    "fusedloss.partial_fc PartialFC.extend": (
+        "Args:\n"
+        "    n (int): classes more\n"
+        "    *optimizers (Optimizer): whose state of the weight grows with it\n"
+        "\n"
+        "Returns:\n"
+        "    range"),
     "fusedloss.partial_fc PartialFC.extra_repr": (
         "Returns:\n"
         "    str"),
@@ -708,9 +745,17 @@ SECTIONS = {
         "    features (Tensor): rows to classify, [..., H]\n"
         "    target (Tensor | None): [...], in [0, V), or `ignore_index`; None in eval: `logits`\n"
         "    return_stats (bool): `(loss, HeadStats)` instead of the loss\n"
+        "    token_weight (Tensor | None): [...], of rows; without gradient\n"
         "\n"
         "Returns:\n"
-        "    Tensor | tuple[Tensor, HeadStats]: a scalar, the mean over valid rows"),
+        "    Tensor | tuple[Tensor, HeadStats]: a scalar, or [...] for \"none\""),
+    "fusedloss.partial_fc PartialFC.remove": (
+        "Args:\n"
+        "    classes (Tensor | Sequence[int]): the numbers of those to take out\n"
+        "    *optimizers (Optimizer): whose state of the weight shrinks with it\n"
+        "\n"
+        "Returns:\n"
+        "    Tensor"),
     "fusedloss.partial_fc TopK": (
         "Args:\n"
         "    values (Tensor): [..., k], scores\n"
@@ -772,18 +817,25 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: the norm before"),
+    "fusedloss.row_sparse RowOptimizer.clip_grad_value_": (
+        "Args:\n"
+        "    clip_value (float): the largest magnitude of a number"),
     "fusedloss.row_sparse RowOptimizer.load_state_dict": (
         "Args:\n"
         "    state_dict (dict)"),
     "fusedloss.row_sparse RowSparse": (
         "Args:\n"
-        "    optimizer_class (type): torch.optim.SGD or torch.optim.AdamW\n"
+        "    optimizer_class (type): torch.optim.SGD, torch.optim.AdamW or torch.optim.Adagrad\n"
         "    params (Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]): as the\n"
         "        class takes them\n"
         "    mode (Literal[\"lazy\", \"dense\"]): whether rows without gradient stay\n"
+        "    rowwise (bool): row-wise Adagrad: one sum a row [V], of its gradients' mean squares\n"
         "    stochastic_rounding (bool): of bfloat16 weights; their state is float32\n"
         "    seed (int): of the rounding\n"
         "    **options (Any): of the class: lr, momentum, ..."),
+    "fusedloss.row_sparse RowSparse.add_param_group": (
+        "Args:\n"
+        "    param_group (dict)"),
     "fusedloss.row_sparse RowSparse.step": (
         "Args:\n"
         "    closure (Callable[[], float] | None): makes the loss anew, as for any optimizer\n"
@@ -793,7 +845,8 @@ SECTIONS = {
     "fusedloss.row_sparse RowSparse.update": (
         "Args:\n"
         "    p (Tensor)\n"
-        "    group (dict)"),
+        "    u (Update)\n"
+        "    names (tuple[str, ...])"),
     "fusedloss.row_sparse clip_grad_norm_": (
         "Args:\n"
         "    parameters (Tensor | Iterable[Tensor]): those whose gradients are clipped; others are left out\n"
@@ -804,9 +857,14 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: a scalar, the norm before"),
+    "fusedloss.row_sparse clip_grad_value_": (
+        "Args:\n"
+        "    parameters (Tensor | Iterable[Tensor]): those whose gradients are clipped; others are left out\n"
+        "    clip_value (float): the largest magnitude of a number, at least 0\n"
+        "    foreach (bool | None): as PyTorch's, for gradients that are all plain and dense"),
     "fusedloss.scans Paths": (
         "Args:\n"
-        "    score (Tensor): [N] its own score\n"
+        "    score (Tensor): [N] its own score, at least float32\n"
         "    states (Tensor): [N,T+1] int64\n"
         "    edges (Tensor): [N,T] int64: j of the edge that is taken at each step"),
     "fusedloss.scans logz": (
@@ -820,7 +878,7 @@ SECTIONS = {
         "    method (Literal[\"auto\", \"autograd\", \"loop\", \"scan\", \"fused\"]): or a rung\n"
         "\n"
         "Returns:\n"
-        "    Tensor: [*components, N]"),
+        "    Tensor: [*components, N], of scores of 16 bits in float32"),
     "fusedloss.scans sample": (
         "Args:\n"
         "    Ms (Tensor): [T,N,C,nz] scores of edges\n"
@@ -1127,6 +1185,9 @@ SECTIONS = {
         "    eps (float): shorter rows have no direction\n"
         "    normalize (bool): whether scores are cosines; else dot products, without a margin\n"
         "    bias (bool): of each class [V,1], beside dot products\n"
+        "    class_weight (Tensor | None): [V], of each class's rows in the loss; without gradient\n"
+        "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\", \"mean\" over the weights of valid rows, or\n"
+        "        \"sum\"\n"
         "    dtype (torch.dtype | None): of the weight"),
     "fusedloss.sharded_heads ShardedPartialFC.extend": (
         "Args:\n"
@@ -1140,10 +1201,15 @@ SECTIONS = {
         "    features (Tensor): [..., H], this rank's rows\n"
         "    target (Tensor | None): [...], in [0, V), or `ignore_index`; None in eval: `logits`\n"
         "    return_stats (bool): `(loss, HeadStats)` instead of the loss\n"
+        "    token_weight (Tensor | None): [...], of rows; without gradient; on every rank or none\n"
         "\n"
         "Returns:\n"
-        "    Tensor | tuple[Tensor, HeadStats]: a scalar, the mean over all ranks' valid rows"),
+        "    Tensor | tuple[Tensor, HeadStats]: a scalar, over all ranks' valid rows; for \"none\" [...], of\n"
+        "        this rank's"),
     "fusedloss.sharded_heads ShardedPartialFC.new_rows": (
+        "Args:\n"
+        "    device (torch.device | str | int | None): of the weight\n"
+        "\n"
         "Returns:\n"
         "    Tensor"),
     "fusedloss.sharded_heads ShardedPartialFC.remove": (
@@ -1155,17 +1221,19 @@ SECTIONS = {
         "    Tensor"),
     "fusedloss.sharded_heads ShardedRowSparse": (
         "Args:\n"
-        "    optimizer_class (type): torch.optim.SGD or torch.optim.AdamW\n"
+        "    optimizer_class (type): torch.optim.SGD, torch.optim.AdamW or torch.optim.Adagrad\n"
         "    params (Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]): as the\n"
         "        class takes them\n"
         "    mode (Literal[\"lazy\", \"dense\"]): whether rows without gradient stay\n"
+        "    rowwise (bool): row-wise Adagrad: one sum a row [V], of its gradients' mean squares\n"
         "    stochastic_rounding (bool): of bfloat16 weights; their state is float32\n"
         "    seed (int): of the rounding\n"
         "    **options (Any): of the class: lr, momentum, ..."),
     "fusedloss.sharded_heads ShardedRowSparse.update": (
         "Args:\n"
         "    p (Tensor)\n"
-        "    group (dict)"),
+        "    u (Update)\n"
+        "    names (tuple[str, ...])"),
     "fusedloss.sharded_heads ShardedScores.logits": (
         "Args:\n"
         "    features (Tensor): [..., H], this rank's rows; every rank calls\n"
@@ -1211,6 +1279,9 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: [N,V] or [B,S,V], in the input's dtype"),
+    "fusedloss.tiles MemoryEfficientVocabOutput.extra_repr": (
+        "Returns:\n"
+        "    str"),
     "fusedloss.tiles MemoryEfficientVocabOutput.forward": (
         "Args:\n"
         "    input (Tensor): [N,H] or [B,S,H]\n"

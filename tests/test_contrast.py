@@ -305,7 +305,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the scale's gradient is not halved": ("scale * top / 2, top / 2)", "scale * top / 2, top)"),
     "the scale's gradient is of scores": ("product.mul_(dz).sum()", "product.mul_(scale).mul_(dz).sum()"),
     "upstream gradients are dropped": ("need_scale)), (g / top).contiguous()", "need_scale)), torch.ones_like(g / top)"),
-    "the mean is a sum": ('(max(len(x) * s.ranks, 1) if reduction == "mean" else 1)', "1"),
+    "the mean is a sum": ('(max(x.shape[0] * s.ranks, 1) if reduction == "mean" else 1)', "1"),
     "losses are not halved": ("return (row_loss + col_loss) / 2", "return row_loss + col_loss"),
     "pairs' scores without the scale": ("own = pair_scores(x, y, blocks) * scale", "own = pair_scores(x, y, blocks)"),
 }

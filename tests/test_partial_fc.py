@@ -1047,7 +1047,7 @@ def test_weights_follow_the_classes():
 
 MUTANTS = {
     "labels get two columns": ("torch.where(slot >= 0, slot, own_column), -1)", "own_column, -1)"),
-    "duplicates get two columns": ("len(drawn) + first_occurrence(y)", "len(drawn) + n"),
+    "duplicates get two columns": ("k + first_occurrence(y)", "len(drawn) + n"),
     "dead columns count": ("shift.masked_fill_(w_rows < 0, -torch.inf)", "pass"),
     "log q has the wrong sign": ("drawn_shift = -math.log(sampler.rate)", "drawn_shift = math.log(sampler.rate)"),
     "the batch's classes are corrected": ("if drawn_shift: shift = torch.where(present[:-1], 0.0, shift)", "pass"),

@@ -130,7 +130,16 @@ GIVEN = {"contrastive_loss": dict(logit_scale=2.0), "recompute_linear_cross_entr
 SIZES = (4, 5, 20, 7)
 VALUES = (0.25, 0.5, 0.125, 0.375)
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.thorough)])
-each_case = pytest.mark.parametrize("name", CASES)
+# of losses that share their operators and checks the gate tries one
+ALIKE = ("cross_entropy, each token", "cross_entropy, statistics", "linear_divergence, lists", "margin_cross_entropy, CosFace",
+         "margin_cross_entropy, Combined", "margin_cross_entropy, Circle", "PartialFC, ArcFace", "tiled_linear_cross_entropy, LMCL")
+
+
+def each(names) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in names])
+
+
+each_case = each(CASES)
 
 
 def added(result: Any) -> Tensor:
@@ -222,7 +231,7 @@ def test_two_graphs_a_grad_mode_for_any_sizes(name, backend):
 
 
 @backends
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.numbers])
+@each(name for name, case in CASES.items() if case.numbers)
 def test_numbers_that_change_make_no_graphs(name, backend):
     assert graphs_of_numbers(name, backend) <= 2
 
@@ -233,7 +242,7 @@ def test_sizes_that_no_compiler_knows(name, backend):
     assert graphs_of_masks(name, backend) <= 2
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [pytest.param(True, marks=pytest.mark.thorough), False])
 @each_case
 def test_export_of_any_size(name, strict):
     export(name, strict)

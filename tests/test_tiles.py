@@ -283,12 +283,12 @@ def test_gradcheck(reduction, scale, device):
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_operators_follow_torchs_rules(scale, device):
     x, w, y = sample_data(7, 3, 10, device=device)
-    options = (0.35, scale, 3, 4, 1.5)
-    torch.library.opcheck(tiled_lse, (x, w, y, *options))
+    options = (0.35, scale, 3, 4)
+    torch.library.opcheck(tiled_lse, (x, w, y, *options, 1.5, 0))
     x, w, g = x.detach(), w.detach(), torch.ones(7, device=device)
-    lse, _, row_max = tiled_lse(x, w, y, *options)
+    lse, _, row_max = tiled_lse(x, w, y, *options, 1.5)
     for needs in [(True, True), (True, False), (False, True)]:
-        torch.library.opcheck(tiled_lse_grad, (g, -g, x, w, y, lse, row_max, *options, *needs))
+        torch.library.opcheck(tiled_lse_grad, (g, -g, x, w, y, lse, row_max, *options, *needs, 1.5, 0))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

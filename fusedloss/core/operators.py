@@ -122,6 +122,7 @@ def each_upstream(
     "`backward`, also of upstream gradients in a batch (`is_grads_batched`, `jacobian(vectorize=True)`): one after the other."
     @functools.wraps(backward)
     def one_by_one(ctx, *g):
+        if torch.compiler.is_compiling(): return backward(ctx, *g)
         if any(map(is_legacy, g)): return for_each_of_batch(backward, ctx, *g)
         if not (torch._C._are_functorch_transforms_active() and any(map(is_batched, g))): return backward(ctx, *g)
         return _EachUpstream.apply(backward, ctx, *g)
