@@ -69,10 +69,10 @@ def add_sums_kernel(
     row_max = tl.load(max_ptr + rows, mask=rows < N, other=-float("inf"))
     s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)
     for first in range(0, parts, BP):
-        part = first + tl.arange(0, BP)[:, None]
+        part = (first + tl.arange(0, BP))[:, None].to(tl.int64)
         at, there = parts_ptr + part * N + rows[None, :], (part < parts) & (rows < N)[None, :]
         part_max = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
-        part_s = tl.load(at + parts * N, mask=there, other=0.0)
+        part_s = tl.load(at + tl.cast(parts, tl.int64) * N, mask=there, other=0.0)
         row_max, s = merge_parts(row_max, s, part_max, part_s, 1.0)
     tl.store(max_ptr + rows, row_max, mask=rows < N)
     tl.store(sum_ptr + rows, s, mask=rows < N)

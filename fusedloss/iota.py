@@ -47,7 +47,7 @@ def iota_cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor]:  # losses in `acc_dtype`; dz in z's shape and dtype
     "Loss of each token and its gradient, softmax minus one-hot, in one turn."
     wide = z.to(acc_dtype(z.dtype))
-    row_max = wide.amax(dim, keepdim=True)
+    row_max = wide.amax(dim, keepdim=True) if z.shape[dim] else wide.sum(dim, keepdim=True)  # of no class: no row
     e = (wide - torch.where(row_max == -torch.inf, 0.0, row_max)).exp()
     s = e.sum(dim, keepdim=True)
     losses = s.log().squeeze(dim) - (onehot_select(wide, y, dim) - row_max.squeeze(dim))

@@ -223,7 +223,7 @@ class ClassVectors(nn.Module):
         for name, t in held: expect(isinstance(t, nn.Parameter), name, "a parameter", "a tensor that is computed")
         return [t for _, t in held]
 
-    def begin_rows(self):
+    def begin_rows(self) -> None:
         "First values of the weight, and of the bias."
         for p, std in zip(self.own_parameters(), (0.01, 0.0)): nn.init.normal_(p, std=std)
 

@@ -324,7 +324,7 @@ class ShardedPartialFC(ShardedScores):
         return dtensor_of_rows(rows, self.mesh, torch.Size((v, h)))
 
     @torch.no_grad()
-    def begin_rows(self):
+    def begin_rows(self) -> None:
         if not self.weight.is_meta: self.weight.copy_(self.new_rows(self.weight.device))
 
     @tells_ranks(mesh_that_talks)

@@ -391,7 +391,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 OVER_RANKS = {"linear_cross_entropy-linear_weight", "sharded_linear_cross_entropy-linear_weight", "sharded_linear_cross_entropy-weight",  # which may be DTensors
-              "sharded_linear_divergence-linear_weight", "sharded_linear_log_probs-linear_weight", "clip_grad_norm_-parameters"}
+              "sharded_linear_divergence-linear_weight", "sharded_linear_log_probs-linear_weight", "clip_grad_norm_-parameters", "clip_grad_value_-parameters"}
 SPREAD = [pytest.param(*case.values, id=case.id) for case in CASES
           if isinstance(GOOD[case.values[0]].get(case.values[1].name, EXAMPLES.get(case.values[1].name)), Tensor)
           and {Tensor, nn.Parameter} & {*case.values[1].kinds}]

@@ -78,7 +78,7 @@ class PopularitySampler(SeedAndStep):
         for name in self.tables: self.register_buffer(name, None, persistent=False)
         self.place_tables()
 
-    def place_tables(self):
+    def place_tables(self) -> None:
         "Have the tables, which no checkpoint has, where seed and step are."
         for name, table in self.tables.items(): self._buffers[name] = table.to(self.step.device)
 

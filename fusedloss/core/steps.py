@@ -73,7 +73,7 @@ class MovesWithSteps(nn.Module):
         with _lock: _known.add(module)
         return module
 
-    def begin_use(self):
+    def begin_use(self) -> None:
         "`ValueError` for a forward pass that is recomputed after the state that it had has moved."
         if torch.compiler.is_compiling(): return
         expect(self.is_noted or not in_backward(), "backward", "a backward pass before any optimizer's step, where it "
