@@ -178,29 +178,31 @@ def rebuilt_state(
     if start and "sum" in made: made["sum"][len(p):] = start  # Adagrad's, of rows that are new
     return made
 
-def replace_rows(p:nn.Parameter, rows:Tensor, grad:Optional[Tensor], optimizers:tuple, states:list[dict[str, Tensor]]):
-    "Give a parameter its rows, of another number, and optimizers their state of them."
-    other = torch.float32 if p.dtype == torch.float64 else torch.float64
-    p.grad = None
-    p.data = p.data.new_empty(0, dtype=other)  # else a loss that lives on keeps the old shape
-    p.data = rows
-    p.grad = grad
-    for optimizer, made in zip(optimizers, states):
-        if made: optimizer.state[p].update(made)
+def replace_rows(
+    params:Sequence[nn.Parameter], optimizers:tuple,
+    given:Sequence[tuple[Tensor, Optional[Tensor], list[dict[str, Tensor]]]],  # rows, gradient, states of each
+):
+    "Give parameters their rows, of another number, and optimizers their state of them."
+    for p, (rows, grad, states) in zip(params, given):
+        other = torch.float32 if p.dtype == torch.float64 else torch.float64
+        p.grad = None
+        p.data = p.data.new_empty(0, dtype=other)  # else a loss that lives on keeps the old shape
+        p.data = rows
+        p.grad = grad
+        for optimizer, made in zip(optimizers, states):
+            if made: optimizer.state[p].update(made)
 
 def rebuild_rows(
     params:Sequence[nn.Parameter], optimizers:tuple, make:Callable[[Tensor], Tensor],
     begin:Callable[[Tensor], Tensor]=lambda new: new,  # first values of rows that the first gains
 ):
     "Replace parameters' rows, and those of their state, or raise and leave all as it was."
-    states = [[rebuilt_state(p, optimizer, make) for optimizer in optimizers] for p in params]
-    rows_of = [make(p.data) for p in params]
-    begin(rows_of[0][len(params[0]):])
+    made = [(make(p.data), None, [rebuilt_state(p, optimizer, make) for optimizer in optimizers]) for p in params]
+    begin(made[0][0][len(params[0]):])
     before = [(p.data, p.grad, [dict(optimizer.state.get(p, {})) for optimizer in optimizers]) for p in params]
-    try:
-        for p, rows, states_of in zip(params, rows_of, states): replace_rows(p, rows, None, optimizers, states_of)
+    try: replace_rows(params, optimizers, made)
     except BaseException:  # an interruption comes anywhere
-        for p, held in zip(params, before): replace_rows(p, *held[:2], optimizers, held[2])
+        replace_rows(params, optimizers, before)
         raise
 
 # %% ../nbs/14_partial_fc.ipynb #9ff6e558
