@@ -302,7 +302,7 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h), reached("padded_dw"))] * need_w
     costs += [Cost("dx", flops, size * (n + h) * v + (2 * slabs - 1) * 4 * n * h, reached("dx"))] * need_x
     dx, copy = 2 * n * h * need_x, 2 * n * h  # its sum in fp32 stands where 16 bits will be; x without ignored tokens
-    held = copy + (each * slab + dx if slabs > 1 else 2 * n * slab + max(dx, (each - 2 * n) * slab - dx))  # or dw's
+    held = copy + each * slab + dx if slabs > 1 else 2 * n * slab + max(dx, copy + (each - 2 * n) * slab - dx)  # or dw's
     backward = max(held, 2 * dx) + TERMS * n
     host = HOST_SECONDS["recompute"] + slabs * HOST_SECONDS["slab"]
     return costs, 8 + 3 * slabs, host, max(backward, forward - gradient_bytes(r)), ("classes", slab)

@@ -438,9 +438,10 @@ def launch_gradients(
                         j.start, o, entropy, t, temperature=temperature)
         if need_b: torch.sum(db_parts, 0, out=db[j])
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
+        if j.stop == v: x = None  # of one slab before dx's sum is there
         if need_x and total is None: total = wide_product(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
-    del buffer, dz, x  # before dx is rounded
+    del buffer, dz  # before dx is rounded
     if total is not None and grad_scale is not None: total.mul_(grad_scale)
     dx = terms.new_empty(0) if total is None else total
     return dx.to(dtype), dw, db if grad_scale is None else db.mul_(grad_scale)
