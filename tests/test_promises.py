@@ -133,7 +133,8 @@ SIZES = (4, 20, 7)  # fewer and more than classes; the third finds the graph of 
 VALUES = (0.25, 0.5, 0.125)
 # of losses that share their operators and checks the gate tries one
 ALIKE = ("cross_entropy, each token", "cross_entropy, statistics", "linear_divergence, lists", "margin_cross_entropy, CosFace",
-         "margin_cross_entropy, Combined", "margin_cross_entropy, Circle", "PartialFC, ArcFace", "tiled_linear_cross_entropy, LMCL")
+         "margin_cross_entropy, Combined", "margin_cross_entropy, Circle", "margin_cross_entropy, SubCenter", "PartialFC, ArcFace",
+         "PartialFC, dot products", "tiled_linear_cross_entropy, LMCL")
 EACH = [name for name in CASES if name not in ALIKE]
 WITH_BACKWARD = "cross_entropy", "linear_divergence", "PartialFC, sampled"  # compiled too
 OPERATORS = ("cross_entropy", "cross_entropy, probabilities", "linear_log_probs", "tiled_linear_cross_entropy", "chunked_linear_cross_entropy",
