@@ -1,11 +1,13 @@
 """What must not spoil a loss: weights so small that one over their sum overflows, and NaN in tokens that are ignored."""
 import sys
+from itertools import product
 
 import pytest
 import torch
 
 import fusedloss as fl
 from fusedloss import chunks, filter as with_filter
+from grids import thorough_but
 from helpers import everywhere, need_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in the interpreter
@@ -13,7 +15,13 @@ f32, f64 = torch.float32, torch.float64
 N, V, H = 7, 37, 4
 
 
-@pytest.fixture(params=["plain", "kernels"])
+def tried(names, *by_kernels):
+    "Losses and ways: by PyTorch each one, by the kernels in the gate those that are named"
+    names = list(names)
+    return thorough_but(product(names, ("plain", "kernels")), *product(names, ["plain"]), *product(by_kernels, ["kernels"]))
+
+
+@pytest.fixture
 def way(request, device, monkeypatch):
     "The device, on which either PyTorch or the Triton kernels take everything they can"
     taken = request.param == "kernels"
@@ -66,7 +74,7 @@ MEANS = {  # and whether class weights may be so small too
 
 
 @pytest.mark.parametrize("by", ["tokens", "classes"])
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name, way", tried(MEANS, "cross_entropy", "recompute"), indirect=["way"])
 def test_a_mean_over_tiny_weights(name, by, way):
     "Weights times a number leave the mean as it is; these are powers of two, which keep their digits where they are no normal numbers"
     loss, by_classes = MEANS[name]
@@ -79,7 +87,7 @@ def test_a_mean_over_tiny_weights(name, by, way):
         torch.testing.assert_close(tiny, usual)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("kind, way", tried(["forward_kl", "reverse_kl", "jsd"], "jsd"), indirect=["way"])
 def test_a_divergence_over_tiny_weights(kind, way):
     x, w, b, z, _, y, _ = made(way)
     weights = 2.0 ** (torch.arange(N, device=way) % 4)
@@ -88,6 +96,7 @@ def test_a_divergence_over_tiny_weights(kind, way):
         torch.testing.assert_close(tiny, usual)
 
 
+@pytest.mark.parametrize("way", ["plain", pytest.param("kernels", marks=pytest.mark.thorough)], indirect=True)
 def test_probabilities_and_several_targets_over_tiny_weights(way):
     x, w, b, z, soft, _, several = made(way)
     weights = 2.0 ** (torch.arange(N, device=way) % 4)
@@ -113,7 +122,9 @@ IGNORING = {
 }
 
 
-@pytest.mark.parametrize("name", IGNORING)
+@pytest.mark.parametrize("name, way", tried(
+    IGNORING, "chunks, smoothing", "recompute, smoothing", "recompute, stats", "product, mean", "tiles", "filter", "LMCL", "cross_entropy", "in place",
+    "log_probs", "linear_log_probs", "divergence"), indirect=["way"])
 def test_nothing_of_an_ignored_token_reaches_a_gradient(name, way):
     x, w, b, z, _, y, _ = made(way)
     of = lambda found: (found[0] if isinstance(found, tuple) else found).sum()
@@ -128,7 +139,7 @@ def test_nothing_of_an_ignored_token_reaches_a_gradient(name, way):
         assert not g[ignored].any()
 
 
-@pytest.mark.parametrize("method", ["eager", "chunks"])
+@pytest.mark.parametrize("method, way", tried(["eager", "chunks"], "eager"), indirect=["way"])
 def test_nothing_of_a_token_whose_targets_are_all_ignored(method, way):
     x, w, b, _, _, y, several = made(way)
     loss = lambda x, w, b: fl.linear_cross_entropy(x, w, several, linear_bias=b, method=method)

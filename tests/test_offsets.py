@@ -1,6 +1,7 @@
 """Scores that share a large offset: every loss and every gradient is as exact as that of plain PyTorch on the same scores."""
 import sys
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 import fusedloss as fl
 from fusedloss import contrast, filter as with_filter
+from grids import thorough_but
 from helpers import everywhere, need_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
@@ -16,7 +18,7 @@ N, V, H, OFFSET = 6, 37, 4, 1e6
 SEEDS = range(2)
 
 
-@pytest.fixture(params=["plain", "kernels"])
+@pytest.fixture
 def way(request, device, monkeypatch):
     "The device, on which either PyTorch or the Triton kernels take everything they can"
     taken = request.param == "kernels"
@@ -209,7 +211,12 @@ def results(loss, leaves):
     return [t.detach().cpu().double() for t in (*found, *grads) if t is not None]
 
 
-@pytest.mark.parametrize("name", CASES)
+# of losses by the same kernels the gate tries one; each goes by PyTorch too
+BY_KERNELS = ("cross_entropy, weights", "in place, smoothing", "eager, soft", "chunks, several", "recompute, weights", "recompute, z-loss", "recompute, entropy", "filter",
+              "log_probs", "linear_log_probs", "divergence, jsd", "contrast")
+
+
+@pytest.mark.parametrize("name, way", thorough_but(product(CASES, ("plain", "kernels")), *product(CASES, ["plain"]), *product(BY_KERNELS, ["kernels"])), indirect=["way"])
 def test_an_offset_costs_no_digits(name, way):
     leaves_of, loss, definition = CASES[name]
     if name == "iota" and way != "cpu": pytest.skip("PyTorch's alone")

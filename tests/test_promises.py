@@ -3,11 +3,13 @@
 A row is a `Case`. A size is of its rows, which are all tensors that `rows` makes; what `fixed` makes is the same for every size."""
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from grids import thorough_but
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -127,19 +129,22 @@ CASES = {
 # numbers where sizes change: a scale has no default, and a filter is off by default
 GIVEN = {"contrastive_loss": dict(logit_scale=2.0), "recompute_linear_cross_entropy, filtered": dict(filter_eps=0.01)}
 
-SIZES = (4, 5, 20, 7)
-VALUES = (0.25, 0.5, 0.125, 0.375)
-backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.thorough)])
+SIZES = (4, 20, 7)  # fewer and more than classes; the third finds the graph of the second
+VALUES = (0.25, 0.5, 0.125)
 # of losses that share their operators and checks the gate tries one
 ALIKE = ("cross_entropy, each token", "cross_entropy, statistics", "linear_divergence, lists", "margin_cross_entropy, CosFace",
-         "margin_cross_entropy, Combined", "margin_cross_entropy, Circle", "PartialFC, ArcFace", "tiled_linear_cross_entropy, LMCL")
+         "margin_cross_entropy, Combined", "margin_cross_entropy, Circle", "margin_cross_entropy, SubCenter", "PartialFC, ArcFace",
+         "PartialFC, dot products", "tiled_linear_cross_entropy, LMCL")
+EACH = [name for name in CASES if name not in ALIKE]
+WITH_BACKWARD = "cross_entropy", "linear_divergence", "PartialFC, sampled"  # compiled too
+OPERATORS = ("cross_entropy", "cross_entropy, probabilities", "linear_log_probs", "tiled_linear_cross_entropy", "chunked_linear_cross_entropy",
+             "recompute_linear_cross_entropy", "linear_divergence", "contrastive_loss", "margin_cross_entropy, ArcFace", "PartialFC, sampled",
+             "PartialFC, dot products sampled")
 
 
-def each(names) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in names])
-
-
-each_case = each(CASES)
+def tried(names: Iterable[str], others: Iterable, *kept: tuple) -> list:
+    "Rows of a loss and how it is tried, of which the gate tries those that are kept"
+    return thorough_but(product(names, others), *kept)
 
 
 def added(result: Any) -> Tensor:
@@ -223,27 +228,28 @@ def export(name: str, strict: bool):
         torch.testing.assert_close(program.module()(*tensors), own(*tensors))
 
 
-@backends
-@each_case
+# without a backward pass of its own a graph costs half as much, and sizes that are unknown ask more of the backward pass
+@pytest.mark.parametrize("name, backend", tried(
+    CASES, ("eager", "aot_eager"), *((name, "aot_eager" if name in WITH_BACKWARD else "eager") for name in EACH)))
 def test_two_graphs_a_grad_mode_for_any_sizes(name, backend):
     alone, with_evaluations = graphs_of_sizes(name, backend)
     assert alone <= 2 and with_evaluations <= 4
 
 
-@backends
-@each(name for name, case in CASES.items() if case.numbers)
+@pytest.mark.parametrize("name, backend", tried(
+    (name for name, case in CASES.items() if case.numbers), ("eager", "aot_eager"), *((name, "aot_eager") for name in (
+        "cross_entropy", "linear_log_probs", "chunked_linear_cross_entropy", "recompute_linear_cross_entropy, filtered",
+        "linear_divergence, jsd of each token", "contrastive_loss"))))
 def test_numbers_that_change_make_no_graphs(name, backend):
     assert graphs_of_numbers(name, backend) <= 2
 
 
-@backends
-@each_case
+@pytest.mark.parametrize("name, backend", tried(CASES, ("eager", "aot_eager"), *((name, "aot_eager") for name in OPERATORS)))
 def test_sizes_that_no_compiler_knows(name, backend):
     assert graphs_of_masks(name, backend) <= 2
 
 
-@pytest.mark.parametrize("strict", [pytest.param(True, marks=pytest.mark.thorough), False])
-@each_case
+@pytest.mark.parametrize("name, strict", tried(CASES, (False, True), *((name, False) for name in OPERATORS)))
 def test_export_of_any_size(name, strict):
     export(name, strict)
 
