@@ -50,6 +50,9 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: float32 (float64 for float64)"),
+    "fusedloss.chunks ChunkedLinearCrossEntropyLoss.settings": (
+        "Returns:\n"
+        "    dict[str, Any]"),
     "fusedloss.chunks chunked_linear_cross_entropy": (
         "Args:\n"
         "    input (Tensor): what the linear layer multiplies, [..., H]\n"
@@ -605,9 +608,23 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    TopK: of the best classes, the best first"),
+    "fusedloss.partial_fc ClassVectors.extend": (
+        "Args:\n"
+        "    n (int): classes more\n"
+        "    *optimizers (Optimizer): whose state of the weight grows with it\n"
+        "\n"
+        "Returns:\n"
+        "    range: the new classes"),
     "fusedloss.partial_fc ClassVectors.own_parameters": (
         "Returns:\n"
         "    list[nn.Parameter]"),
+    "fusedloss.partial_fc ClassVectors.remove": (
+        "Args:\n"
+        "    classes (Tensor | Sequence[int]): the numbers of those to take out\n"
+        "    *optimizers (Optimizer): whose state of the weight shrinks with it\n"
+        "\n"
+        "Returns:\n"
+        "    Tensor: [V], each old class's new number, -1 if removed"),
     "fusedloss.partial_fc HeadStats": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target, no margin (or its dot product); 0 without a\n"
