@@ -74,7 +74,7 @@ def _describe():
         except (KeyError, AttributeError):  # not imported, or not to its end
             continue
         if SECTIONS.pop(key, None) and sys.flags.optimize < 2:
-            found.__doc__ = f"{cleandoc(found.__doc__)}\n\n{text}" if found.__doc__ else text
+            found.__doc__ = f"{cleandoc(found.__doc__)}\n\n{text}"
 
 
 class _Package(ModuleType):

@@ -8,9 +8,6 @@ SECTIONS = {
         "    log_softmax (bool): log-probabilities, else probabilities\n"
         "    margin (float): LMCL: taken off the target's cosine\n"
         "    scale (float | None): LMCL where given: what cosines are multiplied by"),
-    "fusedloss.baseline BaselineSoftmax.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.baseline BaselineSoftmax.forward": (
         "Args:\n"
         "    input (Tensor): [N,H] or [B,S,H]\n"
@@ -44,9 +41,6 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: float32 (float64 for float64), a scalar or [...]"),
-    "fusedloss.chunks ChunkedLinearCrossEntropyLoss.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.chunks ChunkedLinearCrossEntropyLoss.forward": (
         "Args:\n"
         "    input (Tensor): what the linear layer multiplies, [..., H]\n"
@@ -56,6 +50,9 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: float32 (float64 for float64)"),
+    "fusedloss.chunks ChunkedLinearCrossEntropyLoss.settings": (
+        "Returns:\n"
+        "    dict[str, Any]"),
     "fusedloss.chunks chunked_linear_cross_entropy": (
         "Args:\n"
         "    input (Tensor): what the linear layer multiplies, [..., H]\n"
@@ -142,9 +139,6 @@ SECTIONS = {
         "    each_row (bool): whether each row has negatives of its own\n"
         "    log_q (bool): subtract from scores the log of how often their class is drawn\n"
         "    seed (int): of the draws"),
-    "fusedloss.core.popularity PopularitySampler.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.core.popularity PopularitySampler.forward": (
         "Args:\n"
         "    rows (int): of the batch; 1 for a sample that all share\n"
@@ -162,9 +156,6 @@ SECTIONS = {
         "    rate (float | Literal[\"positives\"]): of the classes, in (0, 1]; or the batch's alone\n"
         "    seed (int): of the draws\n"
         "    log_q (bool): correct the sum for the classes that were not drawn"),
-    "fusedloss.core.sampling NegativeSampler.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.core.sampling NegativeSampler.find": (
         "Args:\n"
         "    y (Tensor): classes\n"
@@ -198,9 +189,6 @@ SECTIONS = {
         "        length\n"
         "    zero_infinity (bool): 0 instead of +∞ where no alignment exists\n"
         "    logits (bool): whether it is given logits"),
-    "fusedloss.ctc CTCLoss.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.ctc CTCLoss.forward": (
         "Args:\n"
         "    log_probs (Tensor): [T,N,C] or [T,C] log-probabilities; fp16, bf16, fp32, fp64\n"
@@ -487,18 +475,6 @@ SECTIONS = {
         "    monitoring (bool): keep statistics of the last call in `metrics`\n"
         "    device (torch.device | str | int | None): of the weight\n"
         "    dtype (torch.dtype | None): of the weight"),
-    "fusedloss.losses LinearCrossEntropyLoss.compute": (
-        "Args:\n"
-        "    input (Tensor): what the linear layer multiplies, [..., H]\n"
-        "    target (Tensor): the classes, [...]\n"
-        "    max_valid (int | None): a promise: no more tokens than this are not ignored\n"
-        "    **given (Any)\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor | tuple[Tensor, CrossEntropyStats]"),
-    "fusedloss.losses LinearCrossEntropyLoss.settings": (
-        "Returns:\n"
-        "    dict[str, Any]"),
     "fusedloss.losses linear_cross_entropy": (
         "Args:\n"
         "    input (Tensor): what the linear layer multiplies, [..., H]\n"
@@ -539,22 +515,12 @@ SECTIONS = {
         "    momentum (float): share of a new batch in the running statistics\n"
         "    reduce (Callable[[Tensor], Tensor] | None): [3] of a rank to [3] of all ranks\n"
         "    clip (tuple[float, float]): lengths outside count as these"),
-    "fusedloss.margins AdaFace.extra_repr": (
-        "Returns:\n"
-        "    str"),
-    "fusedloss.margins AdaFace.forward": (
-        "Args:\n"
-        "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor): [N], lengths of the rows; 1 for a row without a label\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.margins AdaFace.moves_by": (
         "Args:\n"
-        "    sums (Tensor)\n"
+        "    sums (Tensor): [3], of lengths: of one batch or of those since a step\n"
         "\n"
         "Returns:\n"
-        "    Tensor: [3] to [2]"),
+        "    Tensor: [2]"),
     "fusedloss.margins AdaFace.observe": (
         "Args:\n"
         "    norm (Tensor): [N], lengths of the rows\n"
@@ -578,25 +544,11 @@ SECTIONS = {
         "    scale (float | Tensor): of every score; a 0-dim tensor gets a gradient\n"
         "    grad (str): or \"straight_through\": slope `scale`, as many models were trained\n"
         "    past_pi (str): or \"linear\": cos θ − m sin m; or \"none\": it rises again"),
-    "fusedloss.margins ArcFace.target_score": (
-        "Args:\n"
-        "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.margins Circle": (
         "Args:\n"
         "    margin (float): 0 to 1\n"
         "    scale (float): of every score; a 0-dim tensor gets a gradient\n"
         "    grad (Literal[\"paced\", \"exact\"]): the paper's, weights being constants; or \"exact\""),
-    "fusedloss.margins Circle.target_score": (
-        "Args:\n"
-        "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.margins Combined": (
         "Args:\n"
         "    m1 (float): above 0; 1 to 4 are usual\n"
@@ -605,24 +557,10 @@ SECTIONS = {
         "    scale (float | Tensor): of every score; a 0-dim tensor gets a gradient\n"
         "    grad (str): or \"straight_through\": slope `scale`, as many models were trained\n"
         "    past_pi (str): or \"linear\", where m1 is 1: cos θ − m sin m; or \"none\": it rises again"),
-    "fusedloss.margins Combined.target_score": (
-        "Args:\n"
-        "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.margins CosFace": (
         "Args:\n"
         "    margin (float): 0 to 1; 0 is a plain cosine head\n"
         "    scale (float | Tensor): of every score; a 0-dim tensor gets a gradient"),
-    "fusedloss.margins CosFace.target_score": (
-        "Args:\n"
-        "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.margins Margin.observe": (
         "Args:\n"
         "    norm (Tensor): [N], lengths of the rows\n"
@@ -638,34 +576,6 @@ SECTIONS = {
         "Args:\n"
         "    k (int): rows of the weight for each class\n"
         "    margin (Margin): on the nearest one's cosine"),
-    "fusedloss.margins SubCenter.extra_repr": (
-        "Returns:\n"
-        "    str"),
-    "fusedloss.margins SubCenter.forward": (
-        "Args:\n"
-        "    *args (Any)\n"
-        "    **labels (Tensor)\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.margins SubCenter.observe": (
-        "Args:\n"
-        "    norm (Tensor): [N], lengths of the rows\n"
-        "    valid (Tensor): [N], rows with a label"),
-    "fusedloss.margins SubCenter.target_score": (
-        "Args:\n"
-        "    cos (Tensor): [N], of each row with its target\n"
-        "    norm (Tensor | None): [N], lengths of the rows; 1 for a row without a label\n"
-        "    **labels (Tensor)\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.margins has_labels": (
-        "Args:\n"
-        "    target_score (Callable[..., Tensor])\n"
-        "\n"
-        "Returns:\n"
-        "    bool"),
     "fusedloss.margins margin_cross_entropy": (
         "Args:\n"
         "    input (Tensor): [..., H], features of any length\n"
@@ -698,9 +608,23 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    TopK: of the best classes, the best first"),
+    "fusedloss.partial_fc ClassVectors.extend": (
+        "Args:\n"
+        "    n (int): classes more\n"
+        "    *optimizers (Optimizer): whose state of the weight grows with it\n"
+        "\n"
+        "Returns:\n"
+        "    range: the new classes"),
     "fusedloss.partial_fc ClassVectors.own_parameters": (
         "Returns:\n"
         "    list[nn.Parameter]"),
+    "fusedloss.partial_fc ClassVectors.remove": (
+        "Args:\n"
+        "    classes (Tensor | Sequence[int]): the numbers of those to take out\n"
+        "    *optimizers (Optimizer): whose state of the weight shrinks with it\n"
+        "\n"
+        "Returns:\n"
+        "    Tensor: [V], each old class's new number, -1 if removed"),
     "fusedloss.partial_fc HeadStats": (
         "Args:\n"
         "    cos (Tensor): [N], of each row with its target, no margin (or its dot product); 0 without a\n"
@@ -730,16 +654,6 @@ SECTIONS = {
         "        \"sum\"\n"
         "    device (torch.device | str | int | None): of the weight\n"
         "    dtype (torch.dtype | None): of the weight"),
-    "fusedloss.partial_fc PartialFC.extend": (
-        "Args:\n"
-        "    n (int): classes more\n"
-        "    *optimizers (Optimizer): whose state of the weight grows with it\n"
-        "\n"
-        "Returns:\n"
-        "    range"),
-    "fusedloss.partial_fc PartialFC.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.partial_fc PartialFC.forward": (
         "Args:\n"
         "    features (Tensor): rows to classify, [..., H]\n"
@@ -749,13 +663,6 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor | tuple[Tensor, HeadStats]: a scalar, or [...] for \"none\""),
-    "fusedloss.partial_fc PartialFC.remove": (
-        "Args:\n"
-        "    classes (Tensor | Sequence[int]): the numbers of those to take out\n"
-        "    *optimizers (Optimizer): whose state of the weight shrinks with it\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.partial_fc TopK": (
         "Args:\n"
         "    values (Tensor): [..., k], scores\n"
@@ -820,9 +727,6 @@ SECTIONS = {
     "fusedloss.row_sparse RowOptimizer.clip_grad_value_": (
         "Args:\n"
         "    clip_value (float): the largest magnitude of a number"),
-    "fusedloss.row_sparse RowOptimizer.load_state_dict": (
-        "Args:\n"
-        "    state_dict (dict)"),
     "fusedloss.row_sparse RowSparse": (
         "Args:\n"
         "    optimizer_class (type): torch.optim.SGD, torch.optim.AdamW or torch.optim.Adagrad\n"
@@ -833,9 +737,6 @@ SECTIONS = {
         "    stochastic_rounding (bool): of bfloat16 weights; their state is float32\n"
         "    seed (int): of the rounding\n"
         "    **options (Any): of the class: lr, momentum, ..."),
-    "fusedloss.row_sparse RowSparse.add_param_group": (
-        "Args:\n"
-        "    param_group (dict)"),
     "fusedloss.row_sparse RowSparse.step": (
         "Args:\n"
         "    closure (Callable[[], float] | None): makes the loss anew, as for any optimizer\n"
@@ -903,32 +804,6 @@ SECTIONS = {
     "fusedloss.semirings CountSemiring": (
         "Args:\n"
         "    dtype (torch.dtype): or float64, exact to 2⁵³ and rounded beyond"),
-    "fusedloss.semirings CountSemiring.lift": (
-        "Args:\n"
-        "    scores (Tensor): [...], log weights\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings EntropySemiring.lift": (
-        "Args:\n"
-        "    scores (Tensor): [...], log weights\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings EntropySemiring.mul": (
-        "Args:\n"
-        "    a (Tensor): [*components, ...], of shapes that broadcast\n"
-        "    b (Tensor): [*components, ...], of shapes that broadcast\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings EntropySemiring.sum": (
-        "Args:\n"
-        "    x (Tensor): [*components, ..., n, ...]\n"
-        "    dim (int): from the end, or among the axes after the components\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.semirings KBest": (
         "Args:\n"
         "    k (int): how many"),
@@ -944,26 +819,6 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor"),
-    "fusedloss.semirings KBest.lift": (
-        "Args:\n"
-        "    scores (Tensor): [...], log weights\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings KBest.mul": (
-        "Args:\n"
-        "    a (Tensor): [*components, ...], of shapes that broadcast\n"
-        "    b (Tensor): [*components, ...], of shapes that broadcast\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings KBest.sum": (
-        "Args:\n"
-        "    x (Tensor): [*components, ..., n, ...]\n"
-        "    dim (int): from the end, or among the axes after the components\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.semirings LogSemiring.dsum": (
         "Args:\n"
         "    x (Tensor): [*components, ..., n, ...]\n"
@@ -971,62 +826,7 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor"),
-    "fusedloss.semirings LogSemiring.mul": (
-        "Args:\n"
-        "    a (Tensor): [*components, ...], of shapes that broadcast\n"
-        "    b (Tensor): [*components, ...], of shapes that broadcast\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings LogSemiring.reduce": (
-        "Args:\n"
-        "    x (Tensor): [*components, ..., n, ...]\n"
-        "    dim (int): from the end, or among the axes after the components\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
     "fusedloss.semirings MaxSemiring.dsum": (
-        "Args:\n"
-        "    x (Tensor): [*components, ..., n, ...]\n"
-        "    dim (int): from the end, or among the axes after the components\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings MaxSemiring.mul": (
-        "Args:\n"
-        "    a (Tensor): [*components, ...], of shapes that broadcast\n"
-        "    b (Tensor): [*components, ...], of shapes that broadcast\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings MaxSemiring.reduce": (
-        "Args:\n"
-        "    x (Tensor): [*components, ..., n, ...]\n"
-        "    dim (int): from the end, or among the axes after the components\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings RealSemiring.dsum": (
-        "Args:\n"
-        "    x (Tensor): [*components, ..., n, ...]\n"
-        "    dim (int): from the end, or among the axes after the components\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings RealSemiring.lift": (
-        "Args:\n"
-        "    scores (Tensor): [...], log weights\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings RealSemiring.mul": (
-        "Args:\n"
-        "    a (Tensor): [*components, ...], of shapes that broadcast\n"
-        "    b (Tensor): [*components, ...], of shapes that broadcast\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.semirings RealSemiring.reduce": (
         "Args:\n"
         "    x (Tensor): [*components, ..., n, ...]\n"
         "    dim (int): from the end, or among the axes after the components\n"
@@ -1189,33 +989,9 @@ SECTIONS = {
         "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\", \"mean\" over the weights of valid rows, or\n"
         "        \"sum\"\n"
         "    dtype (torch.dtype | None): of the weight"),
-    "fusedloss.sharded_heads ShardedPartialFC.extend": (
-        "Args:\n"
-        "    n (int): classes more\n"
-        "    *optimizers (Optimizer): whose state of the weight grows with it\n"
-        "\n"
-        "Returns:\n"
-        "    range"),
-    "fusedloss.sharded_heads ShardedPartialFC.forward": (
-        "Args:\n"
-        "    features (Tensor): [..., H], this rank's rows\n"
-        "    target (Tensor | None): [...], in [0, V), or `ignore_index`; None in eval: `logits`\n"
-        "    return_stats (bool): `(loss, HeadStats)` instead of the loss\n"
-        "    token_weight (Tensor | None): [...], of rows; without gradient; on every rank or none\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor | tuple[Tensor, HeadStats]: a scalar, over all ranks' valid rows; for \"none\" [...], of\n"
-        "        this rank's"),
     "fusedloss.sharded_heads ShardedPartialFC.new_rows": (
         "Args:\n"
         "    device (torch.device | str | int | None): of the weight\n"
-        "\n"
-        "Returns:\n"
-        "    Tensor"),
-    "fusedloss.sharded_heads ShardedPartialFC.remove": (
-        "Args:\n"
-        "    classes (Tensor | Sequence[int]): the numbers of those to take out\n"
-        "    *optimizers (Optimizer): whose state of the weight shrinks with it\n"
         "\n"
         "Returns:\n"
         "    Tensor"),
@@ -1229,11 +1005,6 @@ SECTIONS = {
         "    stochastic_rounding (bool): of bfloat16 weights; their state is float32\n"
         "    seed (int): of the rounding\n"
         "    **options (Any): of the class: lr, momentum, ..."),
-    "fusedloss.sharded_heads ShardedRowSparse.update": (
-        "Args:\n"
-        "    p (Tensor)\n"
-        "    u (Update)\n"
-        "    names (tuple[str, ...])"),
     "fusedloss.sharded_heads ShardedScores.logits": (
         "Args:\n"
         "    features (Tensor): [..., H], this rank's rows; every rank calls\n"
@@ -1279,9 +1050,6 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: [N,V] or [B,S,V], in the input's dtype"),
-    "fusedloss.tiles MemoryEfficientVocabOutput.extra_repr": (
-        "Returns:\n"
-        "    str"),
     "fusedloss.tiles MemoryEfficientVocabOutput.forward": (
         "Args:\n"
         "    input (Tensor): [N,H] or [B,S,H]\n"

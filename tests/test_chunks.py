@@ -752,7 +752,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the bias is forgotten": ("if b is None: torch.mm", "if True: torch.mm"),
     "one flag decides both gradients": ("self.dw = torch.empty_like(w, dtype=total) if need_w", "self.dw = torch.empty_like(w, dtype=total) if need_x"),
     "the upstream gradient is dropped": ("(g * factors).unbind() if len(factors) else (g, g)", "factors.unbind() if len(factors) else (torch.ones_like(g),) * 2"),
-    "backward writes over what it saved": ("keep = torch._C._autograd._get_current_graph_task_keep_graph()\n        gx, gw", "keep = False\n        gx, gw"),
+    "backward writes over what it saved": ("keep = keeps_graph()\n        if ctx.buffer", "keep = False\n        if ctx.buffer"),
     "the mean is not divided late": ("new_ones(2) / plain_divisor(total)", "new_ones(2)"),
     "the mean is divided twice": ("if not unscaled_grad: return", "if False: return"),
     "the unit stays": ("part[1:] /= unit", "pass"),

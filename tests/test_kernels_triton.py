@@ -634,7 +634,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "fp16 divides twice": (
         "in place", "None if unscaled_grad else denominator)\n    out.copy_", "denominator)\n    out.copy_"),
     "a kept gradient is scaled again": (
-        "in place", "keep = torch._C._autograd._get_current_graph_task_keep_graph()", "keep = False"),
+        "in place", "keep = keeps_graph()\n        dz = scaled", "keep = False\n        dz = scaled"),
     "the version is not raised": ("in place on kernels", "torch.autograd.graph.increment_version(input)", "pass"),
     "leaves are overwritten": ("in place", "    if inplace: check_overwrite(input, return_stats)\n", ""),
     "NaN is right": ("front door", "((rank == 0) & lse.isfinite())", "(rank == 0)"),

@@ -538,7 +538,7 @@ def test_samples_that_torch_tests_itself_with(torchs_samples):
 # --- planted bugs ---
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
-    "the shift comes one too late": ("input.shape[-2] - shift), :]", "input.shape[-2] - shift - 1), :]"),
+    "the shift comes one too late": ("input[..., :-shift, :]", "input[..., :-shift - 1, :]"),
     "the token weights are not shifted": ("later(target), later(token_weight)", "later(target), token_weight[..., :max(0, input.shape[-2] - shift)]"),
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
     "tiles forget the scale": ("None, o.logit_scale, rows", "None, 1.0, rows"),

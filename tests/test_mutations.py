@@ -27,9 +27,9 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "dx keeps its radial part": ("for i in tiles.tokens: remove_radial(dx[i], x[i])", "pass"),
     "dw takes the first tokens for all": ("add_product(dw, dz.T, tiles.x[i]", "add_product(dw, dz.T, tiles.x[:i.stop - i.start]"),
     "dx forgets the tiles before": ("add_product(dx, dz, tiles.w[j].to(tiles.dtype))", "dx.copy_(dz @ tiles.w[j].to(tiles.dtype))"),
-    "one flag decides both gradients": ("needs.x, needs.w, logit_scale)", "needs.x, needs.x, logit_scale)"),
-    "ignore_index is forgotten": ("len(linear_weight),\n                       ignore_index, reduction)", "len(linear_weight), -100, reduction)"),
-    "the mean is over all tokens": ("len(linear_weight),\n                       ignore_index, reduction)", "len(linear_weight), ignore_index, 'none').mean()"),
+    "one flag decides both gradients": ("*options, needs.x, needs.w,", "*options, needs.x, needs.x,"),
+    "ignore_index is forgotten": ("linear_weight.shape[0],\n                       ignore_index, reduction)", "linear_weight.shape[0], -100, reduction)"),
+    "the mean is over all tokens": ("linear_weight.shape[0],\n                       ignore_index, reduction)", "linear_weight.shape[0], ignore_index, 'none').mean()"),
     "the caller's weight is normalised": ("unit = t / row_norms(t)[:, None]", "unit = t.div_(row_norms(t)[:, None])"),
 }
 CHOSEN = few(MUTANTS, "the last class is left out", "a later tile erases the target's score", "targets are sought from the first class",

@@ -86,7 +86,7 @@ def test_what_a_module_does_not_import_is_not_searched(package, tmp_path):
 
 def test_a_bug_far_below_a_loss_is_seen_from_it(tmp_path):
     x, w, y = torch.randn(4, 3), torch.randn(5, 3), torch.tensor([0, 1, 2, 3])
-    changed = planted(fusedloss.losses, tmp_path, 'ValueError(f"{name}: expected {in_words', 'ValueError(f"{name}: planted {in_words')
+    changed = planted(fusedloss.losses, tmp_path, 'ValueError(f"{name}: expected {expected}', 'ValueError(f"{name}: planted {expected}')
     for module, word in (changed, "planted"), (fusedloss.losses, "expected"):
         with pytest.raises(ValueError, match=f"^reduction: {word}"):
             module.linear_cross_entropy(x, w, y, reduction="average")

@@ -113,7 +113,7 @@ def test_the_class_that_is_defined_last_describes_a_device(toy):
 OPTION = {  # a constant that every score has besides: file, lines and what stands in their place
     "fusedloss/core/options.py": [
         ("    z_loss: Annotated", "    logit_bias: Annotated[float, Check('a number', is_number)] = 0.0  # added to the scaled logits\n    z_loss: Annotated"),
-        ("from fusedloss.core.checks import expect,", "from fusedloss.core.checks import is_number, expect,"),
+        ("import did_you_mean, expect,", "import did_you_mean, is_number, expect,"),
         ("(self.logit_scale, self.softcap) == (1.0, 0.0)", "(self.logit_scale, self.softcap, self.logit_bias) == (1.0, 0.0, 0.0)"),
         ("    softcap: Optional[float]\n", "    softcap: Optional[float]\n    logit_bias: float\n")],
     "fusedloss/core/reference.py": [("(o.softcap or 1.0))", "(o.softcap or 1.0)).add_(o.logit_bias / (o.softcap or 1.0))")],

@@ -20,7 +20,7 @@ def described(
                                                    # or as none
     zero_infinity: bool = False,  # as for `ctc_loss`
 ) -> Tensor:  # [N]
-    "A sentence; raises as the checks say."
+    "A sentence.\n\nArgs:\n    x: what `help` adds"
 
 
 def undescribed(x: Tensor, nothing_says: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ import json
 import textwrap
 from typing import Any, Iterator
 
-from reference import Parameter, beside, fields, found, is_tuple, loss_options, maker, parameters, public_names, type_text
+from reference import Parameter, beside, fields, found, is_tuple, loss_options, maker, parameters, public_names, sentence, type_text
 from workbook import PACKAGE, ROOT
 
 HEADER = '"What `help` adds to docstrings: made by tools/build_arguments.py from the comments beside arguments, and edited there."\n\n'
@@ -35,7 +35,7 @@ def section(rows: list[Parameter], result: Any = None, text: str = "") -> str:
 
 
 def sections_of(obj: Any) -> Iterator[tuple[Any, str]]:
-    "A public class or function and its methods, each with its section"
+    "A public class or function and its methods, each with its section: a method without a docstring has that of its base"
     if inspect.ismodule(obj):
         return
     if not inspect.isclass(obj):
@@ -44,7 +44,7 @@ def sections_of(obj: Any) -> Iterator[tuple[Any, str]]:
         return
     yield obj, section(fields(obj) if is_tuple(obj) else parameters(maker(obj), obj))
     for name in [] if is_tuple(obj) else dir(obj):
-        held = next(vars(c)[name] for c in obj.__mro__ if name in vars(c))
+        held = next((vars(c)[name] for c in obj.__mro__ if name in vars(c) and sentence(vars(c)[name])[0]), None)
         if inspect.isfunction(held) and name[0] != "_" and held.__module__.startswith(PACKAGE):
             fn = inspect.unwrap(held)
             yield held, section(parameters(fn, obj, name), inspect.signature(fn).return_annotation, beside(fn).get("return", ""))

@@ -535,7 +535,7 @@ def of_package(text: str) -> str:
 
 
 def described(value: Any) -> str:
-    "A signature, its TypedDicts field by field, and the docstring; what is no function as it prints"
+    "A signature, its TypedDicts field by field, and the docstring, in one line; what is no function as it prints"
     if isinstance(value, property):
         return f"property · {value.__doc__}"
     if not callable(value):
@@ -543,7 +543,7 @@ def described(value: Any) -> str:
     shape = inspect.signature(value)
     unpacked = [kind for p in shape.parameters.values() for kind in getattr(p.annotation, "__args__", ()) if is_typeddict(kind)]
     fields = "".join(f"; {name}: {kind}" for kind in unpacked for name, kind in inspect.get_annotations(kind).items())
-    return of_package(f"{shape}{fields}") + f" · {value.__doc__}"
+    return of_package(f"{shape}{fields}") + f" · {' '.join(str(value.__doc__).split())}"
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:

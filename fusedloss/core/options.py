@@ -8,9 +8,8 @@ __all__ = ['CrossEntropyStats']
 # %% ../../nbs/library/options.ipynb #18e36f98
 import functools, inspect
 from typing import (
-    Annotated, Any, Callable, get_args, get_type_hints, Iterable, Iterator, Literal, NamedTuple, Optional,
-    Sequence,
-    TypedDict, TypeVar, Union)
+    Annotated, Any, Callable, get_args, get_type_hints, Iterable, Iterator, Literal, NamedTuple,
+    Optional, Sequence, TypedDict, TypeVar, Union)
 
 import torch
 from torch import Tensor
