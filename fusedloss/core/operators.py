@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_repeated', 'keeps_graph', 'is_batched', 'is_legacy', 'for_each', 'for_each_of_batch', 'each_upstream', 'Later',
-           'is_later', 'in_tensor', 'products', 'operator']
+           'is_later', 'in_scalar', 'quotient', 'in_tensor', 'products', 'operator']
 
 # %% ../../nbs/library/operators.ipynb #806beaca
 import functools, inspect, itertools, math, sys, threading
@@ -184,10 +184,20 @@ class Later(float):
 
 def is_later(value:Optional[float]) -> bool:
     "Whether a compiler does not know a float, and would make a graph for each."
-    if type(value) is Later: return True
+    if type(value) is Later or isinstance(value, Tensor): return True
     if value is None or not torch.compiler.is_compiling(): return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
     return not has_static_value(value)
+
+def in_scalar(value:float|Tensor) -> Tensor:  # [] float64, on the CPU
+    "A float that a compiler does not know."
+    if isinstance(value, Tensor): return value
+    return torch.ones((), dtype=torch.float64, device="cpu") * value  # any constructor's argument is made a constant
+
+def quotient(a:float, b:float) -> float|Tensor:  # [] float64, for an operator
+    "a / b; of numbers that a compiler does not know a tensor's: PyTorch 2.11 makes a graph for each number of a float's arithmetic."
+    if not torch.compiler.is_compiling(): return a / b
+    return in_scalar(a) / b if is_later(a) or is_later(b) else a / b
 
 def in_tensor(values:list) -> Tensor:  # [K] float64, on the CPU
     "Floats that a compiler does not know."
@@ -195,8 +205,7 @@ def in_tensor(values:list) -> Tensor:  # [K] float64, on the CPU
         numbers = values[0].numbers
         if [(v.numbers is numbers, v.at) for v in values] == [(True, i) for i in range(numbers.shape[0])]: return numbers
         return torch.stack([v.numbers[v.at] for v in values])
-    one = torch.ones((), dtype=torch.float64, device="cpu")  # a product: any constructor's argument is made a constant
-    return torch.stack([one * value for value in values])
+    return torch.stack([in_scalar(value) for value in values])
 
 
 # %% ../../nbs/library/operators.ipynb #3fcbf359
