@@ -13,6 +13,8 @@ from typing import Any, Callable, get_type_hints, Iterable, Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as are_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
@@ -77,7 +79,7 @@ def is_batched(t:Optional[Tensor]) -> bool:
 
 def is_legacy(t:Optional[Tensor]) -> bool:
     "Whether `is_grads_batched` takes `t` apart."
-    return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
+    return t is not None and is_legacy_batchedtensor(t)
 
 
 # %% ../../nbs/library/operators.ipynb #f10a75e2
@@ -123,8 +125,9 @@ def each_upstream(
     @functools.wraps(backward)
     def one_by_one(ctx, *g):
         if torch.compiler.is_compiling(): return backward(ctx, *g)
-        if any(map(is_legacy, g)): return for_each_of_batch(backward, ctx, *g)
-        if not (torch._C._are_functorch_transforms_active() and any(map(is_batched, g))): return backward(ctx, *g)
+        for t in g:  # `any` of a map would take longer than all the rest
+            if t is not None and is_legacy_batchedtensor(t): return for_each_of_batch(backward, ctx, *g)
+        if not (are_transforms_active() and any(map(is_batched, g))): return backward(ctx, *g)
         return _EachUpstream.apply(backward, ctx, *g)
     return one_by_one
 
