@@ -18,7 +18,7 @@ from fusedloss.chunks import (
     scaled_gradients, sum_unit)
 from fusedloss.core.checks import (
     acc_dtype, check_linear, check_weight, expect, expect_tensor, FLOATS, in_range, is_number)
-from fusedloss.core.operators import first_order, operator, products
+from fusedloss.core.operators import first_order, operator, products, quotient
 from fusedloss.core.options import LossOptions, Reduction
 from fusedloss.core.pairs import (
     divergence_rows, divergence_terms, DivergenceOptions, pair_parts, put_pair_gradient, weigh_rows)
@@ -49,8 +49,8 @@ def divergence_options(
     for name, c in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
         expect(c is None or positive(c), name, "a positive number or None", c)
     if kind == "jsd" and beta in (0, 1): kind = kinds[int(beta)]
-    cool = lambda c: (c or 0.0) / temperature
-    return DivergenceOptions(kind, float(beta), 1 / temperature, cool(softcap),
+    cool = lambda c: quotient(c or 0.0, temperature)
+    return DivergenceOptions(kind, float(beta), cool(1.0), cool(softcap),
                              cool(teacher_softcap), top_rest == "drop")
 
 # %% ../nbs/24_divergence.ipynb #dv4rest

@@ -15,7 +15,7 @@ from fusedloss.chunks import check_promise, packed_rows, put_back
 from fusedloss.core.checks import (
     acc_dtype, check_flags, check_inputs, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
 from fusedloss.core.learned import fold_scale, take_scale
-from fusedloss.core.operators import operator, products
+from fusedloss.core.operators import operator, products, quotient
 from fusedloss.core.options import loss_options, LossOptions, Statistics
 from fusedloss.core.products import autocast_like_linear, takes_kernel
 from fusedloss.core.weights import weight_and_bias
@@ -73,7 +73,7 @@ def temperature_options(
     scale = take_scale(given)
     o = loss_options(given)
     if isinstance(temperature, Tensor): return o, temperature.reshape(-1).contiguous(), scale
-    return o._replace(logit_scale=o.logit_scale / temperature, softcap=o.softcap / temperature), None, scale
+    return o._replace(logit_scale=quotient(o.logit_scale, temperature), softcap=quotient(o.softcap, temperature)), None, scale
 
 # %% ../nbs/12_logprobs.ipynb #38776225
 def flat_labels(target:Tensor) -> Tensor:

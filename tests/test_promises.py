@@ -192,8 +192,10 @@ def graphs_of_numbers(name: str, backend: str) -> int:
 
 def kept(case: Case) -> Callable:
     "The loss of those rows that a mask names"
+    n_fixed = len(case.fixed())
+
     def run(call: Callable, mask: Tensor, *tensors: Tensor, **numbers) -> Tensor:
-        rows = len(tensors) - len(case.fixed())
+        rows = len(tensors) - n_fixed
         return added(call(*(t[mask] for t in tensors[:rows]), *tensors[rows:], **numbers))
     return run
 

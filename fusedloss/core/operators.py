@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_repeated', 'keeps_graph', 'is_batched', 'is_legacy', 'for_each', 'for_each_of_batch', 'each_upstream', 'Later',
-           'is_later', 'in_tensor', 'products', 'operator']
+           'is_later', 'in_scalar', 'quotient', 'in_tensor', 'products', 'operator']
 
 # %% ../../nbs/library/operators.ipynb #806beaca
 import functools, inspect, itertools, math, sys, threading
@@ -13,6 +13,8 @@ from typing import Any, Callable, get_type_hints, Iterable, Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as are_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
@@ -77,7 +79,7 @@ def is_batched(t:Optional[Tensor]) -> bool:
 
 def is_legacy(t:Optional[Tensor]) -> bool:
     "Whether `is_grads_batched` takes `t` apart."
-    return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
+    return t is not None and is_legacy_batchedtensor(t)
 
 
 # %% ../../nbs/library/operators.ipynb #f10a75e2
@@ -123,8 +125,9 @@ def each_upstream(
     @functools.wraps(backward)
     def one_by_one(ctx, *g):
         if torch.compiler.is_compiling(): return backward(ctx, *g)
-        if any(map(is_legacy, g)): return for_each_of_batch(backward, ctx, *g)
-        if not (torch._C._are_functorch_transforms_active() and any(map(is_batched, g))): return backward(ctx, *g)
+        for t in g:  # `any` of a map would take longer than all the rest
+            if t is not None and is_legacy_batchedtensor(t): return for_each_of_batch(backward, ctx, *g)
+        if not (are_transforms_active() and any(map(is_batched, g))): return backward(ctx, *g)
         return _EachUpstream.apply(backward, ctx, *g)
     return one_by_one
 
@@ -184,10 +187,20 @@ class Later(float):
 
 def is_later(value:Optional[float]) -> bool:
     "Whether a compiler does not know a float, and would make a graph for each."
-    if type(value) is Later: return True
+    if type(value) is Later or isinstance(value, Tensor): return True
     if value is None or not torch.compiler.is_compiling(): return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
     return not has_static_value(value)
+
+def in_scalar(value:float|Tensor) -> Tensor:  # [] float64, on the CPU
+    "A float that a compiler does not know."
+    if isinstance(value, Tensor): return value
+    return torch.ones((), dtype=torch.float64, device="cpu") * value  # any constructor's argument is made a constant
+
+def quotient(a:float, b:float) -> float|Tensor:  # [] float64, for an operator
+    "a / b; of numbers that a compiler does not know a tensor's: PyTorch 2.11 makes a graph for each number of a float's arithmetic."
+    if not torch.compiler.is_compiling(): return a / b
+    return in_scalar(a) / b if is_later(a) or is_later(b) else a / b
 
 def in_tensor(values:list) -> Tensor:  # [K] float64, on the CPU
     "Floats that a compiler does not know."
@@ -195,8 +208,7 @@ def in_tensor(values:list) -> Tensor:  # [K] float64, on the CPU
         numbers = values[0].numbers
         if [(v.numbers is numbers, v.at) for v in values] == [(True, i) for i in range(numbers.shape[0])]: return numbers
         return torch.stack([v.numbers[v.at] for v in values])
-    one = torch.ones((), dtype=torch.float64, device="cpu")  # a product: any constructor's argument is made a constant
-    return torch.stack([one * value for value in values])
+    return torch.stack([in_scalar(value) for value in values])
 
 
 # %% ../../nbs/library/operators.ipynb #3fcbf359
