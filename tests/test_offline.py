@@ -159,9 +159,9 @@ def optimizers(dtype, width=512, V=4096):
 def contrasts(dtype, width, N=8192):
     "Blocks of scores of pairs: their sums, and their gradient on the diagonal and beside it"
     x, y, s = matrix(N, width, dtype), matrix(N, width, dtype), cuda(1)
-    contrast.launch_statistics(x, y, s, cuda(N), cuda(N))
+    contrast.launch_statistics(x, y, s, cuda(2, N), cuda(2, N))
     for paired, need_scale in ((True, True), (False, True), (False, False)):
-        contrast.launch_dz(x, y, s, (cuda(N), cuda(N)), (cuda(N), cuda(N)), paired, need_scale, matrix(N, N, dtype))
+        contrast.launch_dz(x, y, s, (cuda(2, N), cuda(N)), (cuda(2, N), cuda(N)), paired, need_scale, matrix(N, N, dtype))
 
 
 def tiles_of_softmax(dtype, width, V=5000):

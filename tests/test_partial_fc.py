@@ -1065,7 +1065,7 @@ MUTANTS = {
     "a dead column names row 0": ("rows.amax().clamp(min=0), rows)", "0, rows)"),
     "sub-centres are one": ("each = rows[:, None] * k + torch.arange(k, device=rows.device)", "each = rows[:, None] * k + 0 * torch.arange(k)"),
     "a change that fails has begun": ("    made = [(make(p.data)", "    params[0].grad = None\n    made = [(make(p.data)"),
-    "new classes have no vectors": ("    begin(rows_of[0][len(params[0]):])\n", ""),
+    "new classes have no vectors": ("    begin(made[0][0][len(params[0]):])\n", ""),
     "the optimizer's rows stay": ("if made: optimizer.state[p].update(made)", "pass"),
     "classes keep their numbers": ("keep.cumsum(0) - 1, -1)", "torch.arange(len(keep)), -1)"),
     "an old loss keeps the shape": ("p.data = p.data.new_empty(0, dtype=other)", "pass"),
