@@ -25,6 +25,7 @@ from fusedloss.core.operators import applied, check_reverse, observed, operator,
 from fusedloss.core.options import configured, HeadMethod, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, grad_scale_of, product_dtype, tile_slices, wide_product)
+from fusedloss.core.reference import counted_rows
 from fusedloss.core.steps import add_if_first, MovesWithSteps
 from fusedloss.core.weights import weight_alone
 
@@ -625,11 +626,11 @@ def margin_cross_entropy(
     scale, known = learned_scale(margin), y.reshape(-1) != ignore_index
     rows = x if scale is None else scaled_rows(x, scale, known, eps).to(x.dtype)
     negatives_lse, cos = all_classes_lse(rows, w, y.reshape(-1), o, method) or cosine_lse(
-        rows, w, y.reshape(-1), o, token_tile, max(1, class_tile // o.centers))
+        counted_rows(rows, y.reshape(-1), ignore_index), w, y.reshape(-1), o, token_tile, max(1, class_tile // o.centers))
     if scale is not None: cos = cos / scale
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=cos.dtype)
     margin.observe(norm, known)
-    score = target_scores(margin, cos, x, norm, y.reshape(-1), known, n_classes)
+    score = target_scores(margin, cos, x, norm.nan_to_num(), y.reshape(-1), known, n_classes)
     losses = F.softplus(negatives_lse - score, threshold=50)
     if is_weighted:
         token_weight = None if token_weight is None else token_weight.reshape(-1)

@@ -115,6 +115,8 @@ IGNORING = {
     "recompute, none": layer("recompute", reduction="none"), "eager, none": layer("eager", reduction="none"), "tiles": layer("tiles"),
     "filter": lambda x, w, b, z, y: fl.linear_cross_entropy(x, w, y, linear_bias=b, method="recompute", filter_eps=1e-3),
     "LMCL": lambda x, w, b, z, y: fl.tiled_linear_cross_entropy(x, w, y, scale=8.0, token_tile=3, class_tile=16),
+    **{f"margin, {type(m).__name__}": lambda x, w, b, z, y, m=m: fl.margin_cross_entropy(x, w, y, margin=m, token_tile=3, class_tile=16)
+       for m in (fl.margins.CosFace(), fl.margins.AdaFace().eval(), fl.margins.Circle())},
     "cross_entropy": logits(fl.cross_entropy, lambda y: y, label_smoothing=0.1), "in place": logits(in_place, lambda y: y),
     "log_probs": lambda x, w, b, z, y: sum(t.sum() for t in fl.log_probs(z, y, entropy=True)[:2]),
     "linear_log_probs": lambda x, w, b, z, y: sum(t.sum() for t in fl.linear_log_probs(x, w, y, linear_bias=b, entropy=True)[:2]),
@@ -123,7 +125,7 @@ IGNORING = {
 
 
 @pytest.mark.parametrize("name, way", tried(
-    IGNORING, "chunks, smoothing", "recompute, smoothing", "recompute, stats", "product, mean", "tiles", "filter", "LMCL", "cross_entropy", "in place",
+    IGNORING, "chunks, smoothing", "recompute, smoothing", "recompute, stats", "product, mean", "tiles", "filter", "LMCL", "margin, AdaFace", "cross_entropy", "in place",
     "log_probs", "linear_log_probs", "divergence"), indirect=["way"])
 def test_nothing_of_an_ignored_token_reaches_a_gradient(name, way):
     x, w, b, z, _, y, _ = made(way)
