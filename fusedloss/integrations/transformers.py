@@ -281,8 +281,8 @@ class LinearForward(ReplacedForward):
 
     def waits(self) -> bool:
         "Whether this call returns `LazyLogits`; trainable tokens that are off leave it to their base."
-        if not any(f is self for f in WAITING.losses + WAITING.asked): return False
-        layer = self.module
+        waiting, layer = WAITING.losses + WAITING.asked, self.module
+        if not waiting or not any(f is self for f in waiting): return False
         if not is_of_tokens(layer): return True
         return bool(layer.active_adapters) and not layer.disable_adapters and not layer.merged
 
