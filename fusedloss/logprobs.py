@@ -73,8 +73,7 @@ def temperature_options(
     scale = take_scale(given)
     o = loss_options(given)
     if isinstance(temperature, Tensor): return o, temperature.reshape(-1).contiguous(), scale
-    scores = quotient(o.logit_scale, temperature), quotient(o.softcap, temperature)
-    return LossOptions(o.ignore_index, o.label_smoothing, *scores, o.z_loss), None, scale  # PyTorch 2.8 cannot trace `_replace`
+    return o._replace(logit_scale=quotient(o.logit_scale, temperature), softcap=quotient(o.softcap, temperature)), None, scale
 
 # %% ../nbs/12_logprobs.ipynb #38776225
 def flat_labels(target:Tensor) -> Tensor:
