@@ -109,8 +109,9 @@ def iota_cross_entropy_bwd(
     dz:Tensor,  # from forward, left as it is
     dim:int=-1,  # the classes' dimension
 ) -> Tensor:  # z's gradient, dz's dtype
-    "The gradient of forward's turn times what comes from above."
-    return (dz * g.unsqueeze(dim)).to(dz.dtype)
+    "The gradient of forward's turn times what comes from above; where that is 0, 0, whatever the row holds."
+    g = g.unsqueeze(dim)
+    return (dz * g).to(dz.dtype).masked_fill_(g == 0, 0)
 
 # %% ../nbs/03_iota.ipynb #393fd133
 class IotaCrossEntropy(torch.autograd.Function):

@@ -21,7 +21,7 @@ from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, grad_scale_of, part, store_tile, swizzle_tile, takes_kernel,
     tile_product, tile_scores, wide, write_product)
-from fusedloss.core.reference import reduce_rows
+from fusedloss.core.reference import reduce_rows, sub_max
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
     sum_per_class, to_device, unpadded_rows)
@@ -71,8 +71,9 @@ def lse_parts(
 ) -> tuple[Tensor, Tensor]:  # [n], [n]
     "Two numbers of each row of x wᵀ + b: its lse is the first and the second's logarithm."
     if not takes_kernel(x):
-        lse = chunk_scores(x, wide(w), bias)[:, 0].logsumexp(1)
-        return lse, torch.ones_like(lse)
+        z = chunk_scores(x, wide(w), bias)[:, 0]
+        row_max = z.amax(1)
+        return row_max, sub_max(z, row_max).exp_().sum(1)
     nowhere = torch.full((len(x),), BARE_OPTIONS.ignore_index, device=x.device)
     row_max, sums, *_ = launch_sums(x, w, nowhere, bias, None, BARE_OPTIONS)[0]
     return row_max / log2_scale(x), sums
@@ -173,9 +174,9 @@ class SoftmaxLaunches:
 def plain_softmax(w:Tensor, bias:Optional[Tensor], x:Tensor) -> TiledSoftmax:  # as above
     "By PyTorch; a row is one tile."
     z = chunk_scores(x, wide(w), bias)[:, 0]
-    lse = z.logsumexp(-1)
-    p = z.sub_(lse[:, None]).exp_()
-    return TiledSoftmax(p, torch.stack([lse, torch.ones_like(lse)])[:, None], len(w), 1.0)
+    row_max = z.amax(1)
+    p = z.sub_(row_max[:, None]).exp_()
+    return TiledSoftmax(p, torch.stack([row_max, p.sum(1)])[:, None], len(w), 1.0)
 
 # %% ../nbs/22_linear_ctc.ipynb #8e3dedac
 def tiled_softmax(
@@ -188,10 +189,10 @@ def tiled_softmax(
 
 # %% ../nbs/22_linear_ctc.ipynb #200d4ec3
 def scale_tiles(
-    tiles:TiledSoftmax, lse:Tensor, grad_coef:Tensor,  # [n], [n]
+    tiles:TiledSoftmax, row_max:Tensor, row_sum:Tensor, grad_coef:Tensor,  # [n] each
 ):
     "The softmax of each row times `grad_coef`, in its place; 0 where that is, whatever is there."
-    factor = (tiles.stats[0] / tiles.log2_scale - lse).exp_().mul_(grad_coef)
+    factor = (tiles.stats[0] / tiles.log2_scale - row_max).exp_().mul_(grad_coef / row_sum)
     for p, softmax_coef in zip(tiles.p.split(tiles.width, 1), factor): p.mul_(softmax_coef[:, None])
     tiles.p.masked_fill_((grad_coef == 0)[:, None], 0)
 
@@ -213,14 +214,15 @@ def plain_finish(
     g:Tensor, log_z:Tensor, stats:Tensor,  # [N], [N], [T,N,2] is written
 ):
     "From tiles of the softmax to the gradient, where the softmax is."
-    maxima, sums = tiles.stats.unbind()
-    lse = (maxima / tiles.log2_scale + sums.log()).logsumexp(0)
-    put_unpadded_rows(stats[s.at][..., 0], lse, s)
+    maxima, sums = tiles.stats[0] / tiles.log2_scale, tiles.stats[1]
+    row_max = maxima.amax(0)
+    row_sum = ((maxima - row_max).exp_() * sums).sum(0)
+    for i, part in enumerate((row_max, row_sum)): put_unpadded_rows(stats[s.at][..., i], part, s)
     on = torch.arange(s.at.start, s.at.stop, device=e.device)[:, None] < b.frames
     path = log_z.view(f64) != -torch.inf
     grad_coef = unpadded_rows(torch.where(on & path, g, 0), s)
-    p = unpadded_rows(e.transpose(0, 1), s).sub_(lse[:, None]).exp_()
-    scale_tiles(tiles, lse, grad_coef)
+    p = unpadded_rows(e.transpose(0, 1), s).sub_(row_max[:, None]).exp_().div_(row_sum[:, None])
+    scale_tiles(tiles, row_max, row_sum, grad_coef)
     gamma = sum_per_class(gammas, state_symbols(b), e.shape[2]).to(e.dtype)
     write_target_grads(tiles.p, p - unpadded_rows(gamma, s), grad_coef, b, s)
 

@@ -157,6 +157,10 @@ def gradient_bytes(r:Call) -> int:
     n, v, h = r.sizes
     return r.grad_dtype.itemsize * h * (n * r.needs[0] + v * r.needs[1])
 
+def counted_bytes(r:Call) -> int:
+    "Bytes of x with zeros for ignored tokens, which is a copy on a GPU."
+    return r.n * r.h * r.dtype.itemsize if r.gpu else 0
+
 def eager_estimate(r:Call, machine:Machine) -> Estimate:
     "All logits at once."
     graded, size = any(r.needs), r.n * r.v
@@ -166,8 +170,8 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
              *gradient_products(r, 1, 1, r.work)]
     copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
-    return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"], max(most - gradient_bytes(r), after),
-                    ("all logits",), "it has no chunks" if r.chunk_size else cannot_filter(r))
+    return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
+                    max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",), "it has no chunks" if r.chunk_size else cannot_filter(r))
 
 # %% ../nbs/10_plans.ipynb #1be5d8db
 MOST_ROUNDINGS = 8  # of dw in 16 bits, at most
@@ -337,11 +341,11 @@ def tiles_extra_bytes(r:Call, rows:int, columns:int) -> int:
     "A tile in fp32 and its gradient, a slice of dw, dx in fp32 beside what 16 bits will take."
     acc, narrow = acc_dtype(r.dtype).itemsize, r.grad_dtype.itemsize == 2
     forward = 2 * acc * rows * columns  # a tile, and its exponentials or the one before it
-    if not any(r.needs): return forward
+    if not any(r.needs): return counted_bytes(r) + forward
     dx = 2 * r.n * r.h if r.needs[0] and narrow else 0
     dz = 2 * rows * columns if r.work.itemsize == 2 else 0  # else in the place of the tile
     backward = dx + acc * (rows * columns + columns * r.h * r.needs[1]) + dz
-    return max(backward, 2 * dx, forward - gradient_bytes(r))
+    return counted_bytes(r) + max(backward, 2 * dx, forward - gradient_bytes(r))
 
 # %% ../nbs/10_plans.ipynb #745113b4
 def tile_sides(r:Call) -> tuple[int, int]:

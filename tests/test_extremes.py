@@ -118,6 +118,7 @@ IGNORING = {
     **{f"margin, {type(m).__name__}": lambda x, w, b, z, y, m=m: fl.margin_cross_entropy(x, w, y, margin=m, token_tile=3, class_tile=16)
        for m in (fl.margins.CosFace(), fl.margins.AdaFace().eval(), fl.margins.Circle())},
     "cross_entropy": logits(fl.cross_entropy, lambda y: y, label_smoothing=0.1), "in place": logits(in_place, lambda y: y),
+    "iota": logits(fl.iota_cross_entropy, lambda y: y),
     "log_probs": lambda x, w, b, z, y: sum(t.sum() for t in fl.log_probs(z, y, entropy=True)[:2]),
     "linear_log_probs": lambda x, w, b, z, y: sum(t.sum() for t in fl.linear_log_probs(x, w, y, linear_bias=b, entropy=True)[:2]),
     "divergence": lambda x, w, b, z, y: fl.linear_divergence(x, w, x.detach() + 1, w.detach() * 0.5, linear_bias=b, token_weight=KNOWN(y).float()),

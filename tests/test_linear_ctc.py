@@ -780,7 +780,7 @@ BUGS = {
     "ends one segment late": ("(b.frames > at.start) & (b.frames <= at.stop)", "(b.frames >= at.start) & (b.frames < at.stop)"),
     "p alone": ("p - unpadded_rows(gamma, s)", "p - 0 * unpadded_rows(gamma, s)"),
     "posteriors alone": ("p - unpadded_rows(gamma, s)", "-unpadded_rows(gamma, s)"),
-    "p before its lse": (".sub_(lse[:, None]).exp_()\n    scale_tiles", ".exp_()\n    scale_tiles"),
+    "p before its sum": (".exp_().div_(row_sum[:, None])\n    scale_tiles", ".exp_()\n    scale_tiles"),
     "columns, not their first": ("values = c.gather(1, b.symbols[n])", "values = c"),
     "subtracted from the softmax, not written over it": ("dz.scatter_(1, b.classes[n]", "dz.scatter_add_(1, b.classes[n]"),
     "upstream of another sequence": ("torch.where(on & path, g, 0)", "torch.where(on & path, g.roll(1), 0)"),
@@ -788,7 +788,7 @@ BUGS = {
     "one edge for all": ("self.states[0, (at.stop - 1) // self.every]", "self.states[0, 0]"),
     "lse of padding counts": ("torch.where(on, lse, 0).sum(0)", "lse.sum(0)"),
     "the mean counts as a sum": ("inv_denominators(b.lengths, mean, acc_dtype(x.dtype))", "inv_denominators(b.lengths, False, acc_dtype(x.dtype))"),
-    "rows where they are not": ("put_unpadded_rows(stats[s.at][..., 0], lse, s)", "put_unpadded_rows(stats[s.at][..., 0], lse.flip(0), s)"),
+    "rows where they are not": ("enumerate((row_max, row_sum)): put_unpadded_rows(stats[s.at][..., i], part, s)", "enumerate((row_max, row_sum)): put_unpadded_rows(stats[s.at][..., i], part.flip(0), s)"),
     "only the last dw": ("add_product(sums.dw, dz.T, x if x.dtype == dz.dtype else x.to(dz.dtype))", "sums.dw.copy_(dz.T @ x.to(dz.dtype))"),
 }
 

@@ -200,7 +200,35 @@ def contrasts():
     yield "contrast", pairs_of_features, lambda x, y: fl.contrastive_loss(x, y, 1.0), both_directions
 
 
-CASES = {name: case for cases in (cross_entropies, linear_losses, tiled, log_probabilities, divergences, contrasts) for name, *case in cases()}
+FRAMES, SEQUENCES, LABELS = 8, 3, 3
+
+
+def frames(g):
+    return [OFFSET + 2 * torch.randn(FRAMES, SEQUENCES, V, generator=g)]
+
+
+def layer_of_frames(g):
+    return [quarters(g, FRAMES, SEQUENCES, H), quarters(g, V, H), torch.full((V,), OFFSET)]
+
+
+def of_frames(loss, z):
+    "A CTC loss of z [T,N,V]: its arguments come from a seed"
+    labels = 1 + torch.randint(V - 1, (SEQUENCES, LABELS), generator=torch.Generator().manual_seed(6))
+    lengths = [torch.full((SEQUENCES,), n, device=z.device) for n in (FRAMES, LABELS)]
+    return loss(labels.to(z.device), *lengths)
+
+
+def of_log_probs(z):
+    return of_frames(partial(F.ctc_loss, z.log_softmax(-1)), z)
+
+
+def ctc_losses():
+    yield "ctc", frames, lambda z: of_frames(partial(fl.ctc_loss_with_logits, z), z), of_log_probs
+    yield ("linear ctc", layer_of_frames, lambda x, w, b: of_frames(partial(fl.linear_ctc_loss, x, w, linear_bias=b), x),
+           lambda x, w, b: of_log_probs(F.linear(x, w, b)))
+
+
+CASES = {name: case for cases in (cross_entropies, linear_losses, tiled, log_probabilities, divergences, contrasts, ctc_losses) for name, *case in cases()}
 
 
 def results(loss, leaves):

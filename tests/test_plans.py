@@ -86,7 +86,7 @@ def test_plan_says_what_the_taken_method_is():
                                ((4096, 128256, 512), 2**26, "fastest without a caution within")):
         p = plan(*size, torch.float16, memory_budget=budget, machine="H200")
         assert p.why.split(": the ")[1].startswith(what), p.why
-    assert plan(16384, 32000, 8192, reduction="none", machine="H200").why.startswith("tiles: the least memory, above")
+    assert plan(16384, 32000, 8192, reduction="none", machine="H200").why.startswith("recompute: the least memory, above")
 
 
 def test_plan_takes_another_machine():
