@@ -80,6 +80,7 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(tuning, "_chosen", tuning._Chosen())
+        patch.setattr(triton, "_compiled", {})  # a kernel that another test has compiled would be launched
         everywhere(patch, tuning, "platform_of", lambda where: device.name)
         everywhere(patch, tuning, "_compile_all", lambda run, variants: None)
         everywhere(patch, tuning.store, "read", lambda name: {})
