@@ -121,7 +121,8 @@ def test_plans_are_what_an_h200_did_at_random_shapes(method):
         times.append(way.seconds / seconds)
         sizes.append(way.extra / extra)
     assert len(times) > 45 and sum(0.75 <= t <= 1.25 for t in times) > SHARES[method] * len(times), sorted(times)
-    assert all(0.95 <= b <= 1.05 for b in sizes), sorted(sizes)
+    assert all(0.92 <= b <= 1.08 for b in sizes), sorted(sizes)
+    assert sum(0.95 <= b <= 1.05 for b in sizes) > 0.95 * len(sizes), sorted(sizes)
 
 
 def test_a_plan_is_remembered():
