@@ -1,4 +1,5 @@
 "Adapters to frameworks, loaded when they are asked for. None of them imports its framework before it is used."
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
