@@ -143,13 +143,44 @@ def plain_logit_copies(r:Call, kept:bool) -> float:
     return 2 + kept + (scaled or "label_smoothing" in r.options and any(r.needs))
 
 # %% ../nbs/10_plans.ipynb #93ae9f4c
+TARGET_ROWS = ("probabilities", "target_weight")  # kinds of targets with more than one number a token
+
 def cannot_filter(r:Call) -> str:
     "Why a method that keeps its logits refuses a filter; empty without one."
     return "it has no filter_eps" if "filter_eps" in r.options else ""
 
-def several_targets(r:Call) -> str:
-    "Why a method of one target a token refuses; empty if there is one."
-    return "it has no target_weight" if "target_weight" in r.options else ""
+def rows_of_targets(r:Call) -> str:
+    "Why a method of one label a token refuses; empty if there is one."
+    return next((f"it has no {kind}" for kind in TARGET_ROWS if kind in r.options), "")
+
+def eager_refusal(r:Call) -> str:
+    "What all logits lack; empty if nothing."
+    return "it has no chunks" if r.chunk_size else cannot_filter(r)
+
+def chunks_refusal(r:Call) -> str:
+    "What stage 6 lacks; empty if nothing."
+    if r.reduction == "none": return "its gradients are formed before 'none' has any"
+    graded = any(r.needs) and r.stats == "differentiable"
+    return "its lse and entropy have no gradient" if graded else cannot_filter(r)
+
+def product_refusal(r:Call) -> str:
+    "What stage 9 lacks; empty if nothing."
+    if r.reduction == "none": return "its gradients are formed before 'none' has any"
+    lacks = [name for name in r.options if name not in ("logit_scale", "z_loss", "token_weight", "weight")]
+    lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
+    return f"it has no {', '.join(lacks)}" * bool(lacks)
+
+def recompute_refusal(r:Call) -> str:
+    "What stage 7 lacks; empty if nothing."
+    return "it has slabs, not chunks" if r.chunk_size else rows_of_targets(r)
+
+def tiles_refusal(r:Call) -> str:
+    "What stage 2 lacks; empty if nothing."
+    lacks = [name for name in r.options if name != "logit_scale"]
+    lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
+    return f"it has no {', '.join(lacks)}" * bool(lacks)
+
+REFUSALS = dict(eager=eager_refusal, product=product_refusal, chunks=chunks_refusal, recompute=recompute_refusal, tiles=tiles_refusal)
 
 # %% ../nbs/10_plans.ipynb #8bb17b20
 def gradient_bytes(r:Call) -> int:
@@ -164,14 +195,14 @@ def counted_bytes(r:Call) -> int:
 def eager_estimate(r:Call, machine:Machine) -> Estimate:
     "All logits at once."
     graded, size = any(r.needs), r.n * r.v
-    kept = graded and (r.reduction == "none" or r.stats != "" or several_targets(r) != "")
+    kept = graded and (r.reduction == "none" or r.stats != "" or rows_of_targets(r) != "")
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, 1, 1, r.work)]
     copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
-                    max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",), "it has no chunks" if r.chunk_size else cannot_filter(r))
+                    max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",), eager_refusal(r))
 
 # %% ../nbs/10_plans.ipynb #1be5d8db
 MOST_ROUNDINGS = 8  # of dw in 16 bits, at most
@@ -225,23 +256,12 @@ def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     n, v, h = r.sizes
     chunks = -(-n // c.rows)
     costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
-             sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats or several_targets(r)))),
+             sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats or rows_of_targets(r)))),
              *summing_dw(r, c)]
-    refusal = ("its gradients are formed before 'none' has any" if r.reduction == "none" else
-               "its lse and entropy have no gradient" if graded and r.stats == "differentiable"
-               else cannot_filter(r))
     return make_estimate("chunks", r, machine, costs, 10 + 5 * chunks,
                     HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["chunk"], extra,
-                    ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal,
+                    ("rows", c.rows, "dw in fp32" if c.wide else ""), chunks_refusal(r),
                     "" if r.chunk_size else rounding_caution(r, chunks, c.wide))
-
-# %% ../nbs/10_plans.ipynb #3912f19f
-def product_refusal(r:Call) -> str:
-    "What stage 9 lacks; empty if nothing."
-    if r.reduction == "none": return "its gradients are formed before 'none' has any"
-    lacks = [name for name in r.options if name not in ("logit_scale", "z_loss", "token_weight", "weight")]
-    lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
-    return f"it has no {', '.join(lacks)}" * bool(lacks)
 
 # %% ../nbs/10_plans.ipynb #ba0e1496
 def product_estimate(r:Call, machine:Machine) -> Estimate:
@@ -334,7 +354,7 @@ def recompute_estimate(r:Call, machine:Machine) -> Estimate:
     "No logits; backward makes them again."
     found = (slab_estimate if r.gpu and r.dtype.itemsize == 2 else plain_estimate)(r, machine)
     return make_estimate("recompute", r, machine, *found,
-                    "it has slabs, not chunks" if r.chunk_size else several_targets(r))
+                    recompute_refusal(r))
 
 # %% ../nbs/10_plans.ipynb #327ea4ba
 def tiles_extra_bytes(r:Call, rows:int, columns:int) -> int:
@@ -367,10 +387,8 @@ def tiles_estimate(r:Call, machine:Machine) -> Estimate:
     stripes = -(-v // columns)
     tiles = -(-n // rows) * stripes
     host = HOST_SECONDS["tiles"] + tiles * HOST_SECONDS["tile"] + stripes * HOST_SECONDS["stripe"]
-    lacks = [name for name in r.options if name != "logit_scale"]
-    lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
     return make_estimate("tiles", r, machine, costs, 35 * tiles, host,
-                    tiles_extra_bytes(r, rows, columns), ("tiles of", rows, columns), f"it has no {', '.join(lacks)}" * bool(lacks))
+                    tiles_extra_bytes(r, rows, columns), ("tiles of", rows, columns), tiles_refusal(r))
 
 # %% ../nbs/10_plans.ipynb #4188b4fb
 NEARLY_EQUAL = 1.02  # times that no measurement here tells apart
@@ -486,7 +504,7 @@ def make_plan(r:Call, machine:Optional[Machine]=None) -> Plan:
 cached_plan = functools.lru_cache(maxsize=4096)(make_plan)
 
 # %% ../nbs/10_plans.ipynb #50a709f1
-OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps", "target_weight")
+OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps", *TARGET_ROWS)
 
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."

@@ -18,8 +18,8 @@ from fusedloss.core.checks import acc_dtype, check_flags, check_labels, expect, 
 from fusedloss.core.learned import take_scale
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import (
-    Accumulate, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
-    Reduction, ShardedMethod, Statistics, statistics_of)
+    Accumulate, Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
+    Operands, Reduction, ShardedMethod, Statistics, statistics_of)
 from fusedloss.core.placement import (
     agreed_calls, asked_shards, batch_of, check_reduction, heads_here, own_rows, placed)
 from fusedloss.core.products import (
@@ -427,23 +427,20 @@ def sharded_linear_cross_entropy(
                        num_classes, backbone_reduction, method, scale)
 
 # %% ../nbs/16_sharded.ipynb #77eb464f
-@tells_ranks(mesh_of_call)
 def planned_shards(
-    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int, method:str,
-    memory_budget:Optional[int], accumulate:str, filter_eps:Optional[float],
-    chunk_size:Optional[int], max_valid:Optional[int], backbone_reduction:Optional[str],
-    scale:Optional[Tensor],
+    t:Operands, a:Asked,  # its tensors, and what else it was asked for
+    scale:Optional[Tensor],  # a `logit_scale` with a gradient
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:
     "What `linear_cross_entropy` calls for a DTensor."
-    expect(accumulate in get_args(Accumulate), "accumulate", "'auto', 'float32' or 'native'", repr(accumulate))
-    wide = accumulate == "float32"  # as "recompute" sums dw
-    expect(not wide or method != "product", "accumulate", "'auto' or 'native' for method='product' over ranks", repr(accumulate))
-    for name, value in (("filter_eps", filter_eps), ("chunk_size", chunk_size),
-                        ("max_valid", max_valid)):
-        expect(value is None, name, "None for classes over ranks", value)
-    return spread_loss(input, linear_weight, target, given, shift, memory_budget,
-                       backbone_reduction=backbone_reduction, method="recompute" if wide and method == "auto" else method,
-                       scale=scale)
+    expect(a.accumulate in get_args(Accumulate), "accumulate", "'auto', 'float32' or 'native'", repr(a.accumulate))
+    wide = a.accumulate == "float32"  # as "recompute" sums dw
+    expect(not wide or a.method != "product", "accumulate", "'auto' or 'native' for method='product' over ranks", repr(a.accumulate))
+    for name in ("filter_eps", "chunk_size", "max_valid"):
+        expect(getattr(a, name) is None, name, "None for classes over ranks", getattr(a, name))
+    given = dict(linear_bias=t.linear_bias, weight=t.weight, reduction=a.reduction, options=a.options, token_weight=t.token_weight,
+                 return_stats=a.return_stats)
+    return spread_loss(t.input, t.linear_weight, t.target, given, a.shift, a.memory_budget, backbone_reduction=a.backbone_reduction,
+                       method="recompute" if wide and a.method == "auto" else a.method, scale=scale)
 
 # %% ../nbs/16_sharded.ipynb #slpcode1
 def log_probs_over_ranks(

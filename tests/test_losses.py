@@ -14,13 +14,13 @@ from torch._dynamo.testing import CompileCounter
 
 import fusedloss as fl
 import fusedloss.losses as losses
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import Asked, LossOptions, Operands
 from fusedloss.core.versions import torch_version
 from fusedloss.baseline import sample_data
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, shift_targets
 from fusedloss.measure import peak_memory, relative_error
-from fusedloss.plans import Call, cached_plan
+from fusedloss.plans import cached_plan
 from grids import FULL, few, grid, thorough_but
 from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference
@@ -352,8 +352,7 @@ def test_compiled_without_a_graph_break(method, device, fresh_compiler):
 @follows_plans
 @pytest.mark.parametrize("method, dtype", thorough_but(grid(METHODS, [f32, bf16])))
 def test_a_compiler_can_follow_the_plan_for_a_gpu(method, dtype, fresh_compiler, monkeypatch):
-    on_cpu = losses.call_of
-    everywhere(monkeypatch, losses, "call_of", lambda *given: Call(*(r := on_cpu(*given))[:5], True, *r[6:]))
+    everywhere(monkeypatch, losses, "has_kernels", lambda t: True)
     x, w, _, y = sample((2, 6), dtype=dtype)
     fn = torch.compile(lambda x, w, y: linear_cross_entropy(x, w, y, method=method), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (2, 1):
@@ -403,8 +402,7 @@ def test_a_call_is_planned_for_the_tokens_that_count(caplog):
     y[8:] = -100
     with caplog.at_level("DEBUG", "fusedloss"):
         linear_cross_entropy(x, w, y, max_valid=8)
-    r = losses.call_of(x, w, dict(linear_bias=None, weight=None, options=LossOptions(), token_weight=None, filter_eps=None,
-                                     reduction="mean", return_stats=False), None, "auto", None, 8, False)
+    r = losses.call_of(Operands(x, w, y), Asked(LossOptions(), max_valid=8))
     assert cached_plan(r).why in caplog.text and r.packed == 8
 
 
@@ -429,8 +427,7 @@ def test_log_says_what_was_taken(caplog):
 def test_auto_is_the_method_it_names(device, monkeypatch):
     x, w, _, y = sample((64,), 8, 500, device, f32)
     taken = []
-    real = losses.dispatch
-    everywhere(monkeypatch, losses, "dispatch", lambda way, *rest: taken.append(way.method) or real(way, *rest))
+    for name, run in losses.RUNS.items(): monkeypatch.setitem(losses.RUNS, name, lambda *call, name=name, run=run: taken.append(name) or run(*call))
     linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), y)
     linear_cross_entropy(x, w, y, memory_budget=60_000)
     linear_cross_entropy(x, w, y, memory_budget=60_000, reduction="none")
@@ -541,11 +538,11 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the shift comes one too late": ("input[..., :-shift, :]", "input[..., :-shift - 1, :]"),
     "the token weights are not shifted": ("later(target), later(token_weight)", "later(target), token_weight[..., :max(0, input.shape[-2] - shift)]"),
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
-    "tiles forget the scale": ("None, o.logit_scale, rows", "None, 1.0, rows"),
-    "tiles forget the ignored": ("reduction, o.ignore_index, 0.0", "reduction, -100, 0.0"),
+    "tiles forget the scale": ("a.options.logit_scale, *tile_sides(r)", "1.0, *tile_sides(r)"),
+    "tiles forget the ignored": ("a.options.ignore_index, 0.0, None", "-100, 0.0, None"),
     "eager forgets the bias": ("z = F.linear(x, linear_weight, linear_bias)", "z = F.linear(x, linear_weight)"),
-    "a module's bias is left out": ("given = dict(given, linear_bias=bias)", "pass"),
-    "a broken promise passes": ('check_promise(target, given["options"].ignore_index, max_valid)', "pass"),
+    "a module's bias is left out": ("linear_weight=w, linear_bias=bias)", "linear_weight=w)"),
+    "a broken promise passes": ("check_promise(t.target, a.options.ignore_index, a.max_valid)", "pass"),
     "eager forgets the class weights": ("run_cross_entropy(z, target, weight, token_weight,", "run_cross_entropy(z, target, None, token_weight,"),
     "a mean is a sum": ("run_cross_entropy(z, target, weight, token_weight, o, reduction,", 'run_cross_entropy(z, target, weight, token_weight, o, "sum" if reduction == "mean" else reduction,'),
     "an empty shard passes": ("t.numel() > 0 or not n_features", "True"),
@@ -661,11 +658,11 @@ def test_probabilities_are_shifted_chunked_and_compiled():
 
 
 @pytest.mark.parametrize("given, words", [
-    (dict(method="recompute"), r"method: expected 'auto' or 'chunks' or 'eager' for probabilities and reduction='mean', got 'recompute'"),
-    (dict(method="chunks", reduction="none"), "method: expected 'auto' or 'eager' for probabilities and reduction='none'"),
+    (dict(method="recompute"), r"method: expected 'eager' or 'chunks' for this call, got 'recompute': it has no probabilities"),
+    (dict(method="chunks", reduction="none"), "method: expected 'eager' for this call, got 'chunks'"),
     (dict(max_valid=3), "max_valid: expected nothing beside probabilities, got 3"), (dict(return_stats=True), "return_stats: expected nothing beside probabilities"),
     (dict(filter_eps=1e-3), "filter_eps: expected nothing beside probabilities"), (dict(ignore_index=1), "ignore_index: expected a negative number"),
-    (dict(memory_budget=1), "memory_budget: expected at least 64 bytes here, got 1"), (dict(memory_budget=64, reduction="none"), "memory_budget: expected at least 384 bytes"),
+    (dict(memory_budget=1), "memory_budget: expected at least 88 bytes for 'chunks', got 1 bytes"), (dict(memory_budget=64, reduction="none"), "memory_budget: expected at least 528 bytes for 'eager'"),
     (dict(target=torch.rand(5, 11)), r"target: expected shape \[6, 11\], got \[5, 11\]"),
     (dict(target=torch.rand(6, 11, requires_grad=True)), "target: expected probabilities without gradient")])
 def test_probabilities_that_are_refused(given, words):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fusedloss.plans as planning
-from fusedloss.core.options import loss_options, LossOptions
+from fusedloss.core.options import Asked, loss_options, LossOptions, Operands
 from fusedloss.baseline import sample_data
 from fusedloss.core.rates import H200, Machine
-from fusedloss.losses import choose, linear_cross_entropy, call_of
+from fusedloss.losses import call_of, choose, linear_cross_entropy
 from fusedloss.measure import SHAPES, peak_memory
 from fusedloss.plans import make_plan, plan
 from grids import few, grid
@@ -145,11 +145,8 @@ def test_predicted_bytes_are_those_counted(name, dtype):
         if isinstance(loss, tuple):  # an entropy that takes part has the gradient that takes most
             loss = loss[0] + loss[1].entropy.mean()
         torch.autograd.grad(loss.sum(), [x, w])
-    p = make_plan(call_of(x, w, dict(
-        linear_bias=None, weight=None, token_weight=None, filter_eps=None,
-        options=loss_options({k: v for k, v in options.items() if k in LossOptions._fields}),
-        **{k: options.get(k, d) for k, d in dict(reduction="mean", return_stats=False).items()}),
-        options.get("memory_budget"), "auto", None, None, False))
+    shaping = {k: v for k, v in options.items() if k in LossOptions._fields}
+    p = make_plan(call_of(Operands(x, w, y), Asked(loss_options(shaping), **{k: v for k, v in options.items() if k not in shaping})))
     for way in p.able:
         if way.extra <= p.budget and way.method != "tiles":
             told[way.method] = (peak_memory(lambda: run(way.method)) - x.nbytes - w.nbytes) / way.extra
@@ -192,8 +189,8 @@ def test_chunks_are_planned_for_the_tokens_that_count():
 
 MUTANTS = {  # what is wrong: (text of fusedloss/plans.py, what stands in its place)
     "memory is taken for little time": ("w.seconds <= NEARLY_EQUAL *", "w.seconds <= 1.0 *"),
-    "chunks give statistics without gradient": ('graded and r.stats == "differentiable"', "False"),
-    "chunks take a loss for each token": ('if r.reduction == "none" else', 'if r.reduction == "x" else'),
+    "chunks give statistics without gradient": ('graded = any(r.needs) and r.stats == "differentiable"', "graded = False"),
+    "chunks take a loss for each token": ('"What stage 6 lacks; empty if nothing."\n    if r.reduction == "none"', '"What stage 6 lacks; empty if nothing."\n    if r.reduction == "x"'),
     "the budget is not looked at": ("w.extra <= self.budget]", "True]"),
     "the slowest is taken": ("if getattr(w, of) < getattr(best, of)", "if getattr(w, of) > getattr(best, of)"),
     "dw is rounded without end": ("chunks > most", "False"),

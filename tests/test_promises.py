@@ -97,6 +97,15 @@ SCORES = dict(logit_scale=above_1, softcap=above_1)
 LOGITS = dict(**SCORES, label_smoothing=itself, z_loss=itself)
 TEACHER = dict(temperature=above_1, softcap=above_1, teacher_softcap=above_1)
 
+LINEAR = {
+    "auto": ({}, labels, LOGITS), "auto, each token": (dict(reduction="none"), labels, LOGITS), "auto, a budget": (dict(memory_budget=2**20), labels, LOGITS),
+    "auto, a promise": (dict(max_valid=64), labels, {}), "auto, probabilities": ({}, probabilities, LOGITS), "auto, several": ({}, several, LOGITS),
+    "each token, several": (dict(reduction="none"), several, LOGITS),
+    **{method: (dict(method=method), labels, LOGITS) for method in ("eager", "chunks", "recompute")},
+    "tiles": (dict(method="tiles"), labels, dict(logit_scale=above_1)), "tiles, a budget": (dict(method="tiles", memory_budget=2**24), labels, {}),
+    "eager, a budget": (dict(method="eager", memory_budget=2**20, reduction="none"), labels, {}), "product": (dict(method="product"), labels, dict(z_loss=itself)),
+}
+
 CASES = {
     "cross_entropy": of_logits(fl.cross_entropy, **LOGITS),
     "cross_entropy, each token": of_logits(lambda z, y, **numbers: fl.cross_entropy(z, y, reduction="none", **numbers), **LOGITS),
@@ -111,6 +120,9 @@ CASES = {
     "chunked_linear_cross_entropy": of_features(linear(fl.chunked_linear_cross_entropy), **LOGITS),
     "recompute_linear_cross_entropy": of_features(linear(fl.recompute_linear_cross_entropy), **LOGITS),
     "recompute_linear_cross_entropy, filtered": of_features(linear(fl.recompute_linear_cross_entropy), filter_eps=lambda v: v / 100, **SCORES),
+    **{f"linear_cross_entropy, {name}": of_features(linear(fl.linear_cross_entropy, **options), target, **numbers) for name, (options, target, numbers) in LINEAR.items()},
+    "linear_cross_entropy, statistics": of_features(linear(lambda *a, **k: fl.linear_cross_entropy(*a, return_stats=True, **k)[1].lse), **SCORES),
+    "linear_cross_entropy, a module": of_head(fl.LinearCrossEntropyLoss(H, V, monitoring=True)),
     "MemoryEfficientVocabOutput": of_head(fl.MemoryEfficientVocabOutput(nn.Parameter(torch.randn(V, H)))),
     "linear_divergence": Case(of_teacher(), lambda n: (floats(n, H), torch.randn(n, H)), lambda: (floats(V, H), torch.randn(V, H)), TEACHER),
     "linear_divergence, jsd of each token": Case(of_teacher(kind="jsd", reduction="none"), lambda n: (floats(n, H), torch.randn(n, H)),

@@ -91,6 +91,35 @@ class LossOptions(NamedTuple):
 DEFAULTS = LossOptions()
 
 
+class Operands(NamedTuple):
+    "The tensors of a linear layer's loss."
+
+    input: Tensor  # [..., H]
+    linear_weight: Tensor  # [V,H]
+    target: Tensor  # [...]; probabilities [..., V]; several labels [..., K]
+    linear_bias: Optional[Tensor] = None  # [V]
+    weight: Optional[Tensor] = None  # [V]
+    token_weight: Optional[Tensor] = None  # [...]
+    target_weight: Optional[Tensor] = None  # [K]
+
+
+class Asked(NamedTuple):
+    "What a caller asks for beside them."
+
+    options: LossOptions
+    reduction: str = "mean"
+    shift: int = 0
+    method: str = "auto"
+    memory_budget: Optional[int] = None  # bytes beyond the gradients
+    accumulate: str = "auto"
+    filter_eps: Optional[float] = None
+    chunk_size: Optional[int] = None
+    max_valid: Optional[int] = None  # a promise: no more tokens than this are not ignored
+    return_stats: bool = False
+    monitored: bool = False  # statistics need no gradient
+    backbone_reduction: Optional[str] = None
+
+
 def _checks() -> dict[str, tuple[type, Check]]:
     "Type and check of each option."
     return {name: get_args(kind) for name, kind in get_type_hints(LossOptions, include_extras=True).items()}
