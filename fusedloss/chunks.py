@@ -20,7 +20,7 @@ from fusedloss.core.checks import (
     expect, expect_tensor, FLOATS, is_integer, may_look)
 from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
-    autocasts, BATCHED, first_order, is_repeated, keeps_graph, observed, operator, Operator, products)
+    autocasts, BATCHED, first_order, is_recorded, is_repeated, keeps_graph, observed, operator, Operator, products)
 from fusedloss.core.options import (
     configured, Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
@@ -375,7 +375,8 @@ def chunked_loss_bwd(
 
 def scaled_gradients(ctx, needs, g, *_):
     "dx, dw and db, where they are needed."
-    found = chunked_loss_grad(g, *ctx.saved_tensors, ctx.bias_dtype)
+    scale = chunked_loss_bwd if is_recorded() else chunked_loss_grad  # a compiler makes one pass of it, in place
+    found = scale(g, *ctx.saved_tensors, ctx.bias_dtype)
     wanted = ("x", needs.x), ("w", needs.w), ("b", needs.b)
     return {name: d for (name, need), d in zip(wanted, found) if need}
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from grids import thorough_but
+from helpers import everywhere
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedloss as fl
-from fusedloss import margins
+from fusedloss import losses, margins
 
 V, H = 11, 8
 
@@ -146,12 +147,14 @@ VALUES = (0.25, 0.5, 0.125)
 # of losses that share their operators and checks the gate tries one
 ALIKE = ("cross_entropy, each token", "cross_entropy, statistics", "linear_divergence, lists", "margin_cross_entropy, CosFace",
          "margin_cross_entropy, Combined", "margin_cross_entropy, Circle", "margin_cross_entropy, SubCenter", "PartialFC, ArcFace",
-         "PartialFC, dot products", "tiled_linear_cross_entropy, LMCL")
+         "PartialFC, dot products", "tiled_linear_cross_entropy, LMCL",
+         *(f"linear_cross_entropy, {name}" for name in ("eager", "chunks", "recompute", "product", "tiles", "auto, a promise", "auto, a budget", "each token, several",
+                                                        "auto, probabilities", "statistics", "eager, a budget")))
 EACH = [name for name in CASES if name not in ALIKE]
-WITH_BACKWARD = "cross_entropy", "linear_divergence", "PartialFC, sampled"  # compiled too
+WITH_BACKWARD = "cross_entropy", "linear_divergence", "PartialFC, sampled", "linear_cross_entropy, auto, each token"  # compiled too
 OPERATORS = ("cross_entropy", "cross_entropy, probabilities", "linear_log_probs", "tiled_linear_cross_entropy", "chunked_linear_cross_entropy",
              "recompute_linear_cross_entropy", "linear_divergence", "contrastive_loss", "margin_cross_entropy, ArcFace", "PartialFC, sampled",
-             "PartialFC, dot products sampled")
+             "PartialFC, dot products sampled", "linear_cross_entropy, auto", "linear_cross_entropy, auto, each token")
 
 
 def tried(names: Iterable[str], others: Iterable, *kept: tuple) -> list:
@@ -253,7 +256,7 @@ def test_two_graphs_a_grad_mode_for_any_sizes(name, backend):
 @pytest.mark.parametrize("name, backend", tried(
     (name for name, case in CASES.items() if case.numbers), ("eager", "aot_eager"), *((name, "aot_eager") for name in (
         "cross_entropy", "linear_log_probs", "chunked_linear_cross_entropy", "recompute_linear_cross_entropy, filtered",
-        "linear_divergence, jsd of each token", "contrastive_loss"))))
+        "linear_divergence, jsd of each token", "contrastive_loss", "linear_cross_entropy, auto"))))
 def test_numbers_that_change_make_no_graphs(name, backend):
     assert graphs_of_numbers(name, backend) <= 2
 
@@ -266,6 +269,33 @@ def test_sizes_that_no_compiler_knows(name, backend):
 @pytest.mark.parametrize("name, strict", tried(CASES, (False, True), *((name, False) for name in OPERATORS)))
 def test_export_of_any_size(name, strict):
     export(name, strict)
+
+
+ROUTES = {"mean": {}, "each token": dict(reduction="none"), "statistics": dict(return_stats=True)}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_compiled_call_takes_the_method_of_its_size(route, caplog, monkeypatch):
+    "One graph for sizes whose plans differ: each is run by its own, as the same call is without a compiler"
+    everywhere(monkeypatch, losses, "has_kernels", lambda t: True)  # a GPU's plans differ at small sizes
+
+    def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        found = fl.linear_cross_entropy(x, w, y, memory_budget=100_000, **ROUTES[route])
+        return found[0] + found[1].lse.sum() if isinstance(found, tuple) else found.sum()
+
+    torch._dynamo.reset()
+    compiled, w = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True), floats(301, H)
+    said = []
+    for n in (40, 50, 4000, 60):
+        x, y = floats(n, H), torch.arange(n) % 301
+        for run in (loss, compiled):
+            caplog.clear()
+            with caplog.at_level("DEBUG", "fusedloss"): grads = torch.autograd.grad(run(x, w, y), [x, w])
+            said.append((caplog.messages[-1], grads))
+    for (plain, expected), (planned, got) in zip(said[::2], said[1::2]):
+        assert plain == planned
+        for a, b in zip(got, expected): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert len({text.split(": ")[1] for text, _ in said}) > 1, "all sizes are alike"
 
 
 def table() -> str:

@@ -223,6 +223,15 @@ def observed() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or transformed()
 
 
+def is_recorded() -> bool:
+    "Whether a compiler records each operation, to make kernels of its own."
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def check_unbatched(
     t: Tensor,  # labels, which are looked at
 ):
