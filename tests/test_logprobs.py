@@ -646,7 +646,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "a score that cannot be has an entropy": ("coef -= (g_h / LOG2_SCALE)[:, None] * tl.maximum(below, -1e30)", "coef -= (g_h / LOG2_SCALE)[:, None] * below"),
     "the temperature leaves the slope as it was": ("return z * by, slope * by\n\n# %% ../../nbs/library/softmax.ipynb #28c38e64", "return z * by, slope\n\n# %% ../../nbs/library/softmax.ipynb #28c38e64"),
     "the target is not cooled": ("z, slope = SCORE(raw, o)\n    if temperature_ptr is not None:\n        z *= inverse_temperature(temperature_ptr, rows, rows < N)", "z, slope = SCORE(raw, o)"),
-    "the temperature comes before the soft cap": ("softcap=o.softcap / temperature", "softcap=o.softcap"),
+    "the temperature comes before the soft cap": ("softcap=quotient(o.softcap, temperature)", "softcap=o.softcap"),
     "all temperatures are the first": ("tl.load(temperature_ptr + rows, mask=keep, other=1.0)", "tl.load(temperature_ptr + rows * 0, mask=keep, other=1.0)"),
     "the target of logits is not cooled": ("        z_y *= by\n", "        z_y *= 1.0\n"),
     "temperatures stay where they were when rows are packed": ("args[0]): found = launch_lse(*args, None, budget, part(temperature))", "args[0]): found = launch_lse(*args, None, budget, temperature)"),

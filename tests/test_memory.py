@@ -99,7 +99,7 @@ def test_a_backward_pass_holds_what_its_plan_says(sizes, needs, dtype, budget, s
     options = ("linear_bias",) * needs[2]
     p = plan(n, v, h, dtype, needs_grad=needs, options=options, memory_budget=budget or None, machine="H200")
     assert found == pytest.approx(p["recompute"].extra, rel=0.05)
-    if n < 131072:  # beyond, dx in fp32 and slabs of sixteen tiles take more than our own limit
+    if n < 131072 and (budget or n * h < 2**25):  # else x, dx in fp32 and slabs of sixteen tiles take more than our own limit
         assert found <= 1.05 * (budget or 2**28)
 
 
@@ -131,7 +131,8 @@ def test_tiles_hold_what_their_plan_says(sizes, dtype, budget, silent, monkeypat
     sides, one = way.cut[1:], torch.empty(n, device="meta")
     forward = held(lambda: tiles.tiled_lse_fwd(x, w, y, 0.0, None, *sides))
     backward = held(lambda: tiles.tiled_lse_bwd(one, one, x, w, y, one, one, 0.0, None, *sides, True, True))
-    assert way.extra == pytest.approx(max(forward, backward) - gradients(sizes, (1, 1, 0), dtype.itemsize), rel=0.05)
+    rows = n * h * dtype.itemsize  # with zeros for ignored tokens
+    assert way.extra == pytest.approx(rows + max(forward, backward) - gradients(sizes, (1, 1, 0), dtype.itemsize), rel=0.05)
 
 
 @pytest.mark.parametrize("sizes, dtype, how", [

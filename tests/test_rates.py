@@ -203,7 +203,7 @@ def test_slabs_follow_the_multiprocessors():
 @follows_plans
 @pytest.mark.parametrize("known", thorough_but(["table", "disk", "guessed_machine"], "table"))
 def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
-    "The machine is a constant of the graph: nothing is measured, and no graph breaks"
+    "No graph breaks; the plan is of the machine that runs it"
     from fusedloss import linear_cross_entropy, losses
     x, w, y = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
     torch.compile(linear_cross_entropy, backend="eager")(x, w, y)  # Dynamo asks once what the GPU can do, before another one is played
@@ -216,7 +216,7 @@ def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
         return loss * machine_here(x.device).bandwidth
     out = torch.compile(step, fullgraph=True, backend="eager")(x, w, y)
     expected = {"table": H200.bandwidth, "disk": 1e12, "guessed_machine": guessed_machine(ODD).bandwidth}[known]
-    assert not calls
+    assert len(calls) <= (known == "guessed_machine"), "a GPU that no table lists is measured by the run, as without a compiler"
     torch.testing.assert_close(out, linear_cross_entropy(x, w, y, method="eager") * expected)
     torch._dynamo.reset()
 
