@@ -24,7 +24,7 @@ dev: $(READY)  ## set up .venv, and git hooks that clean notebooks and check tha
 	$(NBDEV)pre-commit install
 
 tour: $(READY)  ## train a small model with the loss of every stage, on the device at hand
-	$(PYTHON) -c "import sys; from fusedloss.tour import main; sys.exit(main(['tour']))"
+	$(PYTHON) -m workbook.tour
 
 # one thread for each of pytest's workers: two that fight over two cores are ten times slower
 test test-all check-generated check-site pytest: export TRITON_INTERPRET = 1
@@ -82,7 +82,7 @@ records-gpu: $(READY)  ## whole models and first calls, on the GPU at hand: reco
 	$(PYTHON) examples/first_calls.py
 
 stamp: $(READY)  ## write .commit: what a copy of the project without its history is a copy of
-	$(PYTHON) tools/workbook.py stamp
+	$(PYTHON) tools/project.py stamp
 
 docs: export TRITON_INTERPRET = 1
 docs: $(READY)  ## README.md and docs/, from the notebooks

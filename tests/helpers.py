@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedloss.baseline import Sample, sample_data
 from fusedloss.core.versions import torch_version
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 
 # fp64: a few hundred additions of rounding 1e-16. fp32: the same of 6e-8.
 # Half precisions: results are rounded once to 8 or 11 bits (4e-3, 5e-4), and on a GPU so is dz before its products.
@@ -285,10 +285,10 @@ def unchanged(bugs: Iterable[Iterable[str]]) -> list[str]:
 
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, value) -> None:
-    "Replace the function or class that is `module.name` now in each module of the package, and each planted variant, that holds it"
+    "Replace the function or class that is `module.name` now in each module of the package and the workbook, and each planted variant, that holds it"
     old = getattr(module, name)
     assert callable(old), f"expected a function or a class, got {old!r}: others may hold the same value for other reasons"
-    for home in [m for key, m in sys.modules.items() if re.match(r"fusedloss(\.|$)|variant\d+_", key)]:
+    for home in [m for key, m in sys.modules.items() if re.match(r"(fusedloss|workbook)(\.|$)|variant\d+_", key)]:
         for held in [held for held, it in vars(home).items() if it is old]:
             monkeypatch.setattr(home, held, value)
     assert getattr(module, name) is value

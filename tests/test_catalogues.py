@@ -12,8 +12,8 @@ import fusedloss as fl
 from fusedloss import partial_fc
 from fusedloss.core import dots, operators, popularity
 from fusedloss.core.popularity import PopularitySampler, expected_draws
-from fusedloss.measure import relative_error, saved_tensors
 from fusedloss.row_sparse import RowSparse
+from workbook.measure import relative_error, saved_tensors
 from grids import FULL, few, thorough_but
 from head_cases import ADAMW, SGD, bf16, f16, f32, f64, kernels_for_all, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, has_no_second_derivative, planted, unchanged

@@ -72,6 +72,17 @@ def test_core_that_imports_a_door(found):
     assert found(core__words="def lazy():\n    from fusedloss.sharded import spread")[0] == "core.words imports the door sharded"
 
 
+@pytest.mark.parametrize("line", ("import workbook", "import workbook.pages as pages", "from workbook import pages", "def lazy():\n    from workbook.pages import show"))
+@pytest.mark.parametrize("module", ("core__words", "first", "losses", "integrations.trainer"))
+def test_the_workbook_is_not_imported(found, module, line):
+    fault, = found(**{module: line})
+    assert fault.startswith(f"{module.replace('__', '.')} imports workbook") and fault.endswith("which no wheel holds")
+
+
+def test_a_module_whose_name_begins_alike_is_another(found):
+    assert found(first="import workbooks") == []
+
+
 def test_a_circle_is_found_among_doors_and_in_core(found):
     assert found(sharded="from fusedloss.losses import loss") == ["circle of imports: losses → sharded → losses"]
     assert found(sharded="", core__words="from fusedloss.core.rates import rate") == ["circle of imports: core.rates → core.words → core.rates"]

@@ -12,7 +12,7 @@ from fusedloss.core.cosine import EPS, HeadConfig, launch_negatives_lse, plain_n
 from fusedloss.core.negatives import slab_products
 from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import few
 from head_cases import bf16, f32, f64, guarded, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, planted, unchanged

@@ -20,9 +20,9 @@ from fusedloss.core import scaled, sequences
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape
 from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, forced_align
-from fusedloss.measure import saved_tensors
 from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
+from workbook.measure import saved_tensors
 from grids import FULL, few, thorough_but
 from helpers import everywhere, fault_of, planted, replaced, replays, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu

@@ -5,10 +5,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from fusedloss.core.drawing import GREY, INK, STAGE_COLORS, Table, least_in_bold, si, stage_color, tile_picture
+from fusedloss.core.tables import Table, si
 from fusedloss.core.rates import H200, Machine
-from fusedloss.core.records import Check, predicted_against_measured, trade_off
-from fusedloss.measure import Cost, memory_timeline, product_cost, roofline, sweep_cost, trace_memory
+from fusedloss.measure import Cost, product_cost, sweep_cost
+from workbook.drawing import GREY, INK, STAGE_COLORS, least_in_bold, stage_color, tile_picture
+from workbook.measure import memory_timeline, roofline, trace_memory
+from workbook.records import Check, predicted_against_measured, trade_off
 from grids import few, thorough_but
 from helpers import need_fonts
 from test_records import RECORD

@@ -12,7 +12,7 @@ import fusedloss.kernels as kernels
 from fusedloss.core import pairs
 from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.kernels import Blocks
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import FULL, few, grid, thorough_but
 from helpers import INTERPRETED, TOLERANCE, everywhere, first_fault_of, interpreted, need_kernels, planted, unchanged, upstream
 from test_kernels import OPTIONS, cross_entropy, differentiate, exact, sample, truth, weights, wrong

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 import fusedloss as fl
 import fusedloss.core.learned as learned
 from fusedloss.margins import AdaFace, ArcFace, Circle, Combined, CosFace, SubCenter
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import few, grid
 from helpers import follows_plans, has_no_second_derivative, planted, unchanged
 

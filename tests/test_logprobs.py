@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import fusedloss.logprobs as logprobs
 from fusedloss import linear_log_probs, log_probs
 from fusedloss.core.options import Statistics
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid, thorough_but
 from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, hidden_from_hooks, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import LABELS

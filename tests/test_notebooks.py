@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from grids import few
-from workbook import ROOT, directives, notebooks, output_text
+from project import ROOT, directives, notebooks, output_text
 
 pytestmark = pytest.mark.thorough
 NAMES = [path.relative_to(ROOT).as_posix() for path in notebooks()]

@@ -8,7 +8,7 @@ import torch
 from helpers import everywhere, planted
 from test_margins import MagFace
 from torch import Tensor
-from workbook import ROOT
+from project import ROOT
 
 import fusedloss as fl
 from fusedloss import chunks, kernels, linear_ctc, tiles

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-import fusedloss.core.peers
+import workbook.peers
 from helpers import planted, unchanged
 
 pytestmark = pytest.mark.thorough
@@ -56,16 +56,16 @@ def faults(peers: ModuleType, monkeypatch) -> list[str]:
 
 
 def test_libraries_are_found_and_called_as_they_should(monkeypatch):
-    assert faults(fusedloss.core.peers, monkeypatch) == []
+    assert faults(workbook.peers, monkeypatch) == []
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_noticed(bug, tmp_path, monkeypatch):
-    assert faults(planted(fusedloss.core.peers, tmp_path, *BUGS[bug]), monkeypatch)
+    assert faults(planted(workbook.peers, tmp_path, *BUGS[bug]), monkeypatch)
 
 
 def test_without_a_bug_nothing_is_noticed(tmp_path, monkeypatch):
-    assert faults(planted(fusedloss.core.peers, tmp_path, *unchanged(BUGS.values())), monkeypatch) == []
+    assert faults(planted(workbook.peers, tmp_path, *unchanged(BUGS.values())), monkeypatch) == []
 
 
 def scaled(x, w, y, group, return_entropy=False):
@@ -77,7 +77,7 @@ def scaled(x, w, y, group, return_entropy=False):
 
 @pytest.mark.parametrize("native", [False, True])
 def test_ligers_loss_over_ranks_has_the_name_of_what_runs(native, monkeypatch):
-    calls, peers = [], fusedloss.core.peers
+    calls, peers = [], workbook.peers
     library("liger_kernel.transformers.functional", monkeypatch, liger_fused_linear_scaled_cross_entropy_tp=scaled)
     library("liger_cute_kernels", monkeypatch, tvm_ffi=SimpleNamespace(nvshmem_is_initialized=lambda: "init" in calls),
             nvshmem=SimpleNamespace(init_from_pg=lambda: calls.append("init"), resolve_team=calls.append))

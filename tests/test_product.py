@@ -17,7 +17,7 @@ from fusedloss.core import hopper
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.hopper import IN_TURN, Form, score_exponentials, score_gradients, score_statistics
 from fusedloss.core.options import LossOptions
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import few
 from helpers import everywhere, interpreted, planted, where_kernels_run
 from on_cpu import check_nvcc, kernels_on_cpu

@@ -11,14 +11,14 @@ import torch
 from grids import thorough_but
 from helpers import interpreted, need_fonts
 from typed_launches import Lowerer, can_look, launch_types
-from workbook import ROOT, read_notebook
+from project import ROOT, read_notebook
 
-from fusedloss.puzzles import check, picture, report
-from fusedloss.puzzles.refusals import refusal, text_of
-from fusedloss.puzzles.report import check_arguments, moved_bytes, near_misses
-from fusedloss.puzzles.tasks import Case, TASKS, anyone, loss_of
-from fusedloss.puzzles.verdicts import faults
-from fusedloss.puzzles.watch import Array, Watch
+from workbook.puzzles import check, picture, report
+from workbook.puzzles.refusals import refusal, text_of
+from workbook.puzzles.report import check_arguments, moved_bytes, near_misses
+from workbook.puzzles.tasks import Case, TASKS, anyone, loss_of
+from workbook.puzzles.verdicts import faults
+from workbook.puzzles.watch import Array, Watch
 
 pytest.importorskip("triton")
 pytestmark = interpreted

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from fusedloss.core.records import (Check, caption, linear_losses, load_results, logits_losses, machine_line, machine_name, prediction_table, record,
+from workbook.records import (Check, caption, linear_losses, load_results, logits_losses, machine_line, machine_name, prediction_table, record,
                                     results_table, source_line)
 
 RECORD = dict(name="tiles", shape=dict(N=2, H=3, V=4), dtype="float32", machine="toy", versions={}, commit="abc", date="2026-11-21",

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Optional
 import pytest
 import reference
 from torch import Tensor
-from workbook import ROOT, read_notebook
+from project import ROOT, read_notebook
 
 import fusedloss
 

@@ -10,7 +10,7 @@ import pytest
 from check_site import INDEX, problems, unlicensed, unused
 from search_index import addresses, index_script, with_search
 from site_pages import GUIDE, finish, finish_all, prepare, source_links
-from workbook import ROOT, is_stage, notebooks
+from project import ROOT, is_stage, notebooks
 
 GOOD = {
     "index.html": '<link rel="stylesheet" href="a.css"><h2 id="here"></h2><a href="sub/page.html#there">x</a><a href="https://example.org">y</a>',

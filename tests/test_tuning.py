@@ -19,7 +19,7 @@ import torch
 import fusedloss as fl
 from fusedloss.core import store, tuning
 from helpers import everywhere, follows_plans
-from workbook import ROOT
+from project import ROOT
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 VARIANTS = [(1, 8), (1, 32), (2, 8)]

@@ -13,7 +13,7 @@ from torch import nn
 
 import build_types
 import fusedloss as fl
-from workbook import ROOT
+from project import ROOT
 
 ERROR = re.compile(r"(?m)^tests/(typing_\w+\.py):(\d+): error: (.*)$")
 x, w, y = torch.randn(4, 8), torch.randn(16, 8), torch.tensor([1, 2, 3, 4])

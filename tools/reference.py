@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
-from workbook import PACKAGE, ROOT, SETTINGS, default_module, notebooks, output_text, read_notebook
+from project import PACKAGE, ROOT, SETTINGS, default_module, notebooks, output_text, read_notebook
 
 PAGE = "reference.ipynb"
 COLUMNS = 90  # of a signature
