@@ -38,6 +38,7 @@ check-generated: $(READY)
 	$(PYTHON) tools/check_workbook.py
 	$(PYTHON) tools/check_house.py
 	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check fusedloss
 
 # rendered anew, elsewhere: docs/ itself is renewed by `make docs`
 check-site: $(READY)
