@@ -1,5 +1,5 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
-# PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
+# PYTHON=python3 on the command line uses a Python that has torch, numpy and tqdm already, and sets up nothing.
 .PHONY: help tour test test-all check-generated check-site pages pytest house outdated dev test-gpu test-gpu-many sanitize docs notebooks-gpu records-gpu stamp lab puzzles clean
 
 ifneq ($(origin PYTHON),command line)
@@ -38,6 +38,7 @@ check-generated: $(READY)
 	$(PYTHON) tools/check_workbook.py
 	$(PYTHON) tools/check_house.py
 	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check fusedloss workbook
 
 # rendered anew, elsewhere: docs/ itself is renewed by `make docs`
 check-site: $(READY)

@@ -18,7 +18,7 @@ SOUND = {
     "integrations.__init__": "",
     "integrations.trainer": "from ..losses import loss\ndef adapted(): return loss()",
 }
-PAGES = {"01_first": "first", "02_second": "second", "03_losses": "losses", "04_sharded": "sharded", "library/words": "core.words"}
+PAGES = {"01_first": "first", "02_second": "second", "03_losses": "losses", "04_sharded": "sharded"}
 
 
 @pytest.fixture

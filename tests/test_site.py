@@ -105,8 +105,8 @@ def test_the_built_site_serves_what_it_uses_with_its_licences():
 
 
 def test_a_page_leads_to_its_notebook():
-    repository, source, jupyter = source_links("library/b.ipynb", "https://example.org/r")
-    assert source["href"] == "https://example.org/r/blob/main/nbs/library/b.ipynb" and jupyter["href"] == f"/{GUIDE}"
+    repository, source, jupyter = source_links("recipes/b.ipynb", "https://example.org/r")
+    assert source["href"] == "https://example.org/r/blob/main/nbs/recipes/b.ipynb" and jupyter["href"] == f"/{GUIDE}"
 
 
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="docs/ is not built")
