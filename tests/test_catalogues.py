@@ -533,3 +533,10 @@ def test_the_unchanged_source_passes(tmp_path):
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, partial_fc, tmp_path, *BUGS[bug]), f"no case notices that {bug}"
+
+
+def test_draws_lie_on_a_line_and_classes_are_found_once():
+    line = popularity.line_of(torch.tensor([1, 0.25, 0.25, 0.5], dtype=f64), 1)
+    assert (line.diff(prepend=torch.zeros(1, dtype=torch.int64)) > 0).tolist() == [False, True, True, True] and line[-1] <= 2**32
+    rows, places = popularity.distinct(torch.tensor([[5, -1, 2], [2, 7, 5]]), 9)
+    assert rows.tolist() == [2, 5, 7, -1, -1, -1] and places.tolist() == [[1, 0, 0], [0, 2, 1]]
