@@ -1,5 +1,5 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
-# PYTHON=python3 on the command line uses a Python that has torch already, and sets up nothing.
+# PYTHON=python3 on the command line uses a Python that has torch, numpy and tqdm already, and sets up nothing.
 .PHONY: help tour test test-all check-generated check-site pages pytest house outdated dev test-gpu test-gpu-many sanitize docs notebooks-gpu records-gpu stamp lab puzzles clean
 
 ifneq ($(origin PYTHON),command line)
@@ -24,7 +24,7 @@ dev: $(READY)  ## set up .venv, and git hooks that clean notebooks and check tha
 	$(NBDEV)pre-commit install
 
 tour: $(READY)  ## train a small model with the loss of every stage, on the device at hand
-	$(PYTHON) -c "import sys; from fusedloss.tour import main; sys.exit(main(['tour']))"
+	$(PYTHON) -m workbook.tour
 
 # one thread for each of pytest's workers: two that fight over two cores are ten times slower
 test test-all check-generated check-site pytest: export TRITON_INTERPRET = 1
@@ -38,6 +38,7 @@ check-generated: $(READY)
 	$(PYTHON) tools/check_workbook.py
 	$(PYTHON) tools/check_house.py
 	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check fusedloss workbook
 
 # rendered anew, elsewhere: docs/ itself is renewed by `make docs`
 check-site: $(READY)
@@ -82,7 +83,7 @@ records-gpu: $(READY)  ## whole models and first calls, on the GPU at hand: reco
 	$(PYTHON) examples/first_calls.py
 
 stamp: $(READY)  ## write .commit: what a copy of the project without its history is a copy of
-	$(PYTHON) tools/workbook.py stamp
+	$(PYTHON) tools/project.py stamp
 
 docs: export TRITON_INTERPRET = 1
 docs: $(READY)  ## README.md and docs/, from the notebooks

@@ -3,6 +3,8 @@ from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
 SPDX = {"apache2": "Apache-2.0"}
@@ -14,6 +16,21 @@ def read_settings() -> dict:
     config = ConfigParser(delimiters="=")
     config.read(ROOT / "settings.ini", encoding="utf-8")
     return dict(config["DEFAULT"])
+
+
+class BuildModules(build_py):
+    "All modules but nbdev's index of what the notebooks export"
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        return [module for module in super().find_package_modules(package, package_dir) if module[1] != "_modidx"]
+
+
+class EditableWheel(editable_wheel):
+    "An editable install, which finds the workbook beside the package too"
+
+    def run(self) -> None:
+        self.distribution.packages += find_packages(include=["workbook*"])
+        super().run()
 
 
 cfg = read_settings()
@@ -36,9 +53,9 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
-    entry_points={"console_scripts": cfg["console_scripts"].split()},
     packages=[*find_packages(include=[f"{cfg['lib_path']}*"]), f"{cfg['lib_path']}.cuda"],
     package_dir={cfg["lib_path"]: cfg["lib_path"], f"{cfg['lib_path']}.cuda": "cuda"},
     package_data={"": ["py.typed", "*.pyi"], f"{cfg['lib_path']}.cuda": ["*.cu", "*.cuh"]},
+    cmdclass={"build_py": BuildModules, "editable_wheel": EditableWheel},
     zip_safe=False,
 )

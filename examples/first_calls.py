@@ -42,13 +42,13 @@ def layer(loss):
 def compiled():
     "The usual lines, compiled"
     import torch
-    from fusedloss.core.peers import eager_fp32_softmax
+    from workbook.peers import eager_fp32_softmax
     return torch.compile(eager_fp32_softmax, dynamic=False)
 
 
 def eager():
     "The usual lines"
-    from fusedloss.core.peers import eager_fp32_softmax
+    from workbook.peers import eager_fp32_softmax
     return eager_fp32_softmax
 
 
@@ -155,7 +155,7 @@ def main(args):
     if asked.here:
         return print(json.dumps(this_process(asked.losses[0], asked.small)))
     import torch
-    from fusedloss.core.records import machine_line, record
+    from workbook.records import machine_line, record
     if not (asked.small or torch.cuda.is_available()):
         parser.error("expected a GPU, got none: --small runs on a CPU")
     print(machine_line("cuda" if torch.cuda.is_available() else "cpu"), flush=True)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fusedloss as fl
-from fusedloss.core.drawing import si
-from fusedloss.measure import peak_memory
+from fusedloss.core.tables import si
+from workbook.measure import peak_memory
 
 CLASSES, FEATURES, ROWS, TOKENS, STEPS = 8000, 32, 4, 32, 2
 IGNORED = 40  # labels at the start of a batch: the first rank has fewer valid tokens than the others

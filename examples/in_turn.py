@@ -8,10 +8,10 @@ from typing import Callable, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from fusedloss.core.drawing import si
-from fusedloss.core.peers import brief_error
+from fusedloss.core.tables import si
 from fusedloss.core.tuning import event_seconds
-from fusedloss.measure import peak_memory
+from workbook.measure import peak_memory
+from workbook.peers import brief_error
 
 IN_A_ROW, ROUNDS = 10, 5  # steps that follow one another, and rounds
 SAME = 1e-3  # of a loss: two methods differ by no more

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fusedloss as fl
-from fusedloss.core.peers import peers_over_ranks
 from fusedloss.core.ranks import dtensor_of_rows, shard_range
-from fusedloss.core.records import load_results, machine_line, record
-from fusedloss.measure import SHAPES
+from workbook.measure import SHAPES
+from workbook.peers import peers_over_ranks
+from workbook.records import load_results, machine_line, record
 from in_turn import line, measured, Method
 
 RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "16_many_gpus.json"

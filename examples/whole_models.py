@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from fusedloss.core.checks import expect
-from fusedloss.core.drawing import si
-from fusedloss.core.peers import brief_error
-from fusedloss.core.records import machine_line, record
+from fusedloss.core.tables import si
 from fusedloss.integrations.transformers import patch
-from fusedloss.measure import peak_memory, time_in_turn
+from workbook.measure import peak_memory, time_in_turn
+from workbook.peers import brief_error
+from workbook.records import machine_line, record
 
 RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "whole_models.json"
 

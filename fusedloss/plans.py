@@ -17,7 +17,7 @@ from fusedloss.chunks import chunk_bytes, Chunks, logits_row, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
-from fusedloss.core.drawing import si, Table
+from fusedloss.core.tables import si, Table
 from fusedloss.core.hopper import IN_TURN, shapes_reason
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of

@@ -13,8 +13,8 @@ from fusedloss.core.cosine import EPS
 from fusedloss.core.negatives import RowIndex
 from fusedloss.core.sampling import live_index
 from fusedloss.margins import ArcFace
-from fusedloss.measure import relative_error
 from fusedloss.row_sparse import RowSparse
+from workbook.measure import relative_error
 from helpers import TOLERANCE, everywhere, need_kernels
 from test_margins import FORMULAS
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedloss.baseline import Sample, sample_data
 from fusedloss.core.versions import torch_version
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 
 # fp64: a few hundred additions of rounding 1e-16. fp32: the same of 6e-8.
 # Half precisions: results are rounded once to 8 or 11 bits (4e-3, 5e-4), and on a GPU so is dz before its products.
@@ -187,6 +187,23 @@ def replaced(source: str, *pairs: str) -> str:
     return source
 
 
+GAP = r"(?:[\s;]|\\\n|#[^\n]*\n)*"  # what may stand between two tokens of Python
+PARTS = re.compile(r"\w+|[^\w\s;]|(?<=\w)[\s;]+(?=\w)")
+
+
+def in_any_layout(text: str) -> re.Pattern[str]:
+    """Finds some Python whatever its white space, quotes, semicolons and last commas; what begins or ends as a line does, at a line's
+    begin or end alone. The first group is the white space before it"""
+    def part(found: str) -> str:
+        if not found.strip("; \t\n"):
+            return r"(?<!\w)"
+        comma = rf"(?:,{GAP})?" if found in ")]}" else ""
+        return comma + ("['\"]" if found in "'\"" else re.escape(found))
+    begin = r"(^[ \t]*)" if text.startswith(("\n", "    ")) else r"((?<!\w))" if text[0].isspace() else "()"
+    end = r"(?=[ \t]*(?:$|[#;]))" if text.endswith("\n") else r"(?!\w)" if text[-1].isspace() else ""
+    return re.compile(begin + GAP.join(map(part, PARTS.findall(text))) + end, re.MULTILINE)
+
+
 FROM = re.compile(r"^([ \t]*)from ([.\w]+) import (\([^)]*\)|[^(\n;#]+)", re.MULTILINE)
 MODULE = re.compile(r"^([ \t]*)import ([.\w]+) as (\w+)", re.MULTILINE)
 
@@ -237,14 +254,17 @@ def importing(name: str, source: str, variants: Mapping[str, str]) -> str:
 
 def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     """`module` with texts replaced, in its own source or in that of a module that it imports, directly or not: in all of these each
-    text stands once. It, the changed modules and those that lead to them are variants, from files and with operators of their own"""
+    text stands once, in any layout. It, the changed modules and those that lead to them are variants, from files and with operators of their own"""
     top, variant = module.__name__, f"variant{next(NUMBERS)}"
     own = top.partition(".")[0]
     sources, changed = {name: source_of(name) for name in imported(top)}, {top}
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
-        places = [name for name, source in sources.items() for _ in range(source.count(old))]
+        pattern = in_any_layout(old)
+        places = [name for name, source in sources.items() for _ in pattern.finditer(source)]
         assert len(places) == 1, f"{len(places)} places hold {old!r}, not one: plant this bug elsewhere{': ' * bool(places)}{', '.join(places)}"
-        sources[places[0]] = sources[places[0]].replace(old, new)
+        new = new.lstrip() if old[0].isspace() else new
+        new = new.rstrip() if old[-1].isspace() else new
+        sources[places[0]] = pattern.sub(lambda found: found[1] + new, sources[places[0]])
         changed.add(places[0])
     variants = {name: name.replace(own, variant, 1).replace(".", "_") for name in sources if not changed.isdisjoint(imported(name))}
     for name, called in variants.items():
@@ -285,10 +305,10 @@ def unchanged(bugs: Iterable[Iterable[str]]) -> list[str]:
 
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, value) -> None:
-    "Replace the function or class that is `module.name` now in each module of the package, and each planted variant, that holds it"
+    "Replace the function or class that is `module.name` now in each module of the package and the workbook, and each planted variant, that holds it"
     old = getattr(module, name)
     assert callable(old), f"expected a function or a class, got {old!r}: others may hold the same value for other reasons"
-    for home in [m for key, m in sys.modules.items() if re.match(r"fusedloss(\.|$)|variant\d+_", key)]:
+    for home in [m for key, m in sys.modules.items() if re.match(r"(fusedloss|workbook)(\.|$)|variant\d+_", key)]:
         for held in [held for held, it in vars(home).items() if it is old]:
             monkeypatch.setattr(home, held, value)
     assert getattr(module, name) is value

@@ -23,15 +23,15 @@ import fusedloss.contrast as contrast
 import fusedloss.sharded as sharded
 from fusedloss.core import ranks as core_ranks
 from fusedloss.core import tuning
-from fusedloss.core.records import load_results
 from fusedloss.core.ranks import shard_range
-from fusedloss.measure import Shape
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.partial_fc import PartialFC
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import sharded_linear_cross_entropy
 from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
+from workbook.measure import Shape
+from workbook.records import load_results
 from grids import FULL
 from helpers import everywhere, example_module, planted, unchanged
 from test_margins import MagFace
@@ -1540,7 +1540,7 @@ def a_skipped_step_skips_the_head_on_every_rank(meshes):
 
 @case
 def memory_has_no_scores(meshes):
-    from fusedloss.measure import peak_memory
+    from workbook.measure import peak_memory
     mesh, n, h, v = meshes[3], 64, 8, 40000
     x, w, y = torch.randn(n, h), torch.randn(v, h), torch.randint(v, (n,))
     part = spread(w, mesh).to_local().requires_grad_()
@@ -1814,7 +1814,7 @@ def is_wrong(module, mesh):
 
 @case
 def peers_over_ranks_say_what_pytorch_says(meshes):
-    from fusedloss.core.peers import peers_over_ranks
+    from workbook.peers import peers_over_ranks
     mesh = meshes[-1]  # of all: Megatron's groups are
     steps, missing = peers_over_ranks(mesh)
     assert "PyTorch, loss_parallel" in steps, missing

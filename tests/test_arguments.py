@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import fusedloss as fl
 from fusedloss.baseline import sample_data
 from fusedloss.losses import METHODS, linear_cross_entropy
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import thorough_but
 from head_cases import place  # noqa: F401 (fixtures)
 from helpers import broken, everywhere

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from fusedloss.baseline import BaselineSoftmax, BaselineSoftmaxNllLoss, Sample, baseline_linear_cross_entropy, linear_scores, reduce_loss, row_norms, sample_data, unit_rows
 from fusedloss.core.checks import acc_dtype
-from fusedloss.measure import relative_error
 from fusedloss.tiles import tiled_linear_cross_entropy
+from workbook.measure import relative_error
 from helpers import CASES, Case, faults, gradients, reference
 
 LOSSES = dict(baseline=baseline_linear_cross_entropy, tiles=tiled_linear_cross_entropy)

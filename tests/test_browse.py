@@ -2,7 +2,7 @@
 import pytest
 from browse import LAYOUT, PHONE, WIDE, browser, evaluate, evaluate_all, faults
 from grids import few
-from workbook import ROOT
+from project import ROOT
 
 pytestmark = pytest.mark.thorough
 DOCS = ROOT / "docs"

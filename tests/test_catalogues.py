@@ -12,8 +12,8 @@ import fusedloss as fl
 from fusedloss import partial_fc
 from fusedloss.core import dots, operators, popularity
 from fusedloss.core.popularity import PopularitySampler, expected_draws
-from fusedloss.measure import relative_error, saved_tensors
 from fusedloss.row_sparse import RowSparse
+from workbook.measure import relative_error, saved_tensors
 from grids import FULL, few, thorough_but
 from head_cases import ADAMW, SGD, bf16, f16, f32, f64, kernels_for_all, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, has_no_second_derivative, planted, unchanged
@@ -533,3 +533,10 @@ def test_the_unchanged_source_passes(tmp_path):
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert fault_of(first_fault, partial_fc, tmp_path, *BUGS[bug]), f"no case notices that {bug}"
+
+
+def test_draws_lie_on_a_line_and_classes_are_found_once():
+    line = popularity.line_of(torch.tensor([1, 0.25, 0.25, 0.5], dtype=f64), 1)
+    assert (line.diff(prepend=torch.zeros(1, dtype=torch.int64)) > 0).tolist() == [False, True, True, True] and line[-1] <= 2**32
+    rows, places = popularity.distinct(torch.tensor([[5, -1, 2], [2, 7, 5]]), 9)
+    assert rows.tolist() == [2, 5, 7, -1, -1, -1] and places.tolist() == [[1, 0, 0], [0, 2, 1]]

@@ -18,7 +18,7 @@ SOUND = {
     "integrations.__init__": "",
     "integrations.trainer": "from ..losses import loss\ndef adapted(): return loss()",
 }
-PAGES = {"01_first": "first", "02_second": "second", "03_losses": "losses", "04_sharded": "sharded", "library/words": "core.words"}
+PAGES = {"01_first": "first", "02_second": "second", "03_losses": "losses", "04_sharded": "sharded"}
 
 
 @pytest.fixture
@@ -70,6 +70,17 @@ def test_a_stage_that_imports_a_door(found, line, door):
 
 def test_core_that_imports_a_door(found):
     assert found(core__words="def lazy():\n    from fusedloss.sharded import spread")[0] == "core.words imports the door sharded"
+
+
+@pytest.mark.parametrize("line", ("import workbook", "import workbook.pages as pages", "from workbook import pages", "def lazy():\n    from workbook.pages import show"))
+@pytest.mark.parametrize("module", ("core__words", "first", "losses", "integrations.trainer"))
+def test_the_workbook_is_not_imported(found, module, line):
+    fault, = found(**{module: line})
+    assert fault.startswith(f"{module.replace('__', '.')} imports workbook") and fault.endswith("which no wheel holds")
+
+
+def test_a_module_whose_name_begins_alike_is_another(found):
+    assert found(first="import workbooks") == []
 
 
 def test_a_circle_is_found_among_doors_and_in_core(found):

@@ -3,7 +3,7 @@ import json
 
 import pytest
 from check_workbook import problems
-from workbook import INTERPRETED, PROLOGUE, add_prologue
+from project import INTERPRETED, PROLOGUE, add_prologue
 
 PATH = "/" + "tmp/x.py"  # in two parts, because this file is checked too
 

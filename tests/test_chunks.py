@@ -12,7 +12,7 @@ import fusedloss.chunks as chunks
 from fusedloss.baseline import sample_data
 from fusedloss.chunks import Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks, sum_unit
 from fusedloss.core.products import put_product
-from fusedloss.measure import SHAPES, peak_memory, relative_error, saved_tensors
+from workbook.measure import SHAPES, peak_memory, relative_error, saved_tensors
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, has_no_second_derivative, misfits, planted, replays, unchanged
 from test_kernels import exact, reference

@@ -11,7 +11,7 @@ from fusedloss.clusters import Cluster, cluster_shape, launch_cluster, row_clust
 from fusedloss.core.cuda import CompiledByCupy, CompiledByTorch, cuda_source
 from fusedloss.core.options import LossOptions
 from fusedloss.kernels import reference_bwd, reference_fwd
-from fusedloss.measure import saved_tensors
+from workbook.measure import saved_tensors
 from grids import few
 from on_cpu import check_nvcc
 

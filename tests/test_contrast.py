@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import fusedloss as fl
 import fusedloss.contrast as contrast
 from fusedloss.core.tiling import Tiling
-from fusedloss.measure import MemoryTrace, relative_error
+from workbook.measure import MemoryTrace, relative_error
 from grids import few, grid
 from helpers import everywhere, has_no_second_derivative, planted, replays, unchanged, where_kernels_run
 

@@ -12,7 +12,7 @@ from fusedloss.core.cosine import EPS, HeadConfig, launch_negatives_lse, plain_n
 from fusedloss.core.negatives import slab_products
 from fusedloss.core.tiling import Tiling
 from fusedloss.margins import normalize
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import few
 from head_cases import bf16, f32, f64, guarded, place  # noqa: F401 (fixtures)
 from helpers import everywhere, fault_of, planted, unchanged
@@ -179,3 +179,62 @@ def test_a_bug_in_a_kernel_is_noticed(bug, tmp_path, place):
     look, pair = KERNEL_BUGS[bug]
     find = partial(look, place=place, g=torch.Generator().manual_seed(0))
     assert fault_of(find, OF[look], tmp_path, *pair), f"no case notices that {bug}"
+
+
+def test_lengths_and_unit_rows_are_never_divided_by_zero():
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-7, 0.0]])
+    torch.testing.assert_close(cosine.lengths(rows), torch.tensor([5.0, 1.0, EPS]))
+    unit, inverse = unit_rows_of(rows, torch.tensor([0, -1, 2, 1]), torch.float32, EPS)
+    torch.testing.assert_close(unit, torch.tensor([[0.6, 0.8], [0, 0], [1e-2, 0], [0, 0]]))
+    torch.testing.assert_close(inverse, torch.tensor([0.2, -1.0, -1e5, -1.0]))
+    assert [cosine.row_block(h) for h in (1, 512, 4096)] == [(128, 16), (4, 512), (2, 1024)]
+    x, w, x_rows = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, -1, 2])
+    pair = cosine.unit_rows_of_two(x, x_rows, w, None, torch.float32, EPS)
+    torch.testing.assert_close(pair, (*unit_rows_of(x, x_rows, torch.float32, EPS), *unit_rows_of(w, None, torch.float32, EPS)))
+
+
+def test_scores_of_negatives_by_the_definition():
+    assert cosine.locate(torch.tensor([2, 9, -1]), slice(0, 4)).inside[:, 0].tolist() == [True, False, False]
+    target = cosine.locate(torch.tensor([0, 9]), slice(0, 3))
+    z, which = cosine.nearest_centers(torch.tensor([[4.0, 2, 3, 8, -1, 0], [1, 1, 6, 5, 9, 8]]), HeadConfig(centers=2))
+    assert (z.tolist(), which.tolist()) == ([[4.0, 8, 0], [1, 6, 9]], [[0, 1, 1], [0, 0, 0]])
+    assert cosine.target_cosines(z, target, HeadConfig(scale=2.0)).tolist() == [2.0, 0.0]
+    scores, _ = cosine.plain_negative_scores(z, torch.tensor([0.0, 1.0, 0.0]), target, HeadConfig(scale=10.0, conflict=0.7))
+    assert scores.tolist() == [[-math.inf, -math.inf, 0.0], [1, 7, -math.inf]]
+
+
+def test_the_slope_of_reweighted_logits_is_their_derivative():
+    z, circle = torch.linspace(-1, 1, 8, dtype=f64, requires_grad=True), HeadConfig(scale=16.0, circle_margin=0.25)
+    scores = cosine.reweighted_logits(z * 1, circle)
+    torch.testing.assert_close(scores, 16 * (z + 0.25).clamp(min=0) * (z - 0.25))
+    torch.testing.assert_close(torch.autograd.grad(scores.sum(), z)[0], cosine.reweighted_slope(z.detach() * 1, circle))
+
+
+def test_gradients_of_cosines_by_the_definition():
+    "To the log-sum-exp of the negatives and to the target's cosine, in float64"
+    x, w = (F.normalize(torch.randn(n, 12, dtype=f64, generator=torch.Generator().manual_seed(n))).requires_grad_() for n in (9, 40))
+    target_column, plain = torch.arange(9) * 4, HeadConfig(scale=16.0)
+    z = 16 * x @ w.T
+    others, lse = z.scatter(1, target_column[:, None], -math.inf), plain_negatives_lse(x.detach(), w.detach(), target_column, None, plain, 7)[0]
+    g_lse, g_cos = torch.randn(9, dtype=f64), torch.randn(9, dtype=f64)
+    expected, = torch.autograd.grad([others.logsumexp(1), z[torch.arange(9), target_column] / 16], w, [g_lse, g_cos])
+    tile = cosine.scaled_cosines(x.detach(), w.detach(), plain)
+    dz = cosine.plain_cosine_dz(*tile, None, cosine.locate(target_column, slice(0, 40)), lse, 16 * g_lse, g_cos, plain)
+    torch.testing.assert_close(dz.T @ x.detach(), expected)
+
+
+def test_which_head_takes_kernels():
+    plain = HeadConfig(scale=16.0)
+    assert not negatives.uses_kernels("auto", torch.randn(5, 8), f32, plain), "fp32 goes through PyTorch"
+    with pytest.raises(ValueError, match="'tiles'"):
+        negatives.uses_kernels("recompute", torch.randn(5, 8), f32, plain)
+    assert negatives.all_classes_lse(torch.randn(9, 12), torch.randn(40, 12), torch.arange(9), plain, "auto") is None, "fp32: tiles"
+
+
+def test_gradients_of_few_rows_and_small_upstream_gradients():
+    index, values = torch.tensor([4, 4, 2]), torch.tensor([[1.0], [0.0], [2.0]])
+    sparse, dense = (negatives.rows_gradient(index, values, torch.Size([6, 1]), kind) for kind in (True, False))
+    assert sparse.is_sparse and sparse.to_dense()[:, 0].tolist() == dense[:, 0].tolist() == [0, 0, 2, 0, 1, 0]
+    small = torch.tensor([1e-9, 2e-9])
+    in_range, _, factor = negatives.within_range(small, small, torch.tensor(3.0), 64.0, torch.float16)
+    torch.testing.assert_close(in_range * factor, 3 * small)

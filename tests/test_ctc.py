@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 import fusedloss as fl
 import fusedloss.ctc
-from fusedloss.core import scaled, sequences
+from fusedloss.core import lattice, scaled, sequences
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape
 from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, forced_align
-from fusedloss.measure import saved_tensors
 from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
+from workbook.measure import saved_tensors
 from grids import FULL, few, thorough_but
 from helpers import everywhere, fault_of, planted, replaced, replays, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
@@ -1267,3 +1267,57 @@ def test_lengths_stay_where_they_are(given):
         assert torch.equal(fl.ctc_loss_with_logits(z, y, *lengths), expected)
         with pytest.raises(ValueError, match=r"input_lengths\[0\] is 13"):
             fl.ctc_loss_with_logits(z, y, [13, 9], lengths[1])
+
+
+def test_states_of_a_lattice():
+    states = interleave(torch.tensor([[5, 5, 2]]), 0)
+    assert states.tolist() == [[0, 5, 0, 5, 0, 2, 0]] and may_skip(states).nonzero().tolist() == [[0, 5]]
+    alpha, skip = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[False, False, True]])
+    assert lattice.predecessors(alpha, skip).tolist() == [[[1, 2, 3]], [[-math.inf, 1, 2]], [[-math.inf, -math.inf, 1]]]
+    new, old = torch.ones(2, 1), torch.zeros(2, 1)
+    assert lattice.update_active(lattice.active(torch.tensor([1, 3]), 1), new, old).tolist() == [[0.0], [1.0]]
+    for longest, clusters in itertools.product((0, 31, 500, 5000), (False, True)):
+        assert scan_shape(longest, clusters).plane > longest
+    assert scan_shape(5000, False).strips > 1 == scan_shape(500, True).strips
+
+
+def test_sums_of_a_frame():
+    one_frame = torch.tensor([[[0.1, 0.2, 0.3, 0.4, 0.0]]], dtype=torch.float64)
+    sums = sequences.sum_per_class(one_frame, torch.tensor([[0, 2, 0, 2, 0]]), 3)
+    torch.testing.assert_close(sums, torch.tensor([[[0.4, 0.0, 0.6]]], dtype=torch.float64))
+    lse_of = lambda value: sequences.softmax_and_lse(torch.full((1, 1, 2), value))[1].item()
+    assert abs(lse_of(1e6) - 1e6 - math.log(2)) < 1e-7 and lse_of(-math.inf) == -math.inf
+    assert sequences.inv_denominators(torch.tensor([0, 4]), True, torch.float32).tolist() == [0.5, 0.125]
+    spans = sequences.spans_of([0, 4, 4, 0, 4, -1], [0, 1, 1, 2, 3, -1], [-1.0, -2.0, -4.0, -1.0, -6.0, 0.0])
+    assert spans == [(4, 1, 3, -3.0), (4, 4, 5, -6.0)]
+
+
+def test_targets_in_a_row_and_in_a_matrix():
+    scores, rows = torch.empty(6, 2, 4), torch.tensor([[1, 2, 3], [3, 2, 1]])
+    assert sequences.as_lengths([6, 5], "input_lengths", scores).tolist() == [6, 5]
+    assert [t.tolist() for t in sequences.both_lengths(None, None, scores, rows)] == [[6, 6], [3, 3]]
+    made = sequences.prepare_targets(scores, rows[0], torch.tensor([6, 5]), torch.tensor([1, 2]))
+    assert (made.y[0, :1].tolist(), made.y[1].tolist(), made.width, made.longest) == ([1], [2, 3], 2, 3)
+    wrong = made._replace(y=torch.tensor([[1, 9], [2, 3]]), lengths=torch.tensor([2, 2]))
+    y, *_, bad = sequences.clamped_targets(wrong, 6, 4, 0)
+    assert (y.tolist(), bad.tolist()) == ([[1, 0], [2, 3]], [True, False])
+    assert sequences.add_batch_dim(scores[:, 0], rows[0], True)[1].shape == (1, 3)
+
+
+@pytest.mark.parametrize("kind, call, words", [
+    (ValueError, lambda z, y: sequences.as_lengths(torch.ones(2), "target_lengths", z), "target_lengths: expected 2 integers"),
+    (ValueError, lambda z, y: sequences.both_lengths(None, None, z, y), "target_lengths: expected the length of each target"),
+    (ValueError, lambda z, y: sequences.check_ctc(z, y, 4, "mean", "logits"), "blank: expected a class below 4, got 4"),
+    (IndexError, lambda z, y: sequences.check_labels(torch.tensor([[1, 4]]), torch.tensor([2]), 4), "label 1 of sequence 0 is 4: expected 0 ≤ label < 4")])
+def test_wrong_sequences_are_refused(kind, call, words):
+    with pytest.raises(kind, match=words):
+        call(torch.empty(6, 2, 4), torch.tensor([1, 2, 3]))
+
+
+def test_blocks_of_frames_are_as_long_as_a_power_of_two_reaches():
+    y = torch.tensor([[1, 1, 2, 3], [3, 2, 1, 1], [2, 2, 2, 0], [0, 0, 0, 0]])
+    def lattice_of(scale):
+        z = torch.randn(40, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale
+        return scaled.scaled_lattice(z.log_softmax(-1), y, torch.tensor([40, 23, 5, 31]), torch.tensor([4, 4, 3, 0]), 0)
+    frames = lambda scale: [block.at.stop - block.at.start for block in scaled.forward_blocks(lattice_of(scale))[0]]
+    assert sum(frames(1)) == 41 and max(frames(1)) == scaled.FRAMES and max(frames(25)) < 8 and lattice_of(200) is None

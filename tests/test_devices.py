@@ -12,14 +12,15 @@ import torch
 
 import fusedloss
 from fusedloss import clusters, ctc, kernels, recompute, scans, segments, tiles
-from fusedloss.core import cuda, devices, negatives, tiling, triton as with_triton
-from fusedloss.core.devices import CPU, GPUS, device_of, implementations, lacks, support_rows
+from fusedloss.core import cuda, devices, hopper, negatives, tiling, triton as with_triton
+from fusedloss.core.devices import CPU, FEATURES, GPUS, Implementation, device_of, implementations, lacks, support_rows
 from fusedloss.filter import filter_tiling
 from fusedloss.core.rates import H200, Machine
 from fusedloss.core.options import LossOptions, NO_STATISTICS
 from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from fusedloss.core import products as core_products
+from project import ROOT
 
 
 @pytest.fixture
@@ -241,3 +242,16 @@ def test_a_plan_says_what_a_gpu_is_passed_over_for():
     assert last("H200", torch.float32)["recompute"].endswith("by PyTorch: not of 16 bits")
     assert last("H200", features=2049)["recompute"].endswith("operands by pointers: H is no multiple of 8")
     assert last("MI300X")["recompute"].endswith("operands by pointers: not of NVIDIA")
+
+
+def test_every_cuda_source_has_a_row():
+    sources = " ".join(i.source for i in implementations(kernels, clusters, hopper, tiling, scans, ctc, segments))
+    assert all(f"cuda/{path.name}" in sources for path in (ROOT / "cuda").glob("*.cu"))
+
+
+def test_implementations_are_found_once_and_say_what_a_gpu_lacks():
+    spare = Implementation("spare", "none", ("tma",), "nothing")
+    assert implementations(SimpleNamespace(a=spare, b=spare, c=1)) == [spare]
+    assert [spare.lacks(GPUS[name]) for name in ("L4", "H100")] == ["no tensor descriptors", ""]
+    assert lacks(GPUS["A100"], "nvidia", "tma") == "no tensor descriptors" and lacks(GPUS["MI300X"], "gpu", "nvidia") == "not of NVIDIA"
+    assert not any(lacks(GPUS[name], *FEATURES) for name in ("H200", "B200", "RTX 5090"))

@@ -12,7 +12,7 @@ import fusedloss.divergence as divergence
 from fusedloss.core import pairs
 from fusedloss.core.pairs import DivergenceOptions, PairBlocks, launch_divergence, reference_divergence
 from fusedloss.core.triton import jit, tl
-from fusedloss.measure import MemoryTrace, relative_error
+from workbook.measure import MemoryTrace, relative_error
 from grids import few, grid, thorough_but
 from helpers import INTERPRETED, everywhere, has_no_second_derivative, planted, replays, unchanged, where_kernels_run
 
@@ -442,7 +442,7 @@ def test_chunks_hold_what_the_budget_says(sizes, budget, monkeypatch):
 
 
 def test_saved_tensors_are_the_gradients_or_the_inputs():
-    from fusedloss.measure import saved_tensors
+    from workbook.measure import saved_tensors
     leaves, teacher, _ = Case((64, 8, 6, 512), dtype=f32).sample()
     x, w = (t.requires_grad_() for t in leaves)
     for reduction in ("mean", "none"):

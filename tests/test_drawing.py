@@ -1,14 +1,17 @@
 """Numbers, tables and pictures: what they say, and that they are the same byte for byte."""
 import re
+from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from fusedloss.core.drawing import GREY, INK, STAGE_COLORS, Table, least_in_bold, si, stage_color, tile_picture
+from fusedloss.core.tables import Table, si
 from fusedloss.core.rates import H200, Machine
-from fusedloss.core.records import Check, predicted_against_measured, trade_off
-from fusedloss.measure import Cost, memory_timeline, product_cost, roofline, sweep_cost, trace_memory
+from fusedloss.measure import Cost, product_cost, sweep_cost
+from workbook.drawing import GREY, INK, STAGE_COLORS, drawing_style, least_in_bold, letters_of, spread_labels, stage_color, tile_picture
+from workbook.measure import memory_timeline, roofline, trace_memory
+from workbook.records import Check, predicted_against_measured, trade_off
 from grids import few, thorough_but
 from helpers import need_fonts
 from test_records import RECORD
@@ -120,3 +123,16 @@ def test_figure_takes_the_pages_ink_and_a_file_brings_its_own(draw, tmp_path):
 def test_every_stage_has_its_colour_and_the_baseline_is_grey():
     assert stage_color(0) == GREY and [stage_color(i) for i in range(1, 8)] == list(STAGE_COLORS)
     assert stage_color(8) == stage_color(1)
+
+
+def test_labels_at_one_point_stand_above_each_other():
+    need_fonts("DejaVuSans")
+    import matplotlib.pyplot as plt
+    from matplotlib.backends.backend_agg import RendererAgg
+    with drawing_style():
+        fig, ax = plt.subplots()
+        labels = [ax.annotate(text, (0.5, 0.5), xytext=(9, -3), textcoords="offset points", arrowprops=dict(arrowstyle="-")) for text in ("one", "two", "three")]
+        spread_labels(fig, labels)
+    boxes = [letters_of(label, RendererAgg(*fig.bbox.size, fig.dpi)) for label in labels]
+    plt.close(fig)
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2)) and labels[0].xyann == (9, -3)

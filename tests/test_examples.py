@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from workbook import ROOT
+from project import ROOT
 
 TINY = dict(vocab_size=32, hidden_size=8)
 

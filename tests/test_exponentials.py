@@ -11,7 +11,7 @@ from fusedloss import product
 from fusedloss.chunks import Gradients
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.options import LossOptions
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import few, grid
 from helpers import planted, unchanged, where_kernels_run
 

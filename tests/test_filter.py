@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import fusedloss.filter as with_filter
 from fusedloss.core.options import LossOptions, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few, thorough_but
 from helpers import TOLERANCE, everywhere, first_fault_of, interpreted, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import OPTIONS, REDUCTIONS, exact

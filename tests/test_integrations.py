@@ -4,8 +4,13 @@ import copy
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
 
 from fusedloss import integrations
+from fusedloss.integrations import transformers, trl
 from fusedloss.integrations.transformers import patch
 
 
@@ -69,3 +74,42 @@ def test_an_adapter_is_loaded_when_it_is_asked_for():
     assert {"transformers", "trl"} <= set(dir(integrations)) and callable(integrations.trl.patch)
     with pytest.raises(AttributeError, match="'fusedloss.integrations' has no attribute 'keras'"):
         integrations.keras
+
+
+def test_logits_that_are_a_sum_of_layers():
+    "One product of joined features and weights stands for the sum"
+    one, two, x = nn.Linear(4, 7), nn.Linear(2, 7), torch.randn(3, 4)
+    terms = transformers.Term(one, x, 0.5), transformers.Term(two, x[:, :2], 3.0, torch.ones(7))
+    logits = 0.5 * one(x) + 3 * two(x[:, :2]) + 3
+    rows, weight, bias = transformers.joined(terms)
+    assert_close(0.5 * F.linear(rows, weight, bias), logits)
+    y = torch.tensor([1, -100, 6])
+    assert_close(F.cross_entropy((transformers.LazyLogits(terms) / 30).tanh() * 30, y), F.cross_entropy(30 * torch.tanh(logits / 30), y))
+    frames, targets = torch.randn(2, 6, 4), torch.tensor([[1, 2], [3, 3]])
+    of_ctc = lambda z: F.ctc_loss(F.log_softmax(z, -1).transpose(0, 1), targets, input_lengths=torch.tensor([6, 5]), target_lengths=torch.tensor([2, 2]))
+    lazy = transformers.LazyLogits((transformers.Term(one, frames), transformers.Term(two, frames[..., :2])))
+    assert_close(of_ctc(lazy), of_ctc(one(frames) + two(frames[..., :2])))
+
+
+def test_slices_that_keep_all_classes():
+    assert transformers.keeps_classes((..., slice(-1), slice(None)), 3) and transformers.keeps_classes((slice(None), 0), 3)
+    assert not transformers.keeps_classes((..., 5), 3) and not transformers.keeps_classes(torch.ones(2, 3, 7, dtype=torch.bool), 3)
+
+
+def test_a_layer_is_replaced_only_inside():
+    class OfOneLayer(nn.Module):
+        def __init__(self): super().__init__(); self.head = nn.Linear(4, 7)
+        def get_output_embeddings(self): return self.head
+        def forward(self, input): return self.head(input)
+
+    model, x = OfOneLayer(), torch.randn(3, 4)
+    with transformers.lazy_logits(model), transformers.lazy_logits(model):
+        got = transformers.with_product(model(x), lambda x, w, y, linear_bias: F.linear(x, w, linear_bias), x)
+    assert torch.equal(got, model(x)) and not transformers.replaced(model)
+
+
+def test_a_signature_that_is_replaced_is_told_by_its_parameters():
+    def f(ctx, a: int, b: float = 1.0, *, c=("x",)) -> None: ...
+    assert trl.takes(f, 1) == "(a, b=1.0, *, c=('x',))" and trl.described(f) == "(ctx, a, b=1.0, *, c=('x',))"
+    assert trl.described(None) == ": NoneType"
+    assert trl.described(type("G", (torch.autograd.Function,), dict(forward=staticmethod(f)))) == trl.takes(f, 1)

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusedloss.iota
 from fusedloss.iota import (backend, eager_backend, gather_cross_entropy_fwd, inductor_pass,
                             iota_cross_entropy, iota_cross_entropy_fwd, make_backend, onehot_select, rewrite_gather, target_mask)
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import few, thorough_but
 from helpers import everywhere, has_no_second_derivative, off, planted, unchanged
 

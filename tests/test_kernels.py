@@ -13,7 +13,7 @@ import fusedloss.kernels as kernels
 from fusedloss.clusters import cross_entropy
 from fusedloss.core.options import CrossEntropyStats, LossOptions, statistics_of
 from fusedloss.kernels import rows_view
-from fusedloss.measure import relative_error, saved_tensors
+from workbook.measure import relative_error, saved_tensors
 from grids import FULL, few, grid, thorough_but
 from helpers import TOLERANCE, everywhere, has_no_second_derivative, upstream
 

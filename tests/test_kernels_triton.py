@@ -12,7 +12,7 @@ import fusedloss.kernels as kernels
 from fusedloss.core import pairs
 from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.kernels import Blocks
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import FULL, few, grid, thorough_but
 from helpers import INTERPRETED, TOLERANCE, everywhere, first_fault_of, interpreted, need_kernels, planted, unchanged, upstream
 from test_kernels import OPTIONS, cross_entropy, differentiate, exact, sample, truth, weights, wrong
@@ -526,9 +526,9 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "bound = size * tl.min(valid.to(tl.int32), 0) if SKIP"),
     "only the first part counts": ("two parts", "for part in range(parts)", "for part in range(1)"),
     "parts are not rescaled when they meet": (
-        "two parts", "s = (rescaled(s, row_max, new_max, LOG2_SCALE)\n             + rescaled(part_s, part_max, new_max, LOG2_SCALE))", "s = s + part_s"),
+        "two parts", "s = rescaled(s, row_max, new_max, LOG2_SCALE) + rescaled(part_s, part_max, new_max, LOG2_SCALE)", "s = s + part_s"),
     "moments of parts are not rescaled": (
-        "two parts", "(rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE)\n                      + rescaled_moment(part_moment, part_s, part_max, new_max, LOG2_SCALE))",
+        "two parts", "rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE) + rescaled_moment(part_moment, part_s, part_max, new_max, LOG2_SCALE)",
         "moment + part_moment"),
     "an ignored class is a label": (
         "ignore_index is a class", "ignored, inside & (y != ignore_index)", "ignored, inside"),

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 import fusedloss as fl
 import fusedloss.core.learned as learned
 from fusedloss.margins import AdaFace, ArcFace, Circle, Combined, CosFace, SubCenter
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import few, grid
 from helpers import follows_plans, has_no_second_derivative, planted, unchanged
 
@@ -435,3 +435,18 @@ def test_the_unchanged_source_passes(tmp_path):
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert any_fault(planted(learned, tmp_path, *BUGS[bug])), "nothing noticed"
+
+
+def test_a_scale_is_taken_out_of_options_and_folded_into_features():
+    t, s = torch.randn(5, 7, dtype=torch.float64), torch.tensor(-2.5, dtype=torch.float64, requires_grad=True)
+    options = dict(softcap=30.0, logit_scale=s)
+    assert learned.take_scale(options) is s and options == dict(softcap=30.0) and learned.take_scale(dict(logit_scale=2.0)) is None
+    x, bias = learned.fold_scale(s, t, None)
+    assert bias is None and torch.equal(x, t * s) and learned.fold_scale(None, t, None)[0] is t
+    leaf = torch.tensor(2.0, requires_grad=True)
+    assert torch.autograd.grad(learned.gathered_scale(leaf, lambda g: 4 * g) * 3, leaf)[0] == 12
+
+
+def test_a_product_is_rounded_once():
+    half, fine = torch.full((64,), 1.9921875, dtype=torch.bfloat16), torch.tensor(1.003)
+    assert (learned.scaled_by(half, fine) == 2).all() and fine.bfloat16() == 1

@@ -17,8 +17,8 @@ from fusedloss.core.tiling import tiling_of
 from fusedloss.core.lattice import scan_shape, ScanShape
 from fusedloss.ctc import ctc_by_logz, ctc_loss_with_logits
 from fusedloss.linear_ctc import linear_ctc_loss
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.segments import compile_kernels, default_budget, FrameCounts, label_symbols, segment_frames
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few, thorough_but
 from helpers import everywhere, has_no_second_derivative, interpreted, need_kernels, planted, replaced, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import fusedloss.logprobs as logprobs
 from fusedloss import linear_log_probs, log_probs
 from fusedloss.core.options import Statistics
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid, thorough_but
 from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, hidden_from_hooks, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged
 from test_kernels import LABELS
@@ -644,7 +644,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the entropy's mean is missing from its gradient": ("softmax_coef += g_h * mean", "softmax_coef += 0 * g_h * mean"),
     "the entropy's gradient is dropped": ("coef -= (g_h / LOG2_SCALE)[:, None] * tl.maximum(below, -1e30)", "coef -= 0 * tl.maximum(below, -1e30)"),
     "a score that cannot be has an entropy": ("coef -= (g_h / LOG2_SCALE)[:, None] * tl.maximum(below, -1e30)", "coef -= (g_h / LOG2_SCALE)[:, None] * below"),
-    "the temperature leaves the slope as it was": ("return z * by, slope * by\n\n# %% ../../nbs/library/softmax.ipynb #28c38e64", "return z * by, slope\n\n# %% ../../nbs/library/softmax.ipynb #28c38e64"),
+    "the temperature leaves the slope as it was": ("by = inverse_temperature(temperature_ptr, rows, keep)[:, None]\n        return z * by, slope * by", "by = inverse_temperature(temperature_ptr, rows, keep)[:, None]\n        return z * by, slope"),
     "the target is not cooled": ("z, slope = SCORE(raw, o)\n    if temperature_ptr is not None:\n        z *= inverse_temperature(temperature_ptr, rows, rows < N)", "z, slope = SCORE(raw, o)"),
     "the temperature comes before the soft cap": ("softcap=quotient(o.softcap, temperature)", "softcap=o.softcap"),
     "all temperatures are the first": ("tl.load(temperature_ptr + rows, mask=keep, other=1.0)", "tl.load(temperature_ptr + rows * 0, mask=keep, other=1.0)"),

@@ -19,8 +19,8 @@ from fusedloss.core.versions import torch_version
 from fusedloss.baseline import sample_data
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.losses import METHODS, LinearCrossEntropyLoss, linear_cross_entropy, shift_targets
-from fusedloss.measure import peak_memory, relative_error
 from fusedloss.plans import cached_plan
+from workbook.measure import peak_memory, relative_error
 from grids import FULL, few, grid, thorough_but
 from helpers import TOLERANCE, broken, everywhere, follows_plans, misfits, planted, replays, unchanged, upstream
 from test_kernels import reference

@@ -14,7 +14,7 @@ import fusedloss.margins as margins
 from fusedloss.baseline import baseline_linear_cross_entropy, sample_data
 from fusedloss.core.cosine import EPS, HeadConfig, lengths
 from fusedloss.margins import LEAST_SINE, AdaFace, ArcFace, Circle, Combined, CosFace, Margin, SubCenter, angle, batch_sums, falling_cosine, margin_cross_entropy, mean_and_std, normalize
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid, thorough_but
 from helpers import TOLERANCE, fault_of, planted, unchanged, upstream
 

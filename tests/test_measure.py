@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.utils import benchmark
 
-from fusedloss import measure as m
-from fusedloss.core import records
 from fusedloss.core.rates import H200, Machine, machine_of
-from fusedloss.core.records import load_results, results_table
-from fusedloss.measure import (Cost, MemoryEvent, Shape, compare, peak_memory, product_cost, quantiles, relative_error, saved_tensors, sweep_cost,
-                               tensor_lives, time_call, trace_memory)
+from fusedloss.measure import Cost, predict_seconds, product_cost, sweep_cost
+from workbook import measure as m, records
+from workbook.measure import MemoryEvent, Shape, compare, peak_memory, quantiles, relative_error, saved_tensors, tensor_lives, time_call, trace_memory
+from workbook.records import load_results, results_table
 from helpers import everywhere
 
 TOY = Machine("toy", 100.0, dict(float32=1000.0, bfloat16=2000.0))
@@ -28,7 +27,7 @@ def test_cost_is_bound_by_the_slower_ceiling():
     assert (bytes_bound.seconds(TOY, torch.float32), bytes_bound.bound(TOY, torch.float32)) == (2.0, "bytes")
     assert (flops_bound.seconds(TOY, torch.float32), flops_bound.bound(TOY, torch.float32)) == (9.0, "FLOPs")
     assert flops_bound.seconds(TOY, torch.bfloat16) == 4.5
-    assert m.predict_seconds([bytes_bound, flops_bound], TOY, torch.float32) == 11.0
+    assert predict_seconds([bytes_bound, flops_bound], TOY, torch.float32) == 11.0
     assert Cost("nothing").seconds(TOY, torch.int8) == 0.0
 
 

@@ -15,8 +15,8 @@ from fusedloss.chunks import Chunks, chunk_bytes, plan_chunks
 from fusedloss.core.options import LossOptions, statistics_of
 from fusedloss.core.tiling import Tiling
 from fusedloss.losses import linear_cross_entropy
-from fusedloss.measure import SHAPES, MemoryTrace, peak_memory
 from fusedloss.plans import plan
+from workbook.measure import SHAPES, MemoryTrace, peak_memory
 from grids import grid
 from helpers import everywhere
 

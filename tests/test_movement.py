@@ -16,12 +16,12 @@ from browse import LAYOUT, PHONE, WIDE, evaluate
 from build_movement import CACHE, COLUMNS, FEATURES, PROGRAMS, ROWS, SCENES, C, R, filled, movement_of
 from test_browse import AXE, VIOLATIONS
 from test_plan_widget import PAGE, WITHOUT_A_BROWSER, Keys
-from workbook import ROOT, notebooks
+from project import ROOT, notebooks
 
 from fusedloss.core.lattice import interleave, may_skip
 from fusedloss.core.products import swizzle_tile
 from fusedloss.ctc import alpha_table, posterior_table
-from fusedloss.measure import Shape
+from workbook.measure import Shape
 
 pytestmark = pytest.mark.thorough
 DRAWING, HOLE = '<figure class="fl-figure"><svg></svg></figure>', '<p class="fl-movement fl-%s"><a href="x">x</a></p>'

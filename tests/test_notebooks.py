@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 from grids import few
-from workbook import ROOT, directives, notebooks, output_text
+from project import ROOT, directives, notebooks, output_text
 
 pytestmark = pytest.mark.thorough
 NAMES = [path.relative_to(ROOT).as_posix() for path in notebooks()]
-CHOSEN = ["nbs/library/versions.ipynb"]  # of these, `make test` runs all cells in a kernel
+CHOSEN = ["nbs/house.ipynb"]  # of these, `make test` runs all cells in a kernel
 
 
 @pytest.fixture

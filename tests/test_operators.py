@@ -1,14 +1,16 @@
 """Operators: one registration a process, whose functions may be replaced."""
 import gc
+import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import everywhere, planted
 from test_margins import MagFace
 from torch import Tensor
-from workbook import ROOT
+from project import ROOT
 
 import fusedloss as fl
 from fusedloss import chunks, kernels, linear_ctc, tiles
@@ -410,3 +412,48 @@ def test_flops_are_those_of_the_products_that_are_made(name, module, monkeypatch
     told = counted(run)
     everywhere(monkeypatch, module, "observed", lambda: False)
     assert told == counted(run) > 0
+
+
+def test_a_path_that_a_backward_pass_left_out_raises():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.square()
+            ctx.save_for_backward(2 * x.detach(), y)  # y for the path to x
+            return y
+
+        @staticmethod
+        @operators.first_order
+        def backward(ctx, g): return g * ctx.saved_tensors[0],
+
+    x = torch.tensor(3.0, requires_grad=True)
+    slope, = torch.autograd.grad(Square.apply(x), x, create_graph=True)
+    assert slope == 6
+    with pytest.raises(RuntimeError, match=re.escape(operators.SECOND)):
+        torch.autograd.grad(slope + x, x)
+
+
+def test_modes_that_look_on_are_seen():
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert operators.observed() and not operators.transformed()
+    with torch.autograd.forward_ad.dual_level():
+        assert operators.transformed()
+    assert not operators.observed()
+
+
+class Line(NamedTuple):
+    "Options of `line`."
+    scale: float = 1.0
+    shift: float = 0.0
+
+
+def line(x: Tensor, o: Line, twice: bool) -> Tensor:
+    return x * o.scale + o.shift
+
+
+def test_options_are_flat_in_a_schema_and_a_tuple_for_a_function():
+    arguments = operators.Arguments(line)
+    assert [*arguments.signature(Tensor).parameters] == ["x", "scale", "shift", "twice", "numbers"]
+    assert arguments.flat((5, Line(2.0), True)) == [5, 2.0, 0.0, True]
+    assert arguments.group([5, 2.0, 0.0, True]) == (5, Line(2.0), True)
+    assert arguments.gradients({"x": 7}, True) == (7, None, None, None, None)

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from outdated import files_of, measured, outdated
-from workbook import ROOT, notebooks, read_notebook
+from project import ROOT, notebooks, read_notebook
 
 CELL = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "#| cuda\n#| measures kernels ctc.cu\nf()"}
 

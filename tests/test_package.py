@@ -1,4 +1,5 @@
 """What is installed: wheel and editable, metadata, and an import that asks for nothing."""
+import ast
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from fusedloss.core.versions import OLDEST
-from workbook import ROOT, copy_tree, project_files
+from project import ROOT, copy_tree, project_files
 
 PROBE = "// a probe\n"
 SDIST = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
@@ -125,16 +126,43 @@ def unpacked(source) -> Path:
     return archive.with_name(archive.name.removesuffix(".tar.gz"))
 
 
+def imported(module: str, files: dict[str, str]) -> set[str]:
+    "The modules among `files` that one of them imports, anywhere in it, and the packages that they are in"
+    names = set()
+    for node in ast.walk(ast.parse(files[module])):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: a relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {".".join(parts[:n]) for parts in (name.split(".") for name in names) for n in range(1, len(parts) + 1)} & files.keys()
+
+
 def contents(wheel: zipfile.ZipFile) -> dict[str, bytes]:
     "The files of a wheel"
     return {name: wheel.read(name) for name in wheel.namelist()}
 
 
 def test_wheel_holds_modules_and_kernels(source, wheel):
-    expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    "And neither the workbook nor the index of what notebooks export"
+    expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*")
+                if p.suffix in {".py", ".pyi"} and p.name != "_modidx.py" or p.name == "py.typed"}
     expected |= {f"fusedloss/cuda/{p.name}" for p in (source / "cuda").iterdir() if p.suffix in {".cu", ".cuh", ".py"}}
     assert {f"fusedloss/{name}" for name in ("cuda/probe.cu", "planted/part.py", "py.typed", "__init__.pyi")} < expected
-    assert expected == {name for name in wheel.namelist() if name.startswith("fusedloss/")}
+    assert expected == {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+def test_every_module_of_the_wheel_is_reached(wheel):
+    "By `import fusedloss`, its public functions, an integration or the command: imports inside functions count"
+    files = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): wheel.read(name).decode()
+             for name in wheel.namelist() if name.endswith(".py") and "planted" not in name}
+    public = {f"fusedloss.{name}" for name in (*fusedloss._NAMES, *fusedloss._SPACES, "__main__", "integrations.transformers", "integrations.trl")}
+    reached, waiting = set(), {"fusedloss", *public}
+    while waiting:
+        module = waiting.pop()
+        reached.add(module)
+        waiting |= imported(module, files) - reached
+    assert reached == files.keys()
 
 
 @pytest.mark.thorough
@@ -145,7 +173,7 @@ def test_source_distribution_makes_the_same_wheel(unpacked, wheel):
 
 @pytest.mark.thorough
 def test_source_distribution_holds_the_sources(source, unpacked):
-    folders = ("cuda", "examples", "fusedloss", "nbs", "tests", "tools")
+    folders = ("cuda", "examples", "fusedloss", "nbs", "tests", "tools", "workbook")
     tracked = {p.relative_to(source) for p in project_files(source) if p.relative_to(source).parts[0] in folders}
     expected = tracked | {p.relative_to(source) for pattern in ("*.md", "*.ini", "*.cff", "*.toml", "*.txt", "setup.py", "Makefile", "LICENSE")
                           for p in source.glob(pattern)}
@@ -178,8 +206,7 @@ def test_wheel_metadata_is_settings(wheel, settings):
     assert versions[0] == settings["min_python"] and {f"Programming Language :: Python :: {v}" for v in versions} < set(meta.get_all("Classifier"))
     assert set(meta.get_all("Provides-Extra")) == {"dev", "cuda12", "cuda13"}
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
-    scripts = wheel.read(info.replace("METADATA", "entry_points.txt")).decode().replace(" ", "")
-    assert settings["console_scripts"] in scripts
+    assert wheel.read(info.replace("METADATA", "top_level.txt")).split() == [b"fusedloss"]
 
 
 def test_an_old_torch_is_refused_in_a_sentence(settings):
@@ -208,14 +235,14 @@ def test_workflow_runs_every_version(settings):
 
 
 @pytest.mark.thorough
-def test_editable_install_finds_kernels(source, tmp_path):
+def test_editable_install_finds_kernels_and_the_workbook(source, tmp_path):
     pip("install", "--editable", ".", "--target", str(tmp_path), cwd=source)
     # -S -E: this tree may be installed in editable mode or named by PYTHONPATH itself, and would be found first
     code = (f"import site, sys; sys.path += {[p for p in sys.path if p.endswith('-packages')]}; site.addsitedir({str(tmp_path)!r}); "
-            "import fusedloss; from fusedloss.core.cuda import cuda_source; "
-            "print(fusedloss.__file__); print(cuda_source('probe'))")
-    found, text = python(code, "-S", "-E", cwd=tmp_path).splitlines()
-    assert Path(found).parent == source / "fusedloss" and text == PROBE.strip()
+            "import fusedloss, workbook.puzzles, workbook.tour; from fusedloss.core.cuda import cuda_source; "
+            "print(fusedloss.__file__); print(workbook.tour.__file__); print(cuda_source('probe'))")
+    package, tour, text = python(code, "-S", "-E", cwd=tmp_path).splitlines()
+    assert Path(package).parent == source / "fusedloss" and Path(tour).parent == source / "workbook" and text == PROBE.strip()
 
 
 def test_import_needs_torch_alone(settings):

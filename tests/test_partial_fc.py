@@ -18,9 +18,9 @@ from fusedloss.core import cosine, negatives, operators, sampling
 from fusedloss.core.cosine import EPS, HeadConfig, plain_negatives_lse, unit_rows_of
 from fusedloss.core.sampling import NegativeSampler
 from fusedloss.margins import AdaFace, ArcFace, CosFace, SubCenter, margin_cross_entropy, normalize
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import few, grid, thorough_but
 from head_cases import (
     ADAMW, CASES, COUNT, SGD, Failing, bf16, f16, f32, f64, failure_fault, faults, kernels_for_all, make_head, one_step, place, sample,  # noqa: F401 (fixtures)

@@ -4,8 +4,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
 
-import fusedloss.core.peers
+import workbook.peers
+from workbook import peers
 from helpers import planted, unchanged
 
 pytestmark = pytest.mark.thorough
@@ -56,16 +59,16 @@ def faults(peers: ModuleType, monkeypatch) -> list[str]:
 
 
 def test_libraries_are_found_and_called_as_they_should(monkeypatch):
-    assert faults(fusedloss.core.peers, monkeypatch) == []
+    assert faults(workbook.peers, monkeypatch) == []
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_noticed(bug, tmp_path, monkeypatch):
-    assert faults(planted(fusedloss.core.peers, tmp_path, *BUGS[bug]), monkeypatch)
+    assert faults(planted(workbook.peers, tmp_path, *BUGS[bug]), monkeypatch)
 
 
 def test_without_a_bug_nothing_is_noticed(tmp_path, monkeypatch):
-    assert faults(planted(fusedloss.core.peers, tmp_path, *unchanged(BUGS.values())), monkeypatch) == []
+    assert faults(planted(workbook.peers, tmp_path, *unchanged(BUGS.values())), monkeypatch) == []
 
 
 def scaled(x, w, y, group, return_entropy=False):
@@ -77,7 +80,7 @@ def scaled(x, w, y, group, return_entropy=False):
 
 @pytest.mark.parametrize("native", [False, True])
 def test_ligers_loss_over_ranks_has_the_name_of_what_runs(native, monkeypatch):
-    calls, peers = [], fusedloss.core.peers
+    calls, peers = [], workbook.peers
     library("liger_kernel.transformers.functional", monkeypatch, liger_fused_linear_scaled_cross_entropy_tp=scaled)
     library("liger_cute_kernels", monkeypatch, tvm_ffi=SimpleNamespace(nvshmem_is_initialized=lambda: "init" in calls),
             nvshmem=SimpleNamespace(init_from_pg=lambda: calls.append("init"), resolve_team=calls.append))
@@ -91,3 +94,28 @@ def test_ligers_loss_over_ranks_has_the_name_of_what_runs(native, monkeypatch):
     nll, entropy = scaled(x, w, y, None, True)
     for key, expected in ((name, nll.mean()), (f"{name}, log-probs", (nll + entropy).mean())):
         torch.testing.assert_close(steps[key](x, w, y), (expected.detach(), *torch.autograd.grad(expected, [x, w], retain_graph=True)))
+
+
+def test_plain_peers_are_their_definition():
+    x, w, y = torch.randn(4, 3, requires_grad=True), torch.randn(9, 3), torch.tensor([0, 8, 3, 3])
+    log_p = (x @ w.T).log_softmax(1)
+    assert_close(peers.eager_fp32_softmax(x, w, y), -log_p[range(4), y].mean())
+    z = (x @ w.T).detach()
+    assert_close(peers.eager_fp32_logits(z.bfloat16()[None], y[None]), peers.eager_logits(z.bfloat16().float(), y))
+    expected = log_p[range(4), y], torch.distributions.Categorical(logits=x @ w.T).entropy()
+    assert_close(peers.eager_log_probs(x, w, y, entropy=True), expected)
+    assert_close(peers.checkpointed_log_probs(x, w, y, entropy=True, rows=3), expected)
+    assert peers.checkpointed_log_probs(x, w, y)[1] is None
+    shifted = F.normalize(x) @ F.normalize(w).T - 0.5 * F.one_hot(y, 9)
+    assert_close(peers.eager_cosface(x, w, y, 0.5, 8.0), peers.eager_logits(8 * shifted, y))
+    frames, weight, given = torch.randn(5, 2, 3), torch.randn(4, 3), (torch.tensor([[1, 2], [3, 3]]), torch.tensor([5, 4]), torch.tensor([2, 1]))
+    assert_close(peers.torch_linear_ctc(frames, weight, *given, 0, "sum"), F.ctc_loss((frames @ weight.T).log_softmax(-1), *given, reduction="sum"))
+
+
+def test_every_peer_is_offered_or_missing_and_has_a_name():
+    every, missing = peers.every_linear_peer()
+    assert {"eager, fp32 softmax", "torch.compile"} <= every.keys() and not every.keys() & missing.keys()
+    assert every.keys() | missing.keys() >= {"PyTorch, chunked", "Liger", "Liger, CuTe", "CCE", "QuACK"}
+    assert "torch.compile" in peers.linear_peers() and "torch.compile" not in peers.linear_peers("torch.compile")
+    assert (peers.linear_peers() | peers.logits_peers() | peers.log_probs_peers()).keys() <= {*peers.PEER_NAMES}
+    assert [*peers.logits_peers("Liger")] == ["eager, fp32 softmax", "torch.compile"]

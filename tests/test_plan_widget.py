@@ -16,7 +16,7 @@ import torch
 from browse import QUIET, browser, evaluate
 from build_widget import ASSIGN, AXES, FIRST, GRID, METHODS, METRICS, SCRIPT, Axes, Stop, answer, code_of, figure_text, figure_value
 from test_browse import AXE, VIOLATIONS
-from workbook import ROOT
+from project import ROOT
 
 pytestmark = pytest.mark.thorough
 SMALL = Axes((512, 8192), (50257, 128256), (896, 4096), (torch.bfloat16, torch.float32), (None, 2**26), ("L4", "H200"))

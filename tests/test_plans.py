@@ -12,8 +12,8 @@ from fusedloss.core.options import Asked, loss_options, LossOptions, Operands
 from fusedloss.baseline import sample_data
 from fusedloss.core.rates import H200, Machine
 from fusedloss.losses import call_of, choose, linear_cross_entropy
-from fusedloss.measure import SHAPES, peak_memory
 from fusedloss.plans import make_plan, plan
+from workbook.measure import SHAPES, peak_memory
 from grids import few, grid
 from helpers import planted, unchanged
 

@@ -12,7 +12,7 @@ import fusedloss.core.checks
 import fusedloss.kernels
 import fusedloss.losses
 from fusedloss.core.checks import acc_dtype
-from helpers import everywhere, planted, unchanged
+from helpers import everywhere, in_any_layout, planted, unchanged
 
 pytestmark = pytest.mark.thorough
 SOURCES = {  # of a package `name`, whose module `top` imports the others in every way
@@ -68,6 +68,19 @@ def test_without_a_bug_the_module_alone_is_a_variant(package, tmp_path):
     assert changed.middle is top.middle
     same = planted(top, tmp_path, *unchanged([("return 2 * n", "return 5 * n"), ("limit = 1", "limit = 10")]))
     assert same.answer()[:3] == top.answer()[:3] and same.middle is not top.middle
+
+
+@pytest.mark.parametrize("text", ["[double(n) for n in 'ab', 'c']; limit = 2", '[double( n )for n in "ab","c"]\nlimit=2'])
+@pytest.mark.parametrize("source", ["[\n  double(n,)\n  for n in 'ab', 'c'  # with a comment\n]; limit = 2", '[double(n) for n in "ab", "c"]\n\nlimit = \\\n  2'])
+def test_a_text_is_found_in_any_layout(text, source):
+    assert in_any_layout(text).fullmatch(source)
+    for other in source.replace("for n", "forn"), source.replace("2", "3"), source.replace("double(n", "double(m"):
+        assert not in_any_layout(text).search(other)
+
+
+@pytest.mark.parametrize("text, found", [("n + 1", 1), (" n + 1", 0), ("n += n", 2), ("n += n\n", 1), ("    n += n\n", 1), ("    a:", 0)])
+def test_white_space_at_the_ends_says_where_a_text_begins_and_ends(text, found):
+    assert len(in_any_layout(text).findall("n = an + 1\nif a:\n    n += n  # once\n    n += n - 1\n")) == found
 
 
 @pytest.mark.parametrize("text, places", [("not there", []), ("import greeting", ["low", "part.side"]), ("twice", ["part.middle", "part.middle"])])

@@ -15,9 +15,10 @@ import fusedloss.logprobs as logprobs
 from fusedloss import recompute
 from fusedloss.core import hopper
 from fusedloss.core.cuda import cuda_source
+from fusedloss.core.devices import GPUS
 from fusedloss.core.hopper import IN_TURN, Form, score_exponentials, score_gradients, score_statistics
 from fusedloss.core.options import LossOptions
-from fusedloss.measure import relative_error
+from workbook.measure import relative_error
 from grids import few
 from helpers import everywhere, interpreted, planted, where_kernels_run
 from on_cpu import check_nvcc, kernels_on_cpu
@@ -511,3 +512,22 @@ def test_targets_are_put_into_their_slab(entropy, device):
         coef = terms[1, i] + (terms[4, i] * (terms[5, i] - below) if entropy else 0)
         if 0 <= j < 20: wanted[i, j] = 0.0 if i == 4 else coef * below.exp() - terms[2, i]
     torch.testing.assert_close(dz.cpu(), wanted)
+
+
+def test_a_launch_is_cut_to_the_multiprocessors_and_the_shared_memory():
+    assert hopper.SHARED.shared <= 227 * 1024 >= IN_TURN.shared and Form(5).shared > 227 * 1024
+    assert hopper.SHARED.blocks(8192, 128256, 132) == 132 and hopper.SHARED.blocks(100, 300, 132) == 4
+    assert Form(persistent=False).blocks(8192, 128256, 132) == 64 * 501
+
+
+def test_arguments_of_a_launch_have_eight_bytes_and_maps_are_aligned():
+    room, address = hopper.room_for_map()
+    assert address % 64 == 0 and ctypes.addressof(room) <= address <= ctypes.addressof(room) + 64
+    assert [hopper.eight_bytes(value) for value in (None, -1, 7, 1.0)] == [0, 2**64 - 1, 7, 0x3f800000]
+
+
+def test_a_reason_says_what_the_product_cannot_take():
+    assert [name for name, d in GPUS.items() if not hopper.PRODUCT.lacks(d)] == ["H100", "H200"]
+    assert hopper.product_reason(torch.zeros(8, 8), torch.zeros(8, 8), IN_TURN) == "not of NVIDIA"
+    reason = lambda dtype, h: hopper.shapes_reason(dtype, h, GPUS["H200"])
+    assert not reason(torch.bfloat16, 16) and reason(torch.float32, 16) and reason(torch.float16, 12)

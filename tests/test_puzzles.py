@@ -11,14 +11,15 @@ import torch
 from grids import thorough_but
 from helpers import interpreted, need_fonts
 from typed_launches import Lowerer, can_look, launch_types
-from workbook import ROOT, read_notebook
+from project import ROOT, read_notebook
 
-from fusedloss.puzzles import check, picture, report
-from fusedloss.puzzles.refusals import refusal, text_of
-from fusedloss.puzzles.report import check_arguments, moved_bytes, near_misses
-from fusedloss.puzzles.tasks import Case, TASKS, anyone, loss_of
-from fusedloss.puzzles.verdicts import faults
-from fusedloss.puzzles.watch import Array, Watch
+from fusedloss.core.triton import jit, tl
+from workbook.puzzles import check, picture, report
+from workbook.puzzles.refusals import in_words, refusal, text_of
+from workbook.puzzles.report import check_arguments, moved_bytes, near_misses
+from workbook.puzzles.tasks import Case, TASKS, anyone, loss_of
+from workbook.puzzles.verdicts import faults, place_words
+from workbook.puzzles.watch import Array, Memory, Watch, places_of, watch_kernel
 
 pytest.importorskip("triton")
 pytestmark = interpreted
@@ -362,3 +363,51 @@ def test_the_compiler_takes_every_solution(tmp_path, monkeypatch):
         line = launch_types(getattr(kernels, task.name), (), tensors | case.others)
         assert not lowerer.complaint(line), f"puzzle {number}: {lowerer.complaint(line)}"
     lowerer.process.kill()
+
+
+def test_places_are_those_of_the_tensor():
+    padded, columns = Array(torch.zeros(2, 3), strides=(4, 1)), Array(torch.zeros(2, 3), strides=(1, 8))
+    assert places_of(padded, np.array([0, 2, 3, 4, 6, 7, -1])).tolist() == [0, 2, -1, 3, 5, -1, -1]
+    assert places_of(columns, np.array([0, 1, 2, 8, 17])).tolist() == [0, 3, -1, 1, 5]
+    memory = Memory({"z": padded, "y": Array(torch.arange(2), tile=(2, 1))})
+    begin = {name: t.data_ptr() for name, t in memory.tensors.items()}
+    name, offsets, places = memory.find(np.array([begin["z"] + 4 * 4, begin["z"] + 4 * 7], np.uint64))
+    assert (name, offsets.tolist(), places.tolist()) == ("z", [4, 7], [3, -1])
+    name, _, places = memory.find(np.array([begin["y"] - 8], np.uint64))
+    assert (name, places.tolist()) == ("y", [-1])
+
+
+def test_places_are_named():
+    assert place_words("z", Array(torch.zeros(3, 27)), np.arange(27, 32)) == "z[1, 0…4]"
+    assert place_words("y", Array(torch.zeros(4)), np.array([-100])) == "y[-100]"
+
+
+def test_a_picture_has_few_rectangles():
+    assert report.rectangles(np.array([[0, 0, 1], [0, 0, 1], [2, 2, 2]])) == [(0, 0, 2, 2, 0), (0, 2, 2, 1, 1), (2, 0, 1, 3, 2)]
+
+
+def test_an_error_without_words_of_ours_is_shown_as_it_is():
+    assert in_words("Cannot make_shape_compatible: incompatible dimensions at index 0: 4 and 16") \
+        == "blocks of 4 and 16 lanes do not fit: is it the wrong axis, or a missing `[:, None]`?"
+    assert in_words("disk full") == "disk full"
+
+
+@jit
+def copy_kernel(z_ptr, out_ptr, V: tl.constexpr, BV: tl.constexpr):
+    at = tl.program_id(0) * V + tl.arange(0, BV)
+    tl.store(out_ptr + at, tl.load(z_ptr + at))
+
+
+def test_loads_and_stores_are_watched():
+    z = torch.arange(6.).view(2, 3)
+    watch = watch_kernel(Watch({"z": Array(z), "out": Array(None, z.double())}, (2,)), copy_kernel, dict(V=3, BV=4))
+    assert [(a.kind, a.program, a.name, a.places.tolist()) for a in watch.accesses][:3] == [
+        ("loads", 0, "z", [0, 1, 2, 3]), ("stores", 0, "out", [0, 1, 2, 3]), ("loads", 1, "z", [3, 4, 5, -1])]
+    assert watch.memory.tensors["out"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_block_that_runs_on_is_named():
+    z = torch.arange(9.).view(3, 3)
+    case = Case({"z": Array(z), "out": Array(None, z.double())}, (3,), dict(V=3, BV=4))
+    said = faults(case, watch_kernel(Watch(case.arrays, case.grid), copy_kernel, case.others))
+    assert said[0].startswith("Program 0 loads z[1, 0], which belongs to program 1. The block runs on")

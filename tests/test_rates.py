@@ -248,3 +248,24 @@ def test_a_capture_plans_without_measuring(monkeypatch):
     graph.replay()
     torch.testing.assert_close(loss, expected)
     assert not rates.found_machines and rates.guessed_machines
+
+
+def test_a_machine_names_the_dtypes_that_were_measured():
+    toy = Machine("toy", 100.0, dict(float32=1000.0))
+    assert toy.rate(torch.float32) == 1000.0
+    with pytest.raises(KeyError, match=r"toy was measured for \['float32'\], not for int8"):
+        toy.rate(torch.int8)
+
+
+def test_peaks_of_boards_stand_in_proportion():
+    for name in ("L4", "L40S", "RTX 4090", "RTX 5090"):
+        most = boards()[name][1].peaks
+        assert 64 * most.float64 == pytest.approx(most.float32, rel=0.02)
+    for _, board in boards().values():
+        assert board.source and board.peaks.float16 > board.peaks.float32 >= board.peaks.float64
+    assert all(0.6 < share < 1 for share in rates.peak_shares())
+    assert rates.expected_rates(boards()["H200"][1]).bandwidth == pytest.approx(H200.bandwidth)
+
+
+def test_a_slice_of_a_gpu_is_not_the_gpu():
+    assert listed_machine(SAME) is H200 and listed_machine(SAME._replace(multiprocessors=16)) is None

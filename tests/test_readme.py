@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from workbook import ROOT, directives, read_notebook
+from project import ROOT, directives, read_notebook
 
 BESIDE = Path(sys.executable).parent
 installed = pytest.mark.skipif(not (BESIDE / "nbdev_export").exists(), reason="nbdev's commands are not installed beside this Python")

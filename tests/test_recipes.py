@@ -24,7 +24,7 @@ from fusedloss import clusters, ctc, kernels, scans, segments, semirings
 from fusedloss.core import devices, rates, tiling
 from fusedloss.core.cuda import cuda_source
 from nvrtc import complaint, knows, library
-from workbook import read_notebook, ROOT
+from project import read_notebook, ROOT
 
 DEVICE = '''
 from fusedloss.core.devices import Board, DeviceKind, peaks

@@ -13,7 +13,7 @@ import fusedloss.recompute as recompute
 from fusedloss.core import tiling, tuning
 from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few, thorough_but
 from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from fusedloss.core.records import (Check, caption, linear_losses, load_results, logits_losses, machine_line, machine_name, prediction_table, record,
-                                    results_table, source_line)
+from workbook.records import (Check, caption, figures_of, linear_losses, load_results, logits_losses, machine_line, machine_name, prediction_table, record,
+                                    records_by_name, records_over_ranks, results_table, source_line)
 
 RECORD = dict(name="tiles", shape=dict(N=2, H=3, V=4), dtype="float32", machine="toy", versions={}, commit="abc", date="2026-11-21",
               figures=dict(ratio=1.5, seconds=0.1, extra=2**20), stage="02_tiles")
@@ -75,3 +75,20 @@ def test_miss_without_a_cause_is_unexplained():
     table = prediction_table(checks)
     assert [row[-1] for row in table.rows] == ["", "unexplained", "unexplained", "cache", ""]
     assert table.rows[3] == ["d", "1 MiB", "4 MiB", "×4.00", "cache"]
+
+
+def test_figures_are_those_of_a_dtype_and_sizes(tmp_path):
+    path = tmp_path / "00_page.json"
+    path.write_text(json.dumps([dict(name="a", dtype="bfloat16", shape=dict(N=n, V=3), figures=dict(ratio=n)) for n in (1, 2)]), encoding="utf-8")
+    assert (figures_of(path, N=1), figures_of(path, V=3), figures_of(path, "float16")) == ({"a": {"ratio": 1}}, {"a": {"ratio": 2}}, {})
+    assert records_by_name(path, V=3)["a"]["shape"] == dict(N=2, V=3)
+    path.write_text("[]", encoding="utf-8")
+    assert records_by_name(path) == {}, "the file as it is now"
+
+
+def test_records_over_ranks_are_of_the_last_machine_that_has_several(tmp_path):
+    path = tmp_path / "00_page.json"
+    measured = [("old", 4), ("old", 1), ("new", 2), ("new", 1), ("last", 1)]
+    path.write_text(json.dumps([dict(name="a", dtype="bfloat16", machine=machine, shape=dict(N=8, R=r)) for machine, r in measured]), encoding="utf-8")
+    assert {key: r["machine"] for key, r in records_over_ranks(path, N=8).items()} == {("a", 2): "new", ("a", 1): "new"}
+    assert (records_over_ranks(path, N=9), records_over_ranks(path, "float32")) == ({}, {})

@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import fusedloss as fl
 from fusedloss import partial_fc, row_sparse
 from fusedloss.margins import CosFace, normalize
-from fusedloss.measure import relative_error
 from fusedloss.partial_fc import PartialFC
 from fusedloss.row_sparse import RowSparse, Update, launch_update, plain_update
+from workbook.measure import relative_error
 from grids import FULL, few, grid, pairs
 from head_cases import (
     ADAGRAD, ADAMW, COUNT, SGD, bf16, f32, f64, failure_fault, given_rows, kernels_for_all, make_head, place, row_by_row, sample, sparse_gradients,  # noqa: F401 (fixtures)

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from workbook import METADATA_KEY, read_notebook
+from project import METADATA_KEY, read_notebook
 
 pytest.importorskip("execnb")
 from run_notebooks import environment, lean, made_now, run_all, run_here, waits_for  # noqa: E402

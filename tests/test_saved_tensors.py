@@ -6,9 +6,9 @@ import torch
 import fusedloss as fl
 from fusedloss.iota import iota_cross_entropy
 from fusedloss.margins import margin_cross_entropy
-from fusedloss.measure import relative_error
 from fusedloss.scans import logz
 from fusedloss.semirings import Log
+from workbook.measure import relative_error
 from grids import few, thorough_but
 from helpers import hidden_from_hooks
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings, strategies as st
 import fusedloss.kernels
 import fusedloss.scans
 from fusedloss.core.cuda import CompiledByTorch, cuda_source
-from fusedloss.measure import peak_memory, saved_tensors
 from fusedloss.scans import Fused, edge_slots, fused_shape, logz, logz_autograd, path_score, posteriors, sample, scan_bwd, scan_fwd, scan_fwd_triton, transpose, viterbi
 from fusedloss.semirings import Count, Entropy, KBest, Log, Max, Real, Sample, brute_force, path_sum
+from workbook.measure import peak_memory, saved_tensors
 from grids import few, FULL, thorough_but
 from helpers import everywhere, fault_of, hidden_from_hooks, planted, unchanged
 from on_cpu import build, check_nvcc, STANDARD

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusedloss.semirings
-from fusedloss.measure import saved_tensors
 from fusedloss.semirings import (Count, CountSemiring, Entropy, KBest, Log, Max, Real, Sample, all_paths, brute_force, check_graph,
                                  path_sum)
+from workbook.measure import saved_tensors
 from grids import few, FULL
 from helpers import fault_of, planted, unchanged
 

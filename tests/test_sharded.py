@@ -400,3 +400,70 @@ def test_ranks_of_tensors_without_data_send_nothing(monkeypatch):
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
     assert core_ranks.tuning_agreement(fake, x.dtype, s) is None
+
+
+ALONE = core_ranks.Shards(9, 0, 9)  # all classes on one rank
+
+
+def test_ranks_share_classes_and_know_their_labels():
+    assert [len(shard_range(5, 4, k)) for k in range(4)] == [2, 2, 1, 0]
+    middle = core_ranks.Shards(10, 3, 6)
+    assert middle.local_labels(torch.tensor([0, 3, 5, 6, 4]), 4).tolist() == [-1, 0, 2, -1, -1] and (middle.ranks, middle.rank) == (1, 0)
+    assert core_ranks.shards_of(torch.ones(5, 2)) == core_ranks.Shards(5, 0, 5) and core_ranks.shards_on(None, 7) == core_ranks.Shards(7, 0, 7)
+
+
+def test_rows_travel_with_their_labels():
+    x, y = torch.randn(3, 5, dtype=torch.bfloat16), torch.tensor([4, 0, 7])
+    arrived = unpack(pack(x, y, None, 4, -100), 5, x.dtype)
+    assert arrived.labels.tolist() == [4, 0, 7, -100] and torch.equal(arrived.features[:3], x)
+
+
+def test_one_rank_exchanges_nothing():
+    x, y, b = torch.randn(3, 5), torch.tensor([4, 0, 7]), core_ranks.RankTokens(True, 3, 3)
+    assert core_ranks.all_gather(torch.ones(3), ALONE).shape == (1, 3) and core_ranks.all_reduce(torch.ones(2), ALONE).tolist() == [1, 1]
+    assert core_ranks.RankTokens(False, 2, 3).token_slice(ALONE) == slice(0, 2)
+    assert core_ranks.gather_rows(x, y, None, b, ALONE, -100)[0] is x
+    assert core_ranks.reduce_scatter_rows(x, b, ALONE)().shape == x.shape
+    assert not core_ranks.is_token_sharded(x) and not core_ranks.is_dtensor(x) and core_ranks.dtensor_of_rows(x, None, x.shape) is x
+    assert core_ranks.all_say(True, ALONE, x.device) and not core_ranks.all_say(False, ALONE, x.device)
+    assert core_ranks.tuning_agreement(x, torch.float32, ALONE) is None, "nothing is timed on a CPU"
+    assert core_ranks.one_or_nan([torch.ones(3), torch.arange(2)], ALONE).item() == 1
+
+
+def test_labels_are_shifted_by_the_tokens_ahead():
+    assert core_ranks.shifted_ahead(torch.tensor([[1, 2, 3]]), 2, -100, 0, ALONE).tolist() == [[3, -100, -100]]
+    assert core_ranks.shifted_ahead(torch.tensor([1, 2]), 5, -1, 0, ALONE).tolist() == [-1, -1]
+    assert (core_ranks.within(7, 1, 0, 7, ALONE), core_ranks.within(2, 5, 0, 2, ALONE)) == (6, 0)
+
+
+def test_what_ranks_tell_each_other_of_a_call():
+    assert core_ranks.agreed_facts(lambda: dict(rows=3), ALONE, "cpu").calls == [dict(rows=3)]
+    assert bytes(core_ranks.written(dict(rows=3), "cpu").numpy()).strip() == b'{"rows": 3}'
+    assert core_ranks.found_facts(lambda: int("three"))[0] == {"error": "invalid literal for int() with base 10: 'three'"}
+    assert core_ranks.told_facts(dict(y=torch.tensor([1, 2]), k=3)) == (dict(y=dict(sums=[3.0, 5.0]), k=3), [])
+    with pytest.raises(ValueError, match=r"k: expected the same on all ranks, got \{0: 3, 1: 4\}"):
+        core_ranks.check_calls([dict(k=3), dict(k=4)], (), {})
+    core_ranks.check_calls([dict(k=3), dict(k=4)], ("k",), {})
+    assert core_ranks.in_words([dict(sums=[3.0, 5.0]), dict(sums=[4.0, 5.0])]) == "another on ranks [1] than on rank 0"
+    with pytest.raises(ValueError, match="invalid literal"):  # and no rank to tell
+        core_ranks.tells_ranks(core_ranks.mesh_of_call)(int)("three")
+    assert (core_ranks.fingerprint(torch.tensor([1.0, 2.0])) != core_ranks.fingerprint(torch.tensor([2.0, 1.0]))).any()
+
+
+def test_a_call_of_one_rank_is_placed_where_it_is():
+    x, w, y = torch.ones(2, 3), torch.ones(9, 3), torch.tensor([1, 8])
+    given = dict(linear_bias=None, weight=None, token_weight=None, reduction="mean", options=LossOptions(), return_stats=False)
+    here, s = placement.placed(x, w, y, given, 0, None, None, None, None)
+    assert (s, here.x is x, here.batch.own) == (ALONE, True, 2)
+    assert placement.batch_of(torch.ones(2, 3, 4), ALONE, None) == (core_ranks.RankTokens(True, 6, 6, 1), -1)
+    assert placement.local_of(x, "input", None, []) is x and placement.kinds_for(x) == []
+    assert placement.own_rows(y, core_ranks.RankTokens(True, 2, 2), ALONE) is y and placement.asked_shards(w, None, None) == ALONE
+
+
+@pytest.mark.parametrize("call, words", {
+    "reduction": (lambda x, w: placement.check_reduction("average", x, ALONE), "'mean', 'sum' or None"),
+    "bias": (lambda x, w: placement.check_bias(torch.ones(2), x, w), "linear_bias: expected"),
+    "classes": (lambda x, w: placement.asked_shards(w, None, 0), "num_classes: expected a positive integer")}.values())
+def test_a_call_that_cannot_be_placed_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(torch.ones(2, 3), torch.ones(9, 3))

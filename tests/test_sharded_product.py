@@ -13,7 +13,7 @@ from fusedloss.core import hopper
 from fusedloss.core.hopper import IN_TURN
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import RankTokens, shard_range, Shards
-from fusedloss.measure import peak_memory, relative_error
+from workbook.measure import peak_memory, relative_error
 from grids import few, thorough_but
 from helpers import INTERPRETED, everywhere, has_no_second_derivative, interpreted, need_kernels, planted, unchanged
 from test_product import launch_on_cpu

@@ -10,7 +10,7 @@ import pytest
 from check_site import INDEX, problems, unlicensed, unused
 from search_index import addresses, index_script, with_search
 from site_pages import GUIDE, finish, finish_all, prepare, source_links
-from workbook import ROOT, is_stage, notebooks
+from project import ROOT, is_stage, notebooks
 
 GOOD = {
     "index.html": '<link rel="stylesheet" href="a.css"><h2 id="here"></h2><a href="sub/page.html#there">x</a><a href="https://example.org">y</a>',
@@ -105,8 +105,8 @@ def test_the_built_site_serves_what_it_uses_with_its_licences():
 
 
 def test_a_page_leads_to_its_notebook():
-    repository, source, jupyter = source_links("library/b.ipynb", "https://example.org/r")
-    assert source["href"] == "https://example.org/r/blob/main/nbs/library/b.ipynb" and jupyter["href"] == f"/{GUIDE}"
+    repository, source, jupyter = source_links("recipes/b.ipynb", "https://example.org/r")
+    assert source["href"] == "https://example.org/r/blob/main/nbs/recipes/b.ipynb" and jupyter["href"] == f"/{GUIDE}"
 
 
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="docs/ is not built")

@@ -5,8 +5,8 @@ import subprocess
 import pytest
 import torch
 
-from fusedloss.core.records import load_results, record
-from fusedloss.core.sources import STAMP, commit
+from workbook.records import load_results, record
+from workbook.sources import STAMP, commit
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import fusedloss.losses as losses
 from fusedloss.core import pairs
 from fusedloss.core.options import LossOptions
 from fusedloss.core.versions import torch_version
-from fusedloss.measure import peak_memory, relative_error
 from fusedloss.plans import plan
+from workbook.measure import peak_memory, relative_error
 from grids import few, grid, thorough_but
 from helpers import TOLERANCE, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, unchanged
 

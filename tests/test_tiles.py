@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from fusedloss.baseline import Sample, baseline_linear_cross_entropy, sample_data
-from fusedloss.measure import peak_memory, relative_error, saved_tensors
 from fusedloss.tiles import MemoryEfficientVocabOutput, remove_radial, square_tile, tiled_linear_cross_entropy, tiled_lse, tiled_lse_grad
 from fusedloss.core.products import tile_slices, grad_scale_of
+from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, grid, thorough_but
 from helpers import CASES, TOLERANCE, Case, faults, gradients, has_no_second_derivative, off, reference, roundings, upstream
 

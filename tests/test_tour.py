@@ -12,11 +12,11 @@ import torch
 from grids import few, thorough_but
 from helpers import need_fonts
 from torch.nn import functional as F
-from workbook import ROOT
+from project import ROOT
 
-from fusedloss import tour
 from fusedloss.baseline import baseline_linear_cross_entropy as baseline
-from fusedloss.tour import torch_ctc
+from workbook import tour
+from workbook.tour import torch_ctc
 
 SMALL = tour.Sizes(N=128, H=32, K=3, steps=6)
 FEW = tour.Sizes(N=4, H=16, K=5, steps=3)
@@ -24,7 +24,7 @@ ABSENT = """
 import sys
 from hidden_modules import hide
 hide({'matplotlib', 'IPython', 'ipywidgets', 'nbdev', 'fastcore', 'execnb', 'triton', 'cupy'})
-from fusedloss import tour
+from workbook import tour
 tour.CPU_SIZES = tour.READING_SIZES = tour.Sizes(64, 16, 2, 3)
 sys.exit(tour.main())
 """
@@ -50,7 +50,7 @@ def run(capsys):
         need_fonts("DejaVuSerif", "DejaVuSans")
     def run(*argv: str):
         try:
-            code = tour.main(["tour", *argv])
+            code = tour.main([*argv])
         except SystemExit as stop:
             code = stop.code
         return code, *capsys.readouterr()
@@ -245,12 +245,6 @@ def test_wrong_question_is_exit_code_2(argv, said, run):
     assert "final loss" not in err, "nothing was trained"
 
 
-def test_no_command_is_exit_code_2(capsys):
-    with pytest.raises(SystemExit) as stop:
-        tour.main([])
-    assert stop.value.code == 2 and "required" in capsys.readouterr().err
-
-
 def test_python_without_help_texts(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     code, _, err = run()
@@ -263,7 +257,7 @@ def test_plain_install_elsewhere(tmp_path):
     folder.mkdir()
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
     env.pop("TQDM_DISABLE", None)
-    done = subprocess.run([sys.executable, "-c", ABSENT, "tour", "--json", "--stage", "tiles", "--device", "cpu"],
+    done = subprocess.run([sys.executable, "-c", ABSENT, "--json", "--stage", "tiles", "--device", "cpu"],
                           cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"]

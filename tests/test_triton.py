@@ -7,7 +7,7 @@ import torch
 from fusedloss.core import triton as core
 from fusedloss.core.options import LossOptions
 from fusedloss.core.triton import jit, launch_kernel, tl, triton
-from helpers import need_kernels
+from helpers import INTERPRETED, need_kernels
 
 pytestmark = pytest.mark.skipif(triton is None, reason="needs Triton")
 
@@ -99,3 +99,15 @@ def test_constants_by_position_are_not_remembered(remembered):
     for b in (8, 16, 8):
         launch_kernel(kernel, (1,), 5, b)
     assert [how for how, *_ in kernel.launches] == ["anew"] * 3
+
+
+def test_arguments_of_which_a_kernel_is_made_are_told_apart():
+    kind = lambda value: core.kinds_of((value,))
+    assert kind(torch.ones(4)) == kind(torch.zeros(9)) and kind(48) == kind(-2**31) and kind((7, 0.5)) == kind((9, -1.0))
+    differ = [torch.ones(4), torch.ones(4)[1:], torch.ones(4).half(), 0.5, 1, 2, 16, 2**31 + 1, 2**40, 2**63, None, True, False, (1, 0.5), (2, 0.5)]
+    assert len(set(map(kind, differ))) == len(differ)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has the instruction")
+def test_the_interpreter_has_no_instruction_of_a_gpu():
+    assert core.own_log2() is core.exact_log2

@@ -19,7 +19,7 @@ import torch
 import fusedloss as fl
 from fusedloss.core import store, tuning
 from helpers import everywhere, follows_plans
-from workbook import ROOT
+from project import ROOT
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 VARIANTS = [(1, 8), (1, 32), (2, 8)]
@@ -539,3 +539,22 @@ def test_variants_compile_side_by_side_and_one_that_fails_stops_none(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-W", "ignore", str(tmp_path / "side.py")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_launch_takes_the_time_between_two_events(monkeypatch):
+    class Played:
+        "An event: the clock goes on by a second with each call, and events read it in milliseconds"
+        clock = 0
+        def __init__(self, enable_timing): assert enable_timing
+        def record(self): self.at = Played.clock
+        def synchronize(self): assert self.at == Played.clock, "the last event is waited for"
+        def elapsed_time(self, end): return 1e3 * (end.at - self.at)
+
+    def tick(): Played.clock += 1
+    monkeypatch.setattr(torch.cuda, "Event", Played)
+    assert tuning.event_seconds(tick, rounds=3, calls=4) == [1, 1, 1] and Played.clock == 12
+
+
+def test_sizes_near_each_other_share_a_variant(clock):
+    assert best((100, 200)) == best((120, 130)) == (1, 32) and clock.asked == 3 * tuning.ROUNDS
+    assert len(tuning.choices()["variants"]) == 1 and best((50, 200)) == (1, 32) and clock.asked == 6 * tuning.ROUNDS

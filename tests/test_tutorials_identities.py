@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import need_fonts
-from workbook import ROOT, directives, read_notebook
+from project import ROOT, directives, read_notebook
 
 pytestmark = pytest.mark.thorough
 PAGE = ROOT / "nbs" / "tutorials" / "4_identities.ipynb"

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedloss.core.runs import Run
-from fusedloss.tutorials import language_model
+from workbook.runs import Run
+from workbook import language_model
 from helpers import planted, unchanged
 
 pytest.importorskip("tokenizers")

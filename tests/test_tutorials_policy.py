@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workbook import read_notebook, ROOT
+from project import read_notebook, ROOT
 
 PAGE = ROOT / "nbs" / "tutorials" / "2_policy.ipynb"
 QUICK = ("po-imports", "po-sizes", "po-pupil", "po-reward", "po-check-data", "po-split", "po-check-split", "po-floor", "po-floor-value", "po-encode", "po-check-encode",

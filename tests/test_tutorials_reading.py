@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import need_fonts
 from torch.nn import functional as F
-from workbook import ROOT, directives, read_notebook
+from project import ROOT, directives, read_notebook
 
 PAGE = ROOT / "nbs" / "tutorials" / "5_reading.ipynb"
 CELLS = [cell["source"] for cell in read_notebook(PAGE)["cells"]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from typing import Iterator, Literal, Union, get_args, get_origin
+from typing import Iterator, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import nn
 
 import build_types
 import fusedloss as fl
-from workbook import ROOT
+from fusedloss.core.rates import Machine
+from project import ROOT
 
 ERROR = re.compile(r"(?m)^tests/(typing_\w+\.py):(\d+): error: (.*)$")
 x, w, y = torch.randn(4, 8), torch.randn(16, 8), torch.tensor([1, 2, 3, 4])
@@ -46,18 +47,39 @@ def public() -> Iterator[tuple[str, object]]:
             yield name, found
 
 
+def methods(name: str, found: type) -> Iterator[tuple[str, types.FunctionType]]:
+    "Public methods of our own of a class"
+    for key in dir(found):
+        method = inspect.getattr_static(found, key)
+        method = getattr(method, "fget", getattr(method, "__func__", method))
+        if (key in ("__init__", "__call__") or not key.startswith("_")) and inspect.isfunction(method):
+            if method.__module__.startswith("fusedloss"):
+                yield f"{name}.{key}", method
+
+
 def functions() -> Iterator[tuple[str, types.FunctionType]]:
     "Public functions and methods of our own"
     for name, found in public():
         if inspect.isfunction(found):
             yield name, found
         elif inspect.isclass(found):
-            for key in dir(found):
-                method = inspect.getattr_static(found, key)
-                method = getattr(method, "fget", getattr(method, "__func__", method))
-                if (key in ("__init__", "__call__") or not key.startswith("_")) and inspect.isfunction(method):
-                    if method.__module__.startswith("fusedloss"):
-                        yield f"{name}.{key}", method
+            yield from methods(name, found)
+
+
+def adapters() -> Iterator[tuple[str, types.FunctionType]]:
+    "Public functions of the adapters to frameworks"
+    for name in fl.integrations.NAMES:
+        module = getattr(fl.integrations, name)
+        yield from ((f"{name}.{key}", getattr(module, key)) for key in module.__all__)
+
+
+def mentioned(annotation: object) -> Iterator[type]:
+    "Classes of our own in an annotation"
+    for part in annotation if isinstance(annotation, list) else get_args(annotation):
+        yield from mentioned(part)
+    found = get_origin(annotation) or annotation
+    if inspect.isclass(found) and found.__module__.startswith("fusedloss"):
+        yield found
 
 
 def words_of(annotation: object) -> tuple:
@@ -92,8 +114,11 @@ def call(name: str, **given) -> str:
 
 
 def test_everything_public_is_annotated():
-    missing = []
-    for name, function in functions():
+    missing, listed = [], [*functions(), *adapters()]
+    hints = [hint for _, function in listed for hint in get_type_hints(inspect.unwrap(function)).values()]
+    given_back = {klass for hint in hints for klass in mentioned(hint)}
+    assert {Machine, fl.CrossEntropyStats} <= given_back
+    for name, function in [*listed, *(method for klass in given_back for method in methods(klass.__name__, klass))]:
         signature = inspect.signature(function)
         bare = [p for i, p in enumerate(signature.parameters) if signature.parameters[p].annotation is inspect.Parameter.empty
                 and not (i == 0 and p == "self")]

@@ -11,7 +11,7 @@ import textwrap
 from typing import Any, Iterator
 
 from reference import Parameter, beside, fields, found, is_tuple, loss_options, maker, parameters, public_names, sentence, type_text
-from workbook import PACKAGE, ROOT
+from project import PACKAGE, ROOT
 
 HEADER = '"What `help` adds to docstrings: made by tools/build_arguments.py from the comments beside arguments, and edited there."\n\n'
 WIDTH = 100  # columns of a line

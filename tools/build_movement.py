@@ -13,8 +13,8 @@ from typing import NamedTuple
 import movement
 from site_pages import fill_places
 
-from fusedloss.core.drawing import stage_color
 from fusedloss.core.rates import H200
+from workbook.drawing import stage_color
 
 PLACE = re.compile(r'<p class="fl-movement fl-(\w+)">.*?</p>', re.DOTALL)
 FIGURE = '<figure class="fl-figure">'

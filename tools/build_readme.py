@@ -12,7 +12,7 @@ from nbconvert import MarkdownExporter
 from nbdev.processors import FilterDefaults
 from traitlets.config import Config
 
-from workbook import ROOT
+from project import ROOT
 
 IMAGES = ROOT / "nbs" / "images"
 LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)\s]+)(\))")

@@ -27,7 +27,7 @@ import reference
 from glossary_links import link_stages
 from search_index import index_script, with_search
 from site_pages import CARD, LOST, finish_all, prepare, source_links
-from workbook import ROOT, SETTINGS, copy_tree, notebooks, read_notebook
+from project import ROOT, SETTINGS, copy_tree, notebooks, read_notebook
 
 logging.getLogger("fontTools").setLevel(logging.ERROR)  # the icon font has two bytes too many
 VENDOR = smalldocs.ASSETS / "vendor"

@@ -14,12 +14,12 @@ from typing import Any, Iterator, NamedTuple
 
 import torch
 from site_pages import fill_places
-from workbook import ROOT
+from project import ROOT
 
-from fusedloss.core.drawing import si
+from fusedloss.core.tables import si
 from fusedloss.core.rates import dtype_name, machines
-from fusedloss.core.records import load_results
 from fusedloss.plans import Plan, plan
+from workbook.records import load_results
 
 GRID, SCRIPT = "plan_grid.js", "plan_widget.js"  # beside the pages that use them
 ASSIGN = "globalThis.planGrid = "

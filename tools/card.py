@@ -4,7 +4,7 @@
 """
 from pathlib import Path
 
-from workbook import ROOT, SETTINGS
+from project import ROOT, SETTINGS
 
 CARD = ROOT / "nbs" / "card.png"
 RECORDS = ROOT / "nbs" / "results"
@@ -13,9 +13,9 @@ NOTE = "Description"  # the PNG's field that says which figures are drawn
 
 def words() -> tuple[str, str]:
     "The two lines of figures, from the records of the baseline and of stage 7"
-    from fusedloss.core.drawing import si
-    from fusedloss.core.records import figures_of
-    from fusedloss.measure import SHAPES
+    from fusedloss.core.tables import si
+    from workbook.measure import SHAPES
+    from workbook.records import figures_of
 
     sizes = SHAPES[0]._asdict()
     before = figures_of(RECORDS / "01_baseline.json", **sizes)["eager, fp32 softmax"]["extra"]

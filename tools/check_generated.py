@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from workbook import copy_tree
+from project import copy_tree
 
 # what to check: the command that makes it, the paths it makes, the command to type when they differ
 GENERATED = {

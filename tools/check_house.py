@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from workbook import PACKAGE, ROOT, default_module, is_stage, notebooks, read_notebook
+from project import PACKAGE, ROOT, WORKBOOK, default_module, is_stage, notebooks, read_notebook
 
-DOORS = ("losses", "sharded", "tour", "puzzles", "integrations")  # and the package itself
+DOORS = ("losses", "sharded", "integrations", "__main__")  # and the package itself
 Faults = Iterator[str]
 
 
@@ -110,7 +110,15 @@ def private_names(house: House) -> Faults:
         yield from (f"{module} takes the private name {name} of {other}" for name in sorted(house.taken[module][other]) if name.startswith("_"))
 
 
-RULES = wrong_arrows, circles, private_names
+def workbook_imports(house: House) -> Faults:
+    "Imports of the workbook, which is not installed with the package"
+    for module, path in house.files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+            yield from (f"{module} imports {name}, which no wheel holds" for name in names if name and below(name, WORKBOOK))
+
+
+RULES = wrong_arrows, circles, private_names, workbook_imports
 
 
 def faults(root: Path = ROOT) -> list[str]:

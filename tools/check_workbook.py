@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbook import MACHINE_PATH, ROOT, has_prologue, notebooks, output_text, project_files, read_notebook
+from project import MACHINE_PATH, ROOT, has_prologue, notebooks, output_text, project_files, read_notebook
 
 INDEX = re.compile(r"Looking in (?:indexes|links):|https?://[\w.-]+/(?:simple|packages)/")  # a package host, by its paths
 Problems = Iterator[str]
@@ -36,7 +36,7 @@ def check_notebook(path: Path) -> Problems:
         for found in {m[0] for output in cell["outputs"] for m in MACHINE_PATH.finditer(output_text(output))}:
             yield f"cell {i}: output names a machine's path {found}"
     if not has_prologue(nb):
-        yield "its first code cell is not the prologue (python tools/workbook.py prologue)"
+        yield "its first code cell is not the prologue (python tools/project.py prologue)"
 
 
 def check_text(path: Path) -> Problems:

@@ -6,9 +6,9 @@ import sys
 import textwrap
 
 from check_house import House, in_core, is_door
-from workbook import ROOT
+from project import ROOT
 
-from fusedloss.core.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
+from workbook.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
 
 ROW, COLUMN, LEFT = 0.34, 0.25, 1.5  # inches: from stage to stage, upwards and to the right; left of the first one's line
 LETTER, LINE = 0.082, 0.19  # inches, of a line of names

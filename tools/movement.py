@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbook import ROOT, read_notebook
+from project import ROOT, read_notebook
 
 
 class Lanes(NamedTuple):

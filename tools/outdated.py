@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbook import METADATA_KEY, PACKAGE, ROOT, notebooks, read_notebook
+from project import METADATA_KEY, PACKAGE, ROOT, notebooks, read_notebook
 
 MEASURES = re.compile(r"^#\|\s*measures (.+)$", re.MULTILINE)
 INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
-from workbook import PACKAGE, ROOT, SETTINGS, default_module, notebooks, output_text, read_notebook
+from project import PACKAGE, ROOT, SETTINGS, default_module, is_stage, notebooks, output_text, read_notebook
 
 PAGE = "reference.ipynb"
 COLUMNS = 90  # of a signature
@@ -474,22 +474,21 @@ def faults(nb: dict) -> list[str]:
 
 @cache
 def pages() -> dict[str, tuple[str, str]]:
-    "By module: its page, from nbs/, and the page's title"
+    "By the module of a stage: its page, from nbs/, and the page's title"
     made = {}
-    for path in notebooks():
+    for path in filter(is_stage, notebooks()):
         nb = read_notebook(path)
         title = nb["cells"][0]["source"].split("\n")[0].removeprefix("# ")
-        number = f"Stage {int(path.name[:2])} · " if path.name[:2].isdigit() else "Library · "
-        made.setdefault(default_module(nb), (path.relative_to(ROOT / "nbs").as_posix(), number + title))
+        made.setdefault(default_module(nb), (path.name, f"Stage {int(path.name[:2])} · {title}"))
     return made
 
 
 def links(obj: Any, source: str) -> str:
-    "The page that an object comes from, and its source at the version's tag"
+    "The page of the stage that an object comes from, if one does, and its source at the version's tag"
     module = obj.__name__ if inspect.ismodule(obj) else obj.__module__
     line = "" if inspect.ismodule(obj) else f"#L{inspect.getsourcelines(inspect.unwrap(obj))[1]}"
-    href, title = pages()[module]
-    return f"[{title}]({href}) · [source]({source}/{module.replace('.', '/')}.py{line})"
+    href, title = pages().get(module, ("", ""))
+    return (f"[{title}]({href}) · " if href else "") + f"[source]({source}/{module.replace('.', '/')}.py{line})"
 
 
 def entry_text(entry: Entry, source: str) -> str:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
-from workbook import FOLDED_KEY, MACHINE_PATH, METADATA_KEY, ROOT, directives, is_stage, notebooks, output_text, read_notebook
+from project import FOLDED_KEY, MACHINE_PATH, METADATA_KEY, ROOT, directives, is_stage, notebooks, output_text, read_notebook
 
 
 def skips(cell, flags: set[str], skip_flags: set[str]) -> bool:
@@ -90,7 +90,7 @@ def refuse_paths(nb, path: Path) -> None:
 def machine() -> str:
     "The line that names the machine and the versions"
     import torch
-    from fusedloss.core.records import machine_line
+    from workbook.records import machine_line
 
     return machine_line("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -122,7 +122,7 @@ def kept_results(path: Path):
 
 def made_now(nb, flags: set[str], earlier: dict, commit: str) -> dict:
     "Where this run's outputs were made: those of plain cells, and of cells for a GPU if it ran them, else as `earlier`"
-    from fusedloss.core.pages import needs_gpu
+    from workbook.pages import needs_gpu
 
     made = {"machine": machine(), "date": datetime.now(timezone.utc).date().isoformat(), "commit": commit}
     if not {"cuda", "distributed"} & flags:
@@ -139,7 +139,7 @@ def run_here(path: Path, flags: set[str]) -> None:
     from nbdev.process import NBProcessor
 
     sys.path.insert(0, str(ROOT))
-    from fusedloss.core.sources import commit
+    from workbook.sources import commit
 
     made_from = commit(path.parent)
     nb = NBProcessor(path, rm_directives=False).nb

@@ -1,6 +1,6 @@
 """What the site's search looks through, search.js, and the renderer's script with tools/search.js in the place of its own search.
 
-Pages come in this order: where one starts, the reference, the stages and the rest, puzzles, what stages share, solutions, modules. Code is left
+Pages come in this order: where one starts, the reference, the stages and the rest, puzzles, solutions, modules. Code is left
 out but for the names it defines; of the modules' pages remain functions and classes, each with its sentence.
 """
 import html
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FIRST = ("index", "reference", "guide", "tour")
-LAST = ("puzzles", "library", "solutions", "api")  # folders
+LAST = ("puzzles", "solutions", "api")  # folders
 ASSIGN = "globalThis.searchIndex = "
 FENCE = re.compile(r"^(`{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 DEFINED = re.compile(r"^\s*(?:def|class)\s+(\w+)", re.MULTILINE)

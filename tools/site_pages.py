@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from workbook import METADATA_KEY, read_notebook
+from project import METADATA_KEY, read_notebook
 
-from fusedloss.core.pages import NOT_RUN, gpu_note, made_line, needs_gpu
+from workbook.pages import NOT_RUN, gpu_note, made_line, needs_gpu
 
 CARD, LOST = "card.png", "404.html"
 GUIDE = "guide.ipynb#open-a-page-in-jupyter"

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, INK, si, stage_color
+from fusedloss.core.tables import si
 from fusedloss.core.triton import triton
-from fusedloss.puzzles.refusals import refusal, stop_words, with_causes
-from fusedloss.puzzles.tasks import Case, TASKS
-from fusedloss.puzzles.verdicts import faults, loads_along, row_and_column, size_words, wrong_accesses
-from fusedloss.puzzles.watch import ANYONE, Array, called, Endless, Watch, watch_kernel
+from workbook.drawing import as_drawing, Drawing, drawing_style, GREY, INK, stage_color
+from workbook.puzzles.refusals import refusal, stop_words, with_causes
+from workbook.puzzles.tasks import Case, TASKS
+from workbook.puzzles.verdicts import faults, loads_along, row_and_column, size_words, wrong_accesses
+from workbook.puzzles.watch import ANYONE, Array, called, Endless, Watch, watch_kernel
 
 
 NOBODY, SEVERAL = -2, ANYONE

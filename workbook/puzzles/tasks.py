@@ -5,7 +5,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedloss.puzzles.watch import ANYONE, Array
+from workbook.puzzles.watch import ANYONE, Array
 
 
 class Case(NamedTuple):

@@ -1,8 +1,8 @@
 """What the tools share: where the notebooks are and how they are read.
 
-    python tools/workbook.py prologue   put the first code cell into notebooks that lack it
-    python tools/workbook.py sources    save with every cell that shows source the source as it is
-    python tools/workbook.py stamp      write .commit, for a copy of the project without its history
+    python tools/project.py prologue   put the first code cell into notebooks that lack it
+    python tools/project.py sources    save with every cell that shows source the source as it is
+    python tools/project.py stamp      write .commit, for a copy of the project without its history
 """
 import ast
 import importlib
@@ -15,7 +15,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "fusedloss"
+PACKAGE, WORKBOOK = "fusedloss", "workbook"
 METADATA_KEY = "fusedloss"  # in a notebook's metadata; settings.ini lets it through nbdev_clean
 FOLDED_KEY = "jp-MarkdownHeadingCollapsed"  # in a cell's metadata, likewise: JupyterLab folds what follows the heading
 PROLOGUE = """\
@@ -25,7 +25,7 @@ import os
 import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-from fusedloss.core.pages import prepare_page
+from workbook.pages import prepare_page
 prepare_page()"""  # the first code cell of every notebook
 INTERPRETED = """\
 #| hide
@@ -91,8 +91,8 @@ def shows_source(cell: dict) -> bool:
 
 
 def imports_package(statement: ast.stmt) -> bool:
-    "Does this statement only bring names from the package?"
-    return isinstance(statement, ast.ImportFrom) and not statement.level and f"{statement.module}.".startswith(f"{PACKAGE}.")
+    "Does this statement only bring names from the package or the workbook beside it?"
+    return isinstance(statement, ast.ImportFrom) and not statement.level and statement.module.partition(".")[0] in (PACKAGE, WORKBOOK)
 
 
 def output_text(output: dict) -> str:
@@ -133,7 +133,7 @@ def source_outputs(nb: dict) -> dict[int, dict]:
     for i, cell in enumerate(nb["cells"]):
         if cell["cell_type"] == "code" and shows_source(cell):
             names = [a.id for a in ast.parse(cell["source"]).body[-1].value.args]
-            show = getattr(importlib.import_module(f"{PACKAGE}.core.pages"), "show_source")
+            show = getattr(importlib.import_module(f"{WORKBOOK}.pages"), "show_source")
             shown = show(*(getattr(importlib.import_module(modules[name]), name) for name in names))
             data = {"text/markdown": shown.data.splitlines(keepends=True), "text/plain": ["<IPython.core.display.Markdown object>"]}
             found[i] = {"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"}
@@ -158,7 +158,7 @@ def main(command: str) -> None:
         write_sources()
     elif command == "stamp":
         sys.path.insert(0, str(ROOT))
-        from fusedloss.core.sources import STAMP, commit
+        from workbook.sources import STAMP, commit
 
         (ROOT / STAMP).write_text(f"{commit(ROOT)}\n", encoding="utf-8")
     else:

@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, STAGE_COLORS
+from workbook.drawing import as_drawing, Drawing, drawing_style, GREY, STAGE_COLORS
 
 
 ON_GPU, CALLS = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}

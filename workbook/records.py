@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-from fusedloss.core.drawing import as_drawing, Drawing, drawing_style, GREY, si, spread_labels, stage_color, Table
-from fusedloss.core.peers import PEER_NAMES
+from fusedloss.core.tables import si, Table
 from fusedloss.core.rates import dtype_name
-from fusedloss.core.sources import commit
+from workbook.drawing import as_drawing, Drawing, drawing_style, GREY, spread_labels, stage_color
+from workbook.peers import PEER_NAMES
+from workbook.sources import commit
 
 
 def machine_name(device: str | torch.device = "cpu") -> str:

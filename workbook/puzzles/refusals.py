@@ -154,7 +154,7 @@ def answer() -> None:
 def compiled(**request) -> Optional[tuple[str, str]]:
     "`lower` in a process that does not interpret."
     quiet = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = f"import runpy; runpy.run_path({find_spec('fusedloss.puzzles.refusals').origin!r})['answer']()"
+    program = f"import runpy; runpy.run_path({find_spec('workbook.puzzles.refusals').origin!r})['answer']()"
     done = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(request),

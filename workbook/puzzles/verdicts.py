@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedloss.puzzles.tasks import Case
-from fusedloss.puzzles.watch import Access, Array, called, Watch
+from workbook.puzzles.tasks import Case
+from workbook.puzzles.watch import Access, Array, called, Watch
 
 
 def row_and_column(array: Array, offset: int) -> tuple[int, int]:

@@ -1,0 +1,109 @@
+"""`python -m fusedloss plan` prints what each method of the loss would cost, and which one is taken."""
+
+import argparse
+import re
+import sys
+from typing import Optional
+
+import torch
+
+from fusedloss.core.rates import machines
+from fusedloss.plans import OPTIONS, plan
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+NEEDS = ("input", "weight", "bias")
+POWERS = ("", "K", "M", "G", "T")
+
+
+def byte_count(text: str) -> int:
+    "Bytes of a text such as 2GiB, 512MiB or 500000000: Ki, Mi, Gi are powers of 1024; k, M, G of 1000."
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected a size such as 2GiB, got {text!r}")
+    number, power, binary = found.groups()
+    return round(float(number) * (1024 if binary else 1000) ** POWERS.index(power))
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    "Print a plan: 0 if it takes a method, 1 if none fits."
+    try:
+        found = plan(
+            args.tokens,
+            args.classes,
+            args.features,
+            getattr(torch, args.dtype),
+            device=None if args.machine or torch.cuda.is_available() else "cpu",
+            reduction=args.reduction,
+            memory_budget=args.memory_budget,
+            accumulate=args.accumulate,
+            needs_grad=tuple(name in args.needs_grad for name in NEEDS),
+            stats=args.stats,
+            options=tuple(args.options),
+            chunk_size=args.chunk_size,
+            grad_dtype=args.grad_dtype and getattr(torch, args.grad_dtype),
+            max_valid=args.max_valid,
+            machine=args.machine,
+        )
+    except ValueError as error:
+        args.fail(str(error))
+    print(found)
+    return int(found.chosen is None)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    "The arguments of `python -m fusedloss`."
+    parser = argparse.ArgumentParser(
+        "python -m fusedloss", description="Memory- and time-efficient losses over many classes."
+    )
+    command = parser.add_subparsers(metavar="COMMAND").add_parser(
+        "plan",
+        help="what each method of linear_cross_entropy would cost, and which one is taken",
+        description="Print FLOPs, bytes, memory beyond the gradients and time of each method of linear_cross_entropy, "
+        "which one is taken, and why. Exit code 1 if none fits.",
+    )
+    command.set_defaults(run=plan_command, fail=command.error)
+    add = command.add_argument
+    add("--tokens", type=int, required=True, metavar="N", help="rows of input")
+    add("--classes", type=int, required=True, metavar="V", help="rows of the weight")
+    add("--features", type=int, required=True, metavar="H", help="columns of both")
+    add(
+        "--machine",
+        metavar="NAME",
+        help=f"one of {', '.join(sorted(machines()))} (default: the GPU at hand, or the CPU if there is none)",
+    )
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the matmuls (default: %(default)s)")
+    add("--grad-dtype", choices=DTYPES, help="of the parameters (default: as --dtype)")
+    add("--memory-budget", type=byte_count, metavar="SIZE", help="beyond the gradients, such as 2GiB or 512MiB")
+    add("--reduction", choices=("mean", "sum", "none"), default="mean", help="of the loss (default: %(default)s)")
+    add(
+        "--accumulate",
+        choices=("auto", "float32", "native"),
+        default="auto",
+        help="how chunks of the weight's gradient add up (default: %(default)s)",
+    )
+    add(
+        "--needs-grad",
+        nargs="*",
+        choices=NEEDS,
+        default=NEEDS[:2],
+        help=f"tensors that need a gradient (default: {' '.join(NEEDS[:2])})",
+    )
+    add("--stats", choices=("detached", "differentiable"), default="", help="statistics that are returned, too")
+    add("--options", nargs="+", metavar="NAME", default=(), help=f"arguments in use: {', '.join(OPTIONS)}")
+    add("--chunk-size", type=int, metavar="ROWS", help="of a chunk (default: by the plan)")
+    add("--max-valid", type=int, metavar="N", help="tokens that are not ignored, at most")
+    return parser
+
+
+def main(
+    argv: Optional[list[str]] = None,  # `sys.argv[1:]` where None
+) -> int:  # the exit code
+    "Run a command; without one, print the help."
+    parser = make_parser()
+    parser.set_defaults(run=lambda args: parser.print_help() or 0)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"The workbook beside the package: its pages, pictures, measurements, puzzles and tour; no wheel holds it."
