@@ -131,7 +131,7 @@ def contents(wheel: zipfile.ZipFile) -> dict[str, bytes]:
 
 
 def test_wheel_holds_modules_and_kernels(source, wheel):
-    expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    expected = {p.relative_to(source).as_posix() for p in (source / "fusedloss").rglob("*") if p.is_file() and p.suffix not in {".pyc", ".toml"}}
     expected |= {f"fusedloss/cuda/{p.name}" for p in (source / "cuda").iterdir() if p.suffix in {".cu", ".cuh", ".py"}}
     assert {f"fusedloss/{name}" for name in ("cuda/probe.cu", "planted/part.py", "py.typed", "__init__.pyi")} < expected
     assert expected == {name for name in wheel.namelist() if name.startswith("fusedloss/")}
