@@ -233,10 +233,9 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_scale(
-    # the argument that is on the device
     logit_scale: float | Tensor,
     device: torch.device,
-    beside: str,
+    beside: str,  # the argument that is on the device
     name: str = "logit_scale",
 ):
     "`ValueError` unless it is a finite number, or a tensor that holds one."
@@ -269,13 +268,11 @@ def check_weight(name: str, t: Optional[Tensor], shape: tuple[int, ...]):
 
 
 def check_weights(
-    # of the input
     n_classes: int,
-    device: torch.device,
+    device: torch.device,  # of the input
     weight: Optional[Tensor],  # [V]
-    # of the targets
     token_weight: Optional[Tensor],
-    shape: torch.Size,
+    shape: torch.Size,  # of the targets
 ):
     "`ValueError` for weights of another shape, dtype or device, or that want a gradient."
     for name, t, size in (("weight", weight, (n_classes,)), ("token_weight", token_weight, shape)):

@@ -99,12 +99,11 @@ def mask_targets(
 
 @jit
 def unit_rows_block(
-    # [V,H], [R] or None, [R,H] and [R]
     block,
-    t_ptr,
-    rows_ptr,
-    unit_ptr,
-    inverse_ptr,
+    t_ptr,  # [V,H]
+    rows_ptr,  # [R] or None
+    unit_ptr,  # [R,H]
+    inverse_ptr,  # [R]
     R,
     H,
     stride_r,
@@ -221,10 +220,9 @@ def unit_rows_of_two(
     x_rows: Tensor,  # [N]
     w: Tensor,  # [V,H]
     w_rows: Optional[Tensor],  # [T] or all
-    # whether rows of x stay as they are
     dtype: torch.dtype,
     eps: float,
-    as_given: bool = False,
+    as_given: bool = False,  # whether rows of x stay as they are
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N,H], [N], [T,H], [T]
     "`unit_rows_of` of two matrices, by one kernel where there is one."
     if as_given:
@@ -319,7 +317,7 @@ def to_tangent(
 
 def nearest_centers(
     z: Tensor,  # [BN, BV·K]
-    o: HeadConfig,  # [BN, BV·K]
+    o: HeadConfig,
 ) -> tuple[Tensor, Optional[Tensor]]:  # [BN,BV] each
     "The largest number of each class's centres, and which one has it; None for one centre."
     return (z, None) if o.centers == 1 else z.view(len(z), -1, o.centers).max(2)
@@ -364,10 +362,9 @@ def plain_negatives_lse(
     x: Tensor,  # unit rows [N,H]
     w: Tensor,  # [T·K,H]
     target_column: Tensor,  # [N]
-    # [T]; columns at once
-    shift: Optional[Tensor],
+    shift: Optional[Tensor],  # [T]
     o: HeadConfig,
-    tile: int,
+    tile: int,  # columns at once
 ) -> tuple[Tensor, Tensor, Tensor]:  # lse, cos, largest: [N] each, in `acc_dtype`
     "Log-sum-exp and largest of the negatives' scores; the target's cosine, or 0."
     lse = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
@@ -387,11 +384,10 @@ def plain_cosine_dz(
     z: Tensor,
     which: Optional[Tensor],
     shift: Optional[Tensor],
-    # [BN]; no negatives: lse +inf
     target: Target,
-    lse: Tensor,
-    g_lse: Tensor,
-    g_cos: Tensor,
+    lse: Tensor,  # [BN]; +inf: no negatives
+    g_lse: Tensor,  # [BN]
+    g_cos: Tensor,  # [BN]
     o: HeadConfig,
 ) -> Tensor:  # [BN, BV·K]
     "Gradient by a tile's products, with all that scales them in `g_lse` and `g_cos`."
@@ -503,8 +499,7 @@ def cosine_dz_kernel(
     w_stride_v,
     w_stride_h,
     dz_stride_n,
-    # the slab's first column
-    begin,
+    begin,  # the slab's first column
     scale,
     conflict,
     conflict_score,
@@ -691,9 +686,9 @@ def launch_negatives_lse(
 
 
 def launch_cosine_dz(
-    x: Tensor,  # unit rows [N,H], [T,H]
-    w: Tensor,  # [N,T] to be written
-    dz: Tensor,  # T is a slab
+    x: Tensor,  # unit rows [N,H]
+    w: Tensor,  # unit rows [T,H]; T is a slab
+    dz: Tensor,  # [N,T] to be written
     target_column: Tensor,  # [N]
     shift: Optional[Tensor],  # [T]
     row_terms: tuple[Tensor, ...],  # lse, g_lse, g_cos: [N]

@@ -45,9 +45,8 @@ class Board(NamedTuple):
 
 
 def peaks(
-    # bytes/s; FLOP/s
-    bandwidth: float,
-    half: float,
+    bandwidth: float,  # bytes/s
+    half: float,  # FLOP/s, and the others
     single: float,
     double: float,
 ) -> Rates:
@@ -77,8 +76,8 @@ class DeviceKind:
 
     @classmethod
     def matches(
-        cls,  # of PyTorch
-        properties: Any,  # such as `torch.cuda.get_device_properties`
+        cls,
+        properties: Any,  # of PyTorch, such as `torch.cuda.get_device_properties`
     ) -> bool:
         "Whether a device is of this kind: of any model of a family, or named as one of the boards."
         return not cls.title or any(properties.name in board.names for board in cls.boards)
@@ -328,9 +327,8 @@ FEATURES = dict(
 
 
 def lacks(
-    # keys of `FEATURES`
     d: Device,
-    *features: str,
+    *features: str,  # keys of `FEATURES`
 ) -> str:
     "Why `d` is passed over by what needs the features; empty if it has them."
     for reason, has in map(FEATURES.get, features):

@@ -70,9 +70,8 @@ def dot_lse_fwd(
     grad_index: Optional[Tensor],
     target_column: Tensor,
     shift: Optional[Tensor],  # [n_shared]
-    n_shared: int,  # [n_shared]
-    # of products
-    dtype: torch.dtype,
+    n_shared: int,
+    dtype: torch.dtype,  # of products
     kernel: bool,
     sparse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -305,8 +304,7 @@ def row_lse_fwd(
     shift: Tensor,
     place: Tensor,
     grad_index: Tensor,
-    # of products
-    dtype: torch.dtype,
+    dtype: torch.dtype,  # of products
     sparse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N] each
     "lse and largest of each row's negatives, and the score of its target; 0 without one."

@@ -213,8 +213,8 @@ def score_statistics(
     # fp32 [tiles,N,2], [N], written
     stats: Tensor,
     target_z: Tensor,
-    wanted: Optional[Tensor] = None,  # int32: where it is 0
-    form: Form = SHARED,  # nothing is written
+    wanted: Optional[Tensor] = None,  # int32: where it is 0, nothing is written
+    form: Form = SHARED,
 ):
     "Of the scores x wᵀ, but the target's: each row's maximum in a tile of classes and Σ e^(z - maximum); the target's score."
     launch_form("score_statistics", form, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
@@ -381,10 +381,10 @@ def merge_statistics(
     stats: Tensor,  # [tiles,N,2]
     moments: Optional[Tensor],  # [tiles,N]
     y: Tensor,  # [N]
-    n_classes: int,  # [N]
-    scale: float,  # [N]
-    BN: int = 128,  # [N]
-    BT: int = 32,  # [N]
+    n_classes: int,
+    scale: float,
+    BN: int = 128,
+    BT: int = 32,
 ):
     "Each row's maximum, times a scale, its sum and its moment, of all tiles and the target: rows 0, 1 and 4 of the sums."
     tiles, n, _ = stats.shape

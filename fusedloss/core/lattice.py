@@ -41,7 +41,7 @@ def may_skip(
 
 
 def may_end(
-    S: int,  # [N]
+    S: int,
     lengths: Tensor,  # [N]
 ) -> Tensor:  # [N,S] bool
     "Where a path may end: in the last label, or in the blank after it."
@@ -110,9 +110,8 @@ def scan_shape(
 
 def strip_states(
     z: Tensor,  # on the device where they are wanted
-    # sequences, frames
-    N: int,
-    T: int,
+    N: int,  # sequences
+    T: int,  # frames
     s: ScanShape,
 ) -> Optional[Tensor]:  # states of 8 bytes; None for one strip
     "Memory for what one strip leaves to the next, and for the states of all at the middle."

@@ -100,9 +100,8 @@ def fold_scale(
 
 
 def keep_scale(
-    # of its loss
     module: nn.Module,
-    scale: Optional[Tensor],
+    scale: Optional[Tensor],  # of its loss
 ):
     "Have `module.logit_scale`: a parameter if the scale is one, else a buffer."
     if scale is not None:

@@ -123,9 +123,8 @@ def partial_lse_fwd(
     grad_index: Optional[Tensor],
     target_column: Tensor,
     shift: Optional[Tensor],
-    # dtype of the unit rows
     o: HeadConfig,
-    dtype: torch.dtype,
+    dtype: torch.dtype,  # of the unit rows
     kernel: bool,
     sparse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -328,8 +327,8 @@ def affine_loss_fwd(
     w: Tensor,
     x_rows: Tensor,
     w_rows: Optional[Tensor],
-    grad_index: Optional[Tensor],
     # of `Columns`
+    grad_index: Optional[Tensor],
     target_column: Tensor,
     shift: Optional[Tensor],
     loss_weight: Tensor,

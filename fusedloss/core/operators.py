@@ -122,11 +122,10 @@ def is_legacy(t: Optional[Tensor]) -> bool:
 
 
 def for_each(
-    # its gradients, by number
     backward: Callable,
     ctx,
     n: int,
-    upstream: Callable[[int], Iterable],
+    upstream: Callable[[int], Iterable],  # its gradients, by number
 ) -> tuple[Optional[Tensor], ...]:
     "What a backward pass makes of `n` upstream gradients, stacked."
     saved, before, _repeated.now = _Saved(ctx), _repeated.now, True

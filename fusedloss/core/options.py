@@ -232,8 +232,8 @@ def constructor_defaults(kind: type) -> dict[str, Any]:
 
 
 def configured(
-    module: Any,  # by name
-    **held: Any,  # what it keeps elsewhere than in attributes
+    module: Any,
+    **held: Any,  # by name, what it keeps elsewhere than in attributes
 ) -> Iterator[str]:
     "Arguments of a module's constructor, and of its bases', that it holds and that are no defaults: for its `repr`."
     for name, default in constructor_defaults(type(module)).items():

@@ -109,8 +109,8 @@ def put_pair_gradient(
 
 
 def reference_divergence(
-    raw: Tensor,  # [M,V]
-    teacher_raw: Tensor,  # `raw` is overwritten where `turn`
+    raw: Tensor,  # [M,V], overwritten where `turn`
+    teacher_raw: Tensor,  # [M,V]
     token_weight: Optional[Tensor],
     denominator: Optional[Tensor],
     o: DivergenceOptions,
@@ -286,8 +286,8 @@ def pair_blocks(n_classes: int) -> PairBlocks:
 
 
 def launch_divergence(
-    z: Tensor,  # [M,V], classes next to each other
-    teacher_z: Tensor,  # `z` is overwritten where `turn`
+    z: Tensor,  # [M,V], overwritten where `turn`, classes next to each other
+    teacher_z: Tensor,  # [M,V]
     token_weight: Optional[Tensor],  # [M]
     denominator: Optional[Tensor],  # a scalar that divides
     o: DivergenceOptions,
@@ -394,11 +394,10 @@ def soft_kernel(
     t_stride_o,
     t_stride_i,
     t_stride_v,
-    # `LossOptions`
     d_stride_o,
     d_stride_i,
     d_stride_v,
-    o,
+    o,  # `LossOptions`
     SCORE: tl.constexpr,
     UNSCALED_GRAD: tl.constexpr,
     BN: tl.constexpr,
@@ -680,20 +679,18 @@ def labels_kernel(
     all_weight_ptr,
     denominator_ptr,
     loss_ptr,
-    # `LossOptions`
     M,
     V,
     K,
     z_stride,
     d_stride,
-    o,
+    o,  # `LossOptions`
     SCORE: tl.constexpr,
     SMOOTH: tl.constexpr,
     LOG2_SCALE: tl.constexpr,
     UNSCALED_GRAD: tl.constexpr,
     BN: tl.constexpr,  # 1 unless a row fits in a block
-    # K, rounded up to a power of two
-    KP: tl.constexpr,
+    KP: tl.constexpr,  # K, rounded up to a power of two
     R: tl.constexpr,
     C: tl.constexpr,
 ):
@@ -804,7 +801,7 @@ def label_blocks(n_classes: int) -> PairBlocks:
 def launch_labels(
     z: Tensor,  # [M,V], classes next to each other
     target: Tensor,  # [M,K]
-    dz: Optional[Tensor],  # dz is written, may be z
+    dz: Optional[Tensor],  # [M,V], written; may be z
     weight: Optional[Tensor],  # [V]
     share: Optional[Tensor],  # [M,K]
     denominator: Optional[Tensor],  # a scalar

@@ -36,10 +36,9 @@ from fusedloss.core.ranks import (
 
 def local_of(
     t,  # a tensor, a DTensor or None
-    # those that will do
     name: str,
     mesh,
-    placements: list,
+    placements: list,  # those that will do
 ):
     "What of a DTensor lies here; other tensors as they are."
     if not is_dtensor(t):
@@ -139,11 +138,10 @@ def check_bias(bias: Optional[Tensor], x: Tensor, w: Tensor):
 
 
 def check_reduction(
-    # learned
     backbone_reduction: Optional[str],
     input: Tensor,
     s: Shards,
-    scale: Optional[Tensor] = None,
+    scale: Optional[Tensor] = None,  # learned
 ):
     "`ValueError` where a wrapper's reduction is unknown, or does not go with weight and input."
     how, many = backbone_reduction, dist.is_available() and dist.is_initialized()
@@ -293,9 +291,8 @@ OWN_TARGETS = (
 
 
 def agreed_calls(
-    # as `agreed_facts` takes it; input here
-    look: Callable[[], dict[str, Any]],
-    x: Tensor,
+    look: Callable[[], dict[str, Any]],  # as `agreed_facts` takes it
+    x: Tensor,  # the input here
     s: Shards,
     rows_known: bool,  # of all ranks, without asking them
 ) -> Agreement:

@@ -166,9 +166,9 @@ def find_in(y: Tensor, drawn: Tensor) -> Tensor:  # [N], [K]
 @torch.no_grad()
 def shared_columns(
     y: Tensor,  # [N]
-    ignore_index: int,  # [N]
-    sampler: PopularitySampler,  # [N]
-    dtype: torch.dtype,  # [N]
+    ignore_index: int,
+    sampler: PopularitySampler,
+    dtype: torch.dtype,
 ) -> Columns:
     "Columns of a step whose rows share their negatives, the first `num_samples` columns."
     y, x_rows, loss_weight = plain_labels(y, ignore_index, 0, sampler.num_classes, dtype)
@@ -206,9 +206,9 @@ def distinct(classes: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:  # [T]
 @torch.no_grad()
 def row_draws(
     y: Tensor,  # [N]
-    ignore_index: int,  # [N]
-    sampler: PopularitySampler,  # [N]
-    dtype: torch.dtype,  # [N]
+    ignore_index: int,
+    sampler: PopularitySampler,
+    dtype: torch.dtype,
 ) -> RowDraws:
     "What a step scores whose rows have negatives of their own; a row's own class is none."
     y, x_rows, loss_weight = plain_labels(y, ignore_index, 0, sampler.num_classes, dtype)

@@ -19,9 +19,8 @@ from fusedloss.core.tuning import is_capturing, rank_agreement
 
 
 def shard_range(
-    # V, R
-    n_classes: int,
-    ranks: int,
+    n_classes: int,  # V
+    ranks: int,  # R
     rank: int,
 ) -> range:
     "The classes of a rank, as `Shard(0)` deals them."
@@ -149,8 +148,8 @@ class LabelledRows(NamedTuple):
 
 def unpack(
     t: Tensor,  # [n, bytes]
-    n_features: int,  # [n, bytes]
-    dtype: torch.dtype,  # [n, bytes]
+    n_features: int,
+    dtype: torch.dtype,
 ) -> LabelledRows:
     "What the bytes hold."
     labels, weights = t[:, :8].view(torch.int64), t[:, 8:HEADER_BYTES].view(torch.float64)
@@ -162,8 +161,7 @@ def pack(
     x: Tensor,  # [n,H]
     y: Tensor,  # [n]
     token_weight: Optional[Tensor],  # [n] or None
-    # as many as the rank with most
-    rows: int,
+    rows: int,  # as many as the rank with most
     ignore_index: int,
 ) -> Tensor:  # [rows, bytes]
     "Rows behind their labels; rows that pad are ignored."
@@ -269,12 +267,11 @@ def reduce_scatter_rows(
 
 
 def shifted_ahead(
-    # [..., T]; past the end
-    t: Tensor,
+    t: Tensor,  # [..., T]
     k: int,
-    fill: float,
-    each: int,  # tokens of the first rank
-    s: Shards,  # 0 where the sequence is not shared
+    fill: float,  # past the end
+    each: int,  # tokens of the first rank; 0 where the sequence is not shared
+    s: Shards,
 ) -> Tensor:  # [..., T]
     "What stands k positions ahead of each token."
     here, start = t.shape[-1], s.rank * each
@@ -286,11 +283,10 @@ def shifted_ahead(
 
 
 def within(
-    # T of all ranks, shift; as above, T here
-    size: int,
-    k: int,
-    each: int,
-    here: int,
+    size: int,  # T of all ranks
+    k: int,  # the shift
+    each: int,  # as for `shifted_ahead`
+    here: int,  # T here
     s: Shards,
 ) -> int:
     "How many of this rank's tokens have a target k ahead."
@@ -300,11 +296,10 @@ def within(
 def shift_targets_of_ranks(
     y: Tensor,  # [..., T] here
     token_weight: Optional[Tensor],  # of this rank's tokens
-    # T of all ranks; as `shifted_ahead`
     k: int,
-    size: int,
+    size: int,  # T of all ranks
     ignore_index: int,
-    each: int,
+    each: int,  # as for `shifted_ahead`
     s: Shards,
 ) -> tuple[Tensor, Optional[Tensor], int]:
     "Labels and weights k ahead, and how many of this rank's tokens have a label there."
@@ -313,9 +308,8 @@ def shift_targets_of_ranks(
 
 
 def tuning_agreement(
-    # all ranks' rows; of products
-    x: Tensor,
-    dtype: torch.dtype,
+    x: Tensor,  # all ranks' rows
+    dtype: torch.dtype,  # of products
     s: Shards,
     *kind,  # words and numbers that are the same on all ranks
 ):
@@ -329,10 +323,9 @@ _said = weakref.WeakKeyDictionary()  # by process group, then by kind of call
 
 
 def all_say(
-    # of the group's tensors
     flag: bool,
     s: Shards,
-    device: torch.device,
+    device: torch.device,  # of the group's tensors
     *kind,  # of the question: words and numbers that are the same on all ranks
 ) -> bool:
     "Whether all ranks say so; a collective where a kind is asked for the first time."

@@ -81,11 +81,10 @@ def score_and_slope(
 
 
 def plain_row_coefs(
-    # of `plain_divisor`
     lse: Tensor,
     t: RowTerms,
     o: LossOptions,
-    divisor: Tensor | float = 1.0,
+    divisor: Tensor | float = 1.0,  # of `plain_divisor`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M] each
     "`row_coefs` in PyTorch."
     each, none = t.w_t / divisor, torch.zeros_like(t.w_t)

@@ -283,11 +283,10 @@ def live_index(rows: Tensor) -> Tensor:  # [T]
 
 
 def plain_labels(
-    # [N]; classes
-    y: Tensor,
+    y: Tensor,  # [N]
     ignore_index: int,
-    start: int,
-    stop: int,
+    start: int,  # the first class
+    stop: int,  # the class after the last
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # y or -1, x_rows, loss_weight: [N] each
     "What labels say of their rows."
@@ -313,14 +312,13 @@ def own_columns(
 
 def plain_columns(
     y: Tensor,  # [N]
-    seed: Tensor,  # [N]
-    step: Tensor,  # [N]
-    s: Strata,  # [N]
-    start: int,  # classes
-    stop: int,  # what is returned counts from `start`
-    # added to the scores of those that were drawn
+    seed: Tensor,
+    step: Tensor,
+    s: Strata,
+    start: int,  # the first class; what is returned counts from it
+    stop: int,  # the class after the last
     ignore_index: int,
-    drawn_shift: float,
+    drawn_shift: float,  # added to the scores of those that were drawn
     dtype: torch.dtype,  # of `shift` and `loss_weight`
 ) -> Columns:
     "Columns of a step, in PyTorch."
@@ -533,12 +531,11 @@ sampled_columns = operator("fusedloss::sampled_columns", sample_columns, fake=fa
 
 def step_columns(
     y: Tensor,  # [N]
-    ignore_index: int,  # [N]
-    n_classes: int,  # [N]
-    sampler: Optional[NegativeSampler],  # [N]
-    # a rank's first class
+    ignore_index: int,
+    n_classes: int,
+    sampler: Optional[NegativeSampler],
     dtype: torch.dtype,
-    start: int = 0,
+    start: int = 0,  # a rank's first class
 ) -> Columns:
     "The columns of a step; rows have a label among `n_classes` from `start` on, or none."
     stop = start + n_classes

@@ -89,9 +89,8 @@ class ScaledRow(NamedTuple):
 
 
 def rescale(
-    # [N,S] emissions of the block's first frame
     row: ScaledRow,
-    first: numpy.ndarray,
+    first: numpy.ndarray,  # [N,S] emissions of the block's first frame
     frames: int,  # that the block may have
 ) -> tuple[ScaledRow, int]:  # and how many it has; 0 where the row is too steep for any
     "The same row with exponents for a block."
@@ -358,8 +357,7 @@ def finished_loss(
     on: Tensor,  # [T,N]
     lengths: Tensor,  # [N]
     bad: Tensor,  # [N]
-    # dtype: of the scores
-    dtype: torch.dtype,
+    dtype: torch.dtype,  # of the scores
     zero_infinity: bool,
     score_kind: int,
     mean: bool,

@@ -52,10 +52,9 @@ def cut(d: Device, desc: bool, busy: bool) -> Tiling:
 
 
 def deeper(
-    # as above
     t: Tiling,
     d: Device,
-    stores: bool,
+    stores: bool,  # as for `shared_bytes`
 ) -> tuple[int, ...]:
     "Other numbers of tiles in flight that may be faster, and fit."
     more = t._replace(stages=t.stages + 1)
@@ -161,10 +160,9 @@ def is_timed(
 
 
 def fastest(
-    # [N,H], V
     kernel,
-    x: Tensor,
-    n_classes: int,
+    x: Tensor,  # [N,H]
+    n_classes: int,  # V
     t: Tiling,  # the first choice
     stages: tuple[int, ...],  # others to try
     run: Callable[..., None],  # launches the kernel, or compiles it

@@ -67,9 +67,8 @@ def problem_of(
     kernel,
     dtype: torch.dtype,
     sizes: tuple[int, ...],
-    # the variant that is taken untimed
     flags: dict[str, Any],
-    first: tuple,
+    first: tuple,  # the variant that is taken untimed
 ) -> str:
     "What a caller asks of a kernel."
     shape = "×".join(str(2 ** (size - 1).bit_length()) for size in sizes)

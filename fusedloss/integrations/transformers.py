@@ -507,9 +507,8 @@ def is_partitioned(
 
 @torch.no_grad()
 def check_products(
-    # that are in it
     head: nn.Module,
-    forwards: Sequence[LinearForward],
+    forwards: Sequence[LinearForward],  # that are in it
 ):
     "`ValueError` for an output layer of several modules that does more than add their products."
     weights = list(head.parameters())

@@ -298,9 +298,8 @@ SEAMS = (
 
 
 def takes(
-    # the first parameter that is listed
     function: Callable,
-    first: int = 0,
+    first: int = 0,  # the first parameter that is listed
 ) -> str:
     "Names and defaults of what a function takes."
     listed = list(inspect.signature(function).parameters.values())[first:]
