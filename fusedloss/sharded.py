@@ -427,6 +427,7 @@ def sharded_linear_cross_entropy(
                        num_classes, backbone_reduction, method, scale)
 
 # %% ../nbs/16_sharded.ipynb #77eb464f
+@tells_ranks(lambda given, _: getattr(given[0].linear_weight, "device_mesh", None))
 def planned_shards(
     t:Operands, a:Asked,  # its tensors, and what else it was asked for
     scale:Optional[Tensor],  # a `logit_scale` with a gradient

@@ -330,12 +330,19 @@ def test_every_table_has_a_bound_or_few_keys():
 
 
 @follows_plans
-def test_a_compiled_loss_asks_no_file_and_no_clock(clock, monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEDLOSS_CHOICES", str(tmp_path / "none.json"))
+def test_a_compiled_loss_takes_what_a_file_imposes(monkeypatch, tmp_path, caplog):
+    "Its operator plans when it runs, for the same request as a call without a compiler"
+    tensors = torch.ones(4, 3), torch.ones(7, 3), torch.tensor([0, 1, 2, 3])
+    monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
+    fl.linear_cross_entropy(*tensors)
+    request, = tuning.choices()["methods"]
+    (tmp_path / "choices.json").write_text(json.dumps({"methods": {request: "tiles"}}))
+    monkeypatch.setenv("FUSEDLOSS_CHOICES", str(tmp_path / "choices.json"))
+    monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w, y: fl.linear_cross_entropy(x, w, y), backend="eager", fullgraph=True)
-    assert compiled(torch.ones(4, 3), torch.ones(7, 3), torch.tensor([0, 1, 2, 3])).isfinite()
-    assert not tuning.choices()["methods"]
+    with caplog.at_level("DEBUG", "fusedloss"): assert compiled(*tensors).isfinite()
+    assert "tiles, by a file of choices" in caplog.text and tuning.choices()["methods"] == {request: "tiles"}
 
 
 # --- threads and forks ---
