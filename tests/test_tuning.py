@@ -333,12 +333,12 @@ def test_every_table_has_a_bound_or_few_keys():
 def test_a_compiled_loss_takes_what_a_file_imposes(monkeypatch, tmp_path, caplog):
     "Its operator plans when it runs, for the same request as a call without a compiler"
     tensors = torch.ones(4, 3), torch.ones(7, 3), torch.tensor([0, 1, 2, 3])
-    monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
+    forget(monkeypatch)
     fl.linear_cross_entropy(*tensors)
     request, = tuning.choices()["methods"]
     (tmp_path / "choices.json").write_text(json.dumps({"methods": {request: "tiles"}}))
     monkeypatch.setenv("FUSEDLOSS_CHOICES", str(tmp_path / "choices.json"))
-    monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
+    forget(monkeypatch)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w, y: fl.linear_cross_entropy(x, w, y), backend="eager", fullgraph=True)
     with caplog.at_level("DEBUG", "fusedloss"): assert compiled(*tensors).isfinite()
