@@ -18,9 +18,9 @@ from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.tables import si, Table
-from fusedloss.core.hopper import IN_TURN, shapes_reason
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
+from fusedloss.core.score_product import product_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.product import plan_product, product_obstacle, product_row
@@ -269,8 +269,9 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     refusal = product_refusal(r)
     obstacle = product_obstacle(r.dtype, r.h, machine.device) if r.gpu else "no GPU"
     if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal, caution=f"by chunks: {obstacle}")
-    c, (n, v, h) = plan_product(r.packed, r.h, r.v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate), r.sizes
-    beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0])) - logits_row(v, r.work))  # sums of tiles
+    (n, v, h), tile = r.sizes, product_of(machine.device).classes
+    c = plan_product(r.packed, h, v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate, tile)
+    beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0]), tile) - logits_row(v, r.work))  # sums of tiles
     extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)
     chunks = -(-r.n // c.rows)
     even = r._replace(v=-(-v // 8) * 8)  # a few classes more or less change no rate
@@ -284,8 +285,8 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
 # %% ../nbs/10_plans.ipynb #e3f47e58
 def takes_bare(r:Call, d:Device) -> bool:
     "Whether stage 9's kernel takes stage 7's scores."
-    bent = {"linear_bias", "label_smoothing", "logit_scale", "softcap", "filter_eps"} & {*r.options}
-    return not (bent or r.stats or shapes_reason(r.dtype, r.h, d))
+    unsupported = {"linear_bias", "label_smoothing", "logit_scale", "softcap", "filter_eps"} & {*r.options}
+    return not (unsupported or r.stats or product_of(d).reason(r.dtype, r.h, d))
 
 def slab_tiling(r:Call, machine:Machine, busy:bool) -> Tiling:
     "How stage 7 cuts scores, where rows of features may be copied by descriptors."
@@ -298,7 +299,7 @@ def slab_forward_bytes(r:Call, machine:Machine) -> int:
     tiles = -(-r.v // slab_tiling(r, machine, busy).BV)
     numbers = 7 if r.stats else 4 if smooth else 2
     run = run_length(r.n, tiles, numbers, r.memory_budget or 0)
-    by_product = 8 * r.n * -(-r.v // IN_TURN.classes)
+    by_product = 8 * r.n * -(-r.v // product_of(machine.device).classes)
     if takes_bare(r, machine.device) and by_product <= (r.memory_budget or BUDGET): return by_product + 44 * r.n
     return 4 * r.n * (numbers * -(-tiles // run) + 7 + 4 + 4 * bool(r.stats))
 

@@ -18,13 +18,13 @@ from fusedloss.chunks import (
     logits_row, operand, packed_rows, plan_chunks, run_early, save_gradients, scaled_gradients)
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import Device, device_of
-from fusedloss.core.hopper import (
-    Form, IN_TURN, product_reason, score_exponentials, score_statistics, shapes_reason)
+from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import part, put_product, tile_slices
 from fusedloss.core.reference import as_rows, flat, plain_divisor, total_weight
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
+from fusedloss.core.score_product import product_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl, triton
 
 # %% ../nbs/09_product.ipynb #5a54616f
@@ -353,16 +353,16 @@ def launch_better_offsets(k:Work, stats:Tensor, wanted:Tensor, BN:int=32, BT:int
                       wanted, len(k.y), len(k.w), len(stats), k.o, k.log2_scale, BN=BN, BT=BT)
 
 # %% ../nbs/09_product.ipynb #8fc3664a
-def launched_rows(k:Work, form:Form) -> Rows:
+def launched_rows(k:Work, product:ScoreProduct) -> Rows:
     "`finished_rows` on Hopper: the second try is always launched, and ends at once where no offset failed."
     B, new = len(k.x), k.room.target_z.new_empty
     failed, again = k.y.new_zeros(2, dtype=torch.int32).unbind()
     rows, given, stats = Rows(new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
-    score_exponentials(*given, k.offsets, *k.room, k.log2_scale, form=form)
+    product.exponentials(*given, k.offsets, *k.room, k.log2_scale)
     launch_rows(rows, k.room, *k.labels)
-    score_statistics(*given, stats, k.room.target_z, failed, form)
+    product.statistics(*given, stats, k.room.target_z, failed)
     launch_better_offsets(k, stats, failed)
-    score_exponentials(*given, k.offsets, *k.room, k.log2_scale, failed, form)
+    product.exponentials(*given, k.offsets, *k.room, k.log2_scale, failed)
     launch_rows(rows._replace(failed=again), k.room, *k.labels, failed)
     return rows
 
@@ -381,14 +381,14 @@ def work_of(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
     weight:Optional[Tensor], token_weight:Optional[Tensor], denominator:Optional[Tensor],  # [V], [N]; a scalar
     o:LossOptions, rows:int,  # tokens of a chunk
-    dx:Optional[Tensor], form:Optional[Form],  # [N,H], not written yet; None: in PyTorch
+    dx:Optional[Tensor], product:Optional[ScoreProduct],  # [N,H], not written yet; None: in PyTorch
 ) -> Work:
     "All tokens, and room for a chunk of so many."
     acc, rows = acc_dtype(x.dtype), min(rows, len(x))
-    tiles = 1 if form is None else -(-len(w) // form.classes)
+    tiles = 1 if product is None else -(-len(w) // product.classes)
     new = lambda *size: x.new_empty(size, dtype=acc)
     width = logits_row(len(w), x.dtype) // x.element_size()
-    offsets = (reference_offsets if form is None else launch_offsets)(
+    offsets = (reference_offsets if product is None else launch_offsets)(
         sampled_scores(x, w), y, o.logit_scale * math.log2(math.e), o.ignore_index)
     sums = None if sums_in_dx(x.shape[1], tiles, None if dx is None else dx.dtype, acc) else new(tiles, rows)
     room = Exponentials(x.new_empty(rows, max(width, 4 * tiles))[:, :len(w)], sums, new(rows))
@@ -399,16 +399,16 @@ def run_exponentials(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
     weight:Optional[Tensor], token_weight:Optional[Tensor], denominator:Optional[Tensor],  # [V], [N]; a scalar
     o:LossOptions, rows:int, grads:Gradients,  # tokens of a chunk; added to
-    form:Optional[Form]=None,  # None: in PyTorch
+    product:Optional[ScoreProduct]=None,  # None: in PyTorch
 ) -> Tensor:  # [N]
     "Losses of all tokens, by chunks of so many; their gradients are added to `grads`."
     if not len(x): return x.new_empty(0, dtype=acc_dtype(x.dtype))
-    work, done = work_of(x, w, y, weight, token_weight, denominator, o, rows, grads.dx, form), []
+    work, done = work_of(x, w, y, weight, token_weight, denominator, o, rows, grads.dx, product), []
     wanted = grads.dx is not None or grads.dw is not None
-    scale, add_targets = (reference_scaled, reference_targets) if form is None else (launch_scaled, launch_targets)
+    scale, add_targets = (reference_scaled, reference_targets) if product is None else (launch_scaled, launch_targets)
     for i in tile_slices(len(x), rows):
         k = work.of(i, grads.dx)
-        done.append(finished_rows(k) if form is None else launched_rows(k, form))
+        done.append(finished_rows(k) if product is None else launched_rows(k, product))
         if wanted: spend_exponentials(grads, k.room.e, done[-1], k.x, w, k.y, i, scale)
     whole = lambda parts: parts[0] if len(parts) == 1 else torch.cat(parts)
     losses, at_target = whole([rows.losses for rows in done]), whole([rows.at_target for rows in done])
@@ -421,19 +421,20 @@ logger = logging.getLogger("fusedloss")
 # %% ../nbs/09_product.ipynb #6efdd268
 def product_obstacle(dtype:torch.dtype, pitch:int, d:Device) -> str:  # of x; elements from row to row
     "Why no kernel of a device takes such matrices; empty if one does."
-    return shapes_reason(dtype, pitch, d) if dtype == torch.bfloat16 else "not of bf16, whose range exponentials need"
+    return product_of(d).reason(dtype, pitch, d) if dtype == torch.bfloat16 else "not of bf16, whose range exponentials need"
 
 # %% ../nbs/09_product.ipynb #309d0b17
-def usable_form(x:Tensor, w:Tensor) -> Optional[Form]:  # [N,H], [V,H]
+def usable_product(x:Tensor, w:Tensor) -> Optional[ScoreProduct]:  # [N,H], [V,H]
     "How the kernel takes x and w; None, and a line at DEBUG, where it cannot."
-    why = product_obstacle(x.dtype, x.stride(0), device_of(x)) or product_reason(x, w, IN_TURN)
+    product = product_of(device_of(x))
+    why = product_obstacle(x.dtype, x.stride(0), device_of(x)) or product.matrices_reason(x, w)
     if why: logger.debug("method 'product' goes by chunks: %s", why)
-    return None if why else IN_TURN
+    return None if why else product
 
 # %% ../nbs/09_product.ipynb #b851af90
-def product_row(n_features:int, n_classes:int, dtype:torch.dtype, need_x:bool) -> int:  # H, V
+def product_row(n_features:int, n_classes:int, dtype:torch.dtype, need_x:bool, tile:int) -> int:  # H, V; classes of a tile
     "Bytes of a token in a chunk: exponentials, and the sums of tiles where dx has no room for them."
-    tiles = -(-n_classes // IN_TURN.classes)
+    tiles = -(-n_classes // tile)
     there = sums_in_dx(n_features, tiles, dtype if need_x else None, torch.float32)
     return logits_row(n_classes, dtype) + 4 * tiles * (not there)
 
@@ -449,9 +450,10 @@ def plan_product(
     n_tokens:int, n_features:int, n_classes:int,  # N, H, V
     dtype:torch.dtype, grad_dtype:torch.dtype, needs:tuple,  # of the products, of dw; of x and w
     memory_budget:Optional[int], accumulate:str,  # as `plan_chunks` takes them
+    tile:int,  # classes of a tile
 ) -> Chunks:
     "Rows a chunk; dw is summed in its own dtype unless asked otherwise, since targets are not in its sum."
-    logits, row = logits_row(n_classes, dtype), product_row(n_features, n_classes, dtype, needs[0])
+    logits, row = logits_row(n_classes, dtype), product_row(n_features, n_classes, dtype, needs[0], tile)
     if accumulate == "float32":
         budget = memory_budget and memory_budget * logits // row
         sizes = n_tokens, n_features, n_classes
@@ -471,14 +473,14 @@ def product_loss_fwd(
     order, needs = packed_rows(y, o.ignore_index, max_valid), (need_x, need_w, need_b)
     pick = lambda t: t if order is None or t is None else t[order]
     x_k, y_k, w_k = pick(x).to(dtype), pick(y), operand(w, dtype)
-    form = usable_form(x_k, w_k)
-    if form is None:
+    product = usable_product(x_k, w_k)
+    if product is None:
         return chunked_loss.fn(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, mean, None, memory_budget,
                                accumulate, max_valid, *needs, False)[:5]
     total = total_weight(y, weight, token_weight, o.ignore_index, acc_dtype(dtype)) if mean else None
-    plan = plan_product(len(y_k), x.shape[1], len(w), dtype, grad_dtype, needs, memory_budget, accumulate)
+    plan = plan_product(len(y_k), x.shape[1], len(w), dtype, grad_dtype, needs, memory_budget, accumulate, product.classes)
     grads = Gradients(pick(x), w, needs, grad_dtype, plan.wide, 1.0)
-    loss = run_exponentials(x_k, w_k, y_k, weight, pick(token_weight), total, o, plan.rows, grads, form).sum()
+    loss = run_exponentials(x_k, w_k, y_k, weight, pick(token_weight), total, o, plan.rows, grads, product).sum()
     return loss, *final_gradients(grads, x, order), late_factors(loss, total, False, 1.0)
 
 # %% ../nbs/09_product.ipynb #cc176ac7

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, expect, expect_tensor
 from fusedloss.core.devices import device_of
-from fusedloss.core.hopper import IN_TURN, put_gradients, statistics_sums, takes_scores
 from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
@@ -22,6 +21,7 @@ from fusedloss.core.products import (
     swizzle_tile, takes_kernel, tile_product, tile_scores, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.reference import counted_rows
+from fusedloss.core.score_product import product_of, put_gradients, statistics_sums, takes_scores
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
 from fusedloss.core.softmax import (
     carried, cooled, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
@@ -226,7 +226,7 @@ BUDGET = 2**28  # bytes beyond the gradients, unless the caller says
 
 def fits_statistics(x:Tensor, n_classes:int, budget:int, entropy:bool=False) -> bool:  # [N,H], V; bytes, or 0
     "Whether the statistics of all tiles fit the budget."
-    return (8 + 4 * entropy) * len(x) * -(-n_classes // IN_TURN.classes) <= (budget or BUDGET)
+    return (8 + 4 * entropy) * len(x) * -(-n_classes // product_of(device_of(x)).classes) <= (budget or BUDGET)
 
 def launch_lse(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # as `launch_parts`

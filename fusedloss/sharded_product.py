@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusedloss.chunks import operand, scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_labels, expect
 from fusedloss.core.devices import device_of
-from fusedloss.core.hopper import Form, form_failure, IN_TURN, score_exponentials, score_statistics
+from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import first_order, keeps_graph
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import part, put_product, tile_slices
@@ -24,11 +24,12 @@ from fusedloss.core.ranks import (
     all_say, gather_rows, RankTokens, reduce_scatter_rows, Shards, start_gather)
 from fusedloss.core.reference import plain_divisor, total_weight
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
+from fusedloss.core.score_product import product_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.plans import MOST_WITHOUT_TARGETS
 from fusedloss.product import (
     aligned_parts, launch_better_offsets, launch_scaled, launch_targets, LIMITS, LN2, product_obstacle,
-    product_row, product_rows, reference_exponentials, reference_scaled, reference_targets, usable_form,
+    product_row, product_rows, reference_exponentials, reference_scaled, reference_targets, usable_product,
     Work, work_of)
 
 # %% ../nbs/28_sharded_product.ipynb #spkernel
@@ -145,15 +146,15 @@ def finished_numbers(k:Work) -> Tensor:  # [3,B]
     return numbers
 
 # %% ../nbs/28_sharded_product.ipynb #splaunch2
-def launched_numbers(k:Work, form:Form) -> Tensor:  # [3,B]
+def launched_numbers(k:Work, product:ScoreProduct) -> Tensor:  # [3,B]
     "`finished_numbers` without waiting for the GPU."
     failed, again = k.y.new_zeros(2, dtype=torch.int32).unbind()
     numbers, given, stats = k.offsets.new_empty(3, len(k.y)), (k.x, k.w, k.y), k.stats
-    score_exponentials(*given, k.offsets, *k.room, k.log2_scale, form=form)
+    product.exponentials(*given, k.offsets, *k.room, k.log2_scale)
     launch_numbers(numbers, failed, k)
-    score_statistics(*given, stats, k.room.target_z, failed, form)
+    product.statistics(*given, stats, k.room.target_z, failed)
     launch_better_offsets(k, stats, failed)
-    score_exponentials(*given, k.offsets, *k.room, k.log2_scale, failed, form)
+    product.exponentials(*given, k.offsets, *k.room, k.log2_scale, failed)
     launch_numbers(numbers, again, k, failed)
     return numbers
 
@@ -221,11 +222,11 @@ def second_room(k:Work) -> Work:
     return k._replace(room=k.room._replace(e=e, sums=torch.empty_like(sums), target_z=torch.empty_like(target_z)))
 
 # %% ../nbs/28_sharded_product.ipynb #sprooms1
-def rooms_of(t:Tokens, w:Tensor, rows:int, form:Optional[Form]) -> list[Work]:
+def rooms_of(t:Tokens, w:Tensor, rows:int, product:Optional[ScoreProduct]) -> list[Work]:
     "Where exponentials of two chunks of so many tokens stand in turn; nothing without classes."
     if not len(w): return []
     given = t.x, w, t.here, None, None, None, t.o._replace(ignore_index=OUT)
-    first = work_of(*given, rows, None, form)
+    first = work_of(*given, rows, None, product)
     return [first] if len(t.x) <= rows else [first, second_room(first)]
 
 # %% ../nbs/28_sharded_product.ipynb #spflight
@@ -237,7 +238,7 @@ class Flight(NamedTuple):
 
 # %% ../nbs/28_sharded_product.ipynb #spbegin0
 def begin_chunk(
-    t:Tokens, work:Optional[Work], i:slice, b:RankTokens, s:Shards, form:Optional[Form],
+    t:Tokens, work:Optional[Work], i:slice, b:RankTokens, s:Shards, product:Optional[ScoreProduct],
 ) -> Flight:
     "Exponentials of a chunk, and its numbers sent."
     if work is None:
@@ -245,7 +246,7 @@ def begin_chunk(
         numbers[OFFSET] = -torch.inf
     else:
         work = work.of(i, None)
-        numbers = finished_numbers(work) if form is None else launched_numbers(work, form)
+        numbers = finished_numbers(work) if product is None else launched_numbers(work, product)
     return Flight(i, work, start_gather(numbers, s))
 
 # %% ../nbs/28_sharded_product.ipynb #spspend0
@@ -283,16 +284,16 @@ class Sums:
 # %% ../nbs/28_sharded_product.ipynb #sprun000
 def run_over_ranks(
     t:Tokens, w:Tensor, needs:tuple[bool, bool],  # [V,H] of this rank
-    rows:int, b:RankTokens, s:Shards, form:Optional[Form],  # tokens of a chunk; None: in PyTorch
+    rows:int, b:RankTokens, s:Shards, product:Optional[ScoreProduct],  # tokens of a chunk; None: in PyTorch
 ) -> tuple[Tensor, Sums]:  # [N]
     "Losses of all tokens, and this rank's gradients."
-    merge, scale, add_targets = ((reference_merge, reference_scaled, reference_targets) if form is None else
+    merge, scale, add_targets = ((reference_merge, reference_scaled, reference_targets) if product is None else
                                  (launch_merge, launch_scaled, launch_targets))
-    n, rooms = len(t.x), rooms_of(t, w, rows, form) if len(t.x) else []
+    n, rooms = len(t.x), rooms_of(t, w, rows, product) if len(t.x) else []
     out = Merged(*(t.x.new_empty(n, dtype=acc_dtype(t.x.dtype)) for _ in range(3)))
     sums = Sums(t.x, w, needs, lambda dx: reduce_scatter_rows(dx, b, s))
     room = lambda at: rooms[at % len(rooms)] if rooms else None
-    begun = (begin_chunk(t, room(at), i, b, s, form) for at, i in enumerate(tile_slices(n, rows)))
+    begun = (begin_chunk(t, room(at), i, b, s, product) for at, i in enumerate(tile_slices(n, rows)))
     for i, k, arrive in one_ahead(begun):
         m = Merged(*(part(number, i) for number in out))
         merge(m, arrive(), s.rank, t.of(i))
@@ -301,19 +302,20 @@ def run_over_ranks(
     return out.losses, sums
 
 # %% ../nbs/28_sharded_product.ipynb #sprows00
-def chunk_row(n_features:int, n_classes:int, dtype:torch.dtype, by_kernel:bool) -> int:  # H, V of a rank
+def chunk_row(n_features:int, n_classes:int, dtype:torch.dtype, tile:Optional[int]) -> int:  # H, V of a rank; as `chunk_rows`
     "Bytes of a token in the two chunks that are in flight."
-    room = product_row(n_features, n_classes, dtype, False)
-    beside = 0 if by_kernel else 5 * n_classes * acc_dtype(dtype).itemsize
+    room = product_row(n_features, n_classes, dtype, False, tile or n_classes)
+    beside = 0 if tile else 5 * n_classes * acc_dtype(dtype).itemsize
     return 2 * room + n_features * dtype.itemsize + beside
 
 # %% ../nbs/28_sharded_product.ipynb #sprows01
 def chunk_rows(
     n_tokens:int, n_features:int, n_classes:int, dtype:torch.dtype,  # N of all ranks, H, V of the rank with most
-    memory_budget:int, by_kernel:bool,  # 0: as on one GPU
+    memory_budget:int,  # 0: as on one GPU
+    tile:Optional[int],  # classes of a tile of the kernel; None: in PyTorch
 ) -> int:
     "Tokens of a chunk."
-    most = memory_budget // chunk_row(n_features, n_classes, dtype, by_kernel) if memory_budget else max(2048, n_tokens // 2)
+    most = memory_budget // chunk_row(n_features, n_classes, dtype, tile) if memory_budget else max(2048, n_tokens // 2)
     return product_rows(n_tokens, max(1, min(most, max(4096, 2 * n_features))))
 
 # %% ../nbs/28_sharded_product.ipynb #splacks0
@@ -330,7 +332,7 @@ def kernel_everywhere(x:Tensor, s:Shards) -> bool:  # [N,H]
     "Whether the kernel of page 9 takes such rows on all ranks; one message in the first call of a kind."
     if x.dtype != torch.bfloat16 or not x.is_cuda or isinstance(x, FakeTensor): return False
     device, h = x.device, x.shape[1]
-    why = product_obstacle(x.dtype, h, device_of(x)) or form_failure(IN_TURN, x.dtype, x.get_device())
+    why = product_obstacle(x.dtype, h, device_of(x)) or product_of(device_of(x)).failure(x.dtype, x.get_device())
     return all_say(not why, s, device, "product", h)
 
 # %% ../nbs/28_sharded_product.ipynb #sptakes0
@@ -345,7 +347,7 @@ def takes_product(
     wanted = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if lacks or not wanted or not kernel_everywhere(x, s): return False
     n = b.rows * (1 if b.shared else s.ranks)
-    return n <= MOST_WITHOUT_TARGETS * chunk_rows(n, x.shape[1], -(-s.n_classes // s.ranks), x.dtype, budget, True)
+    return n <= MOST_WITHOUT_TARGETS * chunk_rows(n, x.shape[1], -(-s.n_classes // s.ranks), x.dtype, budget, product_of(device_of(x)).classes)
 
 # %% ../nbs/28_sharded_product.ipynb #spforwrd
 def product_over_ranks(
@@ -359,9 +361,9 @@ def product_over_ranks(
     x_all = operand(x_all, x.dtype)
     total = total_weight(y_all, weight, token_weight, o.ignore_index, acc_dtype(x.dtype)) if mean else None
     t = Tokens(x_all, y_all, labels_here(y_all, s, o.ignore_index), weight, token_weight, total, o, s.n_classes)
-    rows = chunk_rows(len(x_all), x.shape[1], -(-s.n_classes // s.ranks), x_all.dtype, budget, by_kernel)
-    form = None if not by_kernel else usable_form(x_all, w) if len(w) else IN_TURN  # all merge alike
-    losses, sums = run_over_ranks(t, w, needs[:2], rows, b, s, form)
+    rows = chunk_rows(len(x_all), x.shape[1], -(-s.n_classes // s.ranks), x_all.dtype, budget, product_of(device_of(x)).classes if by_kernel else None)
+    product = None if not by_kernel else usable_product(x_all, w) if len(w) else product_of(device_of(x))  # all merge alike
+    losses, sums = run_over_ranks(t, w, needs[:2], rows, b, s, product)
     check_labels(y_all, s.n_classes, o.ignore_index)  # of all ranks: all raise, or none
     dx = None if not needs[0] else sums.home() if sums.home else torch.zeros_like(x)
     return losses.sum(), None if dx is None else dx.to(x.dtype), sums.dw, None

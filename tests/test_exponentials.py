@@ -9,11 +9,13 @@ import torch.nn.functional as F
 import fusedloss as fl
 from fusedloss import product
 from fusedloss.chunks import Gradients
+from fusedloss.core import hopper, score_product
+from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.options import LossOptions
 from workbook.measure import relative_error
 from grids import few, grid
-from helpers import planted, unchanged, where_kernels_run
+from helpers import need_kernels, planted, unchanged, where_kernels_run
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
@@ -290,7 +292,66 @@ def test_rows_of_a_chunk(n, most, rows):
     assert product.product_rows(n, most) == rows
 
 
-FORMS = {"shared": product.Form(), "in turn": product.IN_TURN, "alone": product.Form(5, cluster=1, in_turn=True)}
+FORMS = {"shared": hopper.WarpGroupProduct(), "in turn": hopper.IN_TURN, "alone": hopper.WarpGroupProduct(5, cluster=1, in_turn=True)}
+
+
+class ByPyTorch(ScoreProduct):
+    "The product of an architecture that nobody has"
+    classes = 16
+
+    def __init__(self):
+        self.used = []
+
+    def lacks(self, d): return ""
+
+    def reason(self, dtype, pitch, d): return ""
+
+    def failure(self, dtype, device): return ""
+
+    def matrices_reason(self, x, w): return ""
+
+    def scores(self, what, x, w, y, target_z):
+        "All scores, and where the targets are"
+        self.used.append(what)
+        z = x.float() @ w.float().T
+        at = torch.arange(len(w)) == y[:, None]
+        target_z.copy_(torch.where(at, z, 0.0).sum(1))
+        return z, at
+
+    def by_tiles(self, t): return [part for part in t.split(self.classes, 1)]
+
+    def statistics(self, x, w, y, stats, target_z, wanted=None):
+        if wanted is not None and not wanted.any(): return
+        z, at = self.scores("statistics", x, w, y, target_z)
+        for tile, part in zip(stats, self.by_tiles(z.masked_fill(at, -torch.inf))):
+            top = part.amax(1)
+            tile.copy_(torch.stack([top, (part - top.nan_to_num(neginf=0.0)[:, None]).exp().sum(1)], 1))
+
+    def exponentials(self, x, w, y, offsets, e, sums, target_z, log2_scale=math.log2(math.e), wanted=None):
+        if wanted is not None and not wanted.any(): return
+        z, at = self.scores("exponentials", x, w, y, target_z)
+        e.copy_(torch.where(at | offsets.isinf()[:, None], 0.0, torch.exp2(z * log2_scale - offsets[:, None])))
+        for tile, part in zip(sums, self.by_tiles(e.float())): tile.copy_(part.sum(1))
+
+    def moments(self, *tensors): raise AssertionError("no loss here asks for moments")
+
+    gradients = entropy_gradients = moments
+
+
+def test_another_architecture_changes_no_caller(monkeypatch):
+    need_kernels("cpu")
+    made = torch.Generator().manual_seed(3)
+    x, w = (torch.randn(n, 8, generator=made).bfloat16().requires_grad_() for n in (21, 50))
+    y = torch.randint(50, (21,), generator=made)
+    y[4] = -100
+    by_pytorch = ByPyTorch()
+    monkeypatch.setattr(score_product, "PRODUCTS", (by_pytorch,))
+    assert product.usable_product(x, w) is by_pytorch
+    losses, dx, dw, *_ = ours(x.detach(), w.detach(), y, None, None, None, LossOptions(), form=product.usable_product(x, w))
+    expected = F.cross_entropy(x.float() @ w.float().T, y, reduction="none")
+    truth = torch.autograd.grad(expected.sum(), [x, w])
+    assert by_pytorch.used[0] == "exponentials"
+    for got, wanted in zip((losses, dx, dw), (expected.detach(), *truth)): torch.testing.assert_close(got.float(), wanted.float(), rtol=3e-2, atol=3e-2)
 
 
 @on_hopper
@@ -318,7 +379,7 @@ def test_errors_are_not_above_those_of_pytorch(n, v, h, rows, kind):
     x, w, y = confident("cuda", n=n, v=v, h=h) if kind == "confident" else sample(bf16, n, v, h, "cuda", h ** -0.25)[:3]
     y = torch.arange(n, device="cuda") * 37 % v
     truth = exact(x, w, y, None, None, None, LossOptions())[1:]
-    found = errors(ours(x, w, y, None, None, None, LossOptions(), rows=rows, form=product.IN_TURN)[1:], truth)
+    found = errors(ours(x, w, y, None, None, None, LossOptions(), rows=rows, form=hopper.IN_TURN)[1:], truth)
     usual = errors(eager(x, w, y), truth)
     assert all(a <= 1.02 * b for a, b in zip(found, usual)), (found, usual)
 

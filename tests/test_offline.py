@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
 from fusedloss import clusters, contrast, kernels, linear_ctc, product, recompute, row_sparse, scans, sharded_product
-from fusedloss.core import cosine, hopper, pairs, sampling
+from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
 from fusedloss.core.tiling import tiling_of
@@ -87,23 +87,23 @@ def linear(dtype, how, width, V=65536, bias=False):
 def exponentials(width, V=65536, B=4096):
     "What Triton does of a chunk of tokens whose product leaves exponentials, and of stage 7's rows by that product"
     x, w, y = matrix(B, width, bf16), matrix(V, width, bf16), cuda(B, dtype=i64)
-    k = product.work_of(x, w, y, cuda(V), cuda(B), cuda(), OPTIONS["plain"][0], B, None, product.IN_TURN)
+    k = product.work_of(x, w, y, cuda(V), cuda(B), cuda(), OPTIONS["plain"][0], B, None, score_product.IN_TURN)
     k = k._replace(room=k.room._replace(e=matrix(B, V, bf16)))
     out = product.Rows(cuda(B), cuda(B), cuda(B), cuda(dtype=torch.int32))
     product.launch_rows(out, k.room, *k.labels, out.failed)
     product.launch_better_offsets(k, cuda(k.tiles, B, 2), out.failed)
     product.launch_scaled(matrix(B, width, bf16), x, out.coefs, out.at_target, y, w)
     product.launch_targets(matrix(V, width, bf16), x, y, out.at_target)
-    hopper.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), None, y, V, 1.0)
-    hopper.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), cuda(k.tiles, B), y, V, 1.0)
-    hopper.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0)
-    hopper.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0, True)
+    score_product.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), None, y, V, 1.0)
+    score_product.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), cuda(k.tiles, B), y, V, 1.0)
+    score_product.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0)
+    score_product.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0, True)
 
 
 def over_ranks(ranks, V=16384, B=4096):
     "What Triton does of a chunk of tokens whose classes are over ranks, with and without weights"
     x, w, y = matrix(B, 2048, bf16), matrix(V, 2048, bf16), cuda(B, dtype=i64)
-    k = product.work_of(x, w, y, None, None, None, OPTIONS["plain"][0], B, None, product.IN_TURN)
+    k = product.work_of(x, w, y, None, None, None, OPTIONS["plain"][0], B, None, score_product.IN_TURN)
     k = k._replace(room=k.room._replace(sums=cuda(k.tiles, B)))
     for wanted in (None, cuda(dtype=torch.int32)):
         sharded_product.launch_numbers(cuda(3, B), cuda(dtype=torch.int32), k, wanted)

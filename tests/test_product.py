@@ -13,10 +13,10 @@ import torch
 import fusedloss.kernels as kernels_page
 import fusedloss.logprobs as logprobs
 from fusedloss import recompute
-from fusedloss.core import hopper
+from fusedloss.core import hopper, score_product
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
-from fusedloss.core.hopper import IN_TURN, Form, score_exponentials, score_gradients, score_statistics
+from fusedloss.core.hopper import IN_TURN, WarpGroupProduct
 from fusedloss.core.options import LossOptions
 from workbook.measure import relative_error
 from grids import few
@@ -190,7 +190,7 @@ def test_gradients_of_scores(kind, in_turn):
 def gradients_on_gpu(x, w, y, offsets, coefs):
     "As `gradients`, by the launcher of the library"
     e, targets_z = torch.full((len(x), -(-len(w) // 8) * 8), math.nan, dtype=x.dtype, device="cuda"), torch.full((len(x),), math.nan, device="cuda")
-    score_gradients(x.cuda(), w.cuda(), y.cuda(), offsets.cuda(), coefs.cuda(), e[:, :len(w)], targets_z)
+    IN_TURN.gradients(x.cuda(), w.cuda(), y.cuda(), offsets.cuda(), coefs.cuda(), e[:, :len(w)], targets_z)
     return e[:, :len(w)].cpu(), targets_z.cpu()
 
 
@@ -202,7 +202,7 @@ def test_gradients_of_scores_on_a_gpu(kind):
 
 # --- for entropies ---
 
-def launch_on_cpu(name: str, form: Form, x: torch.Tensor, w: torch.Tensor, *values, source: str | None = None) -> None:
+def launch_on_cpu(name: str, form: WarpGroupProduct, x: torch.Tensor, w: torch.Tensor, *values, source: str | None = None) -> None:
     "As the launcher of the library, whose last arguments are N, V, H, and for some a pitch and a scale"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     launch = kernels(name, 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=int(form.in_turn), HALF=str(x.dtype == torch.float16).lower())
@@ -211,12 +211,12 @@ def launch_on_cpu(name: str, form: Form, x: torch.Tensor, w: torch.Tensor, *valu
     launch(1, 384, x, w, *values[:sizes], *last)
 
 
-def moments_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: Form = IN_TURN) -> float:
+def moments_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: WarpGroupProduct = IN_TURN) -> float:
     "The error of `score_moments`, in the units of `error`; infinite where its statistics are not those of `score_statistics`"
     y, new, tiles = targets_of(*scores.shape).to(x.device), partial(torch.full, fill_value=math.nan, device=x.device), -(-len(w) // form.classes)
     stats, plain, found, (z_y, again) = new((tiles, len(x), 2)), new((tiles, len(x), 2)), new((tiles + 2, len(x))), new((2, len(x)))
-    hopper.score_moments(x, w, y, stats, found[1:-1], z_y, form)
-    score_statistics(x, w, y, plain, again, form=form)
+    form.moments(x, w, y, stats, found[1:-1], z_y)
+    form.statistics(x, w, y, plain, again)
     if not torch.equal(stats, plain) or not torch.equal(z_y.nan_to_num(), again.nan_to_num()) or not found[[0, -1]].isnan().all(): return math.inf
     worst = 0.0
     for got, z in zip(found[1:-1].cpu().double(), without_targets(scores, y.cpu()).split(form.classes, 1), strict=True):
@@ -226,13 +226,13 @@ def moments_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: 
     return worst / 1e-6 / (1 + scores.abs().max().item())
 
 
-def entropy_gradients_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: Form = IN_TURN) -> float:
+def entropy_gradients_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: WarpGroupProduct = IN_TURN) -> float:
     "The error of `entropy_gradients`, in half steps of 16 bits of its largest part"
     (n, v), log2e = scores.shape, math.log2(math.e)
     y, coefs, slopes, means = targets_of(n, v), torch.linspace(-1, 2, n), torch.linspace(1.5, -1, n), torch.linspace(-3, 0, n)
     offsets = torch.where(y < 0, math.inf, scores.logsumexp(1) * log2e).float()
     dz, z_y = torch.full((n + 2, -(-v // 8) * 8), math.nan, dtype=x.dtype, device=x.device), torch.full((n,), math.nan, device=x.device)
-    hopper.entropy_gradients(x, w, *(t.to(x.device) for t in (y, offsets, coefs, slopes, means)), dz[1:-1, :v], z_y, form=form)
+    form.entropy_gradients(x, w, *(t.to(x.device) for t in (y, offsets, coefs, slopes, means)), dz[1:-1, :v], z_y)
     if target_error(z_y.cpu(), scores, y) > 8 or not dz[[0, -1]].isnan().all() or not dz[:, v:].isnan().all(): return math.inf
     of = lambda numbers: numbers.double()[:, None]
     t = without_targets(scores, y) - of(offsets) / log2e
@@ -251,7 +251,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, source: str | None = None) -> None:
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_moments_and_gradients_of_entropies(kind, in_turn, monkeypatch):
     on_cpu(monkeypatch)
-    data, form = scored(150, 300, 72, KINDS[kind], 0.4), Form(in_turn=in_turn)
+    data, form = scored(150, 300, 72, KINDS[kind], 0.4), WarpGroupProduct(in_turn=in_turn)
     assert moments_error(*data, form) < 1 and entropy_gradients_error(*data, form) < 2.1
 
 
@@ -283,7 +283,7 @@ on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_d
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 def test_log_probs_with_entropies_by_these_kernels(monkeypatch):
     on_cpu(monkeypatch)
-    everywhere(monkeypatch, hopper, "takes_scores", lambda *_: True)
+    everywhere(monkeypatch, score_product, "takes_scores", lambda *_: True)
     everywhere(monkeypatch, logprobs, "takes_kernel", lambda x: True)
     everywhere(monkeypatch, kernels_page, "has_kernel", lambda z: True)
     held_log_probs(150, 300, 72, "cpu", monkeypatch)
@@ -302,7 +302,7 @@ def slabs_of(n: int, v: int, h: int, budget: int, module=recompute) -> tuple[tor
 @pytest.mark.parametrize("off", [None, ("dw.view(-1)[j.stop * h:j.stop * h + n * size]", "dw.view(-1)[j.start * h:j.start * h + n * size]")], ids=["as it is", "where its own dw is"])
 def test_slabs_that_stand_in_dw_leave_it_right(off, tmp_path, monkeypatch):
     on_cpu(monkeypatch)
-    everywhere(monkeypatch, hopper, "takes_scores", lambda *_: True)
+    everywhere(monkeypatch, score_product, "takes_scores", lambda *_: True)
     module = recompute if off is None else planted(recompute, tmp_path, *off)
     (dx, dw), (whole_dx, whole_dw) = slabs_of(40, 900, 136, 1, module), slabs_of(40, 900, 136, 0)
     assert (max(relative_error(dw, whole_dw), relative_error(dx, whole_dx)) < 4e-3) == (off is None)
@@ -310,7 +310,7 @@ def test_slabs_that_stand_in_dw_leave_it_right(off, tmp_path, monkeypatch):
 
 @on_hopper
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", [IN_TURN, Form()], ids=["in turn", "shared"])
+@pytest.mark.parametrize("form", [IN_TURN, WarpGroupProduct()], ids=["in turn", "shared"])
 def test_moments_and_gradients_of_entropies_on_a_gpu(kind, form):
     x, w, scores = scored(1000, 5003, 904, KINDS[kind], 904 ** -0.25)
     assert moments_error(x.cuda(), w.cuda(), scores, form) < 4 and entropy_gradients_error(x.cuda(), w.cuda(), scores, form) < 2.1
@@ -324,15 +324,15 @@ def test_log_probs_with_entropies_on_a_gpu(sizes, monkeypatch):
 
 def run_on_gpu(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, **how) -> Found:
     "`run` by the launchers of the library, twice"
-    x, w, y, form = x.cuda(), w.cuda(), y.cuda(), Form(**how)
+    x, w, y, form = x.cuda(), w.cuda(), y.cuda(), WarpGroupProduct(**how)
     new = lambda *size, dtype=torch.float32: torch.full(size, math.nan, dtype=dtype, device="cuda")
     e, found = new(len(x), -(-len(w) // 8) * 8, dtype=x.dtype), []
     for _ in range(2):
         stats, targets_z = new(-(-len(w) // form.classes), len(x), *([2] if offsets is None else [])), new(len(x))
         if offsets is None:
-            score_statistics(x, w, y, stats, targets_z, form=form)
+            form.statistics(x, w, y, stats, targets_z)
         else:
-            score_exponentials(x, w, y, offsets.cuda(), e[:, :len(w)], stats, targets_z, form=form)
+            form.exponentials(x, w, y, offsets.cuda(), e[:, :len(w)], stats, targets_z)
         found.append((stats.cpu(), targets_z.cpu()))
     assert torch.equal(found[0][0], found[1][0]) and e[:, len(w):].isnan().all()
     stats, targets_z = found[0]
@@ -418,7 +418,7 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
 }
 
 
-def entropies_fault(source: str, form: Form) -> bool:
+def entropies_fault(source: str, form: WarpGroupProduct) -> bool:
     "Whether a text of the kernels gets moments, or gradients of entropies, wrong"
     with pytest.MonkeyPatch.context() as patch:
         on_cpu(patch, source)
@@ -435,7 +435,7 @@ def fault(source: str) -> str | None:
                 return name
             if name == "parts of tiles" and not gradients_error(*scored(*SIZES[name], scale=0.4), in_turn=seed // 2, source=source) < 2.1:
                 return "gradients"
-            if name == "parts of tiles" and entropies_fault(source, Form(in_turn=bool(seed))):
+            if name == "parts of tiles" and entropies_fault(source, WarpGroupProduct(in_turn=bool(seed))):
                 return "entropies"
         except AssertionError as outside:
             return f"{name}: {outside}"
@@ -489,7 +489,7 @@ def test_statistics_of_tiles_become_those_of_rows(scale, entropy, device):
     moments = torch.stack([((z - m[:, None]).exp() * (z - m[:, None])).nan_to_num().sum(1) for z in parts for m in [z.amax(1).clamp(min=-1e300)]]).float()
     sums = torch.full((7, 21), math.nan, device=device)
     sums[2] = torch.where(known, scores.gather(1, y.clamp(0, 69)[:, None])[:, 0], math.nan)
-    hopper.merge_statistics(sums, stats.to(device), moments.to(device) if entropy else None, y.to(device), 70, scale, 8, 2)
+    score_product.merge_statistics(sums, stats.to(device), moments.to(device) if entropy else None, y.to(device), 70, scale, 8, 2)
     top = scores.amax(1)
     assert torch.allclose(sums[0].cpu(), (top * scale).float()) and sums[[3, 5, 6] if entropy else slice(3, None)].isnan().all()
     t = scores - top.clamp(min=-1e300)[:, None]
@@ -505,7 +505,7 @@ def test_targets_are_put_into_their_slab(entropy, device):
     terms[0, 4] = math.inf
     column = torch.arange(21) * 7 % 40 - 10
     dz = torch.full((21, 24), 9.0, device=device)[:, :20]
-    hopper.put_targets(dz, terms.to(device), target_z.to(device), column.to(device), 1.0, entropy, 8)
+    score_product.put_targets(dz, terms.to(device), target_z.to(device), column.to(device), 1.0, entropy, 8)
     wanted = torch.full((21, 20), 9.0)
     for i, j in enumerate(column.tolist()):
         below = target_z[i] - terms[0, i]
@@ -515,9 +515,9 @@ def test_targets_are_put_into_their_slab(entropy, device):
 
 
 def test_a_launch_is_cut_to_the_multiprocessors_and_the_shared_memory():
-    assert hopper.SHARED.shared <= 227 * 1024 >= IN_TURN.shared and Form(5).shared > 227 * 1024
+    assert hopper.SHARED.shared <= 227 * 1024 >= IN_TURN.shared and WarpGroupProduct(5).shared > 227 * 1024
     assert hopper.SHARED.blocks(8192, 128256, 132) == 132 and hopper.SHARED.blocks(100, 300, 132) == 4
-    assert Form(persistent=False).blocks(8192, 128256, 132) == 64 * 501
+    assert WarpGroupProduct(persistent=False).blocks(8192, 128256, 132) == 64 * 501
 
 
 def test_arguments_of_a_launch_have_eight_bytes_and_maps_are_aligned():
@@ -528,6 +528,6 @@ def test_arguments_of_a_launch_have_eight_bytes_and_maps_are_aligned():
 
 def test_a_reason_says_what_the_product_cannot_take():
     assert [name for name, d in GPUS.items() if not hopper.PRODUCT.lacks(d)] == ["H100", "H200"]
-    assert hopper.product_reason(torch.zeros(8, 8), torch.zeros(8, 8), IN_TURN) == "not of NVIDIA"
-    reason = lambda dtype, h: hopper.shapes_reason(dtype, h, GPUS["H200"])
+    assert IN_TURN.matrices_reason(torch.zeros(8, 8), torch.zeros(8, 8)) == "not of NVIDIA"
+    reason = lambda dtype, h: IN_TURN.reason(dtype, h, GPUS["H200"])
     assert not reason(torch.bfloat16, 16) and reason(torch.float32, 16) and reason(torch.float16, 12)

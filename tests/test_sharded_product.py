@@ -348,7 +348,7 @@ def taken(monkeypatch, usable, **how):
     real = sharded_product.product_over_ranks
     monkeypatch.setattr(sharded_product, "product_over_ranks", lambda *args: gone.append(1) or real(*args))
     monkeypatch.setattr(sharded_product, "kernel_everywhere", lambda x, s: usable)
-    monkeypatch.setattr(sharded_product, "usable_form", lambda x, w: None)
+    monkeypatch.setattr(sharded_product, "usable_product", lambda x, w: None)
     graded = how.pop("graded", True)
     fl.sharded_linear_cross_entropy(x.requires_grad_(graded), w, y, **how)
     return bool(gone)
@@ -363,7 +363,7 @@ def test_auto_takes_it_where_the_kernel_is_and_gradients_are_wanted(monkeypatch)
 
 def test_auto_rounds_dw_at_most_so_often(monkeypatch):
     monkeypatch.setattr(sharded_product, "MOST_WITHOUT_TARGETS", 3)
-    row = sharded_product.chunk_row(8, 29, f64, True)
+    row = sharded_product.chunk_row(8, 29, f64, IN_TURN.classes)
     assert taken(monkeypatch, True, memory_budget=8 * row) and not taken(monkeypatch, True, memory_budget=7 * row)
 
 
@@ -372,7 +372,7 @@ def test_a_budget_holds_and_changes_nothing():
     x, w = (torch.randn(size, 8, generator=made).requires_grad_() for size in (64, 5000))
     y, budget = torch.randint(5000, (64,), generator=made), 2**20
     run = lambda **how: torch.autograd.grad(fl.sharded_linear_cross_entropy(x, w, y, method="product", **how), [x, w])
-    assert sharded_product.chunk_rows(64, 8, 5000, f32, budget, False) < 16
+    assert sharded_product.chunk_rows(64, 8, 5000, f32, budget, None) < 16
     peak = peak_memory(lambda: run(memory_budget=budget))
     assert peak < budget + 2 * (x.nbytes + w.nbytes) + 2**16, peak
     for a, b in zip(run(memory_budget=budget), run()):

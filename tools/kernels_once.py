@@ -11,7 +11,7 @@ import torch
 
 import fusedloss as fl
 from fusedloss import kernels, product as stage_9, sharded_product as stage_28
-from fusedloss.core import cuda, hopper
+from fusedloss.core import cuda, hopper, score_product
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import Shards
 from fusedloss.scans import scan_fwd_triton
@@ -67,8 +67,8 @@ def exponentials() -> None:
     stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w)
     stage_9.launch_targets(w, x, y, rows.at_target)
     stage_9.launch_offsets(torch.zeros(9, 70), y, 1.0, -100)
-    hopper.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), torch.zeros(1, 9), y, 70, 1.0)
-    hopper.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0, True)
+    score_product.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), torch.zeros(1, 9), y, 70, 1.0)
+    score_product.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0, True)
 
 
 def product_over_ranks() -> None:

@@ -1,0 +1,91 @@
+"""The seam between losses and the hand-written product of hidden states and class vectors: what each architecture's kernels have to do."""
+
+from abc import ABC, abstractmethod
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from fusedloss.core.devices import Device
+
+
+class ScoreProduct(ABC):
+    """The product x wᵀ of one architecture, whose tiles leave the matrix units as what a loss needs of the scores.
+
+    x is [N,H], w is [V,H], y holds N labels as int64. What a method writes is given to it: e and dz [N,V] in x's dtype,
+    numbers of tiles of `classes` classes and of tokens in fp32. The target's score is left out, and written beside.
+    """
+
+    classes: int  # of a tile
+
+    @abstractmethod
+    def lacks(self, d: Device) -> str:
+        "Say why a device has no such product; empty if it has."
+
+    @abstractmethod
+    def reason(self, dtype: torch.dtype, pitch: int, d: Device) -> str:  # elements from row to row
+        "Say why such matrices are not taken on a device, as far as sizes tell; empty if they are."
+
+    @abstractmethod
+    def failure(self, dtype: torch.dtype, device: int) -> str:
+        "Say why the kernels cannot be launched on a GPU; empty if they can."
+
+    @abstractmethod
+    def matrices_reason(self, x: Tensor, w: Tensor) -> str:
+        "Say why two matrices are not taken; empty if they are."
+
+    @abstractmethod
+    def statistics(
+        self, x: Tensor, w: Tensor, y: Tensor, stats: Tensor, target_z: Tensor, wanted: Optional[Tensor] = None
+    ):
+        "Write each row's maximum in a tile and Σ e^(z - maximum) to `stats [tiles,N,2]`; nothing where `wanted` is 0."
+
+    @abstractmethod
+    def moments(self, x: Tensor, w: Tensor, y: Tensor, stats: Tensor, moments: Tensor, target_z: Tensor):
+        "Write `statistics`, and each tile's Σ e^(z - maximum) (z - maximum) to `moments [tiles,N]`."
+
+    @abstractmethod
+    def exponentials(
+        self,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        offsets: Tensor,
+        e: Tensor,
+        sums: Tensor,
+        target_z: Tensor,
+        log2_scale: float = math.log2(math.e),
+        wanted: Optional[Tensor] = None,
+    ):
+        "Write e = 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf, and `sums [tiles,N]` of it."
+
+    @abstractmethod
+    def gradients(
+        self,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        offsets: Tensor,
+        coefs: Tensor,
+        dz: Tensor,
+        target_z: Tensor,
+        log2_scale: float = math.log2(math.e),
+    ):
+        "Write coef · 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf, to `dz`."
+
+    @abstractmethod
+    def entropy_gradients(
+        self,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        offsets: Tensor,
+        coefs: Tensor,
+        slopes: Tensor,  # of the coefficient
+        means: Tensor,  # natural units from the offset
+        dz: Tensor,
+        target_z: Tensor,
+        log2_scale: float = math.log2(math.e),
+    ):
+        "Write `gradients` whose coefficient is coef + slope (mean - t / log2_scale), where t is the power of 2."
