@@ -155,7 +155,7 @@ def why_taken(p:Plan, estimate:Estimate, method:str) -> str:
 # %% ../nbs/11_losses.ipynb #0a01ad85
 logger = logging.getLogger("fusedloss")
 
-def taken(r:Call, device:torch.device, method:str) -> Estimate:
+def decide_method(r:Call, device:torch.device, method:str) -> Estimate:
     "The estimate of the method that a call takes, and a line in the log."
     p, estimate = known_choice(r, machine_here(device) if r.gpu else CPU, method)
     if method == "auto": estimate = choose_auto(p, estimate)
@@ -187,29 +187,29 @@ def call_of(t:Operands, a:Asked, kind:str="") -> Call:
 
 # %% ../nbs/11_losses.ipynb #a447adfe
 def by_eager(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEntropyStats]:
-    "With all logits."
+    "Run eager: all logits at once."
     if "probabilities" in r.options: return soft_loss(t, a)
     if "target_weight" in r.options: return several_targets_loss(t, a)
     loss = eager_linear_cross_entropy(*t[:-1], a.options, a.reduction, a.return_stats)
     return hold_promise(loss, t.target, a.options.ignore_index, a.max_valid)
 
 def by_tiles(r:Call, t:Operands, a:Asked) -> Tensor:
-    "By stage 2."
+    "Run tiles, stage 2."
     loss = run_tiled(*t[:3], a.reduction, a.options.ignore_index, 0.0, None, a.options.logit_scale, *tile_sides(r))
     return hold_promise(loss, t.target, a.options.ignore_index, a.max_valid)
 
 def by_chunks(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEntropyStats]:
-    "By stage 6."
+    "Run chunks, stage 6."
     if rows_of_targets(r): return rows_by_chunks(r, t, a)
     return run_chunked(*t[:-1], a.options, a.reduction, a.chunk_size, chunks_budget(r), a.accumulate, None, a.max_valid, a.return_stats)
 
 def by_recompute(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEntropyStats]:
-    "By stage 7."
+    "Run recompute, stage 7."
     loss = run_recompute(*t[:-1], a.options, a.reduction, a.memory_budget, a.filter_eps, a.return_stats)
     return hold_promise(loss, t.target, a.options.ignore_index, a.max_valid)
 
 def by_product(r:Call, t:Operands, a:Asked) -> Tensor:
-    "By stage 9."
+    "Run product, stage 9."
     return run_product(*t[:-1], a.options, a.reduction, chunks_budget(r), a.accumulate, a.max_valid)
 
 # %% ../nbs/11_losses.ipynb #a6e36b2f
@@ -417,7 +417,7 @@ def with_dtypes(grads:Sequence[Tensor], x:Tensor, w:Tensor, acc:torch.dtype) -> 
     return dx.to(x.dtype), dw.to(w.dtype), db.to(acc)
 
 # %% ../nbs/11_losses.ipynb #7c01aa02
-def early_loss_fwd(
+def compiled_reduced_loss_fwd(
     x:Tensor, w:Tensor, b:Optional[Tensor], y:Tensor,  # [N,H], [V,H], [V], [N]
     weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions,  # [V], [N]
     dtype:torch.dtype, mean:bool, method:str, memory_budget:Optional[int], accumulate:str, max_valid:Optional[int],
@@ -427,7 +427,7 @@ def early_loss_fwd(
     needs, tensors = (need_x, need_w, need_b), (x, w, b, y, weight, token_weight)
     r = call_at_run(x, w, b, weight, token_weight, o, dtype, "mean" if mean else "sum", "detached" if stats else "",
                     (memory_budget, accumulate, max_valid), needs)
-    name = taken(r, x.device, method).method
+    name = decide_method(r, x.device, method).method
     if name in ("recompute", "tiles") and any(needs) and torch.float16 in (dtype, x.dtype, w.dtype):
         name = choose(make_plan(r, machine_here(x.device) if r.gpu else CPU), "chunks").method  # its gradients are scaled when upstream is known
     if name == "recompute": return early_recompute(*tensors, o, dtype, mean, memory_budget or 0, needs, stats)
@@ -438,15 +438,15 @@ def early_loss_fwd(
     sizes = (max(len(x), 1), None) if name == "eager" else (None, chunks_budget(r))
     return chunked_loss.fn(*tensors, o, dtype, w.dtype, mean, *sizes, accumulate, max_valid, *needs, stats)
 
-def fake_early_loss(x, w, b, y, weight, token_weight, o, dtype, *others):
-    "The shapes of `early_loss_fwd`'s results."
+def fake_compiled_reduced_loss(x, w, b, y, weight, token_weight, o, dtype, *others):
+    "The shapes of `compiled_reduced_loss_fwd`'s results."
     return chunked_loss.fake(x, w, b, y, weight, token_weight, o, dtype, w.dtype, *others)
 
-early_loss = operator("fusedloss::early_loss", early_loss_fwd, fake=fake_early_loss, save=save_gradients, backward=scaled_gradients,
+compiled_reduced_loss = operator("fusedloss::compiled_reduced_loss", compiled_reduced_loss_fwd, fake=fake_compiled_reduced_loss, save=save_gradients, backward=scaled_gradients,
                       flops=count_chunks)
 
 # %% ../nbs/11_losses.ipynb #7c01aa03
-def rows_loss_fwd(
+def compiled_token_losses_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [V]
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
     reduction:str, method:str, memory_budget:Optional[int], need_x:bool, need_w:bool, need_b:bool,
@@ -462,16 +462,16 @@ def rows_kept(x, w, bias, weight, token_weight, o, stats, reduction, method, mem
     "How many rows of logits the plan keeps: all, or none."
     r = call_at_run(x, w, bias, weight, token_weight, o, x.dtype, reduction, "differentiable" if stats.entropy else "",
                     (memory_budget, "auto", None), needs)
-    return x.shape[0] if taken(r, x.device, method).method == "eager" else 0
+    return x.shape[0] if decide_method(r, x.device, method).method == "eager" else 0
 
-def fake_rows_loss(x, w, target, bias, weight, token_weight, denominator, o, stats, reduction, method, memory_budget, *needs):
-    "The shapes of `rows_loss_fwd`'s results; how many rows of logits, only a run knows."
+def fake_compiled_token_losses(x, w, target, bias, weight, token_weight, denominator, o, stats, reduction, method, memory_budget, *needs):
+    "The shapes of `compiled_token_losses_fwd`'s results; how many rows of logits, only a run knows."
     n, new = target.shape[0], lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
     kept = (rows_kept(x, w, bias, weight, token_weight, o, stats, reduction, method, memory_budget, needs) if isinstance(n, int)
             else torch.library.get_ctx().new_dynamic_size())
     return new(n), new(n), new(n if stats.entropy else 0), new(row_numbers(stats), n), x.new_empty(kept, w.shape[0])
 
-def rows_loss_bwd(
+def compiled_token_losses_bwd(
     g_loss:Optional[Tensor], g_lse:Optional[Tensor], g_entropy:Optional[Tensor],
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
     denominator:Optional[Tensor], rows:Tensor, entropy:Tensor, z:Tensor, o:LossOptions, budget:int, need_x:bool, need_w:bool, need_b:bool,
@@ -486,7 +486,7 @@ def rows_loss_bwd(
     dw = dz.T @ counted_rows(x, target, o.ignore_index) if need_w else w.new_empty(0)
     return dx, dw, dz.sum(0).to(bias.dtype) if need_b else w.new_empty(0)
 
-def save_rows_loss(ctx, inputs, output):
+def save_compiled_token_losses(ctx, inputs, output):
     "The inputs, two numbers a row, and the logits that are kept."
     *tensors, ctx.options, ctx.stats, _, _, budget, _, _, _ = inputs
     ctx.budget = budget or 0
@@ -494,16 +494,16 @@ def save_rows_loss(ctx, inputs, output):
     ctx.save_for_backward(*tensors, rows, entropy, z)
     ctx.mark_non_differentiable(rows, z)
 
-def gradient_of_rows_loss(ctx, needs, g_loss, g_lse, g_entropy, *_):
+def gradient_of_compiled_token_losses(ctx, needs, g_loss, g_lse, g_entropy, *_):
     "dx, dw, db, where they are needed."
     upstream, wanted = (g_loss, g_lse, g_entropy if ctx.stats.entropy else None), {"x": needs.x, "w": needs.w, "bias": needs.bias}
     if not any(wanted.values()) or all(g is None for g in upstream): return {}
-    found = rows_loss_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget, *wanted.values())
+    found = compiled_token_losses_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget, *wanted.values())
     return {name: g for (name, need), g in zip(wanted.items(), found) if need}
 
-rows_loss_grad = operator("fusedloss::rows_loss_grad", rows_loss_bwd, fake=fake_gradients,
+compiled_token_losses_grad = operator("fusedloss::compiled_token_losses_grad", compiled_token_losses_bwd, fake=fake_gradients,
                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
-rows_loss = operator("fusedloss::rows_loss", rows_loss_fwd, fake=fake_rows_loss, save=save_rows_loss, backward=gradient_of_rows_loss,
+compiled_token_losses = operator("fusedloss::compiled_token_losses", compiled_token_losses_fwd, fake=fake_compiled_token_losses, save=save_compiled_token_losses, backward=gradient_of_compiled_token_losses,
                      flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/11_losses.ipynb #7c01aa04
@@ -522,11 +522,11 @@ def traced_loss(t:Operands, a:Asked, kind:str) -> Tensor | tuple[Tensor, CrossEn
     planned = method == "auto" or a.memory_budget is not None and method in ("eager", "tiles")
     if kind: return traced_rows(r, t, a, method)
     if not planned: return RUNS[method](r._replace(n=4096) if method == "tiles" else r, t, a)
-    if a.reduction == "none" or r.stats == "differentiable": return planned_rows(r, t, a, method)
+    if a.reduction == "none" or r.stats == "differentiable": return traced_token_losses(r, t, a, method)
     y = flat(t.target.long())
     arguments = (as_rows(t.input), t.linear_weight, t.linear_bias, y, flat(t.weight), flat(t.token_weight), a.options, r.dtype, a.reduction == "mean",
                  method, a.memory_budget, a.accumulate, a.max_valid, *map(bool, r.needs), a.return_stats)
-    loss, *row_values = run_early(early_loss, None, arguments)
+    loss, *row_values = run_early(compiled_reduced_loss, None, arguments)
     if a.return_stats: loss = loss, row_stats(*row_values, t.target, arguments[5], a.options.z_loss)
     return hold_promise(loss, t.target, a.options.ignore_index, a.max_valid)
 
@@ -537,14 +537,14 @@ def traced_rows(r:Call, t:Operands, a:Asked, method:str) -> Tensor:
            f"None for {method!r} against rows of targets under torch.compile, or method 'chunks'", a.memory_budget)
     return RUNS[method](r, t, a)
 
-def planned_rows(r:Call, t:Operands, a:Asked, method:str) -> Tensor | tuple[Tensor, CrossEntropyStats]:
+def traced_token_losses(r:Call, t:Operands, a:Asked, method:str) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Losses of tokens, or statistics with gradients, in such a graph."
     expect(method != "tiles", "memory_budget", "None for 'tiles' and reduction 'none' under torch.compile, or another method", a.memory_budget)
     bias = [] if t.linear_bias is None else [t.linear_bias.contiguous()]
     x, w, *bias = autocast_like_linear(as_rows(t.input), t.linear_weight, *bias)
     y = flat(t.target.long()), (bias or [None])[0], flat(t.weight), flat(t.token_weight)
     total = total_weight(y[0], y[2], y[3], a.options.ignore_index, acc_dtype(x.dtype)) if a.reduction == "mean" else None
-    losses, *rows, _ = rows_loss(x, w, *y, total, a.options, statistics_of(a.return_stats), a.reduction, method, a.memory_budget, *map(bool, r.needs))
+    losses, *rows, _ = compiled_token_losses(x, w, *y, total, a.options, statistics_of(a.return_stats), a.reduction, method, a.memory_budget, *map(bool, r.needs))
     loss = reduce_rows(losses, a.reduction)
     loss = loss.view(t.target.shape) if a.reduction == "none" else loss
     result = (loss, row_stats(*rows, t.target, y[3], a.options.z_loss)) if a.return_stats else loss
@@ -574,7 +574,7 @@ def planned_loss(
     if torch.compiler.is_compiling(): return traced_loss(t, a, kind)
     r = call_of(t, a, kind)
     check_promise(t.target, a.options.ignore_index, a.max_valid)
-    return RUNS[taken(r, t.input.device, a.method).method](r, t, a)
+    return RUNS[decide_method(r, t.input.device, a.method).method](r, t, a)
 
 # %% ../nbs/11_losses.ipynb #lotold00
 def tell_ranks(error:Exception, linear_weight:Tensor|nn.Module):
