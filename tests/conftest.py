@@ -48,6 +48,14 @@ def gpu_memory(request) -> Iterator[None]:
 
 
 @pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    "What PyTorch allocates is filled with NaN first: whoever reads before anything was written there gets NaN, not what an earlier test left"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def torchs_samples(monkeypatch) -> None:
     "PyTorch's samples can be imported: its tests inherit from a package that need not be installed, and its samples do not need it"
     if "expecttest" not in sys.modules and find_spec("expecttest") is None:

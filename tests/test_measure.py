@@ -220,6 +220,7 @@ def test_trace_changes_no_result():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_peak_of_a_gpu_is_above_what_was_there():
+    torch.cuda.empty_cache()  # a block that another test left may be larger than what is asked for
     held = torch.zeros(2**20, device="cuda")
     assert peak_memory(lambda: held + 1, "cuda") == held.nbytes
     with torch.no_grad():
@@ -276,7 +277,7 @@ def test_relative_error_is_taken_in_float64(device):
 
 @pytest.mark.parametrize("out, ref", [(float("nan"), 1.0), (1.0, float("nan")), (float("nan"), 0.0), (float("inf"), float("inf"))])
 def test_nan_is_within_no_tolerance(out, ref):
-    assert not relative_error(torch.tensor([1.0, out]), torch.tensor([1.0, ref])) <= 1e30
+    assert max(1.0, relative_error(torch.tensor([1.0, out]), torch.tensor([1.0, ref]))) > 1e30
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (1,), (), (4,)])

@@ -425,6 +425,7 @@ def faults(module):
     return wrong + (numbers_faults(module) + merge_faults("both", module) if INTERPRETED else [])
 
 
+@pytest.mark.usefixtures("nan_in_new_memory")
 def test_the_unchanged_source_passes(tmp_path):
     assert faults(planted(sharded_product, tmp_path, *unchanged(MUTANTS.values()))) == []
 
@@ -432,6 +433,7 @@ def test_the_unchanged_source_passes(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("bug", few(MUTANTS, "an infinite score is lost by the kernel", "sums added at different heights", "the room of the chunk before", "dx sent before its last chunk", "every rank adds the target",
                                     "the kernel's own part is the first rank's", "a rank of no scores counts"))
+@pytest.mark.usefixtures("nan_in_new_memory")
 def test_a_planted_bug_is_noticed(bug, tmp_path):
     if "kernel" in bug:
         need_kernels("cpu")

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 import functools
+import math
 import random
 import weakref
 from pathlib import Path
@@ -383,12 +384,13 @@ def relative_error(
     out: Tensor,
     ref: Tensor,  # the same quantity, computed in float64
 ) -> float:
-    "‖out − ref‖ / ‖ref‖, in float64; the plain norm where `ref` is zero."
+    "‖out − ref‖ / ‖ref‖, in float64; the plain norm where `ref` is zero. Infinite beside a NaN: no comparison calls it small."
     if out.shape != ref.shape:
         raise ValueError(f"shapes differ: expected {tuple(ref.shape)}, got {tuple(out.shape)}")
     ref = ref.detach().double()
     distance, size = (out.detach().to(ref) - ref).norm().item(), ref.norm().item()
-    return distance / size if size else distance
+    error = distance / size if size else distance
+    return math.inf if math.isnan(error) else error
 
 
 def measure_in_turn(
