@@ -297,7 +297,7 @@ def test_loss_is_measured_against_its_floor(tmp_path, monkeypatch, capsys):
     entries = [against("first"), against("last", 2**20, "cpu", 9)]
     assert asked == [(run, "cuda"), (floor, run, "cuda", 5), (run, "cpu"), (floor, run, "cpu", 9)]
     assert capsys.readouterr().out.splitlines() == [
-        f"{name}: 6 s (5.9 s to 6.1 s), ×3.5 (×3 to ×4) of the floor, {extra} MiB beyond the gradients" for name, extra in (("first", 5), ("last", 4))]
+        f"{name}: 6 s (5.9 s to 6.1 s), ×3.5 (×3 to ×4) of the reference, {extra} MiB beyond the gradients" for name, extra in (("first", 5), ("last", 4))]
     figures = dict(seconds=6.0, floor=2.0, ratio=3.5, ratio_low=3.0, ratio_high=4.0, peak=5 * 2**20)
     assert [r["figures"] for r in entries] == [dict(figures, extra=5 * 2**20), dict(figures, extra=4 * 2**20)]
     assert [[r[k] for k in ("name", "shape", "dtype", "machine", "stage")] for r in load_results(tmp_path)] == [

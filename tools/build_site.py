@@ -77,13 +77,11 @@ class Site(smalldocs.Site):
     "A smalldocs site that serves everything itself and depends on nothing but its sources"
 
     def read(self, src: PurePosixPath) -> smalldocs.Page:
-        "Name a page after its module, as nbdev does, and show the stage's number"
+        "Name a page after its module, as nbdev does"
         page = super().read(src)
         page.out = src.with_name(LOST if src.stem == "not_found" else page.front.pop("output-file", page.out.name))
         if src.suffix == ".ipynb":
             page.meta = page.meta | {"code-links": source_links(str(src), self.project.website["repo-url"])}
-        if src.stem[:2].isdigit():
-            page.front["title"] = f"{int(src.stem[:2])} · {page.front['title']}"
         return page
 
     def load_symbols(self) -> None:
@@ -177,14 +175,14 @@ def process(work: Path) -> Path:
     return work / "nbs"
 
 
-def expand_sections(project: Project) -> None:
-    "A pattern in the sidebar becomes the pages it matches; a section whose pages are still to be written does not show"
-    sidebar = project.website["sidebar"]
-    for section in sidebar["contents"]:
-        pattern = section["contents"]
-        if isinstance(pattern, str) and not pattern.startswith("api/"):  # the reference is written later
-            section["contents"] = sorted(path.relative_to(project.root).as_posix() for path in project.root.glob(pattern))
-    sidebar["contents"] = [section for section in sidebar["contents"] if section["contents"]]
+def expand_sections(root: Path, contents: list) -> None:
+    "A pattern in the sidebar, at any depth, becomes the pages it matches"
+    for entry in contents:
+        inside = entry.get("contents") if isinstance(entry, dict) else None
+        if isinstance(inside, list):
+            expand_sections(root, inside)
+        elif inside and not inside.startswith("api/"):  # the reference is written later
+            entry["contents"] = sorted(path.relative_to(root).as_posix() for path in root.glob(inside))
 
 
 def address() -> str:
@@ -218,7 +216,7 @@ def render(out: Path) -> list[str]:
         project.smalldocs["api"] |= {"root": str(ROOT), "source": reference.tag_url(repository)}
         project.website.update({"favicon": "favicon.svg", "page-footer": footer(project)})
         reference.fill(project.root / reference.PAGE, repository)
-        expand_sections(project)
+        expand_sections(project.root, project.website["sidebar"]["contents"])
         site = Site(project, quiet=True)
         site.build()
         link_stages(site.out)

@@ -56,9 +56,9 @@ BESIDE_PEERS = "25_results"  # the page whose records call the library's methods
 LIKE_OTHERS = ("A100 40GB", "H100 PCIe")  # a chip that is there already, with less bandwidth
 LABELS = Axes("N, tokens", "V, classes", "H, features", "dtype", "budget", "GPU")
 AXES = Axes(tuple(2**k for k in range(9, 17)), (32000, 50257, 128256, 131072, 151936, 256000), (896, 2048, 2304, 3584, 4096, 8192),
-            (torch.bfloat16, torch.float16, torch.float32), (None, 2**26, 2**28, 2**30, 2**32, 2**34),
+            (torch.bfloat16, torch.float16, torch.float32), (None, 2**26, 2**28, 2**29, 2**30, 2**32, 2**34),
             tuple(sorted(machines().keys() - set(LIKE_OTHERS), key=lambda name: (machines()[name].rate(torch.bfloat16), name))))
-FIRST = Stop(8192, 128256, 4096, torch.bfloat16, None, "H200")  # where the sliders stand at first, and what the table is about
+FIRST = Stop(8192, 128256, 4096, torch.bfloat16, 2**29, "H200")  # where the sliders stand at first, and what the table is about
 
 
 class Answer(Plan):

@@ -18,12 +18,13 @@
   };
   // how well an entry fits, 0 the best; -1: not at all
   const fit = (e, q) => {
-    const title = e.title.toLowerCase().replace(/^\d+ · /, ""), section = e.section.toLowerCase();
+    const title = e.title.toLowerCase(), section = e.section.toLowerCase();
     const head = !section, text = e.text.toLowerCase();
     if (head && title === q) return 0;
     if (section === q) return 1;
     if (head && starts(title, q)) return 2;
     if (section.split(".").pop() === q) return 3;
+    if (head && starts(e.names.toLowerCase(), q)) return 3.5;
     if (starts(section, q)) return 4;
     if (starts(text, q)) return 5;
     const all = `${title} ${section} ${text} ${e.names.toLowerCase()}`;

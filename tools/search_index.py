@@ -11,6 +11,12 @@ from typing import Any
 
 FIRST = ("index", "reference", "guide", "tour")
 LAST = ("puzzles", "solutions", "api")  # folders
+OTHER_NAMES = {  # what readers look for, by the page that has it
+    "catalogues": "recommender, sampled softmax, SASRec, two-tower", "chunks": "FLCE, Liger", "contrast": "CLIP, SigLIP, InfoNCE, SimCLR",
+    "ctc": "ASR, speech recognition, OCR, wav2vec, RNN-T", "divergence": "distillation, KL, JSD, teacher", "kernels": "online softmax",
+    "logprobs": "RLHF, RLVR, GRPO, PPO, DPO, policy gradient", "losses": "lm_head, LM head, MTP, vocabulary", "margins": "ArcFace, CosFace, AdaFace, SphereFace, LMCL",
+    "partial_fc": "face recognition, insightface, identities", "recompute": "Cut Cross-Entropy, CCE", "sharded": "tensor parallel, vocab parallel, Megatron",
+    "tiles": "MEVO, activation checkpointing"}
 ASSIGN = "globalThis.searchIndex = "
 FENCE = re.compile(r"^(`{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 DEFINED = re.compile(r"^\s*(?:def|class)\s+(\w+)", re.MULTILINE)
@@ -50,6 +56,8 @@ def page_row(page: Any) -> list:
         rows.insert(0, ["", "", about])
     elif about:
         rows[0][2] = f"{about} {rows[0][2]}".strip()
+    if others := OTHER_NAMES.get(page.src.stem.partition("_")[2]):
+        rows[0][3:] = [", ".join([*rows[0][3:], others])]
     return [str(page.out), page.title, rows]
 
 

@@ -9,7 +9,7 @@ from project import METADATA_KEY, read_notebook
 
 from workbook.pages import NOT_RUN, gpu_note, made_line, needs_gpu
 
-CARD, LOST = "card.png", "404.html"
+CARD, LOST, HOME = "card.png", "404.html", "index.html"
 GUIDE = "guide.ipynb#open-a-page-in-jupyter"
 CONTENT = "quarto-document-content"  # the id of a page's main part
 NAVIGATION = {'class="navbar ': "Site", 'class="quarto-secondary-nav': "Place on the site", 'id="quarto-sidebar': "Pages", 'id="TOC"': "On this page",
@@ -18,6 +18,7 @@ SCROLLED = """<script>
 for (const box of document.querySelectorAll("pre, math[display=block], .sd-table, .fl-figure")) if (box.localName == "math" || box.scrollWidth > box.clientWidth) box.tabIndex = 0;
 </script>"""  # a keyboard reaches what scrolls
 ENTRY = re.compile(r'<div class="sidebar-item-container">(<a href="[^"]*" class=")sidebar-item-text (sidebar-link[^>]*>)<span class="menu-text">([^<]*)</span></a></div>')
+SIDEBAR = re.compile(r'<nav [^>]*id="quarto-sidebar".*?</nav>', re.DOTALL)
 SKIP = f'<a class="fl-skip" href="#{CONTENT}">Skip to the content</a>'
 
 
@@ -74,6 +75,8 @@ def finish(page: str, url: str, site: str = "") -> str:
     page = page.replace("</head>", f'<link rel="canonical" href="{html.escape(url)}">{social(page, url, site)}</head>', 1)
     if url.endswith(f"/{LOST}"):  # it is shown at any address
         page = page.replace("<head>", f'<head><base href="{html.escape(site)}/">', 1)
+    if url == f"{site}/{HOME}":  # where everybody arrives: one column
+        page = SIDEBAR.sub("", re.sub(r'<body class="', '<body class="fl-home ', page, count=1), count=1)
     page = re.sub(r"<th(?=[ >])(?![^>]*\bscope=)", '<th scope="col"', page)
     page = re.sub(r'<th scope="col"([^>]*)></th>', r"<td\1></td>", page)  # a corner heads no column
     page = ENTRY.sub(r"\1\2\3</a>", page)  # every page lists every page: what only wraps a link is a fifth of the site

@@ -414,7 +414,7 @@ def measure_in_turn(
 
 def _against_floor(path, name, c, peak, outputs, shape, dtype, device) -> dict:
     extra = max(peak - outputs, 0)  # less than the outputs: they lie in the place of inputs
-    print(f"{name}: {c.b}, {c} of the floor, {si(extra, 'B')} beyond the gradients")
+    print(f"{name}: {c.b}, {c} of the reference, {si(extra, 'B')} beyond the gradients")
     return record(
         path,
         name,

@@ -508,7 +508,7 @@ def tour_table(report: dict) -> Table:
             "NO" if s["failures"] else "yes",
         ]
 
-    header = ["stage", "final loss", "gradient error", "memory held", "of the scores", "time a step", "agrees"]
+    header = ["stage", "final loss", "gradient error", "peak memory", "of the logits", "time per step", "agrees"]
     return Table(header, map(row, report["stages"]))
 
 
@@ -568,19 +568,23 @@ def _plot_memory(ax, stages: list[dict]):
         ax.barh(i, held[i], color=GREY if i == 0 else stage_color(s["number"]), height=0.6)
         ax.annotate(f"×{held[i]:.2f}", (held[i], i), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     ax.axvline(1, color=INK, lw=0.8, ls=":")
-    title = f"Memory falls from ×{max(held):.2f} of the scores to ×{min(held):.2f}" if len(held) > 1 else "Memory held"
+    title = (
+        f"Peak memory: ×{held[0]:.2f} of the logits at first, ×{min(held):.2f} at best"
+        if len(held) > 1
+        else "Peak memory"
+    )
     ax.set(
         yticks=range(len(held)),
         yticklabels=[s["name"] for s in stages],
         ylim=(len(held) - 0.4, -0.6),
         title=title,
-        xlabel="memory held / N×V scores",
+        xlabel="peak memory / N×V logits",
         xlim=(0, 1.15 * max([1.0, *held])),
     )
 
 
 def tour_plot(report: dict) -> Drawing:
-    "Loss curves, and memory held; needs matplotlib."
+    "Loss curves, and peak memory; needs matplotlib."
     import matplotlib.pyplot as plt
 
     stages, c = report["stages"], report["config"]
@@ -591,7 +595,7 @@ def tour_plot(report: dict) -> Drawing:
         _plot_curves(top, stages)
         _plot_memory(low, measured) if measured else low.set_axis_off()
         held = ", ".join(f"{s['name']} ×{s['memory_fraction']:.2f}" for s in measured)
-        alt = f"Training loss against step for each stage, and a bar for the memory each held as a fraction of the scores: {held}."
+        alt = f"Training loss against step for each stage, and a bar for the peak memory of each as a fraction of the logits: {held}."
         shape = " × ".join(f"{k} {c[k]}" for k in "NHV")
         return as_drawing(fig, alt, f"{report['machine']}, {c['dtype']}, {shape}, {c['steps']} steps, {report['date']}")
 
