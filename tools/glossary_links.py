@@ -8,7 +8,7 @@ GLOSSARY = "glossary.html"
 ENTRY = re.compile(r'<h3[^>]* id="([^"]+)"[^>]*>(.*?)</h3>\s*<p>(.*?)</p>', re.DOTALL)
 CLOSED = frozenset("a abbr button code figure h1 h2 h3 h4 h5 h6 header math nav pre script style summary svg th".split())  # no links in these
 EVERYDAY = frozenset("""accumulate block bound budget chain class column conflict counter decay error feature filter floor gap gather head in-turn in-place mean part
-    flop path place plan positives product rank record row run sample score shift start state step storage stream support table time token turn wrapper
+    flop pair path place plan positives product program rank record row run sample scan score shift start state step storage stream support table time token turn wrapper
     """.split())  # words that a page also uses in their everyday sense, spaces as hyphens
 SEQUENCES = "ctc-and-semirings"  # a group of terms such as pair and edge: on pages that it does not name they mean something else
 TAG = re.compile(r"(<[^>]*>)")
