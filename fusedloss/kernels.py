@@ -69,7 +69,7 @@ def scan_kernel(
         if ENTROPY:
             moment = moment_step(moment, old_max, old_s, row_max, z, LOG2_SCALE)
         if RANKS:
-            leads = inside & outranks(z, z_y[:, None, None], first + lanes < y)
+            leads = inside & outranks(z, z_y[:, None, None], first + lanes, y)
             ahead, squares = rank_step(ahead, squares, z, leads, inside)
     whole_max, whole_s = merge_lanes(row_max, s, LOG2_SCALE)
     at, step = sums_ptr + rows * parts + part, tl.cast(M, tl.int64) * parts

@@ -108,8 +108,7 @@ def lse_kernel(
             tl.store(at + 4 * step, moment, mask=keep)
         if RANKS:
             y, _, _ = load_labels(y_ptr, rows, N, V, o.ignore_index)
-            leads = outranks(z, z_y[:, None], cols[None, :] < y[:, None])
-            leads &= inside & (cols[None, :] != y[:, None])
+            leads = inside & outranks(z, z_y[:, None], cols[None, :], y[:, None])
             ahead, squares = rank_step(tl.where(continues, ahead, 0.0),
                                        tl.where(continues, squares, 0.0), z, leads, inside)
             tl.store(at + 5 * step, ahead, mask=keep)

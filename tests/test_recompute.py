@@ -574,7 +574,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "the entropy's mean is missing": ("softmax_coef += g_h * mean", "softmax_coef += 0.0 * mean"),
     "the denominator is forgotten": ("denominator_ptr, y, valid, rows, N, V,", "None, y, valid, rows, N, V,"),
     "one flag decides all gradients": ("\"x\": needs.x, \"w\": needs.w, \"bias\": needs.bias}", "\"x\": needs.x, \"w\": needs.x, \"bias\": needs.x}"),
-    "the target outranks itself": ("leads &= inside & (cols[None, :] != y[:, None])", "leads &= inside"),
+    "the target outranks itself": ("(cols != y) & ((z > z_y)", "((z > z_y)"),
     "smoothing skips the class weights": ("d -= smoothing_coef[:, None] * class_weight(weight_ptr, cols[None, :], inside[None, :])", "d -= smoothing_coef[:, None]"),
     "Σ w z counts each run twice": ("total = tl.where(continues, total, 0.0) +", "total = total +"),
 }

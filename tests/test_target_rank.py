@@ -3,9 +3,12 @@ import pytest
 import torch
 
 import fusedloss as fl
+from fusedloss.core import softmax
 from fusedloss.core.options import Statistics, loss_options
+from fusedloss.core.triton import jit, tl
+from fusedloss.kernels import launch_scan
 from fusedloss.recompute import launch_lse
-from helpers import interpreted
+from helpers import everywhere, interpreted
 
 N, V, H = 9, 50, 16
 
@@ -66,6 +69,27 @@ def test_of_the_kernels():
     assert torch.equal(rows[2].long(), ranks(x @ w.T, y))
     means = ((x @ w.T).mean(-1) / temperature)[y != -100]
     torch.testing.assert_close(rows[-1][y != -100], means, rtol=1e-4, atol=1e-5)
+
+
+@jit
+def higher_in_a_block(raw, o):
+    "A block's scores, rounded up, and a target's own score, as it is"
+    return tl.where(len(raw.shape) > 1, raw * 1.0001, raw), 1.0
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("of", ["logits", "hidden states"])
+def test_a_target_is_not_ahead_of_itself(of, monkeypatch):
+    "Though its score is rounded twice, alone and among all, and may be higher there"
+    made = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, H, generator=made) for n in (N, V))
+    z, o = x @ w.T, loss_options(dict(ignore_index=-100))
+    everywhere(monkeypatch, softmax, "score_fn", lambda o: higher_in_a_block)
+    y, asked = z.argmax(1), Statistics(ranks=True)
+    assert (z.amax(1) > 0).all()
+    rows = launch_scan(z[:, None], y, None, None, o, asked)[3] if of == "logits" else launch_lse(x, w, y, None, None, None, None, o, asked)[3]
+    assert not rows[2].any()
 
 
 def test_a_flag_that_is_none():

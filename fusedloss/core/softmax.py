@@ -132,9 +132,9 @@ def rescaled_moment(moment, s, row_max, new_max, LOG2_SCALE: tl.constexpr):
 
 
 @jit
-def outranks(z, z_y, before):
-    "Whether scores are ahead of the target's: larger, or equal and `before` it."
-    return (z > z_y) | (before & (z == z_y))
+def outranks(z, z_y, cols, y):
+    "Whether other classes' scores are ahead of the target's: larger, or equal and of a class before it."
+    return (cols != y) & ((z > z_y) | ((cols < y) & (z == z_y)))
 
 
 @jit
