@@ -354,7 +354,7 @@ def launch_better_offsets(k:Work, stats:Tensor, wanted:Tensor, BN:int=32, BT:int
 
 # %% ../nbs/09_product.ipynb #8fc3664a
 def launched_rows(k:Work, product:ScoreProduct) -> Rows:
-    "`finished_rows` on Hopper: the second try is always launched, and ends at once where no offset failed."
+    "`finished_rows` by a GPU's product: the second try is always launched, and ends at once where no offset failed."
     B, new = len(k.x), k.room.target_z.new_empty
     failed, again = k.y.new_zeros(2, dtype=torch.int32).unbind()
     rows, given, stats = Rows(new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
@@ -421,7 +421,7 @@ logger = logging.getLogger("fusedloss")
 # %% ../nbs/09_product.ipynb #6efdd268
 def product_obstacle(dtype:torch.dtype, pitch:int, d:Device) -> str:  # of x; elements from row to row
     "Why no kernel of a device takes such matrices; empty if one does."
-    return product_of(d).reason(dtype, pitch, d) if dtype == torch.bfloat16 else "not of bf16, whose range exponentials need"
+    return product_of(d).exponentials_reason(dtype, pitch, d)
 
 # %% ../nbs/09_product.ipynb #309d0b17
 def usable_product(x:Tensor, w:Tensor) -> Optional[ScoreProduct]:  # [N,H], [V,H]

@@ -232,7 +232,7 @@ def launch_lse(
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics=NO_STATISTICS,
     tiling:Optional[Tiling]=None, budget:int=0, temperature:Optional[Tensor]=None, run:int=0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [N], lse [N], entropy [N or 0], rows
-    "Forward, on Hopper by its own product; rows `[2 to 6, N]` as in `launch_scan`."
+    "Forward, by the GPU's hand-written product where it has one; rows `[2 to 6, N]` as in `launch_scan`."
     weights = weight, token_weight, denominator
     plain = not (stats.ranks or stats.mean) and temperature is None and tiling is None and not run
     if plain and fits_statistics(x, len(w), budget, stats.entropy) and takes_scores(x, w, bias, o):

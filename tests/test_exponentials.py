@@ -12,6 +12,7 @@ from fusedloss.chunks import Gradients
 from fusedloss.core import hopper, score_product
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.checks import acc_dtype
+from fusedloss.core.devices import CPU
 from fusedloss.core.options import LossOptions
 from workbook.measure import relative_error
 from grids import few, grid
@@ -306,6 +307,8 @@ class ByPyTorch(ScoreProduct):
 
     def reason(self, dtype, pitch, d): return ""
 
+    def exponentials_reason(self, dtype, pitch, d): return "" if dtype == bf16 else "too narrow"
+
     def failure(self, dtype, device): return ""
 
     def matrices_reason(self, x, w): return ""
@@ -347,6 +350,7 @@ def test_another_architecture_changes_no_caller(monkeypatch):
     by_pytorch = ByPyTorch()
     monkeypatch.setattr(score_product, "PRODUCTS", (by_pytorch,))
     assert product.usable_product(x, w) is by_pytorch
+    assert product.product_obstacle(f32, 8, CPU) == "too narrow" and not product.product_obstacle(bf16, 8, CPU)
     losses, dx, dw, *_ = ours(x.detach(), w.detach(), y, None, None, None, LossOptions(), form=product.usable_product(x, w))
     expected = F.cross_entropy(x.float() @ w.float().T, y, reduction="none")
     truth = torch.autograd.grad(expected.sum(), [x, w])

@@ -1,16 +1,19 @@
 """The calls that compute-sanitizer watches: each runs, on the device at hand, and together they launch every kernel."""
 import ast
+import ctypes
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import kernels_once
 import pytest
 import torch
 
 import fusedloss
+from fusedloss.core import cuda
 from helpers import interpreted
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -57,6 +60,28 @@ def test_every_triton_kernel_is_launched(part):
     with kernels_once.forced_kernels(), kernels_once.launches() as seen:
         PARTS[part]()
     assert kernels_once.missing(PARTS[part], seen) <= cuda_kernels()
+
+
+@watched
+def test_a_launch_by_the_driver_is_seen_whoever_asks_for_it(monkeypatch):
+    "Such as a product's: of an architecture whose module is not named here"
+    class Made(cuda.Compiled):
+        def handle(self, shared, arguments): return 77
+
+    asked = []
+    monkeypatch.setattr(cuda, "ask_driver", lambda *given: asked.append(given))
+    another = ModuleType("fusedloss.core.another_product")
+    another.ask_driver = cuda.ask_driver
+    monkeypatch.setitem(sys.modules, another.__name__, another)
+    monkeypatch.setattr(cuda, "COMPILERS", {"NVRTC": Made})
+    with kernels_once.launches() as seen:
+        kernel = cuda.COMPILERS["NVRTC"]("__global__ void scores(int n) {}", "scores")
+        handle = ctypes.c_void_p(kernel.handle(0, 1))
+        assert not seen
+        another.ask_driver("cuLaunchKernel", handle)
+        assert seen == {"scores"}
+    another.ask_driver("cuLaunchKernel", handle)
+    assert asked == [("cuLaunchKernel", handle)] * 2 and seen == {"scores"}
 
 
 def test_every_kernel_is_launched_on_a_gpu():

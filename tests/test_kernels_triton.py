@@ -546,7 +546,7 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "return o.softcap * tanh, o.logit_scale"),
     "the scale has no slope": ("logit_scale", "return raw * o.logit_scale, o.logit_scale", "return raw * o.logit_scale, 1.0"),
     "the series of tanh has a wrong sign": ("classes inside", "series = x * (1 - x2", "series = x * (1 + x2"),
-    "ties go to the higher index": ("3 x 7", "((cols < y) & (z == z_y))", "((cols > y) & (z == z_y))"),
+    "ties go to the higher index": ("ties, one block", "((cols < y) & (z == z_y))", "((cols > y) & (z == z_y))"),
     "ties lose": ("ties, one block", "((z > z_y) | ((cols < y) & (z == z_y)))", "(z > z_y)"),
     "the norm counts the padding": ("3 x 7", "tl.where(inside, z * z, 0.0)", "z * z"),
     "the moment is not shifted": ("3 x 7", "(moment + rise * s)", "moment"),

@@ -5,13 +5,14 @@ import sys
 from contextlib import contextmanager
 from inspect import isfunction
 from itertools import product
+from types import ModuleType
 from typing import Iterator
 
 import torch
 
 import fusedloss as fl
 from fusedloss import kernels, product as stage_9, sharded_product as stage_28
-from fusedloss.core import cuda, hopper, score_product
+from fusedloss.core import cuda, score_product
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import Shards
 from fusedloss.scans import scan_fwd_triton
@@ -165,6 +166,12 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)
+HANDLES: dict[int, str] = {}  # names of kernels compiled while launches were watched, by what the driver knows them by
+
+
+def package_modules() -> list[ModuleType]:
+    "The modules of the package that are imported"
+    return [module for name, module in sys.modules.items() if name.partition(".")[0] == fl.__name__]
 
 
 @contextmanager
@@ -186,24 +193,34 @@ def launches() -> Iterator[set[str]]:
             def __call__(self, *args, **more):
                 seen.add(self.name)
                 super().__call__(*args, **more)
+
+            def handle(self, *given):
+                handle = super().handle(*given)
+                HANDLES[handle] = self.name
+                return handle
         return Noted
 
     def seen_bound(self, *addresses):
         seen.add(self.kernel.name)
         return call_bound(self, *addresses)
 
-    def seen_form(name, *args):
-        seen.add(name)
-        return launch_form(name, *args)
+    def seen_ask(function, *args):
+        if function == "cuLaunchKernel" and args[0].value in HANDLES:
+            seen.add(HANDLES[args[0].value])
+        return ask_driver(function, *args)
 
-    launch_form, hopper.launch_form = hopper.launch_form, seen_form
+    ask_driver, asking = cuda.ask_driver, [module for module in package_modules() if getattr(module, "ask_driver", None) is cuda.ask_driver]
+    for module in asking:
+        module.ask_driver = seen_ask
     call_bound, cuda.Bound.__call__ = cuda.Bound.__call__, seen_bound
     triton_kernel.run = seen_run
     cuda.COMPILERS.update({name: noted(compiled) for name, compiled in compilers.items()})
     try:
         yield seen
     finally:
-        triton_kernel.run, hopper.launch_form, cuda.Bound.__call__ = run, launch_form, call_bound
+        triton_kernel.run, cuda.Bound.__call__ = run, call_bound
+        for module in asking:
+            module.ask_driver = ask_driver
         cuda.COMPILERS.update(compilers)
 
 
@@ -212,8 +229,7 @@ def forced_kernels() -> Iterator[None]:
     "On a CPU, for Triton's interpreter: meanwhile the package's modules are told that they have kernels"
     takes = lambda t, *given: t.dtype not in (torch.float64, torch.bfloat16) and t.numel() > 0
     told = {"has_kernel": takes, "takes_kernel": takes, "fits_kernels": lambda x, o: takes(x) and o.centers == 1 and o.circle_margin < 0, "row_cluster": lambda *given: None}
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == fl.__name__]
-    known = [(module, held, value) for module in modules for held, value in vars(module).items() if isfunction(value) and value.__name__ in told]
+    known = [(module, held, value) for module in package_modules() for held, value in vars(module).items() if isfunction(value) and value.__name__ in told]
     for module, held, value in known:
         setattr(module, held, told[value.__name__])
     try:

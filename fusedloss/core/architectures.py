@@ -28,6 +28,10 @@ class ScoreProduct(ABC):
         "Say why such matrices are not taken on a device, as far as sizes tell; empty if they are."
 
     @abstractmethod
+    def exponentials_reason(self, dtype: torch.dtype, pitch: int, d: Device) -> str:  # elements from row to row
+        "Say why `exponentials` does not take such matrices on a device, as far as sizes tell; empty if it does."
+
+    @abstractmethod
     def failure(self, dtype: torch.dtype, device: int) -> str:
         "Say why the kernels cannot be launched on a GPU; empty if they can."
 

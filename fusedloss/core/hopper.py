@@ -179,7 +179,7 @@ class WarpGroupProduct(ScoreProduct):
 
     @property
     def classes(self) -> int:
-        "Of a tile."
+        "Classes of a tile."
         return 192 if self.in_turn else 256
 
     @property
@@ -188,7 +188,7 @@ class WarpGroupProduct(ScoreProduct):
         return self.stages * ((128 + self.classes) * COLUMNS * 2 + 16)
 
     def blocks(self, n: int, v: int, multiprocessors: int) -> int:
-        "Of a launch."
+        "Blocks of a launch."
         clusters = -(-n // (128 * self.cluster)) * -(-v // self.classes)
         return (min(multiprocessors // self.cluster, clusters) if self.persistent else clusters) * self.cluster
 
@@ -201,6 +201,11 @@ class WarpGroupProduct(ScoreProduct):
         if dtype not in ELEMENT:
             return f"{dtype}: bf16 or fp16 are multiplied"
         return "rows that do not begin at multiples of 16 bytes" if 2 * pitch % 16 else ""
+
+    def exponentials_reason(self, dtype: torch.dtype, pitch: int, d: Device) -> str:
+        if dtype != torch.bfloat16:
+            return "not of bf16, whose range exponentials need"
+        return self.reason(dtype, pitch, d)
 
     def failure(self, dtype: torch.dtype, device: int) -> str:
         return form_failure(self, dtype, device)
