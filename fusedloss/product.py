@@ -105,9 +105,10 @@ def reference_rows(
 ) -> Rows:
     "`launch_rows` in PyTorch."
     counts, s, V = y != o.ignore_index, found.sums.sum(0), found.e.shape[1]
-    known = (y >= 0) & (y < V)
-    exponent = torch.where(known, found.target_z, torch.nan) * (o.logit_scale * math.log2(math.e)) - offsets
-    whole = s + exponent.exp2()
+    known = counts & (y >= 0) & (y < V)
+    exponent = torch.where(known, found.target_z, 0.0) * (o.logit_scale * math.log2(math.e)) - offsets
+    e_t = torch.where(known, exponent.exp2(), 0.0)
+    whole = s + e_t
     lse = (whole.log2() + offsets) * math.log(2)
     w_y = 1.0 if weight is None else weight.to(s.dtype)[y.clamp(0, V - 1)]
     w_t, divisor = torch.ones_like(s) if token_weight is None else token_weight.to(s.dtype), plain_divisor(denominator)
@@ -115,9 +116,9 @@ def reference_rows(
     rise = 2 * by_token * lse if o.z_loss else torch.zeros_like(lse)
     losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if o.z_loss else 0.0)
     scale, good = o.logit_scale / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
-    of = lambda v: torch.where(counts, v, 0.0)
-    return Rows(of(losses), of(scale * (by_class + rise)), of(scale * (rise * exponent.exp2() - by_class * s)),
-                (counts & known & ~good).any().int())
+    of = lambda v, other=0.0: torch.where(known, v, other)
+    return Rows(of(losses, torch.where(counts, torch.nan, 0.0)), of(scale * (by_class + rise)), of(scale * (rise * e_t - by_class * s)),
+                (counts & ~good).any().int())
 
 # %% ../nbs/09_product.ipynb #11e64e7c
 @jit
@@ -140,9 +141,8 @@ def rows_kernel(
         parts += tl.load(sums_ptr + at, mask=(tile < tiles) & keep[None], other=0.0)
     s = tl.sum(parts, 0)
     offset = tl.load(offset_ptr + rows, mask=keep, other=0.0)
-    target_z = tl.load(target_z_ptr + rows, mask=known, other=float("nan"))
-    exponent = target_z * (o.logit_scale * LOG2E) - offset
-    e_t = tl.exp2(exponent)
+    exponent = tl.load(target_z_ptr + rows, mask=known, other=0.0) * (o.logit_scale * LOG2E) - offset
+    e_t = tl.where(known, tl.exp2(exponent), 0.0)
     whole = s + e_t
     log_whole = tl.log2(whole)
     lse = (log_whole + offset) * LN2
@@ -152,11 +152,11 @@ def rows_kernel(
     rise = tl.where(o.z_loss == 0, 0.0, 2 * by_token * lse)
     loss = by_class * (log_whole - exponent) * LN2 + tl.where(o.z_loss == 0, 0.0, by_token * lse * lse)
     scale = o.logit_scale / whole
-    tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=keep)
-    tl.store(coef_ptr + rows, tl.where(ignored, 0.0, scale * (by_class + rise)), mask=keep)
-    tl.store(at_target_ptr + rows, tl.where(ignored, 0.0, scale * (rise * e_t - by_class * s)), mask=keep)
+    tl.store(loss_ptr + rows, tl.where(known, loss, tl.where(ignored, 0.0, float("nan"))), mask=keep)
+    tl.store(coef_ptr + rows, tl.where(known, scale * (by_class + rise), 0.0), mask=keep)
+    tl.store(at_target_ptr + rows, tl.where(known, scale * (rise * e_t - by_class * s), 0.0), mask=keep)
     good = (whole > LEAST_SUM) & (whole < MOST_SUM)
-    failed = tl.sum(tl.where(known & (good == 0), 1, 0), 0)
+    failed = tl.sum(tl.where(ignored | good, 0, 1), 0)
     if failed > 0:
         tl.store(failed_ptr, 1)
 
