@@ -19,7 +19,7 @@ from fusedloss.core.checks import (
     expect_tensor, FLOATS, is_integer, is_number)
 from fusedloss.core.cosine import (
     AffineMargin, EPS, HeadConfig, reweighted_logits, scaled_cosines, unit_rows_of)
-from fusedloss.core.dots import DOT, dot_lse, row_lse
+from fusedloss.core.dots import bias_level, DOT, dot_lse, row_lse
 from fusedloss.core.negatives import (
     affine_margin_loss, head_dtype, partial_lse, RowIndex, uses_kernels)
 from fusedloss.core.operators import check_reverse
@@ -379,8 +379,9 @@ def dot_loss(
     losses = F.softplus(lse - target, threshold=50)
     loss, stats = reduced(head, losses, loss_weights(head, columns.loss_weight, y, token_weight)), None
     if with_stats:
-        found = (t.detach() for t in (lse, score, target, largest))
-        stats = step_stats(head, columns, *found, columns.x_rows >= 0)
+        known, level = columns.x_rows >= 0, bias_level(head.bias, lse.dtype)
+        rest, cos = lse.detach() + level, torch.where(known, score.detach() + level, 0.0)
+        stats = step_stats(head, columns, rest, cos, target.detach(), largest, known)
     if sampler is not None: sampler.note_use()  # not for a step that raised
     return loss, stats
 

@@ -508,14 +508,14 @@ BUGS = {
                                       "n_shared = (c := shared_columns(y, head.ignore_index, sampler, sums))._replace(shift=F.pad(c.shift, (0, len(c.w_rows) - len(c.shift)))), len(c.w_rows)"),
     "targets get no bias": ("    if len(biases): z = z + biases[at]\n", ""),
     "negatives get no bias": ("torch.where(shift == -torch.inf, shift, biases[:n_shared] + shift)", "shift"),
-    "a column's bias is another's": ("biases = taken_rows(bias, w_rows, dtype)[:, 0]", "biases = taken_rows(bias, w_rows, dtype)[:, 0].flip(0)"),
+    "a column's bias is another's": ("biases = taken_rows(bias, w_rows, dtype)[:, 0] -", "biases = taken_rows(bias, w_rows, dtype)[:, 0].flip(0) -"),
     "the bias has no gradient": ("biases[rows] = dz.sum(0, dtype=biases.dtype)", "pass"),
     "own columns bring x nothing": ("dx += g[:, None] * wide(columns[target_column.clamp(min=0)])", "pass"),
     "own columns go to one row": ("(target_column - n_shared).clamp(min=0)", "(target_column - n_shared).clamp(min=0, max=0)"),
     "own biases stay": ("biases[n_shared:] = add_rows(n, place, g)", "pass"),
     "rows are of another place": ("scatter_(0, order, rank)", "scatter_(0, order.flip(0), rank)"),
     "ignored rows count": ("g_score = torch.where(classes[:, -1] >= 0, g_score, 0.0)", "g_score = g_score + 1"),
-    "a row's bias is forgotten": ("z if bias is None else z + bias[at, 0].to(z.dtype)", "z"),
+    "a row's bias is forgotten": ("z if bias is None else z + (bias[at, 0].to(z.dtype) - level)", "z"),
     "certain classes are missed": ("torch.cat([self.certain.expand(rows, -1), drawn], 1)", "torch.cat([0 * self.certain.expand(rows, -1) - 1, drawn], 1)"),
 }
 PROBES = ["all", "shared", "shared, most", "shared, all", "shared, no correction", "each row", "each row, all"]

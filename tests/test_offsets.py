@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import fusedloss as fl
 from fusedloss import contrast, filter as with_filter
+from fusedloss.core import negatives
 from grids import thorough_but
 from helpers import everywhere, need_kernels
 
@@ -27,6 +28,7 @@ def way(request, device, monkeypatch):
     for module in (with_filter, contrast):
         everywhere(monkeypatch, module, "takes_kernel", lambda x: taken and x.dtype == f32 and len(x) > 0)
     everywhere(monkeypatch, sys.modules["fusedloss.core.triton"], "has_kernel", lambda z: taken and z.dtype == f32 and z.numel() > 0)
+    everywhere(monkeypatch, negatives, "fits_kernels", lambda x, o: taken and x.dtype == f32)
     return device
 
 
@@ -200,6 +202,38 @@ def contrasts():
     yield "contrast", pairs_of_features, lambda x, y: fl.contrastive_loss(x, y, 1.0), both_directions
 
 
+SAMPLERS = {"all classes": None, "shared negatives": False, "negatives of each row": True}
+
+
+def head_of(each_row, device):
+    "Of dot products and a bias; without `each_row` all classes are scored"
+    sampler = None if each_row is None else fl.PopularitySampler(torch.linspace(0.1, 3, V), 20, each_row=each_row, seed=3)
+    return fl.PartialFC(V, H, normalize=False, bias=True, sampler=sampler, sparse=False, ignore_index=-100, device=device)
+
+
+def head_loss(x, w, b, each_row):
+    head = head_of(each_row, x.device)
+    return torch.func.functional_call(head, dict(weight=w, bias=b[:, None]), (x, given(x.device)[0]))
+
+
+def head_definition(x, w, b, each_row):
+    "From all scores: each negative as often as it was drawn, corrected by its log-probability"
+    y, sampler = given(x.device)[0], head_of(each_row, x.device).sampler
+    own, log_counts, log_q = F.one_hot(y.clamp(min=0), V).bool(), x.new_zeros(N, V), x.new_zeros(V)
+    if each_row is not None:
+        drawn = sampler(N if each_row else 1).expand(N, -1)
+        log_counts = F.one_hot(drawn + 1, V + 1).sum(1)[:, 1:].to(x.dtype).masked_fill(own, 1).log()
+        log_q = sampler.log_draws(torch.arange(V, device=x.device)).to(x.dtype)
+    z = linear(x, w, b)
+    log_p = (z - z.detach().amax(1, keepdim=True) - log_q + log_counts).log_softmax(1)
+    return -(log_p.gather(1, y.clamp(min=0)[:, None])[:, 0] * (y != -100)).sum() / (y != -100).sum()
+
+
+def heads():
+    for name, each_row in SAMPLERS.items():
+        yield f"head, {name}", layer, partial(head_loss, each_row=each_row), partial(head_definition, each_row=each_row)
+
+
 FRAMES, SEQUENCES, LABELS = 8, 3, 3
 
 
@@ -228,7 +262,7 @@ def ctc_losses():
            lambda x, w, b: of_log_probs(F.linear(x, w, b)))
 
 
-CASES = {name: case for cases in (cross_entropies, linear_losses, tiled, log_probabilities, divergences, contrasts, ctc_losses) for name, *case in cases()}
+CASES = {name: case for cases in (cross_entropies, linear_losses, tiled, log_probabilities, divergences, contrasts, heads, ctc_losses) for name, *case in cases()}
 
 
 def results(loss, leaves):
@@ -241,7 +275,7 @@ def results(loss, leaves):
 
 # of losses by the same kernels the gate tries one; each goes by PyTorch too
 BY_KERNELS = ("cross_entropy, weights", "in place, smoothing", "eager, soft", "chunks, several", "recompute, weights", "recompute, z-loss", "recompute, entropy", "filter",
-              "log_probs", "linear_log_probs", "divergence, jsd", "contrast")
+              "log_probs", "linear_log_probs", "divergence, jsd", "contrast", "head, all classes", "head, shared negatives")
 
 
 @pytest.mark.parametrize("name, way", thorough_but(product(CASES, ("plain", "kernels")), *product(CASES, ["plain"]), *product(BY_KERNELS, ["kernels"])), indirect=["way"])

@@ -35,6 +35,14 @@ def add_rows(n: int, place: Tensor, values: Tensor) -> Tensor:  # [R]; [R,...]
     return out.index_add_(0, place, values)
 
 
+def bias_level(bias: Optional[Tensor], dtype: torch.dtype) -> Tensor | float:  # [V,1]; of scores
+    "The largest bias, 0 unless finite: scores relative to it keep the digits that a common offset would round."
+    if bias is None:
+        return 0.0
+    largest = bias.detach().amax().to(dtype)
+    return torch.where(largest.isfinite(), largest, 0.0)
+
+
 def column_offsets(
     bias: Optional[Tensor],  # [V,1]
     w_rows: Optional[Tensor],  # [T]
@@ -42,10 +50,10 @@ def column_offsets(
     n_shared: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Optional[Tensor]]:  # biases of all columns, or none; what is added to scores
-    "What is added to the products of columns: biases [T], and with the shift [n_shared]."
+    "What is added to the products of columns: biases [T] less their level, and with the shift [n_shared]."
     if bias is None:
         return torch.empty(0, dtype=dtype), shift
-    biases = taken_rows(bias, w_rows, dtype)[:, 0]
+    biases = taken_rows(bias, w_rows, dtype)[:, 0] - bias_level(bias, dtype)
     if shift is None:
         return biases, biases[:n_shared]
     return biases, torch.where(shift == -torch.inf, shift, biases[:n_shared] + shift)
@@ -75,7 +83,7 @@ def dot_lse_fwd(
     kernel: bool,
     sparse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "lse, score, largest [N]; rows of x, columns, what is added to scores."
+    "lse, score, largest [N], less the level of biases; rows of x, columns, what is added to scores."
     ux, columns = taken_rows(x, x_rows, dtype), taken_rows(w, w_rows, dtype)
     biases, added = column_offsets(bias, w_rows, shift, n_shared, acc_dtype(x.dtype))
     none = ux.new_empty(0, dtype=acc_dtype(x.dtype))
@@ -285,13 +293,14 @@ def gathered_scores(
     x: Tensor,  # [B,H] of products
     w: Tensor,  # [V,H]
     bias: Optional[Tensor],  # [V,1]
+    level: Tensor | float,  # of `bias_level`
     classes: Tensor,  # [B,K]
 ) -> tuple[Tensor, Tensor]:  # [B,K,H], [B,K] in `acc_dtype`
-    "Rows of each row's classes, and their scores."
+    "Rows of each row's classes, and their scores less the level of biases."
     at = classes.clamp(min=0)
     rows = wide(w[at].to(x.dtype)).masked_fill_((classes < 0)[:, :, None], 0)
     z = torch.bmm(rows, wide(x)[:, :, None])[:, :, 0]
-    return rows, z if bias is None else z + bias[at, 0].to(z.dtype)
+    return rows, z if bias is None else z + (bias[at, 0].to(z.dtype) - level)
 
 
 def row_lse_fwd(
@@ -307,10 +316,11 @@ def row_lse_fwd(
     dtype: torch.dtype,  # of products
     sparse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N] each
-    "lse and largest of each row's negatives, and the score of its target; 0 without one."
+    "lse and largest of each row's negatives, and the score of its target or 0, all less the level of biases."
+    level = bias_level(bias, acc_dtype(x.dtype))
     lse, score, largest = (x.new_empty(len(x), dtype=acc_dtype(x.dtype)) for _ in range(3))
     for i in row_blocks(x, w, classes):
-        _, z = gathered_scores(taken_rows(x, x_rows[i], dtype), w, bias, classes[i])
+        _, z = gathered_scores(taken_rows(x, x_rows[i], dtype), w, bias, level, classes[i])
         score[i] = torch.where(classes[i, -1] >= 0, z[:, -1], 0.0)
         negatives = torch.where(shift[i] == -torch.inf, -torch.inf, z[:, :-1] + shift[i])
         lse[i], largest[i] = negatives.logsumexp(1), negatives.amax(1)
@@ -354,9 +364,10 @@ def row_lse_bwd(
         for need, size in ((need_x, x.shape), (need_w, (n_rows, x.shape[1])), (need_bias, (n_rows, 1)))
     )
     g_score = torch.where(classes[:, -1] >= 0, g_score, 0.0)
+    level = bias_level(bias, lse.dtype)
     for i in row_blocks(x, w, classes):
         ux = taken_rows(x, x_rows[i], dtype)
-        rows, z = gathered_scores(ux, w, bias, classes[i])
+        rows, z = gathered_scores(ux, w, bias, level, classes[i])
         dz = score_gradients(z, shift[i], lse[i], g_lse[i], g_score[i])
         if need_x:
             dx[i] = torch.bmm(dz[:, None], rows)[:, 0]
