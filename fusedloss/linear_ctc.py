@@ -20,7 +20,7 @@ from fusedloss.core.operators import first_order, keeps_graph, observed, operato
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, grad_scale_of, part, store_tile, swizzle_tile, takes_kernel,
-    tile_product, tile_scores, wide, write_product)
+    tile_scores, wide, write_product)
 from fusedloss.core.reference import reduce_rows, sub_max
 from fusedloss.core.sequences import (
     add_batch_dim, both_lengths, check_ctc, inv_denominators, put_unpadded_rows, Segment,
@@ -50,11 +50,9 @@ def tile_softmax_kernel(
     tiles_n, tiles_v = tl.cdiv(N, BN), tl.cdiv(V, BV)
     for t in tl.range(tl.program_id(0), tiles_n * tiles_v, tl.num_programs(0), flatten=DESC):  # ①
         tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
-        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
-                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
-        keep, inside = rows < N, cols < V
-        # [BN,BV] in fp32, [BN], [BV]  ②
-        z, slope = tile_scores(product, bias_ptr, cols, V, None, SCORE)
+        z, slope, rows, cols, keep, inside = tile_scores(  # [BN,BV] in fp32 twice, [BN], [BV], [BN], [BV]  ②
+            x, w, bias_ptr, None, tn, tv, N, V, H, x_stride_n, x_stride_h,
+            w_stride_v, w_stride_h, None, SCORE, BN, BV, BH, DESC)
         z = tl.where(inside[None, :], z, -float("inf"))  # ③
         row_max = tl.max(z, 1) * LOG2_SCALE  # [BN]  ④
         e = exponentials(z, row_max, LOG2_SCALE)  # [BN,BV], at most 1

@@ -18,13 +18,13 @@ from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
     add_product, chunk_scores, grad_scale_of, part, program_tiles, run_tile, store_tile,
-    swizzle_tile, takes_kernel, tile_product, tile_scores, tile_slices, wide, wide_product,
+    swizzle_tile, takes_kernel, tile_scores, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.reference import counted_rows
 from fusedloss.core.score_product import product_of, put_gradients, statistics_sums, takes_scores
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
 from fusedloss.core.softmax import (
-    carried, cooled, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
+    carried, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
     online_softmax_step, outranks, rank_step, rescaled_moment, score_fn, zero_if_neg_inf)
 from fusedloss.core.tiling import (
     deeper, fastest, is_busy, multiprocessors, operand, run_length, Tiling, tiling_of)
@@ -83,11 +83,10 @@ def lse_kernel(
     total, moment, ahead, squares = s, s, s, s
     for i in tl.range(0, program_tiles(tiles_n, runs, RUN), flatten=DESC):
         tn, tv, run, continues = run_tile(i, tiles_n, runs, RUN, GROUP)
-        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
-                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
-        keep, inside = rows < N, (cols < V)[None, :]
-        z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
-        z, slope = cooled(z, slope, temperature_ptr, rows, keep)
+        z, slope, rows, cols, keep, inside = tile_scores(
+            x, w, bias_ptr, temperature_ptr, tn, tv, N, V, H, x_stride_n, x_stride_h,
+            w_stride_v, w_stride_h, o, SCORE, BN, BV, BH, DESC)
+        inside = inside[None, :]
         if not EVEN:
             z = tl.where(inside, z, -float("inf"))
         old_max, old_s = carried(continues, row_max, s)
@@ -288,11 +287,9 @@ def dz_kernel(
         if list_ptr is not None:
             t = tl.load(list_ptr + i)
         tn, tv = swizzle_tile(t, tiles_n, tiles_v, GROUP)
-        product, rows, cols = tile_product(x, w, tn, tv, N, V, H, x_stride_n, x_stride_h,
-                                           w_stride_v, w_stride_h, BN, BV, BH, DESC)
-        keep, inside = rows < N, cols < V
-        z, slope = tile_scores(product, bias_ptr, cols, V, o, SCORE)
-        z, slope = cooled(z, slope, temperature_ptr, rows, keep)
+        z, slope, rows, cols, keep, inside = tile_scores(
+            x, w, bias_ptr, temperature_ptr, tn, tv, N, V, H, x_stride_n, x_stride_h,
+            w_stride_v, w_stride_h, o, SCORE, BN, BV, BH, DESC)
         column = tl.load(y_ptr + rows, mask=keep, other=-1) - begin
         row_max = tl.load(terms_ptr + rows, mask=keep, other=float("inf"))
         softmax_coef = tl.load(terms_ptr + N + rows, mask=keep, other=0.0)

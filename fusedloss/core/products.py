@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, is_empty
 from fusedloss.core.operators import autocasts
+from fusedloss.core.softmax import cooled
 from fusedloss.core.triton import has_kernel, jit, tl
 
 
@@ -207,12 +208,38 @@ def tile_product(
 
 
 @jit
-def tile_scores(product, bias_ptr, cols, V, o, SCORE: tl.constexpr):
-    "Scores and slopes of a tile's products [BN,BV]."
+def tile_scores(
+    x,
+    w,
+    bias_ptr,  # [V] or None
+    temperature_ptr,  # [N] or None
+    tn,
+    tv,
+    N,
+    V,
+    H,
+    x_stride_n,
+    x_stride_h,
+    w_stride_v,
+    w_stride_h,
+    o,
+    SCORE: tl.constexpr,
+    BN: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    "Scores [BN,BV] of the tile (tn, tv) and their slopes; its rows [BN] and columns [BV], and which of them there are."
+    product, rows, cols = tile_product(
+        x, w, tn, tv, N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h, BN, BV, BH, DESC
+    )
+    keep, inside = rows < N, cols < V
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         product += bias[None, :]
-    return SCORE(product, o)
+    z, slope = SCORE(product, o)
+    z, slope = cooled(z, slope, temperature_ptr, rows, keep)
+    return z, slope, rows, cols, keep, inside
 
 
 @jit
