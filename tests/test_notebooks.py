@@ -26,9 +26,10 @@ def copy(tmp_path):
     return tmp_path, env
 
 
-def shown(cell: dict) -> str:
-    "The text of a cell's outputs, progress bars apart"
-    return "\n".join(output_text(output).strip() for output in cell["outputs"] if output.get("name") != "stderr")
+def shown(cell: dict) -> list[str]:
+    "The lines of a cell's outputs, progress bars and empty lines apart: a note below them may be part of the last one"
+    texts = [output_text(output) for output in cell["outputs"] if output.get("name") != "stderr"]
+    return [line for text in texts for line in text.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("notebook", few(NAMES, *CHOSEN))
@@ -43,4 +44,4 @@ def test_run_all(notebook, copy):
         for output in cell.outputs:
             assert "Warning" not in output_text(output), f"code cell {number} warns: {output_text(output)}"
         if {"cuda", "distributed"} & directives(cell.source) and not torch.cuda.is_available():
-            assert shown(cell) == "\n".join(filter(None, [shown(saved), gpu_note(before, saved)])), f"code cell {number} does not show what was saved"
+            assert shown(cell) == shown(saved) + gpu_note(before, saved).splitlines(), f"code cell {number} does not show what was saved"

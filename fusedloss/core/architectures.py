@@ -1,4 +1,7 @@
-"""The seam between losses and the hand-written product of hidden states and class vectors: what each architecture's kernels have to do."""
+"""The interface between losses and the hand-written product of hidden states and class vectors: what each architecture's kernels have to do.
+
+`core/hopper.py` implements it for compute capability 9.0, with `cuda/product_sm90.cu`; `PRODUCTS` in `core/score_product.py` is the table of implementations, from which `product_of` takes a device's.
+"""
 
 from abc import ABC, abstractmethod
 import math

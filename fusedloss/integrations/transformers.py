@@ -27,13 +27,13 @@ from fusedloss.losses import linear_cross_entropy
 class Term(NamedTuple):
     "A product that is not computed."
 
-    layer: nn.Module  # W [V,H] and b [V], by `product_of`
+    layer: nn.Module  # W [V,H] and b [V], by `weight_and_bias`
     input: Tensor  # x [...,H]
     factor: float = 1.0  # f
     bias: Optional[Tensor] = None  # [V], beside the layer's own
 
 
-def product_of(
+def weight_and_bias(
     layer: nn.Module,  # an `nn.Linear`, an `nn.Conv1d` of width 1, or PEFT's layer of trainable tokens
 ) -> tuple[Tensor, Optional[Tensor]]:  # [V,H], [V]
     "Weight and bias whose product with the input is a layer's output."
@@ -83,7 +83,7 @@ def joined(
     terms: tuple[Term, ...],  # K of them, of one V
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:  # [...,H0+...], [V,H0+...], [V]
     "Input, weight and bias of the one product that is the sum of all, divided by the first factor."
-    first, products = terms[0], [product_of(t.layer) for t in terms]
+    first, products = terms[0], [weight_and_bias(t.layer) for t in terms]
     shares, dtype = [t.factor / first.factor for t in terms], products[0][0].dtype
     inputs = [t.input if t is first else t.input.to(first.input.dtype) * share for t, share in zip(terms, shares)]
     biases = [with_bias(w, b, t.bias) for t, (w, b) in zip(terms, products)]
@@ -393,7 +393,7 @@ class LinearForward(ReplacedForward):
         bias: Optional[Tensor] = None,
     ):
         if loss is not None:
-            w, own = product_of(self.module)
+            w, own = weight_and_bias(self.module)
             expect(
                 w.device.type != "meta" or input.is_meta,
                 "model",
