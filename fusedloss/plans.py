@@ -76,28 +76,23 @@ HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product
         "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
         "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 
-# %% ../nbs/10_plans.ipynb #25f696cd
-UNALIGNED = dict(z=(0.35, 0.135), dx=(0.34, 0.18), dw=(0.35, 0.2), padded_dw=(0.62, 0.65))
-# shares of the rate where the classes are no multiple of eight, and where they are odd
-EPILOGUE = dict(z=100, exponentials=190, lse=165, dz=330)  # features whose products take as long as what follows them
-
 # %% ../nbs/10_plans.ipynb #5bf8f9c7
 def rate_share(
-    r:Call, product:str,  # a key of `UNALIGNED`
+    r:Call, machine:Machine, product:str,  # a field of `Unaligned`
     classes:int,  # of one product
 ) -> float:
     "Of the machine's rate, what a product reaches."
     if not r.gpu or r.dtype.itemsize != 2 or classes % 8 == 0: return 1.0
-    return UNALIGNED[product][classes % 2]
+    return getattr(machine.unaligned, product)[classes % 2]
 
-def epilogue_share(r:Call, product:str) -> float:  # a key of `EPILOGUE`
+def epilogue_share(r:Call, machine:Machine, product:str) -> float:  # a field of `Epilogue`, or one that nothing follows
     "Of the machine's rate, what a product of few features reaches."
-    return r.h / (r.h + EPILOGUE.get(product, 0)) if r.gpu and r.dtype.itemsize == 2 and r.h else 1.0
+    return r.h / (r.h + getattr(machine.epilogue, product, 0)) if r.gpu and r.dtype.itemsize == 2 and r.h else 1.0
 
-def rate_share_of_parts(r:Call, product:str, size:int) -> float:
+def rate_share_of_parts(r:Call, machine:Machine, product:str, size:int) -> float:
     "Of the rate, what products of `size` classes each reach: the last one alone may be unaligned."
     last = r.v - (-(-r.v // size) - 1) * size
-    return r.v / (r.v - last + last / rate_share(r, product, last))
+    return r.v / (r.v - last + last / rate_share(r, machine, product, last))
 
 # %% ../nbs/10_plans.ipynb #0eeabc65
 def make_estimate(
@@ -114,23 +109,23 @@ def make_estimate(
 
 # %% ../nbs/10_plans.ipynb #e2e5f6c8
 def tokens_product(
-    r:Call, name:str, chunks:int, dtype:torch.dtype,
+    r:Call, machine:Machine, name:str, chunks:int, dtype:torch.dtype,
     padded:bool=False,  # whether rows of logits start on sixteen bytes
     size:Optional[int]=None,  # classes of a product; all if None
 ) -> Cost:
     "A product of all tokens in so many parts, each of which moves [V,H] once."
     n, v, h = r.sizes
-    reached = rate_share_of_parts(r, "padded_dw" if padded and name == "dw" else name, size or v)
-    reached *= epilogue_share(r, name)
+    reached = rate_share_of_parts(r, machine, "padded_dw" if padded and name == "dw" else name, size or v)
+    reached *= epilogue_share(r, machine, name)
     return Cost(name, 2.0 * n * v * h, dtype.itemsize * (n * (v + h) + chunks * v * h), reached)
 
 # %% ../nbs/10_plans.ipynb #ea85d636
 def gradient_products(
-    r:Call, chunks:int, dw_moves:int, dtype:torch.dtype, padded:bool=False, size:Optional[int]=None,
+    r:Call, machine:Machine, chunks:int, dw_moves:int, dtype:torch.dtype, padded:bool=False, size:Optional[int]=None,
 ) -> list[Cost]:
     "dx and dw, where they are wanted."
-    return ([tokens_product(r, "dx", chunks, dtype, padded, size)] * r.needs[0] +
-            [tokens_product(r, "dw", dw_moves, dtype, padded, size)] * r.needs[1])
+    return ([tokens_product(r, machine, "dx", chunks, dtype, padded, size)] * r.needs[0] +
+            [tokens_product(r, machine, "dw", dw_moves, dtype, padded, size)] * r.needs[1])
 
 # %% ../nbs/10_plans.ipynb #9194e125
 def plain_logit_copies(r:Call, kept:bool) -> float:
@@ -197,8 +192,8 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     graded, size = any(r.needs), r.n * r.v
     kept = graded and (r.reduction == "none" or r.stats != "" or rows_of_targets(r) != "")
     sweeps = 1 + graded + kept
-    costs = [tokens_product(r, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
-             *gradient_products(r, 1, 1, r.work)]
+    costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
+             *gradient_products(r, machine, 1, 1, r.work)]
     copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
@@ -255,7 +250,7 @@ def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     extra, r = chunks_extra_bytes(r, c), r._replace(n=r.packed)
     n, v, h = r.sizes
     chunks = -(-n // c.rows)
-    costs = [tokens_product(r, "z", chunks, r.work), *gradient_products(r, chunks, 0, r.work, True),
+    costs = [tokens_product(r, machine, "z", chunks, r.work), *gradient_products(r, machine, chunks, 0, r.work, True),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats or rows_of_targets(r)))),
              *summing_dw(r, c)]
     return make_estimate("chunks", r, machine, costs, 10 + 5 * chunks,
@@ -275,7 +270,7 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)
     chunks = -(-r.n // c.rows)
     even = r._replace(v=-(-v // 8) * 8)  # a few classes more or less change no rate
-    costs = [tokens_product(even, "exponentials", chunks, r.work), *gradient_products(even, chunks, 0, r.work),
+    costs = [tokens_product(even, machine, "exponentials", chunks, r.work), *gradient_products(even, machine, chunks, 0, r.work),
              sweep_cost("rows", r.n * h, *[torch.float32] * 4), *summing_dw(r, c)]
     caution = "it is for gradients"
     if any(r.needs): caution = rounding_caution(r, chunks, c.wide, MOST_WITHOUT_TARGETS)
@@ -319,11 +314,11 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     "Costs, launches, seconds of the host, extra bytes and cut of stage 7's kernels."
     (n, v, h), (need_x, need_w, _), size = r.sizes, r.needs, r.work.itemsize
     flops, forward = 2.0 * n * v * h, slab_forward_bytes(r, machine)
-    costs = [Cost("lse", flops, size * h * (n + v), epilogue_share(r, "lse"))]
+    costs = [Cost("lse", flops, size * h * (n + v), epilogue_share(r, machine, "lse"))]
     if not any(r.needs): return costs, 6, HOST_SECONDS["recompute"], forward, ("nothing stored",)
     slab, each, slabs = slab_size(r, machine)
-    costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue_share(r, "dz"))]
-    reached = lambda name: rate_share_of_parts(r, name, slab)
+    costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue_share(r, machine, "dz"))]
+    reached = lambda name: rate_share_of_parts(r, machine, name, slab)
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h), reached("padded_dw"))] * need_w
     costs += [Cost("dx", flops, size * (n + h) * v + (2 * slabs - 1) * 4 * n * h, reached("dx"))] * need_x
     dx, copy = 2 * n * h * need_x, 2 * n * h  # its sum in fp32 stands where 16 bits will be; x without ignored tokens
@@ -333,14 +328,14 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     return costs, 8 + 3 * slabs, host, max(backward, forward - gradient_bytes(r)), ("classes", slab)
 
 # %% ../nbs/10_plans.ipynb #cc504c2b
-def plain_estimate(r:Call, _:Machine) -> tuple[list[Cost], int, float, int, tuple]:
+def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "The same of its plain path."
     (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 10
     each = max(copies * v, v + h) * wide.itemsize
     rows = min(max(n, 1), max(1, (r.memory_budget or BUDGET) // each))
     chunks = -(-n // rows)
-    costs = [tokens_product(r, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
-    if any(r.needs): costs += [*costs, *gradient_products(r, chunks, 2 * chunks, wide)]
+    costs = [tokens_product(r, machine, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
+    if any(r.needs): costs += [*costs, *gradient_products(r, machine, chunks, 2 * chunks, wide)]
     operands = v * h * 4 * (1 + r.needs[1]) if wide != r.dtype else 0
     held = 1 + any(r.needs) if r.fused else plain_logit_copies(r, any(r.needs))
     beside = min(rows, n - rows)  # of the chunks after the first, beside which a dz lives on
@@ -381,10 +376,10 @@ def tile_sides(r:Call) -> tuple[int, int]:
 def tiles_estimate(r:Call, machine:Machine) -> Estimate:
     "A tile of logits at a time, all else recomputed."
     (n, v, _), (rows, columns) = r.sizes, tile_sides(r)
-    wide, z = acc_dtype(r.dtype), tokens_product(r, "z", 1, r.work, size=columns)
+    wide, z = acc_dtype(r.dtype), tokens_product(r, machine, "z", 1, r.work, size=columns)
     costs = [z, sweep_cost("logsumexp", n * v, *[wide] * 7)]
     if any(r.needs):
-        costs += [z, sweep_cost("dz", n * v, *[wide] * 7), *gradient_products(r, 1, 1, r.work, size=columns)]
+        costs += [z, sweep_cost("dz", n * v, *[wide] * 7), *gradient_products(r, machine, 1, 1, r.work, size=columns)]
     stripes = -(-v // columns)
     tiles = -(-n // rows) * stripes
     host = HOST_SECONDS["tiles"] + tiles * HOST_SECONDS["tile"] + stripes * HOST_SECONDS["stripe"]

@@ -1,5 +1,6 @@
 """The plan: whether its bytes and seconds are those of a CPU, and of an H200 at random shapes; what it takes, refuses and says."""
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import fusedloss.plans as planning
+from fusedloss.core.devices import Epilogue, Unaligned
 from fusedloss.core.options import Asked, loss_options, LossOptions, Operands
 from fusedloss.baseline import sample_data
 from fusedloss.core.rates import H200, Machine
@@ -93,6 +95,14 @@ def test_plan_takes_another_machine():
     slow = Machine("a slow one", H200.bandwidth / 10, H200.rates, H200.device)
     assert plan(8192, 128256, 256, machine=slow)["eager"].seconds > 2 * plan(8192, 128256, 256, machine="H200")["eager"].seconds
     assert plan(512, 32000, 1024, machine="H200").method == "eager" == plan(512, 32000, 1024, device="cpu").method
+
+
+def test_a_board_brings_what_its_products_fall_short_by():
+    aligned = replace(H200, unaligned=Unaligned(*[(1.0, 1.0)] * 4))
+    assert plan(8192, 128257, 4096, machine=aligned)["eager"].seconds < 0.5 * plan(8192, 128257, 4096, machine="H200")["eager"].seconds
+    assert plan(8192, 128257, 4096, machine=aligned)["eager"].seconds == pytest.approx(plan(8192, 128256, 4096, machine="H200")["eager"].seconds, rel=1e-3)
+    slow, h200 = (plan(8192, 131072, 512, machine=m) for m in (replace(H200, epilogue=Epilogue(dz=3300)), H200))
+    assert slow["recompute"].seconds > 1.5 * h200["recompute"].seconds and slow["eager"].seconds == h200["eager"].seconds
 
 
 def test_classes_that_are_no_multiple_of_eight_are_recomputed():

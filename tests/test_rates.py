@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedloss import plan
 from fusedloss.core import rates, store
-from fusedloss.core.devices import Device
+from fusedloss.core.devices import Device, Epilogue, Unaligned
 from fusedloss.core.tiling import cut
 from fusedloss.core.rates import CPU, H200, Machine, boards, by_dtype, guessed_machine, stored_machine, listed_machine, machine_here, machine_of, machines
 from grids import thorough_but
@@ -87,6 +87,18 @@ def test_a_measurement_counts_bytes_and_products(monkeypatch):
     assert (found.rates["bfloat16"], found.rates["float32"], found.rates["float64"]) == (2 * 16**3 / 0.01, 2 * 8**3 / 0.01, 2 * 4**3 / 0.01)
     assert found.rates["float16"] == guessed_machine(ODD).rates["float16"], "what was not measured is guessed"
     assert torch.equal(before, torch.get_rng_state()), "the program's random numbers are its own"
+
+
+def test_a_measured_board_keeps_what_its_products_fall_short_by(monkeypatch):
+    kind, board = boards()["H200"]
+    own, longer = Unaligned(z=(0.9, 0.8)), Epilogue(dz=5)
+    listed = rates.board_machine(kind, board._replace(unaligned=own, epilogue=longer))
+    everywhere(monkeypatch, rates, "listed_machine", lambda d: listed)
+    everywhere(monkeypatch, rates, "product_rate", lambda *_: 5.0)
+    everywhere(monkeypatch, rates, "copy_bandwidth", lambda *_: 7.0)
+    monkeypatch.setattr(rates, "device_of", lambda device: SAME)
+    for found in (rates.calibrate("cpu"), stored_machine(SAME)):
+        assert (found.unaligned, found.epilogue) == (own, longer) and found.bandwidth == 7.0 and found.device is SAME
 
 
 def test_what_cannot_be_multiplied_is_guessed(monkeypatch):

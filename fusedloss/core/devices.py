@@ -33,6 +33,24 @@ class Rates(NamedTuple):
     float64: float
 
 
+class Unaligned(NamedTuple):
+    "Shares of the rate of 16 bits that products reach where classes are no multiple of eight, and where they are odd: of an H200."
+
+    z: tuple[float, float] = (0.35, 0.135)
+    dx: tuple[float, float] = (0.34, 0.18)
+    dw: tuple[float, float] = (0.35, 0.2)
+    padded_dw: tuple[float, float] = (0.62, 0.65)  # from logits whose rows start on sixteen bytes
+
+
+class Epilogue(NamedTuple):
+    "Features whose products take as long as what follows a product: of an H200."
+
+    z: int = 100
+    exponentials: int = 190
+    lse: int = 165
+    dz: int = 330
+
+
 class Board(NamedTuple):
     "A product that carries a GPU."
 
@@ -42,6 +60,8 @@ class Board(NamedTuple):
     peaks: Rates  # by its maker
     source: str  # where the maker says so
     measured: Optional[Rates] = None  # what it reaches
+    unaligned: Unaligned = Unaligned()
+    epilogue: Epilogue = Epilogue()
 
 
 def peaks(

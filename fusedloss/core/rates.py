@@ -7,14 +7,14 @@ import contextlib
 import functools
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Optional
 
 import torch
 
 from fusedloss.core import devices, store
 from fusedloss.core.checks import expect
-from fusedloss.core.devices import Board, Device, device_of, DeviceKind, gpu_index, KINDS, Rates
+from fusedloss.core.devices import Board, Device, device_of, DeviceKind, Epilogue, gpu_index, KINDS, Rates, Unaligned
 from fusedloss.core.operators import observed
 from fusedloss.core.tuning import event_seconds
 
@@ -27,6 +27,8 @@ class Machine:
     bandwidth: float  # bytes/s, read plus written, of a large copy
     rates: dict[str, float]  # FLOP/s of a large matrix product, by dtype name
     device: Device = devices.CPU  # what it can do, as kernels are cut for it
+    unaligned: Unaligned = Unaligned()
+    epilogue: Epilogue = Epilogue()
 
     def rate(self, dtype: torch.dtype) -> float:
         "FLOP/s of matrix products in `dtype`; `KeyError` names the dtypes that were measured."
@@ -69,7 +71,8 @@ def expected_rates(board: Board) -> Rates:
 def board_machine(kind: type[DeviceKind], board: Board) -> Machine:
     "A board as it was measured, or as it is expected to be; the same object each time."
     rates = board.measured or expected_rates(board)
-    return Machine(board.names[0], rates.bandwidth, by_dtype(rates), kind.on_board(board))
+    device = kind.on_board(board)
+    return Machine(board.names[0], rates.bandwidth, by_dtype(rates), device, board.unaligned, board.epilogue)
 
 
 def machines() -> dict[str, Machine]:
@@ -103,6 +106,11 @@ def guessed_machine(d: Device) -> Machine:
     least = lambda of: d.multiprocessors * min(of(m) / m.device.multiprocessors for m in machines().values())
     rates = {name: least(lambda m: m.rates[name]) for name in H200.rates}
     return Machine(d.name, least(lambda m: m.bandwidth), rates, d)
+
+
+def measured_machine(d: Device, bandwidth: float, rates: dict[str, float]) -> Machine:
+    "A GPU with measured rates, and with what its board brings besides."
+    return replace(listed_machine(d) or guessed_machine(d), name=d.name, bandwidth=bandwidth, rates=rates, device=d)
 
 
 def copy_bandwidth(
@@ -155,7 +163,7 @@ def measure_ceilings(
                 raise
             except RuntimeError:
                 pass
-    return Machine(d.name, bandwidth, rates, d)
+    return measured_machine(d, bandwidth, rates)
 
 
 STORE = "rates"  # the file
@@ -185,7 +193,7 @@ def stored_machine(d: Device) -> Optional[Machine]:
     sound = isinstance(rates, dict) and all(is_rate(rates.get(name)) for name in H200.rates)
     if not sound or not is_rate(found.get("bandwidth")):
         return None
-    return Machine(d.name, found["bandwidth"], {name: rates[name] for name in H200.rates}, d)
+    return measured_machine(d, found["bandwidth"], {name: rates[name] for name in H200.rates})
 
 
 def calibrate(
