@@ -508,22 +508,34 @@ def test_activation_checkpointing(reentrant):
     assert_close([p.grad for p in patched.parameters()], [p.grad for p in plain.parameters()], rtol=1e-4, atol=1e-6)
 
 
-def graphs(model: nn.Module) -> int:
-    "How many graphs a compiled model makes of batches of many lengths, with labels and without"
+COMPILED = {  # in training, and what a call is given beside its tokens
+    "training": (True, lambda labels: dict(labels=labels)),
+    "training, counted": (True, lambda labels: dict(labels=labels, num_items_in_batch=(labels != -100).sum())),
+    "evaluation": (False, lambda labels: dict(labels=labels)), "logits": (False, lambda labels: {}),
+}
+
+
+def graphs(model: nn.Module, training: bool, more) -> int:
+    "How many graphs a compiled model makes of batches of many sizes and lengths"
     torch._dynamo.reset()
     found = []
-    compiled = torch.compile(model, backend=lambda graph, inputs: found.append(graph) or graph.forward)
-    for length in (12, 9, 17):
-        ids = torch.randint(3, V, (2, length), generator=torch.Generator().manual_seed(length))
-        compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        with torch.no_grad():
-            compiled(input_ids=ids, use_cache=False)
+    compiled = torch.compile(model.train(training), backend=lambda graph, inputs: found.append(graph) or graph.forward)
+    for n, length in ((2, 12), (2, 9), (3, 17), (5, 9), (4, 31)):
+        ids = torch.randint(3, V, (n, length), generator=torch.Generator().manual_seed(length))
+        labels = ids.masked_fill(torch.arange(length) < 4, -100)
+        with torch.set_grad_enabled(training):
+            output = compiled(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more(labels))
+        if training:
+            output.loss.backward()
     return len(found)
 
 
-def test_as_many_graphs_as_the_model_alone():
-    plain, patched = pair()
-    assert graphs(patched) <= graphs(plain)
+@pytest.mark.parametrize("call", COMPILED)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "phi, bias", "gpt2 tied"] if FULL else ["llama"])
+def test_as_many_graphs_as_the_model_alone(name, call):
+    plain, patched = pair(name)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # beyond the limit nothing is compiled, and so nothing counted
+        assert graphs(patched, *COMPILED[call]) <= graphs(plain, *COMPILED[call])
 
 
 class Scaled(nn.Linear):
