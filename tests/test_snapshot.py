@@ -1,100 +1,76 @@
-"""A snapshot reports what has changed, and nothing else; its calls reach everything that is public."""
-import inspect
-from functools import partial
+"""A snapshot reports what has changed, and nothing else."""
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import snapshot
-import torch
-
-import fusedloss as fl
+from project import ROOT
 
 pytestmark = pytest.mark.thorough
-REFUSED = "sample softcap"
+TESTS = """
+import torch
 
+def test_a_loss():
+    x = torch.randn(3, requires_grad=True)
+    (x * x).sum().mul(1.0).backward()
+    assert x.grad is not None
 
-def squares(of: float = 1.0):
-    "A result and its gradient"
-    x = torch.full((3,), of, requires_grad=True)
-    return x * x, [x]
+def test_a_comparison(): torch.testing.assert_close(torch.randn(3), torch.zeros(3), atol=9, rtol=0)
 
-
-CALLS = [("square", squares), (REFUSED, lambda: fl.cross_entropy(torch.ones(2, 3), torch.ones(2).long(), softcap=-1.0))]
+def test_of_nothing(): pass
+"""
 
 
 @pytest.fixture
-def compared(tmp_path, capsys):
-    "The exit status and the lines of a comparison with `CALLS` as they are"
-    path = tmp_path / "snapshot.json"
-    assert snapshot.main(["take", str(path)], CALLS) == 0
+def compared(tmp_path):
+    "Status and lines of a comparison of tests with the same ones, once a part of them is replaced"
+    tests, path = tmp_path / "test_bits.py", tmp_path / "snapshot.json"
 
-    def compare(calls=CALLS):
-        capsys.readouterr()
-        status = snapshot.main(["compare", str(path)], calls)
-        return status, capsys.readouterr().out.splitlines()
+    def run(*args):
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, str(ROOT / "tools" / "snapshot.py"), *map(str, args)], cwd=tmp_path, env=env, capture_output=True, text=True)
+        return done.returncode, [line for line in done.stdout.splitlines() if " · " in line], done.stdout + done.stderr
+
+    def compare(old="", new=""):
+        tests.write_text(TESTS)
+        status, _, said = run("take", path, tests)
+        assert status == 0, said
+        tests.write_text(TESTS.replace(old, new))
+        return run("compare", path)
+    compare.run, compare.path = run, path
     return compare
 
 
 def test_the_same_code_has_no_difference(compared):
-    status, lines = compared()
-    assert status == 0 and lines[0].endswith("lines, all the same")
+    status, lines, said = compared()
+    assert status == 0 and not lines and "lines, all the same" in said
+    kept = json.loads(compared.path.read_text())["lines"]
+    assert [line.split(",")[1] for name, line in kept.items() if "::" in name and not name.startswith("schema")] == [" 1 calls", " 1 calls", " 0 calls"]
+    assert any(name.startswith("schema fusedloss::") for name in kept)
 
 
-def test_a_changed_bit_is_reported(compared):
-    status, lines = compared([("square", partial(squares, 1.0 + 2**-23)), *CALLS[1:]])
-    assert status == 1 and [line.partition(" · ")[0] for line in lines] == ["square: Tensor 0", "square: gradient 0"]
+@pytest.mark.parametrize("old, new, name", [("mul(1.0)", "mul(1 + 2**-23)", "test_a_loss"), ("torch.randn(3), ", "torch.randn(3) * (1 + 2**-23), ", "test_a_comparison"),
+                                            ("def test_of_nothing(): pass", "def test_of_nothing(): assert False", "test_of_nothing")])
+def test_a_changed_bit_and_a_failure_are_reported(old, new, name, compared):
+    status, lines, _ = compared(old, new)
+    assert status == 1 and len(lines) == 1 and lines[0].startswith(f"test_bits.py::{name} · expected passed")
 
 
-def test_a_missing_call_and_a_new_one_are_reported(compared):
-    status, lines = compared([("new", squares), *CALLS[1:]])
-    assert status == 1 and len(lines) == 4
-    assert all("expected nothing" in line for line in lines[:2]) and all("got nothing" in line for line in lines[2:])
+def test_a_missing_test_and_a_new_one_are_reported(compared):
+    status, lines, _ = compared("test_of_nothing", "test_of_all")
+    assert status == 1 and [line.partition(", ")[0] for line in lines] == ["test_bits.py::test_of_all · expected nothing · got passed", "test_bits.py::test_of_nothing · expected passed"]
 
 
-def test_other_words_of_an_error_are_reported(compared):
-    status, lines = compared([CALLS[0], (REFUSED, lambda: fl.cross_entropy(torch.ones(2, 3), torch.ones(2).long(), softcap=-2.0))])
-    assert status == 1 and len(lines) == 1 and lines[0].startswith(f"{REFUSED}: raises · expected ValueError: ")
+def test_another_machine_is_refused(compared):
+    compared()
+    kept = json.loads(compared.path.read_text()) | {"machine": "another one"}
+    compared.path.write_text(json.dumps(kept))
+    status, lines, said = compared.run("compare", compared.path)
+    assert status == 1 and not lines and "expected one like that of" in said and "another one" in said
 
 
-def test_a_call_that_fails_is_printed_when_a_snapshot_is_taken(tmp_path, capsys):
-    assert snapshot.main(["take", str(tmp_path / "snapshot.json")], [*CALLS, ("broken", lambda: torch.ones(2) @ torch.ones(3))]) == 1
-    line, = capsys.readouterr().out.splitlines()
-    assert line.startswith("broken: raises · RuntimeError: ")
-
-
-def test_a_changed_schema_is_reported(tmp_path, capsys):
-    path = str(tmp_path / "snapshot.json")
-    for command, schema in (("take", "planted(Tensor x, int n) -> Tensor"), ("compare", "planted(Tensor x, float n) -> Tensor")):
-        with torch.library._scoped_library("fusedloss", "FRAGMENT") as library:
-            library.define(schema)
-            status = snapshot.main([command, path], [])
-    _, line = capsys.readouterr().out.splitlines()
-    assert status == 1 and line.startswith("schema fusedloss::planted · expected") and line.endswith("float n) -> Tensor")
-
-
-def test_a_changed_signature_or_docstring_is_reported(compared, monkeypatch):
-    def logz(Ms, *, lengths=None):
-        "Another."
-    monkeypatch.setattr(fl, "logz", logz)
-    monkeypatch.setattr(fl.RowSparse.update, "__doc__", "A step.")
-    status, lines = compared()
-    assert status == 1 and [line.partition(" · ")[0] for line in lines] == ["public RowSparse.update", "public logz"]
-
-
-def test_another_machine_is_refused(compared, monkeypatch):
-    monkeypatch.setattr(snapshot, "machine", lambda: "another one")
-    status, lines = compared()
-    assert "expected one like that of" in status and status.endswith("got another one") and not lines
-
-
-def test_a_definition_may_move():
-    assert snapshot.of_package("(x: fusedloss.core.options.Plan) -> tuple[fusedloss.Plan]") == "(x: Plan) -> tuple[Plan]"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes for a GPU compile for minutes")
-def test_the_calls_reach_all_that_is_public():
-    calls = snapshot.all_calls()
-    assert len(dict(calls)) == len(calls)
-    few = [(name, call) for name, call in calls if "float64" not in name and "bfloat16" not in name]
-    measured = {line.split()[0].rstrip(":") for line in snapshot.outcomes(few) if ": raises" not in line}
-    public = {name for name in fl.__all__ if not inspect.ismodule(getattr(fl, name))}
-    assert public - measured == {"CrossEntropyStats", "LogProbs"}  # which losses return
+def test_a_changed_schema_is_a_difference():
+    before, after = ({"schema fusedloss::f": f"f({kind} n)"} for kind in ("int", "float"))
+    assert snapshot.differences(before, after) == ["schema fusedloss::f · expected f(int n) · got f(float n)"]

@@ -1,12 +1,7 @@
-"""The modules of the package and what they import, as a picture: core below, stages in their order, doors on top.
-
-    python tools/draw_house.py FILE.svg
-"""
-import sys
+"""The modules of the package and what they import, as a picture: core below, stages in their order, doors on top."""
 import textwrap
 
 from check_house import House, in_core, is_door
-from project import ROOT
 
 from workbook.drawing import GREY, Drawing, as_drawing, drawing_style, stage_color
 
@@ -76,7 +71,3 @@ def picture(house: House) -> Drawing:
         ax.axis("off")
         fig.set_size_inches(width, top)
         return as_drawing(fig, described(imports, core, doors))
-
-
-if __name__ == "__main__":
-    picture(House(ROOT)).save(sys.argv[1])
