@@ -13,7 +13,7 @@ import torch
 import fusedloss
 from fusedloss import clusters, ctc, kernels, recompute, scans, segments, tiles
 from fusedloss.core import cuda, devices, hopper, negatives, tiling, triton as with_triton
-from fusedloss.core.devices import CPU, FEATURES, GPUS, Implementation, device_of, implementations, lacks, support_rows
+from fusedloss.core.devices import CPU, FEATURES, GPUS, Implementation, device_of, lacks
 from fusedloss.filter import filter_tiling
 from fusedloss.core.rates import H200, Machine
 from fusedloss.core.options import LossOptions, NO_STATISTICS
@@ -21,6 +21,7 @@ from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from fusedloss.core import products as core_products
 from project import ROOT
+from workbook.support import implementations, support_rows
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from fusedloss.core import devices, rates, tiling
 from fusedloss.core.cuda import cuda_source
 from nvrtc import complaint, knows, library
 from project import read_notebook, ROOT
+from workbook.support import implementations, support_rows
 
 DEVICE = '''
 from fusedloss.core.devices import Board, DeviceKind, peaks
@@ -70,10 +71,10 @@ def test_a_device_is_one_class(toy, monkeypatch, tmp_path):
             assert t == (fits[0] if fits else (tiling.BUSY if busy else tiling.WIDE)[-1]) and not tiling.deeper(t, d, True)
     assert tiling.deeper(tiling.POINTERS[0], d._replace(shared_memory=2 * d.shared_memory), True)
     # what it lacks decides which implementations take it
-    found = devices.implementations(kernels, clusters, tiling, scans, ctc, segments)
+    found = implementations(kernels, clusters, tiling, scans, ctc, segments)
     assert {i.what for i in found if not i.lacks(d)} == {kernels.TRITON_ROWS.what, tiling.BY_POINTERS.what}
     assert tiling.BY_DESCRIPTORS.lacks(d) == "not of NVIDIA" and clusters.ROW_CLUSTERS.lacks(d._replace(vendor="nvidia")) == "no clusters"
-    _, rows = devices.support_rows(found, [d])
+    _, rows = support_rows(found, [d])
     assert {row[2].partition(";")[0] for row in rows} == {"passed over: not of NVIDIA", "not tried"}
     # a plan knows its board, and says what it is passed over for
     p = fusedloss.plan(8192, 65536, 2048, machine="Toy 16GB")
