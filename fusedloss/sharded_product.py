@@ -66,8 +66,8 @@ def merge_ranks_kernel(
     scale = o.logit_scale / whole
     at_target = tl.where(here, scale * (rise * e_t - by_class * s), 0.0)
     tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=keep)
-    tl.store(coef_ptr + rows, tl.where(ignored, 0.0, scale * (by_class + rise) * own), mask=keep)
-    tl.store(at_target_ptr + rows, tl.where(ignored, 0.0, at_target), mask=keep)
+    tl.store(coef_ptr + rows, tl.where(known, scale * (by_class + rise) * own, 0.0), mask=keep)
+    tl.store(at_target_ptr + rows, tl.where(known, at_target, 0.0), mask=keep)
 
 # %% ../nbs/28_sharded_product.ipynb #splabels
 OFFSET, SUM, TARGET = range(3)  # of the numbers that travel, [3,B]
@@ -179,7 +179,8 @@ class Merged(NamedTuple):
 # %% ../nbs/28_sharded_product.ipynb #spmerge
 def reference_merge(out:Merged, parts:Tensor, rank:int, t:Tokens):  # written; [R,3,B]
     "`launch_merge` in PyTorch."
-    counts, known = t.y != t.o.ignore_index, (t.y >= 0) & (t.y < t.n_classes)
+    counts = t.y != t.o.ignore_index
+    known = counts & (t.y >= 0) & (t.y < t.n_classes)
     offset = parts[:, OFFSET].amax(0)
     share = (parts[:, OFFSET] - offset).exp2()
     s = (share * parts[:, SUM]).sum(0)
@@ -192,8 +193,8 @@ def reference_merge(out:Merged, parts:Tensor, rank:int, t:Tokens):  # written; [
     by_class, by_token = w_y * w_t / divisor, t.o.z_loss * (w_t / divisor)
     rise = 2 * by_token * lse if t.o.z_loss else torch.zeros_like(lse)
     losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if t.o.z_loss else 0.0)
-    scale, of = t.o.logit_scale / whole, lambda v: torch.where(counts, v, 0.0)
-    out.losses.copy_(of(losses))
+    scale, of = t.o.logit_scale / whole, lambda v: torch.where(known, v, 0.0)
+    out.losses.copy_(torch.where(counts, losses, 0.0))
     out.coefs.copy_(of(scale * (by_class + rise) * share[rank]))
     out.at_target.copy_(torch.where(t.here >= 0, of(scale * (rise * e_t - by_class * s)), 0.0))
 

@@ -66,6 +66,8 @@ LOSSES = {
     "iota": partial(of_logits, fl.iota_cross_entropy),
     "log-probabilities": partial(said, fl.linear_log_probs), "entropies": partial(said, partial(fl.linear_log_probs, entropy=True)),
     "invariant": partial(said, partial(fl.linear_log_probs, batch_invariant=True)),
+    "over ranks": fl.sharded_linear_cross_entropy, "over ranks, product": partial(fl.sharded_linear_cross_entropy, method="product"),
+    "log-probabilities over ranks": partial(said, fl.sharded_linear_log_probs),
     "log-probabilities of logits": partial(said, lambda x, w, y: fl.log_probs(x @ w.T, y)),
 }
 FORMED_IN_FORWARD = "chunks", "product"  # these have no losses of single tokens
@@ -95,7 +97,7 @@ def test_a_label_outside_the_classes(name, label, way):
     _, *wanted = gradients(loss, *data(way, -100), **how)
     assert total.isnan() and not found[0][ROW].any()
     assert all(relative_error(a, b) < TOLERANCE[f32] for a, b in zip(found, wanted))
-    if name.partition(",")[0] not in FORMED_IN_FORWARD:
+    if name.rpartition(" ")[2] not in FORMED_IN_FORWARD and name.partition(",")[0] not in FORMED_IN_FORWARD:
         losses, *found = gradients(loss, *data(way, label), reduction="none")
         assert losses.isnan().nonzero().tolist() == [[ROW]]
         assert all(relative_error(a, b) < TOLERANCE[f32] for a, b in zip(found, wanted))
