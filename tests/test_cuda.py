@@ -311,7 +311,7 @@ def test_a_kernel_goes_to_the_driver_from_its_second_launch_on(answer, compilers
 
     def driver(function, *given):
         *sizes, shared, stream, places, extra = given
-        values = [(ctypes.c_void_p * 5).from_address(places.value)[i] for i in range(5)]
+        values = list(places)
         by_driver.append((function.value, sizes, ctypes.c_uint64.from_address(values[0]).value, ctypes.c_int.from_address(values[1]).value,
                           ctypes.c_double.from_address(values[2]).value, ctypes.c_uint64.from_address(values[3]).value, ctypes.c_int64.from_address(values[4]).value))
         return answer

@@ -7,7 +7,6 @@ import re
 import struct
 import threading
 import warnings
-from array import array
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
@@ -63,32 +62,30 @@ def driver_handle(kernel) -> Optional[ctypes.c_void_p]:  # of CuPy
     return address and ctypes.c_void_p(address)
 
 
-def launched(
-    # of `driver_handle`
-    function: ctypes.c_void_p,
-    grid: int,
-    block: int,
-    shared: int,
-    stream: int,
-    values: list[int],  # of `as_bits`
-) -> bool:  # False, and nothing has happened: CuPy is to launch it, and says what is wrong
-    "Launch a kernel by the driver, which spares the objects that CuPy makes of numbers."
-    held = array("q", values)  # of a number of 32 bits the first four bytes are read
-    first = held.buffer_info()[0]
-    places = array("Q", range(first, first + 8 * len(held), 8))
-    return not driver().cuLaunchKernel(
-        function,
-        grid,
-        1,
-        1,
-        block,
-        1,
-        1,
-        shared,
-        ctypes.c_void_p(stream),
-        ctypes.c_void_p(places.buffer_info()[0]),
-        None,
-    )
+class Parameters:
+    "Memory from which the driver reads a kernel's parameters, 64 bits each: of a number of 32 bits the first four bytes."
+
+    def __init__(
+        self,
+        given: str,  # those that a launch gives, a letter of `struct` each
+        *numbers: int | float,  # those after them, the same for all launches
+    ):
+        kinds = given + "".join("d" if isinstance(n, float) else "q" for n in numbers)
+        self.memory = ctypes.create_string_buffer(struct.pack(kinds, *[0] * len(given), *numbers))
+        begin = ctypes.addressof(self.memory)
+        self.places = (ctypes.c_void_p * len(kinds))(*range(begin, begin + 8 * len(kinds), 8))
+        self.write, self.lock = struct.Struct(given).pack_into, threading.Lock()
+
+    def launch(
+        self,
+        how: tuple,  # the driver's function, and numbers of blocks, of threads, of bytes that they share
+        stream: int,
+        values: list[int],
+    ) -> int:  # the driver's error, and nothing has happened; 0 if there is none
+        "Launch a kernel on the current device."
+        with self.lock:  # another thread would write its values
+            self.write(self.memory, 0, *values)
+            return driver().cuLaunchKernel(*how, ctypes.c_void_p(stream), self.places, None)
 
 
 COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -124,14 +121,18 @@ class CompiledByCupy(Compiled):
         options = (*options, f"-arch=sm_{arch}") if arch else options
         self.kernel = RawModule(code=source, options=options).get_function(name)
         self.function = None  # what the driver knows it by, once CuPy has launched it
+        self.values = Parameters("q" * self.parameters)
 
     def __call__(self, grid: int, block: int, *args: Any, shared: int = 0):
         if len(args) != self.parameters:
             self.check_arguments(len(args))
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        values = [a if type(a) is int else a.data_ptr() if type(a) is Tensor else as_bits(a) for a in args]
-        if self.function and launched(self.function, grid, block, shared, stream, values):
-            return
+        values = [
+            a if type(a) is int else 0 if a is None else a.data_ptr() if type(a) is Tensor else as_bits(a) for a in args
+        ]
+        how = self.function, grid, 1, 1, block, 1, 1, shared
+        if self.function and not self.values.launch(how, stream, values):
+            return  # which spares the objects that CuPy makes of numbers; CuPy says what is wrong
         if shared > 49152:
             self.kernel.max_dynamic_shared_size_bytes = shared
         self.kernel(
@@ -293,24 +294,17 @@ class Bound:
     "A kernel with its grid and its numbers: a launch takes the addresses, or tensors, with which its parameters begin."
 
     def __init__(self, launch: Callable, device: int, blocks: int, threads: int, addresses: int, *numbers: int | float):
-        words = f"{addresses}Q" + "".join("d" if isinstance(n, float) else "q" for n in numbers)
-        self.room = ctypes.create_string_buffer(struct.pack(words, *[0] * addresses, *numbers))
-        begin, count = ctypes.addressof(self.room), addresses + len(numbers)
-        self.places = (ctypes.c_void_p * count)(*range(begin, begin + 8 * count, 8))
-        self.write, self.lock = struct.Struct(f"{addresses}Q").pack_into, threading.Lock()
-        self.kernel, self.device = launch, device  # the kernel lives as long as its handle
-        self.how = ctypes.c_void_p(launch.handle(0, count)), blocks, 1, 1, threads, 1, 1, 0
-        self.ask = driver().cuLaunchKernel
+        self.kernel, self.device, self.values = launch, device, Parameters("Q" * addresses, *numbers)
+        function = ctypes.c_void_p(launch.handle(0, addresses + len(numbers)))  # which lives as long as the kernel
+        self.how = function, blocks, 1, 1, threads, 1, 1, 0
 
     def __call__(self, *places: Tensor | int | None):
         "Launch on the current stream of the device, which is the current one."
         addresses = [p if type(p) is int else 0 if p is None else p.data_ptr() for p in places]
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.device))
-        with self.lock:  # another thread would write its addresses
-            self.write(self.room, 0, *addresses)
-            failed = self.ask(*self.how, stream, self.places, None)
-            if failed == NO_CONTEXT:
-                enter_context(self.device)
-                failed = self.ask(*self.how, stream, self.places, None)
+        given = self.how, torch._C._cuda_getCurrentRawStream(self.device), addresses
+        failed = self.values.launch(*given)
+        if failed == NO_CONTEXT:
+            enter_context(self.device)
+            failed = self.values.launch(*given)
         if failed:
             raise RuntimeError(f"cuLaunchKernel: the driver answers with error {failed}")
