@@ -17,7 +17,7 @@ from fusedloss.core.checks import (
 from fusedloss.core.cuda import Bound, cuda_kernel, ELEMENTS
 from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.learned import fold_scale, take_scale
-from fusedloss.core.operators import applied, first_order, keeps_graph, observed, transformed
+from fusedloss.core.operators import applied, first_order, is_wrapped, keeps_graph, observed, transformed
 from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     statistics_of)
@@ -28,7 +28,7 @@ from fusedloss.core.rows import (
     row_start, row_weights)
 from fusedloss.core.softmax import (
     exp2_diff, exponentials, lane_grid, log2_scale, merge_lanes, online_softmax_step, score_fn, zero_if_neg_inf)
-from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, next_power_of_2, on_device, tl
 from fusedloss.kernels import (
     Blocks, launch_bwd, launch_scan, logits_loss, reference_bwd, reference_fwd, rows_view,
     small_blocks)
@@ -167,7 +167,7 @@ def launch_turnaround(
     unscaled_grad:bool=False,  # leave the gradient undivided
 ) -> Tensor:  # losses [M]
     "Losses, and their gradient in the place of the logits, by Triton."
-    m, v, b = len(target), z.shape[-1], blocks or turnaround_blocks(z.shape[-1])
+    m, v, b = target.shape[0], z.shape[-1], blocks or turnaround_blocks(z.shape[-1])
     losses = z.new_empty(m, dtype=torch.float32)
     limited = b.registers and not REGISTER_LIMIT.lacks(device_of(z))
     with on_device(z):
@@ -184,8 +184,8 @@ def launch_scale(
     factor:Tensor, denominator:Optional[Tensor],  # [M]; a scalar that divides it
 ):
     "Write `dz`, each row times its factor, to `out`."
-    m, v = len(factor), dz.shape[-1]
-    wide = min(4096, 1 << (v - 1).bit_length())  # Triton's own function takes as long as a launch
+    m, v = factor.shape[0], dz.shape[-1]
+    wide = min(4096, next_power_of_2(v))
     tall = 4096 // wide
     with on_device(dz):
         launch_kernel(scale_kernel, (-(-m // tall),), dz, out, factor, denominator, m, v,
@@ -335,7 +335,7 @@ def launch_loss(
     launches:Launches, reduction:str,
 ) -> Turned:
     "The losses' mean or sum, and the gradient in `out`; of fp16 it is not divided."
-    m, dtype, mean = len(target), torch.float32, reduction == "mean"
+    m, dtype, mean = target.shape[0], torch.float32, reduction == "mean"
     losses = z.new_empty(m + 2, dtype=dtype)  # then the divisor, and a counter of rows
     loss = z.new_empty((), dtype=dtype) if m <= SUMMED_ROWS else None
     with on_device(z):
@@ -578,7 +578,7 @@ def gives_gradient(input:Tensor) -> bool:
 def turns_early(input:Tensor, reduction:str, return_stats:bool) -> bool:
     "Whether the gradient may be formed in forward, out of place."
     if not (input.requires_grad and torch.is_grad_enabled()) or reduction == "none": return False
-    return not (return_stats or observed())
+    return not (return_stats or observed() or is_wrapped(input))  # a tensor that a transform left has no address
 
 # %% ../nbs/05_clusters.ipynb #c241393a
 def turning_launches(input:Tensor, weight:Optional[Tensor], o:LossOptions, inplace:bool) -> Optional[Launches]:

@@ -20,7 +20,7 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import (
     active, interleave, Lattice, make_lattice, may_end, may_skip, predecessors, scan_shape,
     ScanShape, strip_states, update_active)
-from fusedloss.core.operators import each_upstream, keeps_graph, observed, operator
+from fusedloss.core.operators import applied, each_upstream, is_wrapped, keeps_graph, observed, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.scaled import (
@@ -143,7 +143,7 @@ LATTICE_CLUSTERS = Implementation("CTC, states across a cluster", "cuda/ctc.cu",
 #| exporti
 def runs_kernels(z:Tensor) -> bool:
     "Whether the kernels take scores or gradients like these."
-    if LATTICE.lacks(device_of(z)) or z.dtype not in ELEMENTS or z.numel() == 0: return False
+    if z.dtype not in ELEMENTS or LATTICE.lacks(device_of(z)) or z.numel() == 0: return False
     T, N, C = z.shape
     return max(*z.stride(), N * C) < 2**29 and T * N < 2**31  # 32-bit arguments of the kernels
 
@@ -178,10 +178,10 @@ def run_scan(
     blank:int, tables:bool,  # False: for the loss alone
 ) -> tuple[Tensor, Optional[Tensor]]:  # log Z as mantissa and exponent [N+1,2], the last a count; post
     "The scan; post [N,T,2,plane]: posteriors of labels, and of the blanks before them."
-    (T, N, C), plane, new = z.shape, s.plane, functools.partial(z.new_empty, dtype=f32)
+    (T, N, C), plane, new = z.shape, s.plane, z.new_empty
     # as the kernel crosses, it also looks at the pairs before the first and behind the last
-    table = new((N * (T + 1 if tables else 2) * plane + 2 * s.pairs) * 4)
-    post, log_z = new((N, T, 2, plane)) if tables else None, new((N + 1, 2))
+    table = new((N * (T + 1 if tables else 2) * plane + 2 * s.pairs) * 4, dtype=f32)
+    post, log_z = new((N, T, 2, plane), dtype=f32) if tables else None, new((N + 1, 2), dtype=f32)
     scan_kernel(N * s.cluster, s.threads, z, p.y, p.frames, p.lengths, table, post, log_z,
          strip_states(z, N, T, s), *z.stride()[:2], T, C, p.y.shape[1], p.longest, blank)
     return log_z, post
@@ -423,8 +423,8 @@ def reduced_loss(z, targets, frames, lengths, blank, reduction, zero_infinity, s
     given = z, targets, *both_lengths(frames, lengths, z, targets)
     options = blank, zero_infinity, score_kind, reduction == "mean"
     grad = torch.is_grad_enabled() and z.requires_grad
-    if observed(): loss = reduce_rows(ctc_operator(*given, *options, grad)[0], reduction)
-    else: loss = _CTC.apply(grad, reduction != "none", options, *given)
+    if observed() or is_wrapped(z): loss = reduce_rows(ctc_operator(*given, *options, grad)[0], reduction)
+    else: loss = applied(_CTC, grad, reduction != "none", options, *given)
     return loss[0] if unbatched and reduction == "none" else loss
 
 # %% ../nbs/20_ctc.ipynb #71b802c5

@@ -23,7 +23,7 @@ from fusedloss.core.rows import (
 from fusedloss.core.softmax import (
     cooled, exp2_diff, inverse_temperature, lane_grid, log2_scale, merge_lanes, moment_step,
     online_softmax_step, outranks, rank_step, rescaled_moment, score_fn, zero_if_neg_inf)
-from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl, triton
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, next_power_of_2, on_device, tl
 
 # %% ../nbs/04_kernels.ipynb #63cbc3b7
 @jit
@@ -137,7 +137,7 @@ class Blocks(NamedTuple):
 def small_blocks(n_classes:int) -> Optional[Blocks]:
     "Several short rows a program; None for rows of more than 1024 classes."
     if n_classes > 1024: return None
-    width = max(64, triton.next_power_of_2(n_classes))
+    width = max(64, next_power_of_2(n_classes))
     return Blocks(2048 // width, 4, width // 4, 2)
 
 # %% ../nbs/04_kernels.ipynb #edecdb2c
@@ -180,7 +180,7 @@ def launch_scan(
     temperature:Optional[Tensor]=None,  # [M]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses [M], lse [M], entropy [M or 0], rows
     "Forward in two launches; rows `[2 to 6, M]` are row_max, sum; rank, maximum, norm; mean."
-    m, v = len(target), z.shape[-1]
+    m, v = target.shape[0], z.shape[-1]
     b = blocks or scan_blocks(v, z.element_size())
     parts = parts or scan_parts(m, v, device_of(z).multiprocessors)
     part = -(-v // parts)
@@ -208,8 +208,8 @@ def launch_bwd(
     temperature:Optional[Tensor]=None,  # [M]
 ):
     "Gradient of the logits from those of the losses, of lse and of the entropy."
-    m, v = len(target), z.shape[-1]
-    wide = min(2048, triton.next_power_of_2(v))
+    m, v = target.shape[0], z.shape[-1]
+    wide = min(2048, next_power_of_2(v))
     tall, blocks = 2048 // wide, -(-v // wide)
     strides = [0 if g is None else g.stride(0) for g in (g_loss, g_lse, g_entropy)]
     with on_device(z):

@@ -268,6 +268,16 @@ def test_func_grad():
         for a, e in zip(later(torch.ones((), dtype=x.dtype)), expected): torch.testing.assert_close(a, e, msg=lambda m: f"{name}: {m}")
 
 
+def test_a_tensor_that_a_transform_left_behind(monkeypatch):
+    "It has no address to launch a kernel with: what is under it is taken, on a GPU too"
+    left, y = [], torch.tensor([0, 2, 8, 4])
+    x = torch.randn(4, 9)
+    torch.func.grad(lambda x: left.append(x) or x.square().sum())(x)
+    everywhere(monkeypatch, fl.clusters, "has_kernel", lambda z: z.shape == (4, 9))
+    for loss in (fl.cross_entropy, lambda x, y: fl.log_probs(x, y)[0].sum(), lambda x, y: fl.ctc_loss(x[:, None], y[None, 1:3], (4,), (2,))):
+        assert left[0].requires_grad and torch.equal(loss(left[0], y), loss(x, y))
+
+
 def test_func_grad_of_a_gradient_raises():
     for name in FUNCTIONAL:
         loss, (x, w, y) = ONCE[name], sample()

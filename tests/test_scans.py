@@ -802,7 +802,7 @@ def test_without_a_compiler_the_loop_takes_over(monkeypatch):
 
 
 def test_a_scan_by_triton_is_the_loop(device):
-    if fusedloss.kernels.triton is None or device == "cpu" and not fusedloss.kernels.triton.knobs.runtime.interpret:
+    if fusedloss.core.triton.triton is None or device == "cpu" and not fusedloss.core.triton.triton.knobs.runtime.interpret:
         pytest.skip("no Triton, or no interpreter of it")
     g = torch.Generator().manual_seed(0)
     for T, N, C, nz in ((6, 3, 5, 2), (4, 2, 17, 3), (0, 1, 1, 1)):

@@ -292,8 +292,8 @@ def traits(value: Any) -> Hashable:
 
 
 def traits_of(values: Iterable) -> list[Hashable]:
-    "Of each; most are None or a word, which are looked up as they are."
-    return [v if v is None or type(v) is str else traits(v) for v in values]
+    "Of each; most are None, a word or a flag, for which no call is made."
+    return [v if v is None or type(v) is str else (bool, v) if type(v) is bool else traits(v) for v in values]
 
 
 def once_for_alike(

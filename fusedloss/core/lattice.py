@@ -1,5 +1,6 @@
 """States, what enters them, and how a kernel holds them: what both losses over label sequences walk."""
 
+import functools
 from typing import NamedTuple, Optional
 
 import torch
@@ -92,6 +93,7 @@ class ScanShape(NamedTuple):
         return 32 * self.warps * (2 if self.cluster == 1 else 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def scan_shape(
     longest: int,  # target
     clusters: bool,  # whether the device has them

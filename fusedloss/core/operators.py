@@ -30,6 +30,7 @@ from typing import Any, Callable, get_type_hints, Iterable, Optional, Sequence
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as are_transforms_active
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
@@ -109,7 +110,7 @@ def keeps_graph() -> bool:
 
 def is_batched(t: Optional[Tensor]) -> bool:
     "Whether `torch.vmap` takes `t` apart."
-    while t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
+    while t is not None and is_wrapped(t):
         if torch._C._functorch.is_batchedtensor(t):
             return True
         t = torch._C._functorch.get_unwrapped(t)
@@ -199,7 +200,10 @@ def first_order(
     @each_upstream
     @functools.wraps(backward)
     def recorded(ctx, *g):
-        if all(t is None for t in g):
+        for t in g:  # `all` of a generator would take longer
+            if t is not None:
+                break
+        else:
             return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
             return backward(ctx, *g)
@@ -253,7 +257,7 @@ def check_reverse(
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    "`function.apply(*args)` where no transform is at work: it looks for none, nor for tensors that one left behind."
+    "`function.apply(*args)` where no transform is at work and none has left a tensor behind: it does not look."
     return super(torch.autograd.Function, function).apply(*args)
 
 
@@ -361,7 +365,7 @@ class Arguments:
         flat: bool,
     ) -> tuple[Optional[Tensor], ...]:
         "Those that were found, by name, in the order of the arguments; None for all others."
-        if not found.keys() <= set(self.names):
+        if not found.keys() <= self.kinds.keys():
             raise KeyError(f"expected gradients of {self.names}, got {tuple(found)}")
         if not flat:
             return tuple(map(found.get, self.names))
@@ -407,11 +411,15 @@ class Operator(Unguarded):
         return self.dispatch(*self.arguments.flat(args))
 
     def is_plain(self, args: tuple) -> bool:
-        "Whether all tensors are real ones, of no class that wants to see the operator."
+        "Whether all tensors are real ones, of no class that wants to see the operator, and of no transform that is over."
         first = self.arguments.first
         if first is not None and args[first].is_meta:
             return False
-        return all(type(args[i]) in PLAIN for i in self.arguments.tensors)
+        for i in self.arguments.tensors:  # `all` of a generator would take longer
+            t = args[i]
+            if t is not None and (type(t) not in PLAIN or is_wrapped(t)):
+                return False
+        return True
 
     def eager(self, *args):
         "As the dispatcher would, which takes longer than a small loss."
@@ -419,7 +427,7 @@ class Operator(Unguarded):
             return self.run(*args)
         if self.backward is None:
             return self.dispatch(*self.arguments.flat(args))
-        return self.function.apply(*args)
+        return applied(self.function, *args)
 
     def dispatch(self, *flat):
         "The registered operator, and what looks on is told of it."
@@ -457,7 +465,7 @@ class Operator(Unguarded):
         return self.arguments.gradients(self.backward(ctx, needs, *g), True)
 
 
-PLAIN = (Tensor, torch.nn.Parameter, type(None))  # what no subclass has to see
+PLAIN = (Tensor, torch.nn.Parameter)  # what no subclass has to see
 
 
 def autocasts(device: str) -> bool:

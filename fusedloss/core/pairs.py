@@ -33,7 +33,7 @@ from fusedloss.core.softmax import (
     score_fn,
     zero_if_neg_inf,
 )
-from fusedloss.core.triton import has_kernel, jit, launch_kernel, log2, on_device, tl, triton
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, log2, next_power_of_2, on_device, tl, triton
 
 
 class DivergenceOptions(NamedTuple):
@@ -281,7 +281,7 @@ def pair_blocks(n_classes: int) -> PairBlocks:
     "Several short rows a program, or one, whose lanes lie 256 a warp: a lane's classes meet in its thread."
     if n_classes > 1024:
         return PairBlocks(1, 2, 1024, 4)
-    width = max(64, triton.next_power_of_2(n_classes))
+    width = max(64, next_power_of_2(n_classes))
     return PairBlocks(2048 // width, 4, width // 4, 4)
 
 
@@ -835,7 +835,7 @@ def launch_labels(
             LOG2_SCALE=log2_scale(z),
             UNSCALED_GRAD=unscaled_grad,
             BN=b.BN,
-            KP=triton.next_power_of_2(max(k, 1)),
+            KP=next_power_of_2(max(k, 1)),
             R=b.R,
             C=b.C,
             num_warps=b.warps,

@@ -56,11 +56,12 @@ def transposed_hint(
 def check_integers(lengths: Tensor, name: str, z: Tensor):
     "`ValueError` unless these are N integers on a device that can be read; z is [T,N,...]."
     n = z.shape[1]
-    whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+    kind = lengths.dtype
+    whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if not (lengths.shape == (n,) and (whole or n == 0)):  # a compiler takes sizes in a text for fixed
         got = f"{lengths.dtype} {list(lengths.shape)}{transposed_hint(lengths.numel(), z)}"
         raise ValueError(f"{name}: expected {n} integers, got {got}")
-    expect(not lengths.is_meta or z.is_meta, name, f"integers on {z.device} or a CPU", "meta")
+    expect(not lengths.is_meta or z.is_meta, name, lambda: f"integers on {z.device} or a CPU", "meta")
 
 
 def as_lengths(
@@ -98,9 +99,7 @@ def both_lengths(
             None,
         )
         target_lengths = (targets >= 0).sum(1)  # a negative label before others is within: an error
-    named = (input_lengths, "input_lengths"), (target_lengths, "target_lengths")
-    frames, lengths = (as_lengths(t, name, z) for t, name in named)
-    return frames, lengths
+    return as_lengths(input_lengths, "input_lengths", z), as_lengths(target_lengths, "target_lengths", z)
 
 
 graph_sources = []  # of the copies that a CUDA graph repeats: they live as long as any graph
@@ -176,9 +175,10 @@ def prepare_targets(
             longest,
         )
         width = min(width, max(lengths.tolist(), default=0))
-    if frames.device.type == lengths.device.type == "cpu":  # one copy for both
-        frames, lengths = to_device(torch.stack([frames, lengths]), z.device)
-    y, frames, lengths = (to_device(t, z.device) for t in (targets.long(), frames, lengths))
+    device = z.device
+    if frames.is_cpu and lengths.is_cpu:  # one copy for both
+        frames, lengths = to_device(torch.stack([frames, lengths]), device)
+    y, frames, lengths = to_device(targets.long(), device), to_device(frames, device), to_device(lengths, device)
     if y.dim() == 1:  # a row that would end behind the last label has no length
         lengths = lengths.masked_fill(lengths.cumsum(0) > longest, -1)
         y = pad_targets(y, lengths, width)

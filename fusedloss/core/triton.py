@@ -42,10 +42,13 @@ def own_log2() -> Callable:
 log2 = own_log2()
 
 
+HERE = nullcontext()
+
+
 def on_device(t: Tensor):
     "A context in which kernels launch where `t` lies."
     elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
-    return torch.cuda.device(t.device) if elsewhere else nullcontext()
+    return torch.cuda.device(t.device) if elsewhere else HERE
 
 
 @functools.cache
@@ -59,6 +62,11 @@ def triton_works() -> bool:
         warnings.warn(f"Triton does not work here, and PyTorch takes its place: {reason!r}", stacklevel=3)
         return False
     return True
+
+
+def next_power_of_2(n: int) -> int:
+    "The least power of two that is not below n; Triton's own function takes as long as a launch."
+    return 1 << (n - 1).bit_length()
 
 
 def has_kernel(z: Tensor) -> bool:
