@@ -108,6 +108,10 @@ def test_arguments_of_which_a_kernel_is_made_are_told_apart():
     assert len(set(map(kind, differ))) == len(differ)
 
 
+def test_powers_of_two():
+    assert [core.next_power_of_2(n) for n in (1, 2, 3, 4, 5, 1024, 1025, 2**40 + 1)] == [1, 2, 4, 4, 8, 1024, 2048, 2**41]
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has the instruction")
 def test_the_interpreter_has_no_instruction_of_a_gpu():
     assert core.own_log2() is core.exact_log2

@@ -75,15 +75,13 @@ def has_kernel(z: Tensor) -> bool:
 
 
 def kind_of(
-    value: Any,  # an argument of a kernel: neither a plain tensor nor an integer
+    value: Any,  # an argument of a kernel: neither a plain tensor nor a number
 ) -> Any:
     "What of it the compiled kernel depends on."
-    if type(value) is float:
-        return float
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple):
         return type(value), kinds_of(value)
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16
     if hasattr(value, "block_shape"):
         return value.base.dtype, *value.block_shape
     return type(value), value
@@ -101,6 +99,8 @@ def kinds_of(
             if type(v) is Tensor
             else (v == 1, v % 16 == 0, -(2**31) <= v < 2**31, v < 2**63)
             if type(v) is int
+            else float
+            if type(v) is float
             else kind_of(v)
             for v in args
         ]
