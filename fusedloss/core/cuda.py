@@ -78,14 +78,15 @@ class Parameters:
 
     def launch(
         self,
-        how: tuple,  # the driver's function, and numbers of blocks, of threads, of bytes that they share
+        ask: Callable,  # the driver's `cuLaunchKernel`
+        how: tuple,  # the kernel as the driver knows it, and numbers of blocks, of threads, of bytes that they share
         stream: int,
         values: list[int],
     ) -> int:  # the driver's error, and nothing has happened; 0 if there is none
         "Launch a kernel on the current device."
         with self.lock:  # another thread would write its values
             self.write(self.memory, 0, *values)
-            return driver().cuLaunchKernel(*how, ctypes.c_void_p(stream), self.places, None)
+            return ask(*how, ctypes.c_void_p(stream), self.places, None)
 
 
 COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -131,7 +132,7 @@ class CompiledByCupy(Compiled):
             a if type(a) is int else 0 if a is None else a.data_ptr() if type(a) is Tensor else as_bits(a) for a in args
         ]
         how = self.function, grid, 1, 1, block, 1, 1, shared
-        if self.function and not self.values.launch(how, stream, values):
+        if self.function and not self.values.launch(driver().cuLaunchKernel, how, stream, values):
             return  # which spares the objects that CuPy makes of numbers; CuPy says what is wrong
         if shared > 49152:
             self.kernel.max_dynamic_shared_size_bytes = shared
@@ -296,15 +297,15 @@ class Bound:
     def __init__(self, launch: Callable, device: int, blocks: int, threads: int, addresses: int, *numbers: int | float):
         self.kernel, self.device, self.values = launch, device, Parameters("Q" * addresses, *numbers)
         function = ctypes.c_void_p(launch.handle(0, addresses + len(numbers)))  # which lives as long as the kernel
-        self.how = function, blocks, 1, 1, threads, 1, 1, 0
+        self.how, self.ask = (function, blocks, 1, 1, threads, 1, 1, 0), driver().cuLaunchKernel
 
     def __call__(self, *places: Tensor | int | None):
         "Launch on the current stream of the device, which is the current one."
         addresses = [p if type(p) is int else 0 if p is None else p.data_ptr() for p in places]
-        given = self.how, torch._C._cuda_getCurrentRawStream(self.device), addresses
-        failed = self.values.launch(*given)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        failed = self.values.launch(self.ask, self.how, stream, addresses)
         if failed == NO_CONTEXT:
             enter_context(self.device)
-            failed = self.values.launch(*given)
+            failed = self.values.launch(self.ask, self.how, stream, addresses)
         if failed:
             raise RuntimeError(f"cuLaunchKernel: the driver answers with error {failed}")
