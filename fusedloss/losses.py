@@ -20,7 +20,7 @@ from fusedloss.chunks import (
     scaled_gradients, sum_unit)
 from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cross_entropy
 from fusedloss.core.checks import (
-    acc_dtype, check_labels, check_linear, check_target, check_weight, check_weights, expect, once_for_alike)
+    acc_dtype, bad_labels, check_labels, check_linear, check_target, check_weight, check_weights, expect, once_for_alike)
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
@@ -405,8 +405,8 @@ def early_tiles(
     how = 0.0, None, *sides
     lse, score, row_max = tiled_lse_fwd(x_k, w_k, y, *how, o.logit_scale)
     loss = reduce_loss(lse - score, y, len(w), o.ignore_index, "mean" if mean else "sum")
-    counts = (y != o.ignore_index).to(lse.dtype)
-    g = counts / counts.sum().clamp(min=1) if mean else counts
+    known = (y != o.ignore_index) & ~bad_labels(y, len(w), o.ignore_index)
+    g = known.to(lse.dtype) / ((y != o.ignore_index).sum().clamp(min=1) if mean else 1)
     dx, dw = tiled_lse_bwd(g, -g, x_k, w_k, y, lse, row_max, *how, *needs[:2], o.logit_scale)
     return loss, *with_dtypes((dx, dw, lse.new_empty(0)), x, w, lse.dtype), *(lse.new_empty(0) for _ in range(4))
 
@@ -449,25 +449,25 @@ compiled_reduced_loss = operator("fusedloss::compiled_reduced_loss", compiled_re
 def compiled_token_losses_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [V]
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics,
-    reduction:str, method:str, memory_budget:Optional[int], need_x:bool, need_w:bool, need_b:bool,
+    grad_dtype:torch.dtype, reduction:str, method:str, memory_budget:Optional[int], need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Losses [N], lse [N], entropy [N or 0], rows [2 or 5, N]; logits [N,V] where the plan keeps them, else [0,V]."
-    if not rows_kept(x, w, bias, weight, token_weight, o, stats, reduction, method, memory_budget, (need_x, need_w, need_b)):
+    if not rows_kept(x, w, bias, weight, token_weight, o, stats, grad_dtype, reduction, method, memory_budget, (need_x, need_w, need_b)):
         found = recompute_fwd(x, w, target, bias, weight, token_weight, denominator, o, stats, memory_budget or 0, 0.0)
         return *found[:4], x.new_empty(0, len(w))
     z = F.linear(x, w, bias)
     return *rows_fwd(z[:, None], target, weight, token_weight, denominator, o, stats), z
 
-def rows_kept(x, w, bias, weight, token_weight, o, stats, reduction, method, memory_budget, needs) -> int:  # as above
+def rows_kept(x, w, bias, weight, token_weight, o, stats, grad_dtype, reduction, method, memory_budget, needs) -> int:  # as above
     "How many rows of logits the plan keeps: all, or none."
     r = call_at_run(x, w, bias, weight, token_weight, o, x.dtype, reduction, "differentiable" if stats.entropy else "",
-                    (memory_budget, "auto", None), needs)
+                    (memory_budget, "auto", None), needs)._replace(grad_dtype=grad_dtype)
     return x.shape[0] if decide_method(r, x.device, method).method == "eager" else 0
 
-def fake_compiled_token_losses(x, w, target, bias, weight, token_weight, denominator, o, stats, reduction, method, memory_budget, *needs):
+def fake_compiled_token_losses(x, w, target, bias, weight, token_weight, denominator, o, stats, grad_dtype, reduction, method, memory_budget, *needs):
     "The shapes of `compiled_token_losses_fwd`'s results; how many rows of logits, only a run knows."
     n, new = target.shape[0], lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
-    kept = (rows_kept(x, w, bias, weight, token_weight, o, stats, reduction, method, memory_budget, needs) if isinstance(n, int)
+    kept = (rows_kept(x, w, bias, weight, token_weight, o, stats, grad_dtype, reduction, method, memory_budget, needs) if isinstance(n, int)
             else torch.library.get_ctx().new_dynamic_size())
     return new(n), new(n), new(n if stats.entropy else 0), new(row_numbers(stats), n), x.new_empty(kept, w.shape[0])
 
@@ -488,7 +488,7 @@ def compiled_token_losses_bwd(
 
 def save_compiled_token_losses(ctx, inputs, output):
     "The inputs, two numbers a row, and the logits that are kept."
-    *tensors, ctx.options, ctx.stats, _, _, budget, _, _, _ = inputs
+    *tensors, ctx.options, ctx.stats, _, _, _, budget, _, _, _ = inputs
     ctx.budget = budget or 0
     _, _, entropy, rows, z = output
     ctx.save_for_backward(*tensors, rows, entropy, z)
@@ -544,7 +544,7 @@ def traced_token_losses(r:Call, t:Operands, a:Asked, method:str) -> Tensor | tup
     x, w, *bias = autocast_like_linear(as_rows(t.input), t.linear_weight, *bias)
     y = flat(t.target.long()), (bias or [None])[0], flat(t.weight), flat(t.token_weight)
     total = total_weight(y[0], y[2], y[3], a.options.ignore_index, acc_dtype(x.dtype)) if a.reduction == "mean" else None
-    losses, *rows, _ = compiled_token_losses(x, w, *y, total, a.options, statistics_of(a.return_stats), a.reduction, method, a.memory_budget, *map(bool, r.needs))
+    losses, *rows, _ = compiled_token_losses(x, w, *y, total, a.options, statistics_of(a.return_stats), r.grad_dtype, a.reduction, method, a.memory_budget, *map(bool, r.needs))
     loss = reduce_rows(losses, a.reduction)
     loss = loss.view(t.target.shape) if a.reduction == "none" else loss
     result = (loss, row_stats(*rows, t.target, y[3], a.options.z_loss)) if a.return_stats else loss

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fusedloss as fl
 import fusedloss.losses as losses
+from fusedloss.core import checks
 from fusedloss.core.options import Asked, LossOptions, Operands
 from fusedloss.core.versions import torch_version
 from fusedloss.baseline import sample_data
@@ -368,6 +369,36 @@ def test_compiled_once_for_any_number_of_tokens(method, fresh_compiler):
     for n in (5, 6, 9, 12):
         fn(torch.randn(n, 8, requires_grad=True), torch.randint(50, (n,)))
     assert seen.frame_count == 1
+
+
+@follows_plans
+@pytest.mark.parametrize("method, reduction", [*grid(METHODS, ["mean"]), ("tiles", "sum"), ("auto", "none"), ("eager", "none")])
+def test_a_compiled_label_outside_the_classes_has_no_gradient(method, reduction, fresh_compiler, monkeypatch):
+    "Its loss is NaN; the gradients of the others are those of the same method without a compiler"
+    everywhere(monkeypatch, checks, "may_look", lambda t: False)
+    x, w, _, y = sample(dtype=f32)
+    y[3] = 40
+    x.requires_grad_(), w.requires_grad_()
+    fn = lambda x, w, y: linear_cross_entropy(x, w, y, method=method, reduction=reduction, memory_budget=2**24).sum()
+    found = [(loss, *torch.autograd.grad(loss, [x, w])) for loss in (torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)(x, w, y), fn(x, w, y))]
+    for got, expected in zip(*found): torch.testing.assert_close(got, expected, equal_nan=True)
+    assert found[0][0].isnan() and (found[0][1][3] == 0).all()
+
+
+@follows_plans
+@pytest.mark.parametrize("asked", [{}, dict(reduction="none"), dict(return_stats=True)])
+def test_a_compiled_call_is_planned_as_the_same_without_a_compiler(asked, fresh_compiler, monkeypatch):
+    planned, decide = [], losses.decide_method
+    everywhere(monkeypatch, losses, "decide_method", lambda r, *how: planned.append(r) or decide(r, *how))
+    x, w, b, y = sample(dtype=f32)
+    share = torch.linspace(1, 2, len(y))
+    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", bf16):
+            found = linear_cross_entropy(x, w, y, linear_bias=b, token_weight=share, softcap=5.0, **asked)
+        return found[0] + found[1].lse.sum() if asked.get("return_stats") else found.sum()
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    for run in (fn, torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)): run(*leaves)
+    assert planned[0] == planned[-1] and len(planned) > 1
 
 
 # --- what it takes ---
