@@ -6,8 +6,8 @@
 __all__ = ['recompute_linear_cross_entropy']
 
 # %% ../nbs/08_filter.ipynb #f1a36d2a
-import itertools, math
-from typing import NamedTuple, Optional, Unpack
+import functools, itertools, math
+from typing import Callable, NamedTuple, Optional, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel,
     tile_slices, wide, wide_product)
 from fusedloss.core.reference import (
-    flat, plain_divisor, plain_row_coefs, reduce_rows, row_stats, row_terms,
+    as_rows, flat, plain_divisor, plain_row_coefs, reduce_rows, row_stats, row_terms,
     scores_in_place, total_weight)
 from fusedloss.core.rows import load_labels
 from fusedloss.core.softmax import log2_scale
@@ -463,27 +463,26 @@ def fake_gradients(g_loss, g_lse, g_entropy, x, w, target, bias, *others):
             (w if bias is None else bias).new_empty(w.shape[0] if need_b else 0))
 
 # %% ../nbs/08_filter.ipynb #3f0dcb52
-def save_recompute(ctx, inputs, output):
-    "The inputs, two numbers a row, and what the filter found."
-    *tensors, ctx.options, ctx.stats, ctx.budget, _ = inputs
+def save_rows(ctx, inputs, output):
+    "The inputs, two numbers a row, and what else forward keeps."
+    ctx.options, ctx.stats, ctx.budget = inputs.o, inputs.stats, inputs.budget
     _, _, entropy, rows, *kept = output
-    ctx.save_for_backward(*tensors, rows, entropy, *kept)
+    ctx.save_for_backward(*inputs[:7], rows, entropy, *kept)
     ctx.mark_non_differentiable(rows, *kept)
 
-def gradient_of_recompute(ctx, needs, g_loss, g_lse, g_entropy, *_):
-    "dx, dw, db, where they are needed."
+def gradients_of_rows(grad:Callable, ctx, needs, g_loss, g_lse, g_entropy, *_):
+    "dx, dw, db, where they are needed, as `grad` makes them of what was saved."
     upstream, wanted = (g_loss, g_lse, g_entropy if ctx.stats.entropy else None), {
         "x": needs.x, "w": needs.w, "bias": needs.bias}
     if not any(wanted.values()) or all(g is None for g in upstream): return {}
-    found = recompute_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget,
-                           *wanted.values())
+    found = grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget, *wanted.values())
     return {name: g for (name, need), g in zip(wanted.items(), found) if need}
 
 # %% ../nbs/08_filter.ipynb #eb5bf36f
 recompute_grad = operator("fusedloss::recompute_grad", recompute_bwd, fake=fake_gradients,
                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
 recompute_loss = operator("fusedloss::recompute_loss", recompute_fwd, fake=fake_recompute,
-                          save=save_recompute, backward=gradient_of_recompute,
+                          save=save_rows, backward=functools.partial(gradients_of_rows, recompute_grad),
                           flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/08_filter.ipynb #3a997559
@@ -495,24 +494,32 @@ def check_filter(filter_eps:Optional[float], label_smoothing:float):
            "None beside label smoothing, whose gradient is no multiple of p", filter_eps)
 
 # %% ../nbs/08_filter.ipynb #54c54891
+def run_rows(
+    losses_of:Callable,  # of x, w, labels, bias, weights and total: losses [N], lse [N], entropy, rows, and more
+    input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor],
+    weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str, return_stats:bool,
+) -> Tensor | tuple[Tensor, CrossEntropyStats]:
+    "Losses of rows in the dtypes that `F.linear` would see, reduced, and their statistics."
+    bias = [] if linear_bias is None else [linear_bias.contiguous()]
+    x, w, *bias = autocast_like_linear(as_rows(input), linear_weight, *bias)
+    y = flat(target.long()), (bias or [None])[0], flat(weight), flat(token_weight)
+    total = (total_weight(y[0], y[2], y[3], o.ignore_index, acc_dtype(x.dtype))
+             if reduction == "mean" else None)
+    losses, *rows = losses_of(x, w, *y, total)
+    loss = reduce_rows(losses, reduction)
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    return (loss, row_stats(*rows[:3], target, y[3], o.z_loss)) if return_stats else loss
+
 def run_recompute(
     input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor],
     weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,
     memory_budget:Optional[int], filter_eps:Optional[float], return_stats:bool,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "`recompute_linear_cross_entropy` of what has been checked."
-    x, w, *bias = autocast_like_linear(input.flatten(0, -2) if input.dim() > 1 else input[None],
-                                       linear_weight, *([] if linear_bias is None else
-                                                        [linear_bias.contiguous()]))
-    y = flat(target.long()), (bias or [None])[0], flat(weight), flat(token_weight)
-    denominator = (total_weight(y[0], y[2], y[3], o.ignore_index, acc_dtype(x.dtype))
-                   if reduction == "mean" else None)
-    spends = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w))
-    losses, *rows = recompute_loss(x, w, *y, denominator, o, statistics_of(return_stats), memory_budget or 0,
-                                   float(spends and filter_eps or 0))
-    loss = reduce_rows(losses, reduction)
-    loss = loss.view(target.shape) if reduction == "none" else loss
-    return (loss, row_stats(*rows[:3], target, y[3], o.z_loss)) if return_stats else loss
+    spends = torch.is_grad_enabled() and (input.requires_grad or linear_weight.requires_grad)
+    how = o, statistics_of(return_stats), memory_budget or 0, float(spends and filter_eps or 0)
+    return run_rows(lambda *rows: recompute_loss(*rows, *how), input, linear_weight, target, linear_bias,
+                    weight, token_weight, o, reduction, return_stats)
 
 # %% ../nbs/08_filter.ipynb #5bca2f0b
 @lists_options
