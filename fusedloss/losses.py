@@ -39,7 +39,8 @@ from fusedloss.filter import (
     run_recompute, run_rows, save_rows)
 from fusedloss.kernels import rows_bwd, rows_fwd
 from fusedloss.plans import (
-    Call, chunks_budget, Estimate, least, make_plan, Plan, REFUSALS, rows_of_targets, tile_sides)
+    Call, chunks_budget, Estimate, least, make_plan, Plan, refusal_of, rows_of_targets, SUPPORTS,
+    tile_sides)
 from fusedloss.product import product_loss, run_product
 from fusedloss.recompute import check_recompute
 from fusedloss.tiles import run_tiled, tiled_lse_bwd, tiled_lse_fwd
@@ -170,9 +171,9 @@ def needs_of(*tensors:Optional[Tensor]) -> tuple[int, ...]:  # 1 or 0, since PyT
 
 def options_in_use(t:Operands, a:Asked, kind:str) -> tuple[str, ...]:  # by name; of target as `check_call` has it
     "What of a call not every method has."
-    given = [name for name in ("linear_bias", "weight", "token_weight") if getattr(t, name) is not None]
+    given = [name for name in Operands._fields[3:] if getattr(t, name) is not None]
     if a.filter_eps is not None: given.append("filter_eps")
-    if kind: given.append(kind)
+    if kind and kind not in given: given.append(kind)
     return *given, *a.options.changed()
 
 def has_kernels(t:Tensor) -> bool:
@@ -490,7 +491,7 @@ compiled_token_losses = operator("fusedloss::compiled_token_losses", compiled_to
 def traced_method(r:Call, device:torch.device, method:str) -> str:
     "The method that is asked for, or `auto`; `ValueError` where no number of tokens would do."
     r = r._replace(n=1, memory_budget=None)
-    able = [name for name, refusal in REFUSALS.items() if not refusal(r)]
+    able = [name for name in SUPPORTS if not refusal_of(r, name)]
     if not able or method != "auto" and method not in able:
         p = make_plan(r, machine_here(device) if r.gpu else CPU)
         raise ValueError(refusal_message(p, None if method == "auto" else p[method], method))

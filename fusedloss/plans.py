@@ -20,7 +20,7 @@ from fusedloss.core.devices import Device
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
-from fusedloss.core.score_product import product_of
+from fusedloss.core.score_product import BARE, product_of
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.product import plan_product, product_obstacle, product_row
@@ -98,14 +98,14 @@ def rate_share_of_parts(r:Call, machine:Machine, product:str, size:int) -> float
 def make_estimate(
     method:str, r:Call, machine:Machine, costs:list[Cost], launches:int,
     host:float,  # seconds of Python and of launches
-    extra:int, cut:tuple, refusal:str="", caution:str="",
+    extra:int, cut:tuple, caution:str="",
 ) -> Estimate:
     "Add up the costs; tensors that autocast makes count as extra."
     casts = 0 if r.dtype == r.grad_dtype else (r.v + r.n) * r.h * r.dtype.itemsize
     seconds = predict_seconds(costs, machine, r.work) + LAUNCH_SECONDS * launches
     if r.gpu: seconds = max(seconds, host)  # the GPU works while the host goes on
     return Estimate(method, sum(c.flops for c in costs), sum(c.bytes for c in costs), extra + casts,
-               seconds, cut, refusal, caution)
+                    seconds, cut, refusal_of(r, method), caution)
 
 # %% ../nbs/10_plans.ipynb #e2e5f6c8
 def tokens_product(
@@ -139,43 +139,39 @@ def plain_logit_copies(r:Call, kept:bool) -> float:
 
 # %% ../nbs/10_plans.ipynb #93ae9f4c
 TARGET_ROWS = ("probabilities", "target_weight")  # kinds of targets with more than one number a token
+OF_ROWS = ("linear_bias", "weight", "label_smoothing", "logit_scale", "softcap", "z_loss", "token_weight")
+EACH_TOKEN, GRADED = "reduction 'none'", "gradients of return_stats"
 
-def cannot_filter(r:Call) -> str:
-    "Why a method that keeps its logits refuses a filter; empty without one."
-    return "it has no filter_eps" if "filter_eps" in r.options else ""
+SUPPORTS = dict(  # what each method can do besides a plain mean or sum, by the names of `wishes`; it refuses all else
+    eager=(*OF_ROWS, *TARGET_ROWS, "return_stats", GRADED, EACH_TOKEN),
+    product=("weight", "logit_scale", "z_loss", "token_weight"),
+    chunks=(*OF_ROWS, *TARGET_ROWS, "return_stats", "chunk_size"),
+    recompute=(*OF_ROWS, "filter_eps", "return_stats", GRADED, EACH_TOKEN),
+    tiles=("logit_scale", EACH_TOKEN))
+BY_PRODUCT = ("weight", *BARE, "token_weight", EACH_TOKEN)  # of recompute, where stage 9's kernels make the scores
 
-def rows_of_targets(r:Call) -> str:
-    "Why a method of one label a token refuses; empty if there is one."
-    return next((f"it has no {kind}" for kind in TARGET_ROWS if kind in r.options), "")
+REASONS = {EACH_TOKEN: "its gradients are formed before 'none' has any", GRADED: "its lse and entropy have no gradient"}
 
-def eager_refusal(r:Call) -> str:
-    "What all logits lack; empty if nothing."
-    return "it has no chunks" if r.chunk_size else cannot_filter(r)
-
-def chunks_refusal(r:Call) -> str:
-    "What stage 6 lacks; empty if nothing."
-    if r.reduction == "none": return "its gradients are formed before 'none' has any"
+def wishes(r:Call) -> list[str]:
+    "What a call asks for that not every method can do."
     graded = any(r.needs) and r.stats == "differentiable"
-    return "its lse and entropy have no gradient" if graded else cannot_filter(r)
+    each = [] if r.reduction in ("mean", "sum") else [f"reduction '{r.reduction}'"]
+    return [*each, *r.options, *["return_stats"] * (r.stats != ""), *[GRADED] * graded, *["chunk_size"] * (r.chunk_size is not None)]
 
-def product_refusal(r:Call) -> str:
-    "What stage 9 lacks; empty if nothing."
-    if r.reduction == "none": return "its gradients are formed before 'none' has any"
-    lacks = [name for name in r.options if name not in ("logit_scale", "z_loss", "token_weight", "weight")]
-    lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
-    return f"it has no {', '.join(lacks)}" * bool(lacks)
+def lacking(r:Call, supported:tuple[str, ...]) -> list[str]:
+    "What of a call's wishes is not supported."
+    return [name for name in wishes(r) if name not in supported]
 
-def recompute_refusal(r:Call) -> str:
-    "What stage 7 lacks; empty if nothing."
-    return "it has slabs, not chunks" if r.chunk_size else rows_of_targets(r)
+def refusal_of(r:Call, method:str) -> str:
+    "Why a method cannot do what a call asks; empty if it can."
+    lacks = lacking(r, SUPPORTS[method])
+    if not lacks: return ""
+    if lacks[0] in REASONS: return REASONS[lacks[0]]
+    return f"it has no {', '.join([name for name in lacks if name not in REASONS])}"
 
-def tiles_refusal(r:Call) -> str:
-    "What stage 2 lacks; empty if nothing."
-    lacks = [name for name in r.options if name != "logit_scale"]
-    lacks += ["return_stats"] * bool(r.stats) + ["chunk_size"] * bool(r.chunk_size)
-    return f"it has no {', '.join(lacks)}" * bool(lacks)
-
-REFUSALS = dict(eager=eager_refusal, product=product_refusal, chunks=chunks_refusal, recompute=recompute_refusal, tiles=tiles_refusal)
+def rows_of_targets(r:Call) -> bool:
+    "Whether a token's target is a row of numbers."
+    return any([kind in r.options for kind in TARGET_ROWS])
 
 # %% ../nbs/10_plans.ipynb #8bb17b20
 def gradient_bytes(r:Call) -> int:
@@ -190,14 +186,14 @@ def counted_bytes(r:Call) -> int:
 def eager_estimate(r:Call, machine:Machine) -> Estimate:
     "All logits at once."
     graded, size = any(r.needs), r.n * r.v
-    kept = graded and (r.reduction == "none" or r.stats != "" or rows_of_targets(r) != "")
+    kept = graded and (r.reduction == "none" or r.stats != "" or rows_of_targets(r))
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, machine, 1, 1, r.work)]
     copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
-                    max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",), eager_refusal(r))
+                    max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))
 
 # %% ../nbs/10_plans.ipynb #1be5d8db
 MOST_ROUNDINGS = 8  # of dw in 16 bits, at most
@@ -255,15 +251,14 @@ def chunks_estimate(r:Call, machine:Machine) -> Estimate:
              *summing_dw(r, c)]
     return make_estimate("chunks", r, machine, costs, 10 + 5 * chunks,
                     HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["chunk"], extra,
-                    ("rows", c.rows, "dw in fp32" if c.wide else ""), chunks_refusal(r),
+                    ("rows", c.rows, "dw in fp32" if c.wide else ""),
                     "" if r.chunk_size else rounding_caution(r, chunks, c.wide))
 
 # %% ../nbs/10_plans.ipynb #ba0e1496
 def product_estimate(r:Call, machine:Machine) -> Estimate:
     "Exponentials leave the product; no pass over logits."
-    refusal = product_refusal(r)
     obstacle = product_obstacle(r.dtype, r.h, machine.device) if r.gpu else "no GPU"
-    if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal, caution=f"by chunks: {obstacle}")
+    if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal_of(r, "product"), caution=f"by chunks: {obstacle}")
     (n, v, h), tile = r.sizes, product_of(machine.device).classes
     c = plan_product(r.packed, h, v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate, tile)
     beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0]), tile) - logits_row(v, r.work))  # sums of tiles
@@ -275,13 +270,12 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     caution = "it is for gradients"
     if any(r.needs): caution = rounding_caution(r, chunks, c.wide, MOST_WITHOUT_TARGETS)
     return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
-                         extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), refusal, caution)
+                         extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), caution)
 
 # %% ../nbs/10_plans.ipynb #e3f47e58
 def takes_bare(r:Call, d:Device) -> bool:
     "Whether stage 9's kernel takes stage 7's scores."
-    unsupported = {"linear_bias", "label_smoothing", "logit_scale", "softcap", "filter_eps"} & {*r.options}
-    return not (unsupported or r.stats or product_of(d).reason(r.dtype, r.h, d))
+    return not (lacking(r, BY_PRODUCT) or product_of(d).reason(r.dtype, r.h, d))
 
 def slab_tiling(r:Call, machine:Machine, busy:bool) -> Tiling:
     "How stage 7 cuts scores, where rows of features may be copied by descriptors."
@@ -349,8 +343,7 @@ def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int
 def recompute_estimate(r:Call, machine:Machine) -> Estimate:
     "No logits; backward makes them again."
     found = (slab_estimate if r.gpu and r.dtype.itemsize == 2 else plain_estimate)(r, machine)
-    return make_estimate("recompute", r, machine, *found,
-                    recompute_refusal(r))
+    return make_estimate("recompute", r, machine, *found)
 
 # %% ../nbs/10_plans.ipynb #327ea4ba
 def tiles_extra_bytes(r:Call, rows:int, columns:int) -> int:
@@ -384,7 +377,7 @@ def tiles_estimate(r:Call, machine:Machine) -> Estimate:
     tiles = -(-n // rows) * stripes
     host = HOST_SECONDS["tiles"] + tiles * HOST_SECONDS["tile"] + stripes * HOST_SECONDS["stripe"]
     return make_estimate("tiles", r, machine, costs, 35 * tiles, host,
-                    tiles_extra_bytes(r, rows, columns), ("tiles of", rows, columns), tiles_refusal(r))
+                    tiles_extra_bytes(r, rows, columns), ("tiles of", rows, columns))
 
 # %% ../nbs/10_plans.ipynb #4188b4fb
 NEARLY_EQUAL = 1.02  # times that no measurement here tells apart

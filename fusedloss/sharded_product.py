@@ -18,7 +18,7 @@ from fusedloss.core.checks import acc_dtype, check_labels, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import first_order, keeps_graph
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import KINDS, LossOptions
 from fusedloss.core.products import part, put_product, tile_slices
 from fusedloss.core.ranks import (
     all_say, gather_rows, RankTokens, reduce_scatter_rows, Shards, start_gather)
@@ -26,7 +26,7 @@ from fusedloss.core.reference import plain_divisor, total_weight
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.score_product import product_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
-from fusedloss.plans import MOST_WITHOUT_TARGETS
+from fusedloss.plans import MOST_WITHOUT_TARGETS, SUPPORTS
 from fusedloss.product import (
     aligned_parts, launch_better_offsets, launch_scaled, launch_targets, LIMITS, LN2, product_obstacle,
     product_row, product_rows, reference_exponentials, reference_scaled, reference_targets, usable_product,
@@ -322,9 +322,10 @@ def chunk_rows(
 # %% ../nbs/28_sharded_product.ipynb #splacks0
 def product_lacks(dtype:torch.dtype, reduction:str, bias:Optional[Tensor], stats:bool, o:LossOptions) -> list[tuple]:
     "Options that the method does not have: their names, what it expects, and what is given."
-    rules = (("reduction", "'mean' or 'sum'", repr(reduction), reduction == "none"), ("linear_bias", "None", "a tensor", bias is not None),
-             ("return_stats", "False", stats, stats), ("label_smoothing", "0", o.label_smoothing, o.label_smoothing > 0),
-             ("softcap", "None", o.softcap, o.softcap > 0),
+    default = lambda name: "None" if KINDS[name][1].optional else f"{o._field_defaults[name]:g}"
+    rules = (("reduction", "'mean' or 'sum'", repr(reduction), reduction not in ("mean", "sum")),
+             ("linear_bias", "None", "a tensor", bias is not None), ("return_stats", "False", stats, stats),
+             *[(name, default(name), getattr(o, name), name not in SUPPORTS["product"]) for name in o.changed()],
              ("input", "bfloat16, float32 or float64", dtype, dtype == torch.float16))
     return [(name, f"{expected} for method='product' over ranks", got) for name, expected, got, lacks in rules if lacks]
 

@@ -244,6 +244,15 @@ def test_a_label_out_of_range(method):
         linear_cross_entropy(x, w, y, method=method)
 
 
+def test_a_plan_knows_of_every_option_and_tensor_that_is_given():
+    x, w, b, y = sample()
+    t = Operands(x, w, y)
+    changed = LossOptions(*(0.5 for _ in LossOptions._fields))._replace(ignore_index=-100)
+    assert losses.call_of(t, Asked(LossOptions())).options == ()
+    assert losses.call_of(t, Asked(changed, filter_eps=0.1)).options == ("filter_eps", *LossOptions._fields[1:])
+    for name in Operands._fields[3:]: assert losses.call_of(t._replace(**{name: b}), Asked(LossOptions())).options == (name,)
+
+
 # --- a citizen of autograd ---
 
 @pytest.mark.parametrize("method", METHODS)

@@ -195,12 +195,21 @@ def test_chunks_are_planned_for_the_tokens_that_count():
     assert part["chunks"].extra == few_["chunks"].extra + 2 * 1024 * 512 * 2  # picked rows of x and of dx
 
 
+@pytest.mark.parametrize("asked", [dict(options=("hue",)), dict(options=("weight", "hue")), dict(reduction="hue")])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_every_method_refuses_what_it_does_not_know(asked, gpu):
+    r = plan(64, 1000, 8, device="cuda" if gpu else "cpu").call._replace(**asked)
+    p = planning.make_plan(r, H200 if gpu else None)
+    assert [w.refusal for w in p.estimates if "hue" not in w.refusal] == [] and not p.able and p.method is None
+    assert planning.takes_bare(r._replace(options=(), reduction="sum"), H200.device) and not planning.takes_bare(r, H200.device)
+
+
 # --- planted bugs ---
 
 MUTANTS = {  # what is wrong: (text of fusedloss/plans.py, what stands in its place)
     "memory is taken for little time": ("w.seconds <= NEARLY_EQUAL *", "w.seconds <= 1.0 *"),
     "chunks give statistics without gradient": ('graded = any(r.needs) and r.stats == "differentiable"', "graded = False"),
-    "chunks take a loss for each token": ('"What stage 6 lacks; empty if nothing."\n    if r.reduction == "none"', '"What stage 6 lacks; empty if nothing."\n    if r.reduction == "x"'),
+    "chunks take a loss for each token": ('"return_stats", "chunk_size"),', '"return_stats", "chunk_size", EACH_TOKEN),'),
     "the budget is not looked at": ("w.extra <= self.budget]", "True]"),
     "the slowest is taken": ("if getattr(w, of) < getattr(best, of)", "if getattr(w, of) > getattr(best, of)"),
     "dw is rounded without end": ("chunks > most", "False"),

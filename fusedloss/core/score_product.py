@@ -15,6 +15,9 @@ from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 
 PRODUCTS: tuple[ScoreProduct, ...] = (IN_TURN,)  # one an architecture
 
+# of `LossOptions`: those that leave each score as the product makes it, and its gradient a multiple of p
+BARE = ("z_loss",)
+
 
 def product_of(d: Device) -> ScoreProduct:
     "The product of a device; where it has none, the first, which says why."
@@ -25,8 +28,8 @@ def product_of(d: Device) -> ScoreProduct:
 
 
 def takes_scores(x: Tensor, w: Tensor, bias: Optional[Tensor], o: LossOptions) -> bool:  # [N,H], [V,H], [V]
-    "Whether the kernels take a linear layer's scores: bare ones, without smoothing."
-    bare = bias is None and o.keeps_scores and not o.label_smoothing
+    "Whether the kernels take a linear layer's scores: bare ones."
+    bare = bias is None and all(name in BARE for name in o.changed())
     return bare and not product_of(device_of(x)).matrices_reason(x, w)
 
 
