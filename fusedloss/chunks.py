@@ -17,28 +17,21 @@ from torch import nn, Tensor
 from fusedloss.clusters import scaled_rows, forward_and_grad
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_inputs, check_linear, check_weight, check_weights,
-    expect, expect_tensor, FLOATS, is_integer, may_look)
+    expect, expect_tensor, FLOATS, is_integer)
 from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
-    autocasts, BATCHED, first_order, is_recorded, is_repeated, keeps_graph, observed, operator, Operator, products)
+    BATCHED, first_order, is_recorded, is_repeated, keeps_graph, observed, operator, Operator, products)
 from fusedloss.core.options import (
     configured, Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
-from fusedloss.core.products import part, product_dtype, put_product, tile_slices
+from fusedloss.core.products import (
+    equal_rows, linear_dtype, logits_row, make_logits, part, put_product, rounded_operand,
+    tile_slices)
+from fusedloss.core.promises import check_promise, hold_promise, packed_rows, put_back
 from fusedloss.core.reference import as_rows, flat, plain_divisor, row_stats, total_weight
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd
-
-# %% ../nbs/06_chunks.ipynb #cee6827f
-def equal_rows(
-    n_tokens:int, most:int,  # rows that a chunk may have
-) -> int:
-    "Rows of the fewest equal chunks, in multiples of 128 where `most` allows."
-    if n_tokens <= most: return max(n_tokens, 1)
-    rows = -(-n_tokens // -(-n_tokens // most))
-    aligned = -(-rows // 128) * 128
-    return aligned if aligned <= most else rows
 
 # %% ../nbs/06_chunks.ipynb #cf551c1f
 FEW = 4  # chunks of dw that are added in its own dtype without asking
@@ -47,11 +40,6 @@ class Chunks(NamedTuple):
     "How tokens are cut, and how dw is added up."
     rows: int  # tokens a chunk
     wide: bool  # dw summed in fp32 and rounded once; else in its own dtype, once a chunk
-
-# %% ../nbs/06_chunks.ipynb #966c94a3
-def logits_row(n_classes:int, dtype:torch.dtype) -> int:
-    "Bytes of one row of logits; rows start on sixteen bytes."
-    return -(-n_classes // 8) * 8 * dtype.itemsize
 
 # %% ../nbs/06_chunks.ipynb #ae7a61df
 def chunk_bytes(
@@ -155,12 +143,6 @@ class Gradients:
         if self.last != 1: dw.mul_(self.last)
         return dw.to(self.grad_dtype)
 
-# %% ../nbs/06_chunks.ipynb #0dc39eab
-def make_logits(z:Tensor, x:Tensor, w:Tensor, b:Optional[Tensor]):
-    "`z [B,V] = x wᵀ + b`, in place."
-    if b is None: torch.mm(x, w.T, out=z)
-    else: torch.addmm(b, x, w.T, out=z)
-
 # %% ../nbs/06_chunks.ipynb #af83a529
 def run_chunks(
     x:Tensor, w:Tensor, b:Optional[Tensor],  # [N,H]; [V,H] and [V] in the products' dtype
@@ -177,56 +159,6 @@ def run_chunks(
         parts.append(turn(z, i, wanted))
         if wanted: grads.spend(z, x_c, w, i)
     return parts[0] if len(parts) == 1 else tuple(torch.cat(p, -1) for p in zip(*parts))
-
-# %% ../nbs/06_chunks.ipynb #653d2bf0
-def packed_rows(
-    y:Tensor,  # [N]
-    ignore_index:int, max_valid:Optional[int],
-) -> Optional[Tensor]:  # int64, or None for all rows in their order
-    "The rows that enter the products, all valid ones among them, without asking the device."
-    if y.is_cpu:
-        valid = y != ignore_index
-        return None if valid.all() else valid.nonzero()[:, 0]
-    if max_valid is None or max_valid >= len(y): return None
-    # of no row, a broken promise would leave no gradient that could be NaN
-    return (y == ignore_index).byte().argsort(stable=True)[:max(max_valid, 1)]
-
-# %% ../nbs/06_chunks.ipynb #5f302b88
-def put_back(part:Tensor, order:Optional[Tensor], n:int, blank:float=0.0) -> Tensor:
-    "Rows `part [K,...]` where they came from among `n`; `blank` elsewhere."
-    if order is None: return part
-    return part.new_full((n, *part.shape[1:]), blank).index_copy_(0, order, part)
-
-# %% ../nbs/06_chunks.ipynb #9f3b364c
-def operand(t:Optional[Tensor], dtype:torch.dtype) -> Optional[Tensor]:
-    "`t` as the products take it, having been rounded to `dtype`."
-    if t is None: return None
-    t = t.to(dtype)
-    return t.to(product_dtype(t))
-
-# %% ../nbs/06_chunks.ipynb #a3906c48
-def check_promise(
-    target:Tensor,  # any shape
-    ignore_index:int, max_valid:Optional[int],
-):
-    "`ValueError` if more tokens are valid than was promised; on GPUs if FUSEDLOSS_DEBUG=1."
-    if max_valid is None or not may_look(target): return
-    valid = int((target != ignore_index).sum())
-    expect(valid <= max_valid, "max_valid", f"at least the {valid} tokens that are not ignored",
-           max_valid)
-
-def hold_promise(
-    result:Tensor|tuple[Tensor, CrossEntropyStats],  # a loss, and statistics beside it
-    target:Tensor, ignore_index:int, max_valid:Optional[int],
-) -> Tensor|tuple[Tensor, CrossEntropyStats]:
-    "`result`; where more tokens are valid than was promised, NaN, and so are its gradients."
-    if max_valid is None: return result
-    loss, *stats = (result,) if isinstance(result, Tensor) else result
-    broken = (target != ignore_index).sum() > max_valid
-    factor = torch.where(broken, torch.nan, 1.0).to(loss.dtype)
-    if not stats: return loss * factor
-    lse, entropy, *others = stats[0]
-    return loss * factor, CrossEntropyStats(lse * factor, entropy * factor, *others)
 
 # %% ../nbs/06_chunks.ipynb #7e455973
 def late_factors(
@@ -287,7 +219,7 @@ def chunked_loss_fwd(
     unscaled_grad, unit = torch.float16 in (dtype, x.dtype, grad_dtype), sum_unit(len(x), grad_dtype)
     pick = lambda t: t if order is None or t is None else t[order]
     y_k, t_k, empty = pick(y), pick(token_weight), lambda *size: x.new_empty(size, dtype=acc)
-    w_k, b_k = operand(w, dtype), operand(b, dtype)
+    w_k, b_k = rounded_operand(w, dtype), rounded_operand(b, dtype)
     plan = plan_chunks(len(y_k), x.shape[1], len(w), w_k.dtype, grad_dtype, need_w, chunk_size,
                        memory_budget, accumulate)
     turn = lambda z, i, wanted: chunk_loss(z.unsqueeze(1), part(y_k, i), weight, part(t_k, i), total, o,
@@ -393,14 +325,6 @@ chunked_loss_grad = operator(
         torch.empty_like(dx), torch.empty_like(dw), torch.empty_like(db, dtype=bias_dtype)))
 chunked_loss = operator("fusedloss::chunked_loss", chunked_loss_fwd, fake=fake_chunks,
                         save=save_gradients, backward=scaled_gradients, flops=count_chunks)
-
-# %% ../nbs/06_chunks.ipynb #621508f8
-def linear_dtype(input:Tensor, linear_weight:Tensor) -> torch.dtype:
-    "What `F.linear` would multiply in: autocast's dtype, but float64 stays."
-    device = input.device.type
-    wide = torch.float64 in (input.dtype, linear_weight.dtype)
-    if wide or not autocasts(device): return input.dtype
-    return torch.get_autocast_dtype(device)
 
 # %% ../nbs/06_chunks.ipynb #f6580a63
 def _check_tensor(name:str, t:Optional[Tensor], like:Tensor, shape:list[int], dtypes):

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.chunks import equal_rows
 from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import autocasts, check_reverse, first_order, is_later, operator, products
 from fusedloss.core.options import BackboneReduction, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
+    add_product, autocast_like_linear, equal_rows, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
     tile_product, tile_slices, wide, wide_product)
 from fusedloss.core.reference import online_sums
 from fusedloss.core.ranks import agreed_facts, Agreement, all_gather, all_reduce, check_mesh, Shards, shards_on

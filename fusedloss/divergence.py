@@ -13,16 +13,15 @@ import torch
 from torch import nn, Tensor
 
 from fusedloss.chunks import (
-    check_promise, gradients_of_chunks, hold_promise, late_factors, linear_dtype, logits_row,
-    make_logits, operand, packed_rows, plan_chunks, put_back, run_early, save_gradients,
-    scaled_gradients, sum_unit)
+    gradients_of_chunks, late_factors, plan_chunks, run_early, save_gradients, scaled_gradients, sum_unit)
 from fusedloss.core.checks import (
     acc_dtype, check_linear, check_weight, expect, expect_tensor, FLOATS, in_range, is_number)
 from fusedloss.core.operators import first_order, operator, products, quotient
 from fusedloss.core.options import LossOptions, Reduction
 from fusedloss.core.pairs import (
     divergence_rows, divergence_terms, DivergenceOptions, pair_parts, put_pair_gradient, weigh_rows)
-from fusedloss.core.products import part
+from fusedloss.core.products import linear_dtype, logits_row, make_logits, part, rounded_operand
+from fusedloss.core.promises import check_promise, hold_promise, packed_rows, put_back
 from fusedloss.core.ranks import all_gather, gather_rows, RankTokens, reduce_scatter_rows, Shards
 from fusedloss.core.reference import score_and_slope, sub_max
 from fusedloss.core.softmax import log2_scale
@@ -140,7 +139,7 @@ class Teacher(NamedTuple):
 # %% ../nbs/24_divergence.ipynb #dv5turn
 def teacher_logits(teacher:Teacher, rows:int) -> Callable[[slice], Tensor]:  # that a chunk has
     "What makes the teacher's logits [B,V] of a chunk of tokens, each chunk's in the place of the one before."
-    w, b = operand(teacher.w, teacher.dtype), operand(teacher.b, teacher.dtype)
+    w, b = rounded_operand(teacher.w, teacher.dtype), rounded_operand(teacher.b, teacher.dtype)
     width = logits_row(len(w), w.dtype) // w.dtype.itemsize
     buffer = w.new_empty(min(rows, len(teacher.x)), width)[:, :len(w)]
     def make(i):
@@ -177,7 +176,7 @@ def run_divergence(
     labels, v, row = weight_labels(token_weight), len(w), logits_row(len(w), dtype)
     order = None if labels is None else packed_rows(labels, -1, max_valid)
     n = len(x) if order is None else len(order)
-    w_k, b_k, teacher = operand(w, dtype), operand(b, dtype), teacher.rows(order)
+    w_k, b_k, teacher = rounded_operand(w, dtype), rounded_operand(b, dtype), teacher.rows(order)
     weights = token_weight if order is None else token_weight[order]
     budget = memory_budget and memory_budget * row // (row + teacher.row_bytes(v))
     plan = plan_chunks(n, x.shape[1], v, w_k.dtype, w.dtype, needs[1], None, budget)
@@ -532,12 +531,12 @@ def divergence_over_ranks(
     weight:Optional[Tensor], denominator:Optional[Tensor], c:RankCall, needs:tuple[bool, bool, bool],  # [N]
 ) -> tuple[Tensor, tuple[Optional[Tensor], ...]]:  # [N]; dx of this rank's tokens, dw, db
     "Losses of all tokens, and the gradients of their sum; None where not wanted."
-    x, w_k, most = rows.x, operand(w, w.dtype), -(-c.s.n_classes // c.s.ranks)  # alike on all ranks
+    x, w_k, most = rows.x, rounded_operand(w, w.dtype), -(-c.s.n_classes // c.s.ranks)  # alike on all ranks
     row = logits_row(most, w_k.dtype)
     budget = c.memory_budget and c.memory_budget * row // (row + logits_row(most, rows.teacher.dtype))
     plan = plan_chunks(len(x), x.shape[1], most, w_k.dtype, w.dtype, needs[1], None, budget)
     turn = turn_over_ranks(rows, weight, denominator, plan.rows, c)
-    found, grads = gradients_of_chunks(x, w, w_k, operand(b, w.dtype), None, w.dtype, plan, needs, w.dtype, 1.0, turn,
+    found, grads = gradients_of_chunks(x, w, w_k, rounded_operand(b, w.dtype), None, w.dtype, plan, needs, w.dtype, 1.0, turn,
                                        acc_dtype(x.dtype))
     dx, dw, db = (d if need else None for d, need in zip(grads, needs))
     home = None if dx is None else reduce_scatter_rows(dx, c.b, c.s)()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_flags, check_inputs, check_weights, expect, is_number)
+    acc_dtype, check_bias_and_budget, check_flags, check_inputs, check_weights, expect, is_number)
 from fusedloss.core.devices import device_of
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
@@ -28,6 +28,7 @@ from fusedloss.core.reference import (
     as_rows, flat, plain_divisor, plain_row_coefs, reduce_rows, row_stats, row_terms,
     scores_in_place, total_weight)
 from fusedloss.core.rows import load_labels
+from fusedloss.core.slabs import beside_dz, slab_tiles
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import (
     copyable, cut, is_busy, multiprocessors, operand, run_length, Tiling)
@@ -35,8 +36,8 @@ from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import row_numbers
 from fusedloss.recompute import (
-    beside_dz, check_recompute, kernel_bwd, launch_dz, launch_lse, launch_parts,
-    launch_terms, plain_bwd, plain_chunks, plain_fwd, run_numbers, slab_tiles, take_grad_scale)
+    kernel_bwd, launch_dz, launch_lse, launch_parts, launch_terms, plain_bwd, plain_chunks, plain_fwd, run_numbers,
+    take_grad_scale)
 
 # %% ../nbs/08_filter.ipynb #15c00abb
 class Order(NamedTuple):
@@ -542,7 +543,7 @@ def recompute_linear_cross_entropy(
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     check_inputs(input, linear_weight, target, reduction, o.ignore_index)
-    check_recompute(input, linear_weight, linear_bias, memory_budget)
+    check_bias_and_budget(input, linear_weight, linear_bias, memory_budget)
     check_filter(filter_eps, o.label_smoothing)
     check_weights(len(linear_weight), input.device, weight, token_weight, target.shape)
     check_flags(return_stats=return_stats)

@@ -14,7 +14,7 @@ from torch import nn, Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from fusedloss.chunks import scaled, scaled_bias
-from fusedloss.core.checks import acc_dtype, check_flags, check_linear, expect, once_for_alike
+from fusedloss.core.checks import acc_dtype, check_bias_and_budget, check_flags, check_linear, expect, once_for_alike
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, keeps_graph, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
@@ -30,7 +30,7 @@ from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Til
 from fusedloss.core.triton import jit, on_device, tl
 from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.recompute import check_recompute, launch_sums
+from fusedloss.recompute import launch_sums
 from fusedloss.segments import (
     Boundaries, CTCBatch, emissions, empty_boundaries, finish_shared_bytes, forward_sweep, frame_counts,
     FrameCounts, launch_segment, make_batch, plain_backward, plain_forward, segments, state_symbols,
@@ -570,7 +570,7 @@ def check_linear_ctc(input:Tensor, w:Tensor, bias:Optional[Tensor], targets:Tens
     check_linear(input, w)
     expect(input.dim() in (2, 3), "input", "[T, N, H] or [T, H]", list(input.shape))
     x, targets = add_batch_dim(input, targets, input.dim() == 2)
-    check_recompute(x, w, bias, memory_budget)
+    check_bias_and_budget(x, w, bias, memory_budget)
     check_ctc(x.new_empty(()).expand(*x.shape[:2], len(w)), targets, blank, reduction, "input")
     check_flags(zero_infinity=zero_infinity)
 

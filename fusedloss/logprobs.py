@@ -11,17 +11,17 @@ from typing import NamedTuple, Optional
 import torch
 from torch import nn, Tensor
 
-from fusedloss.chunks import check_promise, packed_rows, put_back
 from fusedloss.core.checks import (
-    acc_dtype, check_flags, check_inputs, check_labels, check_target, expect, expect_tensor, FLOATS, is_number)
+    acc_dtype, check_bias_and_budget, check_flags, check_inputs, check_labels, check_target, expect, expect_tensor,
+    FLOATS, is_number)
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products, quotient
 from fusedloss.core.options import loss_options, LossOptions, Statistics
 from fusedloss.core.products import autocast_like_linear, takes_kernel
+from fusedloss.core.promises import check_promise, packed_rows, put_back
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import logits_loss, row_numbers
-from fusedloss.recompute import (
-    check_recompute, invariant_fwd, kernel_bwd, launch_lse, plain_bwd, plain_fwd)
+from fusedloss.recompute import invariant_fwd, kernel_bwd, launch_lse, plain_bwd, plain_fwd
 
 # %% ../nbs/12_logprobs.ipynb #ec6c20d0
 class LogProbs(NamedTuple):
@@ -205,7 +205,7 @@ def linear_log_probs(
     """
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     check_inputs(input, linear_weight, target, "none", ignore_index)
-    check_recompute(input, linear_weight, linear_bias, memory_budget)
+    check_bias_and_budget(input, linear_weight, linear_bias, memory_budget)
     check_asked(target, temperature, entropy, mean_logits, target_rank, batch_invariant)
     check_max_valid(target, ignore_index, max_valid)
     o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)

@@ -15,19 +15,20 @@ from torch import nn, Tensor
 
 from fusedloss.baseline import reduce_loss
 from fusedloss.chunks import (
-    check_chunks, check_promise, chunked_loss, ChunkedLinearCrossEntropyLoss, count_chunks, gradients_of_chunks,
-    hold_promise, late_factors, linear_dtype, operand, plan_chunks, run_chunked, run_early, save_gradients,
-    scaled_gradients, sum_unit)
+    check_chunks, chunked_loss, ChunkedLinearCrossEntropyLoss, count_chunks, gradients_of_chunks, late_factors,
+    plan_chunks, run_chunked, run_early, save_gradients, scaled_gradients, sum_unit)
 from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cross_entropy
 from fusedloss.core.checks import (
-    acc_dtype, bad_labels, check_labels, check_linear, check_target, check_weight, check_weights, expect, once_for_alike)
+    acc_dtype, bad_labels, check_bias_and_budget, check_labels, check_linear, check_target, check_weight,
+    check_weights, expect, once_for_alike)
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     Accumulate, Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
     LossOptions, Method, Operands, Reduction, Statistics, statistics_of)
 from fusedloss.core.pairs import labels_loss, labels_rows, soft_rows
-from fusedloss.core.products import part
+from fusedloss.core.products import linear_dtype, part, rounded_operand
+from fusedloss.core.promises import check_promise, hold_promise
 from fusedloss.core.rates import CPU, Machine, machine_here
 from fusedloss.core.reference import as_rows, counted_rows, flat, reduce_rows, row_stats, total_weight
 from fusedloss.core.triton import triton
@@ -42,7 +43,6 @@ from fusedloss.plans import (
     Call, chunks_budget, Estimate, least, make_plan, Plan, refusal_of, rows_of_targets, SUPPORTS,
     tile_sides)
 from fusedloss.product import product_loss, run_product
-from fusedloss.recompute import check_recompute
 from fusedloss.tiles import run_tiled, tiled_lse_bwd, tiled_lse_fwd
 
 # %% ../nbs/11_losses.ipynb #2ca32728
@@ -105,7 +105,7 @@ def check_call(t:Operands, a:Asked, kind:str):  # of target: one of `TARGET_ROWS
         check_soft_target(t.input, t.target, a.reduction, a.options.ignore_index)
     else: check_target(t.target, (*shape, *t.target.shape[-1:]) if kind else shape, device, a.reduction)
     check_filter(a.filter_eps, a.options.label_smoothing)
-    check_recompute(t.input, t.linear_weight, t.linear_bias, a.memory_budget)
+    check_bias_and_budget(t.input, t.linear_weight, t.linear_bias, a.memory_budget)
     check_weights(classes, device, t.weight, t.token_weight, shape)
     check_chunks(t.input, t.linear_weight, "sum", a.chunk_size, a.memory_budget, a.accumulate, a.max_valid, a.return_stats)
     for name in LABEL_WISHES if kind else ():
@@ -247,7 +247,7 @@ def row_targets_fwd(
     accumulate:str, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Loss, dx, dw, db, and factors [2 or 0] that these are still to be multiplied by."
-    acc, w_k, b_k = acc_dtype(dtype), operand(w, dtype), operand(b, dtype)
+    acc, w_k, b_k = acc_dtype(dtype), rounded_operand(w, dtype), rounded_operand(b, dtype)
     total = total_of_rows(target, weight, token_weight, o, acc) if mean else None
     late = torch.float16 in (dtype, x.dtype, w.dtype)
     unit, needs = sum_unit(len(x), w.dtype), (need_x, need_w, need_b)

@@ -13,18 +13,19 @@ from typing import Literal, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.chunks import chunk_bytes, Chunks, logits_row, plan_chunks
+from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
+from fusedloss.core.products import logits_row
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.score_product import BARE, product_of
+from fusedloss.core.slabs import beside_dz, BUDGET, slab_slices, slab_tiles, TERMS
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.product import plan_product, product_obstacle, product_row
-from fusedloss.recompute import beside_dz, BUDGET, slab_slices, slab_tiles, TERMS
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
 class Call(NamedTuple):

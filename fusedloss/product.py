@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedloss.chunks import (
-    chunked_loss, Chunks, count_chunks, final_gradients, Gradients, hold_promise, late_factors, linear_dtype,
-    logits_row, operand, packed_rows, plan_chunks, run_early, save_gradients, scaled_gradients)
+    chunked_loss, Chunks, count_chunks, final_gradients, Gradients, late_factors, plan_chunks, run_early,
+    save_gradients, scaled_gradients)
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import Device, device_of
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.products import part, put_product, tile_slices
+from fusedloss.core.products import linear_dtype, logits_row, part, put_product, rounded_operand, tile_slices
+from fusedloss.core.promises import hold_promise, packed_rows
 from fusedloss.core.reference import as_rows, flat, plain_divisor, total_weight
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.score_product import product_of
@@ -472,7 +473,7 @@ def product_loss_fwd(
     "Loss, dx, dw, db, and factors [2 or 0] that these are still to be multiplied by."
     order, needs = packed_rows(y, o.ignore_index, max_valid), (need_x, need_w, need_b)
     pick = lambda t: t if order is None or t is None else t[order]
-    x_k, y_k, w_k = pick(x).to(dtype), pick(y), operand(w, dtype)
+    x_k, y_k, w_k = pick(x).to(dtype), pick(y), rounded_operand(w, dtype)
     product = usable_product(x_k, w_k)
     if product is None:
         return chunked_loss.fn(x, w, b, y, weight, token_weight, o, dtype, grad_dtype, mean, None, memory_budget,

@@ -12,9 +12,8 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
-from fusedloss.core.checks import acc_dtype, expect, expect_tensor
+from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import device_of
-from fusedloss.core.operators import autocasts
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
     add_product, chunk_scores, grad_scale_of, part, program_tiles, run_tile, store_tile,
@@ -23,6 +22,7 @@ from fusedloss.core.products import (
 from fusedloss.core.reference import counted_rows
 from fusedloss.core.score_product import product_of, put_gradients, statistics_sums, takes_scores
 from fusedloss.core.rows import all_weights, class_weight, finish_kernel, load_labels, row_gradient
+from fusedloss.core.slabs import beside_dz, BUDGET, slab_slices, slab_tiles
 from fusedloss.core.softmax import (
     carried, exp2_diff, inverse_temperature, log2_scale, merge_parts, moment_step,
     online_softmax_step, outranks, rank_step, rescaled_moment, score_fn, zero_if_neg_inf)
@@ -220,8 +220,6 @@ def launch_parts(
     return launch_finish(sums, x, w, target, weight, token_weight, denominator, o, stats), parts
 
 # %% ../nbs/07_recompute.ipynb #0f708229
-BUDGET = 2**28  # bytes beyond the gradients, unless the caller says
-
 def fits_statistics(x:Tensor, n_classes:int, budget:int, entropy:bool=False) -> bool:  # [N,H], V; bytes, or 0
     "Whether the statistics of all tiles fit the budget."
     return (8 + 4 * entropy) * len(x) * -(-n_classes // product_of(device_of(x)).classes) <= (budget or BUDGET)
@@ -356,35 +354,6 @@ def launch_dz(
         more = deeper(t, device_of(x), True)
         launch(t if listed else fastest(dz_kernel, x, v, t, more, launch, **flags, **given))
 
-# %% ../nbs/07_recompute.ipynb #6c142e6b
-TERMS = 40  # bytes of a token: six terms, and four numbers that forward kept
-
-def slab_tiles(
-    n_tokens:int, n_features:int,  # N, H
-    budget:int,  # bytes beyond the gradients; 0 for our own choice
-    tiles_n:int, tiles_v:int, class_tile:int,  # tiles in a column, in a row; BV
-    programs:int,
-    held:int=0,  # bytes beside the slab
-    beside:int=0,  # bytes of each class of it beside dz
-) -> int:  # tiles
-    "Tiles of a slab: what the budget holds, at least two, cut where a round of programs ends."
-    held += n_tokens * (TERMS + 4 * n_features)  # x without ignored tokens; dx: a float32 where 16 bits will be
-    each = 2 * max(n_tokens, 1) + beside
-    fit = ((budget or BUDGET) - held) // (each * class_tile)
-    most = min(tiles_v, max(2 if budget else 16, fit))
-    if most == tiles_v: return tiles_v
-    rounds = lambda tiles: -(-tiles * tiles_n // programs)
-    fill = lambda tiles: round(tiles * tiles_n / max(1, rounds(tiles) * programs), 2)
-    return max(range(most - most // 4, most + 1), key=lambda tiles: (fill(tiles), tiles))
-
-# %% ../nbs/07_recompute.ipynb #7db8afbb
-def beside_dz(
-    n_features:int, tiles_n:int,  # H, tiles of tokens
-    dtype:torch.dtype, needs:tuple[bool, bool, bool],  # of the products; gradients of x, w, b
-) -> int:  # bytes
-    "What a class of a slab holds beside its dz: partial sums of db; in fp16 its dw in fp32."
-    return 4 * tiles_n * needs[2] + 4 * n_features * (needs[1] and dtype == torch.float16)
-
 # %% ../nbs/07_recompute.ipynb #6331a949
 def take_grad_scale(
     terms:Tensor, rows:Tensor,  # [6,N], [2..,N]
@@ -396,19 +365,6 @@ def take_grad_scale(
     grad_scale = grad_scale_of(torch.where(terms[0] < torch.inf, largest, 0.0))
     terms[1:5] /= grad_scale
     return grad_scale
-
-# %% ../nbs/07_recompute.ipynb #88b0c3b3
-def slab_slices(
-    n_classes:int, slab:int, class_tile:int,  # V; classes that the budget holds; BV
-    n_tokens:int, n_features:int,  # N, H; 0 features: dz may not stand in dw
-) -> list[slice]:
-    "Slabs of classes: as many as the rows of dw after a slab have room for, or as the budget holds."
-    found, begin = [], 0
-    while begin < n_classes:
-        room = (n_classes - begin) * n_features // max(n_tokens + n_features, 1) // class_tile * class_tile
-        found.append(slice(begin, min(begin + max(slab, room), n_classes)))
-        begin = found[-1].stop
-    return found
 
 # %% ../nbs/07_recompute.ipynb #4aab2c30
 def launch_gradients(
@@ -553,22 +509,3 @@ def kernel_bwd(
                              beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs))
     return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t,
                             needs, temperature)
-
-# %% ../nbs/07_recompute.ipynb #e8132762
-def check_recompute(
-    input:Tensor, linear_weight:Tensor, linear_bias:Optional[Tensor],
-    memory_budget:Optional[int],
-):
-    "`ValueError` for a bias or a budget that cannot be meant."
-    classes, b, device = len(linear_weight), linear_bias, input.device
-    expect(classes > 0, "linear_weight", "at least one class", list(linear_weight.shape))
-    if b is not None:
-        expect_tensor("linear_bias", b, "a tensor or None")
-        mixes = autocasts(device.type) and b.is_floating_point()
-        dtype = linear_weight.dtype
-        expect(b.shape == (classes,) and (mixes or b.dtype == dtype), "linear_bias",
-               lambda: f"{dtype} [{classes}]", f"{b.dtype} {list(b.shape)}")
-        expect(b.device == device, "linear_bias", f"the input's device {device}", b.device)
-    m = memory_budget
-    expect(m is None or type(m) is int and m > 0, "memory_budget",
-           "a positive number of bytes or None", m)

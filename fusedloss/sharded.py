@@ -23,24 +23,23 @@ from fusedloss.core.options import (
 from fusedloss.core.placement import (
     agreed_calls, asked_shards, batch_of, check_reduction, heads_here, own_rows, placed)
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, part, takes_kernel, tile_slices, wide, wide_product,
-    write_product)
+    add_product, autocast_like_linear, chunk_scores, logits_row, part, takes_kernel, tile_slices, wide,
+    wide_product, write_product)
 from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
     reduce_scatter_rows, shard_range, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement)
 from fusedloss.core.reference import (
     counted_rows, flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight)
+from fusedloss.core.slabs import beside_dz, slab_tiles
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.chunks import logits_row
 from fusedloss.divergence import (
     check_divergence, check_heads, divergence_options, flat_tensors, Kind, losses_over_ranks, RankCall,
     sum_over_ranks, Teacher)
 from fusedloss.logprobs import check_asked, check_temperature, LogProbs, temperature_options
-from fusedloss.recompute import (
-    beside_dz, launch_dz, launch_sums, plain_chunks, slab_tiles, take_grad_scale)
+from fusedloss.recompute import launch_dz, launch_sums, plain_chunks, take_grad_scale
 from fusedloss.sharded_product import early_over_ranks, product_lacks, sharded_product, takes_product
 
 # %% ../nbs/16_sharded.ipynb #bfecaefc

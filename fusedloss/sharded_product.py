@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fusedloss.chunks import operand, scaled, scaled_bias
+from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_labels, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import first_order, keeps_graph
 from fusedloss.core.options import KINDS, LossOptions
-from fusedloss.core.products import part, put_product, tile_slices
+from fusedloss.core.products import part, put_product, rounded_operand, tile_slices
 from fusedloss.core.ranks import (
     all_say, gather_rows, RankTokens, reduce_scatter_rows, Shards, start_gather)
 from fusedloss.core.reference import plain_divisor, total_weight
@@ -358,9 +358,9 @@ def product_over_ranks(
     o:LossOptions, s:Shards, b:RankTokens, mean:bool, budget:int, needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], None]:
     "The loss of all ranks' tokens, dx of this rank's, dw of this rank's classes."
-    by_kernel, w = kernel_everywhere(x, s), operand(w, w.dtype)
+    by_kernel, w = kernel_everywhere(x, s), rounded_operand(w, w.dtype)
     x_all, y_all, token_weight = gather_rows(x, y, token_weight, b, s, o.ignore_index)
-    x_all = operand(x_all, x.dtype)
+    x_all = rounded_operand(x_all, x.dtype)
     total = total_weight(y_all, weight, token_weight, o.ignore_index, acc_dtype(x.dtype)) if mean else None
     t = Tokens(x_all, y_all, labels_here(y_all, s, o.ignore_index), weight, token_weight, total, o, s.n_classes)
     rows = chunk_rows(len(x_all), x.shape[1], -(-s.n_classes // s.ranks), x_all.dtype, budget, product_of(device_of(x)).classes if by_kernel else None)

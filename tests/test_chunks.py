@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fusedloss.chunks as chunks
 from fusedloss.baseline import sample_data
-from fusedloss.chunks import Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, equal_rows, plan_chunks, sum_unit
-from fusedloss.core.products import put_product
+from fusedloss.chunks import Chunks, ChunkedLinearCrossEntropyLoss, chunk_bytes, chunked_linear_cross_entropy, chunked_loss, plan_chunks, sum_unit
+from fusedloss.core import products, promises
+from fusedloss.core.products import equal_rows, put_product
 from workbook.measure import SHAPES, peak_memory, relative_error, saved_tensors
 from grids import FULL, few, grid
 from helpers import TOLERANCE, broken, has_no_second_derivative, misfits, planted, replays, unchanged
@@ -537,7 +538,7 @@ def test_memory_is_a_chunk_whatever_the_tokens():
 def test_a_promise_of_no_token_takes_one_row():
     "On a GPU, whose gradients are NaN where the promise is broken"
     y = torch.empty(5, dtype=torch.int64, device="meta")
-    assert [len(chunks.packed_rows(y, -100, promise)) for promise in (0, 1, 4)] == [1, 1, 4]
+    assert [len(promises.packed_rows(y, -100, promise)) for promise in (0, 1, 4)] == [1, 1, 4]
 
 
 @cuda_only
@@ -562,7 +563,7 @@ def test_rows_are_equal_and_fit(n, most):
 def test_plans_keep_their_budget(n, h, v, budget, accumulate, dtype):
     plan = plan_chunks(n, h, v, dtype, dtype, memory_budget=2**budget, accumulate=accumulate)
     assert 1 <= plan.rows <= n and not (plan.wide and (accumulate == "native" or dtype == f32 or plan.rows == n))
-    assert chunk_bytes(plan, h, v, dtype, dtype) <= max(2**budget, chunks.logits_row(v, dtype))
+    assert chunk_bytes(plan, h, v, dtype, dtype) <= max(2**budget, products.logits_row(v, dtype))
 
 
 def test_plans_of_the_three_shapes():

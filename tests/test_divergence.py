@@ -433,7 +433,7 @@ def test_chunks_hold_what_the_budget_says(sizes, budget, monkeypatch):
     n, h, t_h, v = sizes
     new = lambda *size: torch.empty(size, dtype=bf16, device="meta")
     given = new(n, h), new(v, h), None, new(n, t_h), new(v, t_h), *[None] * 4
-    monkeypatch.setattr("fusedloss.chunks.product_dtype", lambda t: t.dtype)
+    monkeypatch.setattr("fusedloss.core.products.product_dtype", lambda t: t.dtype)
     with MemoryTrace() as trace:
         divergence.divergence_fwd(*given, DivergenceOptions(), bf16, bf16, True, budget, None, True, True, False)
     held = trace.peak - 2 * h * (n + v)

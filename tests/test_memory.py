@@ -143,7 +143,7 @@ def test_chunks_hold_what_their_plan_says(sizes, dtype, how, silent, monkeypatch
     n, h, v = sizes
     way = plan(n, v, h, dtype, machine="H200", **how)["chunks"]
     everywhere(monkeypatch, chunks, "chunk_loss", lambda z, y, *_: (torch.empty(len(y), device="meta"),))
-    everywhere(monkeypatch, chunks, "operand", lambda t, dtype: t)
+    everywhere(monkeypatch, products, "rounded_operand", lambda t, dtype: t)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # meta tensors have none
     x, w, y, _ = meta(*sizes, dtype)
     options = LossOptions(), dtype, dtype, True, None, how.get("memory_budget"), how.get("accumulate", "auto")

@@ -44,6 +44,18 @@ def tile_slices(size: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, size)) for start in range(0, size, tile)]
 
 
+def equal_rows(
+    n_tokens: int,
+    most: int,  # rows that a chunk may have
+) -> int:
+    "Rows of the fewest equal chunks, in multiples of 128 where `most` allows."
+    if n_tokens <= most:
+        return max(n_tokens, 1)
+    rows = -(-n_tokens // -(-n_tokens // most))
+    aligned = -(-rows // 128) * 128
+    return aligned if aligned <= most else rows
+
+
 def part(t: Optional[Tensor], i: slice) -> Optional[Tensor]:
     "The rows `i`; the tensor itself where these are all."
     return t if t is None or i.stop - i.start == t.shape[0] else t[i]
@@ -99,6 +111,36 @@ def autocast_like_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not autocasts(device) or any(t.dtype == torch.float64 for t in tensors):
         return tensors
     return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+
+
+def linear_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:
+    "What `F.linear` would multiply in: autocast's dtype, but float64 stays."
+    device = input.device.type
+    wide = torch.float64 in (input.dtype, linear_weight.dtype)
+    if wide or not autocasts(device):
+        return input.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def rounded_operand(t: Optional[Tensor], dtype: torch.dtype) -> Optional[Tensor]:
+    "`t` as the products take it, having been rounded to `dtype`."
+    if t is None:
+        return None
+    t = t.to(dtype)
+    return t.to(product_dtype(t))
+
+
+def logits_row(n_classes: int, dtype: torch.dtype) -> int:
+    "Bytes of one row of logits; rows start on sixteen bytes."
+    return -(-n_classes // 8) * 8 * dtype.itemsize
+
+
+def make_logits(z: Tensor, x: Tensor, w: Tensor, b: Optional[Tensor]):
+    "`z [B,V] = x wᵀ + b`, in place."
+    if b is None:
+        torch.mm(x, w.T, out=z)
+    else:
+        torch.addmm(b, x, w.T, out=z)
 
 
 def write_product(
