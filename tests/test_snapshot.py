@@ -29,7 +29,7 @@ def compared(tmp_path):
     tests, path = tmp_path / "test_bits.py", tmp_path / "snapshot.json"
 
     def run(*args):
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
         done = subprocess.run([sys.executable, str(ROOT / "tools" / "snapshot.py"), *map(str, args)], cwd=tmp_path, env=env, capture_output=True, text=True)
         return done.returncode, [line for line in done.stdout.splitlines() if " · " in line], done.stdout + done.stderr
 
