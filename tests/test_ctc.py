@@ -1308,7 +1308,7 @@ def test_targets_in_a_row_and_in_a_matrix():
     (ValueError, lambda z, y: sequences.as_lengths(torch.ones(2), "target_lengths", z), "target_lengths: expected 2 integers"),
     (ValueError, lambda z, y: sequences.both_lengths(None, None, z, y), "target_lengths: expected the length of each target"),
     (ValueError, lambda z, y: sequences.check_ctc(z, y, 4, "mean", "logits"), "blank: expected a class below 4, got 4"),
-    (IndexError, lambda z, y: sequences.check_labels(torch.tensor([[1, 4]]), torch.tensor([2]), 4), "label 1 of sequence 0 is 4: expected 0 ≤ label < 4")])
+    (IndexError, lambda z, y: sequences.check_sequence_labels(torch.tensor([[1, 4]]), torch.tensor([2]), 4), "label 1 of sequence 0 is 4: expected 0 ≤ label < 4")])
 def test_wrong_sequences_are_refused(kind, call, words):
     with pytest.raises(kind, match=words):
         call(torch.empty(6, 2, 4), torch.tensor([1, 2, 3]))

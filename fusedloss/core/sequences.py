@@ -135,7 +135,7 @@ def check_lengths(lengths: Tensor, name: str, most: int):
     raise ValueError(f"{name}[{i}] is {values[i]}: expected 0 ≤ length ≤ {most}")
 
 
-def check_labels(y: Tensor, lengths: Tensor, C: int):
+def check_sequence_labels(y: Tensor, lengths: Tensor, C: int):
     "`IndexError` with the sequence of the first label outside of the alphabet."
     inside = torch.arange(y.shape[1], device=y.device) < lengths[:, None]
     for n, k in (((y < 0) | (y >= C)) & inside).nonzero().tolist()[:1]:
@@ -183,7 +183,7 @@ def prepare_targets(
         lengths = lengths.masked_fill(lengths.cumsum(0) > longest, -1)
         y = pad_targets(y, lengths, width)
     if readable_on_host(y):
-        check_labels(y, lengths, C)
+        check_sequence_labels(y, lengths, C)
     return Targets(y.contiguous(), frames, lengths, width, longest)
 
 
