@@ -40,23 +40,25 @@ from fusedloss.row_sparse import (
 
 # %% ../nbs/17_sharded_heads.ipynb #ae0cea6c
 class _JoinLse(torch.autograd.Function):
-    "lse, cos, largest [N] of all ranks from those of one."
+    "The largest lse of a rank, what all ranks' lse is above it, cos and largest: [N] each, from lse, cos and largest of this rank."
     @staticmethod
     def forward(ctx, lse, cos, largest, s):
-        of_ranks, cosines, tops = all_gather(torch.stack([lse, cos, largest]), s).unbind(1)
-        joined = of_ranks.logsumexp(0)
-        share = (lse - joined).exp_().nan_to_num_(0.0)  # no class at all: no share
-        ctx.save_for_backward(share, joined)  # the latter for `first_order`
-        largest = tops.amax(0)
-        ctx.mark_non_differentiable(largest)
+        of_ranks, cosines, largest = all_gather(torch.stack([lse, cos, largest]), s).unbind(1)
+        top = of_ranks.amax(0)
+        top = torch.where(top.isfinite(), top, 0.0)
+        above = (of_ranks - top).logsumexp(0)  # rounded by itself: exact however large the scores are
+        share = (lse - top - above).exp_().nan_to_num_(0.0)  # no class at all: no share
+        ctx.save_for_backward(share, above)  # the latter for `first_order`
+        largest = largest.amax(0)
+        ctx.mark_non_differentiable(top, largest)
         ctx.set_materialize_grads(False)
-        return joined, cosines.sum(0), largest
+        return top, above, cosines.sum(0), largest
 
     @staticmethod
     @first_order  # to differentiate these gradients once more raises
-    def backward(ctx, g_lse, g_cos, _):
+    def backward(ctx, _, g_above, g_cos, __):
         share, _ = ctx.saved_tensors
-        return None if g_lse is None else share * g_lse, g_cos, None, None
+        return None if g_above is None else share * g_above, g_cos, None, None
 
 # %% ../nbs/17_sharded_heads.ipynb #7cdeb06f
 class _GatherRows(torch.autograd.Function):
@@ -157,14 +159,14 @@ def sharded_head_loss(
     if scale is not None: rows = scaled_rows(x, gathered_scale(scale, lambda g: all_reduce(g.clone(), s)), known, head.eps)
     with keep_agreement(tuning_agreement(x, dtype, s, "head", head.method)):
         parts = local_statistics(head, rows, w, x_rows, columns, s, dtype)
-    lse, cos, largest = _JoinLse.apply(*parts, s)
+    top, above, cos, largest = _JoinLse.apply(*parts, s)
     if scale is not None: cos = cos / scale
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     head.margin.observe(norm, known)
     score = target_scores(head.margin, cos, x, norm.nan_to_num(), y, known, head.num_classes, columns.x_rows >= 0)
-    losses = F.softplus(lse - score, threshold=50)
+    losses = F.softplus(top - score + above, threshold=50)
     if sampler is not None: sampler.note_use()  # not for a step that raised
-    terms = columns, lse.detach(), cos.detach(), largest, known
+    terms = columns, top + above.detach(), cos.detach(), largest, known
     return reduced(head, losses, loss_weights(head, loss_weight, y, token_weight)), terms
 
 # %% ../nbs/17_sharded_heads.ipynb #acf9b577

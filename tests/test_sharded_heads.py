@@ -81,10 +81,10 @@ def test_played_ranks_are_one_process(kind, ranks, v):
 BUGS = {
     "gradients of another rank's rows": ("index = index + s.start * o.centers", "index = index + s.start"),
     "every rank draws as the first": ("sampler, sums, s.start)", "sampler, sums)"),
-    "the negatives count on every rank": ("share = (lse - joined).exp_().nan_to_num_(0.0)", "share = torch.ones_like(lse)"),
-    "the largest sum alone": ("joined = of_ranks.logsumexp(0)", "joined = of_ranks.amax(0)"),
-    "cosines of one rank": ("return joined, cosines.sum(0), largest", "return joined, cos, largest"),
-    "the cosine's gradient is shared too": ("share * g_lse, g_cos, None, None", "share * g_lse, share * g_cos, None, None"),
+    "the negatives count on every rank": ("share = (lse - top - above).exp_().nan_to_num_(0.0)", "share = torch.ones_like(lse)"),
+    "the largest sum alone": ("above = (of_ranks - top).logsumexp(0)", "above = (of_ranks - top).amax(0)"),
+    "cosines of one rank": ("return top, above, cosines.sum(0), largest", "return top, above, cos, largest"),
+    "the cosine's gradient is shared too": ("share * g_above, g_cos, None, None", "share * g_above, share * g_cos, None, None"),
     "no classes, and yet a score": ("lse, largest = x.new_full((2, len(x)), -torch.inf)", "lse, largest = x.new_zeros(2, len(x))"),
     "every rank has the lengths' gradient": ("head.num_classes, columns.x_rows >= 0)", "head.num_classes)"),
     "labels of this rank alone": ("plain_labels(y, ignore, 0, head.num_classes, sums)", "plain_labels(y, ignore, s.start, s.stop, sums)"),
@@ -93,6 +93,40 @@ BUGS = {
     "blocks of a first weight repeat": ("generator.manual_seed(seed * 1_000_003 + block)", "generator.manual_seed(seed)"),
     "a first weight depends on its owner": ("out[first - rows.start:last - rows.start] = made[first - block * BLOCK:", "out[first - rows.start:last - rows.start] = made[:last - first] if first == rows.start else made[first - block * BLOCK:"),
 }
+
+
+def joined_loss(of_ranks: torch.Tensor, score: torch.Tensor, monkeypatch) -> tuple[torch.Tensor, torch.Tensor]:
+    "Losses [N] of a target's score beside all ranks' lse [R,N], as `sharded_head_loss` joins these; and the gradient by each lse"
+    everywhere(monkeypatch, sharded_heads, "all_gather", lambda t, s: torch.stack([torch.stack([lse, *t[1:]]) for lse in of_ranks]))
+    grads = []
+    for lse in of_ranks:
+        own = lse.clone().requires_grad_()
+        top, above, *_ = sharded_heads._JoinLse.apply(own, score, score, None)
+        losses = torch.nn.functional.softplus(top - score + above, threshold=50)
+        grads.append(torch.autograd.grad(losses.sum(), own)[0])
+    return losses.detach(), torch.stack(grads)
+
+
+def softmax_loss(of_ranks: torch.Tensor, score: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    "The same by PyTorch's `log_softmax`"
+    of_ranks = of_ranks.clone().requires_grad_()
+    losses = -torch.cat([score[None], of_ranks]).log_softmax(0)[0]
+    return losses.detach(), torch.autograd.grad(losses.sum(), of_ranks)[0]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6, -1e6])
+def test_an_offset_of_all_scores_costs_no_digits_where_ranks_are_joined(offset, monkeypatch):
+    "Sixteenths beside the offset are exact in float32"
+    g = torch.Generator().manual_seed(0)
+    of_ranks, score = (offset + torch.randint(-32, 33, size, generator=g) / 16 for size in ((3, 50), (50,)))
+    errors = lambda got: torch.tensor([((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, softmax_loss(of_ranks.double(), score.double()))])
+    ours, torchs = errors(joined_loss(of_ranks, score, monkeypatch)), errors(softmax_loss(of_ranks, score))
+    assert (ours <= 4 * torchs + 16 * torch.finfo(torch.float32).eps).all(), (ours, torchs)
+
+
+def test_ranks_without_any_class_have_no_share(monkeypatch):
+    losses, grads = joined_loss(torch.full((3, 2), -math.inf), torch.zeros(2), monkeypatch)
+    assert (losses == 0).all() and (grads == 0).all()
 
 
 def test_a_step_that_raises_has_drawn_nothing(monkeypatch):
