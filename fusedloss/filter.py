@@ -362,7 +362,7 @@ def plain_terms(
     row_max, s = rows[:2]
     lse, none = row_max + s.log(), torch.zeros_like(row_max)
     t = row_terms(row_max[:, None].expand(-1, n_classes), target, weight, token_weight, o)
-    softmax_coef, target_coef, smoothing_coef, _ = plain_row_coefs(lse, t, o, plain_divisor(denominator))
+    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o, plain_divisor(denominator))
     g = none if g_loss is None else g_loss
     softmax_coef = g * softmax_coef + (none if g_lse is None else g_lse)
     mean = s.log() - entropy if len(entropy) else none

@@ -17,7 +17,7 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.reference import (
-    plain_divisor, plain_row_coefs, row_terms, RowTerms, score_and_slope, sub_max)
+    plain_divisor, plain_row_coefs, row_terms, RowTerms, score_and_slope, sub_max, with_z_loss)
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (
@@ -233,9 +233,9 @@ def reference_fwd(
     total = below @ t.w if o.label_smoothing else None
     s = below.exp_().sum(1)
     lse, z_y = row_max + s.log(), z.gather(1, t.label[:, None])
-    _, target_coef, smoothing_coef, z_coef = plain_row_coefs(lse, t, o, plain_divisor(denominator))
-    losses = -target_coef * ((z_y[:, 0] - row_max) - s.log())
-    if o.z_loss: losses = losses + z_coef * lse**2
+    divisor = plain_divisor(denominator)
+    _, target_coef, smoothing_coef = plain_row_coefs(lse, t, o, divisor)
+    losses = with_z_loss(-target_coef * ((z_y[:, 0] - row_max) - s.log()), lse, o, t.w_t, divisor)
     if o.label_smoothing: losses = losses + smoothing_coef * (t.w.sum() * s.log() - total)
     losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan))
     lse, rows = torch.where(t.valid, lse, 0.0), torch.stack([row_max, s])
@@ -275,7 +275,7 @@ def reference_bwd(
     z, slope = score_and_slope(raw, o, temperature)
     t, (row_max, s) = row_terms(z, target, weight, token_weight, o), rows[:2]
     lse = row_max + s.log()
-    softmax_coef, target_coef, smoothing_coef, _ = plain_row_coefs(lse, t, o, plain_divisor(denominator))
+    softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o, plain_divisor(denominator))
     g = torch.zeros_like(lse) if g_loss is None else g_loss
     softmax_coef = g * softmax_coef if g_lse is None else g * softmax_coef + g_lse
     p = (z - row_max[:, None]).exp_().div_(s[:, None])

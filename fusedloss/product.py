@@ -23,7 +23,7 @@ from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import linear_dtype, logits_row, part, put_product, rounded_operand, tile_slices
 from fusedloss.core.promises import hold_promise, packed_rows
-from fusedloss.core.reference import as_rows, flat, plain_divisor, total_weight
+from fusedloss.core.reference import as_rows, flat, plain_divisor, total_weight, with_z_loss, z_loss_slope
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.score_product import product_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl, triton
@@ -113,9 +113,8 @@ def reference_rows(
     lse = (whole.log2() + offsets) * math.log(2)
     w_y = 1.0 if weight is None else weight.to(s.dtype)[y.clamp(0, V - 1)]
     w_t, divisor = torch.ones_like(s) if token_weight is None else token_weight.to(s.dtype), plain_divisor(denominator)
-    by_class, by_token = w_y * w_t / divisor, o.z_loss * (w_t / divisor)
-    rise = 2 * by_token * lse if o.z_loss else torch.zeros_like(lse)
-    losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if o.z_loss else 0.0)
+    by_class, rise = w_y * w_t / divisor, z_loss_slope(lse, o, w_t, divisor)
+    losses = with_z_loss(by_class * (whole.log2() - exponent) * math.log(2), lse, o, w_t, divisor)
     scale, good = o.logit_scale / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
     of = lambda v, other=0.0: torch.where(known, v, other)
     return Rows(of(losses, torch.where(counts, torch.nan, 0.0)), of(scale * (by_class + rise)), of(scale * (rise * e_t - by_class * s)),

@@ -29,7 +29,7 @@ from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
     reduce_scatter_rows, shard_range, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement)
 from fusedloss.core.reference import (
-    counted_rows, flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight)
+    counted_rows, flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight, with_z_loss)
 from fusedloss.core.slabs import beside_dz, slab_tiles
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
@@ -324,7 +324,7 @@ def token_losses(
     gap = gap + (numbers.clamp(min=0) - numbers)  # a rounding may put p above 1, by 1e-7
     losses = (1 - o.label_smoothing) * w_y * gap
     if o.label_smoothing: losses += o.label_smoothing / n_classes * (w_all * log_s - total)
-    if o.z_loss: losses += o.z_loss * (row_max + log_s).square()
+    losses = with_z_loss(losses, row_max + log_s, o)
     if token_weight is not None: losses = losses * token_weight.to(gap.dtype)
     return torch.where(y == o.ignore_index, 0.0, torch.where(valid, losses, torch.nan))
 

@@ -22,7 +22,7 @@ from fusedloss.core.options import KINDS, LossOptions
 from fusedloss.core.products import part, put_product, rounded_operand, tile_slices
 from fusedloss.core.ranks import (
     all_say, gather_rows, RankTokens, reduce_scatter_rows, Shards, start_gather)
-from fusedloss.core.reference import plain_divisor, total_weight
+from fusedloss.core.reference import plain_divisor, total_weight, with_z_loss, z_loss_slope
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.score_product import product_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
@@ -190,9 +190,8 @@ def reference_merge(out:Merged, parts:Tensor, rank:int, t:Tokens):  # written; [
     lse = (whole.log2() + offset) * math.log(2)
     w_y = 1.0 if t.weight is None else t.weight.to(s.dtype)[t.y.clamp(0, t.n_classes - 1)]
     w_t, divisor = torch.ones_like(s) if t.token_weight is None else t.token_weight.to(s.dtype), plain_divisor(t.denominator)
-    by_class, by_token = w_y * w_t / divisor, t.o.z_loss * (w_t / divisor)
-    rise = 2 * by_token * lse if t.o.z_loss else torch.zeros_like(lse)
-    losses = by_class * (whole.log2() - exponent) * math.log(2) + (by_token * lse**2 if t.o.z_loss else 0.0)
+    by_class, rise = w_y * w_t / divisor, z_loss_slope(lse, t.o, w_t, divisor)
+    losses = with_z_loss(by_class * (whole.log2() - exponent) * math.log(2), lse, t.o, w_t, divisor)
     scale, of = t.o.logit_scale / whole, lambda v: torch.where(known, v, 0.0)
     out.losses.copy_(torch.where(counts, losses, 0.0))
     out.coefs.copy_(of(scale * (by_class + rise) * share[rank]))

@@ -10,7 +10,15 @@ from fusedloss.core.checks import acc_dtype
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import tile_slices
-from fusedloss.core.reference import plain_divisor, plain_row_coefs, row_terms, RowTerms, score_and_slope
+from fusedloss.core.reference import (
+    plain_divisor,
+    plain_row_coefs,
+    row_terms,
+    RowTerms,
+    score_and_slope,
+    with_z_loss,
+    z_loss_slope,
+)
 from fusedloss.core.rows import (
     all_weights,
     class_weight,
@@ -364,12 +372,12 @@ def reference_soft(
     a, lse, log_q = soft_coefs(target, weight, o, z.dtype), z.logsumexp(1), z.log_softmax(1)
     w_t = torch.ones_like(lse) if token_weight is None else token_weight.to(z.dtype)
     share, live = w_t / plain_divisor(denominator), (w_t != 0)[:, None]
-    losses = -torch.where(a == 0, 0.0, a * log_q).sum(1) + (o.z_loss * lse**2 if o.z_loss else 0.0)
+    losses = with_z_loss(-torch.where(a == 0, 0.0, a * log_q).sum(1), lse, o)
     losses = torch.where(live[:, 0], losses * share, 0.0)
     if not turn:
         return losses, None
     scale = w_t if unscaled_grad else share
-    coef = a.sum(1) + 2 * o.z_loss * lse if o.z_loss else a.sum(1)
+    coef = a.sum(1) + z_loss_slope(lse, o)
     dz = (log_q.exp() * coef[:, None] - a) * slope * scale[:, None]
     return losses, torch.where(live, dz, 0.0).to(raw.dtype)
 
@@ -587,16 +595,14 @@ def reference_labels(
     z, slope = score_and_slope(raw, o)
     lse, log_q, t = z.logsumexp(1, keepdim=True), z.log_softmax(1), label_terms(z, target, weight, share, o)
     coefs = lambda divisor: plain_row_coefs(lse, t, o, divisor)
-    _, target_coef, smoothing_coef, z_coef = coefs(plain_divisor(denominator))
-    losses = -target_coef * log_q.gather(1, t.label)
-    if o.z_loss:
-        losses = losses + z_coef * lse**2
+    _, target_coef, smoothing_coef = coefs(plain_divisor(denominator))
+    losses = with_z_loss(-target_coef * log_q.gather(1, t.label), lse, o, t.w_t, plain_divisor(denominator))
     if o.label_smoothing:
         losses = losses - smoothing_coef * (log_q @ t.w)[:, None]
     losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1)
     if not turn:
         return losses, None
-    softmax_coef, target_coef, smoothing_coef, _ = coefs(1.0 if unscaled_grad else plain_divisor(denominator))
+    softmax_coef, target_coef, smoothing_coef = coefs(1.0 if unscaled_grad else plain_divisor(denominator))
     dz = log_q.exp_().mul_(softmax_coef.sum(1, keepdim=True))
     if o.label_smoothing:
         dz -= smoothing_coef.sum(1, keepdim=True) * t.w

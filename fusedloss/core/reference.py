@@ -80,18 +80,38 @@ def score_and_slope(
     return o.softcap * torch.tanh(x), o.logit_scale * 4 * e / (1 + e) ** 2
 
 
+def with_z_loss(
+    losses: Tensor,
+    lse: Tensor,
+    o: LossOptions,
+    w_t: Tensor | float = 1.0,  # what each row weighs
+    divisor: Tensor | float = 1.0,  # of `plain_divisor`
+) -> Tensor:
+    "Losses and the rows' z_loss · lse²; the losses themselves where no z-loss is asked for."
+    return losses + o.z_loss * (w_t / divisor) * lse**2 if o.z_loss else losses
+
+
+def z_loss_slope(
+    lse: Tensor,
+    o: LossOptions,
+    w_t: Tensor | float = 1.0,
+    divisor: Tensor | float = 1.0,
+) -> Tensor | float:
+    "The derivative by lse of what `with_z_loss` adds."
+    return 2 * (o.z_loss * (w_t / divisor)) * lse if o.z_loss else 0.0
+
+
 def plain_row_coefs(
     lse: Tensor,
     t: RowTerms,
     o: LossOptions,
     divisor: Tensor | float = 1.0,  # of `plain_divisor`
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M] each
-    "`row_coefs` in PyTorch."
-    each, none = t.w_t / divisor, torch.zeros_like(t.w_t)
+) -> tuple[Tensor, Tensor, Tensor]:  # [M] each
+    "The first three of `row_coefs`, in PyTorch."
     target_coef = (1 - o.label_smoothing) * (t.w_y * t.w_t / divisor)
-    smoothing_coef = o.label_smoothing / len(t.w) * each if o.label_smoothing else none
-    z_coef = o.z_loss * each if o.z_loss else none
-    return target_coef + smoothing_coef * t.w.sum() + 2 * z_coef * lse, target_coef, smoothing_coef, z_coef
+    smoothing_coef = o.label_smoothing / len(t.w) * (t.w_t / divisor) if o.label_smoothing else torch.zeros_like(t.w_t)
+    softmax_coef = target_coef + smoothing_coef * t.w.sum() + z_loss_slope(lse, o, t.w_t, divisor)
+    return softmax_coef, target_coef, smoothing_coef
 
 
 def plain_divisor(denominator: Optional[Tensor]) -> Tensor | float:
