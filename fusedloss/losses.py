@@ -536,8 +536,8 @@ def planned_loss(
     if not over_ranks: input, bias = fold_scale(scale, input, bias)
     kind, t = kind_of_target(t._replace(input=input, linear_weight=w, linear_bias=bias), a)
     if over_ranks:
-        from fusedloss.sharded import planned_shards
-        return planned_shards(t, a, scale)
+        from fusedloss.sharded import loss_over_ranks
+        return loss_over_ranks(t, a, scale)
     check_call(t, a, kind)
     if kind != "probabilities": check_labels(t.target, len(w), a.options.ignore_index)
     if a.backbone_reduction is not None:

@@ -7,7 +7,7 @@ __all__ = ['sharded_linear_cross_entropy', 'sharded_linear_log_probs', 'sharded_
 
 # %% ../nbs/16_sharded.ipynb #cd61807c
 import functools
-from typing import Any, Callable, get_args, Optional, Unpack
+from typing import Any, Callable, Optional, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ from fusedloss.core.checks import acc_dtype, check_flags, check_labels, expect, 
 from fusedloss.core.learned import take_scale
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import (
-    Accumulate, Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
+    Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Operands, Reduction, ShardedMethod, Statistics, statistics_of)
 from fusedloss.core.placement import (
-    agreed_calls, asked_shards, batch_of, check_reduction, heads_here, own_rows, placed)
+    agreed_calls, batch_of, check_reduction, class_shards, local_call, local_heads, LocalCall, own_rows)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, logits_row, part, takes_kernel, tile_slices, wide,
     wide_product, write_product)
@@ -40,7 +40,7 @@ from fusedloss.divergence import (
     sum_over_ranks, Teacher)
 from fusedloss.logprobs import check_asked, check_temperature, LogProbs, temperature_options
 from fusedloss.recompute import launch_dz, launch_sums, plain_chunks, take_grad_scale
-from fusedloss.sharded_product import early_over_ranks, product_lacks, sharded_product, takes_product
+from fusedloss.sharded_product import check_supported, early_over_ranks, sharded_product, takes_product
 
 # %% ../nbs/16_sharded.ipynb #bfecaefc
 ROW_MAX, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
@@ -330,66 +330,63 @@ def token_losses(
 
 # %% ../nbs/16_sharded.ipynb #10d1f598
 def sharded_loss(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], y:Tensor,  # [n,H], [V,H] and [V] here, [n]
-    weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V] of all classes, [n]
-    o:LossOptions, s:Shards, b:RankTokens, reduction:str, stats:bool, budget:int,
+    t:Operands, a:Asked, s:Shards, b:RankTokens,  # rows of this rank; weights of all classes
 ) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar or [n]; of this rank's rows
     "The loss of all ranks' tokens over all ranks' classes."
+    weight, o, stats = t.weight, a.options, a.return_stats
     log_s, gap, total, mean, rows, y, weights = _ShardScores.apply(
-        x, w, bias, y, token_weight, weight, o, s, b, stats, budget)
+        t.input, t.linear_weight, t.linear_bias, t.target, t.token_weight, weight, o, s, b, stats, a.memory_budget or 0)
     check_labels(y, s.n_classes, o.ignore_index)  # of all ranks: all raise, or none
     valid = (y != o.ignore_index) & (y >= 0) & (y < s.n_classes)
     row_max, log_s, gap, total, mean = (torch.where(valid, t, 0.0) for t in (rows[1], log_s, gap, total, mean))
     weights = weights if len(weights) else None
     losses = token_losses(row_max, log_s, gap, total, y, valid, weight, weights, o, s.n_classes)
-    if reduction == "mean":
+    if a.reduction == "mean":
         divisor = total_weight(y, weight, weights, o.ignore_index, losses.dtype)
         losses = losses / plain_divisor(divisor)
-    loss = own_rows(losses, b, s) if reduction == "none" else losses.sum()
+    loss = own_rows(losses, b, s) if a.reduction == "none" else losses.sum()
     if not stats: return loss, None
     rank, others = torch.where(valid, rows[:1], -1.0), torch.where(valid, rows[1:], 0.0)
     told = row_stats(row_max + log_s, log_s - mean, torch.cat([others, rank, others]), y, weights, o.z_loss)
-    return loss, CrossEntropyStats(*(own_rows(t, b, s) if t.requires_grad else t if not t.dim()
-                                     else t[b.token_slice(s)] for t in told))
+    return loss, CrossEntropyStats(*(own_rows(of, b, s) if of.requires_grad else of if not of.dim()
+                                     else of[b.token_slice(s)] for of in told))
 
 # %% ../nbs/16_sharded.ipynb #a4bf3c71
-def ask_shards(
-    x:Tensor, w:Tensor, y:Tensor, given:dict, s:Shards, b:RankTokens, budget:int,
-) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of y's size
-    "The loss of what is here, as rows."
+def local_rows(call:LocalCall) -> Operands:
+    "This rank's tensors as rows, cast as autocast casts a linear layer's."
+    t = call.tensors
+    bias = [] if t.linear_bias is None else [t.linear_bias.contiguous()]
+    x, w, *bias = autocast_like_linear(t.input.reshape(t.target.numel(), t.input.shape[-1]), t.linear_weight, *bias)
+    return Operands(x, w, flat(t.target.long()), *(bias or [None]), flat(t.weight), flat(t.token_weight))
+
+def run_sharded(call:LocalCall, a:Asked) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of the targets' size
+    "The loss of this rank's part of a call, by product or by recompute."
     check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
-    bias = [] if given["linear_bias"] is None else [given["linear_bias"].contiguous()]
-    x, w, *bias = autocast_like_linear(x.reshape(y.numel(), x.shape[-1]), w, *bias)
-    if b.shared: check_same_on_ranks("input", x, s)
-    bias, y, class_weight = bias[0] if bias else None, flat(y.long()), flat(given["weight"])
-    token_weight, reduction, o = flat(given["token_weight"]), given["reduction"], given["options"]
-    lacks = product_lacks(x.dtype, reduction, bias, given["return_stats"], o)
-    if takes_product(given["method"], x, w, lacks, s, b, budget):
-        loss, stats = sharded_product(x, w, y, class_weight, token_weight, o, s, b, reduction, budget), None
-    else:
-        loss, stats = sharded_loss(x, w, bias, y, class_weight, token_weight, o, s, b, reduction,
-                                   given["return_stats"], budget)
-    return loss, stats
+    t, s, b = local_rows(call), call.shards, call.batch
+    if b.shared: check_same_on_ranks("input", t.input, s)
+    if takes_product(t, a, s, b): return sharded_product(t, a, s, b), None
+    return sharded_loss(t, a, s, b)
 
 # %% ../nbs/16_sharded.ipynb #70d233ef
-def spread_loss(
-    input:Tensor, linear_weight:Tensor, target:Tensor, given:dict, shift:int=0,
-    memory_budget:Optional[int]=None, mesh=None, num_classes:Optional[int]=None,
-    backbone_reduction:Optional[str]=None, method:str="auto",
-    scale:Optional[Tensor]=None,  # learned
+@tells_ranks(lambda args, given: getattr(args[0].linear_weight, "device_mesh", given.get("mesh")))
+def loss_over_ranks(
+    t:Operands, a:Asked,  # as a caller gives them
+    scale:Optional[Tensor]=None,  # a `logit_scale` with a gradient
+    *, mesh=None, num_classes:Optional[int]=None,  # of a weight that is this rank's rows
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:
-    "Find out who has what, shift, ask, and give each its own."
-    expect(method in get_args(ShardedMethod), "method",
-           "'auto', 'product' or 'recompute' for classes over ranks", repr(method))
-    (x, w, y, given, b, each, agreed), s = placed(input, linear_weight, target, dict(given, method=method), shift,
-                                                  memory_budget, mesh, num_classes, backbone_reduction, scale)
-    left = None
-    if shift:
-        y, given["token_weight"], left = shift_targets_of_ranks(
-            y, given["token_weight"], shift, input.shape[-2], given["options"].ignore_index, each, s)
-    loss, stats = ask_shards(x, w, y, given, s, b, memory_budget or 0)
-    loss = agreed.of(loss)
-    cut = lambda t: t.view(y.shape) if left is None else t.view(y.shape)[..., :left]
+    "Check on all ranks, shift, run, and give each rank its own."
+    def look(call):
+        check_supported(call.tensors, a, "recompute")
+        return {}
+    call, left = local_call(t, a, mesh, num_classes, scale, look=look), None
+    if a.shift:
+        here = call.tensors
+        y, token_weight, left = shift_targets_of_ranks(
+            here.target, here.token_weight, a.shift, t.input.shape[-2], a.options.ignore_index, call.first_tokens, call.shards)
+        call = call._replace(tensors=here._replace(target=y, token_weight=token_weight))
+    loss, stats = run_sharded(call, a)
+    loss, shape = call.agreed.of(loss), call.tensors.target.shape
+    cut = lambda t: t.view(shape) if left is None else t.view(shape)[..., :left]
     shaped = lambda t: cut(t) if t.dim() else t
     return (shaped(loss), CrossEntropyStats(*map(shaped, stats))) if stats else shaped(loss)
 
@@ -420,39 +417,21 @@ def sharded_linear_cross_entropy(
     scale = take_scale(options)
     o = loss_options(options, sharded_linear_cross_entropy)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
-    given = dict(linear_bias=linear_bias, weight=weight, reduction=reduction, options=o,
-                 token_weight=token_weight, return_stats=return_stats)
-    return spread_loss(input, linear_weight, target, given, shift, memory_budget, mesh,
-                       num_classes, backbone_reduction, method, scale)
-
-# %% ../nbs/16_sharded.ipynb #77eb464f
-@tells_ranks(lambda given, _: getattr(given[0].linear_weight, "device_mesh", None))
-def planned_shards(
-    t:Operands, a:Asked,  # its tensors, and what else it was asked for
-    scale:Optional[Tensor],  # a `logit_scale` with a gradient
-) -> Tensor|tuple[Tensor, CrossEntropyStats]:
-    "What `linear_cross_entropy` calls for a DTensor."
-    expect(a.accumulate in get_args(Accumulate), "accumulate", "'auto', 'float32' or 'native'", repr(a.accumulate))
-    wide = a.accumulate == "float32"  # as "recompute" sums dw
-    expect(not wide or a.method != "product", "accumulate", "'auto' or 'native' for method='product' over ranks", repr(a.accumulate))
-    for name in ("filter_eps", "chunk_size", "max_valid"):
-        expect(getattr(a, name) is None, name, "None for classes over ranks", getattr(a, name))
-    given = dict(linear_bias=t.linear_bias, weight=t.weight, reduction=a.reduction, options=a.options, token_weight=t.token_weight,
-                 return_stats=a.return_stats)
-    return spread_loss(t.input, t.linear_weight, t.target, given, a.shift, a.memory_budget, backbone_reduction=a.backbone_reduction,
-                       method="recompute" if wide and a.method == "auto" else a.method, scale=scale)
+    a = Asked(o, reduction, shift, method, memory_budget, return_stats=return_stats, backbone_reduction=backbone_reduction)
+    return loss_over_ranks(Operands(input, linear_weight, target, linear_bias, weight, token_weight), a, scale,
+                           mesh=mesh, num_classes=num_classes)
 
 # %% ../nbs/16_sharded.ipynb #slpcode1
 def log_probs_over_ranks(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], y:Tensor,  # [n,H], [V,H] and [V] here, [n]
-    temperature:Optional[Tensor], o:LossOptions, s:Shards, b:RankTokens, asked:Statistics, budget:int,  # [n]
+    t:Operands, temperature:Optional[Tensor], a:Asked, s:Shards, b:RankTokens, asked:Statistics,  # rows of this rank; [n]
 ) -> LogProbs:  # [n] each
     "As `linear_log_probs` has them: 0 where a token is ignored, NaN for a label that is no class."
+    o = a.options
     log_s, gap, total, mean, rows, y, _ = _ShardScores.apply(
-        x, w, bias, y, None, None, o, s, b, any(asked), budget, temperature, asked.mean)
+        t.input, t.linear_weight, t.linear_bias, t.target, None, None, o, s, b, any(asked), a.memory_budget or 0, temperature, asked.mean)
     check_labels(y, s.n_classes, o.ignore_index)  # of all ranks: all raise, or none
     counts, known, here = y != o.ignore_index, (y >= 0) & (y < s.n_classes), b.token_slice(s)
-    of = lambda t: torch.where(counts, torch.where(known, t, torch.nan), 0.0)
+    of = lambda number: torch.where(counts, torch.where(known, number, torch.nan), 0.0)
     entropy = own_rows(of(log_s - mean), b, s) if asked.entropy else None
     average = of(rows[1] + total.detach() / s.n_classes)[here] if asked.mean else None
     rank = torch.where(counts, rows[0], -1).long()[here] if asked.ranks else None
@@ -484,17 +463,15 @@ def sharded_linear_log_probs(
     o, _, scale = temperature_options(temperature if each is None else 1.0, logit_scale, softcap, ignore_index)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     asked = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
-    def check(here): check_asked(here.y, temperature if each is None else here.given["temperature"], entropy, mean_logits, target_rank)
-    given = dict(linear_bias=linear_bias, weight=None, reduction="none", token_weight=None, return_stats=any(asked), options=o,
-                 temperature=each, asked=[*asked])
-    (x, w, y, given, b, _, agreed), s = placed(input, linear_weight, target, given, 0, memory_budget, mesh,
-                                               num_classes, backbone_reduction, scale, check)
+    def look(call):
+        check_asked(call.tensors.target, temperature if each is None else call.temperature, entropy, mean_logits, target_rank)
+        return {"entropy, target_rank and mean_logits": [*asked]}
+    a = Asked(o, "none", memory_budget=memory_budget, backbone_reduction=backbone_reduction)
+    call = local_call(Operands(input, linear_weight, target, linear_bias), a, mesh, num_classes, scale, each, look)
     check_reverse("sharded_linear_log_probs", "linear_log_probs")
-    bias = [] if given["linear_bias"] is None else [given["linear_bias"].contiguous()]
-    x, w, *bias = autocast_like_linear(x.reshape(y.numel(), x.shape[-1]), w, *bias)
-    found = log_probs_over_ranks(x, w, (bias or [None])[0], flat(y.long()), flat(given["temperature"]), o, s, b, asked, memory_budget or 0)
-    shaped = [None if t is None else t.view(y.shape) for t in found]
-    return LogProbs(*(t if t is None else agreed.of(t) for t in shaped[:3]), shaped[3])
+    found = log_probs_over_ranks(local_rows(call), flat(call.temperature), a, call.shards, call.batch, asked)
+    *shaped, rank = (None if t is None else t.view(call.tensors.target.shape) for t in found)
+    return LogProbs(*(None if t is None else call.agreed.of(t) for t in shaped), rank)
 
 # %% ../nbs/16_sharded.ipynb #sdvcode1
 def check_two_heads(student:tuple, teacher:tuple, s:Shards):  # input, weight, bias each, as they are given
@@ -560,9 +537,9 @@ def sharded_linear_divergence(
     teacher = teacher_input, *weight_and_bias(teacher_weight, teacher_bias, "teacher_weight")
     check_reverse("sharded_linear_divergence", "linear_divergence")
     expect_tensor("input", input, over_ranks=True)
-    s = asked_shards(student[1], mesh, num_classes)
+    s = class_shards(student[1], mesh, num_classes)
     check_two_heads(student, teacher, s)
-    heads = student, teacher, token_weight = heads_here(student, teacher, token_weight, mesh)
+    heads = student, teacher, token_weight = local_heads(student, teacher, token_weight, mesh)
     b = batch_of(input, s, backbone_reduction)[0]
     def look():
         check_reduction(backbone_reduction, input, s)

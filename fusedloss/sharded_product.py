@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../nbs/28_sharded_product.ipynb #spimport
 import math
-from typing import Callable, Iterator, NamedTuple, Optional
+from typing import Any, Callable, get_args, Iterator, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fusedloss.core.checks import acc_dtype, check_labels, expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import first_order, keeps_graph
-from fusedloss.core.options import KINDS, LossOptions
+from fusedloss.core.options import Accumulate, Asked, KINDS, LossOptions, Operands, Reduction, ShardedMethod
 from fusedloss.core.products import part, put_product, rounded_operand, tile_slices
 from fusedloss.core.ranks import (
     all_say, gather_rows, RankTokens, reduce_scatter_rows, Shards, start_gather)
@@ -26,7 +26,7 @@ from fusedloss.core.reference import plain_divisor, total_weight, with_z_loss, z
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.score_product import product_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
-from fusedloss.plans import MOST_WITHOUT_TARGETS, SUPPORTS
+from fusedloss.plans import MOST_WITHOUT_TARGETS
 from fusedloss.product import (
     aligned_parts, launch_better_offsets, launch_scaled, launch_targets, LIMITS, LN2, product_obstacle,
     product_row, product_rows, reference_exponentials, reference_scaled, reference_targets, usable_product,
@@ -319,14 +319,39 @@ def chunk_rows(
     return product_rows(n_tokens, max(1, min(most, max(4096, 2 * n_features))))
 
 # %% ../nbs/28_sharded_product.ipynb #splacks0
-def product_lacks(dtype:torch.dtype, reduction:str, bias:Optional[Tensor], stats:bool, o:LossOptions) -> list[tuple]:
-    "Options that the method does not have: their names, what it expects, and what is given."
-    default = lambda name: "None" if KINDS[name][1].optional else f"{o._field_defaults[name]:g}"
-    rules = (("reduction", "'mean' or 'sum'", repr(reduction), reduction not in ("mean", "sum")),
-             ("linear_bias", "None", "a tensor", bias is not None), ("return_stats", "False", stats, stats),
-             *[(name, default(name), getattr(o, name), name not in SUPPORTS["product"]) for name in o.changed()],
-             ("input", "bfloat16, float32 or float64", dtype, dtype == torch.float16))
-    return [(name, f"{expected} for method='product' over ranks", got) for name, expected, got, lacks in rules if lacks]
+ANY = object()  # any value that passes the checks
+
+TERMS = dict(dict.fromkeys(("weight", "token_weight", "ignore_index", "logit_scale", "z_loss", "shift", "memory_budget", "backbone_reduction",
+                            "monitored"), ANY), method=get_args(ShardedMethod))
+OVER_RANKS = dict(  # the arguments that each method supports, and their values; an argument that is not here has to be at its default
+    product=TERMS | dict(input=(torch.bfloat16, torch.float32, torch.float64), reduction=("mean", "sum"), accumulate=("auto", "native")),
+    recompute=TERMS | dict.fromkeys(("input", "linear_bias", "label_smoothing", "softcap", "return_stats"), ANY) |
+              dict(reduction=get_args(Reduction), accumulate=get_args(Accumulate)))
+
+# %% ../nbs/28_sharded_product.ipynb #splacks1
+def arguments_of(t:Operands, a:Asked) -> dict[str, tuple[Any, Any]]:
+    "Default and value of each argument, by name; of the input its dtype."
+    optional = lambda name, value: None if KINDS[name][1].optional and not value else value
+    options, found = a.options, {"input": (None, t.input.dtype)}
+    found |= {name: (None, getattr(t, name)) for name in t._fields[3:]}
+    found |= {name: (default, getattr(a, name)) for name, default in a._field_defaults.items()}
+    return found | {name: (optional(name, options._field_defaults[name]), optional(name, getattr(options, name))) for name in options._fields}
+
+def refusals(t:Operands, a:Asked, method:str) -> list[tuple[str, str, str]]:
+    "Arguments that a method over ranks does not support: their names, what it expects, and what is given."
+    supported, where = OVER_RANKS[method], " for method='product' over ranks" if method == "product" else " for classes over ranks"
+    words = lambda v: "a tensor" if isinstance(v, Tensor) else repr(v) if isinstance(v, str) else f"{v:g}" if isinstance(v, float) else str(v)
+    found = []
+    for name, (default, value) in arguments_of(t, a).items():
+        values = supported.get(name, (default,))
+        if values is ANY or any(value is v or not isinstance(value, Tensor) and value == v for v in values): continue
+        *others, last = (words(v).removeprefix("torch.") for v in values)
+        found.append((name, (", ".join(others) + " or ") * bool(others) + last + where, words(value)))
+    return found
+
+def check_supported(t:Operands, a:Asked, method:str):
+    "`ValueError` that names the first argument that a method over ranks does not support."
+    for name, expected, got in refusals(t, a, method): expect(False, name, expected, got)
 
 # %% ../nbs/28_sharded_product.ipynb #spusable
 def kernel_everywhere(x:Tensor, s:Shards) -> bool:  # [N,H]
@@ -337,18 +362,15 @@ def kernel_everywhere(x:Tensor, s:Shards) -> bool:  # [N,H]
     return all_say(not why, s, device, "product", h)
 
 # %% ../nbs/28_sharded_product.ipynb #sptakes0
-def takes_product(
-    method:str, x:Tensor, w:Tensor, lacks:list[tuple], s:Shards, b:RankTokens, budget:int,  # [n,H], [V,H] of this rank
-) -> bool:
+def takes_product(t:Operands, a:Asked, s:Shards, b:RankTokens) -> bool:  # rows of this rank, as products take them
     "Whether a call goes by product, the same on all ranks; `ValueError` where it is asked for and cannot."
-    if method == "recompute": return False
-    if method == "product":
-        for name, expected, got in lacks: expect(False, name, expected, got)
-        return True
+    if a.method == "product": check_supported(t, a, "product")
+    if a.method != "auto": return a.method == "product"
+    x, w = t.input, t.linear_weight
     wanted = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if lacks or not wanted or not kernel_everywhere(x, s): return False
-    n = b.rows * (1 if b.shared else s.ranks)
-    return n <= MOST_WITHOUT_TARGETS * chunk_rows(n, x.shape[1], -(-s.n_classes // s.ranks), x.dtype, budget, product_of(device_of(x)).classes)
+    if not wanted or refusals(t, a, "product") or not kernel_everywhere(x, s): return False
+    n, classes = b.rows * (1 if b.shared else s.ranks), -(-s.n_classes // s.ranks)
+    return n <= MOST_WITHOUT_TARGETS * chunk_rows(n, x.shape[1], classes, x.dtype, a.memory_budget or 0, product_of(device_of(x)).classes)
 
 # %% ../nbs/28_sharded_product.ipynb #spforwrd
 def product_over_ranks(
@@ -396,10 +418,7 @@ def early_over_ranks(
     return _EarlyOverRanks.apply(run, x, w, b, *given, needs)
 
 # %% ../nbs/28_sharded_product.ipynb #spcall00
-def sharded_product(
-    x:Tensor, w:Tensor, y:Tensor,  # [n,H], [V,H] here, [n]
-    weight:Optional[Tensor], token_weight:Optional[Tensor],  # [V] of all classes, [n]
-    o:LossOptions, s:Shards, b:RankTokens, reduction:str, budget:int,
-) -> Tensor:
+def sharded_product(t:Operands, a:Asked, s:Shards, b:RankTokens) -> Tensor:  # rows of this rank; weights of all classes
     "The sum or mean over all ranks' tokens and classes, its gradients made in forward."
-    return early_over_ranks(product_over_ranks, x, w, None, y, weight, token_weight, o, s, b, reduction == "mean", budget)
+    return early_over_ranks(product_over_ranks, t.input, t.linear_weight, None, t.target, t.weight, t.token_weight, a.options, s, b,
+                            a.reduction == "mean", a.memory_budget or 0)

@@ -335,7 +335,7 @@ def log_probs_that_raise_on_every_rank(meshes):
             raises(ValueError, "temperature: expected positive, finite numbers" if rank == 0 or ranks == 1 else "an error on rank 0",
                    of(temperature=torch.where(y == y, rank, 0).double()))
         if ranks > 1:
-            raises(ValueError, "asked: expected the same on all ranks", of(entropy=rank == 0, target_rank=rank > 0))
+            raises(ValueError, "entropy, target_rank and mean_logits: expected the same on all ranks", of(entropy=rank == 0, target_rank=rank > 0))
             raises(ValueError, "numbers of tokens: expected the same on all ranks", of(temperature=x[:, 0].exp() if rank else 1.0))
             if DEVICE == "cpu":
                 raises(ValueError, "temperature: expected the same on all ranks", of(temperature=x[:, 0].exp() + rank))

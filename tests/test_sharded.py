@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
@@ -16,9 +17,11 @@ from torch.testing import assert_close
 
 import fusedloss as fl
 import fusedloss.sharded as sharded
+import fusedloss.sharded_product as sharded_product
+from fusedloss.core import options as core_options
 from fusedloss.core import placement
 from fusedloss.core import ranks as core_ranks
-from fusedloss.core.options import LossOptions
+from fusedloss.core.options import Asked, LossOptions, Operands
 from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
@@ -450,20 +453,50 @@ def test_what_ranks_tell_each_other_of_a_call():
     assert (core_ranks.fingerprint(torch.tensor([1.0, 2.0])) != core_ranks.fingerprint(torch.tensor([2.0, 1.0]))).any()
 
 
-def test_a_call_of_one_rank_is_placed_where_it_is():
+def test_a_call_of_one_rank_has_its_tensors_as_they_are():
     x, w, y = torch.ones(2, 3), torch.ones(9, 3), torch.tensor([1, 8])
-    given = dict(linear_bias=None, weight=None, token_weight=None, reduction="mean", options=LossOptions(), return_stats=False)
-    here, s = placement.placed(x, w, y, given, 0, None, None, None, None)
-    assert (s, here.x is x, here.batch.own) == (ALONE, True, 2)
+    call = placement.local_call(Operands(x, w, y), Asked(LossOptions()))
+    assert (call.shards, call.tensors.input is x, call.batch.own) == (ALONE, True, 2)
     assert placement.batch_of(torch.ones(2, 3, 4), ALONE, None) == (core_ranks.RankTokens(True, 6, 6, 1), -1)
     assert placement.local_of(x, "input", None, []) is x and placement.kinds_for(x) == []
-    assert placement.own_rows(y, core_ranks.RankTokens(True, 2, 2), ALONE) is y and placement.asked_shards(w, None, None) == ALONE
+    assert placement.own_rows(y, core_ranks.RankTokens(True, 2, 2), ALONE) is y and placement.class_shards(w, None, None) == ALONE
 
 
 @pytest.mark.parametrize("call, words", {
     "reduction": (lambda x, w: placement.check_reduction("average", x, ALONE), "'mean', 'sum' or None"),
-    "bias": (lambda x, w: placement.check_bias(torch.ones(2), x, w), "linear_bias: expected"),
-    "classes": (lambda x, w: placement.asked_shards(w, None, 0), "num_classes: expected a positive integer")}.values())
-def test_a_call_that_cannot_be_placed_is_refused(call, words):
+    "bias": (lambda x, w: placement.check_bias(x, w, torch.ones(2)), "linear_bias: expected"),
+    "classes": (lambda x, w: placement.class_shards(w, None, 0), "num_classes: expected a positive integer")}.values())
+def test_a_call_that_cannot_be_made_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call(torch.ones(2, 3), torch.ones(9, 3))
+
+
+def with_field(kind, default):
+    "A named tuple with one more field, `made_up`"
+    made = namedtuple(kind.__name__, [*kind._fields, "made_up"], defaults=[*kind._field_defaults.values(), default])
+    for name in {"changed", "keeps_scores"} & {*vars(kind)}:
+        setattr(made, name, vars(kind)[name])
+    return made
+
+
+@pytest.mark.parametrize("method", ["auto", "product", "recompute"])
+@pytest.mark.parametrize("new", [Operands, Asked, LossOptions])
+def test_an_argument_that_no_method_lists_is_refused_over_ranks(new, method, monkeypatch):
+    "Whether it is a tensor, a word or an option of the loss: nothing is silently ignored"
+    monkeypatch.setitem(core_options.KINDS, "made_up", (float, core_options.Check("a number", lambda v: True)))
+    default = 0.0 if new is LossOptions else None
+    kinds = {kind: with_field(kind, default) if kind is new else kind for kind in (Operands, Asked, LossOptions)}
+    def ask(value):
+        more = lambda kind: dict(made_up=value) if kind is new else {}
+        o = kinds[LossOptions](**more(LossOptions))
+        return sharded.loss_over_ranks(kinds[Operands](torch.ones(2, 3), torch.ones(9, 3), torch.tensor([1, 8]), **more(Operands)),
+                                       kinds[Asked](o, method=method, **more(Asked)))
+    assert_close(ask(default), torch.tensor(9.0).log())
+    with pytest.raises(ValueError, match=f"made_up: expected {'0' if new is LossOptions else 'None'} for classes over ranks"):
+        ask(torch.ones(2) if new is Operands else 2.0)
+
+
+@pytest.mark.parametrize("method", sharded_product.OVER_RANKS)
+def test_methods_over_ranks_list_no_argument_that_there_is_not(method):
+    known = {*Operands._fields, *Asked._fields, *LossOptions._fields}
+    assert sharded_product.OVER_RANKS[method].keys() <= known

@@ -253,28 +253,43 @@ def in_range(value, low, high=math.inf) -> bool:
     return is_number(value) and low <= value <= high
 
 
+def check_bias(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Optional[Tensor],
+    whose: str = "",  # words after the shape that is expected
+):
+    "`ValueError` for a bias that does not go with the weight."
+    classes, b, dtype = len(linear_weight), linear_bias, linear_weight.dtype
+    if b is None:
+        return
+    expect_tensor("linear_bias", b, "a tensor or None")
+    mixes = autocasts(input.device.type) and b.is_floating_point()
+    expect(
+        b.shape == (classes,) and (mixes or b.dtype == dtype),
+        "linear_bias",
+        lambda: f"{dtype} [{classes}]{whose}",
+        f"{b.dtype} {list(b.shape)}",
+    )
+    expect(b.device == input.device, "linear_bias", f"the input's device {input.device}", b.device)
+
+
+def check_budget(memory_budget: Optional[int]):
+    "`ValueError` for a budget that cannot be meant."
+    m = memory_budget
+    expect(m is None or type(m) is int and m > 0, "memory_budget", "a positive number of bytes or None", m)
+
+
 def check_bias_and_budget(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Optional[Tensor],
     memory_budget: Optional[int],
 ):
-    "`ValueError` for a bias or a budget that cannot be meant."
-    classes, b, device = len(linear_weight), linear_bias, input.device
-    expect(classes > 0, "linear_weight", "at least one class", list(linear_weight.shape))
-    if b is not None:
-        expect_tensor("linear_bias", b, "a tensor or None")
-        mixes = autocasts(device.type) and b.is_floating_point()
-        dtype = linear_weight.dtype
-        expect(
-            b.shape == (classes,) and (mixes or b.dtype == dtype),
-            "linear_bias",
-            lambda: f"{dtype} [{classes}]",
-            f"{b.dtype} {list(b.shape)}",
-        )
-        expect(b.device == device, "linear_bias", f"the input's device {device}", b.device)
-    m = memory_budget
-    expect(m is None or type(m) is int and m > 0, "memory_budget", "a positive number of bytes or None", m)
+    "`ValueError` for a weight without classes, and for a bias or a budget that cannot be meant."
+    expect(len(linear_weight) > 0, "linear_weight", "at least one class", list(linear_weight.shape))
+    check_bias(input, linear_weight, linear_bias)
+    check_budget(memory_budget)
 
 
 def check_weight(name: str, t: Optional[Tensor], shape: tuple[int, ...]):

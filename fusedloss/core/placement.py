@@ -1,4 +1,4 @@
-"""Tensors, DTensors and rows beside a mesh, seen from one rank: what of them lies here, whose the tokens are, and whether all ranks make the same call."""
+"""Tensors, DTensors and rows beside a mesh: one rank's part of a call, whose the tokens are, and whether all ranks make the same call."""
 
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedloss.core.checks import (
+    check_bias,
+    check_budget,
     check_flags,
     check_linear,
     check_matrix,
@@ -18,7 +20,8 @@ from fusedloss.core.checks import (
     is_integer,
 )
 from fusedloss.core.learned import fold_scale, gathered_scale
-from fusedloss.core.operators import autocasts, first_order
+from fusedloss.core.operators import first_order
+from fusedloss.core.options import Asked, Operands
 from fusedloss.core.ranks import (
     agreed_facts,
     Agreement,
@@ -40,7 +43,7 @@ def local_of(
     mesh,
     placements: list,  # those that will do
 ):
-    "What of a DTensor lies here; other tensors as they are."
+    "This rank's part of a DTensor; other tensors as they are."
     if not is_dtensor(t):
         return t
     fits = t.device_mesh == mesh and t.placements in [(p,) for p in placements]
@@ -54,25 +57,25 @@ def local_of(
 
 
 def kinds_for(t: Tensor) -> list:
-    "How a tensor may lie that goes with `t`."
+    "Placements of a DTensor that goes with `t`."
     return [t.placements[0]] if is_dtensor(t) and len(t.placements) == 1 else []
 
 
 def input_kinds(input: Tensor) -> list:
-    "How an input may lie: whole everywhere, or its tokens over the ranks."
+    "Placements of an input: whole everywhere, or its tokens over the ranks."
     from torch.distributed.tensor import Replicate, Shard
 
     return [Replicate(), *(Shard(d) for d in range(input.dim() - 1))]  # the last is features'
 
 
-def heads_here(
+def local_heads(
     # input, weight, bias each
     student: tuple,
     teacher: tuple,
     token_weight: Optional[Tensor],
     mesh,
 ) -> tuple[tuple, tuple, Optional[Tensor]]:
-    "What of two linear layers, their inputs and the tokens' weights lies on this rank."
+    "This rank's part of two linear layers, their inputs and the tokens' weights."
     (x, w, b), (teacher_x, teacher_w, teacher_b) = student, teacher
     mesh = w.device_mesh if is_dtensor(w) else mesh
     of_classes = lambda t, name: local_of(t, name, mesh, kinds_for(w))
@@ -105,7 +108,7 @@ def batch_of(
     return RankTokens(False, others * here, rows, factor), dim
 
 
-def asked_shards(
+def class_shards(
     # as a caller gives them
     linear_weight: Tensor,
     mesh,
@@ -120,21 +123,6 @@ def asked_shards(
         repr(num_classes),
     )
     return shards_of(linear_weight, mesh, num_classes)
-
-
-def check_bias(bias: Optional[Tensor], x: Tensor, w: Tensor):
-    "`ValueError` for a bias that does not go with this rank's classes."
-    if bias is None:
-        return
-    expect_tensor("linear_bias", bias, "a tensor or None")
-    mixes = autocasts(x.device.type) and bias.is_floating_point()
-    expect(
-        bias.shape == w.shape[:1] and (mixes or bias.dtype == w.dtype),
-        "linear_bias",
-        f"{w.dtype} [{len(w)}], of this rank's classes",
-        f"{bias.dtype} {list(bias.shape)}",
-    )
-    expect(bias.device == x.device, "linear_bias", f"the input's device {x.device}", bias.device)
 
 
 def check_reduction(
@@ -172,32 +160,6 @@ def check_reduction(
     )
 
 
-def check_sharded(
-    x: Tensor,
-    w: Tensor,
-    y: Tensor,
-    given: dict,
-    s: Shards,
-    shift: int,
-    budget: Optional[int],
-):
-    "`ValueError` for what no loss over ranks accepts; labels are looked at when all are here."
-    check_linear(x, w)
-    check_target(y, x.shape[:-1], x.device, given["reduction"])
-    expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
-    check_bias(given["linear_bias"], x, w)
-    check_flags(return_stats=given["return_stats"])
-    check_weights(s.n_classes, w.device, given["weight"], given["token_weight"], y.shape)
-    expect(type(shift) is int and shift >= 0, "shift", "an integer not below 0", repr(shift))
-    expect(not shift or x.dim() > 1, "shift", "0 where the input has no token dimension", shift)
-    expect(
-        budget is None or type(budget) is int and budget > 0,
-        "memory_budget",
-        "a positive number of bytes or None",
-        budget,
-    )
-
-
 def scale_shard(
     scale: Optional[Tensor],
     x: Tensor,
@@ -213,75 +175,77 @@ def scale_shard(
     return x, *fold_scale(gathered_scale(scale, gather), bias)
 
 
-TOKEN_NUMBERS = "token_weight", "temperature"  # arguments of the target's shape
+class LocalCall(NamedTuple):
+    "One rank's part of a call."
 
-
-class Here(NamedTuple):
-    "A call as one rank sees it."
-
-    x: Tensor
-    w: Tensor
-    y: Tensor
-    given: dict  # options, and tensors of this rank
+    tensors: Operands  # of this rank, but for the weights of all classes
+    shards: Shards
     batch: RankTokens
-    each: int  # tokens of a sequence on the first rank, where ranks share it; else 0
+    temperature: Optional[Tensor] = None  # [...] as the target
+    first_tokens: int = 0  # of a sequence, those of the first rank; 0 where ranks do not share sequences
     agreed: Agreement = Agreement([])  # of all ranks
 
 
-def seen_here(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    given: dict,
+def rank_part(
+    t: Operands,  # as a caller gives them
     s: Shards,
     mesh,
     backbone_reduction: Optional[str] = None,
-) -> Here:
-    "What of everything lies on this rank."
-    mesh = linear_weight.device_mesh if is_dtensor(linear_weight) else mesh
-    of_classes = lambda t, name: local_of(t, name, mesh, kinds_for(linear_weight))
-    of_tokens = lambda t, name: local_of(t, name, mesh, kinds_for(input))
-    kinds, weight = input_kinds(input) if is_dtensor(input) else [], given["weight"]
-    x = local_of(input, "input", mesh, kinds)
-    given = dict(
-        given,
-        linear_bias=of_classes(given["linear_bias"], "linear_bias"),
-        weight=weight.full_tensor() if is_dtensor(weight) else weight,
-        **{name: of_tokens(given[name], name) for name in TOKEN_NUMBERS if name in given},
+    temperature: Optional[Tensor] = None,  # [...] as the target
+) -> LocalCall:
+    "What a call's tensors have on this rank."
+    x, mesh = t.input, t.linear_weight.device_mesh if is_dtensor(t.linear_weight) else mesh
+    of_classes = lambda name: local_of(getattr(t, name), name, mesh, kinds_for(t.linear_weight))
+    of_tokens = lambda value, name: local_of(value, name, mesh, kinds_for(x))
+    here = t._replace(
+        input=local_of(x, "input", mesh, input_kinds(x) if is_dtensor(x) else []),
+        linear_weight=of_classes("linear_weight"),
+        target=of_tokens(t.target, "target"),
+        linear_bias=of_classes("linear_bias"),
+        weight=t.weight.full_tensor() if is_dtensor(t.weight) else t.weight,
+        token_weight=of_tokens(t.token_weight, "token_weight"),
     )
-    b, dim = batch_of(input, s, backbone_reduction)
-    sequence = dim >= 0 and dim == input.dim() - 2
-    each = len(shard_range(input.shape[dim], s.ranks, 0)) if sequence else 0
-    return Here(x, of_classes(linear_weight, "linear_weight"), of_tokens(target, "target"), given, b, each)
+    b, dim = batch_of(x, s, backbone_reduction)
+    shared = dim >= 0 and dim == x.dim() - 2
+    first = len(shard_range(x.shape[dim], s.ranks, 0)) if shared else 0
+    return LocalCall(here, s, b, of_tokens(temperature, "temperature"), first)
 
 
-def call_facts(here: Here, s: Shards) -> dict[str, Any]:
+def check_rank_part(call: LocalCall, a: Asked):
+    "`ValueError` for what no loss over ranks accepts; labels are looked at when all are here."
+    t, s = call.tensors, call.shards
+    check_linear(t.input, t.linear_weight)
+    check_target(t.target, t.input.shape[:-1], t.input.device, a.reduction)
+    expect(s.n_classes > 0, "linear_weight", "at least one class", s.n_classes)
+    check_bias(t.input, t.linear_weight, t.linear_bias, ", of this rank's classes")
+    check_flags(return_stats=a.return_stats)
+    check_weights(s.n_classes, t.linear_weight.device, t.weight, t.token_weight, t.target.shape)
+    expect(type(a.shift) is int and a.shift >= 0, "shift", "an integer not below 0", repr(a.shift))
+    expect(not a.shift or t.input.dim() > 1, "shift", "0 where the input has no token dimension", a.shift)
+    check_budget(a.memory_budget)
+
+
+def call_facts(call: LocalCall, a: Asked) -> dict[str, Any]:
     "What has to be the same on all ranks, and how many rows are here."
-    given, tensors = here.given, (here.x, here.w, here.given["linear_bias"])
-    facts = {
-        "features": here.x.shape[-1],
-        "dtype of input": str(here.x.dtype),
-        "dtype of linear_weight": str(here.w.dtype),
+    t, s = call.tensors, call.shards
+    numbers = {"token_weight": t.token_weight, "temperature": call.temperature}
+    graded = t.input, t.linear_weight, t.linear_bias
+    facts = a._asdict() | {
+        "options": a.options._asdict(),
+        "features": t.input.shape[-1],
+        "dtype of input": str(t.input.dtype),
+        "dtype of linear_weight": str(t.linear_weight.dtype),
         "num_classes": s.n_classes,
-        "options": given["options"]._asdict(),
-        "reduction": given["reduction"],
-        "return_stats": given["return_stats"],
-        "method": given.get("method"),
-        "asked": given.get("asked"),
-        "linear_bias": given["linear_bias"] is not None,
-        "numbers of tokens": [name for name in TOKEN_NUMBERS if given.get(name) is not None],
-        "weight": given["weight"],
-        "requires_grad of input, linear_weight and linear_bias": [t is not None and t.requires_grad for t in tensors],
+        "linear_bias": t.linear_bias is not None,
+        "numbers of tokens": [name for name, number in numbers.items() if number is not None],
+        "weight": t.weight,
+        "requires_grad of input, linear_weight and linear_bias": [t is not None and t.requires_grad for t in graded],
         "gradients": torch.is_grad_enabled(),
-        "rows": here.batch.own,
+        "rows": call.batch.own,
     }
-    if s.group is None or not here.batch.shared:
+    if s.group is None or not call.batch.shared:
         return facts
-    return (
-        facts
-        | {"shape of input": [*here.x.shape], "target": here.y}
-        | {name: given.get(name) for name in TOKEN_NUMBERS}
-    )
+    return facts | {"shape of input": [*t.input.shape], "target": t.target} | numbers
 
 
 OWN_TARGETS = (
@@ -318,43 +282,32 @@ def agreed_calls(
     )
 
 
-def placed(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    given: dict,
-    shift: int,
-    memory_budget: Optional[int],
-    mesh,
-    num_classes: Optional[int],
-    backbone_reduction: Optional[str],
+def local_call(
+    t: Operands,  # as a caller gives them
+    a: Asked,
+    mesh=None,  # of a weight that is this rank's rows
+    num_classes: Optional[int] = None,  # likewise
     scale: Optional[Tensor] = None,  # learned
-    check: Callable[[Here], None] = lambda here: None,  # of what the caller alone knows
-) -> tuple[Here, Shards]:
-    "What lies on this rank, checked, on all ranks at once."
-    for name, t in dict(input=input, linear_weight=linear_weight, target=target).items():
-        expect_tensor(name, t, over_ranks=True)
-    s = asked_shards(linear_weight, mesh, num_classes)
-    here = seen_here(input, linear_weight, target, given, s, mesh, backbone_reduction)
+    temperature: Optional[Tensor] = None,  # [...] as the target
+    look: Callable[[LocalCall], dict[str, Any]] = lambda call: {},  # checks what the caller alone knows; more facts
+) -> LocalCall:
+    "This rank's part of a call, checked on all ranks at once."
+    for name in ("input", "linear_weight", "target"):
+        expect_tensor(name, getattr(t, name), over_ranks=True)
+    s = class_shards(t.linear_weight, mesh, num_classes)
+    call = rank_part(t, s, mesh, a.backbone_reduction, temperature)
 
-    def look():
-        check_reduction(backbone_reduction, input, s, scale)
-        check_sharded(*here[:4], s, shift, memory_budget)
-        check(here)
-        learned = {"requires_grad of logit_scale": scale is not None and scale.requires_grad}
-        return (
-            call_facts(here, s)
-            | learned
-            | dict(shift=shift, memory_budget=memory_budget, backbone_reduction=backbone_reduction, logit_scale=scale)
-        )
+    def checked_facts():
+        check_reduction(a.backbone_reduction, t.input, s, scale)
+        check_rank_part(call, a)
+        learned = {"requires_grad of logit_scale": scale is not None and scale.requires_grad, "logit_scale": scale}
+        return look(call) | call_facts(call, a) | learned
 
-    rows_known = here.batch.shared or is_dtensor(input)
-    agreed = agreed_calls(look, here.x, s, rows_known)
-    x, bias = scale_shard(scale, here.x, here.given["linear_bias"], here.batch, s)
-    here = here._replace(x=x, given=here.given | dict(linear_bias=bias), agreed=agreed)
-    if rows_known:
-        return here, s
-    return here._replace(batch=here.batch._replace(rows=max(call["rows"] for call in agreed.calls))), s
+    rows_known = call.batch.shared or is_dtensor(t.input)
+    agreed = agreed_calls(checked_facts, call.tensors.input, s, rows_known)
+    x, bias = scale_shard(scale, call.tensors.input, call.tensors.linear_bias, call.batch, s)
+    batch = call.batch if rows_known else call.batch._replace(rows=max(facts["rows"] for facts in agreed.calls))
+    return call._replace(tensors=call.tensors._replace(input=x, linear_bias=bias), batch=batch, agreed=agreed)
 
 
 class _OwnRows(torch.autograd.Function):
