@@ -343,6 +343,7 @@ def refusals(t:Operands, a:Asked, method:str) -> list[tuple[str, str, str]]:
     words = lambda v: "a tensor" if isinstance(v, Tensor) else repr(v) if isinstance(v, str) else f"{v:g}" if isinstance(v, float) else str(v)
     found = []
     for name, (default, value) in arguments_of(t, a).items():
+        if value is default: continue
         values = supported.get(name, (default,))
         if values is ANY or any(value is v or not isinstance(value, Tensor) and value == v for v in values): continue
         *others, last = (words(v).removeprefix("torch.") for v in values)
