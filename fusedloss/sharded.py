@@ -21,7 +21,7 @@ from fusedloss.core.options import (
     Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Operands, Reduction, ShardedMethod, Statistics, statistics_of)
 from fusedloss.core.placement import (
-    agreed_calls, batch_of, check_reduction, class_shards, local_call, local_heads, LocalCall, own_rows)
+    agreed_batch, batch_of, check_reduction, class_shards, local_call, local_heads, LocalCall, own_rows)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, logits_row, part, takes_kernel, tile_slices, wide,
     wide_product, write_product)
@@ -547,8 +547,6 @@ def sharded_linear_divergence(
         check_divergence(student[0], token_weight, reduction, memory_budget, None, least)
         return pair_facts(*heads, s, b) | dict(options=str(o), reduction=reduction, memory_budget=memory_budget,
                                                backbone_reduction=backbone_reduction)
-    rows_known = b.shared or is_dtensor(input)
-    agreed = agreed_calls(look, student[0], s, rows_known)
-    if not rows_known: b = b._replace(rows=max(call["rows"] for call in agreed.calls))
+    agreed, b = agreed_batch(look, input, student[0], b, s)
     loss = agreed.of(rows_divergence(student, teacher, token_weight, RankCall(o, s, b, memory_budget), reduction))
     return loss.view(student[0].shape[:-1]) if reduction == "none" else loss

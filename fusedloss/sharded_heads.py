@@ -524,7 +524,7 @@ def check_insightface(head:PartialFC, sizes:list[list[int]]):  # of each file's 
     wanted = [[len(classes), head.embedding_size] for classes in ranges]
     expect(sizes == wanted, "files", f"rows of {wanted}, as insightface splits these classes", sizes)
 
-def shards_of(head:PartialFC) -> Shards:
+def head_shards(head:PartialFC) -> Shards:
     "Which classes of a head are here."
     expect(isinstance(head, PartialFC), "head", "a PartialFC", type(head).__name__)
     return head.shards if isinstance(head, ShardedPartialFC) else shards_on(None, head.num_classes)
@@ -554,7 +554,7 @@ def load_insightface(
     files:str|os.PathLike|Sequence[str|os.PathLike],  # their folder, or paths in the order of ranks
 ) -> None:
     "Fill a head with the class vectors that insightface's ranks have saved, of any number of ranks."
-    s, parts, here = shards_of(head), [], rows_here(head.weight)
+    s, parts, here = head_shards(head), [], rows_here(head.weight)
     def look() -> dict[str, int]:
         head.own_parameters()
         check_insightface(head, [])
@@ -577,7 +577,7 @@ def save_insightface(
     *, kind:Literal["checkpoint", "weight"]="checkpoint",  # state_dict_softmax_fc, or a tensor
 ) -> list[Path]:  # the files
     "Write a head's class vectors as insightface's ranks would, for any number of ranks."
-    s = shards_of(head)
+    s = head_shards(head)
     with contextlib.ExitStack() as undo:
         staging = []
         def look() -> dict[str, Any]:

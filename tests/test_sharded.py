@@ -447,7 +447,7 @@ def test_what_ranks_tell_each_other_of_a_call():
     with pytest.raises(ValueError, match=r"k: expected the same on all ranks, got \{0: 3, 1: 4\}"):
         core_ranks.check_calls([dict(k=3), dict(k=4)], (), {})
     core_ranks.check_calls([dict(k=3), dict(k=4)], ("k",), {})
-    assert core_ranks.in_words([dict(sums=[3.0, 5.0]), dict(sums=[4.0, 5.0])]) == "another on ranks [1] than on rank 0"
+    assert core_ranks.words_of_ranks([dict(sums=[3.0, 5.0]), dict(sums=[4.0, 5.0])]) == "another on ranks [1] than on rank 0"
     with pytest.raises(ValueError, match="invalid literal"):  # and no rank to tell
         core_ranks.tells_ranks(core_ranks.mesh_of_call)(int)("three")
     assert (core_ranks.fingerprint(torch.tensor([1.0, 2.0])) != core_ranks.fingerprint(torch.tensor([2.0, 1.0]))).any()

@@ -282,6 +282,19 @@ def agreed_calls(
     )
 
 
+def agreed_batch(
+    look: Callable[[], dict[str, Any]],
+    input: Tensor,  # as a caller gives it
+    x: Tensor,  # the input here
+    b: RankTokens,
+    s: Shards,
+) -> tuple[Agreement, RankTokens]:
+    "What all ranks say of their calls, and whose the tokens are when each rank has said how many it has."
+    rows_known = b.shared or is_dtensor(input)
+    agreed = agreed_calls(look, x, s, rows_known)
+    return agreed, b if rows_known else b._replace(rows=max(facts["rows"] for facts in agreed.calls))
+
+
 def local_call(
     t: Operands,  # as a caller gives them
     a: Asked,
@@ -303,10 +316,8 @@ def local_call(
         learned = {"requires_grad of logit_scale": scale is not None and scale.requires_grad, "logit_scale": scale}
         return look(call) | call_facts(call, a) | learned
 
-    rows_known = call.batch.shared or is_dtensor(t.input)
-    agreed = agreed_calls(checked_facts, call.tensors.input, s, rows_known)
-    x, bias = scale_shard(scale, call.tensors.input, call.tensors.linear_bias, call.batch, s)
-    batch = call.batch if rows_known else call.batch._replace(rows=max(facts["rows"] for facts in agreed.calls))
+    agreed, batch = agreed_batch(checked_facts, t.input, call.tensors.input, call.batch, s)
+    x, bias = scale_shard(scale, call.tensors.input, call.tensors.linear_bias, batch, s)
     return call._replace(tensors=call.tensors._replace(input=x, linear_bias=bias), batch=batch, agreed=agreed)
 
 

@@ -420,7 +420,7 @@ class Agreement(NamedTuple):
         return loss if self.factor is None else loss * self.factor.to(loss.dtype)
 
 
-def in_words(said: list) -> str:
+def words_of_ranks(said: list) -> str:
     "What each rank says of one fact; of tensors, whose differs."
     if not all(isinstance(fact, dict) and "sums" in fact for fact in said):
         return str(dict(enumerate(said)))
@@ -442,7 +442,7 @@ def check_calls(
         )
     for name in [name for name in calls[0] if name not in own]:  # in one order, so that all name the same
         said = [facts.get(name) for facts in calls]
-        expect(said == said[:1] * len(said), name, "the same on all ranks" + hints.get(name, ""), in_words(said))
+        expect(said == said[:1] * len(said), name, "the same on all ranks" + hints.get(name, ""), words_of_ranks(said))
 
 
 class _Talks(threading.local):
