@@ -12,6 +12,7 @@ import fusedloss.clusters as clusters
 import fusedloss.kernels as kernels
 from fusedloss.clusters import cross_entropy
 from fusedloss.core.options import CrossEntropyStats, LossOptions, statistics_of
+from fusedloss.core.reference import with_z_loss, z_loss_slope
 from fusedloss.kernels import rows_view
 from workbook.measure import relative_error, saved_tensors
 from grids import FULL, few, grid, thorough_but
@@ -160,6 +161,19 @@ def test_loss_and_gradient_are_the_definition(number, shape, options, device):
         args, more = prepared(OPTIONS[options], *sample(shape, device, dtype))
         faults += [(dtype, reduction, inplace, f) for f in wrong(*args, reduction=reduction, inplace=inplace, **more)]
     assert faults == []
+
+
+def test_the_slope_of_the_z_loss_is_its_derivative():
+    lse, w_t = torch.tensor([-3.0, 0.0, 40.0], dtype=torch.float64, requires_grad=True), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    o, losses = LossOptions(z_loss=0.1), torch.zeros(3, dtype=torch.float64)
+    added = with_z_loss(losses, lse, o, w_t, 4.0)
+    torch.testing.assert_close(added, 0.1 * w_t / 4 * lse**2)
+    torch.testing.assert_close(torch.autograd.grad(added.sum(), lse)[0], z_loss_slope(lse, o, w_t, 4.0))
+
+
+def test_without_a_z_loss_an_infinite_lse_changes_nothing():
+    losses = torch.ones(2)
+    assert with_z_loss(losses, torch.full((2,), torch.inf), LossOptions()) is losses and z_loss_slope(losses, LossOptions()) == 0
 
 
 @both_ways
