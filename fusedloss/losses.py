@@ -27,7 +27,7 @@ from fusedloss.core.options import (
     Accumulate, Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
     LossOptions, Method, Operands, Reduction, Statistics, statistics_of)
 from fusedloss.core.pairs import labels_loss, labels_rows, soft_rows
-from fusedloss.core.products import autocast_like_linear, linear_dtype, linear_of_counted, part, rounded_operand
+from fusedloss.core.products import linear_dtype, part, rounded_operand
 from fusedloss.core.promises import check_promise, hold_promise
 from fusedloss.core.rates import CPU, Machine, machine_here
 from fusedloss.core.reference import as_rows, counted_rows, flat, reduce_rows, row_stats, total_weight
@@ -70,8 +70,9 @@ def eager_linear_cross_entropy(
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "A linear layer's cross entropy with all logits, which become their own gradient."
-    x, w, b = autocast_like_linear(as_rows(input), linear_weight, linear_bias)
-    z = linear_of_counted(x, w, b, target.reshape(-1), o.ignore_index)
+    x = as_rows(input)
+    if linear_weight.requires_grad: x = counted_rows(x, target.reshape(-1), o.ignore_index)
+    z = F.linear(x, linear_weight, linear_bias)  # one product that adds the bias, not a batch
     return run_cross_entropy(z, target, weight, token_weight, o, reduction, reduction != "none" and not return_stats,
                              return_stats)
 
@@ -357,7 +358,8 @@ def several_targets_loss(t:Operands, a:Asked) -> Tensor:  # a scalar, or [...]
     "The loss of K targets a token, with all logits."
     x, y, w, weight, o = as_rows(t.input), as_rows(t.target.long()).contiguous(), t.linear_weight, flat(t.weight), a.options
     share = label_shares(y, flat(t.token_weight), t.target_weight)
-    z = linear_of_counted(*autocast_like_linear(x, w, t.linear_bias), y, o.ignore_index)
+    if w.requires_grad: x = counted_rows(x, y.ne(o.ignore_index).any(1), False)
+    z = F.linear(x, w, t.linear_bias)
     total = total_of_rows(y, weight, share, o, acc_dtype(z.dtype)) if a.reduction == "mean" else None
     losses = labels_loss(z, y, weight, share, total, o)
     return losses.view(t.input.shape[:-1]) if a.reduction == "none" else reduce_rows(losses, a.reduction)

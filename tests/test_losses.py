@@ -581,7 +581,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "targets go back": ("t[..., shift:]", "t[..., :max(0, t.shape[-1] - shift)]"),
     "tiles forget the scale": ("a.options.logit_scale, *tile_sides(r)", "1.0, *tile_sides(r)"),
     "tiles forget the ignored": ("a.options.ignore_index, 0.0, None", "-100, 0.0, None"),
-    "eager forgets the bias": ("z = linear_of_counted(x, w, b, target.reshape(-1), o.ignore_index)", "z = linear_of_counted(x, w, None, target.reshape(-1), o.ignore_index)"),
+    "eager forgets the bias": ("z = F.linear(x, linear_weight, linear_bias)", "z = F.linear(x, linear_weight)"),
     "a module's bias is left out": ("linear_weight=w, linear_bias=bias)", "linear_weight=w)"),
     "a broken promise passes": ("check_promise(t.target, a.options.ignore_index, a.max_valid)", "pass"),
     "eager forgets the class weights": ("run_cross_entropy(z, target, weight, token_weight,", "run_cross_entropy(z, target, None, token_weight,"),

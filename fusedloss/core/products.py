@@ -4,12 +4,10 @@ import functools
 from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, is_empty
-from fusedloss.core.operators import autocasts, operator, products
-from fusedloss.core.reference import counted_rows
+from fusedloss.core.operators import autocasts
 from fusedloss.core.softmax import cooled
 from fusedloss.core.triton import has_kernel, jit, tl
 
@@ -107,46 +105,12 @@ def grad_scale_of(*factors: Tensor) -> Tensor:
     return top.clamp(min=torch.finfo(top.dtype).tiny)
 
 
-def autocast_like_linear(*tensors: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+def autocast_like_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
     "Under autocast, what `F.linear` would see: its dtype, but float64 stays."
     device = tensors[0].device.type
-    if not autocasts(device) or any(t is not None and t.dtype == torch.float64 for t in tensors):
+    if not autocasts(device) or any(t.dtype == torch.float64 for t in tensors):
         return tensors
-    return tuple(None if t is None else t.to(torch.get_autocast_dtype(device)) for t in tensors)
-
-
-def save_operands(ctx, inputs, output):
-    ctx.save_for_backward(inputs.x, inputs.w, inputs.y)
-    ctx.ignore_index = inputs.ignore_index
-
-
-def gradients_of_linear(ctx, needs, dz: Tensor) -> dict[str, Tensor]:
-    "Those of what was multiplied; features of ignored tokens enter none."
-    x, w, y = ctx.saved_tensors
-    found = dict(x=dz @ w) if needs.x else {}
-    if needs.w:
-        found["w"] = dz.T @ counted_rows(x, y, ctx.ignore_index)
-    if needs.b:
-        found["b"] = dz.sum(0)
-    return found
-
-
-@operator(
-    "fusedloss::linear_of_counted",
-    fake=lambda x, w, b, y, ignore_index: x.new_empty(x.shape[0], w.shape[0]),
-    save=save_operands,
-    backward=gradients_of_linear,
-    flops=lambda i, out: products(i.x, i.w),
-)
-def linear_of_counted(
-    x: Tensor,  # [N,H]
-    w: Tensor,  # [V,H]
-    b: Optional[Tensor],  # [V]
-    y: Tensor,  # [N] or [N,K], of which the token is ignored if all are
-    ignore_index: int,
-) -> Tensor:  # [N,V]
-    "`F.linear`, of whose logits those of ignored tokens have no gradient."
-    return F.linear(x, w, b)
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
 def linear_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:

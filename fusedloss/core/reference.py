@@ -164,15 +164,9 @@ def total_weight(
     return counted.sum(dtype=dtype)
 
 
-def counted_rows(
-    x: Tensor,  # [N,H]
-    y: Tensor,  # [N], or [N,K], whose token is ignored if all are
-    ignore_index: int,
-) -> Tensor:
+def counted_rows(x: Tensor, y: Tensor, ignore_index: int) -> Tensor:  # [N,H], [N]
     "`x` with zeros for ignored tokens: 0 · NaN in a product with their gradient would be NaN. Itself where a CPU sees none."
     ignored = y == ignore_index
-    if y.dim() > 1:
-        ignored = ignored.all(1)
     if y.is_cpu and not observed() and not ignored.any():
         return x
     return torch.where(ignored[:, None], 0.0, x)
