@@ -158,6 +158,13 @@ def test_drawings_are_saved_lean(run):
     assert "".join(nb["cells"][0]["outputs"][0]["data"]["text/html"]) == '<svg><path d="M 0.12 1"/></svg>'
 
 
+def test_pages_that_read_each_others_records_run_one_after_the_other(pages):
+    paths = pages(p06_a="load_results('results/07_b.json')", p07_b="load_results('results/06_a.json')")
+    wrote = [sys.executable, "-c", "import sys; from pathlib import Path; Path(sys.argv[-1] + '.log').write_text('ran')"]
+    assert run_all(paths, "", command=wrote) == 0
+    assert all(path.with_name(f"{path.name}.log").read_text() == "ran" for path in paths)
+
+
 def test_a_cell_that_shows_records_comes_last(run):
     show = "#| shows-records\nfrom pathlib import Path; print(Path('results/00_try.json').read_text())"
     first = run(show, RECORD.format("new"))["cells"][0]

@@ -247,7 +247,8 @@ def run_all(paths: list[Path], flags: str, jobs: int = 1, limit: float = float("
         while waiting or running:
             busy = {*waiting, *(run.path for run in running)}
             slots = sorted(set(range(jobs)) - {run.slot for run in running})
-            for path in [path for path in waiting if not needs[path] & busy][:len(slots)]:
+            ready = [path for path in waiting if not needs[path] & busy]
+            for path in (ready or waiting[:not running])[:len(slots)]:  # pages that read each other's records: the first of them begins
                 waiting.remove(path)
                 slot = slots.pop(0)
                 mine = devices if jobs == 1 or path in alone else devices[slot % max(1, len(devices)):][:1]
