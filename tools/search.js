@@ -33,7 +33,7 @@
   // puzzles and pages about all stages come after stages and names; what is inside, solutions and what stages share after names and titles
   const level = (e, q) => {
     const found = fit(e, q);
-    if (found >= 0 && /^(glossary|papers|primer|map)\.|^(solutions\/)?puzzles[\/.]/.test(e.href)) return Math.max(found, 5.2);
+    if (found >= 0 && /^(glossary|papers|primer|map|benchmarks)\.|^(solutions\/)?puzzles[\/.]/.test(e.href)) return Math.max(found, 5.2);
     return found < 0 || !/^(library|solutions|api)\//.test(e.href) ? found : Math.max(found, 4) + 0.5;
   };
   // entries that hold the query, the best first; of equals the index's order: public names and stages before what is inside
