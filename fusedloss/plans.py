@@ -260,7 +260,7 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     "Exponentials leave the product; no pass over logits."
     obstacle = product_obstacle(r.dtype, r.h, machine.device) if r.gpu else "no GPU"
     if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal_of(r, "product"), caution=f"by chunks: {obstacle}")
-    (n, v, h), tile = r.sizes, product_of(machine.device).classes
+    (_, v, h), tile = r.sizes, product_of(machine.device).classes
     c = plan_product(r.packed, h, v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate, tile)
     beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0]), tile) - logits_row(v, r.work))  # sums of tiles
     extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)

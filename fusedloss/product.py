@@ -26,7 +26,7 @@ from fusedloss.core.promises import hold_promise, packed_rows
 from fusedloss.core.reference import as_rows, flat, plain_divisor, total_weight, with_z_loss, z_loss_slope
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
 from fusedloss.core.score_product import product_of
-from fusedloss.core.triton import jit, launch_kernel, on_device, tl, triton
+from fusedloss.core.triton import jit, launch_kernel, next_power_of_2, on_device, tl, triton
 
 # %% ../nbs/09_product.ipynb #5a54616f
 SAMPLED = 256  # classes whose largest score is a row's offset
@@ -70,7 +70,7 @@ def launch_offsets(z:Tensor, y:Tensor, log2_scale:float, ignore_index:int, BN:in
     (B, C), offsets = z.shape, z.new_empty(len(z), dtype=torch.float32)
     with on_device(z):
         launch_kernel(offsets_kernel, (-(-B // BN),), z, y, offsets, B, C, z.stride(0), log2_scale, ignore_index,
-                      BN=BN, BC=1 << (C - 1).bit_length())
+                      BN=BN, BC=next_power_of_2(C))
     return offsets
 
 # %% ../nbs/09_product.ipynb #087f8b5e

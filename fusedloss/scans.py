@@ -20,7 +20,7 @@ from fusedloss.core.lattice import active, update_active
 from fusedloss.core.operators import each_upstream, first_order, keeps_graph, observed, operator, transformed
 from fusedloss.core.sequences import check_integers, check_lengths, readable_on_host
 from fusedloss.core.softmax import zero_if_neg_inf
-from fusedloss.core.triton import jit, launch_kernel, on_device, tl
+from fusedloss.core.triton import jit, launch_kernel, next_power_of_2, on_device, tl
 from fusedloss.semirings import (
     check_graph, Log, LogSemiring, Max, path_sum, raced, Sample, Semiring, widened)
 
@@ -93,7 +93,7 @@ def scan_fwd_triton(
     alphas[0] = v0
     with on_device(Ms):
         launch_kernel(scan_fwd_kernel, (n,), Ms.contiguous(), idx.to(torch.int32).contiguous(),
-                      lengths, alphas, steps, n, c, nz, max(16, 1 << (c - 1).bit_length()),
+                      lengths, alphas, steps, n, c, nz, max(16, next_power_of_2(c)),
                       num_warps=warps)
     return alphas
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.core.checks import acc_dtype, check_flags, check_labels, expect, expect_tensor, is_number
+from fusedloss.core.checks import acc_dtype, check_labels, expect, expect_tensor
 from fusedloss.core.learned import take_scale
 from fusedloss.core.operators import check_reverse, first_order
 from fusedloss.core.options import (

@@ -248,7 +248,9 @@ def run_all(paths: list[Path], flags: str, jobs: int = 1, limit: float = float("
             busy = {*waiting, *(run.path for run in running)}
             slots = sorted(set(range(jobs)) - {run.slot for run in running})
             ready = [path for path in waiting if not needs[path] & busy]
-            for path in (ready or waiting[:not running])[:len(slots)]:  # pages that read each other's records: the first of them begins
+            if not ready and not running:
+                ready = waiting[:1]  # of pages that read each other's records the first begins
+            for path in ready[:len(slots)]:
                 waiting.remove(path)
                 slot = slots.pop(0)
                 mine = devices if jobs == 1 or path in alone else devices[slot % max(1, len(devices)):][:1]
