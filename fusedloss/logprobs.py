@@ -25,7 +25,7 @@ from fusedloss.recompute import invariant_fwd, kernel_bwd, launch_lse, plain_bwd
 
 # %% ../nbs/12_logprobs.ipynb #ec6c20d0
 class LogProbs(NamedTuple):
-    "What a model says of the targets; of their shape each, 0 (rank -1) where a token is ignored."
+    "What a model says of the targets; of their shape each, 0 (rank -1) where a token is ignored, NaN (rank -1) where its label is no class."
     log_probs: Tensor  # natural logarithms, differentiable
     entropy: Optional[Tensor]  # of all classes, nats, differentiable; None unless asked for
     mean_logits: Optional[Tensor]  # of the scores over all classes, detached; None unless asked for
@@ -160,15 +160,16 @@ def named_log_probs(
     log_probs:Tensor, entropy:Tensor, rows:Tensor,  # [N], [N or 0], [2 to 6, N]
     target:Tensor, stats:Statistics, ignore_index:int, max_valid:Optional[int],
 ) -> LogProbs:
-    "Of the target's shape; NaN where more tokens are valid than was promised."
+    "Of the target's shape; NaN where a label is no class, and where more tokens are valid than was promised."
     shaped = lambda t: t.view(target.shape)
     rank = torch.where(target != ignore_index, shaped(rows[2]).long(), -1) if stats.ranks else None
     if max_valid is not None:
         broken = (target != ignore_index).sum() > max_valid
         factor = torch.where(broken, torch.nan, 1.0).to(log_probs.dtype)
         log_probs, entropy, rows = log_probs * factor, entropy * factor, rows * factor
-    return LogProbs(shaped(log_probs), shaped(entropy) if stats.entropy else None,
-                    shaped(rows[-1]) if stats.mean else None, rank)
+    marked = lambda t: shaped(t + torch.where(log_probs.isnan(), torch.nan, 0.0).to(t.dtype))
+    return LogProbs(shaped(log_probs), marked(entropy) if stats.entropy else None,
+                    marked(rows[-1]) if stats.mean else None, rank)
 
 # %% ../nbs/12_logprobs.ipynb #dffb0be3
 def check_scores(logits:Tensor, target:Tensor, ignore_index:int):

@@ -281,8 +281,8 @@ def loss_weights(
     return row_weights(weights, y, w, token_weight, head.reduction)
 
 def reduced(head:nn.Module, losses:Tensor, weights:Tensor) -> Tensor:  # [N] each to a scalar, or [N]
-    "What a step's losses come to, each with its weight."
-    weights = weights.to(losses.dtype)
+    "What a step's losses come to, each with its weight; a label that is no class makes its own NaN, without a gradient."
+    losses, weights = losses.masked_fill(weights.isnan(), torch.nan), weights.to(losses.dtype)
     return losses * weights if head.reduction == "none" else torch.dot(losses, weights)
 
 def margin_loss(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedloss as fl
-from fusedloss import filter as with_filter, product
+from fusedloss import filter as with_filter, margins, product
 from fusedloss.chunks import Gradients
 from fusedloss.core import checks
 from fusedloss.core.options import LossOptions
@@ -53,6 +53,22 @@ def said(tell, x, w, y, reduction):
     return total if reduction == "none" else total.sum()
 
 
+def popular(each_row):
+    return fl.PopularitySampler(torch.arange(1, V + 1), 8, each_row=each_row)
+
+
+def of_head(options, x, w, y, reduction):
+    "PartialFC's loss: a new head, so that its sampler draws the same classes again"
+    torch.manual_seed(0)
+    sampler = options.get("sampler")
+    head = fl.PartialFC(V, H, ignore_index=-100, reduction=reduction, sparse=False, **{**options, "sampler": sampler and sampler()}).to(x.device)
+    return torch.func.functional_call(head, {"weight": w}, (x, y))
+
+
+def by_margin(margin, x, w, y, **options):
+    return fl.margin_cross_entropy(x, w, y, margin=margin, **options)
+
+
 def weighted(method, x, w, y, **options):
     return linear(method, x, w, y, weight=torch.linspace(0.5, 2, V, device=x.device), token_weight=torch.linspace(1, 2, N, device=x.device), **options, **OPTIONS)
 
@@ -68,6 +84,12 @@ LOSSES = {
     "invariant": partial(said, partial(fl.linear_log_probs, batch_invariant=True)),
     "over ranks": fl.sharded_linear_cross_entropy, "over ranks, product": partial(fl.sharded_linear_cross_entropy, method="product"),
     "log-probabilities over ranks": partial(said, fl.sharded_linear_log_probs),
+    "margin": partial(by_margin, margins.CosFace()), "margin of lengths": partial(by_margin, margins.AdaFace()),
+    "head": partial(of_head, {}), "head, a sample": partial(of_head, dict(sample_rate=0.5)),
+    "head, ArcFace": partial(of_head, dict(margin=margins.ArcFace())), "head, lengths": partial(of_head, dict(margin=margins.AdaFace())),
+    "head, class weights": partial(of_head, dict(class_weight=torch.linspace(0.5, 2, V))),
+    "head, dot products": partial(of_head, dict(normalize=False)),
+    **{f"head, popular, {each_row}": partial(of_head, dict(normalize=False, sampler=partial(popular, each_row))) for each_row in (False, True)},
     "log-probabilities of logits": partial(said, lambda x, w, y: fl.log_probs(x @ w.T, y)),
 }
 FORMED_IN_FORWARD = "chunks", "product"  # these have no losses of single tokens
@@ -101,6 +123,14 @@ def test_a_label_outside_the_classes(name, label, way):
         losses, *found = gradients(loss, *data(way, label), reduction="none")
         assert losses.isnan().nonzero().tolist() == [[ROW]]
         assert all(relative_error(a, b) < TOLERANCE[f32] for a, b in zip(found, wanted))
+
+
+@pytest.mark.parametrize("tell", [fl.linear_log_probs, partial(fl.linear_log_probs, batch_invariant=True), lambda x, w, y, **asked: fl.log_probs(x @ w.T, y, **asked)])
+def test_whatever_is_told_of_its_token(tell, way):
+    "Nothing that could be taken for a number"
+    found = tell(*data(way, V), entropy=True, mean_logits=True)
+    for told in (found.log_probs, found.entropy, found.mean_logits):
+        assert told.isnan().nonzero().tolist() == [[ROW]] and told[2] == 0
 
 
 @pytest.mark.parametrize("far", [0.0, 300.0])

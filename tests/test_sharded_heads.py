@@ -8,8 +8,9 @@ import torch
 
 import fusedloss as fl
 import fusedloss.sharded_heads as sharded_heads
-from fusedloss.margins import AdaFace, CosFace, SubCenter
+from fusedloss.core import checks
 from fusedloss.core.sampling import NegativeSampler
+from fusedloss.margins import AdaFace, CosFace, SubCenter
 from fusedloss.partial_fc import PartialFC
 from grids import few
 from helpers import everywhere, fault_of, planted, unchanged
@@ -23,12 +24,12 @@ KINDS = {  # margin and its centres, share of the classes, whether the weight's 
 }
 
 
-def played(module: ModuleType, ranks: int, kind: str, v: int) -> tuple[list, list]:
+def played(module: ModuleType, ranks: int, kind: str, v: int, label: int = -1) -> tuple[list, list]:
     "Loss, dx, dw, statistics and the sampler's step of all ranks; and those of one process"
     make, k, rate, sparse = KINDS[kind]
     g = torch.Generator().manual_seed(v)
     x, w, y = torch.randn(9, 4, generator=g, dtype=f64), torch.randn(v * k, 4, generator=g, dtype=f64), torch.randint(v, (9,), generator=g)
-    y[4], x = -1, x.requires_grad_()
+    y[4], x = label, x.requires_grad_()
     options = lambda: dict(dtype=f64, sparse=sparse, margin=make(), sampler=None if rate is None else NegativeSampler(rate, 3))
     one, parts, said = PartialFC(v, 4, **options()), [], {}
     one.weight.data.copy_(w)
@@ -76,6 +77,14 @@ def first_fault(module: ModuleType) -> str | None:
 @pytest.mark.parametrize("kind,ranks,v", few(PLAYED, *PLAYED[::5]))
 def test_played_ranks_are_one_process(kind, ranks, v):
     torch.testing.assert_close(*played(sharded_heads, ranks, kind, v))
+
+
+def test_a_label_outside_the_classes(monkeypatch):
+    "Where nobody looks at labels, as on GPUs: the loss is NaN, and no gradient of any rank is"
+    everywhere(monkeypatch, checks, "may_look", lambda t: False)
+    (loss, *found, _, _), (wanted, *of_one, _, _) = played(sharded_heads, 3, "a sample", 11, 11)
+    assert loss.isnan() and wanted.isnan() and not found[0][4].any()
+    torch.testing.assert_close(found, of_one)
 
 
 BUGS = {

@@ -589,8 +589,9 @@ def merge_lse_kernel(
         loss_weight = tl.load(loss_weight_ptr + rows, mask=in_batch, other=0.0)
         loss, loss_slope = softplus_and_slope(lse - (slope * cos + offset))
         tl.store(loss_ptr + rows, loss_weight * loss, mask=in_batch)
-        tl.store(g_lse_ptr + rows, loss_weight * loss_slope, mask=in_batch)
-        tl.store(g_cos_ptr + rows, -slope * loss_weight * loss_slope, mask=in_batch)
+        g_loss = tl.where(loss_weight == loss_weight, loss_weight, 0.0)  # 0: the label is no class
+        tl.store(g_lse_ptr + rows, g_loss * loss_slope, mask=in_batch)
+        tl.store(g_cos_ptr + rows, -slope * g_loss * loss_slope, mask=in_batch)
 
 
 class AffineMargin(NamedTuple):
