@@ -280,6 +280,7 @@ class AdaFace(WideBuffers, MovesWithSteps, Margin):
         "In training, score with statistics that have taken in a batch's valid lengths; an optimizer's step keeps them."
         if not self.training: return
         check_reverse("AdaFace in training", "eval(), where no statistics move")
+        expect(self.pending.device == norm.device, "margin", f"statistics on the input's device {norm.device}", self.pending.device)
         self.begin_use()
         known = valid & norm.isfinite()  # a row that overflowed says nothing of the others
         sums = batch_sums(norm.clamp(*self.clip), known, self.mean)

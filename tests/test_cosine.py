@@ -96,7 +96,7 @@ ROW_BUGS = {
     "the largest of the last parts": ("new_max = tl.maximum(row_max, tl.max(part_max, 0))", "new_max = tl.max(part_max, 0)"),
     "the offset is forgotten": ("lse - (slope * cos + offset)", "lse - slope * cos"),
     "the loss is not shared": ("loss_weight * loss, mask=in_batch", "loss, mask=in_batch"),
-    "the slope is forgotten": ("-slope * loss_weight * loss_slope", "-loss_weight * loss_slope"),
+    "the slope is forgotten": ("-slope * g_loss * loss_slope", "-g_loss * loss_slope"),
     "below 0 the rise is another": ("tl.where(gap < 0, e, 1.0)", "1.0"),
     "small losses vanish": ("e * (1 - e * (1 / 2 - e / 3))", "0 * e"),
     "rows without a label have a cosine": ("(in_batch & (target_column >= 0))[:, None]", "in_batch[:, None]"),

@@ -66,7 +66,7 @@ def of_head(options, x, w, y, reduction):
 
 
 def by_margin(margin, x, w, y, **options):
-    return fl.margin_cross_entropy(x, w, y, margin=margin, **options)
+    return fl.margin_cross_entropy(x, w, y, margin=margin().to(x.device) if margin is margins.AdaFace else margin(), **options)
 
 
 def weighted(method, x, w, y, **options):
@@ -84,7 +84,7 @@ LOSSES = {
     "invariant": partial(said, partial(fl.linear_log_probs, batch_invariant=True)),
     "over ranks": fl.sharded_linear_cross_entropy, "over ranks, product": partial(fl.sharded_linear_cross_entropy, method="product"),
     "log-probabilities over ranks": partial(said, fl.sharded_linear_log_probs),
-    "margin": partial(by_margin, margins.CosFace()), "margin of lengths": partial(by_margin, margins.AdaFace()),
+    "margin": partial(by_margin, margins.CosFace), "margin of lengths": partial(by_margin, margins.AdaFace),
     "head": partial(of_head, {}), "head, a sample": partial(of_head, dict(sample_rate=0.5)),
     "head, ArcFace": partial(of_head, dict(margin=margins.ArcFace())), "head, lengths": partial(of_head, dict(margin=margins.AdaFace())),
     "head, class weights": partial(of_head, dict(class_weight=torch.linspace(0.5, 2, V))),

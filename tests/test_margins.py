@@ -548,6 +548,15 @@ def test_bad_calls(message):
         margin_cross_entropy(**call)
 
 
+def test_statistics_on_another_device():
+    "They are refused, and have noted nothing"
+    x, w, y = sample_data(1, 6, 9)
+    ada = AdaFace().to("meta")
+    with pytest.raises(ValueError, match="^margin: expected statistics on the input's device cpu, got meta$"):
+        margin_cross_entropy(x, w, y, margin=ada)
+    assert not ada.is_noted
+
+
 @pytest.mark.parametrize("make", [lambda: Combined(2, past_pi="linear"), lambda: SubCenter(2, SubCenter(2)), lambda: AdaFace(clip=(2.0, 1.0))])
 def test_bad_margins(make):
     with pytest.raises(ValueError, match="expected .*, got"):
