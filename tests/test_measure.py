@@ -130,9 +130,33 @@ def test_timing_passes_an_exception_on():
         time_call(lambda: 1 / 0, seconds=0.01)
 
 
+def test_single_calls_are_waited_for_one_by_one(monkeypatch):
+    now, events, lengths = [0.0], [], iter((0.004, 0.002, 0.009))
+
+    class Cache:
+        def zero_(self): events.append("cache")
+
+    def synchronize(device):
+        now[0] += sum(e for e in events if isinstance(e, float))  # the work of a call ends here, not when it returns
+        events[:] = [e for e in events if not isinstance(e, float)] + ["wait"]
+
+    monkeypatch.setattr(m.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(m.torch, "empty", lambda *args, **kwargs: Cache())
+    assert m.time_single_calls(lambda: events.append(next(lengths)), "cuda", 3) == pytest.approx(0.004), "the median"
+    assert events == ["cache", "wait", "wait"] * 3, "the device is idle and its cache overwritten before each call"
+
+
+def test_single_calls_on_a_cpu(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(m.time, "perf_counter", lambda: now[0])
+    assert m.time_single_calls(lambda: now.__setitem__(0, now[0] + 0.005), calls=5) == pytest.approx(0.005)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_time_of_a_gpu_waits_for_the_gpu():
     a = torch.randn(4096, 4096, device="cuda")
+    assert m.time_single_calls(lambda: a @ a, "cuda") > 2 * 4096**3 / 2e15
     assert time_call(lambda: a @ a, "cuda", 0.05).median > 2 * 4096**3 / 2e15  # no GPU gives two PFLOP/s in float32
 
 

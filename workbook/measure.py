@@ -11,6 +11,7 @@ __all__ = [
     "cost_table",
     "Timing",
     "time_call",
+    "time_single_calls",
     "Comparison",
     "compare",
     "trace_memory",
@@ -28,6 +29,7 @@ __all__ = [
 import functools
 import math
 import random
+import time
 import weakref
 from pathlib import Path
 from typing import Any, Callable, Iterable, NamedTuple
@@ -140,6 +142,27 @@ def time_call(
 
     timer = Timer("fn()", globals=dict(fn=fn), num_threads=torch.get_num_threads())
     return quantiles(timer.blocked_autorange(min_run_time=seconds).times)
+
+
+def time_single_calls(
+    fn: Callable[[], Any],  # called without arguments, `calls` times
+    device: str | torch.device = "cpu",  # where its work runs
+    calls: int = 3,
+) -> float:  # seconds, by the host's clock
+    "Median time of one call of `fn` that begins on an idle device and is waited for; a GPU's L2 cache is overwritten before each."
+    wait, cache, found = (lambda: None), None, []
+    if torch.device(device).type == "cuda":
+        wait = functools.partial(torch.cuda.synchronize, device)
+        cache = torch.empty(2**28, dtype=torch.uint8, device=device)  # more than an L2 cache holds
+    for _ in range(calls):
+        if cache is not None:
+            cache.zero_()
+        wait()
+        start = time.perf_counter()
+        fn()
+        wait()
+        found.append(time.perf_counter() - start)
+    return quantiles(found).median
 
 
 class Comparison(NamedTuple):
