@@ -15,7 +15,7 @@ OTHER_NAMES = {  # what readers look for, by the page that has it
     "catalogues": "recommender, sampled softmax, SASRec, two-tower", "chunks": "FLCE, Liger", "contrast": "CLIP, SigLIP, InfoNCE, SimCLR",
     "ctc": "ASR, speech recognition, OCR, wav2vec, RNN-T", "divergence": "distillation, KL, JSD, teacher", "kernels": "online softmax",
     "logprobs": "RLHF, RLVR, GRPO, PPO, DPO, policy gradient", "losses": "lm_head, LM head, MTP, vocabulary", "margins": "ArcFace, CosFace, AdaFace, SphereFace, LMCL",
-    "partial_fc": "face recognition, insightface, identities", "recompute": "Cut Cross-Entropy, CCE", "sharded": "tensor parallel, vocab parallel, Megatron",
+    "partial_fc": "face recognition, insightface, identities", "recompute": "Cut Cross-Entropy, CCE, fused linear kernel", "sharded": "tensor parallel, vocab parallel, Megatron",
     "tiles": "MEVO, activation checkpointing"}
 ASSIGN = "globalThis.searchIndex = "
 FENCE = re.compile(r"^(`{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
