@@ -21,6 +21,7 @@ from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cr
 from fusedloss.core.checks import (
     acc_dtype, bad_labels, check_bias_and_budget, check_labels, check_linear, check_target, check_weight,
     check_weights, expect, once_for_alike)
+from fusedloss.core.ignored import counted_copy
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
@@ -71,7 +72,7 @@ def eager_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "A linear layer's cross entropy with all logits, which become their own gradient."
     x = as_rows(input)
-    if linear_weight.requires_grad: x = counted_rows(x, target.reshape(-1), o.ignore_index)
+    if torch.is_grad_enabled() and linear_weight.requires_grad: x = counted_copy(x, target.reshape(-1), o.ignore_index)
     z = F.linear(x, linear_weight, linear_bias)  # one product that adds the bias, not a batch
     return run_cross_entropy(z, target, weight, token_weight, o, reduction, reduction != "none" and not return_stats,
                              return_stats)

@@ -17,7 +17,7 @@ import fusedloss.ctc
 import fusedloss.linear_ctc
 import fusedloss.scans
 import fusedloss.segments
-from fusedloss.core import cuda, hopper
+from fusedloss.core import cuda, hopper, ignored
 from fusedloss.core.devices import GPUS
 from fusedloss.core.lattice import ScanShape
 from fusedloss.ctc import LOGITS
@@ -55,7 +55,11 @@ def product():
     return hopper.form_kernel("exponentials", hopper.IN_TURN, torch.bfloat16, 0)
 
 
-USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "product_sm90": product}  # by their source
+def zeros():
+    return ignored.zero_rows(0, 3, 64, -100)
+
+
+USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "product_sm90": product, "zero_rows": zeros}  # by their source
 
 
 class Kernel:
@@ -138,7 +142,7 @@ class Compilers:
         return {compiler for compiler, name in self.compiled if name != "empty_kernel"}
 
 
-MADE = cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.clusters.bound_launches, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels
+MADE = ignored.zero_rows, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.clusters.bound_launches, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels
 
 
 def forget():

@@ -7,6 +7,7 @@ import torch
 
 import fusedloss as fl
 from fusedloss import chunks, filter as with_filter
+from fusedloss.core.ignored import counted_copy
 from grids import thorough_but
 from helpers import everywhere, need_kernels
 
@@ -140,6 +141,21 @@ def test_nothing_of_an_ignored_token_reaches_a_gradient(name, way):
         torch.testing.assert_close(got, wanted)
     for g in (right[1], right[4]):
         assert not g[ignored].any()
+
+
+@pytest.mark.parametrize("h", [8, 200, 5])
+@pytest.mark.parametrize("dtype", [f32, torch.bfloat16, f64], ids=str)
+def test_a_copy_without_ignored_tokens(dtype, h, device):
+    "By a kernel where a row is whole vectors; of rows that are not packed; and its gradient is that of a copy"
+    x = torch.randn(9, 2 * h, dtype=dtype, device=device)[:, ::2]
+    y = torch.tensor([3, -100, 0, -100, 2**40, 1, 1, -1, -100], device=device)
+    x[y == -100] = torch.nan
+    x.requires_grad_()
+    found = counted_copy(x, y, -100)
+    assert torch.equal(found, torch.where((y == -100)[:, None], 0.0, x)) and x[1].isnan().all()
+    g = torch.where((y == -100)[:, None], 0.0, torch.randn(9, h, dtype=dtype, device=device))
+    assert torch.equal(torch.autograd.grad(found, x, g)[0], g)
+    assert counted_copy(x[:0], y[:0], -100).shape == (0, h)
 
 
 @pytest.mark.parametrize("method, way", tried(["eager", "chunks"], "eager"), indirect=["way"])

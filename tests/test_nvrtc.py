@@ -4,6 +4,7 @@ import torch
 
 import nvrtc
 from fusedloss import clusters, ctc, scans, segments
+from fusedloss.core import ignored
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
 from fusedloss.core.lattice import scan_shape
@@ -58,7 +59,11 @@ def turnaround_calls(device):
             yield lambda: clusters.launch_cluster(z, z, cuda(512, dtype=i64), None, None, None, o, shape, bool(late))
 
 
-CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "sparse": scan_calls, "turnaround": turnaround_calls}
+def zero_calls(device):
+    yield lambda: ignored.zero_rows.__wrapped__(0, 5, 64, -100)
+
+
+CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls}
 
 
 def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tuple]]:

@@ -41,11 +41,12 @@ def cross_entropy() -> None:
 
 
 def linear_cross_entropy() -> None:
-    "Stages 6 and 7"
+    "Stages 6, 7 and 11, with tokens that are ignored"
     sizes = ((33, 515, 64), (70, 1003, 96)) if DEVICE == "cuda" else ((17, 70, 32),)
-    for (n, v, h), (method, eps) in product(sizes, (("chunks", None), ("recompute", None), ("recompute", 1e-4))):
-        x, w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF)
-        fl.linear_cross_entropy(x, w, labels(v, n), method=method, filter_eps=eps).backward()
+    for (n, v, h), (method, eps) in product(sizes, (("chunks", None), ("recompute", None), ("recompute", 1e-4), ("eager", None))):
+        x, w, y = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), labels(v, n)
+        y[::3] = -100
+        fl.linear_cross_entropy(x, w, y, method=method, filter_eps=eps).backward()
 
 
 def exponentials() -> None:
@@ -155,7 +156,7 @@ def linear_ctc() -> None:
 
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
-    linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel",
+    linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel zero_rows",
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel soft_kernel labels_kernel",
