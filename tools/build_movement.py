@@ -120,7 +120,7 @@ def walk() -> Scene:
                  f"({CACHE} panels) holds them.")
 
 
-# The online softmax by lanes, of page 4
+# The online softmax by columns, of page 4
 
 BLOCKS, R, C = 4, 2, 4
 LANE = stage_color(4)
@@ -134,8 +134,8 @@ def number(value: float) -> str:
 
 def score_panel(scores: list[int], steps: int, parts: list[str]) -> Panel:
     "The row in blocks, and what is done with them"
-    p = Panel("fl-row-", steps, 1.2 * steps, steps - 1, 150, f"A row of {len(scores)} scores, in blocks of {R} × {C}",
-              f"{len(scores)} scores in {BLOCKS} blocks of {R} times {C}; one block after the other is read.")
+    p = Panel("fl-row-", steps, 1.2 * steps, steps - 1, 150, f"A row of {len(scores)} logits, in blocks of {R} × {C}",
+              f"{len(scores)} logits in {BLOCKS} blocks of {R} times {C}; one block after the other is read.")
     for b in range(BLOCKS):
         now = [fill(LANE, 0.75 if k // PHASES == b else 0.2 if k // PHASES > b else 0) for k in range(steps)]
         p.boxes([(b * 84, 44)], 80, 44, now)
@@ -147,32 +147,32 @@ def score_panel(scores: list[int], steps: int, parts: list[str]) -> Panel:
 
 
 def lane_panel(name: str, held: list[movement.Lanes], answer: str, alt: str) -> Panel:
-    "The lanes' numbers in columns, and the row's log-sum-exp"
+    "The columns' numbers, a line for each, and the row's log-sum-exp"
     steps = len(held)
-    p = Panel(name, steps, 1.2 * steps, steps - 1, 150, "What the lanes hold", alt)
+    p = Panel(name, steps, 1.2 * steps, steps - 1, 150, "The numbers of each column", alt)
     for k, (head, column) in enumerate(zip(("m", "factor", "s"), zip(*held))):
         p.text(112 + 104 * k, 38, head, anchor="end")
         for c in range(C):
             p.text(112 + 104 * k, 58 + 19 * c, ["" if math.isnan(row[c]) else number(row[c]) for row in column], anchor="end")
     for c in range(C):
-        p.text(0, 58 + 19 * c, f"lane {c}")
+        p.text(0, 58 + 19 * c, f"column {c}")
     p.line(f"M0 43H{WIDTH}")
     p.text(0, 142, [""] * (steps - 2) + [answer] * 2)
     return p
 
 
 def lane_steps(scores: list[int]) -> tuple[list[str], list[movement.Lanes]]:
-    "For each step what is done, and what the lanes hold; a factor is not a number where none is taken"
+    "For each step what is done, and the numbers of the columns; a factor is not a number where none is taken"
     done, high, factor, total = [], [], [], []
     m, s = [-math.inf] * C, [0.0] * C
     for b, lanes in enumerate(movement.online_softmax(scores, R, C)):
-        done += [f"Block {b}: each lane's maximum", "The sums take the factor exp(old m − new m)", "The block's exp(score − m) are added"]
+        done += [f"Block {b}: each column's maximum", "The sums take the factor exp(old m − new m)", "The block's exp(logit − m) are added"]
         high += [lanes.high] * PHASES
         factor += [[math.nan] * C, lanes.factor, lanes.factor]
         total += [s, [a * f for a, f in zip(s, lanes.factor)], lanes.total]
         m, s = lanes.high, lanes.total
     met = movement.together(movement.Lanes(m, [], s))
-    done += ["The lanes meet: the row's maximum", "Their sums take the factor exp(lane's m − m)", *["All sums together give the log-sum-exp"] * 2]
+    done += ["End of the row: the maximum of all columns", "The sums take the factor exp(column's m − m)", *["All sums together give the log-sum-exp"] * 2]
     high += [met.high] * 4
     factor += [[math.nan] * C, *[met.factor] * 3]
     total += [s, *[met.total] * 3]
@@ -186,9 +186,9 @@ def lanes() -> Scene:
     top, total = max(held[-1].high), sum(held[-1].total)
     lse = f"lse = {number(top)} + ln {number(total)} = {number(top + math.log(total))}"
     steps = len(done)
-    right = lane_panel("fl-lanes-", held, lse, f"Each lane's maximum, factor and sum after every block. In the end {lse}.")
-    return Scene([score_panel(scores, steps, done), right], "Each column of a block belongs to a lane. Where a lane's maximum rises, its sum shrinks by a factor; "
-                 "no score is read twice.")
+    right = lane_panel("fl-lanes-", held, lse, f"Each column's maximum, factor and sum after every block. In the end {lse}.")
+    return Scene([score_panel(scores, steps, done), right], "Each column of a block has its own maximum m and sum s. If a column's maximum rises, its sum shrinks by a factor. "
+                 "No logit is read twice.")
 
 
 # The pipeline of the product, of page 9
