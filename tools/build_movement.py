@@ -245,11 +245,11 @@ def pipeline_panel(name: str, rung: str, title: str, clocks: float, found: dict)
 
 
 def pipeline() -> Scene:
-    "Two rungs of the page"
+    "Two versions of the page"
     found = of_product()
     last = movement.pipeline(found["RUNGS"]["7 clusters of 2"], found["simulate"], FEATURES, TILES).epilogues[-1].end
-    panels = [pipeline_panel("fl-shared-", "7 clusters of 2", "Rung 7: two groups share a tile", last, found),
-              pipeline_panel("fl-turn-", "8 in turn", "Rung 8: two groups with a tile each, in turn", last, found)]
+    panels = [pipeline_panel("fl-shared-", "7 clusters of 2", "Two warp groups share each tile", last, found),
+              pipeline_panel("fl-turn-", "8 in turn", "Each warp group has its own tile", last, found)]
     return Scene(panels, f"The simulation at {FEATURES} features, during {last:.0f} clocks; tiles in two colours by turns. A stage is on its way (faint), has arrived, or is "
                  "multiplied (full colour).")
 
