@@ -12,7 +12,7 @@ import torch
 
 import fusedloss
 from fusedloss import clusters, ctc, kernels, recompute, scans, segments, tiles
-from fusedloss.core import cuda, devices, hopper, negatives, tiling, triton as with_triton
+from fusedloss.core import cuda, devices, hopper, ignored, negatives, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, FEATURES, GPUS, Implementation, device_of, lacks
 from fusedloss.filter import filter_tiling
 from fusedloss.core.rates import H200, Machine
@@ -246,7 +246,7 @@ def test_a_plan_says_what_a_gpu_is_passed_over_for():
 
 
 def test_every_cuda_source_has_a_row():
-    sources = " ".join(i.source for i in implementations(kernels, clusters, hopper, tiling, scans, ctc, segments))
+    sources = " ".join(i.source for i in implementations(kernels, clusters, ignored, hopper, tiling, scans, ctc, segments))
     assert all(f"cuda/{path.name}" in sources for path in (ROOT / "cuda").glob("*.cu"))
 
 

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.cuda import Bound, cuda_kernel
+from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import observed
 from fusedloss.core.reference import counted_rows
 from fusedloss.core.triton import on_device
 
+ZERO_ROWS = Implementation(
+    "hidden states, zeros for ignored tokens", "cuda/zero_rows.cu", ("nvidia",), "two operations of PyTorch"
+)
 THREADS = 256
 VECTOR = 16  # bytes that a thread writes at once
 
@@ -18,7 +22,7 @@ VECTOR = 16  # bytes that a thread writes at once
 @functools.lru_cache(maxsize=4096)
 def zero_rows(device: int, rows: int, row_bytes: int, ignore_index: int) -> Optional[Bound]:
     "What writes zeros, on the current device; None where the kernel cannot be had."
-    if row_bytes % VECTOR:
+    if row_bytes % VECTOR or ZERO_ROWS.lacks(device_of(device)):
         return None
     kernel = cuda_kernel("zero_rows", device)
     return kernel and Bound(kernel, device, rows, THREADS, 2, row_bytes // VECTOR, ignore_index)
