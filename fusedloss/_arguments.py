@@ -776,7 +776,8 @@ SECTIONS = {
         "    vT (Tensor): [N,C] scores of starting and ending in a state\n"
         "    S (Semiring): the semiring: what plus and times mean\n"
         "    lengths (Tensor | None): [N] steps of each sequence; None: T\n"
-        "    method (Literal[\"auto\", \"autograd\", \"loop\", \"scan\", \"fused\"]): or a rung\n"
+        "    method (Literal[\"auto\", \"autograd\", \"loop\", \"scan\", \"fused\"]): the version; \"auto\" is the\n"
+        "        fastest that runs\n"
         "\n"
         "Returns:\n"
         "    Tensor: [*components, N], of scores of 16 bits in float32"),
