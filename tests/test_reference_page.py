@@ -120,6 +120,6 @@ def test_the_page_is_filled(tmp_path, page):
     text = "\n".join(c["source"] for c in json.loads(path.read_text(encoding="utf-8"))["cells"])
     assert "### linear_cross_entropy {#linear_cross_entropy}" in text and "[`plan`](#plan)" in text
     assert f"https://example.org/r/blob/v{fusedloss.__version__}/fusedloss/losses.py#L" in text
-    assert "[Stage 11 · Losses](11_losses.ipynb) · [source](" in text
+    assert "[Stage 11 · Let one function choose the method](11_losses.ipynb) · [source](" in text
     assert f"\n\n[source](https://example.org/r/blob/v{fusedloss.__version__}/fusedloss/core/sampling.py#L" in text, "no page of core"
     assert text.count("weight of lse² in each token's loss") == 1  # options stand once
