@@ -20,7 +20,7 @@
   const fit = (e, q) => {
     const title = e.title.toLowerCase(), section = e.section.toLowerCase();
     const head = !section, text = e.text.toLowerCase();
-    if (head && title === q) return 0;
+    if (head && (title === q || e.href === `${q}.html`)) return 0;
     if (section === q) return 1;
     if (head && starts(title, q)) return 2;
     if (section.split(".").pop() === q) return 3;
