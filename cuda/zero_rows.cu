@@ -1,4 +1,4 @@
-// Zeros in the rows of x [M,WORDS] whose label [M] is ignored; no other row is touched. Grid: M.
+// Zeros in the rows of x [M,words of 16 bytes] whose label [M] is ignored; no other row is touched. Grid: M.
 #include "common.cuh"
 
 extern "C" __global__ void zero_rows(uint4* x, const i64* target, int words, i64 ignore_index) {

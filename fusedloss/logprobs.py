@@ -167,9 +167,9 @@ def named_log_probs(
         broken = (target != ignore_index).sum() > max_valid
         factor = torch.where(broken, torch.nan, 1.0).to(log_probs.dtype)
         log_probs, entropy, rows = log_probs * factor, entropy * factor, rows * factor
-    marked = lambda t: shaped(t + torch.where(log_probs.isnan(), torch.nan, 0.0).to(t.dtype))
-    return LogProbs(shaped(log_probs), marked(entropy) if stats.entropy else None,
-                    marked(rows[-1]) if stats.mean else None, rank)
+    mark = torch.where(log_probs.isnan(), torch.nan, 0.0).to(log_probs.dtype) if stats.entropy or stats.mean else 0.0
+    return LogProbs(shaped(log_probs), shaped(entropy + mark) if stats.entropy else None,
+                    shaped(rows[-1] + mark) if stats.mean else None, rank)
 
 # %% ../nbs/12_logprobs.ipynb #dffb0be3
 def check_scores(logits:Tensor, target:Tensor, ignore_index:int):

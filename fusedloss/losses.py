@@ -359,7 +359,7 @@ def several_targets_loss(t:Operands, a:Asked) -> Tensor:  # a scalar, or [...]
     "The loss of K targets a token, with all logits."
     x, y, w, weight, o = as_rows(t.input), as_rows(t.target.long()).contiguous(), t.linear_weight, flat(t.weight), a.options
     share = label_shares(y, flat(t.token_weight), t.target_weight)
-    if w.requires_grad: x = counted_rows(x, y.ne(o.ignore_index).any(1), False)
+    if torch.is_grad_enabled() and w.requires_grad: x = counted_rows(x, y.ne(o.ignore_index).any(1), False)
     z = F.linear(x, w, t.linear_bias)
     total = total_of_rows(y, weight, share, o, acc_dtype(z.dtype)) if a.reduction == "mean" else None
     losses = labels_loss(z, y, weight, share, total, o)

@@ -241,7 +241,7 @@ def test_search_finds_titles_then_names_then_text(query, page):
 
 
 HITS = {"ctc": "ctc.html", "semirings": "semirings.html", "linear_cross_entropy": "reference.html#linear_cross_entropy",
-       "PartialFC": "reference.html#PartialFC", "fused linear": "recompute.html", "plan": "reference.html#plan",
+       "PartialFC": "reference.html#PartialFC", "recompute": "recompute.html", "fused linear": "recompute.html", "plan": "reference.html#plan",
        "CTCLoss": "reference.html#CTCLoss", "margin": "margins.html", "install": "index.html", "online softmax": "kernels.html", "CLIP": "contrast.html", "rlhf": "logprobs.html",
        "MTP": "losses.html", "RNN-T": "ctc.html", "sphereface": "margins.html"}
 

@@ -1,6 +1,15 @@
 """Pictures in one style, as every page shows them."""
 
-__all__ = ["stage_color", "Drawing", "drawing_style", "as_drawing", "tile_picture"]
+__all__ = [
+    "stage_color",
+    "Drawing",
+    "drawing_style",
+    "as_drawing",
+    "draw_box",
+    "draw_arrow",
+    "draw_byte_bars",
+    "tile_picture",
+]
 
 
 import functools
@@ -10,6 +19,8 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Iterable, Optional
+
+from fusedloss.core.tables import si
 
 
 def least_in_bold(
@@ -107,6 +118,54 @@ def as_drawing(
     width = fig.get_figwidth() * 96
     head = f'<svg role="img" aria-label="{title}" style="width:{width:.0f}px;max-width:100%;height:auto" '
     return Drawing(svg.replace("<svg ", head, 1).strip(), alt, caption)
+
+
+def draw_box(
+    ax,  # matplotlib's
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str = "",  # in its middle
+    alpha: float = 0.0,  # of the filling
+    *,
+    stage: int | str = 1,  # whose colour fills it
+    edge: str = INK,  # colour of its edge; a grey one is thinner
+):
+    "Draw a rectangle with a text in it."
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(Rectangle((x, y), width, height, fc=stage_color(stage), alpha=alpha, lw=0))
+    ax.add_patch(Rectangle((x, y), width, height, fc="none", ec=edge, lw=0.6 if edge == GREY else 1))
+    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center")
+
+
+def draw_arrow(
+    ax,  # matplotlib's
+    *points: tuple[float, float],  # two or more; the head is at the last
+    color: str = GREY,
+):
+    "Draw a line through points, with a head at its end."
+    for (x, y), (to_x, to_y) in zip(points[:-2], points[1:-1]):
+        ax.plot([x, to_x], [y, to_y], color=color, lw=1.3)
+    ax.annotate("", points[-1], points[-2], arrowprops=dict(arrowstyle="->", color=color, lw=1.3, shrinkA=0, shrinkB=0))
+
+
+def draw_byte_bars(
+    ax,  # matplotlib's
+    sizes: dict[str, float],  # bytes by name
+    stage: int | str,  # whose colour the page's own bars have
+    own: Callable[[str], bool],  # whether a name is one of these; the others are grey
+):
+    "Draw a bar a name, its bytes beside it, without axes."
+    most = max(sizes.values())
+    for row, (name, size) in enumerate(sizes.items()):
+        ax.barh(row, size, height=0.7, color=stage_color(stage) if own(name) else GREY)
+        ax.text(size + most / 80, row, si(size, "B"), va="center")
+    ax.set(yticks=range(len(sizes)), yticklabels=sizes, ylim=(len(sizes) - 0.5, -0.5), xlim=(0, 1.35 * most), xticks=[])
+    ax.tick_params(axis="y", length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
 
 
 def letters_of(label, renderer):
