@@ -38,9 +38,10 @@ def in_words(value) -> str:
 
 
 def expect(ok: bool, name: str, expected, got):
-    "`ValueError` that says what was expected and what came, unless `ok`, and which word was nearly given; in functions, words of sizes and numbers, of which a compiler makes constants."
+    "`ValueError` with what was expected and what came, unless `ok`; for a misspelt word also the word that it resembles."
     if ok:
         return
+    # texts with sizes are functions, called only here: if they were made earlier, torch.compile would take the sizes for constants
     expected, got = in_words(expected), in_words(got)
     word = re.fullmatch("'(.*)'", got)
     near = did_you_mean(word[1], re.findall("'([^']*)'", expected)) if word else ""
