@@ -531,7 +531,7 @@ class ChunkedLinearCrossEntropyLoss(LinearHead):
         "Options by name, as the constructor takes them."
         given = self.options["options"]._asdict()
         learned = {} if self.logit_scale is None else dict(logit_scale=self.logit_scale)
-        return given | self.options | learned | dict(softcap=given["softcap"] or None, bias=False)  # the layer shows its bias
+        return given | self.options | learned | dict(softcap=given["softcap"] or None, bias=False)  # not twice: `LinearHead` shows it
 
     def extra_repr(self) -> str: return ", ".join([super().extra_repr(), *configured(self, **self.settings())])
 
