@@ -398,7 +398,7 @@ def all_classes_lse(
     o: HeadConfig,
     method: str,
 ) -> Optional[tuple[Tensor, Tensor]]:  # lse, cos [N]; None where no kernel takes the rows
-    "The two numbers of stage 13's `margin_cross_entropy`: all classes are columns."
+    "The two numbers of `margin_cross_entropy`, without a sample: all classes are columns."
     dtype = head_dtype(x)
     if not uses_kernels(method, x, dtype, o):
         return None
