@@ -401,7 +401,7 @@ def launch_gradients(
 # %% ../nbs/07_recompute.ipynb #c22f99a5
 def plain_chunks(x:Tensor, w:Tensor, budget:int) -> list[slice]:
     "Chunks of tokens whose scores fit the budget; one token at least."
-    copies = 3 if has_kernel(x) else 10  # of a chunk at once, in stage 4's two ways
+    copies = 3 if has_kernel(x) else 10  # of a chunk at once, by the row kernels or by PyTorch
     row = max(copies * len(w), len(w) + x.shape[1]) * acc_dtype(x.dtype).itemsize
     return tile_slices(len(x), max(1, (budget or BUDGET) // row)) or [slice(0, 0)]
 

@@ -171,7 +171,7 @@ def chunk_scores(
     w: Tensor,  # [V,H]
     bias: Optional[Tensor],  # [V] or None
 ) -> Tensor:  # [n,1,V]
-    "Scores of a chunk as stage 4 takes them, in the dtype of `w`."
+    "Scores of a chunk as the row kernels take them, in the dtype of `w`."
     z = x.to(w.dtype) @ w.T
     return (z if bias is None else z.add_(bias))[:, None]
 
