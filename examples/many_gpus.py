@@ -120,6 +120,21 @@ def language_model(mesh, shape, dtype=bf16, **how):
     keep(found | {name: dict(reason=why) for name, why in missing.items()}, mesh, shape._asdict(), dtype)
 
 
+def contrast(mesh, pairs, name, h=512, dtype=bf16, alone=True, **how):
+    "CLIP's loss of so many pairs, on one GPU and with the pairs spread over a ring"
+    torch.manual_seed(0)
+    unit = lambda: torch.nn.functional.normalize(torch.randn(pairs, h, device=mesh.device_type)).to(dtype)
+    both = unit(), unit()
+    mine = shard_range(pairs, mesh.size(), mesh.get_local_rank())
+    leaves = lambda rows: [t[rows].clone().requires_grad_() for t in both]
+    loss = lambda x, y, **ranks: fl.contrastive_loss(x, y, 50.0, **ranks)
+    one, over = f"{name}, one GPU", functools.partial(loss, mesh=mesh, backbone_reduction="sum")
+    first = alone and mesh.get_local_rank() == 0
+    methods = {one: Method(step_of(loss, *leaves(slice(None))) if first else None)} if alone else {}
+    methods[name] = Method(step_of(over, *leaves(slice(mine.start, mine.stop))), one if alone else "")
+    keep(measured(methods, mesh, **how), mesh, dict(N=pairs, H=h), dtype)
+
+
 def weak_scaling(records, name, ranks):
     "Seconds on one GPU divided by those on R, each with as many classes, on the machine of the last record; None where one is missing"
     mine = [r for r in records if r["name"] == name]
@@ -165,6 +180,8 @@ CASES = {"same": same_answer,
          "A": lambda mesh: language_model(mesh, SHAPES[0]),
          "B": lambda mesh: language_model(mesh, SHAPES[1]),
          "C": lambda mesh: language_model(mesh, SHAPES[2]),
+         "pairs": lambda mesh: contrast(mesh, 2**18, "2¹⁸ pairs", rounds=3, calls=2),
+         "many pairs": lambda mesh: contrast(mesh, 2**20, "2²⁰ pairs", alone=False, rounds=1, calls=1),
          "weak": lambda mesh: class_head(mesh, 5_000_000, 1024, "5 M classes a GPU"),
          "large": lambda mesh: class_head(mesh, 25_000_000, 4096, "25 M classes a GPU")}
 

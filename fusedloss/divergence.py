@@ -19,11 +19,12 @@ from fusedloss.core.checks import (
 from fusedloss.core.operators import first_order, operator, products, quotient
 from fusedloss.core.options import LossOptions, Reduction
 from fusedloss.core.pairs import (
-    divergence_rows, divergence_terms, DivergenceOptions, pair_parts, put_pair_gradient, weigh_rows)
+    divergence_rows, divergence_terms, DivergenceOptions, join_pairs, mixture_numbers, pair_numbers, put_joined_gradient,
+    weigh_rows)
 from fusedloss.core.products import linear_dtype, logits_row, make_logits, part, rounded_operand
 from fusedloss.core.promises import check_promise, hold_promise, packed_rows, put_back
 from fusedloss.core.ranks import all_gather, gather_rows, RankTokens, reduce_scatter_rows, Shards
-from fusedloss.core.reference import score_and_slope, sub_max
+from fusedloss.core.reference import score_and_slope
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.triton import has_kernel
 from fusedloss.core.weights import weight_and_bias
@@ -447,44 +448,6 @@ def linear_divergence(
     if reduction == "none": loss = loss.view(input.shape[:-1])
     return loss if labels is None else hold_promise(loss, labels, -1, max_valid)
 
-# %% ../nbs/24_divergence.ipynb #dvsrnk1
-def pair_numbers(z:Tensor, o:LossOptions) -> Tensor:  # [M,V] to [2,M]
-    "Each row's largest score, and the sum of exponentials from it; -inf and 0 without classes."
-    score = score_and_slope(z, o)[0]
-    row_max = score.amax(1) if z.shape[1] else score.new_full((len(z),), -torch.inf)
-    return torch.stack([row_max, sub_max(score, row_max).exp().sum(1)])
-
-# %% ../nbs/24_divergence.ipynb #dvsrnk1q
-def joined_numbers(parts:Tensor) -> Tensor:  # [R,2,M] to [2,M]
-    "The largest score of all ranks' classes, and the logarithm of the sum of exponentials from it."
-    row_max = parts[:, 0].amax(0)
-    share = sub_max(parts[:, 0].T, row_max).exp().T
-    return torch.stack([row_max, (share * parts[:, 1]).sum(0).log()])
-
-# %% ../nbs/24_divergence.ipynb #dvsrnk3
-class RankPair(NamedTuple):
-    "A chunk's logits of both models on a rank, and their numbers over all ranks."
-    z: Tensor; teacher_z: Tensor; at: Tensor  # [M,V] twice, [4,M]
-
-    def of(self, i:slice) -> "RankPair":
-        return RankPair(self.z[i], self.teacher_z[i], self.at[:, i])
-
-    def log_probs(self, o:DivergenceOptions) -> tuple[Tensor, Tensor, Tensor|float]:
-        "log q and log p [M,V], and the slopes of the student's scores."
-        (z, slope), t = score_and_slope(self.z, o.student), score_and_slope(self.teacher_z, o.teacher)[0]
-        q_max, q_log_s, p_max, p_log_s = self.at[:, :, None]
-        return z - q_max - q_log_s, (t.to(z.dtype) - p_max - p_log_s), slope
-
-    def sums(self, o:DivergenceOptions) -> Tensor:  # [2,M]
-        "Of the classes here, the terms of the divergence, and u."
-        log_q, log_p, _ = self.log_probs(o)
-        return torch.stack([t.sum(1) for t in divergence_terms(log_q, log_p, o)])
-
-    def turn(self, total:Tensor, scale:Tensor, o:DivergenceOptions):  # [M] twice
-        "Put the gradient in the place of the student's logits."
-        log_q, log_p, slope = self.log_probs(o)
-        put_pair_gradient(self.z, log_q, divergence_terms(log_q, log_p, o)[1], total, slope, scale)
-
 # %% ../nbs/24_divergence.ipynb #dvsrnk4
 class RankCall(NamedTuple):
     "What is asked of all ranks."
@@ -511,17 +474,14 @@ def rows_of_ranks(x:Tensor, teacher:Teacher, token_weight:Optional[Tensor], c:Ra
 def turn_over_ranks(
     rows:RankRows, weight:Optional[Tensor], denominator:Optional[Tensor], most:int, c:RankCall,  # rows of a chunk
 ) -> Callable:
-    "What a chunk of the student's logits goes through, as `run_chunks` takes it; two exchanges."
+    "What a chunk of the student's logits goes through, as `run_chunks` takes it; one exchange, and one more for \"jsd\"."
     make = teacher_logits(rows.teacher, most)
     def turn(z, i, wanted):
-        t, parts, acc = make(i), pair_parts(z), acc_dtype(z.dtype)
-        numbers = [torch.cat([pair_numbers(z[j], c.o.student), pair_numbers(t[j], c.o.teacher).to(acc)])
-                   for j in parts]
-        every = all_gather(torch.cat(numbers, 1), c.s)
-        pair = RankPair(z, t, torch.cat([joined_numbers(every[:, :2]), joined_numbers(every[:, 2:])]))
-        divergence, total = all_gather(torch.cat([pair.of(j).sums(c.o) for j in parts], 1), c.s).sum(0)
-        losses, scale = weigh_rows(divergence.clamp(min=0), part(weight, i), denominator, c.o, False)
-        for j in parts if wanted else (): pair.of(j).turn(total[j], scale[j], c.o)
+        t = make(i)
+        sums = lambda at: all_gather(mixture_numbers(z, t, at, c.o), c.s).sum(0)
+        joined = join_pairs(all_gather(pair_numbers(z, t, c.o), c.s), c.o, sums)
+        losses, scale = weigh_rows(joined.divergence.clamp(min=0), part(weight, i), denominator, c.o, False)
+        if wanted: put_joined_gradient(z, t, joined, scale, c.o)
         return losses,
     return turn
 

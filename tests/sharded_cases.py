@@ -432,8 +432,9 @@ def wrong_divergences_raise_on_every_rank(meshes):
 
 
 DIVERGENCE_BUGS = {
-    "a rank's own softmax": ("row_max = parts[:, 0].amax(0)\n    share", "row_max = parts[0, 0]\n    parts = parts[:1]\n    share"),
-    "the sum of u here alone": (".turn(total[j], scale[j], c.o)", ".turn(pair.of(j).sums(c.o)[1], scale[j], c.o)"),
+    "a rank's own softmax": ("    q_top, p_top = parts[:, 0].amax(0), parts[:, 2].amax(0)\n", "    parts = parts[:1]\n    q_top, p_top = parts[0, 0], parts[0, 2]\n"),
+    "the mixture of the classes here alone": ("all_gather(mixture_numbers(z, t, at, c.o), c.s).sum(0)", "mixture_numbers(z, t, at, c.o)"),
+    "sums of two ranks at maxima of their own": ("(parts[:, 4] + rise * parts[:, top + 1])", "(parts[:, 4])"),
     "dx of this rank's classes": ("home = None if dx is None else reduce_scatter_rows(dx, c.b, c.s)()", "home = None if dx is None else dx[c.b.token_slice(c.s)]"),
     "rows that pad have a weight": ("weight.masked_fill(y < 0, 0.0))", "weight)"),
 }
@@ -441,7 +442,7 @@ DIVERGENCE_BUGS = {
 
 def is_wrong_divergence(module, mesh):
     "Whether some rank gets another loss or gradient than one process; all ranks finish all calls"
-    pairs = [divergence_answers(module, mesh, *how[:2], **how[2]) for how in (DIVERGENCES[0], DIVERGENCES[2])]
+    pairs = [divergence_answers(module, mesh, *how[:2], **how[2]) for how in (DIVERGENCES[0], DIVERGENCES[2], DIVERGENCES[5])]
     off = [a.shape != e.shape or not torch.allclose(a, e) for got, wanted in pairs for a, e in zip(got, wanted)]
     found = torch.tensor(float(any(off)), device=DEVICE)
     dist.all_reduce(found, group=mesh.get_group())
@@ -1839,13 +1840,14 @@ def the_example_measures_in_turn(meshes):
         program.language_model(mesh, Shape(24, 16, 24), f32, rounds=2, calls=1)
         with contextlib.nullcontext() if DEVICE == "cuda" else traced:  # on a CPU sparse gradients are not traced
             program.class_head(mesh, 40, 12, "a head", h=16, dtype=f32, rounds=2, calls=1)
+        program.contrast(mesh, 24, "pairs", h=16, dtype=f32, rounds=2, calls=1)
         found = {r["name"]: r["figures"] for r in load_results(program.RESULTS)}
     if mesh.get_local_rank():
         assert not found
         return
     alone = {f"{of}one GPU" for of in ("", "log-probs, ", "divergence, ")}
     apart = {f"{of}tokens {where}{how}" for where in ("on all", "spread") for of, how in (("", ""), ("", ", product"), ("log-probs, ", ""), ("divergence, ", ""))}
-    assert alone | apart | {"PyTorch, loss_parallel", "a head"} <= found.keys()
+    assert alone | apart | {"PyTorch, loss_parallel", "a head", "pairs", "pairs, one GPU"} <= found.keys() and found["pairs"]["linear"] > 0
     for name in alone | apart | {"PyTorch, loss_parallel"}:
         for f in (found[name], found[f"{name}, one by one"]):
             assert f["seconds"] > 0 and f["peak"] > 0 and ("linear" in f) == (name not in alone), (name, f)

@@ -267,6 +267,43 @@ def test_the_kernel(kind, blocks, how, dtype, device):
     assert row_faults(pairs, kind, (5, 75), options, BLOCKS[blocks], dtype, device) == []
 
 
+def of_ranks(z, t, places, o, w_t):
+    "Losses of rows whose classes are cut in `places`, and the gradient in the place of `z`, as ranks make them"
+    sums = lambda at: sum(pairs.mixture_numbers(z[:, j], t[:, j], at, o) for j in places)
+    joined = pairs.join_pairs(torch.stack([pairs.pair_numbers(z[:, j], t[:, j], o) for j in places]), o, sums)
+    losses, scale = pairs.weigh_rows(joined.divergence.clamp(min=0), w_t, None, o, False)
+    for j in places: pairs.put_joined_gradient(z[:, j], t[:, j], joined, scale, o)
+    return losses
+
+
+PLACES = [slice(0, 33), slice(33, 33), slice(33, 40), slice(40, 75)]
+
+
+@where_kernels_run
+@pytest.mark.parametrize("dtype", (f32, bf16))
+@pytest.mark.parametrize("how", ("plain", "cool and capped", "hostile"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_whose_classes_are_cut(kind, how, dtype, device):
+    "The kernels of classes over ranks, and their forms in PyTorch, beside the row as a whole"
+    options = dict(inv_temperature=0.5, softcap=3.0, teacher_softcap=2.0) if how == "cool and capped" else {}
+    o, made = DivergenceOptions(kind, 0.3, **options), torch.Generator().manual_seed(3)
+    q, t = ((1e3 if how == "hostile" else 2) * torch.randn(2, 5, 75, generator=made, dtype=f64)).to(device, dtype)
+    if how == "hostile":
+        q[1, :33], t[1, :33] = -torch.inf, -torch.inf  # a place without a score
+        q[3, 5:50] = -torch.inf  # a divergence of infinity by forward KL
+        t[3:] /= 1e3  # no probability of the teacher is too small for fp32
+        t[4, 40:] = -torch.inf
+    w_t = torch.tensor([1.0, 2.0, 0.0, -1.0, 0.5], device=device)
+    expected = q.double()
+    truth = reference_divergence(expected, t.double(), w_t.double(), None, o, True)
+    for wide, limit in ((lambda z: z.clone(), {f32: 2e-5, bf16: 1e-2}[dtype]), (lambda z: z.double(), 1e-9)):
+        z = wide(q)
+        losses = of_ranks(z, wide(t), PLACES, o, w_t.to(torch.promote_types(z.dtype, f32)))
+        for got, right, at_most in ((losses, truth, min(limit, 2e-5)), (z, expected, limit)):
+            size = right[right.isfinite()].abs().max().item()
+            torch.testing.assert_close(got.double(), right, rtol=at_most, atol=at_most * max(1.0, size), equal_nan=True)
+
+
 @where_kernels_run
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_of_hostile_rows(kind, device):

@@ -49,12 +49,15 @@ def rows(V, dtype, how):
 
 
 def divergences(dtype, V, kind):
-    "Of rows of a student's logits from a teacher's [4096,V]; and their gradient"
+    "Of rows of a student's logits from a teacher's [4096,V], whole and with their classes over ranks; and their gradient"
     z, p = (cuda(4096, V + 1, dtype=dtype)[:, :V] for _ in "qp")
     capped = kind == "jsd"
     o = pairs.DivergenceOptions(kind, 0.5, 0.5, 30.0 * capped, 50.0 * capped)
     for turn in (False, True):
         pairs.launch_divergence(z, p, cuda(4096) if capped else None, cuda(), o, turn, dtype == f16)
+    numbers, rows = pairs.pair_numbers(z, p, o), cuda(4096)
+    if kind == "jsd": pairs.mixture_numbers(z, p, numbers[:4], o)
+    pairs.put_joined_gradient(z, p, pairs.JoinedPairs(numbers[:4], rows, rows), rows, o)
 
 
 def against_probabilities(dtype, V, how):

@@ -95,6 +95,7 @@ def pairs() -> None:
         x, w, t_x, t_w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), leaf(n, t_h, dtype=HALF), leaf(v, t_h, dtype=HALF)
         weight = (torch.arange(n, device=DEVICE) > 2).float()
         fl.linear_divergence(x, w, t_x, t_w, kind=kind, softcap=8.0, token_weight=weight, reduction=reduction).sum().backward()
+        fl.sharded_linear_divergence(x, w, t_x, t_w, kind=kind, softcap=8.0, token_weight=weight, reduction=reduction).sum().backward()
         at = torch.rand(n, v, device=DEVICE).argsort(1)[:, :7]
         fl.linear_divergence(x, w, teacher_top=(at, torch.full(at.shape, -3.0, device=DEVICE)), kind=kind, reduction=reduction).sum().backward()
     share = torch.rand(n, v, device=DEVICE)
@@ -159,7 +160,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel zero_rows",
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
-    pairs: "divergence_kernel soft_kernel labels_kernel",
+    pairs: "divergence_kernel pair_numbers_kernel pair_mixture_kernel pair_gradient_kernel soft_kernel labels_kernel",
     contrast: "contrast_fwd_kernel add_sums_kernel contrast_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",

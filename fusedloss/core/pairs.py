@@ -1,7 +1,7 @@
 """What is made of two rows of one length: a student's divergence from its teacher, and cross entropy against probabilities, and against several labels; the loss, and the gradient in the place of the logits."""
 
 import math
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -184,6 +184,125 @@ def pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE: tl.const
 
 
 @jit
+def scan_pairs(
+    q_start,
+    p_start,
+    bound,
+    lanes,
+    V,
+    live,
+    o,
+    t_o,
+    SCORE: tl.constexpr,
+    T_SCORE: tl.constexpr,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+):
+    "Maximum and sum of exponentials of the student's scores and of the teacher's, and, of a KL, the sum of `rescaled_cross`: [BN] each."
+    q_max = tl.full([BN, C], -float("inf"), tl.float32)
+    q_s = tl.zeros([BN, C], tl.float32)
+    p_max, p_s, cross = q_max, q_s, q_s
+    for first in tl.range(0, bound, B, num_stages=3):
+        z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
+        old_q, old_p, old_q_s, old_p_s = q_max, p_max, q_s, p_s
+        q_max, q_s = online_softmax_step(q_max, q_s, z_q, 1.0)
+        p_max, p_s = online_softmax_step(p_max, p_s, z_p, 1.0)
+        if KIND == "forward_kl":
+            cross = cross_step(cross, old_p_s, old_p, p_max, old_q, q_max, z_p, z_q)
+        elif KIND == "reverse_kl":
+            cross = cross_step(cross, old_q_s, old_q, q_max, old_p, p_max, z_q, z_p)
+    q_top, q_sum = merge_lanes(q_max, q_s, 1.0)
+    p_top, p_sum = merge_lanes(p_max, p_s, 1.0)
+    if KIND == "forward_kl":
+        cross = rescaled_cross(cross, p_s, p_max, p_top[:, None], q_max, q_top[:, None])
+    elif KIND == "reverse_kl":
+        cross = rescaled_cross(cross, q_s, q_max, q_top[:, None], p_max, p_top[:, None])
+    return q_top, q_sum, p_top, p_sum, tl.sum(cross, 1)
+
+
+@jit
+def mixture_sums(
+    q_start,
+    p_start,
+    q_top,
+    q_log_s,
+    p_top,
+    p_log_s,
+    bound,
+    lanes,
+    V,
+    live,
+    beta,
+    o,
+    t_o,
+    SCORE: tl.constexpr,
+    T_SCORE: tl.constexpr,
+    BN: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+):
+    "KL(q‖m) and KL(p‖m) to the mixture m in bits, of the classes that are read: [BN] each."
+    q_at, q_less = q_top[:, None, None], (q_log_s * LOG2E)[:, None, None]
+    p_at, p_less = p_top[:, None, None], (p_log_s * LOG2E)[:, None, None]
+    mean = tl.zeros([BN, C], tl.float32)
+    cross = mean
+    for first in tl.range(0, bound, B, num_stages=3):
+        z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
+        log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
+        q, p = tl.exp2(log_q), tl.exp2(log_p)
+        log_m = log2_mixture(p, q, beta)
+        mean += tl.sum(tl.where(q > 0, q * (log_q - log_m), 0.0), 1)
+        cross += tl.sum(tl.where(p > 0, p * (log_p - log_m), 0.0), 1)
+    return tl.sum(mean, 1), tl.sum(cross, 1)
+
+
+@jit
+def store_pair_gradient(
+    q_start,
+    p_start,
+    q_top,
+    q_log_s,
+    p_top,
+    p_log_s,
+    slant,
+    scale,
+    live,
+    finite,
+    keep,
+    lanes,
+    V,
+    beta,
+    o,
+    t_o,
+    SCORE: tl.constexpr,
+    T_SCORE: tl.constexpr,
+    KIND: tl.constexpr,
+    B: tl.constexpr,
+):
+    "The gradient of the student's logits in their place; `slant [BN]` is the mean, by q, of what stands beside it below."
+    q_at, q_less = q_top[:, None, None], (q_log_s * LOG2E)[:, None, None]
+    p_at, p_less = p_top[:, None, None], (p_log_s * LOG2E)[:, None, None]
+    scale, slant, finite = scale[:, None, None], slant[:, None, None], finite[:, None, None]
+    last = (tl.cdiv(V, B) - 1) * B
+    for back in range(0, V, B):
+        z_q, z_p, slope = pair_scores(q_start, p_start, last - back, lanes, V, live, o, t_o, SCORE, T_SCORE)
+        log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
+        q = tl.exp2(log_q)
+        if KIND == "forward_kl":
+            dz = q - tl.exp2(log_p)
+        elif KIND == "reverse_kl":
+            dz = tl.where((q != 0) & finite, q * (gap_of(z_q, q_top[:, None], z_p, p_top[:, None]) - slant), 0.0)
+        else:
+            log_m = log2_mixture(tl.exp2(log_p), q, beta)
+            dz = tl.where(q != 0, (1 - beta) * q * LN2 * ((log_q - log_m) - slant), 0.0)
+        cols = last - back + lanes
+        dz = tl.where(live, dz * scale * slope, 0.0).to(q_start.dtype.element_ty)
+        tl.store(q_start + cols.to(tl.int64), dz, mask=keep[:, None, None] & (cols < V))
+
+
+@jit
 def divergence_kernel(
     q_ptr,  # [M,V]: the student's logits, which become their gradient if GRAD
     p_ptr,  # the teacher's
@@ -217,63 +336,66 @@ def divergence_kernel(
     live, bound = weighs[:, None, None], V * tl.max(weighs.to(tl.int32), 0)
     q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
     p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
-    q_max = tl.full([BN, C], -float("inf"), tl.float32)
-    q_s = tl.zeros([BN, C], tl.float32)
-    p_max, p_s, cross, mean = q_max, q_s, q_s, q_s
-    for first in tl.range(0, bound, B, num_stages=3):
-        z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
-        old_q, old_p, old_q_s, old_p_s = q_max, p_max, q_s, p_s
-        q_max, q_s = online_softmax_step(q_max, q_s, z_q, 1.0)
-        p_max, p_s = online_softmax_step(p_max, p_s, z_p, 1.0)
-        if KIND == "forward_kl":
-            cross = cross_step(cross, old_p_s, old_p, p_max, old_q, q_max, z_p, z_q)
-        elif KIND == "reverse_kl":
-            cross = cross_step(cross, old_q_s, old_q, q_max, old_p, p_max, z_q, z_p)
-    q_top, q_sum = merge_lanes(q_max, q_s, 1.0)
-    p_top, p_sum = merge_lanes(p_max, p_s, 1.0)
+    q_top, q_sum, p_top, p_sum, cross = scan_pairs(
+        q_start, p_start, bound, lanes, V, live, o, t_o, SCORE, T_SCORE, KIND, BN, C, B
+    )
     q_log_s, p_log_s = tl.log(q_sum), tl.log(p_sum)
-    q_at, q_less = q_top[:, None, None], (q_log_s * LOG2E)[:, None, None]
-    p_at, p_less = p_top[:, None, None], (p_log_s * LOG2E)[:, None, None]
     if KIND == "forward_kl":
-        cross = rescaled_cross(cross, p_s, p_max, p_top[:, None], q_max, q_top[:, None])
-        divergence = tl.sum(cross, 1) / p_sum - (p_log_s - q_log_s)
+        divergence = cross / p_sum - (p_log_s - q_log_s)
         slant = divergence
     elif KIND == "reverse_kl":
-        cross = rescaled_cross(cross, q_s, q_max, q_top[:, None], p_max, p_top[:, None])
-        slant = tl.sum(cross, 1) / q_sum  # the mean of (z_q - q_top) - (z_p - p_top)
+        slant = cross / q_sum  # the mean of (z_q - q_top) - (z_p - p_top)
         divergence = slant - (q_log_s - p_log_s)
     else:
-        for first in tl.range(0, bound, B, num_stages=3):
-            z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
-            log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
-            q, p = tl.exp2(log_q), tl.exp2(log_p)
-            log_m = log2_mixture(p, q, beta)
-            mean += tl.sum(tl.where(q > 0, q * (log_q - log_m), 0.0), 1)
-            cross += tl.sum(tl.where(p > 0, p * (log_p - log_m), 0.0), 1)
-        slant = tl.sum(mean, 1)
-        divergence = (beta * tl.sum(cross, 1) + (1 - beta) * slant) * LN2
+        slant, cross = mixture_sums(
+            q_start,
+            p_start,
+            q_top,
+            q_log_s,
+            p_top,
+            p_log_s,
+            bound,
+            lanes,
+            V,
+            live,
+            beta,
+            o,
+            t_o,
+            SCORE,
+            T_SCORE,
+            BN,
+            C,
+            B,
+        )
+        divergence = (beta * cross + (1 - beta) * slant) * LN2
     divergence += q_log_s * 0 + p_log_s * 0  # a row without any probability is no number
     share = w_t / divisor_of(denominator_ptr)
     loss = tl.where(divergence < 0, 0.0, divergence) * share
     tl.store(loss_ptr + rows, tl.where(weighs, loss, 0.0), mask=keep)
     if GRAD:
-        scale = (w_t if UNSCALED_GRAD else share)[:, None, None]
-        slant, finite = slant[:, None, None], (divergence != float("inf"))[:, None, None]
-        last = (tl.cdiv(V, B) - 1) * B
-        for back in range(0, V, B):
-            z_q, z_p, slope = pair_scores(q_start, p_start, last - back, lanes, V, live, o, t_o, SCORE, T_SCORE)
-            log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
-            q = tl.exp2(log_q)
-            if KIND == "forward_kl":
-                dz = q - tl.exp2(log_p)
-            elif KIND == "reverse_kl":
-                dz = tl.where((q != 0) & finite, q * (gap_of(z_q, q_top[:, None], z_p, p_top[:, None]) - slant), 0.0)
-            else:
-                log_m = log2_mixture(tl.exp2(log_p), q, beta)
-                dz = tl.where(q != 0, (1 - beta) * q * LN2 * ((log_q - log_m) - slant), 0.0)
-            cols = last - back + lanes
-            dz = tl.where(live, dz * scale * slope, 0.0).to(q_ptr.dtype.element_ty)
-            tl.store(q_start + cols.to(tl.int64), dz, mask=keep[:, None, None] & (cols < V))
+        scale, finite = w_t if UNSCALED_GRAD else share, divergence != float("inf")
+        store_pair_gradient(
+            q_start,
+            p_start,
+            q_top,
+            q_log_s,
+            p_top,
+            p_log_s,
+            slant,
+            scale,
+            live,
+            finite,
+            keep,
+            lanes,
+            V,
+            beta,
+            o,
+            t_o,
+            SCORE,
+            T_SCORE,
+            KIND,
+            B,
+        )
 
 
 class PairBlocks(NamedTuple):
@@ -338,6 +460,276 @@ def launch_divergence(
 def pair_parts(z: Tensor) -> list[slice]:  # [M,V]
     "Rows of which some ten matrices are made at once in PyTorch."
     return tile_slices(len(z), max(1, 2 ** (18 if z.is_cpu else 24) // max(1, z.shape[1])))
+
+
+@jit
+def pair_numbers_kernel(
+    # [M,V]: logits of student and teacher; [5,M]
+    q_ptr,
+    p_ptr,
+    numbers_ptr,
+    M,
+    V,
+    q_stride,
+    p_stride,
+    o,  # `LossOptions` of the student's score
+    t_o,  # and of the teacher's
+    SCORE: tl.constexpr,
+    T_SCORE: tl.constexpr,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = rows < M
+    q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
+    p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
+    q_top, q_sum, p_top, p_sum, cross = scan_pairs(
+        q_start, p_start, V, lanes, V, keep[:, None, None], o, t_o, SCORE, T_SCORE, KIND, BN, C, R * C
+    )
+    tl.store(numbers_ptr + rows, q_top, mask=keep)
+    tl.store(numbers_ptr + M + rows, q_sum, mask=keep)
+    tl.store(numbers_ptr + 2 * M + rows, p_top, mask=keep)
+    tl.store(numbers_ptr + 3 * M + rows, p_sum, mask=keep)
+    tl.store(numbers_ptr + 4 * M + rows, cross, mask=keep)
+
+
+@jit
+def pair_mixture_kernel(
+    # [M,V]: logits of student and teacher; [4,M], of `JoinedPairs`; [2,M]
+    q_ptr,
+    p_ptr,
+    at_ptr,
+    sums_ptr,
+    M,
+    V,
+    q_stride,
+    p_stride,
+    beta,
+    o,  # `LossOptions` of the student's score
+    t_o,  # and of the teacher's
+    SCORE: tl.constexpr,
+    T_SCORE: tl.constexpr,
+    BN: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = rows < M
+    q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
+    p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
+    q_top, q_log_s = tl.load(at_ptr + rows, mask=keep), tl.load(at_ptr + M + rows, mask=keep)
+    p_top, p_log_s = tl.load(at_ptr + 2 * M + rows, mask=keep), tl.load(at_ptr + 3 * M + rows, mask=keep)
+    live = keep[:, None, None]
+    mean, cross = mixture_sums(
+        q_start, p_start, q_top, q_log_s, p_top, p_log_s, V, lanes, V, live, beta, o, t_o, SCORE, T_SCORE, BN, C, R * C
+    )
+    tl.store(sums_ptr + rows, mean * LN2, mask=keep)
+    tl.store(sums_ptr + M + rows, cross * LN2, mask=keep)
+
+
+@jit
+def pair_gradient_kernel(
+    # [M,V]: the student's logits, which become their gradient, and the teacher's; [4,M]; [M] twice
+    q_ptr,
+    p_ptr,
+    at_ptr,
+    slant_ptr,
+    scale_ptr,
+    M,
+    V,
+    q_stride,
+    p_stride,
+    beta,
+    o,  # `LossOptions` of the student's score
+    t_o,  # and of the teacher's
+    SCORE: tl.constexpr,
+    T_SCORE: tl.constexpr,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = rows < M
+    q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
+    p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
+    q_top, q_log_s = tl.load(at_ptr + rows, mask=keep), tl.load(at_ptr + M + rows, mask=keep)
+    p_top, p_log_s = tl.load(at_ptr + 2 * M + rows, mask=keep), tl.load(at_ptr + 3 * M + rows, mask=keep)
+    slant, scale = tl.load(slant_ptr + rows, mask=keep), tl.load(scale_ptr + rows, mask=keep, other=0.0)
+    if KIND == "jsd":
+        slant /= LN2
+    live = (scale != 0)[:, None, None]
+    store_pair_gradient(
+        q_start,
+        p_start,
+        q_top,
+        q_log_s,
+        p_top,
+        p_log_s,
+        slant,
+        scale,
+        live,
+        keep,
+        keep,
+        lanes,
+        V,
+        beta,
+        o,
+        t_o,
+        SCORE,
+        T_SCORE,
+        KIND,
+        R * C,
+    )
+
+
+def launch_pairs(kernel, z: Tensor, teacher_z: Tensor, *given, o: DivergenceOptions, **flags):  # [M,V] twice
+    "A kernel of pairs of rows whose classes are over ranks."
+    b = pair_blocks(z.shape[1])
+    scores, options = dict(SCORE=score_fn(o.student), T_SCORE=score_fn(o.teacher)), (o.student, o.teacher)
+    beta = () if kernel is pair_numbers_kernel else (o.beta,)
+    with on_device(z):
+        launch_kernel(
+            kernel,
+            (-(-len(z) // b.BN),),
+            z,
+            teacher_z,
+            *given,
+            *z.shape,
+            z.stride(0),
+            teacher_z.stride(0),
+            *beta,
+            *options,
+            **scores,
+            **flags,
+            BN=b.BN,
+            R=b.R,
+            C=b.C,
+            num_warps=b.warps,
+        )
+
+
+class JoinedPairs(NamedTuple):
+    "What follows for each row from the numbers of all ranks."
+
+    at: Tensor  # [4,M]: the largest score of the student, the logarithm of its sum of exponentials from there; of the teacher
+    divergence: Tensor  # [M]
+    slant: Tensor  # [M], the mean, by q, of the derivative by q
+
+
+def finite_max(row_max: Tensor) -> Tensor:
+    "Maxima from which differences are taken: 0 where no score is finite."
+    return torch.where(row_max == -torch.inf, 0.0, row_max)
+
+
+def cross_sum(
+    score: Tensor, other: Tensor, row_max: Tensor, other_max: Tensor
+) -> Tensor:  # [M,V] twice, [M] twice, to [M]
+    "Σ e^(z - m) ((z - m) - (z' - m')), of scores and maxima of two models."
+    gap = score - finite_max(row_max)[:, None]
+    e = gap.exp()
+    return torch.where(e > 0, e * (gap - (other - finite_max(other_max)[:, None])), 0.0).sum(1)
+
+
+def pair_numbers(z: Tensor, teacher_z: Tensor, o: DivergenceOptions) -> Tensor:  # [M,V] twice, to [5,M]
+    "Of each row the student's largest score and sum of exponentials from it, the teacher's, and of a KL `cross_sum`."
+    if not z.shape[1]:
+        nothing = z.new_tensor([-torch.inf, 0, -torch.inf, 0, 0], dtype=acc_dtype(z.dtype))
+        return nothing[:, None].repeat(1, len(z))
+    if has_kernel(z) and has_kernel(teacher_z):
+        numbers = z.new_empty(5, len(z), dtype=torch.float32)
+        launch_pairs(pair_numbers_kernel, z, teacher_z, numbers, o=o, KIND=o.kind)
+        return numbers
+    found = []
+    for i in pair_parts(z):
+        q, p = score_and_slope(z[i], o.student)[0], score_and_slope(teacher_z[i], o.teacher)[0].to(acc_dtype(z.dtype))
+        tops = q.amax(1), p.amax(1)
+        q_sum, p_sum = ((t - finite_max(top)[:, None]).exp().sum(1) for t, top in zip((q, p), tops))
+        given = (p, q, *tops[::-1]) if o.kind == "forward_kl" else (q, p, *tops)
+        cross = torch.zeros_like(q_sum) if o.kind == "jsd" else cross_sum(*given)
+        found.append(torch.stack([tops[0], q_sum, tops[1], p_sum, cross]))
+    return torch.cat(found, 1)
+
+
+def mixture_numbers(
+    z: Tensor, teacher_z: Tensor, at: Tensor, o: DivergenceOptions
+) -> Tensor:  # [M,V] twice, [4,M], to [2,M]
+    "KL(q‖m) and KL(p‖m), m the mixture of a Jensen-Shannon divergence, of the classes here."
+    if z.shape[1] and has_kernel(z) and has_kernel(teacher_z):
+        sums = z.new_empty(2, len(z), dtype=torch.float32)
+        launch_pairs(pair_mixture_kernel, z, teacher_z, at, sums, o=o)
+        return sums
+    found = []
+    for i in pair_parts(z):
+        log_q, log_p, _ = pair_log_probs(z[i], teacher_z[i], at[:, i], o)
+        log_m = mixture_log_probs(log_q, log_p, o.beta)
+        each = [torch.where(t == -torch.inf, 0.0, t.exp() * (t - log_m)).sum(1) for t in (log_q, log_p)]
+        found.append(torch.stack(each))
+    return torch.cat(found, 1)
+
+
+def pair_log_probs(
+    z: Tensor,
+    teacher_z: Tensor,
+    at: Tensor,
+    o: DivergenceOptions,  # [M,V] twice, [4,M]
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    "log q and log p [M,V], and the slopes of the student's scores."
+    (q, slope), p = score_and_slope(z, o.student), score_and_slope(teacher_z, o.teacher)[0]
+    q_max, q_log_s, p_max, p_log_s = at[:, :, None]
+    return q - finite_max(q_max) - q_log_s, p.to(q.dtype) - finite_max(p_max) - p_log_s, slope
+
+
+def joined_cross(
+    parts: Tensor, top: int, other: int, joined: Tensor, joined_other: Tensor
+) -> Tensor:  # [R,5,M], to [M]
+    "The ranks' `cross_sum` from the largest scores of all ranks; `top` and `other` say where a rank's are."
+    share = (parts[:, top] - finite_max(joined)).exp()
+    rise = finite_max(parts[:, top]) - finite_max(joined) - (finite_max(parts[:, other]) - finite_max(joined_other))
+    return torch.where(share > 0, (parts[:, 4] + rise * parts[:, top + 1]) * share, 0.0).sum(0)
+
+
+def join_pairs(
+    parts: Tensor,  # [R,5,M], every rank's `pair_numbers`
+    o: DivergenceOptions,
+    mixture: Callable[[Tensor], Tensor],  # from `at` to the sum over ranks of `mixture_numbers`
+) -> JoinedPairs:
+    "Both softmaxes over all ranks' classes, and the divergence."
+    q_top, p_top = parts[:, 0].amax(0), parts[:, 2].amax(0)
+    whole = lambda top, k: ((parts[:, k] - finite_max(top)).exp() * parts[:, k + 1]).sum(0)
+    q_sum, p_sum = whole(q_top, 0), whole(p_top, 2)
+    at = torch.stack([q_top, q_sum.log(), p_top, p_sum.log()])
+    between = at[3] - at[1]
+    if o.kind == "forward_kl":
+        slant = divergence = joined_cross(parts, 2, 0, p_top, q_top) / p_sum - between
+    elif o.kind == "reverse_kl":
+        slant = joined_cross(parts, 0, 2, q_top, p_top) / q_sum
+        divergence = slant + between
+    else:
+        slant, cross = mixture(at)
+        divergence = o.beta * cross + (1 - o.beta) * slant
+    return JoinedPairs(at, divergence + 0 * (at[1] + at[3]), slant)  # a row without any probability is no number
+
+
+def put_joined_gradient(
+    z: Tensor,  # [M,V], overwritten
+    teacher_z: Tensor,  # [M,V]
+    joined: JoinedPairs,
+    scale: Tensor,  # [M]
+    o: DivergenceOptions,
+):
+    "The gradient in the place of the student's logits; 0 where `scale` is."
+    if z.shape[1] and has_kernel(z) and has_kernel(teacher_z):
+        return launch_pairs(pair_gradient_kernel, z, teacher_z, joined.at, joined.slant, scale, o=o, KIND=o.kind)
+    for i in pair_parts(z):
+        log_q, log_p, slope = pair_log_probs(z[i], teacher_z[i], joined.at[:, i], o)
+        u = divergence_terms(log_q, log_p, o)[1]
+        total = {"forward_kl": -1.0, "reverse_kl": joined.divergence[i] + 1, "jsd": (1 - o.beta) * joined.slant[i]}[
+            o.kind
+        ]
+        put_pair_gradient(z[i], log_q, u, torch.as_tensor(total).expand(len(u)).to(u), slope, scale[i])
 
 
 def divergence_rows(z: Tensor, teacher_z: Tensor, *given) -> Tensor:  # [M], of at least one row
