@@ -61,7 +61,7 @@ def tiled_lse_fwd(
     token_tile:int, class_tile:int,  # BN, BV
     logit_scale:float=1.0, tile_factor:int=0,  # the latter not 0: a tile holds 1 / tile_factor² of the scores
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N] each, in `acc_dtype`
-    "Log-sum-exp of each row of scores and its target's score, both less the row's maximum, and that; one tile at a time."
+    "For each row of scores: log s, the target's score less m, and m; m is the row's maximum and s its sum of exp(score - m)."
     if tile_factor: token_tile, class_tile = square_tile(len(x), len(w), tile_factor)
     tiles = Tiles(x, w, y, margin, scale, token_tile, class_tile, logit_scale)
     row_max = x.new_full((len(x),), -torch.inf, dtype=acc_dtype(x.dtype))
@@ -96,8 +96,8 @@ def remove_radial(
     t:Tensor,  # [R,H] rows whose direction is removed
 ) -> Tensor:
     "Take off each row of `d` its component along the same row of `t`."
-    unit = t / row_norms(t)[:, None]
-    return d.sub_(unit.mul_((unit * d).sum(1, keepdim=True)))
+    direction = t / row_norms(t)[:, None]
+    return d.sub_(direction.mul_((direction * d).sum(1, keepdim=True)))
 
 # %% ../nbs/02_tiles.ipynb #5e6db040
 def add_tile(

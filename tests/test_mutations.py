@@ -30,7 +30,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "one flag decides both gradients": ("*options, needs.x, needs.w,", "*options, needs.x, needs.x,"),
     "ignore_index is forgotten": ("linear_weight.shape[0],\n                       ignore_index, reduction)", "linear_weight.shape[0], -100, reduction)"),
     "the mean is over all tokens": ("linear_weight.shape[0],\n                       ignore_index, reduction)", "linear_weight.shape[0], ignore_index, 'none').mean()"),
-    "the caller's weight is normalised": ("unit = t / row_norms(t)[:, None]", "unit = t.div_(row_norms(t)[:, None])"),
+    "the caller's weight is normalised": ("direction = t / row_norms(t)[:, None]", "direction = t.div_(row_norms(t)[:, None])"),
 }
 CHOSEN = few(MUTANTS, "the last class is left out", "a later tile erases the target's score", "targets are sought from the first class",
              "the margin is not scaled", "columns are not normalised in backward", "the upstream gradient is dropped", "dw is left in its unit",
