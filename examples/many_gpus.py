@@ -9,6 +9,7 @@ GPUs of 110 GB, the others fit 80 GB.
 """
 import functools
 import os
+import re
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from fusedloss.core.ranks import dtensor_of_rows, shard_range
 from workbook.measure import SHAPES
 from workbook.peers import peers_over_ranks
 from workbook.records import load_results, machine_line, record
+from workbook.timeline import record_timeline
 from in_turn import line, measured, Method
 
 RESULTS = Path(os.environ.get("FUSEDLOSS_RESULTS", Path(__file__).parent.parent / "nbs" / "results")) / "16_many_gpus.json"
@@ -135,6 +137,27 @@ def contrast(mesh, pairs, name, h=512, dtype=bf16, alone=True, **how):
     keep(measured(methods, mesh, **how), mesh, dict(N=pairs, H=h), dtype)
 
 
+def teacher_alone(mesh, shape, dtype=bf16, **how):
+    "The divergences of one shape without its other losses"
+    methods = divergences(mesh, drawn(mesh, shape, dtype), drawn(mesh, shape, dtype, seed=1000))
+    keep(measured(methods, mesh, **how), mesh, shape._asdict(), dtype)
+
+
+KINDS = {"messages": "nccl", "exponentials": "exponentials", "matmuls": "gemm|nvjet|cutlass|xmma"}  # by a kernel's name; others are "others"
+
+
+def overlap(mesh, shape, dtype=bf16):
+    "When each kernel of a step by product ran on the first rank, as PyTorch's profiler saw it: kind, start and stop in seconds"
+    head = drawn(mesh, shape, dtype)
+    loss = lambda x, w, y: fl.linear_cross_entropy(x, w, y, method="product", backbone_reduction="sum")
+    found = record_timeline(step_of(loss, spread(head.x, mesh), head.w, spread(head.y, mesh)))
+    kind = lambda name: next((k for k, words in KINDS.items() if re.search(words, name)), "others")
+    if mesh.get_local_rank() == 0:
+        spans = [(kind(w.name), w.start, w.stop) for w in found.work]
+        print("\n".join(f"{k:12} {a * 1e3:7.3f} {b * 1e3:7.3f} ms" for k, a, b in spans if b - a > 3e-5), flush=True)
+        record(RESULTS.with_name("28_timeline.json"), "product", dict(shape._asdict(), R=mesh.size()), dtype, mesh.device_type, spans=spans)
+
+
 def weak_scaling(records, name, ranks):
     "Seconds on one GPU divided by those on R, each with as many classes, on the machine of the last record; None where one is missing"
     mine = [r for r in records if r["name"] == name]
@@ -180,6 +203,8 @@ CASES = {"same": same_answer,
          "A": lambda mesh: language_model(mesh, SHAPES[0]),
          "B": lambda mesh: language_model(mesh, SHAPES[1]),
          "C": lambda mesh: language_model(mesh, SHAPES[2]),
+         "divergences": lambda mesh: [teacher_alone(mesh, shape) for shape in SHAPES[:3]],
+         "overlap": lambda mesh: overlap(mesh, SHAPES[0]),
          "pairs": lambda mesh: contrast(mesh, 2**18, "2¹⁸ pairs", rounds=3, calls=2),
          "many pairs": lambda mesh: contrast(mesh, 2**20, "2²⁰ pairs", alone=False, rounds=1, calls=1),
          "weak": lambda mesh: class_head(mesh, 5_000_000, 1024, "5 M classes a GPU"),
