@@ -2,6 +2,7 @@
 import configparser
 import functools
 import os
+import importlib
 import re
 import shlex
 import shutil
@@ -130,3 +131,10 @@ def test_make_can_be_read():
     (".venv/bin/nbdev_exprot", "no command")])
 def test_a_wrong_command_is_noticed(line, expected):
     assert expected in complaint(shlex.split(line))
+
+
+def test_contributing_names_functions_that_exist():
+    named = re.findall(r"`([a-z_]+)\.([a-zA-Z_]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Where a call goes")[2].partition("## Test")[0])
+    assert len(named) > 8
+    for module, name in named:
+        assert hasattr(importlib.import_module(f"fusedloss.{module}"), name), f"{module}.{name}"
