@@ -1,8 +1,8 @@
 """Every code block of the home page, which becomes README.md, of the guide and of CONTRIBUTING.md works: Python is run, commands are looked up."""
 import configparser
 import functools
-import os
 import importlib
+import os
 import re
 import shlex
 import shutil
