@@ -607,7 +607,7 @@ SECTIONS = {
         "    k (int): from 1 to V\n"
         "\n"
         "Returns:\n"
-        "    TopK: of the best classes, the best first"),
+        "    HeadTopK: of the best classes, the best first"),
     "fusedloss.partial_fc ClassVectors.extend": (
         "Args:\n"
         "    n (int): classes more\n"
@@ -633,6 +633,10 @@ SECTIONS = {
         "    accuracy (Tensor): share of valid rows whose target leads the classes that were scored\n"
         "    n_valid (Tensor): rows with a label\n"
         "    n_scored (Tensor): classes that were scored"),
+    "fusedloss.partial_fc HeadTopK": (
+        "Args:\n"
+        "    values (Tensor): [..., k], scores\n"
+        "    indices (Tensor): [..., k], int64, their classes"),
     "fusedloss.partial_fc PartialFC": (
         "Args:\n"
         "    num_classes (int): classes, V\n"
@@ -663,10 +667,6 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor | tuple[Tensor, HeadStats]: a scalar, or [...] for \"none\""),
-    "fusedloss.partial_fc TopK": (
-        "Args:\n"
-        "    values (Tensor): [..., k], scores\n"
-        "    indices (Tensor): [..., k], int64, their classes"),
     "fusedloss.plans Estimate": (
         "Args:\n"
         "    method (str): its name\n"
@@ -1018,7 +1018,7 @@ SECTIONS = {
         "    k (int): from 1 to V, the same on every rank\n"
         "\n"
         "Returns:\n"
-        "    TopK: of all ranks' classes, the best first"),
+        "    HeadTopK: of all ranks' classes, the best first"),
     "fusedloss.sharded_heads ignore_in_ddp": (
         "Args:\n"
         "    module (nn.Module): with heads inside, that DistributedDataParallel is going to wrap\n"
@@ -1073,4 +1073,24 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor: float32 (float64 for float64), a scalar or [...]"),
+    "fusedloss.topk TopK": (
+        "Args:\n"
+        "    log_probs (Tensor): [..., k], natural logarithms, differentiable\n"
+        "    indices (Tensor): [..., k] int64\n"
+        "    lse (Tensor): [...], log-sum-exp of all scores, differentiable"),
+    "fusedloss.topk linear_topk": (
+        "Args:\n"
+        "    input (Tensor): what the linear layer multiplies, [..., H]\n"
+        "    linear_weight (Tensor | nn.Module): [V,H], or an `nn.Linear` or `nn.Embedding` that has it\n"
+        "    k (int): classes for each token, from 1 to V; 1 is argmax\n"
+        "    linear_bias (Tensor | None): of the linear layer, [V]\n"
+        "    temperature (float): T; divides the scores\n"
+        "    logit_scale (float | Tensor): multiplies the logits, bias and all; a 0-dim tensor gets a\n"
+        "        gradient\n"
+        "    softcap (float | None): c: scores are c · tanh(scaled logits / c), before the temperature\n"
+        "    memory_budget (int | None): bytes beyond the results; by default 64 MiB, or a 32nd of the logits\n"
+        "        if that is more\n"
+        "\n"
+        "Returns:\n"
+        "    TopK: float32 (float64 for float64)"),
 }

@@ -388,7 +388,7 @@ def dot_loss(
 # %% ../nbs/14_partial_fc.ipynb #8b4bb649
 BLOCK_BYTES = 2**26  # of a block's unit rows and scores
 
-class TopK(NamedTuple):
+class HeadTopK(NamedTuple):
     "The best classes of each row, the best first."
     values: Tensor  # [..., k], scores
     indices: Tensor  # [..., k], int64, their classes
@@ -425,22 +425,22 @@ def class_scores(
     return z
 
 # %% ../nbs/14_partial_fc.ipynb #ef0bd390
-def best_of(parts:Sequence[TopK], k:int) -> TopK:  # [N,·] each
+def best_of(parts:Sequence[HeadTopK], k:int) -> HeadTopK:  # [N,·] each
     "The best k of several candidates for each row."
     values, indices = (torch.cat(t, 1) for t in zip(*parts))
     values, at = values.topk(min(k, values.shape[1]), 1)
-    return TopK(values, indices.gather(1, at))
+    return HeadTopK(values, indices.gather(1, at))
 
 # %% ../nbs/14_partial_fc.ipynb #c1c4f0a1
 def best_classes(
     x:Tensor, w:Tensor, o:Optional[HeadConfig], dtype:torch.dtype, k:int, bias:Optional[Tensor]=None,
-) -> TopK:
+) -> HeadTopK:
     "The best k of w's classes for each row, or all if there are fewer."
     none = x.new_empty((len(x), 0), dtype=acc_dtype(x.dtype))
-    best = TopK(none, none.long())
+    best = HeadTopK(none, none.long())
     for j, scores in score_blocks(x, w, o, dtype, bias):
         values, at = scores.topk(min(k, scores.shape[1]), 1)
-        best = best_of([best, TopK(values, at + j.start)], k)
+        best = best_of([best, HeadTopK(values, at + j.start)], k)
     return best
 
 # %% ../nbs/14_partial_fc.ipynb #8df7f225
@@ -514,13 +514,13 @@ class ClassScores(ClassVectors):
     def topk(self,
         features:Tensor,  # [..., H]
         k:int,  # from 1 to V
-    ) -> TopK:  # of the best classes, the best first
+    ) -> HeadTopK:  # of the best classes, the best first
         "The k largest of `logits` and their classes, without the others in memory."
         check_rows(self, features)
         check_k(k, self.num_classes)
         x, o = features.reshape(-1, self.embedding_size), score_config(self)
         best = best_classes(x, self.weight, o, head_dtype(features), k, self.bias)
-        return TopK(*(t.view(*features.shape[:-1], k) for t in best))
+        return HeadTopK(*(t.view(*features.shape[:-1], k) for t in best))
 
 # %% ../nbs/14_partial_fc.ipynb #pf5ca1e0
 def head_margin(

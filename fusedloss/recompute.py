@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../nbs/07_recompute.ipynb #eeafc4f7
 import functools
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -165,6 +165,7 @@ def launch_sums(
     budget:int=0,  # bytes; 0 for our own choice
     temperature:Optional[Tensor]=None,  # [N]
     run:int=0,  # tiles whose numbers one program leaves together; 0 for our own choice
+    unscaled:bool=False,  # maxima are scores; else scores times `log2_scale(x)`, rounded
 ) -> tuple[Tensor, Tensor]:  # [7,N] as `finish_kernel` takes it; parts
     "What each row knows of its scores, and what the runs left, `[2 to 7, runs, N]`."
     (n, h), v, t = x.shape, len(w), tiling or tiling_of(x, w, is_busy(o, stats.ranks))
@@ -173,6 +174,7 @@ def launch_sums(
     run = run or run_length(n, tiles_v, numbers, budget)
     runs, new = -(-tiles_v // run), functools.partial(x.new_empty, dtype=torch.float32)
     flags = forward_flags(x, o, stats)
+    if unscaled: flags["LOG2_SCALE"] = 1.0
     lengths = dict(EVEN=v % (t.BV * run) == 0, RUN=run)
     sums, parts = new((7, n)).zero_(), new((numbers, runs, n))
     sizes = n, v, h, *x.stride(), *w.stride()
@@ -354,13 +356,41 @@ def launch_dz(
         more = deeper(t, device_of(x), True)
         launch(t if listed else fastest(dz_kernel, x, v, t, more, launch, **flags, **given))
 
+# %% ../nbs/07_recompute.ipynb #b7a10c02
+class ListedGradients(NamedTuple):
+    "Gradients of the raw scores of some classes, which differ within a row."
+    classes: Tensor  # [N,K] int64
+    gradients: Tensor  # [N,K]
+
+@jit
+def listed_kernel(
+    dz_ptr, classes_ptr, gradients_ptr,  # [N,V] of a slab of V classes, added to; [N,K] twice
+    N, V, K, dz_stride, begin,  # the slab's first class
+    BN: tl.constexpr, BK: tl.constexpr,
+):
+    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
+    lanes = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
+    listed, at = (rows < N) & (lanes < K), rows * K + lanes
+    column = tl.load(classes_ptr + at, mask=listed, other=-1) - begin
+    here = listed & (column >= 0) & (column < V)
+    to = dz_ptr + rows * dz_stride + column
+    d = tl.load(to, mask=here, other=0.0).to(tl.float32) + tl.load(gradients_ptr + at, mask=here, other=0.0)
+    tl.store(to, d.to(dz_ptr.dtype.element_ty), mask=here)
+
+def launch_listed(dz:Tensor, more:ListedGradients, begin:int, BN:int=16, BK:int=64):  # [N,V] of a slab
+    "Add the gradients of those listed classes that are in a slab, of which `begin` is the first."
+    (n, v), k = dz.shape, more.classes.shape[1]
+    with on_device(dz):
+        launch_kernel(listed_kernel, (-(-n // BN), -(-k // BK)), dz, *more, n, v, k, dz.stride(0), begin, BN=BN, BK=BK)
+
 # %% ../nbs/07_recompute.ipynb #6331a949
 def take_grad_scale(
     terms:Tensor, rows:Tensor,  # [6,N], [2..,N]
-    entropy:bool,
+    entropy:bool, listed:Optional[ListedGradients]=None,
 ) -> Tensor:  # a scalar
-    "Divide the terms, in place, by a scale that brings their dz into fp16's range."
+    "Divide the terms, in place, by a scale that brings their dz, and the listed gradients, into fp16's range."
     largest = torch.maximum((terms[1] * rows[1]).abs(), terms[2].abs())
+    if listed is not None: largest = torch.maximum(largest, listed.gradients.abs().amax(1))
     if entropy: largest = torch.maximum(largest, 16 * (terms[4] * rows[1]).abs())
     grad_scale = grad_scale_of(torch.where(terms[0] < torch.inf, largest, 0.0))
     terms[1:5] /= grad_scale
@@ -372,11 +402,12 @@ def launch_gradients(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],
     o:LossOptions, entropy:bool, slab:int, t:Tiling, needs:tuple[bool, bool, bool],
     temperature:Optional[Tensor]=None,  # [N]
+    more:Optional[ListedGradients]=None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
     (n, h), v, (need_x, need_w, need_b), dtype = x.shape, len(w), needs, x.dtype
     x, dw, total = counted_rows(x, target, o.ignore_index), w.new_empty(w.shape if need_w else 0), None
-    parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b else None
+    parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b and more is None else None
     db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
     bare = not need_b and temperature is None and takes_scores(x, w, bias, o)
@@ -388,7 +419,8 @@ def launch_gradients(
         if bare: put_gradients(x, w[j], dz, target, terms, j.start, entropy)
         else: launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,
                         j.start, o, entropy, t, temperature=temperature)
-        if need_b: torch.sum(db_parts, 0, out=db[j])
+        if more is not None: launch_listed(dz, more, j.start)
+        if need_b: torch.sum(dz if parts is None else db_parts, 0, dtype=db.dtype, out=db[j])
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
         if j.stop == v: x = None  # of one slab before dx's sum is there
         if need_x and total is None: total = wide_product(dz, w[j])
@@ -475,6 +507,7 @@ def plain_bwd(
     o:LossOptions, budget:int, needs:tuple[bool, bool, bool],
     seen:Optional[Callable]=None,  # what dx and dw see of a chunk's dz
     temperature:Optional[Tensor]=None,  # [N]
+    more:Optional[ListedGradients]=None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`launch_gradients` by chunks of tokens."
     (need_x, need_w, need_b), w_dtype, w = needs, w.dtype, wide(w)
@@ -484,6 +517,7 @@ def plain_bwd(
         dz = rows_bwd(*(part(g, i) for g in upstream), chunk_scores(x[i], w, bias), target[i],
                       weight, part(token_weight, i), denominator, rows[:, i].contiguous(),
                       entropy[i], o, part(temperature, i))[:, 0]
+        if more is not None: dz.scatter_add_(1, more.classes[i], more.gradients[i])
         if need_b: db += dz.sum(0)
         if seen is not None: dz = seen(i, dz)
         if need_x: dx[i] = dz @ w
@@ -497,15 +531,17 @@ def kernel_bwd(
     token_weight:Optional[Tensor], denominator:Optional[Tensor], rows:Tensor, entropy:Tensor,
     o:LossOptions, budget:int, needs:tuple[bool, bool, bool], tiling:Optional[Tiling]=None,
     temperature:Optional[Tensor]=None,  # [N]
+    more:Optional[ListedGradients]=None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Gradients by the kernels, slab by slab."
     uneven = upstream[2] is not None
     t = tiling or tiling_of(x, w, is_busy(o, False))
     terms = launch_terms(*upstream, x, len(w), target, weight, token_weight, denominator,
                          rows, entropy, o)
-    grad_scale = take_grad_scale(terms, rows, uneven) if x.dtype == torch.float16 else None
+    grad_scale = take_grad_scale(terms, rows, uneven, more) if x.dtype == torch.float16 else None
+    if more is not None and grad_scale is not None: more = more._replace(gradients=more.gradients / grad_scale)
     tiles = -(-len(x) // t.BN), -(-len(w) // t.BV)
     slab = t.BV * slab_tiles(*x.shape, budget, *tiles, t.BV, multiprocessors(x.device),
                              beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs))
     return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t,
-                            needs, temperature)
+                            needs, temperature, more)

@@ -34,7 +34,7 @@ from fusedloss.margins import learned_scale, Margin, scaled_rows, target_scores
 from fusedloss.partial_fc import (
     best_classes, best_of, center_rows, check_features, check_k, check_rows, class_scores, config_of,
     has_rows_alone, head_stats, HeadStats, loss_weights, PartialFC, reduced, score_config, scores_in_eval,
-    step_sampler, TopK)
+    step_sampler, HeadTopK)
 from fusedloss.row_sparse import (
     as_rows, live_rows, missing_state, RowSparse, state_tensors, Update)
 
@@ -238,13 +238,13 @@ def scores_of_own(z:Tensor, b:RankTokens, s:Shards) -> Tensor:  # [R·rows,V_r] 
     if given.numel(): dist.all_to_all_single(taken, given, group=s.group)
     return taken.transpose(0, 1).flatten(1)[:b.own, :s.n_classes]
 
-def best_of_own(best:TopK, k:int, b:RankTokens, s:Shards) -> TopK:  # [R·rows,·] to [own,k]
+def best_of_own(best:HeadTopK, k:int, b:RankTokens, s:Shards) -> HeadTopK:  # [R·rows,·] to [own,k]
     "The best k for this rank's rows, of the best of each rank."
     if s.group is None: return best
     gap, own = min(k, -(-s.n_classes // s.ranks)) - best.values.shape[1], b.token_slice(s)
     values = all_gather(F.pad(best.values, (0, gap), value=-torch.inf), s)
     indices = all_gather(F.pad(best.indices + s.start, (0, gap)), s)
-    return best_of([TopK(v[own], i[own]) for v, i in zip(values, indices)], k)
+    return best_of([HeadTopK(v[own], i[own]) for v, i in zip(values, indices)], k)
 
 def spread_whole(weight:Tensor, state_dict:dict, name:str):
     "Replace a plain tensor, all of the weight, by a DTensor of this rank's rows."
@@ -282,12 +282,12 @@ class ShardedScores(PartialFC):
     def topk(self,
         features:Tensor,  # [..., H], this rank's rows; every rank calls
         k:int,  # from 1 to V, the same on every rank
-    ) -> TopK:  # of all ranks' classes, the best first
+    ) -> HeadTopK:  # of all ranks' classes, the best first
         "`PartialFC.topk` of this rank's rows, among the classes of all ranks."
         check_k(k, self.num_classes)
         s, b, x, w = rows_to_score(self, features)
         best = best_of_own(best_classes(x, w, score_config(self), head_dtype(features), k), k, b, s)
-        return TopK(*(t.view(*features.shape[:-1], k) for t in best))
+        return HeadTopK(*(t.view(*features.shape[:-1], k) for t in best))
 
     def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
         spread_whole(self.weight, state_dict, prefix + "weight")

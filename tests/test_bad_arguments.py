@@ -63,6 +63,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys(("baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "linear_cross_entropy", "recompute_linear_cross_entropy",
                      "sharded_linear_cross_entropy", "tiled_linear_cross_entropy"), linear),
     **dict.fromkeys(("linear_log_probs", "sharded_linear_log_probs"), linear), "log_probs": dict(logits=z, target=y),
+    "linear_topk": dict(input=x, linear_weight=w, k=3),
     "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
     **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
     "plan": dict(n_tokens=4, n_classes=16, n_features=8), "contrastive_loss": dict(x=x, y=torch.randn(N, H, generator=made), logit_scale=2.0),
@@ -96,7 +97,7 @@ THEN = {  # the call that some constructors leave the checks to
 EXAMPLES = {**dict.fromkeys(("linear_bias", "teacher_bias"), torch.randn(V, generator=made)), "target_weight": torch.rand(3, generator=made), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
             "token_weight": torch.rand(N, generator=made), "temperature": 0.5 + torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
 INSIDE = re.compile(  # results, and what the library calls with what it made itself
-    r"CrossEntropyStats|LogProbs|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict|add_param_group)|.*\.(observe|moves_by|new_rows|target_score|quality|lift|sum|mul|reduce|dsum|best"
+    r"CrossEntropyStats|LogProbs|TopK|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict|add_param_group)|.*\.(observe|moves_by|new_rows|target_score|quality|lift|sum|mul|reduce|dsum|best"
     r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|CosineTiles)(\..*)?|margins\.\w+\.forward")
 
 

@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import clusters, contrast, kernels, linear_ctc, product as stage_9, recompute, row_sparse, scans, sharded_product
+from fusedloss import clusters, contrast, kernels, linear_ctc, product as stage_9, recompute, row_sparse, scans, sharded_product, topk
 from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
-from fusedloss.core.tiling import tiling_of
+from fusedloss.core.tiling import is_busy, tiling_of
 from grids import FULL, thorough_but
 from offline import cuda, lines_of, triton_kernels
 from typed_launches import lowerer
@@ -86,6 +86,22 @@ def linear(dtype, how, width, V=65536, bias=False):
     b, w_v, w_t = (cuda(V, dtype=dtype), cuda(V), cuda(N)) if stats else (None, None, None)
     _, _, entropy, stored = recompute.launch_lse(x, w, y, b, w_v, w_t, None, o, statistics_of(stats))
     recompute.kernel_bwd((g, None, g if stats else None), x, w, y, b, w_v, w_t, None, stored, entropy, o, 0, (True, True, stats))
+
+
+def best_classes(dtype, width, how, V=65536, N=2048, k=20):
+    "The k largest scores of x [2048,width], in few rows and in many, in tiles of both widths; and gradients of listed classes"
+    o, stats = OPTIONS[how]
+    o = LossOptions(logit_scale=o.logit_scale, softcap=o.softcap)
+    w, b = matrix(V, width, dtype), cuda(V, dtype=dtype) if stats else None
+    for rows in (64, N):
+        x = matrix(rows, width, dtype)
+        t = tiling_of(x, w, is_busy(o, False))
+        for cut in (t, t._replace(BV=192)):
+            maxima, tiles = cuda(-(-V // cut.BV), rows).T, cuda(rows, k, dtype=i64)
+            topk.launch_best(maxima, k)
+            topk.launch_best(topk.launch_listed_scores(x, w, b, tiles, o, cut), k)
+        recompute.launch_sums(x, w, cuda(rows, dtype=i64), b, None, o, tiling=t, run=1, unscaled=True)
+    recompute.launch_listed(matrix(N, 4096, dtype), recompute.ListedGradients(cuda(N, k, dtype=i64), cuda(N, k)), 8)
 
 
 def exponentials(width, V=65536, B=4096):
@@ -189,6 +205,8 @@ CALLS |= {f"filtered {dtype} {how} {width}": lambda dtype=dtype, how=how, width=
 CALLS |= {f"heads {dtype} {width} {conflict}": lambda dtype=dtype, width=width, conflict=conflict: heads(dtype, width, conflict=conflict)
           for dtype, width, conflict in ((bf16, 512, 2.0), (f16, 512, 0.5), (bf16, 511, 2.0))}
 CALLS |= {f"contrasts {dtype} {width}": lambda dtype=dtype, width=width: contrasts(dtype, width) for dtype, width in ((bf16, 512), (f16, 511))}
+CALLS |= {f"best classes {dtype} {width} {how}": lambda dtype=dtype, width=width, how=how: best_classes(dtype, width, how)
+          for dtype, width, how in ((bf16, 2048, "plain"), (f16, 1001, "busy"))}
 CALLS |= {f"softmax tiles {dtype} {width}": lambda dtype=dtype, width=width: tiles_of_softmax(dtype, width)
           for dtype in (bf16, f16) for width in (1024, 1001)}
 CALLS |= {f"rows {V} {dtype} {how}": lambda V=V, dtype=dtype, how=how: rows(V, dtype, how)

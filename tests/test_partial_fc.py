@@ -1095,8 +1095,8 @@ def test_a_planted_bug_is_noticed(bug, tmp_path):
 
 SCORE_BUGS = {
     "Circle weighs scores": ("._replace(circle_margin=-1.0)", ""),
-    "classes count from their block": ("TopK(values, at + j.start)", "TopK(values, at)"),
-    "only the last block counts": ("best = best_of([best, TopK(", "best = best_of([TopK("),
+    "classes count from their block": ("HeadTopK(values, at + j.start)", "HeadTopK(values, at)"),
+    "only the last block counts": ("best = best_of([best, HeadTopK(", "best = best_of([HeadTopK("),
     "blocks of one centre": ("w[j.start * k:j.stop * k]", "w[j.start:j.stop]"),
     "the first block's columns": ("z[:, j] = scores", "z[:, :scores.shape[1]] = scores"),
     "candidates lose their numbers": ("indices.gather(1, at))", "at)"),

@@ -115,6 +115,7 @@ CASES = {
     "iota_cross_entropy": of_logits(fl.iota_cross_entropy),
     "log_probs": of_logits(lambda z, y, **numbers: fl.log_probs(z, y, entropy=True, **numbers)[:2], temperature=above_1, **SCORES),
     "linear_log_probs": of_features(linear(lambda *a, **k: fl.linear_log_probs(*a, entropy=True, **k)[:2]), temperature=above_1, **SCORES),
+    "linear_topk": of_features(lambda x, y, w, **k: fl.linear_topk(x, w, 3, **k)[::2], temperature=above_1, **SCORES),
     "baseline_linear_cross_entropy": of_features(linear(fl.baseline_linear_cross_entropy)),
     "tiled_linear_cross_entropy": of_features(linear(fl.tiled_linear_cross_entropy), logit_scale=above_1),
     "tiled_linear_cross_entropy, LMCL": of_features(linear(fl.tiled_linear_cross_entropy), scale=above_1, margin=itself),

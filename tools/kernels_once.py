@@ -113,6 +113,12 @@ def contrast() -> None:
         fl.contrastive_loss(leaf(n, h, dtype=HALF), leaf(n, h, dtype=HALF), scale, memory_budget=2**19).backward()
 
 
+def topk() -> None:
+    "Stage 29: the best tiles, their scores, the best of these; and gradients of listed classes"
+    for n, v, h in ((70, 1003, 96), (33, 5003, 64)) if DEVICE == "cuda" else ((9, 70, 16),):
+        fl.linear_topk(leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), 7, softcap=8.0).log_probs.sum().backward()
+
+
 def partial_fc() -> None:
     "Stage 14: rows by index, one of them ignored, and the optimizer's"
     for v, n, h, rate in ((3000, 77, 64, 0.1), (777, 33, 64, 0.5)) if DEVICE == "cuda" else ((300, 9, 16, 0.2),):
@@ -161,6 +167,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel pair_numbers_kernel pair_mixture_kernel pair_gradient_kernel soft_kernel labels_kernel",
+    topk: "select_kernel listed_scores_kernel listed_kernel",
     contrast: "contrast_fwd_kernel add_sums_kernel contrast_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",

@@ -23,7 +23,7 @@ from project import PACKAGE, ROOT, SETTINGS, default_module, is_stage, notebooks
 
 PAGE = "reference.ipynb"
 COLUMNS = 90  # of a signature
-RESULTS = {"LossOptions": "core.options", "HeadStats": "partial_fc", "TopK": "partial_fc", "Paths": "scans", "Alignment": "ctc",
+RESULTS = {"LossOptions": "core.options", "HeadStats": "partial_fc", "HeadTopK": "partial_fc", "TopK": "topk", "Paths": "scans", "Alignment": "ctc",
            "Span": "core.sequences", "CTCPosteriors": "ctc", "Hypotheses": "decode", "LogProbs": "logprobs", "Plan": "plans",
            "Estimate": "plans"}  # what public names take or give back, by module
 SPACES = ("margins", "semirings", "integrations.transformers", "integrations.trl")  # public modules, whose names are public too
