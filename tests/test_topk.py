@@ -1,17 +1,15 @@
 """The k largest scores of hidden states: order, ties, log-probabilities and gradients against float64, both ways, hostile rows, promises, planted bugs."""
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import fusedloss as fl
 import fusedloss.topk as topk
 from fusedloss import linear_divergence, linear_topk
 from fusedloss.core.options import LossOptions
 from fusedloss.core.tiling import Tiling
-from helpers import COMPILED, TOLERANCE, everywhere, has_no_second_derivative, need_kernels, off, planted, replays, roundings, unchanged, where_kernels_run
+from helpers import TOLERANCE, everywhere, has_no_second_derivative, need_kernels, off, planted, replays, roundings, where_kernels_run
 from workbook.measure import peak_memory, saved_tensors
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -273,7 +271,7 @@ def test_what_is_stored(way):
 
 def test_the_budget_bounds_memory():
     x, w = torch.randn(400, 4), torch.randn(5000, 4)
-    assert peak_memory(lambda: linear_topk(x, w, 3, memory_budget=2**20)) < 2**21 < 400 * 5000 * 4
+    assert peak_memory(lambda: linear_topk(x, w, 3, memory_budget=2**20)) < 2**20 < 400 * 5000 * 4
 
 
 @cuda_only
