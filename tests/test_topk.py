@@ -9,6 +9,7 @@ import fusedloss.topk as topk
 from fusedloss import linear_divergence, linear_topk
 from fusedloss.core.options import LossOptions
 from fusedloss.core.tiling import Tiling
+from grids import thorough_but
 from helpers import TOLERANCE, everywhere, has_no_second_derivative, need_kernels, off, planted, replays, roundings, where_kernels_run
 from workbook.measure import peak_memory, saved_tensors
 
@@ -104,7 +105,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thorough_but(CASES, "argmax, capped", "fp64", "all options", "more than the kernel's rounds", "one class", "many tiles", "half, capped",
+                                              "masked", "squares", "lse alone", "log_probs alone"))
 def test_against_float64(name, way):
     assert faults(topk, CASES[name], way) == []
 
@@ -114,7 +116,7 @@ def test_halves_in_pytorch(dtype, device):
     assert faults(topk, Case(dtype=dtype, k=5), device) == []
 
 
-@pytest.mark.parametrize("k", (1, 3, 20, 64, 65, 90))
+@pytest.mark.parametrize("k", thorough_but((1, 3, 20, 64, 65, 90), 1, 20, 65))
 def test_equal_scores_go_to_the_lower_class(k, way):
     "Small integers, whose scores every sum makes exactly; many are equal"
     made = torch.Generator().manual_seed(1)
@@ -127,7 +129,7 @@ def test_equal_scores_go_to_the_lower_class(k, way):
     assert torch.equal(same.indices, torch.arange(k, device=way).expand(2, k))
 
 
-@pytest.mark.parametrize("k", (1, 5, 70))
+@pytest.mark.parametrize("k", thorough_but((1, 5, 70), 1, 5))
 def test_neighbours_in_fp32(k, way):
     "Scores of one step of fp32 at 2²³ are told apart: no maximum is scaled before it is compared"
     steps = torch.randperm(100, generator=torch.Generator().manual_seed(2)).to(way, f32)
@@ -162,7 +164,7 @@ def test_an_offset_of_all_scores(way):
     torch.testing.assert_close(far.log_probs, near.log_probs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("k", (1, 4))
+@pytest.mark.parametrize("k", thorough_but((1, 4), 1))
 def test_shapes_and_strides(k, way):
     x, w, b = Case((12, 5, 83)).leaves(way)
     flat = linear_topk(x, w, k, linear_bias=b)
