@@ -371,7 +371,7 @@ def listed_kernel(
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     lanes = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
     listed, at = (rows < N) & (lanes < K), rows * K + lanes
-    column = tl.load(classes_ptr + at, mask=listed, other=-1) - begin
+    column = tl.load(classes_ptr + at, mask=listed, other=0) - begin
     here = listed & (column >= 0) & (column < V)
     to = dz_ptr + rows * dz_stride + column
     d = tl.load(to, mask=here, other=0.0).to(tl.float32) + tl.load(gradients_ptr + at, mask=here, other=0.0)
