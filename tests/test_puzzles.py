@@ -330,6 +330,7 @@ def test_without_triton_a_puzzle_says_so_and_goes_on(monkeypatch):
     monkeypatch.setattr(report, "triton", None)
     said = check(3, lambda z_ptr: None)
     assert not said.solved and said.words[0].startswith("Triton is not installed here, so the kernel was not run.")
+    assert said.verdict().startswith("Puzzle 3 was not checked:")
     assert "Triton is not installed here" in said._repr_html_() and "<svg" in picture(3)._repr_html_()
 
 
@@ -337,7 +338,9 @@ def test_without_the_interpreter_a_puzzle_says_so_and_goes_on():
     import triton
     compiled = triton.JITFunction(loss_of)
     compiled.arg_names = ["z_ptr", "out_ptr", "V"]
-    assert "TRITON_INTERPRET=1" in check(1, compiled).words[0]
+    said = check(1, compiled)
+    assert not said.solved and said.verdict() == "Puzzle 1 was not checked: A row's maximum."
+    assert "os.environ['TRITON_INTERPRET'] = '1'" in said.words[0] and "was not checked" in said._repr_html_()
 
 
 @pytest.mark.thorough

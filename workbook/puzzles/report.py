@@ -231,10 +231,12 @@ class Report(NamedTuple):
     words: list[str]  # what is wrong, or what keeps the check from being made
     case: Optional[Case] = None  # the launch that is shown, if the kernel touched anything
     watch: Optional[Watch] = None
+    ran: bool = True  # False if there is no interpreter to run the kernel
 
     def verdict(self) -> str:
         "One line."
-        return f"Puzzle {self.number} is {'solved' if self.solved else 'not solved yet'}: {TASKS[self.number].title}."
+        how = "was not checked" if not self.ran else "is solved" if self.solved else "is not solved yet"
+        return f"Puzzle {self.number} {how}: {TASKS[self.number].title}."
 
     def pictures(self) -> list[Drawing]:
         "What was touched, and in which order where the puzzle asks for one."
@@ -270,8 +272,9 @@ def cannot_run(kernel: Any) -> Optional[str]:
         return "Triton is not installed here, so the kernel was not run. On Linux, `pip install triton` installs it."
     if isinstance(kernel, triton.JITFunction):
         return (
-            "Triton was imported without its interpreter, so the kernel was not run. "
-            "Set TRITON_INTERPRET=1 before anything imports Triton, as `make puzzles` does, and restart Python."
+            "The environment variable TRITON_INTERPRET is not set, or was set after Triton was imported, so the kernel was not run. "
+            "Restart Python and begin with `import os; os.environ['TRITON_INTERPRET'] = '1'`, before anything imports Triton. "
+            "`make puzzles` sets it for you."
         )
     return None
 
@@ -330,7 +333,7 @@ def check(
     "Run a kernel on Triton's interpreter, with two sizes, and compile it, and say whether it solves the puzzle; if not, what is wrong."
     check_arguments(number, kernel)
     if reason := cannot_run(kernel):
-        return Report(number, False, [reason])
+        return Report(number, False, [reason], ran=False)
     first = run_case(number, kernel, TASKS[number].case(0))
     if not first.solved:
         return first
