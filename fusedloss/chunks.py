@@ -125,9 +125,10 @@ class Gradients:
 
     def spend(self, dz:Tensor, x:Tensor, w:Tensor, i:slice):  # [B,V], [B,H], [V,H]
         "Add the chunk of tokens `i`."
-        if self.dw is not None: put_product(self.dw, dz.T, self.counted(x, i), self.begun, self.unit)
+        first = slice(0, dz.shape[1])  # classes that have logits
+        if self.dw is not None: put_product(part(self.dw, first), dz.T, self.counted(x, i), self.begun, self.unit)
         if self.dx is not None: put_product(part(self.dx, i), dz, w)
-        if self.db is not None: self.db += dz.sum(0, dtype=self.db.dtype)
+        if self.db is not None: part(self.db, first).add_(dz.sum(0, dtype=self.db.dtype))
         self.begun = True
 
     def counted(self, x:Tensor, i:slice) -> Tensor:  # [B,H]

@@ -15,7 +15,8 @@ from torch import nn, Tensor
 from fusedloss.chunks import (
     gradients_of_chunks, late_factors, plan_chunks, run_early, save_gradients, scaled_gradients, sum_unit)
 from fusedloss.core.checks import (
-    acc_dtype, check_linear, check_weight, expect, expect_tensor, FLOATS, in_range, is_number)
+    acc_dtype, check_linear, check_weight, expect, expect_tensor, FLOATS, in_range, is_integer, is_number, may_look)
+from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import first_order, operator, products, quotient
 from fusedloss.core.options import LossOptions, Reduction
 from fusedloss.core.pairs import (
@@ -33,11 +34,12 @@ from fusedloss.kernels import launch_bwd, rows_bwd, rows_fwd
 # %% ../nbs/24_divergence.ipynb #dv1kinds
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]  # of a divergence
 TopRest = Literal["class", "drop"]  # what becomes of classes that a teacher's list leaves out
+EMPTY = -1  # the index of an entry that a list does not have
 
 # %% ../nbs/24_divergence.ipynb #dv1options
 def divergence_options(
-    kind:str, beta:float, temperature:float, softcap:Optional[float],
-    teacher_softcap:Optional[float], top_rest:str,
+    kind:str, beta:float, temperature:float|Tensor, softcap:Optional[float],
+    teacher_softcap:Optional[float], top_rest:str, logit_scale:float=1.0, teacher_logit_scale:float=1.0,
 ) -> DivergenceOptions:
     "The options in one; `ValueError` for one that is not what it can be."
     kinds = "forward_kl", "reverse_kl", "jsd"
@@ -45,79 +47,89 @@ def divergence_options(
     expect(top_rest in ("class", "drop"), "top_rest", "'class' or 'drop'", repr(top_rest))
     expect(in_range(beta, 0, 1), "beta", "a number from 0 to 1", beta)
     positive = lambda v: is_number(v) and v > 0
-    expect(positive(temperature), "temperature", "a positive, finite number", temperature)
+    all_alike = 1.0 if isinstance(temperature, Tensor) else temperature
+    for name, v in (("temperature", all_alike), ("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
+        expect(positive(v), name, "a positive, finite number", v)
     for name, c in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
         expect(c is None or positive(c), name, "a positive number or None", c)
     if kind == "jsd" and beta in (0, 1): kind = kinds[int(beta)]
-    cool = lambda c: quotient(c or 0.0, temperature)
-    return DivergenceOptions(kind, float(beta), cool(1.0), cool(softcap),
+    cool = lambda c: quotient(c or 0.0, all_alike)
+    return DivergenceOptions(kind, float(beta), cool(logit_scale), cool(teacher_logit_scale), cool(softcap),
                              cool(teacher_softcap), top_rest == "drop")
 
 # %% ../nbs/24_divergence.ipynb #dv4rest
 def rest_sums(
     z:Tensor, label:Tensor, o:LossOptions,  # [M,V], of which some are set to -inf; [M]
-    n_taken:int,  # how many
+    n_taken:Tensor,  # [M], how many
+    temperature:Optional[Tensor]=None,  # [M]
 ) -> tuple[Tensor, Tensor]:  # [M] twice
-    "The largest of the scores that are left, and the log-sum-exp of all of them less that."
-    if n_taken == z.shape[1]: return 2 * (z.new_full((len(z),), -torch.inf, dtype=acc_dtype(z.dtype)),)
-    _, _, _, (row_max, s) = rows_fwd(z[:, None], label, None, None, None, o)
-    row_max, log_s = row_max / softmax_scale(z), s.log()
-    if not o.softcap: return row_max, log_s
-    return row_max, log_s + torch.log1p(-(n_taken * torch.exp(-o.softcap - row_max - log_s)).clamp(max=1))
+    "The largest of the scores that are left, and the log-sum-exp of all of them less that; -inf if none is left."
+    _, _, _, (row_max, s) = rows_fwd(z[:, None], label, None, None, None, o, temperature=temperature)
+    row_max, log_s, full = row_max / softmax_scale(z), s.log(), n_taken == z.shape[1]
+    if o.softcap:
+        lowest = -o.softcap if temperature is None else -o.softcap / temperature  # what the cap makes of -inf
+        log_s = log_s + torch.log1p(-(n_taken * torch.exp(lowest - row_max - log_s)).clamp(max=1))
+    return row_max.masked_fill(full, -torch.inf), log_s.masked_fill(full, -torch.inf)
 
 def softmax_scale(z:Tensor) -> float:
     "What the maxima that `rows_fwd` returns are multiplied by."
     return log2_scale(z) if has_kernel(z) else 1.0
 
-def put_softmax(z:Tensor, label:Tensor, row_max:Tensor, s:Tensor, coef:Tensor, o:LossOptions):
+def put_softmax(
+    z:Tensor, label:Tensor, row_max:Tensor, s:Tensor, coef:Tensor, o:LossOptions,  # [M,V], [M] each
+    temperature:Optional[Tensor]=None,  # [M]
+):
     "`z [M,V] = coef · slope · e^(score - row_max) / s`, in place; 0 where the label is ignored."
     rows, given = torch.stack([row_max * softmax_scale(z), s]), (z[:, None], label, None, None)
-    if has_kernel(z): launch_bwd(None, coef, None, z[:, None], *given, rows, s, o)
-    else: z.copy_(rows_bwd(None, coef, None, *given, None, rows, s, o)[:, 0])
+    if has_kernel(z): launch_bwd(None, coef, None, z[:, None], *given, rows, s, o, temperature=temperature)
+    else: z.copy_(rows_bwd(None, coef, None, *given, None, rows, s, o, temperature)[:, 0])
 
 # %% ../nbs/24_divergence.ipynb #dv4bad
 def bad_lists(
     indices:Tensor, log_probs:Tensor, n_classes:int,  # [M,K], [M,K], V
-) -> tuple[Tensor, Tensor, Tensor]:  # bool [M] each
-    "Tokens with an index that is no class, with one twice, and with a log-probability above 0."
-    twice = (indices.sort(1).values.diff(dim=1) == 0).any(1)
-    return ((indices < 0) | (indices >= n_classes)).any(1), twice, ~(log_probs <= 0).all(1)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # bool [M] each
+    "Tokens with an index that is no class, with one twice, without any, and with a log-probability above 0."
+    empty, ordered = indices == EMPTY, indices.sort(1).values
+    twice = ((ordered.diff(dim=1) == 0) & (ordered[:, 1:] != EMPTY)).any(1)
+    no_class = ((indices < 0) | (indices >= n_classes)) & ~empty
+    return no_class.any(1), twice, empty.all(1), ~((log_probs <= 0) | empty).all(1)
 
-def with_rest(log_q:Tensor, log_p:Tensor, log_q_rest:Tensor) -> tuple[Tensor, Tensor]:
-    "The lists [M,K] with one class more, all others: at least what their sum's rounding leaves."
+def with_rest(log_q:Tensor, log_p:Tensor, log_q_rest:Tensor, full:Tensor) -> tuple[Tensor, Tensor]:
+    "The lists [M,K] with one class more, all others: at least what their sum's rounding leaves, or nothing in a full list."
     p_rest = (1 - log_p.exp().sum(1, keepdim=True)).clamp(min=torch.finfo(log_p.dtype).eps)
-    return torch.cat([log_q, log_q_rest[:, None]], 1), torch.cat([log_p, p_rest.log()], 1)
+    log_p_rest = p_rest.log().masked_fill(full[:, None], -torch.inf)
+    return torch.cat([log_q, log_q_rest[:, None]], 1), torch.cat([log_p, log_p_rest], 1)
 
 # %% ../nbs/24_divergence.ipynb #dv4rows
 def top_rows(
     z:Tensor, indices:Tensor, log_p:Tensor,  # [M,V], overwritten; [M,K] twice
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:DivergenceOptions,
-    turn:bool, unscaled_grad:bool=False,
+    turn:bool, unscaled_grad:bool=False, temperature:Optional[Tensor]=None,  # [M]
 ) -> Tensor:  # [M]
     "Divergences from a list of the teacher's classes; their gradient in `z` where `turn`."
-    bad = torch.stack(bad_lists(indices, log_p, z.shape[1])).any(0)
-    k, at = indices.shape[1], torch.where(bad[:, None], 0, indices)
-    alone = o.drops_rest or k == z.shape[1]  # no class besides
-    score, slope = score_and_slope(z.gather(1, at), o.student)
-    label = torch.zeros_like(at[:, 0])
-    log_p = log_p.to(score.dtype)
-    rest_max, left = rest_sums(z.scatter_(1, at, -torch.inf), label, o.student, k)
+    bad, empty, k = torch.stack(bad_lists(indices, log_p, z.shape[1])).any(0), indices == EMPTY, indices.shape[1]
+    place = torch.arange(k, device=z.device).where(~empty, indices.argmax(1, keepdim=True))  # an empty entry repeats another
+    at = torch.where(bad[:, None], 0, indices.gather(1, place))
+    score, slope = score_and_slope(z.gather(1, at), o.student, temperature)
+    score, log_p = (t.to(score.dtype).masked_fill(empty, -torch.inf) for t in (score, log_p))
+    label, taken = torch.zeros_like(at[:, 0]), k - empty.sum(1)
+    rest_max, left = rest_sums(z.scatter_(1, at, -torch.inf), label, o.student, taken, temperature)
     row_max = torch.maximum(rest_max, score.amax(1))
     left, score = left + (rest_max - row_max), score - row_max[:, None]
     lse = torch.logaddexp(left, score.logsumexp(1))  # these are less the row's maximum
     log_q = score - lse[:, None]
-    if not alone: log_q, log_p = with_rest(log_q, log_p, left - lse)
+    if not o.drops_rest: log_q, log_p = with_rest(log_q, log_p, left - lse, taken == z.shape[1])
     terms, u = divergence_terms(log_q, log_p, o)
     total, q = u.sum(1), log_q.exp()
     divergence = terms.sum(1) if o.drops_rest else terms.sum(1).clamp(min=0)
     losses, scale = weigh_rows(divergence.masked_fill(bad, torch.nan), token_weight, denominator, o,
                                unscaled_grad)
     if not turn: return losses
-    coef = -total if alone else torch.where(q[:, k] > 0, u[:, k] / q[:, k], 0.0) - total
+    coef = -total if o.drops_rest else torch.where(q[:, k] > 0, u[:, k] / q[:, k], 0.0) - total
     none = bad | (scale == 0)
-    put_softmax(z, label.masked_fill(none, -100), row_max, lse.exp(), coef * scale, o.student)
+    put_softmax(z, label.masked_fill(none, -100), row_max, lse.exp(), coef * scale, o.student, temperature)
     dz = ((u - q * total[:, None])[:, :k] * scale[:, None] * slope).masked_fill_(none[:, None], 0.0)
-    z.scatter_(1, at, dz.to(z.dtype))
+    z.scatter_(1, at, dz.gather(1, place).to(z.dtype))
     return losses
 
 # %% ../nbs/24_divergence.ipynb #dv5teacher
@@ -151,16 +163,15 @@ def teacher_logits(teacher:Teacher, rows:int) -> Callable[[slice], Tensor]:  # t
 
 def turn_of(
     teacher:Teacher, rows:int,  # that a chunk has
-    token_weight:Optional[Tensor], *given,  # [N]; denominator and options of `divergence_rows`
-    unscaled_grad:bool,
+    token_weight:Optional[Tensor], temperature:Optional[Tensor],  # [N] each
+    denominator:Optional[Tensor], o:DivergenceOptions, unscaled_grad:bool,
 ) -> Callable:
     "What a chunk of the student's logits goes through, as `run_chunks` takes it."
-    weights = lambda i: None if token_weight is None else token_weight[i]
+    given = lambda i, wanted: (part(token_weight, i), denominator, o, wanted, unscaled_grad, part(temperature, i))
     if teacher.w is None:
-        return lambda z, i, wanted: (top_rows(z, teacher.indices[i], teacher.log_probs[i], weights(i),
-                                              *given, wanted, unscaled_grad),)
+        return lambda z, i, wanted: (top_rows(z, teacher.indices[i], teacher.log_probs[i], *given(i, wanted)),)
     make = teacher_logits(teacher, rows)
-    return lambda z, i, wanted: (divergence_rows(z, make(i), weights(i), *given, wanted, unscaled_grad),)
+    return lambda z, i, wanted: (divergence_rows(z, make(i), *given(i, wanted)),)
 
 # %% ../nbs/24_divergence.ipynb #dv5run
 def weight_labels(token_weight:Optional[Tensor]) -> Optional[Tensor]:
@@ -169,21 +180,24 @@ def weight_labels(token_weight:Optional[Tensor]) -> Optional[Tensor]:
 
 def run_divergence(
     x:Tensor, w:Tensor, b:Optional[Tensor], teacher:Teacher,  # [N,H], [V,H], [V]
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:DivergenceOptions,  # [N]
-    dtype:torch.dtype, memory_budget:Optional[int], max_valid:Optional[int],
+    token_weight:Optional[Tensor], temperature:Optional[Tensor],  # [N] each
+    denominator:Optional[Tensor], o:DivergenceOptions, dtype:torch.dtype, n_classes:int,
+    memory_budget:Optional[int], max_valid:Optional[int],
     needs:tuple[bool, bool, bool], unscaled_grad:bool, unit:float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # [N]; dx, dw, db
-    "Losses of all tokens, and the gradients of their sum."
-    labels, v, row = weight_labels(token_weight), len(w), logits_row(len(w), dtype)
+    "Losses of all tokens over the first `n_classes` classes, and the gradients of their sum."
+    labels, classes, row = weight_labels(token_weight), slice(0, n_classes), logits_row(n_classes, dtype)
     order = None if labels is None else packed_rows(labels, -1, max_valid)
     n = len(x) if order is None else len(order)
-    w_k, b_k, teacher = rounded_operand(w, dtype), rounded_operand(b, dtype), teacher.rows(order)
-    weights = token_weight if order is None else token_weight[order]
-    budget = memory_budget and memory_budget * row // (row + teacher.row_bytes(v))
-    plan = plan_chunks(n, x.shape[1], v, w_k.dtype, w.dtype, needs[1], None, budget)
-    turn = turn_of(teacher, plan.rows, weights, denominator, o, unscaled_grad=unscaled_grad)
+    w_k, b_k = (rounded_operand(part(t, classes), dtype) for t in (w, b))
+    pick = lambda t: t if t is None or order is None else t[order]
+    teacher, weights, temperature = teacher.rows(order), pick(token_weight), pick(temperature)
+    budget = memory_budget and memory_budget * row // (row + teacher.row_bytes(n_classes))
+    plan = plan_chunks(n, x.shape[1], n_classes, w_k.dtype, w.dtype, needs[1], None, budget)
+    turn = turn_of(teacher, plan.rows, weights, temperature, denominator, o, unscaled_grad)
     counts = None if weights is None or weights.is_cpu else weights != 0  # a CPU has packed them
     found, grads = gradients_of_chunks(x, w, w_k, b_k, order, dtype, plan, needs, w.dtype, unit, turn, counts=counts)
+    if needs[1] and n_classes < len(w): grads[1][n_classes:].zero_()
     losses = found[0] if found else x.new_empty(0, dtype=acc_dtype(dtype))
     return put_back(losses, order, len(x)), grads
 
@@ -191,8 +205,9 @@ def run_divergence(
 def divergence_fwd(
     x:Tensor, w:Tensor, b:Optional[Tensor],  # [N,H], [V,H], [V]
     teacher_x:Optional[Tensor], teacher_w:Optional[Tensor], teacher_b:Optional[Tensor],
-    indices:Optional[Tensor], log_probs:Optional[Tensor], token_weight:Optional[Tensor],  # [N,K] twice, [N]
-    o:DivergenceOptions, dtype:torch.dtype, teacher_dtype:torch.dtype, mean:bool,
+    indices:Optional[Tensor], log_probs:Optional[Tensor],  # [N,K] each
+    token_weight:Optional[Tensor], temperature:Optional[Tensor],  # [N] each
+    o:DivergenceOptions, dtype:torch.dtype, teacher_dtype:torch.dtype, n_classes:int, mean:bool,
     memory_budget:Optional[int], max_valid:Optional[int], need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Loss, dx, dw, db, and factors [2 or 0] that these are still to be multiplied by."
@@ -200,12 +215,12 @@ def divergence_fwd(
     total = x.new_full((), len(x), dtype=acc) if token_weight is None else token_weight.sum(dtype=acc)
     denominator = total if mean else None
     late, unit = torch.float16 in (dtype, x.dtype, w.dtype), sum_unit(len(x), w.dtype)
-    losses, grads = run_divergence(x, w, b, teacher, token_weight, denominator, o, dtype, memory_budget,
-                                   max_valid, (need_x, need_w, need_b), late, unit)
+    losses, grads = run_divergence(x, w, b, teacher, token_weight, temperature, denominator, o, dtype, n_classes,
+                                   memory_budget, max_valid, (need_x, need_w, need_b), late, unit)
     loss = losses.sum()
     return loss, *grads, late_factors(loss, denominator, late, unit)
 
-def fake_divergence(x, w, b, teacher_x, teacher_w, teacher_b, indices, log_probs, token_weight, o, dtype, *others):
+def fake_divergence(x, w, b, teacher_x, teacher_w, teacher_b, indices, log_probs, token_weight, temperature, o, dtype, *others):
     "The shapes of `divergence_fwd`'s results."
     need_x, need_w, need_b = others[-3:]
     new = lambda *size: x.new_empty(size, dtype=acc_dtype(dtype))
@@ -217,29 +232,29 @@ def fake_divergence(x, w, b, teacher_x, teacher_w, teacher_b, indices, log_probs
 def token_divergence_fwd(
     x:Tensor, w:Tensor, b:Optional[Tensor],  # as for `divergence_fwd`
     teacher_x:Optional[Tensor], teacher_w:Optional[Tensor], teacher_b:Optional[Tensor],
-    indices:Optional[Tensor], log_probs:Optional[Tensor], token_weight:Optional[Tensor],
-    o:DivergenceOptions, dtype:torch.dtype, teacher_dtype:torch.dtype,
+    indices:Optional[Tensor], log_probs:Optional[Tensor], token_weight:Optional[Tensor], temperature:Optional[Tensor],
+    o:DivergenceOptions, dtype:torch.dtype, teacher_dtype:torch.dtype, n_classes:int,
     memory_budget:Optional[int], max_valid:Optional[int],
 ) -> Tensor:  # [N]
     "The loss of each token."
     teacher = Teacher(teacher_x, teacher_w, teacher_b, indices, log_probs, teacher_dtype)
-    return run_divergence(x, w, b, teacher, token_weight, None, o, dtype, memory_budget, max_valid,
-                          (False, False, False), False, 1.0)[0]
+    return run_divergence(x, w, b, teacher, token_weight, temperature, None, o, dtype, n_classes, memory_budget,
+                          max_valid, (False, False, False), False, 1.0)[0]
 
 def token_divergence_bwd(
     g:Tensor,  # [N]
     x:Tensor, w:Tensor, b:Optional[Tensor],  # as for `divergence_fwd`
     teacher_x:Optional[Tensor], teacher_w:Optional[Tensor], teacher_b:Optional[Tensor],
-    indices:Optional[Tensor], log_probs:Optional[Tensor], token_weight:Optional[Tensor],
-    o:DivergenceOptions, dtype:torch.dtype, teacher_dtype:torch.dtype,
+    indices:Optional[Tensor], log_probs:Optional[Tensor], token_weight:Optional[Tensor], temperature:Optional[Tensor],
+    o:DivergenceOptions, dtype:torch.dtype, teacher_dtype:torch.dtype, n_classes:int,
     memory_budget:Optional[int], max_valid:Optional[int], need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dw [V,H], db [V], in the dtypes of x, w and b; empty where not needed."
     teacher = Teacher(teacher_x, teacher_w, teacher_b, indices, log_probs, teacher_dtype)
     each = g if token_weight is None else torch.where(token_weight == 0, 0.0, g * token_weight)
     top, unit = largest_unless_wide(each, dtype, x, w), sum_unit(len(x), w.dtype)
-    _, (dx, dw, db) = run_divergence(x, w, b, teacher, each / top, None, o, dtype, memory_budget, max_valid,
-                                     (need_x, need_w, need_b), False, unit)
+    _, (dx, dw, db) = run_divergence(x, w, b, teacher, each / top, temperature, None, o, dtype, n_classes,
+                                     memory_budget, max_valid, (need_x, need_w, need_b), False, unit)
     times = lambda d, factor, like: (d.to(top.dtype) * factor).to(like.dtype)
     if torch.float16 in (dtype, x.dtype, w.dtype): dx, dw = times(dx, top, x), times(dw, top / unit, w)
     return dx, dw, times(db, top, db if b is None else b)
@@ -260,8 +275,8 @@ def fake_token_divergence_grad(g, x, w, b, *others):
 
 def save_token_divergence(ctx, inputs, output):
     "The inputs."
-    ctx.save_for_backward(*inputs[:9])
-    ctx.others = tuple(inputs[9:])
+    ctx.save_for_backward(*inputs[:10])
+    ctx.others = tuple(inputs[10:])
 
 def gradient_of_token_divergence(ctx, needs, g):
     "dx, dw, db, where they are needed."
@@ -274,14 +289,14 @@ def count_divergence(i, out) -> int:
     n = len(i.x) if i.max_valid is None else min(max(i.max_valid, 1), len(i.x))
     needs = getattr(i, "need_x", False), getattr(i, "need_w", False)
     teacher = 0 if i.teacher_w is None else products(i.teacher_x[:n], i.teacher_w)
-    return products(i.x[:n], i.w, *needs) + teacher
+    return products(i.x[:n], part(i.w, slice(0, i.n_classes)), *needs) + teacher
 
 # %% ../nbs/24_divergence.ipynb #dv5operators
 token_divergence_grad = operator("fusedloss::token_divergence_grad", token_divergence_bwd,
                                  fake=fake_token_divergence_grad, flops=count_divergence)
 token_divergence = operator(
     "fusedloss::token_divergence", token_divergence_fwd, save=save_token_divergence,
-    fake=lambda x, *others: x.new_empty(x.shape[0], dtype=acc_dtype(others[9])),
+    fake=lambda x, *others: x.new_empty(x.shape[0], dtype=acc_dtype(others[10])),
     backward=gradient_of_token_divergence, flops=count_divergence)
 summed_divergence = operator("fusedloss::divergence", divergence_fwd, fake=fake_divergence,
                              save=save_gradients, backward=scaled_gradients, flops=count_divergence)
@@ -296,7 +311,9 @@ def check_bias(name:str, bias:Optional[Tensor], w:Tensor):  # [V,H]
     expect(bias.device == w.device, name, f"the weight's device {w.device}", bias.device)
 
 # %% ../nbs/24_divergence.ipynb #dv6teacher
-def check_teacher(input:Tensor, linear_weight:Tensor, teacher_input:Tensor, teacher_weight:Tensor):
+def check_teacher(
+    input:Tensor, linear_weight:Tensor, teacher_input:Tensor, teacher_weight:Tensor, n_classes:Optional[int]=None,
+):
     "`ValueError` unless the teacher's head gives scores of the same classes, for the same tokens."
     for name, t in (("teacher_input", teacher_input), ("teacher_weight", teacher_weight)):
         expect(t is not None, name, "a tensor, or `teacher_top` in its place", None)
@@ -304,8 +321,11 @@ def check_teacher(input:Tensor, linear_weight:Tensor, teacher_input:Tensor, teac
     except ValueError as error: wrong = str(error)
     names = lambda text: text.replace("linear_weight", "teacher_weight").replace("input", "teacher_input")
     if wrong: raise ValueError(names(wrong))
-    expect(teacher_weight.shape[0] == linear_weight.shape[0], "teacher_weight",
-           lambda: f"the student's {len(linear_weight)} classes", lambda: f"{len(teacher_weight)} classes")
+    if n_classes is None: fits = teacher_weight.shape[0] == linear_weight.shape[0]
+    else: fits = teacher_weight.shape[0] >= n_classes
+    expect(fits, "teacher_weight",
+           lambda: f"the student's {len(linear_weight)} classes" if n_classes is None else f"at least {n_classes} classes",
+           lambda: f"{len(teacher_weight)} classes")
     expect(teacher_input.shape[:-1] == input.shape[:-1], "teacher_input",
            f"shape {[*input.shape[:-1], teacher_input.shape[-1]]}", list(teacher_input.shape))
     expect(teacher_input.device == input.device, "teacher_input", f"the input's device {input.device}",
@@ -314,13 +334,16 @@ def check_teacher(input:Tensor, linear_weight:Tensor, teacher_input:Tensor, teac
 # %% ../nbs/24_divergence.ipynb #dv6heads
 def check_heads(
     student:tuple, teacher:tuple, teacher_top:Optional[tuple[Tensor, Tensor]],  # input, weight, bias each
+    n_classes:Optional[int]=None,  # that both share, where one has more
 ) -> list[torch.dtype]:
     "The dtypes that the products of each head see; `ValueError` for heads that cannot be multiplied."
     input, weight, bias = student
     check_linear(input, weight)
     check_bias("linear_bias", bias, weight)
+    expect(n_classes is None or is_integer(n_classes) and 1 <= n_classes <= weight.shape[0], "n_classes",
+           lambda: f"an integer from 1 to the student's {len(weight)} classes, or None", lambda: repr(n_classes))
     if teacher_top is None:
-        check_teacher(input, weight, *teacher[:2])
+        check_teacher(input, weight, *teacher[:2], n_classes)
         check_bias("teacher_bias", teacher[2], teacher[1])
         return [linear_dtype(input, weight), linear_dtype(*teacher[:2])]
     expect(all(t is None for t in teacher), "teacher_top", "None beside a teacher's head", "both")
@@ -355,11 +378,27 @@ def check_lists(indices:Tensor, log_probs:Tensor, n_classes:int, token_weight:Op
     if token_weight is not None: found &= token_weight.reshape(-1) != 0
     if not found.any(): return
     fault, token = found.nonzero()[0].tolist()
-    part, expected, t = (("indices", f"0 ≤ index < {n_classes}", indices),
+    part, expected, t = (("indices", f"0 ≤ index < {n_classes}, or {EMPTY} for an empty entry", indices),
                          ("indices", "each class once a token", indices),
+                         ("indices", f"at least one that is not {EMPTY}", indices),
                          ("log_probs", "numbers not above 0", log_probs))[fault]
     kind = IndexError if fault == 0 else ValueError
     raise kind(f"teacher_top's {part}: expected {expected}, got {t[token].tolist()} for token {token}")
+
+# %% ../nbs/24_divergence.ipynb #dv6cool
+def check_temperatures(temperature:float|Tensor, input:Tensor):
+    "`ValueError` for temperatures of tokens that divide no score; numbers on a GPU are not looked at, and give NaN."
+    if not isinstance(temperature, Tensor): return
+    t, tokens = temperature, input.shape[:-1]
+    expect_tensor("temperature", t)
+    fits = t.dim() <= len(tokens) and all(a == b or a == 1 for a, b in zip(t.shape[::-1], tokens[::-1]))
+    expect(t.dtype in FLOATS and fits, "temperature", lambda: f"a positive number, or floats that broadcast to {list(tokens)}",
+           lambda: f"{t.dtype} {list(t.shape)}")
+    expect(t.device == input.device, "temperature", f"the input's device {input.device}", t.device)
+    expect(not t.requires_grad, "temperature", "a tensor without gradient", "requires_grad=True")
+    if not may_look(t) or isinstance(t, torch._subclasses.FakeTensor): return
+    wrong = t[~((t > 0) & t.isfinite())]
+    expect(not len(wrong), "temperature", "positive, finite numbers", lambda: wrong[:1].tolist())
 
 # %% ../nbs/24_divergence.ipynb #dv6how
 def check_divergence(
@@ -382,16 +421,18 @@ def check_divergence(
 # %% ../nbs/24_divergence.ipynb #dv6run
 def flat_tensors(
     student:tuple, teacher:tuple,  # input, weight, bias
-    teacher_top:Optional[tuple[Tensor, Tensor]], token_weight:Optional[Tensor],
+    teacher_top:Optional[tuple[Tensor, Tensor]], token_weight:Optional[Tensor], temperature:float|Tensor,
 ) -> tuple[Optional[Tensor], ...]:
-    "The tensors as operators take them: tokens in one dimension, the teacher's without gradient."
+    "The tensors as operators take them: tokens in one dimension, the teacher's without gradient, a temperature for each or none."
     rows = lambda t: None if t is None else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
     constant = lambda t: None if t is None else t.detach()
+    each = lambda t: t.to(acc_dtype(student[0].dtype)).expand(student[0].shape[:-1]).reshape(-1).contiguous()
     x, *head = teacher
     indices, log_probs = teacher_top or (None, None)
     return (rows(student[0]), *student[1:], *map(constant, (rows(x), *head)),
             None if indices is None else rows(indices).long(), constant(rows(log_probs)),
-            None if token_weight is None else token_weight.reshape(-1).contiguous())
+            None if token_weight is None else token_weight.reshape(-1).contiguous(),
+            each(temperature) if isinstance(temperature, Tensor) else None)
 
 # %% ../nbs/24_divergence.ipynb #dv6reduced
 def reduced_divergence(
@@ -412,15 +453,18 @@ def linear_divergence(
     teacher_weight:Optional[Tensor|nn.Module]=None,  # [V,H'], or a module that has it
     *, kind:Kind="forward_kl",  # "forward_kl": KL(p‖q), p the teacher's; "reverse_kl": KL(q‖p); or "jsd"
     beta:float=0.5,  # of "jsd", the teacher's share of the mixture; 0 is forward KL, 1 reverse KL
-    temperature:float=1.0,  # T, divides the scores of both; the loss is not multiplied by T²
-    softcap:Optional[float]=None,  # c: the student's scores are c · tanh(logits / c), before the temperature
+    temperature:float|Tensor=1.0,  # T, divides the scores of both; or floats that broadcast to [...]. The loss is not multiplied by T²
+    logit_scale:float|Tensor=1.0,  # multiplies the student's logits, bias and all; a 0-dim tensor gets a gradient
+    teacher_logit_scale:float=1.0,  # multiplies the logits of the teacher's head
+    softcap:Optional[float]=None,  # c: the student's scores are c · tanh(scaled logits / c), before the temperature
     teacher_softcap:Optional[float]=None,  # the same of the teacher
     token_weight:Optional[Tensor]=None,  # [...]; a token of weight 0 costs nothing; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the token weights, or "sum"
     linear_bias:Optional[Tensor]=None,  # [V]
     teacher_bias:Optional[Tensor]=None,  # [V]
-    teacher_top:Optional[tuple[Tensor, Tensor]]=None,  # (indices, log_probs), each [..., K], in the place of the teacher's head
+    teacher_top:Optional[tuple[Tensor, Tensor]]=None,  # (indices, log_probs), each [..., K], in the place of the teacher's head; index -1: an empty entry
     top_rest:TopRest="class",  # all classes not in the list: one "class", or "drop" their terms
+    n_classes:Optional[int]=None,  # the first classes, which both have; rows beyond pad, and no softmax has them
     max_valid:Optional[int]=None,  # a promise: no more tokens than this have a weight
     memory_budget:Optional[int]=None,  # bytes beyond the gradients
 ) -> Tensor:  # float32 (float64 for float64), a scalar, or [...]
@@ -428,23 +472,30 @@ def linear_divergence(
 
     "jsd" is beta · KL(p‖m) + (1 − beta) · KL(q‖m), m = beta · p + (1 − beta) · q. The teacher gets no
     gradient, whatever requires one. Log-probabilities in `teacher_top` are taken as they are, at the
-    temperature of the loss. Where a probability that the other side weighs is 0, the loss is inf;
-    reverse KL then has a gradient of 0 there. Raises `ValueError` for what cannot be meant and
+    temperature of the loss; those of empty entries are not read, and may be anything. With `n_classes` the
+    heads may have different numbers of rows; the gradients of the student's further rows are 0. Where a
+    probability that the other side weighs is 0, the loss is inf; reverse KL then has a gradient of 0 there. Raises `ValueError` for what cannot be meant and
     `IndexError` for an index that is no class; on a GPU such a list gives NaN for its token.
     """
-    o = divergence_options(kind, beta, temperature, softcap, teacher_softcap, top_rest)
+    scale = logit_scale if isinstance(logit_scale, Tensor) else None
+    o = divergence_options(kind, beta, temperature, softcap, teacher_softcap, top_rest,
+                           logit_scale if scale is None else 1.0, teacher_logit_scale)
     student = input, *weight_and_bias(linear_weight, linear_bias)
     teacher = teacher_input, *weight_and_bias(teacher_weight, teacher_bias, "teacher_weight")
-    dtypes = check_heads(student, teacher, teacher_top)
-    n_classes = student[1].shape[0]
-    expect(n_classes > 0, "linear_weight", "at least one class", list(student[1].shape))
+    dtypes = check_heads(student, teacher, teacher_top, n_classes)
+    expect(student[1].shape[0] > 0, "linear_weight", "at least one class", lambda: list(student[1].shape))
+    if n_classes is None: n_classes = student[1].shape[0]
+    check_temperatures(temperature, input)
     check_divergence(input, token_weight, reduction, memory_budget, max_valid,
                      sum(logits_row(n_classes, d) for d in dtypes))
     if teacher_top is not None: check_top(input, n_classes, teacher_top, token_weight)
     labels = weight_labels(token_weight)
     if labels is not None: check_promise(labels, -1, max_valid)
-    tensors = flat_tensors(student, teacher, teacher_top, token_weight)
-    loss = reduced_divergence(tensors, (o, dtypes[0], dtypes[-1]), reduction, memory_budget, max_valid)
+    _, w, b = student
+    x, b = fold_scale(scale, input, b)
+    teacher = teacher_input, *(part(t, slice(0, n_classes)) for t in teacher[1:])
+    tensors = flat_tensors((x, w, b), teacher, teacher_top, token_weight, temperature)
+    loss = reduced_divergence(tensors, (o, dtypes[0], dtypes[-1], n_classes), reduction, memory_budget, max_valid)
     if reduction == "none": loss = loss.view(input.shape[:-1])
     return loss if labels is None else hold_promise(loss, labels, -1, max_valid)
 
@@ -456,19 +507,23 @@ class RankCall(NamedTuple):
 
 # %% ../nbs/24_divergence.ipynb #dvsrnk4q
 class RankRows(NamedTuple):
-    "The tokens of all ranks, their teacher, and weights."
-    x: Tensor; teacher: Teacher; weight: Optional[Tensor]  # [N,H]; [N]
+    "The tokens of all ranks, their teacher, weights and temperatures."
+    x: Tensor; teacher: Teacher  # [N,H]
+    weight: Optional[Tensor]; temperature: Optional[Tensor]  # [N] each
 
 # %% ../nbs/24_divergence.ipynb #dvsrnk4r
-def rows_of_ranks(x:Tensor, teacher:Teacher, token_weight:Optional[Tensor], c:RankCall) -> RankRows:
-    "Tokens that are scored; those without weight, and rows that pad, are zeros."
-    if token_weight is None and c.b.shared: return RankRows(x, teacher, None)
+def rows_of_ranks(
+    x:Tensor, teacher:Teacher, token_weight:Optional[Tensor], temperature:Optional[Tensor], c:RankCall,
+) -> RankRows:
+    "Tokens that are scored; those without weight, and rows that pad, are zeros, of temperature 1."
+    if token_weight is None and c.b.shared: return RankRows(x, teacher, None, temperature)
     labels = x.new_zeros(len(x), dtype=torch.int64) if token_weight is None else weight_labels(token_weight)
     x, y, weight = gather_rows(x, labels, token_weight, c.b, c.s, -1)
-    t = gather_rows(teacher.x, labels, None, c.b, c.s, -1)[0]
+    t, _, temperature = gather_rows(teacher.x, labels, temperature, c.b, c.s, -1)
     weight = torch.ones_like(y, dtype=acc_dtype(x.dtype)) if weight is None else weight
     blank = lambda rows: rows.masked_fill(y[:, None] < 0, 0.0)
-    return RankRows(blank(x), teacher._replace(x=blank(t)), weight.masked_fill(y < 0, 0.0))
+    if temperature is not None: temperature = temperature.masked_fill(y < 0, 1.0)
+    return RankRows(blank(x), teacher._replace(x=blank(t)), weight.masked_fill(y < 0, 0.0), temperature)
 
 # %% ../nbs/24_divergence.ipynb #dvsrnk5
 def turn_over_ranks(
@@ -477,11 +532,11 @@ def turn_over_ranks(
     "What a chunk of the student's logits goes through, as `run_chunks` takes it; one exchange, and one more for \"jsd\"."
     make = teacher_logits(rows.teacher, most)
     def turn(z, i, wanted):
-        t = make(i)
-        sums = lambda at: all_gather(mixture_numbers(z, t, at, c.o), c.s).sum(0)
-        joined = join_pairs(all_gather(pair_numbers(z, t, c.o), c.s), c.o, sums)
+        t, cool = make(i), part(rows.temperature, i)
+        sums = lambda at: all_gather(mixture_numbers(z, t, at, c.o, cool), c.s).sum(0)
+        joined = join_pairs(all_gather(pair_numbers(z, t, c.o, cool), c.s), c.o, sums)
         losses, scale = weigh_rows(joined.divergence.clamp(min=0), part(weight, i), denominator, c.o, False)
-        if wanted: put_joined_gradient(z, t, joined, scale, c.o)
+        if wanted: put_joined_gradient(z, t, joined, scale, c.o, cool)
         return losses,
     return turn
 
@@ -507,36 +562,38 @@ def divergence_over_ranks(
 class _RankLosses(torch.autograd.Function):
     "Losses of tokens over ranks; backward makes the scores again."
     @staticmethod
-    def forward(ctx, x, w, b, teacher, token_weight, c):
-        rows = rows_of_ranks(x, teacher, token_weight, c)
+    def forward(ctx, x, w, b, teacher, token_weight, temperature, c):
+        rows = rows_of_ranks(x, teacher, token_weight, temperature, c)
         losses, _ = divergence_over_ranks(rows, w, b, rows.weight, None, c, (False, False, False))
         ctx.call, ctx.dtype = c, teacher.dtype
-        ctx.save_for_backward(rows.x, w, b, rows.weight, *rows.teacher[:3], losses)  # losses for `first_order`
+        ctx.save_for_backward(rows.x, w, b, rows.weight, rows.temperature, *rows.teacher[:3], losses)  # losses for `first_order`
         return losses
 
     @staticmethod
     @first_order
     def backward(ctx, g):
-        x, w, b, weight, *teacher, _ = ctx.saved_tensors
+        x, w, b, weight, temperature, *teacher, _ = ctx.saved_tensors
         each = g if weight is None else torch.where(weight == 0, 0.0, g * weight)
-        rows = RankRows(x, Teacher(*teacher, None, None, ctx.dtype), None)
+        rows = RankRows(x, Teacher(*teacher, None, None, ctx.dtype), None, temperature)
         _, (dx, dw, db) = divergence_over_ranks(rows, w, b, each, None, ctx.call, ctx.needs_input_grad[:3])
-        return dx, dw, None if db is None else db.to(b.dtype), *[None] * 3
+        return dx, dw, None if db is None else db.to(b.dtype), *[None] * 4
 
 # %% ../nbs/24_divergence.ipynb #dvsrnk8q
 def losses_over_ranks(
-    x:Tensor, w:Tensor, b:Optional[Tensor], teacher:Teacher, token_weight:Optional[Tensor], c:RankCall,
+    x:Tensor, w:Tensor, b:Optional[Tensor], teacher:Teacher,
+    token_weight:Optional[Tensor], temperature:Optional[Tensor], c:RankCall,  # of this rank
 ) -> Tensor:  # [N]
     "The loss of each token, of all ranks' tokens."
-    return _RankLosses.apply(x, w, b, teacher, token_weight, c)
+    return _RankLosses.apply(x, w, b, teacher, token_weight, temperature, c)
 
 # %% ../nbs/24_divergence.ipynb #dvsrnk7
 def sum_over_ranks(
-    x:Tensor, w:Tensor, b:Optional[Tensor], teacher:Teacher, token_weight:Optional[Tensor],  # of this rank
+    x:Tensor, w:Tensor, b:Optional[Tensor], teacher:Teacher,
+    token_weight:Optional[Tensor], temperature:Optional[Tensor],  # of this rank
     c:RankCall, mean:bool, needs:tuple[bool, bool, bool],
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     "The loss of all ranks' tokens, dx of this rank's, dw and db of its classes."
-    rows = rows_of_ranks(x, teacher, token_weight, c)
+    rows = rows_of_ranks(x, teacher, token_weight, temperature, c)
     count = x.new_full((), len(rows.x), dtype=acc_dtype(x.dtype))
     total = count if rows.weight is None else rows.weight.sum(dtype=count.dtype)
     losses, grads = divergence_over_ranks(rows, w, b, rows.weight, total if mean else None, c, needs)

@@ -21,7 +21,8 @@ from fusedloss.core.options import (
     Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Operands, Reduction, ShardedMethod, Statistics, statistics_of)
 from fusedloss.core.placement import (
-    agreed_batch, batch_of, check_reduction, class_shards, local_call, local_heads, LocalCall, own_rows)
+    agreed_batch, batch_of, check_reduction, class_shards, local_call, local_heads, LocalCall, own_rows,
+    scale_shard)
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, logits_row, part, takes_kernel, tile_slices, wide,
     wide_product, write_product)
@@ -36,8 +37,8 @@ from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
 from fusedloss.core.tuning import keep_agreement
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.divergence import (
-    check_divergence, check_heads, divergence_options, flat_tensors, Kind, losses_over_ranks, RankCall,
-    sum_over_ranks, Teacher)
+    check_divergence, check_heads, check_temperatures, divergence_options, flat_tensors, Kind, losses_over_ranks,
+    RankCall, sum_over_ranks, Teacher)
 from fusedloss.logprobs import check_asked, check_temperature, LogProbs, temperature_options
 from fusedloss.recompute import launch_dz, launch_sums, plain_chunks, take_grad_scale
 from fusedloss.sharded_product import check_supported, early_over_ranks, sharded_product, takes_product
@@ -485,30 +486,33 @@ def check_two_heads(student:tuple, teacher:tuple, s:Shards):  # input, weight, b
 
 # %% ../nbs/16_sharded.ipynb #sdvcodeq
 def rows_divergence(
-    student:tuple, teacher:tuple, token_weight:Optional[Tensor], c:RankCall, reduction:str,  # input, weight, bias each
+    student:tuple, teacher:tuple, token_weight:Optional[Tensor], temperature:float|Tensor,  # input, weight, bias each
+    c:RankCall, reduction:str,
 ) -> Tensor:  # a scalar, or [n]
     "The divergence of what is here, as rows."
     if c.b.shared: check_same_on_ranks("input", student[0], c.s)
-    x, w, b, *given, _, _, token_weight = flat_tensors(student, teacher, None, token_weight)
+    x, w, b, *given, _, _, token_weight, temperature = flat_tensors(student, teacher, None, token_weight, temperature)
     x, w, *b = autocast_like_linear(x, w, *([] if b is None else [b]))
     t_x, t_w, *t_b = autocast_like_linear(*(t for t in given if t is not None))
     t = Teacher(t_x, t_w, *(t_b or [None]), None, None, t_x.dtype)
-    given = x, w, *(b or [None]), t, token_weight, c
+    given = x, w, *(b or [None]), t, token_weight, temperature, c
     if reduction == "none": return own_rows(losses_over_ranks(*given), c.b, c.s)
     return early_over_ranks(sum_over_ranks, *given, reduction == "mean")
 
 # %% ../nbs/16_sharded.ipynb #sdvfacts
 def pair_facts(
-    student:tuple, teacher:tuple, token_weight:Optional[Tensor], s:Shards, b:RankTokens,  # input, weight, bias each
+    student:tuple, teacher:tuple, token_weight:Optional[Tensor], temperature:float|Tensor,  # input, weight, bias each
+    s:Shards, b:RankTokens,
 ) -> dict[str, Any]:
     "What has to be the same on all ranks, and how many rows are here."
     named = dict(zip(("input", "linear_weight", "linear_bias", "teacher_input", "teacher_weight", "teacher_bias"), student + teacher))
     facts = {f"dtype of {name}": None if t is None else str(t.dtype) for name, t in named.items()}
-    facts |= {"num_classes": s.n_classes, "features": [student[0].shape[-1], teacher[0].shape[-1]], "numbers of tokens": token_weight is not None,
+    facts |= {"num_classes": s.n_classes, "features": [student[0].shape[-1], teacher[0].shape[-1]], "numbers of tokens": [token_weight is not None, isinstance(temperature, Tensor)],
               "gradients": [torch.is_grad_enabled(), *(t is not None and t.requires_grad for t in student)], "rows": b.own}
     if s.group is None or not b.shared: return facts
     first = {"input": student[0][..., :1], "teacher_input": teacher[0][..., :1]}  # one feature of each token
-    return facts | first | {"shape of input": [*student[0].shape], "token_weight": token_weight}
+    numbers = {"token_weight": token_weight, "temperature": temperature if isinstance(temperature, Tensor) else None}
+    return facts | first | numbers | {"shape of input": [*student[0].shape]}
 
 # %% ../nbs/16_sharded.ipynb #sdvcode2
 @tells_ranks(mesh_of_call)
@@ -519,8 +523,10 @@ def sharded_linear_divergence(
     teacher_weight:Tensor|nn.Module,  # [V,H'], over the ranks as the student's
     *, kind:Kind="forward_kl",  # "forward_kl": KL(p‖q), p the teacher's; "reverse_kl": KL(q‖p); or "jsd"
     beta:float=0.5,  # of "jsd", the teacher's share of the mixture; 0 is forward KL, 1 reverse KL
-    temperature:float=1.0,  # T, divides the scores of both; the loss is not multiplied by T²
-    softcap:Optional[float]=None,  # c: the student's scores are c · tanh(logits / c), before the temperature
+    temperature:float|Tensor=1.0,  # T, divides the scores of both; or floats that broadcast to [...]. The loss is not multiplied by T²
+    logit_scale:float|Tensor=1.0,  # multiplies the student's logits, bias and all; a 0-dim tensor may have a gradient
+    teacher_logit_scale:float=1.0,  # multiplies the teacher's logits
+    softcap:Optional[float]=None,  # c: the student's scores are c · tanh(scaled logits / c), before the temperature
     teacher_softcap:Optional[float]=None,  # the same of the teacher
     token_weight:Optional[Tensor]=None,  # [...]; a token of weight 0 costs nothing; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the token weights, or "sum"
@@ -532,21 +538,27 @@ def sharded_linear_divergence(
     num_classes:Optional[int]=None,  # V, likewise
 ) -> Tensor:  # float32 (float64 for float64), of all tokens; "none": [...], of this rank's
     "`linear_divergence` of heads whose classes are over ranks; no rank makes another's scores."
-    o = divergence_options(kind, beta, temperature, softcap, teacher_softcap, "class")
+    scale = logit_scale if isinstance(logit_scale, Tensor) else None
+    o = divergence_options(kind, beta, temperature, softcap, teacher_softcap, "class",
+                           logit_scale if scale is None else 1.0, teacher_logit_scale)
     student = input, *weight_and_bias(linear_weight, linear_bias)
     teacher = teacher_input, *weight_and_bias(teacher_weight, teacher_bias, "teacher_weight")
     check_reverse("sharded_linear_divergence", "linear_divergence")
     expect_tensor("input", input, over_ranks=True)
     s = class_shards(student[1], mesh, num_classes)
     check_two_heads(student, teacher, s)
-    heads = student, teacher, token_weight = local_heads(student, teacher, token_weight, mesh)
+    heads = student, teacher, token_weight, temperature = local_heads(student, teacher, token_weight, temperature, mesh)
     b = batch_of(input, s, backbone_reduction)[0]
     def look():
-        check_reduction(backbone_reduction, input, s)
+        check_reduction(backbone_reduction, input, s, scale)
+        check_temperatures(temperature, student[0])
         least = sum(logits_row(-(-s.n_classes // s.ranks), d) for d in check_heads(student, teacher, None))
         check_divergence(student[0], token_weight, reduction, memory_budget, None, least)
-        return pair_facts(*heads, s, b) | dict(options=str(o), reduction=reduction, memory_budget=memory_budget,
-                                               backbone_reduction=backbone_reduction)
+        learned = {"requires_grad of logit_scale": scale is not None and scale.requires_grad, "logit_scale": scale}
+        return pair_facts(*heads, s, b) | learned | dict(
+            options=str(o), reduction=reduction, memory_budget=memory_budget, backbone_reduction=backbone_reduction)
     agreed, b = agreed_batch(look, input, student[0], b, s)
-    loss = agreed.of(rows_divergence(student, teacher, token_weight, RankCall(o, s, b, memory_budget), reduction))
+    x, bias = scale_shard(scale, student[0], student[2], b, s)
+    call = RankCall(o, s, b, memory_budget)
+    loss = agreed.of(rows_divergence((x, student[1], bias), teacher, token_weight, temperature, call, reduction))
     return loss.view(student[0].shape[:-1]) if reduction == "none" else loss

@@ -373,20 +373,28 @@ def divergence_answers(module, mesh, lies, tokens, **how):
     per_token, weight = how.get("reduction") == "none", token_weight if tokens != "equal" else None
     here = (lambda t: uneven(t, mesh)) if lies == "own" else lambda t: t
     leaves = [t.clone().requires_grad_() for t in student]
-    wanted = fl.linear_divergence(*leaves[:2], t_x, t_w, linear_bias=leaves[2], teacher_bias=t_b, token_weight=weight, **how)
+    each, learned = (how.pop(name, False) for name in ("each", "learned"))  # a temperature for each token; a scale with a gradient
+    cool, scale = torch.linspace(0.5, 2, 9, device=DEVICE, dtype=f64), torch.tensor(1.3, device=DEVICE, dtype=f64, requires_grad=True)
+    scales, more = [scale] * learned, (lambda part: (dict(temperature=part(cool)) if each else {}) | (dict(logit_scale=scale) if learned else {}))
+    wanted = fl.linear_divergence(*leaves[:2], t_x, t_w, linear_bias=leaves[2], teacher_bias=t_b, token_weight=weight, **how, **more(lambda t: t))
     g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
-    dx, *others = torch.autograd.grad(wanted, leaves, g)
+    dx, *others = torch.autograd.grad(wanted, leaves + scales, g)
     own = [here(student[0]).clone().requires_grad_(), *(spread(t, mesh).requires_grad_() for t in student[1:])]
     got = module.sharded_linear_divergence(*own[:2], here(t_x), spread(t_w, mesh), linear_bias=own[2], teacher_bias=spread(t_b, mesh),
                                            token_weight=None if weight is None else here(weight), memory_budget=3 * 16 * 8 * 4,
-                                           backbone_reduction="mean" if lies == "own" else None, **how)
-    found = torch.autograd.grad(got, own, here(g) if per_token else g)
+                                           backbone_reduction="mean" if lies == "own" else None, **how, **more(here))
+    found = torch.autograd.grad(got, own + scales, here(g) if per_token else g)
+    if learned and lies == "own":  # each rank has the part of its tokens, which a wrapper averages
+        dist.all_reduce(found[-1].div_(mesh.size()), group=mesh.get_group())
     times = mesh.size() if lies == "own" else 1
     return [got, *map(whole, found)], [here(wanted) if per_token else wanted, here(dx) * times, *others]
 
 
 DIVERGENCES = [("plain", "weighed", dict(kind="forward_kl", softcap=3.0, temperature=0.7)), ("own", "equal", dict(kind="forward_kl", reduction="none")),
                ("own", "equal", dict(kind="reverse_kl")), ("plain", "equal", dict(kind="reverse_kl", reduction="none", teacher_softcap=2.0)),
+               ("own", "weighed", dict(kind="reverse_kl", each=True, learned=True, teacher_logit_scale=0.6)),
+               ("plain", "weighed", dict(kind="jsd", reduction="none", each=True, logit_scale=1.4)),
+               ("plain", "equal", dict(kind="forward_kl", each=True, learned=True)), ("own", "equal", dict(kind="jsd", each=True, reduction="none")),
                ("own", "weighed", dict(kind="jsd", beta=0.3, reduction="none", softcap=3.0)), ("plain", "weighed", dict(kind="jsd", beta=0.8, reduction="sum"))]
 
 
@@ -427,22 +435,26 @@ def wrong_divergences_raise_on_every_rank(meshes):
         raises(ValueError, "kind: expected", lambda: loss(x, head, t_x, teacher_head, kind="kl"))
         raises(ValueError, "input: expected bfloat16, float32 or float64", lambda: loss(x.half(), head.half(), t_x.half(), teacher_head.half()))
         raises(ValueError, "mesh: expected one dimension, and num_classes", lambda: loss(x, head.to_local(), t_x, teacher_head.to_local(), mesh=mesh))
+        raises(ValueError, "temperature: expected a positive number, or floats that broadcast to [4]", lambda: loss(x, head, t_x, teacher_head, temperature=t_x[:3, 0]))
         if DEVICE == "cpu":
             raises(ValueError, "input: expected the same on all ranks", lambda: loss(x + rank, head, t_x, teacher_head))
+            raises(ValueError, "temperature: expected the same on all ranks", lambda: loss(x, head, t_x, teacher_head, temperature=x[:, 0].exp() + rank))
+            raises(ValueError, "logit_scale: expected the same on all ranks", lambda: loss(x, head, t_x, teacher_head, logit_scale=x[0, 0] * 0 + rank))
 
 
 DIVERGENCE_BUGS = {
     "a rank's own softmax": ("    q_top, p_top = parts[:, 0].amax(0), parts[:, 2].amax(0)\n", "    parts = parts[:1]\n    q_top, p_top = parts[0, 0], parts[0, 2]\n"),
-    "the mixture of the classes here alone": ("all_gather(mixture_numbers(z, t, at, c.o), c.s).sum(0)", "mixture_numbers(z, t, at, c.o)"),
+    "the mixture of the classes here alone": ("all_gather(mixture_numbers(z, t, at, c.o, cool), c.s).sum(0)", "mixture_numbers(z, t, at, c.o, cool)"),
     "sums of two ranks at maxima of their own": ("(parts[:, 4] + rise * parts[:, top + 1])", "(parts[:, 4])"),
     "dx of this rank's classes": ("home = None if dx is None else reduce_scatter_rows(dx, c.b, c.s)()", "home = None if dx is None else dx[c.b.token_slice(c.s)]"),
-    "rows that pad have a weight": ("weight.masked_fill(y < 0, 0.0))", "weight)"),
+    "a rank's own temperatures": ("t, _, temperature = gather_rows(teacher.x, labels, temperature", "t, _, _ = gather_rows(teacher.x, labels, temperature"),
+    "rows that pad have a weight": ("weight.masked_fill(y < 0, 0.0), temperature)", "weight, temperature)"),
 }
 
 
 def is_wrong_divergence(module, mesh):
     "Whether some rank gets another loss or gradient than one process; all ranks finish all calls"
-    pairs = [divergence_answers(module, mesh, *how[:2], **how[2]) for how in (DIVERGENCES[0], DIVERGENCES[2], DIVERGENCES[5])]
+    pairs = [divergence_answers(module, mesh, *how[:2], **how[2]) for how in (DIVERGENCES[0], DIVERGENCES[2], DIVERGENCES[4], DIVERGENCES[-1])]
     off = [a.shape != e.shape or not torch.allclose(a, e) for got, wanted in pairs for a, e in zip(got, wanted)]
     found = torch.tensor(float(any(off)), device=DEVICE)
     dist.all_reduce(found, group=mesh.get_group())

@@ -31,9 +31,10 @@ def of_logs(kind, log_p, log_q, beta):
     return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
 
 
-def scores(x, w, b, softcap, temperature):
-    z = x @ w.T + (0 if b is None else b)
-    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+def scores(x, w, b, softcap, temperature, scale=1.0, n_classes=None):
+    z = scale * (x @ w.T + (0 if b is None else b))[..., :n_classes]
+    t = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / t
 
 
 def reduced(losses, token_weight, reduction):
@@ -43,19 +44,29 @@ def reduced(losses, token_weight, reduction):
 
 
 def exact(x, w, t_x=None, t_w=None, *, kind="forward_kl", beta=0.5, temperature=1.0, softcap=None, teacher_softcap=None, token_weight=None,
-          reduction="mean", linear_bias=None, teacher_bias=None, teacher_top=None, top_rest="class"):
+          reduction="mean", linear_bias=None, teacher_bias=None, teacher_top=None, top_rest="class", logit_scale=1.0, teacher_logit_scale=1.0,
+          n_classes=None):
     "The loss by its definition, sharing no line with the library"
-    log_q = scores(x, w, linear_bias, softcap, temperature).log_softmax(-1)
+    log_q = scores(x, w, linear_bias, softcap, temperature, logit_scale, n_classes).log_softmax(-1)
     if teacher_top is None:
-        log_p = scores(t_x, t_w, teacher_bias, teacher_softcap, temperature).log_softmax(-1)
+        log_p = scores(t_x, t_w, teacher_bias, teacher_softcap, temperature, teacher_logit_scale, n_classes).log_softmax(-1)
         return reduced(of_logs(kind, log_p, log_q, beta), token_weight, reduction)
-    indices, log_p = teacher_top
-    listed = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, indices, True)
-    left = torch.where(listed, -torch.inf, log_q).logsumexp(-1, keepdim=True)
-    log_q = log_q.gather(-1, indices)
-    if top_rest == "class":
-        log_q, log_p = torch.cat([log_q, left], -1), torch.cat([log_p, (1 - log_p.exp().sum(-1, keepdim=True)).clamp(min=0).log()], -1)
-    return reduced(of_logs(kind, log_p, log_q, beta), token_weight, reduction)
+    indices, log_p = (t.reshape(-1, t.shape[-1]) for t in teacher_top)
+    weights = torch.ones(len(log_p)) if token_weight is None else token_weight.reshape(-1)
+    rows = [of_list(kind, log_q_i, i[i >= 0], log_p_i[i >= 0], beta, top_rest) if weigh else log_q_i.sum() * 0
+            for log_q_i, i, log_p_i, weigh in zip(log_q.reshape(len(log_p), -1), indices, log_p, weights != 0)]  # lists of any length
+    return reduced(torch.stack(rows).view(log_q.shape[:-1]), token_weight, reduction)
+
+
+def of_list(kind, log_q, indices, log_p, beta, top_rest):
+    "The divergence of one token's log-probabilities from its list"
+    others = torch.ones_like(log_q, dtype=torch.bool)
+    others[indices] = False
+    listed = log_q[indices]
+    if top_rest == "class" and others.any():
+        rest = (1 - log_p.exp().sum()).clamp(min=0).log()
+        listed, log_p = torch.cat([listed, log_q[others].logsumexp(0)[None]]), torch.cat([log_p, rest[None]])
+    return of_logs(kind, log_p, listed, beta)
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,8 @@ class Case:
     bias: bool = False
     weights: bool = False
     top: int = 0  # classes in the teacher's lists
+    ragged: bool = False  # whether these end early
+    pads: tuple = (0, 0)  # rows beyond the classes, of the student's head and of the teacher's
     dtype: torch.dtype = f64
     spread: float = 1.0
 
@@ -74,15 +87,26 @@ class Case:
         made = torch.Generator().manual_seed(3)
         n, h, t_h, v = self.sizes
         new = lambda *size: (self.spread * torch.randn(size, generator=made, dtype=f64)).to(device, self.dtype)
-        leaves, options = [new(n, h), new(v, h)] + [new(v)] * self.bias, dict(self.options)
+        rows, t_rows = (v + more for more in self.pads)
+        leaves, options = [new(n, h), new(rows, h)] + [new(rows)] * self.bias, dict(self.options)
+        if any(self.pads): options["n_classes"] = v
+        if isinstance(options.get("temperature"), torch.Tensor): options["temperature"] = options["temperature"].to(device)
         if self.weights:
             options["token_weight"] = torch.linspace(-1, 2, n, dtype=f64).to(device, f32 if self.dtype != f64 else f64)
             options["token_weight"][[2, n - 1]] = 0
         if self.top:
             log_p, indices = new(n, v).double().log_softmax(-1).topk(self.top)
+            if self.ragged: empty_some(indices, log_p)
             return leaves, (), dict(options, teacher_top=(indices, log_p.to(self.dtype)))
-        if self.bias: options["teacher_bias"] = new(v)
-        return leaves, (new(n, t_h), new(v, t_h)), options
+        if self.bias: options["teacher_bias"] = new(t_rows)
+        return leaves, (new(n, t_h), new(t_rows, t_h)), options
+
+
+def empty_some(indices, log_p):
+    "Leave the first list as it is, and of others fewer entries, down to one, in any places; log-probabilities of the rest are no numbers"
+    for i, (row, logs) in enumerate(zip(indices, log_p)):
+        gone = torch.randperm(len(row), generator=torch.Generator().manual_seed(i))[:i % len(row)]
+        row[gone.to(row.device)], logs[gone.to(row.device)] = -1, (torch.nan, torch.inf, 3.0)[i % 3]
 
 
 def run(loss, leaves, teacher, options, g=None):
@@ -113,7 +137,8 @@ def faults(case, device="cpu", loss=None, tolerance=None) -> list[str]:
 # --- against the formula ---
 
 HOW = {"plain": {}, "cool": dict(temperature=2.5), "capped": dict(softcap=3.0, temperature=0.7), "teacher capped": dict(teacher_softcap=2.0),
-       "budget": dict(memory_budget=8 * 16 * 2 * 3)}
+       "budget": dict(memory_budget=8 * 16 * 2 * 3), "scaled": dict(logit_scale=0.6, teacher_logit_scale=1.7, teacher_softcap=3.0, temperature=1.5),
+       "each token": dict(temperature=torch.linspace(0.4, 3, N, dtype=f64), logit_scale=1.3, softcap=4.0, teacher_softcap=2.0)}
 
 
 @pytest.mark.parametrize("kind, reduction, how, bias, weights", grid(KINDS, ("none", "mean", "sum"), HOW, (False, True), (False, True)))
@@ -122,11 +147,66 @@ def test_heads(kind, reduction, how, bias, weights, device):
     assert faults(Case(options=options, bias=bias, weights=weights), device) == []
 
 
-@pytest.mark.parametrize("kind, reduction, rest, how, weights", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "cool", "capped"), (False, True)))
+@pytest.mark.parametrize("kind, reduction, rest, how, weights", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "cool", "capped", "scaled", "each token"), (False, True)))
 def test_lists(kind, reduction, rest, how, weights, device):
     options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "memory_budget")}
     options |= dict(kind=kind, beta=0.3, reduction=reduction, top_rest=rest)
     assert faults(Case(options=options, weights=weights, top=K), device) == []
+
+
+@pytest.mark.parametrize("kind, reduction, rest, how, top", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "capped", "each token"), (K, V)))
+def test_lists_that_end_early(kind, reduction, rest, how, top, device):
+    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "memory_budget")}
+    options |= dict(kind=kind, beta=0.3, reduction=reduction, top_rest=rest)
+    assert faults(Case(options=options, top=top, ragged=True, weights=reduction == "mean"), device) == []
+
+
+@pytest.mark.parametrize("kind, pads, top, how", grid(KINDS, ((3, 0), (0, 5), (5, 2)), (0, K), ("none", "mean")))
+def test_heads_whose_rows_pad(kind, pads, top, how, device):
+    case = Case(options=dict(HOW["budget"], kind=kind, reduction=how, softcap=3.0), bias=True, weights=True, top=top, pads=pads)
+    leaves, teacher, options = case.sample(device)
+    assert faults(case, device) == []
+    for t in leaves[1:] + ([] if top else [teacher[1], options["teacher_bias"]]):
+        t[V:] = torch.nan  # what pads is not read
+    _, dx, dw, db = run(fl.linear_divergence, leaves, teacher, options)
+    assert dx.isfinite().all() and dw.isfinite().all() and db.isfinite().all() and not dw[V:].any() and not db[V:].any()
+
+
+@pytest.mark.parametrize("dtype", (f16, bf16, f32))
+def test_half_of_what_is_new(dtype, device):
+    options = dict(temperature=torch.linspace(0.5, 2, 47, dtype=dtype), logit_scale=1.5, teacher_logit_scale=0.7, softcap=6.0)
+    for case in (Case((47, 16, 24, 123), options, dtype=dtype, spread=0.5, pads=(5, 9)), Case((47, 16, 24, 123), options, dtype=dtype, spread=0.5, top=9, ragged=True)):
+        assert faults(case, device) == []
+
+
+SHAPES = {"[2,3]": (2, 3), "[3]": (3,), "[1,3]": (1, 3), "[2,1]": (2, 1), "[]": (), "[1]": (1,)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_temperatures_of_any_shape_that_broadcasts(shape, reduction, device):
+    (x, w), (t_x, t_w), _ = Case((6, H, T_H, V)).sample(device)
+    x, t_x = x.view(2, 3, H), t_x.view(2, 3, T_H)
+    t = torch.rand(shape, generator=torch.Generator().manual_seed(1), dtype=f64).to(device) + 0.5
+    whole = t.expand(2, 3)
+    got = run(fl.linear_divergence, (x, w), (t_x, t_w), dict(temperature=t, reduction=reduction))
+    for a, e in zip(got, run(exact, (x, w), (t_x, t_w), dict(temperature=whole, reduction=reduction))): torch.testing.assert_close(a, e)
+    strided = torch.stack([t, -t], -1)[..., 0]
+    assert torch.equal(fl.linear_divergence(x, w, t_x, t_w, temperature=strided, reduction=reduction), got[0])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("scale", [1.7, -0.6, 0.0])
+def test_a_learned_scale(reduction, scale, device):
+    for top in (0, K):
+        leaves, teacher, options = Case(options=dict(reduction=reduction, softcap=3.0, temperature=0.8), bias=True, top=top).sample(device)
+        s = torch.tensor(scale, dtype=f64, device=device)
+        def answers(loss, s): return run(lambda x, w, *t, linear_bias, **how: loss(x, w, *t, logit_scale=s, linear_bias=linear_bias, **how), leaves, teacher, options)
+        def slope(loss):
+            t = s.clone().requires_grad_()
+            out = loss(*leaves[:2], *teacher, linear_bias=leaves[2], logit_scale=t, **options)
+            return torch.autograd.grad(out.sum(), t)
+        for a, e in zip(answers(fl.linear_divergence, s) + slope(fl.linear_divergence), answers(exact, s) + slope(exact)): torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 3, 2, 2), (129, 2, 1, 3), (3, 0, 2, 5), (300, 4, 6, 70)], ids=str)
@@ -233,7 +313,7 @@ def test_a_rest_far_below_the_list_keeps_its_digits():
 BLOCKS = {"own": None, "small": PairBlocks(2, 2, 16, 1), "one row": PairBlocks(1, 4, 16, 1)}
 
 
-def row_faults(k, kind, shape, options, blocks, dtype, device, weights=True, late=False, rows=None):
+def row_faults(k, kind, shape, options, blocks, dtype, device, weights=True, late=False, rows=None, each=False):
     "What the launcher of module `k` gets wrong, beside NaN that it must not read or write"
     made = torch.Generator().manual_seed(1)
     m, v = shape
@@ -242,13 +322,14 @@ def row_faults(k, kind, shape, options, blocks, dtype, device, weights=True, lat
     w_t = torch.linspace(-1, 2, m).to(device) if weights else None
     if weights and m > 2: w_t[2] = 0
     o, total = DivergenceOptions(kind, 0.3, **options), torch.tensor(3.5, device=device)
+    cool = torch.linspace(0.3, 2, m).to(device) if each else None
     frame = torch.full((m + 2, v + 9), torch.nan, dtype=dtype, device=device)
     z = frame[1:-1, 4:-5]
     z.copy_(q)
-    losses = k.launch_divergence(z, p, w_t, total, o, True, late, blocks)
-    quiet = k.launch_divergence(q.clone(), p, w_t, total, o, False, late, blocks)
+    losses = k.launch_divergence(z, p, w_t, total, o, True, late, cool, blocks)
+    quiet = k.launch_divergence(q.clone(), p, w_t, total, o, False, late, cool, blocks)
     expected = q.double()
-    truth = reference_divergence(expected, p.double(), None if w_t is None else w_t.double(), total.double(), o, True, late)
+    truth = reference_divergence(expected, p.double(), None if w_t is None else w_t.double(), total.double(), o, True, late, cool)
     inside = torch.zeros_like(frame, dtype=torch.bool)
     inside[1:-1, 4:-5] = True
     limit = {f32: 2e-5, bf16: 1e-2, f16: 2e-3}[dtype]
@@ -257,22 +338,22 @@ def row_faults(k, kind, shape, options, blocks, dtype, device, weights=True, lat
                                      ("outside", bool(frame[~inside].isnan().all()))) if not right]
 
 
-KERNEL_GRID = grid(KINDS, few(BLOCKS, "own", "small"), ("plain", "cool and capped"), few((f32, bf16, f16), f32, bf16))
+KERNEL_GRID = grid(KINDS, few(BLOCKS, "own", "small"), ("plain", "cool and capped", "each token"), few((f32, bf16, f16), f32, bf16))
 
 
 @where_kernels_run
 @pytest.mark.parametrize("kind, blocks, how, dtype", thorough_but(KERNEL_GRID, *KERNEL_GRID[::2]))
 def test_the_kernel(kind, blocks, how, dtype, device):
-    options = dict(inv_temperature=0.5, softcap=3.0, teacher_softcap=2.0) if how != "plain" else {}
-    assert row_faults(pairs, kind, (5, 75), options, BLOCKS[blocks], dtype, device) == []
+    options = dict(logit_scale=0.5, teacher_logit_scale=1.5, softcap=3.0, teacher_softcap=2.0) if how != "plain" else {}
+    assert row_faults(pairs, kind, (5, 75), options, BLOCKS[blocks], dtype, device, each=how == "each token") == []
 
 
-def of_ranks(z, t, places, o, w_t):
+def of_ranks(z, t, places, o, w_t, cool=None):
     "Losses of rows whose classes are cut in `places`, and the gradient in the place of `z`, as ranks make them"
-    sums = lambda at: sum(pairs.mixture_numbers(z[:, j], t[:, j], at, o) for j in places)
-    joined = pairs.join_pairs(torch.stack([pairs.pair_numbers(z[:, j], t[:, j], o) for j in places]), o, sums)
+    sums = lambda at: sum(pairs.mixture_numbers(z[:, j], t[:, j], at, o, cool) for j in places)
+    joined = pairs.join_pairs(torch.stack([pairs.pair_numbers(z[:, j], t[:, j], o, cool) for j in places]), o, sums)
     losses, scale = pairs.weigh_rows(joined.divergence.clamp(min=0), w_t, None, o, False)
-    for j in places: pairs.put_joined_gradient(z[:, j], t[:, j], joined, scale, o)
+    for j in places: pairs.put_joined_gradient(z[:, j], t[:, j], joined, scale, o, cool)
     return losses
 
 
@@ -281,12 +362,13 @@ PLACES = [slice(0, 33), slice(33, 33), slice(33, 40), slice(40, 75)]
 
 @where_kernels_run
 @pytest.mark.parametrize("dtype", (f32, bf16))
-@pytest.mark.parametrize("how", ("plain", "cool and capped", "hostile"))
+@pytest.mark.parametrize("how", ("plain", "cool and capped", "hostile", "each token"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_whose_classes_are_cut(kind, how, dtype, device):
     "The kernels of classes over ranks, and their forms in PyTorch, beside the row as a whole"
-    options = dict(inv_temperature=0.5, softcap=3.0, teacher_softcap=2.0) if how == "cool and capped" else {}
+    options = dict(logit_scale=0.5, teacher_logit_scale=1.5, softcap=3.0, teacher_softcap=2.0) if how in ("cool and capped", "each token") else {}
     o, made = DivergenceOptions(kind, 0.3, **options), torch.Generator().manual_seed(3)
+    cool = torch.linspace(0.3, 2, 5, device=device) if how == "each token" else None
     q, t = ((1e3 if how == "hostile" else 2) * torch.randn(2, 5, 75, generator=made, dtype=f64)).to(device, dtype)
     if how == "hostile":
         q[1, :33], t[1, :33] = -torch.inf, -torch.inf  # a place without a score
@@ -295,10 +377,10 @@ def test_rows_whose_classes_are_cut(kind, how, dtype, device):
         t[4, 40:] = -torch.inf
     w_t = torch.tensor([1.0, 2.0, 0.0, -1.0, 0.5], device=device)
     expected = q.double()
-    truth = reference_divergence(expected, t.double(), w_t.double(), None, o, True)
+    truth = reference_divergence(expected, t.double(), w_t.double(), None, o, True, False, cool)
     for wide, limit in ((lambda z: z.clone(), {f32: 2e-5, bf16: 1e-2}[dtype]), (lambda z: z.double(), 1e-9)):
         z = wide(q)
-        losses = of_ranks(z, wide(t), PLACES, o, w_t.to(torch.promote_types(z.dtype, f32)))
+        losses = of_ranks(z, wide(t), PLACES, o, w_t.to(torch.promote_types(z.dtype, f32)), cool)
         for got, right, at_most in ((losses, truth, min(limit, 2e-5)), (z, expected, limit)):
             size = right[right.isfinite()].abs().max().item()
             torch.testing.assert_close(got.double(), right, rtol=at_most, atol=at_most * max(1.0, size), equal_nan=True)
@@ -313,7 +395,7 @@ def test_the_kernel_of_hostile_rows(kind, device):
     p[1, 3:30] = -torch.inf
     assert row_faults(pairs, kind, (4, 40), {}, BLOCKS["small"], f32, device, weights=False, rows=(q.float().double(), p.float().double())) == []
     nothing = torch.full((1, 40), -torch.inf, device=device)
-    found = pairs.launch_divergence(nothing.clone(), nothing, None, None, DivergenceOptions(kind), True, False, BLOCKS["small"])
+    found = pairs.launch_divergence(nothing.clone(), nothing, None, None, DivergenceOptions(kind), True, False, None, BLOCKS["small"])
     assert found.isnan().all()
 
 
@@ -326,7 +408,8 @@ def test_the_kernel_reads_nothing_of_tokens_without_weight(device):
 
 
 @where_kernels_run
-@pytest.mark.parametrize("kind, top, how, reduction", [("forward_kl", 0, "cool", "none"), ("reverse_kl", K, "capped", "mean"), ("jsd", K, "plain", "none")])
+@pytest.mark.parametrize("kind, top, how, reduction", [("forward_kl", 0, "cool", "none"), ("reverse_kl", K, "capped", "mean"), ("jsd", K, "plain", "none"),
+                                                     ("jsd", 0, "each token", "mean"), ("forward_kl", K, "each token", "none"), ("reverse_kl", 0, "scaled", "sum")])
 def test_calls_by_kernels(kind, top, how, reduction, device, monkeypatch):
     "As on a GPU, where logits, lists and gradients go through kernels"
     everywhere(monkeypatch, pairs, "has_kernel", lambda z: z.dtype != f64 and z.numel() > 0)
@@ -382,10 +465,19 @@ def test_compilers_and_checks_of_operators(device):
             grads = [torch.autograd.grad(f(x[:n], teacher[0][:n]), [x, w]) for f in (compiled, call)]
             for a, e in zip(*grads): torch.testing.assert_close(a, e)
         torch.func.grad(call)(x.detach(), teacher[0])
+    each, scale = torch.linspace(0.5, 2, 20, device=device), torch.tensor(1.5, device=device, requires_grad=True)
+    lists = (torch.arange(3, device=device) - 1).repeat(20, 1), torch.full((20, 3), -2.0, device=device)
+    for how in (dict(teacher_input=teacher[0], teacher_weight=F.pad(teacher[1], (0, 0, 0, 2)), n_classes=V - 1), dict(teacher_top=lists)):
+        call = lambda x, t, **rows: fl.linear_divergence(x, w, temperature=t, logit_scale=scale, **how | rows)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+        for n in (20, 13):
+            rows = {k: v[:n] if k == "teacher_input" else tuple(t[:n] for t in v) for k, v in how.items() if k in ("teacher_input", "teacher_top")}
+            grads = [torch.autograd.grad(f(x[:n], each[:n], **rows), [x, w, scale]) for f in (compiled, call)]
+            for a, e in zip(*grads): torch.testing.assert_close(a, e)
     o = list(DivergenceOptions())
-    torch.library.opcheck(torch.ops.fusedloss.divergence, (x, w, None, *teacher, None, None, None, None, *o, f32, f32, True, None, None, True, True, False),
+    torch.library.opcheck(torch.ops.fusedloss.divergence, (x, w, None, *teacher, *[None] * 5, *o, f32, f32, V, True, None, None, True, True, False),
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
-    torch.library.opcheck(torch.ops.fusedloss.token_divergence, (x, w, None, *teacher, None, None, None, None, *o, f32, f32, None, None),
+    torch.library.opcheck(torch.ops.fusedloss.token_divergence, (x, w, None, *teacher, *[None] * 5, *o, f32, f32, V, None, None),
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
@@ -451,11 +543,11 @@ def test_shapes_strides_and_modules():
 
 def test_the_products_that_are_made():
     from torch.utils.flop_counter import FlopCounterMode
-    leaves, teacher, options = Case(options=dict(reduction="sum")).sample()
-    x, w = (t.requires_grad_() for t in leaves)
     student, teachers = 2 * N * H * V, 2 * N * T_H * V
     for reduction, top, expected in (("sum", 0, 3 * student + teachers), ("none", 0, 4 * student + 2 * teachers), ("mean", K, 3 * student)):
-        _, teacher, options = Case(options=dict(reduction=reduction), top=top).sample()
+        case = Case(options=dict(reduction=reduction), top=top, pads=(7, 9))  # of which no product is made
+        leaves, teacher, options = case.sample()
+        x, w = (t.requires_grad_() for t in leaves)
         with FlopCounterMode(display=False) as mode:
             fl.linear_divergence(x, w, *teacher, **options).sum().backward()
         assert mode.get_total_flops() == expected
@@ -469,10 +561,10 @@ def test_chunks_hold_what_the_budget_says(sizes, budget, monkeypatch):
         everywhere(monkeypatch, pairs, name, value)
     n, h, t_h, v = sizes
     new = lambda *size: torch.empty(size, dtype=bf16, device="meta")
-    given = new(n, h), new(v, h), None, new(n, t_h), new(v, t_h), *[None] * 4
+    given = new(n, h), new(v, h), None, new(n, t_h), new(v, t_h), *[None] * 5
     monkeypatch.setattr("fusedloss.core.products.product_dtype", lambda t: t.dtype)
     with MemoryTrace() as trace:
-        divergence.divergence_fwd(*given, DivergenceOptions(), bf16, bf16, True, budget, None, True, True, False)
+        divergence.divergence_fwd(*given, DivergenceOptions(), bf16, bf16, v, True, budget, None, True, True, False)
     held = trace.peak - 2 * h * (n + v)
     assert held <= (budget or 2 * 2 * v * n // 2) + 16 * n
     assert budget is None or held > budget // 4
@@ -509,10 +601,24 @@ REFUSED = {
     "weights of another shape": (dict(token_weight=torch.ones(N, 1)), r"token_weight: expected floats of shape \[13\]"),
     "a bias of another shape": (dict(teacher_bias=torch.ones(V + 1, dtype=f64)), r"teacher_bias: expected floats of shape \[11\]"),
     "memory": (dict(memory_budget=10), "memory_budget: expected an integer of at least 256 bytes here, or None, got 10"),
+    "a scale": (dict(logit_scale=0.0), "logit_scale: expected a positive, finite number, got 0.0"),
+    "a scale of two numbers": (dict(logit_scale=torch.ones(2, dtype=f64)), r"logit_scale: expected a number or a 0-dim tensor, got shape \[2\]"),
+    "a learned scale of the teacher": (dict(teacher_logit_scale=torch.ones(())), r"teacher_logit_scale: expected a positive, finite number, got tensor\(1.\)"),
+    "temperatures of other tokens": (dict(temperature=torch.ones(N + 1)), r"temperature: expected a positive number, or floats that broadcast to \[13\], got torch.float32 \[14\]"),
+    "temperatures of more dimensions": (dict(temperature=torch.ones(2, N)), r"temperature: expected a positive number, or floats that broadcast to \[13\], got torch.float32 \[2, 13\]"),
+    "integers for temperatures": (dict(temperature=torch.ones(N).long()), "temperature: expected a positive number, or floats"),
+    "temperatures of 0": (dict(temperature=torch.arange(N).double()), r"temperature: expected positive, finite numbers, got \[0.0\]"),
+    "temperatures that learn": (dict(temperature=torch.ones(N, requires_grad=True)), "temperature: expected a tensor without gradient, got requires_grad=True"),
+    "more classes than the student has": (dict(n_classes=V + 1), "n_classes: expected an integer from 1 to the student's 11 classes, or None, got 12"),
+    "no classes": (dict(n_classes=0), "n_classes: expected an integer from 1 to the student's 11 classes, or None, got 0"),
+    "classes that are no number": (dict(n_classes=True), "n_classes: expected an integer from 1 to the student's 11 classes, or None, got True"),
+    "more classes than the teacher has": (dict(n_classes=V, teacher_weight=torch.zeros(V - 1, T_H, dtype=f64)), "teacher_weight: expected at least 11 classes, got 10 classes"),
     "a promise about all": (dict(max_valid=3), "max_valid: expected at least the 13 tokens that have a weight, got 3"),
 }
 LISTS = {
-    "an index that is no class": ((TOP[0] + 8, TOP[1]), IndexError, r"teacher_top's indices: expected 0 ≤ index < 11, got \[8, 11\] for token 0"),
+    "an index that is no class": ((TOP[0] + 8, TOP[1]), IndexError, r"teacher_top's indices: expected 0 ≤ index < 11, or -1 for an empty entry, got \[8, 11\] for token 0"),
+    "an index below": ((TOP[0] - 2, TOP[1]), IndexError, r"teacher_top's indices: expected 0 ≤ index < 11, or -1 for an empty entry, got \[-2, 1\] for token 0"),
+    "nothing": ((TOP[0] * 0 - 1, TOP[1]), ValueError, r"teacher_top's indices: expected at least one that is not -1, got \[-1, -1\] for token 0"),
     "a class twice": ((TOP[0] * 0, TOP[1]), ValueError, r"teacher_top's indices: expected each class once a token, got \[0, 0\] for token 0"),
     "above 0": ((TOP[0], -TOP[1]), ValueError, r"teacher_top's log_probs: expected numbers not above 0, got \[1.0, 1.0\] for token 0"),
     "no number": ((TOP[0], TOP[1] * torch.nan), ValueError, "teacher_top's log_probs: expected numbers not above 0"),
@@ -557,10 +663,44 @@ def test_a_token_without_numbers_has_no_loss_and_is_alone(kind, who, device):
 
 
 def test_a_bad_list_is_nan_for_its_token_where_none_looks():
-    z = torch.randn(3, V)
-    indices, log_p = torch.tensor([[0, 1], [0, V], [2, 2]]), torch.full((3, 2), -1.0)
-    losses = divergence.top_rows(z, indices, log_p, None, None, DivergenceOptions(), True)
-    assert losses.isnan().tolist() == [False, True, True] and z.isfinite().all()
+    z = torch.randn(6, V)
+    indices, log_p = torch.tensor([[0, 1], [0, V], [2, 2], [-1, -1], [4, -2], [-1, 3]]), torch.full((6, 2), -1.0)
+    log_p[5, 0] = torch.nan
+    for softcap in (0.0, 3.0):
+        for rest in (False, True):
+            dz = z.clone()
+            losses = divergence.top_rows(dz, indices, log_p, None, None, DivergenceOptions(softcap=softcap, drops_rest=rest), True)
+            assert losses.isnan().tolist() == [False, True, True, True, True, False] and dz.isfinite().all() and not dz[1:5].any() and dz[5].all()
+
+
+def test_a_bad_temperature_is_nan_for_its_token_where_none_looks(device):
+    o, t = DivergenceOptions(), torch.tensor([1.0, 0.0, -1.0, torch.inf, torch.nan, 2.0], device=device)
+    for kind in KINDS:
+        losses = pairs.divergence_rows(torch.randn(6, V, device=device), torch.randn(6, V, device=device), None, None, o._replace(kind=kind), False, False, t)
+        assert losses.isnan().tolist() == [False, True, True, True, True, False]
+    weightless = torch.tensor([1.0, 0, 0, 0, 0, 1], device=device)
+    z = torch.randn(6, V, device=device)
+    assert pairs.divergence_rows(z, torch.randn(6, V, device=device), weightless, None, o, True, False, t).isfinite().all() and z.isfinite().all() and not z[1:5].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_scores_of_tokens_with_a_temperature_each(kind, device):
+    "Scores that an offset of 1e6 shifts, classes that cannot be, ties: a temperature each, against float64"
+    made = torch.Generator().manual_seed(4)
+    q, p = torch.randn(2, 6, V, generator=made, dtype=f64)
+    q[0] = p[1] = 0.25
+    q[:, 2] = p[:, 2] = -torch.inf
+    t = torch.tensor([0.5, 2, 1, 0.01, 50, 0.3], dtype=f64)
+    o = DivergenceOptions(kind, 0.3, 1.5, 0.5)
+    truth = q.clone()
+    losses = reference_divergence(truth, p, None, None, o, True, False, t)
+    log_q, log_p = ((s * z / t[:, None]).log_softmax(1) for s, z in ((1.5, q), (0.5, p)))
+    keep = torch.arange(V) != 2
+    torch.testing.assert_close(losses, of_logs(kind, log_p[:, keep], log_q[:, keep], 0.3))
+    z = (q + 2.0 ** 20).to(device)
+    got = pairs.divergence_rows(z, (p + 2.0 ** 20).to(device), None, None, o, True, False, t.to(device))
+    torch.testing.assert_close(got.cpu(), losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(z.cpu(), truth, rtol=1e-5, atol=1e-6)
 
 
 # --- planted bugs ---
@@ -570,23 +710,34 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "reverse KL without its one": ("return terms, terms + q", "return terms, terms"),
     "the mixture has the student's share": ("log_p + math.log(beta), log_q + math.log1p(-beta)", "log_q + math.log(beta), log_p + math.log1p(-beta)"),
     "the mixture's gradient is not divided": ("rest = (1 - o.beta) * of", "rest = of"),
+    "each token's temperature is the first's": ("unscaled_grad, part(temperature, i))", "unscaled_grad, part(temperature, slice(0, i.stop - i.start)))"),
+    "temperatures are not packed": ("pick(temperature)", "temperature"),
+    "the rest is not cooled": ("o, temperature=temperature)\n    row_max", "o)\n    row_max"),
+    "an empty entry is a class": ("t.to(score.dtype).masked_fill(empty, -torch.inf)", "t.to(score.dtype)"),
+    "an empty entry's gradient stays in its place": ("dz.gather(1, place)", "dz"),
+    "a full list has a rest": ("log_p_rest = p_rest.log().masked_fill(full[:, None], -torch.inf)", "log_p_rest = p_rest.log()"),
+    "the teacher's scale is the student's": ("cool(teacher_logit_scale)", "cool(logit_scale)"),
     "the temperature is forgotten in the slope": ("total[:, None]) * slope * scale", "total[:, None]) * scale"),
-    "the teacher is not cooled": ("return LossOptions(logit_scale=self.inv_temperature, softcap=self.teacher_softcap)", "return LossOptions(softcap=self.teacher_softcap)"),
+    "the teacher is not cooled": ("return LossOptions(logit_scale=self.teacher_logit_scale, softcap=self.teacher_softcap)", "return LossOptions(softcap=self.teacher_softcap)"),
     "the teacher's cap is the student's": ("cool(softcap),\n                             cool(teacher_softcap)", "cool(softcap),\n                             cool(softcap)"),
     "the first teacher's rows for all": ("make_logits(z, teacher.x[i]", "make_logits(z, teacher.x[:len(z)]"),
-    "the first token weights for all": ("else token_weight[i]\n    if teacher.w", "else token_weight[:i.stop - i.start]\n    if teacher.w"),
+    "the first token weights for all": ("(part(token_weight, i), denominator", "(part(token_weight, slice(0, i.stop - i.start)), denominator"),
     "teacher's rows are not packed": ("teacher.rows(order)", "teacher"),
     "the mean is over all tokens": ("else token_weight.sum(dtype=acc)\n    denominator", "else x.new_full((), len(x), dtype=acc)\n    denominator"),
     "upstream gradients of tokens are dropped": ("torch.where(token_weight == 0, 0.0, g * token_weight)", "token_weight"),
     "a list without its rest's gradient": ("u[:, k] / q[:, k], 0.0) - total", "0.0, 0.0) - total"),
-    "a list's places keep their zeros": ("z.scatter_(1, at, dz.to(z.dtype))", "pass"),
-    "a cap's share stays in the rest": ("if not o.softcap: return row_max, log_s", "if True: return row_max, log_s"),
+    "a list's places keep their zeros": ("z.scatter_(1, at, dz.gather(1, place).to(z.dtype))", "pass"),
+    "a cap's share stays in the rest": ("if o.softcap:\n        lowest", "if False:\n        lowest"),
 }
 CHOSEN_BUGS = few(MUTANTS, "p and q change places", "reverse KL without its one", "the teacher is not cooled", "the first teacher's rows for all",
-                  "teacher's rows are not packed", "a list without its rest's gradient", "a cap's share stays in the rest")
+                  "teacher's rows are not packed", "a list without its rest's gradient", "a cap's share stays in the rest",
+                  "each token's temperature is the first's", "an empty entry's gradient stays in its place", "a full list has a rest")
 NOTICED = [Case(options=dict(HOW["budget"], kind=kind, beta=0.3, reduction=reduction, temperature=0.7, softcap=3.0), weights=True, top=top)
            for kind in KINDS for reduction, top in (("none", 0), ("mean", 0), ("mean", K))]
 NOTICED.append(Case(options=dict(kind="reverse_kl", top_rest="drop"), top=K))
+NOTICED += [Case(options=dict(HOW["each token"], kind=kind, memory_budget=8 * 16 * 2 * 3, reduction=reduction), weights=True, top=top)
+            for kind, reduction, top in (("forward_kl", "none", 0), ("jsd", "mean", 0), ("reverse_kl", "mean", K))]
+NOTICED += [Case(options=dict(HOW["scaled"], kind="forward_kl")), Case(options=dict(kind="forward_kl", softcap=3.0), top=V, ragged=True)]
 
 
 def any_fault(module) -> list[str]:
@@ -644,7 +795,7 @@ KERNEL_MUTANTS = {
 @pytest.mark.parametrize("bug", few(KERNEL_MUTANTS, "an old sum is not rescaled", "0 · inf"))
 def test_a_bug_planted_in_the_kernel_is_noticed(bug, tmp_path, device):
     k = planted(pairs, tmp_path, *KERNEL_MUTANTS[bug])
-    options, masked = dict(inv_temperature=0.5, softcap=3.0), torch.randn(2, 3, 40, dtype=f64)
+    options, masked = dict(logit_scale=0.5, softcap=3.0), torch.randn(2, 3, 40, dtype=f64)
     masked[:, :, :17] = -torch.inf
     found = [row_faults(k, kind, (5, 75), options, BLOCKS["small"], f32, device) for kind in KINDS]
     found += [row_faults(k, kind, (3, 40), {}, BLOCKS["small"], f32, device, weights=False, rows=masked) for kind in KINDS]

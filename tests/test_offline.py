@@ -52,12 +52,13 @@ def divergences(dtype, V, kind):
     "Of rows of a student's logits from a teacher's [4096,V], whole and with their classes over ranks; and their gradient"
     z, p = (cuda(4096, V + 1, dtype=dtype)[:, :V] for _ in "qp")
     capped = kind == "jsd"
-    o = pairs.DivergenceOptions(kind, 0.5, 0.5, 30.0 * capped, 50.0 * capped)
+    each = cuda(4096) if V in (100, 128256) else None  # a temperature for each row
+    o = pairs.DivergenceOptions(kind, 0.5, 0.5, 0.25, 30.0 * capped, 50.0 * capped)
     for turn in (False, True):
-        pairs.launch_divergence(z, p, cuda(4096) if capped else None, cuda(), o, turn, dtype == f16)
-    numbers, rows = pairs.pair_numbers(z, p, o), cuda(4096)
-    if kind == "jsd": pairs.mixture_numbers(z, p, numbers[:4], o)
-    pairs.put_joined_gradient(z, p, pairs.JoinedPairs(numbers[:4], rows, rows), rows, o)
+        pairs.launch_divergence(z, p, cuda(4096) if capped else None, cuda(), o, turn, dtype == f16, each)
+    numbers, rows = pairs.pair_numbers(z, p, o, each), cuda(4096)
+    if kind == "jsd": pairs.mixture_numbers(z, p, numbers[:4], o, each)
+    pairs.put_joined_gradient(z, p, pairs.JoinedPairs(numbers[:4], rows, rows), rows, o, each)
 
 
 def against_probabilities(dtype, V, how):

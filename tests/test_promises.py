@@ -96,7 +96,7 @@ def margin(m: margins.Margin) -> Case:
 
 SCORES = dict(logit_scale=above_1, softcap=above_1)
 LOGITS = dict(**SCORES, label_smoothing=itself, z_loss=itself)
-TEACHER = dict(temperature=above_1, softcap=above_1, teacher_softcap=above_1)
+TEACHER = dict(temperature=above_1, softcap=above_1, teacher_softcap=above_1, logit_scale=above_1, teacher_logit_scale=above_1)
 
 LINEAR = {
     "auto": ({}, labels, LOGITS), "auto, each token": (dict(reduction="none"), labels, LOGITS), "auto, a budget": (dict(memory_budget=2**20), labels, LOGITS),
@@ -130,7 +130,7 @@ CASES = {
     "linear_divergence, jsd of each token": Case(of_teacher(kind="jsd", reduction="none"), lambda n: (floats(n, H), torch.randn(n, H)),
                                                  lambda: (floats(V, H), torch.randn(V, H)), dict(beta=itself, **TEACHER)),
     "linear_divergence, lists": Case(of_list, lambda n: (floats(n, H), torch.arange(3).repeat(n, 1), torch.full((n, 3), -2.0)),
-                                     lambda: (floats(V, H),), dict(temperature=above_1)),
+                                     lambda: (floats(V, H),), dict(temperature=above_1, logit_scale=above_1)),
     "contrastive_loss": Case(fl.contrastive_loss, lambda n: (floats(n, H), floats(n, H)), numbers=dict(logit_scale=above_1)),
     **{f"margin_cross_entropy, {type(m).__name__}": margin(m)
        for m in (margins.CosFace(), margins.ArcFace(), margins.Combined(), margins.AdaFace(), margins.Circle(), margins.SubCenter(2))},

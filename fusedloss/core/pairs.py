@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.products import tile_slices
+from fusedloss.core.products import part, tile_slices
 from fusedloss.core.reference import (
     plain_divisor,
     plain_row_coefs,
@@ -34,6 +34,7 @@ from fusedloss.core.softmax import (
     LOG2E,
     exp2_diff,
     exponentials,
+    inverse_temperature,
     lane_grid,
     log2_scale,
     merge_lanes,
@@ -49,18 +50,21 @@ class DivergenceOptions(NamedTuple):
 
     kind: str = "forward_kl"  # "forward_kl", "reverse_kl" or "jsd"
     beta: float = 0.5  # the teacher's share of the mixture
-    inv_temperature: float = 1.0  # multiplies the logits of both
+    # what multiplies the logits of the student and of the teacher: s / T, s alone where each token has a T
+    logit_scale: float = 1.0
+    teacher_logit_scale: float = 1.0
+    # c / T, or c likewise; 0 for none
     softcap: float = 0.0
-    teacher_softcap: float = 0.0  # c / T; 0 for none
+    teacher_softcap: float = 0.0
     drops_rest: bool = False
 
     @property
     def student(self) -> LossOptions:
-        return LossOptions(logit_scale=self.inv_temperature, softcap=self.softcap)
+        return LossOptions(logit_scale=self.logit_scale, softcap=self.softcap)
 
     @property
     def teacher(self) -> LossOptions:
-        return LossOptions(logit_scale=self.inv_temperature, softcap=self.teacher_softcap)
+        return LossOptions(logit_scale=self.teacher_logit_scale, softcap=self.teacher_softcap)
 
 
 def mixture_log_probs(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
@@ -124,11 +128,12 @@ def reference_divergence(
     o: DivergenceOptions,
     turn: bool,
     unscaled_grad: bool = False,
+    temperature: Optional[Tensor] = None,  # [M]
 ) -> Tensor:  # [M]
     "`launch_divergence` in PyTorch."
-    z, slope = score_and_slope(raw, o.student)
+    z, slope = score_and_slope(raw, o.student, temperature)
     log_q = z.log_softmax(1)
-    log_p = score_and_slope(teacher_raw, o.teacher)[0].log_softmax(1).to(log_q.dtype)
+    log_p = score_and_slope(teacher_raw, o.teacher, temperature)[0].log_softmax(1).to(log_q.dtype)
     terms, u = divergence_terms(log_q, log_p, o)
     losses, scale = weigh_rows(terms.sum(1).clamp(min=0), token_weight, denominator, o, unscaled_grad)
     if turn:
@@ -174,13 +179,22 @@ def log2_mixture(p, q, beta):
 
 
 @jit
-def pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE: tl.constexpr, T_SCORE: tl.constexpr):
-    "Scores of student and teacher in a block [BN,R,C], the former's slopes; -inf where there are none."
+def cooling(temperature_ptr, rows, keep):
+    "1 / T of tokens with a temperature each, [BN,1,1]; 1 without."
+    if temperature_ptr is None:
+        return 1.0
+    else:
+        return inverse_temperature(temperature_ptr, rows, keep)[:, None, None]
+
+
+@jit
+def pair_scores(q_start, p_start, first, lanes, V, live, by, o, t_o, SCORE: tl.constexpr, T_SCORE: tl.constexpr):
+    "Scores of student and teacher in a block [BN,R,C], times `by`, and the former's slopes; -inf where there are none."
     raw_q, inside = load_block(q_start, first, lanes, V, 1, live, True, "")
     raw_p, there = load_block(p_start, first, lanes, V, 1, live, True, "")
     z_q, slope = SCORE(raw_q.to(tl.float32), o)
     z_p, unused = T_SCORE(raw_p.to(tl.float32), t_o)
-    return tl.where(inside, z_q, -float("inf")), tl.where(inside, z_p, -float("inf")), slope
+    return tl.where(inside, z_q * by, -float("inf")), tl.where(inside, z_p * by, -float("inf")), slope * by
 
 
 @jit
@@ -191,6 +205,7 @@ def scan_pairs(
     lanes,
     V,
     live,
+    by,
     o,
     t_o,
     SCORE: tl.constexpr,
@@ -205,7 +220,7 @@ def scan_pairs(
     q_s = tl.zeros([BN, C], tl.float32)
     p_max, p_s, cross = q_max, q_s, q_s
     for first in tl.range(0, bound, B, num_stages=3):
-        z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
+        z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, by, o, t_o, SCORE, T_SCORE)
         old_q, old_p, old_q_s, old_p_s = q_max, p_max, q_s, p_s
         q_max, q_s = online_softmax_step(q_max, q_s, z_q, 1.0)
         p_max, p_s = online_softmax_step(p_max, p_s, z_p, 1.0)
@@ -234,6 +249,7 @@ def mixture_sums(
     lanes,
     V,
     live,
+    by,
     beta,
     o,
     t_o,
@@ -249,7 +265,7 @@ def mixture_sums(
     mean = tl.zeros([BN, C], tl.float32)
     cross = mean
     for first in tl.range(0, bound, B, num_stages=3):
-        z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, o, t_o, SCORE, T_SCORE)
+        z_q, z_p, slope = pair_scores(q_start, p_start, first, lanes, V, live, by, o, t_o, SCORE, T_SCORE)
         log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
         q, p = tl.exp2(log_q), tl.exp2(log_p)
         log_m = log2_mixture(p, q, beta)
@@ -273,6 +289,7 @@ def store_pair_gradient(
     keep,
     lanes,
     V,
+    by,
     beta,
     o,
     t_o,
@@ -287,7 +304,7 @@ def store_pair_gradient(
     scale, slant, finite = scale[:, None, None], slant[:, None, None], finite[:, None, None]
     last = (tl.cdiv(V, B) - 1) * B
     for back in range(0, V, B):
-        z_q, z_p, slope = pair_scores(q_start, p_start, last - back, lanes, V, live, o, t_o, SCORE, T_SCORE)
+        z_q, z_p, slope = pair_scores(q_start, p_start, last - back, lanes, V, live, by, o, t_o, SCORE, T_SCORE)
         log_q, log_p = log2_prob(z_q, q_at, q_less), log2_prob(z_p, p_at, p_less)
         q = tl.exp2(log_q)
         if KIND == "forward_kl":
@@ -306,8 +323,9 @@ def store_pair_gradient(
 def divergence_kernel(
     q_ptr,  # [M,V]: the student's logits, which become their gradient if GRAD
     p_ptr,  # the teacher's
-    # [M], [1], each or None; [M]
+    # [M], [M], [1], each or None; [M]
     token_weight_ptr,
+    temperature_ptr,
     denominator_ptr,
     loss_ptr,
     M,
@@ -334,10 +352,11 @@ def divergence_kernel(
         w_t = tl.load(token_weight_ptr + rows, mask=keep, other=0.0).to(tl.float32)
     weighs = w_t != 0
     live, bound = weighs[:, None, None], V * tl.max(weighs.to(tl.int32), 0)
+    by = cooling(temperature_ptr, rows, keep)
     q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
     p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
     q_top, q_sum, p_top, p_sum, cross = scan_pairs(
-        q_start, p_start, bound, lanes, V, live, o, t_o, SCORE, T_SCORE, KIND, BN, C, B
+        q_start, p_start, bound, lanes, V, live, by, o, t_o, SCORE, T_SCORE, KIND, BN, C, B
     )
     q_log_s, p_log_s = tl.log(q_sum), tl.log(p_sum)
     if KIND == "forward_kl":
@@ -358,6 +377,7 @@ def divergence_kernel(
             lanes,
             V,
             live,
+            by,
             beta,
             o,
             t_o,
@@ -388,6 +408,7 @@ def divergence_kernel(
             keep,
             lanes,
             V,
+            by,
             beta,
             o,
             t_o,
@@ -423,6 +444,7 @@ def launch_divergence(
     o: DivergenceOptions,
     turn: bool,
     unscaled_grad: bool = False,
+    temperature: Optional[Tensor] = None,  # [M]
     blocks: Optional[PairBlocks] = None,
 ) -> Tensor:  # [M]
     "Weighted divergences of the rows, and their gradient in the place of the student's logits."
@@ -435,6 +457,7 @@ def launch_divergence(
             z,
             teacher_z,
             token_weight,
+            temperature,
             denominator,
             losses,
             m,
@@ -464,9 +487,10 @@ def pair_parts(z: Tensor) -> list[slice]:  # [M,V]
 
 @jit
 def pair_numbers_kernel(
-    # [M,V]: logits of student and teacher; [5,M]
+    # [M,V]: logits of student and teacher; [M] or None; [5,M]
     q_ptr,
     p_ptr,
+    temperature_ptr,
     numbers_ptr,
     M,
     V,
@@ -483,10 +507,11 @@ def pair_numbers_kernel(
 ):
     lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < M
+    by = cooling(temperature_ptr, rows, keep)
     q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
     p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
     q_top, q_sum, p_top, p_sum, cross = scan_pairs(
-        q_start, p_start, V, lanes, V, keep[:, None, None], o, t_o, SCORE, T_SCORE, KIND, BN, C, R * C
+        q_start, p_start, V, lanes, V, keep[:, None, None], by, o, t_o, SCORE, T_SCORE, KIND, BN, C, R * C
     )
     tl.store(numbers_ptr + rows, q_top, mask=keep)
     tl.store(numbers_ptr + M + rows, q_sum, mask=keep)
@@ -497,9 +522,10 @@ def pair_numbers_kernel(
 
 @jit
 def pair_mixture_kernel(
-    # [M,V]: logits of student and teacher; [4,M], of `JoinedPairs`; [2,M]
+    # [M,V]: logits of student and teacher; [M] or None; [4,M], of `JoinedPairs`; [2,M]
     q_ptr,
     p_ptr,
+    temperature_ptr,
     at_ptr,
     sums_ptr,
     M,
@@ -517,13 +543,32 @@ def pair_mixture_kernel(
 ):
     lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < M
+    by = cooling(temperature_ptr, rows, keep)
     q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
     p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
     q_top, q_log_s = tl.load(at_ptr + rows, mask=keep), tl.load(at_ptr + M + rows, mask=keep)
     p_top, p_log_s = tl.load(at_ptr + 2 * M + rows, mask=keep), tl.load(at_ptr + 3 * M + rows, mask=keep)
     live = keep[:, None, None]
     mean, cross = mixture_sums(
-        q_start, p_start, q_top, q_log_s, p_top, p_log_s, V, lanes, V, live, beta, o, t_o, SCORE, T_SCORE, BN, C, R * C
+        q_start,
+        p_start,
+        q_top,
+        q_log_s,
+        p_top,
+        p_log_s,
+        V,
+        lanes,
+        V,
+        live,
+        by,
+        beta,
+        o,
+        t_o,
+        SCORE,
+        T_SCORE,
+        BN,
+        C,
+        R * C,
     )
     tl.store(sums_ptr + rows, mean * LN2, mask=keep)
     tl.store(sums_ptr + M + rows, cross * LN2, mask=keep)
@@ -531,9 +576,10 @@ def pair_mixture_kernel(
 
 @jit
 def pair_gradient_kernel(
-    # [M,V]: the student's logits, which become their gradient, and the teacher's; [4,M]; [M] twice
+    # [M,V]: the student's logits, which become their gradient, and the teacher's; [M] or None; [4,M]; [M] twice
     q_ptr,
     p_ptr,
+    temperature_ptr,
     at_ptr,
     slant_ptr,
     scale_ptr,
@@ -553,6 +599,7 @@ def pair_gradient_kernel(
 ):
     lanes, rows = lane_grid(R, C), tl.program_id(0) * BN + tl.arange(0, BN)
     keep = rows < M
+    by = cooling(temperature_ptr, rows, keep)
     q_start = row_start(q_ptr, rows, 1, q_stride, 0)[:, None, None]
     p_start = row_start(p_ptr, rows, 1, p_stride, 0)[:, None, None]
     q_top, q_log_s = tl.load(at_ptr + rows, mask=keep), tl.load(at_ptr + M + rows, mask=keep)
@@ -575,6 +622,7 @@ def pair_gradient_kernel(
         keep,
         lanes,
         V,
+        by,
         beta,
         o,
         t_o,
@@ -585,7 +633,15 @@ def pair_gradient_kernel(
     )
 
 
-def launch_pairs(kernel, z: Tensor, teacher_z: Tensor, *given, o: DivergenceOptions, **flags):  # [M,V] twice
+def launch_pairs(
+    kernel,
+    z: Tensor,
+    teacher_z: Tensor,
+    temperature: Optional[Tensor],  # [M,V] twice, [M]
+    *given,
+    o: DivergenceOptions,
+    **flags,
+):
     "A kernel of pairs of rows whose classes are over ranks."
     b = pair_blocks(z.shape[1])
     scores, options = dict(SCORE=score_fn(o.student), T_SCORE=score_fn(o.teacher)), (o.student, o.teacher)
@@ -596,6 +652,7 @@ def launch_pairs(kernel, z: Tensor, teacher_z: Tensor, *given, o: DivergenceOpti
             (-(-len(z) // b.BN),),
             z,
             teacher_z,
+            temperature,
             *given,
             *z.shape,
             z.stride(0),
@@ -633,18 +690,22 @@ def cross_sum(
     return torch.where(e > 0, e * (gap - (other - finite_max(other_max)[:, None])), 0.0).sum(1)
 
 
-def pair_numbers(z: Tensor, teacher_z: Tensor, o: DivergenceOptions) -> Tensor:  # [M,V] twice, to [5,M]
+def pair_numbers(
+    z: Tensor, teacher_z: Tensor, o: DivergenceOptions, temperature: Optional[Tensor] = None
+) -> Tensor:  # [M,V] twice, [M], to [5,M]
     "Of each row the student's largest score and sum of exponentials from it, the teacher's, and of a KL `cross_sum`."
     if not z.shape[1]:
         nothing = z.new_tensor([-torch.inf, 0, -torch.inf, 0, 0], dtype=acc_dtype(z.dtype))
         return nothing[:, None].repeat(1, len(z))
     if has_kernel(z) and has_kernel(teacher_z):
         numbers = z.new_empty(5, len(z), dtype=torch.float32)
-        launch_pairs(pair_numbers_kernel, z, teacher_z, numbers, o=o, KIND=o.kind)
+        launch_pairs(pair_numbers_kernel, z, teacher_z, temperature, numbers, o=o, KIND=o.kind)
         return numbers
     found = []
     for i in pair_parts(z):
-        q, p = score_and_slope(z[i], o.student)[0], score_and_slope(teacher_z[i], o.teacher)[0].to(acc_dtype(z.dtype))
+        t = part(temperature, i)
+        q, p = score_and_slope(z[i], o.student, t)[0], score_and_slope(teacher_z[i], o.teacher, t)[0]
+        p = p.to(q.dtype)
         tops = q.amax(1), p.amax(1)
         q_sum, p_sum = ((t - finite_max(top)[:, None]).exp().sum(1) for t, top in zip((q, p), tops))
         given = (p, q, *tops[::-1]) if o.kind == "forward_kl" else (q, p, *tops)
@@ -654,16 +715,16 @@ def pair_numbers(z: Tensor, teacher_z: Tensor, o: DivergenceOptions) -> Tensor: 
 
 
 def mixture_numbers(
-    z: Tensor, teacher_z: Tensor, at: Tensor, o: DivergenceOptions
-) -> Tensor:  # [M,V] twice, [4,M], to [2,M]
+    z: Tensor, teacher_z: Tensor, at: Tensor, o: DivergenceOptions, temperature: Optional[Tensor] = None
+) -> Tensor:  # [M,V] twice, [4,M], [M], to [2,M]
     "KL(q‖m) and KL(p‖m), m the mixture of a Jensen-Shannon divergence, of the classes here."
     if z.shape[1] and has_kernel(z) and has_kernel(teacher_z):
         sums = z.new_empty(2, len(z), dtype=torch.float32)
-        launch_pairs(pair_mixture_kernel, z, teacher_z, at, sums, o=o)
+        launch_pairs(pair_mixture_kernel, z, teacher_z, temperature, at, sums, o=o)
         return sums
     found = []
     for i in pair_parts(z):
-        log_q, log_p, _ = pair_log_probs(z[i], teacher_z[i], at[:, i], o)
+        log_q, log_p, _ = pair_log_probs(z[i], teacher_z[i], at[:, i], o, part(temperature, i))
         log_m = mixture_log_probs(log_q, log_p, o.beta)
         each = [torch.where(t == -torch.inf, 0.0, t.exp() * (t - log_m)).sum(1) for t in (log_q, log_p)]
         found.append(torch.stack(each))
@@ -673,11 +734,12 @@ def mixture_numbers(
 def pair_log_probs(
     z: Tensor,
     teacher_z: Tensor,
-    at: Tensor,
-    o: DivergenceOptions,  # [M,V] twice, [4,M]
+    at: Tensor,  # [M,V] twice, [4,M]
+    o: DivergenceOptions,
+    temperature: Optional[Tensor],  # [M]
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     "log q and log p [M,V], and the slopes of the student's scores."
-    (q, slope), p = score_and_slope(z, o.student), score_and_slope(teacher_z, o.teacher)[0]
+    (q, slope), (p, _) = score_and_slope(z, o.student, temperature), score_and_slope(teacher_z, o.teacher, temperature)
     q_max, q_log_s, p_max, p_log_s = at[:, :, None]
     return q - finite_max(q_max) - q_log_s, p.to(q.dtype) - finite_max(p_max) - p_log_s, slope
 
@@ -719,12 +781,14 @@ def put_joined_gradient(
     joined: JoinedPairs,
     scale: Tensor,  # [M]
     o: DivergenceOptions,
+    temperature: Optional[Tensor] = None,  # [M]
 ):
     "The gradient in the place of the student's logits; 0 where `scale` is."
     if z.shape[1] and has_kernel(z) and has_kernel(teacher_z):
-        return launch_pairs(pair_gradient_kernel, z, teacher_z, joined.at, joined.slant, scale, o=o, KIND=o.kind)
+        given = temperature, joined.at, joined.slant, scale
+        return launch_pairs(pair_gradient_kernel, z, teacher_z, *given, o=o, KIND=o.kind)
     for i in pair_parts(z):
-        log_q, log_p, slope = pair_log_probs(z[i], teacher_z[i], joined.at[:, i], o)
+        log_q, log_p, slope = pair_log_probs(z[i], teacher_z[i], joined.at[:, i], o, part(temperature, i))
         u = divergence_terms(log_q, log_p, o)[1]
         total = {"forward_kl": -1.0, "reverse_kl": joined.divergence[i] + 1, "jsd": (1 - o.beta) * joined.slant[i]}[
             o.kind
@@ -732,15 +796,22 @@ def put_joined_gradient(
         put_pair_gradient(z[i], log_q, u, torch.as_tensor(total).expand(len(u)).to(u), slope, scale[i])
 
 
-def divergence_rows(z: Tensor, teacher_z: Tensor, *given) -> Tensor:  # [M], of at least one row
+def divergence_rows(
+    z: Tensor,
+    teacher_z: Tensor,
+    token_weight: Optional[Tensor],
+    denominator: Optional[Tensor],
+    o: DivergenceOptions,
+    turn: bool,
+    unscaled_grad: bool = False,
+    temperature: Optional[Tensor] = None,
+) -> Tensor:  # [M], of at least one row
     "`launch_divergence` by whatever runs here."
+    how = denominator, o, turn, unscaled_grad
     if has_kernel(z) and has_kernel(teacher_z):
-        return launch_divergence(z, teacher_z, *given)
-    weights, *given = given
-    parts = [
-        reference_divergence(z[i], teacher_z[i], None if weights is None else weights[i], *given) for i in pair_parts(z)
-    ]
-    return torch.cat(parts)
+        return launch_divergence(z, teacher_z, token_weight, *how, temperature)
+    rows = lambda i: (z[i], teacher_z[i], part(token_weight, i), *how, part(temperature, i))
+    return torch.cat([reference_divergence(*rows(i)) for i in pair_parts(z)])
 
 
 def soft_coefs(target: Tensor, weight: Optional[Tensor], o: LossOptions, dtype: torch.dtype) -> Tensor:

@@ -73,9 +73,10 @@ def local_heads(
     student: tuple,
     teacher: tuple,
     token_weight: Optional[Tensor],
+    temperature: float | Tensor,
     mesh,
-) -> tuple[tuple, tuple, Optional[Tensor]]:
-    "This rank's part of two linear layers, their inputs and the tokens' weights."
+) -> tuple[tuple, tuple, Optional[Tensor], float | Tensor]:
+    "This rank's part of two linear layers, their inputs, the tokens' weights and their temperatures."
     (x, w, b), (teacher_x, teacher_w, teacher_b) = student, teacher
     mesh = w.device_mesh if is_dtensor(w) else mesh
     of_classes = lambda t, name: local_of(t, name, mesh, kinds_for(w))
@@ -89,6 +90,7 @@ def local_heads(
             of_classes(teacher_b, "teacher_bias"),
         ),
         of_tokens(token_weight, "token_weight"),
+        of_tokens(temperature, "temperature"),
     )
 
 
