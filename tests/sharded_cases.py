@@ -447,7 +447,7 @@ DIVERGENCE_BUGS = {
     "the mixture of the classes here alone": ("all_gather(mixture_numbers(z, t, at, c.o, cool), c.s).sum(0)", "mixture_numbers(z, t, at, c.o, cool)"),
     "sums of two ranks at maxima of their own": ("(parts[:, 4] + rise * parts[:, top + 1])", "(parts[:, 4])"),
     "dx of this rank's classes": ("home = None if dx is None else reduce_scatter_rows(dx, c.b, c.s)()", "home = None if dx is None else dx[c.b.token_slice(c.s)]"),
-    "a rank's own temperatures": ("t, _, temperature = gather_rows(teacher.x, labels, temperature", "t, _, _ = gather_rows(teacher.x, labels, temperature"),
+    "the first temperatures for all": ("make(i), part(rows.temperature, i)", "make(i), part(rows.temperature, slice(0, i.stop - i.start))"),
     "rows that pad have a weight": ("weight.masked_fill(y < 0, 0.0), temperature)", "weight, temperature)"),
 }
 

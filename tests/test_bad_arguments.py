@@ -146,7 +146,7 @@ def called() -> list[str]:
 NUMBERS = {  # outside of the range
     "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
     "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
-    "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0),
+    "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "teacher_logit_scale": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0),
 }
 INTEGERS = {  # outside of the range; a size unless named here
     "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "PopularitySampler-seed": (-1, 2**63), "rows": (-1,), "max_valid": (-1,),
@@ -166,6 +166,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys(("log_probs", "ctc_loss_with_logits-logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
     **dict.fromkeys(("input_lengths", "target_lengths", "lengths"), {"list"}),
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
+    **dict.fromkeys(("linear_divergence-temperature", "sharded_linear_divergence-temperature"), {"number", "float64", "tensor"}),
     **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature", "sharded_linear_log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
     **dict.fromkeys(("MemoryEfficientVocabOutput.eval_forward-input", "linear_topk-input"), {"more dimensions", "rows"}), "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"}, "PopularitySampler.log_draws-classes": {"no dimension", "more dimensions", "size"},
     "PopularitySampler-popularity": {"size", "float64", "int64"},

@@ -93,11 +93,14 @@ def pairs() -> None:
     n, v, h, t_h = (33, 5003, 64, 96) if DEVICE == "cuda" else (9, 70, 16, 24)
     for kind, reduction in (("forward_kl", "mean"), ("reverse_kl", "none"), ("jsd", "sum")):
         x, w, t_x, t_w = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), leaf(n, t_h, dtype=HALF), leaf(v, t_h, dtype=HALF)
-        weight = (torch.arange(n, device=DEVICE) > 2).float()
+        weight, each = (torch.arange(n, device=DEVICE) > 2).float(), torch.linspace(0.5, 2, n, device=DEVICE)
         fl.linear_divergence(x, w, t_x, t_w, kind=kind, softcap=8.0, token_weight=weight, reduction=reduction).sum().backward()
         fl.sharded_linear_divergence(x, w, t_x, t_w, kind=kind, softcap=8.0, token_weight=weight, reduction=reduction).sum().backward()
+        fl.linear_divergence(x, w, t_x, t_w[:-3], kind=kind, temperature=each, n_classes=v - 5, reduction=reduction).sum().backward()
+        fl.sharded_linear_divergence(x, w, t_x, t_w, kind=kind, temperature=each, reduction=reduction).sum().backward()
         at = torch.rand(n, v, device=DEVICE).argsort(1)[:, :7]
-        fl.linear_divergence(x, w, teacher_top=(at, torch.full(at.shape, -3.0, device=DEVICE)), kind=kind, reduction=reduction).sum().backward()
+        at[::2, 1:4] = -1  # lists that end early
+        fl.linear_divergence(x, w, teacher_top=(at, torch.full(at.shape, -3.0, device=DEVICE)), kind=kind, temperature=each, reduction=reduction).sum().backward()
     share = torch.rand(n, v, device=DEVICE)
     fl.linear_cross_entropy(x, w, share, label_smoothing=0.1).backward()
     fl.cross_entropy(leaf(n, v, dtype=HALF), share, weight=torch.rand(v, device=DEVICE), reduction="none").sum().backward()
