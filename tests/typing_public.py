@@ -98,6 +98,7 @@ def teachers() -> None:
     assert_type(fl.linear_divergence(x, nn.Linear(8, 16), x, w, kind="jsd", beta=0.1, reduction="none"), Tensor)
     assert_type(fl.linear_divergence(x, w, teacher_top=(torch.zeros(4, 1).long(), torch.zeros(4, 1)), top_rest="drop"), Tensor)
     assert_type(fl.sharded_linear_divergence(x, w, x, nn.Linear(8, 16), kind="reverse_kl", backbone_reduction="sum"), Tensor)
+    assert_type(fl.linear_divergence(x, w, x, w, temperature=torch.ones(4), logit_scale=torch.tensor(1.0), teacher_logit_scale=2.0, n_classes=15), Tensor)
 
 
 def pairs() -> None:
