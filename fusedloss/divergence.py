@@ -474,8 +474,9 @@ def linear_divergence(
     gradient, whatever requires one. Log-probabilities in `teacher_top` are taken as they are, at the
     temperature of the loss; those of empty entries are not read, and may be anything. With `n_classes` the
     heads may have different numbers of rows; the gradients of the student's further rows are 0. Where a
-    probability that the other side weighs is 0, the loss is inf; reverse KL then has a gradient of 0 there. Raises `ValueError` for what cannot be meant and
-    `IndexError` for an index that is no class; on a GPU such a list gives NaN for its token.
+    probability that the other side weighs is 0, the loss is inf; reverse KL then has a gradient of 0 there.
+    Raises `ValueError` for what cannot be meant and `IndexError` for an index that is no class; on a GPU
+    such a list gives NaN for its token.
     """
     scale = logit_scale if isinstance(logit_scale, Tensor) else None
     o = divergence_options(kind, beta, temperature, softcap, teacher_softcap, top_rest,
@@ -488,7 +489,10 @@ def linear_divergence(
     check_temperatures(temperature, input)
     check_divergence(input, token_weight, reduction, memory_budget, max_valid,
                      sum(logits_row(n_classes, d) for d in dtypes))
-    if teacher_top is not None: check_top(input, n_classes, teacher_top, token_weight)
+    if teacher_top is not None:
+        check_top(input, n_classes, teacher_top, token_weight)
+        expect(teacher_softcap is None, "teacher_softcap", "None beside teacher_top", teacher_softcap)
+        expect(teacher_logit_scale == 1, "teacher_logit_scale", "1.0 beside teacher_top", teacher_logit_scale)
     labels = weight_labels(token_weight)
     if labels is not None: check_promise(labels, -1, max_valid)
     _, w, b = student

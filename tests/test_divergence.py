@@ -149,14 +149,14 @@ def test_heads(kind, reduction, how, bias, weights, device):
 
 @pytest.mark.parametrize("kind, reduction, rest, how, weights", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "cool", "capped", "scaled", "each token"), (False, True)))
 def test_lists(kind, reduction, rest, how, weights, device):
-    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "memory_budget")}
+    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "teacher_logit_scale", "memory_budget")}
     options |= dict(kind=kind, beta=0.3, reduction=reduction, top_rest=rest)
     assert faults(Case(options=options, weights=weights, top=K), device) == []
 
 
 @pytest.mark.parametrize("kind, reduction, rest, how, top", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "capped", "each token"), (K, V)))
 def test_lists_that_end_early(kind, reduction, rest, how, top, device):
-    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "memory_budget")}
+    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "teacher_logit_scale", "memory_budget")}
     options |= dict(kind=kind, beta=0.3, reduction=reduction, top_rest=rest)
     assert faults(Case(options=options, top=top, ragged=True, weights=reduction == "mean"), device) == []
 
@@ -413,7 +413,8 @@ def test_the_kernel_reads_nothing_of_tokens_without_weight(device):
 def test_calls_by_kernels(kind, top, how, reduction, device, monkeypatch):
     "As on a GPU, where logits, lists and gradients go through kernels"
     everywhere(monkeypatch, pairs, "has_kernel", lambda z: z.dtype != f64 and z.numel() > 0)
-    case = Case(options=dict(HOW[how], kind=kind, beta=0.3, reduction=reduction), weights=True, top=top, dtype=f32)
+    options = {k: v for k, v in HOW[how].items() if not (top and k.startswith("teacher_"))}
+    case = Case(options=dict(options, kind=kind, beta=0.3, reduction=reduction), weights=True, top=top, dtype=f32)
     assert faults(case, device) == []
 
 
@@ -641,6 +642,14 @@ def test_lists_that_are_refused(top, error, words):
     (x, w), _, _ = Case().sample()
     with pytest.raises(error, match=words):
         fl.linear_divergence(x, w, teacher_top=top)
+
+
+@pytest.mark.parametrize("option", (dict(teacher_softcap=3.0), dict(teacher_logit_scale=2.0)))
+def test_options_of_a_teachers_head_are_refused_beside_lists(option):
+    (x, w), _, _ = Case().sample()
+    name, = option
+    with pytest.raises(ValueError, match=f"{name}: expected {'None' if name == 'teacher_softcap' else 1.0} beside teacher_top"):
+        fl.linear_divergence(x, w, teacher_top=TOP, **option)
 
 
 def test_lists_of_tokens_without_weight_may_be_anything():
