@@ -770,6 +770,25 @@ SECTIONS = {
         "    parameters (Tensor | Iterable[Tensor]): those whose gradients are clipped; others are left out\n"
         "    clip_value (float): the largest magnitude of a number, at least 0\n"
         "    foreach (bool | None): as PyTorch's, for gradients that are all plain and dense"),
+    "fusedloss.samples Sample": (
+        "Args:\n"
+        "    tokens (Tensor): int64, from 0 to V - 1\n"
+        "    log_probs (Tensor): natural logarithms, of the distribution before any filter"),
+    "fusedloss.samples linear_sample": (
+        "Args:\n"
+        "    input (Tensor): what the linear layer multiplies, [..., H]\n"
+        "    linear_weight (Tensor | nn.Module): [V,H], or an `nn.Linear` or `nn.Embedding` that has it\n"
+        "    linear_bias (Tensor | None): of the linear layer, [V]\n"
+        "    temperature (float | Tensor): T, or one for each row; divides the scores\n"
+        "    logit_scale (float | Tensor): multiplies the logits, bias and all; or a 0-dim tensor\n"
+        "    softcap (float | None): c: scores are c · tanh(scaled logits / c), before the temperature\n"
+        "    top_k (int | None): draw among the k largest scores alone, the lower class first of equals\n"
+        "    top_p (float | None): of these among the fewest whose probabilities reach this share of theirs\n"
+        "    min_p (float | None): of these among those at least this share of the largest probability\n"
+        "    generator (torch.Generator | None): draws one seed a row; by default PyTorch's own of the device\n"
+        "\n"
+        "Returns:\n"
+        "    Sample: float32 (float64 for float64), without gradients"),
     "fusedloss.scans Paths": (
         "Args:\n"
         "    score (Tensor): [N] its own score, at least float32\n"

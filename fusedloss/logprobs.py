@@ -35,9 +35,10 @@ class LogProbs(NamedTuple):
 def check_temperature(
     temperature:float|Tensor,
     target:Tensor,  # of the tensor's shape
+    whose:str="target's",  # shape and device, in words
 ):
     "`ValueError` for what divides no score; numbers on a GPU are not looked at, and give NaN."
-    expected = f"a positive number, or a float tensor of the target's shape {list(target.shape)}"
+    expected = f"a positive number, or a float tensor of the {whose} shape {list(target.shape)}"
     if not isinstance(temperature, Tensor):
         right = is_number(temperature) and temperature > 0
         return expect(right, "temperature", expected, lambda: repr(temperature))
@@ -45,7 +46,7 @@ def check_temperature(
     expect_tensor("temperature", t)
     expect(t.is_floating_point() and t.shape == target.shape, "temperature", expected,
            f"{t.dtype} {list(t.shape)}")
-    expect(t.device == target.device, "temperature", f"the target's device {target.device}", t.device)
+    expect(t.device == target.device, "temperature", f"the {whose} device {target.device}", t.device)
     expect(not t.requires_grad, "temperature", "a tensor without gradient", "requires_grad=True")
     if t.device.type != "cpu" or torch.compiler.is_compiling(): return
     right = (t > 0) & t.isfinite()

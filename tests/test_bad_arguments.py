@@ -63,7 +63,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys(("baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "linear_cross_entropy", "recompute_linear_cross_entropy",
                      "sharded_linear_cross_entropy", "tiled_linear_cross_entropy"), linear),
     **dict.fromkeys(("linear_log_probs", "sharded_linear_log_probs"), linear), "log_probs": dict(logits=z, target=y),
-    "linear_topk": dict(input=x, linear_weight=w, k=3),
+    "linear_topk": dict(input=x, linear_weight=w, k=3), "linear_sample": dict(input=x, linear_weight=w),
     "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
     **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
     "plan": dict(n_tokens=4, n_classes=16, n_features=8), "contrastive_loss": dict(x=x, y=torch.randn(N, H, generator=made), logit_scale=2.0),
@@ -146,7 +146,7 @@ def called() -> list[str]:
 NUMBERS = {  # outside of the range
     "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
     "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
-    "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "teacher_logit_scale": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0),
+    "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "teacher_logit_scale": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0), "top_p": (0.0, -0.5, 1.5), "min_p": (-0.5, 1.5),
 }
 INTEGERS = {  # outside of the range; a size unless named here
     "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "PopularitySampler-seed": (-1, 2**63), "rows": (-1,), "max_valid": (-1,),
@@ -170,6 +170,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature", "sharded_linear_log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
     **dict.fromkeys(("MemoryEfficientVocabOutput.eval_forward-input", "linear_topk-input"), {"more dimensions", "rows"}), "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"}, "PopularitySampler.log_draws-classes": {"no dimension", "more dimensions", "size"},
     "PopularitySampler-popularity": {"size", "float64", "int64"},
+    "linear_sample-input": {"more dimensions", "rows"}, "linear_sample-temperature": {"number", "float64"},
     "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
     **dict.fromkeys((f"{name}linear_divergence-{bias}_bias" for name in ("", "sharded_") for bias in ("linear", "teacher")), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
     "semirings.CountSemiring-dtype": {"int8"}, "contrastive_loss-logit_scale": {"0.0", "-1.0"}, "logit_scale": {"tensor"},

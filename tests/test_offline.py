@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import clusters, contrast, kernels, linear_ctc, product as stage_9, recompute, row_sparse, scans, sharded_product, topk
+from fusedloss import clusters, contrast, kernels, linear_ctc, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk
 from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
@@ -185,6 +185,15 @@ def contrasts(dtype, width, N=8192):
         contrast.launch_dz(x, y, s, (cuda(2, N), cuda(N)), (cuda(2, N), cuda(N)), paired, need_scale, matrix(N, N, dtype))
 
 
+def sampled(dtype, width, N, how, V=65536):
+    "Samples of rows from all classes, and from those that filters keep"
+    o, more = OPTIONS[how]
+    o, x, w, seeds = o._replace(label_smoothing=0.0), matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, dtype=i64)
+    b, t = (cuda(V, dtype=dtype), cuda(N)) if more else (None, None)
+    for f in (samples.Filters(), samples.Filters(top_k=50), samples.Filters(top_p=0.9), samples.Filters(20, 0.9, 0.1)):
+        samples.launch_samples(x, w, seeds, b, t, o, f)
+
+
 def tiles_of_softmax(dtype, width, V=5000):
     "Linear CTC's product and softmax"
     x, w = matrix(8192, width, dtype), matrix(V, width, dtype)
@@ -208,6 +217,8 @@ CALLS |= {f"heads {dtype} {width} {conflict}": lambda dtype=dtype, width=width, 
 CALLS |= {f"contrasts {dtype} {width}": lambda dtype=dtype, width=width: contrasts(dtype, width) for dtype, width in ((bf16, 512), (f16, 511))}
 CALLS |= {f"best classes {dtype} {width} {how}": lambda dtype=dtype, width=width, how=how: best_classes(dtype, width, how)
           for dtype, width, how in ((bf16, 2048, "plain"), (f16, 1001, "busy"))}
+CALLS |= {f"samples {dtype} {width} {n} {how}": lambda dtype=dtype, width=width, n=n, how=how: sampled(dtype, width, n, how)
+          for dtype, width, n, how in ((bf16, 2048, 64, "plain"), (bf16, 2048, 4096, "plain"), (f16, 1001, 64, "busy"))}
 CALLS |= {f"softmax tiles {dtype} {width}": lambda dtype=dtype, width=width: tiles_of_softmax(dtype, width)
           for dtype in (bf16, f16) for width in (1024, 1001)}
 CALLS |= {f"rows {V} {dtype} {how}": lambda V=V, dtype=dtype, how=how: rows(V, dtype, how)

@@ -113,6 +113,7 @@ def policies() -> None:
     hidden, layer, tokens = torch.zeros(3, 5), nn.Linear(5, 7), torch.zeros(3, dtype=torch.long)
     assert_type(fl.linear_log_probs(hidden, layer, tokens, temperature=torch.ones(3), entropy=True), fl.LogProbs)
     assert_type(fl.log_probs(layer(hidden), tokens, temperature=0.7).log_probs, Tensor)
+    assert_type(fl.linear_sample(hidden, layer, top_k=3, top_p=0.9, generator=torch.Generator()).tokens, Tensor)
     assert_type(fl.linear_topk(hidden, layer, 3, temperature=0.7), fl.TopK)
 
 

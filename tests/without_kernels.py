@@ -118,6 +118,7 @@ LOSSES = {
     "ctc_posteriors": lambda dtype: (fl.ctc_posteriors(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
     "forced_align": lambda dtype: (fl.forced_align(torch.randn(T, N, V).log_softmax(-1), *ctc), leaf())[1],
     "ctc_loss_with_logits": lambda dtype: fl.ctc_loss_with_logits(leaf(T, N, V, dtype=dtype), *ctc),
+    "linear_sample": lambda dtype: (fl.linear_sample(torch.randn(N, H), torch.randn(V, H), top_k=3), leaf())[1],
     "ignore_in_ddp": lambda dtype: fl.ignore_in_ddp(fl.PartialFC(V, H))(leaf(N, H), y),
     "contrastive_loss": lambda dtype: fl.contrastive_loss(leaf(N, H, dtype=dtype), leaf(N, H, dtype=dtype), 5.0),
     "iota_cross_entropy": lambda dtype: fl.iota_cross_entropy(leaf(N, V, dtype=dtype), y),

@@ -164,6 +164,13 @@ def linear_ctc() -> None:
             fl.linear_ctc_loss(x, w, y, frames, lengths, linear_bias=b, reduction=reduction).sum().backward()
 
 
+def samples() -> None:
+    "Stage 30: samples from all classes, and from those that filters keep"
+    x, w = leaf(5, 64, dtype=HALF), leaf(515 if DEVICE == "cuda" else 70, 64, dtype=HALF)
+    for filters in ({}, dict(top_k=3, top_p=0.9, min_p=0.01)):
+        fl.linear_sample(x, w, linear_bias=w[:, 0], **filters)
+
+
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel zero_rows",
@@ -175,6 +182,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
+    samples: "sample_kernel pick_kernel filter_kernel",
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)
