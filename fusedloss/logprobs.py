@@ -12,23 +12,27 @@ import torch
 from torch import nn, Tensor
 
 from fusedloss.core.checks import (
-    acc_dtype, check_bias_and_budget, check_flags, check_inputs, check_labels, check_target, expect, expect_tensor,
-    FLOATS, is_number)
+    acc_dtype, bad_labels, check_bias_and_budget, check_flags, check_labels, check_linear, check_target, expect,
+    expect_tensor, FLOATS, is_number)
+from fusedloss.core.dots import gathered_scores, row_blocks
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products, quotient
 from fusedloss.core.options import loss_options, LossOptions, Statistics
-from fusedloss.core.products import autocast_like_linear, takes_kernel
+from fusedloss.core.products import autocast_like_linear, takes_kernel, tile_slices
 from fusedloss.core.promises import check_promise, packed_rows, put_back
+from fusedloss.core.reference import score_and_slope
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, next_power_of_2, on_device, tl
 from fusedloss.core.weights import weight_and_bias
-from fusedloss.kernels import logits_loss, row_numbers
-from fusedloss.recompute import invariant_fwd, kernel_bwd, launch_lse, plain_bwd, plain_fwd
+from fusedloss.kernels import logits_loss, row_numbers, rows_bwd, rows_fwd
+from fusedloss.product import launch_scaled, launch_targets, reference_scaled, reference_targets
+from fusedloss.recompute import aligned, invariant_fwd, kernel_bwd, launch_lse, plain_bwd, plain_fwd
 
 # %% ../nbs/12_logprobs.ipynb #ec6c20d0
 class LogProbs(NamedTuple):
-    "What a model says of the targets; of their shape each, 0 (rank -1) where a token is ignored, NaN (rank -1) where its label is no class."
-    log_probs: Tensor  # natural logarithms, differentiable
-    entropy: Optional[Tensor]  # of all classes, nats, differentiable; None unless asked for
-    mean_logits: Optional[Tensor]  # of the scores over all classes, detached; None unless asked for
+    "What a model says of the targets, and of each row; 0 (rank -1) where a token is ignored, NaN (rank -1) where its label is no class."
+    log_probs: Tensor  # natural logarithms, of the target's shape, differentiable
+    entropy: Optional[Tensor]  # of all classes, nats, one for each row, differentiable; None unless asked for
+    mean_logits: Optional[Tensor]  # of the scores over all classes, one for each row, detached; None unless asked for
     target_rank: Optional[Tensor] = None  # int64, 0 for the highest score; None unless asked for
 
 # %% ../nbs/12_logprobs.ipynb #4d0f6133
@@ -59,11 +63,29 @@ def check_asked(target:Tensor, temperature:float|Tensor, *flags:bool):
     names = "entropy", "mean_logits", "target_rank", "batch_invariant"
     check_flags(**dict(zip(names, flags)))
 
-def check_max_valid(target:Tensor, ignore_index:int, max_valid:Optional[int]):
+def check_max_valid(target:Tensor, ignore_index:int, max_valid:Optional[int], listed:bool=False):
     "`ValueError` for a promise that is no number of tokens, or that a CPU sees broken."
     expect(max_valid is None or type(max_valid) is int and max_valid >= 0, "max_valid",
            "an integer not below 0, or None", max_valid)
+    if listed and max_valid is not None: target, ignore_index = (target != ignore_index).any(-1).long(), 0
     check_promise(target, ignore_index, max_valid)
+
+# %% ../nbs/12_logprobs.ipynb #ids1check
+def is_listed(target:Tensor, leading:torch.Size) -> bool:
+    "Whether it has one dimension more than rows have: the classes of each."
+    return isinstance(target, Tensor) and target.dim() == len(leading) + 1
+
+def check_classes(
+    target:Tensor, leading:torch.Size, device:torch.device,  # one class, or K, for each of the leading sizes
+    n_classes:int, ignore_index:int, target_rank:bool,
+):
+    "`ValueError` or `IndexError` for targets that are none, and for the rank of several."
+    listed = is_listed(target, leading)
+    check_target(target, (*leading, target.shape[-1]) if listed else leading, device, "none")
+    if listed:
+        expect(target.shape[-1] > 0, "target", "at least one class a row", lambda: list(target.shape))
+        expect(target_rank is not True, "target_rank", "False beside several classes a row", target_rank)
+    check_labels(target, n_classes, ignore_index)
 
 # %% ../nbs/12_logprobs.ipynb #0bed0f32
 def temperature_options(
@@ -156,44 +178,254 @@ log_probs_of_rows = operator("fusedloss::log_probs", log_probs_fwd, fake=fake_lo
                              save=save_log_probs, backward=gradient_of_log_probs,
                              flops=lambda i, out: products(i.x, i.w))
 
+# %% ../nbs/12_logprobs.ipynb #ids3ref
+def reference_class_scores(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], classes:Tensor,  # [N,H], [V,H], [V], [N,K], -1 for none
+    batch_invariant:bool=False,  # each token by itself
+) -> Tensor:  # [N,K] in `acc_dtype`
+    "`launch_class_scores` in PyTorch, by blocks of tokens."
+    z, column = x.new_empty(classes.shape, dtype=acc_dtype(x.dtype)), None if bias is None else bias[:, None]
+    for i in tile_slices(len(x), 1) if batch_invariant else row_blocks(x, w, classes):
+        here = x[i].clone() if batch_invariant else x[i]  # BLAS may round by where a row begins
+        z[i] = gathered_scores(here, w, column, 0.0, classes[i])[1]
+    return z
+
+# %% ../nbs/12_logprobs.ipynb #ids4kernel
+@jit
+def class_scores_kernel(
+    x_ptr, w_ptr, bias_ptr, classes_ptr, z_ptr,  # [N,H], [V,H]; [V] or None; [N,K] twice
+    K, V, H, x_stride, w_stride, BK: tl.constexpr, BH: tl.constexpr,
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK + tl.arange(0, BK)
+    y = tl.load(classes_ptr + row * K + column, mask=column < K, other=-1)
+    there = (y >= 0) & (y < V)
+    y = tl.where(there, y, 0)
+    total = tl.zeros([BK, BH], tl.float32)
+    for first in range(0, H * tl.max(there.to(tl.int32), 0), BH):  # nothing is read for an ignored token
+        cols = first + tl.arange(0, BH)[None, :]
+        a = tl.load(x_ptr + row * x_stride + cols, mask=cols < H, other=0.0)
+        b = tl.load(w_ptr + y[:, None] * w_stride + cols, mask=there[:, None] & (cols < H), other=0.0)
+        total += a.to(tl.float32) * b.to(tl.float32)
+    z = tl.sum(total, 1)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + y).to(tl.float32)
+    tl.store(z_ptr + row * K + column, tl.where(there, z, 0.0), mask=column < K)
+
+# %% ../nbs/12_logprobs.ipynb #ids5launch
+def launch_class_scores(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], classes:Tensor,  # [N,H], [V,H], [V], [N,K], -1 for none
+    batch_invariant:bool=False, BH:int=512,
+) -> Tensor:  # [N,K] fp32
+    "Scores of each token's own classes: it reads their rows of w, and copies none."
+    if batch_invariant: x = aligned(x)
+    (N, K), z = classes.shape, x.new_empty(classes.shape, dtype=torch.float32)
+    BK = min(8, next_power_of_2(K))
+    with on_device(x):
+        launch_kernel(class_scores_kernel, (N, -(-K // BK)), x, w, bias, classes, z, K, len(w), x.shape[1],
+                      x.stride(0), w.stride(0), BK=BK, BH=BH)
+    return z
+
+# %% ../nbs/12_logprobs.ipynb #ids6listed
+def reads_rows(x:Tensor, w:Tensor) -> bool:  # [N,H], [V,H]
+    "Whether the kernels read single rows of these."
+    return has_kernel(x) and x.stride(1) == w.stride(1) == 1
+
+class Listed(NamedTuple):
+    "Scores of each row's own classes."
+    known: Tensor  # [N,K], whether it is a class and not ignored
+    z: Tensor; slope: Tensor|float  # [N,K], scores and their derivatives by what they are made of
+    lead: Tensor  # [N,1], which of them is the largest; of a row without one, none that is ignored if it can be
+
+def known_classes(classes:Tensor, n_classes:int, ignore_index:int) -> Tensor:  # [N,K]
+    "The classes; -1 where there is none, or it is ignored."
+    none = (classes == ignore_index) | bad_labels(classes, n_classes, ignore_index)
+    return torch.where(none, -1, classes)
+
+def listed_scores(
+    raw:Tensor, at:Tensor, classes:Tensor,  # [N,K], of the logits; of `known_classes`; as they were given
+    temperature:Optional[Tensor], o:LossOptions,  # [N]
+) -> Listed:
+    "Scores from logits."
+    z, slope = score_and_slope(raw, o, temperature)
+    known, least = at >= 0, torch.finfo(z.dtype).min
+    order = z.clamp(min=least / 2).masked_fill(~known, least).masked_fill(classes == o.ignore_index, -torch.inf)
+    return Listed(known, z, slope, order.argmax(1, keepdim=True))
+
+def listed_values(own:Tensor, s:Listed, classes:Tensor, ignore_index:int) -> Tensor:  # [N], [N,K]
+    "Log-probabilities [N,K], from that of the leading class."
+    top = s.z.gather(1, s.lead)
+    values = own[:, None] + torch.where(s.z == top, 0.0, s.z - top)  # -inf less -inf is no number
+    return torch.where(s.known, values, torch.where(classes == ignore_index, 0.0, torch.nan))
+
+def listed_upstream(g:Optional[Tensor], s:Listed) -> tuple[Optional[Tensor], Optional[Tensor]]:  # [N,K]
+    "What comes back for the leading class's log-probability [N], and for the other logits [N,K]."
+    if g is None: return None, None
+    g = torch.where(s.known, g, 0.0)
+    whole = g.sum(1)
+    return whole, (g.scatter_add(1, s.lead, -whole[:, None]) * s.slope).contiguous()
+
+# %% ../nbs/12_logprobs.ipynb #ids7fwd
+def listed_fwd(
+    x:Tensor, w:Tensor, classes:Tensor, bias:Optional[Tensor],  # [N,H], [V,H], [N,K], [V]
+    temperature:Optional[Tensor], o:LossOptions, stats:Statistics,  # [N]
+    budget:int, max_valid:Optional[int], batch_invariant:bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    "Log-probabilities [N,K], entropy [N or 0], rows as of `log_probs_fwd`; that of the leading class [N], logits [N,K]."
+    at = known_classes(classes, len(w), o.ignore_index)
+    raw = (launch_class_scores if reads_rows(x, w) else reference_class_scores)(x, w, bias, at, batch_invariant)
+    s = listed_scores(raw, at, classes, temperature, o)
+    own, entropy, rows = log_probs_fwd(x, w, classes.gather(1, s.lead)[:, 0], bias, temperature, o, stats, budget,
+                                       max_valid, batch_invariant)
+    return listed_values(own, s, classes, o.ignore_index), entropy, rows, own, raw
+
+def add_listed(
+    grads:tuple[Tensor, Tensor, Tensor], needs:tuple[bool, bool, bool],  # dx, dw, db, added to where they are needed
+    x:Tensor, w:Tensor, at:Tensor, d:Tensor,  # [N,H], [V,H]; [N,K]: classes, gradients of their logits
+):
+    "What each logit brings to its token and to its class."
+    (dx, dw, db), (need_x, need_w, need_b), ones = grads, needs, d.new_ones(len(x))
+    scale, add = (launch_scaled, launch_targets) if reads_rows(x, w) else (reference_scaled, reference_targets)
+    if need_x: scale(dx, dx, ones, d, at, w)
+    if need_w: add(dw, x, at, d)
+    if need_b: add(db[:, None], ones[:, None], at, d)
+
+def listed_bwd(
+    g:Optional[Tensor], g_entropy:Optional[Tensor],  # of the log-probabilities [N,K] and the entropy [N]
+    x:Tensor, w:Tensor, classes:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor],
+    rows:Tensor, entropy:Tensor, raw:Tensor, o:LossOptions, budget:int, max_valid:Optional[int],
+    need_x:bool, need_w:bool, need_b:bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    "As `log_probs_bwd`."
+    at, needs = known_classes(classes, len(w), o.ignore_index), (need_x, need_w, need_b)
+    s = listed_scores(raw, at, classes, temperature, o)
+    whole, d = listed_upstream(g, s)
+    grads = log_probs_bwd(whole, g_entropy, x, w, classes.gather(1, s.lead)[:, 0], bias, temperature, rows, entropy,
+                          o, budget, max_valid, *needs)
+    if d is not None: add_listed(grads, needs, x, w, at, d)
+    return grads
+
+# %% ../nbs/12_logprobs.ipynb #ids8save
+def fake_listed(x, w, classes, bias, temperature, o, stats, *_):
+    "The shapes of `listed_fwd`'s results."
+    own, entropy, rows = fake_log_probs(x, w, classes, bias, temperature, o, stats)
+    new = lambda: own.new_empty(classes.shape)
+    return new(), entropy, rows, own, new()
+
+def save_listed(ctx, inputs, output):
+    "The inputs, two numbers a row, and K logits."
+    *tensors, ctx.options, ctx.stats, ctx.budget, ctx.max_valid, _ = inputs
+    _, entropy, rows, own, raw = output
+    ctx.save_for_backward(*tensors, rows, entropy, raw)
+    ctx.mark_non_differentiable(rows, own, raw)
+
+def gradient_of_listed(ctx, needs, g, g_entropy, *_):
+    "dx, dw, db, where they are needed."
+    upstream = g, g_entropy if ctx.stats.entropy else None
+    wanted = {"x": needs.x, "w": needs.w, "bias": needs.bias}
+    if not any(wanted.values()) or all(g is None for g in upstream): return {}
+    found = listed_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget, ctx.max_valid, *wanted.values())
+    return {name: g for (name, need), g in zip(wanted.items(), found) if need}
+
+# %% ../nbs/12_logprobs.ipynb #ids9op
+listed_grad = operator(
+    "fusedloss::listed_log_probs_grad", listed_bwd, fake=fake_log_probs_grad,
+    flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w) + 2 * i.classes.numel() * i.x.shape[1] * (i.need_x + i.need_w))
+listed_log_probs = operator(
+    "fusedloss::listed_log_probs", listed_fwd, fake=fake_listed, save=save_listed, backward=gradient_of_listed,
+    flops=lambda i, out: products(i.x, i.w) + 2 * i.classes.numel() * i.x.shape[1])
+
+# %% ../nbs/12_logprobs.ipynb #ids11logits
+def places_of(z:Tensor, classes:Tensor) -> Tensor:  # [O,I,V], [O·I,K]
+    "Where each row's classes are in it, [O,I,K]; of none, the first."
+    return classes.clamp(min=0).view(*z.shape[:2], classes.shape[1])
+
+def listed_logits_fwd(
+    input:Tensor, classes:Tensor, temperature:Optional[Tensor], o:LossOptions, stats:Statistics,  # [O,I,V], [M,K], [M]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Log-probabilities [M,K], entropy [M or 0], rows as of `rows_fwd`; that of the leading class [M]."
+    at = known_classes(classes, input.shape[-1], o.ignore_index)
+    s = listed_scores(input.gather(2, places_of(input, at)).view(at.shape), at, classes, temperature, o)
+    loss, _, *found = rows_fwd(input, classes.gather(1, s.lead)[:, 0], None, None, None, o, stats, temperature)
+    return listed_values(0 - loss, s, classes, o.ignore_index), *found, 0 - loss
+
+def listed_logits_bwd(
+    g:Optional[Tensor], g_entropy:Optional[Tensor],  # of the log-probabilities [M,K] and the entropy [M]
+    input:Tensor, classes:Tensor, temperature:Optional[Tensor], rows:Tensor, entropy:Tensor, o:LossOptions,
+) -> Tensor:
+    "The gradient of the logits [O,I,V]."
+    at = known_classes(classes, input.shape[-1], o.ignore_index)
+    place = places_of(input, at)
+    s = listed_scores(input.gather(2, place).view(at.shape), at, classes, temperature, o)
+    whole, d = listed_upstream(g, s)
+    dz = rows_bwd(None if g is None else -whole, None, g_entropy, input, classes.gather(1, s.lead)[:, 0], None, None,
+                  None, rows, entropy, o, temperature)
+    if d is None: return dz
+    d, (outer, inner) = d.to(dz.dtype).view(place.shape), (torch.arange(n, device=dz.device) for n in dz.shape[:2])
+    if not dz.is_cuda: return dz.scatter_add_(2, place, d)
+    return dz.index_put_((outer[:, None, None], inner[:, None], place), d, accumulate=True)
+
+# %% ../nbs/12_logprobs.ipynb #ids12logits
+def fake_listed_logits(input, classes, temperature, o, stats):
+    "The shapes of `listed_logits_fwd`'s results."
+    m, new = classes.shape[0], lambda *size: input.new_empty(size, dtype=acc_dtype(input.dtype))
+    return new(*classes.shape), new(m if stats.entropy else 0), new(row_numbers(stats), m), new(m)
+
+def save_listed_logits(ctx, inputs, output):
+    "The logits, their owner's anyway, and two numbers a row."
+    *tensors, ctx.options, ctx.stats = inputs
+    _, entropy, rows, own = output
+    ctx.save_for_backward(*tensors, rows, entropy)
+    ctx.mark_non_differentiable(rows, own)
+
+def gradient_of_listed_logits(ctx, needs, g, g_entropy, *_):
+    "The gradient of the logits from those of log-probabilities and entropy."
+    upstream = g, g_entropy if ctx.stats.entropy else None
+    if all(g is None for g in upstream): return {}
+    return {"input": listed_logits_grad(*upstream, *ctx.saved_tensors, ctx.options)}
+
+listed_logits_grad = operator("fusedloss::listed_logits_grad", listed_logits_bwd,
+                              fake=lambda g, g_entropy, input, *_: torch.empty_like(input))
+listed_logits = operator("fusedloss::listed_logits", listed_logits_fwd, fake=fake_listed_logits,
+                         save=save_listed_logits, backward=gradient_of_listed_logits)
+
 # %% ../nbs/12_logprobs.ipynb #3f1c8d79
 def named_log_probs(
-    log_probs:Tensor, entropy:Tensor, rows:Tensor,  # [N], [N or 0], [2 to 6, N]
+    log_probs:Tensor, entropy:Tensor, rows:Tensor,  # [N] or [N,K], [N or 0], [2 to 6, N]
     target:Tensor, stats:Statistics, ignore_index:int, max_valid:Optional[int],
+    own:Optional[Tensor]=None,  # [N], of one class of each list; None where there are no lists
 ) -> LogProbs:
-    "Of the target's shape; NaN where a label is no class, and where more tokens are valid than was promised."
-    shaped = lambda t: t.view(target.shape)
-    rank = torch.where(target != ignore_index, shaped(rows[2]).long(), -1) if stats.ranks else None
+    "Of the target's shape, or its rows'; NaN where a label is no class, and where more tokens are valid than was promised."
+    of_row = lambda t: t.view(target.shape if own is None else target.shape[:-1])
+    rank = torch.where(target != ignore_index, of_row(rows[2]).long(), -1) if stats.ranks else None
     if max_valid is not None:
-        broken = (target != ignore_index).sum() > max_valid
+        counted = target != ignore_index
+        broken = (counted if own is None else counted.any(-1)).sum() > max_valid
         factor = torch.where(broken, torch.nan, 1.0).to(log_probs.dtype)
         log_probs, entropy, rows = log_probs * factor, entropy * factor, rows * factor
-    mark = torch.where(log_probs.isnan(), torch.nan, 0.0).to(log_probs.dtype) if stats.entropy or stats.mean else 0.0
-    return LogProbs(shaped(log_probs), shaped(entropy + mark) if stats.entropy else None,
-                    shaped(rows[-1] + mark) if stats.mean else None, rank)
+    mark = torch.where((log_probs if own is None else own).isnan(), torch.nan, 0.0).to(log_probs.dtype) if stats.entropy or stats.mean else 0.0
+    return LogProbs(log_probs.view(target.shape), of_row(entropy + mark) if stats.entropy else None,
+                    of_row(rows[-1] + mark) if stats.mean else None, rank)
 
 # %% ../nbs/12_logprobs.ipynb #dffb0be3
-def check_scores(logits:Tensor, target:Tensor, ignore_index:int):
-    "`ValueError` or `IndexError` for logits and labels that are none."
+def check_scores(logits:Tensor):
+    "`ValueError` for logits that are none."
     expect_tensor("logits", logits)
     right = logits.dim() > 0 and logits.shape[-1] > 0 and logits.dtype in FLOATS
     expect(right, "logits", "floats of 16, 32 or 64 bits, of shape [..., V] with at least one class",
            f"{logits.dtype} {list(logits.shape)}")
-    check_target(target, logits.shape[:-1], logits.device, "none")
-    check_labels(target, logits.shape[-1], ignore_index)
 
 # %% ../nbs/12_logprobs.ipynb #a013c320
 def linear_log_probs(
     input:Tensor,  # [..., H]
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
-    target:Tensor,  # [...], integers in [0, V), or `ignore_index`
+    target:Tensor,  # [...], or [..., K] for K classes a row; integers in [0, V), or `ignore_index`
     *, linear_bias:Optional[Tensor]=None,  # [V]
     temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
     logit_scale:float|Tensor=1.0,  # multiplies the logits, bias and all; a 0-dim tensor gets a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
     entropy:bool=False,  # also the entropy of each token's softmax
     mean_logits:bool=False,  # also the mean of each token's scores
-    target_rank:bool=False,  # also the target's rank among the classes
+    target_rank:bool=False,  # also the target's rank among the classes; not with K of them
     ignore_index:int=-100,  # tokens with this target give 0, and have no gradient
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     batch_invariant:bool=False,  # a token's values have the same bits in every batch
@@ -201,46 +433,59 @@ def linear_log_probs(
 ) -> LogProbs:  # float32 (float64 for float64)
     """A linear layer's log-probabilities of the targets, without its logits; their entropy and mean.
 
+    K classes a row share its log-sum-exp, entropy and mean; the token is ignored if all of them are.
     Ignored tokens enter no product on a CPU, nor on a GPU beyond the first `max_valid` rows, which
     are packed there without asking the device. Raises `ValueError` for what cannot be meant and
     `IndexError` for a label that is no class; on a GPU such a label gives NaN.
     """
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
-    check_inputs(input, linear_weight, target, "none", ignore_index)
+    check_linear(input, linear_weight)
+    listed = is_listed(target, input.shape[:-1])
+    check_classes(target, input.shape[:-1], input.device, linear_weight.shape[0], ignore_index, target_rank)
     check_bias_and_budget(input, linear_weight, linear_bias, memory_budget)
-    check_asked(target, temperature, entropy, mean_logits, target_rank, batch_invariant)
-    check_max_valid(target, ignore_index, max_valid)
+    tokens = target[..., 0] if listed else target
+    check_asked(tokens, temperature, entropy, mean_logits, target_rank, batch_invariant)
+    check_max_valid(target, ignore_index, max_valid, listed)
     o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)
     input, linear_bias = fold_scale(scale, input, linear_bias)
-    x, w, *bias = autocast_like_linear(input.reshape(target.numel(), input.shape[-1]), linear_weight,
+    x, w, *bias = autocast_like_linear(input.reshape(tokens.numel(), input.shape[-1]), linear_weight,
                                        *([] if linear_bias is None else [linear_bias]))
     stats = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
-    found = log_probs_of_rows(x, w, flat_labels(target), (bias or [None])[0], each, o, stats,
-                              memory_budget or 0, max_valid, batch_invariant)
-    return named_log_probs(*found, target, stats, ignore_index, max_valid)
+    y = flat_labels(target)
+    more = (bias or [None])[0], each, o, stats, memory_budget or 0, max_valid, batch_invariant
+    if not listed:
+        return named_log_probs(*log_probs_of_rows(x, w, y, *more), target, stats, ignore_index, max_valid)
+    *found, own, _ = listed_log_probs(x, w, y.view(tokens.numel(), target.shape[-1]), *more)
+    return named_log_probs(*found, target, stats, ignore_index, max_valid, own)
 
 # %% ../nbs/12_logprobs.ipynb #f8c7ab21
 def log_probs(
     logits:Tensor,  # [..., V], classes last
-    target:Tensor,  # [...], integers in [0, V), or `ignore_index`
+    target:Tensor,  # [...], or [..., K] for K classes a row; integers in [0, V), or `ignore_index`
     *, temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
     logit_scale:float|Tensor=1.0,  # multiplies the logits; a 0-dim tensor gets a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
     entropy:bool=False,  # also the entropy of each token's softmax
     mean_logits:bool=False,  # also the mean of each token's scores
-    target_rank:bool=False,  # also the target's rank among the classes
+    target_rank:bool=False,  # also the target's rank among the classes; not with K of them
     ignore_index:int=-100,  # tokens with this target give 0, and have no gradient
 ) -> LogProbs:  # float32 (float64 for float64)
     """Log-probabilities of the targets, from logits that exist; their entropy and mean.
 
+    K classes a row share its log-sum-exp, entropy and mean; the token is ignored if all of them are.
     Raises `ValueError` for what cannot be meant and `IndexError` for a label that is no class; on
     a GPU such a label gives NaN.
     """
-    check_scores(logits, target, ignore_index)
-    check_asked(target, temperature, entropy, mean_logits, target_rank)
+    check_scores(logits)
+    check_classes(target, logits.shape[:-1], logits.device, logits.shape[-1], ignore_index, target_rank)
+    listed = is_listed(target, logits.shape[:-1])
+    check_asked(target[..., 0] if listed else target, temperature, entropy, mean_logits, target_rank)
     o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)
     logits, = fold_scale(scale, logits)
     z = logits if logits.dim() == 3 else logits.reshape(-1, 1, logits.shape[-1])
-    stats = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
-    losses, _, *found = logits_loss(z, flat_labels(target), None, None, None, o, stats, each)
-    return named_log_probs(0 - losses, *found, target, stats, ignore_index, None)
+    stats, y = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits), flat_labels(target)
+    if not listed:
+        losses, _, *found = logits_loss(z, y, None, None, None, o, stats, each)
+        return named_log_probs(0 - losses, *found, target, stats, ignore_index, None)
+    *found, own = listed_logits(z, y.view(z.shape[0] * z.shape[1], target.shape[-1]), each, o, stats)
+    return named_log_probs(*found, target, stats, ignore_index, None, own)

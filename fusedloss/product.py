@@ -19,9 +19,10 @@ from fusedloss.chunks import (
 from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import Device, device_of
 from fusedloss.core.architectures import ScoreProduct
+from fusedloss.core.dots import row_blocks, spend
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.products import linear_dtype, logits_row, part, put_product, rounded_operand, tile_slices
+from fusedloss.core.products import linear_dtype, logits_row, part, put_product, rounded_operand, tile_slices, wide
 from fusedloss.core.promises import hold_promise, packed_rows
 from fusedloss.core.reference import as_rows, flat, plain_divisor, total_weight, with_z_loss, z_loss_slope
 from fusedloss.core.rows import divisor_of, label_weights, load_labels
@@ -175,17 +176,20 @@ def launch_rows(
 # %% ../nbs/09_product.ipynb #a90d919f
 def reference_scaled(
     out:Tensor, a:Tensor, coefs:Tensor,  # [B,H], written; [B,H], which may be `out`; [B]
-    at_target:Optional[Tensor]=None, y:Optional[Tensor]=None, w:Optional[Tensor]=None,  # [B], [B], [V,H]
+    at_target:Optional[Tensor]=None, y:Optional[Tensor]=None, w:Optional[Tensor]=None,  # [B] or [B,K] twice; [V,H]
 ):
     "`launch_scaled` in PyTorch."
     times = lambda f, t: torch.where(f[:, None] == 0, 0.0, f[:, None] * t)  # 0 · NaN would be NaN
-    out.copy_(times(coefs, a) + (0.0 if at_target is None else times(at_target, w[y.clamp(0, len(w) - 1)])))
+    total, columns = times(coefs, a), lambda t: (t[:, None] if t.dim() == 1 else t).unbind(1)
+    if at_target is not None:
+        for t, k in zip(columns(at_target), columns(y)): total += times(t, w[k.clamp(0, len(w) - 1)])
+    out.copy_(total)
 
 # %% ../nbs/09_product.ipynb #2757f3fc
 @jit
 def scaled_kernel(
-    out_ptr, a_ptr, coef_ptr, at_target_ptr, y_ptr, w_ptr,  # [B,H] twice, [B]; [B], [B], [V,H], or None
-    B, V, H, out_stride, a_stride, w_stride, BN: tl.constexpr, BH: tl.constexpr,
+    out_ptr, a_ptr, coef_ptr, at_target_ptr, y_ptr, w_ptr,  # [B,H] twice, [B]; [B,K] twice, [V,H], or None
+    B, K, V, H, out_stride, a_stride, w_stride, BN: tl.constexpr, BH: tl.constexpr,
 ):
     rows, cols = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BH + tl.arange(0, BH)[None]
     keep = rows < B
@@ -193,72 +197,76 @@ def scaled_kernel(
     a = tl.load(a_ptr + at * a_stride + cols, mask=(c != 0)[:, None] & (cols < H), other=0.0)
     total = a.to(tl.float32) * c[:, None]
     if at_target_ptr is not None:
-        y, t = tl.load(y_ptr + rows, mask=keep, other=-1), tl.load(at_target_ptr + rows, mask=keep, other=0.0)
-        there = (t != 0) & (y >= 0) & (y < V)
-        target = tl.load(w_ptr + y[:, None] * w_stride + cols, mask=there[:, None] & (cols < H), other=0.0)
-        total += tl.where((t != 0)[:, None], target.to(tl.float32) * t[:, None], 0.0)
+        for k in range(0, K):
+            entry = rows.to(tl.int64) * K + k
+            y, t = tl.load(y_ptr + entry, mask=keep, other=-1), tl.load(at_target_ptr + entry, mask=keep, other=0.0)
+            there = (t != 0) & (y >= 0) & (y < V)
+            target = tl.load(w_ptr + y[:, None] * w_stride + cols, mask=there[:, None] & (cols < H), other=0.0)
+            total += tl.where((t != 0)[:, None], target.to(tl.float32) * t[:, None], 0.0)
     inside = keep[:, None] & (cols < H)
     tl.store(out_ptr + at * out_stride + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 # %% ../nbs/09_product.ipynb #a0dcbd92
 def launch_scaled(
     out:Tensor, a:Tensor, coefs:Tensor,  # [B,H], written; [B,H], which may be `out`; [B]
-    at_target:Optional[Tensor]=None, y:Optional[Tensor]=None, w:Optional[Tensor]=None,  # [B], [B], [V,H]
+    at_target:Optional[Tensor]=None, y:Optional[Tensor]=None, w:Optional[Tensor]=None,  # [B] or [B,K] twice; [V,H]
     BN:int=4, BH:int=512,
 ):
-    "`reference_scaled` by a kernel: c · a, and t · w[y] is added where it is given."
+    "`reference_scaled` by a kernel: c · a, and where they are given the t · w[y] of all K classes are added."
     (B, H), (V, stride) = a.shape, (0, 0) if w is None else (len(w), w.stride(0))
+    K = 1 if y is None or y.dim() == 1 else y.shape[1]
     with on_device(a):
-        launch_kernel(scaled_kernel, (-(-B // BN), -(-H // BH)), out, a, coefs, at_target, y, w, B, V, H,
+        launch_kernel(scaled_kernel, (-(-B // BN), -(-H // BH)), out, a, coefs, at_target, y, w, B, K, V, H,
                       out.stride(0), a.stride(0), stride, BN=BN, BH=BH)
 
 # %% ../nbs/09_product.ipynb #4080c890
-def reference_targets(dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor):  # [V,H], added to; [N,H], [N], [N]
+def reference_targets(dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor):  # [V,H], added to; [N,H], [N] or [N,K] twice
     "`launch_targets` in PyTorch."
+    total, y, t = wide(dw), *(t[:, None] if t.dim() == 1 else t for t in (y, at_target))
     known = (y >= 0) & (y < len(dw))
-    classes, place = y[known].unique(return_inverse=True)
-    part = at_target.new_zeros(len(classes), dw.shape[1])
-    part.index_add_(0, place, torch.where(at_target[known, None] == 0, 0.0, at_target[known, None] * x[known]))
-    dw[classes] = (dw[classes] + part).to(dw.dtype)
+    for i in row_blocks(x, dw, y):
+        g = torch.where(known[i], t[i], 0.0)[:, :, None]
+        spend(total, torch.where(known[i], y[i], 0), torch.where(g == 0, 0.0, g * x[i][:, None]))
+    dw.copy_(total)
 
 # %% ../nbs/09_product.ipynb #0ce00e4d
 @jit
 def targets_kernel(
-    dw_ptr, x_ptr, sorted_ptr, order_ptr, at_target_ptr,  # [V,H], [N,H], [N] each: labels sorted, their tokens
-    N, V, H, dw_stride, x_stride, BN: tl.constexpr, BH: tl.constexpr,
+    dw_ptr, x_ptr, sorted_ptr, order_ptr, at_target_ptr,  # [V,H], [N,H], [N·K] each: labels sorted, where they were
+    entries, K, V, H, dw_stride, x_stride, BN: tl.constexpr, BH: tl.constexpr,
 ):
     first, cols = tl.program_id(0), tl.program_id(1) * BH + tl.arange(0, BH)
-    y, row = tl.load(sorted_ptr + first), tl.load(order_ptr + first)
+    y, entry = tl.load(sorted_ptr + first), tl.load(order_ptr + first)
     before = tl.load(sorted_ptr + tl.maximum(first - 1, 0))
     begins = (first == 0) | (before != y)
     if begins & (y >= 0) & (y < V):
-        own, dw = tl.load(at_target_ptr + row), dw_ptr + y * dw_stride + cols
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < tl.where(own != 0, H, 0), other=0.0)
+        own, dw = tl.load(at_target_ptr + entry), dw_ptr + y * dw_stride + cols
+        x = tl.load(x_ptr + entry // K * x_stride + cols, mask=cols < tl.where(own != 0, H, 0), other=0.0)
         total, place, more = own * x.to(tl.float32), first + 1, 1
         while more == 1:  # ends with a label that is another one
             at = place + tl.arange(0, BN)
-            same = (at < N) & (tl.load(sorted_ptr + at, mask=at < N, other=-1) == y)
+            same = (at < entries) & (tl.load(sorted_ptr + at, mask=at < entries, other=-1) == y)
             more = tl.min(same.to(tl.int32), 0)
             if tl.max(same.to(tl.int32), 0) > 0:
-                rows = tl.load(order_ptr + at, mask=same, other=0)
-                t = tl.load(at_target_ptr + rows, mask=same, other=0.0)[:, None]
+                others = tl.load(order_ptr + at, mask=same, other=0)
+                t = tl.load(at_target_ptr + others, mask=same, other=0.0)[:, None]
                 counted = (t != 0) & (cols < H)[None]
-                others = tl.load(x_ptr + rows[:, None] * x_stride + cols[None], mask=counted, other=0.0)
-                total += tl.sum(t * others.to(tl.float32), 0)
+                their_x = tl.load(x_ptr + others[:, None] // K * x_stride + cols[None], mask=counted, other=0.0)
+                total += tl.sum(t * their_x.to(tl.float32), 0)
             place += BN
         total += tl.load(dw, mask=cols < H, other=0.0).to(tl.float32)
         tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=cols < H)
 
 # %% ../nbs/09_product.ipynb #8a0db8fd
 def launch_targets(
-    dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor,  # [V,H], added to; [N,H], [N], [N]
+    dw:Tensor, x:Tensor, y:Tensor, at_target:Tensor,  # [V,H], added to; [N,H], [N] or [N,K] twice
     BN:int=8, BH:int=1024,
 ):
-    "Add t · x of each token to the row of its target, the tokens of a target in their order."
-    (N, H), (labels, order) = x.shape, y.sort(stable=True)
+    "Add t · x of each token to the rows of its targets, the tokens of a target in their order."
+    H, (labels, order) = x.shape[1], y.view(-1).sort(stable=True)
     with on_device(x):
-        launch_kernel(targets_kernel, (N, -(-H // BH)), dw, x, labels, order, at_target, N, len(dw), H,
-                      dw.stride(0), x.stride(0), BN=BN, BH=BH)
+        launch_kernel(targets_kernel, (len(labels), -(-H // BH)), dw, x, labels, order, at_target, len(labels),
+                      len(labels) // len(x), len(dw), H, dw.stride(0), x.stride(0), BN=BN, BH=BH)
 
 # %% ../nbs/09_product.ipynb #26301b63
 def aligned_parts(n_classes:int) -> list[slice]:

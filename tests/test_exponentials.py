@@ -175,7 +175,8 @@ def scaled_faults(dtype, device, module=product, size=(4, 8)):
     c, t = (torch.randn(N, generator=torch.Generator().manual_seed(i)).to(device) for i in (1, 2))
     c[y == -100], t[y == -100], c[6] = 0, 0, 0
     x[y == -100], found = math.nan, []
-    for more in ((), (t, y, w)):
+    lists = torch.stack([t, 0 * t, t.flip(0)], 1), torch.stack([y, y + V, y.roll(3).clamp(0, V - 1)], 1), w
+    for more in ((), (t, y, w), lists):
         out, wanted = torch.full((N + 2, H), math.nan, device=device, dtype=dtype), torch.empty_like(x)
         module.launch_scaled(out[1:-1], x, c, *more, *([None] * (3 - len(more))), *size)
         product.reference_scaled(wanted, x, c, *more)
@@ -199,7 +200,13 @@ def target_faults(dtype, device, module=product, size=(4, 8)):
     product.reference_targets(wanted, x, y, t)
     again = w.clone()
     module.launch_targets(again, x, y, t, *size)
-    return ["sum"] * off(dw, wanted, 1e-5 if dtype == f32 else 1e-2) + ["bits"] * (not torch.equal(dw, again))
+    lists, of_lists, of_several, each = torch.stack([y, y, y.roll(5)], 1), torch.stack([t, 0 * t, 0.5 * t], 1), w.clone(), w.clone()
+    of_lists[y.roll(5) < 0, 2] = of_lists[y < 0] = 0
+    module.launch_targets(of_several, x, lists, of_lists, *size)
+    for column in range(3):
+        product.reference_targets(each, x, lists[:, column].contiguous(), of_lists[:, column].contiguous())
+    tolerance = 1e-5 if dtype == f32 else 1e-2
+    return ["sum"] * off(dw, wanted, tolerance) + ["lists"] * off(of_several, each, tolerance) + ["bits"] * (not torch.equal(dw, again))
 
 
 @where_kernels_run

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
-from fusedloss import clusters, contrast, kernels, linear_ctc, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk
+from fusedloss import (
+    clusters, contrast, kernels, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk)
 from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
@@ -121,6 +122,15 @@ def exponentials(width, V=65536, B=4096):
     score_product.put_targets(matrix(B, V, bf16), cuda(6, B), cuda(B), y, 1.0, True)
 
 
+def listed(dtype, width, classes, V=65536, N=8192):
+    "Scores of several classes a row of x [8192,width], and what they bring to the gradients"
+    x, w, y, d = matrix(N, width, dtype), matrix(V, width, dtype), cuda(N, classes, dtype=i64), cuda(N, classes)
+    logprobs.launch_class_scores(x, w, cuda(V, dtype=dtype), y)
+    stage_9.launch_scaled(x, x, cuda(N), d, y, w)
+    stage_9.launch_targets(w, x, y, d)
+    stage_9.launch_targets(cuda(V, dtype=dtype)[:, None], cuda(N)[:, None], y, d)
+
+
 def over_ranks(ranks, V=16384, B=4096):
     "What Triton does of a chunk of tokens whose classes are over ranks, with and without weights"
     x, w, y = matrix(B, 2048, bf16), matrix(V, 2048, bf16), cuda(B, dtype=i64)
@@ -209,6 +219,8 @@ def scan(dtype, states):
 CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)
          for dtype in (bf16, f16) for how in OPTIONS for width in (2048, 1001)}
 CALLS |= {f"exponentials {width}": lambda width=width: exponentials(width) for width in (2048, 1000)}
+CALLS |= {f"lists {dtype} {width} {classes}": lambda dtype=dtype, width=width, classes=classes: listed(dtype, width, classes)
+          for dtype, width, classes in ((bf16, 2048, 8), (f32, 1000, 3))}
 CALLS |= {f"classes over {ranks} ranks": lambda ranks=ranks: over_ranks(ranks) for ranks in (2, 8)}
 CALLS |= {f"filtered {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: filtered(dtype, how, width)
           for dtype, how, width in ((bf16, "plain", 2048), (bf16, "busy", 2048), (f16, "plain", 1001))}

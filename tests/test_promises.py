@@ -116,6 +116,8 @@ CASES = {
     "log_probs": of_logits(lambda z, y, **numbers: fl.log_probs(z, y, entropy=True, **numbers)[:2], temperature=above_1, **SCORES),
     "linear_log_probs": of_features(linear(lambda *a, **k: fl.linear_log_probs(*a, entropy=True, **k)[:2]), temperature=above_1, **SCORES),
     "linear_topk": of_features(lambda x, y, w, **k: fl.linear_topk(x, w, 3, **k)[::2], temperature=above_1, **SCORES),
+    "log_probs, several": of_logits(lambda z, y, **numbers: fl.log_probs(z, y, entropy=True, **numbers)[:2], several, temperature=above_1, **SCORES),
+    "linear_log_probs, several": of_features(linear(lambda *a, **k: fl.linear_log_probs(*a, entropy=True, **k)[:2]), several, temperature=above_1, **SCORES),
     "baseline_linear_cross_entropy": of_features(linear(fl.baseline_linear_cross_entropy)),
     "tiled_linear_cross_entropy": of_features(linear(fl.tiled_linear_cross_entropy), logit_scale=above_1),
     "tiled_linear_cross_entropy, LMCL": of_features(linear(fl.tiled_linear_cross_entropy), scale=above_1, margin=itself),
@@ -146,7 +148,7 @@ GIVEN = {"contrastive_loss": dict(logit_scale=2.0), "recompute_linear_cross_entr
 SIZES = (4, 20, 7)  # fewer and more than classes; the third finds the graph of the second
 VALUES = (0.25, 0.5, 0.125)
 # of losses that share their operators and checks the gate tries one
-ALIKE = ("cross_entropy, each token", "cross_entropy, statistics", "linear_divergence, lists", "margin_cross_entropy, CosFace",
+ALIKE = ("cross_entropy, each token", "log_probs, several", "cross_entropy, statistics", "linear_divergence, lists", "margin_cross_entropy, CosFace",
          "margin_cross_entropy, Combined", "margin_cross_entropy, Circle", "margin_cross_entropy, SubCenter", "PartialFC, ArcFace",
          "PartialFC, dot products", "tiled_linear_cross_entropy, LMCL",
          *(f"linear_cross_entropy, {name}" for name in ("eager", "chunks", "recompute", "product", "tiles", "auto, a promise", "auto, a budget", "each token, several",

@@ -73,6 +73,14 @@ def exponentials() -> None:
     score_product.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0, True)
 
 
+def several_classes() -> None:
+    "Stage 12: log-probabilities of several classes a row, some of them ignored, others twice"
+    for n, v, h, k in ((33, 515, 64, 3), (300, 5003, 200, 11)) if DEVICE == "cuda" else ((9, 70, 16, 3),):
+        x, w, b, y = leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), leaf(v, dtype=HALF), labels(v, n, k)
+        y[::4], y[1, 0], y[2] = -100, -100, y[3]
+        fl.linear_log_probs(x, w, y, linear_bias=b).log_probs.sum().backward()
+
+
 def product_over_ranks() -> None:
     "Stage 28: on Hopper its method, on one rank; elsewhere those kernels of Triton that no other stage has"
     if DEVICE == "cuda":
@@ -175,6 +183,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel zero_rows",
     exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
+    several_classes: "class_scores_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel pair_numbers_kernel pair_mixture_kernel pair_gradient_kernel soft_kernel labels_kernel",
     topk: "select_kernel listed_scores_kernel listed_kernel",
