@@ -7,23 +7,23 @@ __all__ = ['contrastive_loss']
 
 # %% ../nbs/26_contrast.ipynb #ctimports
 import math
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS
+from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS, may_look
 from fusedloss.core.devices import device_of
-from fusedloss.core.operators import autocasts, check_reverse, first_order, is_later, operator, products
+from fusedloss.core.operators import autocasts, check_reverse, check_unbatched, first_order, is_later, operator, products
 from fusedloss.core.options import BackboneReduction, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, equal_rows, grad_scale_of, store_tile, swizzle_tile, takes_kernel,
+    autocast_like_linear, equal_rows, grad_scale_of, put_product, store_tile, swizzle_tile, takes_kernel,
     tile_product, tile_slices, wide, wide_product)
 from fusedloss.core.reference import online_sums
 from fusedloss.core.ranks import agreed_facts, Agreement, all_gather, all_reduce, check_mesh, Shards, shards_on
-from fusedloss.core.softmax import exp2_diff, merge_parts, zero_if_neg_inf
+from fusedloss.core.softmax import exp2_diff, LOG2E, merge_parts, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import launcher
@@ -60,15 +60,19 @@ def contrast_fwd_kernel(
 
 # %% ../nbs/26_contrast.ipynb #ctmerge
 @jit
-def add_sums_kernel(
-    parts_ptr, max_ptr, sum_ptr,  # [2,parts,N], [N] twice; the latter two are added to
-    N, parts, BN: tl.constexpr, BP: tl.constexpr,
+def add_parts(
+    parts_ptr, max_ptr, sum_ptr, first, N, parts,  # [2,parts,N], [N] twice, the latter two added to
+    FRESH: tl.constexpr,  # or written, where nothing was there
+    BN: tl.constexpr, BP: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    row_max = tl.load(max_ptr + rows, mask=rows < N, other=-float("inf"))
-    s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)
-    for first in range(0, parts, BP):
-        part = (first + tl.arange(0, BP))[:, None].to(tl.int64)
+    "Add the parts of the rows from `first` on to their maxima and sums."
+    rows = first + tl.arange(0, BN)
+    row_max, s = tl.full([BN], -float("inf"), tl.float32), tl.zeros([BN], tl.float32)
+    if not FRESH:
+        row_max = tl.load(max_ptr + rows, mask=rows < N, other=-float("inf"))
+        s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)
+    for k in range(0, parts, BP):
+        part = (k + tl.arange(0, BP))[:, None].to(tl.int64)
         at, there = parts_ptr + part * N + rows[None, :], (part < parts) & (rows < N)[None, :]
         part_max = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
         part_s = tl.load(at + tl.cast(parts, tl.int64) * N, mask=there, other=0.0)
@@ -76,20 +80,64 @@ def add_sums_kernel(
     tl.store(max_ptr + rows, row_max, mask=rows < N)
     tl.store(sum_ptr + rows, s, mask=rows < N)
 
+@jit
+def add_sums_kernel(
+    row_parts_ptr, row_max_ptr, row_s_ptr, col_parts_ptr, col_max_ptr, col_s_ptr,  # [2,tiles_c,R], [R] twice; of columns
+    R, tiles_c, C, tiles_r, FRESH_ROWS: tl.constexpr, FRESH_COLS: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):
+    n, of_rows = tl.program_id(0), tl.cdiv(R, BN)
+    if n < of_rows:
+        add_parts(row_parts_ptr, row_max_ptr, row_s_ptr, n * BN, R, tiles_c, FRESH_ROWS, BN, BP)
+    else:
+        add_parts(col_parts_ptr, col_max_ptr, col_s_ptr, (n - of_rows) * BN, C, tiles_r, FRESH_COLS, BN, BP)
+
+# %% ../nbs/26_contrast.ipynb #ctlosskernel
+@jit
+def pair_loss_kernel(
+    x_ptr, y_ptr, scale_ptr, row_max_ptr, row_s_ptr, col_max_ptr, col_s_ptr, loss_ptr,  # [N,H] twice, [1], [N] five times
+    N, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h, BN: tl.constexpr, BH: tl.constexpr,
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep, at, product = rows < N, rows.to(tl.int64)[:, None], tl.zeros([BN, BH], tl.float32)
+    for k in range(0, H, BH):
+        h = (k + tl.arange(0, BH)).to(tl.int64)[None, :]
+        there = keep[:, None] & (h < H)
+        a = tl.load(x_ptr + at * x_stride_n + h * x_stride_h, mask=there, other=0.0).to(tl.float32)
+        product += a * tl.load(y_ptr + at * y_stride_n + h * y_stride_h, mask=there, other=0.0).to(tl.float32)
+    own = tl.sum(product, 1) * tl.load(scale_ptr)
+    row_loss = tl.log(tl.load(row_s_ptr + rows, mask=keep, other=1.0)) - (own - tl.load(row_max_ptr + rows, mask=keep, other=0.0))
+    col_loss = tl.log(tl.load(col_s_ptr + rows, mask=keep, other=1.0)) - (own - tl.load(col_max_ptr + rows, mask=keep, other=0.0))
+    loss = (tl.where(row_loss < 0, 0.0, row_loss) + tl.where(col_loss < 0, 0.0, col_loss)) / 2  # a NaN is not below 0
+    tl.store(loss_ptr + rows, loss, mask=keep)
+
 # %% ../nbs/26_contrast.ipynb #ctbwdkernel
+@jit
+def positive_mask(
+    positives_ptr, rows, cols, first, R, P,  # [R,P]; numbers of rows [BN] and columns [BV] of the block; its first column
+    BN: tl.constexpr, BV: tl.constexpr,
+):
+    "Which of a tile's columns are positives of its rows, [BN,BV]."
+    found = tl.zeros([BN, BV], tl.int1)
+    for k in tl.range(0, P, num_stages=1):
+        column = tl.load(positives_ptr + rows.to(tl.int64) * P + k, mask=rows < R, other=-1) - first
+        found = found | (column[:, None] == cols[None, :])
+    return found
+
 @jit
 def contrast_bwd_kernel(
     x, y, dz,  # [R,H], [C,H], [R,C]: descriptors or pointers
     dz_stride_n, scale_ptr,  # the latter [1]
     row_max_ptr, row_s_ptr, row_coef_ptr, col_max_ptr, col_s_ptr, col_coef_ptr,  # [R] three times, [C] three times
     dscale_ptr,  # [programs], or None
+    positives_ptr, row_weight_ptr, share_ptr, col_weight_ptr,  # `Positives` of the block; or None four times
+    first, P,  # number of the block's first column; positives per row
     R, C, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h,
     PAIRED: tl.constexpr,  # row i and column i belong together
     DESC: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     tiles_r, tiles_c, scale = tl.cdiv(R, BN), tl.cdiv(C, BV), tl.load(scale_ptr)
     dscale = tl.zeros([BN], tl.float32)
-    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0), flatten=DESC):
+    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0), flatten=DESC and positives_ptr is None):
         tr, tc = swizzle_tile(t, tiles_r, tiles_c, GROUP)
         product, rows, cols = tile_product(x, y, tr, tc, R, C, H, x_stride_n, x_stride_h,
                                            y_stride_n, y_stride_h, BN, BV, BH, DESC)
@@ -104,6 +152,12 @@ def contrast_bwd_kernel(
         d = row_coef * exp2_diff(z, row_max, 1.0) + col_coef * exp2_diff(z, col_max, 1.0)
         if PAIRED:
             d -= tl.where(rows[:, None] == cols[None, :], 2 * own_coef, 0.0)
+        if positives_ptr is not None:
+            row_weight = tl.load(row_weight_ptr + rows, mask=keep, other=0.0)[:, None]
+            share = tl.load(share_ptr + rows, mask=keep, other=0.0)[:, None]
+            col_weight = tl.load(col_weight_ptr + cols, mask=inside, other=0.0)[None, :]
+            found = positive_mask(positives_ptr, rows, cols, first, R, P, BN, BV)
+            d -= tl.where(found, row_weight + share * col_weight, 0.0)
         if dscale_ptr is not None:
             dscale += tl.sum(d * product, 1)
         store_tile(dz, d, tr, tc, keep, inside, dz_stride_n, BN, BV, DESC)
@@ -111,14 +165,17 @@ def contrast_bwd_kernel(
         tl.store(dscale_ptr + tl.program_id(0), tl.sum(dscale, 0))
 
 # %% ../nbs/26_contrast.ipynb #ctlaunch
+def programs(x:Tensor, y:Tensor, t:Tiling) -> int:  # [R,H], [C,H]
+    "How many programs make the tiles of a block of scores: each its share."
+    return min(multiprocessors(x.device), -(-len(x) // t.BN) * -(-len(y) // t.BV))
+
 def launch_tiles(
     kernel, x:Tensor, y:Tensor, t:Tiling,  # [R,H], [C,H]
     given:Callable[[Tiling], tuple],  # the kernel's arguments after x and y, before sizes
     stores:bool, **flags,  # whether it writes tiles; what else it is compiled for
 ):
     "A kernel of this page, on all tiles of a block of scores."
-    tiles = -(-len(x) // t.BN) * -(-len(y) // t.BV)
-    grid, sizes = (min(multiprocessors(x.device), tiles),), (*x.shape[:1], len(y), x.shape[1])
+    grid, sizes = (programs(x, y, t),), (len(x), len(y), x.shape[1])
     launch = lambda t, only_compile=False: launcher(kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(y, t.BV, t.BH, t.desc), *given(t), *sizes,
         *x.stride(), *y.stride(), **flags, DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
@@ -128,45 +185,80 @@ def launch_tiles(
 def launch_statistics(
     x:Tensor, y:Tensor, scale:Tensor,  # [R,H], [C,H], [1]
     row_sums:Tensor, col_sums:Tensor,  # [2,R], [2,C], maxima and sums; added to
+    fresh:tuple[bool, bool]=(False, False),  # whether rows, and columns, have none yet: written
     tiling:Optional[Tiling]=None,
 ):
     "Add a block of scores to the sums of its rows and columns."
     t = tiling or tiling_of(x, y, True)
-    row_parts = row_sums.new_empty(2, -(-len(y) // t.BV), len(x))
-    col_parts = row_sums.new_empty(2, -(-len(x) // t.BN), len(y))
+    tiles_r, tiles_c = -(-len(x) // t.BN), -(-len(y) // t.BV)
+    row_parts, col_parts = row_sums.new_empty(2, tiles_c, len(x)), row_sums.new_empty(2, tiles_r, len(y))
     with on_device(x):
         launch_tiles(contrast_fwd_kernel, x, y, t, lambda t: (scale, row_parts, col_parts), False)
-        for parts, sums in ((row_parts, row_sums), (col_parts, col_sums)):
-            _, count, n = parts.shape
-            launch_kernel(add_sums_kernel, (-(-n // 32),), parts, *sums, n, count, BN=32, BP=32)
+        launch_kernel(add_sums_kernel, (-(-len(x) // 32) + -(-len(y) // 32),), row_parts, *row_sums, col_parts, *col_sums,
+                      len(x), tiles_c, len(y), tiles_r, FRESH_ROWS=fresh[0], FRESH_COLS=fresh[1], BN=32, BP=32)
+
+def launch_pair_losses(x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor) -> Tensor:  # as `pair_losses`
+    "`pair_losses` by one kernel."
+    losses = scale.new_empty(len(x))
+    with on_device(x):
+        launch_kernel(pair_loss_kernel, (-(-len(x) // 16),), x, y, scale, *row_sums, *col_sums, losses,
+                      *x.shape, *x.stride(), *y.stride(), BN=16, BH=128)
+    return losses
+
+# %% ../nbs/26_contrast.ipynb #ctpositives
+class Positives(NamedTuple):
+    "The positives of rows, and what the gradient of such a score is less by: row_weight[i] + share[i] · col_weight[j]."
+    index: Tensor  # [N,P] int64, columns, each at most once per row; -1: none
+    row_weight: Tensor  # [N]
+    share: Tensor  # [N]
+    col_weight: Tensor  # [M]
+
+    def block(self, i:slice, j:slice) -> "Positives":
+        "Those of a block of scores; columns are still counted from the first of all."
+        return Positives(self.index[i], self.row_weight[i], self.share[i], self.col_weight[j])
 
 # %% ../nbs/26_contrast.ipynb #ctlaunchdz
 def launch_dz(
     x:Tensor, y:Tensor, scale:Tensor,  # [R,H], [C,H], [1]
     row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # maxima and sums [2,R], coefficients [R]; of columns
-    paired:bool, need_scale:bool, dz:Tensor,  # [R,C], written
+    paired:bool, positives:Optional[Positives], first:int,  # of the block; number of its first column
+    need_scale:bool, dz:Tensor,  # [R,C], written
     tiling:Optional[Tiling]=None,
 ) -> Tensor:  # parts of what is the gradient of the scale, when added; empty unless it is needed
     "A block of scores, computed again, as their gradient by scale · scores."
     t, terms = tiling or tiling_of(x, y, True), [*row_terms[0], row_terms[1], *col_terms[0], col_terms[1]]
-    parts = scale.new_zeros(multiprocessors(x.device) if need_scale else 0)
+    parts = scale.new_empty(programs(x, y, t) if need_scale else 0)
+    named = (*(positives or (None,) * 4), first, positives.index.shape[1] if positives else 0)
     given = lambda t: (operand(dz, t.BN, t.BV // 2, t.desc), dz.stride(0), scale, *terms,
-                       parts if need_scale else None)
+                       parts if need_scale else None, *named)
     with on_device(x): launch_tiles(contrast_bwd_kernel, x, y, t, given, True, PAIRED=paired)
     return parts
 
 # %% ../nbs/26_contrast.ipynb #ctplain
+def no_sums(n:int, scale:Tensor) -> Tensor:  # [2,n], in the scale's dtype
+    "Maxima and sums of exponentials of no scores."
+    sums = scale.new_zeros(2, n)
+    sums[0] = -torch.inf
+    return sums
+
 def plain_statistics(
-    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor,  # as `launch_statistics`
+    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, fresh:tuple[bool, bool]=(False, False),  # as `launch_statistics`
 ):
     "`launch_statistics` in PyTorch."
     z = wide_product(x, y.T).mul_(scale)
-    for sums, scores in ((row_sums, z), (col_sums, z.T)): sums.copy_(torch.stack(online_sums(*sums, scores)))
+    for sums, scores, new in ((row_sums, z, fresh[0]), (col_sums, z.T, fresh[1])):
+        sums.copy_(torch.stack(online_sums(*(no_sums(len(scores), scale) if new else sums), scores)))
+
+def positives_in(index:Tensor, first:int, columns:int) -> tuple[Tensor, Tensor]:  # [R,P]
+    "Columns of a block, 0 where a positive is outside; and which are inside."
+    at = index - first
+    inside = (at >= 0) & (at < columns)
+    return torch.where(inside, at, 0), inside
 
 def plain_dz(
     x:Tensor, y:Tensor, scale:Tensor,  # as `launch_dz`
     row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],
-    paired:bool, need_scale:bool, dz:Tensor,
+    paired:bool, positives:Optional[Positives], first:int, need_scale:bool, dz:Tensor,
 ) -> Tensor:  # [1 or 0]
     "`launch_dz` in PyTorch."
     product, ((row_max, row_s), row_coef), ((col_max, col_s), col_coef) = wide_product(x, y.T), row_terms, col_terms
@@ -174,6 +266,10 @@ def plain_dz(
     torch.sub(z, row_max[:, None], out=dz).exp_().mul_((row_coef / row_s)[:, None])
     dz += z.sub_(col_max).exp_().mul_(col_coef / col_s)
     if paired: dz.diagonal().sub_(2 * row_coef)
+    if positives:
+        at, inside = positives_in(positives.index, first, len(y))
+        less = positives.row_weight[:, None] + positives.share[:, None] * positives.col_weight[at]
+        dz.scatter_add_(1, at, torch.where(inside, -less, 0))  # all others add 0: any order gives the same bits
     return product.mul_(dz).sum().reshape(1) if need_scale else scale.new_empty(0)
 
 # %% ../nbs/26_contrast.ipynb #ctblocks
@@ -189,9 +285,16 @@ def block_rows(n_pairs:int, row_bytes:int, score:int, memory_budget:Optional[int
     return equal_rows(n_pairs, max(1, math.isqrt(budget // score)))
 
 def blocks_of(x:Tensor, memory_budget:Optional[int]) -> list[slice]:  # [N,H]
-    "How pairs are cut: every two of these slices have a block of scores."
+    "How one side is cut: every slice of it and every one of the other side have a block of scores."
     rows = block_rows(len(x), x.shape[1] * x.element_size(), score_bytes(x), memory_budget)
     return tile_slices(len(x), rows)
+
+def each_block(
+    row_blocks:list[slice], col_blocks:list[slice], fresh:bool=True,  # whether nothing has been summed before
+) -> Iterator[tuple[slice, slice, tuple[bool, bool]]]:
+    "Rows and columns of each block, and whether its rows, and its columns, have no sums yet."
+    for a, i in enumerate(row_blocks):
+        for b, j in enumerate(col_blocks): yield i, j, (fresh and b == 0, fresh and a == 0)
 
 # %% ../nbs/26_contrast.ipynb #ctforward
 def pair_scores(x:Tensor, y:Tensor, blocks:list[slice]) -> Tensor:  # [N,H] twice
@@ -199,77 +302,89 @@ def pair_scores(x:Tensor, y:Tensor, blocks:list[slice]) -> Tensor:  # [N,H] twic
     each = [torch.linalg.vecdot(wide(x[i]), wide(y[i])) for i in blocks]
     return torch.cat(each) if each else x.new_empty(0, dtype=acc_dtype(x.dtype))
 
+def loss_below(scores:Tensor, top:Tensor, s:Tensor) -> Tensor:
+    "-log(e^(score - top) / s), from a maximum and a sum relative to it; a rounding does not put it below 0."
+    return (s.log() - (scores - top)).clamp(min=0)
+
 def pair_losses(
     x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, blocks:list[slice],  # as `contrast_fwd` has them
 ) -> Tensor:  # [N]
-    "Means of a pair's two losses; a rounding does not put one below 0."
+    "Means of a pair's two losses."
+    if takes_kernel(x): return launch_pair_losses(x, y, scale.reshape(1), row_sums, col_sums)
     own = pair_scores(x, y, blocks) * scale
-    row_loss, col_loss = ((s.log() - (own - top)).clamp(min=0) for top, s in (row_sums, col_sums))
-    return (row_loss + col_loss) / 2
+    return (loss_below(own, *row_sums) + loss_below(own, *col_sums)) / 2
 
 def add_statistics(
-    x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
-    row_sums:Tensor, col_sums:Tensor, blocks:list[slice],  # [2,N]; added to
+    x:Tensor, y:Tensor, scale:Tensor,  # [N,H], [M,H], [1]
+    row_sums:Tensor, col_sums:Tensor,  # [2,N], [2,M]; added to, or written where `fresh`
+    row_blocks:list[slice], col_blocks:list[slice], fresh:bool=True,
 ):
     "Add the scores of all blocks to the sums of rows and columns."
     add = launch_statistics if takes_kernel(x) else plain_statistics
-    for i in blocks:
-        for j in blocks: add(x[i], y[j], scale, row_sums[:, i], col_sums[:, j])
-
-def no_sums(n:int, scale:Tensor) -> Tensor:  # [2,n], in the scale's dtype
-    "Maxima and sums of exponentials of no scores."
-    sums = scale.new_zeros(2, n)
-    sums[0] = -torch.inf
-    return sums
+    for i, j, new in each_block(row_blocks, col_blocks, fresh): add(x[i], y[j], scale, row_sums[:, i], col_sums[:, j], new)
 
 def contrast_fwd(
     x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, a scalar in their `acc_dtype`
     memory_budget:Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Losses of the pairs [N]; maxima of rows and of columns, and sums of exponentials from them, [2,N] each."
-    blocks, row_sums, col_sums = blocks_of(x, memory_budget), no_sums(len(x), scale), no_sums(len(x), scale)
-    add_statistics(x, y, scale.reshape(1), row_sums, col_sums, blocks)
+    blocks, row_sums, col_sums = blocks_of(x, memory_budget), scale.new_empty(2, len(x)), scale.new_empty(2, len(x))
+    add_statistics(x, y, scale.reshape(1), row_sums, col_sums, blocks, blocks)
     return pair_losses(x, y, scale, row_sums, col_sums, blocks), row_sums, col_sums
 
 # %% ../nbs/26_contrast.ipynb #ctsums
 class PairGradients:
-    "Sums over blocks of scores, in at least fp32: dx and dy but for a factor, and parts of the scale's; None where not needed."
-    def __init__(self, x:Tensor, y:Tensor, needs:tuple[bool, bool, bool]):
-        wide_like = lambda t: t.new_zeros(t.shape, dtype=acc_dtype(t.dtype))
-        need_x, need_y, self.need_scale = needs
-        self.dx, self.dy = wide_like(x) if need_x else None, wide_like(y) if need_y else None
-        self.dscale = []
+    "Sums over blocks of scores, in at least fp32: dx and dy but for a factor, and parts of the numbers'; None where not needed."
+    def __init__(self, x:Tensor, y:Tensor, needs:tuple[bool, bool, bool]):  # [N,H], [M,H]
+        make = torch.empty_like if len(x) and len(y) else torch.zeros_like  # without a block nobody writes
+        need_x, need_y, self.need_numbers = needs
+        self.dx, self.dy = (make(t, dtype=acc_dtype(t.dtype), memory_format=torch.contiguous_format) if need else None
+                            for t, need in ((x, need_x), (y, need_y)))
+        self.numbers = []
 
-    def spend(self, dz:Tensor, x:Tensor, y:Tensor, i:slice, j:slice):  # [R,C], [N,H] twice
-        "Add what the block of rows `i` and columns `j` brings."
-        if self.dx is not None: add_product(self.dx[i], dz, y[j].to(dz.dtype))
-        if self.dy is not None: add_product(self.dy[j], dz.T, x[i].to(dz.dtype))
+    def spend(self, dz:Tensor, x:Tensor, y:Tensor, i:slice, j:slice, new:tuple[bool, bool]):  # [R,C], [N,H], [M,H]
+        "Add what the block of rows `i` and columns `j` brings, or write it where it is the first."
+        if self.dx is not None: put_product(self.dx[i], dz, y[j].to(dz.dtype), not new[0])
+        if self.dy is not None: put_product(self.dy[j], dz.T, x[i].to(dz.dtype), not new[1])
 
     def rounded(self, x:Tensor, y:Tensor, factor:Tensor, top:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        "dx, dy, and the gradient of the scale; empty where not needed."
+        "dx, dy, and the gradient of the numbers; empty where not needed."
         found = []
         for name, t in (("dx", x), ("dy", y)):
             total = getattr(self, name)
-            found.append(t.new_empty(0) if total is None else total.mul_(factor).to(t.dtype))
+            out = t.new_empty(0) if total is None else total if total.dtype == t.dtype else torch.empty_like(total, dtype=t.dtype)
+            found.append(out if total is None else torch.mul(total, factor, out=out))
             setattr(self, name, None)  # before the other one is rounded
-        dscale = torch.cat(self.dscale).sum() * top if self.dscale else top * 0
-        return *found, dscale if self.need_scale else top.new_empty(0)
+            del total
+        if not self.need_numbers: return *found, top.new_empty(0)
+        return *found, torch.cat(self.numbers, -1).sum(-1) * top if self.numbers else top * 0
 
 # %% ../nbs/26_contrast.ipynb #ctbackward
 def spend_blocks(
-    grads:PairGradients, x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, [1]
-    row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # sums [2,N] and coefficients [N]
-    blocks:list[slice], paired:bool,  # whether row i and column i belong together
+    grads:PairGradients, x:Tensor, y:Tensor,  # [N,H], [M,H]
+    row_blocks:list[slice], col_blocks:list[slice], fresh:bool,  # whether nothing has been added before
+    put:Callable[[slice, slice, Tensor], Tensor],  # writes the gradient of a block's scores, returns parts of the numbers'
 ):
     "Add what all blocks bring, from scores that are computed again."
-    kernel, rows, part = takes_kernel(x), max((b.stop - b.start for b in blocks), default=0), lambda terms, i: tuple(t[..., i] for t in terms)
-    dz = x.new_empty(rows, -(-rows // 8) * 8, dtype=x.dtype if kernel else scale.dtype)
-    put = launch_dz if kernel else plain_dz
-    for i in blocks:
-        for j in blocks:
-            d = dz[:i.stop - i.start, :j.stop - j.start]
-            grads.dscale.append(put(x[i], y[j], scale, part(row_terms, i), part(col_terms, j), paired and i == j, grads.need_scale, d))
-            grads.spend(d, x, y, i, j)
+    rows, columns = (max((b.stop - b.start for b in blocks), default=0) for blocks in (row_blocks, col_blocks))
+    dz = x.new_empty(rows, -(-columns // 8) * 8, dtype=x.dtype if takes_kernel(x) else acc_dtype(x.dtype))
+    for i, j, new in each_block(row_blocks, col_blocks, fresh):
+        d = dz[:i.stop - i.start, :j.stop - j.start]
+        grads.numbers.append(put(i, j, d))
+        grads.spend(d, x, y, i, j, new)
+
+def spend_contrast(
+    grads:PairGradients, x:Tensor, y:Tensor, scale:Tensor,  # [N,H], [M,H], [1]
+    row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # sums [2,N] and coefficients [N]; of columns
+    row_blocks:list[slice], col_blocks:list[slice],
+    paired:bool, positives:Optional[Positives]=None,  # whether row i and column i belong together; or what does
+    fresh:bool=True,
+):
+    "Add what all blocks of this loss bring."
+    make, part = launch_dz if takes_kernel(x) else plain_dz, lambda terms, i: tuple(t[..., i] for t in terms)
+    put = lambda i, j, d: make(x[i], y[j], scale, part(row_terms, i), part(col_terms, j), paired and i == j,
+                               positives and positives.block(i, j), j.start, grads.need_numbers, d)
+    spend_blocks(grads, x, y, row_blocks, col_blocks, fresh, put)
 
 def contrast_bwd(
     g:Tensor, x:Tensor, y:Tensor, scale:Tensor,  # [N], [N,H] twice, a scalar
@@ -278,9 +393,10 @@ def contrast_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dy [N,H] and the gradient of the scale; empty where not needed."
     top = grad_scale_of(g) if len(g) else torch.ones_like(scale)
-    grads, coef = PairGradients(x, y, (need_x, need_y, need_scale)), (g / top).contiguous()
-    spend_blocks(grads, x, y, scale.reshape(1), (row_sums, coef), (col_sums, coef), blocks_of(x, memory_budget), True)
-    return grads.rounded(x, y, scale * top / 2, top / 2)
+    grads, coef, blocks = PairGradients(x, y, (need_x, need_y, need_scale)), (g / top).contiguous(), blocks_of(x, memory_budget)
+    spend_contrast(grads, x, y, scale.reshape(1), (row_sums, coef), (col_sums, coef), blocks, blocks, True)
+    half = top / 2
+    return grads.rounded(x, y, scale * half, half)
 
 # %% ../nbs/26_contrast.ipynb #ctoperators
 def save_contrast(ctx, inputs, output):
@@ -326,10 +442,10 @@ class RingContrast(torch.autograd.Function):
     "Losses of this rank's pairs among those of all ranks: y and what belongs to it go round, one rank's at a time."
     @staticmethod
     def forward(ctx, x, y, scale, s, memory_budget, factor):  # the last multiplies gradients
-        blocks, row_sums = blocks_of(x, memory_budget), no_sums(len(x), scale)
-        ring = [y, row_sums.clone()]
-        for _ in range(s.ranks):
-            add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], blocks)
+        blocks, row_sums = blocks_of(x, memory_budget), scale.new_empty(2, len(x))
+        ring = [y, scale.new_empty(2, len(x))]
+        for step in range(s.ranks):
+            add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], blocks, blocks, step == 0)
             ring = pass_on(ring, s)
         ctx.how = s, blocks, factor
         ctx.save_for_backward(x, y, scale, row_sums, ring[1])
@@ -344,7 +460,7 @@ class RingContrast(torch.autograd.Function):
         ring = [y, col_sums, coef] + [grads.dy] * ctx.needs_input_grad[1]
         for step in range(s.ranks):
             if grads.dy is not None: grads.dy = ring[3]
-            spend_blocks(grads, x, ring[0], scale.reshape(1), (row_sums, coef), tuple(ring[1:3]), blocks, step == 0)
+            spend_contrast(grads, x, ring[0], scale.reshape(1), (row_sums, coef), tuple(ring[1:3]), blocks, blocks, step == 0, fresh=step == 0)
             ring = pass_on(ring, s)
         if grads.dy is not None: grads.dy = ring[3]
         found = grads.rounded(x, y, scale * top * factor / 2, top * factor / 2)

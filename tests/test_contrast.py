@@ -236,7 +236,7 @@ def test_the_same_bits_again_and_in_blocks_of_other_sizes_the_same_numbers():
 SMALL = Tiling(False, 16, 32, 16, warps=4)
 
 
-def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0) -> list[str]:
+def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0, fresh=(False, False), several=False) -> list[str]:
     "What the kernels of a module `k` get wrong of a block"
     made = torch.Generator().manual_seed(1)
     x, y = (torch.randn(n, h, generator=made).to(device, dtype) for n in (r, c))
@@ -245,12 +245,14 @@ def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0) -> li
     sums = [[torch.stack([torch.linspace(-2, 3, n, device=device), torch.linspace(1, 4, n, device=device)]) for n in (r, c)] for _ in range(2)]
     for before in sums:
         before[0][0, 0], before[0][1, 0] = -torch.inf, 0.0
-    k.launch_statistics(x, y, s, *sums[0], SMALL)
-    contrast.plain_statistics(x, y, s, *sums[1])
+    k.launch_statistics(x, y, s, *sums[0], fresh, SMALL)
+    contrast.plain_statistics(x, y, s, *sums[1], fresh)
     coefs, dz = [torch.linspace(-1, 2, n, device=device) for n in (r, c)], torch.full((r, c + 3), 7.0, device=device, dtype=dtype)
     whole = torch.empty(r, c, device=device)
     terms = tuple(zip(sums[1], coefs))
-    parts = k.launch_dz(x, y, s, *terms, paired, True, dz[:, :c], SMALL).sum(), contrast.plain_dz(x, y, s, *terms, paired, True, whole).sum()
+    index = (torch.arange(3 * r, device=device).view(r, 3) * 7) % (c + 20) - 1  # of columns from 10 on, some before and behind the block
+    marks = contrast.Positives(index, *(torch.linspace(-1, 1, n, device=device) for n in (r, r, c))) if several else None
+    parts = k.launch_dz(x, y, s, *terms, paired, marks, 10, True, dz[:, :c], SMALL).sum(), contrast.plain_dz(x, y, s, *terms, paired, marks, 10, True, whole).sum()
     limit = 1e-4 if dtype == f32 else 2e-3
     for name, a, e, most in (("rows", sums[0][0].flatten(), sums[1][0].flatten(), 1e-5), ("columns", sums[0][1].flatten(), sums[1][1].flatten(), 1e-5), ("dz", dz[:, :c], whole, limit), ("scale", *parts, 1e-4)):
         if not relative_error(a, e) <= most: wrong.append(f"{name} off by {relative_error(a, e):.1e}")
@@ -262,10 +264,11 @@ BLOCKS = {"small": (9, 9, 5, 0.0), "ragged": (40, 50, 20, 0.0), "far below": (17
 
 
 @where_kernels_run
-@pytest.mark.parametrize("block, dtype, paired", grid(tuple(BLOCKS), (f32, f16), (False, True)))
-def test_kernels(block, dtype, paired, device):
+@pytest.mark.parametrize("block, dtype, targets", grid(tuple(BLOCKS), (f32, f16), (None, "paired", "several")))
+def test_kernels(block, dtype, targets, device):
     r, c, h, shift = BLOCKS[block]
-    assert kernel_faults(contrast, r, r if paired else c, h, dtype, device, paired, shift=shift) == []
+    paired, fresh = targets == "paired", (targets == "several", targets is None)
+    assert kernel_faults(contrast, r, r if paired else c, h, dtype, device, paired, shift=shift, fresh=fresh, several=targets == "several") == []
 
 
 @where_kernels_run
@@ -293,20 +296,20 @@ def test_a_gpu_by_descriptors_and_pointers(dtype):
 # --- planted bugs ---
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
-    "columns are rows": ("(col_sums, z.T))", "(col_sums, z if len(x) == len(y) else z.T))"),
-    "a block replaces what was summed": ("online_sums(*sums, scores)", "online_sums(*no_sums(len(scores), z), scores)"),
-    "the columns' sums are those of the first block": ("add(x[i], y[j], scale, row_sums[:, i], col_sums[:, j])", "add(x[i], y[j], scale, row_sums[:, i], col_sums[:, :j.stop - j.start])"),
-    "each block has a diagonal": ("paired and i == j", "paired and d.shape[0] == d.shape[1]"),
+    "columns are rows": ("(col_sums, z.T, fresh[1]))", "(col_sums, z if len(x) == len(y) else z.T, fresh[1]))"),
+    "a block replaces what was summed": ("no_sums(len(scores), scale) if new else sums", "no_sums(len(scores), scale)"),
+    "the columns' sums are those of the first block": ("row_sums[:, i], col_sums[:, j], new)", "row_sums[:, i], col_sums[:, :j.stop - j.start], new)"),
+    "each block has a diagonal": ("paired and i == j,", "paired and d.shape[0] == d.shape[1],"),
     "columns take their rows' upstream gradients": ("part(row_terms, i), part(col_terms, j), paired", "part(row_terms, i), (col_terms[0][:, j], col_terms[1][:j.stop - j.start]), paired"),
     "the diagonal counts once": ("dz.diagonal().sub_(2 * row_coef)", "dz.diagonal().sub_(row_coef)"),
-    "dx of the last block alone": ("add_product(self.dx[i], dz,", "self.dx[i] = 0; add_product(self.dx[i], dz,"),
-    "dy begins with what was there": ("t.new_zeros(t.shape, dtype", "t.new_ones(t.shape, dtype"),
-    "the scale is forgotten in dx": ("grads.rounded(x, y, scale * top / 2, top / 2)", "grads.rounded(x, y, top / 2, top / 2)"),
-    "the scale's gradient is not halved": ("scale * top / 2, top / 2)", "scale * top / 2, top)"),
+    "dx of the last block alone": ("y[j].to(dz.dtype), not new[0])", "y[j].to(dz.dtype), False)"),
+    "dy begins with what was there": ("x[i].to(dz.dtype), not new[1])", "x[i].to(dz.dtype), True)"), "dy of the last block alone": ("x[i].to(dz.dtype), not new[1])", "x[i].to(dz.dtype), False)"),
+    "the scale is forgotten in dx": ("grads.rounded(x, y, scale * half, half)", "grads.rounded(x, y, half, half)"),
+    "the scale's gradient is not halved": ("grads.rounded(x, y, scale * half, half)", "grads.rounded(x, y, scale * half, top)"),
     "the scale's gradient is of scores": ("product.mul_(dz).sum()", "product.mul_(scale).mul_(dz).sum()"),
-    "upstream gradients are dropped": ("need_scale)), (g / top).contiguous()", "need_scale)), torch.ones_like(g / top)"),
+    "upstream gradients are dropped": ("need_scale)), (g / top).contiguous(), blocks", "need_scale)), torch.ones_like(g / top), blocks"),
     "the mean is a sum": ('(max(x.shape[0] * s.ranks, 1) if reduction == "mean" else 1)', "1"),
-    "losses are not halved": ("return (row_loss + col_loss) / 2", "return row_loss + col_loss"),
+    "losses are not halved": ("loss_below(own, *col_sums)) / 2", "loss_below(own, *col_sums))"),
     "pairs' scores without the scale": ("own = pair_scores(x, y, blocks) * scale", "own = pair_scores(x, y, blocks)"),
 }
 CHOSEN_BUGS = few(MUTANTS, "a block replaces what was summed", "each block has a diagonal", "columns take their rows' upstream gradients", "dx of the last block alone",
@@ -333,6 +336,8 @@ KERNEL_MUTANTS = {
     "rows beyond the edge count in columns": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(inside[None, :], product * scale"),
     "columns beyond the edge count in rows": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(keep[:, None], product * scale"),
     "what was summed is forgotten": ("s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)", "s = tl.zeros([BN], tl.float32)"),
+    "positives are counted from the block": ("mask=rows < R, other=-1) - first", "mask=rows < R, other=-1)"),
+    "the first positive alone": ("found = found | (column", "found = (column"),
     "columns by the rows' sums": ("col_coef * exp2_diff(z, col_max, 1.0)", "col_coef * exp2_diff(z, row_max, 1.0)"),
     "the diagonal counts once in the kernel": ("tl.where(rows[:, None] == cols[None, :], 2 * own_coef, 0.0)", "tl.where(rows[:, None] == cols[None, :], own_coef, 0.0)"),
     "the scale's part of the last tile alone": ("dscale += tl.sum(d * product, 1)", "dscale = tl.sum(d * product, 1)"),
@@ -346,4 +351,4 @@ KERNEL_MUTANTS = {
 def test_a_bug_planted_in_a_kernel_is_noticed(bug, tmp_path, device):
     k = planted(contrast, tmp_path, *KERNEL_MUTANTS[bug])
     check = partial(kernel_faults, k, dtype=f32, device=device)
-    assert check(40, 50, 20, paired=False) or check(17, 17, 33, paired=True, shift=-60.0) or check(40, 50, 20, paired=False, scale=60.0), "nothing noticed"
+    assert check(40, 50, 20, paired=False) or check(40, 50, 20, paired=False, several=True) or check(17, 17, 33, paired=True, shift=-60.0) or check(40, 50, 20, paired=False, scale=60.0), "nothing noticed"
