@@ -21,7 +21,7 @@ _NAMES = {  # the public names of each module, which is imported when one of the
     "baseline": ("BaselineSoftmax", "BaselineSoftmaxNllLoss", "baseline_linear_cross_entropy"),
     "chunks": ("chunked_linear_cross_entropy",),
     "clusters": ("cross_entropy",),
-    "contrast": ("contrastive_loss",),
+    "contrast": ("contrastive_loss", "sigmoid_contrastive_loss"),
     "core.options": ("CrossEntropyStats",),
     "core.popularity": ("PopularitySampler",),
     "core.sampling": ("NegativeSampler",),

@@ -2,7 +2,7 @@
 
 from fusedloss import integrations as integrations, margins as margins, semirings as semirings
 from fusedloss.baseline import BaselineSoftmax as BaselineSoftmax, BaselineSoftmaxNllLoss as BaselineSoftmaxNllLoss, baseline_linear_cross_entropy as baseline_linear_cross_entropy
-from fusedloss.contrast import contrastive_loss as contrastive_loss
+from fusedloss.contrast import contrastive_loss as contrastive_loss, sigmoid_contrastive_loss as sigmoid_contrastive_loss
 from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, LossArguments, Method, Reduction, ShardedMethod
 from fusedloss.core.popularity import PopularitySampler as PopularitySampler
 from fusedloss.core.sampling import NegativeSampler as NegativeSampler

@@ -449,7 +449,7 @@ def linear_log_probs(
     o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     x, w, *bias = autocast_like_linear(input.reshape(tokens.numel(), input.shape[-1]), linear_weight,
-                                       *([] if linear_bias is None else [linear_bias]))
+                                       *([] if linear_bias is None else [linear_bias.contiguous()]))
     stats = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
     y = flat_labels(target)
     more = (bias or [None])[0], each, o, stats, memory_budget or 0, max_valid, batch_invariant

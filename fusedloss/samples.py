@@ -411,7 +411,7 @@ def linear_sample(
         o, each, scale = temperature_options(temperature, logit_scale, softcap, -100)
         input, linear_bias = fold_scale(scale, input, linear_bias)
         x, w, *bias = autocast_like_linear(input.reshape(shape.numel(), input.shape[-1]), linear_weight,
-                                           *([] if linear_bias is None else [linear_bias]))
+                                           *([] if linear_bias is None else [linear_bias.contiguous()]))
         own = {} if generator is None else {"generator": generator}  # a compiler refuses sizes beside None
         seeds = torch.randint(2**63 - 1, (x.shape[0],), device=x.device, **own)
         tokens, log_probs = samples_of_rows(x, w, seeds, (bias or [None])[0], each, o, f)

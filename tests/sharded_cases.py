@@ -699,12 +699,13 @@ def contrast_by_a_ring(meshes):
 
 
 RING_BUGS = {  # of the contrast over ranks: what is wrong, the text of the source, what stands in its place
-    "each step has a diagonal": ("blocks, step == 0)", "blocks, True)"),
+    "each step has a diagonal": ("blocks, blocks, step == 0, fresh", "blocks, blocks, True, fresh"),
     "a wrapper that averages is forgotten": ('s.ranks if backbone_reduction == "mean" else 1)', "1)"),
     "dy stays where it is": ("grads.dy = ring[3]\n        found", "pass\n        found"),
     "each rank has a unit of its own": ("largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)", "grad_scale_of(g)"),
     "a mean over this rank's pairs": ("x.shape[0] * s.ranks", "x.shape[0]"),
     "upstream gradients do not travel": ("tuple(ring[1:3])", "(ring[1], coef)"),
+    "each step begins anew": ("blocks, blocks, step == 0)", "blocks, blocks, True)"),
     "sums of columns do not travel": ("ring = pass_on(ring, s)\n        ctx.how", "ring = pass_on(ring[:1], s) + ring[1:]\n        ctx.how"),
 }
 

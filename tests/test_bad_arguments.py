@@ -67,6 +67,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
     **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
     "plan": dict(n_tokens=4, n_classes=16, n_features=8), "contrastive_loss": dict(x=x, y=torch.randn(N, H, generator=made), logit_scale=2.0),
+    "sigmoid_contrastive_loss": dict(x=x, y=torch.randn(N, H, generator=made), logit_scale=2.0, logit_bias=-1.0),
     **dict.fromkeys(("linear_divergence", "sharded_linear_divergence"), dict(input=x, linear_weight=w, teacher_input=torch.randn(N, 3, generator=made),
                                                                              teacher_weight=torch.randn(V, 3, generator=made))),
     **dict.fromkeys(("ctc_loss", "ctc_posteriors", "forced_align", "CTCLoss.forward"), paths),
@@ -95,7 +96,7 @@ THEN = {  # the call that some constructors leave the checks to
     **dict.fromkeys(("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss"), dict(input=x, target=y)),
 }
 EXAMPLES = {**dict.fromkeys(("linear_bias", "teacher_bias"), torch.randn(V, generator=made)), "target_weight": torch.rand(3, generator=made), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
-            "token_weight": torch.rand(N, generator=made), "temperature": 0.5 + torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2])}
+            "token_weight": torch.rand(N, generator=made), "temperature": 0.5 + torch.rand(N, generator=made), "grad_buffer": torch.zeros(V, H), "lengths": torch.tensor([3, 2]), "positives": torch.arange(N)}
 INSIDE = re.compile(  # results, and what the library calls with what it made itself
     r"CrossEntropyStats|LogProbs|TopK|LinearCrossEntropyLoss\.compute|\w*RowSparse\.(update|load_state_dict|add_param_group)|.*\.(observe|moves_by|new_rows|target_score|quality|lift|sum|mul|reduce|dsum|best"
     r"|filled|pace|paced|__call__)|margins\.(Margin|WideBuffers|CosineTiles)(\..*)?|margins\.\w+\.forward")
@@ -144,7 +145,7 @@ def called() -> list[str]:
 # --- values that an argument cannot take: by its type, and by its name where the type does not say it ---
 
 NUMBERS = {  # outside of the range
-    "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
+    "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "logit_bias": (), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
     "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
     "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "teacher_logit_scale": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0), "top_p": (0.0, -0.5, 1.5), "min_p": (-0.5, 1.5),
 }
@@ -173,7 +174,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     "linear_sample-input": {"more dimensions", "rows"}, "linear_sample-temperature": {"number", "float64"},
     "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
     **dict.fromkeys((f"{name}linear_divergence-{bias}_bias" for name in ("", "sharded_") for bias in ("linear", "teacher")), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
-    "semirings.CountSemiring-dtype": {"int8"}, "contrastive_loss-logit_scale": {"0.0", "-1.0"}, "logit_scale": {"tensor"},
+    "semirings.CountSemiring-dtype": {"int8"}, **dict.fromkeys(("contrastive_loss-logit_scale", "sigmoid_contrastive_loss-logit_scale"), {"0.0", "-1.0"}), "logit_scale": {"tensor"}, "logit_bias": {"tensor"},
     **dict.fromkeys((f"margins.{kind}-scale" for kind in ("AdaFace", "ArcFace", "Combined", "CosFace")), {"tensor"}),
 }
 NOT_FINE = dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
@@ -204,7 +205,7 @@ def tensors(name: str, good: Tensor) -> Iterator[tuple[str, object]]:
     yield "meta", good.to("meta")
     if name in ("weight", "class_weight", "token_weight"):
         yield "gradient", good.clone().requires_grad_()
-    if name in ("target", "targets", "idx") or name.endswith("lengths"):
+    if name in ("target", "targets", "idx", "positives") or name.endswith("lengths"):
         yield from ((str(number), torch.full_like(good, number)) for number in (99, -7))
 
 

@@ -210,6 +210,196 @@ def test_refused(what):
     with pytest.raises(ValueError, match=message): fl.contrastive_loss(*given(*sample(8, 3, f32)), **options)
 
 
+# --- more columns than rows, several positives; SigLIP ---
+
+def named_in(positives, n, m):
+    "Which columns [N,M] the rows name"
+    mask = torch.zeros(n, m + 1, dtype=torch.bool, device=positives.device)
+    return mask.scatter_(1, torch.where(positives < 0, m, positives).view(n, -1), True)[:, :m]
+
+
+def exact_positives(x, y, logit_scale, *, positives, reduction="mean"):
+    "Each row's mean over its positives, and each named column's over the rows that name it"
+    z, mask = logit_scale * x @ y.T, named_in(positives, len(x), len(y))
+    rows = (-z.log_softmax(1) * mask).sum(1) / mask.sum(1)
+    named = mask.sum(0)
+    terms = -z.log_softmax(0) * mask / named.clamp(min=1)
+    if reduction == "mean": return (rows.mean() + terms.sum() / (named > 0).sum()) / 2
+    return (rows.sum() + terms.sum()) / 2 if reduction == "sum" else (rows + terms.sum(1)) / 2
+
+
+def exact_sigmoid(x, y, logit_scale, logit_bias, *, positives=None, reduction="mean"):
+    "As SigLIP's paper: a binary decision for each row and column"
+    named = named_in(torch.arange(len(x), device=x.device) if positives is None else positives, len(x), len(y))
+    each = -F.logsigmoid(torch.where(named, 1, -1) * (logit_scale * x @ y.T + logit_bias)).sum(1)
+    return each if reduction == "none" else each.sum() / (len(x) if reduction == "mean" else 1)
+
+
+def some_positives(n, m, p, device="cpu"):
+    "The first of each row is one; among the others are none, and some twice"
+    found = torch.randint(-1, m, (n, p), generator=torch.Generator().manual_seed(5))
+    found[:, 0] = torch.randint(0, m, (n,), generator=torch.Generator().manual_seed(6))
+    found[::2, -1] = found[::2, 0]
+    return (found if p > 1 else found[:, 0]).to(device)
+
+
+OTHERS = {"positives": (fl.contrastive_loss, exact_positives, (14.0,)), "SigLIP": (fl.sigmoid_contrastive_loss, exact_sigmoid, (8.0, -4.0))}
+UNEVEN = {"one column": (5, 1, 3, 1), "few columns": (40, 6, 7, 4), "hard negatives": (130, 290, 24, 1), "both": (300, 140, 7, 5)}  # N, M, H, P
+
+
+def other_faults(kind, n, m, h, p, dtype, device="cpu", loss=None, **options) -> list[str]:
+    "What a loss of `OTHERS` gets wrong, in words"
+    ours, truth, numbers = OTHERS[kind]
+    x, y = sample(max(n, m), h, dtype)
+    x, y, positives = x[:n].to(device), y[:m].to(device), some_positives(n, m, p, device) if p else None
+    results = []
+    for run_loss, kind_of in ((loss or ours, dtype), (truth, f64)):
+        leaves = [t.detach().to(kind_of).requires_grad_() for t in (x, y)]
+        leaves += [torch.tensor(v, dtype=f64 if kind_of == f64 else f32, device=device, requires_grad=True) for v in numbers]
+        how = options if run_loss is not truth else {k: v for k, v in options.items() if k == "reduction"}
+        out = run_loss(*leaves, positives=positives, **how)
+        g = torch.linspace(-1.5, 1, max(out.numel(), 1), dtype=f64, device=device).view(out.shape).to(out.dtype)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, g)))
+    wrong = []
+    for name, a, e, t in zip(("loss", "dx", "dy", "dscale", "dbias"), *results, (results[0][0], *leaves)):
+        limit = LIMITS[dtype][name in ("dx", "dy")]
+        kind_of = dtype if name in ("dx", "dy") else f64 if dtype == f64 else f32
+        if a.dtype != kind_of or a.shape != e.shape: wrong.append(f"{name} is {a.dtype} {list(a.shape)}")
+        elif not (a.double() - e).norm() <= limit * max(e.norm(), 1e-3): wrong.append(f"{name} is off by {relative_error(a.cpu(), e.cpu()):.1e}")
+    return wrong
+
+
+@pytest.mark.parametrize("kind, size, dtype, reduction, budget", grid(tuple(OTHERS), tuple(UNEVEN), (f64, f32, bf16, f16), ("mean", "sum", "none"), (None, LEAST)))
+def test_against_the_definition(kind, size, dtype, reduction, budget, device):
+    assert other_faults(kind, *UNEVEN[size], dtype, device=device, reduction=reduction, memory_budget=budget) == []
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_positives_of_the_diagonal_are_pairs(reduction):
+    x, y = sample(150, 7, f64)
+    s = torch.tensor(9.0, dtype=f64)
+    paired = run(fl.contrastive_loss, x, y, s, reduction=reduction, memory_budget=LEAST)
+    for positives in (torch.arange(150), torch.arange(150, dtype=torch.int32)[:, None], torch.stack([torch.arange(150), torch.full((150,), -1), torch.arange(150)], 1)):
+        for a, e in zip(run(fl.contrastive_loss, x, y, s, reduction=reduction, positives=positives), paired): torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_siglip_of_pairs(reduction):
+    assert other_faults("SigLIP", 140, 140, 6, 0, f64, reduction=reduction, memory_budget=LEAST) == []
+
+
+def test_rows_that_share_an_offset_of_a_million():
+    "Softmaxes do not see it; of SigLIP's logits, each 1e6, all that is not a positive costs as much"
+    found, positives = [], some_positives(40, 60, 3)
+    for shift in (0.0, 1e6):
+        x, y = sample(60, 6, f64)
+        x[:, 0], y[:, 0] = 1.0, shift
+        found.append(run(fl.contrastive_loss, x[:40], y, torch.tensor(1.0, dtype=f64), positives=positives, reduction="none")[:2])
+    torch.testing.assert_close(*((loss, dx[:, 1:]) for loss, dx in found), rtol=1e-8, atol=1e-8)
+    x, y, positives = torch.ones(8, 1), torch.full((12, 1), 1e6), some_positives(8, 12, 2)
+    loss = fl.sigmoid_contrastive_loss(x, y, 1.0, 0.0, positives=positives, reduction="none")
+    torch.testing.assert_close(loss, 1e6 * (~named_in(positives, 8, 12)).sum(1).float())
+
+
+def test_certain_answers_keep_their_digits():
+    "SigLIP's losses of 1e-9 each, which 1 + e would lose"
+    x, y = 20 * torch.eye(6), torch.eye(6)
+    found = fl.sigmoid_contrastive_loss(x, y, 2.0, -20.0, reduction="none")
+    torch.testing.assert_close(found, exact_sigmoid(x.double(), y.double(), 2.0, -20.0, reduction="none").float(), rtol=1e-5, atol=0)
+
+
+def test_siglip_has_rows_without_positives():
+    x, y = sample(9, 4, f64)
+    none = torch.full((9, 2), -1)
+    torch.testing.assert_close(fl.sigmoid_contrastive_loss(x, y, 3.0, -1.0, positives=none), exact_sigmoid(x, y, 3.0, -1.0, positives=none))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_sizes_of_nothing(kind):
+    loss, _, numbers = OTHERS[kind]
+    for n, m, h in ((0, 3, 4), (0, 0, 4), (3, 2, 0)):
+        x, y = torch.zeros(n, h, requires_grad=True), torch.zeros(m, h, requires_grad=True)
+        for reduction in ("mean", "sum", "none"):
+            out = loss(x, y, *numbers, positives=torch.zeros(n, 1, dtype=torch.long), reduction=reduction)
+            grads = torch.autograd.grad(out.sum(), (x, y))
+            assert out.isfinite().all() and all(g.shape == t.shape and not g.any() for g, t in zip(grads, (x, y)))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (-1,), (0, 1), ()])
+def test_only_wanted_gradients_of_others(kind, wanted):
+    loss, _, numbers = OTHERS[kind]
+    leaves = [*sample(20, 4, f64), *(torch.tensor(v, dtype=f64) for v in numbers)]
+    wanted = [leaves[k].requires_grad_() for k in wanted]
+    out = loss(*leaves, positives=some_positives(20, 20, 2))
+    assert out.requires_grad == bool(wanted)
+    if wanted: out.backward()
+    assert all((t.grad is not None) == any(t is w for w in wanted) for t in leaves)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_as_they_are_called(kind):
+    loss, truth, numbers = OTHERS[kind]
+    x, y = (t.requires_grad_() for t in sample(20, 4, f64))
+    positives = some_positives(20, 20, 3)
+    call = lambda loss, x=x, y=y: loss(x, y, *numbers, positives=positives)  # noqa: E731
+    compiled = torch.compile(lambda x, y: loss(x, y, *numbers, positives=positives), fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(call(truth), (x, y))
+    for a, e in zip(torch.autograd.grad(compiled(x, y), (x, y)), expected): torch.testing.assert_close(a, e)
+    assert has_no_second_derivative(call(loss), x)
+    with pytest.raises(RuntimeError, match="not batched by torch.vmap"): torch.vmap(lambda a: call(loss, a))(x[None])
+    torch.testing.assert_close(torch.func.grad(lambda a: call(loss, a, y.detach()))(x.detach()), expected[0])
+    narrow = [t.detach().float() for t in (x, y)]
+    with torch.autocast("cpu", bf16): found = call(loss, *narrow)
+    assert found.dtype == f32 and torch.equal(found, call(loss, *(t.to(bf16) for t in narrow)))
+
+
+def test_operators_of_others_are_as_declared():
+    x, y = (t.requires_grad_() for t in sample(7, 3, f64))
+    s, b = (torch.tensor(v, dtype=f64, requires_grad=True) for v in (2.0, -1.0))
+    checks = dict(test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(torch.ops.fusedloss.contrast_positives.default, (x, y, s, some_positives(7, 7, 2), None), **checks)
+    torch.library.opcheck(torch.ops.fusedloss.contrast_sigmoid.default, (x, y, s, b, None, None), **checks)
+
+
+NAMES_REFUSED = {
+    "floats": (torch.ones(8), ValueError, "positives: expected int64, got torch.float32"),
+    "a list": ([1] * 8, ValueError, "positives: expected a tensor or None, got list"),
+    "too few": (torch.zeros(7, dtype=torch.long), ValueError, r"positives: expected shape \[8\] or \[8, P\], P ≥ 1, got \[7\]"),
+    "no columns": (torch.zeros(8, 0, dtype=torch.long), ValueError, "P ≥ 1"),
+    "behind the last": (torch.full((8, 2), 8), IndexError, "positives: expected 0 ≤ row of y < 8, or -1 for none, got 8 in row 0"),
+    "before the first": (torch.full((8,), -2), IndexError, "got -2 in row 0"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("what", NAMES_REFUSED)
+def test_refused_positives(kind, what):
+    loss, _, numbers = OTHERS[kind]
+    positives, error, message = NAMES_REFUSED[what]
+    with pytest.raises(error, match=message): loss(*sample(8, 3, f32), *numbers, positives=positives)
+
+
+def test_what_else_is_refused_of_others():
+    x, y = sample(8, 3, f32)
+    with pytest.raises(ValueError, match="positives: expected at least one in each row, got none in row 2"):
+        fl.contrastive_loss(x[:3], y, 1.0, positives=torch.tensor([[0, -1], [-1, 3], [-1, -1]]))
+    with pytest.raises(ValueError, match=r"y: expected shape \[M, 3\], got \[8, 2\]"):
+        fl.contrastive_loss(x, y[:, :2], 1.0, positives=torch.arange(8))
+    with pytest.raises(ValueError, match=r"y: expected x's shape \[8, 3\], got \[7, 3\]"): fl.sigmoid_contrastive_loss(x, y[1:], 1.0, 0.0)
+    with pytest.raises(ValueError, match="logit_bias: expected a finite number"): fl.sigmoid_contrastive_loss(x, y, 1.0, float("nan"))
+    with pytest.raises(ValueError, match="reduction: expected"): fl.sigmoid_contrastive_loss(x, y, 1.0, 0.0, reduction="avg")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_have_the_same_bits_again(kind):
+    loss, _, numbers = OTHERS[kind]
+    x, y = sample(300, 8, f32)
+    positives = some_positives(300, 300, 4)
+    once, again = (run(lambda x, y, s, loss=loss: loss(x, y, s, *numbers[1:], positives=positives, memory_budget=LEAST), x, y, torch.tensor(9.0)) for _ in range(2))
+    assert all(map(torch.equal, once, again))
+
+
 # --- memory, and bits ---
 
 def peak(n, h, budget, dtype=f32) -> int:
@@ -236,7 +426,7 @@ def test_the_same_bits_again_and_in_blocks_of_other_sizes_the_same_numbers():
 SMALL = Tiling(False, 16, 32, 16, warps=4)
 
 
-def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0) -> list[str]:
+def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0, fresh=(False, False), several=False) -> list[str]:
     "What the kernels of a module `k` get wrong of a block"
     made = torch.Generator().manual_seed(1)
     x, y = (torch.randn(n, h, generator=made).to(device, dtype) for n in (r, c))
@@ -245,12 +435,14 @@ def kernel_faults(k, r, c, h, dtype, device, paired, scale=1.5, shift=0.0) -> li
     sums = [[torch.stack([torch.linspace(-2, 3, n, device=device), torch.linspace(1, 4, n, device=device)]) for n in (r, c)] for _ in range(2)]
     for before in sums:
         before[0][0, 0], before[0][1, 0] = -torch.inf, 0.0
-    k.launch_statistics(x, y, s, *sums[0], SMALL)
-    contrast.plain_statistics(x, y, s, *sums[1])
+    k.launch_statistics(x, y, s, *sums[0], fresh, SMALL)
+    contrast.plain_statistics(x, y, s, *sums[1], fresh)
     coefs, dz = [torch.linspace(-1, 2, n, device=device) for n in (r, c)], torch.full((r, c + 3), 7.0, device=device, dtype=dtype)
     whole = torch.empty(r, c, device=device)
     terms = tuple(zip(sums[1], coefs))
-    parts = k.launch_dz(x, y, s, *terms, paired, True, dz[:, :c], SMALL).sum(), contrast.plain_dz(x, y, s, *terms, paired, True, whole).sum()
+    index = (torch.arange(3 * r, device=device).view(r, 3) * 7) % (c + 20) - 1  # of columns from 10 on, some before and behind the block
+    marks = contrast.Positives(index, *(torch.linspace(-1, 1, n, device=device) for n in (r, r, c))) if several else None
+    parts = k.launch_dz(x, y, s, *terms, paired, marks, 10, True, dz[:, :c], SMALL).sum(), contrast.plain_dz(x, y, s, *terms, paired, marks, 10, True, whole).sum()
     limit = 1e-4 if dtype == f32 else 2e-3
     for name, a, e, most in (("rows", sums[0][0].flatten(), sums[1][0].flatten(), 1e-5), ("columns", sums[0][1].flatten(), sums[1][1].flatten(), 1e-5), ("dz", dz[:, :c], whole, limit), ("scale", *parts, 1e-4)):
         if not relative_error(a, e) <= most: wrong.append(f"{name} off by {relative_error(a, e):.1e}")
@@ -262,10 +454,11 @@ BLOCKS = {"small": (9, 9, 5, 0.0), "ragged": (40, 50, 20, 0.0), "far below": (17
 
 
 @where_kernels_run
-@pytest.mark.parametrize("block, dtype, paired", grid(tuple(BLOCKS), (f32, f16), (False, True)))
-def test_kernels(block, dtype, paired, device):
+@pytest.mark.parametrize("block, dtype, targets", grid(tuple(BLOCKS), (f32, f16), (None, "paired", "several")))
+def test_kernels(block, dtype, targets, device):
     r, c, h, shift = BLOCKS[block]
-    assert kernel_faults(contrast, r, r if paired else c, h, dtype, device, paired, shift=shift) == []
+    paired, fresh = targets == "paired", (targets == "several", targets is None)
+    assert kernel_faults(contrast, r, r if paired else c, h, dtype, device, paired, shift=shift, fresh=fresh, several=targets == "several") == []
 
 
 @where_kernels_run
@@ -274,6 +467,44 @@ def test_the_whole_loss_by_kernels(device, monkeypatch):
     if device == "cpu": everywhere(monkeypatch, contrast, "takes_kernel", lambda x: x.dtype == f16)
     monkeypatch.setattr(contrast, "blocks_of", lambda x, memory_budget: [slice(0, 32), slice(32, 64), slice(64, 70)])
     assert faults(fl.contrastive_loss, 70, 24, f16, device=device, reduction="none") == []
+
+
+@where_kernels_run
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_by_kernels(kind, device, monkeypatch):
+    "Blocks of 32 rows and a rest, in fp16"
+    if device == "cpu": everywhere(monkeypatch, contrast, "takes_kernel", lambda x: x.dtype == f16)
+    monkeypatch.setattr(contrast, "blocks_of", lambda x, memory_budget: [slice(k, min(k + 32, len(x))) for k in range(0, len(x), 32)])
+    for p in (1, 3): assert other_faults(kind, 40, 70, 24, p, f16, device=device, reduction="none") == []
+
+
+@where_kernels_run
+@pytest.mark.parametrize("block, dtype", grid(tuple(BLOCKS), (f32, f16)))
+def test_sigmoid_kernels(block, dtype, device):
+    r, c, h, shift = BLOCKS[block]
+    made = torch.Generator().manual_seed(2)
+    x, y = (torch.randn(n, h, generator=made).to(device, dtype) for n in (r, c))
+    y[:, 0] += shift / 4
+    s, b, index = torch.tensor([1.5], device=device), torch.tensor([-9.0], device=device), (torch.arange(3 * r, device=device).view(r, 3) * 7) % (c + 20) - 1
+    given, coef = (x, y, s, b, index, 10), torch.linspace(-1, 2, r, device=device)
+    dz, whole = torch.full((r, c + 3), 7.0, device=device, dtype=dtype), torch.empty(r, c, device=device)
+    limit = 1e-4 if dtype == f32 else 2e-3
+    torch.testing.assert_close(contrast.launch_sigmoid_losses(*given, SMALL), contrast.plain_sigmoid_losses(*given), rtol=1e-5, atol=1e-7)
+    parts = contrast.launch_sigmoid_dz(*given, coef, True, dz[:, :c], SMALL).sum(1), contrast.plain_sigmoid_dz(*given, coef, True, whole).sum(1)
+    assert relative_error(*parts) <= 1e-4 and relative_error(dz[:, :c], whole) <= limit and (dz[:, c:] == 7).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_on_a_gpu(kind):
+    "By descriptors and pointers; replayed; a row that names what is not there"
+    loss, _, numbers = OTHERS[kind]
+    for h in (64, 67): assert other_faults(kind, 1500, 2300, h, 3, bf16, device="cuda", reduction="none", memory_budget=LEAST) == []
+    x, y = (t.requires_grad_() for t in sample(300, 64, bf16, "cuda"))
+    positives = some_positives(300, 300, 3, "cuda")
+    assert replays(lambda: torch.autograd.grad(loss(x, y, *numbers, positives=positives, memory_budget=LEAST), (x, y)))
+    positives[7, 1], positives[8, 2] = 300, -2
+    assert loss(x, y, *numbers, positives=positives, reduction="none").isnan().nonzero().flatten().tolist() == [7, 8]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
@@ -293,21 +524,32 @@ def test_a_gpu_by_descriptors_and_pointers(dtype):
 # --- planted bugs ---
 
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
-    "columns are rows": ("(col_sums, z.T))", "(col_sums, z if len(x) == len(y) else z.T))"),
-    "a block replaces what was summed": ("online_sums(*sums, scores)", "online_sums(*no_sums(len(scores), z), scores)"),
-    "the columns' sums are those of the first block": ("add(x[i], y[j], scale, row_sums[:, i], col_sums[:, j])", "add(x[i], y[j], scale, row_sums[:, i], col_sums[:, :j.stop - j.start])"),
-    "each block has a diagonal": ("paired and i == j", "paired and d.shape[0] == d.shape[1]"),
+    "columns are rows": ("(col_sums, z.T, fresh[1]))", "(col_sums, z if len(x) == len(y) else z.T, fresh[1]))"),
+    "a block replaces what was summed": ("no_sums(len(scores), scale) if new else sums", "no_sums(len(scores), scale)"),
+    "the columns' sums are those of the first block": ("row_sums[:, i], col_sums[:, j], new)", "row_sums[:, i], col_sums[:, :j.stop - j.start], new)"),
+    "each block has a diagonal": ("paired and i == j,", "paired and d.shape[0] == d.shape[1],"),
     "columns take their rows' upstream gradients": ("part(row_terms, i), part(col_terms, j), paired", "part(row_terms, i), (col_terms[0][:, j], col_terms[1][:j.stop - j.start]), paired"),
     "the diagonal counts once": ("dz.diagonal().sub_(2 * row_coef)", "dz.diagonal().sub_(row_coef)"),
-    "dx of the last block alone": ("add_product(self.dx[i], dz,", "self.dx[i] = 0; add_product(self.dx[i], dz,"),
-    "dy begins with what was there": ("t.new_zeros(t.shape, dtype", "t.new_ones(t.shape, dtype"),
-    "the scale is forgotten in dx": ("grads.rounded(x, y, scale * top / 2, top / 2)", "grads.rounded(x, y, top / 2, top / 2)"),
-    "the scale's gradient is not halved": ("scale * top / 2, top / 2)", "scale * top / 2, top)"),
+    "dx of the last block alone": ("y[j].to(dz.dtype), not new[0])", "y[j].to(dz.dtype), False)"),
+    "dy begins with what was there": ("x[i].to(dz.dtype), not new[1])", "x[i].to(dz.dtype), True)"), "dy of the last block alone": ("x[i].to(dz.dtype), not new[1])", "x[i].to(dz.dtype), False)"),
+    "the scale is forgotten in dx": ("grads.rounded(x, y, scale * half, half)", "grads.rounded(x, y, half, half)"),
+    "the scale's gradient is not halved": ("grads.rounded(x, y, scale * half, half)", "grads.rounded(x, y, scale * half, top)"),
     "the scale's gradient is of scores": ("product.mul_(dz).sum()", "product.mul_(scale).mul_(dz).sum()"),
-    "upstream gradients are dropped": ("need_scale)), (g / top).contiguous()", "need_scale)), torch.ones_like(g / top)"),
+    "upstream gradients are dropped": ("need_scale)), (g / top).contiguous(), blocks", "need_scale)), torch.ones_like(g / top), blocks"),
     "the mean is a sum": ('(max(x.shape[0] * s.ranks, 1) if reduction == "mean" else 1)', "1"),
-    "losses are not halved": ("return (row_loss + col_loss) / 2", "return row_loss + col_loss"),
+    "losses are not halved": ("loss_below(own, *col_sums)) / 2", "loss_below(own, *col_sums))"),
     "pairs' scores without the scale": ("own = pair_scores(x, y, blocks) * scale", "own = pair_scores(x, y, blocks)"),
+}
+OTHER_MUTANTS = {
+    "a positive twice counts twice": ("again[:, 1:] = at[:, 1:] == at[:, :-1]", "pass"),
+    "columns are divided by all": ("col_loss / counts[at], 0", "col_loss / counts.sum(), 0"),
+    "the mean is over all columns": ("(counts > 0).sum().clamp(min=1)", "len(y)"),
+    "rows are not divided by their positives": ("g_rows / (index >= 0).sum(1), g_shares", "g_rows, g_shares"),
+    "columns of one row alone": ("column_sums(index, g_shares, len(y)) * each", "column_sums(index[:, :1], g_shares, len(y)) * each"),
+    "positives of the first block": ("at = index - first", "at = index"),
+    "SigLIP's positives are negatives in backward": ("flip_positives(dz, index, first)", "pass"),
+    "SigLIP's bias is forgotten": (".mul_(scale).add_(bias)", ".mul_(scale)"),
+    "SigLIP's upstream gradients are dropped": ("out=dz).mul_(coef[:, None])", "out=dz)"),
 }
 CHOSEN_BUGS = few(MUTANTS, "a block replaces what was summed", "each block has a diagonal", "columns take their rows' upstream gradients", "dx of the last block alone",
                   "dy begins with what was there", "the scale's gradient is of scores", "the mean is a sum")
@@ -329,10 +571,29 @@ def test_a_planted_bug_is_noticed(bug, tmp_path):
     assert any_fault(planted(contrast, tmp_path, *MUTANTS[bug])), "nothing noticed"
 
 
+def other_fault(module) -> list[str]:
+    "What a case of each loss notices"
+    named = {"positives": module.contrastive_loss, "SigLIP": module.sigmoid_contrastive_loss}
+    return [f for kind, loss in named.items() for reduction in ("none", "mean")
+            for f in other_faults(kind, 140, 290, 5, 3, f64, loss=loss, reduction=reduction, memory_budget=LEAST)]
+
+
+def test_the_unchanged_source_passes_for_others(tmp_path):
+    assert other_fault(planted(contrast, tmp_path, *unchanged(OTHER_MUTANTS.values()))) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("bug", OTHER_MUTANTS)
+def test_a_bug_planted_in_others_is_noticed(bug, tmp_path):
+    assert other_fault(planted(contrast, tmp_path, *OTHER_MUTANTS[bug])), "nothing noticed"
+
+
 KERNEL_MUTANTS = {
     "rows beyond the edge count in columns": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(inside[None, :], product * scale"),
     "columns beyond the edge count in rows": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(keep[:, None], product * scale"),
     "what was summed is forgotten": ("s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)", "s = tl.zeros([BN], tl.float32)"),
+    "positives are counted from the block": ("mask=rows < R, other=-1) - first", "mask=rows < R, other=-1)"),
+    "the first positive alone": ("found = found | (column", "found = (column"),
     "columns by the rows' sums": ("col_coef * exp2_diff(z, col_max, 1.0)", "col_coef * exp2_diff(z, row_max, 1.0)"),
     "the diagonal counts once in the kernel": ("tl.where(rows[:, None] == cols[None, :], 2 * own_coef, 0.0)", "tl.where(rows[:, None] == cols[None, :], own_coef, 0.0)"),
     "the scale's part of the last tile alone": ("dscale += tl.sum(d * product, 1)", "dscale = tl.sum(d * product, 1)"),
@@ -346,4 +607,4 @@ KERNEL_MUTANTS = {
 def test_a_bug_planted_in_a_kernel_is_noticed(bug, tmp_path, device):
     k = planted(contrast, tmp_path, *KERNEL_MUTANTS[bug])
     check = partial(kernel_faults, k, dtype=f32, device=device)
-    assert check(40, 50, 20, paired=False) or check(17, 17, 33, paired=True, shift=-60.0) or check(40, 50, 20, paired=False, scale=60.0), "nothing noticed"
+    assert check(40, 50, 20, paired=False) or check(40, 50, 20, paired=False, several=True) or check(17, 17, 33, paired=True, shift=-60.0) or check(40, 50, 20, paired=False, scale=60.0), "nothing noticed"

@@ -175,7 +175,7 @@ def test_heads_whose_rows_pad(kind, pads, top, how, device):
 @pytest.mark.parametrize("dtype", (f16, bf16, f32))
 def test_half_of_what_is_new(dtype, device):
     options = dict(temperature=torch.linspace(0.5, 2, 47, dtype=dtype), logit_scale=1.5, teacher_logit_scale=0.7, softcap=6.0)
-    for case in (Case((47, 16, 24, 123), options, dtype=dtype, spread=0.5, pads=(5, 9)), Case((47, 16, 24, 123), options, dtype=dtype, spread=0.5, top=9, ragged=True)):
+    for case in (Case((47, 16, 24, 123), options, dtype=dtype, spread=0.5, pads=(5, 9)), Case((47, 16, 24, 123), {k: v for k, v in options.items() if k != "teacher_logit_scale"}, dtype=dtype, spread=0.5, top=9, ragged=True)):
         assert faults(case, device) == []
 
 

@@ -191,8 +191,14 @@ def contrasts(dtype, width, N=8192):
     "Blocks of scores of pairs: their sums, and their gradient on the diagonal and beside it"
     x, y, s = matrix(N, width, dtype), matrix(N, width, dtype), cuda(1)
     contrast.launch_statistics(x, y, s, cuda(2, N), cuda(2, N))
-    for paired, need_scale in ((True, True), (False, True), (False, False)):
-        contrast.launch_dz(x, y, s, (cuda(2, N), cuda(N)), (cuda(2, N), cuda(N)), paired, need_scale, matrix(N, N, dtype))
+    contrast.launch_statistics(x, y, s, cuda(2, N), cuda(2, N), (True, True))
+    contrast.launch_pair_losses(x, y, s, cuda(2, N), cuda(2, N))
+    marks = [contrast.Positives(cuda(N, P, dtype=i64), cuda(N), cuda(N), cuda(N)) for P in (1, 3)]
+    for paired, positives, need_scale in ((True, None, True), (False, None, True), (False, None, False), (False, marks[0], True), (False, marks[1], False)):
+        contrast.launch_dz(x, y, s, (cuda(2, N), cuda(N)), (cuda(2, N), cuda(N)), paired, positives, 0, need_scale, matrix(N, N, dtype))
+    for positives in marks:
+        contrast.launch_sigmoid_losses(x, y, s, s, positives.index, 0)
+        for need_numbers in (True, False): contrast.launch_sigmoid_dz(x, y, s, s, positives.index, 0, cuda(N), need_numbers, matrix(N, N, dtype))
 
 
 def sampled(dtype, width, N, how, V=65536):

@@ -200,6 +200,8 @@ def both_directions(x, y):
 
 def contrasts():
     yield "contrast", pairs_of_features, lambda x, y: fl.contrastive_loss(x, y, 1.0), both_directions
+    yield ("contrast, positives", pairs_of_features, lambda x, y: fl.contrastive_loss(x, y, 1.0, positives=torch.arange(len(x), device=x.device)),
+           both_directions)
 
 
 SAMPLERS = {"all classes": None, "shared negatives": False, "negatives of each row": True}

@@ -356,7 +356,9 @@ def divergence(x, w, y):
 
 
 # by name: losses of which a backward pass changes what it has saved, or asks other operators
-BATCHED = {**ONCE, **TWICE, "contrast": lambda x, w, y: fl.contrastive_loss(x, w[:6], 2.0), "divergence": divergence,
+BATCHED = {**ONCE, **TWICE, "contrast": lambda x, w, y: fl.contrastive_loss(x, w[:6], 2.0),
+           "contrast, positives": lambda x, w, y: fl.contrastive_loss(x, w, 2.0, positives=torch.arange(6)),
+           "SigLIP": lambda x, w, y: fl.sigmoid_contrastive_loss(x, w, 2.0, -1.0, positives=torch.arange(6)), "divergence": divergence,
            "divergence of each token": lambda x, w, y: fl.linear_divergence(x, w, torch.ones_like(x), w.detach() + 1, reduction="none").sum(),
            "log-probabilities": lambda x, w, y: fl.linear_log_probs(x, w, y, entropy=True).entropy.sum(),
            "the best classes": lambda x, w, y: (lambda found: found.log_probs.sum() + found.lse.sum())(fl.linear_topk(x, w, 3)),

@@ -72,6 +72,10 @@ def of_list(x: Tensor, indices: Tensor, log_p: Tensor, w: Tensor, **numbers) -> 
     return fl.linear_divergence(x, w, teacher_top=(indices, log_p), **numbers)
 
 
+def of_positives(x: Tensor, positives: Tensor, y: Tensor, logit_scale: float) -> Tensor:
+    return fl.contrastive_loss(x, y, logit_scale, positives=positives)
+
+
 def head(**options) -> Case:
     "A `PartialFC`, whose weight is its own"
     return of_head(fl.PartialFC(V, H, **options))
@@ -134,6 +138,8 @@ CASES = {
     "linear_divergence, lists": Case(of_list, lambda n: (floats(n, H), torch.arange(3).repeat(n, 1), torch.full((n, 3), -2.0)),
                                      lambda: (floats(V, H),), dict(temperature=above_1, logit_scale=above_1)),
     "contrastive_loss": Case(fl.contrastive_loss, lambda n: (floats(n, H), floats(n, H)), numbers=dict(logit_scale=above_1)),
+    "contrastive_loss, positives": Case(of_positives, lambda n: (floats(n, H), torch.arange(2 * n).view(n, 2) % V), lambda: (floats(V, H),), dict(logit_scale=above_1)),
+    "sigmoid_contrastive_loss": Case(fl.sigmoid_contrastive_loss, lambda n: (floats(n, H), floats(n, H)), numbers=dict(logit_scale=above_1, logit_bias=itself)),
     **{f"margin_cross_entropy, {type(m).__name__}": margin(m)
        for m in (margins.CosFace(), margins.ArcFace(), margins.Combined(), margins.AdaFace(), margins.Circle(), margins.SubCenter(2))},
     "PartialFC": head(),
@@ -143,7 +149,7 @@ CASES = {
     "PartialFC, dot products sampled": head(normalize=False, sample_rate=0.3),
 }
 # numbers where sizes change: a scale has no default, and a filter is off by default
-GIVEN = {"contrastive_loss": dict(logit_scale=2.0), "recompute_linear_cross_entropy, filtered": dict(filter_eps=0.01)}
+GIVEN = {"contrastive_loss": dict(logit_scale=2.0), "contrastive_loss, positives": dict(logit_scale=2.0), "sigmoid_contrastive_loss": dict(logit_scale=2.0, logit_bias=-1.0), "recompute_linear_cross_entropy, filtered": dict(filter_eps=0.01)}
 
 SIZES = (4, 20, 7)  # fewer and more than classes; the third finds the graph of the second
 VALUES = (0.25, 0.5, 0.125)

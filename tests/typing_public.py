@@ -106,6 +106,8 @@ def pairs() -> None:
     x, scale = torch.zeros(4, 8), torch.zeros(())
     assert_type(fl.contrastive_loss(x, x, 20.0), Tensor)
     assert_type(fl.contrastive_loss(x, x, scale.exp(), reduction="none", memory_budget=2**30), Tensor)
+    assert_type(fl.contrastive_loss(x, x, 20.0, positives=y), Tensor)
+    assert_type(fl.sigmoid_contrastive_loss(x, x, scale.exp(), -10.0, positives=y, reduction="sum"), Tensor)
 
 
 def policies() -> None:

@@ -121,6 +121,7 @@ LOSSES = {
     "linear_sample": lambda dtype: (fl.linear_sample(torch.randn(N, H), torch.randn(V, H), top_k=3), leaf())[1],
     "ignore_in_ddp": lambda dtype: fl.ignore_in_ddp(fl.PartialFC(V, H))(leaf(N, H), y),
     "contrastive_loss": lambda dtype: fl.contrastive_loss(leaf(N, H, dtype=dtype), leaf(N, H, dtype=dtype), 5.0),
+    "sigmoid_contrastive_loss": lambda dtype: fl.sigmoid_contrastive_loss(leaf(N, H, dtype=dtype), leaf(V, H, dtype=dtype), 5.0, -2.0, positives=y),
     "iota_cross_entropy": lambda dtype: fl.iota_cross_entropy(leaf(N, V, dtype=dtype), y),
     "linear_cross_entropy": lambda dtype: sum(head(fl.linear_cross_entropy, method=m)(dtype).float()
                                               for m in ("auto", "eager", "chunks", "recompute", "tiles")),

@@ -101,7 +101,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor):
 def grad_scale_of(*factors: Tensor) -> Tensor:
     "Product of the factors' largest magnitudes over 2¹²; at least the smallest normal number."
     largest = [f.abs().nan_to_num(0.0, 0.0).amax() for f in factors]  # inf spoils its own row
-    top = torch.stack(largest).prod() / 4096
+    top = (torch.stack(largest).prod() if len(largest) > 1 else largest[0]) / 4096
     return top.clamp(min=torch.finfo(top.dtype).tiny)
 
 
