@@ -141,6 +141,11 @@ HOW = {"plain": {}, "cool": dict(temperature=2.5), "capped": dict(softcap=3.0, t
        "each token": dict(temperature=torch.linspace(0.4, 3, N, dtype=f64), logit_scale=1.3, softcap=4.0, teacher_softcap=2.0)}
 
 
+def for_head(name, top=True):
+    "The options of that name, those of a teacher's head only where there is one"
+    return {k: v for k, v in HOW[name].items() if not (top and k.startswith("teacher_"))}
+
+
 @pytest.mark.parametrize("kind, reduction, how, bias, weights", grid(KINDS, ("none", "mean", "sum"), HOW, (False, True), (False, True)))
 def test_heads(kind, reduction, how, bias, weights, device):
     options = dict(HOW[how], kind=kind, beta=0.3, reduction=reduction)
@@ -149,14 +154,14 @@ def test_heads(kind, reduction, how, bias, weights, device):
 
 @pytest.mark.parametrize("kind, reduction, rest, how, weights", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "cool", "capped", "scaled", "each token"), (False, True)))
 def test_lists(kind, reduction, rest, how, weights, device):
-    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "teacher_logit_scale", "memory_budget")}
+    options = {k: v for k, v in for_head(how).items() if k != "memory_budget"}
     options |= dict(kind=kind, beta=0.3, reduction=reduction, top_rest=rest)
     assert faults(Case(options=options, weights=weights, top=K), device) == []
 
 
 @pytest.mark.parametrize("kind, reduction, rest, how, top", grid(KINDS, ("none", "mean"), ("class", "drop"), few(HOW, "plain", "capped", "each token"), (K, V)))
 def test_lists_that_end_early(kind, reduction, rest, how, top, device):
-    options = {k: v for k, v in HOW[how].items() if k not in ("teacher_softcap", "teacher_logit_scale", "memory_budget")}
+    options = {k: v for k, v in for_head(how).items() if k != "memory_budget"}
     options |= dict(kind=kind, beta=0.3, reduction=reduction, top_rest=rest)
     assert faults(Case(options=options, top=top, ragged=True, weights=reduction == "mean"), device) == []
 
@@ -413,8 +418,7 @@ def test_the_kernel_reads_nothing_of_tokens_without_weight(device):
 def test_calls_by_kernels(kind, top, how, reduction, device, monkeypatch):
     "As on a GPU, where logits, lists and gradients go through kernels"
     everywhere(monkeypatch, pairs, "has_kernel", lambda z: z.dtype != f64 and z.numel() > 0)
-    options = {k: v for k, v in HOW[how].items() if not (top and k.startswith("teacher_"))}
-    case = Case(options=dict(options, kind=kind, beta=0.3, reduction=reduction), weights=True, top=top, dtype=f32)
+    case = Case(options=dict(for_head(how, top), kind=kind, beta=0.3, reduction=reduction), weights=True, top=top, dtype=f32)
     assert faults(case, device) == []
 
 
@@ -744,7 +748,7 @@ CHOSEN_BUGS = few(MUTANTS, "p and q change places", "reverse KL without its one"
 NOTICED = [Case(options=dict(HOW["budget"], kind=kind, beta=0.3, reduction=reduction, temperature=0.7, softcap=3.0), weights=True, top=top)
            for kind in KINDS for reduction, top in (("none", 0), ("mean", 0), ("mean", K))]
 NOTICED.append(Case(options=dict(kind="reverse_kl", top_rest="drop"), top=K))
-NOTICED += [Case(options=dict(HOW["each token"], kind=kind, memory_budget=8 * 16 * 2 * 3, reduction=reduction), weights=True, top=top)
+NOTICED += [Case(options=dict(for_head("each token", top), kind=kind, memory_budget=8 * 16 * 2 * 3, reduction=reduction), weights=True, top=top)
             for kind, reduction, top in (("forward_kl", "none", 0), ("jsd", "mean", 0), ("reverse_kl", "mean", K))]
 NOTICED += [Case(options=dict(HOW["scaled"], kind="forward_kl")), Case(options=dict(kind="forward_kl", softcap=3.0), top=V, ragged=True)]
 
