@@ -22,8 +22,8 @@ from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     Statistics, statistics_of)
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, load_operand, swizzle_tile, takes_kernel,
-    tile_slices, wide, wide_product)
+    add_product, chunk_scores, linear_operands, load_operand, swizzle_tile, takes_kernel, tile_slices, wide,
+    wide_product)
 from fusedloss.core.reference import (
     as_rows, flat, plain_divisor, plain_row_coefs, reduce_rows, row_stats, row_terms,
     scores_in_place, total_weight)
@@ -501,9 +501,8 @@ def run_rows(
     weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str, return_stats:bool,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Losses of rows in the dtypes that `F.linear` would see, reduced, and their statistics."
-    bias = [] if linear_bias is None else [linear_bias.contiguous()]
-    x, w, *bias = autocast_like_linear(as_rows(input), linear_weight, *bias)
-    y = flat(target.long()), (bias or [None])[0], flat(weight), flat(token_weight)
+    x, w, bias = linear_operands(as_rows(input), linear_weight, linear_bias)
+    y = flat(target.long()), bias, flat(weight), flat(token_weight)
     total = (total_weight(y[0], y[2], y[3], o.ignore_index, acc_dtype(x.dtype))
              if reduction == "mean" else None)
     losses, *rows = losses_of(x, w, *y, total)

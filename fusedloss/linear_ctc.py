@@ -19,7 +19,7 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, keeps_graph, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, grad_scale_of, part, store_tile, swizzle_tile, takes_kernel,
+    add_product, chunk_scores, grad_scale_of, linear_operands, part, store_tile, swizzle_tile, takes_kernel,
     tile_scores, wide, write_product)
 from fusedloss.core.reference import reduce_rows, sub_max
 from fusedloss.core.sequences import (
@@ -593,9 +593,7 @@ def linear_ctc_loss(
     check_linear_ctc(input, linear_weight, linear_bias, targets, blank, reduction, memory_budget, zero_infinity)
     x, targets = add_batch_dim(input, targets, input.dim() == 2)
     frames, lengths = both_lengths(input_lengths, target_lengths, x, targets)
-    x, w, *bias = autocast_like_linear(x, linear_weight, *([] if linear_bias is None else
-                                                           [linear_bias.contiguous()]))
-    bias = bias[0] if bias else None
+    x, w, bias = linear_operands(x, linear_weight, linear_bias)
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     keep_states = torch.is_grad_enabled() and asked
     given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()

@@ -18,7 +18,7 @@ from fusedloss.core.dots import gathered_scores, row_blocks
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products, quotient
 from fusedloss.core.options import loss_options, LossOptions, Statistics
-from fusedloss.core.products import autocast_like_linear, takes_kernel, tile_slices
+from fusedloss.core.products import linear_operands, takes_kernel, tile_slices
 from fusedloss.core.promises import check_promise, packed_rows, put_back
 from fusedloss.core.reference import score_and_slope
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, next_power_of_2, on_device, tl
@@ -448,11 +448,10 @@ def linear_log_probs(
     check_max_valid(target, ignore_index, max_valid, listed)
     o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)
     input, linear_bias = fold_scale(scale, input, linear_bias)
-    x, w, *bias = autocast_like_linear(input.reshape(tokens.numel(), input.shape[-1]), linear_weight,
-                                       *([] if linear_bias is None else [linear_bias.contiguous()]))
+    x, w, bias = linear_operands(input.reshape(tokens.numel(), input.shape[-1]), linear_weight, linear_bias)
     stats = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
     y = flat_labels(target)
-    more = (bias or [None])[0], each, o, stats, memory_budget or 0, max_valid, batch_invariant
+    more = bias, each, o, stats, memory_budget or 0, max_valid, batch_invariant
     if not listed:
         return named_log_probs(*log_probs_of_rows(x, w, y, *more), target, stats, ignore_index, max_valid)
     *found, own, _ = listed_log_probs(x, w, y.view(tokens.numel(), target.shape[-1]), *more)

@@ -18,8 +18,8 @@ from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
-    autocast_like_linear, chunk_scores, equal_rows, part, program_tiles, run_tile, takes_kernel, tile_scores, tile_slices,
-    wide)
+    chunk_scores, equal_rows, linear_operands, part, program_tiles, run_tile, takes_kernel, tile_scores,
+    tile_slices, wide)
 from fusedloss.core.reference import score_and_slope
 from fusedloss.core.slabs import BUDGET
 from fusedloss.core.softmax import carried, exp2_diff, merge_parts, online_softmax_step, score_fn, zero_if_neg_inf
@@ -410,9 +410,8 @@ def linear_sample(
     with torch.no_grad():
         o, each, scale = temperature_options(temperature, logit_scale, softcap, -100)
         input, linear_bias = fold_scale(scale, input, linear_bias)
-        x, w, *bias = autocast_like_linear(input.reshape(shape.numel(), input.shape[-1]), linear_weight,
-                                           *([] if linear_bias is None else [linear_bias.contiguous()]))
+        x, w, bias = linear_operands(input.reshape(shape.numel(), input.shape[-1]), linear_weight, linear_bias)
         own = {} if generator is None else {"generator": generator}  # a compiler refuses sizes beside None
         seeds = torch.randint(2**63 - 1, (x.shape[0],), device=x.device, **own)
-        tokens, log_probs = samples_of_rows(x, w, seeds, (bias or [None])[0], each, o, f)
+        tokens, log_probs = samples_of_rows(x, w, seeds, bias, each, o, f)
     return Sample(tokens.view(shape), log_probs.view(shape))

@@ -24,13 +24,13 @@ from fusedloss.core.placement import (
     agreed_batch, batch_of, check_reduction, class_shards, local_call, local_heads, LocalCall, own_rows,
     scale_shard)
 from fusedloss.core.products import (
-    add_product, autocast_like_linear, chunk_scores, logits_row, part, takes_kernel, tile_slices, wide,
-    wide_product, write_product)
+    add_product, chunk_scores, linear_operands, logits_row, part, takes_kernel, tile_slices, wide, wide_product,
+    write_product)
 from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
     reduce_scatter_rows, shard_range, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement)
 from fusedloss.core.reference import (
-    counted_rows, flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight, with_z_loss)
+    counted_rows, finite_max, flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight, with_z_loss)
 from fusedloss.core.slabs import beside_dz, slab_tiles
 from fusedloss.core.softmax import log2_scale
 from fusedloss.core.tiling import is_busy, multiprocessors, tiling_of
@@ -83,8 +83,7 @@ def merge_sums(
     "What all shards know together."
     row_max, out = sums[:, ROW_MAX], sums.sum(0)
     out[ROW_MAX] = row_max.amax(0)
-    safe = torch.where(out[ROW_MAX] == -torch.inf, 0.0, out[ROW_MAX])
-    rise = (row_max - safe) / log2_scale
+    rise = (row_max - finite_max(out[ROW_MAX])) / log2_scale
     grown = rise.exp()
     out[SUM] = (grown * sums[:, SUM]).sum(0)
     moved = grown * (sums[:, MOMENT] + rise * sums[:, SUM])
@@ -356,9 +355,8 @@ def sharded_loss(
 def local_rows(call:LocalCall) -> Operands:
     "This rank's tensors as rows, cast as autocast casts a linear layer's."
     t = call.tensors
-    bias = [] if t.linear_bias is None else [t.linear_bias.contiguous()]
-    x, w, *bias = autocast_like_linear(t.input.reshape(t.target.numel(), t.input.shape[-1]), t.linear_weight, *bias)
-    return Operands(x, w, flat(t.target.long()), *(bias or [None]), flat(t.weight), flat(t.token_weight))
+    x, w, bias = linear_operands(t.input.reshape(t.target.numel(), t.input.shape[-1]), t.linear_weight, t.linear_bias)
+    return Operands(x, w, flat(t.target.long()), bias, flat(t.weight), flat(t.token_weight))
 
 def run_sharded(call:LocalCall, a:Asked) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of the targets' size
     "The loss of this rank's part of a call, by product or by recompute."
@@ -492,10 +490,9 @@ def rows_divergence(
     "The divergence of what is here, as rows."
     if c.b.shared: check_same_on_ranks("input", student[0], c.s)
     x, w, b, *given, _, _, token_weight, temperature = flat_tensors(student, teacher, None, token_weight, temperature)
-    x, w, *b = autocast_like_linear(x, w, *([] if b is None else [b]))
-    t_x, t_w, *t_b = autocast_like_linear(*(t for t in given if t is not None))
-    t = Teacher(t_x, t_w, *(t_b or [None]), None, None, t_x.dtype)
-    given = x, w, *(b or [None]), t, token_weight, temperature, c
+    of_teacher = linear_operands(*given)
+    t = Teacher(*of_teacher, None, None, of_teacher[0].dtype)
+    given = *linear_operands(x, w, b), t, token_weight, temperature, c
     if reduction == "none": return own_rows(losses_over_ranks(*given), c.b, c.s)
     return early_over_ranks(sum_over_ranks, *given, reduction == "mean")
 

@@ -17,7 +17,7 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import LossOptions
-from fusedloss.core.products import autocast_like_linear, chunk_scores, equal_rows, part, takes_kernel, tile_slices, wide
+from fusedloss.core.products import chunk_scores, equal_rows, linear_operands, part, takes_kernel, tile_slices, wide
 from fusedloss.core.reference import score_and_slope
 from fusedloss.core.score_product import merge_statistics, product_of, takes_scores
 from fusedloss.core.softmax import log2_scale, score_fn
@@ -282,7 +282,6 @@ def linear_topk(
     o, _, scale = temperature_options(temperature, logit_scale, softcap, -100)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     lead = input.shape[:-1]
-    x, w, *bias = autocast_like_linear(input.reshape(lead.numel(), input.shape[-1]), linear_weight,
-                                       *([] if linear_bias is None else [linear_bias.contiguous()]))
-    log_probs, indices, lse, _, _ = topk_of_rows(x, w, (bias or [None])[0], o, int(k), memory_budget or 0)
+    given = linear_operands(input.reshape(lead.numel(), input.shape[-1]), linear_weight, linear_bias)
+    log_probs, indices, lse, _, _ = topk_of_rows(*given, o, int(k), memory_budget or 0)
     return TopK(log_probs.view(*lead, k), indices.view(*lead, k), lse.view(lead))

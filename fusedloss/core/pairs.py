@@ -11,11 +11,13 @@ from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import part, tile_slices
 from fusedloss.core.reference import (
+    finite_max,
     plain_divisor,
     plain_row_coefs,
     row_terms,
     RowTerms,
     score_and_slope,
+    sub_max,
     with_z_loss,
     z_loss_slope,
 )
@@ -676,18 +678,13 @@ class JoinedPairs(NamedTuple):
     slant: Tensor  # [M], the mean, by q, of the derivative by q
 
 
-def finite_max(row_max: Tensor) -> Tensor:
-    "Maxima from which differences are taken: 0 where no score is finite."
-    return torch.where(row_max == -torch.inf, 0.0, row_max)
-
-
 def cross_sum(
     score: Tensor, other: Tensor, row_max: Tensor, other_max: Tensor
 ) -> Tensor:  # [M,V] twice, [M] twice, to [M]
     "Σ e^(z - m) ((z - m) - (z' - m')), of scores and maxima of two models."
-    gap = score - finite_max(row_max)[:, None]
+    gap = sub_max(score, row_max)
     e = gap.exp()
-    return torch.where(e > 0, e * (gap - (other - finite_max(other_max)[:, None])), 0.0).sum(1)
+    return torch.where(e > 0, e * (gap - sub_max(other, other_max)), 0.0).sum(1)
 
 
 def pair_numbers(
@@ -707,7 +704,7 @@ def pair_numbers(
         q, p = score_and_slope(z[i], o.student, t)[0], score_and_slope(teacher_z[i], o.teacher, t)[0]
         p = p.to(q.dtype)
         tops = q.amax(1), p.amax(1)
-        q_sum, p_sum = ((t - finite_max(top)[:, None]).exp().sum(1) for t, top in zip((q, p), tops))
+        q_sum, p_sum = (sub_max(t, top).exp().sum(1) for t, top in zip((q, p), tops))
         given = (p, q, *tops[::-1]) if o.kind == "forward_kl" else (q, p, *tops)
         cross = torch.zeros_like(q_sum) if o.kind == "jsd" else cross_sum(*given)
         found.append(torch.stack([tops[0], q_sum, tops[1], p_sum, cross]))
@@ -718,7 +715,7 @@ def mixture_numbers(
     z: Tensor, teacher_z: Tensor, at: Tensor, o: DivergenceOptions, temperature: Optional[Tensor] = None
 ) -> Tensor:  # [M,V] twice, [4,M], [M], to [2,M]
     "KL(q‖m) and KL(p‖m), m the mixture of a Jensen-Shannon divergence, of the classes here."
-    if z.shape[1] and has_kernel(z) and has_kernel(teacher_z):
+    if has_kernel(z) and has_kernel(teacher_z):
         sums = z.new_empty(2, len(z), dtype=torch.float32)
         launch_pairs(pair_mixture_kernel, z, teacher_z, temperature, at, sums, o=o)
         return sums
@@ -740,8 +737,8 @@ def pair_log_probs(
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     "log q and log p [M,V], and the slopes of the student's scores."
     (q, slope), (p, _) = score_and_slope(z, o.student, temperature), score_and_slope(teacher_z, o.teacher, temperature)
-    q_max, q_log_s, p_max, p_log_s = at[:, :, None]
-    return q - finite_max(q_max) - q_log_s, p.to(q.dtype) - finite_max(p_max) - p_log_s, slope
+    q_max, q_log_s, p_max, p_log_s = at
+    return sub_max(q, q_max) - q_log_s[:, None], sub_max(p.to(q.dtype), p_max) - p_log_s[:, None], slope
 
 
 def joined_cross(
@@ -784,16 +781,17 @@ def put_joined_gradient(
     temperature: Optional[Tensor] = None,  # [M]
 ):
     "The gradient in the place of the student's logits; 0 where `scale` is."
-    if z.shape[1] and has_kernel(z) and has_kernel(teacher_z):
+    if has_kernel(z) and has_kernel(teacher_z):
         given = temperature, joined.at, joined.slant, scale
         return launch_pairs(pair_gradient_kernel, z, teacher_z, *given, o=o, KIND=o.kind)
+    total = {  # Σ u of all ranks
+        "forward_kl": torch.full_like(joined.slant, -1.0),
+        "reverse_kl": joined.divergence + 1,
+        "jsd": (1 - o.beta) * joined.slant,
+    }[o.kind]
     for i in pair_parts(z):
         log_q, log_p, slope = pair_log_probs(z[i], teacher_z[i], joined.at[:, i], o, part(temperature, i))
-        u = divergence_terms(log_q, log_p, o)[1]
-        total = {"forward_kl": -1.0, "reverse_kl": joined.divergence[i] + 1, "jsd": (1 - o.beta) * joined.slant[i]}[
-            o.kind
-        ]
-        put_pair_gradient(z[i], log_q, u, torch.as_tensor(total).expand(len(u)).to(u), slope, scale[i])
+        put_pair_gradient(z[i], log_q, divergence_terms(log_q, log_p, o)[1], total[i], slope, scale[i])
 
 
 def divergence_rows(

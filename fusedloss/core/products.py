@@ -113,6 +113,16 @@ def autocast_like_linear(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
+def linear_operands(
+    x: Tensor,
+    w: Tensor,
+    bias: Optional[Tensor],  # [V], of any stride
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    "What `F.linear` would see of them under autocast; the bias one number after the other, as kernels read it."
+    x, w, *biases = autocast_like_linear(x, w, *([] if bias is None else [bias.contiguous()]))
+    return x, w, biases[0] if biases else None
+
+
 def linear_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:
     "What `F.linear` would multiply in: autocast's dtype, but float64 stays."
     device = input.device.type

@@ -119,9 +119,14 @@ def plain_divisor(denominator: Optional[Tensor]) -> Tensor | float:
     return 1.0 if denominator is None else torch.where(denominator == 0, 1.0, denominator)
 
 
+def finite_max(row_max: Tensor) -> Tensor:
+    "Maxima from which differences are taken: 0 where no score is finite."
+    return torch.where(row_max == -torch.inf, 0.0, row_max)
+
+
 def sub_max(z: Tensor, row_max: Tensor) -> Tensor:
     "z [M,V] less the rows' maxima [M]; less nothing where all is -inf."
-    return z - torch.where(row_max == -torch.inf, 0.0, row_max)[:, None]
+    return z - finite_max(row_max)[:, None]
 
 
 def online_sums(row_max: Tensor, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:  # [M] twice, [M,C]
