@@ -433,6 +433,7 @@ def linear_log_probs(
 ) -> LogProbs:  # float32 (float64 for float64)
     """A linear layer's log-probabilities of the targets, without its logits; their entropy and mean.
 
+    16-bit operands are multiplied as they are and summed in float32: no score is rounded to 16 bits.
     K classes a row share its log-sum-exp, entropy and mean; the token is ignored if all of them are.
     Ignored tokens enter no product on a CPU, nor on a GPU beyond the first `max_valid` rows, which
     are packed there without asking the device. Raises `ValueError` for what cannot be meant and

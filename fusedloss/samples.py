@@ -20,7 +20,7 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
     chunk_scores, equal_rows, linear_operands, part, program_tiles, run_tile, takes_kernel, tile_scores,
     tile_slices, wide)
-from fusedloss.core.reference import score_and_slope
+from fusedloss.core.reference import as_rows, score_and_slope
 from fusedloss.core.slabs import BUDGET
 from fusedloss.core.softmax import carried, exp2_diff, merge_parts, online_softmax_step, score_fn, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of
@@ -196,18 +196,18 @@ def float_at(place):
     return ordered(place.to(tl.int32)).to(tl.float32, bitcast=True)
 
 @jit
-def amount_from(z_ptr, least, row_max, V, MASS: tl.constexpr, B: tl.constexpr):
-    "How many of a row's scores are not below `least`; or the sum of their e^(z - row_max)."
-    total = tl.zeros([B], tl.float32 if MASS else tl.int32)
-    for first in range(0, V, B):
-        cols = first + tl.arange(0, B)
-        z = tl.load(z_ptr + cols, mask=cols < V, other=-float("inf"))
-        counts = (z >= least) & (cols < V)
-        if MASS:
-            total += tl.where(counts, exp2_diff(z, row_max, 1.0), 0.0)
-        else:
-            total += counts.to(tl.int32)
-    return tl.sum(total)
+def amounts_from(z_ptr, first, second, third, row_max, V, MASS: tl.constexpr, B: tl.constexpr):
+    "For each of three scores how many of a row's are not below it; or the sum of their e^(z - row_max)."
+    of_first = tl.zeros([B], tl.float32 if MASS else tl.int32)
+    of_second, of_third = of_first, of_first
+    for begin in range(0, V, B):
+        cols = begin + tl.arange(0, B)
+        z = tl.load(z_ptr + cols, mask=cols < V, other=float("nan"))
+        worth = exp2_diff(z, row_max, 1.0) if MASS else tl.full([B], 1, tl.int32)
+        of_first += tl.where(z >= first, worth, 0)
+        of_second += tl.where(z >= second, worth, 0)
+        of_third += tl.where(z >= third, worth, 0)
+    return tl.sum(of_first), tl.sum(of_second), tl.sum(of_third)
 
 @jit
 def least_score(z_ptr, low, wanted, row_max, V, MASS: tl.constexpr, B: tl.constexpr):
@@ -216,54 +216,81 @@ def least_score(z_ptr, low, wanted, row_max, V, MASS: tl.constexpr, B: tl.conste
     end = ordered(row_max.to(tl.int32, bitcast=True)).to(tl.int64) + 1
     above = wanted * 0
     while end - at > 1:
-        middle = at + (end - at) // 2
-        amount = amount_from(z_ptr, float_at(middle), row_max, V, MASS, B)
-        enough = amount >= wanted
-        at, end = tl.where(enough, middle, at), tl.where(enough, end, middle)
-        above = tl.where(enough, above, amount)
+        second = at + (end - at) // 2
+        first, third = at + (second - at) // 2, second + (end - second) // 2
+        a, b, c = amounts_from(z_ptr, float_at(first), float_at(second), float_at(third), row_max, V, MASS, B)
+        if (b < wanted) & (first > at) & (a < wanted):
+            end, above = first, a
+        elif b < wanted:
+            at, end, above = first, second, b
+        elif c < wanted:
+            at, end, above = second, third, c
+        else:
+            at = third
     return float_at(at), float_at(end), above
 
 # %% ../nbs/30_samples.ipynb #smfilter
 @jit
-def filter_kernel(
-    scores_ptr, seeds_ptr, sums_ptr,  # [N,V], [N], [7,N] of `merge_kernel`
-    tokens_ptr, log_probs_ptr,  # [N]
-    N, V, top_k, top_p, least,  # the numbers of `Filters`
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, ROUNDS: tl.constexpr, B: tl.constexpr,
+def threshold_kernel(
+    scores_ptr, sums_ptr,  # [N,V], [7,N] of `merge_kernel`
+    low_ptr, last_ptr,  # [N] each: scores above `low` stay, and those equal to it up to the class `last`
+    V, top_k, top_p,  # the numbers of `Filters`
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, B: tl.constexpr,
 ):
     row = tl.program_id(0)
-    z_ptr = scores_ptr + row.to(tl.int64) * V
-    row_max = tl.load(sums_ptr + row)
-    base = zero_if_neg_inf(row_max)
+    z_ptr, base = scores_ptr + row.to(tl.int64) * V, zero_if_neg_inf(tl.load(sums_ptr + row))
     low, equals = tl.full([], -float("inf"), tl.float32), tl.zeros([], tl.int32)
     above = low  # scores from here on stay, and so many of those equal to `low`, the score below
     if TOP_K:
         low, above, more = least_score(z_ptr, low, top_k + equals, base, V, False, B)
         equals = top_k - more
     if TOP_P:
-        share = exp2_diff(low, base, 1.0)
-        wanted = top_p * (amount_from(z_ptr, above, base, V, True, B) + equals * share)
+        mass, _, _ = amounts_from(z_ptr, above, above, above, base, V, True, B)
+        wanted = top_p * (mass + equals * exp2_diff(low, base, 1.0))
         cut, above, mass = least_score(z_ptr, low, wanted, base, V, True, B)
         needed = tl.ceil((wanted - mass) / tl.maximum(exp2_diff(cut, base, 1.0), 1e-38))
         needed = tl.minimum(tl.maximum(needed, 1.0), V * 1.0).to(tl.int32)
         equals = tl.where((cut == low) & TOP_K, tl.minimum(needed, equals), needed)
         low = cut
-    seed = tl.load(seeds_ptr + row + tl.arange(0, 1))
-    best, score, token = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.int32)
+    last = tl.full([], -1, tl.int32)
     for first in range(0, V, B):
         cols = first + tl.arange(0, B)
-        z = tl.load(z_ptr + cols, mask=cols < V, other=-float("inf"))[None, :]
-        equal = (z == low).to(tl.int32)
-        first_ones = (equal > 0) & (tl.cumsum(equal, 1) <= equals)
-        kept = ((z > low) | first_ones) & (z >= base + least)
-        equals -= tl.sum(equal)
-        if tl.max(kept.to(tl.int32)) > 0:
-            noisy = tl.where(kept, z - base + gumbel_tile(seed, first, 1, B, ROUNDS), -float("inf"))
-            best, score, token = best_of(best, score, token, *best_class(noisy, z, cols))
-    log_prob = score - row_max - tl.log(tl.load(sums_ptr + N + row))
-    at = row + tl.arange(0, 1)
-    tl.store(tokens_ptr + at, token.to(tl.int64))
-    tl.store(log_probs_ptr + at, tl.where(best > -float("inf"), log_prob, float("nan")))
+        equal = (tl.load(z_ptr + cols, mask=cols < V, other=float("nan")) == low).to(tl.int32)
+        here = tl.sum(equal)
+        if (here > 0) & (equals > 0):
+            stays = (equal > 0) & (tl.cumsum(equal, 0) <= equals)
+            last = tl.maximum(last, tl.max(tl.where(stays, cols, -1)))
+        equals -= here
+    tl.store(low_ptr + row, low)
+    tl.store(last_ptr + row, last)
+
+@jit
+def draw_kernel(
+    scores_ptr, seeds_ptr, sums_ptr,  # [N,V], [N], [7,N] of `merge_kernel`
+    low_ptr, last_ptr,  # [N] each, of `threshold_kernel`; or None
+    parts_ptr, tokens_ptr,  # [4, runs, N], [runs, N], as of `sample_kernel`
+    N, V, runs, least,  # the logarithm of `min_p`
+    ROUNDS: tl.constexpr, B: tl.constexpr,
+):
+    row, run = tl.program_id(0), tl.program_id(1)
+    cols = run * B + tl.arange(0, B)
+    z = tl.load(scores_ptr + row.to(tl.int64) * V + cols, mask=cols < V, other=float("nan"))[None, :]
+    row_max, s = tl.load(sums_ptr + row), tl.load(sums_ptr + N + row)
+    base = zero_if_neg_inf(row_max)
+    kept = z >= base + least
+    if low_ptr is not None:
+        low = tl.load(low_ptr + row)
+        kept = kept & ((z > low) | ((z == low) & (cols <= tl.load(last_ptr + row))[None, :]))
+    top, score, token = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.int32)
+    if tl.max(kept.to(tl.int32)) > 0:
+        noise = gumbel_tile(tl.load(seeds_ptr + row + tl.arange(0, 1)), run * B, 1, B, ROUNDS)
+        top, score, token = best_class(tl.where(kept, z - base + noise, -float("inf")), z, cols)
+    at, step = run * N + row + tl.arange(0, 1), runs * N
+    tl.store(parts_ptr + at, row_max + score * 0)
+    tl.store(parts_ptr + step + at, tl.where(run == 0, s, 0.0) + score * 0)
+    tl.store(parts_ptr + 2 * step + at, top)
+    tl.store(parts_ptr + 3 * step + at, score)
+    tl.store(tokens_ptr + at, token)
 
 # %% ../nbs/30_samples.ipynb #smplain
 PLAIN_BYTES = 128  # of a score and of what is made of it, at most
@@ -310,20 +337,31 @@ def launch_parts(
                    BIAS=bias is not None, COOL=temperature is not None, SCORES=scores is not None))
     return parts, tokens
 
+def launch_pick(parts:Tensor, part_tokens:Tensor, tokens:Tensor, log_probs:Tensor):  # [4, runs, N], [runs, N]; [N] twice, written
+    "The best class of all parts."
+    n = len(tokens)
+    launch_kernel(pick_kernel, (-(-n // 8),), parts, part_tokens, tokens, log_probs, n, parts.shape[1], BN=8, BP=128)
+
 def launch_filtered(
     x:Tensor, w:Tensor, seeds:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, f:Filters,
     tokens:Tensor, log_probs:Tensor,  # [N] each, written
     scores:Tensor,  # [at least N,V], written
-    tiling:Optional[Tiling]=None,
+    tiling:Optional[Tiling]=None, B:int=4096,
 ):
     "Samples of a chunk of rows from the classes that the filters keep."
-    n, v = len(x), len(w)
+    (n, v), low, last = (len(x), len(w)), None, None
     parts, _ = launch_parts(x, w, seeds, bias, temperature, o, scores, tiling)
-    sums = parts.new_empty(7, n)
-    launch_kernel(merge_kernel, (-(-n // 32),), parts, sums, n, parts.shape[1], TOTAL=False, ENTROPY=False, RANKS=False,
-                  LOG2_SCALE=1.0, BN=32, BP=32)
-    launch_kernel(filter_kernel, (n,), scores, seeds, sums, tokens, log_probs, n, v, f.top_k, f.top_p, f.least,
-                  TOP_K=f.top_k > 0, TOP_P=f.top_p < 1, ROUNDS=ROUNDS, B=4096, num_warps=8)
+    sums, runs = parts.new_empty(7, n), -(-v // B)
+    launch_kernel(merge_kernel, (-(-n // 8),), parts, sums, n, parts.shape[1], TOTAL=False, ENTROPY=False, RANKS=False,
+                  LOG2_SCALE=1.0, BN=8, BP=128)
+    if f.top_k or f.top_p < 1:
+        low, last = sums.new_empty(n), sums.new_empty(n, dtype=torch.int32)
+        launch_kernel(threshold_kernel, (n,), scores, sums, low, last, v, f.top_k, f.top_p, TOP_K=f.top_k > 0, TOP_P=f.top_p < 1,
+                      B=4 * B, num_warps=16)
+    parts, part_tokens = sums.new_empty(4, runs, n), sums.new_empty((runs, n), dtype=torch.int32)
+    launch_kernel(draw_kernel, (n, runs), scores, seeds, sums, low, last, parts, part_tokens, n, v, runs, f.least,
+                  ROUNDS=ROUNDS, B=B, num_warps=8)
+    launch_pick(parts, part_tokens, tokens, log_probs)
 
 def launch_samples(
     x:Tensor, w:Tensor, seeds:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, f:Filters,
@@ -335,7 +373,7 @@ def launch_samples(
     with on_device(x):
         if f == Filters():
             parts, part_tokens = launch_parts(x, w, seeds, bias, temperature, o, None, tiling, run)
-            launch_kernel(pick_kernel, (-(-n // 16),), parts, part_tokens, tokens, log_probs, n, parts.shape[1], BN=16, BP=64)
+            launch_pick(parts, part_tokens, tokens, log_probs)
             return tokens, log_probs
         rows = equal_rows(n, max(1, BUDGET // (4 * v)))
         scores = x.new_empty((rows, v), dtype=torch.float32)
@@ -393,6 +431,7 @@ def linear_sample(
 ) -> Sample:  # float32 (float64 for float64), without gradients
     """Draw a class for each row from the softmax of a linear layer's scores, without its logits.
 
+    16-bit operands are multiplied as they are and summed in float32: no score is rounded to 16 bits.
     Samples are exact: the largest of scores plus Gumbel noise. The generator draws a seed of 63 bits for each
     row, and a row's sample depends on its seed and its scores alone, not on the batch around it. At least one
     class stays under any filter, and `top_k=1` is the argmax. Log-probabilities are those of
@@ -410,7 +449,7 @@ def linear_sample(
     with torch.no_grad():
         o, each, scale = temperature_options(temperature, logit_scale, softcap, -100)
         input, linear_bias = fold_scale(scale, input, linear_bias)
-        x, w, bias = linear_operands(input.reshape(shape.numel(), input.shape[-1]), linear_weight, linear_bias)
+        x, w, bias = linear_operands(as_rows(input), linear_weight, linear_bias)
         own = {} if generator is None else {"generator": generator}  # a compiler refuses sizes beside None
         seeds = torch.randint(2**63 - 1, (x.shape[0],), device=x.device, **own)
         tokens, log_probs = samples_of_rows(x, w, seeds, bias, each, o, f)

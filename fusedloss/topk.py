@@ -18,7 +18,7 @@ from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import chunk_scores, equal_rows, linear_operands, part, takes_kernel, tile_slices, wide
-from fusedloss.core.reference import score_and_slope
+from fusedloss.core.reference import as_rows, score_and_slope
 from fusedloss.core.score_product import merge_statistics, product_of, takes_scores
 from fusedloss.core.softmax import log2_scale, score_fn
 from fusedloss.core.tiling import is_busy, Tiling, tiling_of
@@ -47,29 +47,45 @@ def tiled_best(z:Tensor, k:int, width:int=256) -> tuple[Tensor, Tensor]:  # [N,V
 @jit
 def select_kernel(
     z_ptr, values_ptr, places_ptr,  # [N,M]; [N,K] twice
-    M, K, z_stride_n, z_stride_m, BM: tl.constexpr,
+    M, K, z_stride_n, z_stride_m, BM: tl.constexpr, BK: tl.constexpr,
 ):
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BM)
     z = tl.load(z_ptr + row * z_stride_n + place.to(tl.int64) * z_stride_m, mask=place < M, other=-float("inf"))
-    z = tl.where(z == z, z, -float("inf"))  # NaN is not chosen
-    last, last_place = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
-    for i in range(K):
-        left = (z < last) | ((z == last) & (place > last_place))
-        last = tl.max(tl.where(left, z, -float("inf")), 0)
-        last_place = tl.min(tl.where(left & (z == last), place, BM), 0)
-        tl.store(values_ptr + row * K + i, last)
-        tl.store(places_ptr + row * K + i, last_place.to(tl.int64))
+    z = tl.where(z == 0, 0.0, tl.where(z == z, z, -float("inf")))  # NaN is not chosen; -0 is 0
+    bits = z.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    low, high = tl.min(order, 0), tl.max(order, 0) + 1  # from low on there are at least K numbers, from high on fewer
+    middle = high - 1
+    while low + 1 < high:
+        found = tl.sum((order >= middle).to(tl.int32), 0)
+        low = tl.where(found >= K, middle, low)
+        high = tl.where(found > K, high, tl.where(found == K, middle + 1, middle))
+        middle = (low & high) + ((low ^ high) >> 1)  # of their sum, which may overflow, the half
+    more, equal = order > low, (order == low).to(tl.int32)
+    chosen = more | ((equal > 0) & (tl.cumsum(equal, 0) <= K - tl.sum(more.to(tl.int32), 0)))
+    slot = row * K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(values_ptr + slot, z, mask=chosen)
+    tl.store(places_ptr + slot, place.to(tl.int64), mask=chosen)
+    tl.debug_barrier()
+    i = tl.arange(0, BK)
+    value = tl.load(values_ptr + row * K + i, mask=i < K, other=-float("inf"))
+    place = tl.load(places_ptr + row * K + i, mask=i < K, other=0)
+    ahead = (value[None, :] > value[:, None]) | ((value[None, :] == value[:, None]) & (i[None, :] < i[:, None]))
+    slot = row * K + tl.sum(ahead.to(tl.int32), 1)
+    tl.debug_barrier()
+    tl.store(values_ptr + slot, value, mask=i < K)
+    tl.store(places_ptr + slot, place, mask=i < K)
 
 # %% ../nbs/29_topk.ipynb #tk000021
-ROUNDS, IN_REGISTERS = 64, 2**14  # of the kernel, at most: numbers that it finds, and that it has in registers
+MOST, IN_REGISTERS = 64, 2**14  # numbers that the kernel finds, and that it has in registers
 
 def launch_best(z:Tensor, k:int) -> tuple[Tensor, Tensor]:  # [N,M] fp32 to [N,k] twice
-    "`sorted_best` by a kernel, whose rounds find one number each; NaN counts as -inf."
+    "`sorted_best` by a kernel; NaN counts as -inf."
     n, m = z.shape
-    if k > ROUNDS or m > IN_REGISTERS: return sorted_best(z, k)
+    if k > MOST or m > IN_REGISTERS: return sorted_best(z, k)
     values, places, size = z.new_empty(n, k), z.new_empty(n, k, dtype=torch.int64), next_power_of_2(m)
     with on_device(z):
-        launch_kernel(select_kernel, (n,), z, values, places, m, k, *z.stride(), BM=size,
+        launch_kernel(select_kernel, (n,), z, values, places, m, k, *z.stride(), BM=size, BK=next_power_of_2(k),
                       num_warps=min(16, max(4, size // 1024)))
     return values, places
 
@@ -77,18 +93,19 @@ def launch_best(z:Tensor, k:int) -> tuple[Tensor, Tensor]:  # [N,M] fp32 to [N,k
 @jit
 def listed_scores_kernel(
     x_ptr, w_ptr, bias_ptr,  # [N,H], [V,H], [V] or None
-    pairs_ptr, blocks_ptr,  # [N·S]: row · S + slot, by tile; [3,blocks]: tile, first and last pair
+    by_tile_ptr, pairs_ptr, blocks_ptr,  # [N·S] twice: tile, row · S + slot, by tile; [blocks]: first pair, or -1
     out_ptr,  # [N,S,WIDTH]
-    V, H, S, blocks, x_stride_n, x_stride_h, w_stride_v, w_stride_h, o,
+    N, V, H, S, x_stride_n, x_stride_h, w_stride_v, w_stride_h, o,
     SCORE: tl.constexpr, WIDTH: tl.constexpr,  # of a tile: some times BV classes
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     parts = WIDTH // BV  # of a tile: those of one block are neighbours
-    at, tile_part = blocks_ptr + tl.program_id(0) // parts, tl.program_id(0) % parts
-    tile, first, stop = tl.load(at), tl.load(at + blocks), tl.load(at + 2 * blocks)
-    if first < stop:
+    first, tile_part = tl.load(blocks_ptr + tl.program_id(0) // parts), tl.program_id(0) % parts
+    if first >= 0:
+        tile = tl.load(by_tile_ptr + first).to(tl.int64)
         lanes, columns = first + tl.arange(0, BN), tile_part * BV + tl.arange(0, BV)
-        keep, cols = lanes < stop, tile * WIDTH + columns
+        keep = tl.load(by_tile_ptr + lanes, mask=lanes < N * S, other=-1).to(tl.int64) == tile
+        cols = tile * WIDTH + columns
         pairs, inside = tl.load(pairs_ptr + lanes, mask=keep, other=0), cols < V
         x_at, w_at = x_ptr + (pairs // S)[:, None] * x_stride_n, w_ptr + cols[:, None] * w_stride_v
         product = tl.zeros([BN, BV], tl.float32)
@@ -104,16 +121,27 @@ def listed_scores_kernel(
         tl.store(out_ptr + pairs[:, None] * WIDTH + columns[None, :], z, mask=keep[:, None])
 
 # %% ../nbs/29_topk.ipynb #tk000031
-def tile_blocks(tiles:Tensor, n_tiles:int, size:int) -> tuple[Tensor, Tensor]:  # [N,S], whose numbers are below n_tiles
-    "Pairs of a row and one of its tiles, [N·S] by tile, and blocks of at most `size` pairs, [3,blocks]: tile, first, last; empty at the end."
-    by_tile, pairs = tiles.flatten().sort(stable=True)
-    starts = torch.searchsorted(by_tile, torch.arange(n_tiles + 1, dtype=by_tile.dtype, device=tiles.device))
-    blocks = (starts.diff() + size - 1) // size
-    ends = blocks.cumsum(0)
-    block = torch.arange(len(pairs) // size + min(n_tiles, len(pairs)), device=tiles.device)
-    tile = torch.searchsorted(ends, block, right=True).clamp_(max=n_tiles - 1)
-    first = starts[tile] + (block - ends[tile] + blocks[tile]) * size
-    return pairs, torch.stack([tile, first, starts[tile + 1].minimum(first + size)])
+@jit
+def blocks_kernel(by_tile_ptr, blocks_ptr, pairs, SIZE: tl.constexpr, B: tl.constexpr):  # [N·S], sorted; [blocks]
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    keep = i < pairs
+    tile = tl.load(by_tile_ptr + i, mask=keep, other=0).to(tl.int32)
+    start, stop = tl.zeros([B], tl.int32), tl.where(keep, i, 0)  # the tile's first pair is between
+    while tl.max(stop - start, 0) > 0:
+        middle = (start + stop) // 2
+        before = tl.load(by_tile_ptr + middle).to(tl.int32) < tile
+        start, stop = tl.where(before, middle + 1, start), tl.where(before, stop, middle)
+    nth = i - start
+    tl.store(blocks_ptr + start // SIZE + tile + nth // SIZE, i, mask=keep & (nth % SIZE == 0))
+
+def tile_blocks(tiles:Tensor, n_tiles:int, size:int) -> tuple[Tensor, Tensor, Tensor]:  # [N,S], whose numbers are below n_tiles
+    "Tiles [N·S], sorted; the pairs of a row and one of its tiles that they belong to; the first pair of each block, -1 for none."
+    narrow = tiles.flatten().to(torch.int16 if n_tiles < 2**15 else torch.int32)  # sorted in fewer passes
+    by_tile, pairs = narrow.sort(stable=True)
+    blocks = pairs.new_full((len(pairs) // size + n_tiles,), -1)
+    with on_device(tiles):
+        launch_kernel(blocks_kernel, (-(-len(pairs) // 256),), by_tile, blocks, len(pairs), SIZE=size, B=256)
+    return by_tile, pairs, blocks
 
 def launch_listed_scores(
     x:Tensor, w:Tensor, bias:Optional[Tensor], tiles:Tensor, o:LossOptions, t:Tiling,  # [N,H], [V,H], [V], [N,S]
@@ -121,11 +149,11 @@ def launch_listed_scores(
     "Scores of each row in its tiles, -inf beyond the last class."
     (n, slots), n_tiles, columns = tiles.shape, -(-len(w) // t.BV), t.BV & -t.BV  # the power of two that divides a tile
     size = min(128, 2**14 // columns, max(16, next_power_of_2(tiles.numel() // n_tiles)))
-    pairs, blocks = tile_blocks(tiles, n_tiles, size)
+    sorted_pairs = tile_blocks(tiles, n_tiles, size)
     z = x.new_empty(n, slots * t.BV, dtype=torch.float32)
     with on_device(x):
-        launch_kernel(listed_scores_kernel, (blocks.shape[1] * (t.BV // columns),), x, w, bias, pairs, blocks, z, len(w),
-                      x.shape[1], slots, blocks.shape[1], *x.stride(), *w.stride(), o, SCORE=score_fn(o), WIDTH=t.BV,
+        launch_kernel(listed_scores_kernel, (len(sorted_pairs[2]) * (t.BV // columns),), x, w, bias, *sorted_pairs, z, n, len(w),
+                      x.shape[1], slots, *x.stride(), *w.stride(), o, SCORE=score_fn(o), WIDTH=t.BV,
                       BN=size, BV=columns, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     return z
 
@@ -181,7 +209,7 @@ LEAST = 2**26  # bytes
 def row_bytes(n_classes:int, width:int, k:int) -> int:  # of a tile
     "What a row of the kernels' chunks needs: statistics of its tiles, and the scores of those that are chosen."
     tiles = -(-n_classes // width)
-    return 8 * tiles + (4 if k <= ROUNDS else 24) * min(k, tiles) * width  # a sort needs copies and places
+    return 8 * tiles + (4 if k <= MOST else 24) * min(k, tiles) * width  # a sort needs copies and places
 
 def topk_fwd(
     x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions, k:int, budget:int,  # [N,H], [V,H], [V]
@@ -270,6 +298,7 @@ def linear_topk(
 ) -> TopK:  # float32 (float64 for float64)
     """A linear layer's k most likely classes of each token and their log-probabilities, without its logits.
 
+    16-bit operands are multiplied as they are and summed in float32: no score is rounded to 16 bits.
     The log-probabilities are of all classes, not of the k alone. A token with a NaN among its scores
     has NaN log-probabilities, and indices that mean nothing but are classes. Raises `ValueError` for
     what cannot be meant.
@@ -282,6 +311,6 @@ def linear_topk(
     o, _, scale = temperature_options(temperature, logit_scale, softcap, -100)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     lead = input.shape[:-1]
-    given = linear_operands(input.reshape(lead.numel(), input.shape[-1]), linear_weight, linear_bias)
+    given = linear_operands(as_rows(input), linear_weight, linear_bias)
     log_probs, indices, lse, _, _ = topk_of_rows(*given, o, int(k), memory_budget or 0)
     return TopK(log_probs.view(*lead, k), indices.view(*lead, k), lse.view(lead))

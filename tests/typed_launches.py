@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32",
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int16: "i16", torch.int32: "i32",
          torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8"}
 
 

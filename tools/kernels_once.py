@@ -189,12 +189,12 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     several_classes: "class_scores_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel pair_numbers_kernel pair_mixture_kernel pair_gradient_kernel soft_kernel labels_kernel",
-    topk: "select_kernel listed_scores_kernel listed_kernel",
+    topk: "select_kernel blocks_kernel listed_scores_kernel listed_kernel",
     contrast: "contrast_fwd_kernel add_sums_kernel pair_loss_kernel contrast_bwd_kernel sigmoid_fwd_kernel sigmoid_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
-    samples: "sample_kernel pick_kernel filter_kernel",
+    samples: "sample_kernel pick_kernel threshold_kernel draw_kernel",
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)

@@ -76,8 +76,8 @@ def merge_statistics(
     y: Tensor,  # [N]
     n_classes: int,
     scale: float,
-    BN: int = 128,
-    BT: int = 32,
+    BN: int = 16,  # few, since a program waits for its loads, not for the memory
+    BT: int = 64,
 ):
     "Each row's maximum, times a scale, its sum and its moment, of all tiles and the target: rows 0, 1 and 4 of the sums."
     tiles, n, _ = stats.shape
