@@ -325,7 +325,7 @@ def run_page(page: str, package=fusedloss) -> dict:
     "The names of a page after its cells have run in this process, with a package in the place of `fl`"
     names = dict(__name__="page", os=os, torch=torch, fl=package)
     for cell in code_of(page):
-        if not cell["id"].endswith(ELSEWHERE):
+        if not cell["id"].endswith(ELSEWHERE) and not cell["source"].startswith("#| cuda"):
             source = cell["source"].replace("import fusedloss as fl\n", "")
             exec(compile(source, f"{page}, {cell['id']}", "exec"), names)
     return names
@@ -364,7 +364,7 @@ def test_the_table_of_losses_names_arguments_that_exist():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", ("coming_from", "lightning", "trl"))
+@pytest.mark.parametrize("page", ("coming_from", "evaluation", "lightning", "multi_token", "trl"))
 def test_a_recipe_runs(page):
     run_page(page)
 
@@ -372,7 +372,7 @@ def test_a_recipe_runs(page):
 def wrong(name: str, how) -> SimpleNamespace:
     "The package with one function, or class, that another one is in place of"
     names = {n: getattr(fusedloss, n) for n in fusedloss.__all__}
-    return SimpleNamespace(**names | {name: how(names[name])})
+    return SimpleNamespace(integrations=fusedloss.integrations, **names | {name: how(names[name])})
 
 
 FAULTS = {  # of which each must be noticed by what the page on other losses compares
@@ -401,6 +401,36 @@ def test_coming_from_notices(fault):
 def test_the_page_on_lightning_notices_another_token():
     with pytest.raises(AssertionError):
         run_page("lightning", wrong("LinearCrossEntropyLoss", lambda f: lambda *a, shift: f(*a, shift=shift + 1)))
+
+
+PAGE_FAULTS = {  # of which each must be noticed by what the pages on evaluation and on several tokens compare
+    "a factor": ("evaluation", "linear_log_probs", lambda f: lambda x, *a, **k: f(1.01 * x, *a, **k)),
+    "a rank that is none": ("evaluation", "linear_log_probs", lambda f: lambda *a, **k: f(*a, **k)._replace(target_rank=torch.zeros_like(a[2]))),
+    "the least likely class": ("evaluation", "linear_topk", lambda f: lambda x, *a, **k: f(-x, *a, **k)),
+    "token weights are lost": ("multi_token", *FAULTS["token weights are lost"]),
+    "no shift": ("multi_token", *FAULTS["no shift"]),
+    "no gradient of w": ("multi_token", "linear_cross_entropy", lambda f: lambda x, w, *a, **k: f(x, getattr(w, "weight", w).detach(), *a, **k)),
+    "a head's states get nothing": ("multi_token", "linear_cross_entropy", lambda f: lambda x, *a, **k: f(torch.cat([x[:1].detach(), x[1:]]), *a, **k)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fault", PAGE_FAULTS)
+def test_the_pages_on_evaluation_and_several_tokens_notice(fault):
+    page, name, how = PAGE_FAULTS[fault]
+    if page == "evaluation":
+        pytest.importorskip("accelerate", reason="accelerate is not installed")
+    with pytest.raises((AssertionError, RuntimeError)):  # RuntimeError: autograd finds a parameter without a gradient
+        run_page(page, wrong(name, how))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_the_evaluation_page_agrees_with_lm_eval(capsys):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    run_page("evaluation")
+    assert "lm-eval's HFLM: the same answers" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -804,6 +805,40 @@ def test_trainer(name, tmp_path):
     assert len(ours) == 4 and ours[2] < ours[0] and ours == pytest.approx(theirs, rel=close)
     if name != "autocast":
         assert all(torch.allclose(got[k], weights[k], atol=1e-4) for k in weights)
+
+
+def evaluated(model: nn.Module, folder: Path, kind: str = "", metrics=lambda found: {"accuracy": 0.0}, **options) -> list[str]:
+    "What two evaluations of a `Trainer`, or of a `Seq2SeqTrainer`, warn of metrics"
+    data = [{k: v[i % 2] for k, v in tokens().items()} for i in range(4)]
+    given = {k: options.pop(k) for k in ("preprocess_logits_for_metrics",) if k in options}
+    args = getattr(hf, f"{kind}TrainingArguments")(str(folder), per_device_eval_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True,
+                                                  dataloader_pin_memory=False, **options)
+    trainer = getattr(hf, f"{kind}Trainer")(model, args, eval_dataset=data, compute_metrics=metrics, **given)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.evaluate()
+    return [str(w.message) for w in seen if "metrics" in str(w.message)]
+
+
+def test_metrics_without_logits_warn_once(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    plain, patched = pair()
+    got = []
+    said = evaluated(patched, tmp_path, metrics=lambda found: got.append(found.predictions) or {})
+    assert len(said) == 1 and said[0].startswith("compute_metrics: the patched model returns a loss and no logits; unpatch(model)")
+    assert got == [(), ()]
+    said = evaluated(patch(patched), tmp_path)  # each patch anew
+    assert len(said) == 1
+    # nor for a loss alone, for what a hook hands on, for logits that are there, or for tokens that are generated
+    others = [(patched, "", {"metrics": None}), (patched, "", {"prediction_loss_only": True}), (plain, "", {}),
+              (patched, "", {"preprocess_logits_for_metrics": lambda none, labels: labels}), (patched, "", {"label_smoothing_factor": 0.1}),
+              (patched, "Seq2Seq", {"predict_with_generate": True, "generation_max_length": 20})]
+    for model, kind, options in others:
+        assert not evaluated(patch(model) if model is patched else model, tmp_path, kind, **options), options
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch(patched).eval()(**tokens())
 
 
 @pytest.fixture(scope="module")

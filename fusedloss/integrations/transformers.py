@@ -8,7 +8,9 @@ import copy
 import functools
 import inspect
 import math
+import sys
 import threading
+import warnings
 from types import MethodType
 from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, TypeVar
 
@@ -555,6 +557,20 @@ def without_logits(
     return rest
 
 
+def is_asked_for_metrics() -> bool:
+    "Whether a `Trainer` that is calling this would compute metrics of logits, and of nothing else."
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "prediction_step":
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("prediction_loss_only"):
+        return False
+    trainer = frame.f_locals.get("self")
+    if getattr(getattr(trainer, "args", None), "predict_with_generate", False):
+        return False  # its metrics are of generated tokens
+    made_otherwise = getattr(trainer, "preprocess_logits_for_metrics", None) is not None
+    return getattr(trainer, "compute_metrics", None) is not None and not made_otherwise
+
+
 class ModelForward(ReplacedForward):
     "A model's own forward, which computes no logits when labels are given."
 
@@ -563,6 +579,7 @@ class ModelForward(ReplacedForward):
         expect("labels" in names, "model", "a forward that takes labels", type(module).__name__)
         super().__init__(module)
         self.labels_at = names.index("labels") - 1
+        self.warned = False  # that metrics get no logits
 
     @property
     def __signature__(self):  # `Trainer` chooses a data set's columns by it
@@ -578,7 +595,16 @@ class ModelForward(ReplacedForward):
             output = self.original(*args, **kwargs)
         finally:
             WAITING.losses = before
-        return output if labels is None else without_logits(output)
+        if labels is None:
+            return output
+        if not (self.warned or self.module.training or torch.compiler.is_compiling()) and is_asked_for_metrics():
+            self.warned = True
+            warnings.warn(
+                "compute_metrics: the patched model returns a loss and no logits; unpatch(model) before an evaluation, "
+                "or hand predicted tokens on by preprocess_logits_for_metrics, as the recipe on evaluation does",
+                stacklevel=2,
+            )
+        return without_logits(output)
 
 
 def replaced(
