@@ -584,6 +584,10 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
 
+    Logits stay float32 by "recompute" and "tiles", whatever the operands; "eager", and "chunks" on
+    a GPU, round them to the operands' dtype; "product" rounds exponentials, for gradients alone.
+    Under autocast "chunks" and "product" write a float32 weight's gradient in float32; the others
+    round it to autocast's dtype once.
     Against probabilities it is by chunks, or for each token with all logits; "mean" then divides by
     the number of tokens, or by their weights.
     K targets count as if each token stood K times, once with each, weighed by `token_weight` times
