@@ -619,7 +619,9 @@ def plain_sigmoid_dz(
 # %% ../nbs/26_contrast.ipynb #ctsigop
 def sigmoid_index(x:Tensor, y:Tensor, positives:Optional[Tensor]) -> tuple[Tensor, Tensor]:
     "`as_positives`; without them those of the diagonal."
-    return as_positives(torch.arange(len(x), device=x.device) if positives is None else positives, len(y))
+    if positives is not None: return as_positives(positives, len(y))
+    diagonal = torch.arange(len(x), device=x.device)
+    return diagonal[:, None], diagonal < 0
 
 def sigmoid_fwd(
     x:Tensor, y:Tensor, scale:Tensor, bias:Tensor,  # [N,H], [M,H], scalars in their `acc_dtype`
