@@ -240,7 +240,7 @@ def threshold_kernel(
     row = tl.program_id(0)
     z_ptr, base = scores_ptr + row.to(tl.int64) * V, zero_if_neg_inf(tl.load(sums_ptr + row))
     low, equals = tl.full([], -float("inf"), tl.float32), tl.zeros([], tl.int32)
-    above = low  # scores from here on stay, and so many of those equal to `low`, the score below
+    above = low  # scores from `above` on stay, and the first `equals` of those that are `low`, the float below it
     if TOP_K:
         low, above, more = least_score(z_ptr, low, top_k + equals, base, V, False, B)
         equals = top_k - more

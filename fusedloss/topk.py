@@ -96,7 +96,7 @@ def listed_scores_kernel(
     by_tile_ptr, pairs_ptr, blocks_ptr,  # [N·S] twice: tile, row · S + slot, by tile; [blocks]: first pair, or -1
     out_ptr,  # [N,S,WIDTH]
     N, V, H, S, x_stride_n, x_stride_h, w_stride_v, w_stride_h, o,
-    SCORE: tl.constexpr, WIDTH: tl.constexpr,  # of a tile: some times BV classes
+    SCORE: tl.constexpr, WIDTH: tl.constexpr,  # classes of a tile, a multiple of BV
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     parts = WIDTH // BV  # of a tile: those of one block are neighbours
