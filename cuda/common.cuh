@@ -16,6 +16,13 @@ INLINE float exp2_approx(float x) {
   return exp2f(x);
 #endif
 }
+INLINE float reciprocal_approx(float x) {
+#ifdef __CUDA_ARCH__
+  float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r;
+#else
+  return 1.0f / x;
+#endif
+}
 
 // Over the lanes of a warp, in one order, for all of them.
 template <class V> INLINE V warp_max(V v) {

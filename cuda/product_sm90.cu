@@ -4,6 +4,9 @@
 // is neither in a maximum nor in a sum, e is 0 there, and targets_z [N] has it: a confident prediction keeps the digits
 // of what the others share. A row whose offset is inf is 0. score_gradients: the same times a coefficient of the row,
 // without sums. Sums are fp32. A launch ends at once where `wanted` points to 0.
+// Compiled with BIASED, a number of each class is added to its scores, bias [V, and on to whole tiles]. With CAPPED,
+// exponentials takes 2^(log2_cap tanh(z log2_scale / log2_cap) - offset); sums are of these, and e is these times
+// tanh's slope, 1 - tanh². score_statistics leaves maxima and sums of scores that are not capped.
 // For the entropy of a row, score_moments leaves Σ e^(z - m) (z - m) of each tile beside its statistics, moments
 // [tiles of V,N], and entropy_gradients has a coefficient that falls with the exponent t: coef + slope (mean - t /
 // log2_scale). A moment's terms have one sign, since m is the tile's maximum, so no digits cancel.
@@ -13,7 +16,7 @@
 // after tile, so that copies run beside statistics. CLUSTER blocks, 1 or 2, have the same classes and other tokens:
 // each copies a share of w's tile to all of them. GROUP clusters' tokens are walked together through all classes, so
 // that their x and the classes' w stay in L2. Grid: a multiple of CLUSTER. Also fixed when compiled: HALF, fp16 in
-// place of bf16. Idea: CUTLASS's persistent, warp-specialised products.
+// place of bf16; BIASED and CAPPED, 0 or 1. Idea: CUTLASS's persistent, warp-specialised products.
 #include "common.cuh"
 #include "hopper.cuh"
 
@@ -130,6 +133,7 @@ INLINE float sum_of_row(const float (&z)[HELD], int r) {
   return of_row(s, [](float a, float b) { return a + b; });
 }
 
+INLINE float at_least(float z, float least) { return z < least ? least : z; }  // no number stays none
 INLINE float above_zeros(float t) { return fmaxf(t, -200.0f); }  // 2^t is 0 below, and 0 · -inf would be no number
 
 // What leaves a tile. The scores of classes that do not count are -inf.
@@ -137,7 +141,17 @@ struct Epilogue {
   float* targets_z;
   const i64* targets;
   int N, V;
+  const float* bias;  // where BIASED
 
+  INLINE void shift(float (&z)[HELD], Tile tile, int thread) const {
+    UNROLL
+    for (int i = 0; BIASED && i < HELD; i += 4) {
+      const float2 b = *(const float2*)(bias + tile.type + column_of(i, thread));
+      z[i] += b.x, z[i + 1] += b.y, z[i + 2] += b.x, z[i + 3] += b.y;
+    }
+    UNROLL
+    for (int i = 0; CAPPED && i < HELD; i++) z[i] = at_least(z[i], -1e38f);  // -inf: a class that does not count
+  }
   INLINE void hide(float (&z)[HELD], Tile tile, int thread) const {
     if (tile.type + CLASSES <= V) return;
     UNROLL
@@ -193,6 +207,12 @@ INLINE void swap_words(u32 (&words)[4], int bit, int thread) {
     (upper ? words[i] : words[i ^ bit]) = other;
   }
 }
+// (tanh x, 1 - tanh² x) from u = 2 x / ln 2; near 0 by its series, which loses no digits.
+INLINE float2 tanh_and_slope(float u) {
+  const float r = reciprocal_approx(1.0f + exp2_approx(u)), x = u * (0.5f / LOG2E), x2 = x * x;
+  const float series = x * fmaf(x2, fmaf(x2, fmaf(x2, -17 / 315.0f, 2 / 15.0f), -1 / 3.0f), 1.0f);
+  return make_float2(x2 < 0.01f ? series : fmaf(-2.0f, r, 1.0f), 4.0f * r * (1.0f - r));
+}
 enum Kind { SUMMED, WEIGHED, ENTROPIC };
 template <Kind KIND> struct Exponentials : Epilogue {
   const float *offsets, *coefs, *slopes, *means;  // one, two, and four of them, by kind
@@ -200,6 +220,7 @@ template <Kind KIND> struct Exponentials : Epilogue {
   float* sums;  // where SUMMED
   i64 pitch;
   float log2_scale;
+  float log2_cap;  // where SUMMED and CAPPED
 
   struct OfRow { int target; float offset, coef, slope; };
   INLINE OfRow load(int token) const {
@@ -214,16 +235,31 @@ template <Kind KIND> struct Exponentials : Epilogue {
     if (KIND == SUMMED) return exponential;
     return exponential * (KIND == WEIGHED ? row.coef : fmaf(-row.slope, above_zeros(t), row.coef));
   }
-  INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow row, int thread) const {
+  INLINE float leave_capped(float (&z)[HELD], int r, OfRow row) const {  // their sum, before the slopes
+    const float by = 2.0f * LOG2E * (log2_scale / log2_cap);
+    float s = 0.0f;
     UNROLL
-    for (int i = 0; i < HELD; i++)
+    for (int i = 0; i < HELD; i++) {
+      if (i % 4 / 2 != r) continue;
+      const float2 t = tanh_and_slope(z[i] * by);
+      const float e = z[i] == -infinity() ? 0.0f : exp2_approx(fmaf(t.x, log2_cap, -row.offset));
+      s += e, z[i] = e * t.y;
+    }
+    return of_row(s, [](float a, float b) { return a + b; });
+  }
+  INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow row, int thread) const {
+    float s = 0.0f;
+    if (CAPPED && KIND == SUMMED) s = leave_capped(z, r, row);
+    UNROLL
+    for (int i = 0; !(CAPPED && KIND == SUMMED) && i < HELD; i++)
       if (i % 4 / 2 == r) z[i] = leaving(z[i], row);
     if (row.offset == infinity()) {  // a token that does not count, whatever its scores are
       UNROLL
       for (int i = 0; i < HELD; i++)
         if (i % 4 / 2 == r) z[i] = 0.0f;
+      s = 0.0f;
     }
-    if (KIND == SUMMED) put(sums, sum_of_row(z, r), tile, token, thread);
+    if (KIND == SUMMED) put(sums, CAPPED ? s : sum_of_row(z, r), tile, token, thread);
     UNROLL
     for (int g = 0; g < CLASSES / 32; g++) {  // groups of 32 classes: 64 bytes of a row from four threads
       u32 words[4];
@@ -247,7 +283,7 @@ template <Kind KIND> struct Exponentials : Epilogue {
 };
 template <class Out> INLINE void finish(const Out& out, float (&z)[HELD], Tile tile, int first,
                                         const typename Out::OfRow (&rows)[2], int thread) {
-  out.hide(z, tile, thread);
+  out.shift(z, tile, thread), out.hide(z, tile, thread);
   UNROLL
   for (int r = 0; r < 2; r++) out.take_target(z, tile, r, first + 8 * r, rows[r].target, thread);
   UNROLL
@@ -293,8 +329,8 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
 
 extern "C" __global__ void SHAPE score_statistics(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* targets_z,
-    const int* wanted, int N, int V, int H) {
-  run(&x_map, &w_map, Statistics<false>{{targets_z, targets, N, V}, stats}, H, wanted);
+    const int* wanted, const float* bias, int N, int V, int H) {
+  run(&x_map, &w_map, Statistics<false>{{targets_z, targets, N, V, bias}, stats}, H, wanted);
 }
 extern "C" __global__ void SHAPE score_moments(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* moments,
@@ -303,9 +339,10 @@ extern "C" __global__ void SHAPE score_moments(
 }
 extern "C" __global__ void SHAPE exponentials(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, u16* e, float* sums,
-    float* targets_z, const int* wanted, int N, int V, int H, i64 pitch, float log2_scale) {
-  const Epilogue base{targets_z, targets, N, V};
-  const Exponentials<SUMMED> out{base, offsets, nullptr, nullptr, nullptr, e, sums, pitch, log2_scale};
+    float* targets_z, const int* wanted, const float* bias, int N, int V, int H, i64 pitch, float log2_scale,
+    float log2_cap) {
+  const Epilogue base{targets_z, targets, N, V, bias};
+  const Exponentials<SUMMED> out{base, offsets, nullptr, nullptr, nullptr, e, sums, pitch, log2_scale, log2_cap};
   run(&x_map, &w_map, out, H, wanted);
 }
 extern "C" __global__ void SHAPE score_gradients(

@@ -25,7 +25,7 @@ from fusedloss.core.score_product import BARE, product_of
 from fusedloss.core.slabs import beside_dz, BUDGET, slab_slices, slab_tiles, TERMS
 from fusedloss.core.tiling import BY_DESCRIPTORS, cut, run_length, Tiling
 from fusedloss.measure import Cost, predict_seconds, sweep_cost
-from fusedloss.product import plan_product, product_obstacle, product_row
+from fusedloss.product import plan_product, product_obstacle, product_row, vectors_bytes
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
 class Call(NamedTuple):
@@ -121,6 +121,10 @@ def tokens_product(
     return Cost(name, 2.0 * n * v * h, dtype.itemsize * (n * (v + h) + chunks * v * h), reached)
 
 # %% ../nbs/10_plans.ipynb #ea85d636
+def bias_costs(r:Call) -> list[Cost]:
+    "Reading all of dz, or what stands for it, once more for db."
+    return [sweep_cost("db", r.n * r.v, r.work)] if r.needs[2] and "linear_bias" in r.options else []
+
 def gradient_products(
     r:Call, machine:Machine, chunks:int, dw_moves:int, dtype:torch.dtype, padded:bool=False, size:Optional[int]=None,
 ) -> list[Cost]:
@@ -145,7 +149,7 @@ EACH_TOKEN, GRADED = "reduction 'none'", "gradients of return_stats"
 
 SUPPORTS = dict(  # what each method can do besides a plain mean or sum, by the names of `wishes`; it refuses all else
     eager=(*OF_ROWS, *TARGET_ROWS, "return_stats", GRADED, EACH_TOKEN),
-    product=("weight", "logit_scale", "z_loss", "token_weight"),
+    product=OF_ROWS,
     chunks=(*OF_ROWS, *TARGET_ROWS, "return_stats", "chunk_size"),
     recompute=(*OF_ROWS, "filter_eps", "return_stats", GRADED, EACH_TOKEN),
     tiles=("logit_scale", EACH_TOKEN))
@@ -190,7 +194,7 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     kept = graded and (r.reduction == "none" or r.stats != "" or rows_of_targets(r))
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
-             *gradient_products(r, machine, 1, 1, r.work)]
+             *gradient_products(r, machine, 1, 1, r.work), *bias_costs(r)]
     copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
@@ -249,25 +253,32 @@ def chunks_estimate(r:Call, machine:Machine) -> Estimate:
     chunks = -(-n // c.rows)
     costs = [tokens_product(r, machine, "z", chunks, r.work), *gradient_products(r, machine, chunks, 0, r.work, True),
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats or rows_of_targets(r)))),
-             *summing_dw(r, c)]
+             *summing_dw(r, c), *bias_costs(r)]
     return make_estimate("chunks", r, machine, costs, 10 + 5 * chunks,
                     HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["chunk"], extra,
                     ("rows", c.rows, "dw in fp32" if c.wide else ""),
                     "" if r.chunk_size else rounding_caution(r, chunks, c.wide))
 
 # %% ../nbs/10_plans.ipynb #ba0e1496
+def smoothing_costs(r:Call) -> list[Cost]:
+    "Reading w and x, and dw, with which its sum begins; nothing without label smoothing."
+    n, v, h = r.sizes
+    if "label_smoothing" not in r.options: return []
+    return [sweep_cost("mean class", (v + 2 * n) * h, r.work), *[sweep_cost("begin dw", v * h, *[r.grad_dtype] * 2)] * r.needs[1]]
+
 def product_estimate(r:Call, machine:Machine) -> Estimate:
     "Exponentials leave the product; no pass over logits."
-    obstacle = product_obstacle(r.dtype, r.h, machine.device) if r.gpu else "no GPU"
+    obstacle = product_obstacle(r.dtype, r.h, machine.device, r.options) if r.gpu else "no GPU"
     if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal_of(r, "product"), caution=f"by chunks: {obstacle}")
     (_, v, h), tile = r.sizes, product_of(machine.device).classes
-    c = plan_product(r.packed, h, v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate, tile)
+    vectors = vectors_bytes(r.packed, h, v, "linear_bias" in r.options, bool(r.needs[2]), "label_smoothing" in r.options)
+    c = plan_product(r.packed, h, v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate, tile, vectors)
     beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0]), tile) - logits_row(v, r.work))  # sums of tiles
-    extra, r = chunks_extra_bytes(r, c) + beside, r._replace(n=r.packed)
+    extra, r = chunks_extra_bytes(r, c) + beside + vectors, r._replace(n=r.packed)
     chunks = -(-r.n // c.rows)
     even = r._replace(v=-(-v // 8) * 8)  # a few classes more or less change no rate
     costs = [tokens_product(even, machine, "exponentials", chunks, r.work), *gradient_products(even, machine, chunks, 0, r.work),
-             sweep_cost("rows", r.n * h, *[torch.float32] * 4), *summing_dw(r, c)]
+             sweep_cost("rows", r.n * h, *[torch.float32] * 4), *summing_dw(r, c), *bias_costs(r), *smoothing_costs(r)]
     caution = "it is for gradients"
     if any(r.needs): caution = rounding_caution(r, chunks, c.wide, MOST_WITHOUT_TARGETS)
     return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],

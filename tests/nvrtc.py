@@ -36,7 +36,7 @@ def knows(nvrtc: ctypes.CDLL, arch: int) -> bool:
     return arch in archs
 
 
-def complaint(nvrtc: ctypes.CDLL, source: str, constants: Mapping, arch: int) -> str:
+def complaint(nvrtc: ctypes.CDLL, source: str, constants: Mapping, arch: int | str) -> str:
     "What NVRTC has against a source, compiled as the library compiles it; empty if nothing"
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None) == 0

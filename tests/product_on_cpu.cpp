@@ -135,17 +135,18 @@ static void run_product(int grid, int threads, int seed, const u16* x, const u16
   launch(grid, threads, CLUSTER, [&] { kernel(x_map, w_map); }, seed);
 }
 extern "C" void run_score_statistics(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats,
-                                     float* targets_z, const int* wanted, int N, int V, int H) {
-  run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_statistics(x_map, w_map, targets, stats, targets_z, wanted, N, V, H); });
+                                     float* targets_z, const int* wanted, const float* bias, int N, int V, int H) {
+  run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_statistics(x_map, w_map, targets, stats, targets_z, wanted, bias, N, V, H); });
 }
 extern "C" void run_score_moments(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats, float* moments,
                                   float* targets_z, int N, int V, int H) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_moments(x_map, w_map, targets, stats, moments, targets_z, N, V, H); });
 }
 extern "C" void run_exponentials(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets, u16* e,
-                                 float* sums, float* targets_z, const int* wanted, int N, int V, int H, i64 pitch, float log2_scale) {
+                                 float* sums, float* targets_z, const int* wanted, const float* bias, int N, int V, int H, i64 pitch, float log2_scale,
+                                 float log2_cap) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) {
-    exponentials(x_map, w_map, targets, offsets, e, sums, targets_z, wanted, N, V, H, pitch, log2_scale);
+    exponentials(x_map, w_map, targets, offsets, e, sums, targets_z, wanted, bias, N, V, H, pitch, log2_scale, log2_cap);
   });
 }
 extern "C" void run_score_gradients(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets,

@@ -236,7 +236,7 @@ def product_remakes_an_offset_on_one_rank(meshes):
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
     wanted = recompute_linear_cross_entropy(*leaves, y)
     exact = torch.autograd.grad(wanted, leaves)
-    first = mock.patch("fusedloss.product.sampled_scores", lambda x, w: x @ w[:1].T)
+    first = mock.patch("fusedloss.product.sampled_scores", lambda x, w, bias: x @ w[:1].T)
     for ranks, mesh, rank in mine(meshes):
         own = [x.clone().requires_grad_(), spread(w, mesh).requires_grad_()]
         with first:

@@ -1,10 +1,12 @@
 """Every `.cu` compiles with the NVRTC of CUDA 12 and of CUDA 13, with the constants that the library gives it, for six architectures."""
+from dataclasses import replace
+
 import pytest
 import torch
 
 import nvrtc
 from fusedloss import clusters, ctc, scans, segments
-from fusedloss.core import ignored
+from fusedloss.core import hopper, ignored
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
 from fusedloss.core.lattice import scan_shape
@@ -63,14 +65,20 @@ def zero_calls(device):
     yield lambda: ignored.zero_rows.__wrapped__(0, 5, 64, -100)
 
 
-CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls}
+def product_calls(device):
+    shapes = [(dtype, form, biased, capped) for dtype in (bf16, f16) for form in (hopper.IN_TURN, hopper.SHARED) for biased in (False, True) for capped in (False, True)]
+    for dtype, form, biased, capped in pairs(shapes):
+        yield lambda: hopper.form_kernel("exponentials", replace(form, biased=biased, capped=capped), dtype, 0)
+
+
+CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls, "product": product_calls}
 
 
 def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tuple]]:
     "Sources and constants that the library chooses for an architecture, each once"
     found, device = {}, GPUS[ARCHS[arch]]
     with told_of(device, monkeypatch), monkeypatch.context() as patch:
-        def recorded(kernel, index, sources=(), **constants):
+        def recorded(kernel, index, sources=(), own="", **constants):
             found[sources or (kernel,), tuple(constants.items())] = True
             return lambda *args, **options: None
         everywhere(patch, clusters, "cuda_kernel", recorded)
@@ -92,17 +100,18 @@ def compiler(request):
     return found
 
 
-GRID = [(arch, name) for arch in ARCHS for name in CALLS if name != "turnaround" or arch >= 90]
+SERVED = {"turnaround": (90, 100, 120), "product": (90,)}  # other sources serve all architectures
+GRID = [(arch, name) for arch in ARCHS for name in CALLS if arch in SERVED.get(name, ARCHS)]
 
 
-@pytest.mark.parametrize("arch, name", few(GRID, (80, "sparse"), (120, "turnaround")))
+@pytest.mark.parametrize("arch, name", few(GRID, (80, "sparse"), (120, "turnaround"), (90, "product")))
 def test_sources_compile_as_the_library_chooses(arch, name, compiler, monkeypatch):
     if not nvrtc.knows(compiler, arch):
         pytest.skip(f"NVRTC {nvrtc.version(compiler)} does not know sm_{arch}")
     chosen = choices(name, arch, monkeypatch)
     assert chosen
     for sources, constants in chosen if FULL else chosen[::40]:
-        complaint = nvrtc.complaint(compiler, "".join(map(cuda_source, sources)), dict(constants), arch)
+        complaint = nvrtc.complaint(compiler, "".join(map(cuda_source, sources)), dict(constants), "90a" if name == "product" else arch)
         assert not complaint, f"{sources} {dict(constants)}:\n{complaint}"
 
 

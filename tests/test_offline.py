@@ -109,11 +109,15 @@ def best_classes(dtype, width, how, V=65536, N=2048, k=20):
 def exponentials(width, V=65536, B=4096):
     "What Triton does of a chunk of tokens whose product leaves exponentials, and of stage 7's rows by that product"
     x, w, y = matrix(B, width, bf16), matrix(V, width, bf16), cuda(B, dtype=i64)
-    k = stage_9.work_of(x, w, y, cuda(V), cuda(B), cuda(), OPTIONS["plain"][0], B, None, score_product.IN_TURN)
-    k = k._replace(room=k.room._replace(e=matrix(B, V, bf16)))
     out = stage_9.Rows(cuda(B), cuda(B), cuda(B), cuda(dtype=torch.int32))
-    stage_9.launch_rows(out, k.room, *k.labels, out.failed)
-    stage_9.launch_better_offsets(k, cuda(k.tiles, B, 2), out.failed)
+    for o, b in ((OPTIONS["plain"][0], None), (LossOptions(softcap=30.0), cuda(V, dtype=bf16)), (LossOptions(label_smoothing=0.1), cuda(V, dtype=bf16))):
+        k = stage_9.work_of(x, w, y, cuda(V), cuda(B), cuda(), o, B, None, score_product.IN_TURN, b)
+        k = k._replace(room=k.room._replace(e=matrix(B, V, bf16)))
+        stage_9.launch_rows(out, k.room, *k.labels, out.failed)
+        stage_9.launch_better_offsets(k, cuda(k.tiles, B, 2), out.failed)
+    stage_9.launch_scaled(matrix(B, width, bf16), x, out.coefs, out.at_target, y, w, k.spread.pull, k.spread.mean)
+    stage_9.launch_column_sums(matrix(B, V, bf16), out.coefs)
+    stage_9.launch_targets(cuda(V)[:, None], cuda(B)[:, None], y, out.at_target)
     stage_9.launch_scaled(matrix(B, width, bf16), x, out.coefs, out.at_target, y, w)
     stage_9.launch_targets(matrix(V, width, bf16), x, y, out.at_target)
     score_product.merge_statistics(cuda(7, B), cuda(k.tiles, B, 2), None, y, V, 1.0)

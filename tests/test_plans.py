@@ -34,7 +34,7 @@ def test_plan_of_the_three_shapes(shape):
     assert plans(shape, reduction="none").method == "recompute" == plans(shape, stats="differentiable").method
     assert plans(shape, memory_budget=2**34).method in ("eager", "product") and plans(shape, memory_budget=2**29).method == "product"
     assert plan(shape.N, shape.V, shape.H, torch.float16, machine="H200").method == "chunks"
-    assert plans(shape, memory_budget=2**27 + 2**25, options=("linear_bias",)).method == "recompute" and plans(shape, memory_budget=2**16).method is None
+    assert plans(shape, memory_budget=2**27 + 2**25, options=("softcap", "label_smoothing")).method == "recompute" and plans(shape, memory_budget=2**16).method is None
     assert plans(shape, needs_grad=False).method == "recompute"
 
 
@@ -258,3 +258,14 @@ def test_predicted_bytes_on_the_gpu(budget):
     p = plan(8192, 65536, 2048, memory_budget=budget)
     held = peak_memory(lambda: torch.autograd.grad(linear_cross_entropy(x, w, y, memory_budget=budget), [x, w]), "cuda") - x.nbytes - w.nbytes
     assert 0.75 < held / p.chosen.extra < 1.25
+
+
+@cuda_only
+@pytest.mark.parametrize("how", [dict(softcap=30.0), dict(label_smoothing=0.1), {}], ids=str)
+@pytest.mark.parametrize("budget", [None, 2**27])
+def test_predicted_bytes_of_a_product_with_a_bias_on_the_gpu(how, budget):
+    x, w, y = sample_data(8192, 2048, 65536, bf16, "cuda")
+    b = torch.zeros(65536, dtype=bf16, device="cuda", requires_grad=True)
+    p = plan(8192, 65536, 2048, memory_budget=budget, options=("linear_bias", *how), needs_grad=(True, True, True))["product"]
+    step = lambda: torch.autograd.grad(linear_cross_entropy(x, w, y, linear_bias=b, memory_budget=budget, method="product", **how), [x, w, b])
+    assert 0.75 < (peak_memory(step, "cuda") - x.nbytes - w.nbytes) / p.extra < 1.25

@@ -44,17 +44,18 @@ class Found(NamedTuple):
 
 
 def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, cluster: int = 1, grid: int = 1, stages: int = 2, group: int = 2,
-        seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None, in_turn: int = 0, wanted: torch.Tensor | None = None) -> Found:
+        seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None, in_turn: int = 0, wanted: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None, log2_cap: float = 0.0) -> Found:
     "`score_statistics`, or with offsets `exponentials`, by so many clusters of blocks"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     kernels.seed = seed
     (n, h), v = x.shape, len(w)
     launch = kernels("score_statistics" if offsets is None else "exponentials", 0, STAGES=stages, CLUSTER=cluster, GROUP=group, IN_TURN=in_turn,
-                     HALF=str(x.dtype == torch.float16).lower())
+                     BIASED=int(bias is not None), CAPPED=int(log2_cap > 0), HALF=str(x.dtype == torch.float16).lower())
     pitch = pitch or -(-v // 8) * 8
     room, targets_z, e = torch.full((-(-v // CLASSES[in_turn]) + 2, n, 2 if offsets is None else 1), math.nan), torch.full((n + 2,), math.nan), torch.full((n + 2, pitch), math.nan, dtype=x.dtype)
-    more, last = ((), ()) if offsets is None else ((offsets, e[1:-1]), (ctypes.c_int64(pitch), ctypes.c_float(log2_scale)))
-    launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], wanted, n, v, h, *last)
+    more, last = ((), ()) if offsets is None else ((offsets, e[1:-1]), (ctypes.c_int64(pitch), ctypes.c_float(log2_scale), ctypes.c_float(log2_cap)))
+    launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], wanted, bias, n, v, h, *last)
     assert all(t[[0, -1]].isnan().all() for t in (room, targets_z, e)) and e[:, v:].isnan().all(), "it writes outside"
     return Found(room[1:-1], targets_z[1:-1], e[1:-1, :v])
 
@@ -158,13 +159,66 @@ def test_exponentials_of_scaled_scores_and_in_wider_rows(log2_scale, pitch):
     assert exponentials_error(x, w, scores, log2_scale=log2_scale, pitch=pitch) < 2
 
 
+def shaped_error(size: tuple[int, int, int], cap: float = 0.0, biased: bool = False, scale: float = 1.0, **how) -> float:
+    "The error of `exponentials` of scores with a bias and a soft cap, its rounding to 16 bits aside, in the units of `error`"
+    x, w, scores = scored(*size, scale=0.4)
+    n, v = scores.shape
+    classes, y, log2e = CLASSES[how.get("in_turn", 0)], targets_of(n, v), math.log2(math.e)
+    bias = wavy_bias(v, classes)
+    scores = scores + bias[:v].double() * biased
+    score, slope = scores * scale, 1.0
+    if cap: score, slope = cap * (score / cap).tanh(), 1 / (score / cap).cosh() ** 2
+    offsets = torch.where(y < 0, math.inf, score.amax(1) * log2e).float()
+    x[4] = math.nan  # a token that does not count
+    found = run(x, w, y, offsets, log2_scale=scale * log2e, log2_cap=cap * log2e, bias=bias if biased else None, **how)
+    whole = torch.exp2(without_targets(score, y) * log2e - offsets.double()[:, None])
+    wanted, unit = whole * slope, 2e-6 * (1 + (score * log2e).abs().max().item())
+    worst = target_error(found.targets_z, scores, y)
+    for s, part in zip(found.stats[..., 0].double(), whole.split(classes, 1), strict=True):
+        worst = max(worst, ((s - part.sum(1)).abs() / (part.sum(1) + 1e-300)).nan_to_num(math.inf).max().item() / unit)
+    off = (found.exponentials.double() - wanted).abs() - (2**-8 + unit) * wanted - 1e-6 * whole - 1e-38
+    return max(worst, 0.0 if (off <= 0).all() else math.inf)
+
+
+def wavy_bias(v: int, classes: int) -> torch.Tensor:
+    "A bias of `v` classes, and zeros on to whole tiles"
+    return torch.cat([5 * (torch.arange(v) * 0.7).sin(), torch.zeros(-v % classes)])
+
+
+SHAPES = {"cap": dict(cap=3.0), "cap above all": dict(cap=500.0), "cap below all": dict(cap=0.5), "bias": dict(biased=True), "speedrun": dict(cap=23.0, biased=True, scale=1.7)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("cluster, seed, in_turn", few(list(product((1, 2), (0, 2), (0, 1))), (2, 2, 1)))
+def test_exponentials_with_a_bias_and_a_cap(shape, cluster, seed, in_turn):
+    assert shaped_error(SIZES["parts of tiles"], **SHAPES[shape], cluster=cluster, seed=seed, in_turn=in_turn) < 2
+
+
+def test_minus_infinity_has_the_score_of_minus_the_cap():
+    x, w, _ = scored(4, 256, 64)
+    x[1] = 0
+    x[1, 0], w[:, 0] = -math.inf, 1
+    x[2, 3] = math.nan
+    found = run(x, w, torch.full((4,), 7), torch.zeros(4), log2_cap=4.0)
+    assert torch.allclose(found.stats[0, 1], torch.tensor(255 * 2.0**-4)) and not found.exponentials[1].any()
+    assert found.stats[0, 2].isnan().all() and found.stats[0, [0, 3]].isfinite().all() and not found.exponentials[[0, 1, 3], 7].any()
+
+
+def test_statistics_with_a_bias():
+    x, w, scores = scored(*SIZES["parts of tiles"])
+    y, bias = targets_of(*scores.shape), wavy_bias(300, 256)
+    scores = scores + bias[:300].double()
+    found = run(x, w, y, bias=bias)
+    assert error(found.stats, without_targets(scores, y), 256) < 1 and target_error(found.targets_z, scores, y) < 1
+
+
 def gradients(x, w, y, offsets, coefs, in_turn=0, source=None):
     "e and the targets' scores by `score_gradients`; NaN stands around"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     (n, h), v = x.shape, len(w)
     pitch = -(-v // 8) * 8
     e, targets_z = torch.full((n + 2, pitch), math.nan, dtype=x.dtype), torch.full((n + 2,), math.nan)
-    launch = kernels("score_gradients", 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=in_turn, HALF=str(x.dtype == torch.float16).lower())
+    launch = kernels("score_gradients", 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=in_turn, BIASED=0, CAPPED=0, HALF=str(x.dtype == torch.float16).lower())
     launch(1, 384, x, w, y, offsets, coefs, e[1:-1], targets_z[1:-1], n, v, h, ctypes.c_int64(pitch), ctypes.c_float(math.log2(math.e)))
     assert all(t[[0, -1]].isnan().all() for t in (e, targets_z)) and e[:, v:].isnan().all(), "it writes outside"
     return e[1:-1, :v], targets_z[1:-1]
@@ -205,7 +259,7 @@ def test_gradients_of_scores_on_a_gpu(kind):
 def launch_on_cpu(name: str, form: WarpGroupProduct, x: torch.Tensor, w: torch.Tensor, *values, source: str | None = None) -> None:
     "As the launcher of the library, whose last arguments are N, V, H, and for some a pitch and a scale"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
-    launch = kernels(name, 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=int(form.in_turn), HALF=str(x.dtype == torch.float16).lower())
+    launch = kernels(name, 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=int(form.in_turn), BIASED=int(form.biased), CAPPED=int(form.capped), HALF=str(x.dtype == torch.float16).lower())
     sizes = 3 + next(i for i, v in enumerate(values) if type(v) is int)
     last = [ctypes.c_int64(v) if type(v) is int else ctypes.c_float(v) for v in values[sizes:]]
     launch(1, 384, x, w, *values[:sizes], *last)
@@ -406,6 +460,10 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
     "an offset is another row's": ("offsets[token] : 0.0f", "offsets[0] : 0.0f"),
     "exponentials beyond the last class are written": ("if (type + 8 <= V) return store_words(to, words);", "return store_words(to, words);"),
     "a coefficient is another row's": ("coefs[token] : 1.0f", "coefs[0] : 1.0f"),
+    "a class has its neighbour's bias": ("z[i] += b.x, z[i + 1] += b.y", "z[i] += b.y, z[i + 1] += b.x"),
+    "a capped sum has the slopes": ("s += e, z[i] = e * t.y;", "s += z[i] = e * t.y;"),
+    "what does not count is capped": ("z[i] == -infinity() ? 0.0f : exp2_approx(fmaf(t.x", "exp2_approx(fmaf(t.x"),
+    "a token that does not count has a capped sum": ("      s = 0.0f;\n", ""),
     "a moment is one thread's": ("of_row(moment, [](float a, float b) { return a + b; })", "moment"),
     "a moment is in units of 2": (" / LOG2E, tile", ", tile"),
     "classes that do not count make no number": ("return fmaxf(t, -200.0f);", "return t;"),
@@ -435,6 +493,8 @@ def fault(source: str) -> str | None:
                 return name
             if name == "parts of tiles" and not gradients_error(*scored(*SIZES[name], scale=0.4), in_turn=seed // 2, source=source) < 2.1:
                 return "gradients"
+            if name == "parts of tiles" and any(not shaped_error(SIZES[name], **SHAPES[shape], in_turn=seed // 2, source=source) < 2 for shape in ("speedrun", "cap below all")):
+                return "a bias and a cap"
             if name == "parts of tiles" and entropies_fault(source, WarpGroupProduct(in_turn=bool(seed))):
                 return "entropies"
         except AssertionError as outside:
@@ -455,9 +515,12 @@ def test_a_planted_bug_is_noticed(bug):
     assert fault(SOURCE.replace(old, new)), f"no case notices that {bug}"
 
 
-@pytest.mark.parametrize("cluster, half, in_turn", few(list(product((1, 2), ("false", "true"), (0, 1))), (2, "false", 1)))
-def test_it_compiles_for_hopper(cluster, half, in_turn):
-    check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half, IN_TURN=in_turn))
+FORMS = few(list(product((1, 2), ("false", "true"), (0, 1), (0, 1), (0, 1))), (2, "false", 1, 0, 0), (2, "false", 1, 1, 1))
+
+
+@pytest.mark.parametrize("cluster, half, in_turn, biased, capped", FORMS)
+def test_it_compiles_for_hopper(cluster, half, in_turn, biased, capped):
+    check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half, IN_TURN=in_turn, BIASED=biased, CAPPED=capped))
 
 
 @pytest.mark.thorough
@@ -466,7 +529,7 @@ def test_its_registers_suffice(tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc on this machine")
     (tmp_path / "product.cu").write_text(SOURCE, encoding="utf-8")
-    fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", "IN_TURN=0")]
+    fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", "IN_TURN=0", "BIASED=0", "CAPPED=0")]
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
     assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 5 and "C75" not in said, said

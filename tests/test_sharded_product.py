@@ -415,7 +415,7 @@ def faults(module):
     def off(data, o=LossOptions(), limit=1e-10, **how):
         return max(errors(played(data, o, module=module, **how), exact(*data, o)), default=0.0)
     patch, wrong = pytest.MonkeyPatch(), []
-    everywhere(patch, product, "sampled_scores", lambda x, w: F.linear(x, w[:1]))
+    everywhere(patch, product, "sampled_scores", lambda x, w, bias: F.linear(x, w[:1]))
     try:
         for name, data in (("ranks", sample()), ("far", far_scores(3000.0, 28))):
             error = off(data, LossOptions(z_loss=0.1))

@@ -57,6 +57,8 @@ def exponentials() -> None:
             w.data[5] *= 300  # far from what offsets are made of
             for method in ("product", "recompute"):
                 fl.linear_cross_entropy(x, w, labels(v, n), method=method).backward()
+            for how in (dict(softcap=30.0), dict(label_smoothing=0.1)):
+                fl.linear_cross_entropy(x, w, labels(v, n), linear_bias=leaf(v, dtype=torch.bfloat16), method="product", **how).backward()
             found = fl.linear_log_probs(x, w, labels(v, n), entropy=True)
             (found.log_probs + found.entropy).sum().backward()
         return
@@ -66,9 +68,10 @@ def exponentials() -> None:
     rows = stage_9.Rows(*torch.empty(3, 9), torch.ones((), dtype=torch.int32))
     stage_9.launch_rows(rows, k.room, *k.labels)
     stage_9.launch_better_offsets(k, torch.zeros(1, 9, 2), rows.failed)
-    stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w)
+    stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w, rows.coefs, w[0])
     stage_9.launch_targets(w, x, y, rows.at_target)
-    stage_9.launch_offsets(torch.zeros(9, 70), y, 1.0, -100)
+    stage_9.launch_offsets(torch.zeros(9, 70), y, o)
+    stage_9.launch_column_sums(x, rows.coefs)
     score_product.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), torch.zeros(1, 9), y, 70, 1.0)
     score_product.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0, True)
 

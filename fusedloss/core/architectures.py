@@ -44,7 +44,14 @@ class ScoreProduct(ABC):
 
     @abstractmethod
     def statistics(
-        self, x: Tensor, w: Tensor, y: Tensor, stats: Tensor, target_z: Tensor, wanted: Optional[Tensor] = None
+        self,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        stats: Tensor,
+        target_z: Tensor,
+        wanted: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,  # fp32 [V, and on to whole tiles], added to x wᵀ
     ):
         "Write each row's maximum in a tile and Σ e^(z - maximum) to `stats [tiles,N,2]`; nothing where `wanted` is 0."
 
@@ -64,8 +71,13 @@ class ScoreProduct(ABC):
         target_z: Tensor,
         log2_scale: float = math.log2(math.e),
         wanted: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,  # as `statistics` takes it
+        log2_cap: float = 0.0,  # c of a soft cap, over ln 2; 0: none
     ):
-        "Write e = 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf, and `sums [tiles,N]` of it."
+        """Write e = 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf, and `sums [tiles,N]` of it.
+
+        With a soft cap the power is c tanh(x wᵀ · log2_scale / c) - offset; the sums are of 2 to it, e is that times 1 - tanh².
+        """
 
     @abstractmethod
     def gradients(

@@ -1,6 +1,6 @@
 """What GPUs of compute capability 9.0 have alone: descriptions of matrices for their copy engine, and launches of kernels that take them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import ctypes
 import functools
 import math
@@ -17,6 +17,7 @@ from fusedloss.core.triton import on_device
 
 ELEMENT = {torch.float16: 6, torch.bfloat16: 9}  # of the driver's header, as the next two
 SWIZZLE_128_BYTES, FETCH_256_BYTES = 3, 3
+LOG2E = math.log2(math.e)
 COLUMNS = 64  # of a tile: 128 bytes, the width of a swizzled row
 
 
@@ -73,6 +74,8 @@ def form_kernel(
         CLUSTER=form.cluster,
         GROUP=form.group,
         IN_TURN=int(form.in_turn),
+        BIASED=int(form.biased),
+        CAPPED=int(form.capped),
         HALF=str(dtype == torch.float16).lower(),
     )
 
@@ -176,6 +179,8 @@ class WarpGroupProduct(ScoreProduct):
     group: int = 8  # clusters whose tokens are walked through all classes together
     in_turn: bool = False  # the two groups of a block take tiles in turn; else they share each
     persistent: bool = True  # blocks stay, and take tile after tile; else one tile a block
+    biased: bool = False  # scores with a bias
+    capped: bool = False  # exponentials of scores with a soft cap
 
     @property
     def classes(self) -> int:
@@ -218,21 +223,23 @@ class WarpGroupProduct(ScoreProduct):
             or map_failure(x, w, self)
         )
 
-    def statistics(self, x, w, y, stats, target_z, wanted=None):
-        launch_form("score_statistics", self, x, w, y, stats, target_z, wanted, len(x), len(w), x.shape[1])
+    def statistics(self, x, w, y, stats, target_z, wanted=None, bias=None):
+        form, given = replace(self, biased=bias is not None), (y, stats, target_z, wanted, bias)
+        launch_form("score_statistics", form, x, w, *given, len(x), len(w), x.shape[1])
 
     def moments(self, x, w, y, stats, moments, target_z):
         launch_form("score_moments", self, x, w, y, stats, moments, target_z, len(x), len(w), x.shape[1])
 
-    def exponentials(self, x, w, y, offsets, e, sums, target_z, log2_scale=math.log2(math.e), wanted=None):
-        given = y, offsets, e, sums, target_z, wanted
-        launch_form("exponentials", self, x, w, *given, len(x), len(w), x.shape[1], e.stride(0), float(log2_scale))
+    def exponentials(self, x, w, y, offsets, e, sums, target_z, log2_scale=LOG2E, wanted=None, bias=None, log2_cap=0.0):
+        form = replace(self, biased=bias is not None, capped=log2_cap > 0)
+        given, last = (y, offsets, e, sums, target_z, wanted, bias), (float(log2_scale), float(log2_cap))
+        launch_form("exponentials", form, x, w, *given, len(x), len(w), x.shape[1], e.stride(0), *last)
 
-    def gradients(self, x, w, y, offsets, coefs, dz, target_z, log2_scale=math.log2(math.e)):
+    def gradients(self, x, w, y, offsets, coefs, dz, target_z, log2_scale=LOG2E):
         given = y, offsets, coefs, dz, target_z
         launch_form("score_gradients", self, x, w, *given, len(x), len(w), x.shape[1], dz.stride(0), float(log2_scale))
 
-    def entropy_gradients(self, x, w, y, offsets, coefs, slopes, means, dz, target_z, log2_scale=math.log2(math.e)):
+    def entropy_gradients(self, x, w, y, offsets, coefs, slopes, means, dz, target_z, log2_scale=LOG2E):
         given = y, offsets, coefs, slopes, means, dz, target_z
         launch_form(
             "entropy_gradients", self, x, w, *given, len(x), len(w), x.shape[1], dz.stride(0), float(log2_scale)
