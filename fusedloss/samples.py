@@ -357,7 +357,7 @@ def launch_filtered(
     if f.top_k or f.top_p < 1:
         low, last = sums.new_empty(n), sums.new_empty(n, dtype=torch.int32)
         launch_kernel(threshold_kernel, (n,), scores, sums, low, last, v, f.top_k, f.top_p, TOP_K=f.top_k > 0, TOP_P=f.top_p < 1,
-                      B=4 * B, num_warps=16)
+                      B=2 * B, num_warps=32)
     parts, part_tokens = sums.new_empty(4, runs, n), sums.new_empty((runs, n), dtype=torch.int32)
     launch_kernel(draw_kernel, (n, runs), scores, seeds, sums, low, last, parts, part_tokens, n, v, runs, f.least,
                   ROUNDS=ROUNDS, B=B, num_warps=8)

@@ -533,7 +533,9 @@ def test_all_heads_on_a_gpu(how, biased, weighted, n, v, h):
     found, again = (ours(x, w, y, *given, o, rows=384, form=hopper.IN_TURN, b=b) for _ in range(2))
     assert y[4] == -100 and all(torch.equal(s, t) for s, t in zip(found, again))
     x[4] = 0
-    assert all(a < limit for a, limit in zip(errors(found, exact(x, w, y, *given, o, b)), (1e-4, 4e-3, 4e-3, 4e-3)))
+    limits = 1e-4, 4e-3, 6e-3 if o.label_smoothing else 4e-3, 4e-3  # dw that begins with its constant is rounded once more
+    off = errors(found, exact(x, w, y, *given, o, b))
+    assert all(a < limit for a, limit in zip(off, limits)), [float(a) for a in off]
 
 
 @on_hopper

@@ -63,7 +63,9 @@ def rounded_logits(x, w, y):
 
 
 def within(got, exact, bound):
-    return bool(((got.detach().cpu().double() - exact).abs() <= bound).all())
+    worst = ((got.detach().cpu().double() - exact).abs() / bound).max().item()
+    if not worst <= 1: print(f"an error of {worst:.3g} of its bound")  # pytest shows what a failure has printed
+    return worst <= 1
 
 
 LISTED = {"one class": {}, "batch invariant": dict(batch_invariant=True), "entropy": dict(entropy=True), "few rows at a time": dict(memory_budget=2**14)}
@@ -126,13 +128,19 @@ def gradient_bounds(x, w, y, rounds_dz):
     return rounding(dx) + 1.01 * off @ wide_w.abs(), rounding(dw) + 1.01 * off.T @ wide_x.abs()
 
 
+@pytest.fixture
+def one_rounding(monkeypatch):
+    "cuBLAS adds the parts of a sum that it splits in fp32: by default it may in bf16"
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+
+
 def gradients(call, x, w):
     x, w = (t.detach().requires_grad_() for t in (x, w))
     found = call(x, w)
     return torch.autograd.grad((found * upstream(found)).sum(), [x, w])
 
 
-def test_gradients_miss_no_more_than_their_own_rounding(path):
+def test_gradients_miss_no_more_than_their_own_rounding(path, one_rounding):
     device, dtype, kernels = path
     x, w, y = head(device, dtype)
     exact = in_double(x, w, y)[1:]
@@ -156,7 +164,7 @@ def test_fp32_tensors_have_fp32_gradients(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [bf16, f16])
-def test_autocast_takes_fp32_weights_as_the_sampler_has_them(dtype, device):
+def test_autocast_takes_fp32_weights_as_the_sampler_has_them(dtype, device, one_rounding):
     "Rounded to 16 bits once, as `F.linear` rounds them; log-probabilities are an fp32 head's of these numbers, and gradients are fp32 tensors that were rounded once"
     x, w, y = head(device, dtype)
     x, w = x.float() * 1.001, w.float() * 1.001  # no longer 16-bit numbers
