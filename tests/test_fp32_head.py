@@ -129,9 +129,12 @@ def gradient_bounds(x, w, y, rounds_dz):
 
 
 @pytest.fixture
-def one_rounding(monkeypatch):
+def one_rounding():
     "cuBLAS adds the parts of a sum that it splits in fp32: by default it may in bf16"
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    how = torch.backends.cuda.matmul
+    before, how.allow_bf16_reduced_precision_reduction = how.allow_bf16_reduced_precision_reduction, False
+    yield
+    how.allow_bf16_reduced_precision_reduction = before
 
 
 def gradients(call, x, w):
