@@ -265,7 +265,7 @@ def threshold_kernel(
     tl.store(last_ptr + row, last)
 
 @jit
-def draw_kernel(
+def draw_kept_kernel(
     scores_ptr, seeds_ptr, sums_ptr,  # [N,V], [N], [7,N] of `merge_kernel`
     low_ptr, last_ptr,  # [N] each, of `threshold_kernel`; or None
     parts_ptr, tokens_ptr,  # [4, runs, N], [runs, N], as of `sample_kernel`
@@ -359,7 +359,7 @@ def launch_filtered(
         launch_kernel(threshold_kernel, (n,), scores, sums, low, last, v, f.top_k, f.top_p, TOP_K=f.top_k > 0, TOP_P=f.top_p < 1,
                       B=2 * B, num_warps=32)
     parts, part_tokens = sums.new_empty(4, runs, n), sums.new_empty((runs, n), dtype=torch.int32)
-    launch_kernel(draw_kernel, (n, runs), scores, seeds, sums, low, last, parts, part_tokens, n, v, runs, f.least,
+    launch_kernel(draw_kept_kernel, (n, runs), scores, seeds, sums, low, last, parts, part_tokens, n, v, runs, f.least,
                   ROUNDS=ROUNDS, B=B, num_warps=8)
     launch_pick(parts, part_tokens, tokens, log_probs)
 

@@ -188,7 +188,7 @@ def samples() -> None:
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel zero_rows",
-    exponentials: "score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
+    exponentials: "column_sums_kernel score_statistics score_moments exponentials score_gradients entropy_gradients offsets_kernel rows_kernel better_offsets_kernel scaled_kernel targets_kernel merge_statistics_kernel put_targets_kernel",
     several_classes: "class_scores_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel pair_numbers_kernel pair_mixture_kernel pair_gradient_kernel soft_kernel labels_kernel",
@@ -197,7 +197,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
-    samples: "sample_kernel pick_kernel threshold_kernel draw_kernel",
+    samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)
