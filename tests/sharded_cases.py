@@ -34,6 +34,7 @@ from workbook.measure import Shape
 from workbook.records import load_results
 from grids import FULL
 from helpers import everywhere, example_module, planted, unchanged
+from test_contrast import exact_positives, exact_sigmoid
 from test_margins import MagFace
 
 f32, f64 = torch.float32, torch.float64
@@ -42,7 +43,7 @@ CASES, ON_GPUS = {}, ("losses_and_gradients", "product_against_one_process", "pr
                       "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
                       "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "what_is_wrong_on_one_rank_raises_on_all", "curves_do_not_know_the_ranks",
                       "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
-                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
+                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
                       "peers_over_ranks_say_what_pytorch_says", "the_example_measures_in_turn")
 
 
@@ -698,15 +699,68 @@ def contrast_by_a_ring(meshes):
             assert_close(*ring_answers(fl, mesh, *how))
 
 
-RING_BUGS = {  # of the contrast over ranks: what is wrong, the text of the source, what stands in its place
-    "each step has a diagonal": ("blocks, blocks, step == 0, fresh", "blocks, blocks, True, fresh"),
-    "a wrapper that averages is forgotten": ('s.ranks if backbone_reduction == "mean" else 1)', "1)"),
-    "dy stays where it is": ("grads.dy = ring[3]\n        found", "pass\n        found"),
-    "each rank has a unit of its own": ("largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)", "grad_scale_of(g)"),
-    "a mean over this rank's pairs": ("x.shape[0] * s.ranks", "x.shape[0]"),
-    "upstream gradients do not travel": ("tuple(ring[1:3])", "(ring[1], coef)"),
-    "each step begins anew": ("blocks, blocks, step == 0)", "blocks, blocks, True)"),
-    "sums of columns do not travel": ("ring = pass_on(ring, s)\n        ctx.how", "ring = pass_on(ring[:1], s) + ring[1:]\n        ctx.how"),
+def own_positives(rows, ranks, n, m):
+    "Rows of y of the row's own rank, up to three, some of them twice"
+    at = torch.stack([rows % m, (rows * 5 + 1) % m, torch.where(rows % 3 == 0, rows % m, -1)], 1)
+    return torch.where(at < 0, -1, at + (rows // n * m)[:, None])
+
+
+POSITIVES = {  # rows of all ranks' y, by numbers of rows of x, ranks, and rows of x and y that each of them has
+    "own": own_positives,
+    "the next rank's": lambda rows, ranks, n, m: (rows // n + 1) % ranks * m + rows % m,
+    "rows that many name, and rows that none names": lambda rows, ranks, n, m: torch.stack([rows % 2, torch.where(rows % 4 == 1, ranks * m - 1, -1)], 1),
+    "one row of the last rank": lambda rows, ranks, n, m: torch.full_like(rows, ranks * m - 2)[:, None],
+}
+OTHER_LOSSES = {"contrastive_loss": (exact_positives, (3.0,)), "sigmoid_contrastive_loss": (exact_sigmoid, (2.0, -1.0))}  # the definition, scale and bias
+
+
+def answers_of_positives(module, name, mesh, n, m, named, how, reduction):
+    "Loss and gradients of this rank's rows, n of x and m of y, and those that the definition has for all ranks' rows"
+    (ranks, rank), (exact, numbers) = (mesh.size(), mesh.get_local_rank()), OTHER_LOSSES[name]
+    x, y = pairs_of(n, 6)[0].detach()[:ranks * n].requires_grad_(), pairs_of(m, 6, seed=1)[1].detach()[:ranks * m].requires_grad_()
+    positives = POSITIVES[named](torch.arange(ranks * n, device=DEVICE), ranks, n, m) if named else None
+    of_rows, of_columns, factor = slice(rank * n, (rank + 1) * n), slice(rank * m, (rank + 1) * m), ranks if how == "mean" else 1
+    own_x, own_y = (t.detach()[part].clone().requires_grad_() for t, part in ((x, of_rows), (y, of_columns)))
+    theirs, ours = ([torch.tensor(v, dtype=f64, device=DEVICE, requires_grad=True) for v in numbers] for _ in range(2))
+    wanted = exact(x, y, *theirs, positives=positives, reduction=reduction)
+    got = getattr(module, name)(own_x, own_y, *ours, positives=positives if named is None else positives[of_rows], reduction=reduction,
+                                memory_budget=2**19, mesh=mesh, backbone_reduction=how)
+    g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
+    of_mine = (lambda t: t[of_rows]) if reduction == "none" else lambda t: t
+    dx, dy, *rest = torch.autograd.grad(wanted, (x, y, *theirs), g)
+    own_dx, own_dy, *totals = torch.autograd.grad(got, (own_x, own_y, *ours), of_mine(g))
+    for total in totals: dist.all_reduce(total, group=mesh.get_group())
+    return [got.detach(), own_dx, own_dy, *totals], [of_mine(wanted.detach()), *(factor * t for t in (dx[of_rows], dy[of_columns], *rest))]
+
+
+@case
+def positives_by_a_ring(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for k, named in enumerate(POSITIVES):
+            for name in OTHER_LOSSES:
+                for reduction in ("none", "mean", "sum"):
+                    assert_close(*answers_of_positives(fl, name, mesh, 4, (7, 3)[k % 2], named, ("mean", "sum")[k % 2], reduction))
+        assert_close(*answers_of_positives(fl, "sigmoid_contrastive_loss", mesh, 5, 5, None, "mean", "mean"))
+    for ranks, mesh, rank in mine(some(meshes)):  # of 150 there are two blocks, the last not full
+        for name in OTHER_LOSSES: assert_close(*answers_of_positives(fl, name, mesh, 150, 140, "own", "sum", "none"))
+
+
+RING_BUGS = {  # of contrasts over ranks: what is wrong, the text of the source, what stands in its place
+    "each step has a diagonal": ("blocks, blocks, own, fresh=own", "blocks, blocks, True, fresh=own"),
+    "a wrapper that averages is forgotten": ('s.ranks if backbone_reduction == "mean" else 1', "1"),
+    "dy stays where it is": ("yield owner, ring\n    if grads.dy is not None: grads.dy = ring[-1]", "yield owner, ring"),
+    "each rank has a unit of its own": ("t if s.ranks == 1 else all_gather(t.reshape(1), s).amax()", "t"),
+    "a mean over this rank's pairs": ("losses.shape[0] * s.ranks", "losses.shape[0]"),
+    "upstream gradients do not travel": ("tuple(ring[1:3]), blocks, blocks", "(ring[1], coef), blocks, blocks"),
+    "each step begins anew": ("ring[1], blocks, blocks, owner == s.rank)", "ring[1], blocks, blocks, True)"),
+    "y alone travels": ("return came", "return [came[0], *tensors[1:]]"),
+    "each rank has a mean over its own columns": ("all_reduce((counts > 0).sum(), s)", "(counts > 0).sum()"),
+    "columns are counted from each rank's first": ("g_shares, ring[3]), owner * len(y)", "g_shares, ring[3]), 0"),
+    "columns take the upstream gradients of this rank's rows alone": ("column_sums(columns_of_rank(index, owner, len(y), s), g_shares", "column_sums(columns_of_rank(index, s.rank, len(y), s), g_shares"),
+    "positives of this rank alone": ("at, inside = positives_in(index, rank * n_columns, n_columns)", "at, inside = positives_in(index, s.rank * n_columns, n_columns)"),
+    "positives forget a wrapper that averages": ("g_rows * factor, g_shares * factor", "g_rows, g_shares"),
+    "SigLIP's columns are counted from each rank's first": ("index[i], owner * len(y) + j.start, coef[i]", "index[i], j.start, coef[i]"),
+    "SigLIP's pairs are the first rank's": ("torch.arange(s.rank * len(y), s.rank * len(y) + len(x), device", "torch.arange(0, len(x), device"),
 }
 
 
@@ -716,8 +770,10 @@ def bugs_planted_in_the_ring_are_noticed(meshes):
         for bug, pairs in {None: unchanged(RING_BUGS.values()), **RING_BUGS}.items():
             with tempfile.TemporaryDirectory() as folder:
                 module, off = planted(contrast, Path(folder), *pairs), []
-                for how in ((5, "mean", "mean"), (4, "sum", "none")):
-                    off += [not torch.allclose(a, e) for a, e in zip(*ring_answers(module, mesh, *how))]
+                answers = [ring_answers(module, mesh, *how) for how in ((5, "mean", "mean"), (4, "sum", "none"))]
+                answers += [answers_of_positives(module, name, mesh, 5, 7, "own", "mean", how) for name in OTHER_LOSSES for how in ("mean", "none")]
+                answers += [answers_of_positives(module, "sigmoid_contrastive_loss", mesh, 5, 5, None, "sum", "sum")]
+                off += [not torch.allclose(a, e) for pair in answers for a, e in zip(*pair)]
             found = torch.tensor(float(any(off)), device=DEVICE)
             dist.all_reduce(found, group=mesh.get_group())
             assert bool(found) == (bug is not None), bug
