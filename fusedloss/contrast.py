@@ -836,13 +836,13 @@ def check_positives(positives:Optional[Tensor], x:Tensor, y:Tensor, ranks:int, a
     expect(not at_least_one or y.shape[0] > 0 or x.shape[0] == 0, "y", "at least one row", lambda: list(y.shape))
     if not may_look(positives): return
     check_unbatched(positives)
-    columns, whose = ranks * y.shape[0], "" if ranks == 1 else f" of {ranks} ranks"
+    columns, whose = ranks * y.shape[0], "" if ranks == 1 else f" ({ranks} ranks of {y.shape[0]} rows)"
     at = positives.detach() if positives.dim() == 2 else positives.detach()[:, None]
     wrong, none = (at < -1) | (at >= columns), (at < 0).all(1)
     if isinstance(wrong, torch._subclasses.FakeTensor): return  # which has a shape and no numbers
     if wrong.any():
         row, k = wrong.nonzero()[0].tolist()
-        raise IndexError(f"positives: expected 0 ≤ row of y{whose} < {columns}, or -1 for none, got {at[row, k].item()} in row {row}")
+        raise IndexError(f"positives: expected 0 ≤ row of y < {columns}{whose}, or -1 for none, got {at[row, k].item()} in row {row}")
     expect(not (at_least_one and none.any()), "positives", "at least one in each row", lambda: f"none in row {none.nonzero()[0].item()}")
 
 def check_how(reduction:str, memory_budget:Optional[int]):
@@ -888,16 +888,19 @@ def rank_facts(call:ContrastCall) -> dict[str, Any]:
             "positives": "None" if call.positives is None else "a tensor", "reduction": call.reduction, "memory_budget": call.memory_budget,
             "backbone_reduction": call.backbone_reduction, f"requires_grad of x, y, {', '.join(call.numbers)}": call.need_gradients()}
 
-def checked_on_ranks(call:ContrastCall) -> tuple[Shards, Agreement]:
+def checked_on_ranks(call:ContrastCall, name:str) -> tuple[Shards, Agreement]:  # the loss's
     "The ranks of a call; `ValueError` on every one if one was given what is wrong, or other than the others: one collective."
     check_mesh(call.mesh)
     s = shards_on(call.mesh, 0)
+    if call.mesh is None:
+        check_call(call, 1)
+        return s, Agreement([])
+    check_reverse(f"{name} over ranks", "backward()")
+    expect(not torch.compiler.is_compiling(), "mesh", "None under torch.compile", "a mesh")
     def facts():
         check_call(call, s.ranks)
         return rank_facts(call)
-    if call.mesh is not None: return s, agreed_facts(facts, s, call.mesh.device_type)
-    check_call(call, 1)
-    return s, Agreement([])
+    return s, agreed_facts(facts, s, call.mesh.device_type)
 
 # %% ../nbs/26_contrast.ipynb #ctfront
 def as_scalar(logit_scale:float|Tensor, x:Tensor) -> Tensor:
@@ -906,11 +909,9 @@ def as_scalar(logit_scale:float|Tensor, x:Tensor) -> Tensor:
     if is_later(logit_scale): return x.new_ones((), dtype=acc_dtype(x.dtype)) * logit_scale
     return x.new_full((), logit_scale, dtype=acc_dtype(x.dtype))
 
-def ring_options(name:str, memory_budget:Optional[int], backbone_reduction:Optional[str], s:Shards) -> tuple:  # the loss's
-    "What a ring takes besides tensors; an error where there can be none."
-    check_reverse(f"{name} over ranks", "backward()")
-    expect(not torch.compiler.is_compiling(), "mesh", "None under torch.compile", "a mesh")
-    return s, memory_budget, s.ranks if backbone_reduction == "mean" else 1
+def gradient_factor(backbone_reduction:Optional[str], s:Shards) -> int:
+    "What a rank's gradients are multiplied by, as a wrapper may divide them."
+    return s.ranks if backbone_reduction == "mean" else 1
 
 def sum_over_ranks(total:Tensor, s:Shards) -> Tensor:
     "The sum over ranks, whose gradient is that of this rank's part."
@@ -959,15 +960,15 @@ def contrastive_loss(
     differ; the numbers in x, y and positives are not compared, and a scale that differs on GPUs makes the loss NaN.
     """
     call = ContrastCall(x, y, dict(logit_scale=logit_scale), positives, True, reduction, memory_budget, mesh, backbone_reduction)
-    s, agreed = checked_on_ranks(call)
+    s, agreed = checked_on_ranks(call, "contrastive_loss")
     x, y = autocast_like_linear(x, y)
     scale = as_scalar(logit_scale, x)
-    ring = None if mesh is None else ring_options("contrastive_loss", memory_budget, backbone_reduction, s)
+    ring = s, memory_budget, gradient_factor(backbone_reduction, s)
     if positives is None:
-        losses = RingContrast.apply(x, y, scale, *ring) if ring else contrast(x, y, scale, memory_budget)[0]
+        losses = contrast(x, y, scale, memory_budget)[0] if mesh is None else RingContrast.apply(x, y, scale, *ring)
         return agreed.of(reduced(losses, reduction, s))
-    if ring: of_rows, shares, counts = RingPositives.apply(x, y, scale, positives, *ring)
-    else: of_rows, shares, _, _, counts, _ = contrast_positives(x, y, scale, positives, memory_budget)
+    if mesh is None: of_rows, shares, _, _, counts, _ = contrast_positives(x, y, scale, positives, memory_budget)
+    else: of_rows, shares, counts = RingPositives.apply(x, y, scale, positives, *ring)
     return agreed.of(reduced_positives(of_rows, shares, counts, reduction, s))
 
 # %% ../nbs/26_contrast.ipynb #ctsigloss
@@ -995,9 +996,10 @@ def sigmoid_contrastive_loss(
     `IndexError` for a positive that does not exist; on a GPU such a row gives NaN.
     """
     numbers = dict(logit_scale=logit_scale, logit_bias=logit_bias)
-    s, agreed = checked_on_ranks(ContrastCall(x, y, numbers, positives, False, reduction, memory_budget, mesh, backbone_reduction))
+    call = ContrastCall(x, y, numbers, positives, False, reduction, memory_budget, mesh, backbone_reduction)
+    s, agreed = checked_on_ranks(call, "sigmoid_contrastive_loss")
     x, y = autocast_like_linear(x, y)
     given = x, y, as_scalar(logit_scale, x), as_scalar(logit_bias, x), positives
     if mesh is None: losses, _ = contrast_sigmoid(*given, memory_budget)
-    else: losses = RingSigmoid.apply(*given, *ring_options("sigmoid_contrastive_loss", memory_budget, backbone_reduction, s))
+    else: losses = RingSigmoid.apply(*given, s, memory_budget, gradient_factor(backbone_reduction, s))
     return agreed.of(reduced(losses, reduction, s))

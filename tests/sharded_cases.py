@@ -43,7 +43,7 @@ CASES, ON_GPUS = {}, ("losses_and_gradients", "product_against_one_process", "pr
                       "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
                       "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "what_is_wrong_on_one_rank_raises_on_all", "curves_do_not_know_the_ranks",
                       "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
-                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
+                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "positives_of_ranks_that_disagree", "contrasts_of_nothing_over_ranks", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
                       "peers_over_ranks_say_what_pytorch_says", "the_example_measures_in_turn")
 
 
@@ -789,6 +789,11 @@ def contrast_in_half_precision(meshes):
         fl.contrastive_loss(mine_x, mine_y.detach(), 2.0, mesh=mesh, backbone_reduction="mean").backward()
         wanted, = torch.autograd.grad(fl.contrastive_loss(x, y, 2.0), x)
         assert_close(mine_x.grad, ranks * wanted[rank * 5:][:5], rtol=1e-2, atol=1e-3)
+        positives, few = torch.arange(5 * ranks, device=DEVICE), [y[5 * k:5 * k + 4] for k in range(ranks)]  # four rows of y a rank
+        positives = positives % (4 * ranks)
+        for loss in (fl.contrastive_loss, functools.partial(fl.sigmoid_contrastive_loss, logit_bias=-1.0)):
+            with torch.no_grad(): assert_close(loss(mine_x, mine_y[:4], logit_scale=2.0, positives=positives[rank * 5:][:5], mesh=mesh),
+                                               loss(x, torch.cat(few), logit_scale=2.0, positives=positives))
 
 
 @case
@@ -807,6 +812,49 @@ def contrast_of_ranks_that_disagree(meshes):
         raises(ValueError, "backbone_reduction: expected 'mean' where", lambda: call(x.clone().requires_grad_()))
         raises(ValueError, "backbone_reduction: expected None without a mesh", lambda: fl.contrastive_loss(x, y, 2.0, backbone_reduction="mean"))
         assert call().isfinite(), "and ranks are in step again"
+
+
+@case
+def positives_of_ranks_that_disagree(meshes):
+    for ranks, mesh, rank in mine(meshes[1:]):
+        x, y = pairs_of(4, 3)[0].detach()[:4], pairs_of(7, 3)[1].detach()[:7]
+        last, of_last = rank == ranks - 1, f"an error on rank {ranks - 1}: "
+        positives = rank * 7 + torch.arange(4, device=DEVICE)
+        for loss in (fl.contrastive_loss, functools.partial(fl.sigmoid_contrastive_loss, logit_bias=-1.0)):
+            call = lambda positives=positives, x=x, y=y, **how: loss(x, y, logit_scale=2.0, positives=positives, mesh=mesh, **how)  # noqa: B023
+            raises(ValueError, "shape of y: expected the same on all ranks", lambda: call(positives - rank * 7, y=y[last:]))
+            raises(ValueError, "shape of x: expected the same on all ranks", lambda: call(positives[last:], x[last:]))
+            raises(ValueError, "positives: expected the same on all ranks", lambda: call(None if last else positives - rank * 7, y=y[:4]))
+            raises(ValueError, "backbone_reduction: expected 'mean' where", lambda: call(x=x.clone().requires_grad_()))
+            raises(ValueError, "positives: expected int64" if last else of_last + "positives: expected int64", lambda: call(positives.double() if last else positives))
+            raises(ValueError, "positives: expected shape [4] or" if last else of_last + "positives", lambda: call(positives[:3] if last else positives))
+            outside = torch.where(torch.arange(4, device=DEVICE) == 2, ranks * 7, positives) if last else positives
+            if DEVICE == "cpu":
+                words = f"positives: expected 0 ≤ row of y < {ranks * 7} ({ranks} ranks of 7 rows), or -1 for none, got {ranks * 7} in row 2"
+                raises(IndexError if last else ValueError, words if last else of_last + words, lambda: call(outside))
+            else: assert call(outside).isnan()
+            several = torch.stack([positives] * (rank + 1), 1)  # ranks may name as many as they like
+            assert_close(call(several), call())
+        if DEVICE == "cpu":
+            without = torch.full_like(positives, -1) if last else positives
+            raises(ValueError, "positives: expected at least one in each row" if last else of_last, lambda: fl.contrastive_loss(x, y, 2.0, positives=without, mesh=mesh))
+            assert fl.sigmoid_contrastive_loss(x, y, 2.0, -1.0, positives=without, mesh=mesh).isfinite()
+        raises(ValueError, "logit_bias: expected the same on all ranks", lambda: fl.sigmoid_contrastive_loss(x, y[:4], 2.0, -1.0 - last, mesh=mesh))
+        raises(ValueError, "backbone_reduction: expected None without a mesh", lambda: fl.sigmoid_contrastive_loss(x, y[:4], 2.0, -1.0, backbone_reduction="sum"))
+        raises(RuntimeError, "contrastive_loss over ranks", lambda: torch.func.grad(lambda t: fl.contrastive_loss(t, y, 2.0, positives=positives, mesh=mesh, backbone_reduction="sum"))(x))
+
+
+@case
+def contrasts_of_nothing_over_ranks(meshes):
+    "No rows, or no features"
+    for ranks, mesh, rank in mine(meshes):
+        for n, m, h in ((0, 3, 4), (0, 0, 4), (3, 2, 0)):
+            for loss in (fl.contrastive_loss, functools.partial(fl.sigmoid_contrastive_loss, logit_bias=-1.0)):
+                x, y = torch.zeros(n, h, device=DEVICE, requires_grad=True), torch.zeros(m, h, device=DEVICE, requires_grad=True)
+                for reduction in ("mean", "sum", "none"):
+                    found = loss(x, y, logit_scale=2.0, positives=torch.zeros(n, 1, dtype=torch.long, device=DEVICE), reduction=reduction, mesh=mesh, backbone_reduction="mean")
+                    grads = torch.autograd.grad(found.sum(), (x, y))
+                    assert found.isfinite().all() and all(g.shape == t.shape and not g.any() for g, t in zip(grads, (x, y)))
 
 
 @case
