@@ -1957,14 +1957,14 @@ def the_example_measures_in_turn(meshes):
         program.language_model(mesh, Shape(24, 16, 24), f32, rounds=2, calls=1)
         with contextlib.nullcontext() if DEVICE == "cuda" else traced:  # on a CPU sparse gradients are not traced
             program.class_head(mesh, 40, 12, "a head", h=16, dtype=f32, rounds=2, calls=1)
-        program.contrast(mesh, 24, "pairs", h=16, dtype=f32, rounds=2, calls=1)
+        for name, candidates in (("pairs", 1), ("hard negatives", 3)): program.contrast(mesh, 24, name, h=16, dtype=f32, candidates=candidates, rounds=2, calls=1)
         found = {r["name"]: r["figures"] for r in load_results(program.RESULTS)}
     if mesh.get_local_rank():
         assert not found
         return
     alone = {f"{of}one GPU" for of in ("", "log-probs, ", "divergence, ")}
     apart = {f"{of}tokens {where}{how}" for where in ("on all", "spread") for of, how in (("", ""), ("", ", product"), ("log-probs, ", ""), ("divergence, ", ""))}
-    assert alone | apart | {"PyTorch, loss_parallel", "a head", "pairs", "pairs, one GPU"} <= found.keys() and found["pairs"]["linear"] > 0
+    assert alone | apart | {"PyTorch, loss_parallel", "a head", "pairs", "pairs, one GPU", "hard negatives", "hard negatives, one GPU"} <= found.keys() and found["pairs"]["linear"] > 0
     for name in alone | apart | {"PyTorch, loss_parallel"}:
         for f in (found[name], found[f"{name}, one by one"]):
             assert f["seconds"] > 0 and f["peak"] > 0 and ("linear" in f) == (name not in alone), (name, f)
