@@ -888,15 +888,11 @@ def rank_facts(call:ContrastCall) -> dict[str, Any]:
             "positives": "None" if call.positives is None else "a tensor", "reduction": call.reduction, "memory_budget": call.memory_budget,
             "backbone_reduction": call.backbone_reduction, f"requires_grad of x, y, {', '.join(call.numbers)}": call.need_gradients()}
 
-def checked_on_ranks(call:ContrastCall, name:str) -> tuple[Shards, Agreement]:  # the loss's
+def agreed_on_ranks(call:ContrastCall, name:str) -> tuple[Shards, Agreement]:  # the loss's
     "The ranks of a call; `ValueError` on every one if one was given what is wrong, or other than the others: one collective."
     check_mesh(call.mesh)
-    s = shards_on(call.mesh, 0)
-    if call.mesh is None:
-        check_call(call, 1)
-        return s, Agreement([])
     check_reverse(f"{name} over ranks", "backward()")
-    expect(not torch.compiler.is_compiling(), "mesh", "None under torch.compile", "a mesh")
+    s = shards_on(call.mesh, 0)
     def facts():
         check_call(call, s.ranks)
         return rank_facts(call)
@@ -909,9 +905,10 @@ def as_scalar(logit_scale:float|Tensor, x:Tensor) -> Tensor:
     if is_later(logit_scale): return x.new_ones((), dtype=acc_dtype(x.dtype)) * logit_scale
     return x.new_full((), logit_scale, dtype=acc_dtype(x.dtype))
 
-def gradient_factor(backbone_reduction:Optional[str], s:Shards) -> int:
-    "What a rank's gradients are multiplied by, as a wrapper may divide them."
-    return s.ranks if backbone_reduction == "mean" else 1
+def operands(call:ContrastCall) -> tuple[Tensor, ...]:
+    "The features as they are multiplied, and the numbers beside them."
+    x, y = autocast_like_linear(call.x, call.y)
+    return x, y, *(as_scalar(number, x) for number in call.numbers.values())
 
 def sum_over_ranks(total:Tensor, s:Shards) -> Tensor:
     "The sum over ranks, whose gradient is that of this rank's part."
@@ -927,6 +924,26 @@ def reduced_positives(of_rows:Tensor, shares:Tensor, counts:Tensor, reduction:st
     if reduction != "mean": return reduced((of_rows + shares) / 2, reduction, s)
     named = all_reduce((counts > 0).sum(), s).clamp(min=1)
     return (reduced(of_rows, "mean", s) + reduced(shares, "sum", s) / named) / 2
+
+def ring_options(call:ContrastCall, s:Shards) -> tuple[Shards, Optional[int], int]:
+    "What a ring takes besides tensors: ranks, memory, and what multiplies a rank's gradients, as a wrapper may divide them."
+    return s, call.memory_budget, s.ranks if call.backbone_reduction == "mean" else 1
+
+uncompiled = torch.compiler.disable(reason="a contrastive loss over ranks exchanges what Python holds: without fullgraph it runs uncompiled")
+
+@uncompiled
+def contrast_of_ranks(call:ContrastCall) -> Tensor:
+    "`contrastive_loss` over ranks."
+    s, agreed = agreed_on_ranks(call, "contrastive_loss")
+    given, ring = operands(call), ring_options(call, s)
+    if call.positives is None: return agreed.of(reduced(RingContrast.apply(*given, *ring), call.reduction, s))
+    return agreed.of(reduced_positives(*RingPositives.apply(*given, call.positives, *ring), call.reduction, s))
+
+@uncompiled
+def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
+    "`sigmoid_contrastive_loss` over ranks."
+    s, agreed = agreed_on_ranks(call, "sigmoid_contrastive_loss")
+    return agreed.of(reduced(RingSigmoid.apply(*operands(call), call.positives, *ring_options(call, s)), call.reduction, s))
 
 # %% ../nbs/26_contrast.ipynb #ctloss
 def contrastive_loss(
@@ -954,22 +971,18 @@ def contrastive_loss(
     `positives` then name rows of all ranks' y, of which this rank's are `rank * M` to `rank * M + M - 1`: labels that a data
     loader counts within its batch need `+ mesh.get_local_rank() * len(y)`, except -1. So a row may belong to rows of other ranks.
     All ranks have as many rows of x, and as many of y, and y goes round a ring. A rank's gradients are its part of the loss's,
-    times the number of ranks if `backbone_reduction` is "mean".
+    times the number of ranks if `backbone_reduction` is "mean". Under `torch.compile` it runs uncompiled; `fullgraph` refuses it.
 
     Raises `ValueError` for features that cannot be contrasted, for options that cannot be meant, and on every rank where ranks
     differ; the numbers in x, y and positives are not compared, and a scale that differs on GPUs makes the loss NaN.
     """
     call = ContrastCall(x, y, dict(logit_scale=logit_scale), positives, True, reduction, memory_budget, mesh, backbone_reduction)
-    s, agreed = checked_on_ranks(call, "contrastive_loss")
-    x, y = autocast_like_linear(x, y)
-    scale = as_scalar(logit_scale, x)
-    ring = s, memory_budget, gradient_factor(backbone_reduction, s)
-    if positives is None:
-        losses = contrast(x, y, scale, memory_budget)[0] if mesh is None else RingContrast.apply(x, y, scale, *ring)
-        return agreed.of(reduced(losses, reduction, s))
-    if mesh is None: of_rows, shares, _, _, counts, _ = contrast_positives(x, y, scale, positives, memory_budget)
-    else: of_rows, shares, counts = RingPositives.apply(x, y, scale, positives, *ring)
-    return agreed.of(reduced_positives(of_rows, shares, counts, reduction, s))
+    if mesh is not None: return contrast_of_ranks(call)
+    check_call(call, 1)
+    (x, y, scale), s = operands(call), shards_on(None, 0)
+    if positives is None: return reduced(contrast(x, y, scale, memory_budget)[0], reduction, s)
+    of_rows, shares, _, _, counts, _ = contrast_positives(x, y, scale, positives, memory_budget)
+    return reduced_positives(of_rows, shares, counts, reduction, s)
 
 # %% ../nbs/26_contrast.ipynb #ctsigloss
 def sigmoid_contrastive_loss(
@@ -997,9 +1010,6 @@ def sigmoid_contrastive_loss(
     """
     numbers = dict(logit_scale=logit_scale, logit_bias=logit_bias)
     call = ContrastCall(x, y, numbers, positives, False, reduction, memory_budget, mesh, backbone_reduction)
-    s, agreed = checked_on_ranks(call, "sigmoid_contrastive_loss")
-    x, y = autocast_like_linear(x, y)
-    given = x, y, as_scalar(logit_scale, x), as_scalar(logit_bias, x), positives
-    if mesh is None: losses, _ = contrast_sigmoid(*given, memory_budget)
-    else: losses = RingSigmoid.apply(*given, s, memory_budget, gradient_factor(backbone_reduction, s))
-    return agreed.of(reduced(losses, reduction, s))
+    if mesh is not None: return sigmoid_of_ranks(call)
+    check_call(call, 1)
+    return reduced(contrast_sigmoid(*operands(call), positives, memory_budget)[0], reduction, shards_on(None, 0))

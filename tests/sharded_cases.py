@@ -747,7 +747,7 @@ def positives_by_a_ring(meshes):
 
 RING_BUGS = {  # of contrasts over ranks: what is wrong, the text of the source, what stands in its place
     "each step has a diagonal": ("blocks, blocks, own, fresh=own", "blocks, blocks, True, fresh=own"),
-    "a wrapper that averages is forgotten": ('s.ranks if backbone_reduction == "mean" else 1', "1"),
+    "a wrapper that averages is forgotten": ('s.ranks if call.backbone_reduction == "mean" else 1', "1"),
     "dy stays where it is": ("yield owner, ring\n    if grads.dy is not None: grads.dy = ring[-1]", "yield owner, ring"),
     "each rank has a unit of its own": ("t if s.ranks == 1 else all_gather(t.reshape(1), s).amax()", "t"),
     "a mean over this rank's pairs": ("losses.shape[0] * s.ranks", "losses.shape[0]"),
@@ -821,7 +821,7 @@ def positives_of_ranks_that_disagree(meshes):
         last, of_last = rank == ranks - 1, f"an error on rank {ranks - 1}: "
         positives = rank * 7 + torch.arange(4, device=DEVICE)
         for loss in (fl.contrastive_loss, functools.partial(fl.sigmoid_contrastive_loss, logit_bias=-1.0)):
-            call = lambda positives=positives, x=x, y=y, **how: loss(x, y, logit_scale=2.0, positives=positives, mesh=mesh, **how)  # noqa: B023
+            call = lambda positives=positives, x=x, y=y, **how: loss(x, y, logit_scale=2.0, positives=positives, mesh=mesh, **how)
             raises(ValueError, "shape of y: expected the same on all ranks", lambda: call(positives - rank * 7, y=y[last:]))
             raises(ValueError, "shape of x: expected the same on all ranks", lambda: call(positives[last:], x[last:]))
             raises(ValueError, "positives: expected the same on all ranks", lambda: call(None if last else positives - rank * 7, y=y[:4]))
@@ -842,6 +842,18 @@ def positives_of_ranks_that_disagree(meshes):
         raises(ValueError, "logit_bias: expected the same on all ranks", lambda: fl.sigmoid_contrastive_loss(x, y[:4], 2.0, -1.0 - last, mesh=mesh))
         raises(ValueError, "backbone_reduction: expected None without a mesh", lambda: fl.sigmoid_contrastive_loss(x, y[:4], 2.0, -1.0, backbone_reduction="sum"))
         raises(RuntimeError, "contrastive_loss over ranks", lambda: torch.func.grad(lambda t: fl.contrastive_loss(t, y, 2.0, positives=positives, mesh=mesh, backbone_reduction="sum"))(x))
+
+
+@case
+def contrasts_over_ranks_run_uncompiled(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        x, y = pairs_of(4, 3, rank)
+        for loss in (fl.contrastive_loss, fl.sigmoid_contrastive_loss):
+            call = lambda x, y: loss(2 * x, y, logit_scale=2.0, mesh=mesh, backbone_reduction="sum", **({} if loss is fl.contrastive_loss else dict(logit_bias=-1.0)))
+            found, wanted = (torch.autograd.grad(run(x, y), (x, y)) for run in (torch.compile(call, backend="aot_eager"), call))
+            assert_close(found, wanted)
+            torch.compiler.reset()  # what was compiled in pieces would be taken again
+            raises(Exception, "a contrastive loss over ranks", lambda: torch.compile(call, backend="aot_eager", fullgraph=True)(x, y))
 
 
 @case
