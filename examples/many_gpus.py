@@ -122,19 +122,22 @@ def language_model(mesh, shape, dtype=bf16, **how):
     keep(found | {name: dict(reason=why) for name, why in missing.items()}, mesh, shape._asdict(), dtype)
 
 
-def contrast(mesh, pairs, name, h=512, dtype=bf16, alone=True, **how):
-    "CLIP's loss of so many pairs, on one GPU and with the pairs spread over a ring"
+def contrast(mesh, pairs, name, h=512, dtype=bf16, alone=True, candidates=1, **how):
+    "CLIP's loss of so many pairs, on one GPU and with the pairs spread over a ring; y has `candidates` rows for each of x, the first of which belongs to it"
     torch.manual_seed(0)
-    unit = lambda: torch.nn.functional.normalize(torch.randn(pairs, h, device=mesh.device_type)).to(dtype)
-    both = unit(), unit()
+    unit = lambda n: torch.nn.functional.normalize(torch.randn(n, h, device=mesh.device_type)).to(dtype)
+    x, y, positives = unit(pairs), unit(pairs * candidates), torch.arange(pairs, device=mesh.device_type) * candidates
     mine = shard_range(pairs, mesh.size(), mesh.get_local_rank())
-    leaves = lambda rows: [t[rows].clone().requires_grad_() for t in both]
-    loss = lambda x, y, **ranks: fl.contrastive_loss(x, y, 50.0, **ranks)
-    one, over = f"{name}, one GPU", functools.partial(loss, mesh=mesh, backbone_reduction="sum")
-    first = alone and mesh.get_local_rank() == 0
-    methods = {one: Method(step_of(loss, *leaves(slice(None))) if first else None)} if alone else {}
-    methods[name] = Method(step_of(over, *leaves(slice(mine.start, mine.stop))), one if alone else "")
-    keep(measured(methods, mesh, **how), mesh, dict(N=pairs, H=h), dtype)
+
+    def step(start, stop, **ranks):
+        leaves = [t.clone().requires_grad_() for t in (x[start:stop], y[start * candidates:stop * candidates])]
+        named = None if candidates == 1 else positives[start:stop]  # numbers of all ranks' rows
+        return step_of(lambda x, y: fl.contrastive_loss(x, y, 50.0, positives=named, **ranks), *leaves)
+
+    one, first = f"{name}, one GPU", alone and mesh.get_local_rank() == 0
+    methods = {one: Method(step(0, pairs) if first else None)} if alone else {}
+    methods[name] = Method(step(mine.start, mine.stop, mesh=mesh, backbone_reduction="sum"), one if alone else "")
+    keep(measured(methods, mesh, **how), mesh, dict(N=pairs, H=h) | (dict(M=len(y)) if candidates > 1 else {}), dtype)
 
 
 def teacher_alone(mesh, shape, dtype=bf16, **how):
@@ -207,6 +210,7 @@ CASES = {"same": same_answer,
          "overlap": lambda mesh: overlap(mesh, SHAPES[0]),
          "pairs": lambda mesh: contrast(mesh, 2**18, "2¹⁸ pairs", rounds=3, calls=2),
          "many pairs": lambda mesh: contrast(mesh, 2**20, "2²⁰ pairs", alone=False, rounds=1, calls=1),
+         "hard negatives": lambda mesh: contrast(mesh, 2**17, "2¹⁷ pairs, four rows of y each", candidates=4, rounds=3, calls=2),
          "weak": lambda mesh: class_head(mesh, 5_000_000, 1024, "5 M classes a GPU"),
          "large": lambda mesh: class_head(mesh, 25_000_000, 4096, "25 M classes a GPU")}
 

@@ -377,13 +377,13 @@ def spend_contrast(
     grads:PairGradients, x:Tensor, y:Tensor, scale:Tensor,  # [N,H], [M,H], [1]
     row_terms:tuple[Tensor, Tensor], col_terms:tuple[Tensor, Tensor],  # sums [2,N] and coefficients [N]; of columns
     row_blocks:list[slice], col_blocks:list[slice],
-    paired:bool, positives:Optional[Positives]=None,  # whether row i and column i belong together; or what does
+    paired:bool, positives:Optional[Positives]=None, first:int=0,  # whether row i and column i belong together; or what does, and y's first column
     fresh:bool=True,
 ):
     "Add what all blocks of this loss bring."
     make, part = launch_dz if takes_kernel(x) else plain_dz, lambda terms, i: tuple(t[..., i] for t in terms)
     put = lambda i, j, d: make(x[i], y[j], scale, part(row_terms, i), part(col_terms, j), paired and i == j,
-                               positives and positives.block(i, j), j.start, grads.need_numbers, d)
+                               positives and positives.block(i, j), first + j.start, grads.need_numbers, d)
     spend_blocks(grads, x, y, row_blocks, col_blocks, fresh, put)
 
 def contrast_bwd(
@@ -422,6 +422,60 @@ contrast = operator("fusedloss::contrast", contrast_fwd, save=save_contrast, bac
                     fake=lambda x, y, scale, memory_budget: tuple(scale.new_empty(*lead, x.shape[0]) for lead in ((), (2,), (2,))),
                     flops=lambda i, out: products(i.x, i.y))
 
+# %% ../nbs/26_contrast.ipynb #ctring
+def pass_on(tensors:list[Tensor], s:Shards) -> list[Tensor]:
+    "These tensors to the rank before; in their place come those of the rank after."
+    if s.ranks == 1: return tensors
+    peer = lambda step: dist.get_global_rank(s.group, (s.rank + step) % s.ranks)
+    tensors = [t.contiguous() for t in tensors]
+    came = [torch.empty_like(t) for t in tensors]
+    sent = [dist.P2POp(dist.isend, t, peer(-1), s.group) for t in tensors]
+    for work in dist.batch_isend_irecv(sent + [dist.P2POp(dist.irecv, t, peer(1), s.group) for t in came]): work.wait()
+    return came
+
+def around(ring:list[Tensor], s:Shards) -> Iterator[int]:  # tensors of one shape on all ranks, replaced by those that come
+    "The rank whose tensors are here, from this one on; after the last step each rank has its own again."
+    for step in range(s.ranks):
+        yield (s.rank + step) % s.ranks
+        ring[:] = pass_on(ring, s)
+
+def around_with_dy(grads:PairGradients, ring:list[Tensor], s:Shards) -> Iterator[tuple[int, list[Tensor]]]:
+    "The rank whose tensors are here, and these; sums of dy go round with their y."
+    ring = ring + [grads.dy] * (grads.dy is not None)
+    for owner in around(ring, s):
+        if grads.dy is not None: grads.dy = ring[-1]
+        yield owner, ring
+    if grads.dy is not None: grads.dy = ring[-1]
+
+def largest_on_ranks(t:Tensor, s:Shards) -> Tensor:  # a scalar
+    "The largest that any rank has."
+    return t if s.ranks == 1 else all_gather(t.reshape(1), s).amax()
+
+# %% ../nbs/26_contrast.ipynb #ctringloss
+class RingContrast(torch.autograd.Function):
+    "Losses of this rank's pairs among those of all ranks: y and what belongs to it go round, one rank's at a time."
+    @staticmethod
+    def forward(ctx, x, y, scale, s, memory_budget, factor):  # the last multiplies gradients
+        blocks, row_sums = blocks_of(x, memory_budget), scale.new_empty(2, len(x))
+        ring = [y, scale.new_empty(2, len(x))]
+        for owner in around(ring, s):
+            add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], blocks, blocks, owner == s.rank)
+        ctx.how = s, blocks, factor
+        ctx.save_for_backward(x, y, scale, row_sums, ring[1])
+        return pair_losses(x, y, scale, row_sums, ring[1], blocks)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, g):
+        (x, y, scale, row_sums, col_sums), (s, blocks, factor) = ctx.saved_tensors, ctx.how
+        top = largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)
+        grads, coef = PairGradients(x, y, ctx.needs_input_grad[:3]), (g / top).contiguous()
+        for owner, ring in around_with_dy(grads, [y, col_sums, coef], s):
+            own = owner == s.rank
+            spend_contrast(grads, x, ring[0], scale.reshape(1), (row_sums, coef), tuple(ring[1:3]), blocks, blocks, own, fresh=own)
+        found = grads.rounded(x, y, scale * top * factor / 2, top * factor / 2)
+        return *(d if need else None for d, need in zip(found, ctx.needs_input_grad)), None, None, None
+
 # %% ../nbs/26_contrast.ipynb #ctmany
 def as_positives(positives:Tensor, n_columns:int) -> tuple[Tensor, Tensor]:  # [N,P] or [N] integers
     "Columns [N,P] of which each is at most once in its row, −1 for none; and which rows [N] name a column that does not exist."
@@ -434,6 +488,12 @@ def as_positives(positives:Tensor, n_columns:int) -> tuple[Tensor, Tensor]:  # [
         again[:, 1:] = at[:, 1:] == at[:, :-1]
         at = torch.where(again, -1, at)
     return at.contiguous(), bad
+
+def columns_of_rank(index:Tensor, rank:int, n_columns:int, s:Shards) -> Tensor:  # [N,P], of columns of all ranks, n_columns each
+    "Columns counted from a rank's first; -1 where a positive is another rank's."
+    if s.ranks == 1: return index
+    at, inside = positives_in(index, rank * n_columns, n_columns)
+    return torch.where(inside, at, -1)
 
 def column_counts(index:Tensor, n_columns:int) -> Tensor:  # [M] int64, of [N,P]
     "How many rows name each column."
@@ -456,48 +516,70 @@ def positive_scores(x:Tensor, y:Tensor, index:Tensor, memory_budget:Optional[int
     return torch.cat(each) if each else x.new_empty(index.shape, dtype=acc_dtype(x.dtype))
 
 # %% ../nbs/26_contrast.ipynb #ctmanyop
-def positives_fwd(
+def positives_of_ranks(
     x:Tensor, y:Tensor, scale:Tensor, positives:Tensor,  # [N,H], [M,H], a scalar in their `acc_dtype`, [N] or [N,P]
-    memory_budget:Optional[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "Rows' losses and their terms in columns' losses, [N] each; sums [2,N] and [2,M] as `contrast_fwd`; rows that name a column [M]."
-    row_sums, col_sums = scale.new_empty(2, len(x)), scale.new_empty(2, len(y))
-    add_statistics(x, y, scale.reshape(1), row_sums, col_sums, blocks_of(x, memory_budget), blocks_of(y, memory_budget))
-    index, bad = as_positives(positives, len(y))
-    counts, there, at = column_counts(index, len(y)), index >= 0, index.clamp(min=0)
-    z = positive_scores(x, y, index, memory_budget) * scale
-    row_loss, col_loss = loss_below(z, *row_sums[:, :, None]), loss_below(z, *col_sums[:, at])
-    of_row = torch.where(there, row_loss, 0).sum(1) / there.sum(1)  # of a row without positives NaN
-    shares = torch.where(there, col_loss / counts[at], 0).sum(1)
-    return torch.where(bad, torch.nan, of_row), shares, row_sums, col_sums, counts
+    memory_budget:Optional[int], s:Shards,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    "Losses [N] of this rank's rows, and terms in columns' losses; sums [2,N], [2,M]; rows that name a column [M]; columns [N,P]."
+    index, bad = as_positives(positives, s.ranks * len(y))
+    row_blocks, col_blocks, row_sums = blocks_of(x, memory_budget), blocks_of(y, memory_budget), scale.new_empty(2, len(x))
+    z, shares, ring = scale.new_zeros(index.shape), scale.new_zeros(len(x)), [y, scale.new_empty(2, len(y)), index.new_zeros(len(y))]
+    for owner in around(ring, s):
+        add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], row_blocks, col_blocks, owner == s.rank)
+        here = columns_of_rank(index, owner, len(y), s)
+        ring[2] += column_counts(here, len(y))
+        z += torch.where(here >= 0, positive_scores(x, ring[0], here, memory_budget), 0)
+    z *= scale
+    ring = ring[1:]
+    for owner in around(ring, s):
+        here, (col_sums, counts) = columns_of_rank(index, owner, len(y), s), ring
+        at = here.clamp(min=0)
+        shares += torch.where(here >= 0, loss_below(z, *col_sums[:, at]) / counts[at], 0).sum(1)
+    there = index >= 0
+    of_row = torch.where(there, loss_below(z, *row_sums[:, :, None]), 0).sum(1) / there.sum(1)  # of a row without positives NaN
+    return torch.where(bad, torch.nan, of_row), shares, row_sums, *ring, index
 
-def positives_bwd(
+def gradients_of_ranks(
     g_rows:Tensor, g_shares:Tensor,  # [N] each
-    x:Tensor, y:Tensor, scale:Tensor, positives:Tensor, row_sums:Tensor, col_sums:Tensor, counts:Tensor,  # as in forward
-    memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool,
+    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, counts:Tensor, index:Tensor,  # as in forward
+    memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool, s:Shards,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    "dx [N,H], dy [M,H] and the gradient of the scale; empty where not needed."
-    index, _ = as_positives(positives, len(y))
-    top = grad_scale_of(torch.cat([g_rows, g_shares])) if len(x) else torch.ones_like(scale)
-    g_rows, g_shares = g_rows / top, g_shares / top
-    each = 1 / counts.clamp(min=1).to(scale.dtype)
-    marks = Positives(index, g_rows / (index >= 0).sum(1), g_shares.contiguous(), each)
-    grads = PairGradients(x, y, (need_x, need_y, need_scale))
-    spend_contrast(grads, x, y, scale.reshape(1), (row_sums, g_rows.contiguous()), (col_sums, column_sums(index, g_shares, len(y)) * each),
-                   blocks_of(x, memory_budget), blocks_of(y, memory_budget), False, marks)
+    "dx [N,H], dy [M,H] of this rank, and its part of the scale's gradient; empty where not needed."
+    top = largest_on_ranks(grad_scale_of(torch.cat([g_rows, g_shares])) if len(x) else torch.ones_like(scale), s)
+    g_rows, g_shares, each = (g_rows / top).contiguous(), (g_shares / top).contiguous(), 1 / counts.clamp(min=1).to(scale.dtype)
+    coefs = [torch.zeros_like(each)]
+    for owner in around(coefs, s): coefs[0] += column_sums(columns_of_rank(index, owner, len(y), s), g_shares, len(y))
+    grads, row_weight = PairGradients(x, y, (need_x, need_y, need_scale)), g_rows / (index >= 0).sum(1)
+    for owner, ring in around_with_dy(grads, [y, col_sums, coefs[0] * each, each], s):
+        spend_contrast(grads, x, ring[0], scale.reshape(1), (row_sums, g_rows), tuple(ring[1:3]), blocks_of(x, memory_budget), blocks_of(y, memory_budget),
+                       False, Positives(index, row_weight, g_shares, ring[3]), owner * len(y), owner == s.rank)
     return grads.rounded(x, y, scale * top, top)
 
 # %% ../nbs/26_contrast.ipynb #ctmanyops
+def positives_fwd(
+    x:Tensor, y:Tensor, scale:Tensor, positives:Tensor, memory_budget:Optional[int],  # as `positives_of_ranks`
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    "`positives_of_ranks` in one process."
+    return positives_of_ranks(x, y, scale, positives, memory_budget, shards_on(None, 0))
+
+def positives_bwd(
+    g_rows:Tensor, g_shares:Tensor,  # as `gradients_of_ranks`
+    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, counts:Tensor, index:Tensor,
+    memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    "`gradients_of_ranks` in one process."
+    return gradients_of_ranks(g_rows, g_shares, x, y, scale, row_sums, col_sums, counts, index, memory_budget, need_x, need_y, need_scale, shards_on(None, 0))
+
 def save_positives(ctx, inputs, output):
-    "The features, the scale, the positives, and what belongs to rows and columns."
-    ctx.save_for_backward(*inputs[:4], *output[2:])
+    "The features, the scale, what belongs to rows and columns, and the positives as they were sorted."
+    ctx.save_for_backward(*inputs[:3], *output[2:])
     ctx.memory_budget = inputs.memory_budget
     ctx.mark_non_differentiable(*output[2:])
 
 def gradient_of_positives(ctx, needs, g_rows, g_shares, *_):
     "dx, dy and the gradient of the scale, where they are needed."
     saved = ctx.saved_tensors
-    g = (torch.zeros_like(saved[4][0]) if t is None else t for t in (g_rows, g_shares))
+    g = (torch.zeros_like(saved[3][0]) if t is None else t for t in (g_rows, g_shares))
     wanted = {"x": needs.x, "y": needs.y, "scale": needs.scale}
     found = positives_grad(*g, *saved, ctx.memory_budget, *wanted.values())
     return {name: d for (name, need), d in zip(wanted.items(), found) if need}
@@ -505,9 +587,10 @@ def gradient_of_positives(ctx, needs, g_rows, g_shares, *_):
 def fake_positives(x, y, scale, positives, memory_budget):
     "The shapes of `positives_fwd`'s results."
     n, m = x.shape[0], y.shape[0]
-    return *(scale.new_empty(*size) for size in ((n,), (n,), (2, n), (2, m))), positives.new_empty(m, dtype=torch.int64)
+    sizes = (m,), (n, positives.shape[1] if positives.dim() == 2 else 1)
+    return *(scale.new_empty(size) for size in ((n,), (n,), (2, n), (2, m))), *(positives.new_empty(size, dtype=torch.int64) for size in sizes)
 
-def fake_positives_grad(g_rows, g_shares, x, y, scale, positives, row_sums, col_sums, counts, memory_budget, need_x, need_y, need_scale):
+def fake_positives_grad(g_rows, g_shares, x, y, scale, row_sums, col_sums, counts, index, memory_budget, need_x, need_y, need_scale):
     "The shapes of `positives_bwd`'s results."
     return fake_contrast_grad(g_rows, x, y, scale, row_sums, col_sums, memory_budget, need_x, need_y, need_scale)
 
@@ -515,6 +598,24 @@ positives_grad = operator("fusedloss::contrast_positives_grad", positives_bwd, f
                           flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
 contrast_positives = operator("fusedloss::contrast_positives", positives_fwd, save=save_positives, backward=gradient_of_positives,
                               fake=fake_positives, flops=lambda i, out: products(i.x, i.y))
+
+# %% ../nbs/26_contrast.ipynb #ctmanyring
+class RingPositives(torch.autograd.Function):
+    "`positives_of_ranks`, of which the losses, the terms and the counts are returned."
+    @staticmethod
+    def forward(ctx, x, y, scale, positives, s, memory_budget, factor):  # the last multiplies gradients
+        of_rows, shares, *kept = positives_of_ranks(x, y, scale, positives, memory_budget, s)
+        ctx.how = s, memory_budget, factor
+        ctx.save_for_backward(x, y, scale, *kept)
+        ctx.mark_non_differentiable(kept[2])
+        return of_rows, shares, kept[2]
+
+    @staticmethod
+    @first_order
+    def backward(ctx, g_rows, g_shares, _):
+        (s, memory_budget, factor), needs = ctx.how, ctx.needs_input_grad[:3]
+        found = gradients_of_ranks(g_rows * factor, g_shares * factor, *ctx.saved_tensors, memory_budget, *needs, s)
+        return *(d if need else None for d, need in zip(found, needs)), None, None, None, None
 
 # %% ../nbs/26_contrast.ipynb #ctsigkernels
 @jit
@@ -617,102 +718,100 @@ def plain_sigmoid_dz(
     return torch.stack([wide_product(x, y.T).mul_(dz).sum(), dz.sum()])[:, None] if need_numbers else scale.new_empty(0)
 
 # %% ../nbs/26_contrast.ipynb #ctsigop
-def sigmoid_index(x:Tensor, y:Tensor, positives:Optional[Tensor]) -> tuple[Tensor, Tensor]:
+def sigmoid_index(x:Tensor, y:Tensor, positives:Optional[Tensor], s:Shards) -> tuple[Tensor, Tensor]:
     "`as_positives`; without them those of the diagonal."
-    if positives is not None: return as_positives(positives, len(y))
-    diagonal = torch.arange(len(x), device=x.device)
+    if positives is not None: return as_positives(positives, s.ranks * len(y))
+    diagonal = torch.arange(s.rank * len(y), s.rank * len(y) + len(x), device=x.device)
     return diagonal[:, None], diagonal < 0
 
-def sigmoid_fwd(
+def sigmoids_of_ranks(
     x:Tensor, y:Tensor, scale:Tensor, bias:Tensor,  # [N,H], [M,H], scalars in their `acc_dtype`
-    positives:Optional[Tensor], memory_budget:Optional[int],  # [N] or [N,P]
-) -> Tensor:  # [N]
-    "The losses of the rows."
-    (index, bad), losses = sigmoid_index(x, y, positives), scale.new_zeros(len(x))
+    positives:Optional[Tensor], memory_budget:Optional[int], s:Shards,  # [N] or [N,P]
+) -> tuple[Tensor, Tensor]:
+    "The losses of this rank's rows [N], and the columns that are their positives [N,P]."
+    (index, bad), losses, ring = sigmoid_index(x, y, positives, s), scale.new_zeros(len(x)), [y]
     make = launch_sigmoid_losses if takes_kernel(x) else plain_sigmoid_losses
-    for i, j, _ in each_block(blocks_of(x, memory_budget), blocks_of(y, memory_budget)):
-        losses[i] += make(x[i], y[j], scale.reshape(1), bias.reshape(1), index[i], j.start)
-    return torch.where(bad, torch.nan, losses)
+    for owner in around(ring, s):
+        for i, j, _ in each_block(blocks_of(x, memory_budget), blocks_of(y, memory_budget)):
+            losses[i] += make(x[i], ring[0][j], scale.reshape(1), bias.reshape(1), index[i], owner * len(y) + j.start)
+    return torch.where(bad, torch.nan, losses), index
 
-def sigmoid_bwd(
-    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, positives:Optional[Tensor],  # [N], and as in forward
-    memory_budget:Optional[int], need_x:bool, need_y:bool, need_numbers:bool,
+def sigmoid_gradients_of_ranks(
+    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor,  # [N], and as in forward
+    memory_budget:Optional[int], need_x:bool, need_y:bool, need_numbers:bool, s:Shards,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    "dx [N,H], dy [M,H] and the gradients of scale and bias [2]; empty where not needed."
-    top = grad_scale_of(g) if len(g) else torch.ones_like(scale)
-    grads, coef, (index, _) = PairGradients(x, y, (need_x, need_y, need_numbers)), (g / top).contiguous(), sigmoid_index(x, y, positives)
+    "dx [N,H], dy [M,H] of this rank, and its parts of the gradients of scale and bias [2]; empty where not needed."
+    top = largest_on_ranks(grad_scale_of(g) if len(g) else torch.ones_like(scale), s)
+    grads, coef = PairGradients(x, y, (need_x, need_y, need_numbers)), (g / top).contiguous()
     make = launch_sigmoid_dz if takes_kernel(x) else plain_sigmoid_dz
-    put = lambda i, j, d: make(x[i], y[j], scale.reshape(1), bias.reshape(1), index[i], j.start, coef[i], need_numbers, d)
-    spend_blocks(grads, x, y, blocks_of(x, memory_budget), blocks_of(y, memory_budget), True, put)
+    for owner, ring in around_with_dy(grads, [y], s):
+        put = lambda i, j, d: make(x[i], ring[0][j], scale.reshape(1), bias.reshape(1), index[i], owner * len(y) + j.start, coef[i], need_numbers, d)
+        spend_blocks(grads, x, ring[0], blocks_of(x, memory_budget), blocks_of(y, memory_budget), owner == s.rank, put)
     dx, dy, numbers = grads.rounded(x, y, scale * top, top)
     return dx, dy, numbers.expand(2).clone() if need_numbers else numbers  # without a block one 0
 
+# %% ../nbs/26_contrast.ipynb #ctsigops
+def sigmoid_fwd(
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, positives:Optional[Tensor], memory_budget:Optional[int],  # as `sigmoids_of_ranks`
+) -> tuple[Tensor, Tensor]:
+    "`sigmoids_of_ranks` in one process."
+    return sigmoids_of_ranks(x, y, scale, bias, positives, memory_budget, shards_on(None, 0))
+
+def sigmoid_bwd(
+    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor,  # as `sigmoid_gradients_of_ranks`
+    memory_budget:Optional[int], need_x:bool, need_y:bool, need_numbers:bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    "`sigmoid_gradients_of_ranks` in one process."
+    return sigmoid_gradients_of_ranks(g, x, y, scale, bias, index, memory_budget, need_x, need_y, need_numbers, shards_on(None, 0))
+
 def save_sigmoid(ctx, inputs, output):
-    "The features, the two numbers, and the positives."
-    ctx.save_for_backward(*inputs[:5])
+    "The features, the two numbers, and the positives' columns."
+    ctx.save_for_backward(*inputs[:4], output[1])
     ctx.memory_budget = inputs.memory_budget
+    ctx.mark_non_differentiable(output[1])
 
-def gradient_of_sigmoid(ctx, needs, g):
+def where_needed(found:tuple[Tensor, Tensor, Tensor], needs:tuple[bool, ...]) -> list[Optional[Tensor]]:
+    "Gradients of x, y, scale and bias, the latter two from one tensor; None where not needed."
+    dx, dy, numbers = found
+    return [d if need else None for d, need in zip((dx, dy, *(numbers.unbind() or (None, None))), needs)]
+
+def gradient_of_sigmoid(ctx, needs, g, _):
     "dx, dy and the gradients of the two numbers, where they are needed."
-    dx, dy, numbers = sigmoid_grad(g, *ctx.saved_tensors, ctx.memory_budget, needs.x, needs.y, needs.scale or needs.bias)
-    found = {"x": dx, "y": dy}
-    if needs.scale or needs.bias: found |= dict(zip(("scale", "bias"), numbers.unbind()))
-    return {name: d for name, d in found.items() if getattr(needs, name)}
+    wanted = {"x": needs.x, "y": needs.y, "scale": needs.scale, "bias": needs.bias}
+    found = sigmoid_grad(g, *ctx.saved_tensors, ctx.memory_budget, needs.x, needs.y, needs.scale or needs.bias)
+    return {name: d for name, d in zip(wanted, where_needed(found, wanted.values())) if d is not None}
 
-def fake_sigmoid_grad(g, x, y, scale, bias, positives, memory_budget, need_x, need_y, need_numbers):
+def fake_sigmoid(x, y, scale, bias, positives, memory_budget):
+    "The shapes of `sigmoid_fwd`'s results."
+    each = positives.shape[1] if positives is not None and positives.dim() == 2 else 1
+    return scale.new_empty(x.shape[0]), x.new_empty(x.shape[0], each, dtype=torch.int64)
+
+def fake_sigmoid_grad(g, x, y, scale, bias, index, memory_budget, need_x, need_y, need_numbers):
     "The shapes of `sigmoid_bwd`'s results."
     like = lambda t, need: t.new_empty(t.shape if need else 0)
     return like(x, need_x), like(y, need_y), scale.new_empty(2 if need_numbers else 0)
 
 sigmoid_grad = operator("fusedloss::contrast_sigmoid_grad", sigmoid_bwd, fake=fake_sigmoid_grad,
                         flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
-contrast_sigmoid = operator("fusedloss::contrast_sigmoid", sigmoid_fwd, save=save_sigmoid, backward=gradient_of_sigmoid,
-                            fake=lambda x, y, scale, bias, positives, memory_budget: scale.new_empty(x.shape[0]),
+contrast_sigmoid = operator("fusedloss::contrast_sigmoid", sigmoid_fwd, save=save_sigmoid, backward=gradient_of_sigmoid, fake=fake_sigmoid,
                             flops=lambda i, out: products(i.x, i.y))
 
-# %% ../nbs/26_contrast.ipynb #ctring
-def pass_on(tensors:list[Tensor], s:Shards) -> list[Tensor]:
-    "These tensors to the rank before; in their place come those of the rank after."
-    if s.ranks == 1: return tensors
-    peer = lambda step: dist.get_global_rank(s.group, (s.rank + step) % s.ranks)
-    tensors = [t.contiguous() for t in tensors]
-    came = [torch.empty_like(t) for t in tensors]
-    sent = [dist.P2POp(dist.isend, t, peer(-1), s.group) for t in tensors]
-    for work in dist.batch_isend_irecv(sent + [dist.P2POp(dist.irecv, t, peer(1), s.group) for t in came]): work.wait()
-    return came
-
-def largest_on_ranks(t:Tensor, s:Shards) -> Tensor:  # a scalar
-    "The largest that any rank has."
-    return all_gather(t.reshape(1), s).amax()
-
-# %% ../nbs/26_contrast.ipynb #ctringloss
-class RingContrast(torch.autograd.Function):
-    "Losses of this rank's pairs among those of all ranks: y and what belongs to it go round, one rank's at a time."
+# %% ../nbs/26_contrast.ipynb #ctsigring
+class RingSigmoid(torch.autograd.Function):
+    "The losses of `sigmoids_of_ranks`."
     @staticmethod
-    def forward(ctx, x, y, scale, s, memory_budget, factor):  # the last multiplies gradients
-        blocks, row_sums = blocks_of(x, memory_budget), scale.new_empty(2, len(x))
-        ring = [y, scale.new_empty(2, len(x))]
-        for step in range(s.ranks):
-            add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], blocks, blocks, step == 0)
-            ring = pass_on(ring, s)
-        ctx.how = s, blocks, factor
-        ctx.save_for_backward(x, y, scale, row_sums, ring[1])
-        return pair_losses(x, y, scale, row_sums, ring[1], blocks)
+    def forward(ctx, x, y, scale, bias, positives, s, memory_budget, factor):  # the last multiplies gradients
+        losses, index = sigmoids_of_ranks(x, y, scale, bias, positives, memory_budget, s)
+        ctx.how = s, memory_budget, factor
+        ctx.save_for_backward(x, y, scale, bias, index)
+        return losses
 
     @staticmethod
     @first_order
     def backward(ctx, g):
-        (x, y, scale, row_sums, col_sums), (s, blocks, factor) = ctx.saved_tensors, ctx.how
-        top = largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)
-        grads, coef = PairGradients(x, y, ctx.needs_input_grad[:3]), (g / top).contiguous()
-        ring = [y, col_sums, coef] + [grads.dy] * ctx.needs_input_grad[1]
-        for step in range(s.ranks):
-            if grads.dy is not None: grads.dy = ring[3]
-            spend_contrast(grads, x, ring[0], scale.reshape(1), (row_sums, coef), tuple(ring[1:3]), blocks, blocks, step == 0, fresh=step == 0)
-            ring = pass_on(ring, s)
-        if grads.dy is not None: grads.dy = ring[3]
-        found = grads.rounded(x, y, scale * top * factor / 2, top * factor / 2)
-        return *(d if need else None for d, need in zip(found, ctx.needs_input_grad)), None, None, None
+        (s, memory_budget, factor), needs = ctx.how, ctx.needs_input_grad[:4]
+        found = sigmoid_gradients_of_ranks(g * factor, *ctx.saved_tensors, memory_budget, *needs[:2], any(needs[2:]), s)
+        return *where_needed(found, needs), None, None, None, None
 
 # %% ../nbs/26_contrast.ipynb #ctchecks
 def check_features(x:Tensor, y:Tensor, paired:bool=True):  # whether row i of y belongs to row i of x
@@ -726,7 +825,7 @@ def check_features(x:Tensor, y:Tensor, paired:bool=True):  # whether row i of y 
     expect(y.dtype == x.dtype or mixes, "y", f"x's dtype {x.dtype}", y.dtype)
     expect(y.device == x.device, "y", f"x's device {x.device}", y.device)
 
-def check_positives(positives:Optional[Tensor], x:Tensor, y:Tensor, at_least_one:bool):  # of each row
+def check_positives(positives:Optional[Tensor], x:Tensor, y:Tensor, ranks:int, at_least_one:bool):  # of each row; y of each rank
     "`ValueError` or `IndexError` unless these name rows of y; on a GPU their numbers are looked at if FUSEDLOSS_DEBUG=1."
     if positives is None: return
     expect_tensor("positives", positives, "a tensor or None")
@@ -737,12 +836,13 @@ def check_positives(positives:Optional[Tensor], x:Tensor, y:Tensor, at_least_one
     expect(not at_least_one or y.shape[0] > 0 or x.shape[0] == 0, "y", "at least one row", lambda: list(y.shape))
     if not may_look(positives): return
     check_unbatched(positives)
+    columns, whose = ranks * y.shape[0], "" if ranks == 1 else f" ({ranks} ranks of {y.shape[0]} rows)"
     at = positives.detach() if positives.dim() == 2 else positives.detach()[:, None]
-    wrong, none = (at < -1) | (at >= y.shape[0]), (at < 0).all(1)
+    wrong, none = (at < -1) | (at >= columns), (at < 0).all(1)
     if isinstance(wrong, torch._subclasses.FakeTensor): return  # which has a shape and no numbers
     if wrong.any():
         row, k = wrong.nonzero()[0].tolist()
-        raise IndexError(f"positives: expected 0 ≤ row of y < {y.shape[0]}, or -1 for none, got {at[row, k].item()} in row {row}")
+        raise IndexError(f"positives: expected 0 ≤ row of y < {columns}{whose}, or -1 for none, got {at[row, k].item()} in row {row}")
     expect(not (at_least_one and none.any()), "positives", "at least one in each row", lambda: f"none in row {none.nonzero()[0].item()}")
 
 def check_how(reduction:str, memory_budget:Optional[int]):
@@ -752,37 +852,51 @@ def check_how(reduction:str, memory_budget:Optional[int]):
            f"an integer of at least {LEAST} bytes, or None", memory_budget)
 
 # %% ../nbs/26_contrast.ipynb #ctringcheck
-def check_call(
-    x:Tensor, y:Tensor, logit_scale:float|Tensor, reduction:str, memory_budget:Optional[int],
-    backbone_reduction:Optional[str], positives:Optional[Tensor], ranks:int, over_ranks:bool=True,  # whether there is a mesh
-):
+class ContrastCall(NamedTuple):
+    "What a loss of this page was asked for."
+    x: Tensor  # [N,H]
+    y: Tensor  # [N,H], or [M,H] where there are positives
+    numbers: dict[str, float|Tensor]  # scale, bias, by the arguments' names
+    positives: Optional[Tensor]  # [N] or [N,P]
+    at_least_one: bool  # in each row
+    reduction: str
+    memory_budget: Optional[int]
+    mesh: Optional[DeviceMesh]
+    backbone_reduction: Optional[str]
+
+    def need_gradients(self) -> list[bool]:
+        "Which of x, y and the numbers require a gradient."
+        return [isinstance(t, Tensor) and t.requires_grad for t in (self.x, self.y, *self.numbers.values())]
+
+def check_call(call:ContrastCall, ranks:int):
     "`ValueError` for what is wrong about a call, seen from one rank; `IndexError` for a row of y that does not exist."
-    expect(not over_ranks or positives is None, "positives", "None with a mesh: over ranks, row i of x and row i of y are a pair", "a tensor")
-    check_features(x, y, positives is None)
-    check_positives(positives, x, y, True)
-    check_scale(logit_scale, x.device, "x")
-    check_how(reduction, memory_budget)
-    expect(backbone_reduction in (None, "mean", "sum"), "backbone_reduction", "'mean', 'sum' or None", repr(backbone_reduction))
-    wants = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, y, logit_scale))
-    expect(ranks == 1 or backbone_reduction or not wants, "backbone_reduction",
+    check_features(call.x, call.y, call.positives is None)
+    check_positives(call.positives, call.x, call.y, ranks, call.at_least_one)
+    for name, number in call.numbers.items(): check_scale(number, call.x.device, "x", name)
+    check_how(call.reduction, call.memory_budget)
+    how = call.backbone_reduction
+    expect(how in (None, "mean", "sum"), "backbone_reduction", "'mean', 'sum' or None", repr(how))
+    wants = torch.is_grad_enabled() and any(call.need_gradients())
+    expect(ranks == 1 or how or not wants, "backbone_reduction",
            "'mean' where a wrapper averages gradients over ranks (DDP, FSDP2), 'sum' where they are added", None)
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    expect(backbone_reduction is None or over_ranks or not many, "backbone_reduction", "None without a mesh", repr(backbone_reduction))
+    expect(how is None or call.mesh is not None or not many, "backbone_reduction", "None without a mesh", repr(how))
 
-def rank_facts(x:Tensor, y:Tensor, logit_scale:float|Tensor, reduction:str, memory_budget:Optional[int],
-               backbone_reduction:Optional[str]) -> dict[str, Any]:
+def rank_facts(call:ContrastCall) -> dict[str, Any]:
     "What has to be the same on all ranks."
-    needs = [isinstance(t, Tensor) and t.requires_grad for t in (x, y, logit_scale)]
-    return {"shape of x": [*x.shape], "dtype of x": str(x.dtype), "logit_scale": logit_scale,
-            "reduction": reduction, "memory_budget": memory_budget, "backbone_reduction": backbone_reduction,
-            "requires_grad of x, y and logit_scale": needs}
+    return {"shape of x": [*call.x.shape], "shape of y": [*call.y.shape], "dtype of x": str(call.x.dtype), **call.numbers,
+            "positives": "None" if call.positives is None else "a tensor", "reduction": call.reduction, "memory_budget": call.memory_budget,
+            "backbone_reduction": call.backbone_reduction, f"requires_grad of x, y, {', '.join(call.numbers)}": call.need_gradients()}
 
-def check_ranks(given:tuple, positives:Optional[Tensor], mesh:DeviceMesh, s:Shards) -> Agreement:  # the first arguments of `check_call`
-    "`ValueError` on every rank if one was given what is wrong, or other than the others; one collective."
+def agreed_on_ranks(call:ContrastCall, name:str) -> tuple[Shards, Agreement]:  # the loss's
+    "The ranks of a call; `ValueError` on every one if one was given what is wrong, or other than the others: one collective."
+    check_mesh(call.mesh)
+    check_reverse(f"{name} over ranks", "backward()")
+    s = shards_on(call.mesh, 0)
     def facts():
-        check_call(*given, positives, s.ranks)
-        return rank_facts(*given)
-    return agreed_facts(facts, s, mesh.device_type)
+        check_call(call, s.ranks)
+        return rank_facts(call)
+    return s, agreed_facts(facts, s, call.mesh.device_type)
 
 # %% ../nbs/26_contrast.ipynb #ctfront
 def as_scalar(logit_scale:float|Tensor, x:Tensor) -> Tensor:
@@ -791,34 +905,55 @@ def as_scalar(logit_scale:float|Tensor, x:Tensor) -> Tensor:
     if is_later(logit_scale): return x.new_ones((), dtype=acc_dtype(x.dtype)) * logit_scale
     return x.new_full((), logit_scale, dtype=acc_dtype(x.dtype))
 
-def ring_losses(
-    x:Tensor, y:Tensor, scale:Tensor, memory_budget:Optional[int], backbone_reduction:Optional[str], s:Shards,
-) -> Tensor:  # [N]
-    "Losses of this rank's pairs, by a ring."
-    check_reverse("contrastive_loss over ranks", "backward()")
-    expect(not torch.compiler.is_compiling(), "mesh", "None under torch.compile", "a mesh")
-    return RingContrast.apply(x, y, scale, s, memory_budget, s.ranks if backbone_reduction == "mean" else 1)
+def operands(call:ContrastCall) -> tuple[Tensor, ...]:
+    "The features as they are multiplied, and the numbers beside them."
+    x, y = autocast_like_linear(call.x, call.y)
+    return x, y, *(as_scalar(number, x) for number in call.numbers.values())
 
 def sum_over_ranks(total:Tensor, s:Shards) -> Tensor:
     "The sum over ranks, whose gradient is that of this rank's part."
-    return total + (all_reduce(total.detach().clone(), s) - total.detach())
+    return total if s.group is None else total + (all_reduce(total.detach().clone(), s) - total.detach())
 
-def loss_of_positives(x:Tensor, y:Tensor, scale:Tensor, positives:Tensor, reduction:str, memory_budget:Optional[int]) -> Tensor:
+def reduced(losses:Tensor, reduction:str, s:Shards) -> Tensor:  # [N]
+    "Losses of all ranks' rows, reduced; of this rank's, if they are not."
+    if reduction == "none": return losses
+    return sum_over_ranks(losses.sum(), s) / (max(losses.shape[0] * s.ranks, 1) if reduction == "mean" else 1)
+
+def reduced_positives(of_rows:Tensor, shares:Tensor, counts:Tensor, reduction:str, s:Shards) -> Tensor:  # [N], [N], [M]
     "The mean of both directions, reduced: rows of x on their own, rows of y by their terms."
-    of_rows, shares, _, _, counts = contrast_positives(x, y, scale, positives, memory_budget)
-    if reduction == "none": return (of_rows + shares) / 2
-    if reduction == "sum": return (of_rows.sum() + shares.sum()) / 2
-    return (of_rows.sum() / max(x.shape[0], 1) + shares.sum() / (counts > 0).sum().clamp(min=1)) / 2
+    if reduction != "mean": return reduced((of_rows + shares) / 2, reduction, s)
+    named = all_reduce((counts > 0).sum(), s).clamp(min=1)
+    return (reduced(of_rows, "mean", s) + reduced(shares, "sum", s) / named) / 2
+
+def ring_options(call:ContrastCall, s:Shards) -> tuple[Shards, Optional[int], int]:
+    "What a ring takes besides tensors: ranks, memory, and what multiplies a rank's gradients, as a wrapper may divide them."
+    return s, call.memory_budget, s.ranks if call.backbone_reduction == "mean" else 1
+
+uncompiled = torch.compiler.disable(reason="a contrastive loss over ranks exchanges what Python holds: without fullgraph it runs uncompiled")
+
+@uncompiled
+def contrast_of_ranks(call:ContrastCall) -> Tensor:
+    "`contrastive_loss` over ranks."
+    s, agreed = agreed_on_ranks(call, "contrastive_loss")
+    given, ring = operands(call), ring_options(call, s)
+    if call.positives is None: return agreed.of(reduced(RingContrast.apply(*given, *ring), call.reduction, s))
+    return agreed.of(reduced_positives(*RingPositives.apply(*given, call.positives, *ring), call.reduction, s))
+
+@uncompiled
+def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
+    "`sigmoid_contrastive_loss` over ranks."
+    s, agreed = agreed_on_ranks(call, "sigmoid_contrastive_loss")
+    return agreed.of(reduced(RingSigmoid.apply(*operands(call), call.positives, *ring_options(call, s)), call.reduction, s))
 
 # %% ../nbs/26_contrast.ipynb #ctloss
 def contrastive_loss(
     x:Tensor,  # [N,H], features of one kind, such as images', commonly unit vectors
     y:Tensor,  # [N,H], of the other, such as texts': row i belongs to row i of x; with `positives` [M,H]
     logit_scale:float|Tensor,  # multiplies the dot products; a 0-dim tensor may have a gradient
-    *, positives:Optional[Tensor]=None,  # [N] or [N,P] int64: the rows of y that belong to each row of x, -1 for none
+    *, positives:Optional[Tensor]=None,  # [N] or [N,P] int64: the rows of y that belong to each row of x, -1 for none; over ranks of all ranks' y
     reduction:Reduction="mean",  # "none", "mean" over pairs, or "sum"
     memory_budget:Optional[int]=None,  # bytes of the scores in memory at once
-    mesh:Optional[DeviceMesh]=None,  # of one dimension: its ranks have N pairs each, contrasted with those of all
+    mesh:Optional[DeviceMesh]=None,  # of one dimension: its ranks have rows of their own, contrasted with those of all
     backbone_reduction:Optional[BackboneReduction]=None,  # what a wrapper makes of the ranks' gradients
 ) -> Tensor:  # float32 (float64 for float64), a scalar, or [N]
     """Cross entropy of each x among all y and of each y among all x, halved and added: CLIP's loss.
@@ -832,24 +967,22 @@ def contrastive_loss(
     of its own terms in the means of the rows of y that it names, so that these numbers add up to "sum". A row of y that is named
     twice in a row counts once. A row without positives, or with one that does not exist, raises on a CPU and is NaN on a GPU.
 
-    Over ranks, mean and sum are those of all
-    pairs, "none" gives those of this rank, and y goes round a ring. A rank's gradients are its part of the
-    loss's, times the number of ranks if `backbone_reduction` is "mean"; `positives` are not taken there. Raises `ValueError`
-    for features that are no pairs, for options that cannot be meant, and on every rank where ranks differ; the numbers
-    in x and y are not compared, and a scale that differs on GPUs makes the loss NaN.
+    Over ranks the loss is that of the rows of all ranks, one after the other: mean and sum are of them, "none" gives this rank's.
+    `positives` then name rows of all ranks' y, of which this rank's are `rank * M` to `rank * M + M - 1`: labels that a data
+    loader counts within its batch need `+ mesh.get_local_rank() * len(y)`, except -1. So a row may belong to rows of other ranks.
+    All ranks have as many rows of x, and as many of y, and y goes round a ring. A rank's gradients are its part of the loss's,
+    times the number of ranks if `backbone_reduction` is "mean". Under `torch.compile` it runs uncompiled; `fullgraph` refuses it.
+
+    Raises `ValueError` for features that cannot be contrasted, for options that cannot be meant, and on every rank where ranks
+    differ; the numbers in x, y and positives are not compared, and a scale that differs on GPUs makes the loss NaN.
     """
-    check_mesh(mesh)
-    given, s = (x, y, logit_scale, reduction, memory_budget, backbone_reduction), shards_on(mesh, 0)
-    if mesh is None: check_call(*given, positives, 1, False)
-    else: agreed = check_ranks(given, positives, mesh, s)
-    x, y = autocast_like_linear(x, y)
-    scale = as_scalar(logit_scale, x)
-    if positives is not None: return loss_of_positives(x, y, scale, positives, reduction, memory_budget)
-    if mesh is None: losses, _, _ = contrast(x, y, scale, memory_budget)
-    else: losses = agreed.of(ring_losses(x, y, scale, memory_budget, backbone_reduction, s))
-    if reduction == "none": return losses
-    total = losses.sum() if mesh is None else sum_over_ranks(losses.sum(), s)
-    return total / (max(x.shape[0] * s.ranks, 1) if reduction == "mean" else 1)
+    call = ContrastCall(x, y, dict(logit_scale=logit_scale), positives, True, reduction, memory_budget, mesh, backbone_reduction)
+    if mesh is not None: return contrast_of_ranks(call)
+    check_call(call, 1)
+    (x, y, scale), s = operands(call), shards_on(None, 0)
+    if positives is None: return reduced(contrast(x, y, scale, memory_budget)[0], reduction, s)
+    of_rows, shares, _, _, counts, _ = contrast_positives(x, y, scale, positives, memory_budget)
+    return reduced_positives(of_rows, shares, counts, reduction, s)
 
 # %% ../nbs/26_contrast.ipynb #ctsigloss
 def sigmoid_contrastive_loss(
@@ -857,24 +990,26 @@ def sigmoid_contrastive_loss(
     y:Tensor,  # [N,H], of the other, such as texts': row i belongs to row i of x; with `positives` [M,H]
     logit_scale:float|Tensor,  # multiplies the dot products; a 0-dim tensor may have a gradient
     logit_bias:float|Tensor,  # is added to them; likewise
-    *, positives:Optional[Tensor]=None,  # [N] or [N,P] int64: the rows of y that belong to each row of x, -1 for none
+    *, positives:Optional[Tensor]=None,  # [N] or [N,P] int64: the rows of y that belong to each row of x, -1 for none; over ranks of all ranks' y
     reduction:Reduction="mean",  # "none", "mean" over the rows of x, or "sum"
     memory_budget:Optional[int]=None,  # bytes of the scores in memory at once
+    mesh:Optional[DeviceMesh]=None,  # of one dimension: its ranks have rows of their own, contrasted with those of all
+    backbone_reduction:Optional[BackboneReduction]=None,  # what a wrapper makes of the ranks' gradients
 ) -> Tensor:  # float32 (float64 for float64), a scalar, or [N]
     """Binary cross entropy of each x and each y, whether they belong together: SigLIP's loss.
 
     The logits are logit_scale · x yᵀ + logit_bias, of which one block is in memory at a time; by kernels, in the backward
     pass alone. A row's loss is the sum over all rows of y: -log sigmoid(logit) for its positives, and
     -log sigmoid(-logit) for all others. Its positives may be none. A row of y that is named twice in a row counts once.
-    Gradients are summed in fp32. Raises `ValueError` for what cannot be meant and `IndexError` for a positive that does
-    not exist; on a GPU such a row gives NaN.
+    Gradients are summed in fp32.
+
+    Over ranks the loss is that of the rows of all ranks, one after the other, as `contrastive_loss` has it: `positives` name rows
+    of all ranks' y, y goes round a ring, and a rank's gradients are its part of the loss's, times the number of ranks if
+    `backbone_reduction` is "mean". Raises `ValueError` for what cannot be meant, on every rank if ranks differ, and
+    `IndexError` for a positive that does not exist; on a GPU such a row gives NaN.
     """
-    check_features(x, y, positives is None)
-    check_positives(positives, x, y, False)
-    check_scale(logit_scale, x.device, "x")
-    check_scale(logit_bias, x.device, "x", "logit_bias")
-    check_how(reduction, memory_budget)
-    x, y = autocast_like_linear(x, y)
-    losses = contrast_sigmoid(x, y, as_scalar(logit_scale, x), as_scalar(logit_bias, x), positives, memory_budget)
-    if reduction == "none": return losses
-    return losses.sum() / (max(x.shape[0], 1) if reduction == "mean" else 1)
+    numbers = dict(logit_scale=logit_scale, logit_bias=logit_bias)
+    call = ContrastCall(x, y, numbers, positives, False, reduction, memory_budget, mesh, backbone_reduction)
+    if mesh is not None: return sigmoid_of_ranks(call)
+    check_call(call, 1)
+    return reduced(contrast_sigmoid(*operands(call), positives, memory_budget)[0], reduction, shards_on(None, 0))

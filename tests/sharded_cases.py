@@ -34,6 +34,7 @@ from workbook.measure import Shape
 from workbook.records import load_results
 from grids import FULL
 from helpers import everywhere, example_module, planted, unchanged
+from test_contrast import exact_positives, exact_sigmoid
 from test_margins import MagFace
 
 f32, f64 = torch.float32, torch.float64
@@ -42,7 +43,7 @@ CASES, ON_GPUS = {}, ("losses_and_gradients", "product_against_one_process", "pr
                       "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
                       "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "what_is_wrong_on_one_rank_raises_on_all", "curves_do_not_know_the_ranks",
                       "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
-                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
+                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "positives_of_ranks_that_disagree", "contrasts_of_nothing_over_ranks", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
                       "peers_over_ranks_say_what_pytorch_says", "the_example_measures_in_turn")
 
 
@@ -698,15 +699,68 @@ def contrast_by_a_ring(meshes):
             assert_close(*ring_answers(fl, mesh, *how))
 
 
-RING_BUGS = {  # of the contrast over ranks: what is wrong, the text of the source, what stands in its place
-    "each step has a diagonal": ("blocks, blocks, step == 0, fresh", "blocks, blocks, True, fresh"),
-    "a wrapper that averages is forgotten": ('s.ranks if backbone_reduction == "mean" else 1)', "1)"),
-    "dy stays where it is": ("grads.dy = ring[3]\n        found", "pass\n        found"),
-    "each rank has a unit of its own": ("largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)", "grad_scale_of(g)"),
-    "a mean over this rank's pairs": ("x.shape[0] * s.ranks", "x.shape[0]"),
-    "upstream gradients do not travel": ("tuple(ring[1:3])", "(ring[1], coef)"),
-    "each step begins anew": ("blocks, blocks, step == 0)", "blocks, blocks, True)"),
-    "sums of columns do not travel": ("ring = pass_on(ring, s)\n        ctx.how", "ring = pass_on(ring[:1], s) + ring[1:]\n        ctx.how"),
+def own_positives(rows, ranks, n, m):
+    "Rows of y of the row's own rank, up to three, some of them twice"
+    at = torch.stack([rows % m, (rows * 5 + 1) % m, torch.where(rows % 3 == 0, rows % m, -1)], 1)
+    return torch.where(at < 0, -1, at + (rows // n * m)[:, None])
+
+
+POSITIVES = {  # rows of all ranks' y, by numbers of rows of x, ranks, and rows of x and y that each of them has
+    "own": own_positives,
+    "the next rank's": lambda rows, ranks, n, m: (rows // n + 1) % ranks * m + rows % m,
+    "rows that many name, and rows that none names": lambda rows, ranks, n, m: torch.stack([rows % 2, torch.where(rows % 4 == 1, ranks * m - 1, -1)], 1),
+    "one row of the last rank": lambda rows, ranks, n, m: torch.full_like(rows, ranks * m - 2)[:, None],
+}
+OTHER_LOSSES = {"contrastive_loss": (exact_positives, (3.0,)), "sigmoid_contrastive_loss": (exact_sigmoid, (2.0, -1.0))}  # the definition, scale and bias
+
+
+def answers_of_positives(module, name, mesh, n, m, named, how, reduction):
+    "Loss and gradients of this rank's rows, n of x and m of y, and those that the definition has for all ranks' rows"
+    (ranks, rank), (exact, numbers) = (mesh.size(), mesh.get_local_rank()), OTHER_LOSSES[name]
+    x, y = pairs_of(n, 6)[0].detach()[:ranks * n].requires_grad_(), pairs_of(m, 6, seed=1)[1].detach()[:ranks * m].requires_grad_()
+    positives = POSITIVES[named](torch.arange(ranks * n, device=DEVICE), ranks, n, m) if named else None
+    of_rows, of_columns, factor = slice(rank * n, (rank + 1) * n), slice(rank * m, (rank + 1) * m), ranks if how == "mean" else 1
+    own_x, own_y = (t.detach()[part].clone().requires_grad_() for t, part in ((x, of_rows), (y, of_columns)))
+    theirs, ours = ([torch.tensor(v, dtype=f64, device=DEVICE, requires_grad=True) for v in numbers] for _ in range(2))
+    wanted = exact(x, y, *theirs, positives=positives, reduction=reduction)
+    got = getattr(module, name)(own_x, own_y, *ours, positives=positives if named is None else positives[of_rows], reduction=reduction,
+                                memory_budget=2**19, mesh=mesh, backbone_reduction=how)
+    g = torch.linspace(-1, 2, wanted.numel(), dtype=f64, device=DEVICE).view(wanted.shape)
+    of_mine = (lambda t: t[of_rows]) if reduction == "none" else lambda t: t
+    dx, dy, *rest = torch.autograd.grad(wanted, (x, y, *theirs), g)
+    own_dx, own_dy, *totals = torch.autograd.grad(got, (own_x, own_y, *ours), of_mine(g))
+    for total in totals: dist.all_reduce(total, group=mesh.get_group())
+    return [got.detach(), own_dx, own_dy, *totals], [of_mine(wanted.detach()), *(factor * t for t in (dx[of_rows], dy[of_columns], *rest))]
+
+
+@case
+def positives_by_a_ring(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for k, named in enumerate(POSITIVES):
+            for name in OTHER_LOSSES:
+                for reduction in ("none", "mean", "sum"):
+                    assert_close(*answers_of_positives(fl, name, mesh, 4, (7, 3)[k % 2], named, ("mean", "sum")[k % 2], reduction))
+        assert_close(*answers_of_positives(fl, "sigmoid_contrastive_loss", mesh, 5, 5, None, "mean", "mean"))
+    for ranks, mesh, rank in mine(some(meshes)):  # of 150 there are two blocks, the last not full
+        for name in OTHER_LOSSES: assert_close(*answers_of_positives(fl, name, mesh, 150, 140, "own", "sum", "none"))
+
+
+RING_BUGS = {  # of contrasts over ranks: what is wrong, the text of the source, what stands in its place
+    "each step has a diagonal": ("blocks, blocks, own, fresh=own", "blocks, blocks, True, fresh=own"),
+    "a wrapper that averages is forgotten": ('s.ranks if call.backbone_reduction == "mean" else 1', "1"),
+    "dy stays where it is": ("yield owner, ring\n    if grads.dy is not None: grads.dy = ring[-1]", "yield owner, ring"),
+    "each rank has a unit of its own": ("t if s.ranks == 1 else all_gather(t.reshape(1), s).amax()", "t"),
+    "a mean over this rank's pairs": ("losses.shape[0] * s.ranks", "losses.shape[0]"),
+    "upstream gradients do not travel": ("tuple(ring[1:3]), blocks, blocks", "(ring[1], coef), blocks, blocks"),
+    "each step begins anew": ("ring[1], blocks, blocks, owner == s.rank)", "ring[1], blocks, blocks, True)"),
+    "y alone travels": ("return came", "return [came[0], *tensors[1:]]"),
+    "each rank has a mean over its own columns": ("all_reduce((counts > 0).sum(), s)", "(counts > 0).sum()"),
+    "columns are counted from each rank's first": ("g_shares, ring[3]), owner * len(y)", "g_shares, ring[3]), 0"),
+    "columns take the upstream gradients of this rank's rows alone": ("column_sums(columns_of_rank(index, owner, len(y), s), g_shares", "column_sums(columns_of_rank(index, s.rank, len(y), s), g_shares"),
+    "positives of this rank alone": ("at, inside = positives_in(index, rank * n_columns, n_columns)", "at, inside = positives_in(index, s.rank * n_columns, n_columns)"),
+    "positives forget a wrapper that averages": ("g_rows * factor, g_shares * factor", "g_rows, g_shares"),
+    "SigLIP's columns are counted from each rank's first": ("index[i], owner * len(y) + j.start, coef[i]", "index[i], j.start, coef[i]"),
+    "SigLIP's pairs are the first rank's": ("torch.arange(s.rank * len(y), s.rank * len(y) + len(x), device", "torch.arange(0, len(x), device"),
 }
 
 
@@ -716,8 +770,10 @@ def bugs_planted_in_the_ring_are_noticed(meshes):
         for bug, pairs in {None: unchanged(RING_BUGS.values()), **RING_BUGS}.items():
             with tempfile.TemporaryDirectory() as folder:
                 module, off = planted(contrast, Path(folder), *pairs), []
-                for how in ((5, "mean", "mean"), (4, "sum", "none")):
-                    off += [not torch.allclose(a, e) for a, e in zip(*ring_answers(module, mesh, *how))]
+                answers = [ring_answers(module, mesh, *how) for how in ((5, "mean", "mean"), (4, "sum", "none"))]
+                answers += [answers_of_positives(module, name, mesh, 5, 7, "own", "mean", how) for name in OTHER_LOSSES for how in ("mean", "none")]
+                answers += [answers_of_positives(module, "sigmoid_contrastive_loss", mesh, 5, 5, None, "sum", "sum")]
+                off += [not torch.allclose(a, e) for pair in answers for a, e in zip(*pair)]
             found = torch.tensor(float(any(off)), device=DEVICE)
             dist.all_reduce(found, group=mesh.get_group())
             assert bool(found) == (bug is not None), bug
@@ -733,6 +789,11 @@ def contrast_in_half_precision(meshes):
         fl.contrastive_loss(mine_x, mine_y.detach(), 2.0, mesh=mesh, backbone_reduction="mean").backward()
         wanted, = torch.autograd.grad(fl.contrastive_loss(x, y, 2.0), x)
         assert_close(mine_x.grad, ranks * wanted[rank * 5:][:5], rtol=1e-2, atol=1e-3)
+        positives, few = torch.arange(5 * ranks, device=DEVICE), [y[5 * k:5 * k + 4] for k in range(ranks)]  # four rows of y a rank
+        positives = positives % (4 * ranks)
+        for loss in (fl.contrastive_loss, functools.partial(fl.sigmoid_contrastive_loss, logit_bias=-1.0)):
+            with torch.no_grad(): assert_close(loss(mine_x, mine_y[:4], logit_scale=2.0, positives=positives[rank * 5:][:5], mesh=mesh),
+                                               loss(x, torch.cat(few), logit_scale=2.0, positives=positives))
 
 
 @case
@@ -751,6 +812,61 @@ def contrast_of_ranks_that_disagree(meshes):
         raises(ValueError, "backbone_reduction: expected 'mean' where", lambda: call(x.clone().requires_grad_()))
         raises(ValueError, "backbone_reduction: expected None without a mesh", lambda: fl.contrastive_loss(x, y, 2.0, backbone_reduction="mean"))
         assert call().isfinite(), "and ranks are in step again"
+
+
+@case
+def positives_of_ranks_that_disagree(meshes):
+    for ranks, mesh, rank in mine(meshes[1:]):
+        x, y = pairs_of(4, 3)[0].detach()[:4], pairs_of(7, 3)[1].detach()[:7]
+        last, of_last = rank == ranks - 1, f"an error on rank {ranks - 1}: "
+        positives = rank * 7 + torch.arange(4, device=DEVICE)
+        for loss in (fl.contrastive_loss, functools.partial(fl.sigmoid_contrastive_loss, logit_bias=-1.0)):
+            call = lambda positives=positives, x=x, y=y, **how: loss(x, y, logit_scale=2.0, positives=positives, mesh=mesh, **how)
+            raises(ValueError, "shape of y: expected the same on all ranks", lambda: call(positives - rank * 7, y=y[last:]))
+            raises(ValueError, "shape of x: expected the same on all ranks", lambda: call(positives[last:], x[last:]))
+            raises(ValueError, "positives: expected the same on all ranks", lambda: call(None if last else positives - rank * 7, y=y[:4]))
+            raises(ValueError, "backbone_reduction: expected 'mean' where", lambda: call(x=x.clone().requires_grad_()))
+            raises(ValueError, "positives: expected int64" if last else of_last + "positives: expected int64", lambda: call(positives.double() if last else positives))
+            raises(ValueError, "positives: expected shape [4] or" if last else of_last + "positives", lambda: call(positives[:3] if last else positives))
+            outside = torch.where(torch.arange(4, device=DEVICE) == 2, ranks * 7, positives) if last else positives
+            if DEVICE == "cpu":
+                words = f"positives: expected 0 ≤ row of y < {ranks * 7} ({ranks} ranks of 7 rows), or -1 for none, got {ranks * 7} in row 2"
+                raises(IndexError if last else ValueError, words if last else of_last + words, lambda: call(outside))
+            else: assert call(outside).isnan()
+            several = torch.stack([positives] * (rank + 1), 1)  # ranks may name as many as they like
+            assert_close(call(several), call())
+        if DEVICE == "cpu":
+            without = torch.full_like(positives, -1) if last else positives
+            raises(ValueError, "positives: expected at least one in each row" if last else of_last, lambda: fl.contrastive_loss(x, y, 2.0, positives=without, mesh=mesh))
+            assert fl.sigmoid_contrastive_loss(x, y, 2.0, -1.0, positives=without, mesh=mesh).isfinite()
+        raises(ValueError, "logit_bias: expected the same on all ranks", lambda: fl.sigmoid_contrastive_loss(x, y[:4], 2.0, -1.0 - last, mesh=mesh))
+        raises(ValueError, "backbone_reduction: expected None without a mesh", lambda: fl.sigmoid_contrastive_loss(x, y[:4], 2.0, -1.0, backbone_reduction="sum"))
+        raises(RuntimeError, "contrastive_loss over ranks", lambda: torch.func.grad(lambda t: fl.contrastive_loss(t, y, 2.0, positives=positives, mesh=mesh, backbone_reduction="sum"))(x))
+
+
+@case
+def contrasts_over_ranks_run_uncompiled(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        x, y = pairs_of(4, 3, rank)
+        for loss in (fl.contrastive_loss, fl.sigmoid_contrastive_loss):
+            call = lambda x, y: loss(2 * x, y, logit_scale=2.0, mesh=mesh, backbone_reduction="sum", **({} if loss is fl.contrastive_loss else dict(logit_bias=-1.0)))
+            found, wanted = (torch.autograd.grad(run(x, y), (x, y)) for run in (torch.compile(call, backend="aot_eager"), call))
+            assert_close(found, wanted)
+            torch.compiler.reset()  # what was compiled in pieces would be taken again
+            raises(Exception, "a contrastive loss over ranks", lambda: torch.compile(call, backend="aot_eager", fullgraph=True)(x, y))
+
+
+@case
+def contrasts_of_nothing_over_ranks(meshes):
+    "No rows, or no features"
+    for ranks, mesh, rank in mine(meshes):
+        for n, m, h in ((0, 3, 4), (0, 0, 4), (3, 2, 0)):
+            for loss in (fl.contrastive_loss, functools.partial(fl.sigmoid_contrastive_loss, logit_bias=-1.0)):
+                x, y = torch.zeros(n, h, device=DEVICE, requires_grad=True), torch.zeros(m, h, device=DEVICE, requires_grad=True)
+                for reduction in ("mean", "sum", "none"):
+                    found = loss(x, y, logit_scale=2.0, positives=torch.zeros(n, 1, dtype=torch.long, device=DEVICE), reduction=reduction, mesh=mesh, backbone_reduction="mean")
+                    grads = torch.autograd.grad(found.sum(), (x, y))
+                    assert found.isfinite().all() and all(g.shape == t.shape and not g.any() for g, t in zip(grads, (x, y)))
 
 
 @case
@@ -1853,14 +1969,14 @@ def the_example_measures_in_turn(meshes):
         program.language_model(mesh, Shape(24, 16, 24), f32, rounds=2, calls=1)
         with contextlib.nullcontext() if DEVICE == "cuda" else traced:  # on a CPU sparse gradients are not traced
             program.class_head(mesh, 40, 12, "a head", h=16, dtype=f32, rounds=2, calls=1)
-        program.contrast(mesh, 24, "pairs", h=16, dtype=f32, rounds=2, calls=1)
+        for name, candidates in (("pairs", 1), ("hard negatives", 3)): program.contrast(mesh, 24, name, h=16, dtype=f32, candidates=candidates, rounds=2, calls=1)
         found = {r["name"]: r["figures"] for r in load_results(program.RESULTS)}
     if mesh.get_local_rank():
         assert not found
         return
     alone = {f"{of}one GPU" for of in ("", "log-probs, ", "divergence, ")}
     apart = {f"{of}tokens {where}{how}" for where in ("on all", "spread") for of, how in (("", ""), ("", ", product"), ("log-probs, ", ""), ("divergence, ", ""))}
-    assert alone | apart | {"PyTorch, loss_parallel", "a head", "pairs", "pairs, one GPU"} <= found.keys() and found["pairs"]["linear"] > 0
+    assert alone | apart | {"PyTorch, loss_parallel", "a head", "pairs", "pairs, one GPU", "hard negatives", "hard negatives, one GPU"} <= found.keys() and found["pairs"]["linear"] > 0
     for name in alone | apart | {"PyTorch, loss_parallel"}:
         for f in (found[name], found[f"{name}, one by one"]):
             assert f["seconds"] > 0 and f["peak"] > 0 and ("linear" in f) == (name not in alone), (name, f)
