@@ -209,9 +209,9 @@ INLINE void swap_words(u32 (&words)[4], int bit, int thread) {
 }
 // (tanh x, 1 - tanh² x) from u = 2 x / ln 2; near 0 by its series, which loses no digits.
 INLINE float2 tanh_and_slope(float u) {
-  const float r = reciprocal_approx(1.0f + exp2_approx(u)), x = u * (0.5f / LOG2E), x2 = x * x;
+  const float e = exp2_approx(-fabsf(u)), r = reciprocal_approx(1.0f + e), x = u * (0.5f / LOG2E), x2 = x * x;
   const float series = x * fmaf(x2, fmaf(x2, fmaf(x2, -17 / 315.0f, 2 / 15.0f), -1 / 3.0f), 1.0f);
-  return make_float2(x2 < 0.01f ? series : fmaf(-2.0f, r, 1.0f), 4.0f * r * (1.0f - r));
+  return make_float2(x2 < 0.01f ? series : copysignf((1.0f - e) * r, u), 4.0f * e * r * r);
 }
 enum Kind { SUMMED, WEIGHED, ENTROPIC };
 template <Kind KIND> struct Exponentials : Epilogue {

@@ -477,6 +477,8 @@ def test_a_budget_holds_the_vectors_too():
     vectors = product.vectors_bytes(8192, 64, 50304, True, True, True)
     assert of(vectors=vectors) < of() and product.product_row(64, 50304, bf16, True, 192) * of(vectors=vectors) + vectors <= 2**25
     assert not product.vectors_bytes(8192, 64, 50304, False, True, False)
+    none_left = product.plan_product(8192, 2048, 128256, bf16, bf16, (False, True), 2**20, "float32", 192, 2**20)
+    assert none_left.rows == 1
 
 
 def test_another_architecture_changes_no_caller(monkeypatch):
