@@ -609,7 +609,7 @@ def filtered_shard(
     if kernels:
         with on_device(x): sums = launch_scores(x, w, bias, temperature, o, z)
     elif len(w): z = shard_scores(x, wide(w), bias, o, temperature)[0]
-    own = F.pad(z, (1, 0), value=-torch.inf).amax(1)
+    own = sums[0] if kernels else F.pad(z, (1, 0), value=-torch.inf).amax(1)
     top = all_gather(own, s).amax(0)
     kept = filtered_over_ranks(z, top[:, None], f, s)
     if not len(w): return shard_samples(x, w, seeds, bias, temperature, o, s.start)
@@ -629,13 +629,12 @@ def samples_over_ranks(
     if b.shared: seeds = all_gather(seeds, s)[0]  # generators of ranks may differ
     x, seeds, temperature = gather_rows(t.input, seeds, temperature, b, s, 0)
     w, bias = t.linear_weight, t.linear_bias
-    if f == Filters():
-        with keep_agreement(tuning_agreement(x, x.dtype, s, "samples", *compiled_for(o), temperature is not None)):
-            parts, tokens = shard_samples(x, w, seeds, bias, temperature, o, s.start)
-    else:
-        rows = max(1, BUDGET // (PLAIN_BYTES * -(-s.n_classes // s.ranks)))
-        found = [filtered_shard(x[i], w, seeds[i], bias, part(temperature, i), o, f, s) for i in tile_slices(len(x), rows)]
-        parts, tokens = (torch.cat(of, -1) for of in zip(*found)) if found else (x.new_empty(4, 0, dtype=acc_dtype(x.dtype)), seeds)
+    rows = max(1, BUDGET // (PLAIN_BYTES * -(-s.n_classes // s.ranks)))  # of a chunk, on all ranks as many
+    with keep_agreement(tuning_agreement(x, x.dtype, s, "samples", *compiled_for(o), temperature is not None, f != Filters())):
+        if f == Filters() or not len(x): parts, tokens = shard_samples(x, w, seeds, bias, temperature, o, s.start)
+        else:
+            found = [filtered_shard(x[i], w, seeds[i], bias, part(temperature, i), o, f, s) for i in tile_slices(len(x), rows)]
+            parts, tokens = (torch.cat(of, -1) for of in zip(*found))
     whole = torch.int64 if parts.dtype == torch.float64 else torch.int32
     sent = all_gather(torch.cat([parts, tokens.to(whole).view(parts.dtype)[None]]), s)
     tokens, log_probs = merge_samples(sent[:, :4].transpose(0, 1).contiguous(), sent[:, 4].contiguous().view(whole))

@@ -487,6 +487,9 @@ def hostile_samples(meshes):
             assert torch.equal(far.tokens, draw(fl.linear_sample, x, w, linear_bias=b, **f).tokens)
             assert draw(fl.sharded_linear_sample, x[:0], spread(w, mesh), **f).tokens.shape == (0,)
         half = x.bfloat16(), w.bfloat16()
+        with mock.patch.object(sharded, "BUDGET", 4 * 128 * -(-9 // ranks)):  # chunks of four rows and two
+            pair = draw(fl.sharded_linear_sample, x, spread(w, mesh), **FILTERS[4]), draw(fl.linear_sample, x, w, **FILTERS[4])
+        assert_close(*pair)
         with torch.autocast(DEVICE, torch.bfloat16):
             for given in (half, (x.float(), w.float())):
                 pair = draw(fl.sharded_linear_sample, given[0], spread(given[1], mesh)), draw(fl.linear_sample, *given)
@@ -494,6 +497,52 @@ def hostile_samples(meshes):
         split = fl.sharded_linear_sample(spread(x.view(2, 3, 4), mesh, 1), spread(w, mesh), top_k=1)
         assert torch.equal(split.tokens, local(spread((x @ w.T).argmax(1).view(2, 3), mesh, 1)))
         assert not fl.sharded_linear_sample(x.clone().requires_grad_(), spread(w, mesh).requires_grad_()).log_probs.requires_grad
+
+
+ANSWER_BUGS = {
+    "noise counted from a rank's first class": ("plain_gumbel(seeds, z.shape[1], z.dtype, start)", "plain_gumbel(seeds, z.shape[1], z.dtype)"),
+    "each rank's own seeds": ("if b.shared: seeds = all_gather(seeds, s)[0]", "seeds = seeds"),
+    "noise above maxima of each rank": ("(parts[2] + rise)", "parts[2]"),
+    "thresholds of this rank alone": ("all_reduce(from_each.gather(1, torch.searchsorted(keys, key, right=above)), s)",
+                                      "from_each.gather(1, torch.searchsorted(keys, key, right=above))"),
+    "equal scores of lower ranks forgotten": ("[:s.rank].sum(0)", "[:0].sum(0)"),
+    "candidates past a rank's last class": ("[part[:, :m] for part, m in zip(of, have)]", "[*of]"),
+    "candidates counted from a rank's first class": ("F.pad(indices + s.start, ", "F.pad(indices, "),
+    "logits of K classes from this rank alone": ("raw = all_reduce(raw, s)", "raw = raw"),
+    "gradients of classes that others have": ("more._replace(gradients=more.gradients.masked_fill(more.classes < 0, 0.0))", "more"),
+    "dx without the classes of a row": ("if listed: add_listed((total, None, None), (True, False, False), x, w, *more)", "pass"),
+}
+
+
+def answers_over_ranks(module, mesh):
+    "Samples, the k best and K classes a row of a module over ranks, with gradients; and what they should be"
+    x, w, b = (t.round() for t in problem(30, 4, 9)[:3])
+    w[-1], b[-1], few = w[0], b[0], torch.where(torch.arange(9, device=DEVICE) == 8, b * 0, -math.inf)
+    lists, g = torch.arange(90, device=DEVICE).remainder(9).view(30, 3), torch.linspace(-1, 2, 90, dtype=f64, device=DEVICE).view(30, 3)
+    draws = lambda seed: torch.Generator(DEVICE).manual_seed(seed)
+    for f in FILTERS[:3]:
+        yield (module.sharded_linear_sample(x, spread(w, mesh), linear_bias=spread(b, mesh), temperature=3.0, generator=draws(mesh.get_local_rank()), **f),
+               fl.linear_sample(x, w, linear_bias=b, temperature=3.0, generator=draws(0), **f))
+    for name, asked, bias in (("linear_topk", 3, b), ("linear_topk", 7, few), ("linear_log_probs", lists, b)):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        wanted = getattr(fl, name)(*leaves, asked, linear_bias=bias)
+        own = [x.clone().requires_grad_(), spread(w, mesh).requires_grad_()]
+        got = getattr(module, f"sharded_{name}")(*own, asked, linear_bias=spread(bias, mesh))
+        yield [t for t in got if t is not None], [t for t in wanted if t is not None]
+        if bias is b:
+            yield tuple([*map(whole, torch.autograd.grad((g * found.log_probs).sum(), of))] for found, of in ((got, own), (wanted, leaves)))
+
+
+@case
+def bugs_planted_in_answers_are_noticed(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        for bug, pairs in {None: unchanged(ANSWER_BUGS.values()), **ANSWER_BUGS}.items():
+            with tempfile.TemporaryDirectory() as folder:
+                pairs = [*answers_over_ranks(planted(sharded, Path(folder), *pairs), mesh)]
+            off = [not torch.allclose(a, e, equal_nan=True) for got, wanted in pairs for a, e in zip(got, wanted)]
+            found = torch.tensor(float(any(off)), device=DEVICE)
+            dist.all_reduce(found, group=mesh.get_group())
+            assert bool(found) == (bug is not None), bug
 
 
 @case

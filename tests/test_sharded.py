@@ -107,7 +107,7 @@ def judge(results, name):
 
 LONG = ("checkpoints_reshard", "curves_do_not_know_the_ranks", "scores_do_not_know_the_ranks", "product_sends_three_numbers_a_chunk",
         "clipping_by_any_norm", "a_run_goes_on_after_resharding")
-ABOUT_THE_PROJECT = ("planted_bugs_are_noticed", "bugs_planted_in_a_divergence_are_noticed", "bugs_planted_in_the_ring_are_noticed",
+ABOUT_THE_PROJECT = ("planted_bugs_are_noticed", "bugs_planted_in_a_divergence_are_noticed", "bugs_planted_in_answers_are_noticed", "bugs_planted_in_the_ring_are_noticed",
                      "the_example_measures_in_turn", "collectives_are_counted", "hostile_topk", "hostile_samples", "answers_beside_a_mesh", "memory_has_no_scores", "peers_over_ranks_say_what_pytorch_says")
 THOROUGH = {*LONG, *ABOUT_THE_PROJECT}
 assert THOROUGH < CASES.keys()
