@@ -39,7 +39,7 @@ _NAMES = {  # the public names of each module, which is imported when one of the
     "row_sparse": ("RowSparse", "clip_grad_norm_", "clip_grad_value_"),
     "samples": ("linear_sample",),
     "scans": ("logz", "sample", "viterbi"),
-    "sharded": ("sharded_linear_cross_entropy", "sharded_linear_divergence", "sharded_linear_log_probs"),
+    "sharded": ("sharded_linear_cross_entropy", "sharded_linear_divergence", "sharded_linear_log_probs", "sharded_linear_sample", "sharded_linear_topk"),
     "sharded_heads": ("ShardedPartialFC", "ShardedRowSparse", "ignore_in_ddp", "load_insightface", "save_insightface"),
     "tiles": ("MemoryEfficientVocabOutput", "tiled_linear_cross_entropy"),
     "topk": ("TopK", "linear_topk"),

@@ -19,7 +19,7 @@ from fusedloss.plans import plan as plan
 from fusedloss.row_sparse import RowSparse as RowSparse, clip_grad_norm_ as clip_grad_norm_, clip_grad_value_ as clip_grad_value_
 from fusedloss.samples import linear_sample as linear_sample
 from fusedloss.scans import logz as logz, sample as sample, viterbi as viterbi
-from fusedloss.sharded import sharded_linear_divergence as sharded_linear_divergence, sharded_linear_log_probs as sharded_linear_log_probs
+from fusedloss.sharded import sharded_linear_divergence as sharded_linear_divergence, sharded_linear_log_probs as sharded_linear_log_probs, sharded_linear_sample as sharded_linear_sample, sharded_linear_topk as sharded_linear_topk
 from fusedloss.sharded_heads import ShardedPartialFC as ShardedPartialFC, ShardedRowSparse as ShardedRowSparse, ignore_in_ddp as ignore_in_ddp, load_insightface as load_insightface, save_insightface as save_insightface
 from fusedloss.tiles import MemoryEfficientVocabOutput as MemoryEfficientVocabOutput, tiled_linear_cross_entropy as tiled_linear_cross_entropy
 from fusedloss.topk import TopK as TopK, linear_topk as linear_topk

@@ -20,11 +20,11 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
     chunk_scores, equal_rows, linear_operands, part, program_tiles, run_tile, takes_kernel, tile_scores,
     tile_slices, wide)
-from fusedloss.core.reference import as_rows, score_and_slope
+from fusedloss.core.reference import as_rows, finite_max, score_and_slope
 from fusedloss.core.slabs import BUDGET
 from fusedloss.core.softmax import carried, exp2_diff, merge_parts, online_softmax_step, score_fn, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of
-from fusedloss.core.triton import jit, launch_kernel, on_device, tl
+from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.logprobs import check_temperature, temperature_options
@@ -52,11 +52,11 @@ def plain_philox(
     return a, b, c, d
 
 # %% ../nbs/30_samples.ipynb #smgumbel
-def plain_gumbel(seeds:Tensor, n_classes:int, dtype:torch.dtype) -> Tensor:  # [N] int64; [N,V]
-    "Gumbel noise of each row's seed: a function of the seed and the class."
-    pairs = torch.arange(-(-n_classes // 2), device=seeds.device)
+def plain_gumbel(seeds:Tensor, n_classes:int, dtype:torch.dtype, first:int=0) -> Tensor:  # [N] int64; [N,V]
+    "Gumbel noise of each row's seed and the classes from `first` on: a function of the seed and the class."
+    pairs, odd = torch.arange(first // 2, -(-(first + n_classes) // 2), device=seeds.device), first % 2
     words = [word.to(dtype) for word in plain_philox(seeds[:, None], pairs[None, :])]  # [N,V/2] each, two for a class
-    upper, lower = (torch.stack(words[k::2], 2).flatten(1)[:, :n_classes] for k in range(2))
+    upper, lower = (torch.stack(words[k::2], 2).flatten(1)[:, odd:odd + n_classes] for k in range(2))
     u = ((lower + 0.5) * 2**-32 + upper) * 2**-32
     return -torch.log(-torch.log1p(-u.clamp(max=1 - torch.finfo(dtype).eps / 2)))
 
@@ -70,10 +70,13 @@ def gumbel_of(upper, lower):
     return -tl.log(tl.where(u < 1 / 16, series, -tl.log(1 - u)))
 
 @jit
-def gumbel_tile(seeds, first, BN: tl.constexpr, BV: tl.constexpr, ROUNDS: tl.constexpr):
-    "Noise [BN,BV] of rows with these seeds [BN] and the classes from `first`, an even number, on."
+def gumbel_tile(seeds, first, BN: tl.constexpr, BV: tl.constexpr, ROUNDS: tl.constexpr, ODD: tl.constexpr = False):
+    "Noise [BN,BV] of rows with these seeds [BN] and the classes from `first` on; whether it is odd, as of a rank's shard it may be."
     pairs = (first // 2 + tl.arange(0, BV // 2)).to(tl.uint32)[None, :]
     a, b, c, d = tl.philox(seeds[:, None], pairs, pairs * 0, pairs * 0, pairs * 0, ROUNDS)  # [BN,BV/2] each
+    if ODD:
+        a, b = c, d
+        c, d, _, _ = tl.philox(seeds[:, None], pairs + 1, pairs * 0, pairs * 0, pairs * 0, ROUNDS)
     return tl.reshape(tl.join(gumbel_of(a, b), gumbel_of(c, d)), (BN, BV))
 
 # %% ../nbs/30_samples.ipynb #smbest
@@ -99,8 +102,8 @@ def sample_kernel(
     parts_ptr, tokens_ptr,  # [4, runs, N]: row_max, s, the largest z + noise − row_max, its z; [runs, N]
     scores_ptr,  # [N,V], or None: scores for a filter instead of samples
     N, V, H, x_stride_n, x_stride_h, w_stride_v, w_stride_h,
-    o,  # `LossOptions`
-    SCORE: tl.constexpr, ROUNDS: tl.constexpr,
+    o, start,  # `LossOptions`; the class of w's first row
+    SCORE: tl.constexpr, ROUNDS: tl.constexpr, ODD: tl.constexpr,  # whether `start` is odd
     DESC: tl.constexpr, EVEN: tl.constexpr,  # x, w are descriptors; runs end where V does
     RUN: tl.constexpr, GROUP: tl.constexpr,  # tiles of a run, height of a group
     BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
@@ -124,12 +127,12 @@ def sample_kernel(
         if scores_ptr is None:
             seeds = tl.load(seeds_ptr + rows, mask=keep, other=0)
             base = zero_if_neg_inf(row_max)
-            noisy = z - base[:, None] + gumbel_tile(seeds, tv * BV, BN, BV, ROUNDS)
+            noisy = z - base[:, None] + gumbel_tile(seeds, start + tv * BV, BN, BV, ROUNDS, ODD)
             best = tl.where(continues, best, -float("inf")) + (old_max - base)
             best, score, token = best_of(best, score, token, *best_class(noisy, z, cols))
             tl.store(at + 2 * step, best, mask=keep)
             tl.store(at + 3 * step, score, mask=keep)
-            tl.store(tokens_ptr + run * N + rows, token, mask=keep)
+            tl.store(tokens_ptr + run * N + rows, start + token, mask=keep)
         else:
             out = scores_ptr + rows.to(tl.int64)[:, None] * V + cols[None, :]
             tl.store(out, z, mask=keep[:, None] & inside[None, :])
@@ -138,7 +141,7 @@ def sample_kernel(
 @jit
 def pick_kernel(
     parts_ptr, part_tokens_ptr,  # [4, runs, N], [runs, N]
-    tokens_ptr, log_probs_ptr,  # [N]
+    tokens_ptr, log_probs_ptr, whole_ptr,  # [N] twice; or [4,N] in place of the second, parts of a shard
     N, runs, BN: tl.constexpr, BP: tl.constexpr,
 ):
     rows, step = tl.program_id(0) * BN + tl.arange(0, BN), runs * N
@@ -160,7 +163,13 @@ def pick_kernel(
         best, score, token = best_of(best + (row_max - base), score, token, top, top_score, top_token)
         row_max = new_max
     tl.store(tokens_ptr + rows, token.to(tl.int64), mask=rows < N)
-    tl.store(log_probs_ptr + rows, tl.where(best > -float("inf"), score - row_max - tl.log(s), float("nan")), mask=rows < N)
+    if whole_ptr is None:
+        tl.store(log_probs_ptr + rows, tl.where(best > -float("inf"), score - row_max - tl.log(s), float("nan")), mask=rows < N)
+    else:
+        tl.store(whole_ptr + rows, row_max, mask=rows < N)
+        tl.store(whole_ptr + N + rows, s, mask=rows < N)
+        tl.store(whole_ptr + 2 * N + rows, best, mask=rows < N)
+        tl.store(whole_ptr + 3 * N + rows, score, mask=rows < N)
 
 # %% ../nbs/30_samples.ipynb #smfilters
 class Filters(NamedTuple):
@@ -269,8 +278,8 @@ def draw_kept_kernel(
     scores_ptr, seeds_ptr, sums_ptr,  # [N,V], [N], [7,N] of `merge_kernel`
     low_ptr, last_ptr,  # [N] each, of `threshold_kernel`; or None
     parts_ptr, tokens_ptr,  # [4, runs, N], [runs, N], as of `sample_kernel`
-    N, V, runs, least,  # the logarithm of `min_p`
-    ROUNDS: tl.constexpr, B: tl.constexpr,
+    N, V, runs, least, start,  # the logarithm of `min_p`; the class of the first score
+    ROUNDS: tl.constexpr, ODD: tl.constexpr, B: tl.constexpr,
 ):
     row, run = tl.program_id(0), tl.program_id(1)
     cols = run * B + tl.arange(0, B)
@@ -283,14 +292,14 @@ def draw_kept_kernel(
         kept = kept & ((z > low) | ((z == low) & (cols <= tl.load(last_ptr + row))[None, :]))
     top, score, token = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.int32)
     if tl.max(kept.to(tl.int32)) > 0:
-        noise = gumbel_tile(tl.load(seeds_ptr + row + tl.arange(0, 1)), run * B, 1, B, ROUNDS)
+        noise = gumbel_tile(tl.load(seeds_ptr + row + tl.arange(0, 1)), start + run * B, 1, B, ROUNDS, ODD)
         top, score, token = best_class(tl.where(kept, z - base + noise, -float("inf")), z, cols)
     at, step = run * N + row + tl.arange(0, 1), runs * N
     tl.store(parts_ptr + at, row_max + score * 0)
     tl.store(parts_ptr + step + at, tl.where(run == 0, s, 0.0) + score * 0)
     tl.store(parts_ptr + 2 * step + at, top)
     tl.store(parts_ptr + 3 * step + at, score)
-    tl.store(tokens_ptr + at, token)
+    tl.store(tokens_ptr + at, start + token)
 
 # %% ../nbs/30_samples.ipynb #smplain
 PLAIN_BYTES = 128  # of a score and of what is made of it, at most
@@ -317,30 +326,57 @@ def tiling_for(x:Tensor, w:Tensor) -> Tiling:  # [N,H], [V,H]
     return t._replace(BN=64) if t.BN == 128 and len(x) <= 64 else t
 
 def launch_parts(
-    x:Tensor, w:Tensor, seeds:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,
-    scores:Optional[Tensor],  # [N,V], written for a filter; or None
+    x:Tensor, w:Tensor, seeds:Optional[Tensor], bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,
+    scores:Optional[Tensor],  # [N,V], written for a filter, which needs no seeds; or None
     tiling:Optional[Tiling]=None, run:int=0,  # tiles whose numbers one program leaves together; 0 for our own choice
+    start:int=0,  # the class of w's first row
 ) -> tuple[Tensor, Tensor]:  # [4 or 2, runs, N], [runs, N]
     "What each run of tiles knows of its scores."
     (n, h), v, t = x.shape, len(w), tiling or tiling_for(x, w)
     tiles_n, tiles_v, numbers = -(-n // t.BN), -(-v // t.BV), 4 if scores is None else 2
     run = run or run_length(n, tiles_v, numbers + 1)
     runs = -(-tiles_v // run)
-    parts, tokens = x.new_empty((numbers, runs, n), dtype=torch.float32), seeds.new_empty((runs, n), dtype=torch.int32)
-    sizes, score_of, lengths = (n, v, h, *x.stride(), *w.stride()), score_fn(o), dict(EVEN=v % (t.BV * run) == 0, RUN=run)
+    parts, tokens = (x.new_empty(size, dtype=kind) for size, kind in (((numbers, runs, n), torch.float32), ((runs, n), torch.int32)))
+    sizes, score_of, lengths = (n, v, h, *x.stride(), *w.stride()), score_fn(o), dict(EVEN=v % (t.BV * run) == 0, RUN=run, ODD=start % 2 == 1)
     grid = min(multiprocessors(x.device), tiles_n * runs),
     launch = lambda t, only_compile=False: launcher(sample_kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(w, t.BV, t.BH, t.desc), bias, temperature, seeds, parts, tokens, scores,
-        *sizes, o, SCORE=score_of, ROUNDS=ROUNDS, DESC=t.desc, **lengths, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
+        *sizes, o, start, SCORE=score_of, ROUNDS=ROUNDS, DESC=t.desc, **lengths, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
     launch(fastest(sample_kernel, x, v, t, deeper(t, device_of(x), False), launch, SCORE=score_of, **lengths,
                    BIAS=bias is not None, COOL=temperature is not None, SCORES=scores is not None))
     return parts, tokens
 
-def launch_pick(parts:Tensor, part_tokens:Tensor, tokens:Tensor, log_probs:Tensor):  # [4, runs, N], [runs, N]; [N] twice, written
-    "The best class of all parts."
+def launch_pick(
+    parts:Tensor, part_tokens:Tensor,  # [4, runs, N], [runs, N]
+    tokens:Tensor, log_probs:Optional[Tensor], whole:Optional[Tensor]=None,  # [N], and either [N] or [4,N], written
+):
+    "The best class of all parts, with its log-probability, or as one part."
     n = len(tokens)
-    launch_kernel(pick_kernel, (-(-n // 8),), parts, part_tokens, tokens, log_probs, n, parts.shape[1], BN=8, BP=128)
+    launch_kernel(pick_kernel, (-(-n // 8),), parts, part_tokens, tokens, log_probs, whole, n, parts.shape[1], BN=8, BP=128)
+
+def launch_scores(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,
+    scores:Tensor,  # [at least N,V], written
+    tiling:Optional[Tiling]=None,
+) -> Tensor:  # [7,N] of `merge_kernel`, of which two are written
+    "Scores of a chunk of rows, their maxima, and their sums."
+    parts, _ = launch_parts(x, w, None, bias, temperature, o, scores, tiling)
+    sums = parts.new_empty(7, len(x))
+    launch_kernel(merge_kernel, (-(-len(x) // 8),), parts, sums, len(x), parts.shape[1], TOTAL=False, ENTROPY=False, RANKS=False,
+                  LOG2_SCALE=1.0, BN=8, BP=128)
+    return sums
+
+def launch_draw(
+    scores:Tensor, seeds:Tensor, sums:Tensor, low:Optional[Tensor], last:Optional[Tensor],  # as `draw_kept_kernel` reads them
+    v:int, least:float, start:int=0, B:int=4096,
+) -> tuple[Tensor, Tensor]:  # [4, runs, N], [runs, N]
+    "The best of the classes that stay, of each run of B."
+    n, runs = len(seeds), -(-v // B)
+    parts, part_tokens = sums.new_empty(4, runs, n), sums.new_empty((runs, n), dtype=torch.int32)
+    launch_kernel(draw_kept_kernel, (n, runs), scores, seeds, sums, low, last, parts, part_tokens, n, v, runs, least, start,
+                  ROUNDS=ROUNDS, ODD=start % 2 == 1, B=B, num_warps=8)
+    return parts, part_tokens
 
 def launch_filtered(
     x:Tensor, w:Tensor, seeds:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, f:Filters,
@@ -350,18 +386,12 @@ def launch_filtered(
 ):
     "Samples of a chunk of rows from the classes that the filters keep."
     (n, v), low, last = (len(x), len(w)), None, None
-    parts, _ = launch_parts(x, w, seeds, bias, temperature, o, scores, tiling)
-    sums, runs = parts.new_empty(7, n), -(-v // B)
-    launch_kernel(merge_kernel, (-(-n // 8),), parts, sums, n, parts.shape[1], TOTAL=False, ENTROPY=False, RANKS=False,
-                  LOG2_SCALE=1.0, BN=8, BP=128)
+    sums = launch_scores(x, w, bias, temperature, o, scores, tiling)
     if f.top_k or f.top_p < 1:
         low, last = sums.new_empty(n), sums.new_empty(n, dtype=torch.int32)
         launch_kernel(threshold_kernel, (n,), scores, sums, low, last, v, f.top_k, f.top_p, TOP_K=f.top_k > 0, TOP_P=f.top_p < 1,
                       B=2 * B, num_warps=32)
-    parts, part_tokens = sums.new_empty(4, runs, n), sums.new_empty((runs, n), dtype=torch.int32)
-    launch_kernel(draw_kept_kernel, (n, runs), scores, seeds, sums, low, last, parts, part_tokens, n, v, runs, f.least,
-                  ROUNDS=ROUNDS, B=B, num_warps=8)
-    launch_pick(parts, part_tokens, tokens, log_probs)
+    launch_pick(*launch_draw(scores, seeds, sums, low, last, v, f.least, B=B), tokens, log_probs)
 
 def launch_samples(
     x:Tensor, w:Tensor, seeds:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, f:Filters,
@@ -393,6 +423,49 @@ def fake_samples(x, w, seeds, *others):
     return torch.empty_like(seeds), x.new_empty(x.shape[0], dtype=acc_dtype(x.dtype))
 
 samples_of_rows = operator("fusedloss::samples", sample_fwd, fake=fake_samples, flops=lambda i, out: products(i.x, i.w))
+
+# %% ../nbs/30_samples.ipynb #smranks
+def plain_parts(z:Tensor, seeds:Tensor, start:int, kept:Optional[Tensor]=None) -> tuple[Tensor, Tensor]:  # scores [n,V] of a shard, [n]; [n,V]
+    "Numbers [4,n] and classes [n] as `pick_kernel` leaves them of a shard whose first class is `start`."
+    row_max = z.amax(1)
+    gap = z - finite_max(row_max)[:, None]
+    noisy = gap + plain_gumbel(seeds, z.shape[1], z.dtype, start)
+    if kept is not None: noisy = noisy.masked_fill(~kept, -torch.inf)
+    best, at = noisy.nan_to_num(-torch.inf, neginf=-torch.inf).max(1)
+    return torch.stack([row_max, gap.exp().sum(1), best, z.gather(1, at[:, None])[:, 0]]), start + at
+
+def plain_pick(parts:Tensor, part_tokens:Tensor) -> tuple[Tensor, Tensor]:  # [4,R,N], [R,N]
+    "Tokens and log-probabilities [N] of all parts."
+    row_max = parts[0].amax(0)
+    rise = parts[0] - finite_max(row_max)
+    noisy = (parts[2] + rise).nan_to_num(-torch.inf, neginf=-torch.inf)
+    best, at = (of[:1] for of in noisy.sort(dim=0, descending=True, stable=True))  # the first of equals
+    log_p = parts[3].gather(0, at) - row_max - (parts[1] * rise.exp()).sum(0).log()
+    return part_tokens.gather(0, at)[0].long(), torch.where(best > -torch.inf, log_p, torch.nan)[0]
+
+def merge_samples(parts:Tensor, part_tokens:Tensor) -> tuple[Tensor, Tensor]:  # [4,R,N], [R,N]
+    "`plain_pick`, by its kernel where it takes the numbers."
+    if not has_kernel(parts) or parts.dtype != torch.float32: return plain_pick(parts, part_tokens)
+    tokens, log_probs = part_tokens.new_empty(parts.shape[2], dtype=torch.int64), torch.empty_like(parts[0, 0])
+    with on_device(parts): launch_pick(parts, part_tokens, tokens, log_probs)
+    return tokens, log_probs
+
+def shard_samples(
+    x:Tensor, w:Tensor, seeds:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,
+    start:int,  # the class of w's first row
+) -> tuple[Tensor, Tensor]:  # [4,N], [N] int64
+    "Of each row a shard's maximum, its sum, its best noisy score, that one's score, and its class."
+    parts, tokens = x.new_zeros((4, len(x)), dtype=acc_dtype(x.dtype)), torch.zeros_like(seeds)
+    parts[::2] = -torch.inf
+    if not len(w) or not len(x): return parts, tokens
+    if takes_kernel(x):
+        with on_device(x): launch_pick(*launch_parts(x, w, seeds, bias, temperature, o, None, start=start), tokens, None, parts)
+        return parts, tokens
+    w = wide(w)
+    for i in tile_slices(len(x), max(1, BUDGET // (PLAIN_BYTES * len(w)))):
+        z, _ = score_and_slope(chunk_scores(x[i], w, bias)[:, 0], o, part(temperature, i))
+        parts[:, i], tokens[i] = plain_parts(z, seeds[i], start)
+    return parts, tokens
 
 # %% ../nbs/30_samples.ipynb #smchecks
 def checked_filters(top_k:Optional[int], top_p:Optional[float], min_p:Optional[float], n_classes:int) -> Filters:

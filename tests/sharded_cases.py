@@ -40,7 +40,7 @@ from test_margins import MagFace
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
 CASES, ON_GPUS = {}, ("losses_and_gradients", "product_against_one_process", "product_in_bf16_by_chunks", "rows_arrive_as_kernels_read_them", "product_remakes_an_offset_on_one_rank", "product_sends_three_numbers_a_chunk",
-                      "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
+                      "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "classes_of_a_row_against_one_process", "topk_against_one_process", "hostile_topk", "samples_against_one_process", "hostile_samples", "answers_that_ranks_disagree_on", "answers_beside_a_mesh", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
                       "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "what_is_wrong_on_one_rank_raises_on_all", "curves_do_not_know_the_ranks",
                       "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
                       "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "positives_of_ranks_that_disagree", "contrasts_of_nothing_over_ranks", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
@@ -343,6 +343,256 @@ def log_probs_that_raise_on_every_rank(meshes):
 
 
 @case
+def classes_of_a_row_against_one_process(meshes):
+    "K classes a row: some ignored, some rows wholly; a class of every rank"
+    x, w, b, _, _, _ = problem(9, 4, 11)
+    y = torch.randint(11, (9, 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    y[0], y[4, 1], y[5, 0], y[8] = -100, -100, -100, torch.tensor([10, 10, 0], device=DEVICE)
+    up, at = torch.linspace(-1, 2, 27, dtype=f64, device=DEVICE).view(9, 3), torch.linspace(0.3, 1, 9, dtype=f64, device=DEVICE)
+    for how in (dict(temperature=0.7, logit_scale=1.5, softcap=3.0, entropy=True, mean_logits=True), dict(temperature=at + 0.2)):
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        wanted = fl.linear_log_probs(*leaves[:2], y, linear_bias=leaves[2], **how)
+        total = lambda found, up, at: (up * found.log_probs).sum() + (0 if found.entropy is None else (at * found.entropy).sum())
+        exact = torch.autograd.grad(total(wanted, up, at), leaves)
+        for ranks, mesh, rank in mine(meshes):
+            for kind, here in (("plain", lambda t: t), ("own", lambda t: uneven(t, mesh))):
+                own = [here(x).clone().requires_grad_(), spread(w, mesh).requires_grad_(), spread(b, mesh).requires_grad_()]
+                given = {name: here(value) if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+                got = fl.sharded_linear_log_probs(*own[:2], here(y), linear_bias=own[2], backbone_reduction=None if kind == "plain" else "sum", **given)
+                assert_close([*got], [None if t is None else here(t) for t in wanted])
+                grads = torch.autograd.grad(total(got, here(up), here(at)), own)
+                for a, e in zip(grads, (here(exact[0]), *exact[1:])):
+                    assert_close(whole(a), e)
+    for ranks, mesh, rank in mine(meshes):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            cast = fl.sharded_linear_log_probs(x.float(), spread(w.float(), mesh), y), fl.linear_log_probs(x.float(), w.float(), y)
+        assert_close(*cast, rtol=1e-5, atol=1e-5)
+        call = lambda y=y, **how: fl.sharded_linear_log_probs(x, spread(w, mesh), y, **how)
+        split = fl.sharded_linear_log_probs(spread(x, mesh), spread(w, mesh), spread(y, mesh))
+        assert_close(split.log_probs, local(spread(fl.linear_log_probs(x, w, y).log_probs, mesh)))
+        raises(ValueError, "target: expected at least one class a row", lambda: call(y[:, :0]))
+        raises(ValueError, "target_rank: expected False beside several classes a row", lambda: call(target_rank=True))
+        if DEVICE == "cpu":
+            raises(IndexError, "expected 0 ≤ label < 11", lambda: call(torch.where(y == y[8, 0], 11, y)))
+        if ranks > 1:
+            raises(ValueError, "classes a row: expected the same on all ranks", lambda: call(y[:, :2] if rank else y))
+        if ranks > 1 and DEVICE == "cpu":
+            raises(ValueError, "target of K classes: expected the same on all ranks", lambda: call(torch.where(y == 10, 10 - rank, y)))
+
+
+TOPK = dict(temperature=0.7, logit_scale=1.5, softcap=3.0)
+
+
+@case
+def topk_against_one_process(meshes):
+    "Values, ties and gradients; k of one class, of more than a rank has, and of all; ranks without classes or tokens"
+    for n, v, ks, how in ((9, 11, (1, 4, 11), TOPK), (6, 3, (1, 2, 3), {}), (2, 10, (3, 9), {})):
+        x, w, b = (t.round() for t in problem(n, 4, v)[:3])  # scores that are equal, and equal in every program
+        w[-1], b[-1] = w[0], b[0]
+        for k in ks:
+            leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+            wanted = fl.linear_topk(*leaves[:2], k, linear_bias=leaves[2], **how)
+            up, at = torch.linspace(-1, 2, n * k, dtype=f64, device=DEVICE).view(n, k), torch.linspace(0.3, 1, n, dtype=f64, device=DEVICE)
+            exact = torch.autograd.grad((up * wanted.log_probs).sum() + (at * wanted.lse).sum(), leaves)
+            for ranks, mesh, rank in mine(meshes):
+                for kind, here in (("plain", lambda t: t), ("own", lambda t: uneven(t, mesh))):
+                    own = [here(x).clone().requires_grad_(), spread(w, mesh).requires_grad_(), spread(b, mesh).requires_grad_()]
+                    reduction = None if kind == "plain" else "mean"
+                    got = fl.sharded_linear_topk(*own[:2], k, linear_bias=own[2], backbone_reduction=reduction, **how)
+                    assert_close([*got], [*map(here, wanted)])
+                    grads = torch.autograd.grad((here(up) * got.log_probs).sum() + (here(at) * got.lse).sum(), own)
+                    for a, e in zip(grads, (here(exact[0]) * (ranks if reduction else 1), *exact[1:])):
+                        assert_close(whole(a), e)
+
+
+@case
+def hostile_topk(meshes):
+    "Classes that cannot be, an offset that all scores share, a row with a NaN, half precision, sequences, autocast, a learned scale"
+    x, w, b, *_ = problem(6, 4, 9)
+    for ranks, mesh, rank in mine(meshes):
+        few = torch.where(torch.arange(9, device=DEVICE) % 4 == 1, b, -math.inf)  # two classes that can be
+        pair = [find(x, place(w), 5, linear_bias=place(few)) for find, place in
+                ((fl.linear_topk, lambda t: t), (fl.sharded_linear_topk, lambda t: spread(t, mesh)))]
+        assert_close(*pair)
+        far = fl.sharded_linear_topk(x, spread(w, mesh), 3, linear_bias=spread(b + 1e6, mesh))
+        assert_close(far.log_probs, fl.linear_topk(x, w, 3, linear_bias=b).log_probs, rtol=1e-7, atol=1e-7)
+        broken = x.clone()
+        broken[2, 1] = math.nan
+        found, alone = fl.sharded_linear_topk(broken, spread(w, mesh), 3), fl.linear_topk(x, w, 3)
+        assert found.log_probs[2].isnan().all() and ((found.indices >= 0) & (found.indices < 9)).all()
+        assert_close(found.log_probs[3:], alone.log_probs[3:])
+        split = fl.sharded_linear_topk(spread(x.view(2, 3, 4), mesh, 1), spread(w, mesh), 2)
+        assert_close(split.indices, local(spread(fl.linear_topk(x, w, 2).indices.view(2, 3, 2), mesh, 1)))
+        for dtype in (torch.bfloat16, torch.float16):
+            half = [t.to(dtype) for t in (x, w)]
+            pair = fl.sharded_linear_topk(half[0], spread(half[1], mesh), 4), fl.linear_topk(*half, 4)
+            assert_close(*pair, rtol=1e-5, atol=1e-5)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            pair = fl.sharded_linear_topk(x.float(), spread(w.float(), mesh), 4), fl.linear_topk(x.float(), w.float(), 4)
+        assert_close(*pair, rtol=1e-5, atol=1e-5)
+        scales = [torch.tensor(1.3, dtype=f64, device=DEVICE, requires_grad=True) for _ in range(2)]
+        pair = [fl.sharded_linear_topk(x, spread(w, mesh), 3, linear_bias=spread(b, mesh), logit_scale=scales[0]),
+                fl.linear_topk(x, w, 3, linear_bias=b, logit_scale=scales[1])]
+        assert_close(*(torch.autograd.grad(found.log_probs[:, 1:].sum(), scale) for found, scale in zip(pair, scales)))
+        assert fl.sharded_linear_topk(x[:0], spread(w, mesh), 3).indices.shape == (0, 3)
+
+
+FILTERS = [dict(), dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=7, top_p=0.8, min_p=0.05), dict(top_k=1)]
+
+
+@case
+def samples_against_one_process(meshes):
+    "The same tokens for the same seeds, on any number of ranks; filters with thresholds among equal scores of several ranks"
+    from fusedloss.core.options import LossOptions
+    from fusedloss.samples import Filters, plain_samples
+    for n, v in ((40, 11), (12, 3), (2, 10)):
+        x, w, b, *_ = problem(n, 4, v)
+        x, w, b = x.round(), w.round(), b.round()  # scores that are equal
+        w[-1], b[-1] = w[0], b[0]
+        each, draws = torch.linspace(0.5, 2, n, dtype=f64, device=DEVICE), lambda seed: torch.Generator(DEVICE).manual_seed(seed)
+        for ranks, mesh, rank in mine(meshes):
+            for f in FILTERS:
+                f = {name: min(value, v) for name, value in f.items()}
+                for heat in (0.7, each):
+                    wanted = fl.linear_sample(x, w, linear_bias=b, temperature=heat, softcap=5.0, generator=draws(5), **f)
+                    got = fl.sharded_linear_sample(x, spread(w, mesh), linear_bias=spread(b, mesh), temperature=heat, softcap=5.0, generator=draws(5 + rank), **f)
+                    assert_close(got, wanted, msg=lambda m: f"{n, v, ranks, f}: {m}")
+                # tokens of each rank's own, and seeds of its own
+                sizes = [n * (r + 1)**2 // ranks**2 - n * r**2 // ranks**2 for r in range(ranks)]
+                seeds = torch.cat([torch.randint(2**63 - 1, (size,), generator=draws(r), device=DEVICE) for r, size in enumerate(sizes)])
+                filters = Filters(f.get("top_k", 0), f.get("top_p", 1.0), f.get("min_p", 0.0))
+                wanted = plain_samples(x, w, seeds, b, each, LossOptions(), filters)
+                got = fl.sharded_linear_sample(uneven(x, mesh), spread(w, mesh), linear_bias=spread(b, mesh), temperature=uneven(each, mesh),
+                                               generator=draws(rank), backbone_reduction="sum", **f)
+                assert_close([*got], [uneven(t, mesh) for t in wanted], msg=lambda m: f"own, {n, v, ranks, f}: {m}")
+
+
+@case
+def hostile_samples(meshes):
+    "Classes that cannot be, a row with a NaN, half precision, sequences, no tokens"
+    x, w, b, *_ = problem(6, 4, 9)
+    draw = lambda call, *given, **how: call(*given, generator=torch.Generator(DEVICE).manual_seed(1), **how)
+    for ranks, mesh, rank in mine(meshes):
+        few = torch.where(torch.arange(9, device=DEVICE) % 4 == 1, b, -math.inf)
+        broken = x.clone()
+        broken[2, 1] = math.nan
+        for f in FILTERS:
+            pair = draw(fl.sharded_linear_sample, x, spread(w, mesh), linear_bias=spread(few, mesh), **f), draw(fl.linear_sample, x, w, linear_bias=few, **f)
+            assert_close(*pair)
+            found, alone = draw(fl.sharded_linear_sample, broken, spread(w, mesh), **f), draw(fl.linear_sample, x, w, **f)
+            assert found.log_probs[2].isnan() and 0 <= found.tokens[2] < 9
+            keep = [0, 1, 3, 4, 5]
+            assert_close([t[keep] for t in found], [t[keep] for t in alone])
+            far = draw(fl.sharded_linear_sample, x, spread(w, mesh), linear_bias=spread(b + 1e6, mesh), **f)
+            assert torch.equal(far.tokens, draw(fl.linear_sample, x, w, linear_bias=b, **f).tokens)
+            assert draw(fl.sharded_linear_sample, x[:0], spread(w, mesh), **f).tokens.shape == (0,)
+        half = x.bfloat16(), w.bfloat16()
+        with mock.patch.object(sharded, "BUDGET", 4 * 128 * -(-9 // ranks)):  # chunks of four rows and two
+            pair = draw(fl.sharded_linear_sample, x, spread(w, mesh), **FILTERS[4]), draw(fl.linear_sample, x, w, **FILTERS[4])
+        assert_close(*pair)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            for given in (half, (x.float(), w.float())):
+                pair = draw(fl.sharded_linear_sample, given[0], spread(given[1], mesh)), draw(fl.linear_sample, *given)
+                assert_close(*pair, rtol=1e-5, atol=1e-5)
+        split = fl.sharded_linear_sample(spread(x.view(2, 3, 4), mesh, 1), spread(w, mesh), top_k=1)
+        assert torch.equal(split.tokens, local(spread((x @ w.T).argmax(1).view(2, 3), mesh, 1)))
+        assert not fl.sharded_linear_sample(x.clone().requires_grad_(), spread(w, mesh).requires_grad_()).log_probs.requires_grad
+
+
+ANSWER_BUGS = {
+    "noise counted from a rank's first class": ("plain_gumbel(seeds, z.shape[1], z.dtype, start)", "plain_gumbel(seeds, z.shape[1], z.dtype)"),
+    "each rank's own seeds": ("if b.shared: seeds = all_gather(seeds, s)[0]", "seeds = seeds"),
+    "noise above maxima of each rank": ("(parts[2] + rise)", "parts[2]"),
+    "thresholds of this rank alone": ("all_reduce(from_each.gather(1, torch.searchsorted(keys, key, right=above)), s)",
+                                      "from_each.gather(1, torch.searchsorted(keys, key, right=above))"),
+    "equal scores of lower ranks forgotten": ("[:s.rank].sum(0)", "[:0].sum(0)"),
+    "candidates past a rank's last class": ("[part[:, :m] for part, m in zip(of, have)]", "[*of]"),
+    "candidates counted from a rank's first class": ("F.pad(indices + s.start, ", "F.pad(indices, "),
+    "logits of K classes from this rank alone": ("raw = all_reduce(raw, s)", "raw = raw"),
+    "gradients of classes that others have": ("more._replace(gradients=more.gradients.masked_fill(more.classes < 0, 0.0))", "more"),
+    "dx without the classes of a row": ("if listed: add_listed((total, None, None), (True, False, False), x, w, *more)", "pass"),
+}
+
+
+def answers_over_ranks(module, mesh):
+    "Samples, the k best and K classes a row of a module over ranks, with gradients; and what they should be"
+    x, w, b = (t.round() for t in problem(30, 4, 9)[:3])
+    w[-1], b[-1], few = w[0], b[0], torch.where(torch.arange(9, device=DEVICE) == 8, b * 0, -math.inf)
+    lists, g = torch.arange(90, device=DEVICE).remainder(9).view(30, 3), torch.linspace(-1, 2, 90, dtype=f64, device=DEVICE).view(30, 3)
+    draws = lambda seed: torch.Generator(DEVICE).manual_seed(seed)
+    for f in FILTERS[:3]:
+        yield (module.sharded_linear_sample(x, spread(w, mesh), linear_bias=spread(b, mesh), temperature=3.0, generator=draws(mesh.get_local_rank()), **f),
+               fl.linear_sample(x, w, linear_bias=b, temperature=3.0, generator=draws(0), **f))
+    for name, asked, bias in (("linear_topk", 3, b), ("linear_topk", 7, few), ("linear_log_probs", lists, b)):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        wanted = getattr(fl, name)(*leaves, asked, linear_bias=bias)
+        own = [x.clone().requires_grad_(), spread(w, mesh).requires_grad_()]
+        got = getattr(module, f"sharded_{name}")(*own, asked, linear_bias=spread(bias, mesh))
+        yield [t for t in got if t is not None], [t for t in wanted if t is not None]
+        if bias is b:
+            yield tuple([*map(whole, torch.autograd.grad((g * found.log_probs).sum(), of))] for found, of in ((got, own), (wanted, leaves)))
+
+
+@case
+def bugs_planted_in_answers_are_noticed(meshes):
+    for ranks, mesh, rank in mine(meshes[1:2]):
+        for bug, pairs in {None: unchanged(ANSWER_BUGS.values()), **ANSWER_BUGS}.items():
+            with tempfile.TemporaryDirectory() as folder:
+                pairs = [*answers_over_ranks(planted(sharded, Path(folder), *pairs), mesh)]
+            off = [not torch.allclose(a, e, equal_nan=True) for got, wanted in pairs for a, e in zip(got, wanted)]
+            found = torch.tensor(float(any(off)), device=DEVICE)
+            dist.all_reduce(found, group=mesh.get_group())
+            assert bool(found) == (bug is not None), bug
+
+
+@case
+def answers_that_ranks_disagree_on(meshes):
+    "k, filters, options, shapes: every rank raises, and names what differs or which rank is wrong"
+    x, w, b, *_ = problem(6, 4, 9)
+    for ranks, mesh, rank in mine(meshes[1:]):
+        last, weight = rank == ranks - 1, spread(w, mesh)
+        topk = lambda k=2, x=x, **how: fl.sharded_linear_topk(x, weight, k, **how)
+        draw = lambda x=x, **how: fl.sharded_linear_sample(x, weight, **how)
+        wrong = lambda words, call: raises(ValueError, words if last else f"an error on rank {ranks - 1}: {words}", call)
+        raises(ValueError, "k: expected the same on all ranks", lambda: topk(3 if last else 2))
+        raises(ValueError, "top_k, top_p and min_p: expected the same on all ranks", lambda: draw(top_p=0.9 if last else 0.8))
+        wrong("k: expected an integer from 1 to 9", lambda: topk(10 if last else 2))
+        wrong("top_p: expected a number above 0", lambda: draw(top_p=1.5 if last else 0.5))
+        wrong("top_k: expected an integer from 1 to the 9 classes", lambda: draw(top_k=10 if last else 9))
+        wrong("generator: expected a torch.Generator", lambda: draw(generator=3 if last else None))
+        wrong("temperature: expected a positive number", lambda: topk(temperature=-1.0 if last else 1.0))
+        for call in (topk, draw):
+            raises(ValueError, "options: expected the same on all ranks", lambda: call(softcap=3.0 if last else 2.0))
+            raises(ValueError, "input: expected the same on all ranks", lambda: call(x=x[last:]))
+            raises(ValueError, "linear_bias: expected the same on all ranks", lambda: call(linear_bias=weight[:, 0] if last else None))
+            if DEVICE == "cpu":
+                raises(ValueError, "input: expected the same on all ranks; for tokens of each rank's own", lambda: call(x=x + last))
+        raises(ValueError, "linear_weight: expected [Shard(0)]", lambda: fl.sharded_linear_topk(x, spread(w, mesh, 1), 2))
+        raises(ValueError, "numbers of tokens: expected the same on all ranks", lambda: draw(temperature=x[:, 0].exp() if last else 1.0))
+        assert topk().indices.shape == (6, 2) and draw().tokens.shape == (6,)
+
+
+@case
+def answers_beside_a_mesh(meshes):
+    "Rows of a rank, no DTensor; and how many messages"
+    from torch.distributed.tensor.debug import CommDebugMode
+    x, w, _, *_ = problem(9, 4, 10)
+    shared = 1 + (DEVICE == "cuda")
+    for ranks, mesh, rank in mine(meshes):
+        here = dict(mesh=mesh, num_classes=10)
+        rows = spread(w, mesh).to_local().requires_grad_()
+        with CommDebugMode() as mode:
+            found = fl.sharded_linear_topk(x, rows, 3, **here)
+        assert counts(mode) == {"allgather_base": shared + 1}, counts(mode)
+        assert_close(found, fl.linear_topk(x, w, 3))
+        assert [g.shape for g in torch.autograd.grad(found.log_probs.sum(), [rows])] == [rows.shape]
+        with CommDebugMode() as mode:
+            drawn = fl.sharded_linear_sample(x, rows, generator=torch.Generator(DEVICE).manual_seed(2), **here)
+        assert counts(mode) == {"allgather_base": shared + 2}, counts(mode)  # the seeds too
+        assert_close(drawn, fl.linear_sample(x, w, generator=torch.Generator(DEVICE).manual_seed(2)))
+
+
+@case
 def ranks_that_differ_on_gpus_lose_their_result(meshes):
     "As where nobody waits for a GPU: tensors are compared after the call has begun"
     x, w, b, y, _, token_weight = problem(9, 4, 11)
@@ -360,6 +610,8 @@ def ranks_that_differ_on_gpus_lose_their_result(meshes):
                     assert loss.isnan() and dx[target != -100].isnan().all() and whole(dw).isnan().all()
             assert fl.sharded_linear_log_probs(x, spread(w, mesh), labels).log_probs.isnan().all()
             assert fl.sharded_linear_divergence(x + rank, spread(w, mesh), x, spread(w, mesh)).isnan()
+            assert fl.sharded_linear_topk(x + rank, spread(w, mesh), 2).log_probs.isnan().all()
+            assert fl.sharded_linear_sample(x + rank, spread(w, mesh)).log_probs.isnan().all()
 
 
 def two_models(n, v, dtype=f64):
@@ -1902,7 +2154,7 @@ BUGS = {
     "times R before a sum too": ('.numel(), s.ranks if backbone_reduction == "mean" else 1', ".numel(), s.ranks"),
     "a mean over this rank's tokens": ("total_weight(y, weight, weights,", "total_weight(y[b.token_slice(s)], weight, None if weights is None else weights[b.token_slice(s)],"),
     "another rank's tokens": ("start = 0 if self.shared else s.rank * self.rows", "start = 0 if self.shared else (s.ranks - 1 - s.rank) * self.rows"),
-    "upstream gradients of this rank alone": ("return all_gather(padded, s).flatten(), None, None", "return padded.repeat(s.ranks), None, None"),
+    "upstream gradients of this rank alone": ("return all_gather(padded, s).flatten(0, 1), None, None", "return padded.repeat(s.ranks, *[1] * (g.dim() - 1)), None, None"),
     "rows that pad are tokens": (".labels[len(x):] = ignore_index", ".labels[len(x):] = 0"),
     "input's gradient by this rank's classes": ("if s.group is None or not total.numel()", "if b.shared or s.group is None or not total.numel()"),
     "maxima merged in another unit": ("merge_sums(sums, log2_scale, masses)", "merge_sums(sums, 1.0, masses)"),

@@ -63,7 +63,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys(("baseline_linear_cross_entropy", "chunked_linear_cross_entropy", "linear_cross_entropy", "recompute_linear_cross_entropy",
                      "sharded_linear_cross_entropy", "tiled_linear_cross_entropy"), linear),
     **dict.fromkeys(("linear_log_probs", "sharded_linear_log_probs"), linear), "log_probs": dict(logits=z, target=y),
-    "linear_topk": dict(input=x, linear_weight=w, k=3), "linear_sample": dict(input=x, linear_weight=w),
+    **dict.fromkeys(("linear_topk", "sharded_linear_topk"), dict(input=x, linear_weight=w, k=3)), **dict.fromkeys(("linear_sample", "sharded_linear_sample"), dict(input=x, linear_weight=w)),
     "margin_cross_entropy": {**linear, "margin": fl.margins.CosFace()},
     **dict.fromkeys(("cross_entropy", "iota_cross_entropy"), dict(input=z, target=y)), "onehot_select": dict(z=z, y=y),
     "plan": dict(n_tokens=4, n_classes=16, n_features=8), "contrastive_loss": dict(x=x, y=torch.randn(N, H, generator=made), logit_scale=2.0),
@@ -169,9 +169,9 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
     **dict.fromkeys(("linear_divergence-temperature", "sharded_linear_divergence-temperature"), {"number", "float64", "tensor"}),
     **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature", "sharded_linear_log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
-    **dict.fromkeys(("MemoryEfficientVocabOutput.eval_forward-input", "linear_topk-input"), {"more dimensions", "rows"}), "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"}, "PopularitySampler.log_draws-classes": {"no dimension", "more dimensions", "size"},
+    **dict.fromkeys(("MemoryEfficientVocabOutput.eval_forward-input", "linear_topk-input", "sharded_linear_topk-input", "linear_sample-input", "sharded_linear_sample-input"), {"more dimensions", "rows"}), "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"}, "PopularitySampler.log_draws-classes": {"no dimension", "more dimensions", "size"},
     "PopularitySampler-popularity": {"size", "float64", "int64"},
-    "linear_sample-input": {"more dimensions", "rows"}, "linear_sample-temperature": {"number", "float64"},
+    **dict.fromkeys(("linear_sample-temperature", "sharded_linear_sample-temperature"), {"number", "float64"}),
     "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
     **dict.fromkeys((f"{name}linear_divergence-{bias}_bias" for name in ("", "sharded_") for bias in ("linear", "teacher")), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
     "semirings.CountSemiring-dtype": {"int8"}, **dict.fromkeys(("contrastive_loss-logit_scale", "sigmoid_contrastive_loss-logit_scale"), {"0.0", "-1.0"}), "logit_scale": {"tensor"}, "logit_bias": {"tensor"},
@@ -395,7 +395,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 OVER_RANKS = {"linear_cross_entropy-linear_weight", "sharded_linear_cross_entropy-linear_weight", "sharded_linear_cross_entropy-weight",  # which may be DTensors
-              "sharded_linear_divergence-linear_weight", "sharded_linear_log_probs-linear_weight", "clip_grad_norm_-parameters", "clip_grad_value_-parameters"}
+              "sharded_linear_divergence-linear_weight", "sharded_linear_log_probs-linear_weight", "sharded_linear_topk-linear_weight", "sharded_linear_sample-linear_weight", "clip_grad_norm_-parameters", "clip_grad_value_-parameters"}
 SPREAD = [pytest.param(*case.values, id=case.id) for case in CASES
           if isinstance(GOOD[case.values[0]].get(case.values[1].name, EXAMPLES.get(case.values[1].name)), Tensor)
           and {Tensor, nn.Parameter} & {*case.values[1].kinds}]

@@ -212,6 +212,9 @@ def sampled(dtype, width, N, how, V=65536):
     b, t = (cuda(V, dtype=dtype), cuda(N)) if more else (None, None)
     for f in (samples.Filters(), samples.Filters(top_k=50), samples.Filters(top_p=0.9), samples.Filters(20, 0.9, 0.1)):
         samples.launch_samples(x, w, seeds, b, t, o, f)
+    for start in (6, 7):  # a rank's shard
+        samples.shard_samples(x, w, seeds, b, t, o, start)
+        samples.launch_draw(matrix(N, V, torch.float32), seeds, cuda(7, N), cuda(N), cuda(N, dtype=torch.int32), V, -3.0, start)
 
 
 def tiles_of_softmax(dtype, width, V=5000):

@@ -178,6 +178,8 @@ ONCE = {
     "linear CTC, each row": of_paths(fl.linear_ctc_loss, reduction="none"),
     **{f"classes over ranks, {m}": lambda x, w, y, m=m: fl.sharded_linear_cross_entropy(x, w, y, method=m) for m in ("recompute", "product")},
     "log-probabilities over ranks": lambda x, w, y: fl.sharded_linear_log_probs(x, w, y).log_probs.sum(),
+    "the best classes over ranks": lambda x, w, y: (lambda found: found.log_probs.sum() + found.lse.sum())(fl.sharded_linear_topk(x, w, 3)),
+    "several classes over ranks": lambda x, w, y: fl.sharded_linear_log_probs(x, w, torch.stack([y, (y + 1) % len(w)], 1)).log_probs.sum(),
     "divergence over ranks": lambda x, w, y: fl.sharded_linear_divergence(x, w, torch.ones_like(x), w.detach()),
     "head over ranks": head(kind=fl.ShardedPartialFC),
 }

@@ -68,19 +68,22 @@ def test_philox_gives_its_published_numbers():
 
 
 @jit
-def noise_kernel(seeds_ptr, out_ptr, V, first, BN: tl.constexpr, BV: tl.constexpr):
+def noise_kernel(seeds_ptr, out_ptr, V, first, start, BN: tl.constexpr, BV: tl.constexpr, ODD: tl.constexpr):
     rows, cols = tl.arange(0, BN), first + tl.arange(0, BV)
-    noise = samples.gumbel_tile(tl.load(seeds_ptr + rows), first, BN, BV, 10)
+    noise = samples.gumbel_tile(tl.load(seeds_ptr + rows), start + first, BN, BV, 10, ODD)
     tl.store(out_ptr + rows[:, None] * V + cols[None, :], noise, mask=(cols < V)[None, :])
 
 
 @where_kernels_run
 def test_the_kernels_make_the_same_noise(device):
     seeds, v = torch.tensor([0, 1, -1, 2**62, -2**63, 2**63 - 1, 12345, -99], device=device), 75
-    out = torch.zeros(8, v, device=device)
-    for first in range(0, v, 16):
-        noise_kernel[(1,)](seeds, out, v, first, BN=8, BV=16)
-    torch.testing.assert_close(out, samples.plain_gumbel(seeds, v, f32), rtol=0, atol=1e-5)
+    whole = samples.plain_gumbel(seeds, v + 8, f32)
+    for start in (0, 5, 8):  # the first class of a rank
+        out = torch.zeros(8, v, device=device)
+        for first in range(0, v, 16):
+            noise_kernel[(1,)](seeds, out, v, first, start, BN=8, BV=16, ODD=start % 2 == 1)
+        torch.testing.assert_close(out, samples.plain_gumbel(seeds, v, f32, start), rtol=0, atol=1e-5)
+        assert torch.equal(samples.plain_gumbel(seeds, v, f32, start), whole[:, start:start + v])
 
 
 def test_noise_is_gumbels():
@@ -226,6 +229,34 @@ def test_the_kernel_draws_as_pytorch(n, v, h, run, how, device):
     for dtype in (f16, bf16 if device == "cuda" else f32):
         args = given(dtype, device, n, v, h, how)
         assert not differences(samples.launch_samples(*args, Filters(), run=run), samples.plain_samples(*args, Filters()))
+
+
+@where_kernels_run
+@pytest.mark.parametrize("cuts", [(0, 41, 77), (0, 26, 52, 77, 77)], ids=str)
+def test_shards_draw_as_all_classes(cuts, device):
+    "Of each shard, which may begin with an odd class or have none, five numbers; merged by the kernel and by PyTorch"
+    x, w, seeds, b, t, o = given(f16, device, 9, 77, 20, "bias temperatures")
+    part = lambda start, stop: (x, w[start:stop], seeds, b[start:stop], t, o, start)
+    found = [samples.shard_samples(*part(*cut)) for cut in zip(cuts, cuts[1:])]
+    parts, tokens = torch.stack([p for p, _ in found], 1), torch.stack([k for _, k in found]).int()
+    exact = samples.plain_samples(x, w, seeds, b, t, o, Filters())
+    for merge in (samples.merge_samples, samples.plain_pick):
+        assert not differences(merge(parts, tokens), exact)
+
+
+@where_kernels_run
+def test_a_shard_draws_from_what_is_kept(device):
+    "By the kernel and by PyTorch, of classes from an odd one on; a threshold among equals, and a row without a class"
+    z, seeds = torch.arange(150, device=device).mul(7).remainder(11).sub(5.0).view(3, 50), torch.arange(3, device=device)
+    low, last, top = torch.tensor([0.0, 1.0, 9.0], device=device), torch.tensor([20, -1, -1], device=device, dtype=torch.int32), z.amax(1)
+    kept = (z > low[:, None]) | (z == low[:, None]) & (torch.arange(50, device=device) <= last[:, None])
+    parts, tokens = samples.plain_parts(z, seeds, 7, kept)
+    sums = torch.zeros(7, 3, device=device)
+    sums[0], sums[1] = top, parts[1]
+    drawn = samples.launch_draw(z, seeds, sums, low, last, 50, -30.0, 7)
+    found = samples.merge_samples(*drawn)
+    assert torch.equal(found[0][:2], tokens[:2]) and found[1][2].isnan()
+    torch.testing.assert_close(found[1][:2], samples.plain_pick(parts[:, None], tokens[None])[1][:2])
 
 
 @where_kernels_run

@@ -107,8 +107,8 @@ def judge(results, name):
 
 LONG = ("checkpoints_reshard", "curves_do_not_know_the_ranks", "scores_do_not_know_the_ranks", "product_sends_three_numbers_a_chunk",
         "clipping_by_any_norm", "a_run_goes_on_after_resharding")
-ABOUT_THE_PROJECT = ("planted_bugs_are_noticed", "bugs_planted_in_a_divergence_are_noticed", "bugs_planted_in_the_ring_are_noticed",
-                     "the_example_measures_in_turn", "collectives_are_counted", "memory_has_no_scores", "peers_over_ranks_say_what_pytorch_says")
+ABOUT_THE_PROJECT = ("planted_bugs_are_noticed", "bugs_planted_in_a_divergence_are_noticed", "bugs_planted_in_answers_are_noticed", "bugs_planted_in_the_ring_are_noticed",
+                     "the_example_measures_in_turn", "collectives_are_counted", "hostile_topk", "hostile_samples", "answers_beside_a_mesh", "memory_has_no_scores", "peers_over_ranks_say_what_pytorch_says")
 THOROUGH = {*LONG, *ABOUT_THE_PROJECT}
 assert THOROUGH < CASES.keys()
 
@@ -381,6 +381,26 @@ def test_a_sure_prediction_keeps_its_small_loss():
     w = torch.tensor([[1.0], [0.89], [0.85]])
     exact = F.cross_entropy((x.double() @ w.double().T), torch.tensor([0]))
     assert_close(sharded_linear_cross_entropy(x, w, torch.tensor([0])).double(), exact, rtol=5e-3, atol=0.0)
+
+
+@where_kernels_run
+def test_answers_of_one_rank_by_the_kernels(device):
+    "The k best, samples, and K classes a row: as one process has them, with their gradients"
+    made = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(size, generator=made).to(device, torch.float16)
+    x, w, b = (draw(*size).requires_grad_() for size in ((20, 32), (300, 32), (300,)))
+    lists, how = torch.randint(300, (20, 4), generator=made).to(device), dict(linear_bias=b, softcap=6.0, logit_scale=0.4)
+    g = torch.linspace(-1, 2, 80, device=device).view(20, 4)
+    for single, ranks, given in ((fl.linear_topk, fl.sharded_linear_topk, (x, w, 4)), (fl.linear_log_probs, fl.sharded_linear_log_probs, (x, w, lists))):
+        found, wanted = ranks(*given, **how), single(*given, **how)
+        assert_close([*found], [*wanted], rtol=1e-3, atol=1e-3)
+        for a, e in zip(*(torch.autograd.grad((g * of.log_probs).sum(), (x, w, b)) for of in (found, wanted))):
+            assert_close(a, e, rtol=2e-2, atol=5e-3)
+    for f in (dict(), dict(top_k=7), dict(top_p=0.7), dict(top_k=20, top_p=0.8, min_p=0.05)):
+        found, wanted = (call(x, w, generator=torch.Generator(device).manual_seed(3), **how, **f) for call in (fl.sharded_linear_sample, fl.linear_sample))
+        assert (found.tokens != wanted.tokens).sum() <= 1, f  # scores that are close are rounded in another order
+        same = found.tokens == wanted.tokens
+        assert_close(found.log_probs[same], wanted.log_probs[same], rtol=1e-3, atol=1e-3)
 
 
 def test_a_label_that_is_no_class_is_nan_where_nobody_looks(monkeypatch):

@@ -72,6 +72,8 @@ CALLS = {f"linear_cross_entropy, {m}": cross_entropy(m) for m in ("eager", "tile
     "linear_sample": lambda x, w, y, b, *_: list(fl.linear_sample(x, w, linear_bias=b, generator=torch.Generator(x.device).manual_seed(0))),
     "linear_divergence": divergence(fl.linear_divergence), "sharded_linear_divergence": divergence(fl.sharded_linear_divergence),
     "sharded_linear_log_probs": over_ranks,
+    "sharded_linear_topk": lambda x, w, y, b, *_: graded(lambda x, w: fl.sharded_linear_topk(x, w, 3, linear_bias=b).log_probs.sum(1), x, w),
+    "sharded_linear_sample": lambda x, w, y, b, *_: list(fl.sharded_linear_sample(x, w, linear_bias=b, top_k=5, generator=torch.Generator(x.device).manual_seed(0))),
     "cross_entropy": lambda x, w, y, b, classes, tokens, t: graded(
         lambda z: fl.cross_entropy(z, y, weight=classes, token_weight=tokens, label_smoothing=0.1, reduction="none"), x @ w.T),
     "log_probs": lambda x, w, y, b, classes, tokens, t: graded(lambda z: fl.log_probs(z, y, temperature=t, entropy=True)[:2], x @ w.T),

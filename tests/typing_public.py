@@ -27,6 +27,8 @@ def losses(asked: bool) -> None:
     assert_type(fl.recompute_linear_cross_entropy(x, w, y, filter_eps=2.0**-12), Tensor)
     assert_type(fl.sharded_linear_cross_entropy(x, w, y, backbone_reduction="mean", method="product"), Tensor)
     assert_type(fl.sharded_linear_log_probs(x, w, y, temperature=0.7, entropy=True), fl.LogProbs)
+    assert_type(fl.sharded_linear_topk(x, w, 3, backbone_reduction="sum"), fl.TopK)
+    assert_type(fl.sharded_linear_sample(x, w, top_p=0.9).tokens, Tensor)
     assert_type(fl.tiled_linear_cross_entropy(x, w, y, reduction="none"), Tensor)
     assert_type(fl.linear_cross_entropy(x, w, y, return_stats=True)[1].entropy, Tensor)
 

@@ -141,6 +141,8 @@ LOSSES = {
     "sharded_linear_cross_entropy": head(fl.sharded_linear_cross_entropy),
     "sharded_linear_divergence": head(lambda x, w, y: fl.sharded_linear_divergence(x, w, x.detach() + 1, w.detach(), kind="jsd")),
     "sharded_linear_log_probs": head(lambda x, w, y: fl.sharded_linear_log_probs(x, w, y).log_probs.sum()),
+    "sharded_linear_sample": lambda dtype: (fl.sharded_linear_sample(torch.randn(N, H), torch.randn(V, H), top_k=3), leaf())[1],
+    "sharded_linear_topk": head(lambda x, w, y: fl.sharded_linear_topk(x, w, 2).log_probs.sum()),
     "tiled_linear_cross_entropy": head(fl.tiled_linear_cross_entropy),
     "viterbi": paths(fl.viterbi),
 }

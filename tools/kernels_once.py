@@ -183,6 +183,7 @@ def samples() -> None:
     x, w = leaf(5, 64, dtype=HALF), leaf(515 if DEVICE == "cuda" else 70, 64, dtype=HALF)
     for filters in ({}, dict(top_k=3, top_p=0.9, min_p=0.01)):
         fl.linear_sample(x, w, linear_bias=w[:, 0], **filters)
+        fl.sharded_linear_sample(x, w, linear_bias=w[:, 0], **filters)
 
 
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters

@@ -51,7 +51,8 @@ def expect(ok: bool, name: str, expected, got):
 PLAIN_TENSORS = Tensor, torch.nn.Parameter
 ONE_PROCESS = (
     "a plain tensor, such as .full_tensor(); a weight whose classes are over ranks is for fl.linear_cross_entropy, "
-    "fl.sharded_linear_log_probs, fl.sharded_linear_divergence or fl.ShardedPartialFC"
+    "fl.sharded_linear_log_probs, fl.sharded_linear_topk, fl.sharded_linear_sample, fl.sharded_linear_divergence "
+    "or fl.ShardedPartialFC"
 )
 
 

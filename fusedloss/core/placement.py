@@ -335,8 +335,8 @@ class _OwnRows(torch.autograd.Function):
     @first_order
     def backward(ctx, g):
         b, s = ctx.how
-        padded = F.pad(g, (0, b.rows - len(g)))
-        return all_gather(padded, s).flatten(), None, None
+        padded = F.pad(g, (*[0, 0] * (g.dim() - 1), 0, b.rows - len(g)))
+        return all_gather(padded, s).flatten(0, 1), None, None
 
 
 def own_rows(t: Tensor, b: RankTokens, s: Shards) -> Tensor:
