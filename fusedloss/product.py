@@ -360,9 +360,9 @@ def column_parts(rows:int, columns:int, BR:int=32, BC:int=128, programs:int=1024
     "Parts of the rows whose sums are apart: at most so many programs, of whole blocks of BR rows."
     return min(-(-rows // BR), max(1, programs // -(-columns // BC)))
 
-def launch_column_sums(a:Tensor, factors:Tensor, BR:int=32, BC:int=128) -> Tensor:  # [R,C], [R] to [C]
+def launch_column_sums(a:Tensor, factors:Tensor, BR:int=32, BC:int=128, programs:int=1024) -> Tensor:  # [R,C], [R] to [C]
     "Each column's sum of a · factor of its row, in fp32; a row whose factor is 0 is not read."
-    (R, C), n_parts = a.shape, max(1, column_parts(*a.shape))
+    (R, C), n_parts = a.shape, max(1, column_parts(*a.shape, BR, BC, programs))
     each = -(-R // (BR * n_parts)) * BR
     parts = factors.new_empty(n_parts, C)
     with on_device(a):

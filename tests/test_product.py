@@ -197,10 +197,10 @@ def test_exponentials_with_a_bias_and_a_cap(shape, cluster, seed, in_turn):
 @pytest.mark.parametrize("sign", (1, -1))
 def test_slopes_of_saturated_scores_keep_their_digits(sign):
     "Scores of nine caps on either side, whose slopes are 6e-8"
-    x, w, cap = torch.full((4, 64), sign / 8), torch.full((8, 64), 1.0), 8 / 9
-    found = run(x, w, torch.full((4,), 9), torch.full((4,), sign * cap), log2_cap=cap)
-    expected = 2 ** (cap * math.tanh(9 * sign * math.log(2)) - sign * cap) / math.cosh(9 * math.log(2)) ** 2
-    torch.testing.assert_close(found.exponentials.double(), torch.full((4, 8), expected, dtype=torch.float64), rtol=2**-8, atol=0)
+    x, w, cap = torch.full((4, 64), sign / 8), torch.ones(256, 64), 8 * math.log2(math.e) / 9
+    found = run(x.bfloat16(), w.bfloat16(), torch.full((4,), 300), torch.full((4,), sign * cap), log2_cap=cap)
+    expected = 2 ** (cap * math.tanh(9 * sign) - sign * cap) / math.cosh(9) ** 2
+    torch.testing.assert_close(found.exponentials.double(), torch.full((4, 256), expected, dtype=torch.float64), rtol=2**-8, atol=0)
 
 
 def test_minus_infinity_has_the_score_of_minus_the_cap():
