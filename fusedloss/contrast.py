@@ -936,14 +936,17 @@ def contrast_of_ranks(call:ContrastCall) -> Tensor:
     "`contrastive_loss` over ranks."
     s, agreed = agreed_on_ranks(call, "contrastive_loss")
     given, ring = operands(call), ring_options(call, s)
-    if call.positives is None: return agreed.of(reduced(RingContrast.apply(*given, *ring), call.reduction, s))
-    return agreed.of(reduced_positives(*RingPositives.apply(*given, call.positives, *ring), call.reduction, s))
+    with torch.autocast(call.x.device.type, enabled=False):
+        if call.positives is None: return agreed.of(reduced(RingContrast.apply(*given, *ring), call.reduction, s))
+        return agreed.of(reduced_positives(*RingPositives.apply(*given, call.positives, *ring), call.reduction, s))
 
 @uncompiled
 def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
     "`sigmoid_contrastive_loss` over ranks."
     s, agreed = agreed_on_ranks(call, "sigmoid_contrastive_loss")
-    return agreed.of(reduced(RingSigmoid.apply(*operands(call), call.positives, *ring_options(call, s)), call.reduction, s))
+    given, ring = operands(call), ring_options(call, s)
+    with torch.autocast(call.x.device.type, enabled=False):
+        return agreed.of(reduced(RingSigmoid.apply(*given, call.positives, *ring), call.reduction, s))
 
 # %% ../nbs/26_contrast.ipynb #ctloss
 def contrastive_loss(

@@ -413,8 +413,9 @@ def run_sharded(call:LocalCall, a:Asked) -> tuple[Tensor, Optional[CrossEntropyS
     check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
     t, s, b = local_rows(call), call.shards, call.batch
     if b.shared: check_same_on_ranks("input", t.input, s)
-    if takes_product(t, a, s, b): return sharded_product(t, a, s, b), None
-    return sharded_loss(t, a, s, b)
+    with torch.autocast(t.input.device.type, enabled=False):
+        if takes_product(t, a, s, b): return sharded_product(t, a, s, b), None
+        return sharded_loss(t, a, s, b)
 
 # %% ../nbs/16_sharded.ipynb #70d233ef
 @tells_ranks(lambda args, given: getattr(args[0].linear_weight, "device_mesh", given.get("mesh")))

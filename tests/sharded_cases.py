@@ -836,8 +836,17 @@ def half_precision_and_autocast(meshes):
                 error = (whole(a) - e).norm() / e.norm()
                 assert a.dtype == dtype and error < tolerance, f"{name} in {dtype} on {ranks} ranks: {error}"
         with torch.autocast(DEVICE, torch.bfloat16):
-            loss = fl.linear_cross_entropy(x, spread(w, mesh), y)
-            assert_close(loss, recompute_linear_cross_entropy(x, w, y), rtol=1e-3, atol=1e-3)
+            loss, listed = fl.linear_cross_entropy(x, spread(w, mesh), y), fl.linear_cross_entropy(x, spread(w, mesh), y, softcap=9.0)
+            apart = fl.sharded_linear_divergence(x, spread(w, mesh), 2 * x, spread(w.flip(0), mesh))
+            alone = x.detach()
+            pairs = fl.contrastive_loss(alone, 2 * alone, 0.3, mesh=mesh), fl.sigmoid_contrastive_loss(alone, 2 * alone, 0.3, -1.0, mesh=mesh)
+        low = tuple(t.detach().bfloat16().double() for t in (x, w))
+        assert_close(loss.double(), recompute_linear_cross_entropy(*low, y), rtol=1e-5, atol=1e-5)
+        assert_close(listed.double(), recompute_linear_cross_entropy(*low, y, softcap=9.0), rtol=1e-5, atol=1e-5)
+        assert_close(apart.double(), fl.linear_divergence(*low, 2 * low[0], low[1].flip(0)), rtol=1e-5, atol=1e-5)
+        many = low[0].repeat(ranks, 1)
+        exact = fl.contrastive_loss(many, 2 * many, 0.3), fl.sigmoid_contrastive_loss(many, 2 * many, 0.3, -1.0)
+        for found, e in zip(pairs, exact): assert_close(found.double(), e, rtol=1e-5, atol=1e-5)
 
 
 @case

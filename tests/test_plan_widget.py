@@ -19,7 +19,7 @@ from test_browse import AXE, VIOLATIONS
 from project import ROOT
 
 pytestmark = pytest.mark.thorough
-SMALL = Axes((512, 8192), (50257, 128256), (896, 4096), (torch.bfloat16, torch.float32), (None, 2**26), ("L4", "H200"))
+SMALL = Axes((512, 8192), (50257, 128256), (896, 4096), (torch.bfloat16, torch.float32), (2**29, 2**26), ("L4", "H200"))
 DOCS = ROOT / "docs"
 PAGE = '<!doctype html><html lang="en"><head><title>x</title><link rel="stylesheet" href="styles.css"></head><body style="margin: 0; font: 16px sans-serif"><main class="content"><h1>x</h1>%s</main></body></html>'
 
