@@ -196,6 +196,41 @@ def rows_of_megatron(mesh, hide_padding):
     return max((a - part(b, mesh, 0)).abs().max().item() for a, b in pairs)
 
 
+class Gathered(torch.autograd.Function):
+    "The rows of all ranks; backward adds the ranks' gradients and takes this rank's rows, or takes them alone"
+    @staticmethod
+    def forward(ctx, x, mesh, adds):
+        ctx.how = mesh, adds
+        parts = [torch.empty_like(x) for _ in range(mesh.size())]
+        dist.all_gather(parts, x, group=mesh.get_group())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, g):
+        mesh, adds = ctx.how
+        g = g.clone()
+        if adds:
+            dist.all_reduce(g, group=mesh.get_group())
+        return part(g, mesh, 0), None, None
+
+
+def gathered_first(mesh, adds, own=False):
+    "Hidden states gathered before the loss, which is given all, or this rank's own: the error of their gradient"
+    made = torch.Generator().manual_seed(4)
+    states, whole = (torch.randn(n, FEATURES, dtype=torch.float64, generator=made) for n in (TOKENS, PADDED))
+    labels = torch.randint(CLASSES, (TOKENS,), generator=made)
+    x = states.clone().requires_grad_()
+    nn.functional.cross_entropy(x @ whole.T, labels).backward()
+
+    here = part(states, mesh, 0).clone().requires_grad_()
+    tokens = Gathered.apply(here, mesh, adds), labels
+    if own:
+        tokens = [part(t, mesh, 0) for t in tokens]
+    fl.sharded_linear_cross_entropy(tokens[0], part(whole, mesh, 0), tokens[1], backbone_reduction="sum" if own else None,
+                                    mesh=mesh, num_classes=PADDED).backward()
+    return ((here.grad - part(x.grad, mesh, 0)).norm() / part(x.grad, mesh, 0).norm()).item()
+
+
 def megatron_actor_of_verl(mesh, temperature=0.7):
     "Log-probabilities and entropies of an actor whose output layer is rows, and their gradients, against one process"
     made = torch.Generator().manual_seed(3)
@@ -237,8 +272,11 @@ def main():
             told(way.__name__, f"{distance(model, one):.0e} from one process")
         except ValueError as error:
             told(way.__name__, f"ValueError: {error}")
-    told("rows_of_megatron", f"{max(rows_of_megatron(mesh['inner'], hide) for hide in (False, True)):.0e} from one process")
-    told("megatron_actor_of_verl", f"{megatron_actor_of_verl(mesh['inner']):.0e} from one process")
+    tensor = mesh["inner"]
+    for name, adds, own in (("gathered_and_split", False, False), ("gathered_and_added", True, False), ("own_rows_of_gathered", True, True)):
+        told(name, f"{gathered_first(tensor, adds, own):.0e} from one process")
+    told("rows_of_megatron", f"{max(rows_of_megatron(tensor, hide) for hide in (False, True)):.0e} from one process")
+    told("megatron_actor_of_verl", f"{megatron_actor_of_verl(tensor):.0e} from one process")
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that has done its work
 
