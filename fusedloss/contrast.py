@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS, may_look
 from fusedloss.core.devices import device_of
-from fusedloss.core.operators import autocasts, check_reverse, check_unbatched, first_order, is_later, operator, products
+from fusedloss.core.operators import (
+    autocasts, check_reverse, check_unbatched, first_order, is_later, operator, products, without_autocast)
 from fusedloss.core.options import BackboneReduction, Reduction
 from fusedloss.core.products import (
     autocast_like_linear, equal_rows, grad_scale_of, put_product, store_tile, swizzle_tile, takes_kernel,
@@ -936,7 +937,7 @@ def contrast_of_ranks(call:ContrastCall) -> Tensor:
     "`contrastive_loss` over ranks."
     s, agreed = agreed_on_ranks(call, "contrastive_loss")
     given, ring = operands(call), ring_options(call, s)
-    with torch.autocast(call.x.device.type, enabled=False):
+    with without_autocast(call.x.device.type):
         if call.positives is None: return agreed.of(reduced(RingContrast.apply(*given, *ring), call.reduction, s))
         return agreed.of(reduced_positives(*RingPositives.apply(*given, call.positives, *ring), call.reduction, s))
 
@@ -945,7 +946,7 @@ def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
     "`sigmoid_contrastive_loss` over ranks."
     s, agreed = agreed_on_ranks(call, "sigmoid_contrastive_loss")
     given, ring = operands(call), ring_options(call, s)
-    with torch.autocast(call.x.device.type, enabled=False):
+    with without_autocast(call.x.device.type):
         return agreed.of(reduced(RingSigmoid.apply(*given, call.positives, *ring), call.reduction, s))
 
 # %% ../nbs/26_contrast.ipynb #ctloss

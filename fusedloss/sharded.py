@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, check_labels, expect, expect_tensor, is_integer, is_number
 from fusedloss.core.learned import take_scale
-from fusedloss.core.operators import check_reverse, first_order
+from fusedloss.core.operators import check_reverse, first_order, without_autocast
 from fusedloss.core.options import (
     Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Operands, Reduction, ShardedMethod, Statistics, statistics_of)
@@ -413,7 +413,7 @@ def run_sharded(call:LocalCall, a:Asked) -> tuple[Tensor, Optional[CrossEntropyS
     check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
     t, s, b = local_rows(call), call.shards, call.batch
     if b.shared: check_same_on_ranks("input", t.input, s)
-    with torch.autocast(t.input.device.type, enabled=False):
+    with without_autocast(t.input.device.type):
         if takes_product(t, a, s, b): return sharded_product(t, a, s, b), None
         return sharded_loss(t, a, s, b)
 
@@ -536,7 +536,7 @@ def sharded_linear_log_probs(
     check_reverse("sharded_linear_log_probs", "linear_log_probs")
     rows = None if classes is None else classes.long().reshape(-1, classes.shape[-1])
     t = local_rows(call)
-    with torch.autocast(t.input.device.type, enabled=False):
+    with without_autocast(t.input.device.type):
         found = log_probs_over_ranks(t, flat(call.temperature), a, call.shards, call.batch, asked, rows)
     shape = call.tensors.target.shape
     *shaped, rank = (None if t is None else t.view(*shape, *t.shape[1:]) for t in found)
@@ -679,7 +679,7 @@ def sharded_linear_sample(
     call = token_call(input, linear_weight, linear_bias, a, mesh, num_classes, scale, each, look)
     t, f = local_rows(call), checked_filters(top_k, top_p, min_p, call.shards.n_classes)
     seeds = torch.randint(2**63 - 1, t.target.shape, device=t.input.device, generator=generator)
-    with torch.autocast(t.input.device.type, enabled=False):
+    with without_autocast(t.input.device.type):
         tokens, log_probs = samples_over_ranks(t, seeds, flat(call.temperature), o, f, call.shards, call.batch)
     shape = call.tensors.target.shape
     return Sample(tokens.view(shape), call.agreed.of(log_probs).view(shape))
@@ -766,7 +766,7 @@ def sharded_linear_topk(
     call = token_call(input, linear_weight, linear_bias, a, mesh, num_classes, scale, None, look)
     check_reverse("sharded_linear_topk", "linear_topk")
     t, s, b = local_rows(call), call.shards, call.batch
-    with torch.autocast(t.input.device.type, enabled=False):
+    with without_autocast(t.input.device.type):
         log_probs, lse, indices = _ShardTopK.apply(t.input, t.linear_weight, t.linear_bias, o, s, b, int(k), memory_budget or 0)
     here = slice(None) if s.group is None else b.token_slice(s)
     log_probs, lse = (call.agreed.of(own_rows(of, b, s)) for of in (log_probs, lse))

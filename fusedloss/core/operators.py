@@ -25,6 +25,7 @@ import math
 import sys
 import threading
 from collections import namedtuple
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Callable, get_type_hints, Iterable, Optional, Sequence
 
 import torch
@@ -446,9 +447,7 @@ class Operator(Unguarded):
         "The function, in the dtypes that it is given."
         first = self.arguments.first
         device = "meta" if first is None else args[first].device.type
-        if not autocasts(device):
-            return self.fn(*args)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(device):
             return self.fn(*args)
 
     def flat_save(self, ctx, inputs: tuple, output: Any):
@@ -471,6 +470,11 @@ PLAIN = (Tensor, torch.nn.Parameter)  # what no subclass has to see
 def autocasts(device: str) -> bool:
     "Whether autocast is on for a type of device; never on meta, which has none."
     return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    "A context in which autocast casts nothing for a type of device."
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 def check_tangents(args: tuple):
