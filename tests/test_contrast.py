@@ -596,7 +596,7 @@ KERNEL_MUTANTS = {
     "the first positive alone": ("found = found | (column", "found = (column"),
     "columns by the rows' sums": ("col_coef * exp2_diff(z, col_max, 1.0)", "col_coef * exp2_diff(z, row_max, 1.0)"),
     "the diagonal counts once in the kernel": ("tl.where(rows[:, None] == cols[None, :], 2 * own_coef, 0.0)", "tl.where(rows[:, None] == cols[None, :], own_coef, 0.0)"),
-    "the scale's part of the last tile alone": ("dscale += tl.sum(d * product, 1)", "dscale = tl.sum(d * product, 1)"),
+    "the scale's part of the last tile alone": ("dscale_ptr is not None:\n            dscale += tl.sum(d * product, 1)", "dscale_ptr is not None:\n            dscale = tl.sum(d * product, 1)"),
     "a tile's maximum is not taken off": ("top = tl.max(z, AXIS)", "top = tl.max(z, AXIS) * 0.0"),
 }
 
