@@ -6,6 +6,8 @@ import copy
 import os
 from types import MethodType
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP2 would give each process a GPU of its own, if there are any
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -481,7 +481,8 @@ def check_generator(generator:Optional[torch.Generator], input:Tensor):
     "`ValueError` for what is no generator, or one of another device."
     if generator is None: return
     expect(isinstance(generator, torch.Generator), "generator", "a torch.Generator or None", lambda: type(generator).__name__)
-    expect(generator.device == input.device, "generator", f"one of the input's device {input.device}", generator.device)
+    of, at = generator.device, input.device  # torch.Generator("cuda") has no index: it draws on any GPU
+    expect(of.type == at.type and of.index in (None, at.index), "generator", f"one of the input's device {at}", of)
 
 # %% ../nbs/30_samples.ipynb #smsample
 class Sample(NamedTuple):

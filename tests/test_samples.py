@@ -1,4 +1,7 @@
 """Samples from hidden states: Philox against its published numbers, frequencies against the softmax, the kernels against PyTorch, filters against a naive form, what is refused, planted bugs."""
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ import fusedloss.samples as samples
 from fusedloss.core.options import LossOptions
 from fusedloss.core.tiling import Tiling
 from fusedloss.core.triton import jit, tl
-from fusedloss.samples import Filters
+from fusedloss.samples import check_generator, Filters
 from helpers import follows_plans, planted, unchanged, where_kernels_run
 
 f16, bf16, f32, f64, i64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
@@ -443,6 +446,26 @@ def test_modules_and_autocast():
     (dict(generator=3), "generator: expected a torch.Generator or None, got int"), (dict(softcap=-1.0), "softcap"), (dict(linear_bias=torch.ones(3)), "linear_bias")])
 def test_what_is_refused(options, words):
     with pytest.raises(ValueError, match=words): fl.linear_sample(torch.randn(3, 4), torch.randn(9, 4), **options)
+
+
+class Drawing(torch.Generator):
+    "A generator that says that it is of another device"
+    device = None
+
+
+@pytest.mark.parametrize("of, fits", [("cuda", True), ("cuda:0", True), ("cuda:1", False), ("cpu", False)])
+def test_a_generator_without_an_index_is_of_any_gpu(of, fits, monkeypatch):
+    "As torch.Generator('cuda') is"
+    monkeypatch.setattr(Drawing, "device", torch.device(of))
+    with nullcontext() if fits else pytest.raises(ValueError, match=f"generator: expected one of the input's device cuda:0, got {of}"):
+        check_generator(Drawing(), SimpleNamespace(device=torch.device("cuda:0")))
+
+
+@where_kernels_run
+def test_a_generator_of_the_device_as_pytorch_makes_it(device):
+    x, w = torch.randn(3, 4, device=device), torch.randn(9, 4, device=device)
+    draw = lambda: fl.linear_sample(x, w, generator=torch.Generator(device).manual_seed(1)).tokens
+    assert torch.equal(draw(), draw())
 
 
 def test_a_generator_of_another_device_is_refused():
