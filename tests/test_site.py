@@ -1,13 +1,16 @@
 """The site's checker finds each kind of fault; mathematics needs no script; search finds names and stages first."""
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 
 import pytest
 from check_site import INDEX, problems, unlicensed, unused
+from colab import IMPORTED, add_all, colab_url, copy_for_colab, opens_there, requirements, set_up, with_button
 from search_index import addresses, index_script, with_search
 from site_pages import GUIDE, finish, finish_all, prepare, source_links
 from project import ROOT, is_stage, notebooks
@@ -114,6 +117,82 @@ def test_a_page_leads_to_its_notebook():
 def test_built_pages_say_how_they_are_opened(name, up):
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert f'href="{up}guide.html#open-a-page-in-jupyter"' in page and "/blob/main/nbs/" in page
+
+
+COLAB = "https://colab.research.google.com/github/o/r/blob/main/docs/colab/02_tiles.ipynb"
+
+
+def test_colab_opens_a_copy_where_the_repository_has_an_address():
+    assert colab_url("02_tiles.ipynb", "https://github.com/o/r", "main") == COLAB
+    assert [colab_url("02_tiles.ipynb", address, "main") for address in ("", "https://github.com", "https://example.org/o/r")] == [""] * 3
+
+
+@pytest.mark.parametrize("address, copies", {"https://github.com/o/r": ["02_tiles.ipynb", "puzzles/1_rows.ipynb"], "": []}.items())
+def test_lessons_and_puzzles_have_a_button_and_a_copy(address, copies, tmp_path):
+    names = ["02_tiles", "puzzles/1_rows", "guide", "solutions/02_tiles", "recipes/trainer", "tutorials/2_policy"]
+    pages = {PurePosixPath(f"{name}.ipynb"): SimpleNamespace(out=PurePosixPath(f"{name}.html")) for name in names}
+    for page in pages.values():
+        path = tmp_path / page.out
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('<header id="title-block-header"><h1>A</h1></header>', encoding="utf-8")
+    site = SimpleNamespace(pages=pages, out=tmp_path, resolve=lambda href, page, record: href.replace(".ipynb", ".html"))
+    add_all(site, address, "main", "https://example.org/s")
+    found = [name for name in names if "Open in Colab" in (tmp_path / f"{name}.html").read_text(encoding="utf-8")]
+    assert sorted(f"{name}.ipynb" for name in found) == copies
+    assert sorted(p.relative_to(tmp_path / "colab").as_posix() for p in tmp_path.rglob("*.ipynb")) == copies
+
+
+def test_every_lesson_opens_on_colab():
+    stages = [p for p in notebooks() if p.parent.name == "nbs"]
+    assert [opens_there(p.name) for p in stages] == [is_stage(p) for p in stages]
+
+
+def test_the_button_is_below_the_title():
+    page = '<header id="quarto-header"></header><header id="title-block-header" class="a"><h1>A</h1>{}</header><p>b</p><header></header>'
+    before, after = with_button(page.format(""), COLAB).split('<a class="fl-colab" href="' + COLAB)
+    assert before == page.partition("{}")[0] and after.endswith(">Open in Colab</a>" + page.partition("{}")[2])
+
+
+def test_a_copy_for_colab_fetches_the_workbook_first():
+    cells = [{"cell_type": "markdown", "id": "a", "source": "# A"},
+             {"cell_type": "code", "id": "b", "source": "x = [f](1)", "outputs": [1], "execution_count": 3},
+             {"cell_type": "markdown", "id": "c", "source": "[a](b.ipynb#c), [d](https://e.org)"}]
+    copy = copy_for_colab({"cells": cells, "metadata": {"fusedloss": {}}, "nbformat": 4}, "1", lambda href: f"<{href}>")
+    assert [(cell["id"], cell["source"]) for cell in copy["cells"]] == [
+        ("a", "# A"), ("colab", "1"), ("b", "x = [f](1)"), ("c", "[a](<b.ipynb#c>), [d](<https://e.org>)")]
+    assert copy["cells"][2]["outputs"] == [] and "fusedloss" not in copy["metadata"] and cells[1]["outputs"] == [1]
+
+
+def test_colab_installs_what_pages_import():
+    names = [re.match(r"[\w-]+", line)[0] for line in requirements()]
+    assert names[:2] == ["torch", "numpy"] and set(names[2:]) == IMPORTED
+
+
+ON_COLAB = """
+import importlib.util, json, os, sys
+from IPython.core.interactiveshell import InteractiveShell
+asked, find = [], importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "workbook" and sys.argv[2] == "without" else find(name)
+shell = InteractiveShell.instance()
+shell.system = lambda command: (asked.append(command), command.startswith("git") and os.makedirs("fusedloss/nbs/puzzles"))
+shell.register_magic_function(lambda line: asked.append(f"pip {line}"), "line", "pip")
+assert shell.run_cell(sys.argv[1]).success
+print(json.dumps([asked, os.getcwd(), sys.path[0], os.environ.get("CUDA_VISIBLE_DEVICES")]))
+"""
+
+
+@pytest.mark.parametrize("workbook", ["without", "with"])
+def test_the_first_cell_fetches_what_is_missing_and_nothing_else(workbook, tmp_path):
+    source = set_up("puzzles/1_rows.ipynb", "https://github.com/o/r", "main")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0", "IPYTHONDIR": str(tmp_path / "ipython")}
+    ran = subprocess.run([sys.executable, "-c", ON_COLAB, source, workbook], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    asked, folder, first, devices = json.loads(ran.stdout.splitlines()[-1])
+    if workbook == "with":
+        assert asked == [] and folder == str(tmp_path) and devices == "0"
+    else:
+        assert asked[0] == "git clone --quiet --depth 1 --branch main https://github.com/o/r fusedloss" and '"torch>=' in asked[1]
+        assert folder == str(tmp_path / "fusedloss" / "nbs" / "puzzles") and first == str(tmp_path / "fusedloss") and devices == ""
 
 
 def test_outputs_say_where_they_were_made(tmp_path):

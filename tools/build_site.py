@@ -23,6 +23,7 @@ from smalldocs import highlight as smalldocs_highlight
 from smalldocs import site as smalldocs
 from smalldocs.config import Project, load
 
+import colab
 import reference
 from glossary_links import link_stages
 from search_index import index_script, with_search
@@ -221,6 +222,7 @@ def render(out: Path) -> list[str]:
         site.build()
         link_stages(site.out)
         build_movement.fill_all(site.out)
+        colab.add_all(site, repository, project.website["repo-branch"], address())
         finish_all(site.out, address())
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(site.out, out)
