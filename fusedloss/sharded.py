@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.core.checks import acc_dtype, check_labels, expect, expect_tensor, is_integer, is_number
+from fusedloss.core.checks import acc_dtype, check_labels, expect, expect_tensor, is_integer
 from fusedloss.core.learned import take_scale
 from fusedloss.core.operators import check_reverse, first_order, without_autocast
 from fusedloss.core.options import (
@@ -477,6 +477,16 @@ def of_classes(values:Tensor, classes:Tensor, n_classes:int, ignore_index:int) -
     known = known_classes(classes, n_classes, ignore_index) >= 0
     return torch.where(known, values, torch.where(classes == ignore_index, 0.0, torch.nan))
 
+def options_over_ranks(
+    temperature:float|Tensor, logit_scale:float|Tensor, softcap:Optional[float], ignore_index:int,
+    tokens:Tensor, whose:str="target's",  # as of `check_temperature`, of a number
+) -> tuple[LossOptions, Optional[Tensor], Optional[Tensor]]:
+    "`temperature_options`; a temperature of each token as it is given, which may be over ranks."
+    each = temperature if isinstance(temperature, Tensor) else None
+    if each is None: check_temperature(temperature, tokens, whose)
+    o, _, scale = temperature_options(temperature if each is None else 1.0, logit_scale, softcap, ignore_index)
+    return o, each, scale
+
 def log_probs_over_ranks(
     t:Operands, temperature:Optional[Tensor], a:Asked, s:Shards, b:RankTokens, asked:Statistics,  # rows of this rank; [n]
     classes:Optional[Tensor]=None,  # [n,K], in place of the targets
@@ -516,9 +526,7 @@ def sharded_linear_log_probs(
 ) -> LogProbs:  # of this rank's tokens, float32 (float64 for float64)
     "`linear_log_probs` of a layer whose classes are over ranks; no rank makes another's scores."
     for name, t in dict(input=input, target=target).items(): expect_tensor(name, t, over_ranks=True)
-    each = temperature if isinstance(temperature, Tensor) else None
-    if each is None: check_temperature(temperature, target)
-    o, _, scale = temperature_options(temperature if each is None else 1.0, logit_scale, softcap, ignore_index)
+    o, each, scale = options_over_ranks(temperature, logit_scale, softcap, ignore_index, target)
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     asked, classes = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits), None
     if is_listed(target, input.shape[:-1]):
@@ -549,10 +557,10 @@ def token_call(
     look:Callable[[LocalCall], dict[str, Any]],  # as of `local_call`
 ) -> LocalCall:
     "`local_call` of tokens without a target: zeros stand in its place."
-    expect_tensor("input", input, over_ranks=True)
     here = input.to_local() if is_dtensor(input) else input
     y = torch.zeros(here.shape[:-1], dtype=torch.int64, device=here.device)
     def look_at_tokens(call):
+        if temperature is not None: check_temperature(call.temperature, call.tensors.target, "input's leading")
         found = look(call)
         return found | {"input": call.tensors.input[..., :1]} if call.batch.shared else found  # one feature of each token
     call = local_call(Operands(input, linear_weight, y, linear_bias), a, mesh, num_classes, scale, temperature, look_at_tokens)
@@ -666,13 +674,10 @@ def sharded_linear_sample(
     same samples. Where each rank has its own, its own generator does: give the ranks' generators other seeds.
     """
     expect_tensor("input", input, over_ranks=True)
-    each = temperature if isinstance(temperature, Tensor) else None
-    if each is None: check_temperature(temperature, torch.empty(input.shape[:-1], device="meta"), "input's leading")
-    o, _, scale = temperature_options(temperature if each is None else 1.0, logit_scale, softcap, -100)
+    tokens = torch.empty(input.shape[:-1], device="meta")
+    o, each, scale = options_over_ranks(temperature, logit_scale, softcap, -100, tokens, "input's leading")
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     def look(call):
-        given = temperature if each is None else call.temperature
-        check_temperature(given, call.tensors.target, "input's leading")
         check_generator(generator, call.tensors.input)
         return {"top_k, top_p and min_p": [*checked_filters(top_k, top_p, min_p, call.shards.n_classes)]}
     a = Asked(o, "none", backbone_reduction=backbone_reduction)
@@ -686,7 +691,8 @@ def sharded_linear_sample(
 
 # %% ../nbs/16_sharded.ipynb #stkcode1
 def shard_topk(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions, k:int, budget:int, s:Shards,  # [N,H], [V,H] and [V] of the shard
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor],  # [N,H]; [V,H] and [V] of the shard; [N]
+    o:LossOptions, k:int, budget:int, s:Shards,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N,k] twice, [2,N]
     "The best scores of a shard's classes, these classes among all, maximum and sum; -inf and -1 past the last."
     n, here = len(x), min(k, len(w))
@@ -694,7 +700,7 @@ def shard_topk(
         nothing = x.new_zeros((2, n), dtype=acc_dtype(x.dtype))
         nothing[0] = -torch.inf
         return nothing.new_full((n, k), -torch.inf), torch.full((n, k), -1, device=x.device), nothing
-    _, indices, _, scores, rows = topk_fwd(x, w, bias, o, here, budget)
+    _, indices, _, scores, rows = topk_fwd(x, w, bias, temperature, o, here, budget)
     return F.pad(scores, (0, k - here), value=-torch.inf), F.pad(indices + s.start, (0, k - here), value=-1), rows
 
 def topk_of_ranks(
@@ -712,15 +718,16 @@ def topk_of_ranks(
 class _ShardTopK(torch.autograd.Function):
     "Log-probabilities [N,k] and lse [N] with gradients, indices [N,k]."
     @staticmethod
-    def forward(ctx, x, w, bias, o, s, b, k, budget):
+    def forward(ctx, x, w, bias, temperature, o, s, b, k, budget):
         ctx.how = o, s, b, budget
-        x, *_ = gather_rows(x, x.new_zeros(len(x), dtype=torch.int64), None, b, s, 0)
-        with keep_agreement(tuning_agreement(x, x.dtype, s, "topk", *compiled_for(o))):
-            scores, indices, rows = topk_of_ranks(*shard_topk(x, w, bias, o, k, budget, s), k, s)
+        x, y, temperature = gather_rows(x, x.new_zeros(len(x), dtype=torch.int64), temperature, b, s, -1)
+        if temperature is not None: temperature = temperature.masked_fill(y < 0, 1.0)  # of rows that pad
+        with keep_agreement(tuning_agreement(x, x.dtype, s, "topk", *compiled_for(o), temperature is not None)):
+            scores, indices, rows = topk_of_ranks(*shard_topk(x, w, bias, temperature, o, k, budget, s), k, s)
         log2_scale = sums_log2_scale(x)
         sums = merge_sums(torch.cat([rows, rows.new_zeros(len(rows), 5, len(x))], 1), log2_scale)
         log_s = sums[SUM].log()
-        ctx.save_for_backward(x, w, bias, indices, scores, sums, log_s)  # log_s for `first_order`
+        ctx.save_for_backward(x, w, bias, temperature, indices, scores, sums, log_s)  # log_s for `first_order`
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
         return scores - scores[:, :1] - log_s[:, None], sums[ROW_MAX] / log2_scale + log_s, indices
@@ -728,16 +735,16 @@ class _ShardTopK(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, g, g_lse, _):
-        x, w, bias, indices, scores, sums, _ = ctx.saved_tensors
+        x, w, bias, temperature, indices, scores, sums, _ = ctx.saved_tensors
         o, s = ctx.how[:2]
         if not any(ctx.needs_input_grad[:3]) or g is None and g_lse is None: return (None,) * len(ctx.needs_input_grad)
         first, more, mine = None, None, s.local_labels(indices, -1)
         if g is not None:
             first, others = -g[:, 0], g[:, 1:]
             g_lse = -others.sum(1) if g_lse is None else g_lse - others.sum(1)
-            more = ListedGradients(mine[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o)).contiguous())
+            more = ListedGradients(mine[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o, temperature)).contiguous())
         terms = make_terms(sums, g_lse, first, None, None)
-        return returned_gradients(ctx, terms, sums, x, w, mine[:, 0].contiguous(), bias, None, None, False, more if scores.shape[1] > 1 else None)
+        return returned_gradients(ctx, terms, sums, x, w, mine[:, 0].contiguous(), bias, None, temperature, False, more if scores.shape[1] > 1 else None)
 
 # %% ../nbs/16_sharded.ipynb #stkcode2
 @tells_ranks(mesh_of_call)
@@ -746,7 +753,7 @@ def sharded_linear_topk(
     linear_weight:Tensor|nn.Module,  # [V,H], a DTensor, Shard(0); or its rows, beside `mesh`
     k:int,  # classes for each token, from 1 to V; 1 is argmax
     *, linear_bias:Optional[Tensor]=None,  # [V] as the weight
-    temperature:float=1.0,  # T; divides the scores
+    temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
     logit_scale:float|Tensor=1.0,  # multiplies the logits, bias and all; a 0-dim tensor may have a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
     memory_budget:Optional[int]=None,  # bytes beyond the results
@@ -755,19 +762,21 @@ def sharded_linear_topk(
     num_classes:Optional[int]=None,  # V, likewise
 ) -> TopK:  # of this rank's tokens, float32 (float64 for float64)
     "`linear_topk` of a layer whose classes are over ranks; no rank makes another's scores."
-    expect(is_number(temperature) and temperature > 0, "temperature", "a positive number", lambda: repr(temperature))
-    o, _, scale = temperature_options(temperature, logit_scale, softcap, -100)
+    expect_tensor("input", input, over_ranks=True)
+    tokens = torch.empty(input.shape[:-1], device="meta")
+    o, each, scale = options_over_ranks(temperature, logit_scale, softcap, -100, tokens, "input's leading")
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     def look(call):
         most = call.shards.n_classes
         expect(is_integer(k) and 1 <= k <= most, "k", f"an integer from 1 to {most}", lambda: repr(k))
         return {"k": int(k)}
     a = Asked(o, "none", memory_budget=memory_budget, backbone_reduction=backbone_reduction)
-    call = token_call(input, linear_weight, linear_bias, a, mesh, num_classes, scale, None, look)
+    call = token_call(input, linear_weight, linear_bias, a, mesh, num_classes, scale, each, look)
     check_reverse("sharded_linear_topk", "linear_topk")
     t, s, b = local_rows(call), call.shards, call.batch
     with without_autocast(t.input.device.type):
-        log_probs, lse, indices = _ShardTopK.apply(t.input, t.linear_weight, t.linear_bias, o, s, b, int(k), memory_budget or 0)
+        log_probs, lse, indices = _ShardTopK.apply(
+            t.input, t.linear_weight, t.linear_bias, flat(call.temperature), o, s, b, int(k), memory_budget or 0)
     here = slice(None) if s.group is None else b.token_slice(s)
     log_probs, lse = (call.agreed.of(own_rows(of, b, s)) for of in (log_probs, lse))
     shape = call.tensors.target.shape

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
-from fusedloss.core.checks import acc_dtype, check_bias_and_budget, check_linear, expect, is_integer, is_number
+from fusedloss.core.checks import acc_dtype, check_bias_and_budget, check_linear, expect, is_integer
 from fusedloss.core.devices import device_of
 from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
@@ -20,12 +20,12 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.products import chunk_scores, equal_rows, linear_operands, part, takes_kernel, tile_slices, wide
 from fusedloss.core.reference import as_rows, score_and_slope
 from fusedloss.core.score_product import merge_statistics, product_of, takes_scores
-from fusedloss.core.softmax import log2_scale, score_fn
+from fusedloss.core.softmax import cooled, log2_scale, score_fn
 from fusedloss.core.tiling import is_busy, Tiling, tiling_of
 from fusedloss.core.triton import jit, launch_kernel, next_power_of_2, on_device, tl
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.kernels import rows_fwd
-from fusedloss.logprobs import temperature_options
+from fusedloss.logprobs import check_temperature, temperature_options
 from fusedloss.recompute import kernel_bwd, launch_sums, ListedGradients, plain_bwd, plain_chunks
 
 # %% ../nbs/29_topk.ipynb #tk000021a
@@ -92,7 +92,7 @@ def launch_best(z:Tensor, k:int) -> tuple[Tensor, Tensor]:  # [N,M] fp32 to [N,k
 # %% ../nbs/29_topk.ipynb #tk000030
 @jit
 def listed_scores_kernel(
-    x_ptr, w_ptr, bias_ptr,  # [N,H], [V,H], [V] or None
+    x_ptr, w_ptr, bias_ptr, temperature_ptr,  # [N,H], [V,H]; [V], [N], each or None
     by_tile_ptr, pairs_ptr, blocks_ptr,  # [N·S] twice: tile, row · S + slot, by tile; [blocks]: first pair, or -1
     out_ptr,  # [N,S,WIDTH]
     N, V, H, S, x_stride_n, x_stride_h, w_stride_v, w_stride_h, o,
@@ -107,7 +107,8 @@ def listed_scores_kernel(
         keep = tl.load(by_tile_ptr + lanes, mask=lanes < N * S, other=-1).to(tl.int64) == tile
         cols = tile * WIDTH + columns
         pairs, inside = tl.load(pairs_ptr + lanes, mask=keep, other=0), cols < V
-        x_at, w_at = x_ptr + (pairs // S)[:, None] * x_stride_n, w_ptr + cols[:, None] * w_stride_v
+        rows = pairs // S
+        x_at, w_at = x_ptr + rows[:, None] * x_stride_n, w_ptr + cols[:, None] * w_stride_v
         product = tl.zeros([BN, BV], tl.float32)
         for k in range(0, H, BH):
             features = (k + tl.arange(0, BH)).to(tl.int64)[None, :]
@@ -116,7 +117,7 @@ def listed_scores_kernel(
             product = tl.dot(a, b.T, product, input_precision="ieee")
         if bias_ptr is not None:
             product += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        z, _ = SCORE(product, o)
+        z, _ = cooled(*SCORE(product, o), temperature_ptr, rows, keep)
         z = tl.where(inside[None, :], z, -float("inf"))
         tl.store(out_ptr + pairs[:, None] * WIDTH + columns[None, :], z, mask=keep[:, None])
 
@@ -144,7 +145,8 @@ def tile_blocks(tiles:Tensor, n_tiles:int, size:int) -> tuple[Tensor, Tensor, Te
     return by_tile, pairs, blocks
 
 def launch_listed_scores(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], tiles:Tensor, o:LossOptions, t:Tiling,  # [N,H], [V,H], [V], [N,S]
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor],  # [N,H], [V,H], [V], [N]
+    tiles:Tensor, o:LossOptions, t:Tiling,  # [N,S]
 ) -> Tensor:  # [N, S · t.BV]
     "Scores of each row in its tiles, -inf beyond the last class."
     (n, slots), n_tiles, columns = tiles.shape, -(-len(w) // t.BV), t.BV & -t.BV  # the power of two that divides a tile
@@ -152,26 +154,26 @@ def launch_listed_scores(
     sorted_pairs = tile_blocks(tiles, n_tiles, size)
     z = x.new_empty(n, slots * t.BV, dtype=torch.float32)
     with on_device(x):
-        launch_kernel(listed_scores_kernel, (len(sorted_pairs[2]) * (t.BV // columns),), x, w, bias, *sorted_pairs, z, n, len(w),
-                      x.shape[1], slots, *x.stride(), *w.stride(), o, SCORE=score_fn(o), WIDTH=t.BV,
+        launch_kernel(listed_scores_kernel, (len(sorted_pairs[2]) * (t.BV // columns),), x, w, bias, temperature, *sorted_pairs, z, n,
+                      len(w), x.shape[1], slots, *x.stride(), *w.stride(), o, SCORE=score_fn(o), WIDTH=t.BV,
                       BN=size, BV=columns, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     return z
 
 # %% ../nbs/29_topk.ipynb #tk000040
 def score_tiles(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions,  # [N,H], [V,H], [V]
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,  # [N,H], [V,H], [V], [N]
 ) -> tuple[Tiling, bool]:
     "How the first matmul cuts tiles, and whether it is the GPU's hand-written product."
-    t, by_product = tiling_of(x, w, is_busy(o, False)), takes_scores(x, w, bias, o)
+    t, by_product = tiling_of(x, w, is_busy(o, False)), temperature is None and takes_scores(x, w, bias, o)
     return t._replace(BV=product_of(device_of(x)).classes) if by_product else t, by_product
 
 def tile_maxima(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions,  # [N,H], [V,H], [V]
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,  # [N,H], [V,H], [V], [N]
 ) -> tuple[Tensor, Tensor, Tiling]:  # [N,tiles], [2,N]
     "Each row's maximum in every tile of classes; its maximum, and Σ e^(z - maximum); how the tiles are cut."
-    y, (t, by_product) = x.new_full((len(x),), -1, dtype=torch.int64), score_tiles(x, w, bias, o)
+    y, (t, by_product) = x.new_full((len(x),), -1, dtype=torch.int64), score_tiles(x, w, bias, temperature, o)
     if not by_product:
-        sums, parts = launch_sums(x, w, y, bias, None, o, tiling=t, run=1, unscaled=True)
+        sums, parts = launch_sums(x, w, y, bias, None, o, tiling=t, temperature=temperature, run=1, unscaled=True)
         return parts[0].T, sums[:2], t
     product, sums = product_of(device_of(x)), x.new_zeros(7, len(x), dtype=torch.float32)
     stats = sums.new_empty(-(-len(w) // product.classes), len(x), 2)
@@ -187,20 +189,24 @@ class Found(NamedTuple):
     lse: Tensor  # [N]
     rows: Tensor  # [2,N]: as kernels store maximum and sum
 
-def kernel_topk(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions, k:int) -> Found:
+def kernel_topk(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int,  # [N,H], [V,H], [V], [N]
+) -> Found:
     "The k largest scores of rows whose candidates fit in memory: the matmul, the best tiles, their scores again."
-    maxima, (top, s), t = tile_maxima(x, w, bias, o)
+    maxima, (top, s), t = tile_maxima(x, w, bias, temperature, o)
     _, tiles = launch_best(maxima, min(k, maxima.shape[1]))
     tiles, _ = tiles.sort(1)  # equal scores are then in the order of their classes
-    scores, places = launch_best(launch_listed_scores(x, w, bias, tiles, o, t), k)
+    scores, places = launch_best(launch_listed_scores(x, w, bias, temperature, tiles, o, t), k)
     indices = tiles.gather(1, places // t.BV) * t.BV + places % t.BV
     return Found(scores, indices, top + s.log(), torch.stack([top * log2_scale(x), s]))
 
-def plain_topk(x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions, k:int) -> Found:
+def plain_topk(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int,  # as `kernel_topk`
+) -> Found:
     "The same in PyTorch, from all scores of the rows."
     z = chunk_scores(x, w, bias)
-    _, lse, _, rows = rows_fwd(z, z.new_zeros(len(x), dtype=torch.int64), None, None, None, o)
-    z = score_and_slope(z[:, 0], o)[0]
+    _, lse, _, rows = rows_fwd(z, z.new_zeros(len(x), dtype=torch.int64), None, None, None, o, temperature=temperature)
+    z = score_and_slope(z[:, 0], o, temperature)[0]
     return Found(*tiled_best(z, k), lse, rows)
 
 # %% ../nbs/29_topk.ipynb #tk000042
@@ -212,27 +218,28 @@ def row_bytes(n_classes:int, width:int, k:int) -> int:  # of a tile
     return 8 * tiles + (4 if k <= MOST else 24) * min(k, tiles) * width  # a sort needs copies and places
 
 def topk_fwd(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], o:LossOptions, k:int, budget:int,  # [N,H], [V,H], [V]
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int, budget:int,  # [N,H], [V,H], [V], [N]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Log-probabilities [N,k], indices [N,k], log-sum-exps [N]; scores [N,k] and rows [2,N] for the gradient."
     if takes_kernel(x):
         most = (budget or max(LEAST, len(x) * len(w) * x.element_size() // 32)) // row_bytes(
-            len(w), score_tiles(x, w, bias, o)[0].BV, k)
+            len(w), score_tiles(x, w, bias, temperature, o)[0].BV, k)
         chunks, topk = tile_slices(len(x), equal_rows(len(x), max(1, most))), kernel_topk
     else: chunks, w, topk = plain_chunks(x, w, budget), wide(w), plain_topk
-    found = [topk(part(x, i), w, bias, o, k) for i in chunks]
+    found = [topk(part(x, i), w, bias, part(temperature, i), o, k) for i in chunks]
     scores, indices, lse = (torch.cat(kind) for kind in list(zip(*found))[:3])
     rows = torch.cat([f.rows for f in found], 1)
     return scores - scores[:, :1] - rows[1].log()[:, None], indices, lse, scores, rows
 
 # %% ../nbs/29_topk.ipynb #tk000043
-def score_slopes(scores:Tensor, o:LossOptions) -> Tensor|float:
+def score_slopes(scores:Tensor, o:LossOptions, temperature:Optional[Tensor]) -> Tensor|float:  # [N,K], [N]
     "Derivatives of scores by the logits that they are made of."
-    return o.logit_scale * (1 - (scores / o.softcap) ** 2) if o.softcap else o.logit_scale
+    cool = 1.0 if temperature is None else temperature.to(scores.dtype)[:, None]
+    return o.logit_scale / cool * (1 - (scores * cool / o.softcap) ** 2) if o.softcap else o.logit_scale / cool
 
 def topk_bwd(
     g:Optional[Tensor], g_lse:Optional[Tensor],  # [N,k], [N]
-    x:Tensor, w:Tensor, bias:Optional[Tensor], indices:Tensor, scores:Tensor, rows:Tensor,
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], indices:Tensor, scores:Tensor, rows:Tensor,
     o:LossOptions, budget:int, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dw [V,H], db [V], in the dtypes of x, w and bias; empty where not needed."
@@ -241,14 +248,14 @@ def topk_bwd(
         first, others = -g[:, 0], g[:, 1:]
         g_lse = -others.sum(1) if g_lse is None else g_lse - others.sum(1)
         if others.shape[1]:
-            more = ListedGradients(indices[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o)).contiguous())
+            more = ListedGradients(indices[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o, temperature)).contiguous())
     dx, dw, db = (kernel_bwd if takes_kernel(x) else plain_bwd)(
         (first, g_lse, None), x, w, indices[:, 0].contiguous(), bias, None, None, None, rows, rows.new_empty(0),
-        o, budget, (need_x, need_w, need_b), more=more)
+        o, budget, (need_x, need_w, need_b), temperature=temperature, more=more)
     return dx, dw, db if bias is None else db.to(bias.dtype)
 
 # %% ../nbs/29_topk.ipynb #tk000044
-def fake_topk(x, w, bias, o, k, budget):
+def fake_topk(x, w, bias, temperature, o, k, budget):
     "The shapes of `topk_fwd`'s results."
     n, new = x.shape[0], lambda *size: x.new_empty(size, dtype=acc_dtype(x.dtype))
     return new(n, k), x.new_empty((n, k), dtype=torch.int64), new(n), new(n, k), new(2, n)
@@ -261,9 +268,9 @@ def fake_topk_grad(g, g_lse, x, w, bias, *others):
 
 def save_topk(ctx, inputs, output):
     "The inputs, and of each row its classes, their scores and two numbers."
-    x, w, bias, ctx.options, _, ctx.budget = inputs
+    *tensors, ctx.options, _, ctx.budget = inputs
     _, indices, _, scores, rows = output
-    ctx.save_for_backward(x, w, bias, indices, scores, rows)
+    ctx.save_for_backward(*tensors, indices, scores, rows)
     ctx.mark_non_differentiable(indices, scores, rows)
 
 def gradient_of_topk(ctx, needs, g, _, g_lse, *others):
@@ -291,7 +298,7 @@ def linear_topk(
     linear_weight:Tensor|nn.Module,  # [V,H], or an `nn.Linear` or `nn.Embedding` that has it
     k:int,  # classes for each token, from 1 to V; 1 is argmax
     *, linear_bias:Optional[Tensor]=None,  # [V]
-    temperature:float=1.0,  # T; divides the scores
+    temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
     logit_scale:float|Tensor=1.0,  # multiplies the logits, bias and all; a 0-dim tensor gets a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
     memory_budget:Optional[int]=None,  # bytes beyond the results; by default 64 MiB, or a 32nd of the logits if that is more
@@ -307,10 +314,10 @@ def linear_topk(
     check_linear(input, linear_weight)
     check_bias_and_budget(input, linear_weight, linear_bias, memory_budget)
     expect(is_integer(k) and 1 <= k <= len(linear_weight), "k", lambda: f"an integer from 1 to {len(linear_weight)}", lambda: repr(k))
-    expect(is_number(temperature) and temperature > 0, "temperature", "a positive number", lambda: repr(temperature))
-    o, _, scale = temperature_options(temperature, logit_scale, softcap, -100)
-    input, linear_bias = fold_scale(scale, input, linear_bias)
     lead = input.shape[:-1]
+    check_temperature(temperature, input.new_empty(lead), "input's leading")
+    o, each, scale = temperature_options(temperature, logit_scale, softcap, -100)
+    input, linear_bias = fold_scale(scale, input, linear_bias)
     given = linear_operands(as_rows(input), linear_weight, linear_bias)
-    log_probs, indices, lse, _, _ = topk_of_rows(*given, o, int(k), memory_budget or 0)
+    log_probs, indices, lse, _, _ = topk_of_rows(*given, each, o, int(k), memory_budget or 0)
     return TopK(log_probs.view(*lead, k), indices.view(*lead, k), lse.view(lead))

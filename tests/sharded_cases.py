@@ -381,12 +381,13 @@ def classes_of_a_row_against_one_process(meshes):
 
 
 TOPK = dict(temperature=0.7, logit_scale=1.5, softcap=3.0)
+EACH = TOPK | dict(temperature=torch.linspace(0.4, 2, 9, dtype=f64, device=DEVICE))
 
 
 @case
 def topk_against_one_process(meshes):
     "Values, ties and gradients; k of one class, of more than a rank has, and of all; ranks without classes or tokens"
-    for n, v, ks, how in ((9, 11, (1, 4, 11), TOPK), (6, 3, (1, 2, 3), {}), (2, 10, (3, 9), {})):
+    for n, v, ks, how in ((9, 11, (1, 4, 11), TOPK), (9, 11, (1, 4), EACH), (6, 3, (1, 2, 3), {}), (2, 10, (3, 9), {})):
         x, w, b = (t.round() for t in problem(n, 4, v)[:3])  # scores that are equal, and equal in every program
         w[-1], b[-1] = w[0], b[0]
         for k in ks:
@@ -398,7 +399,8 @@ def topk_against_one_process(meshes):
                 for kind, here in (("plain", lambda t: t), ("own", lambda t: uneven(t, mesh))):
                     own = [here(x).clone().requires_grad_(), spread(w, mesh).requires_grad_(), spread(b, mesh).requires_grad_()]
                     reduction = None if kind == "plain" else "mean"
-                    got = fl.sharded_linear_topk(*own[:2], k, linear_bias=own[2], backbone_reduction=reduction, **how)
+                    cool = how | ({"temperature": here(EACH["temperature"])} if how is EACH else {})
+                    got = fl.sharded_linear_topk(*own[:2], k, linear_bias=own[2], backbone_reduction=reduction, **cool)
                     assert_close([*got], [*map(here, wanted)])
                     grads = torch.autograd.grad((here(up) * got.log_probs).sum() + (here(at) * got.lse).sum(), own)
                     for a, e in zip(grads, (here(exact[0]) * (ranks if reduction else 1), *exact[1:])):
@@ -423,6 +425,9 @@ def hostile_topk(meshes):
         assert_close(found.log_probs[3:], alone.log_probs[3:])
         split = fl.sharded_linear_topk(spread(x.view(2, 3, 4), mesh, 1), spread(w, mesh), 2)
         assert_close(split.indices, local(spread(fl.linear_topk(x, w, 2).indices.view(2, 3, 2), mesh, 1)))
+        each = x[:, 0].exp().view(2, 3)
+        split = fl.sharded_linear_topk(spread(x.view(2, 3, 4), mesh, 1), spread(w, mesh), 2, temperature=spread(each, mesh, 1))
+        assert_close(split.lse, local(spread(fl.linear_topk(x.view(2, 3, 4), w, 2, temperature=each).lse, mesh, 1)))
         for dtype in (torch.bfloat16, torch.float16):
             half = [t.to(dtype) for t in (x, w)]
             pair = fl.sharded_linear_topk(half[0], spread(half[1], mesh), 4), fl.linear_topk(*half, 4)
@@ -508,6 +513,8 @@ ANSWER_BUGS = {
     "equal scores of lower ranks forgotten": ("[:s.rank].sum(0)", "[:0].sum(0)"),
     "candidates past a rank's last class": ("[part[:, :m] for part, m in zip(of, have)]", "[*of]"),
     "candidates counted from a rank's first class": ("F.pad(indices + s.start, ", "F.pad(indices, "),
+    "the best classes without their temperatures": ("topk_fwd(x, w, bias, temperature, o, here, budget)", "topk_fwd(x, w, bias, None, o, here, budget)"),
+    "the best classes' gradients without them": ("mine[:, 0].contiguous(), bias, None, temperature,", "mine[:, 0].contiguous(), bias, None, None,"),
     "logits of K classes from this rank alone": ("raw = all_reduce(raw, s)", "raw = raw"),
     "gradients of classes that others have": ("more._replace(gradients=more.gradients.masked_fill(more.classes < 0, 0.0))", "more"),
     "dx without the classes of a row": ("if listed: add_listed((total, None, None), (True, False, False), x, w, *more)", "pass"),
@@ -523,11 +530,12 @@ def answers_over_ranks(module, mesh):
     for f in FILTERS[:3]:
         yield (module.sharded_linear_sample(x, spread(w, mesh), linear_bias=spread(b, mesh), temperature=3.0, generator=draws(mesh.get_local_rank()), **f),
                fl.linear_sample(x, w, linear_bias=b, temperature=3.0, generator=draws(0), **f))
-    for name, asked, bias in (("linear_topk", 3, b), ("linear_topk", 7, few), ("linear_log_probs", lists, b)):
+    heat = torch.linspace(0.4, 2, 30, dtype=f64, device=DEVICE)
+    for name, asked, bias, how in (("linear_topk", 3, b, {}), ("linear_topk", 7, few, {}), ("linear_topk", 3, b, {"temperature": heat}), ("linear_log_probs", lists, b, {})):
         leaves = [t.clone().requires_grad_() for t in (x, w)]
-        wanted = getattr(fl, name)(*leaves, asked, linear_bias=bias)
+        wanted = getattr(fl, name)(*leaves, asked, linear_bias=bias, **how)
         own = [x.clone().requires_grad_(), spread(w, mesh).requires_grad_()]
-        got = getattr(module, f"sharded_{name}")(*own, asked, linear_bias=spread(bias, mesh))
+        got = getattr(module, f"sharded_{name}")(*own, asked, linear_bias=spread(bias, mesh), **how)
         yield [t for t in got if t is not None], [t for t in wanted if t is not None]
         if bias is b:
             yield tuple([*map(whole, torch.autograd.grad((g * found.log_probs).sum(), of))] for found, of in ((got, own), (wanted, leaves)))
@@ -568,7 +576,10 @@ def answers_that_ranks_disagree_on(meshes):
             if DEVICE == "cpu":
                 raises(ValueError, "input: expected the same on all ranks; for tokens of each rank's own", lambda: call(x=x + last))
         raises(ValueError, "linear_weight: expected [Shard(0)]", lambda: fl.sharded_linear_topk(x, spread(w, mesh, 1), 2))
-        raises(ValueError, "numbers of tokens: expected the same on all ranks", lambda: draw(temperature=x[:, 0].exp() if last else 1.0))
+        for call in (topk, draw):
+            raises(ValueError, "numbers of tokens: expected the same on all ranks", lambda: call(temperature=x[:, 0].exp() if last else 1.0))
+            wrong("temperature: expected a positive number, or a float tensor of the input's leading shape", lambda: call(temperature=x[:6 - last, 0].exp()))
+            if DEVICE == "cpu": wrong("temperature: expected positive, finite numbers", lambda: call(temperature=x[:, 0].exp() - 9 * last))
         assert topk().indices.shape == (6, 2) and draw().tokens.shape == (6,)
 
 

@@ -171,7 +171,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature", "sharded_linear_log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
     **dict.fromkeys(("MemoryEfficientVocabOutput.eval_forward-input", "linear_topk-input", "sharded_linear_topk-input", "linear_sample-input", "sharded_linear_sample-input"), {"more dimensions", "rows"}), "NegativeSampler.find-y": {"no dimension", "more dimensions", "size"}, "PopularitySampler.log_draws-classes": {"no dimension", "more dimensions", "size"},
     "PopularitySampler-popularity": {"size", "float64", "int64"},
-    **dict.fromkeys(("linear_sample-temperature", "sharded_linear_sample-temperature"), {"number", "float64"}),
+    **dict.fromkeys((f"{over}linear_{name}-temperature" for over in ("", "sharded_") for name in ("sample", "topk")), {"number", "float64"}),
     "onehot_select-z": {"size", "float64", "int64", "bool", "complex64"}, "chunked_linear_cross_entropy-linear_bias": {"float64"},
     **dict.fromkeys((f"{name}linear_divergence-{bias}_bias" for name in ("", "sharded_") for bias in ("linear", "teacher")), {"float64"}), "plan-needs_grad": {"list"}, "plan-options": {"empty"},
     "semirings.CountSemiring-dtype": {"int8"}, **dict.fromkeys(("contrastive_loss-logit_scale", "sigmoid_contrastive_loss-logit_scale"), {"0.0", "-1.0"}), "logit_scale": {"tensor"}, "logit_bias": {"tensor"},

@@ -96,13 +96,13 @@ def best_classes(dtype, width, how, V=65536, N=2048, k=20):
     o = LossOptions(logit_scale=o.logit_scale, softcap=o.softcap)
     w, b = matrix(V, width, dtype), cuda(V, dtype=dtype) if stats else None
     for rows in (64, N):
-        x = matrix(rows, width, dtype)
+        x, each = matrix(rows, width, dtype), cuda(rows) if stats else None  # a temperature for each row
         t = tiling_of(x, w, is_busy(o, False))
         for cut in (t, t._replace(BV=192)):
             maxima, tiles = cuda(-(-V // cut.BV), rows).T, cuda(rows, k, dtype=i64)
             topk.launch_best(maxima, k)
-            topk.launch_best(topk.launch_listed_scores(x, w, b, tiles, o, cut), k)
-        recompute.launch_sums(x, w, cuda(rows, dtype=i64), b, None, o, tiling=t, run=1, unscaled=True)
+            topk.launch_best(topk.launch_listed_scores(x, w, b, each, tiles, o, cut), k)
+        recompute.launch_sums(x, w, cuda(rows, dtype=i64), b, None, o, tiling=t, temperature=each, run=1, unscaled=True)
     recompute.launch_listed(matrix(N, 4096, dtype), recompute.ListedGradients(cuda(N, k, dtype=i64), cuda(N, k)), 8)
 
 

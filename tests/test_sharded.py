@@ -391,8 +391,9 @@ def test_answers_of_one_rank_by_the_kernels(device):
     x, w, b = (draw(*size).requires_grad_() for size in ((20, 32), (300, 32), (300,)))
     lists, how = torch.randint(300, (20, 4), generator=made).to(device), dict(linear_bias=b, softcap=6.0, logit_scale=0.4)
     g = torch.linspace(-1, 2, 80, device=device).view(20, 4)
-    for single, ranks, given in ((fl.linear_topk, fl.sharded_linear_topk, (x, w, 4)), (fl.linear_log_probs, fl.sharded_linear_log_probs, (x, w, lists))):
-        found, wanted = ranks(*given, **how), single(*given, **how)
+    topks, each = (fl.linear_topk, fl.sharded_linear_topk), {"temperature": torch.linspace(0.5, 2, 20, device=device)}
+    for (single, ranks), given, more in ((topks, (x, w, 4), {}), (topks, (x, w, 4), each), ((fl.linear_log_probs, fl.sharded_linear_log_probs), (x, w, lists), {})):
+        found, wanted = (call(*given, **how, **more) for call in (ranks, single))
         assert_close([*found], [*wanted], rtol=1e-3, atol=1e-3)
         for a, e in zip(*(torch.autograd.grad((g * of.log_probs).sum(), (x, w, b)) for of in (found, wanted))):
             assert_close(a, e, rtol=2e-2, atol=5e-3)

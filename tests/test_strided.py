@@ -56,6 +56,10 @@ def several(x, w, y, b, classes, tokens, t):
     return graded(lambda x, w: fl.linear_log_probs(x, w, lists, linear_bias=b, temperature=t).log_probs.sum(1), x, w)
 
 
+def topk(best):
+    return lambda x, w, y, b, classes, tokens, t: graded(lambda x, w: best(x, w, 3, linear_bias=b, temperature=t).log_probs.sum(1), x, w)
+
+
 def divergence(loss, reduction="none"):
     return lambda x, w, y, b, classes, tokens, t: graded(
         lambda x, w: loss(x, w, x.detach() / 2, w.detach() / 3, linear_bias=b, teacher_bias=b, token_weight=tokens, temperature=t, reduction=reduction), x, w)
@@ -68,11 +72,10 @@ def over_ranks(x, w, y, b, classes, tokens, t):
 CALLS = {f"linear_cross_entropy, {m}": cross_entropy(m) for m in ("eager", "tiles", "chunks", "recompute")} | {
     "linear_cross_entropy, each token": cross_entropy("recompute", "none"),
     "linear_log_probs": log_probs(), "linear_log_probs, batch_invariant": log_probs(batch_invariant=True), "linear_log_probs, lists": several,
-    "linear_topk": lambda x, w, y, b, *_: graded(lambda x, w: fl.linear_topk(x, w, 3, linear_bias=b).log_probs.sum(1), x, w),
+    "linear_topk": topk(fl.linear_topk), "sharded_linear_topk": topk(fl.sharded_linear_topk),
     "linear_sample": lambda x, w, y, b, *_: list(fl.linear_sample(x, w, linear_bias=b, generator=torch.Generator(x.device).manual_seed(0))),
     "linear_divergence": divergence(fl.linear_divergence), "sharded_linear_divergence": divergence(fl.sharded_linear_divergence),
     "sharded_linear_log_probs": over_ranks,
-    "sharded_linear_topk": lambda x, w, y, b, *_: graded(lambda x, w: fl.sharded_linear_topk(x, w, 3, linear_bias=b).log_probs.sum(1), x, w),
     "sharded_linear_sample": lambda x, w, y, b, *_: list(fl.sharded_linear_sample(x, w, linear_bias=b, top_k=5, generator=torch.Generator(x.device).manual_seed(0))),
     "cross_entropy": lambda x, w, y, b, classes, tokens, t: graded(
         lambda z: fl.cross_entropy(z, y, weight=classes, token_weight=tokens, label_smoothing=0.1, reduction="none"), x @ w.T),

@@ -36,6 +36,7 @@ def right_order(z, k):
 def scores(x, w, b=None, *, temperature=1.0, logit_scale=1.0, softcap=None):
     "Scores [N,V] in float64, by their definition"
     z = logit_scale * (x.double() @ w.double().T + (0 if b is None else b.double()))
+    if isinstance(temperature, torch.Tensor): temperature = temperature.double()[:, None]
     return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
 
 
@@ -54,6 +55,7 @@ class Case:
     budget: int | None = None
     masked: int = 0  # classes whose score is -inf
     upstream: str = "both"
+    each: bool = False  # a temperature for each token
 
     def leaves(self, device):
         "x, w, b (or None): float64 numbers, rounded"
@@ -63,6 +65,11 @@ class Case:
         b[:self.masked] = -torch.inf
         x, w, b = (t.to(device, self.dtype).requires_grad_() for t in (draw(n, h), 2 * draw(v, h) / h**0.5, b))
         return x, w, b if self.bias else None
+
+    def options(self, device):
+        "What `how` names, and temperatures from 0.4 to 2"
+        each = {"temperature": torch.linspace(0.4, 2, self.sizes[0], dtype=f64 if self.dtype == f64 else f32, device=device)}
+        return HOW[self.how] | (each if self.each else {})
 
 
 def weighed(upstream, log_probs, lse):
@@ -75,10 +82,10 @@ def weighed(upstream, log_probs, lse):
 
 def faults(module, case, device) -> list[str]:
     "What `linear_topk` of a module gets wrong on `case`, in words"
-    leaves = case.leaves(device)
-    found = module.linear_topk(*leaves[:2], case.k, linear_bias=leaves[2], memory_budget=case.budget, **HOW[case.how])
+    leaves, how = case.leaves(device), case.options(device)
+    found = module.linear_topk(*leaves[:2], case.k, linear_bias=leaves[2], memory_budget=case.budget, **how)
     exact = [None if t is None else t.detach().double().requires_grad_() for t in leaves]
-    z = scores(*exact, **HOW[case.how])
+    z = scores(*exact, **how)
     logs, order = z.log_softmax(1), right_order(z, case.k)
     right = logs.gather(1, order), z.logsumexp(1)
     wrong = [] if torch.equal(found.indices, order) or (logs.gather(1, found.indices) - right[0]).abs().nan_to_num(0).max() < 1e-5 else ["indices"]
@@ -101,12 +108,14 @@ CASES = {
     "one class": Case((3, 4, 1), 1), "one token": Case((1, 5, 40), 3), "odd": Case((33, 17, 129), 20), "many tiles": Case((5, 8, 700), 30),
     "half": Case(dtype=f16, how="scale"), "half, capped": Case(dtype=f16, how="cap", k=12), "budget": Case((40, 8, 300), 5, budget=2**13),
     "masked": Case(masked=40, k=50), "squares": Case(upstream="square", k=9), "mean": Case(upstream="mean"), "lse alone": Case(upstream="lse"),
-    "log_probs alone": Case(upstream="log_probs"),
+    "log_probs alone": Case(upstream="log_probs"), "each token's temperature": Case(each=True, k=10), "each, all options": Case(each=True, how="all", k=6),
+    "each, fp64": Case(each=True, how="cap", dtype=f64), "each, argmax": Case(each=True, k=1, bias=False), "each, half": Case(each=True, how="cap", dtype=f16, k=12),
+    "each, budget": Case((40, 8, 300), 5, how="all", budget=2**13, each=True), "each, sorted": Case(each=True, how="cap", k=70),
 }
 
 
 @pytest.mark.parametrize("name", thorough_but(CASES, "argmax, capped", "fp64", "all options", "more than the kernel's rounds", "one class", "many tiles", "half, capped",
-                                              "masked", "squares", "lse alone", "log_probs alone"))
+                                              "masked", "squares", "lse alone", "log_probs alone", "each, all options", "each, fp64", "each, half"))
 def test_against_float64(name, way):
     assert faults(topk, CASES[name], way) == []
 
@@ -150,6 +159,11 @@ def test_hostile_rows(way):
     for a, e in zip(found, clean): assert torch.equal(a[good], e[good])
     nothing = linear_topk(x, w, 5, linear_bias=torch.full_like(b, -torch.inf))
     assert nothing.log_probs.isnan().all() and torch.equal(nothing.indices, torch.arange(5, device=way).expand(6, 5))
+    each = torch.tensor([1.0, torch.nan, 0.5, 2.0, -1.0, 1.0], device=way)  # as nobody looks at on a GPU
+    log_probs, indices, lse, *_ = topk.topk_of_rows(x, w, b, each, LossOptions(), 5, 0)
+    assert log_probs[bad].isnan().all() and lse[bad].isnan().all() and (indices >= 0).all() and (indices < 75).all()
+    (dx,) = torch.autograd.grad(log_probs[good].sum(), x)
+    assert dx[good].isfinite().all() and log_probs[good].isfinite().all()
     w_bad = w.detach().clone()
     w_bad[70:] = torch.nan  # a class that no row can do without
     found = linear_topk(x, w_bad, 75, linear_bias=b)
@@ -174,6 +188,10 @@ def test_shapes_and_strides(k, way):
         for a, e in zip(found, flat): assert torch.equal(a.view(e.shape), e)
     one = linear_topk(x[0], w, k, linear_bias=b)
     assert one.log_probs.shape == (k,) and one.lse.shape == ()
+    each = torch.linspace(0.4, 2, 24, device=way)[::2]
+    whole = linear_topk(x, w, k, linear_bias=b, temperature=each)
+    for a, e in zip(linear_topk(x.view(3, 4, 5), w, k, linear_bias=b, temperature=each.view(3, 4)), whole): assert torch.equal(a.view(e.shape), e)
+    for a, e in zip(linear_topk(x[0], w, k, linear_bias=b, temperature=each[0]), whole): torch.testing.assert_close(a, e[0])
     strided = linear_topk(x.T.contiguous().T, torch.cat([w, w], 1)[:, :5], k, linear_bias=torch.stack([b, b], 1)[:, 0])
     for a, e in zip(strided, flat): torch.testing.assert_close(a, e)
     expanded = linear_topk(x[:1].expand(7, 5), w, k, linear_bias=b)
@@ -215,9 +233,11 @@ def test_the_kernel_of_listed_tiles(width, columns, dtype, device):
     x, w, b = (t.detach() for t in Case((21, 40, 200), dtype=dtype).leaves(device))
     tiles = torch.stack([torch.randperm(-(-200 // width))[:2].sort().values for _ in range(21)]).to(device)
     t = Tiling(False, 16, width, 32, warps=4)
-    found = topk.launch_listed_scores(x, w, b, tiles, LossOptions(softcap=2.0), t).view(21, 2, width)
-    z = F.pad(scores(x, w, b, softcap=2.0), (0, -200 % width), value=-torch.inf).unflatten(1, (-1, width))
-    torch.testing.assert_close(found.double(), z.take_along_dim(tiles[:, :, None], 1), rtol=1e-5, atol=1e-5)
+    for each in (None, torch.linspace(0.4, 2, 21, device=device)):
+        found = topk.launch_listed_scores(x, w, b, each, tiles, LossOptions(softcap=2.0), t).view(21, 2, width)
+        z = scores(x, w, b, softcap=2.0, temperature=1.0 if each is None else each)
+        z = F.pad(z, (0, -200 % width), value=-torch.inf).unflatten(1, (-1, width))
+        torch.testing.assert_close(found.double(), z.take_along_dim(tiles[:, :, None], 1), rtol=1e-5, atol=1e-5)
 
 
 # --- a citizen of autograd and of the compiler ---
@@ -236,7 +256,8 @@ def test_gradients_where_they_are_asked_for(needs, way):
 
 def test_gradcheck():
     x, w, b = Case((3, 3, 9), dtype=f64).leaves("cpu")
-    assert torch.autograd.gradcheck(lambda *t: linear_topk(*t[:2], 4, linear_bias=t[2], softcap=2.0)[::2], (x, w, b))
+    for temperature in (1.0, torch.tensor([0.4, 1.0, 2.5], dtype=f64)):
+        assert torch.autograd.gradcheck(lambda *t: linear_topk(*t[:2], 4, linear_bias=t[2], softcap=2.0, temperature=temperature)[::2], (x, w, b))
     assert has_no_second_derivative(linear_topk(x, w, 4).log_probs.sum(), w)
 
 
@@ -269,6 +290,15 @@ def test_one_graph_for_any_number_of_rows(device):
         torch.testing.assert_close(grads(compiled), grads(call))
 
 
+def test_one_graph_for_a_temperature_of_each_token(device):
+    x, w, b = Case((40, 5, 83)).leaves(device)
+    call = lambda x, t: linear_topk(x, w, 4, linear_bias=b, temperature=t, softcap=2.0)
+    compiled, each = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True), torch.linspace(0.4, 2, 40, device=device)
+    for n in (7, 40, 3):
+        grads = lambda f: torch.autograd.grad(weighed("both", *f(x[:n], each[:n])[::2]), (x, w, b))
+        torch.testing.assert_close(grads(compiled), grads(call))
+
+
 def test_what_is_stored(way):
     x, w, b = Case((40, 5, 83)).leaves(way)
     kept = saved_tensors(lambda: linear_topk(x, w, 4, linear_bias=b).log_probs, [x, w, b])
@@ -298,7 +328,15 @@ def test_k_is_a_number_of_classes(k):
 @pytest.mark.parametrize("temperature", (0.0, -1.0, float("nan"), "1"))
 def test_a_temperature_is_positive(temperature):
     x, w, _ = Case().leaves("cpu")
-    with pytest.raises(ValueError, match="temperature: expected a positive number, got"): linear_topk(x, w, 3, temperature=temperature)
+    with pytest.raises(ValueError, match="temperature: expected a positive number, or"): linear_topk(x, w, 3, temperature=temperature)
+
+
+@pytest.mark.parametrize("change, words", ((lambda t: t[:8], "leading shape"), (lambda t: t[:, None], "leading shape"), (lambda t: t.long(), "leading shape"),
+                                           (lambda t: t.requires_grad_(), "without gradient"), (lambda t: t - 1, "positive, finite numbers"),
+                                           (lambda t: t * torch.inf, "positive, finite numbers"), (lambda t: t.to("meta"), "leading device")))
+def test_temperatures_are_one_for_each_token(change, words):
+    x, w, _ = Case().leaves("cpu")
+    with pytest.raises(ValueError, match=f"temperature: expected .*{words}"): linear_topk(x, w, 3, temperature=change(torch.ones(9)))
 
 
 def test_lists_for_distillation(device):
@@ -313,14 +351,18 @@ BUGS = {
     "ties to the higher tile": ("best, _ = best.sort(1)", "best, _ = best.sort(1, descending=True)"),
     "one tile too few": ("min(k, tiles.shape[1])", "max(1, min(k - 1, tiles.shape[1]))"),
     "the others' share is forgotten": ("g_lse - others.sum(1)", "g_lse"),
-    "the cap's slope is forgotten": ("(1 - (scores / o.softcap) ** 2)", "1"),
+    "the cap's slope is forgotten": ("(1 - (scores * cool / o.softcap) ** 2)", "1"),
+    "the slope knows no temperature": ("o.logit_scale / cool *", "o.logit_scale *"),
+    "the cap knows no temperature": ("scores * cool", "scores"),
+    "chunks share temperatures": ("part(temperature, i), o, k)", "None if temperature is None else temperature[:len(part(x, i))], o, k)"),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug, tmp_path):
     bad = planted(topk, tmp_path, *BUGS[bug])
-    assert any(faults(bad, case, "cpu") for case in (Case((9, 3, 2000), 3), Case(how="cap", k=10))) or not ties_right(bad)
+    cases = Case((9, 3, 2000), 3), Case(how="cap", k=10), Case((40, 8, 300), 5, how="all", budget=2**13, each=True)
+    assert any(faults(bad, case, "cpu") for case in cases) or not ties_right(bad)
 
 
 def ties_right(module):

@@ -118,7 +118,7 @@ def policies() -> None:
     assert_type(fl.linear_log_probs(hidden, layer, tokens, temperature=torch.ones(3), entropy=True), fl.LogProbs)
     assert_type(fl.log_probs(layer(hidden), tokens, temperature=0.7).log_probs, Tensor)
     assert_type(fl.linear_sample(hidden, layer, top_k=3, top_p=0.9, generator=torch.Generator()).tokens, Tensor)
-    assert_type(fl.linear_topk(hidden, layer, 3, temperature=0.7), fl.TopK)
+    assert_type(fl.linear_topk(hidden, layer, 3, temperature=torch.ones(3)), fl.TopK)
     assert_type(fl.linear_log_probs(hidden, layer, tokens[:, None].expand(3, 4)).log_probs, Tensor)
 
 

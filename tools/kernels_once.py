@@ -133,7 +133,8 @@ def contrast() -> None:
 def topk() -> None:
     "Stage 29: the best tiles, their scores, the best of these; and gradients of listed classes"
     for n, v, h in ((70, 1003, 96), (33, 5003, 64)) if DEVICE == "cuda" else ((9, 70, 16),):
-        fl.linear_topk(leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), 7, softcap=8.0).log_probs.sum().backward()
+        for temperature in (0.7, torch.linspace(0.5, 2, n, device=DEVICE)):
+            fl.linear_topk(leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), 7, softcap=8.0, temperature=temperature).log_probs.sum().backward()
 
 
 def partial_fc() -> None:
