@@ -1580,4 +1580,5 @@ d = { 'settings': { 'branch': 'main',
                                 'fusedloss.topk.tile_maxima': ('topk.html#tile_maxima', 'fusedloss/topk.py'),
                                 'fusedloss.topk.tiled_best': ('topk.html#tiled_best', 'fusedloss/topk.py'),
                                 'fusedloss.topk.topk_bwd': ('topk.html#topk_bwd', 'fusedloss/topk.py'),
-                                'fusedloss.topk.topk_fwd': ('topk.html#topk_fwd', 'fusedloss/topk.py')}}}
+                                'fusedloss.topk.topk_fwd': ('topk.html#topk_fwd', 'fusedloss/topk.py'),
+                                'fusedloss.topk.topk_upstream': ('topk.html#topk_upstream', 'fusedloss/topk.py')}}}

@@ -49,7 +49,7 @@ from fusedloss.samples import (
     check_generator, checked_filters, Filters, launch_draw, launch_pick, launch_scores, merge_samples, PLAIN_BYTES, plain_parts,
     Sample, shard_samples)
 from fusedloss.sharded_product import check_supported, early_over_ranks, sharded_product, takes_product
-from fusedloss.topk import score_slopes, sorted_best, TopK, topk_fwd
+from fusedloss.topk import sorted_best, TopK, topk_fwd, topk_upstream
 
 # %% ../nbs/16_sharded.ipynb #bfecaefc
 ROW_MAX, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
@@ -738,13 +738,10 @@ class _ShardTopK(torch.autograd.Function):
         x, w, bias, temperature, indices, scores, sums, _ = ctx.saved_tensors
         o, s = ctx.how[:2]
         if not any(ctx.needs_input_grad[:3]) or g is None and g_lse is None: return (None,) * len(ctx.needs_input_grad)
-        first, more, mine = None, None, s.local_labels(indices, -1)
-        if g is not None:
-            first, others = -g[:, 0], g[:, 1:]
-            g_lse = -others.sum(1) if g_lse is None else g_lse - others.sum(1)
-            more = ListedGradients(mine[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o, temperature)).contiguous())
+        mine = s.local_labels(indices, -1)
+        first, g_lse, more = topk_upstream(g, g_lse, mine, scores, temperature, o)
         terms = make_terms(sums, g_lse, first, None, None)
-        return returned_gradients(ctx, terms, sums, x, w, mine[:, 0].contiguous(), bias, None, temperature, False, more if scores.shape[1] > 1 else None)
+        return returned_gradients(ctx, terms, sums, x, w, mine[:, 0].contiguous(), bias, None, temperature, False, more)
 
 # %% ../nbs/16_sharded.ipynb #stkcode2
 @tells_ranks(mesh_of_call)

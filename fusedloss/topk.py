@@ -237,18 +237,23 @@ def score_slopes(scores:Tensor, o:LossOptions, temperature:Optional[Tensor]) -> 
     cool = 1.0 if temperature is None else temperature.to(scores.dtype)[:, None]
     return o.logit_scale / cool * (1 - (scores * cool / o.softcap) ** 2) if o.softcap else o.logit_scale / cool
 
+def topk_upstream(
+    g:Optional[Tensor], g_lse:Optional[Tensor],  # of the log-probabilities [N,k] and the log-sum-exp [N]
+    classes:Tensor, scores:Tensor, temperature:Optional[Tensor], o:LossOptions,  # [N,k] twice, [N]
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[ListedGradients]]:
+    "What comes back for the first class's loss [N], for the log-sum-exp [N], and for the other classes' logits."
+    if g is None: return None, g_lse, None
+    others = g[:, 1:]
+    more = ListedGradients(classes[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o, temperature)).contiguous())
+    return -g[:, 0], -others.sum(1) if g_lse is None else g_lse - others.sum(1), more if others.shape[1] else None
+
 def topk_bwd(
     g:Optional[Tensor], g_lse:Optional[Tensor],  # [N,k], [N]
     x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], indices:Tensor, scores:Tensor, rows:Tensor,
     o:LossOptions, budget:int, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dw [V,H], db [V], in the dtypes of x, w and bias; empty where not needed."
-    first, more = None, None
-    if g is not None:
-        first, others = -g[:, 0], g[:, 1:]
-        g_lse = -others.sum(1) if g_lse is None else g_lse - others.sum(1)
-        if others.shape[1]:
-            more = ListedGradients(indices[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o, temperature)).contiguous())
+    first, g_lse, more = topk_upstream(g, g_lse, indices, scores, temperature, o)
     dx, dw, db = (kernel_bwd if takes_kernel(x) else plain_bwd)(
         (first, g_lse, None), x, w, indices[:, 0].contiguous(), bias, None, None, None, rows, rows.new_empty(0),
         o, budget, (need_x, need_w, need_b), temperature=temperature, more=more)
