@@ -29,6 +29,7 @@ from fusedloss.core.tuning import launcher
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.logprobs import check_temperature, temperature_options
 from fusedloss.recompute import merge_kernel
+from fusedloss.topk import ordered
 
 # %% ../nbs/30_samples.ipynb #smphilox
 MASK, ROUNDS = 2**32 - 1, 10  # 32 bits; rounds of Philox
@@ -194,11 +195,6 @@ def plain_kept(z:Tensor, f:Filters) -> Tensor:  # scores [N,V]; True where a cla
     return torch.empty_like(kept).scatter_(1, order, kept)
 
 # %% ../nbs/30_samples.ipynb #smsearch
-@jit
-def ordered(bits):
-    "The bits of floats as integers in the floats' order; twice gives the bits back."
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
 @jit
 def float_at(place):
     "The float at a place in their order."

@@ -568,9 +568,8 @@ def token_call(
     return call
 
 # %% ../nbs/16_sharded.ipynb #ssmcode1
-def ordered_bits(z:Tensor) -> Tensor:
-    "The bits of floats as integers in the floats' order."
-    bits = (z + 0.0).view(torch.int64 if z.dtype == torch.float64 else torch.int32)  # -0 is 0
+def plain_ordered(bits:Tensor) -> Tensor:
+    "`ordered` in PyTorch, also of 64 bits."
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 class Kept(NamedTuple):
@@ -586,7 +585,8 @@ def first_over_ranks(
     wanted:Callable[[Tensor], Tensor|int], s:Shards,  # of the amount of all [n,1], what is wanted
 ) -> Kept:
     "Of the classes kept on all ranks the first that reach what is wanted, the largest score first, of equals the lower class."
-    keys, order = ordered_bits(z).sort(1)
+    bits = (z + 0.0).view(torch.int64 if z.dtype == torch.float64 else torch.int32)  # -0 is 0
+    keys, order = plain_ordered(bits).sort(1)
     parts = amount(z).masked_fill(~kept.of(z), 0.0).gather(1, order)
     from_each = F.pad(parts.flip(1).cumsum(1).flip(1), (0, 1))
     amount_from = lambda key, above=False: all_reduce(from_each.gather(1, torch.searchsorted(keys, key, right=above)), s)
@@ -595,7 +595,7 @@ def first_over_ranks(
     for shift in range(8 * keys.element_size() - 8, -1, -8):
         reached = amount_from(key + (steps << shift)) >= goal
         key = key + ((reached.sum(1, keepdim=True) - 1).clamp(min=0).to(keys.dtype) << shift)
-    low = torch.where(key < 0, key ^ torch.iinfo(key.dtype).max, key).view(z.dtype)
+    low = plain_ordered(key).view(z.dtype)
     equal = kept.of(z) & (z == low)
     before = all_gather(equal.sum(1, keepdim=True), s)[:s.rank].sum(0)
     needed = ((goal - amount_from(key, True)) / amount(low)).ceil() - before

@@ -45,6 +45,11 @@ def tiled_best(z:Tensor, k:int, width:int=256) -> tuple[Tensor, Tensor]:  # [N,V
 
 # %% ../nbs/29_topk.ipynb #tk000020
 @jit
+def ordered(bits):
+    "The bits of floats as integers in the floats' order; twice gives the bits back."
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+@jit
 def select_kernel(
     z_ptr, values_ptr, places_ptr,  # [N,M]; [N,K] twice
     M, K, z_stride_n, z_stride_m, BM: tl.constexpr, BK: tl.constexpr,
@@ -52,8 +57,7 @@ def select_kernel(
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BM)
     z = tl.load(z_ptr + row * z_stride_n + place.to(tl.int64) * z_stride_m, mask=place < M, other=-float("inf"))
     z = tl.where(z == 0, 0.0, tl.where(z == z, z, -float("inf")))  # NaN is not chosen; -0 is 0
-    bits = z.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    order = ordered(z.to(tl.int32, bitcast=True))
     low, high = tl.min(order, 0), tl.max(order, 0) + 1  # from low on there are at least K numbers, from high on fewer
     middle = high - 1
     while low + 1 < high:
@@ -232,20 +236,18 @@ def topk_fwd(
     return scores - scores[:, :1] - rows[1].log()[:, None], indices, lse, scores, rows
 
 # %% ../nbs/29_topk.ipynb #tk000043
-def score_slopes(scores:Tensor, o:LossOptions, temperature:Optional[Tensor]) -> Tensor|float:  # [N,K], [N]
-    "Derivatives of scores by the logits that they are made of."
-    cool = 1.0 if temperature is None else temperature.to(scores.dtype)[:, None]
-    return o.logit_scale / cool * (1 - (scores * cool / o.softcap) ** 2) if o.softcap else o.logit_scale / cool
-
 def topk_upstream(
     g:Optional[Tensor], g_lse:Optional[Tensor],  # of the log-probabilities [N,k] and the log-sum-exp [N]
     classes:Tensor, scores:Tensor, temperature:Optional[Tensor], o:LossOptions,  # [N,k] twice, [N]
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[ListedGradients]]:
     "What comes back for the first class's loss [N], for the log-sum-exp [N], and for the other classes' logits."
     if g is None: return None, g_lse, None
-    others = g[:, 1:]
-    more = ListedGradients(classes[:, 1:].contiguous(), (others * score_slopes(scores[:, 1:], o, temperature)).contiguous())
-    return -g[:, 0], -others.sum(1) if g_lse is None else g_lse - others.sum(1), more if others.shape[1] else None
+    first, others, scores = -g[:, 0], g[:, 1:], scores[:, 1:]
+    g_lse = -others.sum(1) if g_lse is None else g_lse - others.sum(1)
+    if not others.shape[1]: return first, g_lse, None
+    cool = 1.0 if temperature is None else temperature.to(scores.dtype)[:, None]
+    slope = o.logit_scale / cool * (1 - (scores * cool / o.softcap) ** 2) if o.softcap else o.logit_scale / cool
+    return first, g_lse, ListedGradients(classes[:, 1:].contiguous(), (others * slope).contiguous())
 
 def topk_bwd(
     g:Optional[Tensor], g_lse:Optional[Tensor],  # [N,k], [N]
