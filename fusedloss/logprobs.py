@@ -6,6 +6,7 @@
 __all__ = ['LogProbs', 'linear_log_probs', 'log_probs']
 
 # %% ../nbs/12_logprobs.ipynb #d2304cb3
+from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -162,20 +163,19 @@ def save_log_probs(ctx, inputs, output):
     ctx.save_for_backward(*tensors, rows, entropy)
     ctx.mark_non_differentiable(rows)
 
-def gradient_of_log_probs(ctx, needs, g, g_entropy, _):
+def row_gradients(grad, ctx, needs, g, g_entropy, *_):  # the operator of the gradient; as `operator` calls a backward
     "dx, dw, db, where they are needed."
     upstream = g, g_entropy if ctx.stats.entropy else None
     wanted = {"x": needs.x, "w": needs.w, "bias": needs.bias}
     if not any(wanted.values()) or all(g is None for g in upstream): return {}
-    found = log_probs_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget, ctx.max_valid,
-                           *wanted.values())
+    found = grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget, ctx.max_valid, *wanted.values())
     return {name: g for (name, need), g in zip(wanted.items(), found) if need}
 
 # %% ../nbs/12_logprobs.ipynb #538da72d
 log_probs_grad = operator("fusedloss::log_probs_grad", log_probs_bwd, fake=fake_log_probs_grad,
                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
 log_probs_of_rows = operator("fusedloss::log_probs", log_probs_fwd, fake=fake_log_probs,
-                             save=save_log_probs, backward=gradient_of_log_probs,
+                             save=save_log_probs, backward=partial(row_gradients, log_probs_grad),
                              flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/12_logprobs.ipynb #ids3ref
@@ -318,20 +318,13 @@ def save_listed(ctx, inputs, output):
     ctx.save_for_backward(*tensors, rows, entropy, raw)
     ctx.mark_non_differentiable(rows, own, raw)
 
-def gradient_of_listed(ctx, needs, g, g_entropy, *_):
-    "dx, dw, db, where they are needed."
-    upstream = g, g_entropy if ctx.stats.entropy else None
-    wanted = {"x": needs.x, "w": needs.w, "bias": needs.bias}
-    if not any(wanted.values()) or all(g is None for g in upstream): return {}
-    found = listed_grad(*upstream, *ctx.saved_tensors, ctx.options, ctx.budget, ctx.max_valid, *wanted.values())
-    return {name: g for (name, need), g in zip(wanted.items(), found) if need}
-
 # %% ../nbs/12_logprobs.ipynb #ids9op
 listed_grad = operator(
     "fusedloss::listed_log_probs_grad", listed_bwd, fake=fake_log_probs_grad,
     flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w) + 2 * i.classes.numel() * i.x.shape[1] * (i.need_x + i.need_w))
 listed_log_probs = operator(
-    "fusedloss::listed_log_probs", listed_fwd, fake=fake_listed, save=save_listed, backward=gradient_of_listed,
+    "fusedloss::listed_log_probs", listed_fwd, fake=fake_listed, save=save_listed,
+    backward=partial(row_gradients, listed_grad),
     flops=lambda i, out: products(i.x, i.w) + 2 * i.classes.numel() * i.x.shape[1])
 
 # %% ../nbs/12_logprobs.ipynb #ids11logits
