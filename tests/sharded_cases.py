@@ -858,6 +858,17 @@ def half_precision_and_autocast(meshes):
         many = low[0].repeat(ranks, 1)
         exact = fl.contrastive_loss(many, 2 * many, 0.3), fl.sigmoid_contrastive_loss(many, 2 * many, 0.3, -1.0)
         for found, e in zip(pairs, exact): assert_close(found.double(), e, rtol=1e-5, atol=1e-5)
+        own = [x.detach().requires_grad_(), spread(w.detach(), mesh).requires_grad_()]
+        answers = {"loss": lambda: fl.linear_cross_entropy(*own, y, softcap=9.0), "top": lambda: fl.sharded_linear_topk(*own, 3).log_probs.sum(),
+                   "log-probabilities": lambda: fl.sharded_linear_log_probs(*own, y).log_probs.sum(),
+                   "divergence": lambda: fl.sharded_linear_divergence(*own, 2 * x.detach(), spread(w.detach().flip(0), mesh), reduction="none").sum(),
+                   "contrast": lambda: fl.contrastive_loss(own[0], 2 * alone, 0.3, mesh=mesh, backbone_reduction="sum")}
+        for name, answer in answers.items():
+            leaves = own[:1] if name == "contrast" else own
+            with torch.autocast(DEVICE, torch.bfloat16):
+                of = answer()
+                inside = torch.autograd.grad(of, leaves, retain_graph=True)
+            for a, e in zip(inside, torch.autograd.grad(of, leaves)): assert torch.equal(whole(a), whole(e)), f"{name}: a backward pass under autocast"
 
 
 @case

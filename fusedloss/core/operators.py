@@ -196,7 +196,7 @@ def each_upstream(
 def first_order(
     backward: Callable,  # of a Function that saves all its inputs, or one of its outputs
 ) -> Callable:
-    "`backward`, whose gradients raise when they are differentiated."
+    "`backward`, to which autocast does nothing, and whose gradients raise when they are differentiated."
 
     @each_upstream
     @functools.wraps(backward)
@@ -206,10 +206,12 @@ def first_order(
                 break
         else:
             return (None,) * len(ctx.needs_input_grad)
+        plainly = without_autocast(t.device.type)
         if not torch.is_grad_enabled():
-            return backward(ctx, *g)
+            with plainly:
+                return backward(ctx, *g)
         saved = _Saved(ctx)
-        with torch.no_grad():
+        with torch.no_grad(), plainly:
             grads = backward(saved, *g)
         by = [t for t in (*g, *saved.saved_tensors) if t is not None and t.requires_grad]
         return _Refusal.apply(len(grads), *grads, *by)
