@@ -7,6 +7,7 @@ __all__ = ['contrastive_loss', 'sigmoid_contrastive_loss']
 
 # %% ../nbs/26_contrast.ipynb #ctimports
 import math
+from functools import partial
 from typing import Any, Callable, Iterator, NamedTuple, Optional
 
 import torch
@@ -14,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS, may_look
+from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS, is_empty, may_look, once_for_alike
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import (
     autocasts, check_reverse, check_unbatched, first_order, is_later, operator, products, without_autocast)
 from fusedloss.core.options import BackboneReduction, Reduction
 from fusedloss.core.products import (
-    autocast_like_linear, equal_rows, grad_scale_of, put_product, store_tile, swizzle_tile, takes_kernel,
+    autocast_like_linear, equal_rows, grad_scale_of, part, put_product, store_tile, swizzle_tile, takes_kernel,
     tile_product, tile_slices, wide, wide_product)
 from fusedloss.core.reference import online_sums
 from fusedloss.core.ranks import agreed_facts, Agreement, all_gather, all_reduce, check_mesh, Shards, shards_on
 from fusedloss.core.softmax import exp2_diff, LOG2E, merge_parts, zero_if_neg_inf
-from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, Tiling, tiling_of
+from fusedloss.core.tiling import deeper, fastest, is_timed, multiprocessors, operand, Tiling, tiling_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.core.tuning import launcher
 
@@ -53,52 +54,61 @@ def contrast_fwd_kernel(
         keep, inside = rows < R, cols < C
         z = tl.where(keep[:, None] & inside[None, :], product * scale, -float("inf"))  # ② [BN,BV]
         row_max, row_s = tile_sums(z, 1)  # ③ [BN]
-        tl.store(row_parts_ptr + tc * R + rows, row_max, mask=keep)
-        tl.store(row_parts_ptr + (tiles_c + tc) * R + rows, row_s, mask=keep)
+        tl.store(row_parts_ptr + tc.to(tl.int64) * R + rows, row_max, mask=keep)
+        tl.store(row_parts_ptr + (tiles_c + tc).to(tl.int64) * R + rows, row_s, mask=keep)
         col_max, col_s = tile_sums(z, 0)  # ④ [BV]
-        tl.store(col_parts_ptr + tr * C + cols, col_max, mask=inside)
-        tl.store(col_parts_ptr + (tiles_r + tr) * C + cols, col_s, mask=inside)
+        tl.store(col_parts_ptr + tr.to(tl.int64) * C + cols, col_max, mask=inside)
+        tl.store(col_parts_ptr + (tiles_r + tr).to(tl.int64) * C + cols, col_s, mask=inside)
 
 # %% ../nbs/26_contrast.ipynb #ctmerge
 @jit
 def add_parts(
-    parts_ptr, max_ptr, sum_ptr, first, N, parts,  # [2,parts,N], [N] twice, the latter two added to
-    FRESH: tl.constexpr,  # or written, where nothing was there
+    parts_ptr, sums_ptr, stride, first, N, parts,  # [2,parts,N], [2,N]: lines of the latter are `stride` apart
+    FRESH: tl.constexpr,  # whether nothing was there
     BN: tl.constexpr, BP: tl.constexpr,
 ):
-    "Add the parts of the rows from `first` on to their maxima and sums."
+    "Add the parts of the rows from `first` on to their maxima and sums, or write them; both, [BN]."
     rows = first + tl.arange(0, BN)
     row_max, s = tl.full([BN], -float("inf"), tl.float32), tl.zeros([BN], tl.float32)
     if not FRESH:
-        row_max = tl.load(max_ptr + rows, mask=rows < N, other=-float("inf"))
-        s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)
+        row_max = tl.load(sums_ptr + rows, mask=rows < N, other=-float("inf"))
+        s = tl.load(sums_ptr + stride + rows, mask=rows < N, other=0.0)
     for k in range(0, parts, BP):
         part = (k + tl.arange(0, BP))[:, None].to(tl.int64)
         at, there = parts_ptr + part * N + rows[None, :], (part < parts) & (rows < N)[None, :]
         part_max = tl.load(at, mask=there, other=-float("inf"))  # [BP,BN]
         part_s = tl.load(at + tl.cast(parts, tl.int64) * N, mask=there, other=0.0)
         row_max, s = merge_parts(row_max, s, part_max, part_s, 1.0)
-    tl.store(max_ptr + rows, row_max, mask=rows < N)
-    tl.store(sum_ptr + rows, s, mask=rows < N)
+    tl.store(sums_ptr + rows, row_max, mask=rows < N)
+    tl.store(sums_ptr + stride + rows, s, mask=rows < N)
+    return row_max, s
 
 @jit
 def add_sums_kernel(
-    row_parts_ptr, row_max_ptr, row_s_ptr, col_parts_ptr, col_max_ptr, col_s_ptr,  # [2,tiles_c,R], [R] twice; of columns
+    row_parts_ptr, row_sums_ptr, row_stride, col_parts_ptr, col_sums_ptr, col_stride,  # [2,tiles_c,R], [2,R]; of columns
     R, tiles_c, C, tiles_r, FRESH_ROWS: tl.constexpr, FRESH_COLS: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):
     n, of_rows = tl.program_id(0), tl.cdiv(R, BN)
     if n < of_rows:
-        add_parts(row_parts_ptr, row_max_ptr, row_s_ptr, n * BN, R, tiles_c, FRESH_ROWS, BN, BP)
+        add_parts(row_parts_ptr, row_sums_ptr, row_stride, n * BN, R, tiles_c, FRESH_ROWS, BN, BP)
     else:
-        add_parts(col_parts_ptr, col_max_ptr, col_s_ptr, (n - of_rows) * BN, C, tiles_r, FRESH_COLS, BN, BP)
+        add_parts(col_parts_ptr, col_sums_ptr, col_stride, (n - of_rows) * BN, C, tiles_r, FRESH_COLS, BN, BP)
 
 # %% ../nbs/26_contrast.ipynb #ctlosskernel
 @jit
+def below(score, top, s):
+    "-log(e^(score - top) / s), not below 0."
+    loss = tl.log(s) - (score - top)
+    return tl.where(loss < 0, 0.0, loss)  # a NaN is not below 0
+
+@jit
 def pair_loss_kernel(
-    x_ptr, y_ptr, scale_ptr, row_max_ptr, row_s_ptr, col_max_ptr, col_s_ptr, loss_ptr,  # [N,H] twice, [1], [N] five times
-    N, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h, BN: tl.constexpr, BH: tl.constexpr,
+    x_ptr, y_ptr, scale_ptr, row_sums_ptr, col_sums_ptr, loss_ptr,  # [N,H] twice, [1], [2,N] twice, [N]
+    row_parts_ptr, col_parts_ptr,  # [2,tiles_c,N], [2,tiles_r,N], of which the sums are made; or None twice: they are there
+    N, H, tiles_c, tiles_r, x_stride_n, x_stride_h, y_stride_n, y_stride_h, BN: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    first = tl.program_id(0) * BN
+    rows = first + tl.arange(0, BN)
     keep, at, product = rows < N, rows.to(tl.int64)[:, None], tl.zeros([BN, BH], tl.float32)
     for k in range(0, H, BH):
         h = (k + tl.arange(0, BH)).to(tl.int64)[None, :]
@@ -106,49 +116,61 @@ def pair_loss_kernel(
         a = tl.load(x_ptr + at * x_stride_n + h * x_stride_h, mask=there, other=0.0).to(tl.float32)
         product += a * tl.load(y_ptr + at * y_stride_n + h * y_stride_h, mask=there, other=0.0).to(tl.float32)
     own = tl.sum(product, 1) * tl.load(scale_ptr)
-    row_loss = tl.log(tl.load(row_s_ptr + rows, mask=keep, other=1.0)) - (own - tl.load(row_max_ptr + rows, mask=keep, other=0.0))
-    col_loss = tl.log(tl.load(col_s_ptr + rows, mask=keep, other=1.0)) - (own - tl.load(col_max_ptr + rows, mask=keep, other=0.0))
-    loss = (tl.where(row_loss < 0, 0.0, row_loss) + tl.where(col_loss < 0, 0.0, col_loss)) / 2  # a NaN is not below 0
-    tl.store(loss_ptr + rows, loss, mask=keep)
+    if row_parts_ptr is None:
+        row_max, row_s = tl.load(row_sums_ptr + rows, mask=keep, other=0.0), tl.load(row_sums_ptr + N + rows, mask=keep, other=1.0)
+        col_max, col_s = tl.load(col_sums_ptr + rows, mask=keep, other=0.0), tl.load(col_sums_ptr + N + rows, mask=keep, other=1.0)
+    else:
+        row_max, row_s = add_parts(row_parts_ptr, row_sums_ptr, N, first, N, tiles_c, True, BN, BP)
+        col_max, col_s = add_parts(col_parts_ptr, col_sums_ptr, N, first, N, tiles_r, True, BN, BP)
+    tl.store(loss_ptr + rows, (below(own, row_max, row_s) + below(own, col_max, col_s)) / 2, mask=keep)
 
 # %% ../nbs/26_contrast.ipynb #ctbwdkernel
 @jit
+def named_column(positives_ptr, rows, k, first, R, C, P):  # [R,P]; rows [BN]; number of the block's first column
+    "Column of the block, [BN], that is the k-th positive of its row; -1 where that is another's."
+    column = tl.load(positives_ptr + rows.to(tl.int64) * P + k, mask=rows < R, other=-1).to(tl.int64) - first
+    return tl.where((column >= 0) & (column < C), column, -1).to(tl.int32)
+
+@jit
 def positive_mask(
-    positives_ptr, rows, cols, first, R, P,  # [R,P]; numbers of rows [BN] and columns [BV] of the block; its first column
+    positives_ptr, rows, cols, first, R, C, P,  # as `named_column`; columns [BV] of the block
+    ONE: tl.constexpr,  # whether P is 1
     BN: tl.constexpr, BV: tl.constexpr,
 ):
     "Which of a tile's columns are positives of its rows, [BN,BV]."
-    found = tl.zeros([BN, BV], tl.int1)
-    for k in tl.range(0, P, num_stages=1):
-        column = tl.load(positives_ptr + rows.to(tl.int64) * P + k, mask=rows < R, other=-1) - first
-        found = found | (column[:, None] == cols[None, :])
-    return found
+    if ONE:
+        return named_column(positives_ptr, rows, 0, first, R, C, P)[:, None] == cols[None, :]
+    else:
+        found = tl.zeros([BN, BV], tl.int1)
+        for k in tl.range(0, P, num_stages=1):
+            found = found | (named_column(positives_ptr, rows, k, first, R, C, P)[:, None] == cols[None, :])
+        return found
 
 @jit
 def contrast_bwd_kernel(
     x, y, dz,  # [R,H], [C,H], [R,C]: descriptors or pointers
     dz_stride_n, scale_ptr,  # the latter [1]
-    row_max_ptr, row_s_ptr, row_coef_ptr, col_max_ptr, col_s_ptr, col_coef_ptr,  # [R] three times, [C] three times
+    row_sums_ptr, row_stride, row_coef_ptr, col_sums_ptr, col_stride, col_coef_ptr,  # [2,R], its lines' distance, [R]; of columns
     dscale_ptr,  # [programs], or None
     positives_ptr, row_weight_ptr, share_ptr, col_weight_ptr,  # `Positives` of the block; or None four times
     first, P,  # number of the block's first column; positives per row
     R, C, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h,
-    PAIRED: tl.constexpr,  # row i and column i belong together
+    PAIRED: tl.constexpr, ONE: tl.constexpr,  # whether row i and column i belong together; whether P is 1
     DESC: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     tiles_r, tiles_c, scale = tl.cdiv(R, BN), tl.cdiv(C, BV), tl.load(scale_ptr)
     dscale = tl.zeros([BN], tl.float32)
-    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0), flatten=DESC and positives_ptr is None):
+    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0), flatten=DESC and (positives_ptr is None or ONE)):
         tr, tc = swizzle_tile(t, tiles_r, tiles_c, GROUP)
         product, rows, cols = tile_product(x, y, tr, tc, R, C, H, x_stride_n, x_stride_h,
                                            y_stride_n, y_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < R, cols < C
-        row_max = tl.load(row_max_ptr + rows, mask=keep, other=float("inf"))[:, None]
-        col_max = tl.load(col_max_ptr + cols, mask=inside, other=float("inf"))[None, :]
+        row_max = tl.load(row_sums_ptr + rows, mask=keep, other=float("inf"))[:, None]
+        col_max = tl.load(col_sums_ptr + cols, mask=inside, other=float("inf"))[None, :]
         own_coef = tl.load(row_coef_ptr + rows, mask=keep, other=0.0)[:, None]
-        row_coef = own_coef / tl.load(row_s_ptr + rows, mask=keep, other=1.0)[:, None]
+        row_coef = own_coef / tl.load(row_sums_ptr + row_stride + rows, mask=keep, other=1.0)[:, None]
         col_coef = tl.load(col_coef_ptr + cols, mask=inside, other=0.0)[None, :]
-        col_coef /= tl.load(col_s_ptr + cols, mask=inside, other=1.0)[None, :]
+        col_coef /= tl.load(col_sums_ptr + col_stride + cols, mask=inside, other=1.0)[None, :]
         z = product * scale
         d = row_coef * exp2_diff(z, row_max, 1.0) + col_coef * exp2_diff(z, col_max, 1.0)
         if PAIRED:
@@ -157,7 +179,7 @@ def contrast_bwd_kernel(
             row_weight = tl.load(row_weight_ptr + rows, mask=keep, other=0.0)[:, None]
             share = tl.load(share_ptr + rows, mask=keep, other=0.0)[:, None]
             col_weight = tl.load(col_weight_ptr + cols, mask=inside, other=0.0)[None, :]
-            found = positive_mask(positives_ptr, rows, cols, first, R, P, BN, BV)
+            found = positive_mask(positives_ptr, rows, cols, first, R, C, P, ONE, BN, BV)
             d -= tl.where(found, row_weight + share * col_weight, 0.0)
         if dscale_ptr is not None:
             dscale += tl.sum(d * product, 1)
@@ -168,7 +190,7 @@ def contrast_bwd_kernel(
 # %% ../nbs/26_contrast.ipynb #ctlaunch
 def programs(x:Tensor, y:Tensor, t:Tiling) -> int:  # [R,H], [C,H]
     "How many programs make the tiles of a block of scores: each its share."
-    return min(multiprocessors(x.device), -(-len(x) // t.BN) * -(-len(y) // t.BV))
+    return min(multiprocessors(x.device), -(-x.shape[0] // t.BN) * -(-y.shape[0] // t.BV))
 
 def launch_tiles(
     kernel, x:Tensor, y:Tensor, t:Tiling,  # [R,H], [C,H]
@@ -176,12 +198,20 @@ def launch_tiles(
     stores:bool, **flags,  # whether it writes tiles; what else it is compiled for
 ):
     "A kernel of this page, on all tiles of a block of scores."
-    grid, sizes = (programs(x, y, t),), (len(x), len(y), x.shape[1])
+    grid, sizes = (programs(x, y, t),), (x.shape[0], y.shape[0], x.shape[1])
     launch = lambda t, only_compile=False: launcher(kernel, grid, only_compile)(
         operand(x, t.BN, t.BH, t.desc), operand(y, t.BV, t.BH, t.desc), *given(t), *sizes,
         *x.stride(), *y.stride(), **flags, DESC=t.desc, GROUP=t.group, BN=t.BN, BV=t.BV, BH=t.BH,
         num_warps=t.warps, num_stages=t.stages)
-    launch(fastest(kernel, x, len(y), t, deeper(t, device_of(x), stores), launch, **flags))
+    stages = deeper(t, device_of(x), stores) if is_timed(x, x.dtype, y.shape[0]) else ()
+    launch(fastest(kernel, x, y.shape[0], t, stages, launch, **flags))
+
+def launch_parts(x:Tensor, y:Tensor, scale:Tensor, tiling:Optional[Tiling]=None) -> tuple[Tensor, Tensor]:  # [R,H], [C,H], [1]
+    "Maxima of the rows of each tile, and sums of exponentials from them, [2,tiles_c,R]; of its columns [2,tiles_r,C]."
+    t = tiling or tiling_of(x, y, True)
+    row_parts, col_parts = scale.new_empty(2, -(-y.shape[0] // t.BV), x.shape[0]), scale.new_empty(2, -(-x.shape[0] // t.BN), y.shape[0])
+    with on_device(x): launch_tiles(contrast_fwd_kernel, x, y, t, lambda t: (scale, row_parts, col_parts), False)
+    return row_parts, col_parts
 
 def launch_statistics(
     x:Tensor, y:Tensor, scale:Tensor,  # [R,H], [C,H], [1]
@@ -190,20 +220,21 @@ def launch_statistics(
     tiling:Optional[Tiling]=None,
 ):
     "Add a block of scores to the sums of its rows and columns."
-    t = tiling or tiling_of(x, y, True)
-    tiles_r, tiles_c = -(-len(x) // t.BN), -(-len(y) // t.BV)
-    row_parts, col_parts = row_sums.new_empty(2, tiles_c, len(x)), row_sums.new_empty(2, tiles_r, len(y))
+    row_parts, col_parts = launch_parts(x, y, scale, tiling)
     with on_device(x):
-        launch_tiles(contrast_fwd_kernel, x, y, t, lambda t: (scale, row_parts, col_parts), False)
-        launch_kernel(add_sums_kernel, (-(-len(x) // 32) + -(-len(y) // 32),), row_parts, *row_sums, col_parts, *col_sums,
-                      len(x), tiles_c, len(y), tiles_r, FRESH_ROWS=fresh[0], FRESH_COLS=fresh[1], BN=32, BP=32)
+        launch_kernel(add_sums_kernel, (-(-x.shape[0] // 32) + -(-y.shape[0] // 32),), row_parts, row_sums, row_sums.stride(0),
+                      col_parts, col_sums, col_sums.stride(0), x.shape[0], row_parts.shape[1], y.shape[0], col_parts.shape[1],
+                      FRESH_ROWS=fresh[0], FRESH_COLS=fresh[1], BN=32, BP=32)
 
-def launch_pair_losses(x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor) -> Tensor:  # as `pair_losses`
+def launch_pair_losses(
+    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor,  # as `pair_losses`
+    row_parts:Optional[Tensor]=None, col_parts:Optional[Tensor]=None,  # of `launch_parts`, of all scores: then the sums are written
+) -> Tensor:  # [N]
     "`pair_losses` by one kernel."
-    losses = scale.new_empty(len(x))
+    losses, tiles = scale.new_empty(x.shape[0]), [0 if t is None else t.shape[1] for t in (row_parts, col_parts)]
     with on_device(x):
-        launch_kernel(pair_loss_kernel, (-(-len(x) // 16),), x, y, scale, *row_sums, *col_sums, losses,
-                      *x.shape, *x.stride(), *y.stride(), BN=16, BH=128)
+        launch_kernel(pair_loss_kernel, (-(-x.shape[0] // 32),), x, y, scale, row_sums, col_sums, losses, row_parts, col_parts,
+                      *x.shape, *tiles, *x.stride(), *y.stride(), BN=32, BH=128, BP=32)
     return losses
 
 # %% ../nbs/26_contrast.ipynb #ctpositives
@@ -216,7 +247,7 @@ class Positives(NamedTuple):
 
     def block(self, i:slice, j:slice) -> "Positives":
         "Those of a block of scores; columns are still counted from the first of all."
-        return Positives(self.index[i], self.row_weight[i], self.share[i], self.col_weight[j])
+        return Positives(*(part(t, i) for t in self[:3]), part(self.col_weight, j))
 
 # %% ../nbs/26_contrast.ipynb #ctlaunchdz
 def launch_dz(
@@ -227,12 +258,12 @@ def launch_dz(
     tiling:Optional[Tiling]=None,
 ) -> Tensor:  # parts of what is the gradient of the scale, when added; empty unless it is needed
     "A block of scores, computed again, as their gradient by scale · scores."
-    t, terms = tiling or tiling_of(x, y, True), [*row_terms[0], row_terms[1], *col_terms[0], col_terms[1]]
+    t, each = tiling or tiling_of(x, y, True), positives.index.shape[1] if positives else 0
     parts = scale.new_empty(programs(x, y, t) if need_scale else 0)
-    named = (*(positives or (None,) * 4), first, positives.index.shape[1] if positives else 0)
-    given = lambda t: (operand(dz, t.BN, t.BV // 2, t.desc), dz.stride(0), scale, *terms,
-                       parts if need_scale else None, *named)
-    with on_device(x): launch_tiles(contrast_bwd_kernel, x, y, t, given, True, PAIRED=paired)
+    given = lambda t: (operand(dz, t.BN, t.BV // 2, t.desc), dz.stride(0), scale,
+                       *(v for sums, coef in (row_terms, col_terms) for v in (sums, sums.stride(0), coef)),
+                       parts if need_scale else None, *(positives or (None,) * 4), first, each)
+    with on_device(x): launch_tiles(contrast_bwd_kernel, x, y, t, given, True, PAIRED=paired, ONE=each == 1)
     return parts
 
 # %% ../nbs/26_contrast.ipynb #ctplain
@@ -268,7 +299,7 @@ def plain_dz(
     dz += z.sub_(col_max).exp_().mul_(col_coef / col_s)
     if paired: dz.diagonal().sub_(2 * row_coef)
     if positives:
-        at, inside = positives_in(positives.index, first, len(y))
+        at, inside = positives_in(positives.index, first, y.shape[0])
         less = positives.row_weight[:, None] + positives.share[:, None] * positives.col_weight[at]
         dz.scatter_add_(1, at, torch.where(inside, -less, 0))  # all others add 0: any order gives the same bits
     return product.mul_(dz).sum().reshape(1) if need_scale else scale.new_empty(0)
@@ -280,15 +311,20 @@ def score_bytes(x:Tensor) -> int:
     "Bytes of a score of a block, with its copies."
     return x.element_size() if takes_kernel(x) else 3 * acc_dtype(x.dtype).itemsize
 
-def block_rows(n_pairs:int, row_bytes:int, score:int, memory_budget:Optional[int]) -> int:
+def block_rows(n_pairs:int, row_bytes:int, score:float, memory_budget:Optional[int]) -> int:
     "Rows of a square block of scores: at most 128 MiB, or as many bytes as the features have."
     budget = memory_budget or max(2**27, n_pairs * row_bytes)
-    return equal_rows(n_pairs, max(1, math.isqrt(budget // score)))
+    return equal_rows(n_pairs, max(1, math.isqrt(int(budget / score))))
 
 def blocks_of(x:Tensor, memory_budget:Optional[int]) -> list[slice]:  # [N,H]
     "How one side is cut: every slice of it and every one of the other side have a block of scores."
-    rows = block_rows(len(x), x.shape[1] * x.element_size(), score_bytes(x), memory_budget)
-    return tile_slices(len(x), rows)
+    rows = block_rows(x.shape[0], x.shape[1] * x.element_size(), score_bytes(x), memory_budget)
+    return tile_slices(x.shape[0], rows)
+
+def sum_blocks(x:Tensor, memory_budget:Optional[int]) -> list[slice]:  # [N,H]
+    "`blocks_of` where scores become sums. By kernels a tile leaves four numbers, 16 bytes, for 128 scores."
+    if not takes_kernel(x): return blocks_of(x, memory_budget)
+    return tile_slices(x.shape[0], block_rows(x.shape[0], x.shape[1] * x.element_size(), 16 / 128, memory_budget))
 
 def each_block(
     row_blocks:list[slice], col_blocks:list[slice], fresh:bool=True,  # whether nothing has been summed before
@@ -303,6 +339,10 @@ def pair_scores(x:Tensor, y:Tensor, blocks:list[slice]) -> Tensor:  # [N,H] twic
     each = [torch.linalg.vecdot(wide(x[i]), wide(y[i])) for i in blocks]
     return torch.cat(each) if each else x.new_empty(0, dtype=acc_dtype(x.dtype))
 
+def columns_in(t:Tensor, i:slice) -> Tensor:  # [...,N]
+    "The columns `i`; the tensor itself where these are all."
+    return t if i.stop - i.start == t.shape[-1] else t[..., i]
+
 def loss_below(scores:Tensor, top:Tensor, s:Tensor) -> Tensor:
     "-log(e^(score - top) / s), from a maximum and a sum relative to it; a rounding does not put it below 0."
     return (s.log() - (scores - top)).clamp(min=0)
@@ -311,7 +351,7 @@ def pair_losses(
     x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, blocks:list[slice],  # as `contrast_fwd` has them
 ) -> Tensor:  # [N]
     "Means of a pair's two losses."
-    if takes_kernel(x): return launch_pair_losses(x, y, scale.reshape(1), row_sums, col_sums)
+    if takes_kernel(x): return launch_pair_losses(x, y, scale, row_sums, col_sums)
     own = pair_scores(x, y, blocks) * scale
     return (loss_below(own, *row_sums) + loss_below(own, *col_sums)) / 2
 
@@ -322,22 +362,24 @@ def add_statistics(
 ):
     "Add the scores of all blocks to the sums of rows and columns."
     add = launch_statistics if takes_kernel(x) else plain_statistics
-    for i, j, new in each_block(row_blocks, col_blocks, fresh): add(x[i], y[j], scale, row_sums[:, i], col_sums[:, j], new)
+    for i, j, new in each_block(row_blocks, col_blocks, fresh): add(part(x, i), part(y, j), scale, columns_in(row_sums, i), columns_in(col_sums, j), new)
 
 def contrast_fwd(
     x:Tensor, y:Tensor, scale:Tensor,  # [N,H] twice, a scalar in their `acc_dtype`
     memory_budget:Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Losses of the pairs [N]; maxima of rows and of columns, and sums of exponentials from them, [2,N] each."
-    blocks, row_sums, col_sums = blocks_of(x, memory_budget), scale.new_empty(2, len(x)), scale.new_empty(2, len(x))
-    add_statistics(x, y, scale.reshape(1), row_sums, col_sums, blocks, blocks)
+    blocks, row_sums, col_sums = sum_blocks(x, memory_budget), scale.new_empty(2, x.shape[0]), scale.new_empty(2, x.shape[0])
+    if takes_kernel(x) and len(blocks) == 1:
+        return launch_pair_losses(x, y, scale, row_sums, col_sums, *launch_parts(x, y, scale)), row_sums, col_sums
+    add_statistics(x, y, scale, row_sums, col_sums, blocks, blocks)
     return pair_losses(x, y, scale, row_sums, col_sums, blocks), row_sums, col_sums
 
 # %% ../nbs/26_contrast.ipynb #ctsums
 class PairGradients:
     "Sums over blocks of scores, in at least fp32: dx and dy but for a factor, and parts of the numbers'; None where not needed."
     def __init__(self, x:Tensor, y:Tensor, needs:tuple[bool, bool, bool]):  # [N,H], [M,H]
-        make = torch.empty_like if len(x) and len(y) else torch.zeros_like  # without a block nobody writes
+        make = torch.empty_like if x.shape[0] and y.shape[0] else torch.zeros_like  # without a block nobody writes
         need_x, need_y, self.need_numbers = needs
         self.dx, self.dy = (make(t, dtype=acc_dtype(t.dtype), memory_format=torch.contiguous_format) if need else None
                             for t, need in ((x, need_x), (y, need_y)))
@@ -345,10 +387,10 @@ class PairGradients:
 
     def spend(self, dz:Tensor, x:Tensor, y:Tensor, i:slice, j:slice, new:tuple[bool, bool]):  # [R,C], [N,H], [M,H]
         "Add what the block of rows `i` and columns `j` brings, or write it where it is the first."
-        if self.dx is not None: put_product(self.dx[i], dz, y[j].to(dz.dtype), not new[0])
-        if self.dy is not None: put_product(self.dy[j], dz.T, x[i].to(dz.dtype), not new[1])
+        if self.dx is not None: put_product(part(self.dx, i), dz, part(y, j).to(dz.dtype), not new[0])
+        if self.dy is not None: put_product(part(self.dy, j), dz.T, part(x, i).to(dz.dtype), not new[1])
 
-    def rounded(self, x:Tensor, y:Tensor, factor:Tensor, top:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def rounded(self, x:Tensor, y:Tensor, factor:Tensor, top:Tensor) -> tuple[Tensor, Tensor, Tensor]:  # what multiplies features' sums, and numbers'
         "dx, dy, and the gradient of the numbers; empty where not needed."
         found = []
         for name, t in (("dx", x), ("dy", y)):
@@ -358,7 +400,74 @@ class PairGradients:
             setattr(self, name, None)  # before the other one is rounded
             del total
         if not self.need_numbers: return *found, top.new_empty(0)
-        return *found, torch.cat(self.numbers, -1).sum(-1) * top if self.numbers else top * 0
+        parts = self.numbers[0] if len(self.numbers) == 1 else torch.cat(self.numbers, -1) if self.numbers else top.new_zeros(1)
+        return *found, parts.sum(-1) * top
+
+# %% ../nbs/26_contrast.ipynb #ctup
+@jit
+def mean_weights(named_ptr, rows):
+    "What a mean multiplies rows' losses and columns' losses by; 1 and 1 for a sum."
+    if named_ptr is None:
+        return tl.full([], 1.0, tl.float32), tl.full([], 1.0, tl.float32)
+    else:
+        return tl.div_rn(1.0, tl.cast(rows, tl.float32)), tl.div_rn(1.0, tl.maximum(tl.load(named_ptr), 1).to(tl.float32))
+
+@jit
+def upstream_kernel(
+    g_ptr, top_ptr, scale_ptr, named_ptr,  # [N]; [1], or None: found here; [1]; [1] or None
+    coef_ptr, factor_ptr, unit_ptr,  # [N], [1] twice, written
+    N, g_stride, rows, share,  # as `upstream`
+    B: tl.constexpr,
+):
+    if top_ptr is None:
+        largest = tl.zeros([B], tl.float32)
+        for k in range(0, N, B):
+            at = k + tl.arange(0, B)
+            g = tl.abs(tl.load(g_ptr + at.to(tl.int64) * g_stride, mask=at < N, other=0.0))
+            largest = tl.maximum(largest, tl.where(g < float("inf"), g, 0.0))  # inf and NaN spoil their own row
+        top = tl.maximum(tl.max(largest, 0) / 4096, 1.1754943508222875e-38)
+    else:
+        top = tl.load(top_ptr)
+    n = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(coef_ptr + n, tl.div_rn(tl.load(g_ptr + n.to(tl.int64) * g_stride, mask=n < N, other=0.0), top), mask=n < N)
+    if tl.program_id(0) == 0:
+        of_rows, of_columns = mean_weights(named_ptr, rows)
+        top *= share * tl.maximum(of_rows, of_columns)
+        tl.store(factor_ptr, tl.load(scale_ptr) * top)
+        tl.store(unit_ptr, top)
+
+def launch_upstream(
+    g:Tensor, top:Optional[Tensor], scale:Tensor, share:float, named:Optional[Tensor]=None, rows:int=1,  # [N], [1], [1], and as `upstream`
+) -> tuple[Tensor, Tensor, Tensor]:
+    "`upstream` by one kernel; without `top` it is found."
+    coef, factor, unit = scale.new_empty(g.shape[0]), scale.new_empty(()), scale.new_empty(())
+    with on_device(g):
+        launch_kernel(upstream_kernel, (-(-g.shape[0] // 2048),), g, top, scale, named, coef, factor, unit, g.shape[0], g.stride(0), rows, float(share), B=2048)
+    return coef, factor, unit
+
+def plain_weights(named:Optional[Tensor], rows:int) -> tuple[float, float|Tensor]:
+    "`mean_weights` in PyTorch."
+    return (1.0, 1.0) if named is None else (1 / max(rows, 1), 1 / named.clamp(min=1).double())
+
+def largest_on_ranks(t:Tensor, s:Shards) -> Tensor:  # a scalar
+    "The largest that any rank has."
+    return t if s.ranks == 1 else all_gather(t.reshape(1), s).amax()
+
+def larger_weight(named:Optional[Tensor], rows:int) -> float|Tensor:
+    "The larger of `plain_weights`."
+    of_rows, of_columns = plain_weights(named, rows)
+    return 1.0 if named is None else of_columns.clamp(min=of_rows)
+
+def upstream(
+    g:Tensor, x:Tensor, scale:Tensor, share:float, s:Shards,  # [N], [N,H], a scalar; what else multiplies all gradients
+    named:Optional[Tensor]=None, rows:int=1,  # of a mean over so many rows and over the columns that are named [1]: the larger weight is in the factors
+) -> tuple[Tensor, Tensor, Tensor]:
+    "Upstream gradients over their unit [N]; what multiplies sums of features: unit and scale; and numbers' sums: the unit."
+    known = s.ranks > 1 or not takes_kernel(x)
+    top = largest_on_ranks(grad_scale_of(g) if g.shape[0] else torch.ones_like(scale), s) if known else None
+    if takes_kernel(x): return launch_upstream(g, top, scale, share, named, rows)
+    unit = (top * share * larger_weight(named, rows)).to(scale.dtype).reshape(())
+    return (g / top).contiguous(), scale * unit, unit
 
 # %% ../nbs/26_contrast.ipynb #ctbackward
 def spend_blocks(
@@ -382,8 +491,8 @@ def spend_contrast(
     fresh:bool=True,
 ):
     "Add what all blocks of this loss bring."
-    make, part = launch_dz if takes_kernel(x) else plain_dz, lambda terms, i: tuple(t[..., i] for t in terms)
-    put = lambda i, j, d: make(x[i], y[j], scale, part(row_terms, i), part(col_terms, j), paired and i == j,
+    make, of = launch_dz if takes_kernel(x) else plain_dz, lambda terms, i: tuple(columns_in(t, i) for t in terms)
+    put = lambda i, j, d: make(part(x, i), part(y, j), scale, of(row_terms, i), of(col_terms, j), paired and i == j,
                                positives and positives.block(i, j), first + j.start, grads.need_numbers, d)
     spend_blocks(grads, x, y, row_blocks, col_blocks, fresh, put)
 
@@ -393,11 +502,10 @@ def contrast_bwd(
     memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dy [N,H] and the gradient of the scale; empty where not needed."
-    top = grad_scale_of(g) if len(g) else torch.ones_like(scale)
-    grads, coef, blocks = PairGradients(x, y, (need_x, need_y, need_scale)), (g / top).contiguous(), blocks_of(x, memory_budget)
-    spend_contrast(grads, x, y, scale.reshape(1), (row_sums, coef), (col_sums, coef), blocks, blocks, True)
-    half = top / 2
-    return grads.rounded(x, y, scale * half, half)
+    grads, blocks = PairGradients(x, y, (need_x, need_y, need_scale)), blocks_of(x, memory_budget)
+    coef, *factors = upstream(g, x, scale, 0.5, shards_on(None, 0))
+    spend_contrast(grads, x, y, scale, (row_sums, coef), (col_sums, coef), blocks, blocks, True)
+    return grads.rounded(x, y, *factors)
 
 # %% ../nbs/26_contrast.ipynb #ctoperators
 def save_contrast(ctx, inputs, output):
@@ -448,53 +556,42 @@ def around_with_dy(grads:PairGradients, ring:list[Tensor], s:Shards) -> Iterator
         yield owner, ring
     if grads.dy is not None: grads.dy = ring[-1]
 
-def largest_on_ranks(t:Tensor, s:Shards) -> Tensor:  # a scalar
-    "The largest that any rank has."
-    return t if s.ranks == 1 else all_gather(t.reshape(1), s).amax()
-
 # %% ../nbs/26_contrast.ipynb #ctringloss
 class RingContrast(torch.autograd.Function):
     "Losses of this rank's pairs among those of all ranks: y and what belongs to it go round, one rank's at a time."
     @staticmethod
     def forward(ctx, x, y, scale, s, memory_budget, factor):  # the last multiplies gradients
-        blocks, row_sums = blocks_of(x, memory_budget), scale.new_empty(2, len(x))
-        ring = [y, scale.new_empty(2, len(x))]
+        blocks, row_sums = sum_blocks(x, memory_budget), scale.new_empty(2, x.shape[0])
+        ring = [y, scale.new_empty(2, x.shape[0])]
         for owner in around(ring, s):
-            add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], blocks, blocks, owner == s.rank)
-        ctx.how = s, blocks, factor
+            add_statistics(x, ring[0], scale, row_sums, ring[1], blocks, blocks, owner == s.rank)
+        ctx.how = s, memory_budget, factor
         ctx.save_for_backward(x, y, scale, row_sums, ring[1])
         return pair_losses(x, y, scale, row_sums, ring[1], blocks)
 
     @staticmethod
     @first_order
     def backward(ctx, g):
-        (x, y, scale, row_sums, col_sums), (s, blocks, factor) = ctx.saved_tensors, ctx.how
-        top = largest_on_ranks(grad_scale_of(g) if len(g) else torch.zeros_like(scale), s)
-        grads, coef = PairGradients(x, y, ctx.needs_input_grad[:3]), (g / top).contiguous()
+        (x, y, scale, row_sums, col_sums), (s, memory_budget, factor) = ctx.saved_tensors, ctx.how
+        grads, blocks = PairGradients(x, y, ctx.needs_input_grad[:3]), blocks_of(x, memory_budget)
+        coef, *factors = upstream(g, x, scale, factor / 2, s)
         for owner, ring in around_with_dy(grads, [y, col_sums, coef], s):
             own = owner == s.rank
-            spend_contrast(grads, x, ring[0], scale.reshape(1), (row_sums, coef), tuple(ring[1:3]), blocks, blocks, own, fresh=own)
-        found = grads.rounded(x, y, scale * top * factor / 2, top * factor / 2)
+            spend_contrast(grads, x, ring[0], scale, (row_sums, coef), tuple(ring[1:3]), blocks, blocks, own, fresh=own)
+        found = grads.rounded(x, y, *factors)
         return *(d if need else None for d, need in zip(found, ctx.needs_input_grad)), None, None, None
 
 # %% ../nbs/26_contrast.ipynb #ctmany
-def as_positives(positives:Tensor, n_columns:int) -> tuple[Tensor, Tensor]:  # [N,P] or [N] integers
-    "Columns [N,P] of which each is at most once in its row, −1 for none; and which rows [N] name a column that does not exist."
-    at = positives.long() if positives.dim() == 2 else positives.long()[:, None]
-    bad = ((at < -1) | (at >= n_columns)).any(1)
-    at = torch.where((at >= 0) & (at < n_columns), at, -1)
-    if at.shape[1] > 1:
-        at = at.sort(1).values
-        again = torch.zeros_like(at, dtype=torch.bool)
-        again[:, 1:] = at[:, 1:] == at[:, :-1]
-        at = torch.where(again, -1, at)
-    return at.contiguous(), bad
+def listed(positives:Tensor) -> Tensor:  # [N] or [N,P] integers
+    "Positives [N,P], each row in order: what it names again stands beside the first."
+    rows = positives if positives.dim() == 2 else positives[:, None]
+    return rows.sort(1).values if rows.shape[1] > 1 else rows.contiguous()
 
-def columns_of_rank(index:Tensor, rank:int, n_columns:int, s:Shards) -> Tensor:  # [N,P], of columns of all ranks, n_columns each
-    "Columns counted from a rank's first; -1 where a positive is another rank's."
-    if s.ranks == 1: return index
-    at, inside = positives_in(index, rank * n_columns, n_columns)
-    return torch.where(inside, at, -1)
+def as_positives(index:Tensor, n_columns:int) -> Tensor:  # [N,P], of `listed`
+    "Columns [N,P], int64, of which each is at most once in its row; −1 for none, −2 for one that does not exist."
+    at = torch.where((index < -1) | (index >= n_columns), -2, index.long())
+    at[:, 1:].masked_fill_((index[:, 1:] == index[:, :-1]) & (at[:, 1:] >= 0), -1)
+    return at
 
 def column_counts(index:Tensor, n_columns:int) -> Tensor:  # [M] int64, of [N,P]
     "How many rows name each column."
@@ -509,91 +606,261 @@ def column_sums(index:Tensor, values:Tensor, n_columns:int) -> Tensor:  # [M], o
     each = values[:, None].expand(index.shape).flatten()[order]
     return torch.segment_reduce(each, "sum", offsets=starts, initial=0, unsafe=True)
 
-def positive_scores(x:Tensor, y:Tensor, index:Tensor, memory_budget:Optional[int]) -> Tensor:  # [N,P], of [N,H], [M,H], [N,P]
-    "Dot products of rows and their positives, from the features as they are multiplied; anything for −1."
-    row_bytes = 3 * index.shape[1] * x.shape[1] * acc_dtype(x.dtype).itemsize
-    blocks = tile_slices(len(x), max(1, (memory_budget or 2**27) // max(row_bytes, 1)))
-    each = [torch.linalg.vecdot(wide(x[i])[:, None], wide(y[index[i].clamp(min=0)])) for i in blocks]
-    return torch.cat(each) if each else x.new_empty(index.shape, dtype=acc_dtype(x.dtype))
+def positive_scores(x:Tensor, y:Tensor, at:Tensor, memory_budget:Optional[int]) -> Tensor:  # [N,P], of [N,H], [M,H], [N,P]
+    "Dot products of rows and the columns `at`, from the features as they are multiplied."
+    row_bytes = 3 * at.shape[1] * x.shape[1] * acc_dtype(x.dtype).itemsize
+    blocks = tile_slices(x.shape[0], max(1, (memory_budget or 2**27) // max(row_bytes, 1)))
+    each = [torch.linalg.vecdot(wide(x[i])[:, None], wide(y[at[i]])) for i in blocks]
+    return torch.cat(each) if each else x.new_empty(at.shape, dtype=acc_dtype(x.dtype))
+
+# %% ../nbs/26_contrast.ipynb #ctmanykernels
+@jit
+def named_once(index_ptr, rows, k, N, P, first, M):  # [N,P] of `listed`; rows [BN]
+    "The k-th positive of each row, and whether it is one of the M columns from `first` on and named for the first time."
+    at = index_ptr + rows.to(tl.int64) * P + k
+    column = tl.load(at, mask=rows < N, other=-1).to(tl.int64)
+    before = tl.load(at - 1, mask=(rows < N) & (k > 0), other=-1).to(tl.int64)
+    return column, (column != before) & (column >= first) & (column < tl.cast(first, tl.int64) + M)
+
+@jit
+def positive_scores_kernel(
+    x_ptr, y_ptr, scale_ptr, index_ptr, z_ptr, counts_ptr,  # [N,H], [M,H], [1], [N,P]; [N,P], written; [M + 1], added to
+    first, N, M, H, P, x_stride_n, x_stride_h, y_stride_n, y_stride_h,  # first: number of the first row of y
+    BN: tl.constexpr, BH: tl.constexpr,
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    at, scale, new = rows.to(tl.int64), tl.load(scale_ptr), tl.zeros([BN], tl.int64)
+    for p in range(0, P):
+        column, here = named_once(index_ptr, rows, p, N, P, first, M)
+        of, product = tl.where(here, column - first, 0), tl.zeros([BN, BH], tl.float32)
+        for k in range(0, H, BH):
+            h = (k + tl.arange(0, BH)).to(tl.int64)[None, :]
+            there = here[:, None] & (h < H)
+            a = tl.load(x_ptr + at[:, None] * x_stride_n + h * x_stride_h, mask=there, other=0.0).to(tl.float32)
+            product += a * tl.load(y_ptr + of[:, None] * y_stride_n + h * y_stride_h, mask=there, other=0.0).to(tl.float32)
+        tl.store(z_ptr + at * P + p, tl.sum(product, 1) * scale, mask=here)
+        old = tl.atomic_add(counts_ptr + of, tl.full([BN], 1, tl.int64), mask=here)
+        new += (here & (old == 0)).to(tl.int64)
+    tl.atomic_add(counts_ptr + M, tl.sum(new))
+
+@jit
+def positive_losses_kernel(
+    z_ptr, index_ptr, row_sums_ptr, col_sums_ptr, counts_ptr, named_ptr, losses_ptr,  # [N,P] twice, [2,N], [2,M], [M + 1], [1] or None, [N]
+    first, columns, rows_of_all, N, M, P, FRESH: tl.constexpr, BN: tl.constexpr,  # as `positive_losses`
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep, at = rows < N, rows.to(tl.int64) * P
+    row_max, row_s = tl.load(row_sums_ptr + rows, mask=keep, other=0.0), tl.load(row_sums_ptr + N + rows, mask=keep, other=1.0)
+    own, terms, names, wrong = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BN], tl.int1)
+    for p in range(0, P):
+        column, named = named_once(index_ptr, rows, p, N, P, 0, columns)
+        here = named & (column >= first) & (column < tl.cast(first, tl.int64) + M)
+        z, of = tl.load(z_ptr + at + p, mask=named, other=0.0), tl.where(here, column - first, 0)
+        term = below(z, tl.load(col_sums_ptr + of, mask=here, other=0.0), tl.load(col_sums_ptr + M + of, mask=here, other=1.0))
+        terms += tl.where(here, term / tl.load(counts_ptr + of, mask=here, other=1).to(tl.float32), 0.0)
+        own += tl.where(named, below(z, row_max, row_s), 0.0)
+        names += named.to(tl.float32)
+        wrong = wrong | (column < -1) | (column >= columns)
+    of_rows, of_columns = mean_weights(named_ptr, rows_of_all)
+    if FRESH:
+        own = tl.where(wrong | (names == 0), float("nan"), own / tl.maximum(names, 1))
+        loss = own * of_rows + terms * of_columns
+    else:
+        loss = tl.load(losses_ptr + rows, mask=keep, other=0.0) * 2 + terms * of_columns
+    tl.store(losses_ptr + rows, loss / 2, mask=keep)
+
+@jit
+def shares_kernel(
+    coef_ptr, index_ptr, named_ptr, weights_ptr, sums_ptr,  # [N], [N,P], [1] or None; [3,N], or None: they are there; [2,M], added to
+    first, columns, rows_of_all, steps, N, M, P, BN: tl.constexpr,  # as `send_shares`; steps in 1
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep, names = rows < N, tl.zeros([BN], tl.float32)
+    of_rows, of_columns = mean_weights(named_ptr, rows_of_all)
+    coef, larger = tl.load(coef_ptr + rows, mask=keep, other=0.0), tl.maximum(of_rows, of_columns)
+    share, finite = coef * (of_columns / larger), tl.abs(coef) < float("inf")
+    whole = tl.floor(tl.where(finite, share, 0.0) * steps + 0.5).to(tl.int64)
+    for p in range(0, P):
+        column, named = named_once(index_ptr, rows, p, N, P, 0, columns)
+        here = named & (column >= first) & (column < tl.cast(first, tl.int64) + M)
+        at = sums_ptr + tl.where(here, column - first, 0)
+        tl.atomic_add(at, whole, mask=here & finite)
+        tl.atomic_add(at + M, tl.full([BN], 1, tl.int64), mask=here & (finite == 0))
+        names += named.to(tl.float32)
+    if weights_ptr is not None:
+        own = coef * (of_rows / larger)
+        tl.store(weights_ptr + rows, own, mask=keep)
+        tl.store(weights_ptr + N + rows, own / tl.maximum(names, 1), mask=keep)
+        tl.store(weights_ptr + 2 * N + rows, share, mask=keep)
+
+@jit
+def column_terms_kernel(
+    sums_ptr, counts_ptr, terms_ptr,  # [2,M], [M + 1]; [2,M], written
+    M, step, BN: tl.constexpr,
+):
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep = columns < M
+    each = 1 / tl.maximum(tl.load(counts_ptr + columns, mask=keep, other=1), 1).to(tl.float32)
+    total = tl.load(sums_ptr + columns, mask=keep, other=0).to(tl.float32) * step
+    total = tl.where(tl.load(sums_ptr + M + columns, mask=keep, other=0) > 0, float("nan"), total)
+    tl.store(terms_ptr + columns, total * each, mask=keep)
+    tl.store(terms_ptr + M + columns, each, mask=keep)
+
+# %% ../nbs/26_contrast.ipynb #ctmanylaunch
+class Named(NamedTuple):
+    "What rows name, and how many rows and columns there are."
+    index: Tensor  # [N,P], columns of all ranks, of `listed`; for PyTorch of `as_positives`
+    columns: int
+    rows: int  # of all ranks
+    count: Optional[Tensor] = None  # [1], how many columns are named, where the loss is a mean
+
+def launch_scores(
+    x:Tensor, y:Tensor, scale:Tensor, n:Named, first:int,  # [N,H], [M,H], [1]; number of the first row of y
+    z:Tensor, counts:Tensor,  # [N,P], written; [M + 1], added to: rows that name each, and how many of these columns are named
+):
+    "Scores of the positives that are rows of y, and counts of y's rows."
+    with on_device(x):
+        launch_kernel(positive_scores_kernel, (-(-x.shape[0] // 16),), x, y, scale, n.index, z, counts, first, x.shape[0], *y.shape,
+                      n.index.shape[1], *x.stride(), *y.stride(), BN=16, BH=128)
+
+def launch_losses(
+    z:Tensor, n:Named, row_sums:Tensor, col_sums:Tensor, counts:Tensor, first:int,  # [N,P], sums [2,N], [2,M], [M + 1]; number of the first column
+    losses:Tensor, fresh:bool,  # [N], added to, or written where `fresh`
+):
+    "Half of each row's loss, once, and half of its terms in the losses of these columns."
+    with on_device(z):
+        launch_kernel(positive_losses_kernel, (-(-z.shape[0] // 128),), z, n.index, row_sums, col_sums, counts, n.count, losses,
+                      first, n.columns, n.rows, z.shape[0], col_sums.shape[1], z.shape[1], FRESH=fresh, BN=128)
+
+def steps_in_one(rows:int) -> float:
+    "2ᵏ for the largest k such that so many integers of at most 2¹² · 2ᵏ add up in 64 bits."
+    return 2.0 ** (50 - rows.bit_length())
+
+def launch_shares(
+    coef:Tensor, n:Named, first:int,  # [N]; number of the first column
+    weights:Tensor, sums:Tensor, fresh:bool,  # [3,N], written where `fresh`: `row_coef`, `row_weight` and `share`; [2,M] integers, added to
+):
+    "Add the rows' upstream gradients to those columns that they name."
+    with on_device(coef):
+        launch_kernel(shares_kernel, (-(-coef.shape[0] // 128),), coef, n.index, n.count, weights if fresh else None, sums,
+                      first, n.columns, n.rows, steps_in_one(n.rows), coef.shape[0], sums.shape[1], n.index.shape[1], BN=128)
+
+def launch_column_terms(sums:Tensor, counts:Tensor, rows:int, like:Tensor) -> Tensor:  # of `launch_shares`, [M + 1], of all ranks
+    "Columns' upstream gradients over their counts, and 1 over their counts: [2,M]."
+    terms = like.new_empty(2, sums.shape[1])
+    with on_device(sums):
+        launch_kernel(column_terms_kernel, (-(-sums.shape[1] // 256),), sums, counts, terms, sums.shape[1], 1 / steps_in_one(rows), BN=256)
+    return terms
+
+def plain_scores(x:Tensor, y:Tensor, scale:Tensor, n:Named, first:int, z:Tensor, counts:Tensor, memory_budget:Optional[int]=None):
+    "`launch_scores` in PyTorch."
+    at, inside = positives_in(n.index, first, y.shape[0])
+    counts[:-1] += column_counts(torch.where(inside, at, -1), y.shape[0])
+    counts[-1] = (counts[:-1] > 0).sum()
+    z.copy_(torch.where(inside, positive_scores(x, y, at, memory_budget) * scale, z))
+
+def plain_losses(z:Tensor, n:Named, row_sums:Tensor, col_sums:Tensor, counts:Tensor, first:int, losses:Tensor, fresh:bool):
+    "`launch_losses` in PyTorch."
+    (of_rows, of_columns), (at, inside), there = plain_weights(n.count, n.rows), positives_in(n.index, first, col_sums.shape[1]), n.index >= 0
+    terms = torch.where(inside, loss_below(z, *col_sums[:, at]) / counts[at], 0).sum(1) * of_columns
+    own = torch.where(there, loss_below(z, *row_sums[:, :, None]), 0).sum(1) / there.sum(1)  # of a row without positives NaN
+    own = torch.where((n.index < -1).any(1), torch.nan, own) * of_rows
+    losses.copy_((own + terms) / 2 if fresh else losses + terms / 2)
+
+def plain_shares(coef:Tensor, n:Named, first:int, weights:Tensor, sums:Tensor, fresh:bool):  # sums [M], in the dtype of `coef`
+    "`launch_shares` in PyTorch."
+    of_rows, of_columns = plain_weights(n.count, n.rows)
+    larger = larger_weight(n.count, n.rows)
+    if fresh:
+        own = coef * (of_rows / larger)
+        weights.copy_(torch.stack([own, own / (n.index >= 0).sum(1), coef * (of_columns / larger)]))
+    at, inside = positives_in(n.index, first, len(sums))
+    sums += column_sums(torch.where(inside, at, -1), weights[2], len(sums))
+
+def plain_column_terms(sums:Tensor, counts:Tensor, rows:int, like:Tensor) -> Tensor:
+    "`launch_column_terms` in PyTorch."
+    each = 1 / counts[:-1].clamp(min=1).to(like.dtype)
+    return torch.stack([sums * each, each])
 
 # %% ../nbs/26_contrast.ipynb #ctmanyop
+def named_columns(counts:Tensor, mean:bool, s:Shards) -> Optional[Tensor]:  # [M + 1]; [1]
+    "How many columns of all ranks are named; None unless the loss is a mean."
+    if not mean: return None
+    return counts[-1:] if s.ranks == 1 else all_reduce(counts[-1:].clone(), s)
+
 def positives_of_ranks(
-    x:Tensor, y:Tensor, scale:Tensor, positives:Tensor,  # [N,H], [M,H], a scalar in their `acc_dtype`, [N] or [N,P]
-    memory_budget:Optional[int], s:Shards,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "Losses [N] of this rank's rows, and terms in columns' losses; sums [2,N], [2,M]; rows that name a column [M]; columns [N,P]."
-    index, bad = as_positives(positives, s.ranks * len(y))
-    row_blocks, col_blocks, row_sums = blocks_of(x, memory_budget), blocks_of(y, memory_budget), scale.new_empty(2, len(x))
-    z, shares, ring = scale.new_zeros(index.shape), scale.new_zeros(len(x)), [y, scale.new_empty(2, len(y)), index.new_zeros(len(y))]
+    x:Tensor, y:Tensor, scale:Tensor, index:Tensor,  # [N,H], [M,H], a scalar in their `acc_dtype`, [N,P] of `listed`
+    mean:bool, memory_budget:Optional[int], s:Shards,  # whether the losses are parts of a mean; or of a sum
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Losses [N] of this rank's rows, their terms in columns' losses among them; sums [2,N], [2,M]; rows that name a column [M + 1]."
+    kernels, columns = takes_kernel(x), s.ranks * y.shape[0]
+    n = Named(index if kernels else as_positives(index, columns), columns, s.ranks * x.shape[0])
+    row_blocks, col_blocks, row_sums = sum_blocks(x, memory_budget), sum_blocks(y, memory_budget), scale.new_empty(2, x.shape[0])
+    z, losses = scale.new_empty(index.shape), scale.new_empty(x.shape[0])
+    ring = [y, scale.new_empty(2, y.shape[0]), index.new_zeros(y.shape[0] + 1, dtype=torch.int64)]
+    scores = launch_scores if kernels else partial(plain_scores, memory_budget=memory_budget)
     for owner in around(ring, s):
-        add_statistics(x, ring[0], scale.reshape(1), row_sums, ring[1], row_blocks, col_blocks, owner == s.rank)
-        here = columns_of_rank(index, owner, len(y), s)
-        ring[2] += column_counts(here, len(y))
-        z += torch.where(here >= 0, positive_scores(x, ring[0], here, memory_budget), 0)
-    z *= scale
-    ring = ring[1:]
+        add_statistics(x, ring[0], scale, row_sums, ring[1], row_blocks, col_blocks, owner == s.rank)
+        scores(x, ring[0], scale, n, owner * y.shape[0], z, ring[2])
+    ring, n = ring[1:], n._replace(count=named_columns(ring[2], mean, s))
     for owner in around(ring, s):
-        here, (col_sums, counts) = columns_of_rank(index, owner, len(y), s), ring
-        at = here.clamp(min=0)
-        shares += torch.where(here >= 0, loss_below(z, *col_sums[:, at]) / counts[at], 0).sum(1)
-    there = index >= 0
-    of_row = torch.where(there, loss_below(z, *row_sums[:, :, None]), 0).sum(1) / there.sum(1)  # of a row without positives NaN
-    return torch.where(bad, torch.nan, of_row), shares, row_sums, *ring, index
+        (launch_losses if kernels else plain_losses)(z, n, row_sums, *ring, owner * y.shape[0], losses, owner == s.rank)
+    return losses, row_sums, *ring
 
 def gradients_of_ranks(
-    g_rows:Tensor, g_shares:Tensor,  # [N] each
-    x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, counts:Tensor, index:Tensor,  # as in forward
-    memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool, s:Shards,
+    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, counts:Tensor, index:Tensor,  # [N], and as in forward
+    mean:bool, memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool, share:float, s:Shards,  # share: what else multiplies all gradients
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dy [M,H] of this rank, and its part of the scale's gradient; empty where not needed."
-    top = largest_on_ranks(grad_scale_of(torch.cat([g_rows, g_shares])) if len(x) else torch.ones_like(scale), s)
-    g_rows, g_shares, each = (g_rows / top).contiguous(), (g_shares / top).contiguous(), 1 / counts.clamp(min=1).to(scale.dtype)
-    coefs = [torch.zeros_like(each)]
-    for owner in around(coefs, s): coefs[0] += column_sums(columns_of_rank(index, owner, len(y), s), g_shares, len(y))
-    grads, row_weight = PairGradients(x, y, (need_x, need_y, need_scale)), g_rows / (index >= 0).sum(1)
-    for owner, ring in around_with_dy(grads, [y, col_sums, coefs[0] * each, each], s):
-        spend_contrast(grads, x, ring[0], scale.reshape(1), (row_sums, g_rows), tuple(ring[1:3]), blocks_of(x, memory_budget), blocks_of(y, memory_budget),
-                       False, Positives(index, row_weight, g_shares, ring[3]), owner * len(y), owner == s.rank)
-    return grads.rounded(x, y, scale * top, top)
+    kernels, columns = takes_kernel(x), s.ranks * y.shape[0]
+    n = Named(index if kernels else as_positives(index, columns), columns, s.ranks * x.shape[0], named_columns(counts, mean, s))
+    coef, *factors = upstream(g, x, scale, share / 2, s, n.count, n.rows)
+    send, finish, of_column = (launch_shares, launch_column_terms, (2, y.shape[0])) if kernels else (plain_shares, plain_column_terms, (y.shape[0],))
+    weights, sums = scale.new_empty(3, x.shape[0]), [torch.zeros(of_column, dtype=torch.int64 if kernels else scale.dtype, device=x.device)]
+    for owner in around(sums, s): send(coef, n, owner * y.shape[0], weights, sums[0], owner == s.rank)
+    (row_coef, row_weight, row_share), terms = weights.unbind(), finish(sums[0], counts, n.rows, scale)
+    grads, row_blocks, col_blocks = PairGradients(x, y, (need_x, need_y, need_scale)), blocks_of(x, memory_budget), blocks_of(y, memory_budget)
+    for owner, ring in around_with_dy(grads, [y, col_sums, terms], s):
+        col_coef, each = ring[2].unbind()
+        spend_contrast(grads, x, ring[0], scale, (row_sums, row_coef), (ring[1], col_coef), row_blocks, col_blocks,
+                       False, Positives(n.index, row_weight, row_share, each), owner * y.shape[0], owner == s.rank)
+    return grads.rounded(x, y, *factors)
 
 # %% ../nbs/26_contrast.ipynb #ctmanyops
 def positives_fwd(
-    x:Tensor, y:Tensor, scale:Tensor, positives:Tensor, memory_budget:Optional[int],  # as `positives_of_ranks`
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x:Tensor, y:Tensor, scale:Tensor, index:Tensor, mean:bool, memory_budget:Optional[int],  # as `positives_of_ranks`
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`positives_of_ranks` in one process."
-    return positives_of_ranks(x, y, scale, positives, memory_budget, shards_on(None, 0))
+    return positives_of_ranks(x, y, scale, index, mean, memory_budget, shards_on(None, 0))
 
 def positives_bwd(
-    g_rows:Tensor, g_shares:Tensor,  # as `gradients_of_ranks`
+    g:Tensor,  # as `gradients_of_ranks`
     x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, counts:Tensor, index:Tensor,
-    memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool,
+    mean:bool, memory_budget:Optional[int], need_x:bool, need_y:bool, need_scale:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`gradients_of_ranks` in one process."
-    return gradients_of_ranks(g_rows, g_shares, x, y, scale, row_sums, col_sums, counts, index, memory_budget, need_x, need_y, need_scale, shards_on(None, 0))
+    return gradients_of_ranks(g, x, y, scale, row_sums, col_sums, counts, index, mean, memory_budget, need_x, need_y, need_scale, 1.0, shards_on(None, 0))
 
 def save_positives(ctx, inputs, output):
-    "The features, the scale, what belongs to rows and columns, and the positives as they were sorted."
-    ctx.save_for_backward(*inputs[:3], *output[2:])
-    ctx.memory_budget = inputs.memory_budget
-    ctx.mark_non_differentiable(*output[2:])
+    "The features, the scale, what belongs to rows and columns, and the positives."
+    ctx.save_for_backward(*inputs[:3], *output[1:], inputs.index)
+    ctx.how = inputs.mean, inputs.memory_budget
+    ctx.mark_non_differentiable(*output[1:])
 
-def gradient_of_positives(ctx, needs, g_rows, g_shares, *_):
+def gradient_of_positives(ctx, needs, g, *_):
     "dx, dy and the gradient of the scale, where they are needed."
-    saved = ctx.saved_tensors
-    g = (torch.zeros_like(saved[3][0]) if t is None else t for t in (g_rows, g_shares))
     wanted = {"x": needs.x, "y": needs.y, "scale": needs.scale}
-    found = positives_grad(*g, *saved, ctx.memory_budget, *wanted.values())
+    found = positives_grad(g, *ctx.saved_tensors, *ctx.how, *wanted.values())
     return {name: d for (name, need), d in zip(wanted.items(), found) if need}
 
-def fake_positives(x, y, scale, positives, memory_budget):
+def fake_positives(x, y, scale, index, mean, memory_budget):
     "The shapes of `positives_fwd`'s results."
     n, m = x.shape[0], y.shape[0]
-    sizes = (m,), (n, positives.shape[1] if positives.dim() == 2 else 1)
-    return *(scale.new_empty(size) for size in ((n,), (n,), (2, n), (2, m))), *(positives.new_empty(size, dtype=torch.int64) for size in sizes)
+    return *(scale.new_empty(size) for size in ((n,), (2, n), (2, m))), index.new_empty(m + 1, dtype=torch.int64)
 
-def fake_positives_grad(g_rows, g_shares, x, y, scale, row_sums, col_sums, counts, index, memory_budget, need_x, need_y, need_scale):
+def fake_positives_grad(g, x, y, scale, row_sums, col_sums, counts, index, mean, memory_budget, need_x, need_y, need_scale):
     "The shapes of `positives_bwd`'s results."
-    return fake_contrast_grad(g_rows, x, y, scale, row_sums, col_sums, memory_budget, need_x, need_y, need_scale)
+    return fake_contrast_grad(g, x, y, scale, row_sums, col_sums, memory_budget, need_x, need_y, need_scale)
 
 positives_grad = operator("fusedloss::contrast_positives_grad", positives_bwd, fake=fake_positives_grad,
                           flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
@@ -602,21 +869,20 @@ contrast_positives = operator("fusedloss::contrast_positives", positives_fwd, sa
 
 # %% ../nbs/26_contrast.ipynb #ctmanyring
 class RingPositives(torch.autograd.Function):
-    "`positives_of_ranks`, of which the losses, the terms and the counts are returned."
+    "The losses of `positives_of_ranks`."
     @staticmethod
-    def forward(ctx, x, y, scale, positives, s, memory_budget, factor):  # the last multiplies gradients
-        of_rows, shares, *kept = positives_of_ranks(x, y, scale, positives, memory_budget, s)
-        ctx.how = s, memory_budget, factor
-        ctx.save_for_backward(x, y, scale, *kept)
-        ctx.mark_non_differentiable(kept[2])
-        return of_rows, shares, kept[2]
+    def forward(ctx, x, y, scale, index, mean, s, memory_budget, factor):  # the last multiplies gradients
+        losses, *kept = positives_of_ranks(x, y, scale, index, mean, memory_budget, s)
+        ctx.how = s, mean, memory_budget, factor
+        ctx.save_for_backward(x, y, scale, *kept, index)
+        return losses
 
     @staticmethod
     @first_order
-    def backward(ctx, g_rows, g_shares, _):
-        (s, memory_budget, factor), needs = ctx.how, ctx.needs_input_grad[:3]
-        found = gradients_of_ranks(g_rows * factor, g_shares * factor, *ctx.saved_tensors, memory_budget, *needs, s)
-        return *(d if need else None for d, need in zip(found, needs)), None, None, None, None
+    def backward(ctx, g):
+        (s, mean, memory_budget, factor), needs = ctx.how, ctx.needs_input_grad[:3]
+        found = gradients_of_ranks(g, *ctx.saved_tensors, mean, memory_budget, *needs, factor, s)
+        return *(d if need else None for d, need in zip(found, needs)), None, None, None, None, None
 
 # %% ../nbs/26_contrast.ipynb #ctsigkernels
 @jit
@@ -627,36 +893,68 @@ def softplus(u):
     return tl.where(u > 0, u, 0.0) + tl.where(e < 0.0625, series, tl.log(1 + e))
 
 @jit
+def is_positive(
+    positives_ptr, rows, cols, first, R, C, P, PAIRED: tl.constexpr, ONE: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,  # as `positive_mask`
+):
+    "Which scores of a tile are of positives, [BN,BV]: those that are listed, or where nothing is, those of pairs."
+    if positives_ptr is not None:
+        return positive_mask(positives_ptr, rows, cols, first, R, C, P, ONE, BN, BV)
+    elif PAIRED:
+        return rows[:, None] == cols[None, :]
+    else:
+        return tl.zeros([BN, BV], tl.int1)
+
+@jit
 def sigmoid_fwd_kernel(
     x, y,  # [R,H], [C,H]: descriptors or pointers
-    scale_ptr, bias_ptr, positives_ptr, parts_ptr,  # [1] twice, [R,P], [tiles_c,R]
+    scale_ptr, bias_ptr, positives_ptr, parts_ptr,  # [1] twice, [R,P] or None, [tiles_c,R]
     first, P, R, C, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h,
+    PAIRED: tl.constexpr, ONE: tl.constexpr,
     DESC: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     tiles_r, tiles_c, scale, bias = tl.cdiv(R, BN), tl.cdiv(C, BV), tl.load(scale_ptr), tl.load(bias_ptr)
-    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0)):
+    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0), flatten=DESC and (positives_ptr is None or ONE)):
         tr, tc = swizzle_tile(t, tiles_r, tiles_c, GROUP)
         product, rows, cols = tile_product(x, y, tr, tc, R, C, H, x_stride_n, x_stride_h,
                                            y_stride_n, y_stride_h, BN, BV, BH, DESC)
-        z, found = product * scale + bias, positive_mask(positives_ptr, rows, cols, first, R, P, BN, BV)
+        z, found = product * scale + bias, is_positive(positives_ptr, rows, cols, first, R, C, P, PAIRED, ONE, BN, BV)
         losses = tl.where((cols < C)[None, :], softplus(tl.where(found, -z, z)), 0.0)
         tl.store(parts_ptr + tc.to(tl.int64) * R + rows, tl.sum(losses, 1), mask=rows < R)
 
 @jit
+def add_losses_kernel(
+    parts_ptr, positives_ptr, losses_ptr,  # [tiles_c,R], [R,P] or None, [R]
+    R, tiles_c, P, columns, FRESH: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,  # columns of all ranks
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    keep, total = rows < R, tl.zeros([BN], tl.float32)
+    if not FRESH:
+        total = tl.load(losses_ptr + rows, mask=keep, other=0.0)
+    for k in range(0, tiles_c, BP):
+        part = (k + tl.arange(0, BP))[:, None].to(tl.int64)
+        total += tl.sum(tl.load(parts_ptr + part * R + rows[None, :], mask=(part < tiles_c) & keep[None, :], other=0.0), 0)
+    if positives_ptr is not None:
+        for p in range(0, P):
+            column = tl.load(positives_ptr + rows.to(tl.int64) * P + p, mask=keep, other=-1)
+            total = tl.where((column < -1) | (column >= columns), float("nan"), total)
+    tl.store(losses_ptr + rows, total, mask=keep)
+
+@jit
 def sigmoid_bwd_kernel(
     x, y, dz, dz_stride_n,  # [R,H], [C,H], [R,C]: descriptors or pointers
-    scale_ptr, bias_ptr, positives_ptr, coef_ptr, numbers_ptr,  # [1] twice, [R,P], [R], [2,programs] or None
+    scale_ptr, bias_ptr, positives_ptr, coef_ptr, numbers_ptr,  # [1] twice, [R,P] or None, [R], [2,programs] or None
     first, P, R, C, H, x_stride_n, x_stride_h, y_stride_n, y_stride_h,
+    PAIRED: tl.constexpr, ONE: tl.constexpr,
     DESC: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):
     tiles_r, tiles_c, scale, bias = tl.cdiv(R, BN), tl.cdiv(C, BV), tl.load(scale_ptr), tl.load(bias_ptr)
     dscale, dbias = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
-    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0)):
+    for t in tl.range(tl.program_id(0), tiles_r * tiles_c, tl.num_programs(0), flatten=DESC and (positives_ptr is None or ONE)):
         tr, tc = swizzle_tile(t, tiles_r, tiles_c, GROUP)
         product, rows, cols = tile_product(x, y, tr, tc, R, C, H, x_stride_n, x_stride_h,
                                            y_stride_n, y_stride_h, BN, BV, BH, DESC)
         keep, inside = rows < R, cols < C
-        z, found = product * scale + bias, positive_mask(positives_ptr, rows, cols, first, R, P, BN, BV)
+        z, found = product * scale + bias, is_positive(positives_ptr, rows, cols, first, R, C, P, PAIRED, ONE, BN, BV)
         u = tl.where(found, -z, z)
         e = tl.exp2(-tl.abs(u) * LOG2E)
         p = tl.where(u < 0, e, 1.0) / (1 + e)  # the probability of the wrong answer
@@ -670,122 +968,140 @@ def sigmoid_bwd_kernel(
         tl.store(numbers_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(dbias, 0))
 
 # %% ../nbs/26_contrast.ipynb #ctsiglaunch
+class Targets(NamedTuple):
+    "Which scores of a block are of positives."
+    paired: bool  # those of row i and column i
+    index: Optional[Tensor] = None  # or those that are listed, [R,P], as `Named` has it
+    first: int = 0  # number of the block's first column
+    columns: int = 0  # of all ranks
+
+    def constants(self) -> dict[str, bool]:
+        "What kernels are compiled for."
+        return dict(PAIRED=self.paired, ONE=self.index is not None and self.index.shape[1] == 1)
+
+    def numbers(self) -> tuple[int, int]:
+        "First column, and positives per row."
+        return self.first, 0 if self.index is None else self.index.shape[1]
+
 def launch_sigmoid_losses(
-    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor, first:int,  # [R,H], [C,H], [1] twice, [R,P]; the block's first column
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets,  # [R,H], [C,H], [1] twice
+    losses:Tensor, fresh:bool,  # [R], added to, or written where `fresh`
     tiling:Optional[Tiling]=None,
-) -> Tensor:  # [R]
-    "Sums over a block's columns of the losses of its rows."
+):
+    "Sums over a block's columns of the losses of its rows; NaN where a row names a column that does not exist."
     t = tiling or tiling_of(x, y, True)
-    parts = scale.new_empty(-(-len(y) // t.BV), len(x))
-    given = lambda t: (scale, bias, index, parts, first, index.shape[1])
-    with on_device(x): launch_tiles(sigmoid_fwd_kernel, x, y, t, given, False)
-    return parts.sum(0)
+    parts = scale.new_empty(-(-y.shape[0] // t.BV), x.shape[0])
+    given = lambda t: (scale, bias, targets.index, parts, *targets.numbers())
+    with on_device(x):
+        launch_tiles(sigmoid_fwd_kernel, x, y, t, given, False, **targets.constants())
+        launch_kernel(add_losses_kernel, (-(-x.shape[0] // 32),), parts, targets.index, losses, x.shape[0], len(parts), targets.numbers()[1], targets.columns,
+                      FRESH=fresh, BN=32, BP=32)
 
 def launch_sigmoid_dz(
-    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor, first:int,  # as `launch_sigmoid_losses`
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets,  # as `launch_sigmoid_losses`
     coef:Tensor, need_numbers:bool, dz:Tensor,  # [R], the rows' upstream gradients; [R,C], written
     tiling:Optional[Tiling]=None,
 ) -> Tensor:  # [2,parts], or [0]: parts of the gradients of scale and bias
     "The gradient of a block's logits."
     t = tiling or tiling_of(x, y, True)
     parts = scale.new_empty(2, programs(x, y, t)) if need_numbers else scale.new_empty(0)
-    given = lambda t: (operand(dz, t.BN, t.BV // 2, t.desc), dz.stride(0), scale, bias, index, coef,
-                       parts if need_numbers else None, first, index.shape[1])
-    with on_device(x): launch_tiles(sigmoid_bwd_kernel, x, y, t, given, True)
+    given = lambda t: (operand(dz, t.BN, t.BV // 2, t.desc), dz.stride(0), scale, bias, targets.index, coef,
+                       parts if need_numbers else None, *targets.numbers())
+    with on_device(x): launch_tiles(sigmoid_bwd_kernel, x, y, t, given, True, **targets.constants())
     return parts
 
-def flip_positives(t:Tensor, index:Tensor, first:int):  # [R,C], [R,P]
+def flip_positives(t:Tensor, targets:Targets):  # [R,C]
     "Change the sign of a block at its positives, in place."
-    at, inside = positives_in(index, first, t.shape[1])
+    if targets.paired: t.diagonal().neg_()
+    if targets.index is None: return
+    at, inside = positives_in(targets.index, targets.first, t.shape[1])
     t.scatter_add_(1, at, torch.where(inside, -2 * t.gather(1, at), 0))
 
-def plain_logits(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor, first:int) -> Tensor:
+def plain_logits(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets) -> Tensor:
     "Logits of a block, those of positives with the opposite sign."
     z = wide_product(x, y.T).mul_(scale).add_(bias)
-    flip_positives(z, index, first)
+    flip_positives(z, targets)
     return z
 
-def plain_sigmoid_losses(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor, first:int) -> Tensor:
+def plain_sigmoid_losses(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets, losses:Tensor, fresh:bool):
     "`launch_sigmoid_losses` in PyTorch."
-    z = plain_logits(x, y, scale, bias, index, first)
-    return torch.logaddexp(z, z.new_zeros(())).sum(1)
+    z = plain_logits(x, y, scale, bias, targets)
+    total = torch.logaddexp(z, z.new_zeros(())).sum(1)
+    if targets.index is not None: total = torch.where((targets.index < -1).any(1), torch.nan, total)
+    losses.copy_(total if fresh else losses + total)
 
 def plain_sigmoid_dz(
-    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor, first:int, coef:Tensor, need_numbers:bool, dz:Tensor,
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets, coef:Tensor, need_numbers:bool, dz:Tensor,
 ) -> Tensor:
     "`launch_sigmoid_dz` in PyTorch."
-    torch.sigmoid(plain_logits(x, y, scale, bias, index, first), out=dz).mul_(coef[:, None])
-    flip_positives(dz, index, first)
+    torch.sigmoid(plain_logits(x, y, scale, bias, targets), out=dz).mul_(coef[:, None])
+    flip_positives(dz, targets)
     return torch.stack([wide_product(x, y.T).mul_(dz).sum(), dz.sum()])[:, None] if need_numbers else scale.new_empty(0)
 
 # %% ../nbs/26_contrast.ipynb #ctsigop
-def sigmoid_index(x:Tensor, y:Tensor, positives:Optional[Tensor], s:Shards) -> tuple[Tensor, Tensor]:
-    "`as_positives`; without them those of the diagonal."
-    if positives is not None: return as_positives(positives, s.ranks * len(y))
-    diagonal = torch.arange(s.rank * len(y), s.rank * len(y) + len(x), device=x.device)
-    return diagonal[:, None], diagonal < 0
+def sigmoid_targets(x:Tensor, y:Tensor, index:Optional[Tensor], s:Shards) -> Callable[[int, slice, slice], Targets]:
+    "What a block's targets are, by the rank whose y is here and by the block's rows and columns."
+    columns = s.ranks * y.shape[0]
+    if index is None: return lambda owner, i, j: Targets(owner == s.rank and i == j)
+    at = index if takes_kernel(x) else as_positives(index, columns)
+    return lambda owner, i, j: Targets(False, part(at, i), owner * y.shape[0] + j.start, columns)
 
 def sigmoids_of_ranks(
     x:Tensor, y:Tensor, scale:Tensor, bias:Tensor,  # [N,H], [M,H], scalars in their `acc_dtype`
-    positives:Optional[Tensor], memory_budget:Optional[int], s:Shards,  # [N] or [N,P]
-) -> tuple[Tensor, Tensor]:
-    "The losses of this rank's rows [N], and the columns that are their positives [N,P]."
-    (index, bad), losses, ring = sigmoid_index(x, y, positives, s), scale.new_zeros(len(x)), [y]
+    index:Optional[Tensor], memory_budget:Optional[int], s:Shards,  # [N,P] of `listed`; None: row i and column i belong together
+) -> Tensor:  # [N]
+    "The losses of this rank's rows."
+    losses, ring, targets = scale.new_empty(x.shape[0]), [y], sigmoid_targets(x, y, index, s)
     make = launch_sigmoid_losses if takes_kernel(x) else plain_sigmoid_losses
+    if not y.shape[0]: losses.zero_()  # no block writes them
     for owner in around(ring, s):
-        for i, j, _ in each_block(blocks_of(x, memory_budget), blocks_of(y, memory_budget)):
-            losses[i] += make(x[i], ring[0][j], scale.reshape(1), bias.reshape(1), index[i], owner * len(y) + j.start)
-    return torch.where(bad, torch.nan, losses), index
+        for i, j, (fresh, _) in each_block(sum_blocks(x, memory_budget), sum_blocks(y, memory_budget), owner == s.rank):
+            make(part(x, i), part(ring[0], j), scale, bias, targets(owner, i, j), part(losses, i), fresh)
+    return losses
 
 def sigmoid_gradients_of_ranks(
-    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor,  # [N], and as in forward
-    memory_budget:Optional[int], need_x:bool, need_y:bool, need_numbers:bool, s:Shards,
+    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Optional[Tensor],  # [N], and as in forward
+    memory_budget:Optional[int], need_x:bool, need_y:bool, need_numbers:bool, share:float, s:Shards,  # share: what else multiplies all gradients
 ) -> tuple[Tensor, Tensor, Tensor]:
     "dx [N,H], dy [M,H] of this rank, and its parts of the gradients of scale and bias [2]; empty where not needed."
-    top = largest_on_ranks(grad_scale_of(g) if len(g) else torch.ones_like(scale), s)
-    grads, coef = PairGradients(x, y, (need_x, need_y, need_numbers)), (g / top).contiguous()
+    grads, targets = PairGradients(x, y, (need_x, need_y, need_numbers)), sigmoid_targets(x, y, index, s)
+    coef, *factors = upstream(g, x, scale, share, s)
     make = launch_sigmoid_dz if takes_kernel(x) else plain_sigmoid_dz
     for owner, ring in around_with_dy(grads, [y], s):
-        put = lambda i, j, d: make(x[i], ring[0][j], scale.reshape(1), bias.reshape(1), index[i], owner * len(y) + j.start, coef[i], need_numbers, d)
+        put = lambda i, j, d: make(part(x, i), part(ring[0], j), scale, bias, targets(owner, i, j), part(coef, i), need_numbers, d)
         spend_blocks(grads, x, ring[0], blocks_of(x, memory_budget), blocks_of(y, memory_budget), owner == s.rank, put)
-    dx, dy, numbers = grads.rounded(x, y, scale * top, top)
-    return dx, dy, numbers.expand(2).clone() if need_numbers else numbers  # without a block one 0
+    dx, dy, numbers = grads.rounded(x, y, *factors)
+    return dx, dy, numbers.expand(2).clone() if need_numbers and not len(grads.numbers) else numbers  # without a block one 0
 
 # %% ../nbs/26_contrast.ipynb #ctsigops
 def sigmoid_fwd(
-    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, positives:Optional[Tensor], memory_budget:Optional[int],  # as `sigmoids_of_ranks`
-) -> tuple[Tensor, Tensor]:
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Optional[Tensor], memory_budget:Optional[int],  # as `sigmoids_of_ranks`
+) -> Tensor:
     "`sigmoids_of_ranks` in one process."
-    return sigmoids_of_ranks(x, y, scale, bias, positives, memory_budget, shards_on(None, 0))
+    return sigmoids_of_ranks(x, y, scale, bias, index, memory_budget, shards_on(None, 0))
 
 def sigmoid_bwd(
-    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Tensor,  # as `sigmoid_gradients_of_ranks`
+    g:Tensor, x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, index:Optional[Tensor],  # as `sigmoid_gradients_of_ranks`
     memory_budget:Optional[int], need_x:bool, need_y:bool, need_numbers:bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     "`sigmoid_gradients_of_ranks` in one process."
-    return sigmoid_gradients_of_ranks(g, x, y, scale, bias, index, memory_budget, need_x, need_y, need_numbers, shards_on(None, 0))
+    return sigmoid_gradients_of_ranks(g, x, y, scale, bias, index, memory_budget, need_x, need_y, need_numbers, 1.0, shards_on(None, 0))
 
 def save_sigmoid(ctx, inputs, output):
-    "The features, the two numbers, and the positives' columns."
-    ctx.save_for_backward(*inputs[:4], output[1])
+    "The features, the two numbers, and the positives."
+    ctx.save_for_backward(*inputs[:5])
     ctx.memory_budget = inputs.memory_budget
-    ctx.mark_non_differentiable(output[1])
 
 def where_needed(found:tuple[Tensor, Tensor, Tensor], needs:tuple[bool, ...]) -> list[Optional[Tensor]]:
     "Gradients of x, y, scale and bias, the latter two from one tensor; None where not needed."
     dx, dy, numbers = found
     return [d if need else None for d, need in zip((dx, dy, *(numbers.unbind() or (None, None))), needs)]
 
-def gradient_of_sigmoid(ctx, needs, g, _):
+def gradient_of_sigmoid(ctx, needs, g):
     "dx, dy and the gradients of the two numbers, where they are needed."
     wanted = {"x": needs.x, "y": needs.y, "scale": needs.scale, "bias": needs.bias}
     found = sigmoid_grad(g, *ctx.saved_tensors, ctx.memory_budget, needs.x, needs.y, needs.scale or needs.bias)
     return {name: d for name, d in zip(wanted, where_needed(found, wanted.values())) if d is not None}
-
-def fake_sigmoid(x, y, scale, bias, positives, memory_budget):
-    "The shapes of `sigmoid_fwd`'s results."
-    each = positives.shape[1] if positives is not None and positives.dim() == 2 else 1
-    return scale.new_empty(x.shape[0]), x.new_empty(x.shape[0], each, dtype=torch.int64)
 
 def fake_sigmoid_grad(g, x, y, scale, bias, index, memory_budget, need_x, need_y, need_numbers):
     "The shapes of `sigmoid_bwd`'s results."
@@ -794,24 +1110,24 @@ def fake_sigmoid_grad(g, x, y, scale, bias, index, memory_budget, need_x, need_y
 
 sigmoid_grad = operator("fusedloss::contrast_sigmoid_grad", sigmoid_bwd, fake=fake_sigmoid_grad,
                         flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
-contrast_sigmoid = operator("fusedloss::contrast_sigmoid", sigmoid_fwd, save=save_sigmoid, backward=gradient_of_sigmoid, fake=fake_sigmoid,
+contrast_sigmoid = operator("fusedloss::contrast_sigmoid", sigmoid_fwd, save=save_sigmoid, backward=gradient_of_sigmoid,
+                            fake=lambda x, y, scale, bias, index, memory_budget: scale.new_empty(x.shape[0]),
                             flops=lambda i, out: products(i.x, i.y))
 
 # %% ../nbs/26_contrast.ipynb #ctsigring
 class RingSigmoid(torch.autograd.Function):
     "The losses of `sigmoids_of_ranks`."
     @staticmethod
-    def forward(ctx, x, y, scale, bias, positives, s, memory_budget, factor):  # the last multiplies gradients
-        losses, index = sigmoids_of_ranks(x, y, scale, bias, positives, memory_budget, s)
+    def forward(ctx, x, y, scale, bias, index, s, memory_budget, factor):  # the last multiplies gradients
         ctx.how = s, memory_budget, factor
         ctx.save_for_backward(x, y, scale, bias, index)
-        return losses
+        return sigmoids_of_ranks(x, y, scale, bias, index, memory_budget, s)
 
     @staticmethod
     @first_order
     def backward(ctx, g):
         (s, memory_budget, factor), needs = ctx.how, ctx.needs_input_grad[:4]
-        found = sigmoid_gradients_of_ranks(g * factor, *ctx.saved_tensors, memory_budget, *needs[:2], any(needs[2:]), s)
+        found = sigmoid_gradients_of_ranks(g, *ctx.saved_tensors, memory_budget, *needs[:2], any(needs[2:]), factor, s)
         return *where_needed(found, needs), None, None, None, None
 
 # %% ../nbs/26_contrast.ipynb #ctchecks
@@ -826,8 +1142,8 @@ def check_features(x:Tensor, y:Tensor, paired:bool=True):  # whether row i of y 
     expect(y.dtype == x.dtype or mixes, "y", f"x's dtype {x.dtype}", y.dtype)
     expect(y.device == x.device, "y", f"x's device {x.device}", y.device)
 
-def check_positives(positives:Optional[Tensor], x:Tensor, y:Tensor, ranks:int, at_least_one:bool):  # of each row; y of each rank
-    "`ValueError` or `IndexError` unless these name rows of y; on a GPU their numbers are looked at if FUSEDLOSS_DEBUG=1."
+def check_positives(positives:Optional[Tensor], x:Tensor, y:Tensor, at_least_one:bool):  # of each row; y of each rank
+    "`ValueError` unless these can be numbers of y's rows."
     if positives is None: return
     expect_tensor("positives", positives, "a tensor or None")
     expect(positives.dtype in (torch.int32, torch.int64), "positives", "int64", positives.dtype)
@@ -835,7 +1151,10 @@ def check_positives(positives:Optional[Tensor], x:Tensor, y:Tensor, ranks:int, a
            lambda: f"shape [{x.shape[0]}] or [{x.shape[0]}, P], P ≥ 1", list(positives.shape))
     expect(positives.device == x.device, "positives", f"x's device {x.device}", positives.device)
     expect(not at_least_one or y.shape[0] > 0 or x.shape[0] == 0, "y", "at least one row", lambda: list(y.shape))
-    if not may_look(positives): return
+
+def check_names(positives:Optional[Tensor], y:Tensor, ranks:int, at_least_one:bool):  # as `check_positives`
+    "`ValueError` or `IndexError` unless these name rows of y; on a GPU they are looked at if FUSEDLOSS_DEBUG=1."
+    if positives is None or not may_look(positives): return
     check_unbatched(positives)
     columns, whose = ranks * y.shape[0], "" if ranks == 1 else f" ({ranks} ranks of {y.shape[0]} rows)"
     at = positives.detach() if positives.dim() == 2 else positives.detach()[:, None]
@@ -869,19 +1188,29 @@ class ContrastCall(NamedTuple):
         "Which of x, y and the numbers require a gradient."
         return [isinstance(t, Tensor) and t.requires_grad for t in (self.x, self.y, *self.numbers.values())]
 
+@once_for_alike
+def check_kinds(
+    x:Tensor, y:Tensor, numbers:dict[str, float|Tensor], positives:Optional[Tensor], at_least_one:bool,  # as in `ContrastCall`
+    reduction:str, memory_budget:Optional[int], backbone_reduction:Optional[str],
+):
+    "`ValueError` for what is wrong about a call, as far as one sees it without the numbers in tensors."
+    check_features(x, y, positives is None)
+    check_positives(positives, x, y, at_least_one)
+    for name, number in numbers.items(): check_scale(number, x.device, "x", name)
+    check_how(reduction, memory_budget)
+    expect(backbone_reduction in (None, "mean", "sum"), "backbone_reduction", "'mean', 'sum' or None", repr(backbone_reduction))
+
 def check_call(call:ContrastCall, ranks:int):
     "`ValueError` for what is wrong about a call, seen from one rank; `IndexError` for a row of y that does not exist."
-    check_features(call.x, call.y, call.positives is None)
-    check_positives(call.positives, call.x, call.y, ranks, call.at_least_one)
-    for name, number in call.numbers.items(): check_scale(number, call.x.device, "x", name)
-    check_how(call.reduction, call.memory_budget)
     how = call.backbone_reduction
-    expect(how in (None, "mean", "sum"), "backbone_reduction", "'mean', 'sum' or None", repr(how))
-    wants = torch.is_grad_enabled() and any(call.need_gradients())
-    expect(ranks == 1 or how or not wants, "backbone_reduction",
-           "'mean' where a wrapper averages gradients over ranks (DDP, FSDP2), 'sum' where they are added", None)
+    check_kinds(*call[:7], how)
+    check_names(call.positives, call.y, ranks, call.at_least_one)
+    if how is None:
+        wants = ranks > 1 and torch.is_grad_enabled() and any(call.need_gradients())
+        return expect(not wants, "backbone_reduction",
+                      "'mean' where a wrapper averages gradients over ranks (DDP, FSDP2), 'sum' where they are added", None)
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    expect(how is None or call.mesh is not None or not many, "backbone_reduction", "None without a mesh", repr(how))
+    expect(call.mesh is not None or not many, "backbone_reduction", "None without a mesh", repr(how))
 
 def rank_facts(call:ContrastCall) -> dict[str, Any]:
     "What has to be the same on all ranks."
@@ -918,13 +1247,12 @@ def sum_over_ranks(total:Tensor, s:Shards) -> Tensor:
 def reduced(losses:Tensor, reduction:str, s:Shards) -> Tensor:  # [N]
     "Losses of all ranks' rows, reduced; of this rank's, if they are not."
     if reduction == "none": return losses
-    return sum_over_ranks(losses.sum(), s) / (max(losses.shape[0] * s.ranks, 1) if reduction == "mean" else 1)
+    if reduction == "sum" or is_empty(losses): return sum_over_ranks(losses.sum(), s)
+    return sum_over_ranks(losses.mean() if s.ranks == 1 else losses.mean() / s.ranks, s)
 
-def reduced_positives(of_rows:Tensor, shares:Tensor, counts:Tensor, reduction:str, s:Shards) -> Tensor:  # [N], [N], [M]
-    "The mean of both directions, reduced: rows of x on their own, rows of y by their terms."
-    if reduction != "mean": return reduced((of_rows + shares) / 2, reduction, s)
-    named = all_reduce((counts > 0).sum(), s).clamp(min=1)
-    return (reduced(of_rows, "mean", s) + reduced(shares, "sum", s) / named) / 2
+def reduced_positives(losses:Tensor, reduction:str, s:Shards) -> Tensor:  # [N]
+    "`reduced`; parts of a mean add up to it."
+    return reduced(losses, "none" if reduction == "none" else "sum", s)
 
 def ring_options(call:ContrastCall, s:Shards) -> tuple[Shards, Optional[int], int]:
     "What a ring takes besides tensors: ranks, memory, and what multiplies a rank's gradients, as a wrapper may divide them."
@@ -939,7 +1267,8 @@ def contrast_of_ranks(call:ContrastCall) -> Tensor:
     given, ring = operands(call), ring_options(call, s)
     with without_autocast(call.x.device.type):
         if call.positives is None: return agreed.of(reduced(RingContrast.apply(*given, *ring), call.reduction, s))
-        return agreed.of(reduced_positives(*RingPositives.apply(*given, call.positives, *ring), call.reduction, s))
+        losses = RingPositives.apply(*given, listed(call.positives), call.reduction == "mean", *ring)
+        return agreed.of(reduced_positives(losses, call.reduction, s))
 
 @uncompiled
 def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
@@ -947,7 +1276,8 @@ def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
     s, agreed = agreed_on_ranks(call, "sigmoid_contrastive_loss")
     given, ring = operands(call), ring_options(call, s)
     with without_autocast(call.x.device.type):
-        return agreed.of(reduced(RingSigmoid.apply(*given, call.positives, *ring), call.reduction, s))
+        index = None if call.positives is None else listed(call.positives)
+        return agreed.of(reduced(RingSigmoid.apply(*given, index, *ring), call.reduction, s))
 
 # %% ../nbs/26_contrast.ipynb #ctloss
 def contrastive_loss(
@@ -973,7 +1303,7 @@ def contrastive_loss(
 
     Over ranks the loss is that of the rows of all ranks, one after the other: mean and sum are of them, "none" gives this rank's.
     `positives` then name rows of all ranks' y, of which this rank's are `rank * M` to `rank * M + M - 1`: labels that a data
-    loader counts within its batch need `+ mesh.get_local_rank() * len(y)`, except -1. So a row may belong to rows of other ranks.
+    loader counts within its batch need `+ mesh.get_local_rank() * y.shape[0]`, except -1. So a row may belong to rows of other ranks.
     All ranks have as many rows of x, and as many of y, and y goes round a ring. A rank's gradients are its part of the loss's,
     times the number of ranks if `backbone_reduction` is "mean". Under `torch.compile` it runs uncompiled; `fullgraph` refuses it.
 
@@ -985,8 +1315,8 @@ def contrastive_loss(
     check_call(call, 1)
     (x, y, scale), s = operands(call), shards_on(None, 0)
     if positives is None: return reduced(contrast(x, y, scale, memory_budget)[0], reduction, s)
-    of_rows, shares, _, _, counts, _ = contrast_positives(x, y, scale, positives, memory_budget)
-    return reduced_positives(of_rows, shares, counts, reduction, s)
+    losses = contrast_positives(x, y, scale, listed(positives), reduction == "mean", memory_budget)[0]
+    return reduced_positives(losses, reduction, s)
 
 # %% ../nbs/26_contrast.ipynb #ctsigloss
 def sigmoid_contrastive_loss(
@@ -1016,4 +1346,5 @@ def sigmoid_contrastive_loss(
     call = ContrastCall(x, y, numbers, positives, False, reduction, memory_budget, mesh, backbone_reduction)
     if mesh is not None: return sigmoid_of_ranks(call)
     check_call(call, 1)
-    return reduced(contrast_sigmoid(*operands(call), positives, memory_budget)[0], reduction, shards_on(None, 0))
+    index = None if positives is None else listed(positives)
+    return reduced(contrast_sigmoid(*operands(call), index, memory_budget), reduction, shards_on(None, 0))

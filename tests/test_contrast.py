@@ -358,7 +358,7 @@ def test_operators_of_others_are_as_declared():
     x, y = (t.requires_grad_() for t in sample(7, 3, f64))
     s, b = (torch.tensor(v, dtype=f64, requires_grad=True) for v in (2.0, -1.0))
     checks = dict(test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
-    torch.library.opcheck(torch.ops.fusedloss.contrast_positives.default, (x, y, s, some_positives(7, 7, 2), None), **checks)
+    torch.library.opcheck(torch.ops.fusedloss.contrast_positives.default, (x, y, s, contrast.listed(some_positives(7, 7, 2)), True, None), **checks)
     torch.library.opcheck(torch.ops.fusedloss.contrast_sigmoid.default, (x, y, s, b, None, None), **checks)
 
 
@@ -461,21 +461,77 @@ def test_kernels(block, dtype, targets, device):
     assert kernel_faults(contrast, r, r if paired else c, h, dtype, device, paired, shift=shift, fresh=fresh, several=targets == "several") == []
 
 
-@where_kernels_run
-def test_the_whole_loss_by_kernels(device, monkeypatch):
-    "Blocks of 128 rows and a rest, in fp16"
+def cut_in_32(monkeypatch, device, sums: bool):
+    "Blocks of 32 rows and a rest, in fp16: those of gradients, and where `sums` also those of sums, which else are one"
     if device == "cpu": everywhere(monkeypatch, contrast, "takes_kernel", lambda x: x.dtype == f16)
-    monkeypatch.setattr(contrast, "blocks_of", lambda x, memory_budget: [slice(0, 32), slice(32, 64), slice(64, 70)])
+    for name in ("blocks_of", "sum_blocks")[:1 + sums]:
+        monkeypatch.setattr(contrast, name, lambda x, memory_budget: [slice(k, min(k + 32, len(x))) for k in range(0, len(x), 32)])
+
+
+@where_kernels_run
+@pytest.mark.parametrize("sums", [False, True])
+def test_the_whole_loss_by_kernels(sums, device, monkeypatch):
+    cut_in_32(monkeypatch, device, sums)
     assert faults(fl.contrastive_loss, 70, 24, f16, device=device, reduction="none") == []
 
 
 @where_kernels_run
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("kind", OTHERS)
-def test_others_by_kernels(kind, device, monkeypatch):
-    "Blocks of 32 rows and a rest, in fp16"
+def test_others_by_kernels(kind, sums, device, monkeypatch):
+    cut_in_32(monkeypatch, device, sums)
+    for p, reduction in ((1, "none"), (3, "mean" if sums else "none"), (1, "sum" if sums else "mean")):
+        assert other_faults(kind, 40, 70, 24, p, f16, device=device, reduction=reduction) == []
+    if kind == "SigLIP": assert other_faults(kind, 70, 70, 24, 0, f16, device=device, reduction="none") == []
+
+
+@where_kernels_run
+@pytest.mark.parametrize("kind", OTHERS)
+def test_by_kernels_a_row_spoils_itself(kind, device, monkeypatch):
+    "A row that names what is not there has no loss, and an infinite upstream gradient no finite sum in its columns"
+    cut_in_32(monkeypatch, device, False)
+    monkeypatch.setattr(contrast, "may_look", lambda t: False)
+    loss, _, numbers = OTHERS[kind]
+    x, y = (t.to(device).requires_grad_() for t in sample(40, 24, f16))
+    positives = some_positives(40, 40, 3, device)
+    positives[7, 1], positives[8, 2], positives[9] = 40, -2, -1
+    losses = loss(x, y, *numbers, positives=positives, reduction="none")
+    assert losses.isnan().nonzero().flatten().tolist() == ([7, 8, 9] if kind == "positives" else [7, 8])
+    positives = torch.arange(40, device=device) // 2
+    losses = loss(x, y, *numbers, positives=positives, reduction="none")
+    for bad in (torch.inf, torch.nan):
+        g = torch.ones_like(losses)
+        g[4] = bad
+        dx, dy = torch.autograd.grad(losses, (x, y), g, retain_graph=True)
+        if kind == "SigLIP": assert (~dx.isfinite()).any(1).nonzero().flatten().tolist() == [4]
+        else: assert not dy.isfinite().all(1).any() and not dx.isfinite().all(1).any()  # row 4 reaches all columns, and its own column all rows
+
+
+@where_kernels_run
+def test_by_kernels_a_step_has_few_launches(device, monkeypatch):
+    "Forward and backward, of one block a side and of two"
+    seen, real, tiles = [], contrast.launch_kernel, contrast.launcher
     if device == "cpu": everywhere(monkeypatch, contrast, "takes_kernel", lambda x: x.dtype == f16)
-    monkeypatch.setattr(contrast, "blocks_of", lambda x, memory_budget: [slice(k, min(k + 32, len(x))) for k in range(0, len(x), 32)])
-    for p in (1, 3): assert other_faults(kind, 40, 70, 24, p, f16, device=device, reduction="none") == []
+    monkeypatch.setattr(contrast, "launch_kernel", lambda kernel, *a, **k: (seen.append(kernel.__name__), real(kernel, *a, **k)))
+    monkeypatch.setattr(contrast, "launcher", lambda kernel, *a: (seen.append(kernel.__name__), tiles(kernel, *a))[1])
+    x, y = (t.to(device).requires_grad_() for t in sample(40, 24, f16))
+    for wanted, blocks in ((2 + 2, 1), (2 + 1 + 4, 2)):
+        if blocks == 2: cut_in_32(monkeypatch, device, False)
+        for loss, more in ((fl.contrastive_loss, 0), (partial(fl.sigmoid_contrastive_loss, logit_bias=-3.0), 0),
+                           (partial(fl.contrastive_loss, positives=torch.arange(40, device=device)), 4)):
+            seen.clear()
+            torch.autograd.grad(loss(x, y, logit_scale=9.0), (x, y))
+            assert len(seen) == wanted + more, seen
+
+
+@where_kernels_run
+def test_by_kernels_the_same_bits_again(device, monkeypatch):
+    "Many rows to a column, in any order"
+    cut_in_32(monkeypatch, device, False)
+    x, y = (t.to(device) for t in sample(70, 24, f16))
+    positives, s = some_positives(70, 5, 3, device), torch.tensor(9.0, device=device)
+    first, again = (run(fl.contrastive_loss, x, y[:5], s, positives=positives, reduction="none") for _ in range(2))
+    assert all(map(torch.equal, first, again))
 
 
 @where_kernels_run
@@ -486,12 +542,18 @@ def test_sigmoid_kernels(block, dtype, device):
     x, y = (torch.randn(n, h, generator=made).to(device, dtype) for n in (r, c))
     y[:, 0] += shift / 4
     s, b, index = torch.tensor([1.5], device=device), torch.tensor([-9.0], device=device), (torch.arange(3 * r, device=device).view(r, 3) * 7) % (c + 20) - 1
-    given, coef = (x, y, s, b, index, 10), torch.linspace(-1, 2, r, device=device)
-    dz, whole = torch.full((r, c + 3), 7.0, device=device, dtype=dtype), torch.empty(r, c, device=device)
-    limit = 1e-4 if dtype == f32 else 2e-3
-    torch.testing.assert_close(contrast.launch_sigmoid_losses(*given, SMALL), contrast.plain_sigmoid_losses(*given), rtol=1e-5, atol=1e-7)
-    parts = contrast.launch_sigmoid_dz(*given, coef, True, dz[:, :c], SMALL).sum(1), contrast.plain_sigmoid_dz(*given, coef, True, whole).sum(1)
-    assert relative_error(*parts) <= 1e-4 and relative_error(dz[:, :c], whole) <= limit and (dz[:, c:] == 7).all()
+    given, coef, limit = (x, y, s, b), torch.linspace(-1, 2, r, device=device), 1e-4 if dtype == f32 else 2e-3
+    for at in (contrast.listed(index), index[:, :1].contiguous(), None):
+        dz, whole = torch.full((r, c + 3), 7.0, device=device, dtype=dtype), torch.empty(r, c, device=device)
+        for fresh in (True, False):
+            losses = [torch.linspace(1, 2, r, device=device) for _ in range(2)]
+            ours = contrast.Targets(at is None and r == c, at, 10, c + 20)
+            theirs = ours if at is None else ours._replace(index=contrast.as_positives(at, c + 20))
+            contrast.launch_sigmoid_losses(*given, ours, losses[0], fresh, SMALL)
+            contrast.plain_sigmoid_losses(*given, theirs, losses[1], fresh)
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-7)
+        parts = contrast.launch_sigmoid_dz(*given, ours, coef, True, dz[:, :c], SMALL).sum(1), contrast.plain_sigmoid_dz(*given, theirs, coef, True, whole).sum(1)
+        assert relative_error(*parts) <= 1e-4 and relative_error(dz[:, :c], whole) <= limit and (dz[:, c:] == 7).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
@@ -526,28 +588,28 @@ def test_a_gpu_by_descriptors_and_pointers(dtype):
 MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "columns are rows": ("(col_sums, z.T, fresh[1]))", "(col_sums, z if len(x) == len(y) else z.T, fresh[1]))"),
     "a block replaces what was summed": ("no_sums(len(scores), scale) if new else sums", "no_sums(len(scores), scale)"),
-    "the columns' sums are those of the first block": ("row_sums[:, i], col_sums[:, j], new)", "row_sums[:, i], col_sums[:, :j.stop - j.start], new)"),
+    "the columns' sums are those of the first block": ("columns_in(col_sums, j), new)", "columns_in(col_sums, slice(0, j.stop - j.start)), new)"),
     "each block has a diagonal": ("paired and i == j,", "paired and d.shape[0] == d.shape[1],"),
-    "columns take their rows' upstream gradients": ("part(row_terms, i), part(col_terms, j), paired", "part(row_terms, i), (col_terms[0][:, j], col_terms[1][:j.stop - j.start]), paired"),
+    "columns take their rows' upstream gradients": ("of(row_terms, i), of(col_terms, j), paired", "of(row_terms, i), (col_terms[0][:, j], col_terms[1][:j.stop - j.start]), paired"),
     "the diagonal counts once": ("dz.diagonal().sub_(2 * row_coef)", "dz.diagonal().sub_(row_coef)"),
-    "dx of the last block alone": ("y[j].to(dz.dtype), not new[0])", "y[j].to(dz.dtype), False)"),
-    "dy begins with what was there": ("x[i].to(dz.dtype), not new[1])", "x[i].to(dz.dtype), True)"), "dy of the last block alone": ("x[i].to(dz.dtype), not new[1])", "x[i].to(dz.dtype), False)"),
-    "the scale is forgotten in dx": ("grads.rounded(x, y, scale * half, half)", "grads.rounded(x, y, half, half)"),
-    "the scale's gradient is not halved": ("grads.rounded(x, y, scale * half, half)", "grads.rounded(x, y, scale * half, top)"),
+    "dx of the last block alone": ("part(y, j).to(dz.dtype), not new[0])", "part(y, j).to(dz.dtype), False)"),
+    "dy begins with what was there": ("part(x, i).to(dz.dtype), not new[1])", "part(x, i).to(dz.dtype), True)"), "dy of the last block alone": ("part(x, i).to(dz.dtype), not new[1])", "part(x, i).to(dz.dtype), False)"),
+    "the scale is forgotten in dx": ("scale * unit, unit", "unit, unit"),
+    "the scale's gradient is not halved": ("scale * unit, unit", "scale * unit, 2 * unit"),
     "the scale's gradient is of scores": ("product.mul_(dz).sum()", "product.mul_(scale).mul_(dz).sum()"),
-    "upstream gradients are dropped": ("need_scale)), (g / top).contiguous(), blocks", "need_scale)), torch.ones_like(g / top), blocks"),
-    "the mean is a sum": ('(max(losses.shape[0] * s.ranks, 1) if reduction == "mean" else 1)', "1"),
+    "upstream gradients are dropped": ("return (g / top).contiguous(), scale", "return torch.ones_like(g / top), scale"),
+    "the mean is a sum": ("losses.mean() if s.ranks == 1", "losses.sum() if s.ranks == 1"),
     "losses are not halved": ("loss_below(own, *col_sums)) / 2", "loss_below(own, *col_sums))"),
     "pairs' scores without the scale": ("own = pair_scores(x, y, blocks) * scale", "own = pair_scores(x, y, blocks)"),
 }
 OTHER_MUTANTS = {
-    "a positive twice counts twice": ("again[:, 1:] = at[:, 1:] == at[:, :-1]", "pass"),
-    "columns are divided by all": ("*col_sums[:, at]) / counts[at], 0", "*col_sums[:, at]) / counts.sum(), 0"),
-    "the mean is over all columns": ("all_reduce((counts > 0).sum(), s).clamp(min=1)", "len(counts)"),
-    "rows are not divided by their positives": ("g_rows / (index >= 0).sum(1)\n", "g_rows\n"),
-    "columns of one row alone": ("column_sums(columns_of_rank(index, owner, len(y), s), g_shares", "column_sums(columns_of_rank(index[:, :1], owner, len(y), s), g_shares"),
+    "a positive twice counts twice": ("at[:, 1:].masked_fill_((index[:, 1:] == index[:, :-1]) & (at[:, 1:] >= 0), -1)", "pass"),
+    "columns are divided by all": ("*col_sums[:, at]) / counts[at], 0", "*col_sums[:, at]) / counts[:-1].sum(), 0"),
+    "the mean is over all columns": ("counts[-1] = (counts[:-1] > 0).sum()", "counts[-1] = len(counts) - 1"),
+    "rows are not divided by their positives": ("own / (n.index >= 0).sum(1), coef", "own, coef"),
+    "columns of one row alone": ("column_sums(torch.where(inside, at, -1), weights[2]", "column_sums(torch.where(inside, at, -1)[:, :1], weights[2]"),
     "positives of the first block": ("at = index - first", "at = index"),
-    "SigLIP's positives are negatives in backward": ("flip_positives(dz, index, first)", "pass"),
+    "SigLIP's positives are negatives in backward": ("flip_positives(dz, targets)", "pass"),
     "SigLIP's bias is forgotten": (".mul_(scale).add_(bias)", ".mul_(scale)"),
     "SigLIP's upstream gradients are dropped": ("out=dz).mul_(coef[:, None])", "out=dz)"),
 }
@@ -591,9 +653,9 @@ def test_a_bug_planted_in_others_is_noticed(bug, tmp_path):
 KERNEL_MUTANTS = {
     "rows beyond the edge count in columns": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(inside[None, :], product * scale"),
     "columns beyond the edge count in rows": ("tl.where(keep[:, None] & inside[None, :], product * scale", "tl.where(keep[:, None], product * scale"),
-    "what was summed is forgotten": ("s = tl.load(sum_ptr + rows, mask=rows < N, other=0.0)", "s = tl.zeros([BN], tl.float32)"),
-    "positives are counted from the block": ("mask=rows < R, other=-1) - first", "mask=rows < R, other=-1)"),
-    "the first positive alone": ("found = found | (column", "found = (column"),
+    "what was summed is forgotten": ("s = tl.load(sums_ptr + stride + rows, mask=rows < N, other=0.0)", "s = tl.zeros([BN], tl.float32)"),
+    "positives are counted from the block": ("other=-1).to(tl.int64) - first\n", "other=-1).to(tl.int64)\n"),
+    "the first positive alone": ("found = found | (named_column", "found = (named_column"),
     "columns by the rows' sums": ("col_coef * exp2_diff(z, col_max, 1.0)", "col_coef * exp2_diff(z, row_max, 1.0)"),
     "the diagonal counts once in the kernel": ("tl.where(rows[:, None] == cols[None, :], 2 * own_coef, 0.0)", "tl.where(rows[:, None] == cols[None, :], own_coef, 0.0)"),
     "the scale's part of the last tile alone": ("dscale_ptr is not None:\n            dscale += tl.sum(d * product, 1)", "dscale_ptr is not None:\n            dscale = tl.sum(d * product, 1)"),

@@ -197,12 +197,21 @@ def contrasts(dtype, width, N=8192):
     contrast.launch_statistics(x, y, s, cuda(2, N), cuda(2, N))
     contrast.launch_statistics(x, y, s, cuda(2, N), cuda(2, N), (True, True))
     contrast.launch_pair_losses(x, y, s, cuda(2, N), cuda(2, N))
+    contrast.launch_pair_losses(x, y, s, cuda(2, N), cuda(2, N), *contrast.launch_parts(x, y, s))
     marks = [contrast.Positives(cuda(N, P, dtype=i64), cuda(N), cuda(N), cuda(N)) for P in (1, 3)]
+    for g, top, count in ((vector(N), None, None), (cuda(N), cuda(1), cuda(1, dtype=i64))): contrast.launch_upstream(g, top, s, 0.5, count, N)
+    for positives, fresh in zip(marks, (True, False)):
+        P, counts, sums = positives.index.shape[1], cuda(N + 1, dtype=i64), cuda(2, N, dtype=i64)
+        named = contrast.Named(positives.index, 2 * N, 2 * N, counts[-1:] if fresh else None)
+        contrast.launch_scores(x, y, s, named, N, cuda(N, P), counts)
+        contrast.launch_losses(cuda(N, P), named, cuda(2, N), cuda(2, N), counts, N, cuda(N), fresh)
+        contrast.launch_shares(cuda(N), named, N, cuda(3, N), sums, fresh)
+        contrast.launch_column_terms(sums, counts, 2 * N, cuda(N))
     for paired, positives, need_scale in ((True, None, True), (False, None, True), (False, None, False), (False, marks[0], True), (False, marks[1], False)):
         contrast.launch_dz(x, y, s, (cuda(2, N), cuda(N)), (cuda(2, N), cuda(N)), paired, positives, 0, need_scale, matrix(N, N, dtype))
-    for positives in marks:
-        contrast.launch_sigmoid_losses(x, y, s, s, positives.index, 0)
-        for need_numbers in (True, False): contrast.launch_sigmoid_dz(x, y, s, s, positives.index, 0, cuda(N), need_numbers, matrix(N, N, dtype))
+    for targets in (contrast.Targets(True), contrast.Targets(False), *(contrast.Targets(False, m.index, 0, N) for m in marks)):
+        contrast.launch_sigmoid_losses(x, y, s, s, targets, cuda(N), targets.paired)
+        for need_numbers in (True, False): contrast.launch_sigmoid_dz(x, y, s, s, targets, cuda(N), need_numbers, matrix(N, N, dtype))
 
 
 def sampled(dtype, width, N, how, V=65536):

@@ -121,13 +121,15 @@ def pairs() -> None:
 
 
 def contrast() -> None:
-    "Stage 26: three blocks a side, the last not full"
+    "Stage 26: gradients of three blocks a side, the last not full"
     for n, h in ((300, 64), (33, 67)) if DEVICE == "cuda" else ((9, 16),):
         scale = torch.tensor(5.0, device=DEVICE, requires_grad=True)
         fl.contrastive_loss(leaf(n, h, dtype=HALF), leaf(n, h, dtype=HALF), scale, memory_budget=2**19).backward()
         named = labels(n + 5, n, 3)
         fl.contrastive_loss(leaf(n, h, dtype=HALF), leaf(n + 5, h, dtype=HALF), scale, positives=named, memory_budget=2**19).backward()
         fl.sigmoid_contrastive_loss(leaf(n, h, dtype=HALF), leaf(n + 5, h, dtype=HALF), scale, -3.0, positives=named, memory_budget=2**19).backward()
+        fl.sigmoid_contrastive_loss(leaf(n, h, dtype=HALF), leaf(n, h, dtype=HALF), scale, -3.0, memory_budget=2**19).backward()
+        fl.contrastive_loss(leaf(n, h, dtype=HALF), leaf(n + 5, h, dtype=HALF), scale, positives=named[:, 0], memory_budget=2**19).backward()
 
 
 def topk() -> None:
@@ -195,7 +197,8 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel pair_numbers_kernel pair_mixture_kernel pair_gradient_kernel soft_kernel labels_kernel",
     topk: "select_kernel blocks_kernel listed_scores_kernel listed_kernel",
-    contrast: "contrast_fwd_kernel add_sums_kernel pair_loss_kernel contrast_bwd_kernel sigmoid_fwd_kernel sigmoid_bwd_kernel",
+    contrast: "contrast_fwd_kernel add_sums_kernel pair_loss_kernel upstream_kernel contrast_bwd_kernel positive_scores_kernel positive_losses_kernel shares_kernel column_terms_kernel "
+              "sigmoid_fwd_kernel add_losses_kernel sigmoid_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
