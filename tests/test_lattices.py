@@ -179,17 +179,12 @@ def test_empty_batches_and_empty_sequences():
 
 
 def test_offsets_of_a_million_keep_flows():
-    "Scores 1e6 below others of their node's diagonal."
     T, U = 20, 6
     (blank, label), a = batch((T,), (U,), padding=0)
-    plain = node_flows(blank, label, *a, T, U)
-    moved = node_flows((blank * 64).round() / 64 - 2.0**20, (label * 64).round() / 64 - 2.0**20, *a, T, U)
-    again = node_flows((blank * 64).round() / 64, (label * 64).round() / 64, *a, T, U)
-    torch.testing.assert_close(moved.blank, again.blank, rtol=1e-9, atol=1e-12)
-    assert math.isclose(moved.log_z, again.log_z - (T + U) * 2.0**20, rel_tol=1e-14)
-    lowered = node_flows(((blank * 64).round() / 64 - 2.0**16).float(), ((label * 64).round() / 64 - 2.0**16).float(), *a, T, U)
-    torch.testing.assert_close(lowered.blank.double(), again.blank, rtol=1e-5, atol=1e-6)
-    assert plain.log_z.isfinite().all()
+    blank, label = ((t * 64).round() / 64 for t in (blank, label))
+    got, moved = node_flows(blank, label, *a, T, U), node_flows(blank - 2.0**20, label - 2.0**20, *a, T, U)
+    torch.testing.assert_close(moved.blank, got.blank, rtol=1e-8, atol=1e-10)
+    assert math.isclose(moved.log_z, got.log_z - (T + U) * 2.0**20, rel_tol=1e-14)
 
 
 def test_error_in_float32():
