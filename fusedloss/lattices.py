@@ -168,7 +168,7 @@ def launch_lattice(
     if log_z.numel():
         with on_device(blank):
             launch_kernel(lattice_kernel, (len(log_z),), blank, label, a.starts, a.frames, a.labels, log_z, *out,
-                          BEST=best, BU=size, num_warps=min(8, max(1, size // 128)))
+                          BEST=best, BU=size, num_warps=min(16, max(1, size // 128)))
     return log_z, *out
 
 # %% ../nbs/32_lattices.ipynb #lt000023
@@ -388,14 +388,14 @@ def plain_grad(g:Tensor, z:Tensor, p:Nodes, table:Tensor, blank:int, clamp:float
 def node_blocks(z:Tensor) -> dict[str, int]:
     "How kernels cut rows of logits."
     wide = min(4096, next_power_of_2(max(16, z.shape[3])))
-    return dict(LOG2_SCALE=log2_scale(z), BN=max(1, 2048 // wide), BV=wide, num_warps=4)
+    return dict(LOG2_SCALE=log2_scale(z), BN=max(1, 1024 // wide), BV=wide, num_warps=4)
 
 def launch_scores(z:Tensor, p:Nodes, blank:int, fused:bool) -> Tensor:  # as `plain_scores`
     "`plain_scores` by a kernel; the largest logits are as kernels keep them."
     M, blocks = z.shape[:3].numel(), node_blocks(z)
     out = z.new_empty(4 if fused else 2, M, dtype=torch.float32)
     with on_device(z):
-        launch_kernel(node_scores_kernel, (-(-M // blocks["BN"]),), z, p.targets, p.frames, p.labels, *out, *[None] * (4 - len(out)),
+        launch_kernel(node_scores_kernel, (-(-M // blocks["BN"]),), z, p.targets, p.frames, p.labels, *out.unbind(), *[None] * (4 - len(out)),
                       M, *z.shape[1:], *z.stride(), blank, **blocks)
     return out
 
@@ -403,7 +403,7 @@ def launch_grad(g:Tensor, z:Tensor, p:Nodes, table:Tensor, blank:int, clamp:floa
     "`plain_grad` by a kernel."
     M, blocks, dz = z.shape[:3].numel(), node_blocks(z), torch.empty_like(z)
     with on_device(z):
-        launch_kernel(node_grad_kernel, (-(-M // blocks["BN"]),), z, dz, p.targets, p.frames, p.labels, *table, *[None] * (4 - len(table)),
+        launch_kernel(node_grad_kernel, (-(-M // blocks["BN"]),), z, dz, p.targets, p.frames, p.labels, *table.unbind(), *[None] * (4 - len(table)),
                       g, M, *z.shape[1:], *z.stride(), *dz.stride(), g.stride(0), blank, float(clamp), **blocks)
     return dz
 
