@@ -10,7 +10,7 @@ import fusedloss.lattices as lattices
 from fusedloss.lattices import duration_flows, node_flows
 from fusedloss.semirings import Max
 from helpers import everywhere, has_no_second_derivative, need_kernels
-from test_lattices import batch, by_paths, SHAPES
+from test_lattices import batch, by_paths, every_path, SHAPES
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
@@ -297,3 +297,81 @@ def test_registration(device):
     x = z.detach().nan_to_num(0).requires_grad_()
     torch.library.opcheck(lattices.transducer_of_logits._opoverload, (x, y, frames, labels, 6, -1.0, True, True),
                           test_utils=("test_schema", "test_faketensor"))
+
+
+def test_alignment_is_the_best_path(way):
+    "Frames of labels: those of the most probable of all paths."
+    z, y, frames, labels = sample(N=4, device=way, dtype=f32)
+    got = fl.transducer_align(z, y, frames, labels)
+    lp = z.detach().double().cpu().log_softmax(-1)
+    for n in range(4):
+        T, U = int(frames[n]), int(labels[n])
+        best = max(((sum(lp[n, t, u, y[n, u] if kind else -1].item() for t, u, kind, _ in path), path) for path in every_path(T, U)), key=lambda found: found[0])
+        at = {u: t for t, u, kind, _ in best[1] if kind}
+        assert math.isclose(got.score[n].item(), best[0], rel_tol=1e-5)
+        assert got.frames[n].tolist() == [at.get(u, -1) for u in range(y.shape[1])]
+        for u, t in at.items():
+            assert math.isclose(got.label_scores[n, u].item(), lp[n, t, u, y[n, u]].item(), rel_tol=1e-5, abs_tol=1e-5)
+        assert (got.label_scores[n, U:] == 0).all()
+    assert not got.score.requires_grad
+
+
+def test_alignment_without_a_path(way):
+    z, y, frames, labels = sample(device=way, dtype=f32)
+    x = z.detach().nan_to_num(0)
+    x[0, ..., y[0, 1]] = -math.inf
+    got = fl.transducer_align(x, y, frames, labels)
+    assert got.score[0] == -math.inf and (got.frames[0] == -1).all() and (got.label_scores[0] == 0).all() and got.score[1].isfinite()
+
+
+class Model(torch.nn.Module):
+    "A predictor that remembers the last label, and a joint network."
+    def __init__(self, V=6, J=8):
+        super().__init__()
+        self.table, self.out = torch.nn.Embedding(V + 1, J), torch.nn.Linear(J, V)
+        torch.nn.init.normal_(self.out.weight, std=1.5)
+
+    def predict(self, labels, state):
+        self.calls = getattr(self, "calls", 0) + 1
+        found = self.table.weight[-1:].expand(self.N, -1) if labels is None else self.table(labels) + 0.5 * state["last"]
+        return found, {"last": found}
+
+    def joint(self, frames, outputs):
+        return self.out(torch.tanh(frames + outputs))
+
+
+def test_greedy_decoding():
+    "The same as a loop over frames and labels of each sequence alone."
+    torch.manual_seed(3)
+    model, x, frames = Model().double(), torch.randn(4, 9, 8, dtype=f64) * 2, torch.tensor([9, 4, 0, 7])
+    model.N = 4
+    got = fl.transducer_decode(x, frames, model.predict, model.joint, blank=2, max_symbols=3)
+    assert got.labels.shape[1] == 1 and got.lengths.max() == got.labels.shape[2]
+    model.N = 1
+    for n in range(4):
+        (out, state), labels, times, total = model.predict(None, None), [], [], 0.0
+        for t in range(int(frames[n])):
+            for i in range(4):
+                lp = model.joint(x[n:n + 1, t], out)[0].log_softmax(-1)
+                y = int(lp.argmax()) if i < 3 else 2
+                total += lp[y].item()
+                if y == 2:
+                    break
+                labels.append(y), times.append(t)
+                out, state = model.predict(torch.tensor([y]), state)
+        U = len(labels)
+        assert got.lengths[n, 0] == U and got.labels[n, 0, :U].tolist() == labels and got.timesteps[n, 0, :U].tolist() == times
+        assert (got.labels[n, 0, U:] == -1).all() and math.isclose(got.log_probs[n, 0].item(), total, rel_tol=1e-12, abs_tol=1e-12)
+
+
+def test_decoding_nothing():
+    model = Model()
+    model.N = 0
+    assert fl.transducer_decode(torch.zeros(0, 3, 8), torch.zeros(0, dtype=torch.int64), model.predict, model.joint).labels.shape == (0, 1, 0)
+
+
+def test_module():
+    z, y, frames, labels = sample(dtype=f32)
+    m = fl.TransducerLoss(reduction="sum", clamp=0.1)
+    assert m(z, y, frames, labels) == fl.transducer_loss(z, y, frames, labels, reduction="sum", clamp=0.1)
+    assert repr(m) == "TransducerLoss(blank=-1, clamp=0.1, reduction='sum', fused_log_softmax=True)"
