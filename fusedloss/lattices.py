@@ -324,12 +324,12 @@ def check_nodes(z:Tensor, targets:Tensor, frames:Tensor, labels:Tensor, blank:in
     for name, lengths, least, most in (("logit_lengths", frames, 1, z.shape[1]), ("target_lengths", labels, 0, z.shape[2] - 1)):
         if not readable_on_host(lengths): continue
         for n, length in enumerate(lengths.tolist()):
-            expect(least <= length <= most, f"{name}[{n}]", f"{least} ≤ length ≤ {most}", length)
+            if not least <= length <= most: raise ValueError(f"{name}[{n}] is {length}: expected {least} ≤ length ≤ {most}")
     if not (readable_on_host(targets) and readable_on_host(labels)): return
     for n, (row, length) in enumerate(zip(targets.tolist(), labels.tolist())):
         for u, y in enumerate(row[:length]):
             if not 0 <= y < z.shape[3]: raise IndexError(f"targets[{n}, {u}] is {y}: expected 0 ≤ label < {z.shape[3]}")
-            expect(y != blank, f"targets[{n}, {u}]", "a label that is not the blank", y)
+            if y == blank: raise ValueError(f"targets[{n}, {u}] is {y}: expected a label that is not the blank")
 
 # %% ../nbs/32_lattices.ipynb #lt000042
 def grids_of(z:Tensor, p:Nodes) -> Grids:
@@ -574,7 +574,7 @@ def transducer_decode(
     `log_probs` those of the path. One step of the host for each label or frame of the longest.
     """
     expect_tensor("encoder", encoder)
-    expect(encoder.dim() >= 2, "encoder", "[N, T, ...]", lambda: list(encoder.shape))
+    expect(encoder.dim() >= 2 and not encoder.is_meta, "encoder", "[N, T, ...] on a CPU or a GPU", lambda: f"{list(encoder.shape)} on {encoder.device}")
     for name, call in (("predict", predict), ("joint", joint)): expect(callable(call), name, "a function", lambda: repr(call))
     expect(is_integer(blank), "blank", "an integer", lambda: repr(blank))
     expect(is_integer(max_symbols) and max_symbols >= 1, "max_symbols", "a positive integer", lambda: repr(max_symbols))

@@ -74,7 +74,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys(("ctc_loss", "ctc_posteriors", "forced_align", "CTCLoss.forward"), paths),
     "ctc_loss_with_logits": {"logits": paths["log_probs"], **frames}, "ctc_decode": {k: paths[k] for k in ("log_probs", "input_lengths")},
     **dict.fromkeys(("transducer_loss", "transducer_align", "TransducerLoss.forward"), grid), "TransducerLoss": {},
-    "transducer_decode": dict(encoder=torch.randn(2, 5, 4, generator=made), encoder_lengths=torch.tensor([5, 4]), predict=lambda labels, state: (torch.zeros(2, 4), ()), joint=lambda frames, outputs: frames + outputs),
+    "transducer_decode": dict(encoder=torch.randn(2, 5, 4, generator=made), encoder_lengths=torch.tensor([5, 4]), predict=lambda labels, state: (torch.zeros(2, 4), ()), joint=lambda frames, outputs: frames[:, :4] + outputs),
     "linear_ctc_loss": {"input": torch.randn(5, 2, H, generator=made), "linear_weight": w, **frames},
     **dict.fromkeys(("logz", "viterbi", "sample", "semirings.path_sum", "semirings.brute_force"), graph), "rewrite_gather": dict(gm=traced()),
     **dict.fromkeys(HEADS, dict(num_classes=V, embedding_size=H)),
@@ -160,7 +160,7 @@ INTEGERS = {  # outside of the range; a size unless named here
 PARTNERS = {  # the error of a shape or device that does not fit may name the argument that it does not fit
     **dict.fromkeys(("input", "features"), ("target", "targets", "linear_weight", "token_weight", "teacher_input")),
     "linear_weight": ("input", "teacher_weight"), "teacher_input": ("teacher_weight",), "teacher_weight": ("teacher_input",), "proj_weight": ("input", "linear_weight"),
-    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "class_weight": ("weight",),
+    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "encoder": ("encoder_lengths",), "class_weight": ("weight",),
 }
 FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
 FINE = {  # kinds that this argument takes, of one callable or of all
@@ -169,7 +169,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys(("clip_grad_norm_-parameters", "clip_grad_value_-parameters"), {"no dimension", "more dimensions", "size", "rows", "float64", "int64", "bool", "complex64", "meta"}),  # tensors without a gradient
     **dict.fromkeys(("log_probs", "ctc_loss_with_logits-logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
     **dict.fromkeys(("input_lengths", "target_lengths", "logit_lengths", "encoder_lengths", "lengths"), {"list"}), **dict.fromkeys(("transducer_loss-logits", "transducer_align-logits", "TransducerLoss.forward-logits"), {"size", "float64", "meta"}),
-    "transducer_decode-encoder": {"more dimensions", "size", "float64", "int64", "bool", "complex64"},
+    "transducer_decode-encoder": {"size", "float64", "int64", "bool", "complex64"},
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
     **dict.fromkeys(("linear_divergence-temperature", "sharded_linear_divergence-temperature"), {"number", "float64", "tensor"}),
     **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature", "sharded_linear_log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
@@ -181,7 +181,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     "semirings.CountSemiring-dtype": {"int8"}, **dict.fromkeys(("contrastive_loss-logit_scale", "sigmoid_contrastive_loss-logit_scale"), {"0.0", "-1.0"}), "logit_scale": {"tensor"}, "logit_bias": {"tensor"},
     **dict.fromkeys((f"margins.{kind}-scale" for kind in ("AdaFace", "ArcFace", "Combined", "CosFace")), {"tensor"}),
 }
-NOT_FINE = dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
+NOT_FINE = dict.fromkeys(("transducer_loss-targets", "transducer_align-targets", "TransducerLoss.forward-targets"), {"size"}) | dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
 WORDS = {"grad": "exact", "past_pi": "smooth"}  # annotated as any string
 
 
