@@ -319,9 +319,12 @@ def clean_nodes(
     clean = lambda lengths: lengths.masked_fill(bad, 0)
     return Nodes(targets.contiguous(), clean(frames), clean(labels), bad)
 
-def check_nodes(z:Tensor, targets:Tensor, frames:Tensor, labels:Tensor, blank:int):
+def check_nodes(
+    z:Tensor, targets:Tensor, frames:Tensor, labels:Tensor, blank:int,
+    frames_name:str="logit_lengths",  # of the argument
+):
     "`ValueError` or `IndexError` for lengths and labels that cannot be, where the host can read them."
-    for name, lengths, least, most in (("logit_lengths", frames, 1, z.shape[1]), ("target_lengths", labels, 0, z.shape[2] - 1)):
+    for name, lengths, least, most in ((frames_name, frames, 1, z.shape[1]), ("target_lengths", labels, 0, z.shape[2] - 1)):
         if not readable_on_host(lengths): continue
         for n, length in enumerate(lengths.tolist()):
             if not least <= length <= most: raise ValueError(f"{name}[{n}] is {length}: expected {least} ≤ length ≤ {most}")
