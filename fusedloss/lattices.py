@@ -6,6 +6,7 @@
 __all__ = ['transducer_loss', 'TransducerLoss', 'transducer_align', 'transducer_decode']
 
 # %% ../nbs/32_lattices.ipynb #lt000010
+import functools
 from collections import deque
 from typing import Any, Callable, NamedTuple, Optional, Sequence, TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from torch import nn, Tensor
 from torch.utils._pytree import tree_map
 
 from fusedloss.core.checks import acc_dtype, check_flags, expect, expect_tensor, FLOATS, is_integer, is_number
+from fusedloss.core.cuda import cuda_kernel
+from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.sequences import as_lengths, check_lengths, readable_on_host, to_device
@@ -157,24 +160,46 @@ def lattice_kernel(
             blank, label, next_blank, next_label = next_blank, next_label, later_blank, later_label
 
 # %% ../nbs/32_lattices.ipynb #lt000031
-MOST_LABELS = 4095  # of a program's registers
+def launch_lattice(
+    tables:tuple[Optional[Tensor], ...], a:Grids, best:bool,  # of `run_lattice`; of the best path alone
+):
+    "log Z and flows by Triton, one program per sequence."
+    size = max(32, next_power_of_2(a.max_labels + 1))
+    launch_kernel(lattice_kernel, (len(a.frames),), *tables[:2], a.starts, a.frames, a.labels, *tables[2:],
+                  BEST=best, BU=size, num_warps=min(16, max(1, size // 128)))
+
+# %% ../nbs/32_lattices.ipynb #lt000033
+DIAGONALS = Implementation("transducers, diagonals in registers", "cuda/transducer.cu", ("nvidia",), "the same steps in Triton")
+
+@functools.lru_cache(maxsize=256)
+def cuda_lattice(
+    device:int,  # the current one
+    most:int, best:bool, flows:bool,  # labels; as for `run_lattice`
+) -> Optional[tuple[Callable, int]]:  # None where it cannot be compiled
+    "A launcher of the kernel of `cuda/transducer.cu`, and its threads."
+    threads, per = max(32, next_power_of_2(most + 1) // 4), min(4, next_power_of_2(-(-(most + 1) // 32)))
+    kernel = cuda_kernel("transducer_lattice", device, ("transducer",), THREADS=threads, PER=per, BEST=int(best), FLOWS=int(flows))
+    return kernel and (kernel, threads)
+
+# %% ../nbs/32_lattices.ipynb #lt000034
+MOST_LABELS = 4095  # that a block or a program has in registers
 
 def takes_lattice(scores:Tensor, a:Grids) -> bool:
-    "Whether the kernel takes these grids."
+    "Whether kernels take these grids."
     return has_kernel(scores) and a.max_labels <= MOST_LABELS
 
-def launch_lattice(
+def run_lattice(
     blank:Tensor, label:Tensor, a:Grids, best:bool, flows:bool,  # [M] twice; of the best path alone; whether they are wanted
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:  # [N], [M], [M]
-    "log Z and flows, by one program a sequence."
+    "log Z and flows by a kernel."
     blank, label = blank.float().contiguous(), label.float().contiguous()
-    log_z, size = blank.new_empty(len(a.frames)), max(32, next_power_of_2(a.max_labels + 1))
-    out = (torch.zeros_like(blank), torch.zeros_like(blank)) if flows else (None, None)
-    if log_z.numel():
-        with on_device(blank):
-            launch_kernel(lattice_kernel, (len(log_z),), blank, label, a.starts, a.frames, a.labels, log_z, *out,
-                          BEST=best, BU=size, num_warps=min(16, max(1, size // 128)))
-    return log_z, *out
+    out = blank.new_empty(len(a.frames)), *((torch.zeros_like(blank), torch.zeros_like(blank)) if flows else (None, None))
+    if not len(a.frames): return out
+    with on_device(blank):
+        made = None if DIAGONALS.lacks(device_of(blank)) else cuda_lattice(blank.get_device(), a.max_labels, best, flows)
+        if made: made[0](len(a.frames), made[1], blank, label, a.starts, a.frames, a.labels, *out)
+        else: launch_lattice((blank, label, *out), a, best)
+    return out
 
 # %% ../nbs/32_lattices.ipynb #lt000023
 def lattice(
@@ -182,7 +207,7 @@ def lattice(
     S:LogSemiring|MaxSemiring=Log, flows:bool=True,  # Max: the best path alone; whether flows are wanted
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:  # [N], [M], [M] float32 (float64 for float64)
     "log Z and flows of a transducer, by the kernel or without it."
-    if takes_lattice(blank, a): return launch_lattice(blank, label, a, isinstance(S, MaxSemiring), flows)
+    if takes_lattice(blank, a): return run_lattice(blank, label, a, isinstance(S, MaxSemiring), flows)
     scores = torch.stack([blank, label], 1).to(acc_dtype(blank.dtype))
     log_z, shares = branch_shares(scores, RNNT, a, S)
     return log_z, *(arc_flows(shares, log_z, RNNT, a).unbind(1) if flows else (None, None))

@@ -238,9 +238,9 @@ def grids(dtype, V, T=250, U=100, N=16):
         lattices.launch_grad(vector(N), z, p, table, 0, 0.5)
     a = lattices.Grids(cuda(N + 1, dtype=i64), lengths, lengths, T, U)
     for best in (True, False):
-        for flows in (True, False):
-            lattices.launch_lattice(table[0], table[1], a, best, flows)
-            lattices.launch_lattice(table[0], table[1], a._replace(max_labels=4095), best, flows)
+        for flows in ((cuda(len(table[0])),) * 2, (None, None)):
+            for labels in (U, 4095):
+                lattices.launch_lattice((table[0], table[1], cuda(N), *flows), a._replace(max_labels=labels), best)
 
 
 CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)

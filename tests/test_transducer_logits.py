@@ -9,7 +9,9 @@ import fusedloss as fl
 import fusedloss.lattices as lattices
 from fusedloss.lattices import duration_flows, node_flows
 from fusedloss.semirings import Max
+from fusedloss.core.cuda import cuda_source
 from helpers import everywhere, has_no_second_derivative, need_kernels
+from on_cpu import check_nvcc, kernels_on_cpu
 from test_lattices import batch, by_paths, every_path, SHAPES
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -375,3 +377,45 @@ def test_module():
     m = fl.TransducerLoss(reduction="sum", clamp=0.1)
     assert m(z, y, frames, labels) == fl.transducer_loss(z, y, frames, labels, reduction="sum", clamp=0.1)
     assert repr(m) == "TransducerLoss(blank=-1, clamp=0.1, reduction='sum', fused_log_softmax=True)"
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("labels, seed", [((3, 0, 4, 1), 0), ((40, 0, 5, 33), 1), ((150, 130, 0, 7), 2)])
+def test_cuda_source_on_a_cpu(labels, seed, best):
+    "One warp, several states a thread, several warps: what transducer.cu computes, thread by thread."
+    kernel = kernels_on_cpu("transducer_on_cpu.cpp", transducer=None)
+    kernel.seed = seed
+    frames = (5, 3, 1, 9)
+    (blank, label), (starts, *lengths) = batch(frames, labels, dtype=f32, seed=seed)
+    blank[3], label[int(starts[2])] = -math.inf, math.nan if labels[2] else 0.0
+    most = max(labels)
+    for flows in (True, False):
+        threads, per = shape_of(most)
+        run = kernel("transducer_lattice", 0, THREADS=threads, PER=per, BEST=int(best), FLOWS=int(flows))
+        got = torch.empty(4), *((torch.zeros_like(blank), torch.zeros_like(blank)) if flows else (None, None))
+        run(4, threads, blank, label, starts, *lengths, *got)
+        exact = node_flows(blank.double(), label.double(), starts, *lengths, max(frames), most, Max if best else lattices.Log)
+        for t, e in zip(got[:1 + 2 * flows], exact):
+            torch.testing.assert_close(t.double(), e, rtol=1e-5, atol=2e-6, equal_nan=True)
+
+
+def shape_of(most):
+    "Threads of a block, and states a thread, as the library chooses them"
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lattices, "cuda_kernel", lambda *given, **constants: seen.update(constants) or print)
+        lattices.cuda_lattice.__wrapped__(0, most, False, True)
+    return seen["THREADS"], seen["PER"]
+
+
+@pytest.mark.parametrize("most", [0, 31, 32, 63, 64, 100, 127, 128, 255, 256, 1023, 2000, 4095])
+def test_a_block_has_all_states(most):
+    threads, per = shape_of(most)
+    assert threads % 32 == 0 and 32 <= threads <= 1024 and threads * per > most
+
+
+@pytest.mark.parametrize("arch", [75, 90])
+def test_cuda_source_compiles(arch):
+    for most in (40, 1000):
+        threads, per = shape_of(most)
+        check_nvcc(arch, cuda_source("transducer"), dict(THREADS=threads, PER=per, BEST=0, FLOWS=1))

@@ -11,7 +11,7 @@ from typing import Iterator
 import torch
 
 import fusedloss as fl
-from fusedloss import kernels, product as stage_9, sharded_product as stage_28
+from fusedloss import kernels, lattices as stage_32, product as stage_9, sharded_product as stage_28
 from fusedloss.core import cuda, score_product
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import Shards
@@ -193,6 +193,8 @@ def transducers() -> None:
         if DEVICE == "cuda": y[0, 0] = V + 7
         fl.transducer_loss(z, y, frames, lengths, blank=0, clamp=0.5).backward()
         fl.transducer_loss(z.float().log_softmax(-1), y, frames, lengths, blank=0, reduction="none", fused_log_softmax=False).sum().backward()
+        lengths = torch.tensor([0, T * (U + 1)]), torch.tensor([T]), torch.tensor([U])
+        stage_32.launch_lattice([torch.randn(T * (U + 1), device=DEVICE) for _ in range(5)], stage_32.Grids(*(t.to(DEVICE) for t in lengths), T, U), False)
 
 
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
@@ -208,7 +210,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
     samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",
-    transducers: "node_scores_kernel lattice_kernel node_grad_kernel",
+    transducers: "node_scores_kernel transducer_lattice lattice_kernel node_grad_kernel",
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)
