@@ -515,9 +515,9 @@ def transducer_loss(
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     """RNN-T's loss of a joint network's logits, with the arguments of `torchaudio.functional.rnnt_loss`.
 
-    The logits are read once in each direction and their gradient is written once, in their dtype. Beside
-    these it needs 16 bytes a node. Lengths may be below T and U. A label or length that cannot be gives an
-    error on a CPU and NaN for its sequence on a GPU.
+    The logits are read once in each direction and their gradient is written once, in their dtype. 16 bytes
+    per node are kept for the gradient, and 8 more while the loss is computed. Lengths may be below T and U.
+    A label or length that cannot be gives an error on a CPU and NaN for its sequence on a GPU.
     """
     check_transducer(logits, targets, blank, fused_log_softmax)
     expect(is_number(clamp), "clamp", "a number", lambda: repr(clamp))
