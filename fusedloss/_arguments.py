@@ -416,6 +416,12 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    fx.GraphModule: the same module"),
+    "fusedloss.lattices LabelFrames": (
+        "Args:\n"
+        "    score (Tensor): [N] the path's log-probability; −∞ where no path exists\n"
+        "    frames (Tensor): [N,U] int64 frame in which it says each label; −1 beyond the labels, and where\n"
+        "        no path exists\n"
+        "    label_scores (Tensor): [N,U] log-probability of each label there; 0 where the frame is −1"),
     "fusedloss.lattices TransducerLoss": (
         "Args:\n"
         "    blank (int): its class; negative: from the end\n"
