@@ -30,6 +30,7 @@ _NAMES = {  # the public names of each module, which is imported when one of the
     "divergence": ("linear_divergence",),
     "iota": ("iota_cross_entropy", "onehot_select", "rewrite_gather"),
     "linear_ctc": ("linear_ctc_loss",),
+    "lattices": ("TransducerLoss", "transducer_align", "transducer_decode", "transducer_loss"),
     "logprobs": ("LogProbs", "linear_log_probs", "log_probs"),
     "losses": ("LinearCrossEntropyLoss", "linear_cross_entropy"),
     "margins": ("margin_cross_entropy",),

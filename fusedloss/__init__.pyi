@@ -10,6 +10,7 @@ from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_wit
 from fusedloss.decode import ctc_decode as ctc_decode
 from fusedloss.divergence import linear_divergence as linear_divergence
 from fusedloss.iota import iota_cross_entropy as iota_cross_entropy, onehot_select as onehot_select, rewrite_gather as rewrite_gather
+from fusedloss.lattices import TransducerLoss as TransducerLoss, transducer_align as transducer_align, transducer_decode as transducer_decode, transducer_loss as transducer_loss
 from fusedloss.linear_ctc import linear_ctc_loss as linear_ctc_loss
 from fusedloss.logprobs import LogProbs as LogProbs, linear_log_probs as linear_log_probs, log_probs as log_probs
 from fusedloss.losses import LinearCrossEntropyLoss as LinearCrossEntropyLoss

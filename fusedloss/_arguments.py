@@ -416,6 +416,65 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    fx.GraphModule: the same module"),
+    "fusedloss.lattices LabelFrames": (
+        "Args:\n"
+        "    score (Tensor): [N] the path's log-probability; −∞ where no path exists\n"
+        "    frames (Tensor): [N,U] int64 frame in which it says each label; −1 beyond the labels, and where\n"
+        "        no path exists\n"
+        "    label_scores (Tensor): [N,U] log-probability of each label there; 0 where the frame is −1"),
+    "fusedloss.lattices TransducerLoss": (
+        "Args:\n"
+        "    blank (int): its class; negative: from the end\n"
+        "    clamp (float): each number of the gradient of a loss is kept within ±clamp, before the upstream\n"
+        "        gradient; not above 0: off\n"
+        "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\"; \"sum\"; \"mean\" over sequences\n"
+        "    fused_log_softmax (bool): False: the logits are log-probabilities"),
+    "fusedloss.lattices TransducerLoss.forward": (
+        "Args:\n"
+        "    logits (Tensor): [N,T,U+1,V] of the joint network; fp16, bf16, fp32, fp64\n"
+        "    targets (Tensor): [N,U] labels; what is beyond a length is not looked at\n"
+        "    logit_lengths (Tensor | Sequence[int]): [N] frames, at least 1; [N] labels\n"
+        "    target_lengths (Tensor | Sequence[int]): [N] frames, at least 1; [N] labels\n"
+        "\n"
+        "Returns:\n"
+        "    Tensor: [N] with \"none\", else a scalar"),
+    "fusedloss.lattices transducer_align": (
+        "Args:\n"
+        "    logits (Tensor): [N,T,U+1,V] of the joint network; fp16, bf16, fp32, fp64\n"
+        "    targets (Tensor): [N,U] labels; what is beyond a length is not looked at\n"
+        "    logit_lengths (Tensor | Sequence[int]): [N] frames, at least 1; [N] labels\n"
+        "    target_lengths (Tensor | Sequence[int]): [N] frames, at least 1; [N] labels\n"
+        "    blank (int): its class; negative: from the end\n"
+        "    fused_log_softmax (bool): False: the logits are log-probabilities\n"
+        "\n"
+        "Returns:\n"
+        "    LabelFrames"),
+    "fusedloss.lattices transducer_decode": (
+        "Args:\n"
+        "    encoder (Tensor): [N,T,...] what the encoder says of each frame\n"
+        "    encoder_lengths (Tensor | Sequence[int]): [N] frames\n"
+        "    predict (Callable[[Tensor | None, Any], tuple[Any, Any]]): (labels [N], state) to (outputs,\n"
+        "        state); (None, None) before the first label\n"
+        "    joint (Callable[[Tensor, Any], Tensor]): (frames [N,...], outputs of `predict`) to logits [N,V]\n"
+        "    blank (int): its class; negative: from the end\n"
+        "    max_symbols (int): labels in one frame, at most\n"
+        "\n"
+        "Returns:\n"
+        "    Hypotheses: k = 1"),
+    "fusedloss.lattices transducer_loss": (
+        "Args:\n"
+        "    logits (Tensor): [N,T,U+1,V] of the joint network; fp16, bf16, fp32, fp64\n"
+        "    targets (Tensor): [N,U] labels; what is beyond a length is not looked at\n"
+        "    logit_lengths (Tensor | Sequence[int]): [N] frames, at least 1; [N] labels\n"
+        "    target_lengths (Tensor | Sequence[int]): [N] frames, at least 1; [N] labels\n"
+        "    blank (int): its class; negative: from the end\n"
+        "    clamp (float): each number of the gradient of a loss is kept within ±clamp, before the upstream\n"
+        "        gradient; not above 0: off\n"
+        "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\"; \"sum\"; \"mean\" over sequences\n"
+        "    fused_log_softmax (bool): False: the logits are log-probabilities\n"
+        "\n"
+        "Returns:\n"
+        "    Tensor: [N] or a scalar, float32 (float64 for float64)"),
     "fusedloss.linear_ctc linear_ctc_loss": (
         "Args:\n"
         "    input (Tensor): [T,N,H] or [T,H]; fp16, bf16, fp32, fp64\n"

@@ -90,6 +90,7 @@ template <class V> V exchange(V v, int from) {
   return r;
 }
 template <class V> V __shfl_up_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 - d); }
+template <class V> V __shfl_down_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 + d); }
 template <class V> V __shfl_sync(unsigned, V v, int i) { return exchange(v, i); }
 template <class V> V __shfl_xor_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 ^ d); }
 template <class V> V atomicAdd(V* p, V v) { const V old = *p; *p += v; return old; }

@@ -29,6 +29,7 @@ linear = dict(input=x, linear_weight=w, target=y)
 paths = dict(log_probs=torch.randn(5, 2, 4, generator=made).log_softmax(2), targets=torch.tensor([[1, 2], [3, 1]]),
              input_lengths=torch.tensor([5, 4]), target_lengths=torch.tensor([2, 1]))
 frames = {k: t for k, t in paths.items() if k != "log_probs"}
+grid = dict(logits=torch.randn(2, 5, 3, 4, generator=made), targets=torch.tensor([[1, 2], [2, 1]]), logit_lengths=torch.tensor([5, 4]), target_lengths=torch.tensor([2, 1]))
 graph = dict(Ms=torch.randn(3, 2, 2, 2, generator=made), idx=torch.tensor([[0, 1], [1, 0]]), v0=torch.zeros(2, 2), vT=torch.zeros(2, 2))
 
 
@@ -53,7 +54,7 @@ def optimizer(kind: type) -> torch.optim.Optimizer:
 HEADS = {name: partial(getattr(fl, name), V, H, sample_rate=0.5) for name in ("PartialFC", "ShardedPartialFC")}
 OPTIMIZERS = {name: partial(optimizer, getattr(fl, name)) for name in ("RowSparse", "ShardedRowSparse")}
 OBJECTS = {  # what methods are called on
-    **HEADS, **OPTIMIZERS, "CTCLoss": fl.CTCLoss, "LinearCrossEntropyLoss": partial(fl.LinearCrossEntropyLoss, H, V),
+    **HEADS, **OPTIMIZERS, "CTCLoss": fl.CTCLoss, "TransducerLoss": fl.TransducerLoss, "LinearCrossEntropyLoss": partial(fl.LinearCrossEntropyLoss, H, V),
     "MemoryEfficientVocabOutput": lambda: fl.MemoryEfficientVocabOutput(nn.Parameter(w.clone())), "NegativeSampler": partial(fl.NegativeSampler, 0.5), "PopularitySampler": partial(fl.PopularitySampler, torch.ones(V), 3),
     **{name: partial(lambda kind: kind(nn.Parameter(w.clone())), getattr(fl, name)) for name in ("BaselineSoftmax", "BaselineSoftmaxNllLoss")},
 }
@@ -72,6 +73,8 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
                                                                              teacher_weight=torch.randn(V, 3, generator=made))),
     **dict.fromkeys(("ctc_loss", "ctc_posteriors", "forced_align", "CTCLoss.forward"), paths),
     "ctc_loss_with_logits": {"logits": paths["log_probs"], **frames}, "ctc_decode": {k: paths[k] for k in ("log_probs", "input_lengths")},
+    **dict.fromkeys(("transducer_loss", "transducer_align", "TransducerLoss.forward"), grid), "TransducerLoss": {},
+    "transducer_decode": dict(encoder=torch.randn(2, 5, 4, generator=made), encoder_lengths=torch.tensor([5, 4]), predict=lambda labels, state: (torch.zeros(2, 4), ()), joint=lambda frames, outputs: frames[:, :4] + outputs),
     "linear_ctc_loss": {"input": torch.randn(5, 2, H, generator=made), "linear_weight": w, **frames},
     **dict.fromkeys(("logz", "viterbi", "sample", "semirings.path_sum", "semirings.brute_force"), graph), "rewrite_gather": dict(gm=traced()),
     **dict.fromkeys(HEADS, dict(num_classes=V, embedding_size=H)),
@@ -92,7 +95,7 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     "margins.SubCenter": dict(k=2), "semirings.KBest": dict(k=2), "semirings.CountSemiring": {}, "semirings.Sample": {},
 }
 THEN = {  # the call that some constructors leave the checks to
-    "CTCLoss": paths, "LinearCrossEntropyLoss": dict(input=x, target=y),
+    "CTCLoss": paths, "TransducerLoss": grid, "LinearCrossEntropyLoss": dict(input=x, target=y),
     **dict.fromkeys(("MemoryEfficientVocabOutput", "BaselineSoftmax", "BaselineSoftmaxNllLoss"), dict(input=x, target=y)),
 }
 EXAMPLES = {**dict.fromkeys(("linear_bias", "teacher_bias"), torch.randn(V, generator=made)), "target_weight": torch.rand(3, generator=made), "weight": torch.rand(V, generator=made), "class_weight": torch.rand(V, generator=made),
@@ -145,19 +148,19 @@ def called() -> list[str]:
 # --- values that an argument cannot take: by its type, and by its name where the type does not say it ---
 
 NUMBERS = {  # outside of the range
-    "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "logit_bias": (), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
+    "clamp": (), "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "logit_bias": (), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
     "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
     "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "teacher_logit_scale": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0), "top_p": (0.0, -0.5, 1.5), "min_p": (-0.5, 1.5),
 }
 INTEGERS = {  # outside of the range; a size unless named here
     "ignore_index": (), "shift": (-1,), "seed": (2**63,), "RowSparse-seed": (), "ShardedRowSparse-seed": (), "NegativeSampler-seed": (-1, 2**63), "PopularitySampler-seed": (-1, 2**63), "rows": (-1,), "max_valid": (-1,),
-    "n_tokens": (-1,), "n_features": (-1,), "in_features": (-1,), "start": (-1,), "stop": (-1,), "dim": (2, -3), "blank": (-1, 99),
+    "n_tokens": (-1,), "n_features": (-1,), "in_features": (-1,), "start": (-1,), "stop": (-1,), "dim": (2, -3), "blank": (-1, 99), **dict.fromkeys(("transducer_loss-blank", "transducer_align-blank", "transducer_decode-blank", "TransducerLoss-blank"), (-5, 99)),
     "BaselineSoftmax-tile_factor": (), "BaselineSoftmaxNllLoss-tile_factor": (),
 }
 PARTNERS = {  # the error of a shape or device that does not fit may name the argument that it does not fit
     **dict.fromkeys(("input", "features"), ("target", "targets", "linear_weight", "token_weight", "teacher_input")),
     "linear_weight": ("input", "teacher_weight"), "teacher_input": ("teacher_weight",), "teacher_weight": ("teacher_input",), "proj_weight": ("input", "linear_weight"),
-    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "class_weight": ("weight",),
+    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "encoder": ("encoder_lengths",), "class_weight": ("weight",),
 }
 FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
 FINE = {  # kinds that this argument takes, of one callable or of all
@@ -165,7 +168,8 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     **dict.fromkeys((f"{head}.{scores}-features" for head in HEADS for scores in ("logits", "topk")), {"more dimensions", "rows"}), "ignore_in_ddp-module": {"adapter", "hook", "module"},
     **dict.fromkeys(("clip_grad_norm_-parameters", "clip_grad_value_-parameters"), {"no dimension", "more dimensions", "size", "rows", "float64", "int64", "bool", "complex64", "meta"}),  # tensors without a gradient
     **dict.fromkeys(("log_probs", "ctc_loss_with_logits-logits"), {"size", "rows", "float64", "meta"}), **dict.fromkeys(("weight", "class_weight", "token_weight"), {"float64"}),
-    **dict.fromkeys(("input_lengths", "target_lengths", "lengths"), {"list"}),
+    **dict.fromkeys(("input_lengths", "target_lengths", "logit_lengths", "encoder_lengths", "lengths"), {"list"}), **dict.fromkeys(("transducer_loss-logits", "transducer_align-logits", "TransducerLoss.forward-logits"), {"size", "float64", "meta"}),
+    "transducer_decode-encoder": {"size", "float64", "int64", "bool", "complex64"},
     **dict.fromkeys(("cross_entropy-input", "iota_cross_entropy-input"), {"size", "float64"}), "linear_ctc_loss-input": {"rows"},
     **dict.fromkeys(("linear_divergence-temperature", "sharded_linear_divergence-temperature"), {"number", "float64", "tensor"}),
     **dict.fromkeys(("linear_log_probs-temperature", "log_probs-temperature", "sharded_linear_log_probs-temperature"), {"number", "float64"}), "log_probs-logits": {"size", "float64"},
@@ -177,7 +181,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     "semirings.CountSemiring-dtype": {"int8"}, **dict.fromkeys(("contrastive_loss-logit_scale", "sigmoid_contrastive_loss-logit_scale"), {"0.0", "-1.0"}), "logit_scale": {"tensor"}, "logit_bias": {"tensor"},
     **dict.fromkeys((f"margins.{kind}-scale" for kind in ("AdaFace", "ArcFace", "Combined", "CosFace")), {"tensor"}),
 }
-NOT_FINE = dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
+NOT_FINE = dict.fromkeys(("transducer_loss-targets", "transducer_align-targets", "TransducerLoss.forward-targets"), {"size"}) | dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
 WORDS = {"grad": "exact", "past_pi": "smooth"}  # annotated as any string
 
 

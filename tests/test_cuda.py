@@ -14,6 +14,7 @@ import torch
 
 import fusedloss.clusters
 import fusedloss.ctc
+import fusedloss.lattices
 import fusedloss.linear_ctc
 import fusedloss.scans
 import fusedloss.segments
@@ -51,6 +52,10 @@ def linear_ctc():
     return fusedloss.segments.compile_kernels(0, f32, SHAPE, True)
 
 
+def transducer():
+    return fusedloss.lattices.cuda_lattice(0, 100, False, True)
+
+
 def product():
     return hopper.form_kernel("exponentials", hopper.IN_TURN, torch.bfloat16, 0)
 
@@ -59,7 +64,7 @@ def zeros():
     return ignored.zero_rows(0, 3, 64, -100)
 
 
-USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "product_sm90": product, "zero_rows": zeros}  # by their source
+USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "transducer": transducer, "product_sm90": product, "zero_rows": zeros}  # by their source
 
 
 class Kernel:
@@ -142,7 +147,7 @@ class Compilers:
         return {compiler for compiler, name in self.compiled if name != "empty_kernel"}
 
 
-MADE = ignored.zero_rows, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.clusters.bound_launches, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels
+MADE = ignored.zero_rows, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.clusters.bound_launches, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels, fusedloss.lattices.cuda_lattice
 
 
 def forget():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedloss
-from fusedloss import clusters, ctc, kernels, recompute, scans, segments, tiles
+from fusedloss import clusters, ctc, kernels, lattices, recompute, scans, segments, tiles
 from fusedloss.core import cuda, devices, hopper, ignored, negatives, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, FEATURES, GPUS, Implementation, device_of, lacks
 from fusedloss.filter import filter_tiling
@@ -121,7 +121,7 @@ def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how
 
 @pytest.mark.parametrize("feature, implementation", [
     ("tma", tiling.BY_DESCRIPTORS), ("clusters", clusters.ROW_CLUSTERS), ("clusters", ctc.LATTICE_CLUSTERS),
-    ("nvidia", clusters.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", segments.SEGMENTS), ("nvidia", scans.SCANS)])
+    ("nvidia", clusters.REGISTER_LIMIT), ("nvidia", ctc.LATTICE), ("nvidia", segments.SEGMENTS), ("nvidia", scans.SCANS), ("nvidia", lattices.DIAGONALS)])
 def test_what_a_gpu_lacks_is_not_chosen(feature, implementation):
     have = [d for d in GPUS.values() if not lacks(d, feature)]
     assert have and [d for d in GPUS.values() if not implementation.lacks(d)] == have
@@ -225,7 +225,7 @@ def test_tilings_of_other_gpus_agree_here(t):
 
 
 def test_the_table_names_every_source():
-    found = implementations(kernels, clusters, tiling, scans, ctc, segments)
+    found = implementations(kernels, clusters, tiling, scans, ctc, segments, lattices)
     columns, rows = support_rows(found, [GPUS["H200"], GPUS["A100"], GPUS["MI300X"], GPUS["T4"]])
     assert columns == ["", "kernels", "H200", "A100", "MI300X", "T4", "otherwise"]
     assert all(row[2].startswith("runs") for row in rows)
@@ -246,7 +246,7 @@ def test_a_plan_says_what_a_gpu_is_passed_over_for():
 
 
 def test_every_cuda_source_has_a_row():
-    sources = " ".join(i.source for i in implementations(kernels, clusters, ignored, hopper, tiling, scans, ctc, segments))
+    sources = " ".join(i.source for i in implementations(kernels, clusters, ignored, hopper, tiling, scans, ctc, segments, lattices))
     assert all(f"cuda/{path.name}" in sources for path in (ROOT / "cuda").glob("*.cu"))
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import nvrtc
-from fusedloss import clusters, ctc, scans, segments
+from fusedloss import clusters, ctc, lattices, scans, segments
 from fusedloss.core import hopper, ignored
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
@@ -61,6 +61,11 @@ def turnaround_calls(device):
             yield lambda: clusters.launch_cluster(z, z, cuda(512, dtype=i64), None, None, None, o, shape, bool(late))
 
 
+def transducer_calls(device):
+    for most, best, flows in pairs([(most, best, flows) for most in (0, 31, 40, 100, 127, 128, 1023, 4095) for best in (True, False) for flows in (True, False)]):
+        yield lambda: lattices.cuda_lattice.__wrapped__(0, most, best, flows)
+
+
 def zero_calls(device):
     yield lambda: ignored.zero_rows.__wrapped__(0, 5, 64, -100)
 
@@ -71,7 +76,7 @@ def product_calls(device):
         yield lambda: hopper.form_kernel("exponentials", replace(form, biased=biased, capped=capped), dtype, 0)
 
 
-CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls, "product": product_calls}
+CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "transducer": transducer_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls, "product": product_calls}
 
 
 def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tuple]]:

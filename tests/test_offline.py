@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
 from fusedloss import (
-    clusters, contrast, kernels, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk)
+    clusters, contrast, kernels, lattices, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk)
 from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
@@ -238,6 +238,20 @@ def scan(dtype, states):
     scans.scan_fwd_triton(cuda(100, 4, states, 5, dtype=dtype), cuda(states, 5, dtype=torch.int32), cuda(4, states, dtype=dtype), cuda(4, dtype=i64))
 
 
+def grids(dtype, V, T=250, U=100, N=16):
+    "A transducer's lattice, and its logits: scores and gradient"
+    z, lengths = matrix(N * T * (U + 1), V, dtype).view(N, T, U + 1, V), cuda(N, dtype=i64)
+    p = lattices.Nodes(cuda(N, U, dtype=i64), lengths, lengths, cuda(N, dtype=torch.bool))
+    for fused in (True, False):
+        table = lattices.launch_scores(z, p, 1, fused)
+        lattices.launch_grad(vector(N), z, p, table, 0, 0.5)
+    a = lattices.Grids(cuda(N + 1, dtype=i64), lengths, lengths, T, U)
+    for best in (True, False):
+        for flows in ((cuda(len(table[0])),) * 2, (None, None)):
+            for labels in (U, 4095):
+                lattices.launch_lattice((table[0], table[1], cuda(N), *flows), a._replace(max_labels=labels), best)
+
+
 CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)
          for dtype in (bf16, f16) for how in OPTIONS for width in (2048, 1001)}
 CALLS |= {f"exponentials {width}": lambda width=width: exponentials(width) for width in (2048, 1000)}
@@ -266,6 +280,7 @@ CALLS |= {f"labels {dtype} {V} {how}": lambda dtype=dtype, V=V, how=how, labels=
           for dtype, V, how, labels in ((bf16, 100, "plain", 3), (f16, 1000, "busy", 40), (f32, 32768, "busy", 5), (bf16, 128256, "plain", 3),
                                         (bf16, 50257, "busy", 2))}
 CALLS |= {f"optimizers {dtype}": lambda dtype=dtype: optimizers(dtype) for dtype in (bf16, f32)}
+CALLS |= {f"grids {dtype} {V}": lambda dtype=dtype, V=V: grids(dtype, V) for dtype, V in ((bf16, 1024), (f16, 29), (f32, 8198))}
 CALLS |= {f"scan {dtype} {states}": lambda dtype=dtype, states=states: scan(dtype, states) for dtype, states in ((f32, 64), (f64, 1024))}
 
 

@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 def tensor(axes: str, T: int, N: int, L: int) -> Tensor:
     "Scores, or what their axes say that they are"
-    size = dict(T=T, N=N, L=L, C=C, S=3, H=H, E=2)
+    size = dict(T=T, N=N, L=L, U=L + 1, C=C, S=3, H=H, E=2)
     if axes == "SE": return torch.tensor([[0, 1], [1, 0], [2, 1]])
     if axes == "NL": return torch.randint(1, C, (N, L))
     if axes == "N frames": return torch.randint(2 * L, T + 1, (N,))
@@ -69,6 +69,9 @@ CASES = {
     "ctc_loss, no lengths": Case(of_log_probs(fl.ctc_loss), ("TNC", "NL")),
     "ctc_loss_with_logits": Case(fl.ctc_loss_with_logits, ("TNC", *TARGETS)),
     "CTCLoss": Case(fl.CTCLoss(reduction="none", logits=True), ("TNC", *TARGETS)),
+    "transducer_loss": Case(lambda z, *others: fl.transducer_loss(z, *others, blank=0), ("NTUC", *TARGETS)),
+    "TransducerLoss": Case(fl.TransducerLoss(blank=0, reduction="none"), ("NTUC", *TARGETS)),
+    "transducer_align": Case(lambda z, *others: fl.transducer_align(z, *others, blank=0), ("NTUC", *TARGETS)),
     "linear_ctc_loss": Case(linear(), ("TNH", "CH", *TARGETS)),
     "linear_ctc_loss, each sequence": Case(linear(reduction="none"), ("TNH", "CH", *TARGETS)),
     "forced_align": Case(of_log_probs(fl.forced_align), ("TNC", *TARGETS)),
@@ -151,6 +154,7 @@ class Exported(nn.Module):
 @pytest.mark.parametrize("name, strict", thorough_but(product(CASES, (False, True)), *((name, False) for name in QUICK), ("ctc_loss", True)))
 def test_export_of_any_frames_sequences_and_labels(name, strict):
     case, dims = CASES[name], {a: torch.export.Dim(a, min=2, max=999) for a in "TNL"}
+    dims["U"] = dims["L"] + 1
     shapes = tuple({i: dims[a] for i, a in enumerate(axes.partition(" ")[0]) if a in dims} for axes in case.layout)
     program = torch.export.export(Exported(case.call), tuple(t.detach() for t in made(case, *SIZES[0])), strict=strict, dynamic_shapes={"tensors": shapes})
     for sizes in SIZES[1:]: compare(case, program.module(), [t.detach() for t in made(case, *sizes)])

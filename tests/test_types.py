@@ -19,21 +19,22 @@ from project import ROOT
 ERROR = re.compile(r"(?m)^tests/(typing_\w+\.py):(\d+): error: (.*)$")
 x, w, y = torch.randn(4, 8), torch.randn(16, 8), torch.tensor([1, 2, 3, 4])
 paths = torch.randn(9, 2, 5).log_softmax(-1), torch.tensor([[1, 2], [3, 4]]), (9, 9), (2, 2)
+grid = torch.randn(2, 9, 3, 5), torch.tensor([[1, 2], [3, 1]]), (9, 9), (2, 2)
 graph = torch.randn(3, 2, 2, 2), torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, 2), torch.zeros(2, 2)
 FILES = tempfile.TemporaryDirectory()
 GIVEN = {  # a call of each function or class that takes words; the others of its arguments
     "baseline_linear_cross_entropy": (x, w, y), "chunked_linear_cross_entropy": (x, w, y), "cross_entropy": (x, y),
     "iota_cross_entropy": (x, y), "linear_cross_entropy": (x, w, y), "recompute_linear_cross_entropy": (x, w, y),
     "sharded_linear_cross_entropy": (x, w, y), "sharded_linear_log_probs": (x, w, y), "sharded_linear_topk": (x, w, 3), "sharded_linear_sample": (x, w), "tiled_linear_cross_entropy": (x, w, y), "plan": (4, 16, 8),
-    "margin_cross_entropy": (x, w, y), "logz": graph, "ctc_loss": paths, "ctc_loss_with_logits": paths,
-    "linear_divergence": (x, w, x, w), "sharded_linear_divergence": (x, w, x, w), "contrastive_loss": (x, x, 2.0), "sigmoid_contrastive_loss": (x, x, 2.0, -1.0), "linear_ctc_loss": (paths[0], torch.randn(7, 5), *paths[1:]), "CTCLoss": (), "LinearCrossEntropyLoss": (8, 16),
+    "margin_cross_entropy": (x, w, y), "logz": graph, "ctc_loss": paths, "ctc_loss_with_logits": paths, "transducer_loss": grid,
+    "linear_divergence": (x, w, x, w), "sharded_linear_divergence": (x, w, x, w), "contrastive_loss": (x, x, 2.0), "sigmoid_contrastive_loss": (x, x, 2.0, -1.0), "linear_ctc_loss": (paths[0], torch.randn(7, 5), *paths[1:]), "CTCLoss": (), "TransducerLoss": (), "LinearCrossEntropyLoss": (8, 16),
     "MemoryEfficientVocabOutput": (nn.Parameter(w),), "PartialFC": (16, 8), "ShardedPartialFC": (16, 8),
     "NegativeSampler": (), "PopularitySampler": (torch.ones(16), 3), "margins.Circle": (),
     "save_insightface": (fl.PartialFC(16, 8), FILES.name, 1),
     **dict.fromkeys(("RowSparse", "ShardedRowSparse"), (torch.optim.SGD, [nn.Parameter(w)])),
 }
 NEEDED = {"margin_cross_entropy": {"margin": fl.margins.CosFace()}, "NegativeSampler": {"rate": 0.5}}
-CALLED = {"CTCLoss": paths, "LinearCrossEntropyLoss": (x, y), "MemoryEfficientVocabOutput": (x, y)}  # which check when they run
+CALLED = {"CTCLoss": paths, "TransducerLoss": grid, "LinearCrossEntropyLoss": (x, y), "MemoryEfficientVocabOutput": (x, y)}  # which check when they run
 
 
 def public() -> Iterator[tuple[str, object]]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import fusedloss as fl
 from fusedloss.ctc import Alignment, CTCPosteriors
 from fusedloss.decode import Hypotheses
+from fusedloss.lattices import LabelFrames
 from fusedloss.partial_fc import HeadStats
 from fusedloss.plans import Plan
 from fusedloss.scans import Paths
@@ -133,6 +134,11 @@ def paths() -> None:
     assert_type(fl.CTCLoss().forward(log_probs, targets), Tensor)
     assert_type(fl.ctc_loss(log_probs, targets, target_lengths=[3, 2]), Tensor)
     assert_type(fl.ctc_decode(log_probs, beam=4, k=2), Hypotheses)
+    logits = torch.zeros(2, 9, 4, 5)
+    assert_type(fl.transducer_loss(logits, targets, (9, 9), [3, 2], blank=0, reduction="sum"), Tensor)
+    assert_type(fl.TransducerLoss(clamp=0.5)(logits, targets, (9, 9), [3, 2]), Tensor)
+    assert_type(fl.transducer_align(logits, targets, (9, 9), [3, 2]), LabelFrames)
+    assert_type(fl.transducer_decode(logits[:, :, 0], (9, 9), lambda labels, state: (state, state), lambda frames, outputs: frames), Hypotheses)
     Ms, idx, ends = torch.zeros(4, 2, 3, 2), torch.zeros(3, 2, dtype=torch.long), torch.zeros(2, 3)
     assert_type(fl.logz(Ms, idx, ends, ends, fl.semirings.Max, method="loop"), Tensor)
     assert_type(fl.viterbi(Ms, idx, ends, ends), Paths)

@@ -11,7 +11,7 @@ from typing import Iterator
 import torch
 
 import fusedloss as fl
-from fusedloss import kernels, product as stage_9, sharded_product as stage_28
+from fusedloss import kernels, lattices as stage_32, product as stage_9, sharded_product as stage_28
 from fusedloss.core import cuda, score_product
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import Shards
@@ -189,6 +189,17 @@ def samples() -> None:
         fl.sharded_linear_sample(x, w, linear_bias=w[:, 0], **filters)
 
 
+def transducers() -> None:
+    "Stage 32: logits in two layouts, the lattice, its gradient; a label that is none, on a GPU"
+    for N, T, U, V, dtype in ((3, 9, 4, 40, HALF), (2, 70, 150, 515, f32))[:2 if DEVICE == "cuda" else 1]:
+        z, y, frames, lengths = leaf(N, T, U + 1, V, dtype=dtype), labels(V, N, U), torch.arange(T - N + 1, T + 1), torch.arange(N).clamp(max=U)
+        if DEVICE == "cuda": y[0, 0] = V + 7
+        fl.transducer_loss(z, y, frames, lengths, blank=0, clamp=0.5).backward()
+        fl.transducer_loss(z.float().log_softmax(-1), y, frames, lengths, blank=0, reduction="none", fused_log_softmax=False).sum().backward()
+        lengths = torch.tensor([0, T * (U + 1)]), torch.tensor([T]), torch.tensor([U])
+        stage_32.launch_lattice([torch.randn(T * (U + 1), device=DEVICE) for _ in range(5)], stage_32.Grids(*(t.to(DEVICE) for t in lengths), T, U), False)
+
+
 LAUNCHES = {  # every kernel, by the part that launches it on a GPU with clusters
     cross_entropy: "scan_kernel finish_kernel bwd_kernel turnaround_kernel scale_kernel label_weights turnaround scale_rows",
     linear_cross_entropy: "target_kernel lse_kernel merge_kernel terms_kernel dz_kernel flag_kernel spend_kernel zero_rows",
@@ -203,6 +214,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
     samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",
+    transducers: "node_scores_kernel transducer_lattice lattice_kernel node_grad_kernel",
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)

@@ -24,7 +24,7 @@ from project import PACKAGE, ROOT, SETTINGS, default_module, is_stage, notebooks
 PAGE = "reference.ipynb"
 COLUMNS = 90  # of a signature
 RESULTS = {"LossOptions": "core.options", "HeadStats": "partial_fc", "HeadTopK": "partial_fc", "TopK": "topk", "Paths": "scans", "Alignment": "ctc",
-           "Span": "core.sequences", "CTCPosteriors": "ctc", "Hypotheses": "decode", "LogProbs": "logprobs", "Sample": "samples", "Plan": "plans",
+           "Span": "core.sequences", "CTCPosteriors": "ctc", "Hypotheses": "decode", "LabelFrames": "lattices", "LogProbs": "logprobs", "Sample": "samples", "Plan": "plans",
            "Estimate": "plans"}  # what public names take or give back, by module
 SPACES = ("margins", "semirings", "integrations.transformers", "integrations.trl")  # public modules, whose names are public too
 INTERNAL = {"update", "best", "filled", "new_rows", "eval_forward", "reset_parameters"}  # methods that only the library calls

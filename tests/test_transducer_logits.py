@@ -1,0 +1,421 @@
+"RNN-T's loss of logits: torchaudio's published values, brute force, gradients of every dtype, kernels beside PyTorch, hostile batches, promises."
+
+import math
+
+import pytest
+import torch
+
+import fusedloss as fl
+import fusedloss.lattices as lattices
+from fusedloss.lattices import duration_flows, node_flows
+from fusedloss.semirings import Max
+from fusedloss.core.cuda import cuda_source
+from helpers import everywhere, has_no_second_derivative, need_kernels
+from on_cpu import check_nvcc, kernels_on_cpu
+from test_lattices import batch, by_paths, every_path, SHAPES
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+
+
+@pytest.fixture(params=["plain", "kernels"])
+def way(request, device, monkeypatch):
+    "The device, on which either PyTorch or the kernels take everything they can"
+    if request.param == "kernels":
+        need_kernels(device)
+    takes = lambda x: request.param == "kernels" and x.dtype != f64 and x.numel() > 0
+    everywhere(monkeypatch, lattices, "has_kernel", takes)
+    return device
+
+
+def dense(z, y, frames, labels, blank, scale=1.0):
+    "Losses [N] in float64 by a loop over nodes that autograd differentiates."
+    losses = []
+    for n in range(len(z)):
+        T, U = int(frames[n]), int(labels[n])
+        lp = z[n].double().log_softmax(-1)
+        alpha = {(0, 0): lp.new_zeros(())}
+        for t in range(T):
+            for u in range(U + 1):
+                come = []
+                if t:
+                    come.append(alpha[t - 1, u] + lp[t - 1, u, blank])
+                if u:
+                    come.append(alpha[t, u - 1] + lp[t, u - 1, y[n, u - 1]])
+                if come:
+                    alpha[t, u] = torch.stack(come).logsumexp(0)
+        losses.append(-(alpha[T - 1, U] + lp[T - 1, U, blank]))
+    return torch.stack(losses)
+
+
+def sample(N=3, T=5, U=3, V=7, dtype=f64, device="cpu", seed=0, blank=-1):
+    "Logits that want a gradient, targets without the blank, ragged lengths."
+    made = torch.Generator().manual_seed(seed)
+    z = torch.randn(N, T, U + 1, V, generator=made, dtype=f64).mul(2).to(dtype)
+    y = torch.randint(0, V - 1, (N, U), generator=made)
+    y += y >= blank % V
+    frames, labels = (T - torch.arange(N) % T).clamp(min=1), (U - torch.arange(N) % (U + 1))
+    for n in range(N):
+        z[n, frames[n]:], z[n, :, labels[n] + 1:] = math.nan, math.nan
+        y[n, labels[n]:] = -7
+    return z.to(device).requires_grad_(), y.to(device), frames.to(device), labels.to(device)
+
+
+def test_published_values(way):
+    "Of torchaudio and of warp-transducer."
+    rows = [[.1, .6, .1, .1, .1], [.1, .1, .6, .1, .1], [.1, .1, .2, .8, .1]], [[.1, .6, .1, .1, .1], [.1, .1, .2, .1, .1], [.7, .1, .2, .1, .1]]
+    for blank, expected in ((0, 4.495666), (4, 5.0956669), (-1, 5.0956669)):
+        z = torch.tensor([rows], device=way, requires_grad=True)
+        loss = fl.transducer_loss(z, torch.tensor([[1, 2]], device=way), torch.tensor([2]), torch.tensor([2]), blank=blank)
+        assert abs(loss.item() - expected) < 2e-6
+        loss.backward()
+        if blank == 0:
+            expected = torch.tensor([-.13116688, -.3999269, .17703125, .17703125, .17703125], device=way)
+            torch.testing.assert_close(z.grad[0, 0, 0], expected, rtol=0, atol=1e-6)
+
+
+def test_published_value_with_durations():
+    "NeMo's: zeros, T = 3, one label of three, durations 0 to 2, σ = 0.05."
+    tokens, d = torch.zeros(6, 4, dtype=f64).log_softmax(1) - 0.05, torch.zeros(6, 3, dtype=f64).log_softmax(1)
+    one = lambda *v: torch.tensor(v)
+    got = duration_flows(tokens[:, 3], tokens[:, 0], d, (0, 1, 2), one(0, 6), one(3), one(1), 3, 1)
+    assert abs(-got.log_z.item() - 4.155739) < 2e-6
+    node, share = got.node[0], torch.full((4,), 0.25, dtype=f64)
+    dz = node * share - torch.stack([got.label[0], node * 0, node * 0, got.blank[0]])
+    torch.testing.assert_close(dz.float(), torch.tensor([-.64962804, .25, .25, .14962798]), rtol=0, atol=2e-6)
+    dd = node / 3 - got.durations[0]
+    torch.testing.assert_close(dd.float(), torch.tensor([.2672583, -.16792619, -.09933221]), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(f64, 1e-11), (f32, 2e-5), (f16, 2e-3), (bf16, 2e-2)])
+@pytest.mark.parametrize("blank", [0, 2, -1])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_loss_and_gradient(way, dtype, rtol, blank, reduction):
+    if way == "cpu" and dtype == bf16 and lattices.has_kernel(torch.zeros(1)):
+        pytest.skip("the interpreter has no bf16")
+    z, y, frames, labels = sample(dtype=dtype, device=way, blank=blank)
+    x = z.detach().double().cpu().requires_grad_()
+    exact = dense(x, y.cpu(), frames, labels, blank)
+    got = fl.transducer_loss(z, y, frames, labels, blank=blank, reduction=reduction)
+    assert got.dtype == (f64 if dtype == f64 else f32)
+    g = torch.tensor([0.5, -2.0, 0.0], dtype=got.dtype, device=way) if reduction == "none" else torch.tensor(1.5, dtype=got.dtype, device=way)
+    exact = dict(none=exact, mean=exact.mean(), sum=exact.sum())[reduction]
+    torch.testing.assert_close(got.double().cpu(), exact, rtol=max(1e-12, min(rtol, 1e-5)), atol=1e-6 if dtype != f64 else 1e-12)
+    d, = torch.autograd.grad(exact, x, g.double().cpu())
+    got.backward(g)
+    assert z.grad.dtype == dtype
+    torch.testing.assert_close(z.grad.double().cpu(), d.nan_to_num(0), rtol=rtol, atol=rtol * 0.1)
+    for n in range(len(z)):  # padding: NaN unread, a gradient of exactly 0
+        assert (z.grad[n, frames[n]:] == 0).all() and (z.grad[n, :, labels[n] + 1:] == 0).all()
+    if reduction == "none":
+        assert (z.grad[2] == 0).all()
+
+
+def test_kernels_beside_pytorch(device, monkeypatch):
+    "Larger grids: 40 labels over two warps of states, many classes, strided logits."
+    need_kernels(device)
+    a = batch((9, 4, 1, 0, 30), (40, 0, 5, 2, 33), dtype=f32)
+    (blank, label), (starts, *lengths) = a
+    given = [t.to(device) for t in (blank, label, starts, *lengths)]
+    for S in (lattices.Log, Max):
+        everywhere(monkeypatch, lattices, "has_kernel", lambda x: False)
+        exact = node_flows(*(t.double() if t.is_floating_point() else t for t in given), 30, 40, S)
+        everywhere(monkeypatch, lattices, "has_kernel", lambda x: x.numel() > 0)
+        for t, e in zip(node_flows(*given, 30, 40, S), exact):
+            torch.testing.assert_close(t.double(), e, rtol=1e-5, atol=2e-6)
+    z, y, frames, labels = sample(N=2, T=3, U=2, V=5000, dtype=f32, device=device, blank=0)
+    z = z.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    fl.transducer_loss(z, y, frames, labels, blank=0, reduction="sum").backward()
+    x = z.detach().double().cpu().requires_grad_()
+    dense(x, y.cpu(), frames, labels, 0).sum().backward()
+    torch.testing.assert_close(z.grad.double().cpu(), x.grad.nan_to_num(0), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", range(3))
+def test_flows_against_paths(way, n):
+    "The kernel's flows against every path."
+    frames, labels = zip(*SHAPES)
+    (blank, label), (starts, *lengths) = batch(frames, labels, dtype=f32, scale=(1, 5, 30)[n], seed=n)
+    got = node_flows(*(t.to(way) for t in (blank, label, starts, *lengths)), 6, 7)
+    for i, (T, U) in enumerate(zip(frames, labels)):
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        log_z, *flows, _ = by_paths(T, U, blank[rows].double(), label[rows].double())
+        assert math.isclose(got.log_z[i].item(), log_z, rel_tol=1e-5)
+        for t, e in zip(got[1:], flows):
+            torch.testing.assert_close(t[rows].cpu().double(), e, rtol=2e-4, atol=2e-6)
+    assert all((t[int(starts[-1]):] == 0).all() for t in got[1:])
+
+
+def test_hostile_scores(way):
+    "−∞ closes arcs; no path: log Z −∞ and nothing flows; a NaN stays in its sequence."
+    T, U = 4, 2
+    (blank, label), a = batch((T,) * 5, (U,) * 5, dtype=f32)
+    n = T * (U + 1)
+    label[:n][1::3] = -math.inf
+    blank[n] = -math.inf
+    blank[2 * n + 5], label[3 * n + 1] = math.nan, math.inf
+    for S in (lattices.Log, Max):
+        got = node_flows(*(t.to(way) for t in (blank, label, *a)), T, U, S)
+        assert got.log_z[0] == -math.inf and got.log_z[1].isfinite() and got.log_z[2:4].isnan().all() and got.log_z[4].isfinite()
+        for t in got[1:]:
+            assert (t[:n] == 0).all() and t[n:2 * n].isfinite().all() and t[4 * n:5 * n].isfinite().all()
+        assert got.blank[2 * n:4 * n].isnan().any() and abs(got.blank[n:2 * n].sum() - T) < 1e-5
+
+
+def test_clamp_is_of_the_gradient_before_upstream(way):
+    z, y, frames, labels = sample(device=way, dtype=f32)
+    clipped = []
+    for clamp in (-1.0, 0.05):
+        d, = torch.autograd.grad(fl.transducer_loss(z, y, frames, labels, clamp=clamp, reduction="sum"), z, torch.tensor(3.0, device=way))
+        clipped.append(d)
+    torch.testing.assert_close(clipped[1], (clipped[0] / 3).clamp(-0.05, 0.05) * 3)
+    assert (clipped[0] != clipped[1]).any()
+
+
+def test_log_probabilities(way):
+    "Without the softmax: the same value, and −γ as the gradient."
+    z, y, frames, labels = sample(device=way, dtype=f32)
+    whole = fl.transducer_loss(z, y, frames, labels, reduction="sum")
+    apart = fl.transducer_loss(z.log_softmax(-1), y, frames, labels, reduction="sum", fused_log_softmax=False)
+    torch.testing.assert_close(whole, apart)
+    d, = torch.autograd.grad(whole, z)
+    e, = torch.autograd.grad(apart, z)
+    keep = d != 0
+    torch.testing.assert_close(d[keep], e[keep], rtol=1e-4, atol=1e-6)
+
+
+def test_offset_of_a_million(way):
+    "Logits far from 0: the loss takes them relative to their maximum."
+    z, y, frames, labels = sample(device=way, dtype=f32)
+    z = (z.detach() * 4).round() / 4
+    results = []
+    for offset in (0, 2.0**20):
+        x = (z + offset).requires_grad_()
+        loss = fl.transducer_loss(x, y, frames, labels, reduction="none")
+        loss.sum().backward()
+        results.append((loss.detach(), x.grad))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_classes_at_minus_infinity(way):
+    "A class that never is: finite loss, gradient 0 for it; a label of it: +∞ and gradient 0."
+    z, y, frames, labels = sample(device=way, dtype=f32)
+    x = z.detach().nan_to_num(0)
+    y = y.clamp(0, 4)
+    x[..., 5] = -math.inf
+    x[1, ..., y[1, 0]] = -math.inf
+    x.requires_grad_()
+    labels[1] = 1
+    loss = fl.transducer_loss(x, y, frames, labels, reduction="none")
+    assert loss[0].isfinite() and loss[1] == math.inf and loss[2].isfinite()
+    loss.sum().backward()
+    assert (x.grad[..., 5] == 0).all() and (x.grad[1] == 0).all() and x.grad.isfinite().all()
+
+
+def test_edges(way):
+    "No sequence; one frame; no label."
+    lengths = torch.zeros(0, dtype=torch.int64)
+    z = torch.zeros(0, 3, 2, 5, device=way, requires_grad=True)
+    loss = fl.transducer_loss(z, torch.zeros(0, 1, dtype=torch.int32), lengths, lengths)
+    loss.backward()
+    assert loss == 0 and z.grad.shape == z.shape
+    z = torch.randn(2, 1, 1, 4, device=way, requires_grad=True)
+    loss = fl.transducer_loss(z, torch.zeros(2, 0, dtype=torch.int32, device=way), [1, 1], [0, 0], reduction="none")
+    torch.testing.assert_close(loss, -z.log_softmax(-1)[:, 0, 0, -1], rtol=1e-5, atol=1e-6)
+
+
+BAD = {
+    "logits": dict(logits=torch.zeros(2, 3, 4)),
+    "integers": dict(logits=torch.zeros(2, 3, 4, 5, dtype=torch.int64)),
+    "targets' shape": dict(targets=torch.zeros(2, 4, dtype=torch.int64)),
+    "targets' dtype": dict(targets=torch.zeros(2, 3)),
+    "no frames": dict(logit_lengths=[0, 3]),
+    "too many frames": dict(logit_lengths=[4, 3]),
+    "too many labels": dict(target_lengths=[3, 4]),
+    "lengths": dict(target_lengths=[3]),
+    "blank": dict(blank=5),
+    "clamp": dict(clamp=math.nan),
+    "reduction": dict(reduction="max"),
+    "flag": dict(fused_log_softmax="yes"),
+    "the blank among targets": dict(targets=torch.full((2, 3), 4)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    good = dict(logits=torch.zeros(2, 3, 4, 5), targets=torch.zeros(2, 3, dtype=torch.int64), logit_lengths=[3, 3], target_lengths=[3, 3])
+    fl.transducer_loss(**good)
+    with pytest.raises(ValueError, match="expected"):
+        fl.transducer_loss(**good | BAD[name])
+
+
+def test_label_outside():
+    with pytest.raises(IndexError, match=r"targets\[1, 2\] is 5"):
+        fl.transducer_loss(torch.zeros(2, 3, 4, 5), torch.tensor([[0, 0, 9], [0, 0, 5]]), [3, 3], [2, 3])
+
+
+def test_bad_sequences_of_a_gpu_are_nan_alone(way, monkeypatch):
+    "As on a GPU, where nobody looks: NaN for the sequence, a gradient of 0 there, others as they are."
+    everywhere(monkeypatch, lattices, "readable_on_host", lambda t: False)
+    z, y, frames, labels = sample(N=6, device=way, dtype=f32)
+    x = z.detach().nan_to_num(0).requires_grad_()
+    frames, labels, y = frames.clone(), labels.clone(), y.clamp(0)
+    frames[1], labels[2], y[3, 0], labels[3], y[4, 0], labels[4] = 0, 9, 77, 1, 6, 1
+    loss = fl.transducer_loss(x, y, frames, labels, reduction="none")
+    assert loss.isnan().tolist() == [False, True, True, True, True, False]
+    loss.sum().backward()
+    assert (x.grad[1:5] == 0).all() and x.grad.isfinite().all() and (x.grad[0] != 0).any()
+
+
+def test_compiled(device):
+    "Without a break, and with sizes that vary."
+    run = lambda z, y, frames, labels: fl.transducer_loss(z, y, frames, labels)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for N, T in ((3, 5), (4, 7), (2, 9)):
+        z, y, frames, labels = sample(N=N, T=T, dtype=f32, device=device)
+        loss = compiled(z, y, frames, labels)
+        d, = torch.autograd.grad(loss, z)
+        e, = torch.autograd.grad(run(z, y, frames, labels), z)
+        torch.testing.assert_close(d, e)
+
+
+def test_no_second_derivative(device):
+    z, y, frames, labels = sample(device=device, dtype=f32)
+    x = z.detach().nan_to_num(0).requires_grad_()
+    assert has_no_second_derivative(fl.transducer_loss(x * 1, y, frames, labels), x)
+
+
+def test_functional_gradient(device):
+    z, y, frames, labels = sample(device=device, dtype=f32)
+    x = z.detach().nan_to_num(0)
+    d = torch.func.grad(lambda x: fl.transducer_loss(x, y, frames, labels))(x)
+    e, = torch.autograd.grad(fl.transducer_loss(x.requires_grad_(), y, frames, labels), x)
+    torch.testing.assert_close(d, e)
+
+
+def test_registration(device):
+    z, y, frames, labels = sample(N=2, T=3, U=2, dtype=f32, device=device)
+    x = z.detach().nan_to_num(0).requires_grad_()
+    torch.library.opcheck(lattices.transducer_of_logits._opoverload, (x, y, frames, labels, 6, -1.0, True, True),
+                          test_utils=("test_schema", "test_faketensor"))
+
+
+def test_alignment_is_the_best_path(way):
+    "Frames of labels: those of the most probable of all paths."
+    z, y, frames, labels = sample(N=4, device=way, dtype=f32)
+    got = fl.transducer_align(z, y, frames, labels)
+    lp = z.detach().double().cpu().log_softmax(-1)
+    for n in range(4):
+        T, U = int(frames[n]), int(labels[n])
+        best = max(((sum(lp[n, t, u, y[n, u] if kind else -1].item() for t, u, kind, _ in path), path) for path in every_path(T, U)), key=lambda found: found[0])
+        at = {u: t for t, u, kind, _ in best[1] if kind}
+        assert math.isclose(got.score[n].item(), best[0], rel_tol=1e-5)
+        assert got.frames[n].tolist() == [at.get(u, -1) for u in range(y.shape[1])]
+        for u, t in at.items():
+            assert math.isclose(got.label_scores[n, u].item(), lp[n, t, u, y[n, u]].item(), rel_tol=1e-5, abs_tol=1e-5)
+        assert (got.label_scores[n, U:] == 0).all()
+    assert not got.score.requires_grad
+
+
+def test_alignment_without_a_path(way):
+    z, y, frames, labels = sample(device=way, dtype=f32)
+    x = z.detach().nan_to_num(0)
+    x[0, ..., y[0, 1]] = -math.inf
+    got = fl.transducer_align(x, y, frames, labels)
+    assert got.score[0] == -math.inf and (got.frames[0] == -1).all() and (got.label_scores[0] == 0).all() and got.score[1].isfinite()
+
+
+class Model(torch.nn.Module):
+    "A predictor that remembers the last label, and a joint network."
+    def __init__(self, V=6, J=8):
+        super().__init__()
+        self.table, self.out = torch.nn.Embedding(V + 1, J), torch.nn.Linear(J, V)
+        torch.nn.init.normal_(self.out.weight, std=1.5)
+
+    def predict(self, labels, state):
+        self.calls = getattr(self, "calls", 0) + 1
+        found = self.table.weight[-1:].expand(self.N, -1) if labels is None else self.table(labels) + 0.5 * state["last"]
+        return found, {"last": found}
+
+    def joint(self, frames, outputs):
+        return self.out(torch.tanh(frames + outputs))
+
+
+def test_greedy_decoding():
+    "The same as a loop over frames and labels of each sequence alone."
+    torch.manual_seed(3)
+    model, x, frames = Model().double(), torch.randn(4, 9, 8, dtype=f64) * 2, torch.tensor([9, 4, 0, 7])
+    model.N = 4
+    got = fl.transducer_decode(x, frames, model.predict, model.joint, blank=2, max_symbols=3)
+    assert got.labels.shape[1] == 1 and got.lengths.max() == got.labels.shape[2]
+    model.N = 1
+    for n in range(4):
+        (out, state), labels, times, total = model.predict(None, None), [], [], 0.0
+        for t in range(int(frames[n])):
+            for i in range(4):
+                lp = model.joint(x[n:n + 1, t], out)[0].log_softmax(-1)
+                y = int(lp.argmax()) if i < 3 else 2
+                total += lp[y].item()
+                if y == 2:
+                    break
+                labels.append(y), times.append(t)
+                out, state = model.predict(torch.tensor([y]), state)
+        U = len(labels)
+        assert got.lengths[n, 0] == U and got.labels[n, 0, :U].tolist() == labels and got.timesteps[n, 0, :U].tolist() == times
+        assert (got.labels[n, 0, U:] == -1).all() and math.isclose(got.log_probs[n, 0].item(), total, rel_tol=1e-12, abs_tol=1e-12)
+
+
+def test_decoding_nothing():
+    model = Model()
+    model.N = 0
+    assert fl.transducer_decode(torch.zeros(0, 3, 8), torch.zeros(0, dtype=torch.int64), model.predict, model.joint).labels.shape == (0, 1, 0)
+
+
+def test_module():
+    z, y, frames, labels = sample(dtype=f32)
+    m = fl.TransducerLoss(reduction="sum", clamp=0.1)
+    assert m(z, y, frames, labels) == fl.transducer_loss(z, y, frames, labels, reduction="sum", clamp=0.1)
+    assert repr(m) == "TransducerLoss(blank=-1, clamp=0.1, reduction='sum', fused_log_softmax=True)"
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("labels, seed", [((3, 0, 4, 1), 0), ((40, 0, 5, 33), 1), ((150, 130, 0, 7), 2)])
+def test_cuda_source_on_a_cpu(labels, seed, best):
+    "One warp, several states a thread, several warps: what transducer.cu computes, thread by thread."
+    kernel = kernels_on_cpu("transducer_on_cpu.cpp", transducer=None)
+    kernel.seed = seed
+    frames = (5, 3, 1, 9)
+    (blank, label), (starts, *lengths) = batch(frames, labels, dtype=f32, seed=seed)
+    blank[3], label[int(starts[2])] = -math.inf, math.nan if labels[2] else 0.0
+    most = max(labels)
+    for flows in (True, False):
+        threads, per = shape_of(most)
+        run = kernel("transducer_lattice", 0, THREADS=threads, PER=per, BEST=int(best), FLOWS=int(flows))
+        got = torch.empty(4), *((torch.zeros_like(blank), torch.zeros_like(blank)) if flows else (None, None))
+        run(4, threads, blank, label, starts, *lengths, *got)
+        exact = node_flows(blank.double(), label.double(), starts, *lengths, max(frames), most, Max if best else lattices.Log)
+        for t, e in zip(got[:1 + 2 * flows], exact):
+            torch.testing.assert_close(t.double(), e, rtol=1e-5, atol=2e-6, equal_nan=True)
+
+
+def shape_of(most):
+    "Threads of a block, and states a thread, as the library chooses them"
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lattices, "cuda_kernel", lambda *given, **constants: seen.update(constants) or print)
+        lattices.cuda_lattice.__wrapped__(0, most, False, True)
+    return seen["THREADS"], seen["PER"]
+
+
+@pytest.mark.parametrize("most", [0, 31, 32, 63, 64, 100, 127, 128, 255, 256, 1023, 2000, 4095])
+def test_a_block_has_all_states(most):
+    threads, per = shape_of(most)
+    assert threads % 32 == 0 and 32 <= threads <= 1024 and threads * per > most
+
+
+@pytest.mark.parametrize("arch", [75, 90])
+def test_cuda_source_compiles(arch):
+    for most in (40, 1000):
+        threads, per = shape_of(most)
+        check_nvcc(arch, cuda_source("transducer"), dict(THREADS=threads, PER=per, BEST=0, FLOWS=1))
