@@ -44,6 +44,7 @@ _NAMES = {  # the public names of each module, which is imported when one of the
     "sharded_heads": ("ShardedPartialFC", "ShardedRowSparse", "ignore_in_ddp", "load_insightface", "save_insightface"),
     "tiles": ("MemoryEfficientVocabOutput", "tiled_linear_cross_entropy"),
     "topk": ("TopK", "linear_topk"),
+    "transducer": ("linear_transducer_loss",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _SPACES = ("integrations", "margins", "semirings")  # public modules

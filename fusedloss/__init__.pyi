@@ -24,6 +24,7 @@ from fusedloss.sharded import sharded_linear_divergence as sharded_linear_diverg
 from fusedloss.sharded_heads import ShardedPartialFC as ShardedPartialFC, ShardedRowSparse as ShardedRowSparse, ignore_in_ddp as ignore_in_ddp, load_insightface as load_insightface, save_insightface as save_insightface
 from fusedloss.tiles import MemoryEfficientVocabOutput as MemoryEfficientVocabOutput, tiled_linear_cross_entropy as tiled_linear_cross_entropy
 from fusedloss.topk import TopK as TopK, linear_topk as linear_topk
+from fusedloss.transducer import linear_transducer_loss as linear_transducer_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing import Literal, Optional, Unpack, overload

@@ -1241,4 +1241,25 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    TopK: float32 (float64 for float64)"),
+    "fusedloss.transducer linear_transducer_loss": (
+        "Args:\n"
+        "    encoder (Tensor): [N,T,J]; fp16, bf16, fp32, fp64\n"
+        "    predictor (Tensor): [N,U+1,J]\n"
+        "    linear_weight (Tensor | nn.Module): [V,J], or an `nn.Linear` or `nn.Embedding` that has it\n"
+        "    targets (Tensor): [N,U], without blanks; what is beyond `target_lengths` is not read\n"
+        "    encoder_lengths (Tensor | Sequence[int]): [N] frames, at least 1: a tensor, a tuple or a list;\n"
+        "        on a CPU they spare a GPU the padding\n"
+        "    target_lengths (Tensor | Sequence[int]): [N] labels\n"
+        "    linear_bias (Tensor | None): of the linear layer, [V]\n"
+        "    activation (Literal[\"tanh\", \"relu\"] | None): of encoder + predictor\n"
+        "    blank (int): the class that stands for no label\n"
+        "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\"; \"sum\"; \"mean\" over the sequences\n"
+        "    fastemit_lambda (float): a label's gradient counts 1 + λ times; the loss is the same\n"
+        "    durations (Sequence[int] | None): of a token-and-duration transducer: frames that each of the\n"
+        "        weight's last rows stands for\n"
+        "    sigma (float): taken from each token's log-probability, beside durations\n"
+        "    memory_budget (int | None): bytes of a chunk of nodes; by default 12,288 nodes are a chunk\n"
+        "\n"
+        "Returns:\n"
+        "    Tensor: [N] or a scalar, float32 (float64 for float64)"),
 }

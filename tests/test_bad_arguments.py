@@ -76,6 +76,8 @@ GOOD: dict[str, dict] = {  # one call of each that succeeds
     **dict.fromkeys(("transducer_loss", "transducer_align", "TransducerLoss.forward"), grid), "TransducerLoss": {},
     "transducer_decode": dict(encoder=torch.randn(2, 5, 4, generator=made), encoder_lengths=torch.tensor([5, 4]), predict=lambda labels, state: (torch.zeros(2, 4), ()), joint=lambda frames, outputs: frames[:, :4] + outputs),
     "linear_ctc_loss": {"input": torch.randn(5, 2, H, generator=made), "linear_weight": w, **frames},
+    "linear_transducer_loss": dict(encoder=torch.randn(2, 5, H, generator=made), predictor=torch.randn(2, 4, H, generator=made), linear_weight=w,
+                                   targets=torch.tensor([[1, 2, 3], [4, 5, 6]]), encoder_lengths=torch.tensor([5, 4]), target_lengths=torch.tensor([3, 2])),
     **dict.fromkeys(("logz", "viterbi", "sample", "semirings.path_sum", "semirings.brute_force"), graph), "rewrite_gather": dict(gm=traced()),
     **dict.fromkeys(HEADS, dict(num_classes=V, embedding_size=H)),
     **dict.fromkeys((f"{head}.forward" for head in HEADS), dict(features=x, target=y)), **dict.fromkeys((f"{head}.extend" for head in HEADS), dict(n=2)),
@@ -148,7 +150,7 @@ def called() -> list[str]:
 # --- values that an argument cannot take: by its type, and by its name where the type does not say it ---
 
 NUMBERS = {  # outside of the range
-    "clamp": (), "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "logit_bias": (), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
+    "clamp": (), "fastemit_lambda": (-0.1,), "sigma": (-0.1,), "label_smoothing": (-0.1, 1.5), "logit_scale": (0.0, -1.0), "logit_bias": (), "softcap": (0.0, -1.0), "z_loss": (-1.0,), "scale": (0.0, -1.0), "eps": (0.0, -1.0),
     "filter_eps": (0.0, 1.0, -0.5), "margin": (), "conflict": (-1.5, 1.0), "sample_rate": (0.0, 1.5, -0.5), "rate": (0.0, 1.5, -0.5), "h": (-1.0,),
     "beta": (-0.1, 1.1), "temperature": (0.0, -1.0), "teacher_softcap": (0.0, -1.0), "teacher_logit_scale": (0.0, -1.0), "momentum": (-0.1, 1.5), "m1": (0.0, -1.0), "m2": (-1.0,), "m3": (-1.0,), "max_norm": (-1.0,), "clip_value": (-1.0,), "norm_type": (0.0, -1.0), "top_p": (0.0, -0.5, 1.5), "min_p": (-0.5, 1.5),
 }
@@ -159,8 +161,8 @@ INTEGERS = {  # outside of the range; a size unless named here
 }
 PARTNERS = {  # the error of a shape or device that does not fit may name the argument that it does not fit
     **dict.fromkeys(("input", "features"), ("target", "targets", "linear_weight", "token_weight", "teacher_input")),
-    "linear_weight": ("input", "teacher_weight"), "teacher_input": ("teacher_weight",), "teacher_weight": ("teacher_input",), "proj_weight": ("input", "linear_weight"),
-    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "encoder": ("encoder_lengths",), "class_weight": ("weight",),
+    "linear_weight": ("input", "teacher_weight", "encoder"), "targets": ("predictor",), "teacher_input": ("teacher_weight",), "teacher_weight": ("teacher_input",), "proj_weight": ("input", "linear_weight"),
+    **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "encoder": ("encoder_lengths", "targets"), "class_weight": ("weight",),
 }
 FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
 FINE = {  # kinds that this argument takes, of one callable or of all
@@ -181,7 +183,7 @@ FINE = {  # kinds that this argument takes, of one callable or of all
     "semirings.CountSemiring-dtype": {"int8"}, **dict.fromkeys(("contrastive_loss-logit_scale", "sigmoid_contrastive_loss-logit_scale"), {"0.0", "-1.0"}), "logit_scale": {"tensor"}, "logit_bias": {"tensor"},
     **dict.fromkeys((f"margins.{kind}-scale" for kind in ("AdaFace", "ArcFace", "Combined", "CosFace")), {"tensor"}),
 }
-NOT_FINE = dict.fromkeys(("transducer_loss-targets", "transducer_align-targets", "TransducerLoss.forward-targets"), {"size"}) | dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
+NOT_FINE = dict.fromkeys(("transducer_loss-targets", "linear_transducer_loss-targets", "transducer_align-targets", "TransducerLoss.forward-targets"), {"size"}) | dict.fromkeys(("linear_divergence-linear_weight", "sharded_linear_divergence-linear_weight"), {"rows"})  # which must have the teacher's classes
 WORDS = {"grad": "exact", "past_pi": "smooth"}  # annotated as any string
 
 
@@ -226,6 +228,8 @@ def bad_values(name: str, a: Argument, good: object) -> Iterator[tuple[str, obje
             yield from tensors(a.name, good)
         if any(get_origin(k) is collections.abc.Sequence for k in a.kinds):
             yield from sequences(a.name)
+    if any(get_origin(k) is collections.abc.Sequence for k in a.kinds) and not of(Tensor):
+        yield from {"str": "words", "number": 3, "words": ["a"], "twice": [1, 1], "negative": [-1, 1], "empty": []}.items()
     if of(float) and (a.name == "temperature" or not isinstance(good, Tensor)):
         yield from {"str": "1", "bool": True, "list": [1.0], "None": None, "nan": float("nan"), "inf": float("inf"), "tensor": torch.tensor(0.5)}.items()
         yield from ((str(value), value) for value in NUMBERS[a.name])

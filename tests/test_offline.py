@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
 from fusedloss import (
-    clusters, contrast, kernels, lattices, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk)
+    clusters, contrast, kernels, lattices, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk, transducer)
 from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
@@ -233,6 +233,15 @@ def tiles_of_softmax(dtype, width, V=5000):
     linear_ctc.tiled_softmax(x, w, cuda(V, dtype=dtype))(x)
 
 
+def joints(dtype, width, activation):
+    "Hidden values of a transducer's nodes, and sums of their gradients"
+    e, p, lengths = cuda(4, 100, width, dtype=dtype), cuda(4, 31, width, dtype=dtype), cuda(4, dtype=i64)
+    a = transducer.Packed(lattices.Grids(cuda(5, dtype=i64), lengths, lengths, 100, 30), cuda(4, 31, dtype=i64), lengths > 0, 12400)
+    h, _ = transducer.launch_join(e, p, a, slice(1000, 9192), 0, activation)
+    transducer.launch_join(e, p, a, slice(1000, 9192), 0, activation, transducer.Upstream(cuda(2, 12400), cuda(2, 12400), cuda(4), 1.5))
+    transducer.launch_sums_of_nodes(cuda(*h.shape, dtype=bf16 if dtype == bf16 else f32), h, a, slice(1000, 9192), activation, cuda(*e.shape), cuda(*p.shape))
+
+
 def scan(dtype, states):
     "The page's scan in Triton"
     scans.scan_fwd_triton(cuda(100, 4, states, 5, dtype=dtype), cuda(states, 5, dtype=torch.int32), cuda(4, states, dtype=dtype), cuda(4, dtype=i64))
@@ -280,6 +289,8 @@ CALLS |= {f"labels {dtype} {V} {how}": lambda dtype=dtype, V=V, how=how, labels=
           for dtype, V, how, labels in ((bf16, 100, "plain", 3), (f16, 1000, "busy", 40), (f32, 32768, "busy", 5), (bf16, 128256, "plain", 3),
                                         (bf16, 50257, "busy", 2))}
 CALLS |= {f"optimizers {dtype}": lambda dtype=dtype: optimizers(dtype) for dtype in (bf16, f32)}
+CALLS |= {f"joints {dtype} {width} {activation}": lambda dtype=dtype, width=width, activation=activation: joints(dtype, width, activation)
+          for dtype, width, activation in ((bf16, 640, "tanh"), (f16, 513, "relu"), (f32, 640, "none"))}
 CALLS |= {f"grids {dtype} {V}": lambda dtype=dtype, V=V: grids(dtype, V) for dtype, V in ((bf16, 1024), (f16, 29), (f32, 8198))}
 CALLS |= {f"scan {dtype} {states}": lambda dtype=dtype, states=states: scan(dtype, states) for dtype, states in ((f32, 64), (f64, 1024))}
 

@@ -364,6 +364,7 @@ BATCHED = {**ONCE, **TWICE, "contrast": lambda x, w, y: fl.contrastive_loss(x, w
            "divergence of each token": lambda x, w, y: fl.linear_divergence(x, w, torch.ones_like(x), w.detach() + 1, reduction="none").sum(),
            "log-probabilities": lambda x, w, y: fl.linear_log_probs(x, w, y, entropy=True).entropy.sum(),
            "the best classes": lambda x, w, y: (lambda found: found.log_probs.sum() + found.lse.sum())(fl.linear_topk(x, w, 3)),
+           "a transducer": lambda x, w, y: fl.linear_transducer_loss(x.view(2, 3, 3), x.view(2, 3, 3), w, torch.tensor([[1, 2], [3, 4]]), [3, 2], [2, 1]),
            "probabilities": lambda x, w, y: fl.cross_entropy(x @ w.T, torch.full((6, 9), 1 / 9, dtype=x.dtype)),
            "several targets": lambda x, w, y: fl.linear_cross_entropy(x, w, torch.arange(12).view(6, 2) % 9),
            "paths of a graph": lambda x, w, y: fl.logz(x.view(6, 1, 1, 3), torch.zeros(1, 3, dtype=torch.long), *x.new_zeros(2, 1, 1)).sum() + 0 * w.sum()}

@@ -72,6 +72,7 @@ CASES = {
     "transducer_loss": Case(lambda z, *others: fl.transducer_loss(z, *others, blank=0), ("NTUC", *TARGETS)),
     "TransducerLoss": Case(fl.TransducerLoss(blank=0, reduction="none"), ("NTUC", *TARGETS)),
     "transducer_align": Case(lambda z, *others: fl.transducer_align(z, *others, blank=0), ("NTUC", *TARGETS)),
+    "linear_transducer_loss": Case(fl.linear_transducer_loss, ("NTH", "NUH", "CH", *TARGETS)),
     "linear_ctc_loss": Case(linear(), ("TNH", "CH", *TARGETS)),
     "linear_ctc_loss, each sequence": Case(linear(reduction="none"), ("TNH", "CH", *TARGETS)),
     "forced_align": Case(of_log_probs(fl.forced_align), ("TNC", *TARGETS)),

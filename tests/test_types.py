@@ -27,7 +27,7 @@ GIVEN = {  # a call of each function or class that takes words; the others of it
     "iota_cross_entropy": (x, y), "linear_cross_entropy": (x, w, y), "recompute_linear_cross_entropy": (x, w, y),
     "sharded_linear_cross_entropy": (x, w, y), "sharded_linear_log_probs": (x, w, y), "sharded_linear_topk": (x, w, 3), "sharded_linear_sample": (x, w), "tiled_linear_cross_entropy": (x, w, y), "plan": (4, 16, 8),
     "margin_cross_entropy": (x, w, y), "logz": graph, "ctc_loss": paths, "ctc_loss_with_logits": paths, "transducer_loss": grid,
-    "linear_divergence": (x, w, x, w), "sharded_linear_divergence": (x, w, x, w), "contrastive_loss": (x, x, 2.0), "sigmoid_contrastive_loss": (x, x, 2.0, -1.0), "linear_ctc_loss": (paths[0], torch.randn(7, 5), *paths[1:]), "CTCLoss": (), "TransducerLoss": (), "LinearCrossEntropyLoss": (8, 16),
+    "linear_divergence": (x, w, x, w), "sharded_linear_divergence": (x, w, x, w), "contrastive_loss": (x, x, 2.0), "sigmoid_contrastive_loss": (x, x, 2.0, -1.0), "linear_ctc_loss": (paths[0], torch.randn(7, 5), *paths[1:]), "linear_transducer_loss": (torch.randn(2, 9, 5), torch.randn(2, 3, 5), torch.randn(7, 5), *grid[1:]), "CTCLoss": (), "TransducerLoss": (), "LinearCrossEntropyLoss": (8, 16),
     "MemoryEfficientVocabOutput": (nn.Parameter(w),), "PartialFC": (16, 8), "ShardedPartialFC": (16, 8),
     "NegativeSampler": (), "PopularitySampler": (torch.ones(16), 3), "margins.Circle": (),
     "save_insightface": (fl.PartialFC(16, 8), FILES.name, 1),

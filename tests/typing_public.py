@@ -136,6 +136,7 @@ def paths() -> None:
     assert_type(fl.ctc_decode(log_probs, beam=4, k=2), Hypotheses)
     logits = torch.zeros(2, 9, 4, 5)
     assert_type(fl.transducer_loss(logits, targets, (9, 9), [3, 2], blank=0, reduction="sum"), Tensor)
+    assert_type(fl.linear_transducer_loss(log_probs.mT, log_probs[:, :, :4].mT, torch.zeros(7, 9), targets, (9, 9), [3, 2], activation=None, durations=(0, 1)), Tensor)
     assert_type(fl.TransducerLoss(clamp=0.5)(logits, targets, (9, 9), [3, 2]), Tensor)
     assert_type(fl.transducer_align(logits, targets, (9, 9), [3, 2]), LabelFrames)
     assert_type(fl.transducer_decode(logits[:, :, 0], (9, 9), lambda labels, state: (state, state), lambda frames, outputs: frames), Hypotheses)

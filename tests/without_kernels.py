@@ -135,6 +135,7 @@ LOSSES = {
     "load_insightface": through_files,
     "log_probs": lambda dtype: named(lambda dtype, **how: fl.log_probs(leaf(N, V, dtype=dtype), y, **how), dtype),
     "linear_ctc_loss": lambda dtype: fl.linear_ctc_loss(leaf(T, N, H, dtype=dtype), leaf(V, H, dtype=dtype), *ctc),
+    "linear_transducer_loss": lambda dtype: fl.linear_transducer_loss(leaf(N, T, H, dtype=dtype), leaf(N, 4, H, dtype=dtype), leaf(V + 1, H, dtype=dtype), *ctc),
     "logz": lambda dtype: fl.logz(leaf(T, N, 3, 2), graph, leaf(N, 3), leaf(N, 3)).sum(),
     "onehot_select": lambda dtype: fl.onehot_select(leaf(N, V, dtype=dtype), y),
     "plan": lambda dtype: (fl.plan(N, V, H, dtype), leaf())[1],

@@ -181,6 +181,15 @@ def linear_ctc() -> None:
             fl.linear_ctc_loss(x, w, y, frames, lengths, linear_bias=b, reduction=reduction).sum().backward()
 
 
+def linear_transducer() -> None:
+    "Stage 33: lengths that the host knows and lengths that it does not, chunks of few nodes; durations"
+    for N, T, U, J, V, dtype in ((3, 20, 7, 640, 300, HALF), (2, 9, 5, 33, 67, f32)) if DEVICE == "cuda" else ((2, 3, 2, 8, 9, HALF),):
+        e, p, w, y = leaf(N, T, J, dtype=dtype), leaf(N, U + 1, J, dtype=dtype), leaf(V, J, dtype=dtype), labels(V - 4, N, U) + 1
+        for place, activation, durations in (("cpu", "tanh", None), (DEVICE, "relu", [0, 1, 2])):
+            frames, lengths = torch.arange(T - N + 1, T + 1).to(place), torch.full((N,), U).to(place)
+            fl.linear_transducer_loss(e, p, w, y, frames, lengths, linear_bias=w[:, 0], activation=activation, durations=durations, memory_budget=2**16).backward()
+
+
 def samples() -> None:
     "Stage 30: samples from all classes, and from those that filters keep"
     x, w = leaf(5, 64, dtype=HALF), leaf(515 if DEVICE == "cuda" else 70, 64, dtype=HALF)
@@ -215,6 +224,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
     samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",
     transducers: "node_scores_kernel transducer_lattice lattice_kernel node_grad_kernel",
+    linear_transducer: "join_kernel sums_kernel",
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)
