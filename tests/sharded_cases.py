@@ -1129,18 +1129,6 @@ def positives_of_ranks_that_disagree(meshes):
 
 
 @case
-def contrasts_over_ranks_run_uncompiled(meshes):
-    for ranks, mesh, rank in mine(meshes[1:2]):
-        x, y = pairs_of(4, 3, rank)
-        for loss in (fl.contrastive_loss, fl.sigmoid_contrastive_loss):
-            call = lambda x, y: loss(2 * x, y, logit_scale=2.0, mesh=mesh, backbone_reduction="sum", **({} if loss is fl.contrastive_loss else dict(logit_bias=-1.0)))
-            found, wanted = (torch.autograd.grad(run(x, y), (x, y)) for run in (torch.compile(call, backend="aot_eager"), call))
-            assert_close(found, wanted)
-            torch.compiler.reset()  # what was compiled in pieces would be taken again
-            raises(Exception, "a contrastive loss over ranks", lambda: torch.compile(call, backend="aot_eager", fullgraph=True)(x, y))
-
-
-@case
 def contrasts_of_nothing_over_ranks(meshes):
     "No rows, or no features"
     for ranks, mesh, rank in mine(meshes):
