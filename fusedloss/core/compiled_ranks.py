@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import expect
 from fusedloss.core.operators import autocasts, is_recorded, operator, SECOND
-from fusedloss.core.ranks import is_dtensor, is_row_sharded
+from fusedloss.core.ranks import is_dtensor
 from fusedloss.core.weights import weight_and_bias
 
 
@@ -88,29 +88,31 @@ class Site(NamedTuple):
 OF_CLASSES = ("linear_bias", "teacher_weight", "teacher_bias")  # lie as the weight does; others as the input
 
 
+def place_of(name: str, t: Tensor) -> tuple[str, Optional[int]]:
+    "The ranks of a DTensor, by their group's name, and the dimension that lies over them; None: each rank has all."
+    one = t.device_mesh.ndim == 1 and not t.placements[0].is_partial()
+    expect(one, name, "a DTensor over a mesh of one dimension", "another placement")
+    placement = t.placements[0]
+    return t.device_mesh.get_group().group_name, placement.dim if placement.is_shard() else None
+
+
 def site_of(
     given: dict[str, Any],  # a call's arguments by name
     input: Tensor,
 ) -> Site:
     "Where they lie; `ValueError` for a weight or an input that lies elsewhere than a loss over ranks takes it."
-    weight, mesh, n_classes = given.get("linear_weight"), given["mesh"], given.get("num_classes")
-    dim, tokens = None, 0
-    if is_dtensor(weight):
-        fits = is_row_sharded(weight)
-        expect(fits, "linear_weight", "[Shard(0)] on a mesh of one dimension", "another placement")
-        mesh, n_classes = weight.device_mesh, weight.shape[0]
-    if is_dtensor(input):
-        placement, last = input.placements[0], input.dim() - 1
-        fits = weight is not None and input.device_mesh == mesh and not placement.is_partial()
-        expect(
-            fits and not placement.is_shard(last), "input", "whole features on the weight's mesh", "another placement"
-        )
-        if placement.is_shard():
-            dim, tokens = placement.dim, input.shape[placement.dim]
+    weight, mesh, n_classes, dim = given.get("linear_weight"), given["mesh"], given.get("num_classes"), None
     group = "" if mesh is None else mesh.get_group().group_name
+    if is_dtensor(weight):
+        (group, rows), n_classes = place_of("linear_weight", weight), weight.shape[0]
+        expect(rows == 0, "linear_weight", "[Shard(0)] on a mesh of one dimension", "another placement")
+    if is_dtensor(input):
+        ranks, dim = place_of("input", input)
+        fits = weight is not None and ranks == group and dim != input.dim() - 1
+        expect(fits, "input", "whole features on the weight's mesh", "another placement")
     device = input.device.type
     autocast = torch.get_autocast_dtype(device) if autocasts(device) else None
-    return Site(group, n_classes, dim, tokens, given["backbone_reduction"], autocast)
+    return Site(group, n_classes, dim, 0 if dim is None else input.shape[dim], given["backbone_reduction"], autocast)
 
 
 def local_part(name: str, given: dict[str, Any], input: Tensor) -> Optional[Tensor]:
@@ -122,18 +124,9 @@ def local_part(name: str, given: dict[str, Any], input: Tensor) -> Optional[Tens
         return t
     if name == "weight":
         return t.full_tensor()
-    like = given["linear_weight"] if name in OF_CLASSES else input
-    fits = (
-        name == "linear_weight"
-        or is_dtensor(like)
-        and (t.device_mesh, t.placements) == (like.device_mesh, like.placements)
-    )
-    expect(
-        fits,
-        name,
-        "a plain tensor, or one that lies as the weight (of classes) or the input (of tokens)",
-        "another placement",
-    )
+    like = t if name == "linear_weight" else given["linear_weight"] if name in OF_CLASSES else input
+    fits = is_dtensor(like) and place_of(name, t) == place_of(name, like)
+    expect(fits, name, "a plain tensor, or one over the ranks as the weight or the input", "another placement")
     return t.to_local()
 
 
