@@ -17,6 +17,7 @@ from typing import (
     NamedTuple,
     Optional,
     Sequence,
+    TypeVar,
     Union,
 )
 
@@ -324,6 +325,9 @@ class RankLoss:
         return tuple(self.made(self.call(*given[self.n :]), lambda _: given[: self.n])[1])
 
 
+Loss = TypeVar("Loss", bound=Callable[..., Any])
+
+
 def over_ranks(
     name: str,
     parts: Callable,
@@ -331,10 +335,10 @@ def over_ranks(
     differentiable: tuple[bool, ...],  # as `RankLoss` takes them
     whole: Callable,  # (arguments by name, the results) to what the loss returns
     spread: Callable = lambda given: True,  # whether a call is one over ranks
-) -> Callable:
+) -> Callable[[Loss], Loss]:
     "Decorates a loss over ranks: under `torch.compile` it is one operator."
 
-    def decorated(loss: Callable) -> Callable:
+    def decorated(loss):
         compiled = RankLoss(name, loss, parts, fake, differentiable)
         names, defaults = tuple(compiled.defaults), compiled.defaults
 
