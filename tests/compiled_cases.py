@@ -165,6 +165,16 @@ def learned(meshes):
         assert_close(found, wanted)
 
 
+def alone(meshes):
+    "Without a mesh one process has all classes; an upstream gradient in fp16 that a loss scale multiplies"
+    for dtype in (torch.float32, torch.float16):
+        x, w = (t.detach().to(dtype).requires_grad_() for t in (floats(1, 6, H), floats(2, V, H)))
+        call = lambda x, w: 2**16 * fl.sharded_linear_cross_entropy(x, w, labels(x)) + fl.sharded_linear_log_probs(x, w, labels(x)).log_probs.sum()
+        torch._dynamo.reset()
+        wanted, found = (torch.autograd.grad(run(x, w), (x, w)) for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")))
+        assert_close(found, wanted)
+
+
 def sequences(meshes):
     "Tokens of a sequence over the ranks, a loss of each, its target two ahead"
     for ranks, mesh, rank in mine(meshes[1:2]):
@@ -208,4 +218,4 @@ def inside_fsdp(meshes):
 
 PROMISES = {f"{name}, {promise.__name__}": functools.partial(kept, name, promise)
             for promise in (sizes, numbers, submesh, own_tokens, half) for name in LOSSES if fits(name, promise)}
-PROMISES |= {fn.__name__: fn for fn in (learned, sequences, errors, inside_fsdp)}
+PROMISES |= {fn.__name__: fn for fn in (alone, learned, sequences, errors, inside_fsdp)}

@@ -289,9 +289,7 @@ class RankLoss:
         site, first = call.site, self.tensors[0]
         mesh = site.mesh(given[first].device)
         given |= {first: site.placed(given[first]), "mesh": mesh, "backbone_reduction": site.backbone_reduction}
-        return given | (
-            dict(num_classes=site.num_classes) if mesh is not None and "num_classes" in self.defaults else {}
-        )
+        return given | ({"num_classes": site.num_classes} if "num_classes" in self.defaults else {})
 
     def made(
         self,
