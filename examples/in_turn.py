@@ -130,4 +130,6 @@ def line(name, found, ranks):
     if "reason" in found:
         return f"{name}, {ranks} ranks: left out, {found['reason']}"
     of_linear = f", {found['linear']:.3f} of linear" if "linear" in found else ""
-    return f"{name}, {ranks} ranks: {si(found['seconds'], 's')}{of_linear}, {si(found['peak'], 'B')} at the peak"
+    pools = f" and {si(found['pools'], 'B')} outside PyTorch" if "pools" in found else ""
+    off = "".join(f", {kind} {found[kind]:.1e}" for kind in ("loss error", "dx error", "dw error") if kind in found)
+    return f"{name}, {ranks} ranks: {si(found['seconds'], 's')}{of_linear}, {si(found['peak'], 'B')} at the peak{pools}{off}"

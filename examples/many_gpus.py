@@ -5,7 +5,8 @@
 Each shape of a language model is one run of rounds, in which the first GPU also takes the step alone, and peers take theirs over
 all GPUs. That GPU holds all classes beside its own during the rounds; peaks count what a step adds. Results go to
 nbs/results/16_many_gpus.json, which the pages on losses and on heads over ranks show. Without names all cases run; "large" needs
-GPUs of 110 GB, the others fit 80 GB.
+GPUs of 110 GB, the others fit 80 GB. "peers-A" and "peers-C" have the cross entropies alone, ours and those of the libraries that are
+installed, with their errors: run each in a process of its own, since Liger's kernels have room for the sizes of their first call.
 """
 import functools
 import os
@@ -17,6 +18,7 @@ from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import fusedloss as fl
 from fusedloss.core.ranks import dtensor_of_rows, shard_range
 from workbook.measure import SHAPES
-from workbook.peers import peers_over_ranks
+from workbook.peers import end_peers, liger_pools, peers_over_ranks
 from workbook.records import load_results, machine_line, record
 from workbook.timeline import record_timeline
 from in_turn import line, measured, Method
@@ -122,6 +124,51 @@ def language_model(mesh, shape, dtype=bf16, **how):
     keep(found | {name: dict(reason=why) for name, why in missing.items()}, mesh, shape._asdict(), dtype)
 
 
+ROWS = 1024  # tokens whose logits in fp32 are there at once
+
+
+def exact_step(mesh, head):
+    "Loss, dx and dw, on all ranks, of the eager loss in fp32 on the first GPU, from the same operands"
+    dtype, n, (v, h) = torch.promote_types(head.x.dtype, torch.float32), len(head.x), head.w.shape
+    loss, dx, dw = (head.x.new_zeros(size, dtype=dtype) for size in ((), (n, h), (v, h)))
+    if mesh.get_local_rank() == 0:
+        x, w = (t.detach().to(dtype).requires_grad_() for t in (head.x, head.whole))
+        for rows, labels in zip(x.split(ROWS), head.y.split(ROWS)):
+            part = F.cross_entropy(rows @ w.T, labels, reduction="sum") / n
+            part.backward()
+            loss += part.detach()
+        dx, dw = x.grad, w.grad
+    for t in (loss, dx, dw):
+        dist.broadcast(t, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+    return loss, dx, dw
+
+
+def errors(step, exact, mesh):
+    "Norms of what loss, dx and dw of a step are off, divided by those of what is exact; over all ranks that take it"
+    sums = torch.zeros(3, 2, dtype=torch.float64, device=mesh.device_type)
+    for i, (found, wanted) in enumerate(zip(step() if step else (), exact)):
+        own = (found.to_local() if isinstance(found, DTensor) else found).to(wanted.dtype)
+        if own.shape != wanted.shape:  # tokens, or classes, of this rank
+            mine = shard_range(len(wanted), mesh.size(), mesh.get_local_rank())
+            wanted = wanted[mine.start:mine.stop]
+        sums[i] = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) ** 2 for t in (own - wanted, wanted)])
+    dist.all_reduce(sums, group=mesh.get_group())
+    return dict(zip(("loss error", "dx error", "dw error"), (sums[:, 0] / sums[:, 1]).sqrt().tolist()))
+
+
+def beside_peers(mesh, shape, dtype=bf16, **how):
+    "The cross entropies of one shape, ours and other libraries', in the same rounds; and their errors"
+    (peers, missing), head = peers_over_ranks(mesh), drawn(mesh, shape, dtype)
+    methods = cross_entropies(mesh, head) | of_peers({name: step for name, step in peers.items() if not name.endswith("log-probs")}, head)
+    found, exact = measured(methods, mesh, **how), exact_step(mesh, head)
+    for name, method in methods.items():
+        if "reason" not in found[name]:
+            found[name] |= errors(method.step, exact, mesh)
+    if "seconds" in found.get("Liger, NVSHMEM", {}):
+        found["Liger, NVSHMEM"] |= dict(pools=liger_pools(shape.N, shape.H, shape.V // mesh.size()))
+    keep(found | {name: dict(reason=f"absent, {why}") for name, why in missing.items()}, mesh, shape._asdict(), dtype)
+
+
 def contrast(mesh, pairs, name, h=512, dtype=bf16, alone=True, candidates=1, **how):
     "CLIP's loss of so many pairs, on one GPU and with the pairs spread over a ring; y has `candidates` rows for each of x, the first of which belongs to it"
     torch.manual_seed(0)
@@ -206,6 +253,8 @@ CASES = {"same": same_answer,
          "A": lambda mesh: language_model(mesh, SHAPES[0]),
          "B": lambda mesh: language_model(mesh, SHAPES[1]),
          "C": lambda mesh: language_model(mesh, SHAPES[2]),
+         "peers-A": lambda mesh: beside_peers(mesh, SHAPES[0]),
+         "peers-C": lambda mesh: beside_peers(mesh, SHAPES[2]),
          "divergences": lambda mesh: [teacher_alone(mesh, shape) for shape in SHAPES[:3]],
          "overlap": lambda mesh: overlap(mesh, SHAPES[0]),
          "pairs": lambda mesh: contrast(mesh, 2**18, "2¹⁸ pairs", rounds=3, calls=2),
@@ -224,6 +273,7 @@ def main(names):
     for name in names or CASES:
         CASES[name](mesh)
         torch.cuda.empty_cache()
+    end_peers()
     dist.destroy_process_group()
 
 

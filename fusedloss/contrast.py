@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, check_scale, expect, expect_tensor, FLOATS, is_empty, may_look, once_for_alike
+from fusedloss.core.compiled_ranks import over_ranks
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import (
     autocasts, check_reverse, check_unbatched, first_order, is_later, operator, products, without_autocast)
@@ -1258,9 +1259,6 @@ def ring_options(call:ContrastCall, s:Shards) -> tuple[Shards, Optional[int], in
     "What a ring takes besides tensors: ranks, memory, and what multiplies a rank's gradients, as a wrapper may divide them."
     return s, call.memory_budget, s.ranks if call.backbone_reduction == "mean" else 1
 
-uncompiled = torch.compiler.disable(reason="a contrastive loss over ranks exchanges what Python holds: without fullgraph it runs uncompiled")
-
-@uncompiled
 def contrast_of_ranks(call:ContrastCall) -> Tensor:
     "`contrastive_loss` over ranks."
     s, agreed = agreed_on_ranks(call, "contrastive_loss")
@@ -1270,7 +1268,6 @@ def contrast_of_ranks(call:ContrastCall) -> Tensor:
         losses = RingPositives.apply(*given, listed(call.positives), call.reduction == "mean", *ring)
         return agreed.of(reduced_positives(losses, call.reduction, s))
 
-@uncompiled
 def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
     "`sigmoid_contrastive_loss` over ranks."
     s, agreed = agreed_on_ranks(call, "sigmoid_contrastive_loss")
@@ -1279,7 +1276,16 @@ def sigmoid_of_ranks(call:ContrastCall) -> Tensor:
         index = None if call.positives is None else listed(call.positives)
         return agreed.of(reduced(RingSigmoid.apply(*given, index, *ring), call.reduction, s))
 
+def has_mesh(given:dict[str, Any]) -> bool:  # a call's arguments by name
+    "Whether it is one over ranks."
+    return given["mesh"] is not None
+
+def fake_contrast(call) -> tuple[Tensor]:  # the arguments by name
+    "The shape of a loss over ranks, for a compiler."
+    return call.x.new_empty(call.x.shape[:1] if call.reduction == "none" else (), dtype=acc_dtype(call.x.dtype)),
+
 # %% ../nbs/26_contrast.ipynb #ctloss
+@over_ranks("contrastive_loss_over_ranks", lambda loss: (loss,), fake_contrast, (True,), lambda given, found: found[0], has_mesh)
 def contrastive_loss(
     x:Tensor,  # [N,H], features of one kind, such as images', commonly unit vectors
     y:Tensor,  # [N,H], of the other, such as texts': row i belongs to row i of x; with `positives` [M,H]
@@ -1305,7 +1311,7 @@ def contrastive_loss(
     `positives` then name rows of all ranks' y, of which this rank's are `rank * M` to `rank * M + M - 1`: labels that a data
     loader counts within its batch need `+ mesh.get_local_rank() * y.shape[0]`, except -1. So a row may belong to rows of other ranks.
     All ranks have as many rows of x, and as many of y, and y goes round a ring. A rank's gradients are its part of the loss's,
-    times the number of ranks if `backbone_reduction` is "mean". Under `torch.compile` it runs uncompiled; `fullgraph` refuses it.
+    times the number of ranks if `backbone_reduction` is "mean".
 
     Raises `ValueError` for features that cannot be contrasted, for options that cannot be meant, and on every rank where ranks
     differ; the numbers in x, y and positives are not compared, and a scale that differs on GPUs makes the loss NaN.
@@ -1319,6 +1325,7 @@ def contrastive_loss(
     return reduced_positives(losses, reduction, s)
 
 # %% ../nbs/26_contrast.ipynb #ctsigloss
+@over_ranks("sigmoid_contrastive_loss_over_ranks", lambda loss: (loss,), fake_contrast, (True,), lambda given, found: found[0], has_mesh)
 def sigmoid_contrastive_loss(
     x:Tensor,  # [N,H], features of one kind, such as images', commonly unit vectors
     y:Tensor,  # [N,H], of the other, such as texts': row i belongs to row i of x; with `positives` [M,H]

@@ -16,6 +16,7 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, check_labels, expect, expect_tensor, is_integer
+from fusedloss.core.compiled_ranks import over_ranks, RankLoss
 from fusedloss.core.learned import take_scale
 from fusedloss.core.operators import check_reverse, first_order, without_autocast
 from fusedloss.core.options import (
@@ -29,7 +30,7 @@ from fusedloss.core.products import (
     write_product)
 from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
-    reduce_scatter_rows, shard_range, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement)
+    reduce_scatter_rows, shard_range, Shards, shift_targets_of_ranks, tells_ranks, tuning_agreement, within)
 from fusedloss.core.reference import (
     counted_rows, finite_max, flat, plain_divisor, row_stats, score_and_slope, sub_max, total_weight, with_z_loss)
 from fusedloss.core.slabs import beside_dz, BUDGET, slab_tiles
@@ -425,6 +426,7 @@ def loss_over_ranks(
     *, mesh=None, num_classes:Optional[int]=None,  # of a weight that is this rank's rows
 ) -> Tensor|tuple[Tensor, CrossEntropyStats]:
     "Check on all ranks, shift, run, and give each rank its own."
+    if torch.compiler.is_compiling(): return compiled_loss(t, a, scale, mesh, num_classes)
     def look(call):
         check_supported(call.tensors, a, "recompute")
         return {}
@@ -439,6 +441,49 @@ def loss_over_ranks(
     cut = lambda t: t.view(shape) if left is None else t.view(shape)[..., :left]
     shaped = lambda t: cut(t) if t.dim() else t
     return (shaped(loss), CrossEntropyStats(*map(shaped, stats))) if stats else shaped(loss)
+
+# %% ../nbs/16_sharded.ipynb #shcompil
+def fake_loss(call) -> tuple[Tensor]:  # the arguments by name, of this rank
+    "The shape of a loss without a shift."
+    return call.input.new_empty(call.input.shape[:-1] if call.reduction == "none" else (), dtype=acc_dtype(call.input.dtype)),
+
+def fake_cross_entropy(call) -> tuple[Optional[Tensor], ...]:
+    "The shapes of a cross entropy, and of its statistics."
+    shape, scalar = call.target.shape, call.input.new_empty((), dtype=acc_dtype(call.input.dtype))
+    if call.shift: shape = *shape[:-1], tokens_left(call)
+    rows = lambda: scalar.new_empty(shape)
+    stats = CrossEntropyStats(rows(), rows(), scalar.clone(), rows().long(), rows(), rows(), rows(), scalar.long()) if call.return_stats else [None] * 8
+    return rows() if call.reduction == "none" else scalar, *stats
+
+def tokens_left(call) -> int:
+    "How many of this rank's tokens in a sequence have a target `shift` ahead."
+    here, size, site = call.target.shape[-1], call.input.shape[-2], call.site
+    if site.token_dim != call.input.dim() - 2: return torch.sym_max(size - call.shift, 0)
+    s = Shards(0, 0, 0, site.process_group())
+    return within(site.tokens, call.shift, -(-site.tokens // s.ranks), here, s)
+
+def cross_entropy_of_ranks(
+    input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor], weight:Optional[Tensor],  # as `Operands`
+    token_weight:Optional[Tensor], scale:Optional[Tensor],
+    options:LossOptions, reduction:str, shift:int, method:str, memory_budget:Optional[int], accumulate:str,  # as `Asked`
+    filter_eps:Optional[float], chunk_size:Optional[int], max_valid:Optional[int], return_stats:bool, monitored:bool,
+    backbone_reduction:Optional[str], mesh, num_classes:Optional[int],
+) -> Tensor|tuple[Tensor, CrossEntropyStats]:
+    "`loss_over_ranks` of what a schema can hold."
+    a = Asked(options, reduction, shift, method, memory_budget, accumulate, filter_eps, chunk_size, max_valid, return_stats, monitored,
+              backbone_reduction)
+    return loss_over_ranks(Operands(input, linear_weight, target, linear_bias, weight, token_weight), a, scale,
+                           mesh=mesh, num_classes=num_classes)
+
+compiled_cross_entropy = RankLoss(
+    "cross_entropy_over_ranks", cross_entropy_of_ranks, lambda found: (found[0], *found[1]) if isinstance(found, tuple) else (found, *[None] * 8),
+    fake_cross_entropy, (True, True, True, *[False] * 6))
+
+def compiled_loss(t:Operands, a:Asked, scale:Optional[Tensor], mesh, num_classes:Optional[int]) -> Tensor|tuple[Tensor, CrossEntropyStats]:
+    "`loss_over_ranks` as one operator."
+    check_supported(t, a, "recompute")
+    loss, *stats = compiled_cross_entropy(t._asdict() | a._asdict() | dict(scale=scale, mesh=mesh, num_classes=num_classes))
+    return (loss, CrossEntropyStats(*stats)) if a.return_stats else loss
 
 # %% ../nbs/16_sharded.ipynb #eda0ccfd
 @lists_options
@@ -505,7 +550,21 @@ def log_probs_over_ranks(
     values = of(-gap) if classes is None else of_classes(apart - gap[:, None], labels, s.n_classes, o.ignore_index)
     return LogProbs(own_rows(values, b, s), entropy, average, rank)
 
+# %% ../nbs/16_sharded.ipynb #slpcompl
+def fake_log_probs(call) -> tuple[Optional[Tensor], ...]:  # the arguments by name, of this rank
+    "The shapes of `LogProbs`."
+    tokens, of = call.input.shape[:-1], lambda shape: call.input.new_empty(shape, dtype=acc_dtype(call.input.dtype))
+    asked = call.entropy, call.mean_logits, call.target_rank
+    entropy, mean, rank = (of(tokens) if wanted else None for wanted in asked)
+    return of(call.target.shape), entropy, mean, None if rank is None else rank.long()
+
+def asked_log_probs(given:dict[str, Any], found:tuple[Tensor, ...]) -> LogProbs:
+    "Those that were asked for."
+    asked = True, given["entropy"], given["mean_logits"], given["target_rank"]
+    return LogProbs(*(t if wanted else None for t, wanted in zip(found, asked)))
+
 # %% ../nbs/16_sharded.ipynb #slpcode2
+@over_ranks("log_probs_over_ranks", lambda found: found, fake_log_probs, (True, True, False, False), asked_log_probs)
 @tells_ranks(mesh_of_call)
 def sharded_linear_log_probs(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
@@ -650,8 +709,45 @@ def samples_over_ranks(
     here = b.token_slice(s) if s.group is not None else slice(None)
     return tokens[here], log_probs[here]
 
-# %% ../nbs/16_sharded.ipynb #ssmcode3
+# %% ../nbs/16_sharded.ipynb #ssmcompl
+def fake_sample(call) -> tuple[Tensor, Tensor]:  # the arguments by name, of this rank
+    "The shapes of `Sample`."
+    tokens = call.input.shape[:-1]
+    return call.input.new_empty(tokens, dtype=torch.int64), call.input.new_empty(tokens, dtype=acc_dtype(call.input.dtype))
+
+def seeds_of(x:Tensor, size:tuple[int, ...], generator:Optional[torch.Generator]=None) -> Tensor:  # int64 of that size
+    "A seed for each token."
+    own = {} if generator is None else {"generator": generator}  # a compiler refuses sizes beside None
+    return torch.randint(2**63 - 1, size, device=x.device, **own)
+
+# %% ../nbs/16_sharded.ipynb #ssmdrawn
+@over_ranks("sample_over_ranks", lambda found: found, fake_sample, (False, False), lambda given, found: Sample(*found))
 @tells_ranks(mesh_of_call)
+def drawn_over_ranks(
+    input:Tensor, linear_weight:Tensor|nn.Module, linear_bias:Optional[Tensor], temperature:float|Tensor, logit_scale:float|Tensor,
+    softcap:Optional[float], top_k:Optional[int], top_p:Optional[float], min_p:Optional[float],
+    seeds:Optional[Tensor],  # of this rank's tokens; None: the generator draws them. Others as `sharded_linear_sample`
+    backbone_reduction:Optional[BackboneReduction], mesh:Optional[DeviceMesh], num_classes:Optional[int]=None,
+    generator:Optional[torch.Generator]=None,
+) -> Sample:
+    "`sharded_linear_sample`, whose seeds may be there."
+    expect_tensor("input", input, over_ranks=True)
+    tokens = torch.empty(input.shape[:-1], device="meta")
+    o, each, scale = options_over_ranks(temperature, logit_scale, softcap, -100, tokens, "input's leading")
+    linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
+    def look(call):
+        check_generator(generator, call.tensors.input)
+        return {"top_k, top_p and min_p": [*checked_filters(top_k, top_p, min_p, call.shards.n_classes)]}
+    a = Asked(o, "none", backbone_reduction=backbone_reduction)
+    call = token_call(input, linear_weight, linear_bias, a, mesh, num_classes, scale, each, look)
+    t, f = local_rows(call), checked_filters(top_k, top_p, min_p, call.shards.n_classes)
+    seeds = seeds_of(t.input, t.target.shape, generator) if seeds is None else seeds.flatten()
+    with without_autocast(t.input.device.type):
+        tokens, log_probs = samples_over_ranks(t, seeds, flat(call.temperature), o, f, call.shards, call.batch)
+    shape = call.tensors.target.shape
+    return Sample(tokens.view(shape), call.agreed.of(log_probs).view(shape))
+
+# %% ../nbs/16_sharded.ipynb #ssmcode3
 @torch.no_grad()
 def sharded_linear_sample(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
@@ -673,21 +769,13 @@ def sharded_linear_sample(
     Where all ranks have the same tokens, the first rank's generator draws the seeds, and every rank returns the
     same samples. Where each rank has its own, its own generator does: give the ranks' generators other seeds.
     """
-    expect_tensor("input", input, over_ranks=True)
-    tokens = torch.empty(input.shape[:-1], device="meta")
-    o, each, scale = options_over_ranks(temperature, logit_scale, softcap, -100, tokens, "input's leading")
-    linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
-    def look(call):
-        check_generator(generator, call.tensors.input)
-        return {"top_k, top_p and min_p": [*checked_filters(top_k, top_p, min_p, call.shards.n_classes)]}
-    a = Asked(o, "none", backbone_reduction=backbone_reduction)
-    call = token_call(input, linear_weight, linear_bias, a, mesh, num_classes, scale, each, look)
-    t, f = local_rows(call), checked_filters(top_k, top_p, min_p, call.shards.n_classes)
-    seeds = torch.randint(2**63 - 1, t.target.shape, device=t.input.device, generator=generator)
-    with without_autocast(t.input.device.type):
-        tokens, log_probs = samples_over_ranks(t, seeds, flat(call.temperature), o, f, call.shards, call.batch)
-    shape = call.tensors.target.shape
-    return Sample(tokens.view(shape), call.agreed.of(log_probs).view(shape))
+    seeds = None
+    if torch.compiler.is_compiling():  # which sees that they are random
+        expect(generator is None, "generator", "None under torch.compile", "a generator")
+        here = input.to_local() if is_dtensor(input) else input
+        seeds = seeds_of(here, here.shape[:-1])
+    return drawn_over_ranks(input, linear_weight, linear_bias, temperature, logit_scale, softcap, top_k, top_p, min_p, seeds,
+                            backbone_reduction, mesh, num_classes, generator)
 
 # %% ../nbs/16_sharded.ipynb #stkcode1
 def shard_topk(
@@ -743,7 +831,14 @@ class _ShardTopK(torch.autograd.Function):
         terms = make_terms(sums, g_lse, first, None, None)
         return returned_gradients(ctx, terms, sums, x, w, mine[:, 0].contiguous(), bias, None, temperature, False, more)
 
+# %% ../nbs/16_sharded.ipynb #stkcompl
+def fake_topk(call) -> tuple[Tensor, Tensor, Tensor]:  # the arguments by name, of this rank
+    "The shapes of `TopK`."
+    tokens, of = call.input.shape[:-1], lambda shape: call.input.new_empty(shape, dtype=acc_dtype(call.input.dtype))
+    return of((*tokens, call.k)), of((*tokens, call.k)).long(), of(tokens)
+
 # %% ../nbs/16_sharded.ipynb #stkcode2
+@over_ranks("topk_over_ranks", lambda found: found, fake_topk, (True, False, True), lambda given, found: TopK(*found))
 @tells_ranks(mesh_of_call)
 def sharded_linear_topk(
     input:Tensor,  # [..., H], the same on all ranks; or of tokens of this rank's own
@@ -819,6 +914,7 @@ def pair_facts(
     return facts | first | numbers | {"shape of input": [*student[0].shape]}
 
 # %% ../nbs/16_sharded.ipynb #sdvcode2
+@over_ranks("divergence_over_ranks", lambda loss: (loss,), fake_loss, (True,), lambda given, found: found[0])
 @tells_ranks(mesh_of_call)
 def sharded_linear_divergence(
     input:Tensor,  # [..., H], the student's hidden states, the same on all ranks; or of tokens of this rank's own

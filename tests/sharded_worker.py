@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import sharded_cases as cases
+from compiled_cases import PROMISES
 from fusedloss.sharded_heads import ShardedPartialFC
 
 BACKEND = os.environ.get("SHARDED_BACKEND", "gloo")
@@ -33,7 +34,7 @@ def write(path, results):
 def run_cases(path, names):
     "All cases, on meshes of one to four ranks; a rank that fails stops, and the others notice"
     meshes, results = [DeviceMesh(cases.DEVICE, list(range(n))) for n in range(1, dist.get_world_size() + 1)], {}
-    for name, case in ((n, {**cases.CASES, **cases.FAULTS}[n]) for n in names):
+    for name, case in ((n, {**cases.CASES, **cases.FAULTS, **PROMISES}[n]) for n in names):
         started = time.process_time()
         try:
             torch.manual_seed(0)

@@ -84,6 +84,8 @@ def test_ligers_loss_over_ranks_has_the_name_of_what_runs(native, monkeypatch):
     library("liger_kernel.transformers.functional", monkeypatch, liger_fused_linear_scaled_cross_entropy_tp=scaled)
     library("liger_cute_kernels", monkeypatch, tvm_ffi=SimpleNamespace(nvshmem_is_initialized=lambda: "init" in calls),
             nvshmem=SimpleNamespace(init_from_pg=lambda: calls.append("init"), resolve_team=calls.append))
+    library("liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp", monkeypatch, is_available=lambda: True)
+    library("liger_kernel.transformers.functional", monkeypatch, liger_fused_linear_scaled_cross_entropy_tp=scaled)
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: native and name == "liger_cute_kernels")
     steps = [peers._liger_over_ranks(SimpleNamespace(get_group=lambda: "all")) for _ in range(2)][1]
     assert calls == (["init", "all", "all"] if native else [])
@@ -94,6 +96,19 @@ def test_ligers_loss_over_ranks_has_the_name_of_what_runs(native, monkeypatch):
     nll, entropy = scaled(x, w, y, None, True)
     for key, expected in ((name, nll.mean()), (f"{name}, log-probs", (nll + entropy).mean())):
         torch.testing.assert_close(steps[key](x, w, y), (expected.detach(), *torch.autograd.grad(expected, [x, w], retain_graph=True)))
+
+
+def test_what_ligers_kernels_hold_is_counted_and_given_back(monkeypatch):
+    done, core = [], SimpleNamespace(
+        nvshmem_is_initialized=lambda: not done, fused_linear_scaled_cross_entropy_forward_workspace_bytes=lambda n, v: n * v,
+        fused_linear_scaled_cross_entropy_backward_workspace_bytes=lambda n, h, v, tiles: n * h * v * tiles)
+    workbook.peers.end_peers()  # where nothing is to be given back
+    library("liger_cute_kernels", monkeypatch, tvm_ffi=core)
+    monkeypatch.setitem(sys.modules, "liger_cute_kernels.tvm_ffi", core)
+    monkeypatch.setitem(sys.modules, "liger_cute_kernels.nvshmem", SimpleNamespace(finalize=lambda: done.append("finalize")))
+    assert workbook.peers.liger_pools(2, 3, 5) == 10 + 30
+    for _ in range(2): workbook.peers.end_peers()
+    assert done == ["finalize"]
 
 
 def test_plain_peers_are_their_definition():

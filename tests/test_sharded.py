@@ -25,6 +25,7 @@ from fusedloss.core.options import Asked, LossOptions, Operands
 from fusedloss.core.ranks import shard_range, pack, unpack, HEADER_BYTES
 from fusedloss.filter import recompute_linear_cross_entropy
 from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_gradients, plain_sums, sharded_linear_cross_entropy
+from compiled_cases import PROMISES
 from grids import few, thorough_but
 from helpers import everywhere, need_kernels, planted, unchanged, where_kernels_run
 from sharded_cases import CASES, ON_GPUS
@@ -93,6 +94,7 @@ def session(request, tmp_path_factory):
     "What all processes of this run did, by the name of the test; they are started once"
     asked = {getattr(item, "originalname", "") for item in request.session.items}
     jobs = {"test_on_four_processes": dict(ranks=4, cases=chosen(request, "test_on_four_processes", CASES))}
+    jobs["test_promises_over_ranks"] = dict(ranks=2, cases=chosen(request, "test_promises_over_ranks", PROMISES))
     jobs.update((test, job) for test, job in FALLS.items() if test in asked)
     return once(tmp_path_factory, "session", lambda folder: run_session(folder, jobs))
 
@@ -109,6 +111,7 @@ LONG = ("checkpoints_reshard", "curves_do_not_know_the_ranks", "scores_do_not_kn
         "clipping_by_any_norm", "a_run_goes_on_after_resharding")
 ABOUT_THE_PROJECT = ("planted_bugs_are_noticed", "bugs_planted_in_a_divergence_are_noticed", "bugs_planted_in_answers_are_noticed", "bugs_planted_in_the_ring_are_noticed",
                      "the_example_measures_in_turn", "collectives_are_counted", "hostile_topk", "hostile_samples", "answers_beside_a_mesh", "memory_has_no_scores", "peers_over_ranks_say_what_pytorch_says")
+COMPILED = ("linear_cross_entropy, sizes", "product, sizes", "log_probs, sizes", "topk, sizes", "sample, sizes", "divergence, sizes", "contrast, sizes", "inside_fsdp")  # on GPUs
 THOROUGH = {*LONG, *ABOUT_THE_PROJECT}
 assert THOROUGH < CASES.keys()
 
@@ -118,16 +121,21 @@ def test_on_four_processes(session, name):
     judge(session["test_on_four_processes"], name)
 
 
+@pytest.mark.parametrize("name", thorough_but(PROMISES, "linear_cross_entropy, sizes"))
+def test_promises_over_ranks(session, name):
+    judge(session["test_promises_over_ranks"], name)
+
+
 @pytest.fixture(scope="module")
 def gpus(request, tmp_path_factory):
     "Results of the cases that run on two to four GPUs"
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two GPUs")
-    job = dict(ranks=min(4, torch.cuda.device_count()), cases=chosen(request, "test_on_several_gpus", ON_GPUS))
+    job = dict(ranks=min(4, torch.cuda.device_count()), cases=chosen(request, "test_on_several_gpus", (*ON_GPUS, *COMPILED)))
     return once(tmp_path_factory, "gpus", lambda folder: run_session(folder, dict(gpus=job), SHARDED_BACKEND="nccl"))["gpus"]
 
 
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("name", (*ON_GPUS, *COMPILED))
 def test_on_several_gpus(gpus, name):
     judge(gpus, name)
 

@@ -14,6 +14,7 @@ __all__ = [
 
 import functools
 import importlib.util
+import sys
 from typing import Callable
 
 import torch
@@ -256,10 +257,13 @@ def _liger_over_ranks(mesh) -> dict[str, Callable]:
     name, group = "Liger, chunks", mesh.get_group()
     if importlib.util.find_spec("liger_cute_kernels"):
         from liger_cute_kernels import nvshmem, tvm_ffi
+        from liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp import is_available
 
         if not tvm_ffi.nvshmem_is_initialized():
             nvshmem.init_from_pg()
         nvshmem.resolve_team(group)
+        if not is_available():
+            raise RuntimeError("a native core without these losses, which would run by chunks")
         name = "Liger, NVSHMEM"
 
     def both(x, w, y):
@@ -267,6 +271,23 @@ def _liger_over_ranks(mesh) -> dict[str, Callable]:
         return (entropy + nll).mean()
 
     return {name: _step(lambda x, w, y: scaled(x, w, y, group).mean()), f"{name}, log-probs": _step(both)}
+
+
+def liger_pools(n: int, h: int, v: int) -> int:  # tokens, features, classes of a rank
+    "Bytes that Liger's kernels over ranks hold outside PyTorch's allocator."
+    from liger_cute_kernels import tvm_ffi
+
+    forward = tvm_ffi.fused_linear_scaled_cross_entropy_forward_workspace_bytes(n, v)
+    return forward + tvm_ffi.fused_linear_scaled_cross_entropy_backward_workspace_bytes(
+        n, h, v, 1
+    )  # tiles of a message
+
+
+def end_peers():
+    "Have libraries give back what they hold of the ranks, before process groups end."
+    nvshmem = sys.modules.get("liger_cute_kernels.nvshmem")
+    if nvshmem and sys.modules["liger_cute_kernels.tvm_ffi"].nvshmem_is_initialized():
+        nvshmem.finalize()
 
 
 def peers_over_ranks(
