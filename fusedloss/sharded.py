@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedloss.core.checks import acc_dtype, check_labels, expect, expect_tensor, is_integer
 from fusedloss.core.compiled_ranks import over_ranks, RankLoss
 from fusedloss.core.learned import take_scale
-from fusedloss.core.operators import check_reverse, first_order, without_autocast
+from fusedloss.core.operators import check_reverse, first_order, most, without_autocast
 from fusedloss.core.options import (
     Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Operands, Reduction, ShardedMethod, Statistics, statistics_of)
@@ -458,7 +458,7 @@ def fake_cross_entropy(call) -> tuple[Optional[Tensor], ...]:
 def tokens_left(call) -> int:
     "How many of this rank's tokens in a sequence have a target `shift` ahead."
     here, size, site = call.target.shape[-1], call.input.shape[-2], call.site
-    if site.token_dim != call.input.dim() - 2: return torch.sym_max(size - call.shift, 0)
+    if site.token_dim != call.input.dim() - 2: return most(size - call.shift, 0)
     s = Shards(0, 0, 0, site.process_group())
     return within(site.tokens, call.shift, -(-site.tokens // s.ranks), here, s)
 

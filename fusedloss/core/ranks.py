@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, expect, is_debugged
+from fusedloss.core.operators import least, most
 from fusedloss.core.tiling import is_timed
 from fusedloss.core.tuning import is_capturing, rank_agreement
 
@@ -290,7 +291,7 @@ def within(
     s: Shards,
 ) -> int:
     "How many of this rank's tokens have a target k ahead."
-    return torch.sym_min(torch.sym_max(size - k - s.rank * each, 0), here)  # of a compiler's numbers no guard
+    return least(most(size - k - s.rank * each, 0), here)
 
 
 def shift_targets_of_ranks(
