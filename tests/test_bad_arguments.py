@@ -228,7 +228,7 @@ def bad_values(name: str, a: Argument, good: object) -> Iterator[tuple[str, obje
             yield from tensors(a.name, good)
         if any(get_origin(k) is collections.abc.Sequence for k in a.kinds):
             yield from sequences(a.name)
-    if any(get_origin(k) is collections.abc.Sequence for k in a.kinds) and not of(Tensor):
+    if any(get_origin(k) is collections.abc.Sequence and get_args(k) == (int,) for k in a.kinds) and not of(Tensor):
         yield from {"str": "words", "number": 3, "words": ["a"], "twice": [1, 1], "negative": [-1, 1], "empty": []}.items()
     if of(float) and (a.name == "temperature" or not isinstance(good, Tensor)):
         yield from {"str": "1", "bool": True, "list": [1.0], "None": None, "nan": float("nan"), "inf": float("inf"), "tensor": torch.tensor(0.5)}.items()
