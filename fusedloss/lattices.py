@@ -280,11 +280,12 @@ def node_grad_kernel(
     stored = (row < M)[:, None]
     g = tl.load(g_ptr + n * g_stride).to(tl.float32)
     by_blank, by_label = tl.load(blank_ptr + at, mask=here, other=0.0), tl.load(label_ptr + at, mask=here, other=0.0)
-    live = here & (row < M) & (g != 0) & ((by_blank != 0) | (by_label != 0))
+    flow = by_blank + by_label
+    live = here & (row < M) & (g != 0) & (flow != 0)
     y = tl.load(targets_ptr + n * (U1 - 1) + u, mask=live & (u < labels), other=-1)
     if max_ptr is not None:
         row_max = tl.load(max_ptr + at, mask=live, other=0.0)
-        weight = (by_blank + by_label) / tl.load(sum_ptr + at, mask=live, other=1.0)
+        weight = flow / tl.load(sum_ptr + at, mask=live, other=1.0)
     start = z_ptr + n * stride_n + t * stride_t + u * stride_u
     d_start = dz_ptr + n * d_stride_n + t * d_stride_t + u * d_stride_u
     for first in range(0, V, BV):

@@ -183,8 +183,9 @@ print(json.dumps([asked, os.getcwd(), sys.path[0], os.environ.get("CUDA_VISIBLE_
 
 @pytest.mark.parametrize("workbook", ["without", "with"])
 def test_the_first_cell_fetches_what_is_missing_and_nothing_else(workbook, tmp_path):
-    source = set_up("puzzles/1_rows.ipynb", "https://github.com/o/r", "main")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0", "IPYTHONDIR": str(tmp_path / "ipython")}
+    pytest.importorskip("IPython", reason="IPython is not installed")
+    source, path = set_up("puzzles/1_rows.ipynb", "https://github.com/o/r", "main"), os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0", "IPYTHONDIR": str(tmp_path / "ipython")}
     ran = subprocess.run([sys.executable, "-c", ON_COLAB, source, workbook], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     asked, folder, first, devices = json.loads(ran.stdout.splitlines()[-1])

@@ -2,8 +2,11 @@
 import copy
 import gc
 import io
+import itertools
 import pickle
 import sys
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -129,16 +132,41 @@ def test_the_first_optimizer_moves_what_was_used_and_no_other():
     assert (used.step, idle.step) == (3, 0)
 
 
+@contextmanager
+def imports_elsewhere():
+    "Another thread imports, which a compiler that goes through all of `sys.modules` does not survive (PyTorch 2.11)"
+    ends, interval = threading.Event(), sys.getswitchinterval()
+
+    def churn():
+        names = [f"module_{i}" for i in range(50)]
+        for name in itertools.cycle(names):
+            sys.modules[name] = sys
+            if name == names[-1]: [sys.modules.pop(n) for n in names]
+            if ends.is_set(): break
+        [sys.modules.pop(n, None) for n in names]
+
+    thread = threading.Thread(target=churn)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
 @pytest.mark.parametrize("kind", thorough_but([SGD, torch.optim.AdamW], SGD))
 def test_a_compiled_step_of_an_optimizer_moves_it(kind):
     sampler, p = fl.NegativeSampler(0.3), nn.Parameter(torch.ones(3))
     optimizer = kind([p], lr=0.1)
     torch._dynamo.reset()
     step = torch.compile(optimizer.step, backend="eager")
-    for _ in range(3):
-        p.grad = torch.ones(3)
-        sampler.note_use()
-        step()
+    with imports_elsewhere():
+        for _ in range(3):
+            p.grad = torch.ones(3)
+            sampler.note_use()
+            step()
     assert sampler.step == 3
 
 

@@ -1,7 +1,6 @@
 """A sampler's step and a margin's running statistics move once for each optimizer step, so that a forward pass that is recomputed is the same one."""
 
 import functools
-import sys
 import threading
 import weakref
 from typing import Any
@@ -60,7 +59,7 @@ def move_all():
 
 def after_step(*_: Any):
     "Move all; for an optimizer that steps within a backward pass, at its end, for the pass may still recompute."
-    move = torch.compiler.disable(move_all) if "torch._dynamo" in sys.modules else move_all
+    move = torch.compiler.disable(move_all) if torch.compiler.is_compiling() else move_all
     if in_backward():
         torch.autograd.Variable._execution_engine.queue_callback(move)
     else:
