@@ -381,26 +381,26 @@ def classes_of_a_row_against_one_process(meshes):
 
 
 TOPK = dict(temperature=0.7, logit_scale=1.5, softcap=3.0)
-EACH = TOPK | dict(temperature=torch.linspace(0.4, 2, 9, dtype=f64, device=DEVICE))
 
 
 @case
 def topk_against_one_process(meshes):
     "Values, ties and gradients; k of one class, of more than a rank has, and of all; ranks without classes or tokens"
-    for n, v, ks, how in ((9, 11, (1, 4, 11), TOPK), (9, 11, (1, 4), EACH), (6, 3, (1, 2, 3), {}), (2, 10, (3, 9), {})):
+    for n, v, ks, how, each in ((9, 11, (1, 4, 11), TOPK, False), (9, 11, (1, 4), TOPK, True), (6, 3, (1, 2, 3), {}, False), (2, 10, (3, 9), {}, False)):
+        heat = torch.linspace(0.4, 2, n, dtype=f64, device=DEVICE)
+        with_heat = lambda part: how | (dict(temperature=part(heat)) if each else {})
         x, w, b = (t.round() for t in problem(n, 4, v)[:3])  # scores that are equal, and equal in every program
         w[-1], b[-1] = w[0], b[0]
         for k in ks:
             leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-            wanted = fl.linear_topk(*leaves[:2], k, linear_bias=leaves[2], **how)
+            wanted = fl.linear_topk(*leaves[:2], k, linear_bias=leaves[2], **with_heat(lambda t: t))
             up, at = torch.linspace(-1, 2, n * k, dtype=f64, device=DEVICE).view(n, k), torch.linspace(0.3, 1, n, dtype=f64, device=DEVICE)
             exact = torch.autograd.grad((up * wanted.log_probs).sum() + (at * wanted.lse).sum(), leaves)
             for ranks, mesh, rank in mine(meshes):
                 for kind, here in (("plain", lambda t: t), ("own", lambda t: uneven(t, mesh))):
                     own = [here(x).clone().requires_grad_(), spread(w, mesh).requires_grad_(), spread(b, mesh).requires_grad_()]
                     reduction = None if kind == "plain" else "mean"
-                    cool = how | ({"temperature": here(EACH["temperature"])} if how is EACH else {})
-                    got = fl.sharded_linear_topk(*own[:2], k, linear_bias=own[2], backbone_reduction=reduction, **cool)
+                    got = fl.sharded_linear_topk(*own[:2], k, linear_bias=own[2], backbone_reduction=reduction, **with_heat(here))
                     assert_close([*got], [*map(here, wanted)])
                     grads = torch.autograd.grad((here(up) * got.log_probs).sum() + (here(at) * got.lse).sum(), own)
                     for a, e in zip(grads, (here(exact[0]) * (ranks if reduction else 1), *exact[1:])):
@@ -854,7 +854,8 @@ def half_precision_and_autocast(meshes):
         low = tuple(t.detach().bfloat16().double() for t in (x, w))
         assert_close(loss.double(), recompute_linear_cross_entropy(*low, y), rtol=1e-5, atol=1e-5)
         assert_close(listed.double(), recompute_linear_cross_entropy(*low, y, softcap=9.0), rtol=1e-5, atol=1e-5)
-        assert_close(apart.double(), fl.linear_divergence(*low, 2 * low[0], low[1].flip(0)), rtol=1e-5, atol=1e-5)
+        close = 1e-5 if DEVICE == "cpu" else 2e-3  # on a GPU scores of a divergence are rounded to bf16, as a linear layer's
+        assert_close(apart.double(), fl.linear_divergence(*low, 2 * low[0], low[1].flip(0)), rtol=close, atol=close)
         many = low[0].repeat(ranks, 1)
         exact = fl.contrastive_loss(many, 2 * many, 0.3), fl.sigmoid_contrastive_loss(many, 2 * many, 0.3, -1.0)
         for found, e in zip(pairs, exact): assert_close(found.double(), e, rtol=1e-5, atol=1e-5)
