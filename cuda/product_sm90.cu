@@ -347,8 +347,8 @@ extern "C" __global__ void SHAPE exponentials(
 }
 extern "C" __global__ void SHAPE score_gradients(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, const float* coefs,
-    u16* e, float* targets_z, int N, int V, int H, i64 pitch, float log2_scale) {
-  const Epilogue base{targets_z, targets, N, V};
+    u16* e, float* targets_z, const float* bias, int N, int V, int H, i64 pitch, float log2_scale) {
+  const Epilogue base{targets_z, targets, N, V, bias};
   const Exponentials<WEIGHED> out{base, offsets, coefs, nullptr, nullptr, e, nullptr, pitch, log2_scale};
   run(&x_map, &w_map, out, H, nullptr);
 }

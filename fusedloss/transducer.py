@@ -19,7 +19,7 @@ from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, equal_rows, grad_scale_of, takes_kernel, tile_slices, wide,
     wide_product)
-from fusedloss.core.score_product import put_gradients, statistics_sums, takes_scores
+from fusedloss.core.score_product import bias_of_tiles, put_gradients, statistics_sums, takes_scores
 from fusedloss.core.sequences import as_lengths
 from fusedloss.core.slabs import BUDGET
 from fusedloss.core.softmax import log2_scale, LOG2E
@@ -27,7 +27,6 @@ from fusedloss.core.tiling import is_busy, tiling_of
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, on_device, tl
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.lattices import check_nodes, clean_nodes, duration_flows, Grids, lattice
-from fusedloss.logprobs import launch_class_scores, reads_rows, reference_class_scores
 from fusedloss.recompute import launch_dz, launch_listed, launch_sums, ListedGradients
 
 # %% ../nbs/33_transducer.ipynb #tr000017
@@ -78,11 +77,17 @@ def places_of(a:Packed, i:slice) -> Places:
     t, u = (at // width).clamp(max=T - 1), at % width
     return Places(n * T + t, n * (U + 1) + u, row < a.end, u == width - 1)
 
-def plain_join(
-    e:Tensor, p:Tensor, a:Packed, i:slice, blank:int, activation:str,  # [N,T,J], [N,U+1,J]
-) -> tuple[Tensor, Tensor]:
+class Joint(NamedTuple):
+    "What rows of h are made of."
+    e: Tensor  # [N,T,J]
+    p: Tensor  # [N,U+1,J]
+    a: Packed
+    blank: int
+    activation: str
+
+def plain_join(k:Joint, i:slice) -> tuple[Tensor, Tensor]:
     "h [R,J] of the rows `i`, zeros in padding; their classes [R,2], blank and next label, `NONE` where there is none."
-    at = places_of(a, i)
+    (e, p, a, blank, activation), at = k, places_of(k.a, i)
     h = ACTIVATIONS[activation](wide(e.flatten(0, 1)[at.frame]) + wide(p.flatten(0, 1)[at.state]))
     label = torch.where(at.final, NONE, a.targets.flatten()[at.state])
     classes = torch.stack([label.new_full((), blank).expand_as(label), label], 1)
@@ -118,11 +123,12 @@ def activated(x, ACTIVATION: tl.constexpr):
 def join_kernel(
     e_ptr, p_ptr,  # [N,T,J], [N,U+1,J]
     starts_ptr, labels_ptr, targets_ptr,  # [N+1], [N], [N,U+1]
-    h_ptr, classes_ptr,  # [R,J], [R,2]: blank and next label
+    h_ptr, classes_ptr,  # [R,J]; [R] next label, in backward [2,R] class of the larger flow and of the other
+    w_ptr, bias_ptr, blank_ptr,  # [J] of the blank, its bias or None, [R] its scores; None in backward
     flows_ptr, rows_ptr, g_ptr,  # [2,M] of blank and label, [2,M], [N]; None in forward
     terms_ptr, gradients_ptr,  # [3,R] as `dz_kernel` reads them, [R]; None in forward
     first, R, M, N, J, columns, blank, label_weight,  # the chunk's first row; U + 1
-    e_stride_n, e_stride_t, e_stride_j, p_stride_n, p_stride_u, p_stride_j,
+    e_stride_n, e_stride_t, e_stride_j, p_stride_n, p_stride_u, p_stride_j, w_stride,
     ACTIVATION: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):
     lane = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -132,8 +138,8 @@ def join_kernel(
     t, u, keep = at // width, at % width, lane < R
     there = keep & (row < tl.load(starts_ptr + N))
     label = tl.load(targets_ptr + n * columns + u, mask=there & (u < width - 1), other=-1)
-    none, to = tl.where(there, blank, -1).to(tl.int64), classes_ptr + lane.to(tl.int64) * 2
     if flows_ptr is not None:
+        none = tl.where(there, blank, -1).to(tl.int64)
         g = tl.load(g_ptr + n, mask=there, other=0.0)
         by_blank = tl.load(flows_ptr + row, mask=there, other=0.0) * g
         by_label = tl.load(flows_ptr + M + row, mask=there, other=0.0) * (g * label_weight)
@@ -144,9 +150,11 @@ def join_kernel(
         tl.store(at_terms + R, (by_blank + by_label) / s, mask=keep)
         tl.store(at_terms + 2 * R, tl.where(swap, by_label, by_blank), mask=keep)
         tl.store(gradients_ptr + lane, -tl.where(swap, by_blank, by_label), mask=keep)
-        none, label = tl.where(swap, label, none), tl.where(swap, none, label)
-    tl.store(to, none, mask=keep)
-    tl.store(to + 1, label, mask=keep)
+        tl.store(classes_ptr + lane, tl.where(swap, label, none), mask=keep)
+        tl.store(classes_ptr + R + lane, tl.where(swap, none, label), mask=keep)
+    else:
+        tl.store(classes_ptr + lane, label, mask=keep)
+    z_blank = tl.zeros([BN], tl.float32)
     e_at = e_ptr + n * e_stride_n + t * e_stride_t
     p_at, h_at = p_ptr + n * p_stride_n + u * p_stride_u, h_ptr + lane.to(tl.int64) * J
     for k in range(0, J, BJ):
@@ -154,36 +162,54 @@ def join_kernel(
         inside = there[:, None] & (j < J)
         a = tl.load(e_at[:, None] + j * e_stride_j, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(p_at[:, None] + j * p_stride_j, mask=inside, other=0.0).to(tl.float32)
-        h = tl.where(inside, activated(a + b, ACTIVATION), 0.0)
-        tl.store(h_at[:, None] + j, h.to(h_ptr.dtype.element_ty), mask=keep[:, None] & (j < J))
+        h = tl.where(inside, activated(a + b, ACTIVATION), 0.0).to(h_ptr.dtype.element_ty)
+        tl.store(h_at[:, None] + j, h, mask=keep[:, None] & (j < J))
+        if w_ptr is not None:
+            z_blank += tl.sum(h.to(tl.float32) * tl.load(w_ptr + j * w_stride, mask=j < J, other=0.0).to(tl.float32), 1)
+    if w_ptr is not None:
+        if bias_ptr is not None: z_blank += tl.load(bias_ptr).to(tl.float32)
+        tl.store(blank_ptr + lane, z_blank, mask=keep)
 
 # %% ../nbs/33_transducer.ipynb #tr000024
 BARE = LossOptions(NONE, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
-ROWS = 3 * 2**12  # nodes of a chunk, unless a budget says
+ROWS = 2**14  # nodes of a chunk in the backward pass, unless a budget says
 
-def node_chunks(a:Packed, x:Tensor, w:Tensor, budget:int) -> list[slice]:  # of h's dtype; [V,J]
-    "Chunks of nodes whose h, scores and gradients fit the budget."
+class Layer(NamedTuple):
+    "A linear layer, as chunks meet it."
+    w: Tensor  # [V,J]
+    bias: Optional[Tensor]  # [V]; of the hand-written product as `bias_of_tiles` makes it
+    by_product: bool
+
+def layer_of(x:Tensor, w:Tensor, bias:Optional[Tensor]) -> Layer:  # of h's dtype; [V,J], [V]
+    "With the hand-written product, where it takes them."
+    by_product = takes_kernel(x) and takes_scores(x.new_empty(1, w.shape[1]), w, None, BARE)
+    return Layer(w, bias_of_tiles(x, bias) if by_product else bias, by_product)
+
+def node_bytes(x:Tensor, w:Tensor, back:bool) -> int:  # of h's dtype; [V,J]; in the backward pass
+    "Bytes of a node in a chunk: its h and its statistics, in backward h, dh and dz; without kernels its scores too."
     V, J = w.shape
-    row = 2 * V + 6 * J if takes_kernel(x) else (4 * V + 4 * J) * acc_dtype(x.dtype).itemsize  # bytes
-    most = budget // row if budget else min(ROWS, BUDGET // row)
-    return tile_slices(a.rows, equal_rows(a.rows, max(1, most)))
+    if not takes_kernel(x): return (4 * V + 4 * J) * acc_dtype(x.dtype).itemsize
+    return 2 * V + 4 * J + 44 if back else 2 * J + 8 * -(-V // 128) + 44
 
-def join_of(e:Tensor, p:Tensor, *given) -> tuple[Tensor, Tensor]:
-    "`plain_join`, by its kernel where that can be."
-    return (launch_join if has_kernel(e) else plain_join)(e, p, *given)
+def node_chunks(a:Packed, x:Tensor, w:Tensor, budget:int, back:bool) -> list[slice]:  # as above; 0 for our own choice
+    "Chunks of nodes that fit the budget."
+    budget = budget or min(BUDGET, ROWS * node_bytes(x, w, True))
+    return tile_slices(a.rows, equal_rows(a.rows, max(1, budget // node_bytes(x, w, back))))
 
-def node_statistics(h:Tensor, w:Tensor, bias:Optional[Tensor]) -> Tensor:  # [R,J], [V,J], [V] to [2,R]
-    "Each row's largest score, times `log2_scale(h)`, and Σ e^(z − that)."
-    if not takes_kernel(h):
-        z = chunk_scores(h, wide(w), bias)[:, 0]
-        top = z.amax(1)
-        return torch.stack([top, z.sub_(top[:, None]).exp_().sum(1)])
-    nowhere = torch.full((len(h),), NONE, device=h.device)
-    if takes_scores(h, w, bias, BARE): return statistics_sums(h, w, nowhere)[:2]
-    return launch_sums(h, w, nowhere, bias, None, BARE)[0][:2]
+def node_scores(k:Joint, i:slice, layer:Layer) -> tuple[Tensor, Tensor, Tensor]:  # [R,J], [2,R], [2,R]
+    "h of the rows `i`; of each its largest score, times `scale_of(e)`, and Σ e^(z − that); its scores of blank and label."
+    if takes_kernel(k.e):
+        h, label, z_blank = launch_join(k, i, layer)
+        if layer.by_product: sums = statistics_sums(h, layer.w, label, bias=layer.bias)
+        else: sums, _ = launch_sums(h, layer.w, label, layer.bias, None, BARE)
+        return h, sums[:2], torch.stack([z_blank, sums[2]])
+    h, classes = plain_join(k, i)
+    z = chunk_scores(h, wide(layer.w), layer.bias)[:, 0]
+    found, top = z.gather(1, classes.clamp(min=0)).T, z.amax(1)
+    return h, torch.stack([top, z.sub_(top[:, None]).exp_().sum(1)]), found
 
 def scale_of(x:Tensor) -> float:
-    "What maxima of `node_statistics` have been multiplied by."
+    "What maxima of `node_scores` have been multiplied by."
     return log2_scale(x) if takes_kernel(x) else 1.0
 
 def duration_log_probs(h:Tensor, w:Tensor, bias:Optional[Tensor]) -> Tensor:  # [R,J], [D,J], [D] to [R,D]
@@ -202,12 +228,11 @@ def linear_transducer_fwd(
     a = pack_nodes(e, V, targets, frames, labels, blank)
     nodes, b, b_d = N * T * U1 if keep else a.rows, *((None, None) if bias is None else (bias[:V], bias[V:]))
     rows, scores, log_d = new(2, nodes), new(2, a.rows), new(a.rows, D)
-    for i in node_chunks(a, e, w, budget):
-        h, classes = join_of(e, p, a, i, blank, activation)
-        rows[:, i] = node_statistics(h, w[:V], b)
-        scores[:, i] = (launch_class_scores if reads_rows(h, w) else reference_class_scores)(h, w[:V], b, classes).T
+    k, layer = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b)
+    for i in node_chunks(a, e, w, budget, False):
+        h, rows[:, i], scores[:, i] = node_scores(k, i, layer)
         if D: log_d[i] = duration_log_probs(h, w[V:], b_d)
-        del h, classes  # before the next ones
+        del h  # before the next one
     scale, (top, s) = scale_of(e), rows[:, :a.rows]
     scores.mul_(scale).sub_(top).div_(scale).sub_(s.log().add_(sigma))
     log_z, *found = duration_flows(*scores, log_d, durations, *a.grids) if D else lattice(*scores, a.grids, flows=keep)
@@ -220,14 +245,14 @@ def linear_transducer_fwd(
 
 # %% ../nbs/33_transducer.ipynb #tr000027
 @jit
-def sums_kernel(
-    dh_ptr, h_ptr,  # [R,J] twice
-    starts_ptr, frames_ptr, labels_ptr,  # [N+1], [N], [N]
+def add_nodes(
+    dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr,  # as `sums_kernel` has them
     out_ptr,  # [N,K,J] fp32, added to: K frames, or K states
     first, R, N, K, J,
     OVER_LABELS: tl.constexpr,  # sum the nodes of a frame; else those of a state
     ACTIVATION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):
+    "What a chunk's nodes bring to frames, or to states."
     j, one = tl.program_id(1) * BJ + tl.arange(0, BJ)[None, :].to(tl.int64), tl.arange(0, 1).to(tl.int64)
     stop = tl.minimum(tl.cast(first, tl.int64) + R, tl.load(starts_ptr + N))
     begin_n = tl.max(sequence_of(starts_ptr, one + first, N), 0)
@@ -258,6 +283,22 @@ def sums_kernel(
             new = tl.load(to, mask=j < J, other=0.0) + tl.sum(total, 0)[None, :]
             tl.store(to, new, mask=j < J)
 
+@jit
+def sums_kernel(
+    dh_ptr, h_ptr,  # [R,J] twice
+    starts_ptr, frames_ptr, labels_ptr,  # [N+1], [N], [N]
+    de_ptr, dp_ptr,  # [N,T,J], [N,U+1,J] fp32, added to; None where not needed
+    first, R, N, T, columns, J,
+    ACTIVATION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+):
+    if tl.program_id(2) == 0:
+        if de_ptr is not None:
+            add_nodes(dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr, de_ptr, first, R, N, T, J, True, ACTIVATION, BI, BJ)
+    else:
+        if dp_ptr is not None:
+            add_nodes(dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr, dp_ptr, first, R, N, columns, J, False, ACTIVATION, BI, BJ)
+
+
 # %% ../nbs/33_transducer.ipynb #tr000029
 def plain_sums(
     dh:Tensor, h:Tensor, a:Packed, i:slice, activation:str,  # [R,J] twice
@@ -282,38 +323,45 @@ class Weighted(NamedTuple):
     target: Tensor  # [R] the class of the larger flow
     more: ListedGradients  # of the other one
 
-def launch_join(
-    e:Tensor, p:Tensor, a:Packed, i:slice, blank:int, activation:str, back:Optional[Upstream]=None, BN:int=16,
-) -> tuple[Tensor, Tensor|Weighted]:
-    "`plain_join` in one launch; with `back` the weights of the gradient in the place of the classes."
-    (N, _, J), R, new = e.shape, i.stop - i.start, a.targets.new_empty
-    h, classes = e.new_empty(R, J), new(R, 2)
-    terms, gradients = (None, None) if back is None else (e.new_empty(3, R, dtype=torch.float32), e.new_empty(R, 1, dtype=torch.float32))
-    flows, rows, g, label_weight = back or (None, None, None, 1.0)
+def run_join(k:Joint, i:slice, classes:Tensor, of_blank:tuple, back:tuple, label_weight:float=1.0, BN:int=16) -> Tensor:  # [R,J]
+    "h of the rows `i`, zeros in padding; `join_kernel` gets `of_blank` from w_ptr to blank_ptr, `back` from flows_ptr to gradients_ptr."
+    e, p, a, blank, activation = k
+    (N, _, J), R, M = e.shape, i.stop - i.start, 0 if back[0] is None else back[0].shape[1]
+    h, stride = e.new_empty(R, J), 0 if of_blank[0] is None else of_blank[0].stride(0)
     with on_device(e):
-        launch_kernel(join_kernel, (-(-R // BN),), e, p, a.grids.starts, a.grids.labels, a.targets, h, classes, flows, rows, g,
-                      terms, gradients, i.start, R, 0 if back is None else rows.shape[1], N, J, a.targets.shape[1], blank,
-                      label_weight, *e.stride(), *p.stride(), ACTIVATION=activation, BN=BN, BJ=128)
-    if back is None: return h, classes
-    target, other = classes.T.contiguous()
-    return h, Weighted(terms, target, ListedGradients(other[:, None], gradients))
+        launch_kernel(join_kernel, (-(-R // BN),), e, p, a.grids.starts, a.grids.labels, a.targets, h, classes, *of_blank, *back, i.start, R, M, N, J,
+                      a.targets.shape[1], blank, label_weight, *e.stride(), *p.stride(), stride, ACTIVATION=activation, BN=BN, BJ=128)
+    return h
+
+def launch_join(k:Joint, i:slice, layer:Layer) -> tuple[Tensor, Tensor, Tensor]:  # [R,J], [R], [R] fp32
+    "h of the rows `i`; their next labels, `NONE` where there is none; their scores of the blank."
+    R = i.stop - i.start
+    label, z_blank = k.a.targets.new_empty(R), k.e.new_empty(R, dtype=torch.float32)
+    h = run_join(k, i, label, (layer.w[k.blank], None if layer.bias is None else layer.bias[k.blank:], z_blank), (None,) * 5)
+    return h, label, z_blank
+
+def launch_weighted(k:Joint, i:slice, back:Upstream) -> tuple[Tensor, Weighted]:  # [R,J]
+    "h again, and the weights of the gradient."
+    R, new = i.stop - i.start, lambda *size: k.e.new_empty(size, dtype=torch.float32)
+    classes, terms, gradients = k.a.targets.new_empty(2, R), new(3, R), new(R, 1)
+    h = run_join(k, i, classes, (None,) * 3, (*back[:3], terms, gradients), back.label_weight)
+    return h, Weighted(terms, classes[0], ListedGradients(classes[1, :, None], gradients))
 
 def launch_sums_of_nodes(
     dh:Tensor, h:Tensor, a:Packed, i:slice, activation:str, de:Optional[Tensor], dp:Optional[Tensor],
     programs:int=512, BI:int=16, BJ:int=128,
 ):
-    "`plain_sums`, one launch for each side."
-    (R, J), N = h.shape, len(a.bad)
+    "`plain_sums` in one launch."
+    (R, J), N, T, columns = h.shape, len(a.bad), a.grids.max_frames, a.targets.shape[1]
     with on_device(h):
-        for out, over_labels in ((de, True), (dp, False)):
-            if out is None: continue
-            launch_kernel(sums_kernel, (min(programs, N * out.shape[1]), -(-J // BJ)), dh, h, *a.grids[:3], out,
-                          i.start, R, N, out.shape[1], J, OVER_LABELS=over_labels, ACTIVATION=activation, BI=BI, BJ=BJ)
+        launch_kernel(sums_kernel, (min(programs, N * max(T, columns)), -(-J // BJ), 2), dh, h, *a.grids[:3], de, dp,
+                      i.start, R, N, T, columns, J, ACTIVATION=activation, BI=BI, BJ=BJ)
 
 # %% ../nbs/33_transducer.ipynb #tr000030
-def kernel_dz(h:Tensor, w:Tensor, bias:Optional[Tensor], k:Weighted, out:Tensor):  # [R,J], [V,J], [V]; [R,V] to be written
+def kernel_dz(h:Tensor, layer:Layer, k:Weighted, out:Tensor):  # [R,J]; [R,V] to be written
     "dz from the scores again."
-    if takes_scores(h, w, bias, BARE): put_gradients(h, w, out, k.target, k.terms, 0)
+    w, bias, by_product = layer
+    if by_product: put_gradients(h, w, out, k.target, k.terms, 0, bias=bias)
     else: launch_dz(h, w, out, k.target, bias, None, k.terms, None, 0, BARE, False, tiling_of(h, w, is_busy(BARE, False)))
     launch_listed(out, k.more, 0)
 
@@ -361,13 +409,14 @@ def linear_transducer_bwd(
     shapes = e.shape, p.shape, w.shape, w.shape[:1]
     sums = Gradients(*(t.new_zeros(shape, dtype=acc_dtype(e.dtype)) if need else None for (t, need), shape in zip(wanted, shapes)))
     upstream = None if by_kernel and not D else rows_of_sequences(g, a)
-    for i in node_chunks(a, e, w, budget):
+    k, layer, back = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b), Upstream(flows, rows, g, 1 + fastemit)
+    for i in node_chunks(a, e, w, budget, True):
         dz = e.new_empty(i.stop - i.start, -(-len(w) // 8) * 8, dtype=e.dtype if by_kernel else acc_dtype(e.dtype))[:, :len(w)]
         if by_kernel:
-            h, weighted = launch_join(e, p, a, i, blank, activation, Upstream(flows, rows, g, 1 + fastemit))
-            kernel_dz(h, w[:V], b, weighted, dz[:, :V])
+            h, weighted = launch_weighted(k, i, back)
+            kernel_dz(h, layer, weighted, dz[:, :V])
         else:
-            h, classes = join_of(e, p, a, i, blank, activation)
+            h, classes = plain_join(k, i)
             weights = torch.stack([upstream[i], upstream[i] * (1 + fastemit)])
             plain_dz(h, w[:V], b, classes, flows[:, i] * weights, rows[:, i], dz[:, :V])
         if D: dz[:, V:] = d_durations[i] * upstream[i, None]
@@ -472,7 +521,7 @@ def linear_transducer_loss(
     fastemit_lambda:float=0.0,  # a label's gradient counts 1 + λ times; the loss is the same
     durations:Optional[Sequence[int]]=None,  # of a token-and-duration transducer: frames that each of the weight's last rows stands for
     sigma:float=0.0,  # taken from each token's log-probability, beside durations
-    memory_budget:Optional[int]=None,  # bytes of a chunk of nodes; by default 12,288 nodes are a chunk
+    memory_budget:Optional[int]=None,  # bytes of a chunk of nodes; by default 16,384 nodes are a chunk of the backward pass
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     """A transducer's loss (RNN-T, TDT), exact, without the joint tensor [N,T,U+1,V].
 

@@ -150,9 +150,9 @@ extern "C" void run_exponentials(int grid, int threads, int seed, const u16* x, 
   });
 }
 extern "C" void run_score_gradients(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets,
-                                    const float* coefs, u16* e, float* targets_z, int N, int V, int H, i64 pitch, float log2_scale) {
+                                    const float* coefs, u16* e, float* targets_z, const float* bias, int N, int V, int H, i64 pitch, float log2_scale) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) {
-    score_gradients(x_map, w_map, targets, offsets, coefs, e, targets_z, N, V, H, pitch, log2_scale);
+    score_gradients(x_map, w_map, targets, offsets, coefs, e, targets_z, bias, N, V, H, pitch, log2_scale);
   });
 }
 extern "C" void run_entropy_gradients(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets,

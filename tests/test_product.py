@@ -221,14 +221,14 @@ def test_statistics_with_a_bias():
     assert error(found.stats, without_targets(scores, y), 256) < 1 and target_error(found.targets_z, scores, y) < 1
 
 
-def gradients(x, w, y, offsets, coefs, in_turn=0, source=None):
+def gradients(x, w, y, offsets, coefs, in_turn=0, source=None, bias=None):
     "e and the targets' scores by `score_gradients`; NaN stands around"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     (n, h), v = x.shape, len(w)
     pitch = -(-v // 8) * 8
     e, targets_z = torch.full((n + 2, pitch), math.nan, dtype=x.dtype), torch.full((n + 2,), math.nan)
-    launch = kernels("score_gradients", 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=in_turn, BIASED=0, CAPPED=0, HALF=str(x.dtype == torch.float16).lower())
-    launch(1, 384, x, w, y, offsets, coefs, e[1:-1], targets_z[1:-1], n, v, h, ctypes.c_int64(pitch), ctypes.c_float(math.log2(math.e)))
+    launch = kernels("score_gradients", 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=in_turn, BIASED=int(bias is not None), CAPPED=0, HALF=str(x.dtype == torch.float16).lower())
+    launch(1, 384, x, w, y, offsets, coefs, e[1:-1], targets_z[1:-1], bias, n, v, h, ctypes.c_int64(pitch), ctypes.c_float(math.log2(math.e)))
     assert all(t[[0, -1]].isnan().all() for t in (e, targets_z)) and e[:, v:].isnan().all(), "it writes outside"
     return e[1:-1, :v], targets_z[1:-1]
 
@@ -250,10 +250,18 @@ def test_gradients_of_scores(kind, in_turn):
     assert gradients_error(*scored(150, 300, 72, KINDS[kind], 0.4), in_turn=in_turn) < 2.1
 
 
-def gradients_on_gpu(x, w, y, offsets, coefs):
+@pytest.mark.parametrize("in_turn", [0, 1])
+def test_gradients_of_scores_with_a_bias(in_turn):
+    x, w, scores = scored(150, 300, 72)
+    bias = wavy_bias(300, 192 if in_turn else 256)
+    assert gradients_error(x, w, scores + bias[:300].double(), in_turn=in_turn, bias=bias) < 2.1
+
+
+def gradients_on_gpu(x, w, y, offsets, coefs, bias=None):
     "As `gradients`, by the launcher of the library"
     e, targets_z = torch.full((len(x), -(-len(w) // 8) * 8), math.nan, dtype=x.dtype, device="cuda"), torch.full((len(x),), math.nan, device="cuda")
-    IN_TURN.gradients(x.cuda(), w.cuda(), y.cuda(), offsets.cuda(), coefs.cuda(), e[:, :len(w)], targets_z)
+    bias = {} if bias is None else dict(bias=bias.cuda())
+    IN_TURN.gradients(x.cuda(), w.cuda(), y.cuda(), offsets.cuda(), coefs.cuda(), e[:, :len(w)], targets_z, **bias)
     return e[:, :len(w)].cpu(), targets_z.cpu()
 
 

@@ -90,6 +90,7 @@ class ScoreProduct(ABC):
         dz: Tensor,
         target_z: Tensor,
         log2_scale: float = math.log2(math.e),
+        bias: Optional[Tensor] = None,  # as `statistics` takes it
     ):
         "Write coef · 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf, to `dz`."
 

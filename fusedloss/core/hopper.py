@@ -235,9 +235,9 @@ class WarpGroupProduct(ScoreProduct):
         given, last = (y, offsets, e, sums, target_z, wanted, bias), (float(log2_scale), float(log2_cap))
         launch_form("exponentials", form, x, w, *given, len(x), len(w), x.shape[1], e.stride(0), *last)
 
-    def gradients(self, x, w, y, offsets, coefs, dz, target_z, log2_scale=LOG2E):
-        given = y, offsets, coefs, dz, target_z
-        launch_form("score_gradients", self, x, w, *given, len(x), len(w), x.shape[1], dz.stride(0), float(log2_scale))
+    def gradients(self, x, w, y, offsets, coefs, dz, target_z, log2_scale=LOG2E, bias=None):
+        form, given = replace(self, biased=bias is not None), (y, offsets, coefs, dz, target_z, bias)
+        launch_form("score_gradients", form, x, w, *given, len(x), len(w), x.shape[1], dz.stride(0), float(log2_scale))
 
     def entropy_gradients(self, x, w, y, offsets, coefs, slopes, means, dz, target_z, log2_scale=LOG2E):
         given = y, offsets, coefs, slopes, means, dz, target_z

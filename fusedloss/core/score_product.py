@@ -4,6 +4,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.devices import Device, device_of
@@ -98,7 +99,18 @@ def merge_statistics(
         )
 
 
-def statistics_sums(x: Tensor, w: Tensor, y: Tensor, entropy: bool = False) -> Tensor:  # [N,H], [V,H], [N] to [7,N]
+def bias_of_tiles(x: Tensor, bias: Optional[Tensor]) -> Optional[Tensor]:  # [N,H], [V] to [V, and on to whole tiles]
+    "A bias as the product of x's device takes it: fp32, zeros behind."
+    return None if bias is None else F.pad(bias.float(), (0, -len(bias) % product_of(device_of(x)).classes))
+
+
+def statistics_sums(
+    x: Tensor,  # [N,H]
+    w: Tensor,  # [V,H]
+    y: Tensor,  # [N]
+    entropy: bool = False,
+    bias: Optional[Tensor] = None,  # of `bias_of_tiles`; without entropy
+) -> Tensor:  # [7,N]
     "What each row knows of its scores."
     product = product_of(device_of(x))
     tiles, new = -(-len(w) // product.classes), lambda kind, *size: kind(size, dtype=torch.float32)
@@ -107,7 +119,7 @@ def statistics_sums(x: Tensor, w: Tensor, y: Tensor, entropy: bool = False) -> T
     if entropy:
         product.moments(x, w, y, stats, moments, sums[2])
     else:
-        product.statistics(x, w, y, stats, sums[2])
+        product.statistics(x, w, y, stats, sums[2], bias=bias)
     merge_statistics(sums, stats, moments, y, len(w), log2_scale(x))
     return sums
 
@@ -170,11 +182,21 @@ def put_targets(
         )
 
 
-def put_gradients(x: Tensor, w: Tensor, dz: Tensor, y: Tensor, terms: Tensor, begin: int, entropy: bool = False):
-    "`dz [N,V]` of a slab of classes from its scores; terms `[6,N]` as `launch_terms` makes them."
-    product, column, target_z = product_of(device_of(x)), y - begin, terms.new_empty(len(y))
+def put_gradients(
+    x: Tensor,  # [N,H]
+    w: Tensor,  # [V,H] of a slab of classes
+    dz: Tensor,  # [N,V] to be written
+    y: Tensor,  # [N]
+    terms: Tensor,  # [6,N] as `launch_terms` makes them
+    begin: int,  # the slab's first class
+    entropy: bool = False,
+    bias: Optional[Tensor] = None,  # as `statistics_sums` takes it
+):
+    "dz from the scores."
+    product, target_z = product_of(device_of(x)), terms.new_empty(len(y))
+    column = y - begin if begin else y
     if entropy:
         product.entropy_gradients(x, w, column, *terms[:2], *terms[4:6], dz, target_z, log2_scale(x))
     else:
-        product.gradients(x, w, column, *terms[:2], dz, target_z, log2_scale(x))
+        product.gradients(x, w, column, *terms[:2], dz, target_z, log2_scale(x), bias)
     put_targets(dz, terms, target_z, column, log2_scale(x), entropy)
