@@ -301,28 +301,150 @@ def node_grad_kernel(
 class DurationFlows(NamedTuple):
     "The same where each arc also has a duration."
     log_z: Tensor  # [N]; −∞ where durations cannot add up to the frames
-    blank: Tensor  # [M] over all durations
-    label: Tensor  # [M] over all durations
-    durations: Tensor  # [M,D] over blank and label
-    node: Tensor  # [M] probability that a path comes by
+    blank: Optional[Tensor]  # [M] over all durations; None, as the others, if flows are not asked for
+    label: Optional[Tensor]  # [M] over all durations
+    durations: Optional[Tensor]  # [M,D] over blank and label
+    node: Optional[Tensor]  # [M] probability that a path comes by
 
+def plain_durations(
+    blank:Tensor, label:Tensor, arcs:Tensor, durations:Sequence[int], a:Grids, flows:bool,  # [M], [M], [M,D]; as for `duration_flows`
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # [N], [M], [M], [M,D]
+    "log Z and flows with durations, by PyTorch."
+    blanks, arcs = [i for i, d in enumerate(durations) if d], arcs.to(acc_dtype(blank.dtype))
+    moves = *((durations[i], 0) for i in blanks), *((d, 1) for d in durations)
+    scores = torch.cat([arcs[:, blanks] + blank[:, None], arcs + label[:, None]], 1)
+    log_z, shares = branch_shares(scores, moves, a, Log)
+    if not flows: return log_z, None, None, None
+    by_blank, by_label = arc_flows(shares, log_z, moves, a).split([len(blanks), len(durations)], 1)
+    taken = by_label.clone()
+    taken[:, blanks] += by_blank
+    return log_z, by_blank.sum(1), by_label.sum(1), taken
+
+# %% ../nbs/32_lattices.ipynb #lt000071
+@jit
+def load_arcs(blank_ptr, label_ptr, duration_ptr, start, k, u, i, T, U, D):
+    "Scores of the nodes (k - u, u): of blank and label [BU,1], and of durations [BU,BD]."
+    t = (k - u).to(tl.int64)
+    here, at = (t >= 0) & (t < T) & (u <= U), start + t * (U + 1) + u
+    none = -float("inf")
+    return (tl.load(blank_ptr + at, mask=here, other=none), tl.load(label_ptr + at, mask=here & (u < U), other=none),
+            tl.load(duration_ptr + at * D + i, mask=here & (i < D), other=none))
+
+@jit
+def duration_lattice_kernel(
+    blank_ptr, label_ptr, duration_ptr, durations_ptr,  # scores [M] twice, [M,D]; [D] int64 frames
+    starts_ptr, frames_ptr, labels_ptr,  # [N+1], [N], [N]
+    log_z_ptr, blank_flow_ptr, label_flow_ptr,  # [N]; [M] twice: the first has β until flows replace it, the second may be None
+    blank_arcs_ptr, label_arcs_ptr,  # [M,D] flows of each duration, or None
+    offsets_ptr,  # [N,K] float64: what is taken from β of each diagonal
+    D, K,
+    BU: tl.constexpr, BD: tl.constexpr,  # powers of two: above all U, and not below D
+):
+    n, u, i = tl.program_id(0).to(tl.int64), tl.arange(0, BU)[:, None], tl.arange(0, BD)[None, :]
+    T, U = tl.load(frames_ptr + n).to(tl.int32), tl.load(labels_ptr + n).to(tl.int32)
+    start, last, offsets_ptr = tl.load(starts_ptr + n), T + U - 1, offsets_ptr + n * K
+    d = tl.load(durations_ptr + i, mask=i < D, other=0)
+    beta, spoilt = tl.full([BU, 1], -float("inf"), tl.float32), u < 0
+    top, offset = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float64)
+    next_blank, next_label, next_arcs = load_arcs(blank_ptr, label_ptr, duration_ptr, start, last, u, i, T, U, D)
+    for back in range(T + U):
+        k = last - back
+        blank, label, arcs = next_blank, next_label, next_arcs
+        next_blank, next_label, next_arcs = load_arcs(blank_ptr, label_ptr, duration_ptr, start, k - 1, u, i, T, U, D)
+        t = (k - u).to(tl.int64)
+        here, at = (t >= 0) & (t < T) & (u <= U), start + t * (U + 1) + u
+        there, to = here & (i < D) & (t + d < T), at + d * (U + 1)  # ①
+        offset += top.to(tl.float64)
+        after_blank = tl.load(offsets_ptr + k + d, mask=(i < D) & (d > 0) & (k + d <= last), other=0.0) - offset  # ②
+        after_label = tl.load(offsets_ptr + k + d + 1, mask=(i < D) & (k + d + 1 <= last), other=0.0) - offset
+        by_blank = tl.load(blank_flow_ptr + to, mask=there & (d > 0), other=-float("inf")) + after_blank.to(tl.float32)
+        by_label = tl.load(blank_flow_ptr + to + 1, mask=there & (u < U), other=-float("inf")) + after_label.to(tl.float32)
+        ends = here & (i < D) & (d > 0) & (u == U) & (t + d == T)
+        by_blank = blank + arcs + tl.where(ends, -offset.to(tl.float32), by_blank)
+        by_label += label + arcs
+        most = tl.maximum(tl.max(by_blank, 1, keep_dims=True), tl.max(by_label, 1, keep_dims=True))
+        most = tl.where(most == -float("inf"), 0.0, most)
+        by_blank, by_label = tl.exp(by_blank - most), tl.exp(by_label - most)
+        total = tl.sum(by_blank + by_label, 1, keep_dims=True)
+        beta = most + tl.log(total)
+        spoilt |= (beta != beta) | (beta == float("inf"))
+        tl.store(blank_flow_ptr + at, beta, mask=here)
+        tl.store(offsets_ptr + k, offset)
+        if label_flow_ptr is not None:
+            own = at * D + i
+            total = tl.where(total == 0, 1.0, total)
+            tl.store(blank_arcs_ptr + own, by_blank / total, mask=here & (i < D))  # ③
+            tl.store(label_arcs_ptr + own, by_label / total, mask=here & (i < D))
+        top = tl.max(beta)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        tl.debug_barrier()
+    log_z = offset + tl.sum(tl.where(u == 0, beta, 0.0))
+    log_z = tl.where(tl.max(spoilt.to(tl.int32)) > 0, float("nan"), log_z)
+    tl.store(log_z_ptr + n, log_z.to(tl.float32))
+    if label_flow_ptr is not None:
+        begin = tl.where(log_z == -float("inf"), 0.0, log_z - log_z + 1).to(tl.float32)  # 1, or NaN
+        for k in range(T + U):
+            t = (k - u).to(tl.int64)
+            here, at = (t >= 0) & (t < T) & (u <= U), start + t * (U + 1) + u
+            own = at * D + i
+            there, since = here & (i < D) & (t >= d), own - d * (U + 1) * D
+            coming = tl.load(blank_arcs_ptr + since, mask=there & (d > 0), other=0.0)  # ④
+            coming += tl.load(label_arcs_ptr + since - D, mask=there & (u > 0), other=0.0)
+            flow = tl.where((u == 0) & (k == 0), begin, tl.sum(coming, 1, keep_dims=True))
+            by_blank = flow * tl.load(blank_arcs_ptr + own, mask=here & (i < D), other=0.0)
+            by_label = flow * tl.load(label_arcs_ptr + own, mask=here & (i < D), other=0.0)
+            tl.store(blank_arcs_ptr + own, by_blank, mask=here & (i < D))
+            tl.store(label_arcs_ptr + own, by_label, mask=here & (i < D))
+            tl.store(blank_flow_ptr + at, tl.sum(by_blank, 1, keep_dims=True), mask=here)
+            tl.store(label_flow_ptr + at, tl.sum(by_label, 1, keep_dims=True), mask=here)
+            tl.debug_barrier()
+
+# %% ../nbs/32_lattices.ipynb #lt000073
+MOST_ARCS = 2**14  # of each kind, on a diagonal: what a program has in registers
+
+def duration_blocks(a:Grids, D:int) -> dict[str, int]:
+    "How a program holds a diagonal with D durations."
+    BU, BD = next_power_of_2(a.max_labels + 1), next_power_of_2(D)
+    return dict(BU=BU, BD=BD, num_warps=min(16, max(1, BU * BD // 256)))
+
+def launch_durations(
+    scores:tuple[Tensor, Tensor, Tensor], durations:Tensor, a:Grids,  # [M], [M], [M,D]; [D] int64
+    tables:tuple[Optional[Tensor], ...],  # [N], [M], [M], [M,D], [M,D]; zeros, the last three None for log Z alone
+):
+    "log Z and flows with durations by Triton, one program per sequence."
+    N, D, K = len(a.frames), len(durations), a.max_frames + a.max_labels + 1
+    offsets = tables[0].new_empty(N, K, dtype=torch.float64)
+    launch_kernel(duration_lattice_kernel, (N,), *scores, durations, a.starts, a.frames, a.labels, *tables, offsets, D, K, **duration_blocks(a, D))
+
+def takes_durations(scores:Tensor, durations:Sequence[int], a:Grids) -> bool:
+    "Whether the kernel takes these grids."
+    blocks = duration_blocks(a, len(durations))
+    return takes_lattice(scores, a) and blocks["BU"] * blocks["BD"] <= MOST_ARCS
+
+def run_durations(
+    blank:Tensor, label:Tensor, arcs:Tensor, durations:Sequence[int], a:Grids, flows:bool,  # as for `plain_durations`
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    "`plain_durations` by the kernel."
+    scores = [t.float().contiguous() for t in (blank, label, arcs)]
+    tables = scores[0].new_empty(len(a.frames)), *(torch.zeros_like(scores[i]) if flows or not i else None for i in (0, 1, 2, 2))
+    with on_device(blank):
+        if len(a.frames): launch_durations(scores, to_device(torch.tensor(durations), blank.device), a, tables)
+    log_z, by_blank, by_label, taken, by_labels = tables
+    return (log_z, by_blank, by_label, taken.add_(by_labels)) if flows else (log_z, None, None, None)
+
+# %% ../nbs/32_lattices.ipynb #lt000074
 @torch.no_grad()
 def duration_flows(
     blank_scores:Tensor, label_scores:Tensor, duration_scores:Tensor,  # [M], [M], [M,D] log-probabilities
     durations:Sequence[int],  # [D] frames, each once; a blank takes one above 0
     starts:Tensor, frames:Tensor, labels:Tensor, max_frames:int, max_labels:int,  # as for `node_flows`
+    flows:bool=True,  # whether they are wanted, beside log Z
 ) -> DurationFlows:
     "Where the paths of a token-and-duration transducer are."
-    a, dtype = Grids(starts, frames, labels, max_frames, max_labels), acc_dtype(blank_scores.dtype)
-    blanks = [i for i, d in enumerate(durations) if d]
-    moves = *((durations[i], 0) for i in blanks), *((d, 1) for d in durations)
-    arcs = duration_scores.to(dtype)
-    scores = torch.cat([arcs[:, blanks] + blank_scores.to(dtype)[:, None], arcs + label_scores.to(dtype)[:, None]], 1)
-    log_z, shares = branch_shares(scores, moves, a, Log)
-    by_blank, by_label = arc_flows(shares, log_z, moves, a).split([len(blanks), len(durations)], 1)
-    blank, label, taken = by_blank.sum(1), by_label.sum(1), by_label.clone()
-    taken[:, blanks] += by_blank
-    return DurationFlows(log_z, blank, label, taken, blank + label)
+    a = Grids(starts, frames, labels, max_frames, max_labels)
+    run = run_durations if takes_durations(blank_scores, durations, a) else plain_durations
+    log_z, blank, label, taken = run(blank_scores, label_scores, duration_scores, durations, a, flows)
+    return DurationFlows(log_z, blank, label, taken, blank + label if flows else None)
 
 # %% ../nbs/32_lattices.ipynb #lt000041
 class Nodes(NamedTuple):

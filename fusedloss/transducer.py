@@ -210,7 +210,7 @@ def linear_transducer_fwd(
         del h, classes  # before the next ones
     scale, (top, s) = scale_of(e), rows[:, :a.rows]
     scores.mul_(scale).sub_(top).div_(scale).sub_(s.log().add_(sigma))
-    log_z, *found = duration_flows(*scores, log_d, durations, *a.grids) if D else lattice(*scores, a.grids, flows=keep)
+    log_z, *found = duration_flows(*scores, log_d, durations, *a.grids, flows=keep) if D else lattice(*scores, a.grids, flows=keep)
     losses = torch.where(a.bad, torch.nan, 0 - log_z)
     if not keep: return losses, new(2, 0), new(2, 0), new(0, D)
     flows, d_durations = new(2, nodes), new(nodes, D)

@@ -319,6 +319,17 @@ def test_reductions(reduction):
         torch.testing.assert_close(a, s)
 
 
+@pytest.mark.parametrize("name", ["tanh", "durations"])
+def test_the_loss_alone(place, name):
+    "Without a gradient: the same losses, and no flows are made"
+    case = in_dtype(name, f32)
+    (e, p, w, b), *given = case.tensors(place)
+    losses, _ = run(case, ((e, p, w, b), *given))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        everywhere(patch, lattices, "arc_flows", None)
+        assert torch.equal(linear_transducer_loss(e, p, w, *given, linear_bias=b, **case.options()), losses)
+
+
 def test_fastemit_leaves_the_loss():
     (e, p, w, b), *given = Case().tensors()
     assert torch.equal(linear_transducer_loss(e, p, w, *given, linear_bias=b), linear_transducer_loss(e, p, w, *given, linear_bias=b, fastemit_lambda=0.7))

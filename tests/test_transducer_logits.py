@@ -162,6 +162,85 @@ def test_hostile_scores(way):
         assert got.blank[2 * n:4 * n].isnan().any() and abs(got.blank[n:2 * n].sum() - T) < 1e-5
 
 
+DURATIONS = [(0, 1, 2), (1, 2), (2,), (0, 1), (3, 0, 1), (0,), (4, 1), (1, 9)]
+
+
+@pytest.mark.parametrize("durations", DURATIONS)
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_flows_with_durations_against_paths(way, durations, scale):
+    "The kernel of durations against every path; where they cannot add up nothing flows."
+    frames, labels = zip(*SHAPES)
+    (blank, label, dur), (starts, *lengths) = batch(frames, labels, dtype=f32, depth=(len(durations),), scale=scale)
+    given = [t.to(way) for t in (blank, label, dur, starts, *lengths)]
+    got = duration_flows(*given[:3], durations, *given[3:], max(frames) + 1, max(labels) + 2)
+    for i, (T, U) in enumerate(zip(frames, labels)):
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        log_z, *flows, taken = by_paths(T, U, blank[rows].double(), label[rows].double(), dur[rows].double(), durations)
+        assert got.log_z[i] == log_z or math.isclose(got.log_z[i].item(), log_z, rel_tol=1e-5)
+        for t, e in zip((got.blank, got.label, got.durations, got.node), (*flows, taken, flows[0] + flows[1])):
+            torch.testing.assert_close(t[rows].cpu().double(), e, rtol=3e-4, atol=2e-6)
+    assert all((t[int(starts[-1]):] == 0).all() for t in got[1:])
+    alone = duration_flows(*given[:3], durations, *given[3:], max(frames) + 1, max(labels) + 2, flows=False)
+    assert torch.equal(alone.log_z, got.log_z) and alone[1:] == (None,) * 4
+
+
+@pytest.mark.parametrize("durations", [(0, 1, 2, 3, 4), (2, 0, 7, 1), (11, 3)])
+def test_kernel_of_durations_beside_pytorch(device, durations, monkeypatch, nan_in_new_memory):
+    "Larger grids, and an empty one; the same bits again."
+    need_kernels(device)
+    (blank, label, dur), (starts, *lengths) = batch((9, 4, 1, 0, 30), (40, 0, 5, 2, 33), dtype=f32, depth=(len(durations),))
+    given = [t.to(device) for t in (blank, label, dur, starts, *lengths)]
+    flows = lambda *scores: duration_flows(*scores, durations, *given[3:], 30, 40)
+    everywhere(monkeypatch, lattices, "has_kernel", lambda x: False)
+    exact = flows(*(t.double() for t in given[:3]))
+    everywhere(monkeypatch, lattices, "has_kernel", lambda x: x.numel() > 0)
+    for t, e, same in zip(flows(*given[:3]), exact, flows(*given[:3])):
+        torch.testing.assert_close(t.double(), e, rtol=1e-5, atol=4e-6)
+        assert torch.equal(t, same)
+
+
+def test_error_with_durations_in_float32(way):
+    "Scores as of 1024 classes, log Z of -150: β relative to its diagonal keeps the digits of the flows."
+    T, U, durations = 50, 20, (0, 1, 2, 3)
+    (blank, label, dur), a = batch((T,), (U,), dtype=f32, depth=(4,), padding=0)
+    given = blank - 6, label - 6, dur.log_softmax(1)
+    exact = duration_flows(*(t.double() for t in given), durations, *a, T, U)
+    got = duration_flows(*(t.to(way) for t in given), durations, *(t.to(way) for t in a), T, U)
+    assert exact.log_z < -150 and abs(got.log_z.item() - exact.log_z.item()) < 2e-5
+    assert max((t.cpu().double() - e).abs().max().item() for t, e in zip(got[1:], exact[1:])) < 1.5e-6
+
+
+def test_hostile_scores_with_durations(way):
+    "−∞ closes arcs; no path: log Z −∞ and nothing flows; NaN and +∞ stay in their sequence, also where no path comes by."
+    T, U, durations = 4, 2, (2, 0)
+    (blank, label, dur), a = batch((T,) * 6, (U,) * 6, dtype=f32, depth=(2,))
+    n = T * (U + 1)
+    label[:n][1::3] = -math.inf
+    dur[n, 1] = -math.inf
+    blank[2 * n + 5], label[3 * n], dur[4 * n + 3, 0] = math.nan, math.inf, math.nan  # the first and the last in frame 1, which no path visits
+    got = duration_flows(*(t.to(way) for t in (blank, label, dur)), durations, *(t.to(way) for t in a), T, U)
+    assert got.log_z[0] == -math.inf and got.log_z[1].isfinite() and got.log_z[2:5].isnan().all() and got.log_z[5].isfinite()
+    log_z, *flows, taken = by_paths(T, U, blank[n:2 * n].double(), label[n:2 * n].double(), dur[n:2 * n].double(), durations)
+    for t, e in zip(got[1:], (*flows, taken, flows[0] + flows[1])):
+        assert (t[:n] == 0).all() and t[5 * n:].isfinite().all() and t[2 * n:3 * n].isnan().any()
+        torch.testing.assert_close(t[n:2 * n].cpu().double(), e, rtol=1e-5, atol=1e-6)
+
+
+def test_grids_with_durations_that_no_program_holds(device, monkeypatch):
+    "Too many arcs of a diagonal for a program: PyTorch takes them, with the same result."
+    need_kernels(device)
+    everywhere(monkeypatch, lattices, "has_kernel", lambda x: x.numel() > 0)
+    (blank, label, dur), a = batch((3, 2), (2, 1), dtype=f32, depth=(3,))
+    given = [t.to(device) for t in (blank, label, dur)], (0, 1, 2), *(t.to(device) for t in a)
+    flows = lambda: duration_flows(*given[0], *given[1:], 3, 2)
+    expected = flows()
+    assert lattices.duration_blocks(lattices.Grids(*given[2:], 3, 2), 3)["BD"] == 4
+    monkeypatch.setattr(lattices, "MOST_ARCS", 15)
+    everywhere(monkeypatch, lattices, "launch_durations", None)
+    for t, e in zip(flows(), expected):
+        torch.testing.assert_close(t, e, rtol=1e-5, atol=1e-6)
+
+
 def test_clamp_is_of_the_gradient_before_upstream(way):
     z, y, frames, labels = sample(device=way, dtype=f32)
     clipped = []
