@@ -13,7 +13,7 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence, TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedloss.core.checks import acc_dtype, check_flags, expect, expect_tensor, FLOATS, is_integer, is_number
 from fusedloss.core.cuda import cuda_kernel
@@ -707,6 +707,136 @@ def transducer_align(
     given = lengths_of(logits, logit_lengths, target_lengths)
     return LabelFrames(*frames_operator(logits.detach(), targets, *given, blank % logits.shape[3], fused_log_softmax))
 
+# %% ../nbs/32_lattices.ipynb #lt000053
+class Recogniser(NamedTuple):
+    "What `transducer_decode` searches."
+    encoder: Tensor  # [N,T,...]
+    frames: Tensor  # [N]
+    predict: Callable[[Optional[Tensor], Any], tuple[Any, Any]]
+    joint: Callable[[Tensor, Any], Tensor]
+    blank: int
+    max_symbols: int
+
+    def scores(self, x:Tensor, outputs:Any) -> tuple[Tensor, int]:  # [R,...], of R rows; [R,V] float64
+        "Log-probabilities of all classes, and which of them is the blank."
+        scores = self.joint(x, outputs).double().log_softmax(-1)
+        expect(-scores.shape[1] <= self.blank < scores.shape[1], "blank", f"a class below {scores.shape[1]}, or a negative number from the end", self.blank)
+        return scores, self.blank % scores.shape[1]
+
+def greedy_labels(r:Recogniser) -> Hypotheses:  # k = 1
+    "In each frame the most probable class until it is the blank; each sequence at its own frame."
+    (N, T), sequence = r.encoder.shape[:2], torch.arange(len(r.encoder), device=r.encoder.device)
+    t, said, at_frame = torch.zeros_like(r.frames), torch.zeros_like(r.frames), torch.zeros_like(r.frames)
+    total, labels, times, held = torch.zeros(N, dtype=torch.float64, device=r.encoder.device), [], [], r.predict(None, None)
+    while N and (on := t < r.frames).any():
+        scores, stop = r.scores(r.encoder[sequence, t.clamp(max=T - 1)], held[0])
+        y = torch.where(at_frame < r.max_symbols, scores.argmax(1), stop)
+        total += torch.where(on, scores[sequence, y], 0)
+        says = on & (y != stop)
+        labels.append(torch.where(says, y, -1)), times.append(torch.where(says, t, -1))
+        new = r.predict(torch.where(says, y, 0), held[1])
+        held = tree_map(lambda a, b: torch.where(says.view(N, *[1] * (a.dim() - 1)), a, b), new, held)
+        said, at_frame, t = said + says, torch.where(says, at_frame + 1, 0), t + (on & ~says)
+    steps = [torch.stack(found, 1) if found else r.frames.new_empty(N, 0) for found in (labels, times)]
+    order = (steps[0] < 0).long().argsort(dim=1, stable=True)[:, :int(said.max()) if N else 0]
+    return Hypotheses(steps[0].gather(1, order)[:, None], said[:, None], total[:, None], steps[1].gather(1, order)[:, None])
+
+# %% ../nbs/32_lattices.ipynb #lt000054
+class Prefixes(NamedTuple):
+    "Label sequences of a search; those that do not exist have −∞."
+    labels: Tensor  # [N,B,L] classes; −1 beyond a length
+    times: Tensor  # [N,B,L] the frames in which the best path says them
+    log_p: Tensor  # [N,B] float64, of all paths found
+    best: Tensor  # [N,B] float64, of the best path
+    held: Any  # outputs and state of `predict`: trees of tensors [N,B,...]
+
+    def lengths(self) -> Tensor:  # [N,B]
+        return (self.labels >= 0).sum(2)
+
+    def chosen(self, at:Tensor) -> "Prefixes":  # [N,B]
+        "The prefixes at these places of each sequence."
+        n = torch.arange(len(at), device=at.device)[:, None]
+        return tree_map(lambda t: t[n, at], self)
+
+def first_largest(x:Tensor, k:int) -> Tensor:  # [N,K]; to [N,k]
+    "Places of the k largest numbers of each row, in their order; of equals the first."
+    least = x.topk(k, 1).values[:, -1:]
+    above, equal = x > least, x == least
+    kept = above | equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True))
+    at = torch.where(kept, torch.arange(x.shape[1], device=x.device), x.shape[1]).topk(k, 1, largest=False, sorted=True).values
+    return at.gather(1, x.gather(1, at).sort(dim=1, descending=True, stable=True).indices)
+
+def first_prefixes(r:Recogniser, B:int) -> Prefixes:
+    "Before the first frame: nothing is said, and that with probability 1."
+    N, none = len(r.frames), torch.full((len(r.frames), B), -torch.inf, dtype=torch.float64, device=r.encoder.device)
+    log_p, empty = none.masked_fill(torch.arange(B, device=none.device) == 0, 0), r.frames.new_empty(N, B, 0)
+    held = r.predict(None, None)
+    for t in tree_leaves(held): expect(t.shape[:1] in ((1,), (N,)), "predict", lambda: f"1 row or {N} before the first label", lambda: f"shape {list(t.shape)}")
+    return Prefixes(empty, empty, log_p, log_p, tree_map(lambda t: t.expand(N, *t.shape[1:])[:, None].expand(N, B, *t.shape[1:]), held))
+
+def merged(p:Prefixes, new:Prefixes) -> Prefixes:  # of one B and L; none of either twice
+    "The B most probable ones of both; the paths of equal prefixes are added up."
+    same = (p.labels[:, :, None] == new.labels[:, None]).all(3)  # [N,B,B]
+    same &= (p.log_p > -torch.inf)[:, :, None] & (new.log_p > -torch.inf)[:, None]
+    of_new = lambda t: torch.where(same, t[:, None], -torch.inf).max(2)  # one at most
+    best, at = of_new(new.best)
+    times = torch.where((best > p.best)[..., None], new.times.gather(1, at[..., None].expand_as(new.times)), p.times)
+    p = p._replace(times=times, log_p=torch.logaddexp(p.log_p, of_new(new.log_p).values), best=torch.maximum(p.best, best))
+    new = new._replace(log_p=new.log_p.masked_fill(same.any(1), -torch.inf))
+    both = tree_map(lambda a, b: torch.cat([a, b], 1), p, new)
+    return both.chosen(both.log_p.sort(dim=1, descending=True, stable=True).indices[:, :p.log_p.shape[1]])
+
+def grown(p:Prefixes, scores:Tensor, t:int, floor:Tensor) -> Prefixes:  # [N,B,V], −∞ for the blank; [N,1]
+    "The B most probable prefixes with one label more, if above `floor`; what is held is still that of the label before."
+    total = (p.log_p[..., None] + scores).flatten(1)
+    at = first_largest(total, p.log_p.shape[1])
+    log_p, new = total.gather(1, at), p.chosen(at // scores.shape[2])
+    log_p, end = torch.where(log_p > floor, log_p, -torch.inf), new.lengths()[..., None]
+    says = lambda t, said: F.pad(t, (0, 1), value=-1).scatter(2, end, said)
+    return Prefixes(says(new.labels, at[..., None] % scores.shape[2]), says(new.times, torch.full_like(end, t)),
+                    log_p, new.best + scores.flatten(1).gather(1, at), new.held)
+
+def predicted(p:Prefixes, r:Recogniser) -> Prefixes:
+    "The same with what `predict` says after their last labels."
+    (N, B), last = p.log_p.shape, p.labels.gather(2, p.lengths()[..., None] - 1)[..., 0]
+    held = r.predict(torch.where(p.log_p > -torch.inf, last, 0).flatten(), tree_map(lambda t: t.flatten(0, 1), p.held[1]))
+    for t in tree_leaves(held): expect(t.shape[:1] == (N * B,), "predict", lambda: f"{N * B} rows for as many labels and states", lambda: f"shape {list(t.shape)}")
+    return p._replace(held=tree_map(lambda t: t.unflatten(0, (N, B)), held))
+
+def trimmed(p:Prefixes) -> Prefixes:
+    "The same in as few columns as it needs; nothing of what does not exist."
+    none = (p.log_p == -torch.inf)[..., None]
+    p = p._replace(labels=p.labels.masked_fill(none, -1), times=p.times.masked_fill(none, -1))
+    L = int(p.lengths().max())
+    return p._replace(labels=p.labels[..., :L], times=p.times[..., :L])
+
+MARGIN = 20.0  # e^-20, of the least probable prefix that a full beam keeps: below that a prefix says no more in its frame
+
+def beam_labels(r:Recogniser, B:int) -> Hypotheses:  # k = B
+    "The most probable prefixes after all frames: in a frame each says up to `max_symbols` labels, then the blank."
+    p, N = first_prefixes(r, B), len(r.frames)
+    bad, flat = torch.zeros_like(r.frames, dtype=torch.bool), lambda tree: tree_map(lambda t: t.flatten(0, 1), tree)
+    for t in range(int(r.frames.max()) if N else 0):
+        on, x = (t < r.frames)[:, None, None], r.encoder[:, t].repeat_interleave(B, 0)
+        done, going = p._replace(log_p=torch.full_like(p.log_p, -torch.inf)), p
+        for more in reversed(range(r.max_symbols + 1)):
+            scores, stop = r.scores(x, flat(going.held[0]))
+            is_blank = torch.arange(scores.shape[1], device=scores.device) == stop
+            scores = torch.where(on, scores.unflatten(0, (N, B)), torch.where(is_blank, 0.0, -torch.inf))
+            bad |= (scores.isnan() & (going.log_p > -torch.inf)[..., None]).flatten(1).any(1)
+            scores = scores.nan_to_num(-torch.inf, neginf=-torch.inf)
+            by_blank = scores[..., stop]
+            done = merged(done, going._replace(log_p=going.log_p + by_blank, best=going.best + by_blank))
+            if not more: break
+            going = grown(going, scores.masked_fill(is_blank, -torch.inf), t, done.log_p[:, -1:] - MARGIN)
+            if not (going.log_p > -torch.inf).any(): break
+            going = predicted(going, r)
+            done = done._replace(labels=F.pad(done.labels, (0, 1), value=-1), times=F.pad(done.times, (0, 1), value=-1))
+        p = trimmed(done)
+    p = p._replace(log_p=p.log_p.masked_fill(bad[:, None], -torch.inf))
+    if N: p = trimmed(p)
+    return Hypotheses(p.labels, p.lengths(), p.log_p.masked_fill(bad[:, None], torch.nan), p.times)
+
 # %% ../nbs/32_lattices.ipynb #lt000052
 @torch.no_grad()
 def transducer_decode(
@@ -716,35 +846,30 @@ def transducer_decode(
     joint:Callable[[Tensor, Any], Tensor],  # (frames [N,...], outputs of `predict`) to logits [N,V]
     *, blank:int=-1,  # its class; negative: from the end
     max_symbols:int=10,  # labels in one frame, at most
-) -> Hypotheses:  # k = 1
-    """The labels of a transducer, greedily: in each frame the most probable class until it is the blank.
+    beam_size:int=1,  # label sequences that are kept; 1: one path alone
+    k:int=1,  # label sequences to return, at most `beam_size`
+) -> Hypotheses:  # [N,k,...]
+    """The labels of a transducer, the most probable sequence first.
 
-    Outputs and states of `predict` are tensors with N rows, or tuples, lists and dicts of these. It is called for all
-    sequences at once; those that say nothing keep what they had. `timesteps` are the frames of the labels, and
-    `log_probs` those of the path. One step of the host for each label or frame of the longest.
+    `beam_size=1` is greedy: in each frame the most probable class until it is the blank; `log_probs` are those of this
+    path. A wider beam goes from frame to frame with the most probable label sequences, and `log_probs` add up the
+    paths found of each: all paths, if the beam is wide enough. Of equally probable ones the one first found is first.
+    `timesteps` are the frames in which the best path found says the labels.
+
+    Outputs and states of `predict` are tensors with a row per label, or tuples, lists and dicts of these. It is called for all
+    sequences at once: for N labels, in a beam for N · `beam_size`, where the N rows before the first label are repeated.
+    One step of the host for each label or frame of the longest, in a beam for each label that any sequence may still say.
+    In a beam a NaN of `joint` gives NaN and length 0.
     """
     expect_tensor("encoder", encoder)
     expect(encoder.dim() >= 2 and not encoder.is_meta, "encoder", "[N, T, ...] on a CPU or a GPU", lambda: f"{list(encoder.shape)} on {encoder.device}")
     for name, call in (("predict", predict), ("joint", joint)): expect(callable(call), name, "a function", lambda: repr(call))
     expect(is_integer(blank), "blank", "an integer", lambda: repr(blank))
-    expect(is_integer(max_symbols) and max_symbols >= 1, "max_symbols", "a positive integer", lambda: repr(max_symbols))
-    (N, T), sequence = encoder.shape[:2], torch.arange(len(encoder), device=encoder.device)
-    frames = as_lengths(encoder_lengths, "encoder_lengths", encoder.transpose(0, 1))
+    for name, number in (("max_symbols", max_symbols), ("beam_size", beam_size)): expect(is_integer(number) and number >= 1, name, "a positive integer", lambda: repr(number))
+    expect(is_integer(k) and 1 <= k <= beam_size, "k", lambda: f"an integer from 1 to beam_size, {beam_size}", lambda: repr(k))
+    T, frames = encoder.shape[1], as_lengths(encoder_lengths, "encoder_lengths", encoder.transpose(0, 1))
     if readable_on_host(frames): check_lengths(frames, "encoder_lengths", T)
-    frames = to_device(frames, encoder.device).clamp(0, T)
-    t, said, at_frame = torch.zeros_like(frames), torch.zeros_like(frames), torch.zeros_like(frames)
-    total, labels, times, held = torch.zeros(N, dtype=torch.float64, device=encoder.device), [], [], predict(None, None)
-    while N and (on := t < frames).any():
-        scores = joint(encoder[sequence, t.clamp(max=T - 1)], held[0]).double().log_softmax(-1)
-        expect(-scores.shape[1] <= blank < scores.shape[1], "blank", f"a class below {scores.shape[1]}, or a negative number from the end", blank)
-        stop = blank % scores.shape[1]
-        y = torch.where(at_frame < max_symbols, scores.argmax(1), stop)
-        total += torch.where(on, scores[sequence, y], 0)
-        says = on & (y != stop)
-        labels.append(torch.where(says, y, -1)), times.append(torch.where(says, t, -1))
-        new = predict(torch.where(says, y, 0), held[1])
-        held = tree_map(lambda a, b: torch.where(says.view(N, *[1] * (a.dim() - 1)), a, b), new, held)
-        said, at_frame, t = said + says, torch.where(says, at_frame + 1, 0), t + (on & ~says)
-    steps = [torch.stack(found, 1) if found else frames.new_empty(N, 0) for found in (labels, times)]
-    order = (steps[0] < 0).long().argsort(dim=1, stable=True)[:, :int(said.max()) if N else 0]
-    return Hypotheses(steps[0].gather(1, order)[:, None], said[:, None], total[:, None].to(acc_dtype(encoder.dtype)), steps[1].gather(1, order)[:, None])
+    r = Recogniser(encoder, to_device(frames, encoder.device).clamp(0, T), predict, joint, blank, max_symbols)
+    found = greedy_labels(r) if beam_size == 1 else beam_labels(r, beam_size)
+    labels, lengths, log_probs, times = (t[:, :k] for t in found)
+    return Hypotheses(labels, lengths, log_probs.to(acc_dtype(encoder.dtype)), times)

@@ -445,10 +445,114 @@ def test_greedy_decoding():
         assert (got.labels[n, 0, U:] == -1).all() and math.isclose(got.log_probs[n, 0].item(), total, rel_tol=1e-12, abs_tol=1e-12)
 
 
+def every_alignment(model, x, blank, most):
+    "Log-probabilities of all paths that one sequence [T,J] can take, with at most `most` labels a frame: {labels: [(log-probability, frames of the labels)]}"
+    found = {}
+
+    def walk(t, total, labels, times, in_frame, held):
+        if t == len(x):
+            found.setdefault(labels, []).append((total, times))
+            return
+        lp = model.joint(x[t][None], held[0])[0].log_softmax(-1)
+        walk(t + 1, total + lp[blank].item(), labels, times, 0, held)
+        for y in range(len(lp)) if in_frame < most else ():
+            if y != blank:
+                walk(t, total + lp[y].item(), (*labels, y), (*times, t), in_frame + 1, model.predict(torch.tensor([y]), held[1]))
+    walk(0, 0.0, (), (), 0, model.predict(None, None))
+    return found
+
+
+def beam_of(model, x, frames, **options):
+    "A beam's result; the model is told how many sequences there are"
+    model.N = len(x)
+    return fl.transducer_decode(x, frames, model.predict, model.joint, **options)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("blank, most", [(0, 2), (2, 2), (-1, 1)])
+def test_a_wide_beam_finds_every_label_sequence(seed, blank, most):
+    "Beside all alignments one by one: labels, their probability, the frames of the best path; ragged."
+    torch.manual_seed(seed)
+    model, x, frames = Model(V=3).double(), torch.randn(3, 3, 8, dtype=f64) * 2, (3, 2, 0)
+    got = beam_of(model, x, frames, blank=blank, max_symbols=most, beam_size=140, k=127)
+    model.N = 1
+    for n, T in enumerate(frames):
+        paths = every_alignment(model, x[n, :T], blank % 3, most)
+        total = {labels: torch.tensor([p for p, _ in found], dtype=f64).logsumexp(0).item() for labels, found in paths.items()}
+        order = sorted(total, key=total.get, reverse=True)
+        for i, labels in enumerate(order):
+            U = len(labels)
+            assert tuple(got.labels[n, i, :U].tolist()) == labels and got.lengths[n, i] == U
+            assert math.isclose(got.log_probs[n, i].item(), total[labels], rel_tol=1e-12, abs_tol=1e-12)
+            assert tuple(got.timesteps[n, i, :U].tolist()) == max(paths[labels])[1]
+            assert (got.labels[n, i, U:] == -1).all() and (got.timesteps[n, i, U:] == -1).all()
+        assert (got.log_probs[n, len(order):] == -math.inf).all() and (got.lengths[n, len(order):] == 0).all()
+
+
+def test_a_narrow_beam():
+    "Each sequence as if alone; sums of some of its paths; wider ones find what is at least as probable; the same again."
+    torch.manual_seed(5)
+    model, x, frames = Model().double(), torch.randn(4, 9, 8, dtype=f64) * 2, torch.tensor([9, 4, 0, 7])
+    options = dict(blank=2, max_symbols=3)
+    greedy, got, wide = beam_of(model, x, frames, **options), beam_of(model, x, frames, beam_size=4, k=3, **options), beam_of(model, x, frames, beam_size=60, **options)
+    assert got.labels.shape[:2] == (4, 3) and (got.log_probs[:, 1:] <= got.log_probs[:, :-1]).all() and (got.labels[2] == -1).all()
+    assert (wide.log_probs[:, 0] >= got.log_probs[:, 0] - 1e-9).all() and (got.log_probs[:, 0] >= greedy.log_probs[:, 0]).all()
+    for t, same in zip(got, beam_of(model, x, frames, beam_size=4, k=3, **options)):
+        assert torch.equal(t, same)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lattices, "MARGIN", math.inf)
+        for t, e in zip(got, beam_of(model, x, frames, beam_size=4, k=3, **options)):
+            torch.testing.assert_close(t, e, rtol=1e-8, atol=1e-8)
+    for n in range(4):
+        alone = beam_of(model, x[n:n + 1], frames[n:n + 1], beam_size=4, k=3, **options)
+        L = alone.labels.shape[2]
+        torch.testing.assert_close(alone.log_probs[0], got.log_probs[n], rtol=1e-12, atol=1e-12)
+        assert torch.equal(alone.labels[0], got.labels[n, :, :L]) and torch.equal(alone.timesteps[0], got.timesteps[n, :, :L]) and torch.equal(alone.lengths[0], got.lengths[n])
+    spoilt = x.clone()
+    spoilt[1, 5:], spoilt[3, 2] = math.nan, math.nan
+    again = beam_of(model, spoilt, frames, beam_size=4, k=3, **options)
+    assert torch.equal(again.log_probs[:3], got.log_probs[:3]) and again.log_probs[3].isnan().all() and (again.lengths[3] == 0).all() and (again.labels[3] == -1).all()
+
+
+def test_equal_probabilities_have_an_order():
+    "Of equals the first found: shorter ones, then smaller labels."
+    joint, predict = lambda x, outputs: torch.zeros(len(outputs), 3), lambda labels, state: (torch.zeros(1 if labels is None else len(labels), 1), ())
+    got = fl.transducer_decode(torch.zeros(2, 1, 1), [1, 1], predict, joint, blank=1, max_symbols=2, beam_size=8, k=8)
+    for found in got.labels.tolist():
+        assert found == [[-1, -1], [0, -1], [2, -1], [0, 0], [0, 2], [2, 0], [2, 2], [-1, -1]]
+    few = fl.transducer_decode(torch.zeros(2, 1, 1), [1, 1], predict, joint, blank=1, max_symbols=2, beam_size=2, k=2)
+    assert few.labels[0].tolist() == [[-1], [0]]
+
+
+def test_largest_numbers_and_of_equals_the_first():
+    made = torch.Generator().manual_seed(0)
+    for k, most in ((1, 3), (5, 3), (40, 9), (40, 1)):
+        x = torch.randint(0, most, (6, 40), generator=made).double().log()
+        assert torch.equal(lattices.first_largest(x, k), x.sort(dim=1, descending=True, stable=True).indices[:, :k])
+
+
+@pytest.mark.parametrize("rows, message", [(2, "6 rows for as many labels and states, got shape \\[2, 4\\]"), (3, "1 row or 2 before the first label, got shape \\[3, 4\\]")])
+def test_a_predictor_for_other_numbers_of_rows(rows, message):
+    predict = lambda labels, state: (torch.zeros(rows, 4), ())
+    with pytest.raises(ValueError, match="predict: expected " + message):
+        fl.transducer_decode(torch.zeros(2, 5, 4), [5, 4], predict, lambda x, outputs: x + outputs, beam_size=3)
+
+
+def test_a_beam_without_a_path():
+    "Where the blank cannot be there is no end: −∞, and no labels."
+    model = Model()
+    joint = lambda x, outputs: torch.tensor([0.0, 0.0, -math.inf]).expand(len(x), 3)
+    model.N = 2
+    got = fl.transducer_decode(torch.zeros(2, 3, 8), [3, 1], model.predict, joint, max_symbols=2, beam_size=3, k=2)
+    assert got.log_probs.isneginf().all() and got.labels.shape == (2, 2, 0) and (got.lengths == 0).all()
+
+
 def test_decoding_nothing():
     model = Model()
     model.N = 0
     assert fl.transducer_decode(torch.zeros(0, 3, 8), torch.zeros(0, dtype=torch.int64), model.predict, model.joint).labels.shape == (0, 1, 0)
+    assert beam_of(model, torch.zeros(0, 3, 8), torch.zeros(0, dtype=torch.int64), beam_size=3, k=2).labels.shape == (0, 2, 0)
+    assert beam_of(model, torch.zeros(2, 3, 8), [0, 0], beam_size=3, k=2).log_probs.tolist() == [[0.0, -math.inf]] * 2
 
 
 def test_module():
