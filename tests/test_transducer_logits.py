@@ -514,6 +514,22 @@ def test_a_narrow_beam():
     assert torch.equal(again.log_probs[:3], got.log_probs[:3]) and again.log_probs[3].isnan().all() and (again.lengths[3] == 0).all() and (again.labels[3] == -1).all()
 
 
+def test_what_a_full_beam_still_adds():
+    "Paths that come to a label sequence within a frame count, though they alone are below the beam; what is far below says no more."
+    predict = lambda labels, state: (torch.full((1 if labels is None else len(labels), 1), float(labels is not None)), ())
+    once = lambda x, said: torch.where(said > 0, torch.tensor([1.0, 0.0]), torch.tensor([0.6, 0.4])).log()
+    got = fl.transducer_decode(torch.zeros(1, 2, 1), [2], predict, once, blank=0, beam_size=2, k=2)
+    torch.testing.assert_close(got.log_probs.exp(), torch.tensor([[0.64, 0.36]]))
+    assert got.labels.tolist() == [[[1], [-1]]]
+    calls = []
+
+    def rarely(x, said):
+        calls.append(len(said))
+        return torch.tensor([0.0, -23.0]).expand(len(said), 2)
+    fl.transducer_decode(torch.zeros(1, 3, 1), [3], predict, rarely, blank=0, beam_size=2)
+    assert calls == [2] * 6  # the blank, and one label, of each frame
+
+
 def test_equal_probabilities_have_an_order():
     "Of equals the first found: shorter ones, then smaller labels."
     joint, predict = lambda x, outputs: torch.zeros(len(outputs), 3), lambda labels, state: (torch.zeros(1 if labels is None else len(labels), 1), ())
