@@ -473,13 +473,13 @@ def check_nodes(
     "`ValueError` or `IndexError` for lengths and labels that cannot be, where the host can read them."
     for name, lengths, least, most in ((frames_name, frames, 1, z.shape[1]), ("target_lengths", labels, 0, z.shape[2] - 1)):
         if not readable_on_host(lengths): continue
-        for n, length in enumerate(lengths.tolist()):
-            if not least <= length <= most: raise ValueError(f"{name}[{n}] is {length}: expected {least} ≤ length ≤ {most}")
+        for n in ((lengths < least) | (lengths > most)).nonzero().flatten().tolist()[:1]:
+            raise ValueError(f"{name}[{n}] is {lengths[n]}: expected {least} ≤ length ≤ {most}")
     if not (readable_on_host(targets) and readable_on_host(labels)): return
-    for n, (row, length) in enumerate(zip(targets.tolist(), labels.tolist())):
-        for u, y in enumerate(row[:length]):
-            if not 0 <= y < z.shape[3]: raise IndexError(f"targets[{n}, {u}] is {y}: expected 0 ≤ label < {z.shape[3]}")
-            if y == blank: raise ValueError(f"targets[{n}, {u}] is {y}: expected a label that is not the blank")
+    y, at = targets.cpu().long(), torch.arange(targets.shape[1]) < labels.cpu()[:, None]
+    for n, u in (at & ((y < 0) | (y >= z.shape[3]) | (y == blank))).nonzero().tolist()[:1]:
+        if y[n, u] == blank: raise ValueError(f"targets[{n}, {u}] is {blank}: expected a label that is not the blank")
+        raise IndexError(f"targets[{n}, {u}] is {y[n, u]}: expected 0 ≤ label < {z.shape[3]}")
 
 # %% ../nbs/32_lattices.ipynb #lt000042
 def grids_of(z:Tensor, p:Nodes) -> Grids:

@@ -527,6 +527,18 @@ def test_no_joint_in_memory():
     assert sum(t.untyped_storage().nbytes() for t in kept) <= 16 * nodes + 64
 
 
+def test_backward_does_not_check_again(monkeypatch):
+    (e, p, w, b), *given = Case().tensors()
+    loss = linear_transducer_loss(e, p, w, *given, linear_bias=b)
+    for name in ("check_nodes", "clean_nodes"): everywhere(monkeypatch, lattices, name, no_check)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (e, p, w, b)))
+    with pytest.raises(AssertionError, match="checked"): linear_transducer_loss(e, p, w, *given, linear_bias=b)
+
+
+def no_check(*given):
+    raise AssertionError("checked")
+
+
 # --- input that cannot be ---
 
 def changed(**other):
@@ -618,12 +630,12 @@ def test_what_is_not_looked_at_is_nan_alone(way, name, monkeypatch):
 @pytest.mark.parametrize("unknown", [False, True])
 def test_rows_of_padding(way, unknown, monkeypatch):
     "Where the host does not know the lengths there are rows that are no nodes"
-    pack = transducer.pack_nodes
-    padded = lambda e, V, targets, *given: pack(e, V, targets, *given)._replace(rows=e.shape[0] * e.shape[1] * (targets.shape[1] + 1))
+    place = transducer.place_nodes
+    padded = lambda e, targets, *given: place(e, targets, *given)._replace(rows=e.shape[0] * e.shape[1] * (targets.shape[1] + 1))
     case = in_dtype("chunks of few nodes", f32)
     tensors = case.tensors(way)
     expected, grads = run(case, tensors)
-    if unknown: everywhere(monkeypatch, transducer, "pack_nodes", padded)
+    if unknown: everywhere(monkeypatch, transducer, "place_nodes", padded)
     losses, found = run(case, tensors)
     torch.testing.assert_close(losses, expected)
     for a, g in zip(found, grads): torch.testing.assert_close(a, g)

@@ -334,6 +334,18 @@ def test_label_outside():
         fl.transducer_loss(torch.zeros(2, 3, 4, 5), torch.tensor([[0, 0, 9], [0, 0, 5]]), [3, 3], [2, 3])
 
 
+def test_the_first_fault_is_named():
+    "Of several; labels beyond a length, and those of a small dtype below more classes than it has, are none."
+    z, y = torch.zeros(3, 3, 4, 400), torch.tensor([[1, 2, 300], [1, 0, 400], [-1, 0, 0]])
+    call = lambda y, frames=(3, 3, 3), labels=(2, 3, 3): fl.transducer_loss(z, y, frames, labels, blank=0)
+    with pytest.raises(ValueError, match=r"targets\[1, 1\] is 0: expected a label that is not the blank"): call(y)
+    with pytest.raises(IndexError, match=r"targets\[1, 2\] is 400: expected 0 ≤ label < 400"): call(y.clamp(min=-1).masked_fill(y == 0, 5))
+    with pytest.raises(IndexError, match=r"targets\[2, 0\] is -1: expected 0 ≤ label < 400"): call(y, labels=(3, 1, 1))
+    with pytest.raises(ValueError, match=r"logit_lengths\[1\] is 0: expected 1 ≤ length ≤ 3"): call(y, frames=(3, 0, 4))
+    with pytest.raises(ValueError, match=r"target_lengths\[2\] is 4: expected 0 ≤ length ≤ 3"): call(y, labels=(2, 3, 4))
+    assert call(y.clamp(1, 255).to(torch.uint8)).isfinite()
+
+
 def test_bad_sequences_of_a_gpu_are_nan_alone(way, monkeypatch):
     "As on a GPU, where nobody looks: NaN for the sequence, a gradient of 0 there, others as they are."
     everywhere(monkeypatch, lattices, "readable_on_host", lambda t: False)
