@@ -1,5 +1,6 @@
 "RNN-T's loss of logits: torchaudio's published values, brute force, gradients of every dtype, kernels beside PyTorch, hostile batches, promises."
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import fusedloss.lattices as lattices
 from fusedloss.lattices import duration_flows, node_flows
 from fusedloss.semirings import Max
 from fusedloss.core.cuda import cuda_source
+from grids import thorough_but
 from helpers import everywhere, has_no_second_derivative, need_kernels
 from on_cpu import check_nvcc, kernels_on_cpu
 from test_lattices import batch, by_paths, every_path, SHAPES
@@ -165,8 +167,7 @@ def test_hostile_scores(way):
 DURATIONS = [(0, 1, 2), (1, 2), (2,), (0, 1), (3, 0, 1), (0,), (4, 1), (1, 9)]
 
 
-@pytest.mark.parametrize("durations", DURATIONS)
-@pytest.mark.parametrize("scale", [1.0, 20.0])
+@pytest.mark.parametrize("durations, scale", thorough_but([*itertools.product(DURATIONS, (1.0, 20.0))], ((0, 1, 2), 1.0), ((2,), 1.0), ((3, 0, 1), 20.0)))
 def test_flows_with_durations_against_paths(way, durations, scale):
     "The kernel of durations against every path; where they cannot add up nothing flows."
     frames, labels = zip(*SHAPES)
