@@ -458,9 +458,11 @@ SECTIONS = {
         "    joint (Callable[[Tensor, Any], Tensor]): (frames [N,...], outputs of `predict`) to logits [N,V]\n"
         "    blank (int): its class; negative: from the end\n"
         "    max_symbols (int): labels in one frame, at most\n"
+        "    beam_size (int): label sequences that are kept; 1: one path alone\n"
+        "    k (int): label sequences to return, at most `beam_size`\n"
         "\n"
         "Returns:\n"
-        "    Hypotheses: k = 1"),
+        "    Hypotheses: [N,k,...]"),
     "fusedloss.lattices transducer_loss": (
         "Args:\n"
         "    logits (Tensor): [N,T,U+1,V] of the joint network; fp16, bf16, fp32, fp64\n"

@@ -13,7 +13,7 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence, TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedloss.core.checks import acc_dtype, check_flags, expect, expect_tensor, FLOATS, is_integer, is_number
 from fusedloss.core.cuda import cuda_kernel
@@ -302,28 +302,150 @@ def node_grad_kernel(
 class DurationFlows(NamedTuple):
     "The same where each arc also has a duration."
     log_z: Tensor  # [N]; −∞ where durations cannot add up to the frames
-    blank: Tensor  # [M] over all durations
-    label: Tensor  # [M] over all durations
-    durations: Tensor  # [M,D] over blank and label
-    node: Tensor  # [M] probability that a path comes by
+    blank: Optional[Tensor]  # [M] over all durations; None, as the others, if flows are not asked for
+    label: Optional[Tensor]  # [M] over all durations
+    durations: Optional[Tensor]  # [M,D] over blank and label
+    node: Optional[Tensor]  # [M] probability that a path comes by
 
+def plain_durations(
+    blank:Tensor, label:Tensor, arcs:Tensor, durations:Sequence[int], a:Grids, flows:bool,  # [M], [M], [M,D]; as for `duration_flows`
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # [N], [M], [M], [M,D]
+    "log Z and flows with durations, by PyTorch."
+    blanks, arcs = [i for i, d in enumerate(durations) if d], arcs.to(acc_dtype(blank.dtype))
+    moves = *((durations[i], 0) for i in blanks), *((d, 1) for d in durations)
+    scores = torch.cat([arcs[:, blanks] + blank[:, None], arcs + label[:, None]], 1)
+    log_z, shares = branch_shares(scores, moves, a, Log)
+    if not flows: return log_z, None, None, None
+    by_blank, by_label = arc_flows(shares, log_z, moves, a).split([len(blanks), len(durations)], 1)
+    taken = by_label.clone()
+    taken[:, blanks] += by_blank
+    return log_z, by_blank.sum(1), by_label.sum(1), taken
+
+# %% ../nbs/32_lattices.ipynb #lt000071
+@jit
+def load_arcs(blank_ptr, label_ptr, duration_ptr, start, k, u, i, T, U, D):
+    "Scores of the nodes (k - u, u): of blank and label [BU,1], and of durations [BU,BD]."
+    t = (k - u).to(tl.int64)
+    here, at = (t >= 0) & (t < T) & (u <= U), start + t * (U + 1) + u
+    none = -float("inf")
+    return (tl.load(blank_ptr + at, mask=here, other=none), tl.load(label_ptr + at, mask=here & (u < U), other=none),
+            tl.load(duration_ptr + at * D + i, mask=here & (i < D), other=none))
+
+@jit
+def duration_lattice_kernel(
+    blank_ptr, label_ptr, duration_ptr, durations_ptr,  # scores [M] twice, [M,D]; [D] int64 frames
+    starts_ptr, frames_ptr, labels_ptr,  # [N+1], [N], [N]
+    log_z_ptr, blank_flow_ptr, label_flow_ptr,  # [N]; [M] twice: the first has β until flows replace it, the second may be None
+    blank_arcs_ptr, label_arcs_ptr,  # [M,D] flows of each duration, or None
+    offsets_ptr,  # [N,K] float64: what is taken from β of each diagonal
+    D, K,
+    BU: tl.constexpr, BD: tl.constexpr,  # powers of two: above all U, and not below D
+):
+    n, u, i = tl.program_id(0).to(tl.int64), tl.arange(0, BU)[:, None], tl.arange(0, BD)[None, :]
+    T, U = tl.load(frames_ptr + n).to(tl.int32), tl.load(labels_ptr + n).to(tl.int32)
+    start, last, offsets_ptr = tl.load(starts_ptr + n), T + U - 1, offsets_ptr + n * K
+    d = tl.load(durations_ptr + i, mask=i < D, other=0)
+    beta, spoilt = tl.full([BU, 1], -float("inf"), tl.float32), u < 0
+    top, offset = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float64)
+    next_blank, next_label, next_arcs = load_arcs(blank_ptr, label_ptr, duration_ptr, start, last, u, i, T, U, D)
+    for back in range(T + U):
+        k = last - back
+        blank, label, arcs = next_blank, next_label, next_arcs
+        next_blank, next_label, next_arcs = load_arcs(blank_ptr, label_ptr, duration_ptr, start, k - 1, u, i, T, U, D)
+        t = (k - u).to(tl.int64)
+        here, at = (t >= 0) & (t < T) & (u <= U), start + t * (U + 1) + u
+        there, to = here & (i < D) & (t + d < T), at + d * (U + 1)  # ①
+        offset += top.to(tl.float64)
+        after_blank = tl.load(offsets_ptr + k + d, mask=(i < D) & (d > 0) & (k + d <= last), other=0.0) - offset  # ②
+        after_label = tl.load(offsets_ptr + k + d + 1, mask=(i < D) & (k + d + 1 <= last), other=0.0) - offset
+        by_blank = tl.load(blank_flow_ptr + to, mask=there & (d > 0), other=-float("inf")) + after_blank.to(tl.float32)
+        by_label = tl.load(blank_flow_ptr + to + 1, mask=there & (u < U), other=-float("inf")) + after_label.to(tl.float32)
+        ends = here & (i < D) & (d > 0) & (u == U) & (t + d == T)
+        by_blank = blank + arcs + tl.where(ends, -offset.to(tl.float32), by_blank)
+        by_label += label + arcs
+        most = tl.maximum(tl.max(by_blank, 1, keep_dims=True), tl.max(by_label, 1, keep_dims=True))
+        most = tl.where(most == -float("inf"), 0.0, most)
+        by_blank, by_label = tl.exp(by_blank - most), tl.exp(by_label - most)
+        total = tl.sum(by_blank + by_label, 1, keep_dims=True)
+        beta = most + tl.log(total)
+        spoilt |= (beta != beta) | (beta == float("inf"))
+        tl.store(blank_flow_ptr + at, beta, mask=here)
+        tl.store(offsets_ptr + k, offset)
+        if label_flow_ptr is not None:
+            own = at * D + i
+            total = tl.where(total == 0, 1.0, total)
+            tl.store(blank_arcs_ptr + own, by_blank / total, mask=here & (i < D))  # ③
+            tl.store(label_arcs_ptr + own, by_label / total, mask=here & (i < D))
+        top = tl.max(beta)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        tl.debug_barrier()
+    log_z = offset + tl.sum(tl.where(u == 0, beta, 0.0))
+    log_z = tl.where(tl.max(spoilt.to(tl.int32)) > 0, float("nan"), log_z)
+    tl.store(log_z_ptr + n, log_z.to(tl.float32))
+    if label_flow_ptr is not None:
+        begin = tl.where(log_z == -float("inf"), 0.0, log_z - log_z + 1).to(tl.float32)  # 1, or NaN
+        for k in range(T + U):
+            t = (k - u).to(tl.int64)
+            here, at = (t >= 0) & (t < T) & (u <= U), start + t * (U + 1) + u
+            own = at * D + i
+            there, since = here & (i < D) & (t >= d), own - d * (U + 1) * D
+            coming = tl.load(blank_arcs_ptr + since, mask=there & (d > 0), other=0.0)  # ④
+            coming += tl.load(label_arcs_ptr + since - D, mask=there & (u > 0), other=0.0)
+            flow = tl.where((u == 0) & (k == 0), begin, tl.sum(coming, 1, keep_dims=True))
+            by_blank = flow * tl.load(blank_arcs_ptr + own, mask=here & (i < D), other=0.0)
+            by_label = flow * tl.load(label_arcs_ptr + own, mask=here & (i < D), other=0.0)
+            tl.store(blank_arcs_ptr + own, by_blank, mask=here & (i < D))
+            tl.store(label_arcs_ptr + own, by_label, mask=here & (i < D))
+            tl.store(blank_flow_ptr + at, tl.sum(by_blank, 1, keep_dims=True), mask=here)
+            tl.store(label_flow_ptr + at, tl.sum(by_label, 1, keep_dims=True), mask=here)
+            tl.debug_barrier()
+
+# %% ../nbs/32_lattices.ipynb #lt000073
+MOST_ARCS = 2**14  # of each kind, on a diagonal: what a program has in registers
+
+def duration_blocks(a:Grids, D:int) -> dict[str, int]:
+    "How a program holds a diagonal with D durations."
+    BU, BD = next_power_of_2(a.max_labels + 1), next_power_of_2(D)
+    return dict(BU=BU, BD=BD, num_warps=min(16, max(1, BU * BD // 256)))
+
+def launch_durations(
+    scores:tuple[Tensor, Tensor, Tensor], durations:Tensor, a:Grids,  # [M], [M], [M,D]; [D] int64
+    tables:tuple[Optional[Tensor], ...],  # [N], [M], [M], [M,D], [M,D]; zeros, the last three None for log Z alone
+):
+    "log Z and flows with durations by Triton, one program per sequence."
+    N, D, K = len(a.frames), len(durations), a.max_frames + a.max_labels + 1
+    offsets = tables[0].new_empty(N, K, dtype=torch.float64)
+    launch_kernel(duration_lattice_kernel, (N,), *scores, durations, a.starts, a.frames, a.labels, *tables, offsets, D, K, **duration_blocks(a, D))
+
+def takes_durations(scores:Tensor, durations:Sequence[int], a:Grids) -> bool:
+    "Whether the kernel takes these grids."
+    blocks = duration_blocks(a, len(durations))
+    return takes_lattice(scores, a) and blocks["BU"] * blocks["BD"] <= MOST_ARCS
+
+def run_durations(
+    blank:Tensor, label:Tensor, arcs:Tensor, durations:Sequence[int], a:Grids, flows:bool,  # as for `plain_durations`
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    "`plain_durations` by the kernel."
+    scores = [t.float().contiguous() for t in (blank, label, arcs)]
+    tables = scores[0].new_empty(len(a.frames)), *(torch.zeros_like(scores[i]) if flows or not i else None for i in (0, 1, 2, 2))
+    with on_device(blank):
+        if len(a.frames): launch_durations(scores, to_device(torch.tensor(durations), blank.device), a, tables)
+    log_z, by_blank, by_label, taken, by_labels = tables
+    return (log_z, by_blank, by_label, taken.add_(by_labels)) if flows else (log_z, None, None, None)
+
+# %% ../nbs/32_lattices.ipynb #lt000074
 @torch.no_grad()
 def duration_flows(
     blank_scores:Tensor, label_scores:Tensor, duration_scores:Tensor,  # [M], [M], [M,D] log-probabilities
     durations:Sequence[int],  # [D] frames, each once; a blank takes one above 0
     starts:Tensor, frames:Tensor, labels:Tensor, max_frames:int, max_labels:int,  # as for `node_flows`
+    flows:bool=True,  # whether they are wanted, beside log Z
 ) -> DurationFlows:
     "Where the paths of a token-and-duration transducer are."
-    a, dtype = Grids(starts, frames, labels, max_frames, max_labels), acc_dtype(blank_scores.dtype)
-    blanks = [i for i, d in enumerate(durations) if d]
-    moves = *((durations[i], 0) for i in blanks), *((d, 1) for d in durations)
-    arcs = duration_scores.to(dtype)
-    scores = torch.cat([arcs[:, blanks] + blank_scores.to(dtype)[:, None], arcs + label_scores.to(dtype)[:, None]], 1)
-    log_z, shares = branch_shares(scores, moves, a, Log)
-    by_blank, by_label = arc_flows(shares, log_z, moves, a).split([len(blanks), len(durations)], 1)
-    blank, label, taken = by_blank.sum(1), by_label.sum(1), by_label.clone()
-    taken[:, blanks] += by_blank
-    return DurationFlows(log_z, blank, label, taken, blank + label)
+    a = Grids(starts, frames, labels, max_frames, max_labels)
+    run = run_durations if takes_durations(blank_scores, durations, a) else plain_durations
+    log_z, blank, label, taken = run(blank_scores, label_scores, duration_scores, durations, a, flows)
+    return DurationFlows(log_z, blank, label, taken, blank + label if flows else None)
 
 # %% ../nbs/32_lattices.ipynb #lt000041
 class Nodes(NamedTuple):
@@ -352,13 +474,13 @@ def check_nodes(
     "`ValueError` or `IndexError` for lengths and labels that cannot be, where the host can read them."
     for name, lengths, least, most in ((frames_name, frames, 1, z.shape[1]), ("target_lengths", labels, 0, z.shape[2] - 1)):
         if not readable_on_host(lengths): continue
-        for n, length in enumerate(lengths.tolist()):
-            if not least <= length <= most: raise ValueError(f"{name}[{n}] is {length}: expected {least} ≤ length ≤ {most}")
+        for n in ((lengths < least) | (lengths > most)).nonzero().flatten().tolist()[:1]:
+            raise ValueError(f"{name}[{n}] is {lengths[n]}: expected {least} ≤ length ≤ {most}")
     if not (readable_on_host(targets) and readable_on_host(labels)): return
-    for n, (row, length) in enumerate(zip(targets.tolist(), labels.tolist())):
-        for u, y in enumerate(row[:length]):
-            if not 0 <= y < z.shape[3]: raise IndexError(f"targets[{n}, {u}] is {y}: expected 0 ≤ label < {z.shape[3]}")
-            if y == blank: raise ValueError(f"targets[{n}, {u}] is {y}: expected a label that is not the blank")
+    y, at = targets.cpu().long(), torch.arange(targets.shape[1]) < labels.cpu()[:, None]
+    for n, u in (at & ((y < 0) | (y >= z.shape[3]) | (y == blank))).nonzero().tolist()[:1]:
+        if y[n, u] == blank: raise ValueError(f"targets[{n}, {u}] is {blank}: expected a label that is not the blank")
+        raise IndexError(f"targets[{n}, {u}] is {y[n, u]}: expected 0 ≤ label < {z.shape[3]}")
 
 # %% ../nbs/32_lattices.ipynb #lt000042
 def grids_of(z:Tensor, p:Nodes) -> Grids:
@@ -586,6 +708,136 @@ def transducer_align(
     given = lengths_of(logits, logit_lengths, target_lengths)
     return LabelFrames(*frames_operator(logits.detach(), targets, *given, blank % logits.shape[3], fused_log_softmax))
 
+# %% ../nbs/32_lattices.ipynb #lt000053
+class Recogniser(NamedTuple):
+    "What `transducer_decode` searches."
+    encoder: Tensor  # [N,T,...]
+    frames: Tensor  # [N]
+    predict: Callable[[Optional[Tensor], Any], tuple[Any, Any]]
+    joint: Callable[[Tensor, Any], Tensor]
+    blank: int
+    max_symbols: int
+
+    def scores(self, x:Tensor, outputs:Any) -> tuple[Tensor, int]:  # [R,...], of R rows; [R,V] float64
+        "Log-probabilities of all classes, and which of them is the blank."
+        scores = self.joint(x, outputs).double().log_softmax(-1)
+        expect(-scores.shape[1] <= self.blank < scores.shape[1], "blank", f"a class below {scores.shape[1]}, or a negative number from the end", self.blank)
+        return scores, self.blank % scores.shape[1]
+
+def greedy_labels(r:Recogniser) -> Hypotheses:  # k = 1
+    "In each frame the most probable class until it is the blank; each sequence at its own frame."
+    (N, T), sequence = r.encoder.shape[:2], torch.arange(len(r.encoder), device=r.encoder.device)
+    t, said, at_frame = torch.zeros_like(r.frames), torch.zeros_like(r.frames), torch.zeros_like(r.frames)
+    total, labels, times, held = torch.zeros(N, dtype=torch.float64, device=r.encoder.device), [], [], r.predict(None, None)
+    while N and (on := t < r.frames).any():
+        scores, stop = r.scores(r.encoder[sequence, t.clamp(max=T - 1)], held[0])
+        y = torch.where(at_frame < r.max_symbols, scores.argmax(1), stop)
+        total += torch.where(on, scores[sequence, y], 0)
+        says = on & (y != stop)
+        labels.append(torch.where(says, y, -1)), times.append(torch.where(says, t, -1))
+        new = r.predict(torch.where(says, y, 0), held[1])
+        held = tree_map(lambda a, b: torch.where(says.view(N, *[1] * (a.dim() - 1)), a, b), new, held)
+        said, at_frame, t = said + says, torch.where(says, at_frame + 1, 0), t + (on & ~says)
+    steps = [torch.stack(found, 1) if found else r.frames.new_empty(N, 0) for found in (labels, times)]
+    order = (steps[0] < 0).long().argsort(dim=1, stable=True)[:, :int(said.max()) if N else 0]
+    return Hypotheses(steps[0].gather(1, order)[:, None], said[:, None], total[:, None], steps[1].gather(1, order)[:, None])
+
+# %% ../nbs/32_lattices.ipynb #lt000054
+class Prefixes(NamedTuple):
+    "Label sequences of a search; those that do not exist have −∞."
+    labels: Tensor  # [N,B,L] classes; −1 beyond a length
+    times: Tensor  # [N,B,L] the frames in which the best path says them
+    log_p: Tensor  # [N,B] float64, of all paths found
+    best: Tensor  # [N,B] float64, of the best path
+    held: Any  # outputs and state of `predict`: trees of tensors [N,B,...]
+
+    def lengths(self) -> Tensor:  # [N,B]
+        return (self.labels >= 0).sum(2)
+
+    def chosen(self, at:Tensor) -> "Prefixes":  # [N,B]
+        "The prefixes at these places of each sequence."
+        n = torch.arange(len(at), device=at.device)[:, None]
+        return tree_map(lambda t: t[n, at], self)
+
+def first_largest(x:Tensor, k:int) -> Tensor:  # [N,K]; to [N,k]
+    "Places of the k largest numbers of each row, in their order; of equals the first."
+    least = x.topk(k, 1).values[:, -1:]
+    above, equal = x > least, x == least
+    kept = above | equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True))
+    at = torch.where(kept, torch.arange(x.shape[1], device=x.device), x.shape[1]).topk(k, 1, largest=False, sorted=True).values
+    return at.gather(1, x.gather(1, at).sort(dim=1, descending=True, stable=True).indices)
+
+def first_prefixes(r:Recogniser, B:int) -> Prefixes:
+    "Before the first frame: nothing is said, and that with probability 1."
+    N, none = len(r.frames), torch.full((len(r.frames), B), -torch.inf, dtype=torch.float64, device=r.encoder.device)
+    log_p, empty = none.masked_fill(torch.arange(B, device=none.device) == 0, 0), r.frames.new_empty(N, B, 0)
+    held = r.predict(None, None)
+    for t in tree_leaves(held): expect(t.shape[:1] in ((1,), (N,)), "predict", lambda: f"1 row or {N} before the first label", lambda: f"shape {list(t.shape)}")
+    return Prefixes(empty, empty, log_p, log_p, tree_map(lambda t: t.expand(N, *t.shape[1:])[:, None].expand(N, B, *t.shape[1:]), held))
+
+def merged(p:Prefixes, new:Prefixes) -> Prefixes:  # of one B and L; none of either twice
+    "The B most probable ones of both; the paths of equal prefixes are added up."
+    same = (p.labels[:, :, None] == new.labels[:, None]).all(3)  # [N,B,B]
+    same &= (p.log_p > -torch.inf)[:, :, None] & (new.log_p > -torch.inf)[:, None]
+    of_new = lambda t: torch.where(same, t[:, None], -torch.inf).max(2)  # one at most
+    best, at = of_new(new.best)
+    times = torch.where((best > p.best)[..., None], new.times.gather(1, at[..., None].expand_as(new.times)), p.times)
+    p = p._replace(times=times, log_p=torch.logaddexp(p.log_p, of_new(new.log_p).values), best=torch.maximum(p.best, best))
+    new = new._replace(log_p=new.log_p.masked_fill(same.any(1), -torch.inf))
+    both = tree_map(lambda a, b: torch.cat([a, b], 1), p, new)
+    return both.chosen(both.log_p.sort(dim=1, descending=True, stable=True).indices[:, :p.log_p.shape[1]])
+
+def grown(p:Prefixes, scores:Tensor, t:int, floor:Tensor) -> Prefixes:  # [N,B,V], −∞ for the blank; [N,1]
+    "The B most probable prefixes with one label more, if above `floor`; what is held is still that of the label before."
+    total = (p.log_p[..., None] + scores).flatten(1)
+    at = first_largest(total, p.log_p.shape[1])
+    log_p, new = total.gather(1, at), p.chosen(at // scores.shape[2])
+    log_p, end = torch.where(log_p > floor, log_p, -torch.inf), new.lengths()[..., None]
+    says = lambda t, said: F.pad(t, (0, 1), value=-1).scatter(2, end, said)
+    return Prefixes(says(new.labels, at[..., None] % scores.shape[2]), says(new.times, torch.full_like(end, t)),
+                    log_p, new.best + scores.flatten(1).gather(1, at), new.held)
+
+def predicted(p:Prefixes, r:Recogniser) -> Prefixes:
+    "The same with what `predict` says after their last labels."
+    (N, B), last = p.log_p.shape, p.labels.gather(2, p.lengths()[..., None] - 1)[..., 0]
+    held = r.predict(torch.where(p.log_p > -torch.inf, last, 0).flatten(), tree_map(lambda t: t.flatten(0, 1), p.held[1]))
+    for t in tree_leaves(held): expect(t.shape[:1] == (N * B,), "predict", lambda: f"{N * B} rows for as many labels and states", lambda: f"shape {list(t.shape)}")
+    return p._replace(held=tree_map(lambda t: t.unflatten(0, (N, B)), held))
+
+def trimmed(p:Prefixes) -> Prefixes:
+    "The same in as few columns as it needs; nothing of what does not exist."
+    none = (p.log_p == -torch.inf)[..., None]
+    p = p._replace(labels=p.labels.masked_fill(none, -1), times=p.times.masked_fill(none, -1))
+    L = int(p.lengths().max())
+    return p._replace(labels=p.labels[..., :L], times=p.times[..., :L])
+
+MARGIN = 20.0  # e^-20, of the least probable prefix that a full beam keeps: below that a prefix says no more in its frame
+
+def beam_labels(r:Recogniser, B:int) -> Hypotheses:  # k = B
+    "The most probable prefixes after all frames: in a frame each says up to `max_symbols` labels, then the blank."
+    p, N = first_prefixes(r, B), len(r.frames)
+    bad, flat = torch.zeros_like(r.frames, dtype=torch.bool), lambda tree: tree_map(lambda t: t.flatten(0, 1), tree)
+    for t in range(int(r.frames.max()) if N else 0):
+        on, x = (t < r.frames)[:, None, None], r.encoder[:, t].repeat_interleave(B, 0)
+        done, going = p._replace(log_p=torch.full_like(p.log_p, -torch.inf)), p
+        for more in reversed(range(r.max_symbols + 1)):
+            scores, stop = r.scores(x, flat(going.held[0]))
+            is_blank = torch.arange(scores.shape[1], device=scores.device) == stop
+            scores = torch.where(on, scores.unflatten(0, (N, B)), torch.where(is_blank, 0.0, -torch.inf))
+            bad |= (scores.isnan() & (going.log_p > -torch.inf)[..., None]).flatten(1).any(1)
+            scores = scores.nan_to_num(-torch.inf, neginf=-torch.inf)
+            by_blank = scores[..., stop]
+            done = merged(done, going._replace(log_p=going.log_p + by_blank, best=going.best + by_blank))
+            if not more: break
+            going = grown(going, scores.masked_fill(is_blank, -torch.inf), t, done.log_p[:, -1:] - MARGIN)
+            if not (going.log_p > -torch.inf).any(): break
+            going = predicted(going, r)
+            done = done._replace(labels=F.pad(done.labels, (0, 1), value=-1), times=F.pad(done.times, (0, 1), value=-1))
+        p = trimmed(done)
+    p = p._replace(log_p=p.log_p.masked_fill(bad[:, None], -torch.inf))
+    if N: p = trimmed(p)
+    return Hypotheses(p.labels, p.lengths(), p.log_p.masked_fill(bad[:, None], torch.nan), p.times)
+
 # %% ../nbs/32_lattices.ipynb #lt000052
 @torch.no_grad()
 def transducer_decode(
@@ -595,35 +847,30 @@ def transducer_decode(
     joint:Callable[[Tensor, Any], Tensor],  # (frames [N,...], outputs of `predict`) to logits [N,V]
     *, blank:int=-1,  # its class; negative: from the end
     max_symbols:int=10,  # labels in one frame, at most
-) -> Hypotheses:  # k = 1
-    """The labels of a transducer, greedily: in each frame the most probable class until it is the blank.
+    beam_size:int=1,  # label sequences that are kept; 1: one path alone
+    k:int=1,  # label sequences to return, at most `beam_size`
+) -> Hypotheses:  # [N,k,...]
+    """The labels of a transducer, the most probable sequence first.
 
-    Outputs and states of `predict` are tensors with N rows, or tuples, lists and dicts of these. It is called for all
-    sequences at once; those that say nothing keep what they had. `timesteps` are the frames of the labels, and
-    `log_probs` those of the path. One step of the host for each label or frame of the longest.
+    `beam_size=1` is greedy: in each frame the most probable class until it is the blank; `log_probs` are those of this
+    path. A wider beam goes from frame to frame with the most probable label sequences, and `log_probs` add up the
+    paths found of each: all paths, if the beam is wide enough. Of equally probable ones the one first found is first.
+    `timesteps` are the frames in which the best path found says the labels.
+
+    Outputs and states of `predict` are tensors with a row per label, or tuples, lists and dicts of these. It is called for all
+    sequences at once: for N labels, in a beam for N · `beam_size`, where the N rows before the first label are repeated.
+    One step of the host for each label or frame of the longest, in a beam for each label that any sequence may still say.
+    In a beam a NaN of `joint` gives NaN and length 0.
     """
     expect_tensor("encoder", encoder)
     expect(encoder.dim() >= 2 and not encoder.is_meta, "encoder", "[N, T, ...] on a CPU or a GPU", lambda: f"{list(encoder.shape)} on {encoder.device}")
     for name, call in (("predict", predict), ("joint", joint)): expect(callable(call), name, "a function", lambda: repr(call))
     expect(is_integer(blank), "blank", "an integer", lambda: repr(blank))
-    expect(is_integer(max_symbols) and max_symbols >= 1, "max_symbols", "a positive integer", lambda: repr(max_symbols))
-    (N, T), sequence = encoder.shape[:2], torch.arange(len(encoder), device=encoder.device)
-    frames = as_lengths(encoder_lengths, "encoder_lengths", encoder.transpose(0, 1))
+    for name, number in (("max_symbols", max_symbols), ("beam_size", beam_size)): expect(is_integer(number) and number >= 1, name, "a positive integer", lambda: repr(number))
+    expect(is_integer(k) and 1 <= k <= beam_size, "k", lambda: f"an integer from 1 to beam_size, {beam_size}", lambda: repr(k))
+    T, frames = encoder.shape[1], as_lengths(encoder_lengths, "encoder_lengths", encoder.transpose(0, 1))
     if readable_on_host(frames): check_lengths(frames, "encoder_lengths", T)
-    frames = to_device(frames, encoder.device).clamp(0, T)
-    t, said, at_frame = torch.zeros_like(frames), torch.zeros_like(frames), torch.zeros_like(frames)
-    total, labels, times, held = torch.zeros(N, dtype=torch.float64, device=encoder.device), [], [], predict(None, None)
-    while N and (on := t < frames).any():
-        scores = joint(encoder[sequence, t.clamp(max=T - 1)], held[0]).double().log_softmax(-1)
-        expect(-scores.shape[1] <= blank < scores.shape[1], "blank", f"a class below {scores.shape[1]}, or a negative number from the end", blank)
-        stop = blank % scores.shape[1]
-        y = torch.where(at_frame < max_symbols, scores.argmax(1), stop)
-        total += torch.where(on, scores[sequence, y], 0)
-        says = on & (y != stop)
-        labels.append(torch.where(says, y, -1)), times.append(torch.where(says, t, -1))
-        new = predict(torch.where(says, y, 0), held[1])
-        held = tree_map(lambda a, b: torch.where(says.view(N, *[1] * (a.dim() - 1)), a, b), new, held)
-        said, at_frame, t = said + says, torch.where(says, at_frame + 1, 0), t + (on & ~says)
-    steps = [torch.stack(found, 1) if found else frames.new_empty(N, 0) for found in (labels, times)]
-    order = (steps[0] < 0).long().argsort(dim=1, stable=True)[:, :int(said.max()) if N else 0]
-    return Hypotheses(steps[0].gather(1, order)[:, None], said[:, None], total[:, None].to(acc_dtype(encoder.dtype)), steps[1].gather(1, order)[:, None])
+    r = Recogniser(encoder, to_device(frames, encoder.device).clamp(0, T), predict, joint, blank, max_symbols)
+    found = greedy_labels(r) if beam_size == 1 else beam_labels(r, beam_size)
+    labels, lengths, log_probs, times = (t[:, :k] for t in found)
+    return Hypotheses(labels, lengths, log_probs.to(acc_dtype(encoder.dtype)), times)

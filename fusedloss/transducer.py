@@ -20,7 +20,7 @@ from fusedloss.core.products import (
     add_product, autocast_like_linear, chunk_scores, equal_rows, grad_scale_of, takes_kernel, tile_slices, wide,
     wide_product)
 from fusedloss.core.score_product import bias_of_tiles, put_gradients, statistics_sums, takes_scores
-from fusedloss.core.sequences import as_lengths
+from fusedloss.core.sequences import as_lengths, to_device
 from fusedloss.core.slabs import BUDGET
 from fusedloss.core.softmax import log2_scale, LOG2E
 from fusedloss.core.tiling import is_busy, tiling_of
@@ -42,19 +42,26 @@ class Packed(NamedTuple):
         "Where padding begins."
         return self.grids.starts[-1]
 
+def place_nodes(
+    e:Tensor, targets:Tensor, frames:Tensor, labels:Tensor,  # [N,T,J], [N,U], [N], [N]
+    lengths:Tensor,  # [3,N] int64: frames and labels that can be computed with, and what is bad, of `pack_nodes`
+) -> Packed:
+    "Where each sequence's nodes are, of what has been checked."
+    (N, T), U, (T_n, U_n, bad) = e.shape[:2], targets.shape[1], lengths
+    known, starts = frames.is_cpu and labels.is_cpu, F.pad((T_n * (U_n + 1)).cumsum(0), (1, 0))
+    rows = int((frames * (labels + 1)).sum()) if known else N * T * (U + 1)
+    return Packed(Grids(starts, T_n, U_n, T, U), F.pad(to_device(targets, e.device), (0, 1)).contiguous(), bad > 0, rows)
+
 def pack_nodes(
     e:Tensor, n_tokens:int,  # [N,T,J]; classes that are no durations
     targets:Tensor, frames:Tensor, labels:Tensor, blank:int,  # [N,U], [N], [N]
-) -> Packed:
+) -> tuple[Packed, Tensor]:  # and the lengths that `place_nodes` takes
     "Where each sequence's nodes are; raises for what can be seen to be wrong."
-    (N, T), U = e.shape[:2], targets.shape[1]
-    z, given = e.new_empty(()).expand(N, T, U + 1, n_tokens), (targets, frames, labels, blank)  # sizes alone
+    z, given = e.new_empty(()).expand(*e.shape[:2], targets.shape[1] + 1, n_tokens), (targets, frames, labels, blank)  # sizes alone
     check_nodes(z, *given, "encoder_lengths")
-    known = frames.is_cpu and labels.is_cpu
-    rows = int((frames * (labels + 1)).sum()) if known else N * T * (U + 1)
-    targets, frames, labels, bad = clean_nodes(z, *given)
-    starts = F.pad((frames * (labels + 1)).cumsum(0), (1, 0))
-    return Packed(Grids(starts, frames, labels, T, U), F.pad(targets, (0, 1)).contiguous(), bad, rows)
+    p = clean_nodes(z, *given)
+    lengths = torch.stack([p.frames, p.labels, p.bad.long()])
+    return place_nodes(e, p.targets, frames, labels, lengths), lengths
 
 # %% ../nbs/33_transducer.ipynb #tr000019
 NONE = -1  # no class
@@ -221,11 +228,11 @@ def duration_log_probs(h:Tensor, w:Tensor, bias:Optional[Tensor]) -> Tensor:  # 
 def linear_transducer_fwd(
     e:Tensor, p:Tensor, w:Tensor, targets:Tensor, frames:Tensor, labels:Tensor, bias:Optional[Tensor],  # [N,T,J], [N,U+1,J], [V,J], [N,U], [N], [N], [V]
     fastemit:float, durations:Sequence[int], sigma:float, blank:int, activation:str, budget:int, keep:bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "Losses [N]; of each node two numbers of its softmax and two flows, [2,M] each, and gradients [M,D] of its durations' scores; empty without `keep`."
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    "Losses [N]; of each node two numbers of its softmax and two flows, [2,M] each, and gradients [M,D] of its durations' scores; checked lengths [3,N]; empty without `keep`."
     N, T, U1, D = *e.shape[:2], p.shape[1], len(durations)
     new, V = lambda *size: e.new_empty(size, dtype=acc_dtype(e.dtype)), len(w) - D
-    a = pack_nodes(e, V, targets, frames, labels, blank)
+    a, lengths = pack_nodes(e, V, targets, frames, labels, blank)
     nodes, b, b_d = N * T * U1 if keep else a.rows, *((None, None) if bias is None else (bias[:V], bias[V:]))
     rows, scores, log_d = new(2, nodes), new(2, a.rows), new(a.rows, D)
     k, layer = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b)
@@ -235,13 +242,13 @@ def linear_transducer_fwd(
         del h  # before the next one
     scale, (top, s) = scale_of(e), rows[:, :a.rows]
     scores.mul_(scale).sub_(top).div_(scale).sub_(s.log().add_(sigma))
-    log_z, *found = duration_flows(*scores, log_d, durations, *a.grids) if D else lattice(*scores, a.grids, flows=keep)
+    log_z, *found = duration_flows(*scores, log_d, durations, *a.grids, flows=keep) if D else lattice(*scores, a.grids, flows=keep)
     losses = torch.where(a.bad, torch.nan, 0 - log_z)
-    if not keep: return losses, new(2, 0), new(2, 0), new(0, D)
+    if not keep: return losses, new(2, 0), new(2, 0), new(0, D), lengths.new_empty(3, 0)
     flows, d_durations = new(2, nodes), new(nodes, D)
     flows[0, :a.rows], flows[1, :a.rows] = found[:2]
     if D: d_durations[:a.rows] = log_d.exp_().mul_(found[3][:, None]).sub_(found[2])
-    return losses, rows, flows, d_durations
+    return losses, rows, flows, d_durations, lengths
 
 # %% ../nbs/33_transducer.ipynb #tr000027
 @jit
@@ -397,12 +404,12 @@ def rows_of_sequences(g:Tensor, a:Packed) -> Tensor:  # [N] to [M]
 # %% ../nbs/33_transducer.ipynb #tr000031
 def linear_transducer_bwd(
     g:Tensor, e:Tensor, p:Tensor, w:Tensor, targets:Tensor, frames:Tensor, labels:Tensor, bias:Optional[Tensor],  # [N]; as `linear_transducer_fwd`
-    rows:Tensor, flows:Tensor, d_durations:Tensor,  # of `linear_transducer_fwd`
+    rows:Tensor, flows:Tensor, d_durations:Tensor, lengths:Tensor,  # of `linear_transducer_fwd`
     fastemit:float, blank:int, activation:str, budget:int, need_e:bool, need_p:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "de, dp, dw, db in the dtypes of e, p, w and bias; empty where not needed."
     D, by_kernel = d_durations.shape[1], takes_kernel(e)
-    V, a, g = len(w) - D, pack_nodes(e, len(w) - D, targets, frames, labels, blank), g.contiguous()
+    V, a, g = len(w) - D, place_nodes(e, targets, frames, labels, lengths), g.contiguous()
     grad_scale = grad_scale_of(g) if by_kernel and e.dtype == torch.float16 else None
     if grad_scale is not None: g = g / grad_scale
     wanted, b = zip((e, p, w, w), (need_e, need_p, need_w, need_b)), None if bias is None else bias[:V]
@@ -431,7 +438,8 @@ def fake_linear_transducer(e, p, w, targets, frames, labels, bias, fastemit, dur
     "The shapes of `linear_transducer_fwd`'s results."
     new = lambda *size: e.new_empty(size, dtype=acc_dtype(e.dtype))
     nodes = e.shape[0] * e.shape[1] * p.shape[1] if keep else 0
-    return new(e.shape[0]), new(2, nodes), new(2, nodes), new(nodes, len(durations))
+    lengths = e.new_empty((3, e.shape[0] if keep else 0), dtype=torch.int64)
+    return new(e.shape[0]), new(2, nodes), new(2, nodes), new(nodes, len(durations)), lengths
 
 def fake_linear_transducer_grad(g, e, p, w, targets, frames, labels, bias, *others):
     "The shapes of `linear_transducer_bwd`'s results."
@@ -440,7 +448,7 @@ def fake_linear_transducer_grad(g, e, p, w, targets, frames, labels, bias, *othe
     return tuple(t.new_empty(shape if need else (0,)) for (t, need), shape in zip(wanted, shapes))
 
 def save_linear_transducer(ctx, inputs, output):
-    "The inputs, and four numbers a node, with durations D more."
+    "The inputs, four numbers a node, with durations D more, and the lengths that forward has checked."
     ctx.options = inputs.fastemit, inputs.blank, inputs.activation, inputs.budget
     ctx.save_for_backward(*inputs[:7], *output[1:])
     ctx.mark_non_differentiable(*output[1:])

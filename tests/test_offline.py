@@ -260,6 +260,10 @@ def grids(dtype, V, T=250, U=100, N=16):
         for flows in ((cuda(len(table[0])),) * 2, (None, None)):
             for labels in (U, 4095):
                 lattices.launch_lattice((table[0], table[1], cuda(N), *flows), a._replace(max_labels=labels), best)
+    for durations, labels in ((5, U), (1, U), (3, 4095)):
+        arcs, flow = cuda(len(table[0]), durations), cuda(len(table[0]))
+        for flows in ((flow, flow, arcs, arcs), (flow, None, None, None)):
+            lattices.launch_durations((flow, flow, arcs), cuda(durations, dtype=i64), a._replace(max_labels=labels), (cuda(N), *flows))
 
 
 CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)

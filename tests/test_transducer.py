@@ -319,6 +319,17 @@ def test_reductions(reduction):
         torch.testing.assert_close(a, s)
 
 
+@pytest.mark.parametrize("name", ["tanh", "durations"])
+def test_the_loss_alone(place, name):
+    "Without a gradient: the same losses, and no flows are made"
+    case = in_dtype(name, f32)
+    (e, p, w, b), *given = case.tensors(place)
+    losses, _ = run(case, ((e, p, w, b), *given))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        everywhere(patch, lattices, "arc_flows", None)
+        assert torch.equal(linear_transducer_loss(e, p, w, *given, linear_bias=b, **case.options()), losses)
+
+
 def test_fastemit_leaves_the_loss():
     (e, p, w, b), *given = Case().tensors()
     assert torch.equal(linear_transducer_loss(e, p, w, *given, linear_bias=b), linear_transducer_loss(e, p, w, *given, linear_bias=b, fastemit_lambda=0.7))
@@ -516,6 +527,18 @@ def test_no_joint_in_memory():
     assert sum(t.untyped_storage().nbytes() for t in kept) <= 16 * nodes + 64
 
 
+def test_backward_does_not_check_again(monkeypatch):
+    (e, p, w, b), *given = Case().tensors()
+    loss = linear_transducer_loss(e, p, w, *given, linear_bias=b)
+    for name in ("check_nodes", "clean_nodes"): everywhere(monkeypatch, lattices, name, no_check)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (e, p, w, b)))
+    with pytest.raises(AssertionError, match="checked"): linear_transducer_loss(e, p, w, *given, linear_bias=b)
+
+
+def no_check(*given):
+    raise AssertionError("checked")
+
+
 # --- input that cannot be ---
 
 def changed(**other):
@@ -607,12 +630,12 @@ def test_what_is_not_looked_at_is_nan_alone(way, name, monkeypatch):
 @pytest.mark.parametrize("unknown", [False, True])
 def test_rows_of_padding(way, unknown, monkeypatch):
     "Where the host does not know the lengths there are rows that are no nodes"
-    pack = transducer.pack_nodes
-    padded = lambda e, V, targets, *given: pack(e, V, targets, *given)._replace(rows=e.shape[0] * e.shape[1] * (targets.shape[1] + 1))
+    place = transducer.place_nodes
+    padded = lambda e, targets, *given: place(e, targets, *given)._replace(rows=e.shape[0] * e.shape[1] * (targets.shape[1] + 1))
     case = in_dtype("chunks of few nodes", f32)
     tensors = case.tensors(way)
     expected, grads = run(case, tensors)
-    if unknown: everywhere(monkeypatch, transducer, "pack_nodes", padded)
+    if unknown: everywhere(monkeypatch, transducer, "place_nodes", padded)
     losses, found = run(case, tensors)
     torch.testing.assert_close(losses, expected)
     for a, g in zip(found, grads): torch.testing.assert_close(a, g)

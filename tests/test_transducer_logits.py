@@ -1,5 +1,6 @@
 "RNN-T's loss of logits: torchaudio's published values, brute force, gradients of every dtype, kernels beside PyTorch, hostile batches, promises."
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import fusedloss.lattices as lattices
 from fusedloss.lattices import duration_flows, node_flows
 from fusedloss.semirings import Max
 from fusedloss.core.cuda import cuda_source
+from grids import thorough_but
 from helpers import everywhere, has_no_second_derivative, need_kernels
 from on_cpu import check_nvcc, kernels_on_cpu
 from test_lattices import batch, by_paths, every_path, SHAPES
@@ -162,6 +164,84 @@ def test_hostile_scores(way):
         assert got.blank[2 * n:4 * n].isnan().any() and abs(got.blank[n:2 * n].sum() - T) < 1e-5
 
 
+DURATIONS = [(0, 1, 2), (1, 2), (2,), (0, 1), (3, 0, 1), (0,), (4, 1), (1, 9)]
+
+
+@pytest.mark.parametrize("durations, scale", thorough_but([*itertools.product(DURATIONS, (1.0, 20.0))], ((0, 1, 2), 1.0), ((2,), 1.0), ((3, 0, 1), 20.0)))
+def test_flows_with_durations_against_paths(way, durations, scale):
+    "The kernel of durations against every path; where they cannot add up nothing flows."
+    frames, labels = zip(*SHAPES)
+    (blank, label, dur), (starts, *lengths) = batch(frames, labels, dtype=f32, depth=(len(durations),), scale=scale)
+    given = [t.to(way) for t in (blank, label, dur, starts, *lengths)]
+    got = duration_flows(*given[:3], durations, *given[3:], max(frames) + 1, max(labels) + 2)
+    for i, (T, U) in enumerate(zip(frames, labels)):
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        log_z, *flows, taken = by_paths(T, U, blank[rows].double(), label[rows].double(), dur[rows].double(), durations)
+        assert got.log_z[i] == log_z or math.isclose(got.log_z[i].item(), log_z, rel_tol=1e-5)
+        for t, e in zip((got.blank, got.label, got.durations, got.node), (*flows, taken, flows[0] + flows[1])):
+            torch.testing.assert_close(t[rows].cpu().double(), e, rtol=3e-4, atol=2e-6)
+    assert all((t[int(starts[-1]):] == 0).all() for t in got[1:])
+    alone = duration_flows(*given[:3], durations, *given[3:], max(frames) + 1, max(labels) + 2, flows=False)
+    assert torch.equal(alone.log_z, got.log_z) and alone[1:] == (None,) * 4
+
+
+@pytest.mark.parametrize("durations", [(0, 1, 2, 3, 4), (2, 0, 7, 1), (11, 3)])
+def test_kernel_of_durations_beside_pytorch(device, durations, monkeypatch, nan_in_new_memory):
+    "Larger grids, and an empty one; the same bits again."
+    need_kernels(device)
+    (blank, label, dur), (starts, *lengths) = batch((9, 4, 1, 0, 30), (40, 0, 5, 2, 33), dtype=f32, depth=(len(durations),))
+    given = [t.to(device) for t in (blank, label, dur, starts, *lengths)]
+    flows = lambda *scores: duration_flows(*scores, durations, *given[3:], 30, 40)
+    everywhere(monkeypatch, lattices, "has_kernel", lambda x: False)
+    exact = flows(*(t.double() for t in given[:3]))
+    everywhere(monkeypatch, lattices, "has_kernel", lambda x: x.numel() > 0)
+    for t, e, same in zip(flows(*given[:3]), exact, flows(*given[:3])):
+        torch.testing.assert_close(t.double(), e, rtol=1e-5, atol=4e-6)
+        assert torch.equal(t, same)
+
+
+def test_error_with_durations_in_float32(way):
+    "Scores as of 1024 classes, log Z of -150: β relative to its diagonal keeps the digits of the flows."
+    T, U, durations = 50, 20, (0, 1, 2, 3)
+    (blank, label, dur), a = batch((T,), (U,), dtype=f32, depth=(4,), padding=0)
+    given = blank - 6, label - 6, dur.log_softmax(1)
+    exact = duration_flows(*(t.double() for t in given), durations, *a, T, U)
+    got = duration_flows(*(t.to(way) for t in given), durations, *(t.to(way) for t in a), T, U)
+    assert exact.log_z < -150 and abs(got.log_z.item() - exact.log_z.item()) < 2e-5
+    assert max((t.cpu().double() - e).abs().max().item() for t, e in zip(got[1:], exact[1:])) < 1.5e-6
+
+
+def test_hostile_scores_with_durations(way):
+    "−∞ closes arcs; no path: log Z −∞ and nothing flows; NaN and +∞ stay in their sequence, also where no path comes by."
+    T, U, durations = 4, 2, (2, 0)
+    (blank, label, dur), a = batch((T,) * 6, (U,) * 6, dtype=f32, depth=(2,))
+    n = T * (U + 1)
+    label[:n][1::3] = -math.inf
+    dur[n, 1] = -math.inf
+    blank[2 * n + 5], label[3 * n], dur[4 * n + 3, 0] = math.nan, math.inf, math.nan  # the first and the last in frame 1, which no path visits
+    got = duration_flows(*(t.to(way) for t in (blank, label, dur)), durations, *(t.to(way) for t in a), T, U)
+    assert got.log_z[0] == -math.inf and got.log_z[1].isfinite() and got.log_z[2:5].isnan().all() and got.log_z[5].isfinite()
+    log_z, *flows, taken = by_paths(T, U, blank[n:2 * n].double(), label[n:2 * n].double(), dur[n:2 * n].double(), durations)
+    for t, e in zip(got[1:], (*flows, taken, flows[0] + flows[1])):
+        assert (t[:n] == 0).all() and t[5 * n:].isfinite().all() and t[2 * n:3 * n].isnan().any()
+        torch.testing.assert_close(t[n:2 * n].cpu().double(), e, rtol=1e-5, atol=1e-6)
+
+
+def test_grids_with_durations_that_no_program_holds(device, monkeypatch):
+    "Too many arcs of a diagonal for a program: PyTorch takes them, with the same result."
+    need_kernels(device)
+    everywhere(monkeypatch, lattices, "has_kernel", lambda x: x.numel() > 0)
+    (blank, label, dur), a = batch((3, 2), (2, 1), dtype=f32, depth=(3,))
+    given = [t.to(device) for t in (blank, label, dur)], (0, 1, 2), *(t.to(device) for t in a)
+    flows = lambda: duration_flows(*given[0], *given[1:], 3, 2)
+    expected = flows()
+    assert lattices.duration_blocks(lattices.Grids(*given[2:], 3, 2), 3)["BD"] == 4
+    monkeypatch.setattr(lattices, "MOST_ARCS", 15)
+    everywhere(monkeypatch, lattices, "launch_durations", None)
+    for t, e in zip(flows(), expected):
+        torch.testing.assert_close(t, e, rtol=1e-5, atol=1e-6)
+
+
 def test_clamp_is_of_the_gradient_before_upstream(way):
     z, y, frames, labels = sample(device=way, dtype=f32)
     clipped = []
@@ -253,6 +333,18 @@ def test_bad_input(name):
 def test_label_outside():
     with pytest.raises(IndexError, match=r"targets\[1, 2\] is 5"):
         fl.transducer_loss(torch.zeros(2, 3, 4, 5), torch.tensor([[0, 0, 9], [0, 0, 5]]), [3, 3], [2, 3])
+
+
+def test_the_first_fault_is_named():
+    "Of several; labels beyond a length, and those of a small dtype below more classes than it has, are none."
+    z, y = torch.zeros(3, 3, 4, 400), torch.tensor([[1, 2, 300], [1, 0, 400], [-1, 0, 0]])
+    call = lambda y, frames=(3, 3, 3), labels=(2, 3, 3): fl.transducer_loss(z, y, frames, labels, blank=0)
+    with pytest.raises(ValueError, match=r"targets\[1, 1\] is 0: expected a label that is not the blank"): call(y)
+    with pytest.raises(IndexError, match=r"targets\[1, 2\] is 400: expected 0 ≤ label < 400"): call(y.clamp(min=-1).masked_fill(y == 0, 5))
+    with pytest.raises(IndexError, match=r"targets\[2, 0\] is -1: expected 0 ≤ label < 400"): call(y, labels=(3, 1, 1))
+    with pytest.raises(ValueError, match=r"logit_lengths\[1\] is 0: expected 1 ≤ length ≤ 3"): call(y, frames=(3, 0, 4))
+    with pytest.raises(ValueError, match=r"target_lengths\[2\] is 4: expected 0 ≤ length ≤ 3"): call(y, labels=(2, 3, 4))
+    assert call(y.clamp(1, 255).to(torch.uint8)).isfinite()
 
 
 def test_bad_sequences_of_a_gpu_are_nan_alone(way, monkeypatch):
@@ -366,10 +458,130 @@ def test_greedy_decoding():
         assert (got.labels[n, 0, U:] == -1).all() and math.isclose(got.log_probs[n, 0].item(), total, rel_tol=1e-12, abs_tol=1e-12)
 
 
+def every_alignment(model, x, blank, most):
+    "Log-probabilities of all paths that one sequence [T,J] can take, with at most `most` labels a frame: {labels: [(log-probability, frames of the labels)]}"
+    found = {}
+
+    def walk(t, total, labels, times, in_frame, held):
+        if t == len(x):
+            found.setdefault(labels, []).append((total, times))
+            return
+        lp = model.joint(x[t][None], held[0])[0].log_softmax(-1)
+        walk(t + 1, total + lp[blank].item(), labels, times, 0, held)
+        for y in range(len(lp)) if in_frame < most else ():
+            if y != blank:
+                walk(t, total + lp[y].item(), (*labels, y), (*times, t), in_frame + 1, model.predict(torch.tensor([y]), held[1]))
+    walk(0, 0.0, (), (), 0, model.predict(None, None))
+    return found
+
+
+def beam_of(model, x, frames, **options):
+    "A beam's result; the model is told how many sequences there are"
+    model.N = len(x)
+    return fl.transducer_decode(x, frames, model.predict, model.joint, **options)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("blank, most", [(0, 2), (2, 2), (-1, 1)])
+def test_a_wide_beam_finds_every_label_sequence(seed, blank, most):
+    "Beside all alignments one by one: labels, their probability, the frames of the best path; ragged."
+    torch.manual_seed(seed)
+    model, x, frames = Model(V=3).double(), torch.randn(3, 3, 8, dtype=f64) * 2, (3, 2, 0)
+    got = beam_of(model, x, frames, blank=blank, max_symbols=most, beam_size=140, k=127)
+    model.N = 1
+    for n, T in enumerate(frames):
+        paths = every_alignment(model, x[n, :T], blank % 3, most)
+        total = {labels: torch.tensor([p for p, _ in found], dtype=f64).logsumexp(0).item() for labels, found in paths.items()}
+        order = sorted(total, key=total.get, reverse=True)
+        for i, labels in enumerate(order):
+            U = len(labels)
+            assert tuple(got.labels[n, i, :U].tolist()) == labels and got.lengths[n, i] == U
+            assert math.isclose(got.log_probs[n, i].item(), total[labels], rel_tol=1e-12, abs_tol=1e-12)
+            assert tuple(got.timesteps[n, i, :U].tolist()) == max(paths[labels])[1]
+            assert (got.labels[n, i, U:] == -1).all() and (got.timesteps[n, i, U:] == -1).all()
+        assert (got.log_probs[n, len(order):] == -math.inf).all() and (got.lengths[n, len(order):] == 0).all()
+
+
+def test_a_narrow_beam():
+    "Each sequence as if alone; sums of some of its paths; wider ones find what is at least as probable; the same again."
+    torch.manual_seed(5)
+    model, x, frames = Model().double(), torch.randn(4, 9, 8, dtype=f64) * 2, torch.tensor([9, 4, 0, 7])
+    options = dict(blank=2, max_symbols=3)
+    greedy, got, wide = beam_of(model, x, frames, **options), beam_of(model, x, frames, beam_size=4, k=3, **options), beam_of(model, x, frames, beam_size=60, **options)
+    assert got.labels.shape[:2] == (4, 3) and (got.log_probs[:, 1:] <= got.log_probs[:, :-1]).all() and (got.labels[2] == -1).all()
+    assert (wide.log_probs[:, 0] >= got.log_probs[:, 0] - 1e-9).all() and (got.log_probs[:, 0] >= greedy.log_probs[:, 0]).all()
+    for t, same in zip(got, beam_of(model, x, frames, beam_size=4, k=3, **options)):
+        assert torch.equal(t, same)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lattices, "MARGIN", math.inf)
+        for t, e in zip(got, beam_of(model, x, frames, beam_size=4, k=3, **options)):
+            torch.testing.assert_close(t, e, rtol=1e-8, atol=1e-8)
+    for n in range(4):
+        alone = beam_of(model, x[n:n + 1], frames[n:n + 1], beam_size=4, k=3, **options)
+        L = alone.labels.shape[2]
+        torch.testing.assert_close(alone.log_probs[0], got.log_probs[n], rtol=1e-12, atol=1e-12)
+        assert torch.equal(alone.labels[0], got.labels[n, :, :L]) and torch.equal(alone.timesteps[0], got.timesteps[n, :, :L]) and torch.equal(alone.lengths[0], got.lengths[n])
+    spoilt = x.clone()
+    spoilt[1, 5:], spoilt[3, 2] = math.nan, math.nan
+    again = beam_of(model, spoilt, frames, beam_size=4, k=3, **options)
+    assert torch.equal(again.log_probs[:3], got.log_probs[:3]) and again.log_probs[3].isnan().all() and (again.lengths[3] == 0).all() and (again.labels[3] == -1).all()
+
+
+def test_what_a_full_beam_still_adds():
+    "Paths that come to a label sequence within a frame count, though they alone are below the beam; what is far below says no more."
+    predict = lambda labels, state: (torch.full((1 if labels is None else len(labels), 1), float(labels is not None)), ())
+    once = lambda x, said: torch.where(said > 0, torch.tensor([1.0, 0.0]), torch.tensor([0.6, 0.4])).log()
+    got = fl.transducer_decode(torch.zeros(1, 2, 1), [2], predict, once, blank=0, beam_size=2, k=2)
+    torch.testing.assert_close(got.log_probs.exp(), torch.tensor([[0.64, 0.36]]))
+    assert got.labels.tolist() == [[[1], [-1]]]
+    calls = []
+
+    def rarely(x, said):
+        calls.append(len(said))
+        return torch.tensor([0.0, -23.0]).expand(len(said), 2)
+    fl.transducer_decode(torch.zeros(1, 3, 1), [3], predict, rarely, blank=0, beam_size=2)
+    assert calls == [2] * 6  # the blank, and one label, of each frame
+
+
+def test_equal_probabilities_have_an_order():
+    "Of equals the first found: shorter ones, then smaller labels."
+    joint, predict = lambda x, outputs: torch.zeros(len(outputs), 3), lambda labels, state: (torch.zeros(1 if labels is None else len(labels), 1), ())
+    got = fl.transducer_decode(torch.zeros(2, 1, 1), [1, 1], predict, joint, blank=1, max_symbols=2, beam_size=8, k=8)
+    for found in got.labels.tolist():
+        assert found == [[-1, -1], [0, -1], [2, -1], [0, 0], [0, 2], [2, 0], [2, 2], [-1, -1]]
+    few = fl.transducer_decode(torch.zeros(2, 1, 1), [1, 1], predict, joint, blank=1, max_symbols=2, beam_size=2, k=2)
+    assert few.labels[0].tolist() == [[-1], [0]]
+
+
+def test_largest_numbers_and_of_equals_the_first():
+    made = torch.Generator().manual_seed(0)
+    for k, most in ((1, 3), (5, 3), (40, 9), (40, 1)):
+        x = torch.randint(0, most, (6, 40), generator=made).double().log()
+        assert torch.equal(lattices.first_largest(x, k), x.sort(dim=1, descending=True, stable=True).indices[:, :k])
+
+
+@pytest.mark.parametrize("rows, message", [(2, "6 rows for as many labels and states, got shape \\[2, 4\\]"), (3, "1 row or 2 before the first label, got shape \\[3, 4\\]")])
+def test_a_predictor_for_other_numbers_of_rows(rows, message):
+    predict = lambda labels, state: (torch.zeros(rows, 4), ())
+    with pytest.raises(ValueError, match="predict: expected " + message):
+        fl.transducer_decode(torch.zeros(2, 5, 4), [5, 4], predict, lambda x, outputs: x + outputs, beam_size=3)
+
+
+def test_a_beam_without_a_path():
+    "Where the blank cannot be there is no end: −∞, and no labels."
+    model = Model()
+    joint = lambda x, outputs: torch.tensor([0.0, 0.0, -math.inf]).expand(len(x), 3)
+    model.N = 2
+    got = fl.transducer_decode(torch.zeros(2, 3, 8), [3, 1], model.predict, joint, max_symbols=2, beam_size=3, k=2)
+    assert got.log_probs.isneginf().all() and got.labels.shape == (2, 2, 0) and (got.lengths == 0).all()
+
+
 def test_decoding_nothing():
     model = Model()
     model.N = 0
     assert fl.transducer_decode(torch.zeros(0, 3, 8), torch.zeros(0, dtype=torch.int64), model.predict, model.joint).labels.shape == (0, 1, 0)
+    assert beam_of(model, torch.zeros(0, 3, 8), torch.zeros(0, dtype=torch.int64), beam_size=3, k=2).labels.shape == (0, 2, 0)
+    assert beam_of(model, torch.zeros(2, 3, 8), [0, 0], beam_size=3, k=2).log_probs.tolist() == [[0.0, -math.inf]] * 2
 
 
 def test_module():

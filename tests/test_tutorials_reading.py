@@ -1,9 +1,11 @@
 """The tutorial on reading: its functions for data, decoding and error rates, and that faults in them are noticed."""
 import ast
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import fusedloss as fl
 import pytest
 import torch
 from helpers import need_fonts
@@ -28,7 +30,7 @@ def page(*pairs: str) -> SimpleNamespace:
     for old, new in zip(pairs[::2], pairs[1::2]):
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    names = {"torch": torch, "device": torch.device("cpu"),
+    names = {"torch": torch, "device": torch.device("cpu"), "half": nullcontext(),
              "sizes": SimpleNamespace(width=WIDTH, letters=10, channels=2, features=4, blocks=1)}
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if isinstance(node, KEPT) or is_constant(node)]
@@ -104,7 +106,35 @@ def lines_fault(p) -> str | None:
     return None if " ".join(lines) == "Reads words; reads lines (of 12 letters), not or" and max(map(len, lines)) <= 12 else "lines"
 
 
-FAULTS = edits_fault, frames_fault, batch_fault, picture_fault, lines_fault
+def transducer_fault(p) -> str | None:
+    "The transducer's loss is that of its logits; what it reads is what each line says alone, frame by frame"
+    torch.manual_seed(0)
+    alphabet, pictures = p.characters_of(["abc"]), p.Pictures(["ab", "cca"], torch.randint(255, (2, 32, WIDTH), dtype=torch.uint8), torch.tensor([20, 9]))
+    model = p.Transducer(len(alphabet.texts)).eval()
+    torch.manual_seed(1)  # says two letters in turn, in every frame
+    torch.nn.init.normal_(model.head.weight, std=2), torch.nn.init.zeros_(model.head.bias)
+    _, y, frames, lengths = p.batch_of(pictures, p.classes_of(pictures, alphabet), torch.arange(2))
+    torch.manual_seed(5)
+    x = model(p.noisy(pictures.pixels))  # [T,N,H]
+    before = model.before(torch.cat([torch.zeros_like(y[:, :1]), y], 1))
+    z = model.head(torch.tanh(x.transpose(0, 1)[:, :, None] + before[:, None]))
+    expected = (fl.transducer_loss(z, y, frames, lengths, blank=0, reduction="none") / lengths).mean()
+    if not torch.isclose(model.loss(x, model.head, y, frames, lengths), expected):
+        return "the loss"
+    said = []
+    for n in range(2):
+        labels = [0]
+        for t in range(frames[n]):
+            for _ in range(3):
+                y = model.head(torch.tanh(x[t, n] + model.before.weight[labels[-1]])).argmax().item()
+                if y == 0:
+                    break
+                labels.append(y)
+        said.append(alphabet.decode(labels[1:]))
+    return None if p.said_by(model, pictures, alphabet) == said and len(set(said)) == 2 and len(p.said_by(model, pictures, alphabet, 3)) == 2 else "what is read"
+
+
+FAULTS = edits_fault, frames_fault, batch_fault, picture_fault, lines_fault, transducer_fault
 BUGS = [(edits_fault, "above[j - 1] + (c != d)", "above[j - 1] + 1"),
         (edits_fault, "row[-1] + 1,", "row[-1] + 2,"),
         (edits_fault, "sum(len(parts(b)) for b in said)", "sum(len(parts(a)) for a in read)"),
@@ -117,6 +147,9 @@ BUGS = [(edits_fault, "above[j - 1] + (c != d)", "above[j - 1] + 1"),
         (batch_fault, '.replace("▁", " ")', ""),
         (picture_fault, "size = min(size,", "size = max(size,"),
         (picture_fault, "getlength(text)) + 6", "getlength(text)) - 6"),
+        (transducer_fault, "F.pad(y, (1, 0))", "F.pad(y, (0, 1))"),
+        (transducer_fault, "losses / lengths.to(losses.device)", "losses"),
+        (transducer_fault, "found = fl.transducer_decode(x, pictures.frames,", "found = fl.transducer_decode(x, pictures.frames * 0 + 20,"),
         (lines_fault, "set(word) <= SIGNS and", "set(word) and"),
         (lines_fault, "{{4,{letters}}}", "{{2,{letters}}}")]
 

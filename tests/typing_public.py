@@ -140,6 +140,7 @@ def paths() -> None:
     assert_type(fl.TransducerLoss(clamp=0.5)(logits, targets, (9, 9), [3, 2]), Tensor)
     assert_type(fl.transducer_align(logits, targets, (9, 9), [3, 2]), LabelFrames)
     assert_type(fl.transducer_decode(logits[:, :, 0], (9, 9), lambda labels, state: (state, state), lambda frames, outputs: frames), Hypotheses)
+    assert_type(fl.transducer_decode(logits[:, :, 0], (9, 9), lambda labels, state: (state, state), lambda frames, outputs: frames, beam_size=4, k=2), Hypotheses)
     Ms, idx, ends = torch.zeros(4, 2, 3, 2), torch.zeros(3, 2, dtype=torch.long), torch.zeros(2, 3)
     assert_type(fl.logz(Ms, idx, ends, ends, fl.semirings.Max, method="loop"), Tensor)
     assert_type(fl.viterbi(Ms, idx, ends, ends), Paths)

@@ -99,7 +99,7 @@ LOSSES = {
     "BaselineSoftmaxNllLoss": lambda dtype: fl.BaselineSoftmaxNllLoss(weight())(leaf(N, H), y),
     "TransducerLoss": lambda dtype: fl.TransducerLoss()(leaf(N, T, 4, V + 1), *ctc),
     "transducer_align": lambda dtype: (fl.transducer_align(torch.randn(N, T, 4, V + 1), *ctc), leaf())[1],
-    "transducer_decode": lambda dtype: (fl.transducer_decode(torch.randn(N, T, V), frames, lambda labels, state: (torch.zeros(N, V), ()), torch.add), leaf())[1],
+    "transducer_decode": lambda dtype: ([fl.transducer_decode(torch.randn(N, T, V), frames, lambda labels, state: (torch.zeros(1 if labels is None else len(labels), V), ()), torch.add, beam_size=b) for b in (1, 3)], leaf())[1],
     "transducer_loss": lambda dtype: fl.transducer_loss(leaf(N, T, 4, V + 1, dtype=dtype), *ctc),
     "CTCLoss": lambda dtype: fl.CTCLoss(logits=True)(leaf(T, N, V), *ctc),
     "LinearCrossEntropyLoss": module(lambda: fl.LinearCrossEntropyLoss(H, V)),

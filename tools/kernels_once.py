@@ -224,7 +224,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
     samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",
     transducers: "node_scores_kernel transducer_lattice lattice_kernel node_grad_kernel",
-    linear_transducer: "join_kernel sums_kernel",
+    linear_transducer: "join_kernel sums_kernel duration_lattice_kernel",
     linear_ctc: "ctc_segment ctc_targets ctc_kept ctc_finish tile_softmax_kernel",
 }
 PARTS = tuple(LAUNCHES)
