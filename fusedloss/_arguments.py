@@ -1260,7 +1260,7 @@ SECTIONS = {
         "    durations (Sequence[int] | None): of a token-and-duration transducer: frames that each of the\n"
         "        weight's last rows stands for\n"
         "    sigma (float): taken from each token's log-probability, beside durations\n"
-        "    memory_budget (int | None): bytes of a chunk of nodes; by default 16,384 nodes are a chunk of\n"
+        "    memory_budget (int | None): bytes of a chunk of nodes; by default 32,768 nodes are a chunk of\n"
         "        the backward pass\n"
         "\n"
         "Returns:\n"

@@ -130,12 +130,12 @@ def activated(x, ACTIVATION: tl.constexpr):
 def join_kernel(
     e_ptr, p_ptr,  # [N,T,J], [N,U+1,J]
     starts_ptr, labels_ptr, targets_ptr,  # [N+1], [N], [N,U+1]
-    h_ptr, classes_ptr,  # [R,J]; [R] next label, in backward [2,R] class of the larger flow and of the other
+    h_ptr, classes_ptr,  # [R,J or more: a 1, then zeros]; [R] next label, in backward [2,R] class of the larger flow and of the other
     w_ptr, bias_ptr, blank_ptr,  # [J] of the blank, its bias or None, [R] its scores; None in backward
     flows_ptr, rows_ptr, g_ptr,  # [2,M] of blank and label, [2,M], [N]; None in forward
     terms_ptr, gradients_ptr,  # [3,R] as `dz_kernel` reads them, [R]; None in forward
     first, R, M, N, J, columns, blank, label_weight,  # the chunk's first row; U + 1
-    e_stride_n, e_stride_t, e_stride_j, p_stride_n, p_stride_u, p_stride_j, w_stride,
+    e_stride_n, e_stride_t, e_stride_j, p_stride_n, p_stride_u, p_stride_j, w_stride, pitch,
     ACTIVATION: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):
     lane = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -163,14 +163,14 @@ def join_kernel(
         tl.store(classes_ptr + lane, label, mask=keep)
     z_blank = tl.zeros([BN], tl.float32)
     e_at = e_ptr + n * e_stride_n + t * e_stride_t
-    p_at, h_at = p_ptr + n * p_stride_n + u * p_stride_u, h_ptr + lane.to(tl.int64) * J
-    for k in range(0, J, BJ):
+    p_at, h_at = p_ptr + n * p_stride_n + u * p_stride_u, h_ptr + lane.to(tl.int64) * pitch
+    for k in range(0, pitch, BJ):
         j = k + tl.arange(0, BJ)[None, :].to(tl.int64)
         inside = there[:, None] & (j < J)
         a = tl.load(e_at[:, None] + j * e_stride_j, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(p_at[:, None] + j * p_stride_j, mask=inside, other=0.0).to(tl.float32)
-        h = tl.where(inside, activated(a + b, ACTIVATION), 0.0).to(h_ptr.dtype.element_ty)
-        tl.store(h_at[:, None] + j, h, mask=keep[:, None] & (j < J))
+        h = tl.where(inside, activated(a + b, ACTIVATION), tl.where(j == J, 1.0, 0.0)).to(h_ptr.dtype.element_ty)
+        tl.store(h_at[:, None] + j, h, mask=keep[:, None] & (j < pitch))
         if w_ptr is not None:
             z_blank += tl.sum(h.to(tl.float32) * tl.load(w_ptr + j * w_stride, mask=j < J, other=0.0).to(tl.float32), 1)
     if w_ptr is not None:
@@ -179,7 +179,7 @@ def join_kernel(
 
 # %% ../nbs/33_transducer.ipynb #tr000024
 BARE = LossOptions(NONE, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
-ROWS = 2**14  # nodes of a chunk in the backward pass, unless a budget says
+ROWS = 2**15  # nodes of a chunk in the backward pass, unless a budget says
 
 class Layer(NamedTuple):
     "A linear layer, as chunks meet it."
@@ -196,7 +196,7 @@ def node_bytes(x:Tensor, w:Tensor, back:bool) -> int:  # of h's dtype; [V,J]; in
     "Bytes of a node in a chunk: its h and its statistics, in backward h, dh and dz; without kernels its scores too."
     V, J = w.shape
     if not takes_kernel(x): return (4 * V + 4 * J) * acc_dtype(x.dtype).itemsize
-    return 2 * V + 4 * J + 44 if back else 2 * J + 8 * -(-V // 128) + 44
+    return 2 * V + 4 * J + 60 if back else 2 * J + 8 * -(-V // 128) + 44
 
 def node_chunks(a:Packed, x:Tensor, w:Tensor, budget:int, back:bool) -> list[slice]:  # as above; 0 for our own choice
     "Chunks of nodes that fit the budget."
@@ -255,7 +255,7 @@ def linear_transducer_fwd(
 def add_nodes(
     dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr,  # as `sums_kernel` has them
     out_ptr,  # [N,K,J] fp32, added to: K frames, or K states
-    first, R, N, K, J,
+    first, R, N, K, J, pitch,
     OVER_LABELS: tl.constexpr,  # sum the nodes of a frame; else those of a state
     ACTIVATION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):
@@ -277,10 +277,9 @@ def add_nodes(
             total = tl.zeros([BI, BJ], tl.float32)
             for m in range(low, high, BI):
                 nodes = m + tl.arange(0, BI)[:, None]
-                at = (begin + nodes * step - first) * J + j
-                inside = (nodes < high) & (j < J)
-                d = tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                h = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                row, inside = begin + nodes * step - first, (nodes < high) & (j < J)
+                d = tl.load(dh_ptr + row * J + j, mask=inside, other=0.0).to(tl.float32)
+                h = tl.load(h_ptr + row * pitch + j, mask=inside, other=0.0).to(tl.float32)
                 if ACTIVATION == "tanh":
                     d *= 1 - h * h
                 elif ACTIVATION == "relu":
@@ -292,19 +291,18 @@ def add_nodes(
 
 @jit
 def sums_kernel(
-    dh_ptr, h_ptr,  # [R,J] twice
+    dh_ptr, h_ptr,  # [R,J], [R,J or more]
     starts_ptr, frames_ptr, labels_ptr,  # [N+1], [N], [N]
     de_ptr, dp_ptr,  # [N,T,J], [N,U+1,J] fp32, added to; None where not needed
-    first, R, N, T, columns, J,
+    first, R, N, T, columns, J, pitch,
     ACTIVATION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):
     if tl.program_id(2) == 0:
         if de_ptr is not None:
-            add_nodes(dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr, de_ptr, first, R, N, T, J, True, ACTIVATION, BI, BJ)
+            add_nodes(dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr, de_ptr, first, R, N, T, J, pitch, True, ACTIVATION, BI, BJ)
     else:
         if dp_ptr is not None:
-            add_nodes(dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr, dp_ptr, first, R, N, columns, J, False, ACTIVATION, BI, BJ)
-
+            add_nodes(dh_ptr, h_ptr, starts_ptr, frames_ptr, labels_ptr, dp_ptr, first, R, N, columns, J, pitch, False, ACTIVATION, BI, BJ)
 
 # %% ../nbs/33_transducer.ipynb #tr000029
 def plain_sums(
@@ -330,39 +328,51 @@ class Weighted(NamedTuple):
     target: Tensor  # [R] the class of the larger flow
     more: ListedGradients  # of the other one
 
-def run_join(k:Joint, i:slice, classes:Tensor, of_blank:tuple, back:tuple, label_weight:float=1.0, BN:int=16) -> Tensor:  # [R,J]
+def run_join(k:Joint, i:slice, h:Tensor, classes:Tensor, of_blank:tuple, back:tuple, label_weight:float=1.0, BN:int=16):
     "h of the rows `i`, zeros in padding; `join_kernel` gets `of_blank` from w_ptr to blank_ptr, `back` from flows_ptr to gradients_ptr."
     e, p, a, blank, activation = k
-    (N, _, J), R, M = e.shape, i.stop - i.start, 0 if back[0] is None else back[0].shape[1]
-    h, stride = e.new_empty(R, J), 0 if of_blank[0] is None else of_blank[0].stride(0)
+    (N, _, J), (R, width), M = e.shape, h.shape, 0 if back[0] is None else back[0].shape[1]
+    stride = 0 if of_blank[0] is None else of_blank[0].stride(0)
     with on_device(e):
         launch_kernel(join_kernel, (-(-R // BN),), e, p, a.grids.starts, a.grids.labels, a.targets, h, classes, *of_blank, *back, i.start, R, M, N, J,
-                      a.targets.shape[1], blank, label_weight, *e.stride(), *p.stride(), stride, ACTIVATION=activation, BN=BN, BJ=128)
-    return h
+                      a.targets.shape[1], blank, label_weight, *e.stride(), *p.stride(), stride, width, ACTIVATION=activation, BN=BN, BJ=128)
 
 def launch_join(k:Joint, i:slice, layer:Layer) -> tuple[Tensor, Tensor, Tensor]:  # [R,J], [R], [R] fp32
     "h of the rows `i`; their next labels, `NONE` where there is none; their scores of the blank."
     R = i.stop - i.start
-    label, z_blank = k.a.targets.new_empty(R), k.e.new_empty(R, dtype=torch.float32)
-    h = run_join(k, i, label, (layer.w[k.blank], None if layer.bias is None else layer.bias[k.blank:], z_blank), (None,) * 5)
+    h, label, z_blank = k.e.new_empty(R, k.e.shape[2]), k.a.targets.new_empty(R), k.e.new_empty(R, dtype=torch.float32)
+    run_join(k, i, h, label, (layer.w[k.blank], None if layer.bias is None else layer.bias[k.blank:], z_blank), (None,) * 5)
     return h, label, z_blank
 
-def launch_weighted(k:Joint, i:slice, back:Upstream) -> tuple[Tensor, Weighted]:  # [R,J]
+class Room(NamedTuple):
+    "What chunks of one size write, one after another."
+    h: Tensor  # [R,J], or [R,J+8] with a 1 behind each row
+    dz: Tensor  # [R,V] of any stride
+    dh: Tensor  # [R,J]
+    classes: Tensor  # [2,R]
+    weighted: Weighted
+
+def room_of(e:Tensor, R:int, V:int, ones:bool) -> Room:  # [N,T,J]; rows, classes
+    "Nothing yet."
+    J, new = e.shape[2], lambda *size: e.new_empty(size, dtype=torch.float32)
+    classes, listed = e.new_empty(2, R, dtype=torch.int64), new(R, 1)
+    weighted = Weighted(new(3, R), classes[0], ListedGradients(classes[1, :, None], listed))
+    return Room(e.new_empty(R, J + 8 * ones), e.new_empty(R, -(-V // 8) * 8)[:, :V], e.new_empty(R, J), classes, weighted)
+
+def launch_weighted(k:Joint, i:slice, back:Upstream, room:Room):
     "h again, and the weights of the gradient."
-    R, new = i.stop - i.start, lambda *size: k.e.new_empty(size, dtype=torch.float32)
-    classes, terms, gradients = k.a.targets.new_empty(2, R), new(3, R), new(R, 1)
-    h = run_join(k, i, classes, (None,) * 3, (*back[:3], terms, gradients), back.label_weight)
-    return h, Weighted(terms, classes[0], ListedGradients(classes[1, :, None], gradients))
+    weights = room.weighted.terms, room.weighted.more.gradients
+    run_join(k, i, room.h, room.classes, (None,) * 3, (*back[:3], *weights), back.label_weight)
 
 def launch_sums_of_nodes(
-    dh:Tensor, h:Tensor, a:Packed, i:slice, activation:str, de:Optional[Tensor], dp:Optional[Tensor],
+    dh:Tensor, h:Tensor, a:Packed, i:slice, activation:str, de:Optional[Tensor], dp:Optional[Tensor],  # [R,J], [R,J or more]
     programs:int=512, BI:int=16, BJ:int=128,
 ):
     "`plain_sums` in one launch."
-    (R, J), N, T, columns = h.shape, len(a.bad), a.grids.max_frames, a.targets.shape[1]
+    (R, J), N, T, columns = dh.shape, len(a.bad), a.grids.max_frames, a.targets.shape[1]
     with on_device(h):
         launch_kernel(sums_kernel, (min(programs, N * max(T, columns)), -(-J // BJ), 2), dh, h, *a.grids[:3], de, dp,
-                      i.start, R, N, T, columns, J, ACTIVATION=activation, BI=BI, BJ=BJ)
+                      i.start, R, N, T, columns, J, h.stride(0), ACTIVATION=activation, BI=BI, BJ=BJ)
 
 # %% ../nbs/33_transducer.ipynb #tr000030
 def kernel_dz(h:Tensor, layer:Layer, k:Weighted, out:Tensor):  # [R,J]; [R,V] to be written
@@ -384,17 +394,17 @@ class Gradients(NamedTuple):
     "Gradients as they grow, in `acc_dtype`; None where nobody asks."
     de: Optional[Tensor]  # [N,T,J]
     dp: Optional[Tensor]  # [N,U+1,J]
-    dw: Optional[Tensor]  # [V,J]
+    dw: Optional[Tensor]  # [V,J], or as wide as h: with db behind
     db: Optional[Tensor]  # [V]
 
-    def add(self, dz:Tensor, h:Tensor, w:Tensor, a:Packed, i:slice, activation:str):  # [R,V], [R,J], [V,J]
+    def add(self, dz:Tensor, h:Tensor, w:Tensor, a:Packed, i:slice, activation:str, dh:Optional[Tensor]):  # [R,V], [R,J or more], [V,J]; room for dh
         "What the rows `i` bring."
         if self.dw is not None: add_product(self.dw, dz.T, h.to(dz.dtype))
         if self.db is not None: self.db.add_(dz.sum(0, dtype=self.db.dtype))
         if self.de is None and self.dp is None: return
-        w, sums = w.to(dz.dtype), launch_sums_of_nodes if has_kernel(h) else plain_sums
-        dh = dz @ w if dz.dtype == torch.bfloat16 else wide_product(dz, w)  # fp16 has no range for it
-        sums(dh, h, a, i, activation, self.de, self.dp)
+        if dz.dtype == torch.bfloat16: torch.mm(dz, w, out=dh)
+        else: dh = wide_product(dz, w.to(dz.dtype))  # fp16 has no range for it
+        (launch_sums_of_nodes if has_kernel(h) else plain_sums)(dh, h, a, i, activation, self.de, self.dp)
 
 def rows_of_sequences(g:Tensor, a:Packed) -> Tensor:  # [N] to [M]
     "A sequence's number for each of its nodes, 0 in padding."
@@ -412,25 +422,30 @@ def linear_transducer_bwd(
     V, a, g = len(w) - D, place_nodes(e, targets, frames, labels, lengths), g.contiguous()
     grad_scale = grad_scale_of(g) if by_kernel and e.dtype == torch.float16 else None
     if grad_scale is not None: g = g / grad_scale
-    wanted, b = zip((e, p, w, w), (need_e, need_p, need_w, need_b)), None if bias is None else bias[:V]
-    shapes = e.shape, p.shape, w.shape, w.shape[:1]
-    sums = Gradients(*(t.new_zeros(shape, dtype=acc_dtype(e.dtype)) if need else None for (t, need), shape in zip(wanted, shapes)))
+    shapes, ones = [e.shape, p.shape, w.shape, w.shape[:1]], by_kernel and need_w and need_b
+    if ones: shapes[2] = len(w), w.shape[1] + 8
+    needs, b = (need_e, need_p, need_w, need_b and not ones), None if bias is None else bias[:V]
+    sums = Gradients(*(e.new_zeros(shape, dtype=acc_dtype(e.dtype)) if need else None for shape, need in zip(shapes, needs)))
     upstream = None if by_kernel and not D else rows_of_sequences(g, a)
-    k, layer, back = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b), Upstream(flows, rows, g, 1 + fastemit)
+    k, layer, back, room = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b), Upstream(flows, rows, g, 1 + fastemit), None
     for i in node_chunks(a, e, w, budget, True):
-        dz = e.new_empty(i.stop - i.start, -(-len(w) // 8) * 8, dtype=e.dtype if by_kernel else acc_dtype(e.dtype))[:, :len(w)]
         if by_kernel:
-            h, weighted = launch_weighted(k, i, back)
-            kernel_dz(h, layer, weighted, dz[:, :V])
+            if room and len(room.h) != i.stop - i.start: room = None  # before the next one
+            room = room or room_of(e, i.stop - i.start, len(w), ones)
+            h, dz, dh = room[:3]
+            launch_weighted(k, i, back, room)
+            kernel_dz(h[:, :w.shape[1]], layer, room.weighted, dz[:, :V])
         else:
             h, classes = plain_join(k, i)
             weights = torch.stack([upstream[i], upstream[i] * (1 + fastemit)])
+            dz, dh = h.new_empty(len(h), len(w), dtype=acc_dtype(e.dtype)), None
             plain_dz(h, w[:V], b, classes, flows[:, i] * weights, rows[:, i], dz[:, :V])
         if D: dz[:, V:] = d_durations[i] * upstream[i, None]
-        sums.add(dz, h, w, a, i, activation)
-        del dz, h  # before the next ones
+        sums.add(dz, h, w, a, i, activation, dh)
+        del dz, h, dh  # before the next ones
     if grad_scale is not None: [t.mul_(grad_scale) for t in sums if t is not None]
-    kept = zip(sums, (e, p, w, w if bias is None else bias))
+    found = (*sums[:2], sums.dw[:, :-8], sums.dw[:, -8]) if ones else sums
+    kept = zip(found, (e, p, w, w if bias is None else bias))
     return tuple(like.new_empty(0) if t is None else t.to(like.dtype) for t, like in kept)
 
 # %% ../nbs/33_transducer.ipynb #tr000044
@@ -529,7 +544,7 @@ def linear_transducer_loss(
     fastemit_lambda:float=0.0,  # a label's gradient counts 1 + λ times; the loss is the same
     durations:Optional[Sequence[int]]=None,  # of a token-and-duration transducer: frames that each of the weight's last rows stands for
     sigma:float=0.0,  # taken from each token's log-probability, beside durations
-    memory_budget:Optional[int]=None,  # bytes of a chunk of nodes; by default 16,384 nodes are a chunk of the backward pass
+    memory_budget:Optional[int]=None,  # bytes of a chunk of nodes; by default 32,768 nodes are a chunk of the backward pass
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     """A transducer's loss (RNN-T, TDT), exact, without the joint tensor [N,T,U+1,V].
 
