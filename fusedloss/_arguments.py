@@ -1260,8 +1260,8 @@ SECTIONS = {
         "    durations (Sequence[int] | None): of a token-and-duration transducer: frames that each of the\n"
         "        weight's last rows stands for\n"
         "    sigma (float): taken from each token's log-probability, beside durations\n"
-        "    memory_budget (int | None): bytes of a chunk of nodes; by default 32,768 nodes are a chunk of\n"
-        "        the backward pass\n"
+        "    memory_budget (int | None): bytes of a chunk of nodes; by default 65,536 nodes are a chunk of\n"
+        "        the backward pass, or as many as 256 MiB have room for\n"
         "\n"
         "Returns:\n"
         "    Tensor: [N] or a scalar, float32 (float64 for float64)"),

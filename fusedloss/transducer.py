@@ -179,7 +179,7 @@ def join_kernel(
 
 # %% ../nbs/33_transducer.ipynb #tr000024
 BARE = LossOptions(NONE, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
-ROWS = 2**15  # nodes of a chunk in the backward pass, unless a budget says
+ROWS = 2**16  # nodes of a chunk in the backward pass, unless a budget says
 
 class Layer(NamedTuple):
     "A linear layer, as chunks meet it."
@@ -544,7 +544,7 @@ def linear_transducer_loss(
     fastemit_lambda:float=0.0,  # a label's gradient counts 1 + λ times; the loss is the same
     durations:Optional[Sequence[int]]=None,  # of a token-and-duration transducer: frames that each of the weight's last rows stands for
     sigma:float=0.0,  # taken from each token's log-probability, beside durations
-    memory_budget:Optional[int]=None,  # bytes of a chunk of nodes; by default 32,768 nodes are a chunk of the backward pass
+    memory_budget:Optional[int]=None,  # bytes of a chunk of nodes; by default 65,536 nodes are a chunk of the backward pass, or as many as 256 MiB have room for
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     """A transducer's loss (RNN-T, TDT), exact, without the joint tensor [N,T,U+1,V].
 
