@@ -1794,7 +1794,7 @@ def a_run_goes_on_after_resharding(meshes):
             for (head, optimizer), part, losses in zip(pairs, state.values(), wanted):
                 head.load_state_dict(part["head"])
                 set_optimizer_state_dict(head, optimizer, part["optimizer"])
-                assert_close(train(head, optimizer, 11, rank, 3, start=3), losses)
+                assert_close(train(head, optimizer, 11, rank, 3, start=3), losses, rtol=1e-6, atol=0)  # fp32, by ranks of other sizes
         dist.barrier()
 
 
