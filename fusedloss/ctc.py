@@ -20,7 +20,7 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.lattice import (
     active, interleave, Lattice, make_lattice, may_end, may_skip, predecessors, scan_shape,
     ScanShape, strip_states, update_active)
-from fusedloss.core.operators import applied, each_upstream, is_wrapped, keeps_graph, least, observed, operator
+from fusedloss.core.operators import applied, each_upstream, is_wrapped, keeps_graph, observed, operator, smaller_size
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.reference import reduce_rows
 from fusedloss.core.scaled import (
@@ -564,7 +564,7 @@ ctc_sample_operator = operator("fusedloss::ctc_sample", drawn_alignment, fake=fa
 
 def most_states(z:Tensor, targets:Tensor) -> int:
     "Of any feasible target, by its shape."
-    return 2 * least(z.shape[0], targets.shape[-1]) + 1
+    return 2 * smaller_size(z.shape[0], targets.shape[-1]) + 1
 
 # %% ../nbs/20_ctc.ipynb #61929b6e
 def ctc_sample(

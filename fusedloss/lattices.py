@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fusedloss.core.checks import acc_dtype, check_flags, expect, expect_tensor, FLOATS, is_integer, is_number
 from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of, Implementation
-from fusedloss.core.operators import most, operator
+from fusedloss.core.operators import larger_size, operator
 from fusedloss.core.options import Lengths, Reduction
 from fusedloss.core.sequences import as_lengths, check_lengths, readable_on_host, to_device
 from fusedloss.core.softmax import exp2_diff, log2_scale, online_softmax_step
@@ -649,7 +649,7 @@ def transducer_loss(
     losses, *_ = transducer_of_logits(logits, targets, *lengths_of(logits, logit_lengths, target_lengths), blank % logits.shape[3],
                                       float(clamp), fused_log_softmax, grad)
     if reduction == "none": return losses
-    return losses.sum() / most(losses.shape[0], 1) if reduction == "mean" else losses.sum()
+    return losses.sum() / larger_size(losses.shape[0], 1) if reduction == "mean" else losses.sum()
 
 # %% ../nbs/32_lattices.ipynb #lt000047
 class TransducerLoss(nn.Module):

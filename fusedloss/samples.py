@@ -480,6 +480,11 @@ def check_generator(generator:Optional[torch.Generator], input:Tensor):
     of, at = generator.device, input.device  # torch.Generator("cuda") has no index: it draws on any GPU
     expect(of.type == at.type and of.index in (None, at.index), "generator", f"one of the input's device {at}", of)
 
+def seeds_of(x:Tensor, size:tuple[int, ...], generator:Optional[torch.Generator]=None) -> Tensor:  # int64 of that size
+    "A seed for each token."
+    own = {} if generator is None else {"generator": generator}  # a compiler refuses sizes beside None
+    return torch.randint(2**63 - 1, size, device=x.device, **own)
+
 # %% ../nbs/30_samples.ipynb #smsample
 class Sample(NamedTuple):
     "A class drawn for each row, of the input's shape without its features; where a row has a NaN, a class and a log-probability that is NaN."
@@ -520,7 +525,5 @@ def linear_sample(
         o, each, scale = temperature_options(temperature, logit_scale, softcap, -100)
         input, linear_bias = fold_scale(scale, input, linear_bias)
         x, w, bias = linear_operands(as_rows(input), linear_weight, linear_bias)
-        own = {} if generator is None else {"generator": generator}  # a compiler refuses sizes beside None
-        seeds = torch.randint(2**63 - 1, (x.shape[0],), device=x.device, **own)
-        tokens, log_probs = samples_of_rows(x, w, seeds, bias, each, o, f)
+        tokens, log_probs = samples_of_rows(x, w, seeds_of(x, x.shape[:1], generator), bias, each, o, f)
     return Sample(tokens.view(shape), log_probs.view(shape))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedloss.core.checks import acc_dtype, check_labels, expect, expect_tensor, is_integer
 from fusedloss.core.compiled_ranks import over_ranks, RankLoss
 from fusedloss.core.learned import take_scale
-from fusedloss.core.operators import check_reverse, first_order, most, without_autocast
+from fusedloss.core.operators import check_reverse, first_order, larger_size, without_autocast
 from fusedloss.core.options import (
     Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Operands, Reduction, ShardedMethod, Statistics, statistics_of)
@@ -48,7 +48,7 @@ from fusedloss.logprobs import (
 from fusedloss.recompute import launch_dz, launch_sums, ListedGradients, plain_chunks, take_grad_scale
 from fusedloss.samples import (
     check_generator, checked_filters, Filters, launch_draw, launch_pick, launch_scores, merge_samples, PLAIN_BYTES, plain_parts,
-    Sample, shard_samples)
+    Sample, seeds_of, shard_samples)
 from fusedloss.sharded_product import check_supported, early_over_ranks, sharded_product, takes_product
 from fusedloss.topk import sorted_best, TopK, topk_fwd, topk_upstream
 
@@ -458,7 +458,7 @@ def fake_cross_entropy(call) -> tuple[Optional[Tensor], ...]:
 def tokens_left(call) -> int:
     "How many of this rank's tokens in a sequence have a target `shift` ahead."
     here, size, site = call.target.shape[-1], call.input.shape[-2], call.site
-    if site.token_dim != call.input.dim() - 2: return most(size - call.shift, 0)
+    if site.token_dim != call.input.dim() - 2: return larger_size(size - call.shift, 0)
     s = Shards(0, 0, 0, site.process_group())
     return within(site.tokens, call.shift, -(-site.tokens // s.ranks), here, s)
 
@@ -715,11 +715,6 @@ def fake_sample(call) -> tuple[Tensor, Tensor]:  # the arguments by name, of thi
     tokens = call.input.shape[:-1]
     return call.input.new_empty(tokens, dtype=torch.int64), call.input.new_empty(tokens, dtype=acc_dtype(call.input.dtype))
 
-def seeds_of(x:Tensor, size:tuple[int, ...], generator:Optional[torch.Generator]=None) -> Tensor:  # int64 of that size
-    "A seed for each token."
-    own = {} if generator is None else {"generator": generator}  # a compiler refuses sizes beside None
-    return torch.randint(2**63 - 1, size, device=x.device, **own)
-
 # %% ../nbs/16_sharded.ipynb #ssmdrawn
 @over_ranks("sample_over_ranks", lambda found: found, fake_sample, (False, False), lambda given, found: Sample(*found))
 @tells_ranks(mesh_of_call)
@@ -771,7 +766,6 @@ def sharded_linear_sample(
     """
     seeds = None
     if torch.compiler.is_compiling():  # which sees that they are random
-        expect(generator is None, "generator", "None under torch.compile", "a generator")
         here = input.to_local() if is_dtensor(input) else input
         seeds = seeds_of(here, here.shape[:-1])
     return drawn_over_ranks(input, linear_weight, linear_bias, temperature, logit_scale, softcap, top_k, top_p, min_p, seeds,

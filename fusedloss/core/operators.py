@@ -298,13 +298,13 @@ def quotient(a: float, b: float) -> float | Tensor:  # [] float64, for an operat
     return in_scalar(a) / b if is_later(a) or is_later(b) else a / b
 
 
-def least(a: int, b: int) -> int:
+def smaller_size(a: int, b: int) -> int:
     "The smaller size; of a compiler's numbers without a guard. PyTorch 2.11 traces `torch.sym_min` of nothing else."
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 
-def most(a: int, b: int) -> int:
-    "The larger size, as `least`."
+def larger_size(a: int, b: int) -> int:
+    "The larger size, as `smaller_size`."
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_max(a, b)
 
 

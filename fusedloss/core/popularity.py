@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import check_flags, check_target, expect, expect_tensor, is_integer
-from fusedloss.core.operators import least
+from fusedloss.core.operators import smaller_size
 from fusedloss.core.sampling import (
     Columns,
     live_index,
@@ -199,7 +199,7 @@ def distinct(classes: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:  # [T]
     fresh = (ordered != ordered.roll(1)) & (ordered >= 0)
     fresh[:1] = ordered[:1] >= 0
     rank = (fresh.cumsum(0) - 1).clamp(min=0)
-    rows = ordered.new_full((least(ordered.shape[0], num_classes) + 1,), -1)
+    rows = ordered.new_full((smaller_size(ordered.shape[0], num_classes) + 1,), -1)
     rows[torch.where(fresh, rank, rows.shape[0] - 1)] = torch.where(fresh, ordered, -1)
     return rows[:-1], torch.empty_like(rank).scatter_(0, order, rank).view(classes.shape)
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import acc_dtype, expect, is_debugged
-from fusedloss.core.operators import least, most
+from fusedloss.core.operators import larger_size, smaller_size
 from fusedloss.core.tiling import is_timed
 from fusedloss.core.tuning import is_capturing, rank_agreement
 
@@ -291,7 +291,7 @@ def within(
     s: Shards,
 ) -> int:
     "How many of this rank's tokens have a target k ahead."
-    return least(most(size - k - s.rank * each, 0), here)
+    return smaller_size(larger_size(size - k - s.rank * each, 0), here)
 
 
 def shift_targets_of_ranks(
