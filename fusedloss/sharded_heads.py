@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_labels, expect, FLOATS, is_debugged, is_integer)
+from fusedloss.core.compiled_ranks import between_graphs
 from fusedloss.core.learned import gathered_scale
 from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gradient, uses_kernels
 from fusedloss.core.operators import check_reverse, first_order
@@ -267,6 +268,7 @@ class ShardedScores(PartialFC):
     @property
     def shards(self) -> Shards: return shards_on(self.mesh, self.num_classes)
 
+    @between_graphs
     @tells_ranks(mesh_that_talks)
     @torch.no_grad()
     def logits(self,
@@ -277,6 +279,7 @@ class ShardedScores(PartialFC):
         z = class_scores(x, w, score_config(self), head_dtype(features))
         return scores_of_own(z, b, s).view(*features.shape[:-1], self.num_classes)
 
+    @between_graphs
     @tells_ranks(mesh_that_talks)
     @torch.no_grad()
     def topk(self,
@@ -329,6 +332,7 @@ class ShardedPartialFC(ShardedScores):
     def begin_rows(self) -> None:
         if not self.weight.is_meta: self.weight.copy_(self.new_rows(self.weight.device))
 
+    @between_graphs
     @tells_ranks(mesh_that_talks)
     def forward(self,
         features:Tensor,  # [..., H], this rank's rows

@@ -1244,6 +1244,25 @@ def heads_match_one_process(meshes):
 
 
 @case
+def a_compiled_model_keeps_its_head_between_graphs(meshes):
+    for ranks, mesh, rank in mine(meshes[:2]):
+        for options in ({}, dict(sample_rate=0.5, return_stats=True)):
+            stats, body = options.pop("return_stats", False), torch.nn.Linear(6, 4, dtype=f64, device=DEVICE)
+            head = fl.ShardedPartialFC(9, 4, mesh=mesh, dtype=f64, seed=1, **options)
+            model = lambda x, y: head(torch.tanh(body(x)), y, stats)
+            torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+            compiled = torch.compile(model, backend="aot_eager")
+            for n in (3, 5, 4):
+                x, y = torch.randn(n, 6, dtype=f64, device=DEVICE), torch.arange(n, device=DEVICE) + rank
+                (wanted, *_), (got, *_) = (found if stats else (found,) for found in (model(x, y), compiled(x, y)))
+                assert_close(got, wanted)
+                for a, e in zip(torch.autograd.grad(got, [*body.parameters()]), torch.autograd.grad(wanted, [*body.parameters()])): assert_close(a, e)
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+            assert_close(torch.compile(head.logits, backend="eager")(x[:, :4]), head.logits(x[:, :4]))
+            raises(Exception, "ShardedPartialFC.forward: expected no fullgraph=True", lambda: torch.compile(model, backend="eager", fullgraph=True)(x, y))
+
+
+@case
 def heads_whose_scale_is_learned(meshes):
     for ranks, mesh, rank in mine(some(meshes)):
         for number, (margin, v) in enumerate(((CosFace, 11), (ArcFace, 3), (lambda scale: SubCenter(2, CosFace(scale=scale)), 12))):
