@@ -1257,6 +1257,8 @@ SECTIONS = {
         "    blank (int): the class that stands for no label\n"
         "    reduction (Literal[\"none\", \"mean\", \"sum\"]): \"none\"; \"sum\"; \"mean\" over the sequences\n"
         "    fastemit_lambda (float): a label's gradient counts 1 + λ times; the loss is the same\n"
+        "    clamp (float): each number of a token's gradient of a loss by its scores is kept within ±clamp,\n"
+        "        before the upstream gradient; not above 0: off\n"
         "    durations (Sequence[int] | None): of a token-and-duration transducer: frames that each of the\n"
         "        weight's last rows stands for\n"
         "    sigma (float): taken from each token's log-probability, beside durations\n"

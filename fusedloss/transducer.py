@@ -13,7 +13,7 @@ from torch import nn, Tensor
 from torch.nn import functional as F
 
 from fusedloss.core.checks import (
-    acc_dtype, check_bias_and_budget, check_matrix, expect, expect_tensor, FLOATS, in_range, is_integer, once_for_alike)
+    acc_dtype, check_bias_and_budget, check_matrix, expect, expect_tensor, FLOATS, in_range, is_integer, is_number, once_for_alike)
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
@@ -227,7 +227,7 @@ def duration_log_probs(h:Tensor, w:Tensor, bias:Optional[Tensor]) -> Tensor:  # 
 # %% ../nbs/33_transducer.ipynb #tr000025
 def linear_transducer_fwd(
     e:Tensor, p:Tensor, w:Tensor, targets:Tensor, frames:Tensor, labels:Tensor, bias:Optional[Tensor],  # [N,T,J], [N,U+1,J], [V,J], [N,U], [N], [N], [V]
-    fastemit:float, durations:Sequence[int], sigma:float, blank:int, activation:str, budget:int, keep:bool,
+    fastemit:float, clamp:float, durations:Sequence[int], sigma:float, blank:int, activation:str, budget:int, keep:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Losses [N]; of each node two numbers of its softmax and two flows, [2,M] each, and gradients [M,D] of its durations' scores; checked lengths [3,N]; empty without `keep`."
     N, T, U1, D = *e.shape[:2], p.shape[1], len(durations)
@@ -390,6 +390,11 @@ def plain_dz(
     dz = chunk_scores(h, wide(w), bias)[:, 0].sub_(top[:, None]).exp_().mul_((flows.sum(0) / s)[:, None])
     out.copy_(torch.where(there[:, :1], dz, 0).scatter_add_(1, classes.clamp(min=0), torch.where(there, -flows.T, 0)))
 
+def keep_within(dz:Tensor, most:Tensor):  # [R,V], [R]
+    "Each row's numbers within ±most, in place."
+    most = most.abs().to(dz.dtype)[:, None]
+    torch.clamp(dz, -most, most, out=dz)
+
 class Gradients(NamedTuple):
     "Gradients as they grow, in `acc_dtype`; None where nobody asks."
     de: Optional[Tensor]  # [N,T,J]
@@ -415,7 +420,7 @@ def rows_of_sequences(g:Tensor, a:Packed) -> Tensor:  # [N] to [M]
 def linear_transducer_bwd(
     g:Tensor, e:Tensor, p:Tensor, w:Tensor, targets:Tensor, frames:Tensor, labels:Tensor, bias:Optional[Tensor],  # [N]; as `linear_transducer_fwd`
     rows:Tensor, flows:Tensor, d_durations:Tensor, lengths:Tensor,  # of `linear_transducer_fwd`
-    fastemit:float, blank:int, activation:str, budget:int, need_e:bool, need_p:bool, need_w:bool, need_b:bool,
+    fastemit:float, clamp:float, blank:int, activation:str, budget:int, need_e:bool, need_p:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "de, dp, dw, db in the dtypes of e, p, w and bias; empty where not needed."
     D, by_kernel = d_durations.shape[1], takes_kernel(e)
@@ -426,7 +431,7 @@ def linear_transducer_bwd(
     if ones: shapes[2] = len(w), w.shape[1] + 8
     needs, b = (need_e, need_p, need_w, need_b and not ones), None if bias is None else bias[:V]
     sums = Gradients(*(e.new_zeros(shape, dtype=acc_dtype(e.dtype)) if need else None for shape, need in zip(shapes, needs)))
-    upstream = None if by_kernel and not D else rows_of_sequences(g, a)
+    upstream = rows_of_sequences(g, a) if D or clamp > 0 or not by_kernel else None
     k, layer, back, room = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b), Upstream(flows, rows, g, 1 + fastemit), None
     for i in node_chunks(a, e, w, budget, True):
         if by_kernel:
@@ -440,6 +445,7 @@ def linear_transducer_bwd(
             weights = torch.stack([upstream[i], upstream[i] * (1 + fastemit)])
             dz, dh = h.new_empty(len(h), len(w), dtype=acc_dtype(e.dtype)), None
             plain_dz(h, w[:V], b, classes, flows[:, i] * weights, rows[:, i], dz[:, :V])
+        if clamp > 0: keep_within(dz[:, :V], clamp * upstream[i])
         if D: dz[:, V:] = d_durations[i] * upstream[i, None]
         sums.add(dz, h, w, a, i, activation, dh)
         del dz, h, dh  # before the next ones
@@ -449,7 +455,7 @@ def linear_transducer_bwd(
     return tuple(like.new_empty(0) if t is None else t.to(like.dtype) for t, like in kept)
 
 # %% ../nbs/33_transducer.ipynb #tr000044
-def fake_linear_transducer(e, p, w, targets, frames, labels, bias, fastemit, durations, sigma, blank, activation, budget, keep):
+def fake_linear_transducer(e, p, w, targets, frames, labels, bias, fastemit, clamp, durations, sigma, blank, activation, budget, keep):
     "The shapes of `linear_transducer_fwd`'s results."
     new = lambda *size: e.new_empty(size, dtype=acc_dtype(e.dtype))
     nodes = e.shape[0] * e.shape[1] * p.shape[1] if keep else 0
@@ -464,7 +470,7 @@ def fake_linear_transducer_grad(g, e, p, w, targets, frames, labels, bias, *othe
 
 def save_linear_transducer(ctx, inputs, output):
     "The inputs, four numbers a node, with durations D more, and the lengths that forward has checked."
-    ctx.options = inputs.fastemit, inputs.blank, inputs.activation, inputs.budget
+    ctx.options = inputs.fastemit, inputs.clamp, inputs.blank, inputs.activation, inputs.budget
     ctx.save_for_backward(*inputs[:7], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -502,7 +508,7 @@ def check_durations(durations:Optional[Sequence[int]], sigma:float, n_classes:in
 @once_for_alike
 def check_linear_transducer(
     e:Tensor, p:Tensor, w:Tensor, targets:Tensor, bias:Optional[Tensor], activation:Optional[str], blank:int,
-    reduction:str, fastemit_lambda:float, n_durations:int, memory_budget:Optional[int],
+    reduction:str, fastemit_lambda:float, clamp:float, n_durations:int, memory_budget:Optional[int],
 ):
     "`ValueError` for shapes, dtypes and options that cannot be meant."
     check_matrix("linear_weight", w)
@@ -528,6 +534,7 @@ def check_linear_transducer(
     expect(is_integer(blank) and 0 <= blank < tokens, "blank", lambda: f"a class below {tokens}", blank)
     expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", lambda: repr(reduction))
     expect(in_range(fastemit_lambda, 0), "fastemit_lambda", "a number not below 0", fastemit_lambda)
+    expect(is_number(clamp), "clamp", "a number", lambda: repr(clamp))
 
 # %% ../nbs/33_transducer.ipynb #tr000046
 def linear_transducer_loss(
@@ -542,6 +549,7 @@ def linear_transducer_loss(
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" over the sequences
     fastemit_lambda:float=0.0,  # a label's gradient counts 1 + λ times; the loss is the same
+    clamp:float=-1.0,  # each number of a token's gradient of a loss by its scores is kept within ±clamp, before the upstream gradient; not above 0: off
     durations:Optional[Sequence[int]]=None,  # of a token-and-duration transducer: frames that each of the weight's last rows stands for
     sigma:float=0.0,  # taken from each token's log-probability, beside durations
     memory_budget:Optional[int]=None,  # bytes of a chunk of nodes; by default 65,536 nodes are a chunk of the backward pass, or as many as 256 MiB have room for
@@ -556,14 +564,14 @@ def linear_transducer_loss(
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     check_matrix("linear_weight", linear_weight)
     durations = check_durations(durations, sigma, len(linear_weight))
-    check_linear_transducer(encoder, predictor, linear_weight, targets, linear_bias, activation, blank, reduction, fastemit_lambda,
+    check_linear_transducer(encoder, predictor, linear_weight, targets, linear_bias, activation, blank, reduction, fastemit_lambda, clamp,
                      len(durations), memory_budget)
     frames = as_lengths(encoder_lengths, "encoder_lengths", encoder.transpose(0, 1))
     labels = as_lengths(target_lengths, "target_lengths", encoder.transpose(0, 1))
     e, p, w, *biases = autocast_like_linear(encoder, predictor, linear_weight, *([] if linear_bias is None else [linear_bias.contiguous()]))
     bias = biases[0] if biases else None
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (e, p, w, bias))
-    losses, *_ = linear_transducer(e, p, w, targets.long(), frames, labels, bias, fastemit_lambda, durations, sigma, int(blank),
+    losses, *_ = linear_transducer(e, p, w, targets.long(), frames, labels, bias, fastemit_lambda, float(clamp), durations, sigma, int(blank),
                             activation or "none", memory_budget or 0, keep)
     if reduction == "mean": losses = losses / encoder.shape[0]
     return losses if reduction == "none" else losses.sum()

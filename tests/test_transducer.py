@@ -1,4 +1,5 @@
 """A transducer's loss without its joint tensor: every path on small grids, the joint in float64, all gradients, both ways, ragged and wrong input, memory, promises."""
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -108,6 +109,7 @@ class Case:
     durations: tuple[int, ...] | None = None
     sigma: float = 0.0
     fastemit: float = 0.0
+    clamp: float = -1.0
     budget: int | None = None
     dtype: torch.dtype = f64
     frames: tuple[int, ...] | None = None
@@ -130,7 +132,7 @@ class Case:
         return leaves, y.to(device), torch.tensor(frames, dtype=torch.int64), torch.tensor(labels, dtype=torch.int64)
 
     def options(self):
-        return dict(activation=self.activation, blank=self.blank, reduction=self.reduction, fastemit_lambda=self.fastemit,
+        return dict(activation=self.activation, blank=self.blank, reduction=self.reduction, fastemit_lambda=self.fastemit, clamp=self.clamp,
                     durations=self.durations, sigma=self.sigma, memory_budget=self.budget)
 
 
@@ -142,6 +144,7 @@ def truth(case, tensors, one=by_recursion):
     for n, (T, U) in enumerate(zip(frames.tolist(), labels.tolist())):
         h = ACTIVATE[case.activation](e[n, :T, None] + p[n, None, :U + 1])
         z = h @ w.T + (0 if b is None else b)
+        if case.clamp > 0 and z.requires_grad: z.register_hook(functools.partial(kept_within, case, upstream_of(len(frames))[n]))
         loss = one(z, y[n, :U].tolist(), case.blank, case.durations, case.sigma)
         losses.append(loss)
         emphasis.append(with_fastemit(case, z, y[n, :U].cpu(), loss))
@@ -149,6 +152,12 @@ def truth(case, tensors, one=by_recursion):
     total = sum((g * l for g, l in zip(upstream_of(len(losses)), emphasis) if l.requires_grad), start=e.sum() * 0)
     found = torch.autograd.grad(total, given, allow_unused=True, materialize_grads=True)
     return torch.stack([l.detach() for l in losses]), [*found, None][:4]
+
+
+def kept_within(case, upstream, d):
+    "A joint's gradient whose tokens' numbers, of a loss of its own, are within ±clamp"
+    tokens, most = d.shape[-1] - len(case.durations or ()), case.clamp * abs(upstream)
+    return torch.cat([d[..., :tokens].clamp(-most, most), d[..., tokens:]], -1)
 
 
 def with_fastemit(case, z, y, loss):
@@ -264,7 +273,7 @@ def test_of_equal_scores():
 
 CASES = {
     "tanh": Case(), "relu": Case(activation="relu"), "no activation": Case(activation=None), "no bias": Case(bias=False),
-    "another blank": Case(blank=3), "the last blank": Case(blank=6), "FastEmit": Case(fastemit=0.3),
+    "another blank": Case(blank=3), "the last blank": Case(blank=6), "FastEmit": Case(fastemit=0.3), "a clamp": Case(clamp=0.05), "a clamp, durations, FastEmit": Case(clamp=0.1, durations=(0, 1, 2), fastemit=0.3),
     "durations": Case(durations=(0, 1, 2)), "durations, σ, FastEmit": Case(durations=(2, 0, 1), sigma=0.05, fastemit=0.5, blank=4),
     "durations that cannot add up": Case(durations=(2,), frames=(5, 4, 1), labels=(0, 0, 0)),
     "chunks of few nodes": Case(budget=600), "chunks of one node": Case(budget=1), "chunks, durations": Case(budget=900, durations=(0, 1, 3)),
@@ -295,11 +304,11 @@ def test_float32(way, name):
 
 
 HALVES = ["tanh", "relu", "no activation", "no bias", "FastEmit", "durations, σ, FastEmit", "chunks of few nodes", "one frame", "no label",
-          "durations that cannot add up", "more classes than a tile"]
+          "durations that cannot add up", "more classes than a tile", "a clamp", "a clamp, durations, FastEmit"]
 
 
 @pytest.mark.parametrize("dtype", [bf16, f16])
-@pytest.mark.parametrize("name", thorough_but(HALVES, "tanh", "no bias", "durations, σ, FastEmit"))
+@pytest.mark.parametrize("name", thorough_but(HALVES, "tanh", "no bias", "durations, σ, FastEmit", "a clamp"))
 def test_half_precision(way, name, dtype):
     "Against the same rounded inputs in float64: h, and dz by the kernels, are rounded"
     if way == "cpu" and dtype == bf16 and transducer.takes_kernel(torch.zeros(1)): pytest.skip("the interpreter has no bfloat16")
@@ -510,7 +519,7 @@ def test_on_meta():
 
 def test_opcheck():
     (e, p, w, b), y, frames, labels = Case(sizes=(2, 3, 2, 4, 5), frames=(3, 3), labels=(2, 2)).tensors()  # else some memory is left as it was
-    torch.library.opcheck(transducer.linear_transducer, (e, p, w, y, frames, labels, b, 0.0, [], 0.0, 0, "tanh", 0, True, None))
+    torch.library.opcheck(transducer.linear_transducer, (e, p, w, y, frames, labels, b, 0.0, -1.0, [], 0.0, 0, "tanh", 0, True, None))
 
 
 # --- memory ---
@@ -576,7 +585,7 @@ WRONG = {
     "a blank beyond": (dict(blank=7), "blank: expected a class below 7, got 7"),
     "a blank among durations": (dict(blank=5, durations=[1, 2]), "blank: expected a class below 5"),
     "a reduction": (dict(reduction="avg"), "reduction"),
-    "a negative λ": (dict(fastemit_lambda=-0.1), "fastemit_lambda"),
+    "a negative λ": (dict(fastemit_lambda=-0.1), "fastemit_lambda"), "a clamp that is no number": (dict(clamp="no"), "clamp"),
     "σ alone": (dict(sigma=0.05), "sigma: expected 0 without durations"),
     "durations twice": (dict(durations=[1, 1]), "durations: expected different integers"),
     "no duration above 0": (dict(durations=[0]), "durations"),
@@ -648,6 +657,7 @@ BUGS = {
     "frames and states swapped": ("t, u = (at // width).clamp(max=T - 1), at % width", "t, u = (at % width).clamp(max=T - 1), at % width"),
     "no slope": ("dh * SLOPES[activation](wide(h))", "dh"),
     "FastEmit on blanks": ("torch.stack([upstream[i], upstream[i] * (1 + fastemit)])", "torch.stack([upstream[i] * (1 + fastemit), upstream[i]])"),
+    "a clamp after the upstream gradient": ("clamp * upstream[i]", "clamp * torch.ones_like(upstream[i])"),
     "a flow taken once": ("torch.where(there, -flows.T, 0)", "torch.where(there, -flows.T, 0) * there.new_tensor([1, 0])"),
     "half of σ": (".sub_(s.log().add_(sigma))", ".sub_(s.log().add_(sigma / 2))"),
     "another sequence's gradient": ("F.pad(g, (0, 1)), counts", "F.pad(g.flip(0), (0, 1)), counts"),
@@ -659,7 +669,7 @@ BUGS = {
 @pytest.mark.parametrize("name", BUGS)
 def test_bugs_are_seen(name, tmp_path):
     module = planted(transducer, tmp_path, *BUGS[name])
-    cases = [CASES["tanh"], CASES["durations, σ, FastEmit"]]
+    cases = [CASES["tanh"], CASES["durations, σ, FastEmit"], CASES["a clamp"]]
     if name == "a mean over labels":
         (e, p, w, _), *given = Case(sizes=(2, 5, 3, 6, 7)).tensors()
         assert module.linear_transducer_loss(e, p, w, *given) != linear_transducer_loss(e, p, w, *given)
