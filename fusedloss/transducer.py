@@ -32,10 +32,10 @@ from fusedloss.recompute import launch_dz, launch_listed, launch_sums, ListedGra
 # %% ../nbs/33_transducer.ipynb #tr000017
 class Packed(NamedTuple):
     "The nodes of a batch, one after another: row = starts[n] + t (labels[n] + 1) + u."
-    grids: Grids  # a sequence that cannot be has 0 frames
+    grids: Grids  # a bad sequence has 0 frames
     targets: Tensor  # [N,U+1] int64, of the last column nothing is read
-    bad: Tensor  # [N] bool
-    rows: int  # M: of nodes alone where the host knows the lengths, else N·T·(U+1)
+    bad: Tensor  # [N] bool: a length or a label is impossible
+    rows: int  # M, of all sequences: of nodes alone where the host knows the lengths, else N·T·(U+1)
 
     @property
     def end(self) -> Tensor:  # a scalar
@@ -178,7 +178,7 @@ def join_kernel(
         tl.store(blank_ptr + lane, z_blank, mask=keep)
 
 # %% ../nbs/33_transducer.ipynb #tr000024
-BARE = LossOptions(NONE, 0.0, 1.0, 0.0, 0.0)  # nothing but the bare score
+BARE = LossOptions(NONE, 0.0, 1.0, 0.0, 0.0)  # no options: the bare score
 ROWS = 2**16  # nodes of a chunk in the backward pass, unless a budget says
 
 class Layer(NamedTuple):
@@ -242,12 +242,14 @@ def linear_transducer_fwd(
         del h  # before the next one
     scale, (top, s) = scale_of(e), rows[:, :a.rows]
     scores.mul_(scale).sub_(top).div_(scale).sub_(s.log().add_(sigma))
-    log_z, *found = duration_flows(*scores, log_d, durations, *a.grids, flows=keep) if D else lattice(*scores, a.grids, flows=keep)
+    log_z, by_blank, by_label, *by_duration = duration_flows(*scores, log_d, durations, *a.grids, flows=keep) if D else lattice(*scores, a.grids, flows=keep)
     losses = torch.where(a.bad, torch.nan, 0 - log_z)
     if not keep: return losses, new(2, 0), new(2, 0), new(0, D), lengths.new_empty(3, 0)
     flows, d_durations = new(2, nodes), new(nodes, D)
-    flows[0, :a.rows], flows[1, :a.rows] = found[:2]
-    if D: d_durations[:a.rows] = log_d.exp_().mul_(found[3][:, None]).sub_(found[2])
+    flows[0, :a.rows], flows[1, :a.rows] = by_blank, by_label
+    if D:
+        taken, node = by_duration
+        d_durations[:a.rows] = log_d.exp_().mul_(node[:, None]).sub_(taken)
     return losses, rows, flows, d_durations, lengths
 
 # %% ../nbs/33_transducer.ipynb #tr000027
@@ -376,7 +378,7 @@ def launch_sums_of_nodes(
 
 # %% ../nbs/33_transducer.ipynb #tr000030
 def kernel_dz(h:Tensor, layer:Layer, k:Weighted, out:Tensor):  # [R,J]; [R,V] to be written
-    "dz from the scores again."
+    "dz of all classes, from the scores again: without class weights and without db."
     w, bias, by_product = layer
     if by_product: put_gradients(h, w, out, k.target, k.terms, 0, bias=bias)
     else: launch_dz(h, w, out, k.target, bias, None, k.terms, None, 0, BARE, False, tiling_of(h, w, is_busy(BARE, False)))
