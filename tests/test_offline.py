@@ -109,7 +109,7 @@ def best_classes(dtype, width, how, V=65536, N=2048, k=20):
 def exponentials(width, V=65536, B=4096):
     "What Triton does of a chunk of tokens whose product leaves exponentials, and of stage 7's rows by that product"
     x, w, y = matrix(B, width, bf16), matrix(V, width, bf16), cuda(B, dtype=i64)
-    out = stage_9.Rows(cuda(B), cuda(B), cuda(B), cuda(dtype=torch.int32))
+    out = stage_9.Rows(cuda(B), cuda(B), cuda(B), cuda(B), cuda(dtype=torch.int32))
     for o, b in ((OPTIONS["plain"][0], None), (LossOptions(softcap=30.0), cuda(V, dtype=bf16)), (LossOptions(label_smoothing=0.1), cuda(V, dtype=bf16))):
         k = stage_9.work_of(x, w, y, cuda(V), cuda(B), cuda(), o, B, None, score_product.IN_TURN, b)
         k = k._replace(room=k.room._replace(e=matrix(B, V, bf16)))

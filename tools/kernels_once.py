@@ -65,7 +65,7 @@ def exponentials() -> None:
     (x, w), y, o = (torch.randn(size, 16) for size in (9, 70)), labels(70, 9), LossOptions()
     k = stage_9.work_of(x, w, y, None, None, None, o, 9, None, None)
     stage_9.reference_exponentials(k.room, x, w, y, k.offsets, k.log2_scale)
-    rows = stage_9.Rows(*torch.empty(3, 9), torch.ones((), dtype=torch.int32))
+    rows = stage_9.Rows(*torch.empty(4, 9), torch.ones((), dtype=torch.int32))
     stage_9.launch_rows(rows, k.room, *k.labels)
     stage_9.launch_better_offsets(k, torch.zeros(1, 9, 2), rows.failed)
     stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w, rows.coefs, w[0])
