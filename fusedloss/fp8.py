@@ -104,7 +104,8 @@ def reference_light(out:Light, e:Tensor, rows:Rows, tile:int):  # [B,S]
 def row_inverse(coef_ptr, whole_ptr, rows, keep):
     "1 / Σ e of rows; 0 where no gradient is wanted."
     coef = tl.load(coef_ptr + rows, mask=keep, other=0.0)
-    return tl.where(coef == 0, 0.0, 1.0 / tl.load(whole_ptr + rows, mask=keep, other=1.0))
+    whole = tl.load(whole_ptr + rows, mask=keep, other=1.0)
+    return tl.where(coef == 0, 0.0, 1.0 / tl.where(coef == 0, 1.0, whole))
 
 @jit
 def light_kernel(
@@ -219,7 +220,7 @@ def row_sums_kernel(
 ):
     row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BH + tl.arange(0, BH)
     coef, count = tl.load(coef_ptr + row), tl.load(counts_ptr + row)
-    total = tl.load(light_ptr + row * light_stride + cols, mask=(coef != 0) & (cols < H), other=0.0)
+    total = tl.load(light_ptr + row * light_stride + cols, mask=cols < tl.where(coef != 0, H, 0), other=0.0)
     if coef != 0:
         total *= coef * tl.load(whole_ptr + row)
     for first in range(0, count, BK):
