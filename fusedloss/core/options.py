@@ -118,6 +118,7 @@ class Asked(NamedTuple):
     return_stats: bool = False
     monitored: bool = False  # statistics need no gradient
     backbone_reduction: Optional[str] = None
+    matmul_dtype: Optional[torch.dtype] = None  # of the backward matmuls; as the forward one's if None
 
 
 def _checks() -> dict[str, tuple[type, Check]]:
