@@ -142,6 +142,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    matmul_dtype:Optional[torch.dtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # a scalar, or [...] less `shift` at its end
     ...
@@ -163,6 +164,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    matmul_dtype:Optional[torch.dtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...
@@ -184,6 +186,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    matmul_dtype:Optional[torch.dtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...

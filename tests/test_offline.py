@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import fusedloss.filter as with_filter
 from fusedloss import (
-    clusters, contrast, kernels, lattices, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk, transducer)
+    clusters, contrast, fp8, kernels, lattices, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk, transducer)
 from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.options import LossOptions, statistics_of
@@ -133,6 +133,19 @@ def listed(dtype, width, classes, V=65536, N=8192):
     stage_9.launch_scaled(x, x, cuda(N), d, y, w)
     stage_9.launch_targets(w, x, y, d)
     stage_9.launch_targets(cuda(V, dtype=dtype)[:, None], cuda(N)[:, None], y, d)
+
+
+def eight_bits(width, V=65536, B=4096):
+    "A chunk of exponentials that becomes FP8, its heavy entries, and w and x transposed"
+    x, w, y, e = matrix(B, width, bf16), matrix(V, width, bf16), cuda(B, dtype=i64), matrix(B, V, bf16)
+    rows = stage_9.Rows(cuda(B), cuda(B), cuda(B), cuda(B), cuda(dtype=torch.int32))
+    heavy, found = cuda(B, V // fp8.TILE, dtype=torch.uint8), fp8.Entries(*(cuda(B, fp8.LISTED, dtype=dtype) for dtype in (torch.int32, f32)), cuda(B, dtype=torch.int32))
+    eight = lambda *size: cuda(*size, dtype=torch.float8_e4m3fn)
+    fp8.launch_turned(eight(width, V), w, cuda(V))
+    for dx, dw in ((eight(B, V), eight(V, B)), (None, eight(V, B)), (eight(B, V), None)): fp8.launch_light(fp8.Light(dx, dw, heavy), e, rows, fp8.TILE)
+    fp8.launch_entries(found, e, y, rows, heavy, fp8.TILE)
+    fp8.launch_row_sums(x, cuda(B, width), rows, w, found)
+    for dtype in (bf16, f32): fp8.launch_class_sums(cuda(V, width, dtype=dtype), x, found)
 
 
 def over_ranks(ranks, V=16384, B=4096):
@@ -264,6 +277,7 @@ def grids(dtype, V, T=250, U=100, N=16):
 CALLS = {f"linear {dtype} {how} {width}": lambda dtype=dtype, how=how, width=width: linear(dtype, how, width)
          for dtype in (bf16, f16) for how in OPTIONS for width in (2048, 1001)}
 CALLS |= {f"exponentials {width}": lambda width=width: exponentials(width) for width in (2048, 1000)}
+CALLS |= {f"eight bits {width}": lambda width=width: eight_bits(width) for width in (2048, 1008)}
 CALLS |= {f"lists {dtype} {width} {classes}": lambda dtype=dtype, width=width, classes=classes: listed(dtype, width, classes)
           for dtype, width, classes in ((bf16, 2048, 8), (f32, 1000, 3))}
 CALLS |= {f"classes over {ranks} ranks": lambda ranks=ranks: over_ranks(ranks) for ranks in (2, 8)}
@@ -322,7 +336,7 @@ def test_strides_are_multiplied_in_64_bits(monkeypatch):
     assert not wrong
 
 
-GRID = [(arch, call) for arch in DEVICES for call in CALLS]
+GRID = [(arch, call) for arch in DEVICES for call in CALLS if arch >= 89 or not call.startswith("eight bits")]
 LINEAR = "linear torch.bfloat16 plain 2048"
 WITHOUT_PRODUCT = list(product((100, 120), (LINEAR, "exponentials 2048")))  # where Triton serves until a product is written by hand
 
