@@ -30,6 +30,9 @@ from fusedloss.product import (
 # %% ../nbs/34_fp8.ipynb #f8num000
 FP8 = torch.float8_e4m3fn
 
+LEAST = 2.0**-126  # whose inverse is finite
+LEAST_REST = tl.constexpr(LEAST) if triton else LEAST  # as kernels read it
+
 def rounded8(t:Tensor) -> Tensor:
     "Numbers of e4m3; what is beyond its largest becomes that."
     return t.clamp(-TOP, TOP).to(FP8)
@@ -83,8 +86,8 @@ class Light(NamedTuple):
     heavy: Tensor  # uint8 [B,tiles], how many of each tile's are heavy
 
 def reference_shares(e:Tensor, rows:Rows) -> Tensor:  # [B,V]
-    "Probabilities; 0 for a token without a gradient."
-    inverse = torch.where(rows.coefs == 0, 0.0, 1 / rows.wholes)[:, None]
+    "Each class's share of what is not the target's; 0 for a token without a gradient."
+    inverse = torch.where((rows.coefs == 0) | (rows.rests < LEAST), 0.0, 1 / rows.rests)[:, None]
     return torch.where(inverse == 0, 0.0, wide(e) * inverse)
 
 def reference_light(out:Light, e:Tensor, rows:Rows, tile:int):  # [B,S]
@@ -101,22 +104,22 @@ def reference_light(out:Light, e:Tensor, rows:Rows, tile:int):  # [B,S]
 
 # %% ../nbs/34_fp8.ipynb #f8lgk000
 @jit
-def row_inverse(coef_ptr, whole_ptr, rows, keep):
-    "1 / Σ e of rows; 0 where no gradient is wanted."
-    coef = tl.load(coef_ptr + rows, mask=keep, other=0.0)
-    whole = tl.load(whole_ptr + rows, mask=keep, other=1.0)
-    return tl.where(coef == 0, 0.0, 1.0 / tl.where(coef == 0, 1.0, whole))
+def row_inverse(coef_ptr, rest_ptr, rows, keep):
+    "1 / Σ e of rows, without the target's; 0 where no gradient is wanted."
+    coef, rest = tl.load(coef_ptr + rows, mask=keep, other=0.0), tl.load(rest_ptr + rows, mask=keep, other=0.0)
+    none = tl.where(coef == 0, 0.0, rest) < LEAST_REST
+    return tl.where(none, 0.0, 1.0 / tl.where(none, 1.0, rest))
 
 @jit
 def light_kernel(
-    e_ptr, coef_ptr, whole_ptr,  # [B,S], [B], [B]
+    e_ptr, coef_ptr, rest_ptr,  # [B,S], [B], [B]
     rows_ptr, columns_ptr, heavy_ptr,  # [B,S16] and [S,B16], or None; [B,tiles]
     B, S, rows_width, columns_width, tiles,  # S16, B16
     e_stride, rows_stride, columns_stride, heavy_stride, HEAVY: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):
     tile = tl.program_id(0)
     rows, cols = tl.program_id(1) * BN + tl.arange(0, BN), tile * BV + tl.arange(0, BV)
-    inverse = row_inverse(coef_ptr, whole_ptr, rows, rows < B)[:, None]
+    inverse = row_inverse(coef_ptr, rest_ptr, rows, rows < B)[:, None]
     at = rows.to(tl.int64)[:, None]
     e = tl.load(e_ptr + at * e_stride + cols[None], mask=(inverse != 0) & (cols < S)[None], other=0.0)
     p = e.to(tl.float32) * inverse
@@ -136,7 +139,7 @@ def launch_light(out:Light, e:Tensor, rows:Rows, tile:int, BN:int=64):  # [B,S];
     width, height = (0 if out.rows is None else out.rows.shape[1]), (0 if out.columns is None else out.columns.shape[1])
     grid = -(-max(width, S) // tile), -(-max(height, B) // BN)
     with on_device(e):
-        launch_kernel(light_kernel, grid, e, rows.coefs, rows.wholes, *out, B, S, width, height, tiles,
+        launch_kernel(light_kernel, grid, e, rows.coefs, rows.rests, *out, B, S, width, height, tiles,
                       e.stride(0), *map(stride, out), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile)
 
 # %% ../nbs/34_fp8.ipynb #f8lst000
@@ -170,12 +173,12 @@ def reference_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, heavy:Tensor, 
 
 @jit
 def entries_kernel(
-    e_ptr, y_ptr, coef_ptr, whole_ptr, at_target_ptr, heavy_ptr,  # [B,V], [B] four times, [B,tiles]
+    e_ptr, y_ptr, coef_ptr, rest_ptr, at_target_ptr, heavy_ptr,  # [B,V], [B] four times, [B,tiles]
     classes_ptr, values_ptr, counts_ptr,  # [B,LISTED] twice, [B]
     V, tiles, e_stride, heavy_stride, HEAVY: tl.constexpr, LISTED: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    coef, inverse = tl.load(coef_ptr + row), row_inverse(coef_ptr, whole_ptr, row, True)
+    coef, inverse = tl.load(coef_ptr + row), row_inverse(coef_ptr, rest_ptr, row, True)
     y, t = tl.load(y_ptr + row), tl.load(at_target_ptr + row)
     if (t != 0) & (y >= 0) & (y < V):
         tl.store(classes_ptr + row * LISTED, y.to(tl.int32))
@@ -199,13 +202,13 @@ def launch_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, heavy:Tensor, til
     "List each row's target and what is heavy, in the room of `new_entries`: only tiles that have some are read."
     B, V = e.shape
     with on_device(e):
-        launch_kernel(entries_kernel, (B,), e, y, rows.coefs, rows.wholes, rows.at_target, heavy, *out, V, heavy.shape[1],
+        launch_kernel(entries_kernel, (B,), e, y, rows.coefs, rows.rests, rows.at_target, heavy, *out, V, heavy.shape[1],
                       e.stride(0), heavy.stride(0), HEAVY=HEAVY, LISTED=LISTED, BV=tile, BT=next_power_of_2(heavy.shape[1]))
 
 # %% ../nbs/34_fp8.ipynb #f8dxk000
 def reference_row_sums(dx:Tensor, light:Tensor, rows:Rows, w:Tensor, entries:Entries):  # [B,H], written; [B,H], [V,H]
     "`launch_row_sums` in PyTorch."
-    factor = (rows.coefs * rows.wholes)[:, None]
+    factor = (rows.coefs * rows.rests)[:, None]
     total = torch.where(factor == 0, 0.0, factor * light)
     for classes, values in zip(entries.classes[:, :int(entries.counts.max())].T, entries.values.T):
         v = values[:, None]
@@ -214,7 +217,7 @@ def reference_row_sums(dx:Tensor, light:Tensor, rows:Rows, w:Tensor, entries:Ent
 
 @jit
 def row_sums_kernel(
-    dx_ptr, light_ptr, coef_ptr, whole_ptr, w_ptr,  # [B,H] twice, [B] twice, [V,H]
+    dx_ptr, light_ptr, coef_ptr, rest_ptr, w_ptr,  # [B,H] twice, [B] twice, [V,H]
     classes_ptr, values_ptr, counts_ptr,  # [B,LISTED] twice, [B]
     V, H, dx_stride, light_stride, w_stride, LISTED: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
 ):
@@ -222,7 +225,7 @@ def row_sums_kernel(
     coef, count = tl.load(coef_ptr + row), tl.load(counts_ptr + row)
     total = tl.load(light_ptr + row * light_stride + cols, mask=cols < tl.where(coef != 0, H, 0), other=0.0)
     if coef != 0:
-        total *= coef * tl.load(whole_ptr + row)
+        total *= coef * tl.load(rest_ptr + row)
     for first in range(0, count, BK):
         k = first + tl.arange(0, BK)
         value = tl.load(values_ptr + row * LISTED + k, mask=k < count, other=0.0)
@@ -236,7 +239,7 @@ def launch_row_sums(dx:Tensor, light:Tensor, rows:Rows, w:Tensor, entries:Entrie
     "Write each token's gradient: what is light, times its factor, and its entries' rows of w."
     (B, H), BH = dx.shape, min(BH, next_power_of_2(dx.shape[1]))
     with on_device(dx):
-        launch_kernel(row_sums_kernel, (B, -(-H // BH)), dx, light, rows.coefs, rows.wholes, w, *entries, len(w), H,
+        launch_kernel(row_sums_kernel, (B, -(-H // BH)), dx, light, rows.coefs, rows.rests, w, *entries, len(w), H,
                       dx.stride(0), light.stride(0), w.stride(0), LISTED=LISTED, BK=BK, BH=BH)
 
 # %% ../nbs/34_fp8.ipynb #f8dwk000
@@ -251,11 +254,15 @@ def reference_class_sums(dw:Tensor, x:Tensor, entries:Entries):  # [V,H], added 
 @jit
 def class_sums_kernel(
     dw_ptr, x_ptr, starts_ptr, order_ptr, values_ptr,  # [V,H], [N,H], [V+1], [N·LISTED] twice
-    H, dw_stride, x_stride, LISTED: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
+    V, H, dw_stride, x_stride, LISTED: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
 ):
-    label, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BH + tl.arange(0, BH)
-    first, end = tl.load(starts_ptr + label), tl.load(starts_ptr + label + 1)
-    if first < end:
+    lane, cols = tl.arange(0, BV), tl.program_id(1) * BH + tl.arange(0, BH)
+    starts = starts_ptr + tl.program_id(0) * BV
+    here = tl.program_id(0) * BV + lane < V
+    begun = tl.load(starts + lane, mask=here, other=0) < tl.load(starts + lane + 1, mask=here, other=0)
+    now = tl.min(tl.where(begun, lane, BV), 0)  # the first class that has entries
+    while now < BV:
+        first, end = tl.load(starts + now), tl.load(starts + now + 1)
         total = tl.zeros([BH], tl.float32)
         for some in range(first, end, BK):
             k = some + tl.arange(0, BK)
@@ -264,18 +271,20 @@ def class_sums_kernel(
             at = x_ptr + (entry // LISTED)[:, None] * x_stride + cols[None]
             x = tl.load(at, mask=(value != 0)[:, None] & (cols < H)[None], other=0.0)
             total += tl.sum(value[:, None] * x.to(tl.float32), 0)
-        dw = dw_ptr + label * dw_stride + cols
+        label = tl.program_id(0) * BV + now
+        dw = dw_ptr + label.to(tl.int64) * dw_stride + cols
         total += tl.load(dw, mask=cols < H, other=0.0).to(tl.float32)
         tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=cols < H)
+        now = tl.min(tl.where(begun & (lane > now), lane, BV), 0)
 
-def launch_class_sums(dw:Tensor, x:Tensor, entries:Entries, BK:int=8, BH:int=512):
+def launch_class_sums(dw:Tensor, x:Tensor, entries:Entries, BV:int=16, BK:int=8, BH:int=1024):
     "Add value · x of each entry to the row of its class, the entries of a class in the order of their tokens."
     (V, H), BH = dw.shape, min(BH, next_power_of_2(dw.shape[1]))
     classes, order = entries.classes.view(-1).sort(stable=True)
     starts = torch.searchsorted(classes, torch.arange(V + 1, dtype=torch.int32, device=x.device))
     with on_device(x):
-        launch_kernel(class_sums_kernel, (V, -(-H // BH)), dw, x, starts, order, entries.values, H, dw.stride(0), x.stride(0),
-                      LISTED=LISTED, BK=BK, BH=BH)
+        launch_kernel(class_sums_kernel, (-(-V // BV), -(-H // BH)), dw, x, starts, order, entries.values, V, H, dw.stride(0), x.stride(0),
+                      LISTED=LISTED, BV=BV, BK=BK, BH=BH)
 
 # %% ../nbs/34_fp8.ipynb #f8mul000
 def multiplied(
@@ -360,8 +369,8 @@ class Backward:
     def turned_x(self) -> tuple[Tensor, Tensor]:  # FP8 [H,n16], its unit
         "x of the group, transposed, each row times what its probabilities are still to be multiplied by."
         x, n = part(self.x, self.group), self.group.stop - self.group.start
-        coefs, wholes = (torch.cat([getattr(rows, name) for rows in self.done]) for name in ("coefs", "wholes"))
-        factor = torch.where(coefs == 0, 0.0, coefs * wholes)
+        coefs, rests = (torch.cat([getattr(rows, name) for rows in self.done]) for name in ("coefs", "rests"))
+        factor = torch.where(coefs == 0, 0.0, coefs * rests)
         longest = torch.linalg.vector_norm(x, torch.inf, 1).float() * factor.abs()
         unit = unit_of(torch.where(factor == 0, 0.0, longest).amax())
         turned = self.x.new_empty(self.s.h, whole_blocks(n), dtype=FP8)

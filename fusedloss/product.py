@@ -128,7 +128,7 @@ class Rows(NamedTuple):
     losses: Tensor  # [B]
     coefs: Tensor  # [B], c: what multiplies e in the gradient of the scores
     at_target: Tensor  # [B], t: the gradient of the target's score
-    wholes: Tensor  # [B], Σ e with the target's
+    rests: Tensor  # [B], Σ e of the other classes
     failed: Tensor  # int32, a scalar: whether an offset was no good
 
 # %% ../nbs/09_product.ipynb #218a1fb0
@@ -165,7 +165,7 @@ def reference_rows(
     scale, good = o.logit_scale / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
     of = lambda v, other=0.0: torch.where(known, v, other)
     return Rows(of(losses, torch.where(counts, torch.nan, 0.0)), of(scale * (by_class + others)),
-                of(slope * scale * (others * e_t - by_class * s)), of(whole), (counts & ~good).any().int())
+                of(slope * scale * (others * e_t - by_class * s)), of(s), (counts & ~good).any().int())
 
 # %% ../nbs/09_product.ipynb #11e64e7c
 @jit
@@ -173,7 +173,7 @@ def rows_kernel(
     sums_ptr, target_z_ptr, y_ptr, offset_ptr,  # [tiles,B], [B] each
     weight_ptr, token_weight_ptr, denominator_ptr,  # [V], [B], [1], each or None
     shift_ptr, total_ptr, scores_ptr,  # [1], [1], [B], each or None: the bias's shift; of `Spread`
-    loss_ptr, coef_ptr, at_target_ptr, whole_ptr, failed_ptr, wanted_ptr,  # [B] each, [1]; [1] or None
+    loss_ptr, coef_ptr, at_target_ptr, rest_ptr, failed_ptr, wanted_ptr,  # [B] each, [1]; [1] or None
     B, V, tiles, o,  # `LossOptions`
     CAPPED: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
 ):
@@ -212,7 +212,7 @@ def rows_kernel(
     tl.store(coef_ptr + rows, tl.where(known, scale * (by_class + others), 0.0), mask=keep)
     at_target = slope / whole * (others * e_t - by_class * s)
     tl.store(at_target_ptr + rows, tl.where(known, at_target, 0.0), mask=keep)
-    tl.store(whole_ptr + rows, tl.where(known, whole, 0.0), mask=keep)
+    tl.store(rest_ptr + rows, tl.where(known, s, 0.0), mask=keep)
     good = (whole > LEAST_SUM) & (whole < MOST_SUM)
     failed = tl.sum(tl.where(ignored | good, 0, 1), 0)
     if failed > 0:
