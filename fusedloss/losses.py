@@ -21,12 +21,13 @@ from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cr
 from fusedloss.core.checks import (
     acc_dtype, bad_labels, check_bias_and_budget, check_labels, check_linear, check_target, check_weight,
     check_weights, expect, once_for_alike)
+from fusedloss.core.devices import device_of
 from fusedloss.core.ignored import counted_copy
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     Accumulate, Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
-    LossOptions, Method, Operands, Reduction, Statistics, statistics_of)
+    LossOptions, MatmulDtype, Method, Operands, Reduction, Statistics, statistics_of)
 from fusedloss.core.pairs import labels_loss, labels_rows, soft_rows
 from fusedloss.core.products import linear_dtype, part, rounded_operand
 from fusedloss.core.promises import check_promise, hold_promise
@@ -42,7 +43,7 @@ from fusedloss.filter import (
 from fusedloss.fp8 import fp8_loss
 from fusedloss.kernels import rows_bwd, rows_fwd
 from fusedloss.plans import (
-    Call, chunks_budget, Estimate, fp8_refusal, least, make_plan, Plan, product_estimate, refusal_of, rows_of_targets, SUPPORTS,
+    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, least, make_plan, Plan, refusal_of, rows_of_targets, SUPPORTS,
     tile_sides)
 from fusedloss.product import product_loss, run_product
 from fusedloss.tiles import run_tiled, tiled_lse_bwd, tiled_lse_fwd
@@ -97,8 +98,8 @@ def check_matmul_dtype(t:Operands, a:Asked, kind:str):
     expect(a.matmul_dtype == torch.float8_e4m3fn, "matmul_dtype", "torch.float8_e4m3fn or None", repr(a.matmul_dtype))
     expect(a.method in ("auto", "product"), "method", "'auto' or 'product' beside matmul_dtype", repr(a.method))
     r = call_of(t, a, kind)
-    why = fp8_refusal(r) or r.gpu and product_estimate(r, machine_here(t.input.device)).refusal
-    if t.input.is_cuda and not r.gpu: why = "Triton is not installed"
+    why = fp8_refusal(r)
+    if t.input.is_cuda and not torch.compiler.is_compiling(): why = why or fp8_obstacle(r, device_of(t.input))
     expect(not why, "matmul_dtype", "None for this call", lambda: f"{a.matmul_dtype}: {why}")
 
 @once_for_alike
@@ -593,7 +594,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
-    matmul_dtype:Optional[torch.dtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
+    matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -655,7 +656,7 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
         backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
-        matmul_dtype:Optional[torch.dtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8
+        matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8
         **options:Unpack[ModuleOptions],  # the others of stage 6's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)

@@ -3,8 +3,6 @@
 import functools
 from typing import NamedTuple, Optional
 
-import torch
-
 
 TOP = 448.0  # the largest number of e4m3
 HEAVY = 1 / 252  # a probability above it is heavy; fewer than 253 of a row can be, though each may have been rounded up
