@@ -178,6 +178,11 @@ def fp8_refusal(r:Call) -> str:
     beside = [name for name in lacking(r, BESIDE_FP8) if name != "matmul_dtype"]
     return f"FP8 has no {', '.join(beside)}" if beside else ""
 
+def fp8_obstacle(r:Call, d:Device) -> str:
+    "Why a GPU does not take such a call in FP8; empty if it does."
+    why = product_of(d).exponentials_reason(r.dtype, r.h, d) if r.gpu else "Triton is not installed"
+    return f"FP8 needs the scores' own kernel: {why}" if why else ""
+
 def refusal_of(r:Call, method:str) -> str:
     "Why a method cannot do what a call asks; empty if it can."
     lacks = lacking(r, SUPPORTS[method])
@@ -290,10 +295,9 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
              sweep_cost("round p", n * v, r.dtype, *[eight] * rounded), sweep_cost("round w", v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
     extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r, False))
-    why = "" if not r.gpu else product_of(machine.device).exponentials_reason(r.dtype, h, machine.device)
     made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
-                         extra, ("rows", c.rows, f"in FP8, dw of {c.group}"))
-    return made._replace(refusal=made.refusal or why and f"FP8 needs its kernel: {why}")
+                         extra, ("rows", c.rows, "backward in FP8"))
+    return made._replace(refusal=made.refusal or (fp8_obstacle(r, machine.device) if r.gpu else ""))
 
 def product_estimate(r:Call, machine:Machine) -> Estimate:
     "Exponentials leave the product; no pass over logits."

@@ -423,7 +423,7 @@ def test_several_targets_and_probabilities_are_refused(device):
 def test_a_gpu_without_the_kernel_is_refused():
     for name in ("A100 80GB", "L4", "B200"):
         found = fl.plan(1024, 32000, 1024, options=("matmul_dtype",), machine=name)
-        assert found.chosen is None and "FP8 needs its kernel" in found["product"].refusal
+        assert found.chosen is None and "FP8 needs the scores' own kernel" in found["product"].refusal
 
 
 # --- how matrices are cut ---
