@@ -334,9 +334,8 @@ class Backward:
         x:Tensor, w:Tensor, y:Tensor, c:Cut, s:Sizes, grads:Gradients,  # [N,H], [V,H], [N]; added to
         by:Passes8, room:Room,
     ):
-        self.x, self.w, self.y, self.c, self.s, self.grads, self.by, self.room = x, w, y, c, s, grads, by, room
-        self.share = torch.full((), 1 / UNIT, device=x.device)
-        self.w8 = None
+        self.x, self.w, self.y, self.c, self.s, self.grads, self.by = x, w, y, c, s, grads, by
+        self.share, self.entries, self.w8 = torch.full((), 1 / UNIT, device=x.device), new_entries(x, s.n, s.v), None
         if grads.dx is not None:
             self.w8, self.w_unit = room.take(FP8, s.h, whole_blocks(s.v)), unit_of(torch.linalg.vector_norm(w, torch.inf).float())
             by.turn(self.w8, w, (1 / self.w_unit).expand(s.v).contiguous())
@@ -345,7 +344,6 @@ class Backward:
         "Make room for the group of tokens `g`."
         n, (_, _, v, _, need_w, _, _) = g.stop - g.start, self.s
         self.group, self.done = g, []
-        self.entries = new_entries(self.x, n, v)
         self.turned = self.x.new_empty(v if self.c.keeps(self.s) else self.c.slab, whole_blocks(n), dtype=FP8) if need_w else None
 
     def spend(self, e:Tensor, rows:Rows, dz:Optional[Tensor], i:slice):  # [B,V]; room for probabilities
@@ -364,7 +362,7 @@ class Backward:
                 more = multiplied(p, w8, self.w_unit, self.share)
                 light = more if light is None else light.add_(more)
             if x8 is not None: self.add(j, to, x8)
-        entries = self.entries.of(slice(begin, begin + B))
+        entries = self.entries.of(i)
         self.by.entries(entries, e, part(self.y, i), rows, heavy, TILE)
         if light is not None: self.by.row_sums(part(self.grads.dx, i), light, rows, self.w, entries)
 
@@ -386,12 +384,14 @@ class Backward:
         for k in tile_slices(len(dw), added_classes(self.s.h)): dw[k].add_(multiplied(turned[k], *x8, self.share))
 
     def end(self):
-        "Add what the group brings to dw."
-        if self.turned is not None:
-            if self.c.keeps(self.s): self.add(slice(0, self.s.v), self.turned, self.turned_x())
-            self.turned = None  # before entries are sorted
-            self.by.class_sums(self.grads.dw, part(self.x, self.group), self.entries)
-        self.grads.begun = True
+        "Add what is light in the group to dw."
+        if self.turned is not None and self.c.keeps(self.s): self.add(slice(0, self.s.v), self.turned, self.turned_x())
+        self.turned, self.grads.begun = None, True
+
+    def finish(self):
+        "Add the entries of all tokens to dw, once: each sum of them is rounded once."
+        self.w8 = None
+        if self.grads.dw is not None: self.by.class_sums(self.grads.dw, self.x, self.entries)
 
 # %% ../nbs/34_fp8.ipynb #f8all000
 def run_groups(
@@ -419,6 +419,8 @@ def run_groups(
             if s.need_x or s.need_w: back.spend(k.room.e, rows, dz, i)
             if grads.db is not None: grads.db.add_(passes.sum_columns(k.room.e, rows.coefs))
         back.end()
+    del e, dz, work, k, room  # before entries are sorted
+    if s.need_w: back.finish()
     if grads.db is not None: passes.add_targets(grads.db[:, None], x.new_ones(s.n, 1, dtype=grads.db.dtype), y, torch.cat(at_target))
     return torch.cat(losses)
 

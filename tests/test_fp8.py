@@ -480,6 +480,14 @@ def test_any_cut_gives_the_same_gradients(cut, by, device):
     assert relative_error(dw, wanted[2]) < (1e-5 if cut.group == 70 else 4e-3)  # groups are rounded to FP8 by units of their own
 
 
+@pytest.mark.parametrize("kind", ["random", "trained"])
+def test_many_groups_round_no_large_number_twice(kind, device):
+    s = state(device, kind, n=1024)
+    exact = in_double(s, lambda x, w, y: F.cross_entropy(x @ w.T, y, reduction="sum"))[2]
+    usual = taken(s, lambda *t: eager(*t, reduction="sum"))[2]
+    assert relative_error(by_cut(Cut(128, 128, V), fp8.PYTORCH8, s)[2], exact) < 1.15 * relative_error(usual, exact)
+
+
 # --- kernels beside PyTorch ---
 
 @where_kernels_run

@@ -70,13 +70,13 @@ def added_classes(h: int) -> int:
 
 def held_bytes(c: Cut, s: Sizes) -> int:
     "Bytes beyond the gradients at the peak."
-    group = whole_blocks(min(c.group, s.n))
-    standing = beyond(pieces(c, s), s.v * s.h * s.grad_size if c.waits(s) else 0) + 8 * LISTED * group
+    group, listed = whole_blocks(min(c.group, s.n)), 8 * LISTED * s.n
+    standing = beyond(pieces(c, s), s.v * s.h * s.grad_size if c.waits(s) else 0)
     turned = (s.v if c.keeps(s) else c.slab) * group * s.need_w
     dx = 4 * s.h * c.rows * (1 + (c.slab < s.v)) * s.need_x
     dw = (s.h * group + 4 * s.h * min(s.v, added_classes(s.h)) * (c.group < s.n)) * s.need_w
-    passing = dx + dw if not c.keeps(s) else max(dx, dw)
-    return standing + max(turned + passing, 24 * LISTED * group * s.need_w)
+    passing = standing + turned + (max(dx, dw) if c.keeps(s) else dx + dw)
+    return listed + max(passing, 3 * listed * s.need_w)
 
 
 def lost_seconds(c: Cut, s: Sizes) -> float:
