@@ -65,20 +65,21 @@ def reference_turned(out:Tensor, a:Tensor, factors:Tensor):  # [H,R or more], wr
 @jit
 def turned_kernel(
     out_ptr, a_ptr, factor_ptr,  # [H,columns], [R,H], [R]
-    R, H, columns, a_stride, BR: tl.constexpr, BH: tl.constexpr,
+    R, H, columns, out_stride, a_stride, BR: tl.constexpr, BH: tl.constexpr,
 ):
     rows, h = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BH + tl.arange(0, BH)
     f = tl.load(factor_ptr + rows, mask=rows < R, other=0.0)[:, None]
     at = a_ptr + rows.to(tl.int64)[:, None] * a_stride + h[None]
     a = tl.load(at, mask=(f != 0) & (h < H)[None], other=0.0).to(tl.float32)
-    to = out_ptr + h.to(tl.int64)[None] * columns + rows[:, None]
+    to = out_ptr + h.to(tl.int64)[None] * out_stride + rows[:, None]
     tl.store(to, kernel_rounded8(a * f), mask=(rows < columns)[:, None] & (h < H)[None])
 
 def launch_turned(out:Tensor, a:Tensor, factors:Tensor, BR:int=128, BH:int=64):
     "Write a · factor of its row to `out` in FP8, transposed; zeros in columns that no row has."
     (R, H), columns = a.shape, out.shape[1]
     with on_device(a):
-        launch_kernel(turned_kernel, (-(-columns // BR), -(-H // BH)), out, a, factors, R, H, columns, a.stride(0), BR=BR, BH=BH)
+        launch_kernel(turned_kernel, (-(-columns // BR), -(-H // BH)), out, a, factors, R, H, columns, out.stride(0), a.stride(0),
+                      BR=BR, BH=BH)
 
 # %% ../nbs/34_fp8.ipynb #f8lgt000
 class Light(NamedTuple):
@@ -337,8 +338,9 @@ class Backward:
         self.x, self.w, self.y, self.c, self.s, self.grads, self.by = x, w, y, c, s, grads, by
         self.share, self.entries, self.w8 = torch.full((), 1 / UNIT, device=x.device), new_entries(x, s.n, s.v), None
         if grads.dx is not None:
-            self.w8, self.w_unit = room.take(FP8, s.h, whole_blocks(s.v)), unit_of(torch.linalg.vector_norm(w, torch.inf).float())
-            by.turn(self.w8, w, (1 / self.w_unit).expand(s.v).contiguous())
+            self.w8, self.w_unit = room.take(FP8, s.h, whole_blocks(c.slab if c.fresh else s.v)), unit_of(torch.linalg.vector_norm(w, torch.inf).float())
+            self.w_factors = (1 / self.w_unit).expand(s.v).contiguous()
+            if not c.fresh: by.turn(self.w8, w, self.w_factors)
 
     def begin(self, g:slice):
         "Make room for the group of tokens `g`."
@@ -348,23 +350,29 @@ class Backward:
 
     def spend(self, e:Tensor, rows:Rows, dz:Optional[Tensor], i:slice):  # [B,V]; room for probabilities
         "Take the chunk of tokens `i`."
-        (group, _, size), v, h, B, begin = self.c, self.s.v, self.s.h, len(e), i.start - self.group.start
-        heavy, slabs, light = e.new_empty(B, -(-v // TILE), dtype=torch.uint8), tile_slices(v, size), None
+        v, B, begin, light = self.s.v, len(e), i.start - self.group.start, None
+        heavy = e.new_empty(B, -(-v // TILE), dtype=torch.uint8)
         self.done.append(rows)
         x8 = None if self.turned is None or self.c.keeps(self.s) else self.turned_x()
-        for j in slabs:
+        for j in tile_slices(v, self.c.slab):
             width = j.stop - j.start
             to = None if self.turned is None else self.turned[j if self.c.keeps(self.s) else slice(0, width), begin:begin + whole_blocks(B)]
             p = None if dz is None else dz[:B, :whole_blocks(width)]
             self.by.light(Light(p, to, heavy[:, j.start // TILE:-(-j.stop // TILE)]), e[:, j], rows, TILE)
             if p is not None:
-                w8 = self.w8[:, j.start:j.start + whole_blocks(width)]
-                more = multiplied(p, w8, self.w_unit, self.share)
+                more = multiplied(p, self.turned_w(j), self.w_unit, self.share)
                 light = more if light is None else light.add_(more)
             if x8 is not None: self.add(j, to, x8)
         entries = self.entries.of(i)
         self.by.entries(entries, e, part(self.y, i), rows, heavy, TILE)
         if light is not None: self.by.row_sums(part(self.grads.dx, i), light, rows, self.w, entries)
+
+    def turned_w(self, j:slice) -> Tensor:  # FP8 [H,S16]
+        "The classes `j` of w, transposed."
+        width = whole_blocks(j.stop - j.start)
+        if not self.c.fresh: return self.w8[:, j.start:j.start + width]
+        self.by.turn(self.w8[:, :width], part(self.w, j), part(self.w_factors, j))
+        return self.w8[:, :width]
 
     def turned_x(self) -> tuple[Tensor, Tensor]:  # FP8 [H,n16], its unit
         "x of the group, transposed, each row times what its probabilities are still to be multiplied by."

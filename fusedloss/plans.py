@@ -17,7 +17,7 @@ from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
-from fusedloss.core.fp8 import held_bytes, plan_cut, Sizes
+from fusedloss.core.fp8 import busy_share, held_bytes, plan_cut, Sizes
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.products import logits_row
@@ -290,9 +290,9 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
     s = Sizes(n, h, v, bool(r.needs[0]), bool(r.needs[1]), r.grad_dtype.itemsize, product_row(h, v, r.dtype, bool(r.needs[0]), tile))
     c, aligned = plan_cut(s, r.memory_budget, r.accumulate == "float32"), r._replace(n=n, v=-(-v // 16) * 16)
     chunks, groups, eight, rounded = -(-n // c.rows), -(-n // c.group), torch.float8_e4m3fn, sum(r.needs[:2])
-    fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED)
+    fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED * (busy_share(c, s) if cost.name == "dx" else 1.0))
     costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
-             sweep_cost("round p", n * v, r.dtype, *[eight] * rounded), sweep_cost("round w", v * h * r.needs[0], r.dtype, r.dtype, eight),
+             sweep_cost("round p", n * v, r.dtype, *[eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
     extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r, False))
     made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],

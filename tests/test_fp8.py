@@ -456,7 +456,7 @@ def test_memory_that_is_not_written_yet_serves():
     assert inside.count(True) == 2 and all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in zip(taken_bytes, taken_bytes[1:]) if b.data_ptr() > a.data_ptr())
 
 
-CUTS = [Cut(70, 70, 300), Cut(70, 16, 300), Cut(32, 16, 300), Cut(32, 32, 128), Cut(64, 16, 128), Cut(70, 32, 256)]
+CUTS = [Cut(70, 70, 300), Cut(70, 16, 300), Cut(32, 16, 300), Cut(32, 32, 128), Cut(64, 16, 128), Cut(70, 32, 256), Cut(70, 32, 128, True), Cut(32, 32, 256, True)]
 
 
 def by_cut(cut: Cut, by, s: State, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,9 @@ TOP = 448.0  # the largest number of e4m3
 HEAVY = 1 / 252  # a probability above it is heavy; fewer than 253 of a row can be, though each may have been rounded up
 LISTED = 256  # entries of a row that are kept apart, at most: the target and what is heavy
 UNIT = TOP / HEAVY  # what multiplies a light probability
-BUDGET = 2**30 + 2**26  # bytes beyond the gradients, unless the caller says; or half of bf16 logits, where that is more
+BUDGET = (
+    2**30 + 2**26
+)  # bytes beyond the gradients, unless the caller says; or as much as half of bf16 logits and what goes with them
 
 RATE, BANDWIDTH, LAUNCH_SECONDS = 1.3e15, 4.2e12, 1e-5  # of an H200, and of a launch: to rank cuts
 MULTIPROCESSORS, TILE_ROWS, TILE_COLUMNS = 132, 128, 256  # of a matmul of the library
@@ -34,6 +36,7 @@ class Cut(NamedTuple):
     group: int  # tokens whose share of dw is made at once
     rows: int  # tokens of a chunk, whose exponentials stand together
     slab: int  # classes whose probabilities are rounded to FP8 at a time
+    fresh: bool = False  # w is rounded slab by slab in each chunk; else once, and stands until the last chunk
 
     def keeps(self, s: Sizes) -> bool:
         "Whether probabilities of all classes stand until their group has passed; else each slab's share of dw is made at once."
@@ -51,7 +54,11 @@ def whole_blocks(size: int, block: int = 16) -> int:
 
 def pieces(c: Cut, s: Sizes) -> list[int]:
     "Bytes of what stands while chunks pass, in the order in which it is placed: w in FP8, exponentials, probabilities of a slab."
-    return [s.h * whole_blocks(s.v) * s.need_x, c.rows * s.row, c.rows * whole_blocks(c.slab) * s.need_x]
+    return [
+        s.h * whole_blocks(c.slab if c.fresh else s.v) * s.need_x,
+        c.rows * s.row,
+        c.rows * whole_blocks(c.slab) * s.need_x,
+    ]
 
 
 def beyond(sizes: list[int], own: int) -> int:
@@ -79,14 +86,19 @@ def held_bytes(c: Cut, s: Sizes) -> int:
     return listed + max(passing, 3 * listed * s.need_w)
 
 
+def busy_share(c: Cut, s: Sizes) -> float:
+    "Of the multiprocessors, how many the matmul of a chunk's dx keeps busy on average."
+    tiles = -(-c.rows // TILE_ROWS) * -(-s.h // TILE_COLUMNS)
+    return c.rows * s.h / (TILE_ROWS * TILE_COLUMNS * MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
+
+
 def lost_seconds(c: Cut, s: Sizes) -> float:
     "What a cut costs beside the matmuls: idle multiprocessors, sums that are read and written again, launches."
-    tiles = -(-c.rows // TILE_ROWS) * -(-s.h // TILE_COLUMNS)
-    filled = c.rows * s.h / (TILE_ROWS * TILE_COLUMNS * MULTIPROCESSORS)
-    idle = 2.0 * s.n * s.v * s.h / RATE * (-(-tiles // MULTIPROCESSORS) / filled - 1) * s.need_x
-    groups, slabs = -(-s.n // c.group), -(-s.v // c.slab)
+    idle = 2.0 * s.n * s.v * s.h / RATE * (1 / busy_share(c, s) - 1) * s.need_x
+    groups, chunks, slabs = -(-s.n // c.group), -(-s.n // c.rows), -(-s.v // c.slab)
     again = (groups - 1) * 2 * s.v * s.h * s.grad_size * s.need_w + (slabs - 1) * 12 * s.n * s.h * s.need_x
-    launches = -(-s.n // c.rows) * (8 + 4 * slabs) + (groups - 1) * 2 * -(-s.v // added_classes(s.h))
+    again += 3 * s.v * s.h * (chunks - 1) * c.fresh
+    launches = chunks * (8 + 4 * slabs) + (groups - 1) * 2 * -(-s.v // added_classes(s.h))
     return idle + again / BANDWIDTH + launches * LAUNCH_SECONDS
 
 
@@ -99,7 +111,8 @@ def cuts(s: Sizes, single: bool) -> list[Cut]:
         for parts in range(1, 33):
             rows = min(most, whole_blocks(-(-group // parts), ALIGNMENT))
             for slab in slabs:
-                found[Cut(min(most, whole_blocks(group, rows)), rows, slab)] = None
+                cut = Cut(min(most, whole_blocks(group, rows)), rows, slab)
+                found |= {cut: None} | ({cut._replace(fresh=True): None} if slab < s.v and s.need_x else {})
     return list(found)
 
 
@@ -111,6 +124,6 @@ def plan_cut(
 ) -> Cut:
     "The cut that loses least time among those that fit; the smallest one, where none does."
     known = [(held_bytes(c, s), lost_seconds(c, s), c) for c in cuts(s, single)]
-    most = budget or max(BUDGET, s.n * s.v)
+    most = budget or max(BUDGET, 2**26 + s.n * (s.v + s.h + 8 * LISTED))
     fit = [(seconds, c) for size, seconds, c in known if size <= most]
     return min(fit)[1] if fit else min(known)[2]
