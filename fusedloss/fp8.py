@@ -413,9 +413,9 @@ def run_groups(
     if not len(x): return x.new_empty(0, dtype=torch.float32)
     by, passes = by or (PYTORCH8 if product is None else KERNELS8), BY_PYTORCH if product is None else BY_KERNELS
     room = Room(x, grads.dw if c.waits(s) else None)
-    back = Backward(x, w, y, c, s, grads, by, room)
     tiles = -(-s.v // (s.v if product is None else product.classes))
     e = room.take(x.dtype, c.rows, exponentials_width(s.v, x.dtype, tiles))
+    back = Backward(x, w, y, c, s, grads, by, room)
     dz = room.take(FP8, c.rows, whole_blocks(c.slab)) if s.need_x else None
     work, losses, at_target = work_of(x, w, y, weight, token_weight, denominator, o, c.rows, grads.dx, product, b, e), [], []
     for g in tile_slices(s.n, c.group):

@@ -12,7 +12,7 @@ BUDGET = (
     2**30 + 2**26
 )  # bytes beyond the gradients, unless the caller says; or as much as half of bf16 logits and what goes with them
 
-RATE, BANDWIDTH, LAUNCH_SECONDS = 1.3e15, 4.2e12, 1e-5  # of an H200, and of a launch: to rank cuts
+RATE, BANDWIDTH, LAUNCH_SECONDS = 1.3e15, 4.2e12, 4e-6  # of an H200, and of a launch: to rank cuts
 MULTIPROCESSORS, TILE_ROWS, TILE_COLUMNS = 132, 128, 256  # of a matmul of the library
 ALIGNMENT = 128  # tokens of a chunk are a multiple of it
 SLAB_ALIGNMENT = 2048  # and classes of a slab
@@ -53,12 +53,9 @@ def whole_blocks(size: int, block: int = 16) -> int:
 
 
 def pieces(c: Cut, s: Sizes) -> list[int]:
-    "Bytes of what stands while chunks pass, in the order in which it is placed: w in FP8, exponentials, probabilities of a slab."
-    return [
-        s.h * whole_blocks(c.slab if c.fresh else s.v) * s.need_x,
-        c.rows * s.row,
-        c.rows * whole_blocks(c.slab) * s.need_x,
-    ]
+    "Bytes of what stands while chunks pass, in the order in which it is placed: exponentials, w in FP8, probabilities of a slab."
+    w = s.h * whole_blocks(c.slab if c.fresh else s.v)
+    return [c.rows * s.row, w * s.need_x, c.rows * whole_blocks(c.slab) * s.need_x]
 
 
 def beyond(sizes: list[int], own: int) -> int:
