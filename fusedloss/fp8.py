@@ -20,7 +20,7 @@ from fusedloss.core.fp8 import (
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
-from fusedloss.core.products import part, tile_slices, wide
+from fusedloss.core.products import part, tile_slices, wide, wide_product
 from fusedloss.core.promises import packed_rows
 from fusedloss.core.reference import total_weight
 from fusedloss.core.score_product import product_of
@@ -106,6 +106,9 @@ def reference_light(out:Light, e:Tensor, rows:Rows, tile:int):  # [B,S]
     out.heavy.copy_(ends.view(B, -1, tile).sum(2))
 
 # %% ../nbs/34_fp8.ipynb #f8lgk000
+# Triton 3.6 moves numbers of 16 bits from row to column; of bytes that it moves, and stores both ways, some are lost
+TRANSPOSES_BOTH = getattr(triton, "__version__", "").startswith("3.6.")
+
 @jit
 def row_inverse(coef_ptr, rest_ptr, rows, keep):
     "1 / Σ e of rows, without the target's; 0 where no gradient is wanted."
@@ -117,15 +120,15 @@ def row_inverse(coef_ptr, rest_ptr, rows, keep):
 def light_kernel(
     e_ptr, coef_ptr, rest_ptr,  # [B,S], [B], [B]
     rows_ptr, columns_ptr, heavy_ptr,  # [B,S16] and [S,B16], or None; [B,tiles]
-    B, S, rows_width, columns_width, tiles,  # S16, B16
+    B, S, filled, rows_width, columns_width, tiles,  # elements that a row of e has room for; S16, B16
     e_stride, rows_stride, columns_stride, heavy_stride, HEAVY: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):
     tile = tl.program_id(0)
     rows, cols = tl.program_id(1) * BN + tl.arange(0, BN), tile * BV + tl.arange(0, BV)
     inverse = row_inverse(coef_ptr, rest_ptr, rows, rows < B)[:, None]
     at = rows.to(tl.int64)[:, None]
-    e = tl.load(e_ptr + at * e_stride + cols[None], mask=(inverse != 0) & (cols < S)[None], other=0.0)
-    p = e.to(tl.float32) * inverse
+    e = tl.load(e_ptr + at * e_stride + cols[None], mask=(inverse != 0) & (cols < filled)[None], other=0.0)
+    p = tl.where((cols < S)[None], e.to(tl.float32) * inverse, 0.0)  # loads that end at a multiple of 16 are wide ones
     heavy = p > HEAVY
     light = kernel_rounded8(tl.where(heavy, 0.0, p * UNIT))
     if rows_ptr is not None:
@@ -136,14 +139,17 @@ def light_kernel(
     count = tl.sum(heavy.to(tl.int32), 1)
     tl.store(heavy_ptr + rows.to(tl.int64) * heavy_stride + tile, count.to(tl.uint8), mask=(rows < B) & (tile < tiles))
 
-def launch_light(out:Light, e:Tensor, rows:Rows, tile:int, BN:int=64):  # [B,S]; classes of a tile
+def launch_light(out:Light, e:Tensor, rows:Rows, tile:int, BN:int=128):  # [B,S]; classes of a tile
     "Write e / Σ e where that is light, and how many of a tile are heavy."
     (B, S), (tiles, stride) = e.shape, (out.heavy.shape[1], lambda t: 0 if t is None else t.stride(0))
-    width, height = (0 if out.rows is None else out.rows.shape[1]), (0 if out.columns is None else out.columns.shape[1])
-    grid = -(-max(width, S) // tile), -(-max(height, B) // BN)
-    with on_device(e):
-        launch_kernel(light_kernel, grid, e, rows.coefs, rows.rests, *out, B, S, width, height, tiles,
-                      e.stride(0), *map(stride, out), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile)
+    filled = S if e.stride(0) < whole_blocks(S) else whole_blocks(S)
+    at_once = TRANSPOSES_BOTH and e.element_size() == 2 or out.rows is None or out.columns is None
+    for to in [out] if at_once else [out._replace(columns=None), out._replace(rows=None)]:
+        width, height = (0 if to.rows is None else to.rows.shape[1]), (0 if to.columns is None else to.columns.shape[1])
+        grid = -(-max(width, S) // tile), -(-max(height, B) // BN)
+        with on_device(e):
+            launch_kernel(light_kernel, grid, e, rows.coefs, rows.rests, *to, B, S, filled, width, height, tiles,
+                          e.stride(0), *map(stride, to), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile, num_warps=8)
 
 # %% ../nbs/34_fp8.ipynb #f8lst000
 class Entries(NamedTuple):
@@ -256,16 +262,16 @@ def reference_class_sums(dw:Tensor, x:Tensor, entries:Entries):  # [V,H], added 
 
 @jit
 def class_sums_kernel(
-    dw_ptr, x_ptr, starts_ptr, order_ptr, values_ptr,  # [V,H], [N,H], [V+1], [N·LISTED] twice
+    dw_ptr, x_ptr, starts_ptr, ends_ptr, order_ptr, values_ptr,  # [V,H], [N,H], [V] twice, [N·LISTED] twice
     V, H, dw_stride, x_stride, LISTED: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
 ):
     lane, cols = tl.arange(0, BV), tl.program_id(1) * BH + tl.arange(0, BH)
-    starts = starts_ptr + tl.program_id(0) * BV
+    starts, ends = starts_ptr + tl.program_id(0) * BV, ends_ptr + tl.program_id(0) * BV
     here = tl.program_id(0) * BV + lane < V
-    begun = tl.load(starts + lane, mask=here, other=0) < tl.load(starts + lane + 1, mask=here, other=0)
+    begun = tl.load(starts + lane, mask=here, other=0) < tl.load(ends + lane, mask=here, other=0)
     now = tl.min(tl.where(begun, lane, BV), 0)  # the first class that has entries
     while now < BV:
-        first, end = tl.load(starts + now), tl.load(starts + now + 1)
+        first, end = tl.load(starts + now), tl.load(ends + now)
         total = tl.zeros([BH], tl.float32)
         for some in range(first, end, BK):
             k = some + tl.arange(0, BK)
@@ -280,14 +286,32 @@ def class_sums_kernel(
         tl.store(dw, total.to(dw_ptr.dtype.element_ty), mask=cols < H)
         now = tl.min(tl.where(begun & (lane > now), lane, BV), 0)
 
-def launch_class_sums(dw:Tensor, x:Tensor, entries:Entries, BV:int=16, BK:int=8, BH:int=1024):
-    "Add value · x of each entry to the row of its class, the entries of a class in the order of their tokens."
-    (V, H), BH = dw.shape, min(BH, next_power_of_2(dw.shape[1]))
+FREQUENT = 512  # classes with the most entries, whose sums are a matmul
+
+def add_frequent(dw:Tensor, x:Tensor, entries:Entries, top:Tensor):  # [V,H], added to; [N,H], [M] classes
+    "Add value · x of the entries of some classes, by a matmul of their values, each as a sum of two numbers of x's dtype."
+    (V, _), M = dw.shape, len(top)
+    slots = top.new_full((V + 1,), M).index_copy_(0, top, torch.arange(M, device=x.device))
+    at, high = slots[entries.classes.long()], entries.values.to(x.dtype)
+    counted = torch.where((entries.values != 0).any(1)[:, None], x, x.new_zeros(()))  # 0 · NaN would be NaN
+    total = wide(dw[top])
+    for part_of in (high, (entries.values - high.float()).to(x.dtype)):
+        dense = x.new_zeros(len(x), M + 8).scatter_(1, at, part_of)  # column M is of all other classes
+        total = total + wide_product(dense[:, :M].T, counted)
+    dw.index_copy_(0, top, total.to(dw.dtype))
+
+def launch_class_sums(dw:Tensor, x:Tensor, entries:Entries, BV:int=16, BK:int=8, BH:int=1024, frequent:int=FREQUENT):
+    "Add value · x of each entry to the row of its class: of frequent classes by a matmul, of others in the order of their tokens."
+    (V, H), BH, new = dw.shape, min(BH, next_power_of_2(dw.shape[1])), lambda n, dtype: torch.arange(n, dtype=dtype, device=x.device)
     classes, order = entries.classes.view(-1).sort(stable=True)
-    starts = torch.searchsorted(classes, torch.arange(V + 1, dtype=torch.int32, device=x.device))
+    bounds = torch.searchsorted(classes, new(V + 1, torch.int32))
+    top = (bounds.diff() * V + new(V, torch.int64)).topk(min(frequent, V)).indices  # no two are equal: the same choice in every run
+    ends = bounds[1:].index_copy(0, top, bounds[top])
     with on_device(x):
-        launch_kernel(class_sums_kernel, (-(-V // BV), -(-H // BH)), dw, x, starts, order, entries.values, V, H, dw.stride(0), x.stride(0),
+        launch_kernel(class_sums_kernel, (-(-V // BV), -(-H // BH)), dw, x, bounds, ends, order, entries.values, V, H, dw.stride(0), x.stride(0),
                       LISTED=LISTED, BV=BV, BK=BK, BH=BH)
+    del classes, order
+    add_frequent(dw, x, entries, top)
 
 # %% ../nbs/34_fp8.ipynb #f8rom000
 class Room:
@@ -389,7 +413,7 @@ class Backward:
         "Add the classes `j` of dw, but for entries."
         dw = part(self.grads.dw, j)
         if not self.grads.begun: return multiplied(turned, *x8, self.share, out=dw)
-        for k in tile_slices(len(dw), added_classes(self.s.h)): dw[k].add_(multiplied(turned[k], *x8, self.share))
+        for k in tile_slices(len(dw), added_classes(self.s.h)): dw[k].add_(multiplied(turned[k], *x8, self.share, dtype=dw.dtype))
 
     def end(self):
         "Add what is light in the group to dw."
@@ -414,7 +438,7 @@ def run_groups(
     by, passes = by or (PYTORCH8 if product is None else KERNELS8), BY_PYTORCH if product is None else BY_KERNELS
     room = Room(x, grads.dw if c.waits(s) else None)
     tiles = -(-s.v // (s.v if product is None else product.classes))
-    e = room.take(x.dtype, c.rows, exponentials_width(s.v, x.dtype, tiles))
+    e = room.take(x.dtype, c.rows, whole_blocks(exponentials_width(s.v, x.dtype, tiles)))
     back = Backward(x, w, y, c, s, grads, by, room)
     dz = room.take(FP8, c.rows, whole_blocks(c.slab)) if s.need_x else None
     work, losses, at_target = work_of(x, w, y, weight, token_weight, denominator, o, c.rows, grads.dx, product, b, e), [], []

@@ -1,6 +1,7 @@
 """A linear cross entropy whose backward matmuls are in FP8: its gradients against float64 beside those of eager bf16, what is kept apart, and how memory is shared out."""
 import itertools
 import math
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -476,8 +477,9 @@ def test_any_cut_gives_the_same_gradients(cut, by, device):
     s, bias = State(x, w, y), torch.linspace(-1, 1, 300, device=device)
     wanted = by_cut(CUTS[0], fp8.PYTORCH8, s, bias)
     losses, dx, dw, db = by_cut(cut, by, s, bias)
-    assert torch.allclose(losses, wanted[0]) and torch.allclose(db, wanted[3], atol=1e-6) and relative_error(dx, wanted[1]) < 1e-5
-    assert relative_error(dw, wanted[2]) < (1e-5 if cut.group == 70 else 4e-3)  # groups are rounded to FP8 by units of their own
+    alike = 1e-5 if device == "cpu" else 1e-3  # a GPU's quotients may round another way
+    assert torch.allclose(losses, wanted[0]) and torch.allclose(db, wanted[3], atol=1e-6) and relative_error(dx, wanted[1]) < alike
+    assert relative_error(dw, wanted[2]) < (alike if cut.group == 70 else 4e-3)  # groups are rounded to FP8 by units of their own
 
 
 @pytest.mark.parametrize("kind", ["random", "trained"])
@@ -518,16 +520,21 @@ def test_turned_matrices(size, device):
 
 
 @where_kernels_run
-@pytest.mark.parametrize("size", [(1, 7), (70, 300), (64, 256), (65, 1000)])
+@pytest.mark.parametrize("size", [(1, 7), (70, 300), (64, 256), (129, 400)])
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_light_probabilities_and_entries(size, wanted, device):
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("room", [0, 16])
+def test_light_probabilities_and_entries(size, wanted, dtype, room, device):
+    "Also at the end of rows that have room for sixteen classes more, whose numbers are anything"
     B, S = size
     made = torch.Generator().manual_seed(B)
-    e = (torch.randn(B, S + 8, generator=made) * 3).exp().to(device)[:, :S]
+    whole = torch.full((B, S + room), math.nan, device=device, dtype=dtype)
+    whole[:, :S] = (torch.randn(B, S, generator=made) * 3).exp()
+    e = whole[:, :S]
     coefs, y = torch.randn(B, generator=made).to(device), torch.randint(S, (B,), generator=made).to(device)
     coefs[B // 2] = 0
     y[-1] = S + 4
-    rows = fp8.Rows(coefs, coefs, coefs - 1, e.sum(1), coefs)
+    rows = fp8.Rows(coefs, coefs, coefs - 1, e.float().sum(1), coefs)
     found = []
     for by in (fp8.KERNELS8, fp8.PYTORCH8):
         width = -(-S // 16) * 16
@@ -536,9 +543,12 @@ def test_light_probabilities_and_entries(size, wanted, device):
         heavy, entries = torch.zeros(B, -(-S // 128) + 1, dtype=torch.uint8, device=device)[:, :-(-S // 128)], fp8.new_entries(e, B, S)
         by.light(fp8.Light(dx, dw, heavy), e, rows, 128)
         by.entries(entries, e, y, rows, heavy, 128)
-        found.append([*(t.float() for t in (dx, dw) if t is not None), heavy, *entries])
-    assert all(torch.equal(a, b) if device == "cpu" else torch.allclose(a.float(), b.float(), rtol=0.07) for a, b in zip(*found))
-    assert found[0][-1].sum() > B or S == 7
+        found.append(([t.float() for t in (dx, dw) if t is not None], [heavy, *entries]))
+    for a, b in zip(found[0][0], found[1][0]):  # a GPU's quotients may round another way, by one step of e4m3
+        off = (a - b).abs() > 1e-6 * b.abs()
+        assert not off.any() or device != "cpu" and off.double().mean() < 1e-2 and ((a - b).abs() <= 0.13 * b.abs() + 2.0**-9).all()
+    assert all(torch.equal(a, b) if device == "cpu" else torch.allclose(a.float(), b.float(), rtol=1e-5) for a, b in zip(found[0][1], found[1][1]))
+    assert found[0][1][-1].sum() > B or S == 7
 
 
 @where_kernels_run
@@ -552,13 +562,15 @@ def test_sums_of_entries(h, device):
         entries.classes[i, :count] = torch.randperm(V, generator=made)[:count].to(device, torch.int32)
         entries.values[i, :count] = torch.randn(count, generator=made).to(device)
         entries.counts[i] = max(count, 1)
-    entries.classes[:30, 3] = torch.where(entries.counts[:30] > 4, 11, V)  # a class of many tokens, some twice
+    for i in range(30):  # a class of many tokens
+        if entries.counts[i] > 4 and 11 not in entries.classes[i]: entries.classes[i, 3] = 11
     coefs[4], x[2], light[4] = 0, math.nan, math.nan
     entries.values[2] = 0
     rows = fp8.Rows(coefs, coefs, coefs, rests, coefs)
-    for by in (fp8.KERNELS8, fp8.PYTORCH8):
+    ways = [(fp8.reference_row_sums, fp8.reference_class_sums), *((fp8.launch_row_sums, partial(fp8.launch_class_sums, frequent=m)) for m in (0, 3, 512))]
+    for row_sums, class_sums in ways:
         dx, dw = torch.full((B, h), math.nan, device=device), torch.ones(V, h, device=device)
-        by.row_sums(dx, light, rows, w, entries), by.class_sums(dw, x, entries)
+        row_sums(dx, light, rows, w, entries), class_sums(dw, x, entries)
         dense = torch.zeros(B, V + 1, dtype=f64, device=device).scatter_add_(1, entries.classes.long(), entries.values.double())[:, :V]
         assert relative_error(dx, (coefs * rests)[:, None].double() * light.nan_to_num().double() + dense @ w.double()) < 1e-6
         assert relative_error(dw, 1 + dense.T @ x.nan_to_num().double()) < 1e-6

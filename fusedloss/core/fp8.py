@@ -13,7 +13,8 @@ BUDGET = (
 )  # bytes beyond the gradients, unless the caller says; or as much as half of bf16 logits and what goes with them
 
 RATE, BANDWIDTH, LAUNCH_SECONDS = 1.3e15, 4.2e12, 4e-6  # of an H200, and of a launch: to rank cuts
-MULTIPROCESSORS, TILE_ROWS, TILE_COLUMNS = 132, 128, 256  # of a matmul of the library
+MULTIPROCESSORS = 132
+TILES = ((128, 256), (128, 160), (128, 128), (112, 128), (96, 128))  # that cuBLAS chooses from
 ALIGNMENT = 128  # tokens of a chunk are a multiple of it
 SLAB_ALIGNMENT = 2048  # and classes of a slab
 
@@ -55,7 +56,7 @@ def whole_blocks(size: int, block: int = 16) -> int:
 def pieces(c: Cut, s: Sizes) -> list[int]:
     "Bytes of what stands while chunks pass, in the order in which it is placed: exponentials, w in FP8, probabilities of a slab."
     w = s.h * whole_blocks(c.slab if c.fresh else s.v)
-    return [c.rows * s.row, w * s.need_x, c.rows * whole_blocks(c.slab) * s.need_x]
+    return [c.rows * whole_blocks(s.row, 32), w * s.need_x, c.rows * whole_blocks(c.slab) * s.need_x]
 
 
 def beyond(sizes: list[int], own: int) -> int:
@@ -68,8 +69,8 @@ def beyond(sizes: list[int], own: int) -> int:
 
 
 def added_classes(h: int) -> int:
-    "Classes whose share of dw is made at once where it is added: 32 MiB in float32, which stay in the L2 cache."
-    return max(256, 2**23 // max(h, 1) // 256 * 256)
+    "Classes whose share of dw is made at once where it is added: 32 MiB in 16 bits, which stay in the L2 cache."
+    return max(256, 2**24 // max(h, 1) // 256 * 256)
 
 
 def held_bytes(c: Cut, s: Sizes) -> int:
@@ -78,15 +79,15 @@ def held_bytes(c: Cut, s: Sizes) -> int:
     standing = beyond(pieces(c, s), s.v * s.h * s.grad_size if c.waits(s) else 0)
     turned = (s.v if c.keeps(s) else c.slab) * group * s.need_w
     dx = 4 * s.h * c.rows * (1 + (c.slab < s.v)) * s.need_x
-    dw = (s.h * group + 4 * s.h * min(s.v, added_classes(s.h)) * (c.group < s.n)) * s.need_w
+    dw = (s.h * group + s.grad_size * s.h * min(s.v, added_classes(s.h)) * (c.group < s.n)) * s.need_w
     passing = standing + turned + (max(dx, dw) if c.keeps(s) else dx + dw)
     return listed + max(passing, 3 * listed * s.need_w)
 
 
 def busy_share(c: Cut, s: Sizes) -> float:
     "Of the multiprocessors, how many the matmul of a chunk's dx keeps busy on average."
-    tiles = -(-c.rows // TILE_ROWS) * -(-s.h // TILE_COLUMNS)
-    return c.rows * s.h / (TILE_ROWS * TILE_COLUMNS * MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
+    rounds = lambda tile: -(-(-(-c.rows // tile[0]) * -(-s.h // tile[1])) // MULTIPROCESSORS)
+    return max(c.rows * s.h / (tile[0] * tile[1] * MULTIPROCESSORS * rounds(tile)) for tile in TILES)
 
 
 def lost_seconds(c: Cut, s: Sizes) -> float:
