@@ -33,7 +33,6 @@ from fusedloss.product import (
 FP8 = torch.float8_e4m3fn
 
 LEAST = 2.0**-126  # whose inverse is finite
-LEAST_REST = tl.constexpr(LEAST) if triton else LEAST  # as kernels read it
 
 def rounded8(t:Tensor) -> Tensor:
     "Numbers of e4m3; what is beyond its largest becomes that."
@@ -56,100 +55,97 @@ def device_rounded8(x):
 kernel_rounded8 = device_rounded8 if isinstance(device_rounded8, getattr(triton, "JITFunction", ())) else integer_rounded8
 
 # %% ../nbs/34_fp8.ipynb #f8trn000
-def reference_turned(out:Tensor, a:Tensor, factors:Tensor):  # [H,R or more], written; [R,H], [R]
+def reference_turned(out:Tensor, a:Tensor, factors:Tensor, heavy:Optional[float]=None):  # [H,R or more], written; [R,H], [R]
     "`launch_turned` in PyTorch."
     scaled = torch.where(factors[:, None] == 0, 0.0, wide(a) * factors[:, None])  # 0 · NaN would be NaN
+    if heavy is not None: scaled = torch.where(scaled > heavy, 0.0, scaled * UNIT)
     out[:, :len(a)] = rounded8(scaled).T
     out[:, len(a):] = torch.zeros((), dtype=out.dtype)
 
 @jit
 def turned_kernel(
     out_ptr, a_ptr, factor_ptr,  # [H,columns], [R,H], [R]
-    R, H, columns, out_stride, a_stride, BR: tl.constexpr, BH: tl.constexpr,
+    R, H, filled, columns, out_stride, a_stride,  # elements that a row of a has room for
+    HEAVY: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
 ):
-    rows, h = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BH + tl.arange(0, BH)
+    h, rows = tl.program_id(0) * BH + tl.arange(0, BH), tl.program_id(1) * BR + tl.arange(0, BR)
     f = tl.load(factor_ptr + rows, mask=rows < R, other=0.0)[:, None]
     at = a_ptr + rows.to(tl.int64)[:, None] * a_stride + h[None]
-    a = tl.load(at, mask=(f != 0) & (h < H)[None], other=0.0).to(tl.float32)
+    a = tl.load(at, mask=(f != 0) & (h < filled)[None], other=0.0).to(tl.float32)
+    a *= f
+    if HEAVY is not None:
+        a = tl.where(a > HEAVY, 0.0, a * UNIT)
     to = out_ptr + h.to(tl.int64)[None] * out_stride + rows[:, None]
-    tl.store(to, kernel_rounded8(a * f), mask=(rows < columns)[:, None] & (h < H)[None])
+    tl.store(to, kernel_rounded8(a), mask=(rows < columns)[:, None] & (h < H)[None])
 
-def launch_turned(out:Tensor, a:Tensor, factors:Tensor, BR:int=128, BH:int=64):
-    "Write a · factor of its row to `out` in FP8, transposed; zeros in columns that no row has."
+def filled_row(a:Tensor) -> int:  # [R,H]
+    "Elements of a row that may be read: up to a multiple of 16 if it has room, because then loads are wide."
+    size = whole_blocks(a.shape[1])
+    return size if a.stride(0) >= size else a.shape[1]
+
+def launch_turned(out:Tensor, a:Tensor, factors:Tensor, heavy:Optional[float]=None, BR:int=128, BH:int=64):
+    """Write a · factor of its row to `out` in FP8, transposed; zeros in columns that no row has.
+
+    With `heavy`, what is above it becomes 0, and the rest is multiplied by `UNIT`.
+    """
     (R, H), columns = a.shape, out.shape[1]
     with on_device(a):
-        launch_kernel(turned_kernel, (-(-columns // BR), -(-H // BH)), out, a, factors, R, H, columns, out.stride(0), a.stride(0),
-                      BR=BR, BH=BH)
+        launch_kernel(turned_kernel, (-(-H // BH), -(-columns // BR)), out, a, factors, R, H, filled_row(a), columns, out.stride(0), a.stride(0),
+                      HEAVY=heavy, UNIT=UNIT, BR=BR, BH=BH)
 
 # %% ../nbs/34_fp8.ipynb #f8lgt000
 class Light(NamedTuple):
-    "The light probabilities of a chunk's tokens and a slab's classes, times `UNIT` and in FP8, both ways round; written."
+    "The light shares of a chunk's tokens and a slab's classes, times `UNIT` and in FP8, both ways round; written."
     rows: Optional[Tensor]  # [B,S16], for dx; None where it is not wanted
     columns: Optional[Tensor]  # [S,B16], of a larger matrix, for dw; None where it is not wanted
     heavy: Tensor  # uint8 [B,tiles], how many of each tile's are heavy
 
-def reference_shares(e:Tensor, rows:Rows) -> Tensor:  # [B,V]
-    "Each class's share of what is not the target's; 0 for a token without a gradient."
-    inverse = torch.where((rows.coefs == 0) | (rows.rests < LEAST), 0.0, 1 / rows.rests)[:, None]
-    return torch.where(inverse == 0, 0.0, wide(e) * inverse)
+def row_inverses(rows:Rows) -> Tensor:  # [B]
+    "1 / Σ e of each row, without the target's; 0 where no gradient is wanted, or the sum is too small to have one."
+    return torch.where((rows.coefs == 0) | (rows.rests < LEAST), 0.0, 1 / rows.rests)
 
-def reference_light(out:Light, e:Tensor, rows:Rows, tile:int):  # [B,S]
+def shares_of(e:Tensor, inverses:Tensor) -> Tensor:  # [B,V], [B]
+    "Each class's share of what is not the target's; 0 for a token without a gradient."
+    return torch.where(inverses[:, None] == 0, 0.0, wide(e) * inverses[:, None])
+
+def reference_light(out:Light, e:Tensor, inverses:Tensor, tile:int):  # [B,S], [B]
     "`launch_light` in PyTorch."
-    (B, S), p = e.shape, reference_shares(e, rows)
-    heavy = p > HEAVY
-    light = rounded8(torch.where(heavy, 0.0, p * UNIT))
-    for t, to in ((light, out.rows), (light.T, out.columns)):
-        if to is None: continue
-        to.copy_(torch.zeros((), dtype=FP8).expand(to.shape))
-        to[:t.shape[0], :t.shape[1]] = t
-    ends = torch.nn.functional.pad(heavy, (0, -S % tile))
-    out.heavy.copy_(ends.view(B, -1, tile).sum(2))
+    (B, S), q = e.shape, shares_of(e, inverses)
+    heavy = q > HEAVY
+    if out.rows is not None:
+        out.rows[:, S:] = torch.zeros((), dtype=FP8)
+        out.rows[:, :S] = rounded8(torch.where(heavy, 0.0, q * UNIT))
+    if out.columns is not None: reference_turned(out.columns, e, inverses, HEAVY)
+    out.heavy.copy_(torch.nn.functional.pad(heavy, (0, -S % tile)).view(B, -1, tile).sum(2))
 
 # %% ../nbs/34_fp8.ipynb #f8lgk000
-# Triton 3.6 moves numbers of 16 bits from row to column; of bytes that it moves, and stores both ways, some are lost
-TRANSPOSES_BOTH = getattr(triton, "__version__", "").startswith("3.6.")
-
-@jit
-def row_inverse(coef_ptr, rest_ptr, rows, keep):
-    "1 / Σ e of rows, without the target's; 0 where no gradient is wanted."
-    coef, rest = tl.load(coef_ptr + rows, mask=keep, other=0.0), tl.load(rest_ptr + rows, mask=keep, other=0.0)
-    none = tl.where(coef == 0, 0.0, rest) < LEAST_REST
-    return tl.where(none, 0.0, 1.0 / tl.where(none, 1.0, rest))
-
 @jit
 def light_kernel(
-    e_ptr, coef_ptr, rest_ptr,  # [B,S], [B], [B]
-    rows_ptr, columns_ptr, heavy_ptr,  # [B,S16] and [S,B16], or None; [B,tiles]
-    B, S, filled, rows_width, columns_width, tiles,  # elements that a row of e has room for; S16, B16
-    e_stride, rows_stride, columns_stride, heavy_stride, HEAVY: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    e_ptr, inverse_ptr, rows_ptr, heavy_ptr,  # [B,S], [B], [B,S16] or None, [B,tiles]
+    B, S, filled, width, tiles, e_stride, rows_stride, heavy_stride,  # elements that a row of e has room for; S16
+    HEAVY: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):
     tile = tl.program_id(0)
     rows, cols = tl.program_id(1) * BN + tl.arange(0, BN), tile * BV + tl.arange(0, BV)
-    inverse = row_inverse(coef_ptr, rest_ptr, rows, rows < B)[:, None]
+    inverse = tl.load(inverse_ptr + rows, mask=rows < B, other=0.0)[:, None]
     at = rows.to(tl.int64)[:, None]
     e = tl.load(e_ptr + at * e_stride + cols[None], mask=(inverse != 0) & (cols < filled)[None], other=0.0)
-    p = tl.where((cols < S)[None], e.to(tl.float32) * inverse, 0.0)  # loads that end at a multiple of 16 are wide ones
-    heavy = p > HEAVY
-    light = kernel_rounded8(tl.where(heavy, 0.0, p * UNIT))
+    q = tl.where((cols < S)[None], e.to(tl.float32) * inverse, 0.0)
+    heavy = q > HEAVY
     if rows_ptr is not None:
-        tl.store(rows_ptr + at * rows_stride + cols[None], light, mask=(rows < B)[:, None] & (cols < rows_width)[None])
-    if columns_ptr is not None:
-        to = columns_ptr + cols.to(tl.int64)[None] * columns_stride + rows[:, None]
-        tl.store(to, light, mask=(rows < columns_width)[:, None] & (cols < S)[None])
+        light = kernel_rounded8(tl.where(heavy, 0.0, q * UNIT))
+        tl.store(rows_ptr + at * rows_stride + cols[None], light, mask=(rows < B)[:, None] & (cols < width)[None])
     count = tl.sum(heavy.to(tl.int32), 1)
     tl.store(heavy_ptr + rows.to(tl.int64) * heavy_stride + tile, count.to(tl.uint8), mask=(rows < B) & (tile < tiles))
 
-def launch_light(out:Light, e:Tensor, rows:Rows, tile:int, BN:int=128):  # [B,S]; classes of a tile
-    "Write e / Σ e where that is light, and how many of a tile are heavy."
-    (B, S), (tiles, stride) = e.shape, (out.heavy.shape[1], lambda t: 0 if t is None else t.stride(0))
-    filled = S if e.stride(0) < whole_blocks(S) else whole_blocks(S)
-    at_once = TRANSPOSES_BOTH and e.element_size() == 2 or out.rows is None or out.columns is None
-    for to in [out] if at_once else [out._replace(columns=None), out._replace(rows=None)]:
-        width, height = (0 if to.rows is None else to.rows.shape[1]), (0 if to.columns is None else to.columns.shape[1])
-        grid = -(-max(width, S) // tile), -(-max(height, B) // BN)
-        with on_device(e):
-            launch_kernel(light_kernel, grid, e, rows.coefs, rows.rests, *to, B, S, filled, width, height, tiles,
-                          e.stride(0), *map(stride, to), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile, num_warps=8)
+def launch_light(out:Light, e:Tensor, inverses:Tensor, tile:int, BN:int=32):  # [B,S], [B]; classes of a tile
+    "Write e / Σ e where that is light, and how many of a tile are heavy; then the same transposed."
+    (B, S), tiles = e.shape, out.heavy.shape[1]
+    width, stride = (0, 0) if out.rows is None else (out.rows.shape[1], out.rows.stride(0))
+    with on_device(e):
+        launch_kernel(light_kernel, (-(-S // tile), -(-B // BN)), e, inverses, out.rows, out.heavy, B, S, filled_row(e), width, tiles,
+                      e.stride(0), stride, out.heavy.stride(0), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile)
+    if out.columns is not None: launch_turned(out.columns, e, inverses, HEAVY)
 
 # %% ../nbs/34_fp8.ipynb #f8lst000
 class Entries(NamedTuple):
@@ -166,10 +162,10 @@ def new_entries(like:Tensor, n_tokens:int, n_classes:int) -> Entries:
     new = lambda value, dtype, *size: like.new_full((n_tokens, *size), value, dtype=dtype)
     return Entries(new(n_classes, torch.int32, LISTED), new(0.0, torch.float32, LISTED), new(0, torch.int32))
 
-def reference_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, heavy:Tensor, tile:int):  # written; [B,V], [B], [B,tiles]
+def reference_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, inverses:Tensor, heavy:Tensor, tile:int):  # written; [B,V], [B] twice, [B,tiles]
     "`launch_entries` in PyTorch."
     B, V = e.shape
-    found = reference_shares(e, rows) > HEAVY
+    found = shares_of(e, inverses) > HEAVY
     out.classes.fill_(V), out.values.zero_()
     known = (rows.at_target != 0) & (y >= 0) & (y < V)
     out.classes[:, 0] = torch.where(known, y, V)
@@ -182,12 +178,12 @@ def reference_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, heavy:Tensor, 
 
 @jit
 def entries_kernel(
-    e_ptr, y_ptr, coef_ptr, rest_ptr, at_target_ptr, heavy_ptr,  # [B,V], [B] four times, [B,tiles]
+    e_ptr, y_ptr, coef_ptr, inverse_ptr, at_target_ptr, heavy_ptr,  # [B,V], [B] four times, [B,tiles]
     classes_ptr, values_ptr, counts_ptr,  # [B,LISTED] twice, [B]
     V, tiles, e_stride, heavy_stride, HEAVY: tl.constexpr, LISTED: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    coef, inverse = tl.load(coef_ptr + row), row_inverse(coef_ptr, rest_ptr, row, True)
+    coef, inverse = tl.load(coef_ptr + row), tl.load(inverse_ptr + row)
     y, t = tl.load(y_ptr + row), tl.load(at_target_ptr + row)
     if (t != 0) & (y >= 0) & (y < V):
         tl.store(classes_ptr + row * LISTED, y.to(tl.int32))
@@ -207,11 +203,11 @@ def entries_kernel(
         now = tl.min(tl.where(any_heavy & (tile > now), tile, BT), 0)
     tl.store(counts_ptr + row, tl.minimum(count, LISTED))
 
-def launch_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, heavy:Tensor, tile:int):
+def launch_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, inverses:Tensor, heavy:Tensor, tile:int):
     "List each row's target and what is heavy, in the room of `new_entries`: only tiles that have some are read."
     B, V = e.shape
     with on_device(e):
-        launch_kernel(entries_kernel, (B,), e, y, rows.coefs, rows.rests, rows.at_target, heavy, *out, V, heavy.shape[1],
+        launch_kernel(entries_kernel, (B,), e, y, rows.coefs, inverses, rows.at_target, heavy, *out, V, heavy.shape[1],
                       e.stride(0), heavy.stride(0), HEAVY=HEAVY, LISTED=LISTED, BV=tile, BT=next_power_of_2(heavy.shape[1]))
 
 # %% ../nbs/34_fp8.ipynb #f8dxk000
@@ -375,20 +371,20 @@ class Backward:
     def spend(self, e:Tensor, rows:Rows, dz:Optional[Tensor], i:slice):  # [B,V]; room for probabilities
         "Take the chunk of tokens `i`."
         v, B, begin, light = self.s.v, len(e), i.start - self.group.start, None
-        heavy = e.new_empty(B, -(-v // TILE), dtype=torch.uint8)
+        heavy, inverses = e.new_empty(B, -(-v // TILE), dtype=torch.uint8), row_inverses(rows)
         self.done.append(rows)
         x8 = None if self.turned is None or self.c.keeps(self.s) else self.turned_x()
         for j in tile_slices(v, self.c.slab):
             width = j.stop - j.start
             to = None if self.turned is None else self.turned[j if self.c.keeps(self.s) else slice(0, width), begin:begin + whole_blocks(B)]
             p = None if dz is None else dz[:B, :whole_blocks(width)]
-            self.by.light(Light(p, to, heavy[:, j.start // TILE:-(-j.stop // TILE)]), e[:, j], rows, TILE)
+            self.by.light(Light(p, to, heavy[:, j.start // TILE:-(-j.stop // TILE)]), e[:, j], inverses, TILE)
             if p is not None:
                 more = multiplied(p, self.turned_w(j), self.w_unit, self.share)
                 light = more if light is None else light.add_(more)
             if x8 is not None: self.add(j, to, x8)
         entries = self.entries.of(i)
-        self.by.entries(entries, e, part(self.y, i), rows, heavy, TILE)
+        self.by.entries(entries, e, part(self.y, i), rows, inverses, heavy, TILE)
         if light is not None: self.by.row_sums(part(self.grads.dx, i), light, rows, self.w, entries)
 
     def turned_w(self, j:slice) -> Tensor:  # FP8 [H,S16]

@@ -159,8 +159,9 @@ def listed(e: torch.Tensor, y: torch.Tensor, by, tile: int = 128) -> tuple[fp8.E
     rows = fp8.Rows(one, one, -one, total, one)
     light = torch.zeros(len(e), -(-e.shape[1] // 16) * 16, device=e.device).to(FP8)
     heavy, found = torch.zeros(len(e), -(-e.shape[1] // tile), dtype=torch.uint8, device=e.device), fp8.new_entries(e, len(e), e.shape[1])
-    by.light(fp8.Light(light, None, heavy), e, rows, tile)
-    by.entries(found, e, y, rows, heavy, tile)
+    inverses = fp8.row_inverses(rows)
+    by.light(fp8.Light(light, None, heavy), e, inverses, tile)
+    by.entries(found, e, y, rows, inverses, heavy, tile)
     return found, light
 
 
@@ -180,8 +181,9 @@ def test_no_row_has_more_entries_than_fit(by, device):
     one = torch.ones(1, device=device)
     rows = fp8.Rows(one, one, -one, 252 * one, one)  # of the sum before rounding
     heavy, found = torch.zeros(1, 3, dtype=torch.uint8, device=device), fp8.new_entries(rounded_up, 1, 300)
-    by.light(fp8.Light(None, None, heavy), rounded_up, rows, 128)
-    by.entries(found, rounded_up, torch.tensor([299], device=device), rows, heavy, 128)
+    inverses = fp8.row_inverses(rows)
+    by.light(fp8.Light(None, None, heavy), rounded_up, inverses, 128)
+    by.entries(found, rounded_up, torch.tensor([299], device=device), rows, inverses, heavy, 128)
     assert found.counts.item() == 253 <= LISTED and HEAVY * UNIT == TOP
 
 
@@ -541,8 +543,8 @@ def test_light_probabilities_and_entries(size, wanted, dtype, room, device):
         dx = torch.full((B, width + 16), 7.0, device=device).to(FP8)[:, :width] if wanted[0] else None
         dw = torch.full((S, -(-B // 16) * 16 + 32), 7.0, device=device).to(FP8)[:, 16:16 + -(-B // 16) * 16] if wanted[1] else None
         heavy, entries = torch.zeros(B, -(-S // 128) + 1, dtype=torch.uint8, device=device)[:, :-(-S // 128)], fp8.new_entries(e, B, S)
-        by.light(fp8.Light(dx, dw, heavy), e, rows, 128)
-        by.entries(entries, e, y, rows, heavy, 128)
+        by.light(fp8.Light(dx, dw, heavy), e, fp8.row_inverses(rows), 128)
+        by.entries(entries, e, y, rows, fp8.row_inverses(rows), heavy, 128)
         found.append(([t.float() for t in (dx, dw) if t is not None], [heavy, *entries]))
     for a, b in zip(found[0][0], found[1][0]):  # a GPU's quotients may round another way, by one step of e4m3
         off = (a - b).abs() > 1e-6 * b.abs()

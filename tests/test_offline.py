@@ -142,8 +142,8 @@ def eight_bits(width, V=65536, B=4096):
     heavy, found = cuda(B, V // fp8.TILE, dtype=torch.uint8), fp8.Entries(*(cuda(B, fp8.LISTED, dtype=dtype) for dtype in (torch.int32, f32)), cuda(B, dtype=torch.int32))
     eight = lambda *size: cuda(*size, dtype=torch.float8_e4m3fn)
     fp8.launch_turned(eight(width, V), w, cuda(V))
-    for dx, dw in ((eight(B, V), eight(V, B)), (None, eight(V, B)), (eight(B, V), None)): fp8.launch_light(fp8.Light(dx, dw, heavy), e, rows, fp8.TILE)
-    fp8.launch_entries(found, e, y, rows, heavy, fp8.TILE)
+    for dx, dw in ((eight(B, V), eight(V, B)), (None, eight(V, B))): fp8.launch_light(fp8.Light(dx, dw, heavy), e, cuda(B), fp8.TILE)
+    fp8.launch_entries(found, e, y, rows, cuda(B), heavy, fp8.TILE)
     fp8.launch_row_sums(x, cuda(B, width), rows, w, found)
     for dtype in (bf16, f32): fp8.launch_class_sums(cuda(V, width, dtype=dtype), x, found)
 
