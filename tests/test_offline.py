@@ -336,6 +336,13 @@ def test_strides_are_multiplied_in_64_bits(monkeypatch):
     assert not wrong
 
 
+def test_numbers_are_rounded_to_eight_bits_after_they_were_transposed(monkeypatch):
+    "Triton 3.6 loses bytes that it moves between threads; numbers of 16 bits take twice their shared memory"
+    lines = [line for call in CALLS if call.startswith("eight bits") for line in lines_of(CALLS[call], GPUS["H200"], monkeypatch)]
+    found = [lowerer().usage(line, 90)["shared"] for line in lines if json.loads(line)[0][1] == "turned_kernel"]
+    assert len(found) >= 4 and min(found) >= 2 * 128 * 64
+
+
 GRID = [(arch, call) for arch in DEVICES for call in CALLS if arch >= 89 or not call.startswith("eight bits")]
 LINEAR = "linear torch.bfloat16 plain 2048"
 WITHOUT_PRODUCT = list(product((100, 120), (LINEAR, "exponentials 2048")))  # where Triton serves until a product is written by hand
