@@ -292,7 +292,7 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
     chunks, groups, eight, rounded = -(-n // c.rows), -(-n // c.group), torch.float8_e4m3fn, sum(r.needs[:2])
     fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED * (busy_share(c, s) if cost.name == "dx" else 1.0))
     costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
-             sweep_cost("round p", n * v, r.dtype, *[eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
+             sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
     extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r, False))
     made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],

@@ -81,7 +81,7 @@ def held_bytes(c: Cut, s: Sizes) -> int:
     dx = 4 * s.h * c.rows * (1 + (c.slab < s.v)) * s.need_x
     dw = (s.h * group + s.grad_size * s.h * min(s.v, added_classes(s.h)) * (c.group < s.n)) * s.need_w
     passing = standing + turned + (max(dx, dw) if c.keeps(s) else dx + dw)
-    return listed + max(passing, 3 * listed * s.need_w)
+    return listed + max(passing, (3 * listed + 2 * s.n * s.h) * s.need_w)
 
 
 def busy_share(c: Cut, s: Sizes) -> float:
