@@ -3,7 +3,7 @@
 from fusedloss import integrations as integrations, margins as margins, semirings as semirings
 from fusedloss.baseline import BaselineSoftmax as BaselineSoftmax, BaselineSoftmaxNllLoss as BaselineSoftmaxNllLoss, baseline_linear_cross_entropy as baseline_linear_cross_entropy
 from fusedloss.contrast import contrastive_loss as contrastive_loss, sigmoid_contrastive_loss as sigmoid_contrastive_loss
-from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, LossArguments, Method, Reduction, ShardedMethod
+from fusedloss.core.options import Accumulate, BackboneReduction, CrossEntropyStats as CrossEntropyStats, LossArguments, MatmulDtype, Method, Reduction, ShardedMethod
 from fusedloss.core.popularity import PopularitySampler as PopularitySampler
 from fusedloss.core.sampling import NegativeSampler as NegativeSampler
 from fusedloss.ctc import CTCLoss as CTCLoss, ctc_loss as ctc_loss, ctc_loss_with_logits as ctc_loss_with_logits, ctc_posteriors as ctc_posteriors, forced_align as forced_align
@@ -142,6 +142,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # a scalar, or [...] less `shift` at its end
     ...
@@ -163,6 +164,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...
@@ -184,6 +186,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...

@@ -21,12 +21,13 @@ from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cr
 from fusedloss.core.checks import (
     acc_dtype, bad_labels, check_bias_and_budget, check_labels, check_linear, check_target, check_weight,
     check_weights, expect, once_for_alike)
+from fusedloss.core.devices import device_of
 from fusedloss.core.ignored import counted_copy
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import (
     Accumulate, Asked, BackboneReduction, CrossEntropyStats, lists_options, loss_options, LossArguments,
-    LossOptions, Method, Operands, Reduction, Statistics, statistics_of)
+    LossOptions, MatmulDtype, Method, Operands, Reduction, Statistics, statistics_of)
 from fusedloss.core.pairs import labels_loss, labels_rows, soft_rows
 from fusedloss.core.products import linear_dtype, part, rounded_operand
 from fusedloss.core.promises import check_promise, hold_promise
@@ -39,9 +40,10 @@ from fusedloss.core.weights import weight_and_bias
 from fusedloss.filter import (
     check_filter, fake_gradients, filter_dtypes, gradients_of_rows, recompute_bwd, recompute_fwd, recompute_loss,
     run_recompute, run_rows, save_rows)
+from fusedloss.fp8 import fp8_loss
 from fusedloss.kernels import rows_bwd, rows_fwd
 from fusedloss.plans import (
-    Call, chunks_budget, Estimate, least, make_plan, Plan, refusal_of, rows_of_targets, SUPPORTS,
+    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, least, make_plan, Plan, refusal_of, rows_of_targets, SUPPORTS,
     tile_sides)
 from fusedloss.product import product_loss, run_product
 from fusedloss.tiles import run_tiled, tiled_lse_bwd, tiled_lse_fwd
@@ -90,6 +92,16 @@ def check_local(name:str, t:Optional[Tensor], n_features:int):
     expect(t.numel() > 0 or not n_features, name, later, f"an empty one, {list(t.shape)}")
 
 # %% ../nbs/11_losses.ipynb #4c24fe83
+def check_matmul_dtype(t:Operands, a:Asked, kind:str):
+    "`ValueError` for backward matmuls that cannot be in the dtype that was asked for."
+    if a.matmul_dtype is None: return
+    expect(a.matmul_dtype == torch.float8_e4m3fn, "matmul_dtype", "torch.float8_e4m3fn or None", repr(a.matmul_dtype))
+    expect(a.method in ("auto", "product"), "method", "'auto' or 'product' beside matmul_dtype", repr(a.method))
+    r = call_of(t, a, kind)
+    why = fp8_refusal(r)
+    if t.input.is_cuda and not torch.compiler.is_compiling(): why = why or fp8_obstacle(r, device_of(t.input))
+    expect(not why, "matmul_dtype", "None for this call", lambda: f"{a.matmul_dtype}: {why}")
+
 @once_for_alike
 def check_call(t:Operands, a:Asked, kind:str):  # of target: one of `TARGET_ROWS`; empty for a label a token
     "`ValueError` that names the argument, whatever the numbers in it."
@@ -109,6 +121,7 @@ def check_call(t:Operands, a:Asked, kind:str):  # of target: one of `TARGET_ROWS
     check_bias_and_budget(t.input, t.linear_weight, t.linear_bias, a.memory_budget)
     check_weights(classes, device, t.weight, t.token_weight, shape)
     check_chunks(t.input, t.linear_weight, "sum", a.chunk_size, a.memory_budget, a.accumulate, a.max_valid, a.return_stats)
+    check_matmul_dtype(t, a, kind)
     for name in LABEL_WISHES if kind else ():
         expect(getattr(a, name) in (None, False), name, f"nothing beside {ROWS_SAID[kind]}", getattr(a, name))
 
@@ -173,7 +186,7 @@ def needs_of(*tensors:Optional[Tensor]) -> tuple[int, ...]:  # 1 or 0, since PyT
 def options_in_use(t:Operands, a:Asked, kind:str) -> tuple[str, ...]:  # by name; of target as `check_call` has it
     "What of a call not every method has."
     given = [name for name in Operands._fields[3:] if getattr(t, name) is not None]
-    if a.filter_eps is not None: given.append("filter_eps")
+    given += [name for name in ("filter_eps", "matmul_dtype") if getattr(a, name) is not None]
     if kind and kind not in given: given.append(kind)
     return *given, *a.options.changed()
 
@@ -214,8 +227,9 @@ def by_recompute(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEnt
     return hold_promise(loss, t.target, a.options.ignore_index, a.max_valid)
 
 def by_product(r:Call, t:Operands, a:Asked) -> Tensor:
-    "Run product, stage 9."
-    return run_product(*t[:-1], a.options, a.reduction, chunks_budget(r), a.accumulate, a.max_valid)
+    "Run product, stage 9, or with backward matmuls in FP8."
+    budget, op = (chunks_budget(r), product_loss) if a.matmul_dtype is None else (r.memory_budget, fp8_loss)
+    return run_product(*t[:-1], a.options, a.reduction, budget, a.accumulate, a.max_valid, op)
 
 # %% ../nbs/11_losses.ipynb #a6e36b2f
 RUNS = dict(eager=by_eager, tiles=by_tiles, chunks=by_chunks, recompute=by_recompute, product=by_product)
@@ -580,6 +594,7 @@ def linear_cross_entropy(
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
+    matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -599,6 +614,9 @@ def linear_cross_entropy(
     With a plain weight the loss is of this rank's tokens, as in a module that FSDP2 or DDP wraps
     with its weight; call it in that wrapper's forward, which reduces gradients. Beside a plain
     weight `backbone_reduction` changes nothing in a single process, and raises in several.
+    With `matmul_dtype` the loss is that of bf16, by "product", and both backward matmuls are in FP8:
+    target and probabilities above 1/252 are kept apart, so that gradients err as bf16's do. "mean" or
+    "sum", H a multiple of 16, on a GPU of compute capability 9.0; a CPU does the same in PyTorch.
     A `logit_scale` that is a tensor multiplies `input` and bias before the product: a pass over
     them and a copy beside `memory_budget`. Over ranks it is the same on all, and the wrapper that
     reduces the gradients of what made `input` reduces its gradient too.
@@ -607,7 +625,7 @@ def linear_cross_entropy(
         scale, o = take_scale(options), loss_options(options, linear_cross_entropy)
         t = Operands(input, linear_weight, target, linear_bias, weight, token_weight, target_weight)
         a = Asked(o, reduction, shift, method, memory_budget, accumulate, filter_eps, None, max_valid, return_stats,
-                  monitored=method == "chunks", backbone_reduction=backbone_reduction)
+                  monitored=method == "chunks", backbone_reduction=backbone_reduction, matmul_dtype=matmul_dtype)
         return planned_loss(t, a, scale)
     except Exception as error:
         tell_ranks(error, linear_weight)
@@ -638,12 +656,13 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         method:Method="auto",
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
         backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
+        matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8
         **options:Unpack[ModuleOptions],  # the others of stage 6's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
-                        backbone_reduction=backbone_reduction)
+                        backbone_reduction=backbone_reduction, matmul_dtype=matmul_dtype)
 
     def settings(self) -> dict[str, Any]: return super().settings() | self.how
 

@@ -7,7 +7,7 @@ __all__ = ['Choice', 'Plan', 'plan']
 
 # %% ../nbs/10_plans.ipynb #632e3606
 import functools, operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Optional
 
 import torch
@@ -17,6 +17,7 @@ from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
+from fusedloss.core.fp8 import busy_share, held_bytes, plan_cut, Sizes
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.products import logits_row
@@ -149,7 +150,7 @@ EACH_TOKEN, GRADED = "reduction 'none'", "gradients of return_stats"
 
 SUPPORTS = dict(  # what each method can do besides a plain mean or sum, by the names of `wishes`; it refuses all else
     eager=(*OF_ROWS, *TARGET_ROWS, "return_stats", GRADED, EACH_TOKEN),
-    product=OF_ROWS,
+    product=(*OF_ROWS, "matmul_dtype"),
     chunks=(*OF_ROWS, *TARGET_ROWS, "return_stats", "chunk_size"),
     recompute=(*OF_ROWS, "filter_eps", "return_stats", GRADED, EACH_TOKEN),
     tiles=("logit_scale", EACH_TOKEN))
@@ -163,14 +164,29 @@ def wishes(r:Call) -> list[str]:
     each = [] if r.reduction in ("mean", "sum") else [f"reduction '{r.reduction}'"]
     return [*each, *r.options, *["return_stats"] * (r.stats != ""), *[GRADED] * graded, *["chunk_size"] * (r.chunk_size is not None)]
 
+BESIDE_FP8 = tuple(name for name in SUPPORTS["product"] if name not in ("label_smoothing", "matmul_dtype"))
+
 def lacking(r:Call, supported:tuple[str, ...]) -> list[str]:
     "What of a call's wishes is not supported."
     return [name for name in wishes(r) if name not in supported]
 
+def fp8_refusal(r:Call) -> str:
+    "Why the backward matmuls of such a call cannot be in FP8; empty if they can, or are not to be."
+    if "matmul_dtype" not in r.options: return ""
+    if r.dtype != torch.bfloat16: return f"FP8 goes with bfloat16 operands, not {str(r.dtype).removeprefix('torch.')}"
+    if r.h % 16: return f"FP8 takes a multiple of 16 features, not {r.h}"
+    beside = [name for name in lacking(r, BESIDE_FP8) if name != "matmul_dtype"]
+    return f"FP8 has no {', '.join(beside)}" if beside else ""
+
+def fp8_obstacle(r:Call, d:Device) -> str:
+    "Why a GPU does not take such a call in FP8; empty if it does."
+    why = product_of(d).exponentials_reason(r.dtype, r.h, d) if r.gpu else "Triton is not installed"
+    return f"FP8 needs the scores' own kernel: {why}" if why else ""
+
 def refusal_of(r:Call, method:str) -> str:
     "Why a method cannot do what a call asks; empty if it can."
     lacks = lacking(r, SUPPORTS[method])
-    if not lacks: return ""
+    if not lacks: return fp8_refusal(r) if method == "product" else ""
     if lacks[0] in REASONS: return REASONS[lacks[0]]
     return f"it has no {', '.join([name for name in lacks if name not in REASONS])}"
 
@@ -266,8 +282,26 @@ def smoothing_costs(r:Call) -> list[Cost]:
     if "label_smoothing" not in r.options: return []
     return [sweep_cost("mean class", (v + 2 * n) * h, r.work), *[sweep_cost("begin dw", v * h, *[r.grad_dtype] * 2)] * r.needs[1]]
 
+FP8_SPEED = 1.77  # of matmuls in FP8 whose partial sums are in fp32, beside bf16's
+
+def fp8_estimate(r:Call, machine:Machine) -> Estimate:
+    "The same with backward matmuls in FP8: exponentials are rounded to it twice, w and x once."
+    (n, v, h), tile = r._replace(n=r.packed).sizes, product_of(machine.device).classes if r.gpu else r.v
+    s = Sizes(n, h, v, bool(r.needs[0]), bool(r.needs[1]), r.grad_dtype.itemsize, product_row(h, v, r.dtype, bool(r.needs[0]), tile))
+    c, aligned = plan_cut(s, r.memory_budget, r.accumulate == "float32"), r._replace(n=n, v=-(-v // 16) * 16)
+    chunks, groups, eight, rounded = -(-n // c.rows), -(-n // c.group), torch.float8_e4m3fn, sum(r.needs[:2])
+    fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED * (busy_share(c, s) if cost.name == "dx" else 1.0))
+    costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
+             sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
+             sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
+    extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r, False))
+    made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
+                         extra, ("rows", c.rows, "backward in FP8"))
+    return made._replace(refusal=made.refusal or (fp8_obstacle(r, machine.device) if r.gpu else ""))
+
 def product_estimate(r:Call, machine:Machine) -> Estimate:
     "Exponentials leave the product; no pass over logits."
+    if "matmul_dtype" in r.options: return fp8_estimate(r, machine)
     obstacle = product_obstacle(r.dtype, r.h, machine.device, r.options) if r.gpu else "no GPU"
     if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal_of(r, "product"), caution=f"by chunks: {obstacle}")
     (_, v, h), tile = r.sizes, product_of(machine.device).classes
@@ -505,7 +539,7 @@ def make_plan(r:Call, machine:Optional[Machine]=None) -> Plan:
 cached_plan = functools.lru_cache(maxsize=4096)(make_plan)
 
 # %% ../nbs/10_plans.ipynb #50a709f1
-OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps", *TARGET_ROWS)
+OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps", *TARGET_ROWS, "matmul_dtype")
 
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."

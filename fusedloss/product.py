@@ -20,7 +20,7 @@ from fusedloss.core.checks import acc_dtype
 from fusedloss.core.devices import Device, device_of
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.dots import row_blocks, spend
-from fusedloss.core.operators import operator
+from fusedloss.core.operators import Operator, operator
 from fusedloss.core.options import DEFAULTS, LossOptions
 from fusedloss.core.products import (
     linear_dtype, logits_row, part, put_product, rounded_operand, tile_slices, wide, wide_product)
@@ -128,6 +128,7 @@ class Rows(NamedTuple):
     losses: Tensor  # [B]
     coefs: Tensor  # [B], c: what multiplies e in the gradient of the scores
     at_target: Tensor  # [B], t: the gradient of the target's score
+    rests: Tensor  # [B], Σ e of the other classes
     failed: Tensor  # int32, a scalar: whether an offset was no good
 
 # %% ../nbs/09_product.ipynb #218a1fb0
@@ -164,7 +165,7 @@ def reference_rows(
     scale, good = o.logit_scale / whole, (whole > LIMITS[0]) & (whole < LIMITS[1])
     of = lambda v, other=0.0: torch.where(known, v, other)
     return Rows(of(losses, torch.where(counts, torch.nan, 0.0)), of(scale * (by_class + others)),
-                of(slope * scale * (others * e_t - by_class * s)), (counts & ~good).any().int())
+                of(slope * scale * (others * e_t - by_class * s)), of(s), (counts & ~good).any().int())
 
 # %% ../nbs/09_product.ipynb #11e64e7c
 @jit
@@ -172,7 +173,7 @@ def rows_kernel(
     sums_ptr, target_z_ptr, y_ptr, offset_ptr,  # [tiles,B], [B] each
     weight_ptr, token_weight_ptr, denominator_ptr,  # [V], [B], [1], each or None
     shift_ptr, total_ptr, scores_ptr,  # [1], [1], [B], each or None: the bias's shift; of `Spread`
-    loss_ptr, coef_ptr, at_target_ptr, failed_ptr, wanted_ptr,  # [B] each, [1]; [1] or None
+    loss_ptr, coef_ptr, at_target_ptr, rest_ptr, failed_ptr, wanted_ptr,  # [B] each, [1]; [1] or None
     B, V, tiles, o,  # `LossOptions`
     CAPPED: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
 ):
@@ -211,6 +212,7 @@ def rows_kernel(
     tl.store(coef_ptr + rows, tl.where(known, scale * (by_class + others), 0.0), mask=keep)
     at_target = slope / whole * (others * e_t - by_class * s)
     tl.store(at_target_ptr + rows, tl.where(known, at_target, 0.0), mask=keep)
+    tl.store(rest_ptr + rows, tl.where(known, s, 0.0), mask=keep)
     good = (whole > LEAST_SUM) & (whole < MOST_SUM)
     failed = tl.sum(tl.where(ignored | good, 0, 1), 0)
     if failed > 0:
@@ -516,7 +518,7 @@ def launched_rows(k:Work, product:ScoreProduct) -> Rows:
     "`finished_rows` by a GPU's product: the second try is always launched, and ends at once where no offset failed."
     B, new = len(k.x), k.room.target_z.new_empty
     failed, again = k.y.new_zeros(2, dtype=torch.int32).unbind()
-    rows, given, stats = Rows(new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
+    rows, given, stats = Rows(new(B), new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
     how = k.bias, log2_cap(k.o)
     product.exponentials(*given, k.offsets, *k.room, k.log2_scale, None, *how)
     launch_rows(rows, k.room, *k.labels)
@@ -537,23 +539,28 @@ def sums_in_dx(
     return tiles * acc.itemsize <= room and room % acc.itemsize == 0
 
 # %% ../nbs/09_product.ipynb #30669306
+def exponentials_width(n_classes:int, dtype:torch.dtype, tiles:int) -> int:
+    "Elements from row to row of a chunk of exponentials, whose place takes the statistics of all tiles too."
+    return max(logits_row(n_classes, dtype) // dtype.itemsize, 4 * tiles)
+
 def work_of(
     x:Tensor, w:Tensor, y:Tensor,  # [N,H], [V,H], [N]
     weight:Optional[Tensor], token_weight:Optional[Tensor], denominator:Optional[Tensor],  # [V], [N]; a scalar
     o:LossOptions, rows:int,  # tokens of a chunk
     dx:Optional[Tensor], product:Optional[ScoreProduct],  # [N,H], not written yet; None: in PyTorch
     b:Optional[Tensor]=None,  # [V]
+    e:Optional[Tensor]=None,  # room for the exponentials, [rows or more, `exponentials_width`]; new if None
 ) -> Work:
     "All tokens, and room for a chunk of so many."
     acc, rows, by = acc_dtype(x.dtype), min(rows, len(x)), BY_PYTORCH if product is None else BY_KERNELS
     tile = len(w) if product is None else product.classes
     tiles, weights = -(-len(w) // tile), (weight, token_weight, denominator)
     new = lambda *size: x.new_empty(size, dtype=acc)
-    width = logits_row(len(w), x.dtype) // x.element_size()
     bias, shift = (None, None) if b is None else added_bias(b, o, tiles * tile, acc)
     offsets = by.offsets(sampled_scores(x, w, bias), y, o)
     sums = None if sums_in_dx(x.shape[1], tiles, None if dx is None else dx.dtype, acc) else new(tiles, rows)
-    room = Exponentials(x.new_empty(rows, max(width, 4 * tiles))[:, :len(w)], sums, new(rows))
+    if e is None: e = x.new_empty(rows, exponentials_width(len(w), x.dtype, tiles))
+    room = Exponentials(e[:rows, :len(w)], sums, new(rows))
     spread = spread_of(x, w, y, bias, *weights, o, by.sum_columns) if o.label_smoothing else None
     return Work(room, tiles, x, w, y, offsets, *weights, o, bias, shift, spread)
 
@@ -680,10 +687,11 @@ def run_product(
     input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor],  # [...,H], [V,H], [...], [V]
     weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,  # [V], [...]
     memory_budget:Optional[int], accumulate:str, max_valid:Optional[int],
+    op:Operator=product_loss,  # or another one of the same arguments
 ) -> Tensor:
     "The loss of what has been checked."
     y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (input, linear_weight, linear_bias)]
     arguments = (as_rows(input), linear_weight, linear_bias, y, flat(weight), flat(token_weight), o, dtype,
                  linear_weight.dtype, reduction == "mean", memory_budget, accumulate, max_valid, *needs)
-    return hold_promise(run_early(product_loss, None, arguments)[0], target, o.ignore_index, max_valid)
+    return hold_promise(run_early(op, None, arguments)[0], target, o.ignore_index, max_valid)

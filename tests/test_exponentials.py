@@ -185,7 +185,7 @@ def work(device, o, module=product, biased=False):
 
 
 def empty_rows(device, module=product):
-    return module.Rows(*(torch.full((N,), math.nan, device=device) for _ in range(3)), torch.zeros((), dtype=torch.int32, device=device))
+    return module.Rows(*(torch.full((N,), math.nan, device=device) for _ in range(4)), torch.zeros((), dtype=torch.int32, device=device))
 
 
 def off(found, wanted, limit=1e-5) -> bool:

@@ -48,6 +48,12 @@ def linear(loss: Callable, **options) -> Callable:
     return lambda x, y, w, **numbers: loss(x, w, y, **options, **numbers)
 
 
+def in_fp8(x: Tensor, w: Tensor, y: Tensor, **options) -> Tensor:
+    "The loss of bf16 operands with sixteen features, whose backward matmuls are in FP8"
+    x, w = (torch.nn.functional.pad(t, (0, 16 - t.shape[-1])).bfloat16() for t in (x, w))
+    return fl.linear_cross_entropy(x, w, y, matmul_dtype=torch.float8_e4m3fn, **options)
+
+
 def probabilities(n: int) -> Tensor:
     return torch.randn(n, V).softmax(-1)
 
@@ -130,6 +136,7 @@ CASES = {
     "recompute_linear_cross_entropy, filtered": of_features(linear(fl.recompute_linear_cross_entropy), filter_eps=lambda v: v / 100, **SCORES),
     **{f"linear_cross_entropy, {name}": of_features(linear(fl.linear_cross_entropy, **options), target, **numbers) for name, (options, target, numbers) in LINEAR.items()},
     "linear_cross_entropy, statistics": of_features(linear(lambda *a, **k: fl.linear_cross_entropy(*a, return_stats=True, **k)[1].lse), **SCORES),
+    "linear_cross_entropy, FP8": of_features(linear(in_fp8), **SCORES, z_loss=itself),
     "linear_cross_entropy, a module": of_head(fl.LinearCrossEntropyLoss(H, V, monitoring=True)),
     "MemoryEfficientVocabOutput": of_head(fl.MemoryEfficientVocabOutput(nn.Parameter(torch.randn(V, H)))),
     "linear_divergence": Case(of_teacher(), lambda n: (floats(n, H), torch.randn(n, H)), lambda: (floats(V, H), torch.randn(V, H)), TEACHER),

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int16: "i16", torch.int32: "i32",
-         torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8"}
+         torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
 
 
 def named(fn) -> list[str]:

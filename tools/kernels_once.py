@@ -11,7 +11,7 @@ from typing import Iterator
 import torch
 
 import fusedloss as fl
-from fusedloss import kernels, lattices as stage_32, product as stage_9, sharded_product as stage_28
+from fusedloss import fp8 as stage_34, kernels, lattices as stage_32, product as stage_9, sharded_product as stage_28
 from fusedloss.core import cuda, score_product
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import Shards
@@ -65,7 +65,7 @@ def exponentials() -> None:
     (x, w), y, o = (torch.randn(size, 16) for size in (9, 70)), labels(70, 9), LossOptions()
     k = stage_9.work_of(x, w, y, None, None, None, o, 9, None, None)
     stage_9.reference_exponentials(k.room, x, w, y, k.offsets, k.log2_scale)
-    rows = stage_9.Rows(*torch.empty(3, 9), torch.ones((), dtype=torch.int32))
+    rows = stage_9.Rows(*torch.empty(4, 9), torch.ones((), dtype=torch.int32))
     stage_9.launch_rows(rows, k.room, *k.labels)
     stage_9.launch_better_offsets(k, torch.zeros(1, 9, 2), rows.failed)
     stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w, rows.coefs, w[0])
@@ -198,6 +198,17 @@ def samples() -> None:
         fl.sharded_linear_sample(x, w, linear_bias=w[:, 0], **filters)
 
 
+def backward_in_fp8() -> None:
+    "Stage 34, in one group of tokens and in several, and in slabs of classes"
+    for n, v, cut in ((33, 515, (33, 16, 515)), (70, 300, (32, 32, 128))):
+        x, w, y = leaf(n, 64, dtype=HALF), leaf(v, 64, dtype=HALF), labels(v, n)
+        y[::3] = -100
+        if DEVICE == "cuda": fl.linear_cross_entropy(x, w, y, linear_bias=leaf(v, dtype=HALF), matmul_dtype=torch.float8_e4m3fn).backward()
+        sizes = stage_34.Sizes(n, 64, v, True, True, x.element_size(), x.element_size() * v)
+        grads = stage_34.Gradients(x, w, (True, True, False), HALF, False, 1.0)
+        stage_34.run_groups(x.detach(), w.detach(), y, None, None, None, LossOptions(), stage_34.Cut(*cut), sizes, grads, by=stage_34.KERNELS8)
+
+
 def transducers() -> None:
     "Stage 32: logits in two layouts, the lattice, its gradient; a label that is none, on a GPU"
     for N, T, U, V, dtype in ((3, 9, 4, 40, HALF), (2, 70, 150, 515, f32))[:2 if DEVICE == "cuda" else 1]:
@@ -220,6 +231,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     contrast: "contrast_fwd_kernel add_sums_kernel pair_loss_kernel upstream_kernel contrast_bwd_kernel positive_scores_kernel positive_losses_kernel shares_kernel column_terms_kernel "
               "sigmoid_fwd_kernel add_losses_kernel sigmoid_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
+    backward_in_fp8: "turned_kernel light_kernel entries_kernel row_sums_kernel class_sums_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
     samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",

@@ -46,6 +46,9 @@ HeadMethod = Literal["auto", "tiles", "recompute"]  # of a cosine head
 ShardedMethod = Literal["auto", "product", "recompute"]  # of a linear layer's loss whose classes are over ranks
 
 
+MatmulDtype = torch.dtype  # of backward matmuls: torch.float8_e4m3fn
+
+
 Lengths = Union[Tensor, Sequence[int]]  # [N], frames or labels of each sequence
 
 
@@ -118,6 +121,7 @@ class Asked(NamedTuple):
     return_stats: bool = False
     monitored: bool = False  # statistics need no gradient
     backbone_reduction: Optional[str] = None
+    matmul_dtype: Optional[MatmulDtype] = None  # of the backward matmuls; as the forward one's if None
 
 
 def _checks() -> dict[str, tuple[type, Check]]:
