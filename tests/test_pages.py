@@ -2,7 +2,7 @@
 import pytest
 
 from workbook import pages
-from workbook.pages import METADATA, NOT_RUN, ReplayedCells, gpu_note, lesson_box, made_line, needs_packages, source_text
+from workbook.pages import METADATA, NOT_RUN, ReplayedCells, gpu_note, lesson_box, made_line, needs_packages, power_of_ten, source_text
 
 CELL = dict(cell_type="code", id="a", source="#| cuda\nf()", outputs=[{"output_type": "stream"}])
 MADE = dict(machine="NVIDIA H200 · torch 2.11", date="2026-11-24", commit="0123abc", cells=["a"])
@@ -42,3 +42,7 @@ def test_a_source_is_shown_with_its_file():
 def test_the_box_of_a_lesson_has_four_lines():
     given = dict(saves="the N×V scores", costs="a fourth product", use_it_when="memory is short", not_when="the scores fit")
     assert [line.split("|")[2].strip() for line in lesson_box(**given).data.splitlines()[2:]] == [*given.values()]
+
+
+def test_a_power_of_ten_has_one_figure():
+    assert [power_of_ten(x) for x in (5.4e-7, 1, 2.5e12)] == ["5 · 10⁻⁷", "1 · 10⁰", "2 · 10¹²"]

@@ -129,6 +129,12 @@ def show_source(
     return Markdown(f"```python\n{source_text(*functions)}```")
 
 
+def power_of_ten(x: float) -> str:
+    "A number with one figure and a power of ten in letters: `power_of_ten(5e-7)` is `'5 · 10⁻⁷'`."
+    digit, power = f"{x:.0e}".split("e")
+    return f"{digit} · 10" + str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def lesson_box(
     # in Markdown
     saves: str,
