@@ -188,7 +188,7 @@ def _checked_choices(path: str, found: Any) -> dict[str, dict]:
 
 
 @functools.cache
-def _read_choices(path: str) -> dict[str, dict]:
+def read_choices(path: str) -> dict[str, dict]:
     "A file of choices; raises a `ValueError` that names it."
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -200,7 +200,7 @@ def _read_choices(path: str) -> dict[str, dict]:
 def _from_file(kind: str, key: str) -> Any:
     "What the file says of a key; None if there is no file, or nothing."
     path = os.environ.get("FUSEDLOSS_CHOICES")
-    return _read_choices(path)[kind].get(key) if path else None
+    return read_choices(path)[kind].get(key) if path else None
 
 
 def _invalid_choice(key: str, offered: list, got: Any) -> ValueError:
