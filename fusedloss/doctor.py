@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from fusedloss.core import store
-from fusedloss.core.devices import CPU, Device, Implementation, device_of
+from fusedloss.core.devices import CPU, Device, Implementation, device_of, lacks
 
 # Whatever imports Triton or CuPy, each of which may raise anything, is imported by the check that needs it.
 
@@ -79,7 +79,7 @@ def bounds(name: str, required: tuple[str, ...]) -> list[str]:
 
 def numbers(version: str) -> tuple[int, ...]:
     "The numbers with which a version begins."
-    return tuple(map(int, re.match(r"[\d.]*\d|", version)[0].split("."))) if version[:1].isdigit() else ()
+    return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", version)[0])))
 
 
 def misfit(version: str, required: list[str]) -> str:
@@ -99,6 +99,7 @@ def distributions(module: str) -> list[str]:
 
 
 def check_python() -> Finding:
+    "Python, of the versions that the package's metadata list."
     here = "{}.{}".format(*sys.version_info)
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     try:
@@ -112,14 +113,17 @@ def check_python() -> Finding:
 
 
 def check_torch() -> Finding:
-    "PyTorch, and the CUDA it is built for."
-    required = bounds("torch", requirements())
-    built_for = torch.version.hip and f"HIP {torch.version.hip}" or torch.version.cuda and f"CUDA {torch.version.cuda}"
-    return Finding(
-        "PyTorch",
-        sentence([torch.__version__, supported(required), f"built for {built_for or 'CPUs alone'}"], ", "),
-        misfit(torch.__version__, required),
-    )
+    "PyTorch, and the CUDA that it is built for."
+    required, cuda = bounds("torch", requirements()), torch.version.cuda
+    known = re.findall(r'extra == "cuda(\d+)"', " ".join(requirements()))
+    about = [torch.__version__, supported(required)]
+    if cuda is None:
+        about.append(f"built for {'HIP ' + torch.version.hip if torch.version.hip else 'CPUs alone'}")
+    else:
+        about += [f"built for CUDA {cuda}", f"supported: {' '.join(known)}" if known else ""]
+    unknown = bool(cuda and known) and cuda.partition(".")[0] not in known
+    faults = [misfit(torch.__version__, required), f"expected CUDA {' or '.join(known)}, got {cuda}" if unknown else ""]
+    return Finding("PyTorch", sentence(about, ", "), sentence(faults))
 
 
 def supported(required: list[str]) -> str:
@@ -168,6 +172,7 @@ def compute_failure() -> str:
 
 
 def check_gpu() -> Finding:
+    "The GPUs that PyTorch reaches, and the current one; a fault if the driver has some and PyTorch none."
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         there = torch.cuda.is_available()
@@ -175,7 +180,9 @@ def check_gpu() -> Finding:
         count, _ = driver_numbers()
         why = brief(str(heard[0].message)) if heard else f"PyTorch is {check_torch().text}"
         fault = f"PyTorch reaches none, and the driver has {count}: {why}" if count else ""
-        return Finding("GPU", driver_text() if count else "none of NVIDIA or AMD; PyTorch takes the place of all kernels", fault)
+        return Finding(
+            "GPU", driver_text() if count else "none of NVIDIA or AMD; PyTorch takes the place of all kernels", fault
+        )
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     names = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     d = gpu()
@@ -195,12 +202,13 @@ def import_failure(module: str) -> str:
     "What a module raises as it is imported; empty if nothing."
     try:
         import_module(module)
-    except Exception as reason:
+    except (Exception, SystemExit) as reason:
         return brief(reason)
     return ""
 
 
 def check_triton() -> Finding:
+    "Triton, of a version that fits us and PyTorch."
     from fusedloss.core.triton import triton, triton_failure
 
     found = distributions("triton")
@@ -211,7 +219,9 @@ def check_triton() -> Finding:
     about = [version, supported(sorted({*ours, *torchs}, reverse=True))]
     if gpu() is CPU:
         said = f"is not imported, {brief(import_failure('triton'))}," if triton is None else "is there"
-        return Finding("Triton", sentence([*about, f"{said} and not needed without a GPU"], ", "), misfit(version, ours + torchs))
+        return Finding(
+            "Triton", sentence([*about, f"{said} and not needed without a GPU"], ", "), misfit(version, ours + torchs)
+        )
     failure = triton_failure()
     fault = sentence([misfit(version, ours + torchs), failure and f"it does not work: {brief(failure)}"])
     return Finding("Triton", sentence([*about, "PyTorch takes its place" if failure else "works"], ", "), fault)
@@ -235,6 +245,7 @@ def unfit_cupy(found: list[str]) -> str:
 
 
 def check_cupy() -> Finding:
+    "CuPy, the first choice of compilers for `cuda/`."
     from fusedloss.core.cuda import compiler_failure
 
     found = distributions("cupy")
@@ -251,6 +262,7 @@ def check_cupy() -> Finding:
 
 
 def check_nvrtc() -> Finding:
+    "PyTorch's NVRTC, the second."
     from fusedloss.core.cuda import compiler_failure
 
     if gpu().vendor != "nvidia":
@@ -288,8 +300,8 @@ def passed_over(i: Implementation, d: Device) -> str:
     from fusedloss.core.cuda import COMPILERS, compiler_failure
     from fusedloss.core.triton import triton_works
 
-    if i.lacks(d):
-        return i.lacks(d)
+    if lacks(d, "gpu") or i.lacks(d):
+        return lacks(d, "gpu") or i.lacks(d)
     if "cuda/" not in i.source:
         return "" if triton_works() else "no Triton that works"
     index = torch.cuda.current_device()
@@ -308,15 +320,17 @@ def reasons() -> dict[str, list[Implementation]]:
 
 
 def check_taken() -> Finding:
+    "Implementations that calls on the current GPU take."
     taken = reasons()[""]
     return Finding("taken", "; ".join(i.what for i in taken) or "no kernel")
 
 
 def check_passed_over() -> Finding:
+    "The others, by the reason, and what takes their place."
     found = {why: rows for why, rows in reasons().items() if why}
     every = len(found) == 1 and not reasons()[""]
     texts = [
-        f"{why}: {'all kernels' if every else ' / '.join(f'{i.what} (otherwise {i.otherwise})' for i in rows)}"
+        f"{why}: {'all' if every else ' / '.join(f'{i.what} (otherwise {i.otherwise})' for i in rows)}"
         for why, rows in found.items()
     ]
     return Finding("passed over", "; ".join(texts) or "no kernel")
@@ -328,7 +342,9 @@ def check_passed_over() -> Finding:
 def cache_folders() -> list[Path]:
     "Where compiled kernels and tuning are kept: ours, Triton's and CuPy's."
     home = os.path.expanduser("~")
-    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.environ.get("TRITON_HOME") or home, ".triton", "cache")
+    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.join(
+        os.environ.get("TRITON_HOME") or home, ".triton", "cache"
+    )
     cupy = os.environ.get("CUPY_CACHE_DIR") or os.path.join(home, ".cupy", "kernel_cache")
     others = [Path(path) for module, path in (("triton", triton), ("cupy", cupy)) if find_spec(module)]
     return [store.folder(), *others]
@@ -349,11 +365,13 @@ def folder_finding(folder: Path) -> tuple[str, str]:
 
 
 def check_caches() -> Finding:
+    "The folders of caches, and who owns them."
     found = [folder_finding(folder) for folder in cache_folders()]
     return Finding("caches", "; ".join(text for text, _ in found), sentence([fault for _, fault in found]))
 
 
 def check_tuning() -> Finding:
+    "What was tuned for this machine before, and a file of choices if the environment names one."
     from fusedloss.core.rates import STORE
     from fusedloss.core.tuning import read_choices
 
@@ -387,15 +405,15 @@ def findings() -> Iterator[Finding]:
     for what, check in CHECKS.items():
         try:
             yield check()
-        except Exception as reason:
+        except (Exception, SystemExit) as reason:
             yield Finding(what, "the check itself failed", brief(reason))
 
 
 def report() -> int:
     "Print a line as soon as it is found, and the verdict; 1 if something is broken, else 0."
-    from fusedloss import __version__
+    import fusedloss
 
-    print(Finding("fusedloss", __version__).line(), flush=True)
+    print(Finding("fusedloss", fusedloss.__version__).line(), flush=True)
     broken = []
     for found in findings():
         print(found.line(), flush=True)
