@@ -21,11 +21,17 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fusedloss.core import store
 from fusedloss.core.devices import device_of
 from fusedloss.core.triton import launch_kernel
+
+
+def say(line: str):
+    "Print to stderr, above the progress bars of a process that has some."
+    bars = sys.modules.get("tqdm")
+    write = bars.tqdm.write if bars else print
+    write(line, file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -34,8 +40,7 @@ def announced(
     after: float = 1.0,  # seconds
 ) -> Iterator[None]:
     "Say on stderr what is being done, if it takes longer."
-    line = functools.partial(tqdm.write, f"fusedloss: {what} ...", file=sys.stderr)
-    timer = threading.Timer(after, line)
+    timer = threading.Timer(after, say, [f"fusedloss: {what} ..."])
     timer.daemon = True
     with contextlib.suppress(RuntimeError):
         timer.start()  # no threads while Python ends
