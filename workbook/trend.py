@@ -175,7 +175,7 @@ def draw_panel(ax, ratio: str, records: list[dict], commits: list[str]):
         bounds = [f["time_low"] for f in figures], [f["time_high"] for f in figures]
         ax.vlines(at, *bounds, color=stage_color(2), alpha=0.4, lw=2)
     sizes = " × ".join(str(size) for size in records[0]["shape"].values())
-    ax.set_title(f"{records[0]['name']}\n{sizes}", fontsize=8, pad=4)
+    ax.set_title(f"{records[0]['name']}\n{sizes}", fontsize=7.5, fontweight="normal", pad=4)
     ends = sorted({0, len(commits) - 1})
     ax.set(xlim=(-0.5, len(commits) - 0.5), ylim=(0, None))
     ax.set_xticks(ends, [commits[i].partition("-")[2][:7] for i in ends], fontsize=7)
@@ -200,7 +200,7 @@ def trend_picture(
     panels, commits = panels_of(records), sorted({r["stage"] for r in records})
     columns = max(map(len, panels.values()))
     with drawing_style():
-        fig = plt.figure(figsize=(max(3.0, 1.45 * columns), 1.9 * len(panels)))
+        fig = plt.figure(figsize=(max(3.4, 1.7 * columns), 1.9 * len(panels)))
         rows = fig.subfigures(len(panels), squeeze=False)[:, 0]
         for row, ((machine, ratio), group) in zip(rows, panels.items()):
             row.suptitle(f"{ratio}, ours / eager: {machine}", x=0, ha="left", fontsize=9, fontweight="bold")
