@@ -39,13 +39,16 @@ class Finding(NamedTuple):
         return without_home(f"{self.what:<12} {text}").encode("ascii", "backslashreplace").decode()
 
 
+HOMES = re.compile(r"(?<![\w.-])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[^/\\\s'\",;:)]+")
+
+
 def without_home(text: str) -> str:
-    "`~` in place of the home directory."
+    "`~` in place of a home directory, also of another user's, such as that of whoever called sudo."
     home = os.path.expanduser("~")
     for path in {home, os.path.realpath(home)}:
         if len(Path(path).parts) > 1:
             text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w.-])", "~", text)
-    return text
+    return HOMES.sub("~", text)
 
 
 def brief(reason: str | BaseException) -> str:
@@ -63,10 +66,12 @@ def sentence(parts: list[str], between: str = "; ") -> str:
 
 
 @cache
-def requirements() -> tuple[str, ...]:
-    "What the package's metadata require; nothing where it is not installed."
+def requirements(
+    package: str = "fusedloss",
+) -> tuple[str, ...]:
+    "What a package's metadata require; nothing where it is not installed."
     try:
-        return tuple(metadata.requires("fusedloss") or ())
+        return tuple(metadata.requires(package) or ())
     except metadata.PackageNotFoundError:
         return ()
 
@@ -94,7 +99,7 @@ def misfit(version: str, required: list[str]) -> str:
 
 def distributions(module: str) -> list[str]:
     "The packages that are installed and bring a module, with their versions."
-    names = sorted(set(metadata.packages_distributions().get(module, ())))
+    names = sorted({name for name in metadata.packages_distributions().get(module, ()) if name})
     return [f"{name} {metadata.version(name)}" for name in names]
 
 
@@ -214,13 +219,13 @@ def check_triton() -> Finding:
     found = distributions("triton")
     if triton is None and not triton_failure():
         return Finding("Triton", "not installed; PyTorch takes the place of its kernels")
-    ours, torchs = bounds("triton", requirements()), bounds("triton", tuple(metadata.requires("torch") or ()))
+    ours, torchs = bounds("triton", requirements()), bounds("triton", requirements("torch"))
     version = found[0].partition(" ")[2] if found else str(getattr(triton, "__version__", "of no known version"))
     about = [version, supported(sorted({*ours, *torchs}, reverse=True))]
     if gpu() is CPU:
-        said = f"is not imported, {brief(import_failure('triton'))}," if triton is None else "is there"
+        said = f"is not imported, {brief(import_failure('triton'))}, and " if triton is None else ""
         return Finding(
-            "Triton", sentence([*about, f"{said} and not needed without a GPU"], ", "), misfit(version, ours + torchs)
+            "Triton", sentence([*about, f"{said}not needed without a GPU"], ", "), misfit(version, ours + torchs)
         )
     failure = triton_failure()
     fault = sentence([misfit(version, ours + torchs), failure and f"it does not work: {brief(failure)}"])
@@ -254,8 +259,8 @@ def check_cupy() -> Finding:
     text = ", ".join(found) or "of no known version"
     if gpu().vendor != "nvidia":
         failure = import_failure("cupy")
-        said = f"is not imported, {failure}," if failure else "is there"
-        return Finding("CuPy", f"{text}, {said} and not needed without a GPU of NVIDIA")
+        said = f"is not imported, {failure}, and " if failure else ""
+        return Finding("CuPy", f"{text}, {said}not needed without a GPU of NVIDIA")
     failure = compiler_failure("CuPy", torch.cuda.current_device())
     fault = sentence([unfit_cupy(found), failure and f"it does not compile: {brief(failure)}"])
     return Finding("CuPy", f"{text}, {'passed over' if failure else 'compiles'}", fault)

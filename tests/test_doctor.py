@@ -51,9 +51,8 @@ def machine(monkeypatch, tmp_path):
         patch(torch.cuda, name, lambda *index, value=value: value)
     patch(doctor, "compute_failure", lambda: "")
     patch(doctor, "driver_numbers", lambda: (2, 13000))
-    patch(doctor, "requirements", lambda: REQUIRED)
+    patch(doctor, "requirements", lambda package="fusedloss": REQUIRED if package == "fusedloss" else ('triton==3.6.0; platform_system == "Linux"',))
     patch(doctor, "distributions", lambda module: [f"{name} {version}" for name, version in installed.items() if name.startswith(module)])
-    patch(metadata, "requires", lambda name: ['triton==3.6.0; platform_system == "Linux"'])
     patch(with_triton, "triton", SimpleNamespace())
     patch(with_triton, "triton_failure", lambda: "")
     patch(cuda, "COMPILERS", {"CuPy": lambda *how: None, "PyTorch": lambda *how: None})
@@ -165,12 +164,18 @@ def test_supported_versions_are_those_of_the_settings():
     assert oldest and f"the one that belongs to PyTorch, {oldest[0][2:]} or later" in (ROOT / "VERSIONS.md").read_text(encoding="utf-8")
 
 
+def test_packages_without_a_name_are_passed_over(monkeypatch):
+    "As a folder is that an interrupted installation left"
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"torch": ["torch", None, "torch"]})
+    assert doctor.distributions("torch") == [f"torch {metadata.version('torch')}"] and doctor.distributions("cupy") == []
+
+
 def test_a_package_that_is_not_installed_says_no_range(monkeypatch, run):
     def missing(name): raise metadata.PackageNotFoundError(name)
     doctor.requirements.cache_clear()
     monkeypatch.setattr(metadata, "requires", missing)
     monkeypatch.setattr(metadata, "metadata", missing)
-    try: assert doctor.requirements() == () and "is not installed" in doctor.check_python().text and not doctor.check_python().fault
+    try: assert doctor.requirements() == doctor.requirements("torch") == () and "is not installed" in doctor.check_python().text and not doctor.check_python().fault
     finally: doctor.requirements.cache_clear()
 
 
@@ -280,7 +285,8 @@ def test_a_check_that_fails_is_a_finding(machine, run):
     broken(run, "CuPy", "FAULT: KeyError('x'); the check itself failed")
 
 
-@pytest.mark.parametrize("text, shown", (("/h/me/x and '/h/me' but /h/me2, /a/h/me", "~/x and '~' but /h/me2, /a/h/me"), ("\u00e9", "\\xe9")))
+@pytest.mark.parametrize("text, shown", (("/h/me/x and '/h/me' but /h/me2, /a/h/me", "~/x and '~' but /h/me2, /a/h/me"), ("\u00e9", "\\xe9"),
+                                         ("'/home/a.b/x', /home/a, /srv/home/a, C:\\\\Users\\\\a\\\\x", "'~/x', ~, /srv/home/a, ~\\\\x")))
 def test_a_line_names_no_home_directory_and_is_ascii(monkeypatch, text, shown):
     monkeypatch.setenv("HOME", "/h/me")
     assert doctor.Finding("what", text).line() == f"what         {shown}"
