@@ -17,7 +17,7 @@ from fusedloss.core.tiling import is_busy, tiling_of
 from grids import FULL, thorough_but
 from offline import cuda, lines_of, triton_kernels
 from typed_launches import lowerer
-from workbook.support import ONE_EACH
+from workbook.support import ONE_EACH as DEVICES  # by architecture
 
 f16, bf16, f32, f64, i64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
 REGISTERS = 255  # a thread, on all of them
@@ -302,7 +302,7 @@ CALLS |= {f"scan {dtype} {states}": lambda dtype=dtype, states=states: scan(dtyp
 
 def misfits(call, arch: int, monkeypatch) -> list[str]:
     "Launches of a call that an architecture cannot run, in words"
-    device, wrong = GPUS[ONE_EACH[arch]], []
+    device, wrong = GPUS[DEVICES[arch]], []
     for line in lines_of(call, device, monkeypatch):
         name, *_, flags = json.loads(line)
         found = lowerer().usage(line, arch)
@@ -327,7 +327,7 @@ def test_strides_are_multiplied_in_64_bits(monkeypatch):
     assert not wrong
 
 
-GRID = [(arch, call) for arch in ONE_EACH for call in CALLS]
+GRID = [(arch, call) for arch in DEVICES for call in CALLS]
 LINEAR = "linear torch.bfloat16 plain 2048"
 WITHOUT_PRODUCT = list(product((100, 120), (LINEAR, "exponentials 2048")))  # where Triton serves until a product is written by hand
 
