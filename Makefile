@@ -1,6 +1,6 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch, numpy and tqdm already, and sets up nothing.
-.PHONY: help tour test test-all check-generated check-site pages pytest house outdated dev test-gpu test-gpu-many sanitize docs notebooks-gpu records-gpu stamp lab puzzles clean
+.PHONY: help tour test test-all check-generated check-site pages pytest house outdated dev test-gpu test-gpu-many sanitize docs notebooks-gpu records-gpu bench stamp lab puzzles clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
@@ -81,6 +81,9 @@ records-gpu: export PYTHONPATH = $(CURDIR)
 records-gpu: $(READY)  ## whole models and first calls, on the GPU at hand: records that no notebook makes
 	$(PYTHON) examples/whole_models.py
 	$(PYTHON) examples/first_calls.py
+
+bench: $(READY)  ## ratios of ours to eager at this commit, into nbs/results/trend: on the CPU, and on a GPU if there is one
+	$(PYTHON) -m workbook.trend
 
 stamp: $(READY)  ## write .commit: what a copy of the project without its history is a copy of
 	$(PYTHON) tools/project.py stamp

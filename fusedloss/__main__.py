@@ -1,4 +1,4 @@
-"""`python -m fusedloss plan` prints what each method of the loss would cost, and which one is taken."""
+"""`python -m fusedloss plan` prints what each method of the loss would cost, and `doctor` what this machine has and what does not work."""
 
 import argparse
 import re
@@ -6,9 +6,6 @@ import sys
 from typing import Optional
 
 import torch
-
-from fusedloss.core.rates import machines
-from fusedloss.plans import OPTIONS, plan
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 NEEDS = ("input", "weight", "bias")
@@ -26,6 +23,8 @@ def byte_count(text: str) -> int:
 
 def plan_command(args: argparse.Namespace) -> int:
     "Print a plan: 0 if it takes a method, 1 if none fits."
+    from fusedloss.plans import plan
+
     try:
         found = plan(
             args.tokens,
@@ -50,16 +49,14 @@ def plan_command(args: argparse.Namespace) -> int:
     return int(found.chosen is None)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    "The arguments of `python -m fusedloss`."
-    parser = argparse.ArgumentParser(
-        "python -m fusedloss", description="Memory- and time-efficient losses over many classes."
-    )
-    command = parser.add_subparsers(metavar="COMMAND").add_parser(
-        "plan",
-        help="what each method of linear_cross_entropy would cost, and which one is taken",
-        description="Print FLOPs, bytes, memory beyond the gradients and time of each method of linear_cross_entropy, "
-        "which one is taken, and why. Exit code 1 if none fits.",
+def add_plan(command: argparse.ArgumentParser):
+    "The arguments of `plan`."
+    from fusedloss.core.rates import machines
+    from fusedloss.plans import OPTIONS
+
+    command.description = (
+        "Print FLOPs, bytes, memory beyond the gradients and time of each method of linear_cross_entropy, "
+        "which one is taken, and why. Exit code 1 if none fits."
     )
     command.set_defaults(run=plan_command, fail=command.error)
     add = command.add_argument
@@ -92,6 +89,50 @@ def make_parser() -> argparse.ArgumentParser:
     add("--options", nargs="+", metavar="NAME", default=(), help=f"arguments in use: {', '.join(OPTIONS)}")
     add("--chunk-size", type=int, metavar="ROWS", help="of a chunk (default: by the plan)")
     add("--max-valid", type=int, metavar="N", help="tokens that are not ignored, at most")
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    "Print what this machine has: 0 if all that it could use works, 1 if something is broken."
+    from fusedloss.doctor import report
+
+    return report()
+
+
+def add_doctor(command: argparse.ArgumentParser):
+    "What `doctor` says of itself: it takes no arguments."
+    command.description = (
+        "Print what this machine has (GPU, driver, versions and whether they are supported), which kernels are taken here "
+        "and why the others are not, which compilers work, and where compiled kernels and tuning are kept: "
+        "a dozen lines for a report, without the path of your home directory."
+    )
+    command.epilog = (
+        "Exit code 0 if everything that this machine could use works; 1 if something is broken, in a line that says FAULT: "
+        "a version that is not supported, a GPU that PyTorch does not reach, a CuPy, a Triton or an NVRTC that is there "
+        "and does not compile for the GPU, a cache folder that somebody else owns or that cannot be written, tuning that cannot be read. "
+        "Without a GPU the kernels, and what compiles them, are not needed: it says so, and that is no fault."
+    )
+    command.set_defaults(run=doctor_command)
+
+
+COMMANDS = {
+    "plan": (add_plan, "what each method of linear_cross_entropy would cost, and which one is taken"),
+    "doctor": (add_doctor, "what this machine has, which kernels it takes, and what is broken"),
+}
+
+
+def make_parser(
+    asked: str,  # a command; the others' arguments, which import what they name, are left out
+) -> argparse.ArgumentParser:
+    "The arguments of `python -m fusedloss`."
+    parser = argparse.ArgumentParser(
+        "python -m fusedloss", description="Memory- and time-efficient losses over many classes."
+    )
+    parser.set_defaults(run=lambda args: parser.print_help() or 0)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (add_arguments, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name == asked:
+            add_arguments(command)
     return parser
 
 
@@ -99,9 +140,8 @@ def main(
     argv: Optional[list[str]] = None,  # `sys.argv[1:]` where None
 ) -> int:  # the exit code
     "Run a command; without one, print the help."
-    parser = make_parser()
-    parser.set_defaults(run=lambda args: parser.print_help() or 0)
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = make_parser(argv[0] if argv else "").parse_args(argv)
     return args.run(args)
 
 

@@ -42,7 +42,7 @@ def test_every_option_reaches_the_plan(run):
 def test_each_option_matters(monkeypatch, run, cut):
     "A plan without it is asked otherwise"
     asked = []
-    monkeypatch.setattr("fusedloss.__main__.plan", lambda *args, **given: asked.append((args, given)) or fl.plan(8, 8, 8, machine="H200"))
+    monkeypatch.setattr("fusedloss.plans.plan", lambda *args, **given: asked.append((args, given)) or fl.plan(8, 8, 8, machine="H200"))
     end = next((i for i in range(cut + 1, len(OPTIONS)) if OPTIONS[i].startswith("--")), len(OPTIONS))
     run(*SIZES, *OPTIONS), run(*SIZES, *OPTIONS[:cut], *OPTIONS[end:])
     assert asked[0] != asked[1]
@@ -51,7 +51,7 @@ def test_each_option_matters(monkeypatch, run, cut):
 @pytest.mark.parametrize("gpu, machine, device", ((True, None, None), (False, None, "cpu"), (True, "H200", None), (False, "H200", None)))
 def test_the_machine_at_hand_unless_one_is_named(monkeypatch, run, gpu, machine, device):
     asked = []
-    monkeypatch.setattr("fusedloss.__main__.plan", lambda *args, **given: asked.append(given) or fl.plan(8, 8, 8, machine="H200"))
+    monkeypatch.setattr("fusedloss.plans.plan", lambda *args, **given: asked.append(given) or fl.plan(8, 8, 8, machine="H200"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert run(*SIZES, *["--machine", machine] * bool(machine))[0] == 0
     assert (asked[0]["machine"], asked[0]["device"]) == (machine, device)

@@ -12,7 +12,7 @@ import torch
 
 import fusedloss
 from fusedloss import clusters, ctc, kernels, lattices, recompute, scans, segments, tiles
-from fusedloss.core import cuda, devices, hopper, ignored, negatives, tiling, triton as with_triton
+from fusedloss.core import cuda, devices, negatives, tiling, triton as with_triton
 from fusedloss.core.devices import CPU, FEATURES, GPUS, Implementation, device_of, lacks
 from fusedloss.filter import filter_tiling
 from fusedloss.core.rates import H200, Machine
@@ -21,7 +21,9 @@ from fusedloss.core.tiling import Tiling, shared_bytes
 from fusedloss.semirings import Log
 from fusedloss.core import products as core_products
 from project import ROOT
-from workbook.support import implementations, support_rows
+from fusedloss.doctor import implementations
+from workbook.records import machine_name, record
+from workbook.support import gpu_rows, support_rows
 
 
 @pytest.fixture
@@ -107,9 +109,10 @@ COMPARED = [(arch, how) for arch in (80, 90, 100, 120) for how in ("plain", "bus
 def test_the_bound_of_shared_memory_is_near_what_the_compiler_asks_for(arch, how, monkeypatch):
     pytest.importorskip("triton")
     from offline import lines_of
-    from test_offline import DEVICES, linear
+    from test_offline import linear
+    from workbook.support import ONE_EACH
     from typed_launches import lowerer
-    d, seen = GPUS[DEVICES[arch]], set()
+    d, seen = GPUS[ONE_EACH[arch]], set()
     for line in lines_of(lambda: linear(torch.bfloat16, how, 2048), d, monkeypatch):
         if products(line):
             t, stores = products(line)
@@ -225,12 +228,29 @@ def test_tilings_of_other_gpus_agree_here(t):
 
 
 def test_the_table_names_every_source():
-    found = implementations(kernels, clusters, tiling, scans, ctc, segments, lattices)
+    found = implementations()
     columns, rows = support_rows(found, [GPUS["H200"], GPUS["A100"], GPUS["MI300X"], GPUS["T4"]])
     assert columns == ["", "kernels", "H200", "A100", "MI300X", "T4", "otherwise"]
-    assert all(row[2].startswith("runs") for row in rows)
-    assert not any("runs" in cell for row in rows for cell in row[3:6]) and {row[3] for row in rows} >= {"passed over: no clusters", "compiled"}
+    assert all(row[2].startswith("measured") for row in rows)
+    assert not any("measured" in cell for row in rows for cell in row[3:6]) and {row[3] for row in rows} >= {"passed over: no clusters", "compiled only"}
     assert {row[5] for row in rows if "passed" not in row[5]} == {row[5] for row in rows if row[5].startswith("not tried")}
+
+
+def test_a_gpu_is_measured_where_a_record_names_one_of_its_boards(tmp_path):
+    def levels():
+        columns, rows = gpu_rows(implementations(), GPUS.values(), [tmp_path, tmp_path / "trend"])
+        assert {row[0] for row in rows} == {*GPUS} and all(len(row) == len(columns) for row in rows)
+        return {row[0]: row[2] for row in rows}, rows
+    before, _ = levels()
+    record(tmp_path / "trend" / "a.json", "loss", {}, torch.float32, time=1.0)
+    (tmp_path / "b.json").write_text((tmp_path / "trend" / "a.json").read_text().replace(machine_name(), "NVIDIA H100 PCIe"), encoding="utf-8")
+    after, rows = levels()
+    assert set(before.values()) == {"compiled only", "not tried"} and after == before | {"H100": "measured"}
+    assert rows[0] == ["H100", "9.0", "measured", f"{len(implementations())} of {len(implementations())}", ""]
+    (tmp_path / "trend" / "a.json").write_text((tmp_path / "b.json").read_text().replace("H100 PCIe", "H200"), encoding="utf-8")
+    assert levels()[0] == after | {"H200": "measured"}
+    lesser = next(row for row in rows if row[0] == "A100")
+    assert lesser[2:4] == ["compiled only", f"{sum(not i.lacks(GPUS['A100']) for i in implementations())} of {len(implementations())}"] and "no clusters: 2" in lesser[4]
 
 
 def test_a_plan_says_what_a_gpu_is_passed_over_for():
@@ -246,13 +266,12 @@ def test_a_plan_says_what_a_gpu_is_passed_over_for():
 
 
 def test_every_cuda_source_has_a_row():
-    sources = " ".join(i.source for i in implementations(kernels, clusters, ignored, hopper, tiling, scans, ctc, segments, lattices))
+    sources = " ".join(i.source for i in implementations())
     assert all(f"cuda/{path.name}" in sources for path in (ROOT / "cuda").glob("*.cu"))
 
 
-def test_implementations_are_found_once_and_say_what_a_gpu_lacks():
+def test_implementations_say_what_a_gpu_lacks():
     spare = Implementation("spare", "none", ("tma",), "nothing")
-    assert implementations(SimpleNamespace(a=spare, b=spare, c=1)) == [spare]
     assert [spare.lacks(GPUS[name]) for name in ("L4", "H100")] == ["no tensor descriptors", ""]
     assert lacks(GPUS["A100"], "nvidia", "tma") == "no tensor descriptors" and lacks(GPUS["MI300X"], "gpu", "nvidia") == "not of NVIDIA"
     assert not any(lacks(GPUS[name], *FEATURES) for name in ("H200", "B200", "RTX 5090"))

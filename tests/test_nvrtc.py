@@ -15,11 +15,11 @@ from fusedloss.semirings import Log, Max
 from grids import few, FULL, pairs
 from helpers import everywhere
 from offline import cuda, told_of
+from workbook.support import ONE_EACH
 
 pytest.importorskip("triton")
 
 f16, bf16, f32, f64, i64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
-ARCHS = {80: "A100", 86: "RTX 3090", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}  # one GPU an architecture
 LENGTHS = [0, 31, 63, 127, 255, 511, 1023, 1500, 2047, 4095, 8191, 20000]  # targets of every shape of a scan
 WIDTHS = [1, 40, 1024, 1025, 3000, 8192, 200000]  # alphabets, from one class a thread to the most
 
@@ -81,7 +81,7 @@ CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "transducer": transdu
 
 def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tuple]]:
     "Sources and constants that the library chooses for an architecture, each once"
-    found, device = {}, GPUS[ARCHS[arch]]
+    found, device = {}, GPUS[ONE_EACH[arch]]
     with told_of(device, monkeypatch), monkeypatch.context() as patch:
         def recorded(kernel, index, sources=(), own="", **constants):
             found[sources or (kernel,), tuple(constants.items())] = True
@@ -106,7 +106,7 @@ def compiler(request):
 
 
 SERVED = {"turnaround": (90, 100, 120), "product": (90,)}  # other sources serve all architectures
-GRID = [(arch, name) for arch in ARCHS for name in CALLS if arch in SERVED.get(name, ARCHS)]
+GRID = [(arch, name) for arch in ONE_EACH for name in CALLS if arch in SERVED.get(name, ONE_EACH)]
 
 
 @pytest.mark.parametrize("arch, name", few(GRID, (80, "sparse"), (120, "turnaround"), (90, "product")))

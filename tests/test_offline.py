@@ -17,9 +17,9 @@ from fusedloss.core.tiling import is_busy, tiling_of
 from grids import FULL, thorough_but
 from offline import cuda, lines_of, triton_kernels
 from typed_launches import lowerer
+from workbook.support import ONE_EACH as DEVICES  # by architecture
 
 f16, bf16, f32, f64, i64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
-DEVICES = {80: "A100", 86: "RTX 3090", 89: "L4", 90: "H200", 100: "B200", 120: "RTX 5090"}  # one GPU an architecture
 REGISTERS = 255  # a thread, on all of them
 OPTIONS = {"plain": (LossOptions(), False), "busy": (LossOptions(label_smoothing=0.1, logit_scale=2.0, softcap=30.0, z_loss=1e-4), True),
            "scaled": (LossOptions(logit_scale=2.0), False)}

@@ -22,7 +22,7 @@ IMPORT = """
 import os, sys
 sys.path.append('tests')
 from hidden_modules import hide
-hide({'triton', 'cupy', 'matplotlib', 'IPython', 'fastcore', 'nbdev', 'transformers', 'peft', 'accelerate', 'trl'})
+hide({'triton', 'cupy', 'tqdm', 'matplotlib', 'IPython', 'fastcore', 'nbdev', 'transformers', 'peft', 'accelerate', 'trl'})
 import torch
 hide({'fcntl', 'grp', 'pwd', 'resource', 'termios'})  # Windows has none of them
 before = dict(os.environ)
@@ -30,6 +30,7 @@ import fusedloss
 assert dict(os.environ) == before, 'the environment changed'
 assert not torch.cuda.is_initialized(), 'CUDA was touched'
 assert 'torch._dynamo' not in sys.modules or torch.__version__.startswith('2.8.'), 'a second and more for the compiler'
+assert fusedloss.linear_cross_entropy, 'the package requires more than torch'
 assert fusedloss.integrations.transformers.patch and fusedloss.integrations.trl.patch, 'an adapter imports its framework'
 print(fusedloss.__version__)
 """

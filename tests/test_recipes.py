@@ -20,12 +20,13 @@ import torch.nn.functional as F
 
 import fusedloss
 import fusedloss.integrations.trl as adapter
-from fusedloss import clusters, ctc, kernels, scans, segments, semirings
+from fusedloss import clusters, kernels, scans, semirings
 from fusedloss.core import devices, rates, tiling
 from fusedloss.core.cuda import cuda_source
 from nvrtc import complaint, knows, library
 from project import read_notebook, ROOT
-from workbook.support import implementations, support_rows
+from fusedloss.doctor import implementations
+from workbook.support import support_rows
 
 DEVICE = '''
 from fusedloss.core.devices import Board, DeviceKind, peaks
@@ -71,7 +72,7 @@ def test_a_device_is_one_class(toy, monkeypatch, tmp_path):
             assert t == (fits[0] if fits else (tiling.BUSY if busy else tiling.WIDE)[-1]) and not tiling.deeper(t, d, True)
     assert tiling.deeper(tiling.POINTERS[0], d._replace(shared_memory=2 * d.shared_memory), True)
     # what it lacks decides which implementations take it
-    found = implementations(kernels, clusters, tiling, scans, ctc, segments)
+    found = implementations()
     assert {i.what for i in found if not i.lacks(d)} == {kernels.TRITON_ROWS.what, tiling.BY_POINTERS.what}
     assert tiling.BY_DESCRIPTORS.lacks(d) == "not of NVIDIA" and clusters.ROW_CLUSTERS.lacks(d._replace(vendor="nvidia")) == "no clusters"
     _, rows = support_rows(found, [d])

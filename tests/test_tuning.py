@@ -63,7 +63,7 @@ def fresh(tmp_path, monkeypatch):
 def forget(monkeypatch):
     "As a new process begins"
     monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
-    tuning._read_choices.cache_clear()
+    tuning.read_choices.cache_clear()
 
 
 @pytest.fixture

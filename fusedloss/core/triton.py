@@ -15,8 +15,10 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-except ImportError:  # without Triton the kernels can be read, and tensors take another path
+except Exception as reason:  # an import may raise anything: the kernels can be read, and tensors take another path
     triton, tl, jit = None, SimpleNamespace(constexpr=object), lambda fn: fn
+    absent = isinstance(reason, ModuleNotFoundError) and reason.name == "triton"
+    not_imported = "" if absent else repr(reason)
 
 
 def unspecialized(*names: str) -> Callable:  # a decorator, as `jit`
@@ -51,17 +53,24 @@ def on_device(t: Tensor):
     return torch.cuda.device(t.device) if elsewhere else HERE
 
 
-@functools.cache
-def triton_works() -> bool:
-    "Whether Triton finds a driver and a compiler; if not, one warning names the cause."
+def triton_failure() -> str:
+    "What hinders a Triton that is there from being imported, or from finding a driver and a compiler; empty if nothing does."
     if triton is None:
-        return False
+        return not_imported
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as reason:  # whatever the driver, or the compiler of its launcher, raises
-        warnings.warn(f"Triton does not work here, and PyTorch takes its place: {reason!r}", stacklevel=3)
-        return False
-    return True
+        return repr(reason)
+    return ""
+
+
+@functools.cache
+def triton_works() -> bool:
+    "Whether there is a Triton that works; if it does not, one warning names the cause."
+    failure = triton_failure()
+    if failure:
+        warnings.warn(f"Triton does not work here, and PyTorch takes its place: {failure}", stacklevel=3)
+    return triton is not None and not failure
 
 
 def next_power_of_2(n: int) -> int:

@@ -21,11 +21,17 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fusedloss.core import store
 from fusedloss.core.devices import device_of
 from fusedloss.core.triton import launch_kernel
+
+
+def say(line: str):
+    "Print to stderr, above the progress bars of a process that has some."
+    bars = sys.modules.get("tqdm")
+    write = bars.tqdm.write if bars else print
+    write(line, file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -34,8 +40,7 @@ def announced(
     after: float = 1.0,  # seconds
 ) -> Iterator[None]:
     "Say on stderr what is being done, if it takes longer."
-    line = functools.partial(tqdm.write, f"fusedloss: {what} ...", file=sys.stderr)
-    timer = threading.Timer(after, line)
+    timer = threading.Timer(after, say, [f"fusedloss: {what} ..."])
     timer.daemon = True
     with contextlib.suppress(RuntimeError):
         timer.start()  # no threads while Python ends
@@ -188,7 +193,7 @@ def _checked_choices(path: str, found: Any) -> dict[str, dict]:
 
 
 @functools.cache
-def _read_choices(path: str) -> dict[str, dict]:
+def read_choices(path: str) -> dict[str, dict]:
     "A file of choices; raises a `ValueError` that names it."
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -200,7 +205,7 @@ def _read_choices(path: str) -> dict[str, dict]:
 def _from_file(kind: str, key: str) -> Any:
     "What the file says of a key; None if there is no file, or nothing."
     path = os.environ.get("FUSEDLOSS_CHOICES")
-    return _read_choices(path)[kind].get(key) if path else None
+    return read_choices(path)[kind].get(key) if path else None
 
 
 def _invalid_choice(key: str, offered: list, got: Any) -> ValueError:
