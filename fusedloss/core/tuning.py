@@ -21,7 +21,6 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fusedloss.core import store
 from fusedloss.core.devices import device_of
@@ -33,8 +32,9 @@ def announced(
     what: str,
     after: float = 1.0,  # seconds
 ) -> Iterator[None]:
-    "Say on stderr what is being done, if it takes longer."
-    line = functools.partial(tqdm.write, f"fusedloss: {what} ...", file=sys.stderr)
+    "Say on stderr what is being done, if it takes longer; above the progress bars of a program that has tqdm."
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    line = functools.partial(bars.write if bars else print, f"fusedloss: {what} ...", file=sys.stderr)
     timer = threading.Timer(after, line)
     timer.daemon = True
     with contextlib.suppress(RuntimeError):
