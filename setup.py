@@ -1,4 +1,5 @@
 """Packaging: every value comes from settings.ini."""
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
 SPDX = {"apache2": "Apache-2.0"}
+LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)")  # in Markdown, to a file; of a picture it begins with !
 STATUS = {"3": "3 - Alpha", "4": "4 - Beta", "5": "5 - Production/Stable"}
 
 
@@ -16,6 +18,12 @@ def read_settings() -> dict:
     config = ConfigParser(delimiters="=")
     config.read(ROOT / "settings.ini", encoding="utf-8")
     return dict(config["DEFAULT"])
+
+
+def long_description(readme: str, cfg: dict) -> str:
+    "README.md, whose links to files lead to the repository at the version's tag, or at its branch before there is one"
+    files = f"{cfg['git_url']}/%s/{cfg['branch'] if '.dev' in cfg['version'] else 'v' + cfg['version']}/"
+    return LINK.sub(lambda found: found[1] + found[2] + files % ("raw" if found[1] else "blob"), readme)
 
 
 class BuildModules(build_py):
@@ -40,11 +48,12 @@ setup(
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description=long_description((ROOT / "README.md").read_text(encoding="utf-8"), cfg),
     long_description_content_type="text/markdown",
     author=cfg["author"],
     author_email=cfg["author_email"],
     url=cfg["git_url"],
+    project_urls={"Documentation": cfg["doc_host"] + cfg["doc_baseurl"], "Changelog": f"{cfg['git_url']}/blob/{cfg['branch']}/CHANGELOG.md"},
     keywords=cfg["keywords"],
     classifiers=[f"Development Status :: {STATUS[cfg['status']]}", "Typing :: Typed",
                  *(f"Programming Language :: Python :: {version}" for version in cfg["python_versions"].split())],

@@ -1,5 +1,5 @@
 "Memory- and time-efficient losses over many classes, in PyTorch, Triton and CUDA."
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 import sys
 from functools import reduce

@@ -293,9 +293,10 @@ SECTIONS = {
         "    input_lengths (Tensor | Sequence[int] | None): [N] frames: a tensor, a tuple or a list; None:\n"
         "        all\n"
         "    blank (int): the class that stands for no label\n"
-        "    beam (int): prefixes that are kept; 1: the best path alone\n"
-        "    k (int): label sequences to return, at most `beam`\n"
+        "    beam_size (int): prefixes that are kept; 1: the best path alone\n"
+        "    k (int): label sequences to return, at most `beam_size`\n"
         "    timesteps (bool): whether to return the frame of each label\n"
+        "    beam (int | None): deprecated: the old name of `beam_size`\n"
         "\n"
         "Returns:\n"
         "    Hypotheses: [N,k,...]; [k,...] without a batch"),

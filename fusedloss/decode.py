@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedloss.core.checks import acc_dtype, check_flags, expect, expect_tensor, is_integer
+from fusedloss.core.deprecation import renamed_argument
 from fusedloss.core.operators import observed, operator
 from fusedloss.core.options import Lengths
 from fusedloss.core.sequences import (
@@ -149,12 +150,13 @@ def ctc_decode(
     log_probs:Tensor,  # [T,N,C] or [T,C] log-probabilities; fp16, bf16, fp32, fp64
     input_lengths:Optional[Lengths]=None,  # [N] frames: a tensor, a tuple or a list; None: all
     *, blank:int=0,
-    beam:int=1,  # prefixes that are kept; 1: the best path alone
-    k:int=1,  # label sequences to return, at most `beam`
+    beam_size:int=1,  # prefixes that are kept; 1: the best path alone
+    k:int=1,  # label sequences to return, at most `beam_size`
     timesteps:bool=False,  # whether to return the frame of each label
+    beam:Optional[int]=None,  # deprecated: the old name of `beam_size`
 ) -> Hypotheses:  # [N,k,...]; [k,...] without a batch
     """The most probable label sequences, best first.
-    `beam=1` is greedy: the labels of the best path, with the log-probability of that path. A wider
+    `beam_size=1` is greedy: the labels of the best path, with the log-probability of that path. A wider
     beam is a prefix search: `log_probs` adds up the paths whose prefixes were kept, all of them if
     the beam is wide enough; of equal sequences the one first found is first. As `ctc_decoder` of
     torchaudio without a lexicon and with `log_add=True`, for a batch and with neither a language
@@ -164,13 +166,14 @@ def ctc_decode(
     z = log_probs.detach()  # no `no_grad`: a compiled graph that raises would leave it on
     if z.dim() == 2: z = z[:, None]
     check_scores(z, blank, "log_probs")
-    expect(is_integer(beam) and beam >= 1, "beam", "a positive integer", repr(beam))
-    expect(is_integer(k) and 1 <= k <= beam, "k", f"an integer from 1 to beam, {beam}", repr(k))
+    beam_size = renamed_argument("beam", beam, "beam_size", beam_size, default=1, leaves="0.3.0")
+    expect(is_integer(beam_size) and beam_size >= 1, "beam_size", "a positive integer", repr(beam_size))
+    expect(is_integer(k) and 1 <= k <= beam_size, "k", f"an integer from 1 to beam_size, {beam_size}", repr(k))
     check_flags(timesteps=timesteps)
     frames = full_lengths(z.shape[0], z) if input_lengths is None else input_lengths
     frames = as_lengths(frames, "input_lengths", z)
     run = decode_operator if observed() else decoded
-    *found, at = run(z, frames, blank, beam, k, timesteps)
+    *found, at = run(z, frames, blank, beam_size, k, timesteps)
     return unbatch(Hypotheses(*found, at if timesteps else None), log_probs.dim() == 2)
 
 # %% ../nbs/23_decode.ipynb #de230052

@@ -164,6 +164,7 @@ PARTNERS = {  # the error of a shape or device that does not fit may name the ar
     "linear_weight": ("input", "teacher_weight", "encoder"), "targets": ("predictor",), "teacher_input": ("teacher_weight",), "teacher_weight": ("teacher_input",), "proj_weight": ("input", "linear_weight"),
     **dict.fromkeys(("log_probs", "logits"), ("target", "targets", "input_lengths")), "Ms": ("idx", "v0"), "z": ("y",), "x": ("y",), "encoder": ("encoder_lengths", "targets"), "class_weight": ("weight",),
 }
+OLD_NAMES = {"beam": ("beam_size",)}  # of arguments, whose errors name the new one
 FITS = {"no dimension", "more dimensions", "size", "rows", "float64", "meta"}  # the kinds that are meant
 FINE = {  # kinds that this argument takes, of one callable or of all
     "linear_weight": {"rows"}, "proj_weight": {"rows"}, "targets": {"size"}, "Ms": {"rows"}, "classes": {"nested"}, "max_norm": {"inf"}, "clip_value": {"inf"}, "norm_type": {"inf"},
@@ -329,7 +330,7 @@ def test_a_bad_argument_is_named(name, argument):
     fine = fine - NOT_FINE.get(f"{name}-{argument.name}", set())
     for kind, value in values.items():
         text = said(name, GOOD[name] | {argument.name: value}, objects)
-        names = argument.name, *(PARTNERS.get(argument.name, ()) if kind in FITS else ())
+        names = argument.name, *OLD_NAMES.get(argument.name, ()), *(PARTNERS.get(argument.name, ()) if kind in FITS else ())
         if text != "nothing" if kind in fine else not is_sentence(text, names):
             wrong.append(f"{kind}: {text}")
     assert not wrong, "\n" + "\n".join(wrong)

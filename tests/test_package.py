@@ -166,6 +166,18 @@ def test_every_module_of_the_wheel_is_reached(wheel):
     assert reached == files.keys()
 
 
+def test_modules_need_nothing_that_is_not_required(wheel, settings):
+    "What a module imports before anything is asked of it comes with Python, or is a requirement"
+    required = {re.match(r"\w+", line)[0] for line in settings["requirements"].split()}
+    needed = {}
+    for name in (name for name in wheel.namelist() if name.endswith(".py")):
+        for node in ast.parse(wheel.read(name)).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+            needed |= {module.partition(".")[0]: name for module in modules}
+    assert {"torch", "numpy", "functools"} <= needed.keys()
+    assert {module: name for module, name in needed.items() if module not in {"fusedloss", *required, *sys.stdlib_module_names}} == {}
+
+
 @pytest.mark.thorough
 def test_source_distribution_makes_the_same_wheel(unpacked, wheel):
     pip("wheel", ".", "--wheel-dir", "wheels", cwd=unpacked)

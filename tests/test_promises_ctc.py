@@ -79,7 +79,7 @@ CASES = {
     "ctc_sample": Case(of_log_probs(ctc_sample), ("TNC", *TARGETS), drawn=True),
     "ctc_posteriors": Case(of_log_probs(fl.ctc_posteriors), ("TNC", *TARGETS)),
     "ctc_decode": Case(of_log_probs(fl.ctc_decode), ("TNC", "N frames")),
-    "ctc_decode, beam": Case(of_log_probs(lambda z, t: fl.ctc_decode(z, t, beam=3, k=2, timesteps=True)), ("TNC", "N frames")),
+    "ctc_decode, beam": Case(of_log_probs(lambda z, t: fl.ctc_decode(z, t, beam_size=3, k=2, timesteps=True)), ("TNC", "N frames")),
 }
 QUICK = "logz, lengths", "ctc_loss", "linear_ctc_loss, each sequence", "ctc_posteriors", "ctc_decode, beam"  # one of each kind
 ALIKE = "logz", "ctc_loss, no lengths", "ctc_loss_with_logits", "linear_ctc_loss", "ctc_decode"  # with what others run

@@ -68,7 +68,8 @@ def complaint(words: list[str]) -> str:
         asked = REQUIREMENT.match(words[2])
         if not asked or asked["name"] not in (".", settings()["lib_name"]) or asked["extra"] and f"{asked['extra']}_requirements" not in settings():
             return f"pip is asked for {words[2]}"
-        return "" if asked["name"] == "." or asked["url"] == settings()["git_url"] else f"the package is not at {asked['url']}"
+        origin = settings()["git_url"] if settings()["install_from"] == "repository" else None
+        return "" if asked["name"] == "." or asked["url"] == origin else f"the package is not at {asked['url']}"
     if words[0] == "torchrun":
         return many_gpus_complaint(words)
     name = Path(words[0])
@@ -125,12 +126,25 @@ def test_make_can_be_read():
 
 @installed
 @pytest.mark.parametrize("line, expected", [
-    ("make tset", "make has no tset"), ("pip install fusedloss", "the package is not at None"),
+    ("make tset", "make has no tset"), ('pip install "fusedloss @ git+https://example.org/x"', "the package is not at https://example.org/x"),
     ('pip install "fusedloss[cuda99] @ git+https://example.org/x"', "pip is asked for"),
     ("torchrun --nproc-per-node 4 examples/few_gpus.py", "no program"), ("torchrun examples/many_gpus.py sparse", "has no case sparse"),
     (".venv/bin/nbdev_exprot", "no command")])
 def test_a_wrong_command_is_noticed(line, expected):
     assert expected in complaint(shlex.split(line))
+
+
+def test_one_setting_says_where_to_install_from():
+    "For README.md and the site"
+    installing = pytest.importorskip("build_readme", exc_type=ImportError).installing
+    page, url = shown("index"), settings()["git_url"]
+    repository, index = (installing(page, origin) for origin in ("repository", "index"))
+    assert dict(repository=repository, index=index)[settings()["install_from"]] == page, "make docs writes it"
+    assert f'\npip install "fusedloss @ git+{url}"\n' in repository and '`"fusedloss[cuda13] @ git+…"`' in repository
+    assert "\npip install fusedloss\n" in index and '`"fusedloss[cuda13]"`' in index and "git+" not in index
+    assert installing(index, "repository") == repository and installing(repository, "index") == index
+    with pytest.raises(SystemExit, match="install_from: expected index or repository, got wheel"):
+        installing(page, "wheel")
 
 
 def test_contributing_names_functions_that_exist():

@@ -186,7 +186,13 @@ def test_variants_are_launched_and_compiled_by_the_same_call():
     assert tuning.launcher(kernel, (3,), True)(1, 2) == ("compiled", (3,), (1, 2))
 
 
-def test_a_long_wait_is_explained_once_and_a_short_one_is_not(capsys):
+@pytest.mark.parametrize("bars", [True, False])
+def test_a_long_wait_is_explained_once_and_a_short_one_is_not(bars, capsys, monkeypatch):
+    "With progress bars of tqdm's, which nobody need have, and without"
+    if bars:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.delitem(sys.modules, "tqdm", raising=False)
     said, line, end = "", "fusedloss: times a kernel ...\n", time.monotonic() + 60
     with tuning.announced("times a kernel", after=0.01):
         while line not in said and time.monotonic() < end:

@@ -134,7 +134,7 @@ def paths() -> None:
     assert_type(fl.ctc_posteriors(log_probs, targets, (9, 9), (3, 2)), CTCPosteriors)
     assert_type(fl.CTCLoss().forward(log_probs, targets), Tensor)
     assert_type(fl.ctc_loss(log_probs, targets, target_lengths=[3, 2]), Tensor)
-    assert_type(fl.ctc_decode(log_probs, beam=4, k=2), Hypotheses)
+    assert_type(fl.ctc_decode(log_probs, beam_size=4, k=2), Hypotheses)
     logits = torch.zeros(2, 9, 4, 5)
     assert_type(fl.transducer_loss(logits, targets, (9, 9), [3, 2], blank=0, reduction="sum"), Tensor)
     assert_type(fl.linear_transducer_loss(log_probs.mT, log_probs[:, :, :4].mT, torch.zeros(7, 9), targets, (9, 9), [3, 2], activation=None, durations=(0, 1)), Tensor)

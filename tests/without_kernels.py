@@ -57,7 +57,7 @@ def decoded(dtype):
     "The best path, and a beam's; nothing to differentiate"
     log_probs = torch.randn(T, N, V).log_softmax(-1).to(dtype)
     for beam in (1, 3):
-        assert (fl.ctc_decode(log_probs, frames, beam=beam).lengths <= T).all()
+        assert (fl.ctc_decode(log_probs, frames, beam_size=beam).lengths <= T).all()
     return leaf()
 
 

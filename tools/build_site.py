@@ -192,8 +192,9 @@ def address() -> str:
 
 
 def footer(project: Project) -> dict[str, str]:
-    "The version, the licence and the repository, at the end of every page"
-    return {"left": f"fusedloss {SETTINGS['DEFAULT']['version']}", "center": "Apache 2.0", "right": f"[Repository]({project.website['repo-url']})"}
+    "The version, the licence and the repository, at the end of every page; once there is a release, its pages too"
+    released = f" · [last release]({address()}/stable/)" if SETTINGS["DEFAULT"]["install_from"] == "index" else ""
+    return {"left": f"fusedloss {SETTINGS['DEFAULT']['version']}{released}", "center": "Apache 2.0", "right": f"[Repository]({project.website['repo-url']})"}
 
 
 def build(out: Path) -> list[str]:

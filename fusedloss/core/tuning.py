@@ -29,8 +29,8 @@ from fusedloss.core.triton import launch_kernel
 
 def say(line: str):
     "Print to stderr, above the progress bars of a process that has some."
-    bars = sys.modules.get("tqdm")
-    write = bars.tqdm.write if bars else print
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    write = bars.write if bars else print
     write(line, file=sys.stderr)
 
 
