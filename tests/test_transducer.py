@@ -661,7 +661,7 @@ BUGS = {
     "a flow taken once": ("torch.where(there, -flows.T, 0)", "torch.where(there, -flows.T, 0) * there.new_tensor([1, 0])"),
     "half of σ": (".sub_(s.log().add_(sigma))", ".sub_(s.log().add_(sigma / 2))"),
     "another sequence's gradient": ("F.pad(g, (0, 1)), counts", "F.pad(g.flip(0), (0, 1)), counts"),
-    "durations without a node": ("log_d.exp_().mul_(found[3][:, None])", "log_d.exp_()"),
+    "durations without a node": ("log_d.exp_().mul_(node[:, None])", "log_d.exp_()"),
     "a mean over labels": ("losses = losses / encoder.shape[0]", "losses = losses / targets.shape[1]"),
 }
 
