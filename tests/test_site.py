@@ -27,6 +27,7 @@ FAULTS = {
     "script from outside": ("index.html", '<script src="https://example.org/x.js"></script>', "loads https://example.org/x.js from outside"),
     "style from outside": ("index.html", "<style>@import 'https://example.org/x.css';</style>", "loads https://example.org/x.css from outside"),
     "font from outside": ("a.css", "@font-face { src: url(//example.org/x.woff) }", "a.css: //example.org/x.woff is loaded from outside"),
+    "a block that is not rendered": ("index.html", "<p>a\n::: {.cell}\nb</p>", "index.html: shows '::: {.cell}', the mark of a block that was not rendered"),
     "dead image": ("index.html", '<img src="gone.png">', "index.html: gone.png leads nowhere"),
     "dead search": (INDEX, 'globalThis.searchIndex = [["index.html","Home",[["gone","Here","b"]]]];\n', f"{INDEX}: index.html#gone has no such anchor"),
 }
@@ -213,7 +214,7 @@ def test_outputs_say_where_they_were_made(tmp_path):
 
 def test_a_folded_cell_says_what_is_inside(tmp_path):
     path = tmp_path / "a.ipynb"
-    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["#| exporti\n", "#| code-fold Check: \"x\" is one\n", "x = 1"], "outputs": []}], "metadata": {}}), encoding="utf-8")
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["#| exporti\n", "#| code-fold Check: \"x\" `is` one\n", "x = 1"], "outputs": []}], "metadata": {}}), encoding="utf-8")
     prepare(path)
     assert json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"] == '#| exporti\n#| code-fold: true\n#| code-summary: "Check: \\"x\\" is one"\nx = 1'
 

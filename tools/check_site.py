@@ -20,6 +20,7 @@ LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src")
 INLINE = "data:"  # a picture within the page: nothing is loaded
 LINKED = {("a", "href"), ("use", "xlink:href"), ("div", "data-grid")}  # the last is loaded when it comes into view
 CSS_URL = re.compile(r"""url\(\s*['"]?([^'")]+)|@import\s+['"]([^'"]+)""")
+FENCE = re.compile(r"^::::*.*$", re.MULTILINE)  # the mark of a block in the renderer's source
 INDEX = "search.js"  # loaded by the search itself
 Problems = Iterator[str]
 
@@ -29,7 +30,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.ids, self.loads, self.links, self.cards, self.in_style = set(), [], [], [], False
+        self.ids, self.loads, self.links, self.cards, self.in_style, self.fences = set(), [], [], [], False, []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -50,9 +51,10 @@ class Page(HTMLParser):
                 self.links.append(value or "")
 
     def handle_data(self, data: str) -> None:
-        "Styles within the page load things too"
+        "Styles within the page load things too; a block's marks are there to be rendered"
         if self.in_style:
             self.loads += css_urls(data)
+        self.fences += FENCE.findall(data)
 
 
 def css_urls(text: str) -> list[str]:
@@ -86,6 +88,7 @@ def missing(url: str, base: Path, pages: dict[Path, Page]) -> str:
 def check_page(path: Path, pages: dict[Path, Page]) -> Problems:
     "The problems of one page"
     page = pages[path]
+    yield from (f"shows {mark!r}, the mark of a block that was not rendered" for mark in page.fences)
     yield from (f"loads {url} from outside" for url in page.loads if is_outside(url))
     inside = sorted({url for url in page.loads + page.links if not is_outside(url)})
     yield from (f"{url} {fault}" for url in inside if (fault := missing(url, path, pages)))

@@ -40,8 +40,8 @@ def say_where_made(nb: dict) -> None:
 
 
 def folded(source: str) -> str:
-    "A cell's `#| code-fold what is inside`, which nbdev keeps out of modules, as the renderer has it"
-    quarto = lambda found: f"#| code-fold: true\n#| code-summary: {json.dumps(found[1], ensure_ascii=False)}"
+    "A cell's `#| code-fold what is inside`, which nbdev keeps out of modules, as the renderer has it, whose blocks end at a backtick"
+    quarto = lambda found: f"#| code-fold: true\n#| code-summary: {json.dumps(found[1].replace('`', ''), ensure_ascii=False)}"
     return re.sub(r"^#\| code-fold (.+)$", quarto, source, flags=re.MULTILINE)
 
 
