@@ -321,7 +321,7 @@ def test_of_many_token_counts_the_last_are_kept(monkeypatch):
 
 FEW = {"device", "backend", "index", "path", "compiler", "kind", "board",  # what a machine has
        "name", "sources", "arch", "constants", "form", "dtype", "arguments", "s", "staged",  # what kernels are compiled for
-       "process"}  # this one
+       "process", "package"}  # this one; what is installed
 
 
 def test_every_table_has_a_bound_or_few_keys():
