@@ -1,4 +1,5 @@
 """A release: one version everywhere, notes of each, pages of the last one; what is built holds what it should and installs where there is nothing."""
+import os
 import re
 import shutil
 import subprocess
@@ -209,7 +210,8 @@ def test_wheel_installs_where_there_is_nothing_and_its_losses_run(built, tmp_pat
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", built[".whl"]], check=True)
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would find this tree there, and install nothing
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", built[".whl"]], check=True, env=own)
     site = Path(run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     for entry in required_entries():
         (site / entry.name).symlink_to(entry)
