@@ -196,16 +196,23 @@ def teacher_alone(mesh, shape, dtype=bf16, **how):
 KINDS = {"messages": "nccl", "exponentials": "exponentials", "matmuls": "gemm|nvjet|cutlass|xmma"}  # by a kernel's name; others are "others"
 
 
-def overlap(mesh, shape, dtype=bf16):
-    "When each kernel of a step by product ran on the first rank, as PyTorch's profiler saw it: kind, start and stop in seconds"
-    head = drawn(mesh, shape, dtype)
-    loss = lambda x, w, y: fl.linear_cross_entropy(x, w, y, method="product", backbone_reduction="sum")
-    found = record_timeline(step_of(loss, spread(head.x, mesh), head.w, spread(head.y, mesh)))
+def overlap(mesh, shape, pairs=2**17, h=512, dtype=bf16):
+    "When each kernel of a step ran on the first rank, as PyTorch's profiler saw it: kind, start and stop in seconds; of four losses"
+    head, teacher = drawn(mesh, shape, dtype), drawn(mesh, shape, dtype, seed=1000)
+    own, taught = (spread(head.x, mesh), head.w, spread(head.y, mesh)), spread(teacher.x, mesh)
+    mine = torch.nn.functional.normalize(torch.randn(2, pairs // mesh.size(), h, device=mesh.device_type), dim=2).to(dtype)
+    how = dict(backbone_reduction="sum")
+    steps = {"product": step_of(lambda x, w, y: fl.linear_cross_entropy(x, w, y, method="product", **how), *own),
+             "log-probs": step_of(lambda x, w, y: fl.sharded_linear_log_probs(x, w, y, entropy=True, **how).log_probs.mean(), *own),
+             "divergence": step_of(lambda x, w: fl.sharded_linear_divergence(x, w, taught, teacher.w, **how), *own[:2]),
+             f"{pairs} pairs": step_of(lambda x, y: fl.contrastive_loss(x, y, 50.0, mesh=mesh, **how), *(t.requires_grad_() for t in mine))}
     kind = lambda name: next((k for k, words in KINDS.items() if re.search(words, name)), "others")
-    if mesh.get_local_rank() == 0:
+    for name, step in steps.items():
+        found = record_timeline(step)
         spans = [(kind(w.name), w.start, w.stop) for w in found.work]
-        print("\n".join(f"{k:12} {a * 1e3:7.3f} {b * 1e3:7.3f} ms" for k, a, b in spans if b - a > 3e-5), flush=True)
-        record(RESULTS.with_name("28_timeline.json"), "product", dict(shape._asdict(), R=mesh.size()), dtype, mesh.device_type, spans=spans)
+        if mesh.get_local_rank() == 0:
+            print(name, *(f"{k:12} {a * 1e3:7.3f} {b * 1e3:7.3f} ms" for k, a, b in spans if b - a > 3e-5), sep="\n", flush=True)
+            record(RESULTS.with_name("28_timeline.json"), name, dict(shape._asdict(), R=mesh.size()), dtype, mesh.device_type, spans=spans)
 
 
 def weak_scaling(records, name, ranks):
