@@ -140,12 +140,13 @@ def test_on_several_gpus(gpus, name):
     judge(gpus, name)
 
 
-def test_on_several_gpus_the_survivor_of_a_rank_that_dies_ends(tmp_path):
-    "NCCL waits for its timeout; then the survivor ends by itself, with an error or by NCCL's watchdog, before it would be killed"
+@pytest.mark.parametrize("mode", ("die", "hang"))
+def test_on_several_gpus_the_survivor_ends(mode, tmp_path):
+    "NCCL waits for its timeout; then the survivor of a rank that dies, or hangs, ends by itself, with an error or by NCCL's watchdog"
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two GPUs")
-    _, codes, errors = run_session(tmp_path, dict(die=dict(ranks=2, mode="die")), SHARDED_BACKEND="nccl")["die"]
-    assert codes[0] in (1, -signal.SIGABRT) and codes[1] == 9, (codes, errors[0])
+    _, codes, errors = run_session(tmp_path, {mode: dict(ranks=2, mode=mode)}, SHARDED_BACKEND="nccl")[mode]
+    assert codes[0] in (1, -signal.SIGABRT) and codes[1] == (9 if mode == "die" else -signal.SIGKILL), (codes, errors[0])
     assert "imed out" in errors[0] or "imeout" in errors[0], errors[0]
 
 
