@@ -1,0 +1,216 @@
+"""The package as the Hugging Face Hub's kernel loader takes it: the losses of a language model, relocatable, with operators in a namespace of their own.
+
+    python tools/hub_package.py OUT [--id ID]
+
+OUT, which must not be there, gets the project from which kernel-builder builds (build.toml, CARD.md, flake.nix, torch-ext/), and in
+OUT/build what is built from it without a compiler: a folder for each backend, which `kernels.get_local_kernel(OUT)` loads.
+
+The files of tools/hub/package take the place of the library's; what they import, and what that imports, goes along. The same sources
+make the same bytes. Without ID the namespace is named by them.
+"""
+import argparse
+import ast
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from check_house import House, imports_of
+from project import PACKAGE, ROOT, SETTINGS
+
+HUB = ROOT / "tools" / "hub"
+OWN = HUB / "package"
+VERSION = 0  # the Hub's: one for each interface, 0 while it may change
+BACKENDS = "cpu", "cuda"
+LICENSES = {"apache2": "Apache-2.0"}
+INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+Files = dict[str, bytes]  # by path
+
+
+class General(NamedTuple):
+    "What is said of the package, all of it by settings.ini."
+    name: str
+    license: str
+    source: str
+    repo: str  # on the Hub
+
+    @classmethod
+    def of_settings(cls) -> "General":
+        s = SETTINGS["DEFAULT"]
+        return cls(s["lib_name"], LICENSES[s["license"]], s["git_url"], f"{s['user']}/{s['repo']}")
+
+
+# ---- the modules
+
+
+def own_files() -> dict[str, Path]:
+    "Modules of tools/hub/package by name without the package's, an empty one for the package"
+    paths = {".".join(path.relative_to(OWN).with_suffix("").parts): path for path in sorted(OWN.rglob("*.py"))}
+    return {name.removesuffix("__init__").removesuffix("."): path for name, path in paths.items()}
+
+
+def modules(house: House) -> dict[str, Path]:
+    "Files of the package, by name without the package's: those of tools/hub/package, and all that they lead to"
+    own = own_files()
+    known = {f"{PACKAGE}.{name}".removesuffix("."): path for name, path in {**house.files, **own}.items() if name != PACKAGE}
+    found, waiting = {}, [*own, "_ops"]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found[name] = own.get(name) or house.files[name]
+        if name in own:
+            sources = {source.removeprefix(PACKAGE).removeprefix(".") for source, _ in imports_of(own[name], f"{PACKAGE}.{name}".removesuffix("."), known)}
+        else:
+            sources = set(house.taken[name])
+        parents = {name.rpartition(".")[0]} if name else set()
+        waiting += sorted((sources | parents) - {PACKAGE})
+    return dict(sorted(found.items()))
+
+
+def relative(text: str, name: str, is_package: bool) -> str:
+    "A module's text, its imports from the package relative to it"
+    above = name.split(".") if is_package and name else name.split(".")[:-1]
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        if not any(n == PACKAGE or n.startswith(f"{PACKAGE}.") for n in names):
+            continue
+        if isinstance(node, ast.Import):
+            raise SystemExit(f"{name}: expected from {PACKAGE}... import, got import {names[0]}, which has no relative form")
+        target = names[0].split(".")[1:]
+        common = next((i for i, (a, b) in enumerate(zip(above, target)) if a != b), min(len(above), len(target)))
+        dots = "." * (len(above) - common + 1)
+        line = lines[node.lineno - 1]
+        start = f"from {names[0]} import"
+        at = line.encode()[:node.col_offset].decode()
+        assert line.startswith(start, len(at)), line
+        lines[node.lineno - 1] = f"{at}from {dots}{'.'.join(target[common:])} import{line[len(at) + len(start):]}"
+    return "".join(lines)
+
+
+def without_cupy(text: str) -> str:
+    "core/cuda.py with one compiler less: the Hub's rules know no CuPy"
+    (cls,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "CompiledByCupy")
+    lines = text.splitlines(keepends=True)
+    text = "".join(lines[:cls.lineno - 1] + lines[cls.end_lineno:]).replace("\n\n\n\n\n", "\n\n\n")
+    (entry,) = re.findall(r'"CuPy": CompiledByCupy, ', text)
+    return text.replace(entry, "")
+
+
+def python_files(house: House) -> Files:
+    "The package's modules but `_ops`, which each build writes"
+    files = {}
+    for name, path in modules(house).items():
+        text = path.read_text(encoding="utf-8")
+        text = without_cupy(text) if name == "core.cuda" else text
+        is_package = path.name == "__init__.py"
+        place = "/".join(filter(None, [*name.split("."), "__init__" if is_package else ""])) + ".py"
+        files[place] = relative(text, name, is_package).encode()
+    del files["_ops.py"]
+    return files
+
+
+def cuda_files(python: Files) -> Files:
+    "The CUDA sources that modules name, with the headers that they include"
+    text = b"\n".join(python.values()).decode()
+    waiting = [path.name for path in sorted((ROOT / "cuda").glob("*.cu")) if f'"{path.stem}"' in text]
+    files = {}
+    while waiting:
+        name = waiting.pop()
+        files[f"cuda/{name}"] = (ROOT / "cuda" / name).read_bytes()
+        waiting += INCLUDE.findall(files[f"cuda/{name}"].decode())
+    return files
+
+
+# ---- the project and what is built of it
+
+
+def ops_module(namespace: str) -> bytes:
+    "The library's `_ops` with another namespace"
+    text = (ROOT / PACKAGE / "_ops.py").read_text(encoding="utf-8")
+    text, count = re.subn(rf'(?m)^NAMESPACE = "{PACKAGE}"$', f'NAMESPACE = "{namespace}"', text)
+    assert count == 1
+    return text.encode()
+
+
+def build_toml(g: General) -> str:
+    "What kernel-builder is told"
+    backends = ", ".join(f'"{backend}"' for backend in BACKENDS)
+    return f"""[general]
+name = "{g.name}"
+version = {VERSION}
+edition = 5
+license = "{g.license}"
+source = "{g.source}"
+backends = [{backends}]
+
+[general.hub]
+repo-id = "{g.repo}"
+
+[torch-noarch]
+pyext = ["cu", "cuh", "py"]
+"""
+
+
+def card(g: General) -> str:
+    "The card, filled in"
+    text = (HUB / "CARD.md").read_text(encoding="utf-8")
+    for name, value in dict(license=g.license.lower(), source=g.source, repo_id=g.repo, version=str(VERSION)).items():
+        text = text.replace("{{ %s }}" % name, value)
+    return text
+
+
+def digest(files: Files) -> dict:
+    "What the loader checks files against"
+    return {"algorithm": "sha256", "files": {name: base64.b64encode(hashlib.sha256(data).digest()).decode() for name, data in sorted(files.items())}}
+
+
+def variant(g: General, package: Files, backend: str, build: str) -> Files:
+    "The package as it is loaded for one backend"
+    namespace = f"_{g.name}_{backend}_{build}"
+    files = package | {"_ops.py": ops_module(namespace)}
+    metadata = {"name": g.name, "id": namespace, "version": VERSION, "license": g.license, "source": g.source, "python-depends": [], "kernel-depends": [],
+                "backend": {"type": backend}, "digest": digest(files)}
+    return files | {"metadata.json": (json.dumps(metadata, indent=2) + "\n").encode()}
+
+
+def name_of(package: Files) -> str:
+    "A name for these files and no others"
+    return hashlib.sha256(repr(sorted(package.items())).encode()).hexdigest()[:10]
+
+
+def project(build: str = "") -> Files:
+    "Everything, by path"
+    g, python = General.of_settings(), python_files(House(ROOT))
+    package = python | cuda_files(python)
+    files = {"build.toml": build_toml(g).encode(), "CARD.md": (HUB / "CARD.md").read_bytes(), "flake.nix": (HUB / "flake.nix").read_bytes(),
+             "LICENSE": (ROOT / "LICENSE").read_bytes(), "build/README.md": card(g).encode()}
+    files |= {f"torch-ext/{g.name}/{name}": data for name, data in package.items()}
+    for backend in BACKENDS:
+        made = variant(g, package, backend, build or name_of(package))
+        files |= {f"build/torch-{backend}/{name}": data for name, data in made.items()}
+    return files
+
+
+def main() -> None:
+    "Write the package"
+    parser = argparse.ArgumentParser(description="The package as the Hugging Face Hub's kernel loader takes it.")
+    parser.add_argument("out", type=Path, help="a folder that is not there")
+    parser.add_argument("--id", default="", help="of the build, letters and digits; without it, a name for the sources")
+    args = parser.parse_args()
+    if args.id and not re.fullmatch(r"\w+", args.id):
+        raise SystemExit(f"id: expected letters, digits and underscores, got {args.id}")
+    files = project(args.id)
+    args.out.mkdir(parents=True)
+    for name, data in files.items():
+        path = args.out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    print(f"{args.out}: {len(files)} files, {sum(map(len, files.values())) / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
