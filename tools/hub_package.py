@@ -1,9 +1,11 @@
 """The package as the Hugging Face Hub's kernel loader takes it: the losses of a language model, relocatable, with operators in a namespace of their own.
 
     python tools/hub_package.py OUT [--id ID]
+    python tools/hub_package.py OUT --ahead
 
 OUT, which must not be there, gets the project from which kernel-builder builds (build.toml, CARD.md, flake.nix, torch-ext/), and in
-OUT/build what is built from it without a compiler: a folder for each backend, which `kernels.get_local_kernel(OUT)` loads.
+OUT/build what is built from it without a compiler: a folder for each backend, which `kernels.get_local_kernel(OUT)` loads. With --ahead
+the project's build compiles the CUDA kernels, and is left to kernel-builder.
 
 The files of tools/hub/package take the place of the library's; what they import, and what that imports, goes along. The same sources
 make the same bytes. Without ID the namespace is named by them.
@@ -14,8 +16,11 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 from check_house import House, imports_of
 from project import PACKAGE, ROOT, SETTINGS
@@ -125,6 +130,13 @@ def cuda_files(python: Files) -> Files:
     return files
 
 
+@cache
+def packaged() -> Files:
+    "All of the package but `_ops`"
+    python = python_files(House(ROOT))
+    return python | cuda_files(python)
+
+
 # ---- the project and what is built of it
 
 
@@ -136,21 +148,20 @@ def ops_module(namespace: str) -> bytes:
     return text.encode()
 
 
-def build_toml(g: General) -> str:
+def build_toml(g: General, backends: tuple[str, ...], framework: str) -> str:
     "What kernel-builder is told"
-    backends = ", ".join(f'"{backend}"' for backend in BACKENDS)
     return f"""[general]
 name = "{g.name}"
 version = {VERSION}
 edition = 5
 license = "{g.license}"
 source = "{g.source}"
-backends = [{backends}]
+backends = {json.dumps(backends)}
 
 [general.hub]
 repo-id = "{g.repo}"
 
-[torch-noarch]
+{framework}
 pyext = ["cu", "cuh", "py"]
 """
 
@@ -182,17 +193,79 @@ def name_of(package: Files) -> str:
     return hashlib.sha256(repr(sorted(package.items())).encode()).hexdigest()[:10]
 
 
-def project(build: str = "") -> Files:
-    "Everything, by path"
-    g, python = General.of_settings(), python_files(House(ROOT))
-    package = python | cuda_files(python)
-    files = {"build.toml": build_toml(g).encode(), "CARD.md": (HUB / "CARD.md").read_bytes(), "flake.nix": (HUB / "flake.nix").read_bytes(),
-             "LICENSE": (ROOT / "LICENSE").read_bytes(), "build/README.md": card(g).encode()}
-    files |= {f"torch-ext/{g.name}/{name}": data for name, data in package.items()}
+def project_of(g: General, package: Files, toml: str) -> Files:
+    "What kernel-builder takes, by path"
+    files = {"build.toml": toml.encode(), "LICENSE": (ROOT / "LICENSE").read_bytes(), **{name: (HUB / name).read_bytes() for name in ("CARD.md", "flake.nix")}}
+    return files | {f"torch-ext/{g.name}/{name}": data for name, data in package.items()}
+
+
+def pure(build: str = "") -> Files:
+    "The project whose build needs no compiler, and its builds"
+    g, package = General.of_settings(), packaged()
+    files = project_of(g, package, build_toml(g, BACKENDS, "[torch-noarch]")) | {"build/README.md": card(g).encode()}
     for backend in BACKENDS:
         made = variant(g, package, backend, build or name_of(package))
         files |= {f"build/torch-{backend}/{name}": data for name, data in made.items()}
     return files
+
+
+# ---- kernels compiled ahead
+
+
+class Unit(NamedTuple):
+    "Kernels of one source with one choice of constants."
+    source: str
+    kernels: list[str]
+    constants: dict[str, Any] = {}
+
+    def text(self, number: int) -> str:
+        "What is compiled: each kernel under a name of its own, registered by the name that the library asks for"
+        named = [(kernel, f"{kernel}_{number}", " ".join([kernel, *(f"-D{k}={v}" for k, v in self.constants.items())])) for kernel in self.kernels]
+        lines = ['#include "../torch-ext/ahead.h"', *(f"#define {k} {v}" for k, v in self.constants.items()), *(f"#define {kernel} {own}" for kernel, own, _ in named),
+                 f'#include "{self.source}.cuh"', *(f'static Ahead ahead_{own}("{symbol}", (const void*){own});' for _, own, symbol in named)]
+        return "\n".join(lines) + "\n"
+
+
+def product_units() -> list[Unit]:
+    "The product by hand in every form that a loss takes it in"
+    import torch
+    from fusedloss.core import hopper
+    from fusedloss.core.score_product import PRODUCTS
+
+    kernels = re.findall(r"__global__ void SHAPE (\w+)\(", (ROOT / "cuda" / "product_sm90.cu").read_text(encoding="utf-8"))
+    choices = [(form, dtype, biased, capped) for form in PRODUCTS for dtype in (torch.bfloat16, torch.float16) for biased in (False, True)
+               for capped in (False, True) if dtype == torch.bfloat16 or not capped]
+    with mock.patch.object(hopper, "cuda_kernel", lambda *where, **constants: constants):
+        return [Unit("product_sm90", kernels, hopper.form_kernel(kernels[0], replace(form, biased=biased, capped=capped), dtype, 0))
+                for form, dtype, biased, capped in choices]
+
+
+def ahead() -> Files:
+    "The project whose build compiles kernels: a row's cross entropy, which has constants for each vocabulary, is left to PyTorch"
+    from fusedloss.core.cuda import EMPTY_KERNEL
+
+    g, package, cuda = General.of_settings(), packaged(), ROOT / "cuda"
+    sources = {f"ahead/{name}.cuh": (cuda / f"{name}.cu").read_bytes() for name in ("zero_rows", "product_sm90")}
+    sources |= {f"ahead/{name}": (cuda / name).read_bytes() for name in ("common.cuh", "hopper.cuh")} | {"ahead/empty_kernel.cuh": EMPTY_KERNEL.encode()}
+    units = {"common": [Unit("empty_kernel", ["empty_kernel"]), Unit("zero_rows", ["zero_rows"])], "product": product_units()}
+    written = {name: {f"ahead/{name}_{i}.cu": unit.text(i) for i, unit in enumerate(each)} for name, each in units.items()}
+    binding = ["torch-ext/torch_binding.cpp", "torch-ext/ahead.h"]
+    toml = build_toml(g, ("cuda",), f"[torch]\nsrc = {json.dumps(binding)}")
+    for name, texts in written.items():
+        only = 'cuda-capabilities = ["9.0a"]\n' if name == "product" else ""
+        listed = json.dumps([*texts, *sources, binding[1]])
+        toml += f'\n[kernel.{name}]\nbackend = "cuda"\ndepends = ["torch"]\ncuda-flags = ["-ftz=true"]\n{only}src = {listed}\n'
+    texts = {path: text.encode() for each in written.values() for path, text in each.items()}
+    return project_of(g, package, toml) | sources | texts | {path: (HUB / path).read_bytes() for path in binding}
+
+
+def write(files: Files, out: Path) -> None:
+    "Write files into a folder that is not there"
+    out.mkdir(parents=True)
+    for name, data in files.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
 
 def main() -> None:
@@ -200,15 +273,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The package as the Hugging Face Hub's kernel loader takes it.")
     parser.add_argument("out", type=Path, help="a folder that is not there")
     parser.add_argument("--id", default="", help="of the build, letters and digits; without it, a name for the sources")
+    parser.add_argument("--ahead", action="store_true", help="a project whose build compiles the CUDA kernels")
     args = parser.parse_args()
     if args.id and not re.fullmatch(r"\w+", args.id):
         raise SystemExit(f"id: expected letters, digits and underscores, got {args.id}")
-    files = project(args.id)
-    args.out.mkdir(parents=True)
-    for name, data in files.items():
-        path = args.out / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+    files = ahead() if args.ahead else pure(args.id)
+    write(files, args.out)
     print(f"{args.out}: {len(files)} files, {sum(map(len, files.values())) / 2**20:.1f} MiB")
 
 

@@ -4,7 +4,7 @@ from .core.versions import check_torch
 
 check_torch()  # before names that an older one lacks
 
-from . import layers
+from . import ahead as ahead, layers
 from .clusters import cross_entropy
 from .core.options import CrossEntropyStats
 from .integrations.causal_lm import causal_lm_loss
