@@ -210,9 +210,11 @@ def test_the_card_is_filled_in(folder):
     assert "{{" not in text and 'get_kernel("fusedloss/fusedloss", version=0' in text
 
 
-def test_cuda_sources_are_found_in_the_build(kernel):
-    assert part(kernel, "core.cuda").cuda_source("zero_rows") == cuda.cuda_source("zero_rows") and kernel.__file__ in str(Path(kernel.__file__))
-    assert part(kernel, "core.cuda").files(kernel.__name__) == Path(kernel.__file__).parent and list(part(kernel, "core.cuda").COMPILERS) == ["PyTorch"]
+def test_cuda_sources_are_those_of_the_build(kernel, tmp_path):
+    assert part(kernel, "core.cuda").cuda_source("zero_rows") == cuda.cuda_source("zero_rows") and [*part(kernel, "core.cuda").COMPILERS] == ["PyTorch"]
+    files = {name.removeprefix("build/torch-cpu/"): data for name, data in hub_package.pure("sources").items() if name.startswith("build/torch-cpu/")}
+    hub_package.write(files | {"cuda/zero_rows.cu": b"// another"}, tmp_path / "kernel")
+    assert part(loaded(tmp_path / "kernel"), "core.cuda").cuda_source("zero_rows") == "// another"
 
 
 def test_a_module_without_a_relative_form_is_refused():
