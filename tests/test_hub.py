@@ -314,6 +314,7 @@ def test_the_builder_takes_the_projects(folder, tmp_path):
 def test_a_marked_loss_is_replaced_by_the_layer(folder):
     "The name, and the arguments, of the kernel that transformers maps; its models do not mark their loss yet"
     hub = pytest.importorskip("kernels", reason="kernels is not installed: nothing here replaces layers")
+    pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     @hub.use_kernel_forward_from_hub("ForCausalLMLoss")

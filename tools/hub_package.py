@@ -59,19 +59,20 @@ def own_files() -> dict[str, Path]:
 def modules(house: House) -> dict[str, Path]:
     "Files of the package, by name without the package's: those of tools/hub/package, and all that they lead to"
     own = own_files()
-    known = {f"{PACKAGE}.{name}".removesuffix("."): path for name, path in {**house.files, **own}.items() if name != PACKAGE}
+    full = lambda name: f"{PACKAGE}.{name}".removesuffix(".")
+    known = {full(name): path for name, path in {**house.files, **own}.items() if name != PACKAGE}
+
+    def leads_to(name: str) -> set[str]:
+        if name not in own:
+            return set(house.taken[name]) - {PACKAGE}
+        return {source.removeprefix(PACKAGE).removeprefix(".") for source, _ in imports_of(own[name], full(name), known)}
+
     found, waiting = {}, [*own, "_ops"]
     while waiting:
         name = waiting.pop()
-        if name in found:
-            continue
-        found[name] = own.get(name) or house.files[name]
-        if name in own:
-            sources = {source.removeprefix(PACKAGE).removeprefix(".") for source, _ in imports_of(own[name], f"{PACKAGE}.{name}".removesuffix("."), known)}
-        else:
-            sources = set(house.taken[name])
-        parents = {name.rpartition(".")[0]} if name else set()
-        waiting += sorted((sources | parents) - {PACKAGE})
+        if name not in found:
+            found[name] = own.get(name) or house.files[name]
+            waiting += [*leads_to(name), name.rpartition(".")[0]]  # and the package that it is in
     return dict(sorted(found.items()))
 
 
