@@ -15,6 +15,7 @@ from fusedloss.core.versions import check_torch
 check_torch()  # before names that an older one lacks
 
 from fusedloss._arguments import SECTIONS
+from fusedloss._ops import ops
 from fusedloss.core.operators import is_operator
 
 _NAMES = {  # the public names of each module, which is imported when one of them is first used
@@ -105,11 +106,11 @@ class _Operators(type(torch.ops.aten)):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or is_operator(f"{self.name}::{name}") or _is_importing():
+            if name.startswith("_") or is_operator(name) or _is_importing():
                 raise
         for module in _NAMES:
             import_module(f"{__package__}.{module}")
         return super().__getattr__(name)
 
 
-torch.ops.fusedloss.__class__ = _Operators
+ops.__class__ = _Operators

@@ -355,7 +355,7 @@ SECTIONS = {
         "\n"
         "Returns:\n"
         "    Tensor | tuple[Tensor, CrossEntropyStats]: float32 (float64 for float64)"),
-    "fusedloss.integrations.transformers causal_lm_loss": (
+    "fusedloss.integrations.causal_lm causal_lm_loss": (
         "Args:\n"
         "    logits (Tensor | None): [B,T,V]; None: of `hidden_states` and `lm_head_weight`\n"
         "    labels (Tensor | None): [B,T], of the same positions as the logits\n"
@@ -366,7 +366,8 @@ SECTIONS = {
         "    hidden_states (Tensor | None): [B,T,H]\n"
         "    lm_head_weight (Tensor | None): [V,H]\n"
         "    lm_head_bias (Tensor | None): [V]\n"
-        "    **kwargs (Any): of no effect, as in transformers\n"
+        "    **kwargs (Any): `final_logit_softcapping` caps logits that are not given; others have no effect,\n"
+        "        as in transformers\n"
         "\n"
         "Returns:\n"
         "    Tensor: float32 (float64 for float64), a scalar"),

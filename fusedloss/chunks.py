@@ -321,10 +321,10 @@ def count_chunks(inputs, out) -> int:
 
 # %% ../nbs/06_chunks.ipynb #eb5dc6b1
 chunked_loss_grad = operator(
-    "fusedloss::chunked_loss_grad", chunked_loss_bwd,
+    "chunked_loss_grad", chunked_loss_bwd,
     fake=lambda g, dx, dw, db, factors, bias_dtype: (
         torch.empty_like(dx), torch.empty_like(dw), torch.empty_like(db, dtype=bias_dtype)))
-chunked_loss = operator("fusedloss::chunked_loss", chunked_loss_fwd, fake=fake_chunks,
+chunked_loss = operator("chunked_loss", chunked_loss_fwd, fake=fake_chunks,
                         save=save_gradients, backward=scaled_gradients, flops=count_chunks)
 
 # %% ../nbs/06_chunks.ipynb #f6580a63

@@ -526,9 +526,9 @@ def fake_contrast_grad(g, x, y, scale, row_sums, col_sums, memory_budget, need_x
     like = lambda t, need: t.new_empty(t.shape if need else 0)
     return like(x, need_x), like(y, need_y), like(scale, need_scale)
 
-contrast_grad = operator("fusedloss::contrast_grad", contrast_bwd, fake=fake_contrast_grad,
+contrast_grad = operator("contrast_grad", contrast_bwd, fake=fake_contrast_grad,
                          flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
-contrast = operator("fusedloss::contrast", contrast_fwd, save=save_contrast, backward=gradient_of_contrast,
+contrast = operator("contrast", contrast_fwd, save=save_contrast, backward=gradient_of_contrast,
                     fake=lambda x, y, scale, memory_budget: tuple(scale.new_empty(*lead, x.shape[0]) for lead in ((), (2,), (2,))),
                     flops=lambda i, out: products(i.x, i.y))
 
@@ -863,9 +863,9 @@ def fake_positives_grad(g, x, y, scale, row_sums, col_sums, counts, index, mean,
     "The shapes of `positives_bwd`'s results."
     return fake_contrast_grad(g, x, y, scale, row_sums, col_sums, memory_budget, need_x, need_y, need_scale)
 
-positives_grad = operator("fusedloss::contrast_positives_grad", positives_bwd, fake=fake_positives_grad,
+positives_grad = operator("contrast_positives_grad", positives_bwd, fake=fake_positives_grad,
                           flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
-contrast_positives = operator("fusedloss::contrast_positives", positives_fwd, save=save_positives, backward=gradient_of_positives,
+contrast_positives = operator("contrast_positives", positives_fwd, save=save_positives, backward=gradient_of_positives,
                               fake=fake_positives, flops=lambda i, out: products(i.x, i.y))
 
 # %% ../nbs/26_contrast.ipynb #ctmanyring
@@ -1109,9 +1109,9 @@ def fake_sigmoid_grad(g, x, y, scale, bias, index, memory_budget, need_x, need_y
     like = lambda t, need: t.new_empty(t.shape if need else 0)
     return like(x, need_x), like(y, need_y), scale.new_empty(2 if need_numbers else 0)
 
-sigmoid_grad = operator("fusedloss::contrast_sigmoid_grad", sigmoid_bwd, fake=fake_sigmoid_grad,
+sigmoid_grad = operator("contrast_sigmoid_grad", sigmoid_bwd, fake=fake_sigmoid_grad,
                         flops=lambda i, out: products(i.x, i.y, i.need_x, i.need_y))
-contrast_sigmoid = operator("fusedloss::contrast_sigmoid", sigmoid_fwd, save=save_sigmoid, backward=gradient_of_sigmoid,
+contrast_sigmoid = operator("contrast_sigmoid", sigmoid_fwd, save=save_sigmoid, backward=gradient_of_sigmoid,
                             fake=lambda x, y, scale, bias, index, memory_budget: scale.new_empty(x.shape[0]),
                             flops=lambda i, out: products(i.x, i.y))
 

@@ -389,7 +389,7 @@ def ctc_grad(g:Tensor, dz:Tensor, lengths:Optional[Tensor]=None) -> Tensor:
     if lengths is not None: lengths = to_device(lengths, dz.device)
     return scaled_gradient(g, dz, lengths, True)
 
-ctc_grad_operator = operator("fusedloss::ctc_grad", ctc_grad,
+ctc_grad_operator = operator("ctc_grad", ctc_grad,
                              fake=lambda g, dz, lengths: torch.empty_like(dz))
 
 # %% ../nbs/20_ctc.ipynb #3cb8c7c2
@@ -403,7 +403,7 @@ def gradient_of_ctc(ctx, needs, g, _):
     return {} if g is None else {"z": ctc_grad_operator(g, *ctx.saved_tensors)}
 
 # %% ../nbs/20_ctc.ipynb #b33db924
-ctc_operator = operator("fusedloss::ctc", ctc_with_strides, fake=fake_ctc, save=save_dz,
+ctc_operator = operator("ctc", ctc_with_strides, fake=fake_ctc, save=save_dz,
                         backward=gradient_of_ctc)
 
 # %% ../nbs/20_ctc.ipynb #8753093f
@@ -537,7 +537,7 @@ def fake_alignment(z, *others):
     labels, states = (z.new_empty((N, T), dtype=torch.int64) for _ in range(2))
     return new(N), labels, states, new((N, T))
 
-align_operator = operator("fusedloss::forced_align", best_alignment, fake=fake_alignment)
+align_operator = operator("forced_align", best_alignment, fake=fake_alignment)
 
 # %% ../nbs/20_ctc.ipynb #4b0ce625
 def forced_align(
@@ -560,7 +560,7 @@ def drawn_alignment(
     states, _ = drawn_path(*graph, a.frames, at_end[:, :a.states.shape[1]], at_steps)
     return aligned(a, states, out_dtype(z))
 
-ctc_sample_operator = operator("fusedloss::ctc_sample", drawn_alignment, fake=fake_alignment)
+ctc_sample_operator = operator("ctc_sample", drawn_alignment, fake=fake_alignment)
 
 def most_states(z:Tensor, targets:Tensor) -> int:
     "Of any feasible target, by its shape."
@@ -649,7 +649,7 @@ def fake_posteriors(z, targets, *others):
     (T, N, _), new = z.shape, functools.partial(z.new_empty, dtype=out_dtype(z))
     return new((N, T, most_states(z, targets))), new(N), new(N)
 
-posteriors_operator = operator("fusedloss::ctc_posteriors", padded_posteriors, fake=fake_posteriors)
+posteriors_operator = operator("ctc_posteriors", padded_posteriors, fake=fake_posteriors)
 
 # %% ../nbs/20_ctc.ipynb #71cd4cab
 def ctc_posteriors(

@@ -216,4 +216,4 @@ def fake_decoded(z, frames, blank, beam, k, timesteps):
     return (new((N, k, T)), new((N, k)), z.new_empty((N, k), dtype=acc_dtype(z.dtype)),
             new((N, k, T) if timesteps else 0))
 
-decode_operator = operator("fusedloss::ctc_decode", decoded, fake=fake_decoded)
+decode_operator = operator("ctc_decode", decoded, fake=fake_decoded)

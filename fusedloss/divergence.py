@@ -292,13 +292,13 @@ def count_divergence(i, out) -> int:
     return products(i.x[:n], part(i.w, slice(0, i.n_classes)), *needs) + teacher
 
 # %% ../nbs/24_divergence.ipynb #dv5operators
-token_divergence_grad = operator("fusedloss::token_divergence_grad", token_divergence_bwd,
+token_divergence_grad = operator("token_divergence_grad", token_divergence_bwd,
                                  fake=fake_token_divergence_grad, flops=count_divergence)
 token_divergence = operator(
-    "fusedloss::token_divergence", token_divergence_fwd, save=save_token_divergence,
+    "token_divergence", token_divergence_fwd, save=save_token_divergence,
     fake=lambda x, *others: x.new_empty(x.shape[0], dtype=acc_dtype(others[10])),
     backward=gradient_of_token_divergence, flops=count_divergence)
-summed_divergence = operator("fusedloss::divergence", divergence_fwd, fake=fake_divergence,
+summed_divergence = operator("divergence", divergence_fwd, fake=fake_divergence,
                              save=save_gradients, backward=scaled_gradients, flops=count_divergence)
 
 # %% ../nbs/24_divergence.ipynb #dv6check

@@ -480,9 +480,9 @@ def gradients_of_rows(grad:Callable, ctx, needs, g_loss, g_lse, g_entropy, *_):
     return {name: g for (name, need), g in zip(wanted.items(), found) if need}
 
 # %% ../nbs/08_filter.ipynb #eb5bf36f
-recompute_grad = operator("fusedloss::recompute_grad", recompute_bwd, fake=fake_gradients,
+recompute_grad = operator("recompute_grad", recompute_bwd, fake=fake_gradients,
                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
-recompute_loss = operator("fusedloss::recompute_loss", recompute_fwd, fake=fake_recompute,
+recompute_loss = operator("recompute_loss", recompute_fwd, fake=fake_recompute,
                           save=save_rows, backward=functools.partial(gradients_of_rows, recompute_grad),
                           flops=lambda i, out: products(i.x, i.w))
 

@@ -483,5 +483,5 @@ def fp8_loss_fwd(
     if need_w and dw.stride() != w.stride(): dw = torch.empty_like(w, dtype=grad_dtype).copy_(dw)
     return loss, dx, dw, db, late_factors(loss, total, False, 1.0)
 
-fp8_loss = operator("fusedloss::fp8_loss", fp8_loss_fwd, fake=fake_product, save=save_gradients, backward=scaled_gradients,
+fp8_loss = operator("fp8_loss", fp8_loss_fwd, fake=fake_product, save=save_gradients, backward=scaled_gradients,
                     flops=count_chunks)

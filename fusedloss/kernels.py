@@ -349,7 +349,7 @@ def gradient_of_rows(ctx, needs, g_loss, g_lse, g_entropy, _):
     return {"input": logits_loss_grad(*upstream, *tensors, ctx.options, temperature)}
 
 # %% ../nbs/04_kernels.ipynb #33b1d02b
-logits_loss_grad = operator("fusedloss::logits_loss_grad", rows_bwd,
+logits_loss_grad = operator("logits_loss_grad", rows_bwd,
                             fake=lambda g_loss, g_lse, g_entropy, input, *_: torch.empty_like(input))
-logits_loss = operator("fusedloss::logits_loss", rows_fwd, fake=fake_rows, save=save_rows,
+logits_loss = operator("logits_loss", rows_fwd, fake=fake_rows, save=save_rows,
                        backward=gradient_of_rows)

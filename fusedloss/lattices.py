@@ -602,8 +602,8 @@ def gradient_of_transducer(ctx, needs, g, *others):
     "dz, where it is needed."
     return {"z": transducer_grad(g, *ctx.saved_tensors, ctx.blank, ctx.clamp)} if needs.z and g is not None else {}
 
-transducer_grad = operator("fusedloss::transducer_grad", transducer_bwd, fake=lambda g, z, *others: torch.empty_like(z))
-transducer_of_logits = operator("fusedloss::transducer", transducer_fwd, fake=fake_transducer, save=save_transducer,
+transducer_grad = operator("transducer_grad", transducer_bwd, fake=lambda g, z, *others: torch.empty_like(z))
+transducer_of_logits = operator("transducer", transducer_fwd, fake=fake_transducer, save=save_transducer,
                                 backward=gradient_of_transducer)
 
 # %% ../nbs/32_lattices.ipynb #lt000045
@@ -696,7 +696,7 @@ def fake_frames(z, targets, *others):
     new = lambda *size: z.new_empty(size, dtype=acc_dtype(z.dtype))
     return new(z.shape[0]), z.new_empty(targets.shape, dtype=torch.int64), new(*targets.shape)
 
-frames_operator = operator("fusedloss::transducer_align", best_frames, fake=fake_frames)
+frames_operator = operator("transducer_align", best_frames, fake=fake_frames)
 
 # %% ../nbs/32_lattices.ipynb #lt000051
 def transducer_align(

@@ -502,10 +502,10 @@ def gradients_of_losses(ctx, needs, g, *_):
 
 # %% ../nbs/22_linear_ctc.ipynb #6126fdac
 linear_ctc_grad_operator = operator(
-    "fusedloss::linear_ctc_grad", recompute_gradients, fake=fake_ctc_gradients,
+    "linear_ctc_grad", recompute_gradients, fake=fake_ctc_gradients,
     flops=lambda i, out: ctc_flops(i.x, i.w, i.targets, 1, i.need_x, i.need_w))
 linear_ctc_operator = operator(
-    "fusedloss::linear_ctc", recompute_losses, fake=fake_losses, save=save_states,
+    "linear_ctc", recompute_losses, fake=fake_losses, save=save_states,
     backward=gradients_of_losses, flops=lambda i, out: ctc_flops(i.x, i.w, i.targets, 1))
 
 # %% ../nbs/22_linear_ctc.ipynb #e8c58823
@@ -558,7 +558,7 @@ def gradients_of_all(ctx, needs, g, *_):
 
 # %% ../nbs/22_linear_ctc.ipynb #3ee61ade
 linear_ctc_all_operator = operator(
-    "fusedloss::linear_ctc_all", linear_ctc_all, fake=fake_all, save=save_all,
+    "linear_ctc_all", linear_ctc_all, fake=fake_all, save=save_all,
     backward=gradients_of_all,
     flops=lambda i, out: ctc_flops(i.x, i.w, i.targets, 2, i.need_x, i.need_w))
 

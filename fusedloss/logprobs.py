@@ -172,9 +172,9 @@ def row_gradients(grad, ctx, needs, g, g_entropy, *_):  # the operator of the gr
     return {name: g for (name, need), g in zip(wanted.items(), found) if need}
 
 # %% ../nbs/12_logprobs.ipynb #538da72d
-log_probs_grad = operator("fusedloss::log_probs_grad", log_probs_bwd, fake=fake_log_probs_grad,
+log_probs_grad = operator("log_probs_grad", log_probs_bwd, fake=fake_log_probs_grad,
                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
-log_probs_of_rows = operator("fusedloss::log_probs", log_probs_fwd, fake=fake_log_probs,
+log_probs_of_rows = operator("log_probs", log_probs_fwd, fake=fake_log_probs,
                              save=save_log_probs, backward=partial(row_gradients, log_probs_grad),
                              flops=lambda i, out: products(i.x, i.w))
 
@@ -320,10 +320,10 @@ def save_listed(ctx, inputs, output):
 
 # %% ../nbs/12_logprobs.ipynb #ids9op
 listed_grad = operator(
-    "fusedloss::listed_log_probs_grad", listed_bwd, fake=fake_log_probs_grad,
+    "listed_log_probs_grad", listed_bwd, fake=fake_log_probs_grad,
     flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w) + 2 * i.classes.numel() * i.x.shape[1] * (i.need_x + i.need_w))
 listed_log_probs = operator(
-    "fusedloss::listed_log_probs", listed_fwd, fake=fake_listed, save=save_listed,
+    "listed_log_probs", listed_fwd, fake=fake_listed, save=save_listed,
     backward=partial(row_gradients, listed_grad),
     flops=lambda i, out: products(i.x, i.w) + 2 * i.classes.numel() * i.x.shape[1])
 
@@ -376,9 +376,9 @@ def gradient_of_listed_logits(ctx, needs, g, g_entropy, *_):
     if all(g is None for g in upstream): return {}
     return {"input": listed_logits_grad(*upstream, *ctx.saved_tensors, ctx.options)}
 
-listed_logits_grad = operator("fusedloss::listed_logits_grad", listed_logits_bwd,
+listed_logits_grad = operator("listed_logits_grad", listed_logits_bwd,
                               fake=lambda g, g_entropy, input, *_: torch.empty_like(input))
-listed_logits = operator("fusedloss::listed_logits", listed_logits_fwd, fake=fake_listed_logits,
+listed_logits = operator("listed_logits", listed_logits_fwd, fake=fake_listed_logits,
                          save=save_listed_logits, backward=gradient_of_listed_logits)
 
 # %% ../nbs/12_logprobs.ipynb #3f1c8d79

@@ -282,7 +282,7 @@ def fake_row_targets(x, w, b, target, weight, token_weight, o, dtype, *others):
     return (new(), x.new_empty(x.shape if need_x else 0), torch.empty_like(w) if need_w else w.new_empty(0),
             x.new_empty(w.shape[0] if need_b else 0, dtype=acc_dtype(x.dtype)), new(2 if late else 0))
 
-row_targets = operator("fusedloss::row_targets", row_targets_fwd, fake=fake_row_targets,
+row_targets = operator("row_targets", row_targets_fwd, fake=fake_row_targets,
                        save=save_gradients, backward=scaled_gradients,
                        flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
 
@@ -450,7 +450,7 @@ def fake_compiled_reduced_loss(x, w, b, y, weight, token_weight, o, dtype, *othe
     "The shapes of `compiled_reduced_loss_fwd`'s results."
     return chunked_loss.fake(x, w, b, y, weight, token_weight, o, dtype, w.dtype, *others)
 
-compiled_reduced_loss = operator("fusedloss::compiled_reduced_loss", compiled_reduced_loss_fwd, fake=fake_compiled_reduced_loss, save=save_gradients, backward=scaled_gradients,
+compiled_reduced_loss = operator("compiled_reduced_loss", compiled_reduced_loss_fwd, fake=fake_compiled_reduced_loss, save=save_gradients, backward=scaled_gradients,
                       flops=count_chunks)
 
 # %% ../nbs/11_losses.ipynb #7c01aa03
@@ -496,9 +496,9 @@ def compiled_token_losses_bwd(
     dw = dz.T @ counted_rows(x, target, o.ignore_index) if need_w else w.new_empty(0)
     return dx, dw, dz.sum(0).to(bias.dtype) if need_b else w.new_empty(0)
 
-compiled_token_losses_grad = operator("fusedloss::compiled_token_losses_grad", compiled_token_losses_bwd, fake=fake_gradients,
+compiled_token_losses_grad = operator("compiled_token_losses_grad", compiled_token_losses_bwd, fake=fake_gradients,
                                       flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
-compiled_token_losses = operator("fusedloss::compiled_token_losses", compiled_token_losses_fwd, fake=fake_compiled_token_losses,
+compiled_token_losses = operator("compiled_token_losses", compiled_token_losses_fwd, fake=fake_compiled_token_losses,
                                  save=save_rows, backward=functools.partial(gradients_of_rows, compiled_token_losses_grad),
                                  flops=lambda i, out: products(i.x, i.w))
 

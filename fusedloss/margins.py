@@ -497,9 +497,9 @@ def fake_head_grad(g_lse, g_cos, x, w, y, lse, *options):
     need_x, need_w = options[-2:]
     return x.new_empty(x.shape if need_x else (0,)), w.new_empty(w.shape if need_w else (0,))
 
-cosine_lse_grad = operator("fusedloss::cosine_lse_grad", cosine_lse_bwd, fake=fake_head_grad,
+cosine_lse_grad = operator("cosine_lse_grad", cosine_lse_bwd, fake=fake_head_grad,
                            flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
-cosine_lse = operator("fusedloss::cosine_lse", cosine_lse_fwd, fake=fake_head, save=save_head,
+cosine_lse = operator("cosine_lse", cosine_lse_fwd, fake=fake_head, save=save_head,
                       backward=head_gradients, flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/13_margins.ipynb #ma55bbb0

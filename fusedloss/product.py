@@ -679,7 +679,7 @@ def fake_product(*arguments):
     return chunked_loss.fake(*arguments, False)[:5]
 
 # %% ../nbs/09_product.ipynb #bcdfb946
-product_loss = operator("fusedloss::product_loss", product_loss_fwd, fake=fake_product, save=save_gradients,
+product_loss = operator("product_loss", product_loss_fwd, fake=fake_product, save=save_gradients,
                         backward=scaled_gradients, flops=count_chunks)
 
 # %% ../nbs/09_product.ipynb #dc2d67a5

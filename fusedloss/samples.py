@@ -418,7 +418,7 @@ def fake_samples(x, w, seeds, *others):
     "The shapes of `sample_fwd`'s results."
     return torch.empty_like(seeds), x.new_empty(x.shape[0], dtype=acc_dtype(x.dtype))
 
-samples_of_rows = operator("fusedloss::samples", sample_fwd, fake=fake_samples, flops=lambda i, out: products(i.x, i.w))
+samples_of_rows = operator("samples", sample_fwd, fake=fake_samples, flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/30_samples.ipynb #smranks
 def plain_parts(z:Tensor, seeds:Tensor, start:int, kept:Optional[Tensor]=None) -> tuple[Tensor, Tensor]:  # scores [n,V] of a shard, [n]; [n,V]

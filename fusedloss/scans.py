@@ -504,7 +504,7 @@ def gradients_of_logz(ctx, needs, g, *_):
     found = zip(("Ms", "v0", "vT"), scaled_gradients(ctx, g))
     return {name: d for name, d in found if getattr(needs, name)}
 
-logz_operator = operator("fusedloss::logz", checked(logz_and_gradients), fake=fake_logz,
+logz_operator = operator("logz", checked(logz_and_gradients), fake=fake_logz,
                          save=save_gradients, backward=gradients_of_logz)
 
 # %% ../nbs/19_scans.ipynb #db9aae0f
@@ -584,7 +584,7 @@ def fake_path(Ms, idx, *others):
     return tuple(idx.new_empty((N, n), dtype=torch.int64) for n in (T + 1, T))
 
 viterbi_operator = operator(
-    "fusedloss::viterbi", checked(viterbi_path),
+    "viterbi", checked(viterbi_path),
     fake=lambda Ms, *others: (Ms.new_empty(Ms.shape[1]), *fake_path(Ms, *others)))
 
 # %% ../nbs/19_scans.ipynb #7a31c0d3
@@ -601,7 +601,7 @@ def drawn_path(
     "`sample`, by numbers that are drawn."
     return chosen_path(Ms, idx, v0, vT, Timed([at_end, *at_steps.flip(0)]), lengths)[1:]
 
-sample_operator = operator("fusedloss::sample", checked(drawn_path), fake=fake_path)
+sample_operator = operator("sample", checked(drawn_path), fake=fake_path)
 
 def exponential(t:Tensor, *size:int) -> Tensor:
     "What `sample_operator` draws by, in the dtype of t: outside of it, where a compiler sees that each call draws anew."

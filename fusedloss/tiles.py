@@ -181,9 +181,9 @@ def gradient_of_lse(ctx, needs, g_lse, g_score, _):
     return {"x": dx if needs.x else None, "w": dw if needs.w else None}
 
 # %% ../nbs/02_tiles.ipynb #f4cc9085
-tiled_lse_grad = operator("fusedloss::tiled_lse_grad", tiled_lse_bwd, fake=fake_grad,
+tiled_lse_grad = operator("tiled_lse_grad", tiled_lse_bwd, fake=fake_grad,
                           flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
-tiled_lse = operator("fusedloss::tiled_lse", tiled_lse_fwd, fake=fake_lse, save=save_lse,
+tiled_lse = operator("tiled_lse", tiled_lse_fwd, fake=fake_lse, save=save_lse,
                      backward=gradient_of_lse, flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/02_tiles.ipynb #8708a6d3

@@ -287,9 +287,9 @@ def gradient_of_topk(ctx, needs, g, _, g_lse, *others):
     found = topk_grad(g, g_lse, *ctx.saved_tensors, ctx.options, ctx.budget, *wanted.values())
     return {name: d for (name, need), d in zip(wanted.items(), found) if need}
 
-topk_grad = operator("fusedloss::topk_grad", topk_bwd, fake=fake_topk_grad,
+topk_grad = operator("topk_grad", topk_bwd, fake=fake_topk_grad,
                      flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))
-topk_of_rows = operator("fusedloss::topk", topk_fwd, fake=fake_topk, save=save_topk, backward=gradient_of_topk,
+topk_of_rows = operator("topk", topk_fwd, fake=fake_topk, save=save_topk, backward=gradient_of_topk,
                         flops=lambda i, out: products(i.x, i.w))
 
 # %% ../nbs/29_topk.ipynb #tk000045

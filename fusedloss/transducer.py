@@ -488,10 +488,10 @@ def node_products(e:Tensor, p:Tensor, w:Tensor, *more:bool) -> int:
     return 2 * e.shape[0] * e.shape[1] * p.shape[1] * w.numel() * (1 + sum(more))
 
 linear_transducer_grad = operator(
-    "fusedloss::linear_transducer_grad", linear_transducer_bwd, fake=fake_linear_transducer_grad,
+    "linear_transducer_grad", linear_transducer_bwd, fake=fake_linear_transducer_grad,
     flops=lambda i, out: node_products(i.e, i.p, i.w, i.need_e or i.need_p, i.need_w))
 linear_transducer = operator(
-    "fusedloss::linear_transducer", linear_transducer_fwd, fake=fake_linear_transducer, save=save_linear_transducer, backward=gradient_of_linear_transducer,
+    "linear_transducer", linear_transducer_fwd, fake=fake_linear_transducer, save=save_linear_transducer, backward=gradient_of_linear_transducer,
     flops=lambda i, out: node_products(i.e, i.p, i.w))
 
 # %% ../nbs/33_transducer.ipynb #tr000045

@@ -177,6 +177,7 @@ CASES = {
 
 
 NUMBERS = count()
+OPERATOR = re.compile(r'\b(operator|add_op_namespace_prefix)\(\s*f?"')  # before the name of one that a module defines
 
 
 def replaced(source: str, *pairs: str) -> str:
@@ -269,7 +270,8 @@ def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
     variants = {name: name.replace(own, variant, 1).replace(".", "_") for name in sources if not changed.isdisjoint(imported(name))}
     for name, called in variants.items():
         path = folder / f"{called}.py"
-        path.write_text(importing(name, sources[name], variants).replace(f"{own}::", f"{variant}::"), encoding="utf-8")
+        text = OPERATOR.sub(rf"\g<0>{variant}_", importing(name, sources[name], variants))
+        path.write_text(text, encoding="utf-8")
         spec = importlib.util.spec_from_file_location(called, path)
         sys.modules[called] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
         spec.loader.exec_module(sys.modules[called])

@@ -365,7 +365,7 @@ def test_the_table_of_losses_names_arguments_that_exist():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", ("coming_from", "evaluation", "lightning", "multi_token", "trl", pytest.param("meshes", marks=pytest.mark.thorough)))
+@pytest.mark.parametrize("page", ("coming_from", "evaluation", "hub", "lightning", "multi_token", "trl", pytest.param("meshes", marks=pytest.mark.thorough)))
 def test_a_recipe_runs(page, monkeypatch):
     monkeypatch.chdir(RECIPES[page].parent)
     run_page(page)

@@ -23,7 +23,7 @@ INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 
 def cuda_source(name: str) -> str:
     "Text of `cuda/{name}.cu` with its headers: in the package, or beside it in a checkout."
-    home = files("fusedloss")
+    home = files(__package__.partition(".")[0])
     places = home / "cuda", home.parent / "cuda"
     folder = next(p for p in places if p.is_dir())
     text = lambda file: folder.joinpath(file).read_text(encoding="utf-8")

@@ -265,13 +265,13 @@ def dot_lse_gradients(ctx, needs, g_lse, g_score, *_) -> dict[str, Optional[Tens
 
 
 dot_lse_grad = operator(
-    "fusedloss::dot_lse_grad",
+    "dot_lse_grad",
     dot_lse_bwd,
     fake=fake_dot_grad,
     flops=lambda i, out: products(i.ux, i.columns[: i.n_shared], i.need_x, i.need_w),
 )
 dot_lse = operator(
-    "fusedloss::dot_lse",
+    "dot_lse",
     dot_lse_fwd,
     fake=fake_dot_lse,
     save=save_dot_lse,
@@ -416,13 +416,13 @@ def row_lse_gradients(ctx, needs, g_lse, g_score, *_) -> dict[str, Optional[Tens
 
 
 row_lse_grad = operator(
-    "fusedloss::row_lse_grad",
+    "row_lse_grad",
     row_lse_bwd,
     fake=fake_row_grad,
     flops=lambda i, out: 2 * i.classes.numel() * i.x.shape[1] * (1 + i.need_x + i.need_w),
 )
 row_lse = operator(
-    "fusedloss::row_lse",
+    "row_lse",
     row_lse_fwd,
     save=save_row_lse,
     backward=row_lse_gradients,

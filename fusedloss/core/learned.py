@@ -65,9 +65,9 @@ def scaled_gradients(ctx, needs, g: Tensor) -> dict[str, Optional[Tensor]]:
     return {"t": dt if needs.t else None, "s": ds if needs.s else None}
 
 
-scaled_grad = operator("fusedloss::scaled_grad", scaled_bwd, fake=fake_scaled_grad)
+scaled_grad = operator("scaled_grad", scaled_bwd, fake=fake_scaled_grad)
 scaled_by = operator(
-    "fusedloss::scaled_by",
+    "scaled_by",
     scaled_fwd,
     save=save_scaled,
     backward=scaled_gradients,

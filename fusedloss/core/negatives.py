@@ -307,13 +307,13 @@ def lse_gradients(
 
 
 partial_lse_grad = operator(
-    "fusedloss::partial_lse_grad",
+    "partial_lse_grad",
     partial_lse_bwd,
     fake=fake_lse_grad,
     flops=lambda i, out: products(i.ux, i.uw, i.need_x, i.need_w),
 )
 partial_lse = operator(
-    "fusedloss::partial_lse",
+    "partial_lse",
     partial_lse_fwd,
     fake=fake_lse,
     save=save_lse,
@@ -382,7 +382,7 @@ def affine_loss_gradients(
 
 
 affine_margin_loss = operator(
-    "fusedloss::affine_margin_loss",
+    "affine_margin_loss",
     affine_loss_fwd,
     fake=fake_affine_loss,
     save=save_affine_loss,

@@ -37,6 +37,8 @@ from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
+from fusedloss._ops import add_op_namespace_prefix
+
 
 SECOND = (
     "fusedloss: a gradient of this loss has no derivative of its own (create_graph=True, "
@@ -553,14 +555,16 @@ def _registered() -> dict[str, dict[str, Operator]]:
 
 
 def is_operator(
-    name: str,  # "namespace::name", with the number of a schema or without
+    name: str,  # with the number of a schema or without
 ) -> bool:
     "Whether it is there, or about to be."
+    name = add_op_namespace_prefix(name)
     return not _registered().keys().isdisjoint({name, name.rstrip("0123456789").removesuffix("_")})
 
 
 def registered(name: str, signature: inspect.Signature) -> Operator:
-    "The operator of this name and signature, made where there is none."
+    "The library's operator of this name and signature, made where there is none."
+    name = add_op_namespace_prefix(name)
 
     def prototype(*args):
         raise NotImplementedError(name)
@@ -575,7 +579,7 @@ def registered(name: str, signature: inspect.Signature) -> Operator:
 
 
 def operator(
-    name: str,  # "namespace::name"
+    name: str,  # in the library's namespace
     fn: Optional[Callable] = None,  # tensors, numbers and options; without it, a decorator
     *,
     fake: Optional[Callable] = None,  # as `fn`, of tensors without numbers

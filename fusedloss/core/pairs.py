@@ -1019,9 +1019,9 @@ def save_soft_loss(ctx, inputs, output):
     ctx.options = inputs[5]
 
 
-soft_loss_grad = operator("fusedloss::soft_loss_grad", soft_loss_bwd, fake=lambda g, input, *_: torch.empty_like(input))
+soft_loss_grad = operator("soft_loss_grad", soft_loss_bwd, fake=lambda g, input, *_: torch.empty_like(input))
 soft_loss = operator(
-    "fusedloss::soft_loss",
+    "soft_loss",
     soft_loss_fwd,
     save=save_soft_loss,
     fake=lambda input, *_: input.new_empty(input.shape[0] * input.shape[1], dtype=acc_dtype(input.dtype)),
@@ -1356,11 +1356,9 @@ def labels_loss_bwd(
     return dz
 
 
-labels_loss_grad = operator(
-    "fusedloss::labels_loss_grad", labels_loss_bwd, fake=lambda g, input, *_: input.new_empty(input.shape)
-)
+labels_loss_grad = operator("labels_loss_grad", labels_loss_bwd, fake=lambda g, input, *_: input.new_empty(input.shape))
 labels_loss = operator(
-    "fusedloss::labels_loss",
+    "labels_loss",
     labels_loss_fwd,
     save=save_soft_loss,
     fake=lambda input, *_: input.new_empty(input.shape[0], dtype=acc_dtype(input.dtype)),

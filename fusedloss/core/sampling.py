@@ -526,7 +526,7 @@ def fake_columns(y, seed, step, s, start, stop, ignore_index, drawn_shift, dtype
     return new(t), new(n), new(t, dtype=dtype), new(t), new(n), new(n, dtype=dtype)
 
 
-sampled_columns = operator("fusedloss::sampled_columns", sample_columns, fake=fake_columns)
+sampled_columns = operator("sampled_columns", sample_columns, fake=fake_columns)
 
 
 def step_columns(

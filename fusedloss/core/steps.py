@@ -10,6 +10,7 @@ from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusedloss._ops import add_op_namespace_prefix
 from fusedloss.core.checks import expect
 
 
@@ -31,7 +32,7 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-@torch.library.custom_op("fusedloss::add_if_first", mutates_args=("held",))
+@torch.library.custom_op(add_op_namespace_prefix("add_if_first"), mutates_args=("held",))
 def _add_if_first(held: Tensor, more: Tensor) -> None:
     if torch._C._current_graph_task_id() == -1:
         held.add_(more)

@@ -1,0 +1,1 @@
+"Losses in the places of frameworks."
