@@ -29,9 +29,10 @@ from fusedloss.product import (
     BY_KERNELS, BY_PYTORCH, exponentials_width, fake_product, finished_rows, launched_rows, Passes, product_row,
     Rows, Work, work_of)
 
-# %% ../nbs/34_fp8.ipynb #f8num000
+# %% ../nbs/34_fp8.ipynb #f8fp8000
 FP8 = torch.float8_e4m3fn
 
+# %% ../nbs/34_fp8.ipynb #f8num000
 LEAST = 2.0**-126  # whose inverse is finite
 
 def rounded8(t:Tensor) -> Tensor:
