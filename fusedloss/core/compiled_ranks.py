@@ -31,20 +31,6 @@ from fusedloss.core.ranks import is_dtensor
 from fusedloss.core.weights import weight_and_bias
 
 
-def between_graphs(method: Callable) -> Callable:  # of a module whose classes are over ranks
-    "A method that `torch.compile` calls between two graphs: its ranks talk, and its samples depend on labels."
-    whole = f"{method.__qualname__}: expected no fullgraph=True under torch.compile: ranks talk"
-
-    @functools.wraps(method)
-    def called(*args, **given):
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=whole)
-            return torch.compiler.disable(method)(*args, **given)
-        return method(*args, **given)
-
-    return called
-
-
 GRADED = (
     "input",
     "linear_weight",
