@@ -211,7 +211,8 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, machine, 1, 1, r.work), *bias_costs(r)]
-    copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
+    widened = graded and r.dtype.itemsize == 2  # dz and g dz, to be multiplied
+    copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * widened)
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
                     max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))
