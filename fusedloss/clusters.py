@@ -402,9 +402,9 @@ def scaled_rows(
     if has_kernel(dz):
         launch_scale(dz, out, factor, denominator)
         return out
-    factor = factor / plain_divisor(denominator)
-    product = dz.to(factor.dtype) * factor.view(*dz.shape[:2], 1)
-    return out.copy_(torch.where(dz == 0, 0.0, product))
+    nothing = dz == 0  # whatever its row's factor
+    torch.mul(dz, (factor / plain_divisor(denominator)).view(*dz.shape[:2], 1), out=out)
+    return out.masked_fill_(nothing, 0)
 
 # %% ../nbs/05_clusters.ipynb #b31529a7
 def plain_turn(

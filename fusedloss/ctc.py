@@ -254,18 +254,19 @@ def ctc_forward(
 SCALE_BLOCKS = 1024  # that walk through all rows: mostly they find a factor of 1
 
 def launch_ctc_scale(
-    g:Tensor, dz:Tensor, out:Tensor, lengths:Optional[Tensor],  # [N] or one, [T,N,C] twice, [N]
-) -> bool:  # False where the kernel cannot be had
-    "`dz` times its factors to `out`, which may be `dz`; divided by `lengths` as a mean is."
-    if not runs_kernels(dz) or dz.stride(2) != 1: return False
+    g:Tensor, dz:Tensor, lengths:Optional[Tensor], keep:bool,  # as `scaled_gradient`
+) -> Optional[Tensor]:  # [T,N,C]; None where the kernel cannot be had
+    "`dz` times its factors, in its place unless `keep`; divided by `lengths` as a mean is."
+    if not runs_kernels(dz) or dz.stride(2) != 1: return None
     T, N, C = dz.shape
     with on_device(dz):
         kernels = kernels_for(dz.get_device(), dz.dtype, C, LOGITS)
-        if kernels is None: return False
+        if kernels is None: return None
         *_, scale, rows = kernels
+        out = torch.empty_like(dz) if keep else dz
         scale(min(SCALE_BLOCKS, -(-T * N // rows)), 256, dz, out, g, lengths, g.stride(0) if g.dim() else 0,
               *dz.stride()[:2], *out.stride()[:2], T, N, C)
-    return True
+    return out
 
 # %% ../nbs/20_ctc.ipynb #6708bb1d
 def scaled_gradient(
@@ -273,8 +274,7 @@ def scaled_gradient(
     keep:bool,  # leave `dz` as it is
 ) -> Tensor:  # [T,N,C]
     "Each sequence's gradient times its factor."
-    out = torch.empty_like(dz) if keep else dz
-    if launch_ctc_scale(g, dz, out, lengths): return out
+    if (out := launch_ctc_scale(g, dz, lengths, keep)) is not None: return out
     factor = g if lengths is None else g * inv_denominators(lengths, True, g.dtype)
     return scaled_rows(dz, factor.expand(dz.shape[:2]).reshape(-1), None, keep)
 

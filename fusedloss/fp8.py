@@ -16,7 +16,7 @@ from fusedloss.chunks import count_chunks, final_gradients, Gradients, late_fact
 from fusedloss.core.checks import expect
 from fusedloss.core.devices import device_of
 from fusedloss.core.fp8 import (
-    added_classes, Cut, HEAVY, LISTED, plan_cut, Sizes, TOP, UNIT, whole_blocks)
+    added_classes, Cut, HEAVY, LISTED, plan_cut, ranking_machine, Sizes, TOP, UNIT, whole_blocks)
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
@@ -29,9 +29,10 @@ from fusedloss.product import (
     BY_KERNELS, BY_PYTORCH, exponentials_width, fake_product, finished_rows, launched_rows, Passes, product_row,
     Rows, Work, work_of)
 
-# %% ../nbs/34_fp8.ipynb #f8num000
+# %% ../nbs/34_fp8.ipynb #f8fp8000
 FP8 = torch.float8_e4m3fn
 
+# %% ../nbs/34_fp8.ipynb #f8num000
 LEAST = 2.0**-126  # whose inverse is finite
 
 def rounded8(t:Tensor) -> Tensor:
@@ -477,7 +478,7 @@ def fp8_loss_fwd(
     (n, h), v = x_k.shape, len(w)
     s = Sizes(n, h, v, need_x, need_w, grad_dtype.itemsize, product_row(h, v, dtype, need_x, v if product is None else product.classes))
     grads = Gradients(pick(x), w_k, (need_x, need_w, need_b), grad_dtype, False, 1.0)
-    cut = plan_cut(s, memory_budget, accumulate == "float32")
+    cut = plan_cut(s, ranking_machine(device_of(x)), memory_budget, accumulate == "float32")
     loss = run_groups(x_k, w_k, y_k, weight, pick(token_weight), total, o, cut, s, grads, product, b_k).sum()
     dx, dw, db = final_gradients(grads, x, order)
     if need_w and dw.stride() != w.stride(): dw = torch.empty_like(w, dtype=grad_dtype).copy_(dw)

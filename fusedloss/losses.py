@@ -35,6 +35,7 @@ from fusedloss.core.rates import CPU, Machine, machine_here
 from fusedloss.core.reference import as_rows, counted_rows, flat, reduce_rows, row_stats, total_weight
 from fusedloss.core.triton import triton
 from fusedloss.core.tuning import chosen_method
+from fusedloss.core.uncompiled import uncompiled
 from fusedloss.core.versions import torch_version
 from fusedloss.core.weights import weight_and_bias
 from fusedloss.filter import (
@@ -385,9 +386,8 @@ def for_compilers(
 ) -> Callable:
     "`fn`, left uncompiled by a `torch.compile` too old for what a plan does, or refused."
     if version >= (2, 9): return fn
-    return torch.compiler.disable(
-        fn, reason="linear_cross_entropy: expected PyTorch 2.9 or later under torch.compile("
-                   "fullgraph=True), got %d.%d: without fullgraph it runs uncompiled" % version)
+    return uncompiled("linear_cross_entropy: expected PyTorch 2.9 or later under torch.compile("
+                      "fullgraph=True), got %d.%d: without fullgraph it runs uncompiled" % version)(fn)
 
 # %% ../nbs/11_losses.ipynb #7c01aa01
 def early_recompute(

@@ -17,7 +17,7 @@ from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
-from fusedloss.core.fp8 import busy_share, held_bytes, plan_cut, Sizes
+from fusedloss.core.fp8 import busy_share, FP8_SPEED, held_bytes, plan_cut, ranking_machine, Sizes
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.products import logits_row
@@ -211,7 +211,8 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, machine, 1, 1, r.work), *bias_costs(r)]
-    copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * graded)  # dz, g dz, mask
+    widened = graded and r.dtype.itemsize == 2  # dz and g dz, to be multiplied
+    copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * widened)
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
                     max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))
@@ -282,15 +283,14 @@ def smoothing_costs(r:Call) -> list[Cost]:
     if "label_smoothing" not in r.options: return []
     return [sweep_cost("mean class", (v + 2 * n) * h, r.work), *[sweep_cost("begin dw", v * h, *[r.grad_dtype] * 2)] * r.needs[1]]
 
-FP8_SPEED = 1.77  # of matmuls in FP8 whose partial sums are in fp32, beside bf16's
-
 def fp8_estimate(r:Call, machine:Machine) -> Estimate:
     "The same with backward matmuls in FP8: exponentials are rounded to it twice, w and x once."
     (n, v, h), tile = r._replace(n=r.packed).sizes, product_of(machine.device).classes if r.gpu else r.v
     s = Sizes(n, h, v, bool(r.needs[0]), bool(r.needs[1]), r.grad_dtype.itemsize, product_row(h, v, r.dtype, bool(r.needs[0]), tile))
-    c, aligned = plan_cut(s, r.memory_budget, r.accumulate == "float32"), r._replace(n=n, v=-(-v // 16) * 16)
+    by, aligned = ranking_machine(machine.device), r._replace(n=n, v=-(-v // 16) * 16)
+    c = plan_cut(s, by, r.memory_budget, r.accumulate == "float32")
     chunks, groups, eight, rounded = -(-n // c.rows), -(-n // c.group), torch.float8_e4m3fn, sum(r.needs[:2])
-    fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED * (busy_share(c, s) if cost.name == "dx" else 1.0))
+    fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED * (busy_share(c, s, by) if cost.name == "dx" else 1.0))
     costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
              sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_labels, expect, FLOATS, is_debugged, is_integer)
-from fusedloss.core.compiled_ranks import between_graphs
 from fusedloss.core.learned import gathered_scale
 from fusedloss.core.negatives import head_dtype, partial_lse, RowIndex, rows_gradient, uses_kernels
 from fusedloss.core.operators import check_reverse, first_order
@@ -30,6 +29,7 @@ from fusedloss.core.ranks import (
     shards_on, tells_ranks, tuning_agreement)
 from fusedloss.core.sampling import Columns, live_index, NegativeSampler, plain_labels, step_columns
 from fusedloss.core.tuning import keep_agreement
+from fusedloss.core.uncompiled import uncompiled
 from fusedloss.logprobs import flat_labels
 from fusedloss.margins import learned_scale, Margin, scaled_rows, target_scores
 from fusedloss.partial_fc import (
@@ -263,12 +263,14 @@ def mesh_that_talks(args:tuple, given:dict) -> Optional[DeviceMesh]:  # of a hea
     head, = args[:1]
     return None if head.equal_batch and not is_debugged() else head.mesh
 
+TALK = "ShardedPartialFC: expected no fullgraph=True under torch.compile: ranks talk"
+
 class ShardedScores(PartialFC):
     "`PartialFC` whose weight may be a DTensor: its scores, and a whole weight that is loaded."
     @property
     def shards(self) -> Shards: return shards_on(self.mesh, self.num_classes)
 
-    @between_graphs
+    @uncompiled(TALK)
     @tells_ranks(mesh_that_talks)
     @torch.no_grad()
     def logits(self,
@@ -279,7 +281,7 @@ class ShardedScores(PartialFC):
         z = class_scores(x, w, score_config(self), head_dtype(features))
         return scores_of_own(z, b, s).view(*features.shape[:-1], self.num_classes)
 
-    @between_graphs
+    @uncompiled(TALK)
     @tells_ranks(mesh_that_talks)
     @torch.no_grad()
     def topk(self,
@@ -332,7 +334,7 @@ class ShardedPartialFC(ShardedScores):
     def begin_rows(self) -> None:
         if not self.weight.is_meta: self.weight.copy_(self.new_rows(self.weight.device))
 
-    @between_graphs
+    @uncompiled(TALK)
     @tells_ranks(mesh_that_talks)
     def forward(self,
         features:Tensor,  # [..., H], this rank's rows

@@ -203,21 +203,19 @@ def node_chunks(a:Packed, x:Tensor, w:Tensor, budget:int, back:bool) -> list[sli
     budget = budget or min(BUDGET, ROWS * node_bytes(x, w, True))
     return tile_slices(a.rows, equal_rows(a.rows, max(1, budget // node_bytes(x, w, back))))
 
-def node_scores(k:Joint, i:slice, layer:Layer) -> tuple[Tensor, Tensor, Tensor]:  # [R,J], [2,R], [2,R]
-    "h of the rows `i`; of each its largest score, times `scale_of(e)`, and Σ e^(z − that); its scores of blank and label."
+def node_scores(k:Joint, i:slice, layer:Layer, rows:Tensor, scores:Tensor) -> Tensor:  # [2,R] twice, written; [R,J]
+    "h of the rows `i`; of each its largest score, in kernels times `log2_scale`, and Σ e^(z − that); its scores of blank and label."
     if takes_kernel(k.e):
-        h, label, z_blank = launch_join(k, i, layer)
+        h, label = launch_join(k, i, layer, scores[0])
         if layer.by_product: sums = statistics_sums(h, layer.w, label, bias=layer.bias)
         else: sums, _ = launch_sums(h, layer.w, label, layer.bias, None, BARE)
-        return h, sums[:2], torch.stack([z_blank, sums[2]])
+        rows.copy_(sums[:2]), scores[1].copy_(sums[2])
+        return h
     h, classes = plain_join(k, i)
     z = chunk_scores(h, wide(layer.w), layer.bias)[:, 0]
-    found, top = z.gather(1, classes.clamp(min=0)).T, z.amax(1)
-    return h, torch.stack([top, z.sub_(top[:, None]).exp_().sum(1)]), found
-
-def scale_of(x:Tensor) -> float:
-    "What maxima of `node_scores` have been multiplied by."
-    return log2_scale(x) if takes_kernel(x) else 1.0
+    scores.copy_(z.gather(1, classes.clamp(min=0)).T)
+    rows[0].copy_(z.amax(1)), rows[1].copy_(z.sub_(rows[0, :, None]).exp_().sum(1))
+    return h
 
 def duration_log_probs(h:Tensor, w:Tensor, bias:Optional[Tensor]) -> Tensor:  # [R,J], [D,J], [D] to [R,D]
     "Log-probabilities of the durations, a softmax of their own."
@@ -237,10 +235,10 @@ def linear_transducer_fwd(
     rows, scores, log_d = new(2, nodes), new(2, a.rows), new(a.rows, D)
     k, layer = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b)
     for i in node_chunks(a, e, w, budget, False):
-        h, rows[:, i], scores[:, i] = node_scores(k, i, layer)
+        h = node_scores(k, i, layer, rows[:, i], scores[:, i])
         if D: log_d[i] = duration_log_probs(h, w[V:], b_d)
         del h  # before the next one
-    scale, (top, s) = scale_of(e), rows[:, :a.rows]
+    scale, (top, s) = log2_scale(e) if takes_kernel(e) else 1.0, rows[:, :a.rows]
     scores.mul_(scale).sub_(top).div_(scale).sub_(s.log().add_(sigma))
     log_z, by_blank, by_label, *by_duration = duration_flows(*scores, log_d, durations, *a.grids, flows=keep) if D else lattice(*scores, a.grids, flows=keep)
     losses = torch.where(a.bad, torch.nan, 0 - log_z)
@@ -330,21 +328,38 @@ class Weighted(NamedTuple):
     target: Tensor  # [R] the class of the larger flow
     more: ListedGradients  # of the other one
 
-def run_join(k:Joint, i:slice, h:Tensor, classes:Tensor, of_blank:tuple, back:tuple, label_weight:float=1.0, BN:int=16):
-    "h of the rows `i`, zeros in padding; `join_kernel` gets `of_blank` from w_ptr to blank_ptr, `back` from flows_ptr to gradients_ptr."
+class BlankScore(NamedTuple):
+    "What the join kernel of a forward pass takes beside h, as it names them."
+    w: Optional[Tensor] = None  # [J] of the blank
+    bias: Optional[Tensor] = None  # the blank's first
+    out: Optional[Tensor] = None  # fp32 [R], written
+
+class NodeWeights(NamedTuple):
+    "What that of a backward pass takes."
+    flows: Optional[Tensor] = None  # as in `Upstream`, and the next two
+    rows: Optional[Tensor] = None
+    g: Optional[Tensor] = None
+    terms: Optional[Tensor] = None  # as in `Weighted`, written
+    gradients: Optional[Tensor] = None  # [R,1] of its `more`, written
+
+def run_join(
+    k:Joint, i:slice, h:Tensor, classes:Tensor,  # [R,J], [R or, in backward, 2,R], written
+    forward:BlankScore=BlankScore(), back:NodeWeights=NodeWeights(), label_weight:float=1.0, BN:int=16,
+):
+    "h of the rows `i`, zeros in padding, and what one of both passes needs."
     e, p, a, blank, activation = k
-    (N, _, J), (R, width), M = e.shape, h.shape, 0 if back[0] is None else back[0].shape[1]
-    stride = 0 if of_blank[0] is None else of_blank[0].stride(0)
+    (N, _, J), (R, width), M = e.shape, h.shape, 0 if back.flows is None else back.flows.shape[1]
+    stride = 0 if forward.w is None else forward.w.stride(0)
     with on_device(e):
-        launch_kernel(join_kernel, (-(-R // BN),), e, p, a.grids.starts, a.grids.labels, a.targets, h, classes, *of_blank, *back, i.start, R, M, N, J,
+        launch_kernel(join_kernel, (-(-R // BN),), e, p, a.grids.starts, a.grids.labels, a.targets, h, classes, *forward, *back, i.start, R, M, N, J,
                       a.targets.shape[1], blank, label_weight, *e.stride(), *p.stride(), stride, width, ACTIVATION=activation, BN=BN, BJ=128)
 
-def launch_join(k:Joint, i:slice, layer:Layer) -> tuple[Tensor, Tensor, Tensor]:  # [R,J], [R], [R] fp32
+def launch_join(k:Joint, i:slice, layer:Layer, z_blank:Tensor) -> tuple[Tensor, Tensor]:  # fp32 [R], written; [R,J], [R]
     "h of the rows `i`; their next labels, `NONE` where there is none; their scores of the blank."
     R = i.stop - i.start
-    h, label, z_blank = k.e.new_empty(R, k.e.shape[2]), k.a.targets.new_empty(R), k.e.new_empty(R, dtype=torch.float32)
-    run_join(k, i, h, label, (layer.w[k.blank], None if layer.bias is None else layer.bias[k.blank:], z_blank), (None,) * 5)
-    return h, label, z_blank
+    h, label = k.e.new_empty(R, k.e.shape[2]), k.a.targets.new_empty(R)
+    run_join(k, i, h, label, BlankScore(layer.w[k.blank], None if layer.bias is None else layer.bias[k.blank:], z_blank))
+    return h, label
 
 class Room(NamedTuple):
     "What chunks of one size write, one after another."
@@ -363,8 +378,8 @@ def room_of(e:Tensor, R:int, V:int, ones:bool) -> Room:  # [N,T,J]; rows, classe
 
 def launch_weighted(k:Joint, i:slice, back:Upstream, room:Room):
     "h again, and the weights of the gradient."
-    weights = room.weighted.terms, room.weighted.more.gradients
-    run_join(k, i, room.h, room.classes, (None,) * 3, (*back[:3], *weights), back.label_weight)
+    weights = NodeWeights(back.flows, back.rows, back.g, room.weighted.terms, room.weighted.more.gradients)
+    run_join(k, i, room.h, room.classes, back=weights, label_weight=back.label_weight)
 
 def launch_sums_of_nodes(
     dh:Tensor, h:Tensor, a:Packed, i:slice, activation:str, de:Optional[Tensor], dp:Optional[Tensor],  # [R,J], [R,J or more]
@@ -391,11 +406,6 @@ def plain_dz(
     (top, s), there = rows, classes != NONE
     dz = chunk_scores(h, wide(w), bias)[:, 0].sub_(top[:, None]).exp_().mul_((flows.sum(0) / s)[:, None])
     out.copy_(torch.where(there[:, :1], dz, 0).scatter_add_(1, classes.clamp(min=0), torch.where(there, -flows.T, 0)))
-
-def keep_within(dz:Tensor, most:Tensor):  # [R,V], [R]
-    "Each row's numbers within ±most, in place."
-    most = most.abs().to(dz.dtype)[:, None]
-    torch.clamp(dz, -most, most, out=dz)
 
 class Gradients(NamedTuple):
     "Gradients as they grow, in `acc_dtype`; None where nobody asks."
@@ -447,7 +457,9 @@ def linear_transducer_bwd(
             weights = torch.stack([upstream[i], upstream[i] * (1 + fastemit)])
             dz, dh = h.new_empty(len(h), len(w), dtype=acc_dtype(e.dtype)), None
             plain_dz(h, w[:V], b, classes, flows[:, i] * weights, rows[:, i], dz[:, :V])
-        if clamp > 0: keep_within(dz[:, :V], clamp * upstream[i])
+        if clamp > 0:
+            most = (clamp * upstream[i, None]).abs().to(dz.dtype)
+            dz[:, :V].clamp_(-most, most)
         if D: dz[:, V:] = d_durations[i] * upstream[i, None]
         sums.add(dz, h, w, a, i, activation, dh)
         del dz, h, dh  # before the next ones

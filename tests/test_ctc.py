@@ -22,7 +22,7 @@ from fusedloss.core.lattice import interleave, may_skip, scan_shape, ScanShape
 from fusedloss.ctc import ctc_by_logz, ctc_graph, ctc_posteriors, ctc_sample, forced_align
 from fusedloss.scans import logz
 from fusedloss.semirings import Count, Entropy, Log, Max, brute_force
-from workbook.measure import saved_tensors
+from workbook.measure import MemoryTrace, saved_tensors
 from grids import FULL, few, thorough_but
 from helpers import everywhere, fault_of, planted, replaced, replays, unchanged
 from on_cpu import check_nvcc, kernels_on_cpu
@@ -302,6 +302,18 @@ def test_what_waits_for_backward_takes_less_memory_than_the_gradient(C, late, wi
     saved = saved_tensors(lambda: fl.ctc_loss_with_logits(z.requires_grad_(), y, frames, lengths), z, y, frames, lengths)
     assert (z.shape in [t.shape for t in saved]) != late
     assert sum(t.numel() * t.element_size() for t in saved) <= z.numel() * z.element_size() + 32
+
+
+@pytest.mark.parametrize("T, N, C", [(40, 8, 300), (30, 3, 100)])  # the scaled sums, and PyTorch's loss in float64
+def test_on_a_cpu_no_more_is_held_than_by_pytorchs_loss(T, N, C):
+    z, y = torch.randn(T, N, C).requires_grad_(), torch.randint(1, C, (N, 9))
+    lengths = torch.full((N,), T), torch.full((N,), 9)
+    peaks = []
+    for loss in (lambda: fl.ctc_loss_with_logits(z, y, *lengths), lambda: F.ctc_loss(z.log_softmax(-1), y, *lengths)):
+        with MemoryTrace() as trace:
+            torch.autograd.grad(loss(), z)
+        peaks.append(trace.peak)
+    assert peaks[0] <= peaks[1]
 
 
 def test_compiled_kernels_give_the_mean_of_half_precision(with_kernels):

@@ -12,8 +12,9 @@ import fusedloss as fl
 from fusedloss import fp8
 from fusedloss.chunks import Gradients
 from fusedloss.core.devices import device_of
-from fusedloss.core.fp8 import beyond, Cut, cuts, HEAVY, held_bytes, LISTED, pieces, plan_cut, Sizes, TOP, UNIT
+from fusedloss.core.fp8 import beyond, Cut, cuts, HEAVY, held_bytes, LISTED, pieces, plan_cut, ranking_machine, Sizes, TOP, UNIT
 from fusedloss.core.options import LossOptions
+from fusedloss.core.rates import H200, machines
 from fusedloss.core.score_product import product_of
 from workbook.measure import relative_error
 from grids import few
@@ -439,15 +440,36 @@ SIZES = [Sizes(*size, *needs, grad, 2 * size[2]) for size in ((1, 16, 5), (70, 6
 @pytest.mark.parametrize("budget", [None, 2**29, 2**31])
 def test_a_cut_fits_and_matmuls_can_take_it(budget):
     for s in SIZES:
-        c = plan_cut(s, budget)
+        c = plan_cut(s, H200, budget)
         assert held_bytes(c, s) <= (budget or 2**62) or c == min(cuts(s, False), key=lambda c: held_bytes(c, s))
         assert c.rows <= c.group <= max(s.n, 1) and (c.group % c.rows == 0 or c.group == s.n)
         assert (c.rows % 128 == 0 or c.rows == s.n) and (c.slab % 2048 == 0 or c.slab == s.v)
-        assert plan_cut(s, budget, True).group >= s.n
+        assert plan_cut(s, H200, budget, True).group >= s.n
+
+
+def test_each_board_ranks_cuts_by_its_own_figures():
+    boards = [machines()[name] for name in ("H200", "H100", "H100 PCIe")]
+    assert [ranking_machine(m.device) for m in boards] == boards and ranking_machine(device_of("cpu")) is H200
+    found = [fl.plan(16384, 131072, 2048, memory_budget=2**31, options=("matmul_dtype",), machine=m)["product"].cut for m in boards]
+    assert len(set(found)) == 3
+
+
+def test_a_loss_cuts_as_the_board_under_it(monkeypatch):
+    asked, x, w, y = [], torch.randn(8, 16, dtype=bf16), torch.randn(48, 16, dtype=bf16, requires_grad=True), torch.arange(8)
+    monkeypatch.setattr(fp8, "device_of", lambda t: machines()["H100 PCIe"].device)
+    monkeypatch.setattr(fp8, "plan_cut", lambda s, by, *rest: asked.append(by) or plan_cut(s, by, *rest))
+    fl.linear_cross_entropy(x, w, y, matmul_dtype=FP8).backward()
+    assert asked == [machines()["H100 PCIe"]]
+
+
+def test_a_part_of_a_board_ranks_cuts_by_the_multiprocessors_it_has():
+    s, part = Sizes(8192, 896, 151936, True, True, 2, 303872), H200.device._replace(name="NVIDIA H200 MIG 3g.71gb", multiprocessors=60)
+    assert ranking_machine(part).device == part and ranking_machine(part) is ranking_machine(part)
+    assert plan_cut(s, ranking_machine(part)) != plan_cut(s, H200)
 
 
 def test_one_sum_of_dw_is_rounded_once():
-    assert all(plan_cut(s, 2**20, True).group == s.n for s in SIZES)
+    assert all(plan_cut(s, H200, 2**20, True).group == s.n for s in SIZES)
 
 
 def test_memory_that_is_not_written_yet_serves():

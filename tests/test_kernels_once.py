@@ -34,7 +34,6 @@ def cuda_kernels() -> set[str]:
     return {name for text in texts for name in re.findall(r"__global__ void (?:\w+ |__launch_bounds__\([^)]*\) )*(\w+)\(", text)}
 
 
-@pytest.mark.thorough
 def test_the_list_names_every_kernel_once():
     listed = [name for names in kernels_once.LAUNCHES.values() for name in names.split()]
     assert sorted(listed) == sorted(triton_kernels() | cuda_kernels())

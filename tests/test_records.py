@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workbook.records import (Check, caption, figures_of, linear_losses, load_results, logits_losses, machine_line, machine_name, prediction_table, record,
-                                    records_by_name, records_over_ranks, results_table, source_line)
+                                    records_by_name, records_over_ranks, results_table, source_line, versions)
 
 RECORD = dict(name="tiles", shape=dict(N=2, H=3, V=4), dtype="float32", machine="toy", versions={}, commit="abc", date="2026-11-21",
               figures=dict(ratio=1.5, seconds=0.1, extra=2**20), stage="02_tiles")
@@ -31,6 +31,11 @@ def test_record_says_where_when_and_with_what(tmp_path, device):
     assert entry["versions"]["torch"] == torch.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"])
     assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8")) == [entry]
     assert "float16, N 1 × H 2 × V 3" in caption(entry) and entry["machine"] in machine_line(device)
+
+
+def test_a_record_names_the_version_of_the_code_that_ran(monkeypatch):
+    monkeypatch.setattr("fusedloss.__version__", "9.8.7")
+    assert versions()["fusedloss"] == "9.8.7" and machine_line().endswith("fusedloss 9.8.7")
 
 
 def test_failed_record_leaves_the_file_as_it_was(tmp_path):

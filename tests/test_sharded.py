@@ -1,5 +1,6 @@
 """Sharded: cases on one to four processes, ranks played by one process, what happens when a rank falls, planted bugs."""
 import functools
+import inspect
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from fusedloss.sharded import kernel_gradients, kernel_sums, make_terms, plain_g
 from compiled_cases import PROMISES
 from grids import few, thorough_but
 from helpers import everywhere, need_kernels, planted, unchanged, where_kernels_run
-from sharded_cases import CASES, ON_GPUS
+from sharded_cases import arguments, CASES, ON_GPUS, problem
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch was built without torch.distributed")
 HERE = Path(__file__).parent
@@ -119,6 +120,11 @@ assert THOROUGH < CASES.keys()
 @pytest.mark.parametrize("name", thorough_but(CASES, *CASES.keys() - THOROUGH))
 def test_on_four_processes(session, name):
     judge(session["test_on_four_processes"], name)
+
+
+def test_the_table_of_arguments_over_ranks_has_them_all():
+    "Which is tried by a case that is a thorough one"
+    assert arguments(*problem(9, 4, 11)).keys() == inspect.signature(fl.linear_cross_entropy).parameters.keys()
 
 
 @pytest.mark.parametrize("name", thorough_but(PROMISES, "linear_cross_entropy, sizes"))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedloss as fl
 from fusedloss.core import steps
+from fusedloss.core.uncompiled import uncompiled
 from fusedloss.margins import AdaFace, ArcFace, SubCenter, margin_cross_entropy
 
 V, H, N = 50, 6, 12
@@ -170,6 +171,33 @@ def test_a_compiled_step_of_an_optimizer_moves_it(kind):
     assert sampler.step == 3
 
 
+def test_what_is_left_uncompiled_calls_nothing_that_is_compiled():
+    "Whether a compiler comes to it inside a frame or, after it gave that one up, at the call itself"
+    seen = []
+
+    def inner(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    @uncompiled("outer: expected no fullgraph=True")
+    def outer(x):
+        return inner(x)
+
+    def given_up(x):
+        with torch.autograd.profiler.record_function("a break in here leaves the frame to Python"):
+            torch._dynamo.graph_break()
+            return outer(x)
+
+    one = torch.ones(3)
+    for caller in (outer, lambda x: outer(x) * 1, given_up):
+        torch._dynamo.reset()
+        seen.clear()
+        compiled = torch.compile(caller, backend="eager")
+        assert [compiled(one).sum().item() for _ in range(3)] == [6.0] * 3 and seen == [False] * 3
+    with pytest.raises(Exception, match="outer: expected no fullgraph=True"):
+        torch.compile(lambda x: outer(x) * 1, backend="eager", fullgraph=True)(one)
+
+
 def test_evaluation_and_a_step_that_is_skipped_move_nothing():
     _, head = made("AdaFace")
     (x, y), before = batches(1)[0], {k: t.clone() for k, t in state_of(head).items()}
@@ -192,14 +220,17 @@ def test_a_recomputation_after_the_state_has_moved_raises(name, use_reentrant):
     head(x, y).backward()
 
 
-def test_optimizers_that_step_within_the_backward_pass():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_optimizers_that_step_within_the_backward_pass(compiled):
     "Each parameter's own, as soon as it has its gradient: what is recomputed later still has the state of its forward pass"
     found = []
     for call in (recomputed(False), lambda f, *args: f(*args)):
         torch.manual_seed(0)
         heads = [fl.PartialFC(V, H, sample_rate=0.3, sparse=False, margin=AdaFace(momentum=0.5)) for _ in range(3)]
         for p in (p for head in heads for p in head.parameters()):
-            p.register_post_accumulate_grad_hook(lambda p, optimizer=SGD([p], lr=0.1): optimizer.step() or optimizer.zero_grad())
+            optimizer = SGD([p], lr=0.1)
+            step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+            p.register_post_accumulate_grad_hook(lambda p, step=step, optimizer=optimizer: step() or optimizer.zero_grad())
         for x, y in batches(3):
             sum(call(head, x.requires_grad_(), y) for head in heads).backward()
         found.append([head.state_dict() for head in heads])

@@ -657,7 +657,7 @@ BUGS = {
     "frames and states swapped": ("t, u = (at // width).clamp(max=T - 1), at % width", "t, u = (at % width).clamp(max=T - 1), at % width"),
     "no slope": ("dh * SLOPES[activation](wide(h))", "dh"),
     "FastEmit on blanks": ("torch.stack([upstream[i], upstream[i] * (1 + fastemit)])", "torch.stack([upstream[i] * (1 + fastemit), upstream[i]])"),
-    "a clamp after the upstream gradient": ("clamp * upstream[i]", "clamp * torch.ones_like(upstream[i])"),
+    "a clamp after the upstream gradient": ("clamp * upstream[i, None]", "clamp * torch.ones_like(upstream[i, None])"),
     "a flow taken once": ("torch.where(there, -flows.T, 0)", "torch.where(there, -flows.T, 0) * there.new_tensor([1, 0])"),
     "half of σ": (".sub_(s.log().add_(sigma))", ".sub_(s.log().add_(sigma / 2))"),
     "another sequence's gradient": ("F.pad(g, (0, 1)), counts", "F.pad(g.flip(0), (0, 1)), counts"),

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+import fusedloss
 from fusedloss.core.tables import si, Table
 from fusedloss.core.rates import dtype_name
 from workbook.drawing import as_drawing, Drawing, drawing_style, GREY, spread_labels, stage_color
@@ -43,12 +44,11 @@ def machine_name(device: str | torch.device = "cpu") -> str:
 def versions() -> dict[str, str]:
     "Versions of what the figures depend on."
     found = dict(python=platform.python_version(), torch=torch.__version__)
-    for name in ("triton", "fusedloss"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
-    return found
+    try:
+        found["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        pass
+    return found | dict(fusedloss=fusedloss.__version__)
 
 
 def machine_line(device: str | torch.device = "cpu") -> str:

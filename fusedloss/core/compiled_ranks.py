@@ -4,7 +4,6 @@ import functools
 import inspect
 import types
 import weakref
-from collections import namedtuple
 from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
 from typing import (
     Any,
@@ -26,23 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedloss.core.checks import expect
-from fusedloss.core.operators import autocasts, is_recorded, operator, SECOND
+from fusedloss.core.operators import autocasts, is_recorded, operator, SECOND, typed_signature
 from fusedloss.core.ranks import is_dtensor
 from fusedloss.core.weights import weight_and_bias
-
-
-def between_graphs(method: Callable) -> Callable:  # of a module whose classes are over ranks
-    "A method that `torch.compile` calls between two graphs: its ranks talk, and its samples depend on labels."
-    whole = f"{method.__qualname__}: expected no fullgraph=True under torch.compile: ranks talk"
-
-    @functools.wraps(method)
-    def called(*args, **given):
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=whole)
-            return torch.compiler.disable(method)(*args, **given)
-        return method(*args, **given)
-
-    return called
 
 
 GRADED = (
@@ -190,10 +175,7 @@ def with_signature(
 ) -> Callable:
     "`run`, of which an operator can be made."
     fn = lambda *given: run(*given)
-    place = functools.partial(inspect.Parameter, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [place(name, annotation=kind) for name, kind in kinds.items()]
-    fn.__annotations__ = kinds
-    fn.__signature__ = inspect.Signature(given, return_annotation=tuple[(Tensor,) * n])
+    fn.__annotations__, fn.__signature__ = kinds, typed_signature(kinds.items(), tuple[(Tensor,) * n])
     return fn
 
 
@@ -227,7 +209,7 @@ class RankLoss:
         kinds = {p.name: p.kind for p in self.parameters} | {p.number: float for p in self.parameters if p.number}
         kinds |= dict(site=Site, needs=Sequence[bool], early=bool)
         upstream = {f"g_{i}": Optional[Tensor] for i in range(len(differentiable))}
-        self.call, self.n = namedtuple("Call", kinds), len(differentiable)
+        self.n = len(differentiable)
         self.gradients = operator(
             f"{name}_grad",
             with_signature(self.run_gradients, upstream | kinds, len(self.graded)),
@@ -240,6 +222,7 @@ class RankLoss:
             save=self.save,
             backward=self.backward,
         )
+        self.call = self.results.arguments.named
 
     # --- while a compiler looks on ---
 

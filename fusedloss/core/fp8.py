@@ -3,6 +3,9 @@
 import functools
 from typing import NamedTuple, Optional
 
+from fusedloss.core.devices import Device
+from fusedloss.core.rates import guessed_machine, H200, listed_machine, Machine
+
 
 TOP = 448.0  # the largest number of e4m3
 HEAVY = 1 / 252  # a probability above it is heavy; fewer than 253 of a row can be, though each may have been rounded up
@@ -12,8 +15,8 @@ BUDGET = (
     2**30 + 2**26
 )  # bytes beyond the gradients, unless the caller says; or as much as half of bf16 logits and what goes with them
 
-RATE, BANDWIDTH, LAUNCH_SECONDS = 1.3e15, 4.2e12, 4e-6  # of an H200, and of a launch: to rank cuts
-MULTIPROCESSORS = 132
+FP8_SPEED = 1.77  # of matmuls in FP8 whose partial sums are in fp32, beside bf16's
+LAUNCH_SECONDS = 4e-6  # of a launch, to rank cuts
 TILES = ((128, 256), (128, 160), (128, 128), (112, 128), (96, 128))  # that cuBLAS chooses from
 ALIGNMENT = 128  # tokens of a chunk are a multiple of it
 SLAB_ALIGNMENT = 2048  # and classes of a slab
@@ -84,20 +87,28 @@ def held_bytes(c: Cut, s: Sizes) -> int:
     return listed + max(passing, (3 * listed + 2 * s.n * s.h) * s.need_w)
 
 
-def busy_share(c: Cut, s: Sizes) -> float:
+@functools.cache
+def ranking_machine(d: Device) -> Machine:
+    "The rates that rank cuts: of the board, measured or not, so that a device cuts alike in each process; the H200's on a CPU."
+    return H200 if d.vendor == "none" else listed_machine(d) or guessed_machine(d)
+
+
+def busy_share(c: Cut, s: Sizes, by: Machine) -> float:
     "Of the multiprocessors, how many the matmul of a chunk's dx keeps busy on average."
-    rounds = lambda tile: -(-(-(-c.rows // tile[0]) * -(-s.h // tile[1])) // MULTIPROCESSORS)
-    return max(c.rows * s.h / (tile[0] * tile[1] * MULTIPROCESSORS * rounds(tile)) for tile in TILES)
+    count = by.device.multiprocessors
+    rounds = lambda tile: -(-(-(-c.rows // tile[0]) * -(-s.h // tile[1])) // count)
+    return max(c.rows * s.h / (tile[0] * tile[1] * count * rounds(tile)) for tile in TILES)
 
 
-def lost_seconds(c: Cut, s: Sizes) -> float:
+def lost_seconds(c: Cut, s: Sizes, by: Machine) -> float:
     "What a cut costs beside the matmuls: idle multiprocessors, sums that are read and written again, launches."
-    idle = 2.0 * s.n * s.v * s.h / RATE * (1 / busy_share(c, s) - 1) * s.need_x
+    seconds = 2.0 * s.n * s.v * s.h / (by.rates["bfloat16"] * FP8_SPEED)  # of the matmul of dx
+    idle = seconds * (1 / busy_share(c, s, by) - 1) * s.need_x
     groups, chunks, slabs = -(-s.n // c.group), -(-s.n // c.rows), -(-s.v // c.slab)
     again = (groups - 1) * 2 * s.v * s.h * s.grad_size * s.need_w + (slabs - 1) * 12 * s.n * s.h * s.need_x
     again += 3 * s.v * s.h * (chunks - 1) * c.fresh
     launches = chunks * (8 + 4 * slabs) + (groups - 1) * 2 * -(-s.v // added_classes(s.h))
-    return idle + again / BANDWIDTH + launches * LAUNCH_SECONDS
+    return idle + again / by.bandwidth + launches * LAUNCH_SECONDS
 
 
 def cuts(s: Sizes, single: bool) -> list[Cut]:
@@ -117,11 +128,12 @@ def cuts(s: Sizes, single: bool) -> list[Cut]:
 @functools.lru_cache(maxsize=1024)
 def plan_cut(
     s: Sizes,
+    by: Machine,  # as `ranking_machine` has it
     budget: Optional[int] = None,  # bytes beyond the gradients
     single: bool = False,  # dw is to be rounded once
 ) -> Cut:
     "The cut that loses least time among those that fit; the smallest one, where none does."
-    known = [(held_bytes(c, s), lost_seconds(c, s), c) for c in cuts(s, single)]
+    known = [(held_bytes(c, s), lost_seconds(c, s, by), c) for c in cuts(s, single)]
     most = budget or max(BUDGET, 2**26 + s.n * (s.v + s.h + 8 * LISTED))
     fit = [(seconds, c) for size, seconds, c in known if size <= most]
     return min(fit)[1] if fit else min(known)[2]

@@ -320,6 +320,19 @@ def in_tensor(values: list) -> Tensor:  # [K] float64, on the CPU
     return torch.stack([in_scalar(value) for value in values])
 
 
+place = functools.partial(inspect.Parameter, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)  # an argument
+
+
+def typed_signature(
+    kinds: Iterable[tuple[str, Any]],  # arguments' names and types
+    result: Any,  # its type
+    *more: inspect.Parameter,
+) -> inspect.Signature:
+    "A signature from which a schema can be read."
+    given = [place(name, annotation=kind) for name, kind in kinds]
+    return inspect.Signature([*given, *more], return_annotation=result)
+
+
 class Arguments:
     "What a function takes: by name, and as its schema has it, options field by field."
 
@@ -352,12 +365,9 @@ class Arguments:
 
     def signature(self, result: Any) -> inspect.Signature:
         "What the schema is read from."
-        kinds = itertools.chain(*(kinds.items() for kinds in self.kinds.values()))
-        parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        given = [parameter(name, annotation=kind) for name, kind in kinds]
-        if self.floats:
-            given.append(parameter("numbers", annotation=Optional[Tensor], default=None))
-        return inspect.Signature(given, return_annotation=result)
+        flat = itertools.chain(*(kinds.items() for kinds in self.kinds.values()))
+        numbers = [place("numbers", annotation=Optional[Tensor], default=None)] if self.floats else []
+        return typed_signature(flat, result, *numbers)
 
     def put_out(self, flat: list) -> list:
         "`flat`; floats that a compiler does not know are NaN, and stand in a tensor behind it."

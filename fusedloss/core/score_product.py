@@ -39,7 +39,7 @@ def merge_statistics_kernel(
     stats_ptr,  # [tiles,N,2]
     moments_ptr,  # [tiles,N] or None
     y_ptr,  # [N]
-    sums_ptr,  # [7,N] as `finish_kernel` takes it, the targets' scores in row 2
+    sums_ptr,  # [3 to 7,N] as `finish_kernel` takes it, the targets' scores in row 2
     N,
     V,
     tiles,
@@ -71,7 +71,7 @@ def merge_statistics_kernel(
 
 
 def merge_statistics(
-    sums: Tensor,  # [7,N]
+    sums: Tensor,  # [3 to 7,N]
     stats: Tensor,  # [tiles,N,2]
     moments: Optional[Tensor],  # [tiles,N]
     y: Tensor,  # [N]
@@ -110,11 +110,12 @@ def statistics_sums(
     y: Tensor,  # [N]
     entropy: bool = False,
     bias: Optional[Tensor] = None,  # of `bias_of_tiles`; without entropy
-) -> Tensor:  # [7,N]
-    "What each row knows of its scores."
+) -> Tensor:  # [3,N]; with entropy [5,N], without numbers in row 3
+    "What each row knows of its bare scores: of the rows that `finish_kernel` takes those that it reads then."
     product = product_of(device_of(x))
     tiles, new = -(-len(w) // product.classes), lambda kind, *size: kind(size, dtype=torch.float32)
-    sums, stats = new(x.new_zeros, 7, len(x)), new(x.new_empty, tiles, len(x), 2)
+    sums, stats = new(x.new_empty, 5 if entropy else 3, len(x)), new(x.new_empty, tiles, len(x), 2)
+    sums[2].zero_()  # where a row has no target
     moments = new(x.new_empty, tiles, len(x)) if entropy else None
     if entropy:
         product.moments(x, w, y, stats, moments, sums[2])

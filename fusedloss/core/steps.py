@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedloss._ops import add_op_namespace_prefix
 from fusedloss.core.checks import expect
+from fusedloss.core.uncompiled import uncompiled
 
 
 _known, _lock = weakref.WeakSet(), threading.Lock()
@@ -46,6 +47,10 @@ def add_if_first(held: Tensor, more: Tensor):
         held.add_(more)
 
 
+OPTIMIZER = "optimizer.step: expected no fullgraph=True under torch.compile: what samples or keeps running statistics moves after it"
+
+
+@uncompiled(OPTIMIZER)
 @torch.no_grad()
 def move_all():
     "Move what has been used since an optimizer's last step."
@@ -58,18 +63,13 @@ def move_all():
         module.move_if_used()
 
 
+@uncompiled(OPTIMIZER)
 def after_step(*_: Any):
     "Move all; for an optimizer that steps within a backward pass, at its end, for the pass may still recompute."
-    move = torch.compiler.disable(move_all) if torch.compiler.is_compiling() else move_all
     if in_backward():
-        torch.autograd.Variable._execution_engine.queue_callback(move)
+        torch.autograd.Variable._execution_engine.queue_callback(move_all)
     else:
-        move()
-
-
-after_step._torchdynamo_disable = (
-    True  # as `torch.compiler.disable` marks a function, but would import Dynamo, for seconds
-)
+        move_all()
 
 
 @functools.cache
