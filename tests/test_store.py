@@ -1,6 +1,7 @@
 """The store on disk: any number of processes, files that are damaged or not ours, folders that cannot be written."""
 import json
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -300,6 +301,26 @@ def test_the_end_of_a_process_writes_what_waits(place, how):
         late = subprocess.Popen([sys.executable, "-S", "-W", "error", "-c", LAST, store.__file__, how], stdout=subprocess.PIPE, text=True)
         assert late.stdout.readline() == "waits\n" and store.read("x") == {"a": 1}
     assert late.wait(60) == 0 and store.read("x") == {"a": 1, how: 1}
+
+
+@POSIX
+def test_writers_killed_at_any_moment_damage_nothing(place):
+    "Each killed writer's updates are there from its first on, and the next writer finds no lock held"
+    chance, endless = random.Random(0), WRITER.replace("range(20)", "range(10**6)")
+    for first in range(0, 32, 4):
+        writers = [subprocess.Popen([sys.executable, "-S", "-W", "error", "-c", endless, store.__file__, str(first + i)]) for i in range(4)]
+        for writer in chance.sample(writers, 4):
+            time.sleep(chance.uniform(0, 0.15))
+            writer.kill()
+        assert [w.wait(60) for w in writers] == [-9] * 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = store.read("x")
+        store.update("x", "a", 1)
+    for writer in range(32):
+        own = {key: n for key, n in found.items() if key.startswith(f"{writer}-")}
+        assert own == {f"{writer}-{n}": n for n in range(len(own))}
+    assert found and store.read("x") == {**found, "a": 1}
 
 
 @POSIX
