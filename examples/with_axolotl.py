@@ -12,8 +12,6 @@ import os
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("AXOLOTL_DO_NOT_TRACK", "1")
-
 import torch
 
 import fusedloss as fl
@@ -55,6 +53,7 @@ def trained(folder, name, **changed):
 
 def main():
     from importlib.metadata import version
+    os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
     from with_llamafactory import toy
     lines = [f"axolotl {version('axolotl')}"]
     plugins = dict(plugins=["with_axolotl.FusedLossPlugin"])

@@ -6,11 +6,8 @@ Embedding, `GPTModel.forward`, output layer and loss are Megatron's. Its layers 
 """
 import copy
 import os
-import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
-
-warnings.filterwarnings("ignore")  # of extensions that are not installed
 
 import torch
 import torch.distributed as dist

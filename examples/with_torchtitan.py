@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +25,9 @@ class FusedLoss(ChunkedLossWrapper):
 
     def __call__(self, pred, labels, global_valid_tokens=None, **others):
         if isinstance(self.lm_head, FSDPModule):
-            self.lm_head.unshard()  # the weight is whole over data ranks; over tensor ranks it stays split
+            self.lm_head.unshard()  # the weight is whole over data ranks; over tensor ranks it stays split, as a DTensor
+        if self.lm_head.weight.shape[0] != self.lm_head.out_features:
+            raise ValueError(f"lm_head.weight: expected {self.lm_head.out_features} rows, got {self.lm_head.weight.shape[0]}: this rank's, in a plain tensor")
         loss = fl.linear_cross_entropy(pred, self.lm_head.weight, labels, reduction="sum", memory_budget=self.memory_budget)
         if isinstance(self.lm_head, FSDPModule) and not loss.requires_grad:
             self.lm_head.reshard()  # in validation no backward pass does
@@ -123,6 +123,7 @@ def trained(loss_class, **how):
 
 def main():
     from importlib.metadata import version
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP2 would give each process a GPU of its own, if there are any
     dist.init_process_group("gloo")
     told = print if dist.get_rank() == 0 else lambda *_, **__: None
     told(f"torchtitan {version('torchtitan')}")

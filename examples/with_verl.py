@@ -9,8 +9,6 @@ import os
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -120,6 +118,7 @@ def with_megatron_core():
 
 def main():
     import verl
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP2 would give each process a GPU of its own, if there are any
     install()
     lines = [f"verl {verl.__version__}"]
     if "RANK" in os.environ:
