@@ -36,7 +36,7 @@ def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="non
 
 
 def log_probs_of_tokens(*, hidden_states, output_layer, output_weight, labels, context, config, **others):
-    "Log-probabilities and entropies, in the place of `verl.models.mcore.model_forward_fused.fused_output_processor`"
+    "Log-probabilities and entropies [s] of packed tokens [s,1,H], in the place of `verl.models.mcore.model_forward_fused.fused_output_processor`"
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,7 @@ def log_probs_of_tokens(*, hidden_states, output_layer, output_weight, labels, c
     if config.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)  # its backward splits
     found = fl.sharded_linear_log_probs(
-        hidden_states.flatten(0, -2), weight, labels.flatten(), temperature=context.temperature, entropy=True,
+        hidden_states.squeeze(1), weight, labels.squeeze(0), temperature=context.temperature, entropy=True,
         mesh=mesh, num_classes=weight.shape[0] * mesh.size())
     return CausalLMOutputForPPO(hidden_states=hidden_states, log_probs=found.log_probs, entropy=found.entropy)
 
@@ -89,6 +89,7 @@ def step(model, temperature, data, factor):
 
 
 def distance(found, expected):
+    "The largest relative difference"
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(found, expected))
 
 
