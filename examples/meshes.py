@@ -137,6 +137,22 @@ def shifted_after_the_split(model, mesh, ids, labels):
     return context_head_apart(model, mesh, ids, lost)
 
 
+def counted_over_ranks(model, mesh, ids, labels):
+    "Each rank knows the labels of its own parts of two batches: the number of valid ones is added up over all ranks before the first loss"
+    fully_shard(model)
+    mine = [part(part(t, mesh["data"], 0), mesh["inner"], 1) for t in (ids, labels)]
+    valid = (mine[1] != -100).sum()  # of both batches
+    dist.all_reduce(valid)  # over the ranks that have other tokens: data and context, not tensor
+    model.options, model.factor = dict(reduction="sum"), mesh.size() / valid.item()
+    return sum(model(*batch) for batch in zip(*(t.chunk(2) for t in mine)))
+
+
+def mean_of_parts(model, mesh, ids, labels):
+    "The mistake: the mean over a rank's own part, of which FSDP2 takes the average, whatever the parts' numbers of valid tokens"
+    fully_shard(model)
+    return model(*(part(part(t, mesh["data"], 0), mesh["inner"], 1) for t in (ids, labels)))
+
+
 def torchtitan(model, mesh, ids, labels):
     "Norm and output layer in one group of FSDP2, which divides no gradient; the loss is outside of the model"
     data, tensor = mesh["data"], mesh["inner"]
@@ -166,7 +182,7 @@ def fsdp_actor_of_verl(model, mesh, ids, labels):
 
 
 WAYS = (data_tensor, same_tokens_twice, head_apart, loss_of_the_head, sequence_parallel, sequence_parallel_mean,
-        context_at_the_root, context_head_apart, shifted_after_the_split, torchtitan, fsdp_actor_of_verl)
+        context_at_the_root, context_head_apart, shifted_after_the_split, counted_over_ranks, mean_of_parts, torchtitan, fsdp_actor_of_verl)
 
 
 def distance(found, wanted):

@@ -365,9 +365,10 @@ def test_the_table_of_losses_names_arguments_that_exist():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", ("coming_from", "evaluation", "hub", "lightning", "multi_token", "trl", pytest.param("meshes", marks=pytest.mark.thorough)))
+@pytest.mark.parametrize("page", ("coming_from", "evaluation", "finetuning", "hub", "lightning", "multi_token", "pretraining", "trl", pytest.param("meshes", marks=pytest.mark.thorough)))
 def test_a_recipe_runs(page, monkeypatch):
     monkeypatch.chdir(RECIPES[page].parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which some add examples/
     run_page(page)
 
 

@@ -1,0 +1,124 @@
+"""Megatron Core's GPT model with its loss from hidden states, on two processes of a CPU, against the same model with its own loss.
+
+    torchrun --nproc-per-node 2 examples/with_megatron.py
+
+Embedding, `GPTModel.forward`, output layer and loss are Megatron's. Its layers want a GPU, so one linear layer stands for the decoder.
+"""
+import copy
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fusedloss as fl
+
+CLASSES, PADDED, FEATURES, TOKENS = 101, 128, 16, 8
+
+
+def losses_of_tokens(*, hidden_states, output_layer, output_weight, labels, context, config, **others):
+    "Losses [b,s] of hidden states [s,b,H], as `GPTModel` returns them; `context` is the mesh of the tensor-parallel ranks"
+    weight = output_layer.weight if output_weight is None else output_weight  # a tied weight is given, an untied one is the layer's
+    if config.sequence_parallel:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)  # its backward splits
+    losses = fl.sharded_linear_cross_entropy(
+        hidden_states, weight, labels.T, logit_scale=config.mup_output_mult if config.use_mup else 1.0,
+        reduction="none", mesh=context, num_classes=weight.shape[0] * context.size())
+    return losses.T
+
+
+def gathered_and_added(*, config, hidden_states, **given):
+    "The mistake: the gather as the output layer calls it, whose backward adds the ranks' gradients, which are whole already"
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    given["config"] = copy.copy(config)
+    given["config"].sequence_parallel = False
+    if config.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states)
+    return losses_of_tokens(hidden_states=hidden_states, **given)
+
+
+class Decoder(nn.Module):
+    "A linear layer in the place of Megatron's decoder; under sequence parallelism of this rank's tokens"
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+
+    def set_input_tensor(self, tensor): pass
+
+    def forward(self, hidden_states, **others): return self.layer(hidden_states).tanh()
+
+
+def gpt(ranks, **options):
+    "A Megatron GPT model in float64 with an output layer over the ranks"
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    config = TransformerConfig(
+        num_layers=1, hidden_size=FEATURES, num_attention_heads=4, use_cpu_initialization=True, tensor_model_parallel_size=ranks,
+        hidden_dropout=0.0, gradient_accumulation_fusion=False)
+    model = GPTModel(config, get_gpt_layer_local_spec(normalization="LayerNorm"), PADDED, TOKENS, position_embedding_type="learned_absolute", **options)
+    torch.manual_seed(0)
+    model.decoder = Decoder()
+    return model.double()
+
+
+def sequence_parallel(model):
+    "The model with hidden states of a part of the tokens on each rank"
+    model.config.sequence_parallel = True
+    model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = True, False
+    return model
+
+
+def gradients(model, mask, **how):
+    "Losses of tokens, and the gradients of their mean over a mask, which Megatron adds over ranks for the decoder of a part of the tokens"
+    made = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(CLASSES, (2, *mask.shape), generator=made)
+    model.zero_grad()
+    losses = model(ids, torch.arange(TOKENS).expand_as(ids), None, labels=labels, **how)
+    ((losses * mask).sum() / mask.sum()).backward()
+    if model.config.sequence_parallel:
+        for p in model.decoder.parameters():
+            dist.all_reduce(p.grad)
+    return [losses.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def tensor_ranks():
+    "The mesh of Megatron's tensor-parallel ranks, which are all processes, on a CPU"
+    from megatron.core import parallel_state, tensor_parallel
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron makes buffers
+    tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)  # nothing is dropped
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    return DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), "cpu")
+
+
+def distance(model, processor, context, rows=2):
+    "How far losses and gradients with an output processor are from those with Megatron's own loss: the largest relative difference of any rank"
+    mask = torch.rand(rows, TOKENS, generator=torch.Generator().manual_seed(2)) < 0.6
+    expected = gradients(model, mask)
+    found = gradients(model, mask, output_processor=processor, output_processor_context=context)
+    error = torch.tensor(max(((a - b).norm() / b.norm()).item() for a, b in zip(found, expected)))
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    return error.item()
+
+
+def main():
+    import megatron.core
+    dist.init_process_group("gloo")
+    mesh, ranks = tensor_ranks(), dist.get_world_size()
+    errors = {
+        "tensor parallel": distance(gpt(ranks), losses_of_tokens, mesh),
+        "tied weights": distance(gpt(ranks, share_embeddings_and_output_weights=True), losses_of_tokens, mesh),
+        "sequence parallel": distance(sequence_parallel(gpt(ranks)), losses_of_tokens, mesh),
+        "gathered and added": distance(sequence_parallel(gpt(ranks)), gathered_and_added, mesh)}
+    if dist.get_rank() == 0:
+        print(f"megatron-core {megatron.core.__version__}", *(f"{name}: {error:.0e} from Megatron's own loss" for name, error in errors.items()), sep="\n", flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort a process that has done its work
+
+
+if __name__ == "__main__":
+    main()
