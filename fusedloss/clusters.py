@@ -402,8 +402,10 @@ def scaled_rows(
     if has_kernel(dz):
         launch_scale(dz, out, factor, denominator)
         return out
+    factor = factor / plain_divisor(denominator)
+    if dz.is_cpu and not observed() and (factor == 1).all(): return out.copy_(dz) if keep else dz
     nothing = dz == 0  # whatever its row's factor
-    torch.mul(dz, (factor / plain_divisor(denominator)).view(*dz.shape[:2], 1), out=out)
+    torch.mul(dz, factor.view(*dz.shape[:2], 1), out=out)
     return out.masked_fill_(nothing, 0)
 
 # %% ../nbs/05_clusters.ipynb #b31529a7

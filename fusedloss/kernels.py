@@ -17,7 +17,7 @@ from fusedloss.core.devices import device_of, Implementation
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.reference import (
-    plain_divisor, plain_row_coefs, row_terms, RowTerms, score_and_slope, sub_max, with_z_loss)
+    plain_divisor, plain_row_coefs, plain_scores, row_terms, RowTerms, score_and_slope, sub_max, with_z_loss)
 from fusedloss.core.rows import (
     all_weights, class_weight, finish_kernel, load_block, load_labels, row_gradient, row_start)
 from fusedloss.core.softmax import (
@@ -226,12 +226,13 @@ def reference_fwd(
     temperature:Optional[Tensor]=None,  # [M]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "`launch_scan` in PyTorch, for logits [M,V]; its row_max is the maximum itself."
-    z, _ = score_and_slope(raw, o, temperature)
+    z = plain_scores(raw, o, temperature)
     t = row_terms(z, target, weight, token_weight, o)
     row_max = z.amax(1)
     below = sub_max(z, row_max)
     total = below @ t.w if o.label_smoothing else None
     s = below.exp_().sum(1)
+    del below  # before more copies
     lse, z_y = row_max + s.log(), z.gather(1, t.label[:, None])
     divisor = plain_divisor(denominator)
     _, target_coef, smoothing_coef = plain_row_coefs(lse, t, o, divisor)
@@ -258,7 +259,7 @@ def reference_stats(
     known, entropy = [*rows], z.new_empty(0)
     if stats.entropy:
         gap = sub_max(z, rows[0])
-        moment = torch.where(z > -torch.inf, gap.exp() * gap, 0.0).sum(1)
+        moment = gap.exp().mul_(gap).masked_fill_(z == -torch.inf, 0.0).sum(1)
         entropy = torch.where(t.valid, rows[1].log() - moment / rows[1], 0.0)
     if stats.ranks: known += reference_ranks(z, z_y, rows[0], t)
     if stats.mean: known.append(torch.where(t.valid, z.mean(1), 0.0))
@@ -278,14 +279,15 @@ def reference_bwd(
     softmax_coef, target_coef, smoothing_coef = plain_row_coefs(lse, t, o, plain_divisor(denominator))
     g = torch.zeros_like(lse) if g_loss is None else g_loss
     softmax_coef = g * softmax_coef if g_lse is None else g * softmax_coef + g_lse
-    p = (z - row_max[:, None]).exp_().div_(s[:, None])
-    entropy_grad = 0.0 if g_entropy is None else torch.where(
-        p > 0, g_entropy[:, None] * p * ((z - row_max[:, None]) - (s.log() - entropy)[:, None]), 0.0)
-    dz = p.mul_(softmax_coef[:, None])  # in the memory of p
-    if o.label_smoothing: dz -= (smoothing_coef * g)[:, None] * t.w
+    shares = (z - row_max[:, None]).exp_()
+    if g_entropy is not None:
+        by_entropy = (z - row_max[:, None]).sub_((s.log() - entropy)[:, None]).mul_(shares).mul_((g_entropy / s)[:, None])
+        by_entropy.masked_fill_(shares == 0, 0.0)
+    dz = shares.mul_((softmax_coef / s)[:, None])  # in their memory; each pass over all logits counts
+    if o.label_smoothing: dz.addr_(smoothing_coef * g, t.w, alpha=-1)
     dz.scatter_add_(1, t.label[:, None], -(target_coef * g)[:, None])
-    dz -= entropy_grad
-    dz *= slope
+    if g_entropy is not None: dz -= by_entropy
+    if temperature is not None or not o.keeps_scores: dz *= slope
     return dz.masked_fill_(~t.valid[:, None], 0.0).to(raw.dtype)
 
 # %% ../nbs/04_kernels.ipynb #20ee2844
@@ -319,14 +321,15 @@ def rows_bwd(
     temperature:Optional[Tensor]=None,
 ) -> Tensor:
     "Gradient of the logits [O,I,V]."
-    dz = torch.empty_like(input)
     if has_kernel(input):
+        dz = torch.empty_like(input)
         launch_bwd(g_loss, g_lse, g_entropy, input, dz, target, weight, token_weight, rows,
                    entropy, o, denominator, temperature)
         return dz
     raw = input.reshape(len(target), input.shape[-1])
-    return dz.copy_(reference_bwd(g_loss, g_lse, g_entropy, raw, target, weight, token_weight,
-                                  rows, entropy, o, denominator, temperature).view(input.shape))
+    dz = reference_bwd(g_loss, g_lse, g_entropy, raw, target, weight, token_weight, rows, entropy, o,
+                       denominator, temperature).view(input.shape)
+    return dz if input.is_contiguous() else torch.empty_like(input).copy_(dz)
 
 # %% ../nbs/04_kernels.ipynb #2fc85ce1
 def fake_rows(input, target, weight, token_weight, denominator, o, stats, temperature):

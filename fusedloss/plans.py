@@ -134,14 +134,12 @@ def gradient_products(
             [tokens_product(r, machine, "dw", dw_moves, dtype, padded, size)] * r.needs[1])
 
 # %% ../nbs/10_plans.ipynb #9194e125
-def plain_logit_copies(r:Call, kept:bool) -> float:
+def plain_logit_copies(r:Call) -> float:
     "How many times plain PyTorch holds the logits it works on."
     scaled = "logit_scale" in r.options
     curved, entropy = "softcap" in r.options, r.stats == "differentiable" and any(r.needs)
-    if entropy: return 8.25 if curved else 6.25 + scaled  # its gradient, a fifth and sixth copy
-    if curved: return 7 + kept
-    if r.stats: return 4.25 + scaled  # a quarter for comparisons
-    return 2 + kept + (scaled or "label_smoothing" in r.options and any(r.needs))
+    if r.stats: return 3.25 + (1 + entropy if curved else scaled)  # a quarter for comparisons
+    return 2 + (2 if curved else scaled)
 
 # %% ../nbs/10_plans.ipynb #93ae9f4c
 TARGET_ROWS = ("probabilities", "target_weight")  # kinds of targets with more than one number a token
@@ -212,7 +210,7 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, machine, 1, 1, r.work), *bias_costs(r)]
     widened = graded and r.dtype.itemsize == 2  # dz and g dz, to be multiplied
-    copies = 1 + kept if r.fused else max(plain_logit_copies(r, kept), 3.2 * widened)
+    copies = 1 + kept if r.fused else max(plain_logit_copies(r) + rows_of_targets(r), 3.2 * widened)
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
                     max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))
@@ -226,7 +224,7 @@ def chunks_budget(r:Call) -> Optional[int]:
     "What stage 6 may count as logits and sums; plain PyTorch holds copies of them."
     if r.memory_budget is None or r.fused: return r.memory_budget
     left = r.memory_budget - chunks_operand_bytes(r)
-    return max(1, int(left / plain_logit_copies(r, bool(r.stats) and any(r.needs))))
+    return max(1, int(left / plain_logit_copies(r)))
 
 # %% ../nbs/10_plans.ipynb #c1f47ba5
 def chunks_operand_bytes(r:Call) -> int:
@@ -245,7 +243,7 @@ def chunks_extra_bytes(r:Call, c:Chunks) -> int:
     rows = 0 if r.packed == r.n else r.packed  # of x and dx, beside all of them
     picked = rows * r.h * (1 + r.needs[0]) * r.dtype.itemsize
     if r.fused: return chunk_bytes(c, r.h, r.v, r.work, r.grad_dtype) + picked
-    copies = plain_logit_copies(r, bool(r.stats) and any(r.needs))
+    copies = plain_logit_copies(r)
     wide = r.v * r.h * 2 if c.wide else 0
     return int(c.rows * r.v * r.work.itemsize * copies) + chunks_operand_bytes(r) + wide + picked
 
@@ -294,7 +292,7 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
     costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
              sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
-    extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r, False))
+    extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r))
     made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
                          extra, ("rows", c.rows, "backward in FP8"))
     return made._replace(refusal=made.refusal or (fp8_obstacle(r, machine.device) if r.gpu else ""))
@@ -377,7 +375,7 @@ def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int
     costs = [tokens_product(r, machine, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
     if any(r.needs): costs += [*costs, *gradient_products(r, machine, chunks, 2 * chunks, wide)]
     operands = v * h * 4 * (1 + r.needs[1]) if wide != r.dtype else 0
-    held = 1 + any(r.needs) if r.fused else plain_logit_copies(r, any(r.needs))
+    held = 1 + any(r.needs) if r.fused else plain_logit_copies(r)
     beside = min(rows, n - rows)  # of the chunks after the first, beside which a dz lives on
     most = max(held * rows, rows + held * beside) if any(r.needs) else held * rows
     extra = int(most * v * wide.itemsize)

@@ -20,7 +20,7 @@ from fusedloss.core.options import LossOptions
 from fusedloss.core.products import (
     chunk_scores, equal_rows, linear_operands, part, program_tiles, run_tile, takes_kernel, tile_scores,
     tile_slices, wide)
-from fusedloss.core.reference import as_rows, finite_max, score_and_slope
+from fusedloss.core.reference import as_rows, finite_max, plain_scores
 from fusedloss.core.slabs import BUDGET
 from fusedloss.core.softmax import carried, exp2_diff, merge_parts, online_softmax_step, score_fn, zero_if_neg_inf
 from fusedloss.core.tiling import deeper, fastest, multiprocessors, operand, run_length, Tiling, tiling_of
@@ -307,7 +307,7 @@ def plain_samples(
     "Samples in PyTorch, by chunks of rows."
     w, tokens, log_probs = wide(w), torch.empty_like(seeds), x.new_empty(len(x), dtype=acc_dtype(x.dtype))
     for i in tile_slices(len(x), max(1, BUDGET // (PLAIN_BYTES * len(w)))):
-        z, _ = score_and_slope(chunk_scores(x[i], w, bias)[:, 0], o, part(temperature, i))
+        z = plain_scores(chunk_scores(x[i], w, bias)[:, 0], o, part(temperature, i))
         log_p = z.log_softmax(1)
         noisy = log_p + plain_gumbel(seeds[i], len(w), z.dtype)
         if f != Filters(): noisy.masked_fill_(~plain_kept(z, f), -torch.inf)
@@ -459,7 +459,7 @@ def shard_samples(
         return parts, tokens
     w = wide(w)
     for i in tile_slices(len(x), max(1, BUDGET // (PLAIN_BYTES * len(w)))):
-        z, _ = score_and_slope(chunk_scores(x[i], w, bias)[:, 0], o, part(temperature, i))
+        z = plain_scores(chunk_scores(x[i], w, bias)[:, 0], o, part(temperature, i))
         parts[:, i], tokens[i] = plain_parts(z, seeds[i], start)
     return parts, tokens
 

@@ -18,7 +18,7 @@ from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import chunk_scores, equal_rows, linear_operands, part, takes_kernel, tile_slices, wide
-from fusedloss.core.reference import as_rows, score_and_slope
+from fusedloss.core.reference import as_rows, plain_scores
 from fusedloss.core.score_product import merge_statistics, product_of, takes_scores
 from fusedloss.core.softmax import cooled, log2_scale, score_fn
 from fusedloss.core.tiling import is_busy, Tiling, tiling_of
@@ -210,7 +210,7 @@ def plain_topk(
     "The same in PyTorch, from all scores of the rows."
     z = chunk_scores(x, w, bias)
     _, lse, _, rows = rows_fwd(z, z.new_zeros(len(x), dtype=torch.int64), None, None, None, o, temperature=temperature)
-    z = score_and_slope(z[:, 0], o, temperature)[0]
+    z = plain_scores(z[:, 0], o, temperature)
     return Found(*tiled_best(z, k), lse, rows)
 
 # %% ../nbs/29_topk.ipynb #tk000042

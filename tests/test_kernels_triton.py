@@ -612,12 +612,12 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
         "ignore_index is a class", "TOTAL=stats.mean or o.label_smoothing > 0", "TOTAL=False"),
     "a cap is taken for none": ("classes inside", "if o.softcap: return capped_score", "if False: return capped_score"),
     "PyTorch: -inf minus -inf": (
-        "front door", "moment = torch.where(z > -torch.inf, gap.exp() * gap, 0.0)",
-        "moment = (gap.exp() * gap)"),
+        "front door", "gap.exp().mul_(gap).masked_fill_(z == -torch.inf, 0.0)",
+        "gap.exp().mul_(gap)"),
     "PyTorch: ignored rows have a gradient": (
         "front door", "dz.masked_fill_(~t.valid[:, None], 0.0)", "dz"),
     "PyTorch: a cap without slope": (
-        "front door", "o.logit_scale * 4 * e / (1 + e) ** 2", "o.logit_scale"),
+        "front door", "(e + 1).square_().reciprocal_().mul_(e).mul_(4 * o.logit_scale)", "o.logit_scale"),
     "PyTorch: ties lose": ("front door", "| (before & (z == z_y))).sum(1)", "| (z == z_y)).sum(1)"),
     "PyTorch: the target is not held": ("in place", "-(target_coef * g)[:, None])", "-(target_coef * 0)[:, None])"),
     "classes stay in the second dimension": (

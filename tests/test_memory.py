@@ -176,7 +176,7 @@ def test_plain_paths_hold_what_their_plan_says(options, method, shape):
 
 def test_an_entropys_gradient_is_not_taken_by_all_logits():
     p = plan(1024, 32000, 64, f32, device="cpu", stats="differentiable")
-    assert p.method == "recompute" and p["eager"].extra > 6 * 4 * 1024 * 32000 and p.chosen.extra <= p.budget
+    assert p.method == "recompute" and p["eager"].extra > 3 * 4 * 1024 * 32000 and p.chosen.extra <= p.budget
 
 
 # --- no more memory for no less time ---

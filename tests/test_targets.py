@@ -265,9 +265,9 @@ LOSS_BUGS = {
     "tokens weigh the same": ("share = by if token_weight is None else token_weight[:, None] * by", "share = by"),
     "a mean over tokens": ("return total_weight(flat(target), weight, flat(token_weight),", "return total_weight(target[:, 0], weight, None,"),
     "smoothing without class weights": ("smoothing_coef * (log_q @ t.w)[:, None]", "smoothing_coef * log_q.sum(1, keepdim=True)"),
-    "smoothing once a token": ("dz -= smoothing_coef.sum(1, keepdim=True) * t.w", "dz -= smoothing_coef[:, :1] * t.w"),
+    "smoothing once a token": ("dz.addr_(smoothing_coef.sum(1), t.w, alpha=-1)", "dz.addr_(smoothing_coef[:, 0], t.w, alpha=-1)"),
     "an ignored target counts": ("losses = torch.where(t.ignored, 0.0, torch.where(t.valid, losses, torch.nan)).sum(1)", "losses = losses.sum(1) + t.ignored.sum(1)"),
-    "one label takes all": ("dz.scatter_add_(1, t.label, -target_coef).mul_", "dz.scatter_add_(1, t.label, -target_coef.sum(1, keepdim=True) * (torch.arange(3) == 0)).mul_"),
+    "one label takes all": ("dz.scatter_add_(1, t.label, -target_coef)", "dz.scatter_add_(1, t.label, -target_coef.sum(1, keepdim=True) * (torch.arange(3) == 0))"),
 }
 
 

@@ -16,6 +16,7 @@ from fusedloss.core.reference import (
     plain_row_coefs,
     row_terms,
     RowTerms,
+    plain_scores,
     score_and_slope,
     sub_max,
     with_z_loss,
@@ -135,7 +136,7 @@ def reference_divergence(
     "`launch_divergence` in PyTorch."
     z, slope = score_and_slope(raw, o.student, temperature)
     log_q = z.log_softmax(1)
-    log_p = score_and_slope(teacher_raw, o.teacher, temperature)[0].log_softmax(1).to(log_q.dtype)
+    log_p = plain_scores(teacher_raw, o.teacher, temperature).log_softmax(1).to(log_q.dtype)
     terms, u = divergence_terms(log_q, log_p, o)
     losses, scale = weigh_rows(terms.sum(1).clamp(min=0), token_weight, denominator, o, unscaled_grad)
     if turn:
@@ -701,7 +702,7 @@ def pair_numbers(
     found = []
     for i in pair_parts(z):
         t = part(temperature, i)
-        q, p = score_and_slope(z[i], o.student, t)[0], score_and_slope(teacher_z[i], o.teacher, t)[0]
+        q, p = plain_scores(z[i], o.student, t), plain_scores(teacher_z[i], o.teacher, t)
         p = p.to(q.dtype)
         tops = q.amax(1), p.amax(1)
         q_sum, p_sum = (sub_max(t, top).exp().sum(1) for t, top in zip((q, p), tops))
@@ -736,7 +737,7 @@ def pair_log_probs(
     temperature: Optional[Tensor],  # [M]
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     "log q and log p [M,V], and the slopes of the student's scores."
-    (q, slope), (p, _) = score_and_slope(z, o.student, temperature), score_and_slope(teacher_z, o.teacher, temperature)
+    (q, slope), p = score_and_slope(z, o.student, temperature), plain_scores(teacher_z, o.teacher, temperature)
     q_max, q_log_s, p_max, p_log_s = at
     return sub_max(q, q_max) - q_log_s[:, None], sub_max(p.to(q.dtype), p_max) - p_log_s[:, None], slope
 
@@ -1066,8 +1067,10 @@ def reference_labels(
     softmax_coef, target_coef, smoothing_coef = coefs(1.0 if unscaled_grad else plain_divisor(denominator))
     dz = log_q.exp_().mul_(softmax_coef.sum(1, keepdim=True))
     if o.label_smoothing:
-        dz -= smoothing_coef.sum(1, keepdim=True) * t.w
-    dz.scatter_add_(1, t.label, -target_coef).mul_(slope)
+        dz.addr_(smoothing_coef.sum(1), t.w, alpha=-1)
+    dz.scatter_add_(1, t.label, -target_coef)
+    if not o.keeps_scores:
+        dz *= slope
     dead = t.ignored.all(1) | ~(t.ignored | t.valid).all(1)
     return losses, dz.masked_fill_(dead[:, None], 0.0).to(raw.dtype)
 

@@ -51,15 +51,25 @@ def scores_in_place(z: Tensor, o: LossOptions) -> Tensor:
     return z.tanh_().mul_(o.softcap) if o.softcap else z
 
 
-def cooled_scores(
-    z: Tensor,  # [M,V]
-    slope: Tensor | float,  # [M,V]
+def inverse_temperatures(
     temperature: Tensor,  # [M]
-) -> tuple[Tensor, Tensor]:
-    "Scores and slopes, each row divided by its temperature; NaN unless that is positive and finite."
+    dtype: torch.dtype,
+) -> Tensor:  # [M,1]
+    "What each row's scores are multiplied by; NaN unless its temperature is positive and finite."
     right = (temperature > 0) & temperature.isfinite()
-    by = torch.where(right, 1 / temperature.to(z.dtype), torch.nan)[:, None]
-    return z * by, slope * by
+    return torch.where(right, 1 / temperature.to(dtype), torch.nan)[:, None]
+
+
+def plain_scores(
+    logits: Tensor,
+    o: LossOptions,
+    temperature: Optional[Tensor] = None,  # of the rows of logits [M,V]
+) -> Tensor:  # in `acc_dtype`; the logits themselves where these are scores
+    "The scores of logits."
+    z = logits.to(acc_dtype(logits.dtype))
+    if not o.keeps_scores:
+        z = scores_in_place(z.clone() if z is logits else z, o)
+    return z if temperature is None else z * inverse_temperatures(temperature, z.dtype)
 
 
 def score_and_slope(
@@ -68,16 +78,15 @@ def score_and_slope(
     temperature: Optional[Tensor] = None,  # of the rows of logits [M,V]
 ) -> tuple[Tensor, Tensor | float]:  # in `acc_dtype`
     "The scores of logits, and their derivative."
-    if temperature is not None:
-        return cooled_scores(*score_and_slope(logits, o), temperature)
-    wide = logits.to(acc_dtype(logits.dtype))
-    if o.keeps_scores:
-        return wide, 1.0
-    x = score_argument(wide.clone() if wide is logits else wide, o)
-    if not o.softcap:
-        return x, o.logit_scale
-    e = torch.exp(-2 * x.abs())
-    return o.softcap * torch.tanh(x), o.logit_scale * 4 * e / (1 + e) ** 2
+    z, slope = plain_scores(logits, o), o.logit_scale
+    if o.softcap:
+        x = logits.to(z.dtype)
+        e = score_argument(x.clone() if x is logits else x, o).abs_().mul_(-2).exp_()
+        slope = (e + 1).square_().reciprocal_().mul_(e).mul_(4 * o.logit_scale)
+    if temperature is None:
+        return z, slope
+    by = inverse_temperatures(temperature, z.dtype)
+    return z * by, slope * by
 
 
 def with_z_loss(
