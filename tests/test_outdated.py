@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 import pytest
-from outdated import files_of, measured, outdated
+from outdated import commits, files_of, measured, outdated
 from project import ROOT, notebooks, read_notebook
 
 CELL = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "#| cuda\n#| measures kernels ctc.cu\nf()"}
@@ -16,6 +16,15 @@ def test_names_lead_to_files():
     assert [path.name for path in files_of("ctc.cu")] == ["ctc.cu", "common.cuh"]
     with pytest.raises(ValueError, match="expected a module or a CUDA source, got nothing"):
         files_of("nothing")
+
+
+def test_commits_of_outputs_and_records_are_listed(tmp_path):
+    (tmp_path / "nbs" / "results").mkdir(parents=True)
+    made = {"machine": "NVIDIA H200", "date": "2020-01-01", "commit": "aaa", "cells": ["a"]}
+    (tmp_path / "nbs" / "1_one.ipynb").write_text(json.dumps({"cells": [CELL], "metadata": {"fusedloss": {"gpu": made}}}))
+    records = [{"machine": "NVIDIA H200", "commit": "bbb"}] * 2 + [{"machine": "a laptop's", "commit": "ccc"}]
+    (tmp_path / "nbs" / "results" / "2_two.json").write_text(json.dumps(records))
+    assert list(commits(tmp_path)) == ["bbb: 2 of 3, on 2_two", "aaa: 1 of 3, on 1_one"]
 
 
 def test_every_page_names_files_that_are_there():

@@ -1,11 +1,13 @@
-"""List the pages whose kernels have changed since their GPU outputs were made.
+"""List the pages whose kernels have changed since their GPU outputs were made, and the commits that made outputs and records.
 
     python tools/outdated.py
 
 A cell for a GPU names what it measures: `#| measures kernels core.softmax turnaround.cu`, modules of the package or files of cuda/.
 """
+import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,5 +53,20 @@ def outdated(root: Path = ROOT) -> Iterator[str]:
             yield from (f"    {line}" for line in found)
 
 
+def commits(root: Path = ROOT) -> Iterator[str]:
+    "A line for each commit that made outputs or records on a GPU, the one with the most first: one set of figures has one commit"
+    made = {path.stem: read_notebook(path)["metadata"].get(METADATA_KEY, {}).get("gpu") for path in notebooks(root)}
+    found = Counter((gpu["commit"], page) for page, gpu in made.items() if gpu)
+    for path in (root / "nbs" / "results").glob("*.json"):
+        records = json.loads(path.read_text(encoding="utf-8"))
+        found.update((r["commit"], path.stem) for r in records if "commit" in r and r["machine"].startswith("NVIDIA"))
+    totals = Counter({commit: 0 for commit, _ in found})
+    for (commit, _), count in found.items():
+        totals[commit] += count
+    for commit, total in totals.most_common():
+        yield f"{commit}: {total} of {found.total()}, on {', '.join(sorted(page for named, page in found if named == commit))}"
+
+
 if __name__ == "__main__":
     print("\n".join(outdated()) or "No kernel has changed since its page was run.")
+    print("\nCommits of outputs and records:", *commits(), sep="\n")
