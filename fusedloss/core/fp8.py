@@ -88,9 +88,9 @@ def held_bytes(c: Cut, s: Sizes) -> int:
 
 
 @functools.cache
-def ranking_machine(d: Device) -> Machine:
+def ranking_machine(device: Device) -> Machine:
     "The rates that rank cuts: of the board, measured or not, so that a device cuts alike in each process; the H200's on a CPU."
-    return H200 if d.vendor == "none" else listed_machine(d) or guessed_machine(d)
+    return H200 if device.vendor == "none" else listed_machine(device) or guessed_machine(device)
 
 
 def busy_share(c: Cut, s: Sizes, by: Machine) -> float:
