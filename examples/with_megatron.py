@@ -32,7 +32,7 @@ def weight_of(output_layer, output_weight, config):
     waits = list(output_layer._forward_pre_hooks.values())
     others = [hook for hook in waits if hook.__module__ != "megatron.core.distributed.distributed_data_parallel"]
     if others or output_layer._forward_hooks or output_layer._backward_hooks or output_layer._backward_pre_hooks:
-        raise ValueError("output_layer: expected no hooks but those of Megatron's DDP, which FSDP and adapters have")
+        raise ValueError("output_layer: expected no hooks but those of Megatron's DDP, got others (of FSDP, or of an adapter)")
     if config.mtp_num_layers and config.gradient_accumulation_fusion:
         raise ValueError("multi-token prediction: expected --no-gradient-accumulation-fusion, or DDP drops this loss's gradient of the weight")
     for hook in waits:
@@ -130,7 +130,7 @@ def after_a_step(processor, context):
 
 
 def without_waiting(*, output_layer, **given):
-    "The mistake: the weight without the hook that waits for it"
+    "The mistake: the weight without the hook that waits for it, which is the old one if the gather is slower than the decoder"
     layer = nn.Linear(1, 1, bias=False)  # which has no hooks
     layer.weight = output_layer.weight
     return losses_of_tokens(output_layer=layer, **given)
@@ -166,11 +166,11 @@ def main():
     from megatron.core import parallel_state
     parallel_state.destroy_model_parallel()
     mesh = tensor_ranks(1)  # all processes are data ranks now
-    errors |= {
-        "overlap_param_gather": distance_after_a_step(losses_of_tokens, mesh),
-        "the same without waiting": distance_after_a_step(without_waiting, mesh)}
+    errors["overlap_param_gather"] = distance_after_a_step(losses_of_tokens, mesh)
+    old = [distance_after_a_step(without_waiting, mesh) for _ in range(10)]
     if dist.get_rank() == 0:
-        print(f"megatron-core {megatron.core.__version__}", *(f"{name}: {error:.0e} from Megatron's own loss" for name, error in errors.items()), sep="\n", flush=True)
+        print(f"megatron-core {megatron.core.__version__}", *(f"{name}: {error:.0e} from Megatron's own loss" for name, error in errors.items()), sep="\n")
+        print(f"without waiting: {sum(error > 1e-6 for error in old)} of {len(old)} steps wrong, by up to {max(old):.0e}", flush=True)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that has done its work
 
