@@ -21,10 +21,11 @@ from axolotl.integrations.base import BasePlugin
 class FusedLossPlugin(BasePlugin):
     "Patches the model after adapters have been added, and before anything wraps it"
     def post_model_load(self, cfg, model):
-        others = [name for name in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy", "chunked_cross_entropy", "use_eaft") if cfg.get(name)]
+        others = [name for name in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy", "chunked_cross_entropy", "use_eaft", "kd_trainer") if cfg.get(name)]
         if others or cfg.rl:
             raise ValueError(f"plugins: expected no other loss beside FusedLossPlugin, got {', '.join(others) or cfg.rl}")
         fl.integrations.transformers.patch(model)
+        print("fusedloss patched", type(model).__name__)
 
 
 def trained(folder, name, **changed):

@@ -21,8 +21,11 @@ def patched(load_model):
         model = load_model(tokenizer, model_args, finetuning_args, is_trainable, add_valuehead)
         if not is_trainable:
             return model
-        if finetuning_args.use_asft_loss or model_args.enable_liger_kernel:
-            raise ValueError("expected neither use_asft_loss, which needs logits and without them returns another loss, nor enable_liger_kernel")
+        if finetuning_args.use_asft_loss or model_args.enable_liger_kernel or model_args.use_unsloth:
+            raise ValueError(
+                "expected no use_asft_loss, which needs logits and without them returns another loss, "
+                "and neither enable_liger_kernel nor use_unsloth, which replace the forward")
+        print("fusedloss patched", type(model).__name__)
         return fl.integrations.transformers.patch(model)
     return load
 

@@ -5,6 +5,7 @@
 Embedding, `GPTModel.forward`, output layer and loss are Megatron's. Its layers want a GPU, so one linear layer stands for the decoder.
 """
 import copy
+import functools
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,9 +20,29 @@ import fusedloss as fl
 CLASSES, PADDED, FEATURES, TOKENS = 101, 128, 16, 8
 
 
+@functools.cache
+def mesh_of(group, device_type="cuda"):
+    "A process group as a mesh, made once"
+    print("fusedloss takes the place of Megatron's output layer and loss")
+    return DeviceMesh.from_group(group, device_type)
+
+
+def weight_of(output_layer, output_weight, config):
+    "The weight, after the forward pre-hook of Megatron's DDP that waits for it under --overlap-param-gather, since the layer's forward is not called"
+    waits = list(output_layer._forward_pre_hooks.values())
+    others = [hook for hook in waits if hook.__module__ != "megatron.core.distributed.distributed_data_parallel"]
+    if others or output_layer._forward_hooks or output_layer._backward_hooks or output_layer._backward_pre_hooks:
+        raise ValueError("output_layer: expected no hooks but those of Megatron's DDP, got others (of FSDP, or of an adapter)")
+    if config.mtp_num_layers and config.gradient_accumulation_fusion:
+        raise ValueError("multi-token prediction: expected --no-gradient-accumulation-fusion, or DDP drops this loss's gradient of the weight")
+    for hook in waits:
+        hook(output_layer)
+    return output_layer.weight if output_weight is None else output_weight  # a tied weight is given, an untied one is the layer's
+
+
 def losses_of_tokens(*, hidden_states, output_layer, output_weight, labels, context, config, **others):
     "Losses [b,s] of hidden states [s,b,H], as `GPTModel` returns them; `context` is the mesh of the tensor-parallel ranks"
-    weight = output_layer.weight if output_weight is None else output_weight  # a tied weight is given, an untied one is the layer's
+    weight = weight_of(output_layer, output_weight, config)
     if config.sequence_parallel:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)  # its backward splits
@@ -86,13 +107,41 @@ def gradients(model, mask, **how):
     return [losses.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-def tensor_ranks():
-    "The mesh of Megatron's tensor-parallel ranks, which are all processes, on a CPU"
+def tensor_ranks(size=None):
+    "The mesh of Megatron's tensor-parallel ranks, by default all processes, on a CPU"
     from megatron.core import parallel_state, tensor_parallel
     torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron makes buffers
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)  # nothing is dropped
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    return DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), "cpu")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size or dist.get_world_size())
+    return mesh_of(parallel_state.get_tensor_model_parallel_group(), "cpu")
+
+
+def after_a_step(processor, context):
+    "Losses under Megatron's distributed optimizer with overlap_param_gather, when each data rank has just changed its own part of the weights"
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    torch.manual_seed(1)
+    model = gpt(1)
+    how = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1)
+    model = DistributedDataParallel(model.config, how, model)
+    for bucket in (bucket for buffer in model.buffers for bucket in buffer.buckets):
+        bucket.param_data.view(dist.get_world_size(), -1)[dist.get_rank()] += 0.1
+    ids = torch.arange(2 * TOKENS).view(2, TOKENS)
+    return model(ids, torch.arange(TOKENS).expand_as(ids), None, labels=ids, output_processor=processor, output_processor_context=context).detach()
+
+
+def without_waiting(*, output_layer, **given):
+    "The mistake: the weight without the hook that waits for it, which is the old one if the gather is slower than the decoder"
+    layer = nn.Linear(1, 1, bias=False)  # which has no hooks
+    layer.weight = output_layer.weight
+    return losses_of_tokens(output_layer=layer, **given)
+
+
+def distance_after_a_step(processor, context):
+    "How far these losses are from those with Megatron's own loss: the largest relative difference of any rank"
+    found, expected = after_a_step(processor, context), after_a_step(None, None)
+    error = (found - expected).norm() / expected.norm()
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    return error.item()
 
 
 def distance(model, processor, context, rows=2):
@@ -114,8 +163,14 @@ def main():
         "tied weights": distance(gpt(ranks, share_embeddings_and_output_weights=True), losses_of_tokens, mesh),
         "sequence parallel": distance(sequence_parallel(gpt(ranks)), losses_of_tokens, mesh),
         "gathered and added": distance(sequence_parallel(gpt(ranks)), gathered_and_added, mesh)}
+    from megatron.core import parallel_state
+    parallel_state.destroy_model_parallel()
+    mesh = tensor_ranks(1)  # all processes are data ranks now
+    errors["overlap_param_gather"] = distance_after_a_step(losses_of_tokens, mesh)
+    old = [distance_after_a_step(without_waiting, mesh) for _ in range(10)]
     if dist.get_rank() == 0:
-        print(f"megatron-core {megatron.core.__version__}", *(f"{name}: {error:.0e} from Megatron's own loss" for name, error in errors.items()), sep="\n", flush=True)
+        print(f"megatron-core {megatron.core.__version__}", *(f"{name}: {error:.0e} from Megatron's own loss" for name, error in errors.items()), sep="\n")
+        print(f"without waiting: {sum(error > 1e-6 for error in old)} of {len(old)} steps wrong, by up to {max(old):.0e}", flush=True)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that has done its work
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import fusedloss as fl
@@ -22,8 +23,13 @@ class FusedLoss(ChunkedLossWrapper):
 
     def __init__(self, config, *, compile_config=None):
         self.lm_head, self.memory_budget = None, config.memory_budget
+        print("fusedloss takes the place of torchtitan's ChunkedLossWrapper")
 
     def __call__(self, pred, labels, global_valid_tokens=None, **others):
+        if others:
+            raise ValueError(f"expected hidden states, labels and the number of valid tokens, got {', '.join(others)} too")
+        if type(self.lm_head).forward is not nn.Linear.forward or self.lm_head.bias is not None:
+            raise ValueError(f"lm_head: expected a layer that multiplies by its weight alone, got {type(self.lm_head).__name__} with a forward of its own or a bias")
         if isinstance(self.lm_head, FSDPModule):
             self.lm_head.unshard()  # the weight is whole over data ranks; over tensor ranks it stays split, as a DTensor
         if self.lm_head.weight.shape[0] != self.lm_head.out_features:

@@ -17,9 +17,10 @@ import fusedloss as fl
 
 
 def whole(weight, dtype):
-    "A weight that FSDP2 wraps apart, in all its rows; their gradients are averaged over the ranks, as FSDP2 does"
+    "A weight that FSDP2 wraps apart, in all its rows; their gradients are averaged over the ranks in fp32, as FSDP2 does"
     mesh = weight.device_mesh
-    weight = weight.to(dtype).redistribute(placements=[Replicate()] * mesh.ndim).to_local(grad_placements=[Partial()] * mesh.ndim)
+    weight = weight.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype, backward_dtype=torch.float32)
+    weight = weight.to_local(grad_placements=[Partial()] * mesh.ndim)
     if weight.requires_grad:
         weight.register_hook(lambda g: g / mesh.size())
     return weight
@@ -29,8 +30,7 @@ def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="non
     "Log-probabilities and entropies of labels, in the place of `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`"
     if reduction != "none" or dist_process_group is not None:
         raise ValueError(f"expected reduction='none' of a whole weight, got {reduction!r}, {dist_process_group}: Megatron's actor calls `log_probs_of_tokens`")
-    if isinstance(weight, DTensor):
-        weight = whole(weight, hidden.dtype)
+    weight = whole(weight, hidden.dtype) if isinstance(weight, DTensor) else weight.to(hidden.dtype)
     found = fl.linear_log_probs(hidden, weight, labels, temperature=temperature, entropy=True)
     return found.log_probs, found.entropy
 
@@ -39,10 +39,10 @@ def log_probs_of_tokens(*, hidden_states, output_layer, output_weight, labels, c
     "Log-probabilities and entropies [s] of packed tokens [s,1,H], in the place of `verl.models.mcore.model_forward_fused.fused_output_processor`"
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-    from torch.distributed.device_mesh import DeviceMesh
     from verl.utils.model import CausalLMOutputForPPO
-    mesh = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), hidden_states.device.type)
-    weight = output_layer.weight if output_weight is None else output_weight
+    from with_megatron import mesh_of, weight_of
+    mesh = mesh_of(parallel_state.get_tensor_model_parallel_group(), hidden_states.device.type)
+    weight = weight_of(output_layer, output_weight, config)
     if config.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)  # its backward splits
     found = fl.sharded_linear_log_probs(
@@ -58,6 +58,7 @@ def install(megatron=False):
     if megatron:
         import verl.models.mcore.model_forward_fused as hook
         hook.fused_output_processor = log_probs_of_tokens
+    print("fusedloss takes the place of verl's linear_cross_entropy")
 
 
 def actor(backend, tied):
