@@ -210,7 +210,7 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, machine, 1, 1, r.work), *bias_costs(r)]
     widened = graded and r.dtype.itemsize == 2  # dz and g dz, to be multiplied
-    copies = 1 + kept if r.fused else max(plain_logit_copies(r) + rows_of_targets(r), 3.2 * widened)
+    copies = 1 + kept if r.fused else max(plain_logit_copies(r) + (graded and rows_of_targets(r)), 3.2 * widened)
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
                     max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))
