@@ -1,0 +1,250 @@
+"""Random calls of the public losses, each checked against float64: `python tools/fuzz.py [--seconds N] [--seed S] [--device cuda] [LOSS ...]`.
+
+Shapes, strides, dtypes, labels, lengths and options are hostile. A call gives the numbers and gradients of its definition, or an error that names
+an argument; the same bits when repeated; and it neither reads nor changes what lies beside a tensor. A call that does not prints a line with
+what repeats it, `--seed S --only K`, and the exit code is 1. With TRITON_INTERPRET=1 kernels take what they can on a CPU.
+"""
+import argparse
+import random
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
+from fuzz_calls import LOSSES, Call, Draw
+from helpers import INTERPRETED, TOLERANCE, everywhere
+
+GUARD = 1024  # bytes on each side of what a call allocates
+Found = tuple[list[Tensor], list[Tensor]]  # outputs, gradients
+
+
+class Laid:
+    "A tensor in a larger buffer of what must not be read, by strides and a start drawn at random"
+    def __init__(self, t: Tensor, r: random.Random, expands: bool = True):
+        order = list(range(t.dim()))[::-1] if r.random() < 0.5 else r.sample(range(t.dim()), t.dim())
+        strides, step = [0] * t.dim(), r.choice((1, 1, 1, 2, 3))
+        for d in order:  # the innermost first
+            strides[d], step = step, step * max(t.shape[d], 1) + r.choice((0, 0, 0, 1, 8))
+        first = t
+        if expands and t.dim() and t.numel() and r.random() < 0.06:  # expanded
+            d = r.choice(order)
+            first, strides[d] = t.narrow(d, 0, 1), 0
+        start, poison = 64 + r.choice((0, 0, 1, 3, 8)), float("nan") if t.is_floating_point() else 2**30
+        self.buffer = torch.full((start + step + 64,), poison, dtype=t.dtype, device=t.device)
+        at = lambda buffer, shape: buffer.as_strided(shape, strides, start)
+        at(self.buffer, first.shape).copy_(first)
+        self.tensor, self.before, self.outside = at(self.buffer, t.shape), self.buffer.clone(), torch.ones_like(self.buffer, dtype=torch.bool)
+        self.given = at(self.before, t.shape)
+        at(self.outside, first.shape).fill_(False)
+
+    def changed(self, where: Tensor | None = None) -> bool:
+        "Whether a number of the buffer has other bits than before, `where` a mask says or anywhere"
+        now, then = (t if where is None else t[where] for t in (self.buffer, self.before))
+        return not torch.equal(bits(now), bits(then))
+
+
+def bits(t: Tensor) -> Tensor:
+    "Its bytes"
+    return t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+class Between(torch.autograd.Function):
+    "An identity whose result lies as a buffer does: a loss may write there in place"
+    @staticmethod
+    def forward(ctx, t, laid):
+        return laid.tensor.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+@contextmanager
+def guarded_memory() -> Iterator[list[str]]:
+    "What PyTorch is asked for by name lies between guards, and is no number until it is written; the list says what wrote beyond"
+    made, wrong = [], []
+
+    def guarded(allocate):
+        def empty(*args, **how):
+            t = allocate(*args, **how)
+            if t.device.type == "meta" or not t.numel() or t.layout != torch.strided or torch.compiler.is_compiling():
+                return t
+            size = t.untyped_storage().nbytes()
+            memory = torch.full((size + 2 * GUARD,), 255, dtype=torch.uint8, device=t.device)
+            made.append((memory, size, tuple(t.shape)))
+            out = torch.tensor([], dtype=t.dtype, device=t.device).set_(memory.untyped_storage(), GUARD // t.itemsize, t.shape, t.stride())
+            return out.requires_grad_(t.requires_grad)
+        return empty
+    with ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
+            stack.enter_context(mock.patch.object(owner, name, guarded(getattr(owner, name))))
+        yield wrong
+    wrong += [f"wrote beside a result of shape {shape}" for memory, size, shape in made if not ((memory[:GUARD] == 255).all() and (memory[GUARD + size:] == 255).all())]
+
+
+def answered(call: Call, laid: dict[str, Laid], ups: list[Laid], seed: int) -> tuple[Found, list[str]]:
+    "What the library says, and what it wrote beyond; `ups` are upstream gradients, drawn where there are none yet"
+    leaves = {name: l.tensor.detach().requires_grad_(name in call.leaves) for name, l in laid.items()}
+    given = leaves | {call.inplace: Between.apply(leaves[call.inplace], laid[call.inplace])} if call.inplace else leaves
+    torch.manual_seed(seed)
+    with guarded_memory() as wrong:
+        found = [t for t in call.run(**given) if t is not None]
+        of = [t for t in found if t.requires_grad]
+        if not ups:
+            r, g = random.Random(seed), torch.Generator().manual_seed(seed)
+            ups += [Laid(torch.randn(t.shape, generator=g, dtype=t.dtype).to(t.device), r) for t in of]
+        grads = list(torch.autograd.grad(of, [leaves[n] for n in call.leaves], [u.tensor for u in ups], materialize_grads=True)) if of else []
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    return ([t.detach() for t in found], grads), wrong
+
+
+def touched(call: Call, laid: dict[str, Laid]) -> list[str]:
+    "What a call has changed of its inputs, or beside them"
+    return [f"{name} was changed" for name, l in laid.items() if l.changed(l.outside if name == call.inplace else None)]
+
+
+def exact(call: Call, laid: dict[str, Laid], ups: list[Laid], found: list[Tensor], noise: int | None) -> Found:
+    "The definition in float64 on a CPU; inputs rounded otherwise, if `noise` is a seed"
+    made, given = torch.Generator().manual_seed(noise or 0), {}
+    for name, l in laid.items():
+        t = l.given.cpu()
+        if t.is_floating_point():
+            t = t.double()
+            if noise is not None and t.dim():
+                t = t * (1 + torch.finfo(l.given.dtype).eps * (2 * torch.randint(2, t.shape, generator=made) - 1))
+            t.requires_grad_(name in call.leaves)
+        given[name] = t
+    out = [t for t in call.exact([t.cpu() for t in found], **given) if t is not None]
+    of = [t for t in out if t.requires_grad]
+    grads = torch.autograd.grad(of, [given[n] for n in call.leaves], [u.tensor.detach().cpu().double() for u in ups], materialize_grads=True) if of else []
+    return [t.detach() for t in out], list(grads)
+
+
+def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], tolerance: float, floor: float) -> list[str]:
+    "How far a result is off, beyond what roundings of the inputs and of the result explain"
+    got = got.detach().cpu()
+    if got.shape != want.shape:
+        return [f"{name} has shape {list(got.shape)}, not {list(want.shape)}"]
+    if not got.is_floating_point():
+        return [] if torch.equal(got, want.to(got.dtype)) else [f"{name} differs"]
+    got, finite = got.double(), want.isfinite()
+    if not torch.equal(torch.where(finite, 0.0, want).nan_to_num(7.0), torch.where(finite & got.isfinite(), 0.0, got).nan_to_num(7.0)):
+        return [f"{name} has other numbers that are not finite"]
+    part = lambda t: torch.where(finite, t, 0.0).nan_to_num(0.0, 0.0, 0.0)
+    error, size = (part(got) - part(want)).norm().item(), part(want).norm().item()
+    spread = sum((part(o) - part(want)).norm().item() for o in others)
+    limit = tolerance * size + 4 * spread + floor * max(1, want.numel()) ** 0.5
+    return [f"{name} is off by {error:.1e} of {size:.1e}, more than {limit:.1e}"] if error > limit else []
+
+
+def differences(call: Call, laid: dict[str, Laid], ups: list[Laid], got: Found) -> list[str]:
+    "What is wrong with outputs and gradients"
+    want, floats = exact(call, laid, ups, got[0], None), [l.given.dtype for l in laid.values() if l.given.is_floating_point()]
+    wide_dtype = torch.promote_types(floats[0], torch.float32)
+    noisy = [exact(call, laid, ups, got[0], seed) for seed in (1, 2, 3)]
+    if [len(part) for part in got] != [len(part) for part in want]:
+        return [f"{len(got[0])} outputs and {len(got[1])} gradients, not {len(want[0])} and {len(want[1])}"]
+    wide = torch.finfo(wide_dtype).eps
+    longest = [1 + max([v for v in laid[n].given.double().norm(dim=-1).flatten().tolist() if v < float("inf")], default=0.0) if laid[n].given.dim() else 1.0
+               for n in call.leaves]
+    reach = 8 * wide * torch.tensor(longest).prod().item()
+    wrong = []
+    for i, (a, e) in enumerate(zip(got[0], want[0])):
+        wrong += misfit(f"output {i}", a, e, [n[0][i] for n in noisy], TOLERANCE[wide_dtype], reach)
+    for i, name in enumerate(call.leaves):
+        floor = reach * max(longest, default=1.0) + torch.finfo(laid[name].given.dtype).smallest_normal * 2**-8
+        wrong += misfit(f"d {name}", got[1][i], want[1][i], [n[1][i] for n in noisy], max(call.tolerance, TOLERANCE[laid[name].given.dtype]), floor) if got[1] else []
+    return wrong
+
+
+def refused(call: Call, error: Exception) -> str | None:
+    "What is wrong with an error"
+    named = re.match(rf"({'|'.join(call.names)})(\[[\d, ]*\])*(: expected .*, got |(: .*)? is .*: expected )", str(error), re.DOTALL)
+    kinds = (ValueError, IndexError) if call.impossible else ValueError
+    return None if isinstance(error, kinds) and named else f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def judged(call: Call, r: random.Random, device: str) -> tuple[str, list[str]]:
+    "What became of a call, and what is wrong with it"
+    laid = {name: Laid(t.to(device) if name not in call.at_home else t, r, not call.impossible) for name, t in call.tensors.items()}
+    ups, seed = [], r.getrandbits(40)
+    try:
+        got, wrong = answered(call, laid, ups, seed)
+    except Exception as error:  # whatever comes
+        fault = refused(call, error)
+        return "refused", ([fault] if fault else []) + touched(call, laid)
+    wrong += touched(call, laid) + [f"{u} was changed" for u, l in enumerate(ups) if l.changed()]
+    for l in laid.values():
+        l.buffer.copy_(l.before)
+    again, _ = answered(call, laid, ups, seed)
+    wrong += [f"other bits in {i} when repeated" for i, (a, b) in enumerate(zip(got[0] + got[1], again[0] + again[1])) if not torch.equal(bits(a), bits(b))]
+    if call.impossible:
+        if device == "cpu" or not any(t.isnan().any() for t in got[0] if t.is_floating_point()):
+            wrong.append("a label or length that cannot be was taken")
+        return "impossible", wrong
+    return "right", wrong + differences(call, laid, ups, got)
+
+
+def run_one(seed: int, k: int, names: list[str], device: str) -> tuple[str, str, list[str]]:
+    "Draw number k of a seed: the loss, what became of it and what is wrong"
+    name, interpreted = names[k % len(names)], INTERPRETED and device == "cpu"
+    dtypes = [t for t in TOLERANCE if not (interpreted and t == torch.bfloat16)]  # which the interpreter rounds otherwise
+    d = Draw(f"{seed}-{k}", dtypes, 65 if interpreted else 257)
+    call = LOSSES[name](d)
+    return f"{name}{call}", *judged(call, d.r, device)
+
+
+def kernels_everywhere(patch) -> None:
+    "On a CPU, in Triton's interpreter: kernels take what they can"
+    import fusedloss as fl
+    from fusedloss.core import negatives, products, triton
+    for name in fl.__all__:
+        getattr(fl, name)
+    takes = lambda t: t.dtype in (torch.float16, torch.float32) and t.numel() > 0
+    everywhere(patch, triton, "has_kernel", takes)
+    everywhere(patch, products, "takes_kernel", takes)
+    everywhere(patch, negatives, "fits_kernels", lambda x, o: takes(x) and o.centers == 1 and o.circle_margin < 0)
+
+
+def main(argv: list[str]) -> int:
+    "1 where a call was wrong"
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("losses", nargs="*", default=[*LOSSES], metavar="LOSS", help=", ".join(LOSSES))
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="this draw alone")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    end, outcomes, bad = time.monotonic() + asked.seconds, Counter(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED and asked.device == "cpu":
+            kernels_everywhere(patch)
+        for k in count() if asked.only is None else [asked.only]:
+            if asked.only is None and time.monotonic() > end:
+                break
+            what, outcome, wrong = run_one(asked.seed, k, asked.losses, asked.device)
+            outcomes[outcome] += 1
+            bad += bool(wrong)
+            if wrong:
+                print(f"--seed {asked.seed} --only {k}{' ' * (asked.losses != [*LOSSES])}{' '.join(asked.losses) if asked.losses != [*LOSSES] else ''}: {what}: {'; '.join(wrong)}", flush=True)
+    print(f"{sum(outcomes.values())} calls: {', '.join(f'{n} {what}' for what, n in outcomes.items())}; {bad} wrong")
+    return min(bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
