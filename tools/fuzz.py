@@ -5,13 +5,14 @@ an argument; the same bits when repeated; and it neither reads nor changes what 
 what repeats it, `--seed S --only K`, and the exit code is 1. With TRITON_INTERPRET=1 kernels take what they can on a CPU.
 """
 import argparse
+import math
 import random
 import re
 import sys
 import time
 import warnings
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Iterator
@@ -19,12 +20,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
-from fuzz_calls import LOSSES, Call, Draw
-from helpers import INTERPRETED, TOLERANCE, everywhere
+from fuzz_calls import LOSSES, Call, Draw  # noqa: E402
+from helpers import INTERPRETED, TOLERANCE, everywhere  # noqa: E402
 
 GUARD = 1024  # bytes on each side of what a call allocates
 Found = tuple[list[Tensor], list[Tensor]]  # outputs, gradients
@@ -116,28 +119,55 @@ def touched(call: Call, laid: dict[str, Laid]) -> list[str]:
     return [f"{name} was changed" for name, l in laid.items() if l.changed(l.outside if name == call.inplace else None)]
 
 
+class Shaken(torch.autograd.Function):
+    "Numbers, and later their gradient, as roundings may leave them"
+    @staticmethod
+    def forward(ctx, t, eps, seed):
+        ctx.how = eps, seed
+        return shaken(t, eps, seed)
+
+    @staticmethod
+    def backward(ctx, g):
+        return shaken(g, *ctx.how), None, None
+
+
+class ShakenProducts(TorchFunctionMode):
+    "Scores are rounded, and their gradient before its products: each by chance, up or down"
+    def __init__(self, eps: float, seed: int):
+        super().__init__()
+        self.how = eps, seed
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return Shaken.apply(out, *self.how) if function in (F.linear, Tensor.matmul, Tensor.__matmul__) else out
+
+
+def shaken(t: Tensor, eps: float, seed: int) -> Tensor:
+    "Each number larger or smaller by a share of it"
+    return t * (1 + eps * (2 * torch.randint(2, t.shape, generator=torch.Generator().manual_seed(seed)) - 1))
+
+
 def exact(call: Call, laid: dict[str, Laid], ups: list[Laid], found: list[Tensor], noise: int | None) -> Found:
-    "The definition in float64 on a CPU; inputs rounded otherwise, if `noise` is a seed"
-    made, given = torch.Generator().manual_seed(noise or 0), {}
-    for name, l in laid.items():
-        t = l.given.cpu()
+    "The definition in float64 on a CPU; with other roundings if `noise` is a seed"
+    given, eps = {}, max(torch.finfo(l.given.dtype).eps for l in laid.values() if l.given.is_floating_point())
+    for i, (name, l) in enumerate(laid.items()):
+        given[name] = t = l.given.cpu()
         if t.is_floating_point():
-            t = t.double()
-            if noise is not None and t.dim():
-                t = t * (1 + torch.finfo(l.given.dtype).eps * (2 * torch.randint(2, t.shape, generator=made) - 1))
-            t.requires_grad_(name in call.leaves)
-        given[name] = t
-    out = [t for t in call.exact([t.cpu() for t in found], **given) if t is not None]
+            t = t.double() if noise is None or not t.dim() else shaken(t.double(), torch.finfo(t.dtype).eps, noise + i)
+            given[name] = t.requires_grad_(name in call.leaves)
+    with nullcontext() if noise is None else ShakenProducts(eps, noise):
+        out = [t for t in call.exact([t.cpu() for t in found], **given) if t is not None]
     of = [t for t in out if t.requires_grad]
-    grads = torch.autograd.grad(of, [given[n] for n in call.leaves], [u.tensor.detach().cpu().double() for u in ups], materialize_grads=True) if of else []
+    alike = of and [t.shape for t in of] == [u.tensor.shape for u in ups]
+    grads = torch.autograd.grad(of, [given[n] for n in call.leaves], [u.tensor.cpu().double() for u in ups], materialize_grads=True) if alike else []
     return [t.detach() for t in out], list(grads)
 
 
-def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], tolerance: float, floor: float) -> list[str]:
-    "How far a result is off, beyond what roundings of the inputs and of the result explain"
-    got = got.detach().cpu()
-    if got.shape != want.shape:
-        return [f"{name} has shape {list(got.shape)}, not {list(want.shape)}"]
+def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], tolerance: float, floor: float, dtype: torch.dtype) -> list[str]:
+    "How far a result is off, beyond what roundings explain"
+    got = got.cpu()
+    if got.shape != want.shape or got.is_floating_point() and got.dtype != dtype:
+        return [f"{name} is {got.dtype} {list(got.shape)}, not {dtype} {list(want.shape)}"]
     if not got.is_floating_point():
         return [] if torch.equal(got, want.to(got.dtype)) else [f"{name} differs"]
     got, finite = got.double(), want.isfinite()
@@ -152,21 +182,20 @@ def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], tolerance
 
 def differences(call: Call, laid: dict[str, Laid], ups: list[Laid], got: Found) -> list[str]:
     "What is wrong with outputs and gradients"
-    want, floats = exact(call, laid, ups, got[0], None), [l.given.dtype for l in laid.values() if l.given.is_floating_point()]
-    wide_dtype = torch.promote_types(floats[0], torch.float32)
-    noisy = [exact(call, laid, ups, got[0], seed) for seed in (1, 2, 3)]
-    if [len(part) for part in got] != [len(part) for part in want]:
-        return [f"{len(got[0])} outputs and {len(got[1])} gradients, not {len(want[0])} and {len(want[1])}"]
-    wide = torch.finfo(wide_dtype).eps
-    longest = [1 + max([v for v in laid[n].given.double().norm(dim=-1).flatten().tolist() if v < float("inf")], default=0.0) if laid[n].given.dim() else 1.0
-               for n in call.leaves]
-    reach = 8 * wide * torch.tensor(longest).prod().item()
-    wrong = []
+    want, noisy = exact(call, laid, ups, got[0], None), [exact(call, laid, ups, got[0], seed) for seed in (100, 200, 300)]
+    floats = [l.given for l in laid.values() if l.given.is_floating_point()]
+    wide = torch.promote_types(floats[0].dtype, torch.float32)
+    longest = [1 + torch.where(t.isfinite(), t, 0.0).double().norm(dim=-1).amax().item() for t in floats if t.dim() and t.numel()] or [1.0]
+    floor = 8 * torch.finfo(wide).eps * math.prod(longest) * max(math.prod(t.shape[:-1]) for t in floats) ** 0.5  # of terms that cancel
+    wrong = [f"{len(got[0])} outputs, not {len(want[0])}"] if len(got[0]) != len(want[0]) else []
     for i, (a, e) in enumerate(zip(got[0], want[0])):
-        wrong += misfit(f"output {i}", a, e, [n[0][i] for n in noisy], TOLERANCE[wide_dtype], reach)
-    for i, name in enumerate(call.leaves):
-        floor = reach * max(longest, default=1.0) + torch.finfo(laid[name].given.dtype).smallest_normal * 2**-8
-        wrong += misfit(f"d {name}", got[1][i], want[1][i], [n[1][i] for n in noisy], max(call.tolerance, TOLERANCE[laid[name].given.dtype]), floor) if got[1] else []
+        wrong += misfit(f"output {i}", a, e, [n[0][i] for n in noisy], TOLERANCE[wide], floor, wide)
+    if not wrong and len(got[1]) != len(want[1]):
+        return [f"{len(got[1])} gradients, not {len(want[1])}"]
+    for i, (name, a, e) in enumerate(zip(call.leaves, got[1], want[1])):
+        dtype = laid[name].given.dtype
+        least = max(longest) * floor + torch.finfo(dtype).smallest_normal * 2**-8
+        wrong += misfit(f"d {name}", a, e, [n[1][i] for n in noisy], max(call.tolerance, TOLERANCE[dtype]), least, dtype)
     return wrong
 
 
@@ -179,7 +208,7 @@ def refused(call: Call, error: Exception) -> str | None:
 
 def judged(call: Call, r: random.Random, device: str) -> tuple[str, list[str]]:
     "What became of a call, and what is wrong with it"
-    laid = {name: Laid(t.to(device) if name not in call.at_home else t, r, not call.impossible) for name, t in call.tensors.items()}
+    laid = {name: Laid(t.to(device) if name not in call.at_home else t, r, call.expands and not call.impossible) for name, t in call.tensors.items()}
     ups, seed = [], r.getrandbits(40)
     try:
         got, wrong = answered(call, laid, ups, seed)

@@ -31,6 +31,7 @@ class Call(NamedTuple):
     inplace: str = ""  # the tensor that the call may overwrite
     at_home: tuple[str, ...] = ()  # tensors that stay on the CPU
     tolerance: float = 0.0  # of gradients, if more than that of the dtype
+    expands: bool = True  # whether all numbers of a row or column may be the same
 
     def __str__(self):
         return str({name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items()} | self.words)
@@ -78,6 +79,10 @@ class Draw:
     def words(self, **of) -> dict[str, Any]:
         "Some of these options, each drawn by its function"
         return {name: value() for name, value in of.items() if self.chance()}
+
+    def budget(self) -> dict[str, int]:
+        "Perhaps one that cuts a call into chunks, or that is too small"
+        return self.words(memory_budget=lambda: 2 ** self.r.randrange(6, 20))
 
     def options(self) -> dict[str, Any]:
         "Of a cross entropy"
@@ -158,7 +163,7 @@ def cross_entropy(d: Draw) -> Call:
 def linear_cross_entropy(d: Draw) -> Call:
     V, H, lead = d.size(least=1), d.size(129), d.pick(((d.size(129),), (d.size(129),), (2, d.size(33))))
     method, target = d.pick(("auto", "eager", "tiles", "chunks", "recompute", "product")), d.pick(("labels",) * 5 + ("several", "soft"))
-    tensors, words = d.layer(lead, H, V), d.options() | dict(method=method, reduction=d.pick(("mean", "sum", "none")))
+    tensors, words = d.layer(lead, H, V), d.options() | d.budget() | dict(method=method, reduction=d.pick(("mean", "sum", "none")))
     y = {"labels": lambda: d.labels(V, *lead), "several": lambda: d.labels(V, *lead, d.pick((1, 2, 5))), "soft": lambda: torch.rand(*lead, V, generator=d.g).to(d.dtype)}[target]()
     if method == "tiles":
         tensors.pop("linear_bias", None)
@@ -172,7 +177,7 @@ def linear_cross_entropy(d: Draw) -> Call:
         words |= dict(matmul_dtype=torch.float8_e4m3fn, method="auto")
     bad = target == "labels" and "shift" not in words and d.spoiled(y, V)
     def exact(_, input, linear_weight, target, linear_bias=None, token_weight=None, **given):
-        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift")}
+        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift", "memory_budget")}
         k = words.get("shift", 0)
         if k:
             input, target = input[..., :max(input.shape[-2] - k, 0), :], target[..., k:]
@@ -197,8 +202,8 @@ def exact_log_probs(z: Tensor, target: Tensor, words: dict, temperature: float |
 
 def of_log_probs(d: Draw, function: Callable, tensors: dict[str, Tensor], lead: tuple[int, ...], V: int, leaves: list[str], logits: Callable[..., Tensor]) -> Call:
     words = d.words(logit_scale=lambda: 0.5, softcap=lambda: 5.0, entropy=lambda: True, mean_logits=lambda: True)
-    if function is fl.linear_log_probs and d.chance():
-        words["batch_invariant"] = True
+    if function is fl.linear_log_probs:
+        words |= d.words(batch_invariant=lambda: True) | d.budget()
     y = d.labels(V, *lead, *d.pick(((), (), (3,))))
     bad = d.spoiled(y, V)
     tensors = tensors | dict(target=y) | d.words(temperature=lambda: d.weights(*lead) + 0.5)
@@ -236,7 +241,7 @@ def linear_topk(d: Draw) -> Call:
         best = log_p.topk(k, -1).values
         near = log_p.gather(-1, found[1])  # of equals either
         return [best.detach() - near.detach() + near, found[1], z.logsumexp(-1)]
-    return chosen(d, fl.linear_topk, dict(k=k), tensors, lead, [*tensors], exact)
+    return chosen(d, fl.linear_topk, dict(k=k) | d.budget(), tensors, lead, [*tensors], exact)
 
 
 def linear_sample(d: Draw) -> Call:
@@ -258,7 +263,8 @@ def linear_divergence(d: Draw) -> Call:
     tensors = tensors | {rename[k]: t for k, t in teacher.items()} | d.words(token_weight=lambda: d.weights(*lead) + 0.1, temperature=lambda: d.weights(*lead) + 0.5)
     def exact(_, input, linear_weight, teacher_input, teacher_weight, **given):
         return [exact_divergence(input, linear_weight, teacher_input, teacher_weight, **given, **words)]
-    return Call(lambda **given: [fl.linear_divergence(**given, **words)], exact, tensors, leaves, argument_names(fl.linear_divergence), words)
+    budget = d.budget()
+    return Call(lambda **given: [fl.linear_divergence(**given, **words, **budget)], exact, tensors, leaves, argument_names(fl.linear_divergence), words | budget)
 
 
 def contrastive_loss(d: Draw) -> Call:
@@ -268,9 +274,9 @@ def contrastive_loss(d: Draw) -> Call:
     tensors |= dict(y=d.numbers(M, H), logit_scale=torch.tensor(d.pick((0.5, 5.0)), dtype=d.dtype))
     if several:
         tensors["positives"] = d.labels(M, N, *d.pick(((), (2,)))).clamp(min=0).long()
-    definition = exact_positives if several else exact_pairs
-    return Call(lambda **given: [fl.contrastive_loss(**given, **words)], lambda _, **given: [definition(**given, **words)], tensors, ["x", "y", "logit_scale"],
-                argument_names(fl.contrastive_loss), words)
+    definition, budget = exact_positives if several else exact_pairs, d.words(memory_budget=lambda: 2**19)
+    return Call(lambda **given: [fl.contrastive_loss(**given, **words, **budget)], lambda _, **given: [definition(**given, **words)], tensors, ["x", "y", "logit_scale"],
+                argument_names(fl.contrastive_loss), words | budget)
 
 
 def sigmoid_contrastive_loss(d: Draw) -> Call:
@@ -292,7 +298,8 @@ def partial_fc(d: Draw) -> Call:
         return [head(features, target)]
     exact = lambda _, features, weight, target: [definition(features, weight, target.long(), name, masks[0])]
     return Call(run, exact, dict(features=d.numbers(N, H), weight=d.numbers(V, H), target=y), ["features", "weight"],
-                [*argument_names(fl.PartialFC), *argument_names(fl.PartialFC.forward)], dict(margin=name) | words, bad)
+                [*argument_names(fl.PartialFC), *argument_names(fl.PartialFC.forward)], dict(margin=name) | words, bad,
+                expands=name == "CosFace")  # an angle of 0 has no gradient
 
 
 def sequences(d: Draw, T: int, N: int, L: int, C: int, least: int, names: tuple[str, str], blank: int) -> dict[str, Tensor]:
@@ -311,10 +318,11 @@ def of_ctc(d: Draw, function: Callable, T: int, N: int, C: int, tensors: dict[st
     leaves, blank = [*tensors], d.r.randrange(C)
     tensors = tensors | sequences(d, T, N, d.size(9) if C > 1 else 0, C, 0, ("input_lengths", "target_lengths"), blank)
     words = dict(reduction=d.pick(("mean", "sum", "none")), blank=blank, zero_infinity=d.chance(0.7))
+    budget = d.budget() if function is fl.linear_ctc_loss else {}
     def exact(_, targets, input_lengths, target_lengths, **given):
         losses = lambda none: F.ctc_loss(logits(**given).log_softmax(-1), targets.long(), input_lengths.long(), target_lengths.long(), **words | dict(zero_infinity=none))
         return [losses(True) + torch.where(losses(words["zero_infinity"]).isposinf(), torch.inf, 0.0).detach()]  # without a path no gradient, where PyTorch has NaN
-    return Call(lambda **given: [function(**given, **words)], exact, tensors, leaves, argument_names(function), words,
+    return Call(lambda **given: [function(**given, **words, **budget)], exact, tensors, leaves, argument_names(function), words | budget,
                 at_home=d.pick(((), ("input_lengths", "target_lengths"))))
 
 
@@ -346,15 +354,17 @@ def transducer_loss(d: Draw) -> Call:
 def linear_transducer_loss(d: Draw) -> Call:
     N, T, U, J, V = d.size(3, 1), d.size(8, 1), d.size(5), d.size(33, 1), d.size(33, 2)
     words = dict(reduction=d.pick(("mean", "sum", "none")), blank=0, activation=d.pick(("tanh", "relu", None)))
-    layer = d.layer((N, T), J, V)
-    tensors = dict(encoder=layer.pop("input"), predictor=d.numbers(N, U + 1, J, by=J**-0.5)) | layer
+    budget = d.budget()
+    layer = {k: t for k, t in d.layer((N, T), J, V).items() if k != "input"}
+    tensors = dict(encoder=d.numbers(N, T, J, by=0.5 * J**-0.5), predictor=d.numbers(N, U + 1, J, by=0.5 * J**-0.5)) | layer
     leaves = [*tensors]
     tensors |= sequences(d, T, N, U, V, 1, ("encoder_lengths", "target_lengths"), 0)
     def exact(_, encoder, predictor, linear_weight, targets, encoder_lengths, target_lengths, linear_bias=None):
         z = F.linear(ACTIVATE[words["activation"]](encoder[:, :, None] + predictor[:, None]), linear_weight, linear_bias)
         return of_transducer([*z], targets, encoder_lengths, target_lengths, words)
-    return Call(lambda **given: [fl.linear_transducer_loss(**given, **words)], exact, tensors, leaves, argument_names(fl.linear_transducer_loss), words,
-                at_home=d.pick(((), ("encoder_lengths", "target_lengths"))))
+    return Call(lambda **given: [fl.linear_transducer_loss(**given, **words, **budget)], exact, tensors, leaves, argument_names(fl.linear_transducer_loss), words | budget,
+                at_home=d.pick(((), ("encoder_lengths", "target_lengths"))),
+                tolerance=0.05 if words["activation"] == "tanh" and d.dtype.itemsize == 2 else 0.0)  # its slope is that of what is rounded
 
 
 def graph(d: Draw) -> dict[str, Tensor]:
