@@ -79,8 +79,10 @@ def guarded_memory() -> Iterator[list[str]]:
     "What PyTorch is asked for by name lies between guards, and is no number until it is written; the list says what wrote beyond"
     made, wrong = [], []
 
-    def guarded(allocate):
-        def empty(*args, **how):
+    def guarded(owner, name):
+        allocate = getattr(owner, name)
+
+        def made_between(*args, **how):
             t = allocate(*args, **how)
             if t.device.type == "meta" or not t.numel() or t.layout != torch.strided or torch.compiler.is_compiling():
                 return t
@@ -88,13 +90,16 @@ def guarded_memory() -> Iterator[list[str]]:
             memory = torch.full((size + 2 * GUARD,), 255, dtype=torch.uint8, device=t.device)
             made.append((memory, size, tuple(t.shape)))
             out = torch.tensor([], dtype=t.dtype, device=t.device).set_(memory.untyped_storage(), GUARD // t.itemsize, t.shape, t.stride())
-            return out.requires_grad_(t.requires_grad)
-        return empty
+            return out if "empty" in name else out.copy_(t)
+        return mock.patch.object(owner, name, made_between)
     with ExitStack() as stack:
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
-            stack.enter_context(mock.patch.object(owner, name, guarded(getattr(owner, name))))
+        for owner, name in [*((torch, n) for n in ("empty", "empty_like", "empty_strided", "zeros", "zeros_like")), (Tensor, "new_empty"), (Tensor, "new_zeros")]:
+            stack.enter_context(guarded(owner, name))
         yield wrong
-    wrong += [f"wrote beside a result of shape {shape}" for memory, size, shape in made if not ((memory[:GUARD] == 255).all() and (memory[GUARD + size:] == 255).all())]
+    for memory, size, shape in made:
+        freed = memory.untyped_storage().nbytes() < memory.nbytes
+        if not freed and not ((memory[:GUARD] == 255).all() and (memory[GUARD + size:] == 255).all()):
+            wrong.append(f"wrote beside a result of shape {shape}")
 
 
 def answered(call: Call, laid: dict[str, Laid], ups: list[Laid], seed: int) -> tuple[Found, list[str]]:

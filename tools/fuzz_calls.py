@@ -72,6 +72,13 @@ class Draw:
         y.view(-1)[self.r.randrange(y.numel())] = self.pick((*BAD_LABELS, V))
         return True
 
+    def haunted(self, x: Tensor, y: Tensor, ignored: int) -> bool:
+        "Put NaN where a token is ignored, perhaps"
+        here = self.chance(0.3)
+        if here and y.shape == x.shape[:-1]:
+            x[y == ignored] = torch.nan
+        return here
+
     def loudness(self) -> float:
         "What scores are about as large as"
         return self.pick((0.0, 1.0, 1.0, 3.0, 3.0) if self.dtype.itemsize == 2 else (0.0, 1.0, 1.0, 3.0, 30.0, 1e3))
@@ -93,6 +100,11 @@ class Draw:
         by = self.loudness()
         bias = dict(linear_bias=self.numbers(V, by=by)) if self.chance() else {}
         return dict(input=self.numbers(*n, H, by=by / max(H, 1) ** 0.5), linear_weight=self.numbers(V, H)) | bias
+
+
+def alive(x: Tensor) -> Tensor:
+    "0 in place of NaN, which stands where it is ignored"
+    return torch.where(x.isnan(), 0.0, x)
 
 
 def scores(x: Tensor, w: Tensor, b: Tensor | None, logit_scale=1.0, softcap=None, temperature=1.0) -> Tensor:
@@ -151,13 +163,14 @@ def cross_entropy(d: Draw) -> Call:
         z.masked_fill_(hidden.scatter_(1, torch.where((y < 0), 0, y).long().unsqueeze(1), False) if N else hidden, -torch.inf)
         hidden_rows = (z == -torch.inf).all(1, keepdim=True)
         z.masked_fill_(hidden_rows, 0.0)
-    bad = not soft and d.spoiled(y, V)
     last = lambda t: t if t.dim() < 2 else t.movedim(1, -1)
+    haunted = not soft and len(shape) > 1 and d.haunted(last(z), y, ignore)
+    bad = not soft and d.spoiled(y, V)
     def exact(_, input, target, **given):
-        return [defined(last(input), last(target) if soft else target, **given, **words)]
+        return [defined(last(alive(input)), last(target) if soft else target, **given, **words)]
     def run(**given):
         return [fl.cross_entropy(**given, **words, **dict(inplace=True) if inplace else {})]
-    return Call(run, exact, tensors, ["input"], argument_names(fl.cross_entropy), words | dict(inplace=inplace), bad, "input" * inplace)
+    return Call(run, exact, tensors, ["input"], argument_names(fl.cross_entropy), words | dict(inplace=inplace), bad, "input" * inplace, expands=not haunted)
 
 
 def linear_cross_entropy(d: Draw) -> Call:
@@ -175,6 +188,7 @@ def linear_cross_entropy(d: Draw) -> Call:
     eight = d.dtype == torch.bfloat16 and d.chance(0.3 if H % 16 else 0.7)
     if eight:
         words |= dict(matmul_dtype=torch.float8_e4m3fn, method="auto")
+    haunted = "shift" not in words and d.haunted(tensors["input"], y, -100)
     bad = target == "labels" and "shift" not in words and d.spoiled(y, V)
     def exact(_, input, linear_weight, target, linear_bias=None, token_weight=None, **given):
         own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift", "memory_budget")}
@@ -182,10 +196,10 @@ def linear_cross_entropy(d: Draw) -> Call:
         if k:
             input, target = input[..., :max(input.shape[-2] - k, 0), :], target[..., k:]
             token_weight = None if token_weight is None else token_weight[..., k:]
-        return [defined(F.linear(input, linear_weight, linear_bias), target, token_weight=token_weight, **given, **own)]
+        return [defined(F.linear(alive(input), linear_weight, linear_bias), target, token_weight=token_weight, **given, **own)]
     run = lambda **given: [fl.linear_cross_entropy(**given, **words)]
     return Call(run, exact, tensors, [n for n in tensors if n in ("input", "linear_weight", "linear_bias")], argument_names(fl.linear_cross_entropy), words, bad,
-                tolerance=6e-2 if eight else 0.0)
+                tolerance=6e-2 if eight else 0.0, expands=not haunted)
 
 
 def exact_log_probs(z: Tensor, target: Tensor, words: dict, temperature: float | Tensor) -> list[Tensor | None]:
@@ -205,22 +219,23 @@ def of_log_probs(d: Draw, function: Callable, tensors: dict[str, Tensor], lead: 
     if function is fl.linear_log_probs:
         words |= d.words(batch_invariant=lambda: True) | d.budget()
     y = d.labels(V, *lead, *d.pick(((), (), (3,))))
+    haunted = d.haunted(tensors[leaves[0]], y, -100)
     bad = d.spoiled(y, V)
     tensors = tensors | dict(target=y) | d.words(temperature=lambda: d.weights(*lead) + 0.5)
     def exact(_, target, temperature=1.0, **given):
         return exact_log_probs(logits(**given), target, words, temperature)
-    return Call(lambda **given: function(**given, **words)[:3], exact, tensors, leaves, argument_names(function), words, bad)
+    return Call(lambda **given: function(**given, **words)[:3], exact, tensors, leaves, argument_names(function), words, bad, expands=not haunted)
 
 
 def linear_log_probs(d: Draw) -> Call:
     V, H, lead = d.size(least=1), d.size(129), d.pick(((d.size(129),), (2, d.size(33))))
     tensors = d.layer(lead, H, V)
-    return of_log_probs(d, fl.linear_log_probs, tensors, lead, V, [*tensors], lambda input, linear_weight, linear_bias=None: F.linear(input, linear_weight, linear_bias))
+    return of_log_probs(d, fl.linear_log_probs, tensors, lead, V, [*tensors], lambda input, linear_weight, linear_bias=None: F.linear(alive(input), linear_weight, linear_bias))
 
 
 def log_probs(d: Draw) -> Call:
     V, lead = d.size(least=1), d.pick(((d.size(129),), (2, d.size(33)), ()))
-    return of_log_probs(d, fl.log_probs, dict(logits=d.numbers(*lead, V, by=d.loudness())), lead, V, ["logits"], lambda logits: logits)
+    return of_log_probs(d, fl.log_probs, dict(logits=d.numbers(*lead, V, by=d.loudness())), lead, V, ["logits"], lambda logits: alive(logits))
 
 
 def chosen(d: Draw, function: Callable, words: dict, tensors: dict[str, Tensor], lead: tuple[int, ...], leaves: list[str], exact: Callable) -> Call:
@@ -302,12 +317,19 @@ def partial_fc(d: Draw) -> Call:
                 expands=name == "CosFace")  # an angle of 0 has no gradient
 
 
-def sequences(d: Draw, T: int, N: int, L: int, C: int, least: int, names: tuple[str, str], blank: int) -> dict[str, Tensor]:
-    "Labels that are no blanks, and lengths of a batch"
+def sequences(d: Draw, T: int, N: int, L: int, C: int, least: int, names: tuple[str, str], blank: int) -> tuple[dict[str, Tensor], bool]:
+    "Labels that are no blanks, and lengths of a batch; whether one of them cannot be"
     y = torch.randint(max(C - 1, 1), (N, L), generator=d.g)
     y += y >= blank
-    lengths = [torch.randint(least, T + 1, (N,), generator=d.g), torch.randint(L + 1, (N,), generator=d.g)]
-    return dict(targets=y.to(d.pick((torch.int64, torch.int32)))) | dict(zip(names, (t.to(d.pick((torch.int64, torch.int32))) for t in lengths)))
+    frames, lengths = torch.randint(least, T + 1, (N,), generator=d.g), torch.randint(L + 1, (N,), generator=d.g)
+    n = d.r.randrange(N)
+    bad = d.pick(("label", "frames", "length") if lengths[n] and frames[n] > least else ("frames", "length")) if d.chance(0.06) else ""
+    if bad == "label":
+        y[n, 0] = d.pick((*BAD_LABELS, C))
+    elif bad:
+        (frames if bad == "frames" else lengths)[n] = d.pick((-3, 10**6, T + L + 1))
+    kinds = [d.pick((torch.int64, torch.int32)) for _ in range(3)]
+    return dict(targets=y.to(kinds[0])) | {name: t.to(kind) for name, t, kind in zip(names, (frames, lengths), kinds[1:])}, bool(bad)
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
@@ -316,13 +338,13 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
 
 def of_ctc(d: Draw, function: Callable, T: int, N: int, C: int, tensors: dict[str, Tensor], logits: Callable[..., Tensor]) -> Call:
     leaves, blank = [*tensors], d.r.randrange(C)
-    tensors = tensors | sequences(d, T, N, d.size(9) if C > 1 else 0, C, 0, ("input_lengths", "target_lengths"), blank)
+    more, bad = sequences(d, T, N, d.size(9) if C > 1 else 0, C, 0, ("input_lengths", "target_lengths"), blank)
     words = dict(reduction=d.pick(("mean", "sum", "none")), blank=blank, zero_infinity=d.chance(0.7))
     budget = d.budget() if function is fl.linear_ctc_loss else {}
     def exact(_, targets, input_lengths, target_lengths, **given):
         losses = lambda none: F.ctc_loss(logits(**given).log_softmax(-1), targets.long(), input_lengths.long(), target_lengths.long(), **words | dict(zero_infinity=none))
         return [losses(True) + torch.where(losses(words["zero_infinity"]).isposinf(), torch.inf, 0.0).detach()]  # without a path no gradient, where PyTorch has NaN
-    return Call(lambda **given: [function(**given, **words, **budget)], exact, tensors, leaves, argument_names(function), words | budget,
+    return Call(lambda **given: [function(**given, **words, **budget)], exact, tensors | more, leaves, argument_names(function), words | budget, bad,
                 at_home=d.pick(((), ("input_lengths", "target_lengths"))))
 
 
@@ -345,9 +367,10 @@ def of_transducer(z: list[Tensor], targets: Tensor, frames: Tensor, lengths: Ten
 def transducer_loss(d: Draw) -> Call:
     N, T, U, V = d.size(3, 1), d.size(8, 1), d.size(7), d.size(65, 2)
     words = dict(reduction=d.pick(("mean", "sum", "none")), blank=d.pick((-1, 0)))
-    tensors = dict(logits=d.numbers(N, T, U + 1, V, by=d.loudness())) | sequences(d, T, N, U, V, 1, ("logit_lengths", "target_lengths"), words["blank"] % V)
+    more, bad = sequences(d, T, N, U, V, 1, ("logit_lengths", "target_lengths"), words["blank"] % V)
+    tensors = dict(logits=d.numbers(N, T, U + 1, V, by=d.loudness())) | more
     exact = lambda _, logits, targets, logit_lengths, target_lengths: of_transducer([*logits], targets, logit_lengths, target_lengths, words)
-    return Call(lambda **given: [fl.transducer_loss(**given, **words)], exact, tensors, ["logits"], argument_names(fl.transducer_loss), words,
+    return Call(lambda **given: [fl.transducer_loss(**given, **words)], exact, tensors, ["logits"], argument_names(fl.transducer_loss), words, bad,
                 at_home=d.pick(((), ("logit_lengths", "target_lengths"))))
 
 
@@ -358,11 +381,11 @@ def linear_transducer_loss(d: Draw) -> Call:
     layer = {k: t for k, t in d.layer((N, T), J, V).items() if k != "input"}
     tensors = dict(encoder=d.numbers(N, T, J, by=0.5 * J**-0.5), predictor=d.numbers(N, U + 1, J, by=0.5 * J**-0.5)) | layer
     leaves = [*tensors]
-    tensors |= sequences(d, T, N, U, V, 1, ("encoder_lengths", "target_lengths"), 0)
+    more, bad = sequences(d, T, N, U, V, 1, ("encoder_lengths", "target_lengths"), 0)
     def exact(_, encoder, predictor, linear_weight, targets, encoder_lengths, target_lengths, linear_bias=None):
         z = F.linear(ACTIVATE[words["activation"]](encoder[:, :, None] + predictor[:, None]), linear_weight, linear_bias)
         return of_transducer([*z], targets, encoder_lengths, target_lengths, words)
-    return Call(lambda **given: [fl.linear_transducer_loss(**given, **words, **budget)], exact, tensors, leaves, argument_names(fl.linear_transducer_loss), words | budget,
+    return Call(lambda **given: [fl.linear_transducer_loss(**given, **words, **budget)], exact, tensors | more, leaves, argument_names(fl.linear_transducer_loss), words | budget, bad,
                 at_home=d.pick(((), ("encoder_lengths", "target_lengths"))),
                 tolerance=0.05 if words["activation"] == "tanh" and d.dtype.itemsize == 2 else 0.0)  # its slope is that of what is rounded
 
