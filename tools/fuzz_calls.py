@@ -284,11 +284,11 @@ def linear_divergence(d: Draw) -> Call:
 
 def contrastive_loss(d: Draw) -> Call:
     N, H, words = d.size(129, 1), d.size(65), dict(reduction=d.pick(("mean", "sum", "none")))
-    several, tensors = d.chance(), dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5))
+    several, tensors = d.chance(0.5), dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5))
     M = d.size(129, 1) if several else N
     tensors |= dict(y=d.numbers(M, H), logit_scale=torch.tensor(d.pick((0.5, 5.0)), dtype=d.dtype))
     if several:
-        tensors["positives"] = d.labels(M, N, *d.pick(((), (2,)))).clamp(min=0).long()
+        tensors["positives"] = torch.randint(M, (N, *d.pick(((), (3,)))), generator=d.g)
     definition, budget = exact_positives if several else exact_pairs, d.words(memory_budget=lambda: 2**19)
     return Call(lambda **given: [fl.contrastive_loss(**given, **words, **budget)], lambda _, **given: [definition(**given, **words)], tensors, ["x", "y", "logit_scale"],
                 argument_names(fl.contrastive_loss), words | budget)
@@ -296,8 +296,11 @@ def contrastive_loss(d: Draw) -> Call:
 
 def sigmoid_contrastive_loss(d: Draw) -> Call:
     N, H, words = d.size(129, 1), d.size(65), dict(reduction=d.pick(("mean", "sum", "none")))
-    tensors = dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5), y=d.numbers(N, H), logit_scale=torch.tensor(2.0, dtype=d.dtype), logit_bias=torch.tensor(-1.0, dtype=d.dtype))
-    return Call(lambda **given: [fl.sigmoid_contrastive_loss(**given, **words)], lambda _, **given: [exact_sigmoid(**given, **words)], tensors, [*tensors],
+    several, numbers = d.chance(0.5), dict(logit_scale=torch.tensor(2.0, dtype=d.dtype), logit_bias=torch.tensor(-1.0, dtype=d.dtype))
+    M = d.size(129, 1) if several else N
+    tensors = dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5), y=d.numbers(M, H)) | numbers
+    leaves, more = [*tensors], dict(positives=d.labels(M, N, *d.pick(((), (3,))), ignored=-1).long()) if several else {}
+    return Call(lambda **given: [fl.sigmoid_contrastive_loss(**given, **words)], lambda _, **given: [exact_sigmoid(**given, **words)], tensors | more, leaves,
                 argument_names(fl.sigmoid_contrastive_loss), words)
 
 
