@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 from unittest import mock
 
 import pytest
@@ -168,11 +168,18 @@ def exact(call: Call, laid: dict[str, Laid], ups: list[Laid], found: list[Tensor
     return [t.detach() for t in out], list(grads)
 
 
-def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], tolerance: float, floor: float, dtype: torch.dtype) -> list[str]:
-    "How far a result is off, beyond what roundings explain"
+class Limits(NamedTuple):
+    "Of one result"
+    dtype: torch.dtype
+    tolerance: float  # a share of it
+    floor: float  # of each number, from terms that cancel
+
+
+def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], limits: Limits) -> list[str]:
+    "How far a result is off, beyond what roundings explain, which made `others` of `want`"
     got = got.cpu()
-    if got.shape != want.shape or got.is_floating_point() and got.dtype != dtype:
-        return [f"{name} is {got.dtype} {list(got.shape)}, not {dtype} {list(want.shape)}"]
+    if got.shape != want.shape or got.is_floating_point() and got.dtype != limits.dtype:
+        return [f"{name} is {got.dtype} {list(got.shape)}, not {limits.dtype} {list(want.shape)}"]
     if not got.is_floating_point():
         return [] if torch.equal(got, want.to(got.dtype)) else [f"{name} differs"]
     got, finite = got.double(), want.isfinite()
@@ -181,7 +188,7 @@ def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], tolerance
     part = lambda t: torch.where(finite, t, 0.0).nan_to_num(0.0, 0.0, 0.0)
     error, size = (part(got) - part(want)).norm().item(), part(want).norm().item()
     spread = sum((part(o) - part(want)).norm().item() for o in others)
-    limit = tolerance * size + 4 * spread + floor * max(1, want.numel()) ** 0.5
+    limit = limits.tolerance * size + 4 * spread + limits.floor * max(1, want.numel()) ** 0.5
     return [f"{name} is off by {error:.1e} of {size:.1e}, more than {limit:.1e}"] if error > limit else []
 
 
@@ -191,16 +198,16 @@ def differences(call: Call, laid: dict[str, Laid], ups: list[Laid], got: Found) 
     floats = [l.given for l in laid.values() if l.given.is_floating_point()]
     wide = torch.promote_types(floats[0].dtype, torch.float32)
     longest = [1 + torch.where(t.isfinite(), t, 0.0).double().norm(dim=-1).amax().item() for t in floats if t.dim() and t.numel()] or [1.0]
-    floor = 8 * torch.finfo(wide).eps * math.prod(longest) * max(math.prod(t.shape[:-1]) for t in floats) ** 0.5  # of terms that cancel
+    floor = 8 * torch.finfo(wide).eps * math.prod(longest) * max(math.prod(t.shape[:-1]) for t in floats) ** 0.5
     wrong = [f"{len(got[0])} outputs, not {len(want[0])}"] if len(got[0]) != len(want[0]) else []
     for i, (a, e) in enumerate(zip(got[0], want[0])):
-        wrong += misfit(f"output {i}", a, e, [n[0][i] for n in noisy], TOLERANCE[wide], floor, wide)
+        wrong += misfit(f"output {i}", a, e, [n[0][i] for n in noisy], Limits(wide, TOLERANCE[wide], floor))
     if not wrong and len(got[1]) != len(want[1]):
         return [f"{len(got[1])} gradients, not {len(want[1])}"]
     for i, (name, a, e) in enumerate(zip(call.leaves, got[1], want[1])):
         dtype = laid[name].given.dtype
         least = max(longest) * floor + torch.finfo(dtype).smallest_normal * 2**-8
-        wrong += misfit(f"d {name}", a, e, [n[1][i] for n in noisy], max(call.tolerance, TOLERANCE[dtype]), least, dtype)
+        wrong += misfit(f"d {name}", a, e, [n[1][i] for n in noisy], Limits(dtype, max(call.tolerance, TOLERANCE[dtype]), least))
     return wrong
 
 
@@ -238,7 +245,10 @@ def run_one(seed: int, k: int, names: list[str], device: str) -> tuple[str, str,
     dtypes = [t for t in TOLERANCE if not (interpreted and t == torch.bfloat16)]  # which the interpreter rounds otherwise
     d = Draw(f"{seed}-{k}", dtypes, 65 if interpreted else 257)
     call = LOSSES[name](d)
-    return f"{name}{call}", *judged(call, d.r, device)
+    try:
+        return f"{name}{call}", *judged(call, d.r, device)
+    except Exception as error:  # of a second call that differs, or of the definition
+        return f"{name}{call}", "broken", [repr(error)]
 
 
 def kernels_everywhere(patch) -> None:
@@ -264,6 +274,7 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    chosen = [] if asked.losses == [*LOSSES] else asked.losses
     end, outcomes, bad = time.monotonic() + asked.seconds, Counter(), 0
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED and asked.device == "cpu":
@@ -275,7 +286,7 @@ def main(argv: list[str]) -> int:
             outcomes[outcome] += 1
             bad += bool(wrong)
             if wrong:
-                print(f"--seed {asked.seed} --only {k}{' ' * (asked.losses != [*LOSSES])}{' '.join(asked.losses) if asked.losses != [*LOSSES] else ''}: {what}: {'; '.join(wrong)}", flush=True)
+                print(f"{' '.join(['--seed', str(asked.seed), '--only', str(k), *chosen])}: {what}: {'; '.join(wrong)}", flush=True)
     print(f"{sum(outcomes.values())} calls: {', '.join(f'{n} {what}' for what, n in outcomes.items())}; {bad} wrong")
     return min(bad, 1)
 

@@ -45,6 +45,7 @@ class Draw:
         self.dtype, self.pick, self.most = self.r.choice(dtypes), self.r.choice, most
 
     def chance(self, p: float = 0.25) -> bool:
+        "Whether something that happens with probability p does"
         return self.r.random() < p
 
     def size(self, most: int = 257, least: int = 0) -> int:
@@ -52,6 +53,7 @@ class Draw:
         return self.pick([n for n in SIZES if least <= n <= min(most, self.most)])
 
     def numbers(self, *shape: int, by: float = 1.0, dtype=None) -> Tensor:
+        "Normal ones"
         return torch.randn(shape, generator=self.g, dtype=torch.float64).mul(by).to(dtype or self.dtype)
 
     def weights(self, *shape: int) -> Tensor:
@@ -60,6 +62,7 @@ class Draw:
         return (t * (t > 0.2) + 0.01 * (t > 0.2)).to(self.pick((self.dtype, torch.float32)))
 
     def labels(self, V: int, *shape: int, ignored: int | None = -100) -> Tensor:
+        "Classes, of which none, some or all are ignored"
         y = torch.randint(V, shape, generator=self.g)
         if ignored is not None and self.chance(0.6):
             y[torch.rand(shape, generator=self.g) < self.pick((0.1, 0.5, 1.0))] = ignored
@@ -113,6 +116,7 @@ def scores(x: Tensor, w: Tensor, b: Tensor | None, logit_scale=1.0, softcap=None
 
 
 def capped(z: Tensor, logit_scale=1.0, softcap=None, temperature: float | Tensor = 1.0) -> Tensor:
+    "Scores of logits"
     z = z * logit_scale
     z = softcap * torch.tanh(z / softcap) if softcap else z
     return z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
@@ -203,6 +207,7 @@ def linear_cross_entropy(d: Draw) -> Call:
 
 
 def exact_log_probs(z: Tensor, target: Tensor, words: dict, temperature: float | Tensor) -> list[Tensor | None]:
+    "Log-probabilities, entropy and mean of logits"
     z = capped(z, words.get("logit_scale", 1.0), words.get("softcap"), temperature)
     y = target.long().unsqueeze(-1) if target.dim() < z.dim() else target.long()
     kept = y != -100
@@ -215,6 +220,7 @@ def exact_log_probs(z: Tensor, target: Tensor, words: dict, temperature: float |
 
 
 def of_log_probs(d: Draw, function: Callable, tensors: dict[str, Tensor], lead: tuple[int, ...], V: int, leaves: list[str], logits: Callable[..., Tensor]) -> Call:
+    "Log-probabilities of labels, or of several a row"
     words = d.words(logit_scale=lambda: 0.5, softcap=lambda: 5.0, entropy=lambda: True, mean_logits=lambda: True)
     if function is fl.linear_log_probs:
         words |= d.words(batch_invariant=lambda: True) | d.budget()
@@ -336,10 +342,12 @@ def sequences(d: Draw, T: int, N: int, L: int, C: int, least: int, names: tuple[
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
+    "Of sequences"
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
 def of_ctc(d: Draw, function: Callable, T: int, N: int, C: int, tensors: dict[str, Tensor], logits: Callable[..., Tensor]) -> Call:
+    "CTC, whose frames and labels are ragged"
     leaves, blank = [*tensors], d.r.randrange(C)
     more, bad = sequences(d, T, N, d.size(9) if C > 1 else 0, C, 0, ("input_lengths", "target_lengths"), blank)
     words = dict(reduction=d.pick(("mean", "sum", "none")), blank=blank, zero_infinity=d.chance(0.7))
@@ -401,6 +409,7 @@ def graph(d: Draw) -> dict[str, Tensor]:
 
 
 def exact_paths(Ms, idx, v0, vT, S, lengths=None) -> Tensor:
+    "The sum over all paths of each sequence, cut at its length"
     T, N = Ms.shape[:2]
     if not N:
         return path_sum(Ms, idx, v0, vT, S)
