@@ -297,7 +297,7 @@ def contrastive_loss(d: Draw) -> Call:
         tensors["positives"] = torch.randint(M, (N, *d.pick(((), (3,)))), generator=d.g)
     definition, budget = exact_positives if several else exact_pairs, d.words(memory_budget=lambda: 2**19)
     return Call(lambda **given: [fl.contrastive_loss(**given, **words, **budget)], lambda _, **given: [definition(**given, **words)], tensors, ["x", "y", "logit_scale"],
-                argument_names(fl.contrastive_loss), words | budget)
+                argument_names(fl.contrastive_loss), words | budget, tolerance=1e-4)  # of a scale: a sum of N·M terms
 
 
 def sigmoid_contrastive_loss(d: Draw) -> Call:
@@ -307,7 +307,7 @@ def sigmoid_contrastive_loss(d: Draw) -> Call:
     tensors = dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5), y=d.numbers(M, H)) | numbers
     leaves, more = [*tensors], dict(positives=d.labels(M, N, *d.pick(((), (3,))), ignored=-1).long()) if several else {}
     return Call(lambda **given: [fl.sigmoid_contrastive_loss(**given, **words)], lambda _, **given: [exact_sigmoid(**given, **words)], tensors | more, leaves,
-                argument_names(fl.sigmoid_contrastive_loss), words)
+                argument_names(fl.sigmoid_contrastive_loss), words, tolerance=1e-4)  # of a scale: a sum of N·M terms
 
 
 def partial_fc(d: Draw) -> Call:
