@@ -202,7 +202,7 @@ def differences(call: Call, laid: dict[str, Laid], ups: list[Laid], got: Found) 
     floats = [l.given for l in laid.values() if l.given.is_floating_point()]
     wide = torch.promote_types(floats[0].dtype, torch.float32)
     longest = [1 + torch.where(t.isfinite(), t, 0.0).double().norm(dim=-1).amax().item() for t in floats if t.dim() and t.numel()] or [1.0]
-    floor = 8 * torch.finfo(wide).eps * math.prod(longest) * max(math.prod(t.shape[:-1]) for t in floats) ** 0.5
+    floor = 32 * torch.finfo(wide).eps * math.prod(longest) * max(math.prod(t.shape[:-1]) for t in floats) ** 0.5
     wrong = [f"{len(got[0])} outputs, not {len(want[0])}"] if len(got[0]) != len(want[0]) else []
     for i, (a, e) in enumerate(zip(got[0], want[0])):
         wrong += misfit(f"output {i}", a, e, [n[0][i] for n in noisy], Limits(wide, TOLERANCE[wide], floor))
