@@ -1,6 +1,6 @@
 # Two commands do everything: `make tour` and `make test`. Each sets up .venv first, once.
 # PYTHON=python3 on the command line uses a Python that has torch, numpy and tqdm already, and sets up nothing.
-.PHONY: help tour test test-all check-generated check-site pages pytest house outdated dev test-gpu test-gpu-many sanitize docs notebooks-gpu records-gpu bench stamp lab puzzles clean
+.PHONY: help tour test test-all check-generated check-site pages pytest house outdated dev test-gpu test-gpu-many sanitize fuzz docs notebooks-gpu records-gpu bench stamp lab puzzles clean
 
 ifneq ($(origin PYTHON),command line)
 PYTHON := .venv/bin/python
@@ -73,6 +73,10 @@ test-gpu-many: $(READY)  ## distributed tests on two or more GPUs
 sanitize: export PYTHONPATH = $(CURDIR)
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
 	$(PYTHON) tools/sanitize.py
+
+fuzz: export PYTHONPATH = $(CURDIR)
+fuzz: $(READY)  ## random calls of the losses against float64, SECONDS of them, on the GPU at hand or a CPU
+	$(PYTHON) tools/fuzz.py --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0) $(LOSSES)
 
 notebooks-gpu: $(READY)  ## run the notebooks on the GPUs at hand, JOBS at a time; save their outputs and nbs/results
 	$(PYTHON) tools/run_notebooks.py --jobs $(or $(JOBS),1) $(NOTEBOOKS)

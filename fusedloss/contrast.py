@@ -585,8 +585,8 @@ class RingContrast(torch.autograd.Function):
 # %% ../nbs/26_contrast.ipynb #ctmany
 def listed(positives:Tensor) -> Tensor:  # [N] or [N,P] integers
     "Positives [N,P], each row in order: what it names again stands beside the first."
-    rows = positives if positives.dim() == 2 else positives[:, None]
-    return rows.sort(1).values if rows.shape[1] > 1 else rows.contiguous()
+    rows = (positives if positives.dim() == 2 else positives[:, None]).contiguous()  # sorting keeps strides
+    return rows.sort(1).values if rows.shape[1] > 1 else rows
 
 def as_positives(index:Tensor, n_columns:int) -> Tensor:  # [N,P], of `listed`
     "Columns [N,P], int64, of which each is at most once in its row; −1 for none, −2 for one that does not exist."

@@ -317,7 +317,7 @@ def packs_at_once(
     "Whether all rows of x that are no padding can be copied beside each other, in the place of dx."
     T, N, H = b.x.shape
     whole = parts and parts[0].kept is not None and b.x.stride(0) == N * b.x.stride(1)
-    return whole and sum(b.host_frames) * H * b.x.element_size() <= room
+    return whole and 0 < sum(b.host_frames) * H * b.x.element_size() <= room
 
 # %% ../nbs/22_linear_ctc.ipynb #1b771770
 def rows_of_segments(b:CTCBatch, parts:list[Segment], x:Tensor) -> list[tuple[Segment, Tensor]]:

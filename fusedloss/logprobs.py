@@ -235,6 +235,7 @@ class Listed(NamedTuple):
     known: Tensor  # [N,K], whether it is a class and not ignored
     z: Tensor; slope: Tensor|float  # [N,K], scores and their derivatives by what they are made of
     lead: Tensor  # [N,1], which of them is the largest; of a row without one, none that is ignored if it can be
+    leads: Tensor  # [N,K], whether it is that class: a row may name it again
 
 def known_classes(classes:Tensor, n_classes:int, ignore_index:int) -> Tensor:  # [N,K]
     "The classes; -1 where there is none, or it is ignored."
@@ -249,7 +250,8 @@ def listed_scores(
     z, slope = score_and_slope(raw, o, temperature)
     known, least = at >= 0, torch.finfo(z.dtype).min
     order = z.clamp(min=least / 2).masked_fill(~known, least).masked_fill(classes == o.ignore_index, -torch.inf)
-    return Listed(known, z, slope, order.argmax(1, keepdim=True))
+    lead = order.argmax(1, keepdim=True)
+    return Listed(known, z, slope, lead, at == at.gather(1, lead))
 
 def listed_values(own:Tensor, s:Listed, classes:Tensor, ignore_index:int) -> Tensor:  # [N], [N,K]
     "Log-probabilities [N,K], from that of the leading class."
@@ -261,8 +263,8 @@ def listed_upstream(g:Optional[Tensor], s:Listed) -> tuple[Optional[Tensor], Opt
     "What comes back for the leading class's log-probability [N], and for the other logits [N,K]."
     if g is None: return None, None
     g = torch.where(s.known, g, 0.0)
-    whole = g.sum(1)
-    return whole, (g.scatter_add(1, s.lead, -whole[:, None]) * s.slope).contiguous()
+    whole, own = g.sum(1), torch.where(s.leads, g, 0.0).sum(1)  # summed before it is rounded: it cancels
+    return whole, (g.masked_fill(s.leads, 0.0).scatter(1, s.lead, (own - whole)[:, None]) * s.slope).contiguous()
 
 # %% ../nbs/12_logprobs.ipynb #ids7fwd
 def listed_fwd(

@@ -172,7 +172,7 @@ def fp8_refusal(r:Call) -> str:
     "Why the backward matmuls of such a call cannot be in FP8; empty if they can, or are not to be."
     if "matmul_dtype" not in r.options: return ""
     if r.dtype != torch.bfloat16: return f"FP8 goes with bfloat16 operands, not {str(r.dtype).removeprefix('torch.')}"
-    if r.h % 16: return f"FP8 takes a multiple of 16 features, not {r.h}"
+    if r.h % 16 or not r.h: return f"FP8 takes a positive multiple of 16 features, not {r.h}"
     beside = [name for name in lacking(r, BESIDE_FP8) if name != "matmul_dtype"]
     return f"FP8 has no {', '.join(beside)}" if beside else ""
 

@@ -487,6 +487,20 @@ def test_others_by_kernels(kind, sums, device, monkeypatch):
 
 @where_kernels_run
 @pytest.mark.parametrize("kind", OTHERS)
+def test_by_kernels_positives_of_any_strides(kind, device, monkeypatch):
+    cut_in_32(monkeypatch, device, False)
+    (x, y), (call, _, numbers) = (torch.randn(n, 24, generator=torch.Generator().manual_seed(n)).to(device, f16) for n in (40, 70)), OTHERS[kind]
+    for p in (1, 3):
+        positives = some_positives(40, 70, p, device)
+        wide = torch.full((2 * 40 * p,), 10**6, device=device)[::2].view(40, p) if p > 1 else torch.full((80,), 10**6, device=device)[::2]
+        wide.copy_(positives)
+        for strided in (wide, positives.t().contiguous().t()):
+            got, want = (call(x, y, *numbers, positives=t, reduction="none") for t in (strided, positives))
+            assert torch.equal(got, want)
+
+
+@where_kernels_run
+@pytest.mark.parametrize("kind", OTHERS)
 def test_by_kernels_a_row_spoils_itself(kind, device, monkeypatch):
     "A row that names what is not there has no loss, and an infinite upstream gradient no finite sum in its columns"
     cut_in_32(monkeypatch, device, False)

@@ -1,4 +1,5 @@
 """A student's divergence from its teacher: every kind against its formula in float64, from heads and from lists; kernels, memory, planted bugs."""
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ def of_logs(kind, log_p, log_q, beta):
     kl = lambda a, b: torch.where(a > -torch.inf, a.exp() * (a - b), 0.0).sum(-1)
     if kind == "forward_kl" or kind == "jsd" and beta == 0: return kl(log_p, log_q)
     if kind == "reverse_kl" or kind == "jsd" and beta == 1: return kl(log_q, log_p)
-    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
     return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
 
 

@@ -412,9 +412,10 @@ def test_operands_of_other_dtypes_are_refused(dtype, device):
         eighths(*s)
 
 
-def test_features_that_sixteen_does_not_divide_are_refused(device):
-    s = state(device, "random", h=88)
-    with pytest.raises(ValueError, match="matmul_dtype: .* multiple of 16 features, not 88"):
+@pytest.mark.parametrize("h", [88, 0])
+def test_features_that_sixteen_does_not_divide_are_refused(h, device):
+    s = state(device, "random", h=h)
+    with pytest.raises(ValueError, match=f"matmul_dtype: .* positive multiple of 16 features, not {h}"):
         eighths(*s)
 
 

@@ -595,6 +595,16 @@ def test_sizes_of_zero(T, N, L, device):
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), [x, w]))
 
 
+def test_no_features(device):
+    "Scores are the biases alone; lengths differ"
+    x, w, b = (torch.zeros(size, device=device, requires_grad=True) for size in ((5, 2, 0), (6, 0), (6,)))
+    y, frames, lengths = torch.tensor([[1, 2], [3, 1]], device=device), [5, 3], [2, 1]
+    found, want = (torch.autograd.grad(losses, [x, w, b], torch.ones_like(losses)) for losses in (
+        linear_ctc_loss(x, w, y, frames, lengths, linear_bias=b, reduction="none"), ctc_loss_with_logits(x @ w.T + b, y, frames, lengths, reduction="none")))
+    for a, e in zip(found, want):
+        torch.testing.assert_close(a, e)
+
+
 # bad input
 
 def test_bad_input_is_nan_and_harms_nobody(way, monkeypatch):

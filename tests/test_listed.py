@@ -309,6 +309,16 @@ def test_half_precision(kind, way):
             assert faults(case, way, 2 * TOLERANCE[dtype]) == [] and faults(case, way, 2 * TOLERANCE[dtype], of_logits=True) == []
 
 
+@pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
+def test_what_cancels_is_not_rounded_before(dtype, device):
+    "A class that has all the probability, named several times"
+    z = torch.tensor([[0.0, 90.0], [0.0, 90.0], [90.0, 0.0]], device=device).to(dtype).requires_grad_()
+    y = torch.tensor([[1, 1, 1], [1, -100, 1], [0, 0, -100]], device=device)
+    up = torch.tensor([0.3, -1.7, 0.9], device=device) * torch.tensor([[1.0], [0.77], [1.3]], device=device)
+    dz, = torch.autograd.grad(log_probs(z, y).log_probs, z, up)
+    assert dz.abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("name", few(LAYOUTS, "transposed", "part of a wider tensor"))
 def test_matrices_of_any_strides(name, way):
     layout = LAYOUTS[name]

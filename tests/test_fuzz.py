@@ -1,0 +1,126 @@
+"""tools/fuzz.py: its draws are right, each alone the same as among others, and it finds what is planted."""
+import random
+from functools import wraps
+
+import pytest
+import torch
+
+import fusedloss as fl
+import fuzz
+from fusedloss.core import reference
+from fuzz_calls import LOSSES, Call
+from helpers import INTERPRETED, everywhere
+
+SEED = 1
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in the interpreter
+
+
+def wrong_draws(draws, device, names=tuple(LOSSES)) -> list[str]:
+    "What the fuzzer says of these"
+    return [f"{k}: {what}: {wrong}" for k in draws for what, _, wrong in [fuzz.run_one(SEED, k, list(names), device)] if wrong]
+
+
+def test_draws_are_right(device):
+    assert wrong_draws(range(10 * len(LOSSES)), device) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernels take them anyway")
+def test_draws_are_right_by_kernels(monkeypatch):
+    fuzz.kernels_everywhere(monkeypatch)
+    assert wrong_draws(range(2 * len(LOSSES)), "cpu") == []
+
+
+def test_most_draws_are_answered(device):
+    outcomes = [fuzz.run_one(SEED, k, ["linear_cross_entropy", "cross_entropy", "linear_ctc_loss"], device)[1] for k in range(60)]
+    assert outcomes.count("right") > 40 and outcomes.count("refused") > 0
+
+
+def test_a_draw_does_not_depend_on_others(device):
+    alone = fuzz.run_one(SEED, 33, list(LOSSES), device)[0]
+    for k in range(30, 33):
+        fuzz.run_one(SEED, k, list(LOSSES), device)
+    assert fuzz.run_one(SEED, 33, list(LOSSES), device)[0] == alone != fuzz.run_one(SEED + 1, 33, list(LOSSES), device)[0]
+
+
+# --- calls with one fault each ---
+
+def doubled(input):
+    return [2 * input]
+
+
+def beside(input):
+    "Reads one number too many"
+    return [2 * input + 0 * input.detach().as_strided((1,), (1,), input.storage_offset() + sum((n - 1) * s for n, s in zip(input.shape, input.stride())) + 1)]
+
+
+def beyond(input):
+    "Writes one number too many"
+    out = torch.empty(4, device=input.device)
+    out.as_strided((1,), (1,), out.storage_offset() + 4).fill_(1.0)
+    return [2 * input]
+
+
+def unwritten(input):
+    "Leaves new memory as it is"
+    return [2 * input + torch.empty_like(input)]
+
+
+def overwrites(input):
+    input.detach().mul_(1.5)
+    return [2 * input / 1.5]
+
+
+def restless(input, made=random.Random(0)):
+    return [2 * input * (1 + 1e-5 * made.random())]
+
+
+def breaks(input):
+    raise TypeError("input: expected something, got nothing")
+
+
+def mumbles(input):
+    raise ValueError("this is not right")
+
+
+LIARS = {
+    "reads beside": (beside, "not finite"), "writes beyond": (beyond, "wrote beside a result of shape (4,)"), "leaves memory": (unwritten, "not finite"),
+    "changes its input": (overwrites, "input was changed"), "is not the same again": (restless, "when repeated"), "another error": (breaks, "TypeError"),
+    "an error that names nothing": (mumbles, "ValueError"), "wrong": (lambda input: [2.001 * input], "output 0 is off"),
+    "wrong gradient": (lambda input: [2 * input.detach() + 0 * input], "d input is off"), "another dtype": (lambda input: [2 * input.double()], "torch.float64"),
+    "another shape": (lambda input: [2 * input[None]], "not torch.float32 [3, 5]"), "takes what cannot be": (doubled, "that cannot be was taken"), "honest": (doubled, ""),
+}
+
+
+@pytest.mark.parametrize("name", LIARS)
+def test_a_fault_is_found(name, device):
+    run, words = LIARS[name]
+    t = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    call = Call(run, lambda _, input: [2 * input], dict(input=t), ["input"], ["input"], {}, impossible=name == "takes what cannot be", expands=False)
+    for seed in range(8):  # layouts
+        _, wrong = fuzz.judged(call, random.Random(seed), device)
+        assert words in "; ".join(wrong) and bool(wrong) == bool(words), (seed, wrong)
+
+
+def test_a_stride_that_is_ignored_is_found(monkeypatch):
+    "Where labels and weights are made vectors"
+    careless = lambda t: t if t is None else t.as_strided((t.numel(),), (1,))
+    everywhere(monkeypatch, reference, "flat", careless)
+    found = wrong_draws(range(40), "cpu", ["cross_entropy"])
+    assert len(found) > 5
+
+
+def test_a_wrong_call_is_printed_and_repeated(monkeypatch, capsys):
+    real = fl.log_probs
+
+    @wraps(real)
+    def doubled_values(*args, **how):
+        found = real(*args, **how)
+        return found._replace(log_probs=2 * found.log_probs)
+    monkeypatch.setattr(fl, "log_probs", doubled_values)
+    assert fuzz.main(["log_probs", "--seconds", "0.5", "--seed", "1", "--device", "cpu"]) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("--seed"))
+    command = line.partition(":")[0].split()
+    assert fuzz.main([*command, "--device", "cpu"]) == 1 and capsys.readouterr().out.startswith(line)
+    monkeypatch.undo()
+    assert fuzz.main([*command, "--device", "cpu"]) == 0
