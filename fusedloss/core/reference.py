@@ -68,7 +68,9 @@ def plain_scores(
     "The scores of logits."
     z = logits.to(acc_dtype(logits.dtype))
     if not o.keeps_scores:
-        z = scores_in_place(z.clone() if z is logits else z, o)
+        z = score_argument(z.clone() if z is logits else z, o)
+    if o.softcap:
+        z = z.tanh_() * o.softcap  # autograd may record this
     return z if temperature is None else z * inverse_temperatures(temperature, z.dtype)
 
 
