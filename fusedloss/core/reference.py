@@ -60,15 +60,22 @@ def inverse_temperatures(
     return torch.where(right, 1 / temperature.to(dtype), torch.nan)[:, None]
 
 
+def score_arguments(
+    logits: Tensor,
+    o: LossOptions,
+) -> Tensor:  # in `acc_dtype`; the logits themselves where these are scores
+    "`score_argument` of logits, which stay as they are."
+    z = logits.to(acc_dtype(logits.dtype))
+    return z if o.keeps_scores else score_argument(z.clone() if z is logits else z, o)
+
+
 def plain_scores(
     logits: Tensor,
     o: LossOptions,
     temperature: Optional[Tensor] = None,  # of the rows of logits [M,V]
-) -> Tensor:  # in `acc_dtype`; the logits themselves where these are scores
+) -> Tensor:  # as `score_arguments`
     "The scores of logits."
-    z = logits.to(acc_dtype(logits.dtype))
-    if not o.keeps_scores:
-        z = score_argument(z.clone() if z is logits else z, o)
+    z = score_arguments(logits, o)
     if o.softcap:
         z = z.tanh_() * o.softcap  # autograd may record this
     return z if temperature is None else z * inverse_temperatures(temperature, z.dtype)
@@ -80,11 +87,12 @@ def score_and_slope(
     temperature: Optional[Tensor] = None,  # of the rows of logits [M,V]
 ) -> tuple[Tensor, Tensor | float]:  # in `acc_dtype`
     "The scores of logits, and their derivative."
-    z, slope = plain_scores(logits, o), o.logit_scale
+    z, slope = score_arguments(logits, o), o.logit_scale
     if o.softcap:
-        x = logits.to(z.dtype)
-        e = score_argument(x.clone() if x is logits else x, o).abs_().mul_(-2).exp_()
+        e = z.abs().mul_(-2).exp_()
         slope = (e + 1).square_().reciprocal_().mul_(e).mul_(4 * o.logit_scale)
+        del e  # before another copy
+        z = z.tanh_() * o.softcap
     if temperature is None:
         return z, slope
     by = inverse_temperatures(temperature, z.dtype)
