@@ -127,6 +127,21 @@ def test_plain_peers_are_their_definition():
     assert_close(peers.torch_linear_ctc(frames, weight, *given, 0, "sum"), F.ctc_loss((frames @ weight.T).log_softmax(-1), *given, reduction="sum"))
 
 
+def test_partial_fc_v2_is_cosface_over_its_own_classes_and_a_sample(monkeypatch):
+    x, w = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), torch.randn(40, 4, dtype=torch.float64, requires_grad=True)
+    y, drawn = torch.tensor([39, 0, 7, 7, 20, 3]), []
+    draw = peers._drawn_classes
+    monkeypatch.setattr(peers, "_drawn_classes", lambda *given: drawn.append(draw(*given)) or drawn[-1])
+    for rate, size in ((1.0, 40), (0.5, 20), (0.1, 5)):
+        loss = 3 * peers.partial_fc_v2(x, w, y, rate, 0.3, 16.0)
+        classes = drawn[-1] if rate < 1 else torch.arange(40)
+        assert len(classes) == len(classes.unique()) == size and torch.isin(y, classes).all()
+        expected = 3 * peers.eager_cosface(x, w[classes], torch.searchsorted(classes, y), 0.3, 16.0).double()
+        assert_close(loss, expected, atol=1e-5, rtol=1e-5)  # eager_cosface is in float32
+        assert_close(torch.autograd.grad(loss, [x, w]), torch.autograd.grad(expected, [x, w]), atol=1e-5, rtol=1e-5)
+    assert not torch.equal(draw(y, 40, 0.5), draw(y, 40, 0.5)), "another sample in each step"
+
+
 def test_every_peer_is_offered_or_missing_and_has_a_name():
     every, missing = peers.every_linear_peer()
     assert {"eager, fp32 softmax", "torch.compile"} <= every.keys() and not every.keys() & missing.keys()
