@@ -5,7 +5,7 @@
 Each shape of a language model is one run of rounds, in which the first GPU also takes the step alone, and peers take theirs over
 all GPUs. That GPU holds all classes beside its own during the rounds; peaks count what a step adds. Results go to
 nbs/results/16_many_gpus.json, which the pages on losses and on heads over ranks show. Without names all cases run; "large" needs
-GPUs of 110 GB, the others fit 80 GB. "peers-A" and "peers-C" have the cross entropies alone, ours and those of the libraries that are
+GPUs of 110 GB, the others fit 80 GB. A head's classes grow with the GPUs, and its step on each GPU alone is taken in the same run. "peers-A" and "peers-C" have the cross entropies alone, ours and those of the libraries that are
 installed, with their errors: run each in a process of its own, since Liger's kernels have room for the sizes of their first call.
 """
 import functools
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fusedloss as fl
@@ -103,17 +103,34 @@ def divergences(mesh, head, teacher):
             "divergence, tokens spread": Method(step_of(loss("sum"), x, head.w, t, teacher.w), one)}
 
 
+K = 64  # classes of a row, of a teacher that is stored
+
+
+def choices(mesh, shape, dtype=bf16, **how):
+    "The K most likely classes of each token, and a class drawn for each, without gradients: alone on one GPU, and over ranks"
+    head = drawn(mesh, shape, dtype)
+    x, w, whole, own = (None if t is None else t.detach() for t in (head.x, head.w, head.whole, spread(head.x, mesh)))
+    draw = lambda: torch.Generator(mesh.device_type).manual_seed(0)
+    best = lambda take, x, w, **ranks: None if w is None else lambda: (take(x, w, K, **ranks).log_probs.mean(),)
+    class_of = lambda take, x, w: None if w is None else lambda: (take(x, w, generator=draw()).log_probs.mean(),)
+    methods = {"top-k, one GPU": Method(best(fl.linear_topk, x, whole)), "sample, one GPU": Method(class_of(fl.linear_sample, x, whole)),
+               "top-k, tokens on all": Method(best(fl.sharded_linear_topk, x, w), "top-k, one GPU"),
+               "top-k, tokens spread": Method(best(fl.sharded_linear_topk, own, w, backbone_reduction="sum"), "top-k, one GPU"),
+               "sample, tokens on all": Method(class_of(fl.sharded_linear_sample, x, w), "sample, one GPU")}
+    keep(measured(methods, mesh, **how), mesh, shape._asdict(), dtype, K=K)
+
+
 def of_peers(peers, head):
     "Steps of other libraries, with the tokens on all ranks; those of log-probabilities are compared with ours of them"
     alone = lambda name: "log-probs, one GPU" if name.endswith("log-probs") else "one GPU"
     return {name: Method(functools.partial(step, head.x, head.w, head.y), alone(name)) for name, step in peers.items()}
 
 
-def keep(found, mesh, shape, dtype, **more):
-    "Print and record, on the first rank"
+def keep(found, mesh, shape, dtype, ranks=0, **more):
+    "Print and record, on the first rank; of fewer ranks than the mesh has, if they are given"
     for name, figures in found.items() if mesh.get_local_rank() == 0 else ():
-        print(line(name, figures, mesh.size()), flush=True)
-        record(RESULTS, name, dict(shape, R=mesh.size()), dtype, mesh.device_type, **figures, **more)
+        print(line(name, figures, ranks or mesh.size()), flush=True)
+        record(RESULTS, name, dict(shape, R=ranks or mesh.size()), dtype, mesh.device_type, **figures, **more)
 
 
 def language_model(mesh, shape, dtype=bf16, **how):
@@ -222,8 +239,8 @@ def weak_scaling(records, name, ranks):
     return seconds[1] / seconds[ranks] if {1, ranks} <= seconds.keys() else None
 
 
-def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512, dtype=bf16, **how):
-    "One training step of a head: forward, backward, SGD with momentum; `rows` of all GPUs together"
+def head_step(mesh, per_gpu, rows, h, dtype, rate=0.1):
+    "One training step of a head over a mesh: forward, backward, SGD with momentum; `rows` of all its GPUs together"
     ranks, device = mesh.size(), mesh.device_type
     head = fl.ShardedPartialFC(per_gpu * ranks, h, mesh=mesh, sample_rate=rate, margin=fl.margins.CosFace(0.4, 64.0), equal_batch=True)
     optimizer = fl.ShardedRowSparse(torch.optim.SGD, head.parameters(), lr=0.1, momentum=0.9)
@@ -236,13 +253,27 @@ def class_head(mesh, per_gpu, rows, name, rate=0.1, h=512, dtype=bf16, **how):
         head(x, y).backward()
         optimizer.step()
 
-    found = measured({name: Method(step)}, mesh, **how)
-    if "reason" in found[name]:
-        raise RuntimeError(f"{name}: {found[name]['reason']}")
-    state = dict(state=torch.cuda.memory_allocated()) if device == "cuda" else {}  # with the last gradient
-    keep(found, mesh, dict(N=rows, H=h, V=per_gpu * ranks), dtype, rate=rate, **state)
-    if mesh.get_local_rank() == 0 and (scaling := weak_scaling(load_results(RESULTS), name, ranks)):
-        print(f"{name}, {ranks} ranks: {scaling:.3f} of weak scaling", flush=True)
+    return step
+
+
+def alone(mesh):
+    "A mesh of this rank's GPU"
+    return DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), mesh.device_type)
+
+
+def class_head(mesh, per_gpu, rows, name, h=512, dtype=bf16, **how):
+    "A head over all GPUs; before it one on each GPU alone, with as many classes and rows, all at the same time: of these the slowest counts"
+    held, seconds = lambda: torch.cuda.memory_allocated() if mesh.device_type == "cuda" else 0, []
+    for own in (alone(mesh), mesh) if mesh.size() > 1 else (mesh,):
+        empty, step = held(), head_step(own, per_gpu, rows, h, dtype)
+        found = measured({name: Method(step)}, mesh, **how)
+        if "reason" in found[name]:
+            raise RuntimeError(f"{name}: {found[name]['reason']}")
+        keep(found, mesh, dict(N=rows, H=h, V=per_gpu * own.size()), dtype, ranks=own.size(), state=held() - empty)  # with the last gradient
+        seconds.append(found[name]["seconds"])
+        del step
+    if mesh.get_local_rank() == 0:
+        print(f"{name}, {mesh.size()} ranks: {seconds[0] / seconds[-1]:.3f} of weak scaling", flush=True)
 
 
 def same_answer(mesh):
@@ -267,7 +298,9 @@ CASES = {"same": same_answer,
          "pairs": lambda mesh: contrast(mesh, 2**18, "2¹⁸ pairs", rounds=3, calls=2),
          "many pairs": lambda mesh: contrast(mesh, 2**20, "2²⁰ pairs", alone=False, rounds=1, calls=1),
          "hard negatives": lambda mesh: contrast(mesh, 2**17, "2¹⁷ pairs, four rows of y each", candidates=4, rounds=3, calls=2),
+         "choices": lambda mesh: [choices(mesh, shape) for shape in SHAPES[:3]],
          "weak": lambda mesh: class_head(mesh, 5_000_000, 1024, "5 M classes a GPU"),
+         "middle": lambda mesh: class_head(mesh, 15_000_000, 4096, "15 M classes a GPU"),
          "large": lambda mesh: class_head(mesh, 25_000_000, 4096, "25 M classes a GPU")}
 
 

@@ -607,7 +607,7 @@ def sharded_linear_log_probs(
         found = log_probs_over_ranks(t, flat(call.temperature), a, call.shards, call.batch, asked, rows)
     shape = call.tensors.target.shape
     *shaped, rank = (None if t is None else t.view(*shape, *t.shape[1:]) for t in found)
-    return LogProbs(*(None if t is None else call.agreed.of(t) for t in shaped), rank)
+    return LogProbs(*call.agreed.all_of(shaped), rank)
 
 # %% ../nbs/16_sharded.ipynb #ssmcode0
 def token_call(
@@ -864,7 +864,7 @@ def sharded_linear_topk(
         log_probs, lse, indices = _ShardTopK.apply(
             t.input, t.linear_weight, t.linear_bias, flat(call.temperature), o, s, b, int(k), memory_budget or 0)
     here = slice(None) if s.group is None else b.token_slice(s)
-    log_probs, lse = (call.agreed.of(own_rows(of, b, s)) for of in (log_probs, lse))
+    log_probs, lse = call.agreed.all_of([own_rows(of, b, s) for of in (log_probs, lse)])
     shape = call.tensors.target.shape
     return TopK(log_probs.view(*shape, int(k)), indices[here].view(*shape, int(k)), lse.view(shape))
 

@@ -45,9 +45,8 @@ class _JoinLse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lse, cos, largest, s):
         of_ranks, cosines, largest = all_gather(torch.stack([lse, cos, largest]), s).unbind(1)
-        top = of_ranks.amax(0)
-        top = torch.where(top.isfinite(), top, 0.0)
-        above = (of_ranks - top).logsumexp(0)  # rounded by itself: exact however large the scores are
+        top = of_ranks.amax(0).nan_to_num_(0.0, 0.0, 0.0)
+        above = (of_ranks - top).exp_().sum(0).log_()  # rounded by itself: exact however large the scores are
         share = (lse - top - above).exp_().nan_to_num_(0.0)  # no class at all: no share
         ctx.save_for_backward(share, above)  # the latter for `first_order`
         largest = largest.amax(0)

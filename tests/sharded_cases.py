@@ -2261,6 +2261,7 @@ def the_example_measures_in_turn(meshes):
         program.beside_peers(mesh, Shape(26, 16, 24), f32, rounds=2, calls=1)
         with contextlib.nullcontext() if DEVICE == "cuda" else traced:  # on a CPU sparse gradients are not traced
             program.class_head(mesh, 40, 12, "a head", h=16, dtype=f32, rounds=2, calls=1)
+        program.choices(mesh, Shape(24, 16, 80), f32, rounds=2, calls=1)
         for name, candidates in (("pairs", 1), ("hard negatives", 3)): program.contrast(mesh, 24, name, h=16, dtype=f32, candidates=candidates, rounds=2, calls=1)
         records = load_results(program.RESULTS)
     found, beside = ({r["name"]: r["figures"] for r in records if (r["shape"]["N"] == 26) == of} for of in (False, True))
@@ -2271,7 +2272,9 @@ def the_example_measures_in_turn(meshes):
         assert all(0 <= beside[name][kind] < 1e-5 for kind in ("loss error", "dx error", "dw error")), (name, beside[name])
     alone = {f"{of}one GPU" for of in ("", "log-probs, ", "divergence, ")}
     apart = {f"{of}tokens {where}{how}" for where in ("on all", "spread") for of, how in (("", ""), ("", ", product"), ("log-probs, ", ""), ("divergence, ", ""))}
-    assert alone | apart | {"PyTorch, loss_parallel", "a head", "pairs", "pairs, one GPU", "hard negatives", "hard negatives, one GPU"} <= found.keys() and found["pairs"]["linear"] > 0
+    heads = {r["shape"]["R"]: r["shape"]["V"] for r in records if r["name"] == "a head"}
+    assert heads == {1: 40, mesh.size(): 40 * mesh.size()}
+    assert alone | apart | {"PyTorch, loss_parallel", "a head", "pairs", "pairs, one GPU", "hard negatives", "hard negatives, one GPU", "top-k, tokens on all", "top-k, tokens spread", "sample, tokens on all"} <= found.keys() and found["pairs"]["linear"] > 0
     for name in alone | apart | {"PyTorch, loss_parallel"}:
         for f in (found[name], found[f"{name}, one by one"]):
             assert f["seconds"] > 0 and f["peak"] > 0 and ("linear" in f) == (name not in alone), (name, f)

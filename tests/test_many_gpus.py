@@ -64,10 +64,3 @@ def test_without_a_bug_nothing_is_noticed(tmp_path, monkeypatch):
 def test_a_line_says_what_was_found():
     assert in_turn.line("two", dict(seconds=0.5, peak=2**20, linear=0.8), 2) == "two, 2 ranks: 500 ms, 0.800 of linear, 1 MiB at the peak"
     assert in_turn.line("no", dict(reason="ImportError: x"), 2) == "no, 2 ranks: left out, ImportError: x"
-
-
-def test_weak_scaling_is_of_one_machine():
-    of = lambda machine, ranks, seconds: dict(name="a", machine=machine, shape=dict(R=ranks), figures=dict(seconds=seconds))
-    scaling = example_module("many_gpus").weak_scaling
-    assert scaling([of("old", 1, 9.0), of("new", 1, 3.0), of("old", 2, 1.0), of("new", 2, 4.0)], "a", 2) == 0.75
-    assert scaling([of("old", 1, 9.0), of("new", 2, 4.0)], "a", 2) is None and scaling([], "a", 2) is None

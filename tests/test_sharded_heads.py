@@ -91,7 +91,7 @@ BUGS = {
     "gradients of another rank's rows": ("index = index + s.start * o.centers", "index = index + s.start"),
     "every rank draws as the first": ("sampler, sums, s.start)", "sampler, sums)"),
     "the negatives count on every rank": ("share = (lse - top - above).exp_().nan_to_num_(0.0)", "share = torch.ones_like(lse)"),
-    "the largest sum alone": ("above = (of_ranks - top).logsumexp(0)", "above = (of_ranks - top).amax(0)"),
+    "the largest sum alone": ("above = (of_ranks - top).exp_().sum(0).log_()", "above = (of_ranks - top).amax(0)"),
     "cosines of one rank": ("return top, above, cosines.sum(0), largest", "return top, above, cos, largest"),
     "the cosine's gradient is shared too": ("share * g_above, g_cos, None, None", "share * g_above, share * g_cos, None, None"),
     "no classes, and yet a score": ("lse, largest = x.new_full((2, len(x)), -torch.inf)", "lse, largest = x.new_zeros(2, len(x))"),

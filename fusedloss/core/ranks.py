@@ -4,7 +4,7 @@ import functools
 import json
 import threading
 import weakref
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from typing import Any, Callable, NamedTuple, Optional, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -404,7 +404,7 @@ def told_facts(facts: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
     }, later
 
 
-def one_or_nan(tensors: list[Tensor], s: Shards) -> Tensor:  # a scalar
+def one_or_nan(tensors: Sequence[Tensor], s: Shards) -> Tensor:  # a scalar
     "1 if all ranks have the same tensors, else NaN; without waiting for their GPU."
     seen = all_gather(torch.cat([fingerprint(t) for t in tensors]), s)
     return torch.where((seen == seen[0]).all(), 1.0, torch.nan)
@@ -414,11 +414,19 @@ class Agreement(NamedTuple):
     "What ranks know of a call."
 
     calls: list[dict[str, Any]]  # the facts of each rank
-    factor: Optional[Tensor] = None  # of the loss: 1, or NaN where tensors differ; None where all were compared
+    later: Sequence[Tensor] = ()  # on a GPU: compared behind the kernels of a call, which wait for no message then
+    shards: Optional[Shards] = None
+
+    def all_of(self, found: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:
+        "What a call computed, NaN where ranks were given other tensors; one collective."
+        if not self.later:
+            return [*found]
+        factor = one_or_nan(self.later, self.shards)
+        return [None if t is None else t * factor.to(t.dtype) for t in found]
 
     def of(self, loss: Tensor) -> Tensor:
-        "The loss, NaN where ranks were given other tensors."
-        return loss if self.factor is None else loss * self.factor.to(loss.dtype)
+        "Likewise of a call that computed but one."
+        return self.all_of([loss])[0]
 
 
 def words_of_ranks(said: list) -> str:
@@ -516,4 +524,4 @@ def agreed_facts(
         raise error
     calls = [json.loads(row.tobytes()) for row in rows]
     check_calls(calls, own, hints)
-    return Agreement(calls, one_or_nan(later, s) if later else None)
+    return Agreement(calls, later, s)

@@ -292,9 +292,9 @@ def plain_labels(
     "What labels say of their rows."
     wanted, n = y != ignore_index, torch.arange(y.shape[0], device=y.device)
     known = wanted & (y >= start) & (y < stop)
-    loss_weight = torch.where(known, 1.0, torch.where(wanted, torch.nan, 0.0)).to(dtype)
-    loss_weight = loss_weight / wanted.sum().clamp(min=1)
-    return torch.where(known, y, -1), torch.where(known, n, -1), loss_weight
+    loss_weight = known.to(dtype).masked_fill_(wanted ^ known, torch.nan) / wanted.sum().clamp(min=1)
+    none = y.new_full((), -1)
+    return torch.where(known, y, none), torch.where(known, n, none), loss_weight
 
 
 def own_columns(
