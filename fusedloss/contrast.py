@@ -533,29 +533,35 @@ contrast = operator("contrast", contrast_fwd, save=save_contrast, backward=gradi
                     flops=lambda i, out: products(i.x, i.y))
 
 # %% ../nbs/26_contrast.ipynb #ctring
-def pass_on(tensors:list[Tensor], s:Shards) -> list[Tensor]:
-    "These tensors to the rank before; in their place come those of the rank after."
-    if s.ranks == 1: return tensors
+def start_pass(tensors:list[Tensor], s:Shards) -> Callable[[], list[Tensor]]:
+    "Start to send these to the rank before; what is returned waits for those of the rank after."
+    if s.ranks == 1 or not tensors: return lambda: tensors
     peer = lambda step: dist.get_global_rank(s.group, (s.rank + step) % s.ranks)
     tensors = [t.contiguous() for t in tensors]
     came = [torch.empty_like(t) for t in tensors]
     sent = [dist.P2POp(dist.isend, t, peer(-1), s.group) for t in tensors]
-    for work in dist.batch_isend_irecv(sent + [dist.P2POp(dist.irecv, t, peer(1), s.group) for t in came]): work.wait()
-    return came
+    works = dist.batch_isend_irecv(sent + [dist.P2POp(dist.irecv, t, peer(1), s.group) for t in came])
 
-def around(ring:list[Tensor], s:Shards) -> Iterator[int]:  # tensors of one shape on all ranks, replaced by those that come
-    "The rank whose tensors are here, from this one on; after the last step each rank has its own again."
+    def arrive():
+        for work in works: work.wait()
+        return came
+    return arrive
+
+def around(given:list[Tensor], sums:list[Tensor], s:Shards) -> Iterator[int]:  # each of one shape on all ranks, replaced by what comes
+    "The rank whose tensors are here, from this one on. What is given travels while a step computes, sums after it; at the end each rank has its own again."
+    own = [*given]
     for step in range(s.ranks):
+        coming = start_pass(given, s) if step < s.ranks - 1 else lambda: own
         yield (s.rank + step) % s.ranks
-        ring[:] = pass_on(ring, s)
+        given[:], sums[:] = coming(), start_pass(sums, s)()
 
-def around_with_dy(grads:PairGradients, ring:list[Tensor], s:Shards) -> Iterator[tuple[int, list[Tensor]]]:
-    "The rank whose tensors are here, and these; sums of dy go round with their y."
-    ring = ring + [grads.dy] * (grads.dy is not None)
-    for owner in around(ring, s):
-        if grads.dy is not None: grads.dy = ring[-1]
-        yield owner, ring
-    if grads.dy is not None: grads.dy = ring[-1]
+def around_with_dy(grads:PairGradients, given:list[Tensor], s:Shards) -> Iterator[int]:
+    "`around`; sums of dy go round with their y."
+    sums = [grads.dy] * (grads.dy is not None)
+    for owner in around(given, sums, s):
+        if sums: grads.dy, = sums
+        yield owner
+    if sums: grads.dy, = sums
 
 # %% ../nbs/26_contrast.ipynb #ctringloss
 class RingContrast(torch.autograd.Function):
@@ -563,12 +569,12 @@ class RingContrast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, scale, s, memory_budget, factor):  # the last multiplies gradients
         blocks, row_sums = sum_blocks(x, memory_budget), scale.new_empty(2, x.shape[0])
-        ring = [y, scale.new_empty(2, x.shape[0])]
-        for owner in around(ring, s):
-            add_statistics(x, ring[0], scale, row_sums, ring[1], blocks, blocks, owner == s.rank)
+        given, sums = [y], [scale.new_empty(2, x.shape[0])]
+        for owner in around(given, sums, s):
+            add_statistics(x, *given, scale, row_sums, *sums, blocks, blocks, owner == s.rank)
         ctx.how = s, memory_budget, factor
-        ctx.save_for_backward(x, y, scale, row_sums, ring[1])
-        return pair_losses(x, y, scale, row_sums, ring[1], blocks)
+        ctx.save_for_backward(x, y, scale, row_sums, *sums)
+        return pair_losses(x, y, scale, row_sums, *sums, blocks)
 
     @staticmethod
     @first_order
@@ -576,9 +582,10 @@ class RingContrast(torch.autograd.Function):
         (x, y, scale, row_sums, col_sums), (s, memory_budget, factor) = ctx.saved_tensors, ctx.how
         grads, blocks = PairGradients(x, y, ctx.needs_input_grad[:3]), blocks_of(x, memory_budget)
         coef, *factors = upstream(g, x, scale, factor / 2, s)
-        for owner, ring in around_with_dy(grads, [y, col_sums, coef], s):
+        given = [y, col_sums, coef]
+        for owner in around_with_dy(grads, given, s):
             own = owner == s.rank
-            spend_contrast(grads, x, ring[0], scale, (row_sums, coef), tuple(ring[1:3]), blocks, blocks, own, fresh=own)
+            spend_contrast(grads, x, given[0], scale, (row_sums, coef), tuple(given[1:]), blocks, blocks, own, fresh=own)
         found = grads.rounded(x, y, *factors)
         return *(d if need else None for d, need in zip(found, ctx.needs_input_grad)), None, None, None
 
@@ -798,15 +805,15 @@ def positives_of_ranks(
     n = Named(index if kernels else as_positives(index, columns), columns, s.ranks * x.shape[0])
     row_blocks, col_blocks, row_sums = sum_blocks(x, memory_budget), sum_blocks(y, memory_budget), scale.new_empty(2, x.shape[0])
     z, losses = scale.new_empty(index.shape), scale.new_empty(x.shape[0])
-    ring = [y, scale.new_empty(2, y.shape[0]), index.new_zeros(y.shape[0] + 1, dtype=torch.int64)]
+    given, sums = [y], [scale.new_empty(2, y.shape[0]), index.new_zeros(y.shape[0] + 1, dtype=torch.int64)]
     scores = launch_scores if kernels else partial(plain_scores, memory_budget=memory_budget)
-    for owner in around(ring, s):
-        add_statistics(x, ring[0], scale, row_sums, ring[1], row_blocks, col_blocks, owner == s.rank)
-        scores(x, ring[0], scale, n, owner * y.shape[0], z, ring[2])
-    ring, n = ring[1:], n._replace(count=named_columns(ring[2], mean, s))
-    for owner in around(ring, s):
-        (launch_losses if kernels else plain_losses)(z, n, row_sums, *ring, owner * y.shape[0], losses, owner == s.rank)
-    return losses, row_sums, *ring
+    for owner in around(given, sums, s):
+        add_statistics(x, *given, scale, row_sums, sums[0], row_blocks, col_blocks, owner == s.rank)
+        scores(x, *given, scale, n, owner * y.shape[0], z, sums[1])
+    n = n._replace(count=named_columns(sums[1], mean, s))
+    for owner in around(sums, [], s):
+        (launch_losses if kernels else plain_losses)(z, n, row_sums, *sums, owner * y.shape[0], losses, owner == s.rank)
+    return losses, row_sums, *sums
 
 def gradients_of_ranks(
     g:Tensor, x:Tensor, y:Tensor, scale:Tensor, row_sums:Tensor, col_sums:Tensor, counts:Tensor, index:Tensor,  # [N], and as in forward
@@ -818,12 +825,13 @@ def gradients_of_ranks(
     coef, *factors = upstream(g, x, scale, share / 2, s, n.count, n.rows)
     send, finish, of_column = (launch_shares, launch_column_terms, (2, y.shape[0])) if kernels else (plain_shares, plain_column_terms, (y.shape[0],))
     weights, sums = scale.new_empty(3, x.shape[0]), [torch.zeros(of_column, dtype=torch.int64 if kernels else scale.dtype, device=x.device)]
-    for owner in around(sums, s): send(coef, n, owner * y.shape[0], weights, sums[0], owner == s.rank)
+    for owner in around([], sums, s): send(coef, n, owner * y.shape[0], weights, sums[0], owner == s.rank)
     (row_coef, row_weight, row_share), terms = weights.unbind(), finish(sums[0], counts, n.rows, scale)
     grads, row_blocks, col_blocks = PairGradients(x, y, (need_x, need_y, need_scale)), blocks_of(x, memory_budget), blocks_of(y, memory_budget)
-    for owner, ring in around_with_dy(grads, [y, col_sums, terms], s):
-        col_coef, each = ring[2].unbind()
-        spend_contrast(grads, x, ring[0], scale, (row_sums, row_coef), (ring[1], col_coef), row_blocks, col_blocks,
+    given = [y, col_sums, terms]
+    for owner in around_with_dy(grads, given, s):
+        col_coef, each = given[2].unbind()
+        spend_contrast(grads, x, given[0], scale, (row_sums, row_coef), (given[1], col_coef), row_blocks, col_blocks,
                        False, Positives(n.index, row_weight, row_share, each), owner * y.shape[0], owner == s.rank)
     return grads.rounded(x, y, *factors)
 
@@ -1052,12 +1060,12 @@ def sigmoids_of_ranks(
     index:Optional[Tensor], memory_budget:Optional[int], s:Shards,  # [N,P] of `listed`; None: row i and column i belong together
 ) -> Tensor:  # [N]
     "The losses of this rank's rows."
-    losses, ring, targets = scale.new_empty(x.shape[0]), [y], sigmoid_targets(x, y, index, s)
+    losses, given, targets = scale.new_empty(x.shape[0]), [y], sigmoid_targets(x, y, index, s)
     make = launch_sigmoid_losses if takes_kernel(x) else plain_sigmoid_losses
     if not y.shape[0]: losses.zero_()  # no block writes them
-    for owner in around(ring, s):
+    for owner in around(given, [], s):
         for i, j, (fresh, _) in each_block(sum_blocks(x, memory_budget), sum_blocks(y, memory_budget), owner == s.rank):
-            make(part(x, i), part(ring[0], j), scale, bias, targets(owner, i, j), part(losses, i), fresh)
+            make(part(x, i), part(given[0], j), scale, bias, targets(owner, i, j), part(losses, i), fresh)
     return losses
 
 def sigmoid_gradients_of_ranks(
@@ -1068,9 +1076,10 @@ def sigmoid_gradients_of_ranks(
     grads, targets = PairGradients(x, y, (need_x, need_y, need_numbers)), sigmoid_targets(x, y, index, s)
     coef, *factors = upstream(g, x, scale, share, s)
     make = launch_sigmoid_dz if takes_kernel(x) else plain_sigmoid_dz
-    for owner, ring in around_with_dy(grads, [y], s):
-        put = lambda i, j, d: make(part(x, i), part(ring[0], j), scale, bias, targets(owner, i, j), part(coef, i), need_numbers, d)
-        spend_blocks(grads, x, ring[0], blocks_of(x, memory_budget), blocks_of(y, memory_budget), owner == s.rank, put)
+    given = [y]
+    for owner in around_with_dy(grads, given, s):
+        put = lambda i, j, d: make(part(x, i), part(given[0], j), scale, bias, targets(owner, i, j), part(coef, i), need_numbers, d)
+        spend_blocks(grads, x, given[0], blocks_of(x, memory_budget), blocks_of(y, memory_budget), owner == s.rank, put)
     dx, dy, numbers = grads.rounded(x, y, *factors)
     return dx, dy, numbers.expand(2).clone() if need_numbers and not len(grads.numbers) else numbers  # without a block one 0
 
