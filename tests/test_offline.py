@@ -252,7 +252,7 @@ def joints(dtype, width, activation):
     a = transducer.Packed(lattices.Grids(cuda(5, dtype=i64), lengths, lengths, 100, 30), cuda(4, 31, dtype=i64), lengths > 0, 12400)
     k, layer = transducer.Joint(e, p, a, 0, activation), transducer.Layer(cuda(70, width, dtype=dtype), cuda(70), False)
     h, _ = transducer.launch_join(k, slice(1000, 9192), layer, cuda(8192))
-    transducer.launch_weighted(k, slice(1000, 9192), transducer.Upstream(cuda(2, 12400), cuda(2, 12400), cuda(4), 1.5), transducer.room_of(e, 8192, 70, True))
+    transducer.launch_weighted(k, slice(1000, 9192), transducer.Upstream(cuda(2, 12400), cuda(2, 12400), cuda(4), 1.5), transducer.new_buffers(e, 8192, 70, True))
     transducer.launch_sums_of_nodes(cuda(*h.shape, dtype=bf16 if dtype == bf16 else f32), h, a, slice(1000, 9192), activation, cuda(*e.shape), cuda(*p.shape))
 
 
