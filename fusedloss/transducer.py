@@ -193,10 +193,11 @@ def layer_of(x:Tensor, w:Tensor, bias:Optional[Tensor]) -> Layer:  # of h's dtyp
     return Layer(w, bias_of_tiles(x, bias) if by_product else bias, by_product)
 
 def node_bytes(x:Tensor, w:Tensor, back:bool) -> int:  # of h's dtype; [V,J]; in the backward pass
-    "Bytes of a node in a chunk: its h and its statistics, in backward h, dh and dz; without kernels its scores too."
+    "Bytes of a node in a chunk: its h, label and statistics, of which `launch_sums` has seven rows; in backward h, dh and dz; without kernels its scores too."
     V, J = w.shape
     if not takes_kernel(x): return (4 * V + 4 * J) * acc_dtype(x.dtype).itemsize
-    return 2 * V + 4 * J + 60 if back else 2 * J + 8 * -(-V // 128) + 44
+    if back: return 2 * V + (6 if x.dtype == torch.float16 else 4) * J + 60  # dh of fp16 is fp32
+    return 2 * J + 8 * -(-V // 128) + 36
 
 def node_chunks(a:Packed, x:Tensor, w:Tensor, budget:int, back:bool) -> list[slice]:  # as above; 0 for our own choice
     "Chunks of nodes that fit the budget."
@@ -365,7 +366,7 @@ class Buffers(NamedTuple):
     "What chunks of one size write, one after another."
     h: Tensor  # [R,J], or [R,J+8] with a 1 behind each row
     dz: Tensor  # [R,V] of any stride
-    dh: Tensor  # [R,J]
+    dh: Optional[Tensor]  # [R,J] in bf16; None where dh has another dtype
     classes: Tensor  # [2,R]
     weighted: Weighted
 
@@ -374,7 +375,8 @@ def new_buffers(e:Tensor, R:int, V:int, ones:bool) -> Buffers:  # [N,T,J]; rows,
     J, new = e.shape[2], lambda *size: e.new_empty(size, dtype=torch.float32)
     classes, listed = e.new_empty(2, R, dtype=torch.int64), new(R, 1)
     weighted = Weighted(new(3, R), classes[0], ListedGradients(classes[1, :, None], listed))
-    return Buffers(e.new_empty(R, J + 8 * ones), e.new_empty(R, -(-V // 8) * 8)[:, :V], e.new_empty(R, J), classes, weighted)
+    dh = e.new_empty(R, J) if e.dtype == torch.bfloat16 else None
+    return Buffers(e.new_empty(R, J + 8 * ones), e.new_empty(R, -(-V // 8) * 8)[:, :V], dh, classes, weighted)
 
 def launch_weighted(k:Joint, i:slice, back:Upstream, buffers:Buffers):
     "h again, and the weights of the gradient."
