@@ -222,7 +222,7 @@ def contrasts(dtype, width, N=8192):
         contrast.launch_column_terms(sums, counts, 2 * N, cuda(N))
     for paired, positives, need_scale in ((True, None, True), (False, None, True), (False, None, False), (False, marks[0], True), (False, marks[1], False)):
         contrast.launch_dz(x, y, s, (cuda(2, N), cuda(N)), (cuda(2, N), cuda(N)), paired, positives, 0, need_scale, matrix(N, N, dtype))
-    for targets in (contrast.Targets(True), contrast.Targets(False), *(contrast.Targets(False, m.index, 0, N) for m in marks)):
+    for targets in (contrast.BlockTargets(True), contrast.BlockTargets(False), *(contrast.BlockTargets(False, m.index, 0, N) for m in marks)):
         contrast.launch_sigmoid_losses(x, y, s, s, targets, cuda(N), targets.paired)
         for need_numbers in (True, False): contrast.launch_sigmoid_dz(x, y, s, s, targets, cuda(N), need_numbers, matrix(N, N, dtype))
 
