@@ -977,7 +977,7 @@ def sigmoid_bwd_kernel(
         tl.store(numbers_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(dbias, 0))
 
 # %% ../nbs/26_contrast.ipynb #ctsiglaunch
-class Targets(NamedTuple):
+class BlockTargets(NamedTuple):
     "Which scores of a block are of positives."
     paired: bool  # those of row i and column i
     index: Optional[Tensor] = None  # or those that are listed, [R,P], as `Named` has it
@@ -993,7 +993,7 @@ class Targets(NamedTuple):
         return self.first, 0 if self.index is None else self.index.shape[1]
 
 def launch_sigmoid_losses(
-    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets,  # [R,H], [C,H], [1] twice
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:BlockTargets,  # [R,H], [C,H], [1] twice
     losses:Tensor, fresh:bool,  # [R], added to, or written where `fresh`
     tiling:Optional[Tiling]=None,
 ):
@@ -1007,7 +1007,7 @@ def launch_sigmoid_losses(
                       FRESH=fresh, BN=32, BP=32)
 
 def launch_sigmoid_dz(
-    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets,  # as `launch_sigmoid_losses`
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:BlockTargets,  # as `launch_sigmoid_losses`
     coef:Tensor, need_numbers:bool, dz:Tensor,  # [R], the rows' upstream gradients; [R,C], written
     tiling:Optional[Tiling]=None,
 ) -> Tensor:  # [2,parts], or [0]: parts of the gradients of scale and bias
@@ -1019,20 +1019,20 @@ def launch_sigmoid_dz(
     with on_device(x): launch_tiles(sigmoid_bwd_kernel, x, y, t, given, True, **targets.constants())
     return parts
 
-def flip_positives(t:Tensor, targets:Targets):  # [R,C]
+def flip_positives(t:Tensor, targets:BlockTargets):  # [R,C]
     "Change the sign of a block at its positives, in place."
     if targets.paired: t.diagonal().neg_()
     if targets.index is None: return
     at, inside = positives_in(targets.index, targets.first, t.shape[1])
     t.scatter_add_(1, at, torch.where(inside, -2 * t.gather(1, at), 0))
 
-def plain_logits(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets) -> Tensor:
+def plain_logits(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:BlockTargets) -> Tensor:
     "Logits of a block, those of positives with the opposite sign."
     z = wide_product(x, y.T).mul_(scale).add_(bias)
     flip_positives(z, targets)
     return z
 
-def plain_sigmoid_losses(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets, losses:Tensor, fresh:bool):
+def plain_sigmoid_losses(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:BlockTargets, losses:Tensor, fresh:bool):
     "`launch_sigmoid_losses` in PyTorch."
     z = plain_logits(x, y, scale, bias, targets)
     total = torch.logaddexp(z, z.new_zeros(())).sum(1)
@@ -1040,7 +1040,7 @@ def plain_sigmoid_losses(x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:
     losses.copy_(total if fresh else losses + total)
 
 def plain_sigmoid_dz(
-    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:Targets, coef:Tensor, need_numbers:bool, dz:Tensor,
+    x:Tensor, y:Tensor, scale:Tensor, bias:Tensor, targets:BlockTargets, coef:Tensor, need_numbers:bool, dz:Tensor,
 ) -> Tensor:
     "`launch_sigmoid_dz` in PyTorch."
     torch.sigmoid(plain_logits(x, y, scale, bias, targets), out=dz).mul_(coef[:, None])
@@ -1048,12 +1048,12 @@ def plain_sigmoid_dz(
     return torch.stack([wide_product(x, y.T).mul_(dz).sum(), dz.sum()])[:, None] if need_numbers else scale.new_empty(0)
 
 # %% ../nbs/26_contrast.ipynb #ctsigop
-def sigmoid_targets(x:Tensor, y:Tensor, index:Optional[Tensor], s:Shards) -> Callable[[int, slice, slice], Targets]:
+def sigmoid_targets(x:Tensor, y:Tensor, index:Optional[Tensor], s:Shards) -> Callable[[int, slice, slice], BlockTargets]:
     "What a block's targets are, by the rank whose y is here and by the block's rows and columns."
     columns = s.ranks * y.shape[0]
-    if index is None: return lambda owner, i, j: Targets(owner == s.rank and i == j)
+    if index is None: return lambda owner, i, j: BlockTargets(owner == s.rank and i == j)
     at = index if takes_kernel(x) else as_positives(index, columns)
-    return lambda owner, i, j: Targets(False, part(at, i), owner * y.shape[0] + j.start, columns)
+    return lambda owner, i, j: BlockTargets(False, part(at, i), owner * y.shape[0] + j.start, columns)
 
 def sigmoids_of_ranks(
     x:Tensor, y:Tensor, scale:Tensor, bias:Tensor,  # [N,H], [M,H], scalars in their `acc_dtype`

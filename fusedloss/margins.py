@@ -380,7 +380,7 @@ class SubCenter(nn.Module, Margin):
         return self.margin.target_score(cos, norm, **labels)
 
     def extra_repr(self) -> str:
-        return f"{self.centers}" + ("" if isinstance(self.margin, nn.Module) else f", {self.margin}")
+        return str(self.centers) + ("" if isinstance(self.margin, nn.Module) else f", {self.margin}")
 
     def forward(self, *args:Any, **labels:Tensor) -> Tensor: return self.target_score(*args, **labels)
 

@@ -193,10 +193,11 @@ def layer_of(x:Tensor, w:Tensor, bias:Optional[Tensor]) -> Layer:  # of h's dtyp
     return Layer(w, bias_of_tiles(x, bias) if by_product else bias, by_product)
 
 def node_bytes(x:Tensor, w:Tensor, back:bool) -> int:  # of h's dtype; [V,J]; in the backward pass
-    "Bytes of a node in a chunk: its h and its statistics, in backward h, dh and dz; without kernels its scores too."
+    "Bytes of a node in a chunk: its h, label and statistics, of which `launch_sums` has seven rows; in backward h, dh and dz; without kernels its scores too."
     V, J = w.shape
     if not takes_kernel(x): return (4 * V + 4 * J) * acc_dtype(x.dtype).itemsize
-    return 2 * V + 4 * J + 60 if back else 2 * J + 8 * -(-V // 128) + 44
+    if back: return 2 * V + (6 if x.dtype == torch.float16 else 4) * J + 60  # dh of fp16 is fp32
+    return 2 * J + 8 * -(-V // 128) + 36
 
 def node_chunks(a:Packed, x:Tensor, w:Tensor, budget:int, back:bool) -> list[slice]:  # as above; 0 for our own choice
     "Chunks of nodes that fit the budget."
@@ -361,25 +362,26 @@ def launch_join(k:Joint, i:slice, layer:Layer, z_blank:Tensor) -> tuple[Tensor, 
     run_join(k, i, h, label, BlankScore(layer.w[k.blank], None if layer.bias is None else layer.bias[k.blank:], z_blank))
     return h, label
 
-class Room(NamedTuple):
+class Buffers(NamedTuple):
     "What chunks of one size write, one after another."
     h: Tensor  # [R,J], or [R,J+8] with a 1 behind each row
     dz: Tensor  # [R,V] of any stride
-    dh: Tensor  # [R,J]
+    dh: Optional[Tensor]  # [R,J] in bf16; None where dh has another dtype
     classes: Tensor  # [2,R]
     weighted: Weighted
 
-def room_of(e:Tensor, R:int, V:int, ones:bool) -> Room:  # [N,T,J]; rows, classes
+def new_buffers(e:Tensor, R:int, V:int, ones:bool) -> Buffers:  # [N,T,J]; rows, classes
     "Nothing yet."
     J, new = e.shape[2], lambda *size: e.new_empty(size, dtype=torch.float32)
     classes, listed = e.new_empty(2, R, dtype=torch.int64), new(R, 1)
     weighted = Weighted(new(3, R), classes[0], ListedGradients(classes[1, :, None], listed))
-    return Room(e.new_empty(R, J + 8 * ones), e.new_empty(R, -(-V // 8) * 8)[:, :V], e.new_empty(R, J), classes, weighted)
+    dh = e.new_empty(R, J) if e.dtype == torch.bfloat16 else None
+    return Buffers(e.new_empty(R, J + 8 * ones), e.new_empty(R, -(-V // 8) * 8)[:, :V], dh, classes, weighted)
 
-def launch_weighted(k:Joint, i:slice, back:Upstream, room:Room):
+def launch_weighted(k:Joint, i:slice, back:Upstream, buffers:Buffers):
     "h again, and the weights of the gradient."
-    weights = NodeWeights(back.flows, back.rows, back.g, room.weighted.terms, room.weighted.more.gradients)
-    run_join(k, i, room.h, room.classes, back=weights, label_weight=back.label_weight)
+    weights = NodeWeights(back.flows, back.rows, back.g, buffers.weighted.terms, buffers.weighted.more.gradients)
+    run_join(k, i, buffers.h, buffers.classes, back=weights, label_weight=back.label_weight)
 
 def launch_sums_of_nodes(
     dh:Tensor, h:Tensor, a:Packed, i:slice, activation:str, de:Optional[Tensor], dp:Optional[Tensor],  # [R,J], [R,J or more]
@@ -444,14 +446,14 @@ def linear_transducer_bwd(
     needs, b = (need_e, need_p, need_w, need_b and not ones), None if bias is None else bias[:V]
     sums = Gradients(*(e.new_zeros(shape, dtype=acc_dtype(e.dtype)) if need else None for shape, need in zip(shapes, needs)))
     upstream = rows_of_sequences(g, a) if D or clamp > 0 or not by_kernel else None
-    k, layer, back, room = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b), Upstream(flows, rows, g, 1 + fastemit), None
+    k, layer, back, buffers = Joint(e, p, a, blank, activation), layer_of(e, w[:V], b), Upstream(flows, rows, g, 1 + fastemit), None
     for i in node_chunks(a, e, w, budget, True):
         if by_kernel:
-            if room and len(room.h) != i.stop - i.start: room = None  # before the next one
-            room = room or room_of(e, i.stop - i.start, len(w), ones)
-            h, dz, dh = room[:3]
-            launch_weighted(k, i, back, room)
-            kernel_dz(h[:, :w.shape[1]], layer, room.weighted, dz[:, :V])
+            if buffers and len(buffers.h) != i.stop - i.start: buffers = None  # before the next one
+            buffers = buffers or new_buffers(e, i.stop - i.start, len(w), ones)
+            h, dz, dh = buffers[:3]
+            launch_weighted(k, i, back, buffers)
+            kernel_dz(h[:, :w.shape[1]], layer, buffers.weighted, dz[:, :V])
         else:
             h, classes = plain_join(k, i)
             weights = torch.stack([upstream[i], upstream[i] * (1 + fastemit)])

@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import Callable, Iterable, Mapping
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fusedloss import _ops
 from fusedloss.baseline import Sample, sample_data
 from fusedloss.core.versions import torch_version
 from workbook.measure import relative_error
@@ -177,7 +179,6 @@ CASES = {
 
 
 NUMBERS = count()
-OPERATOR = re.compile(r'\b(operator|add_op_namespace_prefix)\(\s*f?"')  # before the name of one that a module defines
 
 
 def replaced(source: str, *pairs: str) -> str:
@@ -270,19 +271,19 @@ def with_texts_replaced(top: str, *pairs: str) -> tuple[dict[str, str], set[str]
 
 
 def planted(module: ModuleType, folder: Path, *pairs: str) -> ModuleType:
-    "`module` with texts replaced: it, the changed modules and those that lead to them are variants, from files and with operators of their own"
+    "`module` with texts replaced: it, the changed modules and those that lead to them are variants, from files, their operators in a namespace of their own"
     top, variant = module.__name__, f"variant{next(NUMBERS)}"
     own = top.partition(".")[0]
     sources, changed = with_texts_replaced(top, *pairs)
     changed.add(top)
     variants = {name: name.replace(own, variant, 1).replace(".", "_") for name in sources if not changed.isdisjoint(imported(name))}
-    for name, called in variants.items():
-        path = folder / f"{called}.py"
-        text = OPERATOR.sub(rf"\g<0>{variant}_", importing(name, sources[name], variants))
-        path.write_text(text, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(called, path)
-        sys.modules[called] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
-        spec.loader.exec_module(sys.modules[called])
+    with patch.object(_ops, "NAMESPACE", variant):
+        for name, called in variants.items():
+            path = folder / f"{called}.py"
+            path.write_text(importing(name, sources[name], variants), encoding="utf-8")
+            spec = importlib.util.spec_from_file_location(called, path)
+            sys.modules[called] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
+            spec.loader.exec_module(sys.modules[called])
     return sys.modules[variants[top]]
 
 

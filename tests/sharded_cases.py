@@ -1045,7 +1045,7 @@ RING_BUGS = {  # of contrasts over ranks: what is wrong, the text of the source,
     "positives of this rank alone": ("scores(x, *given, scale, n, owner * y.shape[0]", "scores(x, *given, scale, n, s.rank * y.shape[0]"),
     "positives forget a wrapper that averages": ("*needs, factor, s)", "*needs, 1.0, s)"),
     "SigLIP's columns are counted from each rank's first": ("part(at, i), owner * y.shape[0] + j.start", "part(at, i), j.start"),
-    "SigLIP's pairs are the first rank's": ("Targets(owner == s.rank and i == j)", "Targets(owner == 0 and i == j)"),
+    "SigLIP's pairs are the first rank's": ("BlockTargets(owner == s.rank and i == j)", "BlockTargets(owner == 0 and i == j)"),
 }
 
 

@@ -561,7 +561,7 @@ def test_sigmoid_kernels(block, dtype, device):
         dz, whole = torch.full((r, c + 3), 7.0, device=device, dtype=dtype), torch.empty(r, c, device=device)
         for fresh in (True, False):
             losses = [torch.linspace(1, 2, r, device=device) for _ in range(2)]
-            ours = contrast.Targets(at is None and r == c, at, 10, c + 20)
+            ours = contrast.BlockTargets(at is None and r == c, at, 10, c + 20)
             theirs = ours if at is None else ours._replace(index=contrast.as_positives(at, c + 20))
             contrast.launch_sigmoid_losses(*given, ours, losses[0], fresh, SMALL)
             contrast.plain_sigmoid_losses(*given, theirs, losses[1], fresh)

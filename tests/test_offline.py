@@ -222,7 +222,7 @@ def contrasts(dtype, width, N=8192):
         contrast.launch_column_terms(sums, counts, 2 * N, cuda(N))
     for paired, positives, need_scale in ((True, None, True), (False, None, True), (False, None, False), (False, marks[0], True), (False, marks[1], False)):
         contrast.launch_dz(x, y, s, (cuda(2, N), cuda(N)), (cuda(2, N), cuda(N)), paired, positives, 0, need_scale, matrix(N, N, dtype))
-    for targets in (contrast.Targets(True), contrast.Targets(False), *(contrast.Targets(False, m.index, 0, N) for m in marks)):
+    for targets in (contrast.BlockTargets(True), contrast.BlockTargets(False), *(contrast.BlockTargets(False, m.index, 0, N) for m in marks)):
         contrast.launch_sigmoid_losses(x, y, s, s, targets, cuda(N), targets.paired)
         for need_numbers in (True, False): contrast.launch_sigmoid_dz(x, y, s, s, targets, cuda(N), need_numbers, matrix(N, N, dtype))
 
@@ -252,7 +252,7 @@ def joints(dtype, width, activation):
     a = transducer.Packed(lattices.Grids(cuda(5, dtype=i64), lengths, lengths, 100, 30), cuda(4, 31, dtype=i64), lengths > 0, 12400)
     k, layer = transducer.Joint(e, p, a, 0, activation), transducer.Layer(cuda(70, width, dtype=dtype), cuda(70), False)
     h, _ = transducer.launch_join(k, slice(1000, 9192), layer, cuda(8192))
-    transducer.launch_weighted(k, slice(1000, 9192), transducer.Upstream(cuda(2, 12400), cuda(2, 12400), cuda(4), 1.5), transducer.room_of(e, 8192, 70, True))
+    transducer.launch_weighted(k, slice(1000, 9192), transducer.Upstream(cuda(2, 12400), cuda(2, 12400), cuda(4), 1.5), transducer.new_buffers(e, 8192, 70, True))
     transducer.launch_sums_of_nodes(cuda(*h.shape, dtype=bf16 if dtype == bf16 else f32), h, a, slice(1000, 9192), activation, cuda(*e.shape), cuda(*p.shape))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from project import ROOT
 
 import fusedloss as fl
-from fusedloss import chunks, kernels, linear_ctc, tiles
+from fusedloss import chunks, contrast, kernels, linear_ctc, tiles
 from fusedloss.core import operators
 from fusedloss.core.operators import operator
 
@@ -113,10 +113,18 @@ def test_two_threads_may_guard_an_operator_from_dynamo():
     assert op._backend_fns[None] is kernel is not None and op.guarded is None
 
 
-def test_a_module_with_operators_of_other_names_leaves_the_library_alone(tmp_path):
-    changed = planted(kernels, tmp_path, "return losses if reduction", "return losses if reduction")
-    assert changed.logits_loss is not kernels.logits_loss
-    assert changed.logits_loss._qualname.startswith("fusedloss::variant")
+def library() -> dict[str, tuple]:
+    "The functions of the library's operators, by name"
+    each = [op for known in operators._registered().values() for op in known.values() if op._namespace == "fusedloss"]
+    return {op._qualname: (op.fn, op.fake, op.save, op.backward) for op in each}
+
+
+@pytest.mark.parametrize("name", ["logits_loss", "contrastive_loss_over_ranks"])  # one by its name in quotes, one that a decorator names
+def test_a_planted_operator_leaves_the_library_alone(name, tmp_path):
+    module, same = {"logits_loss": (kernels, "return losses if reduction"), "contrastive_loss_over_ranks": (contrast, "def fake_contrast(")}[name]
+    before = library()
+    variant = planted(module, tmp_path, same, same).__name__.partition("_")[0]
+    assert library() == before and {f"{space}::{name}" for space in ("fusedloss", variant)} <= operators._registered().keys()
 
 
 def sample(h=3, dtype=torch.float64):

@@ -187,8 +187,8 @@ def files_fault(m: ModuleType, folder) -> str | None:
     "A word on files that are read or written otherwise than insightface would"
     w = torch.randn(23, 3, generator=torch.Generator().manual_seed(0))
     for ranks, kind in ((1, "weight"), (9, "checkpoint"), (30, "checkpoint"), (14, "weight")):
-        theirs, head = insightface_files(folder / f"{ranks}", w, ranks, kind), PartialFC(23, 3)
-        for files in (folder / f"{ranks}", [str(p) for p in theirs]):
+        theirs, head = insightface_files(folder / str(ranks), w, ranks, kind), PartialFC(23, 3)
+        for files in (folder / str(ranks), [str(p) for p in theirs]):
             head.weight.data.zero_()
             m.load_insightface(head, files)
             if not torch.equal(head.weight, w):

@@ -198,6 +198,15 @@ def test_what_is_left_uncompiled_calls_nothing_that_is_compiled():
         torch.compile(lambda x: outer(x) * 1, backend="eager", fullgraph=True)(one)
 
 
+def test_what_is_left_uncompiled_is_wrapped_once(monkeypatch):
+    "In calls without a compiler, while Dynamo is there"
+    made, disable = [], torch.compiler.disable
+    monkeypatch.setattr(torch.compiler, "disable", lambda function, **given: made.append(function) or disable(function, **given))
+    monkeypatch.setitem(sys.modules, "torch._dynamo", torch._dynamo)
+    doubled = uncompiled("doubled: expected no fullgraph=True")(lambda x: 2 * x)
+    assert [doubled(x) for x in range(3)] == [0, 2, 4] and len(made) == 1
+
+
 def test_evaluation_and_a_step_that_is_skipped_move_nothing():
     _, head = made("AdaFace")
     (x, y), before = batches(1)[0], {k: t.clone() for k, t in state_of(head).items()}

@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, monkeypatch
     monkeypatch.setenv("FUSEDLOSS_CACHE_DIR", str(tmp_path / "file" / "store"))  # for root too
     with pytest.warns(UserWarning, match="not written") as seen:
         for n in range(3):
-            store.update("x", f"{n}", n)
+            store.update("x", str(n), n)
     assert len(seen) == 1
 
 

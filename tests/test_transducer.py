@@ -10,7 +10,9 @@ from torch import nn
 
 import fusedloss.lattices as lattices
 import fusedloss.transducer as transducer
-from fusedloss import linear_transducer_loss
+from fusedloss import linear_transducer_loss, recompute
+from fusedloss.core import triton
+from fusedloss.core.tiling import Tiling
 from grids import thorough_but
 from helpers import everywhere, has_no_second_derivative, need_kernels, off, planted, replays
 from workbook.measure import peak_memory, saved_tensors, trace_memory
@@ -534,6 +536,31 @@ def test_no_joint_in_memory():
     assert peak_memory(step) < 3 * budget
     kept = saved_tensors(lambda: linear_transducer_loss(e, p, w, *given, linear_bias=b), e, p, w, b, *given)
     assert sum(t.untyped_storage().nbytes() for t in kept) <= 16 * nodes + 64
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_a_chunk_holds_the_bytes_that_are_counted(dtype, monkeypatch):
+    "Of the Triton kernels' ways, whose launches are left out: memory alone matters. Products are a GPU's, which copies no operand"
+    pytest.importorskip("triton", reason="Triton is not installed")
+    nothing = lambda *args, **options: None
+    take_kernels(monkeypatch, True)
+    for module, name in ((triton, "launch_kernel"), (transducer, "launch_dz"), (transducer, "add_product")):
+        everywhere(monkeypatch, module, name, nothing)
+    everywhere(monkeypatch, recompute, "launcher", lambda *args: nothing)
+    everywhere(monkeypatch, recompute, "fastest", lambda kernel, x, v, tiling, *args, **options: tiling)
+    everywhere(monkeypatch, transducer, "wide_product", lambda x, y: x.new_empty(len(x), y.shape[1], dtype=f32))
+    everywhere(monkeypatch, recompute, "tiling_of", lambda *args: Tiling(False, 128, 128, 64))
+    sizes = 1, 64, 15, 64, 256
+    (e, p, w, b), y, frames, labels = Case(sizes=sizes, dtype=dtype, frames=(64,), labels=(15,)).tensors()
+    a, lengths = transducer.pack_nodes(e, len(w), y, frames, labels, 0)
+    R, rows, flows = a.rows, torch.ones(2, a.rows), torch.ones(2, a.rows)
+    forward, back = (transducer.node_bytes(e, w, back) for back in (False, True))
+    k, layer = transducer.Joint(e, p, a, 0, "tanh"), transducer.layer_of(e, w, b)
+    assert peak_memory(lambda: transducer.node_scores(k, slice(0, R), layer, rows, flows)) == R * forward
+    peaks = [peak_memory(lambda: transducer.linear_transducer_bwd(
+        torch.ones(1), e, p, w, y, frames, labels, b, rows, flows, torch.ones(R, 0), lengths, 0.0, -1.0, 0, "tanh", n * back, *[True] * 4)) for n in (R // 2, R)]
+    assert 0 <= back - (peaks[1] - peaks[0]) / (R // 2) <= 12  # a clamp and a token-and-duration transducer need a few
 
 
 def test_backward_does_not_check_again(monkeypatch):

@@ -277,7 +277,7 @@ def lattice(p: Panel) -> None:
     for s in range(len(sources)):
         p.text(14, y_of(s) + 4, WORD[s // 2] if s % 2 else "·", anchor="middle")
     for t in range(0, FRAMES, 3):
-        p.text(x_of(t), y_of(len(sources)) + 4, f"{t}", anchor="middle")
+        p.text(x_of(t), y_of(len(sources)) + 4, str(t), anchor="middle")
 
 
 def dots(p: Panel, t: int, looks: Callable[[int, int], str]) -> None:

@@ -490,7 +490,7 @@ def roofline(
             ax.annotate(cost.name, at, xytext=(6, -14), textcoords="offset points", fontsize=9)
         ax.set(xscale="log", yscale="log", xlabel="FLOP per byte moved", ylabel="FLOP/s", title=title)
         ax.annotate(
-            f"{si(peak, 'FLOP/s')}",
+            si(peak, "FLOP/s"),
             (ridge * 64, peak),
             xytext=(0, 5),
             textcoords="offset points",
@@ -498,7 +498,7 @@ def roofline(
             fontsize=9,
         )
         ax.annotate(
-            f"{si(machine.bandwidth, 'B/s').replace('i', '')}",
+            si(machine.bandwidth, "B/s").replace("i", ""),
             (ridge / 200, peak / 180),
             xytext=(8, 0),
             textcoords="offset points",

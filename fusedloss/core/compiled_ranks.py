@@ -216,7 +216,7 @@ class RankLoss:
             fake=lambda *given: self.room(self.call(*given[self.n :]), True),
         )
         self.results = operator(
-            f"{name}",  # in quotes, by which a test's variant of this module gives operators names of their own
+            name,
             with_signature(self.run, kinds, self.n + len(self.graded)),
             fake=self.fake_results,
             save=self.save,

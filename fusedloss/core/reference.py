@@ -69,15 +69,18 @@ def score_arguments(
     return z if o.keeps_scores else score_argument(z.clone() if z is logits else z, o)
 
 
+def capped(z: Tensor, o: LossOptions) -> Tensor:
+    "Scores of `score_arguments`, which a softcap overwrites; a copy, for autograd may record it."
+    return z.tanh_() * o.softcap if o.softcap else z
+
+
 def plain_scores(
     logits: Tensor,
     o: LossOptions,
     temperature: Optional[Tensor] = None,  # of the rows of logits [M,V]
 ) -> Tensor:  # as `score_arguments`
     "The scores of logits."
-    z = score_arguments(logits, o)
-    if o.softcap:
-        z = z.tanh_() * o.softcap  # autograd may record this
+    z = capped(score_arguments(logits, o), o)
     return z if temperature is None else z * inverse_temperatures(temperature, z.dtype)
 
 
@@ -92,7 +95,7 @@ def score_and_slope(
         e = z.abs().mul_(-2).exp_()
         slope = (e + 1).square_().reciprocal_().mul_(e).mul_(4 * o.logit_scale)
         del e  # before another copy
-        z = z.tanh_() * o.softcap
+    z = capped(z, o)
     if temperature is None:
         return z, slope
     by = inverse_temperatures(temperature, z.dtype)

@@ -21,11 +21,16 @@ def uncompiled(
     """
 
     def decorated(function):
+        disable = functools.partial(torch.compiler.disable, function, reason=whole)
+        disabled = functools.cache(disable)  # made once: that takes as long as an optimizer's hook does
+
         @functools.wraps(function)
         def called(*args, **given):
             # in this order, so that no graph depends on `sys.modules`; nothing here imports Dynamo, which takes seconds
-            if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-                return torch.compiler.disable(function, reason=whole)(*args, **given)
+            if torch.compiler.is_compiling():
+                return disable()(*args, **given)  # a compiler would warn of the cache
+            if "torch._dynamo" in sys.modules:
+                return disabled()(*args, **given)
             return function(*args, **given)
 
         called._torchdynamo_disable = True  # as `torch.compiler.disable` marks what it returns
