@@ -27,7 +27,7 @@ import fusedloss as fl
 from fusedloss.core.ranks import dtensor_of_rows, shard_range
 from workbook.measure import SHAPES
 from workbook.peers import end_peers, liger_pools, peers_over_ranks
-from workbook.records import load_results, machine_line, record
+from workbook.records import machine_line, record
 from workbook.timeline import record_timeline
 from in_turn import line, measured, Method
 
