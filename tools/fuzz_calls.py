@@ -187,7 +187,8 @@ def cross_entropy(d: Draw) -> Call:
 
 
 def linear_cross_entropy(d: Draw) -> Call:
-    V, H, lead = d.size(least=1), d.size(129), d.pick(((d.size(129),), (d.size(129),), (2, d.size(33))))
+    filters = d.chance(0.15)  # several tiles of classes, and few of targets
+    V, H, lead = d.size(least=min(127, d.most) if filters else 1), d.size(129), d.pick(((d.size(129),), (d.size(8 if filters else 129),), (2, d.size(33))))
     method, target = d.pick(("auto", "eager", "tiles", "chunks", "recompute", "product")), d.pick(("labels",) * 5 + ("several", "soft"))
     tensors, words = d.layer(lead, H, V), d.options() | d.budget() | dict(method=method, reduction=d.pick(("mean", "sum", "none")))
     y = {"labels": lambda: d.labels(V, *lead), "several": lambda: d.labels(V, *lead, d.pick((1, 2, 5))), "soft": lambda: torch.rand(*lead, V, generator=d.g).to(d.dtype)}[target]()
@@ -197,10 +198,10 @@ def linear_cross_entropy(d: Draw) -> Call:
         words.pop("z_loss", None)
     tensors |= dict(target=y) | d.words(weight=lambda: d.weights(V), token_weight=lambda: d.weights(*lead))
     if target == "several":
-        tensors |= d.words(target_weight=lambda: d.weights(y.shape[-1]))
+        tensors |= dict(target_weight=d.weights(y.shape[-1])) if d.chance(0.5) else {}
     if target == "labels" and d.chance(0.1):
         words["shift"] = d.pick((1, 2))
-    elif target == "labels" and d.chance(0.15):
+    elif target == "labels" and filters:
         words |= dict(filter_eps=d.pick((1e-30, 2.0**-12, 0.01, 0.1)), method=d.pick(("auto", "recompute")))
         words.pop("label_smoothing", None)
     eight = d.dtype == torch.bfloat16 and "filter_eps" not in words and d.chance(0.3 if H % 16 else 0.7)
@@ -345,7 +346,7 @@ def linear_divergence(d: Draw) -> Call:
 
 def teacher_lists(d: Draw, lead: tuple[int, ...], V: int, K: int) -> dict[str, Tensor]:
     "A teacher's likeliest classes, the first list whole, in some of the others places without one"
-    log_p, indices = d.numbers(*lead, V, by=2.0, dtype=torch.float64).log_softmax(-1).topk(K)
+    log_p, indices = d.numbers(*lead, V, by=2.0, dtype=torch.float64).log_softmax(-1).sub(0.1).topk(K)  # something is left for the others
     gone = torch.rand(indices.shape, generator=d.g) < d.pick((0.0, 0.3, 1.0))
     gone[..., 0] = False
     log_p[gone] = d.pick((torch.nan, torch.inf, 3.0))
@@ -472,7 +473,7 @@ ANGLES = ("CosFace", "no margin", "Circle", "Circle, paced", "of each class")  #
 def margin_cross_entropy(d: Draw) -> Call:
     V, lead, ignore = d.size(129, 1), d.pick(((d.size(65),), (2, d.size(17)), ())), d.pick((-100, -1))
     name, kind = some_margin(d, V)
-    H = d.size(65, 0 if name in ANGLES else 3)
+    H = d.size(65, 2 if name in ANGLES else 3)  # of one feature all cosines are 1
     rows, y = of_rows(d, lead, H, V, kind.centers, ignore)
     words = dict(reduction=d.pick(("mean", "sum", "none")), ignore_index=ignore, method=d.pick(("auto", "auto", "tiles", "recompute")))
     words |= d.words(eps=lambda: 0.5, token_tile=lambda: d.pick((1, 5, 64)), class_tile=lambda: d.pick((1, 7, 64)))
@@ -538,7 +539,7 @@ def others_of(V: int, y: Tensor) -> Tensor:
 def partial_fc(d: Draw) -> Call:
     V, lead = d.size(129, 1), d.pick(((d.size(65),), (2, d.size(17))))
     name, kind = some_margin(d, V)
-    H = d.size(65, 0 if name in ANGLES else 3)
+    H = d.size(65, 2 if name in ANGLES else 3)  # of one feature all cosines are 1
     rows, y = of_rows(d, lead, H, V, kind.centers, -1)
     rate, seed, log_q, eps = d.pick((1.0, 0.3, 0.3, "positives")), d.pick((0, 7, 2**62)), d.chance(), d.pick((EPS, EPS, 0.5))
     sampled = rate != 1.0
@@ -552,7 +553,7 @@ def partial_fc(d: Draw) -> Call:
     mode = d.pick(("drop", "zero"))
     more = dict(margin=lambda weight, scale: kind.made(scale, weight), eps=lambda *_: eps, conflict=lambda *_: conflict, conflict_mode=lambda *_: mode)
     if sampled:
-        more["sampler"] = lambda *_: fl.NegativeSampler(rate, seed, corrects)
+        more["sampler"] = lambda *_: fl.NegativeSampler(rate, seed, log_q=corrects)
     def losses(x, w, y, _, scale, sampler):
         cos = cosines(x, w, kind.centers, eps)
         def change(z):
@@ -573,7 +574,7 @@ def partial_fc_of_products(d: Draw) -> Call:
     haunted = d.haunted(tensors["features"], y, -1)
     more = dict(normalize=lambda *_: False, bias=lambda *_: "bias" in tensors)
     if kind != "all":
-        new = (lambda: fl.PopularitySampler(popularity, k, each_row=each, log_q=log_q, seed=seed)) if kind == "popular" else lambda: fl.NegativeSampler(0.3, seed, log_q)
+        new = (lambda: fl.PopularitySampler(popularity, k, each_row=each, log_q=log_q, seed=seed)) if kind == "popular" else lambda: fl.NegativeSampler(0.3, seed, log_q=log_q)
         more["sampler"] = lambda weight, _: new().to(weight.device)
     def losses(x, w, y, bias, _, sampler):
         z, own = F.linear(x, w, None if bias is None else bias[:, 0]), y.clamp(min=0)
