@@ -228,7 +228,6 @@ def linear_cross_entropy(d: Draw) -> Call:
 
 def of_several(z: Tensor, y: Tensor, target_weight: Tensor, token_weight: Tensor | None, weight: Tensor | None, own: dict[str, Any]) -> Tensor:
     "Each token K times, once with each of its targets, weighed by both"
-    K = y.shape[-1]
     z, by = z.unsqueeze(-2).expand(*y.shape, z.shape[-1]), target_weight if token_weight is None else token_weight[..., None] * target_weight
     each = defined(z.flatten(0, -2), y.reshape(-1), weight, by.expand(y.shape).reshape(-1), **own)
     return each.view(y.shape).sum(-1) if own["reduction"] == "none" else each
@@ -346,7 +345,7 @@ def linear_divergence(d: Draw) -> Call:
 
 def teacher_lists(d: Draw, lead: tuple[int, ...], V: int, K: int) -> dict[str, Tensor]:
     "A teacher's likeliest classes, the first list whole, in some of the others places without one"
-    log_p, indices = d.numbers(*lead, V, by=2.0, dtype=torch.float64).log_softmax(-1).sub(0.1).topk(K)  # something is left for the others
+    log_p, indices = d.numbers(*lead, V, by=2.0, dtype=torch.float64).log_softmax(-1).sub(0.1 * (K < V)).topk(K)  # of a part something is left for the others
     gone = torch.rand(indices.shape, generator=d.g) < d.pick((0.0, 0.3, 1.0))
     gone[..., 0] = False
     log_p[gone] = d.pick((torch.nan, torch.inf, 3.0))
