@@ -113,21 +113,22 @@ def top_rows(
     score, slope = score_and_slope(z.gather(1, at), o.student, temperature)
     score, log_p = (t.to(score.dtype).masked_fill(empty, -torch.inf) for t in (score, log_p))
     label, taken = torch.zeros_like(at[:, 0]), k - empty.sum(1)
-    rest_max, left = rest_sums(z.scatter_(1, at, -torch.inf), label, o.student, taken, temperature)
+    rest_max, rest_log_s = rest_sums(z.scatter_(1, at, -torch.inf), label, o.student, taken, temperature)
     row_max = torch.maximum(rest_max, score.amax(1))
-    left, score = left + (rest_max - row_max), score - row_max[:, None]
+    left, score = rest_log_s + (rest_max - row_max), score - row_max[:, None]
     lse = torch.logaddexp(left, score.logsumexp(1))  # these are less the row's maximum
     log_q = score - lse[:, None]
-    if not o.drops_rest: log_q, log_p = with_rest(log_q, log_p, left - lse, taken == z.shape[1])
+    log_q_rest, alone = left - lse, rest_max == -torch.inf
+    if not o.drops_rest: log_q, log_p = with_rest(log_q, log_p, log_q_rest, taken == z.shape[1])
     terms, u = divergence_terms(log_q, log_p, o)
     total, q = u.sum(1), log_q.exp()
     divergence = terms.sum(1) if o.drops_rest else terms.sum(1).clamp(min=0)
     losses, scale = weigh_rows(divergence.masked_fill(bad, torch.nan), token_weight, denominator, o,
                                unscaled_grad)
     if not turn: return losses
-    coef = -total if o.drops_rest else torch.where(q[:, k] > 0, u[:, k] / q[:, k], 0.0) - total
+    coef = (0.0 if o.drops_rest else u[:, k]) - log_q_rest.exp() * total  # the others share it by a softmax of their own
     none = bad | (scale == 0)
-    put_softmax(z, label.masked_fill(none, -100), row_max, lse.exp(), coef * scale, o.student, temperature)
+    put_softmax(z, label.masked_fill(none | alone, -100), rest_max, rest_log_s.exp(), coef * scale, o.student, temperature)
     dz = ((u - q * total[:, None])[:, :k] * scale[:, None] * slope).masked_fill_(none[:, None], 0.0)
     z.scatter_(1, at, dz.gather(1, place).to(z.dtype))
     return losses

@@ -86,7 +86,7 @@ CASES = {
 }
 
 
-def fault(case, module=partial_fc, tolerance=1e-9, n=N, dtype=f64, device="cpu"):
+def fault(case, module=partial_fc, tolerance=1e-12, n=N, dtype=f64, device="cpu"):
     "A word on the first thing in which a head differs from its definition"
     head = make_head(module, dtype=dtype, device=device, **CASES[case])
     x, y = batch(n, dtype, device, head.num_classes)

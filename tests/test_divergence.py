@@ -314,6 +314,22 @@ def test_a_rest_far_below_the_list_keeps_its_digits():
         torch.testing.assert_close(fl.linear_divergence(z, torch.eye(6), teacher_top=top, **how), truth.float(), rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", (f64, f32))
+@pytest.mark.parametrize("how", ("plain", "capped", "each token"))
+@pytest.mark.parametrize("rest", ("class", "drop"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rest_without_a_probability_has_its_gradient(kind, rest, how, dtype, device):
+    "Scores of the other classes are so low that their probabilities are 0: the teacher's share of them is not"
+    z = torch.tensor([[900.0, -2.0, -900.0, -901.0, -900.5], [1.0, 0.5, 2.0, 0.0, -1.0]], dtype=f64)
+    top = torch.tensor([[0, 1]] * 2), torch.tensor([[0.5, 0.2]] * 2, dtype=f64).log()
+    options = dict(softcap=1e3) if how == "capped" else dict(temperature=torch.tensor([0.7, 2.0], dtype=f64)) if how == "each token" else {}
+    options, leaves = dict(options, kind=kind, top_rest=rest, reduction="none"), [torch.eye(2, dtype=f64), z.T]
+    there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    found = run(fl.linear_divergence, [t.to(device, dtype) for t in leaves], (), dict(there, teacher_top=(top[0].to(device), top[1].to(device, dtype))))
+    for got, truth in zip(found, run(exact, leaves, (), dict(options, teacher_top=top))):
+        torch.testing.assert_close(got.cpu().double(), truth, rtol=1e-9 if dtype == f64 else 1e-5, atol=1e-9 if dtype == f64 else 1e-3)
+
+
 # --- rows by the kernel ---
 
 BLOCKS = {"own": None, "small": PairBlocks(2, 2, 16, 1), "one row": PairBlocks(1, 4, 16, 1)}
@@ -739,7 +755,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "teacher's rows are not packed": ("teacher.rows(order)", "teacher"),
     "the mean is over all tokens": ("else token_weight.sum(dtype=acc)\n    denominator", "else x.new_full((), len(x), dtype=acc)\n    denominator"),
     "upstream gradients of tokens are dropped": ("torch.where(token_weight == 0, 0.0, g * token_weight)", "token_weight"),
-    "a list without its rest's gradient": ("u[:, k] / q[:, k], 0.0) - total", "0.0, 0.0) - total"),
+    "a list without its rest's gradient": ("else u[:, k]) - log_q_rest", "else 0.0) - log_q_rest"),
     "a list's places keep their zeros": ("z.scatter_(1, at, dz.gather(1, place).to(z.dtype))", "pass"),
     "a cap's share stays in the rest": ("if o.softcap:\n        lowest", "if False:\n        lowest"),
 }

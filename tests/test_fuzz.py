@@ -1,6 +1,7 @@
 """tools/fuzz.py: its draws are right, each alone the same as among others, and it finds what is planted."""
 import random
 from functools import wraps
+from inspect import signature
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import fusedloss as fl
 import fuzz
 from fusedloss.core import reference
+from fusedloss.margins import CosFace
 from fuzz_calls import LOSSES, Call
 from helpers import INTERPRETED, everywhere
 
@@ -108,6 +110,41 @@ def test_a_stride_that_is_ignored_is_found(monkeypatch):
     everywhere(monkeypatch, reference, "flat", careless)
     found = wrong_draws(range(40), "cpu", ["cross_entropy"])
     assert len(found) > 5
+
+
+# A public name, what it does with one of its arguments instead, and the draws that notice; without a change it takes no notice of it.
+CARELESS = {
+    "target_weight": ("linear_cross_entropy", "target_weight", None, "linear_cross_entropy"),
+    "filter_eps": ("linear_cross_entropy", "filter_eps", lambda eps: 0.99, "linear_cross_entropy"),
+    "a margin": ("margin_cross_entropy", "margin", lambda m: CosFace(0.3, m.scale), "margin_cross_entropy"),
+    "eps of a margin": ("margin_cross_entropy", "eps", None, "margin_cross_entropy"),
+    "weights of a margin": ("margin_cross_entropy", "token_weight", None, "margin_cross_entropy"),
+    "log_q": ("NegativeSampler", "log_q", None, "partial_fc"), "log_q of products": ("NegativeSampler", "log_q", None, "partial_fc_of_products"),
+    "popularity": ("PopularitySampler", "log_q", None, "partial_fc_of_products"), "rows of their own": ("PopularitySampler", "each_row", None, "partial_fc_of_products"),
+    "durations": ("linear_transducer_loss", "durations", lambda d: [x + 1 for x in d], "linear_transducer_loss"), "sigma": ("linear_transducer_loss", "sigma", None, "linear_transducer_loss"),
+    "FastEmit": ("linear_transducer_loss", "fastemit_lambda", None, "linear_transducer_loss"), "clamp": ("linear_transducer_loss", "clamp", None, "linear_transducer_loss"),
+    "clamp of logits": ("transducer_loss", "clamp", None, "transducer_loss"), "log-probabilities": ("transducer_loss", "fused_log_softmax", None, "transducer_loss"),
+    "a list's rest": ("linear_divergence", "top_rest", None, "linear_divergence"), "n_classes": ("linear_divergence", "n_classes", lambda n: max(n - 1, 1), "linear_divergence"),
+    "positives": ("contrastive_loss", "positives", lambda p: p[:, :1] if p.dim() == 2 else p, "contrastive_loss"),
+    "a scale": ("contrastive_loss", "logit_scale", abs, "contrastive_loss"), "a bias": ("sigmoid_contrastive_loss", "logit_bias", lambda b: -b, "sigmoid_contrastive_loss"),
+}
+
+
+@pytest.mark.parametrize("name", CARELESS)
+def test_an_argument_without_its_effect_is_found(name, monkeypatch):
+    owner, argument, change, loss = CARELESS[name]
+    real = getattr(fl, owner)
+
+    @wraps(real)
+    def careless(*args, **given):
+        if argument in given:
+            given |= {argument: change(given[argument])} if change else {argument: signature(real).parameters[argument].default}
+        return real(*args, **given)
+    monkeypatch.setattr(fl, owner, careless)
+    found = next((k for k in range(400) if wrong_draws([k], "cpu", [loss])), None)
+    assert found is not None
+    monkeypatch.undo()
+    assert wrong_draws([found], "cpu", [loss]) == []
 
 
 def test_a_wrong_call_is_printed_and_repeated(monkeypatch, capsys):

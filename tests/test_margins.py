@@ -65,7 +65,7 @@ FORMULAS = {
 
 
 def zhat(norm, mean=2.0, std=1.0):
-    return ((norm.detach() - mean) / (std + 1e-3) * 0.333).clamp(-1, 1)
+    return ((norm.detach().clamp(1e-3, 100) - mean) / (std + 1e-3) * 0.333).clamp(-1, 1)
 
 
 def definition(x, w, y, name, k=1, reduction="mean", ignore_index=-100):

@@ -177,6 +177,7 @@ class Limits(NamedTuple):
     dtype: torch.dtype
     tolerance: float  # a share of it
     floor: float  # of each number, from terms that cancel
+    slack: float = 0.0  # of all of it, which the loss states
 
 
 def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], limits: Limits) -> list[str]:
@@ -192,7 +193,7 @@ def misfit(name: str, got: Tensor, want: Tensor, others: list[Tensor], limits: L
     part = lambda t: torch.where(finite, t, 0.0).nan_to_num(0.0, 0.0, 0.0)
     error, size = (part(got) - part(want)).norm().item(), part(want).norm().item()
     spread = sum((part(o) - part(want)).norm().item() for o in others)
-    limit = limits.tolerance * size + 4 * spread + limits.floor * max(1, want.numel()) ** 0.5
+    limit = limits.tolerance * size + 4 * spread + limits.floor * max(1, want.numel()) ** 0.5 + limits.slack
     return [f"{name} is off by {error:.1e} of {size:.1e}, more than {limit:.1e}"] if error > limit else []
 
 
@@ -208,10 +209,12 @@ def differences(call: Call, laid: dict[str, Laid], ups: list[Laid], got: Found) 
         wrong += misfit(f"output {i}", a, e, [n[0][i] for n in noisy], Limits(wide, TOLERANCE[wide], floor))
     if not wrong and len(got[1]) != len(want[1]):
         return [f"{len(got[1])} gradients, not {len(want[1])}"]
+    given = {name: l.given.cpu().double() if l.given.is_floating_point() else l.given.cpu() for name, l in laid.items()}
+    slack = call.slack([u.tensor.cpu().double() for u in ups], **given)
     for i, (name, a, e) in enumerate(zip(call.leaves, got[1], want[1])):
         dtype = laid[name].given.dtype
         least = max(longest) * floor + torch.finfo(dtype).smallest_normal * 2**-8
-        wrong += misfit(f"d {name}", a, e, [n[1][i] for n in noisy], Limits(dtype, max(call.tolerance, TOLERANCE[dtype]), least))
+        wrong += misfit(f"d {name}", a, e, [n[1][i] for n in noisy], Limits(dtype, max(call.tolerance, TOLERANCE[dtype]), least, slack.get(name, 0.0)))
     return wrong
 
 

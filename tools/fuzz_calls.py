@@ -1,4 +1,6 @@
 """What tools/fuzz.py draws: one call of a public loss, its tensors, and its definition in float64."""
+import copy
+import math
 import random
 from typing import Any, Callable, NamedTuple
 
@@ -7,16 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedloss as fl
+from fusedloss.core.cosine import EPS
 from fusedloss.core.options import argument_names
+from fusedloss.margins import Circle, Margin, SubCenter
 from fusedloss.semirings import path_sum
-from head_cases import definition, scored_classes
 from test_contrast import exact as exact_pairs, exact_positives, exact_sigmoid
-from test_margins import FORMULAS
+from test_margins import FORMULAS, PerClass
 from test_divergence import exact as exact_divergence
-from test_transducer import ACTIVATE, by_recursion
+from test_transducer import ACTIVATE, arcs_from
 
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 BAD_LABELS = (-7, 2**31 - 1)
+
+
+def no_slack(ups: list[Tensor], **given: Tensor) -> dict[str, float]:
+    "Of a call whose gradients are exact"
+    return {}
 
 
 class Call(NamedTuple):
@@ -32,6 +40,7 @@ class Call(NamedTuple):
     at_home: tuple[str, ...] = ()  # tensors that stay on the CPU
     tolerance: float = 0.0  # of gradients, if more than that of the dtype
     expands: bool = True  # whether all numbers of a row or column may be the same
+    slack: Callable[..., dict[str, float]] = no_slack  # of upstream gradients and the tensors: how far its gradients may be off by what it states
 
     def __str__(self):
         return str({name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items()} | self.words)
@@ -178,7 +187,8 @@ def cross_entropy(d: Draw) -> Call:
 
 
 def linear_cross_entropy(d: Draw) -> Call:
-    V, H, lead = d.size(least=1), d.size(129), d.pick(((d.size(129),), (d.size(129),), (2, d.size(33))))
+    filters = d.chance(0.15)  # several tiles of classes, and few of targets
+    V, H, lead = d.size(least=min(127, d.most) if filters else 1), d.size(129), d.pick(((d.size(129),), (d.size(8 if filters else 129),), (2, d.size(33))))
     method, target = d.pick(("auto", "eager", "tiles", "chunks", "recompute", "product")), d.pick(("labels",) * 5 + ("several", "soft"))
     tensors, words = d.layer(lead, H, V), d.options() | d.budget() | dict(method=method, reduction=d.pick(("mean", "sum", "none")))
     y = {"labels": lambda: d.labels(V, *lead), "several": lambda: d.labels(V, *lead, d.pick((1, 2, 5))), "soft": lambda: torch.rand(*lead, V, generator=d.g).to(d.dtype)}[target]()
@@ -187,23 +197,56 @@ def linear_cross_entropy(d: Draw) -> Call:
     if target == "several":
         words.pop("z_loss", None)
     tensors |= dict(target=y) | d.words(weight=lambda: d.weights(V), token_weight=lambda: d.weights(*lead))
+    if target == "several":
+        tensors |= dict(target_weight=d.weights(y.shape[-1])) if d.chance(0.5) else {}
     if target == "labels" and d.chance(0.1):
         words["shift"] = d.pick((1, 2))
-    eight = d.dtype == torch.bfloat16 and d.chance(0.3 if H % 16 else 0.7)
+    elif target == "labels" and filters:
+        words |= dict(filter_eps=d.pick((1e-30, 2.0**-12, 0.01, 0.1)), method=d.pick(("auto", "recompute")))
+        words.pop("label_smoothing", None)
+    eight = d.dtype == torch.bfloat16 and "filter_eps" not in words and d.chance(0.3 if H % 16 else 0.7)
     if eight:
         words |= dict(matmul_dtype=torch.float8_e4m3fn, method="auto")
     haunted = "shift" not in words and d.haunted(tensors["input"], y, -100)
     bad = target == "labels" and "shift" not in words and d.spoiled(y, V)
-    def exact(_, input, linear_weight, target, linear_bias=None, token_weight=None, **given):
-        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift", "memory_budget")}
+    def exact(_, input, linear_weight, target, linear_bias=None, token_weight=None, target_weight=None, **given):
+        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift", "memory_budget", "filter_eps")}
         k = words.get("shift", 0)
         if k:
             input, target = input[..., :max(input.shape[-2] - k, 0), :], target[..., k:]
             token_weight = None if token_weight is None else token_weight[..., k:]
-        return [defined(F.linear(alive(input), linear_weight, linear_bias), target, token_weight=token_weight, **given, **own)]
+        z = F.linear(alive(input), linear_weight, linear_bias)
+        if target_weight is not None:
+            return [of_several(z, target, target_weight, token_weight, given.get("weight"), own)]
+        return [defined(z, target, token_weight=token_weight, **given, **own)]
+    def slack(ups, **given):
+        return filter_error(ups[0].reshape(-1), words, **given) if "filter_eps" in words and ups else {}
     run = lambda **given: [fl.linear_cross_entropy(**given, **words)]
     return Call(run, exact, tensors, [n for n in tensors if n in ("input", "linear_weight", "linear_bias")], argument_names(fl.linear_cross_entropy), words, bad,
-                tolerance=6e-2 if eight else 0.0, expands=not haunted)
+                tolerance=6e-2 if eight else 0.0, expands=not haunted, slack=slack)
+
+
+def of_several(z: Tensor, y: Tensor, target_weight: Tensor, token_weight: Tensor | None, weight: Tensor | None, own: dict[str, Any]) -> Tensor:
+    "Each token K times, once with each of its targets, weighed by both"
+    z, by = z.unsqueeze(-2).expand(*y.shape, z.shape[-1]), target_weight if token_weight is None else token_weight[..., None] * target_weight
+    each = defined(z.flatten(0, -2), y.reshape(-1), weight, by.expand(y.shape).reshape(-1), **own)
+    return each.view(y.shape).sum(-1) if own["reduction"] == "none" else each
+
+
+def filter_error(g: Tensor, words: dict[str, Any], input, linear_weight, target, linear_bias=None, weight=None, token_weight=None) -> dict[str, float]:
+    "How long the errors of page 8's two bounds may be: probabilities below eps go by the means of their tiles"
+    x, y, eps, by = alive(input).flatten(0, -2), target.reshape(-1).long(), 1.01 * words["filter_eps"], words.get("logit_scale", 1.0)
+    z = capped(F.linear(x, linear_weight, linear_bias), by, words.get("softcap"))
+    kept, label = y != -100, torch.where(y == -100, 0, y)
+    one, t = torch.ones(len(y), dtype=z.dtype), kept if token_weight is None else kept * token_weight.reshape(-1)
+    w = one if weight is None else weight[label]
+    c = g.expand(len(y)) * t * (w + 2 * words.get("z_loss", 0.0) * z.logsumexp(1))
+    if words["reduction"] == "mean":
+        total = (t * w).sum()
+        c = c / torch.where(total == 0, 1.0, total)
+    p = z.softmax(1).scatter(1, label[:, None], 0.0)
+    small, size = torch.where(p < eps, p, 0.0).sum(1), linear_weight.norm(dim=1).amax()
+    return dict(input=(2 * by * size * c * small).norm().item(), linear_weight=eps * by * (c.abs() * x.norm(dim=1)).sum().item() * len(linear_weight) ** 0.5)
 
 
 def exact_log_probs(z: Tensor, target: Tensor, words: dict, temperature: float | Tensor) -> list[Tensor | None]:
@@ -274,56 +317,276 @@ def linear_sample(d: Draw) -> Call:
 
 def linear_divergence(d: Draw) -> Call:
     V, H, lead = d.size(129, 1), d.size(65), d.pick(((d.size(65),), (2, d.size(17))))
-    tensors, teacher = d.layer(lead, H, V), d.layer(lead, d.size(65), V)
+    more = d.pick((0, 0, 0, 1, 5))  # rows of a head beyond the classes
+    tensors, teacher = d.layer(lead, H, V + more), d.layer(lead, d.size(65), V + d.pick((0, 3)) * (more > 0))
     rename = dict(input="teacher_input", linear_weight="teacher_weight", linear_bias="teacher_bias")
-    words = d.words(beta=lambda: d.pick((0.0, 0.3, 1.0)), softcap=lambda: 5.0, teacher_softcap=lambda: 3.0, logit_scale=lambda: 0.5, teacher_logit_scale=lambda: 2.0)
+    words = d.words(beta=lambda: d.pick((0.0, 0.3, 1.0)), softcap=lambda: 5.0, logit_scale=lambda: 0.5) | (dict(n_classes=V) if more else {})
     words |= dict(kind=d.pick(("forward_kl", "reverse_kl", "jsd")), reduction=d.pick(("mean", "sum", "none")))
     if not sum([*lead, 1]) - 1 or 0 in lead:
         words["reduction"] = "sum"
     leaves = [*tensors]
-    tensors = tensors | {rename[k]: t for k, t in teacher.items()} | d.words(token_weight=lambda: d.weights(*lead) + 0.1, temperature=lambda: d.weights(*lead) + 0.5)
-    def exact(_, input, linear_weight, teacher_input, teacher_weight, **given):
-        return [exact_divergence(input, linear_weight, teacher_input, teacher_weight, **given, **words)]
+    lists = 0 not in lead and d.chance(0.3)
+    if lists:
+        words |= d.words(top_rest=lambda: "drop")
+        tensors |= teacher_lists(d, lead, V, d.size(min(V, 17), 1))
+    else:
+        words |= d.words(teacher_softcap=lambda: 3.0, teacher_logit_scale=lambda: 2.0)
+        tensors |= {rename[k]: t for k, t in teacher.items()}
+    tensors |= d.words(token_weight=lambda: d.weights(*lead) + 0.1, temperature=lambda: d.weights(*lead) + 0.5)
+    def listed(top_indices=None, top_log_probs=None, **given):
+        return given | (dict(teacher_top=(top_indices, top_log_probs)) if lists else {})
+    def exact(_, input, linear_weight, **given):
+        given = listed(**given)
+        return [exact_divergence(input, linear_weight, given.pop("teacher_input", None), given.pop("teacher_weight", None), **given, **words)]
     budget = d.budget()
-    return Call(lambda **given: [fl.linear_divergence(**given, **words, **budget)], exact, tensors, leaves, argument_names(fl.linear_divergence), words | budget)
+    return Call(lambda **given: [fl.linear_divergence(**listed(**given), **words, **budget)], exact, tensors, leaves, argument_names(fl.linear_divergence), words | budget,
+                expands=not lists)  # a list has a class once
+
+
+def teacher_lists(d: Draw, lead: tuple[int, ...], V: int, K: int) -> dict[str, Tensor]:
+    "A teacher's likeliest classes, the first list whole, in some of the others places without one"
+    log_p, indices = d.numbers(*lead, V, by=2.0, dtype=torch.float64).log_softmax(-1).sub(0.1 * (K < V)).topk(K)  # of a part something is left for the others
+    gone = torch.rand(indices.shape, generator=d.g) < d.pick((0.0, 0.3, 1.0))
+    gone[..., 0] = False
+    log_p[gone] = d.pick((torch.nan, torch.inf, 3.0))
+    return dict(top_indices=indices.masked_fill(gone, -1).to(d.pick((torch.int64, torch.int32))), top_log_probs=log_p.to(d.dtype))
+
+
+def some_rows(d: Draw, N: int, M: int, none: bool) -> Tensor:
+    "Which of M rows belong to each of N: one, or up to three of which some are none or are named twice, all of them perhaps if `none`"
+    y = torch.randint(M, (N, *d.pick(((), (3,)))), generator=d.g)
+    if y.dim() == 2 and d.chance(0.5):
+        y[:, 1] = y[:, 0]
+    gone = torch.rand(y.shape, generator=d.g) < d.pick((0.0, 0.3, 1.0))
+    if not none:
+        gone.view(N, -1)[:, -1] = False
+    return y.masked_fill(gone, -1).to(d.pick((torch.int64, torch.int64, torch.int32)))
+
+
+def of_contrast(d: Draw, function: Callable, exact: Callable, numbers: dict[str, tuple[float, ...]], none: bool) -> Call:
+    "Of pairs, or of what belongs together; scale and bias are numbers or tensors"
+    N, H, words, values = d.size(129, 1), d.size(65), dict(reduction=d.pick(("mean", "sum", "none"))), {k: d.pick(v) for k, v in numbers.items()}
+    several, learned = d.chance(0.5), d.chance(0.75)
+    M = d.size(129, 1) if several else N
+    tensors = dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5), y=d.numbers(M, H))
+    if learned:
+        tensors |= {k: torch.tensor(v, dtype=d.pick((d.dtype, d.dtype, torch.float64))) for k, v in values.items()}
+    leaves, bad, given_numbers = [*tensors], False, {} if learned else values
+    if several:
+        tensors["positives"] = some_rows(d, N, M, none)
+        bad = d.chance(0.05)
+    if bad:
+        tensors["positives"].view(-1)[d.r.randrange(tensors["positives"].numel())] = d.pick((*BAD_LABELS, M))
+    budget = d.words(memory_budget=lambda: 2**19)
+    return Call(lambda **given: [function(**given, **words, **budget, **given_numbers)], lambda _, **given: [exact(several, given | given_numbers, words)], tensors, leaves,
+                argument_names(function), words | budget | given_numbers, bad, tolerance=1e-4)  # of a scale: a sum of N·M terms
 
 
 def contrastive_loss(d: Draw) -> Call:
-    N, H, words = d.size(129, 1), d.size(65), dict(reduction=d.pick(("mean", "sum", "none")))
-    several, tensors = d.chance(0.5), dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5))
-    M = d.size(129, 1) if several else N
-    tensors |= dict(y=d.numbers(M, H), logit_scale=torch.tensor(d.pick((0.5, 5.0)), dtype=d.dtype))
-    if several:
-        tensors["positives"] = torch.randint(M, (N, *d.pick(((), (3,)))), generator=d.g)
-    definition, budget = exact_positives if several else exact_pairs, d.words(memory_budget=lambda: 2**19)
-    return Call(lambda **given: [fl.contrastive_loss(**given, **words, **budget)], lambda _, **given: [definition(**given, **words)], tensors, ["x", "y", "logit_scale"],
-                argument_names(fl.contrastive_loss), words | budget, tolerance=1e-4)  # of a scale: a sum of N·M terms
+    exact = lambda several, given, words: (exact_positives if several else exact_pairs)(**whole(given), **words)
+    return of_contrast(d, fl.contrastive_loss, exact, dict(logit_scale=(0.5, 5.0, 5.0, -2.0, 0.0)), False)
 
 
 def sigmoid_contrastive_loss(d: Draw) -> Call:
-    N, H, words = d.size(129, 1), d.size(65), dict(reduction=d.pick(("mean", "sum", "none")))
-    several, numbers = d.chance(0.5), dict(logit_scale=torch.tensor(2.0, dtype=d.dtype), logit_bias=torch.tensor(-1.0, dtype=d.dtype))
-    M = d.size(129, 1) if several else N
-    tensors = dict(x=d.numbers(N, H, by=max(H, 1) ** -0.5), y=d.numbers(M, H)) | numbers
-    leaves, more = [*tensors], dict(positives=d.labels(M, N, *d.pick(((), (3,))), ignored=-1).long()) if several else {}
-    return Call(lambda **given: [fl.sigmoid_contrastive_loss(**given, **words)], lambda _, **given: [exact_sigmoid(**given, **words)], tensors | more, leaves,
-                argument_names(fl.sigmoid_contrastive_loss), words, tolerance=1e-4)  # of a scale: a sum of N·M terms
+    exact = lambda several, given, words: exact_sigmoid(**whole(given), **words)
+    return of_contrast(d, fl.sigmoid_contrastive_loss, exact, dict(logit_scale=(2.0, 2.0, -2.0, 0.0), logit_bias=(-1.0, -1.0, 0.0, 10.0)), True)
+
+
+def whole(given: dict[str, Any]) -> dict[str, Any]:
+    "Arguments whose integers are int64"
+    return {k: v.long() if isinstance(v, Tensor) and not v.is_floating_point() else v for k, v in given.items()}
+
+
+class Kind(NamedTuple):
+    "A margin and its formulas, whose scale is that of `margin`"
+    margin: Margin
+    target: Callable[..., Tensor]  # the target's score, of cosine, angle, length of the row and class
+    other: Callable[[Tensor], Tensor]  # another class's score, of its cosine
+    centers: int
+
+    def made(self, scale: Tensor | None, like: Tensor) -> Margin:
+        "The margin for one call"
+        margin = copy.deepcopy(self.margin)
+        if scale is not None:
+            object.__setattr__(margin, "scale", scale)
+        for name, t in vars(margin).items():
+            if isinstance(t, Tensor) and name != "scale":
+                setattr(margin, name, t.to(like.device))
+        margin = margin if self.centers == 1 else SubCenter(self.centers, margin)
+        return margin.to(like.device) if isinstance(margin, torch.nn.Module) else margin
+
+
+def some_margin(d: Draw, V: int) -> tuple[str, Kind]:
+    "Any margin, perhaps of several centres a class"
+    name, centers = d.pick((*FORMULAS, "Circle, paced", "of each class")), d.pick((1, 1, 1, 2, 3))
+    of_class = torch.linspace(0.0, 0.5, V)
+    if name == "of each class":
+        return name, Kind(PerClass(of_class), lambda c, a, n, y: 24 * (c - of_class[y]), lambda c: 24 * c, centers)
+    if name == "Circle, paced":
+        return name, Kind(Circle(), lambda c, a, n, y: 256 * (1.25 - c).clamp(min=0).detach() * (c - 0.75), lambda c: 256 * (c + 0.25).clamp(min=0).detach() * (c - 0.25), centers)
+    margin, formula = FORMULAS[name]
+    other = (lambda c: 256 * (c + 0.25).clamp(min=0) * (c - 0.25)) if name == "Circle" else lambda c: margin.scale * c
+    return name, Kind(margin, lambda c, a, n, y: formula(c, a, n), other, centers)
+
+
+def cosines(x: Tensor, w: Tensor, centers: int, eps: float) -> Tensor:
+    "Of rows and classes, each with the nearest of its centres [N,V]"
+    unit = lambda t: t / torch.where(t.norm(dim=-1) > 0, t.norm(dim=-1).clamp(min=eps), 1.0).unsqueeze(-1)
+    return (unit(x) @ unit(w).T).unflatten(-1, (-1, centers)).amax(-1)
+
+
+def against_others(others: Tensor, score: Tensor, y: Tensor) -> Tensor:
+    "The loss of each row, of its class's score [N] against those of the others [N,V]; its own among them, -1 being none, does not count"
+    hot = torch.zeros_like(others, dtype=torch.bool).scatter_(1, y.clamp(min=0)[:, None], True)
+    return torch.where(y >= 0, F.softplus(others.masked_fill(hot, -1e30).logsumexp(1) - score, threshold=100), 0.0)
+
+
+def with_margin(cos: Tensor, x: Tensor, y: Tensor, kind: Kind, scale: Tensor | None, change: Callable[[Tensor], Tensor] = lambda z: z) -> Tensor:
+    "The loss of each row; the other classes' scores are changed as said"
+    by, label = 1.0 if scale is None else scale / kind.margin.scale, y.clamp(min=0)
+    c = cos.gather(1, label[:, None])[:, 0]
+    return against_others(change(by * kind.other(cos)), by * kind.target(c, torch.acos(c.clamp(-1, 1)), x.norm(dim=-1), label), y)
+
+
+def weighed(losses: Tensor, y: Tensor, of_class: Tensor | None, of_row: Tensor | None, reduction: str) -> Tensor:
+    "The losses of rows whose class is not -1, by the weights of classes and rows"
+    t = (y >= 0).to(losses.dtype)
+    for w in (None if of_class is None else of_class[y.clamp(min=0)], None if of_row is None else of_row.reshape(-1)):
+        t = t if w is None else torch.where(y >= 0, t * w, 0.0)
+    return losses * t if reduction == "none" else (losses * t).sum() / (torch.where(t.sum() == 0, 1.0, t.sum()) if reduction == "mean" else 1.0)
+
+
+def of_rows(d: Draw, lead: tuple[int, ...], H: int, V: int, centers: int, ignored: int) -> tuple[dict[str, Tensor], Tensor]:
+    "Rows, vectors of classes and labels: some rows are near their class, some short or 0"
+    y, w, x = d.labels(V, *lead, ignored=ignored), d.numbers(V * centers, H), d.numbers(*lead, H, by=d.pick((0.3, 1.0)))
+    if d.chance(0.4):
+        x = torch.where((torch.rand(lead, generator=d.g) < 0.3)[..., None], 2 * w[torch.where(y == ignored, 0, y).long() * centers] + x, x)
+    if centers == 1 and d.chance(0.3):
+        x, w = (t * (torch.rand(t.shape[:-1], generator=d.g) > 0.2)[..., None] for t in (x, w))
+    return dict(x=x, w=w), y
+
+
+ANGLES = ("CosFace", "no margin", "Circle", "Circle, paced", "of each class")  # margins with a slope where a row has its class's direction
+
+
+def margin_cross_entropy(d: Draw) -> Call:
+    V, lead, ignore = d.size(129, 1), d.pick(((d.size(65),), (2, d.size(17)), ())), d.pick((-100, -1))
+    name, kind = some_margin(d, V)
+    H = d.size(65, 2 if name in ANGLES else 3)  # of one feature all cosines are 1
+    rows, y = of_rows(d, lead, H, V, kind.centers, ignore)
+    words = dict(reduction=d.pick(("mean", "sum", "none")), ignore_index=ignore, method=d.pick(("auto", "auto", "tiles", "recompute")))
+    words |= d.words(eps=lambda: 0.5, token_tile=lambda: d.pick((1, 5, 64)), class_tile=lambda: d.pick((1, 7, 64)))
+    haunted = d.haunted(rows["x"], y, ignore)
+    bad, learned = d.spoiled(y, V), "Circle" not in name and d.chance()
+    tensors = dict(input=rows["x"], linear_weight=rows["w"]) | (dict(scale=torch.tensor(d.pick((5.0, 30.0)), dtype=d.pick((d.dtype, torch.float32)))) if learned else {})
+    leaves = [*tensors]
+    tensors |= dict(target=y) | d.words(weight=lambda: d.weights(V), token_weight=lambda: d.weights(*lead))
+    if haunted and "token_weight" in tensors:
+        tensors["token_weight"].masked_fill_(y == ignore, torch.nan)
+    def run(scale=None, **given):
+        return [fl.margin_cross_entropy(**given, margin=kind.made(scale, given["input"]), **words)]
+    def exact(_, input, linear_weight, target, scale=None, weight=None, token_weight=None):
+        x, y = alive(input).reshape(target.numel(), input.shape[-1]), target.reshape(-1).long()
+        y = torch.where(y == ignore, -1, y)
+        losses = with_margin(cosines(x, linear_weight, kind.centers, words.get("eps", EPS)), x, y, kind, scale)
+        found = weighed(losses, y, weight, token_weight, words["reduction"])
+        return [found.view(target.shape) if words["reduction"] == "none" else found]
+    return Call(run, exact, tensors, leaves, argument_names(fl.margin_cross_entropy), dict(margin=name, centers=kind.centers) | words, bad,
+                expands=not haunted and kind.centers == 1 and name in ANGLES)  # an angle of 0 has no gradient, nor have equal centres one
+
+
+def between(cos: Tensor) -> float:
+    "A cosine that no entry is near"
+    at = torch.linspace(0.05, 0.6, 112, dtype=torch.float64)
+    return at[(at[:, None] - cos.reshape(-1)).abs().amin(1).argmax()].item() if cos.numel() else 0.3
+
+
+def of_head(d: Draw, V: int, H: int, name: str, tensors: dict[str, Tensor], leaves: list[str], more: dict[str, Any], losses: Callable, expands: bool) -> Call:
+    "A PartialFC whose parameters are given; `more` makes its other arguments anew, `losses` are of its rows, of the classes that are scored and its head"
+    words = dict(reduction=d.pick(("mean", "sum", "none")), method=d.pick(("auto", "auto", "tiles", "tiles", "recompute")))
+    rows = d.words(token_weight=lambda: d.weights(*tensors["target"].shape))
+    bad, heads = d.spoiled(tensors["target"], V), []
+    tensors = tensors | rows | d.words(class_weight=lambda: d.weights(V))
+    def run(features, weight, target, class_weight=None, token_weight=None, bias=None, scale=None):
+        made = {k: v(weight, scale) for k, v in more.items()}
+        head = fl.PartialFC(V, H, class_weight=class_weight, device=weight.device, dtype=weight.dtype, sparse=False, **words, **made)
+        for parameter, t in (("weight", weight), ("bias", bias)):
+            if t is not None:
+                head.__dict__["_parameters"].pop(parameter), setattr(head, parameter, t)
+        heads[:] = [copy.deepcopy(head.sampler)]
+        return [head(features, target, token_weight=token_weight)]
+    def exact(_, features, weight, target, class_weight=None, token_weight=None, bias=None, scale=None):
+        x, y = alive(features).reshape(target.numel(), H), target.reshape(-1).long()
+        found = weighed(losses(x, weight, y, bias, scale, heads[0]), y, class_weight, token_weight, words["reduction"])
+        return [found.view(target.shape) if words["reduction"] == "none" else found]
+    return Call(run, exact, tensors, leaves, [*argument_names(fl.PartialFC), *argument_names(fl.PartialFC.forward)], dict(head=name) | words, bad, expands=expands)
+
+
+def drawn_by(sampler, V: int, y: Tensor) -> Tensor:
+    "Which classes a step scores, by asking its sampler"
+    mask = torch.zeros(V, dtype=torch.bool)
+    drawn = torch.arange(V) if sampler is None else sampler.cpu()(V)
+    mask[torch.cat([drawn, y])[torch.cat([drawn, y]) >= 0]] = True
+    return mask
+
+
+def others_of(V: int, y: Tensor) -> Tensor:
+    "1 for each class that no row has, else 0"
+    return (~torch.isin(torch.arange(V), y[y >= 0])).double()
 
 
 def partial_fc(d: Draw) -> Call:
-    V, H, N = d.size(129, 1), d.size(65, 3), d.size(65)
-    name, words = d.pick(("CosFace", "ArcFace", "Combined")), dict(sample_rate=d.pick((1.0, 0.3)), method=d.pick(("auto", "auto", "tiles", "tiles", "recompute")), sparse=False)
-    y = d.labels(V, N, ignored=-1)
-    bad, masks = d.spoiled(y, V), []
-    def run(features, weight, target):
-        head = fl.PartialFC(V, H, margin=FORMULAS[name][0], device=weight.device, dtype=weight.dtype, **words)
-        head.__dict__["_parameters"].pop("weight"), setattr(head, "weight", weight)
-        masks[:] = [scored_classes(head, target.long())] if not bad else []
-        return [head(features, target)]
-    exact = lambda _, features, weight, target: [definition(features, weight, target.long(), name, masks[0])]
-    return Call(run, exact, dict(features=d.numbers(N, H), weight=d.numbers(V, H), target=y), ["features", "weight"],
-                [*argument_names(fl.PartialFC), *argument_names(fl.PartialFC.forward)], dict(margin=name) | words, bad,
-                expands=name == "CosFace")  # an angle of 0 has no gradient
+    V, lead = d.size(129, 1), d.pick(((d.size(65),), (2, d.size(17))))
+    name, kind = some_margin(d, V)
+    H = d.size(65, 2 if name in ANGLES else 3)  # of one feature all cosines are 1
+    rows, y = of_rows(d, lead, H, V, kind.centers, -1)
+    rate, seed, log_q, eps = d.pick((1.0, 0.3, 0.3, "positives")), d.pick((0, 7, 2**62)), d.chance(), d.pick((EPS, EPS, 0.5))
+    sampled = rate != 1.0
+    corrects = sampled and rate != "positives" and log_q
+    tensors = dict(features=rows["x"], weight=rows["w"])
+    learned, conflicts = "Circle" not in name and d.chance(), d.dtype.itemsize > 2 and d.chance()
+    if learned:
+        tensors["scale"] = torch.tensor(d.pick((5.0, 30.0)), dtype=d.pick((d.dtype, torch.float32)))
+    haunted = d.haunted(tensors["features"], y, -1)
+    conflict = between(cosines(alive(rows["x"]).double().flatten(0, -2), rows["w"].double(), kind.centers, eps)) if conflicts else None
+    mode = d.pick(("drop", "zero"))
+    more = dict(margin=lambda weight, scale: kind.made(scale, weight), eps=lambda *_: eps, conflict=lambda *_: conflict, conflict_mode=lambda *_: mode)
+    if sampled:
+        more["sampler"] = lambda *_: fl.NegativeSampler(rate, seed, log_q=corrects)
+    def losses(x, w, y, _, scale, sampler):
+        cos = cosines(x, w, kind.centers, eps)
+        def change(z):
+            z = z if conflict is None else torch.where(cos > conflict, 0.0 if mode == "zero" else -1e30, z)
+            z = z - math.log(rate) * others_of(V, y) if corrects else z
+            return z.masked_fill(~drawn_by(sampler, V, y), -1e30)
+        return with_margin(cos, x, y, kind, scale, change)
+    said = f"{name}, {kind.centers} centres, rate {rate}, seed {seed}, log q {corrects}, conflict {conflict} {mode}, eps {eps}"
+    return of_head(d, V, H, said, tensors | dict(target=y), [*tensors], more, losses, not haunted and not conflicts and kind.centers == 1 and name in ANGLES)
+
+
+def partial_fc_of_products(d: Draw) -> Call:
+    V, H, lead = d.size(129, 1), d.size(65), d.pick(((d.size(65),), (2, d.size(17))))
+    layer, y = d.layer(lead, H, V), d.labels(V, *lead, ignored=-1)
+    tensors = dict(features=layer["input"], weight=layer["linear_weight"]) | {"bias": t[:, None] for k, t in layer.items() if k == "linear_bias"}
+    kind, seed, log_q, each = d.pick(("all", "uniform", "popular")), d.pick((0, 7, 2**62)), d.chance(0.5), d.chance(0.5)
+    popularity, k = torch.rand(V, generator=d.g) + 0.01, d.size(V, 1)
+    haunted = d.haunted(tensors["features"], y, -1)
+    more = dict(normalize=lambda *_: False, bias=lambda *_: "bias" in tensors)
+    if kind != "all":
+        new = (lambda: fl.PopularitySampler(popularity, k, each_row=each, log_q=log_q, seed=seed)) if kind == "popular" else lambda: fl.NegativeSampler(0.3, seed, log_q=log_q)
+        more["sampler"] = lambda weight, _: new().to(weight.device)
+    def losses(x, w, y, bias, _, sampler):
+        z, own = F.linear(x, w, None if bias is None else bias[:, 0]), y.clamp(min=0)
+        if kind != "popular":
+            shift = math.log(0.3) if kind == "uniform" and log_q else 0.0
+            others = (z - shift * others_of(V, y)).masked_fill(~drawn_by(sampler, V, y), -1e30)
+            return against_others(others, z.gather(1, own[:, None])[:, 0], y)
+        drawn = sampler.cpu()(len(y) if each else 1).expand(len(y), -1)
+        z = z - sampler.log_draws(torch.arange(V)) if log_q else z
+        times = torch.zeros(len(y), V + 1, dtype=z.dtype).scatter_add_(1, torch.where(drawn < 0, V, drawn), torch.ones(drawn.shape, dtype=z.dtype))[:, :V]
+        return against_others(torch.where(times > 0, z + times.clamp(min=1).log(), -1e30), z.gather(1, own[:, None])[:, 0], y)
+    said = f"{kind}, seed {seed}, log q {log_q}, {k} drawn {'for each row' if each else ''}"
+    return of_head(d, V, H, said, tensors | dict(target=y), [*tensors], more, losses, not haunted)
 
 
 def sequences(d: Draw, T: int, N: int, L: int, C: int, least: int, names: tuple[str, str], blank: int) -> tuple[dict[str, Tensor], bool]:
@@ -369,30 +632,65 @@ def linear_ctc_loss(d: Draw) -> Call:
     return of_ctc(d, fl.linear_ctc_loss, T, N, C, d.layer((T, N), d.size(33), C), lambda input, linear_weight, linear_bias=None: F.linear(input, linear_weight, linear_bias))
 
 
+def by_arcs(z: Tensor, y: Tensor, blank: int, durations=None, sigma: float = 0.0, fastemit_lambda: float = 0.0, fused_log_softmax: bool = True) -> Tensor:
+    "The loss of one sequence of logits [T,U+1,V] by alpha, node by node; a label's gradient counts 1 + λ times"
+    T, U, D = len(z), len(y), len(durations or ())
+    tokens, lengths = z[..., :z.shape[-1] - D], z[..., z.shape[-1] - D:].log_softmax(-1)
+    tokens = tokens.log_softmax(-1) - sigma if fused_log_softmax else tokens
+    labels = tokens + fastemit_lambda * (tokens - tokens.detach())
+    alpha = {(0, 0): [z.new_zeros(())]}
+    for t in range(T):
+        for u in range(U + 1):
+            here = torch.stack(alpha[t, u]).logsumexp(0) if (t, u) in alpha else None
+            for to, row, is_label, i in arcs_from(t, u, T, U, durations) if here is not None else ():
+                score = labels[t, u, y[u]] if is_label else tokens[t, u, blank]
+                alpha.setdefault((to, row), []).append(here + score + (lengths[t, u, i] if D else 0.0))
+    return -torch.stack(alpha[T, U]).logsumexp(0) if (T, U) in alpha else z.sum() * 0 + torch.inf
+
+
+def kept_within(z: Tensor, tokens: int, clamp: float, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    "A loss of scores, each number of whose gradient by those of the tokens is kept within ±clamp"
+    own = z.detach().requires_grad_()
+    with torch.enable_grad():
+        found = loss(own)
+    d = torch.autograd.grad(found, own)[0] if found.isfinite() else torch.zeros_like(own)
+    most = torch.full_like(own[0, 0], torch.inf)
+    if clamp > 0:
+        most[:tokens] = clamp
+    return found.detach() + (d.clamp(-most, most) * (z - own.detach())).sum()
+
+
 def of_transducer(z: list[Tensor], targets: Tensor, frames: Tensor, lengths: Tensor, words: dict) -> list[Tensor]:
     "Sequences of logits [T,U+1,V], cut at their lengths"
-    blank, given = words["blank"] % z[0].shape[-1], {k: words[k] for k in ("durations", "sigma") if k in words}
-    return [reduced(torch.stack([by_recursion(z[n][:frames[n], :lengths[n] + 1], targets[n, :lengths[n]].long(), blank, **given) for n in range(len(z))]), words["reduction"])]
+    tokens = z[0].shape[-1] - len(words.get("durations", ()))
+    how = {k: v for k, v in words.items() if k not in ("reduction", "blank", "activation", "clamp")}
+    one = lambda z, y: kept_within(z, tokens, words.get("clamp", -1.0), lambda z: by_arcs(z, y, words["blank"] % tokens, **how))
+    return [reduced(torch.stack([one(z[n][:frames[n], :lengths[n] + 1], targets[n, :lengths[n]].long()) for n in range(len(z))]), words["reduction"])]
 
 
 def transducer_loss(d: Draw) -> Call:
     N, T, U, V = d.size(3, 1), d.size(8, 1), d.size(7), d.size(65, 2)
-    words = dict(reduction=d.pick(("mean", "sum", "none")), blank=d.pick((-1, 0)))
+    words = dict(reduction=d.pick(("mean", "sum", "none")), blank=d.pick((-1, 0))) | d.words(clamp=lambda: d.pick((0.0, 0.01, 0.3)), fused_log_softmax=lambda: False)
     more, bad = sequences(d, T, N, U, V, 1, ("logit_lengths", "target_lengths"), words["blank"] % V)
-    tensors = dict(logits=d.numbers(N, T, U + 1, V, by=d.loudness())) | more
+    z = d.numbers(N, T, U + 1, V, by=d.loudness())
+    if "fused_log_softmax" in words:
+        z = z.double().log_softmax(-1).to(z.dtype)
     exact = lambda _, logits, targets, logit_lengths, target_lengths: of_transducer([*logits], targets, logit_lengths, target_lengths, words)
-    return Call(lambda **given: [fl.transducer_loss(**given, **words)], exact, tensors, ["logits"], argument_names(fl.transducer_loss), words, bad,
+    return Call(lambda **given: [fl.transducer_loss(**given, **words)], exact, dict(logits=z) | more, ["logits"], argument_names(fl.transducer_loss), words, bad,
                 at_home=d.pick(((), ("logit_lengths", "target_lengths"))))
 
 
 def linear_transducer_loss(d: Draw) -> Call:
     N, T, U, J, V = d.size(3, 1), d.size(8, 1), d.size(5), d.size(33, 1), d.size(33, 2)
-    words = dict(reduction=d.pick(("mean", "sum", "none")), blank=0, activation=d.pick(("tanh", "relu", None)))
+    words = dict(reduction=d.pick(("mean", "sum", "none")), blank=d.pick((0, V - 1)), activation=d.pick(("tanh", "relu", None)))
+    words |= d.words(clamp=lambda: d.pick((0.0, 0.01, 0.3)), fastemit_lambda=lambda: d.pick((0.01, 0.7)))
+    if d.chance(0.4):
+        words |= dict(durations=d.pick(((0, 1, 2), (2, 0, 1), (1, 3), (2,), (0, 1, 2, 3, 4)))) | d.words(sigma=lambda: 0.05)
     budget = d.budget()
-    layer = {k: t for k, t in d.layer((N, T), J, V).items() if k != "input"}
+    layer = {k: t for k, t in d.layer((N, T), J, V + len(words.get("durations", ()))).items() if k != "input"}
     tensors = dict(encoder=d.numbers(N, T, J, by=0.5 * J**-0.5), predictor=d.numbers(N, U + 1, J, by=0.5 * J**-0.5)) | layer
     leaves = [*tensors]
-    more, bad = sequences(d, T, N, U, V, 1, ("encoder_lengths", "target_lengths"), 0)
+    more, bad = sequences(d, T, N, U, V, 1, ("encoder_lengths", "target_lengths"), words["blank"])
     def exact(_, encoder, predictor, linear_weight, targets, encoder_lengths, target_lengths, linear_bias=None):
         z = F.linear(ACTIVATE[words["activation"]](encoder[:, :, None] + predictor[:, None]), linear_weight, linear_bias)
         return of_transducer([*z], targets, encoder_lengths, target_lengths, words)
@@ -429,4 +727,4 @@ def viterbi(d: Draw) -> Call:
 
 LOSSES: dict[str, Callable[[Draw], Call]] = {f.__name__: f for f in (
     cross_entropy, linear_cross_entropy, log_probs, linear_log_probs, linear_topk, linear_sample, linear_divergence, contrastive_loss, sigmoid_contrastive_loss,
-    partial_fc, ctc_loss_with_logits, linear_ctc_loss, transducer_loss, linear_transducer_loss, logz, viterbi)}
+    margin_cross_entropy, partial_fc, partial_fc_of_products, ctc_loss_with_logits, linear_ctc_loss, transducer_loss, linear_transducer_loss, logz, viterbi)}

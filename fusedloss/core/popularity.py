@@ -175,7 +175,7 @@ def shared_columns(
     y, x_rows, loss_weight = plain_labels(y, ignore_index, 0, sampler.num_classes, dtype)
     drawn = sampler()[0]
     twice = (drawn == drawn.roll(1)) & (drawn >= 0) & (torch.arange(drawn.shape[0], device=y.device) > 0)
-    shift = drawn_shift(sampler, drawn, dtype) + math.log(2) * twice.roll(-1)
+    shift = drawn_shift(sampler, drawn, dtype) + math.log(2) * twice.roll(-1).to(dtype)
     drawn, shift = drawn.masked_fill(twice, -1), shift.masked_fill(twice, -torch.inf)
     w_rows, target_column = own_columns(y, drawn, find_in(y, drawn))
     return Columns(w_rows, target_column, shift, live_index(w_rows), x_rows, loss_weight)
