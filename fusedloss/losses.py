@@ -224,12 +224,12 @@ def by_chunks(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEntrop
 
 def by_recompute(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Run recompute, stage 7."
-    loss = run_recompute(*t[:-1], a.options, a.reduction, a.memory_budget, a.filter_eps, a.return_stats)
+    loss = run_recompute(*t[:-1], a.options, a.reduction, r.room, a.filter_eps, a.return_stats)
     return hold_promise(loss, t.target, a.options.ignore_index, a.max_valid)
 
 def by_product(r:Call, t:Operands, a:Asked) -> Tensor:
     "Run product, stage 9, or with backward matmuls in FP8."
-    budget, op = (chunks_budget(r), product_loss) if a.matmul_dtype is None else (r.memory_budget, fp8_loss)
+    budget, op = (chunks_budget(r), product_loss) if a.matmul_dtype is None else (r.room, fp8_loss)
     return run_product(*t[:-1], a.options, a.reduction, budget, a.accumulate, a.max_valid, op)
 
 # %% ../nbs/11_losses.ipynb #a6e36b2f
@@ -438,7 +438,7 @@ def compiled_reduced_loss_fwd(
     name = decide_method(r, x.device, method).method
     if name in ("recompute", "tiles") and any(needs) and torch.float16 in (dtype, x.dtype, w.dtype):
         name = choose(make_plan(r, machine_here(x.device) if r.gpu else CPU), "chunks").method  # its gradients are scaled when upstream is known
-    if name == "recompute": return early_recompute(*tensors, o, dtype, mean, memory_budget or 0, needs, stats)
+    if name == "recompute": return early_recompute(*tensors, o, dtype, mean, r.room or 0, needs, stats)
     if name == "tiles": return early_tiles(x, w, y, o, dtype, mean, tile_sides(r), needs)
     if name == "product":
         found = product_loss.fn(*tensors, o, dtype, w.dtype, mean, chunks_budget(r), accumulate, max_valid, *needs)
@@ -459,13 +459,14 @@ def rows_kept(
     _, o:LossOptions, stats:Statistics, budget:int, grad_dtype:torch.dtype, reduction:str, method:str, *needs:bool,
 ) -> int:
     "How many rows of logits the plan of `compiled_token_losses` keeps: all, or none."
-    a = Asked(o, reduction, memory_budget=budget or None, return_stats=stats.entropy)
-    r = call_of(Operands(x, w, target, bias, weight, token_weight), a)._replace(grad_dtype=grad_dtype, needs=tuple(map(int, needs)))
+    r = call_of(Operands(x, w, target, bias, weight, token_weight), Asked(o, reduction, return_stats=stats.entropy))
+    r = r._replace(grad_dtype=grad_dtype, needs=tuple(map(int, needs)))
+    if budget: r = r._replace(memory_budget=budget + r.cast_bytes)
     return x.shape[0] if decide_method(r, x.device, method).method == "eager" else 0
 
 def compiled_token_losses_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [V]
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics, budget:int,
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics, budget:int,  # `Call.room`, or 0
     grad_dtype:torch.dtype, reduction:str, method:str, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Losses [N], lse [N], entropy [N or 0], rows [2 or 5, N]; logits [N,V] where the plan keeps them, else [0,V]."
@@ -537,7 +538,7 @@ def traced_rows(r:Call, t:Operands, a:Asked, method:str) -> Tensor:
 def traced_token_losses(r:Call, t:Operands, a:Asked, method:str) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Losses of tokens, or statistics with gradients, in such a graph."
     expect(method != "tiles", "memory_budget", "None for 'tiles' and reduction 'none' under torch.compile, or another method", a.memory_budget)
-    how = a.options, statistics_of(a.return_stats), a.memory_budget or 0, r.grad_dtype, a.reduction, method, *map(bool, r.needs)
+    how = a.options, statistics_of(a.return_stats), r.room or 0, r.grad_dtype, a.reduction, method, *map(bool, r.needs)
     result = run_rows(lambda *rows: compiled_token_losses(*rows, *how), *t[:-1], a.options, a.reduction, a.return_stats)
     return hold_promise(result, t.target, a.options.ignore_index, a.max_valid)
 

@@ -18,6 +18,7 @@ from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.fp8 import busy_share, FP8_SPEED, held_bytes, plan_cut, ranking_machine, Sizes
+from fusedloss.core.operators import larger_size
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.products import logits_row
@@ -51,6 +52,15 @@ class Call(NamedTuple):
     @property
     def packed(self) -> int:  # tokens that chunks take
         return self.n if self.max_valid is None else min(self.n, max(self.max_valid, 1))
+
+    @property
+    def cast_bytes(self) -> int:  # of x and w as autocast makes them, whatever the method
+        return 0 if self.dtype == self.grad_dtype else (self.v + self.n) * self.h * self.dtype.itemsize
+
+    @property
+    def room(self) -> Optional[int]:  # what a method may hold of the budget
+        left = self.memory_budget
+        return left if left is None or not self.cast_bytes else larger_size(left - self.cast_bytes, 1)
 
     @property
     def work(self) -> torch.dtype:  # what products are taken in
@@ -103,10 +113,9 @@ def make_estimate(
     extra:int, cut:tuple, caution:str="",
 ) -> Estimate:
     "Add up the costs; tensors that autocast makes count as extra."
-    casts = 0 if r.dtype == r.grad_dtype else (r.v + r.n) * r.h * r.dtype.itemsize
     seconds = predict_seconds(costs, machine, r.work) + LAUNCH_SECONDS * launches
     if r.gpu: seconds = max(seconds, host)  # the GPU works while the host goes on
-    return Estimate(method, sum(c.flops for c in costs), sum(c.bytes for c in costs), extra + casts,
+    return Estimate(method, sum(c.flops for c in costs), sum(c.bytes for c in costs), extra + r.cast_bytes,
                     seconds, cut, refusal_of(r, method), caution)
 
 # %% ../nbs/10_plans.ipynb #e2e5f6c8
@@ -222,8 +231,8 @@ MOST_WITHOUT_TARGETS = 32  # of a dw to which targets are added at the end
 # %% ../nbs/10_plans.ipynb #f474dc50
 def chunks_budget(r:Call) -> Optional[int]:
     "What stage 6 may count as logits and sums; plain PyTorch holds copies of them."
-    if r.memory_budget is None or r.fused: return r.memory_budget
-    left = r.memory_budget - chunks_operand_bytes(r)
+    if r.room is None or r.fused: return r.room
+    left = r.room - chunks_operand_bytes(r)
     return max(1, int(left / plain_logit_copies(r)))
 
 # %% ../nbs/10_plans.ipynb #c1f47ba5
@@ -286,7 +295,7 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
     (n, v, h), tile = r._replace(n=r.packed).sizes, product_of(machine.device).classes if r.gpu else r.v
     s = Sizes(n, h, v, bool(r.needs[0]), bool(r.needs[1]), r.grad_dtype.itemsize, product_row(h, v, r.dtype, bool(r.needs[0]), tile))
     by, aligned = ranking_machine(machine.device), r._replace(n=n, v=-(-v // 16) * 16)
-    c = plan_cut(s, by, r.memory_budget, r.accumulate == "float32")
+    c = plan_cut(s, by, r.room, r.accumulate == "float32")
     chunks, groups, eight, rounded = -(-n // c.rows), -(-n // c.group), torch.float8_e4m3fn, sum(r.needs[:2])
     fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED * (busy_share(c, s, by) if cost.name == "dx" else 1.0))
     costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
@@ -304,7 +313,7 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
     if obstacle: return chunks_estimate(r, machine)._replace(method="product", refusal=refusal_of(r, "product"), caution=f"by chunks: {obstacle}")
     (_, v, h), tile = r.sizes, product_of(machine.device).classes
     vectors = vectors_bytes(r.packed, h, v, "linear_bias" in r.options, bool(r.needs[2]), "label_smoothing" in r.options)
-    c = plan_product(r.packed, h, v, r.work, r.grad_dtype, r.needs, r.memory_budget, r.accumulate, tile, vectors)
+    c = plan_product(r.packed, h, v, r.work, r.grad_dtype, r.needs, r.room, r.accumulate, tile, vectors)
     beside = c.rows * (product_row(h, v, r.work, bool(r.needs[0]), tile) - logits_row(v, r.work))  # sums of tiles
     extra, r = chunks_extra_bytes(r, c) + beside + vectors, r._replace(n=r.packed)
     chunks = -(-r.n // c.rows)
@@ -331,9 +340,9 @@ def slab_forward_bytes(r:Call, machine:Machine) -> int:
     busy = bool(r.stats or smooth or "softcap" in r.options)
     tiles = -(-r.v // slab_tiling(r, machine, busy).BV)
     numbers = 7 if r.stats else 4 if smooth else 2
-    run = run_length(r.n, tiles, numbers, r.memory_budget or 0)
+    run = run_length(r.n, tiles, numbers, r.room or 0)
     by_product = 8 * r.n * -(-r.v // product_of(machine.device).classes)
-    if takes_bare(r, machine.device) and by_product <= (r.memory_budget or BUDGET): return by_product + 44 * r.n
+    if takes_bare(r, machine.device) and by_product <= (r.room or BUDGET): return by_product + 44 * r.n
     return 4 * r.n * (numbers * -(-tiles // run) + 7 + 4 + 4 * bool(r.stats))
 
 def slab_size(r:Call, machine:Machine) -> tuple[int, int, int]:  # classes; bytes each of them takes; number of slabs
@@ -342,7 +351,7 @@ def slab_size(r:Call, machine:Machine) -> tuple[int, int, int]:  # classes; byte
     (n, v, h), t = r.sizes, slab_tiling(r, machine, busy)
     tiles_n = -(-n // t.BN)
     beside = beside_dz(h, tiles_n, r.dtype, r.needs)
-    tiles = slab_tiles(n, h, r.memory_budget or 0, tiles_n, -(-v // t.BV), t.BV,
+    tiles = slab_tiles(n, h, r.room or 0, tiles_n, -(-v // t.BV), t.BV,
                        machine.device.multiprocessors, beside=beside)
     free = h if takes_bare(r, machine.device) and r.needs[1] and r.dtype == torch.bfloat16 else 0  # fp16: scaled dw
     return min(v, t.BV * tiles), 2 * n + beside, len(slab_slices(v, t.BV * tiles, t.BV, n, free))
@@ -370,7 +379,7 @@ def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int
     "The same of its plain path."
     (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 10
     each = max(copies * v, v + h) * wide.itemsize
-    rows = min(max(n, 1), max(1, (r.memory_budget or BUDGET) // each))
+    rows = min(max(n, 1), max(1, (r.room or BUDGET) // each))
     chunks = -(-n // rows)
     costs = [tokens_product(r, machine, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
     if any(r.needs): costs += [*costs, *gradient_products(r, machine, chunks, 2 * chunks, wide)]
@@ -404,8 +413,7 @@ def tiles_extra_bytes(r:Call, rows:int, columns:int) -> int:
 def tile_sides(r:Call) -> tuple[int, int]:
     "Default sides, halved until they fit."
     rows, columns = min(4096, max(r.n, 1)), min(2048, r.v)
-    while (r.memory_budget and max(rows, columns) > 256
-           and tiles_extra_bytes(r, rows, columns) > r.memory_budget):
+    while r.room and max(rows, columns) > 256 and tiles_extra_bytes(r, rows, columns) > r.room:
         rows, columns = (rows // 2, columns) if rows >= columns else (rows, columns // 2)
     return rows, columns
 

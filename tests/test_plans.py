@@ -269,3 +269,14 @@ def test_predicted_bytes_of_a_product_with_a_bias_on_the_gpu(how, budget):
     p = plan(8192, 65536, 2048, memory_budget=budget, options=("linear_bias", *how), needs_grad=(True, True, True))["product"]
     step = lambda: torch.autograd.grad(linear_cross_entropy(x, w, y, linear_bias=b, memory_budget=budget, method="product", **how), [x, w, b])
     assert 0.75 < (peak_memory(step, "cuda") - x.nbytes - w.nbytes) / p.extra < 1.25
+
+
+@pytest.mark.parametrize("sizes", ((32768, 32768, 512), (8192, 128256, 4096), (4096, 50257, 1024)))
+def test_a_budget_has_room_for_what_autocast_makes(sizes):
+    "Every method is cut so that it fits beside the operands in 16 bits, wherever a smaller cut would"
+    n, v, h = sizes
+    casts = 2 * h * (n + v)
+    for budget in (casts + 2**28, casts + 2**30, 2**31, 2**32):
+        p = plan(n, v, h, grad_dtype=torch.float32, memory_budget=budget, machine="H200")
+        beyond = {name: p[name].extra for name in ("product", "chunks", "recompute", "tiles") if p[name].extra > budget}
+        assert casts < p["chunks"].extra and not beyond, (budget, beyond)
