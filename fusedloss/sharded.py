@@ -50,7 +50,7 @@ from fusedloss.samples import (
     check_generator, checked_filters, Filters, launch_draw, launch_pick, launch_scores, merge_samples, PLAIN_BYTES, plain_parts,
     Sample, seeds_of, shard_samples)
 from fusedloss.sharded_product import check_supported, early_over_ranks, sharded_product, takes_product
-from fusedloss.topk import sorted_best, TopK, topk_fwd, topk_upstream
+from fusedloss.topk import sorted_best, TopK, topk_budget, topk_fwd, topk_upstream
 
 # %% ../nbs/16_sharded.ipynb #bfecaefc
 ROW_MAX, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
@@ -782,6 +782,7 @@ def shard_topk(
         nothing = x.new_zeros((2, n), dtype=acc_dtype(x.dtype))
         nothing[0] = -torch.inf
         return nothing.new_full((n, k), -torch.inf), torch.full((n, k), -1, device=x.device), nothing
+    if takes_kernel(x): budget = budget or topk_budget(n, s.n_classes, x.element_size())  # as one process has for all classes
     _, indices, _, scores, rows = topk_fwd(x, w, bias, temperature, o, here, budget)
     return F.pad(scores, (0, k - here), value=-torch.inf), F.pad(indices + s.start, (0, k - here), value=-1), rows
 

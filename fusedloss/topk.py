@@ -216,6 +216,10 @@ def plain_topk(
 # %% ../nbs/29_topk.ipynb #tk000042
 LEAST = 2**26  # bytes
 
+def topk_budget(n_tokens:int, n_classes:int, itemsize:int) -> int:  # N, V
+    "Bytes that chunks of rows may take, unless the caller says."
+    return max(LEAST, n_tokens * n_classes * itemsize // 32)
+
 def row_bytes(n_classes:int, width:int, k:int) -> int:  # of a tile
     "What a row of the kernels' chunks needs: statistics of its tiles, and the scores of those that are chosen."
     tiles = -(-n_classes // width)
@@ -226,7 +230,7 @@ def topk_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Log-probabilities [N,k], indices [N,k], log-sum-exps [N]; scores [N,k] and rows [2,N] for the gradient."
     if takes_kernel(x):
-        most = (budget or max(LEAST, len(x) * len(w) * x.element_size() // 32)) // row_bytes(
+        most = (budget or topk_budget(len(x), len(w), x.element_size())) // row_bytes(
             len(w), score_tiles(x, w, bias, temperature, o)[0].BV, k)
         chunks, topk = tile_slices(len(x), equal_rows(len(x), max(1, most))), kernel_topk
     else: chunks, w, topk = plain_chunks(x, w, budget), wide(w), plain_topk
