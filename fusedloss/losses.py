@@ -44,8 +44,8 @@ from fusedloss.filter import (
 from fusedloss.fp8 import fp8_loss
 from fusedloss.kernels import rows_bwd, rows_fwd
 from fusedloss.plans import (
-    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, least, make_plan, Plan, refusal_of, rows_of_targets, SUPPORTS,
-    tile_sides)
+    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, least, make_plan, plain_operand_bytes, Plan, recompute_budget, refusal_of,
+    rows_of_targets, SUPPORTS, tile_sides)
 from fusedloss.product import product_loss, run_product
 from fusedloss.tiles import run_tiled, tiled_lse_bwd, tiled_lse_fwd
 
@@ -224,7 +224,7 @@ def by_chunks(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEntrop
 
 def by_recompute(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Run recompute, stage 7."
-    loss = run_recompute(*t[:-1], a.options, a.reduction, r.room, a.filter_eps, a.return_stats)
+    loss = run_recompute(*t[:-1], a.options, a.reduction, recompute_budget(r), a.filter_eps, a.return_stats)
     return hold_promise(loss, t.target, a.options.ignore_index, a.max_valid)
 
 def by_product(r:Call, t:Operands, a:Asked) -> Tensor:
@@ -438,7 +438,7 @@ def compiled_reduced_loss_fwd(
     name = decide_method(r, x.device, method).method
     if name in ("recompute", "tiles") and any(needs) and torch.float16 in (dtype, x.dtype, w.dtype):
         name = choose(make_plan(r, machine_here(x.device) if r.gpu else CPU), "chunks").method  # its gradients are scaled when upstream is known
-    if name == "recompute": return early_recompute(*tensors, o, dtype, mean, r.room or 0, needs, stats)
+    if name == "recompute": return early_recompute(*tensors, o, dtype, mean, recompute_budget(r) or 0, needs, stats)
     if name == "tiles": return early_tiles(x, w, y, o, dtype, mean, tile_sides(r), needs)
     if name == "product":
         found = product_loss.fn(*tensors, o, dtype, w.dtype, mean, chunks_budget(r), accumulate, max_valid, *needs)
@@ -461,12 +461,12 @@ def rows_kept(
     "How many rows of logits the plan of `compiled_token_losses` keeps: all, or none."
     r = call_of(Operands(x, w, target, bias, weight, token_weight), Asked(o, reduction, return_stats=stats.entropy))
     r = r._replace(grad_dtype=grad_dtype, needs=tuple(map(int, needs)))
-    if budget: r = r._replace(memory_budget=budget + r.cast_bytes)
+    if budget: r = r._replace(memory_budget=budget + r.cast_bytes + (not r.gpu) * plain_operand_bytes(r))
     return x.shape[0] if decide_method(r, x.device, method).method == "eager" else 0
 
 def compiled_token_losses_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [V]
-    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics, budget:int,  # `Call.room`, or 0
+    token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics, budget:int,  # as `recompute_budget`, or 0
     grad_dtype:torch.dtype, reduction:str, method:str, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Losses [N], lse [N], entropy [N or 0], rows [2 or 5, N]; logits [N,V] where the plan keeps them, else [0,V]."
@@ -538,7 +538,7 @@ def traced_rows(r:Call, t:Operands, a:Asked, method:str) -> Tensor:
 def traced_token_losses(r:Call, t:Operands, a:Asked, method:str) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Losses of tokens, or statistics with gradients, in such a graph."
     expect(method != "tiles", "memory_budget", "None for 'tiles' and reduction 'none' under torch.compile, or another method", a.memory_budget)
-    how = a.options, statistics_of(a.return_stats), r.room or 0, r.grad_dtype, a.reduction, method, *map(bool, r.needs)
+    how = a.options, statistics_of(a.return_stats), recompute_budget(r) or 0, r.grad_dtype, a.reduction, method, *map(bool, r.needs)
     result = run_rows(lambda *rows: compiled_token_losses(*rows, *how), *t[:-1], a.options, a.reduction, a.return_stats)
     return hold_promise(result, t.target, a.options.ignore_index, a.max_valid)
 

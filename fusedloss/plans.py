@@ -375,22 +375,31 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     return costs, 8 + 3 * slabs, host, max(backward, forward - gradient_bytes(r)), ("classes", slab)
 
 # %% ../nbs/10_plans.ipynb #cc504c2b
+def plain_operand_bytes(r:Call) -> int:
+    "Bytes of the weight as stage 7's plain path multiplies it, and of its gradient before it is rounded."
+    wide = acc_dtype(r.dtype)
+    return r.v * r.h * wide.itemsize * (1 + r.needs[1]) if wide != r.dtype else 0
+
+def recompute_budget(r:Call) -> Optional[int]:
+    "What stage 7 may count as scores."
+    if r.room is None or r.gpu: return r.room
+    return larger_size(r.room - plain_operand_bytes(r), 1)
+
 def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "The same of its plain path."
     (n, v, h), wide, copies = r.sizes, acc_dtype(r.dtype), 3 if r.fused else 10
     each = max(copies * v, v + h) * wide.itemsize
-    rows = min(max(n, 1), max(1, (r.room or BUDGET) // each))
+    rows = min(max(n, 1), max(1, (recompute_budget(r) or BUDGET) // each))
     chunks = -(-n // rows)
     costs = [tokens_product(r, machine, "z", chunks, wide), sweep_cost("scan", n * v, wide)]
     if any(r.needs): costs += [*costs, *gradient_products(r, machine, chunks, 2 * chunks, wide)]
-    operands = v * h * 4 * (1 + r.needs[1]) if wide != r.dtype else 0
     held = 1 + any(r.needs) if r.fused else plain_logit_copies(r)
     beside = min(rows, n - rows)  # of the chunks after the first, beside which a dz lives on
     most = max(held * rows, rows + held * beside) if any(r.needs) else held * rows
     extra = int(most * v * wide.itemsize)
     if r.fused: extra = max(extra, rows * (v + h) * wide.itemsize * r.needs[0])  # dx, before it has its place
     host = HOST_SECONDS["plain"] + chunks * HOST_SECONDS["plain chunk"]
-    return costs, 20 * chunks, host, extra + operands, ("rows", rows)
+    return costs, 20 * chunks, host, extra + plain_operand_bytes(r), ("rows", rows)
 
 # %% ../nbs/10_plans.ipynb #18905e7d
 def recompute_estimate(r:Call, machine:Machine) -> Estimate:

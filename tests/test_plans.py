@@ -272,11 +272,12 @@ def test_predicted_bytes_of_a_product_with_a_bias_on_the_gpu(how, budget):
 
 
 @pytest.mark.parametrize("sizes", ((32768, 32768, 512), (8192, 128256, 4096), (4096, 50257, 1024)))
-def test_a_budget_has_room_for_what_autocast_makes(sizes):
+@pytest.mark.parametrize("where", (dict(machine="H200"), dict(device="cpu")), ids=("H200", "cpu"))
+def test_a_budget_has_room_for_what_autocast_makes(sizes, where):
     "Every method is cut so that it fits beside the operands in 16 bits, wherever a smaller cut would"
     n, v, h = sizes
-    casts = 2 * h * (n + v)
-    for budget in (casts + 2**28, casts + 2**30, 2**31, 2**32):
-        p = plan(n, v, h, grad_dtype=torch.float32, memory_budget=budget, machine="H200")
+    casts = 2 * h * (n + v) + ("device" in where) * 8 * v * h  # a CPU multiplies the weight in fp32, and has its gradient in it
+    for budget in (casts + 2**28, casts + 2**30, casts + 2**31):
+        p = plan(n, v, h, grad_dtype=torch.float32, memory_budget=budget, **where)
         beyond = {name: p[name].extra for name in ("product", "chunks", "recompute", "tiles") if p[name].extra > budget}
-        assert casts < p["chunks"].extra and not beyond, (budget, beyond)
+        assert not beyond, (budget, beyond)
