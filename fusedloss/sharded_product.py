@@ -75,7 +75,7 @@ OUT = -2  # label of a token that does not count, -1: its class is elsewhere
 
 def labels_here(y:Tensor, s:Shards, ignore_index:int) -> Tensor:  # [N]
     "Labels counted from this rank's first class; negative where the class is not here."
-    return torch.where(y == ignore_index, OUT, s.local_labels(y, ignore_index))
+    return s.local_labels(y, ignore_index).masked_fill_(y == ignore_index, OUT)
 
 # %% ../nbs/28_sharded_product.ipynb #spnumber
 def reference_numbers(numbers:Tensor, failed:Tensor, k:Work):  # [3,B] and a scalar, written

@@ -272,7 +272,7 @@ def test_played_ranks_match_the_definition(ranks, o):
 
 
 BUGS = {
-    "a class too many": ("(y < self.stop)", "(y <= self.stop)"),
+    "a class too many": ("(local >= self.stop - self.start)", "(local > self.stop - self.start)"),
     "ranges that leave classes out": ("each = -(-n_classes // ranks)", "each = max(1, n_classes // ranks)"),
     "sums joined at different heights": ("grown = rise.exp()", "grown = (0 * rise).exp()"),
     "every rank has a target": ("target = torch.where(y >= 0, z.gather(1, at)[:, 0], 0.0)", "target = z.gather(1, at)[:, 0]"),
