@@ -232,13 +232,6 @@ def overlap(mesh, shape, pairs=2**17, h=512, dtype=bf16):
             record(RESULTS.with_name("28_timeline.json"), name, dict(shape._asdict(), R=mesh.size()), dtype, mesh.device_type, spans=spans)
 
 
-def weak_scaling(records, name, ranks):
-    "Seconds on one GPU divided by those on R, each with as many classes, on the machine of the last record; None where one is missing"
-    mine = [r for r in records if r["name"] == name]
-    seconds = {r["shape"]["R"]: r["figures"]["seconds"] for r in mine if r["machine"] == mine[-1]["machine"]}
-    return seconds[1] / seconds[ranks] if {1, ranks} <= seconds.keys() else None
-
-
 def head_step(mesh, per_gpu, rows, h, dtype, rate=0.1):
     "One training step of a head over a mesh: forward, backward, SGD with momentum; `rows` of all its GPUs together"
     ranks, device = mesh.size(), mesh.device_type

@@ -44,8 +44,8 @@ from fusedloss.filter import (
 from fusedloss.fp8 import fp8_loss
 from fusedloss.kernels import rows_bwd, rows_fwd
 from fusedloss.plans import (
-    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, least, make_plan, plain_operand_bytes, Plan, recompute_budget, refusal_of,
-    rows_of_targets, SUPPORTS, tile_sides)
+    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, least, make_plan, Plan, recompute_budget, refusal_of, rows_of_targets,
+    SUPPORTS, tile_sides)
 from fusedloss.product import product_loss, run_product
 from fusedloss.tiles import run_tiled, tiled_lse_bwd, tiled_lse_fwd
 
@@ -456,22 +456,21 @@ compiled_reduced_loss = operator("compiled_reduced_loss", compiled_reduced_loss_
 # %% ../nbs/11_losses.ipynb #7c01aa03
 def rows_kept(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor], token_weight:Optional[Tensor],
-    _, o:LossOptions, stats:Statistics, budget:int, grad_dtype:torch.dtype, reduction:str, method:str, *needs:bool,
+    _, o:LossOptions, stats:Statistics, __, memory_budget:Optional[int], grad_dtype:torch.dtype, reduction:str, method:str, *needs:bool,
 ) -> int:
     "How many rows of logits the plan of `compiled_token_losses` keeps: all, or none."
-    r = call_of(Operands(x, w, target, bias, weight, token_weight), Asked(o, reduction, return_stats=stats.entropy))
-    r = r._replace(grad_dtype=grad_dtype, needs=tuple(map(int, needs)))
-    if budget: r = r._replace(memory_budget=budget + r.cast_bytes + (not r.gpu) * plain_operand_bytes(r))
+    a = Asked(o, reduction, memory_budget=memory_budget, return_stats=stats.entropy)
+    r = call_of(Operands(x, w, target, bias, weight, token_weight), a)._replace(grad_dtype=grad_dtype, needs=tuple(map(int, needs)))
     return x.shape[0] if decide_method(r, x.device, method).method == "eager" else 0
 
 def compiled_token_losses_fwd(
     x:Tensor, w:Tensor, target:Tensor, bias:Optional[Tensor], weight:Optional[Tensor],  # [N,H], [V,H], [N], [V], [V]
     token_weight:Optional[Tensor], denominator:Optional[Tensor], o:LossOptions, stats:Statistics, budget:int,  # as `recompute_budget`, or 0
-    grad_dtype:torch.dtype, reduction:str, method:str, need_x:bool, need_w:bool, need_b:bool,
+    memory_budget:Optional[int], grad_dtype:torch.dtype, reduction:str, method:str, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Losses [N], lse [N], entropy [N or 0], rows [2 or 5, N]; logits [N,V] where the plan keeps them, else [0,V]."
     given = x, w, target, bias, weight, token_weight, denominator, o, stats, budget
-    if not rows_kept(*given, grad_dtype, reduction, method, need_x, need_w, need_b):
+    if not rows_kept(*given, memory_budget, grad_dtype, reduction, method, need_x, need_w, need_b):
         return *recompute_fwd(*given, 0.0)[:4], x.new_empty(0, len(w))
     z = F.linear(x, w, bias)
     return *rows_fwd(z[:, None], target, weight, token_weight, denominator, o, stats), z
@@ -538,7 +537,7 @@ def traced_rows(r:Call, t:Operands, a:Asked, method:str) -> Tensor:
 def traced_token_losses(r:Call, t:Operands, a:Asked, method:str) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "Losses of tokens, or statistics with gradients, in such a graph."
     expect(method != "tiles", "memory_budget", "None for 'tiles' and reduction 'none' under torch.compile, or another method", a.memory_budget)
-    how = a.options, statistics_of(a.return_stats), recompute_budget(r) or 0, r.grad_dtype, a.reduction, method, *map(bool, r.needs)
+    how = a.options, statistics_of(a.return_stats), recompute_budget(r) or 0, a.memory_budget, r.grad_dtype, a.reduction, method, *map(bool, r.needs)
     result = run_rows(lambda *rows: compiled_token_losses(*rows, *how), *t[:-1], a.options, a.reduction, a.return_stats)
     return hold_promise(result, t.target, a.options.ignore_index, a.max_valid)
 

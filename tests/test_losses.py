@@ -709,3 +709,21 @@ def test_probabilities_are_shifted_chunked_and_compiled():
 def test_probabilities_that_are_refused(given, words):
     with pytest.raises(ValueError, match=words):
         fl.linear_cross_entropy(**dict(input=torch.randn(6, 4), linear_weight=torch.randn(11, 4), target=torch.rand(6, 11)) | given)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("budget", (1_500_000, 6_000_000, 11_000_000, 30_000_000))  # below the operands in 16 bits; below what recompute holds; below eager's; enough
+@pytest.mark.parametrize("method", ("auto", "eager"))
+def test_a_compiled_loss_of_tokens_refuses_the_budgets_that_a_plain_one_refuses(method, budget):
+    x, w, y = sample_data(100, 1000, 1000, f32)
+    loss = lambda x: linear_cross_entropy(x, w, y, method=method, memory_budget=budget, reduction="none")
+    def taken(run):
+        with torch.autocast("cpu", bf16):
+            try:
+                return run(x).detach()
+            except (ValueError, RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+                assert "memory_budget" in str(error), error
+    torch._dynamo.reset()
+    plain, compiled = taken(loss), taken(torch.compile(loss, backend="aot_eager", dynamic=False))
+    assert (plain is None) == (compiled is None)
+    assert plain is None or torch.allclose(compiled, plain, rtol=1e-5, atol=1e-5)
