@@ -45,7 +45,7 @@ from helpers import INTERPRETED, TOLERANCE, everywhere  # noqa: E402
 BARE = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"  # compute-sanitizer looks on: buffers end with their tensors
 GUARD = 0 if BARE else 1024  # bytes on each side of what a call allocates
 MARGIN = 0 if BARE else 64  # numbers on each side of an input
-HANGS = timedelta(seconds=60)  # of a message between ranks
+HANGS = timedelta(seconds=30)  # of a message between ranks
 Found = tuple[list[Tensor], list[Tensor]]  # outputs, gradients
 
 
@@ -306,33 +306,38 @@ def said_here(call: Call, laid: dict[str, Laid], seeds: Seeds, ranks: "Ranks") -
 
 def errors_of_ranks(said: list[Said]) -> tuple[str, list[str]]:
     "What became of a call that raises, and what is wrong with it: all ranks name one argument, or what the first of them found"
-    faults = [f"rank {rank}: {s.fault}" for rank, s in enumerate(said) if s.fault]
+    faults = [f"rank {rank}: {what}" for rank, s in enumerate(said) for what in (*s.wrong, s.fault) if what]
     found = [re.sub(r"^mesh: expected ranks whose arguments are right, got an error on rank \d+: ", "", s.error) for s in said]
     alike = len({re.match(r"\w*", error)[0] for error in found}) == 1
     return "refused" if alike else "out of step", faults or ([] if alike else [f"ranks do not raise alike: {[error[:200] for error in found]}"])
 
 
 def judged_over_ranks(call: RankCall, r: random.Random, device: str, ranks: "Ranks") -> tuple[str, list[str]]:
-    "What became of a call that all ranks make, and what is wrong with it, as the first rank sees it"
+    "What became of a call that all ranks make, and what is wrong with it; the first rank knows"
     all_of, rank, seed = call.whole, ranks.rank, r.getrandbits(40)
     laid = {name: Laid(t.to(device), r, all_of.expands and not all_of.impossible) for name, t in all_of.tensors.items()}
     mine, own = call.here({name: l.given for name, l in laid.items()}, ranks.mesh), random.Random(seed + rank)
     seeds = Seeds(seed + rank, seed + (rank if call.parts.tokens else 0), seed)
     said = ranks.told(said_here(mine, {name: Laid(t, own, False) for name, t in mine.tensors.items()}, seeds, ranks))
-    wrong = [f"rank {rank}: {what}" for rank, s in enumerate(said) for what in s.wrong]
     if any(s.error for s in said):
-        outcome, faults = errors_of_ranks(said)
-        return outcome, wrong + faults
-    if rank:
-        return "", []
+        return errors_of_ranks(said)
+    try:
+        return ("", []) if rank else verdict(call, laid, said, r, device)
+    except Exception as error:  # of the definition
+        return "broken", [repr(error)]
+
+
+def verdict(call: RankCall, laid: dict[str, Laid], said: list[Said], r: random.Random, device: str) -> tuple[str, list[str]]:
+    "What became of a call that no rank refuses, and what is wrong with it"
+    wrong = [f"rank {rank}: {what}" for rank, s in enumerate(said) for what in s.wrong]
     outputs = [call.parts.output([*found]) for found in zip(*(s.got[0] for s in said))]
-    grads = [call.parts.gradient(name, [*found]) for name, found in zip(all_of.leaves, zip(*(s.got[1] for s in said)))]
+    grads = [call.parts.gradient(name, [*found]) for name, found in zip(call.whole.leaves, zip(*(s.got[1] for s in said)))]
     wrong += [f"{what} {i} is not the same on all ranks" for what, of in (("output", outputs), ("gradient", grads)) for i, (_, alike) in enumerate(of) if not alike]
     got = [t for t, _ in outputs], [t for t, _ in grads]
-    if all_of.impossible:
+    if call.whole.impossible:
         return "impossible", wrong + taken(got, device)
     ups = [Laid(call.parts.output([*found])[0], r, False) for found in zip(*(s.ups for s in said))]
-    return "right", wrong + differences(all_of, laid, ups, got)
+    return "right", wrong + differences(call.whole, laid, ups, got)
 
 
 def drawing(seed: int, k: int, device: str) -> Draw:
@@ -356,7 +361,7 @@ def run_one_over_ranks(seed: int, k: int, names: list[str], device: str, ranks: 
     "The same of a call that all ranks make"
     name, d = names[k % len(names)], drawing(seed, k, device)
     call = fuzz_ranks.LOSSES[name](d, ranks.mesh.size())
-    ranks.note(f"{name}{call.whole}")
+    ranks.note(f"--only {k}: {name}{call.whole}")
     return f"{name}{call.whole}", *judged_over_ranks(call, d.r, device, ranks)
 
 
@@ -437,7 +442,7 @@ def fuzz_over_ranks(asked: argparse.Namespace, names: list[str]) -> int:
             process.join()
         unfinished = Path(folder, "call")
         if unfinished.exists():
-            print(f"--ranks {asked.ranks} --seed {asked.seed}: no answer of all ranks to {unfinished.read_text()}")
+            print(f"--ranks {asked.ranks} --seed {asked.seed} {unfinished.read_text()}: no answer of all ranks")
         return int(unfinished.exists() or any(process.exitcode for process in processes))
 
 

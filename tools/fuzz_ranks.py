@@ -136,9 +136,9 @@ def linear_cross_entropy(d: Draw, ranks: int) -> RankCall:
     call = with_learned_scale(d, call)
     if call.words["method"] == "product" or not d.chance(0.3):
         return of_layer(d, ranks, call, fl.linear_cross_entropy, fl.sharded_linear_cross_entropy, lambda loss: [loss])
-    call.words["return_stats"] = True
+    told = lambda function: functools.partial(function, return_stats=True)
     found = lambda loss, s: [loss, s.lse, s.entropy, s.target_rank, s.logit_max, s.logit_norm, s.accuracy, s.n_valid]
-    return of_layer(d, ranks, with_statistics(call), fl.linear_cross_entropy, fl.sharded_linear_cross_entropy, lambda told: found(*told))
+    return of_layer(d, ranks, with_statistics(call), told(fl.linear_cross_entropy), told(fl.sharded_linear_cross_entropy), lambda both: found(*both))
 
 
 def with_statistics(call: Call) -> Call:
