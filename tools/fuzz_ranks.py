@@ -156,7 +156,7 @@ def with_statistics(call: Call) -> Call:
         near = 1e-4 * (1 + at.abs().max() if at.numel() else at.new_zeros(()))  # roundings may exchange such scores
         least, most = (at > own + near).sum(-1), (at > own - near).sum(-1) - 1
         rank = torch.where(kept, torch.minimum(torch.maximum(found[3].view(y.shape), least), most), -1)
-        accuracy = ((rank == 0).sum() / kept.sum().clamp(min=1)).double()
+        accuracy = (rank == 0).sum().double() / kept.sum().clamp(min=1)
         return [*call.exact(found, **given), of(z.logsumexp(-1)), of(-(log_p.exp() * log_p).sum(-1)), rank, of(at.amax(-1)), of(at.norm(dim=-1)), accuracy, kept.sum()]
     return call._replace(exact=exact)
 

@@ -209,7 +209,8 @@ def all_gather(t: Tensor, s: Shards) -> Tensor:  # [R, *t.shape]
 
 
 def all_reduce(t: Tensor, s: Shards) -> Tensor:
-    "The sum over ranks, in place."
+    "The sum over ranks, in place of a contiguous tensor: of others a group adds up what lies at one place in memory."
+    t = t.contiguous()
     if s.group is not None:
         dist.all_reduce(t, group=s.group)
     return t
