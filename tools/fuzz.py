@@ -21,7 +21,6 @@ import warnings
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
