@@ -304,8 +304,8 @@ def test_the_unchanged_source_passes(tmp_path):
 
 
 def test_packets_carry_rows_of_any_width():
-    for dtype, h, step in ((torch.bfloat16, 3, 1), (torch.float16, 8, 2), (f32, 5, 1), (f64, 1, 1), (torch.bfloat16, 1, 3), (f32, 0, 1)):
-        x, y = torch.randn(4, h * step).to(dtype)[:, ::step], torch.tensor([3, -100, 2**40, 0])
+    for dtype, h in ((torch.bfloat16, 3), (torch.float16, 8), (f32, 5), (f64, 1), (f32, 0)):
+        x, y = torch.randn(h, 4).to(dtype).T, torch.tensor([3, -100, 2**40, 0])
         sent = pack(x, y, torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=f64), 6, -7)
         came = unpack(sent, h, dtype)
         assert torch.equal(came.features[:4], x) and (came.features[4:] == 0).all()

@@ -330,13 +330,14 @@ def verdict(call: RankCall, laid: dict[str, Laid], said: list[Said], r: random.R
     "What became of a call that no rank refuses, and what is wrong with it"
     wrong = [f"rank {rank}: {what}" for rank, s in enumerate(said) for what in s.wrong]
     outputs = [call.parts.output([*found]) for found in zip(*(s.got[0] for s in said))]
-    grads = [call.parts.gradient(name, [*found]) for name, found in zip(call.whole.leaves, zip(*(s.got[1] for s in said)))]
+    of_leaves = {name: [*found] for name, found in zip(call.whole.leaves, zip(*(s.got[1] for s in said)))}
+    grads, slack = ([of(name, found) for name, found in of_leaves.items()] for of in (call.parts.gradient, call.parts.roundings))
     wrong += [f"{what} {i} is not the same on all ranks" for what, of in (("output", outputs), ("gradient", grads)) for i, (_, alike) in enumerate(of) if not alike]
     got = [t for t, _ in outputs], [t for t, _ in grads]
     if call.whole.impossible:
         return "impossible", wrong + taken(got, device)
     ups = [Laid(call.parts.output([*found])[0], r, False) for found in zip(*(s.ups for s in said))]
-    return "right", wrong + differences(call.whole, laid, ups, got)
+    return "right", wrong + differences(call.whole._replace(slack=lambda *_, **__: dict(zip(of_leaves, slack))), laid, ups, got)
 
 
 def drawing(seed: int, k: int, device: str) -> Draw:

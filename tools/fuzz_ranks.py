@@ -43,9 +43,17 @@ class Parts(NamedTuple):
             return torch.cat(found), True
         if name in self.tokens:
             return by(torch.cat(found, self.dim)), True
-        if self.tokens and name not in self.whole:
-            return by(torch.stack(found).double().sum(0).to(found[0].dtype)), True
+        if self.adds(name):
+            return by(torch.stack(found).double().sum(0)).to(found[0].dtype), True
         return found[0], all(same(t, found[0]) for t in found)
+
+    def adds(self, name: str) -> bool:
+        "Whether a tensor's gradient is the sum of what ranks have"
+        return bool(self.tokens) and name not in (*self.classes, *self.tokens, *self.whole)
+
+    def roundings(self, name: str, found: list[Tensor]) -> float:
+        "How far off the roundings of these may make a gradient, however much of them cancels"
+        return sum(t.double().norm().item() for t in found) * torch.finfo(found[0].dtype).eps / self.factor if self.adds(name) else 0.0
 
 
 def same(a: Tensor, b: Tensor) -> bool:
