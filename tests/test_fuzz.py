@@ -199,6 +199,7 @@ PLANTED = {  # what is wrong, where it is planted, and the draws that notice
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_fault_over_ranks_is_found_and_repeated(name):
     plant, loss = PLANTED[name]
+    plant = f"fuzz.HANGS /= 10\n{plant}"
     done = over_two_ranks("--seconds", "5", loss, plant=plant)
     line = next((line for line in done.stdout.splitlines() if line.startswith("--ranks 2 --seed")), "")
     assert done.returncode == 1 and loss in line, done.stdout + done.stderr[-3000:]
