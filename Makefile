@@ -75,8 +75,8 @@ sanitize: $(READY)  ## every kernel under compute-sanitizer, on the GPU at hand
 	$(PYTHON) tools/sanitize.py
 
 fuzz: export PYTHONPATH = $(CURDIR)
-fuzz: $(READY)  ## random calls of the losses against float64, SECONDS of them, on the GPU at hand or a CPU
-	$(PYTHON) tools/fuzz.py --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0) $(LOSSES)
+fuzz: $(READY)  ## random calls of the losses against float64, SECONDS of them, on the GPU at hand or a CPU; RANKS=2: over ranks
+	$(PYTHON) tools/fuzz.py --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0) --ranks $(or $(RANKS),1) $(LOSSES)
 
 notebooks-gpu: $(READY)  ## run the notebooks on the GPUs at hand, JOBS at a time; save their outputs and nbs/results
 	$(PYTHON) tools/run_notebooks.py --jobs $(or $(JOBS),1) $(NOTEBOOKS)

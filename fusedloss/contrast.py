@@ -1252,7 +1252,7 @@ def operands(call:ContrastCall) -> tuple[Tensor, ...]:
 
 def sum_over_ranks(total:Tensor, s:Shards) -> Tensor:
     "The sum over ranks, whose gradient is that of this rank's part."
-    return total if s.group is None else total + (all_reduce(total.detach().clone(), s) - total.detach())
+    return total if s.group is None else all_reduce(total.detach().clone(), s) + (total - total.detach())  # plus 0: the same bits on all
 
 def reduced(losses:Tensor, reduction:str, s:Shards) -> Tensor:  # [N]
     "Losses of all ranks' rows, reduced; of this rank's, if they are not."

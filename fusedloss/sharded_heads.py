@@ -131,15 +131,15 @@ def local_statistics(
     dtype:torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # lse, cos, largest negative score: [N] each
     "Stage 14's statistics of this rank's classes."
-    if not len(w): return _NoClasses.apply(x, w)
     o, rows = config_of(head), center_rows(columns.w_rows, head.centers)
+    kernel = uses_kernels(head.method, x, dtype, o)  # raises on all ranks, or on none
+    if not len(w): return _NoClasses.apply(x, w)
     index = columns.grad_index
     if rows is not None and o.centers > 1: index = live_index(rows)
     sparse = has_rows_alone(head)
     if rows is not None and sparse:
         index = index + s.start * o.centers  # as the whole weight counts
         head.weight.grad_rows = RowIndex(index, rows)
-    kernel = uses_kernels(head.method, x, dtype, o)
     return partial_lse(x, w, x_rows, rows, index, columns.target_column, columns.shift, o, dtype,
                        kernel, sparse)[:3]
 

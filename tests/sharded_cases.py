@@ -39,10 +39,10 @@ from test_margins import MagFace
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
 CASES, ON_GPUS = {}, ("losses_and_gradients", "product_against_one_process", "product_in_bf16_by_chunks", "rows_arrive_as_kernels_read_them", "product_remakes_an_offset_on_one_rank", "product_sends_three_numbers_a_chunk",
-                      "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "classes_of_a_row_against_one_process", "topk_against_one_process", "hostile_topk", "samples_against_one_process", "hostile_samples", "answers_that_ranks_disagree_on", "answers_beside_a_mesh", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
-                      "collectives_are_counted", "heads_match_one_process", "half_precision_heads", "tokens_that_are_not_the_same", "what_is_wrong_on_one_rank_raises_on_all", "curves_do_not_know_the_ranks",
+                      "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "classes_of_a_row_against_one_process", "classes_of_a_row_lie_otherwise_on_each_rank", "topk_against_one_process", "hostile_topk", "samples_against_one_process", "hostile_samples", "answers_that_ranks_disagree_on", "answers_beside_a_mesh", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
+                      "collectives_are_counted", "heads_match_one_process", "a_method_that_cannot_be_raises_on_ranks_without_a_class", "half_precision_heads", "tokens_that_are_not_the_same", "what_is_wrong_on_one_rank_raises_on_all", "curves_do_not_know_the_ranks",
                       "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
-                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "positives_of_ranks_that_disagree", "contrasts_of_nothing_over_ranks", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
+                      "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "a_contrast_has_the_same_bits_on_all_ranks", "positives_of_ranks_that_disagree", "contrasts_of_nothing_over_ranks", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
                       "peers_over_ranks_say_what_pytorch_says", "the_example_measures_in_turn")
 
 
@@ -380,6 +380,15 @@ def classes_of_a_row_against_one_process(meshes):
 
 
 TOPK = dict(temperature=0.7, logit_scale=1.5, softcap=3.0)
+
+
+@case
+def classes_of_a_row_lie_otherwise_on_each_rank(meshes):
+    x, w, *_ = problem(9, 4, 11)
+    y = torch.arange(27, device=DEVICE).view(9, 3) % 11
+    wanted = fl.linear_log_probs(x, w, y).log_probs
+    for ranks, mesh, rank in mine(meshes):
+        assert_close(fl.sharded_linear_log_probs(x, spread(w, mesh), y if rank % 2 else y.T.contiguous().T).log_probs, wanted)
 
 
 @case
@@ -1130,6 +1139,17 @@ def positives_of_ranks_that_disagree(meshes):
 
 
 @case
+def a_contrast_has_the_same_bits_on_all_ranks(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        for seed in range(8):
+            x, y = pairs_of(5, 6, rank, seed)
+            losses = [loss(x, y, *numbers, mesh=mesh, backbone_reduction="sum", reduction=reduction)
+                      for loss, numbers in ((fl.contrastive_loss, (3.0,)), (fl.sigmoid_contrastive_loss, (2.0, -1.0))) for reduction in ("mean", "sum")]
+            found = core_ranks.all_gather(torch.stack(losses).detach(), core_ranks.shards_on(mesh, ranks))
+            assert torch.equal(found, found[:1].expand_as(found)), found
+
+
+@case
 def contrasts_of_nothing_over_ranks(meshes):
     "No rows, or no features"
     for ranks, mesh, rank in mine(meshes):
@@ -1241,6 +1261,13 @@ def heads_match_one_process(meshes):
                 for name in ("accuracy", "n_valid", "n_scored"):
                     assert_close(getattr(seen, name), getattr(told, name), msg=name)
                 assert_close(seen.cos, part_of(told.cos, sizes, rank))
+
+
+@case
+def a_method_that_cannot_be_raises_on_ranks_without_a_class(meshes):
+    for ranks, mesh, rank in mine(meshes):
+        head = ShardedPartialFC(1, 4, mesh=mesh, method="recompute", dtype=f64)
+        raises(ValueError, "method: expected 'tiles'", lambda: head(torch.ones(2, 4, dtype=f64, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)))
 
 
 @case

@@ -1,7 +1,11 @@
 """tools/fuzz.py: its draws are right, each alone the same as among others, and it finds what is planted."""
+import os
 import random
+import subprocess
+import sys
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +165,59 @@ def test_a_wrong_call_is_printed_and_repeated(monkeypatch, capsys):
     assert fuzz.main([*command, "--device", "cpu"]) == 1 and capsys.readouterr().out.startswith(line)
     monkeypatch.undo()
     assert fuzz.main([*command, "--device", "cpu"]) == 0
+
+
+# --- over ranks ---
+
+TOOL = Path(fuzz.__file__)
+OVER_RANKS = pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch was built without torch.distributed")
+
+
+def over_two_ranks(*words, plant="") -> subprocess.CompletedProcess:
+    "The fuzzer on two processes of a CPU, which start from one that has this planted"
+    program = f"import sys; sys.path.insert(0, {str(TOOL.parent)!r}); import fuzz; import fusedloss as fl; from fusedloss.core import placement, ranks\n{plant}\nsys.exit(fuzz.main(sys.argv[1:]))"
+    env = dict(os.environ, PYTHONPATH=str(TOOL.parents[1]), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    return subprocess.run([sys.executable, "-c", program, "--ranks", "2", "--seed", str(SEED), "--device", "cpu", *words], env=env, capture_output=True, text=True, timeout=300)
+
+
+@OVER_RANKS
+def test_draws_over_ranks_are_right():
+    done = over_two_ranks("--seconds", "4")
+    assert not done.returncode and "0 wrong" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+PLANTED = {  # what is wrong, where it is planted, and the draws that notice
+    "a rank counts classes from its first": ("real = ranks.Shards.local_labels; ranks.Shards.local_labels = lambda s, *given: real(s._replace(start=0), *given)", "sharded_linear_log_probs"),
+    "rows that pad are tokens": ("real = ranks.pack; ranks.pack = lambda *given: real(*given[:-1], 0)", "sharded_partial_fc"),
+    "a wrapper's average is forgotten": ("real = placement.batch_of\ndef forgets(*given):\n    b, dim = real(*given)\n    return b._replace(factor=1), dim\nplacement.batch_of = forgets", "linear_cross_entropy"),
+    "a sum of this rank alone": ("import fusedloss.contrast; fusedloss.contrast.all_reduce = lambda t, s: t", "sigmoid_contrastive_loss"),
+}
+
+
+@pytest.mark.thorough
+@OVER_RANKS
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_over_ranks_is_found_and_repeated(name):
+    plant, loss = PLANTED[name]
+    plant = f"fuzz.HANGS /= 10\n{plant}"
+    done = over_two_ranks("--seconds", "5", loss, plant=plant)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("--ranks 2 --seed")), "")
+    assert done.returncode == 1 and loss in line, done.stdout + done.stderr[-3000:]
+    command = line.partition(":")[0].split()
+    assert over_two_ranks(*command, plant=plant).stdout.startswith(line) and not over_two_ranks(*command).returncode
+
+
+@OVER_RANKS
+@pytest.mark.parametrize("fault, says", [("raise ValueError('k: expected 1, got 2')", "Timed out"), ("__import__('os')._exit(9)", "no answer of all ranks")])
+def test_a_call_that_hangs_is_named(fault, says):
+    "As the second rank raises, or falls, before they talk"
+    plant = f"""
+from datetime import timedelta
+fuzz.HANGS, real = timedelta(seconds=2), fl.sharded_linear_topk
+def falls(*given, **how):
+    if fuzz.dist.get_rank(): {fault}
+    return real(*given, **how)
+fl.sharded_linear_topk = falls
+"""
+    done = over_two_ranks("--seconds", "30", "sharded_linear_topk", plant=plant)
+    assert done.returncode == 1 and "--ranks 2 --seed 1 --only 0" in done.stdout and says in done.stdout, done.stdout + done.stderr[-3000:]

@@ -305,12 +305,17 @@ def test_the_unchanged_source_passes(tmp_path):
 
 def test_packets_carry_rows_of_any_width():
     for dtype, h in ((torch.bfloat16, 3), (torch.float16, 8), (f32, 5), (f64, 1), (f32, 0)):
-        x, y = torch.randn(4, h).to(dtype), torch.tensor([3, -100, 2**40, 0])
+        x, y = torch.randn(h, 4).to(dtype).T, torch.tensor([3, -100, 2**40, 0])
         sent = pack(x, y, torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=f64), 6, -7)
         came = unpack(sent, h, dtype)
         assert torch.equal(came.features[:4], x) and (came.features[4:] == 0).all()
         assert came.labels.tolist() == [*y.tolist(), -7, -7] and came.weights[:4].tolist() == [0.1, 0.2, 0.3, 0.4]
         assert sent.shape[1] % HEADER_BYTES == 0
+
+
+def test_packets_of_no_rows_whose_features_are_not_beside_each_other():
+    sent = pack(torch.randn(0, 6)[:, ::2], torch.zeros(0, dtype=torch.int64), None, 2, -7)
+    assert unpack(sent, 3, f32).labels.tolist() == [-7, -7]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

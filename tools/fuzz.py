@@ -1,38 +1,50 @@
-"""Random calls of the public losses, each checked against float64: `python tools/fuzz.py [--seconds N] [--seed S] [--device cuda] [LOSS ...]`.
+"""Random calls of the public losses, each checked against float64: `python tools/fuzz.py [--seconds N] [--seed S] [--device cuda] [--ranks R] [LOSS ...]`.
 
 Shapes, strides, dtypes, labels, lengths and options are hostile. A call gives the numbers and gradients of its definition, or an error that names
 an argument; the same bits when repeated; and it neither reads nor changes what lies beside a tensor. A call that does not prints a line with
 what repeats it, `--seed S --only K`, and the exit code is 1. With TRITON_INTERPRET=1 kernels take what they can on a CPU.
+
+With `--ranks R` so many processes make each call together, of losses whose classes or pairs are over ranks: results and gradients of all are those
+of the whole problem on one process, and a call that raises says the same on all ranks. A hang ends with a line that names the call.
 """
 import argparse
+import io
 import math
+import multiprocessing
 import os
 import random
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
+import fuzz_ranks  # noqa: E402
 from fuzz_calls import LOSSES, Call, Draw  # noqa: E402
+from fuzz_ranks import RankCall  # noqa: E402
 from helpers import INTERPRETED, TOLERANCE, everywhere  # noqa: E402
 
 BARE = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"  # compute-sanitizer looks on: buffers end with their tensors
 GUARD = 0 if BARE else 1024  # bytes on each side of what a call allocates
 MARGIN = 0 if BARE else 64  # numbers on each side of an input
+HANGS = timedelta(seconds=30)  # of a message between ranks
 Found = tuple[list[Tensor], list[Tensor]]  # outputs, gradients
 
 
@@ -88,7 +100,7 @@ def guarded_memory() -> Iterator[list[str]]:
 
         def made_between(*args, **how):
             t = allocate(*args, **how)
-            if t.device.type == "meta" or not t.numel() or t.layout != torch.strided or torch.compiler.is_compiling():
+            if type(t) is not Tensor or t.device.type == "meta" or not t.numel() or t.layout != torch.strided or torch.compiler.is_compiling():
                 return t
             size = t.untyped_storage().nbytes()
             memory = torch.full((size + 2 * GUARD,), 255, dtype=torch.uint8, device=t.device)
@@ -106,17 +118,29 @@ def guarded_memory() -> Iterator[list[str]]:
             wrong.append(f"wrote beside a result of shape {shape}")
 
 
-def answered(call: Call, laid: dict[str, Laid], ups: list[Laid], seed: int) -> tuple[Found, list[str]]:
+def normal(t: Tensor, g: torch.Generator) -> Tensor:
+    "Numbers in the place of these"
+    return torch.randn(t.shape, generator=g, dtype=t.dtype).to(t.device)
+
+
+class Seeds(NamedTuple):
+    "Of what a call draws, and of upstream gradients"
+    call: int
+    rows: int
+    scalars: int
+
+
+def answered(call: Call, laid: dict[str, Laid], ups: list[Laid], seeds: Seeds) -> tuple[Found, list[str]]:
     "What the library says, and what it wrote beyond; `ups` are upstream gradients, drawn where there are none yet"
     leaves = {name: l.tensor.detach().requires_grad_(name in call.leaves) for name, l in laid.items()}
     given = leaves | {call.inplace: Between.apply(leaves[call.inplace], laid[call.inplace])} if call.inplace else leaves
-    torch.manual_seed(seed)
+    torch.manual_seed(seeds.call)
     with guarded_memory() as wrong:
         found = [t for t in call.run(**given) if t is not None]
         of = [t for t in found if t.requires_grad]
         if not ups:
-            r, g = random.Random(seed), torch.Generator().manual_seed(seed)
-            ups += [Laid(torch.randn(t.shape, generator=g, dtype=t.dtype).to(t.device), r) for t in of]
+            r, rows, scalars = random.Random(seeds.rows), *(torch.Generator().manual_seed(seed) for seed in seeds[1:])
+            ups += [Laid(normal(t, rows if t.dim() else scalars), r) for t in of]
         grads = list(torch.autograd.grad(of, [leaves[n] for n in call.leaves], [u.tensor for u in ups], materialize_grads=True)) if of else []
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -225,37 +249,120 @@ def refused(call: Call, error: Exception) -> str | None:
     return None if isinstance(error, kinds) and named else f"{type(error).__name__}: {str(error)[:300]}"
 
 
+def wrong_again(call: Call, laid: dict[str, Laid], ups: list[Laid], seeds: Seeds, got: Found) -> list[str]:
+    "What a call has changed, and what it says otherwise when it is repeated"
+    wrong = touched(call, laid) + [f"{u} was changed" for u, l in enumerate(ups) if l.changed()]
+    for l in laid.values():
+        l.buffer.copy_(l.before)
+    again, _ = answered(call, laid, ups, seeds)
+    return wrong + [f"other bits in {i} when repeated" for i, (a, b) in enumerate(zip(got[0] + got[1], again[0] + again[1])) if not torch.equal(bits(a), bits(b))]
+
+
+def taken(got: Found, device: str) -> list[str]:
+    "What is wrong with the answer to an impossible call"
+    return [] if device != "cpu" and any(t.isnan().any() for t in got[0] if t.is_floating_point()) else ["a label or length that cannot be was taken"]
+
+
 def judged(call: Call, r: random.Random, device: str) -> tuple[str, list[str]]:
     "What became of a call, and what is wrong with it"
     laid = {name: Laid(t.to(device) if name not in call.at_home else t, r, call.expands and not call.impossible) for name, t in call.tensors.items()}
-    ups, seed = [], r.getrandbits(40)
+    ups, seeds = [], Seeds(*[r.getrandbits(40)] * 3)
     try:
-        got, wrong = answered(call, laid, ups, seed)
+        got, wrong = answered(call, laid, ups, seeds)
     except Exception as error:  # whatever comes
         fault = refused(call, error)
         return "refused", ([fault] if fault else []) + touched(call, laid)
-    wrong += touched(call, laid) + [f"{u} was changed" for u, l in enumerate(ups) if l.changed()]
-    for l in laid.values():
-        l.buffer.copy_(l.before)
-    again, _ = answered(call, laid, ups, seed)
-    wrong += [f"other bits in {i} when repeated" for i, (a, b) in enumerate(zip(got[0] + got[1], again[0] + again[1])) if not torch.equal(bits(a), bits(b))]
+    wrong += wrong_again(call, laid, ups, seeds, got)
     if call.impossible:
-        if device == "cpu" or not any(t.isnan().any() for t in got[0] if t.is_floating_point()):
-            wrong.append("a label or length that cannot be was taken")
-        return "impossible", wrong
+        return "impossible", wrong + taken(got, device)
     return "right", wrong + differences(call, laid, ups, got)
+
+
+class Said(NamedTuple):
+    "What one rank says of a call"
+    wrong: list[str]
+    error: str = ""
+    fault: str | None = None  # what is wrong with the error
+    got: Found = ([], [])
+    ups: list[Tensor] = []
+
+
+def said_here(call: Call, laid: dict[str, Laid], seeds: Seeds, ranks: "Ranks") -> Said:
+    "What this rank's part of a call gives, twice if no rank raises"
+    ups, error, got, wrong = [], None, ([], []), []
+    try:
+        got, wrong = answered(call, laid, ups, seeds)
+    except Exception as e:  # whatever comes
+        error = e
+    if any(ranks.told(error is not None)):
+        return Said(touched(call, laid), str(error or ""), error and refused(call, error))
+    try:
+        wrong += wrong_again(call, laid, ups, seeds, got)
+    except Exception as error:
+        return Said(wrong, str(error), f"when repeated, {refused(call, error) or error}")
+    return Said(wrong, got=([t.cpu() for t in got[0]], [t.cpu() for t in got[1]]), ups=[u.given.cpu() for u in ups])
+
+
+def errors_of_ranks(said: list[Said]) -> tuple[str, list[str]]:
+    "What became of a call that raises, and what is wrong with it: all ranks name one argument, or what the first of them found"
+    faults = [f"rank {rank}: {what}" for rank, s in enumerate(said) for what in (*s.wrong, s.fault) if what]
+    found = [re.sub(r"^mesh: expected ranks whose arguments are right, got an error on rank \d+: ", "", s.error) for s in said]
+    alike = len({re.match(r"\w*", error)[0] for error in found}) == 1
+    return "refused" if alike else "out of step", faults or ([] if alike else [f"ranks do not raise alike: {[error[:200] for error in found]}"])
+
+
+def judged_over_ranks(call: RankCall, r: random.Random, device: str, ranks: "Ranks") -> tuple[str, list[str]]:
+    "What became of a call that all ranks make, and what is wrong with it; the first rank knows"
+    all_of, rank, seed = call.whole, ranks.rank, r.getrandbits(40)
+    laid = {name: Laid(t.to(device), r, all_of.expands and not all_of.impossible) for name, t in all_of.tensors.items()}
+    mine, own = call.here({name: l.given for name, l in laid.items()}, ranks.mesh), random.Random(seed + rank)
+    seeds = Seeds(seed + rank, seed + (rank if call.parts.tokens else 0), seed)
+    said = ranks.told(said_here(mine, {name: Laid(t, own, False) for name, t in mine.tensors.items()}, seeds, ranks))
+    if any(s.error for s in said):
+        return errors_of_ranks(said)
+    try:
+        return ("", []) if rank else verdict(call, laid, said, r, device)
+    except Exception as error:  # of the definition
+        return "broken", [repr(error)]
+
+
+def verdict(call: RankCall, laid: dict[str, Laid], said: list[Said], r: random.Random, device: str) -> tuple[str, list[str]]:
+    "What became of a call that no rank refuses, and what is wrong with it"
+    wrong = [f"rank {rank}: {what}" for rank, s in enumerate(said) for what in s.wrong]
+    outputs = [call.parts.output([*found]) for found in zip(*(s.got[0] for s in said))]
+    of_leaves = {name: [*found] for name, found in zip(call.whole.leaves, zip(*(s.got[1] for s in said)))}
+    grads, slack = ([of(name, found) for name, found in of_leaves.items()] for of in (call.parts.gradient, call.parts.roundings))
+    wrong += [f"{what} {i} is not the same on all ranks" for what, of in (("output", outputs), ("gradient", grads)) for i, (_, alike) in enumerate(of) if not alike]
+    got = [t for t, _ in outputs], [t for t, _ in grads]
+    if call.whole.impossible:
+        return "impossible", wrong + taken(got, device)
+    ups = [Laid(call.parts.output([*found])[0], r, False) for found in zip(*(s.ups for s in said))]
+    return "right", wrong + differences(call.whole._replace(slack=lambda *_, **__: dict(zip(of_leaves, slack))), laid, ups, got)
+
+
+def drawing(seed: int, k: int, device: str) -> Draw:
+    "What chance gives to draw number k of a seed"
+    interpreted = INTERPRETED and device == "cpu"
+    dtypes = [t for t in TOLERANCE if not (interpreted and t == torch.bfloat16)]  # which the interpreter rounds otherwise
+    return Draw(f"{seed}-{k}", dtypes, 65 if interpreted else 257)
 
 
 def run_one(seed: int, k: int, names: list[str], device: str) -> tuple[str, str, list[str]]:
     "Draw number k of a seed: the loss, what became of it and what is wrong"
-    name, interpreted = names[k % len(names)], INTERPRETED and device == "cpu"
-    dtypes = [t for t in TOLERANCE if not (interpreted and t == torch.bfloat16)]  # which the interpreter rounds otherwise
-    d = Draw(f"{seed}-{k}", dtypes, 65 if interpreted else 257)
+    name, d = names[k % len(names)], drawing(seed, k, device)
     call = LOSSES[name](d)
     try:
         return f"{name}{call}", *judged(call, d.r, device)
     except Exception as error:  # of a second call that differs, or of the definition
         return f"{name}{call}", "broken", [repr(error)]
+
+
+def run_one_over_ranks(seed: int, k: int, names: list[str], device: str, ranks: "Ranks") -> tuple[str, str, list[str]]:
+    "The same of a call that all ranks make"
+    name, d = names[k % len(names)], drawing(seed, k, device)
+    call = fuzz_ranks.LOSSES[name](d, ranks.mesh.size())
+    ranks.note(f"--only {k}: {name}{call.whole}")
+    return f"{name}{call.whole}", *judged_over_ranks(call, d.r, device, ranks)
 
 
 def kernels_everywhere(patch) -> None:
@@ -270,32 +377,94 @@ def kernels_everywhere(patch) -> None:
     everywhere(patch, negatives, "fits_kernels", lambda x, o: takes(x) and o.centers == 1 and o.circle_margin < 0)
 
 
+class Ranks(NamedTuple):
+    "The processes that make a call together"
+    rank: int
+    mesh: DeviceMesh
+    talk: Any  # a group of its own, which a call that hangs does not break
+    at: Path  # a file that names the call
+
+    def told(self, what: Any) -> list[Any]:
+        "What each rank says"
+        of_all = [None] * self.mesh.size()
+        dist.all_gather_object(of_all, what, group=self.talk)
+        return of_all
+
+    def note(self, call: str) -> None:
+        if not self.rank:
+            self.at.write_text(call)
+
+
+def fuzz(asked: argparse.Namespace, names: list[str], run: Callable[[int], tuple[str, str, list[str]]], goes_on: Callable[[], bool]) -> int:
+    "Draw after draw; 1 where a call was wrong"
+    chosen = [] if not asked.losses else asked.losses
+    ranks, outcomes, bad = ["--ranks", str(asked.ranks)] if asked.ranks > 1 else [], Counter(), 0
+    for k in count() if asked.only is None else [asked.only]:
+        if asked.only is None and not goes_on():
+            break
+        what, outcome, wrong = run(k)
+        outcomes[outcome] += 1
+        bad += bool(wrong)
+        if wrong:
+            print(f"{' '.join([*ranks, '--seed', str(asked.seed), '--only', str(k), *chosen])}: {what}: {'; '.join(wrong)}", flush=True)
+        if outcome == "out of step":  # nor is what they say next
+            break
+    print(f"{sum(outcomes.values())} calls: {', '.join(f'{n} {what}' for what, n in outcomes.items())}; {bad} wrong", flush=True)
+    return min(bad, 1)
+
+
+def one_rank(rank: int, asked: argparse.Namespace, names: list[str], folder: str) -> None:
+    "What one of the processes does; the first prints"
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    kind = torch.device(asked.device).type
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", f"file://{folder}/meet", HANGS, asked.ranks, rank)
+    ranks = Ranks(rank, DeviceMesh(kind, list(range(asked.ranks))), dist.new_group(backend="gloo", timeout=3 * HANGS), Path(folder, "call"))
+    end = time.monotonic() + asked.seconds
+    with nullcontext() if not rank else redirect_stdout(io.StringIO()):
+        wrong = fuzz(asked, names, lambda k: run_one_over_ranks(asked.seed, k, names, kind, ranks), lambda: ranks.told(time.monotonic() < end)[0])
+    ranks.told(None)
+    if not rank:
+        ranks.at.unlink(missing_ok=True)
+    os._exit(wrong)  # threads of a group may abort a process that has done its work
+
+
+def fuzz_over_ranks(asked: argparse.Namespace, names: list[str]) -> int:
+    "1 where a call was wrong, or a rank fell"
+    start = multiprocessing.get_context("fork" if torch.device(asked.device).type == "cpu" else "spawn")  # CUDA is not to be forked
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [start.Process(target=one_rank, args=(rank, asked, names, folder)) for rank in range(asked.ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        unfinished = Path(folder, "call")
+        if unfinished.exists():
+            print(f"--ranks {asked.ranks} --seed {asked.seed} {unfinished.read_text()}: no answer of all ranks")
+        return int(unfinished.exists() or any(process.exitcode for process in processes))
+
+
 def main(argv: list[str]) -> int:
     "1 where a call was wrong"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("losses", nargs="*", default=[*LOSSES], metavar="LOSS", help=", ".join(LOSSES))
+    parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"{', '.join(LOSSES)}; over ranks {', '.join(fuzz_ranks.LOSSES)}")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this draw alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that make each call together; on GPUs one each")
     asked = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    chosen = [] if asked.losses == [*LOSSES] else asked.losses
-    end, outcomes, bad = time.monotonic() + asked.seconds, Counter(), 0
+    end, names = time.monotonic() + asked.seconds, asked.losses or [*(LOSSES if asked.ranks == 1 else fuzz_ranks.LOSSES)]
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED and asked.device == "cpu":
             kernels_everywhere(patch)
-        for k in count() if asked.only is None else [asked.only]:
-            if asked.only is None and time.monotonic() > end:
-                break
-            what, outcome, wrong = run_one(asked.seed, k, asked.losses, asked.device)
-            outcomes[outcome] += 1
-            bad += bool(wrong)
-            if wrong:
-                print(f"{' '.join(['--seed', str(asked.seed), '--only', str(k), *chosen])}: {what}: {'; '.join(wrong)}", flush=True)
-    print(f"{sum(outcomes.values())} calls: {', '.join(f'{n} {what}' for what, n in outcomes.items())}; {bad} wrong")
-    return min(bad, 1)
+        if asked.ranks > 1:
+            return fuzz_over_ranks(asked, names)
+        return fuzz(asked, names, lambda k: run_one(asked.seed, k, names, asked.device), lambda: time.monotonic() < end)
 
 
 if __name__ == "__main__":

@@ -507,9 +507,9 @@ def of_head(d: Draw, V: int, H: int, name: str, tensors: dict[str, Tensor], leav
     rows = d.words(token_weight=lambda: d.weights(*tensors["target"].shape))
     bad, heads = d.spoiled(tensors["target"], V), []
     tensors = tensors | rows | d.words(class_weight=lambda: d.weights(V))
-    def run(features, weight, target, class_weight=None, token_weight=None, bias=None, scale=None):
+    def run(features, weight, target, class_weight=None, token_weight=None, bias=None, scale=None, head=None):
         made = {k: v(weight, scale) for k, v in more.items()}
-        head = fl.PartialFC(V, H, class_weight=class_weight, device=weight.device, dtype=weight.dtype, sparse=False, **words, **made)
+        head = (head or fl.PartialFC)(V, H, class_weight=class_weight, device=weight.device, dtype=weight.dtype, sparse=False, **words, **made)
         for parameter, t in (("weight", weight), ("bias", bias)):
             if t is not None:
                 head.__dict__["_parameters"].pop(parameter), setattr(head, parameter, t)
@@ -519,7 +519,7 @@ def of_head(d: Draw, V: int, H: int, name: str, tensors: dict[str, Tensor], leav
         x, y = alive(features).reshape(target.numel(), H), target.reshape(-1).long()
         found = weighed(losses(x, weight, y, bias, scale, heads[0]), y, class_weight, token_weight, words["reduction"])
         return [found.view(target.shape) if words["reduction"] == "none" else found]
-    return Call(run, exact, tensors, leaves, [*argument_names(fl.PartialFC), *argument_names(fl.PartialFC.forward)], dict(head=name) | words, bad, expands=expands)
+    return Call(run, exact, tensors, leaves, [*argument_names(fl.PartialFC), *argument_names(fl.PartialFC.forward)], dict(head=name, num_classes=V) | words, bad, expands=expands)
 
 
 def drawn_by(sampler, V: int, y: Tensor) -> Tensor:

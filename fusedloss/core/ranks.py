@@ -171,7 +171,9 @@ def pack(
     "Rows behind their labels; rows that pad are ignored."
     weight = y if token_weight is None else token_weight.double().view(torch.int64)
     header = torch.stack([y, weight], 1)  # without weights nobody reads the second
-    bytes_ = torch.cat([t.contiguous().view(torch.uint8) for t in (header, x)], 1)
+    if x.stride(1) != 1:  # a clone, as contiguous() leaves strides where there is no row, or one feature
+        x = x.clone(memory_format=torch.contiguous_format)
+    bytes_ = torch.cat([t.view(torch.uint8) for t in (header, x)], 1)
     gaps = -bytes_.shape[1] % HEADER_BYTES, rows - len(x)
     if any(gaps):
         bytes_ = F.pad(bytes_, (0, gaps[0], 0, gaps[1]))
@@ -210,7 +212,8 @@ def all_gather(t: Tensor, s: Shards) -> Tensor:  # [R, *t.shape]
 
 
 def all_reduce(t: Tensor, s: Shards) -> Tensor:
-    "The sum over ranks, in place."
+    "The sum over ranks, in place of a contiguous tensor: of others a group adds up what lies at one place in memory."
+    t = t.contiguous()
     if s.group is not None:
         dist.all_reduce(t, group=s.group)
     return t
