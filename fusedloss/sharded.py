@@ -601,7 +601,7 @@ def sharded_linear_log_probs(
     a = Asked(o, "none", memory_budget=memory_budget, backbone_reduction=backbone_reduction)
     call = local_call(Operands(input, linear_weight, target, linear_bias), a, mesh, num_classes, scale, each, look)
     check_reverse("sharded_linear_log_probs", "linear_log_probs")
-    rows = None if classes is None else classes.long().reshape(-1, classes.shape[-1])
+    rows = None if classes is None else classes.long().reshape(-1, classes.shape[-1]).contiguous()  # as kernels read them
     t = local_rows(call)
     with without_autocast(t.input.device.type):
         found = log_probs_over_ranks(t, flat(call.temperature), a, call.shards, call.batch, asked, rows)

@@ -21,7 +21,7 @@ import fusedloss as fl
 import fusedloss.contrast as contrast
 import fusedloss.sharded as sharded
 from fusedloss.core import ranks as core_ranks
-from fusedloss.core import tuning
+from fusedloss.core import products, triton, tuning
 from fusedloss.core.ranks import shard_range
 from fusedloss.margins import AdaFace, ArcFace, Circle, CosFace, SubCenter
 from fusedloss.core.sampling import NegativeSampler
@@ -32,7 +32,7 @@ from fusedloss.sharded_heads import ShardedPartialFC, ShardedRowSparse
 from workbook.measure import Shape
 from workbook.records import load_results
 from grids import FULL
-from helpers import everywhere, example_module, planted, unchanged
+from helpers import everywhere, INTERPRETED, example_module, planted, unchanged
 from test_contrast import exact_positives, exact_sigmoid
 from test_margins import MagFace
 
@@ -384,11 +384,20 @@ TOPK = dict(temperature=0.7, logit_scale=1.5, softcap=3.0)
 
 @case
 def classes_of_a_row_lie_otherwise_on_each_rank(meshes):
-    x, w, *_ = problem(9, 4, 11)
-    y = torch.arange(27, device=DEVICE).view(9, 3) % 11
-    wanted = fl.linear_log_probs(x, w, y).log_probs
-    for ranks, mesh, rank in mine(meshes):
-        assert_close(fl.sharded_linear_log_probs(x, spread(w, mesh), y if rank % 2 else y.T.contiguous().T).log_probs, wanted)
+    "In PyTorch, and by kernels where they are interpreted"
+    x, w, *_ = problem(9, 4, 11, dtype=f32)
+    y, exact = torch.arange(27, device=DEVICE).view(9, 3) % 11, w.clone().requires_grad_()
+    wanted = fl.linear_log_probs(x, exact, y).log_probs
+    dw, = torch.autograd.grad(wanted[:, 1:].sum(), exact)
+    for takes in (lambda t: False, lambda t: t.numel() > 0) if INTERPRETED and DEVICE == "cpu" else (None,):
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in ((triton, "has_kernel"), (products, "takes_kernel")) if takes else ():
+                everywhere(patch, module, name, takes)
+            for ranks, mesh, rank in mine(meshes):
+                own = spread(w, mesh).requires_grad_()
+                got = fl.sharded_linear_log_probs(x, own, y if rank % 2 else y.T.contiguous().T).log_probs
+                assert_close(got, wanted)
+                assert_close(whole(torch.autograd.grad(got[:, 1:].sum(), own)[0]), dw, rtol=1e-5, atol=1e-5)
 
 
 @case

@@ -397,7 +397,6 @@ class Ranks(NamedTuple):
 
 def fuzz(asked: argparse.Namespace, names: list[str], run: Callable[[int], tuple[str, str, list[str]]], goes_on: Callable[[], bool]) -> int:
     "Draw after draw; 1 where a call was wrong"
-    chosen = [] if not asked.losses else asked.losses
     ranks, outcomes, bad = ["--ranks", str(asked.ranks)] if asked.ranks > 1 else [], Counter(), 0
     for k in count() if asked.only is None else [asked.only]:
         if asked.only is None and not goes_on():
@@ -406,7 +405,7 @@ def fuzz(asked: argparse.Namespace, names: list[str], run: Callable[[int], tuple
         outcomes[outcome] += 1
         bad += bool(wrong)
         if wrong:
-            print(f"{' '.join([*ranks, '--seed', str(asked.seed), '--only', str(k), *chosen])}: {what}: {'; '.join(wrong)}", flush=True)
+            print(f"{' '.join([*ranks, '--seed', str(asked.seed), '--only', str(k), *asked.losses])}: {what}: {'; '.join(wrong)}", flush=True)
         if outcome == "out of step":  # nor is what they say next
             break
     print(f"{sum(outcomes.values())} calls: {', '.join(f'{n} {what}' for what, n in outcomes.items())}; {bad} wrong", flush=True)
