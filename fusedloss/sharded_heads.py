@@ -357,7 +357,7 @@ class ShardedPartialFC(ShardedScores):
 def head_facts(head:nn.Module, features:Tensor) -> dict[str, Any]:
     "What has to be the same on all ranks, and how many rows are here."
     leaves = features, head.weight, learned_scale(head.margin)
-    return {"margin": str(head.margin), "num_classes": head.num_classes, "ignore_index": head.ignore_index, "reduction": head.reduction,
+    return {"margin": str(head.margin), "method": head.method, "num_classes": head.num_classes, "ignore_index": head.ignore_index, "reduction": head.reduction,
             "class_weight given": head.class_weight is not None,
             "sampler's rate": head.sampler and head.sampler.rate, "training": head.training,
             "dtype of features": str(features.dtype), "gradients": torch.is_grad_enabled(),
