@@ -25,6 +25,17 @@ def test_record_replaces_the_same_measurement_alone(tmp_path):
     assert records[-1] == dict(last, stage="02_tiles") and "stage" not in path.read_text(encoding="utf-8")
 
 
+def test_a_library_that_is_absent_leaves_its_earlier_measurement(tmp_path):
+    file, of = tmp_path / "results.json", lambda **figures: record(tmp_path / "results.json", "peer", dict(N=1), "bfloat16", **figures)
+    of(reason="ModuleNotFoundError: No module named 'peer'")
+    assert "reason" in load_results(file)[0]["figures"]
+    measured = of(seconds=1.0)
+    assert of(reason="ImportError: peer needs another") == measured and load_results(file)[0]["figures"] == dict(seconds=1.0)
+    of(reason="OutOfMemoryError: too large")
+    assert load_results(file)[0]["figures"] == dict(reason="OutOfMemoryError: too large")
+
+
+
 def test_record_says_where_when_and_with_what(tmp_path, device):
     entry = record(tmp_path / "r.json", "naïve – 1", dict(N=1, H=2, V=3), torch.float16, device, ratio=1.5)
     assert entry["machine"] == machine_name(device) and entry["dtype"] == "float16"

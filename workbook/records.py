@@ -56,6 +56,11 @@ def machine_line(device: str | torch.device = "cpu") -> str:
     return " · ".join([machine_name(device), *(f"{k} {v}" for k, v in versions().items())])
 
 
+def is_absence(figures: dict) -> bool:
+    "Whether they only say that a library is not there, which undoes no measurement of it."
+    return str(figures.get("reason", "")).startswith(("ModuleNotFoundError", "ImportError"))
+
+
 def record(
     path: str | Path,  # the JSON file, a list of records
     name: str,  # what was measured, such as "tiles"
@@ -64,7 +69,7 @@ def record(
     device: str | torch.device = "cpu",
     **figures: float,  # in seconds, bytes, or ratios: the key says which
 ) -> dict:
-    "Append one measurement to `path`, in place of the same one made earlier, with its machine, versions, commit and date."
+    "Append one measurement to `path`, in place of the same one made earlier, with its machine, versions, commit and date; of what is absent now, the earlier one stays."
     path = Path(path)
     entry = dict(
         name=name,
@@ -78,6 +83,9 @@ def record(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
+    earlier = [r for r in _read(path) if key(r) == key(entry) and "seconds" in r["figures"]]
+    if is_absence(figures) and earlier:
+        return earlier[-1]
     kept = [r for r in _read(path) if key(r) != key(entry)]
     text = json.dumps([*kept, entry], indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
