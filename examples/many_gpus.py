@@ -5,8 +5,9 @@
 Each shape of a language model is one run of rounds, in which the first GPU also takes the step alone, and peers take theirs over
 all GPUs. That GPU holds all classes beside its own during the rounds; peaks count what a step adds. Results go to
 nbs/results/16_many_gpus.json, which the pages on losses and on heads over ranks show. Without names all cases run; "large" needs
-GPUs of 110 GB, the others fit 80 GB. A head's classes grow with the GPUs, and its step on each GPU alone is taken in the same run. "peers-A" and "peers-C" have the cross entropies alone, ours and those of the libraries that are
-installed, with their errors: run each in a process of its own, since Liger's kernels have room for the sizes of their first call.
+GPUs of 110 GB, the others fit 80 GB. A head's classes grow with the GPUs, and its step on each GPU alone is taken in the same run.
+"peers-A" and "peers-C" have the cross entropies alone, ours and those of the libraries that are installed, with their errors: run each
+in a process of its own, since Liger's kernels have room for the sizes of their first call.
 """
 import functools
 import os

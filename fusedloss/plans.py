@@ -30,6 +30,10 @@ from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.product import plan_product, product_obstacle, product_row, vectors_bytes
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
+def budget_without(budget:Optional[int], held:int) -> Optional[int]:  # bytes
+    "A budget less what is held anyway; at least 1, for 0 is none."
+    return budget if budget is None or held == 0 else larger_size(budget - held, 1)
+
 class Call(NamedTuple):
     "What decides how a loss is computed."
     n: int; v: int; h: int  # tokens, classes, features
@@ -59,8 +63,7 @@ class Call(NamedTuple):
 
     @property
     def room(self) -> Optional[int]:  # what a method may hold of the budget
-        left = self.memory_budget
-        return left if left is None or not self.cast_bytes else larger_size(left - self.cast_bytes, 1)
+        return budget_without(self.memory_budget, self.cast_bytes)
 
     @property
     def work(self) -> torch.dtype:  # what products are taken in
@@ -375,15 +378,13 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     return costs, 8 + 3 * slabs, host, max(backward, forward - gradient_bytes(r)), ("classes", slab)
 
 # %% ../nbs/10_plans.ipynb #cc504c2b
-def plain_operand_bytes(r:Call) -> int:
-    "Bytes of the weight as stage 7's plain path multiplies it, and of its gradient before it is rounded."
-    wide = acc_dtype(r.dtype)
-    return r.v * r.h * wide.itemsize * (1 + r.needs[1]) if wide != r.dtype else 0
+def recompute_operand_bytes(r:Call) -> int:
+    "Bytes of the weight as stage 7 multiplies it on a CPU, and of its gradient before it is rounded."
+    return chunks_operand_bytes(r) * (1 + r.needs[1])
 
 def recompute_budget(r:Call) -> Optional[int]:
     "What stage 7 may count as scores."
-    if r.room is None or r.gpu: return r.room
-    return larger_size(r.room - plain_operand_bytes(r), 1)
+    return budget_without(r.room, recompute_operand_bytes(r))
 
 def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int, tuple]:
     "The same of its plain path."
@@ -399,7 +400,7 @@ def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int
     extra = int(most * v * wide.itemsize)
     if r.fused: extra = max(extra, rows * (v + h) * wide.itemsize * r.needs[0])  # dx, before it has its place
     host = HOST_SECONDS["plain"] + chunks * HOST_SECONDS["plain chunk"]
-    return costs, 20 * chunks, host, extra + plain_operand_bytes(r), ("rows", rows)
+    return costs, 20 * chunks, host, extra + recompute_operand_bytes(r), ("rows", rows)
 
 # %% ../nbs/10_plans.ipynb #18905e7d
 def recompute_estimate(r:Call, machine:Machine) -> Estimate:

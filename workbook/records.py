@@ -56,11 +56,6 @@ def machine_line(device: str | torch.device = "cpu") -> str:
     return " · ".join([machine_name(device), *(f"{k} {v}" for k, v in versions().items())])
 
 
-def is_absence(figures: dict) -> bool:
-    "Whether they only say that a library is not there, which undoes no measurement of it."
-    return str(figures.get("reason", "")).startswith(("ModuleNotFoundError", "ImportError"))
-
-
 def record(
     path: str | Path,  # the JSON file, a list of records
     name: str,  # what was measured, such as "tiles"
@@ -83,10 +78,11 @@ def record(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     key = lambda r: [r[k] for k in ("name", "shape", "dtype", "machine")]
-    earlier = [r for r in _read(path) if key(r) == key(entry) and "seconds" in r["figures"]]
-    if is_absence(figures) and earlier:
+    found, absent = _read(path), str(figures.get("reason", "")).startswith(("ModuleNotFoundError", "ImportError"))
+    earlier = [r for r in found if key(r) == key(entry) and "seconds" in r["figures"]]
+    if absent and earlier:
         return earlier[-1]
-    kept = [r for r in _read(path) if key(r) != key(entry)]
+    kept = [r for r in found if key(r) != key(entry)]
     text = json.dumps([*kept, entry], indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
     return entry
