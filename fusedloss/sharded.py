@@ -50,7 +50,7 @@ from fusedloss.samples import (
     check_generator, checked_filters, Filters, launch_draw, launch_pick, launch_scores, merge_samples, PLAIN_BYTES, plain_parts,
     Sample, seeds_of, shard_samples)
 from fusedloss.sharded_product import check_supported, early_over_ranks, sharded_product, takes_product
-from fusedloss.topk import sorted_best, TopK, topk_budget, topk_fwd, topk_upstream
+from fusedloss.topk import kernel_topk, launch_best, plain_topk, sorted_best, TopK, topk_budget, topk_upstream
 
 # %% ../nbs/16_sharded.ipynb #bfecaefc
 ROW_MAX, SUM, TARGET, WEIGHED, MOMENT, AHEAD, SQUARES = range(7)
@@ -772,31 +772,47 @@ def sharded_linear_sample(
                             backbone_reduction, mesh, num_classes, generator)
 
 # %% ../nbs/16_sharded.ipynb #stkcode1
+def best_places(of:Tensor, is_none:Tensor, k:int, kernel:bool) -> Tensor:  # [N,M] twice; [N,k]
+    "Places of each row's k largest numbers, of equal ones the first; what is none comes last."
+    of = of.clamp(min=torch.finfo(of.dtype).min).masked_fill(is_none, -torch.inf)
+    return (launch_best if kernel else sorted_best)(of, k)[1]
+
+def chosen_tiles(maxima:Tensor, k:int, s:Shards) -> Tensor:  # [N,m], m up to k; [N,m] bool
+    "Which of each row's best tiles here, the best first, are among the k best of all ranks."
+    m = maxima.shape[1]
+    of_ranks = all_gather(F.pad(maxima, (0, k - m), value=torch.nan), s).transpose(0, 1).flatten(1)
+    here = best_places(of_ranks, of_ranks.isnan(), k, True) // k == s.rank
+    return torch.arange(m, device=here.device) < here.sum(1, keepdim=True)
+
 def shard_topk(
     x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor],  # [N,H]; [V,H] and [V] of the shard; [N]
     o:LossOptions, k:int, budget:int, s:Shards,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N,k] twice, [2,N]
-    "The best scores of a shard's classes, these classes among all, maximum and sum; -inf and -1 past the last."
-    n, here = len(x), min(k, len(w))
+    "A shard's candidates for the best scores, their classes among all, maximum and sum; -inf and -1 past the last candidate."
+    n, here, kernel = len(x), min(k, len(w)), takes_kernel(x)
     if not n or not here:
         nothing = x.new_zeros((2, n), dtype=acc_dtype(x.dtype))
         nothing[0] = -torch.inf
+        if kernel: chosen_tiles(nothing.new_empty(n, 0), k, s)  # the other ranks wait for it
         return nothing.new_full((n, k), -torch.inf), torch.full((n, k), -1, device=x.device), nothing
-    if takes_kernel(x): budget = budget or topk_budget(n, s.n_classes, x.element_size())  # as one process has for all classes
-    _, indices, _, scores, rows = topk_fwd(x, w, bias, temperature, o, here, budget)
-    return F.pad(scores, (0, k - here), value=-torch.inf), F.pad(indices + s.start, (0, k - here), value=-1), rows
+    if kernel:
+        budget = budget or topk_budget(n, s.n_classes, x.element_size())  # as one process has for all classes
+        found = kernel_topk(x, w, bias, temperature, o, here, budget, functools.partial(chosen_tiles, k=k, s=s))
+    else: found = plain_topk(x, w, bias, temperature, o, here, budget)
+    indices = (found.indices + s.start).masked_fill(found.indices >= len(w), -1)
+    return F.pad(found.scores, (0, k - here), value=-torch.inf), F.pad(indices, (0, k - here), value=-1), found.rows
 
 def topk_of_ranks(
-    scores:Tensor, indices:Tensor, rows:Tensor, k:int, s:Shards,  # of `shard_topk`
+    scores:Tensor, indices:Tensor, rows:Tensor, k:int, s:Shards, kernel:bool,  # of `shard_topk`
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N,k] twice, [R,2,N]
     "The best of all ranks' candidates, and each rank's maximum and sum."
-    as_integers = lambda t: t.double().view(torch.int64)
-    sent = all_gather(torch.cat([as_integers(scores), indices, as_integers(rows.T.contiguous())], 1), s)  # [R, N, 2k + 2]
-    have = [min(k, len(shard_range(s.n_classes, s.ranks, rank))) for rank in range(s.ranks)]
-    candidates, classes = (torch.cat([part[:, :m] for part, m in zip(of, have)], 1) for of in (sent[..., :k], sent[..., k:2 * k]))
-    scores, places = sorted_best(candidates.contiguous().view(torch.float64), k)
-    rows = sent[..., 2 * k:].contiguous().view(torch.float64).to(rows.dtype).transpose(1, 2)
-    return scores.to(rows.dtype), classes.gather(1, places), rows
+    given = scores, indices, rows.T
+    words = [t.contiguous().view(torch.int32) for t in given]
+    sent = all_gather(torch.cat(words, 1), s).split([t.shape[1] for t in words], 2)
+    scores, indices, rows = (got.contiguous().view(t.dtype) for got, t in zip(sent, given))
+    candidates, classes = (t.transpose(0, 1).flatten(1) for t in (scores, indices))
+    places = best_places(candidates, classes < 0, k, kernel)
+    return candidates.gather(1, places), classes.gather(1, places), rows.transpose(1, 2)
 
 class _ShardTopK(torch.autograd.Function):
     "Log-probabilities [N,k] and lse [N] with gradients, indices [N,k]."
@@ -806,7 +822,7 @@ class _ShardTopK(torch.autograd.Function):
         x, y, temperature = gather_rows(x, x.new_zeros(len(x), dtype=torch.int64), temperature, b, s, -1)
         if temperature is not None: temperature = temperature.masked_fill(y < 0, 1.0)  # of rows that pad
         with keep_agreement(tuning_agreement(x, x.dtype, s, "topk", *compiled_for(o), temperature is not None)):
-            scores, indices, rows = topk_of_ranks(*shard_topk(x, w, bias, temperature, o, k, budget, s), k, s)
+            scores, indices, rows = topk_of_ranks(*shard_topk(x, w, bias, temperature, o, k, budget, s), k, s, takes_kernel(x))
         log2_scale = sums_log2_scale(x)
         sums = merge_sums(torch.cat([rows, rows.new_zeros(len(rows), 5, len(x))], 1), log2_scale)
         log_s = sums[SUM].log()

@@ -6,7 +6,7 @@
 __all__ = ['TopK', 'linear_topk']
 
 # %% ../nbs/29_topk.ipynb #tk000007
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +51,12 @@ def ordered(bits):
 
 @jit
 def select_kernel(
-    z_ptr, values_ptr, places_ptr,  # [N,M]; [N,K] twice
+    z_ptr, counts_ptr, values_ptr, places_ptr,  # [N,M]; [N] or None; [N,K] twice
     M, K, z_stride_n, z_stride_m, BM: tl.constexpr, BK: tl.constexpr,
 ):
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BM)
-    z = tl.load(z_ptr + row * z_stride_n + place.to(tl.int64) * z_stride_m, mask=place < M, other=-float("inf"))
+    count = M if counts_ptr is None else tl.load(counts_ptr + row).to(tl.int32)
+    z = tl.load(z_ptr + row * z_stride_n + place.to(tl.int64) * z_stride_m, mask=place < count, other=-float("inf"))
     z = tl.where(z == 0, 0.0, tl.where(z == z, z, -float("inf")))  # NaN is not chosen; -0 is 0
     order = ordered(z.to(tl.int32, bitcast=True))
     low, high = tl.min(order, 0), tl.max(order, 0) + 1  # from low on there are at least K numbers, from high on fewer
@@ -83,13 +84,18 @@ def select_kernel(
 # %% ../nbs/29_topk.ipynb #tk000021
 MOST, IN_REGISTERS = 64, 2**14  # numbers that the kernel finds, and that it has in registers
 
-def launch_best(z:Tensor, k:int) -> tuple[Tensor, Tensor]:  # [N,M] fp32 to [N,k] twice
-    "`sorted_best` by a kernel; NaN counts as -inf."
+def is_selected(m:int, k:int) -> bool:
+    "Whether the kernel finds the k largest of m numbers; else a sort does."
+    return k <= MOST and m <= IN_REGISTERS
+
+def launch_best(z:Tensor, k:int, counts:Optional[Tensor]=None) -> tuple[Tensor, Tensor]:  # [N,M] fp32 to [N,k] twice; [N]
+    "`sorted_best` by a kernel; NaN counts as -inf, and so does what comes after a row's first `counts` numbers."
     n, m = z.shape
-    if k > MOST or m > IN_REGISTERS: return sorted_best(z, k)
+    if not is_selected(m, k):
+        return sorted_best(z if counts is None else z.masked_fill(torch.arange(m, device=z.device) >= counts[:, None], -torch.inf), k)
     values, places, size = z.new_empty(n, k), z.new_empty(n, k, dtype=torch.int64), next_power_of_2(m)
     with on_device(z):
-        launch_kernel(select_kernel, (n,), z, values, places, m, k, *z.stride(), BM=size, BK=next_power_of_2(k),
+        launch_kernel(select_kernel, (n,), z, counts, values, places, m, k, *z.stride(), BM=size, BK=next_power_of_2(k),
                       num_warps=min(16, max(4, size // 1024)))
     return values, places
 
@@ -127,10 +133,10 @@ def listed_scores_kernel(
 
 # %% ../nbs/29_topk.ipynb #tk000031
 @jit
-def blocks_kernel(by_tile_ptr, blocks_ptr, pairs, SIZE: tl.constexpr, B: tl.constexpr):  # [N·S], sorted; [blocks]
+def blocks_kernel(by_tile_ptr, blocks_ptr, pairs, n_tiles, SIZE: tl.constexpr, B: tl.constexpr):  # [N·S], sorted; [blocks]
     i = tl.program_id(0) * B + tl.arange(0, B)
-    keep = i < pairs
-    tile = tl.load(by_tile_ptr + i, mask=keep, other=0).to(tl.int32)
+    tile = tl.load(by_tile_ptr + i, mask=i < pairs, other=n_tiles).to(tl.int32)
+    keep = tile < n_tiles
     start, stop = tl.zeros([B], tl.int32), tl.where(keep, i, 0)  # the tile's first pair is between
     while tl.max(stop - start, 0) > 0:
         middle = (start + stop) // 2
@@ -139,20 +145,20 @@ def blocks_kernel(by_tile_ptr, blocks_ptr, pairs, SIZE: tl.constexpr, B: tl.cons
     nth = i - start
     tl.store(blocks_ptr + start // SIZE + tile + nth // SIZE, i, mask=keep & (nth % SIZE == 0))
 
-def tile_blocks(tiles:Tensor, n_tiles:int, size:int) -> tuple[Tensor, Tensor, Tensor]:  # [N,S], whose numbers are below n_tiles
+def tile_blocks(tiles:Tensor, n_tiles:int, size:int) -> tuple[Tensor, Tensor, Tensor]:  # [N,S]; n_tiles stands for none
     "Tiles [N·S], sorted; the pairs of a row and one of its tiles that they belong to; the first pair of each block, -1 for none."
     narrow = tiles.flatten().to(torch.int16 if n_tiles < 2**15 else torch.int32)  # sorted in fewer passes
     by_tile, pairs = narrow.sort(stable=True)
     blocks = pairs.new_full((len(pairs) // size + n_tiles,), -1)
     with on_device(tiles):
-        launch_kernel(blocks_kernel, (-(-len(pairs) // 256),), by_tile, blocks, len(pairs), SIZE=size, B=256)
+        launch_kernel(blocks_kernel, (-(-len(pairs) // 256),), by_tile, blocks, len(pairs), n_tiles, SIZE=size, B=256)
     return by_tile, pairs, blocks
 
 def launch_listed_scores(
     x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor],  # [N,H], [V,H], [V], [N]
     tiles:Tensor, o:LossOptions, t:Tiling,  # [N,S]
 ) -> Tensor:  # [N, S · t.BV]
-    "Scores of each row in its tiles, -inf beyond the last class."
+    "Scores of each row in its tiles, -inf beyond the last class; nothing is written where a tile's number is that of none."
     (n, slots), n_tiles, columns = tiles.shape, -(-len(w) // t.BV), t.BV & -t.BV  # the power of two that divides a tile
     size = min(128, 2**14 // columns, max(16, next_power_of_2(tiles.numel() // n_tiles)))
     sorted_pairs = tile_blocks(tiles, n_tiles, size)
@@ -173,17 +179,19 @@ def score_tiles(
 
 def tile_maxima(
     x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,  # [N,H], [V,H], [V], [N]
-) -> tuple[Tensor, Tensor, Tiling]:  # [N,tiles], [2,N]
-    "Each row's maximum in every tile of classes; its maximum, and Σ e^(z - maximum); how the tiles are cut."
-    y, (t, by_product) = x.new_full((len(x),), -1, dtype=torch.int64), score_tiles(x, w, bias, temperature, o)
+    t:Tiling, by_product:bool,
+) -> tuple[Tensor, Tensor]:  # [N,tiles], [2,N]
+    "Each row's maximum in every tile of classes; its maximum, and Σ e^(z - maximum)."
+    y = x.new_full((len(x),), -1, dtype=torch.int64)
     if not by_product:
         sums, parts = launch_sums(x, w, y, bias, None, o, tiling=t, temperature=temperature, run=1, unscaled=True)
-        return parts[0].T, sums[:2], t
-    product, sums = product_of(device_of(x)), x.new_zeros(7, len(x), dtype=torch.float32)
-    stats = sums.new_empty(-(-len(w) // product.classes), len(x), 2)
-    product.statistics(x, w, y, stats, sums[2])
+        return parts[0].T, sums[:2]
+    sums = x.new_zeros(7, len(x), dtype=torch.float32)
+    stats = sums.new_empty(-(-len(w) // t.BV), len(x), 2)
+    product_of(device_of(x)).statistics(x, w, y, stats, sums[2])
     merge_statistics(sums, stats, None, y, len(w), 1.0)
-    return stats[..., 0].T, sums[:2], t
+    return stats[..., 0].T, sums[:2]
+
 
 # %% ../nbs/29_topk.ipynb #tk000041
 class Found(NamedTuple):
@@ -193,51 +201,63 @@ class Found(NamedTuple):
     lse: Tensor  # [N]
     rows: Tensor  # [2,N]: as kernels store maximum and sum
 
-def kernel_topk(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int,  # [N,H], [V,H], [V], [N]
-) -> Found:
-    "The k largest scores of rows whose candidates fit in memory: the matmul, the best tiles, their scores again."
-    maxima, (top, s), t = tile_maxima(x, w, bias, temperature, o)
-    _, tiles = launch_best(maxima, min(k, maxima.shape[1]))
-    tiles, _ = tiles.sort(1)  # equal scores are then in the order of their classes
-    scores, places = launch_best(launch_listed_scores(x, w, bias, temperature, tiles, o, t), k)
-    indices = tiles.gather(1, places // t.BV) * t.BV + places % t.BV
-    return Found(scores, indices, top + s.log(), torch.stack([top * log2_scale(x), s]))
-
-def plain_topk(
-    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int,  # as `kernel_topk`
-) -> Found:
-    "The same in PyTorch, from all scores of the rows."
-    z = chunk_scores(x, w, bias)
-    _, lse, _, rows = rows_fwd(z, z.new_zeros(len(x), dtype=torch.int64), None, None, None, o, temperature=temperature)
-    z = plain_scores(z[:, 0], o, temperature)
-    return Found(*tiled_best(z, k), lse, rows)
-
-# %% ../nbs/29_topk.ipynb #tk000042
 LEAST = 2**26  # bytes
 
 def topk_budget(n_tokens:int, n_classes:int, itemsize:int) -> int:  # N, V
     "Bytes that chunks of rows may take, unless the caller says."
     return max(LEAST, n_tokens * n_classes * itemsize // 32)
 
-def row_bytes(n_classes:int, width:int, k:int) -> int:  # of a tile
-    "What a row of the kernels' chunks needs: statistics of its tiles, and the scores of those that are chosen."
-    tiles = -(-n_classes // width)
-    return 8 * tiles + (4 if k <= MOST else 24) * min(k, tiles) * width  # a sort needs copies and places
+def best_bytes(m:int, k:int) -> int:
+    "Bytes of a row's m numbers, and of finding the k largest."
+    return (4 if is_selected(m, k) else 24) * m  # a sort needs copies and places
 
+def kernel_topk(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int, budget:int,  # [N,H], [V,H], [V], [N]
+    are_chosen:Optional[Callable[[Tensor], Tensor]]=None,  # which of the maxima of a row's best tiles [N,m] count, the first ones; else all
+) -> Found:
+    "The k largest scores: the matmul, the best tiles, their scores again. After the last class that counts: -inf, and V or more."
+    n, (t, by_product) = len(x), score_tiles(x, w, bias, temperature, o)
+    tiles = -(-len(w) // t.BV)
+    m, budget = min(k, tiles), budget or topk_budget(n, len(w), x.element_size())
+    chunks = lambda row_bytes: tile_slices(n, equal_rows(n, max(1, budget // row_bytes)))
+    scores, rows = (x.new_empty(size, dtype=torch.float32) for size in ((n, k), (2, n)))
+    indices = torch.empty_like(scores, dtype=torch.int64)
+    maxima, best = scores[:, :m], indices[:, :m]  # of tiles; later of classes
+    for i in chunks(4 * tiles + best_bytes(tiles, k)):
+        found, rows[:, i] = tile_maxima(part(x, i), w, bias, part(temperature, i), o, t, by_product)
+        maxima[i], best[i] = launch_best(found, m)
+    if are_chosen is not None: best.masked_fill_(~are_chosen(maxima), tiles)
+    for i in chunks(best_bytes(m * t.BV, k)):
+        of, _ = best[i].sort(1)  # equal scores are then in the order of their classes
+        counts = None if are_chosen is None else (of < tiles).sum(1) * t.BV
+        scores[i], places = launch_best(launch_listed_scores(part(x, i), w, bias, part(temperature, i), of, o, t), k, counts)
+        indices[i] = of.gather(1, places // t.BV) * t.BV + places % t.BV
+    lse = rows[0] + rows[1].log()
+    rows[0] *= log2_scale(x)
+    return Found(scores, indices, lse, rows)
+
+def plain_topk(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int, budget:int,  # as `kernel_topk`
+) -> Found:
+    "The same in PyTorch, from all scores of a chunk of rows."
+    w = wide(w)
+    def chunk(i):
+        z = chunk_scores(part(x, i), w, bias)
+        each = part(temperature, i)
+        _, lse, _, rows = rows_fwd(z, z.new_zeros(len(z), dtype=torch.int64), None, None, None, o, temperature=each)
+        return *tiled_best(plain_scores(z[:, 0], o, each), k), lse, rows
+    *found, rows = zip(*map(chunk, plain_chunks(x, w, budget)))
+    return Found(*map(torch.cat, found), torch.cat(rows, 1))
+
+
+# %% ../nbs/29_topk.ipynb #tk000042
 def topk_fwd(
     x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int, budget:int,  # [N,H], [V,H], [V], [N]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Log-probabilities [N,k], indices [N,k], log-sum-exps [N]; scores [N,k] and rows [2,N] for the gradient."
-    if takes_kernel(x):
-        most = (budget or topk_budget(len(x), len(w), x.element_size())) // row_bytes(
-            len(w), score_tiles(x, w, bias, temperature, o)[0].BV, k)
-        chunks, topk = tile_slices(len(x), equal_rows(len(x), max(1, most))), kernel_topk
-    else: chunks, w, topk = plain_chunks(x, w, budget), wide(w), plain_topk
-    found = [topk(part(x, i), w, bias, part(temperature, i), o, k) for i in chunks]
-    scores, indices, lse = (torch.cat(kind) for kind in list(zip(*found))[:3])
-    rows = torch.cat([f.rows for f in found], 1)
-    return scores - scores[:, :1] - rows[1].log()[:, None], indices, lse, scores, rows
+    found = (kernel_topk if takes_kernel(x) else plain_topk)(x, w, bias, temperature, o, k, budget)
+    return found.scores - found.scores[:, :1] - found.rows[1].log()[:, None], found.indices, found.lse, found.scores, found.rows
+
 
 # %% ../nbs/29_topk.ipynb #tk000043
 def topk_upstream(

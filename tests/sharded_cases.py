@@ -39,7 +39,7 @@ from test_margins import MagFace
 f32, f64 = torch.float32, torch.float64
 DEVICE = "cuda" if os.environ.get("SHARDED_BACKEND") == "nccl" else "cpu"
 CASES, ON_GPUS = {}, ("losses_and_gradients", "product_against_one_process", "product_in_bf16_by_chunks", "rows_arrive_as_kernels_read_them", "product_remakes_an_offset_on_one_rank", "product_sends_three_numbers_a_chunk",
-                      "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "classes_of_a_row_against_one_process", "classes_of_a_row_lie_otherwise_on_each_rank", "topk_against_one_process", "hostile_topk", "samples_against_one_process", "hostile_samples", "answers_that_ranks_disagree_on", "answers_beside_a_mesh", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
+                      "ranks_choose_alike", "log_probs_against_one_process", "log_probs_that_raise_on_every_rank", "classes_of_a_row_against_one_process", "classes_of_a_row_lie_otherwise_on_each_rank", "topk_against_one_process", "topk_by_kernels", "hostile_topk", "samples_against_one_process", "hostile_samples", "answers_that_ranks_disagree_on", "answers_beside_a_mesh", "ranks_that_differ_on_gpus_lose_their_result", "divergences_against_one_process", "labels_of_one_rank_or_none", "statistics", "half_precision_and_autocast",
                       "collectives_are_counted", "heads_match_one_process", "a_method_that_cannot_be_raises_on_ranks_without_a_class", "half_precision_heads", "tokens_that_are_not_the_same", "what_is_wrong_on_one_rank_raises_on_all", "curves_do_not_know_the_ranks",
                       "fsdp_with_its_head_apart", "fsdp_at_the_root", "ddp_through_its_forward", "ddp_and_a_head_over_ranks", "tensor_parallel",
                       "sequence_parallel", "wrong_reductions_raise", "contrast_by_a_ring", "positives_by_a_ring", "a_contrast_has_the_same_bits_on_all_ranks", "positives_of_ranks_that_disagree", "contrasts_of_nothing_over_ranks", "contrast_of_ranks_that_disagree", "every_argument_works_or_raises", "planted_bugs_are_noticed",
@@ -425,6 +425,32 @@ def topk_against_one_process(meshes):
 
 
 @case
+def topk_by_kernels(meshes):
+    "Equal scores in tiles of several ranks, classes that cannot be, ranks with fewer tiles than k or none; all ranks together compute k tiles of a row again"
+    if DEVICE == "cpu" and not INTERPRETED: return
+    import fusedloss.topk as topk
+    counted, listed = [], topk.launch_listed_scores
+    def counting(x, w, bias, temperature, tiles, o, t):
+        counted.append((tiles < -(-len(w) // t.BV)).sum(1))
+        return listed(x, w, bias, temperature, tiles, o, t)
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu": everywhere(patch, products, "takes_kernel", lambda t: t.numel() > 0)
+        everywhere(patch, topk, "launch_listed_scores", counting)
+        for v, k, left, each in ((2100, 5, None, False), (2100, 70, None, False), (2100, 4, 3, False), (1500, 9, None, True), (3, 2, None, False)):
+            x, w, b = (t.round().to(f32 if DEVICE == "cpu" else torch.bfloat16) for t in problem(4, 4, v)[:3])  # scores that are equal
+            if left: b[torch.arange(v, device=DEVICE) % (v // left) != 7] = -math.inf  # fewer than k classes can be
+            how = dict(temperature=torch.linspace(0.5, 2, 4, device=DEVICE)) if each else {}
+            wanted = fl.linear_topk(x, w, k, linear_bias=b, **how)
+            for ranks, mesh, rank in mine(meshes):
+                counted.clear()
+                got = fl.sharded_linear_topk(x, spread(w, mesh), k, linear_bias=spread(b, mesh), **how)
+                assert_close([*got], [*wanted], rtol=1e-5, atol=1e-5)
+                again = sum(counted, torch.zeros(4, dtype=torch.int64, device=DEVICE))
+                dist.all_reduce(again, group=mesh.get_group())
+                if k <= 9 < v: assert (again == k).all(), again
+
+
+@case
 def hostile_topk(meshes):
     "Classes that cannot be, an offset that all scores share, a row with a NaN, half precision, sequences, autocast, a learned scale"
     x, w, b, *_ = problem(6, 4, 9)
@@ -528,9 +554,9 @@ ANSWER_BUGS = {
     "thresholds of this rank alone": ("all_reduce(from_each.gather(1, torch.searchsorted(keys, key, right=above)), s)",
                                       "from_each.gather(1, torch.searchsorted(keys, key, right=above))"),
     "equal scores of lower ranks forgotten": ("[:s.rank].sum(0)", "[:0].sum(0)"),
-    "candidates past a rank's last class": ("[part[:, :m] for part, m in zip(of, have)]", "[*of]"),
-    "candidates counted from a rank's first class": ("F.pad(indices + s.start, ", "F.pad(indices, "),
-    "the best classes without their temperatures": ("topk_fwd(x, w, bias, temperature, o, here, budget)", "topk_fwd(x, w, bias, None, o, here, budget)"),
+    "candidates past a rank's last class": ("best_places(candidates, classes < 0,", "best_places(candidates, classes < -1,"),
+    "candidates counted from a rank's first class": ("(found.indices + s.start)", "found.indices"),
+    "the best classes without their temperatures": ("plain_topk(x, w, bias, temperature, o, here, budget)", "plain_topk(x, w, bias, None, o, here, budget)"),
     "the best classes' gradients without them": ("mine[:, 0].contiguous(), bias, None, temperature,", "mine[:, 0].contiguous(), bias, None, None,"),
     "logits of K classes from this rank alone": ("raw = all_reduce(raw, s)", "raw = raw"),
     "gradients of classes that others have": ("more._replace(gradients=more.gradients.masked_fill(more.classes < 0, 0.0))", "more"),
