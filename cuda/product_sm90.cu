@@ -7,6 +7,8 @@
 // Compiled with BIASED, a number of each class is added to its scores, bias [V, and on to whole tiles]. With CAPPED,
 // exponentials takes 2^(log2_cap tanh(z log2_scale / log2_cap) - offset); sums are of these, and e is these times
 // tanh's slope, 1 - tanh². score_statistics leaves maxima and sums of scores that are not capped.
+// For a row's largest scores, score_maxima leaves the maximum of every 64 classes beside the statistics, maxima [narrow
+// tiles of V, on to whole tiles, N]: what is found there is computed again, the less the narrower.
 // For the entropy of a row, score_moments leaves Σ e^(z - m) (z - m) of each tile beside its statistics, moments
 // [tiles of V,N], and entropy_gradients has a coefficient that falls with the exponent t: coef + slope (mean - t /
 // log2_scale). A moment's terms have one sign, since m is the tile's maximum, so no digits cancel.
@@ -30,6 +32,7 @@
 #endif
 
 constexpr int TOKENS = 128, CLASSES = IN_TURN ? 192 : 256, FEATURES = 64;  // of a tile; 64 features are 128 bytes
+constexpr int NARROW = 64;  // classes, of a maximum of score_maxima
 constexpr int BLOCKS = IN_TURN ? 2 : 1, HELD = CLASSES / 2;  // of 64 tokens a group; scores of a block a thread
 constexpr int PART = CLASSES / CLUSTER;  // of w's tile, that a block copies
 static_assert(STAGES >= 2, "a stage is given back when the products of the next one were issued");
@@ -118,10 +121,10 @@ template <class F> INLINE float of_row(float v, F both) {
   v = both(v, __shfl_xor_sync(~0u, v, 1));
   return both(v, __shfl_xor_sync(~0u, v, 2));
 }
-INLINE float max_of_row(const float (&z)[HELD], int r) {
+INLINE float max_of_row(const float (&z)[HELD], int r, int first = 0, int last = HELD) {
   float m = -infinity();
   UNROLL
-  for (int i = 0; i < HELD; i++)
+  for (int i = first; i < last; i++)
     if (i % 4 / 2 == r) m = fmaxf(m, z[i]);
   return of_row(m, [](float a, float b) { return fmaxf(a, b); });
 }
@@ -171,29 +174,41 @@ struct Epilogue {
       if (i % 4 / 2 == r && column_of(i, thread) == column) found = z[i], z[i] = -infinity();
     targets_z[token] = found;
   }
-  template <class T> INLINE void put(T* to, T found, Tile tile, int token, int thread) const {
-    if (thread % 4 == 0 && token < N) to[(i64)(tile.type / CLASSES) * N + token] = found;
+  template <class T> INLINE void put(T* to, T found, int part, int token, int thread) const {
+    if (thread % 4 == 0 && token < N) to[(i64)part * N + token] = found;
   }
 };
-template <bool MOMENTS> struct Statistics : Epilogue {
+enum Beside { NOTHING, MOMENTS, MAXIMA };
+template <Beside BESIDE> struct Statistics : Epilogue {
   float2* stats;
-  float* moments;
+  float* beside;  // moments, or maxima
 
   struct OfRow { int target; };  // what is loaded before the products, and needed after them
   INLINE OfRow load(int token) const { return {target_of(token)}; }
+  INLINE float put_maxima(const float (&z)[HELD], Tile tile, int r, int token, int thread) const {  // the largest of them
+    float m = -infinity();
+    UNROLL
+    for (int i = 0; i < CLASSES / NARROW; i++) {  // NARROW classes of two rows: NARROW / 2 scores of a thread
+      const float of_part = max_of_row(z, r, i * (NARROW / 2), (i + 1) * (NARROW / 2));
+      put(beside, of_part, tile.type / NARROW + i, token, thread);
+      m = fmaxf(m, of_part);
+    }
+    return m;
+  }
   INLINE void finish(float (&z)[HELD], Tile tile, int r, int token, OfRow, int thread) const {
-    const float m = max_of_row(z, r), shift = zero_if_neg_inf(m) * LOG2E;
+    const float m = BESIDE == MAXIMA ? put_maxima(z, tile, r, token, thread) : max_of_row(z, r);
+    const float shift = zero_if_neg_inf(m) * LOG2E;
     float moment = 0.0f;
     UNROLL
     for (int i = 0; i < HELD; i++)
       if (i % 4 / 2 == r) {
         const float t = fmaf(z[i], LOG2E, -shift);
         z[i] = exp2_approx(t);
-        if (MOMENTS) moment = fmaf(z[i], above_zeros(t), moment);
+        if (BESIDE == MOMENTS) moment = fmaf(z[i], above_zeros(t), moment);
       }
-    put(stats, make_float2(m, sum_of_row(z, r)), tile, token, thread);
-    if (!MOMENTS) return;
-    put(moments, of_row(moment, [](float a, float b) { return a + b; }) / LOG2E, tile, token, thread);
+    put(stats, make_float2(m, sum_of_row(z, r)), tile.type / CLASSES, token, thread);
+    if (BESIDE != MOMENTS) return;
+    put(beside, of_row(moment, [](float a, float b) { return a + b; }) / LOG2E, tile.type / CLASSES, token, thread);
   }
 };
 
@@ -259,7 +274,7 @@ template <Kind KIND> struct Exponentials : Epilogue {
         if (i % 4 / 2 == r) z[i] = 0.0f;
       s = 0.0f;
     }
-    if (KIND == SUMMED) put(sums, CAPPED ? s : sum_of_row(z, r), tile, token, thread);
+    if (KIND == SUMMED) put(sums, CAPPED ? s : sum_of_row(z, r), tile.type / CLASSES, token, thread);
     UNROLL
     for (int g = 0; g < CLASSES / 32; g++) {  // groups of 32 classes: 64 bytes of a row from four threads
       u32 words[4];
@@ -330,12 +345,17 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
 extern "C" __global__ void SHAPE score_statistics(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* targets_z,
     const int* wanted, const float* bias, int N, int V, int H) {
-  run(&x_map, &w_map, Statistics<false>{{targets_z, targets, N, V, bias}, stats}, H, wanted);
+  run(&x_map, &w_map, Statistics<NOTHING>{{targets_z, targets, N, V, bias}, stats}, H, wanted);
 }
 extern "C" __global__ void SHAPE score_moments(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* moments,
     float* targets_z, int N, int V, int H) {
-  run(&x_map, &w_map, Statistics<true>{{targets_z, targets, N, V}, stats, moments}, H, nullptr);
+  run(&x_map, &w_map, Statistics<MOMENTS>{{targets_z, targets, N, V}, stats, moments}, H, nullptr);
+}
+extern "C" __global__ void SHAPE score_maxima(
+    BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* maxima,
+    float* targets_z, int N, int V, int H) {
+  run(&x_map, &w_map, Statistics<MAXIMA>{{targets_z, targets, N, V}, stats, maxima}, H, nullptr);
 }
 extern "C" __global__ void SHAPE exponentials(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, u16* e, float* sums,

@@ -35,12 +35,12 @@ def sorted_best(z:Tensor, k:int) -> tuple[Tensor, Tensor]:  # [N,M] to [N,k] twi
     return values[:, :k].clone(), places[:, :k].clone()  # views would keep all M
 
 # %% ../nbs/29_topk.ipynb #tk000022
-def tiled_best(z:Tensor, k:int, width:int=256) -> tuple[Tensor, Tensor]:  # [N,V] to [N,k] twice
+def tiled_best(z:Tensor, k:int, width:int=256, best_of:Callable=sorted_best) -> tuple[Tensor, Tensor]:  # [N,V] to [N,k] twice
     "Each row's k largest scores and their classes: of its k tiles with the largest maxima."
     tiles = F.pad(z, (0, -z.shape[1] % width), value=-torch.inf).unflatten(1, (-1, width))
-    _, best = sorted_best(tiles.amax(2), min(k, tiles.shape[1]))
+    _, best = best_of(tiles.amax(2), min(k, tiles.shape[1]))
     best, _ = best.sort(1)  # equal scores are then in the order of their classes
-    scores, places = sorted_best(tiles.take_along_dim(best[:, :, None], 1).flatten(1), k)
+    scores, places = best_of(tiles.take_along_dim(best[:, :, None], 1).flatten(1), k)
     return scores, best.gather(1, places // width) * width + places % width
 
 # %% ../nbs/29_topk.ipynb #tk000020
@@ -69,7 +69,7 @@ def select_kernel(
     more, equal = order > low, (order == low).to(tl.int32)
     chosen = more | ((equal > 0) & (tl.cumsum(equal, 0) <= K - tl.sum(more.to(tl.int32), 0)))
     slot = row * K + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(values_ptr + slot, z, mask=chosen)
+    tl.store(values_ptr + slot, ordered(order).to(tl.float32, bitcast=True), mask=chosen)
     tl.store(places_ptr + slot, place.to(tl.int64), mask=chosen)
     tl.debug_barrier()
     i = tl.arange(0, BK)
@@ -84,15 +84,16 @@ def select_kernel(
 # %% ../nbs/29_topk.ipynb #tk000021
 MOST, IN_REGISTERS = 64, 2**14  # numbers that the kernel finds, and that it has in registers
 
-def is_selected(m:int, k:int) -> bool:
-    "Whether the kernel finds the k largest of m numbers; else a sort does."
-    return k <= MOST and m <= IN_REGISTERS
+def best_bytes(m:int, k:int) -> int:
+    "Bytes of a row's m numbers, and of finding the k largest: in registers, of tiles, or by a sort, which copies numbers and places."
+    return 4 * m if k <= MOST and m <= IN_REGISTERS else 12 * m if k <= MOST else 24 * m
 
 def launch_best(z:Tensor, k:int, counts:Optional[Tensor]=None) -> tuple[Tensor, Tensor]:  # [N,M] fp32 to [N,k] twice; [N]
     "`sorted_best` by a kernel; NaN counts as -inf, and so does what comes after a row's first `counts` numbers."
     n, m = z.shape
-    if not is_selected(m, k):
-        return sorted_best(z if counts is None else z.masked_fill(torch.arange(m, device=z.device) >= counts[:, None], -torch.inf), k)
+    if k > MOST or m > IN_REGISTERS:
+        if counts is not None: z = z.masked_fill(torch.arange(m, device=z.device) >= counts[:, None], -torch.inf)
+        return sorted_best(z, k) if k > MOST else tiled_best(z, k, best_of=launch_best)
     values, places, size = z.new_empty(n, k), z.new_empty(n, k, dtype=torch.int64), next_power_of_2(m)
     with on_device(z):
         launch_kernel(select_kernel, (n,), z, counts, values, places, m, k, *z.stride(), BM=size, BK=next_power_of_2(k),
@@ -104,18 +105,16 @@ def launch_best(z:Tensor, k:int, counts:Optional[Tensor]=None) -> tuple[Tensor, 
 def listed_scores_kernel(
     x_ptr, w_ptr, bias_ptr, temperature_ptr,  # [N,H], [V,H]; [V], [N], each or None
     by_tile_ptr, pairs_ptr, blocks_ptr,  # [N·S] twice: tile, row · S + slot, by tile; [blocks]: first pair, or -1
-    out_ptr,  # [N,S,WIDTH]
+    out_ptr,  # [N,S,BV]
     N, V, H, S, x_stride_n, x_stride_h, w_stride_v, w_stride_h, o,
-    SCORE: tl.constexpr, WIDTH: tl.constexpr,  # classes of a tile, a multiple of BV
-    BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    SCORE: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,  # BV classes are a tile
 ):
-    parts = WIDTH // BV  # of a tile: those of one block are neighbours
-    first, tile_part = tl.load(blocks_ptr + tl.program_id(0) // parts), tl.program_id(0) % parts
+    first = tl.load(blocks_ptr + tl.program_id(0))
     if first >= 0:
         tile = tl.load(by_tile_ptr + first).to(tl.int64)
-        lanes, columns = first + tl.arange(0, BN), tile_part * BV + tl.arange(0, BV)
+        lanes, columns = first + tl.arange(0, BN), tl.arange(0, BV)
         keep = tl.load(by_tile_ptr + lanes, mask=lanes < N * S, other=-1).to(tl.int64) == tile
-        cols = tile * WIDTH + columns
+        cols = tile * BV + columns
         pairs, inside = tl.load(pairs_ptr + lanes, mask=keep, other=0), cols < V
         rows = pairs // S
         x_at, w_at = x_ptr + rows[:, None] * x_stride_n, w_ptr + cols[:, None] * w_stride_v
@@ -129,7 +128,7 @@ def listed_scores_kernel(
             product += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
         z, _ = cooled(*SCORE(product, o), temperature_ptr, rows, keep)
         z = tl.where(inside[None, :], z, -float("inf"))
-        tl.store(out_ptr + pairs[:, None] * WIDTH + columns[None, :], z, mask=keep[:, None])
+        tl.store(out_ptr + pairs[:, None] * BV + columns[None, :], z, mask=keep[:, None])
 
 # %% ../nbs/29_topk.ipynb #tk000031
 @jit
@@ -159,14 +158,14 @@ def launch_listed_scores(
     tiles:Tensor, o:LossOptions, t:Tiling,  # [N,S]
 ) -> Tensor:  # [N, S · t.BV]
     "Scores of each row in its tiles, -inf beyond the last class; nothing is written where a tile's number is that of none."
-    (n, slots), n_tiles, columns = tiles.shape, -(-len(w) // t.BV), t.BV & -t.BV  # the power of two that divides a tile
-    size = min(128, 2**14 // columns, max(16, next_power_of_2(tiles.numel() // n_tiles)))
+    (n, slots), n_tiles = tiles.shape, -(-len(w) // t.BV)
+    size = min(128, 2**14 // t.BV, max(16, next_power_of_2(tiles.numel() // n_tiles)))
     sorted_pairs = tile_blocks(tiles, n_tiles, size)
     z = x.new_empty(n, slots * t.BV, dtype=torch.float32)
     with on_device(x):
-        launch_kernel(listed_scores_kernel, (len(sorted_pairs[2]) * (t.BV // columns),), x, w, bias, temperature, *sorted_pairs, z, n,
-                      len(w), x.shape[1], slots, *x.stride(), *w.stride(), o, SCORE=score_fn(o), WIDTH=t.BV,
-                      BN=size, BV=columns, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
+        launch_kernel(listed_scores_kernel, (len(sorted_pairs[2]),), x, w, bias, temperature, *sorted_pairs, z, n,
+                      len(w), x.shape[1], slots, *x.stride(), *w.stride(), o, SCORE=score_fn(o),
+                      BN=size, BV=t.BV, BH=t.BH, num_warps=t.warps, num_stages=t.stages)
     return z
 
 # %% ../nbs/29_topk.ipynb #tk000040
@@ -175,7 +174,7 @@ def score_tiles(
 ) -> tuple[Tiling, bool]:
     "How the first matmul cuts tiles, and whether it is the GPU's hand-written product."
     t, by_product = tiling_of(x, w, is_busy(o, False)), temperature is None and takes_scores(x, w, bias, o)
-    return t._replace(BV=product_of(device_of(x)).classes) if by_product else t, by_product
+    return t._replace(BV=product_of(device_of(x)).narrow) if by_product else t, by_product
 
 def tile_maxima(
     x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions,  # [N,H], [V,H], [V], [N]
@@ -186,11 +185,12 @@ def tile_maxima(
     if not by_product:
         sums, parts = launch_sums(x, w, y, bias, None, o, tiling=t, temperature=temperature, run=1, unscaled=True)
         return parts[0].T, sums[:2]
-    sums = x.new_zeros(7, len(x), dtype=torch.float32)
-    stats = sums.new_empty(-(-len(w) // t.BV), len(x), 2)
-    product_of(device_of(x)).statistics(x, w, y, stats, sums[2])
+    product, sums = product_of(device_of(x)), x.new_zeros(7, len(x), dtype=torch.float32)
+    tiles = -(-len(w) // product.classes)
+    stats, maxima = sums.new_empty(tiles, len(x), 2), sums.new_empty(tiles * product.classes // t.BV, len(x))
+    product.maxima(x, w, y, stats, maxima, sums[2])
     merge_statistics(sums, stats, None, y, len(w), 1.0)
-    return stats[..., 0].T, sums[:2]
+    return maxima[:-(-len(w) // t.BV)].T, sums[:2]
 
 
 # %% ../nbs/29_topk.ipynb #tk000041
@@ -207,10 +207,6 @@ def topk_budget(n_tokens:int, n_classes:int, itemsize:int) -> int:  # N, V
     "Bytes that chunks of rows may take, unless the caller says."
     return max(LEAST, n_tokens * n_classes * itemsize // 32)
 
-def best_bytes(m:int, k:int) -> int:
-    "Bytes of a row's m numbers, and of finding the k largest."
-    return (4 if is_selected(m, k) else 24) * m  # a sort needs copies and places
-
 def kernel_topk(
     x:Tensor, w:Tensor, bias:Optional[Tensor], temperature:Optional[Tensor], o:LossOptions, k:int, budget:int,  # [N,H], [V,H], [V], [N]
     are_chosen:Optional[Callable[[Tensor], Tensor]]=None,  # which of the maxima of a row's best tiles [N,m] count, the first ones; else all
@@ -223,15 +219,20 @@ def kernel_topk(
     scores, rows = (x.new_empty(size, dtype=torch.float32) for size in ((n, k), (2, n)))
     indices = torch.empty_like(scores, dtype=torch.int64)
     maxima, best = scores[:, :m], indices[:, :m]  # of tiles; later of classes
-    for i in chunks(4 * tiles + best_bytes(tiles, k)):
+
+    def find_tiles(i):
         found, rows[:, i] = tile_maxima(part(x, i), w, bias, part(temperature, i), o, t, by_product)
         maxima[i], best[i] = launch_best(found, m)
-    if are_chosen is not None: best.masked_fill_(~are_chosen(maxima), tiles)
-    for i in chunks(best_bytes(m * t.BV, k)):
+
+    def find_classes(i):
         of, _ = best[i].sort(1)  # equal scores are then in the order of their classes
         counts = None if are_chosen is None else (of < tiles).sum(1) * t.BV
         scores[i], places = launch_best(launch_listed_scores(part(x, i), w, bias, part(temperature, i), of, o, t), k, counts)
         indices[i] = of.gather(1, places // t.BV) * t.BV + places % t.BV
+
+    for i in chunks(4 * tiles + best_bytes(tiles, k)): find_tiles(i)
+    if are_chosen is not None: best.masked_fill_(~are_chosen(maxima), tiles)
+    for i in chunks(best_bytes(m * t.BV, k)): find_classes(i)
     lse = rows[0] + rows[1].log()
     rows[0] *= log2_scale(x)
     return Found(scores, indices, lse, rows)

@@ -142,6 +142,10 @@ extern "C" void run_score_moments(int grid, int threads, int seed, const u16* x,
                                   float* targets_z, int N, int V, int H) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_moments(x_map, w_map, targets, stats, moments, targets_z, N, V, H); });
 }
+extern "C" void run_score_maxima(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats, float* maxima,
+                                 float* targets_z, int N, int V, int H) {
+  run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_maxima(x_map, w_map, targets, stats, maxima, targets_z, N, V, H); });
+}
 extern "C" void run_exponentials(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets, u16* e,
                                  float* sums, float* targets_z, const int* wanted, const float* bias, int N, int V, int H, i64 pitch, float log2_scale,
                                  float log2_cap) {

@@ -388,7 +388,7 @@ FORMS = {"shared": hopper.WarpGroupProduct(), "in turn": hopper.IN_TURN, "alone"
 
 class ByPyTorch(ScoreProduct):
     "The product of an architecture that nobody has"
-    classes = 16
+    classes, narrow = 16, 8
 
     def __init__(self):
         self.used = []
@@ -430,7 +430,7 @@ class ByPyTorch(ScoreProduct):
 
     def moments(self, *tensors): raise AssertionError("no loss here asks for moments")
 
-    gradients = entropy_gradients = moments
+    gradients = entropy_gradients = maxima = moments
 
 
 @pytest.mark.parametrize("how", SHAPED)

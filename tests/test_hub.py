@@ -342,7 +342,7 @@ def test_kernels_compiled_ahead_have_the_names_that_the_library_asks_for(kernel,
     monkeypatch.setattr(ahead, "ops", SimpleNamespace(function=lambda name, shared: int(f'("{name}", ' in text)))
     monkeypatch.setattr(own, "COMPILERS", {"the build": ahead.compiled})
     hopper, products = part(kernel, "core.hopper"), part(kernel, "core.score_product").PRODUCTS
-    kernels = ["score_statistics", "score_moments", "exponentials", "score_gradients", "entropy_gradients"]
+    kernels = ["score_statistics", "score_moments", "score_maxima", "exponentials", "score_gradients", "entropy_gradients"]
     with monkeypatch.context() as patch:
         patch.setattr(own, "compiler_failure", lambda compiler, device: None)
         patch.setattr(hopper, "cuda_kernel", own.compiled_kernel.__wrapped__)

@@ -297,6 +297,19 @@ def moments_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: 
     return worst / 1e-6 / (1 + scores.abs().max().item())
 
 
+def maxima_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: WarpGroupProduct = IN_TURN) -> float:
+    "The error of `score_maxima`, in the units of `error`; infinite where its statistics are not those of `score_statistics`"
+    y, new, tiles = targets_of(*scores.shape).to(x.device), partial(torch.full, fill_value=math.nan, device=x.device), -(-len(w) // form.classes)
+    stats, plain, found, (z_y, again) = new((tiles, len(x), 2)), new((tiles, len(x), 2)), new((tiles * form.classes // form.narrow + 2, len(x))), new((2, len(x)))
+    form.maxima(x, w, y, stats, found[1:-1], z_y)
+    form.statistics(x, w, y, plain, again)
+    if not torch.equal(stats, plain) or not torch.equal(z_y.nan_to_num(), again.nan_to_num()) or not found[[0, -1]].isnan().all(): return math.inf
+    z = without_targets(scores, y.cpu())
+    wanted = torch.nn.functional.pad(z, (0, tiles * form.classes - len(w)), value=-math.inf).unflatten(1, (-1, form.narrow)).amax(2).T
+    off = torch.where(found[1:-1].cpu() == wanted, 0.0, (found[1:-1].cpu().double() - wanted).abs())
+    return off.nan_to_num(math.inf).max().item() / 1e-6 / (1 + scores.abs().max().item())
+
+
 def entropy_gradients_error(x: torch.Tensor, w: torch.Tensor, scores: torch.Tensor, form: WarpGroupProduct = IN_TURN) -> float:
     "The error of `entropy_gradients`, in half steps of 16 bits of its largest part"
     (n, v), log2e = scores.shape, math.log2(math.e)
@@ -324,6 +337,14 @@ def test_moments_and_gradients_of_entropies(kind, in_turn, monkeypatch):
     on_cpu(monkeypatch)
     data, form = scored(150, 300, 72, KINDS[kind], 0.4), WarpGroupProduct(in_turn=in_turn)
     assert moments_error(*data, form) < 1 and entropy_gradients_error(*data, form) < 2.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("v", [300, 577])
+def test_maxima_of_narrow_tiles(v, kind, in_turn, monkeypatch):
+    on_cpu(monkeypatch)
+    assert maxima_error(*scored(150, v, 72, KINDS[kind], 0.4), WarpGroupProduct(in_turn=in_turn)) < 1
 
 
 def log_probs_errors(n: int, v: int, h: int, device: str) -> list[float]:
@@ -385,6 +406,7 @@ def test_slabs_that_stand_in_dw_leave_it_right(off, tmp_path, monkeypatch):
 def test_moments_and_gradients_of_entropies_on_a_gpu(kind, form):
     x, w, scores = scored(1000, 5003, 904, KINDS[kind], 904 ** -0.25)
     assert moments_error(x.cuda(), w.cuda(), scores, form) < 4 and entropy_gradients_error(x.cuda(), w.cuda(), scores, form) < 2.1
+    assert maxima_error(x.cuda(), w.cuda(), scores, form) < 4
 
 
 @on_hopper
@@ -481,6 +503,8 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
     "a capped sum has the slopes": ("s += e, z[i] = e * t.y;", "s += z[i] = e * t.y;"),
     "what does not count is capped": ("z[i] == -infinity() ? 0.0f : exp2_approx(fmaf(t.x", "exp2_approx(fmaf(t.x"),
     "a token that does not count has a capped sum": ("      s = 0.0f;\n", ""),
+    "a maximum is of half its classes": ("i * (NARROW / 2), (i + 1) * (NARROW / 2)", "i * (NARROW / 2), i * (NARROW / 2) + NARROW / 4"),
+    "maxima stand where a tile's first one does": ("tile.type / NARROW + i, token", "tile.type / NARROW, token"),
     "a moment is one thread's": ("of_row(moment, [](float a, float b) { return a + b; })", "moment"),
     "a moment is in units of 2": (" / LOG2E, tile", ", tile"),
     "classes that do not count make no number": ("return fmaxf(t, -200.0f);", "return t;"),
@@ -494,11 +518,11 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
 
 
 def entropies_fault(source: str, form: WarpGroupProduct) -> bool:
-    "Whether a text of the kernels gets moments, or gradients of entropies, wrong"
+    "Whether a text of the kernels gets moments, maxima, or gradients of entropies, wrong"
     with pytest.MonkeyPatch.context() as patch:
         on_cpu(patch, source)
         data = scored(*SIZES["parts of tiles"], scale=0.4)
-        return not (moments_error(*data, form) < 1 and entropy_gradients_error(*data, form) < 2.1)
+        return not (moments_error(*data, form) < 1 and maxima_error(*data, form) < 1 and entropy_gradients_error(*data, form) < 2.1)
 
 
 def fault(source: str) -> str | None:
@@ -549,7 +573,7 @@ def test_its_registers_suffice(tmp_path):
     fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", "IN_TURN=0", "BIASED=0", "CAPPED=0")]
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
-    assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 5 and "C75" not in said, said
+    assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 6 and "C75" not in said, said
 
 
 # --- what recompute makes of them, by Triton ---

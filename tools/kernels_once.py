@@ -227,7 +227,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     several_classes: "class_scores_kernel",
     product_over_ranks: "rank_numbers_kernel merge_ranks_kernel",
     pairs: "divergence_kernel pair_numbers_kernel pair_mixture_kernel pair_gradient_kernel soft_kernel labels_kernel",
-    topk: "select_kernel blocks_kernel listed_scores_kernel listed_kernel",
+    topk: "score_maxima select_kernel blocks_kernel listed_scores_kernel listed_kernel",
     contrast: "contrast_fwd_kernel add_sums_kernel pair_loss_kernel upstream_kernel contrast_bwd_kernel positive_scores_kernel positive_losses_kernel shares_kernel column_terms_kernel "
               "sigmoid_fwd_kernel add_losses_kernel sigmoid_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",

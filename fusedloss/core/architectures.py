@@ -21,6 +21,7 @@ class ScoreProduct(ABC):
     """
 
     classes: int  # of a tile
+    narrow: int  # of a maximum that `maxima` writes: a tile has several
 
     @abstractmethod
     def lacks(self, d: Device) -> str:
@@ -58,6 +59,10 @@ class ScoreProduct(ABC):
     @abstractmethod
     def moments(self, x: Tensor, w: Tensor, y: Tensor, stats: Tensor, moments: Tensor, target_z: Tensor):
         "Write `statistics`, and each tile's Σ e^(z - maximum) (z - maximum) to `moments [tiles,N]`."
+
+    @abstractmethod
+    def maxima(self, x: Tensor, w: Tensor, y: Tensor, stats: Tensor, maxima: Tensor, target_z: Tensor):
+        "Write `statistics`, and the maximum of every `narrow` classes to `maxima [tiles · classes / narrow,N]`."
 
     @abstractmethod
     def exponentials(

@@ -188,6 +188,10 @@ class WarpGroupProduct(ScoreProduct):
         return 192 if self.in_turn else 256
 
     @property
+    def narrow(self) -> int:
+        return 64
+
+    @property
     def shared(self) -> int:
         "Bytes of shared memory of a block."
         return self.stages * ((128 + self.classes) * COLUMNS * 2 + 16)
@@ -229,6 +233,9 @@ class WarpGroupProduct(ScoreProduct):
 
     def moments(self, x, w, y, stats, moments, target_z):
         launch_form("score_moments", self, x, w, y, stats, moments, target_z, len(x), len(w), x.shape[1])
+
+    def maxima(self, x, w, y, stats, maxima, target_z):
+        launch_form("score_maxima", self, x, w, y, stats, maxima, target_z, len(x), len(w), x.shape[1])
 
     def exponentials(self, x, w, y, offsets, e, sums, target_z, log2_scale=LOG2E, wanted=None, bias=None, log2_cap=0.0):
         form = replace(self, biased=bias is not None, capped=log2_cap > 0)
