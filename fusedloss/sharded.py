@@ -809,7 +809,7 @@ def topk_of_ranks(
     given = scores, indices, rows.T
     words = [t.contiguous().view(torch.int32) for t in given]
     sent = all_gather(torch.cat(words, 1), s).split([t.shape[1] for t in words], 2)
-    scores, indices, rows = (got.contiguous().view(t.dtype) for got, t in zip(sent, given))
+    scores, indices, rows = (got.clone(memory_format=torch.contiguous_format).view(t.dtype) for got, t in zip(sent, given))
     candidates, classes = (t.transpose(0, 1).flatten(1) for t in (scores, indices))
     places = best_places(candidates, classes < 0, k, kernel)
     return candidates.gather(1, places), classes.gather(1, places), rows.transpose(1, 2)

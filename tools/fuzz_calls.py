@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fusedloss as fl
 from fusedloss.core.cosine import EPS
-from fusedloss.core.options import argument_names
+from fusedloss.core.options import argument_names, CrossEntropyStats
 from fusedloss.margins import Circle, Margin, SubCenter
 from fusedloss.semirings import path_sum
 from test_contrast import exact as exact_pairs, exact_positives, exact_sigmoid
@@ -159,6 +159,34 @@ def defined(z: Tensor, y: Tensor, weight=None, token_weight=None, *, label_smoot
     return losses.sum() / (torch.where(total == 0, 1.0, total) if reduction == "mean" else 1.0)
 
 
+TOLD = "lse", "entropy", "target_rank", "logit_max", "logit_norm", "accuracy", "z_loss", "n_valid"
+
+
+def told(loss: Tensor, stats: CrossEntropyStats) -> list[Tensor]:
+    "A loss and its statistics"
+    return [loss, *(getattr(stats, name) for name in TOLD)]
+
+
+def counted(found: list[Tensor], z: Tensor, y: Tensor, token_weight: Tensor | None, words: dict[str, Any], dtype: torch.dtype) -> CrossEntropyStats:
+    "Statistics of logits [...,V] by their definition, for labels [...]; of ranks that roundings may exchange, those found in `told`"
+    z, kept = capped(z, words.get("logit_scale", 1.0), words.get("softcap")), y != words.get("ignore_index", -100)
+    log_p, lse, at, known = z.log_softmax(-1), z.logsumexp(-1), z.detach(), lambda t: torch.where(kept, t, 0.0)
+    own = at.gather(-1, torch.where(kept, y, 0).long()[..., None])
+    near = max(1e-4, 4 * torch.finfo(dtype).eps) * (1 + at.abs().max() if at.numel() else at.new_zeros(()))
+    least, most = (at > own + near).sum(-1), (at > own - near).sum(-1) - 1
+    rank = torch.where(kept, torch.minimum(torch.maximum(found[1 + TOLD.index("target_rank")].view(y.shape), least), most), -1)
+    share = words.get("z_loss", 0.0) * lse.detach() ** 2 * (1.0 if token_weight is None else token_weight)
+    known_entropy = known(-(log_p.exp() * log_p).sum(-1))
+    given = (t.detach() for t in (known(lse), known_entropy)) if words.get("method") == "chunks" else (known(lse), known_entropy)  # chunks give them no gradient
+    accuracy = (rank == 0).sum().double() / kept.sum().clamp(min=1)
+    return CrossEntropyStats(*given, accuracy, rank, known(at.amax(-1)), known(at.norm(dim=-1)), known(share), kept.sum())
+
+
+def promised(d: Draw, valid: Tensor) -> dict[str, int]:
+    "Perhaps a promise of so many tokens that count, or of a few more"
+    return dict(max_valid=int(valid.sum()) + d.pick((0, 0, 1, 7))) if d.chance(0.15) else {}
+
+
 def cross_entropy(d: Draw) -> Call:
     V, N, more = d.size(least=1), d.size(65), d.pick(((), (), (d.size(9),), (2, 3)))
     shape, rows = ((V,), ()) if d.chance(0.05) else ((N, V, *more), (N, *more))
@@ -179,19 +207,22 @@ def cross_entropy(d: Draw) -> Call:
     last = lambda t: t if t.dim() < 2 else t.movedim(1, -1)
     haunted = not soft and len(shape) > 1 and d.haunted(last(z), y, ignore)
     bad = not soft and d.spoiled(y, V)
-    def exact(_, input, target, **given):
-        return [defined(last(alive(input)), last(target) if soft else target, **given, **words)]
+    stats = not soft and not (z == -torch.inf).any() and d.chance(0.15)
+    def exact(found, input, target, **given):
+        loss = defined(last(alive(input)), last(target) if soft else target, **given, **words)
+        return told(loss, counted(found, last(alive(input)), target, given.get("token_weight"), words, d.dtype)) if stats else [loss]
     def run(**given):
-        return [fl.cross_entropy(**given, **words, **dict(inplace=True) if inplace else {})]
-    return Call(run, exact, tensors, ["input"], argument_names(fl.cross_entropy), words | dict(inplace=inplace), bad, "input" * inplace, expands=not haunted)
+        found = fl.cross_entropy(**given, **words, inplace=inplace, return_stats=stats)
+        return told(*found) if stats else [found]
+    return Call(run, exact, tensors, ["input"], argument_names(fl.cross_entropy), words | dict(inplace=inplace, return_stats=stats), bad, "input" * inplace, expands=not haunted)
 
 
 def linear_cross_entropy(d: Draw) -> Call:
     filters = d.chance(0.15)  # several tiles of classes, and few of targets
     V, H, lead = d.size(least=min(127, d.most) if filters else 1), d.size(129), d.pick(((d.size(129),), (d.size(8 if filters else 129),), (2, d.size(33))))
-    method, target = d.pick(("auto", "eager", "tiles", "chunks", "recompute", "product")), d.pick(("labels",) * 5 + ("several", "soft"))
+    ignore, method, target = d.pick((-100, -100, 0, -1)), d.pick(("auto", "eager", "tiles", "chunks", "recompute", "product")), d.pick(("labels",) * 5 + ("several", "soft"))
     tensors, words = d.layer(lead, H, V), d.options() | d.budget() | dict(method=method, reduction=d.pick(("mean", "sum", "none")))
-    y = {"labels": lambda: d.labels(V, *lead), "several": lambda: d.labels(V, *lead, d.pick((1, 2, 5))), "soft": lambda: torch.rand(*lead, V, generator=d.g).to(d.dtype)}[target]()
+    y = {"labels": lambda: d.labels(V, *lead, ignored=ignore), "several": lambda: d.labels(V, *lead, d.pick((1, 2, 5)), ignored=ignore), "soft": lambda: torch.rand(*lead, V, generator=d.g).to(d.dtype)}[target]()
     if method == "tiles":
         tensors.pop("linear_bias", None)
     if target == "several":
@@ -207,10 +238,16 @@ def linear_cross_entropy(d: Draw) -> Call:
     eight = d.dtype == torch.bfloat16 and "filter_eps" not in words and d.chance(0.3 if H % 16 else 0.7)
     if eight:
         words |= dict(matmul_dtype=torch.float8_e4m3fn, method="auto")
-    haunted = "shift" not in words and d.haunted(tensors["input"], y, -100)
+    if target != "soft":
+        words["ignore_index"] = ignore
+    haunted = "shift" not in words and d.haunted(tensors["input"], y, ignore)
     bad = target == "labels" and "shift" not in words and d.spoiled(y, V)
-    def exact(_, input, linear_weight, target, linear_bias=None, token_weight=None, target_weight=None, **given):
-        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift", "memory_budget", "filter_eps")}
+    words |= d.words(accumulate=lambda: d.pick(("float32", "native")))
+    if target == "labels" and not bad:
+        words |= promised(d, y[..., words.get("shift", 0):] != ignore)
+    words["return_stats"] = stats = target == "labels" and "filter_eps" not in words and not eight and d.chance(0.15)
+    def exact(found, input, linear_weight, target, linear_bias=None, token_weight=None, target_weight=None, **given):
+        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift", "memory_budget", "filter_eps", "accumulate", "max_valid", "return_stats")}
         k = words.get("shift", 0)
         if k:
             input, target = input[..., :max(input.shape[-2] - k, 0), :], target[..., k:]
@@ -218,10 +255,13 @@ def linear_cross_entropy(d: Draw) -> Call:
         z = F.linear(alive(input), linear_weight, linear_bias)
         if target_weight is not None:
             return [of_several(z, target, target_weight, token_weight, given.get("weight"), own)]
-        return [defined(z, target, token_weight=token_weight, **given, **own)]
+        loss = defined(z, target, token_weight=token_weight, **given, **own)
+        return told(loss, counted(found, z, target, token_weight, words, d.dtype)) if stats else [loss]
     def slack(ups, **given):
         return filter_error(ups[0].reshape(-1), words, **given) if "filter_eps" in words and ups else {}
-    run = lambda **given: [fl.linear_cross_entropy(**given, **words)]
+    def run(**given):
+        found = fl.linear_cross_entropy(**given, **words)
+        return told(*found) if stats else [found]
     return Call(run, exact, tensors, [n for n in tensors if n in ("input", "linear_weight", "linear_bias")], argument_names(fl.linear_cross_entropy), words, bad,
                 tolerance=6e-2 if eight else 0.0, expands=not haunted, slack=slack)
 
@@ -237,7 +277,8 @@ def filter_error(g: Tensor, words: dict[str, Any], input, linear_weight, target,
     "How long the errors of page 8's two bounds may be: probabilities below eps go by the means of their tiles"
     x, y, eps, by = alive(input).flatten(0, -2), target.reshape(-1).long(), 1.01 * words["filter_eps"], words.get("logit_scale", 1.0)
     z = capped(F.linear(x, linear_weight, linear_bias), by, words.get("softcap"))
-    kept, label = y != -100, torch.where(y == -100, 0, y)
+    kept = y != words["ignore_index"]
+    label = torch.where(kept, y, 0)
     one, t = torch.ones(len(y), dtype=z.dtype), kept if token_weight is None else kept * token_weight.reshape(-1)
     w = one if weight is None else weight[label]
     c = g.expand(len(y)) * t * (w + 2 * words.get("z_loss", 0.0) * z.logsumexp(1))
@@ -253,7 +294,7 @@ def exact_log_probs(z: Tensor, target: Tensor, words: dict, temperature: float |
     "Log-probabilities, entropy and mean of logits"
     z = capped(z, words.get("logit_scale", 1.0), words.get("softcap"), temperature)
     y = target.long().unsqueeze(-1) if target.dim() < z.dim() else target.long()
-    kept = y != -100
+    kept = y != words["ignore_index"]
     log_p = z.log_softmax(-1)
     said = torch.where(kept, log_p.gather(-1, torch.where(kept, y, 0)), 0.0)
     alive = kept.any(-1)
@@ -267,9 +308,12 @@ def of_log_probs(d: Draw, function: Callable, tensors: dict[str, Tensor], lead: 
     words = d.words(logit_scale=lambda: 0.5, softcap=lambda: 5.0, entropy=lambda: True, mean_logits=lambda: True)
     if function is fl.linear_log_probs:
         words |= d.words(batch_invariant=lambda: True) | d.budget()
-    y = d.labels(V, *lead, *d.pick(((), (), (3,))))
-    haunted = d.haunted(tensors[leaves[0]], y, -100)
+    words["ignore_index"] = ignore = d.pick((-100, -100, 0, -1))
+    y = d.labels(V, *lead, *d.pick(((), (), (3,))), ignored=ignore)
+    haunted = d.haunted(tensors[leaves[0]], y, ignore)
     bad = d.spoiled(y, V)
+    if function is fl.linear_log_probs and not bad:
+        words |= promised(d, (y != ignore).view(*lead, -1).any(-1) if y.numel() else y != ignore)
     tensors = tensors | dict(target=y) | d.words(temperature=lambda: d.weights(*lead) + 0.5)
     def exact(_, target, temperature=1.0, **given):
         return exact_log_probs(logits(**given), target, words, temperature)

@@ -4,6 +4,7 @@ import itertools
 from typing import Any, Callable, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -11,7 +12,7 @@ import fusedloss as fl
 import fuzz_calls
 from fusedloss.core.options import argument_names
 from fusedloss.core.ranks import shard_range
-from fuzz_calls import Call, Draw, alive, scores
+from fuzz_calls import Call, Draw, alive, counted, told
 
 DEALT = ("linear_weight", "linear_bias", "teacher_weight", "teacher_bias")  # tensors of which each rank has the rows of its classes
 
@@ -78,6 +79,13 @@ def accepted(d: Draw, draw: Callable[[Draw], Call], accepts: Callable[[Call], bo
     return next(call for call in (draw(d) for _ in itertools.count()) if accepts(call))
 
 
+def without(call: Call, *words: str) -> Call:
+    "A call without these words, which losses over ranks do not take"
+    for name in words:
+        call.words.pop(name, None)
+    return call
+
+
 def with_learned_scale(d: Draw, call: Call) -> Call:
     "A call whose logit_scale may be a tensor"
     if "logit_scale" in call.words or not d.chance():
@@ -134,7 +142,8 @@ def of_layer(d: Draw, ranks: int, call: Call, function: Callable, beside: Callab
 
 def linear_cross_entropy(d: Draw, ranks: int) -> RankCall:
     labels = lambda call: call.tensors["target"].dim() < call.tensors["input"].dim()
-    call = accepted(d, fuzz_calls.linear_cross_entropy, lambda call: labels(call) and not {"filter_eps", "matmul_dtype"} & call.words.keys())
+    accepts = lambda call: labels(call) and not call.words["return_stats"] and not {"filter_eps", "matmul_dtype"} & call.words.keys()
+    call = without(accepted(d, fuzz_calls.linear_cross_entropy, accepts), "return_stats", "accumulate", "max_valid")
     call.words["method"] = d.pick(("auto", "recompute", "product") if d.dtype != torch.float16 else ("auto", "recompute"))
     if call.words["method"] == "product":
         for name in ("label_smoothing", "softcap"):
@@ -144,34 +153,24 @@ def linear_cross_entropy(d: Draw, ranks: int) -> RankCall:
     call = with_learned_scale(d, call)
     if call.words["method"] == "product" or not d.chance(0.3):
         return of_layer(d, ranks, call, fl.linear_cross_entropy, fl.sharded_linear_cross_entropy, lambda loss: [loss])
-    told = lambda function: functools.partial(function, return_stats=True)
-    found = lambda loss, s: [loss, s.lse, s.entropy, s.target_rank, s.logit_max, s.logit_norm, s.accuracy, s.n_valid]
-    return of_layer(d, ranks, with_statistics(call), told(fl.linear_cross_entropy), told(fl.sharded_linear_cross_entropy), lambda both: found(*both))
+    telling = lambda function: functools.partial(function, return_stats=True)
+    return of_layer(d, ranks, with_statistics(d, call), telling(fl.linear_cross_entropy), telling(fl.sharded_linear_cross_entropy), lambda found: told(*found))
 
 
-def with_statistics(call: Call) -> Call:
+def with_statistics(d: Draw, call: Call) -> Call:
     "A cross entropy and what it tells of its tokens"
-    words = {k: v for k, v in call.words.items() if k in ("logit_scale", "softcap")}
-    shift = call.words.get("shift", 0)
+    shift, words = call.words.get("shift", 0), call.words
     def exact(found, **given):
-        x, y = alive(given["input"]), given["target"].long()
+        x, y, t = alive(given["input"]), given["target"], given.get("token_weight")
         if shift:
-            x, y = x[..., :max(x.shape[-2] - shift, 0), :], y[..., shift:]
-        z = scores(x, given["linear_weight"], given.get("linear_bias"), given.get("logit_scale", words.get("logit_scale", 1.0)), words.get("softcap"))
-        kept, log_p, at = y != -100, z.log_softmax(-1), z.detach()
-        of = lambda t: torch.where(kept, t, 0.0)
-        own = at.gather(-1, torch.where(kept, y, 0)[..., None])
-        near = 1e-4 * (1 + at.abs().max() if at.numel() else at.new_zeros(()))  # roundings may exchange such scores
-        least, most = (at > own + near).sum(-1), (at > own - near).sum(-1) - 1
-        rank = torch.where(kept, torch.minimum(torch.maximum(found[3].view(y.shape), least), most), -1)
-        accuracy = (rank == 0).sum().double() / kept.sum().clamp(min=1)
-        return [*call.exact(found, **given), of(z.logsumexp(-1)), of(-(log_p.exp() * log_p).sum(-1)), rank, of(at.amax(-1)), of(at.norm(dim=-1)), accuracy, kept.sum()]
+            x, y, t = x[..., :max(x.shape[-2] - shift, 0), :], y[..., shift:], None if t is None else t[..., shift:]
+        z = given.get("logit_scale", 1.0) * F.linear(x, given["linear_weight"], given.get("linear_bias"))
+        return [*call.exact(found, **given), *told(found[0], counted(found, z, y, t, words, d.dtype))[1:]]
     return call._replace(exact=exact)
 
 
 def sharded_linear_log_probs(d: Draw, ranks: int) -> RankCall:
-    call = fuzz_calls.linear_log_probs(d)
-    call.words.pop("batch_invariant", None)
+    call = without(fuzz_calls.linear_log_probs(d), "batch_invariant", "max_valid")
     return of_layer(d, ranks, with_learned_scale(d, call), fl.sharded_linear_log_probs, fl.sharded_linear_log_probs, lambda found: found[:3])
 
 
