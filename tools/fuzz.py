@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 import fuzz_ranks  # noqa: E402
-from fuzz_calls import LOSSES, Call, Draw  # noqa: E402
+from fuzz_calls import LOSSES, Call, Draw, under_autocast  # noqa: E402
 from fuzz_ranks import RankCall  # noqa: E402
 from helpers import INTERPRETED, TOLERANCE, everywhere  # noqa: E402
 
@@ -182,7 +182,8 @@ def shaken(t: Tensor, eps: float, seed: int) -> Tensor:
 
 def exact(call: Call, laid: dict[str, Laid], ups: list[Laid], found: list[Tensor], noise: int | None) -> Found:
     "The definition in float64 on a CPU; with other roundings if `noise` is a seed"
-    given, eps = {}, max(torch.finfo(l.given.dtype).eps for l in laid.values() if l.given.is_floating_point())
+    given, dtypes = {}, [l.given.dtype for l in laid.values() if l.given.is_floating_point()] + [call.under] * (call.under is not None)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes) * (1 if call.under is None else 2)  # a product and its bias are rounded apart
     for i, (name, l) in enumerate(laid.items()):
         given[name] = t = l.given.cpu()
         if t.is_floating_point():
@@ -238,7 +239,7 @@ def differences(call: Call, laid: dict[str, Laid], ups: list[Laid], got: Found) 
     for i, (name, a, e) in enumerate(zip(call.leaves, got[1], want[1])):
         dtype = laid[name].given.dtype
         least = max(longest) * floor + torch.finfo(dtype).smallest_normal * 2**-8
-        wrong += misfit(f"d {name}", a, e, [n[1][i] for n in noisy], Limits(dtype, max(call.tolerance, TOLERANCE[dtype]), least, slack.get(name, 0.0)))
+        wrong += misfit(f"d {name}", a, e, [n[1][i] for n in noisy], Limits(dtype, max(call.tolerance, TOLERANCE[call.under or dtype]), least, slack.get(name, 0.0)))
     return wrong
 
 
@@ -351,6 +352,8 @@ def run_one(seed: int, k: int, names: list[str], device: str) -> tuple[str, str,
     "Draw number k of a seed: the loss, what became of it and what is wrong"
     name, d = names[k % len(names)], drawing(seed, k, device)
     call = LOSSES[name](d)
+    if name.startswith("linear_") and d.dtype == torch.float32 and not INTERPRETED and d.chance():
+        call = under_autocast(call, torch.bfloat16)
     try:
         return f"{name}{call}", *judged(call, d.r, device)
     except Exception as error:  # of a second call that differs, or of the definition

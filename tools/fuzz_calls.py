@@ -40,10 +40,20 @@ class Call(NamedTuple):
     at_home: tuple[str, ...] = ()  # tensors that stay on the CPU
     tolerance: float = 0.0  # of gradients, if more than that of the dtype
     expands: bool = True  # whether all numbers of a row or column may be the same
+    under: torch.dtype | None = None  # of autocast, if the call is made within
     slack: Callable[..., dict[str, float]] = no_slack  # of upstream gradients and the tensors: how far its gradients may be off by what it states
 
     def __str__(self):
-        return str({name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items()} | self.words)
+        return str({name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items()} | self.words | (dict(autocast=str(self.under)[6:]) if self.under else {}))
+
+
+def under_autocast(call: Call, dtype: torch.dtype) -> Call:
+    "A call of float32 numbers that this dtype has, too, within autocast: operands lose nothing, scores and gradients are rounded"
+    tensors = {name: t.to(dtype).float() if t.dtype == torch.float32 else t for name, t in call.tensors.items()}
+    def run(**given):
+        with torch.autocast(next(t for name, t in given.items() if name not in call.at_home).device.type, dtype):
+            return call.run(**given)
+    return call._replace(run=run, tensors=tensors, under=dtype)
 
 
 class Draw:
@@ -172,7 +182,7 @@ def counted(found: list[Tensor], z: Tensor, y: Tensor, token_weight: Tensor | No
     z, kept = capped(z, words.get("logit_scale", 1.0), words.get("softcap")), y != words.get("ignore_index", -100)
     log_p, lse, at, known = z.log_softmax(-1), z.logsumexp(-1), z.detach(), lambda t: torch.where(kept, t, 0.0)
     own = at.gather(-1, torch.where(kept, y, 0).long()[..., None])
-    near = max(1e-4, 4 * torch.finfo(dtype).eps) * (1 + at.abs().max() if at.numel() else at.new_zeros(()))
+    near = max(1e-4, 4 * torch.finfo(torch.bfloat16 if dtype == torch.float32 else dtype).eps) * (1 + at.abs().max() if at.numel() else at.new_zeros(()))
     least, most = (at > own + near).sum(-1), (at > own - near).sum(-1) - 1
     rank = torch.where(kept, torch.minimum(torch.maximum(found[1 + TOLD.index("target_rank")].view(y.shape), least), most), -1)
     share = words.get("z_loss", 0.0) * lse.detach() ** 2 * (1.0 if token_weight is None else token_weight)
@@ -389,9 +399,10 @@ def linear_divergence(d: Draw) -> Call:
 
 def teacher_lists(d: Draw, lead: tuple[int, ...], V: int, K: int) -> dict[str, Tensor]:
     "A teacher's likeliest classes, the first list whole, in some of the others places without one"
-    log_p, indices = d.numbers(*lead, V, by=2.0, dtype=torch.float64).log_softmax(-1).sub(0.1 * (K < V)).topk(K)  # of a part something is left for the others
+    log_p, indices = d.numbers(*lead, V, by=2.0, dtype=torch.float64).log_softmax(-1).topk(K)
     gone = torch.rand(indices.shape, generator=d.g) < d.pick((0.0, 0.3, 1.0))
     gone[..., 0] = False
+    log_p -= 0.1 * (gone.any(-1, keepdim=True) | (K < V))  # something is left for the others
     log_p[gone] = d.pick((torch.nan, torch.inf, 3.0))
     return dict(top_indices=indices.masked_fill(gone, -1).to(d.pick((torch.int64, torch.int32))), top_log_probs=log_p.to(d.dtype))
 
