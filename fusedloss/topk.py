@@ -201,7 +201,7 @@ class Found(NamedTuple):
     lse: Tensor  # [N]
     rows: Tensor  # [2,N]: as kernels store maximum and sum
 
-LEAST = 2**26  # bytes
+LEAST, OF_TILE = 2**26, 40  # bytes: of a budget at least; of a row's tile, when pairs of both are sorted
 
 def topk_budget(n_tokens:int, n_classes:int, itemsize:int) -> int:  # N, V
     "Bytes that chunks of rows may take, unless the caller says."
@@ -232,7 +232,7 @@ def kernel_topk(
 
     for i in chunks(4 * tiles + best_bytes(tiles, k)): find_tiles(i)
     if are_chosen is not None: best.masked_fill_(~are_chosen(maxima), tiles)
-    for i in chunks(best_bytes(m * t.BV, k)): find_classes(i)
+    for i in chunks(best_bytes(m * t.BV, k) + OF_TILE * m): find_classes(i)
     lse = rows[0] + rows[1].log()
     rows[0] *= log2_scale(x)
     return Found(scores, indices, lse, rows)

@@ -316,6 +316,14 @@ def test_the_budget_bounds_memory():
 
 
 @cuda_only
+@pytest.mark.parametrize("k", (1, 20, 64))
+def test_the_budget_bounds_memory_on_a_gpu(k):
+    x, w = (torch.randn(n, 64, device="cuda").to(bf16) for n in (4096, 2**16))
+    results = 4096 * (k * (4 + 8 + 4) + 4 * 4)
+    assert peak_memory(lambda: linear_topk(x, w, k, memory_budget=2**24), "cuda") < 2**24 + results + 2**20
+
+
+@cuda_only
 def test_no_waiting_on_a_gpu():
     x, w = (torch.randn(n, 64, device="cuda").to(bf16).requires_grad_() for n in (300, 5003))
     def step():
