@@ -248,7 +248,7 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
@@ -267,7 +267,7 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
@@ -286,7 +286,7 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
