@@ -42,7 +42,7 @@ def chunked_linear_cross_entropy(
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
@@ -60,7 +60,7 @@ def chunked_linear_cross_entropy(
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
@@ -78,7 +78,7 @@ def chunked_linear_cross_entropy(
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
@@ -136,7 +136,7 @@ def linear_cross_entropy(
     target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
@@ -158,7 +158,7 @@ def linear_cross_entropy(
     target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
@@ -180,7 +180,7 @@ def linear_cross_entropy(
     target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
@@ -200,7 +200,7 @@ def recompute_linear_cross_entropy(
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
@@ -215,7 +215,7 @@ def recompute_linear_cross_entropy(
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
@@ -230,7 +230,7 @@ def recompute_linear_cross_entropy(
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
@@ -248,7 +248,7 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
@@ -267,7 +267,7 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
@@ -286,7 +286,7 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows

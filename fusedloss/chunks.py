@@ -25,8 +25,8 @@ from fusedloss.core.options import (
     configured, Accumulate, CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions,
     Reduction, statistics_of)
 from fusedloss.core.products import (
-    equal_rows, linear_dtype, logits_row, make_logits, part, put_product, rounded_operand,
-    tile_slices)
+    budget_without, cast_bytes, equal_rows, linear_dtype, logits_row, make_logits, part, put_product,
+    rounded_operand, tile_slices)
 from fusedloss.core.promises import check_promise, hold_promise, packed_rows, put_back
 from fusedloss.core.reference import as_rows, flat, plain_divisor, row_stats, total_weight
 from fusedloss.core.triton import has_kernel
@@ -361,7 +361,7 @@ def check_chunks(
 def check_budget(memory_budget:Optional[int], least:int):
     "`ValueError` if not even the smallest plan fits."
     expect(memory_budget is None or memory_budget >= least, "memory_budget",
-            f"at least {least} bytes here; method 'recompute' keeps no row of logits",
+            lambda: f"at least {least} bytes here; method 'recompute' keeps no row of logits",
             memory_budget)
 
 # %% ../nbs/06_chunks.ipynb #3a5d00d5
@@ -394,7 +394,7 @@ def chunked_linear_cross_entropy(
     reduction:Literal["mean", "sum"]="mean",  # "mean" is over the weights of valid tokens
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     chunk_size:Optional[int]=None,  # B, rows of logits in memory at once
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     grad_buffer:Optional[Tensor]=None,  # [V,H] float32; dw is added to it in backward
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
@@ -415,9 +415,11 @@ def chunked_linear_cross_entropy(
     acc, shape = acc_dtype(linear_weight.dtype), list(linear_weight.shape)
     _check_tensor("linear_bias", linear_bias, input, shape[:1], FLOATS)
     _check_tensor("grad_buffer", grad_buffer, input, shape, (acc,))
-    check_budget(memory_budget, logits_row(shape[0], linear_dtype(input, linear_weight)))
+    dtype = linear_dtype(input, linear_weight)
+    casts = cast_bytes(dtype, input, linear_weight, linear_bias)
+    check_budget(memory_budget, casts + logits_row(shape[0], dtype))
     return run_chunked(input, linear_weight, target, linear_bias, weight, token_weight, o,
-                       reduction, chunk_size, memory_budget, accumulate, grad_buffer, max_valid,
+                       reduction, chunk_size, budget_without(memory_budget, casts), accumulate, grad_buffer, max_valid,
                        return_stats)
 
 # %% ../nbs/06_chunks.ipynb #fc68e6db

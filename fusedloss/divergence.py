@@ -22,7 +22,7 @@ from fusedloss.core.options import LossOptions, Reduction
 from fusedloss.core.pairs import (
     divergence_rows, divergence_terms, DivergenceOptions, join_pairs, mixture_numbers, pair_numbers, put_joined_gradient,
     weigh_rows)
-from fusedloss.core.products import linear_dtype, logits_row, make_logits, part, rounded_operand
+from fusedloss.core.products import budget_without, cast_bytes, linear_dtype, logits_row, make_logits, part, rounded_operand
 from fusedloss.core.promises import check_promise, hold_promise, packed_rows, put_back
 from fusedloss.core.ranks import all_gather, gather_rows, RankTokens, reduce_scatter_rows, Shards
 from fusedloss.core.reference import score_and_slope
@@ -404,7 +404,7 @@ def check_temperatures(temperature:float|Tensor, input:Tensor):
 # %% ../nbs/24_divergence.ipynb #dv6how
 def check_divergence(
     input:Tensor, token_weight:Optional[Tensor], reduction:str,
-    memory_budget:Optional[int], max_valid:Optional[int], least:int,  # bytes of a row of logits
+    memory_budget:Optional[int], max_valid:Optional[int], least:int,  # bytes of a row of logits, and of autocast's copies
 ):
     "`ValueError` for what is wrong about tokens, their reduction and the memory."
     expect(reduction in ("none", "mean", "sum"), "reduction", "'none', 'mean' or 'sum'", repr(reduction))
@@ -414,7 +414,7 @@ def check_divergence(
     expect(max_valid is None or type(max_valid) is int and max_valid >= 0, "max_valid",
            "an integer not below 0, or None", max_valid)
     expect(memory_budget is None or type(memory_budget) is int and memory_budget >= least, "memory_budget",
-           f"an integer of at least {least} bytes here, or None", memory_budget)
+           lambda: f"an integer of at least {least} bytes here, or None", memory_budget)
     if token_weight is not None or max_valid is None or torch.compiler.is_compiling(): return
     tokens = input.shape[:-1].numel()
     expect(max_valid >= tokens, "max_valid", f"at least the {tokens} tokens that have a weight", max_valid)
@@ -467,7 +467,7 @@ def linear_divergence(
     top_rest:TopRest="class",  # all classes not in the list: one "class", or "drop" their terms
     n_classes:Optional[int]=None,  # the first classes, which both have; rows beyond pad, and no softmax has them
     max_valid:Optional[int]=None,  # a promise: no more tokens than this have a weight
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
 ) -> Tensor:  # float32 (float64 for float64), a scalar, or [...]
     """A student's divergence from its teacher, over all classes, without the logits of either.
 
@@ -488,8 +488,10 @@ def linear_divergence(
     expect(student[1].shape[0] > 0, "linear_weight", "at least one class", lambda: list(student[1].shape))
     if n_classes is None: n_classes = student[1].shape[0]
     check_temperatures(temperature, input)
+    heads = [[part(t, slice(0, n_classes)) for t in head[1:]] for head in (student, teacher)]
+    casts = cast_bytes(dtypes[0], input, *heads[0]) + cast_bytes(dtypes[-1], *heads[1])
     check_divergence(input, token_weight, reduction, memory_budget, max_valid,
-                     sum(logits_row(n_classes, d) for d in dtypes))
+                     casts + sum(logits_row(n_classes, d) for d in dtypes))
     if teacher_top is not None:
         check_top(input, n_classes, teacher_top, token_weight)
         expect(teacher_softcap is None, "teacher_softcap", "None beside teacher_top", teacher_softcap)
@@ -498,9 +500,9 @@ def linear_divergence(
     if labels is not None: check_promise(labels, -1, max_valid)
     _, w, b = student
     x, b = fold_scale(scale, input, b)
-    teacher = teacher_input, *(part(t, slice(0, n_classes)) for t in teacher[1:])
-    tensors = flat_tensors((x, w, b), teacher, teacher_top, token_weight, temperature)
-    loss = reduced_divergence(tensors, (o, dtypes[0], dtypes[-1], n_classes), reduction, memory_budget, max_valid)
+    tensors = flat_tensors((x, w, b), (teacher_input, *heads[1]), teacher_top, token_weight, temperature)
+    loss = reduced_divergence(tensors, (o, dtypes[0], dtypes[-1], n_classes), reduction,
+                              budget_without(memory_budget, casts), max_valid)
     if reduction == "none": loss = loss.view(input.shape[:-1])
     return loss if labels is None else hold_promise(loss, labels, -1, max_valid)
 

@@ -22,7 +22,7 @@ from fusedloss.core.options import (
     CrossEntropyStats, lists_options, loss_options, LossArguments, LossOptions, Reduction,
     Statistics, statistics_of)
 from fusedloss.core.products import (
-    add_product, chunk_scores, linear_operands, load_operand, swizzle_tile, takes_kernel, tile_slices, wide,
+    add_product, chunk_scores, linear_budget, linear_operands, load_operand, swizzle_tile, takes_kernel, tile_slices, wide,
     wide_product)
 from fusedloss.core.reference import (
     as_rows, flat, plain_divisor, plain_row_coefs, reduce_rows, row_stats, row_terms,
@@ -531,7 +531,7 @@ def recompute_linear_cross_entropy(
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
@@ -546,5 +546,6 @@ def recompute_linear_cross_entropy(
     check_filter(filter_eps, o.label_smoothing)
     check_weights(len(linear_weight), input.device, weight, token_weight, target.shape)
     check_flags(return_stats=return_stats)
+    budget = linear_budget(memory_budget, input, linear_weight, linear_bias)
     return run_recompute(input, linear_weight, target, linear_bias, weight, token_weight, o,
-                         reduction, memory_budget, filter_eps, return_stats)
+                         reduction, budget, filter_eps, return_stats)

@@ -19,7 +19,7 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, keeps_graph, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
-    add_product, chunk_scores, grad_scale_of, linear_operands, part, store_tile, swizzle_tile, takes_kernel,
+    add_product, chunk_scores, grad_scale_of, linear_budget, linear_operands, part, store_tile, swizzle_tile, takes_kernel,
     tile_scores, wide, write_product)
 from fusedloss.core.reference import reduce_rows, sub_max
 from fusedloss.core.sequences import (
@@ -586,17 +586,18 @@ def linear_ctc_loss(
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; an eighth of stored logits'
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; an eighth of stored logits'
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of a linear layer, whose logits are never stored."
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)
     check_linear_ctc(input, linear_weight, linear_bias, targets, blank, reduction, memory_budget, zero_infinity)
     x, targets = add_batch_dim(input, targets, input.dim() == 2)
     frames, lengths = both_lengths(input_lengths, target_lengths, x, targets)
+    budget = linear_budget(memory_budget, x, linear_weight, linear_bias) or 0
     x, w, bias = linear_operands(x, linear_weight, linear_bias)
     asked = any(t is not None and t.requires_grad for t in (x, w, bias))
     keep_states = torch.is_grad_enabled() and asked
-    given = x, w, bias, targets, frames, lengths, blank, memory_budget or 0, not observed()
+    given = x, w, bias, targets, frames, lengths, blank, budget, not observed()
     if keep_states and reduction != "none" and x.dtype != torch.float16:
         needs = [t is not None and t.requires_grad for t in (x, w, bias)]
         given = *given, reduction, zero_infinity, *needs

@@ -19,7 +19,7 @@ from fusedloss.core.dots import gathered_scores, row_blocks
 from fusedloss.core.learned import fold_scale, take_scale
 from fusedloss.core.operators import operator, products, quotient
 from fusedloss.core.options import loss_options, LossOptions, Statistics
-from fusedloss.core.products import linear_operands, takes_kernel, tile_slices
+from fusedloss.core.products import linear_budget, linear_operands, takes_kernel, tile_slices
 from fusedloss.core.promises import check_promise, packed_rows, put_back
 from fusedloss.core.reference import score_and_slope
 from fusedloss.core.triton import has_kernel, jit, launch_kernel, next_power_of_2, on_device, tl
@@ -424,7 +424,7 @@ def linear_log_probs(
     ignore_index:int=-100,  # tokens with this target give 0, and have no gradient
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     batch_invariant:bool=False,  # a token's values have the same bits in every batch
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
 ) -> LogProbs:  # float32 (float64 for float64)
     """A linear layer's log-probabilities of the targets, without its logits; their entropy and mean.
 
@@ -445,9 +445,10 @@ def linear_log_probs(
     o, each, scale = temperature_options(temperature, logit_scale, softcap, ignore_index)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     x, w, bias = linear_operands(input.reshape(tokens.numel(), input.shape[-1]), linear_weight, linear_bias)
+    budget = linear_budget(memory_budget, input, linear_weight, linear_bias) or 0
     stats = Statistics(entropy=entropy, ranks=target_rank, mean=mean_logits)
     y = flat_labels(target)
-    more = bias, each, o, stats, memory_budget or 0, max_valid, batch_invariant
+    more = bias, each, o, stats, budget, max_valid, batch_invariant
     if not listed:
         return named_log_probs(*log_probs_of_rows(x, w, y, *more), target, stats, ignore_index, max_valid)
     *found, own, _ = listed_log_probs(x, w, y.view(tokens.numel(), target.shape[-1]), *more)

@@ -7,7 +7,7 @@ __all__ = ['RUNS', 'METHODS', 'linear_cross_entropy', 'LinearCrossEntropyLoss']
 
 # %% ../nbs/11_losses.ipynb #43572c67
 import functools, logging, math
-from typing import Any, Callable, Optional, Sequence, Unpack
+from typing import Any, Callable, get_type_hints, NamedTuple, Optional, Sequence, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -262,13 +262,17 @@ def row_targets_fwd(
     dtype:torch.dtype, mean:bool, chunk_size:Optional[int], memory_budget:Optional[int],
     accumulate:str, need_x:bool, need_w:bool, need_b:bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "Loss, dx, dw, db, and factors [2 or 0] that these are still to be multiplied by."
+    "Loss, dx, dw, db, and factors [2 or 0] that these are still to be multiplied by; `ValueError` where a plan refuses the budget."
+    kind = "probabilities" if target.is_floating_point() else "target_weight"
+    a = Asked(o, "mean" if mean else "sum", memory_budget=memory_budget, accumulate=accumulate, chunk_size=chunk_size)
+    r = call_of(Operands(x, w, target, b, weight, token_weight), a, kind)._replace(dtype=dtype, needs=tuple(map(int, (need_x, need_w, need_b))))
+    if memory_budget is not None: known_choice(r, machine_here(x.device) if r.gpu else CPU, "chunks")
     acc, w_k, b_k = acc_dtype(dtype), rounded_operand(w, dtype), rounded_operand(b, dtype)
     total = total_of_rows(target, weight, token_weight, o, acc) if mean else None
     late = torch.float16 in (dtype, x.dtype, w.dtype)
     unit, needs = sum_unit(len(x), w.dtype), (need_x, need_w, need_b)
     plan = plan_chunks(len(x), x.shape[1], len(w), w_k.dtype, w.dtype, need_w, chunk_size,
-                       memory_budget, accumulate)
+                       chunks_budget(r), accumulate)
     turn = lambda z, i, wanted: (turn_rows(z, target[i], weight, part(token_weight, i), total, o, late, wanted),)
     counts = None if target.is_floating_point() else (target != o.ignore_index).any(1)
     found, grads = gradients_of_chunks(x, w, w_k, b_k, None, dtype, plan, needs, w.dtype, unit, turn, counts=counts)
@@ -311,7 +315,7 @@ def rows_by_chunks(r:Call, t:Operands, a:Asked) -> Tensor:
         share = label_shares(y, share, t.target_weight)
     needs = [bool(need) for need in needs_of(t.input, t.linear_weight, t.linear_bias)]
     arguments = (as_rows(t.input), t.linear_weight, t.linear_bias, y, flat(t.weight), share, a.options, r.dtype, a.reduction == "mean",
-                 a.chunk_size, chunks_budget(r), a.accumulate, *needs)
+                 a.chunk_size, a.memory_budget, a.accumulate, *needs)
     return run_early(row_targets, None, arguments)[0]
 
 # %% ../nbs/11_losses.ipynb #3ad43d9a
@@ -512,13 +516,24 @@ def traced_method(r:Call, device:torch.device, method:str) -> str:
         raise ValueError(refusal_message(p, None if method == "auto" else p[method], method))
     return able[0] if len(able) == 1 else method
 
+Numbers = NamedTuple("Numbers", [(name, {"needs": Sequence[int], "options": str}.get(name, kind)) for name, kind in get_type_hints(Call).items()])  # as a schema has them
+
+def fitting_target_fwd(target:Tensor, r:Numbers, method:str) -> Tensor:
+    "The target; `ValueError` where a plan of these numbers, now known, refuses the budget."
+    decide_method(Call(*r)._replace(needs=tuple(r.needs), options=tuple(r.options.split())), target.device, method)
+    return target.clone()
+
+fitting_target = operator("fitting_target", fitting_target_fwd, fake=lambda target, *_: torch.empty_like(target))
+
 def traced_loss(t:Operands, a:Asked, kind:str) -> Tensor | tuple[Tensor, CrossEntropyStats]:
     "The loss in a graph for any number of tokens."
     r = call_of(t, a, kind)
     method = traced_method(r, t.input.device, a.method)
     planned = method == "auto" or a.memory_budget is not None and method in ("eager", "tiles")
     if kind: return traced_rows(r, t, a, method)
-    if not planned: return RUNS[method](r._replace(n=4096) if method == "tiles" else r, t, a)
+    if not planned:
+        if a.memory_budget is not None: t = t._replace(target=fitting_target(t.target, Numbers(*r._replace(options=" ".join(r.options))), a.method))
+        return RUNS[method](r._replace(n=4096) if method == "tiles" else r, t, a)
     if a.reduction == "none" or r.stats == "differentiable": return traced_token_losses(r, t, a, method)
     y = flat(t.target.long())
     arguments = (as_rows(t.input), t.linear_weight, t.linear_bias, y, flat(t.weight), flat(t.token_weight), a.options, r.dtype, a.reduction == "mean",
@@ -588,7 +603,7 @@ def linear_cross_entropy(
     target_weight:Optional[Tensor]=None,  # [K], of the targets of a token; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:Method="auto",  # "eager", "tiles", "chunks", "recompute", "product", or by `plan`
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     accumulate:Accumulate="auto",  # chunks of dw add up in "float32", "native", or by the plan
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored

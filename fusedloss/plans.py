@@ -18,10 +18,9 @@ from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.fp8 import busy_share, FP8_SPEED, held_bytes, plan_cut, ranking_machine, Sizes
-from fusedloss.core.operators import larger_size
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
-from fusedloss.core.products import logits_row
+from fusedloss.core.products import budget_without, logits_row
 from fusedloss.core.rates import CPU, Machine, machine_here, machine_of
 from fusedloss.core.score_product import BARE, product_of
 from fusedloss.core.slabs import beside_dz, BUDGET, slab_slices, slab_tiles, TERMS
@@ -30,10 +29,6 @@ from fusedloss.measure import Cost, predict_seconds, sweep_cost
 from fusedloss.product import plan_product, product_obstacle, product_row, vectors_bytes
 
 # %% ../nbs/10_plans.ipynb #8f7a91c5
-def budget_without(budget:Optional[int], held:int) -> Optional[int]:  # bytes
-    "A budget less what is held anyway; at least 1, for 0 is none."
-    return budget if budget is None or held == 0 else larger_size(budget - held, 1)
-
 class Call(NamedTuple):
     "What decides how a loss is computed."
     n: int; v: int; h: int  # tokens, classes, features

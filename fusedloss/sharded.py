@@ -26,7 +26,7 @@ from fusedloss.core.placement import (
     agreed_batch, batch_of, check_reduction, class_shards, kinds_for, local_call, local_heads, local_of, LocalCall,
     own_rows, scale_shard)
 from fusedloss.core.products import (
-    add_product, chunk_scores, linear_operands, logits_row, part, takes_kernel, tile_slices, wide, wide_product,
+    add_product, budget_without, chunk_scores, linear_dtype, linear_operands, logits_row, part, takes_kernel, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
@@ -409,10 +409,23 @@ def local_rows(call:LocalCall) -> Operands:
     x, w, bias = linear_operands(t.input.reshape(t.target.numel(), t.input.shape[-1]), t.linear_weight, t.linear_bias)
     return Operands(x, w, flat(t.target.long()), bias, flat(t.weight), flat(t.token_weight))
 
+def shard_cast_bytes(
+    x:Tensor, w:Tensor, bias:Optional[Tensor],  # of this rank, [..., H], [V,H], [V]
+    s:Shards, b:RankTokens, constant:bool=False,  # whether they get no gradient, whatever requires one
+) -> int:
+    "Bytes of `linear_operands`' copies of what gets no gradient, the same on all ranks."
+    dtype, most, graded = linear_dtype(x, w), -(-s.n_classes // s.ranks), torch.is_grad_enabled() and not constant
+    sizes = zip((x, w, bias), (b.rows * x.shape[-1], most * w.shape[-1], most))
+    return dtype.itemsize * sum(size for t, size in sizes if t is not None and t.dtype != dtype and not (graded and t.requires_grad))
+
+def beside_casts(call:LocalCall, a:Asked) -> Asked:
+    "What is asked, with the budget that autocast's copies leave."
+    return a._replace(memory_budget=budget_without(a.memory_budget, shard_cast_bytes(*call.tensors[:2], call.tensors.linear_bias, call.shards, call.batch)))
+
 def run_sharded(call:LocalCall, a:Asked) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of the targets' size
     "The loss of this rank's part of a call, by product or by recompute."
     check_reverse("sharded_linear_cross_entropy", "linear_cross_entropy")
-    t, s, b = local_rows(call), call.shards, call.batch
+    t, s, b, a = local_rows(call), call.shards, call.batch, beside_casts(call, a)
     if b.shared: check_same_on_ranks("input", t.input, s)
     with without_autocast(t.input.device.type):
         if takes_product(t, a, s, b): return sharded_product(t, a, s, b), None
@@ -498,7 +511,7 @@ def sharded_linear_cross_entropy(
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
     shift:int=0,  # k: the target of a token lies k positions ahead, in the last dimension
     method:ShardedMethod="auto",  # "product" where all ranks' GPUs have its kernel, else "recompute"
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
@@ -578,7 +591,7 @@ def sharded_linear_log_probs(
     entropy:bool=False,  # also the entropy of each token's softmax
     mean_logits:bool=False,  # also the mean of each token's scores
     target_rank:bool=False,  # also the target's rank among the classes; not with K of them
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
@@ -602,7 +615,7 @@ def sharded_linear_log_probs(
     call = local_call(Operands(input, linear_weight, target, linear_bias), a, mesh, num_classes, scale, each, look)
     check_reverse("sharded_linear_log_probs", "linear_log_probs")
     rows = None if classes is None else classes.long().reshape(-1, classes.shape[-1]).contiguous()  # as kernels read them
-    t = local_rows(call)
+    t, a = local_rows(call), beside_casts(call, a)
     with without_autocast(t.input.device.type):
         found = log_probs_over_ranks(t, flat(call.temperature), a, call.shards, call.batch, asked, rows)
     shape = call.tensors.target.shape
@@ -943,7 +956,7 @@ def sharded_linear_divergence(
     reduction:Reduction="mean",  # "none", "mean" over the token weights, or "sum"
     linear_bias:Optional[Tensor]=None,  # [V] as the weight
     teacher_bias:Optional[Tensor]=None,  # [V] as the weight
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weights are this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
@@ -960,16 +973,17 @@ def sharded_linear_divergence(
     check_two_heads(student, teacher, s)
     heads = student, teacher, token_weight, temperature = local_heads(student, teacher, token_weight, temperature, mesh)
     b = batch_of(input, s, backbone_reduction)[0]
+    def casts(): return shard_cast_bytes(*student, s, b) + shard_cast_bytes(*teacher, s, b, True)
     def look():
         check_reduction(backbone_reduction, input, s, scale)
         check_temperatures(temperature, student[0])
-        least = sum(logits_row(-(-s.n_classes // s.ranks), d) for d in check_heads(student, teacher, None))
+        least = sum(logits_row(-(-s.n_classes // s.ranks), d) for d in check_heads(student, teacher, None)) + casts()
         check_divergence(student[0], token_weight, reduction, memory_budget, None, least)
         learned = {"requires_grad of logit_scale": scale is not None and scale.requires_grad, "logit_scale": scale}
         return pair_facts(*heads, s, b) | learned | dict(
             options=str(o), reduction=reduction, memory_budget=memory_budget, backbone_reduction=backbone_reduction)
     agreed, b = agreed_batch(look, input, student[0], b, s)
     x, bias = scale_shard(scale, student[0], student[2], b, s)
-    call = RankCall(o, s, b, memory_budget)
+    call = RankCall(o, s, b, budget_without(memory_budget, casts()))
     loss = agreed.of(rows_divergence((x, student[1], bias), teacher, token_weight, temperature, call, reduction))
     return loss.view(student[0].shape[:-1]) if reduction == "none" else loss

@@ -17,7 +17,7 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.learned import fold_scale
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import LossOptions
-from fusedloss.core.products import chunk_scores, equal_rows, linear_operands, part, takes_kernel, tile_slices, wide
+from fusedloss.core.products import chunk_scores, equal_rows, linear_budget, linear_operands, part, takes_kernel, tile_slices, wide
 from fusedloss.core.reference import as_rows, plain_scores
 from fusedloss.core.score_product import merge_statistics, product_of, takes_scores
 from fusedloss.core.softmax import cooled, log2_scale, score_fn
@@ -333,7 +333,7 @@ def linear_topk(
     temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
     logit_scale:float|Tensor=1.0,  # multiplies the logits, bias and all; a 0-dim tensor gets a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
-    memory_budget:Optional[int]=None,  # bytes beyond the results; by default 64 MiB, or a 32nd of the logits if that is more
+    memory_budget:Optional[int]=None,  # bytes beyond the results, autocast's 16-bit copies included; by default 64 MiB, or a 32nd of the logits if that is more
 ) -> TopK:  # float32 (float64 for float64)
     """A linear layer's k most likely classes of each token and their log-probabilities, without its logits.
 
@@ -351,5 +351,6 @@ def linear_topk(
     o, each, scale = temperature_options(temperature, logit_scale, softcap, -100)
     input, linear_bias = fold_scale(scale, input, linear_bias)
     given = linear_operands(as_rows(input), linear_weight, linear_bias)
-    log_probs, indices, lse, _, _ = topk_of_rows(*given, each, o, int(k), memory_budget or 0)
+    budget = linear_budget(memory_budget, input, linear_weight, linear_bias) or 0
+    log_probs, indices, lse, _, _ = topk_of_rows(*given, each, o, int(k), budget)
     return TopK(log_probs.view(*lead, k), indices.view(*lead, k), lse.view(lead))

@@ -535,6 +535,21 @@ def test_memory_is_a_chunk_whatever_the_tokens():
     assert extra(1024) < 10 * 64 * 4000 * 4 and extra(1024) < extra(128) + 1024 * 100
 
 
+def test_a_budget_has_room_for_autocasts_copies(monkeypatch):
+    "Chunks are then those of 16-bit operands, and less is refused"
+    x, w, y = sample_data(512, 32, 256)
+    row, copies, plans = 256 * 2, 2 * (x.numel() + w.numel()), []
+    monkeypatch.setattr(chunks, "plan_chunks", lambda *given: plans.append(plan_chunks(*given)) or plans[-1])
+    def loss(budget, *operands): return chunked_linear_cross_entropy(*operands, y, memory_budget=budget)
+    with torch.autocast("cpu", bf16):
+        found = loss(copies + 64 * row, x, w)
+        assert torch.equal(loss(copies + 4096 * row, x, w), loss(None, x, w))
+        loss(copies + row, x, w)
+        with pytest.raises(ValueError, match=f"memory_budget: expected at least {copies + row} bytes here; .*, got {copies + row - 1}"): loss(copies + row - 1, x, w)
+    expected = loss(64 * row, x.to(bf16), w.to(bf16))
+    assert plans[0].rows == plans[-1].rows <= 64 and torch.equal(found, expected)
+
+
 def test_a_promise_of_no_token_takes_one_row():
     "On a GPU, whose gradients are NaN where the promise is broken"
     y = torch.empty(5, dtype=torch.int64, device="meta")

@@ -10,6 +10,7 @@ from torch import nn
 
 import fusedloss as fl
 import fusedloss.divergence as divergence
+from fusedloss.chunks import plan_chunks
 from fusedloss.core import pairs
 from fusedloss.core.pairs import DivergenceOptions, PairBlocks, launch_divergence, reference_divergence
 from fusedloss.core.triton import jit, tl
@@ -590,6 +591,24 @@ def test_chunks_hold_what_the_budget_says(sizes, budget, monkeypatch):
     held = trace.peak - 2 * h * (n + v)
     assert held <= (budget or 2 * 2 * v * n // 2) + 16 * n
     assert budget is None or held > budget // 4
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_budget_has_room_for_autocasts_copies(reduction, monkeypatch):
+    "Of x, the student's classes that are used, and the teacher's: chunks are then those of 16-bit operands, and less is refused"
+    n, h, t_h, v = 512, 32, 16, 256
+    x, w, t, u = (torch.randn(shape) for shape in ((n, h), (v + 8, h), (n, t_h), (v + 8, t_h)))
+    row, copies, plans = 2 * v * 2, 2 * (n * h + v * h + v * t_h), []
+    everywhere(monkeypatch, divergence, "plan_chunks", lambda *given: plans.append(plan_chunks(*given)) or plans[-1])
+    def loss(budget, *operands): return fl.linear_divergence(*operands, n_classes=v, memory_budget=budget, reduction=reduction)
+    with torch.autocast("cpu", bf16):
+        found = loss(copies + 64 * row, x, w, t, u)
+        assert torch.equal(loss(n * row * 8 + copies, x, w, t, u), loss(None, x, w, t, u))
+        loss(copies + row, x, w, t, u)
+        least = rf"memory_budget: expected an integer of at least {copies + row} bytes here, or None, got {copies + row - 1}"
+        with pytest.raises(ValueError, match=least): loss(copies + row - 1, x, w, t, u)
+    expected = loss(64 * row, *(operand.to(bf16) for operand in (x, w, t, u)))
+    assert plans[0].rows == plans[-1].rows <= 64 < n and torch.equal(found, expected)
 
 
 def test_saved_tensors_are_the_gradients_or_the_inputs():

@@ -672,6 +672,19 @@ def test_memory_beyond_the_gradients(budget):
     assert extra <= most <= (budget or T * N * (8 * V + 24 * 32) / 8), (extra, most)
 
 
+def test_a_budget_has_room_for_autocasts_copies():
+    "Of operands without a gradient: of others the float32 gradient has their bytes, and those of the gradient in 16 bits"
+    x, w, y = torch.randn(512, 8, 256), torch.randn(64, 256), torch.randint(1, 64, (8, 10))
+    copies = 2 * (x.numel() + w.numel())
+    budget = 6 * copies // 5
+    with torch.autocast("cpu", bf16):
+        assert peak_memory(lambda: linear_ctc_loss(x, w, y, reduction="none", memory_budget=budget), "cpu") < budget + 2**17
+        x.requires_grad_()
+        assert peak_memory(lambda: torch.autograd.grad(linear_ctc_loss(x, w, y, reduction="none", memory_budget=budget).sum(), x), "cpu") - x.nbytes < budget + 2**17
+        loss = linear_ctc_loss(x, w, y, memory_budget=10 * copies)
+        assert torch.equal(loss, linear_ctc_loss(x, w, y))
+
+
 def test_what_is_saved(monkeypatch):
     "log Z and a row of states for each part of a segment; no logits, no table"
     short_segments(monkeypatch, 8)

@@ -563,6 +563,19 @@ def test_memory_stays_within_the_budget(device):
         assert peak_memory(lambda: run(budget), device) - x.nbytes - w.nbytes < 1.1 * budget + 2**17 < n * v * 4
 
 
+def test_a_budget_has_room_for_autocasts_copies(device):
+    "Of operands without a gradient: of others the float32 gradient has their bytes, and those of the gradient in 16 bits"
+    x, w, y = torch.randn(4096, 256, device=device), torch.randn(64, 256, device=device), torch.randint(64, (4096,), device=device)
+    copies = 2 * (x.numel() + w.numel())
+    budget = 6 * copies // 5
+    with torch.autocast(device, bf16):
+        assert peak_memory(lambda: linear_log_probs(x, w, y, memory_budget=budget), device) < budget + 2**17
+        x.requires_grad_()
+        assert peak_memory(lambda: torch.autograd.grad(linear_log_probs(x, w, y, memory_budget=budget).log_probs.sum(), x), device) - x.nbytes < budget + 2**17
+        loss = linear_log_probs(x, w, y, memory_budget=10 * copies).log_probs
+        assert torch.equal(loss, linear_log_probs(x, w, y).log_probs)
+
+
 def test_the_same_bits_each_time_and_nothing_changes(way):
     x, w, b, y, options = Case((17, 9, 70), "each", "both").tensors(way)
     given = [x, w, b, y, options["temperature"]]

@@ -727,3 +727,36 @@ def test_a_compiled_loss_of_tokens_refuses_the_budgets_that_a_plain_one_refuses(
     plain, compiled = taken(loss), taken(torch.compile(loss, backend="aot_eager", dynamic=False))
     assert (plain is None) == (compiled is None)
     assert plain is None or torch.allclose(compiled, plain, rtol=1e-5, atol=1e-5)
+
+
+NAMED = {  # arguments, what a target is, bytes that 32 tokens take
+    "recompute": (dict(method="recompute"), "label", 122_896), "of tokens": (dict(method="recompute", reduction="none"), "label", 122_896),
+    "filter": (dict(filter_eps=1e-3), "label", 122_896), "statistics": (dict(method="recompute", return_stats=True), "label", 125_900),
+    "chunks": (dict(method="chunks"), "label", 121_696), "product": (dict(method="product"), "label", 121_696),
+    "FP8": (dict(matmul_dtype=torch.float8_e4m3fn), "label", 119_296),
+    "probabilities": ({}, "probabilities", 121_696), "several targets": (dict(method="chunks"), "labels", 121_696)}
+
+
+@pytest.mark.skipif(torch_version() < (2, 9), reason="PyTorch then leaves plans uncompiled")
+@pytest.mark.parametrize("how, kind, budget", NAMED.values(), ids=NAMED)
+def test_a_compiled_method_refuses_the_budgets_that_a_plain_one_refuses(how, kind, budget):
+    "With the same words, when the graph runs; one graph takes 32 tokens and refuses 64"
+    made, counter = torch.Generator().manual_seed(0), CompileCounter()
+    w = torch.randn(300, 64, generator=made)
+    def loss(x, y):
+        found = linear_cross_entropy(x, w, y, memory_budget=budget, **how)
+        return found[0] if isinstance(found, tuple) else found
+    def taken(run, x, y):
+        with torch.autocast("cpu", bf16):
+            try: found = run(x, y)
+            except ValueError as error: return str(error)
+        return found, *torch.autograd.grad(found.sum(), x)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
+    for n in (32, 64, 32):
+        x = torch.randn(n, 64, generator=made, requires_grad=True)
+        y = torch.rand(n, 300, generator=made) if kind == "probabilities" else torch.randint(300, (n,) if kind == "label" else (n, 3), generator=made)
+        plain, found = taken(loss, x, y), taken(compiled, x, y)
+        if n == 64: assert "memory_budget: expected" in plain and plain == found
+        else: assert all(map(torch.equal, plain, found))
+    assert counter.frame_count == 1

@@ -493,6 +493,19 @@ def test_cuda_graph():
     assert replays(lambda: torch.autograd.grad(loss_of(x, w, y), [x, w]))
 
 
+def test_a_budget_has_room_for_autocasts_copies(device):
+    "Of operands without a gradient: of others the float32 gradient has their bytes, and those of the gradient in 16 bits"
+    x, w, y = torch.randn(4096, 256, device=device), torch.randn(64, 256, device=device), torch.randint(64, (4096,), device=device)
+    copies = 2 * (x.numel() + w.numel())
+    budget = 6 * copies // 5
+    with torch.autocast(device, bf16):
+        assert peak_memory(lambda: loss_of(x, w, y, reduction="none", memory_budget=budget), device) < budget + 2**17
+        x.requires_grad_()
+        assert peak_memory(lambda: torch.autograd.grad(loss_of(x, w, y, memory_budget=budget), x), device) - x.nbytes < budget + 2**17
+        loss = loss_of(x, w, y, memory_budget=10 * copies)
+        assert torch.equal(loss, loss_of(x, w, y))
+
+
 @pytest.mark.parametrize("low", [bf16, f16])
 def test_autocast(low, device):
     x, w, b, y, _ = Case((9, 16, 40)).tensors(device)

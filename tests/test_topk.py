@@ -310,6 +310,19 @@ def test_what_is_stored(way):
     assert sum(t.numel() for t in kept) == 40 * (2 * 4 + 2)
 
 
+def test_a_budget_has_room_for_autocasts_copies():
+    "Of operands without a gradient: of others the float32 gradient has their bytes, and those of the gradient in 16 bits"
+    x, w = torch.randn(4096, 512), torch.randn(256, 512)
+    copies = 2 * (x.numel() + w.numel())
+    budget = 3 * copies // 2
+    with torch.autocast("cpu", bf16):
+        assert peak_memory(lambda: linear_topk(x, w, 2, memory_budget=budget), "cpu") < budget + 2**17
+        x.requires_grad_()
+        assert peak_memory(lambda: torch.autograd.grad(linear_topk(x, w, 2, memory_budget=budget).log_probs.sum(), x), "cpu") - x.nbytes < budget + 2**17
+        loss = linear_topk(x, w, 2, memory_budget=10 * copies).log_probs
+        assert torch.equal(loss, linear_topk(x, w, 2).log_probs)
+
+
 def test_the_budget_bounds_memory():
     x, w = torch.randn(400, 4), torch.randn(5000, 4)
     assert peak_memory(lambda: linear_topk(x, w, 3, memory_budget=2**20)) < 2**20 < 400 * 5000 * 4

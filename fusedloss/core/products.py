@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype, is_empty
-from fusedloss.core.operators import autocasts
+from fusedloss.core.operators import autocasts, larger_size
 from fusedloss.core.softmax import cooled
 from fusedloss.core.triton import has_kernel, jit, tl
 
@@ -130,6 +130,31 @@ def linear_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:
     if wide or not autocasts(device):
         return input.dtype
     return torch.get_autocast_dtype(device)
+
+
+def cast_bytes(
+    dtype: torch.dtype,  # that products are taken in
+    *operands: Optional[Tensor],
+) -> int:
+    "Bytes of the copies that autocast makes of operands, which have another dtype."
+    return sum([t.numel() for t in operands if t is not None and t.dtype != dtype]) * dtype.itemsize
+
+
+def budget_without(budget: Optional[int], held: int) -> Optional[int]:  # bytes
+    "A budget less what is held anyway; at least 1, for 0 is none."
+    return budget if budget is None or held == 0 else larger_size(budget - held, 1)
+
+
+def linear_budget(
+    budget: Optional[int],  # bytes, or None
+    x: Tensor,
+    w: Tensor,
+    bias: Optional[Tensor],
+) -> Optional[int]:
+    "A budget less the copies that `linear_operands` makes of what wants no gradient."
+    graded = torch.is_grad_enabled()  # a float32 gradient's bytes: the copy's, and the gradient's in 16 bits
+    kept = [t for t in (x, w, bias) if t is not None and not (graded and t.requires_grad)]
+    return budget_without(budget, cast_bytes(linear_dtype(x, w), *kept))
 
 
 def rounded_operand(t: Optional[Tensor], dtype: torch.dtype) -> Optional[Tensor]:
