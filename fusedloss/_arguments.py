@@ -1116,7 +1116,7 @@ SECTIONS = {
         "    logit_scale (float | Tensor): multiplies the logits, bias and all; a 0-dim tensor may have a\n"
         "        gradient\n"
         "    softcap (float | None): c: scores are c · tanh(scaled logits / c), before the temperature\n"
-        "    memory_budget (int | None): bytes beyond the results\n"
+        "    memory_budget (int | None): bytes beyond the results, autocast's 16-bit copies included\n"
         "    backbone_reduction (Literal[\"mean\", \"sum\"] | None): of input's wrapper, over ranks\n"
         "    mesh (DeviceMesh | None): of one dimension; the weight is this rank's rows\n"
         "    num_classes (int | None): V, likewise\n"

@@ -26,7 +26,7 @@ from fusedloss.core.placement import (
     agreed_batch, batch_of, check_reduction, class_shards, kinds_for, local_call, local_heads, local_of, LocalCall,
     own_rows, scale_shard)
 from fusedloss.core.products import (
-    add_product, budget_without, chunk_scores, linear_dtype, linear_operands, logits_row, part, takes_kernel, tile_slices, wide, wide_product,
+    add_product, budget_beside, budget_without, chunk_scores, linear_dtype, linear_operands, logits_row, part, takes_kernel, tile_slices, wide, wide_product,
     write_product)
 from fusedloss.core.ranks import (
     all_gather, all_reduce, check_same_on_ranks, gather_rows, is_dtensor, mesh_of_call, RankTokens,
@@ -420,7 +420,7 @@ def shard_cast_bytes(
 
 def beside_casts(call:LocalCall, a:Asked) -> Asked:
     "What is asked, with the budget that autocast's copies leave."
-    return a._replace(memory_budget=budget_without(a.memory_budget, shard_cast_bytes(*call.tensors[:2], call.tensors.linear_bias, call.shards, call.batch)))
+    return a._replace(memory_budget=budget_beside(a.memory_budget, shard_cast_bytes(*call.tensors[:2], call.tensors.linear_bias, call.shards, call.batch)))
 
 def run_sharded(call:LocalCall, a:Asked) -> tuple[Tensor, Optional[CrossEntropyStats]]:  # a scalar, or of the targets' size
     "The loss of this rank's part of a call, by product or by recompute."
@@ -872,7 +872,7 @@ def sharded_linear_topk(
     temperature:float|Tensor=1.0,  # T, or one for each token; divides the scores
     logit_scale:float|Tensor=1.0,  # multiplies the logits, bias and all; a 0-dim tensor may have a gradient
     softcap:Optional[float]=None,  # c: scores are c · tanh(scaled logits / c), before the temperature
-    memory_budget:Optional[int]=None,  # bytes beyond the results
+    memory_budget:Optional[int]=None,  # bytes beyond the results, autocast's 16-bit copies included
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     mesh:Optional[DeviceMesh]=None,  # of one dimension; the weight is this rank's rows
     num_classes:Optional[int]=None,  # V, likewise
@@ -889,10 +889,10 @@ def sharded_linear_topk(
     a = Asked(o, "none", memory_budget=memory_budget, backbone_reduction=backbone_reduction)
     call = token_call(input, linear_weight, linear_bias, a, mesh, num_classes, scale, each, look)
     check_reverse("sharded_linear_topk", "linear_topk")
-    t, s, b = local_rows(call), call.shards, call.batch
+    t, s, b, a = local_rows(call), call.shards, call.batch, beside_casts(call, a)
     with without_autocast(t.input.device.type):
         log_probs, lse, indices = _ShardTopK.apply(
-            t.input, t.linear_weight, t.linear_bias, flat(call.temperature), o, s, b, int(k), memory_budget or 0)
+            t.input, t.linear_weight, t.linear_bias, flat(call.temperature), o, s, b, int(k), a.memory_budget or 0)
     here = slice(None) if s.group is None else b.token_slice(s)
     log_probs, lse = call.agreed.all_of([own_rows(of, b, s) for of in (log_probs, lse)])
     shape = call.tensors.target.shape

@@ -89,7 +89,7 @@ def best_bytes(m:int, k:int) -> int:
     return 4 * m if k <= MOST and m <= IN_REGISTERS else 12 * m if k <= MOST else 24 * m
 
 def launch_best(z:Tensor, k:int, counts:Optional[Tensor]=None) -> tuple[Tensor, Tensor]:  # [N,M] fp32 to [N,k] twice; [N]
-    "`sorted_best` by a kernel; NaN counts as -inf, and so does what comes after a row's first `counts` numbers."
+    "`sorted_best` by a kernel, in which NaN counts as -inf; what comes after a row's first `counts` numbers always does."
     n, m = z.shape
     if k > MOST or m > IN_REGISTERS:
         if counts is not None: z = z.masked_fill(torch.arange(m, device=z.device) >= counts[:, None], -torch.inf)

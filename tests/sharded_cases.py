@@ -2038,18 +2038,21 @@ def memory_has_no_scores(meshes):
 def budgets_have_room_for_autocasts_copies(meshes):
     "Chunks are then those of operands in 16 bits; those of a divergence, which talk, are alike on ranks with other numbers of tokens and classes"
     import fusedloss.divergence as divergence
+    import fusedloss.topk as topk
     n, h, v, low = 300, 32, 131, torch.bfloat16
     x, w, t, u, y = torch.randn(n, h), torch.randn(v, h), torch.randn(n, h), torch.randn(v, h), torch.randint(v, (n,))
     for ranks, mesh, rank in mine(meshes):
         most, rows, y_here = -(-v // ranks), n - n * (ranks - 1)**2 // ranks**2, uneven(y, mesh)
         given = [uneven(x, mesh), spread(w, mesh).to_local(), uneven(t, mesh), spread(u, mesh).to_local()]
         student, how = 2 * h * (rows + most), dict(mesh=mesh, num_classes=v, backbone_reduction="sum")
+        best = lambda b, x, w, *_: fl.sharded_linear_topk(x, w, 2, memory_budget=b, **how).log_probs
         calls = {"loss": (lambda b, x, w, *_: sharded_linear_cross_entropy(x, w, y_here, memory_budget=b, **how), 10 * 4 * most * 40, student),
                  "log-probabilities": (lambda b, x, w, *_: fl.sharded_linear_log_probs(x, w, y_here, memory_budget=b, **how).log_probs, 10 * 4 * most * 40, student),
+                 "top-k": (best, 10 * 4 * most * 40, student),
                  "divergence": (lambda b, *of: fl.sharded_linear_divergence(*of, memory_budget=b, **how), 2 * 2 * 8 * -(-most // 8) * 40, 2 * student)}
         cuts, by_tokens, by_plan = [], sharded.plain_chunks, divergence.plan_chunks
         record = lambda of: lambda *sizes: cuts.append(of(*sizes)) or cuts[-1]
-        with mock.patch.object(sharded, "plain_chunks", record(by_tokens)), mock.patch.object(divergence, "plan_chunks", record(by_plan)):
+        with mock.patch.object(sharded, "plain_chunks", record(by_tokens)), mock.patch.object(topk, "plain_chunks", record(by_tokens)), mock.patch.object(divergence, "plan_chunks", record(by_plan)):
             for name, (call, budget, copies) in calls.items():
                 with torch.autocast("cpu", low): found = call(budget + copies, *given)
                 assert torch.equal(found, call(budget, *(of.to(low) for of in given))) and cuts[-1] == cuts[-2], f"{name} on {ranks} ranks"
@@ -2057,6 +2060,8 @@ def budgets_have_room_for_autocasts_copies(meshes):
         with torch.autocast("cpu", low):
             calls["divergence"][0](least, *given)
             raises(ValueError, f"memory_budget: expected an integer of at least {least} bytes here", lambda: calls["divergence"][0](least - 1, *given))
+            for name in ("loss", "log-probabilities", "top-k"):
+                raises(ValueError, f"memory_budget: expected more than the {student} bytes of autocast's", lambda: calls[name][0](student, *given))
 
 
 # --- wrappers of whole models: every parameter's gradient against one process ---

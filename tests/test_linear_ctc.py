@@ -679,6 +679,8 @@ def test_a_budget_has_room_for_autocasts_copies():
     budget = 6 * copies // 5
     with torch.autocast("cpu", bf16):
         assert peak_memory(lambda: linear_ctc_loss(x, w, y, reduction="none", memory_budget=budget), "cpu") < budget + 2**17
+        with pytest.raises(ValueError, match=f"memory_budget: expected more than the {copies} bytes of autocast's"):
+            linear_ctc_loss(x, w, y, memory_budget=copies)
         x.requires_grad_()
         assert peak_memory(lambda: torch.autograd.grad(linear_ctc_loss(x, w, y, reduction="none", memory_budget=budget).sum(), x), "cpu") - x.nbytes < budget + 2**17
         loss = linear_ctc_loss(x, w, y, memory_budget=10 * copies)

@@ -570,6 +570,8 @@ def test_a_budget_has_room_for_autocasts_copies(device):
     budget = 6 * copies // 5
     with torch.autocast(device, bf16):
         assert peak_memory(lambda: linear_log_probs(x, w, y, memory_budget=budget), device) < budget + 2**17
+        with pytest.raises(ValueError, match=f"memory_budget: expected more than the {copies} bytes of autocast's"):
+            linear_log_probs(x, w, y, memory_budget=copies)
         x.requires_grad_()
         assert peak_memory(lambda: torch.autograd.grad(linear_log_probs(x, w, y, memory_budget=budget).log_probs.sum(), x), device) - x.nbytes < budget + 2**17
         loss = linear_log_probs(x, w, y, memory_budget=10 * copies).log_probs

@@ -317,6 +317,8 @@ def test_a_budget_has_room_for_autocasts_copies():
     budget = 3 * copies // 2
     with torch.autocast("cpu", bf16):
         assert peak_memory(lambda: linear_topk(x, w, 2, memory_budget=budget), "cpu") < budget + 2**17
+        with pytest.raises(ValueError, match=f"memory_budget: expected more than the {copies} bytes of autocast's"):
+            linear_topk(x, w, 2, memory_budget=copies)
         x.requires_grad_()
         assert peak_memory(lambda: torch.autograd.grad(linear_topk(x, w, 2, memory_budget=budget).log_probs.sum(), x), "cpu") - x.nbytes < budget + 2**17
         loss = linear_topk(x, w, 2, memory_budget=10 * copies).log_probs
