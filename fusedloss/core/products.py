@@ -153,14 +153,18 @@ def linear_budget(
 ) -> Optional[int]:
     "A budget less the copies that `linear_operands` makes of what wants no gradient; `ValueError` where it is no more than these."
     graded = torch.is_grad_enabled()  # a float32 gradient's bytes: the copy's, and the gradient's in 16 bits
-    copies = cast_bytes(linear_dtype(x, w), *(t for t in (x, w, bias) if t is not None and not (graded and t.requires_grad)))
+    copies = cast_bytes(
+        linear_dtype(x, w), *(t for t in (x, w, bias) if t is not None and not (graded and t.requires_grad))
+    )
     return budget_beside(budget, copies)
 
 
 def budget_beside(budget: Optional[int], copies: int) -> Optional[int]:  # bytes
     "A budget less autocast's copies; `ValueError` where it is no more than these."
     room = budget is None or copies == 0 or budget > copies
-    expect(room, "memory_budget", lambda: f"more than the {copies} bytes of autocast's 16-bit copies", lambda: repr(budget))
+    expect(
+        room, "memory_budget", lambda: f"more than the {copies} bytes of autocast's 16-bit copies", lambda: repr(budget)
+    )
     return budget_without(budget, copies)
 
 
