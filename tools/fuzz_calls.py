@@ -664,14 +664,14 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
-def of_ctc(d: Draw, function: Callable, T: int, N: int, C: int, tensors: dict[str, Tensor], logits: Callable[..., Tensor]) -> Call:
+def of_ctc(d: Draw, function: Callable, T: int, N: int, C: int, tensors: dict[str, Tensor], log_probs: Callable[..., Tensor]) -> Call:
     "CTC, whose frames and labels are ragged"
     leaves, blank = [*tensors], d.r.randrange(C)
     more, bad = sequences(d, T, N, d.size(9) if C > 1 else 0, C, 0, ("input_lengths", "target_lengths"), blank)
     words = dict(reduction=d.pick(("mean", "sum", "none")), blank=blank, zero_infinity=d.chance(0.7))
     budget = d.budget() if function is fl.linear_ctc_loss else {}
     def exact(_, targets, input_lengths, target_lengths, **given):
-        losses = lambda none: F.ctc_loss(logits(**given).log_softmax(-1), targets.long(), input_lengths.long(), target_lengths.long(), **words | dict(zero_infinity=none))
+        losses = lambda none: F.ctc_loss(log_probs(**given), targets.long(), input_lengths.long(), target_lengths.long(), **words | dict(zero_infinity=none))
         return [losses(True) + torch.where(losses(words["zero_infinity"]).isposinf(), torch.inf, 0.0).detach()]  # without a path no gradient, where PyTorch has NaN
     return Call(lambda **given: [function(**given, **words, **budget)], exact, tensors | more, leaves, argument_names(function), words | budget, bad,
                 at_home=d.pick(((), ("input_lengths", "target_lengths"))))
@@ -679,12 +679,73 @@ def of_ctc(d: Draw, function: Callable, T: int, N: int, C: int, tensors: dict[st
 
 def ctc_loss_with_logits(d: Draw) -> Call:
     T, N, C = d.size(33, 1), d.size(5, 1), d.size(65, 1)
-    return of_ctc(d, fl.ctc_loss_with_logits, T, N, C, dict(logits=d.numbers(T, N, C, by=d.loudness())), lambda logits: logits)
+    return of_ctc(d, fl.ctc_loss_with_logits, T, N, C, dict(logits=d.numbers(T, N, C, by=d.loudness())), lambda logits: logits.log_softmax(-1))
 
 
 def linear_ctc_loss(d: Draw) -> Call:
     T, N, C = d.size(33, 1), d.size(5, 1), d.size(65, 1)
-    return of_ctc(d, fl.linear_ctc_loss, T, N, C, d.layer((T, N), d.size(33), C), lambda input, linear_weight, linear_bias=None: F.linear(input, linear_weight, linear_bias))
+    return of_ctc(d, fl.linear_ctc_loss, T, N, C, d.layer((T, N), d.size(33), C), lambda input, linear_weight, linear_bias=None: F.linear(input, linear_weight, linear_bias).log_softmax(-1))
+
+
+def ctc_loss(d: Draw) -> Call:
+    T, N, C = d.size(33, 1), d.size(5, 1), d.size(65, 1)
+    return of_ctc(d, fl.ctc_loss, T, N, C, dict(log_probs=normalised(d, T, N, C)), lambda log_probs: log_probs)  # whose gradient is PyTorch's
+
+
+def normalised(d: Draw, *shape: int) -> Tensor:
+    "Log-probabilities"
+    return d.numbers(*shape, by=d.loudness(), dtype=torch.float64).log_softmax(-1).to(d.dtype)
+
+
+def by_states(log_p: Tensor, y: Tensor, blank: int, add: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    "The classes [S] of CTC's states of labels [L], what the paths to each come to [T,S], and all of them: by their sum or their maximum"
+    of = torch.full((2 * len(y) + 1,), blank)
+    of[1::2] = y
+    skips = torch.zeros(len(of), dtype=torch.bool)
+    skips[3::2] = y[1:] != y[:-1]
+    later = lambda a, k: F.pad(a, (k, 0), value=-torch.inf)[:len(a)]
+    rows = [log_p[:1, of].squeeze(0).masked_fill(torch.arange(len(of)) > 1, -torch.inf)] if len(log_p) else []
+    for now in log_p[1:, of]:
+        a = rows[-1]
+        rows.append(add(torch.stack([a, later(a, 1), later(a, 2).masked_fill(~skips, -torch.inf)])) + now)
+    whole = add(rows[-1][-2:]) if rows else log_p.new_tensor(-torch.inf if len(y) else 0.0)
+    return of, torch.stack(rows) if rows else log_p.new_zeros(0, len(of)), whole
+
+
+def of_paths(d: Draw, function: Callable, results: Callable, of_one: Callable) -> Call:
+    "What is asked of CTC's paths: of one sequence `of_one` its log-probabilities and labels, and what was found of it"
+    T, N, C = d.size(33, 1), d.size(5, 1), d.size(65, 1)
+    blank = d.r.randrange(C)
+    more, bad = sequences(d, T, N, d.size(9) if C > 1 else 0, C, 0, ("input_lengths", "target_lengths"), blank)
+    def exact(found, log_probs, targets, input_lengths, target_lengths):
+        each = [of_one(log_probs[:input_lengths[n], n], targets[n, :target_lengths[n]].long(), blank, [t[n] for t in found]) for n in range(N)]
+        return [torch.stack(of) for of in zip(*each)]
+    return Call(lambda **given: results(function(**given, blank=blank)), exact, dict(log_probs=normalised(d, T, N, C)) | more, [], argument_names(function), dict(blank=blank), bad,
+                at_home=d.pick(((), ("input_lengths", "target_lengths"))))
+
+
+def forced_align(d: Draw) -> Call:
+    def of_one(log_p, y, blank, found):
+        *_, best = by_states(log_p, y, blank, lambda a: a.amax(0))
+        path, frames = found[1][:len(log_p)].long(), torch.zeros_like(found[2], dtype=log_p.dtype)
+        said = path.unique_consecutive()
+        if best.isfinite() and torch.equal(said[said != blank], y):  # else its frames sum to 0, not to the best score
+            frames[:len(log_p)] = log_p.gather(1, path[:, None])[:, 0]
+        return best, found[1], frames, torch.where(best.isfinite(), best, 0.0)
+    return of_paths(d, fl.forced_align, lambda a: [a.score, a.labels, a.frame_scores, a.frame_scores.sum(1)], of_one)
+
+
+def ctc_posteriors(d: Draw) -> Call:
+    def of_one(log_p, y, blank, found):
+        add = lambda a: a.logsumexp(0)
+        (of, before, whole), (_, after, _) = by_states(log_p, y, blank, add), by_states(log_p.flip(0), y.flip(0), blank, add)
+        here, states = log_p[:, of], torch.zeros_like(found[0], dtype=log_p.dtype)
+        if not whole.isfinite():
+            return states, whole, torch.zeros_like(whole)
+        gamma = (before + after.flip(0, 1) - here - whole).exp()
+        states[:len(gamma), :len(of)] = gamma
+        return states, whole, (whole - (gamma * here).sum()) / (1 + whole.abs())
+    return of_paths(d, fl.ctc_posteriors, lambda p: [*p[:2], p.entropy / (1 + p.log_likelihood.abs())], of_one)  # a difference of such numbers
 
 
 def by_arcs(z: Tensor, y: Tensor, blank: int, durations=None, sigma: float = 0.0, fastemit_lambda: float = 0.0, fused_log_softmax: bool = True) -> Tensor:
@@ -782,4 +843,4 @@ def viterbi(d: Draw) -> Call:
 
 LOSSES: dict[str, Callable[[Draw], Call]] = {f.__name__: f for f in (
     cross_entropy, linear_cross_entropy, log_probs, linear_log_probs, linear_topk, linear_sample, linear_divergence, contrastive_loss, sigmoid_contrastive_loss,
-    margin_cross_entropy, partial_fc, partial_fc_of_products, ctc_loss_with_logits, linear_ctc_loss, transducer_loss, linear_transducer_loss, logz, viterbi)}
+    margin_cross_entropy, partial_fc, partial_fc_of_products, ctc_loss, ctc_loss_with_logits, linear_ctc_loss, forced_align, ctc_posteriors, transducer_loss, linear_transducer_loss, logz, viterbi)}
