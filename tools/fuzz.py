@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 import fuzz_ranks  # noqa: E402
-from fuzz_calls import LOSSES, Call, Draw, under_autocast  # noqa: E402
+from fuzz_calls import LOSSES, Call, Draw, under_autocast, within_autocast  # noqa: E402
 from fuzz_ranks import RankCall  # noqa: E402
 from helpers import INTERPRETED, TOLERANCE, everywhere  # noqa: E402
 
@@ -348,11 +348,16 @@ def drawing(seed: int, k: int, device: str) -> Draw:
     return Draw(f"{seed}-{k}", dtypes, 65 if interpreted else 257)
 
 
+def may_autocast(call: Call, d: Draw) -> bool:
+    "Whether a call of a linear layer in float32 is made within autocast"
+    return "linear_weight" in call.tensors and d.dtype == torch.float32 and not INTERPRETED and d.chance()
+
+
 def run_one(seed: int, k: int, names: list[str], device: str) -> tuple[str, str, list[str]]:
     "Draw number k of a seed: the loss, what became of it and what is wrong"
     name, d = names[k % len(names)], drawing(seed, k, device)
     call = LOSSES[name](d)
-    if name.startswith("linear_") and d.dtype == torch.float32 and not INTERPRETED and d.chance():
+    if may_autocast(call, d):
         call = under_autocast(call, torch.bfloat16)
     try:
         return f"{name}{call}", *judged(call, d.r, device)
@@ -364,6 +369,8 @@ def run_one_over_ranks(seed: int, k: int, names: list[str], device: str, ranks: 
     "The same of a call that all ranks make"
     name, d = names[k % len(names)], drawing(seed, k, device)
     call = fuzz_ranks.LOSSES[name](d, ranks.mesh.size())
+    if may_autocast(call.whole, d):
+        call = call._replace(whole=under_autocast(call.whole, torch.bfloat16), run=within_autocast(call.run, torch.bfloat16))
     ranks.note(f"--only {k}: {name}{call.whole}")
     return f"{name}{call.whole}", *judged_over_ranks(call, d.r, device, ranks)
 

@@ -47,13 +47,18 @@ class Call(NamedTuple):
         return str({name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items()} | self.words | (dict(autocast=str(self.under)[6:]) if self.under else {}))
 
 
+def within_autocast(run: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    "A function of tensors by name, called within autocast"
+    def call(*of, **given):
+        with torch.autocast(given["linear_weight"].device.type, dtype):
+            return run(*of, **given)
+    return call
+
+
 def under_autocast(call: Call, dtype: torch.dtype) -> Call:
     "A call of float32 numbers that this dtype has, too, within autocast: operands lose nothing, scores and gradients are rounded"
     tensors = {name: t.to(dtype).float() if t.dtype == torch.float32 else t for name, t in call.tensors.items()}
-    def run(**given):
-        with torch.autocast(next(t for name, t in given.items() if name not in call.at_home).device.type, dtype):
-            return call.run(**given)
-    return call._replace(run=run, tensors=tensors, under=dtype)
+    return call._replace(run=within_autocast(call.run, dtype), tensors=tensors, under=dtype)
 
 
 class Draw:
