@@ -785,16 +785,16 @@ def sharded_linear_sample(
                             backbone_reduction, mesh, num_classes, generator)
 
 # %% ../nbs/16_sharded.ipynb #stkcode1
-def best_places(of:Tensor, is_none:Tensor, k:int, kernel:bool) -> Tensor:  # [N,M] twice; [N,k]
-    "Places of each row's k largest numbers, of equal ones the first; what is none comes last."
+def best_places(of:Tensor, is_none:Tensor, k:int, best_of:Callable) -> Tensor:  # [N,M] twice; [N,k]
+    "Places of each row's k largest numbers, by `launch_best` or `sorted_best`, of equal ones the first; what is none comes last."
     of = of.clamp(min=torch.finfo(of.dtype).min).masked_fill(is_none, -torch.inf)
-    return (launch_best if kernel else sorted_best)(of, k)[1]
+    return best_of(of, k)[1]
 
 def chosen_tiles(maxima:Tensor, k:int, s:Shards) -> Tensor:  # [N,m], m up to k; [N,m] bool
     "Which of each row's best tiles here, the best first, are among the k best of all ranks."
     m = maxima.shape[1]
     of_ranks = all_gather(F.pad(maxima, (0, k - m), value=torch.nan), s).transpose(0, 1).flatten(1)
-    here = best_places(of_ranks, of_ranks.isnan(), k, True) // k == s.rank
+    here = best_places(of_ranks, of_ranks.isnan(), k, launch_best) // k == s.rank
     return torch.arange(m, device=here.device) < here.sum(1, keepdim=True)
 
 def shard_topk(
@@ -816,7 +816,7 @@ def shard_topk(
     return F.pad(found.scores, (0, k - here), value=-torch.inf), F.pad(indices, (0, k - here), value=-1), found.rows
 
 def topk_of_ranks(
-    scores:Tensor, indices:Tensor, rows:Tensor, k:int, s:Shards, kernel:bool,  # of `shard_topk`
+    scores:Tensor, indices:Tensor, rows:Tensor, k:int, s:Shards, best_of:Callable,  # of `shard_topk`; as `best_places` takes it
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N,k] twice, [R,2,N]
     "The best of all ranks' candidates, and each rank's maximum and sum."
     given = scores, indices, rows.T
@@ -824,7 +824,7 @@ def topk_of_ranks(
     sent = all_gather(torch.cat(words, 1), s).split([t.shape[1] for t in words], 2)
     scores, indices, rows = (got.clone(memory_format=torch.contiguous_format).view(t.dtype) for got, t in zip(sent, given))
     candidates, classes = (t.transpose(0, 1).flatten(1) for t in (scores, indices))
-    places = best_places(candidates, classes < 0, k, kernel)
+    places = best_places(candidates, classes < 0, k, best_of)
     return candidates.gather(1, places), classes.gather(1, places), rows.transpose(1, 2)
 
 class _ShardTopK(torch.autograd.Function):
@@ -835,7 +835,7 @@ class _ShardTopK(torch.autograd.Function):
         x, y, temperature = gather_rows(x, x.new_zeros(len(x), dtype=torch.int64), temperature, b, s, -1)
         if temperature is not None: temperature = temperature.masked_fill(y < 0, 1.0)  # of rows that pad
         with keep_agreement(tuning_agreement(x, x.dtype, s, "topk", *compiled_for(o), temperature is not None)):
-            scores, indices, rows = topk_of_ranks(*shard_topk(x, w, bias, temperature, o, k, budget, s), k, s, takes_kernel(x))
+            scores, indices, rows = topk_of_ranks(*shard_topk(x, w, bias, temperature, o, k, budget, s), k, s, launch_best if takes_kernel(x) else sorted_best)
         log2_scale = sums_log2_scale(x)
         sums = merge_sums(torch.cat([rows, rows.new_zeros(len(rows), 5, len(x))], 1), log2_scale)
         log_s = sums[SUM].log()
