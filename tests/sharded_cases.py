@@ -2287,7 +2287,7 @@ BUGS = {
     "a mean over this rank's tokens": ("total_weight(y, weight, weights,", "total_weight(y[b.token_slice(s)], weight, None if weights is None else weights[b.token_slice(s)],"),
     "another rank's tokens": ("start = 0 if self.shared else s.rank * self.rows", "start = 0 if self.shared else (s.ranks - 1 - s.rank) * self.rows"),
     "upstream gradients of this rank alone": ("return all_gather(padded, s).flatten(0, 1), None, None", "return padded.repeat(s.ranks, *[1] * (g.dim() - 1)), None, None"),
-    "rows that pad are tokens": (".labels[len(x):] = ignore_index", ".labels[len(x):] = 0"),
+    "rows that pad are tokens": ("own.labels[len(x) :] = y, ignore_index", "own.labels[len(x) :] = y, 0"),
     "input's gradient by this rank's classes": ("if s.group is None or not total.numel()", "if b.shared or s.group is None or not total.numel()"),
     "maxima merged in another unit": ("merge_sums(sums, log2_scale, masses)", "merge_sums(sums, 1.0, masses)"),
     "a unit of this rank's tokens": ("sums_log2_scale(x_all)  #", "sums_log2_scale(x)  #"),

@@ -139,7 +139,7 @@ def dtensor_of_rows(rows: Tensor, mesh, shape: torch.Size) -> Tensor:  # DTensor
     )
 
 
-HEADER_BYTES = 16  # bytes before a row's features: label and weight
+LINE_BYTES = 128  # rows of a packet start on lines of memory, as matmuls read them
 
 
 class LabelledRows(NamedTuple):
@@ -150,15 +150,20 @@ class LabelledRows(NamedTuple):
     features: Tensor  # [n,H]
 
 
+def packet_bytes(n_features: int, dtype: torch.dtype) -> int:
+    "Bytes of a row, its label and its weight, in whole lines."
+    needed = n_features * dtype.itemsize + 16
+    return needed + -needed % LINE_BYTES
+
+
 def unpack(
     t: Tensor,  # [n, bytes]
     n_features: int,
     dtype: torch.dtype,
 ) -> LabelledRows:
-    "What the bytes hold."
-    labels, weights = t[:, :8].view(torch.int64), t[:, 8:HEADER_BYTES].view(torch.float64)
-    features = t[:, HEADER_BYTES : HEADER_BYTES + n_features * dtype.itemsize].view(dtype)
-    return LabelledRows(labels[:, 0], weights[:, 0], features)
+    "What the bytes hold: features first, label and weight last."
+    labels, weights = t[:, -16:-8].view(torch.int64), t[:, -8:].view(torch.float64)
+    return LabelledRows(labels[:, 0], weights[:, 0], t[:, : n_features * dtype.itemsize].view(dtype))
 
 
 def pack(
@@ -168,18 +173,14 @@ def pack(
     rows: int,  # as many as the rank with most
     ignore_index: int,
 ) -> Tensor:  # [rows, bytes]
-    "Rows behind their labels; rows that pad are ignored."
-    weight = y if token_weight is None else token_weight.double().view(torch.int64)
-    header = torch.stack([y, weight], 1)  # without weights nobody reads the second
-    if x.stride(1) != 1:  # a clone, as contiguous() leaves strides where there is no row, or one feature
-        x = x.clone(memory_format=torch.contiguous_format)
-    bytes_ = torch.cat([t.view(torch.uint8) for t in (header, x)], 1)
-    gaps = -bytes_.shape[1] % HEADER_BYTES, rows - len(x)
-    if any(gaps):
-        bytes_ = F.pad(bytes_, (0, gaps[0], 0, gaps[1]))
-    if gaps[1]:
-        unpack(bytes_, x.shape[1], x.dtype).labels[len(x) :] = ignore_index
-    return bytes_
+    "Rows and their labels; rows that pad are ignored."
+    packet = x.new_zeros(rows, packet_bytes(x.shape[1], x.dtype), dtype=torch.uint8)
+    own = unpack(packet, x.shape[1], x.dtype)
+    own.features[: len(x)] = x.detach()
+    own.labels[: len(x)], own.labels[len(x) :] = y, ignore_index
+    if token_weight is not None:
+        own.weights[: len(x)] = token_weight.detach()
+    return packet
 
 
 def collective(*names: str) -> Callable:
