@@ -1,4 +1,4 @@
-"""`python -m fusedloss plan` prints what each method of the loss would cost, and `doctor` what this machine has and what does not work."""
+"""`python -m fusedloss plan` prints what each method of the loss would cost, `calibrate` measures what plans count on, and `doctor` says what this machine has and what does not work."""
 
 import argparse
 import re
@@ -114,8 +114,27 @@ def add_doctor(command: argparse.ArgumentParser):
     command.set_defaults(run=doctor_command)
 
 
+def calibrate_command(args: argparse.Namespace) -> int:
+    "Measure what plans count on: 0 if there is a GPU, else 1."
+    from fusedloss.calibration import report
+
+    return report(args.device)
+
+
+def add_calibrate(command: argparse.ArgumentParser):
+    "The arguments of `calibrate`."
+    command.description = (
+        "Measure the rates of a GPU, and the seconds that Python and launches take of a loss by each method, and keep "
+        "them by board: plans of later processes take them instead of those of a table. Takes ten seconds, and as long "
+        "as kernels compile. Exit code 1 without a GPU."
+    )
+    command.set_defaults(run=calibrate_command)
+    command.add_argument("--device", default="cuda", help="as PyTorch names it (default: %(default)s)")
+
+
 COMMANDS = {
     "plan": (add_plan, "what each method of linear_cross_entropy would cost, and which one is taken"),
+    "calibrate": (add_calibrate, "measure this GPU and its host for plans, and keep what was found"),
     "doctor": (add_doctor, "what this machine has, which kernels it takes, and what is broken"),
 }
 

@@ -17,7 +17,7 @@ from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
-from fusedloss.core.fp8 import busy_share, FP8_SPEED, held_bytes, plan_cut, ranking_machine, Sizes
+from fusedloss.core.fp8 import busy_share, held_bytes, plan_cut, ranking_machine, Sizes
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.products import budget_without, logits_row
@@ -82,9 +82,6 @@ class Estimate(NamedTuple):
 
 # %% ../nbs/10_plans.ipynb #0e8853d7
 LAUNCH_SECONDS = 3e-6  # seconds of a launch that nothing hides
-HOST_SECONDS = {"eager": 1.16e-3, "chunks": 1.12e-3, "chunk": 0.139e-3, "product": 1.1e-3, "product chunk": 0.7e-3, "recompute": 1.92e-3,
-        "slab": 0.135e-3, "plain": 1.6e-3, "plain chunk": 0.37e-3, "tiles": 1.88e-3,
-        "tile": 0.37e-3, "stripe": 0.165e-3}  # seconds of a call, or of a part, between those of two hosts
 
 # %% ../nbs/10_plans.ipynb #5bf8f9c7
 def rate_share(
@@ -219,7 +216,7 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     widened = graded and r.dtype.itemsize == 2  # dz and g dz, to be multiplied
     copies = 1 + kept if r.fused else max(plain_logit_copies(r) + (graded and rows_of_targets(r)), 3.2 * widened)
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
-    return make_estimate("eager", r, machine, costs, 10, HOST_SECONDS["eager"],
+    return make_estimate("eager", r, machine, costs, 10, machine.host.eager,
                     max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))
 
 # %% ../nbs/10_plans.ipynb #1be5d8db
@@ -277,7 +274,7 @@ def chunks_estimate(r:Call, machine:Machine) -> Estimate:
              sweep_cost("turn", n * v, *[r.work] * (1 + graded + bool(r.stats or rows_of_targets(r)))),
              *summing_dw(r, c), *bias_costs(r)]
     return make_estimate("chunks", r, machine, costs, 10 + 5 * chunks,
-                    HOST_SECONDS["chunks"] + chunks * HOST_SECONDS["chunk"], extra,
+                    machine.host.chunks + chunks * machine.host.chunk, extra,
                     ("rows", c.rows, "dw in fp32" if c.wide else ""),
                     "" if r.chunk_size else rounding_caution(r, chunks, c.wide))
 
@@ -295,12 +292,12 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
     by, aligned = ranking_machine(machine.device), r._replace(n=n, v=-(-v // 16) * 16)
     c = plan_cut(s, by, r.room, r.accumulate == "float32")
     chunks, groups, eight, rounded = -(-n // c.rows), -(-n // c.group), torch.float8_e4m3fn, sum(r.needs[:2])
-    fast = lambda cost: replace(cost, share=cost.share * FP8_SPEED * (busy_share(c, s, by) if cost.name == "dx" else 1.0))
+    fast = lambda cost: replace(cost, share=cost.share * machine.fp8 * (busy_share(c, s, by) if cost.name == "dx" else 1.0))
     costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
              sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
     extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r))
-    made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
+    made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, machine.host.product + chunks * machine.host.product_chunk,
                          extra, ("rows", c.rows, "backward in FP8"))
     return made._replace(refusal=made.refusal or (fp8_obstacle(r, machine.device) if r.gpu else ""))
 
@@ -320,7 +317,7 @@ def product_estimate(r:Call, machine:Machine) -> Estimate:
              sweep_cost("rows", r.n * h, *[torch.float32] * 4), *summing_dw(r, c), *bias_costs(r), *smoothing_costs(r)]
     caution = "it is for gradients"
     if any(r.needs): caution = rounding_caution(r, chunks, c.wide, MOST_WITHOUT_TARGETS)
-    return make_estimate("product", r, machine, costs, 14 + 12 * chunks, HOST_SECONDS["product"] + chunks * HOST_SECONDS["product chunk"],
+    return make_estimate("product", r, machine, costs, 14 + 12 * chunks, machine.host.product + chunks * machine.host.product_chunk,
                          extra, ("rows", c.rows, "dw in fp32" if c.wide else ""), caution)
 
 # %% ../nbs/10_plans.ipynb #e3f47e58
@@ -360,7 +357,7 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     (n, v, h), (need_x, need_w, _), size = r.sizes, r.needs, r.work.itemsize
     flops, forward = 2.0 * n * v * h, slab_forward_bytes(r, machine)
     costs = [Cost("lse", flops, size * h * (n + v), epilogue_share(r, machine, "lse"))]
-    if not any(r.needs): return costs, 6, HOST_SECONDS["recompute"], forward, ("nothing stored",)
+    if not any(r.needs): return costs, 6, machine.host.recompute, forward, ("nothing stored",)
     slab, each, slabs = slab_size(r, machine)
     costs += [Cost("dz", flops, size * (h * (slabs * n + v) + n * v), epilogue_share(r, machine, "dz"))]
     reached = lambda name: rate_share_of_parts(r, machine, name, slab)
@@ -369,7 +366,7 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     dx, copy = 2 * n * h * need_x, 2 * n * h  # its sum in fp32 stands where 16 bits will be; x without ignored tokens
     held = copy + each * slab + dx if slabs > 1 else 2 * n * slab + max(dx, copy + (each - 2 * n) * slab - dx)  # or dw's
     backward = max(held, 2 * dx) + TERMS * n
-    host = HOST_SECONDS["recompute"] + slabs * HOST_SECONDS["slab"]
+    host = machine.host.recompute + slabs * machine.host.slab
     return costs, 8 + 3 * slabs, host, max(backward, forward - gradient_bytes(r)), ("classes", slab)
 
 # %% ../nbs/10_plans.ipynb #cc504c2b
@@ -394,7 +391,7 @@ def plain_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int
     most = max(held * rows, rows + held * beside) if any(r.needs) else held * rows
     extra = int(most * v * wide.itemsize)
     if r.fused: extra = max(extra, rows * (v + h) * wide.itemsize * r.needs[0])  # dx, before it has its place
-    host = HOST_SECONDS["plain"] + chunks * HOST_SECONDS["plain chunk"]
+    host = machine.host.plain + chunks * machine.host.plain_chunk
     return costs, 20 * chunks, host, extra + recompute_operand_bytes(r), ("rows", rows)
 
 # %% ../nbs/10_plans.ipynb #18905e7d
@@ -432,7 +429,7 @@ def tiles_estimate(r:Call, machine:Machine) -> Estimate:
         costs += [z, sweep_cost("dz", n * v, *[wide] * 7), *gradient_products(r, machine, 1, 1, r.work, size=columns)]
     stripes = -(-v // columns)
     tiles = -(-n // rows) * stripes
-    host = HOST_SECONDS["tiles"] + tiles * HOST_SECONDS["tile"] + stripes * HOST_SECONDS["stripe"]
+    host = machine.host.tiles + tiles * machine.host.tile + stripes * machine.host.stripe
     return make_estimate("tiles", r, machine, costs, 35 * tiles, host,
                     tiles_extra_bytes(r, rows, columns), ("tiles of", rows, columns))
 

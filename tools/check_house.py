@@ -13,7 +13,7 @@ from pathlib import Path
 
 from project import PACKAGE, ROOT, WORKBOOK, default_module, is_stage, notebooks, read_notebook
 
-DOORS = ("losses", "sharded", "integrations", "doctor", "__main__")  # and the package itself
+DOORS = ("losses", "sharded", "integrations", "doctor", "calibration", "__main__")  # and the package itself
 Faults = Iterator[str]
 
 

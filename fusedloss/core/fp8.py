@@ -15,7 +15,6 @@ BUDGET = (
     2**30 + 2**26
 )  # bytes beyond the gradients, unless the caller says; or as much as half of bf16 logits and what goes with them
 
-FP8_SPEED = 1.77  # of matmuls in FP8 whose partial sums are in fp32, beside bf16's
 LAUNCH_SECONDS = 4e-6  # of a launch, to rank cuts
 TILES = ((128, 256), (128, 160), (128, 128), (112, 128), (96, 128))  # that cuBLAS chooses from
 ALIGNMENT = 128  # tokens of a chunk are a multiple of it
@@ -102,7 +101,7 @@ def busy_share(c: Cut, s: Sizes, by: Machine) -> float:
 
 def lost_seconds(c: Cut, s: Sizes, by: Machine) -> float:
     "What a cut costs beside the matmuls: idle multiprocessors, sums that are read and written again, launches."
-    seconds = 2.0 * s.n * s.v * s.h / (by.rates["bfloat16"] * FP8_SPEED)  # of the matmul of dx
+    seconds = 2.0 * s.n * s.v * s.h / (by.rates["bfloat16"] * by.fp8)  # of the matmul of dx
     idle = seconds * (1 / busy_share(c, s, by) - 1) * s.need_x
     groups, chunks, slabs = -(-s.n // c.group), -(-s.n // c.rows), -(-s.v // c.slab)
     again = (groups - 1) * 2 * s.v * s.h * s.grad_size * s.need_w + (slabs - 1) * 12 * s.n * s.h * s.need_x

@@ -8,7 +8,7 @@ import functools
 import math
 import statistics
 from dataclasses import dataclass, replace
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
@@ -17,6 +17,23 @@ from fusedloss.core.checks import expect
 from fusedloss.core.devices import Board, Device, device_of, DeviceKind, Epilogue, gpu_index, KINDS, Rates, Unaligned
 from fusedloss.core.operators import observed
 from fusedloss.core.tuning import event_seconds
+
+
+class Host(NamedTuple):
+    "Seconds of Python and launches, of a call by a method and of each part of it, where calls follow one another; of two hosts."
+
+    eager: float = 1.16e-3
+    chunks: float = 1.12e-3
+    chunk: float = 0.139e-3
+    product: float = 1.1e-3
+    product_chunk: float = 0.7e-3
+    recompute: float = 1.92e-3
+    slab: float = 0.135e-3
+    plain: float = 1.6e-3  # recompute by chunks of tokens
+    plain_chunk: float = 0.37e-3
+    tiles: float = 1.88e-3
+    tile: float = 0.37e-3
+    stripe: float = 0.165e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +46,8 @@ class Machine:
     device: Device = devices.CPU  # what it can do, as kernels are cut for it
     unaligned: Unaligned = Unaligned()
     epilogue: Epilogue = Epilogue()
+    fp8: float = 1.77  # times the rate of bfloat16, of products in FP8 whose partial sums are in fp32: an H200's
+    host: Host = Host()
 
     def rate(self, dtype: torch.dtype) -> float:
         "FLOP/s of matrix products in `dtype`; `KeyError` names the dtypes that were measured."
@@ -108,9 +127,9 @@ def guessed_machine(d: Device) -> Machine:
     return Machine(d.name, least(lambda m: m.bandwidth), rates, d)
 
 
-def measured_machine(d: Device, bandwidth: float, rates: dict[str, float]) -> Machine:
-    "A GPU with measured rates, and with what its board brings besides."
-    return replace(listed_machine(d) or guessed_machine(d), name=d.name, bandwidth=bandwidth, rates=rates, device=d)
+def measured_machine(d: Device, **found) -> Machine:  # fields of a machine
+    "A GPU as it was measured, with what its board brings besides."
+    return replace(listed_machine(d) or guessed_machine(d), name=d.name, device=d, **found)
 
 
 def copy_bandwidth(
@@ -130,17 +149,33 @@ def product_rate(
     dtype: torch.dtype,
     clock: Callable[[Callable], float],  # seconds of a call
 ) -> float:
-    "FLOP/s of an n×n×n product of random numbers."
+    "FLOP/s of an n×n×n product of random numbers; of FP8 with partial sums in fp32."
     draw = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(2, n, n, device=device, generator=draw).to(dtype)
-    out = torch.empty_like(a)
-    return 2 * n**3 / clock(lambda: torch.mm(a, b, out=out))
+    if dtype == torch.float8_e4m3fn:
+        one, out = torch.ones((), device=device), torch.empty(n, n, dtype=torch.bfloat16, device=device)
+        run = lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=out.dtype, use_fast_accum=False, out=out)
+    else:
+        out = torch.empty_like(a)
+        run = lambda: torch.mm(a, b, out=out)
+    return 2 * n**3 / clock(run)
 
 
 def median_seconds(run: Callable) -> float:
     "Median seconds of a call on the current GPU, among five after a first one."
     run()
     return statistics.median(event_seconds(run, rounds=5))
+
+
+@contextlib.contextmanager
+def refusals():
+    "What a machine cannot multiply is passed over; a lack of memory is not."
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (NotImplementedError, RuntimeError):
+        pass
 
 
 NUMEL = 2**26  # of the copy
@@ -153,17 +188,15 @@ def measure_ceilings(
     clock: Callable[[Callable], float] = median_seconds,  # seconds of a call
 ) -> Machine:
     "Measure a machine; a dtype that it cannot multiply keeps the guess."
-    rates = dict(guessed_machine(d).rates)
+    rates, fp8 = dict(guessed_machine(d).rates), Machine.fp8
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
         bandwidth = copy_bandwidth(device, NUMEL, clock)
         for name, side in SIDES.items():
-            try:
+            with refusals():
                 rates[name] = product_rate(device, side, getattr(torch, name), clock)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                pass
-    return measured_machine(d, bandwidth, rates)
+        with refusals():
+            fp8 = product_rate(device, SIDES["bfloat16"], torch.float8_e4m3fn, clock) / rates["bfloat16"]
+    return measured_machine(d, bandwidth=bandwidth, rates=rates, fp8=fp8)
 
 
 STORE = "rates"  # the file
@@ -185,15 +218,30 @@ def is_rate(value) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def are_rates(values, names) -> bool:
+    "Whether a value from a file has a rate by each name."
+    return isinstance(values, dict) and all(is_rate(values.get(name)) for name in names)
+
+
 def stored_machine(d: Device) -> Optional[Machine]:
     "The measurement on disk; None if there is none that makes sense."
     found = store.read(STORE).get(store_key(d))
     found = found if isinstance(found, dict) else {}
-    rates = found.get("rates")
-    sound = isinstance(rates, dict) and all(is_rate(rates.get(name)) for name in H200.rates)
-    if not sound or not is_rate(found.get("bandwidth")):
+    if not are_rates(found.get("rates"), H200.rates) or not is_rate(found.get("bandwidth")):
         return None
-    return measured_machine(d, found["bandwidth"], {name: rates[name] for name in H200.rates})
+    given = dict(bandwidth=found["bandwidth"], rates={name: found["rates"][name] for name in H200.rates})
+    if is_rate(found.get("fp8")):
+        given["fp8"] = found["fp8"]
+    if are_rates(found.get("host"), Host._fields):
+        given["host"] = Host(**{name: found["host"][name] for name in Host._fields})
+    return measured_machine(d, **given)
+
+
+def keep_machine(found: Machine, index: int):  # of the GPU
+    "Keep a measurement, on disk too: plans of this process and later ones take it."
+    kept = dict(bandwidth=found.bandwidth, rates=found.rates, fp8=found.fp8, host=found.host._asdict())
+    store.update(STORE, store_key(found.device), kept)
+    found_machines[index] = found
 
 
 def calibrate(
@@ -201,14 +249,16 @@ def calibrate(
     clock: Callable[[Callable], float] = median_seconds,  # seconds of a call
     anew: bool = True,  # whatever another process keeps meanwhile; else that is taken: ranks start together
 ) -> Machine:
-    "Measure a GPU, a second or less, and keep it on disk: plans of this process and later ones take it."
+    "Measure a GPU, a second or less, and keep it; what is known of its host stays."
     d, on = device_of(device), torch.device(device)
     with torch.cuda.device(on) if on.type == "cuda" else contextlib.nullcontext():
         found = measure_ceilings(d, on, clock)
-    other = None if anew else stored_machine(d)
-    if other is None:
-        store.update(STORE, store_key(d), dict(bandwidth=found.bandwidth, rates=found.rates))
-    found_machines[gpu_index(on)] = found = other or found
+    before = stored_machine(d)
+    if before is not None and not anew:
+        found_machines[gpu_index(on)] = before
+        return before
+    found = replace(found, host=found.host if before is None else before.host)
+    keep_machine(found, gpu_index(on))
     return found
 
 

@@ -1,0 +1,104 @@
+"""What plans count on, measured on this machine: rates of its GPU, and seconds of Python and launches. `python -m fusedloss calibrate`."""
+
+import statistics
+import time
+from dataclasses import replace
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from fusedloss.core import rates
+from fusedloss.core.devices import gpu_index
+from fusedloss.core.rates import Host, Machine
+from fusedloss.core.tables import si
+from fusedloss.losses import linear_cross_entropy
+from fusedloss.plans import plan
+
+bf16, f32 = torch.bfloat16, torch.float32
+
+
+class Step(NamedTuple):
+    "Loss and gradients of a call whose kernels take less time than its Python."
+
+    method: str
+    n: int  # tokens
+    v: int  # classes
+    h: int  # features
+    dtype: torch.dtype = bf16
+    memory_budget: Optional[int] = None  # of which there are more parts
+
+
+STEPS = (
+    Step("eager", 512, 1024, 256),
+    *(Step("chunks", 512, 1024, 256, memory_budget=budget) for budget in (None, 2**17)),
+    *(Step("product", 512, 1024, 256, memory_budget=budget) for budget in (None, 2**17)),
+    *(Step("recompute", 512, 65536, 64, memory_budget=budget) for budget in (None, 2**21)),
+    *(Step("recompute", 512, 1024, 256, f32, budget) for budget in (None, 2**21)),
+    Step("tiles", 512, 1024, 256),
+    Step("tiles", 512, 32768, 64),
+    Step("tiles", 8192, 4096, 64),
+)
+
+
+def host_counts(s: Step, machine: Machine) -> list[int]:
+    "How often the step has each part of `Host`, as its plan counts."
+    found = []
+    for name in Host._fields:
+        one = replace(machine, host=Host(*[0.0] * len(Host._fields))._replace(**{name: 1.0}))
+        how = dict(memory_budget=s.memory_budget, accumulate="native", machine=one)
+        found.append(int(plan(s.n, s.v, s.h, s.dtype, **how)[s.method].seconds))  # a GPU needs less than one second
+    return found
+
+
+def issue_seconds(s: Step, device: torch.device, calls: int = 20, rounds: int = 3) -> float:
+    "Seconds until the host has issued the step, where one follows another; the median of some rounds."
+    draw = torch.Generator(device).manual_seed(0)
+    x, w = (torch.randn(size, s.h, device=device, generator=draw).to(s.dtype).requires_grad_() for size in (s.n, s.v))
+    y, found = torch.randint(s.v, (s.n,), device=device, generator=draw), []
+    how = dict(method=s.method, memory_budget=s.memory_budget, accumulate="native")
+    for _ in range(1 + rounds):  # the first one compiles
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            torch.autograd.grad(linear_cross_entropy(x, w, y, **how), (x, w))
+        found.append((time.perf_counter() - begin) / calls)
+    torch.cuda.synchronize(device)
+    return statistics.median(found[1:])
+
+
+def fitted_host(counts: Tensor, seconds: Tensor, before: Host) -> Host:  # [steps, parts], [steps]
+    "The seconds of each part that add up to those of the steps; of parts that no step has, as they were."
+    scaled = (counts / seconds[:, None]).double()
+    found = torch.linalg.lstsq(scaled, torch.ones(len(seconds), 1, dtype=torch.float64), driver="gelsd").solution[:, 0]
+    known = counts.any(0)
+    return Host(*(max(t.item(), 1e-6) if here else old for t, here, old in zip(found, known, before)))
+
+
+def measure_host(device: torch.device | str, machine: Machine) -> Host:
+    "The seconds of this machine's host: some seconds, and those of compiling."
+    on = torch.device(device)
+    counts = torch.tensor([host_counts(s, machine) for s in STEPS])
+    with torch.cuda.device(on):
+        seconds = torch.tensor([issue_seconds(s, on) for s in STEPS])
+    return fitted_host(counts, seconds, machine.host)
+
+
+def calibrate(device: torch.device | str = "cuda") -> Machine:
+    "Measure a GPU and its host, and keep both on disk by board: plans of this process and later ones take them."
+    found = rates.calibrate(device)
+    found = replace(found, host=measure_host(device, found))
+    rates.keep_machine(found, gpu_index(torch.device(device)))
+    return found
+
+
+def report(device: str) -> int:  # the exit code
+    "Calibrate, and print what was found; 1 without a GPU."
+    if not torch.cuda.is_available():
+        print("no GPU: plans of a CPU rank methods by nominal rates, and nothing is measured")
+        return 1
+    found = calibrate(device)
+    print(f"{found.name}: copies {si(found.bandwidth, 'B/s')}; matmuls", end=" ")
+    print(*(f"{name} {si(rate, 'FLOP/s')}," for name, rate in found.rates.items()), f"FP8 ×{found.fp8:.2f} of bfloat16")
+    print("host:", ", ".join(f"{name.replace('_', ' ')} {si(s, 's')}" for name, s in found.host._asdict().items()))
+    return 0
