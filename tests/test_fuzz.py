@@ -1,8 +1,10 @@
 """tools/fuzz.py: its draws are right, each alone the same as among others, and it finds what is planted."""
+import gc
 import os
 import random
 import subprocess
 import sys
+import weakref
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -47,6 +49,25 @@ def test_a_draw_does_not_depend_on_others(device):
     for k in range(30, 33):
         fuzz.run_one(SEED, k, list(LOSSES), device)
     assert fuzz.run_one(SEED, 33, list(LOSSES), device)[0] == alone != fuzz.run_one(SEED + 1, 33, list(LOSSES), device)[0]
+
+
+def kept(call: Call, device: str) -> list[str]:
+    "Names of tensors that live on after a call and its gradients"
+    leaves = {name: (t if name in call.at_home else t.to(device)).clone().requires_grad_(name in call.leaves) for name, t in call.tensors.items()}
+    left = {name: weakref.ref(t) for name, t in leaves.items()}
+    try:
+        of = [t for t in call.run(**leaves) if t is not None and t.requires_grad]
+        if of: torch.autograd.grad(of, [leaves[name] for name in call.leaves], [torch.ones_like(t) for t in of], materialize_grads=True)
+    except (ValueError, IndexError): pass  # a refusal keeps nothing either
+    of = leaves = None
+    gc.collect()
+    return [name for name, ref in left.items() if ref() is not None]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_call_keeps_its_tensors(name, device):
+    "A training run would keep those of every step"
+    assert [kept(LOSSES[name](fuzz.drawing(7, k, device)), device) for k in range(4)] == [[]] * 4
 
 
 # --- calls with one fault each ---

@@ -1,5 +1,6 @@
 """Options of the cross entropies: defaults, what is refused, the signatures that list them; a check that runs once for calls that are alike."""
 import inspect
+import weakref
 from functools import partial
 from typing import Unpack
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import fusedloss as fl
 from fusedloss.core.checks import once_for_alike
-from fusedloss.core.options import LossArguments, LossOptions, lists_options, loss_options
+from fusedloss.core.options import LossArguments, LossOptions, Operands, lists_options, loss_options
 
 
 def test_options_have_defaults_and_say_what_was_changed():
@@ -65,3 +66,19 @@ def test_a_check_runs_once_for_calls_that_are_alike():
     for _ in range(2):
         check([])  # which has no hash
     assert len(runs) == 5
+
+
+def test_what_passed_a_check_is_not_kept():
+    "Tensors stand in tuples and dicts, too; what may hold any is checked each time"
+    runs = []
+    check = once_for_alike(lambda *args: runs.append(len(args)))
+    for rows in (2, 2, 3):
+        given = torch.zeros(rows), Operands(*(torch.zeros(rows) for _ in range(3))), dict(numbers=(torch.zeros(rows),))
+        left = [weakref.ref(t) for t in (given[0], *given[1][:3], given[2]["numbers"][0])]
+        check(*given)
+        del given
+        assert not any(ref() is not None for ref in left)
+    assert len(runs) == 2
+    for _ in range(2):
+        check(torch.nn.Linear(2, 2))
+    assert len(runs) == 4

@@ -321,15 +321,22 @@ def check_weights(
         expect(t is None or t.device == device, name, f"the input's device {device}", None if t is None else t.device)
 
 
+REMEMBERED = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))  # they keep nothing else alive
+
+
 def traits(value: Any) -> Hashable:
     "What a check may look at of an argument; `TypeError` where that cannot be looked up."
     if type(value) in PLAIN_TENSORS:
         device = value.device
         cast = torch._C._is_any_autocast_enabled() and autocasts(device.type)
         return value.shape, value.dtype, device, value.requires_grad, cast
-    if isinstance(value, Tensor):
-        raise TypeError("a tensor of a subclass")
-    return type(value), (*value, *traits_of(value.values())) if type(value) is dict else value
+    if isinstance(value, tuple):
+        return type(value), *traits_of(value)
+    if type(value) is dict:
+        return dict, *value, *traits_of(value.values())
+    if type(value) in REMEMBERED:
+        return type(value), value
+    raise TypeError(f"a {type(value)}, which may hold tensors")
 
 
 def traits_of(values: Iterable) -> list[Hashable]:

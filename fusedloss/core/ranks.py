@@ -174,9 +174,13 @@ def pack(
     ignore_index: int,
 ) -> Tensor:  # [rows, bytes]
     "Rows and their labels; rows that pad are ignored."
-    packet = x.new_zeros(rows, packet_bytes(x.shape[1], x.dtype), dtype=torch.uint8)
+    if x.stride(1) != 1:  # a clone, as contiguous() leaves strides where there is no row, or one feature
+        x = x.clone(memory_format=torch.contiguous_format)
+    beside = packet_bytes(x.shape[1], x.dtype) - x.shape[1] * x.dtype.itemsize
+    packet = torch.cat([x.detach().view(torch.uint8), x.new_zeros(len(x), beside, dtype=torch.uint8)], 1)
+    if rows > len(x):
+        packet = F.pad(packet, (0, 0, 0, rows - len(x)))
     own = unpack(packet, x.shape[1], x.dtype)
-    own.features[: len(x)] = x.detach()
     own.labels[: len(x)], own.labels[len(x) :] = y, ignore_index
     if token_weight is not None:
         own.weights[: len(x)] = token_weight.detach()
