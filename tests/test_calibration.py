@@ -31,8 +31,8 @@ def test_a_step_has_each_part_as_often_as_its_plan_counts():
     counts = dict(zip(Host._fields, host_counts(Step("chunks", 512, 1024, 256, memory_budget=2**17), H200)))
     _, rows, *_ = plan(512, 1024, 256, memory_budget=2**17, accumulate="native", machine="H200")["chunks"].cut
     assert counts.pop("chunks") == 1 and counts.pop("chunk") == -(-512 // rows) > 2 and not any(counts.values())
-    tiles = host_counts(Step("tiles", 8192, 4096, 64), H200)
-    assert (tiles[PARTS["tiles"]], tiles[PARTS["tile"]], tiles[PARTS["stripe"]]) == (1, 4, 2)
+    tiles = host_counts(Step("tiles", 512, 1024, 256, memory_budget=2**20), H200)
+    assert (tiles[PARTS["tiles"]], tiles[PARTS["tile"]], tiles[PARTS["stripe"]]) == (1, 8, 4)
 
 
 def test_the_steps_tell_all_parts_apart():
