@@ -35,7 +35,7 @@ STEPS = (
     *(Step("product", 512, 1024, 256, memory_budget=budget) for budget in (None, 2**17)),
     *(Step("recompute", 512, 65536, 64, memory_budget=budget) for budget in (None, 2**21)),
     *(Step("recompute", 512, 1024, 256, f32, budget) for budget in (None, 2**21)),
-    *(Step("tiles", 512, 1024, 256, memory_budget=budget) for budget in (None, 2**21, 2**20)),
+    *(Step("tiles", 512, 1024, 256, memory_budget=budget) for budget in (None, 2**21, 3 * 2**19)),
 )
 
 

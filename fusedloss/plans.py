@@ -17,7 +17,7 @@ from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
 from fusedloss.clusters import ROW_CLUSTERS
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
-from fusedloss.core.fp8 import busy_share, held_bytes, host_seconds, plan_cut, ranking_machine, Sizes
+from fusedloss.core.fp8 import busy_share, held_bytes, plan_cut, ranking_machine, Sizes
 from fusedloss.core.tables import si, Table
 from fusedloss.core.options import Accumulate, LossOptions, Reduction
 from fusedloss.core.products import budget_without, logits_row
@@ -297,7 +297,7 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
              sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
     extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r))
-    made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, host_seconds(c, s, machine),
+    made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, machine.host.product + chunks * machine.host.product_chunk,
                          extra, ("rows", c.rows, "backward in FP8"))
     return made._replace(refusal=made.refusal or (fp8_obstacle(r, machine.device) if r.gpu else ""))
 

@@ -31,8 +31,14 @@ def test_a_step_has_each_part_as_often_as_its_plan_counts():
     counts = dict(zip(Host._fields, host_counts(Step("chunks", 512, 1024, 256, memory_budget=2**17), H200)))
     _, rows, *_ = plan(512, 1024, 256, memory_budget=2**17, accumulate="native", machine="H200")["chunks"].cut
     assert counts.pop("chunks") == 1 and counts.pop("chunk") == -(-512 // rows) > 2 and not any(counts.values())
-    tiles = host_counts(Step("tiles", 512, 1024, 256, memory_budget=2**20), H200)
+    tiles = host_counts(Step("tiles", 512, 1024, 256, memory_budget=3 * 2**19), H200)
     assert (tiles[PARTS["tiles"]], tiles[PARTS["tile"]], tiles[PARTS["stripe"]]) == (1, 8, 4)
+
+
+@pytest.mark.parametrize("s", STEPS, ids=lambda s: f"{s.method}, {s.memory_budget}")
+def test_each_step_fits_its_budget(s):
+    found = plan(s.n, s.v, s.h, s.dtype, memory_budget=s.memory_budget, accumulate="native", machine="H200")
+    assert s.method in [estimate.method for estimate in found.fits]
 
 
 def test_the_steps_tell_all_parts_apart():

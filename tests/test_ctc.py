@@ -1333,3 +1333,33 @@ def test_blocks_of_frames_are_as_long_as_a_power_of_two_reaches():
         return scaled.scaled_lattice(z.log_softmax(-1), y, torch.tensor([40, 23, 5, 31]), torch.tensor([4, 4, 3, 0]), 0)
     frames = lambda scale: [block.at.stop - block.at.start for block in scaled.forward_blocks(lattice_of(scale))[0]]
     assert sum(frames(1)) == 41 and max(frames(1)) == scaled.FRAMES and max(frames(25)) < 8 and lattice_of(200) is None
+
+
+LENGTHS = {"ctc_loss": lambda z, y, frames, lengths: fl.ctc_loss(z.log_softmax(2), y, frames, lengths, reduction="none"),
+           "ctc_loss_with_logits": lambda z, y, frames, lengths: fl.ctc_loss_with_logits(z, y, frames, lengths, reduction="none"),
+           "linear_ctc_loss": lambda z, y, frames, lengths: fl.linear_ctc_loss(z, torch.eye(z.shape[2], device=z.device), y, frames, lengths, reduction="none"),
+           "transducer_loss": lambda z, y, frames, lengths: fl.transducer_loss(z.transpose(0, 1)[:, :, None].expand(-1, -1, y.shape[1] + 1, -1).contiguous(), y.int(), frames, lengths, blank=0, reduction="none"),
+           "forced_align": lambda z, y, frames, lengths: fl.forced_align(z.log_softmax(2), y, frames, lengths)[1],
+           "ctc_posteriors": lambda z, y, frames, lengths: fl.ctc_posteriors(z.log_softmax(2), y, frames, lengths)}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_lie_in_memory_as_they_like(name, device):
+    "A column of a larger tensor, or one number for all: kernels read them one after the other"
+    z, y = torch.randn(9, 3, 7, device=device), torch.randint(1, 7, (3, 4), device=device)
+    for frames, lengths in ((torch.tensor([[9, 5], [7, 0], [8, -1]]), torch.tensor([[4, 9], [2, 9], [3, 9]])), (torch.tensor([[8, 0]]).expand(3, 2), torch.tensor([[3, 0]]).expand(3, 2))):
+        given = frames.to(device)[:, 0], lengths.to(device)[:, 0]
+        found, expected = (LENGTHS[name](z, y, *of) for of in (given, [t.contiguous() for t in given]))
+        for a, b in zip(found if isinstance(found, tuple) else [found], expected if isinstance(expected, tuple) else [expected]):
+            assert torch.equal(a, b)
+
+
+def test_the_kernels_take_lengths_that_lie_as_they_like(with_kernels):
+    test_lengths_lie_in_memory_as_they_like("ctc_loss_with_logits", "cpu")
+
+
+def test_lengths_are_made_one_after_the_other():
+    z = torch.zeros(9, 3, 7)
+    for lengths in (torch.arange(12)[::4], torch.arange(12).view(3, 4)[:, 1].int(), torch.tensor([2]).expand(3)):
+        found = sequences.as_lengths(lengths, "input_lengths", z)
+        assert found.is_contiguous() and found.dtype == torch.int64 and found.tolist() == lengths.tolist()

@@ -137,6 +137,7 @@ def topk() -> None:
     for n, v, h in ((70, 1003, 96), (33, 5003, 64)) if DEVICE == "cuda" else ((9, 70, 16),):
         for temperature in (0.7, torch.linspace(0.5, 2, n, device=DEVICE)):
             fl.linear_topk(leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), 7, softcap=8.0, temperature=temperature).log_probs.sum().backward()
+        fl.linear_topk(leaf(n, h, dtype=HALF), leaf(v, h, dtype=HALF), 7)  # by the hand-written product, where there is one
 
 
 def partial_fc() -> None:

@@ -16,7 +16,6 @@ BUDGET = (
 )  # bytes beyond the gradients, unless the caller says; or as much as half of bf16 logits and what goes with them
 
 LAUNCH_SECONDS = 4e-6  # of a launch, to rank cuts
-SLAB_SECONDS = 0.6e-3  # of Python and launches, for one slab of one chunk, on an H200's host
 TILES = ((128, 256), (128, 160), (128, 128), (112, 128), (96, 128))  # that cuBLAS chooses from
 ALIGNMENT = 128  # tokens of a chunk are a multiple of it
 SLAB_ALIGNMENT = 2048  # and classes of a slab
@@ -100,22 +99,15 @@ def busy_share(c: Cut, s: Sizes, by: Machine) -> float:
     return max(c.rows * s.h / (tile[0] * tile[1] * count * rounds(tile)) for tile in TILES)
 
 
-def host_seconds(c: Cut, s: Sizes, by: Machine) -> float:
-    "Seconds of Python and launches."
-    chunks, slabs = -(-s.n // c.rows), -(-s.v // c.slab)
-    return by.host.product + chunks * (by.host.product_chunk + slabs * SLAB_SECONDS)
-
-
-def cut_seconds(c: Cut, s: Sizes, by: Machine) -> float:
-    "Of a step: matmuls, idle multiprocessors, passes over numbers that are read and written again, launches; or the host's, if more."
-    product, (x, w) = 2.0 * s.n * s.v * s.h / by.rates["bfloat16"], (s.need_x, s.need_w)  # seconds of a matmul
-    matmuls = product * (1 + (x / busy_share(c, s, by) + w) / by.fp8)
+def lost_seconds(c: Cut, s: Sizes, by: Machine) -> float:
+    "What a cut costs beside the matmuls: idle multiprocessors, sums that are read and written again, launches."
+    seconds = 2.0 * s.n * s.v * s.h / (by.rates["bfloat16"] * by.fp8)  # of the matmul of dx
+    idle = seconds * (1 / busy_share(c, s, by) - 1) * s.need_x
     groups, chunks, slabs = -(-s.n // c.group), -(-s.n // c.rows), -(-s.v // c.slab)
-    moved = 3 * s.n * s.v * (x + w)  # exponentials read and rounded, in each order
-    moved += (groups - 1) * 2 * s.v * s.h * s.grad_size * w + (slabs - 1) * 12 * s.n * s.h * x
-    moved += 3 * s.v * s.h * (chunks - 1) * c.fresh
+    again = (groups - 1) * 2 * s.v * s.h * s.grad_size * s.need_w + (slabs - 1) * 12 * s.n * s.h * s.need_x
+    again += 3 * s.v * s.h * (chunks - 1) * c.fresh
     launches = chunks * (8 + 4 * slabs) + (groups - 1) * 2 * -(-s.v // added_classes(s.h))
-    return max(matmuls + moved / by.bandwidth + launches * LAUNCH_SECONDS, host_seconds(c, s, by))
+    return idle + again / by.bandwidth + launches * LAUNCH_SECONDS
 
 
 def cuts(s: Sizes, single: bool) -> list[Cut]:
@@ -139,8 +131,8 @@ def plan_cut(
     budget: Optional[int] = None,  # bytes beyond the gradients
     single: bool = False,  # dw is to be rounded once
 ) -> Cut:
-    "The cut that takes least time among those that fit; the smallest one, where none does."
-    known = [(held_bytes(c, s), cut_seconds(c, s, by), c) for c in cuts(s, single)]
+    "The cut that loses least time among those that fit; the smallest one, where none does."
+    known = [(held_bytes(c, s), lost_seconds(c, s, by), c) for c in cuts(s, single)]
     most = budget or max(BUDGET, 2**26 + s.n * (s.v + s.h + 8 * LISTED))
     fit = [(seconds, c) for size, seconds, c in known if size <= most]
     return min(fit)[1] if fit else min(known)[2]

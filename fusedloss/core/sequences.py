@@ -74,7 +74,7 @@ def as_lengths(
     if lengths.dim() == 0:
         lengths = lengths[None]
     check_integers(lengths, name, z)
-    return lengths.long()
+    return lengths.long().contiguous()  # kernels read one after the other
 
 
 def full_lengths(length: int, z: Tensor) -> Tensor:  # [N] int64, on the host
