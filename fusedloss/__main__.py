@@ -118,17 +118,20 @@ def calibrate_command(args: argparse.Namespace) -> int:
     "Measure what plans count on: 0 if there is a GPU, else 1."
     from fusedloss.calibration import report
 
-    return report(args.device)
+    try:
+        return report(args.device)
+    except ValueError as error:
+        args.fail(str(error))
 
 
 def add_calibrate(command: argparse.ArgumentParser):
     "The arguments of `calibrate`."
     command.description = (
         "Measure the rates of a GPU, and the seconds that Python and launches take of a loss by each method, and keep "
-        "them by board: plans of later processes take them instead of those of a table. Takes ten seconds, and as long "
-        "as kernels compile. Exit code 1 without a GPU."
+        "them by board: plans of later processes take them instead of those of a table. It takes a thousand small steps, "
+        "whose kernels are compiled first. Exit code 1 without a GPU."
     )
-    command.set_defaults(run=calibrate_command)
+    command.set_defaults(run=calibrate_command, fail=command.error)
     command.add_argument("--device", default="cuda", help="as PyTorch names it (default: %(default)s)")
 
 

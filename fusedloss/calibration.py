@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core import rates
+from fusedloss.core.checks import expect
 from fusedloss.core.devices import gpu_index
 from fusedloss.core.rates import Host, Machine
 from fusedloss.core.tables import si
@@ -66,15 +67,14 @@ def issue_seconds(s: Step, device: torch.device, calls: int = 20, rounds: int = 
 
 
 def fitted_host(counts: Tensor, seconds: Tensor, before: Host) -> Host:  # [steps, parts], [steps]
-    "The seconds of each part that add up to those of the steps; of parts that no step has, as they were."
+    "The seconds of each part that add up to those of the steps; as they were, of parts that no step has, or that noise leaves none."
     scaled = (counts / seconds[:, None]).double()
     found = torch.linalg.lstsq(scaled, torch.ones(len(seconds), 1, dtype=torch.float64), driver="gelsd").solution[:, 0]
-    known = counts.any(0)
-    return Host(*(max(t.item(), 1e-6) if here else old for t, here, old in zip(found, known, before)))
+    return Host(*(t if t > 0 and here else old for t, here, old in zip(found.tolist(), counts.any(0), before)))
 
 
 def measure_host(device: torch.device | str, machine: Machine) -> Host:
-    "The seconds of this machine's host: some seconds, and those of compiling."
+    "The seconds of this machine's host."
     on = torch.device(device)
     counts = torch.tensor([host_counts(s, machine) for s in STEPS])
     with torch.cuda.device(on):
@@ -84,6 +84,7 @@ def measure_host(device: torch.device | str, machine: Machine) -> Host:
 
 def calibrate(device: torch.device | str = "cuda") -> Machine:
     "Measure a GPU and its host, and keep both on disk by board: plans of this process and later ones take them."
+    expect(torch.device(device).type == "cuda", "device", "a GPU", repr(str(device)))
     found = rates.calibrate(device)
     found = replace(found, host=measure_host(device, found))
     rates.keep_machine(found, gpu_index(torch.device(device)))

@@ -213,13 +213,18 @@ def comes_late(z:Tensor, s:ScanShape, mean:bool, grad:bool) -> bool:  # [T,N,C]
     return grad and divides_late(z.dtype, mean) and 8 * s.plane <= z.element_size() * z.shape[2]
 
 # %% ../nbs/20_ctc.ipynb #fb07854b
+def classes_in_sequence(z:Tensor) -> Tensor:  # [T,N,C]
+    "z, or a copy, whose classes are 1 apart, also in a gradient like it: one of scores that overlap lies otherwise."
+    if z.is_contiguous() or z.stride(2) == 1 == torch.empty_like(z, device="meta").stride(2): return z
+    return z.contiguous()
+
 def launch_ctc(
     z:Tensor, p:Targets, s:ScanShape,  # [T,N,C]
     blank:int, zero_infinity:bool, score_kind:int, mean:bool, grad:bool,
     summed:bool=False, late:bool=False,  # one loss; no gradient, but what `late_gradient` takes
 ) -> Optional[tuple[Tensor, Optional[Tensor|LateGradient]]]:  # None: no kernel to be had
     "As `plain_loss`: loss and gradient in three launches, the loss alone in two or three."
-    if z.stride(2) != 1: z = z.contiguous()
+    z = classes_in_sequence(z)
     (T, N, C), dz = z.shape, torch.empty_like(z) if grad and not late else None
     with on_device(z):
         kernels = kernels_for(z.get_device(), z.dtype, C, score_kind, s, grad)
@@ -283,7 +288,7 @@ def late_gradient(
     g:Tensor, z:Tensor, made:LateGradient, blank:int, score_kind:int,  # [N] or one, [T,N,C]
 ) -> Tensor:  # [T,N,C]
     "The gradient of a mean, each sequence's with its factor before it is rounded."
-    if z.stride(2) != 1: z = z.contiguous()
+    z = classes_in_sequence(z)
     dz = torch.empty_like(z)
     with on_device(z):
         kernel, *_, rows = kernels_for(z.get_device(), z.dtype, z.shape[2], score_kind)
@@ -607,7 +612,7 @@ def kernel_posteriors(
     z:Tensor, p:Targets, s:ScanShape, blank:int,
 ) -> Optional[tuple[Tensor, Tensor]]:  # as `plain_posteriors`; None: no kernel to be had
     "γ and log Z of the scan."
-    if z.stride(2) != 1: z = z.contiguous()
+    z = classes_in_sequence(z)
     with on_device(z):
         kernels = kernels_for(z.get_device(), z.dtype, z.shape[2], EXACT_GRADIENT, s)
         if kernels is None: return None

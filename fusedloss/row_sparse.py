@@ -240,7 +240,7 @@ def live_rows(p:Tensor, g:Tensor) -> tuple[Tensor, Tensor]:  # p's sparse gradie
             and len(known.index) == g._indices().shape[1]:
         return known.rows, g._values()
     g = g.coalesce()  # sums what was accumulated: a sort, and a wait for it
-    return g.indices()[0], g.values()
+    return g.indices()[0].contiguous(), g.values()
 
 # %% ../nbs/15_row_sparse.ipynb #78933bde
 SPARSE_OF = {torch.optim.SGD: ("momentum_buffer",),

@@ -60,6 +60,19 @@ def test_parts_that_no_step_has_keep_their_seconds():
     assert found == pytest.approx(Host()._replace(chunks=1e-3, chunk=2.5e-4))
 
 
+def test_what_noise_leaves_no_time_keeps_its_seconds():
+    counts = torch.zeros(2, len(Host._fields), dtype=torch.int64)
+    counts[:, PARTS["chunks"]], counts[1, PARTS["chunk"]] = 1, 4
+    found = fitted_host(counts, torch.tensor([1e-3, 0.9e-3], dtype=torch.float64), Host())
+    assert found == pytest.approx(Host()._replace(chunks=1e-3))
+
+
+def test_a_cpu_is_not_calibrated_as_a_gpu(place):
+    with pytest.raises(ValueError, match="device: expected a GPU, got 'cpu'"):
+        calibration.calibrate("cpu")
+    assert not place.exists() and not rates.found_machines
+
+
 def test_a_measured_host_is_kept_beside_the_rates(place, monkeypatch):
     "In the file, for the next process, and when the rates are measured again"
     host = Host(*[1e-3] * len(Host._fields))

@@ -1335,6 +1335,19 @@ def test_blocks_of_frames_are_as_long_as_a_power_of_two_reaches():
     assert sum(frames(1)) == 41 and max(frames(1)) == scaled.FRAMES and max(frames(25)) < 8 and lattice_of(200) is None
 
 
+@pytest.mark.parametrize("strides", [(20, 1, 1), (1, 1, 1), (8, 8, 1), (16, 0, 1), (2, 1, 6)], ids=str)
+def test_scores_that_overlap_have_the_gradient_of_a_copy(strides, with_kernels):
+    given, y = torch.randn(200).as_strided((6, 2, 8), strides), torch.tensor([[1, 2], [3, 3]])
+    for reduction in ("none", "mean"):
+        found = []
+        for z in (given, given.contiguous()):
+            z = z.detach().requires_grad_()  # a clone would lie otherwise
+            loss = fl.ctc_loss_with_logits(z, y, None, torch.tensor([2, 2]), reduction=reduction)
+            found.append((loss, torch.autograd.grad(loss.sum(), z)[0]))
+        (a, da), (b, db) = found
+        assert torch.equal(a, b) and torch.equal(da, db)
+
+
 LENGTHS = {"ctc_loss": lambda z, y, frames, lengths: fl.ctc_loss(z.log_softmax(2), y, frames, lengths, reduction="none"),
            "ctc_loss_with_logits": lambda z, y, frames, lengths: fl.ctc_loss_with_logits(z, y, frames, lengths, reduction="none"),
            "linear_ctc_loss": lambda z, y, frames, lengths: fl.linear_ctc_loss(z, torch.eye(z.shape[2], device=z.device), y, frames, lengths, reduction="none"),

@@ -208,6 +208,14 @@ def test_a_momentum_that_begins_later_begins_as_pytorchs(dampening):
         torch.testing.assert_close(end, ends[-1])
 
 
+def test_rows_of_a_strided_index_come_one_after_the_other():
+    "Kernels read them so; `coalesce` leaves an index as it lies"
+    g = torch.sparse_coo_tensor(torch.arange(10)[::2][None], torch.randn(5, 4), (10, 4), is_coalesced=True, check_invariants=True)
+    assert g.indices()[0].stride() == (2,)
+    rows, _ = row_sparse.live_rows(torch.zeros(10, 4), g)
+    assert rows.is_contiguous() and rows.tolist() == [0, 2, 4, 6, 8]
+
+
 def test_dampening_that_begins_later_spares_rows_that_had_no_step():
     p, grads = torch.nn.Parameter(torch.zeros(3, 2, dtype=f64)), torch.ones(1, 2, dtype=f64)
     optimizer = RowSparse(SGD, [p], lr=1.0, momentum=0.9)

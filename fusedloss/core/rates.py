@@ -174,7 +174,7 @@ def refusals():
         yield
     except torch.OutOfMemoryError:
         raise
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         pass
 
 
