@@ -1,5 +1,7 @@
 // What compute capability 9.0 has beside threads: barriers that count bytes, copies of tiles by descriptor (TMA),
 // products of a warp group (WGMMA). Addresses in shared memory are the block's own, 32 bits. Idea: PTX ISA, 9.7.
+enum Numbers { BF16, F16, E4M3 };  // of matrices
+
 #ifdef __CUDACC__
 struct alignas(64) TensorMap { char bytes[128]; };  // made by cuTensorMapEncodeTiled
 
@@ -72,25 +74,28 @@ template <int GROUPS> INLINE void wait_products() {  // until no more than the l
 #define LAST_32                                                                                    \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define PRODUCT(N, TYPE, D, A, B, ADD, ...)                                                     \
-  asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n"                                \
-               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, " A ", " \
-               B ", add, 1, 1, 0, 0;}\n" : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add))
-#define PRODUCT_192(TYPE)                                                                    \
-  PRODUCT("192", TYPE, FIRST_96, "%96", "%97", "%98", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), \
+#define PRODUCT(N, K, TYPE, SIGNS, D, A, B, ADD, ...)                                                   \
+  asm volatile("{.reg .pred add; setp.ne.b32 add, " ADD ", 0;\n"                                      \
+               "wgmma.mma_async.sync.aligned.m64n" N "k" K ".f32." TYPE "." TYPE " {" D "}, " A ", " B \
+               ", add, " SIGNS ";}\n" : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add))
+#define PRODUCT_192(K, TYPE, SIGNS)                                                                    \
+  PRODUCT("192", K, TYPE, SIGNS, FIRST_96, "%96", "%97", "%98", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), \
           SIXTEEN(48), SIXTEEN(64), SIXTEEN(80))
-#define PRODUCT_256(TYPE)                                                                             \
-  PRODUCT("256", TYPE, FIRST_96 LAST_32, "%128", "%129", "%130", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), \
+#define PRODUCT_256(K, TYPE, SIGNS)                                                                             \
+  PRODUCT("256", K, TYPE, SIGNS, FIRST_96 LAST_32, "%128", "%129", "%130", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), \
           SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112))
-// d [64,C] of four warps += a [64,16] b [C,16]ᵀ, by descriptors of both; d is a bᵀ where not `add`. Of thread t of the
-// group d[i] is in row 16 (t / 32) + t % 32 / 4 + 8 (i % 4 / 2), column 8 (i / 4) + 2 (t % 4) + i % 2.
-template <bool F16> INLINE void product(float (&d)[96], u64 a, u64 b, bool add) {
-  if (F16) PRODUCT_192("f16");
-  else PRODUCT_192("bf16");
+// d [64,C] of four warps += a [64,K] b [C,K]ᵀ, by descriptors of both, K numbers of 32 bytes in all; d is a bᵀ where not
+// `add`. Of thread t of the group d[i] is in row 16 (t / 32) + t % 32 / 4 + 8 (i % 4 / 2), column 8 (i / 4) +
+// 2 (t % 4) + i % 2.
+template <Numbers OF> INLINE void product(float (&d)[96], u64 a, u64 b, bool add) {
+  if (OF == E4M3) PRODUCT_192("32", "e4m3", "1, 1");
+  else if (OF == F16) PRODUCT_192("16", "f16", "1, 1, 0, 0");
+  else PRODUCT_192("16", "bf16", "1, 1, 0, 0");
 }
-template <bool F16> INLINE void product(float (&d)[128], u64 a, u64 b, bool add) {
-  if (F16) PRODUCT_256("f16");
-  else PRODUCT_256("bf16");
+template <Numbers OF> INLINE void product(float (&d)[128], u64 a, u64 b, bool add) {
+  if (OF == E4M3) PRODUCT_256("32", "e4m3", "1, 1");
+  else if (OF == F16) PRODUCT_256("16", "f16", "1, 1, 0, 0");
+  else PRODUCT_256("16", "bf16", "1, 1, 0, 0");
 }
 
 // Two floats in 32 bits, the first one in the lower half.

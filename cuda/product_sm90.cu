@@ -7,6 +7,8 @@
 // Compiled with BIASED, a number of each class is added to its scores, bias [V, and on to whole tiles]. With CAPPED,
 // exponentials takes 2^(log2_cap tanh(z log2_scale / log2_cap) - offset); sums are of these, and e is these times
 // tanh's slope, 1 - tanh². score_statistics leaves maxima and sums of scores that are not capped.
+// Compiled with EIGHT, score_statistics and exponentials take x and w in FP8: H counts pairs of their numbers, which are
+// copied as one of 16 bits, and each row's scores are multiplied by a number, units [N].
 // For a row's largest scores, score_maxima leaves the maximum of every 64 classes beside the statistics, maxima [narrow
 // tiles of V, on to whole tiles, N]: what is found there is computed again, the less the narrower.
 // For the entropy of a row, score_moments leaves Σ e^(z - m) (z - m) of each tile beside its statistics, moments
@@ -18,7 +20,7 @@
 // after tile, so that copies run beside statistics. CLUSTER blocks, 1 or 2, have the same classes and other tokens:
 // each copies a share of w's tile to all of them. GROUP clusters' tokens are walked together through all classes, so
 // that their x and the classes' w stay in L2. Grid: a multiple of CLUSTER. Also fixed when compiled: HALF, fp16 in
-// place of bf16; BIASED and CAPPED, 0 or 1. Idea: CUTLASS's persistent, warp-specialised products.
+// place of bf16; EIGHT, BIASED and CAPPED, 0 or 1. Idea: CUTLASS's persistent, warp-specialised products.
 #include "common.cuh"
 #include "hopper.cuh"
 
@@ -32,6 +34,7 @@
 #endif
 
 constexpr int TOKENS = 128, CLASSES = IN_TURN ? 192 : 256, FEATURES = 64;  // of a tile; 64 features are 128 bytes
+constexpr Numbers OPERANDS = EIGHT ? E4M3 : HALF ? F16 : BF16;
 constexpr int NARROW = 64;  // classes, of a maximum of score_maxima
 constexpr int BLOCKS = IN_TURN ? 2 : 1, HELD = CLASSES / 2;  // of 64 tokens a group; scores of a block a thread
 constexpr int PART = CLASSES / CLUSTER;  // of w's tile, that a block copies
@@ -102,7 +105,7 @@ INLINE void multiply(Ring& ring, Place& p, float (&z)[BLOCKS][HELD], int group, 
     for (int k = 0; k < FEATURES; k += 16)
       UNROLL
       for (int b = 0; b < BLOCKS; b++)
-        product<HALF>(z[b], descriptor_of(ring.x[p.stage] + block_of(b, group) * 64 * FEATURES, 2 * k),
+        product<OPERANDS>(z[b], descriptor_of(ring.x[p.stage] + block_of(b, group) * 64 * FEATURES, 2 * k),
                       descriptor_of(ring.w[p.stage], 2 * k), h + k > 0);
     end_of_group();
     wait_products<1>();
@@ -145,6 +148,7 @@ struct Epilogue {
   const i64* targets;
   int N, V;
   const float* bias;  // where BIASED
+  const float* units;  // where EIGHT
 
   INLINE void shift(float (&z)[HELD], Tile tile, int thread) const {
     UNROLL
@@ -161,6 +165,7 @@ struct Epilogue {
     for (int i = 0; i < HELD; i++)
       if (tile.type + column_of(i, thread) >= V) z[i] = -infinity();
   }
+  INLINE float unit_of(int token) const { return EIGHT && token < N ? units[token] : 1.0f; }
   INLINE int target_of(int token) const {  // a class, or below 0
     const i64 target = token < N ? targets[token] : -1;
     return target < V ? (int)max(target, -1ll) : -1;
@@ -183,8 +188,8 @@ template <Beside BESIDE> struct Statistics : Epilogue {
   float2* stats;
   float* beside;  // moments, or maxima
 
-  struct OfRow { int target; };  // what is loaded before the products, and needed after them
-  INLINE OfRow load(int token) const { return {target_of(token)}; }
+  struct OfRow { int target; float unit; };  // what is loaded before the products, and needed after them
+  INLINE OfRow load(int token) const { return {target_of(token), unit_of(token)}; }
   INLINE float put_maxima(const float (&z)[HELD], Tile tile, int r, int token, int thread) const {  // the largest of them
     float m = -infinity();
     UNROLL
@@ -237,10 +242,11 @@ template <Kind KIND> struct Exponentials : Epilogue {
   float log2_scale;
   float log2_cap;  // where SUMMED and CAPPED
 
-  struct OfRow { int target; float offset, coef, slope; };
+  struct OfRow { int target; float unit, offset, coef, slope; };
   INLINE OfRow load(int token) const {
     const bool there = token < N;
-    OfRow row{target_of(token), there ? offsets[token] : 0.0f, KIND != SUMMED && there ? coefs[token] : 1.0f, 0.0f};
+    OfRow row{target_of(token), unit_of(token), there ? offsets[token] : 0.0f, 1.0f, 0.0f};
+    if (KIND != SUMMED && there) row.coef = coefs[token];
     if (KIND != ENTROPIC || !there) return row;
     row.coef = fmaf(slopes[token], means[token], row.coef), row.slope = slopes[token] / log2_scale;
     return row;
@@ -298,6 +304,8 @@ template <Kind KIND> struct Exponentials : Epilogue {
 };
 template <class Out> INLINE void finish(const Out& out, float (&z)[HELD], Tile tile, int first,
                                         const typename Out::OfRow (&rows)[2], int thread) {
+  UNROLL
+  for (int i = 0; EIGHT && i < HELD; i++) z[i] *= rows[i % 4 / 2].unit;
   out.shift(z, tile, thread), out.hide(z, tile, thread);
   UNROLL
   for (int r = 0; r < 2; r++) out.take_target(z, tile, r, first + 8 * r, rows[r].target, thread);
@@ -344,8 +352,8 @@ template <class Out> INLINE void run(const TensorMap* x_map, const TensorMap* w_
 
 extern "C" __global__ void SHAPE score_statistics(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* targets_z,
-    const int* wanted, const float* bias, int N, int V, int H) {
-  run(&x_map, &w_map, Statistics<NOTHING>{{targets_z, targets, N, V, bias}, stats}, H, wanted);
+    const int* wanted, const float* bias, const float* units, int N, int V, int H) {
+  run(&x_map, &w_map, Statistics<NOTHING>{{targets_z, targets, N, V, bias, units}, stats}, H, wanted);
 }
 extern "C" __global__ void SHAPE score_moments(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, float2* stats, float* moments,
@@ -359,9 +367,9 @@ extern "C" __global__ void SHAPE score_maxima(
 }
 extern "C" __global__ void SHAPE exponentials(
     BY_VALUE TensorMap x_map, BY_VALUE TensorMap w_map, const i64* targets, const float* offsets, u16* e, float* sums,
-    float* targets_z, const int* wanted, const float* bias, int N, int V, int H, i64 pitch, float log2_scale,
-    float log2_cap) {
-  const Epilogue base{targets_z, targets, N, V, bias};
+    float* targets_z, const int* wanted, const float* bias, const float* units, int N, int V, int H, i64 pitch,
+    float log2_scale, float log2_cap) {
+  const Epilogue base{targets_z, targets, N, V, bias, units};
   const Exponentials<SUMMED> out{base, offsets, nullptr, nullptr, nullptr, e, sums, pitch, log2_scale, log2_cap};
   run(&x_map, &w_map, out, H, wanted);
 }

@@ -56,17 +56,23 @@ def device_rounded8(x):
 kernel_rounded8 = device_rounded8 if isinstance(device_rounded8, getattr(triton, "JITFunction", ())) else integer_rounded8
 
 # %% ../nbs/34_fp8.ipynb #f8trn000
-def reference_turned(out:Tensor, a:Tensor, factors:Tensor, heavy:Optional[float]=None):  # [H,R or more], written; [R,H], [R]
+def reference_turned(
+    out:Optional[Tensor], a:Tensor, factors:Tensor,  # [H,R or more], written; [R,H], [R]
+    heavy:Optional[float]=None, straight:Optional[Tensor]=None,  # [R,H], written
+):
     "`launch_turned` in PyTorch."
     scaled = torch.where(factors[:, None] == 0, 0.0, wide(a) * factors[:, None])  # 0 · NaN would be NaN
     if heavy is not None: scaled = torch.where(scaled > heavy, 0.0, scaled * UNIT)
-    out[:, :len(a)] = rounded8(scaled).T
+    rounded = rounded8(scaled)
+    if straight is not None: straight.copy_(rounded)
+    if out is None: return
+    out[:, :len(a)] = rounded.T
     out[:, len(a):] = torch.zeros((), dtype=out.dtype)
 
 @jit
 def turned_kernel(
-    out_ptr, a_ptr, factor_ptr,  # [H,columns], [R,H], [R]
-    R, H, filled, columns, out_stride, a_stride,  # elements that a row of a has room for
+    out_ptr, straight_ptr, a_ptr, factor_ptr,  # [H,columns], [R,H], either or both; [R,H], [R]
+    R, H, filled, columns, out_stride, straight_stride, a_stride,  # elements that a row of a has room for
     HEAVY: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
 ):
     h, rows = tl.program_id(0) * BH + tl.arange(0, BH), tl.program_id(1) * BR + tl.arange(0, BR)
@@ -76,23 +82,32 @@ def turned_kernel(
     a *= f
     if HEAVY is not None:
         a = tl.where(a > HEAVY, 0.0, a * UNIT)
-    to = out_ptr + h.to(tl.int64)[None] * out_stride + rows[:, None]
-    tl.store(to, kernel_rounded8(a), mask=(rows < columns)[:, None] & (h < H)[None])
+    rounded = kernel_rounded8(a)
+    if straight_ptr is not None:
+        to = straight_ptr + rows.to(tl.int64)[:, None] * straight_stride + h[None]
+        tl.store(to, rounded, mask=(rows < R)[:, None] & (h < H)[None])
+    if out_ptr is not None:
+        to = out_ptr + h.to(tl.int64)[None] * out_stride + rows[:, None]
+        tl.store(to, rounded, mask=(rows < columns)[:, None] & (h < H)[None])
 
 def filled_row(a:Tensor) -> int:  # [R,H]
     "Elements of a row that may be read: up to a multiple of 16 if it has room, because then loads are wide."
     size = whole_blocks(a.shape[1])
     return size if a.stride(0) >= size else a.shape[1]
 
-def launch_turned(out:Tensor, a:Tensor, factors:Tensor, heavy:Optional[float]=None, BR:int=128, BH:int=64):
-    """Write a · factor of its row to `out` in FP8, transposed; zeros in columns that no row has.
+def launch_turned(
+    out:Optional[Tensor], a:Tensor, factors:Tensor,  # [H,R or more], written; [R,H], [R]
+    heavy:Optional[float]=None, straight:Optional[Tensor]=None,  # [R,H], written
+    BR:int=128, BH:int=64,
+):
+    """Write a · factor of its row in FP8: to `out` transposed, with zeros in columns that no row has, and to `straight` as it is.
 
     With `heavy`, what is above it becomes 0, and the rest is multiplied by `UNIT`.
     """
-    (R, H), columns = a.shape, out.shape[1]
+    (R, H), (columns, stride) = a.shape, (a.shape[0], 0) if out is None else (out.shape[1], out.stride(0))
     with on_device(a):
-        launch_kernel(turned_kernel, (-(-H // BH), -(-columns // BR)), out, a, factors, R, H, filled_row(a), columns, out.stride(0), a.stride(0),
-                      HEAVY=heavy, UNIT=UNIT, BR=BR, BH=BH)
+        launch_kernel(turned_kernel, (-(-H // BH), -(-columns // BR)), out, straight, a, factors, R, H, filled_row(a), columns, stride,
+                      0 if straight is None else straight.stride(0), a.stride(0), HEAVY=heavy, UNIT=UNIT, BR=BR, BH=BH)
 
 # %% ../nbs/34_fp8.ipynb #f8lgt000
 class Light(NamedTuple):
@@ -358,16 +373,25 @@ class Backward:
     ):
         self.x, self.w, self.y, self.c, self.s, self.grads, self.by = x, w, y, c, s, grads, by
         self.share, self.entries, self.w8 = torch.full((), 1 / UNIT, device=x.device), new_entries(x, s.n, s.v), None
-        if grads.dx is not None:
-            self.w8, self.w_unit = room.take(FP8, s.h, whole_blocks(c.slab if c.fresh else s.v)), unit_of(torch.linalg.vector_norm(w, torch.inf).float())
-            self.w_factors = (1 / self.w_unit).expand(s.v).contiguous()
-            if not c.fresh: by.turn(self.w8, w, self.w_factors)
+        self.straight = room.take(FP8, s.v, s.h) if s.forward else None  # w in FP8, not transposed
+        if grads.dx is None and not s.forward: return
+        self.w_unit = unit_of(torch.linalg.vector_norm(w, torch.inf).float())
+        self.w_factors = (1 / self.w_unit).expand(s.v).contiguous()
+        if grads.dx is not None: self.w8 = room.take(FP8, s.h, whole_blocks(c.slab if c.fresh else s.v))
+        whole = None if c.fresh else self.w8
+        if whole is not None or s.forward: by.turn(whole, w, self.w_factors, straight=self.straight)
+
+    def operands(self) -> dict[str, Tensor]:
+        "x and w of the forward matmul in FP8, and what multiplies each row of its logits, as `Work` has them."
+        x8, x_units = self.x.new_empty(self.x.shape, dtype=FP8), unit_of(torch.linalg.vector_norm(self.x, torch.inf, 1).float())
+        self.by.turn(None, self.x, 1 / x_units, straight=x8)
+        return dict(x=x8, w=self.straight, units=x_units * self.w_unit)
 
     def begin(self, g:slice):
         "Make room for the group of tokens `g`."
-        n, (_, _, v, _, need_w, _, _) = g.stop - g.start, self.s
+        n, v = g.stop - g.start, self.s.v
         self.group, self.done = g, []
-        self.turned = self.x.new_empty(v if self.c.keeps(self.s) else self.c.slab, whole_blocks(n), dtype=FP8) if need_w else None
+        self.turned = self.x.new_empty(v if self.c.keeps(self.s) else self.c.slab, whole_blocks(n), dtype=FP8) if self.s.need_w else None
 
     def spend(self, e:Tensor, rows:Rows, dz:Optional[Tensor], i:slice):  # [B,V]; room for probabilities
         "Take the chunk of tokens `i`."
@@ -419,7 +443,7 @@ class Backward:
 
     def finish(self):
         "Add the entries of all tokens to dw, once: each sum of them is rounded once."
-        self.w8 = None
+        self.w8 = self.straight = None
         if self.grads.dw is not None: self.by.class_sums(self.grads.dw, self.x, self.entries)
 
 # %% ../nbs/34_fp8.ipynb #f8all000
@@ -439,6 +463,7 @@ def run_groups(
     back = Backward(x, w, y, c, s, grads, by, room)
     dz = room.take(FP8, c.rows, whole_blocks(c.slab)) if s.need_x else None
     work, losses, at_target = work_of(x, w, y, weight, token_weight, denominator, o, c.rows, grads.dx, product, b, e), [], []
+    if s.forward: work = work._replace(**back.operands())
     for g in tile_slices(s.n, c.group):
         back.begin(g)
         for i in (slice(g.start + i.start, g.start + i.stop) for i in tile_slices(g.stop - g.start, c.rows)):
@@ -454,11 +479,11 @@ def run_groups(
     return torch.cat(losses)
 
 # %% ../nbs/34_fp8.ipynb #f8fwd000
-def fp8_product(x:Tensor, w:Tensor) -> Optional[ScoreProduct]:  # [N,H], [V,H]
+def fp8_product(x:Tensor, w:Tensor, forward:bool) -> Optional[ScoreProduct]:  # [N,H], [V,H]; whether in FP8
     "The kernel that makes exponentials; None on a CPU, where PyTorch does all in the same arithmetic."
     if not x.is_cuda: return None
     product = product_of(device_of(x))
-    why = product.matrices_reason(x, w) if x.numel() else ""
+    why = (product.matrices_reason(x, w) or forward and product.failure(FP8, x.get_device())) if x.numel() else ""
     expect(not why, "matmul_dtype", "None where the scores' kernel cannot run", why)
     return product
 
@@ -467,16 +492,16 @@ def fp8_loss_fwd(
     weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions,  # [V], [N]
     dtype:torch.dtype, grad_dtype:torch.dtype,  # that the forward product sees; of dw
     mean:bool, memory_budget:Optional[int], accumulate:str, max_valid:Optional[int],
-    need_x:bool, need_w:bool, need_b:bool,
+    need_x:bool, need_w:bool, need_b:bool, forward:bool=False,  # whether the forward matmul is in FP8 too
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Loss, dx, dw, db, and factors [0], as `product_loss_fwd` returns them."
     order = packed_rows(y, o.ignore_index, max_valid)
     pick = lambda t: t if order is None or t is None else t[order]
     x_k, y_k, w_k, b_k = pick(x).to(dtype).contiguous(), pick(y), w.to(dtype).contiguous(), None if b is None else b.to(dtype)
-    product = fp8_product(x_k, w_k)
+    product = fp8_product(x_k, w_k, forward)
     total = total_weight(y, weight, token_weight, o.ignore_index, torch.float32) if mean else None
     (n, h), v = x_k.shape, len(w)
-    s = Sizes(n, h, v, need_x, need_w, grad_dtype.itemsize, product_row(h, v, dtype, need_x, v if product is None else product.classes))
+    s = Sizes(n, h, v, need_x, need_w, grad_dtype.itemsize, product_row(h, v, dtype, need_x, v if product is None else product.classes), forward)
     grads = Gradients(pick(x), w_k, (need_x, need_w, need_b), grad_dtype, False, 1.0)
     cut = plan_cut(s, ranking_machine(device_of(x)), memory_budget, accumulate == "float32")
     loss = run_groups(x_k, w_k, y_k, weight, pick(token_weight), total, o, cut, s, grads, product, b_k).sum()
@@ -484,5 +509,5 @@ def fp8_loss_fwd(
     if need_w and dw.stride() != w.stride(): dw = torch.empty_like(w, dtype=grad_dtype).copy_(dw)
     return loss, dx, dw, db, late_factors(loss, total, False, 1.0)
 
-fp8_loss = operator("fp8_loss", fp8_loss_fwd, fake=fake_product, save=save_gradients, backward=scaled_gradients,
-                    flops=count_chunks)
+fp8_loss = operator("fp8_loss", fp8_loss_fwd, fake=lambda *arguments: fake_product(*arguments[:-1]), save=save_gradients,
+                    backward=scaled_gradients, flops=count_chunks)

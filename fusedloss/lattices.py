@@ -275,13 +275,13 @@ def node_grad_kernel(
     blank, clamp,  # 0: none
     LOG2_SCALE: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)[:, None]  # [BN,1]: of [BN] Triton 3.6 does not compile what follows
     n, t, u, here, labels, at = node_of(row, M, T, U1, frames_ptr, labels_ptr)
-    stored = (row < M)[:, None]
+    stored = row < M
     g = tl.load(g_ptr + n * g_stride).to(tl.float32)
     by_blank, by_label = tl.load(blank_ptr + at, mask=here, other=0.0), tl.load(label_ptr + at, mask=here, other=0.0)
     flow = by_blank + by_label
-    live = here & (row < M) & (g != 0) & (flow != 0)
+    live = here & stored & (g != 0) & (flow != 0)
     y = tl.load(targets_ptr + n * (U1 - 1) + u, mask=live & (u < labels), other=-1)
     if max_ptr is not None:
         row_max = tl.load(max_ptr + at, mask=live, other=0.0)
@@ -290,13 +290,13 @@ def node_grad_kernel(
     d_start = dz_ptr + n * d_stride_n + t * d_stride_t + u * d_stride_u
     for first in range(0, V, BV):
         v = (first + tl.arange(0, BV))[None, :]
-        dz = tl.where(v == blank, -by_blank[:, None], 0.0) - tl.where(v == y[:, None], by_label[:, None], 0.0)
+        dz = tl.where(v == blank, -by_blank, 0.0) - tl.where(v == y, by_label, 0.0)
         if max_ptr is not None:
-            z = tl.load(start[:, None] + v.to(tl.int64) * stride_v, mask=live[:, None] & (v < V), other=-float("inf")).to(tl.float32)
-            dz += weight[:, None] * exp2_diff(z * LOG2_SCALE, row_max[:, None], LOG2_SCALE)
+            z = tl.load(start + v.to(tl.int64) * stride_v, mask=live & (v < V), other=-float("inf")).to(tl.float32)
+            dz += weight * exp2_diff(z * LOG2_SCALE, row_max, LOG2_SCALE)
         dz = tl.where((clamp > 0) & (dz > clamp), clamp, tl.where((clamp > 0) & (dz < -clamp), -clamp, dz))
-        dz = tl.where(live[:, None], dz * g[:, None], 0.0)
-        tl.store(d_start[:, None] + v.to(tl.int64) * d_stride_v, dz.to(dz_ptr.dtype.element_ty), mask=stored & (v < V))
+        dz = tl.where(live, dz * g, 0.0)
+        tl.store(d_start + v.to(tl.int64) * d_stride_v, dz.to(dz_ptr.dtype.element_ty), mask=stored & (v < V))
 
 # %% ../nbs/32_lattices.ipynb #lt000024
 class DurationFlows(NamedTuple):

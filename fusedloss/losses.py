@@ -44,7 +44,7 @@ from fusedloss.filter import (
 from fusedloss.fp8 import fp8_loss
 from fusedloss.kernels import rows_bwd, rows_fwd
 from fusedloss.plans import (
-    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, least, make_plan, Plan, recompute_budget, refusal_of, rows_of_targets,
+    Call, chunks_budget, Estimate, fp8_obstacle, fp8_refusal, IN_FP8, least, make_plan, Plan, recompute_budget, refusal_of, rows_of_targets,
     SUPPORTS, tile_sides)
 from fusedloss.product import product_loss, run_product
 from fusedloss.tiles import run_tiled, tiled_lse_bwd, tiled_lse_fwd
@@ -94,9 +94,9 @@ def check_local(name:str, t:Optional[Tensor], n_features:int):
 
 # %% ../nbs/11_losses.ipynb #4c24fe83
 def check_matmul_dtype(t:Operands, a:Asked, kind:str):
-    "`ValueError` for backward matmuls that cannot be in the dtype that was asked for."
-    if a.matmul_dtype is None: return
-    expect(a.matmul_dtype == torch.float8_e4m3fn, "matmul_dtype", "torch.float8_e4m3fn or None", repr(a.matmul_dtype))
+    "`ValueError` for matmuls that cannot be in the dtype that was asked for."
+    for name in IN_FP8: expect(getattr(a, name) in (None, torch.float8_e4m3fn), name, "torch.float8_e4m3fn or None", repr(getattr(a, name)))
+    if a.matmul_dtype is None: return expect(a.forward_dtype is None, "forward_dtype", "None without matmul_dtype", a.forward_dtype)
     expect(a.method in ("auto", "product"), "method", "'auto' or 'product' beside matmul_dtype", repr(a.method))
     r = call_of(t, a, kind)
     why = fp8_refusal(r)
@@ -187,7 +187,7 @@ def needs_of(*tensors:Optional[Tensor]) -> tuple[int, ...]:  # 1 or 0, since PyT
 def options_in_use(t:Operands, a:Asked, kind:str) -> tuple[str, ...]:  # by name; of target as `check_call` has it
     "What of a call not every method has."
     given = [name for name in Operands._fields[3:] if getattr(t, name) is not None]
-    given += [name for name in ("filter_eps", "matmul_dtype") if getattr(a, name) is not None]
+    given += [name for name in ("filter_eps", *IN_FP8) if getattr(a, name) is not None]
     if kind and kind not in given: given.append(kind)
     return *given, *a.options.changed()
 
@@ -229,8 +229,9 @@ def by_recompute(r:Call, t:Operands, a:Asked) -> Tensor | tuple[Tensor, CrossEnt
 
 def by_product(r:Call, t:Operands, a:Asked) -> Tensor:
     "Run product, stage 9, or with backward matmuls in FP8."
-    budget, op = (chunks_budget(r), product_loss) if a.matmul_dtype is None else (r.room, fp8_loss)
-    return run_product(*t[:-1], a.options, a.reduction, budget, a.accumulate, a.max_valid, op)
+    given = *t[:-1], a.options, a.reduction
+    if a.matmul_dtype is None: return run_product(*given, chunks_budget(r), a.accumulate, a.max_valid)
+    return run_product(*given, r.room, a.accumulate, a.max_valid, fp8_loss, a.forward_dtype is not None)
 
 # %% ../nbs/11_losses.ipynb #a6e36b2f
 RUNS = dict(eager=by_eager, tiles=by_tiles, chunks=by_chunks, recompute=by_recompute, product=by_product)
@@ -610,6 +611,7 @@ def linear_cross_entropy(
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
     matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
+    forward_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: beside it the forward one too, with an error
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     """A linear layer's cross entropy in float32 (float64), by the method that `plan` takes.
@@ -640,7 +642,7 @@ def linear_cross_entropy(
         scale, o = take_scale(options), loss_options(options, linear_cross_entropy)
         t = Operands(input, linear_weight, target, linear_bias, weight, token_weight, target_weight)
         a = Asked(o, reduction, shift, method, memory_budget, accumulate, filter_eps, None, max_valid, return_stats,
-                  monitored=method == "chunks", backbone_reduction=backbone_reduction, matmul_dtype=matmul_dtype)
+                  monitored=method == "chunks", backbone_reduction=backbone_reduction, matmul_dtype=matmul_dtype, forward_dtype=forward_dtype)
         return planned_loss(t, a, scale)
     except Exception as error:
         tell_ranks(error, linear_weight)
@@ -672,12 +674,13 @@ class LinearCrossEntropyLoss(ChunkedLinearCrossEntropyLoss):
         filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
         backbone_reduction:Optional[BackboneReduction]=None,  # as in `linear_cross_entropy`
         matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8
+        forward_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: beside it the forward one too
         **options:Unpack[ModuleOptions],  # the others of stage 6's module: weights, reduction, monitoring, ...
     ):
         super().__init__(in_features, num_classes, bias, **options)
         self.how = {k: self.options.pop(k) for k in ("memory_budget", "accumulate", "chunk_size")}
         self.how.update(shift=shift, method=method, filter_eps=filter_eps,
-                        backbone_reduction=backbone_reduction, matmul_dtype=matmul_dtype)
+                        backbone_reduction=backbone_reduction, matmul_dtype=matmul_dtype, forward_dtype=forward_dtype)
 
     def settings(self) -> dict[str, Any]: return super().settings() | self.how
 

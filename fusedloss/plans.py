@@ -148,11 +148,12 @@ def plain_logit_copies(r:Call) -> float:
 # %% ../nbs/10_plans.ipynb #93ae9f4c
 TARGET_ROWS = ("probabilities", "target_weight")  # kinds of targets with more than one number a token
 OF_ROWS = ("linear_bias", "weight", "label_smoothing", "logit_scale", "softcap", "z_loss", "token_weight")
+IN_FP8 = ("matmul_dtype", "forward_dtype")  # backward matmuls, and the forward one too
 EACH_TOKEN, GRADED = "reduction 'none'", "gradients of return_stats"
 
 SUPPORTS = dict(  # what each method can do besides a plain mean or sum, by the names of `wishes`; it refuses all else
     eager=(*OF_ROWS, *TARGET_ROWS, "return_stats", GRADED, EACH_TOKEN),
-    product=(*OF_ROWS, "matmul_dtype"),
+    product=(*OF_ROWS, *IN_FP8),
     chunks=(*OF_ROWS, *TARGET_ROWS, "return_stats", "chunk_size"),
     recompute=(*OF_ROWS, "filter_eps", "return_stats", GRADED, EACH_TOKEN),
     tiles=("logit_scale", EACH_TOKEN))
@@ -166,18 +167,18 @@ def wishes(r:Call) -> list[str]:
     each = [] if r.reduction in ("mean", "sum") else [f"reduction '{r.reduction}'"]
     return [*each, *r.options, *["return_stats"] * (r.stats != ""), *[GRADED] * graded, *["chunk_size"] * (r.chunk_size is not None)]
 
-BESIDE_FP8 = tuple(name for name in SUPPORTS["product"] if name not in ("label_smoothing", "matmul_dtype"))
+BESIDE_FP8 = tuple(name for name in SUPPORTS["product"] if name != "label_smoothing")
 
 def lacking(r:Call, supported:tuple[str, ...]) -> list[str]:
     "What of a call's wishes is not supported."
     return [name for name in wishes(r) if name not in supported]
 
 def fp8_refusal(r:Call) -> str:
-    "Why the backward matmuls of such a call cannot be in FP8; empty if they can, or are not to be."
-    if "matmul_dtype" not in r.options: return ""
+    "Why the matmuls of such a call cannot be in FP8; empty if they can, or are not to be."
+    if "matmul_dtype" not in r.options: return "FP8 forward goes with FP8 backward" if "forward_dtype" in r.options else ""
     if r.dtype != torch.bfloat16: return f"FP8 goes with bfloat16 operands, not {str(r.dtype).removeprefix('torch.')}"
     if r.h % 16 or not r.h: return f"FP8 takes a positive multiple of 16 features, not {r.h}"
-    beside = [name for name in lacking(r, BESIDE_FP8) if name != "matmul_dtype"]
+    beside = lacking(r, BESIDE_FP8)
     return f"FP8 has no {', '.join(beside)}" if beside else ""
 
 def fp8_obstacle(r:Call, d:Device) -> str:
@@ -286,19 +287,21 @@ def smoothing_costs(r:Call) -> list[Cost]:
     return [sweep_cost("mean class", (v + 2 * n) * h, r.work), *[sweep_cost("begin dw", v * h, *[r.grad_dtype] * 2)] * r.needs[1]]
 
 def fp8_estimate(r:Call, machine:Machine) -> Estimate:
-    "The same with backward matmuls in FP8: exponentials are rounded to it twice, w and x once."
+    "The same with backward matmuls, or all three, in FP8: exponentials are rounded to it twice, w and x once."
     (n, v, h), tile = r._replace(n=r.packed).sizes, product_of(machine.device).classes if r.gpu else r.v
-    s = Sizes(n, h, v, bool(r.needs[0]), bool(r.needs[1]), r.grad_dtype.itemsize, product_row(h, v, r.dtype, bool(r.needs[0]), tile))
+    s = Sizes(n, h, v, bool(r.needs[0]), bool(r.needs[1]), r.grad_dtype.itemsize, product_row(h, v, r.dtype, bool(r.needs[0]), tile), "forward_dtype" in r.options)
     by, aligned = ranking_machine(machine.device), r._replace(n=n, v=-(-v // 16) * 16)
     c = plan_cut(s, by, r.room, r.accumulate == "float32")
     chunks, groups, eight, rounded = -(-n // c.rows), -(-n // c.group), torch.float8_e4m3fn, sum(r.needs[:2])
     fast = lambda cost: replace(cost, share=cost.share * machine.fp8 * (busy_share(c, s, by) if cost.name == "dx" else 1.0))
-    costs = [tokens_product(aligned, machine, "exponentials", chunks, r.work), *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
+    forward = tokens_product(aligned, machine, "exponentials", chunks, r.work)
+    costs = [fast(forward) if s.forward else forward, *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
              sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
+             sweep_cost("round x and w", (n + v) * h * s.forward, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
     extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r))
     made = make_estimate("product", r, machine, costs, (14 + 18 * chunks) * r.gpu, machine.host.product + chunks * machine.host.product_chunk,
-                         extra, ("rows", c.rows, "backward in FP8"))
+                         extra, ("rows", c.rows, "all in FP8" if s.forward else "backward in FP8"))
     return made._replace(refusal=made.refusal or (fp8_obstacle(r, machine.device) if r.gpu else ""))
 
 def product_estimate(r:Call, machine:Machine) -> Estimate:
@@ -547,7 +550,7 @@ def make_plan(r:Call, machine:Optional[Machine]=None) -> Plan:
 cached_plan = functools.lru_cache(maxsize=4096)(make_plan)
 
 # %% ../nbs/10_plans.ipynb #50a709f1
-OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps", *TARGET_ROWS, "matmul_dtype")
+OPTIONS = ("linear_bias", "weight", *LossOptions._fields[1:], "token_weight", "filter_eps", *TARGET_ROWS, *IN_FP8)
 
 def check_plan(sizes:dict, choices:dict, dtypes:dict, needs_grad, options, device, machine):
     "`ValueError` for a size, word, dtype or tuple that `plan` cannot take; it names the argument."

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../nbs/09_product.ipynb #c981de01
 import logging, math
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -99,18 +99,22 @@ def launch_offsets(z:Tensor, y:Tensor, o:LossOptions, BN:int=4) -> Tensor:  # [B
     return offsets
 
 # %% ../nbs/09_product.ipynb #087f8b5e
-def reference_scores(x:Tensor, w:Tensor, bias:Optional[Tensor]) -> Tensor:  # [B,H], [V,H], [V or more] to [B,V]
+def reference_scores(
+    x:Tensor, w:Tensor, bias:Optional[Tensor], units:Optional[Tensor]=None,  # [B,H], [V,H], [V or more], [B]
+) -> Tensor:  # [B,V]
     "All logits, in `acc_dtype`."
     z = wide(x) @ wide(w).T
+    if units is not None: z = z * units[:, None]
     return z if bias is None else z + bias[:len(w)]
 
 def reference_exponentials(
     found:Exponentials,  # written
     x:Tensor, w:Tensor, y:Tensor, offsets:Tensor, log2_scale:float,  # [B,H], [V,H], [B], [B]
     bias:Optional[Tensor]=None, log2_cap:float=0.0,  # [V or more]; of `log2_cap`
+    units:Optional[Tensor]=None,  # [B], of logits in FP8
 ):
     "`score_exponentials` in PyTorch."
-    z, at = reference_scores(x, w, bias), y.clamp(0, len(w) - 1)[:, None]  # [B,V], [B,1]
+    z, at = reference_scores(x, w, bias, units), y.clamp(0, len(w) - 1)[:, None]  # [B,V], [B,1]
     known = ((y >= 0) & (y < len(w)))[:, None]
     exponents, slopes = reference_exponents(z, log2_scale, log2_cap)
     e = torch.where(offsets[:, None] == torch.inf, 0.0, torch.exp2(exponents - offsets[:, None]))
@@ -452,6 +456,7 @@ class Work(NamedTuple):
     o: LossOptions
     bias: Optional[Tensor] = None; shift: Optional[Tensor] = None  # of `added_bias`
     spread: Optional[Spread] = None  # with label smoothing
+    units: Optional[Tensor] = None  # [N], of x and w in FP8: what multiplies each row of logits
 
     def of(self, i:slice, dx:Optional[Tensor]) -> "Work":  # [N,H]
         "Of the tokens `i`; sums lie in the place of their dx where that is large enough."
@@ -461,7 +466,7 @@ class Work(NamedTuple):
         room = Exponentials(part(e, here), sums.view(-1)[:size].view(-1, n), part(target_z, here))
         s = self.spread
         return self._replace(room=room, spread=s and s._replace(scores=part(s.scores, i), pull=part(s.pull, i)),
-                             **{name: part(getattr(self, name), i) for name in ("x", "y", "offsets", "token_weight")})
+                             **{name: part(getattr(self, name), i) for name in ("x", "y", "offsets", "token_weight", "units")})
 
     @property
     def stats(self) -> Tensor:  # fp32 [tiles,B,2], in the place of e
@@ -478,11 +483,11 @@ class Work(NamedTuple):
 # %% ../nbs/09_product.ipynb #1657350b
 def finished_rows(k:Work) -> Rows:
     "Exponentials and rows of a chunk in PyTorch; from the rows' own maxima, where an offset was no good."
-    made = lambda k: reference_exponentials(k.room, k.x, k.w, k.y, k.offsets, k.log2_scale, k.bias, log2_cap(k.o))
+    made = lambda k: reference_exponentials(k.room, k.x, k.w, k.y, k.offsets, k.log2_scale, k.bias, log2_cap(k.o), k.units)
     made(k)
     rows = reference_rows(k.room, *k.labels)
     if not rows.failed: return rows
-    k = k._replace(offsets=reference_offsets(reference_scores(k.x, k.w, k.bias), k.y, k.o))
+    k = k._replace(offsets=reference_offsets(reference_scores(k.x, k.w, k.bias, k.units), k.y, k.o))
     made(k)
     return reference_rows(k.room, *k.labels)
 
@@ -519,10 +524,10 @@ def launched_rows(k:Work, product:ScoreProduct) -> Rows:
     B, new = len(k.x), k.room.target_z.new_empty
     failed, again = k.y.new_zeros(2, dtype=torch.int32).unbind()
     rows, given, stats = Rows(new(B), new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
-    how = k.bias, log2_cap(k.o)
+    how = k.bias, log2_cap(k.o), k.units
     product.exponentials(*given, k.offsets, *k.room, k.log2_scale, None, *how)
     launch_rows(rows, k.room, *k.labels)
-    product.statistics(*given, stats, k.room.target_z, failed, k.bias)
+    product.statistics(*given, stats, k.room.target_z, failed, k.bias, k.units)
     launch_better_offsets(k, stats, failed)
     product.exponentials(*given, k.offsets, *k.room, k.log2_scale, failed, *how)
     launch_rows(rows._replace(failed=again), k.room, *k.labels, failed)
@@ -687,11 +692,11 @@ def run_product(
     input:Tensor, linear_weight:Tensor, target:Tensor, linear_bias:Optional[Tensor],  # [...,H], [V,H], [...], [V]
     weight:Optional[Tensor], token_weight:Optional[Tensor], o:LossOptions, reduction:str,  # [V], [...]
     memory_budget:Optional[int], accumulate:str, max_valid:Optional[int],
-    op:Operator=product_loss,  # or another one of the same arguments
+    op:Operator=product_loss, *more:Any,  # or another one of the same arguments, and of more
 ) -> Tensor:
     "The loss of what has been checked."
     y, dtype = flat(target.long()), linear_dtype(input, linear_weight)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (input, linear_weight, linear_bias)]
     arguments = (as_rows(input), linear_weight, linear_bias, y, flat(weight), flat(token_weight), o, dtype,
-                 linear_weight.dtype, reduction == "mean", memory_budget, accumulate, max_valid, *needs)
+                 linear_weight.dtype, reduction == "mean", memory_budget, accumulate, max_valid, *needs, *more)
     return hold_promise(run_early(op, None, arguments)[0], target, o.ignore_index, max_valid)

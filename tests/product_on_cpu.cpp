@@ -77,15 +77,25 @@ static float value_of(u16 v) {
   const u32 bits = (u32)v << 16;
   return HALF ? half_to_float(v) : __int_as_float(bits);
 }
+static float e4m3_to_float(int bits) {
+  const int exponent = bits >> 3 & 15, digits = bits & 7;
+  const float size = (bits & 127) == 127 ? NAN : exponent ? ldexpf(8 + digits, exponent - 10) : ldexpf(digits, -9);
+  return bits >> 7 ? -size : size;
+}
+constexpr int NUMBERS = EIGHT ? 32 : 16;  // of 32 bytes
+static float number(u64 descriptor, int r, int k) {
+  if (!EIGHT) return value_of(element(descriptor, r, k));
+  return e4m3_to_float(element(descriptor, r, k / 2) >> k % 2 * 8 & 255);
+}
 static void compute(const Product& p) {
   const int t = threadIdx.x % 128;
   for (int r = 0; r < 2; r++) {
-    float row[16];
-    for (int k = 0; k < 16; k++) row[k] = value_of(element(p.a, t / 32 * 16 + t % 32 / 4 + 8 * r, k));
+    float row[NUMBERS];
+    for (int k = 0; k < NUMBERS; k++) row[k] = number(p.a, t / 32 * 16 + t % 32 / 4 + 8 * r, k);
     for (int i = 0; i < p.held; i++) {
       if (i % 4 / 2 != r) continue;
       float sum = p.add ? p.d[i] : 0.0f;
-      for (int k = 0; k < 16; k++) sum += row[k] * value_of(element(p.b, 8 * (i / 4) + 2 * (t % 4) + i % 2, k));
+      for (int k = 0; k < NUMBERS; k++) sum += row[k] * number(p.b, 8 * (i / 4) + 2 * (t % 4) + i % 2, k);
       p.d[i] = sum;
     }
   }
@@ -111,7 +121,7 @@ template <int GROUPS> static void wait_products() {
     for (const Product& p : own.front()) compute(p);
   meet_group();
 }
-template <bool, int E> static void product(float (&d)[E], u64 a, u64 b, bool add) {
+template <int, int E> static void product(float (&d)[E], u64 a, u64 b, bool add) {
   for (int i = 0; !add && i < E; i++) d[i] = NAN;  // until they are waited for
   own_groups().back().push_back({d, E, a, b, add});
 }
@@ -135,8 +145,8 @@ static void run_product(int grid, int threads, int seed, const u16* x, const u16
   launch(grid, threads, CLUSTER, [&] { kernel(x_map, w_map); }, seed);
 }
 extern "C" void run_score_statistics(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats,
-                                     float* targets_z, const int* wanted, const float* bias, int N, int V, int H) {
-  run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_statistics(x_map, w_map, targets, stats, targets_z, wanted, bias, N, V, H); });
+                                     float* targets_z, const int* wanted, const float* bias, const float* units, int N, int V, int H) {
+  run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_statistics(x_map, w_map, targets, stats, targets_z, wanted, bias, units, N, V, H); });
 }
 extern "C" void run_score_moments(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, float2* stats, float* moments,
                                   float* targets_z, int N, int V, int H) {
@@ -147,10 +157,10 @@ extern "C" void run_score_maxima(int grid, int threads, int seed, const u16* x, 
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) { score_maxima(x_map, w_map, targets, stats, maxima, targets_z, N, V, H); });
 }
 extern "C" void run_exponentials(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets, u16* e,
-                                 float* sums, float* targets_z, const int* wanted, const float* bias, int N, int V, int H, i64 pitch, float log2_scale,
-                                 float log2_cap) {
+                                 float* sums, float* targets_z, const int* wanted, const float* bias, const float* units, int N, int V, int H, i64 pitch,
+                                 float log2_scale, float log2_cap) {
   run_product(grid, threads, seed, x, w, N, V, H, [=](auto x_map, auto w_map) {
-    exponentials(x_map, w_map, targets, offsets, e, sums, targets_z, wanted, bias, N, V, H, pitch, log2_scale, log2_cap);
+    exponentials(x_map, w_map, targets, offsets, e, sums, targets_z, wanted, bias, units, N, V, H, pitch, log2_scale, log2_cap);
   });
 }
 extern "C" void run_score_gradients(int grid, int threads, int seed, const u16* x, const u16* w, const i64* targets, const float* offsets,

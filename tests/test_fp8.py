@@ -85,18 +85,51 @@ def eighths(x, w, y, **options):
     return fl.linear_cross_entropy(x, w, y, matmul_dtype=FP8, **options)
 
 
-def shares(s: State, loss=eighths, **options) -> list[float]:
+LOSSES = {"backward": eighths, "all": partial(eighths, forward_dtype=FP8)}
+in_both = pytest.mark.parametrize("in_fp8", LOSSES.values(), ids=LOSSES)
+
+
+def in_eight(t: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    "Numbers of e4m3 where `largest` is its largest, in float64"
+    unit = largest.float() / TOP
+    return (t.float() * (1 / unit)).to(FP8).double() * unit.double()
+
+
+def rounded_logits(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # [N,H], [V,H], float64
+    "Logits of x and w in FP8, with the gradients of exact ones"
+    z = in_eight(x, x.abs().amax(1, keepdim=True)) @ in_eight(w, w.abs().amax()).T
+    exact = x @ w.T
+    return exact + (z - exact).detach()
+
+
+def shares(s: State, loss=eighths, logits=lambda x, w: x @ w.T, **options) -> list[float]:
     "Errors of loss, dx and dw by `loss`, the latter as shares of eager bf16's"
-    exact = in_double(s, lambda *t: F.cross_entropy(t[0] @ t[1].T, t[2], **options))
+    exact = in_double(s, lambda *t: F.cross_entropy(logits(*t[:2]), t[2], **options))
+    right = in_double(s, lambda *t: F.cross_entropy(t[0] @ t[1].T, t[2], **options))
     got, usual = taken(s, lambda *t: loss(*t, **options)), taken(s, lambda *t: eager(*t, **options))
-    off = lambda found: [relative_error(a, b) for a, b in zip(found, exact)]
-    return [off(got)[0], *(a / b for a, b in zip(off(got)[1:], off(usual)[1:]))]
+    off = lambda found, exact: [relative_error(a, b) for a, b in zip(found, exact)]
+    return [off(got, exact)[0], *(a / b for a, b in zip(off(got, exact)[1:], off(usual, right)[1:]))]
 
 
 @pytest.mark.parametrize("kind", PEAKS)
 def test_gradients_err_as_those_of_bf16_do(kind, device):
     loss, dx, dw = shares(state(device, kind))
     assert loss < 2e-6 and max(dx, dw) < 1.15, (loss, dx, dw)
+
+
+@pytest.mark.parametrize("kind", PEAKS)
+def test_with_all_matmuls_in_fp8_gradients_err_as_those_of_bf16_do_beside_the_same_logits(kind, device):
+    loss, dx, dw = shares(state(device, kind), LOSSES["all"], rounded_logits)
+    sums = 0.0 if device == "cpu" else 2.0**-10  # tensor cores keep about 14 bits of a logit
+    assert loss < 2e-6 + sums and max(dx, dw) < (1.15 if device == "cpu" else 2.0), (loss, dx, dw)
+
+
+def test_a_logit_in_fp8_is_off_by_what_the_documentation_says(device):
+    s = state("cpu", "trained")
+    x, w = s.x.double(), s.w.double()
+    size = (x.square() @ w.square().T).sqrt()
+    off = (rounded_logits(x, w) - x @ w.T) / size
+    assert 0.03 < off.square().mean().sqrt() < 0.04
 
 
 @pytest.mark.parametrize("change, least", [(("HEAVY = 1 / 252", "HEAVY = 2.0"), 2.5), (("out.values[:, 0] = torch.where(known, rows.at_target, 0.0)", "out.values[:, 0] = rounded8(torch.where(known, rows.at_target * len(y), 0.0)).float() / len(y)"), 2.0)],
@@ -199,22 +232,24 @@ def test_a_sure_token_keeps_its_small_gradient(device):
 
 # --- what a loss must do ---
 
-def test_ignored_tokens_bring_nothing(device):
+@in_both
+def test_ignored_tokens_bring_nothing(in_fp8, device):
     s = state(device, "trained")
     some, x = torch.arange(N, device=device) % 3 != 0, s.x.clone()
     x[~some] = math.nan
     y = torch.where(some, s.y, -100)
-    loss, dx, dw = taken(State(x, s.w, y), eighths)
-    alone = taken(State(s.x[some], s.w, s.y[some]), eighths)
+    loss, dx, dw = taken(State(x, s.w, y), in_fp8)
+    alone = taken(State(s.x[some], s.w, s.y[some]), in_fp8)
     assert (dx[~some] == 0).all() and torch.allclose(loss, alone[0], rtol=1e-6)
     assert relative_error(dx[some], alone[1]) < 1e-3 and relative_error(dw, alone[2]) < 1e-3
 
 
+@in_both
 @pytest.mark.parametrize("ignored", [True, False])
-def test_no_token_gives_zeros(ignored, device):
+def test_no_token_gives_zeros(in_fp8, ignored, device):
     s = state(device, "random")
     s = State(s.x, s.w, torch.full_like(s.y, -100)) if ignored else State(s.x[:0], s.w, s.y[:0])
-    assert all((t == 0).all() for t in taken(s, eighths))
+    assert all((t == 0).all() for t in taken(s, in_fp8))
 
 
 OPTIONS = {"bias": {}, "z_loss": dict(z_loss=1e-2), "softcap": dict(softcap=8.0), "logit_scale": dict(logit_scale=0.7), "sum": dict(reduction="sum"), "all": dict(z_loss=1e-2, softcap=8.0, logit_scale=1.3, reduction="sum")}
@@ -237,12 +272,13 @@ def test_options_of_the_loss(how, weighed, device):
     assert off[0] < 2e-6 and max(off[1:]) < 4e-3, off
 
 
+@in_both
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
-def test_a_gradient_that_nobody_wants(needs, device):
+def test_a_gradient_that_nobody_wants(in_fp8, needs, device):
     s = state(device, "trained")
     x, w = s.x.clone().requires_grad_(needs[0]), s.w.clone().requires_grad_(needs[1])
-    eighths(x, w, s.y).backward()
-    both = taken(s, eighths)
+    in_fp8(x, w, s.y).backward()
+    both = taken(s, in_fp8)
     for t, g in ((x, both[1]), (w, both[2])):
         assert (t.grad is None) != t.requires_grad and (t.grad is None or torch.equal(t.grad, g))
 
@@ -256,32 +292,35 @@ def test_the_loss_is_that_of_bf16_with_and_without_gradients(device):
         assert torch.allclose(loss, fl.linear_cross_entropy(*s, method="product"), rtol=1e-6)
 
 
-def test_the_same_call_gives_the_same_bits(device):
+@in_both
+def test_the_same_call_gives_the_same_bits(in_fp8, device):
     s = state(device, "trained", seed=3)
-    first = taken(s, eighths)
-    assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(taken(s, eighths), first))
+    first = taken(s, in_fp8)
+    assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(taken(s, in_fp8), first))
 
 
-def test_micro_batches_add_up(device):
+@in_both
+def test_micro_batches_add_up(in_fp8, device):
     s = state(device, "trained")
     x, w = s.x.clone().requires_grad_(), s.w.clone().requires_grad_()
     for i in (slice(0, 80), slice(80, N)):
-        eighths(x[i], w, s.y[i], reduction="sum").backward()
-    whole = taken(s, lambda *t: eighths(*t, reduction="sum"))
+        in_fp8(x[i], w, s.y[i], reduction="sum").backward()
+    whole = taken(s, lambda *t: in_fp8(*t, reduction="sum"))
     assert relative_error(w.grad, whole[2]) < 3e-3 and relative_error(x.grad, whole[1]) < 1e-3
 
 
-def test_a_weight_that_moves_between_calls_is_read_anew(device):
+@in_both
+def test_a_weight_that_moves_between_calls_is_read_anew(in_fp8, device):
     s = state(device, "begun")
-    first = taken(s, eighths)
+    first = taken(s, in_fp8)
     w = s.w.clone().requires_grad_()
-    eighths(s.x, w, s.y).backward()
+    in_fp8(s.x, w, s.y).backward()
     with torch.no_grad():
         w.mul_(2)
     w.grad = None
     x = s.x.clone().requires_grad_()
-    eighths(x, w, s.y).backward()
-    fresh = taken(State(s.x, s.w * 2, s.y), eighths)
+    in_fp8(x, w, s.y).backward()
+    fresh = taken(State(s.x, s.w * 2, s.y), in_fp8)
     assert torch.equal(x.grad, fresh[1]) and torch.equal(w.grad, fresh[2]) and not torch.equal(x.grad, first[1])
 
 
@@ -307,48 +346,54 @@ def test_weights_in_float32_under_autocast(device):
     assert relative_error(x.grad, exact[1]) < 2e-3 and relative_error(w.grad, exact[2]) < 2e-3  # nothing is rounded to bf16
 
 
+@in_both
 @pytest.mark.parametrize("how", ["transposed", "strided", "every other row"])
-def test_weights_of_any_strides(how, device):
+def test_weights_of_any_strides(in_fp8, how, device):
     s = state(device, "trained")
     lay = {"transposed": lambda t: t.T.contiguous().T, "strided": lambda t: torch.stack([t, t], 2)[..., 0], "every other row": lambda t: torch.stack([t, t], 1)[:, 0]}[how]
     x, w = lay(s.x).requires_grad_(), lay(s.w).requires_grad_()
-    eighths(x, w, s.y).backward()
-    plain = taken(s, eighths)
+    in_fp8(x, w, s.y).backward()
+    plain = taken(s, in_fp8)
     assert torch.equal(x.grad, plain[1]) and torch.equal(w.grad, plain[2])
 
 
+@in_both
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**-20, 2.0**10, 2.0**60])
-def test_features_of_any_size(size, device):
+def test_features_of_any_size(in_fp8, size, device):
     s = state(device, "begun")
     small = State((s.x.float() * size).to(bf16), (s.w.float() / size).to(bf16), s.y)
-    for got, wanted in zip(taken(small, eighths), (1, 1 / size, size)):
+    for got, wanted in zip(taken(small, in_fp8), (1, 1 / size, size)):
         assert got.isfinite().all()
-    off = [relative_error(a.double() / f, b) for a, b, f in zip(taken(small, eighths), taken(s, eighths), (1, 1 / size, size))]
+    off = [relative_error(a.double() / f, b) for a, b, f in zip(taken(small, in_fp8), taken(s, in_fp8), (1, 1 / size, size))]
     assert max(off) < 1e-3, off
 
 
-def test_large_finite_scores_give_finite_numbers(device):
+@in_both
+def test_large_finite_scores_give_finite_numbers(in_fp8, device):
     s = state(device, "trained")
     for factor in (30.0, 3000.0):
-        assert all(t.isfinite().all() for t in taken(State((s.x.float() * factor).to(bf16), s.w, s.y), eighths))
+        assert all(t.isfinite().all() for t in taken(State((s.x.float() * factor).to(bf16), s.w, s.y), in_fp8))
 
 
+@in_both
 @pytest.mark.parametrize("where", ["x", "w"])
-def test_what_is_no_number_is_not_hidden(where, device):
+def test_what_is_no_number_is_not_hidden(in_fp8, where, device):
     s = state(device, "random")
     getattr(s, where)[7, 3] = math.nan
-    loss, dx, dw = taken(s, eighths)
+    loss, dx, dw = taken(s, in_fp8)
     assert loss.isnan() and dx.isnan().any() and dw.isnan().any()
 
 
-def test_a_weight_of_zeros(device):
+@in_both
+def test_a_weight_of_zeros(in_fp8, device):
     s = state(device, "random")
-    loss, dx, dw = taken(State(s.x, torch.zeros_like(s.w), s.y), eighths)
+    loss, dx, dw = taken(State(s.x, torch.zeros_like(s.w), s.y), in_fp8)
     exact = in_double(State(s.x, torch.zeros_like(s.w), s.y), lambda *t: F.cross_entropy(t[0] @ t[1].T, t[2]))
     assert (dx == 0).all() and relative_error(dw, exact[2]) < 3e-3 and torch.allclose(loss.double(), exact[0])
 
 
-def test_compiled_in_one_graph_for_any_number_of_tokens(device):
+@in_both
+def test_compiled_in_one_graph_for_any_number_of_tokens(in_fp8, device):
     graphs = []
 
     def keep(graph, inputs):
@@ -356,30 +401,31 @@ def test_compiled_in_one_graph_for_any_number_of_tokens(device):
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x, w, y: eighths(x * 1, w, y), backend=keep, fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda x, w, y: in_fp8(x * 1, w, y), backend=keep, fullgraph=True, dynamic=True)
     s = state(device, "trained")
     for n in (64, 80, N):
         cut = State(s.x[:n], s.w, s.y[:n])
-        assert all(torch.equal(a, b) for a, b in zip(taken(cut, compiled), taken(cut, eighths)))
+        assert all(torch.equal(a, b) for a, b in zip(taken(cut, compiled), taken(cut, in_fp8)))
     assert len(graphs) == 1
 
 
-def test_a_promise_and_a_shift(device):
+@in_both
+def test_a_promise_and_a_shift(in_fp8, device):
     s = state(device, "trained")
     y = torch.where(torch.arange(N, device=device) % 2 == 0, s.y, -100)
-    got, plain = taken(State(s.x, s.w, y), lambda *t: eighths(*t, max_valid=N // 2)), taken(State(s.x, s.w, y), eighths)
+    got, plain = taken(State(s.x, s.w, y), lambda *t: in_fp8(*t, max_valid=N // 2)), taken(State(s.x, s.w, y), in_fp8)
     assert torch.allclose(got[0], plain[0]) and relative_error(got[1], plain[1]) < 1e-3 and relative_error(got[2], plain[2]) < 1e-3
     x, y = s.x.view(2, -1, H), s.y.view(2, -1)
-    assert torch.allclose(eighths(x, s.w, y, shift=1), eighths(x[:, :-1], s.w, y[:, 1:]))
+    assert torch.allclose(in_fp8(x, s.w, y, shift=1), in_fp8(x[:, :-1], s.w, y[:, 1:]))
 
 
 def test_the_module_hands_it_on(device):
-    module = fl.LinearCrossEntropyLoss(H, V, matmul_dtype=FP8, device=device, dtype=bf16)
-    s = state(device, "random")
-    assert "float8_e4m3fn" in repr(module)
-    loss = module(s.x, s.y)
-    loss.backward()
-    assert torch.equal(module.weight.grad, taken(State(s.x, module.weight.detach(), s.y), eighths)[2])
+    for loss in LOSSES.values():
+        module = fl.LinearCrossEntropyLoss(H, V, **(loss.keywords if loss is not eighths else {}), matmul_dtype=FP8, device=device, dtype=bf16)
+        s = state(device, "random")
+        assert repr(module).count("float8_e4m3fn") == 1 + (loss is not eighths)
+        module(s.x, s.y).backward()
+        assert torch.equal(module.weight.grad, taken(State(s.x, module.weight.detach(), s.y), loss)[2])
 
 
 # --- what it does not go with ---
@@ -387,6 +433,9 @@ def test_the_module_hands_it_on(device):
 REFUSED = {
     "another dtype": (dict(matmul_dtype=torch.float8_e5m2), "matmul_dtype: expected torch.float8_e4m3fn or None, got torch.float8_e5m2"),
     "a word": (dict(matmul_dtype="float8"), "matmul_dtype: expected torch.float8_e4m3fn or None, got 'float8'"),
+    "another dtype forward": (dict(forward_dtype=bf16), "forward_dtype: expected torch.float8_e4m3fn or None, got torch.bfloat16"),
+    "forward alone": (dict(matmul_dtype=None, forward_dtype=FP8), "forward_dtype: expected None without matmul_dtype, got torch.float8_e4m3fn"),
+    "forward, statistics": (dict(forward_dtype=FP8, return_stats=True), "return_stats"),
     "another method": (dict(method="chunks"), "method: expected 'auto' or 'product' beside matmul_dtype, got 'chunks'"),
     "each token": (dict(reduction="none"), "reduction 'none'"),
     "label smoothing": (dict(label_smoothing=0.1), "label_smoothing"),
@@ -432,9 +481,16 @@ def test_a_gpu_without_the_kernel_is_refused():
         assert found.chosen is None and "FP8 needs the scores' own kernel" in found["product"].refusal
 
 
+def test_a_plan_knows_a_forward_in_fp8():
+    backward, both = (fl.plan(8192, 128256, 4096, options=options, machine="H200")["product"] for options in (("matmul_dtype",), ("matmul_dtype", "forward_dtype")))
+    assert both.seconds < 0.9 * backward.seconds and both.extra > backward.extra and "all in FP8" in str(both.cut)
+    alone = fl.plan(8192, 128256, 4096, options=("forward_dtype",), machine="H200")
+    assert alone.chosen is None and alone["product"].refusal == "FP8 forward goes with FP8 backward"
+
+
 # --- how matrices are cut ---
 
-SIZES = [Sizes(*size, *needs, grad, 2 * size[2]) for size in ((1, 16, 5), (70, 64, 300), (8192, 4096, 128256), (16384, 2048, 131072), (8192, 896, 151936))
+SIZES = [Sizes(*size, *needs, grad, 2 * size[2], forward) for forward in (False, True) for size in ((1, 16, 5), (70, 64, 300), (8192, 4096, 128256), (16384, 2048, 131072), (8192, 896, 151936))
          for needs in ((True, True), (True, False), (False, True)) for grad in (2, 4)]
 
 
@@ -473,22 +529,23 @@ def test_one_sum_of_dw_is_rounded_once():
     assert all(plan_cut(s, H200, 2**20, True).group == s.n for s in SIZES)
 
 
-def test_memory_that_is_not_written_yet_serves():
-    s, c = Sizes(512, 256, 4096, True, True, 2, 8192), Cut(512, 128, 4096)
+@pytest.mark.parametrize("forward, fitting", [(False, 2), (True, 2)])
+def test_memory_that_is_not_written_yet_serves(forward, fitting):
+    s, c = Sizes(512, 256, 4096, True, True, 2, 8192, forward), Cut(512, 128, 4096)
     dw = torch.empty(4096, 256, dtype=bf16)
     room = fp8.Room(dw, dw)
     taken_bytes = [room.take(torch.uint8, size) for size in pieces(c, s)]
     inside = [t.data_ptr() // 1 in range(dw.data_ptr(), dw.data_ptr() + dw.nbytes) for t in taken_bytes]
     assert c.waits(s) and sum(t.nbytes for t, within in zip(taken_bytes, inside) if not within) == beyond(pieces(c, s), dw.nbytes)
-    assert inside.count(True) == 2 and all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in zip(taken_bytes, taken_bytes[1:]) if b.data_ptr() > a.data_ptr())
+    assert inside.count(True) == fitting and all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in zip(taken_bytes, taken_bytes[1:]) if b.data_ptr() > a.data_ptr())
 
 
 CUTS = [Cut(70, 70, 300), Cut(70, 16, 300), Cut(32, 16, 300), Cut(32, 32, 128), Cut(64, 16, 128), Cut(70, 32, 256), Cut(70, 32, 128, True), Cut(32, 32, 256, True)]
 
 
-def by_cut(cut: Cut, by, s: State, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def by_cut(cut: Cut, by, s: State, bias: torch.Tensor | None = None, forward: bool = False) -> tuple[torch.Tensor, ...]:
     "Losses, dx, dw and db of all tokens; what is not written stays NaN"
-    sizes = Sizes(*s.x.shape, len(s.w), True, True, s.w.element_size(), s.x.element_size() * len(s.w))
+    sizes = Sizes(*s.x.shape, len(s.w), True, True, s.w.element_size(), s.x.element_size() * len(s.w), forward)
     grads = Gradients(s.x, s.w, (True, True, True), s.w.dtype, False, 1.0)
     grads.dx.fill_(math.nan), grads.dw.fill_(math.nan)
     losses = fp8.run_groups(s.x, s.w, s.y, None, None, None, LossOptions(), cut, sizes, grads, None, bias, by)
@@ -497,12 +554,13 @@ def by_cut(cut: Cut, by, s: State, bias: torch.Tensor | None = None) -> tuple[to
 
 @pytest.mark.parametrize("by", [fp8.PYTORCH8, pytest.param(fp8.KERNELS8, marks=where_kernels_run)], ids=["PyTorch", "kernels"])
 @pytest.mark.parametrize("cut", few(CUTS, Cut(70, 16, 300), Cut(64, 16, 128), Cut(32, 32, 256, True)), ids=str)
-def test_any_cut_gives_the_same_gradients(cut, by, device):
+@pytest.mark.parametrize("forward", [False, True])
+def test_any_cut_gives_the_same_gradients(cut, by, forward, device):
     x, w, y = state(device, "begun", 70, 32, 300, f32)  # the interpreter rounds no bf16
     y[5], x[5] = -100, math.nan
     s, bias = State(x, w, y), torch.linspace(-1, 1, 300, device=device)
-    wanted = by_cut(CUTS[0], fp8.PYTORCH8, s, bias)
-    losses, dx, dw, db = by_cut(cut, by, s, bias)
+    wanted = by_cut(CUTS[0], fp8.PYTORCH8, s, bias, forward)
+    losses, dx, dw, db = by_cut(cut, by, s, bias, forward)
     alike = 1e-5 if device == "cpu" else 1e-3  # a GPU's quotients may round another way
     assert torch.allclose(losses, wanted[0]) and torch.allclose(db, wanted[3], atol=1e-6) and relative_error(dx, wanted[1]) < alike
     assert relative_error(dw, wanted[2]) < (alike if cut.group == 70 else 4e-3)  # groups are rounded to FP8 by units of their own
@@ -540,9 +598,12 @@ def test_turned_matrices(size, device):
     factors[size[0] // 2] = 0
     a[size[0] // 2] = math.nan
     found = [torch.full((size[1], -(-size[0] // 16) * 16), 7.0, device=device).to(FP8) for _ in range(2)]
-    fp8.launch_turned(found[0], a, factors)
-    fp8.reference_turned(found[1], a, factors)
+    straight = [torch.full((size[0], size[1]), 7.0, device=device).to(FP8) for _ in range(4)]
+    for i, turned in enumerate((fp8.launch_turned, fp8.reference_turned)):
+        turned(found[i], a, factors, straight=straight[i])
+        turned(None, a, factors, straight=straight[2 + i])
     assert torch.equal(found[0].float(), found[1].float()) and (found[0].float()[:, size[0]:] == 0).all()
+    assert all(torch.equal(t.float(), found[0].float()[:, :size[0]].T) for t in straight)
 
 
 @where_kernels_run

@@ -23,6 +23,7 @@ from grids import few
 from helpers import everywhere, interpreted, planted, where_kernels_run
 from on_cpu import check_nvcc, kernels_on_cpu
 
+FP8 = torch.float8_e4m3fn
 CLASSES, KINDS = {0: 256, 1: 192}, {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -45,17 +46,17 @@ class Found(NamedTuple):
 
 def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None, cluster: int = 1, grid: int = 1, stages: int = 2, group: int = 2,
         seed: int = 0, source: str | None = None, log2_scale: float = math.log2(math.e), pitch: int | None = None, in_turn: int = 0, wanted: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None, log2_cap: float = 0.0) -> Found:
+        bias: torch.Tensor | None = None, log2_cap: float = 0.0, units: torch.Tensor | None = None) -> Found:
     "`score_statistics`, or with offsets `exponentials`, by so many clusters of blocks"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     kernels.seed = seed
     (n, h), v = x.shape, len(w)
     launch = kernels("score_statistics" if offsets is None else "exponentials", 0, STAGES=stages, CLUSTER=cluster, GROUP=group, IN_TURN=in_turn,
-                     BIASED=int(bias is not None), CAPPED=int(log2_cap > 0), HALF=str(x.dtype == torch.float16).lower())
+                     BIASED=int(bias is not None), CAPPED=int(log2_cap > 0), HALF=str(x.dtype == torch.float16).lower(), EIGHT=int(x.dtype == FP8))
     pitch = pitch or -(-v // 8) * 8
-    room, targets_z, e = torch.full((-(-v // CLASSES[in_turn]) + 2, n, 2 if offsets is None else 1), math.nan), torch.full((n + 2,), math.nan), torch.full((n + 2, pitch), math.nan, dtype=x.dtype)
+    room, targets_z, e = torch.full((-(-v // CLASSES[in_turn]) + 2, n, 2 if offsets is None else 1), math.nan), torch.full((n + 2,), math.nan), torch.full((n + 2, pitch), math.nan, dtype=torch.bfloat16 if x.dtype == FP8 else x.dtype)
     more, last = ((), ()) if offsets is None else ((offsets, e[1:-1]), (ctypes.c_int64(pitch), ctypes.c_float(log2_scale), ctypes.c_float(log2_cap)))
-    launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], wanted, bias, n, v, h, *last)
+    launch(grid * cluster, 384, x, w, y, *more, room[1:-1], targets_z[1:-1], wanted, bias, units, n, v, hopper.words(h, x.dtype), *last)
     assert all(t[[0, -1]].isnan().all() for t in (room, targets_z, e)) and e[:, v:].isnan().all(), "it writes outside"
     return Found(room[1:-1], targets_z[1:-1], e[1:-1, :v])
 
@@ -221,13 +222,58 @@ def test_statistics_with_a_bias():
     assert error(found.stats, without_targets(scores, y), 256) < 1 and target_error(found.targets_z, scores, y) < 1
 
 
+def in_eight(n: int, v: int, h: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    "x and w in FP8, what multiplies each row of their scores, and these in float64"
+    x, w, scores = scored(n, v, h, FP8)
+    units = 0.1 * (1 + torch.arange(n) % 3)
+    return x, w, units, scores * units.double()[:, None]
+
+
+@pytest.mark.parametrize("size", [(70, 300, 80), (130, 256, 656), (1, 257, 16)])
+@pytest.mark.parametrize("cluster, seed, in_turn", few(list(product((1, 2), (0, 2), (0, 1))), (2, 2, 1), (1, 0, 0)))
+def test_scores_of_eight_bits(size, cluster, seed, in_turn):
+    x, w, units, scores = in_eight(*size)
+    how = dict(cluster=cluster, seed=seed, in_turn=in_turn, units=units)
+    assert statistics_error(x, w, scores, **how) < 1 and exponentials_error(x, w, scores, **how) < 2
+
+
+def test_scores_of_eight_bits_with_a_bias():
+    x, w, units, scores = in_eight(70, 300, 80)
+    bias = wavy_bias(300, 256)
+    assert exponentials_error(x, w, scores + bias[:300].double(), units=units, bias=bias) < 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
+@pytest.mark.parametrize("size", [(70, 300, 80), (1000, 5003, 912), (130, 256, 16)])
+def test_scores_of_eight_bits_on_a_gpu(size):
+    "The tensor cores keep about 14 bits of a sum: errors are shares of the longest row and class vector"
+    x, w, units, scores = in_eight(*size)
+    y, (n, v), tiles = targets_of(*scores.shape), scores.shape, -(-len(w) // IN_TURN.classes)
+    largest = 2.0**-11 * (units[:, None].double() * x.double().norm(dim=1, keepdim=True) * w.double().norm(dim=1).amax())
+    offsets = torch.where(y < 0, math.inf, scores.amax(1) * math.log2(math.e)).float()
+    new = lambda *size, dtype=torch.float32: torch.full(size, math.nan, dtype=dtype, device="cuda")
+    e, sums, stats, targets_z = new(n, -(-v // 8) * 8, dtype=torch.bfloat16), new(tiles, n), new(tiles, n, 2), new(2, n)
+    given = x.cuda(), w.cuda(), y.cuda()
+    IN_TURN.exponentials(*given, offsets.cuda(), e[:, :v], sums, targets_z[0], units=units.cuda())
+    IN_TURN.statistics(*given, stats, targets_z[1], units=units.cuda())
+    known, others = y >= 0, without_targets(scores, y)
+    exact = scores.gather(1, y.clamp(min=0)[:, None])
+    assert torch.equal(targets_z.isnan().cpu(), (~known).expand(2, n)) and ((targets_z.cpu().double().T - exact).abs() <= largest)[known].all()
+    tops = torch.stack([z.amax(1) for z in others.split(IN_TURN.classes, 1)])
+    assert ((stats[..., 0].cpu().double() - tops).abs() <= largest.T).all()
+    off = e[:, :v].cpu().double() / torch.exp2(others * math.log2(math.e) - offsets.double()[:, None])
+    there = known[:, None] & (others > -math.inf) & (others > scores.amax(1, keepdim=True) - 60)
+    assert (off.log().abs() <= largest + 2.0**-8)[there].all() and not e[:, :v].cpu()[~known].any()
+    assert torch.allclose(sums.sum(0).cpu()[known], e[:, :v].float().sum(1).cpu()[known], rtol=2.0**-7)
+
+
 def gradients(x, w, y, offsets, coefs, in_turn=0, source=None, bias=None):
     "e and the targets' scores by `score_gradients`; NaN stands around"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
     (n, h), v = x.shape, len(w)
     pitch = -(-v // 8) * 8
     e, targets_z = torch.full((n + 2, pitch), math.nan, dtype=x.dtype), torch.full((n + 2,), math.nan)
-    launch = kernels("score_gradients", 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=in_turn, BIASED=int(bias is not None), CAPPED=0, HALF=str(x.dtype == torch.float16).lower())
+    launch = kernels("score_gradients", 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=in_turn, BIASED=int(bias is not None), CAPPED=0, HALF=str(x.dtype == torch.float16).lower(), EIGHT=int(x.dtype == FP8))
     launch(1, 384, x, w, y, offsets, coefs, e[1:-1], targets_z[1:-1], bias, n, v, h, ctypes.c_int64(pitch), ctypes.c_float(math.log2(math.e)))
     assert all(t[[0, -1]].isnan().all() for t in (e, targets_z)) and e[:, v:].isnan().all(), "it writes outside"
     return e[1:-1, :v], targets_z[1:-1]
@@ -276,7 +322,7 @@ def test_gradients_of_scores_on_a_gpu(kind):
 def launch_on_cpu(name: str, form: WarpGroupProduct, x: torch.Tensor, w: torch.Tensor, *values, source: str | None = None) -> None:
     "As the launcher of the library, whose last arguments are N, V, H, and for some a pitch and a scale"
     kernels = kernels_on_cpu("product_on_cpu.cpp", "-O1", product_sm90=source or SOURCE)
-    launch = kernels(name, 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=int(form.in_turn), BIASED=int(form.biased), CAPPED=int(form.capped), HALF=str(x.dtype == torch.float16).lower())
+    launch = kernels(name, 0, STAGES=2, CLUSTER=1, GROUP=2, IN_TURN=int(form.in_turn), BIASED=int(form.biased), CAPPED=int(form.capped), HALF=str(x.dtype == torch.float16).lower(), EIGHT=int(x.dtype == FP8))
     sizes = 3 + next(i for i, v in enumerate(values) if type(v) is int)
     last = [ctypes.c_int64(v) if type(v) is int else ctypes.c_float(v) for v in values[sizes:]]
     launch(1, 384, x, w, *values[:sizes], *last)
@@ -498,7 +544,9 @@ BUGS = {  # what is wrong: text of product.cu, what stands in its place
     "words of the second swap stay": ("swap_words(words, 1, thread), swap_words(words, 2, thread);", "swap_words(words, 1, thread);"),
     "an offset is another row's": ("offsets[token] : 0.0f", "offsets[0] : 0.0f"),
     "exponentials beyond the last class are written": ("if (type + 8 <= V) return store_words(to, words);", "return store_words(to, words);"),
-    "a coefficient is another row's": ("coefs[token] : 1.0f", "coefs[0] : 1.0f"),
+    "a coefficient is another row's": ("row.coef = coefs[token]", "row.coef = coefs[0]"),
+    "a row has the other one's unit": ("rows[i % 4 / 2].unit", "rows[0].unit"),
+    "a unit is another row's": ("units[token] : 1.0f", "units[0] : 1.0f"),
     "a class has its neighbour's bias": ("z[i] += b.x, z[i + 1] += b.y", "z[i] += b.y, z[i + 1] += b.x"),
     "a capped sum has the slopes": ("s += e, z[i] = e * t.y;", "s += z[i] = e * t.y;"),
     "what does not count is capped": ("z[i] == -infinity() ? 0.0f : exp2_approx(fmaf(t.x", "exp2_approx(fmaf(t.x"),
@@ -525,6 +573,12 @@ def entropies_fault(source: str, form: WarpGroupProduct) -> bool:
         return not (moments_error(*data, form) < 1 and maxima_error(*data, form) < 1 and entropy_gradients_error(*data, form) < 2.1)
 
 
+def eight_fault(**how) -> bool:
+    "Whether scores of eight bits are wrong"
+    x, w, units, scores = in_eight(70, 300, 80)
+    return not (statistics_error(x, w, scores, units=units, **how) < 1 and exponentials_error(x, w, scores, units=units, **how) < 2)
+
+
 def fault(source: str) -> str | None:
     "The first case that a text of the kernels gets wrong"
     for (name, cluster, grid), seed in product((("many tiles", 2, 1), ("parts of tiles", 1, 1), ("a ring that goes round", 1, 2)), (0, 2)):
@@ -538,6 +592,8 @@ def fault(source: str) -> str | None:
                 return "a bias and a cap"
             if name == "parts of tiles" and entropies_fault(source, WarpGroupProduct(in_turn=bool(seed))):
                 return "entropies"
+            if name == "parts of tiles" and eight_fault(in_turn=seed // 2, source=source):
+                return "FP8"
         except AssertionError as outside:
             return f"{name}: {outside}"
     return None
@@ -556,21 +612,23 @@ def test_a_planted_bug_is_noticed(bug):
     assert fault(SOURCE.replace(old, new)), f"no case notices that {bug}"
 
 
-FORMS = few(list(product((1, 2), ("false", "true"), (0, 1), (0, 1), (0, 1))), (2, "false", 1, 0, 0), (2, "false", 1, 1, 1))
+FORMS = few(list(product((1, 2), (("false", 0), ("true", 0), ("false", 1)), (0, 1), (0, 1), (0, 1))), (2, ("false", 0), 1, 0, 0), (2, ("false", 1), 1, 1, 1))
 
 
-@pytest.mark.parametrize("cluster, half, in_turn, biased, capped", FORMS)
-def test_it_compiles_for_hopper(cluster, half, in_turn, biased, capped):
-    check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half, IN_TURN=in_turn, BIASED=biased, CAPPED=capped))
+@pytest.mark.parametrize("cluster, numbers, in_turn, biased, capped", FORMS)
+def test_it_compiles_for_hopper(cluster, numbers, in_turn, biased, capped):
+    half, eight = numbers
+    check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half, EIGHT=eight, IN_TURN=in_turn, BIASED=biased, CAPPED=capped))
 
 
 @pytest.mark.thorough
-def test_its_registers_suffice(tmp_path):
+@pytest.mark.parametrize("eight", [0, 1])
+def test_its_registers_suffice(eight, tmp_path):
     "128 sums a thread, and products that the compiler does not put in a row because it cannot see that they are independent"
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc on this machine")
     (tmp_path / "product.cu").write_text(SOURCE, encoding="utf-8")
-    fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", "IN_TURN=0", "BIASED=0", "CAPPED=0")]
+    fixed = [f"-D{name}" for name in ("STAGES=4", "CLUSTER=2", "GROUP=8", "HALF=false", f"EIGHT={eight}", "IN_TURN=0", "BIASED=0", "CAPPED=0")]
     made = subprocess.run(["nvcc", "--std=c++17", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", *fixed, "-o", "out", "product.cu"], cwd=tmp_path, capture_output=True, text=True)
     said = made.stdout + made.stderr
     assert said.count("Used 168 registers") == said.count("0 bytes spill stores, 0 bytes spill loads") == 6 and "C75" not in said, said

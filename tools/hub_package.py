@@ -234,8 +234,8 @@ def product_units() -> list[Unit]:
     from fusedloss.core.score_product import PRODUCTS
 
     kernels = re.findall(r"__global__ void SHAPE (\w+)\(", (ROOT / "cuda" / "product_sm90.cu").read_text(encoding="utf-8"))
-    choices = [(form, dtype, biased, capped) for form in PRODUCTS for dtype in (torch.bfloat16, torch.float16) for biased in (False, True)
-               for capped in (False, True) if dtype == torch.bfloat16 or not capped]
+    choices = [(form, dtype, biased, capped) for form in PRODUCTS for dtype in hopper.ELEMENT for biased in (False, True)
+               for capped in (False, True) if dtype != torch.float16 or not capped]
     with mock.patch.object(hopper, "cuda_kernel", lambda *where, **constants: constants):
         return [Unit("product_sm90", kernels, hopper.form_kernel(kernels[0], replace(form, biased=biased, capped=capped), dtype, 0))
                 for form, dtype, biased, capped in choices]

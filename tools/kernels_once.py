@@ -204,7 +204,8 @@ def backward_in_fp8() -> None:
     for n, v, cut in ((33, 515, (33, 16, 515)), (70, 300, (32, 32, 128))):
         x, w, y = leaf(n, 64, dtype=HALF), leaf(v, 64, dtype=HALF), labels(v, n)
         y[::3] = -100
-        if DEVICE == "cuda": fl.linear_cross_entropy(x, w, y, linear_bias=leaf(v, dtype=HALF), matmul_dtype=torch.float8_e4m3fn).backward()
+        for how in ({}, dict(forward_dtype=torch.float8_e4m3fn)) if DEVICE == "cuda" else ():
+            fl.linear_cross_entropy(x, w, y, linear_bias=leaf(v, dtype=HALF), matmul_dtype=torch.float8_e4m3fn, **how).backward()
         sizes = stage_34.Sizes(n, 64, v, True, True, x.element_size(), x.element_size() * v)
         grads = stage_34.Gradients(x, w, (True, True, False), HALF, False, 1.0)
         stage_34.run_groups(x.detach(), w.detach(), y, None, None, None, LossOptions(), stage_34.Cut(*cut), sizes, grads, by=stage_34.KERNELS8)

@@ -16,7 +16,7 @@ from fusedloss.core.devices import Device
 class ScoreProduct(ABC):
     """The product x wᵀ of one architecture, whose tiles leave the matrix units as what a loss needs of the scores.
 
-    x is [N,H], w is [V,H], y holds N labels as int64. What a method writes is given to it: e and dz [N,V] in x's dtype,
+    x is [N,H], w is [V,H], y holds N labels as int64. What a method writes is given to it: e and dz [N,V] in x's dtype, in bf16 where that is FP8,
     numbers of tiles of `classes` classes and of tokens in fp32. The target's score is left out, and written beside.
     """
 
@@ -53,6 +53,7 @@ class ScoreProduct(ABC):
         target_z: Tensor,
         wanted: Optional[Tensor] = None,
         bias: Optional[Tensor] = None,  # fp32 [V, and on to whole tiles], added to x wᵀ
+        units: Optional[Tensor] = None,  # fp32 [N], where x and w are in FP8: what multiplies each row of x wᵀ before
     ):
         "Write each row's maximum in a tile and Σ e^(z - maximum) to `stats [tiles,N,2]`; nothing where `wanted` is 0."
 
@@ -78,6 +79,7 @@ class ScoreProduct(ABC):
         wanted: Optional[Tensor] = None,
         bias: Optional[Tensor] = None,  # as `statistics` takes it
         log2_cap: float = 0.0,  # c of a soft cap, over ln 2; 0: none
+        units: Optional[Tensor] = None,  # as `statistics` takes them
     ):
         """Write e = 2^(x wᵀ · log2_scale - offset), 0 at the target and where the offset is inf, and `sums [tiles,N]` of it.
 

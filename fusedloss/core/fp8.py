@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     need_w: bool
     grad_size: int  # bytes of a number of dw
     row: int  # bytes of a token's exponentials
+    forward: bool = False  # the forward matmul is in FP8 too
 
 
 class Cut(NamedTuple):
@@ -56,9 +57,9 @@ def whole_blocks(size: int, block: int = 16) -> int:
 
 
 def pieces(c: Cut, s: Sizes) -> list[int]:
-    "Bytes of what stands while chunks pass, in the order in which it is placed: exponentials, w in FP8, probabilities of a slab."
-    w = s.h * whole_blocks(c.slab if c.fresh else s.v)
-    return [c.rows * whole_blocks(s.row, 32), w * s.need_x, c.rows * whole_blocks(c.slab) * s.need_x]
+    "Bytes of what stands while chunks pass, in the order in which it is placed: exponentials, w in FP8, straight and transposed, probabilities of a slab."
+    turned, slab = whole_blocks(c.slab if c.fresh else s.v), whole_blocks(c.slab)
+    return [c.rows * whole_blocks(s.row, 32), s.v * s.h * s.forward, turned * s.h * s.need_x, c.rows * slab * s.need_x]
 
 
 def beyond(sizes: list[int], own: int) -> int:
@@ -82,6 +83,7 @@ def held_bytes(c: Cut, s: Sizes) -> int:
     turned = (s.v if c.keeps(s) else c.slab) * group * s.need_w
     dx = 4 * s.h * c.rows * (1 + (c.slab < s.v)) * s.need_x
     dw = (s.h * group + s.grad_size * s.h * min(s.v, added_classes(s.h)) * (c.group < s.n)) * s.need_w
+    standing += s.n * s.h * s.forward
     passing = standing + turned + (max(dx, dw) if c.keeps(s) else dx + dw)
     return listed + max(passing, (3 * listed + 2 * s.n * s.h) * s.need_w)
 
@@ -133,6 +135,6 @@ def plan_cut(
 ) -> Cut:
     "The cut that loses least time among those that fit; the smallest one, where none does."
     known = [(held_bytes(c, s), lost_seconds(c, s, by), c) for c in cuts(s, single)]
-    most = budget or max(BUDGET, 2**26 + s.n * (s.v + s.h + 8 * LISTED))
+    most = budget or max(BUDGET, 2**26 + s.n * (s.v + s.h + 8 * LISTED)) + s.v * s.h * s.forward
     fit = [(seconds, c) for size, seconds, c in known if size <= most]
     return min(fit)[1] if fit else min(known)[2]

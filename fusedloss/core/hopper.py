@@ -15,7 +15,8 @@ from fusedloss.core.devices import Device, device_of, Implementation
 from fusedloss.core.triton import on_device
 
 
-ELEMENT = {torch.float16: 6, torch.bfloat16: 9}  # of the driver's header, as the next two
+FP8 = torch.float8_e4m3fn
+ELEMENT = {torch.float16: 6, torch.bfloat16: 9, FP8: 1}  # of the driver's header, as the next two; of FP8 a pair, as 16 bits
 SWIZZLE_128_BYTES, FETCH_256_BYTES = 3, 3
 LOG2E = math.log2(math.e)
 COLUMNS = 64  # of a tile: 128 bytes, the width of a swizzled row
@@ -27,14 +28,20 @@ def room_for_map() -> tuple[Any, int]:
     return room, -(-ctypes.addressof(room) // 64) * 64
 
 
+def words(features: int, dtype: torch.dtype) -> int:
+    "Of 16 bits, which is what kernels count."
+    return features * dtype.itemsize // 2
+
+
 class TensorMap:
-    "Tiles of `rows` × 64 elements of a matrix [R,C] of 16-bit elements, whose rows begin at multiples of 16 bytes."
+    "Tiles of `rows` × 128 bytes of a matrix [R,C], whose rows begin at multiples of 16 bytes."
 
     def __init__(
         self, pointer: int, dtype: torch.dtype, shape: tuple[int, int], pitch: int, rows: int
     ):  # elements from row to row
         self.room, self.address = room_for_map()
-        sizes, stride = (ctypes.c_uint64 * 2)(shape[1], shape[0]), ctypes.c_uint64(2 * pitch)
+        columns, stride = words(shape[1], dtype), ctypes.c_uint64(dtype.itemsize * pitch)
+        sizes = (ctypes.c_uint64 * 2)(columns, shape[0])
         tile, every = (ctypes.c_uint32 * 2)(COLUMNS, rows), (ctypes.c_uint32 * 2)(1, 1)
         ask_driver(
             "cuTensorMapEncodeTiled",
@@ -77,6 +84,7 @@ def form_kernel(
         BIASED=int(form.biased),
         CAPPED=int(form.capped),
         HALF=str(dtype == torch.float16).lower(),
+        EIGHT=int(dtype == FP8),
     )
 
 
@@ -209,10 +217,10 @@ class WarpGroupProduct(ScoreProduct):
             return self.lacks(d)
         if dtype not in ELEMENT:
             return f"{dtype}: bf16 or fp16 are multiplied"
-        return "rows that do not begin at multiples of 16 bytes" if 2 * pitch % 16 else ""
+        return "rows that do not begin at multiples of 16 bytes" if dtype.itemsize * pitch % 16 else ""
 
     def exponentials_reason(self, dtype: torch.dtype, pitch: int, d: Device) -> str:
-        if dtype != torch.bfloat16:
+        if dtype not in (torch.bfloat16, FP8):
             return "not of bf16, whose range exponentials need"
         return self.reason(dtype, pitch, d)
 
@@ -227,9 +235,9 @@ class WarpGroupProduct(ScoreProduct):
             or map_failure(x, w, self)
         )
 
-    def statistics(self, x, w, y, stats, target_z, wanted=None, bias=None):
-        form, given = replace(self, biased=bias is not None), (y, stats, target_z, wanted, bias)
-        launch_form("score_statistics", form, x, w, *given, len(x), len(w), x.shape[1])
+    def statistics(self, x, w, y, stats, target_z, wanted=None, bias=None, units=None):
+        form, given = replace(self, biased=bias is not None), (y, stats, target_z, wanted, bias, units)
+        launch_form("score_statistics", form, x, w, *given, len(x), len(w), words(x.shape[1], x.dtype))
 
     def moments(self, x, w, y, stats, moments, target_z):
         launch_form("score_moments", self, x, w, y, stats, moments, target_z, len(x), len(w), x.shape[1])
@@ -237,10 +245,12 @@ class WarpGroupProduct(ScoreProduct):
     def maxima(self, x, w, y, stats, maxima, target_z):
         launch_form("score_maxima", self, x, w, y, stats, maxima, target_z, len(x), len(w), x.shape[1])
 
-    def exponentials(self, x, w, y, offsets, e, sums, target_z, log2_scale=LOG2E, wanted=None, bias=None, log2_cap=0.0):
-        form = replace(self, biased=bias is not None, capped=log2_cap > 0)
-        given, last = (y, offsets, e, sums, target_z, wanted, bias), (float(log2_scale), float(log2_cap))
-        launch_form("exponentials", form, x, w, *given, len(x), len(w), x.shape[1], e.stride(0), *last)
+    def exponentials(
+        self, x, w, y, offsets, e, sums, target_z, log2_scale=LOG2E, wanted=None, bias=None, log2_cap=0.0, units=None
+    ):
+        form, sizes = replace(self, biased=bias is not None, capped=log2_cap > 0), (len(x), len(w))
+        given, last = (y, offsets, e, sums, target_z, wanted, bias, units), (float(log2_scale), float(log2_cap))
+        launch_form("exponentials", form, x, w, *given, *sizes, words(x.shape[1], x.dtype), e.stride(0), *last)
 
     def gradients(self, x, w, y, offsets, coefs, dz, target_z, log2_scale=LOG2E, bias=None):
         form, given = replace(self, biased=bias is not None), (y, offsets, coefs, dz, target_z, bias)

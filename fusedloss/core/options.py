@@ -122,6 +122,7 @@ class Asked(NamedTuple):
     monitored: bool = False  # statistics need no gradient
     backbone_reduction: Optional[str] = None
     matmul_dtype: Optional[MatmulDtype] = None  # of the backward matmuls; as the forward one's if None
+    forward_dtype: Optional[MatmulDtype] = None  # of the forward matmul; as the operands' if None
 
 
 def _checks() -> dict[str, tuple[type, Check]]:
