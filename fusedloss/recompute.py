@@ -406,13 +406,16 @@ def launch_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
     (n, h), v, (need_x, need_w, need_b), dtype = x.shape, len(w), needs, x.dtype
-    x, dw, total = counted_rows(x, target, o.ignore_index), w.new_empty(w.shape if need_w else 0), None
+    dw, total = w.new_empty(w.shape if need_w else 0), None
+    if need_w: x = counted_rows(x, target, o.ignore_index)
     parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b and more is None else None
     db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
     bare = not need_b and temperature is None and takes_scores(x, w, bias, o)
     free = h if bare and need_w and grad_scale is None else 0
-    for j in slab_slices(v, slab, t.BV, n, free):
+    slabs = slab_slices(v, slab, t.BV, n, free)
+    first = torch.mm if len(slabs) == 1 and grad_scale is None else wide_product  # one sum is rounded once either way
+    for j in slabs:
         size = j.stop - j.start
         dz = buffer[:, :size] if size <= slab else dw.view(-1)[j.stop * h:j.stop * h + n * size].view(n, size)
         db_parts = None if parts is None else parts[:, :dz.shape[1]]
@@ -423,7 +426,7 @@ def launch_gradients(
         if need_b: torch.sum(dz if parts is None else db_parts, 0, dtype=db.dtype, out=db[j])
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
         if j.stop == v: x = None  # of one slab before dx's sum is there
-        if need_x and total is None: total = wide_product(dz, w[j])
+        if need_x and total is None: total = first(dz, w[j])
         elif need_x: add_product(total, dz, w[j])
     del buffer, dz  # before dx is rounded
     if total is not None and grad_scale is not None: total.mul_(grad_scale)
@@ -542,6 +545,6 @@ def kernel_bwd(
     if more is not None and grad_scale is not None: more = more._replace(gradients=more.gradients / grad_scale)
     tiles = -(-len(x) // t.BN), -(-len(w) // t.BV)
     slab = t.BV * slab_tiles(*x.shape, budget, *tiles, t.BV, multiprocessors(x.device),
-                             beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs))
+                             beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs), needs=needs)
     return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t,
                             needs, temperature, more)
