@@ -143,6 +143,7 @@ def linear_cross_entropy(
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
     matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
+    forward_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: beside it the forward one too, with an error
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor:  # a scalar, or [...] less `shift` at its end
     ...
@@ -165,6 +166,7 @@ def linear_cross_entropy(
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)`; of named chunks without gradient
     matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
+    forward_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: beside it the forward one too, with an error
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...
@@ -187,6 +189,7 @@ def linear_cross_entropy(
     backbone_reduction:Optional[BackboneReduction]=None,  # of input's wrapper, over ranks
     return_stats:bool=False,  # `(loss, CrossEntropyStats)`; of named chunks without gradient
     matmul_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: backward matmuls in FP8; of bf16 operands
+    forward_dtype:Optional[MatmulDtype]=None,  # torch.float8_e4m3fn: beside it the forward one too, with an error
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:  # a scalar, or [...] less `shift` at its end
     ...

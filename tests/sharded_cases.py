@@ -2255,7 +2255,7 @@ def arguments(x, w, b, y, class_weight, token_weight):
         z_loss=([0.01], [-1.0, "much"]), method=(["auto", "product", "recompute"], ["eager", "tiles", "chunks", "best", None]),
         memory_budget=([None, 2**20], [0, -1, 1.5, "1GB"]), accumulate=(["auto", "float32", "native"], ["nonsense", None]),
         filter_eps=([None], [0.1, 0.0, "much"]), max_valid=([None], [9, -1]), backbone_reduction=([None], ["average", 1]), return_stats=([False], []),
-        matmul_dtype=([None], [torch.float8_e4m3fn, torch.float16, "fp8"]))
+        matmul_dtype=([None], [torch.float8_e4m3fn, torch.float16, "fp8"]), forward_dtype=([None], [torch.float8_e4m3fn, "fp8"]))
 
 
 @case

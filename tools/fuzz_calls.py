@@ -252,7 +252,7 @@ def linear_cross_entropy(d: Draw) -> Call:
         words.pop("label_smoothing", None)
     eight = d.dtype == torch.bfloat16 and "filter_eps" not in words and d.chance(0.3 if H % 16 else 0.7)
     if eight:
-        words |= dict(matmul_dtype=torch.float8_e4m3fn, method="auto")
+        words |= dict(matmul_dtype=torch.float8_e4m3fn, method="auto") | d.words(forward_dtype=lambda: torch.float8_e4m3fn)
     if target != "soft":
         words["ignore_index"] = ignore
     haunted = "shift" not in words and d.haunted(tensors["input"], y, ignore)
@@ -262,12 +262,14 @@ def linear_cross_entropy(d: Draw) -> Call:
         words |= promised(d, y[..., words.get("shift", 0):] != ignore)
     words["return_stats"] = stats = target == "labels" and "filter_eps" not in words and not eight and d.chance(0.15)
     def exact(found, input, linear_weight, target, linear_bias=None, token_weight=None, target_weight=None, **given):
-        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "shift", "memory_budget", "filter_eps", "accumulate", "max_valid", "return_stats")}
+        own = {k: v for k, v in words.items() if k not in ("method", "matmul_dtype", "forward_dtype", "shift", "memory_budget", "filter_eps", "accumulate", "max_valid", "return_stats")}
         k = words.get("shift", 0)
         if k:
             input, target = input[..., :max(input.shape[-2] - k, 0), :], target[..., k:]
             token_weight = None if token_weight is None else token_weight[..., k:]
         z = F.linear(alive(input), linear_weight, linear_bias)
+        if "forward_dtype" in words:
+            z = z + (F.linear(in_eight(alive(input), 1), in_eight(linear_weight, (0, 1)), linear_bias) - z).detach()
         if target_weight is not None:
             return [of_several(z, target, target_weight, token_weight, given.get("weight"), own)]
         loss = defined(z, target, token_weight=token_weight, **given, **own)
@@ -279,6 +281,13 @@ def linear_cross_entropy(d: Draw) -> Call:
         return told(*found) if stats else [found]
     return Call(run, exact, tensors, [n for n in tensors if n in ("input", "linear_weight", "linear_bias")], argument_names(fl.linear_cross_entropy), words, bad,
                 tolerance=6e-2 if eight else 0.0, expands=not haunted, slack=slack)
+
+
+def in_eight(t: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    "Numbers of e4m3, where the largest along `dim` is its largest"
+    largest = t.abs().amax(-1 if dim == 1 else dim, keepdim=True).clamp(min=2.0**-118) if t.numel() else t.new_ones(())
+    unit = largest.float() / 448
+    return (t.float() * (1 / unit)).clamp(-448, 448).to(torch.float8_e4m3fn).to(t.dtype) * unit.to(t.dtype)
 
 
 def of_several(z: Tensor, y: Tensor, target_weight: Tensor, token_weight: Tensor | None, weight: Tensor | None, own: dict[str, Any]) -> Tensor:

@@ -3,6 +3,7 @@
 Rows of tests/measured_plans.json whose method is named, or all, get this machine's seconds and bytes; a row whose budget its method
 does not meet stays as it is. The file is then of one machine only if all rows were measured on it, so another kind of GPU is refused.
 """
+
 import json
 import sys
 from pathlib import Path

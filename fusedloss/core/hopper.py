@@ -16,7 +16,11 @@ from fusedloss.core.triton import on_device
 
 
 FP8 = torch.float8_e4m3fn
-ELEMENT = {torch.float16: 6, torch.bfloat16: 9, FP8: 1}  # of the driver's header, as the next two; of FP8 a pair, as 16 bits
+ELEMENT = {
+    torch.float16: 6,
+    torch.bfloat16: 9,
+    FP8: 1,
+}  # of the driver's header, as the next two; of FP8 a pair, as 16 bits
 SWIZZLE_128_BYTES, FETCH_256_BYTES = 3, 3
 LOG2E = math.log2(math.e)
 COLUMNS = 64  # of a tile: 128 bytes, the width of a swizzled row
