@@ -50,20 +50,19 @@ def host_counts(s: Step, machine: Machine) -> list[int]:
     return found
 
 
-def issue_seconds(s: Step, device: torch.device, calls: int = 20, rounds: int = 3) -> float:
-    "Seconds until the host has issued the step, where one follows another; the median of some rounds."
+def issue_seconds(s: Step, device: torch.device, calls: int = 20) -> float:
+    "Seconds until the host has issued the step, where one follows another."
     draw = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(size, s.h, device=device, generator=draw).to(s.dtype).requires_grad_() for size in (s.n, s.v))
-    y, found = torch.randint(s.v, (s.n,), device=device, generator=draw), []
+    y = torch.randint(s.v, (s.n,), device=device, generator=draw)
     how = dict(method=s.method, memory_budget=s.memory_budget, accumulate="native")
-    for _ in range(1 + rounds):  # the first one compiles
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(calls):
-            torch.autograd.grad(linear_cross_entropy(x, w, y, **how), (x, w))
-        found.append((time.perf_counter() - begin) / calls)
     torch.cuda.synchronize(device)
-    return statistics.median(found[1:])
+    begin = time.perf_counter()
+    for _ in range(calls):
+        torch.autograd.grad(linear_cross_entropy(x, w, y, **how), (x, w))
+    passed = time.perf_counter() - begin
+    torch.cuda.synchronize(device)
+    return passed / calls
 
 
 def fitted_host(counts: Tensor, seconds: Tensor, before: Host) -> Host:  # [steps, parts], [steps]
@@ -73,12 +72,13 @@ def fitted_host(counts: Tensor, seconds: Tensor, before: Host) -> Host:  # [step
     return Host(*(t if t > 0 and here else old for t, here, old in zip(found.tolist(), counts.any(0), before)))
 
 
-def measure_host(device: torch.device | str, machine: Machine) -> Host:
-    "The seconds of this machine's host."
+def measure_host(device: torch.device | str, machine: Machine, rounds: int = 5) -> Host:
+    "The seconds of this machine's host: medians of rounds, in each all steps in turn, after one that compiles."
     on = torch.device(device)
     counts = torch.tensor([host_counts(s, machine) for s in STEPS])
     with torch.cuda.device(on):
-        seconds = torch.tensor([issue_seconds(s, on) for s in STEPS])
+        _, *timed = ([issue_seconds(s, on) for s in STEPS] for _ in range(1 + rounds))
+    seconds = torch.tensor([statistics.median(of_step) for of_step in zip(*timed)])
     return fitted_host(counts, seconds, machine.host)
 
 

@@ -18,6 +18,7 @@ BUDGET = (
 LAUNCH_SECONDS = 4e-6  # of a launch, to rank cuts
 TILES = ((128, 256), (128, 160), (128, 128), (112, 128), (96, 128))  # that cuBLAS chooses from
 ALIGNMENT = 128  # tokens of a chunk are a multiple of it
+TOKENS = 256  # that the exponentials' kernel takes together: a chunk without them all leaves multiprocessors idle
 SLAB_ALIGNMENT = 2048  # and classes of a slab
 
 
@@ -105,6 +106,7 @@ def lost_seconds(c: Cut, s: Sizes, by: Machine) -> float:
     "What a cut costs beside the matmuls: idle multiprocessors, sums that are read and written again, launches."
     seconds = 2.0 * s.n * s.v * s.h / (by.rates["bfloat16"] * by.fp8)  # of the matmul of dx
     idle = seconds * (1 / busy_share(c, s, by) - 1) * s.need_x
+    idle += seconds * (1.0 if s.forward else by.fp8) * (whole_blocks(c.rows, TOKENS) / c.rows - 1)
     groups, chunks, slabs = -(-s.n // c.group), -(-s.n // c.rows), -(-s.v // c.slab)
     again = (groups - 1) * 2 * s.v * s.h * s.grad_size * s.need_w + (slabs - 1) * 12 * s.n * s.h * s.need_x
     again += 3 * s.v * s.h * (chunks - 1) * c.fresh
