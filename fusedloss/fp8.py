@@ -71,7 +71,7 @@ def reference_turned(
 
 @jit
 def turned_kernel(
-    out_ptr, straight_ptr, a_ptr, factor_ptr,  # [H,columns], [R,H], either or both; [R,H], [R]
+    out_ptr, straight_ptr, a_ptr, factor_ptr,  # [H,columns] or None, [R,H] or None; [R,H], [R]
     R, H, filled, columns, out_stride, straight_stride, a_stride,  # elements that a row of a has room for
     HEAVY: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
 ):
@@ -104,10 +104,13 @@ def launch_turned(
 
     With `heavy`, what is above it becomes 0, and the rest is multiplied by `UNIT`.
     """
-    (R, H), (columns, stride) = a.shape, (a.shape[0], 0) if out is None else (out.shape[1], out.stride(0))
+    (R, H), stride = a.shape, lambda t: 0 if t is None else t.stride(0)
     with on_device(a):
-        launch_kernel(turned_kernel, (-(-H // BH), -(-columns // BR)), out, straight, a, factors, R, H, filled_row(a), columns, stride,
-                      0 if straight is None else straight.stride(0), a.stride(0), HEAVY=heavy, UNIT=UNIT, BR=BR, BH=BH)
+        for to, same in ((out, None), (None, straight)):  # a kernel that stores both is compiled wrong
+            if to is None and same is None: continue
+            columns = R if to is None else to.shape[1]
+            launch_kernel(turned_kernel, (-(-H // BH), -(-columns // BR)), to, same, a, factors, R, H, filled_row(a), columns,
+                          stride(to), stride(same), a.stride(0), HEAVY=heavy, UNIT=UNIT, BR=BR, BH=BH)
 
 # %% ../nbs/34_fp8.ipynb #f8lgt000
 class Light(NamedTuple):
@@ -137,9 +140,8 @@ def reference_light(out:Light, e:Tensor, inverses:Tensor, tile:int):  # [B,S], [
 # %% ../nbs/34_fp8.ipynb #f8lgk000
 @jit
 def light_kernel(
-    e_ptr, inverse_ptr, rows_ptr, columns_ptr, heavy_ptr,  # [B,S], [B], [B,S16] or None, [S,B16] or None, [B,tiles]
-    B, S, filled, width, height, tiles,  # elements that a row of e has room for; S16; B16
-    e_stride, rows_stride, columns_stride, heavy_stride,
+    e_ptr, inverse_ptr, rows_ptr, heavy_ptr,  # [B,S], [B], [B,S16] or None, [B,tiles]
+    B, S, filled, width, tiles, e_stride, rows_stride, heavy_stride,  # elements that a row of e has room for; S16
     HEAVY: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -149,22 +151,20 @@ def light_kernel(
     e = tl.load(e_ptr + at * e_stride + cols[None], mask=(inverse != 0) & (cols < filled)[None], other=0.0)
     q = tl.where((cols < S)[None], e.to(tl.float32) * inverse, 0.0)
     heavy = q > HEAVY
-    light = tl.where(heavy, 0.0, q * UNIT)
     if rows_ptr is not None:
-        tl.store(rows_ptr + at * rows_stride + cols[None], kernel_rounded8(light), mask=(rows < B)[:, None] & (cols < width)[None])
-    if columns_ptr is not None:
-        to = columns_ptr + cols.to(tl.int64)[:, None] * columns_stride + rows[None]
-        tl.store(to, kernel_rounded8(tl.trans(light)), mask=(cols < S)[:, None] & (rows < height)[None])
+        light = kernel_rounded8(tl.where(heavy, 0.0, q * UNIT))
+        tl.store(rows_ptr + at * rows_stride + cols[None], light, mask=(rows < B)[:, None] & (cols < width)[None])
     count = tl.sum(heavy.to(tl.int32), 1)
     tl.store(heavy_ptr + rows.to(tl.int64) * heavy_stride + tile, count.to(tl.uint8), mask=(rows < B) & (tile < tiles))
 
-def launch_light(out:Light, e:Tensor, inverses:Tensor, tile:int, BN:int=64):  # [B,S], [B]; classes of a tile
-    "Write e / Σ e where that is light, as it is and transposed, and how many of a tile are heavy."
+def launch_light(out:Light, e:Tensor, inverses:Tensor, tile:int, BN:int=32):  # [B,S], [B]; classes of a tile
+    "Write e / Σ e where that is light, and how many of a tile are heavy; then the same transposed."
     (B, S), tiles = e.shape, out.heavy.shape[1]
-    (width, stride), (height, turned) = ((0, 0) if t is None else (t.shape[1], t.stride(0)) for t in (out.rows, out.columns))
+    width, stride = (0, 0) if out.rows is None else (out.rows.shape[1], out.rows.stride(0))
     with on_device(e):
-        launch_kernel(light_kernel, (-(-S // tile), -(-max(B, height) // BN)), e, inverses, out.rows, out.columns, out.heavy, B, S, filled_row(e),
-                      width, height, tiles, e.stride(0), stride, turned, out.heavy.stride(0), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile)
+        launch_kernel(light_kernel, (-(-S // tile), -(-B // BN)), e, inverses, out.rows, out.heavy, B, S, filled_row(e), width, tiles,
+                      e.stride(0), stride, out.heavy.stride(0), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile)
+    if out.columns is not None: launch_turned(out.columns, e, inverses, HEAVY)
 
 # %% ../nbs/34_fp8.ipynb #f8lst000
 class Entries(NamedTuple):
