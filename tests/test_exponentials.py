@@ -403,26 +403,26 @@ class ByPyTorch(ScoreProduct):
 
     def matrices_reason(self, x, w): return ""
 
-    def scores(self, what, x, w, y, target_z, bias):
+    def scores(self, what, x, w, y, target_z, bias, units):
         "All scores, and where the targets are"
         self.used.append(what)
-        z = product.reference_scores(x, w, bias)
+        z = product.reference_scores(x, w, bias, units)
         at = torch.arange(len(w), device=y.device) == y[:, None]
         target_z.copy_(torch.where(at, z, 0.0).sum(1))
         return z, at
 
     def by_tiles(self, t): return [part for part in t.split(self.classes, 1)]
 
-    def statistics(self, x, w, y, stats, target_z, wanted=None, bias=None):
+    def statistics(self, x, w, y, stats, target_z, wanted=None, bias=None, units=None):
         if wanted is not None and not wanted.any(): return
-        z, at = self.scores("statistics", x, w, y, target_z, bias)
+        z, at = self.scores("statistics", x, w, y, target_z, bias, units)
         for tile, part in zip(stats, self.by_tiles(z.masked_fill(at, -torch.inf))):
             top = part.amax(1)
             tile.copy_(torch.stack([top, (part - top.nan_to_num(neginf=0.0)[:, None]).exp().sum(1)], 1))
 
-    def exponentials(self, x, w, y, offsets, e, sums, target_z, log2_scale=math.log2(math.e), wanted=None, bias=None, log2_cap=0.0):
+    def exponentials(self, x, w, y, offsets, e, sums, target_z, log2_scale=math.log2(math.e), wanted=None, bias=None, log2_cap=0.0, units=None):
         if wanted is not None and not wanted.any(): return
-        z, at = self.scores("exponentials", x, w, y, target_z, bias)
+        z, at = self.scores("exponentials", x, w, y, target_z, bias, units)
         t = log2_cap * torch.tanh(z * log2_scale / log2_cap) if log2_cap else z * log2_scale
         whole = torch.where(at | offsets.isinf()[:, None], 0.0, torch.exp2(t - offsets[:, None]))
         e.copy_(whole * (1 - (t / log2_cap) ** 2) if log2_cap else whole)
