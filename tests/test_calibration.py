@@ -83,14 +83,32 @@ def test_a_measured_host_is_kept_beside_the_rates(place, monkeypatch):
     assert (again.bandwidth, again.fp8, again.host, again.rates) == (1e12, 1.5, host, H200.rates)
     everywhere(monkeypatch, rates, "measure_ceilings", lambda d, on, clock: H200)
     monkeypatch.setattr(rates, "device_of", lambda device: H200.device)
-    assert rates.calibrate("cpu").host == host and stored_machine(H200.device).bandwidth == H200.bandwidth
+    assert rates.keep_rates("cpu").host == host and stored_machine(H200.device).bandwidth == H200.bandwidth
 
 
 @pytest.mark.parametrize("host", [None, {}, {"eager": 1e-3}, dict.fromkeys(Host._fields, -1.0), dict.fromkeys(Host._fields, "1"), [1]])
 def test_a_host_on_disk_that_makes_no_sense_is_not_taken(host, place):
     kept = dict(bandwidth=1e12, rates=H200.rates, fp8=1.5)
-    place.write_text(json.dumps({rates.store_key(H200.device): kept if host is None else dict(kept, host=host)}))
+    place.write_text(json.dumps({rates.store_key(H200.device): kept if host is None else dict(kept, hosts={rates.processor(): host})}))
     assert stored_machine(H200.device).host == Host() and stored_machine(H200.device).fp8 == 1.5
+
+
+@pytest.mark.parametrize("hosts", [[], "none", 3])
+def test_hosts_on_disk_that_are_none_are_written_over(hosts, place):
+    place.write_text(json.dumps({rates.store_key(H200.device): dict(bandwidth=1e12, rates=H200.rates, hosts=hosts)}))
+    assert stored_machine(H200.device).host == Host()
+    rates.keep_machine(replace(H200, host=Host(eager=1.0)), 0)
+    assert stored_machine(H200.device).host.eager == 1.0
+
+
+def test_hosts_that_share_a_file_keep_their_own_seconds(place, monkeypatch):
+    for name, seconds in (("one", 1e-3), ("other", 2e-3)):
+        monkeypatch.setattr(rates, "processor", lambda name=name: name)
+        rates.keep_machine(replace(H200, host=Host(eager=seconds)), 0)
+    assert stored_machine(H200.device).host.eager == 2e-3
+    for name, seconds in (("one", 1e-3), ("a third", Host().eager)):
+        monkeypatch.setattr(rates, "processor", lambda name=name: name)
+        assert stored_machine(H200.device).host.eager == seconds
 
 
 def test_plans_take_the_host_and_the_rate_of_fp8():

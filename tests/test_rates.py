@@ -97,7 +97,7 @@ def test_a_measured_board_keeps_what_its_products_fall_short_by(monkeypatch):
     everywhere(monkeypatch, rates, "product_rate", lambda *_: 5.0)
     everywhere(monkeypatch, rates, "copy_bandwidth", lambda *_: 7.0)
     monkeypatch.setattr(rates, "device_of", lambda device: SAME)
-    for found in (rates.calibrate("cpu"), stored_machine(SAME)):
+    for found in (rates.keep_rates("cpu"), stored_machine(SAME)):
         assert (found.unaligned, found.epilogue) == (own, longer) and found.bandwidth == 7.0 and found.device is SAME
 
 
@@ -141,13 +141,13 @@ def test_processes_that_measure_together_take_the_same(monkeypatch, place):
         return ceilings(*given)
     everywhere(monkeypatch, rates, "measure_ceilings", slow)
     assert machine_here(GPU).bandwidth == stored_machine(ODD).bandwidth == 2e12 and calls == ["NVIDIA H20"]
-    assert rates.calibrate(GPU).bandwidth == stored_machine(ODD).bandwidth == 1e12, "what is asked for is measured anew"
+    assert rates.keep_rates(GPU).bandwidth == stored_machine(ODD).bandwidth == 1e12, "what is asked for is measured anew"
 
 
 def test_a_listed_gpu_is_measured_on_demand(monkeypatch):
     calls = measured(monkeypatch, SAME)
     assert machine_here(GPU) is H200 and not calls
-    assert rates.calibrate(GPU) is machine_here(GPU) is not H200 and calls == ["NVIDIA H200"]
+    assert rates.keep_rates(GPU) is machine_here(GPU) is not H200 and calls == ["NVIDIA H200"]
     rates.found_machines.clear()
     assert machine_here(GPU).bandwidth == 1e12, "a measurement is better than the table"
 
@@ -220,7 +220,7 @@ def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
     x, w, y = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
     torch.compile(linear_cross_entropy, backend="eager")(x, w, y)  # Dynamo asks once what the GPU can do, before another one is played
     calls = measured(monkeypatch, SAME if known == "table" else ODD)
-    if known == "disk": rates.calibrate(GPU); rates.found_machines.clear(); calls.clear()
+    if known == "disk": rates.keep_rates(GPU); rates.found_machines.clear(); calls.clear()
     everywhere(monkeypatch, losses, "has_kernels", lambda t: True)
     torch._dynamo.reset()
     def step(x, w, y):
@@ -236,7 +236,7 @@ def test_a_compiled_call_plans_for_the_machine_at_hand(known, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_this_gpu_is_measured():
     "and reaches about what the table says, if it is there; less where others compute on it, never more"
-    found = rates.calibrate(GPU)
+    found = rates.keep_rates(GPU)
     assert machine_here(GPU) is found and stored_machine(found.device).rates == found.rates
     known = listed_machine(found.device)
     if known is not None:

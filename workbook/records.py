@@ -14,7 +14,6 @@ __all__ = [
 import json
 import math
 import platform
-import re
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 
 import fusedloss
 from fusedloss.core.tables import si, Table
-from fusedloss.core.rates import dtype_name
+from fusedloss.core.rates import dtype_name, processor
 from workbook.drawing import as_drawing, Drawing, drawing_style, GREY, spread_labels, stage_color
 from workbook.peers import PEER_NAMES
 from workbook.sources import commit
@@ -34,11 +33,8 @@ def machine_name(device: str | torch.device = "cpu") -> str:
     "The processor's name."
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
-    name = names[0] if names else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+    return f"{processor()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def versions() -> dict[str, str]:

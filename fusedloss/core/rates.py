@@ -6,8 +6,11 @@ __all__ = ["H200", "Machine", "machine_of", "machine_here"]
 import contextlib
 import functools
 import math
+import platform
+import re
 import statistics
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
 import torch
@@ -223,6 +226,22 @@ def are_rates(values, names) -> bool:
     return isinstance(values, dict) and all(is_rate(values.get(name)) for name in names)
 
 
+@functools.cache
+def processor() -> str:
+    "The CPU's name, on which seconds of Python depend."
+    info = Path("/proc/cpuinfo")
+    names = (
+        re.findall(r"^model name\s*: (.*)", info.read_text(encoding="utf-8"), re.MULTILINE) if info.is_file() else []
+    )
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def hosts_of(found) -> dict:  # a value from a file
+    "Seconds of the host by the CPU's name, of hosts that share the file."
+    hosts = found.get("hosts") if isinstance(found, dict) else None
+    return hosts if isinstance(hosts, dict) else {}
+
+
 def stored_machine(d: Device) -> Optional[Machine]:
     "The measurement on disk; None if there is none that makes sense."
     found = store.read(STORE).get(store_key(d))
@@ -232,19 +251,21 @@ def stored_machine(d: Device) -> Optional[Machine]:
     given = dict(bandwidth=found["bandwidth"], rates={name: found["rates"][name] for name in H200.rates})
     if is_rate(found.get("fp8")):
         given["fp8"] = found["fp8"]
-    if are_rates(found.get("host"), Host._fields):
-        given["host"] = Host(**{name: found["host"][name] for name in Host._fields})
+    host = hosts_of(found).get(processor())
+    if are_rates(host, Host._fields):
+        given["host"] = Host(**{name: host[name] for name in Host._fields})
     return measured_machine(d, **given)
 
 
 def keep_machine(found: Machine, index: int):  # of the GPU
     "Keep a measurement, on disk too: plans of this process and later ones take it."
-    kept = dict(bandwidth=found.bandwidth, rates=found.rates, fp8=found.fp8, host=found.host._asdict())
-    store.update(STORE, store_key(found.device), kept)
+    key = store_key(found.device)
+    hosts = hosts_of(store.read(STORE).get(key)) | {processor(): found.host._asdict()}
+    store.update(STORE, key, dict(bandwidth=found.bandwidth, rates=found.rates, fp8=found.fp8, hosts=hosts))
     found_machines[index] = found
 
 
-def calibrate(
+def keep_rates(
     device: str | torch.device = "cuda",
     clock: Callable[[Callable], float] = median_seconds,  # seconds of a call
     anew: bool = True,  # whatever another process keeps meanwhile; else that is taken: ranks start together
@@ -284,7 +305,7 @@ def find_machine(device: torch.device) -> None:
         guessed_machines[index] = guessed_machine(d)
         return
     try:
-        found_machines[index] = known or calibrate(device, anew=False)
+        found_machines[index] = known or keep_rates(device, anew=False)
     except RuntimeError:
         found_machines[index] = guessed_machine(d)  # no memory is left, say
 
