@@ -275,7 +275,7 @@ def node_grad_kernel(
     blank, clamp,  # 0: none
     LOG2_SCALE: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)[:, None]  # [BN,1]: of [BN] Triton 3.6 does not compile what follows
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)[:, None]  # [BN,1]: of [BN] Triton 3.6 and 3.7 do not always compile what follows
     n, t, u, here, labels, at = node_of(row, M, T, U1, frames_ptr, labels_ptr)
     stored = row < M
     g = tl.load(g_ptr + n * g_stride).to(tl.float32)

@@ -25,6 +25,7 @@ def losses(asked: bool) -> None:
     assert_type(fl.linear_cross_entropy(x, w, y, softcap=30.0, method="recompute", shift=1), Tensor)
     assert_type(fl.linear_cross_entropy(x, nn.Linear(8, 16), y, return_stats=True), Pair)
     assert_type(fl.linear_cross_entropy(x, w, y, matmul_dtype=torch.float8_e4m3fn), Tensor)
+    assert_type(fl.linear_cross_entropy(x, w, y, matmul_dtype=torch.float8_e4m3fn, forward_dtype=torch.float8_e4m3fn), Tensor)
     assert_type(fl.chunked_linear_cross_entropy(x, w, y, accumulate="native", return_stats=True), Pair)
     assert_type(fl.recompute_linear_cross_entropy(x, w, y, filter_eps=2.0**-12), Tensor)
     assert_type(fl.sharded_linear_cross_entropy(x, w, y, backbone_reduction="mean", method="product"), Tensor)
