@@ -1,5 +1,6 @@
 """Linear cross entropy by recomputation: every option against float64, both its ways, bugs planted in the kernels."""
 import itertools
+import math
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +16,7 @@ from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few, thorough_but
-from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
+from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream, where_kernels_run
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -491,6 +492,19 @@ def test_half_precision_mean_over_many_tokens():
 def test_cuda_graph():
     x, w, _, y, _ = Case((300, 64, 1000), dtype=bf16).tensors("cuda")
     assert replays(lambda: torch.autograd.grad(loss_of(x, w, y), [x, w]))
+
+
+@where_kernels_run
+@pytest.mark.parametrize("how", [{}, dict(softcap=5.0), dict(label_smoothing=0.1), dict(z_loss=0.1)], ids=str)
+def test_ignored_tokens_bring_nothing_where_the_weight_wants_no_gradient(how, device):
+    "Then no copy of x has zeros in their place: dz has them, whatever the scores are"
+    made = torch.Generator().manual_seed(0)
+    x, w, y = torch.randn(40, 32, generator=made).to(device, f16), torch.randn(300, 32, generator=made).to(device, f16), torch.randint(300, (40,), generator=made).to(device)
+    y[::3], x[::3] = -100, math.nan
+    x.requires_grad_()
+    alone, = torch.autograd.grad(loss_of(x, w, y, **how), x)
+    both, _ = torch.autograd.grad(loss_of(x, w.requires_grad_(), y, **how), [x, w])
+    assert not alone[::3].any() and alone.isfinite().all() and torch.equal(alone, both)
 
 
 def test_a_budget_has_room_for_autocasts_copies(device):
