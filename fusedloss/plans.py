@@ -350,7 +350,7 @@ def slab_size(r:Call, machine:Machine) -> tuple[int, int, int]:  # classes; byte
     tiles_n = -(-n // t.BN)
     beside = beside_dz(h, tiles_n, r.dtype, r.needs)
     tiles = slab_tiles(n, h, r.room or 0, tiles_n, -(-v // t.BV), t.BV,
-                       machine.device.multiprocessors, beside=beside, needs=r.needs)
+                       machine.device.multiprocessors, beside=beside)
     free = h if takes_bare(r, machine.device) and r.needs[1] and r.dtype == torch.bfloat16 else 0  # fp16: scaled dw
     return min(v, t.BV * tiles), 2 * n + beside, len(slab_slices(v, t.BV * tiles, t.BV, n, free))
 
@@ -366,7 +366,7 @@ def slab_estimate(r:Call, machine:Machine) -> tuple[list[Cost], int, float, int,
     reached = lambda name: rate_share_of_parts(r, machine, name, slab)
     costs += [Cost("dw", flops, size * (n * v + slabs * n * h + v * h), reached("padded_dw"))] * need_w
     costs += [Cost("dx", flops, size * (n + h) * v + (2 * slabs - 1) * 4 * n * h, reached("dx"))] * need_x
-    dx, copy = 2 * n * h * need_x, 2 * n * h * need_w  # of 16 bits; x without ignored tokens
+    dx, copy = 2 * n * h * need_x, 2 * n * h  # of 16 bits; x without ignored tokens
     wide = dx * (slabs > 1 or r.dtype == torch.float16)  # dx's sum in fp32 stands where 16 bits will be
     held = copy + each * slab + wide if slabs > 1 else 2 * n * slab + max(wide, copy + (each - 2 * n) * slab - dx)  # or dw's
     backward = max(held, 2 * wide) + TERMS * n

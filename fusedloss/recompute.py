@@ -406,8 +406,7 @@ def launch_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx [N,H], dw [V,H], db [V]; empty where not needed
     "Slab after slab: recompute dz, spend it on dx and dw."
     (n, h), v, (need_x, need_w, need_b), dtype = x.shape, len(w), needs, x.dtype
-    dw, total = w.new_empty(w.shape if need_w else 0), None
-    if need_w: x = counted_rows(x, target, o.ignore_index)
+    x, dw, total = counted_rows(x, target, o.ignore_index), w.new_empty(w.shape if need_w else 0), None
     parts = terms.new_empty((-(-n // t.BN), min(slab, v))) if need_b and more is None else None
     db = terms.new_empty(v if need_b else 0)
     buffer = x.new_empty(n, min(slab, -(-v // 8) * 8))
@@ -545,6 +544,6 @@ def kernel_bwd(
     if more is not None and grad_scale is not None: more = more._replace(gradients=more.gradients / grad_scale)
     tiles = -(-len(x) // t.BN), -(-len(w) // t.BV)
     slab = t.BV * slab_tiles(*x.shape, budget, *tiles, t.BV, multiprocessors(x.device),
-                             beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs), needs=needs)
+                             beside=beside_dz(x.shape[1], tiles[0], x.dtype, needs))
     return launch_gradients(terms, grad_scale, x, w, target, bias, weight, o, uneven, slab, t,
                             needs, temperature, more)

@@ -16,7 +16,7 @@ from fusedloss.core.options import ALL_STATISTICS, NO_STATISTICS, statistics_of
 from fusedloss.filter import recompute_linear_cross_entropy as loss_of
 from workbook.measure import peak_memory, relative_error, saved_tensors
 from grids import FULL, few, thorough_but
-from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream, where_kernels_run
+from helpers import LAYOUTS, TOLERANCE, everywhere, first_fault_of, has_no_second_derivative, interpreted, need_kernels, off, planted, replays, roundings, same_gradients_compiled, unchanged, upstream
 from test_kernels import BAD, INDICES, LABELS, OPTIONS, REDUCTIONS, exact, weights
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -494,17 +494,18 @@ def test_cuda_graph():
     assert replays(lambda: torch.autograd.grad(loss_of(x, w, y), [x, w]))
 
 
-@where_kernels_run
+@interpreted
 @pytest.mark.parametrize("how", [{}, dict(softcap=5.0), dict(label_smoothing=0.1), dict(z_loss=0.1)], ids=str)
-def test_ignored_tokens_bring_nothing_where_the_weight_wants_no_gradient(how, device):
-    "Then no copy of x has zeros in their place: dz has them, whatever the scores are"
+def test_ignored_tokens_bring_nothing_where_the_weight_wants_no_gradient(how, monkeypatch):
+    everywhere(monkeypatch, recompute, "has_kernel", lambda x: x.numel() > 0)
+    used = []
+    everywhere(monkeypatch, recompute, "launch_gradients", lambda *given, launch=recompute.launch_gradients: used.append(given) or launch(*given))
     made = torch.Generator().manual_seed(0)
-    x, w, y = torch.randn(40, 32, generator=made).to(device, f16), torch.randn(300, 32, generator=made).to(device, f16), torch.randint(300, (40,), generator=made).to(device)
+    x, w, y = torch.randn(40, 32, generator=made).to(f16), torch.randn(300, 32, generator=made).to(f16), torch.randint(300, (40,), generator=made)
     y[::3], x[::3] = -100, math.nan
     x.requires_grad_()
     alone, = torch.autograd.grad(loss_of(x, w, y, **how), x)
-    both, _ = torch.autograd.grad(loss_of(x, w.requires_grad_(), y, **how), [x, w])
-    assert not alone[::3].any() and alone.isfinite().all() and torch.equal(alone, both)
+    assert used and not alone[::3].any() and alone.isfinite().all()
 
 
 def test_a_budget_has_room_for_autocasts_copies(device):

@@ -27,12 +27,9 @@ def slab_tiles(
     programs: int,
     held: int = 0,  # bytes beside the slab
     beside: int = 0,  # bytes of each class of it beside dz
-    needs: tuple[bool, ...] = (True, True),  # gradients of x, w, and of others
 ) -> int:  # tiles
     "Tiles of a slab: what the budget holds, at least two, cut where a round of programs ends."
-    held += n_tokens * (
-        TERMS + 2 * n_features * sum(needs[:2])
-    )  # dx: a float32 where 16 bits will be; for dw x without ignored tokens
+    held += n_tokens * (TERMS + 4 * n_features)  # x without ignored tokens; dx: a float32 where 16 bits will be
     each = 2 * max(n_tokens, 1) + beside
     fit = ((budget or BUDGET) - held) // (each * class_tile)
     most = min(tiles_v, max(2 if budget else 16, fit))
