@@ -128,7 +128,7 @@ def add_calibrate(command: argparse.ArgumentParser):
     "The arguments of `calibrate`."
     command.description = (
         "Measure the rates of a GPU, and the seconds that Python and launches take of a loss by each method, and keep "
-        "them by board: plans of later processes take them instead of those of a table. It takes a thousand small steps, "
+        "them by board and CPU: plans of later processes take them instead of those of a table. It takes fifteen hundred small steps, "
         "whose kernels are compiled first. Exit code 1 without a GPU."
     )
     command.set_defaults(run=calibrate_command, fail=command.error)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/34_fp8.ipynb #f8imp000
-import math
+import functools, math
 from typing import Callable, NamedTuple, Optional
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedloss.chunks import count_chunks, final_gradients, Gradients, late_factors, save_gradients, scaled_gradients
 from fusedloss.core.checks import expect
+from fusedloss.core.cuda import cuda_kernel
 from fusedloss.core.devices import device_of
 from fusedloss.core.fp8 import (
     added_classes, Cut, HEAVY, LISTED, plan_cut, ranking_machine, Sizes, TOP, UNIT, whole_blocks)
@@ -24,7 +25,7 @@ from fusedloss.core.products import part, tile_slices, wide, wide_product
 from fusedloss.core.promises import packed_rows
 from fusedloss.core.reference import total_weight
 from fusedloss.core.score_product import product_of
-from fusedloss.core.triton import jit, launch_kernel, next_power_of_2, on_device, tl, triton
+from fusedloss.core.triton import jit, launch_kernel, next_power_of_2, on_device, tl
 from fusedloss.product import (
     BY_KERNELS, BY_PYTORCH, exponentials_width, fake_product, finished_rows, launched_rows, Passes, product_row,
     Rows, Work, work_of)
@@ -34,91 +35,50 @@ FP8 = torch.float8_e4m3fn
 
 # %% ../nbs/34_fp8.ipynb #f8num000
 LEAST = 2.0**-126  # whose inverse is finite
+TILE = 128  # columns whose heavy entries are counted together
 
 def rounded8(t:Tensor) -> Tensor:
     "Numbers of e4m3; what is beyond its largest becomes that."
     return t.clamp(-TOP, TOP).to(FP8)
 
-# %% ../nbs/34_fp8.ipynb #f8hlp000
-@jit
-def integer_rounded8(x):
-    "e4m3, to the nearest and of two to the even one: in Triton's interpreter, whose own conversion cuts digits off."
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)  # three digits after the first
-    tiny = (x + 24576.0) - 24576.0  # multiples of 2⁻⁹
-    return tl.where(tl.abs(x) < 0.015625, tiny, normal).to(tl.float8e4nv)
-
-@jit
-def device_rounded8(x):
-    "e4m3 by an instruction."
-    return x.to(tl.float8e4nv)
-
-kernel_rounded8 = device_rounded8 if isinstance(device_rounded8, getattr(triton, "JITFunction", ())) else integer_rounded8
-
 # %% ../nbs/34_fp8.ipynb #f8trn000
-def reference_turned(
-    out:Optional[Tensor], a:Tensor, factors:Tensor,  # [H,R or more], written; [R,H], [R]
-    heavy:Optional[float]=None, straight:Optional[Tensor]=None,  # [R,H], written
-):
-    "`launch_turned` in PyTorch."
+class Rounded(NamedTuple):
+    "Where a matrix in FP8 is written, both ways round; what is None is not wanted."
+    straight: Optional[Tensor] = None  # [R,C or more]
+    turned: Optional[Tensor] = None  # [C,R or more], of a larger matrix too
+    heavy: Optional[Tensor] = None  # uint8 [R,tiles]: how many of each tile's are heavy; these become 0, and others are multiplied by `UNIT`
+
+def reference_rounded(out:Rounded, a:Tensor, factors:Tensor):  # [R,C], [R]
+    "`launch_rounded` in PyTorch."
     scaled = torch.where(factors[:, None] == 0, 0.0, wide(a) * factors[:, None])  # 0 · NaN would be NaN
-    if heavy is not None: scaled = torch.where(scaled > heavy, 0.0, scaled * UNIT)
+    if out.heavy is not None:
+        heavy = scaled > HEAVY
+        out.heavy.copy_(torch.nn.functional.pad(heavy, (0, -a.shape[1] % TILE)).view(len(a), -1, TILE).sum(2))
+        scaled = torch.where(heavy, 0.0, scaled * UNIT)
     rounded = rounded8(scaled)
-    if straight is not None: straight.copy_(rounded)
-    if out is None: return
-    out[:, :len(a)] = rounded.T
-    out[:, len(a):] = torch.zeros((), dtype=out.dtype)
+    for to, t in ((out.straight, rounded), (out.turned, rounded.T)):
+        if to is None: continue
+        to[:, :t.shape[1]] = t
+        to[:, t.shape[1]:] = torch.zeros((), dtype=FP8)
 
-@jit
-def turned_kernel(
-    out_ptr, straight_ptr, a_ptr, factor_ptr,  # [H,columns] or None, [R,H] or None; [R,H], [R]
-    R, H, filled, columns, out_stride, straight_stride, a_stride,  # elements that a row of a has room for
-    HEAVY: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
-):
-    h, rows = tl.program_id(0) * BH + tl.arange(0, BH), tl.program_id(1) * BR + tl.arange(0, BR)
-    f = tl.load(factor_ptr + rows, mask=rows < R, other=0.0)[:, None]
-    at = a_ptr + rows.to(tl.int64)[:, None] * a_stride + h[None]
-    a = tl.load(at, mask=(f != 0) & (h < filled)[None], other=0.0).to(tl.float32)
-    a *= f
-    if HEAVY is not None:
-        a = tl.where(a > HEAVY, 0.0, a * UNIT)
-    rounded = kernel_rounded8(a)
-    if straight_ptr is not None:
-        to = straight_ptr + rows.to(tl.int64)[:, None] * straight_stride + h[None]
-        tl.store(to, rounded, mask=(rows < R)[:, None] & (h < H)[None])
-    if out_ptr is not None:
-        to = out_ptr + h.to(tl.int64)[None] * out_stride + rows[:, None]
-        tl.store(to, rounded, mask=(rows < columns)[:, None] & (h < H)[None])
+# %% ../nbs/34_fp8.ipynb #f8hlp000
+@functools.cache
+def rounding_kernel(device:int) -> Optional[Callable]:  # the current one
+    "The kernel of `cuda/round_fp8.cu`; None if it was not compiled."
+    return cuda_kernel("round_fp8", device)
 
-def filled_row(a:Tensor) -> int:  # [R,H]
-    "Elements of a row that may be read: up to a multiple of 16 if it has room, because then loads are wide."
-    size = whole_blocks(a.shape[1])
-    return size if a.stride(0) >= size else a.shape[1]
-
-def launch_turned(
-    out:Optional[Tensor], a:Tensor, factors:Tensor,  # [H,R or more], written; [R,H], [R]
-    heavy:Optional[float]=None, straight:Optional[Tensor]=None,  # [R,H], written
-    BR:int=128, BH:int=64,
-):
-    """Write a · factor of its row in FP8: to `out` transposed, with zeros in columns that no row has, and to `straight` as it is.
-
-    With `heavy`, what is above it becomes 0, and the rest is multiplied by `UNIT`.
-    """
-    (R, H), stride = a.shape, lambda t: 0 if t is None else t.stride(0)
+def launch_rounded(out:Rounded, a:Tensor, factors:Tensor):  # bf16 [R,C], fp32 [R]
+    "Write a · factor of its row in FP8, with zeros in what `out` has beyond a's rows and columns: less than 16 each."
+    (R, C), (straight, turned, heavy) = a.shape, out
+    stride, size = (lambda t: 0 if t is None else t.stride(0)), (lambda t: 0 if t is None else t.shape[1])
+    wide = a.stride(0) % 8 == 0 and a.data_ptr() % 16 == 0
+    blocks = -(-C // TILE) * -(-max(R, size(turned)) // TILE)
     with on_device(a):
-        for to, same in ((out, None), (None, straight)):  # a kernel that stores both is compiled wrong
-            if to is None and same is None: continue
-            columns = R if to is None else to.shape[1]
-            launch_kernel(turned_kernel, (-(-H // BH), -(-columns // BR)), to, same, a, factors, R, H, filled_row(a), columns,
-                          stride(to), stride(same), a.stride(0), HEAVY=heavy, UNIT=UNIT, BR=BR, BH=BH)
+        rounding_kernel(a.get_device())(
+            blocks, 256, a, factors, straight, turned, heavy, R, C, size(straight), size(turned), int(wide),
+            a.stride(0), stride(straight), stride(turned), stride(heavy), HEAVY, UNIT)
 
 # %% ../nbs/34_fp8.ipynb #f8lgt000
-class Light(NamedTuple):
-    "The light shares of a chunk's tokens and a slab's classes, times `UNIT` and in FP8, both ways round; written."
-    rows: Optional[Tensor]  # [B,S16], for dx; None where it is not wanted
-    columns: Optional[Tensor]  # [S,B16], of a larger matrix, for dw; None where it is not wanted
-    heavy: Tensor  # uint8 [B,tiles], how many of each tile's are heavy
-
 def row_inverses(rows:Rows) -> Tensor:  # [B]
     "1 / Σ e of each row, without the target's; 0 where no gradient is wanted, or the sum is too small to have one."
     return torch.where((rows.coefs == 0) | (rows.rests < LEAST), 0.0, 1 / rows.rests)
@@ -126,45 +86,6 @@ def row_inverses(rows:Rows) -> Tensor:  # [B]
 def shares_of(e:Tensor, inverses:Tensor) -> Tensor:  # [B,V], [B]
     "Each class's share of what is not the target's; 0 for a token without a gradient."
     return torch.where(inverses[:, None] == 0, 0.0, wide(e) * inverses[:, None])
-
-def reference_light(out:Light, e:Tensor, inverses:Tensor, tile:int):  # [B,S], [B]
-    "`launch_light` in PyTorch."
-    (B, S), q = e.shape, shares_of(e, inverses)
-    heavy = q > HEAVY
-    if out.rows is not None:
-        out.rows[:, S:] = torch.zeros((), dtype=FP8)
-        out.rows[:, :S] = rounded8(torch.where(heavy, 0.0, q * UNIT))
-    if out.columns is not None: reference_turned(out.columns, e, inverses, HEAVY)
-    out.heavy.copy_(torch.nn.functional.pad(heavy, (0, -S % tile)).view(B, -1, tile).sum(2))
-
-# %% ../nbs/34_fp8.ipynb #f8lgk000
-@jit
-def light_kernel(
-    e_ptr, inverse_ptr, rows_ptr, heavy_ptr,  # [B,S], [B], [B,S16] or None, [B,tiles]
-    B, S, filled, width, tiles, e_stride, rows_stride, heavy_stride,  # elements that a row of e has room for; S16
-    HEAVY: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    rows, cols = tl.program_id(1) * BN + tl.arange(0, BN), tile * BV + tl.arange(0, BV)
-    inverse = tl.load(inverse_ptr + rows, mask=rows < B, other=0.0)[:, None]
-    at = rows.to(tl.int64)[:, None]
-    e = tl.load(e_ptr + at * e_stride + cols[None], mask=(inverse != 0) & (cols < filled)[None], other=0.0)
-    q = tl.where((cols < S)[None], e.to(tl.float32) * inverse, 0.0)
-    heavy = q > HEAVY
-    if rows_ptr is not None:
-        light = kernel_rounded8(tl.where(heavy, 0.0, q * UNIT))
-        tl.store(rows_ptr + at * rows_stride + cols[None], light, mask=(rows < B)[:, None] & (cols < width)[None])
-    count = tl.sum(heavy.to(tl.int32), 1)
-    tl.store(heavy_ptr + rows.to(tl.int64) * heavy_stride + tile, count.to(tl.uint8), mask=(rows < B) & (tile < tiles))
-
-def launch_light(out:Light, e:Tensor, inverses:Tensor, tile:int, BN:int=32):  # [B,S], [B]; classes of a tile
-    "Write e / Σ e where that is light, and how many of a tile are heavy; then the same transposed."
-    (B, S), tiles = e.shape, out.heavy.shape[1]
-    width, stride = (0, 0) if out.rows is None else (out.rows.shape[1], out.rows.stride(0))
-    with on_device(e):
-        launch_kernel(light_kernel, (-(-S // tile), -(-B // BN)), e, inverses, out.rows, out.heavy, B, S, filled_row(e), width, tiles,
-                      e.stride(0), stride, out.heavy.stride(0), HEAVY=HEAVY, UNIT=UNIT, BN=BN, BV=tile)
-    if out.columns is not None: launch_turned(out.columns, e, inverses, HEAVY)
 
 # %% ../nbs/34_fp8.ipynb #f8lst000
 class Entries(NamedTuple):
@@ -362,11 +283,10 @@ def unit_of(largest:Tensor) -> Tensor:  # fp32, a scalar
 # %% ../nbs/34_fp8.ipynb #f8run000
 class Passes8(NamedTuple):
     "What is done beside matmuls, by kernels or in PyTorch."
-    turn: Callable; light: Callable; entries: Callable; row_sums: Callable; class_sums: Callable
+    round: Callable; entries: Callable; row_sums: Callable; class_sums: Callable
 
-KERNELS8 = Passes8(launch_turned, launch_light, launch_entries, launch_row_sums, launch_class_sums)
-PYTORCH8 = Passes8(reference_turned, reference_light, reference_entries, reference_row_sums, reference_class_sums)
-TILE = 128  # classes whose heavy entries are counted together
+KERNELS8 = Passes8(launch_rounded, launch_entries, launch_row_sums, launch_class_sums)
+PYTORCH8 = Passes8(reference_rounded, reference_entries, reference_row_sums, reference_class_sums)
 
 class Backward:
     "dx and dw of a linear layer, whose light probabilities are multiplied in FP8."
@@ -382,12 +302,12 @@ class Backward:
         self.w_factors = (1 / self.w_unit).expand(s.v).contiguous()
         if grads.dx is not None: self.w8 = room.take(FP8, s.h, whole_blocks(c.slab if c.fresh else s.v))
         whole = None if c.fresh else self.w8
-        if whole is not None or s.forward: by.turn(whole, w, self.w_factors, straight=self.straight)
+        if whole is not None or s.forward: by.round(Rounded(self.straight, whole), w, self.w_factors)
 
     def operands(self) -> dict[str, Tensor]:
         "x and w of the forward matmul in FP8, and what multiplies each row of its logits, as `Work` has them."
         x8, x_units = self.x.new_empty(self.x.shape, dtype=FP8), unit_of(torch.linalg.vector_norm(self.x, torch.inf, 1).float())
-        self.by.turn(None, self.x, 1 / x_units, straight=x8)
+        self.by.round(Rounded(x8), self.x, 1 / x_units)
         return dict(x=x8, w=self.straight, units=x_units * self.w_unit)
 
     def begin(self, g:slice):
@@ -406,7 +326,7 @@ class Backward:
             width = j.stop - j.start
             to = None if self.turned is None else self.turned[j if self.c.keeps(self.s) else slice(0, width), begin:begin + whole_blocks(B)]
             p = None if dz is None else dz[:B, :whole_blocks(width)]
-            self.by.light(Light(p, to, heavy[:, j.start // TILE:-(-j.stop // TILE)]), e[:, j], inverses, TILE)
+            self.by.round(Rounded(p, to, heavy[:, j.start // TILE:-(-j.stop // TILE)]), e[:, j], inverses)
             if p is not None:
                 more = multiplied(p, self.turned_w(j), self.w_unit, self.share)
                 light = more if light is None else light.add_(more)
@@ -419,7 +339,7 @@ class Backward:
         "The classes `j` of w, transposed."
         width = whole_blocks(j.stop - j.start)
         if not self.c.fresh: return self.w8[:, j.start:j.start + width]
-        self.by.turn(self.w8[:, :width], part(self.w, j), part(self.w_factors, j))
+        self.by.round(Rounded(turned=self.w8[:, :width]), part(self.w, j), part(self.w_factors, j))
         return self.w8[:, :width]
 
     def turned_x(self) -> tuple[Tensor, Tensor]:  # FP8 [H,n16], its unit
@@ -430,7 +350,7 @@ class Backward:
         longest = torch.linalg.vector_norm(x, torch.inf, 1).float() * factor.abs()
         unit = unit_of(torch.where(factor == 0, 0.0, longest).amax())
         turned = self.x.new_empty(self.s.h, whole_blocks(n), dtype=FP8)
-        self.by.turn(turned, x, factor / unit)
+        self.by.round(Rounded(turned=turned), x, factor / unit)
         return turned, unit
 
     def add(self, j:slice, turned:Tensor, x8:tuple[Tensor, Tensor]):  # FP8 [S,n16]
@@ -485,9 +405,11 @@ def run_groups(
 def fp8_product(x:Tensor, w:Tensor, forward:bool) -> Optional[ScoreProduct]:  # [N,H], [V,H]; whether in FP8
     "The kernel that makes exponentials; None on a CPU, where PyTorch does all in the same arithmetic."
     if not x.is_cuda: return None
-    product = product_of(device_of(x))
-    why = (product.matrices_reason(x, w) or forward and product.failure(FP8, x.get_device())) if x.numel() else ""
-    expect(not why, "matmul_dtype", "None where the scores' kernel cannot run", why)
+    product, index = product_of(device_of(x)), x.get_device()
+    if not x.numel(): return product
+    with on_device(x): rounds = "" if rounding_kernel(index) else "cuda/round_fp8.cu is not compiled"
+    for name, why in (("matmul_dtype", product.matrices_reason(x, w) or rounds), ("forward_dtype", forward and product.failure(FP8, index))):
+        expect(not why, name, "None where its kernel cannot run", why)
     return product
 
 def fp8_loss_fwd(

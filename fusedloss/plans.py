@@ -296,7 +296,7 @@ def fp8_estimate(r:Call, machine:Machine) -> Estimate:
     fast = lambda cost: replace(cost, share=cost.share * machine.fp8 * (busy_share(c, s, by) if cost.name == "dx" else 1.0))
     forward = tokens_product(aligned, machine, "exponentials", chunks, r.work)
     costs = [fast(forward) if s.forward else forward, *map(fast, gradient_products(aligned, machine, chunks, groups, eight)),
-             sweep_cost("round p", n * v, *[r.dtype, eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
+             sweep_cost("round p", n * v, r.dtype, *[eight] * rounded), sweep_cost("round w", (chunks if c.fresh else 1) * v * h * r.needs[0], r.dtype, r.dtype, eight),
              sweep_cost("round x and w", (n + v) * h * s.forward, r.dtype, eight),
              sweep_cost("rows", n * h, *[torch.float32] * 4), sweep_cost("add to dw", (groups - 1) * v * h * r.needs[1], *[r.grad_dtype] * 2), *bias_costs(r)]
     extra = held_bytes(c, s) if r.gpu else int(n * v * 4 * plain_logit_copies(r))

@@ -93,6 +93,11 @@ template <class V> V __shfl_up_sync(unsigned, V v, int d) { return exchange(v, t
 template <class V> V __shfl_down_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 + d); }
 template <class V> V __shfl_sync(unsigned, V v, int i) { return exchange(v, i); }
 template <class V> V __shfl_xor_sync(unsigned, V v, int d) { return exchange(v, threadIdx.x % 32 ^ d); }
+static bool __any_sync(unsigned, bool v) {
+  int any = v;
+  for (int o = 16; o; o >>= 1) any |= __shfl_xor_sync(0, any, o);
+  return any;
+}
 template <class V> V atomicAdd(V* p, V v) { const V old = *p; *p += v; return old; }
 static void __threadfence() {}
 inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }

@@ -1,6 +1,7 @@
 """Seconds of the host: how often the plan counts each part, the fit, what is kept, and the command."""
 
 import json
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -89,16 +90,8 @@ def test_a_measured_host_is_kept_beside_the_rates(place, monkeypatch):
 @pytest.mark.parametrize("host", [None, {}, {"eager": 1e-3}, dict.fromkeys(Host._fields, -1.0), dict.fromkeys(Host._fields, "1"), [1]])
 def test_a_host_on_disk_that_makes_no_sense_is_not_taken(host, place):
     kept = dict(bandwidth=1e12, rates=H200.rates, fp8=1.5)
-    place.write_text(json.dumps({rates.store_key(H200.device): kept if host is None else dict(kept, hosts={rates.processor(): host})}))
+    place.write_text(json.dumps({rates.store_key(H200.device): kept} | ({} if host is None else {rates.host_key(H200.device): host})))
     assert stored_machine(H200.device).host == Host() and stored_machine(H200.device).fp8 == 1.5
-
-
-@pytest.mark.parametrize("hosts", [[], "none", 3])
-def test_hosts_on_disk_that_are_none_are_written_over(hosts, place):
-    place.write_text(json.dumps({rates.store_key(H200.device): dict(bandwidth=1e12, rates=H200.rates, hosts=hosts)}))
-    assert stored_machine(H200.device).host == Host()
-    rates.keep_machine(replace(H200, host=Host(eager=1.0)), 0)
-    assert stored_machine(H200.device).host.eager == 1.0
 
 
 def test_hosts_that_share_a_file_keep_their_own_seconds(place, monkeypatch):
@@ -109,6 +102,14 @@ def test_hosts_that_share_a_file_keep_their_own_seconds(place, monkeypatch):
     for name, seconds in (("one", 1e-3), ("a third", Host().eager)):
         monkeypatch.setattr(rates, "processor", lambda name=name: name)
         assert stored_machine(H200.device).host.eager == seconds
+
+
+def test_a_cpu_whose_name_cannot_be_read_has_one(monkeypatch):
+    def refused(self, *given, **words):
+        raise PermissionError(self)
+
+    monkeypatch.setattr(rates.Path, "read_text", refused)
+    assert rates.processor.__wrapped__() == (platform.processor() or platform.machine())
 
 
 def test_plans_take_the_host_and_the_rate_of_fp8():

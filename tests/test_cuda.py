@@ -14,6 +14,7 @@ import torch
 
 import fusedloss.clusters
 import fusedloss.ctc
+import fusedloss.fp8
 import fusedloss.lattices
 import fusedloss.linear_ctc
 import fusedloss.scans
@@ -64,7 +65,11 @@ def zeros():
     return ignored.zero_rows(0, 3, 64, -100)
 
 
-USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "transducer": transducer, "product_sm90": product, "zero_rows": zeros}  # by their source
+def rounding():
+    return fusedloss.fp8.rounding_kernel(0)
+
+
+USERS = {"turnaround": turnaround, "sparse_scan": scan, "sparse_logz": fused, "ctc": ctc, "linear_ctc": linear_ctc, "transducer": transducer, "product_sm90": product, "zero_rows": zeros, "round_fp8": rounding}  # by their source
 
 
 class Kernel:
@@ -147,7 +152,7 @@ class Compilers:
         return {compiler for compiler, name in self.compiled if name != "empty_kernel"}
 
 
-MADE = ignored.zero_rows, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.clusters.bound_launches, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels, fusedloss.lattices.cuda_lattice
+MADE = ignored.zero_rows, cuda.compiled_kernel, cuda.cuda_kernel, fusedloss.clusters.bound_launches, fusedloss.ctc.kernels_for, fusedloss.segments.compile_kernels, fusedloss.lattices.cuda_lattice, fusedloss.fp8.rounding_kernel
 
 
 def forget():

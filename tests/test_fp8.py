@@ -1,4 +1,5 @@
 """A linear cross entropy whose backward matmuls are in FP8: its gradients against float64 beside those of eager bf16, what is kept apart, and how memory is shared out."""
+import ctypes
 import itertools
 import math
 from functools import partial
@@ -16,9 +17,12 @@ from fusedloss.core.fp8 import beyond, Cut, cuts, HEAVY, held_bytes, LISTED, pie
 from fusedloss.core.options import LossOptions
 from fusedloss.core.rates import H200, machines
 from fusedloss.core.score_product import product_of
+from fusedloss.core.cuda import cuda_source
+from fuzz_calls import in_eight, largest
 from workbook.measure import relative_error
 from grids import few
 from helpers import planted, where_kernels_run
+from on_cpu import check_nvcc, kernels_on_cpu
 
 bf16, f32, f64, FP8 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
 N, H, V = 256, 96, 3001  # N: a power of two, by which a mean divides without rounding
@@ -89,15 +93,9 @@ LOSSES = {"backward": eighths, "all": partial(eighths, forward_dtype=FP8)}
 in_both = pytest.mark.parametrize("in_fp8", LOSSES.values(), ids=LOSSES)
 
 
-def in_eight(t: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    "Numbers of e4m3 where `largest` is its largest, in float64"
-    unit = largest.float() / TOP
-    return (t.float() * (1 / unit)).to(FP8).double() * unit.double()
-
-
 def rounded_logits(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # [N,H], [V,H], float64
     "Logits of x and w in FP8, with the gradients of exact ones"
-    z = in_eight(x, x.abs().amax(1, keepdim=True)) @ in_eight(w, w.abs().amax()).T
+    z = in_eight(x, largest(x, 1)) @ in_eight(w, largest(w, 0, 1)).T
     exact = x @ w.T
     return exact + (z - exact).detach()
 
@@ -188,6 +186,21 @@ def test_as_many_heavy_classes_as_there_can_be(count, device):
     assert relative_error(dx, exact[1]) < limit and relative_error(dw, exact[2]) < limit
 
 
+ways = pytest.mark.parametrize("way", ["PyTorch", pytest.param("kernels", marks=where_kernels_run)])
+
+
+def passes(way: str, device: str) -> fp8.Passes8:
+    "By kernels: on a CPU those of Triton, which its interpreter runs"
+    if way == "PyTorch":
+        return fp8.PYTORCH8
+    return fp8.KERNELS8 if device == "cuda" else fp8.KERNELS8._replace(round=fp8.reference_rounded)
+
+
+def narrow(device: str) -> torch.dtype:
+    "What exponentials are in; Triton's interpreter has no bf16"
+    return bf16 if device == "cuda" else f32
+
+
 def listed(e: torch.Tensor, y: torch.Tensor, by, tile: int = 128) -> tuple[fp8.Entries, torch.Tensor]:
     "The entries of exponentials with coefficients of 1"
     one, total = torch.ones(len(e), device=e.device), e.float().sum(1)
@@ -195,29 +208,30 @@ def listed(e: torch.Tensor, y: torch.Tensor, by, tile: int = 128) -> tuple[fp8.E
     light = torch.zeros(len(e), -(-e.shape[1] // 16) * 16, device=e.device).to(FP8)
     heavy, found = torch.zeros(len(e), -(-e.shape[1] // tile), dtype=torch.uint8, device=e.device), fp8.new_entries(e, len(e), e.shape[1])
     inverses = fp8.row_inverses(rows)
-    by.light(fp8.Light(light, None, heavy), e, inverses, tile)
+    by.round(fp8.Rounded(light, None, heavy), e, inverses)
     by.entries(found, e, y, rows, inverses, heavy, tile)
     return found, light
 
 
-@pytest.mark.parametrize("by", [fp8.PYTORCH8, pytest.param(fp8.KERNELS8, marks=where_kernels_run)], ids=["PyTorch", "kernels"])
-def test_no_row_has_more_entries_than_fit(by, device):
+@ways
+def test_no_row_has_more_entries_than_fit(way, device):
     "Every exponential rounded up: none is beyond the range, none is left out"
+    by = passes(way, device)
     for count in (1, 200, 251, 252, 253):
-        e = torch.zeros(2, 520, device=device)
+        e = torch.zeros(2, 520, device=device, dtype=narrow(device))
         e[1, 7:7 + count] = 1.0
         e[0, ::2] = 1.0
         found, light = listed(e, torch.tensor([1, 3], device=device), by)
         assert found.counts.tolist() == [1, 1 + count * (count < 252)] and found.counts.max() <= LISTED
         assert light.float().isfinite().all() and light.float().max() <= TOP
         assert found.classes[1, :found.counts[1]].tolist() == [3, *range(7, 7 + count)][:found.counts[1]]
-    rounded_up = torch.full((1, 300), 0.0, device=device)
-    rounded_up[0, :252] = 1 + 2**-8
+    rounded_up = torch.full((1, 300), 0.0, device=device, dtype=narrow(device))
+    rounded_up[0, :252] = 1 + 2**-7
     one = torch.ones(1, device=device)
     rows = fp8.Rows(one, one, -one, 252 * one, one)  # of the sum before rounding
     heavy, found = torch.zeros(1, 3, dtype=torch.uint8, device=device), fp8.new_entries(rounded_up, 1, 300)
     inverses = fp8.row_inverses(rows)
-    by.light(fp8.Light(None, None, heavy), rounded_up, inverses, 128)
+    by.round(fp8.Rounded(heavy=heavy), rounded_up, inverses)
     by.entries(found, rounded_up, torch.tensor([299], device=device), rows, inverses, heavy, 128)
     assert found.counts.item() == 253 <= LISTED and HEAVY * UNIT == TOP
 
@@ -553,16 +567,16 @@ def by_cut(cut: Cut, by, s: State, bias: torch.Tensor | None = None, forward: bo
     return losses, grads.dx, grads.dw, grads.db
 
 
-@pytest.mark.parametrize("by", [fp8.PYTORCH8, pytest.param(fp8.KERNELS8, marks=where_kernels_run)], ids=["PyTorch", "kernels"])
+@ways
 @pytest.mark.parametrize("cut", few(CUTS, Cut(70, 16, 300), Cut(64, 16, 128), Cut(32, 32, 256, True)), ids=str)
 @pytest.mark.parametrize("forward", [False, True])
-def test_any_cut_gives_the_same_gradients(cut, by, forward, device):
-    x, w, y = state(device, "begun", 70, 32, 300, f32)  # the interpreter rounds no bf16
+def test_any_cut_gives_the_same_gradients(cut, way, forward, device):
+    x, w, y = state(device, "begun", 70, 32, 300, narrow(device))
     y[5], x[5] = -100, math.nan
     s, bias = State(x, w, y), torch.linspace(-1, 1, 300, device=device)
     wanted = by_cut(CUTS[0], fp8.PYTORCH8, s, bias, forward)
-    losses, dx, dw, db = by_cut(cut, by, s, bias, forward)
-    alike = 1e-5 if device == "cpu" else 1e-3  # a GPU's quotients may round another way
+    losses, dx, dw, db = by_cut(cut, passes(way, device), s, bias, forward)
+    alike = 1e-5 if device == "cpu" else 2e-3  # a GPU's quotients may round another way, and then bf16 too
     assert torch.allclose(losses, wanted[0]) and torch.allclose(db, wanted[3], atol=1e-6) and relative_error(dx, wanted[1]) < alike
     assert relative_error(dw, wanted[2]) < (alike if cut.group == 70 else 4e-3)  # groups are rounded to FP8 by units of their own
 
@@ -577,65 +591,96 @@ def test_many_groups_round_no_large_number_twice(kind, device):
 
 # --- kernels beside PyTorch ---
 
-@where_kernels_run
-def test_rounding_is_that_of_pytorch(device):
-    "Every number of e4m3, those between, and the halves, both signs"
+def round_by(kernels, monkeypatch):
+    "Launch these on the CPU; a float is a double there"
+    launch = kernels("round_fp8", 0)
+    double = lambda value: ctypes.c_double(value) if type(value) is float else value
+    monkeypatch.setattr(fp8, "rounding_kernel", lambda device: lambda grid, block, *args: launch(grid, block, *map(double, args)))
+
+
+@pytest.fixture
+def by_source(device, monkeypatch):
+    "On a CPU the kernel's source, thread by thread"
+    if device == "cpu":
+        round_by(kernels_on_cpu("round_fp8_on_cpu.cpp", "-O1", round_fp8=None), monkeypatch)
+
+
+def test_rounding_is_that_of_pytorch(by_source, device):
+    "Every number of e4m3, those between, and the halves, both signs, as signs in bf16 times factors"
     known = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     between = torch.cat([known, (known[1:] + known[:-1]) / 2, known[1:] * 0.999 + known[:-1] * 0.001, torch.rand(300) * 460, torch.rand(300) * 0.02])
-    a = torch.cat([between, -between])[:, None].expand(-1, 3).contiguous().to(device)
-    a = a.clamp(-TOP, TOP)
-    out = [torch.zeros(3, -(-len(a) // 16) * 16, device=device).to(FP8) for _ in range(2)]
-    one = torch.ones(len(a), device=device)
-    fp8.launch_turned(out[0], a, one)
-    fp8.reference_turned(out[1], a, one)
-    assert torch.equal(out[0].float(), out[1].float()) and torch.equal(out[1].float()[0, :len(a)], a[:, 0].to(FP8).float())
+    a = torch.cat([between, -between, torch.tensor([math.nan, math.inf, -math.inf])])[:, None]
+    wide, factors = a.sign().expand(-1, 3).contiguous().to(device, bf16), a[:, 0].abs().nan_to_num(nan=1.0, posinf=1e30).to(device)
+    wide[-3] = math.nan
+    out = [fp8.Rounded(torch.zeros(len(a), 16, device=device).to(FP8), torch.zeros(3, -(-len(a) // 16) * 16, device=device).to(FP8)) for _ in range(2)]
+    for by, to in zip((fp8.launch_rounded, fp8.reference_rounded), out):
+        by(to, wide, factors)
+    assert all(torch.equal(x.view(torch.uint8) & 127, y.view(torch.uint8) & 127) and torch.equal(x.float().nan_to_num(), y.float().nan_to_num()) for x, y in zip(out[0][:2], out[1][:2]))
+    assert torch.equal(out[0].straight.float()[:-3, 0].cpu(), a[:-3, 0].clamp(-TOP, TOP).to(FP8).float()) and out[0].straight[-3, :3].float().isnan().all()
 
 
-@where_kernels_run
-@pytest.mark.parametrize("size", [(1, 1), (130, 70), (16, 64), (257, 3)])
-def test_turned_matrices(size, device):
-    made = torch.Generator().manual_seed(2)
-    a, factors = (torch.randn(size[0], 2 * size[1], generator=made).to(device)[:, ::2] * 3).contiguous(), torch.randn(size[0], generator=made).to(device)
-    factors[size[0] // 2] = 0
-    a[size[0] // 2] = math.nan
-    found = [torch.full((size[1], -(-size[0] // 16) * 16), 7.0, device=device).to(FP8) for _ in range(2)]
-    straight = [torch.full((size[0], size[1]), 7.0, device=device).to(FP8) for _ in range(4)]
-    for i, turned in enumerate((fp8.launch_turned, fp8.reference_turned)):
-        turned(found[i], a, factors, straight=straight[i])
-        turned(None, a, factors, straight=straight[2 + i])
-    assert torch.equal(found[0].float(), found[1].float()) and (found[0].float()[:, size[0]:] == 0).all()
-    assert all(torch.equal(t.float(), found[0].float()[:, :size[0]].T) for t in straight)
+ROUNDED = {
+    str(c): c for c in itertools.product([(1, 1), (130, 70), (16, 64), (257, 3), (300, 272), (64, 136)], [(True, True), (True, False), (False, True)], [False, True], [0, 16])
+}
 
 
-@where_kernels_run
-@pytest.mark.parametrize("size, wanted, dtype, room", few(
-    list(itertools.product([(1, 7), (70, 300), (64, 256), (129, 400)], [(True, True), (True, False), (False, True)], [f32, bf16], [0, 16])),
-    ((70, 300), (True, True), f32, 0), ((129, 400), (True, True), bf16, 16), ((1, 7), (True, False), bf16, 0), ((64, 256), (False, True), bf16, 0)))
-def test_light_probabilities_and_entries(size, wanted, dtype, room, device):
-    "Also at the end of rows that have room for sixteen classes more, whose numbers are anything"
-    B, S = size
-    made = torch.Generator().manual_seed(B)
-    whole = torch.full((B, S + room), math.nan, device=device, dtype=dtype)
-    whole[:, :S] = (torch.randn(B, S, generator=made) * 3).exp()
-    e = whole[:, :S]
-    coefs, y = torch.randn(B, generator=made).to(device), torch.randint(S, (B,), generator=made).to(device)
-    coefs[B // 2] = 0
-    y[-1] = S + 4
-    rows = fp8.Rows(coefs, coefs, coefs - 1, e.float().sum(1), coefs)
+@pytest.mark.parametrize("case", few(ROUNDED, *[str(c) for c in (((130, 70), (True, True), True, 16), ((1, 1), (True, True), True, 0), ((300, 272), (True, True), True, 0), ((257, 3), (False, True), False, 0), ((64, 136), (True, False), False, 16))]))
+def test_matrices_in_eight_bits(case, by_source, device):
+    "Either way round, with heavy entries apart and without; also where rows have room for more numbers, which are anything"
+    (R, C), wanted, parted, room = ROUNDED[case]
+    made = torch.Generator().manual_seed(R)
+    whole = torch.full((R, -(-C // 16) * 16 + room if room else C), math.nan, device=device, dtype=bf16)
+    a, factors = whole[:, :C], torch.rand(R, generator=made).add(0.1).to(device)
+    a.copy_((torch.randn(R, C, generator=made) * 3).exp() if parted else torch.randn(R, C, generator=made) * 30)
+    if parted: factors = factors / a.float().sum(1)
+    factors[R // 2] = 0
+    a[R // 2] = math.nan
+    room8 = lambda rows, columns, beside: torch.full((rows + 2, -(-columns // 16) * 16 + beside), 7.0, device=device).to(FP8)
     found = []
-    for by in (fp8.KERNELS8, fp8.PYTORCH8):
-        width = -(-S // 16) * 16
-        dx = torch.full((B, width + 16), 7.0, device=device).to(FP8)[:, :width] if wanted[0] else None
-        dw = torch.full((S, -(-B // 16) * 16 + 32), 7.0, device=device).to(FP8)[:, 16:16 + -(-B // 16) * 16] if wanted[1] else None
-        heavy, entries = torch.zeros(B, -(-S // 128) + 1, dtype=torch.uint8, device=device)[:, :-(-S // 128)], fp8.new_entries(e, B, S)
-        by.light(fp8.Light(dx, dw, heavy), e, fp8.row_inverses(rows), 128)
-        by.entries(entries, e, y, rows, fp8.row_inverses(rows), heavy, 128)
-        found.append(([t.float() for t in (dx, dw) if t is not None], [heavy, *entries]))
-    for a, b in zip(found[0][0], found[1][0]):  # a GPU's quotients may round another way, by one step of e4m3
-        off = (a - b).abs() > 1e-6 * b.abs()
-        assert not off.any() or device != "cpu" and off.double().mean() < 1e-2 and ((a - b).abs() <= 0.13 * b.abs() + 2.0**-9).all()
-    assert all(torch.equal(a, b) if device == "cpu" else torch.allclose(a.float(), b.float(), rtol=1e-5) for a, b in zip(found[0][1], found[1][1]))
-    assert found[0][1][-1].sum() > B or S == 7
+    for by in (fp8.launch_rounded, fp8.reference_rounded):
+        straight, turned = room8(R, C, 16), room8(C, R, 32)
+        heavy = torch.full((R, -(-C // 128) + 1), 99, dtype=torch.uint8, device=device)
+        by(fp8.Rounded(straight[1:-1, :-16] if wanted[0] else None, turned[1:-1, 16:-16] if wanted[1] else None, heavy[:, :-1] if parted else None), a, factors)
+        found.append((straight.float(), turned.float(), heavy))
+    for got, right in zip(found[0][:2], found[1][:2]):  # a GPU's products may round another way, by one step of e4m3
+        off = got != right
+        assert not off.any() or device == "cuda" and off.double().mean() < 1e-2 and ((got - right).abs() <= 0.13 * right.abs() + 2.0**-9).all()
+    assert torch.equal(found[0][2], found[1][2]) and (not parted or R == 1 or found[0][2][:, :-1].sum() > 0)
+
+
+BUGS = {
+    "numbers beyond the last column are read": ("wide && column + COLUMNS <= C", "wide && column < C"),
+    "a row without a factor counts": ("factor == 0.0f ? 0 : words[i]", "words[i]"),
+    "heavy entries stay": ("count++, v[i] = 0.0f;", "count++;"),
+    "counts are of half a row": ("for (int o = ACROSS / 2; o; o >>= 1)", "for (int o = ACROSS / 4; o; o >>= 1)"),
+    "rows are transposed in another order": ("w[0] = __byte_perm(a, c, 0x5410), w[1] = __byte_perm(a, c, 0x7632);", "w[1] = __byte_perm(a, c, 0x5410), w[0] = __byte_perm(a, c, 0x7632);"),
+    "nobody waits for the words": ("  __syncthreads();\n", ""),
+    "rows beyond the last are written": ("if (first + column < C && row < height)", "if (first + column < C)"),
+    "columns beyond the width are written": ("row < R && column < width", "row < R"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_of_the_rounding_is_noticed(bug, monkeypatch, device):
+    if device == "cuda":
+        pytest.skip("the source runs on the CPU")
+    source, (old, new) = cuda_source("round_fp8"), BUGS[bug]
+    assert source.count(old) == 1
+    kernels = kernels_on_cpu("round_fp8_on_cpu.cpp", "-O1", round_fp8=source.replace(old, new))
+    kernels.seed = 2
+    round_by(kernels, monkeypatch)
+    for case in (((130, 70), (True, True), True, 16), ((64, 136), (True, True), False, 16)):
+        try:
+            test_matrices_in_eight_bits(str(case), None, device)
+        except AssertionError:
+            return
+    pytest.fail(f"no case notices that {bug}")
+
+
+@pytest.mark.parametrize("arch", ["89", "90a", "100a"])
+def test_the_rounding_compiles(arch):
+    check_nvcc(arch, cuda_source("round_fp8"), {})
 
 
 @where_kernels_run

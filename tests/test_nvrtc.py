@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import nvrtc
-from fusedloss import clusters, ctc, lattices, scans, segments
+from fusedloss import clusters, ctc, fp8, lattices, scans, segments
 from fusedloss.core import hopper, ignored
 from fusedloss.core.cuda import cuda_source
 from fusedloss.core.devices import GPUS
@@ -70,13 +70,17 @@ def zero_calls(device):
     yield lambda: ignored.zero_rows.__wrapped__(0, 5, 64, -100)
 
 
+def rounding_calls(device):
+    yield lambda: fp8.rounding_kernel.__wrapped__(0)
+
+
 def product_calls(device):
     shapes = [(dtype, form, biased, capped) for dtype in (bf16, f16, hopper.FP8) for form in (hopper.IN_TURN, hopper.SHARED) for biased in (False, True) for capped in (False, True)]
     for dtype, form, biased, capped in pairs(shapes):
         yield lambda: hopper.form_kernel("exponentials", replace(form, biased=biased, capped=capped), dtype, 0)
 
 
-CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "transducer": transducer_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls, "product": product_calls}
+CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "transducer": transducer_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls, "rounding": rounding_calls, "product": product_calls}
 
 
 def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tuple]]:
@@ -105,7 +109,7 @@ def compiler(request):
     return found
 
 
-SERVED = {"turnaround": (90, 100, 120), "product": (90,)}  # other sources serve all architectures
+SERVED = {"turnaround": (90, 100, 120), "product": (90,), "rounding": (89, 90, 100, 120)}  # other sources serve all architectures
 GRID = [(arch, name) for arch in ONE_EACH for name in CALLS if arch in SERVED.get(name, ONE_EACH)]
 
 

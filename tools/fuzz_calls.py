@@ -269,7 +269,8 @@ def linear_cross_entropy(d: Draw) -> Call:
             token_weight = None if token_weight is None else token_weight[..., k:]
         z = F.linear(alive(input), linear_weight, linear_bias)
         if "forward_dtype" in words:
-            z = z + (F.linear(in_eight(alive(input), 1), in_eight(linear_weight, (0, 1)), linear_bias) - z).detach()
+            x, w = alive(input), linear_weight
+            z = z + (F.linear(in_eight(x, largest(x, -1)), in_eight(w, largest(w, 0, 1)), linear_bias) - z).detach()
         if target_weight is not None:
             return [of_several(z, target, target_weight, token_weight, given.get("weight"), own)]
         loss = defined(z, target, token_weight=token_weight, **given, **own)
@@ -283,10 +284,14 @@ def linear_cross_entropy(d: Draw) -> Call:
                 tolerance=6e-2 if eight else 0.0, expands=not haunted, slack=slack)
 
 
-def in_eight(t: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    "Numbers of e4m3, where the largest along `dim` is its largest"
-    largest = t.abs().amax(-1 if dim == 1 else dim, keepdim=True).clamp(min=2.0**-118) if t.numel() else t.new_ones(())
-    unit = largest.float() / 448
+def largest(t: Tensor, *dims: int) -> Tensor:
+    "The largest number along these, by size"
+    return t.abs().amax(dims, keepdim=True).clamp(min=2.0**-118) if t.numel() else t.new_ones(())
+
+
+def in_eight(t: Tensor, most: Tensor) -> Tensor:
+    "Numbers of e4m3, where `most` is its largest"
+    unit = most.float() / 448
     return (t.float() * (1 / unit)).clamp(-448, 448).to(torch.float8_e4m3fn).to(t.dtype) * unit.to(t.dtype)
 
 

@@ -246,9 +246,9 @@ def ahead() -> Files:
     from fusedloss.core.cuda import EMPTY_KERNEL
 
     g, package, cuda = General.of_settings(), packaged(), ROOT / "cuda"
-    sources = {f"ahead/{name}.cuh": (cuda / f"{name}.cu").read_bytes() for name in ("zero_rows", "product_sm90")}
+    sources = {f"ahead/{name}.cuh": (cuda / f"{name}.cu").read_bytes() for name in ("zero_rows", "product_sm90", "round_fp8")}
     sources |= {f"ahead/{name}": (cuda / name).read_bytes() for name in ("common.cuh", "hopper.cuh")} | {"ahead/empty_kernel.cuh": EMPTY_KERNEL.encode()}
-    units = {"common": [Unit("empty_kernel", ["empty_kernel"]), Unit("zero_rows", ["zero_rows"])], "product": product_units()}
+    units = {"common": [Unit("empty_kernel", ["empty_kernel"]), Unit("zero_rows", ["zero_rows"])], "product": [*product_units(), Unit("round_fp8", ["round_fp8"])]}
     written = {name: {f"ahead/{name}_{i}.cu": unit.text(i) for i, unit in enumerate(each)} for name, each in units.items()}
     binding = ["torch-ext/torch_binding.cpp", "torch-ext/ahead.h"]
     toml = build_toml(g, ("cuda",), f"[torch]\nsrc = {json.dumps(binding)}")

@@ -208,7 +208,8 @@ def backward_in_fp8() -> None:
             fl.linear_cross_entropy(x, w, y, linear_bias=leaf(v, dtype=HALF), matmul_dtype=torch.float8_e4m3fn, **how).backward()
         sizes = stage_34.Sizes(n, 64, v, True, True, x.element_size(), x.element_size() * v)
         grads = stage_34.Gradients(x, w, (True, True, False), HALF, False, 1.0)
-        stage_34.run_groups(x.detach(), w.detach(), y, None, None, None, LossOptions(), stage_34.Cut(*cut), sizes, grads, by=stage_34.KERNELS8)
+        by = stage_34.KERNELS8 if DEVICE == "cuda" else stage_34.KERNELS8._replace(round=stage_34.reference_rounded)  # Triton's alone
+        stage_34.run_groups(x.detach(), w.detach(), y, None, None, None, LossOptions(), stage_34.Cut(*cut), sizes, grads, by=by)
 
 
 def transducers() -> None:
@@ -233,7 +234,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     contrast: "contrast_fwd_kernel add_sums_kernel pair_loss_kernel upstream_kernel contrast_bwd_kernel positive_scores_kernel positive_losses_kernel shares_kernel column_terms_kernel "
               "sigmoid_fwd_kernel add_losses_kernel sigmoid_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
-    backward_in_fp8: "turned_kernel light_kernel entries_kernel row_sums_kernel class_sums_kernel",
+    backward_in_fp8: "round_fp8 entries_kernel row_sums_kernel class_sums_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
     samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",

@@ -229,29 +229,29 @@ def are_rates(values, names) -> bool:
 @functools.cache
 def processor() -> str:
     "The CPU's name, on which seconds of Python depend."
-    info = Path("/proc/cpuinfo")
-    names = (
-        re.findall(r"^model name\s*: (.*)", info.read_text(encoding="utf-8"), re.MULTILINE) if info.is_file() else []
-    )
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux, or not for us
+        said = ""
+    names = re.findall(r"^model name\s*: (.*)", said, re.MULTILINE)
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def hosts_of(found) -> dict:  # a value from a file
-    "Seconds of the host by the CPU's name, of hosts that share the file."
-    hosts = found.get("hosts") if isinstance(found, dict) else None
-    return hosts if isinstance(hosts, dict) else {}
+def host_key(d: Device) -> str:
+    "What seconds of Python and launches depend on: hosts of several CPUs may share the file."
+    return f"{store_key(d)}, on {processor()}"
 
 
 def stored_machine(d: Device) -> Optional[Machine]:
     "The measurement on disk; None if there is none that makes sense."
-    found = store.read(STORE).get(store_key(d))
+    kept = store.read(STORE)
+    found, host = kept.get(store_key(d)), kept.get(host_key(d))
     found = found if isinstance(found, dict) else {}
     if not are_rates(found.get("rates"), H200.rates) or not is_rate(found.get("bandwidth")):
         return None
     given = dict(bandwidth=found["bandwidth"], rates={name: found["rates"][name] for name in H200.rates})
     if is_rate(found.get("fp8")):
         given["fp8"] = found["fp8"]
-    host = hosts_of(found).get(processor())
     if are_rates(host, Host._fields):
         given["host"] = Host(**{name: host[name] for name in Host._fields})
     return measured_machine(d, **given)
@@ -259,9 +259,9 @@ def stored_machine(d: Device) -> Optional[Machine]:
 
 def keep_machine(found: Machine, index: int):  # of the GPU
     "Keep a measurement, on disk too: plans of this process and later ones take it."
-    key = store_key(found.device)
-    hosts = hosts_of(store.read(STORE).get(key)) | {processor(): found.host._asdict()}
-    store.update(STORE, key, dict(bandwidth=found.bandwidth, rates=found.rates, fp8=found.fp8, hosts=hosts))
+    kept = dict(bandwidth=found.bandwidth, rates=found.rates, fp8=found.fp8)
+    store.update(STORE, store_key(found.device), kept)
+    store.update(STORE, host_key(found.device), found.host._asdict())
     found_machines[index] = found
 
 
