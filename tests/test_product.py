@@ -21,6 +21,7 @@ from fusedloss.core.options import LossOptions
 from workbook.measure import relative_error
 from grids import few
 from helpers import everywhere, interpreted, planted, where_kernels_run
+from movement import of_page
 from on_cpu import check_nvcc, kernels_on_cpu
 
 FP8 = torch.float8_e4m3fn
@@ -619,6 +620,14 @@ FORMS = few(list(product((1, 2), (("false", 0), ("true", 0), ("false", 1)), (0, 
 def test_it_compiles_for_hopper(cluster, numbers, in_turn, biased, capped):
     half, eight = numbers
     check_nvcc("90a", SOURCE, dict(STAGES=4, CLUSTER=cluster, GROUP=8, HALF=half, EIGHT=eight, IN_TURN=in_turn, BIASED=biased, CAPPED=capped))
+
+
+def test_the_kernels_of_the_page_compile():
+    "Page 9 writes them itself, above what the library's kernels share"
+    names = "HEADERS", "SETUP", "PRODUCER", "CONSUMERS", "EPILOGUE", "KERNEL", "NAIVE", "SHARED"
+    *parts, naive, shared = of_page("09_product", dict(cuda_source=cuda_source), *names).values()
+    for source in "".join(parts), naive, shared:
+        check_nvcc("90a", source, {})
 
 
 @pytest.mark.thorough

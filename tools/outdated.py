@@ -57,7 +57,7 @@ def commits(root: Path = ROOT) -> Iterator[str]:
     "A line for each commit that made outputs or records on a GPU, the one with the most first: one set of figures has one commit"
     made = {path.stem: read_notebook(path)["metadata"].get(METADATA_KEY, {}).get("gpu") for path in notebooks(root)}
     found = Counter((gpu["commit"], page) for page, gpu in made.items() if gpu)
-    for path in (root / "nbs" / "results").glob("*.json"):
+    for path in (root / "nbs").glob("**/results/*.json"):
         records = json.loads(path.read_text(encoding="utf-8"))
         found.update((r["commit"], path.stem) for r in records if "commit" in r and r["machine"].startswith("NVIDIA"))
     totals = Counter({commit: 0 for commit, _ in found})
