@@ -285,6 +285,7 @@ KERNELS = (
     "clusters",
     "core.ignored",
     "core.hopper",
+    "fp8",
     "core.tiling",
     "scans",
     "ctc",

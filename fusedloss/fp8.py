@@ -19,6 +19,7 @@ from fusedloss.core.devices import device_of
 from fusedloss.core.fp8 import (
     added_classes, Cut, HEAVY, LISTED, plan_cut, ranking_machine, Sizes, TOP, UNIT, whole_blocks)
 from fusedloss.core.architectures import ScoreProduct
+from fusedloss.core.hopper import OnHopper
 from fusedloss.core.operators import operator
 from fusedloss.core.options import LossOptions
 from fusedloss.core.products import part, tile_slices, wide, wide_product
@@ -66,6 +67,8 @@ def reference_rounded(out:Rounded, a:Tensor, factors:Tensor):  # [R,C], [R]
 def rounding_kernel(device:int) -> Optional[Callable]:  # the current one
     "The kernel of `cuda/round_fp8.cu`; None if it was not compiled."
     return cuda_kernel("round_fp8", device)
+
+ROUNDING = OnHopper("backward matmuls in FP8", "cuda/round_fp8.cu", ("nvidia", "tma", "clusters"), "matmul_dtype is refused")
 
 def launch_rounded(out:Rounded, a:Tensor, factors:Tensor):  # bf16 [R,C], fp32 [R]
     "Write a · factor of its row in FP8, with zeros in what `out` has beyond a's rows and columns: less than 16 each."

@@ -122,7 +122,7 @@ OPTION = {  # a constant that every score has besides: file, lines and what stan
     "fusedloss/core/softmax.py": [
         ("return raw * o.logit_scale, o.logit_scale", "return raw * o.logit_scale + o.logit_bias, o.logit_scale"),
         ("x = o.logit_scale / o.softcap * raw", "x = o.logit_scale / o.softcap * raw + o.logit_bias / o.softcap")],
-    "fusedloss/plans.py": [('"softcap", "z_loss", "token_weight")\nEACH_TOKEN', '"softcap", "logit_bias", "z_loss", "token_weight")\nEACH_TOKEN')],
+    "fusedloss/plans.py": [('"softcap", "z_loss", "token_weight")\nIN_FP8', '"softcap", "logit_bias", "z_loss", "token_weight")\nIN_FP8')],
     "cuda/turnaround.cu": [
         ("logit_scale, softcap, z_loss; };", "logit_scale, softcap, logit_bias, z_loss; };"),
         ("double softcap, double z_loss)", "double softcap, double logit_bias, double z_loss)"),

@@ -261,7 +261,8 @@ def keep_machine(found: Machine, index: int):  # of the GPU
     "Keep a measurement, on disk too: plans of this process and later ones take it."
     kept = dict(bandwidth=found.bandwidth, rates=found.rates, fp8=found.fp8)
     store.update(STORE, store_key(found.device), kept)
-    store.update(STORE, host_key(found.device), found.host._asdict())
+    if found.host != Machine.host:
+        store.update(STORE, host_key(found.device), found.host._asdict())
     found_machines[index] = found
 
 
