@@ -68,7 +68,7 @@ def rounding_kernel(device:int) -> Optional[Callable]:  # the current one
     "The kernel of `cuda/round_fp8.cu`; None if it was not compiled."
     return cuda_kernel("round_fp8", device)
 
-ROUNDING = OnHopper("backward matmuls in FP8", "cuda/round_fp8.cu", ("nvidia", "tma", "clusters"), "matmul_dtype is refused")
+FP8_MATMULS = OnHopper("backward matmuls in FP8", "cuda/round_fp8.cu", ("nvidia", "tma", "clusters"), "matmul_dtype is refused")
 
 def launch_rounded(out:Rounded, a:Tensor, factors:Tensor):  # bf16 [R,C], fp32 [R]
     "Write a · factor of its row in FP8, with zeros in what `out` has beyond a's rows and columns: less than 16 each."
