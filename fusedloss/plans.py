@@ -214,8 +214,9 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     sweeps = 1 + graded + kept
     costs = [tokens_product(r, machine, "z", 1, r.work), sweep_cost("turn", size, *[r.work] * sweeps),
              *gradient_products(r, machine, 1, 1, r.work), *bias_costs(r)]
-    widened = graded and r.dtype.itemsize == 2  # dz and g dz, to be multiplied
-    copies = 1 + kept if r.fused else max(plain_logit_copies(r) + (graded and rows_of_targets(r)), 3.2 * widened)
+    told = r.stats != ""
+    widened = (3.2 + 0.8 * told if graded else 2.5 + 1.25 * told) * (r.dtype.itemsize == 2)  # the logits once more, or dz and g dz, to be multiplied
+    copies = 1 + kept if r.fused else max(plain_logit_copies(r) + (graded and rows_of_targets(r)), widened)
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
     return make_estimate("eager", r, machine, costs, 10, machine.host.eager,
                     max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))

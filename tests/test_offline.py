@@ -12,6 +12,7 @@ from fusedloss import (
     clusters, contrast, fp8, kernels, lattices, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk, transducer)
 from fusedloss.core import cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
+from fusedloss.core.hopper import IN_TURN
 from fusedloss.core.options import LossOptions, statistics_of
 from fusedloss.core.tiling import is_busy, tiling_of
 from grids import FULL, thorough_but
@@ -98,7 +99,7 @@ def best_classes(dtype, width, how, V=65536, N=2048, k=20):
     for rows in (64, N):
         x, each = matrix(rows, width, dtype), cuda(rows) if stats else None  # a temperature for each row
         t = tiling_of(x, w, is_busy(o, False))
-        for cut in (t, t._replace(BV=192)):
+        for cut in (t, t._replace(BV=IN_TURN.narrow)):
             maxima, tiles = cuda(-(-V // cut.BV), rows).T, cuda(rows, k, dtype=i64)
             topk.launch_best(maxima, k)
             topk.launch_best(topk.launch_listed_scores(x, w, b, each, tiles, o, cut), k)

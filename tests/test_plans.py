@@ -135,6 +135,16 @@ def test_plans_are_what_an_h200_did_at_random_shapes(method):
     assert sum(0.95 <= b <= 1.05 for b in sizes) > 0.95 * len(sizes), sorted(sizes)
 
 
+@pytest.mark.parametrize("options", [{}, dict(return_stats=True), dict(return_stats=True, logit_scale=2.0)], ids=str)
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_predicted_bytes_hold_without_gradients(dtype, options):
+    x, w, y = sample_data(512, 16, 4000, dtype, requires_grad=False)
+    shaping = {k: v for k, v in options.items() if k in LossOptions._fields}
+    way = make_plan(call_of(Operands(x, w, y), Asked(loss_options(shaping), return_stats="return_stats" in options)))["eager"]
+    held = peak_memory(lambda: linear_cross_entropy(x, w, y, method="eager", **options))
+    assert 0.85 < held / way.extra < 1.1
+
+
 def test_a_plan_is_remembered():
     assert plan(100, 200, 300) is plan(100, 200, 300)
 
