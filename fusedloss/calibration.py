@@ -83,7 +83,7 @@ def measure_host(device: torch.device | str, machine: Machine, rounds: int = 5) 
 
 
 def calibrate(device: torch.device | str = "cuda") -> Machine:
-    "Measure a GPU and its host, and keep both on disk by board: plans of this process and later ones take them."
+    "Measure a GPU and its host, and keep both on disk, by board and CPU: plans of this process and later ones take them."
     expect(torch.device(device).type == "cuda", "device", "a GPU", repr(str(device)))
     found = rates.keep_rates(device)
     found = replace(found, host=measure_host(device, found))

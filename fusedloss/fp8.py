@@ -49,9 +49,13 @@ class Rounded(NamedTuple):
     turned: Optional[Tensor] = None  # [C,R or more], of a larger matrix too
     heavy: Optional[Tensor] = None  # uint8 [R,tiles]: how many of each tile's are heavy; these become 0, and others are multiplied by `UNIT`
 
+def scaled_rows(a:Tensor, factors:Tensor) -> Tensor:  # [R,C], [R]
+    "a times a factor for each row; 0 where that is 0, whatever the row holds."
+    return torch.where(factors[:, None] == 0, 0.0, wide(a) * factors[:, None])  # 0 · NaN would be NaN
+
 def reference_rounded(out:Rounded, a:Tensor, factors:Tensor):  # [R,C], [R]
     "`launch_rounded` in PyTorch."
-    scaled = torch.where(factors[:, None] == 0, 0.0, wide(a) * factors[:, None])  # 0 · NaN would be NaN
+    scaled = scaled_rows(a, factors)
     if out.heavy is not None:
         heavy = scaled > HEAVY
         out.heavy.copy_(torch.nn.functional.pad(heavy, (0, -a.shape[1] % TILE)).view(len(a), -1, TILE).sum(2))
@@ -86,10 +90,6 @@ def row_inverses(rows:Rows) -> Tensor:  # [B]
     "1 / Σ e of each row, without the target's; 0 where no gradient is wanted, or the sum is too small to have one."
     return torch.where((rows.coefs == 0) | (rows.rests < LEAST), 0.0, 1 / rows.rests)
 
-def shares_of(e:Tensor, inverses:Tensor) -> Tensor:  # [B,V], [B]
-    "Each class's share of what is not the target's; 0 for a token without a gradient."
-    return torch.where(inverses[:, None] == 0, 0.0, wide(e) * inverses[:, None])
-
 # %% ../nbs/34_fp8.ipynb #f8lst000
 class Entries(NamedTuple):
     "What is kept apart of each token: its target first, then heavy classes in their order."
@@ -108,7 +108,7 @@ def new_entries(like:Tensor, n_tokens:int, n_classes:int) -> Entries:
 def reference_entries(out:Entries, e:Tensor, y:Tensor, rows:Rows, inverses:Tensor, heavy:Tensor, tile:int):  # written; [B,V], [B] twice, [B,tiles]
     "`launch_entries` in PyTorch."
     B, V = e.shape
-    found = shares_of(e, inverses) > HEAVY
+    found = scaled_rows(e, inverses) > HEAVY
     out.classes.fill_(V), out.values.zero_()
     known = (rows.at_target != 0) & (y >= 0) & (y < V)
     out.classes[:, 0] = torch.where(known, y, V)

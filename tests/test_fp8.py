@@ -648,6 +648,29 @@ def test_matrices_in_eight_bits(case, by_source, device):
     assert torch.equal(found[0][2], found[1][2]) and (not parted or R == 1 or found[0][2][:, :-1].sum() > 0)
 
 
+@where_kernels_run
+@pytest.mark.parametrize("size, room", [((1, 7), 0), ((70, 300), 0), ((64, 256), 16), ((129, 400), 16)])
+def test_listed_entries_are_those_of_pytorch(size, room, device):
+    "With ignored tokens, a target that is none, and rows that have room for more classes, whose numbers are anything"
+    B, S = size
+    made = torch.Generator().manual_seed(B)
+    whole = torch.full((B, S + room), math.nan, device=device, dtype=narrow(device))
+    e = whole[:, :S]
+    e.copy_((torch.randn(B, S, generator=made) * 3).exp())
+    coefs, y = torch.randn(B, generator=made).to(device), torch.randint(S, (B,), generator=made).to(device)
+    coefs[B // 2] = 0
+    y[-1] = S + 4
+    rows = fp8.Rows(coefs, coefs, coefs - 1, e.float().sum(1), coefs)
+    heavy, inverses, found = torch.zeros(B, -(-S // fp8.TILE) + 1, dtype=torch.uint8, device=device)[:, :-1], fp8.row_inverses(rows), []
+    fp8.reference_rounded(fp8.Rounded(heavy=heavy), e, inverses)
+    for by in (fp8.launch_entries, fp8.reference_entries):
+        entries = fp8.new_entries(e, B, S)
+        by(entries, e, y, rows, inverses, heavy, fp8.TILE)
+        found.append(entries)
+    assert all(torch.equal(a, b) if device == "cpu" else torch.allclose(a.float(), b.float(), rtol=1e-5) for a, b in zip(*found))
+    assert found[0].counts.sum() > B or S == 7
+
+
 BUGS = {
     "numbers beyond the last column are read": ("wide && column + COLUMNS <= C", "wide && column < C"),
     "a row without a factor counts": ("factor == 0.0f ? 0 : words[i]", "words[i]"),
