@@ -359,6 +359,31 @@ def test_a_launch_with_other_than_all_arguments_raises_before_the_driver_reads_t
     launch.check_arguments(count)
 
 
+@pytest.mark.parametrize("file, name", KERNELS)
+def test_a_kernel_is_compiled_without_the_others_of_its_source(file, name):
+    source = cuda.cuda_source(file)
+    found, others = cuda.kernel_alone(source, name), source.count("__global__ ") - 1
+    assert re.findall(r"__global__[^;{}]*?(\w+)\(\n", found) == [name]
+    assert cuda.KERNEL.sub("", found) == cuda.KERNEL.sub("", source) and (len(found) < len(source)) == (others > 0)
+
+
+def test_the_compiler_gets_the_kernel_alone(compilers):
+    given = []
+    compilers.cupy("")
+    compilers.compile = lambda compiler, source, name, *rest: given.append(source) or Kernel()
+    product()
+    assert "score_statistics(" in (Path(fusedloss.__file__).parents[1] / "cuda/product_sm90.cu").read_text(encoding="utf-8")
+    assert "exponentials(" in given[-1] and "score_statistics(" not in given[-1]
+
+
+def test_a_kernel_that_is_not_compiled_although_others_are_raises(monkeypatch):
+    "A launch without it would read nothing's handle"
+    monkeypatch.setattr(hopper, "form_kernel", lambda *how: None)
+    hopper.form_handle.cache_clear()
+    with pytest.raises(RuntimeError, match="product_sm90.cu: score_maxima is not compiled"):
+        hopper.form_handle("score_maxima", hopper.IN_TURN, torch.bfloat16, 0, 3)
+
+
 def declared(file: str, name: str) -> int:
     "The parameters of a kernel, each a type and a word, as its source lists them"
     text = "\n".join(line.split("//")[0] for line in cuda.cuda_source(file).splitlines())

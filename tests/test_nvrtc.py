@@ -7,7 +7,7 @@ import torch
 import nvrtc
 from fusedloss import clusters, ctc, fp8, lattices, scans, segments
 from fusedloss.core import hopper, ignored
-from fusedloss.core.cuda import cuda_source
+from fusedloss.core.cuda import cuda_source, kernel_alone
 from fusedloss.core.devices import GPUS
 from fusedloss.core.lattice import scan_shape
 from fusedloss.core.options import LossOptions
@@ -77,18 +77,19 @@ def rounding_calls(device):
 def product_calls(device):
     shapes = [(dtype, form, biased, capped) for dtype in (bf16, f16, hopper.FP8) for form in (hopper.IN_TURN, hopper.SHARED) for biased in (False, True) for capped in (False, True)]
     for dtype, form, biased, capped in pairs(shapes):
-        yield lambda: hopper.form_kernel("exponentials", replace(form, biased=biased, capped=capped), dtype, 0)
+        for name in ("score_statistics", "score_moments", "score_maxima", "exponentials", "score_gradients", "entropy_gradients"):
+            yield lambda: hopper.form_kernel(name, replace(form, biased=biased, capped=capped), dtype, 0)
 
 
 CALLS = {"ctc": ctc_calls, "linear_ctc": linear_ctc_calls, "transducer": transducer_calls, "sparse": scan_calls, "turnaround": turnaround_calls, "zeros": zero_calls, "rounding": rounding_calls, "product": product_calls}
 
 
-def choices(name: str, arch: int, monkeypatch) -> list[tuple[tuple[str, ...], tuple]]:
-    "Sources and constants that the library chooses for an architecture, each once"
+def choices(name: str, arch: int, monkeypatch) -> list[tuple[str, tuple[str, ...], tuple]]:
+    "Kernels, sources and constants that the library chooses for an architecture, each once"
     found, device = {}, GPUS[ONE_EACH[arch]]
     with told_of(device, monkeypatch), monkeypatch.context() as patch:
         def recorded(kernel, index, sources=(), own="", **constants):
-            found[sources or (kernel,), tuple(constants.items())] = True
+            found[kernel, sources or (kernel,), tuple(constants.items())] = True
             return lambda *args, **options: None
         everywhere(patch, clusters, "cuda_kernel", recorded)
         everywhere(patch, clusters, "Bound", lambda *how: lambda *addresses: None)
@@ -119,9 +120,10 @@ def test_sources_compile_as_the_library_chooses(arch, name, compiler, monkeypatc
         pytest.skip(f"NVRTC {nvrtc.version(compiler)} does not know sm_{arch}")
     chosen = choices(name, arch, monkeypatch)
     assert chosen
-    for sources, constants in chosen if FULL else chosen[::40]:
-        complaint = nvrtc.complaint(compiler, "".join(map(cuda_source, sources)), dict(constants), "90a" if name == "product" else arch)
-        assert not complaint, f"{sources} {dict(constants)}:\n{complaint}"
+    for kernel, sources, constants in chosen if FULL else chosen[::41]:  # a prime: each kernel of a source now and then
+        source = kernel_alone("".join(map(cuda_source, sources)), kernel)
+        complaint = nvrtc.complaint(compiler, source, dict(constants), "90a" if name == "product" else arch)
+        assert not complaint, f"{kernel} of {sources} {dict(constants)}:\n{complaint}"
 
 
 def test_what_does_not_compile_is_noticed(compiler):

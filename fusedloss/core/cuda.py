@@ -30,6 +30,17 @@ def cuda_source(name: str) -> str:
     return INCLUDE.sub(lambda found: text(found[1]), text(f"{name}.cu"))
 
 
+KERNEL = re.compile(r'^extern "C" __global__ ([^{]*){.*?^}\n', re.MULTILINE | re.DOTALL)
+
+
+def kernel_alone(
+    source: str,
+    name: str,  # of a kernel
+) -> str:
+    "A source without its other kernels: a compiler takes its time for each."
+    return KERNEL.sub(lambda found: found[0] if re.search(rf"\b{name}\(", found[1]) else "", source)
+
+
 @functools.cache
 def driver() -> ctypes.CDLL:
     "The driver's library; `OSError` where there is none."
@@ -232,7 +243,7 @@ def compiled_kernel(
     **constants,  # what the sources leave open
 ) -> Optional[Callable]:  # as of `cuda_kernel`
     "A kernel by the first compiler that makes it."
-    source = "".join(map(cuda_source, sources))
+    source = kernel_alone("".join(map(cuda_source, sources)), name)
     options = (*OPTIONS, *(f"-D{key}={value}" for key, value in constants.items()))
     reasons = {}
     for compiler, compiled in COMPILERS.items():

@@ -96,15 +96,18 @@ def form_kernel(
 def form_handle(
     name: str, form: "WarpGroupProduct", dtype: torch.dtype, device: int, arguments: int
 ) -> ctypes.c_void_p:
-    "What the driver knows a kernel by that was compiled."
-    return ctypes.c_void_p(form_kernel(name, form, dtype, device).handle(form.shared, arguments))
+    "What the driver knows a kernel by; `RuntimeError` if it was not compiled."
+    made = form_kernel(name, form, dtype, device)
+    if made is None:  # although another kernel of the source was
+        raise RuntimeError(f"cuda/product_sm90.cu: {name} is not compiled")
+    return ctypes.c_void_p(made.handle(form.shared, arguments))
 
 
 @functools.cache
 def form_failure(form: "WarpGroupProduct", dtype: torch.dtype, device: int) -> str:
     "What hinders a form's kernels from being launched; empty if nothing does."
     with torch.cuda.device(device):
-        made = form_kernel("exponentials", form, dtype, device)  # as its source is, so are all
+        made = form_kernel("score_statistics", form, dtype, device)  # which most losses launch
     return "cuda/product_sm90.cu is not compiled" if made is None else ""
 
 
