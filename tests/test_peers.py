@@ -145,7 +145,7 @@ def test_partial_fc_v2_is_cosface_over_its_own_classes_and_a_sample(monkeypatch)
 def test_every_peer_is_offered_or_missing_and_has_a_name():
     every, missing = peers.every_linear_peer()
     assert {"eager, fp32 softmax", "torch.compile"} <= every.keys() and not every.keys() & missing.keys()
-    assert every.keys() | missing.keys() >= {"PyTorch, chunked", "Liger", "Liger, CuTe", "CCE", "QuACK"}
+    assert {*peers.PEER_NAMES} >= every.keys() | missing.keys() >= {"PyTorch, chunked", "Liger", "Liger, CuTe", "CCE", "QuACK"}
     assert "torch.compile" in peers.linear_peers() and "torch.compile" not in peers.linear_peers("torch.compile")
     assert (peers.linear_peers() | peers.logits_peers() | peers.log_probs_peers()).keys() <= {*peers.PEER_NAMES}
     assert [*peers.logits_peers("Liger")] == ["eager, fp32 softmax", "torch.compile"]

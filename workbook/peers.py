@@ -78,8 +78,10 @@ PEER_NAMES = (
     "torch.compile",
     "PyTorch, chunked",
     "Liger",
+    "Liger, CuTe",
     "CCE",
     "CCE exact",
+    "QuACK",
     "PyTorch, checkpointed",
     "Liger, scaled",
 )
