@@ -203,7 +203,7 @@ def recompute_linear_cross_entropy(
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB; dx in fp32 and two tiles of classes, or a row of logits, are held in any case
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:Literal[False]=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
@@ -218,7 +218,7 @@ def recompute_linear_cross_entropy(
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB; dx in fp32 and two tiles of classes, or a row of logits, are held in any case
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:Literal[True],  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`
@@ -233,7 +233,7 @@ def recompute_linear_cross_entropy(
     weight:Optional[Tensor]=None,  # [V], of classes; without gradient
     reduction:Reduction="mean",  # "none", "mean" over the weights of valid tokens, or "sum"
     token_weight:Optional[Tensor]=None,  # of the target's shape; without gradient
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB; dx in fp32 and two tiles of classes, or a row of logits, are held in any case
     filter_eps:Optional[float]=None,  # tiles of smaller p: by their mean in dx, dw
     return_stats:bool=False,  # `(loss, CrossEntropyStats)` instead of the loss
     **options:Unpack[LossArguments],  # the fields of `LossOptions`

@@ -586,7 +586,7 @@ def linear_ctc_loss(
     blank:int=0,
     reduction:Reduction="mean",  # "none"; "sum"; "mean" of losses over their target's length
     zero_infinity:bool=False,  # 0 instead of +∞ where no alignment exists
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; an eighth of stored logits'
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default an eighth of stored logits'; 16 frames are held in any case
 ) -> Tensor:  # [N] or a scalar, float32 (float64 for float64)
     "CTC of a linear layer, whose logits are never stored."
     linear_weight, linear_bias = weight_and_bias(linear_weight, linear_bias)

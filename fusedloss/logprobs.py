@@ -424,7 +424,7 @@ def linear_log_probs(
     ignore_index:int=-100,  # tokens with this target give 0, and have no gradient
     max_valid:Optional[int]=None,  # a promise: no more tokens than this are not ignored
     batch_invariant:bool=False,  # a token's values have the same bits in every batch
-    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB
+    memory_budget:Optional[int]=None,  # bytes beyond the gradients, autocast's 16-bit copies included; by default 256 MiB; dx in fp32 and two tiles of classes, or a row of logits, are held in any case
 ) -> LogProbs:  # float32 (float64 for float64)
     """A linear layer's log-probabilities of the targets, without its logits; their entropy and mean.
 
