@@ -411,7 +411,7 @@ def fp8_product(x:Tensor, w:Tensor, forward:bool) -> Optional[ScoreProduct]:  # 
     product, index = product_of(device_of(x)), x.get_device()
     if not x.numel(): return product
     with on_device(x): rounds = "" if rounding_kernel(index) else "cuda/round_fp8.cu is not compiled"
-    for name, why in (("matmul_dtype", product.matrices_reason(x, w) or rounds), ("forward_dtype", forward and product.failure(FP8, index))):
+    for name, why in (("matmul_dtype", product.matrices_reason(x, w, "exponentials") or rounds), ("forward_dtype", forward and product.failure(FP8, index, "exponentials"))):
         expect(not why, name, "None where its kernel cannot run", why)
     return product
 

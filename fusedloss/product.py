@@ -608,7 +608,7 @@ def product_obstacle(
 def usable_product(x:Tensor, w:Tensor, o:LossOptions=DEFAULTS) -> Optional[ScoreProduct]:  # [N,H], [V,H]
     "How the kernel takes x and w; None, and a line at DEBUG, where it cannot."
     product = product_of(device_of(x))
-    why = product_obstacle(x.dtype, x.stride(0), device_of(x), o.changed()) or product.matrices_reason(x, w)
+    why = product_obstacle(x.dtype, x.stride(0), device_of(x), o.changed()) or product.matrices_reason(x, w, "exponentials")
     if why: logger.debug("method 'product' goes by chunks: %s", why)
     return None if why else product
 

@@ -359,7 +359,7 @@ def kernel_everywhere(x:Tensor, s:Shards) -> bool:  # [N,H]
     "Whether the kernel of page 9 takes such rows on all ranks; one message in the first call of a kind."
     if x.dtype != torch.bfloat16 or not x.is_cuda or isinstance(x, FakeTensor): return False
     device, h = x.device, x.shape[1]
-    why = product_obstacle(x.dtype, h, device_of(x)) or product_of(device_of(x)).failure(x.dtype, x.get_device())
+    why = product_obstacle(x.dtype, h, device_of(x)) or product_of(device_of(x)).failure(x.dtype, x.get_device(), "exponentials")
     return all_say(not why, s, device, "product", h)
 
 # %% ../nbs/28_sharded_product.ipynb #sptakes0

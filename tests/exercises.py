@@ -44,7 +44,7 @@ def defines(statement: ast.stmt) -> set[str]:
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
     plain = isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Lambda, ast.Constant))
-    entry = isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript)  # of a table of the page
+    entry = isinstance(statement, ast.Assign) and isinstance(getattr(statement.targets[0], "slice", None), ast.Constant)  # of a table
     return {ast.unparse(t) for t in statement.targets} if plain or entry else set()
 
 

@@ -88,7 +88,7 @@ def told_of(device: devices.Device, monkeypatch) -> Iterator[list[tuple]]:
         patch.setattr(torch.Tensor, "data_ptr", lambda t: 0)
         everywhere(patch, triton, "triton_works", lambda: True)
         everywhere(patch, products, "adds_in_float32", lambda device: False)  # PyTorch 2.11 has no such product of tensors without memory
-        patch.setattr(hopper.WarpGroupProduct, "matrices_reason", lambda self, x, w: "no driver")
+        patch.setattr(hopper.WarpGroupProduct, "matrices_reason", lambda self, x, w, kernel="": "no driver")
         for kind in {type(kernel) for kernel in triton_kernels().values()}:
             if not hasattr(kind, "run"):
                 pytest.skip("the interpreter of this Triton has no method that launches")

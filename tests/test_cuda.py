@@ -364,7 +364,10 @@ def test_a_kernel_is_compiled_without_the_others_of_its_source(file, name):
     source = cuda.cuda_source(file)
     found, others = cuda.kernel_alone(source, name), source.count("__global__ ") - 1
     assert re.findall(r"__global__[^;{}]*?(\w+)\(\n", found) == [name]
-    assert cuda.KERNEL.sub("", found) == cuda.KERNEL.sub("", source) and (len(found) < len(source)) == (others > 0)
+    blank = lambda text: cuda.KERNEL.sub(lambda kernel: "\n" * kernel[0].count("\n"), text)
+    assert blank(found) == blank(source) and (len(found) < len(source)) == (others > 0)
+    for kernel in cuda.KERNEL.finditer(cuda.COMMENTS.sub(lambda c: "\n" * c[0].count("\n"), source)):  # no function between two of them
+        assert kernel[0].count("{") == kernel[0].count("}") and kernel[0].count("__global__") == 1 and "INLINE" not in kernel[0]
 
 
 def test_the_compiler_gets_the_kernel_alone(compilers):
@@ -382,6 +385,15 @@ def test_a_kernel_that_is_not_compiled_although_others_are_raises(monkeypatch):
     hopper.form_handle.cache_clear()
     with pytest.raises(RuntimeError, match="product_sm90.cu: score_maxima is not compiled"):
         hopper.form_handle("score_maxima", hopper.IN_TURN, torch.bfloat16, 0, 3)
+
+
+def test_a_first_call_within_a_captured_graph_raises_and_a_later_one_compiles(compilers, monkeypatch):
+    compilers.cupy("empty_kernel", RuntimeError("a module cannot be loaded"))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="cuda/zero_rows.cu: expected a call before the CUDA graph is captured"):
+        everywhere(patch, cuda, "is_capturing", lambda: True)
+        zeros()
+    compilers.cupy("")
+    assert zeros() is not None
 
 
 def declared(file: str, name: str) -> int:

@@ -1,20 +1,21 @@
 """The answers of the solutions pass the checks of the pages, so that a reader's right answer is not told to be wrong."""
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from exercises import MARK
+from exercises import calls, checks_of
 from grids import thorough_but
 from project import notebooks, read_notebook, ROOT
 
 pytest.importorskip("execnb")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs the pages, and `make test` without a GPU has done so")
 
-MARKS = {path.stem: sum(cell["source"].count(MARK) for cell in read_notebook(path)["cells"]) for path in notebooks() if path.parent.name == "nbs"}
-CHECKS = {page: marks for page, marks in MARKS.items() if marks}  # of exercises, by page
+CODE = {path.stem: [c["source"] for c in read_notebook(path)["cells"] if c["cell_type"] == "code"] for path in notebooks() if path.parent.name == "nbs"}
+CHECKS = {page: names for page, cells in CODE.items() if (names := set().union(*map(checks_of, cells)))}  # of exercises, by page
 SOLUTIONS = ROOT / "nbs" / "solutions"
 
 
@@ -30,7 +31,14 @@ def told(page: str, solutions: Path) -> list[str]:
 @pytest.mark.parametrize("page", thorough_but(CHECKS, "02_tiles"))
 def test_answers_pass(page):
     found = told(page, SOLUTIONS / f"{page}.ipynb")
-    assert len(found) == CHECKS[page] and [line for line in found if not line.endswith("\tpasses")] == []
+    assert {line.partition("(")[0] for line in found} == CHECKS[page] and [line for line in found if not line.endswith("\tpasses")] == []
+
+
+def test_every_stub_has_a_check():
+    "A stub is a function whose lines say where an answer goes"
+    stubs = lambda cells: [s for text in cells for s in re.findall(r"^def (\w+)\((?:(?!^\S).)*?# your", text, re.MULTILINE | re.DOTALL)]
+    taken = lambda page: {name for text in CODE[page] for _, names in calls(text, CHECKS.get(page, set())) for name in names}
+    assert {page: left for page, cells in CODE.items() if (left := {*stubs(cells)} - taken(page))} == {}
 
 
 @pytest.mark.thorough

@@ -399,9 +399,9 @@ class ByPyTorch(ScoreProduct):
 
     def exponentials_reason(self, dtype, pitch, d): return "" if dtype == bf16 else "too narrow"
 
-    def failure(self, dtype, device): return ""
+    def failure(self, dtype, device, kernel=""): return ""
 
-    def matrices_reason(self, x, w): return ""
+    def matrices_reason(self, x, w, kernel=""): return ""
 
     def scores(self, what, x, w, y, target_z, bias, units):
         "All scores, and where the targets are"

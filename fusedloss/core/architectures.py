@@ -36,12 +36,12 @@ class ScoreProduct(ABC):
         "Say why `exponentials` does not take such matrices on a device, as far as sizes tell; empty if it does."
 
     @abstractmethod
-    def failure(self, dtype: torch.dtype, device: int) -> str:
-        "Say why the kernels cannot be launched on a GPU; empty if they can."
+    def failure(self, dtype: torch.dtype, device: int, kernel: str = "score_statistics") -> str:
+        "Say why a kernel cannot be launched on a GPU; empty if it can."
 
     @abstractmethod
-    def matrices_reason(self, x: Tensor, w: Tensor) -> str:
-        "Say why two matrices are not taken; empty if they are."
+    def matrices_reason(self, x: Tensor, w: Tensor, kernel: str = "score_statistics") -> str:
+        "Say why a kernel does not take two matrices; empty if it does."
 
     @abstractmethod
     def statistics(

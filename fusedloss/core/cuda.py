@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.devices import device_of, lacks
-from fusedloss.core.tuning import announced
+from fusedloss.core.tuning import announced, is_capturing
 
 
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
@@ -38,7 +38,8 @@ def kernel_alone(
     name: str,  # of a kernel
 ) -> str:
     "A source without its other kernels: a compiler takes its time for each."
-    return KERNEL.sub(lambda found: found[0] if re.search(rf"\b{name}\(", found[1]) else "", source)
+    empty = lambda text: "\n" * text.count("\n")  # messages name the lines of the whole source
+    return KERNEL.sub(lambda found: found[0] if re.search(rf"\b{name}\(", found[1]) else empty(found[0]), source)
 
 
 @functools.cache
@@ -258,6 +259,10 @@ def compiled_kernel(
             if os.environ.get("FUSEDLOSS_DEBUG") == "1":
                 raise
             reasons[compiler] = repr(reason)
+    if is_capturing():  # where a module may not be loaded; outside it can be
+        raise RuntimeError(
+            f"cuda/{sources[-1]}.cu: expected a call before the CUDA graph is captured, got the first within"
+        )
     warn_not_compiled(sources[-1], reasons)
 
 

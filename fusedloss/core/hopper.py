@@ -104,11 +104,11 @@ def form_handle(
 
 
 @functools.cache
-def form_failure(form: "WarpGroupProduct", dtype: torch.dtype, device: int) -> str:
-    "What hinders a form's kernels from being launched; empty if nothing does."
+def form_failure(name: str, form: "WarpGroupProduct", dtype: torch.dtype, device: int) -> str:
+    "What hinders a kernel from being launched; empty if nothing does."
     with torch.cuda.device(device):
-        made = form_kernel("score_statistics", form, dtype, device)  # which most losses launch
-    return "cuda/product_sm90.cu is not compiled" if made is None else ""
+        made = form_kernel(name, form, dtype, device)
+    return f"cuda/product_sm90.cu: {name} is not compiled" if made is None else ""
 
 
 def maps_of(x: Tensor, w: Tensor, form: "WarpGroupProduct") -> tuple[TensorMap, TensorMap]:  # [N,H], [V,H]
@@ -231,14 +231,14 @@ class WarpGroupProduct(ScoreProduct):
             return "not of bf16, whose range exponentials need"
         return self.reason(dtype, pitch, d)
 
-    def failure(self, dtype: torch.dtype, device: int) -> str:
-        return form_failure(self, dtype, device)
+    def failure(self, dtype: torch.dtype, device: int, kernel: str = "score_statistics") -> str:
+        return form_failure(kernel, self, dtype, device)
 
-    def matrices_reason(self, x: Tensor, w: Tensor) -> str:
+    def matrices_reason(self, x: Tensor, w: Tensor, kernel: str = "score_statistics") -> str:
         return (
             matrix_reason(x, self)
             or matrix_reason(w, self)
-            or self.failure(x.dtype, x.get_device())
+            or self.failure(x.dtype, x.get_device(), kernel)
             or map_failure(x, w, self)
         )
 
