@@ -35,10 +35,11 @@ def test_answers_pass(page):
 
 
 def test_every_stub_has_a_check():
-    "A stub is a function whose lines say where an answer goes"
+    "A stub is a function whose lines say where an answer goes; a page without solutions shows its answers itself"
     stubs = lambda cells: [s for text in cells for s in re.findall(r"^def (\w+)\((?:(?!^\S).)*?# your", text, re.MULTILINE | re.DOTALL)]
     taken = lambda page: {name for text in CODE[page] for _, names in calls(text, CHECKS.get(page, set())) for name in names}
-    assert {page: left for page, cells in CODE.items() if (left := {*stubs(cells)} - taken(page))} == {}
+    pages = {page: cells for page, cells in CODE.items() if (SOLUTIONS / f"{page}.ipynb").exists()}
+    assert {page: left for page, cells in pages.items() if (left := {*stubs(cells)} - taken(page))} == {}
 
 
 @pytest.mark.thorough
