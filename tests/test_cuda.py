@@ -390,7 +390,7 @@ def test_a_kernel_that_is_not_compiled_although_others_are_raises(monkeypatch):
 def test_a_first_call_within_a_captured_graph_raises_and_a_later_one_compiles(compilers, monkeypatch):
     compilers.cupy("empty_kernel", RuntimeError("a module cannot be loaded"))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="cuda/zero_rows.cu: expected a call before the CUDA graph is captured"):
-        everywhere(patch, cuda, "is_capturing", lambda: True)
+        everywhere(patch, cuda, "in_graph", lambda: True)
         zeros()
     compilers.cupy("")
     assert zeros() is not None

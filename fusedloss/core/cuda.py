@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.devices import device_of, lacks
-from fusedloss.core.tuning import announced, is_capturing
+from fusedloss.core.tuning import announced, in_graph
 
 
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
@@ -258,11 +258,10 @@ def compiled_kernel(
         except Exception as reason:  # a mistake in the source: the compiler works
             if os.environ.get("FUSEDLOSS_DEBUG") == "1":
                 raise
+            if in_graph():  # where a module may not be loaded; outside it can be
+                expected = "expected a call before the CUDA graph is captured, got the first within"
+                raise RuntimeError(f"cuda/{sources[-1]}.cu: {expected}") from reason
             reasons[compiler] = repr(reason)
-    if is_capturing():  # where a module may not be loaded; outside it can be
-        raise RuntimeError(
-            f"cuda/{sources[-1]}.cu: expected a call before the CUDA graph is captured, got the first within"
-        )
     warn_not_compiled(sources[-1], reasons)
 
 

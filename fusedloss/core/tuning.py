@@ -276,9 +276,14 @@ def _from_first_rank(table: dict, group, device: torch.device) -> dict:
     return json.loads(bytes(text.tolist()))
 
 
+def in_graph() -> bool:
+    "Whether a CUDA graph is being captured here."
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def is_capturing() -> bool:
     "Whether a CUDA graph is being captured here, or a compiler traces."
-    return torch.compiler.is_compiling() or torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or in_graph()
 
 
 def _stored_table(key: str) -> dict[str, list]:
