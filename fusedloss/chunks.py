@@ -18,6 +18,7 @@ from fusedloss.clusters import scaled_rows, forward_and_grad
 from fusedloss.core.checks import (
     acc_dtype, check_factory, check_flags, check_inputs, check_linear, check_weight, check_weights,
     expect, expect_tensor, FLOATS, is_integer)
+from fusedloss.core.column_sums import column_sums
 from fusedloss.core.learned import fold_scale, keep_scale, take_scale
 from fusedloss.core.operators import (
     BATCHED, first_order, is_recorded, is_repeated, keeps_graph, observed, operator, Operator, products)
@@ -66,7 +67,7 @@ def plan_chunks(
         return Chunks(min(chunk_size, max(n_tokens, 1)),
                       half and accumulate != "native" and chunk_size < n_tokens)
     row, grad = logits_row(n_classes, dtype), n_features * n_classes * 2
-    budget = memory_budget or n_tokens * row // 2
+    budget = memory_budget or -(-n_tokens // 256) * 128 * row  # two chunks
     wide_rows = (budget - grad) // row if budget >= 2 * grad else 0
     most, enough = budget // row, max(4096, 2 * n_features) if half else 4096
     if not memory_budget: most = max(2048, most)
@@ -128,7 +129,7 @@ class Gradients:
         first = slice(0, dz.shape[1])  # classes that have logits
         if self.dw is not None: put_product(part(self.dw, first), dz.T, self.counted(x, i), self.begun, self.unit)
         if self.dx is not None: put_product(part(self.dx, i), dz, w)
-        if self.db is not None: part(self.db, first).add_(dz.sum(0, dtype=self.db.dtype))
+        if self.db is not None: part(self.db, first).add_(column_sums(dz))
         self.begun = True
 
     def counted(self, x:Tensor, i:slice) -> Tensor:  # [B,H]

@@ -131,20 +131,24 @@ def scale_kernel(
     factor_stride,  # 0 for an expanded scalar
     COPY: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,  # whether `out` is another tensor
 ):
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    keep = rows < M
-    its = factor_ptr + rows.to(tl.int64) * factor_stride
-    factor = tl.load(its, mask=keep, other=1.0).to(tl.float32)
-    factor /= divisor_of(denominator_ptr)
-    busy = COPY | (tl.max((factor != 1.0).to(tl.int32), 0) > 0)
-    start = row_start(dz_ptr, rows, inner, stride_o, stride_i)[:, None]
-    out = row_start(out_ptr, rows, inner, o_stride_o, o_stride_i)[:, None]
-    for first in range(0, tl.where(busy, V, 0), BV):
-        cols = first + tl.arange(0, BV)[None, :]
-        inside, at = keep[:, None] & (cols < V), cols.to(tl.int64)
-        dz = tl.load(start + at * stride_v, mask=inside, other=0.0).to(tl.float32)
-        dz = tl.where(dz == 0, 0.0, dz * factor[:, None])  # zero rows stay zero
-        tl.store(out + at * o_stride_v, dz.to(out_ptr.dtype.element_ty), mask=inside)
+    divisor, blocks = divisor_of(denominator_ptr), tl.cdiv(M, BN)
+    if factor_stride == 0:  # one look for all rows
+        one = tl.load(factor_ptr).to(tl.float32) / divisor
+        blocks = tl.where(COPY | (one != 1.0), blocks, 0)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        rows = block * BN + tl.arange(0, BN)
+        keep = rows < M
+        its = factor_ptr + rows.to(tl.int64) * factor_stride
+        factor = tl.load(its, mask=keep, other=1.0).to(tl.float32) / divisor
+        busy = COPY | (tl.max((factor != 1.0).to(tl.int32), 0) > 0)
+        start = row_start(dz_ptr, rows, inner, stride_o, stride_i)[:, None]
+        out = row_start(out_ptr, rows, inner, o_stride_o, o_stride_i)[:, None]
+        for first in range(0, tl.where(busy, V, 0), BV):
+            cols = first + tl.arange(0, BV)[None, :]
+            inside, at = keep[:, None] & (cols < V), cols.to(tl.int64)
+            dz = tl.load(start + at * stride_v, mask=inside, other=0.0).to(tl.float32)
+            dz = tl.where(dz == 0, 0.0, dz * factor[:, None])  # zero rows stay zero
+            tl.store(out + at * o_stride_v, dz.to(out_ptr.dtype.element_ty), mask=inside)
 
 # %% ../nbs/05_clusters.ipynb #22c6b92c
 def turnaround_blocks(n_classes:int) -> Blocks:
@@ -182,13 +186,14 @@ def launch_turnaround(
 def launch_scale(
     dz:Tensor, out:Tensor,  # [O,I,V]; `out` may be `dz`
     factor:Tensor, denominator:Optional[Tensor],  # [M]; a scalar that divides it
+    programs:int=8192,  # at most: so many end soon where there is nothing to do
 ):
     "Write `dz`, each row times its factor, to `out`."
     m, v = factor.shape[0], dz.shape[-1]
     wide = min(4096, next_power_of_2(v))
     tall = 4096 // wide
     with on_device(dz):
-        launch_kernel(scale_kernel, (-(-m // tall),), dz, out, factor, denominator, m, v,
+        launch_kernel(scale_kernel, (min(-(-m // tall), programs),), dz, out, factor, denominator, m, v,
                       dz.shape[1], *dz.stride(), *out.stride(), factor.stride(0),
                       COPY=out is not dz, BN=tall, BV=wide, num_warps=8)
 

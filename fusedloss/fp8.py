@@ -279,17 +279,85 @@ def multiplied(
     made = (a.float() @ b.float().T) * (unit * share)
     return made.to(dtype) if out is None else out.copy_(made)
 
+SMALLEST = 2.0**-118  # magnitude that a matrix is scaled by
+
 def unit_of(largest:Tensor) -> Tensor:  # fp32, a scalar
     "What a matrix is divided by before it is rounded to FP8."
-    return largest.clamp(min=2.0**-118) / TOP
+    return largest.clamp(min=SMALLEST) / TOP
+
+# %% ../nbs/34_fp8.ipynb #f8fac000
+class RowFactors(NamedTuple):
+    "What tokens are multiplied by, fp32 [N] each."
+    inverses: Tensor  # `row_inverses`, of exponentials
+    later: Tensor  # c r, of what is made of the rounded probabilities
+    longest: Tensor  # the largest magnitude in a row of c r x
+
+    def of(self, i:slice) -> "RowFactors": return RowFactors(*(part(t, i) for t in self))
+
+def reference_row_factors(out:RowFactors, rows:Rows, x:Tensor):  # written; [B,H]
+    "`launch_row_factors` in PyTorch."
+    later, largest = torch.where(rows.coefs == 0, 0.0, rows.coefs * rows.rests), torch.linalg.vector_norm(x, torch.inf, 1).float()
+    out.inverses.copy_(row_inverses(rows)), out.later.copy_(later)
+    out.longest.copy_(torch.where(later == 0, 0.0, largest * later.abs()))
+
+@jit
+def row_factors_kernel(
+    coef_ptr, rest_ptr, x_ptr, inverse_ptr, later_ptr, longest_ptr,  # [B] twice, [B,H], [B] three times
+    H, x_stride, LEAST: tl.constexpr, BH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    coef, rest = tl.load(coef_ptr + row), tl.load(rest_ptr + row)
+    later = tl.where(coef == 0, 0.0, coef * rest)
+    largest = tl.zeros([BH], tl.float32)
+    for first in range(0, H, BH):
+        cols = first + tl.arange(0, BH)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < tl.where(later != 0, H, 0), other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    tl.store(inverse_ptr + row, tl.where((coef == 0) | (rest < LEAST), 0.0, 1.0 / rest))
+    tl.store(later_ptr + row, later)
+    tl.store(longest_ptr + row, tl.max(largest, 0) * tl.abs(later))
+
+def launch_row_factors(out:RowFactors, rows:Rows, x:Tensor, BH:int=1024):
+    "Factors of a chunk of tokens, all in one launch: in PyTorch they are a dozen, for each of which the GPU may wait."
+    B, H = x.shape
+    with on_device(x):
+        launch_kernel(row_factors_kernel, (B,), rows.coefs, rows.rests, x, *out, H, x.stride(0), LEAST=LEAST, BH=min(BH, next_power_of_2(H)))
+
+def reference_divided(f:RowFactors) -> tuple[Tensor, Tensor]:  # fp32 [B], a scalar
+    "`launch_divided` in PyTorch."
+    unit = unit_of(f.longest.amax())
+    return f.later / unit, unit
+
+@jit
+def divided_kernel(
+    later_ptr, longest_ptr, divided_ptr, unit_ptr,  # [B] three times, a scalar
+    B, SMALLEST: tl.constexpr, TOP: tl.constexpr, BN: tl.constexpr,
+):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    largest = tl.zeros([BN], tl.float32)
+    for first in range(0, B, BN):  # each program reads all rows, which are few
+        at = first + tl.arange(0, BN)
+        largest = tl.maximum(largest, tl.load(longest_ptr + at, mask=at < B, other=0.0))
+    unit = tl.maximum(tl.max(largest, 0), SMALLEST) / TOP
+    tl.store(divided_ptr + rows, tl.load(later_ptr + rows, mask=rows < B, other=0.0) / unit, mask=rows < B)
+    if tl.program_id(0) == 0:
+        tl.store(unit_ptr, unit)
+
+def launch_divided(f:RowFactors, BN:int=1024) -> tuple[Tensor, Tensor]:  # fp32 [B], a scalar
+    "c r of each token, divided by what makes the largest number of c r x that of e4m3; and this divisor."
+    divided, unit = torch.empty_like(f.later), f.later.new_empty(())
+    with on_device(divided):
+        launch_kernel(divided_kernel, (-(-len(divided) // BN),), f.later, f.longest, divided, unit, len(divided), SMALLEST=SMALLEST, TOP=TOP, BN=BN)
+    return divided, unit
+
 
 # %% ../nbs/34_fp8.ipynb #f8run000
 class Passes8(NamedTuple):
     "What is done beside matmuls, by kernels or in PyTorch."
-    round: Callable; entries: Callable; row_sums: Callable; class_sums: Callable
+    round: Callable; entries: Callable; row_sums: Callable; class_sums: Callable; row_factors: Callable; divided: Callable
 
-KERNELS8 = Passes8(launch_rounded, launch_entries, launch_row_sums, launch_class_sums)
-PYTORCH8 = Passes8(reference_rounded, reference_entries, reference_row_sums, reference_class_sums)
+KERNELS8 = Passes8(launch_rounded, launch_entries, launch_row_sums, launch_class_sums, launch_row_factors, launch_divided)
+PYTORCH8 = Passes8(reference_rounded, reference_entries, reference_row_sums, reference_class_sums, reference_row_factors, reference_divided)
 
 class Backward:
     "dx and dw of a linear layer, whose light probabilities are multiplied in FP8."
@@ -299,6 +367,7 @@ class Backward:
     ):
         self.x, self.w, self.y, self.c, self.s, self.grads, self.by = x, w, y, c, s, grads, by
         self.share, self.entries, self.w8 = torch.full((), 1 / UNIT, device=x.device), new_entries(x, s.n, s.v), None
+        self.factors = RowFactors(*x.new_empty((3, s.n), dtype=torch.float32))
         self.straight = room.take(FP8, s.v, s.h) if s.forward else None  # w in FP8, not transposed
         if grads.dx is None and not s.forward: return
         self.w_unit = unit_of(torch.linalg.vector_norm(w, torch.inf).float())
@@ -316,26 +385,26 @@ class Backward:
     def begin(self, g:slice):
         "Make room for the group of tokens `g`."
         n, v = g.stop - g.start, self.s.v
-        self.group, self.done = g, []
+        self.group = g
         self.turned = self.x.new_empty(v if self.c.keeps(self.s) else self.c.slab, whole_blocks(n), dtype=FP8) if self.s.need_w else None
 
     def spend(self, e:Tensor, rows:Rows, dz:Optional[Tensor], i:slice):  # [B,V]; room for probabilities
         "Take the chunk of tokens `i`."
         v, B, begin, light = self.s.v, len(e), i.start - self.group.start, None
-        heavy, inverses = e.new_empty(B, -(-v // TILE), dtype=torch.uint8), row_inverses(rows)
-        self.done.append(rows)
+        heavy, factors = e.new_empty(B, -(-v // TILE), dtype=torch.uint8), self.factors.of(i)
+        self.by.row_factors(factors, rows, part(self.x, i))
         x8 = None if self.turned is None or self.c.keeps(self.s) else self.turned_x()
         for j in tile_slices(v, self.c.slab):
             width = j.stop - j.start
             to = None if self.turned is None else self.turned[j if self.c.keeps(self.s) else slice(0, width), begin:begin + whole_blocks(B)]
             p = None if dz is None else dz[:B, :whole_blocks(width)]
-            self.by.round(Rounded(p, to, heavy[:, j.start // TILE:-(-j.stop // TILE)]), e[:, j], inverses)
+            self.by.round(Rounded(p, to, heavy[:, j.start // TILE:-(-j.stop // TILE)]), e[:, j], factors.inverses)
             if p is not None:
                 more = multiplied(p, self.turned_w(j), self.w_unit, self.share)
                 light = more if light is None else light.add_(more)
             if x8 is not None: self.add(j, to, x8)
         entries = self.entries.of(i)
-        self.by.entries(entries, e, part(self.y, i), rows, inverses, heavy, TILE)
+        self.by.entries(entries, e, part(self.y, i), rows, factors.inverses, heavy, TILE)
         if light is not None: self.by.row_sums(part(self.grads.dx, i), light, rows, self.w, entries)
 
     def turned_w(self, j:slice) -> Tensor:  # FP8 [H,S16]
@@ -348,19 +417,16 @@ class Backward:
     def turned_x(self) -> tuple[Tensor, Tensor]:  # FP8 [H,n16], its unit
         "x of the group, transposed, each row times what its probabilities are still to be multiplied by."
         x, n = part(self.x, self.group), self.group.stop - self.group.start
-        coefs, rests = (torch.cat([getattr(rows, name) for rows in self.done]) for name in ("coefs", "rests"))
-        factor = torch.where(coefs == 0, 0.0, coefs * rests)
-        longest = torch.linalg.vector_norm(x, torch.inf, 1).float() * factor.abs()
-        unit = unit_of(torch.where(factor == 0, 0.0, longest).amax())
+        factors, unit = self.by.divided(self.factors.of(self.group))
         turned = self.x.new_empty(self.s.h, whole_blocks(n), dtype=FP8)
-        self.by.round(Rounded(turned=turned), x, factor / unit)
+        self.by.round(Rounded(turned=turned), x, factors)
         return turned, unit
 
     def add(self, j:slice, turned:Tensor, x8:tuple[Tensor, Tensor]):  # FP8 [S,n16]
         "Add the classes `j` of dw, but for entries."
         dw = part(self.grads.dw, j)
         if not self.grads.begun: return multiplied(turned, *x8, self.share, out=dw)
-        for k in tile_slices(len(dw), added_classes(self.s.h)): dw[k].add_(multiplied(turned[k], *x8, self.share, dtype=dw.dtype))
+        for k in tile_slices(len(dw), added_classes(self.s.h, len(dw))): dw[k].add_(multiplied(turned[k], *x8, self.share, dtype=dw.dtype))
 
     def end(self):
         "Add what is light in the group to dw."

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from fusedloss.chunks import scaled, scaled_bias
 from fusedloss.core.checks import acc_dtype, check_bias_and_budget, check_flags, check_linear, expect, once_for_alike
+from fusedloss.core.column_sums import column_sums
 from fusedloss.core.devices import device_of
 from fusedloss.core.operators import first_order, keeps_graph, observed, operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
@@ -371,7 +372,7 @@ def accumulate_grads(
     out:Tensor,  # [n,H] its dx; x itself where that is a copy
 ):
     "A segment's dz into all gradients."
-    if sums.db is not None: sums.db.add_(dz.sum(0, dtype=sums.db.dtype))
+    if sums.db is not None: sums.db.add_(column_sums(dz))
     if sums.dw is not None: add_product(sums.dw, dz.T, x if x.dtype == dz.dtype else x.to(dz.dtype))
     if sums.dx is None: return
     if dz.dtype != x.dtype: out.copy_(dz @ wide(b.w))

@@ -21,6 +21,7 @@ from fusedloss.clusters import check_soft_target, run_cross_entropy, run_soft_cr
 from fusedloss.core.checks import (
     acc_dtype, bad_labels, check_bias_and_budget, check_labels, check_linear, check_target, check_weight,
     check_weights, expect, once_for_alike)
+from fusedloss.core.column_sums import column_sums
 from fusedloss.core.devices import device_of
 from fusedloss.core.ignored import counted_copy
 from fusedloss.core.learned import fold_scale, take_scale
@@ -499,7 +500,7 @@ def compiled_token_losses_bwd(
     dz = rows_bwd(*upstream, z[:, None], *inputs)[:, 0]
     dx = dz @ w if need_x else x.new_empty(0)
     dw = dz.T @ counted_rows(x, target, o.ignore_index) if need_w else w.new_empty(0)
-    return dx, dw, dz.sum(0).to(bias.dtype) if need_b else w.new_empty(0)
+    return dx, dw, column_sums(dz).to(bias.dtype) if need_b else w.new_empty(0)
 
 compiled_token_losses_grad = operator("compiled_token_losses_grad", compiled_token_losses_bwd, fake=fake_gradients,
                                       flops=lambda i, out: products(i.x, i.w, i.need_x, i.need_w))

@@ -17,6 +17,7 @@ from fusedloss.chunks import (
     chunked_loss, Chunks, count_chunks, final_gradients, Gradients, late_factors, plan_chunks, run_early,
     save_gradients, scaled_gradients)
 from fusedloss.core.checks import acc_dtype
+from fusedloss.core.column_sums import column_parts, launch_column_sums, reference_column_sums
 from fusedloss.core.devices import Device, device_of
 from fusedloss.core.architectures import ScoreProduct
 from fusedloss.core.dots import row_blocks, spend
@@ -339,42 +340,6 @@ def launch_targets(
         launch_kernel(targets_kernel, (len(labels), -(-H // BH)), dw, x, labels, order, at_target, len(labels),
                       len(labels) // len(x), len(dw), H, dw.stride(0), x.stride(0), BN=BN, BH=BH)
 
-# %% ../nbs/09_product.ipynb #p9sums00
-def reference_column_sums(a:Tensor, factors:Tensor) -> Tensor:  # [R,C], [R] to [C]
-    "`launch_column_sums` in PyTorch."
-    return factors @ torch.where(factors[:, None] == 0, 0.0, wide(a))  # 0 · NaN would be NaN
-
-# %% ../nbs/09_product.ipynb #p9sums01
-@jit
-def column_sums_kernel(
-    a_ptr, factor_ptr, out_ptr,  # [R,C], [R], [parts,C]
-    R, C, each, a_stride, BR: tl.constexpr, BC: tl.constexpr,  # each: rows of a part
-):
-    cols, first = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * each
-    end = tl.minimum(first + each, R)
-    total = tl.zeros([BR, BC], tl.float32)
-    for row in range(first, end, BR):
-        rows = row + tl.arange(0, BR)
-        f = tl.load(factor_ptr + rows, mask=rows < end, other=0.0)[:, None]
-        at = a_ptr + rows.to(tl.int64)[:, None] * a_stride + cols[None]
-        total += f * tl.load(at, mask=(f != 0) & (cols < C)[None], other=0.0).to(tl.float32)
-    to = out_ptr + tl.program_id(1).to(tl.int64) * C + cols
-    tl.store(to, tl.sum(total, 0), mask=cols < C)
-
-# %% ../nbs/09_product.ipynb #p9sums02
-def column_parts(rows:int, columns:int, BR:int=32, BC:int=128, programs:int=1024) -> int:
-    "Parts of the rows whose sums are apart: at most so many programs, of whole blocks of BR rows."
-    return min(-(-rows // BR), max(1, programs // -(-columns // BC)))
-
-def launch_column_sums(a:Tensor, factors:Tensor, BR:int=32, BC:int=128, programs:int=1024) -> Tensor:  # [R,C], [R] to [C]
-    "Each column's sum of a · factor of its row, in fp32; a row whose factor is 0 is not read."
-    (R, C), n_parts = a.shape, max(1, column_parts(*a.shape, BR, BC, programs))
-    each = -(-R // (BR * n_parts)) * BR
-    parts = factors.new_empty(n_parts, C)
-    with on_device(a):
-        launch_kernel(column_sums_kernel, (-(-C // BC), n_parts), a, factors, parts, R, C, each, a.stride(0), BR=BR, BC=BC)
-    return parts[0] if len(parts) == 1 else parts.sum(0)
-
 # %% ../nbs/09_product.ipynb #p9smoot3
 def added_bias(b:Tensor, o:LossOptions, size:int, dtype:torch.dtype) -> tuple[Tensor, Tensor]:  # [V] to [size], a scalar
     "A bias as logits take it, in `dtype` and with zeros behind; what all of it lacks."
@@ -521,11 +486,10 @@ def launch_better_offsets(k:Work, stats:Tensor, wanted:Tensor, BN:int=32, BT:int
 # %% ../nbs/09_product.ipynb #8fc3664a
 def launched_rows(k:Work, product:ScoreProduct) -> Rows:
     "`finished_rows` by a GPU's product: the second try is always launched, and ends at once where no offset failed."
-    B, new = len(k.x), k.room.target_z.new_empty
+    B, new, given, how = len(k.x), k.room.target_z.new_empty, (k.x, k.w, k.y), (k.bias, log2_cap(k.o), k.units)
+    product.exponentials(*given, k.offsets, *k.room, k.log2_scale, None, *how)  # first: the GPU works while the host makes the rest
     failed, again = k.y.new_zeros(2, dtype=torch.int32).unbind()
-    rows, given, stats = Rows(new(B), new(B), new(B), new(B), failed), (k.x, k.w, k.y), k.stats
-    how = k.bias, log2_cap(k.o), k.units
-    product.exponentials(*given, k.offsets, *k.room, k.log2_scale, None, *how)
+    rows, stats = Rows(new(B), new(B), new(B), new(B), failed), k.stats
     launch_rows(rows, k.room, *k.labels)
     product.statistics(*given, stats, k.room.target_z, failed, k.bias, k.units)
     launch_better_offsets(k, stats, failed)
@@ -636,6 +600,10 @@ def product_rows(n_tokens:int, most:int) -> int:  # that a chunk may have
     if n_tokens <= most or not whole: return max(min(n_tokens, most), 1)
     return -(-n_tokens // (512 * -(-n_tokens // whole))) * 512
 
+def half_of_tokens(n_tokens:int) -> int:
+    "Rows of one of two chunks, or 2048 if that is more: what no budget allows."
+    return max(2048, -(-n_tokens // 1024) * 512)
+
 # %% ../nbs/09_product.ipynb #dda41397
 def plan_product(
     n_tokens:int, n_features:int, n_classes:int,  # N, H, V
@@ -651,7 +619,7 @@ def plan_product(
         budget = memory_budget and max(1, memory_budget * logits // row)
         sizes = n_tokens, n_features, n_classes
         return plan_chunks(*sizes, dtype, grad_dtype, needs[1], None, budget, accumulate)
-    most = memory_budget // row if memory_budget else max(2048, n_tokens // 2)
+    most = memory_budget // row if memory_budget else half_of_tokens(n_tokens)
     return Chunks(product_rows(n_tokens, max(1, min(most, max(4096, 2 * n_features)))), False)
 
 # %% ../nbs/09_product.ipynb #11f5a448

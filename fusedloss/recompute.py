@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype
+from fusedloss.core.column_sums import column_sums
 from fusedloss.core.devices import device_of
 from fusedloss.core.options import LossOptions, NO_STATISTICS, Statistics
 from fusedloss.core.products import (
@@ -422,7 +423,7 @@ def launch_gradients(
         else: launch_dz(x, w[j], dz, target, part(bias, j), part(weight, j), terms, db_parts,
                         j.start, o, entropy, t, temperature=temperature)
         if more is not None: launch_listed(dz, more, j.start)
-        if need_b: torch.sum(dz if parts is None else db_parts, 0, dtype=db.dtype, out=db[j])
+        if need_b: db[j] = column_sums(dz if parts is None else db_parts)
         if need_w: write_product(dw[j], dz.T, x, grad_scale)
         if j.stop == v: x = None  # of one slab before dx's sum is there
         if need_x and total is None: total = first(dz, w[j])

@@ -28,7 +28,7 @@ from fusedloss.core.score_product import product_of
 from fusedloss.core.triton import jit, launch_kernel, on_device, tl
 from fusedloss.plans import MOST_WITHOUT_TARGETS
 from fusedloss.product import (
-    aligned_parts, launch_better_offsets, launch_scaled, launch_targets, LIMITS, LN2, product_obstacle,
+    aligned_parts, half_of_tokens, launch_better_offsets, launch_scaled, launch_targets, LIMITS, LN2, product_obstacle,
     product_row, product_rows, reference_exponentials, reference_scaled, reference_targets, usable_product,
     Work, work_of)
 
@@ -315,7 +315,7 @@ def chunk_rows(
     tile:Optional[int],  # classes of a tile of the kernel; None: in PyTorch
 ) -> int:
     "Tokens of a chunk."
-    most = memory_budget // chunk_row(n_features, n_classes, dtype, tile) if memory_budget else max(2048, n_tokens // 2)
+    most = memory_budget // chunk_row(n_features, n_classes, dtype, tile) if memory_budget else half_of_tokens(n_tokens)
     return product_rows(n_tokens, max(1, min(most, max(4096, 2 * n_features))))
 
 # %% ../nbs/28_sharded_product.ipynb #splacks0

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fusedloss.core.checks import (
     acc_dtype, check_bias_and_budget, check_matrix, expect, expect_tensor, FLOATS, in_range, is_integer, is_number, once_for_alike)
+from fusedloss.core.column_sums import column_sums
 from fusedloss.core.operators import operator, products
 from fusedloss.core.options import Lengths, LossOptions, Reduction
 from fusedloss.core.products import (
@@ -419,7 +420,7 @@ class Gradients(NamedTuple):
     def add(self, dz:Tensor, h:Tensor, w:Tensor, a:Packed, i:slice, activation:str, dh:Optional[Tensor]):  # [R,V], [R,J or more], [V,J]; room for dh
         "What the rows `i` bring."
         if self.dw is not None: add_product(self.dw, dz.T, h.to(dz.dtype))
-        if self.db is not None: self.db.add_(dz.sum(0, dtype=self.db.dtype))
+        if self.db is not None: self.db.add_(column_sums(dz))
         if self.de is None and self.dp is None: return
         if dz.dtype == torch.bfloat16: torch.mm(dz, w, out=dh)
         else: dh = wide_product(dz, w.to(dz.dtype))  # fp16 has no range for it

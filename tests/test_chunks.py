@@ -761,7 +761,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "dw forgets the chunks before": ("dz.T, self.counted(x, i), self.begun,", "dz.T, self.counted(x, i), False,"),
     "dw adds to what memory held": ("dz.T, self.counted(x, i), self.begun,", "dz.T, self.counted(x, i), True,"),
     "dx takes the first rows for all": ("put_product(part(self.dx, i), dz, w)", "put_product(self.dx[:len(dz)], dz, w)"),
-    "db is the last chunk's": ("part(self.db, first).add_(dz.sum", "part(self.db, first).copy_(dz.sum"),
+    "db is the last chunk's": ("part(self.db, first).add_(column_sums", "part(self.db, first).copy_(column_sums"),
     "labels of the first chunk for all": ("part(y_k, i), weight", "y_k[:len(z)], weight"),
     "token weights of the first chunk for all": ("part(t_k, i), total", "t_k[:len(z)], total"),
     "the last chunk is left out": ("for i in tile_slices(len(x), rows):", "for i in tile_slices(len(x), rows)[:-1] or [slice(0, len(x))]:"),

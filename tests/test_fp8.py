@@ -707,6 +707,33 @@ def test_the_rounding_compiles(arch):
 
 
 @where_kernels_run
+@pytest.mark.parametrize("size", [(1, 5), (70, 64), (1300, 1100)])
+def test_factors_of_rows(size, device):
+    "With ignored tokens whose features are no numbers, sums that are too small to have an inverse, and negative weights"
+    made = torch.Generator().manual_seed(size[1])
+    x = torch.randn(size[0], size[1] + 3, generator=made).mul(5).to(device, narrow(device))[:, :-3]
+    coefs, rests = torch.randn(size[0], generator=made).to(device), torch.rand(size[0], generator=made).to(device)
+    coefs[1::3], x[1::3], rests[2::7] = 0, math.nan, 2.0**-140
+    rows, found = fp8.Rows(coefs, coefs, coefs, rests, coefs), []
+    for factors_of, divide in ((fp8.launch_row_factors, fp8.launch_divided), (fp8.reference_row_factors, fp8.reference_divided)):
+        out = fp8.RowFactors(*torch.full((3, size[0]), 7.0, device=device))
+        factors_of(out, rows, x)
+        found.append((*out, *divide(out)))
+    assert all(torch.allclose(got, right, rtol=1e-6, atol=0) for got, right in zip(*found))
+    divided, unit = found[0][3:]
+    assert (found[0][0][1::3] == 0).all() and (divided[:, None] * x.nan_to_num(0.0)).abs().amax().item() == pytest.approx(TOP, rel=1e-5) and unit > 0
+
+
+@where_kernels_run
+def test_tokens_without_a_weight_have_factors_of_zero(device):
+    x, zeros = torch.full((5, 8), math.inf, device=device, dtype=narrow(device)), torch.zeros(5, device=device)
+    out = fp8.RowFactors(*torch.full((3, 5), 7.0, device=device))
+    fp8.launch_row_factors(out, fp8.Rows(zeros, zeros, zeros, zeros, zeros), x)
+    divided, unit = fp8.launch_divided(out)
+    assert not any(t.any() for t in (*out, divided)) and unit == fp8.SMALLEST / TOP
+
+
+@where_kernels_run
 @pytest.mark.parametrize("h", [5, 64, 1100])
 def test_sums_of_entries(h, device):
     B, V = 37, 90

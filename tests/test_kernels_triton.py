@@ -141,7 +141,7 @@ def launcher_faults(k, case, device, dtype=f32) -> list[str]:
     return wrong + ["the turnaround wrote outside"] * turned.spilt
 
 
-def scale_faults(k, device, shape=(7, 2, 70), inside=True, dtype=f32) -> list[str]:
+def scale_faults(k, device, shape=(7, 2, 70), inside=True, dtype=f32, programs=2048) -> list[str]:
     "What `launch_scale` of module `k` gets wrong: with copies, expanded factors, infinite factors of zeros"
     z, _ = sample((shape[0] * shape[1], shape[2]), device, dtype)
     m, wrong = len(z), []
@@ -153,7 +153,7 @@ def scale_faults(k, device, shape=(7, 2, 70), inside=True, dtype=f32) -> list[st
             for copy in (False, True):
                 dz = Guarded(z.view(shape), inside)
                 out = Guarded(torch.full(shape, torch.nan, device=device, dtype=dtype)) if copy else dz
-                k.launch_scale(dz.view, out.view, factor, scalar(denominator, device))
+                k.launch_scale(dz.view, out.view, factor, scalar(denominator, device), programs)
                 expected = z.double().cpu() * factor.double().cpu().nan_to_num(posinf=0)[:, None] / (denominator or 1)
                 wrong += off("scaled rows", out.view.reshape(m, -1), expected, TOLERANCE[dtype])
                 wrong += ["scaling wrote outside"] * (out.spilt or dz.spilt)
@@ -204,12 +204,12 @@ def test_launchers_are_the_definition(name, place):
     assert launcher_faults(clusters, CASES[name], place) == []
 
 
-SCALED = [*product([(3, 1, 1), (7, 2, 70), (3, 1, 5000)], (False, True))]
+SCALED = [*product([(3, 1, 1), (7, 2, 70), (3, 1, 5000)], (False, True), (2, 2048))]
 
 
-@pytest.mark.parametrize("shape, inside", thorough_but(SCALED, *SCALED[::3]), ids=str)
-def test_rows_are_scaled(shape, inside, place):
-    assert scale_faults(clusters, place, shape, inside) == []
+@pytest.mark.parametrize("shape, inside, programs", thorough_but(SCALED, *SCALED[::4]), ids=str)
+def test_rows_are_scaled(shape, inside, programs, place):
+    assert scale_faults(clusters, place, shape, inside, programs=programs) == []
 
 
 @compiled_only
@@ -498,6 +498,7 @@ def kernel_in_place_faults(k) -> list[str]:
 
 CHECKS = {name: partial(launcher_faults, case=case, device="cpu") for name, case in CASES.items()} | {
     "scaling": partial(scale_faults, device="cpu", shape=(3, 1, 20), inside=False),
+    "scaling in turn": partial(scale_faults, device="cpu", shape=(70, 1, 70), programs=2),
     "garbage": partial(garbage_faults, device="cpu"),
     "front door": front_door_faults, "in place": in_place_faults, "in place on kernels": kernel_in_place_faults}
 MUTANTS = {  # what is wrong: (which check must notice, text of the source, what stands in its place, ...)
@@ -604,7 +605,9 @@ MUTANTS = {  # what is wrong: (which check must notice, text of the source, what
     "zeros times infinity": ("scaling", "tl.where(dz == 0, 0.0, dz * factor[:, None])", "dz * factor[:, None]"),
     "a copy of what stays is not made": ("scaling", "busy = COPY | (", "busy = ("),
     "the first row's factor is everyone's": ("scaling", "factor_ptr + rows.to(tl.int64) * factor_stride", "factor_ptr + rows * 0"),
-    "factors are not divided": ("scaling", "factor /= divisor_of(denominator_ptr)", "factor /= 1.0"),
+    "factors are not divided": ("scaling", "other=1.0).to(tl.float32) / divisor", "other=1.0).to(tl.float32)"),
+    "one factor is not divided": ("scaling", "tl.load(factor_ptr).to(tl.float32) / divisor", "tl.load(factor_ptr).to(tl.float32)"),
+    "a program takes one block": ("scaling in turn", "for block in range(tl.program_id(0), blocks, tl.num_programs(0))", "for block in range(tl.program_id(0), blocks, blocks)"),
     "scaling writes classes that are not": (
         "scaling", "dz.to(out_ptr.dtype.element_ty), mask=inside)",
         "dz.to(out_ptr.dtype.element_ty), mask=keep[:, None])"),

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import fusedloss.filter as with_filter
 from fusedloss import (
     clusters, contrast, fp8, kernels, lattices, linear_ctc, logprobs, product as stage_9, recompute, row_sparse, samples, scans, sharded_product, topk, transducer)
-from fusedloss.core import cosine, pairs, sampling, score_product
+from fusedloss.core import column_sums, cosine, pairs, sampling, score_product
 from fusedloss.core.devices import GPUS
 from fusedloss.core.hopper import IN_TURN
 from fusedloss.core.options import LossOptions, statistics_of
@@ -117,7 +117,7 @@ def exponentials(width, V=65536, B=4096):
         stage_9.launch_rows(out, k.room, *k.labels, out.failed)
         stage_9.launch_better_offsets(k, cuda(k.tiles, B, 2), out.failed)
     stage_9.launch_scaled(matrix(B, width, bf16), x, out.coefs, out.at_target, y, w, k.spread.pull, k.spread.mean)
-    stage_9.launch_column_sums(matrix(B, V, bf16), out.coefs)
+    for factors in (out.coefs, None): column_sums.launch_column_sums(matrix(B, V, bf16), factors)
     stage_9.launch_targets(cuda(V)[:, None], cuda(B)[:, None], y, out.at_target)
     stage_9.launch_scaled(matrix(B, width, bf16), x, out.coefs, out.at_target, y, w)
     stage_9.launch_targets(matrix(V, width, bf16), x, y, out.at_target)
@@ -143,6 +143,9 @@ def eight_bits(width, V=65536, B=4096):
     heavy, found = cuda(B, V // fp8.TILE, dtype=torch.uint8), fp8.Entries(*(cuda(B, fp8.LISTED, dtype=dtype) for dtype in (torch.int32, f32)), cuda(B, dtype=torch.int32))
     fp8.launch_entries(found, e, y, rows, cuda(B), heavy, fp8.TILE)
     fp8.launch_row_sums(x, cuda(B, width), rows, w, found)
+    factors = fp8.RowFactors(cuda(B), cuda(B), cuda(B))
+    fp8.launch_row_factors(factors, rows, x)
+    fp8.launch_divided(factors)
     for dtype in (bf16, f32): fp8.launch_class_sums(cuda(V, width, dtype=dtype), x, found)
 
 

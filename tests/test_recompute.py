@@ -599,7 +599,7 @@ MUTANTS = {  # what is wrong: (text of the source, what stands in its place)
     "ignored rows have a maximum": ('tl.where(valid, row_max, float("inf"))', "row_max"),
     "the slope is left out": ("d *= slope", "d *= 1.0"),
     "dx forgets the slabs before": ("elif need_x: add_product(total, dz, w[j])", "elif need_x: total = wide_product(dz, w[j])"),
-    "the bias' gradient is that of one tile": ("torch.sum(dz if parts is None else db_parts, 0, dtype=db.dtype, out=db[j])", "db[j].copy_(db_parts[0])"),
+    "the bias' gradient is that of one tile": ("db[j] = column_sums(dz if parts is None else db_parts)", "db[j].copy_(db_parts[0])"),
     "the upstream gradient of lse is dropped": ("g_lse_ptr,\n        denominator_ptr, y, valid, rows, N, V,", "None,\n        denominator_ptr, y, valid, rows, N, V,"),
     "the entropy's mean is missing": ("softmax_coef += g_h * mean", "softmax_coef += 0.0 * mean"),
     "the denominator is forgotten": ("denominator_ptr, y, valid, rows, N, V,", "None, y, valid, rows, N, V,"),

@@ -12,7 +12,7 @@ import torch
 
 import fusedloss as fl
 from fusedloss import fp8 as stage_34, kernels, lattices as stage_32, product as stage_9, sharded_product as stage_28
-from fusedloss.core import cuda, score_product
+from fusedloss.core import column_sums, cuda, score_product
 from fusedloss.core.options import LossOptions
 from fusedloss.core.ranks import Shards
 from fusedloss.scans import scan_fwd_triton
@@ -71,7 +71,7 @@ def exponentials() -> None:
     stage_9.launch_scaled(x, x, rows.coefs, rows.at_target, y, w, rows.coefs, w[0])
     stage_9.launch_targets(w, x, y, rows.at_target)
     stage_9.launch_offsets(torch.zeros(9, 70), y, o)
-    stage_9.launch_column_sums(x, rows.coefs)
+    column_sums.launch_column_sums(x, rows.coefs)
     score_product.merge_statistics(torch.zeros(7, 9), torch.zeros(1, 9, 2), torch.zeros(1, 9), y, 70, 1.0)
     score_product.put_targets(torch.zeros(9, 70), torch.zeros(6, 9), torch.zeros(9), y, 1.0, True)
 
@@ -234,7 +234,7 @@ LAUNCHES = {  # every kernel, by the part that launches it on a GPU with cluster
     contrast: "contrast_fwd_kernel add_sums_kernel pair_loss_kernel upstream_kernel contrast_bwd_kernel positive_scores_kernel positive_losses_kernel shares_kernel column_terms_kernel "
               "sigmoid_fwd_kernel add_losses_kernel sigmoid_bwd_kernel",
     partial_fc: "draw_kernel columns_kernel unit_kernel tangent_kernel negatives_lse_kernel merge_lse_kernel cosine_dz_kernel count_kernel update_kernel",
-    backward_in_fp8: "round_fp8 entries_kernel row_sums_kernel class_sums_kernel",
+    backward_in_fp8: "round_fp8 entries_kernel row_sums_kernel class_sums_kernel row_factors_kernel divided_kernel",
     logz: "sparse_scan sparse_logz scan_fwd_kernel",
     ctc: "ctc_scan ctc_grad ctc_loss ctc_scale",
     samples: "sample_kernel pick_kernel threshold_kernel draw_kept_kernel",

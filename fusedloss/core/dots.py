@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.core.checks import acc_dtype
+from fusedloss.core.column_sums import column_sums
 from fusedloss.core.cosine import HeadConfig, launch_negatives_lse, plain_negatives_lse, positive_infinity
 from fusedloss.core.negatives import product_into, rows_gradient, slab_products, tile_columns, within_range
 from fusedloss.core.operators import operator, products
@@ -154,7 +155,7 @@ def dot_lse_bwd(
 
     def accumulate_grads(rows: slice, dz: Tensor):
         if need_bias:
-            biases[rows] = dz.sum(0, dtype=biases.dtype)
+            biases[rows] = column_sums(dz)
         if not need_w:
             return
         product_into(part := lse.new_empty(columns[rows].shape), dz.T, ux)

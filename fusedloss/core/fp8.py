@@ -72,9 +72,13 @@ def beyond(sizes: list[int], own: int) -> int:
     return total
 
 
-def added_classes(h: int) -> int:
-    "Classes whose share of dw is made at once where it is added: 32 MiB in 16 bits, which stay in the L2 cache."
-    return max(256, 2**24 // max(h, 1) // 256 * 256)
+def added_classes(
+    h: int,
+    v: int,  # classes whose shares of dw are added one after another
+) -> int:
+    "Classes whose share is made at once: equal parts, of at most 36 MiB in 16 bits, which stay in the L2 cache."
+    most = max(256, 9 * 2**21 // max(h, 1) // 256 * 256)
+    return whole_blocks(-(-v // max(1, -(-v // most))), 256)
 
 
 def held_bytes(c: Cut, s: Sizes) -> int:
@@ -83,7 +87,8 @@ def held_bytes(c: Cut, s: Sizes) -> int:
     standing = beyond(pieces(c, s), s.v * s.h * s.grad_size if c.waits(s) else 0)
     turned = (s.v if c.keeps(s) else c.slab) * group * s.need_w
     dx = 4 * s.h * c.rows * (1 + (c.slab < s.v)) * s.need_x
-    dw = (s.h * group + s.grad_size * s.h * min(s.v, added_classes(s.h)) * (c.group < s.n)) * s.need_w
+    added = added_classes(s.h, s.v if c.keeps(s) else c.slab)
+    dw = (s.h * group + s.grad_size * s.h * min(s.v, added) * (c.group < s.n)) * s.need_w
     standing += s.n * s.h * s.forward
     passing = standing + turned + (max(dx, dw) if c.keeps(s) else dx + dw)
     return listed + max(passing, (3 * listed + 2 * s.n * s.h) * s.need_w)
@@ -110,7 +115,9 @@ def lost_seconds(c: Cut, s: Sizes, by: Machine) -> float:
     groups, chunks, slabs = -(-s.n // c.group), -(-s.n // c.rows), -(-s.v // c.slab)
     again = (groups - 1) * 2 * s.v * s.h * s.grad_size * s.need_w + (slabs - 1) * 12 * s.n * s.h * s.need_x
     again += 3 * s.v * s.h * (chunks - 1) * c.fresh
-    launches = chunks * (8 + 4 * slabs) + (groups - 1) * 2 * -(-s.v // added_classes(s.h))
+    together = s.v if c.keeps(s) else c.slab
+    added = -(-s.v // together) * -(-together // added_classes(s.h, together))
+    launches = chunks * (8 + 4 * slabs) + (groups - 1) * 2 * added
     return idle + again / by.bandwidth + launches * LAUNCH_SECONDS
 
 
