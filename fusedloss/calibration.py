@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 STEPS = (
-    Step("eager", 512, 8192, 64),  # up to 4096 classes logits have other kernels
+    *(Step("eager", 512, v, 256) for v in (8192, 1024)),  # by either kernel
     *(Step("chunks", 512, 1024, 256, memory_budget=budget) for budget in (None, 2**17)),
     *(Step("product", 512, 1024, 256, memory_budget=budget) for budget in (None, 2**17)),
     *(Step("recompute", 512, 65536, 64, memory_budget=budget) for budget in (None, 2**21)),

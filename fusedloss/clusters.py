@@ -243,6 +243,8 @@ def row_cluster(
     return cluster_of(z.shape, z.stride(), z.element_size(), starts_on_vectors(z), abs(o.ignore_index),
                       o.softcap > 0, device_of(z))
 
+SHORT = 4096  # classes of a row, at most, that goes by Triton
+
 @functools.lru_cache(maxsize=4096)
 def cluster_of(
     shape:tuple[int, ...], strides:tuple[int, ...], element_size:int, aligned:bool,  # of z
@@ -251,7 +253,7 @@ def cluster_of(
     "`row_cluster` by numbers."
     (rows, inner, v), (stride_o, stride_i, stride_v) = three(shape, strides)
     sizes = stride_o, stride_i, largest_label, rows * inner * 8
-    if v <= 4096 or stride_v != 1 or max(sizes) >= 2**31 or ROW_CLUSTERS.lacks(d): return None
+    if v <= SHORT or stride_v != 1 or max(sizes) >= 2**31 or ROW_CLUSTERS.lacks(d): return None
     room = 0 if aligned else 16 - element_size
     c = cluster_shape(-(-(v * element_size + room) // 16))
     if not c or c.blocks * rows * inner < d.multiprocessors: return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedloss.chunks import chunk_bytes, Chunks, plan_chunks
-from fusedloss.clusters import ROW_CLUSTERS
+from fusedloss.clusters import ROW_CLUSTERS, SHORT
 from fusedloss.core.checks import acc_dtype, expect, FLOATS
 from fusedloss.core.devices import Device
 from fusedloss.core.fp8 import busy_share, held_bytes, plan_cut, ranking_machine, Sizes
@@ -218,7 +218,8 @@ def eager_estimate(r:Call, machine:Machine) -> Estimate:
     widened = (3.2 + 0.8 * told if graded else 2.5 + 1.25 * told) * (r.dtype.itemsize == 2)  # the logits once more, or dz and g dz, to be multiplied
     copies = 1 + kept if r.fused else max(plain_logit_copies(r) + (graded and rows_of_targets(r)), widened)
     most, after = int(size * r.work.itemsize * copies), size * r.dtype.itemsize
-    return make_estimate("eager", r, machine, costs, 10, machine.host.eager,
+    host = machine.host.eager + machine.host.short_rows * (r.v <= SHORT or bool(ROW_CLUSTERS.lacks(machine.device)))
+    return make_estimate("eager", r, machine, costs, 10, host,
                     max(most - gradient_bytes(r), after) + counted_bytes(r) * r.needs[1], ("all logits",))
 
 # %% ../nbs/10_plans.ipynb #1be5d8db

@@ -114,7 +114,8 @@ def test_a_cpu_whose_name_cannot_be_read_has_one(monkeypatch):
 
 def test_plans_take_the_host_and_the_rate_of_fp8():
     slow = replace(H200, host=Host(*[1.0] * len(Host._fields)))
-    assert plan(8, 64, 8, machine=slow)["eager"].seconds == 1.0 > plan(8, 64, 8, machine="H200")["eager"].seconds
+    for v, parts in ((8192, 1.0), (64, 2.0)):  # rows of so few classes have another kernel
+        assert plan(8, v, 8, machine=slow)["eager"].seconds == parts > plan(8, v, 8, machine="H200")["eager"].seconds
     seconds = lambda machine: plan(8192, 128256, 4096, options=("matmul_dtype",), machine=machine)["product"].seconds
     assert seconds(replace(H200, fp8=1.0)) > 1.2 * seconds(H200)
 

@@ -23,20 +23,21 @@ from fusedloss.core.tuning import event_seconds
 
 
 class Host(NamedTuple):
-    "Seconds of Python and launches, of a call by a method and of each part of it, where calls follow one another; of two hosts."
+    "Seconds of Python and launches, of a call by a method and of each part of it, where calls follow one another; medians of one to three hosts."
 
-    eager: float = 1.16e-3
-    chunks: float = 1.12e-3
-    chunk: float = 0.139e-3
-    product: float = 1.1e-3
-    product_chunk: float = 0.7e-3
-    recompute: float = 1.92e-3
-    slab: float = 0.135e-3
-    plain: float = 1.6e-3  # recompute by chunks of tokens
-    plain_chunk: float = 0.37e-3
+    eager: float = 0.78e-3
+    chunks: float = 0.98e-3
+    chunk: float = 0.23e-3
+    product: float = 1.28e-3
+    product_chunk: float = 0.685e-3
+    recompute: float = 1.64e-3
+    slab: float = 0.25e-3
+    plain: float = 1.18e-3  # recompute by chunks of tokens
+    plain_chunk: float = 0.48e-3
     tiles: float = 1.88e-3
     tile: float = 0.37e-3
     stripe: float = 0.165e-3
+    short_rows: float = 0.38e-3  # of eager, beside a call, where rows have no cluster
 
 
 @dataclass(frozen=True, eq=False)
